@@ -90,7 +90,7 @@ async def test_what_stays_is_neither_claimed_nor_paused(proxies: Proxies) -> Non
     one, _ = await proxies.add("one", "two")
     topic = await one.topic()
     before = await proxies.shares()
-    owners = dict(one.proxy.broker._ownership.open())
+    owners = dict(one.proxy.broker._manager.open())
     claims = {number: await proxies.claims(number) for number in range(proxies.partitions)}
     # Which of its two partitions the first proxy will keep is the group's affair: watch both.
     numbers = sorted(before["one"])
@@ -106,7 +106,7 @@ async def test_what_stays_is_neither_claimed_nor_paused(proxies: Proxies) -> Non
     kept = before["one"] & after["one"]
     assert kept
     for number in kept:
-        assert one.proxy.broker._ownership.open()[number] is owners[number]
+        assert one.proxy.broker._manager.open()[number] is owners[number]
         gaps = [b - a for a, b in zip(times[number], times[number][1:], strict=False)]
         assert max(gaps) < PAUSE_MAX_S, f"promotion of partition {number} paused {max(gaps):.2f} s"
 
@@ -305,9 +305,9 @@ async def test_a_stuck_proxy_lets_another_one_try(
     in_memory: Proxies, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one, two = await in_memory.add("one", "two", stuck_after_s=0.5)
-    ownership = one.proxy.broker._ownership
-    monkeypatch.setattr(ownership, "_rejoin_s", 0.1)
-    stuck = next(iter(ownership.open().values()))
+    manager = one.proxy.broker._manager
+    monkeypatch.setattr(manager, "_rejoin_s", 0.1)
+    stuck = next(iter(manager.open().values()))
     claims = await in_memory.claims(stuck.partition)
     monkeypatch.setattr(stuck, "stuck_since_s", lambda: 60.0)
 
@@ -325,13 +325,13 @@ async def test_a_stuck_proxy_lets_another_one_try(
 @pytest.mark.rule(16)
 async def test_a_proxy_that_is_alone_leaves_to_nobody(in_memory: Proxies) -> None:
     (one,) = await in_memory.add("one")
-    ownership = one.proxy.broker._ownership
-    assert not ownership._should_leave(3600.0)
+    manager = one.proxy.broker._manager
+    assert not manager._should_leave(3600.0)
     await in_memory.add("two")
-    assert ownership._should_leave(3600.0)
-    assert not ownership._should_leave(29.0)
+    assert manager._should_leave(3600.0)
+    assert not manager._should_leave(29.0)
     coordinator_of(in_memory).silence("one")
-    assert not ownership._should_leave(3600.0)
+    assert not manager._should_leave(3600.0)
     coordinator_of(in_memory).let_back("one")
     await in_memory.settled()
 
@@ -417,7 +417,7 @@ async def test_changed_topics_are_shown(in_memory: Proxies) -> None:
     (one,) = await in_memory.add("one")
     assert (await one.get("/readyz"))["problems"] == []
     await in_memory.world.add_partitions(in_memory.world.name("op"), in_memory.partitions + 1)
-    await one.proxy.broker._ownership.look_at_topics()
+    await one.proxy.broker._manager.look_at_topics()
     (problem,) = (await one.get("/readyz"))["problems"]
     assert in_memory.world.name("op") in problem
     assert await one.metric("topic_problems") == 1
@@ -502,7 +502,7 @@ async def test_what_hangs_for_everybody_is_shown_and_left_to_nobody(in_memory: P
         return bool(states[str(moving)].startswith("hanging") and states[str(kept)] == "owned")
 
     await until(shown)
-    holding = one.proxy.broker._ownership._held[moving]
-    assert holding.stuck_s() == 0.0
+    slot = one.proxy.broker._manager._slots[moving]
+    assert slot.stuck_s() == 0.0
     await end()
     await in_memory.settled()

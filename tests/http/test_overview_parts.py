@@ -16,7 +16,7 @@ from txbroker.contract.service import (
     Rates,
 )
 from txbroker.proxy.observe.overview import UNREACHABLE, joined
-from txbroker.proxy.observe.rates import WINDOW_S, Tally
+from txbroker.proxy.observe.rates import WINDOW_S, RateCounter
 
 A, B = "http://a:8470", "http://b:8470"
 
@@ -102,44 +102,44 @@ class Clock:
 
 def test_rates_are_those_of_the_last_seconds() -> None:
     clock = Clock()
-    tally = Tally(clock)
-    assert tally.rates() == Rates()
+    rates = RateCounter(clock)
+    assert rates.per_second() == Rates()
     for _ in range(20):
         clock.now_s += 1
-        tally.prepared += 5
-        tally.decided += 1
-        tally.promoted += 3
-        tally.sample()
-    rates = tally.rates()
-    assert rates.prepared_per_s == pytest.approx(5.0)
-    assert rates.decided_per_s == pytest.approx(1.0)
-    assert rates.promoted_per_s == pytest.approx(3.0)
+        rates.prepared += 5
+        rates.decided += 1
+        rates.promoted += 3
+        rates.sample()
+    counted = rates.per_second()
+    assert counted.prepared_per_s == pytest.approx(5.0)
+    assert counted.decided_per_s == pytest.approx(1.0)
+    assert counted.promoted_per_s == pytest.approx(3.0)
     # Then nothing happens: it fades within the window, and is nothing behind it.
     for _ in range(int(WINDOW_S) // 2):
         clock.now_s += 1
-        tally.sample()
-    assert tally.rates().prepared_per_s == pytest.approx(2.5)
+        rates.sample()
+    assert rates.per_second().prepared_per_s == pytest.approx(2.5)
     for _ in range(int(WINDOW_S)):
         clock.now_s += 1
-        tally.sample()
-    assert tally.rates() == Rates()
+        rates.sample()
+    assert rates.per_second() == Rates()
 
 
 def test_looks_that_come_late_lie_about_nothing() -> None:
     clock = Clock()
-    tally = Tally(clock)
-    tally.promoted += 50
+    rates = RateCounter(clock)
+    rates.promoted += 50
     clock.now_s += 1
-    tally.sample()
+    rates.sample()
     clock.now_s += 99  # Kafka did not answer for so long
-    tally.promoted += 10
-    assert tally.rates().promoted_per_s == pytest.approx(10 / 99)
+    rates.promoted += 10
+    assert rates.per_second().promoted_per_s == pytest.approx(10 / 99)
 
 
 def test_few_looks_are_kept() -> None:
     clock = Clock()
-    tally = Tally(clock)
+    rates = RateCounter(clock)
     for _ in range(1000):
         clock.now_s += 1
-        tally.sample()
-    assert len(tally._looks) <= WINDOW_S + 2
+        rates.sample()
+    assert len(rates._looks) <= WINDOW_S + 2

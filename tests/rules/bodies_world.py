@@ -35,7 +35,7 @@ from txbroker.core.routing import make_id
 from txbroker.core.transaction import Transaction, fingerprint, places
 from txbroker.door.protocols import Appended, Claimed, Log, PromotionTxn, PromotionTxnHandle
 from txbroker.errors import KafkaUnavailable, RequestError
-from txbroker.proxy.observe.rates import Tally
+from txbroker.proxy.observe.rates import RateCounter
 from txbroker.proxy.partition.appender import Appender
 from txbroker.proxy.partition.applier import Applier, HalfReplica, OpReplica
 from txbroker.proxy.partition.body_cache import BodyCache
@@ -263,7 +263,7 @@ class Small:
             self.clock,  # type: ignore[arg-type]
             CurrentClaim("c"),
             gate,
-            Tally(),
+            RateCounter(),
             VisibilityWaiters(),
             lambda: 1 << 30,
         )

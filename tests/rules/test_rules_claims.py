@@ -420,9 +420,9 @@ async def test_assignments_are_taken_at_once_and_recovery_runs_beside(world: Wor
     broker = await broker_on(world, 2, lambda partition: partition.claims.append(claim))
     assert set(broker.readiness().partitions.values()) == {"claiming"}
     started = time.monotonic()
-    broker._ownership._assigned(Assignment(frozenset(), ("http://other",) * 2, (), 1))
+    broker._manager._assigned(Assignment(frozenset(), ("http://other",) * 2, (), 1))
     assert set(broker.readiness().partitions.values()) == {"elsewhere"}
-    broker._ownership._assigned(Assignment(frozenset({0, 1}), ("",) * 2, (), 1))
+    broker._manager._assigned(Assignment(frozenset({0, 1}), ("",) * 2, (), 1))
     assert time.monotonic() - started < 1.0
     opened.set()
     await until(lambda: set(broker.readiness().partitions.values()) == {"owned"})
@@ -441,15 +441,15 @@ async def test_assigned_again_while_a_fenced_one_still_closes_it_is_opened_anew(
     closing = Gate()
     broker = await broker_on(world, 1)
     _, door = world._brokers[-1]
-    ownership = broker._ownership
+    manager = broker._manager
     await until(lambda: broker.readiness().partitions[0] == "owned")
     with monkeypatch.context() as elsewhere:
         elsewhere.setattr(door, "prepare_partition", lose)
-        elsewhere.setattr(ownership, "_still_ours", moved)
-        ownership._assigned(Assignment(frozenset(), ("http://other",), (), 1))
-        ownership._assigned(Assignment(frozenset({0}), ("",), (), 1))
+        elsewhere.setattr(manager, "_still_ours", moved)
+        manager._assigned(Assignment(frozenset(), ("http://other",), (), 1))
+        manager._assigned(Assignment(frozenset({0}), ("",), (), 1))
         await closing.reached.wait()
-    ownership._assigned(Assignment(frozenset({0}), ("",), (), 1))
+    manager._assigned(Assignment(frozenset({0}), ("",), (), 1))
     closing.open()
     await until(lambda: broker.readiness().partitions[0] == "owned")
 

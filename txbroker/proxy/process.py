@@ -26,7 +26,7 @@ from txbroker.principals import Directory, Role
 from txbroker.proxy.cluster.broker import Broker
 from txbroker.proxy.cluster.check_urls import make_checks
 from txbroker.proxy.cluster.cluster import Cluster
-from txbroker.proxy.cluster.peer_watcher import Roster
+from txbroker.proxy.cluster.peer_watcher import PeerWatcher
 from txbroker.proxy.cluster.peers import Peers
 from txbroker.proxy.console import console_pages
 from txbroker.proxy.http import make_admin_app, make_app, make_peer_app, serve
@@ -35,7 +35,7 @@ from txbroker.proxy.http.guards import PeerGuard, reread_principals
 from txbroker.proxy.observe.audit_metrics import AuditMetrics
 from txbroker.proxy.observe.logging import get_logger
 from txbroker.proxy.observe.metrics import Metrics
-from txbroker.proxy.observe.overview import Surroundings
+from txbroker.proxy.observe.overview import GroupStatus
 from txbroker.proxy.observe.partition_gauges import PartitionGauges
 from txbroker.proxy.observe.readiness import ReadinessLog
 
@@ -97,7 +97,7 @@ async def run_proxy(door: Door, settings: Settings, *, wait_s: float = 0.0) -> A
         stack.push_async_callback(runner.close)
         for appeared in (sessions.on_appeared, elsewhere.on_appeared, groups.on_change):
             appeared(runner.wake)
-        around = Surroundings(
+        around = GroupStatus(
             sessions.instances,
             runner.unreachable,
             runner.unreachable_for_s,
@@ -145,7 +145,7 @@ async def _join(
     """
     readiness = ReadinessLog(broker.readiness)
     broker.on_owners(readiness.look)
-    roster = Roster(peers, elsewhere, lambda: _others(broker))
+    roster = PeerWatcher(peers, elsewhere, lambda: _others(broker))
     broker.on_owners(roster.changed)
     stack.push_async_callback(broker.close)
     stack.callback(log.info, "stopping")

@@ -44,10 +44,10 @@ from txbroker.errors import (
 from txbroker.principals import Directory, no_principals
 from txbroker.proxy.cluster.forwarding import merge, new_id
 from txbroker.proxy.cluster.listing import page_of
-from txbroker.proxy.cluster.partition_manager import Ownership
+from txbroker.proxy.cluster.partition_manager import PartitionManager
 from txbroker.proxy.cluster.views import view
 from txbroker.proxy.observe.logging import get_logger
-from txbroker.proxy.observe.overview import Surroundings, local_overview
+from txbroker.proxy.observe.overview import GroupStatus, local_overview
 from txbroker.proxy.observe.tracing import deciding
 from txbroker.proxy.partition.checkback import Runner, placed_like
 from txbroker.proxy.partition.clock import LogTime
@@ -123,7 +123,7 @@ class Broker:
         groups: Groups,
         runner: Runner,
         events: PartitionEvents,
-        around: Surroundings = Surroundings(),  # noqa: B008 - frozen
+        around: GroupStatus = GroupStatus(),  # noqa: B008 - frozen
         principals: Callable[[], Directory] = no_principals,
     ) -> None:
         self._door = door
@@ -137,10 +137,10 @@ class Broker:
         self._targets = PermittedTargets(
             door.targets, settings.own_topics, settings.reserved_topics
         )
-        self._ownership = Ownership(
+        self._manager = PartitionManager(
             door, self._targets, settings, runner, events, principals=principals
         )
-        self._ownership.on_change(self._keep_time)
+        self._manager.on_change(self._keep_time)
         self._stopping = False
         self._calls = _Calls(self.check_open)
 
@@ -149,26 +149,26 @@ class Broker:
     @property
     def url(self) -> str:
         """This proxy's own URL."""
-        return self._ownership.url
+        return self._manager.url
 
     @url.setter
     def url(self, url: str) -> None:
-        self._ownership.url = url
+        self._manager.url = url
 
     def called_by_peers_at(self, url: str) -> None:
         """Set where this proxy takes other proxies' calls, if not at `url`; before `start`."""
-        self._ownership.own_peer_url = url
+        self._manager.own_peer_url = url
 
     def called_by_operators_at(self, url: str) -> None:
         """Set where this proxy takes operators' calls, if not at `url`; before `start`."""
-        self._ownership.own_admin_url = url
+        self._manager.own_admin_url = url
 
     async def start(self) -> None:
         """Join the other proxies; partitions are opened as they are assigned.
 
         The door must be started and the groups loaded.
         """
-        await self._ownership.join()
+        await self._manager.join()
 
     async def close(self) -> None:
         """Take no more calls, end those under way, hand everything over and stop."""
@@ -178,7 +178,7 @@ class Broker:
                 await self._calls.over.wait()
         except TimeoutError:
             log.warning("calls given up", calls=self._calls.count)
-        await self._ownership.close()
+        await self._manager.close()
 
     def check_open(self) -> None:
         """Raise if this proxy is going away.
@@ -191,43 +191,43 @@ class Broker:
 
     def on_owners(self, listener: Callable[[], None]) -> None:
         """Call `listener` whenever partitions or proxies come or go."""
-        self._ownership.on_change(listener)
+        self._manager.on_change(listener)
 
     # --- where -----------------------------------------------------------------------------
 
     def owners(self) -> tuple[str, ...]:
         """Return the URL of each half partition's owner, "" where none is known."""
-        return self._ownership.owners()
+        return self._manager.owners()
 
     def assigned(self) -> tuple[str, ...]:
         """Return the URL of each half partition's proxy, whether it can take calls or not, ""
         where none is known."""
-        return self._ownership.assigned()
+        return self._manager.assigned()
 
     def peer_url(self, url: str) -> str:
         """Return where the proxy at `url` takes other proxies' calls."""
-        return self._ownership.peer_url(url)
+        return self._manager.peer_url(url)
 
     def admin_url(self, url: str) -> str:
         """Return where the proxy at `url` takes operators' calls."""
-        return self._ownership.admin_url(url)
+        return self._manager.admin_url(url)
 
     def mine(self) -> frozenset[int]:
         """Return the half partitions that are this proxy's and can take calls."""
-        return frozenset(self._ownership.open())
+        return frozenset(self._manager.open())
 
     def proxies(self) -> tuple[str, ...]:
         """Return the URLs of all proxies of the group, this one's included."""
-        return self._ownership.proxies()
+        return self._manager.proxies()
 
     def knows(self, url: str) -> bool:
         """Say whether the proxy at `url` is one of this one's group."""
-        return url in self._ownership.proxies()
+        return url in self._manager.proxies()
 
     def now_ms(self) -> int:
         """Return the clock by which ids are made, ms: of all partitions the middle one, so that
         one broker whose clock is astray misleads nobody else's ids."""
-        times = [owner.id_ms() for owner in self._ownership.open().values()]
+        times = [owner.id_ms() for owner in self._manager.open().values()]
         return median_low(times) if times else self._clock.now_ms()
 
     def _keep_time(self) -> None:
@@ -238,18 +238,18 @@ class Broker:
         """The brokers' clock says so by now: a broker whose clock is put forward for tests tells
         it, everybody else's is seen in append times."""
         self._clock.at_least(now_ms)
-        for owner in self._ownership.open().values():
+        for owner in self._manager.open().values():
             owner.clock_at_least(now_ms)
 
     def readiness(self) -> Readiness:
         """Say whether calls can be taken: everything that is ours is caught up."""
-        found = self._ownership.readiness()
+        found = self._manager.readiness()
         if self._stopping:
             return Readiness(False, found.partitions, (*found.problems, "going away"))
         return found
 
     def _owner_of(self, id: str) -> PartitionOwner:
-        return self._ownership.owner(partition_of(id, self._door.partitions), id)
+        return self._manager.owner(partition_of(id, self._door.partitions), id)
 
     # --- runs ------------------------------------------------------------------------------
 
@@ -270,7 +270,7 @@ class Broker:
                     partition = partition_of(request.id, partitions)
                 owner = owners.get(partition)
                 if owner is None:
-                    owner = owners[partition] = self._ownership.owner(partition, request.id)
+                    owner = owners[partition] = self._manager.owner(partition, request.id)
             except RequestError as error:
                 runs.append(Run((number,), _refused(error)))
                 continue
@@ -313,7 +313,7 @@ class Broker:
     async def prepare(self, request: PrepareRequest) -> Standing:
         """Store a half message; see `txbroker.contract.service.Service`."""
         self.check_open()
-        owner = self._ownership.owner(self._home(request), request.id)
+        owner = self._manager.owner(self._home(request), request.id)
         return _only(await self._prepare(owner, (request,)))
 
     async def _prepare(
@@ -397,7 +397,7 @@ class Broker:
         partition = home(request, self._door.partitions)
         if partition is not None:
             return partition
-        owners = self._ownership.open()
+        owners = self._manager.open()
         if not owners:
             raise OwnerUnavailable("this proxy owns no half partition now: try again")
         able = [n for n, each in owners.items() if each.gate.is_set()]
@@ -522,7 +522,7 @@ class Broker:
             transaction = await owner.api.find(id)
             if bodies:
                 await owner.bodies.show(transaction)
-            self._ownership.check_in_touch(id)
+            self._manager.check_in_touch(id)
             found = view(transaction, bodies=bodies)
             return structs.replace(found, waiting=self._waiting(found, owner.now_ms()))
 
@@ -546,12 +546,12 @@ class Broker:
         if any(not 0 <= partition < self._door.partitions for partition in wanted):
             raise BadRequest(f"half partitions are 0 to {self._door.partitions - 1}")
         with self._calls.take():
-            owners = [self._ownership.owner(partition) for partition in wanted]
+            owners = [self._manager.owner(partition) for partition in wanted]
             pages = [await page_of(owner.ledger, request, owner.now_ms()) for owner in owners]
             for owner in owners:
-                if self._ownership.owner(owner.partition) is not owner:
+                if self._manager.owner(owner.partition) is not owner:
                     raise OwnerUnavailable(f"half partition {owner.partition} moved: try again")
-            self._ownership.check_in_touch()
+            self._manager.check_in_touch()
         return merge(pages, request.limit)
 
     async def overview(self) -> Overview:
@@ -562,12 +562,12 @@ class Broker:
             self.ledgers(),
             self._around,
             self.now_ms(),
-            self._ownership.own_admin_url,
+            self._manager.own_admin_url,
         )
 
     def unsettled(self) -> Iterator[tuple[PartitionOwner, Transaction]]:
         """Yield every transaction that is not settled, with its owner."""
-        for owner in self._ownership.open().values():
+        for owner in self._manager.open().values():
             for transaction in owner.ledger:
                 if transaction.state not in SETTLED:
                     yield owner, transaction
@@ -577,12 +577,12 @@ class Broker:
 
         Suspended ones are left out: they may be another proxy's by now, which shows them itself.
         """
-        owners = self._ownership.open().values()
+        owners = self._manager.open().values()
         return tuple(owner for owner in owners if owner.gate.is_set())
 
     def topic_problems(self) -> Sequence[str]:
         """Return what has happened to txbroker's own topics that it cannot work with."""
-        return self._ownership.topic_problems()
+        return self._manager.topic_problems()
 
 
 async def _refused(error: RequestError) -> Sequence[Answer]:

@@ -44,7 +44,7 @@ STOPPED = (PartitionState.TRUNCATED, PartitionState.NEWER, PartitionState.STOPPE
 log = get_logger(__name__)
 
 
-class Holding:
+class PartitionSlot:
     """A half partition that is this proxy's, from when it was assigned until it is dropped."""
 
     def __init__(self) -> None:
@@ -93,7 +93,7 @@ class Holding:
         return max(0.0, time.monotonic() - self.since - HANGING_KNOWN_S)
 
 
-class Ownership:
+class PartitionManager:
     """Opens and closes the owners of this proxy's half partitions.
 
     Args:
@@ -131,7 +131,7 @@ class Ownership:
         self._principals = principals
         self._pace = TxnLimiter()
         self._rejoin_s = rejoin_s
-        self._held: dict[int, Holding] = {}
+        self._slots: dict[int, PartitionSlot] = {}
         self._closing: set[asyncio.Task[None]] = set()
         self._watching: list[asyncio.Task[None]] = []
         self._listeners: list[Callable[[], None]] = []
@@ -189,7 +189,7 @@ class Ownership:
         self._member = False
         self._in_touch.clear()
         self._out_because = why
-        for partition in list(self._held):
+        for partition in list(self._slots):
             self._drop(partition, leaving=True)
         self._tell()
         if self._closing:
@@ -202,9 +202,7 @@ class Ownership:
     def open(self) -> Mapping[int, PartitionOwner]:
         """Return the owners that are caught up, suspended ones included, by half partition."""
         return {
-            number: holding.owner
-            for number, holding in self._held.items()
-            if holding.owner is not None
+            number: slot.owner for number, slot in self._slots.items() if slot.owner is not None
         }
 
     def owner(self, partition: int, id: str | None = None) -> PartitionOwner:
@@ -214,8 +212,8 @@ class Ownership:
             OwnerUnavailable: it is not this proxy's, or not caught up, or suspended: then it may
                 be another one's by now, and what this one remembers is not how it stands.
         """
-        holding = self._held.get(partition)
-        owner = None if holding is None else holding.owner
+        slot = self._slots.get(partition)
+        owner = None if slot is None else slot.owner
         if owner is not None and owner.gate.is_set():
             return owner
         state, why = self._state(partition)
@@ -259,9 +257,9 @@ class Ownership:
         ours and cannot take calls yet."""
         shown = list(self.assigned())
         for number, url in enumerate(shown):
-            if url == self.url or number in self._held:
-                holding = self._held.get(number)
-                ready = holding is not None and holding.owner is not None
+            if url == self.url or number in self._slots:
+                slot = self._slots.get(number)
+                ready = slot is not None and slot.owner is not None
                 shown[number] = self.url if ready else ""
         return tuple(shown)
 
@@ -285,7 +283,7 @@ class Ownership:
         shown = {p: self._state(p) for p in range(self._door.partitions)}
         problems = [
             f"partition {number}: {_words(*self._state(number))}"
-            for number in sorted(self._held)
+            for number in sorted(self._slots)
             if self._state(number)[0] is not PartitionState.OWNED
         ]
         if not self._in_touch.is_set():
@@ -294,9 +292,9 @@ class Ownership:
         return Readiness(not problems, states, (*problems, *self._topic_problems))
 
     def _state(self, partition: int) -> tuple[PartitionState, str]:
-        holding = self._held.get(partition)
-        if holding is not None:
-            return holding.shown()
+        slot = self._slots.get(partition)
+        if slot is not None:
+            return slot.shown()
         url = self.assigned()[partition]
         if url and url != self.url:
             return PartitionState.ELSEWHERE, ""
@@ -319,19 +317,19 @@ class Ownership:
         self._generation += 1
         was_out = not self._in_touch.is_set()
         self._in_touch.set()
-        for partition in self._held.keys() - assignment.mine:
+        for partition in self._slots.keys() - assignment.mine:
             if was_out:
                 # Given away while we were gone: whoever has it has fenced us, or will.
                 self._events.fenced()
             self._drop(partition)
         for partition in sorted(assignment.mine):
-            holding = self._held.get(partition)
-            if holding is None:
+            slot = self._slots.get(partition)
+            if slot is None:
                 self._begin(partition)
             else:
                 if was_out:
-                    holding.since = time.monotonic()
-                for owner in holding.owners():
+                    slot.since = time.monotonic()
+                for owner in slot.owners():
                     owner.resume()
         self._tell()
 
@@ -342,8 +340,8 @@ class Ownership:
         log.warning("out of touch with the group", why=why)
         self._in_touch.clear()
         self._out_because = f"out of touch with the proxies' group: {why}"
-        for holding in self._held.values():
-            for owner in holding.owners():
+        for slot in self._slots.values():
+            for owner in slot.owners():
                 owner.suspend()
         self._tell()
 
@@ -361,43 +359,43 @@ class Ownership:
 
     def _begin(self, partition: int) -> None:
         failpoint("handover.assigned")
-        holding = self._held[partition] = Holding()
-        holding.opening = asyncio.create_task(self._open(partition, holding))
+        slot = self._slots[partition] = PartitionSlot()
+        slot.opening = asyncio.create_task(self._open(partition, slot))
 
-    async def _open(self, partition: int, holding: Holding) -> None:
+    async def _open(self, partition: int, slot: PartitionSlot) -> None:
         """Make this proxy the owner of a partition, however long that takes."""
         while True:
             await self._in_touch.wait()
-            owner = holding.candidate = self._make_owner(partition, holding)
+            owner = slot.candidate = self._make_owner(partition, slot)
             started = time.monotonic()
             try:
                 await owner.open()
             except Fenced:
                 self._events.fenced()
                 # First of all: assigned again while this one closes, it is to be opened anew.
-                self._give_up(partition, holding)
+                self._give_up(partition, slot)
                 self._until_done(asyncio.create_task(owner.close()))
                 return
             except KafkaUnavailable as error:
                 log.warning("partition not opened", partition=partition, why=str(error))
                 self._events.kafka_failed("claim")
-                holding.why = str(error)
+                slot.why = str(error)
                 hanging = isinstance(error, Hanging)
-                holding.state = PartitionState.HANGING if hanging else PartitionState.CLAIMING
-                holding.candidate = None
+                slot.state = PartitionState.HANGING if hanging else PartitionState.CLAIMING
+                slot.candidate = None
                 await owner.close()
                 await asyncio.sleep(REOPEN_S * (0.5 + random.random()))
             except Exception as error:
                 await owner.close()
-                holding.checkpoint_end = await self._checkpoint_end(partition)
-                self._stopped(partition, holding, error)
+                slot.checkpoint_end = await self._checkpoint_end(partition)
+                self._stopped(partition, slot, error)
                 return
             except BaseException:
                 await asyncio.shield(owner.close())
                 raise
             else:
                 break
-        holding.owner, holding.candidate, holding.opening = owner, None, None
+        slot.owner, slot.candidate, slot.opening = owner, None, None
         took_s = time.monotonic() - started
         self._events.recovered(took_s)
         log.info(
@@ -408,7 +406,7 @@ class Ownership:
         )
         self._tell()
 
-    def _make_owner(self, partition: int, holding: Holding) -> PartitionOwner:
+    def _make_owner(self, partition: int, slot: PartitionSlot) -> PartitionOwner:
         settings = self._settings
         owner = PartitionOwner(
             self._door.partition(partition),
@@ -425,7 +423,7 @@ class Ownership:
             ),
             identity=(settings.instance, self.url),
             still_ours=lambda: self._still_ours(partition),
-            stopped=lambda error: self._owner_stopped(partition, holding, owner, error),
+            stopped=lambda error: self._owner_stopped(partition, slot, owner, error),
             bodies_share=lambda: self._share(settings.bodies_bytes_max),
             settled_share=lambda: self._share(settings.settled_bytes_max),
             segment_version=min(SEGMENT_VERSION, self._assignment.record_version),
@@ -437,19 +435,19 @@ class Ownership:
 
     def _share(self, whole: int) -> int:
         """Return what each of our partitions may take of something that the proxy has."""
-        return whole // max(1, len(self._held))
+        return whole // max(1, len(self._slots))
 
     # --- closing -----------------------------------------------------------------------------
 
     def _drop(self, partition: int, *, leaving: bool = False) -> None:
         """A partition is another proxy's now, or with `leaving` the next one's that comes."""
         failpoint("handover.dropped")
-        holding = self._held.pop(partition)
-        if holding.opening is not None:
-            self._until_done(holding.opening)
-            holding.opening.cancel()
-        if holding.owner is not None:
-            closing = self._hand_over(partition, holding.owner, leaving)
+        slot = self._slots.pop(partition)
+        if slot.opening is not None:
+            self._until_done(slot.opening)
+            slot.opening.cancel()
+        if slot.owner is not None:
+            closing = self._hand_over(partition, slot.owner, leaving)
             self._until_done(asyncio.create_task(closing))
 
     async def _hand_over(self, partition: int, owner: PartitionOwner, leaving: bool) -> None:
@@ -468,34 +466,34 @@ class Ownership:
                 "partition not closed cleanly", error=telling(error), where=where_raised(error)
             )
 
-    def _give_up(self, partition: int, holding: Holding) -> None:
+    def _give_up(self, partition: int, slot: PartitionSlot) -> None:
         """Another proxy has claimed a partition and it is not ours any more. The next assignment
         says what is; until then claiming it would only fence its owner."""
         log.warning("taken over by another proxy", partition=partition)
-        if self._held.get(partition) is holding:
-            del self._held[partition]
+        if self._slots.get(partition) is slot:
+            del self._slots[partition]
             self._tell()
 
     def _owner_stopped(
-        self, partition: int, holding: Holding, owner: PartitionOwner, error: Exception
+        self, partition: int, slot: PartitionSlot, owner: PartitionOwner, error: Exception
     ) -> None:
         """An owner cannot go on: give the partition up, or begin anew where that can help."""
-        if self._held.get(partition) is not holding or holding.owner is not owner:
+        if self._slots.get(partition) is not slot or slot.owner is not owner:
             # It was closed before, and the partition may have another owner object by now.
             return
-        holding.owner = None
+        slot.owner = None
         self._until_done(asyncio.create_task(owner.close()))
         if isinstance(error, KafkaUnavailable):
             log.warning("partition begins anew", partition=partition, why=str(error))
             self._begin(partition)
         elif isinstance(error, Fenced):
             self._events.fenced()
-            self._give_up(partition, holding)
+            self._give_up(partition, slot)
         else:
-            self._stopped(partition, holding, error)
+            self._stopped(partition, slot, error)
         self._tell()
 
-    def _stopped(self, partition: int, holding: Holding, error: Exception) -> None:
+    def _stopped(self, partition: int, slot: PartitionSlot, error: Exception) -> None:
         """Stop one partition and keep the rest: something that must hold does not."""
         log.error(
             "partition stopped",
@@ -503,8 +501,8 @@ class Ownership:
             error=telling(error),
             where=where_raised(error),
         )
-        holding.candidate = holding.opening = None
-        holding.state, holding.why = _state_after(error), sentence(error)
+        slot.candidate = slot.opening = None
+        slot.state, slot.why = _state_after(error), sentence(error)
 
     # --- beside the work ---------------------------------------------------------------------
 
@@ -513,7 +511,7 @@ class Ownership:
         better."""
         while True:
             await asyncio.sleep(STUCK_LOOK_S)
-            worst_s = max((each.stuck_s() for each in self._held.values()), default=0.0)
+            worst_s = max((each.stuck_s() for each in self._slots.values()), default=0.0)
             if worst_s == 0.0 and self.readiness().ready:
                 self._leave_after_s = self._settings.stuck_after_s
             if self._should_leave(worst_s):
@@ -543,17 +541,17 @@ class Ownership:
         it: nobody else writes to its checkpoint topic."""
         while True:
             await asyncio.sleep(STUCK_LOOK_S)
-            for partition, holding in list(self._held.items()):
-                if holding.stopped and self._in_touch.is_set():
-                    await self._look_at_stopped(partition, holding)
+            for partition, slot in list(self._slots.items()):
+                if slot.stopped and self._in_touch.is_set():
+                    await self._look_at_stopped(partition, slot)
 
-    async def _look_at_stopped(self, partition: int, holding: Holding) -> None:
+    async def _look_at_stopped(self, partition: int, slot: PartitionSlot) -> None:
         end = await self._checkpoint_end(partition)
-        if end is None or self._held.get(partition) is not holding or not holding.stopped:
+        if end is None or self._slots.get(partition) is not slot or not slot.stopped:
             return
-        if holding.checkpoint_end is None:
-            holding.checkpoint_end = end
-        elif end != holding.checkpoint_end:
+        if slot.checkpoint_end is None:
+            slot.checkpoint_end = end
+        elif end != slot.checkpoint_end:
             log.info("stopped partition begins again", partition=partition)
             self._begin(partition)
 

@@ -18,7 +18,7 @@ SILENT_LOOKS = 3
 log = get_logger(__name__)
 
 
-class Roster:
+class PeerWatcher:
     """Follows the proxies of the group.
 
     Args:

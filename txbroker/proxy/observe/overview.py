@@ -6,7 +6,6 @@ also with a million of them pending.
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Protocol
 
 from msgspec import Struct, structs
 
@@ -19,17 +18,16 @@ from txbroker.contract.service import (
     PartitionOverview,
     PartitionState,
     ProxyOverview,
-    Rates,
     Readiness,
 )
-from txbroker.core.transaction import Transaction
+from txbroker.proxy.observe.observed import ObservedPartition
 
 UNREACHABLE = "unreachable"
 """The state of a half partition whose proxy did not answer."""
 _NOT_OURS = frozenset({PartitionState.ELSEWHERE, PartitionState.NONE})
 
 
-class Surroundings(Struct, frozen=True):
+class GroupStatus(Struct, frozen=True):
     """What a proxy knows beside transactions.
 
     Attributes:
@@ -45,82 +43,14 @@ class Surroundings(Struct, frozen=True):
     files_not_read: Callable[[], Mapping[str, bool]] = dict
 
 
-class CountedLedger(Protocol):
-    """What a ledger tells, all of it counted beforehand."""
-
-    undecided_count: int
-
-    @property
-    def parked(self) -> Mapping[str, Transaction]:
-        """Those that stayed undecided after the last attempt."""
-        ...
-
-    @property
-    def refused(self) -> Mapping[str, Transaction]:
-        """Committed ones that a target does not take."""
-        ...
-
-    @property
-    def ready(self) -> Mapping[str, Transaction]:
-        """Committed ones that are to be promoted, in the order of their markers."""
-        ...
-
-    @property
-    def pending_by_group(self) -> Mapping[str, int]:
-        """Undecided transactions."""
-        ...
-
-    @property
-    def parked_by_group(self) -> Mapping[str, int]:
-        """Parked transactions."""
-        ...
-
-    @property
-    def refused_by_topic(self) -> Mapping[str, int]:
-        """Refused ones by the topic that does not take them."""
-        ...
-
-    def oldest_pending_ms(self, group: str) -> int | None:
-        """When the oldest undecided one of a group was prepared."""
-        ...
-
-
-class Rated(Protocol):
-    """What counts how fast a partition works."""
-
-    def rates(self) -> Rates:
-        """Transactions per second of late."""
-        ...
-
-
-class CountedOwner(Protocol):
-    """The owner of a half partition, as an overview sees it."""
-
-    partition: int
-
-    @property
-    def ledger(self) -> CountedLedger:
-        """All of its transactions."""
-        ...
-
-    @property
-    def tally(self) -> Rated:
-        """How fast it works."""
-        ...
-
-    def now_ms(self) -> int:
-        """The time by the brokers' clock."""
-        ...
-
-
 # --- of one proxy ----------------------------------------------------------------------------
 
 
 def local_overview(
     url: str,
     readiness: Readiness,
-    owners: Iterable[CountedOwner],
-    around: Surroundings,
+    owners: Iterable[ObservedPartition],
+    around: GroupStatus,
     now_ms: int,
     admin_url: str = "",
 ) -> Overview:
@@ -173,7 +103,7 @@ def local_overview(
     )
 
 
-def _not_read(around: Surroundings) -> Iterable[str]:
+def _not_read(around: GroupStatus) -> Iterable[str]:
     """Yield what operators are to know of files, and who may read `/readyz` alone is not."""
     for name, unread in around.files_not_read().items():
         if unread:
@@ -183,7 +113,7 @@ def _not_read(around: Surroundings) -> Iterable[str]:
             )
 
 
-def _counted(shown: PartitionOverview, owner: CountedOwner, now_ms: int) -> PartitionOverview:
+def _counted(shown: PartitionOverview, owner: ObservedPartition, now_ms: int) -> PartitionOverview:
     ledger = owner.ledger
     oldest = [
         at_ms
@@ -200,7 +130,7 @@ def _counted(shown: PartitionOverview, owner: CountedOwner, now_ms: int) -> Part
         committed=len(ledger.ready),
         oldest_pending_age_s=_age_s(now_ms, min(oldest, default=None)),
         oldest_committed_age_s=_age_s(now_ms, None if first is None else first.decided_at_ms),
-        rates=owner.tally.rates(),
+        rates=owner.rates.per_second(),
     )
 
 
@@ -208,7 +138,7 @@ def _age_s(now_ms: int, since_ms: int | None) -> float | None:
     return None if since_ms is None else max(0, now_ms - since_ms) / 1000
 
 
-def _groups(owner: CountedOwner, now_ms: int) -> Iterable[GroupOverview]:
+def _groups(owner: ObservedPartition, now_ms: int) -> Iterable[GroupOverview]:
     """Yield what each group has left undecided in a partition."""
     ledger = owner.ledger
     pending, parked = ledger.pending_by_group, ledger.parked_by_group
@@ -217,7 +147,7 @@ def _groups(owner: CountedOwner, now_ms: int) -> Iterable[GroupOverview]:
         yield GroupOverview(name, pending.get(name, 0), parked.get(name, 0), age_s)
 
 
-def _around(around: Surroundings, now_ms: int) -> Iterable[GroupOverview]:
+def _around(around: GroupStatus, now_ms: int) -> Iterable[GroupOverview]:
     """Yield what is known of groups beside their transactions."""
     for name, instances in around.connected().items():
         shown = tuple(instances[:INSTANCES_SHOWN_MAX])

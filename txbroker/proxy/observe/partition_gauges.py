@@ -5,77 +5,14 @@ also with a million of them pending.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
-from typing import Protocol
+from collections.abc import Callable, Sized
 from weakref import WeakKeyDictionary
 
-from txbroker.contract.service import Readiness
-from txbroker.core.transaction import Transaction
 from txbroker.proxy.observe.metrics import Gauges
+from txbroker.proxy.observe.observed import ObservedBroker, ObservedPartition
 
 LOOKED_AT_MAX = 2000
 """Transactions that one scrape looks at in search of the oldest one without a copy."""
-
-
-class WatchedLedger(Protocol):
-    """What a ledger tells at a scrape, all of it counted beforehand."""
-
-    @property
-    def pending_by_group(self) -> Mapping[str, int]:
-        """Undecided transactions."""
-        ...
-
-    @property
-    def parked_by_group(self) -> Mapping[str, int]:
-        """Those that stayed undecided after the last attempt."""
-        ...
-
-    @property
-    def refused_by_topic(self) -> Mapping[str, int]:
-        """Committed ones that a target does not take."""
-        ...
-
-    @property
-    def ready(self) -> Mapping[str, Transaction]:
-        """Committed ones that are to be promoted, in the order of their markers."""
-        ...
-
-    def oldest_pending_ms(self, group: str) -> int | None:
-        """When the oldest undecided one of a group was prepared."""
-        ...
-
-    def in_order(self, after_offset: int, count: int) -> Sequence[Transaction]:
-        """Those that are not settled, by half offset."""
-        ...
-
-
-class WatchedOwner(Protocol):
-    """An owner, as a scrape sees it."""
-
-    @property
-    def ledger(self) -> WatchedLedger:
-        """All of its transactions."""
-        ...
-
-    def now_ms(self) -> int:
-        """The time by the brokers' clock."""
-        ...
-
-
-class WatchedBroker(Protocol):
-    """A broker, as a scrape sees it."""
-
-    def ledgers(self) -> Iterable[WatchedOwner]:
-        """The owners of the half partitions that are this proxy's for sure and caught up."""
-        ...
-
-    def readiness(self) -> Readiness:
-        """What this proxy does with each half partition."""
-        ...
-
-    def topic_problems(self) -> Sequence[str]:
-        """What is wrong with txbroker's own topics."""
-        ...
 
 
 class PartitionGauges:
@@ -88,12 +25,12 @@ class PartitionGauges:
     """
 
     def __init__(
-        self, broker: WatchedBroker, unreachable: Callable[[], Sized], half_retention_s: float
+        self, broker: ObservedBroker, unreachable: Callable[[], Sized], half_retention_s: float
     ) -> None:
         self._broker = broker
         self._unreachable = unreachable
         self._half_retention_s = half_retention_s
-        self._copied_to: WeakKeyDictionary[WatchedOwner, int] = WeakKeyDictionary()
+        self._copied_to: WeakKeyDictionary[ObservedPartition, int] = WeakKeyDictionary()
 
     def read(self) -> Gauges:
         """Return what the owners hold now."""
@@ -135,7 +72,7 @@ class PartitionGauges:
             ),
         )
 
-    def _headroom_s(self, owner: WatchedOwner) -> float | None:
+    def _headroom_s(self, owner: ObservedPartition) -> float | None:
         """Return how long until retention reaches what has no copy; None where all has one.
 
         What is lost already is not at risk any more; another metric tells of it. A copy counts

@@ -21,7 +21,7 @@ class _Look(NamedTuple):
     promoted: int
 
 
-class Tally:
+class RateCounter:
     """Counts what the calls of one half partition did.
 
     Args:
@@ -43,7 +43,7 @@ class Tally:
         while len(self._looks) > 1 and self._looks[1].at_s <= now.at_s - WINDOW_S:
             self._looks.popleft()
 
-    def rates(self) -> Rates:
+    def per_second(self) -> Rates:
         """Return what happened per second in the last seconds."""
         now = self._look()
         # Looks may be late where Kafka does not answer; then the newest one outside the window

@@ -14,7 +14,7 @@ from txbroker.core.promotion import TurnLimits
 from txbroker.core.records import Header, Marker, MarkerKind, Message, Source
 from txbroker.core.transaction import Transaction
 from txbroker.errors import OwnerUnavailable
-from txbroker.proxy.observe.rates import Tally
+from txbroker.proxy.observe.rates import RateCounter
 from txbroker.proxy.partition.clock import LogTime
 
 
@@ -186,7 +186,7 @@ class PartitionContext(Struct, frozen=True):
             stand.
         claim: the owner's present claim.
         gate: nothing is written while it is not set: the owner is suspended.
-        tally: counts what is shown as rates.
+        rates: counts what is shown as rates.
         visible: who waits until transactions are visible.
         settled_share: returns how many bytes of settled transactions it may remember.
     """
@@ -201,7 +201,7 @@ class PartitionContext(Struct, frozen=True):
     id_clock: LogTime
     claim: CurrentClaim
     gate: asyncio.Event
-    tally: Tally
+    rates: RateCounter
     visible: VisibilityWaiters
     settled_share: Callable[[], int]
 
@@ -251,7 +251,7 @@ class PartitionContext(Struct, frozen=True):
     def promoted(self, transactions: list[Transaction]) -> None:
         """Say that these are visible."""
         self.events.promoted(transactions)
-        self.tally.promoted += len(transactions)
+        self.rates.promoted += len(transactions)
         self.visible.release(transactions)
 
     def refused(self, transactions: list[Transaction]) -> None:

@@ -46,7 +46,7 @@ from txbroker.errors import KafkaUnavailable
 from txbroker.failpoints import failpoint
 from txbroker.principals import Directory, no_principals
 from txbroker.proxy.observe.logging import get_logger
-from txbroker.proxy.observe.rates import Tally
+from txbroker.proxy.observe.rates import RateCounter
 from txbroker.proxy.partition.appender import Appender
 from txbroker.proxy.partition.applier import Applier, HalfReplica, OpReplica
 from txbroker.proxy.partition.body_cache import BodyCache
@@ -128,7 +128,7 @@ class PartitionOwner:
         self.ledger.settled.version = segment_version
         self._principals = principals
         self.ledger.share_by(self._principals().share_of)
-        self.tally = Tally()
+        self.rates = RateCounter()
         self._phase = PartitionState.CLAIMING
         self._resumed_s = time.monotonic()
         self._tasks: list[asyncio.Task[None]] = []
@@ -145,7 +145,7 @@ class PartitionOwner:
             LogTime(0),
             CurrentClaim(),
             asyncio.Event(),
-            self.tally,
+            self.rates,
             VisibilityWaiters(),
             settled_share,
         )
@@ -309,7 +309,7 @@ class PartitionOwner:
         looked_s = time.monotonic()
         while True:
             await asyncio.sleep(IDLE_S)
-            self.tally.sample()
+            self.rates.sample()
             self.ledger.share_by(self._principals().share_of)
             try:
                 await self._half.look(IDLE_S)

@@ -204,7 +204,7 @@ class PartitionApi:
             else:
                 answers[number] = self._not_stored(row.half, outcome)
         if stored:
-            self._context.tally.prepared += len(stored)
+            self._context.rates.prepared += len(stored)
             self._events.prepared(stored)
             failpoint("prepare.applied")
 
@@ -395,7 +395,7 @@ class PartitionApi:
             else:
                 answers[number] = self._not_marked(transaction, request, outcome)
         if decided:
-            self._context.tally.decided += len(decided)
+            self._context.rates.decided += len(decided)
             self._events.decided(decided)
             failpoint("decide.applied")
 

@@ -8,7 +8,7 @@ from structlog.testing import capture_logs
 
 from tests.kit.http_api import running_api
 from txbroker.checkers.leases import PeerIdentity, PeerSessions
-from txbroker.proxy.cluster.peer_watcher import SILENT_LOOKS, Roster
+from txbroker.proxy.cluster.peer_watcher import SILENT_LOOKS, PeerWatcher
 from txbroker.proxy.cluster.peers import Peers
 
 ME = "http://proxy-b:8470"
@@ -22,7 +22,7 @@ async def test_a_proxy_with_another_peer_secret_is_logged_once(tmp_path: Path) -
     async with running_api(peer_secret_file=file) as api:
         others = [api.url]
         peers = Peers(PeerIdentity(lambda: ME, lambda: secret))
-        roster = Roster(peers, PeerSessions(PeerIdentity(lambda: ME)), lambda: others)
+        roster = PeerWatcher(peers, PeerSessions(PeerIdentity(lambda: ME)), lambda: others)
         with capture_logs() as logs:
             for _ in range(SILENT_LOOKS - 1):
                 await roster._look(api.url)
@@ -41,7 +41,7 @@ async def test_a_proxy_with_another_peer_secret_is_logged_once(tmp_path: Path) -
 async def test_a_proxy_that_left_is_nobody_to_miss() -> None:
     others = ["http://127.0.0.1:1"]
     peers = Peers(PeerIdentity(lambda: ME))
-    roster = Roster(peers, PeerSessions(PeerIdentity(lambda: ME)), lambda: others)
+    roster = PeerWatcher(peers, PeerSessions(PeerIdentity(lambda: ME)), lambda: others)
     with capture_logs() as logs:
         await roster._look("http://127.0.0.1:1")
         others.clear()
