@@ -130,7 +130,7 @@ lint: $(VENV)/.dev ## Check style and types
 
 .PHONY: docs
 docs: $(VENV)/.dev ## Renew the reference pages, the dashboard and the schema of the chart's values, which code makes
-	@$(BIN)/python -m txbroker.proxy.http.reference
+	@$(BIN)/python -m txbroker.proxy.reference
 	@$(BIN)/python -m txbroker.core.diagram > docs/reference/states.md
 	@$(BIN)/python -m txbroker.cli.reference > docs/reference/cli.md
 	@$(BIN)/python -m txbroker.proxy.observe.log_events > docs/reference/logs.md

@@ -15,7 +15,7 @@ from tests.kit.service import Service, unique, until
 from txbroker.config.settings import Settings
 from txbroker.contract.service import PrepareRequest
 from txbroker.core.records import Message
-from txbroker.proxy.console.visits import LOGIN_S, Visits
+from txbroker.proxy.console.visitors import LOGIN_S, Visits
 from txbroker.proxy.http.guards import Guard
 
 

@@ -15,10 +15,18 @@ from txbroker.contract.service import (
     ProxyOverview,
 )
 from txbroker.errors import RequestError
-from txbroker.proxy.console import shown
+from txbroker.proxy.console import formatting as shown
 from txbroker.proxy.console.concerns import Level, concerns_of
 from txbroker.proxy.console.filters import PAGE_ROWS_MAX, read_listing
-from txbroker.proxy.console.shown import BODY_CHARS_MAX, age, kind_of, link, number, rate, text_of
+from txbroker.proxy.console.formatting import (
+    BODY_CHARS_MAX,
+    age,
+    kind_of,
+    link,
+    number,
+    rate,
+    text_of,
+)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import pytest
 from txbroker.config.settings import Settings
 from txbroker.errors import request_errors
 from txbroker.proxy.http.api import operations
-from txbroker.proxy.http.reference import pages, write
+from txbroker.proxy.reference import pages, write
 
 REFERENCE = Path(__file__).parents[2] / "docs" / "reference"
 
@@ -17,7 +17,7 @@ REFERENCE = Path(__file__).parents[2] / "docs" / "reference"
 @pytest.mark.parametrize("name", sorted(pages()))
 def test_page_is_current(name: str) -> None:
     committed = (REFERENCE / name).read_text(encoding="utf-8")
-    assert committed == pages()[name], "run python -m txbroker.proxy.http.reference"
+    assert committed == pages()[name], "run python -m txbroker.proxy.reference"
 
 
 def test_nothing_is_left_out(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from txbroker.core.records import CheckReason, Decision, Message, State
 from txbroker.core.routing import make_id
 from txbroker.errors import Overloaded
 from txbroker.proxy.http.connection import SMALL_BYTES, FrameMeter
-from txbroker.proxy.http.shell import OPERATION_BYTES, InFlight, Receiving, message_bytes
+from txbroker.proxy.http.context import OPERATION_BYTES, InFlight, Receiving, message_bytes
 
 IDS = [make_id(0, NOW_MS, n) for n in range(10_000)]
 CALL = CheckCall(IDS[0], "orders", 1, 15, CheckReason.DUE, NOW_MS, MESSAGES)
@@ -483,7 +483,7 @@ async def test_small_frames_need_no_room_and_many_small_pieces_do() -> None:
 async def test_owners_are_told_at_once_where_the_service_tells(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("txbroker.proxy.http.sessions.OWNERS_POLL_S", 3600.0)
+    monkeypatch.setattr("txbroker.proxy.http.sessions.server.OWNERS_POLL_S", 3600.0)
     listeners: list[Callable[[], None]] = []
     monkeypatch.setattr(
         FakeService, "on_owners", lambda _, heard: listeners.append(heard), raising=False

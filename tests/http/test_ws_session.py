@@ -238,7 +238,7 @@ async def test_owners_are_told_when_they_change(api: Api) -> None:
 
 
 async def test_clock_is_told(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("txbroker.proxy.http.sessions.CLOCK_S", 0.0)
+    monkeypatch.setattr("txbroker.proxy.http.sessions.server.CLOCK_S", 0.0)
     async with running_api() as quick, session(quick) as producer:
         assert await producer.next() == wire.Clock(NOW_MS)
 

@@ -17,7 +17,7 @@ from tests.security.installation import Installation
 from txbroker.contract import frames as wire
 from txbroker.core import settled
 from txbroker.core.segment import ROW_BYTES, SEGMENT_BYTES
-from txbroker.proxy.http import registration
+from txbroker.proxy.http import groups as registration
 from txbroker.proxy.partition.partition_api import PartitionApi
 
 CLASS = 13

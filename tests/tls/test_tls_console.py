@@ -12,7 +12,7 @@ from tests.console.console_world import Reader
 from tests.kit.memory import MemoryWorld
 from tests.tls.tls_world import ADMIN_TOKEN, TOKEN, Files, running, secured
 from txbroker.net.tls import ClientTls, TlsFiles
-from txbroker.proxy.console.visits import SESSION_COOKIE, VISIT_COOKIE
+from txbroker.proxy.console.visitors import SESSION_COOKIE, VISIT_COOKIE
 
 pytestmark = [pytest.mark.needs_tool("openssl")]
 

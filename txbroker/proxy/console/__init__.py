@@ -23,8 +23,8 @@ from aiohttp import web
 
 from txbroker.proxy.console import actions, login, pages
 from txbroker.proxy.console.site import Console
+from txbroker.proxy.http.context import Shell
 from txbroker.proxy.http.guards import Guard
-from txbroker.proxy.http.shell import Shell
 
 __all__ = ["console_pages"]
 

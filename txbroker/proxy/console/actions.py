@@ -15,10 +15,10 @@ from txbroker.contract.service import DecideRequest, TransactionView
 from txbroker.core.records import Decision, Source, State
 from txbroker.errors import BadRequest, KafkaUnavailable, RequestError
 from txbroker.proxy.console.filters import Filter, Record, convert, read_listing
-from txbroker.proxy.console.shown import link
+from txbroker.proxy.console.formatting import link
 from txbroker.proxy.console.site import Ask, Page, Redirect, Route
+from txbroker.proxy.http.context import Shell, within_groups
 from txbroker.proxy.http.operations import ONLY_OPERATORS
-from txbroker.proxy.http.shell import Shell, within_groups
 from txbroker.proxy.observe.logging import get_logger
 
 log = get_logger(__name__)

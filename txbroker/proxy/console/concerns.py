@@ -10,7 +10,7 @@ from enum import StrEnum
 
 from txbroker.contract.service import GroupOverview, Overview, PartitionState
 from txbroker.core.records import State
-from txbroker.proxy.console.shown import age, count, link
+from txbroker.proxy.console.formatting import age, count, link
 from txbroker.proxy.observe.overview import UNREACHABLE
 
 PENDING_AGE_S = 900.0

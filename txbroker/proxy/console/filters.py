@@ -10,9 +10,9 @@ import msgspec
 from txbroker.contract.service import ListRequest
 from txbroker.core.records import State
 from txbroker.errors import BadRequest
-from txbroker.proxy.console.shown import age
+from txbroker.proxy.console.formatting import age
 from txbroker.proxy.http.bodies import By, ListQuery, Reason, Request
-from txbroker.proxy.http.shell import plain_id
+from txbroker.proxy.http.context import plain_id
 
 PAGE_ROWS = 50
 PAGE_ROWS_MAX = 250

@@ -5,7 +5,7 @@ from aiohttp import web
 from txbroker.errors import Unauthorized
 from txbroker.proxy.console.filters import Record, convert
 from txbroker.proxy.console.site import Ask, Page, Redirect, Route
-from txbroker.proxy.console.visits import NAME_MAX
+from txbroker.proxy.console.visitors import NAME_MAX
 from txbroker.proxy.observe.logging import get_logger
 
 log = get_logger(__name__)

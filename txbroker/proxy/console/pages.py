@@ -13,9 +13,9 @@ from txbroker.principals import Role
 from txbroker.proxy.console.actions import Action, allowed
 from txbroker.proxy.console.concerns import concerns_of
 from txbroker.proxy.console.filters import PAGE_ROWS, read_listing
-from txbroker.proxy.console.shown import link, with_query
+from txbroker.proxy.console.formatting import link, with_query
 from txbroker.proxy.console.site import Ask, Page, Redirect, Route
-from txbroker.proxy.http.shell import plain_id, within_groups
+from txbroker.proxy.http.context import plain_id, within_groups
 
 GROUPS_FIRST = 8
 """Groups that the overview shows."""

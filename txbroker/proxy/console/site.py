@@ -22,13 +22,13 @@ from txbroker.errors import (
     UnsupportedMediaType,
 )
 from txbroker.principals import ANYBODY, Principal, Role
-from txbroker.proxy.console import shown
+from txbroker.proxy.console import formatting as shown
 from txbroker.proxy.console.filters import Filter
-from txbroker.proxy.console.visits import FORM_FIELD, Visitor, Visits
+from txbroker.proxy.console.visitors import FORM_FIELD, Visitor, Visits
+from txbroker.proxy.http.context import Shell
 from txbroker.proxy.http.guards import Guard
 from txbroker.proxy.http.operations import WHO_LOOKS
 from txbroker.proxy.http.reading import Body
-from txbroker.proxy.http.shell import Shell
 from txbroker.proxy.observe.logging import get_logger
 
 log = get_logger(__name__)

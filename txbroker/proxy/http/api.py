@@ -24,7 +24,9 @@ from txbroker.errors import (
 )
 from txbroker.principals import Directory
 from txbroker.proxy.cluster.forwarding import CALLER, CALLER_HEADER, PREFIX
-from txbroker.proxy.http import registration, system, transactions
+from txbroker.proxy.http import groups as registration
+from txbroker.proxy.http import system, transactions
+from txbroker.proxy.http.context import Shell
 from txbroker.proxy.http.endpoints import Endpoint, refusal
 from txbroker.proxy.http.front import DirectCalls
 from txbroker.proxy.http.guards import (
@@ -34,7 +36,6 @@ from txbroker.proxy.http.guards import (
     is_page,
     reread_principals,
 )
-from txbroker.proxy.http.internal import Internal
 from txbroker.proxy.http.joint import JointCalls
 from txbroker.proxy.http.openapi import describe
 from txbroker.proxy.http.operations import (
@@ -45,8 +46,8 @@ from txbroker.proxy.http.operations import (
     error_response,
     response_of,
 )
-from txbroker.proxy.http.sessions import SessionServer
-from txbroker.proxy.http.shell import Shell
+from txbroker.proxy.http.peer_api import Internal
+from txbroker.proxy.http.sessions.server import SessionServer
 from txbroker.proxy.observe.logging import get_logger
 from txbroker.proxy.observe.metrics import Gauges, Metrics
 
@@ -80,7 +81,7 @@ _PARTS: web.AppKey[_Parts] = web.AppKey("parts", _Parts)
 
 def operations() -> tuple[Operation, ...]:
     """Return every call of the HTTP API but the session's."""
-    declared = (*transactions.OPERATIONS, *registration.OPERATIONS, *system.OPERATIONS)
+    declared = (*transactions.OPERATIONS, *groups.OPERATIONS, *system.OPERATIONS)
     document = b""
 
     async def openapi(_: Call) -> Reply:

@@ -16,9 +16,9 @@ from aiohttp.web_protocol import RequestHandler
 from txbroker.core.telling import telling, where_raised
 from txbroker.errors import BadRequest, RequestError
 from txbroker.net.deadlines import Deadlines
+from txbroker.proxy.http.context import Receiving, Shell
 from txbroker.proxy.http.front import Front
 from txbroker.proxy.http.operations import error_response
-from txbroker.proxy.http.shell import Receiving, Shell
 from txbroker.proxy.observe.logging import get_logger
 
 log = get_logger(__name__)

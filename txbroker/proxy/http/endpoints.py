@@ -13,6 +13,7 @@ from txbroker.errors import KafkaDown, KafkaUnavailable, Overloaded, RequestErro
 from txbroker.principals import ANYBODY, Principal
 from txbroker.proxy.cluster.forwarding import CALLER
 from txbroker.proxy.http.bodies import Request
+from txbroker.proxy.http.context import Shell
 from txbroker.proxy.http.guards import PRINCIPAL, Guard, credential_of
 from txbroker.proxy.http.operations import (
     Answered,
@@ -25,7 +26,6 @@ from txbroker.proxy.http.operations import (
 )
 from txbroker.proxy.http.posted import Posted, Received
 from txbroker.proxy.http.reading import Body, check_media_type, decode_body, decode_query
-from txbroker.proxy.http.shell import Shell
 from txbroker.proxy.observe.logging import get_logger
 
 log = get_logger(__name__)

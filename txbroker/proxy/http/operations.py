@@ -28,7 +28,7 @@ from txbroker.errors import (
 )
 from txbroker.principals import ANYBODY, Principal, Role
 from txbroker.proxy.http.bodies import Answer, NoQuery, Request
-from txbroker.proxy.http.shell import Shell
+from txbroker.proxy.http.context import Shell
 
 JSON = "application/json"
 encode_json = msgspec.json.Encoder().encode

@@ -21,8 +21,8 @@ from txbroker.errors import (
 )
 from txbroker.proxy.cluster.forwarding import CALLER
 from txbroker.proxy.http.bodies import Request
+from txbroker.proxy.http.context import Shell
 from txbroker.proxy.http.posted import Received
-from txbroker.proxy.http.shell import Shell
 
 T = TypeVar("T", bound=Request)
 CALL_BYTES = 16 * 1024

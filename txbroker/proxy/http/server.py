@@ -14,8 +14,8 @@ from txbroker.net.deadlines import Deadlines
 from txbroker.net.tls import ServerTls
 from txbroker.proxy.http.api import DIRECT, SHELL
 from txbroker.proxy.http.connection import Connection, drop
+from txbroker.proxy.http.context import Shell
 from txbroker.proxy.http.front import HELD_S, DirectCalls, Front
-from txbroker.proxy.http.shell import Shell
 
 HEADER_BYTES_MAX = 16 * 1024
 """One header or request line; a token, a URL with a cursor and a browser's cookies fit."""

@@ -53,9 +53,9 @@ from txbroker.proxy.http.bodies import (
     StandingBody,
     TransactionBody,
 )
+from txbroker.proxy.http.context import check_group, plain_id, within_groups
 from txbroker.proxy.http.operations import ONLY_OPERATORS, WHO_WRITES, Call, Operation, Reply
 from txbroker.proxy.http.reading import decode_content
-from txbroker.proxy.http.shell import check_group, plain_id, within_groups
 from txbroker.proxy.observe.metrics import Metrics
 from txbroker.proxy.observe.tracing import note_id, preparing, within
 

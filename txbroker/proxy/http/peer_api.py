@@ -51,8 +51,8 @@ from txbroker.proxy.cluster.forwarding import (
     failed,
 )
 from txbroker.proxy.http.bodies import SECONDS_MAX, TEXT_MAX
+from txbroker.proxy.http.context import Shell, check_group, check_id, check_reason
 from txbroker.proxy.http.reading import Body
-from txbroker.proxy.http.shell import Shell, check_group, check_id, check_reason
 from txbroker.proxy.observe.logging import get_logger
 
 log = get_logger(__name__)

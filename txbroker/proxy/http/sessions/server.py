@@ -20,12 +20,12 @@ from txbroker.errors import (
     RequestError,
 )
 from txbroker.principals import ANYBODY, Principal
-from txbroker.proxy.http.guards import PRINCIPAL, Guard
-from txbroker.proxy.http.operations import WHO_WRITES
-from txbroker.proxy.http.session import ProtocolError, Session, decoded, failure, receive
-from txbroker.proxy.http.shell import (
+from txbroker.proxy.http.context import (
     Shell,
 )
+from txbroker.proxy.http.guards import PRINCIPAL, Guard
+from txbroker.proxy.http.operations import WHO_WRITES
+from txbroker.proxy.http.sessions.session import ProtocolError, Session, decoded, failure, receive
 from txbroker.proxy.observe.logging import get_logger
 
 log = get_logger(__name__)

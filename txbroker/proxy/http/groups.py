@@ -9,6 +9,7 @@ from txbroker.checkers.trial import try_group
 from txbroker.errors import BadRequest, KafkaDown, NotPermitted, UnknownGroup
 from txbroker.principals import Role
 from txbroker.proxy.http.bodies import GroupAnswer, GroupBody, GroupsBody, RemovedBody, TestedBody
+from txbroker.proxy.http.context import check_group
 from txbroker.proxy.http.operations import (
     ONLY_OPERATORS,
     WHO_LOOKS,
@@ -17,7 +18,6 @@ from txbroker.proxy.http.operations import (
     Operation,
     Reply,
 )
-from txbroker.proxy.http.shell import check_group
 from txbroker.proxy.observe.logging import get_logger
 
 log = get_logger(__name__)

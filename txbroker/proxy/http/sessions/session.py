@@ -28,8 +28,7 @@ from txbroker.errors import (
 )
 from txbroker.principals import ANYBODY, Principal
 from txbroker.proxy.cluster.forwarding import CALLER
-from txbroker.proxy.http.guards import PRINCIPAL, credential_of
-from txbroker.proxy.http.shell import (
+from txbroker.proxy.http.context import (
     OPERATION_BYTES,
     InFlight,
     Shell,
@@ -37,6 +36,7 @@ from txbroker.proxy.http.shell import (
     check_reason,
     message_bytes,
 )
+from txbroker.proxy.http.guards import PRINCIPAL, credential_of
 from txbroker.proxy.observe.logging import get_logger
 from txbroker.proxy.observe.tracing import traced_alone
 

@@ -1,6 +1,6 @@
 """Write the reference pages of HTTP API, settings, metrics and errors from the declarations.
 
-`python -m txbroker.proxy.http.reference docs/reference`
+`python -m txbroker.proxy.reference docs/reference`
 """
 
 import sys
@@ -17,7 +17,7 @@ from txbroker.proxy.http.openapi import describe
 from txbroker.proxy.http.operations import Operation
 from txbroker.proxy.observe.metrics import Metrics
 
-_NOTICE = "<!-- Written by `python -m txbroker.proxy.http.reference`; edit the code instead. -->\n"
+_NOTICE = "<!-- Written by `python -m txbroker.proxy.reference`; edit the code instead. -->\n"
 
 
 def pages() -> dict[str, str]:

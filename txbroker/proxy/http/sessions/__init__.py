@@ -1,0 +1,1 @@
+"""SDK sessions: WebSockets that carry many operations a frame."""
