@@ -15,7 +15,7 @@ from tests.kit.service import Service, unique, until
 from txbroker.config.settings import Settings
 from txbroker.contract.service import PrepareRequest
 from txbroker.core.records import Message
-from txbroker.proxy.console.visitors import LOGIN_S, Visits
+from txbroker.proxy.console.visitors import LOGIN_S, VisitorCookies
 from txbroker.proxy.http.guards import Guard
 
 
@@ -162,7 +162,7 @@ async def test_a_link_on_another_site_finds_the_login_that_is_there(stranger: Re
 
 
 class Request:
-    """As much of a request as `Visits` looks at."""
+    """As much of a request as `VisitorCookies` looks at."""
 
     def __init__(self, cookies: dict[str, str]) -> None:
         self.cookies = cookies
@@ -186,19 +186,19 @@ async def test_a_cookie_is_taken_whole_in_its_time_and_by_whoever_has_the_token(
     now = [time.time()]
     settings = Settings(token_file=token_file)
     guard = Guard(settings)
-    visits = Visits(guard, lambda: now[0])
+    visits = VisitorCookies(guard, lambda: now[0])
     principal = guard.named("token_file")
     assert principal is not None
     response = Response()
     visits.log_in(response, principal, "Ada", secure=False)  # type: ignore[arg-type]
     cookie = response.cookies["txbroker_session"]
 
-    def admits(value: str, by: Visits = visits) -> bool:
+    def admits(value: str, by: VisitorCookies = visits) -> bool:
         request = Request({"txbroker_session": value})
         return by.visitor(request).admitted  # type: ignore[arg-type]
 
     assert admits(cookie)
-    assert admits(cookie, Visits(Guard(settings), lambda: now[0]))  # another proxy
+    assert admits(cookie, VisitorCookies(Guard(settings), lambda: now[0]))  # another proxy
     until_s, _, rest = cookie.partition(".")
     assert not admits(f"{int(until_s) + 1}.{rest}")
     assert not admits(cookie[:-1] + ("0" if cookie[-1] != "0" else "1"))

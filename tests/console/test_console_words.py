@@ -16,7 +16,7 @@ from txbroker.contract.service import (
 )
 from txbroker.errors import RequestError
 from txbroker.proxy.console import formatting as shown
-from txbroker.proxy.console.concerns import Level, concerns_of
+from txbroker.proxy.console.concerns import Severity, concerns_of
 from txbroker.proxy.console.filters import PAGE_ROWS_MAX, read_listing
 from txbroker.proxy.console.formatting import (
     BODY_CHARS_MAX,
@@ -151,7 +151,7 @@ def test_each_state_of_a_partition_has_words_and_an_advice(state: str) -> None:
     assert concern.detail == "because"
     assert concern.todo
     assert concern.level is (
-        Level.WARN if state in ("claiming", "replaying", "suspended") else Level.BAD
+        Severity.WARN if state in ("claiming", "replaying", "suspended") else Severity.BAD
     )
 
 
@@ -165,7 +165,12 @@ def test_what_needs_somebody_stands_before_what_may_pass() -> None:
         ),
     )
     concerns = concerns_of(found)
-    assert [c.level for c in concerns] == [Level.BAD, Level.WARN, Level.WARN, Level.WARN]
+    assert [c.level for c in concerns] == [
+        Severity.BAD,
+        Severity.WARN,
+        Severity.WARN,
+        Severity.WARN,
+    ]
     assert "2 parked transactions wait" in concerns[0].title
     assert concerns[0].detail == "Group stuck."
     away = next(c for c in concerns if "away" in c.title)
@@ -182,7 +187,7 @@ def test_what_needs_somebody_stands_before_what_may_pass() -> None:
 )
 def test_counts_that_must_not_be_are_said(changes: dict[str, Any], said: str) -> None:
     (concern,) = concerns_of(with_partition(**changes))
-    assert (concern.title, concern.level) == (said, Level.BAD)
+    assert (concern.title, concern.level) == (said, Severity.BAD)
     assert concern.links
 
 

@@ -13,7 +13,7 @@ import pytest
 from tests.kit.http_api import Api, running_api, transaction
 from txbroker.contract.service import DecideRequest, PrepareRequest, Run
 from txbroker.errors import OwnerUnavailable
-from txbroker.proxy.http.front import HELD_BYTES_MAX, Front
+from txbroker.proxy.http.front import HELD_BYTES_MAX, DirectConnection
 
 UNKNOWN_ID = "00" * 13
 HOST = b"Host: localhost\r\n"
@@ -94,16 +94,16 @@ async def test_a_client_that_does_not_read_its_answers_is_dropped() -> None:
 
 
 @pytest.fixture
-def fronts(monkeypatch: pytest.MonkeyPatch) -> list[Front]:
+def fronts(monkeypatch: pytest.MonkeyPatch) -> list[DirectConnection]:
     """Return the connections that were made, in order."""
-    made: list[Front] = []
-    begin = Front.connection_made
+    made: list[DirectConnection] = []
+    begin = DirectConnection.connection_made
 
-    def connection_made(self: Front, transport: asyncio.BaseTransport) -> None:
+    def connection_made(self: DirectConnection, transport: asyncio.BaseTransport) -> None:
         made.append(self)
         begin(self, transport)
 
-    monkeypatch.setattr(Front, "connection_made", connection_made)
+    monkeypatch.setattr(DirectConnection, "connection_made", connection_made)
     return made
 
 
@@ -129,7 +129,7 @@ async def until(condition: Callable[[], bool]) -> None:
     ],
 )
 async def test_direct_calls_stay_in_front_and_others_do_not(
-    api: Api, fronts: list[Front], raw: bytes
+    api: Api, fronts: list[DirectConnection], raw: bytes
 ) -> None:
     reader, writer = await dialled(api)
     with closing(writer):
@@ -147,7 +147,9 @@ async def test_direct_calls_stay_in_front_and_others_do_not(
             assert front.transport is None
 
 
-async def test_calls_of_many_connections_make_one_run(api: Api, fronts: list[Front]) -> None:
+async def test_calls_of_many_connections_make_one_run(
+    api: Api, fronts: list[DirectConnection]
+) -> None:
     counts: list[int] = []
     runs = api.service.runs
 
@@ -204,7 +206,7 @@ async def test_a_stop_waits_so_long_at_most(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 async def test_a_client_that_is_gone_gives_back_what_its_call_held(
-    api: Api, fronts: list[Front]
+    api: Api, fronts: list[DirectConnection]
 ) -> None:
     gate = api.service.gate = asyncio.Event()
     _, writer = await dialled(api)
@@ -228,7 +230,9 @@ async def test_a_call_that_is_cancelled_ends_its_connection(api: Api) -> None:
     assert api.in_flight() == 0
 
 
-async def test_so_much_at_most_is_read_ahead_of_a_call(api: Api, fronts: list[Front]) -> None:
+async def test_so_much_at_most_is_read_ahead_of_a_call(
+    api: Api, fronts: list[DirectConnection]
+) -> None:
     gate = api.service.gate = asyncio.Event()
     raw, count = post("/v1/transactions", PREPARE), 5_000
     reader, writer = await dialled(api)
@@ -266,7 +270,7 @@ async def test_a_connection_on_which_no_call_begins_ends(
 
 
 async def test_a_request_that_has_begun_is_no_idle_time(
-    fronts: list[Front], monkeypatch: pytest.MonkeyPatch
+    fronts: list[DirectConnection], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("txbroker.proxy.http.server.KEEPALIVE_S", 0.2)
     monkeypatch.setattr("txbroker.proxy.http.server.HELD_S", 10.0)

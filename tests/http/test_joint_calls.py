@@ -12,7 +12,7 @@ from txbroker.contract.service import Answer, DecideRequest, PrepareRequest, Run
 from txbroker.core.records import Decision, State
 from txbroker.errors import NotFound, RequestError
 from txbroker.proxy.cluster.forwarding import CALLER
-from txbroker.proxy.http.joint import JointCalls, Request
+from txbroker.proxy.http.joint import CallBatcher, Request
 
 Outcome = Callable[[Sequence[Request]], Awaitable[Sequence[Answer]]]
 
@@ -31,9 +31,9 @@ class Together:
         return [Run(numbers, self.outcome([requests[number] for number in numbers]))]
 
 
-def joint(outcome: Outcome) -> tuple[JointCalls, Together]:
+def joint(outcome: Outcome) -> tuple[CallBatcher, Together]:
     service = Together(outcome)
-    return JointCalls(service), service  # type: ignore[arg-type]  # all that is used
+    return CallBatcher(service), service  # type: ignore[arg-type]  # all that is used
 
 
 def prepare(id: str, group: str = "orders") -> PrepareRequest:

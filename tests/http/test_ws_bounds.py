@@ -23,7 +23,7 @@ from txbroker.core.records import CheckReason, Decision, Message, State
 from txbroker.core.routing import make_id
 from txbroker.errors import Overloaded
 from txbroker.proxy.http.connection import SMALL_BYTES, FrameMeter
-from txbroker.proxy.http.context import OPERATION_BYTES, InFlight, Receiving, message_bytes
+from txbroker.proxy.http.context import OPERATION_BYTES, ByteBudget, FrameBudget, message_bytes
 
 IDS = [make_id(0, NOW_MS, n) for n in range(10_000)]
 CALL = CheckCall(IDS[0], "orders", 1, 15, CheckReason.DUE, NOW_MS, MESSAGES)
@@ -230,7 +230,7 @@ async def test_a_session_that_never_reads_is_cut_off(limits: dict[str, float]) -
 
 
 def test_one_principal_takes_a_part_of_the_bytes_in_flight() -> None:
-    in_flight = InFlight(1000)
+    in_flight = ByteBudget(1000)
     assert in_flight.reserve(600, prepare=True, who="shop")
     assert not in_flight.reserve(1, prepare=True, who="shop")
     # Its decisions find room all the same.
@@ -410,14 +410,14 @@ class Wire(asyncio.Transport):
         return False
 
 
-def meter(room: Receiving, line: Wire) -> FrameMeter:
+def meter(room: FrameBudget, line: Wire) -> FrameMeter:
     return FrameMeter(room, 100_000, 3600.0, line, lambda: None)
 
 
 @given(seed=st.integers(), sizes=st.lists(st.integers(0, 70_000), min_size=1, max_size=6))
 async def test_however_frames_are_cut_the_room_is_given_back(seed: int, sizes: list[int]) -> None:
     chance = random.Random(seed)
-    room, line = Receiving(1_000_000), Wire()
+    room, line = FrameBudget(1_000_000), Wire()
     measured = meter(room, line)
     stream = b""
     for size in sizes:
@@ -440,7 +440,7 @@ async def test_however_frames_are_cut_the_room_is_given_back(seed: int, sizes: l
 
 
 async def test_who_waits_is_let_in_when_there_is_room_or_the_other_is_gone() -> None:
-    room = Receiving(50_000)
+    room = FrameBudget(50_000)
     lines = [Wire(), Wire(), Wire()]
     first, second, third = (meter(room, line) for line in lines)
     for one in (first, second, third):
@@ -456,7 +456,7 @@ async def test_who_waits_is_let_in_when_there_is_room_or_the_other_is_gone() -> 
 
 
 async def test_one_who_waited_and_went_is_not_let_in() -> None:
-    room = Receiving(50_000)
+    room = FrameBudget(50_000)
     first, second = meter(room, Wire()), meter(room, Wire())
     first.feed(masked(b"x", length=40_000))
     second.feed(masked(b"x", length=40_000))
@@ -466,7 +466,7 @@ async def test_one_who_waited_and_went_is_not_let_in() -> None:
 
 
 async def test_small_frames_need_no_room_and_many_small_pieces_do() -> None:
-    room = Receiving(100_000)
+    room = FrameBudget(100_000)
     measured = meter(room, Wire())
     measured.feed(masked(b"x", length=SMALL_BYTES))
     assert room.bytes == 0

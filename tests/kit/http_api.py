@@ -18,7 +18,7 @@ from txbroker.checkers.sessions import SessionRegistry
 from txbroker.config.settings import Settings
 from txbroker.proxy.cluster.check_urls import make_checks
 from txbroker.proxy.http import make_app, serve
-from txbroker.proxy.http.api import SHELL
+from txbroker.proxy.http.api import CONTEXT
 from txbroker.proxy.observe.metrics import Metrics
 
 JSON = {"content-type": "application/json"}
@@ -43,7 +43,7 @@ class Api:
 
     def in_flight(self) -> int:
         """Return how many bytes of calls are being carried out now."""
-        return self.app[SHELL].in_flight.bytes
+        return self.app[CONTEXT].in_flight.bytes
 
     async def call(
         self, method: str, path: str, body: Any = None, *, raw: bytes | None = None, **headers: str

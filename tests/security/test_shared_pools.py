@@ -17,7 +17,6 @@ from tests.security.installation import Installation
 from txbroker.contract import frames as wire
 from txbroker.core import settled
 from txbroker.core.segment import ROW_BYTES, SEGMENT_BYTES
-from txbroker.proxy.http import groups as registration
 from txbroker.proxy.partition.partition_api import PartitionApi
 
 CLASS = 13
@@ -184,7 +183,7 @@ async def test_labels_of_metrics(start: Start) -> None:
 async def test_registering_many_groups(
     start: Start, monkeypatch: pytest.MonkeyPatch, record_property: Any
 ) -> None:
-    monkeypatch.setattr(registration, "GROUPS_OF_SHARE_MAX", 3)
+    monkeypatch.setattr("txbroker.proxy.http.groups.GROUPS_OF_SHARE_MAX", 3)
     made = await start()
 
     async def register(team: str, group: str, after_s: float = 1) -> str:

@@ -12,7 +12,7 @@ from tests.kit.memory import MemoryWorld
 from tests.tls.tls_world import ADMIN_TOKEN, TOKEN, Files, curl, mutual, running, trusting
 from txbroker.cli.doctor.bundle import known_secrets, settings_shown
 from txbroker.config.settings import load_settings
-from txbroker.proxy.http.guards import Guard, reread_secret
+from txbroker.proxy.http.guards import Guard, load_secret
 from txbroker.proxy.observe.logging import configure_logging
 
 pytestmark = [pytest.mark.needs_tool("openssl"), pytest.mark.needs_tool("curl")]
@@ -58,7 +58,7 @@ def test_settings_and_guards_show_no_token(files: Files) -> None:
         ),
         environ={},
     )
-    token = reread_secret("admin_token_file", files.admin_token)
+    token = load_secret("admin_token_file", files.admin_token)
     texts = [repr(settings), str(settings), settings.model_dump_json(), repr(token)]
     texts += [repr(vars(Guard(settings, admin=True)))]
     texts += [msgspec.json.encode(settings_shown(settings)).decode()]
@@ -73,5 +73,5 @@ def test_a_token_that_cannot_be_read_is_named_by_its_file(tmp_path: Path) -> Non
     path.write_bytes(b"\xff\xfe planted")
     path.chmod(0o600)
     with pytest.raises(Exception, match=r"admin_token_file .* is not text") as caught:
-        reread_secret("admin_token_file", path)
+        load_secret("admin_token_file", path)
     assert "planted" not in str(caught.value)

@@ -30,8 +30,8 @@ from txbroker.proxy.cluster.peer_watcher import PeerWatcher
 from txbroker.proxy.cluster.peers import Peers
 from txbroker.proxy.console import console_pages
 from txbroker.proxy.http import make_admin_app, make_app, make_peer_app, serve
-from txbroker.proxy.http.api import SHELL
-from txbroker.proxy.http.guards import PeerGuard, reread_principals
+from txbroker.proxy.http.api import CONTEXT
+from txbroker.proxy.http.guards import PeerGuard, load_principals
 from txbroker.proxy.observe.audit_metrics import AuditMetrics
 from txbroker.proxy.observe.logging import get_logger
 from txbroker.proxy.observe.metrics import Metrics
@@ -74,7 +74,7 @@ async def run_proxy(door: Door, settings: Settings, *, wait_s: float = 0.0) -> A
         stack.callback(log.info, "stopped")
         _log_start(settings)
         stack.push_async_callback(door.close)
-        principals = reread_principals(settings)
+        principals = load_principals(settings)
         share_of = _share_of(principals)
         metrics = Metrics(settings.group_labels_max, share_of=share_of)
         listening: list[str] = []
@@ -101,7 +101,7 @@ async def run_proxy(door: Door, settings: Settings, *, wait_s: float = 0.0) -> A
             sessions.instances,
             runner.unreachable,
             runner.unreachable_for_s,
-            lambda: app[SHELL].files_not_read(),
+            lambda: app[CONTEXT].files_not_read(),
         )
         broker = Broker(door, settings, groups, runner, metrics, around, principals)
         held = PartitionGauges(broker, runner.unreachable, settings.half_retention_s)

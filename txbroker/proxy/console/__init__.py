@@ -23,14 +23,14 @@ from aiohttp import web
 
 from txbroker.proxy.console import actions, login, pages
 from txbroker.proxy.console.site import Console
-from txbroker.proxy.http.context import Shell
+from txbroker.proxy.http.context import ApiContext
 from txbroker.proxy.http.guards import Guard
 
 __all__ = ["console_pages"]
 
 
 def console_pages(
-    shell: Shell, guard: Guard
+    shell: ApiContext, guard: Guard
 ) -> list[tuple[str, str, Callable[[web.Request], Awaitable[web.Response]]]]:
     """Return method, path and handler of every page of the console.
 

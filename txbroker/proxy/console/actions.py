@@ -14,10 +14,10 @@ from aiohttp import web
 from txbroker.contract.service import DecideRequest, TransactionView
 from txbroker.core.records import Decision, Source, State
 from txbroker.errors import BadRequest, KafkaUnavailable, RequestError
-from txbroker.proxy.console.filters import Filter, Record, convert, read_listing
+from txbroker.proxy.console.filters import AuditNote, Filter, convert, read_listing
 from txbroker.proxy.console.formatting import link
-from txbroker.proxy.console.site import Ask, Page, Redirect, Route
-from txbroker.proxy.http.context import Shell, within_groups
+from txbroker.proxy.console.site import HtmlPage, PageRequest, Redirect, Route
+from txbroker.proxy.http.context import ApiContext, within_groups
 from txbroker.proxy.http.operations import ONLY_OPERATORS
 from txbroker.proxy.observe.logging import get_logger
 
@@ -94,7 +94,7 @@ class Preview:
 
 
 @dataclass
-class Outcome:
+class ActionResult:
     """What an action did."""
 
     done: int = 0
@@ -125,7 +125,9 @@ def _meant(action: Action, chosen: Filter) -> Filter:
     return chosen
 
 
-async def _matching(ask: Ask, action: Action, chosen: Filter) -> AsyncIterator[TransactionView]:
+async def _matching(
+    ask: PageRequest, action: Action, chosen: Filter
+) -> AsyncIterator[TransactionView]:
     """Yield what an action can do something with, of the principal's groups.
 
     Raises:
@@ -154,7 +156,7 @@ async def _matching(ask: Ask, action: Action, chosen: Filter) -> AsyncIterator[T
                 break
 
 
-async def preview(ask: Ask) -> Page | Redirect:
+async def preview(ask: PageRequest) -> HtmlPage | Redirect:
     """Show what an action would cover, and ask for who and why."""
     action = _action(ask)
     given = read_listing(ask.query).filter
@@ -175,7 +177,7 @@ async def preview(ask: Ask) -> Page | Redirect:
         "name": ask.visitor.name,
         "back": _back(given),
     }
-    return Page("preview.html", values)
+    return HtmlPage("preview.html", values)
 
 
 def _back(chosen: Filter) -> str:
@@ -187,12 +189,12 @@ def _back(chosen: Filter) -> str:
 # --- done ------------------------------------------------------------------------------------
 
 
-async def act(ask: Ask) -> Page | Redirect:
+async def act(ask: PageRequest) -> HtmlPage | Redirect:
     """Do it, and show what came of it."""
     action = _action(ask)
     chosen = _meant(action, read_listing(ask.form).filter)
     said = {name: ask.form.get(name, "").strip() for name in ("reason", "by")}
-    record = convert(said, Record)
+    record = convert(said, AuditNote)
     if action.decides and not record.reason:
         raise BadRequest("say why: the reason is kept with the decision", path="reason")
     ids, more = await _agreed(ask, action, chosen, _covered(ask))
@@ -224,10 +226,10 @@ async def act(ask: Ask) -> Page | Redirect:
         "more": more,
         "back": _back(chosen),
     }
-    return Page("outcome.html", values, finish=keep_name)
+    return HtmlPage("outcome.html", values, finish=keep_name)
 
 
-def _action(ask: Ask) -> Action:
+def _action(ask: PageRequest) -> Action:
     word = ask.request.match_info["action"]
     action = _BY_WORD.get(word)
     if action is None:
@@ -235,7 +237,7 @@ def _action(ask: Ask) -> Action:
     return action
 
 
-def _covered(ask: Ask) -> set[bytes]:
+def _covered(ask: PageRequest) -> set[bytes]:
     """Return the marks of what the preview covered."""
     try:
         raw = base64.urlsafe_b64decode(ask.form.get(COVERED_FIELD, ""))
@@ -247,7 +249,7 @@ def _covered(ask: Ask) -> set[bytes]:
 
 
 async def _agreed(
-    ask: Ask, action: Action, chosen: Filter, covered: set[bytes]
+    ask: PageRequest, action: Action, chosen: Filter, covered: set[bytes]
 ) -> tuple[list[str], bool]:
     """Return what still matches of what was looked at, and whether others match, too."""
     ids: list[str] = []
@@ -262,9 +264,11 @@ async def _agreed(
     return ids, more
 
 
-async def _do_all(shell: Shell, action: Action, ids: list[str], by: str, reason: str) -> Outcome:
+async def _do_all(
+    shell: ApiContext, action: Action, ids: list[str], by: str, reason: str
+) -> ActionResult:
     """Do it to each, several at a time, until all are through or the time is over."""
-    outcome = Outcome()
+    outcome = ActionResult()
     left = iter(ids)
     loop = asyncio.get_running_loop()
     until_s = loop.time() + BULK_S
@@ -286,7 +290,7 @@ async def _do_all(shell: Shell, action: Action, ids: list[str], by: str, reason:
     return outcome
 
 
-async def _do(shell: Shell, action: Action, id: str, by: str, reason: str) -> None:
+async def _do(shell: ApiContext, action: Action, id: str, by: str, reason: str) -> None:
     if action is Action.CHECK:
         await shell.service.check(id, by=by, reason=reason)
     elif action is Action.REVIVE:

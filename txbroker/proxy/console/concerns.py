@@ -21,7 +21,7 @@ NAMED_MAX = 5
 """Groups or topics that one line names."""
 
 
-class Level(StrEnum):
+class Severity(StrEnum):
     """How bad it is."""
 
     BAD = "bad"
@@ -40,7 +40,7 @@ class Concern:
         actions: further links, to what operators alone may do.
     """
 
-    level: Level
+    level: Severity
     title: str
     detail: str
     todo: str
@@ -48,53 +48,53 @@ class Concern:
     actions: tuple[tuple[str, str], ...] = ()
 
 
-_PARTITIONS: dict[str, tuple[Level, str, str]] = {
+_PARTITIONS: dict[str, tuple[Severity, str, str]] = {
     UNREACHABLE: (
-        Level.BAD,
+        Severity.BAD,
         "cannot be asked",
         "Their proxy does not answer. Another one takes over within seconds; if not, look at that "
         "proxy and its network.",
     ),
     PartitionState.NONE: (
-        Level.BAD,
+        Severity.BAD,
         "have no owner",
         "Calls for them wait. A change of owner takes seconds; if it lasts, see whether proxies "
         "run and reach Kafka.",
     ),
     PartitionState.CLAIMING: (
-        Level.WARN,
+        Severity.WARN,
         "are being claimed",
         "This takes seconds. If it lasts, see the owner's log: Kafka may not answer.",
     ),
     PartitionState.REPLAYING: (
-        Level.WARN,
+        Severity.WARN,
         "are being read by their new owner",
         "Calls for them wait until it has caught up.",
     ),
     PartitionState.SUSPENDED: (
-        Level.WARN,
+        Severity.WARN,
         "are suspended",
         "Their proxy has lost touch with the others. It goes on, or another one takes over, within "
         "seconds.",
     ),
     PartitionState.HANGING: (
-        Level.BAD,
+        Severity.BAD,
         "wait for a Kafka transaction that nobody ends",
         "Run txbroker doctor: it names the transaction and how to end it.",
     ),
     PartitionState.TRUNCATED: (
-        Level.BAD,
+        Severity.BAD,
         "stand still: their topics were truncated or recreated",
         "Nothing is promoted, so that nothing is lost or doubled. See the owner's log, and restore "
         "the topics.",
     ),
     PartitionState.NEWER: (
-        Level.BAD,
+        Severity.BAD,
         "stand still: a newer txbroker wrote to them",
         "Upgrade the proxies; nothing was dropped.",
     ),
     PartitionState.STOPPED: (
-        Level.BAD,
+        Severity.BAD,
         "were stopped",
         "Something that must always hold does not. The owner's log says what; keep the topics.",
     ),
@@ -114,14 +114,14 @@ def concerns_of(found: Overview) -> list[Concern]:
         _old,
     )
     concerns = [concern for find in finders for concern in find(found)]
-    return sorted(concerns, key=lambda concern: concern.level is not Level.BAD)
+    return sorted(concerns, key=lambda concern: concern.level is not Severity.BAD)
 
 
 def _proxies(found: Overview) -> Iterator[Concern]:
     for proxy in found.proxies:
         if not proxy.reached:
             yield Concern(
-                Level.BAD,
+                Severity.BAD,
                 f"The proxy at {proxy.url} does not answer",
                 proxy.why,
                 "See whether it runs and whether this proxy reaches it.",
@@ -132,7 +132,7 @@ def _proxies(found: Overview) -> Iterator[Concern]:
         problems = [text for text in proxy.problems if not text.startswith("partition ")]
         if problems:
             yield Concern(
-                Level.BAD,
+                Severity.BAD,
                 f"The proxy at {proxy.url} is not ready"
                 if not proxy.ready
                 else f"The proxy at {proxy.url} sees trouble",
@@ -151,7 +151,7 @@ def _partitions(found: Overview) -> Iterator[Concern]:
             whys.setdefault(shown.state, shown.why)
     for state, numbers in by_state.items():
         level, says, todo = _PARTITIONS.get(
-            state, (Level.BAD, f"are {state}", "See the owner's log.")
+            state, (Severity.BAD, f"are {state}", "See the owner's log.")
         )
         named = ", ".join(map(str, numbers[:20])) + (" …" if len(numbers) > 20 else "")
         noun = "Half partition" if len(numbers) == 1 else "Half partitions"
@@ -179,7 +179,7 @@ def _stalled(found: Overview) -> Iterator[Concern]:
         worst = max(p.oldest_committed_age_s or 0.0 for p in late)
         numbers = ", ".join(str(p.partition) for p in late[:20])
         yield Concern(
-            Level.BAD,
+            Severity.BAD,
             "Committed messages do not become visible",
             f"The oldest commit waits for {age(worst)}, in half partition {numbers}.",
             "A target topic may have no leader. Look at the oldest committed ones, and at Kafka.",
@@ -192,7 +192,7 @@ def _refused(found: Overview) -> Iterator[Concern]:
     if total:
         topics = [topic for topic in sorted(found.refused_topics) if topic]
         yield Concern(
-            Level.BAD,
+            Severity.BAD,
             f"{count(total, 'committed transaction')} {_is(total)} refused by a target",
             _named("Topic", topics),
             "Mend the topic (create it, raise its max.message.bytes, grant the right); then they "
@@ -207,7 +207,7 @@ def _parked(found: Overview) -> Iterator[Concern]:
     if total:
         groups = [group.group for group in found.groups if group.parked]
         yield Concern(
-            Level.BAD,
+            Severity.BAD,
             f"{count(total, 'parked transaction')} {'waits' if total == 1 else 'wait'} "
             "for a person's decision",
             _named("Group", groups),
@@ -230,7 +230,7 @@ def _unreachable(found: Overview) -> Iterator[Concern]:
         title = f"Nobody of {len(away)} groups can be asked"
         named = _named("Group", [group.group for group in away]) + " "
     yield Concern(
-        Level.WARN,
+        Severity.WARN,
         title,
         f"{named}For {age(since_s)}: "
         f"{first.unreachable_why or 'no connection'}. {count(waiting, 'transaction')} "
@@ -248,7 +248,7 @@ def _old(found: Overview) -> Iterator[Concern]:
     if old:
         worst = max(old, key=lambda group: group.oldest_pending_age_s or 0.0)
         yield Concern(
-            Level.WARN,
+            Severity.WARN,
             f"Transactions are undecided for up to {age(worst.oldest_pending_age_s)}",
             _named("Group", [group.group for group in old]),
             "See what the group's checks answer: it may say “not yet” again and again.",

@@ -11,7 +11,7 @@ from txbroker.contract.service import ListRequest
 from txbroker.core.records import State
 from txbroker.errors import BadRequest
 from txbroker.proxy.console.formatting import age
-from txbroker.proxy.http.bodies import By, ListQuery, Reason, Request
+from txbroker.proxy.http.bodies import By, ListQuery, Reason, RequestBody
 from txbroker.proxy.http.context import plain_id
 
 PAGE_ROWS = 50
@@ -25,10 +25,10 @@ _OLDER = re.compile(r"(\d{1,10}(?:\.\d{1,3})?)\s*([smhd]?)", re.ASCII)
 _SECONDS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
 _SAID = re.compile(r"^(?P<what>.*?)(?: - at `\$\.?(?P<field>.*)`)?$", re.DOTALL)
 
-T = TypeVar("T", bound=Request)
+T = TypeVar("T", bound=RequestBody)
 
 
-class Record(Request, frozen=True):
+class AuditNote(RequestBody, frozen=True):
     """Why and who, for the record."""
 
     reason: Reason = ""

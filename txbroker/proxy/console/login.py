@@ -3,15 +3,15 @@
 from aiohttp import web
 
 from txbroker.errors import Unauthorized
-from txbroker.proxy.console.filters import Record, convert
-from txbroker.proxy.console.site import Ask, Page, Redirect, Route
+from txbroker.proxy.console.filters import AuditNote, convert
+from txbroker.proxy.console.site import HtmlPage, PageRequest, Redirect, Route
 from txbroker.proxy.console.visitors import NAME_MAX
 from txbroker.proxy.observe.logging import get_logger
 
 log = get_logger(__name__)
 
 
-async def show_login(ask: Ask) -> Page | Redirect:
+async def show_login(ask: PageRequest) -> HtmlPage | Redirect:
     """Show the form, or go on where a login is there already, or none is needed."""
     onward = _local(ask.query.get("next", "/"))
     if ask.visitor.admitted:
@@ -19,10 +19,10 @@ async def show_login(ask: Ask) -> Page | Redirect:
     return _form(onward, ask.visitor.name)
 
 
-async def do_login(ask: Ask) -> Page | Redirect:
+async def do_login(ask: PageRequest) -> HtmlPage | Redirect:
     """Begin a login."""
     onward = _local(ask.form.get("next", "/"))
-    name = convert({"by": ask.form.get("name", "").strip()}, Record).by[:NAME_MAX]
+    name = convert({"by": ask.form.get("name", "").strip()}, AuditNote).by[:NAME_MAX]
     principal = ask.visits.principal_of(ask.form.get("token", "").strip())
     if principal is None:
         log.warning("console login refused", name=name, remote=ask.request.remote or "")
@@ -37,12 +37,12 @@ async def do_login(ask: Ask) -> Page | Redirect:
     return Redirect(onward, log_in)
 
 
-def _form(onward: str, name: str, problem: str = "") -> Page:
+def _form(onward: str, name: str, problem: str = "") -> HtmlPage:
     values = {"next": onward, "name": name, "problem": problem}
-    return Page("login.html", values, Unauthorized.status if problem else 200)
+    return HtmlPage("login.html", values, Unauthorized.status if problem else 200)
 
 
-async def do_logout(ask: Ask) -> Page | Redirect:
+async def do_logout(ask: PageRequest) -> HtmlPage | Redirect:
     """End a login."""
     return Redirect("/login", ask.visits.log_out)
 

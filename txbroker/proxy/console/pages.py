@@ -14,7 +14,7 @@ from txbroker.proxy.console.actions import Action, allowed
 from txbroker.proxy.console.concerns import concerns_of
 from txbroker.proxy.console.filters import PAGE_ROWS, read_listing
 from txbroker.proxy.console.formatting import link, with_query
-from txbroker.proxy.console.site import Ask, Page, Redirect, Route
+from txbroker.proxy.console.site import HtmlPage, PageRequest, Redirect, Route
 from txbroker.proxy.http.context import plain_id, within_groups
 
 GROUPS_FIRST = 8
@@ -54,14 +54,14 @@ def sums_of(found: Overview) -> Sums:
     )
 
 
-async def _overview(ask: Ask) -> Overview:
+async def _overview(ask: PageRequest) -> Overview:
     """Return how all stands, of groups only the principal's."""
     found = await ask.shell.service.overview()
     groups = tuple(group for group in found.groups if group.group in ask.principal.groups)
     return structs.replace(found, groups=groups)
 
 
-async def overview(ask: Ask) -> Page | Redirect:
+async def overview(ask: PageRequest) -> HtmlPage | Redirect:
     """Show whether something is wrong, where, and what to do; then how all stands."""
     found = await _overview(ask)
     values = {
@@ -72,10 +72,10 @@ async def overview(ask: Ask) -> Page | Redirect:
         "groups": found.groups[:GROUPS_FIRST],
         "groups_more": max(0, len(found.groups) - GROUPS_FIRST) + found.groups_left_off,
     }
-    return Page("overview.html", values)
+    return HtmlPage("overview.html", values)
 
 
-async def transactions(ask: Ask) -> Page | Redirect:
+async def transactions(ask: PageRequest) -> HtmlPage | Redirect:
     """List transactions, or go to the one whose id was looked for."""
     wanted = ask.query.get("find", "").strip()
     if wanted:
@@ -99,10 +99,10 @@ async def transactions(ask: Ask) -> Page | Redirect:
         if found.next_cursor is None
         else with_query("/transactions", query, cursor=found.next_cursor),
     }
-    return Page("transactions.html", values)
+    return HtmlPage("transactions.html", values)
 
 
-async def transaction(ask: Ask) -> Page | Redirect:
+async def transaction(ask: PageRequest) -> HtmlPage | Redirect:
     """Show all that is known of one transaction; its bodies where they are asked for."""
     id = plain_id(ask.request.match_info["id"])
     bodies = ask.principal.sees_bodies and ask.query.get("bodies", "") in ("1", "true")
@@ -116,15 +116,15 @@ async def transaction(ask: Ask) -> Page | Redirect:
         "next_check_s": _in_s(view, ask.shell.service.now_ms()),
         "done": ask.query.get("done", "")[:20],
     }
-    return Page("transaction.html", values)
+    return HtmlPage("transaction.html", values)
 
 
-def _actions(ask: Ask) -> Iterable[Action]:
+def _actions(ask: PageRequest) -> Iterable[Action]:
     """Return what the principal may do to transactions."""
     return Action if ask.principal.role is Role.OPERATOR else ()
 
 
-def _registered(ask: Ask) -> list[str]:
+def _registered(ask: PageRequest) -> list[str]:
     return [name for name, _ in ask.shell.groups.list() if name in ask.principal.groups]
 
 
@@ -155,7 +155,7 @@ class GroupRow:
         return "nobody"
 
 
-async def groups(ask: Ask) -> Page | Redirect:
+async def groups(ask: PageRequest) -> HtmlPage | Redirect:
     """Show the producer groups: whether they can be asked, and what they left undecided."""
     found = await _overview(ask)
     wanted = ask.query.get("name", "").strip()
@@ -167,10 +167,10 @@ async def groups(ask: Ask) -> Page | Redirect:
         "wanted": wanted,
         "actions": _actions(ask),
     }
-    return Page("groups.html", values)
+    return HtmlPage("groups.html", values)
 
 
-def _rows(ask: Ask, found: Overview) -> Iterator[GroupRow]:
+def _rows(ask: PageRequest, found: Overview) -> Iterator[GroupRow]:
     """Yield every group that is known of: those that need somebody first."""
     registered = {n: p for n, p in ask.shell.groups.list() if n in ask.principal.groups}
     for group in found.groups:

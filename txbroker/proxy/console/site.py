@@ -24,11 +24,11 @@ from txbroker.errors import (
 from txbroker.principals import ANYBODY, Principal, Role
 from txbroker.proxy.console import formatting as shown
 from txbroker.proxy.console.filters import Filter
-from txbroker.proxy.console.visitors import FORM_FIELD, Visitor, Visits
-from txbroker.proxy.http.context import Shell
+from txbroker.proxy.console.visitors import FORM_FIELD, Visitor, VisitorCookies
+from txbroker.proxy.http.context import ApiContext
 from txbroker.proxy.http.guards import Guard
 from txbroker.proxy.http.operations import WHO_LOOKS
-from txbroker.proxy.http.reading import Body
+from txbroker.proxy.http.reading import BodyReader
 from txbroker.proxy.observe.logging import get_logger
 
 log = get_logger(__name__)
@@ -53,13 +53,13 @@ _FOR_GOOD = "public, max-age=31536000, immutable"
 
 
 @dataclass(frozen=True)
-class Ask:
+class PageRequest:
     """Somebody asks for a page, or sends a form."""
 
     request: web.Request
-    shell: Shell
+    shell: ApiContext
     visitor: Visitor
-    visits: Visits
+    visits: VisitorCookies
     principal: Principal = ANYBODY
     form: Mapping[str, str] = field(default_factory=dict)
 
@@ -78,7 +78,7 @@ Finish = Callable[[web.Response], None]
 
 
 @dataclass(frozen=True)
-class Page:
+class HtmlPage:
     """A page to render. `finish` is given the response, for cookies."""
 
     template: str
@@ -95,7 +95,7 @@ class Redirect:
     finish: Finish | None = None
 
 
-Handler = Callable[[Ask], Awaitable[Page | Redirect]]
+Handler = Callable[[PageRequest], Awaitable[HtmlPage | Redirect]]
 
 
 @dataclass(frozen=True)
@@ -137,11 +137,11 @@ class Console:
         declared: the pages.
     """
 
-    def __init__(self, shell: Shell, guard: Guard, declared: Sequence[Route]) -> None:
+    def __init__(self, shell: ApiContext, guard: Guard, declared: Sequence[Route]) -> None:
         self._shell = shell
         self._declared = declared
         self._guard = guard
-        self._visits = Visits(guard)
+        self._visits = VisitorCookies(guard)
         self._assets = _assets()
         self._templates = jinja2.Environment(
             loader=jinja2.PackageLoader(__package__ or ""),
@@ -171,7 +171,7 @@ class Console:
     def _handler(self, route: Route) -> Callable[[web.Request], Awaitable[web.Response]]:
         async def handle(request: web.Request) -> web.Response:
             visitor = self._visits.visitor(request)
-            content = Body(self._shell, prepare=False)
+            content = BodyReader(self._shell, prepare=False)
             try:
                 self._guard.admit_page(request)
                 if not (visitor.admitted or route.open):
@@ -184,7 +184,7 @@ class Console:
                     form = await _read_form(request, content)
                     visitor.check_form(form.pop(FORM_FIELD, ""))
                 reply = await route.run(
-                    Ask(request, self._shell, visitor, self._visits, principal, form)
+                    PageRequest(request, self._shell, visitor, self._visits, principal, form)
                 )
             except (RequestError, KafkaUnavailable) as error:
                 return self._failed(request, visitor, error)
@@ -206,7 +206,7 @@ class Console:
         return handle
 
     def _answer(
-        self, request: web.Request, visitor: Visitor, reply: Page | Redirect
+        self, request: web.Request, visitor: Visitor, reply: HtmlPage | Redirect
     ) -> web.Response:
         if isinstance(reply, Redirect):
             response = web.Response(status=303, headers={**_HEADERS, "Location": reply.to})
@@ -217,7 +217,7 @@ class Console:
             reply.finish(response)
         return response
 
-    def _rendered(self, request: web.Request, visitor: Visitor, page: Page) -> web.Response:
+    def _rendered(self, request: web.Request, visitor: Visitor, page: HtmlPage) -> web.Response:
         text = self._templates.get_template(page.template).render(
             {
                 "visitor": visitor,
@@ -239,7 +239,7 @@ class Console:
         if isinstance(error, KafkaUnavailable):
             error = KafkaDown(str(error))
         values = {"error": error, "retry": request.method == "GET" and error.retryable}
-        response = self._answer(request, visitor, Page("error.html", values, error.status))
+        response = self._answer(request, visitor, HtmlPage("error.html", values, error.status))
         if error.retryable:
             response.headers["Retry-After"] = "1"
         return response
@@ -250,7 +250,7 @@ class Console:
         if request.method == "GET" and request.headers.get("Sec-Fetch-Site") == "cross-site":
             # A link on another site was followed, so the browser kept its cookie back. A page of
             # ours that leads to the same place has it sent.
-            return self._answer(request, visitor, Page("again.html", {"here": here}))
+            return self._answer(request, visitor, HtmlPage("again.html", {"here": here}))
         return self._answer(request, visitor, Redirect(shown.link("/login", next=here)))
 
     # --- assets ------------------------------------------------------------------------------
@@ -278,7 +278,7 @@ def _is_secure(request: web.BaseRequest) -> bool:
     return request.secure or request.headers.get("X-Forwarded-Proto", "").lower() == "https"
 
 
-async def _read_form(request: web.Request, content: Body) -> dict[str, str]:
+async def _read_form(request: web.Request, content: BodyReader) -> dict[str, str]:
     """Return the fields of a form.
 
     Raises:

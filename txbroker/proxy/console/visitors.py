@@ -74,7 +74,7 @@ class Visitor:
             )
 
 
-class Visits:
+class VisitorCookies:
     """Knows visitors by their cookies.
 
     Args:

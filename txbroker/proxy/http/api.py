@@ -24,29 +24,28 @@ from txbroker.errors import (
 )
 from txbroker.principals import Directory
 from txbroker.proxy.cluster.forwarding import CALLER, CALLER_HEADER, PREFIX
-from txbroker.proxy.http import groups as registration
-from txbroker.proxy.http import system, transactions
-from txbroker.proxy.http.context import Shell
-from txbroker.proxy.http.endpoints import Endpoint, refusal
+from txbroker.proxy.http import groups, system, transactions
+from txbroker.proxy.http.context import ApiContext
+from txbroker.proxy.http.endpoints import ApiEndpoint, refusal
 from txbroker.proxy.http.front import DirectCalls
 from txbroker.proxy.http.guards import (
     PRINCIPAL,
     Guard,
     PeerGuard,
     is_page,
-    reread_principals,
+    load_principals,
 )
-from txbroker.proxy.http.joint import JointCalls
+from txbroker.proxy.http.joint import CallBatcher
 from txbroker.proxy.http.openapi import describe
 from txbroker.proxy.http.operations import (
-    Call,
+    ApiCall,
+    ApiReply,
     Operation,
-    Reply,
     encode_json,
     error_response,
     response_of,
 )
-from txbroker.proxy.http.peer_api import Internal
+from txbroker.proxy.http.peer_api import PeerApi
 from txbroker.proxy.http.sessions.server import SessionServer
 from txbroker.proxy.observe.logging import get_logger
 from txbroker.proxy.observe.metrics import Gauges, Metrics
@@ -56,11 +55,11 @@ log = get_logger(__name__)
 SESSION_PATH = "/v1/session"
 OPENAPI_PATH = "/v1/openapi.json"
 _VARIABLE = re.compile(r"\{(\w+)\}")
-SHELL: web.AppKey[Shell] = web.AppKey("shell", Shell)
+CONTEXT: web.AppKey[ApiContext] = web.AppKey("shell", ApiContext)
 DIRECT: web.AppKey[DirectCalls] = web.AppKey("direct", DirectCalls)
 
 
-Pages = Callable[[Shell, Guard], Iterable[tuple[str, str, Handler]]]
+Pages = Callable[[ApiContext, Guard], Iterable[tuple[str, str, Handler]]]
 """Returns method, path and handler of every page."""
 
 
@@ -68,10 +67,10 @@ Pages = Callable[[Shell, Guard], Iterable[tuple[str, str, Handler]]]
 class _Parts:
     """What the applications of the two addresses have in common."""
 
-    own: Shell
-    shell: Shell
+    own: ApiContext
+    shell: ApiContext
     peers: PeerGuard
-    internal: Internal
+    internal: PeerApi
     declared: tuple[Operation, ...]
     pages: Pages
 
@@ -84,8 +83,8 @@ def operations() -> tuple[Operation, ...]:
     declared = (*transactions.OPERATIONS, *groups.OPERATIONS, *system.OPERATIONS)
     document = b""
 
-    async def openapi(_: Call) -> Reply:
-        return Reply(200, document)
+    async def openapi(_: ApiCall) -> ApiReply:
+        return ApiReply(200, document)
 
     own = Operation(
         "openapi", "GET", OPENAPI_PATH, "This document", openapi, {200: None}
@@ -123,12 +122,12 @@ def make_app(
     Raises:
         ConfigurationError: the token file cannot be read.
     """
-    principals = principals or reread_principals(settings)
-    own = Shell(local or service, groups, sessions, settings, metrics, checks, principals)
+    principals = principals or load_principals(settings)
+    own = ApiContext(local or service, groups, sessions, settings, metrics, checks, principals)
     # The same in all but whom it asks: what is in flight is bounded together.
     shell = copy.copy(own)
-    shell.service, shell.joint = service, JointCalls(service)
-    internal = Internal(own, leases or Leases(sessions))
+    shell.service, shell.joint = service, CallBatcher(service)
+    internal = PeerApi(own, leases or Leases(sessions))
     parts = _Parts(own, shell, peers or PeerGuard(settings), internal, operations(), pages)
     guard = Guard(settings, principals=principals)
     app = _application(
@@ -188,7 +187,7 @@ def _web_application(
         middlewares=[_outermost(parts, guard, open_paths, pages=pages, internal=internal)],
         client_max_size=parts.shell.settings.request_bytes_max,
     )
-    app[SHELL] = parts.own
+    app[CONTEXT] = parts.own
     parts.own.files.extend(guard.files)
     if internal:
         for method, path, handler in parts.internal.routes():
@@ -202,7 +201,7 @@ def _application(
     shell = parts.shell
     open_paths = frozenset(operation.path for operation in parts.declared if operation.open)
     app = _web_application(parts, guard, open_paths, pages=admin, internal=internal)
-    endpoints = [Endpoint(shell, guard, operation) for operation in parts.declared]
+    endpoints = [ApiEndpoint(shell, guard, operation) for operation in parts.declared]
     app[DIRECT] = DirectCalls([each for each in endpoints if each.operation.direct])
     for endpoint in endpoints:
         operation = endpoint.operation

@@ -159,18 +159,18 @@ TransactionId = Annotated[
 ]
 
 
-class Request(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class RequestBody(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A body or a query; a field that is not known is refused, not ignored."""
 
 
-class Answer(Struct, frozen=True, kw_only=True, omit_defaults=True):
+class AnswerBody(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A body of an answer; fields that say nothing are left out."""
 
 
 # --- requests --------------------------------------------------------------------------------
 
 
-class PrepareBody(Request, frozen=True):
+class PrepareBody(RequestBody, frozen=True):
     """Store these messages as a half message, invisible until they are committed."""
 
     group: Group
@@ -182,7 +182,7 @@ class PrepareBody(Request, frozen=True):
     check_interval_s: Seconds | None = None
 
 
-class CommitBody(Request, frozen=True):
+class CommitBody(RequestBody, frozen=True):
     """Commit a transaction. Without a group an operator decides."""
 
     group: Group | None = None
@@ -201,7 +201,7 @@ class CommitBody(Request, frozen=True):
     ) = None
 
 
-class RollbackBody(Request, frozen=True):
+class RollbackBody(RequestBody, frozen=True):
     """Roll a transaction back. Without a group an operator decides."""
 
     group: Group | None = None
@@ -209,14 +209,14 @@ class RollbackBody(Request, frozen=True):
     by: By | None = None
 
 
-class ReasonBody(Request, frozen=True):
+class ReasonBody(RequestBody, frozen=True):
     """Why and who, for the record."""
 
     reason: Reason | None = None
     by: By | None = None
 
 
-class GroupBody(Request, frozen=True):
+class GroupBody(RequestBody, frozen=True):
     """What is registered of a producer group; what is left out follows the configuration."""
 
     check_url: (
@@ -241,7 +241,7 @@ class GroupBody(Request, frozen=True):
     answer_bytes_max: Annotated[int, Meta(ge=1024, le=16 * 1024 * 1024)] | None = None
 
 
-class ListQuery(Request, frozen=True):
+class ListQuery(RequestBody, frozen=True):
     """Which transactions; what is left out means any."""
 
     state: State | None = None
@@ -252,20 +252,20 @@ class ListQuery(Request, frozen=True):
     cursor: Annotated[str, Meta(min_length=1, max_length=500)] | None = None
 
 
-class FindQuery(Request, frozen=True):
+class FindQuery(RequestBody, frozen=True):
     """What to tell of a transaction."""
 
     bodies: Annotated[bool, Meta(description="Show keys, values and headers too.")] = False
 
 
-class NoQuery(Request, frozen=True):
+class NoQuery(RequestBody, frozen=True):
     """Nothing may be asked for."""
 
 
 # --- answers ---------------------------------------------------------------------------------
 
 
-class StandingBody(Answer, frozen=True):
+class StandingBody(AnswerBody, frozen=True):
     """Where a transaction stands."""
 
     id: str
@@ -273,7 +273,7 @@ class StandingBody(Answer, frozen=True):
     decision: Decision | None = None
 
 
-class PlacedBody(Answer, frozen=True):
+class PlacedBody(AnswerBody, frozen=True):
     """A message of a transaction, and where it is once promoted. Content only on demand."""
 
     topic: str
@@ -287,7 +287,7 @@ class PlacedBody(Answer, frozen=True):
     timestamp_ms: int | UnsetType = UNSET
 
 
-class TransactionBody(Answer, frozen=True):
+class TransactionBody(AnswerBody, frozen=True):
     """All that is known of one transaction. Times are milliseconds since 1970."""
 
     id: str
@@ -316,14 +316,14 @@ class TransactionBody(Answer, frozen=True):
     ] = ""
 
 
-class PageBody(Answer, frozen=True):
+class PageBody(AnswerBody, frozen=True):
     """A part of a list; `next_cursor` null where it ends."""
 
     transactions: list[TransactionBody]
     next_cursor: str | None
 
 
-class OverviewBody(Answer, frozen=True, omit_defaults=False):
+class OverviewBody(AnswerBody, frozen=True, omit_defaults=False):
     """How all stands now. Counts are null of a half partition whose proxy did not answer; then
     `complete` is false. Ages are seconds, times milliseconds since 1970."""
 
@@ -336,7 +336,7 @@ class OverviewBody(Answer, frozen=True, omit_defaults=False):
     refused_topics: dict[str, int]
 
 
-class GroupAnswer(Answer, frozen=True):
+class GroupAnswer(AnswerBody, frozen=True):
     """A registered group, and how many instances of it can be asked by session at this proxy.
 
     Of the check URL the query is hidden. `problem`: why this proxy cannot use what is registered.
@@ -355,20 +355,20 @@ class GroupAnswer(Answer, frozen=True):
     problem: str | None = None
 
 
-class GroupsBody(Answer, frozen=True):
+class GroupsBody(AnswerBody, frozen=True):
     """All registered groups by name."""
 
     groups: list[GroupAnswer]
 
 
-class RemovedBody(Answer, frozen=True):
+class RemovedBody(AnswerBody, frozen=True):
     """The group is not registered any more."""
 
     group: str
     removed: bool
 
 
-class TestedBody(Answer, frozen=True):
+class TestedBody(AnswerBody, frozen=True):
     """What became of a test call to a group's check URL; `why` says what is wrong, if anything.
 
     `status` is that of the answer, null where there was none.
@@ -381,13 +381,13 @@ class TestedBody(Answer, frozen=True):
     why: str = ""
 
 
-class HealthBody(Answer, frozen=True):
+class HealthBody(AnswerBody, frozen=True):
     """The process is alive."""
 
     status: str
 
 
-class ReadyBody(Answer, frozen=True):
+class ReadyBody(AnswerBody, frozen=True):
     """Whether calls can be taken; per half partition what it is doing; what is wrong."""
 
     ready: bool
@@ -395,7 +395,7 @@ class ReadyBody(Answer, frozen=True):
     problems: list[str]
 
 
-class ErrorFields(Answer, frozen=True):
+class ErrorFields(AnswerBody, frozen=True):
     """What went wrong: a code for programs, a sentence for people, and what it is about."""
 
     code: str
@@ -404,7 +404,7 @@ class ErrorFields(Answer, frozen=True):
     path: str | None = None
 
 
-class ErrorBody(Answer, frozen=True):
+class ErrorBody(AnswerBody, frozen=True):
     """The answer to a call that was not carried out."""
 
     error: ErrorFields

@@ -16,8 +16,8 @@ from aiohttp.web_protocol import RequestHandler
 from txbroker.core.telling import telling, where_raised
 from txbroker.errors import BadRequest, RequestError
 from txbroker.net.deadlines import Deadlines
-from txbroker.proxy.http.context import Receiving, Shell
-from txbroker.proxy.http.front import Front
+from txbroker.proxy.http.context import ApiContext, FrameBudget
+from txbroker.proxy.http.front import DirectConnection
 from txbroker.proxy.http.operations import error_response
 from txbroker.proxy.observe.logging import get_logger
 
@@ -46,7 +46,7 @@ class FrameMeter:
 
     def __init__(
         self,
-        room: Receiving,
+        room: FrameBudget,
         frame_bytes_max: int,
         timeout_s: float,
         transport: asyncio.Transport,
@@ -171,7 +171,7 @@ def _header_bytes(second: int) -> int:
     return 2 + _LENGTH_BYTES.get(second & _LENGTH, 0) + mask
 
 
-class Connection(RequestHandler):
+class HttpConnection(RequestHandler):
     """A connection that cannot be made to hold more than it should.
 
     It measures the frames of a session while they arrive, drops a client that does not send the
@@ -184,9 +184,9 @@ class Connection(RequestHandler):
     def __init__(
         self,
         server: web.Server,
-        shell: Shell,
-        answering: "Deadlines[Connection | Front]",
-        heads: "Deadlines[Connection]",
+        shell: ApiContext,
+        answering: "Deadlines[HttpConnection | DirectConnection]",
+        heads: "Deadlines[HttpConnection]",
         **options: Any,
     ) -> None:
         super().__init__(server, **options)

@@ -20,8 +20,8 @@ from txbroker.core.routing import ALPHABET, LENGTH, parse_id
 from txbroker.errors import BadId, BadRequest, TooLarge
 from txbroker.principals import Directory, Principal
 from txbroker.proxy.http.bodies import SECONDS_MAX, TEXT_MAX
-from txbroker.proxy.http.guards import Reread
-from txbroker.proxy.http.joint import JointCalls
+from txbroker.proxy.http.guards import ReloadedFile
+from txbroker.proxy.http.joint import CallBatcher
 from txbroker.proxy.observe.metrics import Metrics
 
 _ID = re.compile(f"[0-7][{ALPHABET}]{{{LENGTH - 1}}}")
@@ -36,7 +36,7 @@ OPERATION_BYTES = 2048
 smallest ones is bounded too."""
 
 
-class InFlight:
+class ByteBudget:
     """Bytes of what is being carried out, bounded; a part is kept free of prepares.
 
     Decisions and checks end what prepares began, so prepares that are stuck must not keep them
@@ -74,7 +74,7 @@ class InFlight:
             use.add(who, -size)
 
 
-class Receiving:
+class FrameBudget:
     """Room for the frames that come in, all sessions together; who does not fit waits in turn."""
 
     def __init__(self, bytes_max: int) -> None:
@@ -112,7 +112,7 @@ class Receiving:
 
 
 @dataclass
-class Shell:
+class ApiContext:
     """What the calls of one proxy share."""
 
     service: Service
@@ -124,27 +124,27 @@ class Shell:
     """Calls check URLs."""
     principals: Callable[[], Directory]
     """The principals as they are now."""
-    in_flight: InFlight = field(init=False)
+    in_flight: ByteBudget = field(init=False)
     """What all callers together have being carried out."""
-    joint: JointCalls = field(init=False)
+    joint: CallBatcher = field(init=False)
     """Carries prepares and decisions out by `service`."""
-    outgoing: InFlight = field(init=False)
+    outgoing: ByteBudget = field(init=False)
     """Checks that wait to be read, all sessions together. Apart from `in_flight`, so that sessions
     that do not read keep nobody's calls out."""
-    receiving: Receiving = field(init=False)
+    receiving: FrameBudget = field(init=False)
     """Frames of sessions on their way in."""
     registering: list[str] = field(default_factory=list)
     """Groups whose registration is under way, once for each call."""
-    files: list[Reread[Any]] = field(default_factory=list)
+    files: list[ReloadedFile[Any]] = field(default_factory=list)
     """Files of credentials, read again when they change."""
     url: str = ""
     """This proxy's own URL; with port 0 known once it listens."""
 
     def __post_init__(self) -> None:
-        self.in_flight = InFlight(self.settings.in_flight_bytes_max)
-        self.joint = JointCalls(self.service)
-        self.outgoing = InFlight(self.settings.in_flight_bytes_max)
-        self.receiving = Receiving(int(self.settings.in_flight_bytes_max * RECEIVING_SHARE))
+        self.in_flight = ByteBudget(self.settings.in_flight_bytes_max)
+        self.joint = CallBatcher(self.service)
+        self.outgoing = ByteBudget(self.settings.in_flight_bytes_max)
+        self.receiving = FrameBudget(int(self.settings.in_flight_bytes_max * RECEIVING_SHARE))
         self.url = self.settings.advertise_url
 
     def files_not_read(self) -> dict[str, bool]:

@@ -12,20 +12,20 @@ from txbroker.core.telling import telling, where_raised
 from txbroker.errors import KafkaDown, KafkaUnavailable, Overloaded, RequestError
 from txbroker.principals import ANYBODY, Principal
 from txbroker.proxy.cluster.forwarding import CALLER
-from txbroker.proxy.http.bodies import Request
-from txbroker.proxy.http.context import Shell
+from txbroker.proxy.http.bodies import RequestBody
+from txbroker.proxy.http.context import ApiContext
 from txbroker.proxy.http.guards import PRINCIPAL, Guard, credential_of
 from txbroker.proxy.http.operations import (
-    Answered,
-    Call,
+    ApiCall,
+    ApiReply,
+    HttpAnswer,
     Operation,
-    Reply,
     encode_json,
     refused,
     response_of,
 )
-from txbroker.proxy.http.posted import Posted, Received
-from txbroker.proxy.http.reading import Body, check_media_type, decode_body, decode_query
+from txbroker.proxy.http.posted import AnyRequest, DirectRequest
+from txbroker.proxy.http.reading import BodyReader, check_media_type, decode_body, decode_query
 from txbroker.proxy.observe.logging import get_logger
 
 log = get_logger(__name__)
@@ -34,27 +34,27 @@ SLOW_BODY_S = 1.0
 """A caller whose body took longer is authenticated again: its rights may be gone by now."""
 
 
-class Endpoint:
+class ApiEndpoint:
     """Carries the calls of one operation out.
 
     Args:
         guard: knows callers.
     """
 
-    def __init__(self, shell: Shell, guard: Guard, operation: Operation) -> None:
+    def __init__(self, shell: ApiContext, guard: Guard, operation: Operation) -> None:
         self.operation = operation
         self._shell = shell
         self._guard = guard
         self._changes = operation.changes
         # The loop itself holds tasks weakly.
-        self._tasks: set[asyncio.Future[Reply]] = set()
+        self._tasks: set[asyncio.Future[ApiReply]] = set()
 
     async def routed(self, request: web.Request) -> web.StreamResponse:
         """Answer a request that the router has brought here, its caller admitted."""
         operation, principal = self.operation, request.get(PRINCIPAL, ANYBODY)
         self._check(request, principal)
         query = decode_query(request, operation.query) if request.query_string else None
-        content = Body(self._shell, prepare=operation.prepares)
+        content = BodyReader(self._shell, prepare=operation.prepares)
         raw = b""
         try:
             if operation.body is not None:
@@ -73,10 +73,10 @@ class Endpoint:
 
     def carry_out(
         self,
-        request: Posted,
+        request: DirectRequest,
         path: Mapping[str, str],
         raw: bytes,
-        answer: Callable[[Answered | None], None],
+        answer: Callable[[HttpAnswer | None], None],
     ) -> None:
         """Admit the caller of a request whose body is `raw`, and carry its call out.
 
@@ -88,7 +88,7 @@ class Endpoint:
             principal = self._guard.admit(request)
             CALLER.set(principal.counted_as)
             self._check(request, principal)
-            content = Body(self._shell, prepare=self.operation.prepares)
+            content = BodyReader(self._shell, prepare=self.operation.prepares)
             content.take(raw)
             # A task for those that wait for more than one answer; the others are futures.
             begun = self._run(request, path, raw, principal)
@@ -98,7 +98,7 @@ class Endpoint:
         else:
             reply.add_done_callback(partial(self._replied, request, content, answer))
 
-    def _task(self, begun: Awaitable[Reply]) -> "asyncio.Future[Reply]":
+    def _task(self, begun: Awaitable[ApiReply]) -> "asyncio.Future[ApiReply]":
         task = asyncio.ensure_future(begun)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -106,10 +106,10 @@ class Endpoint:
 
     def _replied(
         self,
-        request: Posted,
-        content: Body,
-        answer: Callable[[Answered | None], None],
-        reply: "asyncio.Future[Reply]",
+        request: DirectRequest,
+        content: BodyReader,
+        answer: Callable[[HttpAnswer | None], None],
+        reply: "asyncio.Future[ApiReply]",
     ) -> None:
         try:
             found = _answered(self.operation, reply.result())
@@ -120,8 +120,8 @@ class Endpoint:
         answer(found)
 
     def _ended(
-        self, request: Posted, content: Body | None, error: BaseException
-    ) -> Answered | None:
+        self, request: DirectRequest, content: BodyReader | None, error: BaseException
+    ) -> HttpAnswer | None:
         """Return what goes back of a call that ended with an error, None for nothing."""
         if content is not None:
             content.let_go()
@@ -135,7 +135,7 @@ class Endpoint:
         except Exception as failure:  # such as a text that cannot be encoded
             return refusal(request, failure)
 
-    def _check(self, request: Received, principal: Principal) -> None:
+    def _check(self, request: AnyRequest, principal: Principal) -> None:
         operation = self.operation
         if not operation.open:
             principal.check_role(operation.roles)
@@ -144,18 +144,18 @@ class Endpoint:
 
     def _run(
         self,
-        request: Received,
+        request: AnyRequest,
         path: Mapping[str, str],
         raw: bytes,
         principal: Principal,
-        query: Request | None = None,
-    ) -> Awaitable[Reply]:
+        query: RequestBody | None = None,
+    ) -> Awaitable[ApiReply]:
         operation = self.operation
         body = None
         if operation.body is not None:
             body = decode_body(raw, operation.body, optional=operation.body_optional)
         return operation.run(
-            Call(
+            ApiCall(
                 self._shell,
                 path,
                 query or operation.query(),
@@ -167,10 +167,10 @@ class Endpoint:
         )
 
 
-def _answered(operation: Operation, reply: Reply) -> Answered:
+def _answered(operation: Operation, reply: ApiReply) -> HttpAnswer:
     content = reply.content
     raw = content if isinstance(content, bytes) else encode_json(content)
-    return Answered(reply.status, _fields(operation.media, reply.status), raw)
+    return HttpAnswer(reply.status, _fields(operation.media, reply.status), raw)
 
 
 @cache
@@ -186,7 +186,7 @@ def _fields(media: str, status: int) -> tuple[tuple[str, str], ...]:
     return tuple(fields)
 
 
-def refusal(request: Received, error: Exception) -> Answered:
+def refusal(request: AnyRequest, error: Exception) -> HttpAnswer:
     """Return the answer to a call that ended with an error."""
     if isinstance(error, RequestError):
         return refused(error)

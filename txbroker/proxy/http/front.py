@@ -18,9 +18,9 @@ from httptools import HttpParserError, HttpParserUpgrade, HttpRequestParser
 from multidict import CIMultiDict
 
 from txbroker.net.deadlines import Deadlines
-from txbroker.proxy.http.endpoints import Endpoint
-from txbroker.proxy.http.operations import Answered
-from txbroker.proxy.http.posted import Posted
+from txbroker.proxy.http.endpoints import ApiEndpoint
+from txbroker.proxy.http.operations import HttpAnswer
+from txbroker.proxy.http.posted import DirectRequest
 
 HELD_BYTES_MAX = 64 * 1024
 """A request that is larger than this and not here as a whole is the framework's; behind a call
@@ -44,7 +44,7 @@ _UNUSUAL = frozenset(
 class DirectCalls:
     """The calls of one address that need no router."""
 
-    def __init__(self, endpoints: Sequence[Endpoint]) -> None:
+    def __init__(self, endpoints: Sequence[ApiEndpoint]) -> None:
         self._endpoints = {
             each.operation.name: (each, tuple(_NAME.findall(each.operation.path)))
             for each in endpoints
@@ -56,7 +56,7 @@ class DirectCalls:
         assert all(each.operation.method == "POST" for each in endpoints)
         self._line = re.compile(rf"POST (?:{lines}) HTTP/1\.1\r\n".encode())
 
-    def find(self, head: bytes) -> tuple[Endpoint, dict[str, str], str] | None:
+    def find(self, head: bytes) -> tuple[ApiEndpoint, dict[str, str], str] | None:
         """Return the endpoint that a request line asks for, the names in its path, and the path;
         None where it is no direct call."""
         match = self._line.match(head)
@@ -72,7 +72,7 @@ class DirectCalls:
         return endpoint, found, match[first].decode()
 
 
-class Heads:
+class HeadParser:
     """Reads the requests of one connection, each given as its head and its body."""
 
     def __init__(self) -> None:
@@ -117,12 +117,12 @@ class Heads:
         return self._whole
 
 
-class FrontServer(Protocol):
+class DirectServer(Protocol):
     """What connections of one address share."""
 
-    fronts: "set[Front]"
-    idle: "Deadlines[Front]"
-    unfinished: "Deadlines[Front]"
+    fronts: "set[DirectConnection]"
+    idle: "Deadlines[DirectConnection]"
+    unfinished: "Deadlines[DirectConnection]"
     answering: Deadlines[Any]
 
     def connection(self) -> asyncio.Protocol:
@@ -136,14 +136,14 @@ class _Begun(NamedTuple):
         body_at, end: where in what is held its body begins and ends.
     """
 
-    endpoint: Endpoint
+    endpoint: ApiEndpoint
     names: Mapping[str, str]
-    posted: Posted
+    posted: DirectRequest
     body_at: int
     end: int
 
 
-class Front(asyncio.Protocol):
+class DirectConnection(asyncio.Protocol):
     """A connection of which all requests so far were direct calls.
 
     A call begins when the one before it is answered. Bytes of a request are kept until it is
@@ -155,13 +155,13 @@ class Front(asyncio.Protocol):
         "_over", "_paused", "_reading_paused", "_remote", "_server", "transport",
     )  # fmt: skip
 
-    def __init__(self, server: FrontServer, direct: DirectCalls) -> None:
+    def __init__(self, server: DirectServer, direct: DirectCalls) -> None:
         self._server = server
         self._direct = direct
         self._loop = asyncio.get_running_loop()
         self.transport: asyncio.Transport | None = None
         self._remote = ""
-        self._heads = Heads()
+        self._heads = HeadParser()
         self._held = b""
         self._begun: _Begun | None = None
         self._is_unfinished = False
@@ -280,7 +280,7 @@ class Front(asyncio.Protocol):
         if found is None or fields is None:
             return None
         endpoint, names, path = found
-        posted = Posted("POST", path, fields, transport, self._remote)
+        posted = DirectRequest("POST", path, fields, transport, self._remote)
         return _Begun(endpoint, names, posted, size, size + int(fields.get("Content-Length", 0)))
 
     def _wait(self) -> None:
@@ -302,7 +302,7 @@ class Front(asyncio.Protocol):
             transport.resume_reading()
         begun.endpoint.carry_out(begun.posted, begun.names, body, self._answer)
 
-    def _answer(self, answered: Answered | None) -> None:
+    def _answer(self, answered: HttpAnswer | None) -> None:
         """Send what goes back of a call; None: nothing does, and the connection ends."""
         self._busy = False
         transport = self.transport

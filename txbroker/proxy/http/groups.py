@@ -14,9 +14,9 @@ from txbroker.proxy.http.operations import (
     ONLY_OPERATORS,
     WHO_LOOKS,
     WHO_WRITES,
-    Call,
+    ApiCall,
+    ApiReply,
     Operation,
-    Reply,
 )
 from txbroker.proxy.observe.logging import get_logger
 
@@ -26,7 +26,7 @@ GROUPS_OF_SHARE_MAX = 1000
 """Registered groups of one principal: every proxy keeps all groups in memory."""
 
 
-async def put_group(call: Call) -> Reply:
+async def put_group(call: ApiCall) -> ApiReply:
     """Register a group, or replace what is registered."""
     group = call.path["group"]
     check_group(group)
@@ -46,30 +46,30 @@ async def put_group(call: Call) -> Reply:
     finally:
         registering.remove(group)
     log.info("group registered", group=group, by=call.principal.by(f"http {call.remote}"))
-    return Reply(200, _shown(call, group, policy))
+    return ApiReply(200, _shown(call, group, policy))
 
 
-async def get_group(call: Call) -> Reply:
+async def get_group(call: ApiCall) -> ApiReply:
     """Tell what is registered of a group."""
     group = call.path["group"]
     call.principal.check_group(group)
     policy = call.shell.groups.policies.get(group)
     if policy is None:
         raise UnknownGroup(call.shell.groups.problem(group))
-    return Reply(200, _shown(call, group, policy))
+    return ApiReply(200, _shown(call, group, policy))
 
 
-async def delete_group(call: Call) -> Reply:
+async def delete_group(call: ApiCall) -> ApiReply:
     """Remove what is registered of a group."""
     group = call.path["group"]
     call.principal.check_group(group)
     if not await call.shell.groups.remove(group):
         raise UnknownGroup
     log.info("group removed", group=group, by=call.principal.by(f"http {call.remote}"))
-    return Reply(200, RemovedBody(group=group, removed=True))
+    return ApiReply(200, RemovedBody(group=group, removed=True))
 
 
-async def test_group(call: Call) -> Reply:
+async def test_group(call: ApiCall) -> ApiReply:
     """Send a test call to a group's check URL, which is no check."""
     group = call.path["group"]
     call.principal.check_group(group)
@@ -85,17 +85,17 @@ async def test_group(call: Call) -> Reply:
         status=tried.status,
         why=tried.why,
     )
-    return Reply(200, body)
+    return ApiReply(200, body)
 
 
-async def list_groups(call: Call) -> Reply:
+async def list_groups(call: ApiCall) -> ApiReply:
     """List registered groups by name."""
     shown = [
         _shown(call, group, policy)
         for group, policy in call.shell.groups.list()
         if group in call.principal.groups
     ]
-    return Reply(200, GroupsBody(groups=shown))
+    return ApiReply(200, GroupsBody(groups=shown))
 
 
 def _refuse(why: str | None) -> None:
@@ -103,7 +103,7 @@ def _refuse(why: str | None) -> None:
         raise BadRequest(why)
 
 
-def _check_registered(call: Call, group: str) -> None:
+def _check_registered(call: ApiCall, group: str) -> None:
     """Refuse a new group where those of its share, with those whose registration is under way,
     fill what one share may register. Operators are not bound.
 
@@ -123,7 +123,7 @@ def _check_registered(call: Call, group: str) -> None:
         )
 
 
-def _shown(call: Call, group: str, policy: GroupPolicy) -> GroupAnswer:
+def _shown(call: ApiCall, group: str, policy: GroupPolicy) -> GroupAnswer:
     sessions = call.shell.sessions.askable(group)
     fields = structs.asdict(policy)
     if policy.check_url is not None:

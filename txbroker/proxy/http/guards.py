@@ -38,7 +38,7 @@ from txbroker.principals import (
     no_principals,
     read_principals,
 )
-from txbroker.proxy.http.posted import Received
+from txbroker.proxy.http.posted import AnyRequest
 from txbroker.proxy.observe.logging import get_logger
 
 log = get_logger(__name__)
@@ -71,7 +71,7 @@ _KINDS = ("DNS", "URI", "IP Address")
 _NAME_CHARS_MAX = 200
 
 
-class Reread(Generic[T]):
+class ReloadedFile(Generic[T]):
     """A call returns what a file holds, read again when the file changes.
 
     A file that cannot be read, because it is being replaced or has become unsafe, leaves the last
@@ -126,16 +126,16 @@ class Reread(Generic[T]):
         return self._content
 
 
-def reread_secret(name: str, path: Path) -> Reread[str]:
+def load_secret(name: str, path: Path) -> ReloadedFile[str]:
     """Return the secret in a file, read again when the file changes.
 
     Raises:
         ConfigurationError: the file cannot be read.
     """
-    return Reread(name, path, lambda path: read_token(name, path))
+    return ReloadedFile(name, path, lambda path: read_token(name, path))
 
 
-def reread_principals(settings: Settings) -> Callable[[], Directory]:
+def load_principals(settings: Settings) -> Callable[[], Directory]:
     """Return what returns the principals as they are now; without a file there are none.
 
     Raises:
@@ -148,7 +148,7 @@ def reread_principals(settings: Settings) -> Callable[[], Directory]:
         settings.check_secrets()
         return read_principals(path)
 
-    return Reread("principals_file", settings.principals_file, read)
+    return ReloadedFile("principals_file", settings.principals_file, read)
 
 
 class Credential(NamedTuple):
@@ -198,21 +198,23 @@ class Guard:
         self._role = Role.PRODUCER if settings.admin_listen and not admin else Role.OPERATOR
         self._anybody = ANYBODY._replace(role=self._role)
         self._token = _token_of(settings, self._role, admin=admin)
-        self._principals = principals or reread_principals(settings)
+        self._principals = principals or load_principals(settings)
         self._asks = self._token is not None or settings.principals_file is not None
         self._form_key = _form_key(settings)
 
     @property
-    def files(self) -> tuple[Reread[Any], ...]:
+    def files(self) -> tuple[ReloadedFile[Any], ...]:
         """What it reads credentials from."""
-        return tuple(file for file in (self._token, self._principals) if isinstance(file, Reread))
+        return tuple(
+            file for file in (self._token, self._principals) if isinstance(file, ReloadedFile)
+        )
 
     @property
     def asks(self) -> bool:
         """True where callers need a token or a named certificate."""
         return self._asks
 
-    def admit(self, request: Received) -> Principal:
+    def admit(self, request: AnyRequest) -> Principal:
         """Return who calls; refuse a call by a foreign page, for an unknown host name, or without
         the credential that is asked for.
 
@@ -222,7 +224,7 @@ class Guard:
         self.admit_page(request)
         return self.known(credential_of(request))
 
-    def admit_page(self, request: Received) -> None:
+    def admit_page(self, request: AnyRequest) -> None:
         """Refuse a call by a foreign page, for an unknown host name, or without the client
         certificate that is asked for; of a token nothing is asked, as for the console, which has
         a login.
@@ -295,12 +297,12 @@ class PeerGuard:
 
     def __init__(self, settings: Settings) -> None:
         path = settings.peer_secret_file
-        self._secret = None if path is None else reread_secret("peer_secret_file", path)
+        self._secret = None if path is None else load_secret("peer_secret_file", path)
         self._names = Patterns(settings.peer_names) if settings.peer_names else None
         self._optional = not settings.guarded
 
     @property
-    def files(self) -> tuple[Reread[Any], ...]:
+    def files(self) -> tuple[ReloadedFile[Any], ...]:
         """What it reads the peer secret from."""
         return () if self._secret is None else (self._secret,)
 
@@ -335,7 +337,7 @@ class PeerGuard:
         )
 
 
-def credential_of(request: Received) -> Credential:
+def credential_of(request: AnyRequest) -> Credential:
     """Return what a caller showed."""
     shown, digest = request.headers.get("Authorization"), None
     if shown:
@@ -345,7 +347,7 @@ def credential_of(request: Received) -> Credential:
     return Credential(digest, certificate_names(request))
 
 
-def certificate_names(request: Received) -> tuple[str, ...]:
+def certificate_names(request: AnyRequest) -> tuple[str, ...]:
     """Return the names in the caller's certificate: DNS names, URIs, addresses, then the common
     name; () where it showed none. TLS has let no certificate pass that is not trusted."""
     transport = request.transport
@@ -364,7 +366,7 @@ def certificate_names(request: Received) -> tuple[str, ...]:
     return tuple(dict.fromkeys(names)) or (_NAMELESS,)
 
 
-def _token_of(settings: Settings, role: Role, *, admin: bool) -> Reread[Principal] | None:
+def _token_of(settings: Settings, role: Role, *, admin: bool) -> ReloadedFile[Principal] | None:
     """Return the principal of the one token that all callers of an address share, if any."""
     name, path = "token_file", settings.token_file
     if admin and settings.admin_token_file is not None:
@@ -376,7 +378,7 @@ def _token_of(settings: Settings, role: Role, *, admin: bool) -> Reread[Principa
         settings.check_secrets()
         return Principal(name, role, shared=True, digests=(digest_of(read_token(name, path)),))
 
-    return Reread(name, path, read)
+    return ReloadedFile(name, path, read)
 
 
 def _form_key(settings: Settings) -> Callable[[], bytes]:
@@ -388,7 +390,7 @@ def _form_key(settings: Settings) -> Callable[[], bytes]:
     if settings.peer_secret_file is None:
         own = secrets.token_bytes(32)
         return lambda: own
-    secret = reread_secret("peer_secret_file", settings.peer_secret_file)
+    secret = load_secret("peer_secret_file", settings.peer_secret_file)
     return lambda: secret().encode()
 
 

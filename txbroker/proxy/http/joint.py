@@ -32,7 +32,7 @@ class _Waiting(NamedTuple):
     made_of: Callable[[Standing], Any]
 
 
-class JointCalls:
+class CallBatcher:
     """Carries out prepares and decisions, those of one turn of the event loop together."""
 
     def __init__(self, service: Service) -> None:

@@ -27,8 +27,8 @@ from txbroker.errors import (
     UnsupportedMediaType,
 )
 from txbroker.principals import ANYBODY, Principal, Role
-from txbroker.proxy.http.bodies import Answer, NoQuery, Request
-from txbroker.proxy.http.context import Shell
+from txbroker.proxy.http.bodies import AnswerBody, NoQuery, RequestBody
+from txbroker.proxy.http.context import ApiContext
 
 JSON = "application/json"
 encode_json = msgspec.json.Encoder().encode
@@ -43,27 +43,27 @@ _ALWAYS: Errors = (BadRequest, Forbidden, CertificateRequired, Unauthorized, Req
 _WITH_BODY: Errors = (TooSlow, TooLarge, UnsupportedMediaType, Overloaded)
 
 
-class Call(Struct, frozen=True):
+class ApiCall(Struct, frozen=True):
     """One call, as declared: its path's names, its query and its body were read already."""
 
-    shell: Shell
+    shell: ApiContext
     path: Mapping[str, str]
-    query: Request
-    body: Request | None
+    query: RequestBody
+    body: RequestBody | None
     remote: str
     principal: Principal = ANYBODY
     trace: TraceContext | None = None
     """The trace that it came with, where spans are made."""
 
 
-class Reply(Struct, frozen=True):
+class ApiReply(Struct, frozen=True):
     """What goes back: a JSON answer, or bytes of the operation's own media type."""
 
     status: int
-    content: Answer | bytes
+    content: AnswerBody | bytes
 
 
-Handler = Callable[[Call], Awaitable[Reply]]
+Handler = Callable[[ApiCall], Awaitable[ApiReply]]
 
 
 @dataclass(frozen=True)
@@ -89,10 +89,10 @@ class Operation:
     path: str
     summary: str
     run: Handler
-    answers: Mapping[int, type[Answer] | None]
-    body: type[Request] | None = None
+    answers: Mapping[int, type[AnswerBody] | None]
+    body: type[RequestBody] | None = None
     body_optional: bool = False
-    query: type[Request] = NoQuery
+    query: type[RequestBody] = NoQuery
     errors: Errors = field(default=())
     media: str = JSON
     open: bool = False
@@ -115,7 +115,7 @@ class Operation:
         return tuple(dict.fromkeys((*always, *(_WITH_BODY if self.changes else ()), *self.errors)))
 
 
-class Answered(Struct, frozen=True):
+class HttpAnswer(Struct, frozen=True):
     """What goes back of a call over HTTP, whole.
 
     Attributes:
@@ -142,7 +142,7 @@ def _first_lines(status: int, headers: tuple[tuple[str, str], ...]) -> str:
     return "\r\n".join([f"HTTP/1.1 {status} {HTTPStatus(status).phrase}", *fields, ""])
 
 
-def refused(error: RequestError) -> Answered:
+def refused(error: RequestError) -> HttpAnswer:
     """Return the answer to a call that was not carried out."""
     fields = {"code": error.code, "message": str(error), **error.details}
     # Who asked for a session gets to see nothing of the body.
@@ -151,10 +151,10 @@ def refused(error: RequestError) -> Answered:
         headers.append(("Retry-After", str(error.details.get("retry_after_s", 1))))
     if error.status == Unauthorized.status:
         headers.append(("WWW-Authenticate", "Bearer"))
-    return Answered(error.status, tuple(headers), encode_json({"error": fields}))
+    return HttpAnswer(error.status, tuple(headers), encode_json({"error": fields}))
 
 
-def response_of(answered: Answered) -> web.Response:
+def response_of(answered: HttpAnswer) -> web.Response:
     """Return an answer for the library to send."""
     return web.Response(status=answered.status, body=answered.body, headers=dict(answered.headers))
 

@@ -51,8 +51,8 @@ from txbroker.proxy.cluster.forwarding import (
     failed,
 )
 from txbroker.proxy.http.bodies import SECONDS_MAX, TEXT_MAX
-from txbroker.proxy.http.context import Shell, check_group, check_id, check_reason
-from txbroker.proxy.http.reading import Body
+from txbroker.proxy.http.context import ApiContext, check_group, check_id, check_reason
+from txbroker.proxy.http.reading import BodyReader
 from txbroker.proxy.observe.logging import get_logger
 
 log = get_logger(__name__)
@@ -62,7 +62,7 @@ Answer = Callable[[], Awaitable[object]]
 
 
 @runtime_checkable
-class KnowsProxies(Protocol):
+class PeerDirectory(Protocol):
     """A service that is one of several."""
 
     def knows(self, url: str) -> bool:
@@ -70,7 +70,7 @@ class KnowsProxies(Protocol):
         ...
 
 
-class Internal:
+class PeerApi:
     """The calls of other proxies.
 
     Args:
@@ -78,7 +78,7 @@ class Internal:
         leases: the sessions that other proxies have in hand.
     """
 
-    def __init__(self, shell: Shell, leases: Leases) -> None:
+    def __init__(self, shell: ApiContext, leases: Leases) -> None:
         self._shell = shell
         self._service: Service = shell.service
         self._leases = leases
@@ -183,7 +183,7 @@ class Internal:
         self, name: str, kind: type[T], run: Callable[[T], Awaitable[object]]
     ) -> Callable[[web.Request], Awaitable[web.Response]]:
         async def handle(request: web.Request) -> web.Response:
-            content = Body(self._shell, prepare=name == "prepare")
+            content = BodyReader(self._shell, prepare=name == "prepare")
 
             async def answer() -> object:
                 self._admit(request)
@@ -212,7 +212,7 @@ class Internal:
             raise BadRequest(f"the header {PROXY_HEADER} must name the calling proxy")
         # Addresses are used again: who calls may look for a proxy that was here before, of
         # another group with other transactions.
-        if isinstance(self._service, KnowsProxies) and not self._service.knows(caller):
+        if isinstance(self._service, PeerDirectory) and not self._service.knows(caller):
             raise OwnerUnavailable(
                 f"{caller[:200]!r} is none of this proxy's group, as far as is known here"
             )

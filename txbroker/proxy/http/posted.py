@@ -8,7 +8,7 @@ from msgspec import Struct
 from multidict import CIMultiDict
 
 
-class Posted(Struct, frozen=True):
+class DirectRequest(Struct, frozen=True):
     """The head of a call that needs no router; its body comes apart from it.
 
     Attributes:
@@ -22,5 +22,5 @@ class Posted(Struct, frozen=True):
     remote: str
 
 
-Received: TypeAlias = web.BaseRequest | Posted
+AnyRequest: TypeAlias = web.BaseRequest | DirectRequest
 """A request, whichever way it came."""

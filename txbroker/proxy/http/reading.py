@@ -20,11 +20,11 @@ from txbroker.errors import (
     UnsupportedMediaType,
 )
 from txbroker.proxy.cluster.forwarding import CALLER
-from txbroker.proxy.http.bodies import Request
-from txbroker.proxy.http.context import Shell
-from txbroker.proxy.http.posted import Received
+from txbroker.proxy.http.bodies import RequestBody
+from txbroker.proxy.http.context import ApiContext
+from txbroker.proxy.http.posted import AnyRequest
 
-T = TypeVar("T", bound=Request)
+T = TypeVar("T", bound=RequestBody)
 CALL_BYTES = 16 * 1024
 """What a call over HTTP costs beside its body: connection, buffers, task."""
 SHOWN_MAX = 60
@@ -33,7 +33,7 @@ _UNKNOWN = re.compile(r"^Object contains unknown field `(?P<name>.*)`$", re.DOTA
 _PATTERN = re.compile(r"matching regex .*", re.DOTALL)
 
 
-def check_media_type(request: Received) -> None:
+def check_media_type(request: AnyRequest) -> None:
     """Refuse what does not say that it is JSON, as a page's form could not.
 
     Raises:
@@ -52,13 +52,13 @@ def check_media_type(request: Received) -> None:
         raise UnsupportedMediaType("JSON is UTF-8; no other charset is taken")
 
 
-class Body:
+class BodyReader:
     """The bytes of a request's body, counted as in flight until they are let go.
 
     `prepare`: the request begins a transaction, and so leaves room for those that end one.
     """
 
-    def __init__(self, shell: Shell, *, prepare: bool) -> None:
+    def __init__(self, shell: ApiContext, *, prepare: bool) -> None:
         self._shell = shell
         self._bytes_max = shell.settings.request_bytes_max
         self._prepare = prepare
@@ -187,7 +187,7 @@ def decode_content(raw: msgspec.Raw, messages_max: int) -> tuple[Message, ...] |
         raise BadRequest(str(error), path=error.path) from None
 
 
-def _in_words(error: msgspec.ValidationError, kind: type[Request]) -> RequestError:
+def _in_words(error: msgspec.ValidationError, kind: type[RequestBody]) -> RequestError:
     match = _WHERE.match(str(error))
     what, path = (match["what"], match["path"]) if match else (str(error), None)
     path = (path or "").lstrip(".")[:SHOWN_MAX]
@@ -199,7 +199,7 @@ def _in_words(error: msgspec.ValidationError, kind: type[Request]) -> RequestErr
     return BadRequest(f"{path}: {what}" if path else what, path=path or None)
 
 
-def _unknown_field(name: str, kind: type[Request]) -> BadRequest:
+def _unknown_field(name: str, kind: type[RequestBody]) -> BadRequest:
     known = [field.encode_name for field in msgspec.structs.fields(kind)]
     shown = name[:SHOWN_MAX]
     near = difflib.get_close_matches(shown, known, 1)

@@ -12,10 +12,10 @@ from txbroker.config.addresses import parse_address
 from txbroker.errors import ConfigurationError
 from txbroker.net.deadlines import Deadlines
 from txbroker.net.tls import ServerTls
-from txbroker.proxy.http.api import DIRECT, SHELL
-from txbroker.proxy.http.connection import Connection, drop
-from txbroker.proxy.http.context import Shell
-from txbroker.proxy.http.front import HELD_S, DirectCalls, Front
+from txbroker.proxy.http.api import CONTEXT, DIRECT
+from txbroker.proxy.http.connection import HttpConnection, drop
+from txbroker.proxy.http.context import ApiContext
+from txbroker.proxy.http.front import HELD_S, DirectCalls, DirectConnection
 
 HEADER_BYTES_MAX = 16 * 1024
 """One header or request line; a token, a URL with a cursor and a browser's cookies fit."""
@@ -28,22 +28,22 @@ LINGER_S = 1.0
 
 
 class _Server(web.Server):
-    shell: Shell
+    shell: ApiContext
     direct: DirectCalls | None
-    answering: Deadlines[Connection | Front]
-    heads: Deadlines[Connection]
-    idle: Deadlines[Front]
-    unfinished: Deadlines[Front]
+    answering: Deadlines[HttpConnection | DirectConnection]
+    heads: Deadlines[HttpConnection]
+    idle: Deadlines[DirectConnection]
+    unfinished: Deadlines[DirectConnection]
 
-    def set_up(self, shell: Shell, direct: DirectCalls | None) -> None:
+    def set_up(self, shell: ApiContext, direct: DirectCalls | None) -> None:
         """Begin to watch over connections."""
         self.shell, self.direct = shell, direct
-        self.fronts: set[Front] = set()
+        self.fronts: set[DirectConnection] = set()
         seconds = shell.settings.request_timeout_s
         self.answering = Deadlines(seconds, _not_taken)
-        self.heads = Deadlines(seconds, Connection.head_not_whole)
-        self.idle = Deadlines(KEEPALIVE_S, Front.idle_too_long)
-        self.unfinished = Deadlines(min(HELD_S, seconds / 2), Front.unfinished_too_long)
+        self.heads = Deadlines(seconds, HttpConnection.head_not_whole)
+        self.idle = Deadlines(KEEPALIVE_S, DirectConnection.idle_too_long)
+        self.unfinished = Deadlines(min(HELD_S, seconds / 2), DirectConnection.unfinished_too_long)
 
     def tear_down(self) -> None:
         """Watch over nothing any more."""
@@ -52,12 +52,12 @@ class _Server(web.Server):
 
     def accept(self) -> asyncio.Protocol:
         """Return what a new connection begins with."""
-        return self.connection() if self.direct is None else Front(self, self.direct)
+        return self.connection() if self.direct is None else DirectConnection(self, self.direct)
 
     def connection(self) -> RequestHandler:
         """Return a connection of the library's."""
         parts = self.shell, self.answering, self.heads
-        return Connection(self, *parts, loop=self._loop, **self._kwargs)
+        return HttpConnection(self, *parts, loop=self._loop, **self._kwargs)
 
     def pre_shutdown(self) -> None:
         super().pre_shutdown()
@@ -69,7 +69,7 @@ class _Server(web.Server):
         await asyncio.gather(super().shutdown(timeout), *fronts)
 
 
-def _not_taken(connection: Connection | Front) -> None:
+def _not_taken(connection: HttpConnection | DirectConnection) -> None:
     """A client has had its answer for too long without reading it."""
     drop(connection.transport, "it does not read its answer")
 
@@ -87,7 +87,7 @@ class _Runner(web.AppRunner):
         bounded = self._bounded = _Server(
             server.request_handler, request_factory=server.request_factory, **server._kwargs
         )
-        bounded.set_up(self.app[SHELL], self.app.get(DIRECT))
+        bounded.set_up(self.app[CONTEXT], self.app.get(DIRECT))
         return bounded
 
 
@@ -136,7 +136,7 @@ async def serve(
     runner = _Runner(app, handle_signals=False, **options)
     await runner.setup()
     try:
-        shell = app[SHELL]
+        shell = app[CONTEXT]
         site = _Site(
             runner,
             address.host,

@@ -3,17 +3,17 @@
 import msgspec
 
 from txbroker.proxy.http.bodies import HealthBody, OverviewBody, ReadyBody
-from txbroker.proxy.http.operations import WHO_LOOKS, Call, Operation, Reply
+from txbroker.proxy.http.operations import WHO_LOOKS, ApiCall, ApiReply, Operation
 
 _OVERVIEW_FIELDS = tuple(field.name for field in msgspec.structs.fields(OverviewBody))
 
 
-async def health(call: Call) -> Reply:
+async def health(call: ApiCall) -> ApiReply:
     """Say that the process is alive."""
-    return Reply(200, HealthBody(status="alive"))
+    return ApiReply(200, HealthBody(status="alive"))
 
 
-async def ready(call: Call) -> Reply:
+async def ready(call: ApiCall) -> ApiReply:
     """Say whether calls can be taken, and if not, why."""
     found = call.shell.service.readiness()
     body = ReadyBody(
@@ -21,20 +21,20 @@ async def ready(call: Call) -> Reply:
         partitions={str(number): doing for number, doing in found.partitions.items()},
         problems=list(found.problems),
     )
-    return Reply(200 if found.ready else 503, body)
+    return ApiReply(200 if found.ready else 503, body)
 
 
-async def overview(call: Call) -> Reply:
+async def overview(call: ApiCall) -> ApiReply:
     """Tell how all stands: owners, counts, rates, groups."""
     found = await call.shell.service.overview()
     fields = {name: getattr(found, name) for name in _OVERVIEW_FIELDS}
     fields["groups"] = tuple(g for g in found.groups if g.group in call.principal.groups)
-    return Reply(200, OverviewBody(**fields))
+    return ApiReply(200, OverviewBody(**fields))
 
 
-async def metrics(call: Call) -> Reply:
+async def metrics(call: ApiCall) -> ApiReply:
     """Show the metrics in Prometheus' text format."""
-    return Reply(200, call.shell.metrics.text())
+    return ApiReply(200, call.shell.metrics.text())
 
 
 OPERATIONS = (

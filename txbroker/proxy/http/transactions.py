@@ -54,7 +54,7 @@ from txbroker.proxy.http.bodies import (
     TransactionBody,
 )
 from txbroker.proxy.http.context import check_group, plain_id, within_groups
-from txbroker.proxy.http.operations import ONLY_OPERATORS, WHO_WRITES, Call, Operation, Reply
+from txbroker.proxy.http.operations import ONLY_OPERATORS, WHO_WRITES, ApiCall, ApiReply, Operation
 from txbroker.proxy.http.reading import decode_content
 from txbroker.proxy.observe.metrics import Metrics
 from txbroker.proxy.observe.tracing import note_id, preparing, within
@@ -70,7 +70,7 @@ _VIEW_FIELDS = tuple(
 )
 
 
-def prepare(call: Call) -> Awaitable[Reply]:
+def prepare(call: ApiCall) -> Awaitable[ApiReply]:
     """Store a half message."""
     body = cast(PrepareBody, call.body)
     request = PrepareRequest(
@@ -90,12 +90,12 @@ def prepare(call: Call) -> Awaitable[Reply]:
     return _prepare(call, request)
 
 
-def _prepare(call: Call, request: PrepareRequest) -> asyncio.Future[Reply]:
+def _prepare(call: ApiCall, request: PrepareRequest) -> asyncio.Future[ApiReply]:
     call.shell.check_prepare(request)
     return call.shell.joint.carry_out(request, _prepared)
 
 
-async def _prepare_traced(call: Call, request: PrepareRequest) -> Reply:
+async def _prepare_traced(call: ApiCall, request: PrepareRequest) -> ApiReply:
     with preparing(request, call.trace) as step:
         traced = within(request, call.trace if step is None else step.context)
         reply = await _prepare(call, traced)
@@ -103,30 +103,30 @@ async def _prepare_traced(call: Call, request: PrepareRequest) -> Reply:
         return reply
 
 
-def _prepared(standing: Standing) -> Reply:
-    return Reply(201 if standing.created else 200, _standing(standing))
+def _prepared(standing: Standing) -> ApiReply:
+    return ApiReply(201 if standing.created else 200, _standing(standing))
 
 
-def commit(call: Call) -> Awaitable[Reply]:
+def commit(call: ApiCall) -> Awaitable[ApiReply]:
     """Commit a transaction, maybe with final content."""
     body = cast(CommitBody, call.body)
     content, wait = _messages(call, body.messages), body.wait is not None
     return _decide(call, Decision.COMMIT, body, content, wait=wait)
 
 
-def rollback(call: Call) -> Awaitable[Reply]:
+def rollback(call: ApiCall) -> Awaitable[ApiReply]:
     """Roll a transaction back."""
     return _decide(call, Decision.ROLLBACK, cast(RollbackBody, call.body))
 
 
 def _decide(
-    call: Call,
+    call: ApiCall,
     decision: Decision,
     body: CommitBody | RollbackBody,
     content: tuple[Message, ...] | None = None,
     *,
     wait: bool = False,
-) -> Awaitable[Reply]:
+) -> Awaitable[ApiReply]:
     id, principal = plain_id(call.path["id"]), call.principal
     if body.group is not None:
         check_group(body.group)
@@ -149,52 +149,52 @@ def _decide(
     return _decide_at_once(call, request)
 
 
-async def _decide_own(call: Call, request: DecideRequest) -> Reply:
+async def _decide_own(call: ApiCall, request: DecideRequest) -> ApiReply:
     await _check_own(call, request.id)
     return await _decide_at_once(call, request)
 
 
-def _decide_at_once(call: Call, request: DecideRequest) -> asyncio.Future[Reply]:
+def _decide_at_once(call: ApiCall, request: DecideRequest) -> asyncio.Future[ApiReply]:
     call.shell.check_decide(request)
     decided = partial(_decided, call.shell.metrics, time.monotonic())
     return call.shell.joint.carry_out(request, decided)
 
 
-def _decided(metrics: Metrics, began_s: float, standing: Standing) -> Reply:
+def _decided(metrics: Metrics, began_s: float, standing: Standing) -> ApiReply:
     metrics.decisions_took(time.monotonic() - began_s)
-    return Reply(200, _standing(standing))
+    return ApiReply(200, _standing(standing))
 
 
-async def check(call: Call) -> Reply:
+async def check(call: ApiCall) -> ApiReply:
     """Pull the next check forward."""
     body = cast(ReasonBody, call.body)
     id = plain_id(call.path["id"])
     await _check_own(call, id)
     standing = await call.shell.service.check(id, by=_who(body.by, call), reason=body.reason or "")
-    return Reply(200, _standing(standing))
+    return ApiReply(200, _standing(standing))
 
 
-async def revive(call: Call) -> Reply:
+async def revive(call: ApiCall) -> ApiReply:
     """Begin a new round of checks, or try a refused one again."""
     body = cast(ReasonBody, call.body)
     id = plain_id(call.path["id"])
     await _check_own(call, id)
     standing = await call.shell.service.revive(id, by=_who(body.by, call), reason=body.reason or "")
-    return Reply(200, _standing(standing))
+    return ApiReply(200, _standing(standing))
 
 
-def _messages(call: Call, raw: msgspec.Raw) -> tuple[Message, ...] | None:
+def _messages(call: ApiCall, raw: msgspec.Raw) -> tuple[Message, ...] | None:
     return decode_content(raw, call.shell.settings.messages_per_transaction_max)
 
 
-def _who(by: str | None, call: Call) -> str:
+def _who(by: str | None, call: ApiCall) -> str:
     """Return who acts: the principal; where none is asked for, what the caller says and its
     address."""
     claim = "" if call.principal.name else by or ""
     return call.principal.by(f"http {call.remote}", claim)
 
 
-async def _check_own(call: Call, id: str) -> None:
+async def _check_own(call: ApiCall, id: str) -> None:
     """Refuse a transaction of a group that is not the caller's. A transaction never changes its
     group, so what is found here holds for the call that follows.
 
@@ -207,17 +207,17 @@ async def _check_own(call: Call, id: str) -> None:
         call.principal.check_own(view.group)
 
 
-async def find(call: Call) -> Reply:
+async def find(call: ApiCall) -> ApiReply:
     """Tell all that is known of a transaction."""
     bodies = cast(FindQuery, call.query).bodies
     if bodies and not call.principal.sees_bodies:
         raise NotPermitted("a viewer sees no message bodies: ask without bodies")
     view = await call.shell.service.find(plain_id(call.path["id"]), bodies=bodies)
     call.principal.check_own(view.group)
-    return Reply(200, _view(view, bodies=bodies))
+    return ApiReply(200, _view(view, bodies=bodies))
 
 
-async def list_all(call: Call) -> Reply:
+async def list_all(call: ApiCall) -> ApiReply:
     """List transactions, oldest first."""
     query = cast(ListQuery, call.query)
     asked = ListRequest(**{name: getattr(query, name) for name in query.__struct_fields__})
@@ -226,7 +226,7 @@ async def list_all(call: Call) -> Reply:
     fitting = _fitting(page)
     if fitting < len(page.transactions):
         page = await call.shell.service.list(msgspec.structs.replace(request, limit=fitting))
-    return Reply(
+    return ApiReply(
         200,
         PageBody(
             # Owners of an older build leave other groups' in.

@@ -21,11 +21,17 @@ from txbroker.errors import (
 )
 from txbroker.principals import ANYBODY, Principal
 from txbroker.proxy.http.context import (
-    Shell,
+    ApiContext,
 )
 from txbroker.proxy.http.guards import PRINCIPAL, Guard
 from txbroker.proxy.http.operations import WHO_WRITES
-from txbroker.proxy.http.sessions.session import ProtocolError, Session, decoded, failure, receive
+from txbroker.proxy.http.sessions.session import (
+    ProtocolError,
+    SdkSession,
+    decoded,
+    failure,
+    receive,
+)
 from txbroker.proxy.observe.logging import get_logger
 
 log = get_logger(__name__)
@@ -39,7 +45,7 @@ SHUTDOWN_S = 3.0
 
 
 @runtime_checkable
-class TellsOwners(Protocol):
+class OwnerNotifier(Protocol):
     """A service that tells when half partitions come or go."""
 
     def on_owners(self, listener: Callable[[], None]) -> None:
@@ -50,16 +56,16 @@ class TellsOwners(Protocol):
 class SessionServer:
     """Opens sessions and tells all of them what changes."""
 
-    def __init__(self, shell: Shell, guard: Guard) -> None:
+    def __init__(self, shell: ApiContext, guard: Guard) -> None:
         self._shell = shell
         self._guard = guard
         self._settings = shell.settings
-        self._open: set[Session] = set()
+        self._open: set[SdkSession] = set()
         self._sockets: set[web.WebSocketResponse] = set()
         # Of those by the names of principals.
         self._use = Use()
         self._moved = asyncio.Event()
-        if isinstance(shell.service, TellsOwners):
+        if isinstance(shell.service, OwnerNotifier):
             shell.service.on_owners(self._moved.set)
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
@@ -117,7 +123,7 @@ class SessionServer:
         if operations is None:
             return
         hello = _hello(operations)
-        session = Session(self._shell, socket, request, hello)
+        session = SdkSession(self._shell, socket, request, hello)
         # Since the upgrade the principal may have lost its rights; from here on it is watched.
         session.principal = self._guard.known(session.credential)
         session.principal.check_role(WHO_WRITES)

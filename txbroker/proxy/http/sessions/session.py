@@ -30,8 +30,8 @@ from txbroker.principals import ANYBODY, Principal
 from txbroker.proxy.cluster.forwarding import CALLER
 from txbroker.proxy.http.context import (
     OPERATION_BYTES,
-    InFlight,
-    Shell,
+    ApiContext,
+    ByteBudget,
     check_id,
     check_reason,
     message_bytes,
@@ -66,11 +66,15 @@ class _Part:
         self.sizes.append(size)
 
 
-class Session:
+class SdkSession:
     """One SDK session: a `CheckableSession` of the registry."""
 
     def __init__(
-        self, shell: Shell, socket: web.WebSocketResponse, request: web.Request, hello: wire.Hello
+        self,
+        shell: ApiContext,
+        socket: web.WebSocketResponse,
+        request: web.Request,
+        hello: wire.Hello,
     ) -> None:
         self.credential = credential_of(request)
         self._shell = shell
@@ -85,7 +89,7 @@ class Session:
         self._unread_bytes = 0
         # What the checks take that wait to be read, by their calls.
         self._check_bytes: dict[int, int] = {}
-        self._in_flight = InFlight(shell.settings.session_in_flight_bytes_max)
+        self._in_flight = ByteBudget(shell.settings.session_in_flight_bytes_max)
         # By the number of the operation: a done callback would cost another turn of the loop.
         self._tasks: dict[int, asyncio.Task[None]] = {}
         # Fixed, so that bytes are released as they were reserved when the principals file changes.
