@@ -32,7 +32,7 @@ from benchmarks.peers.base import (
     times_of,
     wait_for_port,
 )
-from txbroker.cli.bench_http import HttpConnection
+from txbroker.cli.bench.http import HttpConnection
 from txbroker.embedded.jars import cache_dir
 
 MODULE, VERSION = "github.com/dtm-labs/dtm", "v1.19.0"

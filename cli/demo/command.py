@@ -13,8 +13,8 @@ from txbroker.cli.demo.scenes import EXPECTED, play
 from txbroker.cli.demo.shop import ORDERS, PAYMENTS, orders_in
 from txbroker.cli.demo.stage import Stage, set_up
 from txbroker.cli.demo.verdict import compare, table
+from txbroker.cli.proxy.serving import until_signal
 from txbroker.cli.run import Failed, run_async
-from txbroker.cli.serving import until_signal
 from txbroker.kafka.tools.readback import read_back
 from txbroker.proxy.observe.logging import configure_logging
 

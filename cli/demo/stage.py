@@ -13,8 +13,8 @@ from typing import Any
 
 from txbroker.cli.demo.life import Life
 from txbroker.cli.demo.shop import Order, create_tables
+from txbroker.cli.proxy.serving import until_owned
 from txbroker.cli.run import Failed
-from txbroker.cli.serving import until_owned
 from txbroker.config.settings import load_settings
 from txbroker.core.records import State
 from txbroker.embedded import BarProgress, EmbeddedKafka

@@ -29,7 +29,7 @@ from tests.chart.chart_pods import (
 )
 from tests.chart.chart_values import EVERYTHING, SETS
 from txbroker.checkers.group_secrets import GroupSecrets
-from txbroker.cli import lifeline, workers
+from txbroker.cli.proxy import lifeline, workers
 from txbroker.config.settings import CONFIG_VARIABLE, ENV_PREFIX, Settings
 from txbroker.embedded.jars import REPOSITORY_SETTING
 from txbroker.errors import Forbidden

@@ -13,8 +13,8 @@ from array import array
 import pytest
 from rich.console import Console
 
-from txbroker.cli.bench_cpu import Listener
-from txbroker.cli.bench_figures import (
+from txbroker.cli.bench.cpu import Listener
+from txbroker.cli.bench.figures import (
     BOUNDS_MS,
     Counted,
     Figures,
@@ -26,9 +26,9 @@ from txbroker.cli.bench_figures import (
     latency,
     text,
 )
-from txbroker.cli.bench_load import Book, Event, Fate, Job
-from txbroker.cli.bench_run import showing
-from txbroker.cli.lifeline import WORKER_MODULE
+from txbroker.cli.bench.load import Book, Event, Fate, Job
+from txbroker.cli.bench.run import showing
+from txbroker.cli.proxy.lifeline import WORKER_MODULE
 from txbroker.kafka.tools.counting import Count
 
 TAG = "0123abcd"

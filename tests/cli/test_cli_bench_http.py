@@ -6,8 +6,8 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from txbroker.cli import bench_http
-from txbroker.cli.bench_http import HttpConnection
+from txbroker.cli.bench import http as bench_http
+from txbroker.cli.bench.http import HttpConnection
 from txbroker.errors import TxbrokerError
 
 OK = b'HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: 8\r\n\r\n{"a": 1}'

@@ -13,8 +13,9 @@ import pytest
 
 from tests.cli.cli_stub import Asked, Reply, Stub, error, partition_of
 from tests.kit.cli import Call
-from txbroker.cli import client, crew
+from txbroker.cli import client
 from txbroker.cli.client import ApiError, Client, who
+from txbroker.cli.tx import executor as crew
 from txbroker.contract.service import PrepareRequest
 from txbroker.core.records import Message
 from txbroker.testing.broker import InMemoryBroker

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 
-from txbroker.cli.serving import rare_collections
+from txbroker.cli.proxy.serving import rare_collections
 
 
 def test_garbage_is_looked_for_rarely_while_a_proxy_runs_and_as_before_behind_it() -> None:

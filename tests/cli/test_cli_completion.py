@@ -16,7 +16,7 @@ from tests.cli.cli_stub import Asked, Stub
 from tests.kit.cli import TXBROKER, Call
 from txbroker.cli.completion import WITHIN_S
 from txbroker.cli.main import COMMANDS
-from txbroker.cli.tx import STATES
+from txbroker.cli.tx.command import STATES
 from txbroker.testing.broker import InMemoryBroker
 
 START_S = 4.0

@@ -14,7 +14,7 @@ import pytest
 
 from tests.cli.proxy_process import proxy_process
 from tests.kit.cli import Dev
-from txbroker.cli.instance import named
+from txbroker.cli.proxy.instance import named
 from txbroker.cli.run import Failed
 from txbroker.config.settings import load_settings
 from txbroker.errors import ConfigurationError

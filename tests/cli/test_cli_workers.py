@@ -22,7 +22,7 @@ from structlog.testing import capture_logs
 
 from tests.cli.proxy_process import ProxyProcess, proxy_process
 from tests.kit.cli import Call, Dev, descendants, until_gone
-from txbroker.cli import workers
+from txbroker.cli.proxy import workers
 from txbroker.cli.run import Failed
 from txbroker.config.settings import Settings, load_settings
 from txbroker.sdk import Limits, Message, TransactionalProducer
@@ -282,7 +282,7 @@ def numbers_in(kafka: str, topic: str) -> list[int]:
 
 SLOW_TO_END = """
 import asyncio
-from txbroker.cli.serving import until_signal
+from txbroker.cli.proxy.serving import until_signal
 
 async def work():
     try:
@@ -337,8 +337,8 @@ async def test_first_wish_is_obeyed_in_order_and_a_second_at_once(ways: list[str
 
 HANGING = """
 import asyncio, time
-from txbroker.cli import lifeline
-from txbroker.cli.serving import until_signal
+from txbroker.cli.proxy import lifeline
+from txbroker.cli.proxy.serving import until_signal
 
 lifeline.END_TIMEOUT_S = 0.2
 

@@ -118,7 +118,7 @@ def import_all() -> None:
     """Import what a proxy needs, which is most of the work of starting one."""
     import uvloop  # noqa: F401
 
-    import txbroker.cli.proxy  # noqa: F401
+    import txbroker.cli.proxy.command  # noqa: F401
 
 
 def run(arguments: list[str]) -> NoReturn:

@@ -13,7 +13,7 @@ import pytest
 from msgspec import structs
 
 from tests.spark.any_records import AT_MS, PARTITION, any_records, frame, outcome, stored
-from txbroker.cli.audit_output import as_row, drift_in_words
+from txbroker.cli.audit.output import as_row, drift_in_words
 from txbroker.core.decoding import NewerVersion, decode_half, decode_kept, decode_marker, is_content
 from txbroker.core.encoding import (
     DEFAULT_PREFIX,

@@ -18,9 +18,9 @@ import pytest
 
 from tests.kit.cli import Call, Result
 from tests.spark.audit_summaries import summary
-from txbroker.cli import audit_run
-from txbroker.cli.audit_output import drift_in_words, show_run
-from txbroker.cli.audit_run import arguments_again
+from txbroker.cli.audit import run as audit_run
+from txbroker.cli.audit.output import drift_in_words, show_run
+from txbroker.cli.audit.run import arguments_again
 from txbroker.cli.main import cli
 from txbroker.cli.run import run
 from txbroker.cli.setting_options import settings_from
@@ -248,7 +248,7 @@ class Played:
         monkeypatch.setattr(audit_run, "started", self._started)
         monkeypatch.setattr("txbroker.spark.run.run_audit", self._run)
         monkeypatch.setattr("txbroker.spark.publish.publish", self._publish)
-        monkeypatch.setattr("txbroker.cli.audit_run._report", self._report)
+        monkeypatch.setattr("txbroker.cli.audit.run._report", self._report)
 
     def audit(self, *options: object) -> Result:
         self.steps.clear()

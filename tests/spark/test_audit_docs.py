@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from txbroker.cli.audit_output import STATES
+from txbroker.cli.audit.output import STATES
 from txbroker.spark import schema
 from txbroker.spark.journal import Journal
 

@@ -12,7 +12,7 @@ import pytest
 from tests.kit.kafka import KafkaWorld
 from tests.kit.service import Desk, Service, until
 from tests.spark.audit_summaries import STARTED_MS, drifted, summary
-from txbroker.cli.audit_run import _tell_until_it_ends
+from txbroker.cli.audit.run import _tell_until_it_ends
 from txbroker.contract.audit import UnreadRecord, decode_news, encode_news
 from txbroker.errors import ConfigurationError
 from txbroker.spark.publish import key_of, news_of, publish

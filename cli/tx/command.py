@@ -13,10 +13,8 @@ from txbroker.cli.asking import (
     require_asking,
     yes_option,
 )
-from txbroker.cli.bulk import STANDING, carry_out, confirm_all, from_row, matching, named, preview
 from txbroker.cli.client import Client, client_options
 from txbroker.cli.completion import complete_groups, complete_ids, complete_topics
-from txbroker.cli.crew import CHECK, COMMIT, REVIVE, ROLLBACK, Action, Item
 from txbroker.cli.lazy import SuggestingGroup
 from txbroker.cli.output import (
     Column,
@@ -28,6 +26,16 @@ from txbroker.cli.output import (
     show_data,
     show_rows,
 )
+from txbroker.cli.tx.bulk import (
+    STANDING,
+    carry_out,
+    confirm_all,
+    from_row,
+    matching,
+    named,
+    preview,
+)
+from txbroker.cli.tx.executor import CHECK, COMMIT, REVIVE, ROLLBACK, Action, Item
 from txbroker.cli.watching import watch_option, watch_rows
 
 F = TypeVar("F", bound=Callable[..., Any])

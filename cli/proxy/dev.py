@@ -7,11 +7,11 @@ from typing import Any, NoReturn
 
 import click
 
-from txbroker.cli.instance import named
+from txbroker.cli.proxy.instance import named
+from txbroker.cli.proxy.serving import owns_all, serve, until_signal, why_not_free
+from txbroker.cli.proxy.workers import run_workers
 from txbroker.cli.run import Failed, run_async
-from txbroker.cli.serving import owns_all, serve, until_signal, why_not_free
 from txbroker.cli.setting_options import KAFKA_SETTINGS, setting_options, settings_from
-from txbroker.cli.workers import run_workers
 from txbroker.config.addresses import Address
 from txbroker.config.settings import Settings
 from txbroker.embedded import DEFAULT_VERSION, BarProgress, EmbeddedKafka

@@ -11,7 +11,6 @@ import click
 
 from txbroker.cli.asking import conclude, confirm
 from txbroker.cli.client import Client, who
-from txbroker.cli.crew import Action, Crew, Item, Outcome
 from txbroker.cli.output import (
     Column,
     Row,
@@ -23,6 +22,7 @@ from txbroker.cli.output import (
     table,
 )
 from txbroker.cli.run import Failed
+from txbroker.cli.tx.executor import Action, Crew, Item, Outcome
 from txbroker.core.routing import parse_id
 
 SAMPLE = 10

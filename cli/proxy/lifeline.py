@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
-WORKER_MODULE = "txbroker.cli.worker"
+WORKER_MODULE = "txbroker.cli.proxy.worker"
 BEAT_S = 1.0
 END_TIMEOUT_S = 40.0
 """More than a proxy takes to end what is under way."""

@@ -9,7 +9,7 @@ import socket
 from collections.abc import Iterator
 from pathlib import Path
 
-from txbroker.cli.lifeline import WORKER_MODULE
+from txbroker.cli.proxy.lifeline import WORKER_MODULE
 
 _LISTEN = "0A"
 _TICK_S = 1 / os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 0.01

@@ -155,8 +155,8 @@ def run_command(
 
     Ends with 4 where anything did not end as it was decided.
     """
-    from txbroker.cli.audit_output import drift_in_words, show_run, untold_in_words
-    from txbroker.cli.audit_run import run_once, run_options, send_to_cluster, spark_settings
+    from txbroker.cli.audit.output import drift_in_words, show_run, untold_in_words
+    from txbroker.cli.audit.run import run_once, run_options, send_to_cluster, spark_settings
 
     spark, where = spark_settings(options)
     wanted = run_options(options)
@@ -198,7 +198,7 @@ def stream_command(context: click.Context, /, config: Path | None, **options: An
 
     What is found goes to the topic `PREFIX.audit.drift`, how things stand to the proxies' metrics.
     """
-    from txbroker.cli.audit_run import follow, send_to_cluster, spark_settings, stream_options
+    from txbroker.cli.audit.run import follow, send_to_cluster, spark_settings, stream_options
 
     spark, where = spark_settings(options)
     wanted = stream_options(options)
@@ -230,8 +230,8 @@ def show_command(
 
     RUN is the name of a run, or `last`. Needs no Spark.
     """
-    from txbroker.cli.audit_output import show_run, show_runs
-    from txbroker.cli.audit_run import journal_of
+    from txbroker.cli.audit.output import show_run, show_runs
+    from txbroker.cli.audit.run import journal_of
 
     book = journal_of(settings_from(config, options))
     if run is None:

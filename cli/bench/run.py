@@ -18,9 +18,9 @@ from msgspec import Struct
 from rich import progress as bars
 from rich.console import Console
 
-from txbroker.cli.bench_cpu import Listener
-from txbroker.cli.bench_figures import Counted, Figures, Taken, Window, figures
-from txbroker.cli.bench_load import Book, Event, Job
+from txbroker.cli.bench.cpu import Listener
+from txbroker.cli.bench.figures import Counted, Figures, Taken, Window, figures
+from txbroker.cli.bench.load import Book, Event, Job
 from txbroker.cli.contexts import NO_PAPERS, Papers
 from txbroker.cli.run import Failed
 from txbroker.config.addresses import parse_address
@@ -96,7 +96,7 @@ async def measure(plan: Plan, shown: "Shown") -> tuple[Figures, Job]:
         reader = await stack.enter_async_context(reading(place.settings, topic, tag, plan.along))
         job = _job(plan, place, topic, tag, folder / "book")
         load = await stack.enter_async_context(
-            _child("txbroker.cli.bench_load", msgspec.json.encode(job))
+            _child("txbroker.cli.bench.load", msgspec.json.encode(job))
         )
         window, taken = await _watched(load, reader, _Meters(place), shown, job)
         shown.step("reading what consumers see")
@@ -143,7 +143,7 @@ async def _place(plan: Plan, folder: Path) -> AsyncIterator[Place]:
         told |= {"listen": "127.0.0.1:0", "kafka": kafka.bootstrap, "instance": "bench"}
         told |= {"data_dir": str(folder / "proxy")}
         told.setdefault("log_level", "warning")
-        async with _child("txbroker.cli.bench_proxy", json.dumps(told).encode()) as proxy:
+        async with _child("txbroker.cli.bench.proxy", json.dumps(told).encode()) as proxy:
             assert proxy.stdout is not None
             word, _, rest = (await proxy.stdout.readline()).decode().strip().partition(" ")
             if word != "ready":

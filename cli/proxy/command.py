@@ -5,11 +5,11 @@ from typing import Any
 
 import click
 
-from txbroker.cli.instance import named
+from txbroker.cli.proxy.instance import named
+from txbroker.cli.proxy.serving import serve, until_signal
+from txbroker.cli.proxy.workers import run_workers
 from txbroker.cli.run import run_async
-from txbroker.cli.serving import serve, until_signal
 from txbroker.cli.setting_options import setting_options, settings_from
-from txbroker.cli.workers import run_workers
 from txbroker.config.settings import Settings
 from txbroker.proxy.observe.logging import configure_logging
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from msgspec import Struct, to_builtins
 
-from txbroker.cli.bench_load import Book, Fate, Job
+from txbroker.cli.bench.load import Book, Fate, Job
 
 if TYPE_CHECKING:
     from txbroker.kafka.tools.counting import Count

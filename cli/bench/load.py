@@ -1,4 +1,4 @@
-"""The load of `txbroker bench`, in a process of its own: `python -m txbroker.cli.bench_load`.
+"""The load of `txbroker bench`, in a process of its own: `python -m txbroker.cli.bench.load`.
 
 It is given a `Job` as one line of JSON on stdin, tells in lines of JSON on stdout how far it is,
 and leaves a `Book` of every transaction in a file. It ends when its stdin does.
@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import msgspec
 from msgspec import Struct
 
-from txbroker.cli.bench_http import HttpConnection
+from txbroker.cli.bench.http import HttpConnection
 from txbroker.cli.run import run_async
 from txbroker.errors import TxbrokerError
 from txbroker.sdk import CheckRequest, Decision, Limits, Message, Rollback, TransactionalProducer

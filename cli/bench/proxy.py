@@ -1,4 +1,4 @@
-"""A proxy for `txbroker bench`, in a process of its own: `python -m txbroker.cli.bench_proxy`.
+"""A proxy for `txbroker bench`, in a process of its own: `python -m txbroker.cli.bench.proxy`.
 
 It is given its settings as one line of JSON on stdin, and ends when its stdin does.
 """
@@ -10,8 +10,8 @@ from typing import Any
 
 import click
 
+from txbroker.cli.proxy.serving import owns_all, serve
 from txbroker.cli.run import Failed, run_async
-from txbroker.cli.serving import owns_all, serve
 from txbroker.config.settings import load_settings
 from txbroker.errors import TxbrokerError
 from txbroker.proxy.observe.logging import configure_logging

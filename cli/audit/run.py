@@ -334,7 +334,7 @@ def follow(settings: Settings, spark: SparkSettings, options: StreamOptions) -> 
 
 
 def _tell_until_it_ends(stream: "AuditStream") -> None:
-    from txbroker.cli.audit_output import kinds_in_words
+    from txbroker.cli.audit.output import kinds_in_words
 
     told: dict[str, int] = {}
     strangers = 0

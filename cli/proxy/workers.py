@@ -4,7 +4,7 @@ Each is a process of its own and a member of the proxies' group like any other, 
 only starts them, starts again whichever ends by itself or hangs, and ends them. It talks to them by
 pipes: their stdin carries the settings and then the wish to stop, and its end tells that the parent
 has died, however that happened; their stdout says when they are ready, and that they do not hang
-(`txbroker.cli.lifeline`).
+(`txbroker.cli.proxy.lifeline`).
 """
 
 import asyncio
@@ -19,9 +19,9 @@ from typing import Any, NoReturn
 import click
 from pydantic import SecretStr
 
-from txbroker.cli.lifeline import BEAT_S, END_TIMEOUT_S, STACKS_SIGNAL, WORKER_MODULE
+from txbroker.cli.proxy.lifeline import BEAT_S, END_TIMEOUT_S, STACKS_SIGNAL, WORKER_MODULE
+from txbroker.cli.proxy.serving import why_not_free
 from txbroker.cli.run import Failed
-from txbroker.cli.serving import why_not_free
 from txbroker.config.addresses import parse_address
 from txbroker.config.settings import Settings
 from txbroker.proxy.observe.logging import get_logger

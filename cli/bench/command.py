@@ -6,14 +6,14 @@ from typing import Any
 import click
 from rich.console import Console
 
-from txbroker.cli.bench_figures import Figures, text
-from txbroker.cli.bench_load import Job
-from txbroker.cli.bench_run import Plan, measure, showing
+from txbroker.cli.bench.figures import Figures, text
+from txbroker.cli.bench.load import Job
+from txbroker.cli.bench.run import Plan, measure, showing
 from txbroker.cli.client import Client, client_options
 from txbroker.cli.contexts import target_of
 from txbroker.cli.output import output_option, show_data
+from txbroker.cli.proxy.serving import until_signal
 from txbroker.cli.run import Failed, run_async
-from txbroker.cli.serving import until_signal
 from txbroker.cli.setting_options import KAFKA_SETTINGS, setting_options, settings_from
 
 DURATION_S = 10.0

@@ -1,8 +1,8 @@
-"""One of the proxies of `txbroker proxy --workers`, in a process of its own.
+"""One proxy of `txbroker proxy --workers`, in a separate process.
 
-`python -m txbroker.cli.worker` is given its number and settings as one line of JSON on stdin. What
-comes behind asks it to stop; and when stdin ends, its parent has, so it stops too. SIGUSR1 has it
-write to stderr what each of its threads is doing.
+`python -m txbroker.cli.proxy.worker` reads its number and settings as one line of JSON from stdin.
+Any later byte asks it to stop; it also stops when stdin ends, because then its parent has ended.
+On SIGUSR1 it writes the stacks of its threads to stderr.
 """
 
 import faulthandler
@@ -11,8 +11,8 @@ import sys
 
 import click
 
-from txbroker.cli.lifeline import STACKS_SIGNAL
-from txbroker.cli.proxy import run_one
+from txbroker.cli.proxy.command import run_one
+from txbroker.cli.proxy.lifeline import STACKS_SIGNAL
 from txbroker.cli.run import Failed, run
 from txbroker.config.settings import load_settings
 from txbroker.errors import TxbrokerError

@@ -10,7 +10,7 @@ from contextlib import contextmanager, nullcontext
 
 import click
 
-from txbroker.cli.lifeline import lifeline
+from txbroker.cli.proxy.lifeline import lifeline
 from txbroker.config.addresses import Address
 from txbroker.config.settings import Settings
 from txbroker.kafka.client.wiring import door_from
@@ -43,7 +43,7 @@ def stop_event(parent: int | None = None) -> Iterator[asyncio.Event]:
     """Give an event that the first SIGINT or SIGTERM sets; a second one ends the process at once.
 
     What an embedded Kafka is then left with, its own watcher ends. `parent` is a pipe from a
-    parent process, which is obeyed likewise: `txbroker.cli.lifeline`.
+    parent process, which is obeyed likewise: `txbroker.cli.proxy.lifeline`.
     """
     loop = asyncio.get_running_loop()
     stop = asyncio.Event()

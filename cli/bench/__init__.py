@@ -1,0 +1,1 @@
+"""`txbroker bench`: the load, the proxy, the meters and the figures."""

@@ -1,0 +1,1 @@
+"""Commands for operators: topics, groups, principals, repair, top."""

@@ -1,0 +1,1 @@
+"""Commands that run proxies, and the processes of their workers."""
