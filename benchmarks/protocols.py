@@ -18,8 +18,8 @@ from typing import Any
 
 from aiokafka.protocol.api import Request
 
-from txbroker.core.records import LOG_VERSION, Claim, Progress, Record
-from txbroker.door.protocols import PromotionTxn, PromotionTxnHandle, Target
+from txbroker.core.records import LOG_VERSION, Checkpoint, Claim, Record
+from txbroker.door.protocols import PromotionTxn, PromotionTxnHandle, TargetRecord
 from txbroker.embedded import DEFAULT_VERSION, EmbeddedKafka
 from txbroker.kafka import KafkaDoor, KafkaSettings
 from txbroker.kafka.client.admin import Admin, NewTopic
@@ -89,9 +89,9 @@ class Side:
     async def _write(self) -> PromotionTxnHandle:
         self._turns += 1
         promoted = tuple(
-            Target(topic, 0, Record(b"key", bytes(1000), (), 1)) for topic in self.targets
+            TargetRecord(topic, 0, Record(b"key", bytes(1000), (), 1)) for topic in self.targets
         )
-        progress = Progress(LOG_VERSION, "c", self._turns, self._turns)
+        progress = Checkpoint(LOG_VERSION, "c", self._turns, self._turns)
         return await self.partition.write(PromotionTxn(promoted, (), progress))
 
     async def round(self, turns: int, pause_s: float) -> None:

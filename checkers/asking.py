@@ -20,7 +20,7 @@ from txbroker.checkers.base import (
     shortened,
 )
 from txbroker.checkers.queues import QueuedCheck
-from txbroker.core.telling import telling, where_raised
+from txbroker.core.telling import safe_repr, where_raised
 from txbroker.errors import TxbrokerError
 
 log = structlog.wrap_logger(logging.getLogger(__name__))
@@ -55,7 +55,7 @@ def _ask(channel: Channel, call: CheckCall) -> asyncio.Future[CheckResult]:
         return answer
 
 
-def _over(step: tracing.Step, span: ExitStack, answer: asyncio.Future[CheckResult]) -> None:
+def _over(step: tracing.ActiveSpan, span: ExitStack, answer: asyncio.Future[CheckResult]) -> None:
     """Note in a question's span what came of it, and end the span."""
     with span:
         if answer.cancelled():
@@ -94,7 +94,7 @@ def tell_fault(id: str, group: str, error: BaseException) -> None:
         "check failed in the proxy",
         id=id,
         group=group,
-        error=telling(error),
+        error=safe_repr(error),
         where=where_raised(error),
     )
 

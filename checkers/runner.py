@@ -33,7 +33,7 @@ from txbroker.checkers.base import (
     shortened,
 )
 from txbroker.checkers.queues import CallBudget, GroupQueue, QueuedCheck, Timer
-from txbroker.core.index import ShareOf, own_share, part_of
+from txbroker.core.index import ShareOf, own_share, share_max
 from txbroker.core.records import CheckReason
 from txbroker.errors import TxbrokerError
 from txbroker.failpoints import failpoint
@@ -103,7 +103,7 @@ class CheckRunner:
         self._groups: dict[str, GroupQueue] = {}
         self._items: dict[tuple[CheckOwner, str], QueuedCheck] = {}
         self._all = CallBudget("", first_calls_max, parallel_total_max)
-        self._share_bounds = (part_of(first_calls_max), part_of(parallel_total_max))
+        self._share_bounds = (share_max(first_calls_max), share_max(parallel_total_max))
         self._shares: dict[str, CallBudget] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._order = itertools.count()

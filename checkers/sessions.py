@@ -51,7 +51,7 @@ class CheckableSession(Protocol):
         """True where the process goes away soon and wants no more checks."""
         ...
 
-    def send_check(self, check: wire.Check) -> bool:
+    def send_check(self, check: wire.CheckQuestion) -> bool:
         """Hand the check to the socket now, without suspension; False where it is closed.
 
         Where it returns False or raises, certainly nothing was sent.
@@ -111,7 +111,7 @@ class _Questions:
     def send(self, entry: _Entry, call: CheckCall, timeout_s: float) -> _Answer | None:
         """Send a question; None where it was certainly not sent."""
         number = next(self._numbers)
-        check = wire.Check(
+        check = wire.CheckQuestion(
             number,
             call.id,
             call.group,

@@ -163,10 +163,10 @@ def stored() -> Iterator[str]:
     yield from _shown("marker", [encoding.encode_marker(marker)])
     yield from _shown("claim", [encoding.encode_claim(records.Claim(1, "c", "owner", "url"))])
     anchors = records.Anchor(5, 6), records.Anchor(7, 8)
-    checkpoint = records.Progress(1, "c", 9, 8, *anchors, ("d",), "s", True, 4)
+    checkpoint = records.Checkpoint(1, "c", 9, 8, *anchors, ("d",), "s", True, 4)
     yield from _shown("checkpoint", [encoding.encode_progress(checkpoint)])
     cause = records.Cause("refused", "too large", "pay", 3, True)
-    kept = records.Kept(half, 11, 12, records.State.REFUSED, cause, 13)
+    kept = records.ParkedCopy(half, 11, 12, records.State.REFUSED, cause, 13)
     yield from _shown("kept", encoding.encode_kept(kept))
     yield from _shown("tombstones", encoding.kept_tombstones(ID, 2))
     yield f"signature {sign(b'secret', 'id', 1, b'body')}"

@@ -133,7 +133,7 @@ def _below(parent: TraceContext | None) -> "_Context":
 # --- spans -----------------------------------------------------------------------------------
 
 
-class Step:
+class ActiveSpan:
     """A span that has begun."""
 
     def __init__(self, span: "Span") -> None:
@@ -158,7 +158,7 @@ def step(
     kind: str = "internal",
     parent: TraceContext | None = None,
     current: bool = False,
-) -> "AbstractContextManager[Step | None]":
+) -> "AbstractContextManager[ActiveSpan | None]":
     """Return a span to do something in; None where tracing is off.
 
     Args:
@@ -182,7 +182,7 @@ def continued(
     *,
     kind: str = "internal",
     parent: TraceContext | None,
-) -> "AbstractContextManager[Step | None]":
+) -> "AbstractContextManager[ActiveSpan | None]":
     """Return a span like `step`; None where there is no trace that is recorded to continue: a
     proxy begins none."""
     if parent is None or not parent.sampled:
@@ -199,12 +199,12 @@ def _step(
     kind: str,
     parent: TraceContext | None,
     current: bool,
-) -> Iterator[Step | None]:
+) -> Iterator[ActiveSpan | None]:
     span = _begun(tracer, operation, messages, attributes, kind, parent)
     if span is None:
         yield None
         return
-    begun = Step(span)
+    begun = ActiveSpan(span)
     try:
         if current:
             with _trace.use_span(span, record_exception=False, set_status_on_exception=False):
@@ -273,7 +273,7 @@ def record(
     span = _begun(tracer, operation, messages, attributes, kind, parent, since_ns)
     if span is not None:
         if failed:
-            Step(span).failed(failed)
+            ActiveSpan(span).failed(failed)
         _end(span)
 
 

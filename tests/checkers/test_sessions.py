@@ -13,7 +13,7 @@ from txbroker.checkers.finder import GroupFinder
 from txbroker.checkers.groups import GroupPolicy, Groups
 from txbroker.checkers.http import HttpChannel, HttpChecks
 from txbroker.checkers.sessions import SessionChannel, SessionRegistry
-from txbroker.contract.frames import Check, CheckAnswer
+from txbroker.contract.frames import CheckAnswer, CheckQuestion
 from txbroker.core.records import Decision, Message
 
 Serve = Callable[..., Awaitable[Any]]
@@ -29,9 +29,9 @@ class Session:
         self.draining = False
         self.principal_name = ""
         self.open = True
-        self.sent: list[Check] = []
+        self.sent: list[CheckQuestion] = []
 
-    def send_check(self, check: Check) -> bool:
+    def send_check(self, check: CheckQuestion) -> bool:
         if self.open:
             self.sent.append(check)
         return self.open

@@ -10,7 +10,7 @@ from tests.console.console_world import Reader, reader_of
 from tests.kit.cluster import Proxies
 from tests.kit.memory import MemoryWorld
 from tests.kit.service import Desk, Service, unique
-from txbroker.contract.service import DecideRequest, Standing
+from txbroker.contract.service import DecideRequest, TransactionStatus
 from txbroker.core.records import Message
 from txbroker.errors import OwnerUnavailable
 from txbroker.proxy.console import actions
@@ -173,9 +173,9 @@ async def test_what_fails_is_named_and_the_rest_is_done(
 ) -> None:
     group = unique("group")
     ids = await pending(service, 3, group)
-    decide: Callable[[DecideRequest], Awaitable[Standing]] = service.proxy.cluster.decide
+    decide: Callable[[DecideRequest], Awaitable[TransactionStatus]] = service.proxy.cluster.decide
 
-    async def failing(request: DecideRequest) -> Standing:
+    async def failing(request: DecideRequest) -> TransactionStatus:
         if request.id == ids[1]:
             raise OwnerUnavailable("its owner is away")
         return await decide(request)

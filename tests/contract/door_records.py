@@ -6,8 +6,8 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
-from txbroker.core.records import LOG_VERSION, Claim, Progress, Record
-from txbroker.door.protocols import PartitionDoor, PromotionTxn, Target
+from txbroker.core.records import LOG_VERSION, Checkpoint, Claim, Record
+from txbroker.door.protocols import PartitionDoor, PromotionTxn, TargetRecord
 
 _CLAIMS = itertools.count()
 
@@ -17,12 +17,14 @@ def new_claim(owner: str = "one") -> Claim:
     return Claim(LOG_VERSION, f"claim-{next(_CLAIMS)}", owner, "http://127.0.0.1:1")
 
 
-def progress(claim: str, op: int) -> Progress:
-    """Progress that has come as far in half as in op."""
-    return Progress(LOG_VERSION, claim, op, op)
+def progress(claim: str, op: int) -> Checkpoint:
+    """A checkpoint that has come as far in half as in op."""
+    return Checkpoint(LOG_VERSION, claim, op, op)
 
 
-def turn(claim: Claim, op: int, *promoted: Target, parked: tuple[Record, ...] = ()) -> PromotionTxn:
+def turn(
+    claim: Claim, op: int, *promoted: TargetRecord, parked: tuple[Record, ...] = ()
+) -> PromotionTxn:
     """A turn up to `op`."""
     return PromotionTxn(promoted, parked, progress(claim.claim, op))
 

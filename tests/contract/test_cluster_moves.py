@@ -14,7 +14,7 @@ import pytest
 from tests.kit.cluster import TAKEOVER_S, Proxies
 from tests.kit.memory import MemoryWorld
 from tests.kit.service import Service, unique, until
-from txbroker.contract.service import PrepareRequest, Standing
+from txbroker.contract.service import PrepareRequest, TransactionStatus
 from txbroker.core.records import Message
 from txbroker.core.routing import make_id, parse_id
 from txbroker.errors import OwnerUnavailable, RequestError, TooOld
@@ -341,7 +341,7 @@ async def test_a_proxy_that_does_not_know_kafkas_clock_asks_the_owner(
 ) -> None:
     asked: list[PrepareRequest] = []
 
-    async def watched(url: str, request: PrepareRequest) -> Standing:
+    async def watched(url: str, request: PrepareRequest) -> TransactionStatus:
         asked.append(request)
         return await prepare(url, request)
 

@@ -19,8 +19,8 @@ from txbroker.door.protocols import (
     PartitionDoor,
     PromotionTxnLost,
     PromotionTxnRefused,
-    Target,
     TargetFacts,
+    TargetRecord,
 )
 from txbroker.errors import KafkaUnavailable
 
@@ -182,8 +182,8 @@ async def test_a_turn_becomes_visible_as_it_was_written(world: Any, door: Door) 
     await partition.claim(mine)
     at = 1_700_000_000_000
     records = [Record(r.key, r.value, r.headers, at + n) for n, r in enumerate(ODD)]
-    promoted = [Target(one, 0, record) for record in records]
-    promoted.insert(2, Target(two, 2, Record(b"other", b"topic", (), at)))
+    promoted = [TargetRecord(one, 0, record) for record in records]
+    promoted.insert(2, TargetRecord(two, 2, Record(b"other", b"topic", (), at)))
     handle = await partition.write(turn(mine, 1, *promoted))
     await handle.visible()
     assert list(handle.offsets) == [0, 1, 0, 2, 3, 4, 5]
@@ -199,7 +199,7 @@ async def test_turns_written_one_behind_another_keep_their_order(world: Any, doo
     partition, mine = door.partition(0), new_claim()
     await partition.claim(mine)
     handles = [
-        await partition.write(turn(mine, n, Target(topic, 0, Record(b"%d" % n, b"", (), n))))
+        await partition.write(turn(mine, n, TargetRecord(topic, 0, Record(b"%d" % n, b"", (), n))))
         for n in range(20)
     ]
     await handles[-1].visible()
@@ -213,7 +213,9 @@ async def test_a_turn_larger_than_a_batch_is_still_one_turn(world: Any, door: Do
     assert isinstance(await door.targets.examine(topic), TargetFacts)
     partition, mine = door.partition(0), new_claim()
     await partition.claim(mine)
-    targets = [Target(topic, 0, Record(b"%d" % n, bytes(900), (), now_ms())) for n in range(9)]
+    targets = [
+        TargetRecord(topic, 0, Record(b"%d" % n, bytes(900), (), now_ms())) for n in range(9)
+    ]
     handle = await partition.write(turn(mine, 1, *targets))
     await handle.visible()
     assert list(handle.offsets) == list(range(9))
@@ -241,10 +243,11 @@ async def test_a_later_claim_fences_both_producers_of_the_earlier(
     for _ in range(2):
         with pytest.raises(Fenced):
             await commit(
-                earlier, turn(first, 9, Target(topic, 0, Record(b"zombie", b"", (), now_ms())))
+                earlier,
+                turn(first, 9, TargetRecord(topic, 0, Record(b"zombie", b"", (), now_ms()))),
             )
     await (
-        await later.write(turn(second, 1, Target(topic, 0, Record(b"x", b"", (), now_ms()))))
+        await later.write(turn(second, 1, TargetRecord(topic, 0, Record(b"x", b"", (), now_ms()))))
     ).visible()
     assert [record.key for record in await world.visible(topic)] == [b"x"]
     assert (await later.claim(new_claim())).progress == progress(second.claim, 1)
@@ -294,14 +297,16 @@ async def test_a_refused_record_leaves_nothing_of_its_turn(world: Any, door: Doo
     small = await world.create_topic("small", max_message_bytes="1000")
     partition, mine = door.partition(0), new_claim()
     await partition.claim(mine)
-    await commit(partition, turn(mine, 1, Target(good, 0, Record(b"before", b"", (), now_ms()))))
+    await commit(
+        partition, turn(mine, 1, TargetRecord(good, 0, Record(b"before", b"", (), now_ms())))
+    )
     with pytest.raises(PromotionTxnRefused) as refused:
         await partition.write(
             turn(
                 mine,
                 2,
-                Target(good, 0, Record(b"with it", b"", (), now_ms())),
-                Target(small, 0, Record(b"large", bytes(2000), (), now_ms())),
+                TargetRecord(good, 0, Record(b"with it", b"", (), now_ms())),
+                TargetRecord(small, 0, Record(b"large", bytes(2000), (), now_ms())),
                 parked=(Record(b"id/0", b"kept"),),
             )
         )
@@ -312,8 +317,8 @@ async def test_a_refused_record_leaves_nothing_of_its_turn(world: Any, door: Doo
     again = new_claim()
     assert (await partition.claim(again)).progress == progress(mine.claim, 1)
     promoted = (
-        Target(small, 0, Record(b"fits", b"", (), now_ms())),
-        Target(good, 0, Record(b"after", b"", (), now_ms())),
+        TargetRecord(small, 0, Record(b"fits", b"", (), now_ms())),
+        TargetRecord(good, 0, Record(b"after", b"", (), now_ms())),
     )
     await (await partition.write(turn(again, 2, *promoted))).visible()
     assert [record.key for record in await world.visible(good)] == [b"before", b"after"]

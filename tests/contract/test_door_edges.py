@@ -25,7 +25,7 @@ from txbroker.door.protocols import (
     PromotionTxn,
     PromotionTxnLost,
     PromotionTxnRefused,
-    Target,
+    TargetRecord,
 )
 from txbroker.errors import ConfigurationError, KafkaUnavailable, NewerRecord
 
@@ -101,7 +101,7 @@ async def test_what_an_aborted_turn_parked_is_not_picked(world: Any, door: Door)
     small = await world.create_topic("small", max_message_bytes="1000")
     partition, mine = door.partition(0), new_claim()
     await partition.claim(mine)
-    large = Target(small, 0, Record(b"large", bytes(2000), (), now_ms()))
+    large = TargetRecord(small, 0, Record(b"large", bytes(2000), (), now_ms()))
     with pytest.raises(PromotionTxnRefused):
         await partition.write(turn(mine, 1, large, parked=(Record(b"id/0", b"lost"),)))
     again = new_claim()

@@ -31,7 +31,7 @@ NOBODY_URL = "http://127.0.0.1:9"
 
 STATES = ("pending", "committed", "promoted", "rolled_back")
 
-Answers = dict[int, wire.Standing | wire.Failure]
+Answers = dict[int, wire.Status | wire.Failure]
 
 
 @asynccontextmanager
@@ -59,7 +59,7 @@ async def answers(producer: Producer, count: int) -> Answers:
     found: Answers = {}
     while len(found) < count:
         operation = await producer.next()
-        if isinstance(operation, wire.Standing | wire.Failure):
+        if isinstance(operation, wire.Status | wire.Failure):
             assert operation.call not in found
             found[operation.call] = operation
     return found

@@ -8,7 +8,7 @@ import pytest
 
 from tests.kit.service import Service, until
 from txbroker.core.encoding import encode_progress, encode_skip
-from txbroker.core.records import RECORD_VERSION, Message, Progress, Record
+from txbroker.core.records import RECORD_VERSION, Checkpoint, Message, Record
 from txbroker.core.routing import make_id
 from txbroker.errors import OwnerUnavailable
 
@@ -62,7 +62,7 @@ async def test_a_partition_that_stopped_goes_on_once_a_record_is_passed_over(
     topic, world = await service.topic(), service.world
     await goes_through(service, topic)
     checkpoint, op = world.name("checkpoint"), world.name("op")
-    newer = encode_progress(Progress(RECORD_VERSION + 1, "theirs", 0, 0))
+    newer = encode_progress(Checkpoint(RECORD_VERSION + 1, "theirs", 0, 0))
     await world.foreign(checkpoint, 0, newer, committed=True)
     id = make_id(1, 1, 1).encode()
     await world.foreign(op, 1, Record(id, b'{"v": %d}' % (RECORD_VERSION + 1)))

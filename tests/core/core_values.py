@@ -7,10 +7,10 @@ from txbroker.core.records import (
     CheckPolicy,
     Half,
     Header,
-    Kept,
     Marker,
     MarkerKind,
     Message,
+    ParkedCopy,
     Source,
     State,
 )
@@ -76,7 +76,7 @@ COMMITS = st.builds(
 )
 CAUSES = st.builds(Cause, WORDS, WORDS, WORDS, st.integers(-1, 2**31 - 1), st.booleans())
 KEPT = st.builds(
-    Kept,
+    ParkedCopy,
     half=HALVES,
     half_offset=NUMBERS,
     prepared_at_ms=NUMBERS,

@@ -24,9 +24,9 @@ from txbroker.core.lifecycle import SETTLED
 from txbroker.core.records import (
     RECORD_VERSION,
     Cause,
+    Checkpoint,
     CheckPolicy,
-    Kept,
-    Progress,
+    ParkedCopy,
     Record,
     State,
 )
@@ -148,7 +148,9 @@ def test_what_turns_do_in_between_is_not_in_it() -> None:
 def test_what_a_claim_in_between_finds_is_not_in_it() -> None:
     logs, ledger = prepared(3)
     copies = [
-        Kept(half_of(id_of(n), policy=POLICY), n, START_MS + n, State.REFUSED, CAUSE, START_MS)
+        ParkedCopy(
+            half_of(id_of(n), policy=POLICY), n, START_MS + n, State.REFUSED, CAUSE, START_MS
+        )
         for n in range(2)
     ]
     logs.mark(marker_of("commit", id_of(1)), START_MS)
@@ -156,7 +158,7 @@ def test_what_a_claim_in_between_finds_is_not_in_it() -> None:
     expected = states(ledger)
     taken = begun(ledger)
     # Of the first one even the marker is gone.
-    ledger.reconcile(Progress(1, "c", 0, 0), copies)
+    ledger.reconcile(Checkpoint(1, "c", 0, 0), copies)
     assert states(ledger) == {
         id_of(0): State.REFUSED, id_of(1): State.REFUSED, id_of(2): State.PENDING
     }  # fmt: skip

@@ -36,14 +36,14 @@ from txbroker.core.encoding import (
 from txbroker.core.records import (
     RECORD_VERSION,
     Anchor,
+    Checkpoint,
     CheckPolicy,
     Claim,
     Half,
     Header,
-    Kept,
     Marker,
     Message,
-    Progress,
+    ParkedCopy,
     Record,
 )
 
@@ -100,13 +100,13 @@ def test_a_marker_comes_back(marker: Marker) -> None:
 
 @fuzz
 @given(KEPT)
-def test_a_kept_transaction_comes_back_whole(kept: Kept) -> None:
+def test_a_kept_transaction_comes_back_whole(kept: ParkedCopy) -> None:
     parts = [decode_kept(record) for record in encode_kept(kept)]
     halves = [part.part for part in parts if part.part is not None]
     assert join_parts(halves) == kept.half
     facts = parts[0].facts
     assert facts is not None
-    assert kept == Kept(
+    assert kept == ParkedCopy(
         kept.half, facts.half, facts.at_ms, facts.state, facts.cause, facts.decided_ms
     )
     assert all(part.facts is None for part in parts[1:])
@@ -114,7 +114,7 @@ def test_a_kept_transaction_comes_back_whole(kept: Kept) -> None:
 
 @fuzz
 @given(KEPT)
-def test_tombstones_hit_every_record_of_a_copy(kept: Kept) -> None:
+def test_tombstones_hit_every_record_of_a_copy(kept: ParkedCopy) -> None:
     records = encode_kept(kept)
     tombstones = kept_tombstones(kept.half.id, len(kept.half.messages))
     assert [record.key for record in tombstones] == [record.key for record in records]
@@ -131,7 +131,7 @@ def test_claim_and_progress_come_back(
 ) -> None:
     first = Claim(1, claim, owner, "http://x")
     assert decode_checkpoint(encode_claim(first)) == first
-    progress = Progress(1, claim, op, op + 1, Anchor(op, 7), None, deferred)
+    progress = Checkpoint(1, claim, op, op + 1, Anchor(op, 7), None, deferred)
     assert decode_checkpoint(encode_progress(progress)) == progress
 
 
@@ -328,7 +328,7 @@ def test_a_newer_version_is_told_from_damage() -> None:
 
 def test_a_copy_under_another_transactions_key_is_malformed() -> None:
     half = half_with()
-    record = encode_kept(Kept(half, 0, 0, "parked"))[0]  # type: ignore[arg-type]
+    record = encode_kept(ParkedCopy(half, 0, 0, "parked"))[0]  # type: ignore[arg-type]
     with pytest.raises(Malformed):
         decode_kept(msgspec.structs.replace(record, key=b"other/0"))
     with pytest.raises(Malformed):

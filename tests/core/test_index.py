@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from tests.core.core_fuzz import fuzz
 from tests.kit.logs import PARTITION, START_MS, half_of, id_of, message
 from txbroker.core import index
-from txbroker.core.index import Line
+from txbroker.core.index import OffsetIndex
 from txbroker.core.routing import make_id
 from txbroker.core.transaction import Transaction, places
 
@@ -29,7 +29,7 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 @fuzz
 @given(STEPS)
 def test_it_is_a_sorted_list(steps: list[tuple[str, int]]) -> None:
-    line, model = Line(), dict[int, Transaction]()
+    line, model = OffsetIndex(), dict[int, Transaction]()
     for what, number in steps:
         # Mostly at the end, as half messages come; sometimes anywhere.
         offset = number if what == "<" else max(model, default=0) + 1
@@ -53,7 +53,7 @@ def test_it_is_a_sorted_list(steps: list[tuple[str, int]]) -> None:
     st.integers(1, 7),
 )
 def test_pages_by_time_and_id_are_whole(prepared: list[tuple[int, int]], count: int) -> None:
-    line = Line()
+    line = OffsetIndex()
     # The log clock grows with the offsets; ids of one time are in any order.
     for offset, (step, number) in enumerate(sorted(prepared, key=lambda each: each[0])):
         line.add(at(offset, START_MS + step, number))
@@ -68,7 +68,7 @@ def test_pages_by_time_and_id_are_whole(prepared: list[tuple[int, int]], count: 
 
 
 def test_whoever_goes_on_may_change_it_meanwhile() -> None:
-    line = Line()
+    line = OffsetIndex()
     for offset in range(20):
         line.add(at(offset))
     seen = []
@@ -80,7 +80,7 @@ def test_whoever_goes_on_may_change_it_meanwhile() -> None:
 
 
 def test_a_few_that_stay_for_ever_leave_few_blocks() -> None:
-    line = Line()
+    line = OffsetIndex()
     everyone = [at(offset) for offset in range(400)]
     for transaction in everyone:
         line.add(transaction)

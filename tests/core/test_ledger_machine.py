@@ -22,7 +22,7 @@ from tests.kit.logs import (
     replayed,
 )
 from txbroker.core.lifecycle import SETTLED
-from txbroker.core.records import Cause, CheckPolicy, Kept, Message, Progress, State
+from txbroker.core.records import Cause, Checkpoint, CheckPolicy, Message, ParkedCopy, State
 
 POLICY = CheckPolicy(after_s=6.0, interval_s=30.0, attempts_max=3, timeout_s=5.0)
 KINDS = st.sampled_from(
@@ -87,8 +87,8 @@ class LedgerMachine(RuleBasedStateMachine):
         self.model: dict[str, Model] = {}
         self.prepared: dict[str, int] = {}
         self.keys: dict[str, str] = {}
-        self.progress: Progress | None = None
-        self.copies: dict[str, Kept] = {}
+        self.progress: Checkpoint | None = None
+        self.copies: dict[str, ParkedCopy] = {}
 
     @initialize()
     def one_transaction(self) -> None:
@@ -212,7 +212,7 @@ class LedgerMachine(RuleBasedStateMachine):
         self.ledger.to_keep.clear()
         self.ledger.to_release.clear()
         left = tuple(self.ledger.ready)
-        self.progress = Progress(
+        self.progress = Checkpoint(
             1, "c", self.ledger.op_whole, self.ledger.half_whole, deferred=left
         )
 

@@ -16,11 +16,11 @@ from txbroker.core.encoding import (
     promoted_headers,
 )
 from txbroker.core.ledger import Ledger
-from txbroker.core.promotion import Plan, TurnLimits, Verdict, plan_turn
-from txbroker.core.records import Cause, Half, Kept, Message, Place, Progress, State
+from txbroker.core.promotion import PromotionLimits, PromotionPlan, Verdict, plan_promotion
+from txbroker.core.records import Cause, Checkpoint, Half, Message, ParkedCopy, Place, State
 from txbroker.core.transaction import Transaction
 
-ROOMY = TurnLimits()
+ROOMY = PromotionLimits()
 PASSING = Cause("no_leader", "wait", "t", 0, passing=True)
 LASTING = Cause("too_large", "raise it", "t", 0)
 
@@ -54,9 +54,9 @@ def simple(number: int, *topics: str, order_key: str | None = "k") -> Half:
 
 
 def plan_of(
-    ledger: Ledger, examine: Callable[[Place], Verdict] = well, limits: TurnLimits = ROOMY
-) -> Plan:
-    return plan_turn(ledger.ready.values(), ledger.op_whole, examine, limits)
+    ledger: Ledger, examine: Callable[[Place], Verdict] = well, limits: PromotionLimits = ROOMY
+) -> PromotionPlan:
+    return plan_promotion(ledger.ready.values(), ledger.op_whole, examine, limits)
 
 
 # --- single turns ----------------------------------------------------------------------------
@@ -115,18 +115,18 @@ def test_without_any_key_nothing_waits_for_another() -> None:
 
 def test_a_turn_ends_before_a_transaction_that_does_not_fit() -> None:
     ledger = committed(*[simple(n) for n in range(1, 6)])
-    plan = plan_of(ledger, limits=TurnLimits(transactions_max=2))
+    plan = plan_of(ledger, limits=PromotionLimits(transactions_max=2))
     assert (numbers(plan.promote), plan.op) == ([1, 2], 2)
     size = bytes_in_batch((message("1"),))
-    plan = plan_of(ledger, limits=TurnLimits(bytes_max=3 * size))
+    plan = plan_of(ledger, limits=PromotionLimits(bytes_max=3 * size))
     assert (numbers(plan.promote), plan.op) == ([1, 2, 3], 3)
-    plan = plan_of(ledger, limits=TurnLimits(bytes_max=1))
+    plan = plan_of(ledger, limits=PromotionLimits(bytes_max=1))
     assert (numbers(plan.promote), plan.op) == ([1], 1)
 
 
 def test_a_full_list_of_deferred_ones_stops_promotion() -> None:
     ledger = committed(simple(1, "ill"), simple(2, "ill"), simple(3, "ill"), simple(4, "t"))
-    plan = plan_of(ledger, sick(ill=PASSING), TurnLimits(deferred_max=2))
+    plan = plan_of(ledger, sick(ill=PASSING), PromotionLimits(deferred_max=2))
     assert (list(plan.deferred), plan.op, plan.full) == ([id_of(1), id_of(2)], 2, True)
     assert plan.empty
 
@@ -137,8 +137,8 @@ def test_progress_does_not_go_back_when_deferred_ones_come_in_pieces() -> None:
     first = plan_of(ledger, sick(ill=PASSING))
     assert (numbers(first.promote), first.op) == ([4], 4)
     ledger.promote_run(first.promote)
-    second = plan_turn(
-        ledger.ready.values(), ledger.op_whole, well, TurnLimits(1), progressed=first.op
+    second = plan_promotion(
+        ledger.ready.values(), ledger.op_whole, well, PromotionLimits(1), progressed=first.op
     )
     assert numbers(second.promote) == [1]
     assert (second.op, list(second.deferred)) == (4, [id_of(2), id_of(3)])
@@ -148,9 +148,9 @@ def test_retried_ones_keep_the_limits() -> None:
     ledger = committed(*[simple(n) for n in range(1, 5)])
     retried = list(ledger.ready.values())
     size = bytes_in_batch((message("1"),))
-    plan = plan_turn([], 4, well, TurnLimits(bytes_max=2 * size), retried=retried)
+    plan = plan_promotion([], 4, well, PromotionLimits(bytes_max=2 * size), retried=retried)
     assert numbers(plan.promote) == [1, 2]
-    plan = plan_turn([], 4, sick(t=PASSING), ROOMY, retried=retried)
+    plan = plan_promotion([], 4, sick(t=PASSING), ROOMY, retried=retried)
     assert plan.empty
 
 
@@ -223,7 +223,9 @@ def test_planning_looks_at_no_more_than_the_turn_holds() -> None:
 
     for _ in range(count // per_turn):
         ready = ledger.ready
-        plan = plan_turn(watched(ready.values()), ledger.op_whole, well, TurnLimits(per_turn))
+        plan = plan_promotion(
+            watched(ready.values()), ledger.op_whole, well, PromotionLimits(per_turn)
+        )
         assert len(plan.promote) == per_turn
         ledger.promote_run(plan.promote)
         # Not sorted anew, which would make another.
@@ -275,11 +277,11 @@ class World:
     def __init__(self) -> None:
         self.logs = Logs()
         self.visible: list[tuple[str, str, str]] = []  # id, order key, topic
-        self.progress: Progress | None = None
-        self.copies: dict[str, Kept] = {}
+        self.progress: Checkpoint | None = None
+        self.copies: dict[str, ParkedCopy] = {}
         self.ledger = new_ledger()
         self.ill: dict[str, Cause] = {}
-        self.waiting: list[tuple[Plan, Progress]] = []
+        self.waiting: list[tuple[PromotionPlan, Checkpoint]] = []
         self.order: list[Half] = []
 
     def prepare_and_commit(self, number: int, topics: list[str], key: str) -> None:
@@ -297,7 +299,7 @@ class World:
         for record in self.logs.op.records[ledger.op_position :][:op]:
             ledger.apply_op(record)
 
-    def write_turn(self, limits: TurnLimits) -> None:
+    def write_turn(self, limits: PromotionLimits) -> None:
         """Write a turn behind those on their way; it takes effect when it is committed."""
         ledger = self.ledger
         in_flight = [
@@ -305,7 +307,7 @@ class World:
             for plan, _ in self.waiting
             for transaction in [*plan.promote, *(each for each, _ in plan.refuse)]
         ]
-        plan = plan_turn(
+        plan = plan_promotion(
             ledger.ready.values(),
             ledger.op_whole,
             lambda each: self.ill.get(each.topic),
@@ -318,7 +320,7 @@ class World:
             return
         assert plan.op >= ledger.op_progress
         ledger.op_progress = plan.op
-        progress = Progress(1, "c", plan.op, ledger.half_whole, deferred=tuple(plan.deferred))
+        progress = Checkpoint(1, "c", plan.op, ledger.half_whole, deferred=tuple(plan.deferred))
         self.waiting.append((plan, progress))
 
     def commit_turn(self, *, told: bool) -> None:
@@ -352,7 +354,7 @@ class World:
         self.claim(fresh=False)
         self.read(len(self.logs.half.records), len(self.logs.op.records))
         for _ in range(3 * len(self.order) + 1):
-            self.write_turn(TurnLimits(2))
+            self.write_turn(PromotionLimits(2))
             self.commit_turn(told=True)
 
 
@@ -369,7 +371,7 @@ def worlds(draw: st.DrawFn) -> tuple[World, set[str]]:
             world.read(draw(st.integers(0, 4)), draw(st.integers(0, 4)))
         elif action == "W" and len(world.waiting) < 2:
             world.write_turn(
-                TurnLimits(draw(st.integers(1, 3)), 4096, draw(st.sampled_from([2, 1000])))
+                PromotionLimits(draw(st.integers(1, 3)), 4096, draw(st.sampled_from([2, 1000])))
             )
         elif action == "C":
             world.commit_turn(told=True)

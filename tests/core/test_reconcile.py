@@ -6,7 +6,7 @@ from tests.kit.logs import START_MS, Logs, half_of, id_of, marker_of, message, n
 from txbroker.core import ledger as ledger_module
 from txbroker.core.ledger import Ledger
 from txbroker.core.outcome import Effect
-from txbroker.core.records import Cause, CheckPolicy, Kept, Message, Progress, State
+from txbroker.core.records import Cause, Checkpoint, CheckPolicy, Message, ParkedCopy, State
 from txbroker.core.transaction import Transaction
 
 CAUSE = Cause("too_large", "raise it", "t", 0)
@@ -35,7 +35,7 @@ def test_a_refused_one_outlives_half_message_and_marker() -> None:
     copy = only(before).copy(State.REFUSED, CAUSE)
     ledger = new_ledger()
     ledger.restore(copy)
-    ledger.reconcile(Progress(1, "c", 9, 9), [copy])
+    ledger.reconcile(Checkpoint(1, "c", 9, 9), [copy])
     found = only(ledger)
     assert (found.state, found.cause, found.decided_at_ms) == (State.REFUSED, CAUSE, START_MS + 7)
     assert found.messages == (message("final"),)
@@ -44,7 +44,7 @@ def test_a_refused_one_outlives_half_message_and_marker() -> None:
 
 
 def test_a_parked_one_outlives_half_message_and_markers() -> None:
-    copy = Kept(half_of(ID, policy=POLICY), 0, START_MS, State.PARKED)
+    copy = ParkedCopy(half_of(ID, policy=POLICY), 0, START_MS, State.PARKED)
     ledger = new_ledger()
     ledger.restore(copy)
     ledger.reconcile(None, [copy])
@@ -61,7 +61,7 @@ def test_a_deferred_one_outlives_half_message_and_marker() -> None:
     copy = only(before).copy(State.COMMITTED, None)
     ledger = new_ledger()
     ledger.restore(copy)
-    ledger.reconcile(Progress(1, "c", 9, 9, deferred=(ID,)), [copy])
+    ledger.reconcile(Checkpoint(1, "c", 9, 9, deferred=(ID,)), [copy])
     assert (only(ledger).state, only(ledger).decided_at_ms) == (State.COMMITTED, START_MS + 7)
     assert list(ledger.ready) == [ID]
     assert ledger.undecided_count == 0
@@ -77,8 +77,8 @@ def test_a_copy_that_was_left_over_is_removed() -> None:
     logs.prepare(half_of(ID), START_MS)
     logs.mark(marker_of("rollback", ID), START_MS)
     ledger = replayed(logs)
-    known = Kept(half_of(ID), 0, START_MS, State.PARKED)
-    forgotten = Kept(half_of(id_of(2)), 0, START_MS, State.PARKED)
+    known = ParkedCopy(half_of(ID), 0, START_MS, State.PARKED)
+    forgotten = ParkedCopy(half_of(id_of(2)), 0, START_MS, State.PARKED)
     ledger.reconcile(None, [known, forgotten])
     assert set(ledger.to_release) == {ID, id_of(2)}
     assert len(ledger.to_release[id_of(2)].messages) == 1
@@ -92,7 +92,7 @@ def test_a_parked_one_without_its_copy_is_copied_again() -> None:
     ledger = replayed(logs)
     ledger.reconcile(None, [])
     assert list(ledger.to_keep) == [ID]
-    older = Kept(half_of(ID, policy=POLICY), 0, START_MS, State.PENDING)
+    older = ParkedCopy(half_of(ID, policy=POLICY), 0, START_MS, State.PENDING)
     ledger.reconcile(None, [older])
     assert list(ledger.to_keep) == [ID]
 
@@ -100,7 +100,7 @@ def test_a_parked_one_without_its_copy_is_copied_again() -> None:
 def test_a_retry_that_was_committed_unseen_is_not_promoted_again() -> None:
     _, ledger = one_committed()
     ledger.refuse(ID, CAUSE)
-    promoted = ledger.reconcile(Progress(1, "c", 1, 1), [])
+    promoted = ledger.reconcile(Checkpoint(1, "c", 1, 1), [])
     assert [transaction.id for transaction in promoted] == [ID]
     assert ledger.refused == {}
     assert only(ledger).state is State.PROMOTED
@@ -108,7 +108,7 @@ def test_a_retry_that_was_committed_unseen_is_not_promoted_again() -> None:
 
 def test_what_progress_defers_is_still_to_be_done() -> None:
     _, ledger = one_committed()
-    assert ledger.reconcile(Progress(1, "c", 1, 1, deferred=(ID,)), []) == []
+    assert ledger.reconcile(Checkpoint(1, "c", 1, 1, deferred=(ID,)), []) == []
     assert list(ledger.ready) == [ID]
     assert ledger.op_progress == 1
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from txbroker.core.encoding import HalfRow, MarkerRow, half_row, marker_row
 from txbroker.core.ledger import Ledger
-from txbroker.core.outcome import Effect, Outcome
+from txbroker.core.outcome import ApplyResult, Effect
 from txbroker.core.records import (
     RECORD_VERSION,
     Cause,
@@ -127,7 +127,7 @@ def _stored(
     return found
 
 
-def _seen(outcome: Outcome) -> tuple[object, ...]:
+def _seen(outcome: ApplyResult) -> tuple[object, ...]:
     transaction = outcome.transaction
     return (outcome.effect, outcome.why, None if transaction is None else _shown(transaction))
 
@@ -225,7 +225,7 @@ class Program:
         self._ahead: list[str] = []
         self._numbers = 0
 
-    def run(self) -> tuple[list[HalfRow] | list[MarkerRow], list[Outcome]]:
+    def run(self) -> tuple[list[HalfRow] | list[MarkerRow], list[ApplyResult]]:
         """Draw a run; return it with what its records came to, one by one."""
         count = self.random.choice([1, 2, 7, 30])
         if self.random.random() < 0.4:
@@ -234,7 +234,9 @@ class Program:
         marks = [self._one(self._mark(), self.single.op_position) for _ in range(count)]
         return [row for row, _ in marks if isinstance(row, MarkerRow)], [o for _, o in marks]
 
-    def _one(self, row: HalfRow | MarkerRow, offset: int) -> tuple[HalfRow | MarkerRow, Outcome]:
+    def _one(
+        self, row: HalfRow | MarkerRow, offset: int
+    ) -> tuple[HalfRow | MarkerRow, ApplyResult]:
         half = isinstance(row, HalfRow)
         apply = self.single.apply_half if half else self.single.apply_op
         outcomes = []
@@ -244,7 +246,7 @@ class Program:
         self._count(row, outcomes[-1])
         return row, outcomes[-1]
 
-    def _count(self, row: HalfRow | MarkerRow, outcome: Outcome) -> None:
+    def _count(self, row: HalfRow | MarkerRow, outcome: ApplyResult) -> None:
         effect, transaction = outcome.effect.name, outcome.transaction
         if isinstance(row, HalfRow):
             self._reached["half", effect] += 1

@@ -18,7 +18,7 @@ import pytest
 from tests.kit.logs import START_MS, WINDOW_MS, Logs, half_of, id_of, marker_of, message, new_ledger
 from txbroker.core.index import due_ms
 from txbroker.core.ledger import Ledger
-from txbroker.core.outcome import Outcome
+from txbroker.core.outcome import ApplyResult
 from txbroker.core.records import CheckPolicy, State
 from txbroker.core.transaction import Transaction
 
@@ -246,7 +246,7 @@ class Play:
             return "wait"
         return "check" if transaction.park_ms() is None else "park"
 
-    def write(self, what: str, id: str, said: list[str], at_ms: int) -> Outcome:
+    def write(self, what: str, id: str, said: list[str], at_ms: int) -> ApplyResult:
         """Append one record or batch, and let the ledger read it."""
         options = dict(word.split("=") for word in said if "=" in word)
         words = [word for word in said if "=" not in word]
@@ -268,7 +268,7 @@ class Play:
         return read_on(self.ledger, self.logs)
 
 
-def read_on(ledger: Ledger, logs: Logs) -> Outcome:
+def read_on(ledger: Ledger, logs: Logs) -> ApplyResult:
     """Let the ledger read what is new and return the last outcome."""
     outcomes = [ledger.apply_half(r) for r in logs.half.records[ledger.half_position :]]
     outcomes += [ledger.apply_op(r) for r in logs.op.records[ledger.op_position :]]

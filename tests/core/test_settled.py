@@ -13,8 +13,8 @@ from tests.kit.logs import PARTITION, START_MS
 from txbroker.core import settled
 from txbroker.core.records import Decision, Half, Place, State
 from txbroker.core.routing import make_id, parse_id
-from txbroker.core.segment import MARK_BYTES, Brief, Segment, name_of, pack, read
-from txbroker.core.settled import SettledWindow, brief, whole
+from txbroker.core.segment import MARK_BYTES, Segment, SettledSummary, name_of, pack, read
+from txbroker.core.settled import SettledWindow, summary_of, to_transaction
 from txbroker.core.transaction import Transaction, Verdict, bare_of
 
 DAY_MS = 86_400_000
@@ -90,10 +90,10 @@ def steps(draw: st.DrawFn) -> list[Step]:
     return found
 
 
-def facts(brief: Brief) -> Brief:
+def facts(summary_of: SettledSummary) -> SettledSummary:
     """Return what is remembered of each, wherever it lies: the start of its fingerprint."""
-    fields = {name: getattr(brief, name) for name in brief.__struct_fields__}
-    return Brief(**{**fields, "fingerprint": brief.fingerprint[:MARK_BYTES]})
+    fields = {name: getattr(summary_of, name) for name in summary_of.__struct_fields__}
+    return SettledSummary(**{**fields, "fingerprint": summary_of.fingerprint[:MARK_BYTES]})
 
 
 def agrees(window: SettledWindow, model: dict[str, Transaction], never: Sequence[str]) -> None:
@@ -104,14 +104,16 @@ def agrees(window: SettledWindow, model: dict[str, Transaction], never: Sequence
         found = window.get(id)
         assert found is not None
         assert id in window
-        assert facts(brief(found)) == facts(brief(transaction))
+        assert facts(summary_of(found)) == facts(summary_of(transaction))
         assert transaction.fingerprint.startswith(found.fingerprint)
-        assert facts(brief(whole(brief(found)))) == facts(brief(transaction))
+        assert facts(summary_of(to_transaction(summary_of(found)))) == facts(
+            summary_of(transaction)
+        )
     for id in never:
         assert window.get(id) is None
         assert id not in window
     if model:
-        last = [brief(transaction).last_ms for transaction in model.values()]
+        last = [summary_of(transaction).last_ms for transaction in model.values()]
         assert min(last) <= window.oldest_ms() <= max(last)
     else:
         assert window.oldest_ms() == 0
@@ -142,7 +144,7 @@ def played(done: Sequence[Step], window: SettledWindow) -> dict[str, Transaction
             left = {each.id for each in window}
             lost = {id: each for id, each in model.items() if id not in left}
             for id, each in lost.items():
-                assert brief(each).last_ms < step.forget_before_ms
+                assert summary_of(each).last_ms < step.forget_before_ms
                 del model[id]
             assert len(model) >= min(before, step.kept)
             gone += lost
@@ -272,7 +274,7 @@ def test_fingerprints_that_were_cut_are_stored_in_version_2_for_good() -> None:
 
 
 def test_what_is_no_segment_is_refused() -> None:
-    segment = pack([brief(each) for each in many(3)])
+    segment = pack([summary_of(each) for each in many(3)])
     with pytest.raises(ValueError, match="version"):
         read(segment.value[:3] + b"\x03" + segment.value[4:])
     with pytest.raises(ValueError, match="rows"):
@@ -300,11 +302,11 @@ def test_a_segment_of_version_1_is_read_as_it_was_stored() -> None:
     segment = read(_VERSION_1)
     first, second = sorted(segment.briefs(), key=lambda each: each.offset)
     at = [("t", 0)]
-    assert first == Brief(
+    assert first == SettledSummary(
         make_id(PARTITION, START_MS, 7), "g", State.PROMOTED, bytes(range(16)), b"", 5, 6,
         START_MS + 2, START_MS + 9, tuple(at),
     )  # fmt: skip
-    assert second == Brief(
+    assert second == SettledSummary(
         make_id(PARTITION, START_MS + 1, 5), "h", State.ROLLED_BACK, bytes(range(16, 32)),
         b"\x01" * 16, 7, 8, START_MS + 3, START_MS + 9, (*at, ("u", 1)), "d",
     )  # fmt: skip

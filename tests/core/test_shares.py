@@ -6,7 +6,7 @@ import pytest
 
 from tests.kit.logs import START_MS, Logs, apply_all, half_of, id_of, marker_of, new_ledger
 from txbroker.core import settled
-from txbroker.core.index import Use, part_of
+from txbroker.core.index import ShareUse, share_max
 from txbroker.core.ledger import Ledger
 from txbroker.core.records import Cause
 from txbroker.core.segment import SEGMENT_BYTES
@@ -33,11 +33,11 @@ def prepared(count: int) -> Logs:
 
 @pytest.mark.parametrize(("pool", "part"), [(1, 1), (2, 1), (10, 8), (250_000, 200_000)])
 def test_one_share_may_use_four_fifths(pool: int, part: int) -> None:
-    assert part_of(pool) == part
+    assert share_max(pool) == part
 
 
 def test_what_is_given_back_leaves_nothing() -> None:
-    use = Use([("a", 2), ("b", 1), ("a", 1)])
+    use = ShareUse([("a", 2), ("b", 1), ("a", 1)])
     assert (use.total, use.of("a"), use.of("b"), use.of("c")) == (4, 3, 1, 0)
     use.add("a", -3)
     use.add("b", -1)

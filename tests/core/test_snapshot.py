@@ -29,7 +29,7 @@ from txbroker.core import settled, snapshot
 from txbroker.core.index import Schedule, due_ms
 from txbroker.core.ledger import Ledger
 from txbroker.core.lifecycle import SETTLED
-from txbroker.core.outcome import Waiting
+from txbroker.core.outcome import MarkerEntry
 from txbroker.core.records import RECORD_VERSION, Cause, Record, State
 from txbroker.core.routing import parse_id
 from txbroker.core.segment import MARK_BYTES
@@ -92,7 +92,7 @@ def loaded(records: list[Record]) -> Ledger:
     return ledger
 
 
-def waits(ledger: Ledger) -> dict[str, list[Waiting]]:
+def waits(ledger: Ledger) -> dict[str, list[MarkerEntry]]:
     """The markers that may still find their half message."""
     return {
         id: entries

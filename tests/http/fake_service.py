@@ -11,12 +11,12 @@ from txbroker.contract.service import (
     DecideRequest,
     ListRequest,
     Overview,
-    Page,
     PlacedMessage,
     PrepareRequest,
     Readiness,
     Run,
-    Standing,
+    TransactionPage,
+    TransactionStatus,
     TransactionView,
     alone,
 )
@@ -58,7 +58,7 @@ class FakeService:
     def runs(self, requests: Sequence[PrepareRequest | DecideRequest]) -> Sequence[Run]:
         return [Run((number,), alone(self, request)) for number, request in enumerate(requests)]
 
-    async def prepare(self, request: PrepareRequest) -> Standing:
+    async def prepare(self, request: PrepareRequest) -> TransactionStatus:
         await self._come_in(request)
         for message in request.messages:
             if message.topic == "missing":
@@ -69,7 +69,7 @@ class FakeService:
         if known is not None:
             if known.messages != placed or known.group != request.group:
                 raise IdConflict(id=id)
-            return Standing(id, known.state, known.decision)
+            return TransactionStatus(id, known.state, known.decision)
         self.views[id] = TransactionView(
             id=id,
             group=request.group,
@@ -81,7 +81,7 @@ class FakeService:
             order_key=request.order_key,
             dedup_key=request.dedup_key,
         )
-        return Standing(id, State.PENDING, created=True)
+        return TransactionStatus(id, State.PENDING, created=True)
 
     def _new_id(self, request: PrepareRequest) -> str:
         if request.dedup_key is not None:
@@ -98,7 +98,7 @@ class FakeService:
     def _change(self, id: str, **changes: object) -> None:
         self.views[id] = msgspec.structs.replace(self.views[id], **changes)
 
-    async def decide(self, request: DecideRequest) -> Standing:
+    async def decide(self, request: DecideRequest) -> TransactionStatus:
         await self._come_in(request)
         view = self._view(request.id)
         if request.group and request.group != view.group:
@@ -117,22 +117,24 @@ class FakeService:
                 reason=request.reason,
             )
         view = self.views[request.id]
-        return Standing(view.id, view.state, view.decision)
+        return TransactionStatus(view.id, view.state, view.decision)
 
-    async def check(self, id: str, *, by: str = "", reason: str = "", group: str = "") -> Standing:
+    async def check(
+        self, id: str, *, by: str = "", reason: str = "", group: str = ""
+    ) -> TransactionStatus:
         await self._come_in(("check", id, by, reason))
         view = self._view(id)
         if view.state is not State.PENDING:
             raise NotPending(id=id, state=view.state)
-        return Standing(id, view.state)
+        return TransactionStatus(id, view.state)
 
-    async def revive(self, id: str, *, by: str = "", reason: str = "") -> Standing:
+    async def revive(self, id: str, *, by: str = "", reason: str = "") -> TransactionStatus:
         await self._come_in(("revive", id, by, reason))
         view = self._view(id)
         if view.state not in (State.PARKED, State.REFUSED):
             raise NotPending(id=id, state=view.state)
         self._change(id, state=State.PENDING, round=view.round + 1)
-        return Standing(id, State.PENDING)
+        return TransactionStatus(id, State.PENDING)
 
     def park(self, id: str) -> None:
         """Let a transaction have had its last attempt."""
@@ -142,7 +144,7 @@ class FakeService:
         await self._come_in(("find", id, bodies))
         return self._view(id)
 
-    async def list(self, request: ListRequest) -> Page:
+    async def list(self, request: ListRequest) -> TransactionPage:
         await self._come_in(request)
         views = [
             view
@@ -151,7 +153,7 @@ class FakeService:
         ]
         start = int(request.cursor) if (request.cursor or "").isdecimal() else 0
         end = start + request.limit
-        return Page(tuple(views[start:end]), str(end) if end < len(views) else None)
+        return TransactionPage(tuple(views[start:end]), str(end) if end < len(views) else None)
 
     async def overview(self) -> Overview:
         await self._come_in("overview")

@@ -7,7 +7,7 @@ import base64
 import pytest
 
 from tests.kit.http_api import Api, transaction
-from txbroker.contract.service import DecideRequest, PrepareRequest, Standing
+from txbroker.contract.service import DecideRequest, PrepareRequest, TransactionStatus
 from txbroker.core.records import Decision, Message, Source, State
 from txbroker.errors import KafkaUnavailable, OwnerUnavailable, TooOld
 
@@ -261,7 +261,7 @@ async def test_unknown_topic_is_named(api: Api) -> None:
 
 
 async def test_standing_of_a_promoted_one_is_shown(api: Api) -> None:
-    assert Standing(UNKNOWN_ID, State.PROMOTED).decision is None
+    assert TransactionStatus(UNKNOWN_ID, State.PROMOTED).decision is None
     id = await api.prepare()
     await api.call("POST", f"/v1/transactions/{id}/commit", {"wait": "promoted"})
     _, view = await api.call("GET", f"/v1/transactions/{id}")

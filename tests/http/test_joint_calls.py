@@ -8,7 +8,7 @@ from contextvars import copy_context
 
 import pytest
 
-from txbroker.contract.service import Answer, DecideRequest, PrepareRequest, Run, Standing
+from txbroker.contract.service import Answer, DecideRequest, PrepareRequest, Run, TransactionStatus
 from txbroker.core.records import Decision, State
 from txbroker.errors import NotFound, RequestError
 from txbroker.proxy.cluster.forwarding import CALLER
@@ -44,12 +44,12 @@ def commit(id: str) -> DecideRequest:
     return DecideRequest(id, Decision.COMMIT, "orders")
 
 
-def same(standing: Standing) -> Standing:
+def same(standing: TransactionStatus) -> TransactionStatus:
     return standing
 
 
 async def stand(requests: Sequence[Request]) -> Sequence[Answer]:
-    return [Standing(str(request.id), State.PENDING) for request in requests]
+    return [TransactionStatus(str(request.id), State.PENDING) for request in requests]
 
 
 async def test_calls_of_one_turn_are_handed_over_in_one_go() -> None:

@@ -26,7 +26,7 @@ from txbroker.checkers.leases import (
     PeerSessions,
 )
 from txbroker.checkers.sessions import SessionChannel, SessionRegistry
-from txbroker.contract.frames import Check, CheckAnswer
+from txbroker.contract.frames import CheckAnswer, CheckQuestion
 from txbroker.core.records import CheckReason, Decision, Message
 
 ME = "http://proxy-b:8470"
@@ -50,13 +50,13 @@ class Asked:
         self.draining = False
         self.principal_name = ""
         self.open = True
-        self.sent: list[Check] = []
+        self.sent: list[CheckQuestion] = []
         self.got = asyncio.Event()
         self._answer = answer
         self._sessions = sessions
         sessions.add("orders", self)
 
-    def send_check(self, check: Check) -> bool:
+    def send_check(self, check: CheckQuestion) -> bool:
         if not self.open:
             return False
         self.sent.append(check)

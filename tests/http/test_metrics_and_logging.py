@@ -9,7 +9,7 @@ import pytest
 import structlog
 from prometheus_client.parser import text_string_to_metric_families
 
-from txbroker.core.outcome import Effect, Outcome
+from txbroker.core.outcome import ApplyResult, Effect
 from txbroker.core.records import Decision, Half, Message, Source
 from txbroker.core.transaction import Transaction, Verdict, places
 from txbroker.proxy.observe import metrics as metrics_module
@@ -40,8 +40,8 @@ def test_what_happens_is_counted() -> None:
     metrics.decided([visible_after(0)])
     metrics.promoted([visible_after(0, messages=3)])
     metrics.checks_ended("orders", "commit", [0.02])
-    metrics.outcome(Outcome(Effect.CONFLICT))
-    metrics.outcome(Outcome(Effect.REPEATED))
+    metrics.outcome(ApplyResult(Effect.CONFLICT))
+    metrics.outcome(ApplyResult(Effect.REPEATED))
     metrics.fenced()
     metrics.overloaded("prepare")
     metrics.kafka_failed("append")

@@ -18,7 +18,7 @@ from tests.kit.ws_client import MESSAGES, Producer, session
 from txbroker.checkers.base import Answered, CheckCall, Unreached
 from txbroker.config.settings import PREPARES_SHARE
 from txbroker.contract import frames as wire
-from txbroker.contract.service import PrepareRequest, Standing
+from txbroker.contract.service import PrepareRequest, TransactionStatus
 from txbroker.core.records import CheckReason, Decision, Message, State
 from txbroker.core.routing import make_id
 from txbroker.errors import Overloaded
@@ -43,7 +43,7 @@ def stick(service: FakeService, monkeypatch: pytest.MonkeyPatch) -> list[Prepare
     """Let prepares wait for ever, as when Kafka does not answer; return those that wait."""
     stuck: list[PrepareRequest] = []
 
-    async def prepare(request: PrepareRequest) -> Standing:
+    async def prepare(request: PrepareRequest) -> TransactionStatus:
         stuck.append(request)
         await asyncio.Event().wait()
         raise AssertionError
@@ -115,15 +115,15 @@ async def test_with_every_byte_taken_by_stuck_prepares_decisions_and_checks_go_o
             # Down the very session that floods, too.
             for producer in (flood, other):
                 await producer.send(wire.Decide(101, decided[1], Decision.COMMIT))
-                answered = wire.Standing(101, decided[1], State.COMMITTED, Decision.COMMIT)
+                answered = wire.Status(101, decided[1], State.COMMITTED, Decision.COMMIT)
                 assert await producer.next() == answered
             await flood.send(wire.AskEarly(102, decided[2]))
-            assert await flood.next() == wire.Standing(102, decided[2], State.PENDING)
+            assert await flood.next() == wire.Status(102, decided[2], State.PENDING)
             channel = api.sessions.acquire("orders", "worker-1")
             assert channel is not None
             asked = channel.ask(CALL, 10.0)
             check = await flood.next()
-            assert isinstance(check, wire.Check)
+            assert isinstance(check, wire.CheckQuestion)
             await flood.send(wire.CheckAnswer(check.call, Decision.COMMIT))
             assert isinstance(await asked, Answered)
         text = api.metrics.text()
@@ -168,7 +168,7 @@ async def test_a_session_may_not_take_all_with_prepares_either(
             await flood.send(*[wire.Prepare(n, IDS[n], MESSAGES) for n in range(1000)])
             assert await refused_before_last(flood) == 1000 - len(stuck) > 500
             await flood.send(wire.Decide(1, id, Decision.ROLLBACK))
-            assert isinstance(await flood.next(), wire.Standing)
+            assert isinstance(await flood.next(), wire.Status)
             before = len(stuck)
             await other.send(wire.Prepare(1, IDS[0], MESSAGES))
             await until(lambda: len(stuck) == before + 1)
@@ -194,7 +194,7 @@ async def test_a_check_answer_with_too_large_messages_is_unknown(api: Api) -> No
         assert channel is not None
         asked = channel.ask(CALL, 10.0)
         check = await producer.next()
-        assert isinstance(check, wire.Check)
+        assert isinstance(check, wire.CheckQuestion)
         huge = (Message("payments", value=b"x" * 5_000_000),)
         await producer.send(wire.CheckAnswer(check.call, Decision.COMMIT, messages=huge))
         result = await asked
@@ -362,7 +362,7 @@ async def test_half_frames_find_no_more_room_than_there_is() -> None:
         assert memory_bytes() - before < (12 * 14 + 15 + 40) * MIB
         async with session(api, instance="worker-2") as producer:
             await producer.send(wire.Prepare(1, IDS[0], MESSAGES))
-            assert isinstance(await producer.next(), wire.Standing)
+            assert isinstance(await producer.next(), wire.Status)
     await until(lambda: shell.receiving.bytes == 0)
 
 
@@ -390,7 +390,7 @@ async def test_large_frames_wait_their_turn_and_are_all_answered() -> None:
 
     async with running_api(**limits) as api:
         answers = await asyncio.gather(*(one(api, n) for n in range(30)))
-        assert {type(answer) for answer in answers} == {wire.Standing}
+        assert {type(answer) for answer in answers} == {wire.Status}
 
 
 class Wire(asyncio.Transport):

@@ -61,7 +61,7 @@ async def test_malformed_frame_ends_the_session_with_a_reason(api: Api, name: st
         await refused(producer)
     async with session(api) as producer:
         await producer.send(wire.Prepare(1, ID, MESSAGES))
-        assert await producer.next() == wire.Standing(1, ID, State.PENDING)
+        assert await producer.next() == wire.Status(1, ID, State.PENDING)
 
 
 @pytest.mark.parametrize(
@@ -112,11 +112,11 @@ async def test_bytes_in_flight_of_a_session_are_bounded() -> None:
         assert b'overloaded_total{operation="prepare"}' in api.metrics.text()
         api.service.gate.set()
         answers = [await producer.next() for _ in range(99)]
-        taken = [answer for answer in answers if isinstance(answer, wire.Standing)]
+        taken = [answer for answer in answers if isinstance(answer, wire.Status)]
         assert 0 < len(taken) < 100
         # What was answered no longer counts.
         await producer.send(wire.Prepare(1000, ID, MESSAGES))
-        assert isinstance(await producer.next(), wire.Standing)
+        assert isinstance(await producer.next(), wire.Status)
 
 
 async def test_client_that_never_reads_is_cut_off() -> None:

@@ -38,11 +38,11 @@ async def test_hello_is_welcomed(api: Api) -> None:
 async def test_operations_go_to_the_service_and_answers_come_back(api: Api) -> None:
     async with session(api) as producer:
         await producer.send(wire.Prepare(7, ID, MESSAGES, "order", 1.0, 2.0, retry=True))
-        assert await producer.next() == wire.Standing(7, ID, State.PENDING)
+        assert await producer.next() == wire.Status(7, ID, State.PENDING)
         await producer.send(wire.AskEarly(8, ID, "in doubt"))
-        assert await producer.next() == wire.Standing(8, ID, State.PENDING)
+        assert await producer.next() == wire.Status(8, ID, State.PENDING)
         await producer.send(wire.Decide(9, ID, Decision.COMMIT, MESSAGES, "why", wait=True))
-        assert await producer.next() == wire.Standing(9, ID, State.PROMOTED, Decision.COMMIT)
+        assert await producer.next() == wire.Status(9, ID, State.PROMOTED, Decision.COMMIT)
 
     assert api.service.requests == [
         PrepareRequest(
@@ -79,7 +79,7 @@ async def test_what_goes_wrong_inside_ends_the_call_not_the_session(
         assert "secret" not in answer.message
         api.service.failure = None
         await producer.send(wire.Prepare(2, ID, MESSAGES))
-        assert await producer.next() == wire.Standing(2, ID, State.PENDING)
+        assert await producer.next() == wire.Status(2, ID, State.PENDING)
 
 
 @pytest.mark.parametrize(
@@ -122,8 +122,7 @@ async def test_what_is_answered_in_one_turn_goes_back_in_few_frames(api: Api) ->
         api.service.gate.set()
         frames = [await producer.next_frame() for _ in range(2)]
         calls = [
-            [answer.call for answer in frame if isinstance(answer, wire.Standing)]
-            for frame in frames
+            [answer.call for answer in frame if isinstance(answer, wire.Status)] for frame in frames
         ]
         assert calls == [[*range(full)], [*range(full, count)]]
 
@@ -166,7 +165,7 @@ async def test_check_goes_down_the_session_and_its_answer_comes_back(api: Api) -
         assert channel is not None
         asked = channel.ask(CALL, 10.0)
         check = await producer.next()
-        assert isinstance(check, wire.Check)
+        assert isinstance(check, wire.CheckQuestion)
         assert (check.id, check.attempt, check.messages) == (ID, 1, MESSAGES)
         await producer.send(wire.CheckAnswer(check.call, Decision.COMMIT, detail="row found"))
         assert await asked == Answered(Decision.COMMIT, None, None, "row found")
@@ -240,7 +239,7 @@ async def test_owners_are_told_when_they_change(api: Api) -> None:
 async def test_clock_is_told(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("txbroker.proxy.http.sessions.server.CLOCK_S", 0.0)
     async with running_api() as quick, session(quick) as producer:
-        assert await producer.next() == wire.Clock(NOW_MS)
+        assert await producer.next() == wire.ClockUpdate(NOW_MS)
 
 
 async def test_sessions_are_counted(api: Api) -> None:
@@ -258,6 +257,6 @@ async def test_proxy_that_stops_answers_first_and_says_goodbye() -> None:
             stopping = asyncio.create_task(api.app.shutdown())
             await asyncio.sleep(0)
             api.service.gate.set()
-            assert await producer.next() == wire.Standing(1, ID, State.PENDING)
+            assert await producer.next() == wire.Status(1, ID, State.PENDING)
             assert await producer.closed() == 1001
             await stopping

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from tests.kit.kafka import KafkaWorld
-from txbroker.core.records import LOG_VERSION, Claim, Progress, Record
-from txbroker.door.protocols import PromotionTxn, PromotionTxnHandle, Target
+from txbroker.core.records import LOG_VERSION, Checkpoint, Claim, Record
+from txbroker.door.protocols import PromotionTxn, PromotionTxnHandle, TargetRecord
 from txbroker.kafka.door.partition import KafkaPartitionDoor
 
 FENCED_CODES = (47, 90)
@@ -19,8 +19,8 @@ async def write(
     partition: KafkaPartitionDoor, name: str, op: int, topic: str
 ) -> PromotionTxnHandle:
     """Write the turn of a claim up to `op`, which holds one message."""
-    target = Target(topic, 0, Record(b"%s-%d" % (name.encode(), op), b""))
-    return await partition.write(PromotionTxn((target,), (), Progress(LOG_VERSION, name, op, op)))
+    target = TargetRecord(topic, 0, Record(b"%s-%d" % (name.encode(), op), b""))
+    return await partition.write(PromotionTxn((target,), (), Checkpoint(LOG_VERSION, name, op, op)))
 
 
 async def keys(world: KafkaWorld, topic: str) -> list[bytes | None]:

@@ -10,8 +10,8 @@ import pytest
 
 from tests.kafka.producer_states import producer_ids, transactional_ids
 from tests.kit.kafka import KafkaWorld, now_ms
-from txbroker.core.records import LOG_VERSION, Claim, Progress, Record
-from txbroker.door.protocols import PromotionTxn, PromotionTxnLost, Target
+from txbroker.core.records import LOG_VERSION, Checkpoint, Claim, Record
+from txbroker.door.protocols import PromotionTxn, PromotionTxnLost, TargetRecord
 from txbroker.embedded import DEFAULT_VERSION, EmbeddedKafka
 from txbroker.kafka.client.client import Client, Patience
 
@@ -50,8 +50,8 @@ def claim(name: str) -> Claim:
     return Claim(LOG_VERSION, name, "one", "http://127.0.0.1:1")
 
 
-def turn(name: str, op: int, *promoted: Target) -> PromotionTxn:
-    return PromotionTxn(promoted, (), Progress(LOG_VERSION, name, op, op))
+def turn(name: str, op: int, *promoted: TargetRecord) -> PromotionTxn:
+    return PromotionTxn(promoted, (), Checkpoint(LOG_VERSION, name, op, op))
 
 
 @pytest.mark.rule(13)
@@ -62,7 +62,7 @@ async def test_the_first_turn_after_the_ids_are_forgotten_leads_to_a_claim(
     partition = (await world.door()).partition(0)
     await partition.claim(claim("before"))
     for op in (1, 2):
-        target = Target(topic, 0, Record(b"%d" % op, b"", (), now_ms()))
+        target = TargetRecord(topic, 0, Record(b"%d" % op, b"", (), now_ms()))
         await (await partition.write(turn("before", op, target))).visible()
     ours = {f"{world.name('half')}-0-{side}" for side in "ab"}
     assert ours <= await transactional_ids(onlooker)
@@ -74,11 +74,13 @@ async def test_the_first_turn_after_the_ids_are_forgotten_leads_to_a_claim(
     async with asyncio.timeout(BOUND_S):
         for _ in range(2):
             with pytest.raises(PromotionTxnLost):
-                await partition.write(turn("before", 3, Target(topic, 0, Record(b"lost", b""))))
+                await partition.write(
+                    turn("before", 3, TargetRecord(topic, 0, Record(b"lost", b"")))
+                )
         found = await partition.claim(claim("after"))
         assert found.progress == turn("before", 2).progress
         for op in (3, 4, 5):
-            target = Target(topic, 0, Record(b"%d" % op, b"", (), now_ms()))
+            target = TargetRecord(topic, 0, Record(b"%d" % op, b"", (), now_ms()))
             await (await partition.write(turn("after", op, target))).visible()
     keys = [record.key for record in await world.visible(topic)]
     assert keys == [b"1", b"2", b"3", b"4", b"5"]
@@ -98,11 +100,11 @@ async def test_a_later_owner_fences_an_earlier_one_whose_ids_were_forgotten(
 
     await until(forgotten)
     await later.claim(claim("later"))
-    zombie = Target(topic, 0, Record(b"zombie", b"", (), now_ms()))
+    zombie = TargetRecord(topic, 0, Record(b"zombie", b"", (), now_ms()))
     for _ in range(2):
         with pytest.raises(PromotionTxnLost):
             await earlier.write(turn("earlier", 2, zombie))
-    good = Target(topic, 0, Record(b"good", b"", (), now_ms()))
+    good = TargetRecord(topic, 0, Record(b"good", b"", (), now_ms()))
     await (await later.write(turn("later", 2, good))).visible()
     assert [record.key for record in await world.visible(topic)] == [b"good"]
 

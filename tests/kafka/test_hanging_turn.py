@@ -15,8 +15,8 @@ from confluent_kafka.admin import AdminClient, AlterConfigOpType, ConfigEntry, C
 
 from tests.kit.kafka import ADMIN_TIMEOUT_S, KafkaWorld
 from txbroker.core.encoding import encode_progress
-from txbroker.core.records import LOG_VERSION, Claim, Progress, Record
-from txbroker.door.protocols import Hanging, PromotionTxn, Target
+from txbroker.core.records import LOG_VERSION, Checkpoint, Claim, Record
+from txbroker.door.protocols import Hanging, PromotionTxn, TargetRecord
 from txbroker.kafka.client.client import Client, Patience
 from txbroker.kafka.client.producer import BatchRefused, Producer
 from txbroker.kafka.protocol.batch import batch_body
@@ -89,7 +89,7 @@ async def test_a_target_that_was_never_told_is_kept_off(world: KafkaWorld) -> No
     assert (found.lost, found.first, found.state) == (True, 0, "CompleteCommit")
     # What it is kept off for: the end of the next turn ends what was left open, too.
     turn = PromotionTxn(
-        (Target(topic, 0, Record(b"next", b"")),), (), Progress(LOG_VERSION, "next", 1, 1)
+        (TargetRecord(topic, 0, Record(b"next", b"")),), (), Checkpoint(LOG_VERSION, "next", 1, 1)
     )
     handle = await partition.write(turn)
     await handle.visible()
@@ -100,7 +100,7 @@ async def test_a_target_that_was_never_told_is_kept_off(world: KafkaWorld) -> No
 async def test_a_claim_makes_no_progress_count_that_was_left_open(world: KafkaWorld) -> None:
     door = await world.door("one")
     checkpoint = world.name("checkpoint")
-    lost = encode_progress(Progress(LOG_VERSION, "lost", 5, 5))
+    lost = encode_progress(Checkpoint(LOG_VERSION, "lost", 5, 5))
     await leave_open(world, (checkpoint, 0), [lost])
     partition = door.partition(0)
     with pytest.raises(Hanging, match=r"checkpoint-0 .*offset 0"):

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from txbroker.core.assignor import Held, settle, share_out
+from txbroker.core.assignor import OwnedPartitions, assign, resolve_conflicts
 from txbroker.kafka.protocol.generation import (
     GroupAssignment,
     GroupMember,
@@ -41,7 +41,7 @@ owned = st.dictionaries(names, own, max_size=6)
 def test_shares_are_whole_even_and_sticky(
     partitions: int, owned: dict[str, frozenset[int]]
 ) -> None:
-    shares = share_out(partitions, owned)
+    shares = assign(partitions, owned)
     assert shares.keys() == owned.keys()
     if not owned:
         return
@@ -49,16 +49,16 @@ def test_shares_are_whole_even_and_sticky(
     assert sorted(given_out) == list(range(partitions))
     sizes = {len(share) for share in shares.values()}
     assert max(sizes) - min(sizes) <= 1
-    assert share_out(partitions, shares) == shares
+    assert assign(partitions, shares) == shares
 
 
 @given(st.integers(1, 20), owned.filter(bool), st.integers(1, 3))
 def test_members_that_come_take_no_more_than_their_shares(
     partitions: int, owned: dict[str, frozenset[int]], count: int
 ) -> None:
-    before = share_out(partitions, owned)
+    before = assign(partitions, owned)
     new = [f"z{number}" for number in range(count)]
-    after = share_out(partitions, {**before, **dict.fromkeys(new, frozenset())})
+    after = assign(partitions, {**before, **dict.fromkeys(new, frozenset())})
     moved = sum(len(before[name] - after[name]) for name in before)
     assert moved == sum(len(after[name]) for name in new)
 
@@ -67,16 +67,18 @@ def test_members_that_come_take_no_more_than_their_shares(
 def test_of_a_member_that_goes_only_its_own_move(
     partitions: int, owned: dict[str, frozenset[int]]
 ) -> None:
-    before = share_out(partitions, owned)
+    before = assign(partitions, owned)
     gone = min(before)
-    after = share_out(partitions, {name: own for name, own in before.items() if name != gone})
+    after = assign(partitions, {name: own for name, own in before.items() if name != gone})
     assert all(before[name] <= after[name] for name in after)
 
 
 @pytest.mark.rule(26)
-@given(st.dictionaries(names, st.builds(Held, own, st.integers(-1, 5)), max_size=5))
-def test_what_several_say_they_own_is_the_one_s_who_got_it_last(held: dict[str, Held]) -> None:
-    settled = settle(held)
+@given(st.dictionaries(names, st.builds(OwnedPartitions, own, st.integers(-1, 5)), max_size=5))
+def test_what_several_say_they_own_is_the_one_s_who_got_it_last(
+    held: dict[str, OwnedPartitions],
+) -> None:
+    settled = resolve_conflicts(held)
     assert settled.keys() == held.keys()
     for number in frozenset[int]().union(*(one.partitions for one in held.values())):
         (holder,) = (name for name, own in settled.items() if number in own)

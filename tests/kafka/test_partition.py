@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.kit.kafka import KafkaWorld
-from txbroker.core.records import LOG_VERSION, Claim, Progress, Record
+from txbroker.core.records import LOG_VERSION, Checkpoint, Claim, Record
 from txbroker.door.protocols import Hanging, PromotionTxn
 from txbroker.errors import InvariantBroken, KafkaUnavailable
 from txbroker.kafka.client.client import Client
@@ -49,7 +49,7 @@ async def test_an_old_door_closes_its_own_connections_only(world: KafkaWorld) ->
         await partition.half.append([Record(b"k", b"")])
         await partition.half.pick([0])
         await partition.store([Record(b"snapshot/0/0", b"")])
-        turn = PromotionTxn((), (Record(b"id/0", b""),), Progress(LOG_VERSION, name, 1, 1))
+        turn = PromotionTxn((), (Record(b"id/0", b""),), Checkpoint(LOG_VERSION, name, 1, 1))
         await (await partition.write(turn)).visible()
         return partition
 

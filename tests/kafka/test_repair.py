@@ -15,13 +15,13 @@ from txbroker.core.encoding import (
 )
 from txbroker.core.records import (
     RECORD_VERSION,
+    Checkpoint,
     Claim,
     Half,
-    Kept,
     Marker,
     MarkerKind,
     Message,
-    Progress,
+    ParkedCopy,
     Record,
     State,
 )
@@ -35,7 +35,8 @@ ID = make_id(1, 0, 0)  # of partition 1
 HALF = encode_half(Half(ID, "orders", (Message("t", b"k", b"v", partition=0),)), NEWER)[0]
 MARKER = encode_marker(Marker(NEWER, MarkerKind.COMMIT, ID))
 (COPY,) = encode_kept(
-    Kept(Half(ID, "orders", (Message("t", b"k", b"v", partition=0),)), 0, 1, State.PARKED), NEWER
+    ParkedCopy(Half(ID, "orders", (Message("t", b"k", b"v", partition=0),)), 0, 1, State.PARKED),
+    NEWER,
 )
 
 
@@ -47,7 +48,7 @@ async def test_what_stops_is_found_and_passed_over(world: KafkaWorld) -> None:
     partition = door.partition(1)
     claim = Claim(RECORD_VERSION, "mine", "one", "")
     await partition.claim(claim)
-    progress = Progress(RECORD_VERSION, "mine", 3, 3)
+    progress = Checkpoint(RECORD_VERSION, "mine", 3, 3)
     await (await partition.write(PromotionTxn((), (), progress))).visible()
     newer = encode_progress(structs.replace(progress, v=NEWER))
     await world.foreign(world.name("checkpoint"), 1, newer, committed=True)

@@ -14,7 +14,7 @@ from tests.kafka.features import level, set_level
 from tests.kafka.relay import ADD_PARTITIONS, END_TXN, PRODUCE, Fate, Relay, fates
 from tests.kafka.small_turns import FENCED_CODES, claim, keys, write
 from tests.kit.kafka import KafkaWorld
-from txbroker.core.records import LOG_VERSION, Progress, Record
+from txbroker.core.records import LOG_VERSION, Checkpoint, Record
 from txbroker.door.protocols import Fenced, PromotionTxnLost
 from txbroker.kafka.client.client import Client, KafkaRefused, NotSent, Patience, Unanswered
 from txbroker.kafka.client.producer import BatchRefused, Producer, ProducerFenced
@@ -418,7 +418,9 @@ async def test_a_commit_whose_answer_is_lost_is_asked_for_again(
     for op in (1, 2, 3, 4):
         relay.decide = fates(END_TXN, Fate.LOSE_ANSWER, Fate.LOSE_ANSWER)
         await (await write(partition, "first", op, topic)).visible()
-    assert (await partition.claim(claim("second"))).progress == Progress(LOG_VERSION, "first", 4, 4)
+    assert (await partition.claim(claim("second"))).progress == Checkpoint(
+        LOG_VERSION, "first", 4, 4
+    )
     assert await keys(world, topic) == [b"first-%d" % op for op in (1, 2, 3, 4)]
 
 

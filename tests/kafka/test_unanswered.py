@@ -11,7 +11,7 @@ import pytest
 from tests.kafka.relay import ADD_PARTITIONS, END_TXN, INIT_PRODUCER_ID, PRODUCE, Fate, Relay, fates
 from tests.kafka.small_turns import FENCED_CODES, claim, keys, write
 from tests.kit.kafka import KafkaWorld
-from txbroker.core.records import LOG_VERSION, Progress, Record
+from txbroker.core.records import LOG_VERSION, Checkpoint, Record
 from txbroker.door.protocols import AppendUnknown, Fenced, PromotionTxnLost
 
 MakeRelay = Callable[..., Relay]
@@ -68,7 +68,9 @@ async def test_a_commit_whose_answer_is_lost_is_found_by_the_claim(
     handle = await write(partition, "first", 1, topic)
     with pytest.raises(PromotionTxnLost):
         await handle.committed()
-    assert (await partition.claim(claim("second"))).progress == Progress(LOG_VERSION, "first", 1, 1)
+    assert (await partition.claim(claim("second"))).progress == Checkpoint(
+        LOG_VERSION, "first", 1, 1
+    )
     assert await keys(world, topic) == [b"first-1"]
 
 
@@ -193,7 +195,7 @@ async def test_a_claim_that_is_overtaken_fails_and_leaves_one_owner(
     assert await late.release() in TAKEN_CODES
     if held == 1:
         # It began after the fast one had finished: a claim like any other.
-        assert (await claiming).progress == Progress(LOG_VERSION, "fast", 1, 1)
+        assert (await claiming).progress == Checkpoint(LOG_VERSION, "fast", 1, 1)
         await (await write(slow, "slow", 2, topic)).visible()
         for _ in range(2):
             with pytest.raises(Fenced):
@@ -206,6 +208,6 @@ async def test_a_claim_that_is_overtaken_fails_and_leaves_one_owner(
         await write(slow, "slow", 2, topic)
     with pytest.raises(Fenced):
         await (await write(fast, "fast", 2, topic)).committed()
-    assert (await fast.claim(claim("again"))).progress == Progress(LOG_VERSION, "fast", 1, 1)
+    assert (await fast.claim(claim("again"))).progress == Checkpoint(LOG_VERSION, "fast", 1, 1)
     await (await write(fast, "again", 2, topic)).visible()
     assert await keys(world, topic) == [b"fast-1", b"again-2"]

@@ -6,7 +6,7 @@ from msgspec import structs
 
 from txbroker.core.encoding import encode_contents, encode_half, encode_marker
 from txbroker.core.ledger import Ledger
-from txbroker.core.outcome import Effect, Outcome
+from txbroker.core.outcome import ApplyResult, Effect
 from txbroker.core.records import (
     RECORD_VERSION,
     CheckPolicy,
@@ -119,6 +119,6 @@ def picture(ledger: Ledger) -> dict[str, dict[str, object]]:
     return {transaction.id: shown(transaction) for transaction in ledger}
 
 
-def effects(outcomes: Iterable[Outcome]) -> list[Effect]:
+def effects(outcomes: Iterable[ApplyResult]) -> list[Effect]:
     """Return only what records did."""
     return [outcome.effect for outcome in outcomes]

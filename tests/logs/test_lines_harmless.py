@@ -12,7 +12,7 @@ import pytest
 import structlog
 
 from txbroker.contract.service import Readiness
-from txbroker.core.telling import sentence, telling, where_raised
+from txbroker.core.telling import safe_repr, user_message, where_raised
 from txbroker.errors import KafkaUnavailable
 from txbroker.proxy.observe.logging import configure_logging, get_logger, printable
 from txbroker.proxy.observe.readiness import ReadinessLog
@@ -121,17 +121,17 @@ def test_only_texts_of_our_own_errors_are_told() -> None:
         except Exception as error:
             errors.append(error)
 
-    assert [telling(error) for error in errors] == [
+    assert [safe_repr(error) for error in errors] == [
         "UnicodeDecodeError",
         "ValueError",
         "KeyError",
         "DecodeError",
     ]
-    assert [sentence(error) for error in errors] == [telling(error) for error in errors]
-    assert sentence(KafkaUnavailable("no answer")) == "no answer"
+    assert [user_message(error) for error in errors] == [safe_repr(error) for error in errors]
+    assert user_message(KafkaUnavailable("no answer")) == "no answer"
     assert where_raised(errors[0]).startswith("test_lines_harmless.py:")
-    assert telling(KafkaUnavailable("no answer")) == "KafkaUnavailable: no answer"
-    assert telling(OSError(111, "refused")) == "ConnectionRefusedError: [Errno 111] refused"
+    assert safe_repr(KafkaUnavailable("no answer")) == "KafkaUnavailable: no answer"
+    assert safe_repr(OSError(111, "refused")) == "ConnectionRefusedError: [Errno 111] refused"
 
 
 def test_printable_leaves_what_prints() -> None:

@@ -17,8 +17,8 @@ from tests.rules.told import Told
 from txbroker.contract.service import Answer, DecideRequest
 from txbroker.core.encoding import half_row, marker_row
 from txbroker.core.ledger import Ledger
-from txbroker.core.outcome import Outcome
-from txbroker.core.promotion import TurnLimits
+from txbroker.core.outcome import ApplyResult
+from txbroker.core.promotion import PromotionLimits
 from txbroker.core.records import (
     RECORD_VERSION,
     Cause,
@@ -206,11 +206,11 @@ class _Events(Told):
 class Small:
     """A partition whose bodies get as much memory as `share` says, none to begin with."""
 
-    def __init__(self, limits: TurnLimits | None = None) -> None:
+    def __init__(self, limits: PromotionLimits | None = None) -> None:
         self.clock = AdjustableClock(lambda: START_MS)
         self.kafka = MemoryKafka(self.clock)
         self.whole = MemoryDoor(self.kafka, half_partitions=1, facts_ttl_s=0.0001)
-        self.limits = limits or TurnLimits()
+        self.limits = limits or PromotionLimits()
         self.share = 0
         self.version = RECORD_VERSION
         self.lost: list[int] = []
@@ -309,7 +309,7 @@ class Small:
         mark = fingerprint(half.messages, half.group)
         row = half_row(half, RECORD_VERSION, mark, places(half.messages))
         [outcome] = await self.half.append((row,))
-        assert isinstance(outcome, Outcome)
+        assert isinstance(outcome, ApplyResult)
         assert outcome.transaction is not None
         self.bodies.trim()
         return outcome.transaction

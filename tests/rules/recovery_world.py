@@ -7,7 +7,7 @@ from msgspec import structs
 from tests.rules.rules_world import WINDOW_MS, World
 from txbroker.core.ledger import Ledger
 from txbroker.core.lifecycle import SETTLED
-from txbroker.core.records import Progress, Record
+from txbroker.core.records import Checkpoint, Record
 from txbroker.core.transaction import Transaction
 from txbroker.proxy.partition.owner import PartitionOwner
 from txbroker.testing.memory import MemoryPartition
@@ -92,6 +92,6 @@ def forget_bodies(owner: PartitionOwner) -> None:
         owner.ledger.evict(transaction)
 
 
-def moved(progress: Progress, **fields: object) -> Progress:
+def moved(progress: Checkpoint, **fields: object) -> Checkpoint:
     """Return a progress that differs."""
     return structs.replace(progress, **fields)

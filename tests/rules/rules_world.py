@@ -20,13 +20,14 @@ from txbroker.checkers import base
 from txbroker.checkers.base import AttemptRequest, CheckCall, CheckResult
 from txbroker.checkers.groups import Groups
 from txbroker.config.settings import Settings
-from txbroker.contract.service import DecideRequest, PrepareRequest, Standing
+from txbroker.contract.service import DecideRequest, PrepareRequest, TransactionStatus
 from txbroker.core.decoding import decode_checkpoint, decode_marker
 from txbroker.core.encoding import encode_half, encode_marker
-from txbroker.core.promotion import TurnLimits
+from txbroker.core.promotion import PromotionLimits
 from txbroker.core.records import (
     RECORD_VERSION,
     Cause,
+    Checkpoint,
     CheckPolicy,
     CheckReason,
     Claim,
@@ -35,7 +36,6 @@ from txbroker.core.records import (
     Marker,
     MarkerKind,
     Message,
-    Progress,
     Record,
 )
 from txbroker.core.routing import make_id
@@ -300,7 +300,7 @@ class World:
             pending_max=1000,
             pending_group_max=1000,
             half_retention_ms=14 * DAY_MS,
-            turns=TurnLimits(),
+            turns=PromotionLimits(),
         )
 
         async def still_ours() -> bool:
@@ -404,11 +404,11 @@ class World:
         """The kinds of all markers."""
         return [str(each.kind) for each in self.markers()]
 
-    def progress(self) -> Progress:
+    def progress(self) -> Checkpoint:
         """The newest progress that was committed."""
         records = self.kafka.visible("txbroker.checkpoint")
         found = [decode_checkpoint(r) for r in records if not is_snapshot(r.key)]
-        return [each for each in found if isinstance(each, Progress)][-1]
+        return [each for each in found if isinstance(each, Checkpoint)][-1]
 
     def parked(self) -> list[tuple[bytes | None, bool]]:
         """Keys of the parked topic, and whether the record is a copy (else a tombstone)."""
@@ -426,7 +426,7 @@ def marker(kind: MarkerKind | str, id: str, **fields: object) -> Marker:
     return structs.replace(Marker(RECORD_VERSION, MarkerKind(kind), id), **fields)
 
 
-async def prepare(owner: PartitionOwner, half: Half, instance: str = "") -> Standing:
+async def prepare(owner: PartitionOwner, half: Half, instance: str = "") -> TransactionStatus:
     """Store one half message."""
     [answer] = await owner.api.prepare(((half, places(half.messages)),), instance)
     if isinstance(answer, RequestError):
@@ -434,7 +434,7 @@ async def prepare(owner: PartitionOwner, half: Half, instance: str = "") -> Stan
     return answer
 
 
-def standing_of(owner: PartitionOwner, request: PrepareRequest) -> Standing | None:
+def standing_of(owner: PartitionOwner, request: PrepareRequest) -> TransactionStatus | None:
     """Return the standing of a prepare that was stored before, None for a new one."""
     answer = owner.api.standing_prepares((request,)).get(0)
     if isinstance(answer, RequestError):
@@ -442,12 +442,12 @@ def standing_of(owner: PartitionOwner, request: PrepareRequest) -> Standing | No
     return answer
 
 
-async def commit(owner: PartitionOwner, id: str, **fields: object) -> Standing:
+async def commit(owner: PartitionOwner, id: str, **fields: object) -> TransactionStatus:
     """Commit."""
     return await decide(owner, structs.replace(DecideRequest(id, Decision.COMMIT), **fields))
 
 
-async def decide(owner: PartitionOwner, request: DecideRequest) -> Standing:
+async def decide(owner: PartitionOwner, request: DecideRequest) -> TransactionStatus:
     """Write one deciding marker."""
     [answer] = await owner.api.decide((request,))
     if request.wait:
@@ -457,7 +457,7 @@ async def decide(owner: PartitionOwner, request: DecideRequest) -> Standing:
     return answer
 
 
-async def roll_back(owner: PartitionOwner, id: str, **fields: object) -> Standing:
+async def roll_back(owner: PartitionOwner, id: str, **fields: object) -> TransactionStatus:
     """Roll back."""
     return await decide(owner, structs.replace(DecideRequest(id, Decision.ROLLBACK), **fields))
 

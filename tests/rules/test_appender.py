@@ -12,7 +12,7 @@ from msgspec import structs
 
 from tests.rules.rules_world import START_MS, Gate, World, commit, marker, settled, until
 from txbroker.core.encoding import MarkerRow, Row, marker_row
-from txbroker.core.outcome import Effect, Outcome
+from txbroker.core.outcome import ApplyResult, Effect
 from txbroker.core.records import MarkerKind, Record
 from txbroker.core.routing import make_id
 from txbroker.door.protocols import Appended, Log
@@ -194,17 +194,17 @@ class Reader:
     def __init__(self) -> None:
         self.position = 0
 
-    def apply(self, record: Record) -> Outcome:
+    def apply(self, record: Record) -> ApplyResult:
         """Count one."""
         assert record.offset == self.position
         self.position += 1
-        return Outcome(Effect.APPLIED)
+        return ApplyResult(Effect.APPLIED)
 
-    def apply_run(self, rows: Sequence[Row], offset: int, timestamp_ms: int) -> list[Outcome]:
+    def apply_run(self, rows: Sequence[Row], offset: int, timestamp_ms: int) -> list[ApplyResult]:
         """Count all."""
         assert offset == self.position
         self.position += len(rows)
-        return [Outcome(Effect.APPLIED)] * len(rows)
+        return [ApplyResult(Effect.APPLIED)] * len(rows)
 
     def skip(self, offsets: range) -> None:
         """Go past."""

@@ -162,7 +162,7 @@ async def test_who_is_decided_leaves_the_crowd(small: Small) -> None:
 
 
 def test_waiting_twice_is_waiting_once() -> None:
-    waiting = index.Crowd()
+    waiting = index.CheckBacklog()
     waiting.add("g", "a")
     waiting.look("g", 5)
     waiting.add("g", "a")

@@ -23,8 +23,8 @@ from tests.rules.rules_world import (
 )
 from txbroker.contract.service import PartitionState
 from txbroker.core.encoding import encode_half, encode_kept
-from txbroker.core.promotion import TurnLimits
-from txbroker.core.records import Claim, Kept, MarkerKind, Record, Source, State
+from txbroker.core.promotion import PromotionLimits
+from txbroker.core.records import Claim, MarkerKind, ParkedCopy, Record, Source, State
 from txbroker.door.protocols import (
     Claimed,
     Hanging,
@@ -160,7 +160,7 @@ async def test_a_copy_that_was_left_over_does_not_come_back_to_life(world: World
     await world.prepared(owner)
     assert await snapshot(owner)
     await owner.close()
-    copy = encode_kept(Kept(half, 0, 0, State.PENDING))
+    copy = encode_kept(ParkedCopy(half, 0, 0, State.PENDING))
     world.kafka.transact("txbroker.parked", 0, copy)
     world.kafka.truncate("txbroker.half", before=1)
     again = await world.owner()
@@ -184,7 +184,7 @@ async def test_what_was_copied_out_after_its_commit_is_promoted_by_the_next_owne
         await stuck.wait()
         raise AssertionError("nobody opens it")
 
-    owner = await world.owner(turns=TurnLimits(transactions_max=1))
+    owner = await world.owner(turns=PromotionLimits(transactions_max=1))
     first, second, third = [await world.prepared(owner, message(v)) for v in ("1", "2", "3")]
     world.partition.writes.extend([slowly, MemoryPartitionDoor.write, never])
     await commit(owner, first)
@@ -448,7 +448,7 @@ async def test_what_another_owner_promoted_meanwhile_is_not_promoted_again(
 @pytest.mark.rule(27)
 async def test_a_newer_copy_is_kept_and_stops_the_partition(world: World) -> None:
     await (await world.owner()).close()
-    (record,) = encode_kept(Kept(world.half(), 0, 0, State.PARKED))
+    (record,) = encode_kept(ParkedCopy(world.half(), 0, 0, State.PARKED))
     newer = structs.replace(record, headers=(("txb-v", b"9 check kept"), *record.headers[1:]))
     world.kafka.transact("txbroker.parked", 0, [newer])
     with pytest.raises(NewerRecord, match="upgrade"):

@@ -18,9 +18,9 @@ from txbroker.core.encoding import (
 )
 from txbroker.core.records import (
     RECORD_VERSION,
-    Kept,
     MarkerKind,
     Message,
+    ParkedCopy,
     Record,
     State,
 )
@@ -41,7 +41,7 @@ def newer(world: World, log: str, partition: int) -> Record:
         return encode_marker(structs.replace(marker(MarkerKind.COMMIT, id), v=NEWER, group=GROUP))
     if log == "half":
         return encode_half(half, NEWER)[0]
-    return encode_kept(Kept(half, 0, 1, State.PENDING), NEWER)[0]
+    return encode_kept(ParkedCopy(half, 0, 1, State.PENDING), NEWER)[0]
 
 
 async def write(world: World, log: str, *records: Record, inside: bool) -> None:
@@ -192,7 +192,7 @@ async def test_a_newer_copy_is_passed_over_by_decision(world: World) -> None:
 async def test_a_tombstone_of_another_client_takes_no_copy_of_ours(world: World) -> None:
     await (await world.owner()).close()
     half = world.half(Message("t", b"k", b"v", partition=0))
-    (copy,) = encode_kept(Kept(half, 0, world.clock.now_ms(), State.PARKED))
+    (copy,) = encode_kept(ParkedCopy(half, 0, world.clock.now_ms(), State.PARKED))
     await write(world, "parked", copy, inside=True)
     await write(world, "parked", Record(copy.key, None), inside=False)
     copies = await read_copies(world.door.partition(0), ())

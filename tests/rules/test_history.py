@@ -22,7 +22,7 @@ from txbroker.core.records import (
     State,
 )
 from txbroker.core.routing import make_id
-from txbroker.core.settled import brief, whole
+from txbroker.core.settled import summary_of, to_transaction
 from txbroker.core.transaction import Transaction
 from txbroker.door.protocols import Appended
 from txbroker.errors import KafkaUnavailable, NotFound, TooOld
@@ -238,7 +238,7 @@ async def test_of_a_brief_one_the_marker_tells_who_decided_it(
     id, other = past.prepare(), past.prepare()
     past.mark("rollback", id, source=Source.OPERATOR, by="ann", reason="by hand")
     past.mark("rollback", other, source=Source.CHECK)
-    remembered = whole(brief(await past.find(id)))
+    remembered = to_transaction(summary_of(await past.find(id)))
     assert remembered.verdict is not None
     if op == "gone":
         past.op.partition.delete_before(1)

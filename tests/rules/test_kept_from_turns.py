@@ -6,12 +6,12 @@ import pytest
 
 from tests.kit.logs import START_MS, Logs, half_of, id_of, marker_of, replayed
 from txbroker.core.ledger import Ledger
-from txbroker.core.promotion import TurnLimits
+from txbroker.core.promotion import PromotionLimits
 from txbroker.core.records import Cause, State
 from txbroker.errors import InvariantBroken
 from txbroker.proxy.partition.targets import Trouble
 
-LIMITS = TurnLimits(transactions_max=50, bytes_max=4000, deferred_max=30)
+LIMITS = PromotionLimits(transactions_max=50, bytes_max=4000, deferred_max=30)
 SILENT = Cause("no_answer", "its leader is silent", "t", 0, passing=True)
 POISON = Cause("bad_timestamp", "it is ahead", "t", 0)
 GONE = Cause("unknown_topic", "create it", "t", 0)

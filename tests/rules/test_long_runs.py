@@ -20,7 +20,7 @@ from tests.rules.rules_world import (
     without_offset,
     without_time,
 )
-from txbroker.contract.service import Answer, DecideRequest, Standing
+from txbroker.contract.service import Answer, DecideRequest, TransactionStatus
 from txbroker.core.records import Decision, Half, Record, State
 from txbroker.core.routing import make_id
 from txbroker.core.transaction import places
@@ -101,8 +101,8 @@ async def test_a_refused_run_is_split_down_to_what_the_broker_does_not_take(
     world.partition.half.script.extend([poison] * 10_000)
     answers = await prepare(owner, run)
     assert {n for n, each in enumerate(answers) if isinstance(each, TooLarge)} == bad
-    assert [each for each in answers if isinstance(each, Standing)] == [
-        Standing(id, State.PENDING, None, True) for id in taken
+    assert [each for each in answers if isinstance(each, TransactionStatus)] == [
+        TransactionStatus(id, State.PENDING, None, True) for id in taken
     ]
     assert stored(world) == taken
     assert list(owner.ledger.transactions) == taken
@@ -210,7 +210,7 @@ async def test_a_run_of_several_batches_is_stored_once_in_order(
 
     world.partition.half.script.extend([as_it_is, between, middle, as_it_is])
     answers = await prepare(owner, run)
-    assert [(each.id, each.state) for each in answers if isinstance(each, Standing)] == [
+    assert [(each.id, each.state) for each in answers if isinstance(each, TransactionStatus)] == [
         (id, State.PENDING) for id in ids
     ]
     found = stored(world)
@@ -247,8 +247,10 @@ async def test_what_was_not_answered_of_a_run_is_repeated_without_harm(
     answers = await decide(owner, ids, Decision.COMMIT)
     assert kinds(answers)[second] == ["owner_unavailable"] * appender.BATCH_RECORDS_MAX
     again = await decide(owner, ids, Decision.COMMIT)
-    assert {each.decision for each in again if isinstance(each, Standing)} == {Decision.COMMIT}
-    assert len([each for each in again if isinstance(each, Standing)]) == LONG
+    assert {each.decision for each in again if isinstance(each, TransactionStatus)} == {
+        Decision.COMMIT
+    }
+    assert len([each for each in again if isinstance(each, TransactionStatus)]) == LONG
     contrary = await decide(owner, ids, Decision.ROLLBACK)
     assert set(kinds(contrary)) == {"already_decided"}
 
@@ -286,7 +288,7 @@ async def test_a_run_is_cut_where_its_owner_is_suspended(world: World) -> None:
     owner.resume()
     answers = await prepare(owner, run)
     assert kinds(answers) == ["pending"] * LONG
-    assert [each.created for each in answers if isinstance(each, Standing)] == [
+    assert [each.created for each in answers if isinstance(each, TransactionStatus)] == [
         *[False] * first,
         *[True] * (LONG - first),
     ]

@@ -36,7 +36,7 @@ from txbroker.checkers.base import (
 from txbroker.checkers.runner import CheckRunner
 from txbroker.core.decoding import decode_kept
 from txbroker.core.encoding import MarkerRow
-from txbroker.core.outcome import Effect, Outcome
+from txbroker.core.outcome import ApplyResult, Effect
 from txbroker.core.records import (
     CheckPolicy,
     CheckReason,
@@ -263,7 +263,7 @@ async def test_a_surprise_in_parking_stops_the_partition(
     owner, _, runner = await asking(world, silent)
     write = owner._op.append_one
 
-    async def surprised(row: MarkerRow) -> Outcome:
+    async def surprised(row: MarkerRow) -> ApplyResult:
         if row.marker.kind is MarkerKind.PARK:
             raise ValueError("a surprise")
         return await write(row)

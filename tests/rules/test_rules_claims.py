@@ -31,10 +31,10 @@ from txbroker.core.decoding import decode_checkpoint
 from txbroker.core.encoding import encode_half, encode_marker, encode_progress
 from txbroker.core.records import (
     RECORD_VERSION,
+    Checkpoint,
     Claim,
     Decision,
     MarkerKind,
-    Progress,
     Record,
     State,
 )
@@ -251,7 +251,7 @@ async def test_a_recreated_log_that_has_grown_past_progress_is_refused(
 async def test_a_log_that_ends_before_the_last_record_that_was_read_is_refused(
     world: World, topic: str
 ) -> None:
-    """Progress can lie below what was read when it was written: the rest must be there too."""
+    """A checkpoint can lie below what was read when it was written: the rest must be read."""
     owner = await world.owner()
     ids = [await world.committed(owner) for _ in range(2)]
     await until(lambda: world.visible() == ids)
@@ -573,5 +573,5 @@ async def through(broker: Broker, world: World, partition: int) -> None:
     await broker.decide(DecideRequest(id, Decision.COMMIT, wait=True))
 
 
-def _commit_progress(world: World, progress: Progress) -> None:
+def _commit_progress(world: World, progress: Checkpoint) -> None:
     world.kafka.transact("txbroker.checkpoint", 0, [encode_progress(progress)])

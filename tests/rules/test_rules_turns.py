@@ -21,7 +21,7 @@ from tests.rules.rules_world import (
     until,
 )
 from tests.rules.twins import Twins
-from txbroker.core.promotion import TurnLimits
+from txbroker.core.promotion import PromotionLimits
 from txbroker.core.records import Cause, Message, Record, State
 from txbroker.door.protocols import (
     Appended,
@@ -63,7 +63,7 @@ def test_transactional_ids_are_of_the_installation_and_times_are_short() -> None
 
 @pytest.mark.rule(13)
 async def test_a_transaction_is_in_one_turn_whole(world: World) -> None:
-    owner = await world.owner(turns=TurnLimits(transactions_max=1, bytes_max=1))
+    owner = await world.owner(turns=PromotionLimits(transactions_max=1, bytes_max=1))
     ids = [
         await world.committed(owner, message("a"), message("b", at=1), message("c", topic="u"))
         for _ in range(3)
@@ -286,7 +286,7 @@ async def test_deferred_ones_below_progress_are_promoted_by_the_next_owner_once(
 
 @pytest.mark.rule(17)
 async def test_a_full_list_stops_promotion_and_prepares_are_overloaded(world: World) -> None:
-    owner = await world.owner(turns=TurnLimits(deferred_max=2))
+    owner = await world.owner(turns=PromotionLimits(deferred_max=2))
     world.kafka.set_leaderless("t", 0)
     ids = [await world.prepared(owner) for _ in range(4)]
     beside = await world.prepared(owner, message("beside", at=1, key=b"other"))

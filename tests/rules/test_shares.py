@@ -6,7 +6,7 @@ import pytest
 
 from tests.rules.rules_world import WINDOW_MS, World, commit, message, prepare, roll_back, until
 from txbroker.core import settled
-from txbroker.core.promotion import TurnLimits
+from txbroker.core.promotion import PromotionLimits
 from txbroker.core.segment import SEGMENT_BYTES
 from txbroker.errors import Overloaded
 from txbroker.principals import Directory, Patterns, Principal, Role
@@ -67,7 +67,7 @@ async def test_what_no_target_takes_counts_too(world: World, trouble: str) -> No
 
 async def test_one_share_does_not_fill_the_list_of_deferred_ones(world: World) -> None:
     world.principals = directory("shop", "bank")
-    owner = await world.owner(turns=TurnLimits(deferred_max=5))
+    owner = await world.owner(turns=PromotionLimits(deferred_max=5))
     world.kafka.set_leaderless("t", 0)
     for number in range(4):
         await world.committed(owner, group=f"shop-{number}")

@@ -8,8 +8,14 @@ from typing import Any
 
 import pytest
 
-from txbroker.core.records import RECORD_VERSION, Claim, Progress, Record
-from txbroker.door.protocols import Fenced, PartitionDoor, PromotionTxn, PromotionTxnLost, Target
+from txbroker.core.records import RECORD_VERSION, Checkpoint, Claim, Record
+from txbroker.door.protocols import (
+    Fenced,
+    PartitionDoor,
+    PromotionTxn,
+    PromotionTxnLost,
+    TargetRecord,
+)
 from txbroker.testing.door import MemoryDoor
 from txbroker.testing.memory import MemoryKafka
 
@@ -43,8 +49,8 @@ class Stepped:
 
 def turn(claim: str) -> PromotionTxn:
     """Return the turn that promotes the only transaction there is."""
-    target = Target("t", 0, Record(b"k", b"v"))
-    return PromotionTxn((target,), (), Progress(RECORD_VERSION, claim, 1, 1))
+    target = TargetRecord("t", 0, Record(b"k", b"v"))
+    return PromotionTxn((target,), (), Checkpoint(RECORD_VERSION, claim, 1, 1))
 
 
 async def own(door: PartitionDoor, name: str) -> str:
@@ -60,7 +66,7 @@ async def own(door: PartitionDoor, name: str) -> str:
 
 async def can_write(door: PartitionDoor, name: str) -> bool:
     """Say whether an owner can still get something visible."""
-    empty = PromotionTxn((), (), Progress(RECORD_VERSION, name, 1, 1))
+    empty = PromotionTxn((), (), Checkpoint(RECORD_VERSION, name, 1, 1))
     try:
         await (await door.write(empty)).committed()
     except (Fenced, PromotionTxnLost):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from txbroker.core.outcome import Effect, Outcome
+from txbroker.core.outcome import ApplyResult, Effect
 from txbroker.core.transaction import Transaction
 
 
@@ -12,7 +12,7 @@ class Told:
     """`PartitionEvents` that remembers everything."""
 
     def __init__(self) -> None:
-        self.outcomes: list[Outcome] = []
+        self.outcomes: list[ApplyResult] = []
         self.promotions: list[str] = []
         self.refusals: list[str] = []
         self.decisions: list[str] = []
@@ -23,7 +23,7 @@ class Told:
         self.snapshots: list[int] = []
         self.snapshot_failures = 0
 
-    def outcome(self, outcome: Outcome) -> None:
+    def outcome(self, outcome: ApplyResult) -> None:
         """A record changed nothing."""
         self.outcomes.append(outcome)
 

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any, cast
 
-from txbroker.core.records import Cause, Progress, Record
-from txbroker.door.protocols import PromotionTxn, Target
+from txbroker.core.records import Cause, Checkpoint, Record
+from txbroker.door.protocols import PromotionTxn, TargetRecord
 from txbroker.kafka.client.client import Client, Patience
 from txbroker.kafka.client.producer import Producer, Stored
 from txbroker.kafka.client.settings import KafkaSettings
@@ -93,8 +93,10 @@ class Twins:
 
     async def write(self, number: int) -> KafkaPromotionTxn:
         """Write a turn."""
-        promoted = (Target("t", 0, Record(b"k", b"v", (), 1)),)
-        return await self.writer.write(PromotionTxn(promoted, (), Progress(1, "c", number, number)))
+        promoted = (TargetRecord("t", 0, Record(b"k", b"v", (), 1)),)
+        return await self.writer.write(
+            PromotionTxn(promoted, (), Checkpoint(1, "c", number, number))
+        )
 
     async def _leader(self, topic: str, partition: int) -> int:
         return 1

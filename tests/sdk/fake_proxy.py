@@ -15,8 +15,8 @@ from aiohttp import WSMsgType, web
 
 from txbroker.contract.frames import (
     AskEarly,
-    Check,
     CheckAnswer,
+    CheckQuestion,
     Decide,
     Drain,
     Failure,
@@ -24,7 +24,7 @@ from txbroker.contract.frames import (
     Hello,
     Owners,
     Prepare,
-    Standing,
+    Status,
     Welcome,
     decode_from_producer,
     encode_frame,
@@ -135,7 +135,7 @@ class FakeSession:
         answer: asyncio.Future[CheckAnswer] = asyncio.get_running_loop().create_future()
         self.answers[number] = answer
         group = self.hello.group if self.hello else ""
-        question = Check(
+        question = CheckQuestion(
             number, transaction_id, group, attempt, 15, CheckReason.DUE, 1_700_000_000_500, messages
         )
         await self.send(question)
@@ -194,15 +194,15 @@ class FakeCluster:
 
     # --- what operations do ---------------------------------------------------------------
 
-    def prepare(self, operation: Prepare, group: str) -> Standing | Failure:
+    def prepare(self, operation: Prepare, group: str) -> Status | Failure:
         stored = self.transactions.get(operation.id)
         if stored is None:
             stored = self.transactions[operation.id] = Stored(operation, group)
         elif stored.prepare.messages != operation.messages:
             return Failure(operation.call, "id_conflict", "other content")
-        return Standing(operation.call, operation.id, stored.state, stored.decision)
+        return Status(operation.call, operation.id, stored.state, stored.decision)
 
-    def decide(self, operation: Decide, group: str) -> Standing | Failure:
+    def decide(self, operation: Decide, group: str) -> Status | Failure:
         stored = self.transactions.get(operation.id)
         if stored is None:
             return Failure(operation.call, "not_found", "no such transaction")
@@ -218,7 +218,7 @@ class FakeCluster:
             return Failure(operation.call, "already_decided", f"it is {stored.decision}")
         if operation.wait:
             stored.state = State.PROMOTED
-        return Standing(operation.call, operation.id, stored.state, stored.decision)
+        return Status(operation.call, operation.id, stored.state, stored.decision)
 
 
 class FakeProxy:
@@ -377,14 +377,12 @@ class FakeProxy:
                 await session.send(answer)
 
     async def _answer_late(
-        self, session: FakeSession, answer: Standing | Failure, gate: asyncio.Event
+        self, session: FakeSession, answer: Status | Failure, gate: asyncio.Event
     ) -> None:
         await gate.wait()
         await session.send(answer)
 
-    def _do(
-        self, session: FakeSession, operation: Prepare | Decide | AskEarly
-    ) -> Standing | Failure:
+    def _do(self, session: FakeSession, operation: Prepare | Decide | AskEarly) -> Status | Failure:
         group = session.hello.group if session.hello else ""
         if self.cluster.owners[parse_id(operation.id).partition] != self.url:
             return Failure(operation.call, "owner_unavailable", "another proxy owns it")
@@ -396,4 +394,4 @@ class FakeProxy:
         if stored is None:
             return Failure(operation.call, "not_found", "no such transaction")
         stored.asked_early.append(operation.reason)
-        return Standing(operation.call, operation.id, stored.state, stored.decision)
+        return Status(operation.call, operation.id, stored.state, stored.decision)

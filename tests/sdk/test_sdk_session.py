@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import pytest
 
-from txbroker.contract.frames import Prepare, Standing, Welcome, decode_from_producer
+from txbroker.contract.frames import Prepare, Status, Welcome, decode_from_producer
 from txbroker.core.records import Message, State
 from txbroker.sdk.session import Session, SessionLost
 
@@ -51,7 +51,7 @@ async def test_what_nobody_waits_for_any_more_is_not_sent() -> None:
     assert sent(session) == [0, 2]
     session.forget(0)
     assert not session.quiet
-    session._take([Standing(2, f"{2:026}", State.PENDING)])
+    session._take([Status(2, f"{2:026}", State.PENDING)])
     assert answers[2].result().call == 2
     assert session.quiet
     session.send(prepare(4), 0, due_s)

@@ -234,7 +234,7 @@ class Socket:
                 data = await asyncio.wait_for(self._socket.receive_bytes(), 10)
                 self._waiting.extend(wire.decode_from_proxy(data))
             found = self._waiting.pop(0)
-            if not isinstance(found, wire.Clock | wire.Owners):
+            if not isinstance(found, wire.ClockUpdate | wire.Owners):
                 return found
 
     async def ended(self) -> bool:

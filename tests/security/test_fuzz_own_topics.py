@@ -41,10 +41,10 @@ from txbroker.core.encoding import (
 from txbroker.core.records import (
     RECORD_VERSION,
     Anchor,
+    Checkpoint,
     Claim,
-    Kept,
     Message,
-    Progress,
+    ParkedCopy,
     Record,
     State,
 )
@@ -65,7 +65,7 @@ CASES = 100_000 if LONG else 10_000
 SEEDS = range(8 if LONG else 2)
 """One test takes all of them, so that a long run has the same rows as a short one."""
 MINE = Claim(RECORD_VERSION, "mine", "one", "")
-PROGRESS = Progress(RECORD_VERSION, "mine", 5, 5, Anchor(4, START_MS), Anchor(4, START_MS))
+PROGRESS = Checkpoint(RECORD_VERSION, "mine", 5, 5, Anchor(4, START_MS), Anchor(4, START_MS))
 OWN = ("half", "op", "checkpoint", "parked", "groups", "audit")
 
 
@@ -78,7 +78,7 @@ def templates() -> list[Record]:
         order_key="o",
         dedup_key="d",
     )
-    kept = [Kept(half, 0, START_MS, state) for state in State]
+    kept = [ParkedCopy(half, 0, START_MS, state) for state in State]
     return [
         *encode_half(half),
         *encode_contents(half, half.messages),

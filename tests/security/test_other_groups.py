@@ -200,7 +200,7 @@ async def test_answers_to_another_groups_checks(installation: Installation) -> N
             assert isinstance(await bank.hello("bank"), wire.Welcome)
             id = await installation.prepared("bank", check_after_s=0.1)
             check = await bank.next()
-            assert isinstance(check, wire.Check)
+            assert isinstance(check, wire.CheckQuestion)
             assert check.id == id
             await shop.send(
                 *(wire.CheckAnswer(call, Decision.COMMIT) for call in range(1, check.call + 50))
@@ -293,7 +293,7 @@ async def test_a_session_decides_as_its_principal(installation: Installation) ->
         ids = [await installation.prepared("shop") for _ in range(8)]
         id = [id for id in ids if await owned_at(installation, id, url)][0]  # noqa: RUF015
         standing = await socket.ask(wire.Decide(1, id, Decision.COMMIT))
-        assert isinstance(standing, wire.Standing)
+        assert isinstance(standing, wire.Status)
         assert (await installation.view(id))["by"] == "shop"
 
 
@@ -334,7 +334,7 @@ async def test_a_viewer_of_the_console(installation: Installation, record_proper
         assert isinstance(await bank.hello("bank-viewed"), wire.Welcome)
         parked = await installation.prepared("bank", group="bank-viewed")
         check = await bank.next()
-        assert isinstance(check, wire.Check)
+        assert isinstance(check, wire.CheckQuestion)
         await bank.send(wire.CheckAnswer(check.call, Decision.UNKNOWN))
         await installation.reaches(parked, "parked")
     refused = await installation.prepared("bank", group="bank-viewed")

@@ -100,12 +100,12 @@ async def test_frames_of_a_session(installation: Installation, record_property: 
         async with installation.socket("shop", url) as socket:
             assert isinstance(await socket.hello("shop"), wire.Welcome)
             standing = await socket.ask(prepare)
-            assert isinstance(standing, wire.Standing)
+            assert isinstance(standing, wire.Status)
             changed = await socket.ask(wire.Prepare(2, id, (Message("shop.orders", None, b"x"),)))
             assert isinstance(changed, wire.Failure)
             assert changed.code == "id_conflict"
             decided = await socket.ask(wire.Decide(3, id, Decision.COMMIT))
-            assert isinstance(decided, wire.Standing), number
+            assert isinstance(decided, wire.Status), number
             contrary = await socket.ask(wire.Decide(4, id, Decision.ROLLBACK))
             assert isinstance(contrary, wire.Failure)
             assert contrary.code == "already_decided"

@@ -13,7 +13,7 @@ from msgspec import Struct
 
 from tests.simulator.sim_loop import PROCESS
 from tests.simulator.sim_network import Network
-from txbroker.core.assignor import owners, share_out
+from txbroker.core.assignor import assign, owners
 from txbroker.core.records import RECORD_VERSION
 from txbroker.door.protocols import Assignment, Membership
 from txbroker.errors import KafkaUnavailable
@@ -82,7 +82,7 @@ class Group:
     def _share(self) -> None:
         self.generation += 1
         before = {name: place.owned for name, place in self._places.items()}
-        for name, share in share_out(self._partitions, before).items():
+        for name, share in assign(self._partitions, before).items():
             self._places[name].owned = share
         shown = {name: sorted(place.owned) for name, place in self._places.items()}
         self.network.note(f"group: generation {self.generation} {shown}")

@@ -22,7 +22,12 @@ from txbroker.checkers.base import (
     already,
 )
 from txbroker.contract.frames import FRAME_OPERATIONS_MAX
-from txbroker.contract.service import DecideRequest, PrepareRequest, Standing, TransactionView
+from txbroker.contract.service import (
+    DecideRequest,
+    PrepareRequest,
+    TransactionStatus,
+    TransactionView,
+)
 from txbroker.core.records import Decision, Message, Source
 from txbroker.core.routing import make_id, order_hash
 from txbroker.errors import OwnerUnavailable, RequestError
@@ -196,7 +201,7 @@ class Shop:
             call.result = "unknown"
         else:
             call.result = "ok"
-            if isinstance(answer, Standing):
+            if isinstance(answer, TransactionStatus):
                 call.id, call.state = answer.id, str(answer.state)
         call.ended = self.now_s()
         self.network.note(f"client: {what} {token} at {proxy.name}: {call.result} {call.code}")
@@ -239,7 +244,7 @@ class Shop:
     async def operate(self, what: str, id: str) -> None:
         """Decide a parked transaction by hand, as the business database says, or revive it."""
 
-        async def revive(broker: Broker) -> Standing:
+        async def revive(broker: Broker) -> TransactionStatus:
             return await broker.revive(id, by="operator", reason="simulated")
 
         if what == "revive":
@@ -248,7 +253,7 @@ class Shop:
         there = self.rows.setdefault(id, "barrier") == "row"
         decision = Decision.COMMIT if there else Decision.ROLLBACK
 
-        async def decide(broker: Broker) -> Standing:
+        async def decide(broker: Broker) -> TransactionStatus:
             return await broker.decide(
                 DecideRequest(id=id, decision=decision, source=Source.OPERATOR, by="operator")
             )
@@ -540,7 +545,7 @@ class Lane:
                 group.create_task(self._say(token, id, decision, replaced))
 
     async def _ask_for_check(self, token: str, id: str) -> None:
-        async def work(broker: Broker) -> Standing:
+        async def work(broker: Broker) -> TransactionStatus:
             return await broker.check(id, by="client")
 
         await self._shop.insist("check", token, id, work)

@@ -24,10 +24,10 @@ from txbroker.core.records import (
     CheckPolicy,
     Half,
     Header,
-    Kept,
     Marker,
     MarkerKind,
     Message,
+    ParkedCopy,
     Record,
     Source,
     State,
@@ -250,7 +250,7 @@ def nearly_ours(draw: st.DrawFn) -> Record:
     elif number == 1:
         record = encode_marker(some_marker(rng))
     elif number == 2:
-        kept = Kept(half, 7, AT_MS, rng.choice(list(State)), None, 5)
+        kept = ParkedCopy(half, 7, AT_MS, rng.choice(list(State)), None, 5)
         record = rng.choice((*encode_kept(kept), *kept_tombstones(half.id, 2)))
     else:
         message = half.messages[0]

@@ -22,9 +22,9 @@ from txbroker.core.encoding import encode_half, encode_kept, encode_marker
 from txbroker.core.records import (
     RECORD_VERSION,
     CheckPolicy,
-    Kept,
     Marker,
     MarkerKind,
+    ParkedCopy,
     Record,
     State,
 )
@@ -214,7 +214,7 @@ async def refused_badly(p: Planting) -> None:
     """Refused, and not kept as it should be, or visible."""
     torn = p.make(p.message(), p.message(p.bills))
     offset, at_ms = await p.store(torn)
-    kept = Kept(torn, offset, at_ms, State.REFUSED, None, await p.commit(torn))
+    kept = ParkedCopy(torn, offset, at_ms, State.REFUSED, None, await p.commit(torn))
     p.put_parked(partition_of(torn), encode_kept(kept)[:1])
     p.expect(torn.id, "refused, half of it is kept", "refused", "not_kept")
     shown = p.make(p.message(), p.message(p.bills))

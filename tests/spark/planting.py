@@ -39,10 +39,10 @@ from txbroker.core.records import (
     CheckPolicy,
     Half,
     Header,
-    Kept,
     Marker,
     MarkerKind,
     Message,
+    ParkedCopy,
     Record,
     Source,
     State,
@@ -305,7 +305,7 @@ class Planting:
         if state is State.REFUSED:
             first = half.messages[0]
             cause = Cause("unknown_topic", "it is not there", first.topic, first.partition or 0)
-        kept = Kept(half, stored[0], stored[1], state, cause, decided_ms)
+        kept = ParkedCopy(half, stored[0], stored[1], state, cause, decided_ms)
         self.put_parked(partition_of(half), encode_kept(kept))
 
     def release(self, half: Half) -> None:

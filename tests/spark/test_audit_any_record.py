@@ -25,10 +25,10 @@ from txbroker.core.encoding import (
 from txbroker.core.records import (
     RECORD_VERSION,
     Half,
-    Kept,
     Marker,
     MarkerKind,
     Message,
+    ParkedCopy,
     Record,
     State,
 )
@@ -343,7 +343,7 @@ def test_a_target_that_does_not_exist_is_named_in_any_run(
     _, prepared, marker, promoted = whole(1)
     lost, back, kept = whole(2), whole(3), whole(4)
     rollback = encode_marker(Marker(1, MarkerKind.ROLLBACK, back[0].id, group="g"))
-    copy = encode_kept(Kept(kept[0], 0, AT_MS, State.REFUSED, None, AT_MS))[0]
+    copy = encode_kept(ParkedCopy(kept[0], 0, AT_MS, State.REFUSED, None, AT_MS))[0]
     topics = {
         NAMES.half: [prepared, lost[1], back[1], kept[1]],
         NAMES.op: [marker, lost[2], rollback, kept[2]],

@@ -40,10 +40,10 @@ from txbroker.core.encoding import (
 from txbroker.core.records import (
     Cause,
     Header,
-    Kept,
     Marker,
     MarkerKind,
     Message,
+    ParkedCopy,
     Record,
     State,
 )
@@ -206,7 +206,7 @@ def test_parked_facts_are_what_the_codec_reads(spark: SparkSession, seed: int) -
     for state in (State.PENDING, State.PARKED, State.REFUSED, State.COMMITTED) * 15:
         half = some_half(rng)
         cause = Cause("unknown_topic", "not there", "t", 0) if state is State.REFUSED else None
-        good += encode_kept(Kept(half, 7, AT_MS, state, cause, 5))
+        good += encode_kept(ParkedCopy(half, 7, AT_MS, state, cause, 5))
         good += kept_tombstones(half.id, len(half.messages))
     records = good + [damaged(rng, rng.choice(good)) for _ in range(150)]
     records += [
@@ -279,7 +279,7 @@ def test_a_copy_holds_what_its_half_message_holds(spark: SparkSession) -> None:
     for state in (State.PENDING, State.PARKED, State.REFUSED) * 40:
         half = some_half(rng)
         halves += encode_half(half)
-        copies += encode_kept(Kept(half, 7, AT_MS, state, None, 5))
+        copies += encode_kept(ParkedCopy(half, 7, AT_MS, state, None, 5))
     before = rows_of(half_facts(frame(spark, halves)))
     dropped = kept_tombstones(make_id(PARTITION, AT_MS, 1), 1)
     after = rows_of(parked_facts(frame(spark, [*copies, *dropped])))

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from txbroker.core.records import RECORD_VERSION, Claim, Progress, Record
-from txbroker.door.protocols import PromotionTxn, PromotionTxnLost, Target
+from txbroker.core.records import RECORD_VERSION, Checkpoint, Claim, Record
+from txbroker.door.protocols import PromotionTxn, PromotionTxnLost, TargetRecord
 from txbroker.testing.door import MemoryDoor
 from txbroker.testing.memory import MemoryKafka
 
@@ -14,8 +14,8 @@ def claim(name: str) -> Claim:
     return Claim(RECORD_VERSION, name, "one", "http://127.0.0.1:1")
 
 
-def turn(op: int, *promoted: Target) -> PromotionTxn:
-    return PromotionTxn(promoted, (), Progress(RECORD_VERSION, "mine", op, op))
+def turn(op: int, *promoted: TargetRecord) -> PromotionTxn:
+    return PromotionTxn(promoted, (), Checkpoint(RECORD_VERSION, "mine", op, op))
 
 
 async def started(kafka: MemoryKafka) -> MemoryDoor:
@@ -33,9 +33,11 @@ async def test_a_turn_after_the_ids_were_forgotten_leads_to_a_claim() -> None:
     kafka.forget_transactional_ids()
     for _ in range(2):
         with pytest.raises(PromotionTxnLost):
-            await partition.write(turn(2, Target("target", 0, Record(b"lost", b""))))
+            await partition.write(turn(2, TargetRecord("target", 0, Record(b"lost", b""))))
     assert (await partition.claim(claim("again"))).progress == turn(1).progress
-    await (await partition.write(turn(2, Target("target", 0, Record(b"seen", b""))))).visible()
+    await (
+        await partition.write(turn(2, TargetRecord("target", 0, Record(b"seen", b""))))
+    ).visible()
     assert [record.key for record in kafka.visible("target")] == [b"seen"]
 
 

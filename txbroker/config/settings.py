@@ -22,7 +22,7 @@ from txbroker.config.addresses import PORT_MAX, Address, with_later_port
 from txbroker.config.kafka import KafkaAccess, secret_settings
 from txbroker.contract.frames import FRAME_BYTES_MAX
 from txbroker.core.encoding import DEFAULT_PREFIX, OWN_TOPICS
-from txbroker.core.index import part_of
+from txbroker.core.index import share_max
 from txbroker.core.segment import ROW_BYTES
 from txbroker.errors import ConfigurationError
 
@@ -171,7 +171,7 @@ class Settings(ListenerAccess, KafkaAccess):
         "`partitions` together, which take 700 MB, but 250,000 in each at least.",
     )
     pending_group_max: Count = Field(
-        default_factory=lambda given: part_of(given["pending_max"]),
+        default_factory=lambda given: share_max(given["pending_max"]),
         description="The same for one share: one group, or all groups of one principal, so that "
         "one that never decides leaves room for others; more prepares of it are "
         "`overloaded`. Not given: four fifths of `pending_max`.",
@@ -521,7 +521,7 @@ def _check_sizes(settings: Settings) -> None:
         ("session_in_flight_bytes_max", "in_flight_bytes_max",
          settings.session_in_flight_bytes_max, settings.in_flight_bytes_max),
         ("request_bytes_max", f"{part}{prepares}in_flight_bytes_max", settings.request_bytes_max,
-         part_of(in_flight) if part else in_flight),
+         share_max(in_flight) if part else in_flight),
         ("frame_bytes_max", "half of in_flight_bytes_max", settings.frame_bytes_max,
          int(settings.in_flight_bytes_max * RECEIVING_SHARE)),
         ("transaction_bytes_max", "bodies_bytes_max", settings.transaction_bytes_max,

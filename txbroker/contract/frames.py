@@ -78,7 +78,7 @@ class AskEarly(_Operation, frozen=True, tag="ask"):
 
 
 class CheckAnswer(_Operation, frozen=True, tag="answer"):
-    """Answer a `Check`. `decision` None: this process could not take the question (busy or
+    """Answer a `CheckQuestion`. `decision` None: this process could not take the question (busy or
     draining), nobody was asked."""
 
     call: int
@@ -95,7 +95,7 @@ class Drain(_Operation, frozen=True, tag="drain"):
 FromProducer: TypeAlias = Hello | Prepare | Decide | AskEarly | CheckAnswer | Drain
 
 
-class Unreadable(msgspec.Struct, frozen=True):
+class UnreadableCall(msgspec.Struct, frozen=True):
     """A call of a producer of which no more reads than its number, and why: that call is refused,
     the others of its frame are not."""
 
@@ -103,7 +103,7 @@ class Unreadable(msgspec.Struct, frozen=True):
     why: str
 
 
-Received: TypeAlias = FromProducer | Unreadable
+Received: TypeAlias = FromProducer | UnreadableCall
 
 
 class _Call(msgspec.Struct, frozen=True, array_like=True):
@@ -147,13 +147,13 @@ class Owners(_Operation, frozen=True, tag="owners"):
     owners: tuple[str, ...]
 
 
-class Clock(_Operation, frozen=True, tag="clock"):
+class ClockUpdate(_Operation, frozen=True, tag="clock"):
     """The proxy's clock again, once a minute."""
 
     now_ms: int
 
 
-class Standing(_Operation, frozen=True, tag="standing"):
+class Status(_Operation, frozen=True, tag="standing"):
     """A call's answer: where the transaction stands now."""
 
     call: int
@@ -171,7 +171,7 @@ class Failure(_Operation, frozen=True, tag="failure"):
     details: dict[str, str] = {}
 
 
-class Check(_Operation, frozen=True, tag="check"):
+class CheckQuestion(_Operation, frozen=True, tag="check"):
     """Check-back: what became of this transaction? Answered by `CheckAnswer`."""
 
     call: int
@@ -184,7 +184,7 @@ class Check(_Operation, frozen=True, tag="check"):
     messages: tuple[Message, ...]
 
 
-FromProxy: TypeAlias = Welcome | Owners | Clock | Standing | Failure | Check
+FromProxy: TypeAlias = Welcome | Owners | ClockUpdate | Status | Failure | CheckQuestion
 
 encode_frame = msgspec.msgpack.Encoder().encode
 decode_from_producer = msgspec.msgpack.Decoder(list[FromProducer]).decode
@@ -210,7 +210,7 @@ def decode_each(frame: bytes) -> list[Received]:
             head, refused = _decode_call(part), refused + 1
             if head.name not in _CALLS or refused > FRAME_OPERATIONS_MAX:
                 raise
-            found.append(Unreadable(head.call, f"the {head.name} does not read: {error}"[:200]))
+            found.append(UnreadableCall(head.call, f"the {head.name} does not read: {error}"[:200]))
     return found
 
 

@@ -62,7 +62,7 @@ class DecideRequest(Struct, frozen=True):
     wait_s: float = 0.0
 
 
-class Standing(Struct, frozen=True):
+class TransactionStatus(Struct, frozen=True):
     """Where a transaction stands. `created` is True where this very call stored it."""
 
     id: str
@@ -71,7 +71,7 @@ class Standing(Struct, frozen=True):
     created: bool = False
 
 
-Answer: TypeAlias = Standing | RequestError
+Answer: TypeAlias = TransactionStatus | RequestError
 """What became of one operation of a run."""
 
 
@@ -165,7 +165,7 @@ class ListRequest(Struct, frozen=True):
     groups_denied: tuple[str, ...] = ()
 
 
-class Page(Struct, frozen=True):
+class TransactionPage(Struct, frozen=True):
     """A part of a list; `next_cursor` None where it ends."""
 
     transactions: tuple[TransactionView, ...]
@@ -318,15 +318,17 @@ class Service(Protocol):
         """
         ...
 
-    async def prepare(self, request: PrepareRequest) -> Standing:
+    async def prepare(self, request: PrepareRequest) -> TransactionStatus:
         """Store a half message; answered after the brokers have it (acks=all)."""
         ...
 
-    async def decide(self, request: DecideRequest) -> Standing:
+    async def decide(self, request: DecideRequest) -> TransactionStatus:
         """Write a marker; answered when the ledger has applied it."""
         ...
 
-    async def check(self, id: str, *, by: str = "", reason: str = "", group: str = "") -> Standing:
+    async def check(
+        self, id: str, *, by: str = "", reason: str = "", group: str = ""
+    ) -> TransactionStatus:
         """Pull the next attempt forward, never the last of a round.
 
         Args:
@@ -334,7 +336,7 @@ class Service(Protocol):
         """
         ...
 
-    async def revive(self, id: str, *, by: str = "", reason: str = "") -> Standing:
+    async def revive(self, id: str, *, by: str = "", reason: str = "") -> TransactionStatus:
         """Make a parked transaction pending again, or try a refused one again at once."""
         ...
 
@@ -342,7 +344,7 @@ class Service(Protocol):
         """Return all that is known of a transaction."""
         ...
 
-    async def list(self, request: ListRequest) -> Page:
+    async def list(self, request: ListRequest) -> TransactionPage:
         """Return transactions that are not settled, or settled but still in the window.
 
         Each without its checks and timeline; `find` has those.

@@ -5,6 +5,6 @@ from functools import lru_cache
 
 
 @lru_cache(maxsize=10_000)
-def alike(text: str) -> str:
+def intern(text: str) -> str:
     """Return an equal text, the same object each time as long as it is in use."""
     return text

@@ -7,14 +7,14 @@ NOBODY = ""
 """The URL of a partition's owner, or of a proxy, that nobody knows."""
 
 
-class Held(NamedTuple):
+class OwnedPartitions(NamedTuple):
     """What a member says that it owns, and in which generation of the group it was given that."""
 
     partitions: frozenset[int] = frozenset()
     generation: int = -1
 
 
-def settle(held: Mapping[str, Held]) -> dict[str, frozenset[int]]:
+def resolve_conflicts(held: Mapping[str, OwnedPartitions]) -> dict[str, frozenset[int]]:
     """Give each partition that several members say they own to the one that was given it last.
 
     The others were out of touch when it was given away.
@@ -27,7 +27,7 @@ def settle(held: Mapping[str, Held]) -> dict[str, frozenset[int]]:
     return settled
 
 
-def share_out(partitions: int, owned: Mapping[str, frozenset[int]]) -> dict[str, frozenset[int]]:
+def assign(partitions: int, owned: Mapping[str, frozenset[int]]) -> dict[str, frozenset[int]]:
     """Share partitions out evenly among members, leaving with each what it has.
 
     `owned` says what each member had. Shares differ by one at most; where some get one more, it

@@ -20,13 +20,13 @@ from txbroker.core.encoding import (
 )
 from txbroker.core.records import (
     RECORD_VERSION,
+    Checkpoint,
     CheckPolicy,
     Claim,
     Half,
     Marker,
     MarkerKind,
     Message,
-    Progress,
     Record,
     Skip,
 )
@@ -249,18 +249,18 @@ def _look_for_newer(value: bytes, what: str) -> None:
 # --- checkpoint ----------------------------------------------------------------------------------
 
 
-def decode_checkpoint(record: Record) -> Claim | Progress:
+def decode_checkpoint(record: Record) -> Claim | Checkpoint:
     """Return what a record of the checkpoint topic says.
 
     Raises:
         NewerVersion: a newer version wrote it.
         Malformed: it is neither a claim nor progress.
     """
-    kind: type[Claim] | type[Progress]
+    kind: type[Claim] | type[Checkpoint]
     if record.key == CLAIM_KEY:
         kind = Claim
     elif record.key == PROGRESS_KEY:
-        kind = Progress
+        kind = Checkpoint
     else:
         raise Malformed(f"unknown key {record.key!r}")
     try:

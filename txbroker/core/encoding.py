@@ -24,17 +24,17 @@ from msgspec import Struct
 from txbroker.core.records import (
     LOG_VERSION,
     Cause,
+    Checkpoint,
     CheckPolicy,
     Claim,
     Encoded,
     Half,
     Header,
     Headers,
-    Kept,
     Marker,
     Message,
+    ParkedCopy,
     Place,
-    Progress,
     Record,
     Skip,
     State,
@@ -379,7 +379,7 @@ def encode_claim(claim: Claim) -> Record:
     return Record(CLAIM_KEY, _encode_json(claim))
 
 
-def encode_progress(progress: Progress) -> Record:
+def encode_progress(progress: Checkpoint) -> Record:
     """Return the record that goes with every turn."""
     return Record(PROGRESS_KEY, _encode_json(progress))
 
@@ -414,7 +414,7 @@ def kept_key(id: str, sequence: int) -> bytes:
     return f"{id}/{sequence}".encode()
 
 
-def encode_kept(kept: Kept, version: int = LOG_VERSION) -> tuple[Record, ...]:
+def encode_kept(kept: ParkedCopy, version: int = LOG_VERSION) -> tuple[Record, ...]:
     """Return the records that keep a whole transaction.
 
     Key and null value of the user's message move into headers, because the parked topic is

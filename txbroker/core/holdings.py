@@ -8,11 +8,11 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Protocol
 
-from txbroker.core.alike import alike
-from txbroker.core.index import Line, ShareOf, Undecided, Use, own_share
+from txbroker.core.alike import intern
+from txbroker.core.index import GroupIndex, OffsetIndex, ShareOf, ShareUse, own_share
 from txbroker.core.lifecycle import UNDECIDED, Step
-from txbroker.core.outcome import Waiting
-from txbroker.core.records import Cause, Decision, Kept, Message, Progress, State
+from txbroker.core.outcome import MarkerEntry
+from txbroker.core.records import Cause, Checkpoint, Decision, Message, ParkedCopy, State
 from txbroker.core.routing import order_mark, parse_id
 from txbroker.core.segment import Segment
 from txbroker.core.settled import SettledWindow
@@ -32,7 +32,7 @@ class Watcher(Protocol):
         ...
 
 
-class Holdings:
+class TransactionIndex:
     """All transactions of one half partition that are not settled, and the recently settled.
 
     Args:
@@ -52,13 +52,13 @@ class Holdings:
         self._ready: dict[str, Transaction] = {}
         self._ready_in_order = True
         self._ready_to = -1
-        self._line = Line()
+        self._line = OffsetIndex()
         self._refused_topics: Counter[str] = Counter()
-        self._groups: dict[str, Undecided] = {}
+        self._groups: dict[str, GroupIndex] = {}
         self._dedup: dict[tuple[str, str], str] = {}
         self.undecided_count = 0
         """Pending and parked transactions."""
-        self.unsettled = Use()
+        self.unsettled = ShareUse()
         """What is not settled, by share."""
         self.share_of: ShareOf = own_share
         """Whose each group is; see `share_by`."""
@@ -75,7 +75,7 @@ class Holdings:
         """Whole bodies that are to be copied into the parked topic."""
         self.to_release: dict[str, Transaction] = {}
         """Rolled back: their copies in the parked topic are to be removed."""
-        self.waiting: dict[str, list[Waiting]] = {}
+        self.waiting: dict[str, list[MarkerEntry]] = {}
         """Markers before their half message, by id."""
         self._waiting_max = WAITING_SWEEP_MIN
         # All that is not settled up to this offset is kept.
@@ -116,7 +116,7 @@ class Holdings:
             self.undecided_count += 1
             undecided = self._groups.get(group)
             if undecided is None:
-                undecided = self._groups[group] = Undecided()
+                undecided = self._groups[group] = GroupIndex()
             undecided.enter(transaction)
             if state is State.PARKED:
                 self.parked[half.id] = transaction
@@ -130,7 +130,7 @@ class Holdings:
         self.settled.add_segment(segment)
         for each in segment.keyed():
             if each.dedup_key is not None:
-                self._hold_key((alike(each.group), each.dedup_key), each.id, each.offset)
+                self._hold_key((intern(each.group), each.dedup_key), each.id, each.offset)
 
     def _hold_key(self, key: tuple[str, str], id: str, offset: int) -> None:
         """Of several uses of one `dedup_key` the last prepared one holds it."""
@@ -152,10 +152,10 @@ class Holdings:
         if self.parked:
             self.parked.pop(half.id, None)
 
-    def _group(self, name: str) -> Undecided:
+    def _group(self, name: str) -> GroupIndex:
         found = self._groups.get(name)
         if found is None:
-            found = self._groups[name] = Undecided()
+            found = self._groups[name] = GroupIndex()
         return found
 
     def _hold_refused(self, transaction: Transaction) -> None:
@@ -236,7 +236,7 @@ class Holdings:
         self._hold_refused(transaction)
 
     def reconcile(
-        self, progress: Progress | None, kept: Iterable[Kept], unseen: Collection[str] = ()
+        self, progress: Checkpoint | None, kept: Iterable[ParkedCopy], unseen: Collection[str] = ()
     ) -> list[Transaction]:
         """After a claim, take over what earlier turns have committed.
 
@@ -255,7 +255,7 @@ class Holdings:
         self.promote_run(done)
         return done
 
-    def _take_copies(self, copies: dict[str, Kept]) -> None:
+    def _take_copies(self, copies: dict[str, ParkedCopy]) -> None:
         self.to_keep.clear()
         self.to_release.clear()
         self._kept_to = -1
@@ -276,7 +276,7 @@ class Holdings:
                 # Settled, maybe so long ago that it is forgotten, and the copy was left over.
                 self.to_release[id] = self.settled.shown.get(id) or from_copy(copy)
 
-    def _refused_before(self, transaction: Transaction, copy: Kept) -> None:
+    def _refused_before(self, transaction: Transaction, copy: ParkedCopy) -> None:
         """A turn has set it aside. Its commit marker may have fallen to retention since."""
         self._changing(transaction)
         if transaction.state in UNDECIDED:
@@ -287,7 +287,7 @@ class Holdings:
             self.to_keep.pop(transaction.id, None)
         self.refuse(transaction.id, copy.cause or _CAUSE_LOST)
 
-    def _done(self, progress: Progress) -> list[Transaction]:
+    def _done(self, progress: Checkpoint) -> list[Transaction]:
         # A refused one whose copy is gone: the turn that retried it was committed after all.
         retried = [each for each in self.refused.values() if not each.kept]
         deferred = frozenset(progress.deferred)
@@ -399,13 +399,13 @@ class Holdings:
             return
         self.share_of = share_of
         groups = Counter([transaction.half.group for transaction in self.transactions.values()])
-        self.unsettled = Use((share_of(group), count) for group, count in groups.items())
+        self.unsettled = ShareUse((share_of(group), count) for group, count in groups.items())
         self.settled.share_by(share_of)
 
-    def use_of(self, ids: Iterable[str]) -> Use:
+    def use_of(self, ids: Iterable[str]) -> ShareUse:
         """Return how many of these transactions each share has; settled ones are left out."""
         found = (self.transactions.get(id) for id in ids)
-        return Use((self.share_of(each.half.group), 1) for each in found if each is not None)
+        return ShareUse((self.share_of(each.half.group), 1) for each in found if each is not None)
 
     def oldest_pending_ms(self, group: str) -> int | None:
         """Return when the oldest pending one of a group was prepared; None without any."""
@@ -424,7 +424,7 @@ def _refusing(transaction: Transaction) -> str:
     return "" if transaction.cause is None else transaction.cause.topic
 
 
-def from_copy(kept: Kept) -> Transaction:
+def from_copy(kept: ParkedCopy) -> Transaction:
     """Return a transaction as its copy in the parked topic tells of it, undecided."""
     half = kept.half
     first = half.messages[0]

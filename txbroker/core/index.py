@@ -22,7 +22,7 @@ _SMALL = 64
 """Blocks with fewer are joined with a neighbour, if that is not too large."""
 
 
-class Line:
+class OffsetIndex:
     """Transactions by half offset.
 
     They are in blocks, so that no step takes long however many there are: adding at the end, which
@@ -151,13 +151,13 @@ def _prepared_at_ms(transaction: Transaction) -> int:
     return transaction.prepared_at_ms
 
 
-class Undecided:
+class GroupIndex:
     """What is undecided of one group: the pending ones in line, the parked ones counted."""
 
     __slots__ = ("line", "parked_count", "pending_count")
 
     def __init__(self) -> None:
-        self.line = Line()
+        self.line = OffsetIndex()
         self.pending_count = 0
         self.parked_count = 0
 
@@ -202,7 +202,7 @@ def own_share(group: str) -> str:
     return group
 
 
-def part_of(pool: int) -> int:
+def share_max(pool: int) -> int:
     """Return what one share may use of a pool: four fifths.
 
     A share whose work stands still for hours fills its part. A fifth is then left for all others,
@@ -211,7 +211,7 @@ def part_of(pool: int) -> int:
     return max(1, pool * 4 // 5)
 
 
-class Use:
+class ShareUse:
     """How much of a pool each share uses.
 
     Attributes:
@@ -303,7 +303,7 @@ class Schedule:
             yield id
 
 
-class Crowd:
+class CheckBacklog:
     """Checks that are due while their group's queue is full, the one that waited longest first.
 
     They are off the schedule: a million of them are not looked at each second, only whether their

@@ -21,16 +21,16 @@ from txbroker.core.decoding import (
     join_parts,
 )
 from txbroker.core.encoding import HalfRow, MarkerRow
-from txbroker.core.holdings import BEYOND_MAX, Holdings, from_copy
+from txbroker.core.holdings import BEYOND_MAX, TransactionIndex, from_copy
 from txbroker.core.lifecycle import IllegalStep, Step
-from txbroker.core.outcome import Effect, Outcome, Waiting
+from txbroker.core.outcome import ApplyResult, Effect, MarkerEntry
 from txbroker.core.records import (
     Anchor,
     Decision,
     Half,
-    Kept,
     Marker,
     MarkerKind,
+    ParkedCopy,
     Place,
     Record,
     State,
@@ -56,7 +56,7 @@ class _Batch(Struct):
     parts: list[HalfPart]
 
 
-class Ledger(Holdings):
+class Ledger(TransactionIndex):
     """The transactions of one half partition as far as its logs were read.
 
     Args:
@@ -130,7 +130,7 @@ class Ledger(Holdings):
 
     # --- half ----------------------------------------------------------------------------
 
-    def apply_half(self, record: Record) -> Outcome:
+    def apply_half(self, record: Record) -> ApplyResult:
         """Apply the next record of the half topic.
 
         Raises:
@@ -150,20 +150,22 @@ class Ledger(Holdings):
             part = decode_half(record)
         except NewerVersion as error:
             self._parts = []
-            return Outcome(Effect.NEWER, why=str(error))
+            return ApplyResult(Effect.NEWER, why=str(error))
         except Malformed as error:
             self._parts = []
-            return Outcome(Effect.VOID, why=str(error))
+            return ApplyResult(Effect.VOID, why=str(error))
         if part.sequence == 0:
             self._parts = []
             self._parts_offset = record.offset
             self._half_before = before
         elif not follows(self._parts, part):
             self._parts = []
-            return Outcome(Effect.VOID, why=f"{part.id}: message {part.sequence} without the first")
+            return ApplyResult(
+                Effect.VOID, why=f"{part.id}: message {part.sequence} without the first"
+            )
         self._parts.append(part)
         if part.sequence + 1 < part.count:
-            return Outcome(Effect.PARTIAL)
+            return ApplyResult(Effect.PARTIAL)
         half, self._parts = join_parts(self._parts), []
         mark = fingerprint(half.messages, half.group)
         outcome = self._half(half, self._parts_offset, mark, places(half.messages))
@@ -173,7 +175,7 @@ class Ledger(Holdings):
 
     def apply_halves(
         self, rows: Sequence[HalfRow], offset: int, timestamp_ms: int
-    ) -> list[Outcome]:
+    ) -> list[ApplyResult]:
         """Apply half messages that this proxy has just appended as one batch, from `offset` on.
 
         It comes to what `apply_half` of their records one by one comes to.
@@ -215,14 +217,14 @@ class Ledger(Holdings):
             self._parts = []  # a batch has no such offsets in between
             self.half_position = offsets.stop
 
-    def _half(self, half: Half, offset: int, mark: bytes, where: tuple[Place, ...]) -> Outcome:
+    def _half(self, half: Half, offset: int, mark: bytes, where: tuple[Place, ...]) -> ApplyResult:
         id = half.id
         try:
             parts = parse_id(id)
         except ValueError as error:
-            return Outcome(Effect.VOID, why=str(error))
+            return ApplyResult(Effect.VOID, why=str(error))
         if parts.partition != self.partition:
-            return Outcome(Effect.VOID, why=f"{id} belongs to partition {parts.partition}")
+            return ApplyResult(Effect.VOID, why=f"{id} belongs to partition {parts.partition}")
         standing = self.transactions.get(id) or self.settled.get(id)
         if standing is None and half.dedup_key is not None:
             earlier = self.by_dedup_key(half.group, half.dedup_key)
@@ -230,16 +232,16 @@ class Ledger(Holdings):
                 standing = earlier
         if standing is not None:
             effect = Effect.REPEATED if mark.startswith(standing.fingerprint) else Effect.CONFLICT
-            return Outcome(effect, standing)
+            return ApplyResult(effect, standing)
         if abs(self.half_clock_ms - parts.time_ms) > self.dedup_window_ms:
-            return Outcome(
+            return ApplyResult(
                 Effect.EXPIRED, why=f"{self.half_clock_ms - parts.time_ms} ms from its id's time"
             )
         first = half.messages[0]
         order = order_mark(half.order_key, first.topic, first.key)
         transaction = Transaction(half, offset, self.half_clock_ms, mark, where, order)
         self._enter(transaction)
-        return Outcome(Effect.APPLIED, transaction)
+        return ApplyResult(Effect.APPLIED, transaction)
 
     def _enter(self, transaction: Transaction) -> None:
         self.take_in(transaction)
@@ -247,7 +249,7 @@ class Ledger(Holdings):
             for entry in self.waiting.pop(transaction.half.id, ()):
                 self._marker(transaction, entry)
 
-    def restore(self, kept: Kept) -> None:
+    def restore(self, kept: ParkedCopy) -> None:
         """Take a transaction from its copy: half's retention has taken the half message.
 
         To be called before the operation topic is applied, which may have lost the markers too:
@@ -265,7 +267,7 @@ class Ledger(Holdings):
 
     # --- operation -----------------------------------------------------------------------
 
-    def apply_op(self, record: Record) -> Outcome:
+    def apply_op(self, record: Record) -> ApplyResult:
         """Apply the next record of the operation topic.
 
         Raises:
@@ -286,19 +288,21 @@ class Ledger(Holdings):
             if marker.id not in self.transactions:
                 parse_id(marker.id)
         except NewerVersion as error:
-            return Outcome(Effect.NEWER, why=str(error))
+            return ApplyResult(Effect.NEWER, why=str(error))
         except ValueError as error:
-            return Outcome(Effect.VOID, why=str(error))
+            return ApplyResult(Effect.VOID, why=str(error))
         if marker.contents:
             # Marker and replaced messages are one batch: they take effect together.
             self._batch = _Batch(marker, record.offset, [])
             self._op_before = before
-            return Outcome(Effect.PARTIAL)
-        return self._entry(Waiting(marker, record.offset, self.op_clock_ms, record.timestamp_ms))
+            return ApplyResult(Effect.PARTIAL)
+        return self._entry(
+            MarkerEntry(marker, record.offset, self.op_clock_ms, record.timestamp_ms)
+        )
 
     def apply_markers(
         self, rows: Sequence[MarkerRow], offset: int, timestamp_ms: int
-    ) -> list[Outcome]:
+    ) -> list[ApplyResult]:
         """Apply markers that this proxy has just appended; see `apply_halves`."""
         if offset != self.op_position:
             raise Gap(f"op {self.partition}: offset {offset}, not {self.op_position}")
@@ -307,11 +311,11 @@ class Ledger(Holdings):
         outcomes, at = [], offset
         for row in rows:
             marker = row.marker
-            entry = Waiting(marker, at, clock_ms, timestamp_ms, row.contents)
+            entry = MarkerEntry(marker, at, clock_ms, timestamp_ms, row.contents)
             try:
                 outcomes.append(self._entry(entry))
             except ValueError as error:
-                outcomes.append(Outcome(Effect.VOID, why=str(error)))
+                outcomes.append(ApplyResult(Effect.VOID, why=str(error)))
             at += len(row.records)
         self.op_position, self.op_anchor = at, Anchor(at - 1, timestamp_ms)
         return outcomes
@@ -328,48 +332,50 @@ class Ledger(Holdings):
             self._batch = None
             self.op_position = offsets.stop
 
-    def _content(self, record: Record) -> Outcome:
+    def _content(self, record: Record) -> ApplyResult:
         batch = self._batch
         if batch is None:
-            return Outcome(Effect.VOID, why="replaced content without its marker")
+            return ApplyResult(Effect.VOID, why="replaced content without its marker")
         try:
             part = decode_half(record)
         except NewerVersion as error:
             self._batch = None
-            return Outcome(Effect.NEWER, why=str(error))
+            return ApplyResult(Effect.NEWER, why=str(error))
         except Malformed as error:
             self._batch = None
-            return Outcome(Effect.VOID, why=str(error))
+            return ApplyResult(Effect.VOID, why=str(error))
         place = (part.id, part.sequence, part.count)
         if place != (batch.marker.id, len(batch.parts), batch.marker.contents):
             self._batch = None
-            return Outcome(Effect.VOID, why=f"{part.id}: not the content that its marker announces")
+            return ApplyResult(
+                Effect.VOID, why=f"{part.id}: not the content that its marker announces"
+            )
         batch.parts.append(part)
         if len(batch.parts) < batch.marker.contents:
-            return Outcome(Effect.PARTIAL)
+            return ApplyResult(Effect.PARTIAL)
         self._batch = None
         contents = tuple([part.message for part in batch.parts])
         stamp_ms = record.timestamp_ms
         return self._entry(
-            Waiting(batch.marker, batch.offset, self.op_clock_ms, stamp_ms, contents)
+            MarkerEntry(batch.marker, batch.offset, self.op_clock_ms, stamp_ms, contents)
         )
 
-    def _entry(self, entry: Waiting) -> Outcome:
+    def _entry(self, entry: MarkerEntry) -> ApplyResult:
         marker = entry.marker
         transaction = self.transactions.get(marker.id) or self.settled.get(marker.id)
         if transaction is not None:
             return self._marker(transaction, entry)
         id = parse_id(marker.id)
         if id.partition != self.partition:
-            return Outcome(Effect.VOID, why=f"{marker.id} belongs to partition {id.partition}")
+            return ApplyResult(Effect.VOID, why=f"{marker.id} belongs to partition {id.partition}")
         if self.half_clock_ms - id.time_ms > self.dedup_window_ms:
             # A half message of this id would be void by now, so nothing is worth waiting for.
-            return Outcome(Effect.ILLEGAL, why=f"{marker.kind} for an unknown transaction")
+            return ApplyResult(Effect.ILLEGAL, why=f"{marker.kind} for an unknown transaction")
         self.waiting.setdefault(marker.id, []).append(entry)
         self.commits_waited += marker.kind is MarkerKind.COMMIT
-        return Outcome(Effect.WAITING)
+        return ApplyResult(Effect.WAITING)
 
-    def _marker(self, transaction: Transaction, entry: Waiting) -> Outcome:
+    def _marker(self, transaction: Transaction, entry: MarkerEntry) -> ApplyResult:
         marker, at_ms = entry.marker, entry.at_ms
         kind = marker.kind
         if self.watcher is not None:
@@ -394,20 +400,22 @@ class Ledger(Holdings):
                     del self.parked[transaction.id]
                     self._group(transaction.half.group).revived(transaction)
         except IllegalStep as error:
-            return Outcome(Effect.ILLEGAL, transaction, str(error))
-        return Outcome(Effect.APPLIED, transaction)
+            return ApplyResult(Effect.ILLEGAL, transaction, str(error))
+        return ApplyResult(Effect.APPLIED, transaction)
 
-    def _decide(self, transaction: Transaction, entry: Waiting) -> Outcome:
+    def _decide(self, transaction: Transaction, entry: MarkerEntry) -> ApplyResult:
         marker, decision = entry.marker, _DECISIONS[entry.marker.kind]
         if marker.group and marker.group != transaction.half.group:
-            return Outcome(Effect.ILLEGAL, transaction, f"group {marker.group!r} does not own it")
+            return ApplyResult(
+                Effect.ILLEGAL, transaction, f"group {marker.group!r} does not own it"
+            )
         if transaction.verdict is not None:
             same = transaction.decision is decision and same_contents(transaction, entry.contents)
             if same and transaction.op_offset < 0:
                 self._marker_at(transaction, entry.offset)
-            return Outcome(Effect.REPEATED if same else Effect.CONFLICT, transaction)
+            return ApplyResult(Effect.REPEATED if same else Effect.CONFLICT, transaction)
         if entry.contents is not None and not fits(transaction.half, entry.contents):
-            return Outcome(Effect.ILLEGAL, transaction, "replaced content for other topics")
+            return ApplyResult(Effect.ILLEGAL, transaction, "replaced content for other topics")
         self._leave_undecided(transaction)
         transaction.decide(marker, entry.offset, entry.stamp_ms, decision)
         self.to_keep.pop(transaction.id, None)
@@ -421,7 +429,7 @@ class Ledger(Holdings):
             if transaction.kept:
                 self.to_release[transaction.id] = transaction
             self._settle(transaction)
-        return Outcome(Effect.APPLIED, transaction)
+        return ApplyResult(Effect.APPLIED, transaction)
 
     def _marker_at(self, transaction: Transaction, offset: int) -> None:
         """It came from a copy, which does not say where its marker is: without that, one whose

@@ -30,7 +30,7 @@ class Effect(StrEnum):
     """Written by a newer version of txbroker: only that can tell."""
 
 
-class Outcome(Struct, frozen=True):
+class ApplyResult(Struct, frozen=True):
     """What applying one record did, and to which transaction."""
 
     effect: Effect
@@ -38,7 +38,7 @@ class Outcome(Struct, frozen=True):
     why: str = ""
 
 
-class Waiting(Struct, frozen=True):
+class MarkerEntry(Struct, frozen=True):
     """A marker as it was read, with the messages that replace the prepared ones."""
 
     marker: Marker

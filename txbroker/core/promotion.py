@@ -27,7 +27,7 @@ _Taken: TypeAlias = dict[tuple[str, int], int]
 """Up to which size, bytes, a target partition was found to take a message."""
 
 
-class TurnLimits(Struct, frozen=True):
+class PromotionLimits(Struct, frozen=True):
     """How much goes into one turn at most; a single transaction may be larger."""
 
     transactions_max: int = 1000
@@ -37,7 +37,7 @@ class TurnLimits(Struct, frozen=True):
     every turn's progress."""
 
 
-class Plan(Struct):
+class PromotionPlan(Struct):
     """The next turn: what is promoted, refused and deferred, and how far that gets.
 
     `op` is the first offset of the operation topic that is not dealt with yet.
@@ -64,17 +64,17 @@ def transaction_bytes(transaction: Transaction) -> int:
     return sum([place.size for place in transaction.places])
 
 
-def plan_turn(
+def plan_promotion(
     ready: Iterable[Transaction],
     op_position: int,
     examine: Callable[[Place], Verdict],
-    limits: TurnLimits,
+    limits: PromotionLimits,
     *,
     in_flight: Collection[str] = (),
     retried: Iterable[Transaction] = (),
     tried: Mapping[str, Cause] = MappingProxyType({}),
     progressed: int = 0,
-) -> Plan:
+) -> PromotionPlan:
     """Return the next turn.
 
     Args:
@@ -91,7 +91,7 @@ def plan_turn(
             back, or what was promoted above it would be promoted again after a crash; so what
             lies below it and finds no room in this turn is in this turn's `deferred`.
     """
-    plan, size = Plan([], [], {}, op_position), 0
+    plan, size = PromotionPlan([], [], {}, op_position), 0
     blocked: _Blocked = {}
     taken: _Taken = {}
     # First, so that one that is suspected of spoiling turns is alone in a turn for one.
@@ -137,7 +137,7 @@ def plan_turn(
 
 
 def _cut(
-    plan: Plan,
+    plan: PromotionPlan,
     first: Transaction,
     rest: Iterable[Transaction],
     in_flight: Collection[str],

@@ -265,7 +265,7 @@ class Claim(Struct, frozen=True):
     url: str
 
 
-class Progress(Struct, frozen=True):
+class Checkpoint(Struct, frozen=True):
     """How far promotion has come, written inside every turn.
 
     A committed transaction is done if its deciding marker lies below `op` and its half message
@@ -301,7 +301,7 @@ class Cause(Struct, frozen=True, gc=False):
     """True where waiting can help: the same message is tried again by itself."""
 
 
-class Kept(Struct, frozen=True):
+class ParkedCopy(Struct, frozen=True):
     """A whole transaction as it is kept in the parked topic."""
 
     half: Half

@@ -55,7 +55,7 @@ _ODD_BYTES, _KEY_BYTES, _CONTENTS_BYTES = 400, 350, 20
 Fact = TypeVar("Fact")
 
 
-class Brief(Struct, frozen=True, gc=False):
+class SettledSummary(Struct, frozen=True, gc=False):
     """What is remembered of a settled transaction.
 
     Attributes:
@@ -226,19 +226,19 @@ class Segment:
             row += 1
         return -1
 
-    def brief(self, row: int) -> Brief:
+    def brief(self, row: int) -> SettledSummary:
         """Return what is remembered of the transaction in a row."""
         packed = _decode(self.value)
         return _brief(packed, row, [_column(packed, number) for number in range(8)], self.tails)
 
-    def briefs(self) -> Iterator[Brief]:
+    def briefs(self) -> Iterator[SettledSummary]:
         """Yield what is remembered of each."""
         packed = _decode(self.value)
         columns = [_column(packed, number).tolist() for number in range(8)]
         for row in range(self.count):
             yield _brief(packed, row, columns, self.tails)
 
-    def keyed(self) -> list[Brief]:
+    def keyed(self) -> list[SettledSummary]:
         """Return what is remembered of those that have a client's own key."""
         packed = _decode(self.value)
         columns = [_column(packed, number) for number in range(8)] if packed.keys else []
@@ -311,7 +311,7 @@ def _brief(
     row: int,
     columns: Sequence[Sequence[int]] | Sequence[memoryview[int]],
     tails: bytes,
-) -> Brief:
+) -> SettledSummary:
     key, mark, time, half, op, decided, prepared, kind = [column[row] for column in columns]
     shape = packed.shapes[kind >> 1]
     time_ms = packed.base_ms + time
@@ -325,7 +325,7 @@ def _brief(
     )
     if not time:
         place = packed.odd[bisect_left(packed.odd, row, key=_row_of)]
-    return Brief(
+    return SettledSummary(
         place.id or make_id(packed.partition, time_ms, key),
         shape.group,
         _STATES[kind & 1],
@@ -356,11 +356,11 @@ def _first(fact: tuple[int, object]) -> int:
     return fact[0]
 
 
-def _by_decision(brief: Brief) -> tuple[int, str]:
+def _by_decision(brief: SettledSummary) -> tuple[int, str]:
     return brief.op_offset, brief.id
 
 
-def pack(briefs: Sequence[Brief], *, late: bool = False, tails: bool = False) -> Segment:
+def pack(briefs: Sequence[SettledSummary], *, late: bool = False, tails: bool = False) -> Segment:
     """Return what is remembered of some transactions as a segment.
 
     Args:
@@ -427,7 +427,7 @@ def pack(briefs: Sequence[Brief], *, late: bool = False, tails: bool = False) ->
 
 
 def _odd_ones(
-    briefs: Sequence[Brief], numbers: Sequence[int], bases: tuple[int, int, int]
+    briefs: Sequence[SettledSummary], numbers: Sequence[int], bases: tuple[int, int, int]
 ) -> dict[int, _Odd]:
     """Return those whose numbers do not fit their columns, by row.
 
@@ -453,7 +453,7 @@ def _odd_ones(
     }
 
 
-def _shapes_of(briefs: Sequence[Brief]) -> tuple[list[_Shape], list[int]]:
+def _shapes_of(briefs: Sequence[SettledSummary]) -> tuple[list[_Shape], list[int]]:
     """Return the shapes, and of each row its shape's number and its state."""
     shapes: dict[tuple[str, tuple[tuple[str, int], ...]], int] = {}
     rolled_back = State.ROLLED_BACK
@@ -464,7 +464,9 @@ def _shapes_of(briefs: Sequence[Brief]) -> tuple[list[_Shape], list[int]]:
     return [_Shape(group, places) for group, places in shapes], kinds
 
 
-def _rare(briefs: Sequence[Brief]) -> tuple[list[tuple[int, str]], list[tuple[int, bytes]]]:
+def _rare(
+    briefs: Sequence[SettledSummary],
+) -> tuple[list[tuple[int, str]], list[tuple[int, bytes]]]:
     """Return the clients' own keys and the fingerprints of replaced messages, by row."""
     return (
         [(row, each.dedup_key) for row, each in enumerate(briefs) if each.dedup_key is not None],
@@ -477,7 +479,7 @@ def _rare(briefs: Sequence[Brief]) -> tuple[list[tuple[int, str]], list[tuple[in
 
 
 def _uses(
-    briefs: Sequence[Brief],
+    briefs: Sequence[SettledSummary],
     shapes: Sequence[_Shape],
     rare: tuple[list[tuple[int, str]], list[tuple[int, bytes]], Iterable[int]],
     newest_ms: int,
@@ -527,11 +529,11 @@ class _Before(Struct, array_like=True):
 _decode_before = msgspec.msgpack.Decoder(_Before).decode
 
 
-def _briefs_before(packed: _Before) -> Iterator[Brief]:
+def _briefs_before(packed: _Before) -> Iterator[SettledSummary]:
     keys: Mapping[int, str] = dict(packed.keys)
     for row, facts in enumerate(_ROW_BEFORE.iter_unpack(packed.rows)):
         mark, contents, offset, op_offset, prepared_ms, decided_ms, shape, state = facts
-        yield Brief(
+        yield SettledSummary(
             packed.ids[row * LENGTH : (row + 1) * LENGTH],
             packed.shapes[shape].group,
             _STATES[state],
@@ -546,7 +548,7 @@ def _briefs_before(packed: _Before) -> Iterator[Brief]:
         )
 
 
-def _pack_before(briefs: Sequence[Brief]) -> bytes:
+def _pack_before(briefs: Sequence[SettledSummary]) -> bytes:
     shapes: dict[_Shape, int] = {}
     rows = [
         _ROW_BEFORE.pack(

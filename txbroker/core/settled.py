@@ -13,11 +13,11 @@ import heapq
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from txbroker.core.alike import alike
-from txbroker.core.index import ShareOf, Use, own_share
+from txbroker.core.alike import intern
+from txbroker.core.index import ShareOf, ShareUse, own_share
 from txbroker.core.records import Decision, Half, Place, State
 from txbroker.core.routing import IdParts, parse_id
-from txbroker.core.segment import ROW_BYTES, SEGMENT_VERSION, Brief, Segment, pack
+from txbroker.core.segment import ROW_BYTES, SEGMENT_VERSION, Segment, SettledSummary, pack
 from txbroker.core.transaction import Transaction, Verdict, bare_of
 
 SHOWN_MAX = 1000
@@ -29,7 +29,7 @@ LATE_MS = 30_000
 _DECISIONS = {State.PROMOTED: Decision.COMMIT, State.ROLLED_BACK: Decision.ROLLBACK}
 
 
-def briefs_of(transactions: Iterable[Transaction]) -> list[Brief]:
+def summaries_of(transactions: Iterable[Transaction]) -> list[SettledSummary]:
     """Return what is remembered of settled transactions."""
     # Most go to the same places as many others.
     known: dict[tuple[Place, ...], tuple[tuple[str, int], ...]] = {}
@@ -41,7 +41,7 @@ def briefs_of(transactions: Iterable[Transaction]) -> list[Brief]:
         if places is None:
             places = known[went] = tuple([(place.topic, place.partition) for place in went])
         found.append(
-            Brief(
+            SettledSummary(
                 half.id,
                 half.group,
                 transaction.state,
@@ -58,31 +58,31 @@ def briefs_of(transactions: Iterable[Transaction]) -> list[Brief]:
     return found
 
 
-def brief(transaction: Transaction) -> Brief:
+def summary_of(transaction: Transaction) -> SettledSummary:
     """Return what is remembered of a settled transaction."""
-    return briefs_of([transaction])[0]
+    return summaries_of([transaction])[0]
 
 
-def whole(brief: Brief) -> Transaction:
+def to_transaction(summary_of: SettledSummary) -> Transaction:
     """Return a settled transaction as far as it is remembered: neither its attempts nor who decided
     it and why, which stands in its marker; of its fingerprint maybe only the start."""
     verdict = Verdict(
-        _DECISIONS[brief.state],
-        brief.op_offset,
-        brief.decided_at_ms,
-        contents_fingerprint=brief.contents_fingerprint,
+        _DECISIONS[summary_of.state],
+        summary_of.op_offset,
+        summary_of.decided_at_ms,
+        contents_fingerprint=summary_of.contents_fingerprint,
     )
-    places = tuple([Place(alike(topic), partition, 0) for topic, partition in brief.places])
+    places = tuple([Place(intern(topic), partition, 0) for topic, partition in summary_of.places])
     messages = bare_of(places)
-    half = Half(brief.id, alike(brief.group), messages, dedup_key=brief.dedup_key)
+    half = Half(summary_of.id, intern(summary_of.group), messages, dedup_key=summary_of.dedup_key)
     return Transaction(
         half,
-        brief.offset,
-        brief.prepared_at_ms,
-        brief.fingerprint,
+        summary_of.offset,
+        summary_of.prepared_at_ms,
+        summary_of.fingerprint,
         places,
         None,
-        brief.state,
+        summary_of.state,
         False,
         verdict=verdict,
     )
@@ -157,7 +157,7 @@ class SettledWindow:
         # A heap of what may be within the dedup window: of each group in each segment its own
         # newest time and its bytes. An id may be of the future: that prolongs no other's use.
         self._recent: list[tuple[int, str, int]] = []
-        self._recent_use = Use()
+        self._recent_use = ShareUse()
         self._share_of: ShareOf = own_share
 
     def __len__(self) -> int:
@@ -166,7 +166,7 @@ class SettledWindow:
     def __iter__(self) -> Iterator[Transaction]:
         for briefs in self.parts():
             for each in briefs:
-                yield self._whole(each.id) or whole(each)
+                yield self._whole(each.id) or to_transaction(each)
 
     def __contains__(self, id: str) -> bool:
         return self._whole(id) is not None or self._packed(id) is not None
@@ -176,14 +176,14 @@ class SettledWindow:
         """All but the newest, packed."""
         return [*self._usual.segments, *self._late.segments]
 
-    def parts(self) -> Iterator[Iterable[Brief]]:
+    def parts(self) -> Iterator[Iterable[SettledSummary]]:
         """Yield what is remembered, some thousand at a time; others may be settled or forgotten in
         between."""
         segments = self.segments
         loose = [*self._usual.loose.values(), *self._late.loose.values()]
         for segment in segments:
             yield segment.briefs()
-        yield briefs_of(loose)
+        yield summaries_of(loose)
 
     # --- coming in ---------------------------------------------------------------------------
 
@@ -212,7 +212,7 @@ class SettledWindow:
         if not lane.loose:
             return
         late, tails = lane is self._late, self.version < SEGMENT_VERSION
-        segment = pack(briefs_of(lane.loose.values()), late=late, tails=tails)
+        segment = pack(summaries_of(lane.loose.values()), late=late, tails=tails)
         self._count -= len(lane.loose)
         self.size -= ROW_BYTES * len(lane.loose)
         lane.loose = {}
@@ -261,7 +261,7 @@ class SettledWindow:
 
     def share_by(self, share_of: ShareOf) -> None:
         """Count groups to other shares from now on, and what is remembered already, too."""
-        self._share_of, self._recent_use = share_of, Use()
+        self._share_of, self._recent_use = share_of, ShareUse()
         for _, group, size in self._recent:
             self._recent_use.add(share_of(group), size)
 
@@ -273,7 +273,7 @@ class SettledWindow:
         found = self.shown.get(id) or self._usual.loose.get(id) or self._late.loose.get(id)
         if found is None and (place := self._packed(id)) is not None:
             segment, row = place
-            return whole(segment.brief(row))
+            return to_transaction(segment.brief(row))
         return found
 
     def _whole(self, id: str) -> Transaction | None:
@@ -303,7 +303,9 @@ class SettledWindow:
             [lane.oldest_ms() for lane in self._lanes if lane.segments or lane.loose], default=0
         )
 
-    def forget(self, before_ms: int, count_max: int, held: Mapping[str, object]) -> list[Brief]:
+    def forget(
+        self, before_ms: int, count_max: int, held: Mapping[str, object]
+    ) -> list[SettledSummary]:
         """Forget what is older, as long as more than so many are left.
 
         Args:
@@ -314,7 +316,7 @@ class SettledWindow:
         Returns:
             Those of them that had a client's own key.
         """
-        keyed: list[Brief] = []
+        keyed: list[SettledSummary] = []
         if self._count > count_max:
             for lane in self._lanes:
                 if (lane.segments or lane.loose) and lane.oldest_ms() < before_ms:
@@ -323,8 +325,8 @@ class SettledWindow:
 
     def _forget(
         self, lane: _Lane, before_ms: int, count_max: int, held: Mapping[str, object]
-    ) -> Sequence[Brief]:
-        keyed: list[Brief] = []
+    ) -> Sequence[SettledSummary]:
+        keyed: list[SettledSummary] = []
         while lane.segments and self._count - lane.segments[0].count >= count_max:
             segment = lane.segments[0]
             if segment.newest_ms >= before_ms or any(_holds(segment, id) for id in held):
@@ -341,7 +343,7 @@ class SettledWindow:
                 if _holds(segment, id):
                     del self.shown[id]
         while not lane.segments and lane.loose and self._count > count_max:
-            oldest = brief(next(iter(lane.loose.values())))
+            oldest = summary_of(next(iter(lane.loose.values())))
             if oldest.last_ms >= before_ms or oldest.id in held:
                 break
             del lane.loose[oldest.id]

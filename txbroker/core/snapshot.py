@@ -22,10 +22,10 @@ from collections.abc import Collection, Iterable, Iterator
 import msgspec
 from msgspec import Struct
 
-from txbroker.core.alike import alike
+from txbroker.core.alike import intern
 from txbroker.core.ledger import Ledger
 from txbroker.core.lifecycle import SETTLED
-from txbroker.core.outcome import Waiting
+from txbroker.core.outcome import MarkerEntry
 from txbroker.core.records import (
     RECORD_VERSION,
     Anchor,
@@ -164,7 +164,7 @@ class _ChunkHead(Struct, array_like=True):
 
 _encode = msgspec.msgpack.Encoder().encode
 _decode_chunk = msgspec.msgpack.Decoder(_Chunk).decode
-_decode_waiting = msgspec.msgpack.Decoder(Waiting).decode
+_decode_waiting = msgspec.msgpack.Decoder(MarkerEntry).decode
 _decode_head = msgspec.msgpack.Decoder(_ChunkHead).decode
 _decode_version = msgspec.json.Decoder(_Version).decode
 _decode_closing = msgspec.json.Decoder(Closing).decode
@@ -525,13 +525,13 @@ def _shared(
         if len(shapes) >= _SHAPES_MAX:
             shapes.clear()
         messages = bare_of(shape.places)
-        places = tuple([Place(alike(p.topic), p.partition, p.size) for p in shape.places])
-        mine = _Shape(alike(shape.group), shape.policy, places)
+        places = tuple([Place(intern(p.topic), p.partition, p.size) for p in shape.places])
+        mine = _Shape(intern(shape.group), shape.policy, places)
         found = shapes[shape] = (mine, messages)
     return found
 
 
-def _complete(waiting: bytearray) -> Iterator[Waiting]:
+def _complete(waiting: bytearray) -> Iterator[MarkerEntry]:
     """Take the markers out of `waiting` that are there whole."""
     at = 0
     while at + _LENGTH <= len(waiting):
@@ -555,7 +555,7 @@ def _transaction(facts: _Facts, shape: _Shape, messages: tuple[Message, ...]) ->
             shape.places,
             facts.order,
             has_bodies=False,
-            instance=alike(facts.instance),
+            instance=intern(facts.instance),
         )
     return Transaction(
         Half(facts.id, shape.group, messages, more.order_key, more.dedup_key, shape.policy),
@@ -569,6 +569,6 @@ def _transaction(facts: _Facts, shape: _Shape, messages: tuple[Message, ...]) ->
         lost=more.lost,
         checks=more.checks,
         verdict=more.verdict,
-        instance=alike(facts.instance),
+        instance=intern(facts.instance),
         cause=more.cause,
     )

@@ -8,7 +8,7 @@ _FRAMES_SHOWN = 4
 _TEXT_MAX = 300
 
 
-def telling(error: BaseException) -> str:
+def safe_repr(error: BaseException) -> str:
     """Return an error's type, and its text where we or the operating system wrote it. Texts of
     other errors quote values, of messages and secrets too."""
     kind = type(error).__name__
@@ -16,9 +16,9 @@ def telling(error: BaseException) -> str:
     return f"{kind}: {error}"[:_TEXT_MAX] if told else kind
 
 
-def sentence(error: BaseException) -> str:
-    """Return an error's own sentence where we wrote it, else what `telling` says."""
-    return str(error) if isinstance(error, TxbrokerError) else telling(error)
+def user_message(error: BaseException) -> str:
+    """Return an error's own sentence where we wrote it, else what `safe_repr` says."""
+    return str(error) if isinstance(error, TxbrokerError) else safe_repr(error)
 
 
 def where_raised(error: BaseException) -> str:

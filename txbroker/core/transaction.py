@@ -11,7 +11,7 @@ from operator import attrgetter
 
 from msgspec import Struct, structs
 
-from txbroker.core.alike import alike
+from txbroker.core.alike import intern
 from txbroker.core.encoding import bytes_in_batch
 from txbroker.core.lifecycle import TRANSITIONS, IllegalStep, Step
 from txbroker.core.records import (
@@ -20,9 +20,9 @@ from txbroker.core.records import (
     CheckReason,
     Decision,
     Half,
-    Kept,
     Marker,
     Message,
+    ParkedCopy,
     Place,
     Source,
     State,
@@ -298,7 +298,7 @@ class Transaction(Struct, gc=False):
         if marker.previous:
             self.note_outcome(marker.previous)
         reason = CheckReason(marker.reason)
-        attempt = Attempt(checks.round, marker.number, at_ms, reason, alike(marker.endpoint))
+        attempt = Attempt(checks.round, marker.number, at_ms, reason, intern(marker.endpoint))
         checks.attempts = (*checks.attempts[1 - ATTEMPTS_KEPT :], attempt)
 
     def _no_check(self, marker: Marker, at_ms: int) -> str:
@@ -391,16 +391,16 @@ class Transaction(Struct, gc=False):
         """Remember what came back from the last attempt; the next marker will carry it."""
         checks = self.checks
         if checks is not None and checks.attempts and not checks.attempts[-1].outcome:
-            last = structs.replace(checks.attempts[-1], outcome=alike(detail))
+            last = structs.replace(checks.attempts[-1], outcome=intern(detail))
             checks.attempts = (*checks.attempts[:-1], last)
 
-    def copy(self, state: State, cause: Cause | None) -> Kept:
+    def copy(self, state: State, cause: Cause | None) -> ParkedCopy:
         """Return what the parked topic keeps, with the messages as they would be promoted.
 
         The copy may outlive half message and markers, so it tells whatever promotion needs.
         """
         half = structs.replace(self.half, messages=self.messages)
-        return Kept(half, self.offset, self.prepared_at_ms, state, cause, self.decided_at_ms)
+        return ParkedCopy(half, self.offset, self.prepared_at_ms, state, cause, self.decided_at_ms)
 
 
 _CACHED_MAX = 10_000
@@ -425,7 +425,7 @@ class _Bare(dict[tuple[tuple[str, int | None], ...], tuple[Message, ...]]):
     def __missing__(self, shape: tuple[tuple[str, int | None], ...]) -> tuple[Message, ...]:
         if len(self) >= _CACHED_MAX:
             self.clear()
-        made = self[shape] = tuple([Message(alike(topic), partition=at) for topic, at in shape])
+        made = self[shape] = tuple([Message(intern(topic), partition=at) for topic, at in shape])
         return made
 
 
@@ -446,7 +446,7 @@ def places_of(shape: tuple[tuple[str, int | None, int], ...]) -> tuple[Place, ..
     if found is None:
         if len(_places) >= _CACHED_MAX:
             _places.clear()
-        found = tuple([Place(alike(t), -1 if p is None else p, size) for t, p, size in shape])
+        found = tuple([Place(intern(t), -1 if p is None else p, size) for t, p, size in shape])
         _places[shape] = found
     return found
 

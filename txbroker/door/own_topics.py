@@ -22,10 +22,10 @@ from txbroker.core.decoding import (
     passed_over,
 )
 from txbroker.core.encoding import CLAIM_KEY, ID_HEADER, OWN_TOPICS, PROGRESS_KEY, SKIPS
-from txbroker.core.records import Cause, Claim, Progress, Record, Skip
+from txbroker.core.records import Cause, Checkpoint, Claim, Record, Skip
 from txbroker.core.routing import parse_id
 from txbroker.core.snapshot import CLOSING_KEYS, closing_key, find_whole
-from txbroker.door.protocols import Claimed, Fenced, SetAside
+from txbroker.door.protocols import Claimed, Fenced, ForeignRecord
 from txbroker.errors import ConfigurationError, InvariantBroken, NewerRecord
 
 LAYOUT_KEY = b"\tlayout"
@@ -82,7 +82,7 @@ class CheckpointScan:
         self._ours: set[int] = set()
         """Producers that have written claims or progress."""
         self._newest: dict[bytes | None, Record] = {}
-        self._values: dict[bytes, Claim | Progress] = {}
+        self._values: dict[bytes, Claim | Checkpoint] = {}
         self._doubtful: dict[bytes, list[_Doubtful]] = {CLAIM_KEY: [], PROGRESS_KEY: []}
         self._outside = {key: _Outside() for key in self._doubtful}
         self._removed = _Outside()
@@ -103,7 +103,7 @@ class CheckpointScan:
                 self._note_skip(record.key, record)
             elif record.value is None and record.key in CLOSING_KEYS:
                 # A snapshot is only ever replaced.
-                self._removed.note(SetAside(record, "nobody of ours removes it"), copy=False)
+                self._removed.note(ForeignRecord(record, "nobody of ours removes it"), copy=False)
             else:
                 self._newest[record.key] = record
 
@@ -120,7 +120,7 @@ class CheckpointScan:
         except (NewerVersion, Malformed) as error:
             newer, why = isinstance(error, NewerVersion), str(error)
         if record.producer < 0:
-            self._outside[key].note(SetAside(record, OUTSIDE), copy=value is not None)
+            self._outside[key].note(ForeignRecord(record, OUTSIDE), copy=value is not None)
         elif value is None:
             found = _Doubtful(structs.replace(record, skipped=0), newer, why)
             self._doubtful[key].append(found)
@@ -136,7 +136,7 @@ class CheckpointScan:
             self._outside[key].count + len(self._unread(key)) for key in (CLAIM_KEY, PROGRESS_KEY)
         )
 
-    def set_aside(self) -> list[SetAside]:
+    def set_aside(self) -> list[ForeignRecord]:
         """Return the newest records that are set aside, a few of each key, by their offsets."""
         found = [
             each
@@ -146,9 +146,11 @@ class CheckpointScan:
         found += self._removed.newest
         return sorted(found, key=lambda each: each.record.offset)
 
-    def _unread(self, key: bytes) -> list[SetAside]:
+    def _unread(self, key: bytes) -> list[ForeignRecord]:
         """Return what other clients wrote in Kafka transactions."""
-        return [SetAside(each.record, each.why) for each in self._doubtful[key] if self._is(each)]
+        return [
+            ForeignRecord(each.record, each.why) for each in self._doubtful[key] if self._is(each)
+        ]
 
     def _is(self, found: "_Doubtful") -> bool:
         """Say whether another client wrote a record."""
@@ -228,7 +230,7 @@ class CheckpointScan:
         progress = self._values.get(PROGRESS_KEY)
         return Claimed(
             self._newest[CLAIM_KEY].timestamp_ms,
-            progress if isinstance(progress, Progress) else None,
+            progress if isinstance(progress, Checkpoint) else None,
             self.snapshots(),
             self.skips(),
             self.foreign,
@@ -264,11 +266,11 @@ class _Outside:
 
     def __init__(self) -> None:
         self.count = 0
-        self.newest: deque[SetAside] = deque(maxlen=SHOWN_MAX)
-        self.copy: SetAside | None = None
+        self.newest: deque[ForeignRecord] = deque(maxlen=SHOWN_MAX)
+        self.copy: ForeignRecord | None = None
         """The newest that reads as if it were ours."""
 
-    def note(self, found: SetAside, *, copy: bool) -> None:
+    def note(self, found: ForeignRecord, *, copy: bool) -> None:
         self.count += 1
         self.newest.append(found)
         if copy:
@@ -293,7 +295,7 @@ class ParkedScan:
         self._bodies = bodies
         self._newer: dict[bytes | None, tuple[Record, str]] = {}
         self.foreign = 0
-        self.set_aside: deque[SetAside] = deque(maxlen=SHOWN_MAX)
+        self.set_aside: deque[ForeignRecord] = deque(maxlen=SHOWN_MAX)
 
     def take(self, record: Record) -> KeptPart | None:
         """Return what a record says, None where it does not count."""
@@ -319,7 +321,7 @@ class ParkedScan:
 
     def _set_aside(self, record: Record, why: str) -> None:
         self.foreign += 1
-        self.set_aside.append(SetAside(record, why))
+        self.set_aside.append(ForeignRecord(record, why))
 
     def stops(self) -> list[tuple[Record, str]]:
         """Return, all records taken, those that stop the partition, and how each shows that a

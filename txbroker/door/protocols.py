@@ -10,7 +10,7 @@ from typing import NamedTuple, Protocol
 
 from msgspec import Struct
 
-from txbroker.core.records import Cause, Claim, Progress, Record, Skip
+from txbroker.core.records import Cause, Checkpoint, Claim, Record, Skip
 from txbroker.errors import KafkaUnavailable, TxbrokerError
 
 
@@ -130,7 +130,7 @@ class Log(Protocol):
         ...
 
 
-class Target(NamedTuple):
+class TargetRecord(NamedTuple):
     """A record to be promoted, and where to."""
 
     topic: str
@@ -141,9 +141,9 @@ class Target(NamedTuple):
 class PromotionTxn(Struct, frozen=True):
     """What becomes visible together: promoted records, parked copies and progress."""
 
-    promoted: tuple[Target, ...]
+    promoted: tuple[TargetRecord, ...]
     parked: tuple[Record, ...]
-    progress: Progress
+    progress: Checkpoint
 
 
 class PromotionTxnHandle(Protocol):
@@ -172,7 +172,7 @@ class PromotionTxnHandle(Protocol):
         ...
 
 
-class SetAside(NamedTuple):
+class ForeignRecord(NamedTuple):
     """A record of another client in one of our topics, and how that shows."""
 
     record: Record
@@ -186,11 +186,11 @@ class Claimed(NamedTuple):
     of these."""
 
     timestamp_ms: int
-    progress: Progress | None
+    progress: Checkpoint | None
     snapshots: Sequence[Record] = ()
     skips: Sequence[Skip] = ()
     foreign: int = 0
-    set_aside: Sequence[SetAside] = ()
+    set_aside: Sequence[ForeignRecord] = ()
 
 
 class PartitionDoor(Protocol):

@@ -18,7 +18,7 @@ from typing import TypeVar
 
 from msgspec import Struct, structs
 
-from txbroker.contract.frames import AskEarly, Decide, Prepare, Standing
+from txbroker.contract.frames import AskEarly, Decide, Prepare, Status
 from txbroker.core.records import Decision, Message
 from txbroker.core.routing import make_id, order_hash, parse_id
 from txbroker.errors import (
@@ -185,7 +185,7 @@ class Calls:
 
     # --- prepare -------------------------------------------------------------------------
 
-    async def prepare(self, draft: Draft) -> Standing:
+    async def prepare(self, draft: Draft) -> Status:
         """Store a half message; return where it stands. From then on its id is in the book.
 
         Raises:
@@ -214,7 +214,7 @@ class Calls:
                 operation = self._draw(draft, session, partition)
                 due_s = min(until_s, now_s + limits.answer_timeout_s)
                 try:
-                    standing: Standing | None = await session.send(operation, partition, due_s)
+                    standing: Status | None = await session.send(operation, partition, due_s)
                 except (SessionLost, RequestError) as error:
                     patience = patience or self._patience(began_s)
                     patience.until_s = until_s
@@ -270,7 +270,7 @@ class Calls:
 
     # --- decide --------------------------------------------------------------------------
 
-    async def decide(self, operation: Decide) -> Standing:
+    async def decide(self, operation: Decide) -> Status:
         """Commit or roll back; `wait` returns when consumers can see the messages.
 
         Raises:
@@ -317,7 +317,7 @@ class Calls:
         partition: int,
         patience: _Patience,
         failure: SessionLost | RequestError | None,
-    ) -> Standing | None:
+    ) -> Status | None:
         """Repeat what failed, with the same id, until it is answered; where `failure` is None, no
         session was there for the first try. Return None where a prepare must take another id, or
         may as well, as nothing was sent.

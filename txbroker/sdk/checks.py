@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager
 from msgspec import structs
 
 from txbroker import tracing
-from txbroker.contract.frames import Check, CheckAnswer
+from txbroker.contract.frames import CheckAnswer, CheckQuestion
 from txbroker.core.records import Decision
 from txbroker.core.trace_context import context_of
 from txbroker.errors import TooLarge, TxbrokerError
@@ -43,7 +43,7 @@ class CheckAnswerer:
         self._book = book
         self._limits = limits
         # By id, who waits for the function's answer.
-        self._asked: dict[str, list[tuple[Session, Check]]] = {}
+        self._asked: dict[str, list[tuple[Session, CheckQuestion]]] = {}
         self._answering: set[asyncio.Task[None]] = set()
         self._threads: ThreadPoolExecutor | None = None
         self.draining = False
@@ -53,7 +53,7 @@ class CheckAnswerer:
         """Whether other instances' transactions may be asked about here, too."""
         return self._function is not None
 
-    def arrived(self, session: Session, check: Check) -> None:
+    def arrived(self, session: Session, check: CheckQuestion) -> None:
         """Answer a check; where a function must be asked, later."""
         known = self._book.answer(check.id)
         if known is not None:
@@ -87,7 +87,7 @@ class CheckAnswerer:
         if self._threads is not None:
             self._threads.shutdown(wait=False, cancel_futures=True)
 
-    async def _answer(self, function: CheckFunction, check: Check) -> None:
+    async def _answer(self, function: CheckFunction, check: CheckQuestion) -> None:
         """Ask the function, and answer all that wait for it."""
         try:
             answer = await self._ask(function, check)
@@ -96,7 +96,7 @@ class CheckAnswerer:
         for session, asked in waiting:
             _post(session, structs.replace(answer, call=asked.call))
 
-    async def _ask(self, function: CheckFunction, check: Check) -> CheckAnswer:
+    async def _ask(self, function: CheckFunction, check: CheckQuestion) -> CheckAnswer:
         request = CheckRequest(
             check.id,
             check.group,
@@ -141,7 +141,7 @@ def is_coroutine_function(function: Callable[..., object]) -> bool:
     )
 
 
-def _asking(check: Check) -> "AbstractContextManager[tracing.Step | None]":
+def _asking(check: CheckQuestion) -> "AbstractContextManager[tracing.ActiveSpan | None]":
     """Return a span to ask the check function in, which continues the one that prepared."""
     attributes: tracing.Attributes = {
         tracing.ID: check.id,
@@ -166,7 +166,7 @@ def _call(function: CheckFunction, request: CheckRequest) -> Answer | Awaitable[
         raise RuntimeError("the check function raised StopIteration") from error
 
 
-def _failed(check: Check, error: BaseException) -> CheckAnswer:
+def _failed(check: CheckQuestion, error: BaseException) -> CheckAnswer:
     """Return an unknown that names the error, and log it: in a sentence, with its trace at the
     level `debug`, as no trace belongs on a terminal."""
     detail = f"{type(error).__name__}: {error}"[:DETAIL_LENGTH_MAX]
@@ -182,7 +182,7 @@ def _post(session: Session, answer: CheckAnswer) -> None:
         session.post(CheckAnswer(answer.call, Decision.UNKNOWN, detail=str(error)))
 
 
-def _in_frame(answer: object, check: Check, by: str) -> CheckAnswer:
+def _in_frame(answer: object, check: CheckQuestion, by: str) -> CheckAnswer:
     match answer:
         case Decision():
             return CheckAnswer(check.call, answer, detail=f"{answer} by {by}")
@@ -200,5 +200,5 @@ def _in_frame(answer: object, check: Check, by: str) -> CheckAnswer:
     )
 
 
-def _not_taken(check: Check, why: str) -> CheckAnswer:
+def _not_taken(check: CheckQuestion, why: str) -> CheckAnswer:
     return CheckAnswer(check.call, None, detail=why)

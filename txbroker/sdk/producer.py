@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 
 import aiohttp
 
-from txbroker.contract.frames import SESSION_VERSION, Check, Decide, Drain, Hello
+from txbroker.contract.frames import SESSION_VERSION, CheckQuestion, Decide, Drain, Hello
 from txbroker.core.records import Decision, Message
 from txbroker.errors import ConfigurationError
 from txbroker.net.tls import ClientTls, TlsFiles
@@ -313,7 +313,7 @@ class TransactionalProducer:
         """See `txbroker.sdk.session.Listener`."""
         self._router.owners_changed(session, before)
 
-    def check_arrived(self, session: Session, check: Check) -> None:
+    def check_arrived(self, session: Session, check: CheckQuestion) -> None:
         """See `txbroker.sdk.session.Listener`."""
         self._desk.arrived(session, check)
 

@@ -19,9 +19,9 @@ from txbroker.contract.frames import (
     FRAME_BYTES_MAX,
     FRAME_OPERATIONS_MAX,
     AskEarly,
-    Check,
     CheckAnswer,
-    Clock,
+    CheckQuestion,
+    ClockUpdate,
     Decide,
     Failure,
     FromProducer,
@@ -29,7 +29,7 @@ from txbroker.contract.frames import (
     Hello,
     Owners,
     Prepare,
-    Standing,
+    Status,
     Welcome,
     decode_from_proxy,
     encode_frame,
@@ -58,7 +58,7 @@ CLOSE_TIMEOUT_S = 2.0
 _error_kinds = request_errors()
 
 Asked: TypeAlias = Prepare | Decide | AskEarly
-"""Operations that a `Standing` or a `Failure` answers."""
+"""Operations that a `Status` or a `Failure` answers."""
 
 
 class CannotConnect(Exception):
@@ -85,7 +85,7 @@ class Listener(Protocol):
     def owners_changed(self, session: "Session", before: tuple[str, ...]) -> None:
         """`session.owners` is another list now than `before`."""
 
-    def check_arrived(self, session: "Session", check: Check) -> None:
+    def check_arrived(self, session: "Session", check: CheckQuestion) -> None:
         """The proxy asks; answered by `session.post(CheckAnswer(…))`."""
 
     def session_lost(self, session: "Session", why: str) -> None:
@@ -101,7 +101,7 @@ class _Queued(msgspec.Struct, eq=False):
 class _Call(_Queued, eq=False):
     """An operation whose answer is awaited."""
 
-    answer: "asyncio.Future[Standing]"
+    answer: "asyncio.Future[Status]"
     partition: int
     due_s: float
     """When the answer must have come, on the event loop's clock."""
@@ -179,7 +179,7 @@ class Session:
         """True where nothing waits for an answer, on neither side."""
         return not self._calls and not self._checks and not self._outbox
 
-    def send(self, operation: Asked, partition: int, due_s: float) -> "asyncio.Future[Standing]":
+    def send(self, operation: Asked, partition: int, due_s: float) -> "asyncio.Future[Status]":
         """Send an operation, whose call number no other one has; return the future of its answer.
         Whoever waits for that no longer must `forget` it.
 
@@ -193,7 +193,7 @@ class Session:
         encoded = encode_frame(operation)
         if len(encoded) > OPERATION_BYTES_MAX:
             raise _too_large(encoded)
-        answer: asyncio.Future[Standing] = self._loop.create_future()
+        answer: asyncio.Future[Status] = self._loop.create_future()
         call = self._calls[operation.call] = _Call(encoded, answer, partition, due_s)
         if due_s < self._timer_due_s:
             self._look_at(due_s)
@@ -301,7 +301,7 @@ class Session:
         """Take what came in one frame."""
         calls = self._calls
         for operation in operations:
-            if isinstance(operation, Standing):
+            if isinstance(operation, Status):
                 call = calls.pop(operation.call, None)
                 if call is not None and not call.answer.done():
                     call.answer.set_result(operation)
@@ -315,9 +315,9 @@ class Session:
                     call.fail(error_of(operation))
             case Owners():
                 self._take_owners(_without_slashes(operation.owners))
-            case Clock():
+            case ClockUpdate():
                 self._clock_ms, self._clock_at = operation.now_ms, self._loop.time()
-            case Check():
+            case CheckQuestion():
                 self._checks.add(operation.call)
                 self._listener.check_arrived(self, operation)
             case Welcome():

@@ -8,7 +8,7 @@ from typing import Any
 from msgspec import structs
 
 from txbroker import tracing
-from txbroker.contract.frames import Decide, Standing
+from txbroker.contract.frames import Decide, Status
 from txbroker.core.records import Decision, Message, State
 from txbroker.core.trace_context import carried_over, context_of, with_context
 from txbroker.errors import AlreadyDecided, BadRequest, BodyLost, Overloaded, OwnerUnavailable
@@ -42,7 +42,7 @@ class Transaction:
         self._final: tuple[Message, ...] | None = None
         self._calls = calls
         self._book = book
-        self._standing: Standing | None = None
+        self._standing: Status | None = None
         """The answer to its decision."""
         self._intent: Decision | None = None
 
@@ -218,13 +218,13 @@ class TransactionBlock:
         ended.add_done_callback(left)
 
 
-def prepared(calls: Calls, draft: Draft) -> Coroutine[Any, Any, Standing]:
+def prepared(calls: Calls, draft: Draft) -> Coroutine[Any, Any, Status]:
     """Prepare; where tracing is on, in a span, whose context the messages carry then, so that
     whoever gets them can continue its trace."""
     return _prepared_in_span(calls, draft) if tracing.is_on() else calls.prepare(draft)
 
 
-async def _prepared_in_span(calls: Calls, draft: Draft) -> Standing:
+async def _prepared_in_span(calls: Calls, draft: Draft) -> Status:
     attributes = {tracing.OPERATION_TYPE: "create"}
     with tracing.step("prepare", draft.messages, attributes, kind="producer") as step:
         if step is not None and step.context is not None:
@@ -237,7 +237,7 @@ async def _prepared_in_span(calls: Calls, draft: Draft) -> Standing:
 
 def decided(
     calls: Calls, operation: Decide, prepared: tuple[Message, ...] | None = None
-) -> Coroutine[Any, Any, Standing]:
+) -> Coroutine[Any, Any, Status]:
     """Decide; where tracing is on, in a span. `prepared`: the messages, where they are known."""
     return (
         _decided_in_span(calls, operation, prepared) if tracing.is_on() else calls.decide(operation)
@@ -246,7 +246,7 @@ def decided(
 
 async def _decided_in_span(
     calls: Calls, operation: Decide, prepared: tuple[Message, ...] | None
-) -> Standing:
+) -> Status:
     final = operation.messages
     known = prepared or final or ()
     # Below the caller's own span, else below the one that prepared.
@@ -263,7 +263,7 @@ async def _decided_in_span(
         return await calls.decide(operation)
 
 
-def outcome_of(standing: Standing) -> Outcome:
+def outcome_of(standing: Status) -> Outcome:
     """Return what the user is told of a proxy's answer."""
     return Outcome(standing.id, standing.decision or Decision.UNKNOWN, standing.state)
 

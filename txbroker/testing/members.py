@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from typing import TypeAlias
 
-from txbroker.core.assignor import owners, share_out
+from txbroker.core.assignor import assign, owners
 from txbroker.core.records import RECORD_VERSION
 from txbroker.door.protocols import Assignment, Membership, replaced_by
 from txbroker.errors import KafkaUnavailable
@@ -142,7 +142,7 @@ class MemoryCoordinator:
         """Begin a generation; who loses something hears of it before who gets it."""
         members = self._members
         before = {name: place.owned for name, place in members.items()}
-        shares = share_out(self._partitions, before)
+        shares = assign(self._partitions, before)
         urls = {name: place.url for name, place in members.items()}
         found = owners(self._partitions, shares, urls)
         proxies = tuple(urls[name] for name in sorted(urls))

@@ -14,8 +14,8 @@ from confluent_kafka.cimpl import NewTopic
 
 from tests.faults.cluster.three_nodes import START_S, ThreeNodes
 from tests.kit.kafka import ADMIN_TIMEOUT_S, KafkaWorld
-from txbroker.core.records import RECORD_VERSION, Claim, Progress, Record
-from txbroker.door.protocols import PromotionTxn, PromotionTxnLost, Target
+from txbroker.core.records import RECORD_VERSION, Checkpoint, Claim, Record
+from txbroker.door.protocols import PromotionTxn, PromotionTxnLost, TargetRecord
 from txbroker.errors import KafkaUnavailable
 from txbroker.kafka.client.client import Client, Patience
 from txbroker.kafka.client.producer import Producer
@@ -150,8 +150,8 @@ async def test_no_turn_is_begun_behind_a_commit_that_was_lost(
 
 def turn(number: int, topic: str = "", key: bytes = b"") -> PromotionTxn:
     """Return a turn, with a message for a topic or without."""
-    promoted = (Target(topic, 0, Record(key, b"")),) if topic else ()
-    return PromotionTxn(promoted, (), Progress(RECORD_VERSION, "next", number, number))
+    promoted = (TargetRecord(topic, 0, Record(key, b"")),) if topic else ()
+    return PromotionTxn(promoted, (), Checkpoint(RECORD_VERSION, "next", number, number))
 
 
 def claim(name: str) -> Claim:

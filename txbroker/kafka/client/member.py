@@ -11,7 +11,7 @@ from aiokafka.protocol.api import Request, RequestStruct, Response
 from aiokafka.protocol.group import JoinGroupRequest, SyncGroupRequest
 from aiokafka.protocol.types import Array, Boolean, Bytes, Int16, Int32, Schema, String
 
-from txbroker.core.assignor import NOBODY, Held
+from txbroker.core.assignor import NOBODY, OwnedPartitions
 from txbroker.door.protocols import Assignment
 from txbroker.errors import KafkaUnavailable
 from txbroker.kafka.client.client import Client, KafkaRefused, Patience, coordinator_moved
@@ -209,7 +209,7 @@ class Member:
         # A join is answered when all members have joined, or their time is up.
         self._join_timeout_s = settings.session_timeout_s + _ANSWER_ROOM_S
         self._member_id = _NO_MEMBER
-        self._held = Held()
+        self._held = OwnedPartitions()
         self._last = PreviousAssignment()
         self._asks = 0
 
@@ -297,7 +297,10 @@ class Member:
         except ValueError:  # nothing, or rubbish
             left_out = True
         known = assignment(self._partitions, mine, told, self._me)
-        self._held, self._last = Held(known.mine, generation), PreviousAssignment(generation, told)
+        self._held, self._last = (
+            OwnedPartitions(known.mine, generation),
+            PreviousAssignment(generation, told),
+        )
         return Joined(generation, known, left_out or is_outdated(told, self._me))
 
     async def heartbeat(self, generation: int, lane: str) -> int:
@@ -337,7 +340,7 @@ class Member:
     async def leave(self) -> None:
         """Leave the group at once; without an answer the session's end does the same."""
         member, self._member_id = self._member_id, _NO_MEMBER
-        self._held, self._last = Held(), PreviousAssignment()
+        self._held, self._last = OwnedPartitions(), PreviousAssignment()
         if member == _NO_MEMBER:
             # By the instance id alone Kafka would put out whoever has it now.
             return

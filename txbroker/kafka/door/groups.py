@@ -10,7 +10,7 @@ from collections.abc import Callable
 import structlog
 
 from txbroker.core.records import Record
-from txbroker.core.telling import telling, where_raised
+from txbroker.core.telling import safe_repr, where_raised
 from txbroker.door.own_topics import LAYOUT_KEY
 from txbroker.door.protocols import Appended, AppendUnknown, GroupStore, LogTruncated
 from txbroker.errors import KafkaUnavailable
@@ -107,7 +107,7 @@ class KafkaGroupStore(GroupStore):
                 log.error(
                     "groups not read",
                     topic=self._topic,
-                    error=telling(error),
+                    error=safe_repr(error),
                     where=where_raised(error),
                 )
                 await asyncio.sleep(_PAUSE_S)

@@ -17,7 +17,7 @@ from collections.abc import Callable
 import structlog
 
 from txbroker.core.records import RECORD_VERSION
-from txbroker.core.telling import telling, where_raised
+from txbroker.core.telling import safe_repr, where_raised
 from txbroker.door.protocols import TAKEN, Assignment, Membership, replaced_by
 from txbroker.errors import ConfigurationError, KafkaUnavailable
 from txbroker.kafka.client.client import Client, KafkaRefused
@@ -182,13 +182,13 @@ class KafkaMembership(Membership):
                 self._lose_if_silent(str(error))
                 await self._pause()
             except Exception as error:
-                self._lose(telling(error))
+                self._lose(safe_repr(error))
                 if not first.done():
                     # Without this a waiting `join` would wait for ever.
                     first.set_exception(error)
                     return
                 # A proxy that stopped here would stay alive without a partition, for ever.
-                log.error("membership failed", error=telling(error), where=where_raised(error))
+                log.error("membership failed", error=safe_repr(error), where=where_raised(error))
                 await self._pause()
 
     def _survives(self, member: Member, error: KafkaRefused, first: asyncio.Future[None]) -> bool:

@@ -14,7 +14,7 @@ from typing import NamedTuple, TypeVar
 import msgspec
 from msgspec import Struct, field
 
-from txbroker.core.assignor import NOBODY, Held, owners, settle, share_out
+from txbroker.core.assignor import NOBODY, OwnedPartitions, assign, owners, resolve_conflicts
 from txbroker.door.protocols import Assignment
 
 _FORMAT = 1
@@ -123,7 +123,7 @@ def make_assignment(
 ) -> tuple[GroupAssignment, dict[str, frozenset[int]]]:
     """Share `partitions` out among members; return what to tell all, and each one's share."""
     before = {seat.name: seat for seat in last.told.members} if last.told is not None else {}
-    held: dict[str, Held] = {}
+    held: dict[str, OwnedPartitions] = {}
     for name, one in said.items():
         owned, since = one.owned, one.generation
         if since >= generation:
@@ -132,8 +132,8 @@ def make_assignment(
         if since < 0 and not owned and name in before:
             # It was restarted, and is in the middle of a rebalance before it heard what it has.
             owned, since = before[name].owned, last.generation
-        held[name] = Held(from_runs(owned, partitions), since)
-    shares = share_out(partitions, settle(held))
+        held[name] = OwnedPartitions(from_runs(owned, partitions), since)
+    shares = assign(partitions, resolve_conflicts(held))
     seats = [
         GroupMember(
             name, one.url, one.record_version, to_runs(shares[name]), one.peer_url, one.admin_url

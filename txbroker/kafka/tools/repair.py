@@ -14,7 +14,7 @@ from txbroker.core.encoding import encode_skip
 from txbroker.core.records import Record, Skip
 from txbroker.core.snapshot import find_whole
 from txbroker.door.own_topics import CHECKPOINT, CheckpointScan, ParkedScan, Stop, foreign_why
-from txbroker.door.protocols import AppendRefused, AppendUnknown, SetAside
+from txbroker.door.protocols import AppendRefused, AppendUnknown, ForeignRecord
 from txbroker.errors import ConfigurationError, KafkaUnavailable
 from txbroker.kafka.client.client import Client
 from txbroker.kafka.client.reader import Reader
@@ -154,7 +154,7 @@ def _in_checkpoint(scan: CheckpointScan) -> list[Stop]:
     return stops + [_set_aside(CHECKPOINT, each) for each in aside]
 
 
-def _set_aside(log: str, found: SetAside) -> Stop:
+def _set_aside(log: str, found: ForeignRecord) -> Stop:
     return Stop(log, found.record, SET_ASIDE, f"{found.why}: set aside, stops nothing", "nothing")
 
 

@@ -17,11 +17,11 @@ from txbroker.contract.service import (
     DecideRequest,
     ListRequest,
     Overview,
-    Page,
     PrepareRequest,
     Readiness,
     Run,
-    Standing,
+    TransactionPage,
+    TransactionStatus,
     TransactionView,
     alone,
 )
@@ -310,7 +310,7 @@ class Broker:
 
     # --- prepare ---------------------------------------------------------------------------
 
-    async def prepare(self, request: PrepareRequest) -> Standing:
+    async def prepare(self, request: PrepareRequest) -> TransactionStatus:
         """Store a half message; see `txbroker.contract.service.Service`."""
         self.check_open()
         owner = self._manager.owner(self._home(request), request.id)
@@ -432,7 +432,7 @@ class Broker:
 
     # --- decide, check, revive -------------------------------------------------------------
 
-    async def decide(self, request: DecideRequest) -> Standing:
+    async def decide(self, request: DecideRequest) -> TransactionStatus:
         """Write a deciding marker; see `txbroker.contract.service.Service`."""
         self.check_open()
         owner = self._owner_of(request.id)
@@ -493,7 +493,9 @@ class Broker:
             raise
         return placed
 
-    async def check(self, id: str, *, by: str = "", reason: str = "", group: str = "") -> Standing:
+    async def check(
+        self, id: str, *, by: str = "", reason: str = "", group: str = ""
+    ) -> TransactionStatus:
         """Pull the next attempt forward; see `txbroker.contract.service.Service`."""
         with self._calls.take():
             owner = self._owner_of(id)
@@ -503,7 +505,7 @@ class Broker:
             log.debug("check asked for", id=id, by=by, reason=reason)
             return standing(transaction)
 
-    async def revive(self, id: str, *, by: str = "", reason: str = "") -> Standing:
+    async def revive(self, id: str, *, by: str = "", reason: str = "") -> TransactionStatus:
         """Begin a new round, or retry a refused one; see `txbroker.contract.service.Service`."""
         with self._calls.take():
             return await self._owner_of(id).api.revive(id, by, reason)
@@ -535,7 +537,7 @@ class Broker:
         asked = f"Nobody of its group can be asked for {round(seconds)} s{': ' if why else ''}{why}"
         return f"{asked}. No attempt is used up meanwhile."
 
-    async def list(self, request: ListRequest) -> Page:
+    async def list(self, request: ListRequest) -> TransactionPage:
         """Return transactions of `request.partitions` (None: of all), oldest first.
 
         Raises:
@@ -589,7 +591,7 @@ async def _refused(error: RequestError) -> Sequence[Answer]:
     return (error,)
 
 
-def _only(answers: Sequence[Answer]) -> Standing:
+def _only(answers: Sequence[Answer]) -> TransactionStatus:
     """Return what became of a run of one.
 
     Raises:

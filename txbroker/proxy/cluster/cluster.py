@@ -15,12 +15,12 @@ from txbroker.contract.service import (
     DecideRequest,
     ListRequest,
     Overview,
-    Page,
     PrepareRequest,
     Readiness,
     Run,
     Service,
-    Standing,
+    TransactionPage,
+    TransactionStatus,
     TransactionView,
     alone,
 )
@@ -135,7 +135,7 @@ class Cluster:
 
     # --- prepare -----------------------------------------------------------------------------
 
-    async def prepare(self, request: PrepareRequest) -> Standing:
+    async def prepare(self, request: PrepareRequest) -> TransactionStatus:
         """Store a half message, here or at its owner; see `txbroker.contract.service.Service`."""
         if not request.messages:
             raise BadRequest("a transaction holds at least one message")
@@ -147,7 +147,7 @@ class Cluster:
             return await self._local.prepare(request)
         return await self._prepare_at(url, partition, request)
 
-    async def _prepare_anywhere(self, request: PrepareRequest) -> Standing:
+    async def _prepare_anywhere(self, request: PrepareRequest) -> TransactionStatus:
         """Prepare what no key ties to a partition: here if anything is ours, else at any owner."""
         self._local.check_open()
         if self._local.mine():
@@ -165,7 +165,9 @@ class Cluster:
             raise OwnerUnavailable("no half partition is known to have an owner now: try again")
         return await self._prepare_at(urls[-1], at[urls[-1]], request)
 
-    async def _prepare_at(self, url: str, partition: int, request: PrepareRequest) -> Standing:
+    async def _prepare_at(
+        self, url: str, partition: int, request: PrepareRequest
+    ) -> TransactionStatus:
         """Prepare at another proxy, under an id of ours: whatever becomes of the call, the caller
         can send it again and counts once."""
         if request.id is not None:
@@ -184,21 +186,23 @@ class Cluster:
 
     # --- by id -------------------------------------------------------------------------------
 
-    async def decide(self, request: DecideRequest) -> Standing:
+    async def decide(self, request: DecideRequest) -> TransactionStatus:
         """Write a deciding marker, here or at the owner; see `Service`."""
         url = self._owner_of(request.id)
         if url is None:
             return await self._local.decide(request)
         return await self._peers.decide(url, request)
 
-    async def check(self, id: str, *, by: str = "", reason: str = "", group: str = "") -> Standing:
+    async def check(
+        self, id: str, *, by: str = "", reason: str = "", group: str = ""
+    ) -> TransactionStatus:
         """Pull the next attempt forward; see `txbroker.contract.service.Service`."""
         url = self._owner_of(id)
         if url is None:
             return await self._local.check(id, by=by, reason=reason, group=group)
         return await self._peers.check(url, id, by=by, reason=reason, group=group)
 
-    async def revive(self, id: str, *, by: str = "", reason: str = "") -> Standing:
+    async def revive(self, id: str, *, by: str = "", reason: str = "") -> TransactionStatus:
         """Begin a new round, or retry a refused one; see `txbroker.contract.service.Service`."""
         url = self._owner_of(id)
         if url is None:
@@ -214,7 +218,7 @@ class Cluster:
 
     # --- list --------------------------------------------------------------------------------
 
-    async def list(self, request: ListRequest) -> Page:
+    async def list(self, request: ListRequest) -> TransactionPage:
         """Return transactions of all owners, oldest first.
 
         Raises:
@@ -240,7 +244,7 @@ class Cluster:
                 part.cancel()
             await asyncio.gather(*parts, return_exceptions=True)
 
-    async def _part(self, url: str | None, request: ListRequest) -> Page:
+    async def _part(self, url: str | None, request: ListRequest) -> TransactionPage:
         if url is None:
             return await self._local.list(request)
         return await self._peers.list(url, request)

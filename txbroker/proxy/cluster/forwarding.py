@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-from txbroker.contract.service import Page, PrepareRequest, TransactionView
+from txbroker.contract.service import PrepareRequest, TransactionPage, TransactionView
 from txbroker.core.routing import dedup_randomness, make_id, parse_id
 from txbroker.errors import BadRequest, RequestError, request_errors
 
@@ -92,7 +92,7 @@ def decode_cursor(cursor: str | None) -> tuple[int, str]:
         raise BadRequest("the cursor is not one that a list has given") from None
 
 
-def merge(pages: Sequence[Page], limit: int) -> Page:
+def merge(pages: Sequence[TransactionPage], limit: int) -> TransactionPage:
     """Return one page of several owners' pages, each sorted by time and id.
 
     A page that goes on says nothing of what lies behind its end, so the merged one ends there too.
@@ -105,11 +105,11 @@ def merge(pages: Sequence[Page], limit: int) -> Page:
     sure = [view for view in views if known_to is None or _key(view) <= known_to]
     found = sure[:limit]
     if len(found) < len(sure):
-        return Page(tuple(found), encode_cursor(found[-1]))
+        return TransactionPage(tuple(found), encode_cursor(found[-1]))
     if known_to is None:
-        return Page(tuple(found))
+        return TransactionPage(tuple(found))
     at_ms, id = known_to
-    return Page(tuple(found), f"{at_ms}.{id}")
+    return TransactionPage(tuple(found), f"{at_ms}.{id}")
 
 
 def _key(view: TransactionView) -> tuple[int, str]:

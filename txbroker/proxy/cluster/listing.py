@@ -3,11 +3,16 @@
 import asyncio
 from heapq import nsmallest
 
-from txbroker.contract.service import LISTED_MESSAGES_MAX, ListRequest, Page, TransactionView
+from txbroker.contract.service import (
+    LISTED_MESSAGES_MAX,
+    ListRequest,
+    TransactionPage,
+    TransactionView,
+)
 from txbroker.core.ledger import Ledger
 from txbroker.core.lifecycle import SETTLED
-from txbroker.core.segment import Brief
-from txbroker.core.settled import whole
+from txbroker.core.segment import SettledSummary
+from txbroker.core.settled import to_transaction
 from txbroker.core.transaction import Transaction
 from txbroker.principals import Patterns
 from txbroker.proxy.cluster.forwarding import decode_cursor, encode_cursor
@@ -18,7 +23,7 @@ SLICE = 256
 millisecond."""
 
 
-async def page_of(ledger: Ledger, request: ListRequest, now_ms: int) -> Page:
+async def page_of(ledger: Ledger, request: ListRequest, now_ms: int) -> TransactionPage:
     """Return a page of one partition's transactions, oldest first.
 
     Args:
@@ -66,9 +71,9 @@ class _Page:
         self._views.append(summary(transaction))
         return True
 
-    def done(self, *, more: bool) -> Page:
+    def done(self, *, more: bool) -> TransactionPage:
         """Return the page."""
-        return Page(tuple(self._views), encode_cursor(self._views[-1]) if more else None)
+        return TransactionPage(tuple(self._views), encode_cursor(self._views[-1]) if more else None)
 
 
 def _wanted(
@@ -90,7 +95,7 @@ def _wanted(
 
 async def _settled(
     ledger: Ledger, request: ListRequest, before_ms: int | None, visible: Patterns
-) -> Page:
+) -> TransactionPage:
     """Return a page of what is settled and still remembered.
 
     It lies in the order in which it was settled, so each page looks at all of it.
@@ -98,7 +103,7 @@ async def _settled(
     after = decode_cursor(request.cursor)
     # One more than fits tells whether there are more.
     best: list[tuple[int, str]] = []
-    briefs: dict[str, Brief] = {}
+    briefs: dict[str, SettledSummary] = {}
     for part in ledger.settled.parts():
         await asyncio.sleep(0)
         for brief in part:
@@ -111,13 +116,13 @@ async def _settled(
             briefs = {id: briefs[id] for _, id in best}
     page = _Page(request.limit)
     for _, id in nsmallest(request.limit + 1, best):
-        if not page.take(ledger.get(id) or whole(briefs[id])):
+        if not page.take(ledger.get(id) or to_transaction(briefs[id])):
             return page.done(more=True)
     return page.done(more=False)
 
 
 def _wanted_brief(
-    brief: Brief, request: ListRequest, before_ms: int | None, visible: Patterns
+    brief: SettledSummary, request: ListRequest, before_ms: int | None, visible: Patterns
 ) -> bool:
     return (
         brief.state is request.state

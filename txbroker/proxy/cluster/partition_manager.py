@@ -14,7 +14,7 @@ from txbroker.contract.service import PartitionState, Readiness
 from txbroker.core.encoding import installation_headers
 from txbroker.core.records import LOG_VERSION, RECORD_VERSION
 from txbroker.core.segment import SEGMENT_VERSION
-from txbroker.core.telling import sentence, telling, where_raised
+from txbroker.core.telling import safe_repr, sentence, where_raised
 from txbroker.door.protocols import Assignment, Door, Fenced, Hanging, LogTruncated, Targets
 from txbroker.errors import ConfigurationError, KafkaUnavailable, NewerRecord, OwnerUnavailable
 from txbroker.failpoints import failpoint
@@ -463,7 +463,7 @@ class PartitionManager:
         error = None if task.cancelled() else task.exception()
         if error is not None:
             log.error(
-                "partition not closed cleanly", error=telling(error), where=where_raised(error)
+                "partition not closed cleanly", error=safe_repr(error), where=where_raised(error)
             )
 
     def _give_up(self, partition: int, slot: PartitionSlot) -> None:
@@ -498,7 +498,7 @@ class PartitionManager:
         log.error(
             "partition stopped",
             partition=partition,
-            error=telling(error),
+            error=safe_repr(error),
             where=where_raised(error),
         )
         slot.candidate = slot.opening = None
@@ -532,7 +532,7 @@ class PartitionManager:
                 await self._join()
             except Exception as error:
                 # Whatever it is, a group that is full say: nobody else would ever try again.
-                log.error("not joined again", error=telling(error), where=where_raised(error))
+                log.error("not joined again", error=safe_repr(error), where=where_raised(error))
             else:
                 return
 

@@ -16,9 +16,9 @@ from txbroker.contract.service import (
     DecideRequest,
     ListRequest,
     Overview,
-    Page,
     PrepareRequest,
-    Standing,
+    TransactionPage,
+    TransactionStatus,
     TransactionView,
 )
 from txbroker.errors import OwnerUnavailable
@@ -102,35 +102,39 @@ class Peers:
 
     # --- what a proxy can be asked -----------------------------------------------------------
 
-    async def prepare(self, url: str, request: PrepareRequest) -> Standing:
+    async def prepare(self, url: str, request: PrepareRequest) -> TransactionStatus:
         """Prepare at the proxy at `url`; as `Service.prepare`.
 
         Raises:
             Unsent: certainly nothing was sent.
             OwnerUnavailable: no answer; with the id in its details where the request has one.
         """
-        return await self._post(url, "prepare", request, Standing, request.id)
+        return await self._post(url, "prepare", request, TransactionStatus, request.id)
 
-    async def decide(self, url: str, request: DecideRequest) -> Standing:
+    async def decide(self, url: str, request: DecideRequest) -> TransactionStatus:
         """Decide at the proxy at `url`; as `Service.decide`."""
         limit_s = self._wait_s if request.wait else self._call_s
-        return await self._post(url, "decide", request, Standing, request.id, limit_s)
+        return await self._post(url, "decide", request, TransactionStatus, request.id, limit_s)
 
-    async def check(self, url: str, id: str, *, by: str, reason: str, group: str) -> Standing:
+    async def check(
+        self, url: str, id: str, *, by: str, reason: str, group: str
+    ) -> TransactionStatus:
         """Check at the proxy at `url`; as `Service.check`."""
-        return await self._post(url, "check", ById(id, by, reason, group=group), Standing, id)
+        return await self._post(
+            url, "check", ById(id, by, reason, group=group), TransactionStatus, id
+        )
 
-    async def revive(self, url: str, id: str, *, by: str, reason: str) -> Standing:
+    async def revive(self, url: str, id: str, *, by: str, reason: str) -> TransactionStatus:
         """Revive at the proxy at `url`; as `Service.revive`."""
-        return await self._post(url, "revive", ById(id, by, reason), Standing, id)
+        return await self._post(url, "revive", ById(id, by, reason), TransactionStatus, id)
 
     async def find(self, url: str, id: str, *, bodies: bool) -> TransactionView:
         """Find at the proxy at `url`; as `Service.find`."""
         return await self._post(url, "find", ById(id, bodies=bodies), TransactionView, id)
 
-    async def list(self, url: str, request: ListRequest) -> Page:
+    async def list(self, url: str, request: ListRequest) -> TransactionPage:
         """List at the proxy at `url`; as `Service.list`."""
-        return await self._post(url, "list", request, Page, None)
+        return await self._post(url, "list", request, TransactionPage, None)
 
     async def sessions(self, url: str) -> GroupsConnected:
         """Return the groups that can be asked at the proxy at `url`, with their instances.

@@ -11,7 +11,7 @@ import jinja2
 from aiohttp import web
 
 from txbroker import __version__
-from txbroker.core.telling import telling, where_raised
+from txbroker.core.telling import safe_repr, where_raised
 from txbroker.errors import (
     BadRequest,
     KafkaDown,
@@ -194,7 +194,7 @@ class Console:
                 log.error(
                     "page failed",
                     path=request.path[:100],
-                    error=telling(error),
+                    error=safe_repr(error),
                     where=where_raised(error),
                 )
                 broken = RequestError("something went wrong inside the proxy; its log says what")

@@ -13,7 +13,7 @@ from typing import Any, cast
 from aiohttp import web
 from aiohttp.web_protocol import RequestHandler
 
-from txbroker.core.telling import telling, where_raised
+from txbroker.core.telling import safe_repr, where_raised
 from txbroker.errors import BadRequest, RequestError
 from txbroker.net.deadlines import Deadlines
 from txbroker.proxy.http.context import ApiContext, FrameBudget
@@ -274,7 +274,7 @@ class HttpConnection(RequestHandler):
             raise ConnectionError("an answer was begun already")
         if status >= 500:
             if exc is not None:
-                log.error("call failed", error=telling(exc), where=where_raised(exc))
+                log.error("call failed", error=safe_repr(exc), where=where_raised(exc))
             error = RequestError("something went wrong inside the proxy; its log says what")
         else:
             what = (message or "").strip().partition("\n")[0][:_LINE_MAX]

@@ -14,7 +14,7 @@ from txbroker.checkers.sessions import SessionRegistry
 from txbroker.config.settings import PREPARES_SHARE, RECEIVING_SHARE, Settings
 from txbroker.contract.json import PARTITION_MAX, TIMESTAMP_MS_MAX
 from txbroker.contract.service import DecideRequest, ListRequest, PrepareRequest, Service
-from txbroker.core.index import Use, part_of
+from txbroker.core.index import ShareUse, share_max
 from txbroker.core.records import Message
 from txbroker.core.routing import ALPHABET, LENGTH, parse_id
 from txbroker.errors import BadId, BadRequest, TooLarge
@@ -45,9 +45,9 @@ class ByteBudget:
     """
 
     def __init__(self, bytes_max: int) -> None:
-        self._all, self._prepares = Use(), Use()
+        self._all, self._prepares = ShareUse(), ShareUse()
         pools = (self._all, bytes_max), (self._prepares, int(bytes_max * PREPARES_SHARE))
-        self._pools = tuple((use, most, part_of(most)) for use, most in pools)
+        self._pools = tuple((use, most, share_max(most)) for use, most in pools)
 
     @property
     def bytes(self) -> int:

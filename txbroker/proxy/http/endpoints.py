@@ -8,7 +8,7 @@ from functools import cache, partial
 from aiohttp import web
 
 from txbroker import tracing
-from txbroker.core.telling import telling, where_raised
+from txbroker.core.telling import safe_repr, where_raised
 from txbroker.errors import KafkaDown, KafkaUnavailable, Overloaded, RequestError
 from txbroker.principals import ANYBODY, Principal
 from txbroker.proxy.cluster.forwarding import CALLER
@@ -196,7 +196,7 @@ def refusal(request: AnyRequest, error: Exception) -> HttpAnswer:
         "call failed",
         method=request.method,
         path=request.path[:100],
-        error=telling(error),
+        error=safe_repr(error),
         where=where_raised(error),
     )
     return refused(RequestError("something went wrong inside the proxy; its log says what"))

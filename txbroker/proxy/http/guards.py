@@ -20,7 +20,7 @@ from aiohttp import web
 from txbroker.checkers.leases import PEER_HEADER
 from txbroker.config.addresses import read_token
 from txbroker.config.settings import Settings
-from txbroker.core.telling import telling
+from txbroker.core.telling import safe_repr
 from txbroker.errors import (
     CertificateRequired,
     ConfigurationError,
@@ -115,7 +115,7 @@ class ReloadedFile(Generic[T]):
         except (OSError, ConfigurationError) as error:
             if self._failed != (stamp or _GONE):
                 log.warning(
-                    "file not read", setting=self.name, path=str(self._path), why=telling(error)
+                    "file not read", setting=self.name, path=str(self._path), why=safe_repr(error)
                 )
             self._failed = stamp or _GONE
             self._again_s = time.monotonic() + RETRY_S

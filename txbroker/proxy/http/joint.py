@@ -8,7 +8,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
-from txbroker.contract.service import DecideRequest, PrepareRequest, Run, Service, Standing
+from txbroker.contract.service import DecideRequest, PrepareRequest, Run, Service, TransactionStatus
 from txbroker.errors import RequestError
 from txbroker.proxy.cluster.forwarding import CALLER
 
@@ -29,7 +29,7 @@ class _Waiting(NamedTuple):
     """A call: what it is answered with, and how that is made of a standing."""
 
     answer: "asyncio.Future[Any]"
-    made_of: Callable[[Standing], Any]
+    made_of: Callable[[TransactionStatus], Any]
 
 
 class CallBatcher:
@@ -41,7 +41,9 @@ class CallBatcher:
         # The loop itself holds tasks weakly.
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def carry_out(self, request: Request, made_of: Callable[[Standing], T]) -> "asyncio.Future[T]":
+    def carry_out(
+        self, request: Request, made_of: Callable[[TransactionStatus], T]
+    ) -> "asyncio.Future[T]":
         """Begin a call in the next turn of the loop; return what becomes of it: what `made_of`
         makes of its standing, or the `RequestError` or other exception that it ends with.
         """

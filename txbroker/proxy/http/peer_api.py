@@ -30,7 +30,7 @@ from txbroker.contract.service import (
     Service,
 )
 from txbroker.core.records import Decision
-from txbroker.core.telling import telling, where_raised
+from txbroker.core.telling import safe_repr, where_raised
 from txbroker.errors import (
     BadRequest,
     Forbidden,
@@ -234,7 +234,7 @@ class PeerApi:
             log.error(
                 "call of another proxy failed",
                 call=name,
-                error=telling(error),
+                error=safe_repr(error),
                 where=where_raised(error),
             )
             return _refusal(

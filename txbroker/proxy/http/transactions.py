@@ -15,10 +15,10 @@ from txbroker.contract.service import (
     LISTED_MESSAGES_MAX,
     DecideRequest,
     ListRequest,
-    Page,
     PlacedMessage,
     PrepareRequest,
-    Standing,
+    TransactionPage,
+    TransactionStatus,
     TransactionView,
 )
 from txbroker.core.records import Decision, Message, Source
@@ -103,7 +103,7 @@ async def _prepare_traced(call: ApiCall, request: PrepareRequest) -> ApiReply:
         return reply
 
 
-def _prepared(standing: Standing) -> ApiReply:
+def _prepared(standing: TransactionStatus) -> ApiReply:
     return ApiReply(201 if standing.created else 200, _standing(standing))
 
 
@@ -160,7 +160,7 @@ def _decide_at_once(call: ApiCall, request: DecideRequest) -> asyncio.Future[Api
     return call.shell.joint.carry_out(request, decided)
 
 
-def _decided(metrics: Metrics, began_s: float, standing: Standing) -> ApiReply:
+def _decided(metrics: Metrics, began_s: float, standing: TransactionStatus) -> ApiReply:
     metrics.decisions_took(time.monotonic() - began_s)
     return ApiReply(200, _standing(standing))
 
@@ -240,13 +240,13 @@ async def list_all(call: ApiCall) -> ApiReply:
     )
 
 
-def _fitting(page: Page) -> int:
+def _fitting(page: TransactionPage) -> int:
     """Return how many transactions of a page one answer may list; at least one."""
     counts = accumulate(len(view.messages) for view in page.transactions)
     return max(1, sum(count <= LISTED_MESSAGES_MAX for count in counts))
 
 
-def _standing(standing: Standing) -> StandingBody:
+def _standing(standing: TransactionStatus) -> StandingBody:
     return StandingBody(id=standing.id, state=standing.state, decision=standing.decision)
 
 

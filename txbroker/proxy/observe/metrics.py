@@ -27,8 +27,8 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from txbroker import __version__
-from txbroker.core.index import ShareOf, Use, own_share, part_of
-from txbroker.core.outcome import Effect, Outcome
+from txbroker.core.index import ShareOf, ShareUse, own_share, share_max
+from txbroker.core.outcome import ApplyResult, Effect
 from txbroker.core.transaction import Transaction
 
 OTHER = "other"
@@ -160,7 +160,7 @@ class _Labels:
         self._max = values_max
         self._share_of = share_of
         self._known: dict[str, str] = {}
-        self._use = Use()
+        self._use = ShareUse()
 
     def __call__(self, value: str) -> str:
         label = self._known.get(value)
@@ -173,7 +173,7 @@ class _Labels:
 
     def _decided(self, value: str) -> str:
         share = self._share_of(value)
-        if self._use.of(share) >= part_of(self._max):
+        if self._use.of(share) >= share_max(self._max):
             return OTHER
         self._use.add(share)
         return value
@@ -311,7 +311,7 @@ class Metrics:
 
     # --- what happened ---
 
-    def outcome(self, outcome: Outcome) -> None:
+    def outcome(self, outcome: ApplyResult) -> None:
         """Count a decision contrary to the standing one; nothing else that changed nothing."""
         if outcome.effect is Effect.CONFLICT:
             self._conflicts.inc()

@@ -16,7 +16,7 @@ from txbroker.contract.service import (
     DecideRequest,
     PrepareRequest,
     Service,
-    Standing,
+    TransactionStatus,
     alone,
 )
 from txbroker.core.trace_context import TraceContext, context_of, with_context
@@ -25,7 +25,7 @@ from txbroker.core.transaction import Transaction
 
 def preparing(
     request: PrepareRequest, caller: TraceContext | None = None
-) -> "AbstractContextManager[tracing.Step | None]":
+) -> "AbstractContextManager[tracing.ActiveSpan | None]":
     """Return a span to prepare in, below the context of the messages, else the caller's."""
     attributes = {tracing.GROUP: request.group, tracing.OPERATION_TYPE: "create"}
     parent = tracing.sampled_context(request.messages) or caller
@@ -39,7 +39,7 @@ def within(request: PrepareRequest, context: TraceContext | None) -> PrepareRequ
     return structs.replace(request, messages=with_context(request.messages, context))
 
 
-def note_id(step: tracing.Step | None, id: str) -> None:
+def note_id(step: tracing.ActiveSpan | None, id: str) -> None:
     """Name the transaction in the span that prepared it."""
     if step is not None:
         step.note({tracing.ID: id})
@@ -54,14 +54,14 @@ async def traced_alone(
         return await alone(service, request)
     with preparing(request) as step:
         answers = await alone(service, request)
-        if isinstance(answers[0], Standing):
+        if isinstance(answers[0], TransactionStatus):
             note_id(step, answers[0].id)
         return answers
 
 
 def deciding(
     request: DecideRequest, transaction: Transaction | None
-) -> "AbstractContextManager[tracing.Step | None]":
+) -> "AbstractContextManager[tracing.ActiveSpan | None]":
     """Return a span to decide in, below the one that prepared, if its messages are in memory."""
     if transaction is None or not tracing.is_on():
         return tracing.continued("", (), {}, parent=None)

@@ -20,7 +20,7 @@ from typing import NamedTuple, Protocol, TypeAlias
 from msgspec import Struct
 
 from txbroker.core.encoding import BATCH_OVERHEAD_BYTES, Row
-from txbroker.core.outcome import Effect, Outcome
+from txbroker.core.outcome import ApplyResult, Effect
 from txbroker.core.records import Anchor, Record
 from txbroker.door.protocols import Appended, AppendRefused, AppendUnknown, Log, LogTruncated
 from txbroker.errors import (
@@ -37,7 +37,7 @@ QUEUE_BYTES_MAX = 64 * 1024 * 1024
 BATCH_RECORDS_MAX = 1000
 """Records in one batch: applying them takes about ten milliseconds, in which nobody else runs."""
 
-Applied: TypeAlias = Outcome | RequestError
+Applied: TypeAlias = ApplyResult | RequestError
 """What became of a row: what applying it did, or why it was not applied."""
 Known: TypeAlias = Callable[[int], None]
 """Told of how many more rows of a run it is known what became: long runs take several batches."""
@@ -65,11 +65,11 @@ class Replica(Protocol):
         """The last record that was applied, by which the log is recognised where others wrote."""
         ...
 
-    def apply(self, record: Record) -> Outcome:
+    def apply(self, record: Record) -> ApplyResult:
         """Apply the next record, as it was read."""
         ...
 
-    def apply_run(self, rows: Sequence[Row], offset: int, timestamp_ms: int) -> list[Outcome]:
+    def apply_run(self, rows: Sequence[Row], offset: int, timestamp_ms: int) -> list[ApplyResult]:
         """Apply rows that were just appended as one batch; return an outcome of each."""
         ...
 
@@ -229,7 +229,7 @@ class Appender:
             del entry
         return [each for each in found if each is not None]
 
-    async def append_one(self, row: Row) -> Outcome:
+    async def append_one(self, row: Row) -> ApplyResult:
         """Append a run of one row; return what applying it did.
 
         Raises:
@@ -423,7 +423,7 @@ class Appender:
             taken += stop - start
             _account(entry, stop - start)
 
-    async def _read_back(self, records: list[Record], base_offset: int) -> list[Outcome]:
+    async def _read_back(self, records: list[Record], base_offset: int) -> list[ApplyResult]:
         """Apply the log up to its end and find our records in it.
 
         Without an offset they are known by their content: ids and claims make it unique, and
@@ -432,20 +432,20 @@ class Appender:
         wanted: dict[tuple[object, ...], deque[int]] = {}
         for number, record in enumerate(records):
             wanted.setdefault((record.key, record.value, record.headers), deque()).append(number)
-        found: dict[int, Outcome] = {}
+        found: dict[int, ApplyResult] = {}
 
-        def note(record: Record, outcome: Outcome) -> None:
+        def note(record: Record, outcome: ApplyResult) -> None:
             if base_offset >= 0:
                 found[record.offset - base_offset] = outcome
             elif same := wanted.get((record.key, record.value, record.headers)):
                 found[same.popleft()] = outcome
 
         await self._catch_up(note)
-        missing = Outcome(Effect.VOID, why="not found where the broker put it")
+        missing = ApplyResult(Effect.VOID, why="not found where the broker put it")
         return [found.get(number, missing) for number in range(len(records))]
 
     async def _catch_up(
-        self, note: Callable[[Record, Outcome], None] | None = None, *, sure: bool = True
+        self, note: Callable[[Record, ApplyResult], None] | None = None, *, sure: bool = True
     ) -> None:
         replica = self._replica
         start, end = await self._log.bounds(sure=sure)

@@ -9,11 +9,11 @@ from msgspec import structs
 from txbroker.core.decoding import passed_over
 from txbroker.core.encoding import HalfRow, MarkerRow, Row
 from txbroker.core.ledger import Ledger
-from txbroker.core.outcome import Effect, Outcome
+from txbroker.core.outcome import ApplyResult, Effect
 from txbroker.core.records import Anchor, Record, Skip
 from txbroker.core.transaction import Transaction
 from txbroker.door.own_topics import foreign_why
-from txbroker.door.protocols import Claimed, SetAside
+from txbroker.door.protocols import Claimed, ForeignRecord
 from txbroker.errors import NewerRecord
 from txbroker.proxy.observe.logging import get_logger
 from txbroker.proxy.partition.context import PartitionEvents
@@ -55,7 +55,7 @@ class Applier:
         """Count and show what others wrote into the parked topic."""
         self._set_aside("parked", copies.foreign, copies.set_aside)
 
-    def _set_aside(self, topic: str, count: int, shown: Sequence[SetAside]) -> None:
+    def _set_aside(self, topic: str, count: int, shown: Sequence[ForeignRecord]) -> None:
         if count:
             self._events.foreign(topic, count)
         for record, why in shown:
@@ -72,7 +72,7 @@ class Applier:
         for follower in self.followers:
             follower.changed(transactions)
 
-    def unchanged(self, topic: str, outcome: Outcome, record: Record) -> None:
+    def unchanged(self, topic: str, outcome: ApplyResult, record: Record) -> None:
         """Count a record that changed nothing, and show it where it is none of ours.
 
         Raises:
@@ -81,7 +81,7 @@ class Applier:
         if outcome.effect is Effect.NEWER:
             why = foreign_why(topic, record, self.ledger.partition)
             if why:
-                outcome = Outcome(Effect.VOID, why=f"{outcome.why}, but {why}")
+                outcome = ApplyResult(Effect.VOID, why=f"{outcome.why}, but {why}")
         if outcome.effect is Effect.NEWER and not passed_over(self.skips, topic, record):
             # It may decide a transaction in a way that this build does not know: going on could
             # promote what was rolled back.
@@ -91,7 +91,7 @@ class Applier:
             )
         if outcome.effect is not Effect.PARTIAL:
             if outcome.effect is Effect.VOID:
-                self._set_aside(topic, 1, [SetAside(record, outcome.why)])
+                self._set_aside(topic, 1, [ForeignRecord(record, outcome.why)])
             self._events.outcome(outcome)
 
 
@@ -122,7 +122,7 @@ class LogReplica(ABC):
     def skip(self, offsets: range) -> None:
         """Go past offsets that hold no record."""
 
-    def apply(self, record: Record) -> Outcome:
+    def apply(self, record: Record) -> ApplyResult:
         """Apply the next record, as it was read.
 
         Raises:
@@ -135,7 +135,7 @@ class LogReplica(ABC):
             self._applier.unchanged(self.topic, outcome, record)
         return outcome
 
-    def apply_run(self, rows: Sequence[Row], offset: int, timestamp_ms: int) -> list[Outcome]:
+    def apply_run(self, rows: Sequence[Row], offset: int, timestamp_ms: int) -> list[ApplyResult]:
         """Apply rows that were just appended as one batch; return an outcome of each."""
         outcomes = self._apply_run(rows, offset, timestamp_ms)
         changed: list[Transaction] = []
@@ -151,10 +151,12 @@ class LogReplica(ABC):
         return outcomes
 
     @abstractmethod
-    def _apply(self, record: Record) -> Outcome: ...
+    def _apply(self, record: Record) -> ApplyResult: ...
 
     @abstractmethod
-    def _apply_run(self, rows: Sequence[Row], offset: int, timestamp_ms: int) -> list[Outcome]: ...
+    def _apply_run(
+        self, rows: Sequence[Row], offset: int, timestamp_ms: int
+    ) -> list[ApplyResult]: ...
 
 
 class HalfReplica(LogReplica):
@@ -176,10 +178,10 @@ class HalfReplica(LogReplica):
         """Go past offsets that hold no record."""
         self._ledger.skip_half(offsets)
 
-    def _apply(self, record: Record) -> Outcome:
+    def _apply(self, record: Record) -> ApplyResult:
         return self._ledger.apply_half(record)
 
-    def _apply_run(self, rows: Sequence[Row], offset: int, timestamp_ms: int) -> list[Outcome]:
+    def _apply_run(self, rows: Sequence[Row], offset: int, timestamp_ms: int) -> list[ApplyResult]:
         return self._ledger.apply_halves(cast(Sequence[HalfRow], rows), offset, timestamp_ms)
 
 
@@ -202,8 +204,8 @@ class OpReplica(LogReplica):
         """Go past offsets that hold no record."""
         self._ledger.skip_op(offsets)
 
-    def _apply(self, record: Record) -> Outcome:
+    def _apply(self, record: Record) -> ApplyResult:
         return self._ledger.apply_op(record)
 
-    def _apply_run(self, rows: Sequence[Row], offset: int, timestamp_ms: int) -> list[Outcome]:
+    def _apply_run(self, rows: Sequence[Row], offset: int, timestamp_ms: int) -> list[ApplyResult]:
         return self._ledger.apply_markers(cast(Sequence[MarkerRow], rows), offset, timestamp_ms)

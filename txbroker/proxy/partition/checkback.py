@@ -25,8 +25,8 @@ from txbroker.checkers.base import (
 )
 from txbroker.contract.service import Answer, DecideRequest
 from txbroker.core.encoding import MarkerRow, headers_bytes
-from txbroker.core.index import Crowd, Schedule, due_ms
-from txbroker.core.outcome import Effect, Outcome
+from txbroker.core.index import CheckBacklog, Schedule, due_ms
+from txbroker.core.outcome import ApplyResult, Effect
 from txbroker.core.records import (
     CheckReason,
     Decision,
@@ -133,7 +133,7 @@ class CheckBack:
         self._targets = targets
         self._decider = decider
         self._schedule = Schedule()
-        self._crowd = Crowd()
+        self._crowd = CheckBacklog()
         self._changed = asyncio.Event()
         # The checks that somebody has asked for, until they are made.
         self._asked: dict[str, _Asked] = {}
@@ -269,7 +269,7 @@ class CheckBack:
             outcome = await self._op.append_one(marker)
         except RequestError as error:
             log.warning("park failed", id=transaction.id, why=str(error))
-            outcome = Outcome(Effect.VOID)
+            outcome = ApplyResult(Effect.VOID)
         if outcome.effect is Effect.APPLIED:
             failpoint("park.stored")
             log.warning("parked", id=transaction.id, group=transaction.half.group)

@@ -7,10 +7,10 @@ from typing import Protocol
 from msgspec import Struct
 
 from txbroker.core.encoding import MarkerRow, marker_row
-from txbroker.core.index import part_of
+from txbroker.core.index import share_max
 from txbroker.core.ledger import Ledger
-from txbroker.core.outcome import Outcome
-from txbroker.core.promotion import TurnLimits
+from txbroker.core.outcome import ApplyResult
+from txbroker.core.promotion import PromotionLimits
 from txbroker.core.records import Header, Marker, MarkerKind, Message, Source
 from txbroker.core.transaction import Transaction
 from txbroker.errors import OwnerUnavailable
@@ -41,7 +41,7 @@ class OwnerSettings(Struct, frozen=True):
     pending_max: int
     pending_group_max: int
     half_retention_ms: int
-    turns: TurnLimits = TurnLimits()
+    turns: PromotionLimits = PromotionLimits()
     snapshot_records_min: int = 20_000
     installation: tuple[Header, ...] = ()
     """What the headers of promoted records begin with."""
@@ -52,14 +52,14 @@ class OwnerSettings(Struct, frozen=True):
             self.dedup_window_ms,
             self.pending_max,
             self.pending_group_max,
-            waiting_share_max=part_of(self.turns.deferred_max),
+            waiting_share_max=share_max(self.turns.deferred_max),
         )
 
 
 class PartitionEvents(Protocol):
     """Who is told what happens on a partition; called from the event loop, once a run or turn."""
 
-    def outcome(self, outcome: Outcome) -> None:
+    def outcome(self, outcome: ApplyResult) -> None:
         """A record, or a decision that came too late for one, changed nothing: it is repeated,
         contrary, illegal or void."""
         ...

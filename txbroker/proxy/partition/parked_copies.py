@@ -12,10 +12,10 @@ from txbroker.core.decoding import (
     decode_kept,
     join_parts,
 )
-from txbroker.core.records import Kept, Record, Skip, State
+from txbroker.core.records import ParkedCopy, Record, Skip, State
 from txbroker.core.transaction import Transaction, bare
 from txbroker.door.own_topics import ParkedScan
-from txbroker.door.protocols import PartitionDoor, SetAside
+from txbroker.door.protocols import ForeignRecord, PartitionDoor
 from txbroker.errors import InvariantBroken, KafkaUnavailable, NewerRecord
 from txbroker.proxy.partition.clock import Yielder
 
@@ -33,10 +33,10 @@ class ParkedCopies(Struct, frozen=True):
         set_aside: the newest of these.
     """
 
-    whole: list[Kept]
+    whole: list[ParkedCopy]
     torn: frozenset[str]
     foreign: int = 0
-    set_aside: tuple[SetAside, ...] = ()
+    set_aside: tuple[ForeignRecord, ...] = ()
 
     def check(self, done: Iterable[Transaction]) -> None:
         """Raise if what counts as promoted, as no whole copy says otherwise, has a torn one: it
@@ -86,7 +86,7 @@ async def read_copies(door: PartitionDoor, skips: Sequence[Skip]) -> ParkedCopie
             f"a record of the parked topic at offset {record.offset} was written by a newer "
             f"txbroker ({why}): upgrade this proxy. To pass it over see docs/operate/repair.md"
         )
-    whole: list[Kept] = []
+    whole: list[ParkedCopy] = []
     torn = set()
     for id, found in parts.items():
         kept = _join(found)
@@ -98,7 +98,7 @@ async def read_copies(door: PartitionDoor, skips: Sequence[Skip]) -> ParkedCopie
     return ParkedCopies(whole, frozenset(torn), scan.foreign, tuple(scan.set_aside))
 
 
-async def with_messages(door: PartitionDoor, copies: Sequence[Kept]) -> list[Kept]:
+async def with_messages(door: PartitionDoor, copies: Sequence[ParkedCopy]) -> list[ParkedCopy]:
     """Read the messages of a few copies again, by the offsets of their records.
 
     Raises:
@@ -109,7 +109,7 @@ async def with_messages(door: PartitionDoor, copies: Sequence[Kept]) -> list[Kep
     return [_filled(copy, records) for copy in copies]
 
 
-def batches(copies: Sequence[Kept]) -> Iterable[Sequence[Kept]]:
+def batches(copies: Sequence[ParkedCopy]) -> Iterable[Sequence[ParkedCopy]]:
     """Yield a few copies at a time."""
     for first in range(0, len(copies), PICKED_MAX):
         yield copies[first : first + PICKED_MAX]
@@ -126,7 +126,7 @@ def _bare(part: HalfPart) -> HalfPart:
     return structs.replace(part, message=bare([part.message])[0])
 
 
-def _join(found: dict[int, tuple[int, KeptPart]]) -> Kept | None:
+def _join(found: dict[int, tuple[int, KeptPart]]) -> ParkedCopy | None:
     _, first = found.get(0, (-1, None))
     if first is None or first.part is None or first.facts is None:
         return None
@@ -139,7 +139,7 @@ def _join(found: dict[int, tuple[int, KeptPart]]) -> Kept | None:
         halves.append(part.part)
         at.append(offset)
     facts = first.facts
-    return Kept(
+    return ParkedCopy(
         join_parts(halves),
         facts.half,
         facts.at_ms,
@@ -150,7 +150,7 @@ def _join(found: dict[int, tuple[int, KeptPart]]) -> Kept | None:
     )
 
 
-def _filled(copy: Kept, records: dict[int, Record]) -> Kept:
+def _filled(copy: ParkedCopy, records: dict[int, Record]) -> ParkedCopy:
     messages = []
     for sequence, offset in enumerate(copy.at):
         record = records.get(offset)

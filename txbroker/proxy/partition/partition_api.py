@@ -4,12 +4,12 @@ import asyncio
 from collections.abc import Sequence
 from contextlib import suppress
 
-from txbroker.contract.service import Answer, DecideRequest, PrepareRequest, Standing
+from txbroker.contract.service import Answer, DecideRequest, PrepareRequest, TransactionStatus
 from txbroker.core.encoding import HalfRow, half_row
-from txbroker.core.index import Use, part_of
+from txbroker.core.index import ShareUse, share_max
 from txbroker.core.ledger import Ledger
 from txbroker.core.lifecycle import SETTLED
-from txbroker.core.outcome import Effect, Outcome
+from txbroker.core.outcome import ApplyResult, Effect
 from txbroker.core.records import (
     Decision,
     Half,
@@ -81,7 +81,7 @@ class PartitionApi:
         self._logs = logs
         self._promoter = promoter
         # On their way into the half topic, by share.
-        self._preparing = Use()
+        self._preparing = ShareUse()
         self._searching = asyncio.Semaphore()
         self._telling = asyncio.Semaphore(VERDICTS_MAX)
 
@@ -190,17 +190,17 @@ class PartitionApi:
             outcomes = await self._half.append(rows, Priority.CALLS, known)
         finally:
             self._preparing.add(share, -left)
-        if any(isinstance(outcome, Outcome) for outcome in outcomes):
+        if any(isinstance(outcome, ApplyResult) for outcome in outcomes):
             # Else nothing was applied, and the log clock does not tell what time it is now.
             self._id_clock.follow(self._ledger.half_clock_ms)
         stored: list[Transaction] = []
         for number, row, outcome in zip(numbers, rows, outcomes, strict=True):
-            if isinstance(outcome, Outcome) and outcome.effect is Effect.APPLIED:
+            if isinstance(outcome, ApplyResult) and outcome.effect is Effect.APPLIED:
                 transaction = outcome.transaction
                 assert transaction is not None
                 transaction.instance = instance
                 stored.append(transaction)
-                answers[number] = Standing(row.half.id, transaction.state, None, True)
+                answers[number] = TransactionStatus(row.half.id, transaction.state, None, True)
             else:
                 answers[number] = self._not_stored(row.half, outcome)
         if stored:
@@ -272,7 +272,7 @@ class PartitionApi:
                 id=half.id,
             )
         settled = ledger.settled.recent_of(share, now_ms - bounds.dedup_window_ms)
-        if settled >= part_of(size_max):
+        if settled >= share_max(size_max):
             why = f"{settled} bytes of settled transactions of the dedup window"
             raise _too_much(half, share, ledger, why, "wait")
 
@@ -389,9 +389,9 @@ class PartitionApi:
         outcomes = await self._op.append(rows, Priority.CALLS)
         decided: list[Transaction] = []
         for (number, request, transaction), outcome in zip(found, outcomes, strict=True):
-            if isinstance(outcome, Outcome) and outcome.effect is Effect.APPLIED:
+            if isinstance(outcome, ApplyResult) and outcome.effect is Effect.APPLIED:
                 decided.append(transaction)
-                answers[number] = Standing(request.id, transaction.state, request.decision)
+                answers[number] = TransactionStatus(request.id, transaction.state, request.decision)
             else:
                 answers[number] = self._not_marked(transaction, request, outcome)
         if decided:
@@ -425,7 +425,7 @@ class PartitionApi:
             _check_same(transaction, request)
         except AlreadyDecided:
             # No marker is written that could count it.
-            self._events.outcome(Outcome(Effect.CONFLICT, transaction))
+            self._events.outcome(ApplyResult(Effect.CONFLICT, transaction))
             raise
 
     async def visible_by(self, request: DecideRequest, answer: Answer) -> Answer:
@@ -444,7 +444,7 @@ class PartitionApi:
                     await self._context.visible.wait(request.id)
         return standing(transaction)
 
-    async def revive(self, id: str, by: str, reason: str) -> Standing:
+    async def revive(self, id: str, by: str, reason: str) -> TransactionStatus:
         """Begin a new round for a parked transaction, or try a refused one again now.
 
         Raises:
@@ -518,6 +518,6 @@ def _body_lost(transaction: Transaction) -> BodyLost:
     return BodyLost(why, id=transaction.id, state=transaction.state)
 
 
-def standing(transaction: Transaction, *, created: bool = False) -> Standing:
+def standing(transaction: Transaction, *, created: bool = False) -> TransactionStatus:
     """Return where a transaction stands."""
-    return Standing(transaction.id, transaction.state, transaction.decision, created)
+    return TransactionStatus(transaction.id, transaction.state, transaction.decision, created)

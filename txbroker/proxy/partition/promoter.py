@@ -21,10 +21,10 @@ from msgspec import Struct, field, structs
 
 from txbroker import tracing
 from txbroker.core.encoding import encode_kept, headers_bytes, kept_tombstones, promoted_headers
-from txbroker.core.index import Use
+from txbroker.core.index import ShareUse
 from txbroker.core.lifecycle import SETTLED
-from txbroker.core.promotion import Plan, Verdict, plan_turn, transaction_bytes
-from txbroker.core.records import Cause, Header, Place, Progress, Record, State
+from txbroker.core.promotion import PromotionPlan, Verdict, plan_promotion, transaction_bytes
+from txbroker.core.records import Cause, Checkpoint, Header, Place, Record, State
 from txbroker.core.transaction import Transaction
 from txbroker.door.protocols import (
     Fenced,
@@ -34,8 +34,8 @@ from txbroker.door.protocols import (
     PromotionTxnHandle,
     PromotionTxnLost,
     PromotionTxnRefused,
-    Target,
     TargetFacts,
+    TargetRecord,
     Targets,
 )
 from txbroker.errors import KafkaUnavailable
@@ -73,8 +73,8 @@ class Claimer(Protocol):
 class _Flight(Struct, eq=False):
     """A turn on its way: what it holds, and what has to be copied or removed with it."""
 
-    plan: Plan
-    progress: Progress
+    plan: PromotionPlan
+    progress: Checkpoint
     """As of the plan: what is applied while messages are read is not in the turn."""
     keep: list[Transaction]
     release: list[Transaction]
@@ -149,7 +149,7 @@ class Promoter:
         self._lost = False
         self.full = False
         """Whether the list of deferred ones is full, so that promotion stands still."""
-        self.waiting = Use()
+        self.waiting = ShareUse()
         """Of those whose target does not take them now how many each share has."""
 
     def wake(self) -> None:
@@ -346,7 +346,7 @@ class Promoter:
 
     # --- planning --------------------------------------------------------------------------
 
-    async def _plan(self) -> Plan:
+    async def _plan(self) -> PromotionPlan:
         """Plan with what is known of the targets, asking Kafka about those that are not."""
         retried = self._trouble.take_due(self._in_flight)
         limits = self._trouble.limits(retried)
@@ -370,7 +370,7 @@ class Promoter:
                     return Cause("unexamined", "", place.topic, -1, passing=True)
                 return takes(place.topic, place.partition, place.size + self._beside, facts)
 
-            plan = plan_turn(
+            plan = plan_promotion(
                 self._ledger.ready.values(),
                 self._ledger.op_whole,
                 examine,
@@ -405,7 +405,7 @@ class Promoter:
             log.warning("target unknown", partition=self._door.partition, why=str(error))
             return Cause("no_answer", str(error), topic, -1, passing=True)
 
-    def _note_deferred(self, plan: Plan) -> None:
+    def _note_deferred(self, plan: PromotionPlan) -> None:
         for id, cause in plan.deferred.items():
             transaction = self._ledger.ready.get(id)
             if transaction is not None:
@@ -444,9 +444,9 @@ class Promoter:
         progress = structs.replace(flight.progress, refused=refused, accounted=accounted)
         return PromotionTxn(promoted, tuple(parked), progress)
 
-    def _progress(self, plan: Plan) -> Progress:
+    def _progress(self, plan: PromotionPlan) -> Checkpoint:
         ledger = self._ledger
-        return Progress(
+        return Checkpoint(
             v=self._context.record_version(),
             claim=self._context.claim.id,
             op=plan.op,
@@ -517,7 +517,7 @@ class Promoter:
         self._context.events.kafka_failed("turn")
         self._lost = True
 
-    async def _visible(self, plan: Plan, handle: PromotionTxnHandle) -> None:
+    async def _visible(self, plan: PromotionPlan, handle: PromotionTxnHandle) -> None:
         """Wait for as long as it takes: the turn is committed, so it will be seen."""
         while True:
             try:
@@ -542,12 +542,12 @@ class Promoter:
         self._trouble.retry_all()
 
 
-def _places(plan: Plan) -> Collection[tuple[str, int]]:
+def _places(plan: PromotionPlan) -> Collection[tuple[str, int]]:
     # In the order of decisions, as a set has none that comes again.
     return dict.fromkeys([(at.topic, at.partition) for one in plan.promote for at in one.places])
 
 
-def _decided_by(plan: Plan) -> list[Transaction]:
+def _decided_by(plan: PromotionPlan) -> list[Transaction]:
     """Return the transactions whose fate a turn decides."""
     return [*plan.promote, *[each for each, _ in plan.refuse]]
 
@@ -558,9 +558,9 @@ def _ids(transactions: Iterable[Transaction]) -> list[str]:
 
 def _targets(
     transactions: Iterable[Transaction], installation: tuple[Header, ...]
-) -> tuple[Target, ...]:
+) -> tuple[TargetRecord, ...]:
     """Return the records to promote of each transaction, in the order of its messages."""
-    targets: list[Target] = []
+    targets: list[TargetRecord] = []
     for transaction in transactions:
         half, verdict = transaction.half, transaction.verdict
         messages = transaction.contents or half.messages
@@ -570,11 +570,11 @@ def _targets(
             at_ms = decided_at_ms if message.timestamp_ms is None else message.timestamp_ms
             record = Record(message.key, message.value, headers, at_ms)
             assert message.partition is not None
-            targets.append(Target(message.topic, message.partition, record))
+            targets.append(TargetRecord(message.topic, message.partition, record))
     return tuple(targets)
 
 
-def _refuse_lost(plan: Plan, lost: set[str]) -> None:
+def _refuse_lost(plan: PromotionPlan, lost: set[str]) -> None:
     """Turn what a plan was to do with transactions whose messages are gone into refusing them."""
     plan.refuse = [
         (each, lost_cause(each) if each.id in lost else cause) for each, cause in plan.refuse

@@ -9,7 +9,7 @@ from msgspec import Struct
 from txbroker.core.decoding import Malformed, NewerVersion, decode_log
 from txbroker.core.ledger import Ledger
 from txbroker.core.lifecycle import UNDECIDED
-from txbroker.core.records import Anchor, Claim, Kept, Progress, Record
+from txbroker.core.records import Anchor, Checkpoint, Claim, ParkedCopy, Record
 from txbroker.core.snapshot import Closing, Whole, find_whole, load
 from txbroker.door.own_topics import foreign_why
 from txbroker.door.protocols import Claimed, Log, LogTruncated, PartitionDoor
@@ -171,7 +171,7 @@ def _may_be_ours(log: str, record: Record, partition: int) -> bool:
     return True
 
 
-async def _check_parked(door: PartitionDoor, progress: Progress | None) -> None:
+async def _check_parked(door: PartitionDoor, progress: Checkpoint | None) -> None:
     """Check that the parked topic is the one in which refused ones were set aside.
 
     Of these only their copies say that they were not promoted. Others that were copied are in the
@@ -203,7 +203,7 @@ class _Logs(Struct, frozen=True):
 
 
 async def _check_same(
-    logs: _Logs, progress: Progress | None, wholes: Sequence[Whole], kept_since_ms: int
+    logs: _Logs, progress: Checkpoint | None, wholes: Sequence[Whole], kept_since_ms: int
 ) -> None:
     """Compare both logs with what earlier owners have written down of them.
 
@@ -234,22 +234,22 @@ async def _catch_up(
 # --- is it still the same log? ---------------------------------------------------------------
 
 
-def _op_known(progress: Progress | None, wholes: Iterable[Whole]) -> list[_Known]:
+def _op_known(progress: Checkpoint | None, wholes: Iterable[Whole]) -> list[_Known]:
     return [
         _Known(each.op, each.op_anchor, _as_of_ms(each.op_anchor, each.half_anchor))
         for each in _written(progress, wholes)
     ]
 
 
-def _half_known(progress: Progress | None, wholes: Iterable[Whole]) -> list[_Known]:
+def _half_known(progress: Checkpoint | None, wholes: Iterable[Whole]) -> list[_Known]:
     return [
         _Known(each.half, each.half_anchor, _as_of_ms(each.op_anchor, each.half_anchor))
         for each in _written(progress, wholes)
     ]
 
 
-def _written(progress: Progress | None, wholes: Iterable[Whole]) -> list[Progress | Closing]:
-    closings: list[Progress | Closing] = [each.closing for each in wholes]
+def _written(progress: Checkpoint | None, wholes: Iterable[Whole]) -> list[Checkpoint | Closing]:
+    closings: list[Checkpoint | Closing] = [each.closing for each in wholes]
     return closings if progress is None else [*closings, progress]
 
 
@@ -309,7 +309,7 @@ def _check_kept(known: Iterable[_Known], start: int, kept_since_ms: int) -> None
 
 
 async def _check_accounted(
-    logs: _Logs, progress: Progress | None, known_to: int, void_ms: int
+    logs: _Logs, progress: Checkpoint | None, known_to: int, void_ms: int
 ) -> None:
     """Check that it is known of every deleted half message what became of its transaction.
 
@@ -345,7 +345,7 @@ def _covered(known_to: int, copies: ParkedCopies) -> int:
     return known_to
 
 
-def _of_older_owner(progress: Progress | None, wholes: Sequence[Whole]) -> bool:
+def _of_older_owner(progress: Checkpoint | None, wholes: Sequence[Whole]) -> bool:
     """Say whether a proxy wrote last that let retention pass its snapshots, so that nothing can be
     concluded from them."""
     if progress is not None and progress.accounted is not None:
@@ -391,7 +391,7 @@ async def _find_again(ledger: Ledger, half_start: int) -> None:
 
 
 async def _restore(
-    door: PartitionDoor, ledger: Ledger, copies: Sequence[Kept], known_to: int, start: int
+    door: PartitionDoor, ledger: Ledger, copies: Sequence[ParkedCopy], known_to: int, start: int
 ) -> None:
     """Take back what is not settled and whose half message is gone.
 

@@ -11,7 +11,7 @@ from txbroker.batching import Sticky
 from txbroker.core.encoding import BATCH_OVERHEAD_BYTES, bytes_in_batch
 from txbroker.core.index import Schedule
 from txbroker.core.ledger import Ledger
-from txbroker.core.promotion import TurnLimits, Verdict
+from txbroker.core.promotion import PromotionLimits, Verdict
 from txbroker.core.records import Cause, Message, Place, State
 from txbroker.core.routing import murmur2
 from txbroker.core.transaction import Transaction, places_of
@@ -292,7 +292,7 @@ class Trouble:
     def __init__(
         self,
         ledger: Ledger,
-        limits: TurnLimits,
+        limits: PromotionLimits,
         monotonic_s: Callable[[], float] = time.monotonic,
     ) -> None:
         self._ledger = ledger
@@ -444,7 +444,7 @@ class Trouble:
             self._suspects = frozenset(transaction.id for transaction in transactions)
             self._suspects_limit = max(1, len(transactions) // 2)
 
-    def limits(self, retried: Iterable[Transaction]) -> TurnLimits:
+    def limits(self, retried: Iterable[Transaction]) -> PromotionLimits:
         """Return smaller limits while a turn would hold a transaction that may spoil it.
 
         Args:
@@ -456,7 +456,9 @@ class Trouble:
         again = {transaction.id for transaction in retried}
         if not any(id in self._ledger.ready or id in again for id in self._suspects):
             return self._limits
-        return TurnLimits(self._suspects_limit, self._limits.bytes_max, self._limits.deferred_max)
+        return PromotionLimits(
+            self._suspects_limit, self._limits.bytes_max, self._limits.deferred_max
+        )
 
     def _may_be_tried(self, id: str) -> bool:
         return id in self._ledger.ready or (id in self._ledger.refused and id not in self._tried)

@@ -13,7 +13,7 @@ from aiohttp import ClientConnectionResetError, WSCloseCode, web
 from txbroker import tracing
 from txbroker.checkers.groups import PolicyError, check_group_name
 from txbroker.contract import frames as wire
-from txbroker.core.index import Use, part_of
+from txbroker.core.index import ShareUse, share_max
 from txbroker.errors import (
     BadRequest,
     Overloaded,
@@ -63,7 +63,7 @@ class SessionServer:
         self._open: set[SdkSession] = set()
         self._sockets: set[web.WebSocketResponse] = set()
         # Of those by the names of principals.
-        self._use = Use()
+        self._use = ShareUse()
         self._moved = asyncio.Event()
         if isinstance(shell.service, OwnerNotifier):
             shell.service.on_owners(self._moved.set)
@@ -112,7 +112,7 @@ class SessionServer:
         why = ""
         if len(self._sockets) >= most:
             why = "too many sessions are open"
-        elif principal.counted_as and self._use.of(principal.counted_as) >= part_of(most):
+        elif principal.counted_as and self._use.of(principal.counted_as) >= share_max(most):
             why = "too many sessions of this principal are open"
         if why:
             self._shell.metrics.overloaded("session")
@@ -197,7 +197,7 @@ class SessionServer:
                 self._tell(wire.Owners(owners))
             if self._now() >= clock_at:
                 clock_at = self._now() + CLOCK_S
-                self._tell(wire.Clock(self._shell.service.now_ms()))
+                self._tell(wire.ClockUpdate(self._shell.service.now_ms()))
 
     def _check_principals(self, *, changed: bool) -> None:
         """Cut off the sessions of principals that are gone or have expired, whose next try is told

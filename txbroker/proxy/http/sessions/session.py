@@ -18,7 +18,7 @@ from txbroker import tracing
 from txbroker.contract import frames as wire
 from txbroker.contract import service as contract
 from txbroker.core.records import Decision, Source
-from txbroker.core.telling import telling, where_raised
+from txbroker.core.telling import safe_repr, where_raised
 from txbroker.errors import (
     BadRequest,
     KafkaDown,
@@ -129,7 +129,7 @@ class SdkSession:
                 size += len(operation.message)
         return self._hand_over(operations, size)
 
-    def send_check(self, check: wire.Check) -> bool:
+    def send_check(self, check: wire.CheckQuestion) -> bool:
         """Hand a check to the writer; False where it cannot be sent."""
         size = OPERATION_BYTES + sum(map(message_bytes, check.messages))
         # Nobody's fault where a session has much to read: somebody else is asked.
@@ -192,7 +192,7 @@ class SdkSession:
         begun: list[wire.FromProxy] = []
         size = 0
         for operation in operations:
-            if type(operation) is wire.Check:
+            if type(operation) is wire.CheckQuestion:
                 check_bytes = self._check_bytes.get(operation.call, 0)
                 if begun and size + check_bytes > self._settings.frame_bytes_max // 2:
                     yield begun
@@ -212,7 +212,7 @@ class SdkSession:
             size = ANSWER_BYTES
             if type(operation) is wire.Failure:
                 size += len(operation.message)
-            elif type(operation) is wire.Check:
+            elif type(operation) is wire.CheckQuestion:
                 size = self._check_bytes.pop(operation.call, 0)
                 checks += size
             self._unread_bytes -= size
@@ -272,7 +272,7 @@ class SdkSession:
                 self._begin_one(operation)
             elif kind is wire.Drain:
                 self.draining = True
-            elif isinstance(operation, wire.Unreadable):
+            elif isinstance(operation, wire.UnreadableCall):
                 self._fail((operation.call,), BadRequest(operation.why), "operation")
             else:
                 raise ProtocolError("a session has only one hello")
@@ -359,7 +359,7 @@ class SdkSession:
         if isinstance(error, KafkaUnavailable):
             return KafkaDown(str(error))
         log.error(
-            "operation failed", group=self.group, error=telling(error), where=where_raised(error)
+            "operation failed", group=self.group, error=safe_repr(error), where=where_raised(error)
         )
         return RequestError("something went wrong inside the proxy; its log says what")
 
@@ -374,9 +374,7 @@ class SdkSession:
                 if isinstance(answer, RequestError):
                     failed.append((calls[place], answer))
                 else:
-                    told.append(
-                        wire.Standing(calls[place], answer.id, answer.state, answer.decision)
-                    )
+                    told.append(wire.Status(calls[place], answer.id, answer.state, answer.decision))
             if part.name == "decide" and told:
                 self._shell.metrics.decisions_took(time.monotonic() - started, len(told))
             self._put(told, ANSWER_BYTES * len(told))
@@ -440,7 +438,7 @@ class SdkSession:
             standing = await self._service.check(
                 operation.id, group=self.group, by=self._by, reason=operation.reason
             )
-            self.send(wire.Standing(call, standing.id, standing.state, standing.decision))
+            self.send(wire.Status(call, standing.id, standing.state, standing.decision))
         except Exception as error:
             self._fail((call,), error, "check")
         finally:
