@@ -14,7 +14,7 @@ from txbroker.contract.service import PartitionState, Readiness
 from txbroker.core.encoding import installation_headers
 from txbroker.core.records import LOG_VERSION, RECORD_VERSION
 from txbroker.core.segment import SEGMENT_VERSION
-from txbroker.core.telling import safe_repr, sentence, where_raised
+from txbroker.core.telling import safe_repr, user_message, where_raised
 from txbroker.door.protocols import Assignment, Door, Fenced, Hanging, LogTruncated, Targets
 from txbroker.errors import ConfigurationError, KafkaUnavailable, NewerRecord, OwnerUnavailable
 from txbroker.failpoints import failpoint
@@ -502,7 +502,7 @@ class PartitionManager:
             where=where_raised(error),
         )
         slot.candidate = slot.opening = None
-        slot.state, slot.why = _state_after(error), sentence(error)
+        slot.state, slot.why = _state_after(error), user_message(error)
 
     # --- beside the work ---------------------------------------------------------------------
 
