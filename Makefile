@@ -136,7 +136,7 @@ docs: $(VENV)/.dev ## Renew the reference pages, the dashboard and the schema of
 	@$(BIN)/python -m txbroker.proxy.observe.log_events > docs/reference/logs.md
 	@$(BIN)/python -m tests.faults.crash_cases > docs/reference/failpoints.md
 	@$(BIN)/python -m tests.faults.cluster.runs_table docs/reference/fault-runs.jsonl > docs/reference/fault-runs.md
-	@$(BIN)/python -m tests.test_surface > tests/surface.txt
+	@$(BIN)/python -m tests.lint.test_surface > tests/lint/surface.txt
 	@$(BIN)/python charts/dashboard.py > charts/txbroker/files/dashboard.json
 	@$(BIN)/python charts/schema.py > charts/txbroker/values.schema.json
 

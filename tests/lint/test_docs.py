@@ -23,7 +23,7 @@ from txbroker.contract.service import PartitionState
 from txbroker.kafka.door.promotion_txn import _CAUSES as CAUSES
 from txbroker.proxy.observe.metrics import Metrics
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 PACKAGE = ROOT / "txbroker"
 ROOM = "txbroker.proxy.partition."
@@ -78,7 +78,7 @@ def words_of(call: str) -> list[str]:
 CALLS = [(name_of(page), call) for page in WRITTEN for call in calls_in(page.read_text())]
 
 
-def test_calls_are_found_wherever_they_stand() -> None:
+def test_finder_sees_every_form_of_command() -> None:
     page = """Say `txbroker tx list
 --all`, then:
 ```
@@ -113,26 +113,32 @@ def is_group(command: click.Command) -> TypeGuard[click.Group]:
     return isinstance(command, click.Group)
 
 
-@pytest.mark.parametrize(("page", "call"), CALLS)
-def test_a_command_is_one(
-    page: str, call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_commands_in_pages_parse(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    words = [word.replace("~/", f"{tmp_path}/") for word in words_of(call)]
-    if is_name(words):
-        return
-    for word in words:
-        # Any word may be a file that the command wants to be there.
-        if re.fullmatch(rf"({re.escape(str(tmp_path))}/)?[\w.-][\w./-]*", word):
-            file = tmp_path / word
-            file.parent.mkdir(parents=True, exist_ok=True)
-            file.touch()
-    path, context = parsed(words)
-    with context:
-        assert " ".join(words).startswith(path), page
+    faults = []
+    for page, call in CALLS:
+        words = [word.replace("~/", f"{tmp_path}/") for word in words_of(call)]
+        if is_name(words):
+            continue
+        for word in words:
+            # Any word may be a file that the command requires.
+            if re.fullmatch(rf"({re.escape(str(tmp_path))}/)?[\w.-][\w./-]*", word):
+                file = tmp_path / word
+                if not file.is_dir() and not any(parent.is_file() for parent in file.parents):
+                    file.parent.mkdir(parents=True, exist_ok=True)
+                    file.touch()
+        try:
+            path, context = parsed(words)
+        except click.UsageError as error:
+            faults.append(f"{page}: {call}: {error.format_message()}")
+            continue
+        with context:
+            if not " ".join(words).startswith(path):
+                faults.append(f"{page}: {call}: is {path}")
+    assert faults == []
 
 
-def test_a_command_that_is_mentioned_is_one() -> None:
+def test_commands_named_in_text_exist() -> None:
     """`tx commit` and the like, without the program's name."""
     wrong = [
         f"{name_of(page)}: {group} {name}"
@@ -146,7 +152,7 @@ def test_a_command_that_is_mentioned_is_one() -> None:
     assert wrong == []
 
 
-def test_what_make_and_python_are_to_do_is_there() -> None:
+def test_make_targets_and_scripts_exist() -> None:
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M))
     wrong = []
     for page in PAGES:
@@ -163,7 +169,7 @@ def test_what_make_and_python_are_to_do_is_there() -> None:
 # --- names -----------------------------------------------------------------------------------
 
 
-def test_metrics_that_are_named_are_shown_by_proxies() -> None:
+def test_metrics_in_pages_exist() -> None:
     shown = {one.name for one in Metrics().described()}
     # Those of the doctor, and other things that are called so: fixtures, a table.
     for path in committed("cli/**/*.py", "txbroker/**/*.py"):
@@ -177,7 +183,7 @@ def test_metrics_that_are_named_are_shown_by_proxies() -> None:
     assert wrong == set()
 
 
-def test_variables_that_are_named_are_read() -> None:
+def test_environment_variables_in_pages_exist() -> None:
     text = "".join(path.read_text() for path in committed("cli/*.py", "txbroker/**/*.py"))
     known = {f"TXBROKER_{name.upper()}" for name in Settings.model_fields}
     known |= set(re.findall(r"\bTXBROKER_[A-Z][A-Z_]*[A-Z]\b", text))
@@ -191,7 +197,7 @@ def test_variables_that_are_named_are_read() -> None:
     assert sorted(one for one in named if one[1] not in known) == []
 
 
-def test_every_state_of_a_partition_is_explained() -> None:
+def test_partition_states_are_explained() -> None:
     page = (DOCS / "how-to/run-several-proxies.md").read_text()
     runbook = (DOCS / "runbooks/TxBrokerNotReady.md").read_text()
     assert [state for state in PartitionState if f"`{state}`" not in page] == []
@@ -225,7 +231,7 @@ def codes_of_causes() -> set[str]:
     return found | {code for code, _ in CAUSES.values()}
 
 
-def test_every_cause_of_a_refusal_or_a_delay_has_an_advice() -> None:
+def test_causes_of_refusal_and_delay_have_advice() -> None:
     codes = codes_of_causes()
     assert {"unknown_topic", "too_large", "body_lost", "no_leader"} <= codes
     # Of one turn to the next, within moments; nobody gets to see them for longer.
@@ -237,7 +243,7 @@ def test_every_cause_of_a_refusal_or_a_delay_has_an_advice() -> None:
     assert sorted(code for code in codes if f"`{code}`" not in text) == []
 
 
-def test_each_row_of_the_comparison_with_rocketmq_has_its_tests() -> None:
+def test_rocketmq_comparison_names_its_tests() -> None:
     page = (DOCS / "design.md").read_text()
     section = page.partition("\n## Better than RocketMQ, on purpose\n")[2].partition("\n## ")[0]
     _, _, *rows = [line for line in section.splitlines() if line.startswith("|")]
@@ -263,7 +269,7 @@ def names_in(*patterns: str) -> set[str]:
     return found
 
 
-def test_the_steps_of_a_call_are_in_the_code() -> None:
+def test_walks_name_functions_of_the_code() -> None:
     page = (DOCS / "design.md").read_text()
     steps = page.partition("\n## A prepare and a commit, step by step\n")[2].partition("\n## ")[0]
     named = set(re.findall(r"`([A-Za-z_]+(?:\.[a-z_]+)?)`", steps)) - {"wait"}
@@ -273,7 +279,7 @@ def test_the_steps_of_a_call_are_in_the_code() -> None:
     assert [one for one in files if not any((at / one).exists() for at in (ROOT, PACKAGE))] == []
 
 
-def test_the_drawing_of_a_partition_shows_its_parts() -> None:
+def test_drawing_of_owner_shows_its_parts() -> None:
     tree = ast.parse((ROOT / "txbroker/proxy/partition/owner.py").read_text())
     told = ast.get_docstring(tree) or ""
     drawing = "\n".join(line for line in told.splitlines() if line.startswith("    "))
@@ -327,16 +333,17 @@ def default_of(name: str, path: str) -> float:
     return float(inspect.signature(kind).parameters[attribute].default)
 
 
-@pytest.mark.parametrize(("name", "path", "value", "measured"), batching_rows())
-def test_a_constant_of_batching_is_what_the_page_says(
-    name: str, path: str, value: str, measured: str
-) -> None:
-    number, _, unit = value.partition(" ")
-    assert float(number.replace(",", "")) * UNITS[unit] == pytest.approx(default_of(name, path))
-    assert measured
+def test_batching_constants_match_page() -> None:
+    faults = []
+    for name, path, value, measured in batching_rows():
+        number, _, unit = value.partition(" ")
+        shown, actual = float(number.replace(",", "")) * UNITS[unit], default_of(name, path)
+        if shown != pytest.approx(actual) or not measured:
+            faults.append(f"{path} {name}: {actual}, the page says {value}, {measured!r}")
+    assert faults == []
 
 
-def test_all_constants_of_batching_are_on_the_page() -> None:
+def test_batching_page_lists_all_constants() -> None:
     told = {(name, path) for name, path, _, _ in batching_rows()}
     there = {
         (target.id, path)
@@ -359,7 +366,7 @@ def links(page: Path) -> set[Path]:
     return {(page.parent / one).resolve() for one in targets if not re.match(r"[a-z]+:", one)}
 
 
-def test_every_page_is_reached_from_the_index() -> None:
+def test_pages_are_linked_from_index() -> None:
     seen: set[Path] = set()
     ahead = {DOCS / "README.md"}
     while ahead:
@@ -372,7 +379,7 @@ def test_every_page_is_reached_from_the_index() -> None:
     } == set()
 
 
-def test_the_sections_that_links_name_are_there() -> None:
+def test_linked_sections_exist() -> None:
     broken = []
     for page in PAGES:
         for target, section in re.findall(r"\]\(([^)\s#]*)#([^)\s]+)\)", page.read_text()):
@@ -404,7 +411,7 @@ def committed(*patterns: str) -> list[Path]:
     return [ROOT / line for line in listed.stdout.splitlines() if (ROOT / line).exists()]
 
 
-def test_the_tests_that_the_table_of_threats_names_are_there() -> None:
+def test_threat_table_names_existing_tests() -> None:
     page = (DOCS / "operate/security.md").read_text()
     section = page.partition("\n## What each threat meets\n")[2].partition("\n## ")[0]
     _, _, *rows = [line for line in section.splitlines() if line.startswith("|")]
@@ -423,9 +430,11 @@ def test_the_tests_that_the_table_of_threats_names_are_there() -> None:
     assert rows
 
 
-@pytest.mark.parametrize("name", sorted(p.stem for p in (ROOT / "benchmarks").glob("[!_]*.py")))
-def test_every_benchmark_still_starts(name: str) -> None:
-    command = [sys.executable, "-m", f"benchmarks.{name}", "--help"]
-    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert (ended.returncode, ended.stderr) == (0, "")
-    assert ended.stdout.startswith("usage: ")
+def test_benchmarks_start() -> None:
+    faults = []
+    for path in sorted((ROOT / "benchmarks").glob("[!_]*.py")):
+        command = [sys.executable, "-m", f"benchmarks.{path.stem}", "--help"]
+        ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+        if (ended.returncode, ended.stderr, ended.stdout[:7]) != (0, "", "usage: "):
+            faults.append(f"{path.stem}: exit code {ended.returncode}: {ended.stderr[-500:]}")
+    assert faults == []

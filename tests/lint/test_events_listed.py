@@ -6,8 +6,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-import pytest
-
 from txbroker.proxy.observe.log_events import EVENTS, SDK_LINES, SECTIONS, page
 
 ROOT = Path(__file__).parents[2]
@@ -35,7 +33,7 @@ def _is_logger(node: ast.expr) -> bool:
 
 
 def calls(path: Path, source: str) -> Iterator[LogCall]:
-    """Yield the calls of loggers in a file, those handed to somebody else included."""
+    """Yield the calls of loggers in a file, including those passed as callbacks."""
     for node in ast.walk(ast.parse(source)):
         if not isinstance(node, ast.Call):
             continue
@@ -77,7 +75,7 @@ OURS = [call for call in ALL if not call.where.startswith(IN_CLIENTS)]
 SDK = [call for call in ALL if call.where.startswith(IN_CLIENTS)]
 
 
-def test_the_calls_are_found() -> None:
+def test_finder_sees_every_form_of_log_call() -> None:
     source = """
 log.info("a", x=1)
 stack.callback(log.warning, "b")
@@ -96,27 +94,31 @@ math.log(3)
     assert len(OURS) > 50
 
 
-@pytest.mark.parametrize("call", OURS, ids=lambda call: call.where)
-def test_a_line_of_the_proxy_is_listed(call: LogCall) -> None:
-    assert call.text in EVENTS, "a line's first argument is an event's name, as it is listed"
-    event = EVENTS[call.text]
-    assert call.level == event.level
-    assert call.fields <= set(event.fields.split())
-    assert call.positional == 0, "what an event is about goes into fields"
+def test_log_calls_of_proxy_use_listed_events() -> None:
+    faults = []
+    for call in OURS:
+        event = EVENTS.get(call.text or "")
+        if event is None:
+            faults.append(f"{call.where}: {call.text!r} is not a listed event")
+        elif (call.level, call.positional) != (event.level, 0):
+            faults.append(f"{call.where}: level {call.level}, or values outside of fields")
+        elif more := call.fields - set(event.fields.split()):
+            faults.append(f"{call.where}: fields {more} are not listed")
+    assert faults == []
 
 
-def test_every_listed_event_and_field_is_used() -> None:
+def test_listed_events_and_fields_are_used() -> None:
     used: dict[str | None, set[str | None]] = {}
     for call in OURS:
         used.setdefault(call.text, set()).update(call.fields)
     assert {name: set(event.fields.split()) for name, event in EVENTS.items()} == used
 
 
-def test_no_event_is_listed_twice() -> None:
+def test_events_are_listed_once() -> None:
     assert sum(len(events) for events in SECTIONS.values()) == len(EVENTS)
 
 
-def test_what_is_amiss_says_what_to_do() -> None:
+def test_warnings_and_errors_name_the_next_step() -> None:
     silent = {"calls given up", "partition not closed cleanly", "connection dropped"}
     assert {
         event.name
@@ -125,9 +127,9 @@ def test_what_is_amiss_says_what_to_do() -> None:
     } <= silent
 
 
-def test_the_lines_of_the_sdk_are_listed() -> None:
+def test_log_lines_of_sdk_are_listed() -> None:
     assert {(call.level, call.text) for call in SDK} == {line[:2] for line in SDK_LINES}
 
 
-def test_the_page_is_what_the_table_says() -> None:
+def test_page_matches_table() -> None:
     assert (ROOT / "docs/reference/logs.md").read_text() == page()
