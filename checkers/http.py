@@ -32,7 +32,11 @@ from txbroker.checkers.connections import (
     look_up,
 )
 from txbroker.checkers.group_secrets import GroupSecrets, SecretRefused, SecretUnavailable
-from txbroker.checkers.groups import (
+from txbroker.checkers.own_endpoints import OwnEndpoints
+from txbroker.checkers.url_guard import UrlGuard
+from txbroker.config.addresses import Address
+from txbroker.contract import signing
+from txbroker.contract.policy import (
     PARALLEL_MAX,
     GroupPolicy,
     PolicyError,
@@ -40,10 +44,6 @@ from txbroker.checkers.groups import (
     split_check_url,
     without_query,
 )
-from txbroker.checkers.own_endpoints import OwnEndpoints
-from txbroker.checkers.url_guard import UrlGuard
-from txbroker.config.addresses import Address
-from txbroker.contract import signing
 from txbroker.core.trace_context import context_of
 
 ANSWER_BYTES_DEFAULT = 64 * 1024

@@ -3,8 +3,8 @@
 from msgspec import Struct
 
 from txbroker.checkers.base import Unclear, Unreached
-from txbroker.checkers.groups import GroupPolicy, without_query
 from txbroker.checkers.http import HttpChecks
+from txbroker.contract.policy import GroupPolicy, without_query
 
 _REMARKS = {
     401: "it does not take the signature: is the secret the same on both sides?",

@@ -10,10 +10,11 @@ import pytest
 
 from txbroker.checkers.base import Answered, CheckCall, CheckResult, Unclear, Unreached
 from txbroker.checkers.finder import GroupFinder
-from txbroker.checkers.groups import GroupPolicy, Groups
+from txbroker.checkers.groups import Groups
 from txbroker.checkers.http import HttpChannel, HttpChecks
 from txbroker.checkers.sessions import SessionChannel, SessionRegistry
 from txbroker.contract.frames import CheckAnswer, CheckQuestion
+from txbroker.contract.policy import GroupPolicy
 from txbroker.core.records import Decision, Message
 
 Serve = Callable[..., Awaitable[Any]]

@@ -13,12 +13,12 @@ import pytest
 from tests.kit.doctor import World
 from tests.kit.http_api import running_api
 from tests.kit.secret_files import secret_file
-from txbroker.checkers.groups import GroupPolicy, encode_policy
 from txbroker.cli.doctor.checks import CHECKS
 from txbroker.cli.doctor.proxies import HttpProxies, NotAllowed, NotSeen
 from txbroker.cli.doctor.runner import examine
 from txbroker.cli.doctor.samples import read_samples
 from txbroker.cli.doctor.subject import Subject
+from txbroker.contract.policy import GroupPolicy, encode_policy
 from txbroker.principals import Role, digest_of, format_principal
 
 

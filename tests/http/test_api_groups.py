@@ -14,8 +14,7 @@ import pytest
 
 from tests.kit.http_api import Api, running_api
 from tests.kit.secret_files import secret_file
-from txbroker.checkers import groups
-from txbroker.checkers.groups import GroupPolicy, PolicyError, check_group_name
+from txbroker.contract.policy import GroupPolicy, PolicyError, check_group_name
 from txbroker.contract.service import Readiness
 from txbroker.errors import KafkaUnavailable
 from txbroker.proxy.http.bodies import GroupAnswer, GroupBody
@@ -172,9 +171,17 @@ async def test_kafka_out_of_reach(api: Api) -> None:
 
 def test_declared_bounds_are_those_of_the_policy() -> None:
     names = [field.name for field in msgspec.structs.fields(GroupPolicy)]
-    assert [field.name for field in msgspec.structs.fields(GroupBody)] == names
     assert [field.name for field in msgspec.structs.fields(GroupAnswer)][2:] == [*names, "problem"]
-    for name, (least, most) in groups._BOUNDS.items():
+    bounds = {
+        "check_after_s": (0, 604_800),
+        "check_interval_s": (0.1, 604_800),
+        "attempts_max": (1, 100),
+        "timeout_s": (0.1, 60),
+        "parallel": (1, 64),
+        "answer_bytes_max": (1024, 16 * 1024 * 1024),
+    }
+    assert list(bounds) == names[2:]
+    for name, (least, most) in bounds.items():
         for bound in (least, most):
             body = msgspec.convert({name: bound}, GroupBody)
             GroupPolicy(**msgspec.structs.asdict(body)).validate()

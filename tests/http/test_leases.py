@@ -14,7 +14,7 @@ from tests.kit.http_answers import LOOPBACK
 from tests.kit.http_api import Api, running_api
 from txbroker.checkers.base import Answered, CheckCall, CheckResult, Unclear, Unreached
 from txbroker.checkers.finder import GroupFinder
-from txbroker.checkers.groups import GroupPolicy, Groups
+from txbroker.checkers.groups import Groups
 from txbroker.checkers.http import HttpChecks
 from txbroker.checkers.leases import (
     GroupsConnected,
@@ -27,6 +27,7 @@ from txbroker.checkers.leases import (
 )
 from txbroker.checkers.sessions import SessionChannel, SessionRegistry
 from txbroker.contract.frames import CheckAnswer, CheckQuestion
+from txbroker.contract.policy import GroupPolicy
 from txbroker.core.records import CheckReason, Decision, Message
 
 ME = "http://proxy-b:8470"

@@ -18,11 +18,11 @@ from tests.kit.http_api import Api, running_api
 from tests.kit.memory import MemoryWorld
 from tests.kit.service import Desk, Service, until
 from txbroker.checkers.base import Answered, CheckCall, Unreached
-from txbroker.checkers.groups import GroupPolicy, encode_policy
 from txbroker.checkers.http import HttpChecks
 from txbroker.checkers.own_endpoints import is_local
 from txbroker.checkers.url_guard import UrlGuard, forms
 from txbroker.config.addresses import Address, parse_host_rules
+from txbroker.contract.policy import GroupPolicy, encode_policy
 from txbroker.errors import BadRequest
 from txbroker.testing.door import MemoryDoor
 

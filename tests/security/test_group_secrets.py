@@ -21,8 +21,8 @@ from txbroker.checkers.group_secrets import (
     SecretRefused,
     SecretUnavailable,
 )
-from txbroker.checkers.groups import GroupPolicy, encode_policy
 from txbroker.checkers.http import HttpChecks
+from txbroker.contract.policy import GroupPolicy, encode_policy
 from txbroker.core.records import Message
 from txbroker.errors import BadRequest
 

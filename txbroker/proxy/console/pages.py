@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from msgspec import structs
 
-from txbroker.checkers.groups import GroupPolicy
+from txbroker.contract.policy import GroupPolicy
 from txbroker.contract.service import GroupOverview, Overview, Rates, TransactionView
 from txbroker.core.lifecycle import SETTLED
 from txbroker.core.records import State

@@ -9,8 +9,8 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
 
-from txbroker.checkers.groups import GROUP_NAME_CHARS_MAX
 from txbroker.contract.json import PARTITION_MAX, TIMESTAMP_MS_MAX
+from txbroker.contract.policy import GROUP_NAME_CHARS_MAX, GroupPolicy
 from txbroker.contract.service import (
     LIST_LIMIT_MAX,
     Event,
@@ -216,29 +216,8 @@ class ReasonBody(RequestBody, frozen=True):
     by: By | None = None
 
 
-class GroupBody(RequestBody, frozen=True):
+class GroupBody(GroupPolicy, frozen=True):
     """What is registered of a producer group; what is left out follows the configuration."""
-
-    check_url: (
-        Annotated[str, Meta(max_length=2000, description="Where check-backs are posted.")] | None
-    ) = None
-    secret_ref: (
-        Annotated[
-            str,
-            Meta(
-                description="Where the secret that signs them is: `env:NAME` or `file:/path`, as "
-                "the proxy's `secret_env_allow` and `secrets_dir` allow this group. One that "
-                "begins with `whsec_` is base64 of the key."
-            ),
-        ]
-        | None
-    ) = None
-    check_after_s: Annotated[float, Meta(ge=0, le=604_800)] | None = None
-    check_interval_s: Annotated[float, Meta(ge=0.1, le=604_800)] | None = None
-    attempts_max: Annotated[int, Meta(ge=1, le=100)] | None = None
-    timeout_s: Annotated[float, Meta(ge=0.1, le=60)] | None = None
-    parallel: Annotated[int, Meta(ge=1, le=64)] | None = None
-    answer_bytes_max: Annotated[int, Meta(ge=1024, le=16 * 1024 * 1024)] | None = None
 
 
 class ListQuery(RequestBody, frozen=True):

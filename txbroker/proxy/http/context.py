@@ -8,11 +8,12 @@ from typing import Any
 
 from msgspec import structs
 
-from txbroker.checkers.groups import Groups, PolicyError, check_group_name
+from txbroker.checkers.groups import Groups
 from txbroker.checkers.http import HttpChecks
 from txbroker.checkers.sessions import SessionRegistry
 from txbroker.config.settings import PREPARES_SHARE, RECEIVING_SHARE, Settings
 from txbroker.contract.json import PARTITION_MAX, TIMESTAMP_MS_MAX
+from txbroker.contract.policy import PolicyError, check_group_name
 from txbroker.contract.service import DecideRequest, ListRequest, PrepareRequest, Service
 from txbroker.core.index import ShareUse, share_max
 from txbroker.core.records import Message

@@ -4,8 +4,8 @@ from typing import cast
 
 from msgspec import structs
 
-from txbroker.checkers.groups import QUERY_MASK, GroupPolicy, PolicyError, without_query
 from txbroker.checkers.trial import try_group
+from txbroker.contract.policy import QUERY_MASK, GroupPolicy, PolicyError, without_query
 from txbroker.errors import BadRequest, KafkaDown, NotPermitted, UnknownGroup
 from txbroker.principals import Role
 from txbroker.proxy.http.bodies import GroupAnswer, GroupBody, GroupsBody, RemovedBody, TestedBody

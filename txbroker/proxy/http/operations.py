@@ -49,7 +49,7 @@ class ApiCall(Struct, frozen=True):
     shell: ApiContext
     path: Mapping[str, str]
     query: RequestBody
-    body: RequestBody | None
+    body: Struct | None
     remote: str
     principal: Principal = ANYBODY
     trace: TraceContext | None = None
@@ -90,7 +90,7 @@ class Operation:
     summary: str
     run: Handler
     answers: Mapping[int, type[AnswerBody] | None]
-    body: type[RequestBody] | None = None
+    body: type[Struct] | None = None
     body_optional: bool = False
     query: type[RequestBody] = NoQuery
     errors: Errors = field(default=())

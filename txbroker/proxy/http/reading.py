@@ -8,6 +8,7 @@ from typing import TypeVar
 import msgspec
 from aiohttp import web
 from aiohttp.helpers import parse_content_type
+from msgspec import Struct
 
 from txbroker.contract.json import MessageError, TooManyMessages, decode_messages
 from txbroker.core.records import Message
@@ -20,11 +21,10 @@ from txbroker.errors import (
     UnsupportedMediaType,
 )
 from txbroker.proxy.cluster.forwarding import CALLER
-from txbroker.proxy.http.bodies import RequestBody
 from txbroker.proxy.http.context import ApiContext
 from txbroker.proxy.http.posted import AnyRequest
 
-T = TypeVar("T", bound=RequestBody)
+T = TypeVar("T", bound=Struct)
 CALL_BYTES = 16 * 1024
 """What a call over HTTP costs beside its body: connection, buffers, task."""
 SHOWN_MAX = 60
@@ -187,7 +187,7 @@ def decode_content(raw: msgspec.Raw, messages_max: int) -> tuple[Message, ...] |
         raise BadRequest(str(error), path=error.path) from None
 
 
-def _in_words(error: msgspec.ValidationError, kind: type[RequestBody]) -> RequestError:
+def _in_words(error: msgspec.ValidationError, kind: type[Struct]) -> RequestError:
     match = _WHERE.match(str(error))
     what, path = (match["what"], match["path"]) if match else (str(error), None)
     path = (path or "").lstrip(".")[:SHOWN_MAX]
@@ -199,7 +199,7 @@ def _in_words(error: msgspec.ValidationError, kind: type[RequestBody]) -> Reques
     return BadRequest(f"{path}: {what}" if path else what, path=path or None)
 
 
-def _unknown_field(name: str, kind: type[RequestBody]) -> BadRequest:
+def _unknown_field(name: str, kind: type[Struct]) -> BadRequest:
     known = [field.encode_name for field in msgspec.structs.fields(kind)]
     shown = name[:SHOWN_MAX]
     near = difflib.get_close_matches(shown, known, 1)

@@ -11,9 +11,9 @@ from typing import Protocol, runtime_checkable
 from aiohttp import ClientConnectionResetError, WSCloseCode, web
 
 from txbroker import tracing
-from txbroker.checkers.groups import PolicyError, check_group_name
 from txbroker.contract import frames as wire
 from txbroker.core.index import ShareUse, share_max
+from txbroker.contract.policy import PolicyError, check_group_name
 from txbroker.errors import (
     BadRequest,
     Overloaded,
