@@ -47,7 +47,11 @@ demo: $(VENV)/.runtime ## Watch transactional messages work on a real Kafka
 	@$(BIN)/txbroker demo
 
 .PHONY: test
-test: $(VENV)/.dev ## Run all tests but the long ones
+test: $(VENV)/.dev ## Run the quick tests: everything in memory, and the main job on a real Kafka
+	@$(PYTEST) tests -m "not full"
+
+.PHONY: test-all
+test-all: lint ## Check style and types, and run all tests but the long ones
 	@$(PYTEST) tests
 
 .PHONY: test-long
