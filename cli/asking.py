@@ -8,7 +8,7 @@ import click
 
 from txbroker.cli.client import ApiError
 from txbroker.cli.output import printable
-from txbroker.cli.run import Failed, PartlyDone
+from txbroker.cli.run import CommandFailed, PartlyDone
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -44,10 +44,10 @@ def confirm(question: str, yes: bool) -> None:
     """Ask on stderr unless `yes`.
 
     Raises:
-        Failed: the answer is no.
+        CommandFailed: the answer is no.
     """
     if not yes and not click.confirm(question, err=True):
-        raise Failed("nothing was done")
+        raise CommandFailed("nothing was done")
 
 
 def each(names: Sequence[str], act: Callable[[str], dict[str, Any]]) -> list[dict[str, Any]]:
@@ -71,10 +71,10 @@ def conclude(done: int, wanted: int, what: str) -> None:
     """End a command by how much of what was wanted is done.
 
     Raises:
-        Failed: nothing. PartlyDone: something.
+        CommandFailed: nothing. PartlyDone: something.
     """
     if done == wanted:
         return
     if done == 0:
-        raise Failed(f"none of {wanted} {what}")
+        raise CommandFailed(f"none of {wanted} {what}")
     raise PartlyDone(f"{done} of {wanted} {what}")

@@ -16,14 +16,14 @@ import click
 
 from txbroker.cli.contexts import (
     DEFAULT_URL,
-    NO_PAPERS,
-    Papers,
+    NO_CREDENTIALS,
+    CredentialFiles,
     check_url,
     complete_contexts,
     target_of,
 )
 from txbroker.cli.output import printable
-from txbroker.cli.run import Failed
+from txbroker.cli.run import CommandFailed
 from txbroker.errors import ConfigurationError
 from txbroker.net.tls import ClientTls, TlsFiles, tls_trouble
 
@@ -51,7 +51,7 @@ _REMEDIES = {
 }
 
 
-class ApiError(Failed):
+class ApiError(CommandFailed):
     """The proxy did not carry a call out.
 
     Attributes:
@@ -78,7 +78,7 @@ class ApiError(Failed):
         self.slow = slow
 
 
-class Client:
+class ApiClient:
     """One proxy's API.
 
     Args:
@@ -94,7 +94,7 @@ class Client:
     def __init__(
         self,
         url: str,
-        papers: Papers = NO_PAPERS,
+        papers: CredentialFiles = NO_CREDENTIALS,
         *,
         shown: str = "",
         timeout_s: float = TIMEOUT_S,
@@ -116,7 +116,7 @@ class Client:
     def __str__(self) -> str:
         return self._shown or self.url
 
-    def another(self) -> "Client":
+    def another(self) -> "ApiClient":
         """Return a client for the same proxy with a connection of its own, for another thread."""
         copied = copy.copy(self)
         copied._connection = None
@@ -255,14 +255,14 @@ def who() -> str:
     return "".join(char for char in name if char.isprintable())[:_BY_CHARS_MAX]
 
 
-def client_of(context: click.Context, timeout_s: float = TIMEOUT_S) -> Client:
+def client_of(context: click.Context, timeout_s: float = TIMEOUT_S) -> ApiClient:
     """Return the client of a command with `client_options`.
 
     Raises:
         click.UsageError: what is said of the proxy contradicts itself, or cannot be read.
     """
     target = target_of(context)
-    return Client(target.url, target.papers, shown=str(target), timeout_s=timeout_s)
+    return ApiClient(target.url, target.papers, shown=str(target), timeout_s=timeout_s)
 
 
 def client_options(function: F) -> F:
@@ -271,7 +271,7 @@ def client_options(function: F) -> F:
 
     @wraps(function)
     def with_client(*args: Any, **options: Any) -> Any:
-        for name in ("url", "context", *Papers._fields):
+        for name in ("url", "context", *CredentialFiles._fields):
             del options[name]  # `client_of` reads them, and where they come from
         return function(*args, client=client_of(click.get_current_context()), **options)
 
@@ -318,7 +318,7 @@ def client_options(function: F) -> F:
     return result
 
 
-def tls_of(papers: Papers) -> ClientTls:
+def tls_of(papers: CredentialFiles) -> ClientTls:
     """Return whom to trust, and what to show.
 
     Raises:

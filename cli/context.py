@@ -8,36 +8,36 @@ import click
 from txbroker.cli.contexts import (
     Context,
     Contexts,
-    Given,
-    Papers,
-    Target,
+    CredentialFiles,
+    ProxyOptions,
+    ProxyTarget,
     check_name,
     check_url,
     choose,
     complete_contexts,
 )
 from txbroker.cli.lazy import SuggestingGroup
-from txbroker.cli.output import Column, Row, output_option, show_data, show_rows
+from txbroker.cli.output import Row, TableColumn, output_option, show_data, show_rows
 
 _FILE = click.Path(path_type=Path, exists=True, dir_okay=False)
 _TLS = (
-    Column("CA FILE", lambda row: row["ca_file"], wide=True),
-    Column("CLIENT CERT FILE", lambda row: row["client_cert_file"], wide=True),
-    Column("CLIENT KEY FILE", lambda row: row["client_key_file"], wide=True),
+    TableColumn("CA FILE", lambda row: row["ca_file"], wide=True),
+    TableColumn("CLIENT CERT FILE", lambda row: row["client_cert_file"], wide=True),
+    TableColumn("CLIENT KEY FILE", lambda row: row["client_key_file"], wide=True),
 )
 COLUMNS = (
-    Column("CURRENT", lambda row: "*" if row["current"] else " "),
-    Column("NAME", lambda row: row["name"]),
-    Column("URL", lambda row: row["url"]),
-    Column("TOKEN FILE", lambda row: row["token_file"]),
+    TableColumn("CURRENT", lambda row: "*" if row["current"] else " "),
+    TableColumn("NAME", lambda row: row["name"]),
+    TableColumn("URL", lambda row: row["url"]),
+    TableColumn("TOKEN FILE", lambda row: row["token_file"]),
     *_TLS,
 )
 CHOSEN = (
-    Column("URL", lambda row: row["url"]),
-    Column("TOKEN FILE", lambda row: row["token_file"]),
+    TableColumn("URL", lambda row: row["url"]),
+    TableColumn("TOKEN FILE", lambda row: row["token_file"]),
     *_TLS,
-    Column("CONTEXT", lambda row: row["context"]),
-    Column("BECAUSE OF", lambda row: row["source"]),
+    TableColumn("CONTEXT", lambda row: row["context"]),
+    TableColumn("BECAUSE OF", lambda row: row["source"]),
 )
 
 
@@ -71,7 +71,7 @@ def list_command(output: str) -> None:
 def show_command(name: str | None, output: str) -> None:
     """Show a context; without NAME, which proxy is called, and why that one."""
     if name is None:
-        chosen, columns = _chosen(choose(Given(), _environment())), CHOSEN
+        chosen, columns = _chosen(choose(ProxyOptions(), _environment())), CHOSEN
     else:
         contexts = Contexts()
         chosen, columns = _row(contexts.get(name), contexts.current), COLUMNS
@@ -122,7 +122,7 @@ def use_command(name: str) -> None:
 def set_command(name: str, url: str, use: bool, **files: Path | None) -> None:
     """Make a context, or replace the one of that name."""
     contexts = Contexts()
-    papers = Papers(**{field: path and path.absolute() for field, path in files.items()})
+    papers = CredentialFiles(**{field: path and path.absolute() for field, path in files.items()})
     if papers.client_key_file is not None and papers.client_cert_file is None:
         raise click.UsageError("--client-key-file needs --client-cert-file")
     contexts.put(Context(check_name(name), check_url(url), papers))
@@ -147,10 +147,10 @@ def remove_command(names: tuple[str, ...]) -> None:
     contexts.save()
 
 
-def _environment() -> Given:
-    found = {name: os.environ.get(f"TXBROKER_{name.upper()}") for name in Papers._fields}
-    papers = Papers(**{name: Path(path) if path else None for name, path in found.items()})
-    return Given(os.environ.get("TXBROKER_URL"), os.environ.get("TXBROKER_CONTEXT"), papers)
+def _environment() -> ProxyOptions:
+    found = {name: os.environ.get(f"TXBROKER_{name.upper()}") for name in CredentialFiles._fields}
+    papers = CredentialFiles(**{name: Path(path) if path else None for name, path in found.items()})
+    return ProxyOptions(os.environ.get("TXBROKER_URL"), os.environ.get("TXBROKER_CONTEXT"), papers)
 
 
 def _row(context: Context, current: str) -> Row:
@@ -162,7 +162,7 @@ def _row(context: Context, current: str) -> Row:
     }
 
 
-def _chosen(target: Target) -> Row:
+def _chosen(target: ProxyTarget) -> Row:
     return {
         "url": target.url,
         **_files(target.papers),
@@ -171,6 +171,6 @@ def _chosen(target: Target) -> Row:
     }
 
 
-def _files(papers: Papers) -> Row:
+def _files(papers: CredentialFiles) -> Row:
     named = papers.named()
-    return {name: named.get(name) for name in Papers._fields}
+    return {name: named.get(name) for name in CredentialFiles._fields}

@@ -34,7 +34,7 @@ _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 _FILE_BYTES_MAX = 1 << 20
 
 
-class Papers(NamedTuple):
+class CredentialFiles(NamedTuple):
     """The files by which a proxy and its caller know one another, as far as there are any.
 
     Attributes:
@@ -49,11 +49,11 @@ class Papers(NamedTuple):
     client_cert_file: Path | None = None
     client_key_file: Path | None = None
 
-    def before(self, others: "Papers") -> "Papers":
+    def before(self, others: "CredentialFiles") -> "CredentialFiles":
         """Return these, and those of others that are not among these; a key goes along with its
         certificate."""
         pair = self if self.client_cert_file or self.client_key_file else others
-        return Papers(
+        return CredentialFiles(
             self.token_file or others.token_file,
             self.ca_file or others.ca_file,
             pair.client_cert_file,
@@ -65,7 +65,7 @@ class Papers(NamedTuple):
         return {name: str(path) for name, path in self._asdict().items() if path is not None}
 
 
-NO_PAPERS = Papers()
+NO_CREDENTIALS = CredentialFiles()
 
 
 class Context(NamedTuple):
@@ -73,22 +73,22 @@ class Context(NamedTuple):
 
     name: str
     url: str
-    papers: Papers = NO_PAPERS
+    papers: CredentialFiles = NO_CREDENTIALS
 
 
-class Given(NamedTuple):
+class ProxyOptions(NamedTuple):
     """What a user says of the proxy to call, in one place."""
 
     url: str | None = None
     context: str | None = None
-    papers: Papers = NO_PAPERS
+    papers: CredentialFiles = NO_CREDENTIALS
 
 
-class Target(NamedTuple):
+class ProxyTarget(NamedTuple):
     """The proxy that a command calls, and what has named it."""
 
     url: str
-    papers: Papers
+    papers: CredentialFiles
     source: str
     context: str = ""
 
@@ -198,7 +198,7 @@ def check_url(url: str) -> str:
     return url.rstrip("/")
 
 
-def choose(typed: Given, environ: Given, path: Path | None = None) -> Target:
+def choose(typed: ProxyOptions, environ: ProxyOptions, path: Path | None = None) -> ProxyTarget:
     """Return the proxy to call.
 
     Args:
@@ -213,20 +213,20 @@ def choose(typed: Given, environ: Given, path: Path | None = None) -> Target:
     if typed.url and typed.context:
         raise click.UsageError("say --url or --context, not both")
     if typed.url:
-        return Target(typed.url, papers, "--url")
+        return ProxyTarget(typed.url, papers, "--url")
     if typed.context:
         return _named(Contexts(path), typed.context, "--context", typed)
     if environ.url:
-        return Target(environ.url, papers, "TXBROKER_URL")
+        return ProxyTarget(environ.url, papers, "TXBROKER_URL")
     contexts = Contexts(path)
     if environ.context:
         return _named(contexts, environ.context, "TXBROKER_CONTEXT", typed)
     if contexts.current:
         return _named(contexts, contexts.current, "txbroker context use", typed)
-    return Target(DEFAULT_URL, papers, "default")
+    return ProxyTarget(DEFAULT_URL, papers, "default")
 
 
-def target_of(context: click.Context) -> Target:
+def target_of(context: click.Context) -> ProxyTarget:
     """Return the proxy that a command with `client_options` calls.
 
     Raises:
@@ -234,16 +234,16 @@ def target_of(context: click.Context) -> Target:
     """
     typed: dict[str, Any] = {}
     environ: dict[str, Any] = {}
-    for name in ("url", "context", *Papers._fields):
+    for name in ("url", "context", *CredentialFiles._fields):
         source = context.get_parameter_source(name)
         by_hand = source is click.core.ParameterSource.COMMANDLINE
         (typed if by_hand else environ)[name] = context.params.get(name)
     return choose(_given(typed), _given(environ))
 
 
-def _given(said: dict[str, Any]) -> Given:
-    papers = Papers(**{name: said.get(name) for name in Papers._fields})
-    return Given(said.get("url"), said.get("context"), papers)
+def _given(said: dict[str, Any]) -> ProxyOptions:
+    papers = CredentialFiles(**{name: said.get(name) for name in CredentialFiles._fields})
+    return ProxyOptions(said.get("url"), said.get("context"), papers)
 
 
 def complete_contexts(_: click.Context, __: click.Parameter, incomplete: str) -> list[str]:
@@ -254,9 +254,9 @@ def complete_contexts(_: click.Context, __: click.Parameter, incomplete: str) ->
         return []
 
 
-def _named(contexts: Contexts, name: str, source: str, typed: Given) -> Target:
+def _named(contexts: Contexts, name: str, source: str, typed: ProxyOptions) -> ProxyTarget:
     found = contexts.get(name)
-    return Target(found.url, typed.papers.before(found.papers), source, name)
+    return ProxyTarget(found.url, typed.papers.before(found.papers), source, name)
 
 
 def _load(path: Path) -> tuple[str, dict[str, Context]]:
@@ -287,11 +287,15 @@ def _decode(data: Mapping[str, Any]) -> tuple[str, dict[str, Context]]:
     contexts = {}
     for name, fields in data["contexts"].items():
         url = fields["url"]
-        named = {field: fields[field] for field in Papers._fields if fields.get(field) is not None}
+        named = {
+            field: fields[field]
+            for field in CredentialFiles._fields
+            if fields.get(field) is not None
+        }
         texts = [name, url, *named.values()]
         if not all(isinstance(text, str) for text in texts) or not _NAME.fullmatch(name):
             raise TypeError(name)
-        papers = Papers(**{field: Path(path) for field, path in named.items()})
+        papers = CredentialFiles(**{field: Path(path) for field, path in named.items()})
         contexts[name] = Context(name, url, papers)
     current = data.get("current", "")
     if not isinstance(current, str) or (current and current not in contexts):

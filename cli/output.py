@@ -24,7 +24,7 @@ _WIDTH_OF_FILES = 100_000
 """A table that no terminal shows is not cut: whatever reads it wants whole values."""
 
 
-class Column(NamedTuple):
+class TableColumn(NamedTuple):
     """A column of a table.
 
     Attributes:
@@ -53,7 +53,7 @@ def output_option(function: F) -> F:
     )(function)
 
 
-def show_rows(rows: Sequence[Row], columns: Sequence[Column], output: str, empty: str) -> None:
+def show_rows(rows: Sequence[Row], columns: Sequence[TableColumn], output: str, empty: str) -> None:
     """Write rows to stdout; where a table would be empty, say so on stderr."""
     if output in ("json", "yaml"):
         show_data(list(rows), output)
@@ -63,7 +63,7 @@ def show_rows(rows: Sequence[Row], columns: Sequence[Column], output: str, empty
         click.echo("\n".join(table(rows, shown_columns(columns, output), sys.stdout)))
 
 
-def shown_columns(columns: Sequence[Column], output: str) -> list[Column]:
+def shown_columns(columns: Sequence[TableColumn], output: str) -> list[TableColumn]:
     """Return the columns that a table has."""
     return [column for column in columns if output == "wide" or not column.wide]
 
@@ -76,7 +76,7 @@ def show_data(data: Any, output: str) -> None:
         click.echo(json.dumps(data, indent=2, ensure_ascii=False))
 
 
-def table(rows: Sequence[Row], columns: Sequence[Column], stream: TextIO) -> list[str]:
+def table(rows: Sequence[Row], columns: Sequence[TableColumn], stream: TextIO) -> list[str]:
     """Return the lines of a table, as wide as the terminal that `stream` is, if it is one; none
     where there are no rows."""
     if not rows:
@@ -103,7 +103,7 @@ def table(rows: Sequence[Row], columns: Sequence[Column], stream: TextIO) -> lis
     return [line.rstrip() for line in capture.get().splitlines()]
 
 
-def _widths(columns: Sequence[Column], whole: Sequence[int], total: int) -> list[int]:
+def _widths(columns: Sequence[TableColumn], whole: Sequence[int], total: int) -> list[int]:
     """Return how wide each column is drawn: where all do not fit, the widest of those that may be
     cut give way first."""
     widths = list(whole)

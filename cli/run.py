@@ -16,7 +16,7 @@ INTERRUPTED = 130
 """What shells expect of a command that Ctrl-C ended."""
 
 
-class Failed(click.ClickException):
+class CommandFailed(click.ClickException):
     """The command could not do what it was asked; the sentence says what to do."""
 
     exit_code = FAILED

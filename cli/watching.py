@@ -11,7 +11,7 @@ from typing import Any, NoReturn, TypeVar
 import click
 
 from txbroker.cli.client import ApiError
-from txbroker.cli.output import Column, Row, printable, shown_columns, table, yaml_lines
+from txbroker.cli.output import Row, TableColumn, printable, shown_columns, table, yaml_lines
 
 F = TypeVar("F", bound=Callable[..., Any])
 T = TypeVar("T")
@@ -38,7 +38,7 @@ def watch_option(function: F) -> F:
 
 def watch_rows(
     look: Callable[[], list[Row]],
-    columns: Sequence[Column],
+    columns: Sequence[TableColumn],
     output: str,
     every_s: float,
     key: Callable[[Row], object],
@@ -72,7 +72,7 @@ def watch_rows(
 
 
 def _draw_rows(
-    look: Callable[[], list[Row]], columns: Sequence[Column], every_s: float
+    look: Callable[[], list[Row]], columns: Sequence[TableColumn], every_s: float
 ) -> NoReturn:
     def lines(rows: list[Row]) -> list[str]:
         return [f"{len(rows):,} listed", "", *table(rows, columns, sys.stdout)]

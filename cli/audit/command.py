@@ -8,7 +8,7 @@ import click
 
 from txbroker.cli.lazy import SuggestingGroup
 from txbroker.cli.output import output_option
-from txbroker.cli.run import DRIFT, Failed
+from txbroker.cli.run import DRIFT, CommandFailed
 from txbroker.cli.setting_options import KAFKA_SETTINGS, setting_options, settings_from
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -239,7 +239,7 @@ def show_command(
         return
     found = book.runs(1) if run == LAST else [book.get(run)]
     if not found or found[0] is None:
-        raise Failed(
+        raise CommandFailed(
             f"there is no run {run} in {book.path}: `txbroker audit show` lists what there is"
         )
     show_run(found[0], output, heading=True)

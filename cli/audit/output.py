@@ -5,7 +5,7 @@ from typing import Any
 
 import msgspec
 
-from txbroker.cli.output import Column, Row, clock, duration, printable, show_data, show_rows
+from txbroker.cli.output import Row, TableColumn, clock, duration, printable, show_data, show_rows
 from txbroker.spark.schema import ALL_KINDS, RunSummary
 
 STATES = {
@@ -26,45 +26,45 @@ EXAMPLES_SHOWN = 10
 HELD_SHOWN = 5
 
 RUNS = (
-    Column("RUN", lambda row: row["run"]),
-    Column("MODE", lambda row: row["mode"]),
-    Column("STARTED", lambda row: clock(row["started_ms"])),
-    Column("TOOK", lambda row: duration(row["took_s"])),
-    Column("TRANSACTIONS", lambda row: row["transactions"]),
-    Column("PENDING", lambda row: row["states"].get("pending", 0)),
-    Column("DRIFT", lambda row: sum(row["drift"].values())),
-    Column("KINDS", lambda row: ", ".join(row["drift"])),
-    Column("CARRIED", lambda row: row["carried"], wide=True),
-    Column("QUARANTINED", lambda row: row["quarantined"], wide=True),
-    Column("TAKEN", lambda row: sum(row["taken"].values()), wide=True),
+    TableColumn("RUN", lambda row: row["run"]),
+    TableColumn("MODE", lambda row: row["mode"]),
+    TableColumn("STARTED", lambda row: clock(row["started_ms"])),
+    TableColumn("TOOK", lambda row: duration(row["took_s"])),
+    TableColumn("TRANSACTIONS", lambda row: row["transactions"]),
+    TableColumn("PENDING", lambda row: row["states"].get("pending", 0)),
+    TableColumn("DRIFT", lambda row: sum(row["drift"].values())),
+    TableColumn("KINDS", lambda row: ", ".join(row["drift"])),
+    TableColumn("CARRIED", lambda row: row["carried"], wide=True),
+    TableColumn("QUARANTINED", lambda row: row["quarantined"], wide=True),
+    TableColumn("TAKEN", lambda row: sum(row["taken"].values()), wide=True),
 )
 ONE = (
-    Column("WHAT", lambda row: row["what"]),
-    Column("COUNT", lambda row: row["count"]),
-    Column("DRIFT", lambda row: "yes" if row["drift"] else ""),
-    Column("MEANS", lambda row: row["means"]),
+    TableColumn("WHAT", lambda row: row["what"]),
+    TableColumn("COUNT", lambda row: row["count"]),
+    TableColumn("DRIFT", lambda row: "yes" if row["drift"] else ""),
+    TableColumn("MEANS", lambda row: row["means"]),
 )
 EXAMPLES = (
-    Column("ID", lambda row: row["id"]),
-    Column("GROUP", lambda row: row["grp"]),
-    Column("FINDINGS", lambda row: ", ".join(row["findings"])),
-    Column("WHY", lambda row: row["why"]),
+    TableColumn("ID", lambda row: row["id"]),
+    TableColumn("GROUP", lambda row: row["grp"]),
+    TableColumn("FINDINGS", lambda row: ", ".join(row["findings"])),
+    TableColumn("WHY", lambda row: row["why"]),
 )
 
 SET_ASIDE = (
-    Column("TOPIC", lambda row: row["topic"]),
-    Column("PARTITION", lambda row: row["partition"]),
-    Column("OFFSET", lambda row: row["offset"]),
-    Column("OURS", lambda row: "yes" if row["own"] else ""),
-    Column("WHY", lambda row: row["why"]),
+    TableColumn("TOPIC", lambda row: row["topic"]),
+    TableColumn("PARTITION", lambda row: row["partition"]),
+    TableColumn("OFFSET", lambda row: row["offset"]),
+    TableColumn("OURS", lambda row: "yes" if row["own"] else ""),
+    TableColumn("WHY", lambda row: row["why"]),
 )
 UNREAD = (
-    Column("TARGET NOT READABLE", lambda row: row["topic"]),
-    Column("WHY", lambda row: row["why"]),
+    TableColumn("TARGET NOT READABLE", lambda row: row["topic"]),
+    TableColumn("WHY", lambda row: row["why"]),
 )
 MISSING = (
-    Column("MISSING TARGET", lambda row: row["topic"]),
-    Column("COMMITTED", lambda row: row["transactions"]),
+    TableColumn("MISSING TARGET", lambda row: row["topic"]),
+    TableColumn("COMMITTED", lambda row: row["transactions"]),
 )
 
 

@@ -13,7 +13,7 @@ from click.core import ParameterSource
 from msgspec import Struct
 
 from txbroker.cli import submit
-from txbroker.cli.run import Failed
+from txbroker.cli.run import CommandFailed
 from txbroker.config.addresses import read_secret
 from txbroker.config.settings import ENV_PREFIX, SECRET_SETTINGS, Settings
 from txbroker.errors import ConfigurationError, TxbrokerError
@@ -36,7 +36,7 @@ _SPARKS_OWN = frozenset({"master", "deploy_mode", "conf", "config"})
 """Options that `spark-submit` is given, or that are resolved here; not passed on to the cluster."""
 
 
-class Ages(Struct, frozen=True):
+class AgeLimits(Struct, frozen=True):
     """When a commit that is not visible is late, and when lost; when a first check is overdue."""
 
     late_after_ms: int
@@ -49,7 +49,7 @@ class RunOptions(Struct, frozen=True):
 
     out: str | None
     full: bool
-    ages: Ages
+    ages: AgeLimits
     business: "Business | None"
     report: Path | None
 
@@ -59,7 +59,7 @@ class StreamOptions(Struct, frozen=True):
 
     checkpoint: str | None
     every_s: float
-    ages: Ages
+    ages: AgeLimits
 
 
 def spark_settings(options: dict[str, Any]) -> tuple[SparkSettings, str]:
@@ -90,7 +90,7 @@ def _seconds(options: dict[str, Any], name: str) -> float:
     return value
 
 
-def _ages(options: dict[str, Any]) -> Ages:
+def _ages(options: dict[str, Any]) -> AgeLimits:
     late_s, lost_s = _seconds(options, "late_after_s"), _seconds(options, "lost_after_s")
     if late_s > lost_s:
         raise click.UsageError(
@@ -98,7 +98,7 @@ def _ages(options: dict[str, Any]) -> Ages:
             "been late before"
         )
     overdue_s = _seconds(options, "overdue_after_s")
-    return Ages(*(round(seconds * 1000) for seconds in (late_s, lost_s, overdue_s)))
+    return AgeLimits(*(round(seconds * 1000) for seconds in (late_s, lost_s, overdue_s)))
 
 
 def run_options(options: dict[str, Any]) -> RunOptions:
@@ -155,12 +155,12 @@ def journal_of(settings: Settings) -> "Journal":
     """Return the journal of the runs, a file that need not be there yet.
 
     Raises:
-        Failed: what it needs is not installed.
+        CommandFailed: what it needs is not installed.
     """
     try:
         from txbroker.spark.journal import JOURNAL_FILE, Journal
     except ModuleNotFoundError as error:
-        raise Failed(
+        raise CommandFailed(
             f"the Python package {error.name} is missing, run: pip install 'txbroker[spark]'"
         ) from None
     return Journal(settings.data_dir / JOURNAL_FILE)
@@ -170,12 +170,12 @@ def send_to_cluster(spark: SparkSettings, settings: Settings, context: click.Con
     """Have the cluster run this very command, and return how that ended.
 
     Raises:
-        Failed: a secret is in the environment of this machine, which the cluster does not have.
+        CommandFailed: a secret setting is set here, and would not reach the cluster.
     """
     from txbroker.spark.cluster import submit as send
 
     for secret in sorted(SECRET_SETTINGS & settings.model_fields_set):
-        raise Failed(
+        raise CommandFailed(
             f"{ENV_PREFIX}{secret.upper()} does not go to the cluster with the audit: name a file "
             f"that is there by --{secret.replace('_', '-')}-file"
         )
@@ -244,7 +244,7 @@ def started(settings: SparkSettings) -> Iterator[tuple["SparkSession", "SparkPro
         yield session, stack.enter_context(bar)
 
 
-class Found(NamedTuple):
+class AuditResult(NamedTuple):
     """What an audit came to.
 
     Attributes:
@@ -263,7 +263,7 @@ class Found(NamedTuple):
         return any(news_of(self.summary, self.untold).drift.values())
 
 
-def run_once(settings: Settings, spark: SparkSettings, options: RunOptions) -> Found:
+def run_once(settings: Settings, spark: SparkSettings, options: RunOptions) -> AuditResult:
     """Audit once, tell the proxies, write the report; return what was found.
 
     Once something was found it is told, whatever fails after that.
@@ -290,7 +290,7 @@ def run_once(settings: Settings, spark: SparkSettings, options: RunOptions) -> F
                 mode="full" if options.full else "incremental",
                 business=options.business,
             )
-            found = Found(run_audit(session, access_from(settings), wanted, bar.stage))
+            found = AuditResult(run_audit(session, access_from(settings), wanted, bar.stage))
             found = _publish(settings, journal, found.summary)
             if options.report is not None:
                 bar.stage("writing the report")
@@ -360,7 +360,7 @@ def names_of(settings: Settings) -> "Names":
     return Names(*(settings.topic(name) for name in topics))
 
 
-def terms_of(settings: Settings, ages: Ages) -> "Terms":
+def terms_of(settings: Settings, ages: AgeLimits) -> "Terms":
     """Return what is judged by."""
     from txbroker.spark.schema import Terms
 
@@ -384,7 +384,7 @@ def _report(
     click.echo(f"The report is in {path}", err=True)
 
 
-def _publish(settings: Settings, journal: "Journal", summary: "RunSummary") -> Found:
+def _publish(settings: Settings, journal: "Journal", summary: "RunSummary") -> AuditResult:
     """Tell the proxies of a run, and of earlier ones that ended before they had told it."""
     from txbroker.kafka.client.wiring import kafka_settings
     from txbroker.spark.publish import publish
@@ -401,4 +401,4 @@ def _publish(settings: Settings, journal: "Journal", summary: "RunSummary") -> F
     except TxbrokerError as error:
         # The run counts all the same, and what it found is said.
         click.echo(f"The proxies were not told; the next run tells them: {error}", err=True)
-    return Found(summary, untold or ())
+    return AuditResult(summary, untold or ())

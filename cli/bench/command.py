@@ -8,12 +8,12 @@ from rich.console import Console
 
 from txbroker.cli.bench.figures import Figures, text
 from txbroker.cli.bench.load import Job
-from txbroker.cli.bench.run import Plan, measure, showing
-from txbroker.cli.client import Client, client_options
+from txbroker.cli.bench.run import BenchPlan, measure, showing
+from txbroker.cli.client import ApiClient, client_options
 from txbroker.cli.contexts import target_of
 from txbroker.cli.output import output_option, show_data
 from txbroker.cli.proxy.serving import until_signal
-from txbroker.cli.run import Failed, run_async
+from txbroker.cli.run import CommandFailed, run_async
 from txbroker.cli.setting_options import KAFKA_SETTINGS, setting_options, settings_from
 
 DURATION_S = 10.0
@@ -128,7 +128,7 @@ def _load_options(function: Any) -> Any:
 @output_option
 @client_options
 def command(
-    client: Client,
+    client: ApiClient,
     config: Path | None,
     output: str,
     topic: str | None,
@@ -159,7 +159,7 @@ def command(
             "--url and --kafka go together: a proxy, and the Kafka where its messages are read. "
             "Without both, they are run for the measurement"
         )
-    plan = Plan(
+    plan = BenchPlan(
         settings=settings,
         url=client.url if running else None,
         papers=target.papers,
@@ -186,7 +186,7 @@ def _require_sense(asked: dict[str, Any]) -> None:
         raise click.UsageError("--unknown-share needs sessions of the SDK, which answer checks")
 
 
-async def _measure(plan: Plan, found: list[tuple[Figures, Job]]) -> None:
+async def _measure(plan: BenchPlan, found: list[tuple[Figures, Job]]) -> None:
     with showing(Console(stderr=True)) as shown:
         found.append(await measure(plan, shown))
 
@@ -197,10 +197,10 @@ def _show(figures: Figures, job: Job, output: str) -> None:
     else:
         click.echo("\n".join(text(figures, job)))
     if not figures.whole:
-        raise Failed(
+        raise CommandFailed(
             f"{figures.lost:,} messages lost, {figures.duplicated:,} doubled, {figures.wrong:,} "
             "visible though rolled back"
         )
     if figures.failed:
         why = next(iter(figures.errors))
-        raise Failed(f"{figures.failed:,} transactions failed, the first ones with: {why}")
+        raise CommandFailed(f"{figures.failed:,} transactions failed, the first ones with: {why}")

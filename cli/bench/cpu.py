@@ -19,7 +19,7 @@ _PARENT, _USER, _SYSTEM = 1, 11, 12
 """Where the parent's number and the times of user and system stand in what `_stat` returns."""
 
 
-class Listener:
+class ListeningProcess:
     """Whoever listens at an address of this machine; knows nothing of one elsewhere, or of one
     whose owner lets nobody look."""
 

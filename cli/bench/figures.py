@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from msgspec import Struct, to_builtins
 
-from txbroker.cli.bench.load import Book, Fate, Job
+from txbroker.cli.bench.load import Job, LoadLog, PlannedEnd
 
 if TYPE_CHECKING:
     from txbroker.kafka.tools.counting import Count
@@ -19,7 +19,7 @@ _BAR_CHARS = 40
 _STEPS = ("prepare", "decide", "both", "visible")
 
 
-class Window(NamedTuple):
+class TimeWindow(NamedTuple):
     """The stretch that is measured, monotonic seconds."""
 
     begin: float
@@ -44,7 +44,7 @@ class Latency(Struct, frozen=True):
     max: float | None = None
 
 
-class Taken(NamedTuple):
+class ResourceUsage(NamedTuple):
     """What each who takes part has taken of this machine within the window; None where they are
     on another one.
 
@@ -110,7 +110,7 @@ class Figures(Struct, frozen=True, kw_only=True):
         return result
 
 
-class Counted(NamedTuple):
+class LoadResult(NamedTuple):
     """The book of a load, opened, beside what consumers see."""
 
     job: Job
@@ -120,7 +120,7 @@ class Counted(NamedTuple):
     errors: dict[str, int]
 
     @classmethod
-    def of(cls, job: Job, book: Book) -> "Counted":
+    def of(cls, job: Job, book: LoadLog) -> "LoadResult":
         """Open a book."""
         began, prepared, decided = array("d"), array("d"), array("d")
         for times, raw in ((began, book.began), (prepared, book.prepared), (decided, book.decided)):
@@ -130,7 +130,7 @@ class Counted(NamedTuple):
     def owed(self) -> Iterator[int]:
         """Yield the numbers of the messages that must be visible."""
         for number, prepared in enumerate(self.prepared):
-            if prepared and self.job.fate(number) is not Fate.ROLLBACK:
+            if prepared and self.job.fate(number) is not PlannedEnd.ROLLBACK:
                 yield from self.messages(number)
 
     def messages(self, number: int) -> range:
@@ -140,11 +140,13 @@ class Counted(NamedTuple):
     def forbidden(self) -> Iterator[int]:
         """Yield the numbers of the messages that must not be visible."""
         for number, prepared in enumerate(self.prepared):
-            if prepared and self.job.fate(number) is Fate.ROLLBACK:
+            if prepared and self.job.fate(number) is PlannedEnd.ROLLBACK:
                 yield from self.messages(number)
 
 
-def figures(counted: Counted, count: "Count", window: Window, taken: Taken) -> Figures:
+def figures(
+    counted: LoadResult, count: "Count", window: TimeWindow, taken: ResourceUsage
+) -> Figures:
     """Return what a measurement says.
 
     Args:
@@ -181,7 +183,7 @@ def figures(counted: Counted, count: "Count", window: Window, taken: Taken) -> F
     )
 
 
-def _by_tenth(ended_at: Sequence[float], window: Window) -> list[float]:
+def _by_tenth(ended_at: Sequence[float], window: TimeWindow) -> list[float]:
     tenth_s = max(window.seconds, 1e-9) / 10
     counts = [0] * 10
     for at in ended_at:
@@ -189,12 +191,12 @@ def _by_tenth(ended_at: Sequence[float], window: Window) -> list[float]:
     return [round(number / tenth_s, 1) for number in counts]
 
 
-def _times(counted: Counted, count: "Count", ended: Sequence[int]) -> dict[str, Sequence[float]]:
+def _times(counted: LoadResult, count: "Count", ended: Sequence[int]) -> dict[str, Sequence[float]]:
     """Return how long each step took, sorted; in arrays, for there may be millions."""
     visible = (
         count.seen_at[message] - counted.prepared[number]
         for number in ended
-        if counted.job.fate(number) is Fate.COMMIT
+        if counted.job.fate(number) is PlannedEnd.COMMIT
         for message in counted.messages(number)
         if count.of(message) and count.seen_at[message]
     )

@@ -1,7 +1,7 @@
 """The load of `txbroker bench`, in a process of its own: `python -m txbroker.cli.bench.load`.
 
 It is given a `Job` as one line of JSON on stdin, tells in lines of JSON on stdout how far it is,
-and leaves a `Book` of every transaction in a file. It ends when its stdin does.
+and leaves a `LoadLog` of every transaction in a file. It ends when its stdin does.
 """
 
 import asyncio
@@ -30,7 +30,7 @@ _GOLDEN = 0.618033988749895
 _CHECK_AFTER_S = 1.0
 
 
-class Fate(IntEnum):
+class PlannedEnd(IntEnum):
     """What becomes of a transaction."""
 
     COMMIT = 0
@@ -66,12 +66,16 @@ class Job(Struct, frozen=True, kw_only=True):
     client_cert_file: str | None = None
     client_key_file: str | None = None
 
-    def fate(self, number: int) -> Fate:
+    def fate(self, number: int) -> PlannedEnd:
         """Return what becomes of a transaction; shares are kept in any stretch of numbers."""
         place = number * _GOLDEN % 1.0
         if place < self.rollback_share:
-            return Fate.ROLLBACK
-        return Fate.UNKNOWN if place < self.rollback_share + self.unknown_share else Fate.COMMIT
+            return PlannedEnd.ROLLBACK
+        return (
+            PlannedEnd.UNKNOWN
+            if place < self.rollback_share + self.unknown_share
+            else PlannedEnd.COMMIT
+        )
 
     def names(self, number: int) -> list[str]:
         """Return by what a transaction's messages are recognised."""
@@ -83,7 +87,7 @@ class Job(Struct, frozen=True, kw_only=True):
         return f"bench-{self.tag}-{number % self.groups}"
 
 
-class Event(Struct, frozen=True):
+class LoadEvent(Struct, frozen=True):
     """How far it is: `progress`, `measuring`, `measured`, `written` or `failed`.
 
     Attributes:
@@ -99,7 +103,7 @@ class Event(Struct, frozen=True):
     text: str = ""
 
 
-class Book(Struct, frozen=True):
+class LoadLog(Struct, frozen=True):
     """When each transaction began, was prepared and decided: arrays of monotonic seconds, by
     number, 0 for what did not happen. `errors`: of those that failed, how often what was said."""
 
@@ -138,9 +142,9 @@ class SdkSender:
         try:
             async with producer.transaction(*messages):
                 prepared_at = time.monotonic()
-                if fate is Fate.ROLLBACK:
+                if fate is PlannedEnd.ROLLBACK:
                     raise Rollback
-                if fate is Fate.UNKNOWN:
+                if fate is PlannedEnd.UNKNOWN:
                     raise _LeftUnknown
         except _LeftUnknown:
             return prepared_at, 0.0
@@ -169,7 +173,7 @@ class HttpSender:
         body = {"group": group, "messages": messages}
         prepared = await self._connection.post("/v1/transactions", body)
         prepared_at = time.monotonic()
-        verb = "rollback" if job.fate(number) is Fate.ROLLBACK else "commit"
+        verb = "rollback" if job.fate(number) is PlannedEnd.ROLLBACK else "commit"
         await self._connection.post(f"/v1/transactions/{prepared['id']}/{verb}", {"group": group})
         return prepared_at, time.monotonic()
 
@@ -179,7 +183,7 @@ class HttpSender:
         return {"topic": job.topic, "value": self._body, **named}
 
 
-class Load:
+class LoadRunner:
     """All lanes, each one transaction after another, and the book of them."""
 
     def __init__(self, job: Job) -> None:
@@ -215,7 +219,7 @@ class Load:
         await asyncio.gather(*lanes)
         telling.cancel()
         arrays = (self._began.tobytes(), self._prepared.tobytes(), self._decided.tobytes())
-        written = msgspec.msgpack.encode(Book(*arrays, self._errors))
+        written = msgspec.msgpack.encode(LoadLog(*arrays, self._errors))
         await asyncio.to_thread(Path(self._job.book).write_bytes, written)
         self._tell("written")
 
@@ -250,10 +254,10 @@ class Load:
             await asyncio.sleep(TICK_S)
 
     def _tell(self, kind: str) -> None:
-        tell(Event(kind, time.monotonic(), time.process_time(), self._done))
+        tell(LoadEvent(kind, time.monotonic(), time.process_time(), self._done))
 
 
-def tell(event: Event) -> None:
+def tell(event: LoadEvent) -> None:
     """Write an event to stdout."""
     sys.stdout.buffer.write(msgspec.json.encode(event) + b"\n")
     sys.stdout.flush()
@@ -302,10 +306,10 @@ async def work(job: Job) -> None:
     """Carry a job out; stay connected, so that checks are answered, until stdin ends."""
     try:
         async with senders_of(job) as senders:
-            await Load(job).run(senders)
+            await LoadRunner(job).run(senders)
             await asyncio.to_thread(sys.stdin.buffer.read)
     except (TxbrokerError, OSError) as error:
-        tell(Event("failed", text=str(error) or type(error).__name__))
+        tell(LoadEvent("failed", text=str(error) or type(error).__name__))
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from typing import Any
 import click
 
 from txbroker.cli.proxy.serving import owns_all, serve
-from txbroker.cli.run import Failed, run_async
+from txbroker.cli.run import CommandFailed, run_async
 from txbroker.config.settings import load_settings
 from txbroker.errors import TxbrokerError
 from txbroker.proxy.observe.logging import configure_logging
@@ -29,7 +29,7 @@ async def work(given: dict[str, Any]) -> None:
         await serving
     except asyncio.CancelledError:
         pass
-    except (TxbrokerError, Failed) as error:
+    except (TxbrokerError, CommandFailed) as error:
         click.echo(f"failed {error}")
 
 

@@ -18,11 +18,11 @@ from msgspec import Struct
 from rich import progress as bars
 from rich.console import Console
 
-from txbroker.cli.bench.cpu import Listener
-from txbroker.cli.bench.figures import Counted, Figures, Taken, Window, figures
-from txbroker.cli.bench.load import Book, Event, Job
-from txbroker.cli.contexts import NO_PAPERS, Papers
-from txbroker.cli.run import Failed
+from txbroker.cli.bench.cpu import ListeningProcess
+from txbroker.cli.bench.figures import Figures, LoadResult, ResourceUsage, TimeWindow, figures
+from txbroker.cli.bench.load import Job, LoadEvent, LoadLog
+from txbroker.cli.contexts import NO_CREDENTIALS, CredentialFiles
+from txbroker.cli.run import CommandFailed
 from txbroker.config.addresses import parse_address
 from txbroker.config.settings import Settings, load_settings
 from txbroker.embedded import BarProgress, EmbeddedKafka
@@ -41,7 +41,7 @@ _OURS = ("listen", "advertise", "admin_", "token_", "tls_", "peers_", "kafka", "
 """What a proxy of the measurement's own does not take from the user's settings."""
 
 
-class Plan(Struct, frozen=True, kw_only=True):
+class BenchPlan(Struct, frozen=True, kw_only=True):
     """What to measure.
 
     Attributes:
@@ -57,7 +57,7 @@ class Plan(Struct, frozen=True, kw_only=True):
 
     settings: Settings
     url: str | None
-    papers: Papers
+    papers: CredentialFiles
     topic: str | None
     partitions: int
     along: int | None
@@ -65,20 +65,20 @@ class Plan(Struct, frozen=True, kw_only=True):
     asked: Mapping[str, Any]
 
 
-class Place(Struct, frozen=True):
+class MeasuredProxy(Struct, frozen=True):
     """What is measured: a proxy, by what it knows us, and where its Kafka is."""
 
     url: str
-    papers: Papers
+    papers: CredentialFiles
     settings: Settings
 
 
-async def measure(plan: Plan, shown: "Shown") -> tuple[Figures, Job]:
+async def measure(plan: BenchPlan, shown: "BenchProgress") -> tuple[Figures, Job]:
     """Measure once, and take everything down again.
 
     Raises:
         TxbrokerError, EmbeddedKafkaError: something cannot be started or reached.
-        Failed: no transaction succeeds, or a process of ours has ended.
+        CommandFailed: no transaction succeeds, or a process of ours has ended.
     """
     tag = secrets.token_hex(TAG_CHARS // 2)
     async with AsyncExitStack() as stack:
@@ -98,15 +98,15 @@ async def measure(plan: Plan, shown: "Shown") -> tuple[Figures, Job]:
         load = await stack.enter_async_context(
             _child("txbroker.cli.bench.load", msgspec.json.encode(job))
         )
-        window, taken = await _watched(load, reader, _Meters(place), shown, job)
+        window, taken = await _watched(load, reader, _UsageMeter(place), shown, job)
         shown.step("reading what consumers see")
-        counted = Counted.of(job, await asyncio.to_thread(_book, Path(job.book)))
+        counted = LoadResult.of(job, await asyncio.to_thread(_book, Path(job.book)))
         await reader.read_rest(counted.owed)
     # Not before all is taken down: of millions that takes so long that connections would break.
     return figures(counted, reader.count, window, taken), job
 
 
-def _job(plan: Plan, place: Place, topic: str, tag: str, book: Path) -> Job:
+def _job(plan: BenchPlan, place: MeasuredProxy, topic: str, tag: str, book: Path) -> Job:
     papers = place.papers
     token = None if papers.token_file is None else papers.token_file.read_text().strip()
     files: dict[str, Any] = papers.named()
@@ -123,17 +123,17 @@ def _job(plan: Plan, place: Place, topic: str, tag: str, book: Path) -> Job:
     )
 
 
-def _book(path: Path) -> Book:
-    return msgspec.msgpack.decode(path.read_bytes(), type=Book)
+def _book(path: Path) -> LoadLog:
+    return msgspec.msgpack.decode(path.read_bytes(), type=LoadLog)
 
 
 # --- what is measured ------------------------------------------------------------------------
 
 
 @asynccontextmanager
-async def _place(plan: Plan, folder: Path) -> AsyncIterator[Place]:
+async def _place(plan: BenchPlan, folder: Path) -> AsyncIterator[MeasuredProxy]:
     if plan.url is not None:
-        yield Place(plan.url, plan.papers, plan.settings)
+        yield MeasuredProxy(plan.url, plan.papers, plan.settings)
         return
     kafka = EmbeddedKafka(folder / "kafka", for_load=True, progress=BarProgress())
     try:
@@ -147,9 +147,9 @@ async def _place(plan: Plan, folder: Path) -> AsyncIterator[Place]:
             assert proxy.stdout is not None
             word, _, rest = (await proxy.stdout.readline()).decode().strip().partition(" ")
             if word != "ready":
-                raise Failed(rest or "the proxy has ended before it was ready")
+                raise CommandFailed(rest or "the proxy has ended before it was ready")
             settings = load_settings({"kafka": kafka.bootstrap}, environ={})
-            yield Place(rest.partition(" ")[0], NO_PAPERS, settings)
+            yield MeasuredProxy(rest.partition(" ")[0], NO_CREDENTIALS, settings)
     finally:
         kafka.kill()  # what is thrown away need not be closed well
 
@@ -178,36 +178,36 @@ async def _child(module: str, first_line: bytes) -> AsyncIterator[asyncio.subpro
             await process.wait()
 
 
-class _Reading(Struct, frozen=True):
+class _UsageSample(Struct, frozen=True):
     """What those who take part have taken by a moment."""
 
     at: float
     cpu_s: dict[str, float | None]
     memory_mib: dict[str, float | None]
 
-    def until(self, end: "_Reading") -> Taken:
+    def until(self, end: "_UsageSample") -> ResourceUsage:
         """Return what was taken between two readings."""
         cpu_s: dict[str, float | None] = {
             name: None if taken is None or (was := self.cpu_s[name]) is None else taken - was
             for name, taken in end.cpu_s.items()
         }
         memory = {name: (before, end.memory_mib[name]) for name, before in self.memory_mib.items()}
-        return Taken(cpu_s, memory)
+        return ResourceUsage(cpu_s, memory)
 
 
-class _Meters:
+class _UsageMeter:
     """CPU time and memory of those who take part, as far as they are on this machine."""
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, place: MeasuredProxy) -> None:
         parts = urlsplit(place.url)
         port = parts.port or (443 if parts.scheme == "https" else 80)
-        self._proxy = Listener(parts.hostname or "", port)
+        self._proxy = ListeningProcess(parts.hostname or "", port)
         addresses = [parse_address(part.strip()) for part in place.settings.kafka.split(",")]
-        self._brokers = [Listener(address.host, address.port) for address in addresses]
+        self._brokers = [ListeningProcess(address.host, address.port) for address in addresses]
 
-    def read(self, event: Event) -> _Reading:
+    def read(self, event: LoadEvent) -> _UsageSample:
         """Return what each has taken by now, when the load told this event."""
-        return _Reading(
+        return _UsageSample(
             event.at,
             {
                 "proxy": self._proxy.cpu_s(),
@@ -231,12 +231,16 @@ def _sum(values: Sequence[float | None]) -> float | None:
 
 
 async def _watched(
-    load: asyncio.subprocess.Process, reader: Reader, meters: _Meters, shown: "Shown", job: Job
-) -> tuple[Window, Taken]:
+    load: asyncio.subprocess.Process,
+    reader: Reader,
+    meters: _UsageMeter,
+    shown: "BenchProgress",
+    job: Job,
+) -> tuple[TimeWindow, ResourceUsage]:
     """Read along until the load has ended; return when it was measured, and what was taken then."""
     following = asyncio.create_task(reader.follow())
-    begun: _Reading | None = None
-    measured: tuple[Window, Taken] | None = None
+    begun: _UsageSample | None = None
+    measured: tuple[TimeWindow, ResourceUsage] | None = None
     shown.step("warming up", job.warmup_s)
     try:
         async for event in _events(load):
@@ -247,10 +251,10 @@ async def _watched(
                 begun = meters.read(event)
                 shown.step("measuring", job.duration_s, event.done, job.transactions)
             elif event.kind == "measured" and begun is not None:
-                measured = Window(begun.at, event.at), begun.until(meters.read(event))
+                measured = TimeWindow(begun.at, event.at), begun.until(meters.read(event))
                 shown.step("ending")
             elif event.kind == "failed":
-                raise Failed(event.text)
+                raise CommandFailed(event.text)
             elif event.kind == "written":
                 break
         reader.stop()
@@ -260,20 +264,20 @@ async def _watched(
         with contextlib.suppress(asyncio.CancelledError, Exception):
             await following
     if measured is None:
-        raise Failed("the process of the load has ended early")
+        raise CommandFailed("the process of the load has ended early")
     return measured
 
 
-async def _events(load: asyncio.subprocess.Process) -> AsyncIterator[Event]:
+async def _events(load: asyncio.subprocess.Process) -> AsyncIterator[LoadEvent]:
     assert load.stdout is not None
     async for line in load.stdout:
-        yield msgspec.json.decode(line, type=Event)
+        yield msgspec.json.decode(line, type=LoadEvent)
 
 
 # --- what is shown meanwhile -----------------------------------------------------------------
 
 
-class Shown:
+class BenchProgress:
     """A bar on stderr that tells how far it is; nothing where that is no terminal."""
 
     def __init__(self, bar: bars.Progress | None) -> None:
@@ -294,7 +298,7 @@ class Shown:
         self._count, self._from, self._began_s = count, done, time.monotonic()
         self._task = self._bar.add_task(words, total=count or seconds, rate="")
 
-    def done(self, event: Event) -> None:
+    def done(self, event: LoadEvent) -> None:
         """Move the bar."""
         if self._bar is None or self._task is None:
             return
@@ -308,10 +312,10 @@ class Shown:
 
 
 @contextmanager
-def showing(console: Console) -> Iterator[Shown]:
+def showing(console: Console) -> Iterator[BenchProgress]:
     """Show how far it is, where the console is a terminal."""
     if not console.is_terminal:
-        yield Shown(None)
+        yield BenchProgress(None)
         return
     columns = (
         bars.TextColumn("{task.description}"),
@@ -320,4 +324,4 @@ def showing(console: Console) -> Iterator[Shown]:
         bars.TextColumn("{task.fields[rate]}"),
     )
     with bars.Progress(*columns, console=console, transient=True) as bar:
-        yield Shown(bar)
+        yield BenchProgress(bar)

@@ -8,13 +8,13 @@ import click
 from rich.console import Console
 from rich.text import Text
 
-from txbroker.cli.demo.life import Life
+from txbroker.cli.demo.life import Timeline
 from txbroker.cli.demo.scenes import EXPECTED, play
 from txbroker.cli.demo.shop import ORDERS, PAYMENTS, orders_in
-from txbroker.cli.demo.stage import Stage, set_up
+from txbroker.cli.demo.stage import DemoEnvironment, set_up
 from txbroker.cli.demo.verdict import compare, table
 from txbroker.cli.proxy.serving import until_signal
-from txbroker.cli.run import Failed, run_async
+from txbroker.cli.run import CommandFailed, run_async
 from txbroker.kafka.tools.readback import read_back
 from txbroker.proxy.observe.logging import configure_logging
 
@@ -36,7 +36,7 @@ def command() -> None:
 
 
 async def _show(folder: Path, console: Console) -> None:
-    life = Life(console)
+    life = Timeline(console)
     life.title("0. A real Apache Kafka and a proxy start")
     async with set_up(folder, life) as stage:
         life.say("kafka", "ready", stage.kafka)
@@ -48,11 +48,11 @@ async def _show(folder: Path, console: Console) -> None:
         await _judge(stage, console)
 
 
-async def _judge(stage: Stage, console: Console) -> None:
+async def _judge(stage: DemoEnvironment, console: Console) -> None:
     seen = await read_back(stage.kafka, (ORDERS, PAYMENTS))
     lines = compare(EXPECTED, orders_in(stage.database), seen)
     console.print()
     console.print(table(lines))
     if not all(line.agree for line in lines):
-        raise Failed("the database and Kafka differ")
+        raise CommandFailed("the database and Kafka differ")
     console.print(Text("The database and Kafka agree, message for message.", "bold green"))

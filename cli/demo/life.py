@@ -19,7 +19,7 @@ _STYLES = {
 _WHO_WIDTH, _EVENT_WIDTH = 7, 9
 
 
-class Life:
+class Timeline:
     """Prints steps; knows which ones it has told of each transaction."""
 
     def __init__(self, console: Console) -> None:

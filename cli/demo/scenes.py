@@ -3,7 +3,7 @@
 import asyncio
 
 from txbroker.cli.demo.shop import Order
-from txbroker.cli.demo.stage import Stage
+from txbroker.cli.demo.stage import DemoEnvironment
 
 EXPECTED = {
     "A-1": "commits",
@@ -18,7 +18,7 @@ _SLOW_S = 2.5
 """Longer than the time after which the proxy asks."""
 
 
-async def play(stage: Stage) -> None:
+async def play(stage: DemoEnvironment) -> None:
     """Place orders and kill workers.
 
     Raises:

@@ -11,10 +11,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from txbroker.cli.demo.life import Life
+from txbroker.cli.demo.life import Timeline
 from txbroker.cli.demo.shop import Order, create_tables
 from txbroker.cli.proxy.serving import until_owned
-from txbroker.cli.run import Failed
+from txbroker.cli.run import CommandFailed
 from txbroker.config.settings import load_settings
 from txbroker.core.records import State
 from txbroker.embedded import BarProgress, EmbeddedKafka
@@ -42,7 +42,9 @@ _SETTLED = (State.PROMOTED, State.ROLLED_BACK)
 class Worker:
     """A process of the order service."""
 
-    def __init__(self, name: str, process: asyncio.subprocess.Process, stage: "Stage") -> None:
+    def __init__(
+        self, name: str, process: asyncio.subprocess.Process, stage: "DemoEnvironment"
+    ) -> None:
         self.name = name
         self._process = process
         self._stage = stage
@@ -67,7 +69,7 @@ class Worker:
         """Wait until it has come to a step.
 
         Raises:
-            Failed: it has ended before, or takes longer than half a minute.
+            CommandFailed: it has ended before, or takes longer than half a minute.
         """
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(STEP_TIMEOUT_S), self._changed:
@@ -75,7 +77,7 @@ class Worker:
                     lambda: (order, step) in self._seen or self._listening.done()
                 )
         if (order, step) not in self._seen:
-            raise Failed(f"{self.name} did not come to {step!r} {order}".rstrip())
+            raise CommandFailed(f"{self.name} did not come to {step!r} {order}".rstrip())
 
     async def kill(self) -> None:
         """Kill it as kill -9 does, and wait until it is gone."""
@@ -133,10 +135,10 @@ class Worker:
             life.say(order, "database", "committed: the order exists")
 
 
-class Stage:
+class DemoEnvironment:
     """Everything that runs. Made by `set_up`."""
 
-    def __init__(self, folder: Path, proxy: Proxy, kafka: str, life: Life) -> None:
+    def __init__(self, folder: Path, proxy: Proxy, kafka: str, life: Timeline) -> None:
         self.database = folder / "shop.db"
         self.kafka = kafka
         self.life = life
@@ -186,14 +188,16 @@ class Stage:
         """Wait until every transaction is promoted or rolled back.
 
         Raises:
-            Failed: it takes longer than a minute.
+            CommandFailed: it takes longer than a minute.
         """
         try:
             async with asyncio.timeout(SETTLE_TIMEOUT_S):
                 await self._all_settled.wait()
         except TimeoutError:
             left = set(self.life.ids) - self._settled
-            raise Failed(f"not settled after {SETTLE_TIMEOUT_S:g} s: {', '.join(left)}") from None
+            raise CommandFailed(
+                f"not settled after {SETTLE_TIMEOUT_S:g} s: {', '.join(left)}"
+            ) from None
 
     async def close(self) -> None:
         """End every worker that is left."""
@@ -201,7 +205,7 @@ class Stage:
 
 
 @asynccontextmanager
-async def set_up(folder: Path, life: Life) -> AsyncIterator[Stage]:
+async def set_up(folder: Path, life: Timeline) -> AsyncIterator[DemoEnvironment]:
     """Run Kafka and a proxy on it, with a database beside them.
 
     Raises:
@@ -215,7 +219,7 @@ async def set_up(folder: Path, life: Life) -> AsyncIterator[Stage]:
         )
         async with run_proxy(door_from(settings), settings) as proxy:
             await until_owned(proxy)
-            stage = Stage(folder, proxy, kafka.bootstrap, life)
+            stage = DemoEnvironment(folder, proxy, kafka.bootstrap, life)
             create_tables(stage.database)
             try:
                 yield stage

@@ -12,7 +12,7 @@ from txbroker.kafka.tools.readback import Seen
 
 
 @dataclass(frozen=True)
-class Line:
+class OrderComparison:
     """One order: whether it exists, where its messages are, and whether the two agree."""
 
     number: str
@@ -24,7 +24,7 @@ class Line:
 
 def compare(
     stories: Mapping[str, str], orders: Sequence[Order], seen: Sequence[Seen]
-) -> list[Line]:
+) -> list[OrderComparison]:
     """Return a line for each order that is told of, in the database, or in Kafka.
 
     They agree where an order that exists has each of its messages exactly once, as the shop wrote
@@ -37,7 +37,7 @@ def compare(
         found.setdefault(key, []).append(one)
     numbers = sorted({*stories, *by_number, *found})
     return [
-        Line(
+        OrderComparison(
             number,
             stories.get(number, "nobody ordered it"),
             number in by_number,
@@ -55,7 +55,7 @@ def _agree(order: Order | None, seen: Sequence[Seen]) -> bool:
     )
 
 
-def table(lines: Sequence[Line]) -> Table:
+def table(lines: Sequence[OrderComparison]) -> Table:
     """Return the comparison as it is shown."""
     shown = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for title in ("order", "what happened", "in the database", "visible in Kafka", ""):

@@ -24,9 +24,9 @@ import click
 import msgspec
 
 from txbroker import __version__
-from txbroker.cli.doctor.proxies import NotSeen, ProxySide
+from txbroker.cli.doctor.proxies import ProxySide, Unavailable
 from txbroker.cli.doctor.report import as_json
-from txbroker.cli.doctor.runner import Report
+from txbroker.cli.doctor.runner import DoctorReport
 from txbroker.cli.doctor.subject import Subject
 from txbroker.config.addresses import parse_secret_variable, read_secret
 from txbroker.config.settings import Settings
@@ -42,7 +42,9 @@ _QUERY_IN_URL = re.compile(r"(\w://[^\s\"'?#]*)[?#][^\s\"',;)]*")
 _LIBRARIES = ("aiokafka", "aiohttp", "msgspec", "h11", "pydantic", "click", "uvloop")
 
 
-async def pack(path: Path, subject: Subject, report: Report, secrets: Iterable[str]) -> list[str]:
+async def pack(
+    path: Path, subject: Subject, report: DoctorReport, secrets: Iterable[str]
+) -> list[str]:
     """Write the file; return what it holds, by name.
 
     Args:
@@ -140,7 +142,7 @@ async def _versions(subject: Subject) -> dict[str, Any]:
         versions["proxies"] = {
             proxy.url: proxy.version for proxy in (await subject.overview()).proxies
         }
-    except NotSeen as error:
+    except Unavailable as error:
         versions["proxies"] = str(error)
     return versions
 
@@ -167,7 +169,7 @@ async def _proxies(subject: Subject) -> dict[str, str]:
     files: dict[str, str] = {}
     try:
         files["overview.json"] = _json(msgspec.to_builtins(await subject.overview()))
-    except NotSeen as error:
+    except Unavailable as error:
         files["overview.txt"] = str(error)
     urls = list(dict.fromkeys([*subject.proxies.named, *await subject.urls()]))[:PROXIES_MAX]
     asked = await asyncio.gather(*(_proxy(subject.proxies, url) for url in urls))
@@ -182,11 +184,11 @@ async def _proxy(proxies: ProxySide, url: str) -> list[tuple[str, str]]:
     files = []
     try:
         files.append(("readyz.json", _json(msgspec.to_builtins(await proxies.ready(url)))))
-    except NotSeen as error:
+    except Unavailable as error:
         return [("error.txt", str(error))]
     try:
         files.append(("metrics.txt", await proxies.metrics(url)))
-    except NotSeen as error:
+    except Unavailable as error:
         files.append(("metrics-error.txt", str(error)))
     return files
 

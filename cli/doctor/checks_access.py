@@ -15,7 +15,15 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from txbroker.checkers.url_guard import leads_inside
-from txbroker.cli.doctor.findings import Book, Finding, Level, Look, Section, fine, judged
+from txbroker.cli.doctor.findings import (
+    CheckLevel,
+    CheckRegistry,
+    Finding,
+    Look,
+    Section,
+    fine,
+    judged,
+)
 from txbroker.cli.doctor.subject import Subject
 from txbroker.cli.output import duration
 from txbroker.config.addresses import (
@@ -41,14 +49,14 @@ _NOT_JUDGED = (
     "these settings listen on loopback only; to judge a proxy's, give the doctor its settings"
 )
 
-settings_book = Book(Section.ACCESS)
-proxies_book = Book(Section.ACCESS, needs=("proxies-ready",))
+settings_book = CheckRegistry(Section.ACCESS)
+proxies_book = CheckRegistry(Section.ACCESS, needs=("proxies-ready",))
 
 Remarks = Callable[[Subject], AsyncIterator[str]]
 
 
 def _check(
-    book: Book, title: str, *, hint: str, doc: str = _MANUAL, public: bool = False
+    book: CheckRegistry, title: str, *, hint: str, doc: str = _MANUAL, public: bool = False
 ) -> Callable[[Remarks], Look]:
     """Enter a function that yields remarks as a check; with `public`, one that says nothing of
     settings that listen on loopback only."""
@@ -61,7 +69,7 @@ def _check(
             if public and not list(_public_listeners(subject.settings)):
                 return fine(_NOT_JUDGED)
             if lines:
-                return judged(Level.WARNING, f"{len(lines)} unsafe", lines)
+                return judged(CheckLevel.WARNING, f"{len(lines)} unsafe", lines)
             return fine("nothing unsafe")
 
         return book.check(title, hint=hint, doc=doc)(look)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from txbroker.cli.doctor.findings import Book, Finding, Level, Section, fine, judged
-from txbroker.cli.doctor.proxies import NotSeen
+from txbroker.cli.doctor.findings import CheckLevel, CheckRegistry, Finding, Section, fine, judged
+from txbroker.cli.doctor.proxies import Unavailable
 from txbroker.cli.doctor.subject import Subject
 from txbroker.cli.output import duration
 from txbroker.contract.audit import AuditNews, decode_news
 from txbroker.core.decoding import Malformed, NewerVersion
 
-book = Book(Section.AUDIT, needs=("kafka-reachable",))
+book = CheckRegistry(Section.AUDIT, needs=("kafka-reachable",))
 
 
 @book.check(
@@ -22,14 +22,14 @@ async def audit_fresh(subject: Subject) -> Finding:
     """Whether the newest audit is a young one, of a batch and of a stream, where there are both."""
     news = await _news(subject)
     if not news:
-        return judged(Level.WARNING, "no audit has run yet")
+        return judged(CheckLevel.WARNING, "no audit has run yet")
     oldest = min(news.values(), key=lambda one: one.ended_ms)
     age_s = subject.now_s() - oldest.ended_ms / 1000
     said = f"the newest ({oldest.mode}, {oldest.run}) ended {duration(age_s)} ago"
     if age_s <= subject.limits.audit_s:
         return fine(said)
     others = [f"{one.mode} {one.run} is younger" for one in news.values() if one is not oldest]
-    return judged(Level.WARNING, said, others)
+    return judged(CheckLevel.WARNING, said, others)
 
 
 @book.check(
@@ -47,7 +47,7 @@ async def audit_drift(subject: Subject) -> Finding:
         if count
     ]
     if lines:
-        return judged(Level.FAILS, "they did", lines)
+        return judged(CheckLevel.FAILS, "they did", lines)
     judged_ones = sum(one.transactions for one in news.values())
     return fine(f"none in {judged_ones} transactions" if news else "no audit has run yet")
 
@@ -58,4 +58,6 @@ async def _news(subject: Subject) -> dict[str, AuditNews]:
     try:
         return {key: decode_news(value) for key, value in (await subject.audit_news()).items()}
     except (Malformed, NewerVersion) as error:
-        raise NotSeen(f"the audit topic holds what this doctor does not read: {error}") from None
+        raise Unavailable(
+            f"the audit topic holds what this doctor does not read: {error}"
+        ) from None

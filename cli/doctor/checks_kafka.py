@@ -8,8 +8,8 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
-from txbroker.cli.doctor.findings import Book, Finding, Level, Section, fine, judged
-from txbroker.cli.doctor.proxies import NotSeen
+from txbroker.cli.doctor.findings import CheckLevel, CheckRegistry, Finding, Section, fine, judged
+from txbroker.cli.doctor.proxies import Unavailable
 from txbroker.cli.doctor.subject import Subject
 from txbroker.contract.service import Overview
 from txbroker.kafka.protocol.codes import Code, describe
@@ -31,7 +31,7 @@ _DENIED = frozenset(
     }
 )
 
-book = Book(Section.KAFKA, needs=("kafka-reachable",))
+book = CheckRegistry(Section.KAFKA, needs=("kafka-reachable",))
 
 
 @book.check(
@@ -57,7 +57,7 @@ async def kafka_brokers(subject: Subject) -> Finding:
     if not silent:
         return fine(f"{_brokers(len(brokers))} answer")
     lines = [f"broker {one.node} at {one.address}: {one.why}" for one in silent]
-    return judged(Level.FAILS, f"{len(silent)} of {_brokers(len(brokers))} are silent", lines)
+    return judged(CheckLevel.FAILS, f"{len(silent)} of {_brokers(len(brokers))} are silent", lines)
 
 
 @book.check(
@@ -69,10 +69,10 @@ async def kafka_version(subject: Subject) -> Finding:
     """Whether each broker is of a version that txbroker supports."""
     brokers = [one for one in await subject.brokers() if not one.why]
     if not brokers:
-        raise NotSeen("no broker says what it understands")
+        raise Unavailable("no broker says what it understands")
     old = [one for one in brokers if one.fetch_version < FETCH_VERSION_MIN]
     if old:
-        return judged(Level.FAILS, "older than 3.9", [_old(one) for one in old])
+        return judged(CheckLevel.FAILS, "older than 3.9", [_old(one) for one in old])
     return fine("3.9 or newer")
 
 
@@ -98,7 +98,7 @@ async def kafka_rights(subject: Subject) -> Finding:
         half = subject.kafka.settings.half_topic
         missing.append(f"transactional ids that begin with {half}-: Describe, Write")
     if missing:
-        return judged(Level.FAILS, "rights are missing", missing)
+        return judged(CheckLevel.FAILS, "rights are missing", missing)
     return fine("on its topics, its group and its transactional ids")
 
 
@@ -127,7 +127,7 @@ async def kafka_clocks(subject: Subject) -> Finding:
     lines = list(_apart(brokers, cluster, limit_s))
     told: Mapping[str, float] = {}
     # What the proxies have to say is missed by checks of their own.
-    with contextlib.suppress(NotSeen):
+    with contextlib.suppress(Unavailable):
         overview, took_s, heard_s = await subject.timed_overview()
         told = _as_proxies_know(overview, heard_s - took_s / 2)
         lines += [
@@ -136,9 +136,9 @@ async def kafka_clocks(subject: Subject) -> Finding:
             if abs(offset_s) > limit_s + took_s / 2
         ]
     if lines:
-        return judged(Level.FAILS, f"more than {limit_s:g} s apart", lines)
+        return judged(CheckLevel.FAILS, f"more than {limit_s:g} s apart", lines)
     if not brokers and not told:
-        return judged(Level.WARNING, "nothing is there yet by which clocks could be compared")
+        return judged(CheckLevel.WARNING, "nothing is there yet by which clocks could be compared")
     return fine(f"within {limit_s:g} s, as far as records and proxies show")
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections import defaultdict
 
-from txbroker.cli.doctor.findings import Book, Finding, Level, Section, fine, judged
-from txbroker.cli.doctor.proxies import NotAllowed, NotSeen, RegisteredGroup, TestCall
+from txbroker.cli.doctor.findings import CheckLevel, CheckRegistry, Finding, Section, fine, judged
+from txbroker.cli.doctor.proxies import NotAllowed, RegisteredGroup, TestCall, Unavailable
 from txbroker.cli.doctor.subject import Subject
 from txbroker.cli.output import duration
 from txbroker.contract.service import GroupOverview, PartitionState
@@ -17,8 +17,8 @@ TESTS_S = 12.0
 """For all test calls together; which were not made by then is told."""
 _DENIED = frozenset({401, 403})
 
-proxies_book = Book(Section.PROXIES, needs=("proxies-ready",))
-groups_book = Book(Section.GROUPS, needs=("proxies-ready",))
+proxies_book = CheckRegistry(Section.PROXIES, needs=("proxies-ready",))
+groups_book = CheckRegistry(Section.GROUPS, needs=("proxies-ready",))
 
 
 @proxies_book.check(
@@ -36,13 +36,13 @@ async def proxies_ready(subject: Subject) -> Finding:
     )
     for url, answer in zip(named, answers, strict=True):
         if isinstance(answer, BaseException):
-            if not isinstance(answer, NotSeen):
+            if not isinstance(answer, Unavailable):
                 raise answer
             problems[url] = str(answer)
         elif not answer.ready:
             problems[url] = f"{url} is not ready: {_why(answer.partitions, answer.problems)}"
     if len(problems) == len(named):
-        return judged(Level.FAILS, "none is", list(problems.values()))
+        return judged(CheckLevel.FAILS, "none is", list(problems.values()))
     for proxy in (await subject.overview()).proxies:
         if proxy.url in problems or proxy.url in named:
             continue
@@ -52,11 +52,11 @@ async def proxies_ready(subject: Subject) -> Finding:
             why = "; ".join(proxy.problems) or "it is not caught up"
             problems[proxy.url] = f"{proxy.url} is not ready: {why}"
     if problems:
-        return judged(Level.FAILS, f"{len(problems)} are not", list(problems.values()))
+        return judged(CheckLevel.FAILS, f"{len(problems)} are not", list(problems.values()))
     # A named one may be among them under another URL.
     proxies = (await subject.overview()).proxies
     if remarks := [f"{one.url}: {why}" for one in proxies for why in one.problems]:
-        return judged(Level.WARNING, "they are, but see trouble", remarks)
+        return judged(CheckLevel.WARNING, "they are, but see trouble", remarks)
     count = len(proxies)
     return fine(f"{count} {'proxy' if count == 1 else 'proxies'}")
 
@@ -93,9 +93,9 @@ async def proxies_owners(subject: Subject) -> Finding:
         if one.state != PartitionState.OWNED
     ]
     if lines:
-        return judged(Level.FAILS, "not so for some", lines)
+        return judged(CheckLevel.FAILS, "not so for some", lines)
     if not overview.partitions:
-        return judged(Level.FAILS, "the proxies tell of no half partition")
+        return judged(CheckLevel.FAILS, "the proxies tell of no half partition")
     return fine(f"{len(overview.partitions)} partitions")
 
 
@@ -110,7 +110,9 @@ async def proxies_partitions(subject: Subject) -> Finding:
     proxies, partitions = len(overview.proxies), len(overview.partitions)
     if proxies > partitions:
         idle = [f"{one.url} owns none" for one in overview.proxies if not one.partitions]
-        return judged(Level.WARNING, f"{proxies} proxies share {partitions} half partitions", idle)
+        return judged(
+            CheckLevel.WARNING, f"{proxies} proxies share {partitions} half partitions", idle
+        )
     return fine(f"{partitions} half partitions for {proxies} proxies")
 
 
@@ -126,7 +128,7 @@ async def proxies_version(subject: Subject) -> Finding:
             by_version[proxy.version].append(proxy.url)
     if len(by_version) > 1:
         lines = [f"{version}: {', '.join(urls)}" for version, urls in sorted(by_version.items())]
-        return judged(Level.WARNING, f"{len(by_version)} versions run", lines)
+        return judged(CheckLevel.WARNING, f"{len(by_version)} versions run", lines)
     return fine(next(iter(by_version), "none tells"))
 
 
@@ -169,10 +171,14 @@ async def groups_reachable(subject: Subject) -> Finding:
             (fails if undecided else remarks).append(line)
     total = len(groups.keys() | seen.keys())
     if fails:
-        return judged(Level.FAILS, f"{len(fails)} of {total} cannot", fails + remarks + untested)
+        return judged(
+            CheckLevel.FAILS, f"{len(fails)} of {total} cannot", fails + remarks + untested
+        )
     if remarks:
-        return judged(Level.WARNING, f"{len(remarks)} of {total} need a look", remarks + untested)
-    return judged(Level.OK, f"{total} group{'s' * (total != 1)}", untested)
+        return judged(
+            CheckLevel.WARNING, f"{len(remarks)} of {total} need a look", remarks + untested
+        )
+    return judged(CheckLevel.OK, f"{total} group{'s' * (total != 1)}", untested)
 
 
 async def _test_calls(
@@ -191,7 +197,7 @@ async def _test_calls(
                 made[group.group] = await subject.proxies.test_group(group.group, timeout_s)
             except NotAllowed as error:
                 made[group.group] = error
-            except NotSeen as error:
+            except Unavailable as error:
                 made[group.group] = TestCall(group.group, False, why=str(error))
 
     try:
@@ -213,7 +219,7 @@ async def groups_usable(subject: Subject) -> Finding:
     groups = await subject.groups()
     lines = [f"{one.group}: {one.problem}" for one in groups if one.problem]
     if lines:
-        return judged(Level.FAILS, f"{len(lines)} of {len(groups)} cannot be used", lines)
+        return judged(CheckLevel.FAILS, f"{len(lines)} of {len(groups)} cannot be used", lines)
     return fine(f"{len(groups)} registered")
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 
-from txbroker.cli.doctor.findings import Book, Finding, Level, Section, fine, judged
+from txbroker.cli.doctor.findings import CheckLevel, CheckRegistry, Finding, Section, fine, judged
 from txbroker.cli.doctor.subject import Subject
 from txbroker.kafka.door.topics import FoundTopic
 from txbroker.kafka.tools.examination import PartitionCopies
@@ -14,7 +14,7 @@ SAFE_COPIES = 3
 SCAN_S = 10.0
 """For reading all checkpoints and copies; less than a check may take."""
 
-book = Book(Section.TOPICS, needs=("kafka-reachable", "topics-there"))
+book = CheckRegistry(Section.TOPICS, needs=("kafka-reachable", "topics-there"))
 
 
 @book.check(
@@ -29,9 +29,9 @@ async def topics_there(subject: Subject) -> Finding:
     missing = [name for name in subject.own_topics if name not in found]
     audit = [name for name in subject.kafka.settings.audit_topics if name not in found]
     if missing:
-        return judged(Level.FAILS, f"{len(missing)} are missing", missing + audit)
+        return judged(CheckLevel.FAILS, f"{len(missing)} are missing", missing + audit)
     if audit:
-        return judged(Level.WARNING, "those that only audits need are missing", audit)
+        return judged(CheckLevel.WARNING, "those that only audits need are missing", audit)
     return fine(f"{len(found)} topics")
 
 
@@ -46,16 +46,16 @@ async def topics_settings(subject: Subject) -> Finding:
     lines = await subject.kafka.contradictions(found)
     unread = [name for name, topic in found.items() if not topic.configs]
     if lines:
-        return judged(Level.FAILS, "txbroker cannot work safely with them", lines)
+        return judged(CheckLevel.FAILS, "txbroker cannot work safely with them", lines)
     plan = await subject.kafka.plan(found)
     differs = [
         f"{one.topic}: {one.name} is {one.found}, not {one.wanted}" for one in plan.change
     ] + list(plan.remarks)
     if unread:
         lines = [f"{name}: its settings may not be read" for name in unread]
-        return judged(Level.WARNING, "not all may be read", lines + differs)
+        return judged(CheckLevel.WARNING, "not all may be read", lines + differs)
     if differs:
-        return judged(Level.WARNING, "not as planned", differs)
+        return judged(CheckLevel.WARNING, "not as planned", differs)
     window_s = subject.kafka.settings.check_window_s
     return fine(f"as planned, for checks that take up to {window_s:g} s")
 
@@ -75,11 +75,11 @@ async def topics_copies(subject: Subject) -> Finding:
         for line in _too_few(found[name], min(SAFE_COPIES, brokers))
     ]
     if lines:
-        return judged(Level.WARNING, "a broker that is lost can lose or stop txbroker", lines)
+        return judged(CheckLevel.WARNING, "a broker that is lost can lose or stop txbroker", lines)
     if brokers < SAFE_COPIES:
         # Right for a machine of one's own; whoever runs this for others should know.
         return judged(
-            Level.OK, f"as many as {brokers} broker{'s' * (brokers > 1)} can hold, not three"
+            CheckLevel.OK, f"as many as {brokers} broker{'s' * (brokers > 1)} can hold, not three"
         )
     return fine("three or more")
 
@@ -123,10 +123,12 @@ async def topics_in_sync(subject: Subject) -> Finding:
                 behind.append(f"{name}-{number} is behind on {_missing(copies)}")
     if fatal:
         return judged(
-            Level.FAILS, f"{len(fatal)} of {total} partitions stand still", fatal + behind
+            CheckLevel.FAILS, f"{len(fatal)} of {total} partitions stand still", fatal + behind
         )
     if behind:
-        return judged(Level.WARNING, f"{len(behind)} of {total} partitions miss copies", behind)
+        return judged(
+            CheckLevel.WARNING, f"{len(behind)} of {total} partitions miss copies", behind
+        )
     return fine(f"{total} partitions")
 
 
@@ -146,7 +148,7 @@ async def topics_foreign(subject: Subject) -> Finding:
         return fine(f"not read within {SCAN_S:g} s: see `txbroker repair show`")
     lines = [f"{one.at}: {one.stop.why}" for one in found]
     if lines:
-        return judged(Level.WARNING, f"{len(lines)} newest records of other clients", lines)
+        return judged(CheckLevel.WARNING, f"{len(lines)} newest records of other clients", lines)
     return fine("none found")
 
 

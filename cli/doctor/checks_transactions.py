@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
-from txbroker.cli.doctor.findings import Book, Finding, Level, Section, fine, judged
-from txbroker.cli.doctor.proxies import NotSeen, RegisteredGroup
+from txbroker.cli.doctor.findings import CheckLevel, CheckRegistry, Finding, Section, fine, judged
+from txbroker.cli.doctor.proxies import RegisteredGroup, Unavailable
 from txbroker.cli.doctor.samples import Samples
 from txbroker.cli.doctor.subject import Subject
 from txbroker.cli.output import duration
@@ -15,8 +15,8 @@ from txbroker.kafka.tools.examination import OpenTransaction
 _OTHER = "other"
 """The label under which metrics put together what is beyond their bound."""
 
-book = Book(Section.TRANSACTIONS, needs=("proxies-ready",))
-kafka_book = Book(Section.TRANSACTIONS, needs=("kafka-reachable",))
+book = CheckRegistry(Section.TRANSACTIONS, needs=("proxies-ready",))
+kafka_book = CheckRegistry(Section.TRANSACTIONS, needs=("kafka-reachable",))
 
 
 @book.check(
@@ -40,9 +40,9 @@ async def pending_age(subject: Subject) -> Finding:
                 f"though its checks take {duration(window_s)}"
             )
     if lines:
-        return judged(Level.FAILS, f"the oldest for {duration(oldest_s)}", lines)
+        return judged(CheckLevel.FAILS, f"the oldest for {duration(oldest_s)}", lines)
     if not overview.complete:
-        return judged(Level.WARNING, "not of all half partitions is it known")
+        return judged(CheckLevel.WARNING, "not of all half partitions is it known")
     total = sum(one.pending or 0 for one in overview.partitions)
     return fine(f"{total} pending, the oldest for {duration(oldest_s)}")
 
@@ -78,7 +78,7 @@ async def promotion(subject: Subject) -> Finding:
         if one.oldest_committed_age_s is not None and one.oldest_committed_age_s > limit_s
     ]
     if lines:
-        return judged(Level.FAILS, "some wait for too long", lines)
+        return judged(CheckLevel.FAILS, "some wait for too long", lines)
     waiting = sum(one.committed or 0 for one in overview.partitions)
     return fine(f"{waiting} under way")
 
@@ -96,7 +96,7 @@ async def parked(subject: Subject) -> Finding:
     if not total:
         return fine("none parked")
     lines = [f"group {one.group}: {one.parked}" for one in overview.groups if one.parked]
-    return judged(Level.WARNING, f"{total} are parked, whole and decidable", lines)
+    return judged(CheckLevel.WARNING, f"{total} are parked, whole and decidable", lines)
 
 
 @book.check(
@@ -111,7 +111,7 @@ async def refused(subject: Subject) -> Finding:
     if not total:
         return fine("none refused")
     lines = [f"topic {topic}: {count}" for topic, count in overview.refused_topics.items()]
-    return judged(Level.FAILS, f"{total} are committed and not visible", lines)
+    return judged(CheckLevel.FAILS, f"{total} are committed and not visible", lines)
 
 
 @kafka_book.check(
@@ -137,10 +137,10 @@ async def hanging_transactions(subject: Subject) -> Finding:
         summary = f"{len(old)} open for longer than {limit_s:g} s"
         if lost:
             summary = f"{len(old)} open for long, the end of {lost} of them lost by Kafka"
-        return judged(Level.FAILS, summary, lines)
+        return judged(CheckLevel.FAILS, summary, lines)
     if unknown:
         lines = [_open(one, now_s) for one in unknown]
-        return judged(Level.WARNING, "of some it is not known since when they are open", lines)
+        return judged(CheckLevel.WARNING, "of some it is not known since when they are open", lines)
     return fine(f"none for longer than {limit_s:g} s, in {len(there)} topics")
 
 
@@ -148,7 +148,7 @@ async def _targets(subject: Subject) -> set[str]:
     """Return the target topics that the proxies have met since they run."""
     try:
         metrics = await subject.metrics()
-    except NotSeen:
+    except Unavailable:
         return set()
     found = (
         one.labels("promoted_total", "topic") | one.labels("prepared_total", "topic")
@@ -193,7 +193,7 @@ async def retention_headroom(subject: Subject) -> Finding:
     left_s, limit_s = min(headroom), subject.limits.headroom_share * min(kept)
     if left_s < limit_s:
         return judged(
-            Level.FAILS,
+            CheckLevel.FAILS,
             f"in {duration(left_s)} it takes the oldest half message of which there is no copy",
         )
     return fine(f"{duration(left_s)} until it would take one without a copy")
@@ -212,8 +212,8 @@ async def undecided_lost(subject: Subject) -> Finding:
     lost = {url: sum(one.values("lost_undecided_total")) for url, one in seen.items()}
     lines = [f"{url}: {count:.0f} since it runs" for url, count in lost.items() if count]
     if lines:
-        return judged(Level.FAILS, f"{sum(lost.values()):.0f} were", lines)
+        return judged(CheckLevel.FAILS, f"{sum(lost.values()):.0f} were", lines)
     silent = [f"{url}: {one}" for url, one in metrics if not isinstance(one, Samples)]
     if silent:
-        return judged(Level.WARNING, "not every proxy could be asked for its metrics", silent)
+        return judged(CheckLevel.WARNING, "not every proxy could be asked for its metrics", silent)
     return fine("none")

@@ -13,13 +13,13 @@ from typing import Any
 import click
 from msgspec import structs
 
-from txbroker.cli.client import Client, client_options, tls_of
-from txbroker.cli.contexts import Papers, target_of
+from txbroker.cli.client import ApiClient, client_options, tls_of
+from txbroker.cli.contexts import CredentialFiles, target_of
 from txbroker.cli.doctor.bundle import known_secrets, pack
 from txbroker.cli.doctor.checks import CHECKS
 from txbroker.cli.doctor.proxies import HttpProxies
 from txbroker.cli.doctor.report import as_json, as_prometheus, summary, table
-from txbroker.cli.doctor.runner import Report, examine
+from txbroker.cli.doctor.runner import DoctorReport, examine
 from txbroker.cli.doctor.subject import Subject
 from txbroker.cli.run import FAILED
 from txbroker.cli.setting_options import TOPIC_SETTINGS, setting_options, settings_from
@@ -77,7 +77,7 @@ _PAUSE_S = 1.0
 )
 @client_options
 def command(
-    client: Client,
+    client: ApiClient,
     config: Path | None,
     proxies: tuple[str, ...],
     wait_s: float | None,
@@ -118,7 +118,7 @@ async def _run(
     tls: tuple[ClientTls, ClientTls],
     wait_s: float,
     bundle: Path | None,
-) -> tuple[Report, list[str]]:
+) -> tuple[DoctorReport, list[str]]:
     deadline = time.monotonic() + wait_s
     headers = {"authorization": f"Bearer {token}"} if token else {}
     while True:
@@ -145,7 +145,7 @@ def _kafka(settings: Settings) -> KafkaSettings:
     return structs.replace(kafka_settings(settings), client_id="txbroker-doctor")
 
 
-def _show(report: Report, output: str) -> None:
+def _show(report: DoctorReport, output: str) -> None:
     if output == "json":
         click.echo(as_json(report))
     elif output == "prometheus":
@@ -156,7 +156,7 @@ def _show(report: Report, output: str) -> None:
     click.echo(summary(report), err=True)
 
 
-def _papers(settings: Settings) -> Papers:
+def _papers(settings: Settings) -> CredentialFiles:
     """Return the files by which the chosen proxy and we know one another.
 
     The settings' own are for the proxies of these settings, so never for those of a context.
@@ -164,7 +164,7 @@ def _papers(settings: Settings) -> Papers:
     target = target_of(click.get_current_context())
     if target.context:
         return target.papers
-    own = Papers(
+    own = CredentialFiles(
         settings.admin_token_file or settings.token_file,
         settings.peers_ca_file or settings.tls_client_ca_file,
         settings.tls_cert_file,
@@ -173,7 +173,7 @@ def _papers(settings: Settings) -> Papers:
     return target.papers.before(own)
 
 
-def _token(papers: Papers) -> str:
+def _token(papers: CredentialFiles) -> str:
     path = papers.token_file
     try:
         return "" if path is None else read_secret("token_file", path)

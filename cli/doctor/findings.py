@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 MANUAL = "docs/how-to/doctor.md"
 
 
-class Level(StrEnum):
+class CheckLevel(StrEnum):
     """How it stands with what was looked at, the best first."""
 
     OK = "ok"
@@ -40,12 +40,12 @@ class Section(StrEnum):
 class Finding(Struct, frozen=True):
     """What a check has found: a sentence, and lines on each thing that is not well."""
 
-    level: Level
+    level: CheckLevel
     found: str
     details: tuple[str, ...] = ()
 
 
-class Check(Struct, frozen=True):
+class DoctorCheck(Struct, frozen=True):
     """One thing that is looked at.
 
     Attributes:
@@ -67,13 +67,13 @@ class Check(Struct, frozen=True):
     look: Callable[[Subject], Awaitable[Finding]]
 
 
-class Outcome(Struct, frozen=True):
+class CheckResult(Struct, frozen=True):
     """A check and what became of it; `hint` "" where there is nothing to do about it."""
 
     name: str
     section: Section
     title: str
-    level: Level
+    level: CheckLevel
     found: str
     details: tuple[str, ...]
     hint: str
@@ -84,13 +84,13 @@ class Outcome(Struct, frozen=True):
 Look = Callable[["Subject"], Awaitable[Finding]]
 
 
-class Book:
+class CheckRegistry:
     """The checks of one section, in the order in which they were written down."""
 
     def __init__(self, section: Section, needs: Sequence[str] = ()) -> None:
         self._section = section
         self._needs = tuple(needs)
-        self.checks: list[Check] = []
+        self.checks: list[DoctorCheck] = []
 
     def check(self, title: str, *, hint: str, doc: str = "") -> Callable[[Look], Look]:
         """Enter a function as a check; its name is the check's.
@@ -105,7 +105,7 @@ class Book:
             name = look.__name__.replace("_", "-")
             page = doc or f"{MANUAL}#{self._section.lower()}"
             needs = tuple(need for need in self._needs if need != name)
-            self.checks.append(Check(name, self._section, title, hint, page, needs, look))
+            self.checks.append(DoctorCheck(name, self._section, title, hint, page, needs, look))
             return look
 
         return enter
@@ -113,10 +113,10 @@ class Book:
 
 def fine(found: str) -> Finding:
     """Return that all is well."""
-    return Finding(Level.OK, found)
+    return Finding(CheckLevel.OK, found)
 
 
-def judged(level: Level, found: str, details: Sequence[str] = ()) -> Finding:
+def judged(level: CheckLevel, found: str, details: Sequence[str] = ()) -> Finding:
     """Return a finding with its details, at most as many as somebody reads."""
     return Finding(level, found, shortened(details))
 

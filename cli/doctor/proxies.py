@@ -27,15 +27,15 @@ _CALLS_MAX = 24
 """Calls under way at a time."""
 
 
-class NotSeen(Exception):
+class Unavailable(Exception):
     """What was to be looked at does not show itself; the message says why."""
 
 
-class NotAllowed(NotSeen):
+class NotAllowed(Unavailable):
     """The credential of this doctor does not allow the call."""
 
 
-class Reply(Struct, frozen=True):
+class ProxyReply(Struct, frozen=True):
     """An answer of a proxy. `seconds`: how long it took."""
 
     status: int
@@ -83,7 +83,7 @@ class TestCall(Struct, frozen=True):
 
 
 class ProxySide(Protocol):
-    """What checks may ask of proxies. Every method raises `NotSeen` where nobody answers."""
+    """What checks may ask of proxies. Every method raises `Unavailable` where nobody answers."""
 
     @property
     def named(self) -> Sequence[str]:
@@ -148,7 +148,9 @@ class HttpProxies:
         """Ask one proxy whether it can take calls; see `ProxySide`."""
         reply = await self._ask(url, "GET", "/readyz")
         if reply.status not in (200, 503):
-            raise NotSeen(f"{url} answered /readyz with {reply.status}: is it a txbroker proxy?")
+            raise Unavailable(
+                f"{url} answered /readyz with {reply.status}: is it a txbroker proxy?"
+            )
         return _decoded(url, reply, ReadyAnswer)
 
     async def overview(self) -> tuple[Overview, float]:
@@ -180,13 +182,13 @@ class HttpProxies:
 
     async def _first(
         self, method: str, path: str, body: bytes | None = None, timeout_s: float = TIMEOUT_S
-    ) -> tuple[Reply, str]:
+    ) -> tuple[ProxyReply, str]:
         """Return the answer of the first of the named proxies that carries the call out."""
-        why = NotSeen("no proxy is named")
+        why = Unavailable("no proxy is named")
         for url in self.named:
             try:
                 reply = await self._ask(url, method, path, body, timeout_s)
-            except NotSeen as error:
+            except Unavailable as error:
                 why = error
                 continue
             if reply.status == 200:
@@ -203,7 +205,7 @@ class HttpProxies:
         timeout_s: float = TIMEOUT_S,
         *,
         anonymous: bool = False,
-    ) -> Reply:
+    ) -> ProxyReply:
         loop = asyncio.get_running_loop()
         began = loop.time()
         try:
@@ -211,14 +213,14 @@ class HttpProxies:
                 self._threads, self._exchange, url, method, path, body, timeout_s, anonymous
             )
         except TimeoutError:
-            raise NotSeen(f"{url} has not answered within {timeout_s:g} s") from None
+            raise Unavailable(f"{url} has not answered within {timeout_s:g} s") from None
         except ConnectionRefusedError:
-            raise NotSeen(f"nothing listens at {url}") from None
+            raise Unavailable(f"nothing listens at {url}") from None
         except (OSError, http.client.HTTPException, ValueError) as error:
             what = tls_trouble(error, "--ca-file") or getattr(error, "strerror", None) or str(error)
             what = what or type(error).__name__
-            raise NotSeen(f"no answer from {url}: {what}") from None
-        return Reply(status, raw, loop.time() - began)
+            raise Unavailable(f"no answer from {url}: {what}") from None
+        return ProxyReply(status, raw, loop.time() - began)
 
     def _exchange(
         self,
@@ -254,18 +256,18 @@ class _Groups(Struct):
     groups: list[RegisteredGroup]
 
 
-def _decoded(url: str, reply: Reply, kind: type[T]) -> T:
+def _decoded(url: str, reply: ProxyReply, kind: type[T]) -> T:
     try:
         return msgspec.json.decode(reply.body, type=kind)
     except msgspec.MsgspecError as error:
-        raise NotSeen(
+        raise Unavailable(
             f"{url} answered with what this doctor does not read ({error}): is it of another "
             "version?"
         ) from None
 
 
-def _refused(url: str, path: str, reply: Reply) -> NotSeen:
-    kind = NotSeen
+def _refused(url: str, path: str, reply: ProxyReply) -> Unavailable:
+    kind = Unavailable
     try:
         error = msgspec.json.decode(reply.body)["error"]
         why = f"{error['message']} ({error['code']})"

@@ -9,26 +9,26 @@ from itertools import groupby
 import click
 
 from txbroker import __version__
-from txbroker.cli.doctor.findings import Level, Outcome
-from txbroker.cli.doctor.runner import Report
+from txbroker.cli.doctor.findings import CheckLevel, CheckResult
+from txbroker.cli.doctor.runner import DoctorReport
 from txbroker.cli.output import clock, printable
 
 _MARKS = {
-    Level.OK: ("✓", "green"),
-    Level.WARNING: ("!", "yellow"),
-    Level.UNKNOWN: ("?", "magenta"),
-    Level.FAILS: ("✗", "red"),
+    CheckLevel.OK: ("✓", "green"),
+    CheckLevel.WARNING: ("!", "yellow"),
+    CheckLevel.UNKNOWN: ("?", "magenta"),
+    CheckLevel.FAILS: ("✗", "red"),
 }
 _WORDS = {
-    Level.OK: "ok     ",
-    Level.WARNING: "warning",
-    Level.UNKNOWN: "unknown",
-    Level.FAILS: "FAILS  ",
+    CheckLevel.OK: "ok     ",
+    CheckLevel.WARNING: "warning",
+    CheckLevel.UNKNOWN: "unknown",
+    CheckLevel.FAILS: "FAILS  ",
 }
-_NUMBERS = {Level.OK: 0, Level.WARNING: 1, Level.FAILS: 2, Level.UNKNOWN: 3}
+_NUMBERS = {CheckLevel.OK: 0, CheckLevel.WARNING: 1, CheckLevel.FAILS: 2, CheckLevel.UNKNOWN: 3}
 
 
-def table(report: Report, *, colours: bool) -> Iterator[str]:
+def table(report: DoctorReport, *, colours: bool) -> Iterator[str]:
     """Yield lines for people: signs and colours for a terminal, else words."""
     for section, outcomes in groupby(report.outcomes, key=lambda one: one.section):
         yield click.style(str(section), bold=True) if colours else f"{section}:"
@@ -36,14 +36,14 @@ def table(report: Report, *, colours: bool) -> Iterator[str]:
             yield from _lines(one, colours)
 
 
-def _lines(one: Outcome, colours: bool) -> Iterator[str]:
+def _lines(one: CheckResult, colours: bool) -> Iterator[str]:
     if colours:
         sign, colour = _MARKS[one.level]
         mark, hint, see = click.style(sign, fg=colour, bold=True), "→ ", "  "
     else:
         mark, hint, see = _WORDS[one.level], "hint: ", "see:  "
     indent = " " * 4 if colours else " " * 10
-    asked = ":" if one.level is Level.OK else "?"
+    asked = ":" if one.level is CheckLevel.OK else "?"
     yield f"  {mark} {one.name}: {one.title}{asked} {printable(one.found)}"
     for line in one.details:
         yield f"{indent}- {printable(line)}"
@@ -52,24 +52,24 @@ def _lines(one: Outcome, colours: bool) -> Iterator[str]:
         yield f"{indent}{see}{one.doc}"
 
 
-def summary(report: Report) -> str:
+def summary(report: DoctorReport) -> str:
     """Return in one sentence how it stands."""
     counted = [
-        (report.count(Level.OK), "fine"),
-        (report.count(Level.WARNING), "to look at"),
-        (report.count(Level.FAILS), "failing"),
-        (report.count(Level.UNKNOWN), "not known"),
+        (report.count(CheckLevel.OK), "fine"),
+        (report.count(CheckLevel.WARNING), "to look at"),
+        (report.count(CheckLevel.FAILS), "failing"),
+        (report.count(CheckLevel.UNKNOWN), "not known"),
     ]
     return ", ".join(f"{count} {what}" for count, what in counted if count) + "."
 
 
-def as_json(report: Report) -> str:
+def as_json(report: DoctorReport) -> str:
     """Return the report for programs."""
     data = {
         "healthy": report.healthy,
         "at": clock(round(report.at_s * 1000)),
         "version": __version__,
-        "counts": {level.value: report.count(level) for level in Level},
+        "counts": {level.value: report.count(level) for level in CheckLevel},
         "checks": [
             {
                 "name": one.name,
@@ -88,7 +88,7 @@ def as_json(report: Report) -> str:
     return json.dumps(data, indent=2, ensure_ascii=False)
 
 
-def as_prometheus(report: Report) -> Iterator[str]:
+def as_prometheus(report: DoctorReport) -> Iterator[str]:
     """Yield the lines of a file for the textfile collector of Prometheus' node exporter."""
     yield (
         "# HELP txbroker_doctor_check What a check found: 0 fine, 1 to look at, 2 fails, "
@@ -109,5 +109,5 @@ def as_prometheus(report: Report) -> Iterator[str]:
     yield f"txbroker_doctor_timestamp_seconds {report.at_s:.3f}"
 
 
-def _labels(one: Outcome) -> str:
+def _labels(one: CheckResult) -> str:
     return f'{{check="{one.name}",section="{one.section.lower()}"}}'

@@ -8,16 +8,16 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from msgspec import Struct
 
-from txbroker.cli.doctor.findings import Check, Finding, Level, Outcome
+from txbroker.cli.doctor.findings import CheckLevel, CheckResult, DoctorCheck, Finding
 from txbroker.cli.doctor.proxies import NotAllowed
-from txbroker.cli.doctor.subject import NotSeen, Subject
+from txbroker.cli.doctor.subject import Subject, Unavailable
 from txbroker.errors import TxbrokerError
 
 TIMEOUT_S = 15.0
 """For one check. They run side by side, so this is about how long all of them take at most."""
 
 
-class Report(Struct, frozen=True):
+class DoctorReport(Struct, frozen=True):
     """What all checks found.
 
     Attributes:
@@ -25,26 +25,26 @@ class Report(Struct, frozen=True):
     """
 
     at_s: float
-    outcomes: tuple[Outcome, ...]
+    outcomes: tuple[CheckResult, ...]
 
     @property
     def healthy(self) -> bool:
         """Whether nothing fails."""
-        return not any(one.level in (Level.FAILS, Level.UNKNOWN) for one in self.outcomes)
+        return not any(one.level in (CheckLevel.FAILS, CheckLevel.UNKNOWN) for one in self.outcomes)
 
-    def count(self, level: Level) -> int:
+    def count(self, level: CheckLevel) -> int:
         """Return how many checks ended at this level."""
         return sum(one.level is level for one in self.outcomes)
 
 
 async def examine(
-    subject: Subject, checks: Sequence[Check], timeout_s: float = TIMEOUT_S
-) -> Report:
+    subject: Subject, checks: Sequence[DoctorCheck], timeout_s: float = TIMEOUT_S
+) -> DoctorReport:
     """Run checks and return what they found, in the order given. Never raises."""
     at_s = time.time()
     ran = await asyncio.gather(*(_run(check, subject, timeout_s) for check in checks))
     by_name = {outcome.name: outcome for outcome, _looked in ran}
-    return Report(
+    return DoctorReport(
         at_s,
         tuple(
             outcome if looked else _not_blamed(outcome, check, by_name)
@@ -53,7 +53,7 @@ async def examine(
     )
 
 
-async def _run(check: Check, subject: Subject, timeout_s: float) -> tuple[Outcome, bool]:
+async def _run(check: DoctorCheck, subject: Subject, timeout_s: float) -> tuple[CheckResult, bool]:
     """Return how a check ended, and whether it could look at all."""
     began = time.monotonic()
     looked = False
@@ -64,39 +64,43 @@ async def _run(check: Check, subject: Subject, timeout_s: float) -> tuple[Outcom
     except NotAllowed as error:
         # Nothing is known to be wrong, and nobody is to read that it is fine.
         looked = True
-        finding = Finding(Level.UNKNOWN, f"not seen: {error}")
+        finding = Finding(CheckLevel.UNKNOWN, f"not seen: {error}")
     except TimeoutError:
-        finding = Finding(Level.FAILS, f"not known within {timeout_s:g} s")
-    except (TxbrokerError, NotSeen) as error:
-        finding = Finding(Level.FAILS, str(error))
+        finding = Finding(CheckLevel.FAILS, f"not known within {timeout_s:g} s")
+    except (TxbrokerError, Unavailable) as error:
+        finding = Finding(CheckLevel.FAILS, str(error))
     except Exception as error:
         # A mistake in one check must not keep from somebody at night what the others found.
-        finding = Finding(Level.FAILS, f"this check is broken: {type(error).__name__}: {error}")
+        finding = Finding(
+            CheckLevel.FAILS, f"this check is broken: {type(error).__name__}: {error}"
+        )
     return _outcome(check, finding, time.monotonic() - began), looked
 
 
-def _outcome(check: Check, finding: Finding, seconds: float) -> Outcome:
-    return Outcome(
+def _outcome(check: DoctorCheck, finding: Finding, seconds: float) -> CheckResult:
+    return CheckResult(
         name=check.name,
         section=check.section,
         title=check.title,
         level=finding.level,
         found=finding.found,
         details=finding.details,
-        hint="" if finding.level in (Level.OK, Level.UNKNOWN) else check.hint,
+        hint="" if finding.level in (CheckLevel.OK, CheckLevel.UNKNOWN) else check.hint,
         doc=check.doc,
         seconds=seconds,
     )
 
 
-def _not_blamed(outcome: Outcome, check: Check, by_name: Mapping[str, Outcome]) -> Outcome:
+def _not_blamed(
+    outcome: CheckResult, check: DoctorCheck, by_name: Mapping[str, CheckResult]
+) -> CheckResult:
     """Return what could not be looked at as such, if another check tells why."""
     failing = _failing(check.needs, by_name)
     if not failing:
         return outcome
-    finding = Finding(Level.UNKNOWN, f"could not be looked at, see {failing[0]}")
+    finding = Finding(CheckLevel.UNKNOWN, f"could not be looked at, see {failing[0]}")
     return _outcome(check, finding, outcome.seconds)
 
 
-def _failing(needs: Iterable[str], by_name: Mapping[str, Outcome]) -> list[str]:
-    return [name for name in needs if name in by_name and by_name[name].level is Level.FAILS]
+def _failing(needs: Iterable[str], by_name: Mapping[str, CheckResult]) -> list[str]:
+    return [name for name in needs if name in by_name and by_name[name].level is CheckLevel.FAILS]

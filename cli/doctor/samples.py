@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from txbroker.cli.doctor.proxies import NotSeen
+from txbroker.cli.doctor.proxies import Unavailable
 
 _PREFIX = "txbroker_"
 
@@ -31,7 +31,7 @@ def read_samples(text: str) -> Samples:
     """Return what a page of metrics says.
 
     Raises:
-        NotSeen: it is none.
+        Unavailable: it is none.
     """
     samples: dict[str, list[tuple[Mapping[str, str], float]]] = {}
     try:
@@ -39,5 +39,5 @@ def read_samples(text: str) -> Samples:
             for sample in family.samples:
                 samples.setdefault(sample.name, []).append((sample.labels, sample.value))
     except (ValueError, IndexError, KeyError) as error:
-        raise NotSeen(f"what should be metrics does not read: {error}") from None
+        raise Unavailable(f"what should be metrics does not read: {error}") from None
     return Samples(samples)

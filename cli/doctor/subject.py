@@ -9,7 +9,7 @@ from typing import Any, Protocol, TypeVar
 
 from msgspec import Struct
 
-from txbroker.cli.doctor.proxies import NotSeen, ProxySide, RegisteredGroup
+from txbroker.cli.doctor.proxies import ProxySide, RegisteredGroup, Unavailable
 from txbroker.cli.doctor.samples import Samples, read_samples
 from txbroker.config.settings import Settings
 from txbroker.contract.service import Overview
@@ -20,7 +20,7 @@ from txbroker.kafka.tools.repair import Found
 
 T = TypeVar("T")
 
-__all__ = ["KafkaSide", "Limits", "NotSeen", "Subject"]
+__all__ = ["KafkaSide", "Subject", "Thresholds", "Unavailable"]
 
 
 class KafkaSide(Protocol):
@@ -76,7 +76,7 @@ class KafkaSide(Protocol):
         ...
 
 
-class Limits(Struct, frozen=True):
+class Thresholds(Struct, frozen=True):
     """From where on something is not well. The alerts have the same.
 
     Attributes:
@@ -104,14 +104,14 @@ class Subject:
         settings: Settings,
         kafka: KafkaSide,
         proxies: ProxySide,
-        limits: Limits | None = None,
+        limits: Thresholds | None = None,
         now_s: Callable[[], float] = time.time,
         pause: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
         self.settings = settings
         self.kafka = kafka
         self.proxies = proxies
-        self.limits = limits or Limits()
+        self.limits = limits or Thresholds()
         self.now_s = now_s
         self.pause = pause
         self._asked: dict[str, asyncio.Task[Any]] = {}
@@ -154,20 +154,20 @@ class Subject:
         overview, took_s = await self.proxies.overview()
         return overview, took_s, self.now_s()
 
-    async def metrics(self) -> dict[str, Samples | NotSeen]:
+    async def metrics(self) -> dict[str, Samples | Unavailable]:
         """Return the metrics of every proxy that is known, or why there are none, by its URL.
 
         Raises:
-            NotSeen: of no proxy at all.
+            Unavailable: of no proxy at all.
         """
         return await self._once("metrics", self._metrics)
 
-    async def _metrics(self) -> dict[str, Samples | NotSeen]:
+    async def _metrics(self) -> dict[str, Samples | Unavailable]:
         urls = await self.urls()
         read = dict(zip(urls, await asyncio.gather(*map(self._samples, urls)), strict=True))
-        failed = [one for one in read.values() if isinstance(one, NotSeen)]
+        failed = [one for one in read.values() if isinstance(one, Unavailable)]
         if len(failed) == len(read):
-            raise failed[0] if failed else NotSeen("no proxy is known")
+            raise failed[0] if failed else Unavailable("no proxy is known")
         return read
 
     async def urls(self) -> list[str]:
@@ -176,15 +176,15 @@ class Subject:
         try:
             proxies = (await self.overview()).proxies
             told = [proxy.admin_url or proxy.url for proxy in proxies if proxy.reached]
-        except NotSeen:
+        except Unavailable:
             told = []
         # One proxy may be known under two URLs; what it says of itself counts once.
         return list(dict.fromkeys(told or self.proxies.named))
 
-    async def _samples(self, url: str) -> Samples | NotSeen:
+    async def _samples(self, url: str) -> Samples | Unavailable:
         try:
             return read_samples(await self.proxies.metrics(url))
-        except NotSeen as error:
+        except Unavailable as error:
             return error
 
     async def _once(self, name: str, ask: Callable[[], Awaitable[T]]) -> T:

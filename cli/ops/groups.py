@@ -5,10 +5,10 @@ from typing import Any
 import click
 
 from txbroker.cli.asking import conclude, confirm, each, require_asking, yes_option
-from txbroker.cli.client import ApiError, Client, client_options
+from txbroker.cli.client import ApiClient, ApiError, client_options
 from txbroker.cli.completion import complete_groups
 from txbroker.cli.lazy import SuggestingGroup
-from txbroker.cli.output import Column, Row, output_option, show_data, show_rows
+from txbroker.cli.output import Row, TableColumn, output_option, show_data, show_rows
 from txbroker.cli.watching import watch_option, watch_rows
 
 
@@ -18,13 +18,13 @@ def _times(row: Row) -> str:
 
 
 COLUMNS = (
-    Column("GROUP", lambda row: row["group"]),
-    Column("CHECK URL", lambda row: row.get("check_url")),
-    Column("SECRET", lambda row: row.get("secret_ref")),
-    Column("CONNECTED", lambda row: row["sessions"]),
-    Column("AFTER/INTERVAL/ATTEMPTS/TIMEOUT", _times, wide=True),
-    Column("PARALLEL", lambda row: row.get("parallel"), wide=True),
-    Column("ANSWER BYTES", lambda row: row.get("answer_bytes_max"), wide=True),
+    TableColumn("GROUP", lambda row: row["group"]),
+    TableColumn("CHECK URL", lambda row: row.get("check_url")),
+    TableColumn("SECRET", lambda row: row.get("secret_ref")),
+    TableColumn("CONNECTED", lambda row: row["sessions"]),
+    TableColumn("AFTER/INTERVAL/ATTEMPTS/TIMEOUT", _times, wide=True),
+    TableColumn("PARALLEL", lambda row: row.get("parallel"), wide=True),
+    TableColumn("ANSWER BYTES", lambda row: row.get("answer_bytes_max"), wide=True),
 )
 
 
@@ -40,7 +40,7 @@ def command() -> None:
 @watch_option
 @output_option
 @client_options
-def list_command(client: Client, output: str, watch: float | None) -> None:
+def list_command(client: ApiClient, output: str, watch: float | None) -> None:
     """List registered groups."""
 
     def look() -> list[Row]:
@@ -55,7 +55,7 @@ def list_command(client: Client, output: str, watch: float | None) -> None:
 @click.argument("name", shell_complete=complete_groups)
 @output_option
 @client_options
-def show_command(client: Client, output: str, name: str) -> None:
+def show_command(client: ApiClient, output: str, name: str) -> None:
     """Tell what is registered of a group."""
     found = client.get("groups", name)
     if output in ("json", "yaml"):
@@ -81,7 +81,7 @@ def show_command(client: Client, output: str, name: str) -> None:
 @yes_option
 @output_option
 @client_options
-def register_command(client: Client, output: str, name: str, yes: bool, **policy: Any) -> None:
+def register_command(client: ApiClient, output: str, name: str, yes: bool, **policy: Any) -> None:
     """Register a group, or replace what is registered of it.
 
     What is left out follows the proxy's configuration.
@@ -103,7 +103,7 @@ def register_command(client: Client, output: str, name: str, yes: bool, **policy
 @click.argument("names", nargs=-1, required=True, metavar="NAME...", shell_complete=complete_groups)
 @yes_option
 @client_options
-def remove_command(client: Client, names: tuple[str, ...], yes: bool) -> None:
+def remove_command(client: ApiClient, names: tuple[str, ...], yes: bool) -> None:
     """Remove what is registered of groups; their transactions stay."""
     require_asking(yes)
     if not yes:
@@ -116,7 +116,7 @@ def remove_command(client: Client, names: tuple[str, ...], yes: bool) -> None:
     conclude(len(done), len(names), "removed")
 
 
-def _registered(client: Client, name: str) -> Row | None:
+def _registered(client: ApiClient, name: str) -> Row | None:
     try:
         return dict(client.get("groups", name))
     except ApiError as error:

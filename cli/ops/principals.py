@@ -12,8 +12,8 @@ from typing import Any, TypeVar
 import click
 
 from txbroker.cli.lazy import SuggestingGroup
-from txbroker.cli.output import Column, Row, output_option, show_rows
-from txbroker.cli.run import Failed
+from txbroker.cli.output import Row, TableColumn, output_option, show_rows
+from txbroker.cli.run import CommandFailed
 from txbroker.errors import ConfigurationError
 from txbroker.principals import (
     Role,
@@ -27,12 +27,12 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 _PATTERNS = ("groups", "deny_groups", "topics", "deny_topics")
 COLUMNS = (
-    Column("NAME", lambda row: row["name"]),
-    Column("ROLE", lambda row: row["role"]),
-    Column("GROUPS", lambda row: row["groups"]),
-    Column("TOPICS", lambda row: row["topics"]),
-    Column("CREDENTIAL", lambda row: row["credential"]),
-    Column("EXPIRES", lambda row: row["expires"]),
+    TableColumn("NAME", lambda row: row["name"]),
+    TableColumn("ROLE", lambda row: row["role"]),
+    TableColumn("GROUPS", lambda row: row["groups"]),
+    TableColumn("TOPICS", lambda row: row["topics"]),
+    TableColumn("CREDENTIAL", lambda row: row["credential"]),
+    TableColumn("EXPIRES", lambda row: row["expires"]),
 )
 file_option = click.option(
     "--principals-file",
@@ -112,7 +112,7 @@ def add_command(
         with _alone_in(path.parent):
             _add(path, name, table)
     except OSError as error:
-        raise Failed(f"{path} cannot be written: {error.strerror}") from None
+        raise CommandFailed(f"{path} cannot be written: {error.strerror}") from None
     if token is not None:
         click.echo(token)
         click.echo(f"added {name} to {path}; its token is shown only here", err=True)
@@ -135,13 +135,13 @@ def _add(path: Path, name: str, table: str) -> None:
     """Add a principal's table to a file.
 
     Raises:
-        Failed: the principal is there.
+        CommandFailed: the principal is there.
         ConfigurationError: the file cannot be used, or not with this principal.
         OSError: it cannot be written.
     """
     if path.exists():
         if read_principals(path).by_name(name, expired=True) is not None:
-            raise Failed(f"principal {name} is in {path} already: remove its table first")
+            raise CommandFailed(f"principal {name} is in {path} already: remove its table first")
         table = f"{path.read_text(encoding='utf-8').rstrip()}\n\n{table}"
     _replace(path, table)
 

@@ -10,8 +10,8 @@ import click
 from txbroker.cli.asking import confirm, require_asking, yes_option
 from txbroker.cli.client import who
 from txbroker.cli.lazy import SuggestingGroup
-from txbroker.cli.output import Column, Row, output_option, show_data, show_rows
-from txbroker.cli.run import Failed
+from txbroker.cli.output import Row, TableColumn, output_option, show_data, show_rows
+from txbroker.cli.run import CommandFailed
 from txbroker.cli.setting_options import KAFKA_SETTINGS, setting_options, settings_from
 from txbroker.config.settings import Settings
 from txbroker.kafka.client.wiring import door_from
@@ -20,13 +20,13 @@ from txbroker.kafka.tools.repair import SET_ASIDE, Found, Repair
 T = TypeVar("T")
 
 COLUMNS = (
-    Column("RECORD", lambda row: row["record"]),
-    Column("CODE", lambda row: row["code"]),
-    Column("WHY", lambda row: row["why"]),
-    Column("PASSING OVER LOSES", lambda row: row["loses"]),
-    Column("PRODUCER", lambda row: row["producer"], wide=True),
-    Column("KEY", lambda row: row["key"], wide=True),
-    Column("VALUE", lambda row: row["value"], wide=True),
+    TableColumn("RECORD", lambda row: row["record"]),
+    TableColumn("CODE", lambda row: row["code"]),
+    TableColumn("WHY", lambda row: row["why"]),
+    TableColumn("PASSING OVER LOSES", lambda row: row["loses"]),
+    TableColumn("PRODUCER", lambda row: row["producer"], wide=True),
+    TableColumn("KEY", lambda row: row["key"], wide=True),
+    TableColumn("VALUE", lambda row: row["value"], wide=True),
 )
 _NONE = "No record stops a partition."
 _SHOWN_BYTES = 200
@@ -91,7 +91,9 @@ def skip_command(
     one = next((each for each in found if each.at == record), None)
     if one is None:
         there = ", ".join(each.at for each in found)
-        raise Failed(f"{record} stops no partition. {f'There are {there}.' if there else _NONE}")
+        raise CommandFailed(
+            f"{record} stops no partition. {f'There are {there}.' if there else _NONE}"
+        )
     row = {**_row(one), "by": who(), "reason": reason}
     show_data(row, "yaml" if output in ("table", "wide") else output)
     if dry_run:

@@ -8,9 +8,9 @@ from typing import Any
 
 import click
 
-from txbroker.cli.client import Client, client_options
+from txbroker.cli.client import ApiClient, client_options
 from txbroker.cli.output import (
-    Column,
+    TableColumn,
     duration,
     output_option,
     printable,
@@ -42,40 +42,40 @@ def _unreachable(row: dict[str, Any]) -> str:
     return f"for {duration(time.time() - since_ms / 1000)}: {row.get('unreachable_why', '')}"
 
 
-def _count(name: str) -> Column:
+def _count(name: str) -> TableColumn:
     def shown(row: dict[str, Any]) -> str:
         return "?" if row.get(name) is None else f"{row[name]:,}"
 
-    return Column(name.upper(), shown, keep=True)
+    return TableColumn(name.upper(), shown, keep=True)
 
 
 GROUPS = (
-    Column("GROUP", lambda row: row["group"]),
+    TableColumn("GROUP", lambda row: row["group"]),
     _count("pending"),
     _count("parked"),
-    Column("OLDEST", _age, keep=True),
-    Column("CONNECTED", lambda row: row["sessions"], keep=True),
-    Column("UNREACHABLE", _unreachable),
+    TableColumn("OLDEST", _age, keep=True),
+    TableColumn("CONNECTED", lambda row: row["sessions"], keep=True),
+    TableColumn("UNREACHABLE", _unreachable),
 )
 PARTITIONS = (
-    Column("HALF", lambda row: row["partition"], keep=True),
-    Column("OWNER", lambda row: row["owner"].partition("://")[2]),
-    Column("STATE", lambda row: row["state"] + (f": {row['why']}" if row.get("why") else "")),
+    TableColumn("HALF", lambda row: row["partition"], keep=True),
+    TableColumn("OWNER", lambda row: row["owner"].partition("://")[2]),
+    TableColumn("STATE", lambda row: row["state"] + (f": {row['why']}" if row.get("why") else "")),
     _count("pending"),
     _count("parked"),
     _count("refused"),
     _count("committed"),
-    Column("OLDEST", _age, keep=True),
-    Column("PREP/S", lambda row: _rate(row, "prepared"), keep=True),
-    Column("DEC/S", lambda row: _rate(row, "decided"), wide=True, keep=True),
-    Column("PROM/S", lambda row: _rate(row, "promoted"), keep=True),
+    TableColumn("OLDEST", _age, keep=True),
+    TableColumn("PREP/S", lambda row: _rate(row, "prepared"), keep=True),
+    TableColumn("DEC/S", lambda row: _rate(row, "decided"), wide=True, keep=True),
+    TableColumn("PROM/S", lambda row: _rate(row, "promoted"), keep=True),
 )
 PROXIES = (
-    Column("PROXY", lambda row: row["url"]),
-    Column("STATE", lambda row: _proxy_state(row)),
-    Column("VERSION", lambda row: row.get("version")),
-    Column("PARTITIONS", lambda row: len(row["partitions"])),
-    Column("PROBLEMS", lambda row: "; ".join(row["problems"]) or row.get("why")),
+    TableColumn("PROXY", lambda row: row["url"]),
+    TableColumn("STATE", lambda row: _proxy_state(row)),
+    TableColumn("VERSION", lambda row: row.get("version")),
+    TableColumn("PARTITIONS", lambda row: len(row["partitions"])),
+    TableColumn("PROBLEMS", lambda row: "; ".join(row["problems"]) or row.get("why")),
 )
 
 
@@ -90,7 +90,7 @@ PROXIES = (
 )
 @output_option
 @client_options
-def command(client: Client, output: str, once: bool, every_s: float) -> None:
+def command(client: ApiClient, output: str, once: bool, every_s: float) -> None:
     """Show how all stands, again and again until Ctrl-C.
 
     Rates over the last ten seconds; groups, those that need somebody first; half partitions with

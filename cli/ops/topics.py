@@ -9,7 +9,7 @@ import click
 
 from txbroker.cli.asking import confirm, require_asking, yes_option
 from txbroker.cli.lazy import SuggestingGroup
-from txbroker.cli.output import Column, Row, output_option, show_data, show_rows
+from txbroker.cli.output import Row, TableColumn, output_option, show_data, show_rows
 from txbroker.cli.setting_options import TOPIC_SETTINGS, setting_options, settings_from
 from txbroker.config.settings import Settings
 from txbroker.kafka.client.acls import (
@@ -23,18 +23,18 @@ from txbroker.kafka.client.wiring import door_from, kafka_settings
 from txbroker.kafka.door.topics import Plan
 
 COLUMNS = (
-    Column("ACTION", lambda row: row["action"]),
-    Column("TOPIC", lambda row: row["topic"]),
-    Column("WHAT", lambda row: row["what"]),
-    Column("SETTINGS", lambda row: row.get("settings"), wide=True),
+    TableColumn("ACTION", lambda row: row["action"]),
+    TableColumn("TOPIC", lambda row: row["topic"]),
+    TableColumn("WHAT", lambda row: row["what"]),
+    TableColumn("SETTINGS", lambda row: row.get("settings"), wide=True),
 )
 ACL_COLUMNS = (
-    Column("FOR", lambda row: row["for"]),
-    Column("ON", lambda row: row["resource"]),
-    Column("NAME", lambda row: f"{row['name']}{'*' if row['pattern'] == 'prefixed' else ''}"),
-    Column("ALLOW", lambda row: ", ".join(row["operations"])),
-    Column("TO", lambda row: row["principal"]),
-    Column("WHY", lambda row: row["why"], wide=True),
+    TableColumn("FOR", lambda row: row["for"]),
+    TableColumn("ON", lambda row: row["resource"]),
+    TableColumn("NAME", lambda row: f"{row['name']}{'*' if row['pattern'] == 'prefixed' else ''}"),
+    TableColumn("ALLOW", lambda row: ", ".join(row["operations"])),
+    TableColumn("TO", lambda row: row["principal"]),
+    TableColumn("WHY", lambda row: row["why"], wide=True),
 )
 _IN_THE_CLEAR = "PLAINTEXT"
 

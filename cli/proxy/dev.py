@@ -10,7 +10,7 @@ import click
 from txbroker.cli.proxy.instance import named
 from txbroker.cli.proxy.serving import owns_all, serve, until_signal, why_not_free
 from txbroker.cli.proxy.workers import run_workers
-from txbroker.cli.run import Failed, run_async
+from txbroker.cli.run import CommandFailed, run_async
 from txbroker.cli.setting_options import KAFKA_SETTINGS, setting_options, settings_from
 from txbroker.config.addresses import Address
 from txbroker.config.settings import Settings
@@ -57,10 +57,10 @@ def require_free(address: Address) -> None:
     """Refuse an address that cannot be listened on before anything is started for it.
 
     Raises:
-        Failed: it is taken, or not this machine's.
+        CommandFailed: it is taken, or not this machine's.
     """
     if reason := why_not_free(address):
-        raise Failed(
+        raise CommandFailed(
             f"cannot listen on {address.host}:{address.port}: {reason}. "
             "Choose another address with --listen"
         )
@@ -71,7 +71,7 @@ async def develop(kafka: EmbeddedKafka, settings: Settings) -> None:
 
     Raises:
         EmbeddedKafkaError, KafkaUnavailable, ConfigurationError: they cannot start.
-        Failed: Kafka has ended by itself, or a worker cannot start.
+        CommandFailed: Kafka has ended by itself, or a worker cannot start.
     """
     try:
         await asyncio.to_thread(kafka.start)
@@ -90,11 +90,11 @@ async def _watch(kafka: EmbeddedKafka) -> NoReturn:
     """Wait until Kafka has ended by itself.
 
     Raises:
-        Failed: it has.
+        CommandFailed: it has.
     """
     while True:
         if not kafka.running:
-            raise Failed(
+            raise CommandFailed(
                 f"the embedded Kafka has ended; {kafka.log_path} says why. Start again to go on"
             )
         await asyncio.sleep(_LOOK_S)

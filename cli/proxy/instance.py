@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from urllib.parse import quote
 
-from txbroker.cli.run import Failed
+from txbroker.cli.run import CommandFailed
 from txbroker.config.settings import Settings
 from txbroker.errors import ConfigurationError
 
@@ -33,7 +33,7 @@ def named(settings: Settings) -> Iterator[Settings]:
 
     Raises:
         ConfigurationError: another process has it.
-        Failed: it cannot be kept in the data directory, or what is kept there does not read.
+        CommandFailed: it cannot be kept in the data directory, or what is kept there does not read.
     """
     with contextlib.ExitStack() as held:
         if settings.instance:
@@ -57,7 +57,7 @@ def _own_name(settings: Settings, held: contextlib.ExitStack) -> str:
     try:
         return _kept_name(settings, held)
     except OSError as error:
-        raise Failed(
+        raise CommandFailed(
             f"the proxy's name cannot be kept and locked in {settings.data_dir}: {error.strerror}. "
             "Give another --data-dir, on a file system with locks, or the name as --instance"
         ) from None
@@ -122,7 +122,7 @@ def _read(path: Path) -> str:
     except FileNotFoundError:
         return ""
     except UnicodeDecodeError as error:
-        raise Failed(
+        raise CommandFailed(
             f"{path} should hold the proxy's name and is no UTF-8 text ({error.reason}). Write the "
             "name into it, delete it for a new name, or give the name as --instance"
         ) from None

@@ -13,7 +13,7 @@ import click
 
 from txbroker.cli.proxy.command import run_one
 from txbroker.cli.proxy.lifeline import STACKS_SIGNAL
-from txbroker.cli.run import Failed, run
+from txbroker.cli.run import CommandFailed, run
 from txbroker.config.settings import load_settings
 from txbroker.errors import TxbrokerError
 
@@ -31,8 +31,8 @@ def command() -> None:
     try:
         settings = load_settings(told["settings"], environ={})
         run_one(settings, worker=told["worker"], parent=sys.stdin.fileno())
-    except (TxbrokerError, Failed) as error:
-        raise Failed(f"worker {told['worker']}: {error}") from None
+    except (TxbrokerError, CommandFailed) as error:
+        raise CommandFailed(f"worker {told['worker']}: {error}") from None
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from pydantic import SecretStr
 
 from txbroker.cli.proxy.lifeline import BEAT_S, END_TIMEOUT_S, STACKS_SIGNAL, WORKER_MODULE
 from txbroker.cli.proxy.serving import why_not_free
-from txbroker.cli.run import Failed
+from txbroker.cli.run import CommandFailed
 from txbroker.config.addresses import parse_address
 from txbroker.config.settings import Settings
 from txbroker.proxy.observe.logging import get_logger
@@ -50,7 +50,7 @@ async def run_workers(settings: Settings) -> None:
     """Run `settings.workers` proxies until this is cancelled.
 
     Raises:
-        Failed: an address is taken, a worker cannot start, or one did not end in order.
+        CommandFailed: an address is taken, a worker cannot start, or one did not end in order.
     """
     _require_free(settings)
     first_lines: dict[int, str] = {}
@@ -73,14 +73,14 @@ def _require_free(settings: Settings) -> None:
     """Refuse addresses of which one cannot be listened on.
 
     Raises:
-        Failed: says which worker's, and what to do.
+        CommandFailed: says which worker's, and what to do.
     """
     for number in range(1, settings.workers + 1):
         given = settings.of_worker(number)
         for name in ("listen", "admin_listen", "peer_listen"):
             at = getattr(given, name)
             if at and (reason := why_not_free(parse_address(at))):
-                raise Failed(
+                raise CommandFailed(
                     f"worker {number} cannot listen on {at}: {reason}. Each worker has the ports "
                     f"after those of the one before: stop what listens there, or choose a {name} "
                     f"from whose port on {settings.workers} are free"
@@ -105,7 +105,7 @@ class _Worker:
         """Run it until this is cancelled.
 
         Raises:
-            Failed: it cannot start, or did not end in order when it was asked to.
+            CommandFailed: it cannot start, or did not end in order when it was asked to.
         """
         loop = asyncio.get_running_loop()
         pause_s = PAUSE_S
@@ -113,7 +113,7 @@ class _Worker:
             began = loop.time()
             code = await self._once()
             if code > 0 and not self._was_ready:
-                raise Failed(f"worker {self._number} could not start, so all have ended")
+                raise CommandFailed(f"worker {self._number} could not start, so all have ended")
             if loop.time() - began >= WELL_S:
                 pause_s = PAUSE_S
             log.error("worker ended", worker=self._number, how=_how(code), seconds=pause_s)
@@ -176,7 +176,7 @@ class _Worker:
         """Let a process end what is under way, then itself.
 
         Raises:
-            Failed: it did not.
+            CommandFailed: it did not.
         """
         assert process.stdin is not None
         with suppress(ConnectionError):  # it has ended meanwhile
@@ -190,7 +190,7 @@ class _Worker:
                 process.kill()
             code = await process.wait()
         if code and -code not in _SIGNALS:
-            raise Failed(f"worker {self._number} did not end in order: {_how(code)}")
+            raise CommandFailed(f"worker {self._number} did not end in order: {_how(code)}")
 
 
 def plain_settings(settings: Settings) -> dict[str, Any]:

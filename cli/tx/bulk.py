@@ -10,10 +10,10 @@ from typing import Any
 import click
 
 from txbroker.cli.asking import conclude, confirm
-from txbroker.cli.client import Client, who
+from txbroker.cli.client import ApiClient, who
 from txbroker.cli.output import (
-    Column,
     Row,
+    TableColumn,
     clock,
     duration,
     printable,
@@ -21,8 +21,8 @@ from txbroker.cli.output import (
     show_rows,
     table,
 )
-from txbroker.cli.run import Failed
-from txbroker.cli.tx.executor import Action, Crew, Item, Outcome
+from txbroker.cli.run import CommandFailed
+from txbroker.cli.tx.executor import BulkAction, BulkExecutor, Item, ItemResult
 from txbroker.core.routing import parse_id
 
 SAMPLE = 10
@@ -35,21 +35,21 @@ _IN_A_SENTENCE = {"rollback": "Roll back"}
 
 
 SAMPLED = (
-    Column("ID", lambda row: row["id"], keep=True),
-    Column("GROUP", lambda row: row["group"]),
-    Column("STATE", lambda row: row["state"], keep=True),
-    Column("AGE", lambda row: duration(time.time() - row["prepared_at_ms"] / 1000)),
-    Column("TOPICS", lambda row: row["topics"]),
+    TableColumn("ID", lambda row: row["id"], keep=True),
+    TableColumn("GROUP", lambda row: row["group"]),
+    TableColumn("STATE", lambda row: row["state"], keep=True),
+    TableColumn("AGE", lambda row: duration(time.time() - row["prepared_at_ms"] / 1000)),
+    TableColumn("TOPICS", lambda row: row["topics"]),
 )
 STANDING = (
-    Column("ID", lambda row: row["id"], keep=True),
-    Column("STATE", lambda row: row["state"], keep=True),
-    Column("DECISION", lambda row: row.get("decision")),
+    TableColumn("ID", lambda row: row["id"], keep=True),
+    TableColumn("STATE", lambda row: row["state"], keep=True),
+    TableColumn("DECISION", lambda row: row.get("decision")),
 )
 FAILED = (
-    Column("ID", lambda row: row["id"], keep=True),
-    Column("ERROR", lambda row: row["error"]["code"], keep=True),
-    Column("WHY", lambda row: row["error"]["message"]),
+    TableColumn("ID", lambda row: row["id"], keep=True),
+    TableColumn("ERROR", lambda row: row["error"]["code"], keep=True),
+    TableColumn("WHY", lambda row: row["error"]["message"]),
 )
 
 
@@ -63,7 +63,7 @@ def named(ids: Iterable[str]) -> list[Item]:
 
 
 def matching(
-    client: Client, action: Action, state: str | None, limit: int | None, **query: Any
+    client: ApiClient, action: BulkAction, state: str | None, limit: int | None, **query: Any
 ) -> list[Item]:
     """Return the transactions to which a filter applies, oldest first, at most `limit`.
 
@@ -118,11 +118,11 @@ def preview(items: Sequence[Item], now_s: float) -> Iterator[str]:
         yield f"… and {len(items) - SAMPLE:,} more"
 
 
-def confirm_all(items: Sequence[Item], action: Action, where: str, yes: bool) -> None:
+def confirm_all(items: Sequence[Item], action: BulkAction, where: str, yes: bool) -> None:
     """Ask whether to do it, unless `yes`: many want their number typed.
 
     Raises:
-        Failed: the answer is no.
+        CommandFailed: the answer is no.
     """
     if yes:
         return
@@ -139,7 +139,7 @@ def confirm_all(items: Sequence[Item], action: Action, where: str, yes: bool) ->
         err=True,
     )
     if typed.strip() != str(len(items)):
-        raise Failed("nothing was done")
+        raise CommandFailed("nothing was done")
 
 
 def _counted(words: Iterable[str]) -> str:
@@ -155,13 +155,13 @@ def _counted(words: Iterable[str]) -> str:
 
 
 def carry_out(
-    client: Client, action: Action, items: Sequence[Item], body: dict[str, Any], output: str
+    client: ApiClient, action: BulkAction, items: Sequence[Item], body: dict[str, Any], output: str
 ) -> None:
     """Do it, tell what became of it, and end the command accordingly.
 
     Raises:
         ApiError: there is only one, which was named, and it fails.
-        Failed: nothing was done. PartlyDone: something.
+        CommandFailed: nothing was done. PartlyDone: something.
         KeyboardInterrupt: somebody has seen enough; what was done is told.
     """
     if len(items) == 1 and items[0].state is None:
@@ -169,15 +169,15 @@ def carry_out(
         row = client.change("POST", "transactions", items[0].id, action.verb, body=given)
         show_rows([row], STANDING, output, "")
         return
-    outcomes: dict[str, Outcome] = {}
+    outcomes: dict[str, ItemResult] = {}
     try:
         with _progress(len(items)) as advance:
 
-            def told(outcome: Outcome) -> None:
+            def told(outcome: ItemResult) -> None:
                 outcomes[outcome.id] = outcome
                 advance()
 
-            Crew(client, action, body).work(items, told)
+            BulkExecutor(client, action, body).work(items, told)
     finally:
         found = [outcomes[item.id] for item in items if item.id in outcomes]
         _report(found, action, output, whole=items[0].state is None)
@@ -199,7 +199,9 @@ def _progress(total: int) -> Iterator[Callable[[], None]]:
         yield lambda: progress.advance(task)
 
 
-def _report(outcomes: Sequence[Outcome], action: Action, output: str, *, whole: bool) -> None:
+def _report(
+    outcomes: Sequence[ItemResult], action: BulkAction, output: str, *, whole: bool
+) -> None:
     """Tell what became of them: data on stdout, failures of a table on stderr.
 
     `whole`: each one that is done has its line, however many there are.

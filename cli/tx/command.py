@@ -13,12 +13,12 @@ from txbroker.cli.asking import (
     require_asking,
     yes_option,
 )
-from txbroker.cli.client import Client, client_options
+from txbroker.cli.client import ApiClient, client_options
 from txbroker.cli.completion import complete_groups, complete_ids, complete_topics
 from txbroker.cli.lazy import SuggestingGroup
 from txbroker.cli.output import (
-    Column,
     Row,
+    TableColumn,
     clock,
     duration,
     output_option,
@@ -35,7 +35,7 @@ from txbroker.cli.tx.bulk import (
     named,
     preview,
 )
-from txbroker.cli.tx.executor import CHECK, COMMIT, REVIVE, ROLLBACK, Action, Item
+from txbroker.cli.tx.executor import CHECK, COMMIT, REVIVE, ROLLBACK, BulkAction, Item
 from txbroker.cli.watching import watch_option, watch_rows
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -56,19 +56,19 @@ def _targets(row: Row) -> str:
 
 
 COLUMNS = (
-    Column("ID", lambda row: row["id"], keep=True),
-    Column("GROUP", lambda row: row["group"]),
-    Column("STATE", lambda row: row["state"], keep=True),
-    Column("AGE", _age, keep=True),
-    Column("MESSAGES", lambda row: len(row["messages"])),
-    Column("TOPICS", _targets),
-    Column("ATTEMPTS", lambda row: f"{row['attempts']}/{row['attempts_max']}"),
-    Column("PREPARED", lambda row: clock(row["prepared_at_ms"]), wide=True),
-    Column("NEXT CHECK", lambda row: clock(row.get("next_check_at_ms")), wide=True),
-    Column("ROUND", lambda row: row["round"], wide=True),
-    Column("DECIDED BY", lambda row: row.get("source"), wide=True),
-    Column("HALF", lambda row: f"{row['partition']}@{row['half_offset']}", wide=True),
-    Column("CAUSE", lambda row: (row.get("cause") or {}).get("message"), wide=True),
+    TableColumn("ID", lambda row: row["id"], keep=True),
+    TableColumn("GROUP", lambda row: row["group"]),
+    TableColumn("STATE", lambda row: row["state"], keep=True),
+    TableColumn("AGE", _age, keep=True),
+    TableColumn("MESSAGES", lambda row: len(row["messages"])),
+    TableColumn("TOPICS", _targets),
+    TableColumn("ATTEMPTS", lambda row: f"{row['attempts']}/{row['attempts_max']}"),
+    TableColumn("PREPARED", lambda row: clock(row["prepared_at_ms"]), wide=True),
+    TableColumn("NEXT CHECK", lambda row: clock(row.get("next_check_at_ms")), wide=True),
+    TableColumn("ROUND", lambda row: row["round"], wide=True),
+    TableColumn("DECIDED BY", lambda row: row.get("source"), wide=True),
+    TableColumn("HALF", lambda row: f"{row['partition']}@{row['half_offset']}", wide=True),
+    TableColumn("CAUSE", lambda row: (row.get("cause") or {}).get("message"), wide=True),
 )
 
 
@@ -124,7 +124,7 @@ def command() -> None:
 @output_option
 @client_options
 def list_command(
-    client: Client,
+    client: ApiClient,
     output: str,
     limit: int,
     everything: bool,
@@ -157,7 +157,7 @@ def list_command(
 @click.option("--bodies", is_flag=True, help="Show keys, values and headers too.")
 @output_option
 @client_options
-def show_command(client: Client, output: str, ids: tuple[str, ...], bodies: bool) -> None:
+def show_command(client: ApiClient, output: str, ids: tuple[str, ...], bodies: bool) -> None:
     """Tell all that is known of transactions."""
     flag = "true" if bodies else None
     found = each(ids, lambda id: dict(client.get("transactions", id, bodies=flag)))
@@ -168,7 +168,7 @@ def show_command(client: Client, output: str, ids: tuple[str, ...], bodies: bool
     conclude(len(found), len(ids), "shown")
 
 
-def _filters(action: Action) -> Callable[[F], F]:
+def _filters(action: BulkAction) -> Callable[[F], F]:
     """Give a command the ids and the filters that choose transactions."""
     usual = " or ".join(action.default_states)
 
@@ -223,7 +223,7 @@ def _filters(action: Action) -> Callable[[F], F]:
 @yes_option
 @output_option
 @client_options
-def commit_command(client: Client, wait: bool, **options: Any) -> None:
+def commit_command(client: ApiClient, wait: bool, **options: Any) -> None:
     """Commit transactions: their messages become visible.
 
     Say which by ID, or by --state, --group, --topic and --older-than-s, all of which have to fit.
@@ -240,7 +240,7 @@ def commit_command(client: Client, wait: bool, **options: Any) -> None:
 @yes_option
 @output_option
 @client_options
-def rollback_command(client: Client, **options: Any) -> None:
+def rollback_command(client: ApiClient, **options: Any) -> None:
     """Roll transactions back: their messages are never visible.
 
     Say which by ID, or by --state, --group, --topic and --older-than-s, all of which have to fit.
@@ -257,7 +257,7 @@ def rollback_command(client: Client, **options: Any) -> None:
 @yes_option
 @output_option
 @client_options
-def check_command(client: Client, **options: Any) -> None:
+def check_command(client: ApiClient, **options: Any) -> None:
     """Ask the producer groups of pending transactions now; it counts as an attempt.
 
     Say which by ID, or by --state pending, --group, --topic and --older-than-s, all of which have
@@ -272,7 +272,7 @@ def check_command(client: Client, **options: Any) -> None:
 @yes_option
 @output_option
 @client_options
-def revive_command(client: Client, **options: Any) -> None:
+def revive_command(client: ApiClient, **options: Any) -> None:
     """Check parked transactions in a new round; try refused ones again.
 
     Say which by ID, or by --state, --group, --topic and --older-than-s, all of which have to fit.
@@ -281,8 +281,8 @@ def revive_command(client: Client, **options: Any) -> None:
 
 
 def _act(
-    client: Client,
-    action: Action,
+    client: ApiClient,
+    action: BulkAction,
     body: dict[str, Any],
     *,
     ids: tuple[str, ...],
@@ -312,7 +312,7 @@ def _act(
     carry_out(client, action, items, body, output)
 
 
-def _show_before(client: Client, items: Sequence[Item]) -> None:
+def _show_before(client: ApiClient, items: Sequence[Item]) -> None:
     """Show on stderr what is about to be done something to."""
     if items[0].state is None:
         rows = each([one.id for one in items], lambda id: dict(client.get("transactions", id)))

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-from txbroker.cli.client import ApiError, Client, who
+from txbroker.cli.client import ApiClient, ApiError, who
 from txbroker.cli.output import Row
 from txbroker.errors import request_errors
 
@@ -24,7 +24,7 @@ move from a proxy that stops."""
 _WAITING_HELPS = frozenset(code for code, kind in request_errors().items() if kind.retryable)
 
 
-class Action(NamedTuple):
+class BulkAction(NamedTuple):
     """What is done to transactions.
 
     Attributes:
@@ -49,7 +49,7 @@ class Action(NamedTuple):
         return self.states[: self.unasked]
 
 
-COMMIT = Action(
+COMMIT = BulkAction(
     "commit",
     "committed",
     ("parked", "pending"),
@@ -57,15 +57,17 @@ COMMIT = Action(
     frozenset({"committed", "promoted", "refused"}),
     in_order=True,
 )
-ROLLBACK = Action("rollback", "rolled back", ("parked", "pending"), 1, frozenset({"rolled_back"}))
-CHECK = Action(
+ROLLBACK = BulkAction(
+    "rollback", "rolled back", ("parked", "pending"), 1, frozenset({"rolled_back"})
+)
+CHECK = BulkAction(
     "check",
     "checked",
     ("pending",),
     1,
     frozenset({"committed", "promoted", "refused", "rolled_back"}),
 )
-REVIVE = Action(
+REVIVE = BulkAction(
     "revive",
     "revived",
     ("parked", "refused"),
@@ -90,7 +92,7 @@ class Item(NamedTuple):
     topics: str = ""
 
 
-class Outcome(NamedTuple):
+class ItemResult(NamedTuple):
     """What became of one: its state and decision, or why not."""
 
     id: str
@@ -107,24 +109,24 @@ class Outcome(NamedTuple):
         return {"id": self.id, "state": self.state, "decision": self.decision}
 
 
-class Crew:
+class BulkExecutor:
     """Carries out an action on many transactions, a few at a time.
 
     Where a half partition has no owner, or no proxy answers at all, for longer than waiting is
     sensible, what is left of it is not tried.
     """
 
-    def __init__(self, client: Client, action: Action, body: dict[str, Any]) -> None:
+    def __init__(self, client: ApiClient, action: BulkAction, body: dict[str, Any]) -> None:
         self._client = client
         self._action = action
         self._body = {"by": who(), **body}
         self._runs: queue.SimpleQueue[list[Item]] = queue.SimpleQueue()
-        self._outcomes: queue.SimpleQueue[Outcome | BaseException] = queue.SimpleQueue()
+        self._outcomes: queue.SimpleQueue[ItemResult | BaseException] = queue.SimpleQueue()
         self._stop = threading.Event()
         self._stopped_by = ""
         self._away: dict[int, str] = {}
 
-    def work(self, items: Sequence[Item], each: Callable[[Outcome], None]) -> None:
+    def work(self, items: Sequence[Item], each: Callable[[ItemResult], None]) -> None:
         """Carry it out; `each` is told of every outcome as it comes.
 
         Ctrl-C lets the calls under way end, and leaves the others untried.
@@ -191,32 +193,32 @@ class Crew:
         self._stopped_by = self._stopped_by or why
         self._stop.set()
 
-    def _carry_out(self, client: Client, item: Item) -> Outcome:
-        failed: Outcome | None = None
+    def _carry_out(self, client: ApiClient, item: Item) -> ItemResult:
+        failed: ItemResult | None = None
         for pause_s in (*PAUSES_S, None):
             why = self._stopped_by if self._stop.is_set() else self._away.get(item.partition, "")
             if why:
-                return failed or Outcome(item.id, code="not_tried", message=why)
+                return failed or ItemResult(item.id, code="not_tried", message=why)
             try:
                 return self._act(client, item)
             except ApiError as error:
-                failed = Outcome(item.id, code=error.code or "no_answer", message=error.sentence)
+                failed = ItemResult(item.id, code=error.code or "no_answer", message=error.sentence)
                 if pause_s is None or not self._may_repeat(error, item):
                     self._remember(error, item)
                     return failed
             self._stop.wait(pause_s)
         raise AssertionError
 
-    def _act(self, client: Client, item: Item) -> Outcome:
+    def _act(self, client: ApiClient, item: Item) -> ItemResult:
         if item.state is not None:
             now = client.get("transactions", item.id)
             if now["state"] in self._action.reached:
-                return Outcome(item.id, now["state"], now.get("decision"))
+                return ItemResult(item.id, now["state"], now.get("decision"))
             if now["state"] != item.state:
                 message = f"it was {item.state} and is {now['state']} now: left alone"
-                return Outcome(item.id, code="moved_on", message=message)
+                return ItemResult(item.id, code="moved_on", message=message)
         done = client.change("POST", "transactions", item.id, self._action.verb, body=self._body)
-        return Outcome(item.id, done["state"], done.get("decision"))
+        return ItemResult(item.id, done["state"], done.get("decision"))
 
     def _may_repeat(self, error: ApiError, item: Item) -> bool:
         """Say whether the same again can succeed, and does nothing a second time."""

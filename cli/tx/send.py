@@ -7,7 +7,7 @@ from typing import Any, BinaryIO
 
 import click
 
-from txbroker.cli.client import ApiError, Client, client_options
+from txbroker.cli.client import ApiClient, ApiError, client_options
 from txbroker.cli.output import output_option, show_data
 from txbroker.cli.run import PartlyDone
 
@@ -43,7 +43,7 @@ from txbroker.cli.run import PartlyDone
 @output_option
 @client_options
 def command(
-    client: Client,
+    client: ApiClient,
     output: str,
     topic: str,
     values: tuple[str, ...],
@@ -79,7 +79,7 @@ def command(
         click.echo(f"{len(messages)} for {topic}: {standing['state']}", err=True)
 
 
-def _decide(client: Client, id: str, decision: str, group: str, wait: bool) -> Any:
+def _decide(client: ApiClient, id: str, decision: str, group: str, wait: bool) -> Any:
     body = {"group": group}
     if wait and decision == "commit":
         body["wait"] = "promoted"

@@ -13,26 +13,26 @@ from array import array
 import pytest
 from rich.console import Console
 
-from txbroker.cli.bench.cpu import Listener
+from txbroker.cli.bench.cpu import ListeningProcess
 from txbroker.cli.bench.figures import (
     BOUNDS_MS,
-    Counted,
     Figures,
     Latency,
-    Taken,
-    Window,
+    LoadResult,
+    ResourceUsage,
+    TimeWindow,
     figures,
     histogram,
     latency,
     text,
 )
-from txbroker.cli.bench.load import Book, Event, Fate, Job
+from txbroker.cli.bench.load import Job, LoadEvent, LoadLog, PlannedEnd
 from txbroker.cli.bench.run import showing
 from txbroker.cli.proxy.lifeline import WORKER_MODULE
 from txbroker.kafka.tools.counting import Count
 
 TAG = "0123abcd"
-TAKEN = Taken(
+TAKEN = ResourceUsage(
     {"proxy": 0.5, "broker": None, "client": 0.25},
     {"proxy": (100.0, 101.5), "broker": (None, None)},
 )
@@ -43,9 +43,9 @@ def job(**given: object) -> Job:
     return Job(**{**fields, "messages": 1, "warmup_s": 0.0, **given})  # type: ignore[arg-type]
 
 
-def counted(of: Job, times: list[tuple[float, float, float]], failed: int = 0) -> Counted:
+def counted(of: Job, times: list[tuple[float, float, float]], failed: int = 0) -> LoadResult:
     columns = [array("d", column).tobytes() for column in zip(*times, strict=True)]
-    return Counted.of(of, Book(*columns, {"why": failed} if failed else {}))
+    return LoadResult.of(of, LoadLog(*columns, {"why": failed} if failed else {}))
 
 
 def seen(*numbers_at: tuple[int, float]) -> Count:
@@ -56,7 +56,7 @@ def seen(*numbers_at: tuple[int, float]) -> Count:
 
 
 def measured(of: Job, times: list[tuple[float, float, float]], count: Count) -> Figures:
-    return figures(counted(of, times), count, Window(1.0, 3.0), TAKEN)
+    return figures(counted(of, times), count, TimeWindow(1.0, 3.0), TAKEN)
 
 
 def test_only_what_was_decided_in_the_window_counts() -> None:
@@ -119,9 +119,9 @@ def test_shares_are_kept_in_any_stretch() -> None:
     of = job(rollback_share=0.25, unknown_share=0.1)
     for first in (0, 777, 100_000):
         fates = [of.fate(number) for number in range(first, first + 1000)]
-        assert abs(fates.count(Fate.ROLLBACK) - 250) <= 3
-        assert abs(fates.count(Fate.UNKNOWN) - 100) <= 3
-    assert {job().fate(number) for number in range(1000)} == {Fate.COMMIT}
+        assert abs(fates.count(PlannedEnd.ROLLBACK) - 250) <= 3
+        assert abs(fates.count(PlannedEnd.UNKNOWN) - 100) <= 3
+    assert {job().fate(number) for number in range(1000)} == {PlannedEnd.COMMIT}
 
 
 def test_keys_are_recognised_and_strangers_are_not() -> None:
@@ -158,7 +158,7 @@ def test_every_time_is_in_the_histogram_once() -> None:
 
 def test_the_process_that_listens_is_found() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
-        listener = Listener("127.0.0.1", server.getsockname()[1])
+        listener = ListeningProcess("127.0.0.1", server.getsockname()[1])
     before = listener.cpu_s()
     assert before is not None
     spent = time.process_time() + 0.1
@@ -175,14 +175,14 @@ def test_the_process_that_listens_is_found() -> None:
 @pytest.mark.parametrize("host", ["192.0.2.1", "no.such.host.invalid"])
 def test_nothing_is_known_of_another_machine(host: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
-        listener = Listener(host, server.getsockname()[1])
+        listener = ListeningProcess(host, server.getsockname()[1])
     assert (listener.cpu_s(), listener.memory_mib()) == (None, None)
 
 
 def test_nothing_is_known_where_nobody_listens() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-    assert Listener("127.0.0.1", port).cpu_s() is None
+    assert ListeningProcess("127.0.0.1", port).cpu_s() is None
 
 
 WORKER = """
@@ -209,7 +209,7 @@ def test_workers_of_one_parent_count_together() -> None:
             assert working.stdout is not None
             port = int(listening.stdout.readline())
             working.stdout.readline()
-            listener = Listener("127.0.0.1", port)
+            listener = ListeningProcess("127.0.0.1", port)
             before = listener.cpu_s()
             print(file=working.stdin, flush=True)
             working.stdout.readline()
@@ -231,7 +231,7 @@ def test_the_bar_is_drawn_on_a_terminal_only(terminal: bool) -> None:
     with showing(console) as shown:
         shown.step("warming up", 1.0)
         shown.step("measuring", None, 10, 100)
-        shown.done(Event("progress", done=60))
+        shown.done(LoadEvent("progress", done=60))
     drawn = console.file.getvalue()  # type: ignore[attr-defined]
     assert ("measuring" in drawn and "transactions/s" in drawn) is terminal
     assert bool(drawn) is terminal

@@ -14,7 +14,7 @@ import pytest
 from tests.cli.cli_stub import Asked, Reply, Stub, error, partition_of
 from tests.kit.cli import Call
 from txbroker.cli import client
-from txbroker.cli.client import ApiError, Client, who
+from txbroker.cli.client import ApiClient, ApiError, who
 from txbroker.cli.tx import executor as crew
 from txbroker.contract.service import PrepareRequest
 from txbroker.core.records import Message
@@ -30,7 +30,7 @@ def _no_long_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def prepare(memory: InMemoryBroker, count: int, **fields: Any) -> list[str]:
     """Prepare transactions with the values 0, 1, 2…; return their ids in that order."""
-    calling = Client(memory.url)
+    calling = ApiClient(memory.url)
     topic = fields.pop("topic", "t")
     ids = []
     for number in range(count):
@@ -195,7 +195,7 @@ def test_what_has_moved_on_since_is_left_alone(
     there: Call, memory: InMemoryBroker, answer: Answer, stub: Stub
 ) -> None:
     ids = prepare(memory, 6)
-    calling = Client(memory.url)
+    calling = ApiClient(memory.url)
 
     def meanwhile() -> None:
         calling.change("POST", "transactions", ids[0], "commit", body={"group": "orders"})
@@ -351,9 +351,9 @@ def test_the_proxy_dies_midway_and_the_same_is_done_again(
     call: Call, memory: InMemoryBroker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ids = prepare(memory, 200, topic="died")
-    real, taken = Client._exchange, [0]
+    real, taken = ApiClient._exchange, [0]
 
-    def dying(self: Client, method: str, target: str, body: bytes | None) -> tuple[int, bytes]:
+    def dying(self: ApiClient, method: str, target: str, body: bytes | None) -> tuple[int, bytes]:
         if method == "POST":
             taken[0] += 1
         if taken[0] > 50:
@@ -362,7 +362,7 @@ def test_the_proxy_dies_midway_and_the_same_is_done_again(
         return real(self, method, target, body)
 
     which = ("tx", "commit", "--state", "pending", "--group", "orders", "--yes")
-    monkeypatch.setattr(Client, "_exchange", dying)
+    monkeypatch.setattr(ApiClient, "_exchange", dying)
     partly = call(*which, "--url", memory.url)
     monkeypatch.undo()
     monkeypatch.setenv("XDG_CONFIG_HOME", "/nonexistent")
@@ -385,16 +385,16 @@ def test_a_lost_answer_is_asked_for_again(
     stub: Stub, call: Call, monkeypatch: pytest.MonkeyPatch, verb: str
 ) -> None:
     ids = stub.add(6, partitions=2)
-    real, lost = Client._exchange, set[str]()
+    real, lost = ApiClient._exchange, set[str]()
 
-    def losing(self: Client, method: str, target: str, body: bytes | None) -> tuple[int, bytes]:
+    def losing(self: ApiClient, method: str, target: str, body: bytes | None) -> tuple[int, bytes]:
         answer = real(self, method, target, body)
         if method == "POST" and target not in lost:
             lost.add(target)
             raise ApiError("no answer", reached=False)
         return answer
 
-    monkeypatch.setattr(Client, "_exchange", losing)
+    monkeypatch.setattr(ApiClient, "_exchange", losing)
     done = call("tx", verb, "--group", "orders", "--yes", "-o", "json", "--url", stub.url)
     assert (done.code, sorted(row["id"] for row in done.json)) == (0, sorted(ids))
     # What was carried out is seen, and so not done a second time.

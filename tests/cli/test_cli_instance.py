@@ -15,7 +15,7 @@ import pytest
 from tests.cli.proxy_process import proxy_process
 from tests.kit.cli import Dev
 from txbroker.cli.proxy.instance import named
-from txbroker.cli.run import Failed
+from txbroker.cli.run import CommandFailed
 from txbroker.config.settings import load_settings
 from txbroker.errors import ConfigurationError
 
@@ -92,7 +92,7 @@ def test_a_given_id_needs_no_data_directory(tmp_path: Path) -> None:
 def test_a_kept_id_that_does_not_read_is_named(tmp_path: Path, name: str) -> None:
     (tmp_path / "instances").mkdir()
     (tmp_path / name).write_bytes(b"\xffproxy")
-    with pytest.raises(Failed) as caught:
+    with pytest.raises(CommandFailed) as caught:
         named_once(tmp_path)
     said = caught.value.message
     assert said.startswith(f"{tmp_path / name} should hold the proxy's name and is no UTF-8 text")
@@ -116,7 +116,7 @@ def test_a_file_system_without_locks_is_named(
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
     monkeypatch.setattr(fcntl, "flock", refused)
-    with pytest.raises(Failed) as caught:
+    with pytest.raises(CommandFailed) as caught:
         named_once(tmp_path)
     assert f"locked in {tmp_path}: No locks available" in caught.value.message
     assert "--data-dir, on a file system with locks, or the name" in caught.value.message

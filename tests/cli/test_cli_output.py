@@ -11,7 +11,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from rich.cells import cell_len
 
-from txbroker.cli.output import Column, cell, clock, duration, printable, table, yaml_lines
+from txbroker.cli.output import TableColumn, cell, clock, duration, printable, table, yaml_lines
 
 SCALARS = st.none() | st.booleans() | st.integers() | st.text() | st.floats(-1e9, 1e9)
 DATA = st.recursive(
@@ -50,7 +50,7 @@ def test_nothing_that_is_shown_moves_the_cursor(text: str) -> None:
     st.integers(1, 200),
 )
 def test_a_narrow_table_cuts_what_may_be_cut_first(rows: list[list[str]], width: int) -> None:
-    columns = [Column(str(n), lambda row, n=n: row[str(n)], keep=n == 0) for n in range(3)]  # type: ignore[misc]
+    columns = [TableColumn(str(n), lambda row, n=n: row[str(n)], keep=n == 0) for n in range(3)]  # type: ignore[misc]
     data = [{str(n): value for n, value in enumerate(row)} for row in rows]
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("COLUMNS", str(width))
@@ -63,4 +63,4 @@ def test_a_narrow_table_cuts_what_may_be_cut_first(rows: list[list[str]], width:
 
 
 def test_a_table_of_nothing() -> None:
-    assert table([], [Column("X", str)], io.StringIO()) == []
+    assert table([], [TableColumn("X", str)], io.StringIO()) == []

@@ -23,7 +23,7 @@ from structlog.testing import capture_logs
 from tests.cli.proxy_process import ProxyProcess, proxy_process
 from tests.kit.cli import Call, Dev, descendants, until_gone
 from txbroker.cli.proxy import workers
-from txbroker.cli.run import Failed
+from txbroker.cli.run import CommandFailed
 from txbroker.config.settings import Settings, load_settings
 from txbroker.sdk import Limits, Message, TransactionalProducer
 
@@ -445,7 +445,7 @@ async def test_worker_that_does_not_stop_is_killed_and_told(
         await until(lambda: capsys.readouterr().out)
         below = set(descendants(os.getpid())) - before
         assert len(below) == 2
-    with pytest.raises(Failed, match="worker 2 did not end in order: SIGKILL"):
+    with pytest.raises(CommandFailed, match="worker 2 did not end in order: SIGKILL"):
         task.result()
     until_gone(list(below))
 
@@ -510,7 +510,7 @@ async def test_worker_that_cannot_start_ends_the_others_in_order(
         "if told['worker'] == 2: sys.exit(1)\n"
         f"open({str(told)!r}, 'w').write(sys.stdin.readline())\n",
     )
-    with pytest.raises(Failed, match="worker 2 could not start, so all have ended"):
+    with pytest.raises(CommandFailed, match="worker 2 could not start, so all have ended"):
         await workers.run_workers(two())
     assert told.read_text() == "stop\n"
 

@@ -21,7 +21,7 @@ from txbroker.cli.doctor.bundle import (
     pack,
     settings_shown,
 )
-from txbroker.cli.doctor.proxies import NotSeen
+from txbroker.cli.doctor.proxies import Unavailable
 from txbroker.config.settings import Settings
 from txbroker.errors import KafkaUnavailable
 
@@ -55,7 +55,7 @@ def planted(world: World, tmp_path: Path) -> World:
     world.proxies.proxy(TWO, reached=False, why=f"{TOKEN} is no good at {url}, they say")
     world.proxies.group("web", unreachable_why=f"refused ({url})")
     page = f'# {TOKEN} {PASSWORD}\ntxbroker_x{{url="{url}"}} 1.0\n'
-    world.proxies.pages = {ONE: METRICS + page, TWO: NotSeen(f"no {url}")}
+    world.proxies.pages = {ONE: METRICS + page, TWO: Unavailable(f"no {url}")}
     world.kafka.configure("half", x=PASSWORD)
     return world
 

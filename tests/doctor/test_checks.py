@@ -11,8 +11,8 @@ from msgspec import structs
 
 from tests.kit.doctor import ALL, METRICS, NOW_MS, NOW_S, ONE, TWO, World
 from txbroker.cli.doctor import checks_topics
-from txbroker.cli.doctor.findings import Level
-from txbroker.cli.doctor.proxies import NotSeen, ReadyAnswer, RegisteredGroup, TestCall
+from txbroker.cli.doctor.findings import CheckLevel
+from txbroker.cli.doctor.proxies import ReadyAnswer, RegisteredGroup, TestCall, Unavailable
 from txbroker.contract.audit import AuditNews, encode_news
 from txbroker.contract.service import GroupOverview
 from txbroker.core.records import Record
@@ -22,7 +22,12 @@ from txbroker.kafka.protocol.codes import Code
 from txbroker.kafka.tools.examination import BrokerFacts, OpenTransaction, PartitionCopies
 from txbroker.kafka.tools.repair import Found
 
-OK, WARNING, UNKNOWN, FAILS = Level.OK, Level.WARNING, Level.UNKNOWN, Level.FAILS
+OK, WARNING, UNKNOWN, FAILS = (
+    CheckLevel.OK,
+    CheckLevel.WARNING,
+    CheckLevel.UNKNOWN,
+    CheckLevel.FAILS,
+)
 
 
 def news(**changes: object) -> bytes:
@@ -98,7 +103,9 @@ async def test_rights_that_are_missing_are_named(world: World) -> None:
 @pytest.mark.parametrize(
     ("ahead_ms", "level"), [(900, OK), (1001, FAILS), (-60_000, OK), (86_400_000, FAILS)]
 )
-async def test_a_brokers_clock_that_is_ahead(world: World, ahead_ms: int, level: Level) -> None:
+async def test_a_brokers_clock_that_is_ahead(
+    world: World, ahead_ms: int, level: CheckLevel
+) -> None:
     world.kafka.newest = {("txbroker.half", 1): NOW_MS + ahead_ms}
     found = await world.outcome("kafka-clocks")
     assert found.level is level
@@ -300,7 +307,7 @@ async def test_another_proxy_that_is_not_well(
 
 async def test_a_named_proxy_that_is_dead(world: World) -> None:
     world.proxies.named = (ONE, "http://three:8470")
-    world.proxies.readiness["http://three:8470"] = NotSeen("nothing listens at three")
+    world.proxies.readiness["http://three:8470"] = Unavailable("nothing listens at three")
     found = await world.outcome("proxies-ready")
     assert (found.level, found.details) == (FAILS, ("nothing listens at three",))
 
@@ -383,7 +390,7 @@ async def test_groups_get_their_own_time(world: World) -> None:
         RegisteredGroup("web", 0, "http://web/check", timeout_s=9.0),
         RegisteredGroup("shop", 0, "http://shop/check"),
     ]
-    world.proxies.tests["shop"] = NotSeen("the proxy went away")
+    world.proxies.tests["shop"] = Unavailable("the proxy went away")
     found = await world.outcome("groups-reachable")
     assert world.proxies.times_s == {"web": 9.0, "shop": world.settings.check_timeout_s}
     assert (found.level, found.details) == (
@@ -396,7 +403,7 @@ async def test_groups_get_their_own_time(world: World) -> None:
 
 
 @pytest.mark.parametrize(("windows", "level"), [(1.9, OK), (2.1, FAILS)])
-async def test_the_oldest_pending(world: World, windows: float, level: Level) -> None:
+async def test_the_oldest_pending(world: World, windows: float, level: CheckLevel) -> None:
     age_s = windows * world.settings.check_window_s
     world.proxies.partition(2, oldest_pending_age_s=age_s)
     world.proxies.group("orders", oldest_pending_age_s=age_s)
@@ -416,7 +423,9 @@ async def test_the_oldest_pending(world: World, windows: float, level: Level) ->
         ({}, FAILS),
     ],
 )
-async def test_a_groups_own_times_count(world: World, policy: dict[str, Any], level: Level) -> None:
+async def test_a_groups_own_times_count(
+    world: World, policy: dict[str, Any], level: CheckLevel
+) -> None:
     world.proxies.registered = [RegisteredGroup("orders", 1, **policy)]
     world.proxies.group("orders", oldest_pending_age_s=3600.0)
     found = await world.outcome("pending-age")
@@ -485,7 +494,7 @@ async def test_a_transaction_whose_end_was_lost_fails_however_young_it_is(world:
 
 @pytest.mark.parametrize(("age_s", "level"), [(1, WARNING), (90, FAILS)])
 async def test_a_transaction_that_no_coordinator_knows(
-    world: World, age_s: int, level: Level
+    world: World, age_s: int, level: CheckLevel
 ) -> None:
     last_ms = NOW_MS - age_s * 1000
     world.kafka.open = [OpenTransaction("payments", 1, 7, 12, last_write_ms=last_ms)]
@@ -495,7 +504,7 @@ async def test_a_transaction_that_no_coordinator_knows(
 
 
 @pytest.mark.parametrize(("left", "level"), [("401.0", OK), ("399.0", FAILS)])
-async def test_retention_headroom(world: World, left: str, level: Level) -> None:
+async def test_retention_headroom(world: World, left: str, level: CheckLevel) -> None:
     world.proxies.pages[TWO] = METRICS.replace("headroom_seconds 600.0", f"headroom_seconds {left}")
     assert (await world.outcome("retention-headroom")).level is level
 
@@ -507,7 +516,7 @@ async def test_lost_ones(world: World) -> None:
 
 
 async def test_metrics_of_one_proxy_are_missed(world: World) -> None:
-    world.proxies.pages[TWO] = NotSeen("no route to two")
+    world.proxies.pages[TWO] = Unavailable("no route to two")
     found = await world.outcome("undecided-lost")
     assert (found.level, found.details) == (WARNING, (f"{TWO}: no route to two",))
 
@@ -526,7 +535,7 @@ async def test_no_audit_yet(world: World) -> None:
 
 
 @pytest.mark.parametrize(("age_s", "level"), [(2 * 86400 - 1, OK), (2 * 86400 + 1, WARNING)])
-async def test_an_old_audit(world: World, age_s: int, level: Level) -> None:
+async def test_an_old_audit(world: World, age_s: int, level: CheckLevel) -> None:
     world.kafka.news = {"batch": news(ended_ms=round((NOW_S - age_s) * 1000))}
     assert (await world.outcome("audit-fresh")).level is level
 

@@ -10,11 +10,16 @@ import pytest
 from msgspec import structs
 
 from tests.kit.doctor import NOW_S, ONE, TWO, World, settings
-from txbroker.cli.doctor.findings import Level
+from txbroker.cli.doctor.findings import CheckLevel
 from txbroker.cli.doctor.proxies import NotAllowed, RegisteredGroup
 from txbroker.principals import Role, format_principal
 
-OK, WARNING, UNKNOWN, FAILS = Level.OK, Level.WARNING, Level.UNKNOWN, Level.FAILS
+OK, WARNING, UNKNOWN, FAILS = (
+    CheckLevel.OK,
+    CheckLevel.WARNING,
+    CheckLevel.UNKNOWN,
+    CheckLevel.FAILS,
+)
 PUBLIC: dict[str, Any] = {"listen": "0.0.0.0:8470", "advertise": "https://one:8470"}
 TOKEN = Path("token")
 PRINCIPALS = Path("principals.toml")
@@ -276,7 +281,7 @@ async def test_a_file_that_is_not_there_is_told(world: World, tmp_path: Path) ->
         ("localhost.example", OK),
     ],
 )
-async def test_check_urls_that_lead_inside(world: World, entry: str, level: Level) -> None:
+async def test_check_urls_that_lead_inside(world: World, entry: str, level: CheckLevel) -> None:
     world.settings = settings(check_url_allow=("10.2.0.1", entry))
     found = await world.outcome("access-check-urls")
     assert found.level is level

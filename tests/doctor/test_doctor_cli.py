@@ -12,7 +12,7 @@ import pytest
 from tests.kit.cli import Result
 from tests.kit.doctor import ONE, TWO, World
 from tests.kit.secret_files import secret_file
-from txbroker.cli.contexts import Papers
+from txbroker.cli.contexts import CredentialFiles
 from txbroker.cli.doctor import checks_kafka, command
 from txbroker.cli.doctor.checks import CHECKS
 from txbroker.cli.main import cli
@@ -223,14 +223,14 @@ def test_calls_without_a_credential_show_no_certificate(
         f'token_file = "{token}"\npeers_ca_file = "ca"\n'
         'tls_cert_file = "certificate"\ntls_key_file = "key"\n'
     )
-    shown: list[Papers] = []
+    shown: list[CredentialFiles] = []
 
-    def tls_of(papers: Papers) -> ClientTls:
+    def tls_of(papers: CredentialFiles) -> ClientTls:
         shown.append(papers)
         return ClientTls()
 
     monkeypatch.setattr(command, "tls_of", tls_of)
     call("--config", config)
     ours, nobodys = shown
-    assert ours == Papers(token, Path("ca"), Path("certificate"), Path("key"))
-    assert nobodys == Papers(ca_file=Path("ca"))
+    assert ours == CredentialFiles(token, Path("ca"), Path("certificate"), Path("key"))
+    assert nobodys == CredentialFiles(ca_file=Path("ca"))

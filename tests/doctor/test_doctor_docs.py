@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from txbroker.cli.doctor.checks import CHECKS
-from txbroker.cli.doctor.findings import MANUAL, Check
+from txbroker.cli.doctor.findings import MANUAL, DoctorCheck
 
 ROOT = Path(__file__).parents[2]
 
@@ -36,7 +36,7 @@ def test_names_are_unique_and_hints_are_sentences() -> None:
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda one: one.name)
-def test_every_link_leads_somewhere(check: Check) -> None:
+def test_every_link_leads_somewhere(check: DoctorCheck) -> None:
     page, _, anchor = check.doc.partition("#")
     text = (ROOT / page).read_text()
     headings = {

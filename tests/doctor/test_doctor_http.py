@@ -14,7 +14,7 @@ from tests.kit.doctor import World
 from tests.kit.http_api import running_api
 from tests.kit.secret_files import secret_file
 from txbroker.cli.doctor.checks import CHECKS
-from txbroker.cli.doctor.proxies import HttpProxies, NotAllowed, NotSeen
+from txbroker.cli.doctor.proxies import HttpProxies, NotAllowed, Unavailable
 from txbroker.cli.doctor.runner import examine
 from txbroker.cli.doctor.samples import read_samples
 from txbroker.cli.doctor.subject import Subject
@@ -43,7 +43,7 @@ async def test_the_token_goes_along(tmp_path_factory: pytest.TempPathFactory) ->
     token = tmp_path_factory.mktemp("token") / "token"
     secret_file(token, "t0ken-of-16-chars")
     async with running_api(token_file=token) as api:
-        with pytest.raises(NotSeen, match=r"401: .* \(unauthorized\); .* --token-file"):
+        with pytest.raises(Unavailable, match=r"401: .* \(unauthorized\); .* --token-file"):
             await HttpProxies([api.url], {}).overview()
         overview, _ = await HttpProxies(
             [api.url], {"authorization": "Bearer t0ken-of-16-chars"}
@@ -164,11 +164,11 @@ def stranger() -> Iterator[str]:
 
 async def test_who_is_no_proxy_is_told(stranger: str) -> None:
     proxies = HttpProxies([stranger], {})
-    with pytest.raises(NotSeen, match="does not read"):
+    with pytest.raises(Unavailable, match="does not read"):
         await proxies.overview()
-    with pytest.raises(NotSeen, match="404: is it a txbroker proxy"):
+    with pytest.raises(Unavailable, match="404: is it a txbroker proxy"):
         await proxies.ready(stranger)
-    with pytest.raises(NotSeen, match="404: is it a txbroker proxy"):
+    with pytest.raises(Unavailable, match="404: is it a txbroker proxy"):
         await proxies.groups()
 
 
@@ -176,9 +176,9 @@ async def test_who_is_silent_is_told() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listening:
         url = f"http://127.0.0.1:{listening.getsockname()[1]}"
         proxies = HttpProxies([url], {})
-        with pytest.raises(NotSeen, match="has not answered within"):
+        with pytest.raises(Unavailable, match="has not answered within"):
             await proxies._ask(url, "GET", "/readyz", timeout_s=0.1)
-    with pytest.raises(NotSeen, match="nothing listens at"):
+    with pytest.raises(Unavailable, match="nothing listens at"):
         await proxies.ready(url)
-    with pytest.raises(NotSeen, match="no proxy is named"):
+    with pytest.raises(Unavailable, match="no proxy is named"):
         await HttpProxies([], {}).overview()

@@ -21,10 +21,10 @@ from tests.kit.cli import TXBROKER, Dev, Result
 from tests.kit.doctor import settings
 from tests.kit.secret_files import secret_file
 from txbroker.cli.doctor.checks import CHECKS
-from txbroker.cli.doctor.findings import Outcome
+from txbroker.cli.doctor.findings import CheckResult
 from txbroker.cli.doctor.proxies import HttpProxies
 from txbroker.cli.doctor.runner import examine
-from txbroker.cli.doctor.subject import Limits, Subject
+from txbroker.cli.doctor.subject import Subject, Thresholds
 from txbroker.kafka.client.wiring import kafka_settings
 from txbroker.kafka.tools.examination import KafkaExamination, OpenTransaction
 from txbroker.sdk import is_test_call, verify_webhook
@@ -67,7 +67,7 @@ def shown(result: Result) -> dict[str, dict[str, Any]]:
     return {one["name"]: one for one in result.json["checks"]}
 
 
-async def look(dev: Dev, limits: Limits, names: Sequence[str]) -> dict[str, Outcome]:
+async def look(dev: Dev, limits: Thresholds, names: Sequence[str]) -> dict[str, CheckResult]:
     """Run some checks in this process, with limits that need no waiting for."""
     given = settings(kafka=dev.kafka)
     async with KafkaExamination(kafka_settings(given)) as kafka:
@@ -210,9 +210,9 @@ async def test_a_hanging_transaction(dev: Dev) -> None:
     producer.produce("payments", b"never committed", partition=0)
     assert await asyncio.to_thread(producer.flush, TIMEOUT_S) == 0
     try:
-        young = await look(dev, Limits(), ["hanging-transactions"])
+        young = await look(dev, Thresholds(), ["hanging-transactions"])
         assert young["hanging-transactions"].level == "ok"
-        strict = await look(dev, Limits(transaction_s=-5.0), ["hanging-transactions"])
+        strict = await look(dev, Thresholds(transaction_s=-5.0), ["hanging-transactions"])
         found = strict["hanging-transactions"]
         assert found.level == "fails"
         (line,) = found.details
@@ -220,7 +220,7 @@ async def test_a_hanging_transaction(dev: Dev) -> None:
         assert line.endswith("hides 1 offsets")
     finally:
         await asyncio.to_thread(producer.abort_transaction, TIMEOUT_S)
-    ended = await look(dev, Limits(transaction_s=-5.0), ["hanging-transactions"])
+    ended = await look(dev, Thresholds(transaction_s=-5.0), ["hanging-transactions"])
     assert ended["hanging-transactions"].level == "ok"
 
 
@@ -253,7 +253,7 @@ async def test_clocks_are_read_from_what_was_appended(dev: Dev) -> None:
     # Nothing is parked and no group is registered, but for the layout; claims are everywhere.
     assert topics == {f"txbroker.{name}" for name in ("half", "op", "checkpoint", "groups")}
     assert all(abs(time.time() - at_ms / 1000) < 600 for at_ms in newest.values())
-    found = await look(dev, Limits(clocks_s=-3600.0), ["kafka-clocks"])
+    found = await look(dev, Thresholds(clocks_s=-3600.0), ["kafka-clocks"])
     assert found["kafka-clocks"].level == "fails"
 
 

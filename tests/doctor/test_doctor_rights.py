@@ -17,7 +17,7 @@ from confluent_kafka.admin import (
 
 from tests.kit.doctor import FakeProxies, settings
 from txbroker.cli.doctor.checks import CHECKS
-from txbroker.cli.doctor.findings import Outcome
+from txbroker.cli.doctor.findings import CheckResult
 from txbroker.cli.doctor.runner import examine
 from txbroker.cli.doctor.subject import Subject
 from txbroker.embedded import EmbeddedKafka
@@ -38,7 +38,7 @@ def guarded() -> Iterator[EmbeddedKafka]:
         yield server
 
 
-async def rights(bootstrap: str) -> Outcome:
+async def rights(bootstrap: str) -> CheckResult:
     """Run the check of rights."""
     given = settings(kafka=bootstrap)
     async with KafkaExamination(kafka_settings(given)) as kafka:

@@ -10,14 +10,14 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tests.kit.doctor import NOW_MS, World
 from txbroker.cli.doctor.checks import CHECKS
-from txbroker.cli.doctor.findings import Level, Section
+from txbroker.cli.doctor.findings import CheckLevel, Section
 from txbroker.cli.doctor.report import as_json, as_prometheus, summary, table
-from txbroker.cli.doctor.runner import Report
+from txbroker.cli.doctor.runner import DoctorReport
 from txbroker.contract.audit import AuditNews, encode_news
 
 
 @pytest.fixture
-async def report(world: World) -> Report:
+async def report(world: World) -> DoctorReport:
     """One thing fails, one is unknown because of it, one is to be looked at, the rest is fine."""
     told = AuditNews(
         run="r1", mode="full", started_ms=0, ended_ms=NOW_MS, transactions=1, states={}, drift={}
@@ -27,11 +27,11 @@ async def report(world: World) -> Report:
     world.kafka.remove("op")
     found = await world.examine()
     by_level = {one.level for one in found.outcomes}
-    assert by_level >= {Level.OK, Level.WARNING, Level.FAILS}
+    assert by_level >= {CheckLevel.OK, CheckLevel.WARNING, CheckLevel.FAILS}
     return found
 
 
-async def test_words_where_there_is_no_terminal(report: Report) -> None:
+async def test_words_where_there_is_no_terminal(report: DoctorReport) -> None:
     lines = list(table(report, colours=False))
     text = "\n".join(lines)
     assert [line for line in lines if not line.startswith(" ")] == [f"{s}:" for s in Section]
@@ -46,7 +46,7 @@ async def test_words_where_there_is_no_terminal(report: Report) -> None:
     assert "  ok      kafka-reachable: Kafka answers: 3 brokers at 127.0.0.1:9092" in lines
 
 
-async def test_signs_for_a_terminal(report: Report) -> None:
+async def test_signs_for_a_terminal(report: DoctorReport) -> None:
     text = "\n".join(table(report, colours=True))
     for sign in ("\x1b[32m\x1b[1m✓", "\x1b[33m\x1b[1m!", "\x1b[31m\x1b[1m✗"):
         assert sign in text
@@ -59,7 +59,7 @@ async def test_what_others_wrote_moves_no_cursor(world: World) -> None:
     assert not any("\x1b" in line or "\r" in line for line in lines)
 
 
-async def test_json_has_everything(report: Report) -> None:
+async def test_json_has_everything(report: DoctorReport) -> None:
     data = json.loads(as_json(report))
     assert [one["name"] for one in data["checks"]] == [one.name for one in CHECKS]
     (missing,) = [one for one in data["checks"] if one["name"] == "topics-there"]
@@ -68,7 +68,7 @@ async def test_json_has_everything(report: Report) -> None:
     assert data["at"].endswith("Z")
 
 
-async def test_prometheus_reads_what_is_for_it(report: Report) -> None:
+async def test_prometheus_reads_what_is_for_it(report: DoctorReport) -> None:
     page = "\n".join(as_prometheus(report)) + "\n"
     families = {one.name: one.samples for one in text_string_to_metric_families(page)}
     levels = {one.labels["check"]: one.value for one in families["txbroker_doctor_check"]}
@@ -79,8 +79,8 @@ async def test_prometheus_reads_what_is_for_it(report: Report) -> None:
     assert len(families["txbroker_doctor_check_seconds"]) == len(CHECKS)
 
 
-async def test_the_summary_counts(report: Report) -> None:
-    only = [one for one in report.outcomes if one.level is Level.OK][:2]
-    failing = structs.replace(only[0], level=Level.FAILS)
-    assert summary(Report(0.0, (*only, failing))) == "2 fine, 1 failing."
-    assert summary(Report(0.0, tuple(only))) == "2 fine."
+async def test_the_summary_counts(report: DoctorReport) -> None:
+    only = [one for one in report.outcomes if one.level is CheckLevel.OK][:2]
+    failing = structs.replace(only[0], level=CheckLevel.FAILS)
+    assert summary(DoctorReport(0.0, (*only, failing))) == "2 fine, 1 failing."
+    assert summary(DoctorReport(0.0, tuple(only))) == "2 fine."

@@ -7,19 +7,27 @@ import asyncio
 from msgspec import structs
 
 from tests.kit.doctor import World
-from txbroker.cli.doctor.findings import Book, Check, Finding, Level, Section, fine, shortened
+from txbroker.cli.doctor.findings import (
+    CheckLevel,
+    CheckRegistry,
+    DoctorCheck,
+    Finding,
+    Section,
+    fine,
+    shortened,
+)
 from txbroker.cli.doctor.runner import examine
 from txbroker.cli.doctor.subject import NotSeen, Subject
 from txbroker.errors import KafkaUnavailable
 
 
-def checks(book: Book) -> dict[str, Check]:
+def checks(book: CheckRegistry) -> dict[str, DoctorCheck]:
     return {one.name: one for one in book.checks}
 
 
-def book() -> Book:
+def book() -> CheckRegistry:
     """One check of each bad habit."""
-    made = Book(Section.KAFKA, needs=("base",))
+    made = CheckRegistry(Section.KAFKA, needs=("base",))
 
     @made.check("the base", hint="Mend it.")
     async def base(subject: Subject) -> Finding:
@@ -45,10 +53,10 @@ async def test_each_ends_in_its_own_way(world: World) -> None:
     report = await examine(world.subject(), book().checks, timeout_s=0.05)
     shown = {one.name: (one.level, one.found) for one in report.outcomes}
     assert shown == {
-        "base": (Level.OK, "yes"),
-        "breaks": (Level.FAILS, "this check is broken: ZeroDivisionError: by nothing"),
-        "hangs": (Level.FAILS, "not known within 0.05 s"),
-        "blind": (Level.FAILS, "nothing to see"),
+        "base": (CheckLevel.OK, "yes"),
+        "breaks": (CheckLevel.FAILS, "this check is broken: ZeroDivisionError: by nothing"),
+        "hangs": (CheckLevel.FAILS, "not known within 0.05 s"),
+        "blind": (CheckLevel.FAILS, "nothing to see"),
     }
     assert {one.name: one.hint for one in report.outcomes if one.hint} == {
         "breaks": "Tell us.",
@@ -59,21 +67,21 @@ async def test_each_ends_in_its_own_way(world: World) -> None:
 
 async def test_who_cannot_look_because_of_another_is_not_blamed(world: World) -> None:
     async def failing(subject: Subject) -> Finding:
-        return Finding(Level.FAILS, "no")
+        return Finding(CheckLevel.FAILS, "no")
 
     made = [
         structs.replace(one, look=failing) if one.name == "base" else one for one in book().checks
     ]
     report = await examine(world.subject(), made, timeout_s=0.05)
     levels = {one.name: one.level for one in report.outcomes}
-    assert levels.pop("base") is Level.FAILS
-    assert set(levels.values()) == {Level.UNKNOWN}
+    assert levels.pop("base") is CheckLevel.FAILS
+    assert set(levels.values()) == {CheckLevel.UNKNOWN}
     assert not report.healthy
 
 
 async def test_they_run_side_by_side(world: World) -> None:
     met = asyncio.Barrier(3)
-    made = Book(Section.TOPICS)
+    made = CheckRegistry(Section.TOPICS)
 
     def meeting(name: str) -> None:
         async def look(subject: Subject) -> Finding:
@@ -126,7 +134,7 @@ async def test_a_subject_that_is_closed_leaves_nothing_running(world: World) -> 
 async def test_failures_of_what_is_shared_reach_everybody(world: World) -> None:
     world.kafka.failure = KafkaUnavailable("gone")
     report = await world.examine()
-    assert sum(one.level is Level.UNKNOWN for one in report.outcomes) > 5
+    assert sum(one.level is CheckLevel.UNKNOWN for one in report.outcomes) > 5
 
 
 def test_long_lists_are_cut_and_say_so() -> None:

@@ -8,10 +8,10 @@ from typing import Any, TypeVar
 from msgspec import structs
 
 from txbroker.cli.doctor.checks import CHECKS
-from txbroker.cli.doctor.findings import Outcome
-from txbroker.cli.doctor.proxies import NotSeen, ReadyAnswer, RegisteredGroup, TestCall
-from txbroker.cli.doctor.runner import Report, examine
-from txbroker.cli.doctor.subject import Limits, Subject
+from txbroker.cli.doctor.findings import CheckResult
+from txbroker.cli.doctor.proxies import ReadyAnswer, RegisteredGroup, TestCall, Unavailable
+from txbroker.cli.doctor.runner import DoctorReport, examine
+from txbroker.cli.doctor.subject import Subject, Thresholds
 from txbroker.config.settings import Settings
 from txbroker.contract.service import GroupOverview, Overview, PartitionOverview, ProxyOverview
 from txbroker.kafka.client.wiring import kafka_settings
@@ -239,7 +239,7 @@ class FakeProxies:
 
     def gone(self) -> None:
         """Let no proxy answer."""
-        self.view = NotSeen(f"nothing listens at {ONE}")
+        self.view = Unavailable(f"nothing listens at {ONE}")
         self.readiness = dict.fromkeys(self.readiness, self.view)
         self.pages = dict.fromkeys(self.pages, self.view)
 
@@ -256,7 +256,7 @@ class World:
     def __init__(self) -> None:
         self.kafka = FakeKafka()
         self.proxies = FakeProxies()
-        self.limits = Limits()
+        self.limits = Thresholds()
         self.settings = settings()
 
     def subject(self) -> Subject:
@@ -267,14 +267,14 @@ class World:
 
         return Subject(self.settings, self.kafka, self.proxies, self.limits, lambda: NOW_S, at_once)
 
-    async def examine(self, **options: Any) -> Report:
+    async def examine(self, **options: Any) -> DoctorReport:
         """Run all checks."""
         subject = self.subject()
         report = await examine(subject, CHECKS, **options)
         await subject.close()
         return report
 
-    async def outcome(self, name: str) -> Outcome:
+    async def outcome(self, name: str) -> CheckResult:
         """Run all checks, and return what became of one; no other may be broken by it."""
         report = await self.examine()
         assert not [one for one in report.outcomes if "broken" in one.found], report

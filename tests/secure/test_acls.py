@@ -13,7 +13,7 @@ from tests.kit.service import Desk, Service, until
 from tests.secure.allowed_world import AllowedWorld
 from tests.secure.secure_world import SecureKafka
 from txbroker.cli.doctor.checks import CHECKS
-from txbroker.cli.doctor.findings import Outcome
+from txbroker.cli.doctor.findings import CheckResult
 from txbroker.cli.doctor.runner import examine
 from txbroker.cli.doctor.subject import Subject
 from txbroker.core.records import Message
@@ -51,7 +51,7 @@ def rights(world: AllowedWorld, role: Role, *targets: str) -> list[Right]:
     return [right for right in named if right.role is role]
 
 
-async def doctor(world: AllowedWorld) -> Outcome:
+async def doctor(world: AllowedWorld) -> CheckResult:
     """Run the check of rights, as this user."""
     async with KafkaExamination(world.settings()) as kafka:
         subject = Subject(world.login, kafka, FakeProxies())

@@ -12,7 +12,7 @@ import pytest
 
 from tests.kit.memory import MemoryWorld
 from tests.tls.tls_world import ADMIN_TOKEN, Files, mutual, running, secured
-from txbroker.cli.doctor.proxies import HttpProxies, NotSeen
+from txbroker.cli.doctor.proxies import HttpProxies, Unavailable
 from txbroker.net.tls import ClientTls, TlsFiles
 
 pytestmark = [pytest.mark.needs_tool("openssl")]
@@ -130,7 +130,7 @@ async def test_the_doctor_sees_every_proxy_at_its_admin_address(
             (told,) = overview.proxies
             assert (await seen.ready(told.admin_url)).ready
             assert "txbroker_" in await seen.metrics(told.admin_url)
-            with pytest.raises(NotSeen, match="--ca-file"):
+            with pytest.raises(Unavailable, match="--ca-file"):
                 await blind.overview()
         finally:
             seen.close()
