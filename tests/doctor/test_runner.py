@@ -17,7 +17,7 @@ from txbroker.cli.doctor.findings import (
     shortened,
 )
 from txbroker.cli.doctor.runner import examine
-from txbroker.cli.doctor.subject import NotSeen, Subject
+from txbroker.cli.doctor.subject import Subject, Unavailable
 from txbroker.errors import KafkaUnavailable
 
 
@@ -44,7 +44,7 @@ def book() -> CheckRegistry:
 
     @made.check("it cannot look", hint="Help it.")
     async def blind(subject: Subject) -> Finding:
-        raise NotSeen("nothing to see")
+        raise Unavailable("nothing to see")
 
     return made
 
