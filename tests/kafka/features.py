@@ -16,8 +16,9 @@ from aiokafka.protocol.types import (
     TaggedFields,
 )
 
-from txbroker.kafka.client.client import Client, Patience
+from txbroker.kafka.client.client import Client
 from txbroker.kafka.protocol.schemas import FeaturesRequest, finalized_features
+from txbroker.net.backoff import Backoff
 
 FEATURE = "transaction.version"
 _TAGS = ("tags", TaggedFields)
@@ -79,6 +80,6 @@ async def set_level(client: Client, wanted: int) -> None:
     change = _UPGRADE if wanted > await level(client) else _UNSAFE_DOWNGRADE
     answer = await client.ask_any(_Update(wanted, change), "features")
     assert answer.error_code == 0, (answer.error_code, answer.error_message)
-    patience = Patience(10, 0.02)
+    backoff = Backoff(10, 0.02)
     while await level(client) != wanted:
-        assert await patience.pause(), "the broker does not hear of it"
+        assert await backoff.pause(), "the broker does not hear of it"

@@ -12,7 +12,7 @@ from aiokafka.protocol.transaction import AddPartitionsToTxnRequest
 
 from txbroker.core.records import Record
 from txbroker.door.protocols import PromotionTxnLost
-from txbroker.kafka.client.client import Client, KafkaRefused, NotSent, Patience, Unanswered
+from txbroker.kafka.client.client import Client, KafkaRefused, NotSent, Unanswered
 from txbroker.kafka.client.leaders import LeadersRequest
 from txbroker.kafka.client.producer import Producer
 from txbroker.kafka.client.settings import KafkaSettings
@@ -23,6 +23,7 @@ from txbroker.kafka.protocol.codes import Code
 from txbroker.kafka.protocol.packed import ListOffsetsV3, ProduceV7
 from txbroker.kafka.protocol.schemas import ProducersRequest
 from txbroker.kafka.protocol.transactions import Partition
+from txbroker.net.backoff import Backoff
 
 OURS, STRANGER, EPOCH = 7, 8, 4
 T, U = ("t", 0), ("u", 0)
@@ -45,7 +46,7 @@ class Leaders:
         self.asked: list[Partition] = []
         self.requests: list[int] = []
         """How many partitions each question was about."""
-        self.patience: list[float | None] = []
+        self.backoff: list[float | None] = []
         self.refuses: KafkaRefused | None = None
         self.taken: list[tuple[str, int, int]] = []
         self.forgotten: list[Partition] = []
@@ -94,7 +95,7 @@ class Leaders:
         if isinstance(request, LeadersRequest):
             return self._leaders(request)
         if node in self.silent:
-            self.patience.append(timeout_s)
+            self.backoff.append(timeout_s)
             raise Unanswered(f"broker {node} did not answer")
         if isinstance(request, ListOffsetsV3):
             return self._ends(request)
@@ -104,7 +105,7 @@ class Leaders:
             self.taken += [(topic, n, -1) for topic, ns in request._topics for n in ns]
             return SimpleNamespace(errors=[])
         assert isinstance(request, ProducersRequest)
-        self.patience.append(timeout_s)
+        self.backoff.append(timeout_s)
         if self.refuses is not None:
             raise self.refuses
         self.requests.append(sum(len(numbers) for _, numbers, _ in request._topics))
@@ -239,13 +240,13 @@ async def test_many_partitions_are_asked_about_in_pieces_and_a_silent_leader_onc
     assert leaders.asked == many
     assert leaders.requests == [8, 8, 4]
     # It waits for a plan, so that it must not wait for long.
-    assert all(seconds is not None and 0 < seconds <= 2 for seconds in leaders.patience)
+    assert all(seconds is not None and 0 < seconds <= 2 for seconds in leaders.backoff)
     again = [("u", number) for number in range(20)]
     leaders.leaders |= dict.fromkeys(again, 1)
     leaders.silent.add(1)
-    leaders.patience.clear()
+    leaders.backoff.clear()
     assert [cause.code for cause in await ended.verify_no_open_txn(again)] == ["no_answer"] * 20
-    assert len(leaders.patience) == 1
+    assert len(leaders.backoff) == 1
 
 
 @pytest.mark.rule(17)
@@ -278,17 +279,17 @@ async def test_only_the_leader_that_was_asked_takes_the_first_batch(leaders: Lea
     one, other = (Producer(client, side, side) for side in "ab")
     ended = OpenTransactionGuard(client, "ended", [one, other])
     assert await ended.verify_no_open_txn([T]) == []
-    batch, patience = {T: batch_body([Record(b"k", b"")])}, Patience(1.0, 0.01)
+    batch, backoff = {T: batch_body([Record(b"k", b"")])}, Backoff(1.0, 0.01)
     # It had been deposed long ago, and did not know.
     leaders.leaders[T] = 2
     with pytest.raises(NotSent, match="t-0 is led by another broker"):
-        await one.produce(batch, patience)
+        await one.produce(batch, backoff)
     assert leaders.taken == []
     leaders.leaders[T] = 1
-    await one.produce(batch, patience)
+    await one.produce(batch, backoff)
     # From here on only we have written there.
     leaders.leaders[T] = 2
-    await other.produce(batch, patience)
+    await other.produce(batch, backoff)
     assert leaders.taken == [("t", 0, 1), ("t", 0, 2)]
 
 
@@ -303,12 +304,12 @@ async def test_where_another_broker_leads_than_was_asked_nothing_is_put_in(
     # What aborts the transaction then reaches the one that leads in truth.
     leaders.leaders[T] = 2
     with pytest.raises(NotSent, match="t-0 is led by another broker"):
-        await producer.add([U, T], Patience(1.0, 0.01))
+        await producer.add([U, T], Backoff(1.0, 0.01))
     assert leaders.taken == []
     # So it is found out before, where there is time to ask again.
     assert ended.unverified([T, U]) == [T]
     assert await ended.verify_no_open_txn([T, U]) == []
-    await producer.add([U, T], Patience(1.0, 0.01))
+    await producer.add([U, T], Backoff(1.0, 0.01))
     assert leaders.taken == [("u", 0, -1), ("t", 0, -1)]
 
 
@@ -328,11 +329,11 @@ async def test_what_was_seen_is_not_asked_about(
     unseen.wrote({T: 9, U: 3})
     unseen.wrote({U: 5})
     unseen.seen({T: 9})
-    await unseen.over([T], Patience(0.0, 0.01))
+    await unseen.over([T], Backoff(0.0, 0.01))
     # The turn before that one was seen, and it was not.
     unseen.seen({U: 3})
     with pytest.raises(PromotionTxnLost, match="u-0"):
-        await unseen.over([T, U], Patience(0.0, 0.01))
+        await unseen.over([T, U], Backoff(0.0, 0.01))
 
 
 async def test_where_readers_come_past_no_leader_is_asked(
@@ -340,7 +341,7 @@ async def test_where_readers_come_past_no_leader_is_asked(
 ) -> None:
     unseen.wrote({T: 9})
     leaders.open[T] = {STRANGER: 10}
-    await unseen.over([T], Patience(5.0, 0.01))
+    await unseen.over([T], Backoff(5.0, 0.01))
     assert leaders.asked == []
 
 
@@ -351,11 +352,11 @@ async def test_what_was_never_ended_gets_no_other_turn(
     unseen.wrote({T: 8, U: 8})
     leaders.open[T] = {OURS: 7}
     with pytest.raises(PromotionTxnLost, match="offset 7") as lost:
-        await unseen.over([T, U], Patience(0.05, 0.01))
+        await unseen.over([T, U], Backoff(0.05, 0.01))
     assert lost.value.cause is not None
     assert (lost.value.cause.code, lost.value.cause.topic) == (HANGING, "t")
     # A turn that does not write there does not end it either.
-    await unseen.over([U], Patience(0.0, 0.01))
+    await unseen.over([U], Backoff(0.0, 0.01))
 
 
 async def test_an_end_that_takes_its_time_is_waited_for(
@@ -363,7 +364,7 @@ async def test_an_end_that_takes_its_time_is_waited_for(
 ) -> None:
     unseen.wrote({T: 8})
     leaders.open[T] = {OURS: 7}
-    waiting = asyncio.create_task(unseen.over([T], Patience(30.0, 0.01)))
+    waiting = asyncio.create_task(unseen.over([T], Backoff(30.0, 0.01)))
     async with asyncio.timeout(30):
         while not leaders.asked:
             await asyncio.sleep(0.001)
@@ -381,9 +382,9 @@ async def test_others_that_hold_readers_back_hold_no_turn_back(
     # The other producer of the claim may rightly have something open.
     leaders.open[T] = {STRANGER: 2, OURS - 1: 9}
     leaders.epochs[T] = EPOCH
-    await unseen.over([T], Patience(30.0, 0.01))
+    await unseen.over([T], Backoff(30.0, 0.01))
     assert leaders.asked == [T]
-    await unseen.over([T], Patience(30.0, 0.01))
+    await unseen.over([T], Backoff(30.0, 0.01))
     assert leaders.asked == [T]
     # If the leader that said so was deposed, its word is not enough.
     assert ended._producers[1].vouching_leader == {T: 1}
@@ -398,10 +399,10 @@ async def test_a_leader_that_does_not_know_the_turn_is_not_believed(
     leaders.open[T] = {STRANGER: 2}
     leaders.epochs[T] = known
     with pytest.raises(PromotionTxnLost, match="t-0 does not say whether earlier turns have ended"):
-        await unseen.over([T], Patience(0.05, 0.01))
+        await unseen.over([T], Backoff(0.05, 0.01))
     assert T in leaders.forgotten
     leaders.epochs[T] = EPOCH
-    await unseen.over([T], Patience(0.05, 0.01))
+    await unseen.over([T], Backoff(0.05, 0.01))
 
 
 async def test_what_another_producer_id_has_written_is_ended_by_none_of_ours(
@@ -410,7 +411,7 @@ async def test_what_another_producer_id_has_written_is_ended_by_none_of_ours(
     unseen.wrote({T: 8})
     leaders.open[T] = {OURS: 7}
     ended._producers[1].id = OURS + 5  # type: ignore[misc]
-    await unseen.over([T], Patience(0.0, 0.01))
+    await unseen.over([T], Backoff(0.0, 0.01))
     assert leaders.asked == []
 
 

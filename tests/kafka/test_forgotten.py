@@ -13,7 +13,8 @@ from tests.kit.kafka import KafkaWorld, now_ms
 from txbroker.core.records import LOG_VERSION, Checkpoint, Claim, Record
 from txbroker.door.protocols import PromotionTxn, PromotionTxnLost, TargetRecord
 from txbroker.embedded import DEFAULT_VERSION, EmbeddedKafka
-from txbroker.kafka.client.client import Client, Patience
+from txbroker.kafka.client.client import Client
+from txbroker.net.backoff import Backoff
 
 FORGETFUL = {
     "transactional.id.expiration.ms": "2000",
@@ -41,9 +42,9 @@ async def onlooker(world: KafkaWorld) -> AsyncIterator[Client]:
 
 
 async def until(holds: Callable[[], Awaitable[bool]]) -> None:
-    patience = Patience(BOUND_S, 0.05)
+    backoff = Backoff(BOUND_S, 0.05)
     while not await holds():
-        assert await patience.pause(), "Kafka does not forget"
+        assert await backoff.pause(), "Kafka does not forget"
 
 
 def claim(name: str) -> Claim:

@@ -17,11 +17,12 @@ from tests.kit.kafka import ADMIN_TIMEOUT_S, KafkaWorld
 from txbroker.core.encoding import encode_progress
 from txbroker.core.records import LOG_VERSION, Checkpoint, Claim, Record
 from txbroker.door.protocols import Hanging, PromotionTxn, TargetRecord
-from txbroker.kafka.client.client import Client, Patience
+from txbroker.kafka.client.client import Client
 from txbroker.kafka.client.producer import BatchRefused, Producer
 from txbroker.kafka.protocol.batch import batch_body
 from txbroker.kafka.protocol.transactions import Partition
 from txbroker.kafka.tools.examination import KafkaExamination
+from txbroker.net.backoff import Backoff
 
 _VERIFICATION = "transaction.partition.verification.enable"
 
@@ -55,19 +56,19 @@ async def leave_open(world: KafkaWorld, at: Partition, records: Sequence[Record]
     # By the first version of the protocol, in which writing puts no partition into a transaction.
     settings = world.settings("itself", transactions=1)
     client = Client(settings)
-    patience = Patience(10.0, 0.01)
+    backoff = Backoff(10.0, 0.01)
     written = False
     try:
         async with unverified(world):
             while not written:
                 producer = Producer(client, "lost", f"{settings.half_topic}-0-a")
-                await producer.start(patience)
+                await producer.start(backoff)
                 try:
-                    await producer.produce({at: batch_body(records)}, patience)
+                    await producer.produce({at: batch_body(records)}, backoff)
                     written = True
                 except BatchRefused:
                     # The setting has not reached the broker yet.
-                    if not await patience.pause():
+                    if not await backoff.pause():
                         raise
     finally:
         await client.close()

@@ -8,7 +8,6 @@ import pytest
 from tests.kit.kafka import KafkaWorld
 from txbroker.door.own_topics import Layout
 from txbroker.errors import ConfigurationError
-from txbroker.kafka.client.client import Patience
 from txbroker.kafka.client.settings import KafkaSettings
 from txbroker.kafka.door.topics import (
     FoundTopic,
@@ -17,6 +16,7 @@ from txbroker.kafka.door.topics import (
     plan,
     wanted_topics,
 )
+from txbroker.net.backoff import Backoff
 
 SETTINGS = KafkaSettings(bootstrap_servers=("127.0.0.1:9092",), instance_id="one")
 HALF, OP = SETTINGS.half_topic, SETTINGS.op_topic
@@ -201,16 +201,16 @@ async def test_settings_that_stop_working_are_noticed_while_running(world: Kafka
     await door.admin.alter(half, {"retention.ms": "1000"})
 
     async def problems() -> list[str]:
-        patience = Patience(10.0, 0.05)
+        backoff = Backoff(10.0, 0.05)
         while not (found := await door.check_topics()):
-            assert await patience.pause(), "the changed setting does not show"
+            assert await backoff.pause(), "the changed setting does not show"
         return found
 
     assert any(f"{half} keeps messages for 1 s" in line for line in await problems())
     await door.admin.alter(half, {"retention.ms": "-1", "message.timestamp.type": "CreateTime"})
-    patience = Patience(10.0, 0.05)
+    backoff = Backoff(10.0, 0.05)
     while not any("LogAppendTime" in line for line in await problems()):
-        assert await patience.pause(), "the changed setting does not show"
+        assert await backoff.pause(), "the changed setting does not show"
 
 
 async def test_start_refuses_settings_that_cannot_work(world: KafkaWorld) -> None:

@@ -16,11 +16,12 @@ from tests.kafka.small_turns import FENCED_CODES, claim, keys, write
 from tests.kit.kafka import KafkaWorld
 from txbroker.core.records import LOG_VERSION, Checkpoint, Record
 from txbroker.door.protocols import Fenced, PromotionTxnLost
-from txbroker.kafka.client.client import Client, KafkaRefused, NotSent, Patience, Unanswered
+from txbroker.kafka.client.client import Client, KafkaRefused, NotSent, Unanswered
 from txbroker.kafka.client.producer import BatchRefused, Producer, ProducerFenced
 from txbroker.kafka.client.settings import KafkaSettings
 from txbroker.kafka.door.promotion_txn import translated
 from txbroker.kafka.protocol.batch import batch_body
+from txbroker.net.backoff import Backoff
 
 MakeRelay = Callable[..., Relay]
 EPOCH_MAX = (1 << 15) - 1
@@ -151,7 +152,7 @@ class Brokers:
 
 async def begun(brokers: Brokers) -> Producer:
     made = Producer(brokers, "lane", "id")  # type: ignore[arg-type]
-    await made.start(Patience(1, 0.001))
+    await made.start(Backoff(1, 0.001))
     brokers.asked.clear()
     return made
 
@@ -183,7 +184,7 @@ async def test_without_an_answer_no_version_is_guessed() -> None:
     brokers.told = NotSent("nobody there")
     made = Producer(brokers, "lane", "id")  # type: ignore[arg-type]
     with pytest.raises(NotSent):
-        await made.start(Patience(0.05, 0.01))
+        await made.start(Backoff(0.05, 0.01))
     assert not made.started
 
 
@@ -199,7 +200,7 @@ async def test_one_request_puts_partitions_of_several_brokers_in(
     brokers = Brokers()
     brokers.leaders = leaders
     own = await begun(brokers)
-    await own.add([("a", 0), ("b", 0)], Patience(1, 0.001))
+    await own.add([("a", 0), ("b", 0)], Backoff(1, 0.001))
     assert brokers.asked == ["AddPartitionsToTxnRequest"] * adds
 
 
@@ -210,14 +211,14 @@ async def test_right_behind_an_end_the_coordinator_is_asked_beforehand(
     brokers = Brokers()
     brokers.leaders = {"a": 1}
     own = await begun(brokers)
-    patience = Patience(1, 0.001)
+    backoff = Backoff(1, 0.001)
     monkeypatch.setattr("txbroker.kafka.client.producer._SETTLED_S", 60)
     for _ in range(2):
-        await own.add([("a", 0)], patience)
-        await own.end(commit=True, patience=patience)
+        await own.add([("a", 0)], backoff)
+        await own.end(commit=True, backoff=backoff)
     assert brokers.asked == ["EndRequest", "AddPartitionsToTxnRequest", "EndRequest"]
     monkeypatch.setattr("txbroker.kafka.client.producer._SETTLED_S", -1)
-    await own.add([("a", 0)], patience)
+    await own.add([("a", 0)], backoff)
     assert brokers.asked[3:] == []
 
 
@@ -230,18 +231,18 @@ async def test_what_readers_have_seen_is_over_for_the_coordinator_a_little_later
     brokers = Brokers()
     brokers.leaders = {"a": 1}
     own = await begun(brokers)
-    patience = Patience(1, 0.001)
+    backoff = Backoff(1, 0.001)
     monkeypatch.setattr("txbroker.kafka.client.producer._SETTLED_S", 60)
     monkeypatch.setattr("txbroker.kafka.client.producer._SEEN_S", waited_s)
     if seen == "before":
         own.seen()
         await asyncio.sleep(0.001)
-    await own.end(commit=True, patience=patience)
+    await own.end(commit=True, backoff=backoff)
     if seen == "this":
         await asyncio.sleep(0.001)
         own.seen()
     brokers.asked.clear()
-    await own.add([("a", 0)], patience)
+    await own.add([("a", 0)], backoff)
     assert brokers.asked == ["AddPartitionsToTxnRequest"] * adds
 
 
@@ -251,17 +252,17 @@ async def test_only_the_second_version_asks_again_without_an_answer(features: by
     brokers.leaders = {"a": 1, "b": 2}
     own = await begun(brokers)
     brokers.silent = ["AddPartitionsToTxnRequest", "EndTxnRequest", "EndRequest"]
-    patience = Patience(1, 0.001)
+    backoff = Backoff(1, 0.001)
     if features == LEVEL_1:
         with pytest.raises(Unanswered):
-            await own.add([("a", 0), ("b", 0)], patience)
+            await own.add([("a", 0), ("b", 0)], backoff)
         with pytest.raises(Unanswered):
-            await own.end(commit=True, patience=patience)
+            await own.end(commit=True, backoff=backoff)
         assert brokers.asked.count("AddPartitionsToTxnRequest") == 1
         assert brokers.asked.count("EndTxnRequest") == 1
         return
-    await own.add([("a", 0), ("b", 0)], patience)
-    await own.end(commit=True, patience=patience)
+    await own.add([("a", 0), ("b", 0)], backoff)
+    await own.end(commit=True, backoff=backoff)
     assert brokers.asked.count("AddPartitionsToTxnRequest") == 2
     assert brokers.asked.count("EndRequest") == 2
 
@@ -273,7 +274,7 @@ async def test_no_transaction_is_opened_in_the_last_epochs(epoch: int, renewals:
     brokers.epoch = epoch
     brokers.leaders = {"a": 1}
     own = await begun(brokers)
-    await own.add([("a", 0)], Patience(1, 0.001))
+    await own.add([("a", 0)], Backoff(1, 0.001))
     assert brokers.asked == ["BeginRequest"] * renewals
     assert (own._producer_id, own._epoch) == ((8, 0) if renewals else (7, epoch))
 
@@ -284,7 +285,7 @@ async def test_who_has_lost_the_transactional_id_does_not_renew_it() -> None:
     own = await begun(brokers)
     brokers.taken = True
     with pytest.raises(ProducerFenced):
-        await own.add([("a", 0)], Patience(1, 0.001))
+        await own.add([("a", 0)], Backoff(1, 0.001))
 
 
 @pytest.mark.parametrize("code", [35, 48, 120])
@@ -316,7 +317,7 @@ async def test_a_version_that_is_taken_back_while_running_is_spoken_no_more(
             written.append(b"open%d-%d" % (number, len(written) + 1))
             await set_level(client, wanted)
             await open_turn.committed()
-            await own.start(Patience(10, 0.01))
+            await own.start(Backoff(10, 0.01))
             assert own.protocol == wanted
             # Whoever has begun with the other version goes on with it until the next claim.
             await write_some(f"other{number}")
@@ -340,18 +341,18 @@ async def test_every_end_raises_the_epoch_and_sequences_begin_anew(
 ) -> None:
     topic = await world.create_topic("target")
     own = producer(client, world)
-    patience = Patience(20, 0.001)
-    await own.start(patience)
+    backoff = Backoff(20, 0.001)
+    await own.start(backoff)
     begun = own._producer_id, own._epoch
     for number, commit in enumerate((True, False, True), 1):
         for part in range(2):
             await own.produce(
-                {(topic, 0): batch_body([Record(b"%d-%d" % (number, part), b"")])}, patience
+                {(topic, 0): batch_body([Record(b"%d-%d" % (number, part), b"")])}, backoff
             )
-        await own.end(commit=commit, patience=patience)
+        await own.end(commit=commit, backoff=backoff)
         assert (own._producer_id, own._epoch) == (begun[0], begun[1] + number)
     later = producer(client, world)
-    await later.start(patience)
+    await later.start(backoff)
     assert (later._producer_id, later._epoch) == (begun[0], begun[1] + 4)
     assert await keys(world, topic) == [b"1-0", b"1-1", b"3-0", b"3-1"]
 
@@ -518,17 +519,17 @@ async def test_a_producer_whose_epochs_are_used_up_goes_on_with_a_new_id(
 ) -> None:
     topic = await world.create_topic("target")
     own = producer(client, world)
-    patience = Patience(600, 0.001, 0.005)
-    await own.start(patience)
+    backoff = Backoff(600, 0.001, 0.005)
+    await own.start(backoff)
     first_id, written = own._producer_id, []
     while own._epoch < EPOCH_MAX - 6:
-        await own.start(patience)
+        await own.start(backoff)
     assert own._producer_id == first_id
     for number in range(8):
-        await own.add([(topic, 0)], patience)
+        await own.add([(topic, 0)], backoff)
         assert own._epoch < EPOCH_MAX - 3
-        await own.produce({(topic, 0): batch_body([Record(b"%d" % number, b"")])}, patience)
-        await own.end(commit=True, patience=patience)
+        await own.produce({(topic, 0): batch_body([Record(b"%d" % number, b"")])}, backoff)
+        await own.end(commit=True, backoff=backoff)
         written.append(b"%d" % number)
     assert own._producer_id != first_id
     assert own._epoch < 8

@@ -10,7 +10,7 @@ import pytest
 
 from txbroker.core.records import Claim
 from txbroker.door.protocols import Claimed, Hanging
-from txbroker.kafka.client.client import Client, Patience
+from txbroker.kafka.client.client import Client
 from txbroker.kafka.client.leaders import LeadersRequest
 from txbroker.kafka.client.producer import Producer, Stored
 from txbroker.kafka.client.settings import KafkaSettings
@@ -19,6 +19,7 @@ from txbroker.kafka.door.partition import KafkaPartitionDoor
 from txbroker.kafka.door.stable_offset import StableEnds
 from txbroker.kafka.protocol.schemas import ProducersRequest
 from txbroker.kafka.protocol.transactions import Partition
+from txbroker.net.backoff import Backoff
 
 PRODUCER_ID = 7
 
@@ -67,7 +68,7 @@ class WatchedDoor(KafkaPartitionDoor):
         self.steps.append(f"producer {side}")
         return Started(self.steps, side)
 
-    async def _write_claim(self, producer: Producer, claim: Claim, patience: Patience) -> Stored:
+    async def _write_claim(self, producer: Producer, claim: Claim, backoff: Backoff) -> Stored:
         self.steps.append("claim record")
         return Stored(7, 1)
 
@@ -83,7 +84,7 @@ class Started(Producer):
         self._steps, self._side = steps, side
         self._producer_id = PRODUCER_ID
 
-    async def start(self, patience: Patience) -> None:
+    async def start(self, backoff: Backoff) -> None:
         """Start."""
         self._steps.append(f"start {self._side}")
 

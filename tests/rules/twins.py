@@ -9,7 +9,7 @@ from typing import Any, cast
 
 from txbroker.core.records import Cause, Checkpoint, Record
 from txbroker.door.protocols import PromotionTxn, TargetRecord
-from txbroker.kafka.client.client import Client, Patience
+from txbroker.kafka.client.client import Client
 from txbroker.kafka.client.producer import Producer, Stored
 from txbroker.kafka.client.settings import KafkaSettings
 from txbroker.kafka.door.open_transactions import OpenTransactionGuard
@@ -18,6 +18,7 @@ from txbroker.kafka.door.promotion_txn import KafkaPromotionTxn
 from txbroker.kafka.door.stable_offset import StableEnds
 from txbroker.kafka.protocol.batch import Body
 from txbroker.kafka.protocol.transactions import Partition
+from txbroker.net.backoff import Backoff
 
 
 class FakeProducer:
@@ -35,12 +36,12 @@ class FakeProducer:
         self.end_error: Exception | None = None
         self.produce_error: Exception | None = None
 
-    async def add(self, partitions: Sequence[Partition], patience: Patience) -> None:
+    async def add(self, partitions: Sequence[Partition], backoff: Backoff) -> None:
         """Begin."""
         self.log.append(f"{self.name} begins")
 
     async def produce(
-        self, batches: Mapping[Partition, Body], patience: Patience
+        self, batches: Mapping[Partition, Body], backoff: Backoff
     ) -> dict[Partition, Stored]:
         """Write."""
         self.log.append(f"{self.name} writes")
@@ -50,7 +51,7 @@ class FakeProducer:
         self.log.append(f"{self.name} written")
         return {partition: Stored(0, 0) for partition in batches}
 
-    async def end(self, *, commit: bool, patience: Patience) -> None:
+    async def end(self, *, commit: bool, backoff: Backoff) -> None:
         """Commit or abort."""
         what = "commit" if commit else "abort"
         self.log.append(f"{self.name} {what}s")

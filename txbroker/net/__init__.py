@@ -1,1 +1,1 @@
-"""TLS contexts and timers, for servers and clients alike."""
+"""TLS contexts, timers and retries, for servers and clients alike."""

@@ -17,9 +17,10 @@ from tests.kit.kafka import ADMIN_TIMEOUT_S, KafkaWorld
 from txbroker.core.records import RECORD_VERSION, Checkpoint, Claim, Record
 from txbroker.door.protocols import PromotionTxn, PromotionTxnLost, TargetRecord
 from txbroker.errors import KafkaUnavailable
-from txbroker.kafka.client.client import Client, Patience
+from txbroker.kafka.client.client import Client
 from txbroker.kafka.client.producer import Producer
 from txbroker.kafka.protocol.batch import batch_body
+from txbroker.net.backoff import Backoff
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 
@@ -68,11 +69,11 @@ async def test_a_turn_whose_end_is_lost_is_not_ended_with_the_next(
     partition = door.partition(0)
     client = Client(world.settings("lost", bootstrap_servers=servers))
     lost = Producer(client, "lost", f"{client.settings.half_topic}-0-a")
-    patience = Patience(30.0, 0.01)
+    backoff = Backoff(30.0, 0.01)
     try:
-        await lost.start(patience)
-        await lost.add([(topic, 0)], patience)
-        await lost.produce({(topic, 0): batch_body([Record(b"lost", b"")])}, patience)
+        await lost.start(backoff)
+        await lost.add([(topic, 0)], backoff)
+        await lost.produce({(topic, 0): batch_body([Record(b"lost", b"")])}, backoff)
         await nodes.nodes[NODE].stop()
         await leads(nodes, topic, -1)
         if not loses:
@@ -114,9 +115,9 @@ async def test_no_turn_is_begun_behind_a_commit_that_was_lost(
     partition = door.partition(0)
     may_end, end = asyncio.Event(), Producer.end
 
-    async def held_back(producer: Producer, *, commit: bool, patience: Patience) -> None:
+    async def held_back(producer: Producer, *, commit: bool, backoff: Backoff) -> None:
         await may_end.wait()
-        await end(producer, commit=commit, patience=patience)
+        await end(producer, commit=commit, backoff=backoff)
 
     try:
         await partition.claim(claim("first"))

@@ -11,8 +11,9 @@ from aiokafka.protocol.types import Array, Boolean, Int8, Int16, Int32, Schema, 
 from msgspec import Struct
 
 from txbroker.errors import KafkaUnavailable
-from txbroker.kafka.client.client import Client, KafkaRefused, Patience, TopicFacts, may_pass
+from txbroker.kafka.client.client import Client, KafkaRefused, TopicFacts, may_pass
 from txbroker.kafka.protocol.codes import Code, describe
+from txbroker.net.backoff import Backoff
 
 _LANE = "admin"
 _TOPIC = 2
@@ -124,7 +125,7 @@ class Admin:
             for topic in topics
         ]
         settings = self._client.settings
-        patience = Patience(_SETTLE_S, settings.retry_backoff_s)
+        backoff = Backoff(_SETTLE_S, settings.retry_backoff_s)
         timeout_ms = round(settings.request_timeout_s * 1000)
         while True:
             try:
@@ -137,11 +138,11 @@ class Admin:
                         raise KafkaRefused(code, f"topic {name} was not created: {reason}")
                 break
             except KafkaUnavailable as error:
-                if not may_pass(error) or not await patience.pause():
+                if not may_pass(error) or not await backoff.pause():
                     raise
-        await self._settled({topic.name for topic in topics}, patience)
+        await self._settled({topic.name for topic in topics}, backoff)
 
-    async def _settled(self, names: set[str], patience: Patience) -> None:
+    async def _settled(self, names: set[str], backoff: Backoff) -> None:
         while True:
             found = await self.topics(sorted(names))
             names = {
@@ -153,7 +154,7 @@ class Admin:
             }
             if not names:
                 return
-            if not await patience.pause():
+            if not await backoff.pause():
                 raise KafkaUnavailable(f"no leaders yet for {', '.join(sorted(names))}")
 
     async def alter(self, topic: str, configs: Mapping[str, str]) -> None:

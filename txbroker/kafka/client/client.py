@@ -536,27 +536,3 @@ def may_pass(error: KafkaUnavailable) -> bool:
 def coordinator_moved(error: KafkaUnavailable) -> bool:
     """Say whether the coordinator has to be looked up again."""
     return not isinstance(error, KafkaRefused) or error.code in COORDINATOR_MOVED
-
-
-class Patience:
-    """How long something is tried again: a deadline and a pause that grows."""
-
-    def __init__(self, seconds: float, pause_s: float, pause_max_s: float = 0.25) -> None:
-        self._loop = asyncio.get_running_loop()
-        self._deadline = self._loop.time() + seconds
-        self._pause_s = pause_s
-        self._pause_max_s = pause_max_s
-
-    @property
-    def left_s(self) -> float:
-        """Seconds until the deadline; negative behind it."""
-        return self._deadline - self._loop.time()
-
-    async def pause(self) -> bool:
-        """Wait a little, longer each time; return False at once when the time is up."""
-        left = self.left_s
-        if left <= 0:
-            return False
-        await asyncio.sleep(min(self._pause_s * (0.5 + random.random()), left))
-        self._pause_s = min(self._pause_s * 2, self._pause_max_s)
-        return True

@@ -14,7 +14,7 @@ from aiokafka.protocol.types import Array, Boolean, Bytes, Int16, Int32, Schema,
 from txbroker.core.assignor import NOBODY, OwnedPartitions
 from txbroker.door.protocols import Assignment
 from txbroker.errors import KafkaUnavailable
-from txbroker.kafka.client.client import Client, KafkaRefused, Patience, coordinator_moved
+from txbroker.kafka.client.client import Client, KafkaRefused, coordinator_moved
 from txbroker.kafka.protocol.codes import COORDINATOR_MOVED, RETRIABLE, Code, describe
 from txbroker.kafka.protocol.generation import (
     MemberMetadata,
@@ -29,6 +29,7 @@ from txbroker.kafka.protocol.generation import (
     make_assignment,
     to_runs,
 )
+from txbroker.net.backoff import Backoff
 
 _PROTOCOL_TYPE = "consumer"
 _PROTOCOL = "txbroker-sticky"
@@ -350,7 +351,7 @@ class Member:
 
     async def _leave(self, member: str) -> None:
         request = _Leave(self._group, [(member, self._instance)])
-        patience = Patience(_LEAVE_TIMEOUT_S, self._client.settings.retry_backoff_s)
+        backoff = Backoff(_LEAVE_TIMEOUT_S, self._client.settings.retry_backoff_s)
         while True:
             with contextlib.suppress(KafkaUnavailable):
                 node = await self._client.group_coordinator(self._group)
@@ -358,7 +359,7 @@ class Member:
                 if answer.error_code not in RETRIABLE:
                     return
             self._client.forget_group_coordinator(self._group)
-            if not await patience.pause():
+            if not await backoff.pause():
                 return
 
     def let_go(self) -> None:

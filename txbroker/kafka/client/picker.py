@@ -12,9 +12,9 @@ from collections.abc import Callable, Sequence
 from txbroker.core.records import Record
 from txbroker.door.protocols import LogTruncated
 from txbroker.errors import KafkaUnavailable
-from txbroker.kafka.client.client import Patience
 from txbroker.kafka.client.reader import Reader
 from txbroker.kafka.protocol.fetched import Fetched
+from txbroker.net.backoff import Backoff
 
 _AT_ONCE = 8
 _NEAR_BYTES = 64 << 10
@@ -82,7 +82,7 @@ class Picker:
     async def _run(self, reader: Reader, offsets: list[int]) -> list[Record]:
         found: list[Record] = []
         wanted = offsets
-        patience: Patience | None = None
+        backoff: Backoff | None = None
         while wanted:
             try:
                 fetched = await reader.fetch(wanted[0], self._size(wanted), wait_ms=0)
@@ -94,18 +94,18 @@ class Picker:
                 fetched = None
             if fetched is None or fetched.next_offset == wanted[0]:
                 # A new leader learns only a little later how far the log reaches.
-                patience = patience or reader.patience()
-                if await patience.pause():
+                backoff = backoff or reader.backoff()
+                if await backoff.pause():
                     continue
                 if fetched is not None and fetched.high_watermark > wanted[0]:
                     raise KafkaUnavailable(
                         f"{reader.name}: an open transaction hides the record at {wanted[0]}"
                     )
                 if await reader.led_elsewhere():
-                    patience = None
+                    backoff = None
                     continue
                 return found
-            patience = None
+            backoff = None
             found += self._among(fetched, wanted)
             wanted = [offset for offset in wanted if offset >= fetched.next_offset]
         return found

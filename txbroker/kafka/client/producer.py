@@ -17,7 +17,6 @@ from txbroker.kafka.client.client import (
     Client,
     KafkaRefused,
     NotSent,
-    Patience,
     Unanswered,
     coordinator_moved,
     may_pass,
@@ -34,6 +33,7 @@ from txbroker.kafka.protocol.transactions import (
     ProducerIdentity,
     negotiate,
 )
+from txbroker.net.backoff import Backoff
 
 _SEQUENCE_MASK = (1 << 31) - 1
 # A topic made just now is known everywhere within this; one that was deleted never is, and what
@@ -140,16 +140,16 @@ class Producer:
 
     # --- beginning ---------------------------------------------------------------------------
 
-    async def start(self, patience: Patience) -> None:
+    async def start(self, backoff: Backoff) -> None:
         """Get a producer id; with a transactional id, fence every earlier producer with it.
 
         Raises:
             ProducerFenced: another producer began at the same time.
-            KafkaUnavailable: no answer, or none that helps, until patience is over.
+            KafkaUnavailable: no answer, or none that helps, until backoff is over.
         """
-        await self._begin(patience, NO_PRODUCER)
+        await self._begin(backoff, NO_PRODUCER)
 
-    async def _begin(self, patience: Patience, current: ProducerIdentity) -> None:
+    async def _begin(self, backoff: Backoff, current: ProducerIdentity) -> None:
         timeout_ms = round(self._settings.transaction_timeout_s * 1000)
         while True:
             try:
@@ -159,7 +159,7 @@ class Producer:
                 answer = await self._ask_coordinator(request)
             except KafkaUnavailable as error:
                 # Asking again after silence is safe: it only raises the epoch once more.
-                if not may_pass(error) or not await patience.pause():
+                if not may_pass(error) or not await backoff.pause():
                     raise
                 continue
             if answer.error_code in FENCED:
@@ -167,7 +167,7 @@ class Producer:
             if answer.error_code == Code.NONE:
                 self._go_on((answer.producer_id, answer.producer_epoch))
                 return
-            if answer.error_code not in RETRIABLE or not await patience.pause():
+            if answer.error_code not in RETRIABLE or not await backoff.pause():
                 raise KafkaRefused(
                     answer.error_code, f"no producer id: {describe(answer.error_code)}"
                 )
@@ -204,7 +204,7 @@ class Producer:
     # --- writing -----------------------------------------------------------------------------
 
     async def produce(
-        self, batches: Mapping[Partition, Body], patience: Patience
+        self, batches: Mapping[Partition, Body], backoff: Backoff
     ) -> dict[Partition, Stored]:
         """Write one batch to each partition, all at once; return where they went.
 
@@ -212,7 +212,7 @@ class Producer:
 
         Raises:
             BatchRefused: a batch was refused; others of the same call may have been stored.
-            BatchUnknown: patience is over.
+            BatchUnknown: backoff is over.
             NotSent: another broker leads a partition than that in `vouching_leader`.
             ProducerFenced
         """
@@ -220,7 +220,7 @@ class Producer:
         unsure: set[Partition] = set()
         stored: dict[Partition, Stored] = {}
         reason = ""
-        missing_until_s = patience.left_s - _MISSING_S
+        missing_until_s = backoff.left_s - _MISSING_S
         while waiting:
             for result in await self._send(waiting):
                 partition, code, where, message = result
@@ -238,7 +238,7 @@ class Producer:
                     # Where partitions are put into the transaction beforehand, that says so.
                     code == Code.UNKNOWN_TOPIC_OR_PARTITION
                     and not self._protocol.explicit_add_partitions
-                    and patience.left_s < missing_until_s
+                    and backoff.left_s < missing_until_s
                 ):
                     if partition in unsure:
                         raise BatchUnknown(partition, f"{partition[0]}-{partition[1]}: {reason}")
@@ -246,7 +246,7 @@ class Producer:
                 elif code in _STORED_PERHAPS or (self._id is None and code in LEADER_MOVED):
                     # A turn that is refused is aborted, whatever a deposed leader has stored.
                     unsure.add(partition)
-            if waiting and not await patience.pause():
+            if waiting and not await backoff.pause():
                 names = ", ".join(f"{topic}-{number}" for topic, number in waiting)
                 raise BatchUnknown(next(iter(waiting)), f"{names}: {reason}")
         return stored
@@ -324,7 +324,7 @@ class Producer:
 
     # --- transactions ------------------------------------------------------------------------
 
-    async def add(self, partitions: Sequence[Partition], patience: Patience) -> None:
+    async def add(self, partitions: Sequence[Partition], backoff: Backoff) -> None:
         """Put partitions into the open transaction, beginning it with the first.
 
         Under the second version of the protocol `produce` does it, through the brokers, unless the
@@ -344,7 +344,7 @@ class Producer:
         for partition in [each for each in partitions if each in self.vouching_leader]:
             self._check_vouching_leader(partition, await self._client.leader(*partition))
         while self._epoch >= self._protocol.epoch_limit:
-            await self._begin(patience, (self._producer_id, self._epoch))
+            await self._begin(backoff, (self._producer_id, self._epoch))
         if (
             not self._protocol.explicit_add_partitions
             and self._settled
@@ -360,7 +360,7 @@ class Producer:
         request = AddPartitionsToTxnRequest(
             self._id, self._producer_id, self._epoch, list(topics.items())
         )
-        missing_until_s = patience.left_s - _MISSING_S
+        missing_until_s = backoff.left_s - _MISSING_S
         while True:
             code, partition = await self._add_once(request, new[0])
             if code == Code.NONE:
@@ -369,9 +369,9 @@ class Producer:
             if code in FENCED:
                 raise ProducerFenced
             missing = code == Code.UNKNOWN_TOPIC_OR_PARTITION
-            if missing and patience.left_s < missing_until_s:
+            if missing and backoff.left_s < missing_until_s:
                 raise BatchRefused(partition, code, None)
-            if code in RETRIABLE and await patience.pause():
+            if code in RETRIABLE and await backoff.pause():
                 continue
             raise BatchRefused(partition, code, None)
 
@@ -415,7 +415,7 @@ class Producer:
                     worst = (code, (topic, number))
         return worst
 
-    async def end(self, *, commit: bool, patience: Patience) -> None:
+    async def end(self, *, commit: bool, backoff: Backoff) -> None:
         """Commit or abort the open transaction.
 
         Only an answer counts. Without one, under the first version of the protocol, the request
@@ -434,11 +434,11 @@ class Producer:
             try:
                 answer = await self._ask_coordinator(request)
             except Unanswered:
-                if not self._protocol.retries_unanswered or not await patience.pause():
+                if not self._protocol.retries_unanswered or not await backoff.pause():
                     raise
                 continue
             except KafkaUnavailable as error:
-                if not may_pass(error) or not await patience.pause():
+                if not may_pass(error) or not await backoff.pause():
                     raise
                 continue
             if answer.error_code == Code.NONE:
@@ -448,7 +448,7 @@ class Producer:
                 return
             if answer.error_code in FENCED:
                 raise ProducerFenced
-            if answer.error_code not in RETRIABLE or not await patience.pause():
+            if answer.error_code not in RETRIABLE or not await backoff.pause():
                 raise KafkaRefused(answer.error_code)
 
     def _go_on(self, next_one: ProducerIdentity | None) -> None:

@@ -16,19 +16,13 @@ from aiokafka.protocol.fetch import FetchRequest
 from txbroker.core.records import Record
 from txbroker.door.protocols import Hanging, LogTruncated
 from txbroker.errors import KafkaUnavailable
-from txbroker.kafka.client.client import (
-    Client,
-    KafkaRefused,
-    NotSent,
-    Patience,
-    Unanswered,
-    may_pass,
-)
+from txbroker.kafka.client.client import Client, KafkaRefused, NotSent, Unanswered, may_pass
 from txbroker.kafka.client.leaders import confirm_leader
 from txbroker.kafka.protocol.batch import Decode, decode_batch
 from txbroker.kafka.protocol.codes import LEADER_MOVED, Code
 from txbroker.kafka.protocol.fetched import Fetched
 from txbroker.kafka.protocol.packed import ListOffsetsV3
+from txbroker.net.backoff import Backoff
 
 log = structlog.wrap_logger(logging.getLogger(__name__))
 
@@ -92,14 +86,14 @@ class Reader:
         return int(answer[-1])
 
     async def _retry(self, request: Any, *, sure: bool = False) -> Any:
-        """Ask the leader until it answers without error, or patience is over."""
+        """Ask the leader until it answers without error, or backoff is over."""
         settings = self._client.settings
-        patience = Patience(settings.write_timeout_s, settings.retry_backoff_s)
+        backoff = Backoff(settings.write_timeout_s, settings.retry_backoff_s)
         while True:
             try:
                 return await self._ask(request, sure=sure)
             except KafkaUnavailable as error:
-                if not may_pass(error) or not await patience.pause():
+                if not may_pass(error) or not await backoff.pause():
                     raise
 
     async def _ask(self, request: Any, *, sure: bool) -> Any:
@@ -142,7 +136,7 @@ class Reader:
         """
         position = start
         # A new leader learns the high watermark only from its followers' next fetch.
-        patience = self.patience()
+        backoff = self.backoff()
         ahead = self._ahead(position, end)
         before = 0
         beyond: Record | None = None
@@ -150,11 +144,11 @@ class Reader:
             while ahead is not None:
                 fetched = await ahead
                 if fetched.next_offset == position:
-                    if not await patience.pause():
-                        patience = await self._later(fetched, end)
+                    if not await backoff.pause():
+                        backoff = await self._later(fetched, end)
                     ahead = self._ahead(position, end)
                     continue
-                patience = self.patience()
+                backoff = self.backoff()
                 position = fetched.next_offset
                 ahead = self._ahead(position, end)
                 for records in fetched.pieces(before):
@@ -181,11 +175,11 @@ class Reader:
         task.add_done_callback(_retrieve)
         return task
 
-    async def _later(self, fetched: Fetched, end: int) -> Patience:
-        """Return the patience with another leader, where it was not the leader that we asked."""
+    async def _later(self, fetched: Fetched, end: int) -> Backoff:
+        """Return the backoff with another leader, where it was not the leader that we asked."""
         if fetched.high_watermark < end:
             if await self.led_elsewhere():
-                return self.patience()
+                return self.backoff()
             raise LogTruncated(f"{self.name} ends at {fetched.high_watermark}, before {end}")
         raise Hanging(
             f"{self.name}: an open transaction hides the records from {fetched.next_offset} on"
@@ -200,10 +194,10 @@ class Reader:
         asked = self._asked
         return await confirm_leader(self._client, self._topic, self._partition) != asked
 
-    def patience(self) -> Patience:
+    def backoff(self) -> Backoff:
         """Return how long to wait for records that were acknowledged but do not show."""
         settings = self._client.settings
-        return Patience(settings.watermark_timeout_s, settings.retry_backoff_s)
+        return Backoff(settings.watermark_timeout_s, settings.retry_backoff_s)
 
     async def fetch(
         self, position: int, bytes_max: int = _FETCH_BYTES, *, wait_ms: int = _FETCH_WAIT_MS

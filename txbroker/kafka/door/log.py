@@ -8,13 +8,14 @@ from txbroker.core.records import Record
 from txbroker.door.protocols import Appended, AppendRefused, AppendUnknown, Log
 from txbroker.errors import KafkaUnavailable
 from txbroker.failpoints import failpoint
-from txbroker.kafka.client.client import Client, Patience
+from txbroker.kafka.client.client import Client
 from txbroker.kafka.client.picker import Picker
 from txbroker.kafka.client.producer import BatchRefused, BatchUnknown, Producer, ProducerFenced
 from txbroker.kafka.client.reader import Reader
 from txbroker.kafka.client.shared_writes import SharedWrites
 from txbroker.kafka.protocol.batch import batch_body
 from txbroker.kafka.protocol.codes import SEQUENCE_LOST
+from txbroker.net.backoff import Backoff
 
 _NEW_PRODUCERS_MAX = 2
 
@@ -57,7 +58,7 @@ class KafkaLog(Log):
                 f"{body.batch_bytes}"
             )
         settings = self._client.settings
-        patience = Patience(settings.write_timeout_s, settings.retry_backoff_s)
+        backoff = Backoff(settings.write_timeout_s, settings.retry_backoff_s)
         # Until it is known how this ends the producer is nobody's: after an error, a cancelled
         # call or a sequence that the broker lost, only a new producer id is safe.
         producer, self._producer = self._producer, None
@@ -65,9 +66,9 @@ class KafkaLog(Log):
             try:
                 if producer is None:
                     producer = Producer(self._client, self._lane, shared=self._shared)
-                    await producer.start(patience)
+                    await producer.start(backoff)
                 failpoint(self._sending)
-                stored = (await producer.produce({self._at: body}, patience))[self._at]
+                stored = (await producer.produce({self._at: body}, backoff))[self._at]
                 failpoint(self._stored)
             except BatchRefused as error:
                 if error.code not in SEQUENCE_LOST:

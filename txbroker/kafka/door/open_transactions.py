@@ -21,7 +21,7 @@ from typing import NamedTuple
 from txbroker.core.records import Cause
 from txbroker.door.protocols import PromotionTxnLost
 from txbroker.errors import KafkaUnavailable
-from txbroker.kafka.client.client import Client, KafkaRefused, Patience
+from txbroker.kafka.client.client import Client, KafkaRefused
 from txbroker.kafka.client.leaders import confirm_leaders
 from txbroker.kafka.client.offsets import READ_COMMITTED, READ_UNCOMMITTED, ends
 from txbroker.kafka.client.producer import Producer
@@ -29,6 +29,7 @@ from txbroker.kafka.door.stable_offset import StableEnds
 from txbroker.kafka.protocol.codes import LEADER_MOVED, Code, describe
 from txbroker.kafka.protocol.schemas import ProducersRequest
 from txbroker.kafka.protocol.transactions import Partition
+from txbroker.net.backoff import Backoff
 
 HANGING = "hanging"
 """The code of the cause that only somebody's doing ends; all others pass."""
@@ -201,12 +202,12 @@ class OpenTransactionGuard:
             self._ends |= {each: min(end, self._ends.get(each, end)) for each, end in now.items()}
         left = {each: self._ends[each] for each in told if each in self._ends}
         passed: set[Partition] = set()
-        patience = Patience(_STABLE_S, _PAUSE_S, _PAUSE_MAX_S)
+        backoff = Backoff(_STABLE_S, _PAUSE_S, _PAUSE_MAX_S)
         while left:
             found = await ends(self._client, left, READ_COMMITTED, self._lane)
             passed.update(each for each, end in left.items() if found.get(each, -1) >= end)
             left = {each: end for each, end in left.items() if each not in passed}
-            if left and not await patience.pause():
+            if left and not await backoff.pause():
                 break
         # Only of the leader that takes the first batch.
         return {each for each in passed if self._client.known_leader(*each) == told[each].leader}
@@ -250,7 +251,7 @@ class UnconfirmedWrites:
         if not self._last:
             self._producer.seen()
 
-    async def over(self, partitions: Collection[Partition], patience: Patience) -> None:
+    async def over(self, partitions: Collection[Partition], backoff: Backoff) -> None:
         """Return once all that the producer wrote to partitions has ended there. As a rule it is
         known, and nothing is asked. Called before they are put into its next transaction: whatever
         becomes of that one would become of what is left open, too.
@@ -261,7 +262,7 @@ class UnconfirmedWrites:
         pause_s = _SEEN_S
         while last := {each: self._last[each] for each in partitions if each in self._last}:
             offsets = {each: written.offset for each, written in last.items()}
-            wait_s = max(0.0, min(pause_s, patience.left_s))
+            wait_s = max(0.0, min(pause_s, backoff.left_s))
             left = await self._stable.left(offsets, wait_s, hurry=True)
             # No end of ours ends what was written under an earlier producer id.
             id = self._producer.id
@@ -269,7 +270,7 @@ class UnconfirmedWrites:
             causes = await self._ended.left_open(self._producer, epochs) if epochs else {}
             for partition in last.keys() - causes.keys():
                 self._last.pop(partition, None)
-            if causes and patience.left_s <= 0:
+            if causes and backoff.left_s <= 0:
                 cause = next(iter(causes.values()))
                 raise PromotionTxnLost(cause.message, cause)
             pause_s = min(pause_s * 2, _SEEN_MAX_S)

@@ -23,7 +23,7 @@ from txbroker.door.protocols import (
 )
 from txbroker.errors import KafkaUnavailable
 from txbroker.failpoints import failpoint
-from txbroker.kafka.client.client import Client, Patience
+from txbroker.kafka.client.client import Client
 from txbroker.kafka.client.picker import Picker
 from txbroker.kafka.client.producer import (
     BatchRefused,
@@ -41,6 +41,7 @@ from txbroker.kafka.door.promotion_txn import KafkaPromotionTxn
 from txbroker.kafka.door.stable_offset import StableEnds
 from txbroker.kafka.protocol.batch import batch_body
 from txbroker.kafka.protocol.transactions import Partition
+from txbroker.net.backoff import Backoff
 
 _PAUSE_S = 0.002
 _PAUSE_MAX_S = 0.1
@@ -164,15 +165,15 @@ class KafkaPartitionDoor(PartitionDoor):
         """
         await self._retire()
         failpoint("claim.beginning")
-        patience = Patience(self._settings.claim_timeout_s, _PAUSE_S, _PAUSE_MAX_S)
+        backoff = Backoff(self._settings.claim_timeout_s, _PAUSE_S, _PAUSE_MAX_S)
         producers = (self._producer("a"), self._producer("b"))
         try:
             for producer in producers:
-                await producer.start(patience)
+                await producer.start(backoff)
                 failpoint("claim.fenced")
             ended = OpenTransactionGuard(self._client, f"{self._lane}ended", producers)
-            await self._all_ended(ended, patience)
-            stored = await self._write_claim(producers[0], claim, patience)
+            await self._all_ended(ended, backoff)
+            stored = await self._write_claim(producers[0], claim, backoff)
         except ProducerFenced:
             raise Fenced("another owner claimed at the same time") from None
         except (BatchRefused, BatchUnknown) as error:
@@ -191,7 +192,7 @@ class KafkaPartitionDoor(PartitionDoor):
         transactional_id = f"{self._settings.half_topic}-{self.partition}-{side}"
         return Producer(self._client, self._lane + side, transactional_id)
 
-    async def _all_ended(self, ended: OpenTransactionGuard, patience: Patience) -> None:
+    async def _all_ended(self, ended: OpenTransactionGuard, backoff: Backoff) -> None:
         """See that our own topics hold no open turn of an earlier claim: the commit of the claim
         record would end it too, and the progress of a turn that was aborted would count."""
         own = [self._checkpoint_at, (self._settings.parked_topic, self.partition)]
@@ -199,15 +200,15 @@ class KafkaPartitionDoor(PartitionDoor):
             for cause in causes:
                 if cause.code == HANGING:
                     raise Hanging(cause.message)
-            if not await patience.pause():
+            if not await backoff.pause():
                 raise KafkaUnavailable(causes[0].message)
 
-    async def _write_claim(self, producer: Producer, claim: Claim, patience: Patience) -> Stored:
+    async def _write_claim(self, producer: Producer, claim: Claim, backoff: Backoff) -> Stored:
         body = batch_body([encode_claim(claim)])
-        await producer.add([self._checkpoint_at], patience)
-        stored = await producer.produce({self._checkpoint_at: body}, patience)
+        await producer.add([self._checkpoint_at], backoff)
+        stored = await producer.produce({self._checkpoint_at: body}, backoff)
         failpoint("claim.produced")
-        await producer.end(commit=True, patience=patience)
+        await producer.end(commit=True, backoff=backoff)
         failpoint("claim.committed")
         return stored[self._checkpoint_at]
 

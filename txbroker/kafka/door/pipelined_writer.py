@@ -20,13 +20,14 @@ from txbroker.door.commits import again, begin, outcome
 from txbroker.door.protocols import Fenced, PromotionTxn, PromotionTxnLost, PromotionTxnRefused
 from txbroker.errors import KafkaUnavailable
 from txbroker.failpoints import failpoint
-from txbroker.kafka.client.client import Client, Patience
+from txbroker.kafka.client.client import Client
 from txbroker.kafka.client.producer import Producer, ProducerFenced, Stored
 from txbroker.kafka.door.open_transactions import OpenTransactionGuard, UnconfirmedWrites
 from txbroker.kafka.door.promotion_txn import KafkaPromotionTxn, translated
 from txbroker.kafka.door.stable_offset import StableEnds
 from txbroker.kafka.protocol.batch import Body, batch_bodies
 from txbroker.kafka.protocol.transactions import Partition
+from txbroker.net.backoff import Backoff
 
 # The markers of the turn before on the same transactional id take milliseconds.
 _PAUSE_S = 0.001
@@ -119,7 +120,7 @@ class PipelinedTxnWriter:
         """See that nothing is open that the end of this turn would end, too. Nothing is begun yet,
         so there is nothing to abort either."""
         try:
-            await unseen.over(partitions, self._patience(_ADD_TIMEOUT_S))
+            await unseen.over(partitions, self._backoff(_ADD_TIMEOUT_S))
             if self._parked in partitions:
                 # It was asked about at the claim, and has another leader by now perhaps.
                 for cause in await self._ended.verify_no_open_txn([self._parked]):
@@ -147,14 +148,14 @@ class PipelinedTxnWriter:
         """Write everything; return the offsets of each partition's records, in their order."""
         offsets: dict[Partition, list[int]] = {partition: [] for partition in runs}
         with translated():
-            await producer.add(list(runs), self._patience(_ADD_TIMEOUT_S))
+            await producer.add(list(runs), self._backoff(_ADD_TIMEOUT_S))
             failpoint("turn.begun")
             for number in range(max(map(len, runs.values()))):
                 # A request takes one batch of a partition, so the second follows the first.
                 batches = {p: parts[number] for p, parts in runs.items() if number < len(parts)}
                 # Short, because meanwhile readers of all other targets are held back.
-                patience = self._patience(self._settings.request_timeout_s)
-                stored = await producer.produce(batches, patience)
+                backoff = self._backoff(self._settings.request_timeout_s)
+                stored = await producer.produce(batches, backoff)
                 for partition, where in stored.items():
                     offsets[partition].extend(_offsets(where, batches[partition].count))
             failpoint("turn.produced")
@@ -178,8 +179,8 @@ class PipelinedTxnWriter:
         }
         return runs, places
 
-    def _patience(self, seconds: float) -> Patience:
-        return Patience(seconds, _PAUSE_S, _PAUSE_MAX_S)
+    def _backoff(self, seconds: float) -> Backoff:
+        return Backoff(seconds, _PAUSE_S, _PAUSE_MAX_S)
 
     # --- ending ------------------------------------------------------------------------------
 
@@ -188,9 +189,9 @@ class PipelinedTxnWriter:
             if before is not None:
                 await outcome(before)
             with translated():
-                patience = self._patience(self._settings.transaction_timeout_s)
+                backoff = self._backoff(self._settings.transaction_timeout_s)
                 failpoint("turn.ending")
-                await producer.end(commit=True, patience=patience)
+                await producer.end(commit=True, backoff=backoff)
                 failpoint("turn.ended")
         except (Fenced, PromotionTxnLost, PromotionTxnRefused) as error:
             self._break(error)
@@ -205,7 +206,7 @@ class PipelinedTxnWriter:
             return
         with contextlib.suppress(ProducerFenced, KafkaUnavailable, TimeoutError):
             async with asyncio.timeout(_ABORT_TIMEOUT_S):
-                await producer.end(commit=False, patience=self._patience(_ABORT_TIMEOUT_S))
+                await producer.end(commit=False, backoff=self._backoff(_ABORT_TIMEOUT_S))
 
     def _check(self) -> None:
         if self._broken is not None:

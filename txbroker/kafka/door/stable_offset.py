@@ -8,9 +8,10 @@ from collections.abc import Mapping
 from msgspec import Struct
 
 from txbroker.door.protocols import NotVisible
-from txbroker.kafka.client.client import Client, Patience
+from txbroker.kafka.client.client import Client
 from txbroker.kafka.client.offsets import READ_COMMITTED, READ_UNCOMMITTED, ends
 from txbroker.kafka.protocol.transactions import Partition
+from txbroker.net.backoff import Backoff
 
 _LANE = "visible"
 _POLL_S = 0.001
@@ -108,15 +109,15 @@ class StableEnds:
     ) -> list[Partition]:
         """Wait as `pass_by` does; return those for which the time was not enough. With `hurry`
         it is asked without waiting for company."""
-        patience = Patience(seconds, _POLL_S, _POLL_MAX_S)
-        wanted = await self._wanted(last, patience)
+        backoff = Backoff(seconds, _POLL_S, _POLL_MAX_S)
+        wanted = await self._wanted(last, backoff)
         untold = last.keys() - wanted.keys()
         loop = asyncio.get_running_loop()
         wait = _Wait(wanted, loop.create_future())
         for partition in wanted:
             self._add(partition, wait, hurry=hurry)
         if wanted:
-            timer = loop.call_later(max(patience.left_s, 0.0), wait.end)
+            timer = loop.call_later(max(backoff.left_s, 0.0), wait.end)
             try:
                 await wait.over
             finally:
@@ -131,7 +132,7 @@ class StableEnds:
                     leader.drop(partition, wait)
 
     async def _wanted(
-        self, last: Mapping[Partition, int], patience: Patience
+        self, last: Mapping[Partition, int], backoff: Backoff
     ) -> dict[Partition, int]:
         """Return where each partition must be stable up to; without those that do not tell."""
         wanted = {partition: offset + 1 for partition, offset in last.items() if offset >= 0}
@@ -140,7 +141,7 @@ class StableEnds:
             found = await ends(self._client, unknown, READ_UNCOMMITTED, _LANE)
             wanted.update(found)
             unknown -= found.keys()
-            if unknown and not await patience.pause():
+            if unknown and not await backoff.pause():
                 break
         return wanted
 

@@ -12,9 +12,9 @@ from msgspec import Struct
 from txbroker.door.own_topics import Layout, partition_problems
 from txbroker.errors import ConfigurationError, KafkaUnavailable
 from txbroker.kafka.client.admin import Admin, NewTopic
-from txbroker.kafka.client.client import Patience
 from txbroker.kafka.client.settings import KafkaSettings
 from txbroker.kafka.protocol.codes import Code
+from txbroker.net.backoff import Backoff
 
 _DAY_MS = 24 * 60 * 60 * 1000
 _ROOM_BYTES = 64 * 1024
@@ -386,7 +386,7 @@ async def apply(admin: Admin, wanted: Plan) -> None:
 
 async def _shown(admin: Admin, wanted: Mapping[str, Mapping[str, str]]) -> None:
     """Wait until brokers have heard of settings that the controller has taken."""
-    patience = Patience(_SHOWN_S, _PAUSE_S)
+    backoff = Backoff(_SHOWN_S, _PAUSE_S)
     while True:
         found = await admin.configs(wanted)
         late = [
@@ -396,5 +396,5 @@ async def _shown(admin: Admin, wanted: Mapping[str, Mapping[str, str]]) -> None:
         ]
         if not late:
             return
-        if not await patience.pause():
+        if not await backoff.pause():
             raise KafkaUnavailable(f"changed settings do not show yet: {', '.join(late)}")

@@ -9,19 +9,13 @@ from msgspec import Struct
 
 from txbroker.errors import KafkaUnavailable
 from txbroker.kafka.client.admin import Admin
-from txbroker.kafka.client.client import (
-    Client,
-    KafkaRefused,
-    Patience,
-    TopicFacts,
-    Unanswered,
-    may_pass,
-)
+from txbroker.kafka.client.client import Client, KafkaRefused, TopicFacts, Unanswered, may_pass
 from txbroker.kafka.client.settings import KafkaSettings
 from txbroker.kafka.protocol.codes import LEADER_MOVED, Code, describe
 from txbroker.kafka.protocol.packed import ListOffsetsV3
 from txbroker.kafka.protocol.schemas import NO_RIGHTS_TOLD, RightsRequest
 from txbroker.kafka.protocol.topic_ids import topic_ids
+from txbroker.net.backoff import Backoff
 
 _LANE = "audit"
 _EARLIEST, _LATEST = -2, -1
@@ -95,18 +89,18 @@ class AuditAccess:
         names = sorted(set(topics))
         if not names:
             return {}
-        patience = Patience(
+        backoff = Backoff(
             self._settings.write_timeout_s, self._settings.retry_backoff_s, pause_max_s=1.0
         )
         while True:
             try:
                 found = await self._bounds(names)
             except KafkaUnavailable as error:
-                if not may_pass(error) or not await patience.pause():
+                if not may_pass(error) or not await backoff.pause():
                     raise
                 continue
             passing = patient and any(each.passing for each in found.values())
-            if not passing or not await patience.pause():
+            if not passing or not await backoff.pause():
                 return found
 
     async def _bounds(self, names: list[str]) -> dict[str, TopicBounds]:

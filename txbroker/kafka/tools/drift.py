@@ -8,13 +8,14 @@ from collections.abc import Iterable, Sequence
 from txbroker.core.records import Record
 from txbroker.door.protocols import AppendRefused, AppendUnknown, Hanging
 from txbroker.errors import ConfigurationError, KafkaUnavailable
-from txbroker.kafka.client.client import Client, Patience
+from txbroker.kafka.client.client import Client
 from txbroker.kafka.client.producer import BatchRefused, BatchUnknown, Producer, ProducerFenced
 from txbroker.kafka.client.reader import Reader
 from txbroker.kafka.client.settings import KafkaSettings
 from txbroker.kafka.door.log import KafkaLog
 from txbroker.kafka.protocol.batch import batch_body
 from txbroker.kafka.protocol.codes import Code
+from txbroker.net.backoff import Backoff
 
 _BYTES_MAX = 1 << 20
 """Kafka's own default; our records are far smaller."""
@@ -85,17 +86,17 @@ class KafkaDrift:
             KafkaUnavailable: Kafka does not answer, or hides the topic's end.
         """
         self._producer = None
-        patience = self._patience()
+        backoff = self._backoff()
         producer = Producer(self._client, "stream/findings", self._transactional_id)
         try:
-            await producer.start(patience)
+            await producer.start(backoff)
         except ProducerFenced:
             raise KafkaUnavailable("another stream of this name begins, too") from None
         reader = Reader(self._client, *self._audit, "stream/progress", append_time=False)
         # What the earlier stream has committed must show before it is looked for.
         end = await reader.end()
         while await reader.stable_end() < end:
-            if not await patience.pause():
+            if not await backoff.pause():
                 raise Hanging(f"{reader.name}: an open transaction hides the newest records")
         newest = None
         async for records in reader.read(await reader.start(), end):
@@ -116,9 +117,9 @@ class KafkaDrift:
         producer, self._producer = self._producer, None
         if producer is None:
             raise KafkaUnavailable("the last findings are in the dark")
-        patience = self._patience()
+        backoff = self._backoff()
         try:
-            await producer.add([self._audit], patience)
+            await producer.add([self._audit], backoff)
             chunk: list[Record] = []
             for name, value in findings:
                 chunk.append(Record(name.encode(), value))
@@ -127,8 +128,8 @@ class KafkaDrift:
                     chunk = []
             await self._put(producer, chunk)
             last = {self._audit: batch_body([Record(key.encode(), progress)])}
-            await producer.produce(last, self._patience())
-            await producer.end(commit=True, patience=self._patience())
+            await producer.produce(last, self._backoff())
+            await producer.end(commit=True, backoff=self._backoff())
         except BatchRefused as error:
             if error.code == Code.UNKNOWN_TOPIC_OR_PARTITION:
                 raise ConfigurationError(
@@ -146,16 +147,16 @@ class KafkaDrift:
 
     async def _put(self, producer: Producer, records: Sequence[Record]) -> None:
         if records:
-            await producer.add([self._drift], self._patience())
-            await producer.produce({self._drift: batch_body(records)}, self._patience())
+            await producer.add([self._drift], self._backoff())
+            await producer.produce({self._drift: batch_body(records)}, self._backoff())
             await asyncio.sleep(0)
 
     @property
     def _transactional_id(self) -> str:
         return f"{self._settings.drift_topic}-{self._name}"
 
-    def _patience(self) -> Patience:
-        return Patience(self._settings.write_timeout_s, self._settings.retry_backoff_s)
+    def _backoff(self) -> Backoff:
+        return Backoff(self._settings.write_timeout_s, self._settings.retry_backoff_s)
 
     def _refused(self, why: str) -> str:
         return f"{self._settings.audit_topic} does not take what the audit tells: {why}"

@@ -15,7 +15,7 @@ from txbroker.core.records import Record
 from txbroker.door.own_topics import Layout, find_layout
 from txbroker.errors import ConfigurationError, KafkaUnavailable
 from txbroker.kafka.client.admin import Admin
-from txbroker.kafka.client.client import Client, KafkaRefused, Patience, may_pass
+from txbroker.kafka.client.client import Client, KafkaRefused, may_pass
 from txbroker.kafka.client.offsets import READ_COMMITTED, READ_UNCOMMITTED, ends
 from txbroker.kafka.client.reader import Reader
 from txbroker.kafka.client.settings import KafkaSettings
@@ -30,6 +30,7 @@ from txbroker.kafka.protocol.schemas import (
     RightsRequest,
 )
 from txbroker.kafka.tools.repair import Found, Repair
+from txbroker.net.backoff import Backoff
 
 _LANE = "examine"
 _ANSWER_S = 3.0
@@ -195,14 +196,14 @@ class KafkaExamination:
         Raises:
             KafkaUnavailable: its coordinator does not answer.
         """
-        patience = Patience(_COORDINATOR_S, self.settings.retry_backoff_s)
+        backoff = Backoff(_COORDINATOR_S, self.settings.retry_backoff_s)
         while True:
             try:
                 return await self._group_error()
             except KafkaUnavailable as error:
                 if isinstance(error, KafkaRefused) and error.code in _DENIED:
                     return error.code
-                if not may_pass(error) or not await patience.pause():
+                if not may_pass(error) or not await backoff.pause():
                     raise
 
     async def transactional_id_error(self) -> int:
@@ -212,14 +213,14 @@ class KafkaExamination:
             KafkaUnavailable: Kafka does not answer.
         """
         name = f"{self.settings.half_topic}-0-a"
-        patience = Patience(_COORDINATOR_S, self.settings.retry_backoff_s)
+        backoff = Backoff(_COORDINATOR_S, self.settings.retry_backoff_s)
         while True:
             try:
                 await self._client.transaction_coordinator(name)
             except KafkaUnavailable as error:
                 if isinstance(error, KafkaRefused) and error.code in _DENIED:
                     return error.code
-                if not may_pass(error) or not await patience.pause():
+                if not may_pass(error) or not await backoff.pause():
                     raise
             else:
                 return Code.NONE
