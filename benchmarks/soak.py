@@ -23,9 +23,10 @@ from typing import Any
 from tests.faults.judge import Case, Judge, Seen, Topics, read_log, save
 from tests.kit.evidence import listed
 from tests.kit.fleet import Fleet, Web
-from tests.kit.proxies import World, until
+from tests.kit.proxies import ProxyProcess
 from tests.kit.readers import Along
 from tests.kit.topic_reader import read_all
+from tests.kit.until import until
 from tests.kit.workload import Lane, LocalFailure, Recorder, Shop, answering
 from txbroker.embedded import EmbeddedKafka
 from txbroker.errors import RequestError
@@ -275,7 +276,7 @@ def _sums(read: Topics) -> dict[str, int]:
     }
 
 
-def _resident_mib(proxy: World) -> int:
+def _resident_mib(proxy: ProxyProcess) -> int:
     status = Path(f"/proc/{proxy.pid}/status").read_text()
     line = next(line for line in status.splitlines() if line.startswith("VmHWM"))
     return int(line.split()[1]) // 1024

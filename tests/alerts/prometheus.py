@@ -15,7 +15,7 @@ from typing import Any
 
 import aiohttp
 
-from tests.kit.service import until
+from tests.kit.until import until
 
 _FILES = Path(__file__).parents[2] / "charts/txbroker/files"
 RULES = _FILES / "alerts.yaml"

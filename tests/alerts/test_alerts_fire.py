@@ -13,8 +13,9 @@ from dataclasses import dataclass
 import pytest
 
 from tests.alerts.prometheus import DASHBOARD, RULES, Prometheus, prometheus, quicker
-from tests.kit.memory import MemoryWorld
-from tests.kit.service import Desk, Json, Service, until
+from tests.kit.memory import MemoryHarness
+from tests.kit.service import FakeEndpoint, Json, Service
+from tests.kit.until import until
 from txbroker.checkers import runner
 from txbroker.contract.audit import AuditNews, encode_news
 from txbroker.core.records import Message
@@ -39,7 +40,7 @@ class Plant:
     """A proxy on which trouble is planted; each kind returns what mends it."""
 
     service: Service
-    world: MemoryWorld
+    world: MemoryHarness
     prometheus: Prometheus
 
     async def fires(self, name: str, **labels: str) -> None:
@@ -149,7 +150,7 @@ async def not_on_the_dashboard(prometheus: Prometheus) -> set[tuple[str, str]]:
 @pytest.fixture(scope="module")
 async def plant(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Plant]:
     """A proxy that keeps no bodies in memory, and a Prometheus that has scraped it."""
-    world = MemoryWorld()
+    world = MemoryHarness()
     async with AsyncExitStack() as stack:
         # Groups that are away are asked, and the logs' edges looked at, as often as the rules'
         # times are short.
@@ -158,7 +159,7 @@ async def plant(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Plant
         patch.setattr(runner, "BACK_OFF_MAX_S", 0.2)
         patch.setattr(owner, "EDGES_S", 0.5)
         stack.push_async_callback(world.close)
-        desk = await stack.enter_async_context(Desk().serve())
+        desk = await stack.enter_async_context(FakeEndpoint().serve())
         service = Service(world, desk, bodies_bytes_max=1)
         await service.start()
         stack.push_async_callback(service.stop)

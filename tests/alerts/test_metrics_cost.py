@@ -10,8 +10,9 @@ from typing import cast
 import pytest
 
 from tests.kit.cluster import Proxies
-from tests.kit.memory import MemoryWorld
-from tests.kit.service import Desk, unique, until
+from tests.kit.memory import MemoryHarness
+from tests.kit.service import FakeEndpoint
+from tests.kit.until import unique, until
 from txbroker.core.records import Decision, Message, Place, Source
 from txbroker.core.transaction import Transaction, Verdict
 from txbroker.proxy.observe.metrics import Metrics
@@ -61,8 +62,8 @@ def test_counting_a_whole_transaction_takes_microseconds() -> None:
 
 @pytest.fixture
 async def proxies() -> AsyncIterator[Proxies]:
-    world = MemoryWorld()
-    async with Desk().serve() as desk:
+    world = MemoryHarness()
+    async with FakeEndpoint().serve() as desk:
         running = Proxies(world, desk)
         yield running
         await running.close()
@@ -111,7 +112,7 @@ async def test_a_proxy_out_of_touch_shows_no_gauges_of_what_may_be_anothers(
         await proxies.prepare_in(number, topic, one, group=group, check_after_s=NEVER_S)
     assert await one.metric("pending", group=group) == len(mine)
     world = proxies.world
-    assert isinstance(world, MemoryWorld)
+    assert isinstance(world, MemoryHarness)
     coordinator = world.kafka.coordinator("test")
     coordinator.silence("one")
     coordinator.forget("one")

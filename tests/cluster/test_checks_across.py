@@ -22,7 +22,8 @@ from aiohttp import web
 from tests.faults.judge import Asked
 from tests.kit.evidence import convict
 from tests.kit.fleet import Fleet, Web
-from tests.kit.proxies import World, until
+from tests.kit.proxies import ProxyProcess
+from tests.kit.until import until
 from tests.kit.workload import Recorder
 from txbroker.embedded import EmbeddedKafka
 from txbroker.errors import RequestError
@@ -129,7 +130,7 @@ class Undecided(Web):
             call.id = str((await self._answer(http, "", body, fate))["id"])
 
 
-async def registered(proxy: World, url: str) -> None:
+async def registered(proxy: ProxyProcess, url: str) -> None:
     """Register the groups that have a check URL."""
     for group, policy in {
         "url": {},
@@ -242,15 +243,15 @@ async def test_a_proxy_that_dies_between_question_and_answer_counts_as_an_attemp
     assert judge.unsettled() == {}
 
 
-async def holder(fleet: Fleet, group: str) -> World:
+async def holder(fleet: Fleet, group: str) -> ProxyProcess:
     """Return the one proxy at which a group has its session."""
 
-    async def found() -> World | None:
+    async def found() -> ProxyProcess | None:
         for proxy in fleet.proxies:
             if f'txbroker_sessions{{group="{group}"}} 1.0' in await proxy.text("/metrics"):
                 return proxy
         return None
 
     world = await until(found)
-    assert isinstance(world, World)
+    assert isinstance(world, ProxyProcess)
     return world

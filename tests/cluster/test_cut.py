@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from tests.kit.fleet import PARTITIONS, SESSION_S, Fleet, judged, owned_by, reached
-from tests.kit.proxies import World, unique, until
+from tests.kit.proxies import ProxyProcess
 from tests.kit.relays import Relay
+from tests.kit.until import unique, until
 from tests.kit.workload import Recorder, Shop
 from txbroker.embedded import EmbeddedKafka
 from txbroker.errors import OwnerUnavailable
@@ -28,7 +29,7 @@ class CutFleet(Fleet):
         self.relays = relays
         prefix = unique("cut")
         self.proxies = [
-            World(
+            ProxyProcess(
                 bootstrap,
                 kafka=relay.address,
                 instance=f"proxy-{number}",

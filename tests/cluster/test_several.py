@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from tests.kit.fleet import PARTITIONS, SESSION_S, Fleet, judged, owned_by, reached
-from tests.kit.proxies import until
 from tests.kit.topic_reader import read_topics
+from tests.kit.until import until
 from tests.kit.workload import Recorder, Shop
 from txbroker.embedded import EmbeddedKafka
 

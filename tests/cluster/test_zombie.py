@@ -19,8 +19,9 @@ import pytest
 from tests.faults.judge import Rec
 from tests.kit.evidence import claims, convict
 from tests.kit.fleet import PARTITIONS, Fleet, Web, owned_by
-from tests.kit.proxies import DEADLINE_S, Json, World, unique, until
+from tests.kit.proxies import Json, ProxyProcess
 from tests.kit.topic_reader import read_all
+from tests.kit.until import DEADLINE_S, unique, until
 from tests.kit.workload import Recorder
 from txbroker.core.routing import make_id
 from txbroker.embedded import EmbeddedKafka
@@ -47,7 +48,7 @@ async def fleet(kafka: EmbeddedKafka) -> AsyncIterator[Fleet]:
 Line = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
-async def lines_to(proxy: World) -> list[Line]:
+async def lines_to(proxy: ProxyProcess) -> list[Line]:
     """Open connections while the proxy still takes them: what hangs has only a short queue."""
     address = urlsplit(proxy.url)
     return [await asyncio.open_connection(address.hostname, address.port) for _ in range(LETTERS)]
@@ -61,7 +62,7 @@ class Letter:
         self.id = id
         self._reader, self._writer = line
 
-    async def post(self, proxy: World, body: Json) -> None:
+    async def post(self, proxy: ProxyProcess, body: Json) -> None:
         """Hand the call to the system on which the proxy hangs."""
         path = f"/v1/transactions/{self.id}/{self.what}" if self.id else "/v1/transactions"
         text = json.dumps(body).encode()
@@ -82,7 +83,7 @@ class Letter:
 
 
 async def posted(
-    hung: World, lines: Sequence[Line], topic: str, decided: dict[str, str]
+    hung: ProxyProcess, lines: Sequence[Line], topic: str, decided: dict[str, str]
 ) -> list[Letter]:
     """Write to a proxy that hangs: the same decision as the standing one, the contrary, and
     prepares."""
@@ -109,7 +110,7 @@ def standing(recorder: Recorder) -> dict[str, str]:
     return {c.id: c.what for c in calls if c.result == "ok" and c.what != "prepare"}
 
 
-async def read_to_the_end(proxy: World) -> None:
+async def read_to_the_end(proxy: ProxyProcess) -> None:
     """Have the owners read half to an end that is asked for now: what a replaced proxy has stored
     there shows, which they look for once a second by themselves."""
     for partition in range(PARTITIONS):
@@ -117,7 +118,7 @@ async def read_to_the_end(proxy: World) -> None:
             await proxy.show(make_id(partition, round(time.time() * 1000), random.getrandbits(64)))
 
 
-async def rest(proxy: World, recorder: Recorder) -> None:
+async def rest(proxy: ProxyProcess, recorder: Recorder) -> None:
     """Wait until nothing is under way any more."""
     await read_to_the_end(proxy)
     for left in await proxy.unsettled():
@@ -143,7 +144,7 @@ class Busy(Web):
 
 
 async def work_until_it_hangs(
-    fleet: Fleet, hung: World, topic: str, recorder: Recorder, fate: random.Random
+    fleet: Fleet, hung: ProxyProcess, topic: str, recorder: Recorder, fate: random.Random
 ) -> None:
     """Load both proxies, let one hang in the middle of it, and go on with the other until all is
     at rest."""
@@ -243,6 +244,6 @@ def in_order(records: Sequence[Rec]) -> list[Rec]:
     return sorted(records, key=lambda record: (record.topic, record.partition, record.offset))
 
 
-async def ids_pending(proxy: World) -> list[str]:
+async def ids_pending(proxy: ProxyProcess) -> list[str]:
     """Return what is undecided."""
     return [t["id"] for t in await proxy.unsettled() if t["state"] == "pending"]

@@ -9,22 +9,22 @@ import pytest
 
 from tests.console.console_token import TOKEN
 from tests.console.console_world import Reader, reader_of
-from tests.kit.memory import MemoryWorld
+from tests.kit.memory import MemoryHarness
 from tests.kit.secret_files import secret_file
-from tests.kit.service import Desk, Service
+from tests.kit.service import FakeEndpoint, Service
 
 
 @pytest.fixture(scope="session")
-async def desk() -> AsyncIterator[Desk]:
+async def desk() -> AsyncIterator[FakeEndpoint]:
     """The endpoints of all groups."""
-    async with Desk().serve() as running:
+    async with FakeEndpoint().serve() as running:
         yield running
 
 
 @pytest.fixture
-async def service(desk: Desk) -> AsyncIterator[Service]:
+async def service(desk: FakeEndpoint) -> AsyncIterator[Service]:
     """A running proxy of the test's own."""
-    world = MemoryWorld()
+    world = MemoryHarness()
     running = Service(world, desk)
     await running.start()
     yield running
@@ -39,9 +39,9 @@ def token_file(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-async def guarded(desk: Desk, token_file: Path) -> AsyncIterator[Service]:
+async def guarded(desk: FakeEndpoint, token_file: Path) -> AsyncIterator[Service]:
     """A running proxy that takes nobody without the token."""
-    world = MemoryWorld()
+    world = MemoryHarness()
     running = Service(world, desk, token_file=token_file)
     await running.start()
     yield running

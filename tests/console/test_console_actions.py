@@ -8,8 +8,9 @@ import pytest
 
 from tests.console.console_world import Reader, reader_of
 from tests.kit.cluster import Proxies
-from tests.kit.memory import MemoryWorld
-from tests.kit.service import Desk, Service, unique
+from tests.kit.memory import MemoryHarness
+from tests.kit.service import FakeEndpoint, Service
+from tests.kit.until import unique
 from txbroker.contract.service import DecideRequest, TransactionStatus
 from txbroker.core.records import Message
 from txbroker.errors import OwnerUnavailable
@@ -199,8 +200,8 @@ async def test_what_takes_too_long_is_told(
     assert {await service.state(id) for id in ids} == {"pending"}
 
 
-async def test_any_proxy_acts_on_what_all_own(desk: Desk) -> None:
-    world = MemoryWorld()
+async def test_any_proxy_acts_on_what_all_own(desk: FakeEndpoint) -> None:
+    world = MemoryHarness()
     proxies = Proxies(world, desk)
     one, _ = await proxies.add("one", "two")
     topic, group = await topic_of(one), unique("group")

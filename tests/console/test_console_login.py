@@ -11,7 +11,8 @@ import pytest
 
 from tests.console.console_token import TOKEN
 from tests.console.console_world import Reader, Seen, reader_of
-from tests.kit.service import Service, unique, until
+from tests.kit.service import Service
+from tests.kit.until import unique, until
 from txbroker.config.settings import Settings
 from txbroker.contract.service import PrepareRequest
 from txbroker.core.records import Message

@@ -9,8 +9,9 @@ import pytest
 
 from tests.console.console_world import Reader, reader_of
 from tests.kit.cluster import Proxies
-from tests.kit.memory import MemoryWorld
-from tests.kit.service import Desk, Service, unique, until
+from tests.kit.memory import MemoryHarness
+from tests.kit.service import FakeEndpoint, Service
+from tests.kit.until import unique, until
 from txbroker.core.records import Decision, Message
 
 HOSTILE = """"><script>alert('x')</script><b a='"""
@@ -85,9 +86,9 @@ async def test_refused_ones_are_said_with_their_topic(service: Service, reader: 
 
 
 async def test_a_proxy_that_does_not_answer_is_said(
-    desk: Desk, monkeypatch: pytest.MonkeyPatch
+    desk: FakeEndpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    world = MemoryWorld()
+    world = MemoryHarness()
     proxies = Proxies(world, desk)
     one, other = await proxies.add("one", "two")
 

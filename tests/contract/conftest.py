@@ -9,18 +9,19 @@ from typing import Any
 import pytest
 
 from tests.kit.cluster import Proxies
-from tests.kit.kafka import KafkaWorld
-from tests.kit.memory import MemoryWorld
-from tests.kit.service import Client, Desk, HttpClient, SdkClient, Service, unique
+from tests.kit.kafka import KafkaHarness
+from tests.kit.memory import MemoryHarness
+from tests.kit.service import Client, FakeEndpoint, HttpClient, SdkClient, Service
+from tests.kit.until import unique
 from txbroker.door.protocols import Door
 
 
-def _kafka(request: pytest.FixtureRequest) -> KafkaWorld:
-    return KafkaWorld(request.getfixturevalue("kafka").bootstrap)
+def _kafka(request: pytest.FixtureRequest) -> KafkaHarness:
+    return KafkaHarness(request.getfixturevalue("kafka").bootstrap)
 
 
-def _memory(request: pytest.FixtureRequest) -> MemoryWorld:
-    return MemoryWorld()
+def _memory(request: pytest.FixtureRequest) -> MemoryHarness:
+    return MemoryHarness()
 
 
 WORLDS: dict[str, Callable[[pytest.FixtureRequest], Any]] = {"memory": _memory, "kafka": _kafka}
@@ -48,14 +49,14 @@ async def door(world: Any) -> Door:
 
 
 @pytest.fixture(scope="session")
-async def desk() -> AsyncIterator[Desk]:
+async def desk() -> AsyncIterator[FakeEndpoint]:
     """The endpoints of all groups."""
-    async with Desk().serve() as running:
+    async with FakeEndpoint().serve() as running:
         yield running
 
 
 @pytest.fixture(scope="module", params=WORLDS)
-async def service(request: pytest.FixtureRequest, desk: Desk) -> AsyncIterator[Service]:
+async def service(request: pytest.FixtureRequest, desk: FakeEndpoint) -> AsyncIterator[Service]:
     """A running proxy, shared by a module: its tests use topics and groups of their own."""
     made = WORLDS[request.param](request)
     running = Service(made, desk)
@@ -80,7 +81,7 @@ async def client(request: pytest.FixtureRequest, service: Service) -> AsyncItera
 
 
 @pytest.fixture(scope="module", params=WORLDS)
-async def two(request: pytest.FixtureRequest, desk: Desk) -> AsyncIterator[Proxies]:
+async def two(request: pytest.FixtureRequest, desk: FakeEndpoint) -> AsyncIterator[Proxies]:
     """Two proxies that share four half partitions, for all tests that move nothing."""
     made = WORLDS[request.param](request)
     running = Proxies(made, desk)
@@ -91,7 +92,7 @@ async def two(request: pytest.FixtureRequest, desk: Desk) -> AsyncIterator[Proxi
 
 
 @pytest.fixture
-async def proxies(world: Any, desk: Desk) -> AsyncIterator[Proxies]:
+async def proxies(world: Any, desk: FakeEndpoint) -> AsyncIterator[Proxies]:
     """No proxy yet; those that a test starts end with it."""
     running = Proxies(world, desk)
     yield running
@@ -99,9 +100,9 @@ async def proxies(world: Any, desk: Desk) -> AsyncIterator[Proxies]:
 
 
 @pytest.fixture
-async def in_memory(desk: Desk) -> AsyncIterator[Proxies]:
+async def in_memory(desk: FakeEndpoint) -> AsyncIterator[Proxies]:
     """The same on a Kafka in memory only, for what a test cannot make happen on a real one."""
-    world = MemoryWorld()
+    world = MemoryHarness()
     running = Proxies(world, desk)
     yield running
     await running.close()

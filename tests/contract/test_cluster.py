@@ -9,7 +9,7 @@ import pytest
 
 from tests.kit.cluster import Proxies
 from tests.kit.kafka import now_ms
-from tests.kit.service import unique, until
+from tests.kit.until import unique, until
 from txbroker.contract.service import DecideRequest, PrepareRequest
 from txbroker.core.decoding import decode_marker, is_content
 from txbroker.core.records import Message

@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 
 from tests.kit.cluster import TAKEOVER_S, Proxies
-from tests.kit.memory import MemoryWorld
-from tests.kit.service import Service, unique, until
+from tests.kit.memory import MemoryHarness
+from tests.kit.service import Service
+from tests.kit.until import unique, until
 from txbroker.contract.service import PrepareRequest, TransactionStatus
 from txbroker.core.records import Message
 from txbroker.core.routing import make_id, parse_id
@@ -203,7 +204,7 @@ async def test_an_id_that_the_log_does_not_reach_back_to(proxies: Proxies) -> No
 
 def coordinator_of(proxies: Proxies) -> MemoryCoordinator:
     """Return the group's coordinator, which does as it is told."""
-    assert isinstance(proxies.world, MemoryWorld)
+    assert isinstance(proxies.world, MemoryHarness)
     return proxies.world.kafka.coordinator("test")
 
 
@@ -345,7 +346,7 @@ async def test_a_proxy_that_does_not_know_kafkas_clock_asks_the_owner(
         asked.append(request)
         return await prepare(url, request)
 
-    assert isinstance(in_memory.world, MemoryWorld)
+    assert isinstance(in_memory.world, MemoryHarness)
     in_memory.world.kafka.clock.advance(600)
     in_memory.partitions = 2
     await in_memory.add("one", "two", "three")

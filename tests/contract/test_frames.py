@@ -14,8 +14,9 @@ import pytest
 
 from tests.kit.cluster import Proxies
 from tests.kit.kafka import now_ms
-from tests.kit.memory import MemoryWorld
-from tests.kit.service import Desk, Service, unique, until
+from tests.kit.memory import MemoryHarness
+from tests.kit.service import FakeEndpoint, Service
+from tests.kit.until import unique, until
 from tests.kit.ws_client import Producer
 from txbroker.contract import frames as wire
 from txbroker.core.records import Decision, Message, Record
@@ -285,7 +286,7 @@ async def test_a_frame_cut_by_a_disconnect_is_sent_again(service: Service) -> No
     ids=["partition", "share"],
 )
 async def test_a_frame_is_overloaded_partway_exactly_where_the_bound_is(
-    world: Any, desk: Desk, bounds: dict[str, int]
+    world: Any, desk: FakeEndpoint, bounds: dict[str, int]
 ) -> None:
     service = Service(world, desk, partitions=1, **bounds)
     await service.start()
@@ -335,7 +336,7 @@ async def test_what_moved_is_refused_and_the_others_of_the_frame_are_not(
     in_memory: Proxies,
 ) -> None:
     (one,) = await in_memory.add("one")
-    assert isinstance(in_memory.world, MemoryWorld)
+    assert isinstance(in_memory.world, MemoryHarness)
     topic, ids = await known_topic(one), ids_of(range(in_memory.partitions))
     gone = MemberSlot("gone", NOBODY_URL, 1, lambda _: None, lambda _: None)
     coordinator = in_memory.world.kafka.coordinator("test")
@@ -361,7 +362,7 @@ async def test_a_frame_to_an_owner_that_was_fenced_is_done_by_the_next_one(
     in_memory: Proxies,
 ) -> None:
     one, two = await in_memory.add("one", "two")
-    assert isinstance(in_memory.world, MemoryWorld)
+    assert isinstance(in_memory.world, MemoryHarness)
     topic, ids = await known_topic(one), ids_of(sorted(await one.owned()))
     coordinator = in_memory.world.kafka.coordinator("test")
     async with connected(one, "g") as here, connected(two, "g") as there:
@@ -390,7 +391,7 @@ async def test_while_kafka_is_gone_a_frame_is_answered_and_can_be_sent_again(
     in_memory: Proxies,
 ) -> None:
     (one,) = await in_memory.add("one")
-    assert isinstance(in_memory.world, MemoryWorld)
+    assert isinstance(in_memory.world, MemoryHarness)
     topic, ids = await known_topic(one), ids_of(range(in_memory.partitions))
     async with connected(one, "g") as producer:
         await producer.send(*prepares(ids[:4], topic))

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.kit.heard import Heard
-from tests.kit.kafka import KafkaWorld
+from tests.kit.kafka import KafkaHarness
 
 SESSION_S = 1.5
 ALL = frozenset(range(4))
@@ -28,7 +28,7 @@ class Member:
         self.door: Any = None
 
     async def start(self, record_version: int | None = None) -> Member:
-        changes = {"session_timeout_s": SESSION_S} if isinstance(self._world, KafkaWorld) else {}
+        changes = {"session_timeout_s": SESSION_S} if isinstance(self._world, KafkaHarness) else {}
         self.door = await self._world.door(self.name, **changes)
         if record_version is not None:
             self.door.membership.record_version = record_version
@@ -53,7 +53,7 @@ class Member:
     async def die(self) -> None:
         """Go without leaving; the session goes on for its time."""
         await self.door.close()
-        if not isinstance(self._world, KafkaWorld):
+        if not isinstance(self._world, KafkaHarness):
             self._world.kafka.coordinator("test").forget(self.name)
 
     @property

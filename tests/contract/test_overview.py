@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from tests.kit.cluster import Proxies
-from tests.kit.service import Json, Service, unique, until
+from tests.kit.service import Json, Service
+from tests.kit.until import unique, until
 from txbroker.core.records import Decision, Message
 from txbroker.core.routing import parse_id
 

@@ -8,7 +8,8 @@ import asyncio
 import pytest
 
 from tests.kit.kafka import now_ms
-from tests.kit.service import Client, Json, Service, unique, until
+from tests.kit.service import Client, Json, Service
+from tests.kit.until import unique, until
 from txbroker.core.records import Header, Message
 from txbroker.core.routing import make_id, parse_id
 from txbroker.errors import (

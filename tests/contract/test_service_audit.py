@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from tests.kit.service import Service, until
+from tests.kit.service import Service
+from tests.kit.until import until
 from txbroker.contract.audit import AuditNews, encode_news
 
 

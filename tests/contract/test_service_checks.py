@@ -8,7 +8,8 @@ import time
 
 import pytest
 
-from tests.kit.service import Json, Service, unique, until
+from tests.kit.service import Json, Service
+from tests.kit.until import unique, until
 from txbroker.core.records import Message
 from txbroker.errors import NotPending
 from txbroker.sdk import CheckRequest, Decision

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.kit.service import Desk, Service
+from tests.kit.service import FakeEndpoint, Service
 from txbroker.core.records import Message, Record
 
 NOISE = (
@@ -22,7 +22,7 @@ NOISE = (
 @pytest.mark.rule(10)
 @pytest.mark.parametrize("committed", [True, False, None])
 async def test_noise_before_the_first_claim_of_all_stops_nobody(
-    world: Any, desk: Desk, committed: bool | None
+    world: Any, desk: FakeEndpoint, committed: bool | None
 ) -> None:
     await (await world.door(partitions=2)).close()
     for name in ("half", "op"):

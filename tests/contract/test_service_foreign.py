@@ -6,7 +6,8 @@ import contextlib
 
 import pytest
 
-from tests.kit.service import Service, until
+from tests.kit.service import Service
+from tests.kit.until import until
 from txbroker.core.encoding import encode_progress, encode_skip
 from txbroker.core.records import RECORD_VERSION, Checkpoint, Message, Record
 from txbroker.core.routing import make_id

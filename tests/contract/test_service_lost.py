@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from tests.kit.service import Desk, Service, unique, until
+from tests.kit.service import FakeEndpoint, Service
+from tests.kit.until import unique, until
 from txbroker.core.records import Decision, Message, State
 from txbroker.errors import BodyLost
 from txbroker.proxy.partition import owner
@@ -26,7 +27,7 @@ async def lose(service: Service, id: str, before: int) -> None:
 
 
 async def test_a_block_of_the_sdk_commits_with_its_messages(
-    world: Any, desk: Desk, monkeypatch: pytest.MonkeyPatch
+    world: Any, desk: FakeEndpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A commit by the id alone has none."""
     monkeypatch.setattr(owner, "EDGES_S", 0.1)

@@ -6,13 +6,15 @@ from typing import Any
 
 import pytest
 
-from tests.kit.service import Desk, Service
+from tests.kit.service import FakeEndpoint, Service
 from txbroker.core.records import Message
 from txbroker.errors import BadTarget
 
 
 @pytest.mark.rule(17)
-async def test_a_reserved_topic_is_refused_by_name_and_by_pattern(world: Any, desk: Desk) -> None:
+async def test_a_reserved_topic_is_refused_by_name_and_by_pattern(
+    world: Any, desk: FakeEndpoint
+) -> None:
     settings = {"reserved_topics": (world.name("a"), "*.internal-?")}
     service = Service(world, desk, **settings)
     await service.start()

@@ -7,7 +7,8 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.kit.service import Service, unique, until
+from tests.kit.service import Service
+from tests.kit.until import unique, until
 from txbroker.core.records import Message
 from txbroker.sdk import (
     Answer,

@@ -6,7 +6,8 @@ import asyncio
 
 import pytest
 
-from tests.kit.service import Service, unique
+from tests.kit.service import Service
+from tests.kit.until import unique
 from txbroker.core.encoding import encode_claim
 from txbroker.core.records import RECORD_VERSION, Claim, Message, Record
 from txbroker.door.own_topics import encode_layout

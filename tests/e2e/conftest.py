@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.kit.proxies import World
-from tests.kit.service import Desk
+from tests.kit.proxies import ProxyProcess
+from tests.kit.service import FakeEndpoint
 from txbroker.embedded import EmbeddedKafka
 
 
@@ -19,10 +19,10 @@ def secrets_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-async def shared(kafka: EmbeddedKafka, secrets_dir: Path) -> AsyncIterator[World]:
+async def shared(kafka: EmbeddedKafka, secrets_dir: Path) -> AsyncIterator[ProxyProcess]:
     """A proxy for the tests of a module, which use topics and groups of their own. A test may
     kill it if it starts it again."""
-    made = World(kafka.bootstrap, secrets_dir=secrets_dir)
+    made = ProxyProcess(kafka.bootstrap, secrets_dir=secrets_dir)
     try:
         await made.start()
         yield made
@@ -31,7 +31,7 @@ async def shared(kafka: EmbeddedKafka, secrets_dir: Path) -> AsyncIterator[World
 
 
 @pytest.fixture(scope="session")
-async def desk() -> AsyncIterator[Desk]:
+async def desk() -> AsyncIterator[FakeEndpoint]:
     """The check endpoints of all groups."""
-    async with Desk().serve() as running:
+    async with FakeEndpoint().serve() as running:
         yield running

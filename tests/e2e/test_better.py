@@ -15,8 +15,9 @@ import pytest
 from confluent_kafka import Producer, TopicPartition
 from confluent_kafka.admin import AdminClient
 
-from tests.kit.proxies import World, unique, until
-from tests.kit.service import Desk
+from tests.kit.proxies import ProxyProcess
+from tests.kit.service import FakeEndpoint
+from tests.kit.until import unique, until
 from txbroker.embedded import EmbeddedKafka
 from txbroker.errors import AlreadyDecided, IdExpired
 from txbroker.sdk import CheckRequest, Decision, Message, TransactionalProducer
@@ -24,7 +25,9 @@ from txbroker.sdk import CheckRequest, Decision, Message, TransactionalProducer
 Json = dict[str, Any]
 
 
-async def register(world: World, desk: Desk, answers: Sequence[Json | int], **policy: Any) -> str:
+async def register(
+    world: ProxyProcess, desk: FakeEndpoint, answers: Sequence[Json | int], **policy: Any
+) -> str:
     """Register a group whose endpoint gives these answers, the last one again and again."""
     group = unique("group")
     desk.answers[group] = list(answers)
@@ -39,19 +42,19 @@ async def register(world: World, desk: Desk, answers: Sequence[Json | int], **po
     return group
 
 
-async def markers(world: World, id: str) -> list[Json]:
+async def markers(world: ProxyProcess, id: str) -> list[Json]:
     """Return the markers of a transaction, as they lie in the operation topic."""
     records = [record for record in await world.own("op") if record.key == id.encode()]
     return [json.loads(record.value or b"") for record in records]
 
 
-async def values(world: World, topic: str) -> list[bytes | None]:
+async def values(world: ProxyProcess, topic: str) -> list[bytes | None]:
     """Return the visible values of a topic."""
     return [record.value for record in await world.visible(topic)]
 
 
 @asynccontextmanager
-async def killed_and_started(world: World) -> AsyncIterator[None]:
+async def killed_and_started(world: ProxyProcess) -> AsyncIterator[None]:
     """Kill the proxy, do what is to be done meanwhile, start it again."""
     await world.kill()
     try:
@@ -61,7 +64,7 @@ async def killed_and_started(world: World) -> AsyncIterator[None]:
 
 
 async def test_two_commits_are_one_message_and_a_commit_after_a_rollback_is_none(
-    shared: World,
+    shared: ProxyProcess,
 ) -> None:
     topic, group = await shared.topic(), unique("group")
     async with TransactionalProducer(shared.url, group=group) as producer:
@@ -85,7 +88,7 @@ async def test_two_commits_are_one_message_and_a_commit_after_a_rollback_is_none
     assert await markers(shared, twice) == stored
 
 
-async def test_the_answer_comes_after_all_acks_and_tells_the_outcome(shared: World) -> None:
+async def test_the_answer_comes_after_all_acks_and_tells_the_outcome(shared: ProxyProcess) -> None:
     topic = await shared.topic()
     ids = [await shared.prepare({"topic": topic, "value": str(n)}) for n in range(20)]
     answers = await asyncio.gather(*[shared.tell(id, "commit") for id in ids])
@@ -99,7 +102,7 @@ async def test_the_answer_comes_after_all_acks_and_tells_the_outcome(shared: Wor
     assert set(await values(shared, topic)) == {str(n).encode() for n in range(20)}
 
 
-async def test_target_write_and_progress_are_one_transaction(shared: World) -> None:
+async def test_target_write_and_progress_are_one_transaction(shared: ProxyProcess) -> None:
     """Killed while it promotes, again and again: nothing is there twice."""
     topic, sent = await shared.topic(2), 0
     for _ in range(3):
@@ -117,7 +120,7 @@ async def test_target_write_and_progress_are_one_transaction(shared: World) -> N
     assert set(seen) == {b"%d" % n for n in range(sent)}
 
 
-async def test_checks_append_no_body(shared: World, desk: Desk) -> None:
+async def test_checks_append_no_body(shared: ProxyProcess, desk: FakeEndpoint) -> None:
     group = await register(shared, desk, [{"decision": "unknown"}], attempts_max=5)
     topic, body = await shared.topic(), "x" * 200_000
     id = await shared.prepare({"topic": topic, "value": body}, group=group)
@@ -130,7 +133,9 @@ async def test_checks_append_no_body(shared: World, desk: Desk) -> None:
     assert sum(len(record.value or b"") for record in op) < 5000
 
 
-async def test_only_checks_that_reach_someone_count(shared: World, desk: Desk) -> None:
+async def test_only_checks_that_reach_someone_count(
+    shared: ProxyProcess, desk: FakeEndpoint
+) -> None:
     """503 means "not handled": more of those than attempts, and nothing is given up."""
     outage = [503] * 2
     group = await register(shared, desk, [*outage, {"decision": "commit"}], attempts_max=1)
@@ -145,7 +150,7 @@ async def test_only_checks_that_reach_someone_count(shared: World, desk: Desk) -
 
 
 async def test_nobody_online_is_no_attempt_and_whoever_comes_is_asked_at_once(
-    shared: World,
+    shared: ProxyProcess,
 ) -> None:
     topic, group = await shared.topic(), unique("group")
     id = await shared.prepare(
@@ -173,7 +178,7 @@ async def test_nobody_online_is_no_attempt_and_whoever_comes_is_asked_at_once(
     assert shown["attempts"] == 1
 
 
-async def test_what_a_target_refuses_is_kept_whole_and_the_rest_flows(shared: World) -> None:
+async def test_what_a_target_refuses_is_kept_whole_and_the_rest_flows(shared: ProxyProcess) -> None:
     small, topic = await shared.topic(max_message_bytes="2000"), await shared.topic()
     whole = [{"topic": topic, "value": "one"}, {"topic": small, "value": "two"}]
     refused = await shared.prepare(*whole)
@@ -196,7 +201,7 @@ async def test_what_a_target_refuses_is_kept_whole_and_the_rest_flows(shared: Wo
 async def test_a_body_is_copied_before_retention_takes_it(kafka: EmbeddedKafka) -> None:
     """At half of half's retention, in one Kafka transaction with the progress; and the copy is
     all that is needed when the half message and its proxy are gone."""
-    world = World(
+    world = ProxyProcess(
         kafka.bootstrap,
         half_retention_s=20,
         dedup_window_s=10,
@@ -234,7 +239,7 @@ def delete_records(bootstrap: str, topic: str) -> None:
 
 
 async def test_the_producers_clock_decides_nothing(
-    shared: World, monkeypatch: pytest.MonkeyPatch
+    shared: ProxyProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A producer a day ahead, messages of the last century: Kafka's append time counts."""
     topic, day_s = await shared.topic(), 86400
@@ -255,7 +260,7 @@ async def test_the_producers_clock_decides_nothing(
         await shared.prepare({"topic": topic, "value": "x"}, id=ahead)
 
 
-async def test_the_id_says_where_a_transaction_lives(shared: World) -> None:
+async def test_the_id_says_where_a_transaction_lives(shared: ProxyProcess) -> None:
     """A proxy that knows nothing of it, at the first moment that it answers, decides it."""
     topic = await shared.topic()
     messages = [{"topic": topic, "key": str(n), "value": str(n)} for n in range(12)]
@@ -288,7 +293,7 @@ def encode(number: int) -> str:
 
 
 async def test_partitions_work_side_by_side_and_a_slow_group_delays_no_other(
-    shared: World, desk: Desk
+    shared: ProxyProcess, desk: FakeEndpoint
 ) -> None:
     topic = await shared.topic()
     slow = await register(shared, desk, [{"decision": "unknown"}], timeout_s=20)
@@ -316,7 +321,7 @@ async def test_partitions_work_side_by_side_and_a_slow_group_delays_no_other(
     assert await values(shared, topic) == [b"q"] * 20
 
 
-async def test_a_poison_record_is_set_aside_and_the_rest_flows(shared: World) -> None:
+async def test_a_poison_record_is_set_aside_and_the_rest_flows(shared: ProxyProcess) -> None:
     topic = await shared.topic()
 
     async def prepared(value: str) -> list[str]:
@@ -336,7 +341,7 @@ async def test_a_poison_record_is_set_aside_and_the_rest_flows(shared: World) ->
     assert Counter(await values(shared, topic)) == {b"after": 4, b"before": 4}
 
 
-def poison(world: World) -> None:
+def poison(world: ProxyProcess) -> None:
     """Write rubbish into every partition of half, operation and parked topic."""
     producer = Producer({"bootstrap.servers": world.bootstrap})
     rubbish: list[Any] = [None, [("txb-v", b"1")], [("txb-v", b"one \xff")], [("txb-v", None)]]
@@ -351,7 +356,7 @@ def poison(world: World) -> None:
     assert producer.flush(20) == 0
 
 
-async def test_many_messages_and_topics_all_or_none_in_order(shared: World) -> None:
+async def test_many_messages_and_topics_all_or_none_in_order(shared: ProxyProcess) -> None:
     one, two, group = await shared.topic(), await shared.topic(), unique("group")
     async with TransactionalProducer(shared.url, group=group) as producer:
         for n in range(30):
@@ -372,7 +377,7 @@ async def test_many_messages_and_topics_all_or_none_in_order(shared: World) -> N
     assert sequences == ["1/2"] * 21
 
 
-async def test_pending_ones_are_shown_and_resolved_over_http(shared: World) -> None:
+async def test_pending_ones_are_shown_and_resolved_over_http(shared: ProxyProcess) -> None:
     topic, group = await shared.topic(), unique("group")
     ids = [await shared.prepare({"topic": topic, "value": "v"}, group=group) for _ in range(3)]
     page = await shared.call("GET", f"/v1/transactions?group={group}&state=pending&limit=2")

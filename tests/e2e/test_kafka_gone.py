@@ -16,8 +16,9 @@ import aiohttp
 import pytest
 
 from tests.faults.judge import Body, History, Judge
-from tests.kit.proxies import World, until
+from tests.kit.proxies import ProxyProcess
 from tests.kit.topic_reader import read_all
+from tests.kit.until import until
 from tests.kit.workload import Recorder, Shop, answering, work
 from txbroker.embedded import EmbeddedKafka
 from txbroker.errors import OwnerUnavailable
@@ -36,8 +37,8 @@ def own_kafka() -> Iterator[EmbeddedKafka]:
 
 
 @pytest.fixture
-async def world(own_kafka: EmbeddedKafka) -> AsyncIterator[World]:
-    made = World(own_kafka.bootstrap, check_after_s=2.0, check_interval_s=2.0)
+async def world(own_kafka: EmbeddedKafka) -> AsyncIterator[ProxyProcess]:
+    made = ProxyProcess(own_kafka.bootstrap, check_after_s=2.0, check_interval_s=2.0)
     try:
         await made.start()
         yield made
@@ -56,7 +57,9 @@ def stopped(kafka: EmbeddedKafka) -> Iterator[None]:
         os.kill(kafka.pid, signal.SIGCONT)
 
 
-async def http_calls(world: World, topic: str, recorder: Recorder, over: asyncio.Event) -> None:
+async def http_calls(
+    world: ProxyProcess, topic: str, recorder: Recorder, over: asyncio.Event
+) -> None:
     """Prepare and commit over plain HTTP, one after the other, each repeated until it works."""
     for number in itertools.count():
         if over.is_set():
@@ -82,7 +85,7 @@ async def http_calls(world: World, topic: str, recorder: Recorder, over: asyncio
                 break
 
 
-async def work_through(world: World, shop: Shop, trouble: Callable[[], Any]) -> History:
+async def work_through(world: ProxyProcess, shop: Shop, trouble: Callable[[], Any]) -> History:
     """Work, run into `trouble` in the middle of it, work on to the end, and be judged."""
     topics = [await world.topic(2), await world.topic(1)]
     plain = await world.topic()
@@ -127,7 +130,7 @@ async def some(truth: bool) -> bool:
 
 
 async def test_kafka_hangs_under_load_and_comes_back(
-    world: World, own_kafka: EmbeddedKafka, tmp_path: Path
+    world: ProxyProcess, own_kafka: EmbeddedKafka, tmp_path: Path
 ) -> None:
     async def hang() -> None:
         with stopped(own_kafka):
@@ -141,7 +144,7 @@ async def test_kafka_hangs_under_load_and_comes_back(
 
 
 async def test_kafka_is_killed_under_load_and_starts_again_on_its_data(
-    world: World, own_kafka: EmbeddedKafka, tmp_path: Path
+    world: ProxyProcess, own_kafka: EmbeddedKafka, tmp_path: Path
 ) -> None:
     before = own_kafka.bootstrap
 
@@ -157,7 +160,7 @@ async def test_kafka_is_killed_under_load_and_starts_again_on_its_data(
 
 
 async def test_a_proxy_without_kafka_says_so_and_ends() -> None:
-    world = World("127.0.0.1:1", wait_for_kafka_s=0)
+    world = ProxyProcess("127.0.0.1:1", wait_for_kafka_s=0)
     await world.launch()
     code = await world.ended()
     said = "\n".join(world.stderr)
@@ -169,12 +172,12 @@ async def test_a_proxy_without_kafka_says_so_and_ends() -> None:
 
 
 async def test_a_proxy_ends_in_bounded_time_while_kafka_hangs(
-    world: World, own_kafka: EmbeddedKafka
+    world: ProxyProcess, own_kafka: EmbeddedKafka
 ) -> None:
     """One that runs ends on SIGTERM; one that starts says what is wrong and ends by itself."""
     topic = await world.topic()
     id = await world.prepare({"topic": topic, "value": "x"})
-    starting = World(own_kafka.bootstrap, wait_for_kafka_s=1)
+    starting = ProxyProcess(own_kafka.bootstrap, wait_for_kafka_s=1)
     with stopped(own_kafka):
         committing = asyncio.create_task(world.tell(id, "commit"))
         await starting.launch()

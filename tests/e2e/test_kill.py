@@ -14,9 +14,10 @@ from typing import Any
 import pytest
 
 from tests.faults.judge import Judge
-from tests.kit.proxies import World, until
+from tests.kit.proxies import ProxyProcess
 from tests.kit.readers import Along
 from tests.kit.topic_reader import read_all
+from tests.kit.until import until
 from tests.kit.workload import Recorder, Shop, answering, work
 from txbroker.embedded import EmbeddedKafka
 from txbroker.sdk import Limits, TransactionalProducer
@@ -27,9 +28,9 @@ KILLS = 4
 
 
 @pytest.fixture
-async def world(kafka: EmbeddedKafka) -> AsyncIterator[World]:
+async def world(kafka: EmbeddedKafka) -> AsyncIterator[ProxyProcess]:
     """A proxy that checks back soon."""
-    made = World(kafka.bootstrap, check_after_s=1.0, check_interval_s=1.0)
+    made = ProxyProcess(kafka.bootstrap, check_after_s=1.0, check_interval_s=1.0)
     try:
         await made.start()
         yield made
@@ -52,7 +53,7 @@ async def reached(recorder: Recorder, finished: int) -> None:
     await until(enough)
 
 
-async def kill_now_and_then(world: World, recorder: Recorder, fate: random.Random) -> None:
+async def kill_now_and_then(world: ProxyProcess, recorder: Recorder, fate: random.Random) -> None:
     """Kill the proxy at random moments of the work, sometimes again while it recovers."""
     for moment in sorted(fate.sample(range(TRANSACTIONS // 10, TRANSACTIONS * 9 // 10), KILLS)):
         await reached(recorder, moment)
@@ -67,10 +68,10 @@ async def kill_now_and_then(world: World, recorder: Recorder, fate: random.Rando
 
 
 async def judged(
-    world: World,
+    world: ProxyProcess,
     urls: list[str],
     shop: Shop,
-    disturb: Callable[[World, Recorder, random.Random], Coroutine[Any, Any, None]],
+    disturb: Callable[[ProxyProcess, Recorder, random.Random], Coroutine[Any, Any, None]],
     transactions: int,
 ) -> Recorder:
     """Work while the proxy is disturbed, until all is settled; the judge must find nothing."""
@@ -107,19 +108,21 @@ async def judged(
     return recorder
 
 
-async def test_kill_9_of_the_proxy_loses_and_doubles_nothing(world: World, shop: Shop) -> None:
+async def test_kill_9_of_the_proxy_loses_and_doubles_nothing(
+    world: ProxyProcess, shop: Shop
+) -> None:
     await judged(world, [world.url], shop, kill_now_and_then, TRANSACTIONS)
 
 
 async def test_a_proxy_that_hung_wakes_up_behind_its_successor_and_spoils_nothing(
-    world: World, shop: Shop
+    world: ProxyProcess, shop: Shop
 ) -> None:
     """It still believes that it owns everything, with requests half done."""
     hung = world.twin()
     await world.stop()
     await hung.start()
 
-    async def hang(world: World, recorder: Recorder, fate: random.Random) -> None:
+    async def hang(world: ProxyProcess, recorder: Recorder, fate: random.Random) -> None:
         await reached(recorder, fate.randint(100, 400))
         hung.pause()
         await world.start()
@@ -135,7 +138,7 @@ async def test_a_proxy_that_hung_wakes_up_behind_its_successor_and_spoils_nothin
 
 @pytest.mark.parametrize("killed", ["before", "after"])
 async def test_a_producer_killed_round_its_local_commit_is_settled_by_its_twin(
-    world: World, shop: Shop, tmp_path: Path, killed: str
+    world: ProxyProcess, shop: Shop, tmp_path: Path, killed: str
 ) -> None:
     """Killed between local commit and decision: visible. Before the local commit: never."""
     topic = await world.topic()

@@ -16,9 +16,10 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from tests.kit.proxies import World, until
-from tests.kit.service import Desk
+from tests.kit.proxies import ProxyProcess
+from tests.kit.service import FakeEndpoint
 from tests.kit.topic_reader import read_topics
+from tests.kit.until import until
 from txbroker.sdk import Message, TransactionalProducer, verify_webhook
 
 Json = dict[str, Any]
@@ -33,7 +34,7 @@ HEADERS: tuple[tuple[str, bytes | None], ...] = (
 )
 
 
-async def send_one_of_each(world: World) -> tuple[str, str]:
+async def send_one_of_each(world: ProxyProcess) -> tuple[str, str]:
     """Promote a message with everything, and a tombstone, of one transaction; return the id."""
     topic = await world.topic(message_timestamp_type="CreateTime")
     async with TransactionalProducer(world.url, group="orders") as producer:
@@ -45,7 +46,7 @@ async def send_one_of_each(world: World) -> tuple[str, str]:
     return topic, id
 
 
-async def test_librdkafka_reads_everything_as_it_was_sent(shared: World) -> None:
+async def test_librdkafka_reads_everything_as_it_was_sent(shared: ProxyProcess) -> None:
     topic, id = await send_one_of_each(shared)
     first, tombstone = await shared.visible(topic)
     assert (first.key, first.value) == (b"k\xff", b"v\x00\xff")
@@ -60,7 +61,7 @@ async def test_librdkafka_reads_everything_as_it_was_sent(shared: World) -> None
 
 
 @pytest.mark.needs_tool("kcat")
-async def test_kcat_reads_everything_as_it_was_sent(shared: World) -> None:
+async def test_kcat_reads_everything_as_it_was_sent(shared: ProxyProcess) -> None:
     topic, id = await send_one_of_each(shared)
     line = "%t %o %T %K %k %S %s %h\\n"
     command = ["kcat", "-b", shared.bootstrap, "-C", "-t", topic, "-e", "-q", "-f", line]
@@ -112,7 +113,7 @@ def signature(secret: bytes, request: web.Request, body: bytes) -> str:
     ],
 )
 async def test_a_service_with_nothing_but_http_is_asked_with_a_signature(
-    shared: World, secrets_dir: Path, told: str, key: bytes
+    shared: ProxyProcess, secrets_dir: Path, told: str, key: bytes
 ) -> None:
     secret = secrets_dir / "plain-http"
     secret.write_text(f"{told}\n")
@@ -188,9 +189,9 @@ class Curl:
 
 
 @pytest.fixture
-async def dev(tmp_path: Path) -> AsyncIterator[World]:
+async def dev(tmp_path: Path) -> AsyncIterator[ProxyProcess]:
     """`txbroker dev`, as a new user starts it."""
-    made = World("", command="dev", data_dir=tmp_path)
+    made = ProxyProcess("", command="dev", data_dir=tmp_path)
     try:
         await made.start()
         yield made
@@ -199,7 +200,9 @@ async def dev(tmp_path: Path) -> AsyncIterator[World]:
 
 
 @pytest.mark.needs_tool("curl")
-async def test_a_walk_through_txbroker_dev_with_curl_only(dev: World, desk: Desk) -> None:
+async def test_a_walk_through_txbroker_dev_with_curl_only(
+    dev: ProxyProcess, desk: FakeEndpoint
+) -> None:
 
     async def said_ready() -> list[str]:
         # The proxy answers a moment before the command says so.

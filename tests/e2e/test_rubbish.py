@@ -11,7 +11,8 @@ import aiohttp
 import msgspec
 import pytest
 
-from tests.kit.proxies import World, error_of, unique
+from tests.kit.proxies import ProxyProcess, error_of
+from tests.kit.until import unique
 from txbroker.contract import frames as wire
 from txbroker.core.records import Message
 from txbroker.core.routing import make_id
@@ -104,7 +105,7 @@ CALLS: dict[str, tuple[str, str, Any, str, str]] = {
 
 
 @pytest.mark.parametrize("what", CALLS)
-async def test_bad_calls_get_a_typed_error(shared: World, what: str, topic: str) -> None:
+async def test_bad_calls_get_a_typed_error(shared: ProxyProcess, what: str, topic: str) -> None:
     method, path, body, code, word = CALLS[what]
     path = path.replace("NEW", id_of_now())
     body = body if isinstance(body, bytes) else with_topic(body, topic)
@@ -126,7 +127,7 @@ def id_of_now() -> str:
 
 
 @pytest.fixture(scope="module")
-async def topic(shared: World) -> str:
+async def topic(shared: ProxyProcess) -> str:
     """A topic that is there."""
     return await shared.topic()
 
@@ -142,7 +143,9 @@ def with_topic(body: Any, topic: str) -> Any:
     return body
 
 
-async def test_another_groups_transaction_cannot_be_decided(shared: World, topic: str) -> None:
+async def test_another_groups_transaction_cannot_be_decided(
+    shared: ProxyProcess, topic: str
+) -> None:
     mine, other = unique("mine"), unique("other")
     id = await shared.prepare({"topic": topic, "value": "v"}, group=mine)
     status, answer = await shared.request("POST", f"{PREPARE}/{id}/commit", {"group": other})
@@ -157,7 +160,7 @@ async def test_another_groups_transaction_cannot_be_decided(shared: World, topic
     await shared.tell(id, "rollback", group=mine)
 
 
-async def test_an_id_used_for_other_content_conflicts(shared: World, topic: str) -> None:
+async def test_an_id_used_for_other_content_conflicts(shared: ProxyProcess, topic: str) -> None:
     group = unique("group")
     first = {"topic": topic, "value": "first"}
     id = await shared.prepare(first, group=group, dedup_key="k")
@@ -182,7 +185,9 @@ FRAMES = {
 
 
 @pytest.mark.parametrize("name", FRAMES)
-async def test_rubbish_frames_end_that_session_only(shared: World, topic: str, name: str) -> None:
+async def test_rubbish_frames_end_that_session_only(
+    shared: ProxyProcess, topic: str, name: str
+) -> None:
     group = unique("group")
     async with (
         TransactionalProducer(shared.url, group=group) as producer,
@@ -203,7 +208,7 @@ async def test_rubbish_frames_end_that_session_only(shared: World, topic: str, n
         await producer.rollback(id)
 
 
-async def test_a_target_that_grows_too_small_is_said_at_prepare(shared: World) -> None:
+async def test_a_target_that_grows_too_small_is_said_at_prepare(shared: ProxyProcess) -> None:
     small = await shared.topic(max_message_bytes="1000")
     body = {"group": "g", "messages": [{"topic": small, "value": "x" * 2000}]}
     status, answer = await shared.request("POST", PREPARE, body)

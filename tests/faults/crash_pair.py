@@ -18,7 +18,8 @@ from aiohttp import web
 from tests.faults.forks import Forge
 from tests.faults.judge import Asked, Body, Call, History, Note
 from tests.kit.fleet import owned_by
-from tests.kit.proxies import World, error_of, unique, until
+from tests.kit.proxies import ProxyProcess, error_of
+from tests.kit.until import unique, until
 from txbroker.errors import AlreadyDecided, RequestError
 
 PARTITIONS = 2
@@ -33,7 +34,7 @@ FINAL = ("promoted", "rolled_back", "parked")
 Json = dict[str, Any]
 
 
-class FailingProxy(World):
+class FailingProxy(ProxyProcess):
     """A proxy whose moments can be armed."""
 
     def __init__(self, bootstrap: str, forge: Forge, armed: Path, **settings: Any) -> None:
@@ -273,7 +274,7 @@ class Client:
             assert time.monotonic() < end, f"{what} {self.token} is not answered"
             await asyncio.sleep(_PAUSE_S)
 
-    async def _once(self, proxy: World, path: str, body: Json | None, call: Call) -> Json:
+    async def _once(self, proxy: ProxyProcess, path: str, body: Json | None, call: Call) -> Json:
         """Send it once; what may be tried again is a TimeoutError."""
         method = "GET" if body is None else "POST"
         async with self._http.request(method, proxy.url + path, json=body) as response:

@@ -22,9 +22,9 @@ from tests.faults.crash_cases import RESTARTED, Case, all_cases, chosen_cases
 from tests.faults.crash_pair import CALL_S, FINAL, HEAL_S, Client, FailingProxy, Pair
 from tests.faults.forks import Forge
 from tests.kit.evidence import listed
-from tests.kit.proxies import unique, until
 from tests.kit.readers import Along
 from tests.kit.topic_reader import read_all
+from tests.kit.until import unique, until
 from txbroker.embedded import EmbeddedKafka
 from txbroker.errors import RequestError
 

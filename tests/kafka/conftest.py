@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Callable
 import pytest
 
 from tests.kafka.relay import Relay
-from tests.kit.kafka import KafkaWorld
+from tests.kit.kafka import KafkaHarness
 from txbroker.embedded import DEFAULT_VERSION, EmbeddedKafka
 
 
@@ -31,10 +31,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 @pytest.fixture
-async def world(kafka: EmbeddedKafka) -> AsyncIterator[KafkaWorld]:
+async def world(kafka: EmbeddedKafka) -> AsyncIterator[KafkaHarness]:
     """Topics and doors of the test's own. When it is closed nothing of it may still run."""
     before = asyncio.all_tasks()
-    made = KafkaWorld(kafka.bootstrap)
+    made = KafkaHarness(kafka.bootstrap)
     yield made
     await made.close()
     left = asyncio.all_tasks() - before - {asyncio.current_task()}
@@ -45,7 +45,7 @@ async def world(kafka: EmbeddedKafka) -> AsyncIterator[KafkaWorld]:
 
 
 @pytest.fixture
-async def make_relay(world: KafkaWorld) -> AsyncIterator[Callable[..., Relay]]:
+async def make_relay(world: KafkaHarness) -> AsyncIterator[Callable[..., Relay]]:
     """Makes relays; closed after the test, before its world."""
     relays: list[Relay] = []
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.kit.kafka import KafkaWorld
+from tests.kit.kafka import KafkaHarness
 from txbroker.core.records import LOG_VERSION, Checkpoint, Claim, Record
 from txbroker.door.protocols import PromotionTxn, PromotionTxnHandle, TargetRecord
 from txbroker.kafka.door.partition import KafkaPartitionDoor
@@ -23,6 +23,6 @@ async def write(
     return await partition.write(PromotionTxn((target,), (), Checkpoint(LOG_VERSION, name, op, op)))
 
 
-async def keys(world: KafkaWorld, topic: str) -> list[bytes | None]:
+async def keys(world: KafkaHarness, topic: str) -> list[bytes | None]:
     """Return the keys of what consumers see."""
     return [record.key for record in await world.visible(topic)]

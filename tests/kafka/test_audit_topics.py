@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.kit.kafka import KafkaWorld
+from tests.kit.kafka import KafkaHarness
 from txbroker.errors import ConfigurationError
 from txbroker.kafka.client.client import Client
 from txbroker.kafka.client.settings import KafkaSettings
@@ -17,7 +17,7 @@ from txbroker.kafka.tools.audit import KafkaAuditFeed, KafkaAuditWriter
 
 @pytest.fixture
 async def world(kafka: Any) -> Any:
-    made = KafkaWorld(kafka.bootstrap)
+    made = KafkaHarness(kafka.bootstrap)
     yield made
     await made.close()
 
@@ -25,7 +25,7 @@ async def world(kafka: Any) -> Any:
 class Following:
     """A feed with a short pause, and what it told."""
 
-    def __init__(self, world: KafkaWorld) -> None:
+    def __init__(self, world: KafkaHarness) -> None:
         self.told: list[tuple[str, bytes | None]] = []
         self._more = asyncio.Event()
         self._client = Client(world.settings())
@@ -51,7 +51,7 @@ class Following:
 
 
 async def test_a_topic_that_is_missing_is_waited_for_and_one_made_anew_is_read_again(
-    world: KafkaWorld,
+    world: KafkaHarness,
 ) -> None:
     audit = world.name("audit")
     await world.door()
@@ -69,7 +69,7 @@ async def test_a_topic_that_is_missing_is_waited_for_and_one_made_anew_is_read_a
 
 
 async def test_records_that_another_client_wrote_are_followed_whatever_their_time(
-    world: KafkaWorld,
+    world: KafkaHarness,
 ) -> None:
     await world.create_topic("audit", message_timestamp_type="CreateTime")
     await world.tell_audit("batch", b"mine")
@@ -77,7 +77,7 @@ async def test_records_that_another_client_wrote_are_followed_whatever_their_tim
         await following.until(b"mine")
 
 
-async def test_what_cannot_be_written_is_said_in_a_sentence(world: KafkaWorld) -> None:
+async def test_what_cannot_be_written_is_said_in_a_sentence(world: KafkaHarness) -> None:
     async with KafkaAuditWriter(world.settings()) as writer:
         with pytest.raises(ConfigurationError, match=r"does not exist.*topics apply"):
             await writer.put(world.name("nowhere"), "batch", b"{}")

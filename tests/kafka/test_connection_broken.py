@@ -14,7 +14,7 @@ import uvloop
 from aiokafka.errors import IncompatibleBrokerVersion, KafkaConnectionError, KafkaError
 from aiokafka.protocol.metadata import MetadataRequest
 
-from tests.kit.kafka import KafkaWorld
+from tests.kit.kafka import KafkaHarness
 from txbroker.kafka.client.client import Client, Unanswered
 from txbroker.kafka.client.connection import LoggedInConnection, open_connection
 from txbroker.kafka.protocol.packed import EndTxnResponse, EndTxnV0
@@ -268,7 +268,7 @@ async def test_what_broke_a_connection_is_named() -> None:
         async def opened(*_: Any, **__: Any) -> LoggedInConnection:
             return connection
 
-        client = Client(KafkaWorld("127.0.0.1:1").settings(), opened)
+        client = Client(KafkaHarness("127.0.0.1:1").settings(), opened)
         client._brokers = {1: ("127.0.0.1", 1)}
         ask = asyncio.create_task(client.ask(1, REQUEST, "test"))
         broker.writer.write(over(await broker.number() + 1))

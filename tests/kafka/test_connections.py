@@ -9,7 +9,7 @@ import pytest
 from aiokafka.protocol.api import Request
 from aiokafka.protocol.metadata import MetadataRequest
 
-from tests.kit.kafka import KafkaWorld
+from tests.kit.kafka import KafkaHarness
 from txbroker.errors import KafkaUnavailable
 from txbroker.kafka.client.client import Client, Connection, NotSent, Unanswered
 from txbroker.kafka.protocol.schemas import RightsRequest
@@ -30,7 +30,7 @@ async def test_who_waits_for_a_connection_that_fails_has_failed_with_it() -> Non
         await silent.wait()
         raise TimeoutError
 
-    client = Client(KafkaWorld("127.0.0.1:1").settings(), open_connection)
+    client = Client(KafkaHarness("127.0.0.1:1").settings(), open_connection)
     client._brokers = {1: ("127.0.0.1", 1)}
     request = MetadataRequest([], allow_auto_topic_creation=False)
     asks = [asyncio.create_task(client.ask(1, request, "metadata")) for _ in range(50)]
@@ -75,7 +75,7 @@ async def test_brokers_that_did_not_answer_are_asked_last() -> None:
             raise OSError
         return Broker(port)
 
-    client = Client(KafkaWorld("127.0.0.1:1").settings(), open_connection)
+    client = Client(KafkaHarness("127.0.0.1:1").settings(), open_connection)
     client._brokers = {node: (f"broker-{node}", node) for node in (1, 2, 3)}
     request = MetadataRequest([], allow_auto_topic_creation=False)
     with pytest.raises(KafkaUnavailable):
@@ -105,7 +105,7 @@ async def test_no_question_about_topics_makes_one(monkeypatch: pytest.MonkeyPatc
     async def open_connection(*_: Any, **__: Any) -> Connection:
         raise OSError
 
-    client = Client(KafkaWorld("127.0.0.1:1").settings(), open_connection)
+    client = Client(KafkaHarness("127.0.0.1:1").settings(), open_connection)
     client._brokers = {1: ("127.0.0.1", 1)}
     monkeypatch.setattr(client, "ask", ask)
     for question in (

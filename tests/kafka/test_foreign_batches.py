@@ -7,8 +7,9 @@ from aiokafka.record.default_records import DefaultRecordBatchBuilder
 from aiokafka.record.util import calc_crc32c
 from confluent_kafka import Producer
 
-from tests.kit.kafka import KafkaWorld
-from tests.kit.service import Desk, Service, until
+from tests.kit.kafka import KafkaHarness
+from tests.kit.service import FakeEndpoint, Service
+from tests.kit.until import until
 from txbroker.core.records import Cause, Message, Record
 from txbroker.core.routing import parse_id
 from txbroker.door.own_topics import encode_layout
@@ -41,7 +42,7 @@ def raw(value: bytes, *, gzip: bool) -> bytes:
     return batch[:17] + calc_crc32c(batch[21:]).to_bytes(4, "big") + batch[21:]
 
 
-def compressed(world: KafkaWorld, topic: str, codec: str) -> None:
+def compressed(world: KafkaHarness, topic: str, codec: str) -> None:
     config = {"bootstrap.servers": world.bootstrap, "compression.type": codec, "linger.ms": 50}
     producer = Producer(config)
     for _ in range(50):
@@ -66,9 +67,9 @@ async def owned(service: Service) -> bool:
 
 @pytest.mark.parametrize("kind", ["producer", "uncompressed"])
 async def test_what_does_not_decode_stops_nothing(
-    world: KafkaWorld, kind: str, caplog: pytest.LogCaptureFixture
+    world: KafkaHarness, kind: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async with Desk().serve() as desk:
+    async with FakeEndpoint().serve() as desk:
         service = Service(world, desk)
         await service.start()
         try:
@@ -102,7 +103,7 @@ async def test_what_does_not_decode_stops_nothing(
 
 
 @pytest.mark.parametrize("policy", ["compact", "delete"])
-async def test_an_installation_has_compacted_topics(world: KafkaWorld, policy: str) -> None:
+async def test_an_installation_has_compacted_topics(world: KafkaHarness, policy: str) -> None:
     door = await world.door()
     for name, count in (("half", 2), ("op", 2), ("checkpoint", 2), ("groups", 1)):
         await world.create_topic(f"x.{name}", count, cleanup_policy=policy)
@@ -112,7 +113,7 @@ async def test_an_installation_has_compacted_topics(world: KafkaWorld, policy: s
 
 
 async def test_little_is_read_to_find_an_installation(
-    world: KafkaWorld, monkeypatch: pytest.MonkeyPatch
+    world: KafkaHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     door = await world.door()
     for name, count in (("half", 1), ("op", 1), ("checkpoint", 1), ("groups", 1)):

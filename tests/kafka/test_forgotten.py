@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 import pytest
 
 from tests.kafka.producer_states import producer_ids, transactional_ids
-from tests.kit.kafka import KafkaWorld, now_ms
+from tests.kit.kafka import KafkaHarness, now_ms
 from txbroker.core.records import LOG_VERSION, Checkpoint, Claim, Record
 from txbroker.door.protocols import PromotionTxn, PromotionTxnLost, TargetRecord
 from txbroker.embedded import DEFAULT_VERSION, EmbeddedKafka
@@ -34,7 +34,7 @@ def kafka() -> Iterator[EmbeddedKafka]:
 
 
 @pytest.fixture
-async def onlooker(world: KafkaWorld) -> AsyncIterator[Client]:
+async def onlooker(world: KafkaHarness) -> AsyncIterator[Client]:
     """A connection to ask the broker what it still knows."""
     client = Client(world.settings("onlooker"))
     yield client
@@ -57,7 +57,7 @@ def turn(name: str, op: int, *promoted: TargetRecord) -> PromotionTxn:
 
 @pytest.mark.rule(13)
 async def test_the_first_turn_after_the_ids_are_forgotten_leads_to_a_claim(
-    world: KafkaWorld, onlooker: Client
+    world: KafkaHarness, onlooker: Client
 ) -> None:
     topic = await world.create_topic("target")
     partition = (await world.door()).partition(0)
@@ -88,7 +88,7 @@ async def test_the_first_turn_after_the_ids_are_forgotten_leads_to_a_claim(
 
 
 async def test_a_later_owner_fences_an_earlier_one_whose_ids_were_forgotten(
-    world: KafkaWorld, onlooker: Client
+    world: KafkaHarness, onlooker: Client
 ) -> None:
     topic = await world.create_topic("target")
     earlier = (await world.door("one")).partition(0)
@@ -112,7 +112,7 @@ async def test_a_later_owner_fences_an_earlier_one_whose_ids_were_forgotten(
 
 @pytest.mark.parametrize("before", [1, 3])
 async def test_appends_go_on_after_their_producer_was_forgotten(
-    world: KafkaWorld, onlooker: Client, before: int
+    world: KafkaHarness, onlooker: Client, before: int
 ) -> None:
     partition = (await world.door()).partition(0)
     for number in range(before):

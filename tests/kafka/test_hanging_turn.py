@@ -13,7 +13,7 @@ from contextlib import asynccontextmanager
 import pytest
 from confluent_kafka.admin import AdminClient, AlterConfigOpType, ConfigEntry, ConfigResource
 
-from tests.kit.kafka import ADMIN_TIMEOUT_S, KafkaWorld
+from tests.kit.kafka import ADMIN_TIMEOUT_S, KafkaHarness
 from txbroker.core.encoding import encode_progress
 from txbroker.core.records import LOG_VERSION, Checkpoint, Claim, Record
 from txbroker.door.protocols import Hanging, PromotionTxn, TargetRecord
@@ -32,7 +32,7 @@ def claim(name: str) -> Claim:
 
 
 @asynccontextmanager
-async def unverified(world: KafkaWorld) -> AsyncIterator[None]:
+async def unverified(world: KafkaHarness) -> AsyncIterator[None]:
     """The broker takes what its coordinator knows nothing of, a moment from now."""
     admin = AdminClient({"bootstrap.servers": world.bootstrap, "log_level": 0})
     (broker,) = admin.list_topics(timeout=ADMIN_TIMEOUT_S).brokers
@@ -51,7 +51,7 @@ async def unverified(world: KafkaWorld) -> AsyncIterator[None]:
         await change(AlterConfigOpType.DELETE)
 
 
-async def leave_open(world: KafkaWorld, at: Partition, records: Sequence[Record]) -> None:
+async def leave_open(world: KafkaHarness, at: Partition, records: Sequence[Record]) -> None:
     """Write with half partition 0's first transactional id, and never end it there."""
     # By the first version of the protocol, in which writing puts no partition into a transaction.
     settings = world.settings("itself", transactions=1)
@@ -75,7 +75,7 @@ async def leave_open(world: KafkaWorld, at: Partition, records: Sequence[Record]
 
 
 @pytest.mark.rule(17)
-async def test_a_target_that_was_never_told_is_kept_off(world: KafkaWorld) -> None:
+async def test_a_target_that_was_never_told_is_kept_off(world: KafkaHarness) -> None:
     topic = await world.create_topic("target")
     door = await world.door("one", transactions=1)
     await leave_open(world, (topic, 0), [Record(b"lost", b"")])
@@ -98,7 +98,7 @@ async def test_a_target_that_was_never_told_is_kept_off(world: KafkaWorld) -> No
 
 
 @pytest.mark.rule(8)
-async def test_a_claim_makes_no_progress_count_that_was_left_open(world: KafkaWorld) -> None:
+async def test_a_claim_makes_no_progress_count_that_was_left_open(world: KafkaHarness) -> None:
     door = await world.door("one")
     checkpoint = world.name("checkpoint")
     lost = encode_progress(Checkpoint(LOG_VERSION, "lost", 5, 5))
@@ -109,7 +109,7 @@ async def test_a_claim_makes_no_progress_count_that_was_left_open(world: KafkaWo
     assert await world.visible(checkpoint) == []
 
 
-async def test_after_a_claim_every_target_is_asked_about_once(world: KafkaWorld) -> None:
+async def test_after_a_claim_every_target_is_asked_about_once(world: KafkaHarness) -> None:
     topic = await world.create_topic("target")
     partition = (await world.door("one")).partition(0)
     await partition.claim(claim("first"))

@@ -12,7 +12,7 @@ from aiokafka.coordinator.protocol import ConsumerProtocol
 from confluent_kafka import Consumer
 
 from tests.kit.heard import Heard
-from tests.kit.kafka import KafkaWorld
+from tests.kit.kafka import KafkaHarness
 from txbroker.errors import ConfigurationError, KafkaUnavailable
 from txbroker.kafka import KafkaDoor
 from txbroker.kafka.client import member
@@ -57,7 +57,7 @@ class Rubbish(Member):
 
 
 async def joined(
-    world: KafkaWorld,
+    world: KafkaHarness,
     name: str,
     url: str,
     heard: Heard,
@@ -73,7 +73,7 @@ async def joined(
 
 @pytest.mark.parametrize("kind", [OldBuild, Rubbish])
 async def test_a_member_of_another_build_shares_with_us(
-    world: KafkaWorld, kind: type[Member]
+    world: KafkaHarness, kind: type[Member]
 ) -> None:
     ours, other = Heard(), Heard()
     await joined(world, "a", FIRST_URL, ours)
@@ -87,7 +87,7 @@ async def test_a_member_of_another_build_shares_with_us(
     assert ours.losses == other.losses == []
 
 
-async def test_the_partitions_of_an_old_member_stay_with_it(world: KafkaWorld) -> None:
+async def test_the_partitions_of_an_old_member_stay_with_it(world: KafkaHarness) -> None:
     ours, old = Heard(), Heard()
     await joined(world, "a", FIRST_URL, ours)
     door = await joined(world, "b", OTHER_URL, old, OldBuild)
@@ -100,7 +100,7 @@ async def test_the_partitions_of_an_old_member_stay_with_it(world: KafkaWorld) -
     await door.membership.leave()
 
 
-async def test_under_an_old_leader_we_join_once_and_know_ourselves(world: KafkaWorld) -> None:
+async def test_under_an_old_leader_we_join_once_and_know_ourselves(world: KafkaHarness) -> None:
     joins: list[str] = []
 
     class Counted(Member):
@@ -125,7 +125,7 @@ async def test_under_an_old_leader_we_join_once_and_know_ourselves(world: KafkaW
 
 
 @pytest.mark.rule(26)
-async def test_a_leader_that_never_tells_of_us_is_asked_once(world: KafkaWorld) -> None:
+async def test_a_leader_that_never_tells_of_us_is_asked_once(world: KafkaHarness) -> None:
     joins: list[int] = []
 
     class Misheard(Member):
@@ -147,7 +147,7 @@ async def test_a_leader_that_never_tells_of_us_is_asked_once(world: KafkaWorld) 
 
 
 @pytest.mark.rule(16)
-async def test_between_the_two_steps_of_a_join_a_question_waits(world: KafkaWorld) -> None:
+async def test_between_the_two_steps_of_a_join_a_question_waits(world: KafkaHarness) -> None:
     """Kafka knows the new generation then, and calls ours an illegal one."""
     may_sync, halfway = asyncio.Event(), asyncio.Event()
 
@@ -174,7 +174,7 @@ async def test_between_the_two_steps_of_a_join_a_question_waits(world: KafkaWorl
 
 
 @pytest.mark.rule(16)
-async def test_a_question_does_not_wait_for_ever(world: KafkaWorld) -> None:
+async def test_a_question_does_not_wait_for_ever(world: KafkaHarness) -> None:
     halfway = asyncio.Event()
 
     class Stuck(Member):
@@ -199,7 +199,9 @@ async def test_a_question_does_not_wait_for_ever(world: KafkaWorld) -> None:
 
 
 @pytest.mark.rule(26)
-async def test_a_member_that_kafka_has_forgotten_says_so_and_joins_anew(world: KafkaWorld) -> None:
+async def test_a_member_that_kafka_has_forgotten_says_so_and_joins_anew(
+    world: KafkaHarness,
+) -> None:
     heard, other = Heard(), Heard()
     door = await joined(world, "a", FIRST_URL, heard)
     await joined(world, "b", OTHER_URL, other)
@@ -217,7 +219,7 @@ async def test_a_member_that_kafka_has_forgotten_says_so_and_joins_anew(world: K
 
 
 @pytest.mark.rule(26)
-async def test_a_member_out_of_touch_for_a_session_says_so_once(world: KafkaWorld) -> None:
+async def test_a_member_out_of_touch_for_a_session_says_so_once(world: KafkaHarness) -> None:
     reachable = asyncio.Event()
     reachable.set()
 
@@ -254,7 +256,7 @@ async def test_a_member_out_of_touch_for_a_session_says_so_once(world: KafkaWorl
 
 
 @pytest.mark.rule(26)
-async def test_the_instance_id_of_another_is_not_taken_back(world: KafkaWorld) -> None:
+async def test_the_instance_id_of_another_is_not_taken_back(world: KafkaHarness) -> None:
     first, second = Heard(), Heard()
     door = await joined(world, "same", FIRST_URL, first)
     tries: list[int] = []
@@ -285,7 +287,7 @@ async def test_the_instance_id_of_another_is_not_taken_back(world: KafkaWorld) -
 
 
 async def test_leaving_waits_for_no_broker_that_is_silent(
-    world: KafkaWorld, monkeypatch: pytest.MonkeyPatch
+    world: KafkaHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     heard = Heard()
     door = await joined(world, "a", FIRST_URL, heard)
@@ -300,7 +302,7 @@ async def test_leaving_waits_for_no_broker_that_is_silent(
         await door.membership.leave()
 
 
-async def test_a_group_of_other_consumers_is_refused(world: KafkaWorld) -> None:
+async def test_a_group_of_other_consumers_is_refused(world: KafkaHarness) -> None:
     door = await world.door()
     other = Consumer(
         {
@@ -323,7 +325,7 @@ async def test_a_group_of_other_consumers_is_refused(world: KafkaWorld) -> None:
     assert heard.events == []
 
 
-async def test_a_session_that_kafka_does_not_allow_is_refused(world: KafkaWorld) -> None:
+async def test_a_session_that_kafka_does_not_allow_is_refused(world: KafkaHarness) -> None:
     heard = Heard()
     door = await world.door(session_timeout_s=0.01)
     with pytest.raises(ConfigurationError, match=r"group\.min\.session\.timeout\.ms"):

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.kit.kafka import KafkaWorld
+from tests.kit.kafka import KafkaHarness
 from txbroker.core.records import LOG_VERSION, Checkpoint, Claim, Record
 from txbroker.door.protocols import Hanging, PromotionTxn
 from txbroker.errors import InvariantBroken, KafkaUnavailable
@@ -39,7 +39,7 @@ def claim(name: str) -> Claim:
 
 
 @pytest.mark.rule(8)
-async def test_an_old_door_closes_its_own_connections_only(world: KafkaWorld) -> None:
+async def test_an_old_door_closes_its_own_connections_only(world: KafkaHarness) -> None:
     opened = Opened()
     door = await world.door("one", opened)
 
@@ -66,7 +66,7 @@ async def test_an_old_door_closes_its_own_connections_only(world: KafkaWorld) ->
     assert sum(connection.connected() for connection in of_old) <= 3
 
 
-async def test_picking_keeps_few_connections_busy(world: KafkaWorld) -> None:
+async def test_picking_keeps_few_connections_busy(world: KafkaHarness) -> None:
     opened = Opened()
     door = await world.door("one", opened)
     log = door.partition(0).half
@@ -81,7 +81,7 @@ async def test_picking_keeps_few_connections_busy(world: KafkaWorld) -> None:
     assert 1 < len(opened.connections) - before <= 8
 
 
-async def test_a_pick_that_is_given_up_leaves_nothing_behind(world: KafkaWorld) -> None:
+async def test_a_pick_that_is_given_up_leaves_nothing_behind(world: KafkaHarness) -> None:
     log = (await world.door()).partition(0).half
     for _ in range(10):
         await log.append([Record(b"k", bytes(1000)) for _ in range(200)])
@@ -95,7 +95,7 @@ async def test_a_pick_that_is_given_up_leaves_nothing_behind(world: KafkaWorld) 
     assert len(await log.pick(range(0, 2000, 100))) == 20
 
 
-async def test_a_kafka_that_is_silent_is_not_a_hanging_transaction(world: KafkaWorld) -> None:
+async def test_a_kafka_that_is_silent_is_not_a_hanging_transaction(world: KafkaHarness) -> None:
     door = await world.door(claim_timeout_s=0.5, write_timeout_s=0.5)
     await door.close()
     with pytest.raises(KafkaUnavailable) as error:
@@ -134,7 +134,7 @@ class Slow(Reader):
         return Fetched(self.name, position, answer(bytes(data), self._end), append_time=False)
 
 
-async def test_one_fetch_is_ahead_of_the_caller_and_no_more(world: KafkaWorld) -> None:
+async def test_one_fetch_is_ahead_of_the_caller_and_no_more(world: KafkaHarness) -> None:
     reader = Slow(Client(world.settings()), 5)
     seen = []
     async for records in reader.read(0, 5):
@@ -145,7 +145,7 @@ async def test_one_fetch_is_ahead_of_the_caller_and_no_more(world: KafkaWorld) -
     assert seen == [0, 1, 2, 3, 4]
 
 
-async def test_what_is_read_ahead_fails_in_its_place(world: KafkaWorld) -> None:
+async def test_what_is_read_ahead_fails_in_its_place(world: KafkaHarness) -> None:
     reader = Slow(Client(world.settings()), 5, broken=2)
     reading = aiter(reader.read(0, 5))
     assert [(await anext(reading))[0].offset for _ in range(2)] == [0, 1]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from msgspec import structs
 
-from tests.kit.kafka import KafkaWorld
+from tests.kit.kafka import KafkaHarness
 from txbroker.core.encoding import (
     encode_claim,
     encode_half,
@@ -41,7 +41,7 @@ MARKER = encode_marker(Marker(NEWER, MarkerKind.COMMIT, ID))
 
 
 @pytest.mark.rule(27)
-async def test_what_stops_is_found_and_passed_over(world: KafkaWorld) -> None:
+async def test_what_stops_is_found_and_passed_over(world: KafkaHarness) -> None:
     door = await world.door()
     repair = door.repair()
     assert await repair.find() == []
@@ -85,7 +85,7 @@ async def test_what_stops_is_found_and_passed_over(world: KafkaWorld) -> None:
     }
 
 
-async def test_unreadable_progress_by_one_of_our_producers_is_found(world: KafkaWorld) -> None:
+async def test_unreadable_progress_by_one_of_our_producers_is_found(world: KafkaHarness) -> None:
     door = await world.door()
     claim = encode_claim(Claim(RECORD_VERSION, "x", "one", ""))
     junk = Record(b"progress", b"junk")
@@ -98,6 +98,6 @@ async def test_unreadable_progress_by_one_of_our_producers_is_found(world: Kafka
     assert await door.repair().find() == []
 
 
-async def test_no_installation_is_an_error(world: KafkaWorld) -> None:
+async def test_no_installation_is_an_error(world: KafkaHarness) -> None:
     with pytest.raises(ConfigurationError, match="topic_prefix"):
         await world.closed_door().repair().find()

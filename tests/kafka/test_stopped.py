@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.kit.kafka import KafkaWorld, now_ms
+from tests.kit.kafka import KafkaHarness, now_ms
 from txbroker.core.records import LOG_VERSION, Checkpoint, Claim, Record
 from txbroker.door.protocols import AppendUnknown, PromotionTxn, PromotionTxnLost, TargetRecord
 from txbroker.embedded import DEFAULT_VERSION, EmbeddedKafka
@@ -60,7 +60,7 @@ def claim(name: str) -> Claim:
 
 
 async def test_every_call_ends_and_all_goes_on_afterwards(
-    world: KafkaWorld, kafka: EmbeddedKafka
+    world: KafkaHarness, kafka: EmbeddedKafka
 ) -> None:
     door = await world.door(**SHORT)
     partition = door.partition(0)
@@ -100,7 +100,7 @@ async def test_every_call_ends_and_all_goes_on_afterwards(
     assert keys[1:-1] in ([], [b"during"])
 
 
-async def test_a_door_closes_while_kafka_hangs(world: KafkaWorld, kafka: EmbeddedKafka) -> None:
+async def test_a_door_closes_while_kafka_hangs(world: KafkaHarness, kafka: EmbeddedKafka) -> None:
     door = await world.door(**SHORT)
     partition = door.partition(0)
     await partition.claim(claim("mine"))
@@ -121,7 +121,7 @@ async def test_a_door_closes_while_kafka_hangs(world: KafkaWorld, kafka: Embedde
 
 
 async def test_a_killed_kafka_is_found_again_with_what_it_acknowledged(
-    world: KafkaWorld, kafka: EmbeddedKafka
+    world: KafkaHarness, kafka: EmbeddedKafka
 ) -> None:
     topic = await world.create_topic("target")
     door = await world.door(**{**SHORT, "claim_timeout_s": 10.0, "visible_timeout_s": 10.0})
@@ -152,14 +152,14 @@ async def test_a_killed_kafka_is_found_again_with_what_it_acknowledged(
     assert [record.key for record in found] == [b"x"]
 
 
-async def test_no_broker_there_is_said_at_once(world: KafkaWorld) -> None:
+async def test_no_broker_there_is_said_at_once(world: KafkaHarness) -> None:
     door = world.closed_door(bootstrap_servers=("127.0.0.1:1",))
     async with asyncio.timeout(BOUND_S):
         with pytest.raises(KafkaUnavailable, match=r"127\.0\.0\.1:1"):
             await door.start()
 
 
-async def test_groups_are_followed_on_behind_a_surprise(world: KafkaWorld) -> None:
+async def test_groups_are_followed_on_behind_a_surprise(world: KafkaHarness) -> None:
     door = await world.door()
     heard: list[str] = []
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from tests.kit.kafka import KafkaWorld
+from tests.kit.kafka import KafkaHarness
 from txbroker.door.own_topics import Layout
 from txbroker.errors import ConfigurationError
 from txbroker.kafka.client.settings import KafkaSettings
@@ -168,7 +168,7 @@ def test_markers_outlive_half_messages() -> None:
 # --- on a real Kafka -------------------------------------------------------------------------
 
 
-async def test_a_door_creates_its_topics_as_they_should_be(world: KafkaWorld) -> None:
+async def test_a_door_creates_its_topics_as_they_should_be(world: KafkaHarness) -> None:
     door = await world.door()
     assert door.partitions == 4
     assert [f"{host}:{port}" for host, port in door.brokers()] == world.bootstrap.split(",")
@@ -179,7 +179,7 @@ async def test_a_door_creates_its_topics_as_they_should_be(world: KafkaWorld) ->
     assert again.partitions == 4, "topics that exist keep their number of partitions"
 
 
-async def test_apply_mends_what_differs_and_then_finds_nothing_to_do(world: KafkaWorld) -> None:
+async def test_apply_mends_what_differs_and_then_finds_nothing_to_do(world: KafkaHarness) -> None:
     await world.create_topic(
         "half", 4, retention_bytes="1000", flush_ms="12345", compression_type="producer"
     )
@@ -194,7 +194,7 @@ async def test_apply_mends_what_differs_and_then_finds_nothing_to_do(world: Kafk
     await door.start()
 
 
-async def test_settings_that_stop_working_are_noticed_while_running(world: KafkaWorld) -> None:
+async def test_settings_that_stop_working_are_noticed_while_running(world: KafkaHarness) -> None:
     door = await world.door()
     assert await door.check_topics() == []
     half = world.name("half")
@@ -213,13 +213,13 @@ async def test_settings_that_stop_working_are_noticed_while_running(world: Kafka
         assert await backoff.pause(), "the changed setting does not show"
 
 
-async def test_start_refuses_settings_that_cannot_work(world: KafkaWorld) -> None:
+async def test_start_refuses_settings_that_cannot_work(world: KafkaHarness) -> None:
     await world.create_topic("half", 4)
     with pytest.raises(ConfigurationError, match=r"half needs message.timestamp.type"):
         await world.door()
 
 
-async def test_start_creates_nothing_where_it_must_not(world: KafkaWorld) -> None:
+async def test_start_creates_nothing_where_it_must_not(world: KafkaHarness) -> None:
     with pytest.raises(ConfigurationError, match="topics apply"):
         await world.door(create_topics=False)
     with pytest.raises(ConfigurationError, match="topics apply"):

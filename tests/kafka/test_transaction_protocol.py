@@ -13,7 +13,7 @@ import pytest
 from tests.kafka.features import level, set_level
 from tests.kafka.relay import ADD_PARTITIONS, END_TXN, PRODUCE, Fate, Relay, fates
 from tests.kafka.small_turns import FENCED_CODES, claim, keys, write
-from tests.kit.kafka import KafkaWorld
+from tests.kit.kafka import KafkaHarness
 from txbroker.core.records import LOG_VERSION, Checkpoint, Record
 from txbroker.door.protocols import Fenced, PromotionTxnLost
 from txbroker.kafka.client.client import Client, KafkaRefused, NotSent, Unanswered
@@ -44,7 +44,7 @@ def hold_ends(key: int) -> Fate:
 
 
 @pytest.fixture
-async def client(world: KafkaWorld) -> AsyncIterator[Client]:
+async def client(world: KafkaHarness) -> AsyncIterator[Client]:
     """Connections of the test itself."""
     made = Client(world.settings("itself"))
     yield made
@@ -57,7 +57,7 @@ async def spoken(client: Client) -> int:
     return 2 if await level(client) >= 2 else 1
 
 
-def producer(client: Client, world: KafkaWorld) -> Producer:
+def producer(client: Client, world: KafkaHarness) -> Producer:
     return Producer(client, "mine", world.name("id"))
 
 
@@ -66,7 +66,7 @@ def producer(client: Client, world: KafkaWorld) -> Producer:
 
 @pytest.mark.parametrize("newest", [1, 2])
 async def test_a_turn_takes_as_few_requests_as_this_kafka_allows(
-    world: KafkaWorld, make_relay: MakeRelay, spoken: int, newest: int
+    world: KafkaHarness, make_relay: MakeRelay, spoken: int, newest: int
 ) -> None:
     topic = await world.create_topic("target")
     counted = Counted()
@@ -297,7 +297,7 @@ def test_a_producer_that_must_not_go_on_leads_to_a_claim(code: int) -> None:
 @pytest.mark.rule(15)
 @second_protocol
 async def test_a_version_that_is_taken_back_while_running_is_spoken_no_more(
-    world: KafkaWorld, client: Client
+    world: KafkaHarness, client: Client
 ) -> None:
     topic = await world.create_topic("target")
     own = producer(client, world)
@@ -337,7 +337,7 @@ async def test_a_version_that_is_taken_back_while_running_is_spoken_no_more(
 @pytest.mark.rule(15)
 @second_protocol
 async def test_every_end_raises_the_epoch_and_sequences_begin_anew(
-    world: KafkaWorld, client: Client
+    world: KafkaHarness, client: Client
 ) -> None:
     topic = await world.create_topic("target")
     own = producer(client, world)
@@ -377,7 +377,7 @@ def several(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     ids=["reset", "timeout"],
 )
 async def test_an_unanswered_commit_is_asked_for_again_and_its_ghost_ends_no_later_turn(
-    world: KafkaWorld,
+    world: KafkaHarness,
     make_relay: MakeRelay,
     several: bool,
     fate: Fate,
@@ -410,7 +410,7 @@ async def test_an_unanswered_commit_is_asked_for_again_and_its_ghost_ends_no_lat
 @second_protocol
 @pytest.mark.usefixtures("several")
 async def test_a_commit_whose_answer_is_lost_is_asked_for_again(
-    world: KafkaWorld, make_relay: MakeRelay
+    world: KafkaHarness, make_relay: MakeRelay
 ) -> None:
     topic = await world.create_topic("target")
     relay = make_relay(fates(-1))
@@ -428,7 +428,7 @@ async def test_a_commit_whose_answer_is_lost_is_asked_for_again(
 @second_protocol
 @pytest.mark.parametrize("fate", [Fate.HOLD_AND_RESET, Fate.LOSE_ANSWER])
 async def test_an_unanswered_add_is_sent_again(
-    world: KafkaWorld, make_relay: MakeRelay, several: bool, fate: Fate
+    world: KafkaHarness, make_relay: MakeRelay, several: bool, fate: Fate
 ) -> None:
     topic = await world.create_topic("target")
     relay = make_relay(fates(-1))
@@ -449,7 +449,7 @@ async def test_an_unanswered_add_is_sent_again(
 @pytest.mark.rule(15)
 @second_protocol
 async def test_a_commit_that_is_never_answered_is_lost(
-    world: KafkaWorld, make_relay: MakeRelay
+    world: KafkaHarness, make_relay: MakeRelay
 ) -> None:
     topic = await world.create_topic("target")
     relay = make_relay(fates(-1))
@@ -472,7 +472,7 @@ async def test_a_commit_that_is_never_answered_is_lost(
 @pytest.mark.rule(15)
 @second_protocol
 async def test_a_write_that_arrives_after_its_turn_was_aborted_is_refused(
-    world: KafkaWorld, make_relay: MakeRelay
+    world: KafkaHarness, make_relay: MakeRelay
 ) -> None:
     topic = await world.create_topic("target")
     relay = make_relay(fates(-1))
@@ -493,7 +493,7 @@ async def test_a_write_that_arrives_after_its_turn_was_aborted_is_refused(
 
 @second_protocol
 async def test_a_turn_without_an_answer_holds_back_the_end_of_the_next(
-    world: KafkaWorld, make_relay: MakeRelay
+    world: KafkaHarness, make_relay: MakeRelay
 ) -> None:
     topic = await world.create_topic("target")
     relay = make_relay(fates(-1))
@@ -515,7 +515,7 @@ async def test_a_turn_without_an_answer_holds_back_the_end_of_the_next(
 @pytest.mark.long
 @pytest.mark.timeout(900)
 async def test_a_producer_whose_epochs_are_used_up_goes_on_with_a_new_id(
-    world: KafkaWorld, client: Client
+    world: KafkaHarness, client: Client
 ) -> None:
     topic = await world.create_topic("target")
     own = producer(client, world)

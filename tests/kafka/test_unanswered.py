@@ -10,7 +10,7 @@ import pytest
 
 from tests.kafka.relay import ADD_PARTITIONS, END_TXN, INIT_PRODUCER_ID, PRODUCE, Fate, Relay, fates
 from tests.kafka.small_turns import FENCED_CODES, claim, keys, write
-from tests.kit.kafka import KafkaWorld
+from tests.kit.kafka import KafkaHarness
 from txbroker.core.records import LOG_VERSION, Checkpoint, Record
 from txbroker.door.protocols import AppendUnknown, Fenced, PromotionTxnLost
 
@@ -29,7 +29,7 @@ FIRST = {"transactions": 1}
     ids=["reset", "timeout"],
 )
 async def test_an_unanswered_commit_is_lost_and_its_ghost_ends_no_later_turn(
-    world: KafkaWorld, make_relay: MakeRelay, fate: Fate, changes: dict[str, Any]
+    world: KafkaHarness, make_relay: MakeRelay, fate: Fate, changes: dict[str, Any]
 ) -> None:
     topic = await world.create_topic("target")
     relay = make_relay(fates(-1))
@@ -58,7 +58,7 @@ async def test_an_unanswered_commit_is_lost_and_its_ghost_ends_no_later_turn(
 
 @pytest.mark.rule(15)
 async def test_a_commit_whose_answer_is_lost_is_found_by_the_claim(
-    world: KafkaWorld, make_relay: MakeRelay
+    world: KafkaHarness, make_relay: MakeRelay
 ) -> None:
     topic = await world.create_topic("target")
     relay = make_relay(fates(-1))
@@ -76,7 +76,7 @@ async def test_a_commit_whose_answer_is_lost_is_found_by_the_claim(
 
 @pytest.mark.rule(14)
 async def test_a_turn_behind_one_with_unknown_outcome_is_aborted(
-    world: KafkaWorld, make_relay: MakeRelay
+    world: KafkaHarness, make_relay: MakeRelay
 ) -> None:
     topic = await world.create_topic("target")
     relay = make_relay(fates(-1))
@@ -97,7 +97,7 @@ async def test_a_turn_behind_one_with_unknown_outcome_is_aborted(
 
 @pytest.mark.rule(14)
 async def test_a_turn_behind_a_fenced_one_is_never_committed(
-    world: KafkaWorld, make_relay: MakeRelay
+    world: KafkaHarness, make_relay: MakeRelay
 ) -> None:
     topic = await world.create_topic("target")
     relay = make_relay(fates(-1))
@@ -120,7 +120,7 @@ async def test_a_turn_behind_a_fenced_one_is_never_committed(
 @pytest.mark.rule(15)
 @pytest.mark.parametrize("fate", [Fate.HOLD_AND_RESET, Fate.LOSE_ANSWER])
 async def test_an_unanswered_begin_is_lost(
-    world: KafkaWorld, make_relay: MakeRelay, fate: Fate
+    world: KafkaHarness, make_relay: MakeRelay, fate: Fate
 ) -> None:
     topic = await world.create_topic("target")
     relay = make_relay(fates(-1))
@@ -136,7 +136,7 @@ async def test_an_unanswered_begin_is_lost(
 
 @pytest.mark.parametrize("fate", [Fate.HOLD_AND_RESET, Fate.LOSE_ANSWER])
 async def test_an_append_is_sent_again_and_stored_once(
-    world: KafkaWorld, make_relay: MakeRelay, fate: Fate
+    world: KafkaHarness, make_relay: MakeRelay, fate: Fate
 ) -> None:
     relay = make_relay(fates(PRODUCE, fate))
     log = (await world.door("one", relay.open)).partition(0).half
@@ -147,7 +147,7 @@ async def test_an_append_is_sent_again_and_stored_once(
 
 
 async def test_an_append_that_is_never_answered_is_unknown_and_the_log_goes_on(
-    world: KafkaWorld, make_relay: MakeRelay
+    world: KafkaHarness, make_relay: MakeRelay
 ) -> None:
     relay = make_relay(lambda key: Fate.HOLD if key == PRODUCE else Fate.PASS)
     door = await world.door("one", relay.open, request_timeout_s=0.2, write_timeout_s=0.5)
@@ -159,7 +159,7 @@ async def test_an_append_that_is_never_answered_is_unknown_and_the_log_goes_on(
 
 
 async def test_a_write_that_is_given_up_breaks_the_writer(
-    world: KafkaWorld, make_relay: MakeRelay
+    world: KafkaHarness, make_relay: MakeRelay
 ) -> None:
     topic = await world.create_topic("target")
     relay = make_relay(fates(-1))
@@ -181,7 +181,7 @@ async def test_a_write_that_is_given_up_breaks_the_writer(
 @pytest.mark.rule(8)
 @pytest.mark.parametrize("held", [1, 2])
 async def test_a_claim_that_is_overtaken_fails_and_leaves_one_owner(
-    world: KafkaWorld, make_relay: MakeRelay, held: int
+    world: KafkaHarness, make_relay: MakeRelay, held: int
 ) -> None:
     topic = await world.create_topic("target")
     # The slow one's request for its first or second producer is late, and takes it from the fast.

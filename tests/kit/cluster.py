@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from tests.kit.kafka import KafkaWorld
-from tests.kit.memory import MemoryWorld
-from tests.kit.service import Desk, Json, Service, unique, until
+from tests.kit.kafka import KafkaHarness
+from tests.kit.memory import MemoryHarness
+from tests.kit.service import FakeEndpoint, Json, Service
+from tests.kit.until import unique, until
 from txbroker.core.encoding import CLAIM_KEY
 from txbroker.core.records import Message
 from txbroker.core.routing import order_hash, parse_id
@@ -19,7 +20,9 @@ TAKEOVER_S = 40.0
 class Proxies:
     """Proxies by name. `one` is there from the start, others come and go."""
 
-    def __init__(self, world: KafkaWorld | MemoryWorld, desk: Desk, partitions: int = 4) -> None:
+    def __init__(
+        self, world: KafkaHarness | MemoryHarness, desk: FakeEndpoint, partitions: int = 4
+    ) -> None:
         self.world = world
         self.partitions = partitions
         self.running: dict[str, Service] = {}

@@ -9,15 +9,16 @@ from urllib.parse import quote
 
 from tests.faults.judge import Judge
 from tests.kit.fleet import Fleet
-from tests.kit.proxies import World, until
+from tests.kit.proxies import ProxyProcess
 from tests.kit.topic_reader import read_all, read_topics
+from tests.kit.until import until
 from tests.kit.workload import Recorder, Shop
 from txbroker.errors import OwnerUnavailable
 
 _PAGE = 37
 
 
-async def listed(proxy: World) -> dict[str, str]:
+async def listed(proxy: ProxyProcess) -> dict[str, str]:
     """Return the state of everything that one proxy lists as not settled, page by page.
 
     A list that breaks off with `owner_unavailable` begins anew: a shorter one is never an answer.
@@ -42,7 +43,7 @@ async def listed(proxy: World) -> dict[str, str]:
     return together
 
 
-async def claims(proxy: World) -> Counter[int]:
+async def claims(proxy: ProxyProcess) -> Counter[int]:
     """Return how often each partition was claimed so far, as far as compaction has left it."""
     names = [f"{proxy.prefix}.checkpoint"]
     found = await asyncio.to_thread(read_topics, proxy.bootstrap, names)

@@ -13,9 +13,10 @@ from typing import Any
 import aiohttp
 
 from tests.faults.judge import Judge
-from tests.kit.proxies import DEADLINE_S, World, error_of, unique, until
+from tests.kit.proxies import ProxyProcess, error_of
 from tests.kit.readers import Along
 from tests.kit.topic_reader import read_all
+from tests.kit.until import DEADLINE_S, unique, until
 from tests.kit.workload import Recorder, Shop, answering, work
 from txbroker.errors import RequestError
 from txbroker.sdk import Limits, Message, TransactionalProducer
@@ -35,7 +36,7 @@ class Fleet:
     def __init__(self, bootstrap: str, count: int, **settings: Any) -> None:
         prefix = unique("fleet")
         self.proxies = [
-            World(
+            ProxyProcess(
                 bootstrap,
                 instance=f"proxy-{number}",
                 topic_prefix=prefix,
@@ -59,7 +60,7 @@ class Fleet:
             await proxy.launch()
         await self.whole(self.proxies)
 
-    async def whole(self, proxies: Sequence[World]) -> None:
+    async def whole(self, proxies: Sequence[ProxyProcess]) -> None:
         """Wait until these proxies are ready and own all partitions, each one its own."""
 
         async def owned() -> bool:
@@ -82,7 +83,7 @@ class Fleet:
             raise wrong[0]
 
 
-async def owned_by(proxy: World) -> list[int]:
+async def owned_by(proxy: ProxyProcess) -> list[int]:
     """Return the partitions that a proxy owns; none if it does not answer."""
     try:
         _, answer = await proxy.request("GET", "/readyz")

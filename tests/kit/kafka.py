@@ -36,7 +36,7 @@ def now_ms() -> int:
     return round(time.time() * 1000)
 
 
-class KafkaWorld:
+class KafkaHarness:
     """One test's own topics on a shared Kafka, and the doors that it opens on them."""
 
     def __init__(self, bootstrap: str) -> None:

@@ -10,7 +10,7 @@ from txbroker.testing.door import MemoryDoor
 from txbroker.testing.memory import MemoryKafka
 
 
-class MemoryWorld:
+class MemoryHarness:
     """One test's own Kafka, and the doors that it opens on it."""
 
     def __init__(self) -> None:

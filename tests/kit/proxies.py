@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes
-import itertools
 import os
 import shutil
 import signal
@@ -13,7 +12,7 @@ import socket
 import sys
 import tempfile
 import weakref
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -22,34 +21,16 @@ import aiohttp
 
 from tests.faults.judge import Rec
 from tests.kit.topic_reader import create_topic, delete_topic, read_topics
+from tests.kit.until import DEADLINE_S, unique, until
 from txbroker.errors import RequestError, request_errors
 
 HERE = Path(__file__).parent
-DEADLINE_S = 40.0
-"""How long a condition may take to come true, on a busy machine."""
 RUBBISH = ("Traceback", "Task was destroyed", "never retrieved", "never awaited")
 """What must never be on the terminal of a proxy."""
-_POLL_S = 0.02
 _PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None)
-_NUMBERS = itertools.count()
 
 Json = dict[str, Any]
-
-
-async def until(condition: Callable[[], Awaitable[Any]], deadline_s: float = DEADLINE_S) -> Any:
-    """Ask again and again until the answer is true; return it."""
-    loop = asyncio.get_running_loop()
-    deadline = loop.time() + deadline_s
-    while not (found := await condition()):
-        assert loop.time() < deadline, f"not true within {deadline_s:g} s: {condition}"
-        await asyncio.sleep(_POLL_S)
-    return found
-
-
-def unique(word: str) -> str:
-    """Return a name that no other test uses."""
-    return f"{word}-{os.getpid()}-{next(_NUMBERS)}"
 
 
 def _free_port() -> int:
@@ -58,7 +39,7 @@ def _free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-class World:
+class ProxyProcess:
     """One installation of txbroker on a Kafka: its proxy, its topics, the calls of a test.
 
     `program` and `environment` say which build runs: the installed one.
@@ -103,9 +84,9 @@ class World:
         assert self._process is not None
         return self._process.pid
 
-    def twin(self) -> World:
+    def twin(self) -> ProxyProcess:
         """Return another proxy with the same settings, not started yet, at an URL of its own."""
-        return World(
+        return ProxyProcess(
             self.bootstrap, command=self._command, **{**self._given, "topic_prefix": self.prefix}
         )
 

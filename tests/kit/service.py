@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import AsyncIterator, Iterable
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
 import aiohttp
 from aiohttp import web
 
-from tests.kit.kafka import KafkaWorld
-from tests.kit.memory import MemoryWorld
+from tests.kit.kafka import KafkaHarness
+from tests.kit.memory import MemoryHarness
+from tests.kit.until import unique, until
 from txbroker.config.settings import Settings
 from txbroker.contract.json import message_to_json
 from txbroker.core.records import Message, Record
@@ -21,31 +21,12 @@ from txbroker.errors import UnknownGroup, request_errors
 from txbroker.proxy.process import Proxy, run_proxy
 from txbroker.sdk import TransactionalProducer
 
-DEADLINE_S = 20.0
-"""How long a condition may take to come true, on a busy machine."""
-_POLL_S = 0.02
 _PARTITIONS = 2
-_NUMBERS = itertools.count()
 
 Json = dict[str, Any]
 
 
-async def until(condition: Callable[[], Awaitable[Any]], deadline_s: float = DEADLINE_S) -> Any:
-    """Ask again and again until the answer is true; return it."""
-    loop = asyncio.get_running_loop()
-    deadline = loop.time() + deadline_s
-    while not (found := await condition()):
-        assert loop.time() < deadline, f"not true within {deadline_s:g} s: {condition}"
-        await asyncio.sleep(_POLL_S)
-    return found
-
-
-def unique(word: str) -> str:
-    """Return a name that no other test uses."""
-    return f"{word}-{next(_NUMBERS)}"
-
-
-class Desk:
+class FakeEndpoint:
     """Check URLs, and what the service behind them says: per group a list of answers, of which
     the last one is given again and again. A number is a status without a decision."""
 
@@ -56,7 +37,7 @@ class Desk:
         self.held: dict[str, asyncio.Event] = {}
 
     @asynccontextmanager
-    async def serve(self) -> AsyncIterator[Desk]:
+    async def serve(self) -> AsyncIterator[FakeEndpoint]:
         """Listen until the block is left."""
         app = web.Application()
         app.router.add_post("/check/{group}", self._answer)
@@ -93,8 +74,8 @@ class Service:
 
     def __init__(
         self,
-        world: KafkaWorld | MemoryWorld,
-        desk: Desk,
+        world: KafkaHarness | MemoryHarness,
+        desk: FakeEndpoint,
         instance: str = "one",
         partitions: int = _PARTITIONS,
         **settings: Any,
@@ -114,7 +95,7 @@ class Service:
 
     async def start(self, *, ready: bool = True) -> None:
         """Run a proxy on a new door, and wait until it can take calls."""
-        if isinstance(self.world, KafkaWorld):
+        if isinstance(self.world, KafkaHarness):
             self.door = self.world.closed_door(
                 self.instance, partitions=self._partitions, facts_ttl_s=0.2
             )

@@ -7,8 +7,9 @@ from functools import partial
 
 import pytest
 
-from tests.kit.kafka import KafkaWorld
-from tests.kit.service import Desk, Service, until
+from tests.kit.kafka import KafkaHarness
+from tests.kit.service import FakeEndpoint, Service
+from tests.kit.until import until
 from txbroker.core.records import Message
 from txbroker.embedded import EmbeddedKafka
 from txbroker.errors import BodyLost
@@ -17,8 +18,8 @@ from txbroker.proxy.partition import owner, snapshots
 
 @pytest.fixture
 async def service(kafka: EmbeddedKafka) -> AsyncIterator[Service]:
-    async with Desk().serve() as desk:
-        made = Service(KafkaWorld(kafka.bootstrap), desk, partitions=1)
+    async with FakeEndpoint().serve() as desk:
+        made = Service(KafkaHarness(kafka.bootstrap), desk, partitions=1)
         await made.start()
         yield made
         await made.stop()

@@ -6,8 +6,9 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from tests.kit.kafka import KafkaWorld
-from tests.kit.service import Desk, Service, until
+from tests.kit.kafka import KafkaHarness
+from tests.kit.service import FakeEndpoint, Service
+from tests.kit.until import until
 from txbroker.core.records import Message
 from txbroker.core.routing import parse_id
 from txbroker.embedded import EmbeddedKafka
@@ -19,9 +20,9 @@ OLD, NEW = 2, 3
 @pytest.fixture
 async def both(kafka: EmbeddedKafka) -> AsyncIterator[tuple[Service, Service]]:
     """The installation that there is, and one with more half partitions on the same Kafka."""
-    async with Desk().serve() as desk:
+    async with FakeEndpoint().serve() as desk:
         made = [
-            Service(KafkaWorld(kafka.bootstrap), desk, partitions=count) for count in (OLD, NEW)
+            Service(KafkaHarness(kafka.bootstrap), desk, partitions=count) for count in (OLD, NEW)
         ]
         for service in made:
             await service.start()

@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
-from tests.kit.memory import MemoryWorld
-from tests.kit.service import Desk, Service, until
+from tests.kit.memory import MemoryHarness
+from tests.kit.service import FakeEndpoint, Service
+from tests.kit.until import until
 from txbroker.core.records import Message
 from txbroker.errors import NotFound, RequestError
 
@@ -22,8 +23,8 @@ OWN = ("half", "op", "checkpoint", "parked")
 class Installation(Service):
     """One proxy with one half partition, whose topics can be put back to how they were."""
 
-    def __init__(self, desk: Desk) -> None:
-        super().__init__(MemoryWorld(), desk, partitions=1)
+    def __init__(self, desk: FakeEndpoint) -> None:
+        super().__init__(MemoryHarness(), desk, partitions=1)
         self._target = ""
 
     async def begin(self) -> str:
@@ -66,13 +67,13 @@ class Installation(Service):
 
 
 @pytest.fixture(scope="module")
-async def desk() -> AsyncIterator[Desk]:
-    async with Desk().serve() as running:
+async def desk() -> AsyncIterator[FakeEndpoint]:
+    async with FakeEndpoint().serve() as running:
         yield running
 
 
 @pytest.fixture
-async def service(desk: Desk) -> AsyncIterator[Installation]:
+async def service(desk: FakeEndpoint) -> AsyncIterator[Installation]:
     made = Installation(desk)
     yield made
     await made.stop()

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.kit.kafka import KafkaWorld
-from tests.kit.service import Desk, Service
+from tests.kit.kafka import KafkaHarness
+from tests.kit.service import FakeEndpoint, Service
 from txbroker.core.records import Message
 from txbroker.embedded import EmbeddedKafka
 from txbroker.errors import NotFound
@@ -33,12 +33,12 @@ class Restored(Service):
 
 
 @asynccontextmanager
-async def running(folder: Path, desk: Desk, prefix: str) -> AsyncIterator[Restored]:
+async def running(folder: Path, desk: FakeEndpoint, prefix: str) -> AsyncIterator[Restored]:
     """Run Kafka on a folder, and a proxy of one installation on it, until the block is left."""
     kafka = EmbeddedKafka(folder)
     await asyncio.to_thread(kafka.start)
     try:
-        world = KafkaWorld(kafka.bootstrap)
+        world = KafkaHarness(kafka.bootstrap)
         world.prefix = prefix
         service = Restored(world, desk, partitions=1)
         await service.start()
@@ -69,7 +69,7 @@ def put_back(backup: Path, folder: Path, topic: str) -> None:
 async def test_disks_of_one_moment_and_of_two(tmp_path: Path) -> None:
     folder, backup, second = tmp_path / "kafka", tmp_path / "backup", tmp_path / "second"
     prefix = "volumes"
-    async with Desk().serve() as desk:
+    async with FakeEndpoint().serve() as desk:
         async with running(folder, desk, prefix) as service:
             topic = await service.world.create_topic(TOPIC)
             group = await service.group({"decision": "commit"}, check_after_s=600)

@@ -19,7 +19,7 @@ from confluent_kafka.admin import (
 )
 from msgspec import structs
 
-from tests.kit.kafka import ADMIN_TIMEOUT_S, KafkaWorld
+from tests.kit.kafka import ADMIN_TIMEOUT_S, KafkaHarness
 from tests.secure.secure_world import SecureKafka
 from txbroker.config.settings import Settings
 from txbroker.kafka import KafkaDoor, KafkaSettings
@@ -44,7 +44,7 @@ _RESOURCES = {
 }
 
 
-class AllowedWorld(KafkaWorld):
+class AllowedWorld(KafkaHarness):
     """Doors log in as a user of this test's; the test itself may do everything."""
 
     def __init__(self, kafka: SecureKafka, way: str = "CLEAR") -> None:

@@ -9,7 +9,8 @@ import pytest
 from msgspec import structs
 
 from tests.kit.doctor import FakeProxies
-from tests.kit.service import Desk, Service, until
+from tests.kit.service import FakeEndpoint, Service
+from tests.kit.until import until
 from tests.secure.allowed_world import AllowedWorld
 from tests.secure.secure_world import SecureKafka
 from txbroker.cli.doctor.checks import CHECKS
@@ -39,9 +40,9 @@ async def world(secure_kafka: SecureKafka) -> AsyncIterator[AllowedWorld]:
 
 
 @pytest.fixture
-async def desk() -> AsyncIterator[Desk]:
+async def desk() -> AsyncIterator[FakeEndpoint]:
     """Check URLs."""
-    async with Desk().serve() as serving:
+    async with FakeEndpoint().serve() as serving:
         yield serving
 
 
@@ -60,7 +61,9 @@ async def doctor(world: AllowedWorld) -> CheckResult:
     return report.outcomes[0]
 
 
-async def test_with_exactly_these_rights_a_proxy_works(world: AllowedWorld, desk: Desk) -> None:
+async def test_with_exactly_these_rights_a_proxy_works(
+    world: AllowedWorld, desk: FakeEndpoint
+) -> None:
     target = await world.create_topic("target")
     await world.allow(rights(world, Role.PROXY, target))
     await until(lambda: healthy(world))
@@ -122,7 +125,7 @@ async def test_each_right_that_is_taken_away_is_named_by_the_doctor(world: Allow
 
 
 async def test_targets_without_rights_are_refused_at_prepare(
-    world: AllowedWorld, desk: Desk
+    world: AllowedWorld, desk: FakeEndpoint
 ) -> None:
     forbidden = await world.create_topic("forbidden")
     small = await world.create_topic("small", max_message_bytes=str(SMALL_BYTES))
@@ -153,7 +156,7 @@ async def test_targets_without_rights_are_refused_at_prepare(
 
 
 async def test_a_right_that_is_taken_away_behind_a_prepare_refuses_until_it_is_back(
-    world: AllowedWorld, desk: Desk
+    world: AllowedWorld, desk: FakeEndpoint
 ) -> None:
     target, other = await world.create_topic("target"), await world.create_topic("other")
     allowed = rights(world, Role.PROXY, target, other)
@@ -198,7 +201,7 @@ async def may_not_write(world: AllowedWorld, topic: str) -> bool:
 
 
 async def test_strangers_transactions_in_a_target_keep_nobody_off(
-    world: AllowedWorld, desk: Desk
+    world: AllowedWorld, desk: FakeEndpoint
 ) -> None:
     target = await world.create_topic("target")
     await world.allow(rights(world, Role.PROXY, target))
@@ -217,7 +220,7 @@ async def test_strangers_transactions_in_a_target_keep_nobody_off(
 
 
 async def test_without_read_they_must_end_before_a_target_is_written(
-    world: AllowedWorld, desk: Desk
+    world: AllowedWorld, desk: FakeEndpoint
 ) -> None:
     target = await world.create_topic("target")
     for right in rights(world, Role.PROXY, target):

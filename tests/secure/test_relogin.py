@@ -6,7 +6,8 @@ import asyncio
 
 import pytest
 
-from tests.kit.service import Desk, Service, until
+from tests.kit.service import FakeEndpoint, Service
+from tests.kit.until import until
 from tests.secure.allowed_world import AllowedWorld
 from tests.secure.secure_world import REAUTH_MS, SecureKafka
 from txbroker.core.records import Message
@@ -24,7 +25,7 @@ async def test_no_turn_and_no_partition_is_lost_when_logins_end(
     target = await world.create_topic("target")
     needed = rights_needed(world.settings(), [target])
     await world.allow(right for right in needed if right.role is Role.PROXY)
-    async with Desk().serve() as desk:
+    async with FakeEndpoint().serve() as desk:
         service = Service(world, desk, partitions=1)
         await service.start()
         clock = asyncio.get_running_loop().time

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.kit.service import Desk, Service
+from tests.kit.service import FakeEndpoint, Service
 from tests.secure.allowed_world import AllowedWorld
 from tests.secure.certificates import PBES1
 from tests.secure.secret_proxy import call, words_of
@@ -94,7 +94,7 @@ async def test_an_audit_needs_no_other_rights(
     proxy.prefix = world.prefix
     await proxy.allow(right for right in needed if right.role is Role.PROXY)
     await world.allow(right for right in needed if right.role is Role.AUDIT)
-    async with Desk().serve() as desk:
+    async with FakeEndpoint().serve() as desk:
         service = Service(proxy, desk, partitions=1)
         await service.start()
         try:

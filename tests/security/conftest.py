@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Generator
 
 import pytest
 
-from tests.kit.memory import MemoryWorld
+from tests.kit.memory import MemoryHarness
 from tests.security.installation import Installation
 from tests.security.security_table import ROWS, row_of
 
@@ -16,7 +16,7 @@ async def installation(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> AsyncIterator[Installation]:
     """An installation for the tests of one file."""
-    world = MemoryWorld()
+    world = MemoryHarness()
     made = Installation(world, tmp_path_factory.mktemp("installation"))
     try:
         await made.start(request.param)

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 import aiohttp
 
-from tests.kit.memory import MemoryWorld
-from tests.kit.service import until
+from tests.kit.memory import MemoryHarness
+from tests.kit.until import until
 from txbroker.config.settings import load_settings
 from txbroker.contract import frames as wire
 from txbroker.principals import Role, digest_of, format_principal
@@ -82,7 +82,7 @@ class Answer(NamedTuple):
 class Installation:
     """Proxies that share everything, and the calls that tests make."""
 
-    def __init__(self, world: MemoryWorld, folder: Path) -> None:
+    def __init__(self, world: MemoryHarness, folder: Path) -> None:
         self.world = world
         self.folder = folder
         self.principals = folder / "principals.toml"

@@ -13,8 +13,9 @@ import pytest
 from tests.checkers import checks_world
 from tests.kit.http_answers import COMMIT, Serve, answering, response
 from tests.kit.http_api import running_api
-from tests.kit.memory import MemoryWorld
-from tests.kit.service import Desk, Service, until
+from tests.kit.memory import MemoryHarness
+from tests.kit.service import FakeEndpoint, Service
+from tests.kit.until import until
 from tests.tls.tls_files import Authority, Pair
 from txbroker.core.records import Message
 from txbroker.sdk import BadSignature, verify_webhook
@@ -66,7 +67,7 @@ def impostor(heard: list[bytes]) -> Any:
 @pytest.fixture
 async def service(tmp_path: Path) -> AsyncIterator[Service]:
     """A proxy on a Kafka in memory, whose groups' secrets are in `tmp_path`."""
-    world, desk = MemoryWorld(), Desk()
+    world, desk = MemoryHarness(), FakeEndpoint()
     async with desk.serve():
         service = Service(world, desk, secrets_dir=tmp_path, check_after_s=0.01)
         await service.start()

@@ -15,8 +15,9 @@ import pytest
 from tests.checkers import checks_world
 from tests.kit.http_answers import COMMIT, LOOPBACK, Serve, answering, ask, response
 from tests.kit.http_api import Api, running_api
-from tests.kit.memory import MemoryWorld
-from tests.kit.service import Desk, Service, until
+from tests.kit.memory import MemoryHarness
+from tests.kit.service import FakeEndpoint, Service
+from tests.kit.until import until
 from txbroker.checkers.base import Answered, CheckCall, Unreached
 from txbroker.checkers.http import HttpChecks
 from txbroker.checkers.own_endpoints import is_local
@@ -395,7 +396,7 @@ async def test_an_own_name_that_cannot_be_looked_up_keeps_its_last_addresses() -
 
 async def test_running_proxies_refuse_one_anothers_addresses() -> None:
     """Those that they listen at, operators' included, and those by which they are known."""
-    world, desk = MemoryWorld(), Desk()
+    world, desk = MemoryHarness(), FakeEndpoint()
     async with desk.serve(), AsyncExitStack() as stack:
         stack.push_async_callback(world.close)
         one = Service(world, desk, "one", admin_listen="127.0.0.1:0")
@@ -425,7 +426,7 @@ async def test_brokers_beyond_the_settings_are_the_installations_own(
     """Those that Kafka's metadata name, as soon as they do."""
     brokers: list[tuple[str, int]] = []
     monkeypatch.setattr(MemoryDoor, "brokers", lambda _: brokers)
-    world, desk = MemoryWorld(), Desk()
+    world, desk = MemoryHarness(), FakeEndpoint()
     async with desk.serve(), AsyncExitStack() as stack:
         stack.push_async_callback(world.close)
         service = Service(world, desk)

@@ -15,8 +15,8 @@ import pytest
 from msgspec import structs
 
 from tests.kit.logs import START_MS, half_of, id_of, marker_of, new_ledger
-from tests.kit.memory import MemoryWorld
-from tests.kit.service import Desk, Service
+from tests.kit.memory import MemoryHarness
+from tests.kit.service import FakeEndpoint, Service
 from txbroker.core.decoding import (
     Malformed,
     NewerVersion,
@@ -286,9 +286,9 @@ async def test_a_proxy_goes_on_beside_noise_in_all_of_its_topics(committed: bool
 
 
 async def a_proxy_goes_on(random: Random, committed: bool | None) -> None:
-    world = MemoryWorld()
+    world = MemoryHarness()
     rounds, together = (40, 50) if LONG else (8, 25)
-    async with Desk().serve() as desk:
+    async with FakeEndpoint().serve() as desk:
         service = Service(world, desk)
         await service.start()
         try:

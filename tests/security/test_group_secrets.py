@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 from tests.kit.http_answers import LOOPBACK
-from tests.kit.memory import MemoryWorld
-from tests.kit.service import Desk, Service, until
+from tests.kit.memory import MemoryHarness
+from tests.kit.service import FakeEndpoint, Service
+from tests.kit.until import until
 from tests.security.installation import Installation
 from txbroker.checkers.base import Unreached, shortened
 from txbroker.checkers.group_secrets import (
@@ -220,19 +221,19 @@ async def test_reads_that_hang_hold_up_neither_others_nor_the_loop(
 
 
 @pytest.fixture
-async def world() -> AsyncIterator[MemoryWorld]:
-    world = MemoryWorld()
+async def world() -> AsyncIterator[MemoryHarness]:
+    world = MemoryHarness()
     yield world
     await world.close()
 
 
 async def test_ten_groups_with_a_device_stop_no_proxy(
-    world: MemoryWorld, folder: Path, monkeypatch: pytest.MonkeyPatch
+    world: MemoryHarness, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The proxy starts, is ready, takes calls, tells what is wrong, and ends.
 
     So it does with those that an older version registered."""
-    desk = Desk()
+    desk = FakeEndpoint()
     async with desk.serve():
         monkeypatch.setenv("ANY_GROUPS_SECRET", "known")
         variables = ("ANY_GROUPS_SECRET",)
@@ -275,7 +276,7 @@ async def test_ten_groups_with_a_device_stop_no_proxy(
 
 @pytest.mark.parametrize(("group", "status"), [("shop", 400), ("bank", 200)])
 async def test_no_team_signs_with_another_teams_secret(
-    world: MemoryWorld, tmp_path: Path, folder: Path, group: str, status: int
+    world: MemoryHarness, tmp_path: Path, folder: Path, group: str, status: int
 ) -> None:
     """Only the group whose name the file has can register it."""
     installation = Installation(world, tmp_path)

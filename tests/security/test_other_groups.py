@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from tests.console.console_world import Reader, reader_of
-from tests.kit.service import until
+from tests.kit.until import until
 from tests.security.installation import TOKENS, Installation
 from txbroker.contract import frames as wire
 from txbroker.core.records import Decision, Message

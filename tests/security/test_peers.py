@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from tests.kit.memory import MemoryWorld
-from tests.kit.service import until
+from tests.kit.memory import MemoryHarness
+from tests.kit.until import until
 from tests.security.installation import PEER_SECRET, TABLES, Installation
 from txbroker.config.settings import load_settings
 from txbroker.errors import ConfigurationError
@@ -22,7 +22,7 @@ CLASS = 2
 @pytest.fixture
 async def alone(tmp_path: Path) -> AsyncIterator[Installation]:
     """An installation without a proxy yet."""
-    world = MemoryWorld()
+    world = MemoryHarness()
     made = Installation(world, tmp_path)
     yield made
     await made.close()

@@ -11,8 +11,8 @@ from typing import Any
 import aiohttp
 import pytest
 
-from tests.kit.memory import MemoryWorld
-from tests.kit.service import until
+from tests.kit.memory import MemoryHarness
+from tests.kit.until import until
 from tests.security.installation import Installation
 from txbroker.contract import frames as wire
 from txbroker.core import settled
@@ -35,7 +35,7 @@ async def start(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator
     async with AsyncExitStack() as stack:
 
         async def started(**settings: Any) -> Installation:
-            world = MemoryWorld()
+            world = MemoryHarness()
             stack.push_async_callback(world.close)
             made = Installation(world, tmp_path)
             stack.push_async_callback(made.close)

@@ -7,7 +7,8 @@ import contextlib
 import random
 from collections.abc import AsyncIterator, Sequence
 
-from tests.kit.proxies import World, until
+from tests.kit.proxies import ProxyProcess
+from tests.kit.until import until
 from tests.kit.workload import LocalFailure, Recorder, Shop, answering
 from txbroker.errors import RequestError
 from txbroker.sdk import Limits, Message, Rollback, TransactionalProducer
@@ -36,7 +37,7 @@ class Load:
     """
 
     def __init__(
-        self, world: World, shop: Shop, topics: Sequence[str], rate: float,
+        self, world: ProxyProcess, shop: Shop, topics: Sequence[str], rate: float,
         lives_s: tuple[float, float],
     ) -> None:  # fmt: skip
         self._world = world

@@ -21,8 +21,8 @@ import msgspec
 from confluent_kafka import IsolationLevel, Producer, TopicPartition
 from confluent_kafka.admin import AdminClient, OffsetSpec
 
-from tests.kit.proxies import until
 from tests.kit.topic_reader import create_topic
+from tests.kit.until import until
 from txbroker.config.settings import load_settings
 from txbroker.core.encoding import (
     encode_contents,

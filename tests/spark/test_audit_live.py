@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from tests.kit.proxies import World
+from tests.kit.proxies import ProxyProcess
 from tests.kit.workload import Shop
 from tests.spark.audit_load import Load
 from txbroker.config.settings import load_settings
@@ -39,7 +39,7 @@ class Reader(NamedTuple):
     """One who audits an installation again and again, in a folder of its own."""
 
     spark: SparkSession
-    world: World
+    world: ProxyProcess
     folder: Path
 
     def audit(self, mode: str) -> RunSummary:
@@ -84,9 +84,9 @@ class Reader(NamedTuple):
 
 
 @pytest.fixture
-async def world(kafka: EmbeddedKafka) -> AsyncIterator[World]:
+async def world(kafka: EmbeddedKafka) -> AsyncIterator[ProxyProcess]:
     """A proxy that checks back soon."""
-    made = World(kafka.bootstrap, check_after_s=1.0, check_interval_s=1.0)
+    made = ProxyProcess(kafka.bootstrap, check_after_s=1.0, check_interval_s=1.0)
     try:
         await made.start()
         yield made
@@ -99,7 +99,7 @@ def said(summary: RunSummary) -> str:
     return f"{summary.mode} {summary.run}: {summary.drift} {summary.examples[:5]}"
 
 
-async def listed(world: World) -> dict[str, str]:
+async def listed(world: ProxyProcess) -> dict[str, str]:
     """Return what `txbroker tx list` says is not settled."""
     process = await asyncio.create_subprocess_exec(
         *(*world.program, "tx", "list", "--all", "-o", "json", "--url", world.url),
@@ -115,7 +115,7 @@ async def listed(world: World) -> dict[str, str]:
 @pytest.mark.long
 @pytest.mark.timeout(3600)
 async def test_audits_of_a_proxy_that_works_and_is_killed_find_nothing(
-    spark: SparkSession, world: World, tmp_path: Path
+    spark: SparkSession, world: ProxyProcess, tmp_path: Path
 ) -> None:
     seed = int(os.environ.get(SEED_VARIABLE, random.randrange(1 << 32)))
     print(f"{SEED_VARIABLE}={seed}")

@@ -9,8 +9,9 @@ from typing import Any, cast
 
 import pytest
 
-from tests.kit.kafka import KafkaWorld
-from tests.kit.service import Desk, Service, until
+from tests.kit.kafka import KafkaHarness
+from tests.kit.service import FakeEndpoint, Service
+from tests.kit.until import until
 from tests.spark.audit_summaries import STARTED_MS, drifted, summary
 from txbroker.cli.audit.run import _tell_until_it_ends
 from txbroker.contract.audit import UnreadRecord, decode_news, encode_news
@@ -24,7 +25,7 @@ from txbroker.spark.stream_sink import Progress, Sink
 
 @pytest.fixture
 async def world(kafka: Any) -> Any:
-    made = KafkaWorld(kafka.bootstrap)
+    made = KafkaHarness(kafka.bootstrap)
     yield made
     await made.close()
 
@@ -113,8 +114,8 @@ def test_batch_and_stream_do_not_replace_one_another() -> None:
     assert [key_of(summary(mode=mode)) for mode in modes] == ["batch", "batch", "stream"]
 
 
-async def test_a_proxy_shows_what_was_published(world: KafkaWorld) -> None:
-    async with Desk().serve() as desk:
+async def test_a_proxy_shows_what_was_published(world: KafkaHarness) -> None:
+    async with FakeEndpoint().serve() as desk:
         service = Service(world, desk)
         await service.start()
         try:
@@ -145,7 +146,7 @@ async def test_a_proxy_shows_what_was_published(world: KafkaWorld) -> None:
     assert decode_news(told[-1].value or b"").run == "run-000002"
 
 
-async def test_without_the_topic_a_sentence_says_how_to_make_it(world: KafkaWorld) -> None:
+async def test_without_the_topic_a_sentence_says_how_to_make_it(world: KafkaHarness) -> None:
     with pytest.raises(ConfigurationError, match=r"audit does not exist: make it with"):
         await publish(world.settings(), summary())
 

@@ -19,8 +19,8 @@ from confluent_kafka import Producer, TopicPartition
 from confluent_kafka.admin import AdminClient
 from msgspec import structs
 
-from tests.kit.proxies import until
 from tests.kit.topic_reader import create_topic, delete_topic
+from tests.kit.until import until
 from tests.spark.planting import FAR_MS, Planting, partition_of, write_stamped
 from txbroker.core.encoding import encode_contents, encode_half, encode_marker
 from txbroker.core.ledger import Ledger

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.kit.proxies import World
+from tests.kit.proxies import ProxyProcess
 from tests.kit.topic_reader import read_topics
 from tests.kit.workload import Shop
 from tests.spark.audit_load import Load
@@ -77,7 +77,7 @@ async def test_a_proxy_at_work_is_followed_without_an_alarm(
 ) -> None:
     seed = random.randrange(1 << 32)
     print(f"seed {seed}")
-    installation = World(kafka.bootstrap, check_after_s=1.0, check_interval_s=1.0)
+    installation = ProxyProcess(kafka.bootstrap, check_after_s=1.0, check_interval_s=1.0)
     try:
         await installation.start()
         topics = [await installation.topic(3), await installation.topic(1)]

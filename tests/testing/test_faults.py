@@ -8,8 +8,9 @@ from contextlib import AbstractAsyncContextManager
 
 import pytest
 
-from tests.kit.memory import MemoryWorld
-from tests.kit.service import Desk, Service, until
+from tests.kit.memory import MemoryHarness
+from tests.kit.service import FakeEndpoint, Service
+from tests.kit.until import until
 from txbroker.config.settings import Settings
 from txbroker.contract.service import DecideRequest
 from txbroker.core.records import Decision, Message, State
@@ -22,8 +23,8 @@ from txbroker.testing.memory import LostReply
 @pytest.fixture
 async def service() -> AsyncIterator[Service]:
     """A proxy on a Kafka of the test's own."""
-    world = MemoryWorld()
-    async with Desk().serve() as desk:
+    world = MemoryHarness()
+    async with FakeEndpoint().serve() as desk:
         running = Service(world, desk)
         await running.start()
         yield running
@@ -31,8 +32,8 @@ async def service() -> AsyncIterator[Service]:
         await world.close()
 
 
-def memory(service: Service) -> MemoryWorld:
-    assert isinstance(service.world, MemoryWorld)
+def memory(service: Service) -> MemoryHarness:
+    assert isinstance(service.world, MemoryHarness)
     return service.world
 
 

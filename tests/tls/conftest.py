@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from tests.kit.memory import MemoryWorld
+from tests.kit.memory import MemoryHarness
 from tests.kit.secret_files import secret_file
 from tests.tls.tls_files import Authority
 from tests.tls.tls_world import ADMIN_TOKEN, TOKEN, Files
@@ -32,9 +32,9 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Files:
 
 
 @pytest.fixture
-async def world() -> AsyncIterator[MemoryWorld]:
+async def world() -> AsyncIterator[MemoryHarness]:
     """A Kafka in memory."""
-    made = MemoryWorld()
+    made = MemoryHarness()
     await made.create_topic("payments")
     yield made
     await made.close()

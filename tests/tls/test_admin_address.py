@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.kit.memory import MemoryWorld
+from tests.kit.memory import MemoryHarness
 from tests.tls.tls_world import ADMIN_TOKEN, BODY, TOKEN, Files, curl, running, secured, trusting
 from txbroker.config.settings import load_settings
 from txbroker.core.records import Decision
@@ -43,7 +43,7 @@ def test_which_calls_are_producers() -> None:
 
 
 async def test_operators_calls_are_refused_where_producers_call(
-    world: MemoryWorld, files: Files
+    world: MemoryHarness, files: Files
 ) -> None:
     async with running(world, **apart(files)) as proxy:
         for one in operations():
@@ -61,7 +61,7 @@ async def test_operators_calls_are_refused_where_producers_call(
             assert (await curl(proxy.url + page, *trusting(files, token=TOKEN))).status == 403
 
 
-async def test_each_token_opens_its_own_address_alone(world: MemoryWorld, files: Files) -> None:
+async def test_each_token_opens_its_own_address_alone(world: MemoryHarness, files: Files) -> None:
     async with running(world, **apart(files)) as proxy:
         path = "/v1/transactions"
         for url, token in ((proxy.url, ADMIN_TOKEN), (proxy.admin_url, TOKEN)):
@@ -78,7 +78,7 @@ async def test_each_token_opens_its_own_address_alone(world: MemoryWorld, files:
         assert (await curl(f"{one}/rollback", *known, body={"reason": "by hand"})).status == 200
 
 
-async def test_the_probes_answer_at_both(world: MemoryWorld, files: Files) -> None:
+async def test_the_probes_answer_at_both(world: MemoryHarness, files: Files) -> None:
     async with running(world, **apart(files)) as proxy:
         for url in (proxy.url, proxy.admin_url):
             for path in ("/healthz", "/readyz"):
@@ -86,7 +86,7 @@ async def test_the_probes_answer_at_both(world: MemoryWorld, files: Files) -> No
 
 
 async def test_sessions_and_other_proxies_are_not_taken_at_the_admin_address(
-    world: MemoryWorld, files: Files
+    world: MemoryHarness, files: Files
 ) -> None:
     async with running(world, **apart(files)) as proxy:
         for path in ("/v1/session", "/internal/v1/sessions"):
@@ -94,14 +94,16 @@ async def test_sessions_and_other_proxies_are_not_taken_at_the_admin_address(
             assert (await curl(proxy.admin_url + path, *words)).status == 404
 
 
-async def test_one_token_does_where_no_other_is_given(world: MemoryWorld, files: Files) -> None:
+async def test_one_token_does_where_no_other_is_given(world: MemoryHarness, files: Files) -> None:
     settings = apart(files) | {"admin_token_file": None}
     async with running(world, **settings) as proxy:
         metrics = await curl(f"{proxy.admin_url}/metrics", *trusting(files, token=TOKEN))
         assert (metrics.status, "txbroker_" in metrics.body) == (200, True)
 
 
-async def test_the_sdk_needs_nothing_of_the_admin_address(world: MemoryWorld, files: Files) -> None:
+async def test_the_sdk_needs_nothing_of_the_admin_address(
+    world: MemoryHarness, files: Files
+) -> None:
     async with running(world, **apart(files)) as proxy:
         producer = TransactionalProducer(
             proxy.url,
@@ -117,7 +119,7 @@ async def test_the_sdk_needs_nothing_of_the_admin_address(world: MemoryWorld, fi
         assert outcome.decision is Decision.COMMIT
 
 
-async def test_the_overview_tells_where_operators_call(world: MemoryWorld, files: Files) -> None:
+async def test_the_overview_tells_where_operators_call(world: MemoryHarness, files: Files) -> None:
     async with running(world, **apart(files)) as proxy:
         words = trusting(files, token=ADMIN_TOKEN)
         (told,) = (await curl(f"{proxy.admin_url}/v1/overview", *words)).json["proxies"]

@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from tests.kit.memory import MemoryWorld
+from tests.kit.memory import MemoryHarness
 from tests.tls.tls_files import Authority
 from tests.tls.tls_world import Files, running, secured
 
@@ -64,7 +64,7 @@ async def dialled(url: str, authority: Authority, *, plainly: bool = False) -> A
 
 @asynccontextmanager
 async def proxied(
-    world: MemoryWorld, files: Files, scheme: str, limit_s: float = LIMIT_S
+    world: MemoryHarness, files: Files, scheme: str, limit_s: float = LIMIT_S
 ) -> AsyncIterator[str]:
     given = secured(files) if scheme == "https" else {"listen": "127.0.0.1:0"}
     async with running(world, request_timeout_s=limit_s, **given) as proxy:
@@ -86,7 +86,7 @@ async def proxied(
     "before", [b"", GET, DIRECT], ids=["first request", "second request", "after a direct call"]
 )
 async def test_an_unfinished_head_ends_the_connection(
-    world: MemoryWorld, files: Files, scheme: str, begun: bytes, before: bytes
+    world: MemoryHarness, files: Files, scheme: str, begun: bytes, before: bytes
 ) -> None:
     async with (
         proxied(world, files, scheme) as url,
@@ -101,7 +101,7 @@ async def test_an_unfinished_head_ends_the_connection(
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 async def test_a_head_that_comes_byte_by_byte_gains_no_time(
-    world: MemoryWorld, files: Files, scheme: str
+    world: MemoryHarness, files: Files, scheme: str
 ) -> None:
     async with (
         proxied(world, files, scheme) as url,
@@ -117,7 +117,7 @@ async def test_a_head_that_comes_byte_by_byte_gains_no_time(
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 async def test_a_connection_on_which_nothing_comes_ends_with_the_keep_alive_time(
-    world: MemoryWorld, files: Files, scheme: str, monkeypatch: pytest.MonkeyPatch
+    world: MemoryHarness, files: Files, scheme: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("txbroker.proxy.http.server.KEEPALIVE_S", LIMIT_S)
     async with (
@@ -129,7 +129,7 @@ async def test_a_connection_on_which_nothing_comes_ends_with_the_keep_alive_time
 
 @pytest.mark.parametrize("sent", [b"", b"\x16\x03\x01"], ids=["nothing", "half a hello"])
 async def test_a_tls_handshake_that_never_ends(
-    world: MemoryWorld, files: Files, sent: bytes
+    world: MemoryHarness, files: Files, sent: bytes
 ) -> None:
     async with (
         proxied(world, files, "https") as url,
@@ -141,7 +141,7 @@ async def test_a_tls_handshake_that_never_ends(
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 async def test_whole_requests_go_on_longer_than_one_may_take(
-    world: MemoryWorld, files: Files, scheme: str
+    world: MemoryHarness, files: Files, scheme: str
 ) -> None:
     async with (
         proxied(world, files, scheme) as url,

@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 
-from tests.kit.memory import MemoryWorld
-from tests.kit.service import until
+from tests.kit.memory import MemoryHarness
+from tests.kit.until import until
 from tests.tls.tls_world import TOKEN, Files, curl, mutual, running, secured, trusting
 from txbroker.core.records import Decision
 from txbroker.sdk import (
@@ -19,7 +19,7 @@ from txbroker.sdk import (
 pytestmark = [pytest.mark.needs_tool("openssl"), pytest.mark.needs_tool("curl")]
 
 
-async def visible(world: MemoryWorld, count: int) -> list[bytes | None]:
+async def visible(world: MemoryHarness, count: int) -> list[bytes | None]:
     """Return what consumers see, once it is so much."""
 
     async def seen() -> bool:
@@ -29,7 +29,7 @@ async def visible(world: MemoryWorld, count: int) -> list[bytes | None]:
     return [record.value for record in await world.visible("test.payments")]
 
 
-async def test_curl_brings_a_transaction_to_its_end(world: MemoryWorld, files: Files) -> None:
+async def test_curl_brings_a_transaction_to_its_end(world: MemoryHarness, files: Files) -> None:
     body = {"group": "orders", "messages": [{"topic": "test.payments", "value": "42"}]}
     async with running(world, **secured(files)) as proxy:
         assert proxy.url.startswith("https://")
@@ -41,7 +41,7 @@ async def test_curl_brings_a_transaction_to_its_end(world: MemoryWorld, files: F
         assert await visible(world, 1) == [b"42"]
 
 
-async def test_the_sdk_sends_and_is_asked_over_tls(world: MemoryWorld, files: Files) -> None:
+async def test_the_sdk_sends_and_is_asked_over_tls(world: MemoryHarness, files: Files) -> None:
     asked: list[str] = []
 
     def check(request: object) -> Decision:
@@ -62,7 +62,7 @@ async def test_the_sdk_sends_and_is_asked_over_tls(world: MemoryWorld, files: Fi
         assert len(asked) == 1
 
 
-async def test_the_blocking_sdk_sends_over_mutual_tls(world: MemoryWorld, files: Files) -> None:
+async def test_the_blocking_sdk_sends_over_mutual_tls(world: MemoryHarness, files: Files) -> None:
     def send(url: str) -> None:
         producer = BlockingTransactionalProducer(
             [url],

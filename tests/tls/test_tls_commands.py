@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import pytest
 
-from tests.kit.memory import MemoryWorld
+from tests.kit.memory import MemoryHarness
 from tests.tls.tls_world import ADMIN_TOKEN, Files, mutual, running, secured
 from txbroker.cli.doctor.proxies import HttpProxies, Unavailable
 from txbroker.net.tls import ClientTls, TlsFiles
@@ -42,7 +42,7 @@ async def command(*words: str | Path, home: Path, **environ: str | Path) -> Done
 
 
 async def test_commands_call_with_certificates_by_option_variable_and_context(
-    world: MemoryWorld, files: Files, tmp_path: Path
+    world: MemoryHarness, files: Files, tmp_path: Path
 ) -> None:
     settings = mutual(
         files,
@@ -84,7 +84,7 @@ async def test_commands_call_with_certificates_by_option_variable_and_context(
     ids=["none", "other", "no certificate", "missing"],
 )
 async def test_a_command_says_why_and_what_to_do(
-    world: MemoryWorld, files: Files, tmp_path: Path, own: dict[str, str], says: str
+    world: MemoryHarness, files: Files, tmp_path: Path, own: dict[str, str], says: str
 ) -> None:
     named = {
         "others": files.others.cert,
@@ -102,7 +102,7 @@ async def test_a_command_says_why_and_what_to_do(
 
 
 async def test_at_the_producers_address_a_command_is_told_where_to_go(
-    world: MemoryWorld, files: Files, tmp_path: Path
+    world: MemoryHarness, files: Files, tmp_path: Path
 ) -> None:
     settings = secured(files, admin_listen="127.0.0.1:0")
     async with running(world, **settings) as proxy:
@@ -112,7 +112,7 @@ async def test_at_the_producers_address_a_command_is_told_where_to_go(
 
 
 async def test_the_doctor_sees_every_proxy_at_its_admin_address(
-    world: MemoryWorld, files: Files
+    world: MemoryHarness, files: Files
 ) -> None:
     settings = mutual(
         files,

@@ -9,7 +9,7 @@ import aiohttp
 import pytest
 
 from tests.console.console_world import Reader
-from tests.kit.memory import MemoryWorld
+from tests.kit.memory import MemoryHarness
 from tests.tls.tls_world import ADMIN_TOKEN, TOKEN, Files, running, secured
 from txbroker.net.tls import ClientTls, TlsFiles
 from txbroker.proxy.console.visitors import SESSION_COOKIE, VISIT_COOKIE
@@ -26,7 +26,7 @@ async def browsing(files: Files, url: str) -> AsyncIterator[Reader]:
         yield Reader(http)
 
 
-async def test_a_login_with_the_operators_token(world: MemoryWorld, files: Files) -> None:
+async def test_a_login_with_the_operators_token(world: MemoryHarness, files: Files) -> None:
     settings = secured(
         files,
         token_file=files.token,
@@ -50,7 +50,7 @@ async def test_a_login_with_the_operators_token(world: MemoryWorld, files: Files
         assert (await reader.open("/")).status == 200
 
 
-async def test_the_cookies_of_plain_http_are_not_secure(world: MemoryWorld, files: Files) -> None:
+async def test_the_cookies_of_plain_http_are_not_secure(world: MemoryHarness, files: Files) -> None:
     async with (
         running(world, listen="127.0.0.1:0") as proxy,
         browsing(files, proxy.url) as reader,

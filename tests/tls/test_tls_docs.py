@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from tests.kit.command_lines import parsed
-from tests.kit.memory import MemoryWorld
+from tests.kit.memory import MemoryHarness
 from tests.kit.secret_files import secret_file
-from tests.kit.service import until
+from tests.kit.until import until
 from tests.tls.tls_world import curl, running
 from txbroker.config.settings import Settings
 from txbroker.proxy.http.api import operations
@@ -52,7 +52,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-async def test_the_page_brings_a_transaction_to_its_end(world: MemoryWorld, folder: Path) -> None:
+async def test_the_page_brings_a_transaction_to_its_end(world: MemoryHarness, folder: Path) -> None:
     world.kafka.create_topic("payments", 1)
     token = (folder / "token").read_text().strip()
     program: dict[str, Any] = {}

@@ -7,8 +7,8 @@ from contextlib import AsyncExitStack
 
 import pytest
 
-from tests.kit.memory import MemoryWorld
-from tests.kit.service import until
+from tests.kit.memory import MemoryHarness
+from tests.kit.until import until
 from tests.tls.tls_world import TOKEN, Files, curl, mutual, running, secured, trusting
 from txbroker.checkers.leases import PeerIdentity
 from txbroker.contract.service import PrepareRequest
@@ -36,7 +36,9 @@ async def share(proxies: list[Proxy]) -> dict[int, Proxy]:
     return dict(await until(shared))
 
 
-async def test_calls_and_checks_go_through_another_proxy(world: MemoryWorld, files: Files) -> None:
+async def test_calls_and_checks_go_through_another_proxy(
+    world: MemoryHarness, files: Files
+) -> None:
     asked: list[str] = []
 
     def check(request: CheckRequest) -> Decision:
@@ -89,7 +91,7 @@ async def test_calls_and_checks_go_through_another_proxy(world: MemoryWorld, fil
     ids=["system", "authority", "certificate"],
 )
 async def test_a_proxy_says_why_it_cannot_talk_to_another_one(
-    world: MemoryWorld, files: Files, known: object, says: str
+    world: MemoryHarness, files: Files, known: object, says: str
 ) -> None:
     assert callable(known)
     async with running(world, **mutual(files)) as proxy:
@@ -101,7 +103,7 @@ async def test_a_proxy_says_why_it_cannot_talk_to_another_one(
             await peers.close()
 
 
-async def test_a_proxy_without_a_certificate_is_refused(world: MemoryWorld, files: Files) -> None:
+async def test_a_proxy_without_a_certificate_is_refused(world: MemoryHarness, files: Files) -> None:
     async with running(world, **mutual(files)) as proxy:
         peers = Peers(
             PeerIdentity(lambda: "https://other:1"), tls=ClientTls(TlsFiles(files.ours.cert))
@@ -114,7 +116,7 @@ async def test_a_proxy_without_a_certificate_is_refused(world: MemoryWorld, file
 
 
 async def test_a_proxy_that_is_not_trusted_was_sent_nothing(
-    world: MemoryWorld, files: Files
+    world: MemoryHarness, files: Files
 ) -> None:
     request = PrepareRequest("orders", (Message("test.payments", b"k", b"v"),))
     async with running(world, **secured(files)) as proxy:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.kit.memory import MemoryWorld
+from tests.kit.memory import MemoryHarness
 from tests.tls.tls_world import BODY, Files, curl, mutual, running, trusting
 from txbroker.principals import Role, digest_of, format_principal
 from txbroker.sdk import Message, TransactionalProducer
@@ -33,7 +33,7 @@ def principals(folder: Path, *certificates: str) -> Path:
 
 @pytest.mark.parametrize("name", ["orders.example.org", "client"], ids=["DNS name", "common name"])
 async def test_a_certificate_identifies_its_principal(
-    world: MemoryWorld, files: Files, tmp_path: Path, name: str
+    world: MemoryHarness, files: Files, tmp_path: Path, name: str
 ) -> None:
     settings = mutual(files, principals_file=principals(tmp_path, name))
     async with running(world, **settings) as proxy:
@@ -66,7 +66,7 @@ async def test_a_certificate_identifies_its_principal(
 
 
 async def test_a_certificate_of_no_principal_opens_nothing(
-    world: MemoryWorld, files: Files, tmp_path: Path
+    world: MemoryHarness, files: Files, tmp_path: Path
 ) -> None:
     settings = mutual(files, principals_file=principals(tmp_path, "somebody.else"))
     async with running(world, **settings) as proxy:
@@ -75,7 +75,9 @@ async def test_a_certificate_of_no_principal_opens_nothing(
         assert (await curl(f"{proxy.url}/healthz", *words)).status == 200
 
 
-async def test_without_principals_each_certificate_is_one(world: MemoryWorld, files: Files) -> None:
+async def test_without_principals_each_certificate_is_one(
+    world: MemoryHarness, files: Files
+) -> None:
     async with running(world, **mutual(files)) as proxy:
         words = trusting(files, shown=files.client)
         prepared = await curl(
@@ -90,7 +92,7 @@ async def test_without_principals_each_certificate_is_one(world: MemoryWorld, fi
 
 @pytest.mark.parametrize("kind", ["email:{}", "dirName:other", "otherName:1.2.3.4;UTF8:{}"])
 async def test_a_name_of_another_kind_is_no_proxys(
-    world: MemoryWorld, files: Files, kind: str
+    world: MemoryHarness, files: Files, kind: str
 ) -> None:
     hosts = f"DNS:harmless.example, {kind.format('proxy@example')}\n[other]\nCN = proxy@example"
     shown = files.ours.sign(f"odd-{kind[:5]}", hosts)
@@ -106,7 +108,7 @@ async def test_a_name_of_another_kind_is_no_proxys(
         assert (await curl(one, *words)).json["by"] == "harmless.example"
 
 
-async def test_a_client_certificate_is_no_proxys(world: MemoryWorld, files: Files) -> None:
+async def test_a_client_certificate_is_no_proxys(world: MemoryHarness, files: Files) -> None:
     async with running(world, **mutual(files, peer_names=("proxy",))) as proxy:
         # Who passes learns that this path takes no POST.
         path, named = "/internal/v1/overview", ["-X", "POST", "-H", f"txb-proxy: {proxy.url}"]

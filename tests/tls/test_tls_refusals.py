@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.kit.memory import MemoryWorld
+from tests.kit.memory import MemoryHarness
 from tests.tls.tls_files import Pair
 from tests.tls.tls_world import BODY, TOKEN, Files, curl, mutual, running, secured, trusting
 from txbroker.errors import CertificateRequired, Unauthorized
@@ -49,7 +49,7 @@ async def refused(made: TransactionalProducer) -> Exception:
     ids=["authority", "expired", "name"],
 )
 async def test_a_proxy_that_is_not_to_be_trusted_is_not_talked_to(
-    world: MemoryWorld, files: Files, certificate: Callable[[Files], Pair], says: str
+    world: MemoryHarness, files: Files, certificate: Callable[[Files], Pair], says: str
 ) -> None:
     pair = certificate(files)
     settings = secured(files, tls_cert_file=pair.cert, tls_key_file=pair.key)
@@ -61,7 +61,7 @@ async def test_a_proxy_that_is_not_to_be_trusted_is_not_talked_to(
 
 
 async def test_without_a_ca_file_the_systems_authorities_count(
-    world: MemoryWorld, files: Files
+    world: MemoryHarness, files: Files
 ) -> None:
     async with running(world, **secured(files)) as proxy:
         error = await refused(producer(files, proxy.url, ca_file=None))
@@ -69,7 +69,7 @@ async def test_without_a_ca_file_the_systems_authorities_count(
 
 
 async def test_a_running_producer_tries_again_and_says_why_it_cannot(
-    world: MemoryWorld, files: Files, caplog: pytest.LogCaptureFixture
+    world: MemoryHarness, files: Files, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.WARNING, "txbroker.sdk")
     pair = files.ours.sign("replaced")
@@ -92,7 +92,7 @@ async def test_a_running_producer_tries_again_and_says_why_it_cannot(
     await made.aclose()
 
 
-async def test_tls_is_not_spoken_where_there_is_none(world: MemoryWorld, files: Files) -> None:
+async def test_tls_is_not_spoken_where_there_is_none(world: MemoryHarness, files: Files) -> None:
     async with running(world, listen="127.0.0.1:0") as proxy:
         url = proxy.url.replace("http:", "https:")
         assert "it does not speak TLS" in str(await refused(producer(files, url)))
@@ -102,7 +102,7 @@ async def test_tls_is_not_spoken_where_there_is_none(world: MemoryWorld, files: 
 
 
 async def test_plain_http_gets_a_clean_close(
-    world: MemoryWorld, files: Files, caplog: pytest.LogCaptureFixture
+    world: MemoryHarness, files: Files, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with running(world, **secured(files)) as proxy:
         host, _, port = proxy.url.removeprefix("https://").partition(":")
@@ -115,7 +115,7 @@ async def test_plain_http_gets_a_clean_close(
         assert (await curl(f"{proxy.url}/healthz", *trusting(files))).status == 200
 
 
-async def test_versions_before_1_2_are_refused(world: MemoryWorld, files: Files) -> None:
+async def test_versions_before_1_2_are_refused(world: MemoryHarness, files: Files) -> None:
     async with running(world, **secured(files)) as proxy:
         old = await curl(f"{proxy.url}/healthz", *trusting(files), "--tls-max", "1.1")
         assert (old.code, old.status) == (35, 0)
@@ -127,7 +127,7 @@ async def test_versions_before_1_2_are_refused(world: MemoryWorld, files: Files)
 
 
 async def test_calls_without_a_certificate_are_refused_and_probes_are_not(
-    world: MemoryWorld, files: Files
+    world: MemoryHarness, files: Files
 ) -> None:
     async with running(world, **mutual(files)) as proxy:
         for path in ("/v1/transactions", "/v1/overview", "/metrics", "/", "/transactions"):
@@ -142,7 +142,9 @@ async def test_calls_without_a_certificate_are_refused_and_probes_are_not(
         assert (await curl(f"{proxy.url}/", *known)).status == 200
 
 
-async def test_the_sdk_says_that_a_certificate_is_wanted(world: MemoryWorld, files: Files) -> None:
+async def test_the_sdk_says_that_a_certificate_is_wanted(
+    world: MemoryHarness, files: Files
+) -> None:
     async with running(world, **mutual(files)) as proxy:
         error = await refused(producer(files, proxy.url))
         assert isinstance(error, CertificateRequired)
@@ -158,7 +160,7 @@ async def test_the_sdk_says_that_a_certificate_is_wanted(world: MemoryWorld, fil
     ids=["authority", "expired"],
 )
 async def test_a_certificate_that_is_not_trusted_opens_nothing(
-    world: MemoryWorld, files: Files, certificate: Callable[[Files], Pair], says: str
+    world: MemoryHarness, files: Files, certificate: Callable[[Files], Pair], says: str
 ) -> None:
     pair = certificate(files)
     async with running(world, **mutual(files)) as proxy:
@@ -170,7 +172,7 @@ async def test_a_certificate_that_is_not_trusted_opens_nothing(
         assert (await curl(f"{proxy.url}/healthz", *trusting(files, shown=pair))).status == 0
 
 
-async def test_a_certificate_is_no_token(world: MemoryWorld, files: Files) -> None:
+async def test_a_certificate_is_no_token(world: MemoryHarness, files: Files) -> None:
     async with running(world, **mutual(files, token_file=files.token)) as proxy:
         url = f"{proxy.url}/v1/transactions"
         known = trusting(files, shown=files.client)
@@ -184,7 +186,7 @@ async def test_a_certificate_is_no_token(world: MemoryWorld, files: Files) -> No
 
 @pytest.mark.parametrize("token", [None, "guessed"])
 async def test_the_sdk_without_the_right_token_is_refused(
-    world: MemoryWorld, files: Files, token: str | None
+    world: MemoryHarness, files: Files, token: str | None
 ) -> None:
     async with running(world, **secured(files, token_file=files.token)) as proxy:
         error = await refused(producer(files, proxy.url, token=token))

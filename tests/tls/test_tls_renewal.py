@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
-from tests.kit.memory import MemoryWorld
+from tests.kit.memory import MemoryHarness
 from tests.tls.tls_files import Pair, locked
 from tests.tls.tls_world import Files, curl, mutual, running, secured, trusting
 from txbroker.errors import ConfigurationError
@@ -32,7 +32,7 @@ def der(path: Path) -> bytes:
 
 
 async def test_a_renewed_certificate_is_shown_and_no_session_ends(
-    world: MemoryWorld, files: Files
+    world: MemoryHarness, files: Files
 ) -> None:
     pair, renewed = files.ours.sign("first"), files.ours.sign("second")
     settings = secured(files, tls_cert_file=pair.cert, tls_key_file=pair.key)
@@ -50,7 +50,7 @@ async def test_a_renewed_certificate_is_shown_and_no_session_ends(
 
 
 async def test_while_files_do_not_fit_together_the_last_ones_are_shown(
-    world: MemoryWorld, files: Files
+    world: MemoryHarness, files: Files
 ) -> None:
     pair, renewed = files.ours.sign("third"), files.ours.sign("fourth")
     settings = secured(files, tls_cert_file=pair.cert, tls_key_file=pair.key)
@@ -65,7 +65,7 @@ async def test_while_files_do_not_fit_together_the_last_ones_are_shown(
         assert (await curl(url, *trusting(files))).status == 200
 
 
-async def test_a_key_that_others_can_read_is_not_taken(world: MemoryWorld, files: Files) -> None:
+async def test_a_key_that_others_can_read_is_not_taken(world: MemoryHarness, files: Files) -> None:
     pair, renewed = files.ours.sign("closed"), files.ours.sign("open")
     renewed.key.chmod(0o644)
     settings = secured(files, tls_cert_file=pair.cert, tls_key_file=pair.key)
@@ -81,7 +81,7 @@ async def test_a_key_that_others_can_read_is_not_taken(world: MemoryWorld, files
 
 
 async def test_an_authority_that_is_taken_away_lets_nobody_in(
-    world: MemoryWorld, files: Files, tmp_path: Path
+    world: MemoryHarness, files: Files, tmp_path: Path
 ) -> None:
     trusted = tmp_path / "ca.crt"
     trusted.write_bytes(files.ours.cert.read_bytes() + files.others.cert.read_bytes())
@@ -157,7 +157,7 @@ def broken(files: Files, folder: Path) -> dict[str, tuple[dict[str, Any], str]]:
 
 
 async def test_what_cannot_work_is_refused_at_the_start_in_a_sentence(
-    world: MemoryWorld, files: Files, tmp_path: Path
+    world: MemoryHarness, files: Files, tmp_path: Path
 ) -> None:
     for name, (changes, says) in broken(files, tmp_path).items():
         with pytest.raises(ConfigurationError) as caught:

@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from tests.kit.memory import MemoryWorld
+from tests.kit.memory import MemoryHarness
 from tests.tls.tls_world import ADMIN_TOKEN, TOKEN, Files, curl, mutual, running, trusting
 from txbroker.cli.doctor.bundle import known_secrets, settings_shown
 from txbroker.config.settings import load_settings
@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.needs_tool("openssl"), pytest.mark.needs_tool("curl")]
 
 
 async def test_neither_log_nor_answer_has_a_token_or_a_key(
-    world: MemoryWorld, files: Files, capsys: pytest.CaptureFixture[str]
+    world: MemoryHarness, files: Files, capsys: pytest.CaptureFixture[str]
 ) -> None:
     configure_logging("json", "debug")
     logging.getLogger("aiohttp").setLevel(logging.DEBUG)

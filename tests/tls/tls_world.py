@@ -9,8 +9,8 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tests.kit.memory import MemoryWorld
-from tests.kit.service import until
+from tests.kit.memory import MemoryHarness
+from tests.kit.until import until
 from tests.tls.tls_files import Authority, Pair
 from txbroker.config.settings import load_settings
 from txbroker.proxy.process import Proxy, run_proxy
@@ -58,7 +58,7 @@ def mutual(files: Files, **more: Any) -> Json:
 
 @asynccontextmanager
 async def running(
-    world: MemoryWorld, instance: str = "one", partitions: int = 2, **settings: Any
+    world: MemoryHarness, instance: str = "one", partitions: int = 2, **settings: Any
 ) -> AsyncIterator[Proxy]:
     """Run a proxy until the block is left; it can take calls."""
     door = world.closed_door(instance, half_partitions=partitions, facts_ttl_s=0.2)

@@ -16,7 +16,8 @@ import pytest
 
 import txbroker
 from tests.faults.judge import Rec
-from tests.kit.proxies import World, unique, until
+from tests.kit.proxies import ProxyProcess
+from tests.kit.until import unique, until
 from txbroker.core.records import LOG_VERSION, RECORD_VERSION
 from txbroker.core.routing import parse_id
 from txbroker.embedded import EmbeddedKafka
@@ -52,11 +53,11 @@ class Fleet:
         self._bootstrap = bootstrap
         self._newer_build = newer_build
         self.prefix = unique("builds")
-        self._made: list[World] = []
+        self._made: list[ProxyProcess] = []
 
-    async def proxy(self, instance: str, *, newer: bool = False) -> World:
+    async def proxy(self, instance: str, *, newer: bool = False) -> ProxyProcess:
         """Start a proxy; it need not become ready."""
-        world = World(
+        world = ProxyProcess(
             self._bootstrap,
             instance=instance,
             topic_prefix=self.prefix,
@@ -90,7 +91,7 @@ def versions(records: list[Rec]) -> set[str]:
     return {str(record.header("txb-v")).split()[0] for record in records}
 
 
-async def logs(world: World) -> list[Rec]:
+async def logs(world: ProxyProcess) -> list[Rec]:
     """All that lies in the half and operation topics, in one order."""
     records = [*await world.own("half"), *await world.own("op")]
     return sorted(records, key=lambda record: (record.topic, record.partition, record.offset))
@@ -100,12 +101,12 @@ def ids_of(records: list[Rec]) -> list[str]:
     return sorted(str(record.header("txb-id")) for record in records)
 
 
-async def states(world: World) -> dict[str, str]:
+async def states(world: ProxyProcess) -> dict[str, str]:
     _, answer = await world.request("GET", "/readyz")
     return {str(p): str(text) for p, text in answer["partitions"].items()}
 
 
-async def shares(world: World, count: int) -> None:
+async def shares(world: ProxyProcess, count: int) -> None:
     """Wait until a proxy owns so many partitions."""
 
     async def owns() -> bool:
@@ -114,7 +115,7 @@ async def shares(world: World, count: int) -> None:
     await until(owns)
 
 
-async def fill(world: World, topic: str, count: int) -> list[str]:
+async def fill(world: ProxyProcess, topic: str, count: int) -> list[str]:
     """Prepare transactions of many keys, so that all partitions get some."""
     return [
         await world.prepare({"topic": topic, "key": str(number), "value": "v"})

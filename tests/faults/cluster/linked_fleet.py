@@ -14,14 +14,15 @@ from typing import Any
 
 from tests.faults.cluster.three_nodes import START_S, ThreeNodes, free_ports
 from tests.kit.fleet import PARTITIONS, Fleet, owned_by
-from tests.kit.proxies import World, unique
+from tests.kit.proxies import ProxyProcess
+from tests.kit.until import unique
 
 _POLL_S = 0.2
 PROTOCOLS = (1, 2)
 """The versions of Kafka's transaction protocol; proxies take the newest that brokers take."""
 
 
-class PlacedProxy(World):
+class PlacedProxy(ProxyProcess):
     """A proxy on a port that is its own, also while it is down."""
 
     def __init__(self, bootstrap: str, port: int, **settings: Any) -> None:

@@ -17,7 +17,7 @@ from tests.faults.cluster.linked_fleet import LinkedFleet, PlacedProxy
 from tests.faults.cluster.links import Ends, Link
 from tests.faults.cluster.mortal_producer import MortalProducer
 from tests.faults.cluster.three_nodes import NODES, ThreeNodes
-from tests.kit.proxies import World
+from tests.kit.proxies import ProxyProcess
 from tests.kit.readers import Along
 from tests.kit.workload import Recorder
 
@@ -59,7 +59,7 @@ class Field:
         self.wrong: list[str] = []
         """What went wrong that nobody broke."""
 
-    def name(self, proxy: World) -> str:
+    def name(self, proxy: ProxyProcess) -> str:
         """What a proxy, and the source of its links, is called."""
         return f"proxy-{self.fleet.proxies.index(proxy)}"
 
@@ -89,7 +89,7 @@ Draw = Callable[[Field, random.Random], Fault | None]
 # --- proxies ----------------------------------------------------------------------------------
 
 
-def _proxies(field: Field, proxies: Sequence[World], inject: str, heal: str) -> Fault:
+def _proxies(field: Field, proxies: Sequence[ProxyProcess], inject: str, heal: str) -> Fault:
     """What is done to proxies: each time the names of two methods, the second may be none."""
 
     async def all_of_them(what: str) -> None:

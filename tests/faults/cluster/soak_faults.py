@@ -41,7 +41,7 @@ from tests.faults.cluster.three_nodes import ThreeNodes
 from tests.faults.judge import Case, History, Judge, Seen, Topics, save
 from tests.kit.evidence import listed
 from tests.kit.fleet import Web
-from tests.kit.proxies import World
+from tests.kit.proxies import ProxyProcess
 from tests.kit.readers import Along
 from tests.kit.topic_reader import read_all
 from tests.kit.workload import Recorder, Shop, answering
@@ -323,7 +323,7 @@ class Soak:
         self.verdict.wrong += await self._fleet.supervise()
         return await self._fleet.is_whole()
 
-    async def _settled(self, first: World) -> bool:
+    async def _settled(self, first: ProxyProcess) -> bool:
         """Whether nothing is under way. What was stored without an answer is nobody's: no client
         knows its id, so it is rolled back here."""
         with contextlib.suppress(RequestError, aiohttp.ClientError, TimeoutError):
@@ -368,7 +368,7 @@ class Soak:
             say(f"kept in {kept}")
 
 
-async def _in_state(proxy: World, state: str) -> list[dict[str, Any]]:
+async def _in_state(proxy: ProxyProcess, state: str) -> list[dict[str, Any]]:
     path = f"/v1/transactions?state={state}&limit=1000"
     return list((await proxy.call("GET", path))["transactions"])
 

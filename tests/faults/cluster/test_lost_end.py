@@ -13,7 +13,7 @@ from confluent_kafka.admin import AdminClient
 from confluent_kafka.cimpl import NewTopic
 
 from tests.faults.cluster.three_nodes import START_S, ThreeNodes
-from tests.kit.kafka import ADMIN_TIMEOUT_S, KafkaWorld
+from tests.kit.kafka import ADMIN_TIMEOUT_S, KafkaHarness
 from txbroker.core.records import RECORD_VERSION, Checkpoint, Claim, Record
 from txbroker.door.protocols import PromotionTxn, PromotionTxnLost, TargetRecord
 from txbroker.errors import KafkaUnavailable
@@ -60,7 +60,7 @@ async def test_a_turn_whose_end_is_lost_is_not_ended_with_the_next(
     nodes: ThreeNodes, request: pytest.FixtureRequest
 ) -> None:
     loses = request.node.callspec.params["nodes"] == LOSING
-    world = KafkaWorld(nodes.bootstrap)
+    world = KafkaHarness(nodes.bootstrap)
     topic = world.name("target")
     await asyncio.to_thread(create_on, nodes, topic)
     await leads(nodes, topic, NODE)
@@ -104,7 +104,7 @@ async def test_a_turn_whose_end_is_lost_is_not_ended_with_the_next(
 async def test_no_turn_is_begun_behind_a_commit_that_was_lost(
     nodes: ThreeNodes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    world = KafkaWorld(nodes.bootstrap)
+    world = KafkaHarness(nodes.bootstrap)
     topic = world.name("target")
     await asyncio.to_thread(create_on, nodes, topic)
     await leads(nodes, topic, NODE)
