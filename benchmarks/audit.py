@@ -86,7 +86,7 @@ class Bench:
 
     def audit(self, mode: str, name: str) -> RunSummary:
         """Audit once; nothing may be found."""
-        from txbroker.spark.cut import access_from
+        from txbroker.spark.access import access_from
         from txbroker.spark.run import AuditSettings, run_audit
 
         given = {"kafka": self._kafka, "topic_prefix": PREFIX, "instance": "bench"}

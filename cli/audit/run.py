@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from txbroker.spark.journal import Journal
     from txbroker.spark.progress import SparkProgress
     from txbroker.spark.schema import Names, RunSummary, Terms
-    from txbroker.spark.stream import AuditStream
+    from txbroker.spark.stream.stream import AuditStream
 
 SECONDS_MAX = 1e9
 KEEP_MIN_S = 300.0
@@ -172,7 +172,7 @@ def send_to_cluster(spark: SparkSettings, settings: Settings, context: click.Con
     Raises:
         CommandFailed: a secret setting is set here, and would not reach the cluster.
     """
-    from txbroker.spark.cluster import submit as send
+    from txbroker.spark.session import submit as send
 
     for secret in sorted(SECRET_SETTINGS & settings.model_fields_set):
         raise CommandFailed(
@@ -258,7 +258,7 @@ class AuditResult(NamedTuple):
     @property
     def has_drift(self) -> bool:
         """Whether there is any that is told now."""
-        from txbroker.spark.publish import news_of
+        from txbroker.spark.report.news import news_of
 
         return any(news_of(self.summary, self.untold).drift.values())
 
@@ -273,13 +273,13 @@ def run_once(settings: Settings, spark: SparkSettings, options: RunOptions) -> A
     """
     journal = journal_of(settings)
     if options.report is not None:
-        from txbroker.spark.report import check_writable
+        from txbroker.spark.report.report import check_writable
 
         check_writable(options.report)
     found = None
     try:
         with started(spark) as (session, bar):
-            from txbroker.spark.cut import access_from
+            from txbroker.spark.access import access_from
             from txbroker.spark.run import AuditSettings, run_audit
 
             wanted = AuditSettings(
@@ -311,8 +311,8 @@ def follow(settings: Settings, spark: SparkSettings, options: StreamOptions) -> 
         TxbrokerError: with a sentence that says what to do.
     """
     with started(spark) as (session, bar):
-        from txbroker.spark.cut import access_from
-        from txbroker.spark.stream import StreamSettings, start_stream
+        from txbroker.spark.access import access_from
+        from txbroker.spark.stream.stream import StreamSettings, start_stream
 
         terms = terms_of(settings, options.ages)
         wanted = StreamSettings(
@@ -376,8 +376,8 @@ def terms_of(settings: Settings, ages: AgeLimits) -> "Terms":
 def _report(
     session: "SparkSession", path: Path, summary: "RunSummary", journal: "Journal", out: str
 ) -> None:
-    from txbroker.spark.report import write_report
-    from txbroker.spark.verdict_files import read_verdicts
+    from txbroker.spark.folders import read_verdicts
+    from txbroker.spark.report.report import write_report
 
     verdicts = read_verdicts(session, out, (summary.run,))
     write_report(path, summary, journal.runs(), verdicts)
@@ -387,7 +387,7 @@ def _report(
 def _publish(settings: Settings, journal: "Journal", summary: "RunSummary") -> AuditResult:
     """Tell the proxies of a run, and of earlier ones that ended before they had told it."""
     from txbroker.kafka.client.wiring import kafka_settings
-    from txbroker.spark.publish import publish
+    from txbroker.spark.report.news import publish
 
     untold: list[RunSummary] | None = None
     try:

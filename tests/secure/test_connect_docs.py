@@ -14,7 +14,7 @@ from tests.secure.certificates import Authority
 from tests.secure.secure_world import KEY_PASSWORD
 from txbroker.config.settings import SECRET_SETTINGS, load_settings
 from txbroker.kafka.client.login import SettingsLogin
-from txbroker.spark.login import login_options
+from txbroker.spark.access import login_options
 
 PAGE = (Path(__file__).parents[2] / "docs/how-to/connect-to-kafka.md").read_text()
 CONFIGS = re.findall(r"```toml\n(.*?)```", PAGE, re.DOTALL)

@@ -18,7 +18,7 @@ from tests.secure.token_endpoint import TokenEndpoint
 from txbroker.config.settings import Settings
 from txbroker.core.records import Message
 from txbroker.kafka.client.acls import Role, rights_needed
-from txbroker.spark.cut import access_from
+from txbroker.spark.access import access_from
 from txbroker.spark.session import SparkSettings, spark_session
 
 if TYPE_CHECKING:

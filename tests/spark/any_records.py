@@ -34,7 +34,7 @@ from txbroker.core.records import (
 )
 from txbroker.core.routing import make_id
 from txbroker.kafka.tools.audit_records import Stored
-from txbroker.spark.far import as_row
+from txbroker.spark.facts.overflow import as_row
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, Row, SparkSession
@@ -50,7 +50,7 @@ NAMES = ("", "a", "ab", "b", "txb-v", "txb-id", "txb-seq", "txb-ts", "ä")
 
 def frame(spark: SparkSession, records: Iterable[Record], topic: str = "t") -> DataFrame:
     """Return records as the Kafka source gives them; the offset is the place in the sequence."""
-    from txbroker.spark.stage import KAFKA
+    from txbroker.spark.facts.extract import KAFKA
 
     rows = [as_row(topic, PARTITION, each) for each in stored(records)]
     return spark.createDataFrame(rows, KAFKA)

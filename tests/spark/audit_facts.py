@@ -7,8 +7,8 @@ from tests.kit.logs import PARTITION, START_MS, WINDOW_MS, Logs, id_of, new_ledg
 from txbroker.core.decoding import Malformed, decode_half, decode_marker, is_content
 from txbroker.core.outcome import Effect
 from txbroker.core.records import Marker, Message, Record
-from txbroker.spark.judge import judge
-from txbroker.spark.rows import (
+from txbroker.spark.judge.judge import judge
+from txbroker.spark.judge.rows import (
     Content,
     HalfRow,
     Horizon,

@@ -16,8 +16,8 @@ from pyspark.sql import SparkSession
 
 from txbroker.core.routing import make_id, parse_id
 from txbroker.spark import schema
+from txbroker.spark.facts.extract import Staged
 from txbroker.spark.schema import Cut, Names, Terms, TopicRead
-from txbroker.spark.stage import Staged
 
 START_MS = 1_700_000_000_000
 NAMES = Names("half", "op", "parked", "audit", "drift")
@@ -248,7 +248,7 @@ class World:
         keys_before: object = None,
         counted_from: Cut | None = None,
     ) -> Staged:
-        """Stand in for `txbroker.spark.stage.stage`: read the next of `reads`."""
+        """Stand in for `txbroker.spark.facts.extract.stage`: read the next of `reads`."""
         cut = structs.replace(self.cut(self.reads.pop(0), before), asked_ms=terms.now_ms)
         topics = {read.topic: read for read in (cut.half, cut.op, cut.parked, *cut.targets)}
         early = {NAMES.half: cut.half_early, NAMES.op: cut.op_early}

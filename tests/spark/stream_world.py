@@ -14,12 +14,12 @@ import msgspec
 from tests.kit.topic_reader import read_topics
 from txbroker.config.settings import load_settings
 from txbroker.spark.schema import Names, RunSummary, Terms
-from txbroker.spark.stream_state import RISES
+from txbroker.spark.stream.state import RISES
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
-    from txbroker.spark.stream import AuditStream
+    from txbroker.spark.stream.stream import AuditStream
 
 DEADLINE_S = 200.0
 TERMS = Terms(0, dedup_window_ms=8_000, late_after_ms=2_500, lost_after_ms=600_000)
@@ -38,8 +38,8 @@ class StreamWorld:
     def __init__(
         self, spark: SparkSession, bootstrap: str, prefix: str, folder: Path, terms: Terms = TERMS
     ) -> None:
-        from txbroker.spark.cut import access_from
-        from txbroker.spark.stream import StreamSettings
+        from txbroker.spark.access import access_from
+        from txbroker.spark.stream.stream import StreamSettings
 
         topics = ("half", "op", "parked", "audit", "audit.drift")
         self.names = Names(*(f"{prefix}.{topic}" for topic in topics))
@@ -60,15 +60,15 @@ class StreamWorld:
 
     async def start(self, **changes: Any) -> AuditStream:
         """Start the stream, or go on."""
-        from txbroker.spark.stream import start_stream
+        from txbroker.spark.stream.stream import start_stream
 
         settings = msgspec.structs.replace(self.settings, **changes)
         return await asyncio.to_thread(start_stream, self._spark, self._access, settings)
 
     def batch(self, now_ms: int, folder: Path) -> Batch:
         """Audit the same topics by the same terms, all at once and from their starts."""
+        from txbroker.spark.folders import read_verdicts
         from txbroker.spark.run import AuditSettings, run_audit
-        from txbroker.spark.verdict_files import read_verdicts
 
         terms = msgspec.structs.replace(self.settings.terms, now_ms=now_ms)
         folder.mkdir()

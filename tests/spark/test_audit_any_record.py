@@ -33,12 +33,12 @@ from txbroker.core.records import (
     State,
 )
 from txbroker.core.routing import make_id, parse_id
-from txbroker.spark.cut import TopicEnds
-from txbroker.spark.publish import news_of
-from txbroker.spark.report import render
+from txbroker.spark.access import TopicEnds
+from txbroker.spark.folders import current_verdicts
+from txbroker.spark.report.news import news_of
+from txbroker.spark.report.report import render
 from txbroker.spark.run import AuditSettings, run_audit
 from txbroker.spark.schema import Names, RunSummary
-from txbroker.spark.verdict_files import current_verdicts
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, Row, SparkSession
@@ -106,7 +106,8 @@ def built(build: Build, spark: SparkSession, records: Sequence[Record]) -> dict[
 @pytest.mark.parametrize("count", [10_000, pytest.param(100_000, marks=pytest.mark.long)])
 @pytest.mark.timeout(900)
 def test_every_record_is_read_or_set_aside(spark: SparkSession, count: int) -> None:
-    from txbroker.spark.facts import half_facts, op_facts, parked_facts, visible_facts
+    from txbroker.spark.facts.markers import op_facts
+    from txbroker.spark.facts.messages import half_facts, parked_facts, visible_facts
 
     assert spark.conf.get("spark.sql.ansi.enabled") == "true"
     records = any_records(count // 4)  # each is a case of each of four topics
@@ -227,7 +228,7 @@ def audit(
     """Audits of logs, each in a folder of its own."""
 
     def audited(logs: Any, name: str, mode: str = "incremental") -> RunSummary:
-        load = "txbroker.spark.stage._Stage._load"
+        load = "txbroker.spark.facts.extract._Stage._load"
         monkeypatch.setattr(load, lambda stage, options: logs.load(options))
         folder = tmp_path / name
         settings = AuditSettings(str(folder / "out"), folder, NAMES, mode=mode)  # type: ignore[arg-type]

@@ -18,7 +18,7 @@ from tests.spark.audit_facts import (
     op_row,
     visible_rows,
 )
-from txbroker.spark.rows import Content, Horizon, Judged, OpRow, VisibleRow
+from txbroker.spark.judge.rows import Content, Horizon, Judged, OpRow, VisibleRow
 
 TAKEN = Horizon({PARTITION: 5}, {PARTITION: START_MS})
 

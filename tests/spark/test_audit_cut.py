@@ -18,8 +18,8 @@ from txbroker.embedded import EmbeddedKafka
 from txbroker.errors import ConfigurationError
 from txbroker.kafka.client.settings import KafkaSettings
 from txbroker.kafka.tools.audit_access import kept_ms
-from txbroker.spark.cut import KafkaAccess, TopicEnds, access_from, gone, held, read_on, to_end
-from txbroker.spark.errors import AuditError
+from txbroker.spark.access import AuditError, KafkaAccess, TopicEnds, access_from
+from txbroker.spark.facts.bounds import gone, held, read_on, to_end
 from txbroker.spark.schema import Names, TopicRead
 
 NAMES = Names("no.half", "no.op", "no.parked", "no.audit", "no.audit.drift")

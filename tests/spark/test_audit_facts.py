@@ -82,7 +82,7 @@ class Hashes:
 
 @pytest.mark.parametrize("seed", [1, 2])
 def test_half_facts_are_what_the_codec_reads(spark: SparkSession, seed: int) -> None:
-    from txbroker.spark.facts import half_facts
+    from txbroker.spark.facts.messages import half_facts
 
     rng = random.Random(seed)
     good = [record for _ in range(300) for record in encode_half(some_half(rng))]
@@ -137,7 +137,7 @@ def assert_void(row: Row, id: str) -> None:
 
 @pytest.mark.parametrize("seed", [1, 2])
 def test_op_facts_are_what_the_codec_reads(spark: SparkSession, seed: int) -> None:
-    from txbroker.spark.facts import op_facts
+    from txbroker.spark.facts.markers import op_facts
 
     rng = random.Random(seed)
     id = make_id(PARTITION, AT_MS, seed)
@@ -199,7 +199,7 @@ def assert_content(row: Row, record: Record) -> None:
 
 @pytest.mark.parametrize("seed", [1, 2])
 def test_parked_facts_are_what_the_codec_reads(spark: SparkSession, seed: int) -> None:
-    from txbroker.spark.facts import parked_facts
+    from txbroker.spark.facts.messages import parked_facts
 
     rng = random.Random(seed)
     good: list[Record] = []
@@ -234,7 +234,7 @@ def test_parked_facts_are_what_the_codec_reads(spark: SparkSession, seed: int) -
 def test_a_promoted_record_has_the_hashes_of_its_half_message(
     spark: SparkSession, prefix: str
 ) -> None:
-    from txbroker.spark.facts import half_facts, visible_facts
+    from txbroker.spark.facts.messages import half_facts, visible_facts
 
     rng = random.Random(5)
     halves, promoted, told = [], [], []
@@ -272,7 +272,7 @@ def test_a_promoted_record_has_the_hashes_of_its_half_message(
 
 
 def test_a_copy_holds_what_its_half_message_holds(spark: SparkSession) -> None:
-    from txbroker.spark.facts import half_facts, parked_facts
+    from txbroker.spark.facts.messages import half_facts, parked_facts
 
     rng = random.Random(6)
     halves, copies = [], []
@@ -295,7 +295,7 @@ def test_a_copy_holds_what_its_half_message_holds(spark: SparkSession) -> None:
 
 
 def test_each_installation_takes_what_it_promoted_itself(spark: SparkSession) -> None:
-    from txbroker.spark.facts import visible_facts
+    from txbroker.spark.facts.messages import visible_facts
 
     prefixes = (DEFAULT_PREFIX, "shop", "shop2", "Shop", "a" * 200)
     # A user's own headers may say anything, and a consumer may forward those that it was given.
@@ -329,7 +329,7 @@ def test_each_installation_takes_what_it_promoted_itself(spark: SparkSession) ->
 
 
 def test_only_records_whose_first_header_is_ours_are_visible_ones(spark: SparkSession) -> None:
-    from txbroker.spark.facts import visible_facts
+    from txbroker.spark.facts.messages import visible_facts
 
     id = make_id(PARTITION, AT_MS, 1)
     ours: Header = ("txb-id", id.encode())
@@ -349,7 +349,7 @@ def test_only_records_whose_first_header_is_ours_are_visible_ones(spark: SparkSe
 
 
 def test_hashes_tell_null_from_empty_and_where_headers_end(spark: SparkSession) -> None:
-    from txbroker.spark.facts import visible_facts
+    from txbroker.spark.facts.messages import visible_facts
 
     id: Header = ("txb-id", make_id(0, AT_MS, 1).encode())
     lists: list[tuple[Header, ...]] = [
@@ -371,7 +371,7 @@ def test_hashes_tell_null_from_empty_and_where_headers_end(spark: SparkSession) 
 def test_time_and_partition_come_out_of_any_id(spark: SparkSession) -> None:
     from pyspark.sql import functions as F
 
-    from txbroker.spark.facts import id_partition, id_time_ms, is_id
+    from txbroker.spark.facts.messages import id_partition, id_time_ms, is_id
 
     rng = random.Random(9)
     edges = (0, 1, (1 << 48) - 1, 1 << 47, 15, 16)

@@ -13,8 +13,8 @@ from tests.kit.logs import PARTITION, START_MS, id_of
 from tests.spark.audit_facts import TERMS as USUAL_TERMS
 from tests.spark.audit_facts import check_row, half_rows, op_row, parked_row, visible_rows
 from txbroker.spark import schema
-from txbroker.spark.judge import judge
-from txbroker.spark.rows import (
+from txbroker.spark.judge.judge import judge
+from txbroker.spark.judge.rows import (
     ALWAYS,
     Content,
     HalfRow,
@@ -69,7 +69,7 @@ def judged_by_spark(
     spark: SparkSession, facts: Iterable[TransactionFacts], horizon: Horizon | None = None
 ) -> dict[str, dict[str, Any]]:
     """Return the verdicts that Spark comes to, by id."""
-    from txbroker.spark.gather import release, verdicts
+    from txbroker.spark.judge.group import release, verdicts
 
     table = verdicts(spark, tables(spark, facts)._replace(cut=None), TERMS, horizon or Horizon())
     rows = [row.asDict(recursive=True) for row in table.collect()]
@@ -189,7 +189,7 @@ def test_spark_comes_to_what_the_judge_comes_to(spark: SparkSession) -> None:
 
 
 def test_the_plain_never_come_to_python(spark: SparkSession) -> None:
-    from txbroker.spark.gather import _by_sql, _gathered
+    from txbroker.spark.judge.group import _by_sql, _gathered
 
     def facts(number: int, topics: list[str], kind: str) -> TransactionFacts:
         half = half_rows(topics, offset=10 * number)
@@ -212,7 +212,7 @@ def test_no_task_carries_all_where_everything_is_one_group_topic_and_key(
 ) -> None:
     from pyspark.sql import functions as F
 
-    from txbroker.spark.gather import _gathered
+    from txbroker.spark.judge.group import _gathered
 
     count, tasks = 2000, 8
     hot = [ordered(n, n, 10 * n) for n in range(1, count + 1)]
@@ -302,7 +302,7 @@ def test_what_is_judged_in_python_is_in_order_too(spark: SparkSession) -> None:
 
 
 def test_the_horizon_is_told_from_what_is_left(spark: SparkSession) -> None:
-    from txbroker.spark.gather import horizon_of
+    from txbroker.spark.judge.horizon import horizon_of
 
     facts = [ordered(n, n, 100 + n) for n in range(1, 4)]
     late = op_row("commit", 2, START_MS + 5000, grp="g")
@@ -359,7 +359,7 @@ def test_order_is_judged_where_the_parked_topic_tells_of_refusals(spark: SparkSe
 def test_the_parked_topic_tells_from_its_first_dropped_copy_on_that_is_still_there(
     spark: SparkSession,
 ) -> None:
-    from txbroker.spark.gather import horizon_of, parked_from_ms
+    from txbroker.spark.judge.horizon import horizon_of, parked_from_ms
 
     day_ms = 86_400_000
     now_ms = START_MS + 3 * day_ms

@@ -17,12 +17,12 @@ from tests.spark.planting import Planting
 from txbroker.config.settings import load_settings
 from txbroker.core.records import Half
 from txbroker.errors import ConfigurationError
+from txbroker.spark.access import access_from
 from txbroker.spark.business import Business
-from txbroker.spark.cut import access_from
+from txbroker.spark.folders import current_verdicts, read_verdicts
 from txbroker.spark.journal import Journal
 from txbroker.spark.run import AuditSettings, check_window, run_audit, run_name
 from txbroker.spark.schema import RunSummary, Terms
-from txbroker.spark.verdict_files import current_verdicts, read_verdicts
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession

@@ -26,9 +26,9 @@ from tests.spark.audit_facts import (
     visible_rows,
 )
 from txbroker.core.routing import parse_id
-from txbroker.spark import judge as judge_module
-from txbroker.spark.judge import GRAVITY, judge
-from txbroker.spark.rows import (
+from txbroker.spark.judge import judge as judge_module
+from txbroker.spark.judge.judge import GRAVITY, judge
+from txbroker.spark.judge.rows import (
     ALWAYS,
     Content,
     HalfRow,
@@ -91,7 +91,8 @@ def test_kinds_are_those_of_the_schema_in_its_order() -> None:
 def test_it_runs_where_nothing_of_ours_is_installed() -> None:
     from pyspark import cloudpickle
 
-    from txbroker.spark import life, rows
+    from txbroker.spark.judge import fold as life
+    from txbroker.spark.judge import rows
 
     for module in (judge_module, life, rows):
         cloudpickle.register_pickle_by_value(module)

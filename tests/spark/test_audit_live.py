@@ -44,7 +44,7 @@ class Reader(NamedTuple):
 
     def audit(self, mode: str) -> RunSummary:
         """Audit once."""
-        from txbroker.spark.cut import access_from
+        from txbroker.spark.access import access_from
         from txbroker.spark.run import AuditSettings, run_audit
 
         prefix = self.world.prefix
@@ -75,9 +75,9 @@ class Reader(NamedTuple):
         return compare(self.spark, self._verdicts(), source, terms)[1]
 
     def _verdicts(self) -> Any:
+        from txbroker.spark.folders import current_verdicts
         from txbroker.spark.journal import Journal
         from txbroker.spark.run import JOURNAL_FILE
-        from txbroker.spark.verdict_files import current_verdicts
 
         runs = [run.run for run in Journal(self.folder / JOURNAL_FILE).runs(1000)]
         return current_verdicts(self.spark, self.out, runs)

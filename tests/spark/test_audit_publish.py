@@ -16,11 +16,11 @@ from tests.spark.audit_summaries import STARTED_MS, drifted, summary
 from txbroker.cli.audit.run import _tell_until_it_ends
 from txbroker.contract.audit import UnreadRecord, decode_news, encode_news
 from txbroker.errors import ConfigurationError
-from txbroker.spark.publish import key_of, news_of, publish
+from txbroker.spark.report.news import key_of, news_of, publish
 from txbroker.spark.schema import KIND_NAMES, RunSummary, SetAside
-from txbroker.spark.stream import AuditStream
-from txbroker.spark.stream_home import Home
-from txbroker.spark.stream_sink import Progress, Sink
+from txbroker.spark.stream.checkpoint import Home
+from txbroker.spark.stream.sink import Progress, Sink
+from txbroker.spark.stream.stream import AuditStream
 
 
 @pytest.fixture
@@ -151,7 +151,7 @@ async def test_without_the_topic_a_sentence_says_how_to_make_it(world: KafkaHarn
         await publish(world.settings(), summary())
 
 
-@pytest.mark.parametrize("module", ["txbroker.spark.journal", "txbroker.spark.publish"])
+@pytest.mark.parametrize("module", ["txbroker.spark.journal", "txbroker.spark.report.news"])
 def test_neither_journal_nor_publishing_loads_spark(module: str) -> None:
     code = f"import sys, {module}; sys.exit('pyspark' in sys.modules)"
     assert run([sys.executable, "-c", code], check=False).returncode == 0

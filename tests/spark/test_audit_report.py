@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 
 from tests.spark.audit_summaries import STARTED_MS, cut, drifted, summary
 from txbroker.errors import ConfigurationError
-from txbroker.spark.figures import duration, percentile
-from txbroker.spark.html import Html, join, tag
-from txbroker.spark.plots import Column, Window, common_window, distribution, history_row
-from txbroker.spark.report import (
+from txbroker.spark.report.figures import duration, percentile
+from txbroker.spark.report.html import Html, join, tag
+from txbroker.spark.report.plots import Column, Window, common_window, distribution, history_row
+from txbroker.spark.report.report import (
     OFFENDERS_SHOWN,
     PAIRS_SHOWN,
     RUNS_SHOWN,

@@ -12,15 +12,24 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from txbroker.errors import ConfigurationError
-from txbroker.spark.alone import Note, alone, note_down, tidy_up
-from txbroker.spark.carry import Gaps, KeptHorizon, gaps_between, with_gaps, without_removed
-from txbroker.spark.folders import Folders, exists, read_bytes, remove, runs_in, write_bytes
-from txbroker.spark.history import Counted, Left, PastRun, Span, joined, left_of, times_of
+from txbroker.spark.facts.history import Counted, Left, PastRun, Span, joined, left_of, times_of
+from txbroker.spark.folders import (
+    Folders,
+    current_verdicts,
+    exists,
+    read_bytes,
+    read_verdicts,
+    remove,
+    runs_in,
+    write_bytes,
+    write_verdicts,
+)
 from txbroker.spark.journal import Journal
-from txbroker.spark.rows import ALWAYS, Horizon
+from txbroker.spark.judge.horizon import Gaps, KeptHorizon, gaps_between, with_gaps, without_removed
+from txbroker.spark.judge.rows import ALWAYS, Horizon
+from txbroker.spark.report.summary import AGE_BOUNDS_MS, EXAMPLES_A_KIND, LATENCY_BOUNDS_MS, add_up
+from txbroker.spark.run import Note, alone, note_down, tidy_up
 from txbroker.spark.schema import VERDICT, Cut, RunSummary, Terms, TopicRead
-from txbroker.spark.summary import AGE_BOUNDS_MS, EXAMPLES_A_KIND, LATENCY_BOUNDS_MS, add_up
-from txbroker.spark.verdict_files import current_verdicts, read_verdicts, write_verdicts
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -34,7 +43,7 @@ DAY = datetime.date(2023, 11, 14)
 
 def test_a_second_audit_of_a_data_folder_says_who_holds_it(tmp_path: Path) -> None:
     code = (
-        "import sys, pathlib; from txbroker.spark.alone import alone\n"
+        "import sys, pathlib; from txbroker.spark.run import alone\n"
         f"with alone(pathlib.Path({str(tmp_path)!r})): print('held', flush=True); sys.stdin.read()"
     )
     with subprocess.Popen(

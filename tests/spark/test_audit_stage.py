@@ -31,14 +31,13 @@ from txbroker.embedded import EmbeddedKafka
 from txbroker.kafka.client.settings import KafkaSettings
 from txbroker.kafka.protocol.batch import HEADER_BYTES, Unreadable, batch_body, encode_batch
 from txbroker.kafka.tools import audit_records
-from txbroker.spark.cut import KafkaAccess, TopicEnds
-from txbroker.spark.errors import AuditError
+from txbroker.spark.access import AuditError, KafkaAccess, TopicEnds
 from txbroker.spark.schema import Terms, TopicRead
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
-    from txbroker.spark.stage import Staged
+    from txbroker.spark.facts.extract import Staged
 
 TERMS = Terms(now_ms=0)
 _COMMITTER = "mapreduce.fileoutputcommitter.algorithm.version"
@@ -64,7 +63,7 @@ async def staged(
     spark: SparkSession, planting: Planting, folder: Path, access: KafkaAccess, **more: Any
 ) -> Staged:
     """Stage while the event loop goes on."""
-    from txbroker.spark.stage import stage
+    from txbroker.spark.facts.extract import stage
 
     args = (spark, access, planting.names, more.pop("terms", TERMS), str(folder))
     return await asyncio.to_thread(lambda: stage(*args, **more))
@@ -152,7 +151,7 @@ async def test_everything_is_read_once_and_what_is_void_or_does_not_read_is_name
 async def test_what_comes_meanwhile_is_read_but_not_early_and_what_is_gone_keeps_nobody(
     spark: SparkSession, kafka: EmbeddedKafka, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from txbroker.spark import stage
+    from txbroker.spark.facts import extract as stage
 
     clock_s = [1.0]
     monkeypatch.setattr(stage, "time", SimpleNamespace(monotonic=lambda: clock_s[0]))
@@ -391,7 +390,7 @@ def _half_read(read: TopicRead) -> TopicRead:
 
 @pytest.mark.parametrize("step", [0, 3, 40])
 def test_the_log_clock_is_the_running_maximum(spark: SparkSession, step: int) -> None:
-    from txbroker.spark.clock import LogClock, survey, with_clock
+    from txbroker.spark.facts.log_rules import LogClock, survey, with_clock
 
     rng = random.Random(step)
     rows, expected, ends = [], {}, []
@@ -425,8 +424,8 @@ WINDOW_MS = 100
 def test_whose_key_counts_is_as_the_ledger_has_it(spark: SparkSession, seed: int) -> None:
     from pyspark.sql import functions as F
 
-    from txbroker.spark.carry import keys_in_window
-    from txbroker.spark.dedup import dedup_voids
+    from txbroker.spark.facts.carry import keys_in_window
+    from txbroker.spark.facts.log_rules import dedup_voids
 
     rng = random.Random(seed)
     ledger = Ledger(0, WINDOW_MS)

@@ -19,12 +19,12 @@ from txbroker.contract.audit import decode_news
 from txbroker.embedded import EmbeddedKafka
 from txbroker.errors import KafkaUnavailable, TxbrokerError
 from txbroker.kafka.tools.drift import KafkaDrift
-from txbroker.spark.stream_state import NOT_STREAMED
+from txbroker.spark.stream.state import NOT_STREAMED
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
-    from txbroker.spark.stream import AuditStream
+    from txbroker.spark.stream.stream import AuditStream
 
 
 class Power:

@@ -19,7 +19,7 @@ from tests.spark.stream_world import StreamWorld, confirmed, judged, reached
 from txbroker.contract.audit import STREAM_KEY, decode_news
 from txbroker.embedded import EmbeddedKafka
 from txbroker.spark.schema import Terms
-from txbroker.spark.stream import StreamSettings
+from txbroker.spark.stream.stream import StreamSettings
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession

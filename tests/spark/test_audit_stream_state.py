@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from txbroker.core.routing import make_id
-from txbroker.spark.rows import ALWAYS, Horizon
-from txbroker.spark.stream_home import Home, Taken
-from txbroker.spark.stream_processor import Texts
-from txbroker.spark.stream_state import RISES, Bucket, Fact, Heard, StreamTerms
+from txbroker.spark.judge.rows import ALWAYS, Horizon
+from txbroker.spark.stream.checkpoint import Home, Taken
+from txbroker.spark.stream.query import Texts
+from txbroker.spark.stream.state import RISES, Bucket, Fact, Heard, StreamTerms
 
 T0 = 1_700_000_000_000
 TARGET = "orders"

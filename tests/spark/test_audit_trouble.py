@@ -15,9 +15,8 @@ import pytest
 
 from txbroker.errors import ConfigurationError
 from txbroker.spark import connector
-from txbroker.spark.cut import TopicEnds
-from txbroker.spark.errors import AuditError
-from txbroker.spark.java import java_home
+from txbroker.spark.access import AuditError, TopicEnds
+from txbroker.spark.session import java_home
 from txbroker.spark.trouble import SparkFailed, in_words, why_not_launched, why_not_started
 
 if TYPE_CHECKING:
@@ -245,7 +244,7 @@ def test_the_end_of_a_session_hides_nothing_where_java_is_gone(
 
 
 def test_a_gap_before_the_first_batch_is_told_and_no_other() -> None:
-    from txbroker.spark.stream import _refuse_gaps
+    from txbroker.spark.stream.stream import _refuse_gaps
 
     def begins(**starts: tuple[int, ...]) -> dict[str, TopicEnds]:
         return {topic: TopicEnds(topic, each, each) for topic, each in starts.items()}
@@ -269,7 +268,7 @@ def test_a_gap_before_the_first_batch_is_told_and_no_other() -> None:
 def test_a_stream_that_comes_back_too_late_says_how_to_go_on(said: str) -> None:
     from pyspark.errors import StreamingQueryException
 
-    from txbroker.spark.stream import gaps_in_words
+    from txbroker.spark.stream.stream import gaps_in_words
 
     with (
         pytest.raises(AuditError, match=r"another --checkpoint.*run a full audit"),

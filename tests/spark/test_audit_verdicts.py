@@ -39,9 +39,9 @@ class Audited(NamedTuple):
 
 def audit(spark: SparkSession, planting: Planting, terms: Terms, folder: Path) -> Audited:
     """Audit everything from the start of the logs; no id has two rows."""
-    from txbroker.spark.cut import access_from
+    from txbroker.spark.access import access_from
+    from txbroker.spark.folders import read_verdicts
     from txbroker.spark.run import AuditSettings, run_audit
-    from txbroker.spark.verdict_files import read_verdicts
 
     settings = load_settings(
         {"kafka": planting.bootstrap, "topic_prefix": planting.prefix, "instance": "audit"},
@@ -149,8 +149,8 @@ def test_the_command_tells_everybody_what_it_found(planted: Planted, commanded: 
 async def test_installations_that_share_targets_do_not_see_one_another(
     spark: SparkSession, kafka: EmbeddedKafka, tmp_path: Path
 ) -> None:
-    from txbroker.spark.cut import KafkaAccess
-    from txbroker.spark.stage import stage
+    from txbroker.spark.access import KafkaAccess
+    from txbroker.spark.facts.extract import stage
 
     async with Planting(kafka.bootstrap) as one, Planting(kafka.bootstrap) as two:
         for mine, others in ((one, two), (two, one)):

@@ -6,7 +6,7 @@ Only the standard library and `rows` are used here, as in `judge`.
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from txbroker.spark.rows import Content, HalfRow, OpRow
+from txbroker.spark.judge.rows import Content, HalfRow, OpRow
 
 ASK_SPACING_MS = 1000
 """Attempts that were asked for are not closer than this to the last one."""

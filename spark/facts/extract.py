@@ -24,22 +24,15 @@ from pyspark.sql import functions as F
 from pyspark.sql.types import StructType
 
 from txbroker.spark import schema
-from txbroker.spark.clock import LogClock, Surveyed, survey, with_clock
-from txbroker.spark.cut import KafkaAccess, TopicEnds, held, read_on, read_target, to_end
-from txbroker.spark.dedup import dedup_voids
-from txbroker.spark.errors import AuditError
-from txbroker.spark.facts import (
-    half_facts,
-    op_facts,
-    parked_facts,
-    visible_facts,
-    with_at_ms,
-)
-from txbroker.spark.far import OVERFLOW, Far, around, as_row, chunks, find_far
+from txbroker.spark.access import AuditError, KafkaAccess, TopicEnds
+from txbroker.spark.facts.bounds import held, read_on, read_target, to_end
+from txbroker.spark.facts.log_rules import LogClock, Surveyed, dedup_voids, survey, with_clock
+from txbroker.spark.facts.markers import op_facts, with_contents
+from txbroker.spark.facts.messages import half_facts, parked_facts, visible_facts, with_at_ms
+from txbroker.spark.facts.overflow import OVERFLOW, Far, around, as_row, chunks, find_far
 from txbroker.spark.folders import exists, names_in, remove, replace
-from txbroker.spark.replaced import with_contents
 from txbroker.spark.schema import Cut, Names, Terms, TopicRead
-from txbroker.spark.spread import setting, spread
+from txbroker.spark.session import setting, spread
 
 _V1_SOURCES = "spark.sql.sources.useV1SourceList"
 _RECORDS_MIN, _RECORDS_MAX = 10_000, 500_000

@@ -14,7 +14,7 @@ from pyspark.sql import functions as F
 from txbroker.errors import KafkaUnavailable
 from txbroker.kafka.tools.drift import KafkaDrift
 from txbroker.spark.schema import TEXT_MAX, Example, SetAside
-from txbroker.spark.stream_processor import SET_ASIDE_MAX
+from txbroker.spark.stream.query import SET_ASIDE_MAX
 
 EXAMPLES_MAX = 20
 _WRITES_MAX = 5

@@ -29,19 +29,17 @@ from pyspark.sql.streaming.query import StreamingQuery
 
 from txbroker.errors import ConfigurationError, KafkaUnavailable, TxbrokerError
 from txbroker.kafka.tools.drift import KafkaDrift
-from txbroker.spark.cut import KafkaAccess, TopicEnds
-from txbroker.spark.errors import AuditError
-from txbroker.spark.far import OVERFLOW
-from txbroker.spark.publish import publish
-from txbroker.spark.rows import ALWAYS, can_be_topic
+from txbroker.spark.access import AuditError, KafkaAccess, TopicEnds
+from txbroker.spark.facts.extract import TAKEN_BY_RETENTION
+from txbroker.spark.facts.overflow import OVERFLOW
+from txbroker.spark.judge.rows import ALWAYS, can_be_topic
+from txbroker.spark.report.news import publish
 from txbroker.spark.schema import Names, RunSummary, Terms
-from txbroker.spark.spread import spread
-from txbroker.spark.stage import TAKEN_BY_RETENTION
-from txbroker.spark.stream_around import read_around
-from txbroker.spark.stream_home import Home, Taken, read_home, write_home
-from txbroker.spark.stream_plan import STATE_CONF, Sources, plan, ship_by_value
-from txbroker.spark.stream_sink import Calls, Sink
-from txbroker.spark.stream_state import StreamTerms
+from txbroker.spark.session import spread
+from txbroker.spark.stream.checkpoint import Home, Taken, read_around, read_home, write_home
+from txbroker.spark.stream.query import STATE_CONF, Sources, plan, ship_by_value
+from txbroker.spark.stream.sink import Calls, Sink
+from txbroker.spark.stream.state import StreamTerms
 from txbroker.spark.trouble import in_words
 
 _LOOK_S = 0.1

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 from math import ceil
 from typing import NamedTuple
 
-from txbroker.spark.figures import Percentile, count, duration, percentile
-from txbroker.spark.html import Html, join, tag
+from txbroker.spark.report.figures import Percentile, count, duration, percentile
+from txbroker.spark.report.html import Html, join, tag
 from txbroker.spark.schema import Histogram
 
 _TOP, _FLOOR, _SIDE = 44, 142, 8

@@ -5,9 +5,9 @@ and as it was prepared. Those are judged by SQL alone, as `judge` would; all oth
 Ids are spread evenly, so a hot group or topic makes no task longer than others.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from functools import lru_cache, reduce
-from typing import Any, Protocol, cast
+from typing import Any, cast
 from weakref import WeakKeyDictionary
 
 from pyspark import StorageLevel, cloudpickle
@@ -17,54 +17,25 @@ from pyspark.sql.pandas.types import to_arrow_schema
 from pyspark.sql.types import StructType
 from pyspark.sql.window import Window
 
-from txbroker.spark import judge as judge_module
-from txbroker.spark import life as life_module
-from txbroker.spark import rows as rows_module
 from txbroker.spark import schema
-from txbroker.spark.id_columns import id_partition, id_time_ms
-from txbroker.spark.judge import judge_rows
-from txbroker.spark.rows import ALWAYS, Horizon, Limits, TermsLike
-from txbroker.spark.schema import Cut
-from txbroker.spark.spread import setting
+from txbroker.spark.facts.messages import id_partition, id_time_ms
+from txbroker.spark.judge import fold, judge, rows
+from txbroker.spark.judge.horizon import StagedCut, StagedFacts, horizon_of
+from txbroker.spark.judge.judge import judge_rows
+from txbroker.spark.judge.rows import Horizon, Limits, TermsLike
+from txbroker.spark.session import setting
 
 _SIDES = ("half", "op", "visible", "parked")
 _LEFT_OUT = frozenset({"id", "id_ms", "dedup", "cause"})
 """Columns that no verdict needs."""
 _FIRST = {"half": "seq", "visible": "seq"}
 """What arrays are sorted by."""
-_FIRST_OFFSETS = 1000
-"""Records that are looked at to tell when a target partition's oldest ones were decided."""
-_LAG_MS = 3_600_000
-"""By so much the promotion of one half partition may be behind that of another, so that decisions
-do not tell exactly what lay below the first offset that is left."""
 _BROADCAST_ROWS_MAX = 500_000
 """Up to so many transactions out of order are sent to all tasks."""
-_TOLD_MS = 86_400_000
-"""Tombstones of the parked topic are there for so long at least (`delete.retention.ms`)."""
 
 
 _BEFORE_ALL = Limits(0)
 """Terms by which nothing is old."""
-
-
-class StagedFacts(Protocol):
-    """The tables of facts; columns as in `schema`."""
-
-    @property
-    def half(self) -> DataFrame: ...
-    @property
-    def op(self) -> DataFrame: ...
-    @property
-    def visible(self) -> DataFrame: ...
-    @property
-    def parked(self) -> DataFrame: ...
-
-
-class StagedCut(StagedFacts, Protocol):
-    """The same, with how far everything was read."""
-
-    @property
-    def cut(self) -> Cut: ...
 
 
 _ORDERED = "array<struct<topic: string, partition: int, offset: bigint>>"
@@ -319,7 +290,7 @@ def _judging(
     kind: StructType, terms: TermsLike, horizon: Horizon
 ) -> Callable[[Iterable[Any]], Iterable[Any]]:
     """Return what judges record batches of gathered rows on an executor."""
-    for module in (judge_module, life_module, rows_module):
+    for module in (judge, fold, rows):
         cloudpickle.register_pickle_by_value(module)  # type: ignore[no-untyped-call]
     limits = Limits(*(getattr(terms, name) for name in Limits._fields))
     types = to_arrow_schema(kind)
@@ -402,100 +373,3 @@ def _told_ms(horizon: Horizon) -> Column:
 
 
 # --- what retention has left -----------------------------------------------------------------
-
-
-def horizon_of(staged: StagedCut, decided_ms: int = -1) -> Horizon:
-    """Return what retention has left of the topics, told from a run that reads from their starts.
-
-    What comes to the driver is as large as the number of partitions.
-
-    Args:
-        decided_ms: no marker that the run has not read is younger than this; -1 where it has read
-            all that can matter.
-    """
-    cut = staged.cut
-    half = {p: start for p, start in enumerate(cut.half.starts) if start > 0}
-    op = {p: start for p, start in enumerate(cut.op.starts) if start > 0}
-    return Horizon(
-        half,
-        _begins_ms(staged.half, half),
-        _begins_ms(staged.op, op),
-        _taken_ms(staged, decided_ms),
-        _parked_from_ms(staged),
-    )
-
-
-def _begins_ms(table: DataFrame, starts: Mapping[int, int]) -> dict[int, int]:
-    """Return the append time of what is left first, by partition of which something was taken."""
-    if not starts:
-        return {}
-    rows = table.groupBy("partition").agg(F.min("at_ms").alias("at_ms")).collect()
-    begins = {row["partition"]: row["at_ms"] for row in rows}
-    # With nothing left, anything may have been there.
-    return {p: begins.get(p, ALWAYS >> 1) for p in starts}
-
-
-def parked_from_ms(staged: StagedCut, last_ms: int) -> dict[int, int]:
-    """Return since when the parked topic tells of every refusal, by partition, to a run that goes
-    on from one that ended at `last_ms`: what was parked and dropped in between is there for a
-    while."""
-    now_ms = max((*staged.cut.op_clock_ms, *staged.cut.half_clock_ms), default=0)
-    return _parked_from_ms(staged) if now_ms - last_ms > _TOLD_MS else {}
-
-
-def _parked_from_ms(staged: StagedCut) -> dict[int, int]:
-    """Return since when the parked topic tells of every refusal, by partition; where nothing was
-    ever written to it, that is always.
-
-    Compaction drops a copy that has a tombstone before it drops the tombstone. So where both are
-    there, it has not been at what follows them.
-    """
-    written = [p for p, end in enumerate(staged.cut.parked.ends) if end > 0]
-    if not written:
-        return {}
-    now_ms = max((*staged.cut.op_clock_ms, *staged.cut.half_clock_ms), default=0)
-    pairs = staged.parked.groupBy("partition", "id", "seq").agg(
-        F.min(F.when(~F.col("tombstone"), F.col("offset"))).alias("copy"),
-        F.max(F.when(F.col("tombstone"), F.col("offset"))).alias("dropped"),
-        F.max(F.when(F.col("tombstone"), F.col("at_ms"))).alias("at_ms"),
-    )
-    both = pairs.where("copy < dropped").groupBy("partition").agg(F.min("at_ms").alias("at_ms"))
-    found = {row["partition"]: row["at_ms"] for row in both.collect()}
-    latest_ms = max(now_ms - _TOLD_MS, 0)
-    return {p: min(found.get(p, latest_ms), latest_ms) for p in written}
-
-
-def _taken_ms(staged: StagedCut, decided_ms: int) -> dict[tuple[str, int], int]:
-    """Return until when decided messages may have been visible and be gone, by target partition.
-
-    Timestamps there may be the users', so the oldest ones' decisions are looked up. A partition
-    of -1 stands for all of a topic's.
-    """
-    found: dict[tuple[str, int], int] = {}
-    cut_short: list[tuple[str, int]] = []
-    for target in staged.cut.targets:
-        if target.compacted or not (target.starts or target.unread):
-            found[target.topic, -1] = ALWAYS
-        else:
-            cut_short += [(target.topic, p) for p, start in enumerate(target.starts) if start > 0]
-    if not cut_short:
-        return found
-    found.update(dict.fromkeys(cut_short, ALWAYS))
-    topics = sorted({topic for topic, _ in cut_short})
-    visible = staged.visible.where(F.col("topic").isin(topics))
-    first = visible.groupBy("topic", "partition").agg(F.min("offset").alias("first"))
-    oldest = visible.join(F.broadcast(first), ["topic", "partition"]).where(
-        F.col("offset") < F.col("first") + _FIRST_OFFSETS
-    )
-    decided = staged.op.where("kind = 'commit'").select("id", F.col("at_ms").alias("decided_ms"))
-    until = oldest.select("id", "topic", "partition").join(decided, "id", "left")
-    # Without a marker they are older than all that was read.
-    rows = until.groupBy("topic", "partition").agg(
-        F.coalesce(F.max("decided_ms"), F.lit(decided_ms)).alias("until_ms")
-    )
-    for row in rows.collect():
-        place = row["topic"], row["partition"]
-        if place in found:
-            until_ms = row["until_ms"]
-            found[place] = until_ms + _LAG_MS if until_ms >= 0 else until_ms
-    return found

@@ -10,7 +10,6 @@ record may raise an error here: in ANSI mode that ends the whole run. So texts b
 
 from collections.abc import Sequence
 from functools import reduce
-from sys import float_info
 
 from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F
@@ -23,16 +22,16 @@ from txbroker.core.encoding import (
     SEQUENCE_HEADER,
     VERSION_HEADER,
 )
-from txbroker.core.records import RECORD_VERSION, CheckPolicy, MarkerKind, Source, State
-from txbroker.spark.id_columns import id_partition, id_time_ms, is_id
+from txbroker.core.records import RECORD_VERSION, CheckPolicy, State
+from txbroker.core.routing import ALPHABET, TIME_MAX_MS
 
 _FIXED = ("txb-id", "txb-group", "txb-topic", "txb-part", "txb-seq")
 _NATURAL = r"\A[0-9]{1,19}\z"
 _SEQUENCE = r"\A[0-9]{1,19}/[0-9]{1,19}\z"
 _SECONDS = r"[+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?"
 _POLICY = rf"\A{_SECONDS}/{_SECONDS}/[0-9]{{1,19}}/{_SECONDS}\z"
-_NEWER = "a newer version of txbroker wrote it"
-_INT_MAX = (1 << 31) - 1
+NEWER = "a newer version of txbroker wrote it"
+JSON_OPTIONS = {"allowSingleQuotes": "false", "allowNonNumericNumbers": "false"}
 _NOWHERE = b"\x00txbroker: found in no header\x00"
 
 _USUAL = {
@@ -54,17 +53,17 @@ _DEFAULT_POLICY = (
     f"{CheckPolicy().attempts_max}/{CheckPolicy().timeout_s:g}"
 )
 
-_BASE = ("partition", "offset", "at_ms")
+POSITION = ("partition", "offset", "at_ms")
 """What every row tells of its record: half or target partition, offset, append time."""
 
 
-def _any_of(conditions: Sequence[tuple[Column, str]]) -> Column:
+def first_reason(conditions: Sequence[tuple[Column, str]]) -> Column:
     """Return the reason of the first condition that is true, null where none is."""
     first = F.when(*conditions[0][:1], F.lit(conditions[0][1]))
     return reduce(lambda chain, each: chain.when(each[0], F.lit(each[1])), conditions[1:], first)
 
 
-def _not(condition: Column) -> Column:
+def not_true(condition: Column) -> Column:
     """Say whether a condition is false, or null."""
     return ~F.coalesce(condition, F.lit(False))
 
@@ -77,14 +76,14 @@ def with_at_ms(records: DataFrame) -> DataFrame:
 # --- whose a record is --------------------------------------------------------------------------
 
 
-def _is_ours(id: Column) -> Column:
+def is_own_id(id: Column) -> Column:
     """Say whether a text is the id of a transaction of the record's own partition."""
     return F.coalesce(id_partition(id) == F.col("partition"), F.lit(False))
 
 
-def _own(why: Column, ours: Column) -> Column:
+def is_own(why: Column, ours: Column) -> Column:
     """Say whether a record that does not read is one of ours; a newer version's does not count."""
-    return F.coalesce((why != _NEWER) & ours, F.lit(False))
+    return F.coalesce((why != NEWER) & ours, F.lit(False))
 
 
 # --- hashes ----------------------------------------------------------------------------------
@@ -114,7 +113,7 @@ def _order_mark(order: Column, topic: Column, key: Column) -> Column:
 # --- half messages ---------------------------------------------------------------------------
 
 
-class _Part:
+class MessageColumns:
     """The columns of records in the form of half messages.
 
     `records`: the records, with what is needed more than once as columns of its own: Spark does it
@@ -221,18 +220,18 @@ class _Part:
             & self.target_partition.isNotNull()
         )
         stamped = self._ts.isNull() | (self._ts.rlike(_NATURAL) & self.timestamp_ms.isNotNull())
-        return _any_of(
+        return first_reason(
             [
                 (self._first.isNull(), f"the first header is not {VERSION_HEADER}"),
                 (
-                    _not(self._usual | self._version.rlike(_NATURAL)),
+                    not_true(self._usual | self._version.rlike(_NATURAL)),
                     "the version is not a whole number",
                 ),
-                (_not(self._usual | (version <= RECORD_VERSION)), _NEWER),
-                (_not(whole), "its headers are not those that the first one names"),
-                (_not(numbers & stamped), "a number in its headers does not read"),
-                (_not(readable), "a text in its headers does not read"),
-                (_not(self._is_default | self._policy_holds()), "its check policy is none"),
+                (not_true(self._usual | (version <= RECORD_VERSION)), NEWER),
+                (not_true(whole), "its headers are not those that the first one names"),
+                (not_true(numbers & stamped), "a number in its headers does not read"),
+                (not_true(readable), "a text in its headers does not read"),
+                (not_true(self._is_default | self._policy_holds()), "its check policy is none"),
             ]
         )
 
@@ -272,7 +271,7 @@ def half_facts(records: DataFrame) -> DataFrame:
     Columns: those of `schema.HALF` without `clock_ms` and `early`, `why` and `own`. `void` is `id`
     where the id is none, or belongs to another partition, else null.
     """
-    part = _Part(records)
+    part = MessageColumns(records)
     first = part.seq == 0
     default = CheckPolicy()
     of_first = {
@@ -285,7 +284,7 @@ def half_facts(records: DataFrame) -> DataFrame:
     }
     facts = part.records.select(
         part.id.alias("id"),
-        *_BASE,
+        *POSITION,
         part.grp.alias("grp"),
         part.seq.alias("seq"),
         part.count.alias("count"),
@@ -301,184 +300,13 @@ def half_facts(records: DataFrame) -> DataFrame:
     id = F.col("id")
     return (
         facts.withColumn("id_ms", id_time_ms(id))
-        .withColumn("void", F.when(~_is_ours(id), F.lit("id")))
-        .withColumn("own", _own(F.col("why"), F.col("_ours")))
+        .withColumn("void", F.when(~is_own_id(id), F.lit("id")))
+        .withColumn("own", is_own(F.col("why"), F.col("_ours")))
         .drop("_ours")
     )
 
 
 # --- the operation topic ---------------------------------------------------------------------
-
-_TEXT = r'"[^"\\\x00-\x1f]*"'
-_INTEGER = r"(?:0|-?[1-9][0-9]{0,8})"
-_OFFSET = r"(?:0|-?[1-9][0-9]{0,17})"
-_SECONDS_JSON = r"-?(?:0|[1-9][0-9]{0,14})(?:\.[0-9]{1,20})?(?:[eE][+-]?[0-9]{1,2})?"
-_OPTIONAL = (
-    ("half", _OFFSET),
-    ("source", f'"(?:{"|".join(Source)})"'),
-    ("group", _TEXT),
-    ("by", _TEXT),
-    ("reason", _TEXT),
-    ("round", _INTEGER),
-    ("number", _INTEGER),
-    ("claim", _TEXT),
-    ("endpoint", _TEXT),
-    ("previous", _TEXT),
-    ("later_s", _SECONDS_JSON),
-    ("contents", _INTEGER),
-)
-"""The optional fields of a marker, in the order in which our encoder writes them."""
-_PLAIN = (
-    rf'\A\{{"v":[1-{RECORD_VERSION}],"kind":"(?:{"|".join(MarkerKind)})","id":{_TEXT}'
-    + "".join(f'(?:,"{name}":{value})?' for name, value in _OPTIONAL)
-    + r"\}\z"
-)
-"""Nearly every marker, as our encoder writes it. Spark's JSON reader takes much that is no marker;
-behind this it cannot be wrong."""
-_TYPES = {_TEXT: ("STRING",), _INTEGER: ("BIGINT",), _OFFSET: ("BIGINT",)}
-_NUMBERS = ("BIGINT", "DOUBLE", "DECIMAL", "FLOAT")
-_MARKER = (
-    "v bigint, kind string, id string, source string, `group` string, reason string, "
-    "round bigint, number bigint, later_s double, contents bigint"
-)
-_JSON = {"allowSingleQuotes": "false", "allowNonNumericNumbers": "false"}
-
-_CONTENT = (
-    "struct<seq: int, topic: string, target_partition: int, body: bigint, headers: bigint, "
-    "timestamp_ms: bigint>"
-)
-
-
-class _Json:
-    """A text that should be one JSON object, looked at type by type."""
-
-    def __init__(self, text: Column) -> None:
-        # In brackets: what follows behind the object is found too.
-        self._parsed = F.try_parse_json(F.concat(F.lit("["), text, F.lit("]")))
-        self.is_one = F.schema_of_variant(self._at("$[0]")).startswith("OBJECT") & (
-            self._at("$[1]").isNull()
-        )
-
-    def _at(self, path: str) -> Column:
-        return F.try_variant_get(self._parsed, path, "variant")
-
-    def has(self, field: str, types: Sequence[str]) -> Column:
-        """Say whether a field is there and of one of these types; null where it is not there."""
-        found = F.schema_of_variant(self._at(f"$[0].{field}"))
-        return F.substring_index(found, "(", 1).isin(*types)
-
-    def may_have(self, field: str, types: Sequence[str]) -> Column:
-        """Say whether a field, if it is there, is of one of these types."""
-        return F.coalesce(self.has(field, types), F.lit(True))
-
-    def is_newer(self) -> Column:
-        """Say whether it tells a newer version."""
-        version = F.try_variant_get(self._parsed, "$[0].v", "bigint")
-        return self.has("v", ("BIGINT",)) & (version > RECORD_VERSION)
-
-
-def _strict(json: _Json) -> Column:
-    """Say whether a text is an object with the fields of a marker, whatever else it holds."""
-    required = json.has("v", ("BIGINT",)) & json.has("kind", ("STRING",))
-    optional = [
-        json.may_have(name, _TYPES.get(form, _NUMBERS if name == "later_s" else ("STRING",)))
-        for name, form in _OPTIONAL
-    ]
-    all_typed = reduce(Column.__and__, optional, required & json.has("id", ("STRING",)))
-    return F.coalesce(json.is_one & all_typed, F.lit(False))
-
-
-def op_facts(records: DataFrame) -> DataFrame:
-    """Return the facts of records of the operation topic.
-
-    Columns: those of `schema.OP` without `clock_ms`, `early` and `contents`; `content`, a message
-    that replaces one (of the marker that stands `content.seq + 1` offsets before it) and its
-    `content_count`, both null for markers; `why` and `own`.
-    """
-    is_content = F.get("headers", F.lit(0)).getField("key").eqNullSafe(F.lit(VERSION_HEADER))
-    # Nearly all are markers: where there are no headers, a part costs nothing.
-    part = _Part(records.withColumn("headers", F.when(is_content, F.col("headers"))))
-    is_content = F.col("_first").isNotNull()
-    text = F.col("value").cast("string")
-    # Spark does at the beginning of a row what is done more than once, asked for or not: a column
-    # that is null for nearly all is what keeps it from parsing each of them.
-    odd = F.when(~is_content & ~text.rlike(_PLAIN), text)
-    part.records = part.records.withColumn("_odd", odd)
-    json = _Json(F.col("_odd"))
-    plain = F.col("_odd").isNull()
-    reads = plain | _strict(json)
-    marker = F.when(~is_content & reads & F.is_valid_utf8(text), F.from_json(text, _MARKER, _JSON))
-    content = F.struct(
-        part.seq.alias("seq"),
-        part.topic.alias("topic"),
-        part.target_partition.alias("target_partition"),
-        body_hash(part.key, part.value).alias("body"),
-        headers_hash(part.user_headers).alias("headers"),
-        part.timestamp_ms.alias("timestamp_ms"),
-    )
-    newer = F.when(~plain, json.is_newer())
-    read = part.records.select(
-        *_BASE,
-        marker.alias("marker"),
-        F.when(is_content, content).alias("content"),
-        F.when(is_content, part.count).alias("content_count"),
-        F.when(is_content, part.id).alias("content_id"),
-        F.when(is_content, part.why())
-        .when(F.col("value").isNull(), F.lit("a marker without a value"))
-        .when(newer, F.lit(_NEWER))
-        .alias("unread"),
-        F.col("key").cast("string").alias("key"),
-        part.is_ours.alias("is_ours"),
-    )
-    return _markers(read)
-
-
-def _int(number: Column) -> Column:
-    """Return a number of a marker, 0 where there is none; no larger than its column holds."""
-    known = F.coalesce(number, F.lit(0))
-    return F.greatest(F.least(known, F.lit(_INT_MAX)), F.lit(-_INT_MAX)).try_cast("int")
-
-
-def _markers(read: DataFrame) -> DataFrame:
-    marker = F.col("marker")
-    id, contents = marker["id"], _int(marker["contents"])
-    why = _any_of(
-        [
-            (marker.isNull() | _not(marker["kind"].isin(*MarkerKind)), "it is not a marker"),
-            (F.abs(marker["later_s"]) > F.lit(float_info.max), "it is not a marker"),
-            (_not(F.coalesce(marker["source"], F.lit(Source.PRODUCER)).isin(*Source)), "source"),
-            (marker["v"] > RECORD_VERSION, _NEWER),
-            (_not(F.col("key") == id), "its key is not its transaction's id"),
-            (
-                (contents < 0) | ((contents > 0) & (marker["kind"] != MarkerKind.COMMIT)),
-                "replaced messages with what is no commit",
-            ),
-            (_not(is_id(id)), "its id is no transaction id"),
-            (id_partition(id) != F.col("partition"), "its id belongs to another partition"),
-        ]
-    )
-    is_marker = F.col("content").isNull()
-    why = F.coalesce(F.col("unread"), F.when(is_marker, why))
-    ours = F.when(is_marker, _is_ours(F.col("key"))).otherwise(F.col("is_ours"))
-    return read.select(
-        F.coalesce(F.col("content_id"), id).alias("id"),
-        id_time_ms(id).alias("id_ms"),
-        *_BASE,
-        marker["kind"].alias("kind"),
-        F.when(is_marker, F.coalesce(marker["source"], F.lit(Source.PRODUCER))).alias("source"),
-        F.when(is_marker, F.coalesce(marker["group"], F.lit(""))).alias("grp"),
-        F.when(is_marker, _int(marker["round"])).alias("round"),
-        F.when(is_marker, _int(marker["number"])).alias("number"),
-        F.when(is_marker, F.coalesce(marker["reason"], F.lit(""))).alias("reason"),
-        F.when(
-            is_marker, F.coalesce(F.rint(marker["later_s"] * 1000).try_cast("bigint"), F.lit(0))
-        ).alias("later_ms"),
-        F.when(is_marker, contents).alias("contents_count"),
-        "content",
-        "content_count",
-        why.alias("why"),
-        _own(why, ours).alias("own"),
-    )
 
 
 # --- target topics ---------------------------------------------------------------------------
@@ -524,14 +352,14 @@ def visible_facts(records: DataFrame, prefix: str) -> DataFrame:
         id.alias("id"),
         id_time_ms(id).alias("id_ms"),
         "topic",
-        *_BASE,
+        *POSITION,
         F.when(ours, seq).otherwise(0).alias("seq"),
         F.when(ours, count).otherwise(1).alias("count"),
         body_hash(F.col("key"), F.col("value")).alias("body"),
         headers_hash(F.when(ours, behind_seq).otherwise(behind_id)).alias("headers"),
         F.when(ours, headers_hash(behind_id)).alias("headers_if_alone"),
         (F.col("timestampType") == 1).alias("append_time"),
-        F.when(_not(is_id(id)), F.lit("its txb-id is no transaction id")).alias("why"),
+        F.when(not_true(is_id(id)), F.lit("its txb-id is no transaction id")).alias("why"),
         F.lit(False).alias("own"),
     )
 
@@ -546,7 +374,7 @@ def parked_facts(records: DataFrame) -> DataFrame:
 
     Columns: those of `schema.PARKED`, `why` and `own`.
     """
-    part = _Part(records)
+    part = MessageColumns(records)
     key = F.col("key").cast("string")
     id = F.substring_index(key, "/", 1)
     number = F.substring(key, F.length(id) + 2, F.length(key))
@@ -554,7 +382,9 @@ def parked_facts(records: DataFrame) -> DataFrame:
     # Key and null value of the user's message lie in headers, as these are the transaction's.
     value = F.when(part.optional("txb-tombstone").isNull(), F.col("value"))
     kept_text = part.optional("txb-kept").cast("string")
-    kept = F.from_json(kept_text, f"state string, half bigint, at_ms bigint, {_CAUSE}", _JSON)
+    kept = F.from_json(
+        kept_text, f"state string, half bigint, at_ms bigint, {_CAUSE}", JSON_OPTIONS
+    )
     held = {
         "grp": part.grp,
         "count": part.count,
@@ -568,31 +398,57 @@ def parked_facts(records: DataFrame) -> DataFrame:
     readable = kept_text.isNull() | (
         kept["state"].isin(*State) & kept["half"].isNotNull() & kept["at_ms"].isNotNull()
     )
-    why = _any_of(
+    why = first_reason(
         [
             (
-                _not(F.is_valid_utf8(key) & number.rlike(_NATURAL)),
+                not_true(F.is_valid_utf8(key) & number.rlike(_NATURAL)),
                 "its key is not ID/NUMBER",
             ),
             (~tombstone & part.why().isNotNull(), ""),
             (
-                ~tombstone & _not((part.id == id) & (part.seq == number.try_cast("int"))),
+                ~tombstone & not_true((part.id == id) & (part.seq == number.try_cast("int"))),
                 "it lies under another's key",
             ),
-            (~tombstone & _not(readable), "what it says of its transaction does not read"),
+            (~tombstone & not_true(readable), "what it says of its transaction does not read"),
         ]
     )
     why = F.when(why == "", part.why()).otherwise(why)
-    ours = part.is_ours | (_is_ours(id) & number.rlike(_NATURAL))
+    ours = part.is_ours | (is_own_id(id) & number.rlike(_NATURAL))
     return part.records.select(
         id.alias("id"),
         id_time_ms(id).alias("id_ms"),
-        *_BASE,
+        *POSITION,
         number.try_cast("int").alias("seq"),
         F.when(~tombstone, kept["state"]).alias("state"),
         F.when(~tombstone, kept["cause"]["code"]).alias("cause"),
         tombstone.alias("tombstone"),
         *[F.when(~tombstone, column).alias(name) for name, column in held.items()],
         why.alias("why"),
-        _own(why, ours).alias("own"),
+        is_own(why, ours).alias("own"),
     )
+
+
+_ID = r"\A[0-7][0-9A-HJKMNP-TV-Z]{25}\z"  # 128 bits: the first character has but three
+_DIGITS32 = "0123456789ABCDEFGHIJKLMNOPQRSTUV"
+
+
+def is_id(text: Column) -> Column:
+    """Say whether a text is a transaction id; null for null."""
+    return text.rlike(_ID)
+
+
+def id_partition(id: Column) -> Column:
+    """Return the half partition that is in a transaction id; null where it is not an id."""
+    # The first 4 characters are 20 bits: 2 that are always zero, 16, and 2 of the time.
+    return F.shiftright(_base32(id, 1, 4), 2).cast("int")
+
+
+def id_time_ms(id: Column) -> Column:
+    """Return the time that is in a transaction id, ms since 1970; null where it is not an id."""
+    # Bits 60 to 114 in 11 characters; the time's are 64 to 111.
+    return F.shiftright(_base32(id, 4, 11), 4).bitwiseAND(F.lit(TIME_MAX_MS))
+
+
+def _base32(id: Column, first: int, length: int) -> Column:
+    digits = F.translate(F.substring(id, first, length), ALPHABET, _DIGITS32)
+    return F.when(is_id(id), F.conv(digits, 32, 10)).try_cast("bigint")

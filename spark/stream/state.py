@@ -25,9 +25,9 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, Protocol
 
-from txbroker.spark.judge import GRAVITY, judge
-from txbroker.spark.life import CLOCKS_APART_MS
-from txbroker.spark.rows import (
+from txbroker.spark.judge.fold import CLOCKS_APART_MS
+from txbroker.spark.judge.judge import GRAVITY, judge
+from txbroker.spark.judge.rows import (
     ALWAYS,
     NOTHING_TAKEN,
     Content,

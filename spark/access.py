@@ -1,8 +1,11 @@
 """The cut: from where to where each topic is read, asked of Kafka itself and not of Spark."""
 
+from __future__ import annotations
+
 import asyncio
 from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
@@ -11,16 +14,14 @@ from msgspec import Struct
 from txbroker.config.settings import Settings
 from txbroker.contract.audit import BATCH_TICK_KEY
 from txbroker.core.records import Record
-from txbroker.errors import ConfigurationError, KafkaUnavailable
+from txbroker.errors import ConfigurationError, KafkaUnavailable, TxbrokerError
 from txbroker.kafka.client.settings import KafkaSettings
 from txbroker.kafka.client.wiring import kafka_settings
 from txbroker.kafka.tools.audit import KafkaAuditWriter
 from txbroker.kafka.tools.audit_access import AuditAccess, TopicBounds
 from txbroker.kafka.tools.audit_records import some_records
-from txbroker.spark.errors import AuditError
-from txbroker.spark.login import login_options
-from txbroker.spark.rows import can_be_topic
-from txbroker.spark.schema import Names, TopicRead
+from txbroker.spark.judge.rows import can_be_topic
+from txbroker.spark.schema import Names
 
 _Result = TypeVar("_Result")
 
@@ -161,112 +162,94 @@ def access_from(settings: Settings) -> KafkaAccess:
 # --- from where to where ---------------------------------------------------------------------
 
 
-def read_on(
-    now: TopicEnds, before: TopicRead | None, counted_from: TopicRead | None = None
-) -> TopicRead:
-    """Return how a topic is read: all of it, or from where it was read before.
-
-    Args:
-        before: how it was read by the run that this one goes on from.
-        counted_from: how it was read last, where it is read from its start again: what retention
-            took is counted from there on.
-
-    Raises:
-        AuditError: it is not the topic that was read before.
-    """
-    was = () if before is None else before.ends
-    if not _is_same(now, before):
-        raise AuditError(
-            f"topic {now.topic} is another one than was read before: it was made anew, or this is "
-            "another Kafka. Run a full audit"
-        )
-    if len(now.ends) < len(was) or any(end < old for end, old in zip(now.ends, was, strict=False)):
-        raise AuditError(
-            f"topic {now.topic} ends before it was read up to: it was truncated. Run a full audit"
-        )
-    wanted = (*was, *[0] * (len(now.ends) - len(was)))
-    begins = tuple(max(start, old) for start, old in zip(now.starts, wanted, strict=True))
-    last = counted_from if before is None else before
-    taken = _taken(begins, last if _is_same(now, last) else None)
-    # Retention may have taken what was below the last stable offset in the meantime.
-    ends = tuple(max(begin, end) for begin, end in zip(begins, now.ends, strict=True))
-    told = now.compacted, now.open, now.kept_ms, now.id
-    return TopicRead(now.topic, now.starts, begins, ends, taken, *told)
-
-
-def _is_same(now: TopicEnds, last: TopicRead | None) -> bool:
-    """Say whether a topic may be the one that was read last, as far as it matters: earlier versions
-    kept no ids, and of one that had held nothing any other will do."""
-    return last is None or last.id in ("", now.id) or not any(last.ends)
-
-
-def _taken(begins: Sequence[int], last: TopicRead | None) -> int:
-    """Return how many offsets retention took since the last run, and before this one.
-
-    A topic may be older than the first run that reads it, or than its first half message: where it
-    begins then tells nothing of what it held.
-    """
-    if last is None or not last.ends:
-        return 0
-    ends = (*last.ends, *[0] * (len(begins) - len(last.ends)))
-    return sum(max(0, begin - end) for begin, end in zip(begins, ends, strict=False))
-
-
-def read_target(
-    topic: str,
-    now: TopicEnds | None,
-    before: TopicRead | None,
-    counted_from: TopicRead | None = None,
-) -> TopicRead:
-    """Return how a target is read: as `read_on` says, or why it is not read.
-
-    Args:
-        topic: as a half message names it.
-        now: what of it can be read; None: it does not exist.
-        before: as in `read_on`.
-        counted_from: as in `read_on`.
-
-    Raises:
-        AuditError: it is not the topic that was read before.
-    """
-    why = (now.unread if now else "") if can_be_topic(topic) else "no topic can have this name"
-    if why:
-        # The next run that may read it goes on from where the last one has.
-        was = gone(topic) if before is None else before
-        return msgspec.structs.replace(was, begins=was.ends, taken=0, open=(), unread=why)
-    return gone(topic) if now is None else read_on(now, before, counted_from)
-
-
-def gone(topic: str) -> TopicRead:
-    """Return how a topic is read that exists no more: nothing can be said about what it held."""
-    return TopicRead(topic, (), (), ())
-
-
-def to_end(read: TopicRead, now: TopicEnds) -> TopicRead:
-    """Return a read that goes on to where the topic ends now.
-
-    Raises:
-        AuditError: the topic is not the same any more.
-    """
-    if len(now.ends) != len(read.ends):
-        raise AuditError(f"topic {read.topic} was given other partitions meanwhile: run again")
-    ends = tuple(max(old, end) for old, end in zip(read.ends, now.ends, strict=True))
-    return msgspec.structs.replace(read, ends=ends)
-
-
-def held(reads: Iterable[TopicRead], now: Mapping[str, TopicEnds]) -> tuple[str, ...]:
-    """Return the partitions, as `topic-0`, that ended in an open transaction and still do at the
-    same place, as no proxy's turn does that goes well."""
-    return tuple(
-        f"{read.topic}-{partition}"
-        for read in reads
-        for partition in read.open
-        if read.topic in now and partition in now[read.topic].open
-        if now[read.topic].ends[partition] <= read.ends[partition]
-    )
-
-
 def _run(work: Coroutine[Any, Any, _Result]) -> _Result:
     """Run a coroutine to its end in an event loop of its own, beside any that runs here."""
     with ThreadPoolExecutor(1) as thread:
         return thread.submit(asyncio.run, work).result()
+
+
+class AuditError(TxbrokerError):
+    """The audit cannot be made."""
+
+
+_MODULES = "org.apache.kafka.common.security"
+_PREFIX = "kafka."
+
+
+def login_options(settings: Settings) -> dict[str, str]:
+    """Return options of Spark's Kafka source, by their names there.
+
+    Raises:
+        ConfigurationError: a file cannot be read.
+    """
+    protocol = settings.kafka_security_protocol
+    options = {"security.protocol": str(protocol)}
+    if protocol.endswith("SSL"):
+        options |= _tls(settings)
+    if protocol.startswith("SASL"):
+        mechanism = settings.kafka_sasl_mechanism
+        options["sasl.mechanism"] = mechanism
+        options |= _by_token(settings) if mechanism == "OAUTHBEARER" else _by_password(settings)
+    return {f"{_PREFIX}{name}": text for name, text in options.items()}
+
+
+def _tls(settings: Settings) -> dict[str, str]:
+    options: dict[str, str] = {}
+    if settings.kafka_ssl_ca_file is not None:
+        options["ssl.truststore.type"] = "PEM"
+        options["ssl.truststore.certificates"] = _text(settings.kafka_ssl_ca_file)
+    if settings.kafka_ssl_cert_file is not None and settings.kafka_ssl_key_file is not None:
+        options["ssl.keystore.type"] = "PEM"
+        options["ssl.keystore.certificate.chain"] = _text(settings.kafka_ssl_cert_file)
+        options["ssl.keystore.key"] = _text(settings.kafka_ssl_key_file)
+        if password := settings.kafka_secret("kafka_ssl_key_password"):
+            options["ssl.key.password"] = password
+    return options
+
+
+def _by_password(settings: Settings) -> dict[str, str]:
+    kind = "plain.Plain" if settings.kafka_sasl_mechanism == "PLAIN" else "scram.Scram"
+    password = settings.kafka_secret("kafka_sasl_password")
+    return _jaas(f"{kind}LoginModule", username=settings.kafka_sasl_username, password=password)
+
+
+def _by_token(settings: Settings) -> dict[str, str]:
+    handler = f"{_MODULES}.oauthbearer.OAuthBearerLoginCallbackHandler"
+    options = {"sasl.login.callback.handler.class": handler}
+    name = "oauthbearer.OAuthBearerLoginModule"
+    if settings.kafka_oauth_token_file is not None:
+        # Read once: where Spark runs for longer than the token is valid, fetch tokens instead.
+        url = settings.kafka_oauth_token_file.absolute().as_uri()
+        return {**options, "sasl.oauthbearer.token.endpoint.url": url, **_jaas(name)}
+    given = {
+        "clientId": settings.kafka_oauth_client_id,
+        "clientSecret": settings.kafka_secret("kafka_oauth_client_secret"),
+    }
+    if settings.kafka_oauth_scope:
+        given["scope"] = settings.kafka_oauth_scope
+    if settings.kafka_oauth_ca_file is not None:
+        given["ssl.truststore.type"] = "PEM"
+        given["ssl.truststore.certificates"] = _text(settings.kafka_oauth_ca_file)
+    return {
+        **options,
+        "sasl.oauthbearer.token.endpoint.url": settings.kafka_oauth_token_url,
+        # As RFC 6749 wants it, and as the proxies do it.
+        "sasl.oauthbearer.header.urlencode": "true",
+        **_jaas(name, **given),
+    }
+
+
+def _jaas(module: str, **given: str) -> dict[str, str]:
+    written = "".join(f' {name}="{_quoted(text)}"' for name, text in given.items())
+    return {"sasl.jaas.config": f"{_MODULES}.{module} required{written};"}
+
+
+def _quoted(text: str) -> str:
+    return text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigurationError(f"{path} cannot be read: {error}") from None

@@ -2,8 +2,8 @@
 
 from collections.abc import Iterator
 
-from txbroker.spark.figures import count, duration, moment, plural
-from txbroker.spark.html import Child, Html, join, table, tag
+from txbroker.spark.report.figures import count, duration, moment, plural
+from txbroker.spark.report.html import Child, Html, join, table, tag
 from txbroker.spark.schema import Cut, RunSummary, TopicRead
 
 PARTITIONS_SHOWN = 200

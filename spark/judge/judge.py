@@ -8,8 +8,8 @@ to its executors by value, and nothing of ours need be installed there.
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from txbroker.spark.life import Kept, Life
-from txbroker.spark.rows import (
+from txbroker.spark.judge.fold import Kept, Life
+from txbroker.spark.judge.rows import (
     ALWAYS,
     NOTHING_TAKEN,
     Content,

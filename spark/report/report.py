@@ -13,17 +13,17 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from txbroker import __version__
 from txbroker.errors import ConfigurationError
-from txbroker.spark.figures import count, day, duration, moment, percentile, plural
-from txbroker.spark.html import Child, Html, join, table, tag
-from txbroker.spark.plots import (
+from txbroker.spark.report.figures import count, day, duration, moment, percentile, plural
+from txbroker.spark.report.html import Child, Html, join, table, tag
+from txbroker.spark.report.plots import (
     Column,
     Window,
     common_window,
     distribution,
     history_row,
 )
-from txbroker.spark.report_read import how_judged, what_was_read
-from txbroker.spark.report_style import STYLE
+from txbroker.spark.report.report_read import how_judged, what_was_read
+from txbroker.spark.report.report_style import STYLE
 from txbroker.spark.schema import (
     ALL_KINDS,
     BUSINESS_KINDS,

@@ -6,12 +6,29 @@ shown, not as the number of transactions.
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from pyspark.sql import Column, DataFrame, Row, Window
 from pyspark.sql import functions as F
 
-from txbroker.spark.schema import KIND_NAMES, TEXT_MAX, Example, Histogram, SetAside
+from txbroker.spark.facts.extract import Staged
+from txbroker.spark.facts.history import (
+    Counted,
+)
+from txbroker.spark.schema import (
+    BUSINESS_KINDS,
+    KIND_NAMES,
+    TEXT_MAX,
+    Cut,
+    Example,
+    Histogram,
+    RunSummary,
+    SetAside,
+    Terms,
+)
+
+if TYPE_CHECKING:
+    pass
 
 LATENCY_BOUNDS_MS = (
     5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 30_000, 60_000, 300_000, 1_800_000,
@@ -198,3 +215,117 @@ def _examples(verdicts: DataFrame, kinds: Iterable[str]) -> tuple[Example, ...]:
     for kind in kinds:
         rows += shown.where(F.col("verdict") == kind).orderBy("at_ms", "id").head(EXAMPLES_A_KIND)
     return tuple(Example(row["id"], tuple(row["findings"]), row["grp"], row["why"]) for row in rows)
+
+
+TOPICS_MAX = 50
+"""Topics that are named: those with the most transactions."""
+
+
+class Missing(NamedTuple):
+    """Transactions that were committed to topics that do not exist.
+
+    Attributes:
+        transactions: how many there are.
+        topics: how many by topic, the most first, a bounded number of topics.
+        examples: the oldest of them, a bounded number.
+    """
+
+    transactions: int
+    topics: dict[str, int]
+    examples: tuple[Example, ...]
+
+
+def missing_topics(cut: Cut) -> list[str]:
+    """Return the targets that did not exist when their ends were asked for."""
+    return [target.topic for target in cut.targets if not (target.ends or target.unread)]
+
+
+def unread_topics(cut: Cut) -> dict[str, str]:
+    """Return why targets could not be read, by topic; a bounded number of topics."""
+    unread = [target for target in cut.targets if target.unread]
+    return {target.topic[:TEXT_MAX]: target.unread for target in unread[:TOPICS_MAX]}
+
+
+def committed_to_missing(verdicts: DataFrame, cut: Cut, terms: Terms) -> Missing:
+    """Return the transactions that were committed to topics that do not exist.
+
+    Whether a message was visible before its topic was deleted makes no difference: a run that reads
+    everything again cannot know. For the same reason only those count whose half message is still
+    there. What was refused is left out, because its copy is kept.
+
+    Args:
+        verdicts: for each transaction the row that counts.
+        cut: how far the run has read.
+        terms: a commit counts once it is late by these.
+    """
+    starts = F.array(*[F.lit(start).cast("bigint") for start in cut.half.starts])
+    found = verdicts.select(
+        "id",
+        F.coalesce("grp", F.lit("")).alias("grp"),
+        "decided_at_ms",
+        F.array_intersect("topics", F.array(*map(F.lit, missing_topics(cut)))).alias("missing"),
+    ).where(
+        (F.col("decision") == "commit")
+        & (F.col("state") != "refused")
+        & (F.col("decided_at_ms") < terms.now_ms - terms.late_after_ms)
+        & (F.col("half_offset") >= F.get(starts, F.col("half_partition")))
+        & (F.size("missing") > 0)
+    )
+    found = found.persist()
+    try:
+        counts = found.select(F.explode("missing").alias("topic")).groupBy("topic").count()
+        most = counts.orderBy(F.col("count").desc(), "topic").head(TOPICS_MAX)
+        oldest = found.orderBy("decided_at_ms", "id").head(EXAMPLES_A_KIND)
+        return Missing(
+            found.count(),
+            {row["topic"][:TEXT_MAX]: row["count"] for row in most},
+            tuple(
+                Example(
+                    row["id"],
+                    ("target_missing",),
+                    row["grp"][:TEXT_MAX],
+                    f"committed to {', '.join(row['missing'])}"[:TEXT_MAX],
+                )
+                for row in oldest
+            ),
+        )
+    finally:
+        found.unpersist()
+
+
+def summary_of(
+    run: str, mode: str, staged: Staged, read: Mapping[str, Counted], tally: Tally
+) -> RunSummary:
+    """Return what a run has to say, but for when it was and what the business said."""
+    cut, unread = staged.cut, count_unread(staged.broken)
+    reads = (cut.half, cut.op, cut.parked, *cut.targets)
+    return RunSummary(
+        run=run,
+        mode=mode,
+        started_ms=0,
+        took_s=0.0,
+        cut=cut,
+        records={name: each.rows for name, each in read.items()},
+        transactions=tally.transactions,
+        states=tally.states,
+        drift=tally.drift | ({"unreadable": unread.own} if unread.own else {}),
+        carried=tally.carried,
+        quarantined=unread.records,
+        set_aside=unread.shown,
+        unread_targets=unread_topics(cut),
+        taken={each.topic: each.taken for each in reads if each.taken},
+        examples=tally.examples,
+        pending_age=tally.pending_age,
+        decide_latency=tally.decide_latency,
+        visible_latency=tally.visible_latency,
+    )
+
+
+def business_examples(found: DataFrame, kinds: Mapping[str, int]) -> tuple[Example, ...]:
+    """Return some of the transactions that do not agree with the business."""
+    meanings = {kind.name: kind.meaning for kind in BUSINESS_KINDS}
+    return tuple(
+        Example(row["id"], (kind,), "", meanings[kind])
+        for kind in kinds
+        for row in found.where(F.col("kind") == kind).orderBy("id").head(EXAMPLES_A_KIND)
+    )

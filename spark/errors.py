@@ -1,7 +1,0 @@
-"""What keeps an audit from being made."""
-
-from txbroker.errors import TxbrokerError
-
-
-class AuditError(TxbrokerError):
-    """The audit cannot be made."""

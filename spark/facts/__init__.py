@@ -1,0 +1,1 @@
+"""Kafka records as narrow rows in Parquet."""

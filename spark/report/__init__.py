@@ -1,0 +1,1 @@
+"""What a run found: its summary, its news for the proxies, its HTML report."""
