@@ -22,7 +22,7 @@ import uvloop
 from tests.spark.planting import Planting
 from txbroker.config.settings import load_settings
 from txbroker.embedded import EmbeddedKafka
-from txbroker.spark.schema import Cut, RunSummary, Terms
+from txbroker.spark.schema import RunSummary, SnapshotBounds, Terms
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -109,7 +109,7 @@ class Bench:
         say(f"{mode} audit of {summary.transactions:,}: {summary.took_s:.1f} s; {told(steps)}\n")
         return summary
 
-    def count(self, cut: Cut) -> tuple[int, float]:
+    def count(self, cut: SnapshotBounds) -> tuple[int, float]:
         """Let Spark count the records that a run has read; return how many, and the seconds."""
         reads = (cut.half, cut.op, cut.parked, *cut.targets)
         options = {
@@ -181,7 +181,7 @@ def measure(bench: Bench, filling: Callable[[int], None], count: int, part: int)
     }
 
 
-def whole(cut: Cut) -> Cut:
+def whole(cut: SnapshotBounds) -> SnapshotBounds:
     """Return a cut that begins where the logs do."""
     from msgspec.structs import replace
 

@@ -21,7 +21,7 @@ from txbroker.kafka.tools.audit import KafkaAuditWriter
 from txbroker.kafka.tools.audit_access import AuditAccess, TopicBounds
 from txbroker.kafka.tools.audit_records import some_records
 from txbroker.spark.judge.rows import can_be_topic
-from txbroker.spark.schema import Names
+from txbroker.spark.schema import TopicNames
 
 _Result = TypeVar("_Result")
 
@@ -42,7 +42,7 @@ class TopicEnds(Struct, frozen=True):
     passing: bool = False
 
 
-class KafkaAccess:
+class AuditKafka:
     """One Kafka: asked by us where its topics end, and read by Spark.
 
     It may be used from any thread, also from one that runs an event loop.
@@ -105,7 +105,7 @@ class KafkaAccess:
             raise _clockless(topic)
         return found
 
-    def now_ms(self, names: Names) -> int:
+    def now_ms(self, names: TopicNames) -> int:
         """Return the time by the brokers' clocks, ms since 1970: that of a record written now to
         the audit topic of an installation.
 
@@ -150,13 +150,13 @@ def _clockless(topic: str) -> ConfigurationError:
     )
 
 
-def access_from(settings: Settings) -> KafkaAccess:
+def access_from(settings: Settings) -> AuditKafka:
     """Return the access to the Kafka that a configuration names.
 
     Raises:
         ConfigurationError: a file that it names cannot be read.
     """
-    return KafkaAccess(kafka_settings(settings), login_options(settings))
+    return AuditKafka(kafka_settings(settings), login_options(settings))
 
 
 # --- from where to where ---------------------------------------------------------------------

@@ -34,7 +34,7 @@ _FETCH_ROWS = 10_000
 """Rows that a database hands out at a time: the drivers' own choice is ten, or all of them."""
 
 
-class Business(Struct, frozen=True):
+class BusinessTable(Struct, frozen=True):
     """Where the business keeps its rows.
 
     Attributes:
@@ -83,7 +83,7 @@ class Business(Struct, frozen=True):
 def compare(
     spark: "SparkSession",
     verdicts: "DataFrame",
-    business: Business,
+    business: BusinessTable,
     terms: Terms,
     *,
     keep: "Callable[[DataFrame, StorageLevel], DataFrame] | None" = None,
@@ -141,7 +141,7 @@ def compare(
     return found.where(F.col("kind").isin(*FINDINGS)).select("id", "kind"), counts
 
 
-def _kind(business: Business, terms: Terms, known_from_ms: int) -> "Column":
+def _kind(business: BusinessTable, terms: Terms, known_from_ms: int) -> "Column":
     """Return what there is to say of a transaction and its rows; null: nothing."""
     from pyspark.sql import functions as F
 
@@ -182,7 +182,7 @@ def _counts(found: Sequence[Any]) -> dict[str, int]:
 # --- reading rows ----------------------------------------------------------------------------
 
 
-def _rows(spark: "SparkSession", business: Business, half_partitions: int) -> "DataFrame":
+def _rows(spark: "SparkSession", business: BusinessTable, half_partitions: int) -> "DataFrame":
     """Return the ids of all rows, one by one, as `id`."""
     from pyspark.sql import functions as F
 
@@ -196,7 +196,7 @@ def _rows(spark: "SparkSession", business: Business, half_partitions: int) -> "D
     return table.select(F.trim(table[business.id_column].cast("string")).alias("id"))
 
 
-def _column(table: "DataFrame", business: Business) -> str:
+def _column(table: "DataFrame", business: BusinessTable) -> str:
     """Return the name of the id's column as the table spells it."""
     for name in table.columns:
         if name.lower() == business.id_column.lower():
@@ -207,7 +207,7 @@ def _column(table: "DataFrame", business: Business) -> str:
     )
 
 
-def _jdbc(spark: "SparkSession", business: Business, half_partitions: int) -> "DataFrame":
+def _jdbc(spark: "SparkSession", business: BusinessTable, half_partitions: int) -> "DataFrame":
     """Return a table of a database, read in so many parts.
 
     Ids begin with their half partition, so ranges of ids are about equally large, and an index on
@@ -226,7 +226,7 @@ def _jdbc(spark: "SparkSession", business: Business, half_partitions: int) -> "D
     return reader.jdbc(business.source, business.table, predicates=predicates)
 
 
-def _driver(spark: "SparkSession", business: Business) -> str:
+def _driver(spark: "SparkSession", business: BusinessTable) -> str:
     """Return the class of the driver for a URL.
 
     Java itself only knows drivers that were there when it started, not those of packages.
@@ -261,7 +261,7 @@ def id_ranges(column: str, half_partitions: int) -> list[str]:
 
 
 @contextmanager
-def _readable(business: Business) -> Iterator[None]:
+def _readable(business: BusinessTable) -> Iterator[None]:
     """Turn what Spark and a driver say when rows cannot be read into a sentence."""
     from py4j.protocol import Py4JJavaError
     from pyspark.errors import PySparkException
@@ -272,7 +272,7 @@ def _readable(business: Business) -> Iterator[None]:
         raise ConfigurationError(_sentence(business, error)) from None
 
 
-def _sentence(business: Business, error: Exception) -> str:
+def _sentence(business: BusinessTable, error: Exception) -> str:
     text = str(getattr(error, "java_exception", None) or error)
     where = f"table {business.table} of {business.shown}" if business.table else business.shown
     if "PATH_NOT_FOUND" in text:

@@ -20,7 +20,7 @@ POLL_S = 0.3
 """Spark renews what it tells of running stages ten times a second."""
 
 
-class StageSeen(NamedTuple):
+class StageProgress(NamedTuple):
     """What Spark tells of a stage: its id, how many tasks it has and how many are done, and the
     records that these have read, from Kafka, files or a shuffle."""
 
@@ -30,15 +30,15 @@ class StageSeen(NamedTuple):
     rows: int
 
 
-class Tally:
+class StageTotals:
     """What the Spark stages of one stage of the audit add up to."""
 
     def __init__(self, words: str, now_s: float) -> None:
         self.words = words
         self._began_s = now_s
-        self._seen: dict[int, StageSeen] = {}
+        self._seen: dict[int, StageProgress] = {}
 
-    def note(self, stages: Iterable[StageSeen]) -> None:
+    def note(self, stages: Iterable[StageProgress]) -> None:
         """Take what is told of stages; of one that was told of before, the newer counts."""
         self._seen.update((stage.id, stage) for stage in stages)
 
@@ -97,14 +97,14 @@ class SparkProgress:
             transient=True,
         )
         self._task = self._bar.add_task("starting", total=None, told="")
-        self._tally = Tally("starting", time.monotonic())
+        self._tally = StageTotals("starting", time.monotonic())
         self._over = threading.Event()
         self._thread: threading.Thread | None = None
 
     def stage(self, words: str) -> None:
         """Say what the audit does from here on, in a few words."""
         self._watch.forget()
-        self._tally = Tally(words, time.monotonic())
+        self._tally = StageTotals(words, time.monotonic())
         self._bar.reset(self._task, total=None, description=words, told="")
 
     def __enter__(self) -> Self:
@@ -157,7 +157,7 @@ class StageWatch:
         """Leave out what was seen until here."""
         self._ids = set()
 
-    def stages(self) -> list[StageSeen]:
+    def stages(self) -> list[StageProgress]:
         """Return the stages that are not known to be over since the last look."""
         for job in self._tracker.getActiveJobsIds():
             told = self._tracker.getJobInfo(job)
@@ -173,7 +173,7 @@ class StageWatch:
                 self._ids.discard(id)
             if status != "SKIPPED":
                 rows = data.inputRecords() + data.shuffleReadRecords()
-                found.append(StageSeen(id, data.numTasks(), data.numCompleteTasks(), rows))
+                found.append(StageProgress(id, data.numTasks(), data.numCompleteTasks(), rows))
         return found
 
 

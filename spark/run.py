@@ -21,16 +21,22 @@ from pyspark import StorageLevel
 from pyspark.sql import DataFrame, SparkSession
 
 from txbroker.errors import ConfigurationError
-from txbroker.spark.access import KafkaAccess
-from txbroker.spark.business import FINDINGS, Business, compare
-from txbroker.spark.facts.carry import Carried, Chain, keys_in_window, read_carried, write_carried
-from txbroker.spark.facts.extract import Staged, stage
+from txbroker.spark.access import AuditKafka
+from txbroker.spark.business import FINDINGS, BusinessTable, compare
+from txbroker.spark.facts.carry import (
+    CarriedState,
+    Chain,
+    keys_in_window,
+    read_carried,
+    write_carried,
+)
+from txbroker.spark.facts.extract import Extract, extract
 from txbroker.spark.facts.history import (
-    Counted,
+    EarlierFacts,
     Facts,
-    History,
-    Left,
     PastRun,
+    RemainingRuns,
+    TableCount,
     counted,
     left_of,
     times_of,
@@ -46,7 +52,7 @@ from txbroker.spark.folders import (
 from txbroker.spark.journal import JOURNAL_FILE, Journal
 from txbroker.spark.judge.group import release, verdicts
 from txbroker.spark.judge.horizon import (
-    KeptHorizon,
+    SavedHorizon,
     gaps_between,
     horizon_of,
     parked_from_ms,
@@ -61,7 +67,7 @@ from txbroker.spark.report.summary import (
     missing_topics,
     summary_of,
 )
-from txbroker.spark.schema import Cut, Names, RunSummary, Terms
+from txbroker.spark.schema import RunSummary, SnapshotBounds, Terms, TopicNames
 from txbroker.spark.session import spread
 
 if TYPE_CHECKING:
@@ -84,10 +90,10 @@ class AuditSettings(Struct, frozen=True):
 
     out: str
     data_dir: Path
-    names: Names
+    names: TopicNames
     terms: Terms = Terms(0)
     mode: Literal["full", "incremental"] = "incremental"
-    business: Business | None = None
+    business: BusinessTable | None = None
 
     @property
     def journal(self) -> Path:
@@ -97,7 +103,7 @@ class AuditSettings(Struct, frozen=True):
 
 def run_audit(
     spark: SparkSession,
-    access: KafkaAccess,
+    access: AuditKafka,
     settings: AuditSettings,
     on_stage: Callable[[str], None] = lambda stage: None,
 ) -> RunSummary:
@@ -149,7 +155,7 @@ class _Audit:
     def __init__(
         self,
         spark: SparkSession,
-        access: KafkaAccess,
+        access: AuditKafka,
         settings: AuditSettings,
         on_stage: Callable[[str], None],
         journal: Journal,
@@ -176,7 +182,7 @@ class _Audit:
         now_ms = self._settings.terms.now_ms or self._access.now_ms(self._settings.names)
         self._terms = structs.replace(self._settings.terms, now_ms=now_ms)
         stale = self._stale(last)
-        note_down(self._settings.data_dir, Note(self._run, self._settings.out, stale))
+        note_down(self._settings.data_dir, RunNote(self._run, self._settings.out, stale))
         try:
             summary = self._audit(before)
         finally:
@@ -200,7 +206,7 @@ class _Audit:
             return ()  # it lies elsewhere
         return stale + tuple(self._folders.facts(run.run) for run in chain.runs)
 
-    def _audit(self, before: Carried | None) -> RunSummary:
+    def _audit(self, before: CarriedState | None) -> RunSummary:
         self._say("reading the topics")
         staged = self._stage(before)
         new = Facts(staged.half, staged.op, staged.visible, staged.parked)
@@ -212,7 +218,11 @@ class _Audit:
             return self._look(staged, new, read, before)
 
     def _look(
-        self, staged: Staged, new: Facts, read: Mapping[str, Counted], before: Carried | None
+        self,
+        staged: Extract,
+        new: Facts,
+        read: Mapping[str, TableCount],
+        before: CarriedState | None,
     ) -> RunSummary:
         """Judge what was read, and write down what was found and what goes on."""
         judging = self._to_judge(staged, new, before)
@@ -227,7 +237,7 @@ class _Audit:
         runs = () if before is None else before.chain.runs
         first_ms, last_ms = times or (None, None)
         this = PastRun(self._run, first_ms, last_ms, staged.cut.op.ends)
-        horizon = KeptHorizon.of(judging.horizon, self._terms.now_ms)
+        horizon = SavedHorizon.of(judging.horizon, self._terms.now_ms)
         keyed = bool(read["half"].keyed) or (before is not None and before.chain.keys)
         chain = Chain(
             self._settings.names, staged.cut, horizon, (*runs, this), tally.carried, keyed
@@ -237,10 +247,10 @@ class _Audit:
         summary = summary_of(self._run, mode, staged, read, tally)
         return self._compared(self._with_missing(summary, chain), chain)
 
-    def _stage(self, before: Carried | None) -> Staged:
+    def _stage(self, before: CarriedState | None) -> Extract:
         settings = self._settings
         cut = None if before is None else before.chain.cut
-        return stage(
+        return extract(
             self._spark,
             self._access,
             settings.names,
@@ -251,13 +261,13 @@ class _Audit:
             self._last_cut,
         )
 
-    def _to_judge(self, staged: Staged, new: Facts, before: Carried | None) -> _Judging:
+    def _to_judge(self, staged: Extract, new: Facts, before: CarriedState | None) -> _Judging:
         """Add to the new facts those of earlier runs that are judged along with them."""
         if before is None:
             return _Judging(new, horizon_of(staged), None)
         self._say("looking up earlier runs")
         left = left_of(before.chain.runs, self._there(self._folders.facts))
-        history = History(self._spark, self._folders, left.runs)
+        history = EarlierFacts(self._spark, self._folders, left.runs)
         horizon = before.chain.horizon.read()
         gaps = gaps_between(before.chain.cut, staged.cut)
         if gaps:
@@ -295,7 +305,7 @@ class _Audit:
     def _all_kept(self, facts: Facts) -> Facts:
         return Facts(*map(self._kept, facts))
 
-    def _judge(self, staged: Staged, judging: _Judging, days: int) -> None:
+    def _judge(self, staged: Extract, judging: _Judging, days: int) -> None:
         facts = judging.facts
         whole = structs.replace(staged, **facts._asdict())
         partitions = len(staged.cut.half.ends)
@@ -321,7 +331,7 @@ class _Audit:
         facts: Facts,
         written: DataFrame,
         new: Facts,
-        before: Carried | None,
+        before: CarriedState | None,
     ) -> None:
         known = None if before is None else before.keys
         window_ms = self._terms.dedup_window_ms
@@ -342,7 +352,7 @@ class _Audit:
             examples=(*summary.examples, *found.examples),
         )
 
-    def _current_verdicts(self, chain: Chain) -> tuple[DataFrame, Left]:
+    def _current_verdicts(self, chain: Chain) -> tuple[DataFrame, RemainingRuns]:
         """Return the verdicts that count of all that the chain has judged, and what is left."""
         left = left_of(chain.runs, self._there(self._folders.verdicts))
         runs = [run.run for run in left.runs]
@@ -386,7 +396,7 @@ def run_name(started_ms: int) -> str:
     return f"{started:%Y%m%dT%H%M%S}{started_ms % 1000:03d}Z-{secrets.token_hex(2)}"
 
 
-def check_goes_on(chain: Chain, names: Names) -> None:
+def check_goes_on(chain: Chain, names: TopicNames) -> None:
     """Make sure that the last run was of the same installation.
 
     Raises:
@@ -400,18 +410,18 @@ def check_goes_on(chain: Chain, names: Names) -> None:
             )
 
 
-def _kept_from_ms(cut: Cut) -> dict[str, int]:
+def _kept_from_ms(cut: SnapshotBounds) -> dict[str, int]:
     """Return from which timestamps on nothing of targets can be gone."""
     reads = [each for each in cut.targets if each.kept_ms]
     return {each.topic: kept_from_ms(cut.asked_ms, each.kept_ms) for each in reads}
 
 
-def _open(cut: Cut) -> frozenset[tuple[str, int]]:
+def _open(cut: SnapshotBounds) -> frozenset[tuple[str, int]]:
     """Return the target partitions that ended in an open transaction."""
     return frozenset((target.topic, p) for target in cut.targets for p in target.open)
 
 
-def _hidden(cut: Cut) -> frozenset[tuple[str, int]]:
+def _hidden(cut: SnapshotBounds) -> frozenset[tuple[str, int]]:
     """Return those of them that one transaction has held open while the run read."""
     return frozenset((topic, p) for topic, p in _open(cut) if f"{topic}-{p}" in cut.held)
 
@@ -436,7 +446,7 @@ def check_window(was: Terms | None, now: Terms) -> None:
 _LOCK, _NOTE = "audit.lock", "audit.running"
 
 
-class Note(Struct, frozen=True):
+class RunNote(Struct, frozen=True):
     """What a run writes, and what nobody needs once it counts.
 
     Attributes:
@@ -478,7 +488,7 @@ def alone(data_dir: Path) -> Iterator[None]:
         os.close(handle)  # which gives the lock back; the system does so too if this process dies
 
 
-def note_down(data_dir: Path, note: Note) -> None:
+def note_down(data_dir: Path, note: RunNote) -> None:
     """Say what a run is going to write or remove; replaces what was said before."""
     path = data_dir / _NOTE
     fresh = path.with_suffix(".new")
@@ -496,7 +506,7 @@ def tidy_up(spark: "SparkSession", data_dir: Path, journal: Journal) -> str:
     """
     path = data_dir / _NOTE
     try:
-        note = msgspec.json.decode(path.read_bytes(), type=Note)
+        note = msgspec.json.decode(path.read_bytes(), type=RunNote)
     except FileNotFoundError:
         return ""
     except msgspec.MsgspecError:

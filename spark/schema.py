@@ -129,7 +129,7 @@ ALL_KINDS = (*KINDS, *TOPIC_KINDS, *BUSINESS_KINDS)
 """Every kind of drift."""
 
 
-class Names(Struct, frozen=True):
+class TopicNames(Struct, frozen=True):
     """The topics of an installation."""
 
     half: str
@@ -185,7 +185,7 @@ class TopicRead(Struct, frozen=True):
     unread: str = ""
 
 
-class Cut(Struct, frozen=True):
+class SnapshotBounds(Struct, frozen=True):
     """How far each log was read. `op_early`, `half_early`: where op and half topic ended before the
     targets were read; their `ends` were asked for after that."""
 
@@ -224,7 +224,7 @@ class Example(Struct, frozen=True):
     why: str
 
 
-class SetAside(Struct, frozen=True):
+class BrokenRecord(Struct, frozen=True):
     """A record that does not read, for show; columns as in `BROKEN`."""
 
     topic: str
@@ -276,7 +276,7 @@ class RunSummary(Struct, frozen=True):
     mode: str
     started_ms: int
     took_s: float
-    cut: Cut | None
+    cut: SnapshotBounds | None
     records: dict[str, int]
     transactions: int
     states: dict[str, int]
@@ -291,7 +291,7 @@ class RunSummary(Struct, frozen=True):
     business: dict[str, int] = {}
     terms: Terms | None = None
     strangers: int = 0
-    set_aside: tuple[SetAside, ...] = ()
+    set_aside: tuple[BrokenRecord, ...] = ()
     missing_targets: dict[str, int] = {}
     unread_targets: dict[str, str] = {}
 

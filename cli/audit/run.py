@@ -22,10 +22,10 @@ from txbroker.spark.session import SparkSettings, spark_session
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
-    from txbroker.spark.business import Business
+    from txbroker.spark.business import BusinessTable
     from txbroker.spark.journal import Journal
     from txbroker.spark.progress import SparkProgress
-    from txbroker.spark.schema import Names, RunSummary, Terms
+    from txbroker.spark.schema import RunSummary, Terms, TopicNames
     from txbroker.spark.stream.stream import AuditStream
 
 SECONDS_MAX = 1e9
@@ -50,7 +50,7 @@ class RunOptions(Struct, frozen=True):
     out: str | None
     full: bool
     ages: AgeLimits
-    business: "Business | None"
+    business: "BusinessTable | None"
     report: Path | None
 
 
@@ -116,8 +116,8 @@ def run_options(options: dict[str, Any]) -> RunOptions:
     )
 
 
-def _business(options: dict[str, Any]) -> "Business | None":
-    from txbroker.spark.business import Business
+def _business(options: dict[str, Any]) -> "BusinessTable | None":
+    from txbroker.spark.business import BusinessTable
 
     source = options.pop("business")
     given = {name: options.pop(name) for name in _BUSINESS_OPTIONS}
@@ -128,7 +128,7 @@ def _business(options: dict[str, Any]) -> "Business | None":
         return None
     password_file = given["business_password_file"]
     try:
-        business = Business(
+        business = BusinessTable(
             source,
             given["table"] or "",
             given["id_column"] or "",
@@ -352,12 +352,12 @@ def _tell_until_it_ends(stream: "AuditStream") -> None:
             )
 
 
-def names_of(settings: Settings) -> "Names":
+def names_of(settings: Settings) -> "TopicNames":
     """Return the names of the topics that an audit reads and writes."""
-    from txbroker.spark.schema import Names
+    from txbroker.spark.schema import TopicNames
 
     topics = ("half", "op", "parked", "audit", "audit.drift")
-    return Names(*(settings.topic(name) for name in topics))
+    return TopicNames(*(settings.topic(name) for name in topics))
 
 
 def terms_of(settings: Settings, ages: AgeLimits) -> "Terms":

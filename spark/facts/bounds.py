@@ -1,4 +1,4 @@
-"""TODO"""
+"""Snapshot bounds: the offsets between which a run reads each topic."""
 
 from __future__ import annotations
 

@@ -17,8 +17,8 @@ from txbroker.spark.facts.history import TABLES, Facts, PastRun, read_facts
 from txbroker.spark.facts.log_rules import whole_with_key
 from txbroker.spark.facts.messages import id_time_ms
 from txbroker.spark.folders import Folders, read_bytes, write_bytes
-from txbroker.spark.judge.horizon import KeptHorizon
-from txbroker.spark.schema import Cut, Names
+from txbroker.spark.judge.horizon import SavedHorizon
+from txbroker.spark.schema import SnapshotBounds, TopicNames
 
 CHAIN_VERSION = 1
 _CHAIN = "chain.json"
@@ -36,16 +36,16 @@ class Chain(Struct, frozen=True):
         keys: whether half messages with a `dedup_key` are.
     """
 
-    names: Names
-    cut: Cut
-    horizon: KeptHorizon
+    names: TopicNames
+    cut: SnapshotBounds
+    horizon: SavedHorizon
     runs: tuple[PastRun, ...]
     carried: int
     keys: bool
     version: int = CHAIN_VERSION
 
 
-class Carried(Struct, frozen=True):
+class CarriedState(Struct, frozen=True):
     """What a run has left, as the next one reads it.
 
     Attributes:
@@ -61,7 +61,7 @@ class Carried(Struct, frozen=True):
     keys: DataFrame | None
 
 
-def read_carried(spark: SparkSession, folders: Folders, run: str) -> Carried:
+def read_carried(spark: SparkSession, folders: Folders, run: str) -> CarriedState:
     """Read what a run has left.
 
     Raises:
@@ -89,7 +89,7 @@ def read_carried(spark: SparkSession, folders: Folders, run: str) -> Carried:
         facts = Facts(*(spark.createDataFrame([], ddl) for ddl in TABLES.values()))
         ids = spark.createDataFrame([], "id string")
     keys = read_facts(spark, "half", [f"{folder}/keys"]) if chain.keys else None
-    return Carried(chain, facts, ids, keys)
+    return CarriedState(chain, facts, ids, keys)
 
 
 def write_carried(

@@ -24,14 +24,14 @@ from pyspark.sql import functions as F
 from pyspark.sql.types import StructType
 
 from txbroker.spark import schema
-from txbroker.spark.access import AuditError, KafkaAccess, TopicEnds
+from txbroker.spark.access import AuditError, AuditKafka, TopicEnds
 from txbroker.spark.facts.bounds import held, read_on, read_target, to_end
-from txbroker.spark.facts.log_rules import LogClock, Surveyed, dedup_voids, survey, with_clock
+from txbroker.spark.facts.log_rules import ClockSurvey, LogClock, dedup_voids, survey, with_clock
 from txbroker.spark.facts.markers import op_facts, with_contents
 from txbroker.spark.facts.messages import half_facts, parked_facts, visible_facts, with_at_ms
-from txbroker.spark.facts.overflow import OVERFLOW, Far, around, as_row, chunks, find_far
+from txbroker.spark.facts.overflow import OVERFLOW, FarRanges, around, as_row, chunks, find_far
 from txbroker.spark.folders import exists, names_in, remove, replace
-from txbroker.spark.schema import Cut, Names, Terms, TopicRead
+from txbroker.spark.schema import SnapshotBounds, Terms, TopicNames, TopicRead
 from txbroker.spark.session import setting, spread
 
 _V1_SOURCES = "spark.sql.sources.useV1SourceList"
@@ -49,7 +49,7 @@ KAFKA = """
 """A record of the Kafka source, its timestamp as Kafka has it."""
 
 
-class Staged(Struct, frozen=True):
+class Extract(Struct, frozen=True):
     """What was read: tables as `txbroker.spark.schema` describes them, and from where to where."""
 
     half: DataFrame
@@ -57,19 +57,19 @@ class Staged(Struct, frozen=True):
     visible: DataFrame
     parked: DataFrame
     broken: DataFrame
-    cut: Cut
+    cut: SnapshotBounds
 
 
-def stage(
+def extract(
     spark: SparkSession,
-    access: KafkaAccess,
-    names: Names,
+    access: AuditKafka,
+    names: TopicNames,
     terms: Terms,
     folder: str,
-    before: Cut | None = None,
+    before: SnapshotBounds | None = None,
     keys_before: DataFrame | None = None,
-    counted_from: Cut | None = None,
-) -> Staged:
+    counted_from: SnapshotBounds | None = None,
+) -> Extract:
     """Read all topics and write their facts into `folder`.
 
     Args:
@@ -85,25 +85,25 @@ def stage(
         AuditError: a topic is missing, Kafka does not answer, or retention took what was read.
         ConfigurationError: no right to a topic.
     """
-    return _Stage(spark, access, names, terms, folder, before, counted_from).run(keys_before)
+    return _Extraction(spark, access, names, terms, folder, before, counted_from).run(keys_before)
 
 
-class _Stage:
+class _Extraction:
     def __init__(
         self,
         spark: SparkSession,
-        access: KafkaAccess,
-        names: Names,
+        access: AuditKafka,
+        names: TopicNames,
         terms: Terms,
         folder: str,
-        before: Cut | None,
-        counted_from: Cut | None,
+        before: SnapshotBounds | None,
+        counted_from: SnapshotBounds | None,
     ) -> None:
         self._spark, self._access, self._names = spark, access, names
         self._terms, self._folder, self._before = terms, folder.rstrip("/"), before
         self._was, self._counted_from = _by_topic(before), _by_topic(counted_from)
 
-    def run(self, keys_before: DataFrame | None) -> Staged:
+    def run(self, keys_before: DataFrame | None) -> Extract:
         spark, before, names = self._spark, self._before, self._names
         began_s = time.monotonic()
         op_early = self._access.own_ends(names.op)
@@ -139,7 +139,7 @@ class _Stage:
         if not exists(spark, self._path("broken")):
             empty = spark.createDataFrame([], _types("broken"))
             empty.write.parquet(self._path("broken"))
-        cut = Cut(
+        cut = SnapshotBounds(
             whole_half,
             op,
             parked,
@@ -153,7 +153,7 @@ class _Stage:
             asked_ms,
         )
         tables = {name: self._table(name) for name in ("half", "op", "visible", "parked")}
-        return Staged(**tables, broken=self._table("broken"), cut=cut)
+        return Extract(**tables, broken=self._table("broken"), cut=cut)
 
     def _target_reads(self, half_clock: LogClock) -> tuple[TopicRead, ...]:
         """Return how the targets are read: those that half messages name, and those of before."""
@@ -247,7 +247,7 @@ class _Stage:
             rows = facts.select(*columns, *helping)
             rows.write.mode("append").options(**_CODEC).parquet(self._path(name))
 
-    def _around(self, reads: Sequence[TopicRead], far: Far) -> Iterator[DataFrame]:
+    def _around(self, reads: Sequence[TopicRead], far: FarRanges) -> Iterator[DataFrame]:
         """Yield the records of topics; those that Spark's connector fails on are read by us."""
         for part in around(reads, far):
             yield self._records(part)
@@ -314,7 +314,7 @@ class _Stage:
             surveyed.buckets.unpersist()
         return surveyed.ends
 
-    def _void_by(self, rows: DataFrame, surveyed: Surveyed) -> DataFrame:
+    def _void_by(self, rows: DataFrame, surveyed: ClockSurvey) -> DataFrame:
         """Return rows of the half topic with the log clock as it is, and what is void by it."""
         by_id = F.when(F.col("void") == "id", F.col("void"))
         clocked = with_clock(rows, surveyed).withColumn("void", by_id)
@@ -388,7 +388,7 @@ def _count(read: TopicRead) -> int:
     return sum(read.ends) - sum(read.begins)
 
 
-def _by_topic(cut: Cut | None) -> dict[str, TopicRead]:
+def _by_topic(cut: SnapshotBounds | None) -> dict[str, TopicRead]:
     """Return how each topic was read."""
     if cut is None:
         return {}

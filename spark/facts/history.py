@@ -78,7 +78,7 @@ class PastRun(Struct, frozen=True):
     op_ends: tuple[int, ...]
 
 
-class Left(NamedTuple):
+class RemainingRuns(NamedTuple):
     """What is left of the files of a chain's runs.
 
     Attributes:
@@ -91,22 +91,22 @@ class Left(NamedTuple):
     removed_ms: int | None
 
 
-class Span(NamedTuple):
+class TimeSpan(NamedTuple):
     """A time span, both ends in it, ms."""
 
     first_ms: int
     last_ms: int
 
 
-class Counted(NamedTuple):
+class TableCount(NamedTuple):
     """How many rows a table has, those with a `dedup_key`, and the times in their ids, if any."""
 
     rows: int
     keyed: int
-    span: Span | None
+    span: TimeSpan | None
 
 
-class History:
+class EarlierFacts:
     """The facts of the runs since the last full one, that run's among them.
 
     Args:
@@ -214,7 +214,7 @@ class History:
         return read_facts(self._spark, name, paths)
 
 
-def left_of(runs: Sequence[PastRun], there: Set[str]) -> Left:
+def left_of(runs: Sequence[PastRun], there: Set[str]) -> RemainingRuns:
     """Return what can be looked up where somebody has removed folders of earlier runs.
 
     A transaction's later facts say nothing right without its earlier ones. So nothing before a
@@ -226,7 +226,7 @@ def left_of(runs: Sequence[PastRun], there: Set[str]) -> Left:
     """
     first = max((n + 1 for n, run in enumerate(runs) if run.run not in there), default=0)
     removed = [run.last_ms for run in runs[:first] if run.last_ms is not None]
-    return Left(tuple(runs[first:]), max(removed, default=None))
+    return RemainingRuns(tuple(runs[first:]), max(removed, default=None))
 
 
 def read_facts(spark: SparkSession, name: str, paths: Sequence[str]) -> DataFrame:
@@ -235,7 +235,7 @@ def read_facts(spark: SparkSession, name: str, paths: Sequence[str]) -> DataFram
     return rows.withColumn("early", F.lit(True)) if "early" in rows.columns else rows
 
 
-def counted(facts: Facts) -> dict[str, Counted]:
+def counted(facts: Facts) -> dict[str, TableCount]:
     """Count the rows of each table."""
     lines = [
         table.agg(
@@ -248,18 +248,18 @@ def counted(facts: Facts) -> dict[str, Counted]:
         for name, table in zip(TABLES, facts, strict=True)
     ]
     return {
-        row["name"]: Counted(
+        row["name"]: TableCount(
             row["rows"],
             row["keyed"],
-            None if row["first"] is None else Span(row["first"], row["last"]),
+            None if row["first"] is None else TimeSpan(row["first"], row["last"]),
         )
         for row in reduce(DataFrame.union, lines).collect()
     }
 
 
 def times_of(
-    read: Mapping[str, Counted], half_clock_ms: Sequence[int], terms: schema.Terms
-) -> Span | None:
+    read: Mapping[str, TableCount], half_clock_ms: Sequence[int], terms: schema.Terms
+) -> TimeSpan | None:
     """Return from when to when the ids of a run's records are, None without any.
 
     Anybody may write an id of the far future into a target: nothing that counts is that far ahead.
@@ -270,20 +270,20 @@ def times_of(
     # A run reads on behind the time it began at.
     end_ms = max((terms.now_ms, *half_clock_ms)) + terms.dedup_window_ms
     first_ms = min(span.first_ms for span in spans)
-    return Span(min(first_ms, end_ms), min(max(span.last_ms for span in spans), end_ms))
+    return TimeSpan(min(first_ms, end_ms), min(max(span.last_ms for span in spans), end_ms))
 
 
-def spans_of(ids: DataFrame) -> list[Span]:
+def spans_of(ids: DataFrame) -> list[TimeSpan]:
     """Return time spans in which all ids are, a bounded number. `ids`: column `id_ms`."""
     minutes = ids.groupBy(F.floor(F.col("id_ms") / _BUCKET_MS))
     ends = (F.min("id_ms").alias("first"), F.max("id_ms").alias("last"))
     rows = minutes.agg(*ends).limit(_BUCKETS_MAX + 1).collect()
     if len(rows) > _BUCKETS_MAX:
         rows = ids.agg(*ends).collect()
-    return joined(Span(row["first"], row["last"]) for row in rows if row["first"] is not None)
+    return joined(TimeSpan(row["first"], row["last"]) for row in rows if row["first"] is not None)
 
 
-def joined(spans: Iterable[Span], most: int = _SPANS_MAX) -> list[Span]:
+def joined(spans: Iterable[TimeSpan], most: int = _SPANS_MAX) -> list[TimeSpan]:
     """Return no more than `most` spans that hold all of these, as little beside them as can be."""
     ordered = sorted(spans)
     if len(ordered) <= most:
@@ -292,7 +292,7 @@ def joined(spans: Iterable[Span], most: int = _SPANS_MAX) -> list[Span]:
     cuts = sorted(sorted(range(len(gaps)), key=lambda n: -gaps[n])[: most - 1])
     starts = [0, *(cut + 1 for cut in cuts)]
     return [
-        Span(ordered[start].first_ms, max(span.last_ms for span in ordered[start:end]))
+        TimeSpan(ordered[start].first_ms, max(span.last_ms for span in ordered[start:end]))
         for start, end in zip(starts, [*starts[1:], len(ordered)], strict=True)
     ]
 
@@ -300,7 +300,7 @@ def joined(spans: Iterable[Span], most: int = _SPANS_MAX) -> list[Span]:
 # --- pieces ------------------------------------------------------------------------------------
 
 
-def _meets(run: PastRun, span: Span) -> bool:
+def _meets(run: PastRun, span: TimeSpan) -> bool:
     if run.first_ms is None or run.last_ms is None:
         return False
     return run.first_ms <= span.last_ms and span.first_ms <= run.last_ms
@@ -312,7 +312,7 @@ def _reads_beyond(run: PastRun, since: dict[int, int]) -> bool:
     return any(p < len(ends) and ends[p] > offset + 1 for p, offset in since.items())
 
 
-def _inside(spans: Sequence[Span]) -> Column:
+def _inside(spans: Sequence[TimeSpan]) -> Column:
     return reduce(_either, (F.col("id_ms").between(*span) for span in spans))
 
 

@@ -38,7 +38,7 @@ class LogClock(Struct, frozen=True):
         return F.greatest(F.col("at_ms"), self.at_begin())
 
 
-class Surveyed(Struct, frozen=True):
+class ClockSurvey(Struct, frozen=True):
     """What a survey found. `ends`: the clock at the end, by partition. `goes_back`: whether append
     times do anywhere. `buckets`: where the clock begins in each bucket, and whether they go back
     inside it; as large as the log by `BUCKET`."""
@@ -48,7 +48,7 @@ class Surveyed(Struct, frozen=True):
     buckets: DataFrame
 
 
-def survey(rows: DataFrame, clock: LogClock, bucket: int = BUCKET) -> Surveyed:
+def survey(rows: DataFrame, clock: LogClock, bucket: int = BUCKET) -> ClockSurvey:
     """Look where append times go back in a table with `partition`, `offset` and `at_ms`."""
     by_time = rows.groupBy("partition", _bucket(bucket), "at_ms").agg(
         F.min("offset").alias("first"), F.max("offset").alias("last")
@@ -79,10 +79,10 @@ def survey(rows: DataFrame, clock: LogClock, bucket: int = BUCKET) -> Surveyed:
         .collect()
     }
     ends = tuple(found.get(p, (begin, False))[0] for p, begin in enumerate(clock.begins))
-    return Surveyed(ends, any(back for _, back in found.values()), buckets)
+    return ClockSurvey(ends, any(back for _, back in found.values()), buckets)
 
 
-def with_clock(rows: DataFrame, surveyed: Surveyed, bucket: int = BUCKET) -> DataFrame:
+def with_clock(rows: DataFrame, surveyed: ClockSurvey, bucket: int = BUCKET) -> DataFrame:
     """Return a table with `clock_ms` as it is where append times go back."""
     begins = F.broadcast(surveyed.buckets.select(*_PLACE, "begin_ms", "back_inside"))
     placed = rows.withColumn("bucket", _bucket(bucket)).join(begins, [*_PLACE], "left")

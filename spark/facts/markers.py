@@ -1,4 +1,4 @@
-"""TODO"""
+"""Facts from the operation topic: one row a marker, with the messages that came with a commit."""
 
 from collections.abc import Sequence
 from functools import reduce
@@ -218,7 +218,7 @@ _LOOSE = "a replaced message without its commit marker"
 _TORN = "its replaced messages are not whole"
 
 
-class Joined(NamedTuple):
+class JoinedMarkers(NamedTuple):
     """`markers`: all that count, with `contents`. `broken`: records that belong to no whole batch,
     with `why`."""
 
@@ -226,7 +226,7 @@ class Joined(NamedTuple):
     broken: DataFrame
 
 
-def with_contents(rows: DataFrame) -> Joined:
+def with_contents(rows: DataFrame) -> JoinedMarkers:
     """Bring markers and the messages behind them together.
 
     Args:
@@ -268,7 +268,7 @@ def with_contents(rows: DataFrame) -> Joined:
     bases = whole.select("partition", F.col("offset").alias("base"))
     loose = messages.withColumn("base", base).join(bases, ["partition", "base"], "left_anti")
     loose = loose.select(*columns, F.lit(_LOOSE).alias("why_not"))
-    return Joined(
+    return JoinedMarkers(
         plain.unionByName(whole.select(*columns, "contents"), allowMissingColumns=True),
         torn.unionByName(loose).withColumn("why", F.col("why_not")).drop("why_not"),
     )

@@ -19,7 +19,7 @@ from txbroker.spark.schema import TopicRead
 OVERFLOW = "long overflow"
 """What Spark says of a timestamp that it cannot hold."""
 
-Far = Mapping[tuple[str, int], tuple[int, int]]
+FarRanges = Mapping[tuple[str, int], tuple[int, int]]
 """The offset of the first far record and the one after the last, by topic and partition."""
 
 
@@ -31,7 +31,7 @@ class RecordAccess(Protocol):
     ) -> tuple[Sequence[Record], int]: ...
 
 
-def find_far(access: RecordAccess, reads: Iterable[TopicRead]) -> Far:
+def find_far(access: RecordAccess, reads: Iterable[TopicRead]) -> FarRanges:
     """Return where far records are, of the offsets that are to be read."""
     found: dict[tuple[str, int], tuple[int, int]] = {}
     for read in reads:
@@ -59,7 +59,7 @@ def chunks(
         yield records
 
 
-def around(reads: Sequence[TopicRead], far: Far) -> tuple[list[TopicRead], list[TopicRead]]:
+def around(reads: Sequence[TopicRead], far: FarRanges) -> tuple[list[TopicRead], list[TopicRead]]:
     """Return what is to be read before the far records, and what after them."""
     before, after = [], []
     for read in reads:

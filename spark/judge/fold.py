@@ -6,7 +6,7 @@ Only the standard library and `rows` are used here, as in `judge`.
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from txbroker.spark.judge.rows import Content, HalfRow, OpRow
+from txbroker.spark.judge.rows import Content, HalfFact, MarkerFact
 
 ASK_SPACING_MS = 1000
 """Attempts that were asked for are not closer than this to the last one."""
@@ -17,34 +17,34 @@ CLOCKS_APART_MS = 1000
 _DECISIONS = frozenset({"commit", "rollback"})
 
 
-class Kept(NamedTuple):
+class CopiedMessages(NamedTuple):
     """The messages of a copy, whether or not it has been dropped since."""
 
     grp: str
     messages: Sequence[Content]
 
 
-class Life:
+class TransactionFold:
     """A transaction as its markers make it: the ledger's fold.
 
     `half` None: nothing of the half message is known, so only the first decision is looked for; if
     a copy of it is, with that one's group and messages.
     """
 
-    def __init__(self, half: Sequence[HalfRow] | None, kept: Kept | None = None) -> None:
+    def __init__(self, half: Sequence[HalfFact] | None, kept: CopiedMessages | None = None) -> None:
         self.half = half
         self.grp = half[0].grp if half else None if kept is None else kept.grp
-        self.prepared: Sequence[HalfRow | Content] | None = half
+        self.prepared: Sequence[HalfFact | Content] | None = half
         if half is None and kept is not None:
             self.prepared = kept.messages
         self.found: dict[str, str] = {}
         self.contrary = ""
         """What decisions came behind the one that counts, in words."""
-        self.others: list[OpRow] = []
+        self.others: list[MarkerFact] = []
         """Those decisions."""
-        self.parked: OpRow | None = None
+        self.parked: MarkerFact | None = None
         self.state = "pending"
-        self.decided: OpRow | None = None
+        self.decided: MarkerFact | None = None
         self.contents: Sequence[Content] | None = None
         first = None if half is None else half[0]
         self.after_ms = (first and first.after_ms) or 0
@@ -60,7 +60,7 @@ class Life:
         self.last_counts = False
         """Whether the last attempt of this round can still be given back."""
 
-    def apply(self, marker: OpRow) -> None:
+    def apply(self, marker: MarkerFact) -> None:
         """Apply the next marker; one that is not legal changes nothing."""
         if marker.contents_count and not _whole(marker):
             return
@@ -77,7 +77,7 @@ class Life:
         elif marker.kind == "revive":
             self._revive(marker)
 
-    def _decide(self, marker: OpRow) -> None:
+    def _decide(self, marker: MarkerFact) -> None:
         if self.prepared is not None:
             if marker.grp and marker.grp != self.grp:
                 return
@@ -98,17 +98,17 @@ class Life:
                 marker, f"other messages came with the commit at {marker.offset} than stand"
             )
 
-    def _contradict(self, marker: OpRow, words: str) -> None:
+    def _contradict(self, marker: MarkerFact, words: str) -> None:
         self.others.append(marker)
         self.contrary = self.contrary or words
 
     def _other_contents(self, contents: Sequence[Content]) -> bool:
-        stand: Iterable[HalfRow | Content] = self.contents or self.prepared or ()
+        stand: Iterable[HalfFact | Content] = self.contents or self.prepared or ()
         return [_content_of(each) for each in in_sequence(contents)] != [
             _content_of(each) for each in stand
         ]
 
-    def _check(self, marker: OpRow) -> None:
+    def _check(self, marker: MarkerFact) -> None:
         if self.decided is not None or marker.round != self.round:
             return
         made, at_ms = len(self.counted_ms), marker.clock_ms
@@ -150,7 +150,7 @@ class Life:
             return self.counted_ms[-1] + self.interval_ms
         return self.round_started_ms + self.after_ms
 
-    def _give_back(self, marker: OpRow) -> None:
+    def _give_back(self, marker: MarkerFact) -> None:
         named = (marker.round, marker.number) == (self.round, self.number)
         if self.state != "pending" or not self.last_counts or not named:
             return
@@ -160,7 +160,7 @@ class Life:
             delay_ms = min(max(marker.later_ms, LATER_MIN_MS), LATER_MAX_MS)
             self.not_before_ms = marker.clock_ms + delay_ms
 
-    def _park(self, marker: OpRow) -> None:
+    def _park(self, marker: MarkerFact) -> None:
         if self.state != "pending" or marker.round != self.round:
             return
         if len(self.counted_ms) < self.attempts_max:
@@ -169,7 +169,7 @@ class Life:
             self.state = "parked"
             self.parked = marker
 
-    def _revive(self, marker: OpRow) -> None:
+    def _revive(self, marker: MarkerFact) -> None:
         if self.state != "parked" or marker.round != self.round:
             return
         self.state = "pending"
@@ -181,7 +181,7 @@ class Life:
         self.last_counts = False
 
 
-def _whole(marker: OpRow) -> bool:
+def _whole(marker: MarkerFact) -> bool:
     """Say whether the messages that a marker announces are all there."""
     given = [each.seq for each in in_sequence(marker.contents or ())]
     # The record says how many they are, and it may say any number.
@@ -192,13 +192,13 @@ def in_sequence(contents: Sequence[Content]) -> list[Content]:
     return sorted(contents, key=lambda content: content.seq)
 
 
-def _fits(prepared: Sequence[HalfRow | Content], contents: Sequence[Content]) -> bool:
+def _fits(prepared: Sequence[HalfFact | Content], contents: Sequence[Content]) -> bool:
     """Say whether messages can replace the prepared ones: same topics, same partitions."""
     return [(each.topic, each.target_partition) for each in in_sequence(contents)] == [
         (row.topic, row.target_partition) for row in prepared
     ]
 
 
-def _content_of(message: HalfRow | Content) -> tuple[str, int, int, int | None]:
+def _content_of(message: HalfFact | Content) -> tuple[str, int, int, int | None]:
     """Return what a message is, its partition left out."""
     return message.topic, message.body, message.headers, message.timestamp_ms

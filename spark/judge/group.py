@@ -22,7 +22,7 @@ from txbroker.spark.facts.messages import id_partition, id_time_ms
 from txbroker.spark.judge import fold, judge, rows
 from txbroker.spark.judge.horizon import StagedCut, StagedFacts, horizon_of
 from txbroker.spark.judge.judge import judge_rows
-from txbroker.spark.judge.rows import Horizon, Limits, TermsLike
+from txbroker.spark.judge.rows import Horizon, JudgeTerms, TermsLike
 from txbroker.spark.session import setting
 
 _SIDES = ("half", "op", "visible", "parked")
@@ -34,7 +34,7 @@ _BROADCAST_ROWS_MAX = 500_000
 """Up to so many transactions out of order are sent to all tasks."""
 
 
-_BEFORE_ALL = Limits(0)
+_BEFORE_ALL = JudgeTerms(0)
 """Terms by which nothing is old."""
 
 
@@ -292,7 +292,7 @@ def _judging(
     """Return what judges record batches of gathered rows on an executor."""
     for module in (judge, fold, rows):
         cloudpickle.register_pickle_by_value(module)  # type: ignore[no-untyped-call]
-    limits = Limits(*(getattr(terms, name) for name in Limits._fields))
+    limits = JudgeTerms(*(getattr(terms, name) for name in JudgeTerms._fields))
     types = to_arrow_schema(kind)
 
     def judging(batches: Iterable[Any]) -> Iterable[Any]:

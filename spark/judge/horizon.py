@@ -1,4 +1,4 @@
-"""TODO"""
+"""How far back the topics can prove anything: what retention or compaction removed."""
 
 from collections.abc import Hashable, Mapping, Set
 from typing import Protocol, TypeVar
@@ -8,7 +8,7 @@ from pyspark.sql import DataFrame
 from pyspark.sql import functions as F
 
 from txbroker.spark.judge.rows import ALWAYS, Horizon
-from txbroker.spark.schema import Cut, TopicRead
+from txbroker.spark.schema import SnapshotBounds, TopicRead
 
 _FIRST_OFFSETS = 1000
 """Records that are looked at to tell when a target partition's oldest ones were decided."""
@@ -36,7 +36,7 @@ class StagedCut(StagedFacts, Protocol):
     """The same, with how far everything was read."""
 
     @property
-    def cut(self) -> Cut: ...
+    def cut(self) -> SnapshotBounds: ...
 
 
 def horizon_of(staged: StagedCut, decided_ms: int = -1) -> Horizon:
@@ -139,7 +139,7 @@ def _taken_ms(staged: StagedCut, decided_ms: int) -> dict[tuple[str, int], int]:
 _Key = TypeVar("_Key", bound=Hashable)
 
 
-class TakenFrom(Struct, frozen=True):
+class SavedTaken(Struct, frozen=True):
     """Of a target's partition: what was decided no later than this may have been there."""
 
     topic: str
@@ -147,16 +147,16 @@ class TakenFrom(Struct, frozen=True):
     until_ms: int
 
 
-class KeptHorizon(Struct, frozen=True):
+class SavedHorizon(Struct, frozen=True):
     """A `rows.Horizon` in a form that JSON takes."""
 
     half_start: dict[int, int] = {}
     half_begin_ms: dict[int, int] = {}
     op_begin_ms: dict[int, int] = {}
-    taken: tuple[TakenFrom, ...] = ()
+    taken: tuple[SavedTaken, ...] = ()
 
     @classmethod
-    def of(cls, horizon: Horizon, now_ms: int) -> "KeptHorizon":
+    def of(cls, horizon: Horizon, now_ms: int) -> "SavedHorizon":
         """Return the horizon of a run for those after it.
 
         Where nothing was left, all of the past is unknown; but what came after `now_ms` was read.
@@ -167,7 +167,7 @@ class KeptHorizon(Struct, frozen=True):
             {p: min(ms, now_ms) for p, ms in horizon.half_begin_ms.items()},
             {p: min(ms, now_ms) for p, ms in horizon.op_begin_ms.items()},
             tuple(
-                TakenFrom(topic, p, min(ms, now_ms))
+                SavedTaken(topic, p, min(ms, now_ms))
                 for (topic, p), ms in sorted(horizon.taken_ms.items())
             ),
         )
@@ -191,7 +191,7 @@ def without_removed(horizon: Horizon, removed_ms: int | None, half_partitions: i
     return horizon._replace(half_begin_ms=half_begin_ms, removed_ms=removed_ms)
 
 
-class Gaps(Struct, frozen=True):
+class RetentionGaps(Struct, frozen=True):
     """Partitions in which retention took records that no run has read."""
 
     half: frozenset[int]
@@ -205,10 +205,10 @@ class Gaps(Struct, frozen=True):
         return bool(self.half or self.op or self.targets or self.blind)
 
 
-def gaps_between(before: Cut, now: Cut) -> Gaps:
+def gaps_between(before: SnapshotBounds, now: SnapshotBounds) -> RetentionGaps:
     """Return where this run could not read on from where the last one ended."""
     was = {each.topic: each for each in before.targets}
-    return Gaps(
+    return RetentionGaps(
         frozenset(_gaps(before.half, now.half)),
         frozenset(_gaps(before.op, now.op)),
         frozenset(
@@ -230,7 +230,7 @@ def _gaps(was: TopicRead | None, now: TopicRead) -> list[int]:
     ]
 
 
-def with_gaps(horizon: Horizon, fresh: Horizon, gaps: Gaps) -> Horizon:
+def with_gaps(horizon: Horizon, fresh: Horizon, gaps: RetentionGaps) -> Horizon:
     """Return a horizon to which the gaps before a run were added.
 
     Args:

@@ -8,21 +8,21 @@ to its executors by value, and nothing of ours need be installed there.
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from txbroker.spark.judge.fold import Kept, Life
+from txbroker.spark.judge.fold import CopiedMessages, TransactionFold
 from txbroker.spark.judge.rows import (
     ALWAYS,
     NOTHING_TAKEN,
     Content,
-    HalfRow,
+    HalfFact,
     Horizon,
-    IdParts,
-    Judged,
-    OpRow,
-    ParkedRow,
-    Place,
+    JudgedTransaction,
+    MarkerFact,
+    MessagePosition,
+    ParkedFact,
+    ParsedId,
     TermsLike,
     TransactionFacts,
-    VisibleRow,
+    VisibleFact,
     facts_of,
     read_id,
 )
@@ -61,7 +61,7 @@ _CHANGES = frozenset({"body_changed", "headers_changed", "timestamp_changed"})
 class _Halves(NamedTuple):
     """What there is of half messages with one id."""
 
-    counts: Sequence[HalfRow] | None
+    counts: Sequence[HalfFact] | None
     """The rows of the one that counts, by `seq`."""
     any_void: bool
     parts: str
@@ -76,8 +76,8 @@ def _is_whole(numbers: Collection[int], count: int) -> bool:
     return len(numbers) == count and all(0 <= number < count for number in numbers)
 
 
-def _halves(rows: Sequence[HalfRow], home: int, horizon: Horizon) -> _Halves:
-    batches: dict[tuple[int, int], dict[int, HalfRow]] = {}
+def _halves(rows: Sequence[HalfFact], home: int, horizon: Horizon) -> _Halves:
+    batches: dict[tuple[int, int], dict[int, HalfFact]] = {}
     for row in rows:
         batches.setdefault((row.partition, row.offset - row.seq), {})[row.seq] = row
     any_void, parts, cut = False, "", False
@@ -99,9 +99,9 @@ def _halves(rows: Sequence[HalfRow], home: int, horizon: Horizon) -> _Halves:
 # --- what is visible -------------------------------------------------------------------------
 
 
-def _hold_twice(life: Life, visible: Sequence[VisibleRow]) -> None:
+def _hold_twice(life: TransactionFold, visible: Sequence[VisibleFact]) -> None:
     """Note where a message is visible twice: that is wrong whatever was prepared and decided."""
-    seen: dict[int, VisibleRow] = {}
+    seen: dict[int, VisibleFact] = {}
     for row in visible:
         first = seen.setdefault(row.seq, row)
         if first is not row:
@@ -112,7 +112,7 @@ def _hold_twice(life: Life, visible: Sequence[VisibleRow]) -> None:
             return
 
 
-def _compare(life: Life, visible: Sequence[VisibleRow]) -> None:
+def _compare(life: TransactionFold, visible: Sequence[VisibleFact]) -> None:
     """Compare what is visible of a committed transaction with what was prepared."""
     decided, expected = life.decided, life.contents or life.prepared
     assert expected is not None
@@ -137,7 +137,7 @@ def _compare(life: Life, visible: Sequence[VisibleRow]) -> None:
             life.found.setdefault("timestamp_changed", f"{where}: {row.at_ms}, not {stamp_ms}")
 
 
-def _hold_contrary(life: Life, visible: Sequence[VisibleRow]) -> None:
+def _hold_contrary(life: TransactionFold, visible: Sequence[VisibleFact]) -> None:
     """Find fault with contrary decisions where what is visible follows another than the first.
 
     By itself one is no drift: a check may answer while a commit is on its way, and the second of
@@ -156,7 +156,7 @@ def _hold_contrary(life: Life, visible: Sequence[VisibleRow]) -> None:
         life.found["contrary_markers"] = life.contrary
 
 
-def _is_from(marker: OpRow, visible: Sequence[VisibleRow]) -> bool:
+def _is_from(marker: MarkerFact, visible: Sequence[VisibleFact]) -> bool:
     """Say whether something visible is what a marker brought."""
     told = {(each.seq, each.body, each.headers) for each in marker.contents or ()}
     return any((row.seq, row.body, row.headers) in told for row in visible)
@@ -170,10 +170,10 @@ class _Copy(NamedTuple):
 
     state: str | None
     last_ms: int
-    newest: Mapping[int, ParkedRow]
+    newest: Mapping[int, ParkedFact]
 
 
-def _copy(rows: Sequence[ParkedRow]) -> _Copy:
+def _copy(rows: Sequence[ParkedFact]) -> _Copy:
     newest = {}
     for row in rows:
         newest[row.seq] = row
@@ -182,7 +182,7 @@ def _copy(rows: Sequence[ParkedRow]) -> _Copy:
     return _Copy(None if first is None or first.tombstone else first.state, last_ms, newest)
 
 
-def _kept(rows: Sequence[ParkedRow]) -> Kept | None:
+def _kept(rows: Sequence[ParkedFact]) -> CopiedMessages | None:
     """Return the newest copy, None where it is not whole or not known."""
     newest = {row.seq: row for row in rows if not row.tombstone}
     first = newest.get(0)
@@ -197,10 +197,10 @@ def _kept(rows: Sequence[ParkedRow]) -> Kept | None:
             return None
         place = row.topic, row.target_partition
         messages.append(Content(seq, *place, row.body, row.headers, row.timestamp_ms))
-    return Kept(first.grp, messages)
+    return CopiedMessages(first.grp, messages)
 
 
-def _hold_copy(life: Life, copy: _Copy) -> None:
+def _hold_copy(life: TransactionFold, copy: _Copy) -> None:
     """See that the parked topic keeps what it has to, as it was prepared or came with a commit."""
     prepared = life.prepared or ()
     count = len(prepared)
@@ -219,7 +219,7 @@ def _hold_copy(life: Life, copy: _Copy) -> None:
             return
 
 
-def _told(message: HalfRow | Content | ParkedRow) -> tuple[object, ...]:
+def _told(message: HalfFact | Content | ParkedFact) -> tuple[object, ...]:
     """Return what a message is, wherever it lies."""
     place = message.topic, message.target_partition
     return *place, message.body, message.headers, message.timestamp_ms
@@ -232,8 +232,8 @@ def _left_over(copy: _Copy) -> str:
 
 
 def _hold_refused(
-    life: Life,
-    visible: Sequence[VisibleRow],
+    life: TransactionFold,
+    visible: Sequence[VisibleFact],
     copy: _Copy,
     terms: TermsLike,
     horizon: Horizon,
@@ -260,7 +260,7 @@ def _hold_refused(
 
 
 def _end(
-    life: Life, facts: TransactionFacts, terms: TermsLike, horizon: Horizon
+    life: TransactionFold, facts: TransactionFacts, terms: TermsLike, horizon: Horizon
 ) -> tuple[str, bool]:
     """Return state and `carry` of a committed transaction; note whether it is late or lost."""
     half, decided = life.contents or life.prepared, life.decided
@@ -298,7 +298,7 @@ def _end(
     return "committed", True
 
 
-def _may_be_gone(horizon: Horizon, decided: OpRow, row: HalfRow | Content) -> bool:
+def _may_be_gone(horizon: Horizon, decided: MarkerFact, row: HalfFact | Content) -> bool:
     """Say whether a message may have been visible, and been taken away since."""
     if decided.at_ms <= horizon.taken_ms.get((row.topic, -1), -1):
         return True
@@ -311,7 +311,9 @@ def _may_be_gone(horizon: Horizon, decided: OpRow, row: HalfRow | Content) -> bo
 # --- the verdict -----------------------------------------------------------------------------
 
 
-def judge(facts: TransactionFacts, terms: TermsLike, horizon: Horizon = NOTHING_TAKEN) -> Judged:
+def judge(
+    facts: TransactionFacts, terms: TermsLike, horizon: Horizon = NOTHING_TAKEN
+) -> JudgedTransaction:
     """Say how a transaction ended.
 
     Whatever was read later than `facts` can only make an open one settled: a transaction that is
@@ -321,9 +323,9 @@ def judge(facts: TransactionFacts, terms: TermsLike, horizon: Horizon = NOTHING_
     facts = _sorted(facts)
     visible = facts.visible
     if parts is None:
-        return _judged(facts, None, Life(None), visible, "void", False)
+        return _judged(facts, None, TransactionFold(None), visible, "void", False)
     halves = _halves(facts.half, parts.partition, horizon)
-    life = Life(halves.counts, _kept(facts.parked))
+    life = TransactionFold(halves.counts, _kept(facts.parked))
     for marker in facts.op:
         if marker.partition == parts.partition:
             life.apply(marker)
@@ -355,7 +357,7 @@ def judge(facts: TransactionFacts, terms: TermsLike, horizon: Horizon = NOTHING_
     return _judged(facts, parts, life, visible, state, carry)
 
 
-def _has_all_markers(parts: IdParts, prepared_ms: int, terms: TermsLike, horizon: Horizon) -> bool:
+def _has_all_markers(parts: ParsedId, prepared_ms: int, terms: TermsLike, horizon: Horizon) -> bool:
     """Say whether retention cannot have taken a marker of a transaction.
 
     Args:
@@ -366,7 +368,7 @@ def _has_all_markers(parts: IdParts, prepared_ms: int, terms: TermsLike, horizon
 
 
 def _hold_overdue(
-    life: Life, facts: TransactionFacts, due_ms: int | None, terms: TermsLike
+    life: TransactionFold, facts: TransactionFacts, due_ms: int | None, terms: TermsLike
 ) -> None:
     """Note that nobody was ever asked, though that was due long ago, and that it was never parked.
 
@@ -399,8 +401,8 @@ def _sorted(facts: TransactionFacts) -> TransactionFacts:
 
 def _without_half(
     facts: TransactionFacts,
-    life: Life,
-    parts: IdParts,
+    life: TransactionFold,
+    parts: ParsedId,
     halves: _Halves,
     terms: TermsLike,
     horizon: Horizon,
@@ -444,7 +446,7 @@ def _without_half(
     return ("void", open_still) if known and life.found else ("gone", False)
 
 
-def _is_disputed(life: Life) -> bool:
+def _is_disputed(life: TransactionFold) -> bool:
     """Say whether somebody of another group has decided otherwise: without the half message nobody
     knows whose transaction it was."""
     first = "" if life.decided is None else life.decided.grp
@@ -452,7 +454,7 @@ def _is_disputed(life: Life) -> bool:
 
 
 def _from_copy(
-    facts: TransactionFacts, life: Life, copy: _Copy, terms: TermsLike, horizon: Horizon
+    facts: TransactionFacts, life: TransactionFold, copy: _Copy, terms: TermsLike, horizon: Horizon
 ) -> tuple[str, bool]:
     """Return state and `carry` where retention took the half message and a copy is known."""
     visible = facts.visible
@@ -472,7 +474,7 @@ def _from_copy(
 
 
 def _undecided_copy(
-    facts: TransactionFacts, life: Life, copy: _Copy, terms: TermsLike, horizon: Horizon
+    facts: TransactionFacts, life: TransactionFold, copy: _Copy, terms: TermsLike, horizon: Horizon
 ) -> tuple[str, bool]:
     """Return state and `carry` of a copy of which no decision is known."""
     state, visible = copy.state or "gone", facts.visible
@@ -496,19 +498,19 @@ def _undecided_copy(
     return state, True
 
 
-def _shown(visible: Sequence[VisibleRow]) -> str:
+def _shown(visible: Sequence[VisibleFact]) -> str:
     first = visible[0]
     return f"message {first.seq} in {first.topic}-{first.partition} at {first.offset}"
 
 
 def _judged(
     facts: TransactionFacts,
-    parts: IdParts | None,
-    life: Life,
-    visible: Sequence[VisibleRow],
+    parts: ParsedId | None,
+    life: TransactionFold,
+    visible: Sequence[VisibleFact],
     state: str,
     carry: bool,
-) -> Judged:
+) -> JudgedTransaction:
     half, decided = life.half, life.decided
     findings = tuple(kind for kind in GRAVITY if kind in life.found)
     settled = "settled" if state in _SETTLED else state
@@ -523,7 +525,7 @@ def _judged(
     if state in _SETTLED:
         words += filter(None, [_left_over(_copy(facts.parked))])
     tell = bool(visible) and all(row.append_time for row in visible)
-    return Judged(
+    return JudgedTransaction(
         id=facts.id,
         id_ms=None if parts is None else parts.time_ms,
         verdict=findings[0] if findings else settled,
@@ -541,13 +543,15 @@ def _judged(
         half_partition=None if parts is None else parts.partition,
         half_offset=None if half is None else half[0].offset,
         op_offset=None if decided is None else decided.offset,
-        places=tuple(Place(row.topic, row.partition, row.offset, row.seq) for row in visible),
+        places=tuple(
+            MessagePosition(row.topic, row.partition, row.offset, row.seq) for row in visible
+        ),
         why="; ".join(words) or None,
         carry=carry,
     )
 
 
-def in_order(facts: TransactionFacts, judged: Judged) -> list[Place] | None:
+def in_order(facts: TransactionFacts, judged: JudgedTransaction) -> list[MessagePosition] | None:
     """Return where a transaction's messages have to stand in the order of their key.
 
     None where they need not: without a key, or after a refusal, which costs the place.
@@ -557,7 +561,7 @@ def in_order(facts: TransactionFacts, judged: Judged) -> list[Place] | None:
     if mark is None or refused or judged.decision != "commit":
         return None
     half = {row.offset: row for row in facts.half if row.partition == judged.half_partition}
-    first: dict[int, Place] = {}
+    first: dict[int, MessagePosition] = {}
     for place in judged.places:
         row = half.get((judged.half_offset or 0) + place.seq)
         if row is not None and (row.topic, row.target_partition) == place[:2]:
@@ -565,7 +569,7 @@ def in_order(facts: TransactionFacts, judged: Judged) -> list[Place] | None:
     return list(first.values())
 
 
-def order_mark(facts: TransactionFacts, judged: Judged) -> int | None:
+def order_mark(facts: TransactionFacts, judged: JudgedTransaction) -> int | None:
     """Return what transactions whose order is kept have in common, None without an order."""
     place = judged.half_partition, judged.half_offset
     marks = (row.order_mark for row in facts.half if (row.partition, row.offset) == place)
@@ -577,7 +581,7 @@ def judge_rows(
 ) -> list[dict[str, Any]]:
     """Judge rows of `gather`.
 
-    What comes out are rows of `Judged`, places as dicts, with `order_mark` and, as `ordered`,
+    Returns rows of `JudgedTransaction`, places as dicts, with `order_mark` and, as `ordered`,
     what `in_order` says.
     """
     found = []

@@ -21,14 +21,14 @@ def can_be_topic(name: str) -> bool:
     return _is_topic_name(name) is not None
 
 
-class IdParts(NamedTuple):
+class ParsedId(NamedTuple):
     """What a transaction id says of where and when."""
 
     partition: int
     time_ms: int
 
 
-def read_id(id: str) -> IdParts | None:
+def read_id(id: str) -> ParsedId | None:
     """Return half partition and time of a transaction id, None where it is none."""
     if len(id) != 26:
         return None
@@ -40,7 +40,7 @@ def read_id(id: str) -> IdParts | None:
         number = number << 5 | value
     if number >> 128:
         return None
-    return IdParts(number >> 112, number >> 64 & (1 << 48) - 1)
+    return ParsedId(number >> 112, number >> 64 & (1 << 48) - 1)
 
 
 class TermsLike(Protocol):
@@ -58,7 +58,7 @@ class TermsLike(Protocol):
     def overdue_after_ms(self) -> int: ...
 
 
-class Limits(NamedTuple):
+class JudgeTerms(NamedTuple):
     """`schema.Terms` as it goes to executors."""
 
     now_ms: int
@@ -121,7 +121,7 @@ def kept_from_ms(now_ms: int, kept_ms: int) -> int:
     return now_ms - kept_ms + _RESERVE_MS
 
 
-class HalfRow(NamedTuple):
+class HalfFact(NamedTuple):
     """A row of `schema.HALF`, without the id."""
 
     partition: int
@@ -157,7 +157,7 @@ class Content(NamedTuple):
     timestamp_ms: int | None
 
 
-class OpRow(NamedTuple):
+class MarkerFact(NamedTuple):
     """A row of `schema.OP`, without the id."""
 
     partition: int
@@ -176,7 +176,7 @@ class OpRow(NamedTuple):
     contents_count: int
 
 
-class VisibleRow(NamedTuple):
+class VisibleFact(NamedTuple):
     """A row of `schema.VISIBLE`, without the id."""
 
     topic: str
@@ -190,7 +190,7 @@ class VisibleRow(NamedTuple):
     append_time: bool
 
 
-class ParkedRow(NamedTuple):
+class ParkedFact(NamedTuple):
     """A row of `schema.PARKED`, without the id.
 
     What a copy holds is None in tombstones, and where an earlier version has read it.
@@ -217,13 +217,13 @@ class TransactionFacts(NamedTuple):
     """All records of one transaction, in any order; one that was read twice counts once."""
 
     id: str
-    half: Sequence[HalfRow] = ()
-    op: Sequence[OpRow] = ()
-    visible: Sequence[VisibleRow] = ()
-    parked: Sequence[ParkedRow] = ()
+    half: Sequence[HalfFact] = ()
+    op: Sequence[MarkerFact] = ()
+    visible: Sequence[VisibleFact] = ()
+    parked: Sequence[ParkedFact] = ()
 
 
-class Place(NamedTuple):
+class MessagePosition(NamedTuple):
     """Where a message is visible."""
 
     topic: str
@@ -232,7 +232,7 @@ class Place(NamedTuple):
     seq: int
 
 
-class Judged(NamedTuple):
+class JudgedTransaction(NamedTuple):
     """How a transaction ended: `schema.VERDICT` without run and day.
 
     `id_ms`: the time in the id, None where it does not read. `carry`: whether later records could
@@ -256,7 +256,7 @@ class Judged(NamedTuple):
     half_partition: int | None
     half_offset: int | None
     op_offset: int | None
-    places: tuple[Place, ...]
+    places: tuple[MessagePosition, ...]
     why: str | None
     carry: bool
 
@@ -266,28 +266,30 @@ def facts_of(row: Mapping[str, Any]) -> TransactionFacts:
 
     A half message's `dedup` and a parked one's `cause`, which nothing depends on, may be left out.
     """
-    half = [HalfRow(**{"dedup": None, **each}) for each in row["half"] or ()]
-    op = [OpRow(**{**each, "contents": _contents(each["contents"])}) for each in row["op"] or ()]
-    parked = [ParkedRow(**{"cause": None, **each}) for each in row["parked"] or ()]
+    half = [HalfFact(**{"dedup": None, **each}) for each in row["half"] or ()]
+    op = [
+        MarkerFact(**{**each, "contents": _contents(each["contents"])}) for each in row["op"] or ()
+    ]
+    parked = [ParkedFact(**{"cause": None, **each}) for each in row["parked"] or ()]
     alone = is_alone(half, parked)
     visible = [_visible(each, alone) for each in row["visible"] or ()]
     return TransactionFacts(row["id"], half, op, visible, parked)
 
 
-def is_alone(half: Sequence[HalfRow], parked: Sequence[ParkedRow]) -> bool:
+def is_alone(half: Sequence[HalfFact], parked: Sequence[ParkedFact]) -> bool:
     """Say whether a transaction has but one message, by its copy where nothing else is left."""
     if half:
         return half[0].count == 1
     return any(row.count == 1 for row in parked)
 
 
-def _visible(row: Mapping[str, Any], alone: bool) -> VisibleRow:
+def _visible(row: Mapping[str, Any], alone: bool) -> VisibleFact:
     fields = dict(row)
     if_alone = fields.pop("headers_if_alone", None)
-    return as_promoted(VisibleRow(**fields), if_alone, alone)
+    return as_promoted(VisibleFact(**fields), if_alone, alone)
 
 
-def as_promoted(row: VisibleRow, if_alone: int | None, alone: bool) -> VisibleRow:
+def as_promoted(row: VisibleFact, if_alone: int | None, alone: bool) -> VisibleFact:
     """Return a visible row as it was promoted.
 
     What numbers the messages of a transaction is, where it has but one, the user's own header.

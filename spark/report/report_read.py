@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from txbroker.spark.report.figures import count, duration, moment, plural
 from txbroker.spark.report.html import Child, Html, join, table, tag
-from txbroker.spark.schema import Cut, RunSummary, TopicRead
+from txbroker.spark.schema import RunSummary, SnapshotBounds, TopicRead
 
 PARTITIONS_SHOWN = 200
 TOPICS_SHOWN = 100
@@ -65,7 +65,7 @@ def _set_aside(summary: RunSummary) -> Child:
     )
 
 
-def _topics(cut: Cut, taken: dict[str, int]) -> Iterator[Html]:
+def _topics(cut: SnapshotBounds, taken: dict[str, int]) -> Iterator[Html]:
     reads = [
         ("half messages", cut.half),
         ("markers", cut.op),

@@ -11,19 +11,19 @@ from typing import TYPE_CHECKING, NamedTuple
 from pyspark.sql import Column, DataFrame, Row, Window
 from pyspark.sql import functions as F
 
-from txbroker.spark.facts.extract import Staged
+from txbroker.spark.facts.extract import Extract
 from txbroker.spark.facts.history import (
-    Counted,
+    TableCount,
 )
 from txbroker.spark.schema import (
     BUSINESS_KINDS,
     KIND_NAMES,
     TEXT_MAX,
-    Cut,
+    BrokenRecord,
     Example,
     Histogram,
     RunSummary,
-    SetAside,
+    SnapshotBounds,
     Terms,
 )
 
@@ -45,7 +45,7 @@ SET_ASIDE_SHOWN = 20
 """Records that are shown of those that do not read."""
 
 
-class Tally(NamedTuple):
+class VerdictTotals(NamedTuple):
     """What the verdicts of a run add up to; see `schema.RunSummary`."""
 
     transactions: int
@@ -58,7 +58,7 @@ class Tally(NamedTuple):
     visible_latency: tuple[Histogram, ...]
 
 
-def add_up(verdicts: DataFrame, now_ms: int) -> Tally:
+def add_up(verdicts: DataFrame, now_ms: int) -> VerdictTotals:
     """Add up the verdicts of a run.
 
     Args:
@@ -77,7 +77,7 @@ def add_up(verdicts: DataFrame, now_ms: int) -> Tally:
         states[row["state"]] += row["n"]
         if row["age"] is not None:
             ages[row["age"]] += row["n"]
-    return Tally(
+    return VerdictTotals(
         transactions=states.total(),
         carried=sum(row["carried"] for row in rows),
         states=dict(sorted(states.items())),
@@ -173,7 +173,7 @@ class Unread(NamedTuple):
 
     records: int
     own: int
-    shown: tuple[SetAside, ...]
+    shown: tuple[BrokenRecord, ...]
 
 
 def count_unread(broken: DataFrame) -> Unread:
@@ -184,7 +184,7 @@ def count_unread(broken: DataFrame) -> Unread:
         return Unread(0, 0, ())
     ordered = broken.orderBy(F.col("own").desc(), "topic", "partition", "offset")
     rows = ordered.select("topic", "partition", "offset", "why", "own").head(SET_ASIDE_SHOWN)
-    return Unread(counts[0], counts[1], tuple(SetAside(*row) for row in rows))
+    return Unread(counts[0], counts[1], tuple(BrokenRecord(*row) for row in rows))
 
 
 # --- findings ----------------------------------------------------------------------------------
@@ -221,7 +221,7 @@ TOPICS_MAX = 50
 """Topics that are named: those with the most transactions."""
 
 
-class Missing(NamedTuple):
+class MissingTargets(NamedTuple):
     """Transactions that were committed to topics that do not exist.
 
     Attributes:
@@ -235,18 +235,18 @@ class Missing(NamedTuple):
     examples: tuple[Example, ...]
 
 
-def missing_topics(cut: Cut) -> list[str]:
+def missing_topics(cut: SnapshotBounds) -> list[str]:
     """Return the targets that did not exist when their ends were asked for."""
     return [target.topic for target in cut.targets if not (target.ends or target.unread)]
 
 
-def unread_topics(cut: Cut) -> dict[str, str]:
+def unread_topics(cut: SnapshotBounds) -> dict[str, str]:
     """Return why targets could not be read, by topic; a bounded number of topics."""
     unread = [target for target in cut.targets if target.unread]
     return {target.topic[:TEXT_MAX]: target.unread for target in unread[:TOPICS_MAX]}
 
 
-def committed_to_missing(verdicts: DataFrame, cut: Cut, terms: Terms) -> Missing:
+def committed_to_missing(verdicts: DataFrame, cut: SnapshotBounds, terms: Terms) -> MissingTargets:
     """Return the transactions that were committed to topics that do not exist.
 
     Whether a message was visible before its topic was deleted makes no difference: a run that reads
@@ -276,7 +276,7 @@ def committed_to_missing(verdicts: DataFrame, cut: Cut, terms: Terms) -> Missing
         counts = found.select(F.explode("missing").alias("topic")).groupBy("topic").count()
         most = counts.orderBy(F.col("count").desc(), "topic").head(TOPICS_MAX)
         oldest = found.orderBy("decided_at_ms", "id").head(EXAMPLES_A_KIND)
-        return Missing(
+        return MissingTargets(
             found.count(),
             {row["topic"][:TEXT_MAX]: row["count"] for row in most},
             tuple(
@@ -294,7 +294,7 @@ def committed_to_missing(verdicts: DataFrame, cut: Cut, terms: Terms) -> Missing
 
 
 def summary_of(
-    run: str, mode: str, staged: Staged, read: Mapping[str, Counted], tally: Tally
+    run: str, mode: str, staged: Extract, read: Mapping[str, TableCount], tally: VerdictTotals
 ) -> RunSummary:
     """Return what a run has to say, but for when it was and what the business said."""
     cut, unread = staged.cut, count_unread(staged.broken)

@@ -7,11 +7,11 @@ import msgspec
 from msgspec import Struct
 
 from txbroker.errors import ConfigurationError
-from txbroker.spark.access import KafkaAccess
+from txbroker.spark.access import AuditKafka
 from txbroker.spark.facts.overflow import far_offsets
 from txbroker.spark.folders import names_in, read_bytes, write_bytes
 from txbroker.spark.judge.rows import ALWAYS, Horizon, kept_from_ms
-from txbroker.spark.schema import SetAside
+from txbroker.spark.schema import BrokenRecord
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -22,7 +22,7 @@ _FILE = "txbroker-stream.json"
 _VERSION = 1
 
 
-class Taken(Struct, frozen=True):
+class TakenPartition(Struct, frozen=True):
     """A partition of which something was gone when the stream came to it.
 
     Attributes:
@@ -39,7 +39,7 @@ class Taken(Struct, frozen=True):
     kept_ms: int = 0
 
 
-class Home(Struct, frozen=True, kw_only=True):
+class StreamManifest(Struct, frozen=True, kw_only=True):
     """What stays for as long as the checkpoint does.
 
     Attributes:
@@ -61,7 +61,7 @@ class Home(Struct, frozen=True, kw_only=True):
     slot_ms: int
     targets: frozenset[str] = frozenset()
     read: frozenset[str] = frozenset()
-    taken: tuple[Taken, ...] = ()
+    taken: tuple[TakenPartition, ...] = ()
 
     def horizon(self, half: str, op: str) -> Horizon:
         """Return what is judged with care: whatever may have been taken before the stream came."""
@@ -81,7 +81,7 @@ class Home(Struct, frozen=True, kw_only=True):
             },
         )
 
-    def with_taken(self, found: "list[Taken]") -> "Home":
+    def with_taken(self, found: "list[TakenPartition]") -> "StreamManifest":
         """Return this with more that was gone; what was noted before stays."""
         known = {(each.topic, each.partition): each for each in found}
         for each in self.taken:
@@ -91,7 +91,7 @@ class Home(Struct, frozen=True, kw_only=True):
         return msgspec.structs.replace(self, taken=tuple(known.values()))
 
 
-def read_home(spark: "SparkSession", checkpoint: str) -> Home | None:
+def read_home(spark: "SparkSession", checkpoint: str) -> StreamManifest | None:
     """Return what a checkpoint's stream keeps, None where none has begun there.
 
     Raises:
@@ -101,7 +101,7 @@ def read_home(spark: "SparkSession", checkpoint: str) -> Home | None:
     if content is None:
         return None
     try:
-        home = msgspec.json.decode(content, type=Home)
+        home = msgspec.json.decode(content, type=StreamManifest)
     except msgspec.MsgspecError as error:
         raise ConfigurationError(
             f"{_path(checkpoint)} does not read ({error}): name another --checkpoint"
@@ -111,7 +111,7 @@ def read_home(spark: "SparkSession", checkpoint: str) -> Home | None:
     return home
 
 
-def write_home(spark: "SparkSession", checkpoint: str, home: Home) -> None:
+def write_home(spark: "SparkSession", checkpoint: str, home: StreamManifest) -> None:
     """Keep it.
 
     Raises:
@@ -133,7 +133,7 @@ _Offsets = dict[str, dict[str, int]]
 """Of a source, by topic and partition."""
 
 
-class _Batch:
+class _BatchOffsets:
     """Where a batch ends, by source."""
 
     def __init__(self, spark: "SparkSession", folder: str, number: int) -> None:
@@ -154,8 +154,8 @@ class _Batch:
 def read_around(
     spark: "SparkSession",
     checkpoint: str,
-    access: KafkaAccess,
-    set_aside: Callable[[Sequence[SetAside]], None],
+    access: AuditKafka,
+    set_aside: Callable[[Sequence[BrokenRecord]], None],
 ) -> bool:
     """Have the batch that failed read no record that Spark cannot; return whether it holds one.
 
@@ -170,11 +170,11 @@ def read_around(
     number = max((int(name) for name in names_in(spark, folder) if name.isdigit()), default=-1)
     if number < 0:
         return False
-    failed = _Batch(spark, folder, number)
-    before = _Batch(spark, folder, number - 1)
+    failed = _BatchOffsets(spark, folder, number)
+    before = _BatchOffsets(spark, folder, number - 1)
     begins = before.sources or [{} for _ in failed.sources]
     found = False
-    aside: list[SetAside] = []
+    aside: list[BrokenRecord] = []
     for begin, end in zip(begins, failed.sources, strict=True):
         for topic, partition in [(t, p) for t, of_topic in end.items() for p in of_topic]:
             some = _cut(access, topic, partition, begin, end)
@@ -191,8 +191,8 @@ def read_around(
 
 
 def _cut(
-    access: KafkaAccess, topic: str, partition: str, begins: _Offsets, ends: _Offsets
-) -> list[SetAside] | None:
+    access: AuditKafka, topic: str, partition: str, begins: _Offsets, ends: _Offsets
+) -> list[BrokenRecord] | None:
     """Let a partition's part of a batch end before its first far record, or begin after those
     that it begins with; return these, None where there is no such record."""
     number, end = int(partition), ends[topic][partition]
@@ -208,4 +208,4 @@ def _cut(
     begins[topic][partition] = passed[-1] + 1
     if len(passed) < len(far):
         ends[topic][partition] = far[len(passed)]
-    return [SetAside(topic, number, offset, _WHY) for offset in passed]
+    return [BrokenRecord(topic, number, offset, _WHY) for offset in passed]

@@ -13,17 +13,17 @@ from pyspark.sql.streaming.stateful_processor import StatefulProcessor, Stateful
 from txbroker.spark.facts.markers import op_facts
 from txbroker.spark.facts.messages import half_facts, parked_facts, visible_facts, with_at_ms
 from txbroker.spark.judge import fold, judge, rows
-from txbroker.spark.schema import Names
+from txbroker.spark.schema import TopicNames
 from txbroker.spark.stream import state
-from txbroker.spark.stream.state import Bucket, Drift, Fact, Heard, StreamTerms
+from txbroker.spark.stream.state import Bucket, BucketChanges, Fact, StreamFinding, StreamTerms
 
 OUTPUT = (
     "what string, name string, number bigint, id string, grp string, why string, "
     "first_seen_ms bigint, at_ms bigint"
 )
 """What comes out: new findings (`what` is `told`, `name` the kind), changes of counts (`what` and
-`name` as in `Heard.counts`), names of targets that are not read (`what` is `target`), and some of
-the records that do not read (`what` is `set_aside`, `why` a `schema.SetAside` as JSON)."""
+`name` as in `BucketChanges.counts`), names of targets that are not read (`what` is `target`), and
+some records that do not read (`what` is `set_aside`, `why` a `schema.BrokenRecord` as JSON)."""
 BROKEN, TICK = "broken", "tick"
 """Tables of rows that are no facts: records that do not read, and the stream's own clock."""
 SET_ASIDE_MAX = 20
@@ -105,7 +105,7 @@ class TransactionProcessor(StatefulProcessor):
         """Look at what is due."""
         yield from _frames(self._look([], timerValues))
 
-    def _look(self, facts: list[Fact], timers: Any) -> Heard:
+    def _look(self, facts: list[Fact], timers: Any) -> BucketChanges:
         moment_ms = self._moment_ms(timers)
         heard = Bucket(Texts(self._texts), self._terms, moment_ms).look(facts)
         if heard.due_ms is not None:
@@ -119,13 +119,13 @@ class TransactionProcessor(StatefulProcessor):
         """End work on a partition of the state."""
 
 
-def _unreadable(record: dict[str, Any], moment_ms: int) -> Drift:
+def _unreadable(record: dict[str, Any], moment_ms: int) -> StreamFinding:
     """Return the finding of a record of ours that does not read; its place stands for an id."""
     place = f"{record['topic']}-{record['partition']}@{record['offset']}"
-    return Drift(place, "unreadable", "", record["why"], moment_ms, moment_ms)
+    return StreamFinding(place, "unreadable", "", record["why"], moment_ms, moment_ms)
 
 
-def _frames(heard: Heard, set_aside: Sequence[str] = ()) -> Iterator[pd.DataFrame]:
+def _frames(heard: BucketChanges, set_aside: Sequence[str] = ()) -> Iterator[pd.DataFrame]:
     rows = [("told", each.kind, 1, *_told(each)) for each in heard.drift]
     rows += [(what, name, by, *_NOTHING) for (what, name), by in heard.counts.items() if by]
     rows += [("target", topic, 1, *_NOTHING) for topic in sorted(heard.targets)]
@@ -138,7 +138,7 @@ def _frames(heard: Heard, set_aside: Sequence[str] = ()) -> Iterator[pd.DataFram
 _NOTHING = ("", "", "", 0, 0)
 
 
-def _told(drift: Drift) -> tuple[str, str, str, int, int]:
+def _told(drift: StreamFinding) -> tuple[str, str, str, int, int]:
     return drift.id, drift.group, drift.why, drift.first_seen_ms, drift.at_ms
 
 
@@ -168,7 +168,7 @@ class Sources(Struct, frozen=True):
         lenient: whether records of targets that are gone are passed over; never by default.
     """
 
-    names: Names
+    names: TopicNames
     targets: frozenset[str]
     options: Mapping[str, str]
     tick_key: str

@@ -13,13 +13,13 @@ from pyspark.sql import functions as F
 
 from txbroker.errors import KafkaUnavailable
 from txbroker.kafka.tools.drift import KafkaDrift
-from txbroker.spark.schema import TEXT_MAX, Example, SetAside
+from txbroker.spark.schema import TEXT_MAX, BrokenRecord, Example
 from txbroker.spark.stream.query import SET_ASIDE_MAX
 
 EXAMPLES_MAX = 20
 _WRITES_MAX = 5
 _Result = TypeVar("_Result")
-_Step = tuple["Progress", Iterable[tuple[str, bytes]]]
+_Step = tuple["StreamProgress", Iterable[tuple[str, bytes]]]
 
 
 class DriftEvent(Struct, frozen=True, kw_only=True):
@@ -45,7 +45,7 @@ class DriftEvent(Struct, frozen=True, kw_only=True):
     stream: str
 
 
-class Progress(Struct, frozen=True, kw_only=True):
+class StreamProgress(Struct, frozen=True, kw_only=True):
     """How far a stream is: stored with the findings, in one Kafka transaction.
 
     Attributes:
@@ -67,11 +67,11 @@ class Progress(Struct, frozen=True, kw_only=True):
     strangers: int = 0
     quarantined: int = 0
     examples: tuple[Example, ...] = ()
-    set_aside: tuple[SetAside, ...] = ()
+    set_aside: tuple[BrokenRecord, ...] = ()
     passed: dict[str, int] = {}
 
 
-class Calls:
+class EventLoopThread:
     """An event loop in a thread of its own, which other threads have work done in."""
 
     def __init__(self, name: str) -> None:
@@ -90,7 +90,7 @@ class Calls:
         self._loop.close()
 
 
-class Sink:
+class FindingSink:
     """Takes what comes of Spark's batches, one after the other.
 
     Spark gives a batch again when it does not know whether it was taken. What comes of a batch is
@@ -107,7 +107,7 @@ class Sink:
     def __init__(
         self,
         kafka: KafkaDrift,
-        call: Calls,
+        call: EventLoopThread,
         name: str,
         on_targets: Callable[[frozenset[str], int], None],
     ) -> None:
@@ -116,7 +116,7 @@ class Sink:
         self._key = f"stream-progress:{name}"
         self._sure = False
         self._one_at_a_time = Lock()
-        self.progress = Progress()
+        self.progress = StreamProgress()
 
     def begin(self) -> None:
         """Shut out every earlier stream of this name, and learn what it has told.
@@ -127,10 +127,10 @@ class Sink:
         """
         value = self._call(self._kafka.begin(self._key))
         if value is not None:
-            self.progress = msgspec.json.decode(value, type=Progress)
+            self.progress = msgspec.json.decode(value, type=StreamProgress)
         self._sure = True
 
-    def set_aside(self, records: Sequence[SetAside]) -> None:
+    def set_aside(self, records: Sequence[BrokenRecord]) -> None:
         """Store records that no batch will bring; each counts once, however often it comes.
 
         Raises:
@@ -168,7 +168,7 @@ class Sink:
         some = any(row["what"] == "drift" and row["number"] > 0 for row in changes)
         told = rows.where(F.col("what") == "told")
 
-        def advance(before: Progress) -> _Step:
+        def advance(before: StreamProgress) -> _Step:
             if before.batch >= batch:
                 return before, ()
             examples = told.limit(EXAMPLES_MAX).collect() if some else []
@@ -177,7 +177,7 @@ class Sink:
 
         self._write(advance)
 
-    def _write(self, step: Callable[[Progress], _Step]) -> None:
+    def _write(self, step: Callable[[StreamProgress], _Step]) -> None:
         """Store a step from what is stored, until it is known that it is stored."""
         for left in reversed(range(_WRITES_MAX)):
             try:
@@ -212,10 +212,10 @@ class Sink:
 
 
 def _advanced(
-    before: Progress, batch: int, changes: Iterable[Row], examples: Iterable[Row]
-) -> Progress:
+    before: StreamProgress, batch: int, changes: Iterable[Row], examples: Iterable[Row]
+) -> StreamProgress:
     states, drift = dict(before.states), dict(before.drift)
-    aside: list[SetAside] = []
+    aside: list[BrokenRecord] = []
     others = {"stranger": before.strangers, "quarantined": before.quarantined}
     for row in changes:
         what, name, number = row["what"], row["name"], row["number"]
@@ -226,7 +226,7 @@ def _advanced(
         elif what in others:
             others[what] += number
         elif what == "set_aside":
-            aside.append(msgspec.json.decode(row["why"], type=SetAside))
+            aside.append(msgspec.json.decode(row["why"], type=BrokenRecord))
     newest = [
         Example(row["id"], (row["name"],), row["grp"][:TEXT_MAX], row["why"][:TEXT_MAX])
         for row in examples
@@ -243,7 +243,7 @@ def _advanced(
     )
 
 
-def _passed(before: Progress, records: Iterable[SetAside]) -> Progress:
+def _passed(before: StreamProgress, records: Iterable[BrokenRecord]) -> StreamProgress:
     """Return a progress with records that were not counted yet."""
     passed, new = dict(before.passed), []
     for record in records:
@@ -259,7 +259,7 @@ def _passed(before: Progress, records: Iterable[SetAside]) -> Progress:
     )
 
 
-def _newest(aside: Sequence[SetAside], before: Progress) -> tuple[SetAside, ...]:
+def _newest(aside: Sequence[BrokenRecord], before: StreamProgress) -> tuple[BrokenRecord, ...]:
     """Return the records to show: ours first, then the newest."""
     return tuple(sorted([*aside, *before.set_aside], key=lambda each: not each.own)[:SET_ASIDE_MAX])
 

@@ -31,14 +31,14 @@ from txbroker.spark.judge.rows import (
     ALWAYS,
     NOTHING_TAKEN,
     Content,
-    HalfRow,
+    HalfFact,
     Horizon,
-    Judged,
-    Limits,
-    OpRow,
-    ParkedRow,
+    JudgedTransaction,
+    JudgeTerms,
+    MarkerFact,
+    ParkedFact,
     TransactionFacts,
-    VisibleRow,
+    VisibleFact,
     as_promoted,
     is_alone,
     read_id,
@@ -50,8 +50,8 @@ NOT_STREAMED = frozenset({"out_of_order"})
 """Findings about several transactions, which only a batch audit compares."""
 _BY_AGE = frozenset({"late", "lost", "overdue"})
 _OVER = frozenset({"promoted", "rolled_back", "void", "gone"})
-_HALF_VOID, _HALF_DEDUP = HalfRow._fields.index("void"), HalfRow._fields.index("dedup")
-_OP_CONTENTS = OpRow._fields.index("contents")
+_HALF_VOID, _HALF_DEDUP = HalfFact._fields.index("void"), HalfFact._fields.index("dedup")
+_OP_CONTENTS = MarkerFact._fields.index("contents")
 
 
 class StreamTerms(NamedTuple):
@@ -83,7 +83,7 @@ class Fact(NamedTuple):
     columns: dict[str, Any]
 
 
-class Drift(NamedTuple):
+class StreamFinding(NamedTuple):
     """A finding, told once.
 
     Attributes:
@@ -100,7 +100,7 @@ class Drift(NamedTuple):
     at_ms: int
 
 
-class Heard(NamedTuple):
+class BucketChanges(NamedTuple):
     """What came of one look into a bucket.
 
     Attributes:
@@ -110,13 +110,13 @@ class Heard(NamedTuple):
         due_ms: when to look again; None: when something comes.
     """
 
-    drift: list[Drift]
+    drift: list[StreamFinding]
     counts: Counter[tuple[str, str]]
     targets: set[str]
     due_ms: int | None
 
 
-class Shelf(Protocol):
+class TextStore(Protocol):
     """Where a bucket's texts lie, by name."""
 
     def read(self, name: str) -> str | None:
@@ -126,7 +126,7 @@ class Shelf(Protocol):
         """Put a text; None takes it away."""
 
 
-class _Entry:
+class _TransactionEntry:
     """A transaction: its rows, and what was said of it.
 
     Attributes:
@@ -181,29 +181,29 @@ class _Entry:
         """Return group and key of the client's own key, where it has one."""
         for row in self.rows.get("half", ()):
             if row[_HALF_DEDUP] is not None:
-                return HalfRow(*row).grp, row[_HALF_DEDUP]
+                return HalfFact(*row).grp, row[_HALF_DEDUP]
         return None
 
     def facts(self) -> TransactionFacts:
         """Return its rows as they are judged."""
-        half = [HalfRow(*row) for row in self.rows.get("half", ())]
-        parked = [ParkedRow(*row) for row in self.rows.get("parked", ())]
+        half = [HalfFact(*row) for row in self.rows.get("half", ())]
+        parked = [ParkedFact(*row) for row in self.rows.get("parked", ())]
         visible = self._visible(is_alone(half, parked))
         return TransactionFacts(self.id, half, self._op(), visible, parked)
 
-    def _op(self) -> list[OpRow]:
+    def _op(self) -> list[MarkerFact]:
         contents: dict[int, list[Content]] = {}
         for marker, *content in self.rows.get("content", ()):
             contents.setdefault(marker, []).append(Content(*content))
-        markers = [OpRow(*row) for row in self.rows.get("op", ())]
+        markers = [MarkerFact(*row) for row in self.rows.get("op", ())]
         return [
             marker._replace(contents=contents.get(marker.offset)) if contents else marker
             for marker in markers
         ]
 
-    def _visible(self, alone: bool) -> list[VisibleRow]:
+    def _visible(self, alone: bool) -> list[VisibleFact]:
         return [
-            as_promoted(VisibleRow(*row), if_alone, alone)
+            as_promoted(VisibleFact(*row), if_alone, alone)
             for *row, if_alone in self.rows.get("visible", ())
         ]
 
@@ -220,28 +220,28 @@ def _row(fact: Fact) -> tuple[str, list[Any]]:
         return "content", [marker, *(content.get(name) for name in Content._fields)]
     fields: Sequence[str]
     if fact.table == "half":
-        fields = HalfRow._fields
+        fields = HalfFact._fields
     elif fact.table == "op":
-        fields = OpRow._fields
+        fields = MarkerFact._fields
     elif fact.table == "visible":
-        fields = (*VisibleRow._fields, "headers_if_alone")
+        fields = (*VisibleFact._fields, "headers_if_alone")
     else:
-        fields = ParkedRow._fields
+        fields = ParkedFact._fields
     return fact.table, [given.get(name) for name in fields]
 
 
 class Bucket:
     """One bucket, for one look into it: made, asked once, and dropped."""
 
-    def __init__(self, shelf: Shelf, terms: StreamTerms, moment_ms: int) -> None:
+    def __init__(self, shelf: TextStore, terms: StreamTerms, moment_ms: int) -> None:
         self._shelf = shelf
         self._terms = terms
         self._moment_ms = moment_ms
-        self._slots: dict[str, dict[str, _Entry]] = {}
+        self._slots: dict[str, dict[str, _TransactionEntry]] = {}
         self._agenda: dict[str, int] = json.loads(shelf.read("agenda") or "{}")
-        self._heard = Heard([], Counter(), set(), None)
+        self._heard = BucketChanges([], Counter(), set(), None)
 
-    def look(self, facts: Iterable[Fact]) -> Heard:
+    def look(self, facts: Iterable[Fact]) -> BucketChanges:
         """Take new records in, do what is due, and say what came of it."""
         changed = self._take(facts)
         due = [slot for slot, due_ms in self._agenda.items() if due_ms <= self._moment_ms]
@@ -261,13 +261,15 @@ class Bucket:
 
     # --- slots -------------------------------------------------------------------------------
 
-    def _slot(self, slot: str) -> dict[str, _Entry]:
+    def _slot(self, slot: str) -> dict[str, _TransactionEntry]:
         if slot not in self._slots:
             entries = json.loads(self._shelf.read(slot) or "{}")
-            self._slots[slot] = {id: _Entry(id, fields) for id, fields in entries.items()}
+            self._slots[slot] = {
+                id: _TransactionEntry(id, fields) for id, fields in entries.items()
+            }
         return self._slots[slot]
 
-    def _put(self, slot: str, entries: dict[str, _Entry]) -> None:
+    def _put(self, slot: str, entries: dict[str, _TransactionEntry]) -> None:
         text = json.dumps({id: entry.fields() for id, entry in entries.items()})
         self._shelf.write(slot, text if entries else None)
         due_ms = min((entry.due_ms for entry in entries.values()), default=ALWAYS)
@@ -292,15 +294,17 @@ class Bucket:
                 if parts.time_ms + self._terms.keep_ms < self._moment_ms:
                     self._heard.counts["stranger", fact.table] += 1
                     continue
-                entry = entries[fact.id] = _Entry(fact.id)
+                entry = entries[fact.id] = _TransactionEntry(fact.id)
             table, row = _row(fact)
             if table == "half":
-                self._examine(HalfRow(*row), parts.time_ms, entry, row)
+                self._examine(HalfFact(*row), parts.time_ms, entry, row)
             entry.add(table, row)
             changed.add(fact.id)
         return changed
 
-    def _examine(self, half: HalfRow, id_ms: int, entry: _Entry, row: list[Any]) -> None:
+    def _examine(
+        self, half: HalfFact, id_ms: int, entry: _TransactionEntry, row: list[Any]
+    ) -> None:
         """Note whether a half message is void, and the topic of one that is not."""
         if half.void is not None:
             return
@@ -311,7 +315,7 @@ class Bucket:
         elif half.topic not in self._terms.targets:
             self._heard.targets.add(half.topic)
 
-    def _repeats(self, half: HalfRow, id: str) -> bool:
+    def _repeats(self, half: HalfFact, id: str) -> bool:
         """Say whether a `dedup_key` is another's, and remember whose it is."""
         name = _dedup_name(half.grp, half.dedup or "")
         text = self._shelf.read(name)
@@ -324,7 +328,7 @@ class Bucket:
         self._shelf.write(name, json.dumps([id, half.at_ms]))
         return False
 
-    def _forget(self, entries: dict[str, _Entry], entry: _Entry) -> None:
+    def _forget(self, entries: dict[str, _TransactionEntry], entry: _TransactionEntry) -> None:
         del entries[entry.id]
         key = entry.dedup()
         if key is not None:
@@ -335,10 +339,10 @@ class Bucket:
 
     # --- one transaction ---------------------------------------------------------------------
 
-    def _visit(self, entry: _Entry, changed: bool) -> None:
+    def _visit(self, entry: _TransactionEntry, changed: bool) -> None:
         """Judge a transaction, tell what is certain, and note when to look again."""
         moment_ms, terms = self._moment_ms, self._terms
-        limits = Limits(moment_ms, *(getattr(terms, name) for name in Limits._fields[1:]))
+        limits = JudgeTerms(moment_ms, *(getattr(terms, name) for name in JudgeTerms._fields[1:]))
         judged = judge(entry.facts(), limits, terms.horizon)
         if changed:
             entry.rises, entry.row_ms = 0, moment_ms
@@ -363,19 +367,19 @@ class Bucket:
         # Records of others bring times that, with a wait added, no timer takes.
         entry.due_ms = min(self._due_ms(entry, judged, waits), ALWAYS)
 
-    def _in_doubt(self, entry: _Entry, judged: Judged) -> bool:
+    def _in_doubt(self, entry: _TransactionEntry, judged: JudgedTransaction) -> bool:
         """Say whether the half message is so close to the end of the dedup window that brokers
         whose clocks differ decide otherwise than we."""
         if judged.id_ms is None:
             return True
         window_ms = self._terms.dedup_window_ms
         apart_ms = [
-            abs(abs(HalfRow(*row).at_ms - judged.id_ms) - window_ms)
+            abs(abs(HalfFact(*row).at_ms - judged.id_ms) - window_ms)
             for row in entry.rows.get("half", ())
         ]
         return any(each <= CLOCKS_APART_MS for each in apart_ms)
 
-    def _certain_ms(self, entry: _Entry, judged: Judged, kind: str) -> int:
+    def _certain_ms(self, entry: _TransactionEntry, judged: JudgedTransaction, kind: str) -> int:
         """Return the moment from which on a finding is certain."""
         if kind in _BY_AGE or kind in entry.findings:
             return 0
@@ -385,7 +389,9 @@ class Bucket:
                 return wait_ms
         return 0 if entry.rises >= RISES else self._moment_ms + 1
 
-    def _count(self, entry: _Entry, judged: Judged, certain: Sequence[str]) -> None:
+    def _count(
+        self, entry: _TransactionEntry, judged: JudgedTransaction, certain: Sequence[str]
+    ) -> None:
         counts = self._heard.counts
         if judged.state != entry.state:
             if entry.state:
@@ -400,7 +406,7 @@ class Bucket:
             if kind not in entry.told:
                 entry.told.append(kind)
                 self._heard.drift.append(
-                    Drift(
+                    StreamFinding(
                         entry.id,
                         kind,
                         judged.grp or "",
@@ -411,20 +417,20 @@ class Bucket:
                 )
         entry.findings = sorted(certain, key=GRAVITY.index)
 
-    def _due_ms(self, entry: _Entry, judged: Judged, waits: list[int]) -> int:
+    def _due_ms(self, entry: _TransactionEntry, judged: JudgedTransaction, waits: list[int]) -> int:
         """Return when to look again; less than 0: never, it is forgotten now."""
         terms = self._terms
         if judged.state == "committed" and judged.decided_at_ms is not None:
-            parked_ms = [ParkedRow(*row).at_ms for row in entry.rows.get("parked", ())]
+            parked_ms = [ParkedFact(*row).at_ms for row in entry.rows.get("parked", ())]
             since_ms = max([judged.decided_at_ms, *parked_ms])
             ages_ms = (since_ms + after for after in (terms.late_after_ms, terms.lost_after_ms))
             waits.extend(age_ms + 1 for age_ms in ages_ms if age_ms >= self._moment_ms)
             if "target_unreadable" in judged.findings:  # by then it may be readable
                 waits.append(self._moment_ms + terms.late_after_ms)
         elif judged.state == "pending":
-            dues_ms = [ParkedRow(*row).due_ms for row in entry.rows.get("parked", ())]
+            dues_ms = [ParkedFact(*row).due_ms for row in entry.rows.get("parked", ())]
             if judged.prepared_at_ms is not None:
-                after_ms = [HalfRow(*row).after_ms or 0 for row in entry.rows.get("half", ())]
+                after_ms = [HalfFact(*row).after_ms or 0 for row in entry.rows.get("half", ())]
                 dues_ms = [judged.prepared_at_ms + max(after_ms)]
             ages_ms = (due_ms + terms.overdue_after_ms for due_ms in dues_ms if due_ms is not None)
             waits.extend(age_ms + 1 for age_ms in ages_ms if age_ms >= self._moment_ms)

@@ -29,16 +29,22 @@ from pyspark.sql.streaming.query import StreamingQuery
 
 from txbroker.errors import ConfigurationError, KafkaUnavailable, TxbrokerError
 from txbroker.kafka.tools.drift import KafkaDrift
-from txbroker.spark.access import AuditError, KafkaAccess, TopicEnds
+from txbroker.spark.access import AuditError, AuditKafka, TopicEnds
 from txbroker.spark.facts.extract import TAKEN_BY_RETENTION
 from txbroker.spark.facts.overflow import OVERFLOW
 from txbroker.spark.judge.rows import ALWAYS, can_be_topic
 from txbroker.spark.report.news import publish
-from txbroker.spark.schema import Names, RunSummary, Terms
+from txbroker.spark.schema import RunSummary, Terms, TopicNames
 from txbroker.spark.session import spread
-from txbroker.spark.stream.checkpoint import Home, Taken, read_around, read_home, write_home
+from txbroker.spark.stream.checkpoint import (
+    StreamManifest,
+    TakenPartition,
+    read_around,
+    read_home,
+    write_home,
+)
 from txbroker.spark.stream.query import STATE_CONF, Sources, plan, ship_by_value
-from txbroker.spark.stream.sink import Calls, Sink
+from txbroker.spark.stream.sink import EventLoopThread, FindingSink
 from txbroker.spark.stream.state import StreamTerms
 from txbroker.spark.trouble import in_words
 
@@ -77,7 +83,7 @@ class StreamSettings(Struct, frozen=True):
     """
 
     checkpoint: str
-    names: Names
+    names: TopicNames
     terms: Terms = Terms(0)
     every_s: float = 3.0
     tick_s: float = 1.0
@@ -101,7 +107,7 @@ class StreamSettings(Struct, frozen=True):
 
 
 def start_stream(
-    spark: SparkSession, access: KafkaAccess, settings: StreamSettings
+    spark: SparkSession, access: AuditKafka, settings: StreamSettings
 ) -> "AuditStream":
     """Start auditing, or go on from the checkpoint; it goes on by itself until it is stopped.
 
@@ -118,7 +124,7 @@ def start_stream(
 class AuditStream:
     """A stream that runs; made by `start_stream`."""
 
-    def __init__(self, spark: SparkSession, access: KafkaAccess, settings: StreamSettings) -> None:
+    def __init__(self, spark: SparkSession, access: AuditKafka, settings: StreamSettings) -> None:
         self._spark, self._access, self._settings = spark, access, settings
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="txbroker audit stream", daemon=True)
@@ -139,7 +145,7 @@ class AuditStream:
         home = read_home(self._spark, self._settings.checkpoint)
         name = secrets.token_hex(8) if home is None else home.name
         self._tick_key = f"stream-tick:{name}"
-        self._call = Calls(f"txbroker audit {name}")
+        self._call = EventLoopThread(f"txbroker audit {name}")
         try:
             self._kafka = self._call(_open(self._access, name))
             self._now_ms = self._call(self._kafka.mark(self._tick_key, b"0"))
@@ -150,7 +156,7 @@ class AuditStream:
                     "name another --checkpoint"
                 )
             self._add_targets(self._settings.targets, _NO_BATCH)
-            self._sink = Sink(self._kafka, self._call, name, self._add_targets)
+            self._sink = FindingSink(self._kafka, self._call, name, self._add_targets)
             self._sink.begin()
         except BaseException:
             self._call.close()
@@ -203,10 +209,10 @@ class AuditStream:
 
     # --- what is read ------------------------------------------------------------------------
 
-    def _founded(self, name: str) -> Home:
+    def _founded(self, name: str) -> StreamManifest:
         """Return the home of a new stream, with what retention has taken before it came."""
         settings = self._settings
-        home = Home(
+        home = StreamManifest(
             name=name,
             installation=settings.names.half,
             started_ms=self._now_ms,
@@ -227,7 +233,7 @@ class AuditStream:
             self._keep(msgspec.structs.replace(self._home, targets=self._home.targets | topics))
             self._grown_with = batch
 
-    def _keep(self, home: Home) -> None:
+    def _keep(self, home: StreamManifest) -> None:
         write_home(self._spark, self._settings.checkpoint, home)
         self._home = home
 
@@ -241,7 +247,7 @@ class AuditStream:
             fresh = [ends[topic] for topic in sorted(new)]
             lenient = bool(home.read - ends.keys())
             lenient |= any(any(topic.starts) for topic in fresh)
-            gone = [Taken(topic, -1, 0, ALWAYS) for topic in home.read - ends.keys()]
+            gone = [TakenPartition(topic, -1, 0, ALWAYS) for topic in home.read - ends.keys()]
             found = home.with_taken([*_taken(fresh, self._now_ms), *gone])
             if found != home:
                 self._keep(found)
@@ -411,14 +417,16 @@ class AuditStream:
             self._call(publish(self._access.settings, self.summary()))
 
 
-async def _open(access: KafkaAccess, name: str) -> KafkaDrift:
+async def _open(access: AuditKafka, name: str) -> KafkaDrift:
     return KafkaDrift(access.settings, name)
 
 
-def _taken(topics: Iterable[TopicEnds], now_ms: int) -> list[Taken]:
+def _taken(topics: Iterable[TopicEnds], now_ms: int) -> list[TakenPartition]:
     """Return of which partitions something is gone, or may go."""
     return [
-        Taken(each.topic, number, start, ALWAYS if each.compacted else now_ms, each.kept_ms)
+        TakenPartition(
+            each.topic, number, start, ALWAYS if each.compacted else now_ms, each.kept_ms
+        )
         for each in topics
         for number, start in enumerate(each.starts)
         if start or each.compacted

@@ -10,18 +10,18 @@ from txbroker.core.records import Marker, Message, Record
 from txbroker.spark.judge.judge import judge
 from txbroker.spark.judge.rows import (
     Content,
-    HalfRow,
+    HalfFact,
     Horizon,
-    Judged,
-    Limits,
-    OpRow,
-    ParkedRow,
+    JudgedTransaction,
+    JudgeTerms,
+    MarkerFact,
+    ParkedFact,
     TransactionFacts,
-    VisibleRow,
+    VisibleFact,
 )
 
 NOW_MS = START_MS + 10_000_000
-TERMS = Limits(NOW_MS, WINDOW_MS)
+TERMS = JudgeTerms(NOW_MS, WINDOW_MS)
 ID = id_of(1)
 
 
@@ -45,10 +45,10 @@ def half_rows(
     void: str | None = None,
     timestamp_ms: int | None = None,
     order_mark: int | None = 7,
-) -> list[HalfRow]:
+) -> list[HalfFact]:
     """Return the rows of a half message with one message for partition 0 of each topic."""
     return [
-        HalfRow(
+        HalfFact(
             partition,
             offset + seq,
             at_ms,
@@ -71,23 +71,27 @@ def half_rows(
     ]
 
 
-def op_row(kind: str, offset: int = 0, at_ms: int = START_MS + 100, **fields: object) -> OpRow:
+def op_row(kind: str, offset: int = 0, at_ms: int = START_MS + 100, **fields: object) -> MarkerFact:
     """Return a marker, early and without a group if nothing else is said."""
-    row = OpRow(PARTITION, offset, at_ms, at_ms, True, kind, "producer", "", 1, 0, "", 0, None, 0)
+    row = MarkerFact(
+        PARTITION, offset, at_ms, at_ms, True, kind, "producer", "", 1, 0, "", 0, None, 0
+    )
     return row._replace(**fields)
 
 
-def check_row(number: int, at_ms: int, offset: int, reason: str = "due", turn: int = 1) -> OpRow:
+def check_row(
+    number: int, at_ms: int, offset: int, reason: str = "due", turn: int = 1
+) -> MarkerFact:
     """Return the marker of an attempt."""
     return op_row("check", offset, at_ms, round=turn, number=number, reason=reason)
 
 
 def visible_rows(
-    half: Sequence[HalfRow], decided_ms: int = START_MS + 100, offset: int = 50
-) -> list[VisibleRow]:
+    half: Sequence[HalfFact], decided_ms: int = START_MS + 100, offset: int = 50
+) -> list[VisibleFact]:
     """Return what becomes visible of a half message that is committed."""
     return [
-        VisibleRow(
+        VisibleFact(
             row.topic,
             row.target_partition,
             offset + row.seq,
@@ -102,17 +106,17 @@ def visible_rows(
     ]
 
 
-def parked_row(state: str | None, offset: int = 0, at_ms: int = START_MS + 200) -> ParkedRow:
+def parked_row(state: str | None, offset: int = 0, at_ms: int = START_MS + 200) -> ParkedFact:
     """Return a record of the parked topic; without a state a tombstone."""
-    return ParkedRow(PARTITION, offset, 0, at_ms, state, None, state is None)
+    return ParkedFact(PARTITION, offset, 0, at_ms, state, None, state is None)
 
 
 def copy_rows(
-    half: Sequence[HalfRow], state: str, offset: int = 0, at_ms: int = START_MS + 200
-) -> list[ParkedRow]:
+    half: Sequence[HalfFact], state: str, offset: int = 0, at_ms: int = START_MS + 200
+) -> list[ParkedFact]:
     """Return the records of the parked topic that keep a half message."""
     return [
-        ParkedRow(
+        ParkedFact(
             PARTITION,
             offset + row.seq,
             row.seq,
@@ -138,14 +142,14 @@ HALF = half_rows()
 
 
 def judged(
-    half: list[HalfRow] = HALF,
-    op: list[OpRow] | None = None,
-    visible: list[VisibleRow] | None = None,
-    parked: list[ParkedRow] | None = None,
+    half: list[HalfFact] = HALF,
+    op: list[MarkerFact] | None = None,
+    visible: list[VisibleFact] | None = None,
+    parked: list[ParkedFact] | None = None,
     *,
     now_ms: int = NOW_MS,
     horizon: Horizon | None = None,
-) -> Judged:
+) -> JudgedTransaction:
     """Return what is said of a transaction; all is old unless told otherwise."""
     facts = TransactionFacts(ID, half, op or [], visible or [], parked or [])
     return judge(facts, TERMS._replace(now_ms=now_ms), horizon or Horizon())
@@ -166,10 +170,10 @@ def facts_from(logs: Logs) -> dict[str, TransactionFacts]:
     }
 
 
-def _halves(logs: Logs) -> dict[str, list[HalfRow]]:
+def _halves(logs: Logs) -> dict[str, list[HalfFact]]:
     ledger = new_ledger()
-    found: dict[str, list[HalfRow]] = {}
-    batch: list[tuple[str, HalfRow]] = []
+    found: dict[str, list[HalfFact]] = {}
+    batch: list[tuple[str, HalfFact]] = []
     for record in logs.half.records:
         outcome = ledger.apply_half(record)
         try:
@@ -177,7 +181,7 @@ def _halves(logs: Logs) -> dict[str, list[HalfRow]]:
         except Malformed:
             continue
         message, policy = part.message, part.policy
-        row = HalfRow(
+        row = HalfFact(
             PARTITION,
             record.offset,
             record.timestamp_ms,
@@ -210,8 +214,8 @@ def _halves(logs: Logs) -> dict[str, list[HalfRow]]:
     return found
 
 
-def _markers(logs: Logs) -> dict[str, list[OpRow]]:
-    found: dict[str, list[OpRow]] = {}
+def _markers(logs: Logs) -> dict[str, list[MarkerFact]]:
+    found: dict[str, list[MarkerFact]] = {}
     records, clock_ms, place = logs.op.records, 0, 0
     while place < len(records):
         record = records[place]
@@ -228,9 +232,9 @@ def _markers(logs: Logs) -> dict[str, list[OpRow]]:
     return found
 
 
-def _op_row(marker: Marker, record: Record, clock_ms: int, following: list[Record]) -> OpRow:
+def _op_row(marker: Marker, record: Record, clock_ms: int, following: list[Record]) -> MarkerFact:
     messages = [decode_half(each).message for each in following]
-    return OpRow(
+    return MarkerFact(
         PARTITION,
         record.offset,
         record.timestamp_ms,

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from txbroker.spark.schema import Cut, Example, Histogram, RunSummary, TopicRead
+from txbroker.spark.schema import Example, Histogram, RunSummary, SnapshotBounds, TopicRead
 
 STARTED_MS = 1_760_000_000_000
 DAY_MS = 86_400_000
 
 
-def cut() -> Cut:
+def cut() -> SnapshotBounds:
     """How far two half partitions and one target were read."""
-    return Cut(
+    return SnapshotBounds(
         TopicRead("txbroker.half", (0, 0), (0, 10), (500, 620)),
         TopicRead("txbroker.op", (0, 0), (0, 0), (800, 910)),
         TopicRead("txbroker.parked", (0, 0), (0, 0), (3, 0)),

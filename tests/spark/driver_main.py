@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import sys
 
-from txbroker.spark.business import Business, compare
+from txbroker.spark.business import BusinessTable, compare
 from txbroker.spark.schema import Terms
 from txbroker.spark.session import SparkSettings, spark_session
 
@@ -26,7 +26,7 @@ def main(database: str, packages: str, *ids: str) -> None:
         conf["spark.jars.packages"] = packages
     with spark_session(SparkSettings("local[2]", conf)) as spark:
         told = [(id, "promoted", "shop", [], [("orders", 0, 1, 0)], 1, 1) for id in ids]
-        business = Business(f"jdbc:sqlite:{database}", "orders", "id")
+        business = BusinessTable(f"jdbc:sqlite:{database}", "orders", "id")
         terms = Terms(1_800_000_000_000)
         table = spark.createDataFrame(told, COLUMNS)
         found, counts = compare(spark, table, business, terms, half_partitions=3)

@@ -16,11 +16,11 @@ from pyspark.sql import SparkSession
 
 from txbroker.core.routing import make_id, parse_id
 from txbroker.spark import schema
-from txbroker.spark.facts.extract import Staged
-from txbroker.spark.schema import Cut, Names, Terms, TopicRead
+from txbroker.spark.facts.extract import Extract
+from txbroker.spark.schema import SnapshotBounds, Terms, TopicNames, TopicRead
 
 START_MS = 1_700_000_000_000
-NAMES = Names("half", "op", "parked", "audit", "drift")
+NAMES = TopicNames("half", "op", "parked", "audit", "drift")
 TOPICS = {"orders": 2, "bills": 1, "rare": 1}
 STARTS = {("orders", 0): 100, ("rare", 0): 50}
 """Where targets begin that others had used before: retention has taken what was there."""
@@ -188,7 +188,7 @@ class World:
         seen = Counter(r.partition for r in self.records[:records] if r.topic == topic)
         return tuple(seen[p] + STARTS.get((topic, p), 0) for p in range(count))
 
-    def cut(self, moment: Moment, before: Cut | None) -> Cut:
+    def cut(self, moment: Moment, before: SnapshotBounds | None) -> SnapshotBounds:
         """Return how far a run reads."""
         was = {} if before is None else {t.topic: t.ends for t in before.targets}
         named = self._named(moment.early) | was.keys() | set(before.named_late if before else ())
@@ -199,7 +199,7 @@ class World:
 
         targets = [self._target(topic, moment, was.get(topic)) for topic in sorted(named)]
         unended = [f"{target.topic}-{p}" for target in targets for p in target.open]
-        return Cut(
+        return SnapshotBounds(
             read(NAMES.half, moment.rest, before and before.half.ends),
             read(NAMES.op, moment.rest, before and before.op.ends),
             read(NAMES.parked, moment.targets, before and before.parked.ends),
@@ -241,14 +241,14 @@ class World:
         self,
         spark: SparkSession,
         access: object,
-        names: Names,
+        names: TopicNames,
         terms: Terms,
         folder: str,
-        before: Cut | None = None,
+        before: SnapshotBounds | None = None,
         keys_before: object = None,
-        counted_from: Cut | None = None,
-    ) -> Staged:
-        """Stand in for `txbroker.spark.facts.extract.stage`: read the next of `reads`."""
+        counted_from: SnapshotBounds | None = None,
+    ) -> Extract:
+        """Stand in for `txbroker.spark.facts.extract.extract`: read the next of `reads`."""
         cut = structs.replace(self.cut(self.reads.pop(0), before), asked_ms=terms.now_ms)
         topics = {read.topic: read for read in (cut.half, cut.op, cut.parked, *cut.targets)}
         early = {NAMES.half: cut.half_early, NAMES.op: cut.op_early}
@@ -267,7 +267,7 @@ class World:
             path = f"{folder}/{name}"
             spark.createDataFrame(some, ddl).coalesce(1).write.parquet(path)
             tables[name] = spark.read.schema(ddl).parquet(path)
-        return Staged(**tables, broken=spark.createDataFrame([], schema.BROKEN), cut=cut)
+        return Extract(**tables, broken=spark.createDataFrame([], schema.BROKEN), cut=cut)
 
 
 def tables_held(spark: SparkSession) -> int:

@@ -50,7 +50,7 @@ from txbroker.core.records import (
 from txbroker.core.routing import make_id, parse_id
 from txbroker.door.protocols import PartitionDoor
 from txbroker.kafka.client.wiring import door_from
-from txbroker.spark.schema import Names
+from txbroker.spark.schema import TopicNames
 
 NEVER = CheckPolicy(after_s=86_400.0)
 """Nobody is asked while a test lasts."""
@@ -122,7 +122,7 @@ class Planting:
         self.prefix = prefix or f"planted-{os.getpid()}-{next(_NUMBERS)}"
         self.installation = installation_headers(self.prefix)
         self.partitions = partitions
-        self.names = Names(
+        self.names = TopicNames(
             *(f"{self.prefix}.{name}" for name in ("half", "op", "parked", "audit", "audit.drift"))
         )
         self.orders = f"{self.prefix}-orders"

@@ -13,7 +13,7 @@ import msgspec
 
 from tests.kit.topic_reader import read_topics
 from txbroker.config.settings import load_settings
-from txbroker.spark.schema import Names, RunSummary, Terms
+from txbroker.spark.schema import RunSummary, Terms, TopicNames
 from txbroker.spark.stream.state import RISES
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ class StreamWorld:
         from txbroker.spark.stream.stream import StreamSettings
 
         topics = ("half", "op", "parked", "audit", "audit.drift")
-        self.names = Names(*(f"{prefix}.{topic}" for topic in topics))
+        self.names = TopicNames(*(f"{prefix}.{topic}" for topic in topics))
         given = {"kafka": bootstrap, "topic_prefix": prefix, "instance": "audit"}
         self.bootstrap = bootstrap
         self._spark = spark

@@ -38,12 +38,14 @@ from txbroker.spark.folders import current_verdicts
 from txbroker.spark.report.news import news_of
 from txbroker.spark.report.report import render
 from txbroker.spark.run import AuditSettings, run_audit
-from txbroker.spark.schema import Names, RunSummary
+from txbroker.spark.schema import RunSummary, TopicNames
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, Row, SparkSession
 
-NAMES = Names(*(f"txbroker.{name}" for name in ("half", "op", "parked", "audit", "audit.drift")))
+NAMES = TopicNames(
+    *(f"txbroker.{name}" for name in ("half", "op", "parked", "audit", "audit.drift"))
+)
 Build = Callable[["DataFrame"], "DataFrame"]
 
 
@@ -192,7 +194,7 @@ class Logs:
         """Return the ends of one."""
         return self.ends((topic,))[topic]
 
-    def now_ms(self, names: Names) -> int:
+    def now_ms(self, names: TopicNames) -> int:
         """Return a time at which everything is old."""
         return AT_MS + 10 * 86_400_000
 
@@ -228,7 +230,7 @@ def audit(
     """Audits of logs, each in a folder of its own."""
 
     def audited(logs: Any, name: str, mode: str = "incremental") -> RunSummary:
-        load = "txbroker.spark.facts.extract._Stage._load"
+        load = "txbroker.spark.facts.extract._Extraction._load"
         monkeypatch.setattr(load, lambda stage, options: logs.load(options))
         folder = tmp_path / name
         settings = AuditSettings(str(folder / "out"), folder, NAMES, mode=mode)  # type: ignore[arg-type]

@@ -18,7 +18,7 @@ from tests.spark.audit_facts import (
     op_row,
     visible_rows,
 )
-from txbroker.spark.judge.rows import Content, Horizon, Judged, OpRow, VisibleRow
+from txbroker.spark.judge.rows import Content, Horizon, JudgedTransaction, MarkerFact, VisibleFact
 
 TAKEN = Horizon({PARTITION: 5}, {PARTITION: START_MS})
 
@@ -28,7 +28,9 @@ def test_what_needs_no_half_message_is_found_where_retention_took_it() -> None:
     twice = [*visible, visible[0]._replace(offset=70)]
     taken = Horizon({PARTITION: 5}, {PARTITION: START_MS})
 
-    def found(*op: OpRow, shown: list[VisibleRow], horizon: Horizon = taken) -> Judged:
+    def found(
+        *op: MarkerFact, shown: list[VisibleFact], horizon: Horizon = taken
+    ) -> JudgedTransaction:
         return judged([], list(op), shown, horizon=horizon)
 
     back = found(rollback, shown=visible)
@@ -98,7 +100,7 @@ def test_overdue_is_what_was_due_long_ago_and_nobody_was_asked_of() -> None:
 
 
 def test_a_copy_tells_what_is_overdue_once_retention_has_taken_the_half_message() -> None:
-    def found(state: str, *op: OpRow, now_ms: int = OVERDUE_MS + 1, **horizon: Any) -> object:
+    def found(state: str, *op: MarkerFact, now_ms: int = OVERDUE_MS + 1, **horizon: Any) -> object:
         taken = TAKEN._replace(**horizon)
         copy = copy_rows(HALF, state)
         return judged([], op, parked=copy, now_ms=now_ms, horizon=taken).findings

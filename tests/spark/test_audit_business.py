@@ -11,7 +11,7 @@ import pytest
 
 from txbroker.core.routing import make_id
 from txbroker.errors import ConfigurationError
-from txbroker.spark.business import Business, compare, id_ranges
+from txbroker.spark.business import BusinessTable, compare, id_ranges
 from txbroker.spark.schema import Terms
 
 if TYPE_CHECKING:
@@ -46,11 +46,11 @@ def verdicts(spark: SparkSession, rows: Iterable[tuple[Any, ...]]) -> DataFrame:
     return spark.createDataFrame(list(rows), COLUMNS)
 
 
-def written(spark: SparkSession, folder: Path, ids: Iterable[str | None]) -> Business:
+def written(spark: SparkSession, folder: Path, ids: Iterable[str | None]) -> BusinessTable:
     """Write rows as Parquet."""
     path = folder / "rows"
     spark.createDataFrame([(id, 1) for id in ids], "tx string, amount int").write.parquet(str(path))
-    return Business(f"parquet:{folder}", "rows", "tx")
+    return BusinessTable(f"parquet:{folder}", "rows", "tx")
 
 
 def found(result: tuple[DataFrame, dict[str, int]]) -> dict[str, str]:
@@ -140,7 +140,7 @@ def test_only_groups_that_write_rows_need_them(spark: SparkSession, tmp_path: Pa
         for n, group in enumerate(("shop", "mail", "bills"))
     ]
     business = written(spark, tmp_path, [])
-    both = Business(business.source, business.table, "tx", groups=("shop", "bills"))
+    both = BusinessTable(business.source, business.table, "tx", groups=("shop", "bills"))
 
     assert set(found(compare(spark, verdicts(spark, told), both, TERMS))) == {id_of(0), id_of(2)}
 
@@ -192,7 +192,7 @@ def database(spark: SparkSession) -> Iterator[str]:
 
 def test_a_table_of_a_database_is_read_in_parts(spark: SparkSession, database: str) -> None:
     told = [verdict(id_of(n), "promoted", visible=True) for n in range(8)]
-    business = Business(database, "orders", "tx id")
+    business = BusinessTable(database, "orders", "tx id")
 
     result = compare(spark, verdicts(spark, told), business, TERMS, half_partitions=3)
 
@@ -206,21 +206,24 @@ def test_a_table_of_a_database_is_read_in_parts(spark: SparkSession, database: s
 
 def test_a_missing_table_of_a_database(spark: SparkSession, database: str) -> None:
     with pytest.raises(ConfigurationError, match=r"table bills of jdbc:derby:.* cannot be read"):
-        compare(spark, verdicts(spark, []), Business(database, "bills", "id"), TERMS)
+        compare(spark, verdicts(spark, []), BusinessTable(database, "bills", "id"), TERMS)
 
 
 @pytest.mark.parametrize(
     ("business", "said"),
     [
-        (Business("mysql://x", "t", "id"), "must be jdbc:URL or parquet:PATH"),
-        (Business("jdbc:nothing:x", "", "id"), "--table"),
-        (Business("jdbc:nothing:x", "t", ""), "--id-column"),
-        (Business("jdbc:nothing://u:secret@h/x", "t", "id"), "spark.jars.packages"),
-        (Business("parquet:/does/not/exist", "rows", "id"), "there is no /does/not/exist/rows"),
+        (BusinessTable("mysql://x", "t", "id"), "must be jdbc:URL or parquet:PATH"),
+        (BusinessTable("jdbc:nothing:x", "", "id"), "--table"),
+        (BusinessTable("jdbc:nothing:x", "t", ""), "--id-column"),
+        (BusinessTable("jdbc:nothing://u:secret@h/x", "t", "id"), "spark.jars.packages"),
+        (
+            BusinessTable("parquet:/does/not/exist", "rows", "id"),
+            "there is no /does/not/exist/rows",
+        ),
     ],
 )
 def test_what_cannot_be_read_is_said_in_one_sentence(
-    spark: SparkSession, business: Business, said: str
+    spark: SparkSession, business: BusinessTable, said: str
 ) -> None:
     with pytest.raises(ConfigurationError, match=said) as refused:
         compare(spark, verdicts(spark, []), business, TERMS)
@@ -232,6 +235,6 @@ def test_a_missing_column_is_named_with_those_that_are_there(
     spark: SparkSession, tmp_path: Path
 ) -> None:
     business = written(spark, tmp_path, [])
-    wrong = Business(business.source, business.table, "order_id")
+    wrong = BusinessTable(business.source, business.table, "order_id")
     with pytest.raises(ConfigurationError, match=r"no column order_id; it has tx, amount"):
         compare(spark, verdicts(spark, []), wrong, TERMS)

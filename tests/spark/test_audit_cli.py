@@ -26,7 +26,7 @@ from txbroker.cli.run import run
 from txbroker.cli.setting_options import settings_from
 from txbroker.errors import ConfigurationError, KafkaUnavailable
 from txbroker.spark.journal import JOURNAL_FILE, Journal
-from txbroker.spark.schema import Cut, Example, RunSummary, SetAside, TopicRead
+from txbroker.spark.schema import BrokenRecord, Example, RunSummary, SnapshotBounds, TopicRead
 
 
 @pytest.fixture
@@ -170,18 +170,18 @@ def test_targets_that_end_in_an_open_transaction_are_named() -> None:
         (held[:2], "2 partitions end in an open transaction"),
         (held, "(payments-0, mails-0, mails-1, mails-2, mails-3, …)"),
     ):
-        cut = Cut(read, read, read, (), (5,), (5,), held=some)
+        cut = SnapshotBounds(read, read, read, (), (5,), (5,), held=some)
         assert words in drift_in_words(msgspec.structs.replace(CLEAN, cut=cut))
     assert "open" not in drift_in_words(CLEAN)
 
 
 def test_what_is_set_aside_or_missing_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
-    others = (SetAside("orders", 0, number, "no id") for number in range(19))
+    others = (BrokenRecord("orders", 0, number, "no id") for number in range(19))
     found = msgspec.structs.replace(
         CLEAN,
         drift={"unreadable": 1, "target_missing": 2},
         quarantined=30,
-        set_aside=(SetAside("half", 2, 77, "its check policy is none", own=True), *others),
+        set_aside=(BrokenRecord("half", 2, 77, "its check policy is none", own=True), *others),
         missing_targets={"bills": 2},
     )
     show_run(found, "table")

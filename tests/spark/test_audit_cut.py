@@ -18,19 +18,19 @@ from txbroker.embedded import EmbeddedKafka
 from txbroker.errors import ConfigurationError
 from txbroker.kafka.client.settings import KafkaSettings
 from txbroker.kafka.tools.audit_access import kept_ms
-from txbroker.spark.access import AuditError, KafkaAccess, TopicEnds, access_from
+from txbroker.spark.access import AuditError, AuditKafka, TopicEnds, access_from
 from txbroker.spark.facts.bounds import gone, held, read_on, to_end
-from txbroker.spark.schema import Names, TopicRead
+from txbroker.spark.schema import TopicNames, TopicRead
 
-NAMES = Names("no.half", "no.op", "no.parked", "no.audit", "no.audit.drift")
+NAMES = TopicNames("no.half", "no.op", "no.parked", "no.audit", "no.audit.drift")
 
 
-def access_to(bootstrap: str, write_timeout_s: float = 0.3) -> KafkaAccess:
+def access_to(bootstrap: str, write_timeout_s: float = 0.3) -> AuditKafka:
     """Return an access that gives up soon."""
     settings = KafkaSettings(
         bootstrap_servers=(bootstrap,), instance_id="audit", write_timeout_s=write_timeout_s
     )
-    return KafkaAccess(settings)
+    return AuditKafka(settings)
 
 
 def new_topic(kafka: EmbeddedKafka, partitions: int = 2, **configs: str) -> str:
@@ -247,4 +247,4 @@ def test_spark_is_told_how_to_log_in(tmp_path: Path) -> None:
 
 def test_settings_that_contradict_themselves_are_told() -> None:
     with pytest.raises(ConfigurationError, match="no bootstrap servers"):
-        KafkaAccess(KafkaSettings(bootstrap_servers=(), instance_id="audit")).ends(["t"])
+        AuditKafka(KafkaSettings(bootstrap_servers=(), instance_id="audit")).ends(["t"])

@@ -17,15 +17,15 @@ from txbroker.spark.judge.judge import judge
 from txbroker.spark.judge.rows import (
     ALWAYS,
     Content,
-    HalfRow,
+    HalfFact,
     Horizon,
-    OpRow,
-    ParkedRow,
+    MarkerFact,
+    ParkedFact,
     TransactionFacts,
-    VisibleRow,
+    VisibleFact,
     read_id,
 )
-from txbroker.spark.schema import Cut, TopicRead
+from txbroker.spark.schema import SnapshotBounds, TopicRead
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -43,7 +43,7 @@ class Tables(NamedTuple):
     op: DataFrame
     visible: DataFrame
     parked: DataFrame
-    cut: Cut | None = None
+    cut: SnapshotBounds | None = None
 
 
 def tables(spark: SparkSession, facts: Iterable[TransactionFacts]) -> Tables:
@@ -107,10 +107,10 @@ def random_facts(random: Random, number: int) -> TransactionFacts:
 
 def _spoil(
     random: Random,
-    half: list[HalfRow],
-    op: list[OpRow],
-    visible: list[VisibleRow],
-    parked: list[ParkedRow],
+    half: list[HalfFact],
+    op: list[MarkerFact],
+    visible: list[VisibleFact],
+    parked: list[ParkedFact],
 ) -> None:
     """Change one thing that may matter."""
     rows: Any = random.choice([half, op, visible])
@@ -138,8 +138,8 @@ def _spoil(
         rows[place] = rows[place]._replace(**_change(random, rows[place]))
 
 
-def _change(random: Random, row: HalfRow | OpRow | VisibleRow) -> dict[str, object]:
-    if isinstance(row, HalfRow):
+def _change(random: Random, row: HalfFact | MarkerFact | VisibleFact) -> dict[str, object]:
+    if isinstance(row, HalfFact):
         changes = [
             {"void": "expired"},
             {"partition": PARTITION + 1},
@@ -150,7 +150,7 @@ def _change(random: Random, row: HalfRow | OpRow | VisibleRow) -> dict[str, obje
             {"body": 1},
             {"timestamp_ms": 1},
         ]
-    elif isinstance(row, OpRow):
+    elif isinstance(row, MarkerFact):
         changes = [
             {"partition": PARTITION + 1},
             {"grp": "h"},
@@ -315,7 +315,7 @@ def test_the_horizon_is_told_from_what_is_left(spark: SparkSession) -> None:
     def read(topic: str, *starts: int, compacted: bool = False) -> TopicRead:
         return TopicRead(topic, starts, starts, starts, 0, compacted)
 
-    cut = Cut(
+    cut = SnapshotBounds(
         half=read("half", *starts),
         op=read("op", *starts),
         parked=read("parked", 0),
@@ -342,7 +342,9 @@ def test_the_horizon_is_told_from_what_is_left(spark: SparkSession) -> None:
     }
     whole = horizon_of(
         tables(spark, facts)._replace(
-            cut=Cut(read("half", 0), read("op", 0), read("parked", 0), (read("t", 0),), (0,), (0,))
+            cut=SnapshotBounds(
+                read("half", 0), read("op", 0), read("parked", 0), (read("t", 0),), (0,), (0,)
+            )
         )
     )
     assert whole == Horizon()
@@ -365,9 +367,9 @@ def test_the_parked_topic_tells_from_its_first_dropped_copy_on_that_is_still_the
     now_ms = START_MS + 3 * day_ms
     half = half_rows()
 
-    def since_ms(ends: tuple[int, ...], *parked: ParkedRow) -> dict[int, int]:
+    def since_ms(ends: tuple[int, ...], *parked: ParkedFact) -> dict[int, int]:
         starts = (0,) * len(ends)
-        cut = Cut(
+        cut = SnapshotBounds(
             TopicRead("half", starts, starts, starts),
             TopicRead("op", starts, starts, starts),
             TopicRead("parked", starts, starts, ends),

@@ -18,7 +18,7 @@ from txbroker.config.settings import load_settings
 from txbroker.core.records import Half
 from txbroker.errors import ConfigurationError
 from txbroker.spark.access import access_from
-from txbroker.spark.business import Business
+from txbroker.spark.business import BusinessTable
 from txbroker.spark.folders import current_verdicts, read_verdicts
 from txbroker.spark.journal import Journal
 from txbroker.spark.run import AuditSettings, check_window, run_audit, run_name
@@ -43,7 +43,7 @@ class Installation:
         self.spark, self.world, self.folder = spark, world, folder
         self.settings = AuditSettings(str(folder / "out"), folder / "data", NAMES)
         self.summaries: list[RunSummary] = []
-        monkeypatch.setattr("txbroker.spark.run.stage", world.stage)
+        monkeypatch.setattr("txbroker.spark.run.extract", world.stage)
 
     def audit(self, moment: Moment, **fields: Any) -> RunSummary:
         """Audit what was there at a moment. `brokers`: who is asked what time it is."""
@@ -227,7 +227,7 @@ def test_folders_of_earlier_runs_that_were_removed_are_unknown_and_no_fault(
     world.mark(settled, "check", number=1, reason="due", source="schedule")
     rows = [(half[0]["id"],) for half in (settled, fresh)]
     spark.createDataFrame(rows, "tx string").write.parquet(str(tmp_path / "rows"))
-    business = Business(f"parquet:{tmp_path}", "rows", "tx")
+    business = BusinessTable(f"parquet:{tmp_path}", "rows", "tx")
     again = runs.audit(world.end(), business=business)
     assert (again.mode, again.states, again.drift) == (
         "incremental",

@@ -31,13 +31,13 @@ from txbroker.spark.judge.judge import GRAVITY, judge
 from txbroker.spark.judge.rows import (
     ALWAYS,
     Content,
-    HalfRow,
+    HalfFact,
     Horizon,
-    Judged,
-    OpRow,
-    ParkedRow,
+    JudgedTransaction,
+    MarkerFact,
+    ParkedFact,
     TransactionFacts,
-    VisibleRow,
+    VisibleFact,
     read_id,
 )
 from txbroker.spark.schema import KIND_NAMES
@@ -272,7 +272,7 @@ def test_a_contrary_marker_that_changed_nothing_is_told_and_no_drift() -> None:
     same = Content(0, "t", 5, HALF[0].body, HALF[0].headers, None)
     other = same._replace(body=1)
 
-    def why(*more: OpRow) -> str | None:
+    def why(*more: MarkerFact) -> str | None:
         found = judged(op=[COMMIT, *more], visible=visible)
         assert (found.verdict, found.findings) == ("settled", ())
         return found.why
@@ -478,7 +478,9 @@ def test_what_is_left_of_a_copy_is_judged_where_retention_took_the_half_message(
     half = half_rows(["t", "u"])
     copy, shown = copy_rows(half, "pending"), visible_rows(half)
 
-    def found(op: list[OpRow], visible: list[VisibleRow], parked: list[ParkedRow]) -> Judged:
+    def found(
+        op: list[MarkerFact], visible: list[VisibleFact], parked: list[ParkedFact]
+    ) -> JudgedTransaction:
         return judged([], op, visible, parked, horizon=TAKEN)
 
     lost = found([COMMIT], [], copy)
@@ -514,7 +516,7 @@ def test_what_may_be_hidden_behind_an_open_transaction_is_late_at_most() -> None
     one = Horizon(hidden=frozenset({("t", 0)}))
     two = half_rows(("t", "u"))
 
-    def found(horizon: Horizon, visible: list[VisibleRow] | None = None) -> Judged:
+    def found(horizon: Horizon, visible: list[VisibleFact] | None = None) -> JudgedTransaction:
         return judged(two, [COMMIT], visible, now_ms=hours_later_ms, horizon=horizon)
 
     late = found(both)
@@ -540,7 +542,7 @@ def test_a_target_that_may_have_lost_it_proves_nothing() -> None:
 
 
 def test_what_retention_cannot_have_taken_yet_is_lost() -> None:
-    def verdict(kept_from_ms: int, half: list[HalfRow] = HALF, *op: OpRow) -> str:
+    def verdict(kept_from_ms: int, half: list[HalfFact] = HALF, *op: MarkerFact) -> str:
         horizon = Horizon(taken_ms={("t", 0): ALWAYS}, kept_from_ms={"t": kept_from_ms})
         return judged(half, list(op) or [COMMIT], horizon=horizon).verdict
 

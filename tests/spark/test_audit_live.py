@@ -20,7 +20,7 @@ from tests.kit.workload import Shop
 from tests.spark.audit_load import Load
 from txbroker.config.settings import load_settings
 from txbroker.embedded import EmbeddedKafka
-from txbroker.spark.schema import Names, RunSummary, Terms
+from txbroker.spark.schema import RunSummary, Terms, TopicNames
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -50,7 +50,7 @@ class Reader(NamedTuple):
         prefix = self.world.prefix
         given = {"kafka": self.world.bootstrap, "topic_prefix": prefix, "instance": "audit"}
         topics = ("half", "op", "parked", "audit", "audit.drift")
-        names = Names(*(f"{prefix}.{topic}" for topic in topics))
+        names = TopicNames(*(f"{prefix}.{topic}" for topic in topics))
         settings = load_settings(given, environ={})
         wanted = AuditSettings(self.out, self.folder, names, TERMS, mode)  # type: ignore[arg-type]
         return run_audit(self.spark, access_from(settings), wanted)
@@ -66,12 +66,12 @@ class Reader(NamedTuple):
 
     def business(self, ids: Sequence[str], summary: RunSummary) -> dict[str, int]:
         """Compare with rows that were read after the topics; a decision may be ever so young."""
-        from txbroker.spark.business import Business, compare
+        from txbroker.spark.business import BusinessTable, compare
 
         rows = self.folder / f"{summary.run}.rows.parquet"
         pq.write_table(pa.table({"id": pa.array(ids, pa.string())}), rows)
         terms = Terms(summary.started_ms, late_after_ms=-3_600_000)
-        source = Business(f"parquet:{rows}", "", "id", groups=("orders", "bills"))
+        source = BusinessTable(f"parquet:{rows}", "", "id", groups=("orders", "bills"))
         return compare(self.spark, self._verdicts(), source, terms)[1]
 
     def _verdicts(self) -> Any:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 from rich.console import Console
 
-from txbroker.spark.progress import SparkProgress, StageSeen, StageWatch, Tally, short
+from txbroker.spark.progress import SparkProgress, StageProgress, StageTotals, StageWatch, short
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -26,10 +26,10 @@ def test_numbers_are_short(number: float, shown: str) -> None:
 
 
 def test_the_newest_of_each_stage_counts() -> None:
-    tally = Tally("reading", 100.0)
+    tally = StageTotals("reading", 100.0)
     assert tally.shown(101.0) == ""
-    tally.note([StageSeen(1, 4, 1, 1000), StageSeen(2, 8, 0, 0)])
-    tally.note([StageSeen(1, 4, 4, 5000)])
+    tally.note([StageProgress(1, 4, 1, 1000), StageProgress(2, 8, 0, 0)])
+    tally.note([StageProgress(1, 4, 4, 5000)])
     assert (tally.tasks, tally.done, tally.rows) == (12, 4, 5000)
     assert tally.rate(102.0) == 2500
     assert tally.shown(102.0) == "5 k rows · 2.5 k/s"
@@ -43,7 +43,7 @@ def test_spark_tells_of_stages_that_run(spark: SparkSession) -> None:
 
     watch = StageWatch(spark)
     rows = spark.range(0, 60_000, 1, 6).selectExpr("id", "id % 5 as k").groupBy("k").count()
-    seen: list[StageSeen] = []
+    seen: list[StageProgress] = []
 
     @inheritable_thread_target(spark)
     def work() -> None:

@@ -17,9 +17,9 @@ from txbroker.cli.audit.run import _tell_until_it_ends
 from txbroker.contract.audit import UnreadRecord, decode_news, encode_news
 from txbroker.errors import ConfigurationError
 from txbroker.spark.report.news import key_of, news_of, publish
-from txbroker.spark.schema import KIND_NAMES, RunSummary, SetAside
-from txbroker.spark.stream.checkpoint import Home
-from txbroker.spark.stream.sink import Progress, Sink
+from txbroker.spark.schema import KIND_NAMES, BrokenRecord, RunSummary
+from txbroker.spark.stream.checkpoint import StreamManifest
+from txbroker.spark.stream.sink import FindingSink, StreamProgress
 from txbroker.spark.stream.stream import AuditStream
 
 
@@ -63,8 +63,8 @@ def test_what_a_stream_did_not_judge_is_told() -> None:
     # Neither needs Spark to be there.
     stream = AuditStream.__new__(AuditStream)
     stream._unread = {}
-    stream._sink = cast(Sink, SimpleNamespace(progress=Progress(strangers=3)))
-    stream._home = Home(name="n", installation="half", started_ms=5, buckets=1, slot_ms=1)
+    stream._sink = cast(FindingSink, SimpleNamespace(progress=StreamProgress(strangers=3)))
+    stream._home = StreamManifest(name="n", installation="half", started_ms=5, buckets=1, slot_ms=1)
     stream._judged_ms = 0
     told = decode_news(encode_news(news_of(stream.summary())))
     assert told.strangers == 3
@@ -98,7 +98,7 @@ def test_a_record_stays_small_whatever_a_run_saw() -> None:
 
 
 def test_what_was_set_aside_and_what_is_missing_is_told_and_found_again() -> None:
-    aside = SetAside("orders", 1, 7, "why", own=True)
+    aside = BrokenRecord("orders", 1, 7, "why", own=True)
     found = drifted(set_aside=(aside,), missing_targets={"gone": 2}, drift={"target_missing": 2})
     told = decode_news(encode_news(news_of(found)))
     assert told.set_aside == [UnreadRecord("orders", 1, 7, "why")]

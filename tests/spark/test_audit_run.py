@@ -12,7 +12,15 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from txbroker.errors import ConfigurationError
-from txbroker.spark.facts.history import Counted, Left, PastRun, Span, joined, left_of, times_of
+from txbroker.spark.facts.history import (
+    PastRun,
+    RemainingRuns,
+    TableCount,
+    TimeSpan,
+    joined,
+    left_of,
+    times_of,
+)
 from txbroker.spark.folders import (
     Folders,
     current_verdicts,
@@ -25,11 +33,17 @@ from txbroker.spark.folders import (
     write_verdicts,
 )
 from txbroker.spark.journal import Journal
-from txbroker.spark.judge.horizon import Gaps, KeptHorizon, gaps_between, with_gaps, without_removed
+from txbroker.spark.judge.horizon import (
+    RetentionGaps,
+    SavedHorizon,
+    gaps_between,
+    with_gaps,
+    without_removed,
+)
 from txbroker.spark.judge.rows import ALWAYS, Horizon
 from txbroker.spark.report.summary import AGE_BOUNDS_MS, EXAMPLES_A_KIND, LATENCY_BOUNDS_MS, add_up
-from txbroker.spark.run import Note, alone, note_down, tidy_up
-from txbroker.spark.schema import VERDICT, Cut, RunSummary, Terms, TopicRead
+from txbroker.spark.run import RunNote, alone, note_down, tidy_up
+from txbroker.spark.schema import VERDICT, RunSummary, SnapshotBounds, Terms, TopicRead
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -78,7 +92,7 @@ def test_what_a_dead_run_wrote_is_removed_and_what_counts_stays(
     out, journal = str(tmp_path / "out"), Journal(tmp_path / "audit.db")
     for folder in (*Folders(out).all_of("dead"), *Folders(out).all_of("old")):
         write_bytes(spark, f"{folder}/part", b"1")
-    note_down(tmp_path, Note("dead", out, (Folders(out).carry("old"),)))
+    note_down(tmp_path, RunNote("dead", out, (Folders(out).carry("old"),)))
     assert tidy_up(spark, tmp_path, journal) == "dead"
     assert not any(exists(spark, folder) for folder in Folders(out).all_of("dead"))
     assert all(exists(spark, folder) for folder in Folders(out).all_of("old"))
@@ -92,7 +106,7 @@ def test_a_run_that_counts_but_died_before_it_cleaned_is_cleaned_after(
     journal.add(summary("new"))
     for folder in (*Folders(out).all_of("new"), *Folders(out).all_of("old")):
         write_bytes(spark, f"{folder}/part", b"1")
-    note_down(tmp_path, Note("new", out, (Folders(out).carry("old"),)))
+    note_down(tmp_path, RunNote("new", out, (Folders(out).carry("old"),)))
     assert tidy_up(spark, tmp_path, journal) == ""
     assert all(exists(spark, folder) for folder in Folders(out).all_of("new"))
     assert exists(spark, Folders(out).verdicts("old"))
@@ -217,11 +231,11 @@ def test_values_beyond_the_last_bound_are_counted_too(spark: SparkSession) -> No
 
 
 def test_spans_are_joined_where_the_gaps_are_smallest() -> None:
-    spans = [Span(90, 99), Span(0, 1), Span(3, 4), Span(50, 60)]
+    spans = [TimeSpan(90, 99), TimeSpan(0, 1), TimeSpan(3, 4), TimeSpan(50, 60)]
     assert joined(spans, most=4) == sorted(spans)
-    assert joined(spans, most=3) == [Span(0, 4), Span(50, 60), Span(90, 99)]
-    assert joined(spans, most=2) == [Span(0, 4), Span(50, 99)]
-    assert joined(spans, most=1) == [Span(0, 99)]
+    assert joined(spans, most=3) == [TimeSpan(0, 4), TimeSpan(50, 60), TimeSpan(90, 99)]
+    assert joined(spans, most=2) == [TimeSpan(0, 4), TimeSpan(50, 99)]
+    assert joined(spans, most=1) == [TimeSpan(0, 99)]
     assert joined([], most=1) == []
 
 
@@ -230,16 +244,16 @@ def read(topic: str, starts: tuple[int, ...], ends: tuple[int, ...]) -> TopicRea
 
 
 def test_what_retention_took_between_two_runs_widens_the_horizon() -> None:
-    was = Cut(
+    was = SnapshotBounds(
         read("half", (5, 0), (10, 10)), read("op", (0, 0), (10, 10)), read("parked", (), ()),
         (read("t", (0,), (10,)), read("u", (0,), (10,))), (), (),
     )  # fmt: skip
-    now = Cut(
+    now = SnapshotBounds(
         read("half", (11, 10), (20, 20)), read("op", (10, 12), (20, 20)), read("parked", (), ()),
         (read("t", (10, 3), (20, 9)), read("u", (4,), (12,)), read("v", (1,), (2,))), (), (),
     )  # fmt: skip
     gaps = gaps_between(was, now)
-    assert gaps == Gaps(frozenset({0}), frozenset({1}), frozenset({("t", 1), ("v", 0)}))
+    assert gaps == RetentionGaps(frozenset({0}), frozenset({1}), frozenset({("t", 1), ("v", 0)}))
     fresh = Horizon(
         {0: 11, 1: 10},
         {0: 500, 1: 501},
@@ -250,9 +264,9 @@ def test_what_retention_took_between_two_runs_widens_the_horizon() -> None:
     assert merged == Horizon(
         {0: 11}, {0: 900}, {1: 601}, {("u", 0): 7, ("t", 1): 2, ("v", 0): 3, ("w", -1): 9}
     )
-    assert KeptHorizon.of(merged, 10_000).read() == merged
+    assert SavedHorizon.of(merged, 10_000).read() == merged
     nothing_left = Horizon({}, {0: ALWAYS}, {1: ALWAYS}, {("t", 0): ALWAYS, ("w", -1): ALWAYS})
-    assert KeptHorizon.of(nothing_left, NOW_MS).read() == Horizon(
+    assert SavedHorizon.of(nothing_left, NOW_MS).read() == Horizon(
         {}, {0: NOW_MS}, {1: NOW_MS}, {("t", 0): NOW_MS, ("w", -1): NOW_MS}
     )
     assert not gaps_between(was, was)
@@ -261,28 +275,30 @@ def test_what_retention_took_between_two_runs_widens_the_horizon() -> None:
 def test_ids_of_the_far_future_are_nobodys_time() -> None:
     terms = Terms(NOW_MS, dedup_window_ms=500)
 
-    def counted(*spans: Span | None) -> dict[str, Counted]:
-        return {str(n): Counted(1, 0, span) for n, span in enumerate(spans)}
+    def counted(*spans: TimeSpan | None) -> dict[str, TableCount]:
+        return {str(n): TableCount(1, 0, span) for n, span in enumerate(spans)}
 
-    read = counted(Span(NOW_MS - 9, NOW_MS + 500), None, Span(NOW_MS - 20, NOW_MS - 5))
-    assert times_of(read, (), terms) == Span(NOW_MS - 20, NOW_MS + 500)
-    read = counted(Span(NOW_MS - 9, 1 << 47), Span(1 << 46, 1 << 47))
-    assert times_of(read, (), terms) == Span(NOW_MS - 9, NOW_MS + 500)
-    assert times_of(counted(Span(1 << 46, 1 << 47)), (), terms) == Span(NOW_MS + 500, NOW_MS + 500)
+    read = counted(TimeSpan(NOW_MS - 9, NOW_MS + 500), None, TimeSpan(NOW_MS - 20, NOW_MS - 5))
+    assert times_of(read, (), terms) == TimeSpan(NOW_MS - 20, NOW_MS + 500)
+    read = counted(TimeSpan(NOW_MS - 9, 1 << 47), TimeSpan(1 << 46, 1 << 47))
+    assert times_of(read, (), terms) == TimeSpan(NOW_MS - 9, NOW_MS + 500)
+    assert times_of(counted(TimeSpan(1 << 46, 1 << 47)), (), terms) == TimeSpan(
+        NOW_MS + 500, NOW_MS + 500
+    )
     assert times_of(counted(None), (), terms) is None
     # What came while the run read is no such id.
-    read = counted(Span(NOW_MS, NOW_MS + 9_000))
-    assert times_of(read, (NOW_MS, NOW_MS + 9_000), terms) == Span(NOW_MS, NOW_MS + 9_000)
+    read = counted(TimeSpan(NOW_MS, NOW_MS + 9_000))
+    assert times_of(read, (NOW_MS, NOW_MS + 9_000), terms) == TimeSpan(NOW_MS, NOW_MS + 9_000)
 
 
 def test_nothing_before_a_removed_run_is_looked_up() -> None:
     runs = tuple(PastRun(str(n), n * 10, n * 10 + 5, ()) for n in range(4))
-    assert left_of(runs, {"0", "1", "2", "3"}) == Left(runs, None)
-    assert left_of(runs, {"2", "3"}) == Left(runs[2:], 15)
+    assert left_of(runs, {"0", "1", "2", "3"}) == RemainingRuns(runs, None)
+    assert left_of(runs, {"2", "3"}) == RemainingRuns(runs[2:], 15)
     # Not the oldest first: what is left of older runs is no whole story.
-    assert left_of(runs, {"0", "1", "3"}) == Left(runs[3:], 25)
-    assert left_of(runs, set()) == Left((), 35)
-    assert left_of((PastRun("0", None, None, ()),), set()) == Left((), None)
+    assert left_of(runs, {"0", "1", "3"}) == RemainingRuns(runs[3:], 25)
+    assert left_of(runs, set()) == RemainingRuns((), 35)
+    assert left_of((PastRun("0", None, None, ()),), set()) == RemainingRuns((), None)
 
 
 def test_what_was_removed_is_behind_the_horizon() -> None:

@@ -31,19 +31,19 @@ from txbroker.embedded import EmbeddedKafka
 from txbroker.kafka.client.settings import KafkaSettings
 from txbroker.kafka.protocol.batch import HEADER_BYTES, Unreadable, batch_body, encode_batch
 from txbroker.kafka.tools import audit_records
-from txbroker.spark.access import AuditError, KafkaAccess, TopicEnds
+from txbroker.spark.access import AuditError, AuditKafka, TopicEnds
 from txbroker.spark.schema import Terms, TopicRead
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
-    from txbroker.spark.facts.extract import Staged
+    from txbroker.spark.facts.extract import Extract
 
 TERMS = Terms(now_ms=0)
 _COMMITTER = "mapreduce.fileoutputcommitter.algorithm.version"
 
 
-class Watched(KafkaAccess):
+class Watched(AuditKafka):
     """An access that does something at certain questions."""
 
     def __init__(self, bootstrap: str, before: Callable[[int], None] = lambda _: None) -> None:
@@ -60,13 +60,13 @@ class Watched(KafkaAccess):
 
 
 async def staged(
-    spark: SparkSession, planting: Planting, folder: Path, access: KafkaAccess, **more: Any
-) -> Staged:
+    spark: SparkSession, planting: Planting, folder: Path, access: AuditKafka, **more: Any
+) -> Extract:
     """Stage while the event loop goes on."""
-    from txbroker.spark.facts.extract import stage
+    from txbroker.spark.facts.extract import extract
 
     args = (spark, access, planting.names, more.pop("terms", TERMS), str(folder))
-    return await asyncio.to_thread(lambda: stage(*args, **more))
+    return await asyncio.to_thread(lambda: extract(*args, **more))
 
 
 def by_id(table: DataFrame) -> dict[str, list[dict[str, Any]]]:
@@ -151,10 +151,10 @@ async def test_everything_is_read_once_and_what_is_void_or_does_not_read_is_name
 async def test_what_comes_meanwhile_is_read_but_not_early_and_what_is_gone_keeps_nobody(
     spark: SparkSession, kafka: EmbeddedKafka, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from txbroker.spark.facts import extract as stage
+    from txbroker.spark.facts import extract as extract
 
     clock_s = [1.0]
-    monkeypatch.setattr(stage, "time", SimpleNamespace(monotonic=lambda: clock_s[0]))
+    monkeypatch.setattr(extract, "time", SimpleNamespace(monotonic=lambda: clock_s[0]))
     async with Planting(kafka.bootstrap) as planting:
         loop = asyncio.get_running_loop()
         names, orders, bills = planting.names, planting.orders, planting.bills

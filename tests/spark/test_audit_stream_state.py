@@ -10,9 +10,9 @@ import pytest
 
 from txbroker.core.routing import make_id
 from txbroker.spark.judge.rows import ALWAYS, Horizon
-from txbroker.spark.stream.checkpoint import Home, Taken
+from txbroker.spark.stream.checkpoint import StreamManifest, TakenPartition
 from txbroker.spark.stream.query import Texts
-from txbroker.spark.stream.state import RISES, Bucket, Fact, Heard, StreamTerms
+from txbroker.spark.stream.state import RISES, Bucket, BucketChanges, Fact, StreamTerms
 
 T0 = 1_700_000_000_000
 TARGET = "orders"
@@ -47,7 +47,7 @@ class Stream:
         self.strangers = 0
         self.due_ms: int | None = None
 
-    def read(self, *facts: Fact) -> Heard:
+    def read(self, *facts: Fact) -> BucketChanges:
         """Give it records."""
         heard = Bucket(self.shelf, self.terms, self.moment_ms).look(facts)
         self.due_ms = heard.due_ms
@@ -110,11 +110,11 @@ def stream() -> Stream:
 
 def test_what_was_gone_when_it_came_is_what_retention_may_have_taken() -> None:
     week_ms = 7 * 86_400_000
-    home = Home(name="n", installation="half", started_ms=T0, buckets=1, slot_ms=1)
+    home = StreamManifest(name="n", installation="half", started_ms=T0, buckets=1, slot_ms=1)
     found = [
-        Taken("half", 0, 5, T0, week_ms), Taken("old", 1, 9, T0, week_ms),
-        Taken("large", 0, 9, T0), Taken("deleted", 0, 5, T0, week_ms),
-        Taken("deleted", -1, 0, ALWAYS),
+        TakenPartition("half", 0, 5, T0, week_ms), TakenPartition("old", 1, 9, T0, week_ms),
+        TakenPartition("large", 0, 9, T0), TakenPartition("deleted", 0, 5, T0, week_ms),
+        TakenPartition("deleted", -1, 0, ALWAYS),
     ]  # fmt: skip
     horizon = home.with_taken(found).horizon("half", "op")
     places = {("old", 1): T0, ("large", 0): T0, ("deleted", 0): T0}

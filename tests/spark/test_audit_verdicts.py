@@ -149,8 +149,8 @@ def test_the_command_tells_everybody_what_it_found(planted: Planted, commanded: 
 async def test_installations_that_share_targets_do_not_see_one_another(
     spark: SparkSession, kafka: EmbeddedKafka, tmp_path: Path
 ) -> None:
-    from txbroker.spark.access import KafkaAccess
-    from txbroker.spark.facts.extract import stage
+    from txbroker.spark.access import AuditKafka
+    from txbroker.spark.facts.extract import extract
 
     async with Planting(kafka.bootstrap) as one, Planting(kafka.bootstrap) as two:
         for mine, others in ((one, two), (two, one)):
@@ -170,9 +170,9 @@ async def test_installations_that_share_targets_do_not_see_one_another(
     assert told.rows.keys() == one.expected.keys()
     assert not differences(one.expected.values(), told.rows)
     # What the other one's audit is given; its verdicts follow from that alone.
-    access = KafkaAccess(KafkaSettings(bootstrap_servers=(kafka.bootstrap,), instance_id="audit"))
+    access = AuditKafka(KafkaSettings(bootstrap_servers=(kafka.bootstrap,), instance_id="audit"))
     args = (spark, access, two.names, Terms(0), str(tmp_path / "two"))
-    read = await asyncio.to_thread(lambda: stage(*args))
+    read = await asyncio.to_thread(lambda: extract(*args))
     promoted = {each.id for each in two.expected.values() if each.state == "promoted"}
     assert {target.topic for target in read.cut.targets} == {one.orders, one.bills, two.orders}
     assert {row["id"] for row in read.visible.collect()} == promoted
