@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from msgspec import Struct
-from pyspark.sql import SparkSession
 
 from txbroker.embedded.java import candidates, major_version
 from txbroker.errors import ConfigurationError
@@ -390,7 +389,7 @@ ROWS_A_TASK = 200_000
 
 
 @contextmanager
-def spread(spark: SparkSession, rows: int) -> Iterator[None]:
+def spread(spark: "SparkSession", rows: int) -> Iterator[None]:
     """Cut shuffles meanwhile into as many tasks as suit the number of rows.
 
     Where `spark.sql.shuffle.partitions` was given by whoever started Spark, that stays.
@@ -403,7 +402,7 @@ def spread(spark: SparkSession, rows: int) -> Iterator[None]:
 
 
 @contextmanager
-def setting(spark: SparkSession, name: str, value: str) -> Iterator[None]:
+def setting(spark: "SparkSession", name: str, value: str) -> Iterator[None]:
     """Give one of Spark SQL's settings another value meanwhile."""
     was = spark.conf.get(name)
     spark.conf.set(name, value)
