@@ -9,7 +9,6 @@ from txbroker.checkers.base import (
     CheckCall,
     Unclear,
     Unreached,
-    ask_again_within_bounds,
 )
 from txbroker.contract.json import (
     MessageError,
@@ -19,7 +18,7 @@ from txbroker.contract.json import (
     decode_scalar,
     message_to_json,
 )
-from txbroker.core.records import Decision, Message
+from txbroker.core.records import Decision, Message, bounded_later_s
 
 NOT_HANDLED = frozenset({429, 502, 503})
 """By contract these say that nobody took the question: the attempt is given back."""
@@ -129,7 +128,7 @@ def _ask_again(raw: msgspec.Raw | None) -> float | None:
         return None
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise _Malformed("ask_again_s of the answer is not a number")
-    return ask_again_within_bounds(value)
+    return bounded_later_s(value)
 
 
 def _messages(raw: msgspec.Raw | None, messages_max: int | None) -> tuple[Message, ...] | None:

@@ -1,4 +1,4 @@
-"""One question and what came of it: in a span where that is traced, told where it failed."""
+"""One question and its outcome: traced if its prepare was, logged if it failed."""
 
 import asyncio
 import logging
@@ -9,16 +9,8 @@ import structlog
 from msgspec import structs
 
 from txbroker import tracing
-from txbroker.checkers.base import (
-    Answered,
-    Channel,
-    CheckCall,
-    CheckResult,
-    Unclear,
-    Unreached,
-    already,
-    shortened,
-)
+from txbroker.checkers import base
+from txbroker.checkers.base import Channel, CheckCall, CheckResult, Unclear, Unreached
 from txbroker.checkers.queues import QueuedCheck
 from txbroker.core.telling import safe_repr, where_raised
 from txbroker.errors import TxbrokerError
@@ -27,12 +19,12 @@ log = structlog.wrap_logger(logging.getLogger(__name__))
 
 
 def ask(channel: Channel, call: CheckCall) -> asyncio.Future[CheckResult]:
-    """Ask in a span that continues the one that prepared, where that is recorded. A fault of ours
-    is the answer: it takes no other question of a run along."""
+    """Ask, in a span that continues the prepare's if that was recorded. A fault in the proxy's own
+    code becomes the result, so that it affects no other question of a run."""
     try:
         return _ask(channel, call)
     except Exception as error:
-        return already(fault(call, error))
+        return base.already(fault(call, error))
 
 
 def _ask(channel: Channel, call: CheckCall) -> asyncio.Future[CheckResult]:
@@ -51,45 +43,45 @@ def _ask(channel: Channel, call: CheckCall) -> asyncio.Future[CheckResult]:
         if step is None:
             return channel.ask(call, call.timeout_s)
         answer = channel.ask(structs.replace(call, trace=step.context), call.timeout_s)
-        answer.add_done_callback(partial(_over, step, span.pop_all()))
+        answer.add_done_callback(partial(_end_span, step, span.pop_all()))
         return answer
 
 
-def _over(step: tracing.ActiveSpan, span: ExitStack, answer: asyncio.Future[CheckResult]) -> None:
-    """Note in a question's span what came of it, and end the span."""
+def _end_span(
+    step: tracing.ActiveSpan, span: ExitStack, answer: asyncio.Future[CheckResult]
+) -> None:
     with span:
         if answer.cancelled():
             outcome = "cancelled"
         else:
             outcome = "unclear" if answer.exception() else outcome_of(answer.result())
         step.note({tracing.OUTCOME: outcome})
-        if outcome in _NO_ANSWERS:
+        if outcome in ("returned", "unclear", "cancelled"):
             step.failed(outcome)
 
 
 def result_of(call: CheckCall, answer: asyncio.Future[CheckResult]) -> CheckResult:
-    """Return what came of a question that is over."""
+    """Return the result of a question whose future is done."""
     error = asyncio.CancelledError() if answer.cancelled() else answer.exception()
     return answer.result() if error is None else fault(call, error)
 
 
 def fault(call: CheckCall, error: BaseException) -> Unclear:
     """Log a fault of the proxy's own code in a question; return the unclear result."""
-    tell_fault(call.id, call.group, error)
-    return Unclear(shortened(f"the proxy failed while it asked: {type(error).__name__}"))
+    log_fault(call.id, call.group, error)
+    return Unclear(base.shortened(f"the proxy failed while it asked: {type(error).__name__}"))
 
 
-def tell_failed(item: QueuedCheck, error: Exception) -> None:
-    """Tell why a check goes no further now."""
+def log_failed(check: QueuedCheck, error: Exception) -> None:
+    """Log why a check stops here; the owner's schedule offers it again."""
     if isinstance(error, TxbrokerError):
-        # The owner could not write: its schedule offers the check again.
-        log.warning("check not made", id=item.id, group=item.group.name, why=str(error))
+        log.warning("check not made", id=check.id, group=check.group.name, why=str(error))
     else:
-        tell_fault(item.id, item.group.name, error)
+        log_fault(check.id, check.group.name, error)
 
 
-def tell_fault(id: str, group: str, error: BaseException) -> None:
-    """Tell of a fault of ours."""
+def log_fault(id: str, group: str, error: BaseException) -> None:
+    """Log a fault of the proxy's own code."""
     log.error(
         "check failed in the proxy",
         id=id,
@@ -99,10 +91,8 @@ def tell_fault(id: str, group: str, error: BaseException) -> None:
     )
 
 
-_NO_ANSWERS = frozenset({"returned", "unclear", "cancelled"})
-
-
 def outcome_of(result: CheckResult) -> str:
-    if isinstance(result, Answered):
+    """Return the name of a result in metrics and spans."""
+    if isinstance(result, base.Answered):
         return str(result.decision) if result.ask_again_s is None else "later"
     return "returned" if isinstance(result, Unreached) else "unclear"

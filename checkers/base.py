@@ -1,4 +1,4 @@
-"""What a check-back is, whoever is asked and however."""
+"""The types of a check-back: the question, its result, and who asks, answers and decides."""
 
 import asyncio
 from collections.abc import Collection, Sequence
@@ -10,26 +10,22 @@ from txbroker.core.records import CheckReason, Decision, Message
 from txbroker.core.trace_context import TraceContext
 from txbroker.errors import TxbrokerError
 
-ASK_AGAIN_S_MIN = 1.0
-"""A "not yet" for less than this is taken as this, so that no group is asked in a tight loop."""
-ASK_AGAIN_S_MAX = 3600.0
-"""A "not yet" for longer than this is taken as this: one hour."""
 DETAIL_CHARS_MAX = 200
-"""An answer's `detail` goes into markers and timelines, so it stays short."""
+"""An answer's `detail` is stored in markers and shown in timelines, so it stays short."""
 
 
 class CheckCall(Struct, frozen=True):
-    """The question: what became of this transaction?
+    """The question for the decision about a transaction.
 
     Attributes:
-        attempt: how many attempts count with this one, from 1; `attempts_max` is the last.
+        attempt: attempts that count, with this one, from 1; `attempts_max` is the last.
         prepared_at_ms: when the half message was appended.
-        round: attempts are numbered anew in each round; a revived transaction begins one.
-        number: of this attempt's marker, never used twice in a round, while `attempt` is, after
-            one was given back.
-        timeout_s: how long to wait for an answer; the transaction parks that long after its
-            last attempt, so nobody may wait longer.
-        trace: the trace that the question belongs to, where it is known.
+        round: attempts are numbered per round; reviving a transaction starts a new round.
+        number: of this attempt's marker. Unique within a round; `attempt` is not, after an
+            attempt was given back.
+        timeout_s: maximum time for the answer; the transaction parks that long after its last
+            attempt.
+        trace: the trace that the question belongs to, if known.
     """
 
     id: str
@@ -46,9 +42,9 @@ class CheckCall(Struct, frozen=True):
 
 
 class Answered(Struct, frozen=True):
-    """Somebody answered. `unknown` with `ask_again_s` is a deliberate "not yet".
+    """The group answered. `unknown` with `ask_again_s` is a deliberate "not yet".
 
-    `detail` is the answer in a few words, for the next marker and the transaction's timeline.
+    `detail` is a short text for the next marker and the transaction's timeline.
     """
 
     decision: Decision
@@ -58,13 +54,13 @@ class Answered(Struct, frozen=True):
 
 
 class Unreached(Struct, frozen=True):
-    """Certainly nobody took the question: the attempt is given back."""
+    """The question certainly reached no instance: the attempt is given back."""
 
     detail: str
 
 
 class Unclear(Struct, frozen=True):
-    """Nobody knows whether the question arrived: the attempt counts."""
+    """The question may have reached an instance: the attempt counts."""
 
     detail: str
 
@@ -73,7 +69,7 @@ CheckResult: TypeAlias = Answered | Unreached | Unclear
 
 
 class AttemptRequest(Struct, frozen=True, gc=False):
-    """An attempt that is to be made: of which transaction, why now, and whom it will ask."""
+    """An attempt to be made: the transaction, the reason, and the endpoint that will be asked."""
 
     id: str
     reason: CheckReason
@@ -81,21 +77,11 @@ class AttemptRequest(Struct, frozen=True, gc=False):
 
 
 class AttemptResult(Struct, frozen=True):
-    """What came of an attempt, and from whom."""
+    """The result of an attempt, and the endpoint that was asked."""
 
     call: CheckCall
     endpoint: str
     result: CheckResult
-
-
-def ask_again_within_bounds(seconds: float) -> float:
-    """Return how long a "not yet" holds: what was answered, but 1 s at least and 1 h at most.
-
-    Takes whole numbers of any size; what is no number counts as the shortest time.
-    """
-    if seconds > ASK_AGAIN_S_MAX:
-        return ASK_AGAIN_S_MAX
-    return float(seconds) if seconds > ASK_AGAIN_S_MIN else ASK_AGAIN_S_MIN
 
 
 def shortened(detail: str) -> str:
@@ -107,75 +93,76 @@ def shortened(detail: str) -> str:
 
 
 def already(result: CheckResult) -> "asyncio.Future[CheckResult]":
-    """Return a future of what is known already."""
+    """Return a future that is done."""
     future: asyncio.Future[CheckResult] = asyncio.get_running_loop().create_future()
     future.set_result(result)
     return future
 
 
 class Channel(Protocol):
-    """A connection to an instance of a group, in hand: asking it needs no further look-up."""
+    """An acquired connection to an instance of a group."""
 
     endpoint: str
-    """Whom it asks, for the marker and the timeline: a URL, or `session INSTANCE`."""
+    """For the marker and the timeline: a URL, or `session INSTANCE`."""
     instance: str
-    """The SDK instance that it asks, "" where it asks no one instance that could be avoided."""
+    """The SDK instance that it reaches; "" for a check URL, which has no instances to avoid."""
 
     def ask(self, call: CheckCall, timeout_s: float) -> "asyncio.Future[CheckResult]":
         """Ask, once. The question has been handed to the socket when this returns.
 
-        Nothing is raised for what the other side does: every outcome is a CheckResult, known
-        within `timeout_s`.
+        Faults of the other side raise nothing: every outcome is a CheckResult, known within
+        `timeout_s`.
         """
         ...
 
     def release(self) -> None:
-        """Give the connection back; once, also where nothing was asked."""
+        """Give the connection back; call it once, also if nothing was asked."""
         ...
 
 
 class Finder(Protocol):
-    """Finds somebody of a group to ask."""
+    """Finds an instance of a group to ask."""
 
     def at_hand(self, group: str, prefer: str) -> Channel | None:
-        """Return the channel that `acquire` would return without waiting for anything, if any."""
+        """Return the channel that `acquire` would return without waiting, if any."""
         ...
 
     async def acquire(
         self, group: str, prefer: str, avoid: Collection[str] = ()
     ) -> Channel | Unreached:
-        """Return a channel to the group, to the instance `prefer` if it is there, or why there
-        is none. Takes at most a few seconds; sends nothing of a question yet.
+        """Return a channel to the group, or why there is none. Takes at most a few seconds and
+        sends nothing of a question.
 
         Args:
-            avoid: instances that did not take the question; somebody else is wanted.
+            prefer: the instance to use if it can be asked.
+            avoid: instances that did not take the question.
         """
         ...
 
 
 class CheckOwner(Protocol):
-    """The owner of the half partition that a transaction lives in. Compared by identity."""
+    """The owner of a transaction's half partition. Compared by identity."""
 
     def in_memory(self, id: str) -> bool:
-        """Say whether the transaction's messages are in memory: others do not wait for those
-        that are to be read first."""
+        """Return True if the transaction's messages are in memory. Checks with messages in memory
+        do not wait for those whose messages must be read."""
         ...
 
     async def attempt(
         self, checks: Sequence[AttemptRequest]
     ) -> "list[CheckCall | TxbrokerError | None]":
-        """Write the numbered markers of attempts.
+        """Write the numbered markers of attempts; return one item for each.
 
-        Return of each the question once the marker is durable and the ledger has accepted it, None
-        where there is nothing to ask (any more): decided, too early, not ours; or why its marker
-        was not written.
+        The question, once its marker is durable and the ledger has accepted it; None if there is
+        nothing to ask (decided, too early, not of this owner); or the error that kept its marker
+        from being written.
         """
         ...
 
     def still_pending(self, id: str) -> bool:
-        """Say whether the transaction is undecided, by all markers that the ledger knows."""
+        """Return True if the transaction is undecided, by all markers that the ledger knows."""
         ...
 
     async def answered(self, run: Sequence[AttemptResult]) -> None:
-        """Take what came of attempts: a decision, "not yet", nobody reached, or nothing."""
+        """Apply the results of attempts."""
         ...

@@ -1,4 +1,4 @@
-"""The queues of groups: which check comes next, and whose turn it is within the limits."""
+"""The queues of groups: the order of checks, and the limits on calls in flight."""
 
 from collections.abc import Iterator
 from typing import Protocol
@@ -8,19 +8,26 @@ from txbroker.core.records import CheckReason
 
 
 class Timer(Protocol):
-    """What ends a group's rest, as `asyncio.TimerHandle` does."""
+    """Ends a group's back-off, as `asyncio.TimerHandle` does."""
 
     def cancel(self) -> None:
-        """Let it not happen."""
+        """Cancel the call."""
         ...
 
 
 class QueuedCheck:
-    """A check that is due, and how far it has come."""
+    """A due check and its progress.
+
+    Attributes:
+        place: its position in the group's queue: the time it became due, and a number.
+        has_slot: it counts as a call in flight.
+        era: the group's, when the check left the queue.
+        began_s: when an instance was looked for, later when it was asked, on the loop's clock.
+    """
 
     __slots__ = (
-        "began_s", "call", "channel", "endpoint", "era", "forgotten", "group", "id", "owner",
-        "place", "prefer", "reason", "result",
+        "began_s", "call", "channel", "endpoint", "era", "forgotten", "group", "has_slot", "id",
+        "owner", "place", "prefer", "reason", "result",
     )  # fmt: skip
 
     channel: Channel
@@ -43,20 +50,25 @@ class QueuedCheck:
         self.prefer = prefer
         self.reason = reason
         self.place = place
-        """In its group's queue: since when it is due, and a number."""
         self.forgotten = False
+        self.has_slot = False
         self.era = 0
-        """The group's when it was taken from the queue."""
         self.began_s = 0.0
-        """When somebody to ask was looked for, later when it was asked, by the loop's clock."""
 
     @property
     def wanted(self) -> bool:
+        """True while the owner has not forgotten the check and the transaction is undecided."""
         return not self.forgotten and self.owner.still_pending(self.id)
 
 
 class GroupQueue:
-    """The queue of one group and how it fares."""
+    """The queue of one group and its reachability.
+
+    Attributes:
+        unreachable_since_s: when the first of its failures in a row happened, on the loop's clock.
+        era: grows when a back-off begins or ends. Calls of an earlier era neither lengthen a
+            back-off nor count as another failure.
+    """
 
     def __init__(self, name: str, share: "CallBudget") -> None:
         self.name = name
@@ -64,45 +76,46 @@ class GroupQueue:
         self.queue: list[tuple[tuple[float, int], QueuedCheck]] = []
         self.running = 0
         self.failures = 0
-        self.away_s = 0.0
-        """When the first of these failures was met, by the loop's clock."""
+        self.unreachable_since_s = 0.0
         self.detail = ""
         self.era = 0
-        """Grows with each back-off and each end of one, so that calls which began before it
-        neither lengthen it nor count twice."""
         self.timer: Timer | None = None
 
     @property
     def resting(self) -> bool:
+        """True during a back-off."""
         return self.timer is not None
 
     def stop_timer(self) -> None:
+        """End the back-off."""
         if self.timer is not None:
             self.timer.cancel()
             self.timer = None
 
 
 class CallBudget:
-    """Groups whose calls are bounded together: all groups, or those of one share.
+    """Limits the calls in flight of several groups together: of all, or of one share.
 
     Args:
         name: of the share, "" for all groups.
-        first_max, more_max: calls at a time up to which a group gets its first one, or a further
-            one.
+        first_max: calls in flight below which a group may start its first call.
+        more_max: calls in flight below which a group may start another call.
+
+    Attributes:
+        groups: how many groups of the share are known.
+        charged: what counts towards `more_max`: for a share, its calls up to its own limit; for
+            all groups, the sum over the shares. So first calls of one share do not reduce the
+            others' budget.
     """
 
     def __init__(self, name: str, first_max: int, more_max: int) -> None:
         self.name = name
         self.groups = 0
-        """How many of a share are known now."""
         self.running = 0
         self.charged = 0
-        """What counts against further calls: of a share its calls up to its own bound, of all
-        groups what their shares are charged. So first calls of a share take no other's part."""
         self.first_max = first_max
         self.more_max = more_max
-        # Groups that the bound holds up, longest waiting first: those without any call under way,
-        # and those that wait for a further one.
+        # Groups that wait for their first call, or for another one; longest waiting first.
         self._first: dict[str, GroupQueue] = {}
         self._more: dict[str, GroupQueue] = {}
 
@@ -110,7 +123,7 @@ class CallBudget:
         return self.charged < self.more_max if further else self.running < self.first_max
 
     def room(self, group: GroupQueue) -> bool:
-        """Say whether the bound allows a group another call; if not, line it up."""
+        """Return True if a group may start a call; otherwise let it wait for room."""
         further = group.running > 0
         if self._open(further):
             return True
@@ -118,12 +131,12 @@ class CallBudget:
         return False
 
     def forget(self, group: GroupQueue) -> None:
-        """It waits for nothing any more."""
+        """Stop a group's waiting."""
         self._first.pop(group.name, None)
         self._more.pop(group.name, None)
 
     def next(self) -> Iterator[GroupQueue]:
-        """Yield the groups whose turn it is, while there is room."""
+        """Yield waiting groups, while there is room."""
         for waiting, further in ((self._first, False), (self._more, True)):
             while waiting and self._open(further):
                 yield waiting.pop(next(iter(waiting)))

@@ -1,9 +1,9 @@
-"""Carries out due checks: whom, when and how many at a time, never at another group's cost.
+"""Carries out due checks: whom to ask, when, and how many at a time, isolated by group.
 
-Each group has a queue, a limit of parallel calls and a back-off of its own. Checks go in *runs*:
-those of one owner that have somebody to ask in one turn of the event loop are attempted together,
-and what they are answered in one turn is told together. `CheckRunner._attempt` and `_tell` carry a
-run out; the order of their steps is what keeps the number of attempts true.
+Each group has a queue, a limit of parallel calls and a back-off. Checks go in *runs*: checks of one
+owner that get a channel in one iteration of the event loop are attempted together, and the answers
+of one iteration are reported together. `CheckRunner._attempt` and `_report` carry a run out; the
+order of their steps keeps the number of attempts true.
 """
 
 import asyncio
@@ -17,9 +17,9 @@ from functools import partial
 from typing import Any, Protocol, TypeAlias
 
 import structlog
-from msgspec import structs
+from msgspec import Struct, structs
 
-from txbroker.checkers.asking import ask, fault, outcome_of, result_of, tell_failed, tell_fault
+from txbroker.checkers.asking import ask, fault, log_failed, log_fault, outcome_of, result_of
 from txbroker.checkers.base import (
     Answered,
     AttemptRequest,
@@ -40,39 +40,58 @@ from txbroker.failpoints import failpoint
 
 log = structlog.wrap_logger(logging.getLogger(__name__))
 
-QUEUE_MAX = 100_000
-"""Checks waiting in one group's queue; the owners' schedules keep the others. An entry is small
-beside the half message that the owner holds, but offering it again and again costs time."""
 PARALLEL_DEFAULT = 8
-"""Calls to one group at a time, where the group does not say."""
-PARALLEL_TOTAL_MAX = 256
-"""Calls at a time of all groups; beyond it every group still gets its first one."""
-FIRST_CALLS_MAX = 1024
-"""Calls at a time, first ones included: the sockets that checks may take of a process."""
+"""Calls in flight to one group, unless its policy sets a limit."""
 BACK_OFF_FIRST_S = 1.0
 BACK_OFF_MAX_S = 30.0
-"""How long an unreachable group rests: the first time, doubled each time, and at most; once to
-twice as long at random, so that groups which went together do not come back together."""
+"""The back-off of an unreachable group: the first one and the maximum, doubled each time. Jitter
+adds up to the same again, so that groups which failed together do not return together."""
+
+
+class RunnerLimits(Struct, frozen=True):
+    """Limits of a check runner.
+
+    Attributes:
+        queue_max: checks queued per group; the owners' schedules keep the others. A queued check
+            is small compared to the half message that its owner holds, and offering a check again
+            and again costs time.
+        parallel_total_max: calls in flight of all groups; above it a group still gets its first.
+        first_calls_max: calls in flight, first ones included: the sockets that checks may use.
+    """
+
+    queue_max: int = 100_000
+    parallel_total_max: int = 256
+    first_calls_max: int = 1024
+
+
+DEFAULT_LIMITS = RunnerLimits()
 
 
 class CheckMetrics(Protocol):
-    """Told of what the runner does."""
+    """Counts checks."""
 
     def checks_ended(self, group: str, outcome: str, durations_s: Sequence[float]) -> None:
-        """Tries to check are over, each after so many seconds.
+        """Count ended checks by their durations.
 
         `outcome`: `commit`, `rollback`, `unknown`, `later`, `unclear`, `returned` (an attempt
-        that reached nobody) or `unreachable` (there was nobody, so no attempt was made).
+        that reached no instance) or `unreachable` (no channel, so no attempt was made).
         """
         ...
 
 
 Later: TypeAlias = Callable[[float, Callable[[], None]], Timer]
-"""Call something so many seconds later, from the event loop."""
+"""Calls a function from the event loop after a delay in seconds."""
 
 
 class CheckRunner:
-    """Takes due checks from owners and carries them out."""
+    """Takes due checks from owners and carries them out.
+
+    Args:
+        parallel: returns a group's limit of calls in flight; None: the default.
+        share_of: returns the share that a group belongs to: no share gets all calls.
+        jitter: returns a random number from 0 to 1 for each back-off.
+        later: the timer of a back-off; None: the event loop's.
+    """
 
     def __init__(
         self,
@@ -80,46 +99,37 @@ class CheckRunner:
         metrics: CheckMetrics,
         *,
         parallel: Callable[[str], int | None] = lambda group: None,
-        queue_max: int = QUEUE_MAX,
-        parallel_total_max: int = PARALLEL_TOTAL_MAX,
-        first_calls_max: int = FIRST_CALLS_MAX,
         share_of: ShareOf = own_share,
+        limits: RunnerLimits = DEFAULT_LIMITS,
         jitter: Callable[[], float] = random.random,
         later: Later | None = None,
     ) -> None:
-        """Args:
-        parallel: how many calls a group takes at a time; None: the default.
-        share_of: returns whose a group is: no share has all calls.
-        jitter: a random number from 0 to 1 for each back-off.
-        later: how a back-off waits; None: by the event loop.
-        """
         self._finder = finder
         self._metrics = metrics
         self._parallel = parallel
-        self._queue_max = queue_max
         self._share_of = share_of
+        self._limits = limits
         self._jitter = jitter
-        self._later = later or _by_the_loop
+        self._later = later or _call_later
         self._groups: dict[str, GroupQueue] = {}
-        self._items: dict[tuple[CheckOwner, str], QueuedCheck] = {}
-        self._all = CallBudget("", first_calls_max, parallel_total_max)
-        self._share_bounds = (share_max(first_calls_max), share_max(parallel_total_max))
+        self._checks: dict[tuple[CheckOwner, str], QueuedCheck] = {}
+        self._all = CallBudget("", limits.first_calls_max, limits.parallel_total_max)
         self._shares: dict[str, CallBudget] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._order = itertools.count()
         self._closed = False
-        # What the next turn of the event loop takes up: groups whose queues have grown, checks
-        # with somebody to ask in hand, and what has been answered.
+        # For the next iteration of the event loop: groups with new checks in their queues, checks
+        # that got a channel, and checks that got an answer.
         self._grown: dict[GroupQueue, None] = {}
-        self._in_hand: list[QueuedCheck] = []
-        self._heard: list[QueuedCheck] = []
-        # Whose channels are in hand, and what they were asked.
-        self._holding: dict[QueuedCheck, asyncio.Future[CheckResult] | None] = {}
+        self._ready: list[QueuedCheck] = []
+        self._answers: list[QueuedCheck] = []
         self._waking = False
-        # Checks whose places are free again, though it is not written yet what came of them.
-        self._telling = 0
+        # Checks that hold a channel, and the future of their answer once they were asked.
+        self._asked: dict[QueuedCheck, asyncio.Future[CheckResult] | None] = {}
+        self._reporting = 0
+        """Checks whose slots are free again while their results are still being written."""
 
-    # --- from the owners ---------------------------------------------------------------------
+    # --- for owners --------------------------------------------------------------------------
 
     def due(
         self,
@@ -131,140 +141,145 @@ class CheckRunner:
         *,
         due_s: float | None = None,
     ) -> bool:
-        """Take a check that is due; it runs as soon as its group's turn allows.
+        """Queue a due check.
 
         Args:
-            prefer: the SDK instance to ask if it is there, "" for any.
-            due_s: since when it is due, by the event loop's clock; None: now.
+            prefer: the SDK instance to ask if it is connected, "" for any.
+            due_s: when it became due, on the event loop's clock; None: now.
 
         Returns:
-            True where it is queued, or was already; False where the group's queue is full: offer
-            it again a little later.
+            True if it is queued now, or was; False if the group's queue is full: offer it again
+            a little later.
         """
         if self._closed:
             return False
-        if (owner, id) in self._items:
+        if (owner, id) in self._checks:
             return True
-        known = self._groups.get(group)
-        if known is not None and len(known.queue) >= self._queue_max:
+        queue = self._groups.get(group)
+        if queue is not None and len(queue.queue) >= self._limits.queue_max:
             return False
-        state = known or self._enter(group)
+        queue = queue or self._add_group(group)
         since_s = asyncio.get_running_loop().time() if due_s is None else due_s
-        item = QueuedCheck(owner, id, state, prefer, reason, (since_s, next(self._order)))
-        self._items[owner, id] = item
-        heapq.heappush(state.queue, (item.place, item))
-        self._grown[state] = None
+        check = QueuedCheck(owner, id, queue, prefer, reason, (since_s, next(self._order)))
+        self._checks[owner, id] = check
+        heapq.heappush(queue.queue, (check.place, check))
+        self._grown[queue] = None
         self._wake()
         return True
 
-    def _enter(self, name: str) -> GroupQueue:
+    def _add_group(self, name: str) -> GroupQueue:
         share = self._share_of(name)
-        line = self._shares.get(share)
-        if line is None:
-            line = self._shares[share] = CallBudget(share, *self._share_bounds)
-        line.groups += 1
-        group = self._groups[name] = GroupQueue(name, line)
+        budget = self._shares.get(share)
+        if budget is None:
+            limits = self._limits
+            first, more = share_max(limits.first_calls_max), share_max(limits.parallel_total_max)
+            budget = self._shares[share] = CallBudget(share, first, more)
+        budget.groups += 1
+        group = self._groups[name] = GroupQueue(name, budget)
         return group
 
     def forget(self, owner: CheckOwner) -> None:
-        """Drop the checks of an owner that lost its partition; no call of its goes out any more.
+        """Drop the checks of an owner that lost its partition; none of its questions goes out.
 
-        A call that is out already ends by itself, and its answer goes nowhere.
+        A call in flight ends on its own, and its answer is dropped.
         """
-        gone = [item for item in self._items.values() if item.owner is owner]
-        for item in gone:
-            item.forgotten = True
-        for group in {item.group for item in gone}:
+        dropped = [check for check in self._checks.values() if check.owner is owner]
+        for check in dropped:
+            check.forgotten = True
+        for group in {check.group for check in dropped}:
             group.queue = [entry for entry in group.queue if not entry[1].forgotten]
             heapq.heapify(group.queue)
-            self._pump(group)
-        for item in gone:
-            # A running one ends under a name that a new owner object does not use.
-            self._items.pop((owner, item.id), None)
+            self._start_checks(group)
+        for check in dropped:
+            # A check in flight ends under a key that a new owner object does not use.
+            self._checks.pop((owner, check.id), None)
 
-    # --- from sessions and policies ----------------------------------------------------------
+    # --- for sessions and policies -----------------------------------------------------------
 
     def wake(self, name: str) -> None:
-        """Try a group again at once: a session has appeared, or its policy has changed."""
+        """Retry a group now: a session has appeared, or its policy has changed."""
         group = self._groups.get(name)
         if group is not None:
             self._reached(group)
-            self._pump(group)
+            self._start_checks(group)
 
     def unreachable(self) -> dict[str, str]:
-        """Return the groups that cannot be reached now, each with why."""
+        """Return the groups that cannot be reached, each with the reason."""
         return {group.name: group.detail for group in self._groups.values() if group.failures}
 
     def unreachable_for_s(self) -> dict[str, float]:
-        """Return the same groups, each with how long it has not been reached, seconds."""
+        """Return the same groups, each with the seconds since its first failure."""
         now_s = asyncio.get_running_loop().time()
-        return {g.name: now_s - g.away_s for g in self._groups.values() if g.failures}
+        unreachable = [group for group in self._groups.values() if group.failures]
+        return {group.name: now_s - group.unreachable_since_s for group in unreachable}
 
     @property
     def queued(self) -> int:
         """How many checks wait or run."""
-        return len(self._items)
+        return len(self._checks)
 
     @property
     def running(self) -> int:
-        """How many checks are being carried out now, to the writing of what came of them."""
-        return self._all.running + self._telling
+        """How many checks run, until their results are written."""
+        return self._all.running + self._reporting
 
     async def close(self) -> None:
-        """Stop everything; returns once no call is under way."""
+        """Stop everything; returns once no call is in flight."""
         self._closed = True
         for group in self._groups.values():
             group.stop_timer()
             group.queue.clear()
-        asked = [answer for answer in self._holding.values() if answer is not None]
-        under_way: list[asyncio.Future[Any]] = [*self._tasks, *asked]
-        for each in under_way:
-            each.cancel()
-        await asyncio.gather(*under_way, return_exceptions=True)
-        self._release(list(self._holding))
-        self._items.clear()
+        answers = [answer for answer in self._asked.values() if answer is not None]
+        work: list[asyncio.Future[Any]] = [*self._tasks, *answers]
+        for future in work:
+            future.cancel()
+        await asyncio.gather(*work, return_exceptions=True)
+        self._release(list(self._asked))
+        self._checks.clear()
         self._groups.clear()
         self._shares.clear()
 
-    # --- whose turn it is --------------------------------------------------------------------
+    # --- starting ----------------------------------------------------------------------------
 
     def _wake(self) -> None:
-        """Go on in the next turn of the event loop, with all that this one brings."""
+        """Continue in the next iteration of the event loop, with all that this one brings."""
         if not self._waking:
             self._waking = True
-            asyncio.get_running_loop().call_soon(self._go_on)
+            asyncio.get_running_loop().call_soon(self._continue)
 
-    def _go_on(self) -> None:
+    def _continue(self) -> None:
         self._waking = False
         if self._closed:
             return
         grown, self._grown = self._grown, {}
         for group in grown:
-            self._pump(group)
-        in_hand, self._in_hand = self._in_hand, []
+            self._start_checks(group)
+        ready, self._ready = self._ready, []
         runs: dict[tuple[CheckOwner, bool], list[QueuedCheck]] = {}
-        for item in in_hand:
-            runs.setdefault((item.owner, item.owner.in_memory(item.id)), []).append(item)
-        for (owner, _), items in runs.items():
-            self._start(self._attempt(owner, items))
-        heard, self._heard = self._heard, []
-        if heard:
-            self._take_in(heard)
+        for check in ready:
+            runs.setdefault((check.owner, check.owner.in_memory(check.id)), []).append(check)
+        for (owner, _), checks in runs.items():
+            self._spawn(self._attempt(owner, checks))
+        answers, self._answers = self._answers, []
+        if answers:
+            self._take_answers(answers)
 
-    def _start(self, work: Coroutine[Any, Any, None]) -> None:
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    def _pump(self, group: GroupQueue) -> None:
-        """Begin as many of a group's checks as the limits allow; drop those decided meanwhile."""
-        queue, limit = group.queue, self._limit(group)
+    def _start_checks(self, group: GroupQueue) -> None:
+        """Start as many of a group's checks as the limits allow; drop those decided meanwhile."""
+        queue = group.queue
+        # One call finds out whether an unreachable group has returned.
+        limit = 1 if group.failures else self._parallel(group.name) or PARALLEL_DEFAULT
         now_s = asyncio.get_running_loop().time()
         while queue and not self._closed:
-            item = queue[0][1]
-            if not item.wanted:
+            check = queue[0][1]
+            if not check.wanted:
                 heapq.heappop(queue)
-                self._done(item)
+                self._remove(check)
                 continue
             if group.resting or group.running >= limit:
                 return
@@ -272,214 +287,214 @@ class CheckRunner:
                 return
             heapq.heappop(queue)
             self._count(group, 1)
-            item.era, item.began_s = group.era, now_s
-            self._begin(item)
+            check.has_slot, check.era, check.began_s = True, group.era, now_s
+            self._acquire_channel(check)
         if not queue and not group.running and not group.resting:
             self._drop(group)
 
-    def _begin(self, item: QueuedCheck) -> None:
-        """Take somebody in hand to ask, at once where nothing is to be waited for."""
+    def _acquire_channel(self, check: QueuedCheck) -> None:
+        """Get a channel for a check, at once if none must be waited for."""
         try:
-            channel = self._finder.at_hand(item.group.name, item.prefer)
+            channel = self._finder.at_hand(check.group.name, check.prefer)
         except Exception:
-            # It is told of where it is looked for once more.
-            channel = None
+            channel = None  # `_find` calls the finder again, and logs its failure
         if channel is None:
-            self._start(self._find(item))
+            self._spawn(self._find(check))
         else:
-            self._has(item, channel)
+            self._has_channel(check, channel)
 
-    def _has(self, item: QueuedCheck, channel: Channel) -> None:
-        """Somebody is in hand: the check goes on with others that are so far."""
-        item.channel, item.endpoint = channel, channel.endpoint
-        self._holding[item] = None
-        self._in_hand.append(item)
+    def _has_channel(self, check: QueuedCheck, channel: Channel) -> None:
+        """The check goes on with others that get a channel in this iteration."""
+        check.channel, check.endpoint = channel, channel.endpoint
+        self._asked[check] = None
+        self._ready.append(check)
         self._wake()
 
-    def _release(self, items: Iterable[QueuedCheck]) -> None:
-        for item in items:
-            del self._holding[item]
-            _give_back(item, item.channel)
+    def _release(self, checks: Iterable[QueuedCheck]) -> None:
+        for check in checks:
+            del self._asked[check]
+            _release(check, check.channel)
+
+    # --- ending ------------------------------------------------------------------------------
 
     def _count(self, group: GroupQueue, calls: int) -> None:
-        """Count calls of a group that begin, or end if negative."""
+        """Count calls of a group that start, or end if negative."""
         share = group.share
-        for each in (group, share, self._all):
-            each.running += calls
+        group.running += calls
+        share.running += calls
+        self._all.running += calls
         before, share.charged = share.charged, min(share.running, share.more_max)
         self._all.charged += share.charged - before
 
-    def _limit(self, group: GroupQueue) -> int:
-        # One call finds out whether an unreachable group is there again.
-        return 1 if group.failures else self._parallel(group.name) or PARALLEL_DEFAULT
-
     def _drop(self, group: GroupQueue) -> None:
-        """Forget a group that nothing waits for; if it could not be reached, nobody asks now."""
+        """Forget a group without checks. It counts as reachable: nothing asks it now."""
         if self._groups.get(group.name) is not group:
-            # Forgotten before, and perhaps known again since.
-            return
+            return  # it was dropped before, and its name may be in use again
         self._reached(group)
-        for line in (group.share, self._all):
-            line.forget(group)
+        for budget in (group.share, self._all):
+            budget.forget(group)
         del self._groups[group.name]
         group.share.groups -= 1
         if not group.share.groups:
             del self._shares[group.share.name]
 
-    def _done(self, item: QueuedCheck) -> None:
-        if self._items.get((item.owner, item.id)) is item:
-            del self._items[item.owner, item.id]
+    def _remove(self, check: QueuedCheck) -> None:
+        if self._checks.get((check.owner, check.id)) is check:
+            del self._checks[check.owner, check.id]
 
-    def _ended(self, items: Sequence[QueuedCheck], *, again: Collection[QueuedCheck] = ()) -> None:
-        """These are over, but for those that stay in the queue."""
+    def _finish(
+        self, checks: Sequence[QueuedCheck], *, again: Collection[QueuedCheck] = ()
+    ) -> None:
+        """End checks, or return those in `again` to their queues, and free their slots."""
         if self._closed:
             return
-        for item in items:
-            if item in again and not item.forgotten:
-                heapq.heappush(item.group.queue, (item.place, item))
+        for check in checks:
+            if check in again and not check.forgotten:
+                heapq.heappush(check.group.queue, (check.place, check))
             else:
-                self._done(item)
-        self._free(items)
+                self._remove(check)
+        self._free(checks)
 
-    def _free(self, items: Iterable[QueuedCheck]) -> None:
-        """Give the places of these back: their groups, and those that wait for room, go on."""
-        groups: Counter[GroupQueue] = Counter([item.group for item in items])
+    def _free(self, checks: Iterable[QueuedCheck]) -> None:
+        """Free the slots of checks that hold one; their groups and waiting groups go on."""
+        groups: Counter[GroupQueue] = Counter()
+        for check in checks:
+            if check.has_slot:
+                check.has_slot = False
+                groups[check.group] += 1
         for group, count in groups.items():
             self._count(group, -count)
         for group in groups:
-            self._pump(group)
-        for line in dict.fromkeys([*[group.share for group in groups], self._all]):
-            for waiting in line.next():
-                self._pump(waiting)
+            self._start_checks(group)
+        for budget in dict.fromkeys([*[group.share for group in groups], self._all]):
+            for waiting in budget.next():
+                self._start_checks(waiting)
 
     # --- a run of checks ---------------------------------------------------------------------
 
-    async def _find(self, item: QueuedCheck) -> None:
-        """Find somebody to ask where nobody is at hand."""
-        group = item.group
-        channel = await self._acquire(item)
+    async def _find(self, check: QueuedCheck) -> None:
+        """Get a channel that must be waited for."""
+        group = check.group
+        channel = await self._acquire(check)
         if not isinstance(channel, Unreached):
-            self._has(item, channel)
+            self._has_channel(check, channel)
             return
-        self._failed(group, item.era, channel.detail)
-        self._ended([item], again=[item])
-        self._metrics.checks_ended(group.name, "unreachable", [_since(item.began_s)])
+        self._failed(group, check.era, channel.detail)
+        self._finish([check], again=[check])
+        took_s = asyncio.get_running_loop().time() - check.began_s
+        self._metrics.checks_ended(group.name, "unreachable", [took_s])
 
-    async def _attempt(self, owner: CheckOwner, items: list[QueuedCheck]) -> None:
+    async def _attempt(self, owner: CheckOwner, checks: list[QueuedCheck]) -> None:
         """Write the markers of a run of one owner, and ask."""
         try:
             failpoint("check.acquired")
-            wanted = [item for item in items if not item.forgotten]
+            wanted = [check for check in checks if not check.forgotten]
             calls = await owner.attempt(
-                [AttemptRequest(item.id, item.reason, item.endpoint) for item in wanted]
+                [AttemptRequest(check.id, check.reason, check.endpoint) for check in wanted]
             )
             failpoint("check.asking")
-            for item, call in zip(wanted, calls, strict=True):
+            for check, call in zip(wanted, calls, strict=True):
                 if isinstance(call, TxbrokerError):
-                    tell_failed(item, call)
+                    log_failed(check, call)
                     continue
-                # From this test until the question is handed to the socket nothing is awaited.
-                if call is None or not item.wanted:
+                # Nothing is awaited from this test until the question is handed to the socket.
+                if call is None or not check.wanted:
                     continue
-                self._ask(item, call)
+                self._ask(check, call)
         except Exception as error:
-            for item in items:
-                tell_failed(item, error)
+            for check in checks:
+                log_failed(check, error)
         finally:
-            left = [item for item in items if self._holding[item] is None]
-            self._release(left)
-            self._ended(left)
+            not_asked = [check for check in checks if self._asked[check] is None]
+            self._release(not_asked)
+            self._finish(not_asked)
 
-    def _ask(self, item: QueuedCheck, call: CheckCall) -> None:
-        item.call = call
-        item.began_s = asyncio.get_running_loop().time()
-        answer = self._holding[item] = ask(item.channel, call)
-        answer.add_done_callback(partial(self._answered, item))
+    def _ask(self, check: QueuedCheck, call: CheckCall) -> None:
+        check.call = call
+        check.began_s = asyncio.get_running_loop().time()
+        answer = self._asked[check] = ask(check.channel, call)
+        answer.add_done_callback(partial(self._answered, check))
 
-    def _answered(self, item: QueuedCheck, answer: asyncio.Future[CheckResult]) -> None:
+    def _answered(self, check: QueuedCheck, answer: asyncio.Future[CheckResult]) -> None:
         if not self._closed:
-            item.result = result_of(item.call, answer)
-            self._heard.append(item)
+            check.result = result_of(check.call, answer)
+            self._answers.append(check)
             self._wake()
 
-    def _take_in(self, heard: list[QueuedCheck]) -> None:
-        """Take what was answered in one turn of the event loop."""
+    def _take_answers(self, answered: list[QueuedCheck]) -> None:
+        """Take the answers of one iteration of the event loop."""
         failpoint("check.answered")
-        self._release(heard)
-        told: list[QueuedCheck] = []
-        for item in heard:
-            result = item.result
-            if isinstance(result, Unreached) and item.channel.instance:
-                self._start(self._ask_others(item, result))
+        self._release(answered)
+        ended: list[QueuedCheck] = []
+        for check in answered:
+            result = check.result
+            if isinstance(result, Unreached) and check.channel.instance:
+                self._spawn(self._ask_others(check, result))
             else:
-                told.append(item)
-        self._pass_on(told)
+                ended.append(check)
+        self._pass_on(ended)
 
-    def _pass_on(self, heard: list[QueuedCheck]) -> None:
-        """Count what came of checks, and tell their owners: those of one owner together, but for
-        answers with messages, which are to be examined."""
+    def _pass_on(self, checks: list[QueuedCheck]) -> None:
+        """Count results and report them to their owners, in one run per owner. An answer with
+        messages, which the owner must examine, is a run alone."""
         now_s = asyncio.get_running_loop().time()
         durations: defaultdict[tuple[GroupQueue, str], list[float]] = defaultdict(list)
         runs: defaultdict[tuple[CheckOwner, QueuedCheck | None], list[QueuedCheck]] = defaultdict(
             list
         )
-        for item in heard:
-            result, group = item.result, item.group
-            durations[group, outcome_of(result)].append(now_s - item.began_s)
+        for check in checks:
+            result, group = check.result, check.group
+            durations[group, outcome_of(result)].append(now_s - check.began_s)
             if isinstance(result, Unreached):
-                self._failed(group, item.era, result.detail)
+                self._failed(group, check.era, result.detail)
             elif group.failures or group.timer is not None:
                 self._reached(group)
             alone = isinstance(result, Answered) and result.messages is not None
-            runs[item.owner, item if alone else None].append(item)
+            runs[check.owner, check if alone else None].append(check)
         free: list[QueuedCheck] = []
         for (owner, _), run in runs.items():
-            early = self._may_free(run)
-            if early:
-                self._telling += len(run)
+            if self._may_free(run):
+                self._reporting += len(run)
                 free += run
-            self._start(self._tell(owner, run, early))
+            self._spawn(self._report(owner, run))
         self._free(free)
         for (group, outcome), took_s in durations.items():
             self._metrics.checks_ended(group.name, outcome, took_s)
 
-    def _may_free(self, heard: list[QueuedCheck]) -> bool:
-        """Say whether places are given back before it is written what came of the calls: if no more
-        wait for that than may be under way, and none of these goes back to the queue."""
-        if self._closed or self._telling + len(heard) > self._all.more_max:
+    def _may_free(self, run: list[QueuedCheck]) -> bool:
+        """Return True if slots may be freed before the results are written: if no check of the run
+        returns to its queue, and no more wait for that than may be in flight."""
+        if self._closed or self._reporting + len(run) > self._all.more_max:
             return False
-        return not any(isinstance(item.result, Unreached) for item in heard)
+        return not any(isinstance(check.result, Unreached) for check in run)
 
-    async def _tell(self, owner: CheckOwner, heard: list[QueuedCheck], early: bool) -> None:
-        """Tell an owner what came of checks."""
+    async def _report(self, owner: CheckOwner, run: list[QueuedCheck]) -> None:
+        """Report a run of results to its owner."""
         again: set[QueuedCheck] = set()
+        freed = not run[0].has_slot
         try:
-            known = [item for item in heard if not item.forgotten]
+            current = [check for check in run if not check.forgotten]
             await owner.answered(
-                [AttemptResult(each.call, each.endpoint, each.result) for each in known]
+                [AttemptResult(check.call, check.endpoint, check.result) for check in current]
             )
             failpoint("check.taken")
-            again = {each for each in known if isinstance(each.result, Unreached)}
+            again = {check for check in current if isinstance(check.result, Unreached)}
         except Exception as error:
-            for item in heard:
-                tell_failed(item, error)
+            for check in run:
+                log_failed(check, error)
         finally:
-            if early:
-                self._telling -= len(heard)
-                for item in heard:
-                    self._done(item)
-            else:
-                self._ended(heard, again=again)
+            self._reporting -= len(run) if freed else 0
+            self._finish(run, again=again)
 
-    async def _ask_others(self, item: QueuedCheck, result: CheckResult) -> None:
-        """Ask the others of a group after an instance that did not take the question.
+    async def _ask_others(self, check: QueuedCheck, result: CheckResult) -> None:
+        """Ask other instances of a group after one that did not take the question.
 
-        It is the same attempt, as it has reached nobody yet, and it ends no later: somebody is
-        found within half of its time, and has what is left of it to answer. At last it is passed
-        on whom it went to, and what came of it.
+        It is the same attempt, as it has reached no instance yet, and it ends no later: another
+        instance is found within half of its time, and has the rest of it to answer. The result
+        names the endpoint that was asked last.
         """
-        loop, call, channel = asyncio.get_running_loop(), item.call, item.channel
-        until_s = item.began_s + call.timeout_s
+        loop, call, channel = asyncio.get_running_loop(), check.call, check.channel
+        until_s = check.began_s + call.timeout_s
         find_until_s = until_s - call.timeout_s / 2
         refused: set[str] = set()
         try:
@@ -487,53 +502,55 @@ class CheckRunner:
                 refused.add(channel.instance)
                 try:
                     async with asyncio.timeout_at(find_until_s):
-                        found = await self._acquire(item, refused)
+                        other = await self._acquire(check, refused)
                 except TimeoutError:
                     break
-                if isinstance(found, Unreached):
-                    result = Unreached(shortened(f"{result.detail}; {found.detail}"))
+                if isinstance(other, Unreached):
+                    result = Unreached(shortened(f"{result.detail}; {other.detail}"))
                     break
-                channel = found
+                channel = other
                 try:
-                    # From this test until the question is handed to the socket nothing is awaited.
-                    if not item.wanted:
+                    # Nothing is awaited from this test until the question is handed to the socket.
+                    if not check.wanted:
                         break
                     answer = ask(channel, structs.replace(call, timeout_s=until_s - loop.time()))
-                    # Raises only where this task itself is cancelled.
+                    # Raises only if this task itself is cancelled.
                     await asyncio.gather(answer, return_exceptions=True)
                     result = result_of(call, answer)
                 finally:
-                    _give_back(item, channel)
-                # The attempt's marker names another one.
-                told = shortened(f"{channel.endpoint}: {result.detail}")
-                result = structs.replace(result, detail=told)
+                    _release(check, channel)
+                # The attempt's marker names the first endpoint.
+                detail = shortened(f"{channel.endpoint}: {result.detail}")
+                result = structs.replace(result, detail=detail)
         except Exception as error:
             result = fault(call, error)
-        item.endpoint, item.result = channel.endpoint, result
-        self._pass_on([item])
+        check.endpoint, check.result = channel.endpoint, result
+        self._pass_on([check])
 
-    async def _acquire(self, item: QueuedCheck, avoid: Collection[str] = ()) -> Channel | Unreached:
+    async def _acquire(
+        self, check: QueuedCheck, avoid: Collection[str] = ()
+    ) -> Channel | Unreached:
         try:
-            return await self._finder.acquire(item.group.name, item.prefer, avoid)
+            return await self._finder.acquire(check.group.name, check.prefer, avoid)
         except (Exception, asyncio.CancelledError) as error:
             task = asyncio.current_task()
             if isinstance(error, asyncio.CancelledError) and (task is None or task.cancelling()):
                 raise
-            tell_fault(item.id, item.group.name, error)
+            log_fault(check.id, check.group.name, error)
             return Unreached(shortened(f"the proxy failed to connect: {type(error).__name__}"))
 
-    # --- reachable or not --------------------------------------------------------------------
+    # --- reachability ------------------------------------------------------------------------
 
     def _failed(self, group: GroupQueue, era: int, detail: str) -> None:
-        """Nobody was reached: let the group rest, each time twice as long."""
+        """No instance was reached: start the group's back-off, each time twice as long."""
         group.detail = detail
-        # A call that was handed out before the rest began may start within it.
+        # A call that started before the back-off may end within it.
         if era != group.era or group.resting or self._closed:
             return
         group.era += 1
         group.failures += 1
         if group.failures == 1:
-            group.away_s = asyncio.get_running_loop().time()
+            group.unreachable_since_s = asyncio.get_running_loop().time()
             log.warning("group unreachable", group=group.name, why=detail)
         rest_s = min(BACK_OFF_MAX_S, BACK_OFF_FIRST_S * 2.0 ** min(group.failures - 1, 16))
         rest_s *= 1 + self._jitter()
@@ -541,10 +558,10 @@ class CheckRunner:
 
     def _rested(self, group: GroupQueue) -> None:
         group.timer = None
-        self._pump(group)
+        self._start_checks(group)
 
     def _reached(self, group: GroupQueue) -> None:
-        """Somebody is there, or may be: no rest any more."""
+        """An instance was reached, or may be reachable: end the back-off."""
         group.stop_timer()
         if group.failures:
             log.info("group reachable again", group=group.name)
@@ -552,17 +569,13 @@ class CheckRunner:
             group.era += 1
 
 
-def _give_back(item: QueuedCheck, channel: Channel) -> None:
-    """Let a channel go; a fault of ours in it takes no other check along."""
+def _release(check: QueuedCheck, channel: Channel) -> None:
+    """Release a channel; a fault in that is logged and affects no other check."""
     try:
         channel.release()
     except Exception as error:
-        tell_failed(item, error)
+        log_failed(check, error)
 
 
-def _by_the_loop(delay_s: float, then: Callable[[], None]) -> Timer:
+def _call_later(delay_s: float, then: Callable[[], None]) -> Timer:
     return asyncio.get_running_loop().call_later(delay_s, then)
-
-
-def _since(started_s: float) -> float:
-    return asyncio.get_running_loop().time() - started_s

@@ -13,11 +13,10 @@ from txbroker.checkers.base import (
     Unclear,
     Unreached,
     already,
-    ask_again_within_bounds,
     shortened,
 )
 from txbroker.contract import frames as wire
-from txbroker.core.records import Decision
+from txbroker.core.records import Decision, bounded_later_s
 from txbroker.net.deadlines import Deadlines
 
 OPEN_CHECKS_MAX = 64
@@ -285,7 +284,7 @@ def _result(answer: wire.CheckAnswer) -> CheckResult:
         return Unreached(shortened(answer.detail or "the instance takes no questions now"))
     again: float | None = None
     if decision is Decision.UNKNOWN and answer.ask_again_s is not None:
-        again = ask_again_within_bounds(answer.ask_again_s)
+        again = bounded_later_s(answer.ask_again_s)
     detail = answer.detail or (str(decision) if again is None else f"not yet, again in {again:g} s")
     messages = answer.messages if decision is Decision.COMMIT else None
     return Answered(decision, again, messages, shortened(detail))

@@ -17,7 +17,8 @@ from txbroker.checkers.base import (
     CheckResult,
     Unreached,
 )
-from txbroker.checkers.runner import CheckRunner
+from txbroker.checkers.runner import CheckRunner, RunnerLimits
+from txbroker.core.index import ShareOf, own_share
 from txbroker.core.records import CheckReason, Decision
 from txbroker.errors import OwnerUnavailable, TxbrokerError
 
@@ -193,15 +194,17 @@ class FakeOwner:
             world.pending.discard(call.id)
 
 
-def make(world: World, **settings: int) -> CheckRunner:
-    parallel = settings.pop("parallel", 2)
+def make(
+    world: World, *, parallel: int = 2, share_of: ShareOf = own_share, **limits: int
+) -> CheckRunner:
     return CheckRunner(
         world,
         world,
         parallel=lambda group: parallel,
+        share_of=share_of,
+        limits=RunnerLimits(**limits),
         jitter=lambda: 0.0,
         later=world.later,
-        **settings,
     )
 
 

@@ -17,7 +17,7 @@ from txbroker.checkers.base import (
     Unclear,
     Unreached,
 )
-from txbroker.checkers.runner import CheckRunner
+from txbroker.checkers.runner import CheckRunner, RunnerLimits
 from txbroker.core.records import CheckReason, Decision
 from txbroker.errors import OwnerUnavailable, TxbrokerError
 
@@ -135,8 +135,10 @@ async def test_no_check_is_mislaid(seed: int) -> None:
     runner = CheckRunner(
         storm,
         storm,
-        parallel_total_max=chance.choice([2, 4, 256]),
-        first_calls_max=chance.choice([2, 8, 1024]),
+        limits=RunnerLimits(
+            parallel_total_max=chance.choice([2, 4, 256]),
+            first_calls_max=chance.choice([2, 8, 1024]),
+        ),
         share_of=chance.choice([str, lambda group: f"of {int(group[1:]) % 2}"]),
         later=storm.later,
     )

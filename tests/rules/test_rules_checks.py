@@ -38,13 +38,14 @@ from txbroker.core.decoding import decode_kept
 from txbroker.core.encoding import MarkerRow
 from txbroker.core.outcome import ApplyResult, Effect
 from txbroker.core.records import (
+    LATER_S_MAX,
     CheckPolicy,
     CheckReason,
     Decision,
     MarkerKind,
     State,
 )
-from txbroker.core.transaction import ASK_SPACING_MS, LATER_MAX_S
+from txbroker.core.transaction import ASK_SPACING_MS
 from txbroker.door.protocols import PromotionTxn, PromotionTxnHandle
 from txbroker.errors import NotPending, OwnerUnavailable
 from txbroker.proxy.partition.owner import PartitionOwner
@@ -432,7 +433,7 @@ async def test_not_yet_costs_nothing_and_is_kept_to(world: World) -> None:
     assert again is not None
     assert (again.number, again.attempt) == (2, 1)
     await answered(owner.checks, again, Answered(Decision.UNKNOWN, 1e9))
-    assert transaction.next_check_ms() - world.clock.now_ms() <= LATER_MAX_S * 1000
+    assert transaction.next_check_ms() - world.clock.now_ms() <= LATER_S_MAX * 1000
 
 
 async def test_the_instance_that_prepared_is_preferred(world: World) -> None:

@@ -167,6 +167,19 @@ class State(StrEnum):
     REFUSED = "refused"
 
 
+LATER_S_MIN = 1.0
+"""A deliberate "not yet" holds for at least this, seconds: no group is asked in a tight loop."""
+LATER_S_MAX = 3600.0
+"""A deliberate "not yet" holds for at most this, seconds."""
+
+
+def bounded_later_s(seconds: float) -> float:
+    """Return how long a "not yet" holds; NaN counts as the minimum, integers may be of any size."""
+    if seconds > LATER_S_MAX:
+        return LATER_S_MAX
+    return float(seconds) if seconds > LATER_S_MIN else LATER_S_MIN
+
+
 class MarkerKind(StrEnum):
     """What a record of the operation topic says of a transaction."""
 

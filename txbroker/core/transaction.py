@@ -26,13 +26,12 @@ from txbroker.core.records import (
     Place,
     Source,
     State,
+    bounded_later_s,
 )
 from txbroker.core.trace_context import HEADERS as TRACE_HEADERS
 
 ASK_SPACING_MS = 1000
 """Attempts that were asked for are not closer than this to the last one."""
-LATER_MAX_S = 3600.0
-"""A deliberate "not yet" postpones the next attempt by no more than this, seconds."""
 ATTEMPTS_KEPT = 16
 """Attempts remembered for show. "Not yet" can be answered for ever, so the list is bounded."""
 
@@ -353,7 +352,7 @@ class Transaction(Struct, gc=False):
         given_back = structs.replace(last, counts=False, outcome=marker.previous)
         checks.attempts = (*checks.attempts[:-1], given_back)
         if step is Step.LATER:
-            delay_s = min(max(marker.later_s, 1.0), LATER_MAX_S)
+            delay_s = bounded_later_s(marker.later_s)
             checks.not_before_ms = at_ms + round(delay_s * 1000)
 
     def park_ms(self) -> int | None:

@@ -14,7 +14,7 @@ from txbroker import __version__
 from txbroker.checkers.finder import GroupFinder
 from txbroker.checkers.groups import Groups
 from txbroker.checkers.leases import Leases, PeerIdentity, PeerSessions
-from txbroker.checkers.runner import CheckRunner
+from txbroker.checkers.runner import CheckRunner, RunnerLimits
 from txbroker.checkers.sessions import SessionRegistry
 from txbroker.config.addresses import Address
 from txbroker.config.settings import Settings
@@ -91,7 +91,7 @@ async def run_proxy(door: Door, settings: Settings, *, wait_s: float = 0.0) -> A
             GroupFinder(sessions, groups, checks, elsewhere),
             metrics,
             parallel=lambda name: _parallel(groups, name),
-            parallel_total_max=settings.checks_parallel_max,
+            limits=RunnerLimits(parallel_total_max=settings.checks_parallel_max),
             share_of=share_of,
         )
         stack.push_async_callback(runner.close)
