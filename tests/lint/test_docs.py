@@ -32,6 +32,8 @@ PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
 WRITTEN = [page for page in PAGES if page != DOCS / "reference/cli.md"]
 # What stands for something of the reader's own.
 STANDS_FOR = {"KAFKA": "kafka:9092", "PROXY": "http://proxy:8470", "ID": "0" * 26, "$n": "1"}
+# In the walks, beside functions.
+CONSTANTS = {"HAND_OUT_MAX"}
 # Left out of a call: what a shell reads, and an ellipsis.
 AFTER_CALL = {"|", "||", "&", "&&", ";", ">", ">>", "<", "…", "..."}
 
@@ -244,9 +246,8 @@ def test_causes_of_refusal_and_delay_have_advice() -> None:
 
 
 def test_rocketmq_comparison_names_its_tests() -> None:
-    page = (DOCS / "design.md").read_text()
-    section = page.partition("\n## Better than RocketMQ, on purpose\n")[2].partition("\n## ")[0]
-    _, _, *rows = [line for line in section.splitlines() if line.startswith("|")]
+    page = (DOCS / "design/rocketmq.md").read_text()
+    _, _, *rows = [line for line in page.splitlines() if line.startswith("|")]
     named = [re.findall(r"`(test_\w+)`", row.rpartition(" | ")[2]) for row in rows]
     assert [row for row, tests in zip(rows, named, strict=True) if not tests] == []
     tree = ast.parse((ROOT / "tests/e2e/test_better.py").read_text())
@@ -271,12 +272,25 @@ def names_in(*patterns: str) -> set[str]:
 
 def test_walks_name_functions_of_the_code() -> None:
     page = (DOCS / "design.md").read_text()
-    steps = page.partition("\n## A prepare and a commit, step by step\n")[2].partition("\n## ")[0]
-    named = set(re.findall(r"`([A-Za-z_]+(?:\.[a-z_]+)?)`", steps)) - {"wait"}
-    assert len(named) > 30
-    assert sorted(named - names_in("txbroker/*.py", "txbroker/**/*.py")) == []
-    files = re.findall(r"`([a-z_]+/[a-z_/]+\.py)`", steps)
-    assert [one for one in files if not any((at / one).exists() for at in (ROOT, PACKAGE))] == []
+    walks = re.findall(r"^## A [a-z-]+, step by step\n(.*?)(?=^## )", page, re.M | re.S)
+    assert len(walks) == 3
+    names = names_in("txbroker/*.py", "txbroker/**/*.py", "checkers/*.py")
+    for walk in walks:
+        cells = "".join(line.split("|", 2)[2] for line in walk.splitlines() if line[:1] == "|")
+        named = set(re.findall(r"`([A-Z][A-Za-z]+(?:\.[a-z_]+)?|_?[a-z]+_[a-z_]+)`", cells))
+        assert len(named) > 5
+        assert sorted(named - names - CONSTANTS) == []
+
+
+def test_files_named_in_design_exist() -> None:
+    pages = [DOCS / "design.md", *sorted((DOCS / "design").glob("*.md"))]
+    missing = [
+        f"{name_of(page)}: {path}"
+        for page in pages
+        for path in re.findall(r"`([a-z_]+/[\w./]+)`", page.read_text())
+        if not any((at / path).exists() for at in (ROOT, PACKAGE))
+    ]
+    assert missing == []
 
 
 def test_drawing_of_owner_shows_its_parts() -> None:
