@@ -1,7 +1,6 @@
-"""The audit's report: one HTML file that needs nothing but itself, for people and for their files.
+"""The audit's HTML report: one self-contained file without scripts, to send, keep and print.
 
-It holds no script and asks for nothing from outside, so it can be sent, kept and printed. Whatever
-comes from users (groups, topics, reasons) is escaped where it is put in.
+Users choose groups, topics and reasons, so the templates escape every value that they insert.
 """
 
 import contextlib
@@ -9,21 +8,25 @@ import os
 from collections.abc import Iterator, Sequence
 from itertools import groupby, islice
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jinja2
+from markupsafe import Markup
 
 from txbroker import __version__
 from txbroker.errors import ConfigurationError
-from txbroker.spark.report.figures import count, day, duration, moment, percentile, plural
-from txbroker.spark.report.html import Child, Html, join, table, tag
-from txbroker.spark.report.plots import (
-    Column,
-    Window,
-    common_window,
-    distribution,
-    history_row,
+from txbroker.spark.report.figures import (
+    BucketRange,
+    Plot,
+    common_buckets,
+    count,
+    day,
+    duration,
+    moment,
+    percentile,
+    plural,
+    trend_height,
 )
-from txbroker.spark.report.report_read import how_judged, what_was_read
-from txbroker.spark.report.report_style import STYLE
 from txbroker.spark.schema import (
     ALL_KINDS,
     BUSINESS_KINDS,
@@ -33,6 +36,8 @@ from txbroker.spark.schema import (
     Histogram,
     Kind,
     RunSummary,
+    SnapshotBounds,
+    TopicRead,
 )
 
 if TYPE_CHECKING:
@@ -42,8 +47,10 @@ RUNS_SHOWN = 30
 PAIRS_SHOWN = 12
 """Topics with plots, and groups; the table has all of them."""
 OFFENDERS_SHOWN = 3
-"""Transactions of each kind that are in sight; the others are behind a fold."""
+"""Transactions of each kind that are visible; a fold holds the others."""
 GROUPS_SHOWN = 20
+PARTITIONS_SHOWN = 200
+TOPICS_SHOWN = 100
 
 _MODES = {"full": "full run", "incremental": "incremental run", "stream": "stream"}
 _STATES = {
@@ -51,16 +58,27 @@ _STATES = {
     "promoted": "Promoted",
     "rolled_back": "Rolled back",
     "pending": "Pending",
-    "committed": "On their way",
+    "committed": "In flight",
     "parked": "Parked",
     "refused": "Refused",
     "void": "Void",
 }
-_SAFE = "default-src 'none'; style-src 'unsafe-inline'"
+_ROLES = {
+    "half": "half messages",
+    "op": "markers",
+    "visible": "visible messages",
+    "parked": "parked copies",
+}
+_SCOPES = {
+    "full": "A full run: everything that the topics still hold.",
+    "incremental": "An incremental run: records since the previous run, and the transactions that "
+    "it left open.",
+    "stream": "A stream: everything since it started, judged as it arrives.",
+}
 
 
 class GroupDrift(NamedTuple):
-    """How many transactions of a group have a kind of finding."""
+    """The number of a group's transactions that have a kind of finding."""
 
     grp: str
     kind: str
@@ -68,26 +86,28 @@ class GroupDrift(NamedTuple):
 
 
 def check_writable(path: Path) -> None:
-    """Make sure that a report can be written, before work is done for it.
+    """Check that a report can be written, before any work is done for it.
 
     Raises:
         ConfigurationError: it cannot.
     """
-    beside = _beside(path)
+    temporary = _temporary(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        beside.touch()
-        beside.unlink()
+        temporary.touch()
+        temporary.unlink()
     except OSError as error:
         raise _unwritable(path, error) from None
 
 
-def _beside(path: Path) -> Path:
+def _temporary(path: Path) -> Path:
     return path.with_name(f".{path.name}.{os.getpid()}")
 
 
 def _unwritable(path: Path, error: OSError) -> ConfigurationError:
-    return ConfigurationError(f"the report {path} cannot be written: {error.strerror}")
+    return ConfigurationError(
+        f"the report {path} cannot be written: {error.strerror}; name another file with --report"
+    )
 
 
 def write_report(
@@ -96,34 +116,33 @@ def write_report(
     history: Sequence[RunSummary],
     verdicts: "DataFrame | None" = None,
 ) -> None:
-    """Write the report of a run; a file that is there is replaced as a whole.
+    """Write the report of a run; an existing file is replaced atomically.
 
     Args:
-        path: of the HTML file; its folder is made.
-        summary: the run.
-        history: runs before it, in any order; the run itself may be among them.
-        verdicts: the run's verdict rows, for the groups with the most drift; a summary alone, as it
-            comes from the journal, does not know these.
+        path: the HTML file; its folder is created.
+        history: earlier runs in any order; the run itself may be among them.
+        verdicts: the run's verdict rows, for the groups with the most drift; a summary from the
+            journal does not hold them.
 
     Raises:
         ConfigurationError: the file cannot be written.
     """
     groups = [] if verdicts is None else _drift_by_group(verdicts, summary.run)
     page = render(summary, history, groups)
-    beside = _beside(path)
+    temporary = _temporary(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        beside.write_text(page, encoding="utf-8")
-        beside.replace(path)
+        temporary.write_text(page, encoding="utf-8")
+        temporary.replace(path)
     except OSError as error:
         with contextlib.suppress(OSError):
-            beside.unlink(missing_ok=True)
+            temporary.unlink(missing_ok=True)
         raise _unwritable(path, error) from None
 
 
 def _drift_by_group(verdicts: "DataFrame", run: str) -> list[GroupDrift]:
     """Return the groups with the most findings, a bounded number."""
-    found = (
+    rows = (
         verdicts.where(verdicts["run"] == run)
         .where("size(findings) > 0")
         .selectExpr("coalesce(grp, '') as grp", "explode(findings) as kind")
@@ -133,42 +152,68 @@ def _drift_by_group(verdicts: "DataFrame", run: str) -> list[GroupDrift]:
         .limit(GROUPS_SHOWN)
         .collect()
     )
-    return [GroupDrift(row[0], row[1], row[2]) for row in found]
+    return [GroupDrift(row[0], row[1], row[2]) for row in rows]
+
+
+def _printable(value: object) -> object:
+    """Return a value whose invisible characters, and those that turn the writing direction, are
+    shown as their codes: two names must not look alike."""
+    if isinstance(value, Markup):
+        return value
+    return "".join(char if char.isprintable() else f"\\u{ord(char):04x}" for char in str(value))
+
+
+TEMPLATES = jinja2.Environment(
+    loader=jinja2.PackageLoader(__package__ or ""),
+    autoescape=True,
+    undefined=jinja2.StrictUndefined,
+    finalize=_printable,
+    trim_blocks=True,
+    lstrip_blocks=True,
+)
+TEMPLATES.filters.update(
+    count=count,
+    day=day,
+    duration=duration,
+    get=dict.get,
+    mode=lambda mode: _MODES.get(mode, mode),
+    moment=moment,
+    px=lambda number: f"{number:.2f}",
+    role=lambda table: _ROLES.get(table, table),
+    scope=lambda mode: _SCOPES.get(mode, ""),
+    state=lambda state: _STATES.get(state, state),
+)
+TEMPLATES.globals.update(plural=plural, trend_height=trend_height, version=__version__)
 
 
 def render(
     summary: RunSummary, history: Sequence[RunSummary], groups: Sequence[GroupDrift] = ()
 ) -> str:
     """Return the page of a run; see `write_report`."""
-    runs = _runs(summary, history)
-    head = tag(
-        "head",
-        tag("meta", charset="utf-8"),
-        tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
-        tag("meta", http_equiv="Content-Security-Policy", content=_SAFE),
-        tag("title", f"{_headline(summary)} – txbroker audit {summary.run}"),
-        tag("style", Html(STYLE)),
+    runs = _last_runs(summary, history)
+    kinds = _kinds_of([summary])
+    near, others = _offenders(summary.examples, [kind.name for kind in kinds])
+    return TEMPLATES.get_template("report.html").render(
+        summary=summary,
+        runs=runs,
+        groups=groups,
+        headline=_headline(summary),
+        kinds=kinds,
+        found=[kind for kind in kinds if summary.drift.get(kind.name)],
+        titles={kind.name: kind.title for kind in (*ALL_KINDS, *kinds)},
+        offenders=near,
+        other_offenders=others,
+        trends=[kind for kind in _kinds_of(runs) if any(run.drift.get(kind.name) for run in runs)],
+        any_drift=Kind("", "Any drift", ""),
+        ages=_ages(summary.pending_age),
+        **_latencies(summary),
+        **({} if summary.cut is None else _reads(summary.cut)),
+        topics_shown=TOPICS_SHOWN,
+        partitions_shown=PARTITIONS_SHOWN,
     )
-    body = tag(
-        "body",
-        _header(summary),
-        tag(
-            "main",
-            _offenders(summary),
-            _by_group(groups),
-            _over_time(runs),
-            _kinds(summary, runs),
-            _pending(summary),
-            _latencies(summary),
-            what_was_read(summary),
-            how_judged(summary),
-        ),
-        tag("footer", tag("p", f"Written by txbroker {__version__}. Times are UTC.")),
-    )
-    return f"<!doctype html>\n{tag('html', head, body, lang='en')}\n"
 
 
-def _runs(summary: RunSummary, history: Sequence[RunSummary]) -> list[RunSummary]:
+def _last_runs(summary: RunSummary, history: Sequence[RunSummary]) -> list[RunSummary]:
     """Return the last runs of this sort up to this one, the oldest first."""
     stream = summary.mode == "stream"
     before = {
@@ -191,9 +236,6 @@ def _kinds_of(runs: Sequence[RunSummary]) -> list[Kind]:
     return known + [Kind(name, name, "") for name in sorted(found - names)]
 
 
-# --- what it comes to ------------------------------------------------------------------------
-
-
 def _headline(summary: RunSummary) -> str:
     if summary.has_drift:
         return "Not everything ended as it was decided"
@@ -204,378 +246,139 @@ def _headline(summary: RunSummary) -> str:
     return "Everything ended as it was decided"
 
 
-def _header(summary: RunSummary) -> Html:
-    found = [kind for kind in _kinds_of([summary]) if summary.drift.get(kind.name)]
-    findings = sum(summary.drift.values())
-    mode = _MODES.get(summary.mode, summary.mode)
-    if found:
-        said = join(
-            f"{plural(findings, 'finding', 'findings')} in "
-            f"{plural(summary.transactions, 'transaction', 'transactions')}: ",
-            *(
-                tag("span", f"{kind.title} {count(summary.drift[kind.name])}", class_="chip")
-                for kind in found
-            ),
-        )
-    else:
-        said = join(
-            f"{plural(summary.transactions, 'transaction was', 'transactions were')} judged from "
-            "the topics themselves, and there is no drift."
-        )
-    return tag(
-        "header",
-        tag("p", f"txbroker audit · {summary.run} · {mode}", class_="name"),
-        tag(
-            "div",
-            tag("span", "✗" if found else "✓", class_="sign", aria_hidden="true"),
-            tag("div", tag("h1", _headline(summary)), tag("p", said)),
-            class_=f"verdict {'bad' if found else 'ok'}",
-        ),
-        *_notes(summary),
-        _tiles(summary),
-    )
+def _offenders(
+    examples: Sequence[Example], kinds: Sequence[str]
+) -> tuple[list[Example], list[Example]]:
+    """Return a few examples of each kind, the gravest first, and the others."""
 
+    def gravity(example: Example) -> int:
+        places = (kinds.index(name) for name in example.findings if name in kinds)
+        return min(places, default=len(kinds))
 
-def _notes(summary: RunSummary) -> Iterator[Html]:
-    taken = sum(summary.taken.values())
-    if taken:
-        yield tag(
-            "p",
-            f"Retention took {plural(taken, 'record', 'records')} before they were read. What was "
-            "in them is not known and was not judged.",
-            class_="note",
-        )
-    held = () if summary.cut is None else summary.cut.held
-    if held:
-        yield tag(
-            "p",
-            f"{plural(len(held), 'partition ends', 'partitions end')} in an open transaction, of "
-            "another producer or a hanging one: readers see nothing behind it, and what is missing "
-            "there counts as late, never as lost.",
-            class_="note",
-        )
-    if summary.quarantined:
-        own = summary.drift.get("unreadable", 0)
-        whose = f", {count(own)} of them ours" if own else ""
-        yield tag(
-            "p",
-            f"{plural(summary.quarantined, 'record does', 'records do')} not read{whose}. They "
-            "were set aside and not judged.",
-            class_="note",
-        )
-    for topic, why in summary.unread_targets.items():
-        yield tag(
-            "p",
-            "The target ",
-            tag("code", topic),
-            f" is not readable: {why}. What was committed to it was not judged.",
-            class_="note",
-        )
-    for topic, number in summary.missing_targets.items():
-        yield tag(
-            "p",
-            "The target ",
-            tag("code", topic),
-            f" does not exist, and {plural(number, 'transaction was', 'transactions were')} "
-            "committed to it.",
-            class_="note",
-        )
-
-
-def _tiles(summary: RunSummary) -> Html:
-    states = [(_STATES.get(name, name), count(n)) for name, n in summary.states.items()]
-    shown = [
-        ("Transactions", count(summary.transactions)),
-        *states,
-        ("Carried over", count(summary.carried)),
-    ]
-    return join(
-        tag("dl", *(tag("div", tag("dt", k), tag("dd", v)) for k, v in shown), class_="tiles"),
-        tag(
-            "p",
-            f"Begun {moment(summary.started_ms)}, took {duration(summary.took_s * 1000)}; "
-            f"{plural(sum(summary.records.values()), 'record', 'records')} read.",
-            class_="muted",
-        ),
-    )
-
-
-# --- drift -----------------------------------------------------------------------------------
-
-
-def _section(title: str, lead: Child, *children: Child, long: bool = False) -> Html:
-    return tag(
-        "section",
-        tag("h2", title),
-        tag("p", lead, class_="lead") if lead else None,
-        *children,
-        class_="long" if long else None,
-    )
-
-
-def _offenders(summary: RunSummary) -> Html | None:
-    if not summary.examples:
-        return None
-    kinds = [kind.name for kind in _kinds_of([summary])]
-    ordered = sorted(summary.examples, key=lambda each: _gravest(each, kinds))
     near: list[Example] = []
-    far: list[Example] = []
-    for _kind, some in groupby(ordered, key=lambda each: _gravest(each, kinds)):
-        alike = list(some)
-        near += alike[:OFFENDERS_SHOWN]
-        far += alike[OFFENDERS_SHOWN:]
-    more = plural(len(far), "more transaction", "more transactions")
-    return _section(
-        "Top offenders",
-        join(
-            "Examples of each kind, the gravest first; the verdict table has all of them. ",
-            tag("code", "txbroker tx show ID"),
-            " tells what a proxy knows of one.",
-        ),
-        _examples(near, summary),
-        tag("details", tag("summary", more), _examples(far, summary)) if far else None,
-        long=True,
-    )
+    others: list[Example] = []
+    for _, group in groupby(sorted(examples, key=gravity), key=gravity):
+        of_kind = list(group)
+        near += of_kind[:OFFENDERS_SHOWN]
+        others += of_kind[OFFENDERS_SHOWN:]
+    return near, others
 
 
-def _gravest(example: Example, kinds: Sequence[str]) -> int:
-    """The place of its gravest finding among all kinds."""
-    return min((kinds.index(one) for one in example.findings if one in kinds), default=len(kinds))
-
-
-def _examples(examples: Sequence[Example], summary: RunSummary) -> Html:
-    titles = {kind.name: kind.title for kind in _kinds_of([summary])}
-    rows = [
-        tag(
-            "tr",
-            tag("th", tag("code", each.id, class_="id"), scope="row"),
-            tag(
-                "td",
-                *(tag("span", titles.get(f, f), class_="chip") for f in each.findings),
-            ),
-            tag("td", tag("code", each.grp), class_="any", data_name="Group"),
-            tag("td", each.why, class_="any why"),
-        )
-        for each in examples
-    ]
-    return table(("Transaction", "Findings", "Group", "Why"), rows, class_="stack")
-
-
-def _by_group(groups: Sequence[GroupDrift]) -> Html | None:
-    if not groups:
-        return None
-    titles = {kind.name: kind.title for kind in ALL_KINDS}
-    rows = [
-        tag(
-            "tr",
-            tag("th", tag("code", each.grp or "not known"), class_="any", scope="row"),
-            tag("td", titles.get(each.kind, each.kind)),
-            tag("td", count(each.transactions), class_="n"),
-        )
-        for each in groups
-    ]
-    return _section(
-        "Groups with the most drift", None, table(("Group", "Kind", "Transactions"), rows, [2])
-    )
-
-
-def _over_time(runs: Sequence[RunSummary]) -> Html:
-    found = [kind for kind in _kinds_of(runs) if any(run.drift.get(kind.name) for run in runs)]
-    rows: list[Html] = []
-    for kind in found or [Kind("", "Any drift", "")]:
-        values = [run.drift.get(kind.name, 0) for run in runs]
-        columns = [Column(value, place == len(runs) - 1) for place, value in enumerate(values)]
-        rows.append(
-            tag(
-                "div",
-                tag("div", kind.title, class_="label"),
-                history_row(f"{kind.title}, by run", columns),
-                tag("div", f"most: {count(max(values))}", class_="most"),
-                class_="kind",
-            )
-        )
-    first, last = day(runs[0].started_ms), day(runs[-1].started_ms)
-    dates = tag(
-        "div",
-        tag("div", tag("span", first if len(runs) > 1 else ""), tag("span", last), class_="dates"),
-        class_="kind",
-    )
-    if len(runs) == 1:
-        lead = "This is the first run in the journal; later reports show how it goes on."
-    elif not found:
-        lead = f"No drift in the last {len(runs)} runs."
-    else:
-        without = sum(not run.has_drift for run in runs)
-        lead = (
-            f"Transactions with drift in the last {len(runs)} runs, a bar for each, this one at "
-            f"the right; a green line where there is none. {count(without)} of these runs found "
-            "nothing at all. Every kind has a scale of its own."
-        )
-    return _section(
-        "Drift over time",
-        lead,
-        tag("div", *rows, dates, class_="history", style=f"--runs: {len(runs)}"),
-        tag("details", tag("summary", "The same as a table"), _runs_table(runs, found)),
-    )
-
-
-def _runs_table(runs: Sequence[RunSummary], kinds: Sequence[Kind]) -> Html:
-    rows = [
-        tag(
-            "tr",
-            tag("th", moment(run.started_ms), class_="when", scope="row"),
-            tag("td", _MODES.get(run.mode, run.mode)),
-            tag("td", count(run.transactions), class_="n"),
-            tag("td", count(sum(run.drift.values())), class_="n"),
-            *(tag("td", count(run.drift.get(kind.name, 0)), class_="n") for kind in kinds),
-        )
-        for run in reversed(runs)
-    ]
-    return table(
-        ("Begun", "Mode", "Transactions", "Findings", *(kind.title for kind in kinds)),
-        rows,
-        range(2, 4 + len(kinds)),
-    )
-
-
-def _kinds(summary: RunSummary, runs: Sequence[RunSummary]) -> Html:
-    before = runs[-2] if len(runs) > 1 else None
-    rows = []
-    for kind in _kinds_of([summary]):
-        number = summary.drift.get(kind.name, 0)
-        past = "–" if before is None else count(before.drift.get(kind.name, 0))
-        rows.append(
-            tag(
-                "tr",
-                tag("th", kind.title, scope="row"),
-                tag("td", count(number), class_="n", data_name="This run"),
-                tag("td", past, class_="n", data_name="Run before"),
-                tag("td", kind.meaning, class_="any"),
-                class_="found" if number else "clear",
-            )
-        )
-    return _section(
-        "Kinds of drift",
-        "The gravest first. A transaction counts once for each kind that it has.",
-        table(("Kind", "This run", "Run before", "Meaning"), rows, (1, 2), "stack"),
-        long=True,
-    )
-
-
-# --- time ------------------------------------------------------------------------------------
-
-
-def _pending(summary: RunSummary) -> Html | None:
-    ages = summary.pending_age
+def _ages(ages: Histogram | None) -> Plot | None:
     if ages is None or not sum(ages.counts):
         return None
-    window = common_window([ages])
-    return _section(
-        "Age of what is pending",
-        "How long ago the pending ones were prepared. Pending is no drift: nobody has decided yet.",
-        tag(
-            "div",
-            tag(
-                "figure",
-                distribution(ages, window, "Age of pending transactions", width=460),
-                tag(
-                    "figcaption",
-                    "Pending transactions by age, and how many are in the highest bar.",
-                ),
-            ),
-            _ages_table(ages, window),
-            class_="beside",
-        ),
-    )
+    return Plot(ages, common_buckets([ages]), "Age of pending transactions", width=460)
 
 
-def _ages_table(ages: Histogram, window: Window) -> Html:
-    rows = []
-    for bucket in range(window.first, min(window.last, len(ages.counts))):
-        if not ages.counts[bucket]:
-            continue
-        over = bucket >= len(ages.bounds)
-        words = (
-            f"more than {duration(ages.bounds[-1])}"
-            if over
-            else f"to {duration(ages.bounds[bucket])}"
-        )
-        rows.append(
-            tag(
-                "tr",
-                tag("th", words, scope="row"),
-                tag("td", count(ages.counts[bucket]), class_="n"),
-            )
-        )
-    return table(("Age", "Transactions"), rows, [1])
+# --- latencies -------------------------------------------------------------------------------
 
 
-_DECIDE, _VISIBLE = "From prepare to decision", "From decision to visible"
+class _Label(NamedTuple):
+    """A histogram's label `KIND:NAME` in its parts; `kind` is empty where there is none."""
+
+    kind: str
+    name: str
 
 
-def _latencies(summary: RunSummary) -> Html | None:
-    decide = {one.label: one for one in summary.decide_latency if sum(one.counts)}
-    visible = {one.label: one for one in summary.visible_latency if sum(one.counts)}
-    labels = _ordered([*decide, *visible])
-    if not labels:
-        return None
-    sides = (
-        (_DECIDE, decide, common_window([*decide.values()])),
-        (_VISIBLE, visible, common_window([*visible.values()])),
-    )
-    pairs = [
-        _pair(label, sides)
-        for _kind, some in groupby(labels, key=_label_kind)
-        for label in islice(some, PAIRS_SHOWN)
+class _PlotPair(NamedTuple):
+    label: _Label
+    plots: list[tuple[str, Plot]]
+
+
+class _LatencyRow(NamedTuple):
+    label: _Label
+    cells: list[str]
+
+
+def _latencies(summary: RunSummary) -> dict[str, Any]:
+    """Return plots of the largest topics and groups, and a table row for each."""
+    measures = {
+        "From prepare to decision": _with_values(summary.decide_latency),
+        "From decision to visible": _with_values(summary.visible_latency),
+    }
+    labels = _ordered([label for histograms in measures.values() for label in histograms])
+    buckets = {title: common_buckets([*found.values()]) for title, found in measures.items()}
+    shown = [
+        label
+        for _, of_kind in groupby(labels, key=_kind_of)
+        for label in islice(of_kind, PAIRS_SHOWN)
     ]
-    rows = [_latency_row(label, decide.get(label), visible.get(label)) for label in labels]
-    heads = ("", "Decided", "p50", "p99", "Visible", "p50", "p99")
-    return _section(
-        "Prepare, decision, visible",
-        "How long transactions took, by topic and by group, by the brokers' clocks. Plots of the "
-        "same kind have the same axis; above each, how many are in its highest bar. Half took no "
-        "longer than p50, 99 of 100 no longer than p99, as far as counts tell.",
-        tag("div", *pairs, class_="pairs"),
-        tag("details", tag("summary", "The same as a table"), table(heads, rows, range(1, 7))),
-        long=True,
-    )
+    rows = []
+    for label in labels:
+        cells = [cell for found in measures.values() for cell in _cells(found.get(label))]
+        rows.append(_LatencyRow(_parts(label), cells))
+    return {"pairs": [_pair(label, measures, buckets) for label in shown], "latencies": rows}
 
 
-def _label_kind(label: str) -> str:
+def _with_values(histograms: Sequence[Histogram]) -> dict[str, Histogram]:
+    return {histogram.label: histogram for histogram in histograms if sum(histogram.counts)}
+
+
+def _pair(
+    label: str, measures: dict[str, dict[str, Histogram]], buckets: dict[str, BucketRange]
+) -> _PlotPair:
+    plots = [
+        (title, Plot(found[label], buckets[title], f"{title}, {label}"))
+        for title, found in measures.items()
+        if label in found
+    ]
+    return _PlotPair(_parts(label), plots)
+
+
+def _kind_of(label: str) -> str:
     return label.partition(":")[0]
 
 
-def _ordered(labels: Sequence[str]) -> list[str]:
-    """Return each label once, topics before groups; those of a kind as they came, which is by
-    how many transactions they have."""
-    kinds = sorted({_label_kind(label) for label in labels}, reverse=True)
-    return [
-        label for kind in kinds for label in dict.fromkeys(labels) if _label_kind(label) == kind
-    ]
-
-
-def _name(label: str) -> Html:
+def _parts(label: str) -> _Label:
     kind, _, name = label.partition(":")
-    if not name:
-        return join(label)
-    return join(tag("small", f"{kind} "), name)
+    return _Label(kind, name) if name else _Label("", label)
 
 
-def _pair(label: str, sides: Sequence[tuple[str, dict[str, Histogram], Window]]) -> Html:
-    figures = []
-    for title, found, window in sides:
-        histogram = found.get(label)
-        if histogram is not None:
-            plot: Child = distribution(histogram, window, f"{title}, {label}")
-            figures.append(tag("figure", tag("figcaption", title), plot))
-    return tag("div", tag("h3", _name(label)), tag("div", *figures), class_="pair")
+def _ordered(labels: Sequence[str]) -> list[str]:
+    """Return each label once, topics before groups; within a kind in their given order, which is
+    by number of transactions."""
+    kinds = sorted({_kind_of(label) for label in labels}, reverse=True)
+    return [label for kind in kinds for label in dict.fromkeys(labels) if _kind_of(label) == kind]
 
 
-def _latency_row(label: str, *histograms: Histogram | None) -> Html:
-    cells: list[Html] = []
-    for histogram in histograms:
-        cells.append(tag("td", count(sum(histogram.counts)) if histogram else "–", class_="n"))
-        for share in (0.5, 0.99):
-            found = percentile(histogram, share) if histogram else None
-            cells.append(tag("td", str(found) if found else "–", class_="n"))
-    return tag("tr", tag("th", _name(label), class_="any", scope="row"), *cells)
+def _cells(histogram: Histogram | None) -> Iterator[str]:
+    """Yield count, p50 and p99."""
+    yield count(sum(histogram.counts)) if histogram else "–"
+    for share in (0.5, 0.99):
+        value = percentile(histogram, share) if histogram else None
+        yield str(value) if value else "–"
+
+
+# --- topics that were read -------------------------------------------------------------------
+
+
+class _ReadTopic(NamedTuple):
+    topic: str
+    ends: Sequence[int]
+    width: int
+    taken: int
+
+
+def _reads(bounds: SnapshotBounds) -> dict[str, Any]:
+    """Return the topics that were read, with their roles, and the offsets of each partition."""
+    reads = [
+        *zip(
+            ("half messages", "markers", "parked copies"),
+            (bounds.half, bounds.op, bounds.parked),
+            strict=True,
+        ),
+        *(("target", read) for read in bounds.targets),
+    ]
+    partitions = [
+        (read.topic, number, *offsets)
+        for _, read in reads
+        for number, offsets in enumerate(zip(read.starts, read.begins, read.ends, strict=False))
+    ]
+    topics = [
+        (role, _ReadTopic(read.topic, read.ends, _width(read), read.taken)) for role, read in reads
+    ]
+    return {"reads": topics, "partitions": partitions}
+
+
+def _width(read: TopicRead) -> int:
+    return sum(max(0, end - begin) for begin, end in zip(read.begins, read.ends, strict=False))
