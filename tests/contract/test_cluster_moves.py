@@ -91,7 +91,7 @@ async def test_what_stays_is_neither_claimed_nor_paused(proxies: Proxies) -> Non
     one, _ = await proxies.add("one", "two")
     topic = await one.topic()
     before = await proxies.shares()
-    owners = dict(one.proxy.broker._manager.open())
+    owners = dict(one.proxy.broker.partitions.open())
     claims = {number: await proxies.claims(number) for number in range(proxies.partitions)}
     # Which of its two partitions the first proxy will keep is the group's affair: watch both.
     numbers = sorted(before["one"])
@@ -107,7 +107,7 @@ async def test_what_stays_is_neither_claimed_nor_paused(proxies: Proxies) -> Non
     kept = before["one"] & after["one"]
     assert kept
     for number in kept:
-        assert one.proxy.broker._manager.open()[number] is owners[number]
+        assert one.proxy.broker.partitions.open()[number] is owners[number]
         gaps = [b - a for a, b in zip(times[number], times[number][1:], strict=False)]
         assert max(gaps) < PAUSE_MAX_S, f"promotion of partition {number} paused {max(gaps):.2f} s"
 
@@ -306,7 +306,7 @@ async def test_a_stuck_proxy_lets_another_one_try(
     in_memory: Proxies, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one, two = await in_memory.add("one", "two", stuck_after_s=0.5)
-    manager = one.proxy.broker._manager
+    manager = one.proxy.broker.partitions
     monkeypatch.setattr(manager, "_rejoin_s", 0.1)
     stuck = next(iter(manager.open().values()))
     claims = await in_memory.claims(stuck.partition)
@@ -326,7 +326,7 @@ async def test_a_stuck_proxy_lets_another_one_try(
 @pytest.mark.rule(16)
 async def test_a_proxy_that_is_alone_leaves_to_nobody(in_memory: Proxies) -> None:
     (one,) = await in_memory.add("one")
-    manager = one.proxy.broker._manager
+    manager = one.proxy.broker.partitions
     assert not manager._should_leave(3600.0)
     await in_memory.add("two")
     assert manager._should_leave(3600.0)
@@ -375,7 +375,7 @@ async def test_what_was_not_sent_may_go_to_another_owner(in_memory: Proxies) -> 
     coordinator.join(gone, 2)
     (idle,) = await in_memory.start("two")
     assert not await idle.owned()
-    assert NOBODY_URL in idle.proxy.broker.assigned()
+    assert NOBODY_URL in idle.proxy.broker.partitions.assigned()
     topic = await idle.topic()
     for _ in range(10):
         await idle.prepare(Message(topic, None, b"v"))
@@ -418,7 +418,7 @@ async def test_changed_topics_are_shown(in_memory: Proxies) -> None:
     (one,) = await in_memory.add("one")
     assert (await one.get("/readyz"))["problems"] == []
     await in_memory.world.add_partitions(in_memory.world.name("op"), in_memory.partitions + 1)
-    await one.proxy.broker._manager.look_at_topics()
+    await one.proxy.broker.partitions.look_at_topics()
     (problem,) = (await one.get("/readyz"))["problems"]
     assert in_memory.world.name("op") in problem
     assert await one.metric("topic_problems") == 1
@@ -503,7 +503,7 @@ async def test_what_hangs_for_everybody_is_shown_and_left_to_nobody(in_memory: P
         return bool(states[str(moving)].startswith("hanging") and states[str(kept)] == "owned")
 
     await until(shown)
-    slot = one.proxy.broker._manager._slots[moving]
+    slot = one.proxy.broker.partitions._slots[moving]
     assert slot.stuck_s() == 0.0
     await end()
     await in_memory.settled()

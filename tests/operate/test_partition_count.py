@@ -69,7 +69,7 @@ async def test_more_partitions_for_the_half_topic_are_undone_by_moving(
     id = await old.prepare(Message(topic, None, b"v"))
     for name in ("half", "op", "checkpoint", "parked"):
         await old.world.add_partitions(old.world.name(name), NEW)
-    await old.proxy.broker._manager.look_at_topics()
+    await old.proxy.broker.partitions.look_at_topics()
     ready = await old.get("/readyz")
     assert ready["ready"]
     (problem,) = ready["problems"]

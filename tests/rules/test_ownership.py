@@ -25,7 +25,7 @@ async def at_work(world: World) -> tuple[Broker, ScriptedDoor, PartitionOwner]:
     door = ScriptedDoor(world.kafka, half_partitions=1, facts_ttl_s=0.01)
     broker = await world.broker(door)
     await until(lambda: broker.mine())
-    return broker, door, broker._manager.open()[0]
+    return broker, door, broker.partitions.open()[0]
 
 
 @pytest.mark.rule(16)
@@ -42,8 +42,8 @@ async def test_a_proxy_that_left_joins_again_whatever_kept_it_out(
         await join(*args, **urls)  # type: ignore[arg-type]
 
     monkeypatch.setattr(door.membership, "join", full)
-    monkeypatch.setattr(broker._manager, "_rejoin_s", 0.001)
-    await broker._manager._leave_and_join(60.0)
+    monkeypatch.setattr(broker.partitions, "_rejoin_s", 0.001)
+    await broker.partitions._leave_and_join(60.0)
     await until(lambda: broker.readiness().ready)
 
 
@@ -58,7 +58,7 @@ async def test_time_out_of_touch_does_not_make_a_claim_stuck(world: World) -> No
     door.prepare_partition = lambda partition: partition.claims.append(claim)
     broker = await world.broker(door)
     await gate.reached.wait()
-    manager = broker._manager
+    manager = broker.partitions
     manager._lost("nobody answers")
     manager._slots[0].since -= 60.0
     manager._assigned(MINE)
@@ -84,7 +84,7 @@ async def test_who_gives_up_leaving_does_not_leave_owners_half_closed(
         closed.set()
 
     monkeypatch.setattr(door.opened[0], "close", slowly)
-    leaving = asyncio.create_task(broker._manager._leave("a test says so"))
+    leaving = asyncio.create_task(broker.partitions._leave("a test says so"))
     await gate.reached.wait()
     leaving.cancel()
     await asyncio.wait([leaving])
@@ -101,12 +101,12 @@ async def test_what_another_owner_took_while_out_of_touch_is_counted(
     monkeypatch.setattr(world.told, "fenced", lambda: fenced.append("fenced"))
     broker, _, _ = await at_work(world)
     # Handed over by the group, as when a proxy joins: nobody was fenced.
-    broker._manager._assigned(THEIRS)
+    broker.partitions._assigned(THEIRS)
     assert fenced == []
-    broker._manager._assigned(MINE)
+    broker.partitions._assigned(MINE)
     await until(lambda: broker.mine())
-    broker._manager._lost("nobody answers")
-    broker._manager._assigned(THEIRS)
+    broker.partitions._lost("nobody answers")
+    broker.partitions._assigned(THEIRS)
     assert fenced == ["fenced"]
 
 
@@ -134,7 +134,7 @@ async def test_what_has_no_key_goes_to_a_partition_that_is_not_suspended(world: 
     door = ScriptedDoor(world.kafka, topic_prefix="x", half_partitions=2)
     broker = await world.broker(door)
     await until(lambda: len(broker.mine()) == 2)
-    owners = broker._manager.open()
+    owners = broker.partitions.open()
     request = PrepareRequest("g", (Message("t", None, b"v"),))
     for away, left in ((0, 1), (1, 0)):
         owners[away].suspend()

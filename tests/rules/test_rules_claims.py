@@ -420,9 +420,9 @@ async def test_assignments_are_taken_at_once_and_recovery_runs_beside(world: Wor
     broker = await broker_on(world, 2, lambda partition: partition.claims.append(claim))
     assert set(broker.readiness().partitions.values()) == {"claiming"}
     started = time.monotonic()
-    broker._manager._assigned(Assignment(frozenset(), ("http://other",) * 2, (), 1))
+    broker.partitions._assigned(Assignment(frozenset(), ("http://other",) * 2, (), 1))
     assert set(broker.readiness().partitions.values()) == {"elsewhere"}
-    broker._manager._assigned(Assignment(frozenset({0, 1}), ("",) * 2, (), 1))
+    broker.partitions._assigned(Assignment(frozenset({0, 1}), ("",) * 2, (), 1))
     assert time.monotonic() - started < 1.0
     opened.set()
     await until(lambda: set(broker.readiness().partitions.values()) == {"owned"})
@@ -441,7 +441,7 @@ async def test_assigned_again_while_a_fenced_one_still_closes_it_is_opened_anew(
     closing = Gate()
     broker = await broker_on(world, 1)
     _, door = world._brokers[-1]
-    manager = broker._manager
+    manager = broker.partitions
     await until(lambda: broker.readiness().partitions[0] == "owned")
     with monkeypatch.context() as elsewhere:
         elsewhere.setattr(door, "prepare_partition", lose)

@@ -406,11 +406,13 @@ async def test_running_proxies_refuse_one_anothers_addresses() -> None:
             await service.start()
 
         async def both_known() -> bool:
-            return all(len(service.proxy.broker.proxies()) == 2 for service in (one, two))
+            return all(
+                len(service.proxy.broker.partitions.proxies()) == 2 for service in (one, two)
+            )
 
         await until(both_known)
         urls = {url for each in (one, two) for url in (each.proxy.url, each.proxy.admin_url)}
-        urls.add(one.proxy.broker.peer_url(two.proxy.url))
+        urls.add(one.proxy.broker.partitions.peer_url(two.proxy.url))
         assert len(urls) == 5
         for service in (one, two):
             for url in urls:

@@ -185,7 +185,7 @@ async def test_a_session(installation: Installation, record_property: Any) -> No
 
 async def owned_at(installation: Installation, id: str, url: str) -> bool:
     """Say whether the proxy at `url` owns a transaction."""
-    owners = installation.proxies[0].broker.assigned()
+    owners = installation.proxies[0].broker.partitions.assigned()
     return owners[(await installation.view(id))["partition"]] == url
 
 

@@ -122,7 +122,7 @@ async def test_an_address_for_peers(alone: Installation) -> None:
             "GET", "/internal/v1/overview", by="operator", at=url, headers=headers
         )
         assert named.status == 404
-        peer_url = alone.proxies[0].broker.peer_url(url)
+        peer_url = alone.proxies[0].broker.partitions.peer_url(url)
         if url != alone.urls[0]:
             assert peer_url != url
             right = await alone.call("GET", "/internal/v1/overview", at=peer_url, headers=headers)

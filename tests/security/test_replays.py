@@ -91,7 +91,7 @@ async def test_frames_of_a_session(installation: Installation, record_property: 
     url = installation.urls[0]
     partition = next(
         number
-        for number, owner in enumerate(installation.proxies[0].broker.assigned())
+        for number, owner in enumerate(installation.proxies[0].broker.partitions.assigned())
         if owner == url
     )
     id = make_id(partition, installation.proxies[0].broker.now_ms(), 3000)
@@ -114,7 +114,9 @@ async def test_frames_of_a_session(installation: Installation, record_property: 
 
 async def test_a_call_between_proxies(installation: Installation, record_property: Any) -> None:
     id = await installation.prepared("shop")
-    owner = installation.proxies[0].broker.assigned()[(await installation.view(id))["partition"]]
+    owner = installation.proxies[0].broker.partitions.assigned()[
+        (await installation.view(id))["partition"]
+    ]
     headers = {
         "txb-proxy": installation.urls[-1],
         "content-type": "application/msgpack",

@@ -1,4 +1,4 @@
-"""One proxy, put together: door, broker, checks and the listening server."""
+"""Assembles one proxy: door, broker, checks and HTTP server."""
 
 import asyncio
 import random
@@ -26,6 +26,7 @@ from txbroker.principals import Directory, Role
 from txbroker.proxy.cluster.broker import Broker
 from txbroker.proxy.cluster.check_urls import make_checks
 from txbroker.proxy.cluster.cluster import Cluster
+from txbroker.proxy.cluster.partition_manager import PartitionManager
 from txbroker.proxy.cluster.peer_watcher import PeerWatcher
 from txbroker.proxy.cluster.peers import Peers
 from txbroker.proxy.console import console_pages
@@ -60,14 +61,16 @@ class Proxy(Struct, frozen=True):
 
 @asynccontextmanager
 async def run_proxy(door: Door, settings: Settings, *, wait_s: float = 0.0) -> AsyncIterator[Proxy]:
-    """Run a proxy on a door until the block is left.
+    """Run a proxy on a door until the block ends.
 
-    It listens before it joins the other proxies, so that they find it as soon as they hear of it.
-    A Kafka that does not answer is waited for, `wait_s` seconds.
+    The proxy listens before it joins the others, so that they can call it at once.
+
+    Args:
+        wait_s: how long to wait for Kafka at the start, seconds.
 
     Raises:
         KafkaUnavailable: Kafka does not answer.
-        ConfigurationError: the configuration, the address or Kafka's topics cannot work.
+        ConfigurationError: the configuration, the address or Kafka's topics cannot be used.
     """
     tls, peers_tls = _server_tls(settings), _peers_tls(settings)
     async with AsyncExitStack() as stack:
@@ -78,13 +81,15 @@ async def run_proxy(door: Door, settings: Settings, *, wait_s: float = 0.0) -> A
         share_of = _share_of(principals)
         metrics = Metrics(settings.group_labels_max, share_of=share_of)
         listening: list[str] = []
-        checks = make_checks(settings, lambda: (*listening, *_known(broker)), door.brokers)
+        checks = make_checks(
+            settings, lambda: (*listening, *_known(broker.partitions)), door.brokers
+        )
         stack.push_async_callback(checks.close)
         groups = Groups(door.groups, checks.unusable)
         await _reach_kafka(door, groups, settings, wait_s)
         sessions = SessionRegistry()
         peer_guard = PeerGuard(settings)
-        identity = _identity(lambda: broker, peer_guard)
+        identity = _identity(lambda: broker.partitions, peer_guard)
         elsewhere = PeerSessions(identity, peers_tls)
         stack.push_async_callback(elsewhere.close)
         runner = CheckRunner(
@@ -97,15 +102,15 @@ async def run_proxy(door: Door, settings: Settings, *, wait_s: float = 0.0) -> A
         stack.push_async_callback(runner.close)
         for appeared in (sessions.on_appeared, elsewhere.on_appeared, groups.on_change):
             appeared(runner.wake)
-        around = GroupStatus(
+        status = GroupStatus(
             sessions.instances,
             runner.unreachable,
             runner.unreachable_for_s,
             lambda: app[CONTEXT].files_not_read(),
         )
-        broker = Broker(door, settings, groups, runner, metrics, around, principals)
-        held = PartitionGauges(broker, runner.unreachable, settings.half_retention_s)
-        metrics.watch(held.read)
+        broker = Broker(door, settings, groups, runner, metrics, status, principals)
+        gauges = PartitionGauges(broker, runner.unreachable, settings.half_retention_s)
+        metrics.watch(gauges.read)
         door.audit.follow(AuditMetrics(metrics).changed)
         peers = Peers(identity, tls=peers_tls)
         stack.push_async_callback(peers.close)
@@ -125,33 +130,34 @@ async def run_proxy(door: Door, settings: Settings, *, wait_s: float = 0.0) -> A
             principals=principals,
             pages=console_pages,
         )
-        admin_url = await _listen(stack, app, settings, tls, broker, listening)
+        admin_url = await _listen(stack, app, settings, tls, broker.partitions, listening)
         await _join(stack, broker, peers, elsewhere)
-        yield Proxy(broker.url, admin_url, broker, cluster, groups, sessions, metrics, runner)
+        url = broker.partitions.url
+        yield Proxy(url, admin_url, broker, cluster, groups, sessions, metrics, runner)
 
 
 def _share_of(principals: Callable[[], Directory]) -> ShareOf:
-    """Return what says whose a group is by the principals as they are when it is called."""
+    """Return a function from a group to its share, by the principals at the time of the call."""
     return lambda group: principals().share_of(group)
 
 
 async def _join(
     stack: AsyncExitStack, broker: Broker, peers: Peers, elsewhere: PeerSessions
 ) -> None:
-    """Join the other proxies, and follow until the stack ends how they and this one stand.
+    """Join the other proxies, and watch them and the readiness of this one until the stack ends.
 
     Raises:
         ConfigurationError: the group cannot be used, or not by this proxy.
     """
     readiness = ReadinessLog(broker.readiness)
     broker.on_owners(readiness.look)
-    roster = PeerWatcher(peers, elsewhere, lambda: _others(broker))
-    broker.on_owners(roster.changed)
+    watcher = PeerWatcher(peers, elsewhere, lambda: _others(broker.partitions))
+    broker.on_owners(watcher.changed)
     stack.push_async_callback(broker.close)
     stack.callback(log.info, "stopping")
     await broker.start()
-    roster.start()
-    stack.push_async_callback(roster.close)
+    watcher.start()
+    stack.push_async_callback(watcher.close)
     stack.push_async_callback(readiness.close)
     readiness.start()
 
@@ -174,7 +180,7 @@ def _log_start(settings: Settings) -> None:
 
 
 def _shared_role(settings: Settings) -> Role:
-    """Return what the token of `token_file` allows at `listen`."""
+    """Return the role of the token of `token_file` at `listen`."""
     return Role.PRODUCER if settings.admin_listen else Role.OPERATOR
 
 
@@ -218,47 +224,54 @@ async def _listen(
     app: web.Application,
     settings: Settings,
     tls: ServerTls | None,
-    broker: Broker,
+    partitions: PartitionManager,
     listening: list[str],
 ) -> str:
-    """Listen until the stack ends, and tell the broker its URLs; return that of the admin address,
-    "" where there is none. What it listens at, and is known at, is added to `listening`."""
+    """Listen until the stack ends, and set the URLs of the partition manager.
+
+    Args:
+        listening: receives every URL that the proxy listens at or advertises.
+
+    Returns:
+        The URL of the admin address, "" where there is none.
+    """
     url = await stack.enter_async_context(serve(app, settings.listen, tls))
-    broker.url = settings.advertise or url
-    listening += [url, broker.url]
-    log.info("listening", url=url, advertise=broker.url)
+    partitions.url = settings.advertise or url
+    listening += [url, partitions.url]
+    log.info("listening", url=url, advertise=partitions.url)
     if settings.peer_listen:
         peers = serve(make_peer_app(app), settings.peer_listen, tls, public=False)
         peer_url = await stack.enter_async_context(peers)
-        broker.called_by_peers_at(settings.peer_advertise or peer_url)
-        listening += [peer_url, settings.peer_advertise or peer_url]
+        partitions.own_peer_url = settings.peer_advertise or peer_url
+        listening += [peer_url, partitions.own_peer_url]
     if not settings.admin_listen:
         return ""
     admin = serve(make_admin_app(app), settings.admin_listen, tls, public=False)
     admin_url = await stack.enter_async_context(admin)
-    callable_url = _callable(admin_url, broker.url)
-    broker.called_by_operators_at(callable_url)
-    listening += [admin_url, callable_url]
+    partitions.own_admin_url = _callable(admin_url, partitions.url)
+    listening += [admin_url, partitions.own_admin_url]
     return admin_url
 
 
-def _identity(broker: Callable[[], Broker], guard: PeerGuard) -> PeerIdentity:
-    return PeerIdentity(lambda: broker().url, guard.secret, lambda url: broker().peer_url(url))
+def _identity(partitions: Callable[[], PartitionManager], guard: PeerGuard) -> PeerIdentity:
+    return PeerIdentity(
+        lambda: partitions().url, guard.secret, lambda url: partitions().peer_url(url)
+    )
 
 
-def _known(broker: Broker) -> Iterator[str]:
-    """Yield the URLs at which the proxies of the group take calls, proxies' and operators' too."""
-    for url in broker.proxies():
-        yield from {url, broker.peer_url(url), broker.admin_url(url)}
+def _known(partitions: PartitionManager) -> Iterator[str]:
+    """Yield every URL at which the proxies of the group take calls of any kind."""
+    for url in partitions.proxies():
+        yield from {url, partitions.peer_url(url), partitions.admin_url(url)}
 
 
-def _others(broker: Broker) -> list[str]:
-    return [url for url in broker.proxies() if url and url != broker.url]
+def _others(partitions: PartitionManager) -> list[str]:
+    return [url for url in partitions.proxies() if url and url != partitions.url]
 
 
 def _callable(admin_url: str, url: str) -> str:
-    """Return the admin address as others may call it: where it is every address of the machine,
-    by the host name of `url`."""
+    """Return the admin address as other proxies call it; a wildcard address becomes the host name
+    of `url`."""
     parts = urlsplit(admin_url)
     address = Address(parts.hostname or "", parts.port or 0)
     if address.wildcard:
@@ -276,14 +289,14 @@ def _server_tls(settings: Settings) -> ServerTls | None:
         ("tls_client_ca_file", "tls_cert_file", "tls_key_file"),
         guarded=True,
     )
-    return ServerTls(files, _tell_files)
+    return ServerTls(files, _log_files)
 
 
 def _peers_tls(settings: Settings) -> ClientTls:
-    """Return what this proxy trusts and shows when it calls others.
+    """Return the TLS settings of calls to other proxies.
 
-    Each shows the same certificate as server and as client, so whoever may sign clients' may sign
-    that of another proxy, too.
+    A proxy shows one certificate as server and as client, so an authority that is trusted for
+    clients is trusted for proxies too.
     """
     files = TlsFiles(
         settings.peers_ca_file or settings.tls_client_ca_file,
@@ -292,10 +305,10 @@ def _peers_tls(settings: Settings) -> ClientTls:
         ("peers_ca_file", "tls_cert_file", "tls_key_file"),
         guarded=True,
     )
-    return ClientTls(files, _tell_files)
+    return ClientTls(files, _log_files)
 
 
-def _tell_files(files: str, why: str) -> None:
+def _log_files(files: str, why: str) -> None:
     if why:
         log.warning("tls files not taken", files=files, why=why)
     else:

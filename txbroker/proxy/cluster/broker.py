@@ -1,4 +1,4 @@
-"""The broker: what one proxy answers of its own half partitions, whichever way it is asked."""
+"""The broker: serves the calls for the half partitions that this proxy owns."""
 
 import asyncio
 import time
@@ -24,6 +24,7 @@ from txbroker.contract.service import (
     TransactionStatus,
     TransactionView,
     alone,
+    validate,
 )
 from txbroker.core.encoding import headers_bytes, installation_headers
 from txbroker.core.lifecycle import SETTLED
@@ -62,58 +63,66 @@ from txbroker.proxy.partition.targets import (
 )
 
 LAST_CALLS_S = 5.0
-"""How long calls under way may take when the proxy stops, seconds. Kafka's answer to an append
-takes less; whoever waits for a target without a leader gives up."""
+"""How long the proxy waits for calls in flight when it stops, seconds. Kafka answers an append in
+less; a call that waits for a target partition without a leader is given up."""
 
 log = get_logger(__name__)
 
 
 class _Calls:
-    """The calls under way.
+    """Counts the calls in flight."""
 
-    Args:
-        check_open: raises where no more are taken.
-    """
-
-    def __init__(self, check_open: Callable[[], None]) -> None:
+    def __init__(self) -> None:
         self.count = 0
-        self.over = asyncio.Event()
-        self.over.set()
-        self._check_open = check_open
+        self.idle = asyncio.Event()
+        self.idle.set()
+        self.stopping = False
+
+    def check_open(self) -> None:
+        """Raise if the proxy stops.
+
+        Raises:
+            OwnerUnavailable: it stops.
+        """
+        if self.stopping:
+            raise OwnerUnavailable(
+                "this proxy is stopping; another one takes over its half partitions: retry"
+            )
 
     @contextmanager
     def take(self, count: int = 1) -> Iterator[None]:
-        """Count so many while the block lasts.
+        """Count calls as in flight for the duration of the block.
 
         Raises:
-            OwnerUnavailable: no more are taken.
+            OwnerUnavailable: the proxy stops.
         """
-        self._check_open()
+        self.check_open()
         self.count += count
-        self.over.clear()
+        self.idle.clear()
         try:
             yield
         finally:
             self.count -= count
             if not self.count:
-                self.over.set()
+                self.idle.set()
 
 
 class Broker:
-    """What one proxy does with its own half partitions: a `txbroker.contract.service.Service`.
+    """Serves this proxy's own half partitions: a `txbroker.contract.service.Service`.
 
-    Calls for other proxies' partitions are refused; `Cluster` hands those on.
+    It refuses calls for other proxies' partitions; `Cluster` forwards those.
 
     Args:
-        door: the way to Kafka.
+        door: access to Kafka.
         settings: the proxy's configuration.
         groups: the registered groups, for their check policies.
-        runner: carries out checks.
-        events: told what happens on every partition.
-        around: what is known beside transactions, for overviews.
-        principals: returns the principals as they are now.
+        runner: runs checks.
+        events: receives the events of every partition.
+        status: sessions, unreachable groups and unread files, for overviews.
+        principals: returns the current principals.
 
-    `url` is this proxy's own URL, as others are told it; it is set before `start`.
+    `partitions` holds the half partitions, and the addresses of all proxies; this proxy's own
+    addresses are set there before `start`.
     """
 
     def __init__(
@@ -123,7 +132,7 @@ class Broker:
         groups: Groups,
         runner: Runner,
         events: PartitionEvents,
-        around: GroupStatus = GroupStatus(),  # noqa: B008 - frozen
+        status: GroupStatus = GroupStatus(),  # noqa: B008 - frozen
         principals: Callable[[], Directory] = no_principals,
     ) -> None:
         self._door = door
@@ -132,130 +141,87 @@ class Broker:
         self._placing = TargetPartitioner(self._beside)
         self._keyless: Sticky[int] = Sticky()
         self._groups = groups
-        self._around = around
+        self._status = status
         self._clock = LogTime(round(time.time() * 1000))
         self._targets = PermittedTargets(
             door.targets, settings.own_topics, settings.reserved_topics
         )
-        self._manager = PartitionManager(
+        self.partitions = PartitionManager(
             door, self._targets, settings, runner, events, principals=principals
         )
-        self._manager.on_change(self._keep_time)
-        self._stopping = False
-        self._calls = _Calls(self.check_open)
+        self.partitions.on_change(self._keep_time)
+        self._calls = _Calls()
+        self.check_open = self._calls.check_open
 
     # --- life ------------------------------------------------------------------------------
-
-    @property
-    def url(self) -> str:
-        """This proxy's own URL."""
-        return self._manager.url
-
-    @url.setter
-    def url(self, url: str) -> None:
-        self._manager.url = url
-
-    def called_by_peers_at(self, url: str) -> None:
-        """Set where this proxy takes other proxies' calls, if not at `url`; before `start`."""
-        self._manager.own_peer_url = url
-
-    def called_by_operators_at(self, url: str) -> None:
-        """Set where this proxy takes operators' calls, if not at `url`; before `start`."""
-        self._manager.own_admin_url = url
 
     async def start(self) -> None:
         """Join the other proxies; partitions are opened as they are assigned.
 
         The door must be started and the groups loaded.
         """
-        await self._manager.join()
+        await self.partitions.join()
 
     async def close(self) -> None:
-        """Take no more calls, end those under way, hand everything over and stop."""
-        self._stopping = True
+        """Refuse new calls, wait for those in flight, hand the partitions over and stop."""
+        self._calls.stopping = True
         try:
             async with asyncio.timeout(LAST_CALLS_S):
-                await self._calls.over.wait()
+                await self._calls.idle.wait()
         except TimeoutError:
             log.warning("calls given up", calls=self._calls.count)
-        await self._manager.close()
-
-    def check_open(self) -> None:
-        """Raise if this proxy is going away.
-
-        Raises:
-            OwnerUnavailable: it is.
-        """
-        if self._stopping:
-            raise OwnerUnavailable("this proxy is going away: another one takes over in a moment")
+        await self.partitions.close()
 
     def on_owners(self, listener: Callable[[], None]) -> None:
-        """Call `listener` whenever partitions or proxies come or go."""
-        self._manager.on_change(listener)
+        """Call `listener` whenever partitions or proxies change."""
+        self.partitions.on_change(listener)
 
     # --- where -----------------------------------------------------------------------------
 
     def owners(self) -> tuple[str, ...]:
         """Return the URL of each half partition's owner, "" where none is known."""
-        return self._manager.owners()
-
-    def assigned(self) -> tuple[str, ...]:
-        """Return the URL of each half partition's proxy, whether it can take calls or not, ""
-        where none is known."""
-        return self._manager.assigned()
-
-    def peer_url(self, url: str) -> str:
-        """Return where the proxy at `url` takes other proxies' calls."""
-        return self._manager.peer_url(url)
-
-    def admin_url(self, url: str) -> str:
-        """Return where the proxy at `url` takes operators' calls."""
-        return self._manager.admin_url(url)
+        return self.partitions.owners()
 
     def mine(self) -> frozenset[int]:
-        """Return the half partitions that are this proxy's and can take calls."""
-        return frozenset(self._manager.open())
-
-    def proxies(self) -> tuple[str, ...]:
-        """Return the URLs of all proxies of the group, this one's included."""
-        return self._manager.proxies()
+        """Return the half partitions that this proxy owns and that can take calls."""
+        return frozenset(self.partitions.open())
 
     def knows(self, url: str) -> bool:
-        """Say whether the proxy at `url` is one of this one's group."""
-        return url in self._manager.proxies()
+        """Return whether the proxy at `url` is a member of the group."""
+        return url in self.partitions.proxies()
 
     def now_ms(self) -> int:
-        """Return the clock by which ids are made, ms: of all partitions the middle one, so that
-        one broker whose clock is astray misleads nobody else's ids."""
-        times = [owner.id_ms() for owner in self._manager.open().values()]
+        """Return the clock by which ids are made, ms: the median of all partitions, so that one
+        broker with a wrong clock does not affect ids of other partitions."""
+        times = [owner.id_ms() for owner in self.partitions.open().values()]
         return median_low(times) if times else self._clock.now_ms()
 
     def _keep_time(self) -> None:
-        """Remember the brokers' clock for when nothing is ours."""
+        """Keep the brokers' clock running for the time without an owned partition."""
         self._clock = LogTime(self.now_ms())
 
     def clock_at_least(self, now_ms: int) -> None:
-        """The brokers' clock says so by now: a broker whose clock is put forward for tests tells
-        it, everybody else's is seen in append times."""
+        """Advance the brokers' clock. Only a test broker whose clock is set forward calls this;
+        otherwise the clock follows append times."""
         self._clock.at_least(now_ms)
-        for owner in self._manager.open().values():
+        for owner in self.partitions.open().values():
             owner.clock_at_least(now_ms)
 
     def readiness(self) -> Readiness:
-        """Say whether calls can be taken: everything that is ours is caught up."""
-        found = self._manager.readiness()
-        if self._stopping:
-            return Readiness(False, found.partitions, (*found.problems, "going away"))
-        return found
+        """Return whether this proxy takes calls: all its partitions are caught up."""
+        readiness = self.partitions.readiness()
+        if self._calls.stopping:
+            return Readiness(False, readiness.partitions, (*readiness.problems, "stopping"))
+        return readiness
 
     def _owner_of(self, id: str) -> PartitionOwner:
-        return self._manager.owner(partition_of(id, self._door.partitions), id)
+        return self.partitions.owner(partition_of(id, self._door.partitions), id)
 
     # --- runs ------------------------------------------------------------------------------
 
     def runs(self, requests: Sequence[PrepareRequest | DecideRequest]) -> Sequence[Run]:
-        """Return the operations of one group as runs: one for each log that they go to, and of
-        prepares for each set of topics that Kafka is asked about."""
+        """Split the operations of one group into runs: one for each log, and prepares further by
+        the set of topics that Kafka must be asked about."""
         prepares: dict[tuple[int, frozenset[str]], tuple[list[int], list[PrepareRequest]]] = {}
         decides: dict[int, tuple[list[int], list[DecideRequest]]] = {}
         owners: dict[int, PartitionOwner] = {}
@@ -270,13 +236,13 @@ class Broker:
                     partition = partition_of(request.id, partitions)
                 owner = owners.get(partition)
                 if owner is None:
-                    owner = owners[partition] = self._manager.owner(partition, request.id)
+                    owner = owners[partition] = self.partitions.owner(partition, request.id)
             except RequestError as error:
                 runs.append(Run((number,), _refused(error)))
                 continue
-            # What waits for more than its log must not hold the others up: prepares form a run for
-            # each topic that Kafka is asked about. A decision goes alone whose messages are to be
-            # examined, which waits to be visible, or whose id is to be looked up.
+            # An operation that waits for more than its log must not delay the others: prepares
+            # form one run for each set of topics to look up. A decision runs alone if its messages
+            # are to be examined, it waits for visibility, or its id is to be looked up.
             if traced:
                 runs.append(Run((number,), alone(self, request)))
             elif isinstance(request, PrepareRequest):
@@ -313,7 +279,7 @@ class Broker:
     async def prepare(self, request: PrepareRequest) -> TransactionStatus:
         """Store a half message; see `txbroker.contract.service.Service`."""
         self.check_open()
-        owner = self._manager.owner(self._home(request), request.id)
+        owner = self.partitions.owner(self._home(request), request.id)
         return _only(await self._prepare(owner, (request,)))
 
     async def _prepare(
@@ -325,7 +291,7 @@ class Broker:
         numbers: list[int] = []
         with self._calls.take(len(requests)):
             known = owner.api.standing_prepares(requests)
-            new = [each for number, each in enumerate(requests) if number not in known]
+            new = [request for number, request in enumerate(requests) if number not in known]
             facts = await self._facts(new)
             now_ms, id_ms = owner.now_ms(), owner.id_ms()
             policies: dict[tuple[float | None, float | None], CheckPolicy] = {}
@@ -357,22 +323,21 @@ class Broker:
                 for number, (half, where), answer in zip(numbers, halves, stored, strict=True):
                     request = requests[number]
                     if isinstance(answer, IdExpired) and request.id is None:
-                        # The id was ours, by a clock that the half topic's broker has left: now
-                        # we know.
+                        # This proxy made the id by a clock that lags the half topic's broker; the
+                        # owner's clock is right by now.
                         id = new_id(request, owner.partition, owner.id_ms())
                         half = structs.replace(half, id=id)
                         [answer] = await owner.api.prepare(((half, where),), request.instance)
                     if isinstance(answer, OwnerUnavailable):
-                        # The id goes back to the caller, who sends it again and so never counts
-                        # twice.
+                        # The caller retries with this id, so the prepare never counts twice.
                         answer.details.setdefault("id", half.id)
                     answers[number] = answer
-        return [each for each in answers if each is not None]
+        return [answer for answer in answers if answer is not None]
 
     async def _facts(
         self, requests: Sequence[PrepareRequest]
     ) -> dict[str, TargetFacts | Cause] | OwnerUnavailable:
-        """Return what is known of all topics of these, or that Kafka does not say."""
+        """Return the facts of all topics of these requests, or the error if Kafka is silent."""
         topics: dict[str, None] = {}
         for request in requests:
             for message in request.messages:
@@ -385,29 +350,28 @@ class Broker:
             return OwnerUnavailable(f"Kafka does not answer: {error}")
 
     def _home(self, request: PrepareRequest) -> int:
-        """Return the half partition that a transaction belongs into.
+        """Return the half partition of a new transaction.
 
         Raises:
             BadRequest: it holds no message.
             BadId: the id names another partition than its order key.
-            OwnerUnavailable: it may go into any, and none is ours now.
+            OwnerUnavailable: it may go into any, and this proxy owns none now.
         """
-        if not request.messages:
-            raise BadRequest("a transaction holds at least one message")
+        validate(request)
         partition = home(request, self._door.partitions)
         if partition is not None:
             return partition
-        owners = self._manager.open()
+        owners = self.partitions.open()
         if not owners:
-            raise OwnerUnavailable("this proxy owns no half partition now: try again")
-        able = [n for n, each in owners.items() if each.gate.is_set()]
-        return self._keyless.choose(able or list(owners))
+            raise OwnerUnavailable("this proxy owns no half partition now: retry")
+        running = [number for number, owner in owners.items() if owner.gate.is_set()]
+        return self._keyless.choose(running or list(owners))
 
     def _policy(self, request: PrepareRequest) -> CheckPolicy:
-        """Return when this transaction is checked: the request's word, else its group's.
+        """Return the check policy of a transaction: the request's values, else its group's.
 
         Raises:
-            BadSchedule: the checks would not be over while the half message is kept.
+            BadSchedule: the checks might end after retention has removed the half message.
         """
         settings = self._settings
         default = CheckPolicy(
@@ -425,8 +389,9 @@ class Broker:
         window_s = policy.after_s + (policy.attempts_max - 1) * policy.interval_s + policy.timeout_s
         if window_s > settings.half_retention_s / 2:
             raise BadSchedule(
-                f"the last check would end {window_s:g} s after prepare; half messages are kept "
-                f"{settings.half_retention_s:g} s and checks must be over within half of that"
+                f"the last check would end {window_s:g} s after prepare, but checks must end "
+                f"within half of half_retention_s ({settings.half_retention_s:g} s): check sooner, "
+                "more often or fewer times"
             )
         return policy
 
@@ -444,7 +409,7 @@ class Broker:
     ) -> Sequence[Answer]:
         """Write deciding markers of one half partition.
 
-        One that replaces messages, or waits until they are visible, is alone in its run.
+        A decision that replaces messages, or waits for visibility, is alone in its run.
         """
         with self._calls.take(len(requests)):
             first = requests[0]
@@ -513,78 +478,82 @@ class Broker:
     # --- look ------------------------------------------------------------------------------
 
     async def find(self, id: str, *, bodies: bool = False) -> TransactionView:
-        """Return all that is known of a transaction.
+        """Return a transaction with its checks and history.
 
         Raises:
-            OwnerUnavailable: it is not ours, or may be another's by now: what is remembered of it
-                may be long out of date.
+            OwnerUnavailable: this proxy does not own it, or may have lost it without noticing, so
+                that its memory may be out of date.
         """
         with self._calls.take():
             owner = self._owner_of(id)
             transaction = await owner.api.find(id)
             if bodies:
                 await owner.bodies.show(transaction)
-            self._manager.check_in_touch(id)
-            found = view(transaction, bodies=bodies)
-            return structs.replace(found, waiting=self._waiting(found, owner.now_ms()))
+            self.partitions.check_in_touch(id)
+            shown = view(transaction, bodies=bodies)
+            return structs.replace(shown, waiting=self._waiting(shown, owner.now_ms()))
 
-    def _waiting(self, found: TransactionView, now_ms: int) -> str:
-        """Return why a check that is due is not made, "" where it is none or will be made."""
-        seconds = self._around.unreachable_for_s().get(found.group)
-        if seconds is None or found.next_check_at_ms is None or found.next_check_at_ms > now_ms:
+    def _waiting(self, shown: TransactionView, now_ms: int) -> str:
+        """Return why a due check is not made, "" where none is due or it will be made."""
+        seconds = self._status.unreachable_for_s().get(shown.group)
+        if seconds is None or shown.next_check_at_ms is None or shown.next_check_at_ms > now_ms:
             return ""
-        why = self._around.unreachable().get(found.group, "")
-        asked = f"Nobody of its group can be asked for {round(seconds)} s{': ' if why else ''}{why}"
-        return f"{asked}. No attempt is used up meanwhile."
+        why = self._status.unreachable().get(shown.group, "")
+        silence = (
+            f"No instance of its group has been reachable for {round(seconds)} s"
+            f"{': ' if why else ''}{why}"
+        )
+        return f"{silence}. Attempts are not used up meanwhile."
 
     async def list(self, request: ListRequest) -> TransactionPage:
         """Return transactions of `request.partitions` (None: of all), oldest first.
 
         Raises:
-            OwnerUnavailable: a partition is not ours; a shorter list would lie.
-            BadRequest: the cursor is none of ours, or there is no such partition.
+            OwnerUnavailable: this proxy does not own a partition; a shorter list would mislead.
+            BadRequest: the cursor is invalid, or there is no such partition.
         """
-        wanted = range(self._door.partitions) if request.partitions is None else request.partitions
-        if any(not 0 <= partition < self._door.partitions for partition in wanted):
-            raise BadRequest(f"half partitions are 0 to {self._door.partitions - 1}")
+        count = self._door.partitions
+        numbers = range(count) if request.partitions is None else request.partitions
+        if any(not 0 <= partition < count for partition in numbers):
+            raise BadRequest(f"half partitions are numbered from 0 to {count - 1}")
         with self._calls.take():
-            owners = [self._manager.owner(partition) for partition in wanted]
+            owners = [self.partitions.owner(partition) for partition in numbers]
             pages = [await page_of(owner.ledger, request, owner.now_ms()) for owner in owners]
             for owner in owners:
-                if self._manager.owner(owner.partition) is not owner:
-                    raise OwnerUnavailable(f"half partition {owner.partition} moved: try again")
-            self._manager.check_in_touch()
+                if self.partitions.owner(owner.partition) is not owner:
+                    raise OwnerUnavailable(f"half partition {owner.partition} moved: retry")
+            self.partitions.check_in_touch()
         return merge(pages, request.limit)
 
     async def overview(self) -> Overview:
-        """Return how this proxy's own part stands; of other partitions nothing is said."""
+        """Return the overview of this proxy's own partitions."""
         return local_overview(
-            self.url,
+            self.partitions.url,
             self.readiness(),
             self.ledgers(),
-            self._around,
+            self._status,
             self.now_ms(),
-            self._manager.own_admin_url,
+            self.partitions.own_admin_url,
         )
 
     def unsettled(self) -> Iterator[tuple[PartitionOwner, Transaction]]:
-        """Yield every transaction that is not settled, with its owner."""
-        for owner in self._manager.open().values():
+        """Yield every unsettled transaction with its owner."""
+        for owner in self.partitions.open().values():
             for transaction in owner.ledger:
                 if transaction.state not in SETTLED:
                     yield owner, transaction
 
     def ledgers(self) -> Sequence[PartitionOwner]:
-        """Return the owners of what is this proxy's and caught up, for the gauges.
+        """Return the owners that are caught up, for the gauges.
 
-        Suspended ones are left out: they may be another proxy's by now, which shows them itself.
+        Suspended owners are left out: another proxy may own the partition by now and show it.
         """
-        owners = self._manager.open().values()
+        owners = self.partitions.open().values()
         return tuple(owner for owner in owners if owner.gate.is_set())
 
     def topic_problems(self) -> Sequence[str]:
-        """Return what has happened to txbroker's own topics that it cannot work with."""
-        return self._manager.topic_problems()
+        """Return the problems of txbroker's own topics."""
+        return self.partitions.topic_problems
 
 
 async def _refused(error: RequestError) -> Sequence[Answer]:
@@ -592,10 +561,10 @@ async def _refused(error: RequestError) -> Sequence[Answer]:
 
 
 def _only(answers: Sequence[Answer]) -> TransactionStatus:
-    """Return what became of a run of one.
+    """Return the answer of a run of one operation.
 
     Raises:
-        RequestError: it was not carried out.
+        RequestError: the operation failed.
     """
     [answer] = answers
     if isinstance(answer, RequestError):

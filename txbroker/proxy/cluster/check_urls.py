@@ -1,4 +1,4 @@
-"""The calls of check URLs as the settings of a proxy allow them."""
+"""Builds the caller of check URLs from the settings of a proxy."""
 
 from collections.abc import Callable, Iterable
 from functools import lru_cache
@@ -17,11 +17,11 @@ def make_checks(
     urls: Callable[[], Iterable[str]],
     brokers: Callable[[], Iterable[tuple[str, int]]] = tuple,
 ) -> HttpChecks:
-    """Return what calls check URLs.
+    """Return the caller of check URLs.
 
     Args:
-        urls: where this proxy and the others listen, which no check URL may lead to.
-        brokers: host and port of each broker of Kafka, beside the servers in the settings.
+        urls: returns the URLs of this proxy and the others, which no check URL may lead to.
+        brokers: returns host and port of each Kafka broker, in addition to `settings.kafka`.
     """
     kafka = [parse_address(server.strip()) for server in settings.kafka.split(",")]
 

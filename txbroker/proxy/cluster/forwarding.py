@@ -1,8 +1,7 @@
-"""How proxies hand calls on to one another, and merge lists.
+"""The calls between proxies: paths, bodies and errors; and how lists of several owners merge.
 
-Bodies are the contract's structs as msgpack maps. Fields travel by name; a reader leaves out those
-it does not know and takes the default of those that are missing, so builds of different age
-understand each other.
+Bodies are the contract's structs as msgpack maps with named fields. A reader ignores unknown
+fields and takes the default of missing ones, so builds of different age understand each other.
 """
 
 import secrets
@@ -21,9 +20,9 @@ PREFIX = "/internal/v1"
 SESSIONS_PATH = f"{PREFIX}/sessions"
 OVERVIEW_PATH = f"{PREFIX}/overview"
 CALLER_HEADER = "txb-caller"
-"""Names the principal for which a proxy hands a call on, percent-encoded."""
+"""The principal on whose behalf a proxy forwards a call, percent-encoded."""
 CALLER: ContextVar[str] = ContextVar("caller", default="")
-"""The principal that the use of a proxy by this call is counted to, "" for none."""
+"""The principal whose share of the proxy this call uses, "" for none."""
 
 encode = msgspec.msgpack.Encoder().encode
 
@@ -39,7 +38,7 @@ class ById(Struct, frozen=True):
 
 
 class Failed(Struct, frozen=True):
-    """A call was not carried out; as in the HTTP API."""
+    """The error of a call, as in the HTTP API."""
 
     code: str
     message: str = ""
@@ -47,12 +46,12 @@ class Failed(Struct, frozen=True):
 
 
 def failed(error: RequestError) -> Failed:
-    """Return an error as it travels."""
+    """Return the wire form of an error."""
     return Failed(error.code, str(error), error.details)
 
 
 def raised(failure: Failed) -> RequestError:
-    """Return the error that travelled. One that a newer build has brought is a plain failure."""
+    """Return the error of a wire form; a code of a newer build becomes a plain `RequestError`."""
     kind = request_errors().get(failure.code, RequestError)
     error = kind(failure.message or None)
     error.details.update(failure.details)
@@ -60,7 +59,7 @@ def raised(failure: Failed) -> RequestError:
 
 
 def new_id(request: PrepareRequest, partition: int, now_ms: int) -> str:
-    """Return an id for a transaction that came without one."""
+    """Return an id for a transaction without one, derived from its dedup key if it has one."""
     if request.dedup_key is None:
         randomness = secrets.randbits(64)
     else:
@@ -72,15 +71,15 @@ def new_id(request: PrepareRequest, partition: int, now_ms: int) -> str:
 
 
 def encode_cursor(view: TransactionView) -> str:
-    """Return the cursor behind this transaction, which is the last one of a page."""
+    """Return the cursor that continues a list after this transaction, the last of its page."""
     return f"{view.prepared_at_ms}.{view.id}"
 
 
 def decode_cursor(cursor: str | None) -> tuple[int, str]:
-    """Return the time and id behind which a list goes on.
+    """Return the time and id after which a list continues.
 
     Raises:
-        BadRequest: a list has never given such a cursor.
+        BadRequest: no list returns such a cursor.
     """
     if cursor is None:
         return (-1, "")
@@ -89,27 +88,29 @@ def decode_cursor(cursor: str | None) -> tuple[int, str]:
         parse_id(id)
         return (int(at_ms), id)
     except ValueError:
-        raise BadRequest("the cursor is not one that a list has given") from None
+        raise BadRequest(
+            "cursor is invalid: pass next_cursor of the last page unchanged, or leave it out"
+        ) from None
 
 
 def merge(pages: Sequence[TransactionPage], limit: int) -> TransactionPage:
     """Return one page of several owners' pages, each sorted by time and id.
 
-    A page that goes on says nothing of what lies behind its end, so the merged one ends there too.
+    What follows an incomplete page is unknown, so the merged page ends where that one does.
     """
     known_to = min(
         (decode_cursor(page.next_cursor) for page in pages if page.next_cursor is not None),
         default=None,
     )
     views = sorted((view for page in pages for view in page.transactions), key=_key)
-    sure = [view for view in views if known_to is None or _key(view) <= known_to]
-    found = sure[:limit]
-    if len(found) < len(sure):
-        return TransactionPage(tuple(found), encode_cursor(found[-1]))
+    complete = [view for view in views if known_to is None or _key(view) <= known_to]
+    shown = complete[:limit]
+    if len(shown) < len(complete):
+        return TransactionPage(tuple(shown), encode_cursor(shown[-1]))
     if known_to is None:
-        return TransactionPage(tuple(found))
+        return TransactionPage(tuple(shown))
     at_ms, id = known_to
-    return TransactionPage(tuple(found), f"{at_ms}.{id}")
+    return TransactionPage(tuple(shown), f"{at_ms}.{id}")
 
 
 def _key(view: TransactionView) -> tuple[int, str]:

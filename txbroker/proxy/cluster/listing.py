@@ -1,4 +1,4 @@
-"""One half partition's share of a list, page by page, while everybody else gets turns."""
+"""Lists of one half partition's transactions, page by page, yielding to the event loop."""
 
 import asyncio
 from heapq import nsmallest
@@ -19,18 +19,17 @@ from txbroker.proxy.cluster.forwarding import decode_cursor, encode_cursor
 from txbroker.proxy.cluster.views import summary
 
 SLICE = 256
-"""Transactions that a list looks at before everybody else gets a turn: well below a
-millisecond."""
+"""Transactions that a list reads before it yields to the event loop: well below a millisecond."""
 
 
 async def page_of(ledger: Ledger, request: ListRequest, now_ms: int) -> TransactionPage:
     """Return a page of one partition's transactions, oldest first.
 
     Args:
-        now_ms: the time by which `older_than_s` is judged.
+        now_ms: the time that `older_than_s` counts from.
 
     Raises:
-        BadRequest: the cursor is none of ours.
+        BadRequest: the cursor is invalid.
     """
     before_ms = None
     if request.older_than_s is not None:
@@ -44,8 +43,8 @@ async def page_of(ledger: Ledger, request: ListRequest, now_ms: int) -> Transact
     while True:
         part = ledger.since(at_ms, SLICE, id)
         for transaction in part:
-            wanted = _wanted(transaction, request, before_ms, visible)
-            if wanted and not page.take(transaction):
+            matches = _matches(transaction, request, before_ms, visible)
+            if matches and not page.take(transaction):
                 return page.done(more=True)
         if len(part) < SLICE:
             return page.done(more=False)
@@ -54,7 +53,7 @@ async def page_of(ledger: Ledger, request: ListRequest, now_ms: int) -> Transact
 
 
 class _Page:
-    """A page while it is filled."""
+    """A page that is being filled."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
@@ -62,7 +61,7 @@ class _Page:
         self._messages = 0
 
     def take(self, transaction: Transaction) -> bool:
-        """Put a transaction on the page; False where it is full."""
+        """Add a transaction to the page; return False if it is full."""
         self._messages += len(transaction.places)
         if self._views and (
             len(self._views) >= self._limit or self._messages > LISTED_MESSAGES_MAX
@@ -76,7 +75,7 @@ class _Page:
         return TransactionPage(tuple(self._views), encode_cursor(self._views[-1]) if more else None)
 
 
-def _wanted(
+def _matches(
     transaction: Transaction, request: ListRequest, before_ms: int | None, visible: Patterns
 ) -> bool:
     if request.state is None:
@@ -96,38 +95,38 @@ def _wanted(
 async def _settled(
     ledger: Ledger, request: ListRequest, before_ms: int | None, visible: Patterns
 ) -> TransactionPage:
-    """Return a page of what is settled and still remembered.
+    """Return a page of the settled transactions that are still in memory.
 
-    It lies in the order in which it was settled, so each page looks at all of it.
+    They are kept in the order in which they settled, so each page reads all of them.
     """
     after = decode_cursor(request.cursor)
-    # One more than fits tells whether there are more.
+    # One more than fits shows whether the list continues.
     best: list[tuple[int, str]] = []
-    briefs: dict[str, SettledSummary] = {}
+    candidates: dict[str, SettledSummary] = {}
     for part in ledger.settled.parts():
         await asyncio.sleep(0)
-        for brief in part:
-            key = (brief.prepared_at_ms, brief.id)
-            if key > after and _wanted_brief(brief, request, before_ms, visible):
+        for settled in part:
+            key = (settled.prepared_at_ms, settled.id)
+            if key > after and _matches_summary(settled, request, before_ms, visible):
                 best.append(key)
-                briefs[brief.id] = brief
+                candidates[settled.id] = settled
         if len(best) > 4 * request.limit + SLICE:
             best = nsmallest(request.limit + 1, best)
-            briefs = {id: briefs[id] for _, id in best}
+            candidates = {id: candidates[id] for _, id in best}
     page = _Page(request.limit)
     for _, id in nsmallest(request.limit + 1, best):
-        if not page.take(ledger.get(id) or to_transaction(briefs[id])):
+        if not page.take(ledger.get(id) or to_transaction(candidates[id])):
             return page.done(more=True)
     return page.done(more=False)
 
 
-def _wanted_brief(
-    brief: SettledSummary, request: ListRequest, before_ms: int | None, visible: Patterns
+def _matches_summary(
+    settled: SettledSummary, request: ListRequest, before_ms: int | None, visible: Patterns
 ) -> bool:
     return (
-        brief.state is request.state
-        and (request.group is None or brief.group == request.group)
-        and brief.group in visible
-        and (before_ms is None or brief.prepared_at_ms <= before_ms)
-        and (request.topic is None or any(topic == request.topic for topic, _ in brief.places))
+        settled.state is request.state
+        and (request.group is None or settled.group == request.group)
+        and settled.group in visible
+        and (before_ms is None or settled.prepared_at_ms <= before_ms)
+        and (request.topic is None or any(topic == request.topic for topic, _ in settled.places))
     )

@@ -1,7 +1,7 @@
-"""Which half partitions this proxy works on: opened, kept, suspended and dropped as the group says.
+"""Opens, suspends and closes this proxy's half partitions as the group of proxies assigns them.
 
-The group's callbacks only post what happened; whatever takes time runs in a task of its own. A
-partition that stays ours through a change of the group is neither claimed nor read again.
+Callbacks of the group never block: everything slow runs in a separate task. A partition that stays
+assigned through a rebalance is neither claimed nor read again.
 """
 
 import asyncio
@@ -26,17 +26,18 @@ from txbroker.proxy.partition.context import OwnerSettings, PartitionEvents
 from txbroker.proxy.partition.owner import PartitionOwner
 
 REOPEN_S = 1.0
-"""A partition that could not be opened is tried again after this, seconds."""
+"""Pause before the next attempt to open a partition, seconds."""
 REJOIN_S = 5.0
-"""A proxy that left because it was stuck stays away for this long at least, seconds: time for the
-others to share out what it had, and to claim it."""
+"""Minimum time that a stuck proxy stays out of the group, seconds: the others need it to rebalance
+and claim its partitions."""
 STUCK_LOOK_S = 1.0
 HANGING_KNOWN_S = 5.0
-"""A claim that a hanging transaction hides says so after its own time, as long as that after which
-a proxy leaves. By then it must be known, seconds: other proxies would fare no better."""
+"""Grace time of a claim before it counts as stuck, seconds. Where a hanging transaction hides the
+checkpoint the claim reports that within this time; another proxy would fail in the same way."""
 LEAVE_AGAIN_MAX_S = 600.0
-"""What is stuck for everybody would have the proxies leave in turn for ever, each time with all of
-their other partitions: so each time they wait twice as long, up to this."""
+"""Longest time that a partition may be stuck before the proxy leaves, seconds. If every proxy is
+stuck they would leave in turn for ever, each time dropping their other partitions; so the time
+doubles with each departure."""
 TOPICS_LOOK_S = 60.0
 
 STOPPED = (PartitionState.TRUNCATED, PartitionState.NEWER, PartitionState.STOPPED)
@@ -45,23 +46,23 @@ log = get_logger(__name__)
 
 
 class PartitionSlot:
-    """A half partition that is this proxy's, from when it was assigned until it is dropped."""
+    """A half partition that is assigned to this proxy, until it is dropped."""
 
     def __init__(self) -> None:
         self.owner: PartitionOwner | None = None
-        """Once it is caught up, until it is dropped or cannot go on."""
+        """Set while it is caught up and works."""
         self.opening: asyncio.Task[None] | None = None
         self.candidate: PartitionOwner | None = None
-        """The one that is being opened."""
+        """The owner that is being opened."""
         self.since = time.monotonic()
-        """When opening began, or went on after the group was out of touch."""
+        """When opening began, or resumed after the contact with the group was lost."""
         self.state = PartitionState.CLAIMING
         self.why = ""
         self.checkpoint_end: int | None = None
         """Where the checkpoint topic ended when the partition stopped."""
 
     def shown(self) -> tuple[PartitionState, str]:
-        """Return what is going on, and what more there is to say."""
+        """Return the state and its reason."""
         if self.owner is not None:
             return self.owner.phase, ""
         phase = None if self.candidate is None else self.candidate.phase
@@ -71,21 +72,21 @@ class PartitionSlot:
 
     @property
     def hanging(self) -> bool:
-        """True while a transaction that nobody ends has hidden the progress at the last try."""
+        """Whether a hanging transaction hid the checkpoint at the last claim."""
         return self.state is PartitionState.HANGING
 
     @property
     def stopped(self) -> bool:
-        """True while it stands still and nothing of ours will change that."""
+        """Whether the partition stopped and only an operator can make it continue."""
         return self.opening is None and self.owner is None and self.state in STOPPED
 
     def owners(self) -> list[PartitionOwner]:
-        """Return the one that works or is being opened, if any."""
+        """Return the owner that works or is being opened, if any."""
         return [owner for owner in (self.owner, self.candidate) if owner is not None]
 
     def stuck_s(self) -> float:
-        """Return for how long a claim or a turn has not come through, seconds; 0 where all is
-        well, and where nobody else would fare better."""
+        """Return for how long a claim or a promotion transaction has failed, seconds; 0 if none
+        does, or if it would fail on another proxy too."""
         if self.owner is not None:
             return self.owner.stuck_since_s()
         if self.opening is None or self.shown()[0] is not PartitionState.CLAIMING:
@@ -97,16 +98,19 @@ class PartitionManager:
     """Opens and closes the owners of this proxy's half partitions.
 
     Args:
-        door: the way to Kafka, started.
-        targets: what is known of target topics.
+        door: access to Kafka, started.
+        targets: facts about target topics.
         settings: the proxy's configuration.
-        runner: carries out checks.
-        events: told what happens on every partition.
-        principals: returns the principals as they are now.
+        runner: runs checks.
+        events: receives the events of every partition.
+        principals: returns the current principals.
         rejoin_s: how long a stuck proxy stays out of the group, seconds.
 
-    `url` is this proxy's own URL, `own_peer_url` where it takes other proxies' calls and
-    `own_admin_url` operators', "" for there too; all are set before `join`.
+    Attributes:
+        url: this proxy's URL; like the next two set before `join`.
+        own_peer_url: where it takes calls of other proxies, "" if at `url`.
+        own_admin_url: where it takes calls of operators, "" if at `url`.
+        topic_problems: what makes txbroker's own topics unusable.
     """
 
     def __init__(
@@ -123,6 +127,7 @@ class PartitionManager:
         self.url = settings.advertise
         self.own_peer_url = settings.peer_advertise
         self.own_admin_url = ""
+        self.topic_problems: tuple[str, ...] = ()
         self._door = door
         self._targets = targets
         self._settings = settings
@@ -138,12 +143,11 @@ class PartitionManager:
         self._assignment = Assignment(frozenset(), (), (), RECORD_VERSION)
         self._generation = 0
         self._member = False
-        """False while we are out of the group on purpose; what it says then is not for us."""
+        """False after leaving on purpose; callbacks of the group are ignored then."""
         self._in_touch = asyncio.Event()
         self._strangers: list[str] = []
-        """Other proxies that were there before this one, which has no peer identity."""
+        """The other members, if this proxy joined them without a peer identity."""
         self._out_because = "not yet a member of the proxies' group"
-        self._topic_problems: tuple[str, ...] = ()
         self._leave_after_s = settings.stuck_after_s
 
     # --- life --------------------------------------------------------------------------------
@@ -152,18 +156,18 @@ class PartitionManager:
         """Join the other proxies; partitions are opened as they are assigned.
 
         Raises:
-            ConfigurationError: there are others, and this proxy cannot prove to be one of them.
+            ConfigurationError: there are other proxies, and this one has no peer identity.
         """
         await self._join()
         watchers = (self._watch_stuck, self._watch_stopped, self._watch_topics)
         self._watching = [asyncio.create_task(watch()) for watch in watchers]
 
     async def close(self) -> None:
-        """Close all owners, then leave the group, so that others take over at once."""
+        """Close all owners, then leave the group, so that other proxies take over at once."""
         for task in self._watching:
             task.cancel()
         await asyncio.gather(*self._watching, return_exceptions=True)
-        await self._leave("this proxy is going away")
+        await self._leave("this proxy is stopping")
 
     async def _join(self) -> None:
         self._member = True
@@ -179,21 +183,21 @@ class PartitionManager:
             others = ", ".join(self._strangers)
             await self._leave("left the proxies' group: this proxy has no peer identity")
             raise ConfigurationError(
-                f"this proxy has no peer identity, so it cannot join the others ({others}): give "
-                "all proxies of the installation the same peer_secret_file, or name their "
+                f"this proxy has no peer identity, so it cannot join the other proxies ({others}): "
+                "give all proxies of the installation the same peer_secret_file, or name their "
                 "certificates with peer_names"
             )
 
     async def _leave(self, why: str) -> None:
-        """Close everything before anybody else hears that it is to be had."""
+        """Close all partitions before another proxy can be assigned one."""
         self._member = False
         self._in_touch.clear()
         self._out_because = why
         for partition in list(self._slots):
             self._drop(partition, leaving=True)
-        self._tell()
+        self._notify()
         if self._closing:
-            # Not `gather`: whoever gives up leaving must not leave owners half closed.
+            # Not `gather`: a cancelled `_leave` must not leave owners half closed.
             await asyncio.wait(self._closing)
         await self._door.membership.leave()
 
@@ -209,52 +213,55 @@ class PartitionManager:
         """Return the owner of a half partition.
 
         Raises:
-            OwnerUnavailable: it is not this proxy's, or not caught up, or suspended: then it may
-                be another one's by now, and what this one remembers is not how it stands.
+            OwnerUnavailable: this proxy does not own it, it is not caught up, or it is suspended:
+                then another proxy may own it by now, and the memory here is out of date.
         """
         slot = self._slots.get(partition)
         owner = None if slot is None else slot.owner
         if owner is not None and owner.gate.is_set():
             return owner
         state, why = self._state(partition)
-        advice = "see /readyz and the proxy's log" if state in STOPPED else "try again"
+        advice = "see /readyz and the proxy's log" if state in STOPPED else "retry"
         raise OwnerUnavailable(
-            f"half partition {partition} has no owner here ({_words(state, why)}): {advice}", id=id
+            f"this proxy cannot serve half partition {partition} ({_words(state, why)}): {advice}",
+            id=id,
         )
 
     def check_in_touch(self, id: str | None = None) -> None:
-        """Raise if others may have had our partitions for a while without our noticing, as after
-        a long sleep of this process: then what is remembered is not how it stands.
+        """Raise if other proxies may own our partitions without our noticing, as after this
+        process was paused: then the memory here is out of date.
 
         Raises:
-            OwnerUnavailable: the last word of the group is older than a session.
+            OwnerUnavailable: the last heartbeat is older than a session.
         """
         if not self._door.membership.in_touch():
             raise OwnerUnavailable(
-                "this proxy has not heard of the others lately: try again", id=id
+                "this proxy lost contact with the group coordinator; partition ownership is "
+                "unknown: retry",
+                id=id,
             )
 
     def assigned(self) -> tuple[str, ...]:
-        """Return the URL of each half partition's proxy, as the group says, "" where none is
-        known."""
+        """Return the URL of the proxy that each half partition is assigned to, whether it takes
+        calls yet or not; "" where none is known."""
         known = self._assignment.owners[: self._door.partitions]
         return (*known, *[""] * (self._door.partitions - len(known)))
 
     def proxies(self) -> tuple[str, ...]:
-        """Return the URLs of all proxies of the group, this one's included."""
+        """Return the URLs of all members of the group, including this one."""
         return self._assignment.proxies
 
     def peer_url(self, url: str) -> str:
-        """Return where the proxy at `url` takes other proxies' calls."""
+        """Return where the proxy at `url` takes calls of other proxies."""
         return self._assignment.peer_urls.get(url, url)
 
     def admin_url(self, url: str) -> str:
-        """Return where the proxy at `url` takes operators' calls."""
+        """Return where the proxy at `url` takes calls of operators."""
         return self._assignment.admin_urls.get(url, url)
 
     def owners(self) -> tuple[str, ...]:
         """Return the URL of each half partition's owner, "" where none is known, or where it is
-        ours and cannot take calls yet."""
+        this proxy and cannot take calls yet."""
         shown = list(self.assigned())
         for number, url in enumerate(shown):
             if url == self.url or number in self._slots:
@@ -264,22 +271,17 @@ class PartitionManager:
         return tuple(shown)
 
     def on_change(self, listener: Callable[[], None]) -> None:
-        """Call `listener` whenever partitions or proxies come or go."""
+        """Call `listener` whenever partitions or proxies change."""
         self._listeners.append(listener)
 
-    def _tell(self) -> None:
+    def _notify(self) -> None:
         for listener in self._listeners:
             listener()
 
-    # --- how it stands -----------------------------------------------------------------------
-
-    def topic_problems(self) -> tuple[str, ...]:
-        """Return what has happened to txbroker's own topics that it cannot work with."""
-        return self._topic_problems
+    # --- state -------------------------------------------------------------------------------
 
     def readiness(self) -> Readiness:
-        """Say what is done with each half partition; ready where everything of ours can take
-        calls."""
+        """Return the state of each half partition; ready if all of ours take calls."""
         shown = {p: self._state(p) for p in range(self._door.partitions)}
         problems = [
             f"partition {number}: {_words(*self._state(number))}"
@@ -287,9 +289,9 @@ class PartitionManager:
             if self._state(number)[0] is not PartitionState.OWNED
         ]
         if not self._in_touch.is_set():
-            problems.insert(0, self._out_because)  # the cause of all the others
+            problems.insert(0, self._out_because)  # the cause of all others
         states = {number: _words(*state) for number, state in shown.items()}
-        return Readiness(not problems, states, (*problems, *self._topic_problems))
+        return Readiness(not problems, states, (*problems, *self.topic_problems))
 
     def _state(self, partition: int) -> tuple[PartitionState, str]:
         slot = self._slots.get(partition)
@@ -300,10 +302,10 @@ class PartitionManager:
             return PartitionState.ELSEWHERE, ""
         return PartitionState.NONE, ""
 
-    # --- what the group says -----------------------------------------------------------------
+    # --- callbacks of the group --------------------------------------------------------------
 
     def _assigned(self, assignment: Assignment) -> None:
-        """A generation of the group has begun."""
+        """Take over the assignment of a new generation."""
         if not self._member:
             return
         others = tuple(url for url in assignment.proxies if url != self.url)
@@ -311,7 +313,7 @@ class PartitionManager:
             if self._generation == 0:
                 self._strangers.extend(others)
                 return
-            # It was here first: the other one does not stay, unless it is set up differently.
+            # This proxy was here first: the newcomer leaves, unless it is configured differently.
             log.error("no peer identity", others=list(others))
         self._assignment = assignment
         self._generation += 1
@@ -319,7 +321,7 @@ class PartitionManager:
         self._in_touch.set()
         for partition in self._slots.keys() - assignment.mine:
             if was_out:
-                # Given away while we were gone: whoever has it has fenced us, or will.
+                # Assigned to another proxy during our absence: it has fenced us, or will.
                 self._events.fenced()
             self._drop(partition)
         for partition in sorted(assignment.mine):
@@ -331,25 +333,25 @@ class PartitionManager:
                     slot.since = time.monotonic()
                 for owner in slot.owners():
                     owner.resume()
-        self._tell()
+        self._notify()
 
     def _lost(self, why: str) -> None:
-        """Nobody knows what is ours: keep it all, and write nothing."""
+        """Suspend all partitions: ownership is unknown, so keep the state and write nothing."""
         if not self._member:
             return
         log.warning("out of touch with the group", why=why)
         self._in_touch.clear()
-        self._out_because = f"out of touch with the proxies' group: {why}"
+        self._out_because = f"lost contact with the proxies' group: {why}"
         for slot in self._slots.values():
             for owner in slot.owners():
                 owner.suspend()
-        self._tell()
+        self._notify()
 
     async def _still_ours(self, partition: int) -> bool:
         while True:
             generation = self._generation
             ours = await self._door.membership.still_ours(partition)
-            # A no of the generation before says nothing of what has been assigned since.
+            # A negative answer of an older generation is void after a new assignment.
             if ours or generation == self._generation:
                 return ours
             if partition not in self._assignment.mine:
@@ -363,7 +365,7 @@ class PartitionManager:
         slot.opening = asyncio.create_task(self._open(partition, slot))
 
     async def _open(self, partition: int, slot: PartitionSlot) -> None:
-        """Make this proxy the owner of a partition, however long that takes."""
+        """Open the owner of a partition; retry without limit while Kafka does not answer."""
         while True:
             await self._in_touch.wait()
             owner = slot.candidate = self._make_owner(partition, slot)
@@ -372,7 +374,8 @@ class PartitionManager:
                 await owner.open()
             except Fenced:
                 self._events.fenced()
-                # First of all: assigned again while this one closes, it is to be opened anew.
+                # Before anything else: if the partition is assigned again while this owner
+                # closes, a new one must be opened.
                 self._give_up(partition, slot)
                 self._until_done(asyncio.create_task(owner.close()))
                 return
@@ -404,7 +407,7 @@ class PartitionManager:
             undecided=owner.ledger.undecided_count,
             seconds=round(took_s, 3),
         )
-        self._tell()
+        self._notify()
 
     def _make_owner(self, partition: int, slot: PartitionSlot) -> PartitionOwner:
         settings = self._settings
@@ -434,13 +437,13 @@ class PartitionManager:
         return owner
 
     def _share(self, whole: int) -> int:
-        """Return what each of our partitions may take of something that the proxy has."""
+        """Return each partition's share of a limit of the proxy."""
         return whole // max(1, len(self._slots))
 
     # --- closing -----------------------------------------------------------------------------
 
     def _drop(self, partition: int, *, leaving: bool = False) -> None:
-        """A partition is another proxy's now, or with `leaving` the next one's that comes."""
+        """Close a partition that was assigned to another proxy; with `leaving`, to none yet."""
         failpoint("handover.dropped")
         slot = self._slots.pop(partition)
         if slot.opening is not None:
@@ -467,19 +470,19 @@ class PartitionManager:
             )
 
     def _give_up(self, partition: int, slot: PartitionSlot) -> None:
-        """Another proxy has claimed a partition and it is not ours any more. The next assignment
-        says what is; until then claiming it would only fence its owner."""
+        """Drop a partition that another proxy has claimed, until the next assignment: claiming it
+        again would only fence its owner."""
         log.warning("taken over by another proxy", partition=partition)
         if self._slots.get(partition) is slot:
             del self._slots[partition]
-            self._tell()
+            self._notify()
 
     def _owner_stopped(
         self, partition: int, slot: PartitionSlot, owner: PartitionOwner, error: Exception
     ) -> None:
-        """An owner cannot go on: give the partition up, or begin anew where that can help."""
+        """Drop, reopen or stop the partition of an owner that failed, depending on the error."""
         if self._slots.get(partition) is not slot or slot.owner is not owner:
-            # It was closed before, and the partition may have another owner object by now.
+            # Closed before; the slot may have another owner object by now.
             return
         slot.owner = None
         self._until_done(asyncio.create_task(owner.close()))
@@ -491,10 +494,10 @@ class PartitionManager:
             self._give_up(partition, slot)
         else:
             self._stopped(partition, slot, error)
-        self._tell()
+        self._notify()
 
     def _stopped(self, partition: int, slot: PartitionSlot, error: Exception) -> None:
-        """Stop one partition and keep the rest: something that must hold does not."""
+        """Stop one partition and keep the others: an invariant is violated."""
         log.error(
             "partition stopped",
             partition=partition,
@@ -504,14 +507,13 @@ class PartitionManager:
         slot.candidate = slot.opening = None
         slot.state, slot.why = _state_after(error), user_message(error)
 
-    # --- beside the work ---------------------------------------------------------------------
+    # --- in the background -------------------------------------------------------------------
 
     async def _watch_stuck(self) -> None:
-        """Leave the group when a partition does not come through: another proxy may fare
-        better."""
+        """Leave the group when a partition is stuck: another proxy may reach its brokers."""
         while True:
             await asyncio.sleep(STUCK_LOOK_S)
-            worst_s = max((each.stuck_s() for each in self._slots.values()), default=0.0)
+            worst_s = max((slot.stuck_s() for slot in self._slots.values()), default=0.0)
             if worst_s == 0.0 and self.readiness().ready:
                 self._leave_after_s = self._settings.stuck_after_s
             if self._should_leave(worst_s):
@@ -519,26 +521,26 @@ class PartitionManager:
                 await self._leave_and_join(worst_s)
 
     def _should_leave(self, stuck_s: float) -> bool:
-        """Say whether another proxy should get its turn: there must be one."""
+        """Return whether this proxy should leave: only if there is another one."""
         others = any(url != self.url for url in self.proxies())
         return others and self._in_touch.is_set() and stuck_s >= self._leave_after_s
 
     async def _leave_and_join(self, stuck_s: float) -> None:
         log.error("stuck, leaving the group", seconds=round(stuck_s))
-        await self._leave("left the proxies' group: a claim or a turn did not come through")
+        await self._leave("left the proxies' group: a claim or promotion transaction is stuck")
         while True:
             await asyncio.sleep(self._rejoin_s * (1 + random.random()))
             try:
                 await self._join()
             except Exception as error:
-                # Whatever it is, a group that is full say: nobody else would ever try again.
+                # Any error, such as a full group: no other task would ever retry.
                 log.error("not joined again", error=safe_repr(error), where=where_raised(error))
             else:
                 return
 
     async def _watch_stopped(self) -> None:
-        """Begin again with what has stopped once an operator has decided to pass over what stopped
-        it: nobody else writes to its checkpoint topic."""
+        """Reopen a stopped partition once an operator has marked a record to be skipped: only that
+        is written to the checkpoint topic of a stopped partition."""
         while True:
             await asyncio.sleep(STUCK_LOOK_S)
             for partition, slot in list(self._slots.items()):
@@ -556,7 +558,7 @@ class PartitionManager:
             self._begin(partition)
 
     async def _checkpoint_end(self, partition: int) -> int | None:
-        """Return where the checkpoint topic of a stopped partition ends; None if nobody answers."""
+        """Return the end offset of a partition's checkpoint topic, None if Kafka is silent."""
         door = self._door.partition(partition)
         try:
             return await door.checkpoint_end()
@@ -566,22 +568,22 @@ class PartitionManager:
             await door.close()
 
     async def _watch_topics(self) -> None:
-        """See whether anybody changed txbroker's own topics under us."""
+        """Check txbroker's own topics for changes at run time."""
         while True:
             await asyncio.sleep(TOPICS_LOOK_S)
             await self.look_at_topics()
 
     async def look_at_topics(self) -> None:
-        """Look once whether txbroker's own topics are still as they must be."""
+        """Check once that txbroker's own topics are as required."""
         try:
-            found = tuple(await self._door.check_topics())
+            problems = tuple(await self._door.check_topics())
         except KafkaUnavailable as error:
             log.warning("topics not looked at", why=str(error))
             return
-        if found != self._topic_problems:
-            self._topic_problems = found
-            if found:
-                log.error("topics changed", problems=list(found))
+        if problems != self.topic_problems:
+            self.topic_problems = problems
+            if problems:
+                log.error("topics changed", problems=list(problems))
             else:
                 log.info("topics well")
 

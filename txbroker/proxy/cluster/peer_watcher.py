@@ -1,4 +1,4 @@
-"""What goes on at the other proxies: who is there, and whose sessions they have."""
+"""Follows the other proxies: whether they answer, and which sessions they have."""
 
 import asyncio
 from collections import Counter
@@ -10,22 +10,22 @@ from txbroker.proxy.cluster.peers import Peers
 from txbroker.proxy.observe.logging import get_logger
 
 LOOK_EVERY_S = 1.0
-"""How often the other proxies are asked for their sessions, seconds: about as long a group that
-appears there waits for its checks."""
+"""Interval between polls of the other proxies' sessions, seconds: about as long the checks of a
+group that connects to another proxy are delayed."""
 SILENT_LOOKS = 3
-"""Looks without an answer before it is said: one that comes or goes misses one or two."""
+"""Polls without an answer before a warning: a proxy that starts or stops misses one or two."""
 
 log = get_logger(__name__)
 
 
 class PeerWatcher:
-    """Follows the proxies of the group.
+    """Polls the other proxies of the group.
 
     Args:
-        peers: the way to them.
-        sessions: is told of the sessions that they have.
+        peers: calls them.
+        sessions: receives the sessions that they have.
         others: returns the URLs of all other proxies.
-        every_s: how often they are asked, seconds.
+        every_s: interval between polls, seconds.
     """
 
     def __init__(
@@ -40,21 +40,21 @@ class PeerWatcher:
         self._others = others
         self._every_s = every_s
         self._silent: Counter[str] = Counter()
-        """How often in a row a proxy has not answered."""
+        """Consecutive polls that a proxy has not answered."""
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        """Begin to look."""
+        """Begin to poll."""
         self._task = asyncio.create_task(self._follow())
 
     async def close(self) -> None:
-        """Stop looking."""
+        """Stop polling."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
 
     def changed(self) -> None:
-        """Proxies came or went: let go of those that are not there any more."""
+        """Forget proxies that have left the group."""
         others = self._others()
         self._peers.only(others)
         self._sessions.only(others)
@@ -68,7 +68,7 @@ class PeerWatcher:
 
     async def _look(self, url: str) -> None:
         try:
-            found = await self._peers.sessions(url)
+            sessions = await self._peers.sessions(url)
         except RequestError as error:
             self._sessions.forget(url)
             self._not_answered(url, error)
@@ -76,10 +76,10 @@ class PeerWatcher:
         if self._silent.pop(url, 0) >= SILENT_LOOKS:
             log.info("proxy answers again", url=url)
         if url in self._others():
-            self._sessions.saw(url, found)
+            self._sessions.saw(url, sessions)
 
     def _not_answered(self, url: str, error: RequestError) -> None:
-        """Say it, once: calls for what that proxy owns fail, and nothing else here shows why."""
+        """Warn once: calls for that proxy's partitions fail, and no other line shows why."""
         if url in self._others():
             self._silent[url] += 1
             if self._silent[url] == SILENT_LOOKS:

@@ -1,4 +1,4 @@
-"""The other proxies, by URL: calls are handed on to them, once, and their answers come back."""
+"""Calls to the other proxies, by URL: each call is sent once."""
 
 import asyncio
 import ssl
@@ -39,33 +39,34 @@ from txbroker.proxy.observe.logging import printable
 T = TypeVar("T")
 
 CONNECT_S = 3.0
-"""Connecting to another proxy may take so long, seconds."""
+"""Timeout of a connection to another proxy, seconds."""
 CALL_S = 30.0
-"""An answer of another proxy may take so long, seconds: a little longer than Kafka may take."""
+"""Timeout of a call, seconds: a little longer than Kafka may take."""
 WAIT_S = 600.0
-"""The same for a commit that waits until consumers can see it: as long as a target partition may
-have no leader. A proxy that dies meanwhile is noticed by the group, and ends the call."""
+"""Timeout of a commit that waits until consumers can see it, seconds: as long as a target
+partition may have no leader. If the proxy dies meanwhile the group notices and ends the call."""
 LOOK_S = 2.0
-"""The same for a look at another proxy's sessions or at how it stands, seconds."""
+"""Timeout of a poll of another proxy's sessions or overview, seconds."""
 ANSWER_BYTES_MAX = 64 * 1024 * 1024
 """The largest answer: a page of 1,000 transactions, or one transaction with its bodies."""
 IDLE_S = 15.0
-"""How long an idle connection is kept, seconds: a fifth of what the server allows, so that hardly
-ever a call meets a connection that is just being closed."""
+"""How long an idle connection is kept, seconds: a fifth of the server's limit, so that a call
+rarely meets a connection that the server closes."""
 
 
 class Unsent(OwnerUnavailable):
-    """The proxy that owns the transaction's partition cannot be connected to: nothing was sent."""
+    """The owner's proxy refuses connections: certainly nothing was sent."""
 
 
 class Peers:
     """Calls other proxies. Needs a running event loop.
 
     Args:
-        identity: how this proxy calls others.
-        tls: whom to trust, and what to show; None: the system's authorities, and nothing.
-        call_s: how long an answer may take, seconds.
-        wait_s: the same for a commit that waits until consumers can see it.
+        identity: authenticates this proxy to the others.
+        tls: trusted authorities and own certificate; None: the system's authorities, no
+            certificate.
+        call_s: timeout of a call, seconds.
+        wait_s: timeout of a commit that waits until consumers can see it, seconds.
     """
 
     def __init__(
@@ -80,7 +81,8 @@ class Peers:
         self._tls = tls or ClientTls()
         self._call_s = call_s
         self._wait_s = wait_s
-        # No limit of connections: each call is held by one that came in, and those are bounded.
+        # No limit of connections: each forwarded call belongs to an incoming one, and incoming
+        # calls are limited.
         self._http = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE_S),
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S),
@@ -89,25 +91,25 @@ class Peers:
         self._open: dict[str, set[asyncio.Timeout]] = {}
 
     async def close(self) -> None:
-        """Let go of all connections; calls under way fail."""
+        """Close all connections; calls in flight fail."""
         await self._http.close()
 
     def only(self, urls: Collection[str]) -> None:
-        """End the calls to every proxy but these: it has left, and somebody else takes over."""
+        """Cancel calls to all other proxies: they left the group, and another proxy takes over."""
         now = asyncio.get_running_loop().time()
         for url in self._open.keys() - set(urls):
             for deadline in self._open[url]:
                 if not deadline.expired():
                     deadline.reschedule(now)
 
-    # --- what a proxy can be asked -----------------------------------------------------------
+    # --- calls -------------------------------------------------------------------------------
 
     async def prepare(self, url: str, request: PrepareRequest) -> TransactionStatus:
         """Prepare at the proxy at `url`; as `Service.prepare`.
 
         Raises:
             Unsent: certainly nothing was sent.
-            OwnerUnavailable: no answer; with the id in its details where the request has one.
+            OwnerUnavailable: no answer; its details hold the request's id, if it has one.
         """
         return await self._post(url, "prepare", request, TransactionStatus, request.id)
 
@@ -137,7 +139,7 @@ class Peers:
         return await self._post(url, "list", request, TransactionPage, None)
 
     async def sessions(self, url: str) -> GroupsConnected:
-        """Return the groups that can be asked at the proxy at `url`, with their instances.
+        """Return the groups with sessions at the proxy at `url`, and their instances.
 
         Raises:
             OwnerUnavailable: it does not answer.
@@ -145,14 +147,14 @@ class Peers:
         return await self._look(url, SESSIONS_PATH, GroupsConnected)
 
     async def overview(self, url: str) -> Overview:
-        """Return how the part of the proxy at `url` stands.
+        """Return the overview of the proxy at `url`.
 
         Raises:
             OwnerUnavailable: it does not answer.
         """
         return await self._look(url, OVERVIEW_PATH, Overview)
 
-    # --- how ---------------------------------------------------------------------------------
+    # --- transport ---------------------------------------------------------------------------
 
     async def _look(self, url: str, path: str, kind: type[T]) -> T:
         async with self._talk(url, LOOK_S, None):
@@ -191,7 +193,7 @@ class Peers:
 
     @asynccontextmanager
     async def _talk(self, url: str, limit_s: float, id: str | None) -> AsyncIterator[None]:
-        """Bound a call, and say in one way that it was not answered.
+        """Limit the time of a call, and translate its errors.
 
         Raises:
             Unsent, OwnerUnavailable: with the id.
@@ -208,16 +210,16 @@ class Peers:
                         self._open.pop(url, None)
         except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
             why = tls_trouble(error, "peers_ca_file") or error
-            raise Unsent(f"the proxy at {url} cannot be connected to: {why}", id=id) from None
+            raise Unsent(f"cannot connect to the proxy at {url}: {why}", id=id) from None
         except TimeoutError:
             raise OwnerUnavailable(
-                f"the proxy at {url} did not answer in time, or has left", id=id
+                f"the proxy at {url} did not answer in time, or left the group: retry", id=id
             ) from None
         except (aiohttp.ClientError, OSError, UnicodeError) as error:
-            # UnicodeError: a name that no resolver is asked for, as a label of it is too long.
+            # UnicodeError: a host name with a label that is too long for DNS.
             why = tls_trouble(error, "peers_ca_file") or str(error) or type(error).__name__
             raise OwnerUnavailable(
-                f"the talk to the proxy at {url} broke off: {why}", id=id
+                f"the connection to the proxy at {url} broke: {why}", id=id
             ) from None
         except OwnerUnavailable as error:
             if id is not None:
@@ -225,7 +227,7 @@ class Peers:
             raise
 
     def _secured(self, url: str) -> ssl.SSLContext | bool:
-        # Asked for at each call, so that a renewed certificate is shown from then on.
+        # Read at each call, so that a renewed certificate takes effect.
         return self._tls.context() if url.startswith("https:") else True
 
 
@@ -233,25 +235,29 @@ async def _read(url: str, response: aiohttp.ClientResponse, kind: type[T]) -> T:
     """Return the answer of another proxy.
 
     Raises:
-        RequestError: what it answered.
-        OwnerUnavailable: that was no answer of a proxy to another one.
+        RequestError: the error that it answered.
+        OwnerUnavailable: the response does not come from a proxy that accepts this one.
     """
     status = response.status
     raw = bytearray()
     async for chunk in response.content.iter_any():
         raw += chunk
         if len(raw) > ANSWER_BYTES_MAX:
-            raise OwnerUnavailable(f"the proxy at {url} answers too much")
+            raise OwnerUnavailable(
+                f"the answer of the proxy at {url} exceeds {ANSWER_BYTES_MAX} bytes"
+            )
     if response.content_type != CONTENT_TYPE:
-        # The guard's refusals are for people: another peer secret, a name that is not allowed.
+        # The guard refuses in plain text: another peer secret, or a name that is not allowed.
         code = printable(response.headers.get(CODE_HEADER, ""))
+        refusal = f"{status} {code}".rstrip()
         raise OwnerUnavailable(
-            f"the proxy at {url} does not take our calls: it answered {status} {code}".rstrip()
+            f"the proxy at {url} refuses this proxy: it answered {refusal}; check "
+            "peer_secret_file and peer_names of both"
         )
     try:
         if status == 200:
             return msgspec.msgpack.decode(raw, type=kind)
         failure = msgspec.msgpack.decode(raw, type=Failed)
     except msgspec.MsgspecError as error:
-        raise OwnerUnavailable(f"the answer of the proxy at {url} does not read: {error}") from None
+        raise OwnerUnavailable(f"cannot decode the answer of the proxy at {url}: {error}") from None
     raise raised(failure)

@@ -1,4 +1,4 @@
-"""How a transaction is shown: its messages, its checks and its life, line by line."""
+"""Views of a transaction: its messages, checks and timeline."""
 
 from msgspec import structs
 
@@ -12,12 +12,12 @@ from txbroker.proxy.partition.body_cache import lost_cause, refused_as_lost
 
 
 def summary(transaction: Transaction) -> TransactionView:
-    """Return a transaction as a list shows it: without its checks and its life line by line."""
+    """Return the view of a transaction in a list: without checks and timeline."""
     return structs.replace(_view(transaction, bodies=False), checks=())
 
 
 def view(transaction: Transaction, *, bodies: bool = False) -> TransactionView:
-    """Return all that is known of a transaction; bodies only where asked for and still held."""
+    """Return the full view of a transaction; with `bodies`, message bodies still in memory."""
     whole = _view(transaction, bodies=bodies)
     return structs.replace(whole, timeline=_timeline(transaction))
 
