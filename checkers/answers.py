@@ -1,4 +1,4 @@
-"""What a check-back over HTTP asks and how its answer is read. Pure: bytes in, values out."""
+"""The body of a check-back over HTTP, and of its answer. Pure: bytes in, values out."""
 
 from datetime import UTC, datetime, timedelta
 
@@ -21,7 +21,7 @@ from txbroker.contract.json import (
 from txbroker.core.records import Decision, Message, bounded_later_s
 
 NOT_HANDLED = frozenset({429, 502, 503})
-"""By contract these say that nobody took the question: the attempt is given back."""
+"""By contract the question was not handled: the attempt is given back."""
 
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 _encode_json = msgspec.json.Encoder().encode
@@ -54,12 +54,12 @@ def rfc3339(time_ms: int) -> str:
 
 
 def webhook_id(call: CheckCall) -> str:
-    """Return what names this attempt among all, given back or not: id, round and number."""
+    """Return a unique id of this attempt: transaction id, round and number."""
     return f"{call.id}.{call.round}.{call.number}"
 
 
 def by_status(status: int) -> Unreached | Unclear | None:
-    """Return what an answer's status alone says; None where its body decides."""
+    """Return the result of an answer's status; None if the body decides."""
     if status == 200:
         return None
     if status in NOT_HANDLED:
@@ -74,9 +74,10 @@ class _Malformed(ValueError):
 
 
 def read_answer(body: bytes, id: str, messages_max: int | None = None) -> Answered | Unclear:
-    """Return what the body of a 200 says of transaction `id`, with at most `messages_max` messages.
+    """Return the result in the body of a 200 for transaction `id`, with at most `messages_max`
+    messages.
 
-    Whatever is not exactly the contract is unclear; its detail never repeats the body.
+    Any deviation from the contract is unclear; the detail never repeats the body.
     """
     try:
         fields = _fields(body)
@@ -108,7 +109,7 @@ def _value(raw: msgspec.Raw, name: str) -> object:
     try:
         return decode_scalar(raw)
     except (ValueError, RecursionError):
-        raise _Malformed(f"{name} of the answer does not read") from None
+        raise _Malformed(f"{name} of the answer is malformed") from None
 
 
 def _decision(raw: msgspec.Raw | None) -> Decision:
@@ -117,7 +118,7 @@ def _decision(raw: msgspec.Raw | None) -> Decision:
     value = _value(raw, "decision")
     if isinstance(value, str) and value in Decision.__members__.values():
         return Decision(value)
-    raise _Malformed("the answer's decision is none of commit, rollback and unknown")
+    raise _Malformed("the answer's decision is not commit, rollback or unknown")
 
 
 def _ask_again(raw: msgspec.Raw | None) -> float | None:
@@ -137,4 +138,4 @@ def _messages(raw: msgspec.Raw | None, messages_max: int | None) -> tuple[Messag
     try:
         return decode_messages(raw, messages_max=messages_max)
     except MessageError as error:
-        raise _Malformed(f"{error.path} of the answer does not read as a message") from None
+        raise _Malformed(f"{error.path} of the answer is not a valid message") from None

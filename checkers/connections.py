@@ -1,4 +1,4 @@
-"""Connections to check URLs, made before anything of a question is sent."""
+"""Connections to check URLs and proxies, opened before anything of a question is sent."""
 
 import asyncio
 import ipaddress
@@ -12,50 +12,49 @@ from txbroker.checkers.daemon_threads import DaemonThreads
 from txbroker.config.addresses import plain_host
 
 LOOKUPS_MAX = 24
-"""Names looked up at a time, apart from those that hang. A look-up cannot be cut short, it only
-ends by itself."""
+"""Names resolved at a time, apart from those that hang. A look-up cannot be cancelled."""
 LOOKUP_LATE_S = 1.0
-"""A look-up that lasts longer hangs, seconds."""
+"""A look-up that takes longer counts as hanging, seconds."""
 LOOKUPS_ASKER_MAX = 2
-"""The same for one group: the name that it has, and the one that it had before."""
+"""Look-ups at a time for one group: its present name and the one before."""
 UNREAD_BYTES_MAX = 256 * 1024
-"""Received but not yet read; above it the other side is made to wait."""
+"""Received but unread bytes above which the connection stops reading from its socket."""
 
 LookUp: TypeAlias = Callable[[str], Sequence[str]]
-"""Return the addresses of a host name; called in a thread of its own, may block."""
+"""Returns the addresses of a host name; runs in a separate thread, may block."""
 Vet: TypeAlias = Callable[[str, int, Sequence[str]], Awaitable[None]]
-"""Raise `CannotConnect` where a host must not be called at a port and one of these addresses."""
+"""Raises `CannotConnect` if a host must not be called at a port and one of these addresses."""
 
 
 class CannotConnect(Exception):
-    """There is no connection, so nothing was sent; the message says in a few words why."""
+    """There is no connection, so nothing was sent; the message gives the reason."""
 
 
 def look_up(host: str) -> Sequence[str]:
-    """Return the addresses of a host name, each once, in the order of the system's preference.
+    """Return the distinct addresses of a host name, in the system's order of preference.
 
     Raises:
-        OSError: the name is not known, or nobody answers.
+        OSError: the name is unknown, or no name server answers.
     """
     if f".{plain_host(host)}".endswith(".localhost"):
-        host = "localhost"  # in every spelling, as RFC 6761 has it; resolvers differ
+        host = "localhost"  # in every spelling, by RFC 6761; resolvers differ
     try:
-        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+        infos = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except UnicodeError:
-        # Python finds that no name can be so, with an empty label say, before anybody is asked.
-        raise socket.gaierror(socket.EAI_NONAME, "no name can be so") from None
-    return list(dict.fromkeys(str(address[4][0]) for address in found))
+        # Python refuses an invalid name, such as one with an empty label, before any look-up.
+        raise socket.gaierror(socket.EAI_NONAME, "the name is invalid") from None
+    return list(dict.fromkeys(str(info[4][0]) for info in infos))
 
 
 def literal(host: str) -> str | None:
-    """Return the address that a host is, None where it is a name or spelled in another way."""
+    """Return a host that is an IP address in its usual spelling; None for any other host."""
     with suppress(ValueError):
         return str(ipaddress.ip_address(host))
     return None
 
 
 class HostResolver:
-    """Looks names up, each at most once at a time; names that hang do not hold up others."""
+    """Resolves host names, each once at a time; names that hang do not hold up others."""
 
     def __init__(self, look_up: LookUp = look_up) -> None:
         self._look_up = look_up
@@ -64,13 +63,13 @@ class HostResolver:
         )
 
     async def addresses(self, host: str, asker: str = "") -> Sequence[str]:
-        """Return the addresses of a name or, as it is, an address.
+        """Return the addresses of a name; an address is returned unchanged.
 
         Args:
-            asker: the group on whose behalf; "" for the proxy itself.
+            asker: the group that needs it; "" for the proxy itself.
 
         Raises:
-            OSError: the name is not known, or the group has too many look-ups under way.
+            OSError: the name is unknown, or the group has too many look-ups in progress.
         """
         address = literal(host)
         if address is not None:
@@ -83,7 +82,7 @@ class HostResolver:
 
 
 class Connection(asyncio.Protocol):
-    """One TCP or TLS connection. Whether it is still good is known without reading from it."""
+    """One TCP or TLS connection. `fresh` tells without a read whether it is still usable."""
 
     def __init__(self) -> None:
         self._transport: asyncio.Transport | None = None
@@ -92,10 +91,10 @@ class Connection(asyncio.Protocol):
         self._ended = False
         self._waiter: asyncio.Future[None] | None = None
         self.on_stir: Callable[[], None] | None = None
-        """Called when anything arrives or the connection ends, while it lies idle."""
+        """Called when data arrives or the connection ends, while it is idle."""
         self.error: Exception | None = None
         self.address = ""
-        """The IP address that it is connected to."""
+        """The IP address of the other side."""
 
     @property
     def fresh(self) -> bool:
@@ -114,7 +113,7 @@ class Connection(asyncio.Protocol):
         self._transport.write(data)
 
     async def receive(self, bytes_max: int) -> bytes:
-        """Return what has arrived, at least one byte, or nothing once the connection ended.
+        """Return received bytes, at least one, or nothing once the connection ended.
 
         Suspends at least once, so that a fast sender cannot hold up the event loop.
         """
@@ -134,7 +133,7 @@ class Connection(asyncio.Protocol):
         return data
 
     def close(self, *, abort: bool = False) -> None:
-        """End the connection; with `abort` without sending what is still in its buffer."""
+        """End the connection; with `abort`, drop unsent data."""
         self.on_stir = None
         if self._transport is None:
             return
@@ -182,14 +181,14 @@ async def connect(
 ) -> Connection:
     """Return a connection to the first address of `host` that takes it.
 
-    The name is looked up once; what is connected to is one of the very addresses that were vetted.
+    The name is resolved once, and only addresses that were vetted are connected to.
 
     Args:
-        vet: tests all addresses of the host before any is connected to; None: all are fine.
-        asker: the group on whose behalf; "" for the proxy itself.
+        vet: tests all addresses of the host before the first connection; None: all are allowed.
+        asker: the group that needs it; "" for the proxy itself.
 
     Raises:
-        CannotConnect: no name, nobody there, no TLS, refused, or not within `timeout_s`.
+        CannotConnect: name, connection or TLS failed, was refused, or took over `timeout_s`.
     """
     stage = "look-up of the name"
     try:
@@ -203,13 +202,13 @@ async def connect(
     except TimeoutError:
         raise CannotConnect(f"{host}:{port}: no {stage} within {timeout_s:g} s") from None
     except OSError as error:
-        raise CannotConnect(f"{host}:{port}: {_words(error)}") from None
+        raise CannotConnect(f"{host}:{port}: {_reason(error)}") from None
 
 
 async def _connect_any(
     addresses: Sequence[str], host: str, port: int, tls: ssl.SSLContext | None, deadline_s: float
 ) -> Connection:
-    """Try one address after the other; each gets an equal share of the time that is left."""
+    """Try the addresses in order; each gets an equal share of the time left."""
     loop = asyncio.get_running_loop()
     problem: OSError = OSError("the name has no address")
     for n, address in enumerate(addresses):
@@ -226,13 +225,13 @@ async def _connect_any(
     raise problem
 
 
-def _words(error: OSError) -> str:
+def _reason(error: OSError) -> str:
     if isinstance(error, ssl.SSLCertVerificationError):
         return f"TLS: {error.verify_message}"
     if isinstance(error, ssl.SSLError):
         return f"TLS: {error.reason or 'handshake failed'}"
     if isinstance(error, socket.gaierror):
-        return "the name is not known"
+        return "the name is unknown"
     if isinstance(error, ConnectionRefusedError):
         return "connection refused"
     if isinstance(error, ConnectionResetError):

@@ -1,4 +1,4 @@
-"""Blocking calls whose place callers name: in few threads apart from the event loop's own."""
+"""Blocking calls that may hang, in a few daemon threads apart from the event loop's."""
 
 import asyncio
 import threading
@@ -12,35 +12,35 @@ T = TypeVar("T")
 WAITING_MAX = 1024
 """Calls that wait for a thread; further ones are refused."""
 LATE_MAX = 8
-"""Calls under way at a time whose key was late before."""
+"""Calls in progress at a time whose key was late before."""
 ASIDE_MAX = 64
-"""Calls that have turned out late and hold none of the threads that others wait for."""
+"""Late calls that no longer count against `threads_max`."""
 LATE_FOR_S = 60.0
-"""How long a key counts as late, seconds. All are late while a name server is down, say."""
+"""How long a key counts as late, seconds: while a name server is down, for example, all are."""
 LATE_KEYS_MAX = 4096
-"""Late keys that are remembered; the oldest is forgotten first."""
+"""Late keys that are remembered; the oldest is dropped first."""
 
 
 class TooManyCalls(OSError):
-    """So many such calls are under way that this one is not made."""
+    """Too many such calls are in progress: this one is not made."""
 
 
 class DaemonThreads(Generic[T]):
     """Runs blocking calls that may hang, without holding up anything else.
 
-    Nothing can cut such a call short. The event loop's own threads are few (uvloop has four) and
+    Such a call cannot be cancelled. The event loop's own threads are few (uvloop has four) and
     are joined when the process ends, so recovery and shutdown would wait for it. Here each call
-    has a daemon thread, and of each key at most one runs: others wait for its result.
+    has a daemon thread, and at most one call per key runs: others wait for its result.
 
-    With `late_s`, calls that hang do not starve others, whoever asks for them: a call that lasts
-    longer no longer counts against `threads_max`, up to `ASIDE_MAX` of them, and for `LATE_FOR_S`
-    calls with its key share `LATE_MAX` threads.
+    With `late_s`, calls that hang do not starve others: a call that takes longer no longer counts
+    against `threads_max`, up to `ASIDE_MAX` calls, and for `LATE_FOR_S` calls with its key share
+    `LATE_MAX` threads.
 
     Args:
         name: of the threads.
-        threads_max: calls under way at a time, apart from late ones.
-        asker_max: calls that one asker may have under way or waiting.
-        late_s: how long a call may last until it is late, seconds; None: for ever.
+        threads_max: calls in progress at a time, apart from late ones.
+        asker_max: calls that one asker may have in progress or waiting.
+        late_s: after how many seconds a call is late; None: never.
     """
 
     def __init__(
@@ -52,19 +52,19 @@ class DaemonThreads(Generic[T]):
         self._slots = asyncio.Semaphore(threads_max)
         self._late_slots = asyncio.Semaphore(LATE_MAX)
         self._late: dict[str, float] = {}
-        """Since when a key is late, the oldest first."""
+        """When each key became late, the oldest first."""
         self._aside = 0
         self._open: dict[str, asyncio.Task[T]] = {}
         self._askers: Counter[str] = Counter()
 
     async def run(self, key: str, call: Callable[[], T], asker: str = "") -> T:
-        """Return what `call` returns; its exceptions are raised here.
+        """Return the result of `call`, or raise its exception.
 
-        The caller bounds the time; the call itself goes on without it.
+        The caller limits the time; the call itself runs on after a timeout.
 
         Args:
             key: calls with the same key are one call.
-            asker: for whom; "" for the proxy itself, which has no bound.
+            asker: the group that needs it; "" for the proxy itself, which has no limit.
 
         Raises:
             TooManyCalls: nothing was called.
@@ -72,7 +72,7 @@ class DaemonThreads(Generic[T]):
         task = self._open.get(key)
         if task is None:
             if (asker and self._askers[asker] >= self._asker_max) or len(self._open) >= WAITING_MAX:
-                raise TooManyCalls("too many such calls are under way")
+                raise TooManyCalls("too many such calls are in progress")
             task = asyncio.get_running_loop().create_task(self._limited(key, call))
             self._open[key] = task
             self._askers[asker] += 1
@@ -80,7 +80,7 @@ class DaemonThreads(Generic[T]):
         return await asyncio.shield(task)
 
     async def close(self) -> None:
-        """Stop waiting for the calls that are under way."""
+        """Stop waiting for the calls in progress."""
         tasks = list(self._open.values())
         for task in tasks:
             task.cancel()
@@ -124,7 +124,7 @@ class DaemonThreads(Generic[T]):
         if not self._askers[asker]:
             del self._askers[asker]
         if not done.cancelled():
-            done.exception()  # every waiter has it; perhaps none is left
+            done.exception()  # retrieved, as there may be no waiter left
 
 
 def _in_thread(name: str, call: Callable[[], T]) -> asyncio.Future[T]:
@@ -138,14 +138,14 @@ def _in_thread(name: str, call: Callable[[], T]) -> asyncio.Future[T]:
 
     def run() -> None:
         try:
-            found = call()
+            value = call()
         except Exception as error:
             failure = error
-            with suppress(RuntimeError):  # the loop was closed meanwhile
+            with suppress(RuntimeError):  # the loop is closed
                 loop.call_soon_threadsafe(finish, lambda: result.set_exception(failure))
         else:
             with suppress(RuntimeError):
-                loop.call_soon_threadsafe(finish, lambda: result.set_result(found))
+                loop.call_soon_threadsafe(finish, lambda: result.set_result(value))
 
     threading.Thread(target=run, name=name, daemon=True).start()
     return result

@@ -1,4 +1,4 @@
-"""Whom of a group to ask: a connected instance, on whichever proxy, else the check URL."""
+"""Chooses whom of a group to ask: a connected instance on any proxy, else the check URL."""
 
 from collections.abc import Collection
 
@@ -10,11 +10,11 @@ from txbroker.checkers.sessions import SessionRegistry
 
 
 class GroupFinder:
-    """Finds somebody of a group to ask: on this proxy, on another one, or at the check URL.
+    """Finds an instance of a group to ask: on this proxy, on another one, or at the check URL.
 
-    The instance that prepared the transaction is asked first, wherever it is; then anybody of its
-    group here, because that is one hop less; then anybody elsewhere. One without a check function
-    is asked only first.
+    The order: the instance that prepared the transaction, on any proxy; another instance on this
+    proxy, as that saves a hop; one on another proxy; the check URL. An instance without a check
+    function is asked only about transactions that it prepared.
     """
 
     def __init__(
@@ -30,7 +30,7 @@ class GroupFinder:
         self._peers = peers
 
     def at_hand(self, group: str, prefer: str) -> Channel | None:
-        """Return a channel to a session here, None where others are to be looked for first."""
+        """Return a channel to a session on this proxy; None if another proxy's comes first."""
         peers = self._peers
         session = self._sessions.acquire_instance(group, prefer) if prefer else None
         if session is not None or (prefer and peers is not None and peers.has(group, prefer)):
@@ -40,7 +40,7 @@ class GroupFinder:
     async def acquire(
         self, group: str, prefer: str, avoid: Collection[str] = ()
     ) -> Channel | Unreached:
-        """Return a channel to a session, else to the check URL, else why there is neither."""
+        """Return a channel to a session, else to the check URL, else why there is none."""
         return await self._session(group, prefer, avoid) or await self._check_url(group)
 
     async def _session(self, group: str, prefer: str, avoid: Collection[str]) -> Channel | None:
@@ -62,15 +62,15 @@ class GroupFinder:
     async def _check_url(self, group: str) -> Channel | Unreached:
         policy = self._groups.policies.get(group)
         if policy is None or policy.check_url is None:
-            return Unreached(self._nobody(group))
+            return Unreached(self._why_unreached(group))
         return await self._http.acquire_for(group, policy)
 
-    def _nobody(self, group: str) -> str:
-        who = f"nobody of group {group} is connected"
+    def _why_unreached(self, group: str) -> str:
+        why = f"no instance of group {group} is connected"
         if group in self._sessions.counts():
-            who = (
-                f"every connected instance of group {group} is draining, has its fill of checks or "
-                "no check function"
+            why = (
+                f"every connected instance of group {group} is draining, has the maximum of open "
+                "checks or no check function"
             )
         problem = self._groups.problem(group)
-        return f"{who} and {problem or 'no check URL is registered'}"
+        return f"{why} and {problem or 'no check URL is registered'}"

@@ -1,4 +1,4 @@
-"""The secrets of groups, and where they may be."""
+"""Reads the secrets of groups, at the places that the settings allow."""
 
 import asyncio
 import os
@@ -12,29 +12,29 @@ from txbroker.config.addresses import parse_secret_variable
 from txbroker.contract.signing import secret_key
 
 SECRET_BYTES_MAX = 65_536
-"""A secret file larger than this is not a secret but a mistake."""
+"""A larger secret file is a mistake."""
 READS_MAX = 8
 """Secret files that are read at a time."""
 READ_S = 3.0
-"""How long reading a secret file may take, seconds: `secrets_dir` may be on a network."""
+"""Maximum time to read a secret file, seconds: `secrets_dir` may be on a network."""
 OWN_VARIABLES = "TXBROKER_"
-_OWN = "it is what the proxy itself uses; a group has a secret of its own"
+_OWN = "the proxy itself uses it; a group needs a separate secret"
 _BELOW = "secret_ref must name a file below the proxy's setting secrets_dir"
 _OPEN_FLAGS = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 class SecretUnavailable(Exception):
-    """A group's secret cannot be read; the message names its place, never its content."""
+    """A group's secret cannot be read; the message names the place, never the content."""
 
 
 class SecretRefused(SecretUnavailable):
-    """The secret is at a place that the group may not name, or what is there cannot be one."""
+    """The group may not name the secret's place, or its content cannot be a secret."""
 
 
 def file_name(group: str) -> str:
-    """Return what a group's secret file, or its folder of them, is called in `secrets_dir`.
+    """Return the name of a group's secret file, or of its folder of them, in `secrets_dir`.
 
-    It is the group's name as it stands in URL paths. A leading dot is encoded, too: such names
+    It is the group's name, encoded as in URL paths. A leading dot is encoded, too: such names
     belong to the file system (`..`) and to Kubernetes (`..data`).
     """
     name = quote(group, safe="")
@@ -44,14 +44,14 @@ def file_name(group: str) -> str:
 class GroupSecrets:
     """Reads the secrets that groups refer to, at the places that the settings allow.
 
-    A group may name its own files only: with those of another group, its checks would carry that
-    group's signature.
+    A group may name only its own files: with another group's, its checks would carry that group's
+    signature.
 
     Args:
-        folder: a group's files are in it, by the name that `file_name` gives; None: no files.
+        folder: holds the groups' files, named by `file_name`; None: no files.
         variables: entries of `secret_env_allow`.
-        own: files of the proxy, which may not be named wherever they are.
-        read_s: how long reading a file may take, seconds.
+        own: files of the proxy, which no group may name.
+        read_s: maximum time to read a file, seconds.
     """
 
     def __init__(
@@ -66,12 +66,12 @@ class GroupSecrets:
         self._own = tuple(own)
         self._read_s = read_s
         self._folder = None if folder is None else os.path.realpath(folder)
-        # The folder as it is configured, which may be a link, and as it really is.
+        # The folder as configured, which may be a link, and its real path.
         self._spellings = () if folder is None else (os.path.abspath(folder), self._folder or "")
         self._threads = DaemonThreads[bytes]("secret", READS_MAX, READS_MAX)
 
     def refuse(self, group: str, ref: str) -> str | None:
-        """Return why a group may not name this place, or None. Looks at nothing but the text."""
+        """Return why a group may not name this place, or None. Examines only the text."""
         kind, _, place = ref.partition(":")
         if kind == "env":
             if place.upper().startswith(OWN_VARIABLES):
@@ -96,18 +96,18 @@ class GroupSecrets:
         return None
 
     async def read(self, group: str, ref: str) -> bytes:
-        """Return the key that the secret of a group at `ref` stands for.
+        """Return the key of a group's secret at `ref`.
 
         It is read each time, so a changed secret is used at once. A file's trailing line break is
-        not part of the secret. What begins with `whsec_` is base64.
+        not part of the secret. A secret that begins with `whsec_` is base64.
 
         Raises:
             SecretRefused: the group may not name this place, or the file there is too large.
-            SecretUnavailable: it is not there, empty, unreadable or no base64.
+            SecretUnavailable: it is missing, empty, unreadable or not base64.
         """
-        refused = self.refuse(group, ref)
-        if refused is not None:
-            raise SecretRefused(refused)
+        refusal = self.refuse(group, ref)
+        if refusal is not None:
+            raise SecretRefused(refusal)
         kind, _, place = ref.partition(":")
         if kind == "env":
             secret = os.environb.get(place.encode(), b"")
@@ -138,7 +138,7 @@ class GroupSecrets:
             raise SecretUnavailable(f"the file {path}: too many secrets are being read") from None
 
     def _below(self, path: str) -> str | None:
-        """Return what follows the folder in a path, None where the path is not below it."""
+        """Return a path relative to the folder; None if it is not below it."""
         parts = path.split("/")
         if ".." in parts:
             return None
@@ -149,7 +149,7 @@ class GroupSecrets:
         return None
 
     def _read(self, path: str) -> bytes:
-        """Return what a file holds; runs in a thread, may block."""
+        """Return the content of a file; runs in a thread, may block."""
         folder, below = self._folder, self._below(path)
         if folder is None or below is None:
             raise SecretRefused(f"{_BELOW}, not {path}")
@@ -157,15 +157,15 @@ class GroupSecrets:
         if not real.startswith(folder.rstrip("/") + "/"):
             raise SecretRefused(f"{_BELOW}, and not link out of it as {path} does")
         try:
-            # Before it is opened: opening alone can have effects on a device.
+            # Tested before it is opened: opening alone can have effects on a device.
             _require_regular(os.stat(real, follow_symlinks=False), path)
             file = _open_below(folder, os.path.relpath(real, folder))
         except OSError as error:
             raise SecretUnavailable(f"the file {path} cannot be read: {error.strerror}") from None
         with os.fdopen(file, "rb") as opened:
-            found = os.fstat(file)
-            _require_regular(found, path)
-            if any(_is_file(own, found) for own in self._own):
+            status = os.fstat(file)
+            _require_regular(status, path)
+            if any(_is_file(own, status) for own in self._own):
                 raise SecretRefused(f"secret_ref names the file {path}: {_OWN}")
             content = opened.read(SECRET_BYTES_MAX + 1)
         if len(content) > SECRET_BYTES_MAX:
@@ -175,17 +175,17 @@ class GroupSecrets:
         return content.rstrip(b"\r\n")
 
 
-def _require_regular(found: os.stat_result, path: str) -> None:
-    if not stat.S_ISREG(found.st_mode):
+def _require_regular(status: os.stat_result, path: str) -> None:
+    if not stat.S_ISREG(status.st_mode):
         raise SecretRefused(f"the file {path} is not a regular file")
 
 
 def _open_below(folder: str, path: str) -> int:
-    """Open a file by its real path in a folder, following no link, so that none that is put there
-    meanwhile leads out of it.
+    """Open a file by its real path in a folder. No link is followed, so that one created meanwhile
+    cannot lead out of the folder.
 
     Raises:
-        OSError: it is not there, or a link was put in its way.
+        OSError: the file is missing, or a link is in its path.
     """
     *folders, name = path.split("/")
     at = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -199,8 +199,8 @@ def _open_below(folder: str, path: str) -> int:
         os.close(at)
 
 
-def _is_file(own: Path, found: os.stat_result) -> bool:
+def _is_file(own: Path, status: os.stat_result) -> bool:
     try:
-        return os.path.samestat(own.stat(), found)
+        return os.path.samestat(own.stat(), status)
     except (OSError, ValueError):
         return False

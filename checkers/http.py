@@ -1,8 +1,8 @@
 """Check-backs over HTTP/1.1.
 
-A client of its own round h11, because it must be known for certain whether anything of a
-question was sent: the connection is in hand before the attempt's marker is written, the request
-is handed to the socket in the very call that asks, and nothing is ever sent twice.
+A separate client on h11 (`txbroker.checkers.exchange`), because it must be certain whether anything
+of a question was sent: the connection stands before the attempt's marker is written, and the
+request is handed to the socket in the call that asks.
 """
 
 import asyncio
@@ -11,16 +11,10 @@ import ssl
 import time
 from collections.abc import Callable, Iterable, Sequence
 
-import h11
+from msgspec import Struct
 
 import txbroker
-from txbroker.checkers.answers import (
-    by_status,
-    question,
-    read_answer,
-    trial_question,
-    webhook_id,
-)
+from txbroker.checkers import answers
 from txbroker.checkers.base import CheckCall, CheckResult, Unclear, Unreached, already, shortened
 from txbroker.checkers.connections import (
     CannotConnect,
@@ -31,45 +25,52 @@ from txbroker.checkers.connections import (
     literal,
     look_up,
 )
+from txbroker.checkers.exchange import Exchange, Headers, NoAnswer, NotSent
 from txbroker.checkers.group_secrets import GroupSecrets, SecretRefused, SecretUnavailable
-from txbroker.checkers.own_endpoints import OwnEndpoints
-from txbroker.checkers.url_guard import UrlGuard
+from txbroker.checkers.url_guard import OwnEndpoints, UrlGuard
 from txbroker.config.addresses import Address
+from txbroker.contract import policy as policies
 from txbroker.contract import signing
-from txbroker.contract.policy import (
-    PARALLEL_MAX,
-    GroupPolicy,
-    PolicyError,
-    host_and_port,
-    split_check_url,
-    without_query,
-)
+from txbroker.contract.policy import GroupPolicy, PolicyError
 from txbroker.core.trace_context import context_of
 
 ANSWER_BYTES_DEFAULT = 64 * 1024
-"""A decision needs no more; groups whose checks replace messages register a larger bound."""
-HEADER_BYTES_MAX = 16 * 1024
-"""An answer's status line and headers."""
-PIECE_BYTES = 256
-"""What an answer's pieces (chunks) hold on average at least, beyond the first `PIECES_MIN`: each
-costs the event loop time, so an answer in chunks of one byte would hold up every other group."""
-PIECES_MIN = 1024
-CONNECT_TIMEOUT_S = 3.0
-IDLE_S = 1.5
-"""How long a connection lies idle before it is closed: less than common servers' 2 to 5 s, so
-that hardly ever a question meets a connection that the other side is just closing."""
-NOT_HTTP = "the answer is not HTTP, is cut off or has too large headers"
-IDLE_PER_GROUP_MAX = PARALLEL_MAX
-"""As many as it has calls at a time: those of a run are given back together."""
+"""A decision needs no more; groups whose checks replace messages register a larger limit."""
+IDLE_PER_GROUP_MAX = policies.PARALLEL_MAX
+"""As many as a group's calls in flight: those of a run are given back together."""
 IDLE_MAX = 256
 
 
-class HttpChecks:
-    """Makes channels to check URLs and keeps their connections for a short while.
+class HttpLimits(Struct, frozen=True):
+    """Limits of calls to check URLs.
 
-    It calls nothing that the guard refuses. A host is looked up once for each connection, all its
-    addresses are tested, and one of them is connected to, so a name whose answer changes leads
-    nowhere else. A kept connection is tested again, as the address that it has, before each use.
+    Attributes:
+        messages_max: messages that an answer may bring; None: any number.
+        idle_s: how long a connection is kept idle: less than common servers' 2 to 5 s, so that a
+            question rarely meets a connection that the server is just closing.
+    """
+
+    messages_max: int | None = None
+    connect_timeout_s: float = 3.0
+    idle_s: float = 1.5
+
+
+DEFAULT_LIMITS = HttpLimits()
+
+
+class HttpChecks:
+    """Opens channels to check URLs and keeps their connections for a short while.
+
+    It calls nothing that the guard refuses. It resolves a host once for each connection, tests all
+    its addresses and connects to one of them, so that a name whose addresses change leads nowhere
+    else. It tests a kept connection's address again before each use.
+
+    Args:
+        guard: which addresses may be called; None: the defaults.
+        own: returns the endpoints at which the installation itself listens.
+        secrets: reads the secrets of groups; None: they have none.
+        tls: verifies https connections; None: by the system's authorities.
+        now_s: the wall clock for signatures, seconds since 1970.
     """
 
     def __init__(
@@ -78,61 +79,49 @@ class HttpChecks:
         guard: UrlGuard | None = None,
         own: Callable[[], Iterable[Address]] = tuple,
         secrets: GroupSecrets | None = None,
-        messages_max: int | None = None,
-        connect_timeout_s: float = CONNECT_TIMEOUT_S,
-        idle_s: float = IDLE_S,
+        limits: HttpLimits = DEFAULT_LIMITS,
         tls: ssl.SSLContext | None = None,
         look_up: LookUp = look_up,
         now_s: Callable[[], float] = time.time,
     ) -> None:
-        """Args:
-        guard: which addresses may be called; None: without any exception.
-        own: where the installation itself listens, host and port.
-        secrets: reads the secrets of groups; None: they have none.
-        messages_max: how many messages an answer may bring; None: any number.
-        tls: what https connections are verified with; None: the system's authorities.
-        now_s: the wall clock that signatures carry, seconds since 1970.
-        """
         self._guard = guard or UrlGuard()
         self._own = OwnEndpoints(own, HostResolver(look_up))
         self._secrets = secrets or GroupSecrets()
-        self._connect_timeout_s = connect_timeout_s
-        self._idle_s = idle_s
-        self._messages_max = messages_max
+        self._limits = limits
         self._tls = tls
         self._now_s = now_s
         self._names = HostResolver(look_up)
-        # Apart: a flood of registrations must not hold up checks.
+        # Separate: a flood of registrations must not hold up checks.
         self._names_registered = HostResolver(look_up)
         self._idle: dict[_Key, list[_Idle]] = {}
         self._idle_count = 0
         self._closed = False
 
-    # --- what may be registered --------------------------------------------------------------
+    # --- registration ------------------------------------------------------------------------
 
     def unusable(self, group: str, policy: GroupPolicy) -> str | None:
-        """Return why a group cannot use a policy as it stands, or None. Looks nothing up."""
+        """Return why a group cannot use a policy, or None. Resolves no names."""
         if policy.secret_ref is not None:
-            refused = self._secrets.refuse(group, policy.secret_ref)
-            if refused is not None:
-                return refused
+            refusal = self._secrets.refuse(group, policy.secret_ref)
+            if refusal is not None:
+                return refusal
         if policy.check_url is None:
             return None
-        host, _ = host_and_port(policy.check_url)
+        host, _ = policies.host_and_port(policy.check_url)
         address = literal(host)
         if address is None:
-            return _in_a_sentence(host, self._guard.refuse_name(host))
-        return _in_a_sentence(host, self._guard.refuse(host, address))
+            return _refusal(host, self._guard.refuse_name(host))
+        return _refusal(host, self._guard.refuse(host, address))
 
     async def refuse(self, group: str, policy: GroupPolicy) -> str | None:
-        """Return why a group cannot be registered so, or None.
+        """Return why a group cannot register a policy, or None.
 
-        What is not there yet, a file or a name, is not refused: it is tested at each call. Takes a
+        A file or a name that does not exist yet is not refused: each call tests it again. Takes a
         few seconds at most.
         """
-        refused = self.unusable(group, policy)
-        if refused is not None:
-            return refused
+        refusal = self.unusable(group, policy)
+        if refusal is not None:
+            return refusal
         if policy.secret_ref is not None:
             try:
                 await self._secrets.read(group, policy.secret_ref)
@@ -142,26 +131,26 @@ class HttpChecks:
                 pass
         if policy.check_url is None:
             return None
-        host, port = host_and_port(policy.check_url)
+        host, port = policies.host_and_port(policy.check_url)
         try:
-            async with asyncio.timeout(self._connect_timeout_s):
+            async with asyncio.timeout(self._limits.connect_timeout_s):
                 addresses = await self._names_registered.addresses(host, group)
-                return _in_a_sentence(host, await self._refused(host, port, addresses))
+                return _refusal(host, await self._refused(host, port, addresses))
         except OSError:  # TimeoutError is one, too
             return None
 
     async def _vet(self, host: str, port: int, addresses: Sequence[str]) -> None:
-        refused = await self._refused(host, port, addresses)
-        if refused is not None:
-            raise CannotConnect(_in_a_sentence(host, refused) or "")
+        refusal = _refusal(host, await self._refused(host, port, addresses))
+        if refusal is not None:
+            raise CannotConnect(refusal)
 
     async def _refused(self, host: str, port: int, addresses: Sequence[str]) -> str | None:
         """Return why a host must not be called: one refused address is enough."""
         own = await self._own.among(host, port, addresses)
         for address in addresses:
-            refused = self._guard.refuse(host, address, own=address in own)
-            if refused is not None:
-                return refused
+            refusal = self._guard.refuse(host, address, own=address in own)
+            if refusal is not None:
+                return refusal
         return None
 
     # --- channels ----------------------------------------------------------------------------
@@ -191,28 +180,27 @@ class HttpChecks:
         secret: bytes | None = None,
         answer_bytes_max: int = ANSWER_BYTES_DEFAULT,
     ) -> "HttpChannel | Unreached":
-        """Return a channel whose connection stands, or why there is none. Sends nothing."""
+        """Return a connected channel, or why there is none. Sends nothing of a question."""
         try:
-            parts = split_check_url(url)
-            host, port = host_and_port(url)
+            parts = policies.split_check_url(url)
+            host, port = policies.host_and_port(url)
             key = (group, parts.scheme, host, port)
             connection = await self._connection(key)
         except (PolicyError, CannotConnect) as error:
             return Unreached(shortened(str(error)))
-        target = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
         request = _Request(
             host=parts.netloc,
-            target=target,
-            # The query stays out of markers and timelines: tokens are put there.
-            endpoint=without_query(url),
+            target=(parts.path or "/") + (f"?{parts.query}" if parts.query else ""),
+            # The query stays out of markers and timelines: it may hold tokens.
+            endpoint=policies.without_query(url),
             answer_bytes_max=answer_bytes_max,
-            messages_max=self._messages_max,
+            messages_max=self._limits.messages_max,
         )
         return HttpChannel(self, key, connection, request, secret, self._now_s)
 
     async def _connection(self, key: "_Key") -> Connection:
         group, scheme, host, port = key
-        await asyncio.sleep(0)  # let the end of an idle connection be noticed first
+        await asyncio.sleep(0)  # so that the end of an idle connection is noticed first
         kept = self._take(key)
         if kept is not None and await self._may_keep(kept, host, port):
             return kept
@@ -221,14 +209,14 @@ class HttpChecks:
             host,
             port,
             self._context(scheme),
-            self._connect_timeout_s,
+            self._limits.connect_timeout_s,
             vet=self._vet,
             asker=group,
         )
 
     async def _may_keep(self, kept: Connection, host: str, port: int) -> bool:
         try:
-            async with asyncio.timeout(self._connect_timeout_s):
+            async with asyncio.timeout(self._limits.connect_timeout_s):
                 await self._vet(host, port, (kept.address,))
         except (CannotConnect, OSError):
             kept.close(abort=True)
@@ -236,17 +224,17 @@ class HttpChecks:
         return kept.fresh
 
     async def close(self) -> None:
-        """Close all idle connections; those in hand are closed when they are released."""
+        """Close all idle connections; acquired ones are closed when they are released."""
         self._closed = True
         for key in list(self._idle):
             for idle in list(self._idle.get(key, ())):
                 self._drop(key, idle)
-        for looked_up in (self._names, self._names_registered, self._own, self._secrets):
-            await looked_up.close()
+        for closing in (self._names, self._names_registered, self._own, self._secrets):
+            await closing.close()
 
     @property
     def idle_connections(self) -> int:
-        """How many connections are kept and not in hand."""
+        """How many idle connections are kept."""
         return self._idle_count
 
     def _context(self, scheme: str) -> ssl.SSLContext | None:
@@ -265,7 +253,7 @@ class HttpChecks:
         return None
 
     def give_back(self, key: "_Key", connection: Connection) -> None:
-        """Keep a connection that is good for another question, for a short while."""
+        """Keep a reusable connection for a short while."""
         kept = self._idle.get(key, [])
         if self._closed or len(kept) >= IDLE_PER_GROUP_MAX or self._idle_count >= IDLE_MAX:
             connection.close()
@@ -275,7 +263,7 @@ class HttpChecks:
         self._idle_count += 1
         connection.on_stir = lambda: self._drop(key, idle)
         loop = asyncio.get_running_loop()
-        idle.timer = loop.call_later(self._idle_s, self._drop, key, idle)
+        idle.timer = loop.call_later(self._limits.idle_s, self._drop, key, idle)
 
     def _drop(self, key: "_Key", idle: "_Idle") -> None:
         self._remove(key, idle).close(abort=True)
@@ -292,11 +280,12 @@ class HttpChecks:
         return idle.connection
 
 
-def _in_a_sentence(host: str, refused: str | None) -> str | None:
-    return None if refused is None else f"check_url leads to {host}, which is refused: {refused}"
+def _refusal(host: str, why: str | None) -> str | None:
+    return None if why is None else f"check_url leads to {host}, which is refused: {why}"
 
 
 _Key = tuple[str, str, str, int]
+"""Group, scheme, host and port."""
 
 
 class _Idle:
@@ -305,21 +294,18 @@ class _Idle:
         self.timer: asyncio.TimerHandle | None = None
 
 
-class _Request:
-    """What of a request does not depend on the question."""
+class _Request(Struct, frozen=True):
+    """The parts of a request that do not depend on the question."""
 
-    def __init__(
-        self, host: str, target: str, endpoint: str, answer_bytes_max: int, messages_max: int | None
-    ) -> None:
-        self.host = host
-        self.target = target
-        self.endpoint = endpoint
-        self.answer_bytes_max = answer_bytes_max
-        self.messages_max = messages_max
+    host: str
+    target: str
+    endpoint: str
+    answer_bytes_max: int
+    messages_max: int | None
 
 
 class HttpChannel:
-    """A connection to a check URL in hand, good for one question."""
+    """An acquired connection to a check URL, for one question."""
 
     instance = ""
 
@@ -344,49 +330,54 @@ class HttpChannel:
 
     def ask(self, call: CheckCall, timeout_s: float) -> "asyncio.Future[CheckResult]":
         """Ask, once; see `Channel.ask`."""
-        if not self._connection.fresh:
-            self._reusable = False
-            return already(Unreached("the connection closed before the question was sent"))
-        state = h11.Connection(h11.CLIENT, max_incomplete_event_size=HEADER_BYTES_MAX)
-        data = self._encode(state, question(call), webhook_id(call), _trace_headers(call))
-        self._reusable = False
-        self._connection.send(data)
-        return asyncio.get_running_loop().create_task(self._result(state, call.id, timeout_s))
+        # Also a proxy without tracing passes the trace on.
+        trace = call.trace or context_of(call.messages)
+        headers = [] if trace is None else trace.headers()
+        try:
+            exchange = self._send(answers.question(call), answers.webhook_id(call), headers)
+        except NotSent as error:
+            return already(Unreached(str(error)))
+        return asyncio.get_running_loop().create_task(self._result(exchange, call.id, timeout_s))
 
-    async def _result(self, state: h11.Connection, id: str, timeout_s: float) -> CheckResult:
+    async def _result(self, exchange: Exchange, id: str, timeout_s: float) -> CheckResult:
         try:
             async with asyncio.timeout(timeout_s):
-                return await self._answer(state, id)
+                head = await exchange.head()
+                result = answers.by_status(head.status_code)
+                if result is not None:
+                    return result
+                for name, value in head.headers:
+                    if name == b"content-encoding" and value.strip().lower() != b"identity":
+                        return Unclear("the answer is compressed, though identity was asked for")
+                body = await exchange.body()
         except TimeoutError:
             return Unclear(f"no answer within {timeout_s:g} s")
-        except h11.RemoteProtocolError:
-            return Unclear(NOT_HTTP)
+        except NoAnswer as error:
+            return Unclear(str(error))
+        self._reusable = exchange.reusable
+        return answers.read_answer(body, id, self._request.messages_max)
 
     async def test(self, group: str, timeout_s: float) -> int | Unreached | Unclear:
-        """Send a test call, which is no check; return its answer's status, or why there is none.
+        """Send a test call; return its answer's status, or why there is none.
 
         It is signed as checks are, names no transaction and carries no message.
         """
-        if not self._connection.fresh:
-            self._reusable = False
-            return Unreached("the connection closed before anything was sent")
-        state = h11.Connection(h11.CLIENT, max_incomplete_event_size=HEADER_BYTES_MAX)
-        self._reusable = False
-        at_ms = round(self._now_s() * 1000)
-        id = f"test.{secrets.token_hex(16)}"
-        self._connection.send(
-            self._encode(state, trial_question(group, at_ms), id, [(signing.TEST_HEADER, "1")])
-        )
+        body = answers.trial_question(group, round(self._now_s() * 1000))
         try:
+            exchange = self._send(
+                body, f"test.{secrets.token_hex(16)}", [(signing.TEST_HEADER, "1")]
+            )
             async with asyncio.timeout(timeout_s):
-                return await self._status(state)
+                return (await exchange.head()).status_code
+        except NotSent as error:
+            return Unreached(str(error))
         except TimeoutError:
             return Unclear(f"no answer within {timeout_s:g} s")
-        except h11.RemoteProtocolError:
-            return Unclear(NOT_HTTP)
+        except NoAnswer as error:
+            return Unclear(str(error))
 
     def release(self) -> None:
-        """Give the connection back: kept if it is good for another question, else closed."""
+        """Give the connection back: it is kept if it is reusable, else closed."""
         if self._released:
             return
         self._released = True
@@ -395,16 +386,14 @@ class HttpChannel:
         else:
             self._connection.close(abort=True)
 
-    def _encode(
-        self, state: h11.Connection, body: bytes, id: str, more: Sequence[tuple[str, str]] = ()
-    ) -> bytes:
+    def _send(self, body: bytes, id: str, more: Headers) -> Exchange:
+        self._reusable = False
+        request = self._request
         headers = [
-            ("host", self._request.host),
+            ("host", request.host),
             ("user-agent", f"txbroker/{txbroker.__version__}"),
             ("content-type", "application/json"),
-            ("content-length", str(len(body))),
             ("accept", "application/json"),
-            ("accept-encoding", "identity"),
             *more,
         ]
         if self._secret is not None:
@@ -414,72 +403,67 @@ class HttpChannel:
                 (signing.TIMESTAMP_HEADER, str(timestamp_s)),
                 (signing.SIGNATURE_HEADER, signing.sign(self._secret, id, timestamp_s, body)),
             ]
-        request = h11.Request(method="POST", target=self._request.target, headers=headers)
-        events = (request, h11.Data(data=body), h11.EndOfMessage())
-        return b"".join(state.send(event) or b"" for event in events)
-
-    async def _status(self, state: h11.Connection) -> int | Unclear:
-        """Return the status of the answer; what comes behind its headers is not read."""
-        pieces_left, received = PIECES_MIN, 0
-        while pieces_left:
-            event = state.next_event()
-            if event is h11.NEED_DATA:
-                data = await self._connection.receive(HEADER_BYTES_MAX)
-                if not data and not received:
-                    return Unclear("the connection ended before an answer")
-                received += len(data)
-                state.receive_data(data)
-            elif isinstance(event, h11.Response):
-                return event.status_code
-            elif not isinstance(event, h11.InformationalResponse):
-                return Unclear(NOT_HTTP)
-            pieces_left -= 1
-        return Unclear("the answer comes in too many pieces")
-
-    async def _answer(self, state: h11.Connection, id: str) -> CheckResult:
-        body = bytearray()
-        bytes_max = self._request.answer_bytes_max
-        too_large = Unclear(f"the answer is larger than {bytes_max} bytes")
-        pieces_left = PIECES_MIN + bytes_max // PIECE_BYTES
-        received = 0
-        while True:
-            event = state.next_event()
-            if event is h11.NEED_DATA:
-                data = await self._connection.receive(HEADER_BYTES_MAX)
-                if not data and not received:
-                    return Unclear("the connection ended before an answer")
-                received += len(data)
-                if received > 2 * bytes_max + 4 * HEADER_BYTES_MAX:
-                    return too_large
-                state.receive_data(data)
-                continue
-            pieces_left -= 1
-            if pieces_left < 0:
-                return Unclear("the answer comes in too many pieces")
-            if isinstance(event, h11.Response):
-                result = by_status(event.status_code) or _encoded(event)
-                if result is not None:
-                    return result
-            elif isinstance(event, h11.Data):
-                body += event.data
-                if len(body) > bytes_max:
-                    return too_large
-            elif isinstance(event, h11.EndOfMessage):
-                break
-            elif not isinstance(event, h11.InformationalResponse):
-                return Unclear(NOT_HTTP)
-        self._reusable = state.their_state is h11.DONE and not state.trailing_data[0]
-        return read_answer(bytes(body), id, self._request.messages_max)
+        exchange = Exchange(self._connection, request.answer_bytes_max)
+        exchange.send(request.target, headers, body)
+        return exchange
 
 
-def _trace_headers(call: CheckCall) -> list[tuple[str, str]]:
-    """Return what names the trace of a question: also a proxy without tracing hands it on."""
-    trace = call.trace or context_of(call.messages)
-    return [] if trace is None else trace.headers()
+# --- test calls ------------------------------------------------------------------------------
+
+_REMARKS = {
+    401: "the endpoint refuses the signature: is the secret the same on both sides?",
+    403: "the endpoint refuses the proxy",
+    404: "nothing is at that path",
+    405: "the endpoint refuses POST",
+}
 
 
-def _encoded(response: h11.Response) -> Unclear | None:
-    for name, value in response.headers:
-        if name == b"content-encoding" and value.strip().lower() != b"identity":
-            return Unclear("the answer is compressed, though identity was asked for")
-    return None
+class TestCallResult(Struct, frozen=True):
+    """The result of a test call.
+
+    Attributes:
+        endpoint: the check URL without its query; "" if no call was made.
+        status: of the answer; None without an answer.
+        why: the problem, "" after a status of 2xx. Never text from the answer.
+    """
+
+    __test__ = False  # pytest, this is no test
+
+    endpoint: str = ""
+    status: int | None = None
+    why: str = ""
+
+    @property
+    def answered(self) -> bool:
+        """True if the answer is as documented."""
+        return not self.why
+
+
+async def try_group(
+    checks: HttpChecks, group: str, policy: GroupPolicy, timeout_s: float
+) -> TestCallResult:
+    """Send a test call to a group's check URL, once. Uses no attempt of any transaction.
+
+    Args:
+        timeout_s: for the answer, unless the policy sets one.
+    """
+    if policy.check_url is None:
+        return TestCallResult(why="no check URL is registered")
+    endpoint = policies.without_query(policy.check_url)
+    channel = await checks.acquire_for(group, policy)
+    if isinstance(channel, Unreached):
+        return TestCallResult(endpoint, why=channel.detail)
+    try:
+        status = await channel.test(group, policy.timeout_s or timeout_s)
+    finally:
+        channel.release()
+    if isinstance(status, Unreached | Unclear):
+        return TestCallResult(endpoint, why=status.detail)
+    if 200 <= status < 300:
+        return TestCallResult(endpoint, status)
+    remark = _REMARKS.get(status)
+    if remark is None:
+        why = f"answered {status}: reached, but it does not answer test calls"
+    else:
+        why = f"{status}: {remark}"
+    return TestCallResult(endpoint, status, why)

@@ -1,20 +1,22 @@
-"""Which addresses a check URL may lead to. Pure: settings and addresses in, a verdict out.
+"""Which addresses a check URL may lead to.
 
-Whoever may register a group has the proxy call a URL of his choice, from inside the network. So
-what a URL leads to is tested as the address that is connected to, not as text: every spelling of
-an address, and every name for it, comes out the same.
+A client that may register a group makes the proxy call any URL from inside the network. So the
+guard tests the address that is connected to, not the text of the URL: every spelling of an address,
+and every name for it, gives the same result.
 """
 
 import ipaddress
-from collections.abc import Iterator
+import socket
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache
 
 from msgspec import Struct
 
-from txbroker.config.addresses import HostRules, IpAddress, IpNetwork
+from txbroker.checkers.connections import HostResolver
+from txbroker.config.addresses import Address, HostRules, IpAddress, IpNetwork, plain_host
 
 ADDRESSES_KNOWN_MAX = 4096
-"""Addresses whose kind is remembered: a kept connection's is tested before each check."""
+"""Addresses whose kind is cached: a kept connection's is tested before each check."""
 
 _Kinds = tuple[tuple[str, tuple[IpNetwork, ...]], ...]
 
@@ -31,7 +33,8 @@ _LOOPBACK = "a loopback address"
 _LINK_LOCAL = "a link-local address"
 _UNSPECIFIED = "an unspecified address"
 _MACHINE = (_METADATA, _LINK_LOCAL)
-"""What gives credentials of the machine: not for whoever controls a name below an allowed one."""
+"""These give credentials of the machine: refused to a client that controls a name below an allowed
+suffix."""
 _REFUSED: _Kinds = (
     (
         _METADATA,
@@ -71,10 +74,10 @@ class UrlGuard(Struct, frozen=True):
     """The rules of one proxy.
 
     Attributes:
-        allow: what may be called although it is refused by default. An entry `*.suffix` allows
-            less than a whole host name: no metadata or link-local address, nothing of its own.
-        deny: what must not be called, whatever else is said.
-        loopback: True allows loopback addresses, where the proxy itself is there only.
+        allow: exceptions to the addresses that are refused by default. An entry `*.suffix` allows
+            less than a whole host name: no metadata or link-local address, no own endpoint.
+        deny: must not be called; takes precedence over `allow`.
+        loopback: True allows loopback addresses, for a proxy that itself listens only there.
     """
 
     allow: HostRules = HostRules()
@@ -91,7 +94,7 @@ class UrlGuard(Struct, frozen=True):
         Args:
             host: as the URL names it.
             address: an IP address that the name stands for.
-            own: whether the installation itself listens at this address and the URL's port.
+            own: True if the installation itself listens at this address and the URL's port.
         """
         denied = self.refuse_name(host)
         if denied is not None:
@@ -127,10 +130,10 @@ def _refused_kind(address: IpAddress) -> str | None:
 
 
 def leads_inside(rules: HostRules) -> bool:
-    """Say whether allowed hosts open the machine itself or what gives credentials of it.
+    """Return True if allowed hosts include the machine itself or its sources of credentials.
 
-    An unspecified address is one of the machine's own. An entry `*.suffix` opens no metadata
-    address by any name.
+    An unspecified address is one of the machine's own. An entry `*.suffix` never allows a metadata
+    address.
     """
     names = rules.hosts | {suffix.removeprefix(".") for suffix in rules.suffixes}
     if rules.hosts & _METADATA_NAMES or any(_is_localhost(name) for name in names):
@@ -150,13 +153,13 @@ def _is_localhost(name: str) -> bool:
 
 @lru_cache(maxsize=ADDRESSES_KNOWN_MAX)
 def forms(address: str) -> tuple[IpAddress, ...]:
-    """Return an address and the IPv4 addresses in it that it would be translated to."""
-    found = ipaddress.ip_address(address.partition("%")[0])
-    if isinstance(found, ipaddress.IPv4Address):
-        return (found,)
-    if found.ipv4_mapped is not None:
-        return (found.ipv4_mapped,)  # the system itself takes it for this one
-    return (found, *_embedded(found))
+    """Return an address and the embedded IPv4 addresses that it may be translated to."""
+    parsed = ipaddress.ip_address(address.partition("%")[0])
+    if isinstance(parsed, ipaddress.IPv4Address):
+        return (parsed,)
+    if parsed.ipv4_mapped is not None:
+        return (parsed.ipv4_mapped,)  # the operating system treats it as this one
+    return (parsed, *_embedded(parsed))
 
 
 def _embedded(address: ipaddress.IPv6Address) -> Iterator[IpAddress]:
@@ -170,3 +173,85 @@ def _embedded(address: ipaddress.IPv6Address) -> Iterator[IpAddress]:
         yield address.sixtofour
     if address.teredo is not None:
         yield from address.teredo
+
+
+# --- the installation's own endpoints ------------------------------------------------------------
+
+
+class OwnEndpoints:
+    """Finds the addresses at which the installation itself listens: no check URL may lead there.
+
+    Args:
+        listed: returns the endpoints; a host may be a name or a wildcard.
+        names: resolves their hosts; separate from the one for check URLs, which must not hold it
+            up.
+    """
+
+    def __init__(self, listed: Callable[[], Iterable[Address]], names: HostResolver) -> None:
+        self._listed = listed
+        self._names = names
+        self._known: dict[str, Sequence[str]] = {}
+
+    async def among(self, host: str, port: int, addresses: Sequence[str]) -> frozenset[str]:
+        """Return those of `addresses` at which the installation listens on `port`.
+
+        Raises:
+            OSError: an endpoint with this port cannot be resolved and never could.
+        """
+        own: set[str] = set()
+        for endpoint in self._listed():
+            if endpoint.port == port:
+                own.update(await self._shared(endpoint, host, addresses))
+        return frozenset(own)
+
+    async def close(self) -> None:
+        """Stop waiting for look-ups."""
+        await self._names.close()
+
+    async def _shared(
+        self, endpoint: Address, host: str, addresses: Sequence[str]
+    ) -> Sequence[str]:
+        if plain_host(endpoint.host) == plain_host(host):
+            return addresses
+        if endpoint.wildcard:
+            return [address for address in addresses if any(map(is_local, forms(address)))]
+        own = [form for address in await self._look_up(endpoint.host) for form in forms(address)]
+        return [
+            address
+            for address in addresses
+            if any(_same(form, other) for form in forms(address) for other in own)
+        ]
+
+    async def _look_up(self, host: str) -> Sequence[str]:
+        """Return the addresses of an endpoint; the last known ones if no name server answers."""
+        try:
+            self._known[host] = await self._names.addresses(host)
+        except socket.gaierror as error:
+            if error.errno == socket.EAI_NONAME:
+                return self._known.get(host, ())
+            if host not in self._known:
+                raise
+        return self._known[host]
+
+
+def _same(one: IpAddress, other: IpAddress) -> bool:
+    return one == other or (_this_machine(one) and _this_machine(other))
+
+
+def _this_machine(address: IpAddress) -> bool:
+    return address.is_loopback or address.is_unspecified
+
+
+def is_local(address: IpAddress) -> bool:
+    """Return True if an address is one of this machine's; sends nothing."""
+    if _this_machine(address):
+        return True
+    family = socket.AF_INET if isinstance(address, ipaddress.IPv4Address) else socket.AF_INET6
+    try:
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            # Sends nothing: it only makes the system choose the source address, which is the same
+            # as the destination for an address of this machine.
+            probe.connect((str(address), 9))
+            return ipaddress.ip_address(probe.getsockname()[0].partition("%")[0]) == address
+    except OSError:
+        return False  # no route

@@ -12,7 +12,7 @@ import pytest
 from tests.kit.http_answers import LOOPBACK
 from txbroker.checkers.base import CheckCall
 from txbroker.checkers.group_secrets import GroupSecrets
-from txbroker.checkers.http import HttpChecks
+from txbroker.checkers.http import HttpChecks, HttpLimits
 from txbroker.core.records import CheckReason, Message
 
 
@@ -42,8 +42,7 @@ async def checks(tmp_path: Path) -> AsyncIterator[HttpChecks]:
     checks = HttpChecks(
         guard=LOOPBACK,
         secrets=GroupSecrets(tmp_path, ["ORDERS_SECRET", "NO_SECRET"]),
-        connect_timeout_s=2.0,
-        idle_s=60.0,
+        limits=HttpLimits(connect_timeout_s=2.0, idle_s=60.0),
         now_s=lambda: 1_770_091_600.5,
     )
     yield checks

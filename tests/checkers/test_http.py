@@ -24,7 +24,7 @@ from tests.kit.http_answers import (
     response,
 )
 from txbroker.checkers.base import Answered, CheckCall, CheckResult, Unclear, Unreached
-from txbroker.checkers.http import HttpChannel, HttpChecks
+from txbroker.checkers.http import HttpChannel, HttpChecks, HttpLimits
 from txbroker.core.records import Decision, Message
 
 # --- the question ----------------------------------------------------------------------------
@@ -178,30 +178,33 @@ SECRET = "s3cr3t-of-the-body"
         (b'"commit"', "not a JSON object"),
         (b"[]", "not a JSON object"),
         (b"{}", "no decision"),
-        (b'{"decision": "Commit"}', "none of commit, rollback and unknown"),
-        (b'{"decision": "COMMIT"}', "none of commit, rollback and unknown"),
-        (f'{{"decision": "{SECRET}"}}'.encode(), "none of commit, rollback and unknown"),
-        (b'{"decision": null}', "none of commit, rollback and unknown"),
-        (b'{"decision": true}', "none of commit, rollback and unknown"),
-        (b'{"decision": ["commit"]}', "none of commit, rollback and unknown"),
+        (b'{"decision": "Commit"}', "is not commit, rollback or unknown"),
+        (b'{"decision": "COMMIT"}', "is not commit, rollback or unknown"),
+        (f'{{"decision": "{SECRET}"}}'.encode(), "is not commit, rollback or unknown"),
+        (b'{"decision": null}', "is not commit, rollback or unknown"),
+        (b'{"decision": true}', "is not commit, rollback or unknown"),
+        (b'{"decision": ["commit"]}', "is not commit, rollback or unknown"),
         (b'{"decision": "commit"} trailing', "not a JSON object"),
         (b'{"decision": "\xff"}', "not a JSON object"),
         (b"\xef\xbb\xbf" + COMMIT, "not a JSON object"),
         (b'{"decision": ' + b"[" * 20_000 + b"}", "not a JSON object"),
-        (b'{"decision": ' + b"7" * 1000 + b"}", "none of commit, rollback and unknown"),
-        (b'{"decision": ' + b"7" * 9000 + b"}", "decision of the answer does not read"),
+        (b'{"decision": ' + b"7" * 1000 + b"}", "is not commit, rollback or unknown"),
+        (b'{"decision": ' + b"7" * 9000 + b"}", "decision of the answer is malformed"),
         (b'{"decision": "unknown", "ask_again_s": "5"}', "ask_again_s of the answer is not a num"),
         (b'{"decision": "unknown", "ask_again_s": true}', "ask_again_s of the answer is not a num"),
-        (b'{"decision": "unknown", "ask_again_s": 1e999}', "ask_again_s of the answer does not re"),
+        (
+            b'{"decision": "unknown", "ask_again_s": 1e999}',
+            "ask_again_s of the answer is malformed",
+        ),
         (b'{"decision": "unknown", "ask_again_s": NaN}', "not a JSON object"),
-        (b'{"decision": "commit", "messages": {}}', "messages of the answer does not read"),
+        (b'{"decision": "commit", "messages": {}}', "messages of the answer is not"),
         (
             f'{{"decision": "commit", "messages": [{{"topic": "t", "{SECRET}": 1}}]}}'.encode(),
-            "messages[0] of the answer does not read",
+            "messages[0] of the answer is not",
         ),
         (
             b'{"decision": "commit", "messages": [{"topic": "t", "value": 5}]}',
-            "messages[0].value of the answer does not read",
+            "messages[0].value of the answer is not",
         ),
     ],
 )
@@ -460,7 +463,7 @@ async def test_an_idle_connection_is_closed_after_a_short_while(
     serve: Serve, call: CheckCall, until: Until
 ) -> None:
     server = await serve(answering(response(COMMIT)))
-    checks = HttpChecks(guard=LOOPBACK, idle_s=0.01)
+    checks = HttpChecks(guard=LOOPBACK, limits=HttpLimits(idle_s=0.01))
     await ask(checks, server.url, call)
     assert checks.idle_connections == 1
     await until(lambda: checks.idle_connections == 0)

@@ -15,7 +15,7 @@ import pytest
 
 from tests.kit.http_answers import COMMIT, LOOPBACK, Serve, Until, answering, ask, reset, response
 from txbroker.checkers.base import Answered, CheckCall, Unreached
-from txbroker.checkers.http import HttpChannel, HttpChecks
+from txbroker.checkers.http import HttpChannel, HttpChecks, HttpLimits
 
 # --- certainly nobody reached ------------------------------------------------------------------
 
@@ -38,7 +38,7 @@ async def test_a_connection_that_ends_before_the_request_reached_nobody(
 @pytest.mark.parametrize("host", ["orders..svc", "o" * 64])
 async def test_a_name_that_nobody_can_have_is_not_known(checks: HttpChecks, host: str) -> None:
     url = f"http://{host}:8080/check"
-    assert await checks.acquire("orders", url) == Unreached(f"{host}:8080: the name is not known")
+    assert await checks.acquire("orders", url) == Unreached(f"{host}:8080: the name is unknown")
 
 
 async def test_nobody_listens(checks: HttpChecks) -> None:
@@ -56,7 +56,7 @@ async def test_a_name_that_is_not_known() -> None:
     checks = HttpChecks(guard=LOOPBACK, look_up=unknown)
     result = await checks.acquire("orders", "http://nowhere.example/")
     await checks.close()
-    assert result == Unreached("nowhere.example:80: the name is not known")
+    assert result == Unreached("nowhere.example:80: the name is unknown")
 
 
 async def test_a_hanging_name_server_holds_up_its_own_name_only(
@@ -72,7 +72,7 @@ async def test_a_hanging_name_server_holds_up_its_own_name_only(
         return ["127.0.0.1"]
 
     server = await serve(answering(response(COMMIT)))
-    checks = HttpChecks(guard=LOOPBACK, connect_timeout_s=0.05, look_up=look_up)
+    checks = HttpChecks(guard=LOOPBACK, limits=HttpLimits(connect_timeout_s=0.05), look_up=look_up)
     slow = await asyncio.gather(
         *(checks.acquire(f"g{n}", "http://slow.example/") for n in range(50))
     )
@@ -168,7 +168,7 @@ async def test_https_to_a_port_that_says_nothing(serve: Serve) -> None:
         await reader.read()
 
     server = await serve(handler)
-    checks = HttpChecks(guard=LOOPBACK, connect_timeout_s=0.05)
+    checks = HttpChecks(guard=LOOPBACK, limits=HttpLimits(connect_timeout_s=0.05))
     result = await checks.acquire("orders", server.url.replace("http:", "https:"))
     assert isinstance(result, Unreached)
     assert "no TLS handshake" in result.detail or "timed out" in result.detail.lower()

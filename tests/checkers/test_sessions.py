@@ -288,7 +288,7 @@ def finder(sessions: SessionRegistry, groups: Groups, checks: HttpChecks) -> Gro
 
 async def test_nobody_and_no_url(finder: GroupFinder) -> None:
     assert await finder.acquire("orders", "") == Unreached(
-        "nobody of group orders is connected and no check URL is registered"
+        "no instance of group orders is connected and no check URL is registered"
     )
 
 
@@ -298,15 +298,15 @@ async def test_only_draining_instances_and_no_url(
     (session,) = connect(sessions, "pod-1")
     session.draining = True
     assert await finder.acquire("orders", "") == Unreached(
-        "every connected instance of group orders is draining, has its fill of checks or "
-        "no check function and no check URL is registered"
+        "every connected instance of group orders is draining, has the maximum of open "
+        "checks or no check function and no check URL is registered"
     )
 
 
 async def test_a_policy_that_does_not_read_is_named(finder: GroupFinder, groups: Groups) -> None:
     await groups._store.put("orders", b'{"v": 7}')
     assert await finder.acquire("orders", "") == Unreached(
-        "nobody of group orders is connected and the stored policy is of version 7; "
+        "no instance of group orders is connected and the stored policy is of version 7; "
         "this build knows 1"
     )
 

@@ -11,8 +11,7 @@ import pytest
 
 from tests.kit.http_answers import COMMIT, LOOPBACK, Serve, answering, read_request, response
 from txbroker.checkers.group_secrets import GroupSecrets
-from txbroker.checkers.http import HttpChecks
-from txbroker.checkers.trial import TestCallResult, try_group
+from txbroker.checkers.http import HttpChecks, TestCallResult, try_group
 from txbroker.contract.json import message_to_json
 from txbroker.contract.policy import GroupPolicy
 from txbroker.core.records import Message

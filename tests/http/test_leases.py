@@ -318,7 +318,7 @@ async def test_a_proxy_that_is_gone_is_tried_once(api: Api, elsewhere: PeerSessi
     assert isinstance(channel, LeaseChannel)
     channel.release()
     gone = await elsewhere.acquire("orders", "pod-9", only=True)
-    assert gone == Unreached("nobody of group orders is connected to another proxy")
+    assert gone == Unreached("no instance of group orders is connected to another proxy")
 
 
 async def test_the_very_instance_or_nobody(api: Api, elsewhere: PeerSessions) -> None:

@@ -14,7 +14,7 @@ from tests.kit.http_answers import LOOPBACK, Serve, answering, ask, read_request
 from tests.kit.http_api import memory_bytes
 from txbroker.checkers.answers import read_answer
 from txbroker.checkers.base import Answered, CheckCall, Unclear
-from txbroker.checkers.http import HttpChannel, HttpChecks
+from txbroker.checkers.http import HttpChannel, HttpChecks, HttpLimits
 
 CLASS = 9
 call, checks, serve = checks_world.call, checks_world.checks, checks_world.serve
@@ -101,7 +101,7 @@ async def test_a_bomb_is_unclear_soon_and_costs_little(
 ) -> None:
     """Unclear within the time of the check; memory stays bounded."""
     head, pieces = BOMBS[case]
-    checks = HttpChecks(guard=LOOPBACK, messages_max=1000)
+    checks = HttpChecks(guard=LOOPBACK, limits=HttpLimits(messages_max=1000))
 
     async def handler(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await read_request(reader)

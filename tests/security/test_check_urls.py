@@ -19,9 +19,8 @@ from tests.kit.memory import MemoryHarness
 from tests.kit.service import FakeEndpoint, Service
 from tests.kit.until import until
 from txbroker.checkers.base import Answered, CheckCall, Unreached
-from txbroker.checkers.http import HttpChecks
-from txbroker.checkers.own_endpoints import is_local
-from txbroker.checkers.url_guard import UrlGuard, forms
+from txbroker.checkers.http import HttpChecks, HttpLimits
+from txbroker.checkers.url_guard import UrlGuard, forms, is_local
 from txbroker.config.addresses import Address, parse_host_rules
 from txbroker.contract.policy import GroupPolicy, encode_policy
 from txbroker.errors import BadRequest
@@ -231,7 +230,7 @@ async def test_a_kept_connection_is_tested_before_each_use(serve: Serve, call: C
     """Closed and not used once its address is refused."""
     own: list[Address] = []
     server = await serve(answering(response(COMMIT)))
-    checks = HttpChecks(guard=LOOPBACK, own=lambda: own, idle_s=60.0)
+    checks = HttpChecks(guard=LOOPBACK, own=lambda: own, limits=HttpLimits(idle_s=60.0))
     for _ in range(2):
         assert isinstance(await ask(checks, server.url, call), Answered)
     assert (server.connections, checks.idle_connections) == (1, 1)
@@ -280,7 +279,9 @@ async def test_names_that_hang_hold_up_neither_registration_nor_other_groups(
 
 async def test_one_group_cannot_take_all_look_ups(hanging: Callable[[int], str]) -> None:
     """However often a group is registered anew with a name that hangs."""
-    checks = HttpChecks(connect_timeout_s=0.5, look_up=lambda host: socket.getaddrinfo(host, 80))
+    checks = HttpChecks(
+        limits=HttpLimits(connect_timeout_s=0.5), look_up=lambda host: socket.getaddrinfo(host, 80)
+    )
     tries = [checks.acquire("bad", f"http://{hanging(n)}/") for n in range(10)]
     results = [str(result) for result in await asyncio.gather(*tries)]
     assert sum("no look-up of the name within" in result for result in results) == 2
@@ -293,7 +294,7 @@ async def test_groups_whose_names_hang_cannot_take_all_look_ups(
 ) -> None:
     """However many they are: the first look-ups of all of them, and those after."""
     server = await serve(answering(response(COMMIT), then_close=True))
-    checks = HttpChecks(guard=LOOPBACK, connect_timeout_s=20.0)
+    checks = HttpChecks(guard=LOOPBACK, limits=HttpLimits(connect_timeout_s=20.0))
     for turn in range(2):
         resolver[f"good-{turn}.example"] = ["127.0.0.1"]
         tries = [

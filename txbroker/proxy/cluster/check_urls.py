@@ -6,7 +6,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from txbroker.checkers.group_secrets import GroupSecrets
-from txbroker.checkers.http import HttpChecks
+from txbroker.checkers.http import HttpChecks, HttpLimits
 from txbroker.checkers.url_guard import UrlGuard
 from txbroker.config.addresses import Address, parse_address, parse_host_rules
 from txbroker.config.settings import Settings
@@ -38,7 +38,7 @@ def make_checks(
         guard=guard,
         own=own,
         secrets=_secrets(settings),
-        messages_max=settings.messages_per_transaction_max,
+        limits=HttpLimits(messages_max=settings.messages_per_transaction_max),
     )
 
 

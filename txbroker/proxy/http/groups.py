@@ -4,7 +4,7 @@ from typing import cast
 
 from msgspec import structs
 
-from txbroker.checkers.trial import try_group
+from txbroker.checkers.http import try_group
 from txbroker.contract.policy import QUERY_MASK, GroupPolicy, PolicyError, without_query
 from txbroker.errors import BadRequest, KafkaDown, NotPermitted, UnknownGroup
 from txbroker.principals import Role
