@@ -137,7 +137,6 @@ docs: $(VENV)/.dev ## Renew the reference pages, the dashboard and the schema of
 	@$(BIN)/python -m txbroker.proxy.reference
 	@$(BIN)/python -m txbroker.core.diagram > docs/reference/states.md
 	@$(BIN)/python -m txbroker.cli.reference > docs/reference/cli.md
-	@$(BIN)/python -m txbroker.proxy.observe.log_events > docs/reference/logs.md
 	@$(BIN)/python -m tests.faults.crash_cases > docs/reference/failpoints.md
 	@$(BIN)/python -m tests.faults.cluster.runs_table docs/reference/fault-runs.jsonl > docs/reference/fault-runs.md
 	@$(BIN)/python -m tests.lint.test_surface > tests/lint/surface.txt

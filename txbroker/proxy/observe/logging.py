@@ -1,6 +1,6 @@
 """Log lines on stderr: one for an event that matters, none for a message, never a secret.
 
-What is logged, and what to do about it, is listed in `txbroker.proxy.observe.log_events`.
+docs/reference/logs.md lists every event, its fields and what to do about it.
 """
 
 import atexit
