@@ -1,4 +1,4 @@
-"""`txbroker completion`: what a shell offers when somebody presses Tab, live values included."""
+"""`txbroker completion`: shell completion of commands, options and live values."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from txbroker.cli.client import client_of
 from txbroker.cli.output import duration, printable
 
 WITHIN_S = 0.6
-"""Nobody waits longer for a Tab: with what Python takes to start that stays within a second."""
+"""Timeout of a completion: with Python's start it stays below a second."""
 NAME, VARIABLE = "txbroker", "_TXBROKER_COMPLETE"
-"""The command that is completed, and the variable by which its shell asks it to."""
+"""The completed command, and the variable by which its shell requests completion."""
 _SHELLS = ("bash", "zsh", "fish")
-# A shell puts what is offered onto the command line as it is. A name made by a stranger must not
-# become a command, or an option, when Enter is pressed.
+# A shell puts a completion onto the command line unquoted. A name chosen by another user must not
+# become a command or an option when Enter is pressed.
 _HARMLESS = re.compile(r"[\w.@:/+%][\w.@:/+=%-]*")
-_LOOKED_AT = 200
+_TRANSACTIONS_MAX = 200
 
 Complete = Callable[[click.Context, click.Parameter, str], "list[CompletionItem[str]]"]
 
@@ -29,35 +29,35 @@ Complete = Callable[[click.Context, click.Parameter, str], "list[CompletionItem[
 @click.command("completion")
 @click.argument("shell", type=click.Choice(_SHELLS))
 def command(shell: str) -> None:
-    """Print what makes a shell complete commands, options and live values.
+    """Print a script that makes a shell complete commands, options and live values.
 
-    Groups, topics, transaction ids and contexts are those of the moment. Where no proxy answers
-    at once there are none, and nothing is said.
+    Groups, topics, transaction ids and contexts are current ones. If the proxy does not answer
+    immediately, none are offered, without an error.
 
     \b
     eval "$(txbroker completion bash)"     in ~/.bashrc
-    eval "$(txbroker completion zsh)"      in ~/.zshrc, behind compinit
+    eval "$(txbroker completion zsh)"      in ~/.zshrc, after compinit
     txbroker completion fish > ~/.config/fish/completions/txbroker.fish
     """
     kind = get_completion_class(shell)
     assert kind is not None
     completion = kind(click.get_current_context().find_root().command, {}, NAME, VARIABLE)
-    # `source()` would first look which bash is there: it is the one that will read this.
+    # `source()` would first run bash to check its version.
     click.echo(completion.source_template % completion.source_vars())
 
 
 def complete_groups(
     context: click.Context, _: click.Parameter, incomplete: str
 ) -> list[CompletionItem[str]]:
-    """Return registered groups, and those that left transactions undecided."""
+    """Return registered groups, and groups with undecided transactions."""
 
     def look() -> Iterable[tuple[str, str]]:
         client = client_of(context, WITHIN_S)
         for row in client.get("groups")["groups"]:
             yield row["group"], "registered"
         for row in client.get("overview")["groups"]:
-            waiting = [f"{row[word]} {word}" for word in ("parked", "pending") if row.get(word)]
-            yield row["group"], ", ".join(waiting)
+            counts = [f"{row[state]} {state}" for state in ("parked", "pending") if row.get(state)]
+            yield row["group"], ", ".join(counts)
 
     return _offered(look, incomplete)
 
@@ -65,10 +65,10 @@ def complete_groups(
 def complete_topics(
     context: click.Context, _: click.Parameter, incomplete: str
 ) -> list[CompletionItem[str]]:
-    """Return topics of transactions that are not settled."""
+    """Return topics of unsettled transactions."""
 
     def look() -> Iterable[tuple[str, str]]:
-        rows = client_of(context, WITHIN_S).transactions(_LOOKED_AT)
+        rows = client_of(context, WITHIN_S).transactions(_TRANSACTIONS_MAX)
         topics = {message["topic"] for row in rows for message in row["messages"]}
         return [(topic, "") for topic in sorted(topics)]
 
@@ -76,19 +76,19 @@ def complete_topics(
 
 
 def complete_ids(states: Iterable[str]) -> Complete:
-    """Return what completes the ids of transactions in these states."""
-    wanted = tuple(states)
+    """Return the completion of ids of transactions in these states."""
+    states = tuple(states)
 
     def complete(
         context: click.Context, _: click.Parameter, incomplete: str
     ) -> list[CompletionItem[str]]:
         def look() -> Iterable[tuple[str, str]]:
             client = client_of(context, WITHIN_S)
-            there = set(context.params.get("ids") or ())
-            for state in wanted:
-                for row in client.transactions(_LOOKED_AT, state=state):
+            given = set(context.params.get("ids") or ())
+            for state in states:
+                for row in client.transactions(_TRANSACTIONS_MAX, state=state):
                     age = duration(time.time() - row["prepared_at_ms"] / 1000)
-                    if row["id"] not in there:
+                    if row["id"] not in given:
                         yield row["id"], f"{row['state']} for {age}, {row['group']}"
 
         return _offered(look, incomplete.upper())
@@ -99,29 +99,29 @@ def complete_ids(states: Iterable[str]) -> Complete:
 def _offered(
     look: Callable[[], Iterable[tuple[str, str]]], incomplete: str
 ) -> list[CompletionItem[str]]:
-    """Return the values, each with a word of help, that begin like this.
+    """Return the values that begin with `incomplete`, with their help.
 
-    None where they cannot be had in time, for whatever reason: a shell in the middle of a line is
-    no place for an error.
+    On a timeout or an error, return the values received so far: an error message would disturb the
+    line that the user is typing.
     """
-    found: list[tuple[str, str]] = []
+    received: list[tuple[str, str]] = []
 
     def run() -> None:
         try:
-            for one in look():
-                found.append(one)  # noqa: PERF402 - what came before an error is there
+            for value_and_help in look():
+                received.append(value_and_help)  # noqa: PERF402 - keep those before an error
         except Exception:
             return
 
-    # Looking up a name knows no timeout, so it goes on in a thread that nobody waits for.
+    # A DNS lookup has no timeout, so it runs in a thread that does not delay the exit.
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
     thread.join(WITHIN_S)
-    words: dict[str, str] = {}
-    for value, said in tuple(found):
-        words[value] = said or words.get(value, "")
+    helps: dict[str, str] = {}
+    for value, text in tuple(received):
+        helps[value] = text or helps.get(value, "")
     return [
-        CompletionItem(value, help=printable(said) or None)
-        for value, said in words.items()
+        CompletionItem(value, help=printable(text) or None)
+        for value, text in helps.items()
         if value.startswith(incomplete) and _HARMLESS.fullmatch(value)
     ]

@@ -1,4 +1,4 @@
-"""`txbroker context`: the addresses of several installations, by name."""
+"""`txbroker context`: named addresses of installations."""
 
 import os
 from pathlib import Path
@@ -6,6 +6,7 @@ from pathlib import Path
 import click
 
 from txbroker.cli.contexts import (
+    FILE_HELP,
     Context,
     Contexts,
     CredentialFiles,
@@ -15,8 +16,10 @@ from txbroker.cli.contexts import (
     check_url,
     choose,
     complete_contexts,
+    proxy_options,
 )
 from txbroker.cli.lazy import SuggestingGroup
+from txbroker.cli.options import with_options
 from txbroker.cli.output import Row, TableColumn, output_option, show_data, show_rows
 
 _FILE = click.Path(path_type=Path, exists=True, dir_okay=False)
@@ -43,16 +46,16 @@ CHOSEN = (
 
 @click.group("context", cls=SuggestingGroup)
 def command() -> None:
-    """Name several installations, and say which one to call.
+    """Name installations, and choose the one to call.
 
-    A context is a proxy's address and the files that go along: its token, the authority of its
-    certificate, your own certificate. Only their paths are stored. Contexts are in contexts.json
-    in your own config folder, readable for nobody else.
+    A context is a proxy's address and its credentials: the files of the token, of the authority
+    that signs the proxy's certificate, and of your own certificate. Only their paths are stored,
+    in contexts.json in your config folder, which only you can read.
 
-    A command calls the first of these that is there: --url, --context, TXBROKER_URL,
-    TXBROKER_CONTEXT, the context of `txbroker context use`, http://127.0.0.1:8470. The files go
-    with the address: a context's own; with a URL, --token-file or TXBROKER_TOKEN_FILE and so on.
-    What stands on the command line wins over all.
+    A command calls the first of these that is set: --url, --context, TXBROKER_URL,
+    TXBROKER_CONTEXT, the context of `txbroker context use`, http://127.0.0.1:8470. Credentials
+    belong to the address: a context has its own; a URL takes --token-file or TXBROKER_TOKEN_FILE
+    and so on. Options on the command line override all others.
     """
 
 
@@ -62,14 +65,14 @@ def list_command(output: str) -> None:
     """List contexts."""
     contexts = Contexts()
     rows = [_row(contexts.get(name), contexts.current) for name in contexts.names()]
-    show_rows(rows, COLUMNS, output, "There is no context; `txbroker context set` makes one.")
+    show_rows(rows, COLUMNS, output, "There is no context; `txbroker context set` creates one.")
 
 
 @command.command("show")
 @click.argument("name", required=False, shell_complete=complete_contexts)
 @output_option
 def show_command(name: str | None, output: str) -> None:
-    """Show a context; without NAME, which proxy is called, and why that one."""
+    """Show a context; without NAME, the proxy that commands call, and its source."""
     if name is None:
         chosen, columns = _chosen(choose(ProxyOptions(), _environment())), CHOSEN
     else:
@@ -84,48 +87,31 @@ def show_command(name: str | None, output: str) -> None:
 @command.command("use")
 @click.argument("name", shell_complete=complete_contexts)
 def use_command(name: str) -> None:
-    """Call this installation where nothing else is said."""
+    """Make a context the current one."""
     contexts = Contexts()
     contexts.use(name)
     contexts.save()
-    click.echo(f"Commands call {contexts.get(name).url} now.", err=True)
+    click.echo(f"Commands now call {contexts.get(name).url}.", err=True)
 
 
 @command.command("set")
 @click.argument("name", shell_complete=complete_contexts)
-@click.option("--url", required=True, metavar="URL", help="Where a proxy is.")
-@click.option(
-    "--token-file",
-    type=_FILE,
-    metavar="FILE",
-    help="The file that holds the proxy's token. Only its path is stored.",
+@click.option("--url", required=True, metavar="URL", help="Address of a proxy.")
+@with_options(
+    *(
+        click.option(f"--{name.replace('_', '-')}", type=_FILE, metavar="FILE", help=text)
+        for name, text in FILE_HELP.items()
+    )
 )
-@click.option(
-    "--ca-file",
-    type=_FILE,
-    metavar="FILE",
-    help="Certificates of the authorities that may sign the proxy's (PEM).",
-)
-@click.option(
-    "--client-cert-file",
-    type=_FILE,
-    metavar="FILE",
-    help="The certificate to show where the proxy asks for one (PEM).",
-)
-@click.option(
-    "--client-key-file",
-    type=_FILE,
-    metavar="FILE",
-    help="Its private key (PEM), unless it is in the same file.",
-)
-@click.option("--use", is_flag=True, help="Call it from now on where nothing else is said.")
+@click.option("--use", is_flag=True, help="Make it the current context.")
 def set_command(name: str, url: str, use: bool, **files: Path | None) -> None:
-    """Make a context, or replace the one of that name."""
+    """Create a context, or replace the one of that name."""
     contexts = Contexts()
-    papers = CredentialFiles(**{field: path and path.absolute() for field, path in files.items()})
-    if papers.client_key_file is not None and papers.client_cert_file is None:
+    absolute = {field: path and path.absolute() for field, path in files.items()}
+    credentials = CredentialFiles(**absolute)
+    if credentials.client_key_file is not None and credentials.client_cert_file is None:
         raise click.UsageError("--client-key-file needs --client-cert-file")
-    contexts.put(Context(check_name(name), check_url(url), papers))
+    contexts.put(Context(check_name(name), check_url(url), credentials))
     if use:
         contexts.use(name)
     contexts.save()
@@ -138,26 +124,29 @@ def set_command(name: str, url: str, use: bool, **files: Path | None) -> None:
     "names", nargs=-1, required=True, metavar="NAME...", shell_complete=complete_contexts
 )
 def remove_command(names: tuple[str, ...]) -> None:
-    """Forget contexts."""
+    """Remove contexts."""
     contexts = Contexts()
     for name in dict.fromkeys(names):
         if name == contexts.current:
-            click.echo(f"{name} was the current context; there is none now.", err=True)
+            click.echo(f"{name} was the current context; now there is none.", err=True)
         contexts.remove(name)
     contexts.save()
 
 
 def _environment() -> ProxyOptions:
-    found = {name: os.environ.get(f"TXBROKER_{name.upper()}") for name in CredentialFiles._fields}
-    papers = CredentialFiles(**{name: Path(path) if path else None for name, path in found.items()})
-    return ProxyOptions(os.environ.get("TXBROKER_URL"), os.environ.get("TXBROKER_CONTEXT"), papers)
+    values = {
+        name: os.environ.get(f"TXBROKER_{name.upper()}")
+        for name in ("url", "context", *CredentialFiles._fields)
+    }
+    files = {name: Path(path) for name in CredentialFiles._fields if (path := values[name])}
+    return proxy_options({"url": values["url"], "context": values["context"], **files})
 
 
 def _row(context: Context, current: str) -> Row:
     return {
         "name": context.name,
         "url": context.url,
-        **_files(context.papers),
+        **_files(context.credentials),
         "current": context.name == current,
     }
 
@@ -165,12 +154,12 @@ def _row(context: Context, current: str) -> Row:
 def _chosen(target: ProxyTarget) -> Row:
     return {
         "url": target.url,
-        **_files(target.papers),
+        **_files(target.credentials),
         "context": target.context or None,
         "source": target.source,
     }
 
 
-def _files(papers: CredentialFiles) -> Row:
-    named = papers.named()
+def _files(credentials: CredentialFiles) -> Row:
+    named = credentials.named()
     return {name: named.get(name) for name in CredentialFiles._fields}

@@ -1,7 +1,7 @@
-"""Contexts: the addresses of several installations, by name, in the user's config folder.
+"""Contexts: named addresses of installations, in the user's config folder.
 
-Which proxy a command calls is decided in this order; the first that is there wins, and an address
-brings its token along, so that no token is ever sent to another installation's proxy:
+A command calls the first proxy of this list that is set. A token belongs to its address, so that it
+is never sent to another installation's proxy:
 
 1. `--url`, with `--token-file` or TXBROKER_TOKEN_FILE
 2. `--context`
@@ -10,8 +10,8 @@ brings its token along, so that no token is ever sent to another installation's 
 5. the context of `txbroker context use`
 6. http://127.0.0.1:8470, with TXBROKER_TOKEN_FILE
 
-`--token-file`, `--ca-file` and `--client-cert-file` on the command line win over any of theirs. The
-certificates go along with an address as its token does.
+`--token-file`, `--ca-file` and `--client-cert-file` on the command line override all others.
+Certificates belong to their address as a token does.
 """
 
 import contextlib
@@ -35,13 +35,13 @@ _FILE_BYTES_MAX = 1 << 20
 
 
 class CredentialFiles(NamedTuple):
-    """The files by which a proxy and its caller know one another, as far as there are any.
+    """The files that authenticate proxy and caller to one another.
 
     Attributes:
-        token_file: holds the proxy's token.
-        ca_file: certificates of the authorities that may sign the proxy's; None: the system's.
+        token_file: the proxy's token.
+        ca_file: authorities that may sign the proxy's certificate; None: the system's.
         client_cert_file: the caller's certificate.
-        client_key_file: its private key; None where it is in the same file.
+        client_key_file: its private key; None: in the same file.
     """
 
     token_file: Path | None = None
@@ -50,8 +50,7 @@ class CredentialFiles(NamedTuple):
     client_key_file: Path | None = None
 
     def before(self, others: "CredentialFiles") -> "CredentialFiles":
-        """Return these, and those of others that are not among these; a key goes along with its
-        certificate."""
+        """Return these files, completed by others; a key stays with its certificate."""
         pair = self if self.client_cert_file or self.client_key_file else others
         return CredentialFiles(
             self.token_file or others.token_file,
@@ -61,34 +60,42 @@ class CredentialFiles(NamedTuple):
         )
 
     def named(self) -> dict[str, str]:
-        """Return the files that there are, by name."""
+        """Return the files that are set, by name."""
         return {name: str(path) for name, path in self._asdict().items() if path is not None}
 
 
 NO_CREDENTIALS = CredentialFiles()
+FILE_HELP = {
+    "token_file": "The file that holds the proxy's token.",
+    "ca_file": "Authorities that may sign the proxy's certificate (PEM); default: those "
+    "that the system trusts.",
+    "client_cert_file": "The client certificate, where the proxy requires one (PEM).",
+    "client_key_file": "Its private key (PEM), unless it is in the same file.",
+}
+"""What the options of these files do, by field."""
 
 
 class Context(NamedTuple):
-    """One installation: where a proxy of it is, and the files that go along."""
+    """One installation: a proxy's address and credentials."""
 
     name: str
     url: str
-    papers: CredentialFiles = NO_CREDENTIALS
+    credentials: CredentialFiles = NO_CREDENTIALS
 
 
 class ProxyOptions(NamedTuple):
-    """What a user says of the proxy to call, in one place."""
+    """How one source, command line or environment, chooses the proxy."""
 
     url: str | None = None
     context: str | None = None
-    papers: CredentialFiles = NO_CREDENTIALS
+    credentials: CredentialFiles = NO_CREDENTIALS
 
 
 class ProxyTarget(NamedTuple):
-    """The proxy that a command calls, and what has named it."""
+    """The proxy that a command calls, and the option or variable that chose it."""
 
     url: str
-    papers: CredentialFiles
+    credentials: CredentialFiles
     source: str
     context: str = ""
 
@@ -97,10 +104,10 @@ class ProxyTarget(NamedTuple):
 
 
 class Contexts:
-    """The user's contexts, as their file holds them.
+    """The contexts in the user's file.
 
     Raises:
-        click.UsageError: the file cannot be read, is damaged, or others may write to it.
+        click.UsageError: the file cannot be read, is damaged, or writable for others.
     """
 
     def __init__(self, path: Path | None = None) -> None:
@@ -115,66 +122,66 @@ class Contexts:
         """Return a context.
 
         Raises:
-            click.UsageError: there is none of that name.
+            click.UsageError: no context has that name.
         """
-        found = self._by_name.get(name)
-        if found is None:
+        context = self._by_name.get(name)
+        if context is None:
             known = ", ".join(self.names())
             hint = f"there are {known}" if known else "make one with `txbroker context set`"
             raise click.UsageError(f"there is no context {name!r}: {hint}")
-        return found
+        return context
 
     def put(self, context: Context) -> None:
-        """Make a context, or replace the one of that name."""
+        """Add a context, or replace the one of that name."""
         self._by_name[context.name] = context
 
     def use(self, name: str) -> None:
-        """Make a context the one that counts where nothing else is said.
+        """Make a context the current one.
 
         Raises:
-            click.UsageError: there is none of that name.
+            click.UsageError: no context has that name.
         """
         self.current = self.get(name).name
 
     def remove(self, name: str) -> None:
-        """Forget a context.
+        """Remove a context.
 
         Raises:
-            click.UsageError: there is none of that name.
+            click.UsageError: no context has that name.
         """
         del self._by_name[self.get(name).name]
         if self.current == name:
             self.current = ""
 
     def save(self) -> None:
-        """Write the file anew, for its owner's eyes only; it is whole at any moment.
+        """Replace the file atomically; only its owner may read it.
 
         Raises:
-            click.ClickException: it cannot be written.
+            click.ClickException: the file cannot be written.
         """
         contexts: dict[str, dict[str, str]] = {}
         for name in self.names():
             context = self._by_name[name]
-            contexts[name] = {"url": context.url, **context.papers.named()}
+            contexts[name] = {"url": context.url, **context.credentials.named()}
         text = json.dumps({"current": self.current, "contexts": contexts}, indent=2) + "\n"
         try:
             self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             _replace(self.path, text)
         except (OSError, UnicodeEncodeError) as error:
-            what = getattr(error, "strerror", None) or "the path is not UTF-8"
-            raise click.ClickException(f"{self.path} cannot be written: {what}") from None
+            reason = getattr(error, "strerror", None) or "the path is not UTF-8"
+            raise click.ClickException(f"{self.path} cannot be written: {reason}") from None
 
 
 def check_name(name: str) -> str:
-    """Return the name of a context.
+    """Return a valid name of a context.
 
     Raises:
-        click.UsageError: no context can have it.
+        click.UsageError: the name is invalid.
     """
     if not _NAME.fullmatch(name):
         raise click.UsageError(
-            f"{name!r} is no name of a context: up to {NAME_CHARS_MAX} letters, digits, "
-            "'.', '_' and '-', and a letter or digit first"
+            f"{name!r} is no name of a context: use up to {NAME_CHARS_MAX} letters, digits, "
+            "'.', '_' and '-', beginning with a letter or digit"
         )
     return name
 
@@ -183,7 +190,7 @@ def check_url(url: str) -> str:
     """Return a proxy's URL without a slash at its end.
 
     Raises:
-        click.UsageError: it is none, or holds a password.
+        click.UsageError: the URL is invalid, or holds a password.
     """
     try:
         parts = urlsplit(url)
@@ -191,7 +198,9 @@ def check_url(url: str) -> str:
     except ValueError as error:
         raise click.UsageError(f"--url {url!r} is no URL: {error}") from None
     if parts.username is not None or parts.password is not None:
-        raise click.UsageError("--url holds a name or password: a token comes with --token-file")
+        raise click.UsageError(
+            "--url holds a name or password: give the token's file by --token-file"
+        )
     whole = host and not parts.query and not parts.fragment and url.isprintable()
     if parts.scheme not in ("http", "https") or not whole:
         raise click.UsageError(f"--url {url!r} is no URL like {DEFAULT_URL}")
@@ -202,52 +211,53 @@ def choose(typed: ProxyOptions, environ: ProxyOptions, path: Path | None = None)
     """Return the proxy to call.
 
     Args:
-        typed: on the command line.
-        environ: by environment variables.
-        path: the file of the contexts; None for the user's.
+        typed: the options of the command line.
+        environ: those of environment variables.
+        path: the file of contexts; None for the user's.
 
     Raises:
-        click.UsageError: two are named, or a context that is not there.
+        click.UsageError: both a URL and a context are given, or the context does not exist.
     """
-    papers = typed.papers.before(environ.papers)
+    credentials = typed.credentials.before(environ.credentials)
     if typed.url and typed.context:
-        raise click.UsageError("say --url or --context, not both")
+        raise click.UsageError("--url and --context exclude each other: give one of them")
     if typed.url:
-        return ProxyTarget(typed.url, papers, "--url")
+        return ProxyTarget(typed.url, credentials, "--url")
     if typed.context:
         return _named(Contexts(path), typed.context, "--context", typed)
     if environ.url:
-        return ProxyTarget(environ.url, papers, "TXBROKER_URL")
+        return ProxyTarget(environ.url, credentials, "TXBROKER_URL")
     contexts = Contexts(path)
     if environ.context:
         return _named(contexts, environ.context, "TXBROKER_CONTEXT", typed)
     if contexts.current:
         return _named(contexts, contexts.current, "txbroker context use", typed)
-    return ProxyTarget(DEFAULT_URL, papers, "default")
+    return ProxyTarget(DEFAULT_URL, credentials, "default")
 
 
 def target_of(context: click.Context) -> ProxyTarget:
     """Return the proxy that a command with `client_options` calls.
 
     Raises:
-        click.UsageError: two are named, or a context that is not there.
+        click.UsageError: both a URL and a context are given, or the context does not exist.
     """
     typed: dict[str, Any] = {}
     environ: dict[str, Any] = {}
     for name in ("url", "context", *CredentialFiles._fields):
         source = context.get_parameter_source(name)
-        by_hand = source is click.core.ParameterSource.COMMANDLINE
-        (typed if by_hand else environ)[name] = context.params.get(name)
-    return choose(_given(typed), _given(environ))
+        is_typed = source is click.core.ParameterSource.COMMANDLINE
+        (typed if is_typed else environ)[name] = context.params.get(name)
+    return choose(proxy_options(typed), proxy_options(environ))
 
 
-def _given(said: dict[str, Any]) -> ProxyOptions:
-    papers = CredentialFiles(**{name: said.get(name) for name in CredentialFiles._fields})
-    return ProxyOptions(said.get("url"), said.get("context"), papers)
+def proxy_options(values: Mapping[str, Any]) -> ProxyOptions:
+    """Return the options of one source, from its values by name."""
+    credentials = CredentialFiles(**{name: values.get(name) for name in CredentialFiles._fields})
+    return ProxyOptions(values.get("url"), values.get("context"), credentials)
 
 
 def complete_contexts(_: click.Context, __: click.Parameter, incomplete: str) -> list[str]:
-    """Return the contexts whose names begin like this, for a shell."""
+    """Return the contexts that begin with `incomplete`, for a shell."""
     try:
         return [name for name in Contexts().names() if name.startswith(incomplete)]
     except click.ClickException:
@@ -255,8 +265,8 @@ def complete_contexts(_: click.Context, __: click.Parameter, incomplete: str) ->
 
 
 def _named(contexts: Contexts, name: str, source: str, typed: ProxyOptions) -> ProxyTarget:
-    found = contexts.get(name)
-    return ProxyTarget(found.url, typed.papers.before(found.papers), source, name)
+    context = contexts.get(name)
+    return ProxyTarget(context.url, typed.credentials.before(context.credentials), source, name)
 
 
 def _load(path: Path) -> tuple[str, dict[str, Context]]:
@@ -264,8 +274,8 @@ def _load(path: Path) -> tuple[str, dict[str, Context]]:
         with path.open(encoding="utf-8") as file:
             if os.fstat(file.fileno()).st_mode & _OTHERS_WRITE:
                 raise click.UsageError(
-                    f"others may write to {path}, and so send your token elsewhere: "
-                    f"look at it, then `chmod 600 {path}`"
+                    f"other users may write to {path}, and could send your token elsewhere: "
+                    f"check its content, then `chmod 600 {path}`"
                 )
             return _decode(json.loads(file.read(_FILE_BYTES_MAX)))
     except FileNotFoundError:
@@ -274,15 +284,15 @@ def _load(path: Path) -> tuple[str, dict[str, Context]]:
         raise click.UsageError(f"{path} cannot be read: {error.strerror}") from None
     except (ValueError, RecursionError, TypeError, KeyError, AttributeError):
         raise click.UsageError(
-            f"{path} is not as `txbroker context` writes it: mend it, or remove it"
+            f"{path} is not as `txbroker context` writes it: repair or remove it"
         ) from None
 
 
 def _decode(data: Mapping[str, Any]) -> tuple[str, dict[str, Context]]:
-    """Return what a file says.
+    """Return the current context and all contexts.
 
     Raises:
-        ValueError, TypeError, KeyError, AttributeError: it says something else.
+        ValueError, TypeError, KeyError, AttributeError: the file is damaged.
     """
     contexts = {}
     for name, fields in data["contexts"].items():
@@ -295,8 +305,8 @@ def _decode(data: Mapping[str, Any]) -> tuple[str, dict[str, Context]]:
         texts = [name, url, *named.values()]
         if not all(isinstance(text, str) for text in texts) or not _NAME.fullmatch(name):
             raise TypeError(name)
-        papers = CredentialFiles(**{field: Path(path) for field, path in named.items()})
-        contexts[name] = Context(name, url, papers)
+        credentials = CredentialFiles(**{field: Path(path) for field, path in named.items()})
+        contexts[name] = Context(name, url, credentials)
     current = data.get("current", "")
     if not isinstance(current, str) or (current and current not in contexts):
         raise KeyError(current)
@@ -304,7 +314,7 @@ def _decode(data: Mapping[str, Any]) -> tuple[str, dict[str, Context]]:
 
 
 def _replace(path: Path, text: str) -> None:
-    """Put a new file, which only its owner may read, in a file's place."""
+    """Replace a file by one that only its owner may read."""
     raw = text.encode()
     handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     try:

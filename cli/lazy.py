@@ -1,6 +1,6 @@
 """A group of commands that imports a command's module only when that command is called.
 
-`txbroker --help` and the completion of a shell so need none of what a proxy needs.
+So `txbroker --help` and shell completion load nothing that only a proxy needs.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from txbroker import __version__
 
 
 class Command(NamedTuple):
-    """A command: its name, the module below `txbroker.cli` whose `command` it is, one sentence."""
+    """A command: its name, the module below `txbroker.cli` that defines it, a one-line summary."""
 
     name: str
     module: str
@@ -25,12 +25,12 @@ class Command(NamedTuple):
 
 
 class SuggestingGroup(click.Group):
-    """A group that answers a mistyped command with the likely one."""
+    """A group that suggests the likely command for a mistyped one."""
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Return the command that the arguments begin with."""
+        """Return the command at the head of the arguments."""
         name = args[0]
         if not name.startswith("-") and self.get_command(ctx, name) is None:
             known = self.list_commands(ctx)
@@ -42,12 +42,12 @@ class SuggestingGroup(click.Group):
         return super().resolve_command(ctx, args)
 
     def elsewhere(self, ctx: click.Context, name: str) -> list[str]:
-        """Return the commands of that very name below this group's own."""
+        """Return the commands with this name in subgroups."""
         return []
 
 
 def near(name: str, known: Sequence[str]) -> list[str]:
-    """Return what a mistyped name is most like, if anything."""
+    """Return the known name most similar to a mistyped one, if any is similar."""
     return difflib.get_close_matches(name, known, 1, cutoff=0.5)
 
 
@@ -62,7 +62,7 @@ class LazyGroup(SuggestingGroup):
                     ["--debug"],
                     is_flag=True,
                     envvar="TXBROKER_DEBUG",
-                    help="Show where in the code an unexpected error came up.",
+                    help="Show the traceback of an unexpected error.",
                 ),
             ],
             context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
@@ -72,7 +72,7 @@ class LazyGroup(SuggestingGroup):
         self._lazy = {command.name: command for command in commands}
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """Return the names of all commands, in the order of the help."""
+        """Return the names of all commands, in the help's order."""
         return list(self._lazy)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
@@ -80,29 +80,29 @@ class LazyGroup(SuggestingGroup):
         command = self._lazy.get(cmd_name)
         if command is None:
             return None
-        found = importlib.import_module(f"txbroker.cli.{command.module}").command
-        assert isinstance(found, click.Command)
-        return found
+        imported = importlib.import_module(f"txbroker.cli.{command.module}").command
+        assert isinstance(imported, click.Command)
+        return imported
 
     def elsewhere(self, ctx: click.Context, name: str) -> list[str]:
-        """Return the commands of that very name below this group's own."""
+        """Return the commands with this name in subgroups."""
         return [
-            f"{group} {name}"
-            for group in self._lazy
-            if isinstance(found := self.get_command(ctx, group), click.Group)
-            and found.get_command(ctx, name) is not None
+            f"{group_name} {name}"
+            for group_name in self._lazy
+            if isinstance(group := self.get_command(ctx, group_name), click.Group)
+            and group.get_command(ctx, name) is not None
         ]
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem[str]]:
-        """Return the commands that begin like this, without importing them, and options."""
+        """Return matching options, and matching commands without importing them."""
         commands = [
-            CompletionItem(one.name, help=one.summary)
-            for one in self._lazy.values()
-            if one.name.startswith(incomplete)
+            CompletionItem(command.name, help=command.summary)
+            for command in self._lazy.values()
+            if command.name.startswith(incomplete)
         ]
         return commands + click.Command.shell_complete(self, ctx, incomplete)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the list of commands without importing them."""
         with formatter.section("Commands"):
-            formatter.write_dl([(one.name, one.summary) for one in self._lazy.values()])
+            formatter.write_dl([(command.name, command.summary) for command in self._lazy.values()])

@@ -1,4 +1,4 @@
-"""What goes to stdout: one list of rows as a table, wide table, JSON or YAML."""
+"""Output to stdout: rows as a table, wide table, JSON or YAML."""
 
 import json
 import os
@@ -14,25 +14,24 @@ F = TypeVar("F", bound=Callable[..., Any])
 Row = dict[str, Any]
 
 _PLAIN_TEXT = re.compile(r"[A-Za-z_][A-Za-z0-9_./-]*")
-# Words that YAML readers of one version or another take for something else than text.
+# Plain words that a YAML version reads as another type than text.
 _WORDS = frozenset({"true", "false", "null", "yes", "no", "on", "off", "y", "n"})
 _UNPRINTABLE = re.compile("[\x7f-\x9f\u2028\u2029\ufeff\ufffe\uffff]")
 _GAP = 2
 _CUT_MIN = 5
-"""A column that gives way keeps so many characters: four, and what says that there are more."""
+"""The least width of a shortened column: four characters and an ellipsis."""
 _WIDTH_OF_FILES = 100_000
-"""A table that no terminal shows is not cut: whatever reads it wants whole values."""
+"""A table in a file or pipe is not shortened: programs need whole values."""
 
 
 class TableColumn(NamedTuple):
     """A column of a table.
 
     Attributes:
-        title: above it.
-        value: how a row fills it.
-        wide: whether only `wide` shows it.
-        keep: whether it is shown whole where the terminal is narrow: ids and numbers mislead
-            when they are cut.
+        title: its heading.
+        value: returns a row's value.
+        wide: only `-o wide` shows it.
+        keep: never shortened on a narrow terminal, because shortened ids and numbers mislead.
     """
 
     title: str
@@ -49,12 +48,12 @@ def output_option(function: F) -> F:
         type=click.Choice(["table", "wide", "json", "yaml"]),
         default="table",
         envvar="TXBROKER_OUTPUT",
-        help="How to show it. [env: TXBROKER_OUTPUT; default: table]",
+        help="Output format. [env: TXBROKER_OUTPUT; default: table]",
     )(function)
 
 
 def show_rows(rows: Sequence[Row], columns: Sequence[TableColumn], output: str, empty: str) -> None:
-    """Write rows to stdout; where a table would be empty, say so on stderr."""
+    """Write rows to stdout; in place of an empty table, write `empty` to stderr."""
     if output in ("json", "yaml"):
         show_data(list(rows), output)
     elif not rows:
@@ -63,13 +62,21 @@ def show_rows(rows: Sequence[Row], columns: Sequence[TableColumn], output: str, 
         click.echo("\n".join(table(rows, shown_columns(columns, output), sys.stdout)))
 
 
+def show_one(row: Row, columns: Sequence[TableColumn], output: str) -> None:
+    """Write one row to stdout: as a table of one row, or as a JSON or YAML object."""
+    if output in ("json", "yaml"):
+        show_data(row, output)
+    else:
+        show_rows([row], columns, output, "")
+
+
 def shown_columns(columns: Sequence[TableColumn], output: str) -> list[TableColumn]:
-    """Return the columns that a table has."""
+    """Return the columns of a table in this format."""
     return [column for column in columns if output == "wide" or not column.wide]
 
 
 def show_data(data: Any, output: str) -> None:
-    """Write anything to stdout, as JSON or YAML."""
+    """Write data to stdout, as JSON or YAML."""
     if output == "yaml":
         click.echo("\n".join(yaml_lines(data)))
     else:
@@ -77,8 +84,7 @@ def show_data(data: Any, output: str) -> None:
 
 
 def table(rows: Sequence[Row], columns: Sequence[TableColumn], stream: TextIO) -> list[str]:
-    """Return the lines of a table, as wide as the terminal that `stream` is, if it is one; none
-    where there are no rows."""
+    """Return the lines of a table, fitted to the terminal of `stream`; none without rows."""
     if not rows:
         return []
     from rich.console import Console
@@ -89,49 +95,48 @@ def table(rows: Sequence[Row], columns: Sequence[TableColumn], stream: TextIO) -
     if not stream.isatty() and "COLUMNS" not in os.environ:
         console.width = _WIDTH_OF_FILES
     cells = [[Text(cell(column.value(row))) for column in columns] for row in rows]
-    whole = [
-        max(len(column.title), *(text.cell_len for text in below))
-        for column, below in zip(columns, zip(*cells, strict=True), strict=True)
+    full_widths = [
+        max(len(column.title), *(text.cell_len for text in texts))
+        for column, texts in zip(columns, zip(*cells, strict=True), strict=True)
     ]
-    drawn = Table(box=None, pad_edge=False, header_style="bold", padding=(0, _GAP, 0, 0))
-    for column, width in zip(columns, _widths(columns, whole, console.width), strict=True):
-        drawn.add_column(column.title, no_wrap=True, overflow="ellipsis", width=width)
+    rendered = Table(box=None, pad_edge=False, header_style="bold", padding=(0, _GAP, 0, 0))
+    for column, width in zip(columns, _widths(columns, full_widths, console.width), strict=True):
+        rendered.add_column(column.title, no_wrap=True, overflow="ellipsis", width=width)
     for line in cells:
-        drawn.add_row(*line)
+        rendered.add_row(*line)
     with console.capture() as capture:
-        console.print(drawn)
+        console.print(rendered)
     return [line.rstrip() for line in capture.get().splitlines()]
 
 
-def _widths(columns: Sequence[TableColumn], whole: Sequence[int], total: int) -> list[int]:
-    """Return how wide each column is drawn: where all do not fit, the widest of those that may be
-    cut give way first."""
-    widths = list(whole)
-    cut = [number for number, column in enumerate(columns) if not column.keep]
-    over = sum(widths) + _GAP * (len(widths) - 1) - total
-    while over > 0 and cut:
-        widest = max(cut, key=lambda number: widths[number])
+def _widths(columns: Sequence[TableColumn], full_widths: Sequence[int], total: int) -> list[int]:
+    """Return the columns' widths: to fit `total`, the widest column that may be cut shrinks."""
+    widths = list(full_widths)
+    may_shrink = [number for number, column in enumerate(columns) if not column.keep]
+    excess = sum(widths) + _GAP * (len(widths) - 1) - total
+    while excess > 0 and may_shrink:
+        widest = max(may_shrink, key=lambda number: widths[number])
         if widths[widest] <= _CUT_MIN:
             break
         widths[widest] -= 1
-        over -= 1
+        excess -= 1
     return widths
 
 
 def cell(value: object) -> str:
-    """Return what a cell of a table shows."""
+    """Return the text of a table's cell."""
     if value is None or value == "":
         return "-"
     return printable(str(value))
 
 
 def printable(text: str) -> str:
-    """Return text without what could move a terminal's cursor or change its colours."""
+    """Return text without characters that move a terminal's cursor or change its colours."""
     return "".join(char if char.isprintable() else "\ufffd" for char in text)
 
 
 def clock(at_ms: int | None) -> str:
-    """Return a time in milliseconds since 1970 as people read it, UTC."""
+    """Return a time in milliseconds since 1970 as readable text, in UTC."""
     if at_ms is None:
         return ""
     try:
@@ -154,7 +159,7 @@ def duration(seconds: float) -> str:
 
 
 def yaml_lines(data: Any, indent: str = "") -> Iterator[str]:
-    """Yield the lines of a YAML document with block lists and maps. `data` is what JSON holds."""
+    """Yield the lines of a YAML document of JSON data, with block lists and maps."""
     if isinstance(data, dict) and data:
         for key, value in data.items():
             if _is_block(value):
@@ -178,7 +183,7 @@ def _is_block(value: Any) -> bool:
 def _scalar(value: Any) -> str:
     if isinstance(value, str) and _PLAIN_TEXT.fullmatch(value) and value.lower() not in _WORDS:
         return value
-    # YAML takes JSON's scalars, and its empty list and map, but no pairs of surrogates.
+    # JSON's scalars, empty list and empty map are valid YAML; surrogate pairs are not.
     text = json.dumps(value, ensure_ascii=False)
     if isinstance(value, float) and "e" in text and "." not in text:
         text = text.replace("e", ".0e")  # YAML 1.1 would read 1e-05 as text

@@ -1,4 +1,4 @@
-"""Writes the reference of the command line, from the commands themselves.
+"""Writes the reference page of the command line from its commands.
 
 `python -m txbroker.cli.reference > docs/reference/cli.md`
 """
@@ -14,17 +14,17 @@ _HEAD = """\
 <!-- Written by `python -m txbroker.cli.reference`; edit the code instead. -->
 # Command line
 
-Data goes to stdout, everything else to stderr. What changes data shows first what it is about and
-asks; `--yes` does it without. Options of a command are also environment variables, `TXBROKER_` and
-the name; those of `proxy`, `dev` and `topics` are [settings](settings.md) too, and so keys of the
-config file.
+Data goes to stdout, everything else to stderr. Commands that change data first show the change and
+ask for confirmation; `--yes` skips the question. An option is also an environment variable,
+`TXBROKER_` and its name; options of `proxy`, `dev` and `topics` are [settings](settings.md), and so
+keys of the config file.
 
-| exit code | means |
+| exit code | meaning |
 | --- | --- |
-| 0 | done |
-| 1 | failed; stderr says why in a sentence. `txbroker --debug …` shows where |
+| 0 | success |
+| 1 | failure; stderr has the reason in a sentence. `txbroker --debug …` shows the traceback |
 | 2 | wrong usage |
-| 3 | partly done: of several, some |
+| 3 | partial success: some of several objects |
 | 4 | an audit found drift |
 | 130 | Ctrl-C |
 """
@@ -33,19 +33,20 @@ config file.
 def commands(
     command: click.Command = cli, context: click.Context | None = None
 ) -> Iterator[tuple[click.Command, click.Context]]:
-    """Yield every command below, and including, this one."""
+    """Yield this command and all its subcommands."""
     if context is None:
         context = click.Context(command, info_name="txbroker", **command.context_settings)
     yield command, context
     if isinstance(command, click.Group):
         for name in command.list_commands(context):
-            below = command.get_command(context, name)
-            assert below is not None
-            yield from commands(below, click.Context(below, parent=context, info_name=name))
+            subcommand = command.get_command(context, name)
+            assert subcommand is not None
+            below = click.Context(subcommand, parent=context, info_name=name)
+            yield from commands(subcommand, below)
 
 
 def page() -> str:
-    """Return the whole page as Markdown."""
+    """Return the page as Markdown."""
     parts = [_HEAD]
     for command, context in commands():
         if command is not cli:
@@ -62,10 +63,10 @@ def _section(command: click.Command, context: click.Context) -> Iterator[str]:
     pieces = " ".join(command.collect_usage_pieces(context))
     yield ""
     yield f"```\n{context.command_path} {pieces}\n```"
-    options = [one for one in command.params if isinstance(one, click.Option)]
+    options = [param for param in command.params if isinstance(param, click.Option)]
     if options:
         yield ""
-        yield "| option | what |"
+        yield "| option | effect |"
         yield "| --- | --- |"
     for option in options:
         record = option.get_help_record(context)
@@ -75,7 +76,7 @@ def _section(command: click.Command, context: click.Context) -> Iterator[str]:
 
 
 def _paragraphs(text: str) -> Iterator[str]:
-    """Yield paragraphs, each on one line, but those that click leaves as they are."""
+    """Yield the paragraphs, each on one line except those that click does not rewrap."""
     for paragraph in inspect.cleandoc(text).split("\n\n"):
         if paragraph.startswith("\b\n"):
             yield f"```text\n{paragraph[2:]}\n```"

@@ -1,4 +1,4 @@
-"""How every command ends: its exit code, and one sentence in place of a traceback."""
+"""Running a command line: exit codes, and one-sentence errors in place of tracebacks."""
 
 import difflib
 import os
@@ -13,17 +13,17 @@ T = TypeVar("T")
 
 FAILED, USAGE, PARTLY, DRIFT = 1, 2, 3, 4
 INTERRUPTED = 130
-"""What shells expect of a command that Ctrl-C ended."""
+"""The shells' exit code of a command that Ctrl-C ended."""
 
 
 class CommandFailed(click.ClickException):
-    """The command could not do what it was asked; the sentence says what to do."""
+    """The command failed; the message names the next step."""
 
     exit_code = FAILED
 
 
 class PartlyDone(click.ClickException):
-    """Some of what was asked is done, some is not."""
+    """The command succeeded for some of its objects only."""
 
     exit_code = PARTLY
 
@@ -34,27 +34,27 @@ def run(cli: click.Command, arguments: Sequence[str]) -> int:
     try:
         code = cli.main(args=list(arguments), prog_name="txbroker", standalone_mode=False)
         sys.stdout.flush()
-        if isinstance(code, int):  # of `Context.exit`, which click does not let out
+        if isinstance(code, int):  # from `Context.exit`, which click catches
             return code
     except click.exceptions.Exit as error:
         return error.exit_code
     except click.ClickException as error:
-        _say(error)
+        _report(error)
         return error.exit_code
     except (click.Abort, KeyboardInterrupt):
         click.echo("Stopped.", err=True)
         return INTERRUPTED
     except BrokenPipeError:
-        # Whoever read our output has seen enough; the interpreter's own flush must not complain.
+        # The reader closed the pipe. The interpreter's final flush must not raise again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAILED
     except Exception as error:
-        return _failed(error, debug)
+        return _report_unexpected(error, debug)
     return 0
 
 
 def run_async(main: Coroutine[None, None, T]) -> T:
-    """Run `main` to its end, on uvloop where there is one."""
+    """Run a coroutine, on uvloop where it is installed."""
     try:
         import uvloop
     except ImportError:
@@ -64,8 +64,8 @@ def run_async(main: Coroutine[None, None, T]) -> T:
     return uvloop.run(main)
 
 
-def _say(error: click.ClickException) -> None:
-    """Show an error of ours or of click's, in at most a few lines."""
+def _report(error: click.ClickException) -> None:
+    """Write an expected error to stderr."""
     if isinstance(error, click.exceptions.NoArgsIsHelpError):
         click.echo(error.format_message(), err=True)
         return
@@ -75,20 +75,22 @@ def _say(error: click.ClickException) -> None:
 
 
 def _sentence(error: click.ClickException) -> str:
-    """Return what an error says; of an option that is not there, with the one most like it."""
+    """Return an error's message; for an unknown option with the most similar one."""
     if not isinstance(error, click.NoSuchOption) or error.ctx is None:
         return error.format_message()
     command = error.ctx.command
-    known = [name for one in command.params for name in (*one.opts, *one.secondary_opts)]
+    known = [name for param in command.params for name in (*param.opts, *param.secondary_opts)]
     likely = difflib.get_close_matches(error.option_name, known, 1, cutoff=0.6)
     if likely:
         hint = f" Did you mean {likely[0]!r}?"
+    elif isinstance(command, click.Group):
+        hint = " Options follow their command."
     else:
-        hint = " Options come behind their command." if isinstance(command, click.Group) else ""
+        hint = ""
     return f"No such option {error.option_name!r}.{hint}"
 
 
-def _failed(error: Exception, debug: bool) -> int:
+def _report_unexpected(error: Exception, debug: bool) -> int:
     from txbroker.embedded.errors import EmbeddedKafkaError
     from txbroker.errors import TxbrokerError
 
@@ -97,10 +99,10 @@ def _failed(error: Exception, debug: bool) -> int:
     if isinstance(error, TxbrokerError | EmbeddedKafkaError):
         click.echo(f"Error: {error}", err=True)
     elif not debug:
-        what = str(error).partition("\n")[0] or type(error).__name__
+        message = str(error).partition("\n")[0] or type(error).__name__
         click.echo(
-            f"Error: {what} ({type(error).__name__}); "
-            "`txbroker --debug ...` shows where it came up",
+            f"Error: {message} ({type(error).__name__}); "
+            "`txbroker --debug ...` shows the traceback",
             err=True,
         )
     return FAILED

@@ -1,4 +1,4 @@
-"""Options of the command line, made from the settings that a proxy has."""
+"""Command line options of a proxy's settings."""
 
 from collections.abc import Callable, Collection
 from pathlib import Path
@@ -7,6 +7,7 @@ from typing import Any, Literal, TypeVar, get_args, get_origin
 import click
 from pydantic.fields import FieldInfo
 
+from txbroker.cli.options import FILE, with_options
 from txbroker.config.settings import (
     CONFIG_VARIABLE,
     ENV_PREFIX,
@@ -35,29 +36,25 @@ TOPIC_SETTINGS = (
 def setting_options(names: Collection[str]) -> Callable[[F], F]:
     """Give a command `--config` and an option for each of these settings.
 
-    None for those that are secrets: every user of a machine sees the options of a command.
+    Secrets have no option, because every user of a machine sees the options of a process.
     """
     shown = set(names) - SECRET_SETTINGS
-    given = [name for name in Settings.model_fields if name in shown]
-
-    def decorate(function: F) -> F:
-        for name in reversed(given):
-            function = _option(name, Settings.model_fields[name])(function)
-        return click.option(
+    return with_options(
+        click.option(
             "--config",
-            type=click.Path(path_type=Path, dir_okay=False),
+            type=FILE,
             metavar="FILE",
             help=f"Read settings from this TOML file, one key for each. [env: {CONFIG_VARIABLE}]",
-        )(function)
-
-    return decorate
+        ),
+        *(_option(name, field) for name, field in Settings.model_fields.items() if name in shown),
+    )
 
 
 def settings_from(config: Path | None, options: dict[str, Any]) -> Settings:
     """Return the settings from a command's options, environment and config file.
 
     Raises:
-        click.UsageError: a setting is unknown, malformed or contradicts another.
+        click.UsageError: a setting is unknown or malformed, or contradicts another.
     """
     given = {name: value for name, value in options.items() if value not in (None, ())}
     try:

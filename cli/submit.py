@@ -1,4 +1,4 @@
-"""The file that `spark-submit` is given: `txbroker audit` with the same arguments.
+"""The application file for `spark-submit`: `txbroker audit` with the same arguments.
 
 spark-submit --packages … "$(python -m txbroker.cli.submit --where)" run --kafka …
 """

@@ -1,4 +1,4 @@
-"""Looking again and again: a screen that is drawn anew, or lines of what is new."""
+"""Repeated queries: a redrawn screen, or a line for each new or changed row."""
 
 import json
 import sys
@@ -19,11 +19,11 @@ Draw = Callable[[Sequence[str]], None]
 
 EVERY_S = 2.0
 EVERY_MIN_S = 0.2
-"""Watching costs the proxies a list each time."""
+"""Each query makes the proxies build a list."""
 
 
 def watch_option(function: F) -> F:
-    """Give a command `--watch`, whose value is how often to look, None for once."""
+    """Give a command `--watch`; its value is the interval in seconds, None: query once."""
     return click.option(
         "-w",
         "--watch",
@@ -31,31 +31,31 @@ def watch_option(function: F) -> F:
         flag_value=EVERY_S,
         type=click.FloatRange(min=EVERY_MIN_S),
         metavar="[SECONDS]",
-        help="Look again and again, until Ctrl-C: a screen that is drawn anew, or, where that is "
-        f"no terminal or JSON or YAML, what is new or changed. [SECONDS: {EVERY_S:g}]",
+        help="Repeat until Ctrl-C: redraw the terminal or, without one and for JSON and YAML, "
+        f"write new and changed rows. [SECONDS: {EVERY_S:g}]",
     )(function)
 
 
 def watch_rows(
-    look: Callable[[], list[Row]],
+    query: Callable[[], list[Row]],
     columns: Sequence[TableColumn],
     output: str,
     every_s: float,
     key: Callable[[Row], object],
 ) -> NoReturn:
-    """Show rows again and again.
+    """Query and show rows until Ctrl-C.
 
     Args:
-        key: what has to differ for a row to count as changed.
+        key: returns the part of a row that makes it count as changed.
 
     Raises:
-        ApiError: the first look failed; a later one is told of, and repeated.
-        KeyboardInterrupt: somebody has seen enough.
+        ApiError: the first query failed; later failures are shown, and the query is repeated.
+        KeyboardInterrupt: on Ctrl-C.
     """
     if output in ("table", "wide") and sys.stdout.isatty():
-        _draw_rows(look, shown_columns(columns, output), every_s)
+        _draw_rows(query, shown_columns(columns, output), every_s)
     titles, known = True, set[object]()
-    for rows in _told(_looks(look, every_s)):
+    for rows in _with_errors_shown(_repeat(query, every_s)):
         fresh = [row for row in rows if key(row) not in known]
         known = {key(row) for row in rows}
         if output == "json":
@@ -72,77 +72,67 @@ def watch_rows(
 
 
 def _draw_rows(
-    look: Callable[[], list[Row]], columns: Sequence[TableColumn], every_s: float
+    query: Callable[[], list[Row]], columns: Sequence[TableColumn], every_s: float
 ) -> NoReturn:
     def lines(rows: list[Row]) -> list[str]:
         return [f"{len(rows):,} listed", "", *table(rows, columns, sys.stdout)]
 
-    draw_again(look, lines, every_s)
+    draw_again(query, lines, every_s)
 
 
 def draw_again(
-    look: Callable[[], T], lines: Callable[[T], Sequence[str]], every_s: float
+    query: Callable[[], T], lines: Callable[[T], Sequence[str]], every_s: float
 ) -> NoReturn:
-    """Draw what a look finds on the whole terminal, again and again.
-
-    Raises:
-        ApiError: the first look failed; a later one is told of, and repeated.
-        KeyboardInterrupt: somebody has seen enough.
-    """
+    """Query and redraw the whole terminal until Ctrl-C; errors as in `watch_rows`."""
     with _screen() as draw:
-        for found, trouble in _looks(look, every_s):
-            remark = trouble or f"every {every_s:g} s, Ctrl-C ends"
-            draw([f"{datetime.now(UTC):%H:%M:%SZ}  {printable(remark)}", "", *lines(found)])
+        for result, error in _repeat(query, every_s):
+            status = error or f"every {every_s:g} s, Ctrl-C ends"
+            draw([f"{datetime.now(UTC):%H:%M:%SZ}  {printable(status)}", "", *lines(result)])
     raise AssertionError
 
 
-def look_again(look: Callable[[], T], show: Callable[[T], None], every_s: float) -> NoReturn:
-    """Write what a look finds below the one before, again and again.
-
-    Raises:
-        ApiError: the first look failed; a later one is told of, and repeated.
-        KeyboardInterrupt: somebody has seen enough.
-    """
-    for found in _told(_looks(look, every_s)):
-        show(found)
+def write_again(query: Callable[[], T], show: Callable[[T], None], every_s: float) -> NoReturn:
+    """Query and write each result until Ctrl-C; errors as in `watch_rows`."""
+    for result in _with_errors_shown(_repeat(query, every_s)):
+        show(result)
     raise AssertionError
 
 
-def _looks(look: Callable[[], T], every_s: float) -> Iterator[tuple[T, str]]:
-    """Yield what the last look found that was answered, and why the newest was not, or "".
+def _repeat(query: Callable[[], T], every_s: float) -> Iterator[tuple[T, str]]:
+    """Yield the last result, and the newest query's error, "" if it succeeded.
 
     Raises:
-        ApiError: of the first look.
+        ApiError: the first query failed.
     """
-    found, trouble = look(), ""
+    result, failure = query(), ""
     while True:
-        yield found, trouble
+        yield result, failure
         pause(every_s)
         try:
-            found, trouble = look(), ""
+            result, failure = query(), ""
         except ApiError as error:
-            trouble = error.format_message()
+            failure = error.format_message()
 
 
-def _told(looks: Iterator[tuple[T, str]]) -> Iterator[T]:
-    """Yield what was found, and tell on stderr of what was not, once for each trouble."""
-    said = ""
-    for found, trouble in looks:
-        if not trouble:
-            yield found
-        elif trouble != said:
-            click.echo(trouble, err=True)
-        said = trouble
+def _with_errors_shown(results: Iterator[tuple[T, str]]) -> Iterator[T]:
+    """Yield the results; write each new error to stderr once."""
+    shown = ""
+    for result, error in results:
+        if not error:
+            yield result
+        elif error != shown:
+            click.echo(error, err=True)
+        shown = error
 
 
 def pause(seconds: float) -> None:
-    """Wait until it is time to look again."""
+    """Wait for the next query."""
     time.sleep(seconds)
 
 
 @contextmanager
 def _screen() -> Iterator[Draw]:
-    """Take the whole terminal, and give it back as it was."""
+    """Use the terminal's alternate screen, and restore the terminal afterwards."""
     from rich.console import Console
     from rich.live import Live
     from rich.text import Text
@@ -154,7 +144,7 @@ def _screen() -> Iterator[Draw]:
             fitting = list(lines[: console.height])
             if len(lines) > console.height:
                 fitting[-1] = f"… {len(lines) - console.height + 1} more lines"
-            # A table has its own bold titles already.
+            # A table has escape sequences for its bold titles.
             text = Text("\n", no_wrap=True, overflow="ellipsis").join(map(Text.from_ansi, fitting))
             live.update(text, refresh=True)
 

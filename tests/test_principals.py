@@ -266,7 +266,7 @@ def test_commands_at_the_same_time_lose_nothing(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (("shop", "--group", "g", "--topic", "t"), "is in .* already"),
+        (("shop", "--group", "g", "--topic", "t"), "is already in"),
         (("x",), "a producer needs groups"),
         (("a b", "--role", "viewer"), "no principal's name"),
         (("x", "--role", "king"), "king"),

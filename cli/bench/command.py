@@ -162,7 +162,7 @@ def command(
     plan = BenchPlan(
         settings=settings,
         url=client.url if running else None,
-        papers=target.papers,
+        credentials=target.credentials,
         topic=topic,
         partitions=topic_partitions,
         along=1 if read_along == "one" else None,

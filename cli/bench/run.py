@@ -47,7 +47,7 @@ class BenchPlan(Struct, frozen=True, kw_only=True):
     Attributes:
         settings: say where Kafka is; and for a proxy of our own, what it is told.
         url: the running proxy; None: one of our own, on a Kafka of our own.
-        papers: by which it and we know one another.
+        credentials: by which it and we know one another.
         topic: for the messages; None: one that is made, and removed afterwards.
         partitions: of the topic that is made.
         along: how many of its partitions are read along; None for all.
@@ -57,7 +57,7 @@ class BenchPlan(Struct, frozen=True, kw_only=True):
 
     settings: Settings
     url: str | None
-    papers: CredentialFiles
+    credentials: CredentialFiles
     topic: str | None
     partitions: int
     along: int | None
@@ -69,7 +69,7 @@ class MeasuredProxy(Struct, frozen=True):
     """What is measured: a proxy, by what it knows us, and where its Kafka is."""
 
     url: str
-    papers: CredentialFiles
+    credentials: CredentialFiles
     settings: Settings
 
 
@@ -107,9 +107,9 @@ async def measure(plan: BenchPlan, shown: "BenchProgress") -> tuple[Figures, Job
 
 
 def _job(plan: BenchPlan, place: MeasuredProxy, topic: str, tag: str, book: Path) -> Job:
-    papers = place.papers
-    token = None if papers.token_file is None else papers.token_file.read_text().strip()
-    files: dict[str, Any] = papers.named()
+    credentials = place.credentials
+    token = None if credentials.token_file is None else credentials.token_file.read_text().strip()
+    files: dict[str, Any] = credentials.named()
     files.pop("token_file", None)
     return Job(
         url=place.url,
@@ -133,7 +133,7 @@ def _book(path: Path) -> LoadLog:
 @asynccontextmanager
 async def _place(plan: BenchPlan, folder: Path) -> AsyncIterator[MeasuredProxy]:
     if plan.url is not None:
-        yield MeasuredProxy(plan.url, plan.papers, plan.settings)
+        yield MeasuredProxy(plan.url, plan.credentials, plan.settings)
         return
     kafka = EmbeddedKafka(folder / "kafka", for_load=True, progress=BarProgress())
     try:

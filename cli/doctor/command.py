@@ -95,10 +95,10 @@ def command(
     settings = settings_from(config, options)
     for url in proxies:
         _checked(url)
-    papers = _papers(settings)
-    token = _token(papers)
-    nobody = papers._replace(token_file=None, client_cert_file=None, client_key_file=None)
-    tls = tls_of(papers), tls_of(nobody)
+    credentials = _credentials(settings)
+    token = _token(credentials)
+    nobody = credentials._replace(token_file=None, client_cert_file=None, client_key_file=None)
+    tls = tls_of(credentials), tls_of(nobody)
     if bundle is not None and bundle.exists():
         raise click.UsageError(f"--bundle {bundle} is there already")
     report, packed = asyncio.run(
@@ -156,25 +156,25 @@ def _show(report: DoctorReport, output: str) -> None:
     click.echo(summary(report), err=True)
 
 
-def _papers(settings: Settings) -> CredentialFiles:
+def _credentials(settings: Settings) -> CredentialFiles:
     """Return the files by which the chosen proxy and we know one another.
 
     The settings' own are for the proxies of these settings, so never for those of a context.
     """
     target = target_of(click.get_current_context())
     if target.context:
-        return target.papers
+        return target.credentials
     own = CredentialFiles(
         settings.admin_token_file or settings.token_file,
         settings.peers_ca_file or settings.tls_client_ca_file,
         settings.tls_cert_file,
         settings.tls_key_file,
     )
-    return target.papers.before(own)
+    return target.credentials.before(own)
 
 
-def _token(papers: CredentialFiles) -> str:
-    path = papers.token_file
+def _token(credentials: CredentialFiles) -> str:
+    path = credentials.token_file
     try:
         return "" if path is None else read_secret("token_file", path)
     except ConfigurationError as error:

@@ -1,14 +1,14 @@
-"""`txbroker groups`: look at producer groups and register them."""
+"""`txbroker groups`: show producer groups and register them."""
 
 from typing import Any
 
 import click
 
-from txbroker.cli.asking import conclude, confirm, each, require_asking, yes_option
+from txbroker.cli.asking import conclude, confirm, for_all, require_terminal, yes_option
 from txbroker.cli.client import ApiClient, ApiError, client_options
 from txbroker.cli.completion import complete_groups
 from txbroker.cli.lazy import SuggestingGroup
-from txbroker.cli.output import Row, TableColumn, output_option, show_data, show_rows
+from txbroker.cli.output import Row, TableColumn, output_option, show_one, show_rows
 from txbroker.cli.watching import watch_option, watch_rows
 
 
@@ -30,9 +30,9 @@ COLUMNS = (
 
 @click.group("groups", cls=SuggestingGroup)
 def command() -> None:
-    """Look at producer groups and register them.
+    """Show producer groups and register them.
 
-    A group needs to be registered only to be checked over HTTP, or to have checks of its own.
+    Registration is necessary only for checks over HTTP, or for a check policy of the group.
     """
 
 
@@ -56,47 +56,39 @@ def list_command(client: ApiClient, output: str, watch: float | None) -> None:
 @output_option
 @client_options
 def show_command(client: ApiClient, output: str, name: str) -> None:
-    """Tell what is registered of a group."""
-    found = client.get("groups", name)
-    if output in ("json", "yaml"):
-        show_data(found, output)
-    else:
-        show_rows([found], COLUMNS, output, "")
+    """Show the registration of a group."""
+    show_one(client.get("groups", name), COLUMNS, output)
 
 
 @command.command("register")
 @click.argument("name", shell_complete=complete_groups)
-@click.option("--check-url", metavar="URL", help="Where check-backs are posted.")
+@click.option("--check-url", metavar="URL", help="The URL that receives check-backs.")
 @click.option(
     "--secret-ref",
     metavar="REF",
-    help="Where the proxy finds the secret that signs them: env:NAME or file:SECRETS_DIR/GROUP.",
+    help="The secret that signs them, at the proxy: env:NAME or file:SECRETS_DIR/GROUP.",
 )
-@click.option("--check-after-s", type=float, metavar="SECONDS", help="Until the first check.")
-@click.option("--check-interval-s", type=float, metavar="SECONDS", help="Between two checks.")
-@click.option("--attempts-max", type=int, metavar="N", help="Until a transaction is parked.")
-@click.option("--timeout-s", type=float, metavar="SECONDS", help="For the answer to a check.")
-@click.option("--parallel", type=int, metavar="N", help="Checks under way at a time.")
+@click.option("--check-after-s", type=float, metavar="SECONDS", help="Time until the first check.")
+@click.option("--check-interval-s", type=float, metavar="SECONDS", help="Time between two checks.")
+@click.option("--attempts-max", type=int, metavar="N", help="Attempts before parking.")
+@click.option("--timeout-s", type=float, metavar="SECONDS", help="Timeout of a check.")
+@click.option("--parallel", type=int, metavar="N", help="Maximum number of checks in flight.")
 @click.option("--answer-bytes-max", type=int, metavar="BYTES", help="The largest answer.")
 @yes_option
 @output_option
 @client_options
 def register_command(client: ApiClient, output: str, name: str, yes: bool, **policy: Any) -> None:
-    """Register a group, or replace what is registered of it.
+    """Register a group, or replace its registration.
 
-    What is left out follows the proxy's configuration.
+    Options that are left out follow the proxy's configuration.
     """
-    require_asking(yes)
+    require_terminal(yes)
     if not yes:
-        wanted = {key: value for key, value in policy.items() if value is not None}
+        fields = {key: value for key, value in policy.items() if value is not None}
         click.echo(f"now:  {_described(_registered(client, name))}", err=True)
-        click.echo(f"then: {_described(wanted)}", err=True)
+        click.echo(f"then: {_described(fields)}", err=True)
         confirm(f"Register {name} at {client}?", yes)
-    found = client.change("PUT", "groups", name, body=policy)
-    if output in ("json", "yaml"):
-        show_data(found, output)
-    else:
-        show_rows([found], COLUMNS, output, "")
+    show_one(client.change("PUT", "groups", name, body=policy), COLUMNS, output)
 
 
 @command.command("remove")
@@ -104,13 +96,13 @@ def register_command(client: ApiClient, output: str, name: str, yes: bool, **pol
 @yes_option
 @client_options
 def remove_command(client: ApiClient, names: tuple[str, ...], yes: bool) -> None:
-    """Remove what is registered of groups; their transactions stay."""
-    require_asking(yes)
+    """Remove the registration of groups; their transactions stay."""
+    require_terminal(yes)
     if not yes:
         for name in names:
             click.echo(f"{name}: {_described(_registered(client, name))}", err=True)
         confirm(f"Remove {', '.join(names)} at {client}?", yes)
-    done = each(names, lambda name: dict(client.change("DELETE", "groups", name)))
+    done = for_all(names, lambda name: dict(client.change("DELETE", "groups", name)))
     for row in done:
         click.echo(row["group"])
     conclude(len(done), len(names), "removed")
@@ -129,4 +121,4 @@ def _described(policy: Row | None) -> str:
     if policy is None:
         return "not registered"
     shown = [f"{key} {value}" for key, value in policy.items() if key not in ("group", "sessions")]
-    return ", ".join(shown) or "registered, all by the proxy's configuration"
+    return ", ".join(shown) or "registered, with the proxy's defaults"

@@ -1,4 +1,4 @@
-"""`txbroker principals`: who may call a proxy, kept in a principals file."""
+"""`txbroker principals`: manage a principals file, which holds who may call a proxy."""
 
 import fcntl
 import os
@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import click
 
 from txbroker.cli.lazy import SuggestingGroup
+from txbroker.cli.options import FILE, env_option
 from txbroker.cli.output import Row, TableColumn, output_option, show_rows
 from txbroker.cli.run import CommandFailed
 from txbroker.errors import ConfigurationError
@@ -34,23 +35,22 @@ COLUMNS = (
     TableColumn("CREDENTIAL", lambda row: row["credential"]),
     TableColumn("EXPIRES", lambda row: row["expires"]),
 )
-file_option = click.option(
+file_option = env_option(
     "--principals-file",
-    "path",
-    type=click.Path(path_type=Path, dir_okay=False),
+    "The proxies' principals file.",
+    param="path",
+    type=FILE,
     required=True,
     metavar="FILE",
-    envvar="TXBROKER_PRINCIPALS_FILE",
-    help="The proxies' principals file. [env: TXBROKER_PRINCIPALS_FILE]",
 )
 
 
 @click.group("principals", cls=SuggestingGroup)
 def command() -> None:
-    """Say who may call a proxy, in which role, for which groups and topics.
+    """Manage who may call a proxy, in which role, for which groups and topics.
 
-    Proxies read their principals file again when it changes. To take a principal's access away,
-    remove its table from the file.
+    Proxies reload their principals file when it changes. To revoke a principal's access, remove its
+    table from the file.
     """
 
 
@@ -60,7 +60,7 @@ def _patterns_option(name: str, text: str) -> Callable[[F], F]:
         name,
         multiple=True,
         metavar="PATTERN",
-        help=f"{text} `*` and `?` are wildcards; may be given several times.",
+        help=f"{text} `*` and `?` are wildcards. Repeatable.",
     )
 
 
@@ -71,22 +71,20 @@ def _patterns_option(name: str, text: str) -> Callable[[F], F]:
     type=click.Choice([role.value for role in Role]),
     default=Role.PRODUCER.value,
     show_default=True,
-    help="What the principal may do.",
+    help="Role of the principal.",
 )
 @_patterns_option("groups", "A producer group it may act for.")
-@_patterns_option("deny_groups", "A producer group it may not act for, whatever --group says.")
+@_patterns_option("deny_groups", "A producer group it may not act for; overrides --group.")
 @_patterns_option("topics", "A topic it may write.")
-@_patterns_option("deny_topics", "A topic it may not write, whatever --topic says.")
+@_patterns_option("deny_topics", "A topic it may not write; overrides --topic.")
 @click.option(
     "--certificate",
     "certificates",
     multiple=True,
     metavar="NAME",
-    help="Identify it by this name in its client certificate, and make no token.",
+    help="Identify it by this name in its client certificate, and create no token. Repeatable.",
 )
-@click.option(
-    "--expires", type=click.DateTime(), help="From then on (UTC) its credential is refused."
-)
+@click.option("--expires", type=click.DateTime(), help="Time (UTC) when its credential expires.")
 @file_option
 def add_command(
     name: str,
@@ -96,7 +94,7 @@ def add_command(
     expires: datetime | None,
     **patterns: tuple[str, ...],
 ) -> None:
-    """Add a principal, and print its token: it is shown this once, the file holds its hash."""
+    """Add a principal, and print its token once; the file holds only its hash."""
     token = None if certificates else make_token()
     table = format_principal(
         name,
@@ -106,7 +104,7 @@ def add_command(
         patterns={field: patterns[field] for field in _PATTERNS},
         expires=expires,
     )
-    path = path.resolve()  # a link stays one
+    path = path.resolve()  # so that a link is not replaced by a file
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with _alone_in(path.parent):
@@ -115,14 +113,14 @@ def add_command(
         raise CommandFailed(f"{path} cannot be written: {error.strerror}") from None
     if token is not None:
         click.echo(token)
-        click.echo(f"added {name} to {path}; its token is shown only here", err=True)
+        click.echo(f"added {name} to {path}; its token is not shown again", err=True)
     else:
         click.echo(f"added {name} to {path}", err=True)
 
 
 @contextmanager
 def _alone_in(folder: Path) -> Iterator[None]:
-    """Keep other commands from changing a file in this folder meanwhile."""
+    """Hold the lock that commands take to change a file in this folder."""
     lock = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -135,28 +133,28 @@ def _add(path: Path, name: str, table: str) -> None:
     """Add a principal's table to a file.
 
     Raises:
-        CommandFailed: the principal is there.
-        ConfigurationError: the file cannot be used, or not with this principal.
-        OSError: it cannot be written.
+        CommandFailed: the principal exists.
+        ConfigurationError: the file is invalid, or becomes invalid with this principal.
+        OSError: the file cannot be written.
     """
     if path.exists():
         if read_principals(path).by_name(name, expired=True) is not None:
-            raise CommandFailed(f"principal {name} is in {path} already: remove its table first")
+            raise CommandFailed(f"principal {name} is already in {path}: remove its table first")
         table = f"{path.read_text(encoding='utf-8').rstrip()}\n\n{table}"
     _replace(path, table)
 
 
 def _replace(path: Path, content: str) -> None:
-    """Replace the file as a whole, if the new one can be used.
+    """Replace the file atomically, if the new content is valid.
 
     Raises:
-        ConfigurationError: it cannot.
-        OSError: it cannot be written.
+        ConfigurationError: it is not.
+        OSError: the file cannot be written.
     """
-    made, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     new = Path(name)
     try:
-        with os.fdopen(made, "w", encoding="utf-8") as file:
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
             file.write(content)
         if path.exists():
             status = path.stat()

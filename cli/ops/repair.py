@@ -1,4 +1,4 @@
-"""`txbroker repair`: what stops half partitions, and passing over a record that does."""
+"""`txbroker repair`: find records that stop half partitions, and skip them."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 import click
 
-from txbroker.cli.asking import confirm, require_asking, yes_option
+from txbroker.cli.asking import confirm, reason_option, require_terminal, yes_option
 from txbroker.cli.client import who
 from txbroker.cli.lazy import SuggestingGroup
 from txbroker.cli.output import Row, TableColumn, output_option, show_data, show_rows
@@ -23,21 +23,21 @@ COLUMNS = (
     TableColumn("RECORD", lambda row: row["record"]),
     TableColumn("CODE", lambda row: row["code"]),
     TableColumn("WHY", lambda row: row["why"]),
-    TableColumn("PASSING OVER LOSES", lambda row: row["loses"]),
+    TableColumn("SKIPPING LOSES", lambda row: row["loses"]),
     TableColumn("PRODUCER", lambda row: row["producer"], wide=True),
     TableColumn("KEY", lambda row: row["key"], wide=True),
     TableColumn("VALUE", lambda row: row["value"], wide=True),
 )
 _NONE = "No record stops a partition."
 _SHOWN_BYTES = 200
-"""Of a key and of a value."""
+"""Bytes shown of a key and of a value."""
 
 
 @click.group("repair", cls=SuggestingGroup)
 def command() -> None:
-    """Find records that stop half partitions, and pass them over.
+    """Find records that stop half partitions, and skip them.
 
-    Reads and writes Kafka itself, so it works while proxies run and while none does.
+    Reads and writes Kafka directly, so it works with and without running proxies.
     """
 
 
@@ -45,28 +45,22 @@ def command() -> None:
 @setting_options((*KAFKA_SETTINGS, "topic_prefix"))
 @output_option
 def show_command(config: Path | None, output: str, **options: Any) -> None:
-    """Show each record that stops a partition, who wrote it, and what passing it over loses.
+    """Show each record that stops a partition, its producer, and the loss if it is skipped.
 
-    Also the newest records that other clients wrote into the checkpoint and parked topics, with the
+    Also shows the newest records of other clients in the checkpoint and parked topics, with the
     code `set_aside`: these stop nothing. Changes nothing.
     """
     settings = settings_from(config, options)
-    found = asyncio.run(_with_repair(settings, lambda it: it.find(set_aside=True)))
-    show_rows([_row(one) for one in found], COLUMNS, output, _NONE)
-    if found and all(one.stop.code == SET_ASIDE for one in found):
+    records = asyncio.run(_with_repair(settings, lambda repair: repair.find(set_aside=True)))
+    show_rows([_row(record) for record in records], COLUMNS, output, _NONE)
+    if records and all(record.stop.code == SET_ASIDE for record in records):
         click.echo(_NONE, err=True)
 
 
 @command.command("skip")
 @click.argument("record", metavar="TOPIC/PARTITION@OFFSET")
-@click.option(
-    "--reason",
-    required=True,
-    metavar="TEXT",
-    envvar="TXBROKER_REASON",
-    help="Why; recorded with the decision. [env: TXBROKER_REASON]",
-)
-@click.option("--dry-run", is_flag=True, help="Show what would be passed over; change nothing.")
+@reason_option(required=True)
+@click.option("--dry-run", is_flag=True, help="Show the record; change nothing.")
 @setting_options((*KAFKA_SETTINGS, "topic_prefix"))
 @yes_option
 @output_option
@@ -79,29 +73,29 @@ def skip_command(
     yes: bool,
     **options: Any,
 ) -> None:
-    """Have the owner of a partition pass over one record that stops it, as `show` names it.
+    """Make a partition's owner skip one record that stops it, as `show` names it.
 
-    The decision is kept in the checkpoint topic, with who made it and why, and is about exactly
-    this record. A partition that has stopped begins again within seconds.
+    The decision, for exactly this record, is kept in the checkpoint topic with its author and
+    reason. A stopped partition resumes within seconds.
     """
     if not dry_run:
-        require_asking(yes)
+        require_terminal(yes)
     settings = settings_from(config, options)
-    found = asyncio.run(_with_repair(settings, lambda it: it.find()))
-    one = next((each for each in found if each.at == record), None)
-    if one is None:
-        there = ", ".join(each.at for each in found)
+    stopping = asyncio.run(_with_repair(settings, lambda repair: repair.find()))
+    chosen = next((found for found in stopping if found.at == record), None)
+    if chosen is None:
+        names = ", ".join(found.at for found in stopping)
         raise CommandFailed(
-            f"{record} stops no partition. {f'There are {there}.' if there else _NONE}"
+            f"{record} stops no partition. {f'These records do: {names}.' if names else _NONE}"
         )
-    row = {**_row(one), "by": who(), "reason": reason}
+    row = {**_row(chosen), "by": who(), "reason": reason}
     show_data(row, "yaml" if output in ("table", "wide") else output)
     if dry_run:
         click.echo("Nothing was changed.", err=True)
         return
-    confirm(f"Pass over {record} for good?", yes)
-    asyncio.run(_with_repair(settings, lambda it: it.skip(one, row["by"], reason)))
-    click.echo(f"{record} is passed over.", err=True)
+    confirm(f"Skip {record} permanently?", yes)
+    asyncio.run(_with_repair(settings, lambda repair: repair.skip(chosen, row["by"], reason)))
+    click.echo(f"{record} is skipped.", err=True)
 
 
 async def _with_repair(settings: Settings, act: Callable[[Repair], Awaitable[T]]) -> T:
@@ -127,9 +121,9 @@ def _row(found: Found) -> Row:
 
 
 def _preview(data: bytes | None) -> str | None:
-    """Return the begin of bytes as text; what is no text is escaped."""
+    """Return the first bytes as text; other bytes are escaped."""
     if data is None:
         return None
     shown = data[:_SHOWN_BYTES].decode(errors="backslashreplace")
     more = len(data) - _SHOWN_BYTES
-    return f"{shown} … {more} bytes more" if more > 0 else shown
+    return f"{shown} … {more} more bytes" if more > 0 else shown

@@ -1,9 +1,9 @@
-"""`txbroker top`: how all stands, drawn anew again and again."""
+"""`txbroker top`: the state of an installation, refreshed."""
 
 import json
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import click
@@ -18,7 +18,7 @@ from txbroker.cli.output import (
     shown_columns,
     table,
 )
-from txbroker.cli.watching import EVERY_MIN_S, EVERY_S, draw_again, look_again
+from txbroker.cli.watching import EVERY_MIN_S, EVERY_S, draw_again, write_again
 
 Overview = dict[str, Any]
 
@@ -80,57 +80,57 @@ PROXIES = (
 
 
 @click.command("top")
-@click.option("--once", is_flag=True, help="Show it once, and end.")
+@click.option("--once", is_flag=True, help="Show the state once.")
 @click.option(
     "--every-s",
     type=click.FloatRange(min=EVERY_MIN_S),
     default=EVERY_S,
     metavar="SECONDS",
-    help=f"How often to look. [default: {EVERY_S:g}]",
+    help=f"Interval. [default: {EVERY_S:g}]",
 )
 @output_option
 @client_options
 def command(client: ApiClient, output: str, once: bool, every_s: float) -> None:
-    """Show how all stands, again and again until Ctrl-C.
+    """Show the state of an installation, refreshed until Ctrl-C.
 
-    Rates over the last ten seconds; groups, those that need somebody first; half partitions with
-    their owners; proxies. Where stdout is no terminal, each look is written below the one before;
-    with -o json each is one line.
+    Shows rates over the last ten seconds; groups, those that need an operator first; half
+    partitions with their owners; proxies. Without a terminal the output is appended; with -o json
+    it is one line each time.
     """
 
-    def look() -> Overview:
+    def query() -> Overview:
         return dict(client.get("overview"))
 
-    def lines(found: Overview) -> list[str]:
-        return list(_lines(found, str(client), output == "wide"))
+    def lines(overview: Overview) -> list[str]:
+        return list(_lines(overview, str(client), output == "wide"))
 
     if once:
-        found = look()
+        overview = query()
         if output in ("json", "yaml"):
-            show_data(found, output)
+            show_data(overview, output)
         else:
-            click.echo("\n".join(lines(found)))
+            click.echo("\n".join(lines(overview)))
     elif output in ("table", "wide") and sys.stdout.isatty():
-        draw_again(look, lines, every_s)
+        draw_again(query, lines, every_s)
     else:
-        look_again(look, lambda found: _write(found, lines, output), every_s)
+        write_again(query, lambda overview: _write(overview, lines, output), every_s)
 
 
-def _write(found: Overview, lines: Any, output: str) -> None:
+def _write(overview: Overview, lines: Callable[[Overview], list[str]], output: str) -> None:
     if output == "json":
-        click.echo(json.dumps(found, ensure_ascii=False))
+        click.echo(json.dumps(overview, ensure_ascii=False))
     elif output == "yaml":
         click.echo("---")
-        show_data(found, output)
+        show_data(overview, output)
     else:
-        click.echo("\n".join([*lines(found), ""]))
+        click.echo("\n".join([*lines(overview), ""]))
     sys.stdout.flush()
 
 
-def _lines(found: Overview, where: str, wide: bool) -> Iterator[str]:
-    partitions, groups = found["partitions"], found["groups"]
-    unsure = "" if found["complete"] else "at least "
-    yield f"txbroker at {printable(where)}, {_of(found['proxies'])} ready"
+def _lines(overview: Overview, where: str, wide: bool) -> Iterator[str]:
+    partitions, groups = overview["partitions"], overview["groups"]
+    unsure = "" if overview["complete"] else "at least "
+    yield f"txbroker at {printable(where)}, {_of(overview['proxies'])} ready"
     yield (
         "now     "
         + "  ".join(
@@ -143,7 +143,7 @@ def _lines(found: Overview, where: str, wide: bool) -> Iterator[str]:
         f"{what} {sum(row['rates'][f'{what}_per_s'] for row in partitions):,.1f}/s"
         for what in ("prepared", "decided", "promoted")
     )
-    refused = found["refused_topics"]
+    refused = overview["refused_topics"]
     if refused:
         shown = ", ".join(f"{printable(topic)} {count:,}" for topic, count in refused.items())
         yield f"refused by  {shown}"
@@ -151,14 +151,14 @@ def _lines(found: Overview, where: str, wide: bool) -> Iterator[str]:
     shown_groups = groups if wide else groups[:GROUPS_SHOWN]
     if shown_groups:
         yield from table(shown_groups, GROUPS, sys.stdout)
-        left = len(groups) - len(shown_groups) + found["groups_left_off"]
+        left = len(groups) - len(shown_groups) + overview["groups_left_off"]
         if left:
             yield f"… and {left:,} more groups"
         yield ""
     columns = shown_columns(PARTITIONS, "wide" if wide else "table")
     yield from table(partitions, columns, sys.stdout)
     yield ""
-    yield from table(found["proxies"], PROXIES, sys.stdout)
+    yield from table(overview["proxies"], PROXIES, sys.stdout)
 
 
 def _of(proxies: list[dict[str, Any]]) -> str:

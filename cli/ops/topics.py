@@ -1,4 +1,4 @@
-"""`txbroker topics`: what txbroker's own topics are, and what they should be."""
+"""`txbroker topics`: plan and create txbroker's own topics."""
 
 import asyncio
 from collections.abc import Iterator
@@ -7,8 +7,9 @@ from typing import Any
 
 import click
 
-from txbroker.cli.asking import confirm, require_asking, yes_option
+from txbroker.cli.asking import confirm, require_terminal, yes_option
 from txbroker.cli.lazy import SuggestingGroup
+from txbroker.cli.options import env_option
 from txbroker.cli.output import Row, TableColumn, output_option, show_data, show_rows
 from txbroker.cli.setting_options import TOPIC_SETTINGS, setting_options, settings_from
 from txbroker.config.settings import Settings
@@ -36,62 +37,43 @@ ACL_COLUMNS = (
     TableColumn("TO", lambda row: row["principal"]),
     TableColumn("WHY", lambda row: row["why"], wide=True),
 )
-_IN_THE_CLEAR = "PLAINTEXT"
 
 
 @click.group("topics", cls=SuggestingGroup)
 def command() -> None:
-    """Plan and make txbroker's own topics."""
-
-
-def _acl_options(function: Any) -> Any:
-    """Give a command the options about rights."""
-    for option in (
-        click.option(
-            "--acls/--no-acls",
-            default=None,
-            envvar="TXBROKER_ACLS",
-            help="Show the rights that are needed, too. [env: TXBROKER_ACLS; default: where "
-            "kafka_security_protocol is not PLAINTEXT]",
-        ),
-        click.option(
-            "--acl-commands",
-            is_flag=True,
-            help="Show nothing but the commands of Kafka that grant these rights.",
-        ),
-        click.option(
-            "--role",
-            "roles",
-            multiple=True,
-            type=click.Choice([role.value for role in Role]),
-            envvar="TXBROKER_ROLE",
-            help="Whose rights to show; may be given several times. [env: TXBROKER_ROLE; default: "
-            "all]",
-        ),
-        click.option(
-            "--principal",
-            metavar="User:NAME",
-            envvar="TXBROKER_PRINCIPAL",
-            help="To whom rights are granted. [env: TXBROKER_PRINCIPAL; default: the user who "
-            "logs in by password]",
-        ),
-        click.option(
-            "--target",
-            "targets",
-            multiple=True,
-            metavar="TOPIC",
-            envvar="TXBROKER_TARGET",
-            help="A target topic, for the rights on it; `orders.*` for all that begin like this. "
-            "May be given several times. [env: TXBROKER_TARGET]",
-        ),
-    ):
-        function = option(function)
-    return function
+    """Plan and create txbroker's own topics."""
 
 
 @command.command("plan")
 @setting_options((*TOPIC_SETTINGS, "create_target_topics"))
-@_acl_options
+@env_option(
+    "--target",
+    "A target topic, for the rights on it; `orders.*` for a prefix. Repeatable.",
+    param="targets",
+    multiple=True,
+    metavar="TOPIC",
+)
+@env_option(
+    "--principal",
+    "The Kafka principal that gets the rights.",
+    shown="the user who logs in by password",
+    metavar="User:NAME",
+)
+@env_option(
+    "--role",
+    "Show the rights of this role only. Repeatable.",
+    param="roles",
+    shown="all",
+    multiple=True,
+    type=click.Choice([role.value for role in Role]),
+)
+@click.option("--acl-commands", is_flag=True, help="Show only the Kafka commands that grant them.")
+@env_option(
+    "--acls/--no-acls",
+    "Show the necessary rights, too.",
+    shown="where kafka_security_protocol is not PLAINTEXT",
+    default=None,
+)
 @output_option
 def plan_command(
     config: Path | None,
@@ -103,28 +85,27 @@ def plan_command(
     targets: tuple[str, ...],
     **options: Any,
 ) -> None:
-    """Show what `apply` would do, and the rights needed; change nothing.
+    """Show the changes that `apply` would make, and the necessary rights; change nothing.
 
-    A Kafka that looks at rights (ACLs) must grant them before. With --acl-commands it need not be
-    reached.
+    A Kafka with ACLs has to grant these rights first. --acl-commands works without a connection.
     """
     settings = settings_from(config, options)
     rights = _rights(settings, roles, targets)
-    to = principal or _principal(settings)
+    grantee = principal or _principal(settings)
     if acl_commands:
-        click.echo("\n".join(_commands(rights, to, settings)))
+        click.echo("\n".join(_commands(rights, grantee, settings)))
     else:
-        shown = settings.kafka_security_protocol != _IN_THE_CLEAR if acls is None else acls
-        allowed = [_acl_row(right, to) for right in rights] if shown else []
+        shown = settings.kafka_security_protocol != "PLAINTEXT" if acls is None else acls
+        allowed = [_acl_row(right, grantee) for right in rights] if shown else []
         plan = asyncio.run(_plan(settings))
         _show_plan(_rows(plan), allowed, output)
         _remark(plan)
         if not shown:
             return
     if not targets:
-        click.echo("Note: --target names target topics, for the rights on them", err=True)
-    if to == UNKNOWN_PRINCIPAL:
-        click.echo("Note: --principal names whom Kafka takes this login for", err=True)
+        click.echo("Note: for rights on target topics, name them by --target", err=True)
+    if grantee == UNKNOWN_PRINCIPAL:
+        click.echo("Note: name the Kafka principal of this login by --principal", err=True)
 
 
 @command.command("apply")
@@ -132,18 +113,18 @@ def plan_command(
 @yes_option
 @output_option
 def apply_command(config: Path | None, output: str, yes: bool, **options: Any) -> None:
-    """Create the topics that are missing and mend settings that differ."""
-    require_asking(yes)
+    """Create missing topics and correct settings that differ."""
+    require_terminal(yes)
     settings = settings_from(config, options)
     plan = asyncio.run(_plan(settings))
     if plan.empty:
-        show_rows([], COLUMNS, output, "All topics are as they should be.")
+        show_rows([], COLUMNS, output, "All topics are as planned.")
     elif yes:
         asyncio.run(_apply(settings, plan))
         show_rows(_rows(plan), COLUMNS, output, "")
     else:
         show_rows(_rows(plan), COLUMNS, output, "")
-        confirm(f"Do this on {settings.kafka}?", yes)
+        confirm(f"Make these changes on {settings.kafka}?", yes)
         asyncio.run(_apply(settings, plan))
         click.echo("Done.", err=True)
     _remark(plan)
@@ -160,7 +141,7 @@ async def _plan(settings: Settings) -> Plan:
 async def _apply(settings: Settings, plan: Plan) -> None:
     door = door_from(settings)
     try:
-        await door.plan()  # makes the brokers known
+        await door.plan()  # connects to the brokers
         await door.apply(plan)
     finally:
         await door.close()
@@ -170,7 +151,7 @@ def _show_plan(planned: list[Row], allowed: list[Row], output: str) -> None:
     if output in ("json", "yaml"):
         show_data(planned + allowed, output)
         return
-    show_rows(planned, COLUMNS, output, "All topics are as they should be.")
+    show_rows(planned, COLUMNS, output, "All topics are as planned.")
     if planned and allowed:
         click.echo()
     if allowed:
@@ -185,7 +166,7 @@ def _rights(settings: Settings, roles: tuple[str, ...], targets: tuple[str, ...]
 
 
 def _principal(settings: Settings) -> str:
-    """Return whom Kafka takes us for, where the login tells."""
+    """Return our Kafka principal, if the settings contain its name."""
     name = settings.kafka_sasl_username
     return f"User:{name}" if name else UNKNOWN_PRINCIPAL
 
@@ -204,11 +185,11 @@ def _acl_row(right: Right, principal: str) -> Row:
 
 
 def _commands(rights: list[Right], principal: str, settings: Settings) -> Iterator[str]:
-    before = None
+    previous_role = None
     for right in rights:
-        if right.role != before:
+        if right.role != previous_role:
             yield f"# {right.role.value}"
-        before = right.role
+        previous_role = right.role
         yield kafka_acls_command(right, principal, settings.kafka)
 
 

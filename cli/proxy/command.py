@@ -19,10 +19,10 @@ from txbroker.proxy.observe.logging import configure_logging
 def command(config: Path | None, **options: Any) -> None:
     """Run a proxy on your Kafka, until SIGINT or SIGTERM.
 
-    It makes its own topics where they are missing, shares the half partitions with the other
-    proxies of the same --topic-prefix, and prints `ready URL kafka SERVERS` on stdout once it can
-    take calls. Everything else goes to stderr. With --workers it runs several, each of which has
-    such a line once all of them can take calls.
+    The proxy creates its own topics if they are missing, shares the half partitions with the other
+    proxies of the same --topic-prefix, and prints `ready URL kafka SERVERS` on stdout once it
+    accepts calls. Everything else goes to stderr. With --workers it runs several processes, and
+    prints such a line for each once all of them accept calls.
     """
     settings = settings_from(config, options)
     if settings.workers > 1:
@@ -33,7 +33,7 @@ def command(config: Path | None, **options: Any) -> None:
 
 
 def run_one(settings: Settings, *, worker: int = 0, parent: int | None = None) -> None:
-    """Run one proxy in this process, until a signal comes or the `parent` behind a pipe says so."""
+    """Run one proxy in this process, until a signal or a byte from the `parent`'s pipe stops it."""
     with named(settings) as settings:
         configure_logging(settings.log_format, settings.log_level, worker=worker)
         run_async(

@@ -1,4 +1,4 @@
-"""`txbroker dev`: all that it takes, in one process (or `workers`) and one Java beside it."""
+"""`txbroker dev`: a proxy and an embedded Kafka."""
 
 import asyncio
 from contextlib import nullcontext
@@ -17,9 +17,9 @@ from txbroker.config.settings import Settings
 from txbroker.embedded import DEFAULT_VERSION, BarProgress, EmbeddedKafka
 from txbroker.proxy.observe.logging import configure_logging
 
-_LOOK_S = 0.5
+_POLL_S = 0.5
 _OF_OTHERS = (*KAFKA_SETTINGS, "wait_for_kafka_s")
-"""What is about another Kafka."""
+"""Settings for an external Kafka."""
 DEV_SETTINGS = tuple(name for name in Settings.model_fields if name not in _OF_OTHERS)
 
 
@@ -34,10 +34,10 @@ DEV_SETTINGS = tuple(name for name in Settings.model_fields if name not in _OF_O
 )
 @setting_options(DEV_SETTINGS)
 def command(kafka_version: str, config: Path | None, **options: Any) -> None:
-    """Run a proxy with a real Apache Kafka of its own, until SIGINT or SIGTERM.
+    """Run a proxy with an embedded Apache Kafka, until SIGINT or SIGTERM.
 
     Prints `ready URL kafka SERVERS` on stdout once transactions can begin. Data stays in
-    --data-dir for the next time. Target topics are created when a transaction for them is
+    --data-dir for the next start. Target topics are created when a transaction for them is
     prepared. The first start downloads Kafka (43 MB) into your cache.
     """
     settings = settings_from(config, options)
@@ -45,7 +45,7 @@ def command(kafka_version: str, config: Path | None, **options: Any) -> None:
         settings = settings.model_copy(update={"create_target_topics": True})
     configure_logging(settings.log_format, settings.log_level)
     require_free(settings.listen_address)
-    # Each of several workers takes its name by itself.
+    # With several workers, each process takes its own name.
     with named(settings) if settings.workers == 1 else nullcontext(settings) as settings:
         kafka = EmbeddedKafka(
             settings.data_dir / "kafka", version=kafka_version, progress=BarProgress()
@@ -54,10 +54,10 @@ def command(kafka_version: str, config: Path | None, **options: Any) -> None:
 
 
 def require_free(address: Address) -> None:
-    """Refuse an address that cannot be listened on before anything is started for it.
+    """Check that an address can be listened on, before Kafka starts.
 
     Raises:
-        CommandFailed: it is taken, or not this machine's.
+        CommandFailed: it is in use, or belongs to another machine.
     """
     if reason := why_not_free(address):
         raise CommandFailed(
@@ -67,11 +67,11 @@ def require_free(address: Address) -> None:
 
 
 async def develop(kafka: EmbeddedKafka, settings: Settings) -> None:
-    """Run Kafka, and the proxies on it, until this is cancelled.
+    """Run Kafka and its proxies until this is cancelled.
 
     Raises:
-        EmbeddedKafkaError, KafkaUnavailable, ConfigurationError: they cannot start.
-        CommandFailed: Kafka has ended by itself, or a worker cannot start.
+        EmbeddedKafkaError, KafkaUnavailable, ConfigurationError: one cannot start.
+        CommandFailed: Kafka ended unexpectedly, or a worker cannot start.
     """
     try:
         await asyncio.to_thread(kafka.start)
@@ -87,14 +87,15 @@ async def develop(kafka: EmbeddedKafka, settings: Settings) -> None:
 
 
 async def _watch(kafka: EmbeddedKafka) -> NoReturn:
-    """Wait until Kafka has ended by itself.
+    """Wait for Kafka's end.
 
     Raises:
-        CommandFailed: it has.
+        CommandFailed: Kafka ended.
     """
     while True:
         if not kafka.running:
             raise CommandFailed(
-                f"the embedded Kafka has ended; {kafka.log_path} says why. Start again to go on"
+                f"the embedded Kafka has ended; see {kafka.log_path} for the reason, then start "
+                "`txbroker dev` again"
             )
-        await asyncio.sleep(_LOOK_S)
+        await asyncio.sleep(_POLL_S)

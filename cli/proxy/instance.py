@@ -1,7 +1,7 @@
-"""The instance id of a proxy: the same after a restart, and of one process at a time.
+"""The instance id of a proxy: stable over restarts, and used by one process at a time.
 
-In `data_dir/instances` there is a file for each listen address, which holds the id of the proxy
-there, and a lock for each id, which the kernel lets go when the process ends, however it ends.
+`data_dir/instances` has a file for each listen address, which holds the proxy's id, and a lock for
+each id, which the kernel releases when the process ends.
 """
 
 import contextlib
@@ -23,17 +23,16 @@ _NAME_BYTES = 4
 
 
 class _Taken(Exception):
-    """Another process holds the lock of an id; says which."""
+    """Another process holds the lock of an id; the message names it."""
 
 
 @contextmanager
 def named(settings: Settings) -> Iterator[Settings]:
-    """Give the settings with an instance id that no other process on this data directory has
-    until the block is left, and that is the same after a restart.
+    """Yield the settings with a stable instance id, locked until the block ends.
 
     Raises:
-        ConfigurationError: another process has it.
-        CommandFailed: it cannot be kept in the data directory, or what is kept there does not read.
+        ConfigurationError: another process uses the id.
+        CommandFailed: the data directory cannot store the id, or its file is damaged.
     """
     with contextlib.ExitStack() as held:
         if settings.instance:
@@ -49,7 +48,7 @@ def _hold_given(settings: Settings, held: contextlib.ExitStack) -> None:
     except _Taken as taken:
         raise _in_use(settings, settings.instance, taken) from None
     except OSError:
-        # Nothing can be kept here, as on a read-only disk: so no other process keeps it either.
+        # A data directory that takes no files, such as a read-only disk, has no locks of others.
         return
 
 
@@ -58,16 +57,16 @@ def _own_name(settings: Settings, held: contextlib.ExitStack) -> str:
         return _kept_name(settings, held)
     except OSError as error:
         raise CommandFailed(
-            f"the proxy's name cannot be kept and locked in {settings.data_dir}: {error.strerror}. "
-            "Give another --data-dir, on a file system with locks, or the name as --instance"
+            f"the proxy's name cannot be stored and locked in {settings.data_dir}: "
+            f"{error.strerror}. Give another --data-dir, on a file system with locks, or the name "
+            "as --instance"
         ) from None
 
 
 def _kept_name(settings: Settings, held: contextlib.ExitStack) -> str:
     """Return the id for the listen address, with its lock held.
 
-    Where the system chooses the port, several proxies have the same address: each has the first
-    id of those that nobody holds.
+    With port 0 several proxies have the same address: each takes the first free id.
     """
     folder = _folder(settings)
     address = re.sub(r"[^A-Za-z0-9.-]", "_", settings.listen)
@@ -89,13 +88,13 @@ def _kept_name(settings: Settings, held: contextlib.ExitStack) -> str:
 
 
 def _new_name(settings: Settings, folder: Path, file: Path, held: contextlib.ExitStack) -> str:
-    """Return the id that the data directory had before there was one for each address, if nobody
-    holds it, else a new one; with its lock held, and kept."""
-    before = settings.data_dir / "instance"
-    if name := _read(before):
+    """Return a locked and stored id: the one of an older version's file if it is free, else a new
+    one."""
+    older = settings.data_dir / "instance"
+    if name := _read(older):
         with contextlib.suppress(_Taken):
             held.enter_context(_held(folder, name))
-            before.replace(file)
+            older.replace(file)
             return name
     name = f"proxy-{secrets.token_hex(_NAME_BYTES)}"
     held.enter_context(_held(folder, name))
@@ -105,7 +104,7 @@ def _new_name(settings: Settings, folder: Path, file: Path, held: contextlib.Exi
 
 def _in_use(settings: Settings, name: str, taken: _Taken) -> ConfigurationError:
     return ConfigurationError(
-        f"{taken} runs as instance {name} in {settings.data_dir} already: stop it, or give this "
+        f"{taken} already runs as instance {name} in {settings.data_dir}: stop it, or give this "
         "proxy another --listen, --instance or --data-dir"
     )
 
@@ -123,8 +122,8 @@ def _read(path: Path) -> str:
         return ""
     except UnicodeDecodeError as error:
         raise CommandFailed(
-            f"{path} should hold the proxy's name and is no UTF-8 text ({error.reason}). Write the "
-            "name into it, delete it for a new name, or give the name as --instance"
+            f"{path} should hold the proxy's name but is not UTF-8 text ({error.reason}). Write "
+            "the name into it, delete it for a new name, or give the name as --instance"
         ) from None
 
 

@@ -1,4 +1,4 @@
-"""Running a proxy in the foreground: until a signal, with everything it started taken down."""
+"""Running a proxy in the foreground until a signal, with an orderly shutdown."""
 
 import asyncio
 import gc
@@ -19,14 +19,14 @@ from txbroker.proxy.process import Proxy, run_proxy
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _LOOK_S = 0.02
 _COLLECT_EVERY = 20_000
-"""New objects from which on Python looks for those that only refer to one another. It does so from
-700 on by itself, and looks through everything that calls in flight hold each time."""
+"""New objects between two garbage collections. Python's default is 700, and each collection visits
+all objects of the calls in flight."""
 
 
 @contextmanager
 def rare_collections() -> Iterator[None]:
-    """Let Python's garbage collector run rarely, and pass by what is there already: a proxy makes
-    next to nothing that is not freed without it."""
+    """Collect garbage rarely, and never visit existing objects: a proxy creates almost no reference
+    cycles."""
     before = gc.get_threshold()
     gc.collect()
     gc.freeze()
@@ -40,10 +40,10 @@ def rare_collections() -> Iterator[None]:
 
 @contextmanager
 def stop_event(parent: int | None = None) -> Iterator[asyncio.Event]:
-    """Give an event that the first SIGINT or SIGTERM sets; a second one ends the process at once.
+    """Yield an event that the first SIGINT or SIGTERM sets; a second one kills the process.
 
-    What an embedded Kafka is then left with, its own watcher ends. `parent` is a pipe from a
-    parent process, which is obeyed likewise: `txbroker.cli.proxy.lifeline`.
+    The watcher of an embedded Kafka then ends its Java. A `parent`'s pipe has the same effect as a
+    signal: `txbroker.cli.proxy.lifeline`.
     """
     loop = asyncio.get_running_loop()
     stop = asyncio.Event()
@@ -69,11 +69,10 @@ def stop_event(parent: int | None = None) -> Iterator[asyncio.Event]:
 
 
 async def until_signal(work: Coroutine[None, None, None], parent: int | None = None) -> bool:
-    """Do `work` until it ends or a signal comes, or the parent behind a pipe says so; then it is
-    cancelled, and cleans up after itself.
+    """Run `work` until it ends, or cancel it on a signal or on a stop by the parent.
 
-    Returns False where a signal came. Raises whatever `work` raises, and RuntimeError where it was
-    cancelled by nobody but itself.
+    Return False after a signal. Raise the errors of `work`, and RuntimeError if it cancelled
+    itself.
     """
     with stop_event(parent) as stop:
         task = asyncio.ensure_future(work)
@@ -87,14 +86,16 @@ async def until_signal(work: Coroutine[None, None, None], parent: int | None = N
             await task
         except asyncio.CancelledError as error:
             if not stop.is_set():
-                raise RuntimeError("a task of its own was cancelled") from error
+                raise RuntimeError("a task of the command cancelled itself") from error
         return not stop.is_set()
 
 
 async def serve(settings: Settings, ready: Callable[[Proxy], bool], *, wait_s: float = 0.0) -> None:
-    """Run a proxy until this is cancelled, and say in one line of stdout when it is ready.
+    """Run a proxy until this is cancelled; print a line to stdout when it is ready.
 
-    A Kafka that does not answer at the start is waited for, `wait_s` seconds.
+    Args:
+        ready: the condition.
+        wait_s: maximum wait for a Kafka that does not answer at the start.
 
     Raises:
         KafkaUnavailable, ConfigurationError: the proxy cannot start.
@@ -112,26 +113,28 @@ async def serve(settings: Settings, ready: Callable[[Proxy], bool], *, wait_s: f
 
 
 def why_not_free(address: Address) -> str:
-    """Say why an address cannot be listened on, before anything is started for it; "" where it
-    can. Whoever takes it from here on is found when the proxy listens."""
+    """Return why an address cannot be listened on, "" if it can.
+
+    Checked before anything is started; a process that takes it later makes the proxy fail.
+    """
     try:
         for family, _, _, _, at in socket.getaddrinfo(
             address.host, address.port, type=socket.SOCK_STREAM
         ):
             socket.create_server((str(at[0]), int(at[1])), family=family).close()
     except OSError as error:
-        # `create_server` adds in brackets what it tried.
+        # `create_server` appends the address in brackets.
         return (error.strerror or str(error)).partition(" (")[0].lower()
     return ""
 
 
 def owns_all(proxy: Proxy) -> bool:
-    """Whether every half partition is owned by this proxy, and caught up."""
+    """Return True if this proxy owns every half partition and has caught up on it."""
     return set(proxy.broker.readiness().partitions.values()) == {"owned"}
 
 
 async def until_owned(proxy: Proxy) -> None:
-    """Wait until every half partition is owned by this proxy, and caught up."""
+    """Wait until this proxy owns every half partition and has caught up on it."""
     changed = asyncio.Event()
     proxy.broker.on_owners(changed.set)
     while not owns_all(proxy):

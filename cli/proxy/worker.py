@@ -22,17 +22,17 @@ from txbroker.errors import TxbrokerError
 def command() -> None:
     """Run one worker."""
     faulthandler.register(STACKS_SIGNAL)
-    # Without a buffer, which would take in what comes behind the line.
+    # Unbuffered: the lifeline reads the bytes after this line.
     with open(sys.stdin.fileno(), "rb", buffering=0, closefd=False) as stdin:
         line = stdin.readline()
     if not line:
         return
-    told = json.loads(line)
+    config = json.loads(line)
     try:
-        settings = load_settings(told["settings"], environ={})
-        run_one(settings, worker=told["worker"], parent=sys.stdin.fileno())
+        settings = load_settings(config["settings"], environ={})
+        run_one(settings, worker=config["worker"], parent=sys.stdin.fileno())
     except (TxbrokerError, CommandFailed) as error:
-        raise CommandFailed(f"worker {told['worker']}: {error}") from None
+        raise CommandFailed(f"worker {config['worker']}: {error}") from None
 
 
 if __name__ == "__main__":

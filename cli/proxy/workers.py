@@ -1,10 +1,9 @@
 """Several proxies on one machine as one command: `txbroker proxy --workers N`.
 
-Each is a process of its own and a member of the proxies' group like any other, so the parent
-only starts them, starts again whichever ends by itself or hangs, and ends them. It talks to them by
-pipes: their stdin carries the settings and then the wish to stop, and its end tells that the parent
-has died, however that happened; their stdout says when they are ready, and that they do not hang
-(`txbroker.cli.proxy.lifeline`).
+Each worker is a separate process and a regular member of the proxies' group. The parent starts
+workers, restarts those that end or hang, and stops them. It uses two pipes for each: the worker's
+stdin carries the settings and later the request to stop, and ends when the parent dies; its stdout
+carries the ready line and heartbeats (`txbroker.cli.proxy.lifeline`).
 """
 
 import asyncio
@@ -28,20 +27,20 @@ from txbroker.proxy.observe.logging import get_logger
 
 COMMAND = (sys.executable, "-m", WORKER_MODULE)
 PAUSE_S, PAUSE_MAX_S = 0.5, 30.0
-"""How long a worker that has ended stays away, at first and at most; twice as long each time."""
+"""First and longest pause before a worker is restarted; it doubles each time."""
 WELL_S = 60.0
-"""A worker that ran for so long begins again with the shortest pause."""
+"""A worker that ran for this time restarts with the shortest pause."""
 BEATS_MISSED_MAX = 30
-"""A worker that hangs for so many beats is killed. Beats are counted and no time is taken, so that
-nobody is killed when the parent goes on that was stopped itself, by Ctrl-Z, say."""
+"""Missed heartbeats after which a worker counts as hanging and is killed. Counted, not timed: a
+parent that was suspended, for example by Ctrl-Z, must not kill its workers when it resumes."""
 FIRST_BEAT_MAX = 120
-"""The same before the first beat, as many that start at once share the cores. The chart's startup
-probe gives the first worker as long; its liveness probe leaves time to replace it."""
+"""The same before the first heartbeat, as starting workers share the cores. The chart's startup
+probe allows the first worker the same time; its liveness probe leaves time to replace it."""
 STACKS_S = 1.0
-"""For a worker that hangs to write where, before it is killed."""
+"""Time for a hanging worker to write its stacks before it is killed."""
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
-"""One that was sent to all may end a worker that has only begun."""
+"""A signal to the process group may end a worker that has not installed its handlers yet."""
 
 log = get_logger(__name__)
 
@@ -50,7 +49,7 @@ async def run_workers(settings: Settings) -> None:
     """Run `settings.workers` proxies until this is cancelled.
 
     Raises:
-        CommandFailed: an address is taken, a worker cannot start, or one did not end in order.
+        CommandFailed: an address is in use, or a worker failed to start or to stop in order.
     """
     _require_free(settings)
     first_lines: dict[int, str] = {}
@@ -70,33 +69,32 @@ async def run_workers(settings: Settings) -> None:
 
 
 def _require_free(settings: Settings) -> None:
-    """Refuse addresses of which one cannot be listened on.
+    """Check that every worker can listen on its addresses.
 
     Raises:
-        CommandFailed: says which worker's, and what to do.
+        CommandFailed: one cannot.
     """
     for number in range(1, settings.workers + 1):
-        given = settings.of_worker(number)
+        of_worker = settings.of_worker(number)
         for name in ("listen", "admin_listen", "peer_listen"):
-            at = getattr(given, name)
-            if at and (reason := why_not_free(parse_address(at))):
+            address = getattr(of_worker, name)
+            if address and (reason := why_not_free(parse_address(address))):
                 raise CommandFailed(
-                    f"worker {number} cannot listen on {at}: {reason}. Each worker has the ports "
-                    f"after those of the one before: stop what listens there, or choose a {name} "
-                    f"from whose port on {settings.workers} are free"
+                    f"worker {number} cannot listen on {address}: {reason}. Each worker uses the "
+                    f"port after the previous worker's: stop the process that listens there, or "
+                    f"choose a {name} with {settings.workers} free ports from its port on"
                 )
 
 
 class _Worker:
-    """A proxy in a process of its own, and in another one after that has ended.
+    """A proxy in a child process, which is restarted when it ends.
 
-    `ready` is told the number and the line on stdout when the worker can take calls for the first
-    time.
+    `ready` is called with number and ready line when the worker accepts calls for the first time.
     """
 
     def __init__(self, settings: Settings, number: int, ready: Callable[[int, str], None]) -> None:
-        told = {"worker": number, "settings": plain_settings(settings.of_worker(number))}
-        self._told = json.dumps(told).encode() + b"\n"
+        config = {"worker": number, "settings": plain_settings(settings.of_worker(number))}
+        self._config = json.dumps(config).encode() + b"\n"
         self._number = number
         self._ready = ready
         self._was_ready = False
@@ -105,7 +103,7 @@ class _Worker:
         """Run it until this is cancelled.
 
         Raises:
-            CommandFailed: it cannot start, or did not end in order when it was asked to.
+            CommandFailed: the worker failed to start, or to stop in order.
         """
         loop = asyncio.get_running_loop()
         pause_s = PAUSE_S
@@ -113,7 +111,9 @@ class _Worker:
             began = loop.time()
             code = await self._once()
             if code > 0 and not self._was_ready:
-                raise CommandFailed(f"worker {self._number} could not start, so all have ended")
+                raise CommandFailed(
+                    f"worker {self._number} failed to start: see its error above; all were stopped"
+                )
             if loop.time() - began >= WELL_S:
                 pause_s = PAUSE_S
             log.error("worker ended", worker=self._number, how=_how(code), seconds=pause_s)
@@ -121,7 +121,7 @@ class _Worker:
             pause_s = min(2 * pause_s, PAUSE_MAX_S)
 
     async def _once(self) -> int:
-        """Return the exit code of one process; of a signal, its number below zero."""
+        """Run one process and return its exit code; for a signal, its negative number."""
         process = await asyncio.create_subprocess_exec(
             *COMMAND,
             stdin=asyncio.subprocess.PIPE,
@@ -130,7 +130,7 @@ class _Worker:
         assert process.stdin is not None
         with closing(process.stdin) as stdin:
             try:
-                stdin.write(self._told)
+                stdin.write(self._config)
                 hung_s = await self._hung_s(process)
             except asyncio.CancelledError:
                 await self._end(process)
@@ -140,7 +140,7 @@ class _Worker:
             return await process.wait()
 
     async def _hung_s(self, process: asyncio.subprocess.Process) -> float:
-        """Read what a process says until it has ended, or hangs; return how long it hangs."""
+        """Read a process's lines until it ends or hangs; return how long it has been hanging."""
         assert process.stdout is not None
         missed, missed_max = 0, FIRST_BEAT_MAX
         while missed < missed_max:
@@ -154,17 +154,17 @@ class _Worker:
                 await process.wait()
                 return 0.0
             missed, missed_max = 0, BEATS_MISSED_MAX
-            said = line.decode().rstrip()
-            if said and not self._was_ready:
+            text = line.decode().rstrip()
+            if text and not self._was_ready:
                 self._was_ready = True
-                self._ready(self._number, said)
+                self._ready(self._number, text)
         return missed * BEAT_S
 
     async def _kill(self, process: asyncio.subprocess.Process, hung_s: float) -> None:
-        """Kill a process that hangs, once it has said where; at once if this is cancelled."""
+        """Kill a hanging process after it wrote its stacks; immediately if cancelled."""
         log.error("worker hangs", worker=self._number, seconds=hung_s)
         try:
-            with suppress(ProcessLookupError):  # it has ended meanwhile
+            with suppress(ProcessLookupError):  # already ended
                 process.send_signal(STACKS_SIGNAL)
             await asyncio.sleep(STACKS_S)
         finally:
@@ -173,28 +173,30 @@ class _Worker:
             await process.wait()
 
     async def _end(self, process: asyncio.subprocess.Process) -> None:
-        """Let a process end what is under way, then itself.
+        """Stop a process, which finishes the calls in flight.
 
         Raises:
-            CommandFailed: it did not.
+            CommandFailed: its exit code is an error.
         """
         assert process.stdin is not None
-        with suppress(ConnectionError):  # it has ended meanwhile
+        with suppress(ConnectionError):  # already ended
             process.stdin.write(b"stop\n")
         try:
             async with asyncio.timeout(END_TIMEOUT_S):
                 code = await process.wait()
         except TimeoutError:
             log.error("worker killed", worker=self._number, seconds=END_TIMEOUT_S)
-            with suppress(ProcessLookupError):  # it has ended meanwhile
+            with suppress(ProcessLookupError):  # already ended
                 process.kill()
             code = await process.wait()
         if code and -code not in _SIGNALS:
-            raise CommandFailed(f"worker {self._number} did not end in order: {_how(code)}")
+            raise CommandFailed(
+                f"worker {self._number} did not stop in order: {_how(code)}; see its log"
+            )
 
 
 def plain_settings(settings: Settings) -> dict[str, Any]:
-    """Return what was set as JSON has it, secrets included: for a pipe, nothing else."""
+    """Return the explicit settings as JSON data, secrets included: only for a pipe."""
     return {name: _value(getattr(settings, name)) for name in sorted(settings.model_fields_set)}
 
 

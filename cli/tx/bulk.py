@@ -1,4 +1,4 @@
-"""One thing for many transactions: which ones, what is shown before, and what is told after."""
+"""An action on many transactions: selection, preview, confirmation and report."""
 
 import sys
 import time
@@ -27,12 +27,11 @@ from txbroker.core.routing import parse_id
 
 SAMPLE = 10
 TYPED_FROM = 11
-"""From so many on the number is typed, which a finger that slips does not do."""
+"""From this number on the user types the number, which no accidental key press does."""
 GROUPS_SHOWN = 5
 ROWS_SHOWN = 20
 _PROGRESS_FROM = 20
 _IN_A_SENTENCE = {"rollback": "Roll back"}
-
 
 SAMPLED = (
     TableColumn("ID", lambda row: row["id"], keep=True),
@@ -53,11 +52,11 @@ FAILED = (
 )
 
 
-# --- which ones ------------------------------------------------------------------------------
+# --- selection -------------------------------------------------------------------------------
 
 
 def named(ids: Iterable[str]) -> list[Item]:
-    """Return the transactions of these ids, each once, in the order given."""
+    """Return the transactions of these ids, each once, in their order."""
     items = [_from_id(id) for id in ids]
     return list({item.id: item for item in items}.values())
 
@@ -65,21 +64,22 @@ def named(ids: Iterable[str]) -> list[Item]:
 def matching(
     client: ApiClient, action: BulkAction, state: str | None, limit: int | None, **query: Any
 ) -> list[Item]:
-    """Return the transactions to which a filter applies, oldest first, at most `limit`.
+    """Return the transactions that match a filter, oldest first, at most `limit`.
 
     Raises:
-        ApiError: they could not be listed, all of them.
+        ApiError: the proxy could not list them completely.
     """
-    found: list[Item] = []
-    for one in (state,) if state else action.default_states:
-        found += [from_row(row) for row in client.transactions(limit, state=one, **query)]
-    found.sort(key=lambda item: (item.prepared_at_ms, item.half_offset, item.id))
-    # One that changes its state while they are listed can be on two lists.
-    return list({item.id: item for item in found}.values())[:limit]
+    items: list[Item] = []
+    for listed_state in (state,) if state else action.default_states:
+        rows = client.transactions(limit, state=listed_state, **query)
+        items += [from_row(row) for row in rows]
+    items.sort(key=lambda item: (item.prepared_at_ms, item.half_offset, item.id))
+    # A transaction that changes its state meanwhile can be on two lists.
+    return list({item.id: item for item in items}.values())[:limit]
 
 
 def from_row(row: Row) -> Item:
-    """Return a transaction as a list, or the API's answer for one, tells of it."""
+    """Return a transaction of the API's answer."""
     topics = dict.fromkeys(message["topic"] for message in row["messages"])
     return Item(
         row["id"],
@@ -93,7 +93,7 @@ def from_row(row: Row) -> Item:
 
 
 def _from_id(text: str) -> Item:
-    """Return what an id tells, whatever the case it came in; what is none the proxy refuses."""
+    """Return the transaction of an id in any case; the proxy refuses an invalid id."""
     id = text.upper() if text.isascii() else text
     try:
         return Item(id, parse_id(id).partition)
@@ -101,11 +101,11 @@ def _from_id(text: str) -> Item:
         return Item(text, -1)
 
 
-# --- before ----------------------------------------------------------------------------------
+# --- preview and confirmation ----------------------------------------------------------------
 
 
 def preview(items: Sequence[Item], now_s: float) -> Iterator[str]:
-    """Yield the lines that tell what is about to be done something to."""
+    """Yield the lines that summarise the selected transactions."""
     oldest = min(items, key=lambda item: item.prepared_at_ms)
     age = duration(now_s - oldest.prepared_at_ms / 1000)
     yield f"{len(items):,} {'transaction' if len(items) == 1 else 'transactions'}"
@@ -119,7 +119,7 @@ def preview(items: Sequence[Item], now_s: float) -> Iterator[str]:
 
 
 def confirm_all(items: Sequence[Item], action: BulkAction, where: str, yes: bool) -> None:
-    """Ask whether to do it, unless `yes`: many want their number typed.
+    """Ask for confirmation unless `yes`; for many transactions the user types their number.
 
     Raises:
         CommandFailed: the answer is no.
@@ -133,60 +133,61 @@ def confirm_all(items: Sequence[Item], action: BulkAction, where: str, yes: bool
         return
     click.echo(question, err=True)
     typed = click.prompt(
-        f"Type {len(items)} to do it, anything else to leave them",
+        f"Type {len(items)} to go on, anything else to cancel",
         default="",
         show_default=False,
         err=True,
     )
     if typed.strip() != str(len(items)):
-        raise CommandFailed("nothing was done")
+        raise CommandFailed("nothing was changed: you did not confirm")
 
 
-def _counted(words: Iterable[str]) -> str:
-    counts = Counter(words).most_common()
-    shown = [f"{printable(word)} {count:,}" for word, count in counts[:GROUPS_SHOWN]]
+def _counted(names: Iterable[str]) -> str:
+    counts = Counter(names).most_common()
+    shown = [f"{printable(name)} {count:,}" for name, count in counts[:GROUPS_SHOWN]]
     if len(counts) > GROUPS_SHOWN:
         left = counts[GROUPS_SHOWN:]
         shown.append(f"{len(left):,} more {sum(count for _, count in left):,}")
     return ", ".join(shown)
 
 
-# --- doing it, and after ---------------------------------------------------------------------
+# --- execution and report --------------------------------------------------------------------
 
 
 def carry_out(
     client: ApiClient, action: BulkAction, items: Sequence[Item], body: dict[str, Any], output: str
 ) -> None:
-    """Do it, tell what became of it, and end the command accordingly.
+    """Execute the action, report the results, and end the command accordingly.
 
     Raises:
-        ApiError: there is only one, which was named, and it fails.
-        CommandFailed: nothing was done. PartlyDone: something.
-        KeyboardInterrupt: somebody has seen enough; what was done is told.
+        ApiError: the only transaction, given by its id, failed.
+        CommandFailed: all failed.
+        PartlyDone: some failed.
+        KeyboardInterrupt: on Ctrl-C, after the report.
     """
     if len(items) == 1 and items[0].state is None:
-        given = {"by": who(), **body}
-        row = client.change("POST", "transactions", items[0].id, action.verb, body=given)
+        with_caller = {"by": who(), **body}
+        row = client.change("POST", "transactions", items[0].id, action.verb, body=with_caller)
         show_rows([row], STANDING, output, "")
         return
-    outcomes: dict[str, ItemResult] = {}
+    by_id: dict[str, ItemResult] = {}
     try:
         with _progress(len(items)) as advance:
 
-            def told(outcome: ItemResult) -> None:
-                outcomes[outcome.id] = outcome
+            def keep(result: ItemResult) -> None:
+                by_id[result.id] = result
                 advance()
 
-            BulkExecutor(client, action, body).work(items, told)
+            BulkExecutor(client, action, body).execute(items, keep)
     finally:
-        found = [outcomes[item.id] for item in items if item.id in outcomes]
-        _report(found, action, output, whole=items[0].state is None)
-    conclude(sum(not one.code for one in found), len(items), action.done)
+        results = [by_id[item.id] for item in items if item.id in by_id]
+        _report(results, action, output, list_all=items[0].state is None)
+    conclude(sum(not result.code for result in results), len(items), action.done)
 
 
 @contextmanager
 def _progress(total: int) -> Iterator[Callable[[], None]]:
-    """Show on stderr how far it is, where that is a terminal and there is much to do."""
+    """Show a progress bar on stderr, for many transactions and on a terminal only."""
     if total < _PROGRESS_FROM or not sys.stderr.isatty():
         yield lambda: None
         return
@@ -200,26 +201,27 @@ def _progress(total: int) -> Iterator[Callable[[], None]]:
 
 
 def _report(
-    outcomes: Sequence[ItemResult], action: BulkAction, output: str, *, whole: bool
+    results: Sequence[ItemResult], action: BulkAction, output: str, *, list_all: bool
 ) -> None:
-    """Tell what became of them: data on stdout, failures of a table on stderr.
+    """Write results to stdout; in table formats write failures to stderr.
 
-    `whole`: each one that is done has its line, however many there are.
+    Args:
+        list_all: list successes individually even if they are many.
     """
-    done = [outcome.row for outcome in outcomes if not outcome.code]
     if output in ("json", "yaml"):
-        show_data([outcome.row for outcome in outcomes], output)
+        show_data([result.row for result in results], output)
         return
-    if whole or len(done) <= ROWS_SHOWN:
+    done = [result.row for result in results if not result.code]
+    if list_all or len(done) <= ROWS_SHOWN:
         if done:
             show_rows(done, STANDING, output, "")
     else:
         states = _counted(row["state"] for row in done)
         click.echo(f"{len(done):,} {action.done}, now {states}.", err=True)
-    _tell_failures([outcome.row for outcome in outcomes if outcome.code])
+    _report_failures([result.row for result in results if result.code])
 
 
-def _tell_failures(failed: list[Row]) -> None:
+def _report_failures(failed: list[Row]) -> None:
     if not failed:
         return
     if len(failed) > ROWS_SHOWN:
@@ -228,4 +230,4 @@ def _tell_failures(failed: list[Row]) -> None:
     click.echo("\n".join(table(failed[:ROWS_SHOWN], FAILED, sys.stderr)), err=True)
     if len(failed) > ROWS_SHOWN:
         left = len(failed) - ROWS_SHOWN
-        click.echo(f"… and {left:,} more; -o json tells of each.", err=True)
+        click.echo(f"… and {left:,} more; -o json lists all.", err=True)

@@ -1,21 +1,22 @@
-"""`txbroker tx`: look at transactions and resolve them."""
+"""`txbroker tx`: show transactions and resolve them."""
 
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import click
 
 from txbroker.cli.asking import (
     conclude,
-    each,
+    for_all,
     reason_option,
-    require_asking,
+    require_terminal,
     yes_option,
 )
 from txbroker.cli.client import ApiClient, client_options
 from txbroker.cli.completion import complete_groups, complete_ids, complete_topics
 from txbroker.cli.lazy import SuggestingGroup
+from txbroker.cli.options import with_options
 from txbroker.cli.output import (
     Row,
     TableColumn,
@@ -38,12 +39,10 @@ from txbroker.cli.tx.bulk import (
 from txbroker.cli.tx.executor import CHECK, COMMIT, REVIVE, ROLLBACK, BulkAction, Item
 from txbroker.cli.watching import watch_option, watch_rows
 
-F = TypeVar("F", bound=Callable[..., Any])
-
 STATES = ("pending", "committed", "promoted", "rolled_back", "parked", "refused")
 LIMIT = 100
 STORIES_MAX = 5
-"""So many are shown whole before something is done to them; more are counted."""
+"""Up to this number, transactions are shown in full before a change; more are summarised."""
 
 
 def _age(row: Row) -> str:
@@ -74,42 +73,54 @@ COLUMNS = (
 
 @click.group("tx", cls=SuggestingGroup)
 def command() -> None:
-    """Look at transactions and resolve them.
+    """Show transactions and resolve them.
 
     \b
-    pending      stored, undecided, invisible; its group is asked when its time comes
-    committed    decided, not visible yet: it is on its way
+    pending      stored, undecided, invisible; its group is checked in time
+    committed    decided, about to become visible
     promoted     visible in all its target topics; settled
     rolled_back  never visible; settled
     parked       undecided after the last attempt: kept whole until you commit, roll
                  back or revive it, and never guessed
-    refused      committed, but a target does not take it: mend the target; it is
-                 tried again by itself, or at once with revive
+    refused      committed, but a target topic does not accept it: repair the topic;
+                 the proxy retries automatically, or immediately after a revive
 
-    The first decision wins, whoever makes it; who comes later is told. What needs somebody:
-    `txbroker tx list --state parked` and `--state refused`; `tx show ID` tells why.
+    The first decision counts, whoever makes it; later ones get an error. Transactions that need an
+    operator: `txbroker tx list --state parked` and `--state refused`; `tx show ID` has the cause.
     """
 
 
+def _filters(state: Any, subject: str, group_note: str = "") -> tuple[Any, ...]:
+    """Return the options that filter transactions."""
+    return (
+        state,
+        click.option(
+            "--group",
+            metavar="NAME",
+            shell_complete=complete_groups,
+            help=f"{subject} of this producer group.{group_note}",
+        ),
+        click.option(
+            "--topic",
+            metavar="NAME",
+            shell_complete=complete_topics,
+            help=f"{subject} with a message for this topic.",
+        ),
+        click.option(
+            "--older-than-s",
+            type=click.FloatRange(min=0),
+            metavar="SECONDS",
+            help=f"{subject} prepared longer ago.",
+        ),
+    )
+
+
 @command.command("list")
-@click.option("--state", type=click.Choice(STATES), help="Only transactions in this state.")
-@click.option(
-    "--group",
-    metavar="NAME",
-    shell_complete=complete_groups,
-    help="Only those of this producer group.",
-)
-@click.option(
-    "--topic",
-    metavar="NAME",
-    shell_complete=complete_topics,
-    help="Only those with a message for this topic.",
-)
-@click.option(
-    "--older-than-s",
-    type=click.FloatRange(min=0),
-    metavar="SECONDS",
-    help="Only those prepared longer ago.",
+@with_options(
+    *_filters(
+        click.option("--state", type=click.Choice(STATES), help="Only transactions in this state."),
+        "Only transactions",
+    )
 )
 @click.option(
     "--limit",
@@ -117,9 +128,9 @@ def command() -> None:
     default=LIMIT,
     show_default=True,
     metavar="N",
-    help="At most so many.",
+    help="Maximum number.",
 )
-@click.option("--all", "everything", is_flag=True, help="All of them, however many.")
+@click.option("--all", "everything", is_flag=True, help="Without a maximum number.")
 @watch_option
 @output_option
 @client_options
@@ -133,7 +144,7 @@ def list_command(
 ) -> None:
     """List transactions, oldest first.
 
-    Without --state: all that are not settled, so none that are promoted or rolled back.
+    Without --state: all unsettled ones, so none that are promoted or rolled back.
     """
     if watch is not None:
         watch_rows(
@@ -146,7 +157,7 @@ def list_command(
     rows = list(client.transactions(None if everything else limit + 1, **query))
     if not everything and len(rows) > limit:
         rows = rows[:limit]
-        click.echo(f"Only the first {limit}; --limit or --all shows more.", err=True)
+        click.echo(f"Only the first {limit} are listed; --limit or --all lists more.", err=True)
     show_rows(rows, COLUMNS, output, "There are no such transactions.")
 
 
@@ -158,124 +169,96 @@ def list_command(
 @output_option
 @client_options
 def show_command(client: ApiClient, output: str, ids: tuple[str, ...], bodies: bool) -> None:
-    """Tell all that is known of transactions."""
+    """Show transactions in full."""
     flag = "true" if bodies else None
-    found = each(ids, lambda id: dict(client.get("transactions", id, bodies=flag)))
+    rows = for_all(ids, lambda id: dict(client.get("transactions", id, bodies=flag)))
     if output in ("json", "yaml"):
-        show_data(found[0] if len(ids) == 1 and found else found, output)
-    elif found:
-        click.echo("\n\n".join("\n".join(_story(row)) for row in found))
-    conclude(len(found), len(ids), "shown")
+        show_data(rows[0] if len(ids) == 1 and rows else rows, output)
+    elif rows:
+        click.echo("\n\n".join("\n".join(_story(row)) for row in rows))
+    conclude(len(rows), len(ids), "shown")
 
 
-def _filters(action: BulkAction) -> Callable[[F], F]:
-    """Give a command the ids and the filters that choose transactions."""
-    usual = " or ".join(action.default_states)
+def _resolving(action: BulkAction, *extra: Any) -> Callable[[Callable[..., None]], click.Command]:
+    """Return the decorator that makes a command of an action on selected transactions."""
+    default = " or ".join(action.default_states)
+    note = ""
+    if action.verb in ("commit", "rollback"):
+        note = " With IDs: act for this group, and touch no other group's transaction."
 
-    def decorate(function: F) -> F:
-        for option in (
+    def decorate(function: Callable[..., None]) -> click.Command:
+        options: Callable[[Callable[..., None]], Callable[..., None]] = with_options(
+            click.argument(
+                "ids", nargs=-1, metavar="[ID]...", shell_complete=complete_ids(action.states)
+            ),
+            *_filters(
+                click.option(
+                    "--state",
+                    type=click.Choice(action.states),
+                    help=f"Transactions in this state. [default: {default}]",
+                ),
+                "Transactions",
+                note,
+            ),
             click.option(
                 "--limit",
                 type=click.IntRange(min=1),
                 metavar="N",
-                help="At most so many, the oldest ones.",
+                help="Maximum number, the oldest ones.",
             ),
-            click.option(
-                "--older-than-s",
-                type=click.FloatRange(min=0),
-                metavar="SECONDS",
-                help="Those prepared longer ago.",
-            ),
-            click.option(
-                "--topic",
-                metavar="NAME",
-                shell_complete=complete_topics,
-                help="Those with a message for this topic.",
-            ),
-            click.option(
-                "--group",
-                metavar="NAME",
-                shell_complete=complete_groups,
-                help="Those of this producer group. With IDs: act in its name, so that no other's "
-                "is touched."
-                if action.verb in ("commit", "rollback")
-                else "Those of this producer group.",
-            ),
-            click.option(
-                "--state",
-                type=click.Choice(action.states),
-                help=f"Those in this state. [default: {usual}]",
-            ),
-            click.argument(
-                "ids", nargs=-1, metavar="[ID]...", shell_complete=complete_ids(action.states)
-            ),
-        ):
-            function = option(function)
-        return function
+            *extra,
+            reason_option(),
+            yes_option,
+            output_option,
+            client_options,
+        )
+        return command.command(action.verb)(options(function))
 
     return decorate
 
 
-@command.command("commit")
-@_filters(COMMIT)
-@click.option("--wait", is_flag=True, help="Return only when consumers can see the messages.")
-@reason_option
-@yes_option
-@output_option
-@client_options
+@_resolving(
+    COMMIT,
+    click.option("--wait", is_flag=True, help="Return only when consumers can see the messages."),
+)
 def commit_command(client: ApiClient, wait: bool, **options: Any) -> None:
     """Commit transactions: their messages become visible.
 
-    Say which by ID, or by --state, --group, --topic and --older-than-s, all of which have to fit.
-    Chosen so, and without --state, only parked ones are meant. They are shown first, and only
-    what was shown is committed: oldest first in each half partition. One that has moved on
-    meanwhile is left alone. The same command can be given again.
+    Select by ID, or by --state, --group, --topic and --older-than-s, which all have to match.
+    Without IDs and --state, only parked ones are selected. The command shows the selection first
+    and commits exactly that: oldest first in each half partition. A transaction whose state has
+    changed meanwhile is not touched. The command can be repeated.
     """
     _act(client, COMMIT, {"wait": "promoted" if wait else None}, **options)
 
 
-@command.command("rollback")
-@_filters(ROLLBACK)
-@reason_option
-@yes_option
-@output_option
-@client_options
+@_resolving(ROLLBACK)
 def rollback_command(client: ApiClient, **options: Any) -> None:
     """Roll transactions back: their messages are never visible.
 
-    Say which by ID, or by --state, --group, --topic and --older-than-s, all of which have to fit.
-    Chosen so, and without --state, only parked ones are meant. They are shown first, and only
-    what was shown is rolled back. One that has moved on meanwhile is left alone. The same command
-    can be given again.
+    Select by ID, or by --state, --group, --topic and --older-than-s, which all have to match.
+    Without IDs and --state, only parked ones are selected. The command shows the selection first
+    and rolls back exactly that. A transaction whose state has changed meanwhile is not touched.
+    The command can be repeated.
     """
     _act(client, ROLLBACK, {}, **options)
 
 
-@command.command("check")
-@_filters(CHECK)
-@reason_option
-@yes_option
-@output_option
-@client_options
+@_resolving(CHECK)
 def check_command(client: ApiClient, **options: Any) -> None:
-    """Ask the producer groups of pending transactions now; it counts as an attempt.
+    """Check pending transactions with their groups now; this counts as an attempt.
 
-    Say which by ID, or by --state pending, --group, --topic and --older-than-s, all of which have
-    to fit. The last attempt of a round is never pulled forward.
+    Select by ID, or by --state pending, --group, --topic and --older-than-s, which all have to
+    match. The last attempt of a round always waits for its time.
     """
     _act(client, CHECK, {}, **options)
 
 
-@command.command("revive")
-@_filters(REVIVE)
-@reason_option
-@yes_option
-@output_option
-@client_options
+@_resolving(REVIVE)
 def revive_command(client: ApiClient, **options: Any) -> None:
-    """Check parked transactions in a new round; try refused ones again.
+    """Check parked transactions in a new round; retry refused ones.
 
-    Say which by ID, or by --state, --group, --topic and --older-than-s, all of which have to fit.
+    Select by ID, or by --state, --group, --topic and --older-than-s, which all have to match.
     """
     _act(client, REVIVE, {}, **options)
 
@@ -296,12 +279,13 @@ def _act(
     if ids:
         body["group"] = query.pop("group") if action.verb in ("commit", "rollback") else None
         if limit is not None or any(value is not None for value in query.values()):
-            raise click.UsageError("name IDs or say what fits, not both")
+            raise click.UsageError("give IDs or filters such as --group, not both")
     elif all(value is None for value in query.values()):
         raise click.UsageError(
-            f"say which: IDs, or what fits, such as --state {action.default_states[0]} --group NAME"
+            f"select transactions: IDs, or filters such as --state {action.default_states[0]} "
+            "--group NAME"
         )
-    require_asking(yes)
+    require_terminal(yes)
     items = named(ids) if ids else matching(client, action, limit=limit, **query)
     if not items:
         show_rows([], STANDING, output, "There are no such transactions.")
@@ -313,9 +297,9 @@ def _act(
 
 
 def _show_before(client: ApiClient, items: Sequence[Item]) -> None:
-    """Show on stderr what is about to be done something to."""
+    """Show the selected transactions on stderr."""
     if items[0].state is None:
-        rows = each([one.id for one in items], lambda id: dict(client.get("transactions", id)))
+        rows = for_all([item.id for item in items], lambda id: dict(client.get("transactions", id)))
         if len(rows) <= STORIES_MAX:
             for row in rows:
                 click.echo("\n".join([*_story(row), ""]), err=True)
@@ -325,7 +309,7 @@ def _show_before(client: ApiClient, items: Sequence[Item]) -> None:
 
 
 def _story(row: Row) -> Iterable[str]:
-    """Yield the lines that tell one transaction's life."""
+    """Yield the lines that show one transaction with its timeline."""
     yield f"{row['id']}  {row['state']}"
     facts = {
         "group": row["group"],

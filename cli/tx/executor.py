@@ -1,7 +1,7 @@
-"""Carrying out one thing on many transactions, a few calls at a time.
+"""Executes an action on many transactions, a few calls at a time.
 
-What is done is what was shown: a transaction that has moved on since is left alone and told of,
-unless it got there by itself. So the same can be done again until nothing is left.
+Only listed transactions are changed: one whose state has changed since is skipped, unless it has
+already reached the action's result. So a command can be repeated until nothing is left.
 """
 
 import queue
@@ -16,57 +16,43 @@ from txbroker.cli.output import Row
 from txbroker.errors import request_errors
 
 PARALLEL = 8
-"""Calls under way at a time: enough to fill the batches of an owner, too few to crowd out
-producers."""
+"""Calls in flight: enough to fill an owner's batches, too few to crowd out producers."""
 PAUSES_S = (0.2, 0.5, 1.0, 2.0, 4.0)
-"""What comes back when asked later is asked again after these: longer than a partition takes to
-move from a proxy that stops."""
-_WAITING_HELPS = frozenset(code for code, kind in request_errors().items() if kind.retryable)
+"""Pauses between retries; their sum outlasts the move of a partition from a stopping proxy."""
+_RETRYABLE = frozenset(code for code, kind in request_errors().items() if kind.retryable)
 
 
 class BulkAction(NamedTuple):
-    """What is done to transactions.
+    """An action on transactions.
 
     Attributes:
-        verb: of the API, and of the command.
-        done: the same in the past.
-        states: in which it can be done; the first ones stand where no state is asked for.
-        unasked: how many of `states` those are.
-        reached: states in which there is nothing left to do.
-        in_order: oldest first in each half partition, because consumers see it in that order.
+        verb: the name in the API and of the command.
+        done: the past participle.
+        states: the states in which it is allowed.
+        default_count: how many of `states`, from the first, apply without --state.
+        reached: the states in which nothing is left to do.
+        in_order: oldest first in each half partition, because consumers see that order.
     """
 
     verb: str
     done: str
     states: tuple[str, ...]
-    unasked: int
+    default_count: int
     reached: frozenset[str]
     in_order: bool = False
 
     @property
     def default_states(self) -> tuple[str, ...]:
-        """The states of those that are meant where none is named."""
-        return self.states[: self.unasked]
+        """The states that apply without --state."""
+        return self.states[: self.default_count]
 
 
-COMMIT = BulkAction(
-    "commit",
-    "committed",
-    ("parked", "pending"),
-    1,
-    frozenset({"committed", "promoted", "refused"}),
-    in_order=True,
-)
+_DECIDED = frozenset({"committed", "promoted", "refused"})
+COMMIT = BulkAction("commit", "committed", ("parked", "pending"), 1, _DECIDED, in_order=True)
 ROLLBACK = BulkAction(
     "rollback", "rolled back", ("parked", "pending"), 1, frozenset({"rolled_back"})
 )
-CHECK = BulkAction(
-    "check",
-    "checked",
-    ("pending",),
-    1,
-    frozenset({"committed", "promoted", "refused", "rolled_back"}),
-)
+CHECK = BulkAction("check", "checked", ("pending",), 1, _DECIDED | {"rolled_back"})
 REVIVE = BulkAction(
     "revive",
     "revived",
@@ -77,10 +63,10 @@ REVIVE = BulkAction(
 
 
 class Item(NamedTuple):
-    """A transaction that something is to be done to.
+    """A transaction to act on.
 
-    `state` is None where an id was given without anything known of it; then so is the rest.
-    `half_offset` tells which of a half partition's came first, also within a millisecond.
+    `state` and later fields are unset for an id from the command line. `half_offset` orders the
+    transactions of one half partition.
     """
 
     id: str
@@ -93,7 +79,7 @@ class Item(NamedTuple):
 
 
 class ItemResult(NamedTuple):
-    """What became of one: its state and decision, or why not."""
+    """A transaction's state and decision after the action, or its error."""
 
     id: str
     state: str = ""
@@ -103,17 +89,17 @@ class ItemResult(NamedTuple):
 
     @property
     def row(self) -> Row:
-        """What JSON shows of it."""
+        """The JSON object of this result."""
         if self.code:
             return {"id": self.id, "error": {"code": self.code, "message": self.message}}
         return {"id": self.id, "state": self.state, "decision": self.decision}
 
 
 class BulkExecutor:
-    """Carries out an action on many transactions, a few at a time.
+    """Executes an action on many transactions in parallel.
 
-    Where a half partition has no owner, or no proxy answers at all, for longer than waiting is
-    sensible, what is left of it is not tried.
+    Once a half partition has had no owner for all retries, its other transactions are not tried;
+    once no proxy answers, none are.
     """
 
     def __init__(self, client: ApiClient, action: BulkAction, body: dict[str, Any]) -> None:
@@ -121,38 +107,39 @@ class BulkExecutor:
         self._action = action
         self._body = {"by": who(), **body}
         self._runs: queue.SimpleQueue[list[Item]] = queue.SimpleQueue()
-        self._outcomes: queue.SimpleQueue[ItemResult | BaseException] = queue.SimpleQueue()
+        self._results: queue.SimpleQueue[ItemResult | BaseException] = queue.SimpleQueue()
         self._stop = threading.Event()
-        self._stopped_by = ""
-        self._away: dict[int, str] = {}
+        self._stop_reason = ""
+        self._unavailable: dict[int, str] = {}
+        """Half partitions without an owner, with the error."""
 
-    def work(self, items: Sequence[Item], each: Callable[[ItemResult], None]) -> None:
-        """Carry it out; `each` is told of every outcome as it comes.
+    def execute(self, items: Sequence[Item], report: Callable[[ItemResult], None]) -> None:
+        """Execute the action, and call `report` with each result as it arrives.
 
-        Ctrl-C lets the calls under way end, and leaves the others untried.
+        On Ctrl-C the calls in flight finish, and the other transactions are not tried.
 
         Raises:
-            KeyboardInterrupt: after every outcome was told.
+            KeyboardInterrupt: on Ctrl-C, after all results were reported.
         """
         runs = self._split(items)
         for run in runs:
             self._runs.put(run)
         with self._interruptible() as interrupted:
             for _ in range(min(PARALLEL, len(runs))):
-                threading.Thread(target=self._worker, daemon=True).start()
+                threading.Thread(target=self._work, daemon=True).start()
             for _ in items:
-                outcome = self._outcomes.get()
-                if isinstance(outcome, BaseException):
+                result = self._results.get()
+                if isinstance(result, BaseException):
                     self._halt("stopped by an error")
-                    raise outcome
-                each(outcome)
+                    raise result
+                report(result)
         if interrupted.is_set():
             raise KeyboardInterrupt
 
     @contextmanager
     def _interruptible(self) -> Iterator[threading.Event]:
-        """Take Ctrl-C as a wish to stop, so that no outcome is lost; a second one is obeyed at
-        once."""
+        """Let the first Ctrl-C stop further calls without losing results; the second one raises
+        immediately."""
         interrupted = threading.Event()
 
         def on_signal(*_: object) -> None:
@@ -161,14 +148,14 @@ class BulkExecutor:
             interrupted.set()
             self._halt("stopped by Ctrl-C")
 
-        before = signal.signal(signal.SIGINT, on_signal)
+        previous = signal.signal(signal.SIGINT, on_signal)
         try:
             yield interrupted
         finally:
-            signal.signal(signal.SIGINT, before)
+            signal.signal(signal.SIGINT, previous)
 
     def _split(self, items: Sequence[Item]) -> list[list[Item]]:
-        """Return what is done one after another; one such run knows nothing of the other."""
+        """Return runs of transactions; a run is sequential, runs are independent."""
         if not self._action.in_order:
             return [[item] for item in items]
         runs: dict[int, list[Item]] = {}
@@ -176,36 +163,41 @@ class BulkExecutor:
             runs.setdefault(item.partition, []).append(item)
         return [sorted(run, key=lambda item: item.half_offset) for run in runs.values()]
 
-    def _worker(self) -> None:
+    def _work(self) -> None:
         client = self._client.another()
         try:
             while True:
                 for item in self._runs.get_nowait():
-                    self._outcomes.put(self._carry_out(client, item))
+                    self._results.put(self._try_repeatedly(client, item))
         except queue.Empty:
             pass
         except BaseException as error:
-            self._outcomes.put(error)
+            self._results.put(error)
         finally:
             client.close()
 
-    def _halt(self, why: str) -> None:
-        self._stopped_by = self._stopped_by or why
+    def _halt(self, reason: str) -> None:
+        self._stop_reason = self._stop_reason or reason
         self._stop.set()
 
-    def _carry_out(self, client: ApiClient, item: Item) -> ItemResult:
-        failed: ItemResult | None = None
+    def _try_repeatedly(self, client: ApiClient, item: Item) -> ItemResult:
+        failure: ItemResult | None = None
         for pause_s in (*PAUSES_S, None):
-            why = self._stopped_by if self._stop.is_set() else self._away.get(item.partition, "")
-            if why:
-                return failed or ItemResult(item.id, code="not_tried", message=why)
+            if self._stop.is_set():
+                reason = self._stop_reason
+            else:
+                reason = self._unavailable.get(item.partition, "")
+            if reason:
+                return failure or ItemResult(item.id, code="not_tried", message=reason)
             try:
                 return self._act(client, item)
             except ApiError as error:
-                failed = ItemResult(item.id, code=error.code or "no_answer", message=error.sentence)
-                if pause_s is None or not self._may_repeat(error, item):
-                    self._remember(error, item)
-                    return failed
+                failure = ItemResult(
+                    item.id, code=error.code or "no_answer", message=error.sentence
+                )
+                if pause_s is None or not self._may_retry(error, item):
+                    self._note_unavailable(error, item)
+                    return failure
             self._stop.wait(pause_s)
         raise AssertionError
 
@@ -215,21 +207,21 @@ class BulkExecutor:
             if now["state"] in self._action.reached:
                 return ItemResult(item.id, now["state"], now.get("decision"))
             if now["state"] != item.state:
-                message = f"it was {item.state} and is {now['state']} now: left alone"
+                message = f"its state changed from {item.state} to {now['state']}: not touched"
                 return ItemResult(item.id, code="moved_on", message=message)
         done = client.change("POST", "transactions", item.id, self._action.verb, body=self._body)
         return ItemResult(item.id, done["state"], done.get("decision"))
 
-    def _may_repeat(self, error: ApiError, item: Item) -> bool:
-        """Say whether the same again can succeed, and does nothing a second time."""
-        if error.code in _WAITING_HELPS:
+    def _may_retry(self, error: ApiError, item: Item) -> bool:
+        """Return True if a retry can succeed, and does not repeat the action."""
+        if error.code in _RETRYABLE:
             return True
-        # A decision counts once. The others are looked at before they are sent again.
+        # A decision is idempotent. For the other actions, `_act` checks a known state first.
         decides = self._action.verb in ("commit", "rollback")
         return not error.reached and not error.slow and (decides or item.state is not None)
 
-    def _remember(self, error: ApiError, item: Item) -> None:
+    def _note_unavailable(self, error: ApiError, item: Item) -> None:
         if not error.reached:
             self._halt(error.sentence)
-        elif error.code in _WAITING_HELPS:
-            self._away[item.partition] = error.sentence
+        elif error.code in _RETRYABLE:
+            self._unavailable[item.partition] = error.sentence

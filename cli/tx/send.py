@@ -29,15 +29,19 @@ from txbroker.cli.run import PartlyDone
 )
 @click.option("--lines", is_flag=True, help="Each line of the files is a value.")
 @click.option("--tombstone", is_flag=True, help="Send a message without value.")
-@click.option("--order-key", metavar="TEXT", help="Keeps the order of commits.")
-@click.option("--dedup-key", metavar="TEXT", help="The same key again sends nothing again.")
-@click.option("--check-after-s", type=float, metavar="SECONDS", help="Until the first check.")
+@click.option(
+    "--order-key",
+    metavar="TEXT",
+    help="Commits of one key stay in order.",
+)
+@click.option("--dedup-key", metavar="TEXT", help="The same key again sends nothing.")
+@click.option("--check-after-s", type=float, metavar="SECONDS", help="Time until the first check.")
 @click.option(
     "--decision",
     type=click.Choice(["commit", "rollback", "none"]),
     default="commit",
     show_default=True,
-    help="What to decide; none leaves it pending.",
+    help="The decision; none leaves the transaction pending.",
 )
 @click.option("--wait", is_flag=True, help="Return only when consumers can see the messages.")
 @output_option
@@ -54,7 +58,7 @@ def command(
     wait: bool,
     **options: Any,
 ) -> None:
-    """Prepare messages for TOPIC as one transaction, and decide it.
+    """Send messages to TOPIC as one transaction.
 
     Prints the transaction's id. Without a VALUE and --file the value is read from stdin.
     """
@@ -68,15 +72,15 @@ def command(
     if not contents:
         raise click.UsageError("there is no value to send")
     messages = _messages(topic, contents, options)
-    asked = {name: options[name] for name in ("group", "order_key", "dedup_key", "check_after_s")}
-    standing = client.change("POST", "transactions", body={**asked, "messages": messages})
+    fields = {name: options[name] for name in ("group", "order_key", "dedup_key", "check_after_s")}
+    status = client.change("POST", "transactions", body={**fields, "messages": messages})
     if decision != "none":
-        standing = _decide(client, standing["id"], decision, options["group"], wait)
+        status = _decide(client, status["id"], decision, options["group"], wait)
     if output in ("json", "yaml"):
-        show_data(standing, output)
+        show_data(status, output)
     else:
-        click.echo(standing["id"])
-        click.echo(f"{len(messages)} for {topic}: {standing['state']}", err=True)
+        click.echo(status["id"])
+        click.echo(f"{len(messages)} for {topic}: {status['state']}", err=True)
 
 
 def _decide(client: ApiClient, id: str, decision: str, group: str, wait: bool) -> Any:
@@ -88,8 +92,8 @@ def _decide(client: ApiClient, id: str, decision: str, group: str, wait: bool) -
     except ApiError as error:
         click.echo(id)
         raise PartlyDone(
-            f"prepared, but whether the {decision} was taken is not known: "
-            f"{error.format_message()}. Do it again with `txbroker tx {decision} {id}`"
+            f"the transaction is prepared, but its {decision} may have failed: "
+            f"{error.format_message()}. Repeat it with `txbroker tx {decision} {id}`"
         ) from None
 
 

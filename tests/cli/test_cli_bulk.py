@@ -14,7 +14,7 @@ import pytest
 from tests.cli.cli_stub import Asked, Reply, Stub, error, partition_of
 from tests.kit.cli import Call
 from txbroker.cli import client
-from txbroker.cli.client import ApiClient, ApiError, who
+from txbroker.cli.client import ApiClient, ApiConnection, ApiError, who
 from txbroker.cli.tx import executor as crew
 from txbroker.contract.service import PrepareRequest
 from txbroker.core.records import Message
@@ -75,7 +75,7 @@ def test_what_is_shown_before(there: Call, memory: InMemoryBroker, answer: Answe
         answer(typed)
         shown = there("tx", "rollback", "--state", "pending", "--older-than-s", "0")
         assert (shown.code, shown.out) == (1, ""), typed
-        assert shown.err.endswith("Error: nothing was done\n")
+        assert shown.err.endswith("Error: nothing was changed: you did not confirm\n")
     lines = shown.err.splitlines()
     assert lines[:3] == [
         "12 transactions",
@@ -156,15 +156,18 @@ def test_nothing_fits(there: Call) -> None:
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["commit"], "say which: IDs, or what fits"),
-        (["commit", "--limit", "3"], "say which: IDs, or what fits"),
-        (["revive"], "say which: IDs, or what fits"),
-        (["rollback", "ID", "--state", "parked"], "name IDs or say what fits, not both"),
-        (["rollback", "ID", "--limit", "3"], "name IDs or say what fits, not both"),
-        (["check", "ID", "--group", "g"], "name IDs or say what fits, not both"),
+        (["commit"], "select transactions: IDs, or filters"),
+        (["commit", "--limit", "3"], "select transactions: IDs, or filters"),
+        (["revive"], "select transactions: IDs, or filters"),
+        (["rollback", "ID", "--state", "parked"], "give IDs or filters such as --group, not both"),
+        (["rollback", "ID", "--limit", "3"], "give IDs or filters such as --group, not both"),
+        (["check", "ID", "--group", "g"], "give IDs or filters such as --group, not both"),
         (["commit", "--state", "refused"], "'refused' is not one of 'parked', 'pending'"),
         (["check", "--state", "parked"], "'parked' is not 'pending'"),
-        (["commit", "--group", "g"], "nobody is there to ask: say --yes to do it"),
+        (
+            ["commit", "--group", "g"],
+            "stdin is no terminal, so you cannot confirm: give --yes to go on",
+        ),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
@@ -207,7 +210,9 @@ def test_what_has_moved_on_since_is_left_alone(
     assert partly.code == 3
     assert partly.err.endswith("Error: 5 of 6 rolled back\n")
     failed = next(line for line in partly.err.splitlines() if "moved_on" in line)
-    assert re.match(rf"{ids[0]}  moved_on  it was pending and is (committed|promoted) now", failed)
+    assert re.match(
+        rf"{ids[0]}  moved_on  its state changed from pending to (committed|promoted)", failed
+    )
     assert memory.transaction(ids[1]).source == "producer"
     assert states(memory, ids[1:]) == ["rolled_back"] * 5
     assert [str(view.state) for view in memory.pending()] == ["pending"]
@@ -221,7 +226,7 @@ def test_one_that_was_revived_since_is_not_decided(stub: Stub, call: Call, answe
     assert [row.get("state") for row in partly.json] == ["promoted", None, "promoted"]
     assert partly.json[1]["error"] == {
         "code": "moved_on",
-        "message": "it was parked and is pending now: left alone",
+        "message": "its state changed from parked to pending: not touched",
     }
     assert stub.rows[ids[1]]["state"] == "pending"
 
@@ -351,18 +356,18 @@ def test_the_proxy_dies_midway_and_the_same_is_done_again(
     call: Call, memory: InMemoryBroker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ids = prepare(memory, 200, topic="died")
-    real, taken = ApiClient._exchange, [0]
+    real, taken = ApiConnection.exchange, [0]
 
-    def dying(self: ApiClient, method: str, target: str, body: bytes | None) -> tuple[int, bytes]:
+    def dying(self: ApiConnection, method: str, *call: Any) -> tuple[int, bytes]:
         if method == "POST":
             taken[0] += 1
         if taken[0] > 50:
             self._address = ("127.0.0.1", 9)
             self.close()
-        return real(self, method, target, body)
+        return real(self, method, *call)
 
     which = ("tx", "commit", "--state", "pending", "--group", "orders", "--yes")
-    monkeypatch.setattr(ApiClient, "_exchange", dying)
+    monkeypatch.setattr(ApiConnection, "exchange", dying)
     partly = call(*which, "--url", memory.url)
     monkeypatch.undo()
     monkeypatch.setenv("XDG_CONFIG_HOME", "/nonexistent")
@@ -371,7 +376,7 @@ def test_the_proxy_dies_midway_and_the_same_is_done_again(
     assert 0 < done <= 50
     assert re.search(rf"{200 - done} failed: not_tried \d+, no_answer \d", partly.err)
     assert "… and" in partly.err
-    assert "-o json tells of each." in partly.err
+    assert "-o json lists all." in partly.err
     assert partly.err.endswith(f"Error: {done} of 200 committed\n")
     again = call(*which, "-o", "json", "--url", memory.url)
     assert (again.code, len(again.json)) == (0, 200 - done)
@@ -385,16 +390,16 @@ def test_a_lost_answer_is_asked_for_again(
     stub: Stub, call: Call, monkeypatch: pytest.MonkeyPatch, verb: str
 ) -> None:
     ids = stub.add(6, partitions=2)
-    real, lost = ApiClient._exchange, set[str]()
+    real, lost = ApiConnection.exchange, set[str]()
 
-    def losing(self: ApiClient, method: str, target: str, body: bytes | None) -> tuple[int, bytes]:
-        answer = real(self, method, target, body)
+    def losing(self: ApiConnection, method: str, target: str, *call: Any) -> tuple[int, bytes]:
+        answer = real(self, method, target, *call)
         if method == "POST" and target not in lost:
             lost.add(target)
             raise ApiError("no answer", reached=False)
         return answer
 
-    monkeypatch.setattr(ApiClient, "_exchange", losing)
+    monkeypatch.setattr(ApiConnection, "exchange", losing)
     done = call("tx", verb, "--group", "orders", "--yes", "-o", "json", "--url", stub.url)
     assert (done.code, sorted(row["id"] for row in done.json)) == (0, sorted(ids))
     # What was carried out is seen, and so not done a second time.

@@ -33,7 +33,7 @@ def tokens(tmp_path: Path) -> dict[str, Path]:
 
 def test_set_use_list_show_and_remove(call: Call, store: Path, tokens: dict[str, Path]) -> None:
     assert call("context", "list") == (
-        0, "", "There is no context; `txbroker context set` makes one.\n",
+        0, "", "There is no context; `txbroker context set` creates one.\n",
     )  # fmt: skip
     made = call("context", "set", "prod", "--url", f"{HERE}/", "--token-file", tokens["own"])
     assert made == (0, "", "`txbroker context use prod` makes it the current one.\n")
@@ -202,7 +202,7 @@ def test_the_question_names_the_installation(call: Call, stub: Stub, answer: obj
         (["set", "x" * 65, "--url", HERE], "is no name of a context"),
         (["set", "x"], "Missing option '--url'"),
         (["set", "x", "--url", "nowhere"], "is no URL like"),
-        (["set", "x", "--url", "http://me:secret@h"], "a token comes with --token-file"),
+        (["set", "x", "--url", "http://me:secret@h"], "give the token's file by --token-file"),
         (["set", "x", "--url", "http://h/\x1b[2J"], "is no URL like"),
         (["set", "x", "--url", "http://h/?token=secret"], "is no URL like"),
         (["set", "x", "--url", HERE, "--token-file", "s3cr3t"], "does not exist"),
@@ -223,7 +223,7 @@ def test_wrong_usage_changes_nothing(
 
 def test_url_and_context_together(call: Call) -> None:
     refused = call("tx", "list", "--url", HERE, "--context", "x")
-    assert (refused.code, "say --url or --context, not both" in refused.err) == (2, True)
+    assert (refused.code, "--url and --context exclude each other" in refused.err) == (2, True)
 
 
 @pytest.mark.parametrize(
@@ -261,7 +261,7 @@ def test_a_file_that_others_may_write_to_is_not_trusted(call: Call, store: Path)
     store.chmod(0o666)
     refused = call("tx", "list")
     assert (refused.code, refused.out) == (2, "")
-    assert f"others may write to {store}" in refused.err
+    assert f"other users may write to {store}" in refused.err
 
 
 def test_a_folder_that_takes_no_file(call: Call, store: Path) -> None:

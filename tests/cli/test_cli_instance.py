@@ -57,7 +57,7 @@ def test_an_id_is_of_one_process_at_a_time(tmp_path: Path, given: str) -> None:
             begin(second, tmp_path, instance=given)
         said = str(caught.value)
         assert f"process {os.getpid()} on " in said
-        assert f"runs as instance {name} in {tmp_path} already" in said
+        assert f"already runs as instance {name} in {tmp_path}" in said
         assert "--listen, --instance or --data-dir" in said
         begin(held, tmp_path, OTHER, "another")
         begin(held, tmp_path / "elsewhere", instance=given)
@@ -95,7 +95,9 @@ def test_a_kept_id_that_does_not_read_is_named(tmp_path: Path, name: str) -> Non
     with pytest.raises(CommandFailed) as caught:
         named_once(tmp_path)
     said = caught.value.message
-    assert said.startswith(f"{tmp_path / name} should hold the proxy's name and is no UTF-8 text")
+    assert said.startswith(
+        f"{tmp_path / name} should hold the proxy's name and but is not UTF-8 text"
+    )
     assert "delete it for a new name, or give the name as --instance" in said
     with ExitStack() as held:
         assert begin(held, tmp_path, instance="shop-1") == "shop-1"

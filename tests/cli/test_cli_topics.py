@@ -22,7 +22,7 @@ def test_plan_apply_and_nothing_left_to_do(call: Call, dev: Dev) -> None:
     applied = call("topics", "apply", *where, "--yes", "-o", "json").json
     assert applied == planned
     again = call("topics", "plan", *where)
-    assert again == (0, "", "All topics are as they should be.\n")
+    assert again == (0, "", "All topics are as planned.\n")
     assert call("topics", "apply", *where, "--yes", "-o", "json").json == []
 
 

@@ -49,7 +49,7 @@ def test_list_says_when_it_is_cut(ask: Call) -> None:
         ask("send", "cut", "v", "--group", "cut", "--decision", "none")
     cut = ask("tx", "list", "--group", "cut", "--limit", "2", "-o", "json")
     assert len(cut.json) == 2
-    assert cut.err == "Only the first 2; --limit or --all shows more.\n"
+    assert cut.err == "Only the first 2 are listed; --limit or --all lists more.\n"
     assert len(ask("tx", "list", "--group", "cut", "--limit", "3", "-o", "json").json) == 3
     assert len(ask("tx", "list", "--group", "cut", "--all", "-o", "json").json) == 3
 
@@ -109,7 +109,7 @@ def test_a_question_that_is_answered_no(
     refused = ask("tx", "commit", prepared)
     assert (refused.code, refused.out) == (1, "")
     assert f"{prepared}  pending" in refused.err
-    assert "nothing was done" in refused.err
+    assert "nothing was changed" in refused.err
     assert ask("tx", "show", prepared, "-o", "json").json["state"] == "pending"
 
 

@@ -313,7 +313,7 @@ def test_top_on_a_terminal(stub: Stub, on_terminal: Run) -> None:
 def test_many_are_resolved_on_a_terminal(stub: Stub, on_terminal: Run) -> None:
     ids = stub.add(60)
     shown = on_terminal("tx", "commit", "--group", "orders", "--url", stub.url)
-    shown.until("Type 60 to do it")
+    shown.until("Type 60 to go on")
     assert stub.posts() == []
     shown.type("60\r")
     assert shown.end() == 0

@@ -225,8 +225,8 @@ def test_calls_without_a_credential_show_no_certificate(
     )
     shown: list[CredentialFiles] = []
 
-    def tls_of(papers: CredentialFiles) -> ClientTls:
-        shown.append(papers)
+    def tls_of(credentials: CredentialFiles) -> ClientTls:
+        shown.append(credentials)
         return ClientTls()
 
     monkeypatch.setattr(command, "tls_of", tls_of)

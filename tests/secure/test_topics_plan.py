@@ -52,8 +52,8 @@ def test_a_table_of_both(secure_kafka: SecureKafka, capsys: pytest.CaptureFixtur
     assert topics.splitlines()[0].split() == ["ACTION", "TOPIC", "WHAT"]
     assert rights.splitlines()[0].split() == ["FOR", "ON", "NAME", "ALLOW", "TO"]
     assert "proxy  transactional-id  tabled.half-*" in rights
-    assert "--target names target topics" in err
-    assert "--principal names whom Kafka takes this login for" in err
+    assert "name them by --target" in err
+    assert "name the Kafka principal of this login by --principal" in err
 
 
 def test_commands_need_no_kafka(

@@ -1,0 +1,42 @@
+"""Options whose help names their environment variable and default."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+FILE = click.Path(path_type=Path, dir_okay=False)
+
+
+def env_option(
+    name: str, text: str, *, param: str = "", shown: str = "", prefix: str = "", **attributes: Any
+) -> Callable[[F], F]:
+    """Return the decorator of an option with an environment variable.
+
+    Args:
+        name: `--name` or `--name/--no-name`; the variable is TXBROKER_, `prefix` and NAME.
+        text: the help without variable and default.
+        param: the function's parameter, if its name differs.
+        shown: the default in the help, if it differs.
+    """
+    variable = f"TXBROKER_{prefix}{name.partition('/')[0][2:].replace('-', '_').upper()}"
+    default = attributes.get("default")
+    if not shown and default not in (None, ""):
+        shown = f"{default:g}" if isinstance(default, float) else str(default)
+    note = f"[env: {variable}{f'; default: {shown}' if shown else ''}]"
+    names = (name, param) if param else (name,)
+    return click.option(*names, envvar=variable, help=f"{text} {note}", **attributes)
+
+
+def with_options(*options: Callable[[F], F]) -> Callable[[F], F]:
+    """Return a decorator that gives a command these options, in the order of its help."""
+
+    def decorate(function: F) -> F:
+        for option in reversed(options):
+            function = option(function)
+        return function
+
+    return decorate
