@@ -166,7 +166,7 @@ def test_nothing_fits(there: Call) -> None:
         (["check", "--state", "parked"], "'parked' is not 'pending'"),
         (
             ["commit", "--group", "g"],
-            "stdin is no terminal, so you cannot confirm: give --yes to go on",
+            "stdin is no terminal, so you cannot confirm",
         ),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
@@ -210,9 +210,7 @@ def test_what_has_moved_on_since_is_left_alone(
     assert partly.code == 3
     assert partly.err.endswith("Error: 5 of 6 rolled back\n")
     failed = next(line for line in partly.err.splitlines() if "moved_on" in line)
-    assert re.match(
-        rf"{ids[0]}  moved_on  its state changed from pending to (committed|promoted)", failed
-    )
+    assert re.match(rf"{ids[0]}  moved_on  its state changed from pending to \w+", failed)
     assert memory.transaction(ids[1]).source == "producer"
     assert states(memory, ids[1:]) == ["rolled_back"] * 5
     assert [str(view.state) for view in memory.pending()] == ["pending"]

@@ -49,12 +49,12 @@ def test_set_use_list_show_and_remove(call: Call, store: Path, tokens: dict[str,
         },
         {"name": "test", "url": THERE, **NO_FILES, "current": True},
     ]
-    assert call("context", "use", "prod").err == f"Commands call {HERE} now.\n"
+    assert call("context", "use", "prod").err == f"Commands now call {HERE}.\n"
     shown = call("context", "show", "-o", "json").json
     assert (shown["url"], shown["context"]) == (HERE, "prod")
     assert call("context", "show", "test").out.splitlines()[1].split() == ["test", THERE, "-"]
     removed = call("context", "remove", "prod", "prod")
-    assert removed.err == "prod was the current context; there is none now.\n"
+    assert removed.err == "prod was the current context; now there is none.\n"
     assert call("context", "show", "-o", "json").json["source"] == "default"
 
 

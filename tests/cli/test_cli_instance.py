@@ -95,9 +95,7 @@ def test_a_kept_id_that_does_not_read_is_named(tmp_path: Path, name: str) -> Non
     with pytest.raises(CommandFailed) as caught:
         named_once(tmp_path)
     said = caught.value.message
-    assert said.startswith(
-        f"{tmp_path / name} should hold the proxy's name and but is not UTF-8 text"
-    )
+    assert said.startswith(f"{tmp_path / name} should hold the proxy's name but is not UTF-8 text")
     assert "delete it for a new name, or give the name as --instance" in said
     with ExitStack() as held:
         assert begin(held, tmp_path, instance="shop-1") == "shop-1"
