@@ -48,20 +48,21 @@ BACK_OFF_MAX_S = 30.0
 adds up to the same again, so that groups which failed together do not return together."""
 
 
+QUEUE_MAX = 100_000
+"""Checks queued per group; the owners' schedules keep the others. A queued check is small compared
+to the half message that its owner holds, and offering a check again and again costs time."""
+PARALLEL_TOTAL_MAX = 256
+"""Calls in flight of all groups; above it a group still gets its first."""
+FIRST_CALLS_MAX = 1024
+"""Calls in flight, first ones included: the sockets that checks may use."""
+
+
 class RunnerLimits(Struct, frozen=True):
-    """Limits of a check runner.
+    """Limits of a check runner; see the constants for their meaning."""
 
-    Attributes:
-        queue_max: checks queued per group; the owners' schedules keep the others. A queued check
-            is small compared to the half message that its owner holds, and offering a check again
-            and again costs time.
-        parallel_total_max: calls in flight of all groups; above it a group still gets its first.
-        first_calls_max: calls in flight, first ones included: the sockets that checks may use.
-    """
-
-    queue_max: int = 100_000
-    parallel_total_max: int = 256
-    first_calls_max: int = 1024
+    queue_max: int = QUEUE_MAX
+    parallel_total_max: int = PARALLEL_TOTAL_MAX
+    first_calls_max: int = FIRST_CALLS_MAX
 
 
 DEFAULT_LIMITS = RunnerLimits()

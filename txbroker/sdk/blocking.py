@@ -1,40 +1,81 @@
 """The producer for code that blocks: Django, Flask, Celery, scripts.
 
-One `TransactionalProducer` runs in the event loop of a thread of its own; every call here waits
-for a call there. What a process inherits from its parent by `fork` is not used: the first call in
-the child starts another thread with sessions of its own.
+A `TransactionalProducer` runs in the event loop of a separate thread; every call here waits for one
+there. A process does not use what it inherits from its parent by `fork`: its first call starts
+another thread with new sessions.
 """
 
 import asyncio
 import atexit
 import contextlib
+import functools
 import os
 import threading
 import weakref
-from collections.abc import Callable, Coroutine, Iterable, Sequence
-from pathlib import Path
+from collections.abc import Callable, Coroutine, Iterable
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
 from txbroker.core.records import Decision, Message
 from txbroker.errors import TxbrokerError
-from txbroker.sdk.limits import Limits
 from txbroker.sdk.producer import DRAIN_TIMEOUT_S, START_TIMEOUT_S, TransactionalProducer
-from txbroker.sdk.transaction import Transaction, TransactionBlock, checked_wait
-from txbroker.sdk.types import CheckFunction, Outcome, ProducerClosed, Rollback, Wait
+from txbroker.sdk.transaction import (
+    Transaction,
+    TransactionBlock,
+    checked_decision,
+    checked_wait,
+)
+from txbroker.sdk.types import Outcome, ProducerClosed, Rollback, Wait
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 EXIT_TIMEOUT_S = 5.0
-"""How long the end of the program waits for a producer that nobody closed."""
+"""How long the end of the program waits for a producer that was not closed."""
 
 
 class ForkedTransaction(TxbrokerError):
     """This transaction was begun in the parent process: only that one may decide it."""
 
 
+# Signatures, types and docstrings of these methods come from their async twins.
+
+
+def _in_transaction(
+    method: Callable[Concatenate[Transaction, P], Coroutine[Any, Any, T]],
+) -> Callable[Concatenate["BlockingTransaction", P], T]:
+    @functools.wraps(method)
+    def call(self: "BlockingTransaction", /, *args: P.args, **kwargs: P.kwargs) -> T:
+        return self._engine.run(method(self._transaction, *args, **kwargs))
+
+    return call
+
+
+def _in_producer(
+    method: Callable[Concatenate[TransactionalProducer, P], Coroutine[Any, Any, T]],
+) -> Callable[Concatenate["BlockingTransactionalProducer", P], T]:
+    @functools.wraps(method)
+    def call(self: "BlockingTransactionalProducer", /, *args: P.args, **kwargs: P.kwargs) -> T:
+        engine = self._started()
+        return engine.run(method(engine.producer, *args, **kwargs))
+
+    return call
+
+
+def _with_arguments(
+    init: Callable[Concatenate[TransactionalProducer, P], None],
+) -> Callable[
+    [Callable[..., None]], Callable[Concatenate["BlockingTransactionalProducer", P], None]
+]:
+    return functools.wraps(init)
+
+
 class BlockingTransaction:
-    """A prepared transaction, as a block of the blocking producer sees it."""
+    """A prepared transaction in a block of the blocking producer; see `Transaction`.
+
+    A process that was forked inside the block gets `ForkedTransaction` from `commit` and
+    `rollback`.
+    """
 
     def __init__(self, engine: "_Engine", transaction: Transaction) -> None:
         self._engine = engine
@@ -42,36 +83,25 @@ class BlockingTransaction:
 
     @property
     def id(self) -> str:
-        """Names it everywhere; the barrier's row carries it."""
+        """Identifies it everywhere; the barrier's row carries it."""
         return self._transaction.id
 
     @property
     def messages(self) -> tuple[Message, ...]:
-        """The messages as a commit would publish them."""
+        """The messages that a commit would publish."""
         return self._transaction.messages
 
     @property
     def outcome(self) -> Outcome:
-        """Where the transaction stands, as far as is known here."""
+        """The status of the transaction, as known here."""
         return self._transaction.outcome
 
     def replace(self, *messages: Message) -> None:
         """As `Transaction.replace`."""
         self._transaction.replace(*messages)
 
-    def commit(self, wait: Wait = "decided") -> Outcome:
-        """As `Transaction.commit`.
-
-        Raises: as that; ForkedTransaction.
-        """
-        return self._engine.run(self._transaction.commit(wait))
-
-    def rollback(self, reason: str = "") -> Outcome:
-        """As `Transaction.rollback`.
-
-        Raises: as `commit`.
-        """
-        return self._engine.run(self._transaction.rollback(reason))
+    commit = _in_transaction(Transaction.commit)
+    rollback = _in_transaction(Transaction.rollback)
 
 
 class BlockingTransactionBlock:
@@ -92,7 +122,7 @@ class BlockingTransactionBlock:
         trace: TracebackType | None,
     ) -> bool:
         if error is not None and self._engine.foreign:
-            return False  # a child process that ends inside its parent's block says nothing
+            return False  # a child process that ends inside its parent's block decides nothing
         return self._engine.run(self._block.__aexit__(kind, error, trace))
 
 
@@ -104,7 +134,7 @@ class BlockingTransactionalProducer:
     """`TransactionalProducer` with the same names, for code without an event loop.
 
     Starts at its first use, or with `with`; may be used from many threads at once, and in
-    processes forked later. Check functions are called in threads of their own.
+    processes forked later. Check functions are called in separate threads.
 
     Example:
         producer = BlockingTransactionalProducer(url, group="orders", check=check_order)
@@ -114,34 +144,10 @@ class BlockingTransactionalProducer:
     Args and errors: as `TransactionalProducer`.
     """
 
-    def __init__(
-        self,
-        urls: str | Sequence[str],
-        *,
-        group: str,
-        check: CheckFunction | None = None,
-        instance: str | None = None,
-        token: str | None = None,
-        ca_file: str | Path | None = None,
-        client_cert_file: str | Path | None = None,
-        client_key_file: str | Path | None = None,
-        limits: Limits | None = None,
-    ) -> None:
-        def make() -> TransactionalProducer:
-            return TransactionalProducer(
-                urls,
-                group=group,
-                check=check,
-                instance=instance,
-                token=token,
-                ca_file=ca_file,
-                client_cert_file=client_cert_file,
-                client_key_file=client_key_file,
-                limits=limits,
-            )
-
-        make()  # wrong arguments are to be refused here, not at the first use
-        self._make = make
+    @_with_arguments(TransactionalProducer.__init__)
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self._make = functools.partial(TransactionalProducer, *args, **kwargs)
+        self._make()  # so that wrong arguments are refused here, not at the first use
         self._lock = threading.Lock()
         self._engine: _Engine | None = None
         self._closed = False
@@ -158,14 +164,12 @@ class BlockingTransactionalProducer:
 
     def drain(self, timeout_s: float | None = None) -> bool:
         """As `TransactionalProducer.drain`."""
-        with self._lock:
-            engine, self._engine, self._closed = self._engine, None, True
+        engine = self._take_engine()
         return engine is None or engine.end(engine.producer.drain(timeout_s))
 
     def close(self) -> None:
-        """Close at once. What is undecided then is left to the check-back."""
-        with self._lock:
-            engine, self._engine, self._closed = self._engine, None, True
+        """Close at once; the check-back settles what is undecided."""
+        engine = self._take_engine()
         if engine is not None:
             engine.end(engine.producer.aclose())
 
@@ -200,6 +204,10 @@ class BlockingTransactionalProducer:
         )
         return BlockingTransactionBlock(engine, block)
 
+    prepare = _in_producer(TransactionalProducer.prepare)
+    commit = _in_producer(TransactionalProducer.commit)
+    rollback = _in_producer(TransactionalProducer.rollback)
+
     def send_in_transaction(
         self,
         messages: Message | Iterable[Message],
@@ -212,63 +220,21 @@ class BlockingTransactionalProducer:
     ) -> Outcome:
         """As `TransactionalProducer.send_in_transaction`; `function` runs in this thread."""
         promoted = checked_wait(wait)
-        several = (messages,) if isinstance(messages, Message) else messages
         block = self.transaction(
-            *several,
+            *((messages,) if isinstance(messages, Message) else messages),
             order_key=order_key,
             check_after_s=check_after_s,
             check_interval_s=check_interval_s,
         )
         with contextlib.suppress(_Unknown), block as transaction:
-            decision = function(transaction)
+            decision = checked_decision(function(transaction))
             if decision is Decision.ROLLBACK:
-                raise Rollback("the function said so")
+                raise Rollback("the function returned rollback")
             if decision is Decision.UNKNOWN:
-                raise _Unknown("the function answered unknown")
-            if decision is not None and decision is not Decision.COMMIT:
-                raise TypeError(
-                    f"a local transaction returns a Decision or None, not {type(decision).__name__}"
-                )
+                raise _Unknown("the function returned unknown")
             if promoted and transaction.outcome.decision is not Decision.ROLLBACK:
                 transaction.commit("promoted")
         return transaction.outcome
-
-    def prepare(
-        self,
-        *messages: Message,
-        order_key: str | None = None,
-        check_after_s: float | None = None,
-        check_interval_s: float | None = None,
-    ) -> str:
-        """As `TransactionalProducer.prepare`."""
-        engine = self._started()
-        return engine.run(
-            engine.producer.prepare(
-                *messages,
-                order_key=order_key,
-                check_after_s=check_after_s,
-                check_interval_s=check_interval_s,
-            )
-        )
-
-    def commit(
-        self,
-        transaction_id: str,
-        messages: Iterable[Message] | None = None,
-        *,
-        wait: Wait = "decided",
-        reason: str = "",
-    ) -> Outcome:
-        """As `TransactionalProducer.commit`."""
-        engine = self._started()
-        return engine.run(
-            engine.producer.commit(transaction_id, messages, wait=wait, reason=reason)
-        )
-
-    def rollback(self, transaction_id: str, *, reason: str = "") -> Outcome:
-        """As `TransactionalProducer.rollback`."""
-        engine = self._started()
-        return engine.run(engine.producer.rollback(transaction_id, reason=reason))
 
     # --- the thread ----------------------------------------------------------------------
 
@@ -286,12 +252,17 @@ class BlockingTransactionalProducer:
                 self._engine = engine
             return self._engine
 
+    def _take_engine(self) -> "_Engine | None":
+        with self._lock:
+            engine, self._engine, self._closed = self._engine, None, True
+            return engine
+
     def _after_fork_in_child(self) -> None:
-        # The lock may have been held by a thread that does not exist here.
+        # A thread that does not exist here may have held the lock.
         self._lock = threading.Lock()
         if self._engine is not None:
-            # Kept for ever: tidying it up would take sockets out of the parent's selector,
-            # which the child shares with it.
+            # Kept for ever: closing it would take sockets out of the parent's selector, which
+            # the child shares.
             _inherited.append(self._engine)
             self._engine = None
 
@@ -312,11 +283,11 @@ class _Engine:
 
     @property
     def foreign(self) -> bool:
-        """True in a process forked since."""
+        """True in a process that was forked since."""
         return os.getpid() != self._pid
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Wait for `work` to be done in the loop; interrupted, it is cancelled there."""
+        """Run `work` in the loop and return its result; an interruption cancels it there."""
         if self.foreign:
             work.close()
             raise ForkedTransaction
@@ -335,7 +306,7 @@ class _Engine:
             raise
 
     def end(self, farewell: Coroutine[Any, Any, T]) -> T:
-        """Say goodbye and end the thread."""
+        """Run `farewell` and end the thread."""
         try:
             return self.run(farewell)
         finally:

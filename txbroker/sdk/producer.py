@@ -29,6 +29,7 @@ from txbroker.sdk.session import Session, open_session
 from txbroker.sdk.transaction import (
     Transaction,
     TransactionBlock,
+    checked_decision,
     checked_wait,
     decided,
     outcome_of,
@@ -346,12 +347,7 @@ async def _run_local(
                 raise
             block.leave_running(cast("asyncio.Future[object]", running), error)
             raise _StillRunning(error) from None
-    decision = await result if inspect.isawaitable(result) else result
-    if decision is not None and not isinstance(decision, Decision):
-        raise TypeError(
-            f"a local transaction returns a Decision or None, not {type(decision).__name__}"
-        )
-    return decision
+    return checked_decision(await result if inspect.isawaitable(result) else result)
 
 
 def _path(given: str | Path | None) -> Path | None:

@@ -277,3 +277,16 @@ def checked_wait(wait: str) -> bool:
     if wait not in _WAITS:
         raise BadRequest(f"wait is one of {', '.join(_WAITS)}, not {wait!r}")
     return wait == "promoted"
+
+
+def checked_decision(decision: object) -> Decision | None:
+    """Return the decision that a local transaction returned.
+
+    Raises:
+        TypeError: it is neither a Decision nor None.
+    """
+    if decision is None or isinstance(decision, Decision):
+        return decision
+    raise TypeError(
+        f"a local transaction returns a Decision or None, not {type(decision).__name__}"
+    )
