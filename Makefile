@@ -19,6 +19,8 @@ HELM_KEPT := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/txbroker/tools/$(subst /,_,$
 # While this says 101, Debian's packages start no service: the tests run prometheus themselves.
 POLICY := /usr/sbin/policy-rc.d
 PYTEST := $(BIN)/python -m pytest
+# Test processes at the same time; 0: in this one.
+JOBS ?= 2
 
 .PHONY: help
 help: ## Show what can be made
@@ -48,11 +50,11 @@ demo: $(VENV)/.runtime ## Watch transactional messages work on a real Kafka
 
 .PHONY: test
 test: $(VENV)/.dev ## Run the quick tests: everything in memory, and the main job on a real Kafka
-	@$(PYTEST) tests -m "not full"
+	@$(PYTEST) tests -m "not full" -n $(JOBS) --dist loadgroup
 
 .PHONY: test-all
 test-all: lint ## Check style and types, and run all tests but the long ones
-	@$(PYTEST) tests
+	@$(PYTEST) tests -n $(JOBS) --dist loadgroup
 
 .PHONY: test-long
 test-long: $(VENV)/.dev ## Run the long tests too: outages, audits, the simulator's mutants, other Kafka versions

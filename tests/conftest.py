@@ -13,6 +13,11 @@ import structlog
 from txbroker.embedded import DEFAULT_VERSION, EmbeddedKafka
 
 _LEFT_OUT: dict[str, list[str]] = {}
+_FULL = frozenset(
+    """alerts chart cluster e2e embedded faults kafka lint operate secure simulator spark
+    versions""".split()  # noqa: SIM905
+)
+"""Folders whose tests take processes, a cluster, Spark or long: `make test` leaves them out."""
 
 
 @pytest.fixture(scope="session")
@@ -46,15 +51,27 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "rule(number, …): covers rules of docs/reference/rules.md")
     config.addinivalue_line("markers", "needs_root: does what only root may")
     config.addinivalue_line("markers", "long: takes minutes; `make test-long` runs it")
+    config.addinivalue_line("markers", "full: `make test-all` runs it, `make test` does not")
+    config.addinivalue_line("markers", "quick: `make test` runs it although it is a full one")
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave tests of minutes to `make test-long`."""
-    if os.environ.get("TXBROKER_TEST_LONG"):
-        return
-    long = [item for item in items if item.get_closest_marker("long")]
-    items[:] = [item for item in items if item not in long]
-    config.hook.pytest_deselected(items=long)
+    """Leave out long tests, mark full ones, and give each worker whole files, Spark's first."""
+    if not os.environ.get("TXBROKER_TEST_LONG"):
+        long = [item for item in items if item.get_closest_marker("long")]
+        items[:] = [item for item in items if item not in long]
+        config.hook.pytest_deselected(items=long)
+    for item in items:
+        folder = item.path.parent.name
+        real = "kafka" in getattr(item, "fixturenames", ()) or "[kafka" in item.name
+        tool = item.get_closest_marker("needs_tool") is not None
+        if (folder in _FULL or real or tool) and not item.get_closest_marker("quick"):
+            item.add_marker("full")
+        # Files share fixtures; Spark's tests one Spark, and those of security one table.
+        whole = folder in ("spark", "security")
+        item.add_marker(pytest.mark.xdist_group(folder if whole else str(item.path)))
+    items.sort(key=lambda item: item.path.parent.name != "spark")
 
 
 def missing(item: pytest.Item) -> Iterator[str]:

@@ -107,6 +107,7 @@ def test_the_same_goes_without_scripts(broker: InMemoryBroker, window: Browser) 
     assert broker.pending() == []
 
 
+@pytest.mark.quick
 def test_an_overview_is_live_and_keeps_the_place(broker: InMemoryBroker, window: Browser) -> None:
     prepare(broker)
     window.open("/")

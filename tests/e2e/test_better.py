@@ -102,6 +102,7 @@ async def test_the_answer_comes_after_all_acks_and_tells_the_outcome(shared: Pro
     assert set(await values(shared, topic)) == {str(n).encode() for n in range(20)}
 
 
+@pytest.mark.quick
 async def test_target_write_and_progress_are_one_transaction(shared: ProxyProcess) -> None:
     """Killed while it promotes, again and again: nothing is there twice."""
     topic, sent = await shared.topic(2), 0

@@ -108,6 +108,7 @@ async def judged(
     return recorder
 
 
+@pytest.mark.quick
 async def test_kill_9_of_the_proxy_loses_and_doubles_nothing(
     world: ProxyProcess, shop: Shop
 ) -> None:
@@ -136,6 +137,7 @@ async def test_a_proxy_that_hung_wakes_up_behind_its_successor_and_spoils_nothin
         await hung.close()
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("killed", ["before", "after"])
 async def test_a_producer_killed_round_its_local_commit_is_settled_by_its_twin(
     world: ProxyProcess, shop: Shop, tmp_path: Path, killed: str

@@ -10,6 +10,7 @@ import pytest
 from tests.security.security_table import CLASSES, PAGE, ROWS, WRITE, page_of, rows_in
 
 
+@pytest.mark.full
 def test_the_page_says_what_the_tests_have_seen(request: pytest.FixtureRequest) -> None:
     seen = request.config.stash[ROWS]
     if os.environ.get(WRITE):

@@ -87,6 +87,7 @@ def test_every_kind_is_planted(planted: Planted) -> None:
     assert kinds == set(KIND_NAMES)
 
 
+@pytest.mark.quick
 def test_what_was_planted_is_found_exactly(planted: Planted, audited: Audited) -> None:
     expected = planted.planting.expected
     assert not differences(expected.values(), audited.rows)
