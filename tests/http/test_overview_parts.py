@@ -142,4 +142,4 @@ def test_few_looks_are_kept() -> None:
     for _ in range(1000):
         clock.now_s += 1
         rates.sample()
-    assert len(rates._looks) <= WINDOW_S + 2
+    assert len(rates._samples) <= WINDOW_S + 2

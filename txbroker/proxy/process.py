@@ -1,7 +1,5 @@
 """Assembles one proxy: door, broker, checks and HTTP server."""
 
-import asyncio
-import random
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -21,6 +19,7 @@ from txbroker.config.settings import Settings
 from txbroker.core.index import ShareOf
 from txbroker.door.protocols import Door
 from txbroker.errors import KafkaUnavailable
+from txbroker.net.backoff import Backoff
 from txbroker.net.tls import ClientTls, ServerTls, TlsFiles
 from txbroker.principals import Directory, Role
 from txbroker.proxy.cluster.broker import Broker
@@ -41,7 +40,7 @@ from txbroker.proxy.observe.partition_gauges import PartitionGauges
 from txbroker.proxy.observe.readiness import ReadinessLog
 
 RECONNECT_S, RECONNECT_MAX_S = 0.1, 1.0
-"""Pauses between attempts to reach Kafka at the start, the first and the longest, seconds."""
+"""First and longest pause between attempts to reach Kafka at the start, seconds."""
 
 log = get_logger(__name__)
 
@@ -185,36 +184,31 @@ def _shared_role(settings: Settings) -> Role:
 
 
 async def _reach_kafka(door: Door, groups: Groups, settings: Settings, wait_s: float) -> None:
-    """Start the door and read the groups, again and again while Kafka does not answer, for
-    `wait_s` seconds.
+    """Start the door and read the groups; retry for `wait_s` seconds while Kafka is unavailable.
 
     Raises:
-        KafkaUnavailable: Kafka has not answered in this time, or refuses.
+        KafkaUnavailable: Kafka did not answer in this time, or refuses.
         ConfigurationError: waiting does not help.
     """
-    began = time.monotonic()
-    waiting, pause_s = False, RECONNECT_S
+    began, waiting = time.monotonic(), False
+    backoff = Backoff(wait_s, RECONNECT_S, RECONNECT_MAX_S)
     while True:
         try:
             await door.start()
             await groups.load()
             break
         except KafkaUnavailable as error:
-            left_s = began + wait_s - time.monotonic()
             if error.lasting or wait_s == 0:
                 raise
-            if left_s <= 0:
-                raise KafkaUnavailable(
-                    f"{error}. Waited {wait_s:g} s (wait_for_kafka_s) for Kafka at {settings.kafka}"
-                ) from None
-            if not waiting:
+            if backoff.left_s > 0 and not waiting:
                 waiting = True
                 log.warning(
                     "waiting for kafka", kafka=settings.kafka, seconds=wait_s, why=str(error)
                 )
-        # Up to twice as long at random: many proxies that start together do not come at once.
-        await asyncio.sleep(min(pause_s * (1 + random.random()), left_s))
-        pause_s = min(pause_s * 2, RECONNECT_MAX_S)
+            if not await backoff.pause():
+                raise KafkaUnavailable(
+                    f"{error}. Waited {wait_s:g} s (wait_for_kafka_s) for Kafka at {settings.kafka}"
+                ) from None
     if waiting:
         log.info("kafka answers", seconds=round(time.monotonic() - began, 1))
 

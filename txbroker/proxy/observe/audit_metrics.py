@@ -1,4 +1,4 @@
-"""What the audits tell, as metrics of every proxy: an alarm needs nothing but a scrape."""
+"""The results of audits as metrics of every proxy, so that an alert needs only a scrape."""
 
 from txbroker.contract.audit import BATCH_KEY, STREAM_KEY, AuditNews, decode_news
 from txbroker.core.decoding import Malformed, NewerVersion
@@ -9,10 +9,10 @@ log = get_logger(__name__)
 
 
 class AuditMetrics:
-    """The newest that a batch and a stream have told.
+    """Holds the newest results of a batch audit and of a stream.
 
     Args:
-        metrics: where it is shown.
+        metrics: shows them.
     """
 
     def __init__(self, metrics: Metrics) -> None:
@@ -20,7 +20,7 @@ class AuditMetrics:
         metrics.watch(self._gauges)
 
     def changed(self, key: str, value: bytes | None) -> None:
-        """Take a record of the audit topic; one that does not read changes nothing."""
+        """Take a record of the audit topic; ignore it if it cannot be decoded."""
         if key not in (BATCH_KEY, STREAM_KEY):
             return
         if value is None:
@@ -29,11 +29,7 @@ class AuditMetrics:
         try:
             self._news[key] = decode_news(value)
         except NewerVersion as error:
-            log.warning(
-                "audit is newer",
-                key=key,
-                why=str(error),
-            )
+            log.warning("audit is newer", key=key, why=str(error))
         except Malformed as error:
             log.warning("audit record not read", key=key, why=str(error))
 
@@ -42,7 +38,7 @@ class AuditMetrics:
         for news in self._news.values():
             for kind, count in news.drift.items():
                 drift[kind] = max(drift.get(kind, 0), count)
-        # Each by itself: a stream that runs must not hide that no batch does any more.
+        # One for each mode: a running stream must not hide that batches no longer run.
         ended = {mode: news.ended_ms / 1000 for mode, news in self._news.items()}
         set_aside = {mode: news.quarantined for mode, news in self._news.items()}
         return Gauges(

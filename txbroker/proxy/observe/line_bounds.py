@@ -1,7 +1,7 @@
-"""No flood of log lines: of one kind only so many in a while, and a count of those left out.
+"""Rate limit of log lines: at most a number of each kind per window, then a count of the rest.
 
-Under trouble an event can come once for each of a hundred thousand transactions. The first lines
-say what it is; metrics and `txbroker tx list` say of which ones.
+During an incident an event can occur once for each of a hundred thousand transactions. The first
+lines show its nature; metrics and `txbroker tx list` show the transactions.
 """
 
 import threading
@@ -12,18 +12,18 @@ from typing import Protocol
 LINES_MAX = 20
 """Lines of one kind within a window: enough to see what they have in common."""
 WINDOW_S = 10.0
-"""Seconds; so no kind writes more than two lines a second for longer than a moment."""
+"""Length of a window, seconds: on average at most two lines a second of each kind."""
 
 
 class Timer(Protocol):
-    """Something that happens later."""
+    """Calls a function once, later."""
 
     def start(self) -> None:
         """Begin to wait."""
         ...
 
 
-def _in_a_thread(delay_s: float, then: Callable[[], None]) -> Timer:
+def _thread_timer(delay_s: float, then: Callable[[], None]) -> Timer:
     timer = threading.Timer(delay_s, then)
     timer.daemon = True
     return timer
@@ -39,7 +39,7 @@ class _Window:
         self.partitions: set[int] = set()
 
     def takes(self, lines_max: int, partition: int | None) -> bool:
-        """Count a line; say whether there is room for it."""
+        """Count a line; return whether it may be written."""
         takes = self.admitted < lines_max
         if partition is not None and partition not in self.partitions:
             self.partitions.add(partition)
@@ -52,27 +52,27 @@ class _Window:
 
 
 class LineBounds:
-    """Says which lines are written, and tells how many were not.
+    """Decides which lines are written, and reports how many were suppressed.
 
-    A kind is a text out of a small set, such as an event's name: each is remembered.
+    A kind is one of a small set of texts, such as the names of events, as all are kept in memory.
 
     Args:
-        tell: called with a kind and how many lines of it were left out, at the end of its window.
+        report: called with a kind and its number of suppressed lines, at the end of its window.
         lines_max, window_s: see the constants.
         now_s: a monotonic clock.
-        later: makes a timer that calls a function once after so many seconds.
+        later: returns a timer that calls a function once, after a delay in seconds.
     """
 
     def __init__(
         self,
-        tell: Callable[[str, int], None],
+        report: Callable[[str, int], None],
         *,
         lines_max: int = LINES_MAX,
         window_s: float = WINDOW_S,
         now_s: Callable[[], float] = time.monotonic,
-        later: Callable[[float, Callable[[], None]], Timer] = _in_a_thread,
+        later: Callable[[float, Callable[[], None]], Timer] = _thread_timer,
     ) -> None:
-        self._tell = tell
+        self._report = report
         self._lines_max = lines_max
         self._window_s = window_s
         self._now_s = now_s
@@ -83,11 +83,11 @@ class LineBounds:
         self._waiting = False
 
     def admit(self, kind: str, partition: int | None = None) -> bool:
-        """Say whether a line of this kind is to be written.
+        """Return whether a line of this kind may be written.
 
         Args:
-            partition: the half partition that it is about: the first line about each is written,
-                however many there are, as what happens to one says nothing of the others.
+            partition: the half partition that it concerns. The first line of each partition is
+                always written, as partitions fail independently.
         """
         now_s = self._now_s()
         begun: _Window | None = None
@@ -100,32 +100,32 @@ class LineBounds:
             waits = not admitted and not self._waiting
             self._waiting = self._waiting or waits
         if begun is not None and begun.left_out:
-            self._tell(kind, begun.left_out)
+            self._report(kind, begun.left_out)
         if waits:
             self._later(self._window_s, self._look).start()
         return admitted
 
     def flush(self) -> None:
-        """Tell at once of everything that was left out, as at the end of the process."""
-        self._tell_all(lambda window: True)
+        """Report all suppressed lines at once, as at the end of the process."""
+        self._report_all(lambda window: True)
 
     def _look(self) -> None:
         now_s = self._now_s()
-        self._tell_all(lambda window: now_s - window.since_s >= self._window_s)
+        self._report_all(lambda window: now_s - window.since_s >= self._window_s)
         with self._lock:
             self._waiting = any(window.left_out for window in self._windows.values())
             waits = self._waiting
         if waits:
             self._later(self._window_s, self._look).start()
 
-    def _tell_all(self, over: Callable[[_Window], bool]) -> None:
+    def _report_all(self, over: Callable[[_Window], bool]) -> None:
         with self._lock:
-            told: Iterable[tuple[str, int]] = [
+            suppressed: Iterable[tuple[str, int]] = [
                 (kind, window.left_out)
                 for kind, window in self._windows.items()
                 if window.left_out and over(window)
             ]
-            for kind, _ in told:
+            for kind, _ in suppressed:
                 del self._windows[kind]
-        for kind, count in told:
-            self._tell(kind, count)
+        for kind, count in suppressed:
+            self._report(kind, count)

@@ -1,4 +1,4 @@
-"""Log lines on stderr: one for an event that matters, none for a message, never a secret.
+"""Log lines on stderr: one per event that matters, none per message, never a secret.
 
 docs/reference/logs.md lists every event, its fields and what to do about it.
 """
@@ -14,21 +14,21 @@ import structlog
 from txbroker.proxy.observe.line_bounds import WINDOW_S, LineBounds
 
 _LEVELS = {name: getattr(logging, name.upper()) for name in ("debug", "info", "warning", "error")}
-# Whatever a key with such a name holds, it is not for the log.
+# Values of keys with such a name are never logged.
 _SECRET_WORDS = ("password", "secret", "token", "authorization", "signature")
 _MARGIN = "    | "
-"""Before each line of a traceback for people: nothing in it can pass for a line of the log."""
+"""Prefix of each line of a traceback for people, so that none can pass for a log line."""
 _LEFT_OUT = "lines left out"
 _bounds: LineBounds | None = None
 
 EventDict = structlog.typing.EventDict
 
 
-# --- what may be told ------------------------------------------------------------------------
+# --- content ---------------------------------------------------------------------------------
 
 
 def hide_secrets(_: Any, __: str, event: EventDict) -> EventDict:
-    """Replace the values of keys that name a secret; files that hold one may be named."""
+    """Mask the values of keys that name a secret; the path of a secret's file is not masked."""
     for key in event:
         name = key.lower()
         if any(word in name for word in _SECRET_WORDS) and not name.endswith(("_file", "_ref")):
@@ -37,16 +37,16 @@ def hide_secrets(_: Any, __: str, event: EventDict) -> EventDict:
 
 
 def printable(text: str) -> str:
-    """Return text in which no character moves a terminal's cursor, turns the writing round or
-    ends the line: such ones are escaped as Python does it."""
+    """Return text with control characters, bidirectional marks and line ends escaped as in
+    Python."""
     if text.isprintable():
         return text
     return "".join([c if c.isprintable() else repr(c)[1:-1] for c in text])
 
 
 def make_harmless(_: Any, __: str, event: EventDict) -> EventDict:
-    """Make the texts of a line for people printable: names and reasons are other people's. What
-    is no text is shown as Python's `repr` does it, which escapes by itself."""
+    """Make the texts of a line for people printable: clients choose names and reasons. Other
+    values are shown by `repr`, which escapes them."""
     for key, value in event.items():
         if isinstance(value, str):
             event[key] = printable(value)
@@ -54,14 +54,14 @@ def make_harmless(_: Any, __: str, event: EventDict) -> EventDict:
 
 
 def _plain_traceback(out: TextIO, error: structlog.typing.ExcInfo) -> None:
-    """Write a traceback without the values of variables: bodies and secrets are among them."""
+    """Write a traceback without the values of variables, which may be bodies or secrets."""
     for part in traceback.format_exception(*error):
         for line in part.splitlines():
             out.write(f"\n{_MARGIN}{printable(line)}")
 
 
 def _naming(worker: int) -> structlog.typing.Processor:
-    """Return what adds to each line of which worker it is."""
+    """Return a processor that adds the worker's number to each line."""
 
     def name(_: Any, __: str, event: EventDict) -> EventDict:
         return {**event, "worker": worker}
@@ -69,13 +69,13 @@ def _naming(worker: int) -> structlog.typing.Processor:
     return name
 
 
-# --- how many lines --------------------------------------------------------------------------
+# --- rate limit ------------------------------------------------------------------------------
 
 
-def _leave_out(_: Any, __: str, event: EventDict) -> EventDict:
-    """Drop our lines of a kind of which there were too many of late."""
+def _limit(_: Any, __: str, event: EventDict) -> EventDict:
+    """Drop our lines of a kind above its rate limit."""
     kind = str(event["event"])
-    # Those that tell of the others are few.
+    # Lines that report suppressed ones are few.
     if kind != _LEFT_OUT and _bounds is not None:
         partition = event.get("partition")
         if not _bounds.admit(kind, partition if isinstance(partition, int) else None):
@@ -83,13 +83,13 @@ def _leave_out(_: Any, __: str, event: EventDict) -> EventDict:
     return event
 
 
-def _few_of_a_library(record: logging.LogRecord) -> bool:
-    """Drop lines of a library that has written too many of late; ours were looked at."""
+def _limit_library(record: logging.LogRecord) -> bool:
+    """Drop lines of a library above its rate limit; ours have passed `_limit`."""
     ours = isinstance(record.msg, dict)
     return ours or _bounds is None or _bounds.admit(f"logger {record.name}")
 
 
-def _tell_left_out(kind: str, count: int) -> None:
+def _report_left_out(kind: str, count: int) -> None:
     log.warning("lines left out", of=kind, count=count, seconds=round(WINDOW_S))
 
 
@@ -97,27 +97,27 @@ def _begin_bounds() -> None:
     global _bounds
     if _bounds is None:
         atexit.register(flush_lines)
-    _bounds = LineBounds(_tell_left_out)
+    _bounds = LineBounds(_report_left_out)
 
 
 def flush_lines() -> None:
-    """Tell at once of lines that were left out so far."""
+    """Report all suppressed lines at once."""
     if _bounds is not None:
         _bounds.flush()
 
 
-# --- putting it together ---------------------------------------------------------------------
+# --- configuration ---------------------------------------------------------------------------
 
 
 def configure_logging(
     style: Literal["auto", "console", "json"] = "auto", level: str = "info", *, worker: int = 0
 ) -> None:
-    """Send every log line of the process to stderr, structlog's and the libraries' alike.
+    """Send every log line of the process to stderr, those of libraries too.
 
     Args:
-        style: `console` for people, `json` for machines; `auto` looks whether a person watches.
-        level: the least important lines to show.
-        worker: which of several proxies of one command this is, told in each line; 0: it is alone.
+        style: `console` for people, `json` for machines; `auto`: `console` if stderr is a terminal.
+        level: the lowest level shown.
+        worker: number of this proxy among those of one command, added to each line; 0 for one.
     """
     _begin_bounds()
     console = style == "console" or (style == "auto" and sys.stderr.isatty())
@@ -132,7 +132,7 @@ def configure_logging(
     structlog.configure(
         processors=[
             structlog.stdlib.filter_by_level,
-            _leave_out,
+            _limit,
             *shared,
             structlog.stdlib.ProcessorFormatter.wrap_for_formatter,
         ],
@@ -141,7 +141,7 @@ def configure_logging(
         cache_logger_on_first_use=False,
     )
     handler = logging.StreamHandler(sys.stderr)
-    handler.addFilter(_few_of_a_library)
+    handler.addFilter(_limit_library)
     handler.setFormatter(
         structlog.stdlib.ProcessorFormatter(
             foreign_pre_chain=shared,
@@ -154,7 +154,7 @@ def configure_logging(
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(_LEVELS[level])
-    # Libraries tell every retry at info; what matters of it we say ourselves.
+    # Libraries log every retry at info; our own events cover those that matter.
     for name in ("aiohttp", "aiokafka", "asyncio"):
         logging.getLogger(name).setLevel(max(_LEVELS[level], logging.WARNING))
 
@@ -167,7 +167,7 @@ def _for_people() -> list[structlog.typing.Processor]:
 
 
 def _for_machines() -> list[structlog.typing.Processor]:
-    # Without the values of variables, like above.
+    # Without the values of variables, as above.
     frames = structlog.tracebacks.ExceptionDictTransformer(show_locals=False)
     return [
         structlog.processors.ExceptionRenderer(frames),
@@ -178,8 +178,8 @@ def _for_machines() -> list[structlog.typing.Processor]:
 def get_logger(name: str) -> structlog.stdlib.BoundLogger:
     """Return the logger of a module; its lines carry the module's name.
 
-    Where nobody has configured logging, as in a service's own tests with a broker in memory, lines
-    go to Python's loggers: structlog itself would print them among the output of the program.
+    Without `configure_logging`, as in a service's own tests with a broker in memory, lines go to
+    Python's loggers: structlog itself would print them into the program's output.
     """
     logger: structlog.stdlib.BoundLogger = structlog.wrap_logger(logging.getLogger(name))
     return logger

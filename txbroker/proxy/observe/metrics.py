@@ -1,8 +1,8 @@
 """The Prometheus metrics of one proxy.
 
-Counters are children that were looked up once: counting costs half a microsecond, looking a
-child up three times that. Gauges are not kept at all: they are asked for when somebody scrapes.
-Never is an id a label, and groups or topics beyond a bound count together as `other`.
+Children of counters are cached: counting costs half a microsecond, a lookup three times that.
+Gauges are not stored but read at each scrape. No label is an id, and groups or topics beyond a
+limit count together as `other`.
 """
 
 import platform
@@ -33,7 +33,7 @@ from txbroker.core.transaction import Transaction
 
 OTHER = "other"
 LABELS_KNOWN_MAX = 100_000
-"""Values of one label of which is remembered how they are called; further ones are `other`."""
+"""Values of one label whose share is cached; further ones are `other`."""
 _LATENCY_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 _CHECK_S = (0.005, 0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 _SNAPSHOT_S = (0.01, 0.05, 0.1, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 300.0)
@@ -42,9 +42,9 @@ _RECOVERY_S = (0.1, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 300.0)
 
 @dataclass(frozen=True)
 class Gauges:
-    """What the parts of a proxy say of themselves when the metrics are scraped.
+    """The values of one source of gauges at a scrape.
 
-    A source fills in what it knows; the values of several sources are added up, except ages and
+    A source sets the fields that it knows. Values of several sources are added, except ages and
     headroom, of which the worst counts.
     """
 
@@ -69,7 +69,7 @@ class Gauges:
 
 
 class Described(NamedTuple):
-    """A metric as the reference shows it."""
+    """A metric in the reference."""
 
     name: str
     kind: str
@@ -85,59 +85,57 @@ class _Family:
     worst: Callable[[float, float], float] | None = None
 
 
-# One line for each gauge: its field in `Gauges`, its help, its label, how values come together.
+# For each gauge its field in `Gauges`, help and label, and how values of sources combine.
 _FAMILIES = (
     _Family("pending", "Undecided transactions.", "group"),
-    _Family("pending_oldest_age_seconds", "Age of the oldest undecided one.", "group", max),
-    _Family("parked", "Transactions that stayed undecided after the last attempt.", "group"),
-    _Family("refused", "Committed transactions that a target does not take.", "topic"),
+    _Family("pending_oldest_age_seconds", "Age of the oldest undecided transaction.", "group", max),
+    _Family("parked", "Transactions undecided after their last check attempt.", "group"),
+    _Family("refused", "Committed transactions that a target rejects.", "topic"),
     _Family("sessions", "Open SDK sessions.", "group"),
-    _Family("unreachable_groups", "Groups of which nobody can be reached for checks.", None),
-    _Family("promotion_lag_markers", "Markers that were written but not promoted yet.", None),
+    _Family("unreachable_groups", "Groups without a reachable instance for checks.", None),
+    _Family("promotion_lag_markers", "Commit markers that are not promoted yet.", None),
     _Family(
         "promotion_oldest_age_seconds",
-        "Age of the oldest commit marker that was not promoted yet.",
+        "Age of the oldest commit marker that is not promoted yet.",
         None,
         max,
     ),
     _Family("owned_partitions", "Half partitions that this proxy owns.", None),
-    _Family("partitions", "Half partitions by what this proxy does with them.", "state"),
-    _Family("topic_problems", "What is wrong with txbroker's own topics.", None, max),
+    _Family("partitions", "Half partitions by their state in this proxy.", "state"),
+    _Family("topic_problems", "Problems of txbroker's own topics.", None, max),
     _Family(
         "files_not_read",
-        "1 if the file of this setting (a token, the peer secret, the principals), as it is now, "
-        "cannot be used, so its last content stays in force, else 0.",
+        "1 if the current content of this setting's file (a token, the peer secret, the "
+        "principals) cannot be used, so that its last content stays in force, else 0.",
         "setting",
         max,
     ),
-    _Family("half_retention_seconds", "How long half messages are kept.", None, min),
+    _Family("half_retention_seconds", "Retention of half messages.", None, min),
     _Family(
         "half_retention_headroom_seconds",
-        "Time until retention would reach the oldest half message that is not settled and of "
-        "which there is no copy.",
+        "Time until retention reaches the oldest unsettled half message without a copy.",
         None,
         min,
     ),
     _Family("ready", "1 if the proxy takes calls, else 0.", None, min),
     _Family(
         "audit_drift",
-        "Transactions that did not end as they were decided: of what the newest batch has judged, "
-        "or all that a stream has found since it began, the worse of the two. Nothing until an "
-        "audit has run.",
+        "Transactions that did not end as decided, in the newest batch audit or in a stream since "
+        "its start, whichever is worse. Absent until an audit has run.",
         "kind",
         max,
     ),
     _Family(
         "audit_last_success_timestamp_seconds",
-        "When the newest `batch` audit ended, and up to when a `stream` has judged, seconds since "
-        "1970. Nothing until one has run.",
+        "End of the newest `batch` audit, and time up to which a `stream` has judged, seconds "
+        "since 1970. Absent until one has run.",
         "mode",
         max,
     ),
     _Family(
         "audit_set_aside_records",
-        "Records that do not read, which the newest `batch` audit, or a `stream` since it began, "
-        "has set aside. Nothing until one has run.",
+        "Undecodable records that the newest `batch` audit, or a `stream` since its start, has set "
+        "aside. Absent until one has run.",
         "mode",
         max,
     ),
@@ -145,15 +143,15 @@ _FAMILIES = (
 
 
 _BUILD_INFO = Described(
-    "txbroker_build_info", "gauge", ("version", "python"), "Always 1; which build runs."
+    "txbroker_build_info", "gauge", ("version", "python"), "Always 1; labels name the build."
 )
 
 
 class _Labels:
-    """A bounded set of label values; what comes too late, or is of a share that has its part
-    already, is called `other`.
+    """A bounded set of label values; a value beyond the limit, or of a share that has used its
+    part, becomes `other`.
 
-    Labels are never freed, so what was decided of a value stands: its share is asked for once.
+    Labels are never freed, so the label of a value never changes and its share is read once.
     """
 
     def __init__(self, values_max: int, share_of: ShareOf = own_share) -> None:
@@ -168,10 +166,10 @@ class _Labels:
             return label
         if self._use.total >= self._max or len(self._known) >= LABELS_KNOWN_MAX:
             return OTHER
-        label = self._known[value] = self._decided(value)
+        label = self._known[value] = self._admit(value)
         return label
 
-    def _decided(self, value: str) -> str:
+    def _admit(self, value: str) -> str:
         share = self._share_of(value)
         if self._use.of(share) >= share_max(self._max):
             return OTHER
@@ -180,11 +178,11 @@ class _Labels:
 
 
 class _Latency(Collector):
-    """A histogram that is fed for every transaction: a fifth of the price of the client's.
+    """A histogram of every transaction, at a fifth of the cost of prometheus_client's.
 
     Args:
-        bounds: of its buckets.
-        label: by which it is kept apart, "" for none.
+        bounds: upper bounds of the buckets.
+        label: name of the label, "" for none.
     """
 
     def __init__(self, name: str, text: str, bounds: Sequence[float], label: str = "") -> None:
@@ -192,20 +190,20 @@ class _Latency(Collector):
         self._text = text
         self._bounds = bounds
         self._label = label
-        self._counts: dict[str, list[int]] = {} if label else {"": self._none()}
+        self._counts: dict[str, list[int]] = {} if label else {"": self._zeros()}
         self._sums: defaultdict[str, float] = defaultdict(float)
 
-    def _none(self) -> list[int]:
+    def _zeros(self) -> list[int]:
         return [0] * (len(self._bounds) + 1)
 
-    def observe(self, seconds: Iterable[float], value: str = "") -> None:
-        """Take in what was measured, of a value of the label."""
+    def observe(self, durations_s: Iterable[float], value: str = "") -> None:
+        """Add durations, for a value of the label."""
         counts, bounds = self._counts.get(value), self._bounds
         if counts is None:
-            counts = self._counts[value] = self._none()
-        for each in seconds:
-            counts[bisect_left(bounds, each)] += 1
-            self._sums[value] += each
+            counts = self._counts[value] = self._zeros()
+        for duration_s in durations_s:
+            counts[bisect_left(bounds, duration_s)] += 1
+            self._sums[value] += duration_s
 
     def collect(self) -> Iterable[Metric]:
         names = [*map(str, self._bounds), "+Inf"]
@@ -219,10 +217,10 @@ class _Latency(Collector):
 
 
 class Metrics:
-    """All metrics of one proxy, in a separate registry.
+    """All metrics of one proxy, in a separate registry: a `PartitionEvents`.
 
     Args:
-        share_of: returns whose a group is: no share has all labels.
+        share_of: returns the share of a group; no share can use all labels.
     """
 
     def __init__(
@@ -251,24 +249,21 @@ class Metrics:
         self._prepared = counter("prepared_total", "Half messages stored.", "topic")
         self._decisions = counter("decisions_total", "Decisions.", "decision", "source")
         self._promoted = counter("promoted_total", "Messages promoted.", "topic")
-        self._checks = counter("checks_total", "Checks by how they ended.", "group", "outcome")
-        self._conflicts = counter("conflicts_total", "Decisions contrary to the standing one.")
+        self._checks = counter("checks_total", "Checks by outcome.", "group", "outcome")
+        self._conflicts = counter("conflicts_total", "Decisions that contradict an earlier one.")
         self._foreign = counter(
             "foreign_records_total",
-            "Records in txbroker's own topics that are none of ours and were set aside: other "
-            "clients write there.",
+            "Records of other clients in txbroker's own topics, set aside.",
             "topic",
         )
-        self._fenced = counter("fenced_total", "Times that another owner took a partition.")
-        self._overloaded = counter("overloaded_total", "Calls turned away.", "operation")
+        self._fenced = counter("fenced_total", "Partitions lost to a claim of another proxy.")
+        self._overloaded = counter("overloaded_total", "Calls rejected by a limit.", "operation")
         self._kafka_errors = counter("kafka_errors_total", "Errors of Kafka.", "operation")
         self._lost = counter(
             "lost_undecided_total",
-            "Transactions whose half messages vanished before they were settled.",
+            "Transactions whose half messages were deleted before they were settled.",
         )
-        self._snapshot_failed = counter(
-            "snapshot_failed_total", "Snapshots that could not be written; the next one is."
-        )
+        self._snapshot_failed = counter("snapshot_failed_total", "Snapshots that were not written.")
 
     def _make_histograms(self) -> None:
         def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
@@ -285,22 +280,24 @@ class Metrics:
             self.registry.register(collector)
             return collector
 
-        self._check_s = latency("check_duration_seconds", "Time of a check.", _CHECK_S, "group")
+        self._check_s = latency("check_duration_seconds", "Duration of a check.", _CHECK_S, "group")
         self._decision_s = latency(
-            "decision_latency_seconds", "From a decision's call to its answer.", _LATENCY_S
+            "decision_latency_seconds", "Time from a decision's call to its answer.", _LATENCY_S
         )
         self._promotion_s = latency(
-            "promotion_latency_seconds", "From a commit's marker until it is visible.", _LATENCY_S
+            "promotion_latency_seconds",
+            "Time from a commit marker until its messages are visible.",
+            _LATENCY_S,
         )
         self._recovery_s = histogram(
-            "recovery_seconds", "From gaining a partition until it is caught up.", _RECOVERY_S
+            "recovery_seconds",
+            "Time from the claim of a partition until it is caught up.",
+            _RECOVERY_S,
         )
         self._snapshot_s = histogram(
-            "snapshot_seconds", "Time of writing a snapshot, beside the work.", _SNAPSHOT_S
+            "snapshot_seconds", "Duration of writing a snapshot, in the background.", _SNAPSHOT_S
         )
-        self._snapshot_entries = gauge(
-            "snapshot_entries", "Transactions in the snapshot that was written last."
-        )
+        self._snapshot_entries = gauge("snapshot_entries", "Transactions in the newest snapshot.")
 
     def _count(self, counter: Counter, amount: float, *labels: str) -> None:
         key = (counter._name, *labels)
@@ -309,37 +306,36 @@ class Metrics:
             child = self._counters[key] = counter.labels(*labels)
         child.inc(amount)
 
-    # --- what happened ---
+    # --- events ---
 
     def outcome(self, outcome: ApplyResult) -> None:
-        """Count a decision contrary to the standing one; nothing else that changed nothing."""
+        """Count a decision that contradicts an earlier one; ignore other outcomes."""
         if outcome.effect is Effect.CONFLICT:
             self._conflicts.inc()
 
     def prepared(self, transactions: Sequence[Transaction]) -> None:
-        """Count messages in half messages that were stored."""
+        """Count the messages of stored prepares."""
         self._count_messages(self._prepared, transactions)
 
     def decided(self, transactions: Sequence[Transaction]) -> None:
-        """Count decisions that stand."""
+        """Count decisions that took effect."""
         counts: dict[tuple[str, str], int] = {}
         for transaction in transactions:
             verdict = transaction.verdict
             if verdict is not None:
-                told = str(verdict.decision), str(verdict.source)
-                counts[told] = counts.get(told, 0) + 1
+                labels = str(verdict.decision), str(verdict.source)
+                counts[labels] = counts.get(labels, 0) + 1
         for (decision, source), count in counts.items():
             self._count(self._decisions, count, decision, source)
 
     def promoted(self, transactions: Sequence[Transaction]) -> None:
-        """Count messages that are visible, and record of each transaction the time since its
-        commit's marker."""
+        """Count visible messages, and record the promotion latency of each transaction."""
         self._count_messages(self._promoted, transactions)
         self._promotion_s.observe(
             [
-                max(0, each.promoted_at_ms - each.verdict.at_ms) / 1000
-                for each in transactions
-                if each.promoted_at_ms and each.verdict is not None
+                max(0, transaction.promoted_at_ms - transaction.verdict.at_ms) / 1000
+                for transaction in transactions
+                if transaction.promoted_at_ms and transaction.verdict is not None
             ]
         )
 
@@ -352,24 +348,24 @@ class Metrics:
             self._count(counter, count, self._topic(topic))
 
     def refused(self, transactions: Sequence[Transaction]) -> None:
-        """These were set aside; the gauge shows them."""
+        """Count nothing: the gauge shows refused transactions."""
 
     def checks_ended(self, group: str, outcome: str, durations_s: Sequence[float]) -> None:
-        """Count checks and how long they took."""
+        """Count checks and record their durations."""
         label = self._group(group)
         self._count(self._checks, len(durations_s), label, outcome)
         self._check_s.observe(durations_s, label)
 
     def foreign(self, topic: str, count: int) -> None:
-        """Count records of others in one of our topics, `half` say."""
+        """Count records of other clients in one of our topics, such as `half`."""
         self._count(self._foreign, count, topic)
 
     def fenced(self) -> None:
-        """Count that another owner took a partition from us."""
+        """Count a partition that another proxy claimed."""
         self._fenced.inc()
 
     def overloaded(self, operation: str) -> None:
-        """Count a call that was turned away because a limit is reached."""
+        """Count a call rejected by a limit."""
         self._count(self._overloaded, 1, operation)
 
     def kafka_failed(self, operation: str) -> None:
@@ -377,37 +373,37 @@ class Metrics:
         self._count(self._kafka_errors, 1, operation)
 
     def lost(self, count: int) -> None:
-        """Count transactions of which nothing is left, though they were not settled."""
+        """Count unsettled transactions whose messages were deleted."""
         self._lost.inc(count)
 
     def snapshot_written(self, seconds: float, entries: int) -> None:
-        """Record a snapshot: how long it took, and how many transactions it holds."""
+        """Record duration and size of a snapshot."""
         self._snapshot_s.observe(seconds)
         self._snapshot_entries.set(entries)
 
     def snapshot_failed(self) -> None:
-        """Count a snapshot that could not be written."""
+        """Count a snapshot that was not written."""
         self._snapshot_failed.inc()
 
     def decisions_took(self, seconds: float, count: int = 1) -> None:
-        """Record the time from the calls of decisions to their answers, which came together."""
+        """Record the latency of decisions that were answered together."""
         self._decision_s.observe([seconds] * count)
 
     def recovered(self, seconds: float) -> None:
-        """Record the time from gaining a partition until it is caught up."""
+        """Record the time of the recovery of a partition."""
         self._recovery_s.observe(seconds)
 
-    # --- what is the case ---
+    # --- gauges ---
 
     def watch(self, source: Callable[[], Gauges]) -> None:
-        """Ask `source` for its gauges at every scrape."""
+        """Read the gauges of `source` at every scrape."""
         self._sources.append(source)
 
     def collect_gauges(self) -> Iterable[Metric]:
-        """Yield the gauges of all sources, brought together."""
-        found = [source() for source in self._sources]
+        """Yield the combined gauges of all sources."""
+        sources = [source() for source in self._sources]
         for family in _FAMILIES:
-            yield self._family(family, [getattr(gauges, family.name) for gauges in found])
+            yield self._family(family, [getattr(gauges, family.name) for gauges in sources])
         build = GaugeMetricFamily(_BUILD_INFO.name, _BUILD_INFO.text, labels=_BUILD_INFO.labels)
         build.add_metric((__version__, platform.python_version()), 1)
         yield build
@@ -425,14 +421,14 @@ class Metrics:
                 if number is None:
                     continue
                 key: tuple[str, ...] = () if label is None else (bound(label),)
-                found = float(number)
-                merged[key] = merge(merged[key], found) if key in merged else found
+                gauge = float(number)
+                merged[key] = merge(merged[key], gauge) if key in merged else gauge
         for key, total in merged.items():
             metric.add_metric(key, total)
         return metric
 
     def described(self) -> list[Described]:
-        """Return what there is, by name, for the reference."""
+        """Return all metrics by name, for the reference."""
         gauges = [
             Described(
                 f"txbroker_{family.name}",

@@ -1,7 +1,6 @@
-"""How all stands: each proxy tells of its own half partitions, and whoever is asked joins them.
+"""Overviews: each proxy reports its own half partitions, and the called proxy joins the reports.
 
-A proxy reads its ledgers' own counters and walks no transactions, so that this takes milliseconds
-also with a million of them pending.
+See `txbroker.proxy.observe.observed` for why this takes milliseconds only.
 """
 
 from collections import Counter
@@ -28,13 +27,13 @@ _NOT_OURS = frozenset({PartitionState.ELSEWHERE, PartitionState.NONE})
 
 
 class GroupStatus(Struct, frozen=True):
-    """What a proxy knows beside transactions.
+    """Sources of what a proxy knows of groups and files.
 
     Attributes:
-        connected: the instances of each group that can be asked by sessions at this proxy.
-        unreachable: the groups that could not be asked, each with why.
-        unreachable_for_s: the same groups, each with since how many seconds.
-        files_not_read: by setting, whether its file as it is now cannot be used.
+        connected: returns the instances of each group that have a session at this proxy.
+        unreachable: returns the reason for each unreachable group.
+        unreachable_for_s: returns for how many seconds each of them has been unreachable.
+        files_not_read: returns by setting whether the content of its file cannot be used.
     """
 
     connected: Callable[[], Mapping[str, Sequence[str]]] = dict
@@ -50,20 +49,20 @@ def local_overview(
     url: str,
     readiness: Readiness,
     owners: Iterable[ObservedPartition],
-    around: GroupStatus,
+    status: GroupStatus,
     now_ms: int,
     admin_url: str = "",
 ) -> Overview:
-    """Return how this proxy's own part stands.
+    """Return the overview of one proxy.
 
     Args:
-        url: this proxy's URL.
-        owners: those of what is this proxy's for sure and caught up.
+        url: the proxy's URL.
+        owners: the owners that are caught up and not suspended.
         now_ms: the brokers' clock.
-        admin_url: where it takes operators' calls, "" where that is `url`, too.
+        admin_url: where it takes calls of operators, "" if at `url`.
     """
     by_number = {owner.partition: owner for owner in owners}
-    # Read once, so that the oldest of a partition is never younger than that of its groups.
+    # Read once, so that the oldest age of a partition is never below that of its groups.
     moments = {number: owner.now_ms() for number, owner in by_number.items()}
     partitions = []
     for number, text in sorted(readiness.partitions.items()):
@@ -79,13 +78,13 @@ def local_overview(
         refused.update(owner.ledger.refused_by_topic)
         for group in _groups(owner, moments[owner.partition]):
             _add_group(groups, group)
-    for group in _around(around, now_ms):
+    for group in _reachability(status, now_ms):
         _add_group(groups, group)
     ours = tuple(shown.partition for shown in partitions)
     proxy = ProxyOverview(
         url=url,
         ready=readiness.ready,
-        problems=(*readiness.problems, *_not_read(around)),
+        problems=(*readiness.problems, *_not_read(status)),
         version=__version__,
         partitions=ours,
         now_ms=now_ms,
@@ -103,12 +102,12 @@ def local_overview(
     )
 
 
-def _not_read(around: GroupStatus) -> Iterable[str]:
-    """Yield what operators are to know of files, and who may read `/readyz` alone is not."""
-    for name, unread in around.files_not_read().items():
+def _not_read(status: GroupStatus) -> Iterable[str]:
+    """Yield the problems of files: for operators only, so `/readyz` leaves them out."""
+    for name, unread in status.files_not_read().items():
         if unread:
             yield (
-                f"{name} as it is now cannot be used, its last content stays in force: see `file "
+                f"the file of {name} cannot be used, so its last content stays in force: see `file "
                 "not read` in the log"
             )
 
@@ -139,7 +138,7 @@ def _age_s(now_ms: int, since_ms: int | None) -> float | None:
 
 
 def _groups(owner: ObservedPartition, now_ms: int) -> Iterable[GroupOverview]:
-    """Yield what each group has left undecided in a partition."""
+    """Yield the undecided transactions of each group in a partition."""
     ledger = owner.ledger
     pending, parked = ledger.pending_by_group, ledger.parked_by_group
     for name in pending.keys() | parked.keys():
@@ -147,13 +146,13 @@ def _groups(owner: ObservedPartition, now_ms: int) -> Iterable[GroupOverview]:
         yield GroupOverview(name, pending.get(name, 0), parked.get(name, 0), age_s)
 
 
-def _around(around: GroupStatus, now_ms: int) -> Iterable[GroupOverview]:
-    """Yield what is known of groups beside their transactions."""
-    for name, instances in around.connected().items():
+def _reachability(status: GroupStatus, now_ms: int) -> Iterable[GroupOverview]:
+    """Yield the sessions of groups, and since when groups are unreachable."""
+    for name, instances in status.connected().items():
         shown = tuple(instances[:INSTANCES_SHOWN_MAX])
         yield GroupOverview(name, sessions=len(instances), instances=shown)
-    why = around.unreachable()
-    for name, seconds in around.unreachable_for_s().items():
+    why = status.unreachable()
+    for name, seconds in status.unreachable_for_s().items():
         since_ms = now_ms - round(seconds * 1000)
         yield GroupOverview(name, unreachable_since_ms=since_ms, unreachable_why=why.get(name, ""))
 
@@ -164,15 +163,15 @@ def _around(around: GroupStatus, now_ms: int) -> Iterable[GroupOverview]:
 def joined(
     assigned: Sequence[str], parts: Sequence[Overview], missing: Mapping[str, str], at_ms: int
 ) -> Overview:
-    """Return one overview of what several proxies say of their own parts.
+    """Return the joined overview of all proxies.
 
     Args:
         assigned: the URL of each half partition's proxy, "" where none is known.
-        parts: what the proxies that answered say.
-        missing: the URLs of the others, each with why it did not answer.
+        parts: the overviews of the proxies that answered.
+        missing: why each other proxy did not answer, by URL.
         at_ms: the brokers' clock.
     """
-    told: dict[int, PartitionOverview] = {}
+    known: dict[int, PartitionOverview] = {}
     groups: dict[str, GroupOverview] = {}
     refused: Counter[str] = Counter()
     proxies = [ProxyOverview(url, reached=False, why=why) for url, why in missing.items()]
@@ -180,13 +179,13 @@ def joined(
         proxies.extend(part.proxies)
         refused.update(part.refused_topics)
         for shown in part.partitions:
-            # While one moves, two proxies may tell of it: the one that holds it knows more.
-            if shown.partition not in told or told[shown.partition].pending is None:
-                told[shown.partition] = shown
+            # While a partition moves, two proxies may report it: the owner's report has counts.
+            if shown.partition not in known or known[shown.partition].pending is None:
+                known[shown.partition] = shown
         for group in part.groups:
             _add_group(groups, group)
     partitions = tuple(
-        told.get(number) or _untold(number, url, missing) for number, url in enumerate(assigned)
+        known.get(number) or _unknown(number, url, missing) for number, url in enumerate(assigned)
     )
     named = _most_needed(groups.values())
     left_off = len(groups) - len(named) + sum(part.groups_left_off for part in parts)
@@ -201,40 +200,40 @@ def joined(
     )
 
 
-def _untold(number: int, url: str, missing: Mapping[str, str]) -> PartitionOverview:
+def _unknown(number: int, url: str, missing: Mapping[str, str]) -> PartitionOverview:
     if url in missing:
         return PartitionOverview(number, url, UNREACHABLE, missing[url])
     return PartitionOverview(number, url, PartitionState.NONE)
 
 
-def _add_group(groups: dict[str, GroupOverview], found: GroupOverview) -> None:
-    """Join what is told of a group to what was told of it before."""
-    known = groups.get(found.group)
+def _add_group(groups: dict[str, GroupOverview], report: GroupOverview) -> None:
+    """Join a report of a group to the earlier ones."""
+    known = groups.get(report.group)
     if known is None:
-        groups[found.group] = found
+        groups[report.group] = report
         return
-    # Who has not reached it for longest says why.
+    # The reason comes from the proxy that has not reached it for longest.
     since = (known.unreachable_since_ms, known.unreachable_why)
-    other = (found.unreachable_since_ms, found.unreachable_why)
+    other = (report.unreachable_since_ms, report.unreachable_why)
     if since[0] is None or (other[0] is not None and other[0] < since[0]):
         since = other
-    ages = [a for a in (known.oldest_pending_age_s, found.oldest_pending_age_s) if a is not None]
-    # An instance has a session at each owner that it needs, and counts once.
-    instances = tuple(dict.fromkeys(known.instances + found.instances))
-    unnamed = known.sessions + found.sessions - len(known.instances) - len(found.instances)
-    groups[found.group] = GroupOverview(
-        found.group,
-        known.pending + found.pending,
-        known.parked + found.parked,
+    ages = [a for a in (known.oldest_pending_age_s, report.oldest_pending_age_s) if a is not None]
+    # An instance has sessions at several owners, and counts once.
+    instances = tuple(dict.fromkeys(known.instances + report.instances))
+    unnamed = known.sessions + report.sessions - len(known.instances) - len(report.instances)
+    groups[report.group] = GroupOverview(
+        report.group,
+        known.pending + report.pending,
+        known.parked + report.parked,
         max(ages, default=None),
-        max(known.sessions, found.sessions, len(instances) if not unnamed else 0),
+        max(known.sessions, report.sessions, len(instances) if not unnamed else 0),
         instances[:INSTANCES_SHOWN_MAX],
         *since,
     )
 
 
 def _most_needed(groups: Iterable[GroupOverview]) -> tuple[GroupOverview, ...]:
-    """Return the groups that an overview names, those that need somebody first."""
+    """Return the groups that an overview lists, those that need attention first."""
 
     def need(group: GroupOverview) -> tuple[bool, bool, float, str]:
         return (

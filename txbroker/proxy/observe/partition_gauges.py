@@ -1,7 +1,6 @@
-"""What a proxy's half partitions hold, as gauges that are read at a scrape.
+"""The gauges of a proxy's half partitions, read at each scrape.
 
-A scrape reads the ledgers' own counters and walks no transactions, so that it takes milliseconds
-also with a million of them pending.
+See `txbroker.proxy.observe.observed` for why this takes milliseconds only.
 """
 
 from collections import Counter
@@ -12,16 +11,15 @@ from txbroker.proxy.observe.metrics import Gauges
 from txbroker.proxy.observe.observed import ObservedBroker, ObservedPartition
 
 LOOKED_AT_MAX = 2000
-"""Transactions that one scrape looks at in search of the oldest one without a copy."""
+"""Transactions that one scrape reads to find the oldest one without a copy."""
 
 
 class PartitionGauges:
     """Reads the gauges of a broker's half partitions.
 
     Args:
-        broker: owns them.
-        unreachable: which groups cannot be asked now.
-        half_retention_s: how long half messages are kept.
+        unreachable: returns the unreachable groups.
+        half_retention_s: the retention of half messages.
     """
 
     def __init__(
@@ -33,7 +31,7 @@ class PartitionGauges:
         self._copied_to: WeakKeyDictionary[ObservedPartition, int] = WeakKeyDictionary()
 
     def read(self) -> Gauges:
-        """Return what the owners hold now."""
+        """Return the current gauges of all owners."""
         pending: Counter[str] = Counter()
         parked: Counter[str] = Counter()
         refused: Counter[str] = Counter()
@@ -73,25 +71,25 @@ class PartitionGauges:
         )
 
     def _headroom_s(self, owner: ObservedPartition) -> float | None:
-        """Return how long until retention reaches what has no copy; None where all has one.
+        """Return the time until retention reaches a message without a copy; None if all have one.
 
-        What is lost already is not at risk any more; another metric tells of it. A copy counts
-        once its turn is committed, since a lost turn takes `kept` back. From then on it stays
-        until the transaction is settled, so each scrape goes on where the last one stopped. Where
-        thousands were copied in between, the answer is that of the last one looked at: less time
-        than there really is.
+        A lost transaction is not at risk any more; another metric counts it. A copy counts once
+        its promotion transaction is committed, as a lost one takes `kept` back. From then on it
+        stays until the transaction settles, so each scrape continues where the last one stopped.
+        If thousands were copied in between, the answer is that of the last one read: less than
+        the true headroom.
         """
         after = self._copied_to.get(owner, -1)
-        found = owner.ledger.in_order(after, LOOKED_AT_MAX)
-        for transaction in found:
+        unsettled = owner.ledger.in_order(after, LOOKED_AT_MAX)
+        for transaction in unsettled:
             if not transaction.kept_at:
                 break
             after = transaction.offset
         self._copied_to[owner] = after
-        if not found:
+        if not unsettled:
             return None
-        oldest = next((t for t in found if not (t.kept_at or t.lost)), None)
-        if oldest is None and len(found) < LOOKED_AT_MAX:
+        oldest = next((t for t in unsettled if not (t.kept_at or t.lost)), None)
+        if oldest is None and len(unsettled) < LOOKED_AT_MAX:
             return None
-        age_ms = owner.now_ms() - (oldest or found[-1]).prepared_at_ms
+        age_ms = owner.now_ms() - (oldest or unsettled[-1]).prepared_at_ms
         return self._half_retention_s - age_ms / 1000

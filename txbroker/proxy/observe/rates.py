@@ -1,6 +1,6 @@
-"""How fast a half partition works: counted as it happens, looked at once a second.
+"""Rates of a half partition: counts, sampled once a second.
 
-Counting costs an addition. The clock is read at the looks alone, so full speed pays nothing.
+Counting costs an addition; the clock is read only by samples, so calls pay nothing for it.
 """
 
 import time
@@ -11,10 +11,10 @@ from typing import NamedTuple
 from txbroker.contract.service import Rates
 
 WINDOW_S = 10.0
-"""Rates are those of about so many last seconds."""
+"""Rates are averages over about this time, seconds."""
 
 
-class _Look(NamedTuple):
+class _Sample(NamedTuple):
     at_s: float
     prepared: int
     decided: int
@@ -22,37 +22,38 @@ class _Look(NamedTuple):
 
 
 class RateCounter:
-    """Counts what the calls of one half partition did.
+    """Counts the transactions of one half partition.
 
     Args:
         clock_s: a monotonic clock, seconds.
 
-    `prepared`, `decided` and `promoted` are how many transactions were so far.
+    Attributes:
+        prepared, decided, promoted: transactions so far; the caller adds to them.
     """
 
     def __init__(self, clock_s: Callable[[], float] = time.monotonic) -> None:
         self.prepared = self.decided = self.promoted = 0
         self._clock_s = clock_s
-        self._looks: deque[_Look] = deque([self._look()])
+        self._samples: deque[_Sample] = deque([self._now()])
 
     def sample(self) -> None:
-        """Remember how far the counts are now."""
-        now = self._look()
-        self._looks.append(now)
-        # The first one that is kept is the last before the window.
-        while len(self._looks) > 1 and self._looks[1].at_s <= now.at_s - WINDOW_S:
-            self._looks.popleft()
+        """Store the current counts."""
+        now = self._now()
+        self._samples.append(now)
+        # The first sample kept is the last one before the window.
+        while len(self._samples) > 1 and self._samples[1].at_s <= now.at_s - WINDOW_S:
+            self._samples.popleft()
 
     def per_second(self) -> Rates:
-        """Return what happened per second in the last seconds."""
-        now = self._look()
-        # Looks may be late where Kafka does not answer; then the newest one outside the window
-        # says more than an older one.
-        before = self._looks[0]
-        for look in self._looks:
-            if look.at_s > now.at_s - WINDOW_S:
+        """Return the rates of the last seconds."""
+        now = self._now()
+        # Samples are late while Kafka does not answer; the newest one before the window is the
+        # most accurate start.
+        before = self._samples[0]
+        for sample in self._samples:
+            if sample.at_s > now.at_s - WINDOW_S:
                 break
-            before = look
+            before = sample
         passed_s = now.at_s - before.at_s
         if passed_s <= 0:
             return Rates()
@@ -62,5 +63,5 @@ class RateCounter:
             (now.promoted - before.promoted) / passed_s,
         )
 
-    def _look(self) -> _Look:
-        return _Look(self._clock_s(), self.prepared, self.decided, self.promoted)
+    def _now(self) -> _Sample:
+        return _Sample(self._clock_s(), self.prepared, self.decided, self.promoted)

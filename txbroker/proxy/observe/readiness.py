@@ -1,4 +1,4 @@
-"""Tells in the log when the proxy becomes ready to take calls, and when it no longer is."""
+"""Logs when the proxy becomes ready to take calls, and when it stops being ready."""
 
 import asyncio
 from collections.abc import Callable
@@ -8,18 +8,18 @@ from txbroker.contract.service import PartitionState, Readiness
 from txbroker.proxy.observe.logging import get_logger
 
 LOOK_S = 1.0
-"""How often to look, in case that nobody tells of a change."""
+"""Interval of the poll for changes without a notification, seconds."""
 PROBLEMS_SHOWN = 5
-"""Problems that a line names: with many partitions they are much the same."""
+"""Problems that a line lists: those of many partitions are alike."""
 
 log = get_logger(__name__)
 
 
 class ReadinessLog:
-    """Follows the readiness of a proxy.
+    """Logs changes of a proxy's readiness.
 
     Args:
-        readiness: what `/readyz` says.
+        readiness: returns the current readiness.
     """
 
     def __init__(self, readiness: Callable[[], Readiness]) -> None:
@@ -29,11 +29,11 @@ class ReadinessLog:
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        """Begin to look by itself, too."""
+        """Begin to poll."""
         self._task = asyncio.create_task(self._run())
 
     async def close(self) -> None:
-        """Say nothing more: a proxy that stops on purpose is not ready."""
+        """Log nothing more: a proxy that stops on purpose is not ready."""
         self._closed = True
         if self._task is not None:
             self._task.cancel()
@@ -41,17 +41,17 @@ class ReadinessLog:
                 await self._task
 
     def look(self) -> None:
-        """Say it where it is otherwise than before. A proxy begins as not ready."""
-        found = self._readiness()
-        if self._closed or found.ready == self._ready:
+        """Log the readiness if it has changed. A proxy starts as not ready."""
+        current = self._readiness()
+        if self._closed or current.ready == self._ready:
             return
-        self._ready = found.ready
-        if found.ready:
-            states = found.partitions.values()
+        self._ready = current.ready
+        if current.ready:
+            states = current.partitions.values()
             log.info("ready", owned=sum(state == PartitionState.OWNED for state in states))
         else:
-            shown = list(found.problems[:PROBLEMS_SHOWN])
-            log.warning("not ready", problems=shown, count=len(found.problems))
+            shown = list(current.problems[:PROBLEMS_SHOWN])
+            log.warning("not ready", problems=shown, count=len(current.problems))
 
     async def _run(self) -> None:
         while True:

@@ -1,7 +1,7 @@
 """Spans of a proxy: prepare, decide, promote; checks are in `txbroker.checkers.runner`.
 
-A proxy begins no traces. It continues those that are recorded and come with a message, or with the
-HTTP call that prepares it, so what nobody traces costs a look at the headers.
+A proxy starts no traces. It continues sampled ones whose context comes with a message or with the
+HTTP call that prepares it, so an untraced transaction costs a lookup in its headers.
 """
 
 import time
@@ -26,21 +26,21 @@ from txbroker.core.transaction import Transaction
 def preparing(
     request: PrepareRequest, caller: TraceContext | None = None
 ) -> "AbstractContextManager[tracing.ActiveSpan | None]":
-    """Return a span to prepare in, below the context of the messages, else the caller's."""
+    """Return the span of a prepare, below the context of the messages, else the caller's."""
     attributes = {tracing.GROUP: request.group, tracing.OPERATION_TYPE: "create"}
     parent = tracing.sampled_context(request.messages) or caller
     return tracing.continued("prepare", request.messages, attributes, kind="server", parent=parent)
 
 
 def within(request: PrepareRequest, context: TraceContext | None) -> PrepareRequest:
-    """Return the request whose messages carry a context, so that it outlives this call."""
+    """Return the request with a context stored in its messages, so that it outlives this call."""
     if context is None:
         return request
     return structs.replace(request, messages=with_context(request.messages, context))
 
 
 def note_id(step: tracing.ActiveSpan | None, id: str) -> None:
-    """Name the transaction in the span that prepared it."""
+    """Set the transaction's id in the span of its prepare."""
     if step is not None:
         step.note({tracing.ID: id})
 
@@ -48,8 +48,7 @@ def note_id(step: tracing.ActiveSpan | None, id: str) -> None:
 async def traced_alone(
     service: Service, request: PrepareRequest | DecideRequest
 ) -> Sequence[Answer]:
-    """Carry one operation of an SDK out, as what becomes of a run of one; its messages carry their
-    context already."""
+    """Run one operation of an SDK in a separate span; its messages already hold their context."""
     if isinstance(request, DecideRequest):
         return await alone(service, request)
     with preparing(request) as step:
@@ -62,7 +61,7 @@ async def traced_alone(
 def deciding(
     request: DecideRequest, transaction: Transaction | None
 ) -> "AbstractContextManager[tracing.ActiveSpan | None]":
-    """Return a span to decide in, below the one that prepared, if its messages are in memory."""
+    """Return the span of a decision; its parent is the prepare's, if the messages are in memory."""
     if transaction is None or not tracing.is_on():
         return tracing.continued("", (), {}, parent=None)
     messages = transaction.half.messages
@@ -80,51 +79,51 @@ def deciding(
     )
 
 
-class TracedTurn(Struct, frozen=True):
-    """What of a turn is traced: each transaction with its context.
+class PromotionSpans(Struct, frozen=True):
+    """The spans of the sampled transactions of one promotion transaction.
 
     Attributes:
-        since_ns: when the turn was begun, ns since 1970.
+        since_ns: when the promotion transaction began, ns since 1970.
+        sampled: the transactions with their contexts.
     """
 
     since_ns: int
-    found: tuple[tuple[Transaction, TraceContext], ...]
+    sampled: tuple[tuple[Transaction, TraceContext], ...]
+
+    def record(self, refused: Mapping[str, str]) -> None:
+        """Record the spans, once the promotion transaction is visible.
+
+        Args:
+            refused: the code of the cause of each refused transaction, by id.
+        """
+        for transaction, context in self.sampled:
+            tracing.record(
+                "promote",
+                transaction.messages,
+                _promotion(transaction),
+                kind="producer",
+                parent=context,
+                since_ns=self.since_ns,
+                failed=refused.get(transaction.id, ""),
+            )
 
 
-def traced_turn(transactions: Iterable[Transaction]) -> TracedTurn:
-    """Look at what a turn writes, while its messages are in memory."""
-    found = [(each, context_of(each.messages)) for each in transactions]
-    recorded = [(each, context) for each, context in found if context and context.sampled]
-    return TracedTurn(time.time_ns(), tuple(recorded))
-
-
-def turn_ended(turn: TracedTurn, refused: Mapping[str, str]) -> None:
-    """Make the spans of a turn that is visible.
-
-    Args:
-        refused: of those that a target did not take, the cause's code by id.
-    """
-    for transaction, context in turn.found:
-        tracing.record(
-            "promote",
-            transaction.messages,
-            _promotion(transaction),
-            kind="producer",
-            parent=context,
-            since_ns=turn.since_ns,
-            failed=refused.get(transaction.id, ""),
-        )
+def promotion_spans(transactions: Iterable[Transaction]) -> PromotionSpans:
+    """Begin the spans of a promotion transaction, while its messages are in memory."""
+    contexts = [(transaction, context_of(transaction.messages)) for transaction in transactions]
+    sampled = [(one, context) for one, context in contexts if context and context.sampled]
+    return PromotionSpans(time.time_ns(), tuple(sampled))
 
 
 def _promotion(transaction: Transaction) -> dict[str, str | int | bool]:
-    known: dict[str, str | int | bool] = {
+    attributes: dict[str, str | int | bool] = {
         tracing.SYSTEM: "kafka",
         tracing.OPERATION_TYPE: "send",
         tracing.ID: transaction.id,
         tracing.GROUP: transaction.half.group,
     }
     if len(transaction.messages) == 1:
-        known[tracing.PARTITION] = str(transaction.messages[0].partition)
+        attributes[tracing.PARTITION] = str(transaction.messages[0].partition)
         if transaction.offsets:
-            known[tracing.OFFSET] = transaction.offsets[0]
-    return known
+            attributes[tracing.OFFSET] = transaction.offsets[0]
+    return attributes

@@ -41,7 +41,7 @@ from txbroker.door.protocols import (
 from txbroker.errors import KafkaUnavailable
 from txbroker.failpoints import failpoint
 from txbroker.proxy.observe.logging import get_logger
-from txbroker.proxy.observe.tracing import TracedTurn, traced_turn, turn_ended
+from txbroker.proxy.observe.tracing import PromotionSpans, promotion_spans
 from txbroker.proxy.partition.appender import Appender
 from txbroker.proxy.partition.body_cache import BODY_LOST, BodyCache, lost_cause
 from txbroker.proxy.partition.clock import Slot, TxnLimiter
@@ -83,7 +83,7 @@ class _Flight(Struct, eq=False):
     slot: Slot
     copies: list[tuple[Transaction, int]] = field(default_factory=list)
     """With whose copies the turn's parked records begin, in this order, each of how many."""
-    traced: TracedTurn | None = None
+    traced: PromotionSpans | None = None
     """What of it is traced, if spans can be made."""
     ended: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when it is known whether the turn was committed."""
@@ -433,7 +433,7 @@ class Promoter:
             parked.extend(records)
             flight.copies.append((transaction, len(records)))
         if tracing.active:
-            flight.traced = traced_turn(_decided_by(plan))
+            flight.traced = promotion_spans(_decided_by(plan))
         for transaction in [*[each for each in plan.promote if each.kept], *flight.release]:
             parked.extend(kept_tombstones(transaction.id, len(transaction.messages)))
         # Not as of the plan: refused are also those whose messages turned out to be gone.
@@ -499,7 +499,7 @@ class Promoter:
         self._in_flight.difference_update(promoted)
         self._unseen.difference_update(promoted)
         if flight.traced is not None:
-            turn_ended(flight.traced, {each.id: cause.code for each, cause in plan.refuse})
+            flight.traced.record({each.id: cause.code for each, cause in plan.refuse})
         if plan.promote:
             self._trouble.promoted(plan.promote)
             self._context.promoted(plan.promote)
