@@ -227,7 +227,7 @@ async def test_groups_tell_how_they_are_asked(service: Service, reader: Reader) 
         checked = await reader.open(narrowed.link("Check now…"))
         assert checked.listed() == [id]
         waiting = await reader.open(f"/transactions/{id}")
-        assert "Nobody of its group can be asked for" in waiting.text
+        assert "No instance of its group has been reachable for" in waiting.text
         assert "503" in waiting.text
         assert (await service.show(id))["waiting"] in waiting.text
 
