@@ -150,7 +150,7 @@ def test_each_state_of_a_partition_has_words_and_an_advice(state: str) -> None:
     assert concern.title.split()[3] not in ("are", "have", "were", "wait", "stand")
     assert concern.detail == "because"
     assert concern.todo
-    assert concern.level is (
+    assert concern.severity is (
         Severity.WARN if state in ("claiming", "replaying", "suspended") else Severity.BAD
     )
 
@@ -165,7 +165,7 @@ def test_what_needs_somebody_stands_before_what_may_pass() -> None:
         ),
     )
     concerns = concerns_of(found)
-    assert [c.level for c in concerns] == [
+    assert [c.severity for c in concerns] == [
         Severity.BAD,
         Severity.WARN,
         Severity.WARN,
@@ -187,7 +187,7 @@ def test_what_needs_somebody_stands_before_what_may_pass() -> None:
 )
 def test_counts_that_must_not_be_are_said(changes: dict[str, Any], said: str) -> None:
     (concern,) = concerns_of(with_partition(**changes))
-    assert (concern.title, concern.level) == (said, Severity.BAD)
+    assert (concern.title, concern.severity) == (said, Severity.BAD)
     assert concern.links
 
 

@@ -22,8 +22,9 @@ from txbroker.contract.service import PrepareRequest, TransactionStatus
 from txbroker.core.records import CheckReason, Decision, Message, State
 from txbroker.core.routing import make_id
 from txbroker.errors import Overloaded
-from txbroker.proxy.http.connection import SMALL_BYTES, FrameMeter
-from txbroker.proxy.http.context import OPERATION_BYTES, ByteBudget, FrameBudget, message_bytes
+from txbroker.proxy.http.api import CONTEXT
+from txbroker.proxy.http.limits import OPERATION_BYTES, ByteBudget, FrameBudget, message_bytes
+from txbroker.proxy.http.sessions.frames import SMALL_BYTES, FrameMeter
 
 IDS = [make_id(0, NOW_MS, n) for n in range(10_000)]
 CALL = CheckCall(IDS[0], "orders", 1, 15, CheckReason.DUE, NOW_MS, MESSAGES)
@@ -261,13 +262,13 @@ async def test_checks_that_wait_to_be_read_are_bounded_over_all_sessions() -> No
         assert memory_bytes() - before < 160 * MIB
         # Those that found no room were certainly not sent, so their attempts are given back.
         assert all(isinstance(task.result(), Unreached) for task in asked if task.done())
-        shell = api.app[next(key for key in api.app if "shell" in str(key))]
-        assert 0 < shell.outgoing.bytes <= 32 * MIB
+        limits = api.app[CONTEXT].limits
+        assert 0 < limits.outgoing.bytes <= 32 * MIB
         for task in asked:
             task.cancel()
         await stack.aclose()
         await until(lambda: api.sessions.counts() == {})
-        assert shell.outgoing.bytes == 0
+        assert limits.outgoing.bytes == 0
 
 
 async def test_an_http_client_that_never_reads_is_dropped() -> None:
@@ -356,23 +357,23 @@ async def test_half_frames_find_no_more_room_than_there_is() -> None:
         await until(lambda: api.sessions.counts() == {"orders": 12})
         for writer in writers:
             writer.write(half)
-        shell = api.app[next(key for key in api.app if "shell" in str(key))]
-        await until(lambda: shell.receiving.bytes == 15 * MIB)
+        limits = api.app[CONTEXT].limits
+        await until(lambda: limits.receiving.bytes == 15 * MIB)
         # What is sent lies in this process, too: 12 times 14 MiB that nobody has read.
         assert memory_bytes() - before < (12 * 14 + 15 + 40) * MIB
         async with session(api, instance="worker-2") as producer:
             await producer.send(wire.Prepare(1, IDS[0], MESSAGES))
             assert isinstance(await producer.next(), wire.Status)
-    await until(lambda: shell.receiving.bytes == 0)
+    await until(lambda: limits.receiving.bytes == 0)
 
 
 async def test_a_frame_that_comes_with_the_upgrade_is_measured_too(api: Api) -> None:
-    shell = api.app[next(key for key in api.app if "shell" in str(key))]
+    limits = api.app[CONTEXT].limits
     first = UPGRADE + masked(HELLO) + masked(b"x", length=MIB)
     async with socket_to(api, first) as writer:
-        await until(lambda: shell.receiving.bytes == MIB)
+        await until(lambda: limits.receiving.bytes == MIB)
         writer.write(bytes(MIB - 1))
-        await until(lambda: shell.receiving.bytes == 0)
+        await until(lambda: limits.receiving.bytes == 0)
 
 
 async def test_large_frames_wait_their_turn_and_are_all_answered() -> None:

@@ -43,7 +43,7 @@ class Api:
 
     def in_flight(self) -> int:
         """Return how many bytes of calls are being carried out now."""
-        return self.app[CONTEXT].in_flight.bytes
+        return self.app[CONTEXT].limits.in_flight.bytes
 
     async def call(
         self, method: str, path: str, body: Any = None, *, raw: bytes | None = None, **headers: str

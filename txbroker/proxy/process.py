@@ -105,7 +105,7 @@ async def run_proxy(door: Door, settings: Settings, *, wait_s: float = 0.0) -> A
             sessions.instances,
             runner.unreachable,
             runner.unreachable_for_s,
-            lambda: app[CONTEXT].files_not_read(),
+            lambda: app[CONTEXT].unusable_files(),
         )
         broker = Broker(door, settings, groups, runner, metrics, status, principals)
         gauges = PartitionGauges(broker, runner.unreachable, settings.half_retention_s)

@@ -1,4 +1,4 @@
-"""Write the reference pages of HTTP API, settings, metrics and errors from the declarations.
+"""Generate the reference pages of HTTP API, settings, metrics and errors.
 
 `python -m txbroker.proxy.reference docs/reference`
 """
@@ -47,16 +47,16 @@ def _http() -> str:
     lines = [
         "# HTTP API",
         "",
-        "JSON over HTTP, by default at `http://127.0.0.1:8470`. The same as an OpenAPI 3.1 "
-        "document is at `/v1/openapi.json`. What changes state needs `content-type: "
-        "application/json`; the answer to what was not carried out is "
-        '`{"error": {"code", "message", …}}`, with the codes of [errors](errors.md). '
+        "JSON over HTTP, by default at `http://127.0.0.1:8470`. An OpenAPI 3.1 document of it is "
+        "at `/v1/openapi.json`. Calls that change state need `content-type: application/json`. "
+        'The answer to a failed call is `{"error": {"code", "message", …}}`, with the codes of '
+        "[errors](errors.md). "
         "Times are milliseconds since 1970.",
         "",
-        "| call | what |",
+        "| call | description |",
         "| --- | --- |",
-        *(f"| {_anchor(one)} | {one.summary} |" for one in declared),
-        f"| `GET {SESSION_PATH}` | A WebSocket: the session of an SDK |",
+        *(f"| {_anchor(operation)} | {operation.summary} |" for operation in declared),
+        f"| `GET {SESSION_PATH}` | The WebSocket of an SDK session |",
     ]  # fmt: skip
     for operation in declared:
         lines += ["", *_call(operation, document)]
@@ -85,10 +85,10 @@ def _call(operation: Operation, document: dict[str, Any]) -> list[str]:
         lines += ["", described["description"]]
     queries = [one for one in described["parameters"] if one["in"] == "query"]
     if queries:
-        lines += ["", "| query | what |", "| --- | --- |"]
+        lines += ["", "| query | type |", "| --- | --- |"]
         lines += [f"| `{one['name']}` | {_cell(_type(one['schema']))} |" for one in queries]
     if operation.body is not None:
-        optional = ", which may be left out" if operation.body_optional else ""
+        optional = ", optional" if operation.body_optional else ""
         lines += ["", f"Body: {_link(operation.body.__name__)}{optional}."]
     lines += ["", "| status | answer |", "| --- | --- |"]
     for status, response in described["responses"].items():
@@ -103,7 +103,7 @@ def _call(operation: Operation, document: dict[str, Any]) -> list[str]:
 def _body(name: str, schema: dict[str, Any]) -> list[str]:
     lines = [f'<a id="{name.lower()}"></a>', f"### {name}", "", schema.get("description", "")]
     required = schema.get("required", ())
-    lines += ["", "| field | what |", "| --- | --- |"]
+    lines += ["", "| field | description |", "| --- | --- |"]
     for field, shape in schema["properties"].items():
         need = "" if field in required else ", optional"
         text = shape.get("description", "")
@@ -156,13 +156,13 @@ def _settings() -> str:
     lines = [
         "# Settings",
         "",
-        "Each is an option of the command line (`--check-after-s`), an environment variable "
-        "(`TXBROKER_CHECK_AFTER_S`) and a key of the config file (`check_after_s`, TOML; the file "
-        "is named by `--config` or `TXBROKER_CONFIG`). An option wins over the environment, the "
-        "environment over the file, the file over the default. Lists are separated by commas in "
-        "the environment.",
+        "Each setting is a command line option (`--check-after-s`), an environment variable "
+        "(`TXBROKER_CHECK_AFTER_S`) and a key of the configuration file (`check_after_s`, TOML; "
+        "named by `--config` or `TXBROKER_CONFIG`). Options override the environment, which "
+        "overrides the file, which overrides the default. In the environment, lists are separated "
+        "by commas.",
         "",
-        "| setting | variable | default | what |",
+        "| setting | variable | default | description |",
         "| --- | --- | --- | --- |",
     ]
     for name, field in Settings.model_fields.items():
@@ -175,7 +175,7 @@ def _settings() -> str:
 def _default(field: FieldInfo) -> str:
     value = field.default
     if field.default_factory is not None:
-        return "made from others"
+        return "derived from others"
     if value is None or value in ("", ()):
         return "none"
     if isinstance(value, bool):
@@ -189,10 +189,10 @@ def _metrics() -> str:
     lines = [
         "# Metrics",
         "",
-        "At `/metrics`, in Prometheus' text format, beside those of the process and of Python. "
+        "At `/metrics`, in Prometheus' text format, with those of the process and of Python. "
         "Groups beyond `group_labels_max`, and topics beyond 500, count as `other`.",
         "",
-        "| metric | type | labels | what |",
+        "| metric | type | labels | description |",
         "| --- | --- | --- | --- |",
     ]
     for metric in Metrics().described():
@@ -206,12 +206,12 @@ def _errors() -> str:
         "# Errors",
         "",
         "Over HTTP an error is `{\"error\": {\"code\", \"message\", …}}` with the status below; "
-        "in a session it is a `Failure` with the code. Where the same call can be sent again as "
-        "it is, the answer has `Retry-After`. A call of a frame that does not read gets "
-        "`bad_request`; a frame that does not read else gets a `Failure` for call 0 and ends the "
-        "session. Over HTTP the header `Txb-Error` names the code, too.",
+        "in a session it is a `Failure` with the code. If the call can be retried unchanged, the "
+        "answer has `Retry-After`. A call of a frame that cannot be decoded gets `bad_request`; "
+        "any other undecodable frame gets a `Failure` for call 0 and ends the session. Over HTTP "
+        "the header `Txb-Error` has the code too.",
         "",
-        "| code | status | send again? | what |",
+        "| code | status | retry? | description |",
         "| --- | --- | --- | --- |",
     ]  # fmt: skip
     for code, kind in sorted(request_errors().items(), key=lambda item: (item[1].status, item[0])):

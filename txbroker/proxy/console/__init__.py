@@ -1,20 +1,16 @@
-"""The console: pages at `/` on which a person sees what is pending, why, and resolves it.
+"""The console: pages at `/` that show pending transactions and resolve them.
 
-How it is made:
-
-- The proxy renders whole pages (`templates/`, Jinja2 with autoescape) from the same `Service` that
-  the HTTP API asks, so any proxy shows all of them. There is no build step and nothing from
-  elsewhere; `static/` holds one style sheet, one script and one picture, cached for good under
-  the hash of what is in them.
-- Everything works with plain links and forms. The script makes it live: it fetches the page it is
-  on once in a while and puts the sections marked `data-live` in place of the old ones.
-- `concerns.py` says what is wrong, where, and what to do; the overview begins with it.
-- What changes something is previewed first (`GET /actions/…`: how many, which, whose), then done
-  (`POST`), with who and why in the markers. A bulk action covers what matched when it was
-  previewed, never what came later.
-- `visits.py` knows who is there: with a token file a login, kept in a signed cookie that any proxy
-  with the same token takes. Every form carries a secret of its visitor, and the guard of the API
-  refuses foreign pages and unknown host names here too.
+- `site.py` renders whole pages (`templates/`, Jinja2 with autoescape) from the same `Service` as
+  the HTTP API, so any proxy shows all proxies. There is no build step and no external resource;
+  `static/` has one style sheet, one script and one icon, cached under the hash of their content.
+- Everything works with plain links and forms. The script fetches the current page periodically and
+  replaces the sections marked `data-live`.
+- `concerns.py` finds the problems with which the overview begins.
+- `actions.py` previews an action (`GET /actions/…`), then does it (`POST`), with author and reason
+  in the markers. A bulk action covers the matches of its preview, never later ones.
+- `visitors.py` identifies visitors: with a token file by a login in a signed cookie, valid at every
+  proxy with the same secret. Every form has a secret of its visitor, and the API's guard refuses
+  cross-site calls and unknown host names here too.
 """
 
 from collections.abc import Awaitable, Callable
@@ -30,12 +26,12 @@ __all__ = ["console_pages"]
 
 
 def console_pages(
-    shell: ApiContext, guard: Guard
+    context: ApiContext, guard: Guard
 ) -> list[tuple[str, str, Callable[[web.Request], Awaitable[web.Response]]]]:
     """Return method, path and handler of every page of the console.
 
     Args:
-        shell: what calls share; its service answers for all proxies.
-        guard: says who may call.
+        context: its service answers for all proxies.
+        guard: admits callers.
     """
-    return Console(shell, guard, (*pages.ROUTES, *actions.ROUTES, *login.ROUTES)).routes()
+    return Console(context, guard, (*pages.ROUTES, *actions.ROUTES, *login.ROUTES)).routes()

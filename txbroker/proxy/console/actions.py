@@ -1,4 +1,4 @@
-"""What a person does to transactions: looked at first, then done, with who and why on record."""
+"""A person's actions on transactions: previewed, then done, with author and reason on record."""
 
 import asyncio
 import base64
@@ -24,23 +24,23 @@ from txbroker.proxy.observe.logging import get_logger
 log = get_logger(__name__)
 
 BULK_MAX = 10_000
-"""Transactions that one action covers: what is left over takes another one."""
+"""Transactions of one action; the remaining ones need another action."""
 BULK_S = 60.0
-"""How long one action goes on, seconds; browsers wait for longer."""
+"""Maximum time of one action, seconds; browsers wait longer."""
 PARALLEL = 64
-"""Transactions that are worked on at the same time: whole batches for Kafka."""
+"""Transactions acted on concurrently: full batches for Kafka."""
 _PAGE = 1000
 SAMPLE = 10
 FAILED_SHOWN = 20
 COVERED_FIELD = "covered"
 _MARK_BYTES = 8
-"""What a form carries of each id that it covers: all of them would be three times as long, and
-no two of `BULK_MAX` ids have the same."""
+"""Bytes of each covered id's hash in a form: a third of the ids' length, without collisions
+among `BULK_MAX`."""
 _UNDECIDED = (State.PENDING, State.PARKED)
 
 
 class Action(Enum):
-    """What can be done; each with the states in which it can be."""
+    """An action, with the states in which it is possible."""
 
     COMMIT = ("commit", "Commit", "Committed", _UNDECIDED)
     ROLLBACK = ("rollback", "Roll back", "Rolled back", _UNDECIDED)
@@ -55,7 +55,7 @@ class Action(Enum):
 
     @property
     def decides(self) -> bool:
-        """True where it cannot be taken back."""
+        """True if it cannot be undone."""
         return self in (Action.COMMIT, Action.ROLLBACK)
 
 
@@ -63,26 +63,26 @@ _BY_WORD = {action.word: action for action in Action}
 
 
 def allowed(action: Action, state: State | None) -> bool:
-    """Say whether an action can do something with transactions of a state, None for any."""
+    """Return True if an action is possible in a state, None for any state."""
     return state is None or state in action.states
 
 
 @dataclass
 class Preview:
-    """What an action would cover."""
+    """The transactions an action would cover."""
 
     total: int = 0
     more: bool = False
-    """True where there are further ones, beyond `BULK_MAX`."""
+    """True if there are more than `BULK_MAX`."""
     by_group: Counter[str] = field(default_factory=Counter)
     by_state: Counter[State] = field(default_factory=Counter)
     sample: list[TransactionView] = field(default_factory=list)
     oldest_ms: int | None = None
     marks: bytearray = field(default_factory=bytearray)
-    """Of each one, so that what comes to match later is not taken for agreed to."""
+    """One per transaction, so that the form does not cover later matches."""
 
     def add(self, view: TransactionView) -> None:
-        """Count one."""
+        """Add a transaction."""
         self.marks += _mark(view.id)
         self.total += 1
         self.by_group[view.group] += 1
@@ -95,49 +95,49 @@ class Preview:
 
 @dataclass
 class ActionResult:
-    """What an action did."""
+    """The result of an action."""
 
     done: int = 0
     failed: list[tuple[str, str]] = field(default_factory=list)
-    """Ids, each with why."""
+    """Ids with reasons, at most `FAILED_SHOWN`."""
     failures: int = 0
     untried: int = 0
 
     def fail(self, id: str, why: str) -> None:
-        """Count one that was not done."""
+        """Add a failed transaction."""
         self.failures += 1
         if len(self.failed) < FAILED_SHOWN:
             self.failed.append((id, why))
 
 
-# --- which -----------------------------------------------------------------------------------
+# --- selection -------------------------------------------------------------------------------
 
 
 def _mark(id: str) -> bytes:
     return hashlib.sha256(id.encode()).digest()[:_MARK_BYTES]
 
 
-def _meant(action: Action, chosen: Filter) -> Filter:
-    """Return what is meant by a filter: a decision for many is one of parked ones, unless another
-    state is said, as a pending one may be about to be decided by its own producer."""
+def _narrowed(action: Action, chosen: Filter) -> Filter:
+    """Return the filter of an action. A bulk decision without a state only covers parked
+    transactions, as the producer of a pending one may be about to decide it."""
     if action.decides and not chosen.ids and chosen.state is None:
         return replace(chosen, state=State.PARKED)
     return chosen
 
 
 async def _matching(
-    ask: PageRequest, action: Action, chosen: Filter
+    request: PageRequest, action: Action, chosen: Filter
 ) -> AsyncIterator[TransactionView]:
-    """Yield what an action can do something with, of the principal's groups.
+    """Yield the matching transactions of the principal's groups in a state for the action.
 
     Raises:
-        RequestError: an owner does not answer, or an id is none or another group's.
+        RequestError: an owner does not answer, or an id is malformed or another group's.
     """
-    shell = ask.shell
+    service = request.context.service
     if chosen.ids:
         for id in chosen.ids:
-            view = await shell.service.find(id)
-            ask.principal.check_own(view.group)
+            view = await service.find(id)
+            request.principal.check_own(view.group)
             if view.state in action.states:
                 yield view
         return
@@ -146,35 +146,35 @@ async def _matching(
             continue
         cursor = None
         while True:
-            request = chosen.request(limit=_PAGE, cursor=cursor, state=state)
-            page = await shell.service.list(within_groups(request, ask.principal))
+            listed = chosen.request(limit=_PAGE, cursor=cursor, state=state)
+            page = await service.list(within_groups(listed, request.principal))
             for view in page.transactions:
-                if view.group in ask.principal.groups:
+                if view.group in request.principal.groups:
                     yield view
             cursor = page.next_cursor
             if cursor is None:
                 break
 
 
-async def preview(ask: PageRequest) -> HtmlPage | Redirect:
-    """Show what an action would cover, and ask for who and why."""
-    action = _action(ask)
-    given = read_listing(ask.query).filter
-    chosen = _meant(action, given)
-    found = Preview()
-    async for view in _matching(ask, action, chosen):
-        if found.total == BULK_MAX:
-            found.more = True
+async def preview(request: PageRequest) -> HtmlPage | Redirect:
+    """Show the transactions an action would cover, and a form for author and reason."""
+    action = _action(request)
+    given = read_listing(request.query).filter
+    chosen = _narrowed(action, given)
+    covered = Preview()
+    async for view in _matching(request, action, chosen):
+        if covered.total == BULK_MAX:
+            covered.more = True
             break
-        found.add(view)
+        covered.add(view)
     values = {
         "action": action,
         "chosen": chosen,
-        "found": found,
+        "preview": covered,
         "narrowed": chosen != given,
         "covered_field": COVERED_FIELD,
-        "covered": base64.urlsafe_b64encode(found.marks).decode(),
-        "name": ask.visitor.name,
+        "covered": base64.urlsafe_b64encode(covered.marks).decode(),
+        "name": request.visitor.name,
         "back": _back(given),
     }
     return HtmlPage("preview.html", values)
@@ -186,75 +186,77 @@ def _back(chosen: Filter) -> str:
     return link("/transactions", **chosen.query())
 
 
-# --- done ------------------------------------------------------------------------------------
+# --- action ----------------------------------------------------------------------------------
 
 
-async def act(ask: PageRequest) -> HtmlPage | Redirect:
-    """Do it, and show what came of it."""
-    action = _action(ask)
-    chosen = _meant(action, read_listing(ask.form).filter)
-    said = {name: ask.form.get(name, "").strip() for name in ("reason", "by")}
-    record = convert(said, AuditNote)
-    if action.decides and not record.reason:
-        raise BadRequest("say why: the reason is kept with the decision", path="reason")
-    ids, more = await _agreed(ask, action, chosen, _covered(ask))
-    claim = ask.visitor.name if ask.visitor.logged_in else record.by
-    by = ask.principal.by(f"console {ask.request.remote or ''}", claim)
-    outcome = await _do_all(ask.shell, action, ids, by, record.reason)
+async def act(request: PageRequest) -> HtmlPage | Redirect:
+    """Act, and show the result."""
+    action = _action(request)
+    chosen = _narrowed(action, read_listing(request.form).filter)
+    fields = {name: request.form.get(name, "").strip() for name in ("reason", "by")}
+    note = convert(fields, AuditNote)
+    if action.decides and not note.reason:
+        raise BadRequest("the reason is missing: give one, kept with the decision", path="reason")
+    ids, more = await _confirmed(request, action, chosen, _covered(request))
+    claim = request.visitor.name if request.visitor.logged_in else note.by
+    by = request.principal.by(f"console {request.http.remote or ''}", claim)
+    result = await _act_on_all(request.context, action, ids, by, note.reason)
     log.info(
         "console action",
         action=action.word,
-        done=outcome.done,
-        failed=outcome.failures,
-        untried=outcome.untried,
+        done=result.done,
+        failed=result.failures,
+        untried=result.untried,
         by=by,
-        reason=record.reason,
+        reason=note.reason,
         of=chosen.query(),
     )
 
     def keep_name(response: web.Response) -> None:
-        if not ask.visitor.logged_in:
-            ask.visits.remember_name(response, record.by, secure=ask.secure)
+        if not request.visitor.logged_in:
+            request.cookies.remember_name(response, note.by, secure=request.secure)
 
-    if len(chosen.ids) == 1 and outcome.done == 1:
+    if len(chosen.ids) == 1 and result.done == 1:
         to = link(f"/transactions/{chosen.ids[0]}", done=action.word)
         return Redirect(to, keep_name)
     values = {
         "action": action,
         "chosen": chosen,
-        "outcome": outcome,
+        "result": result,
         "more": more,
         "back": _back(chosen),
     }
     return HtmlPage("outcome.html", values, finish=keep_name)
 
 
-def _action(ask: PageRequest) -> Action:
-    word = ask.request.match_info["action"]
+def _action(request: PageRequest) -> Action:
+    word = request.http.match_info["action"]
     action = _BY_WORD.get(word)
     if action is None:
-        raise BadRequest(f"there is no action {word[:40]!r}; known are {', '.join(_BY_WORD)}")
+        raise BadRequest(f"there is no action {word[:40]!r}: use one of {', '.join(_BY_WORD)}")
     return action
 
 
-def _covered(ask: PageRequest) -> set[bytes]:
-    """Return the marks of what the preview covered."""
+def _covered(request: PageRequest) -> set[bytes]:
+    """Return the marks of the previewed transactions."""
     try:
-        raw = base64.urlsafe_b64decode(ask.form.get(COVERED_FIELD, ""))
+        raw = base64.urlsafe_b64decode(request.form.get(COVERED_FIELD, ""))
     except (binascii.Error, ValueError):
         raw = b""
     if not raw or len(raw) % _MARK_BYTES:
-        raise BadRequest("this form does not say what it covered: begin with the preview again")
+        raise BadRequest(
+            "the form does not list the transactions it covers: open the preview again"
+        )
     return {raw[at : at + _MARK_BYTES] for at in range(0, len(raw), _MARK_BYTES)}
 
 
-async def _agreed(
-    ask: PageRequest, action: Action, chosen: Filter, covered: set[bytes]
+async def _confirmed(
+    request: PageRequest, action: Action, chosen: Filter, covered: set[bytes]
 ) -> tuple[list[str], bool]:
-    """Return what still matches of what was looked at, and whether others match, too."""
+    """Return the previewed transactions that still match, and whether others match too."""
     ids: list[str] = []
     more = False
-    async for view in _matching(ask, action, chosen):
+    async for view in _matching(request, action, chosen):
         if _mark(view.id) in covered:
             ids.append(view.id)
         else:
@@ -264,43 +266,42 @@ async def _agreed(
     return ids, more
 
 
-async def _do_all(
-    shell: ApiContext, action: Action, ids: list[str], by: str, reason: str
+async def _act_on_all(
+    context: ApiContext, action: Action, ids: list[str], by: str, reason: str
 ) -> ActionResult:
-    """Do it to each, several at a time, until all are through or the time is over."""
-    outcome = ActionResult()
-    left = iter(ids)
+    """Act on each, `PARALLEL` at a time, until all are done or `BULK_S` has passed."""
+    result = ActionResult()
+    remaining = iter(ids)
     loop = asyncio.get_running_loop()
     until_s = loop.time() + BULK_S
 
     async def work() -> None:
         while loop.time() < until_s:
-            id = next(left, None)
+            id = next(remaining, None)
             if id is None:
                 return
             try:
-                await _do(shell, action, id, by, reason)
+                await _act_on(context, action, id, by, reason)
             except (RequestError, KafkaUnavailable) as error:
-                outcome.fail(id, str(error))
+                result.fail(id, str(error))
             else:
-                outcome.done += 1
+                result.done += 1
 
     await asyncio.gather(*(work() for _ in range(min(PARALLEL, len(ids)))))
-    outcome.untried = len(ids) - outcome.done - outcome.failures
-    return outcome
+    result.untried = len(ids) - result.done - result.failures
+    return result
 
 
-async def _do(shell: ApiContext, action: Action, id: str, by: str, reason: str) -> None:
+async def _act_on(context: ApiContext, action: Action, id: str, by: str, reason: str) -> None:
     if action is Action.CHECK:
-        await shell.service.check(id, by=by, reason=reason)
+        await context.service.check(id, by=by, reason=reason)
     elif action is Action.REVIVE:
-        await shell.service.revive(id, by=by, reason=reason)
+        await context.service.revive(id, by=by, reason=reason)
     else:
-        request = DecideRequest(
-            id, Decision(action.word), reason=reason, source=Source.OPERATOR, by=by
-        )
-        shell.check_decide(request)
-        await shell.service.decide(request)
+        decision = Decision(action.word)
+        request = DecideRequest(id, decision, reason=reason, source=Source.OPERATOR, by=by)
+        context.limits.check_decide(request)
+        await context.service.decide(request)
 
 
 ROUTES = (

@@ -1,4 +1,4 @@
-"""Which transactions a page is about: what its form or link says, checked like the API's."""
+"""The transactions that a form or link selects, validated like the API's queries."""
 
 import re
 from collections.abc import Mapping
@@ -12,24 +12,24 @@ from txbroker.core.records import State
 from txbroker.errors import BadRequest
 from txbroker.proxy.console.formatting import age
 from txbroker.proxy.http.bodies import By, ListQuery, Reason, RequestBody
-from txbroker.proxy.http.context import plain_id
+from txbroker.proxy.http.limits import plain_id
 
 PAGE_ROWS = 50
 PAGE_ROWS_MAX = 250
-"""A page is rendered in one go, while others wait."""
+"""Rendering a page blocks the event loop."""
 _TAKEN = ("state", "group", "topic", "limit", "cursor")
 _KNOWN = frozenset({*_TAKEN, "older", "id", "find", "reason", "by", "covered"})
-"""What links and forms may say. Anything else may be meant for a filter, as the API's
-`older_than_s`, and without it an action would be for more than was meant."""
+"""Fields of links and forms. An unknown field may be meant as a filter, such as the API's
+`older_than_s`; ignoring it would make an action cover too much."""
 _OLDER = re.compile(r"(\d{1,10}(?:\.\d{1,3})?)\s*([smhd]?)", re.ASCII)
 _SECONDS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
-_SAID = re.compile(r"^(?P<what>.*?)(?: - at `\$\.?(?P<field>.*)`)?$", re.DOTALL)
+_ERROR = re.compile(r"^(?P<problem>.*?)(?: - at `\$\.?(?P<field>.*)`)?$", re.DOTALL)
 
 T = TypeVar("T", bound=RequestBody)
 
 
 class AuditNote(RequestBody, frozen=True):
-    """Why and who, for the record."""
+    """Reason and author of an action."""
 
     reason: Reason = ""
     by: By = ""
@@ -40,8 +40,8 @@ class Filter:
     """Transactions to list or to act on.
 
     Attributes:
-        ids: these very ones, or () for all that the rest says.
-        older_s: prepared at least so many seconds ago.
+        ids: only these, or () for all that the other fields select.
+        older_s: minimum time since the prepare, seconds.
     """
 
     state: State | None = None
@@ -51,7 +51,7 @@ class Filter:
     ids: tuple[str, ...] = ()
 
     def query(self) -> dict[str, str]:
-        """Return the fields of a link or form that say the same."""
+        """Return the fields of a link or form for this filter."""
         fields = {
             "id": ",".join(self.ids),
             "state": str(self.state or ""),
@@ -62,9 +62,9 @@ class Filter:
         return {name: value for name, value in fields.items() if value}
 
     def words(self) -> str:
-        """Return the same in words."""
+        """Describe this filter in words."""
         if self.ids:
-            return "this one" if len(self.ids) == 1 else "these"
+            return "this transaction" if len(self.ids) == 1 else "these transactions"
         parts = [] if self.state is None else [f"{self.state.replace('_', ' ')}"]
         if self.group is not None:
             parts.append(f"of group {self.group}")
@@ -72,12 +72,12 @@ class Filter:
             parts.append(f"with a message to topic {self.topic}")
         if self.older_s is not None:
             parts.append(f"prepared more than {age(self.older_s)} ago")
-        return ", ".join(parts) or "all that are not settled"
+        return ", ".join(parts) or "all unsettled"
 
     def request(
         self, *, limit: int, cursor: str | None = None, state: State | None = None
     ) -> ListRequest:
-        """Return the call that lists them; `state` for those of one state only."""
+        """Return the list request; `state` overrides the filter's."""
         return ListRequest(
             state=state or self.state,
             group=self.group,
@@ -97,24 +97,26 @@ class Listing:
     cursor: str | None = None
 
 
-def read_listing(asked: Mapping[str, str]) -> Listing:
-    """Return what a link or form asks for; fields that are left blank say nothing.
+def read_listing(fields: Mapping[str, str]) -> Listing:
+    """Return the listing that a link or form selects; blank fields are ignored.
 
     Raises:
-        BadRequest, BadId: says what is wrong.
+        BadRequest, BadId: names the field.
     """
-    unknown = sorted(set(asked) - _KNOWN)
+    unknown = sorted(set(fields) - _KNOWN)
     if unknown:
-        raise BadRequest(f"there is no filter {unknown[0][:40]!r} here", path=unknown[0][:40])
-    given = {name: text.strip() for name, text in asked.items() if text.strip()}
-    fields: dict[str, object] = {name: given[name] for name in _TAKEN if name in given}
-    fields.update(_older(given.get("older")))
-    query = convert(fields, ListQuery)
+        raise BadRequest(
+            f"there is no filter {unknown[0][:40]!r}: remove it from the link", path=unknown[0][:40]
+        )
+    given = {name: text.strip() for name, text in fields.items() if text.strip()}
+    queried: dict[str, object] = {name: given[name] for name in _TAKEN if name in given}
+    queried.update(_older(given.get("older")))
+    query = convert(queried, ListQuery)
     ids = tuple(plain_id(id.strip()) for id in given.get("id", "").split(",") if id.strip())
     if len(ids) > PAGE_ROWS_MAX:
-        raise BadRequest(f"at most {PAGE_ROWS_MAX} ids are taken at once")
+        raise BadRequest(f"{len(ids)} ids: select at most {PAGE_ROWS_MAX} at once")
     chosen = Filter(query.state, query.group, query.topic, query.older_than_s, ids)
-    limit = min(query.limit, PAGE_ROWS_MAX) if "limit" in fields else PAGE_ROWS
+    limit = min(query.limit, PAGE_ROWS_MAX) if "limit" in queried else PAGE_ROWS
     return Listing(chosen, limit, query.cursor)
 
 
@@ -123,12 +125,14 @@ def _older(text: str | None) -> dict[str, float]:
         return {}
     match = _OLDER.fullmatch(text)
     if match is None:
-        raise BadRequest("older than: give a number and s, m, h or d, such as 10m", path="older")
+        raise BadRequest(
+            "cannot read the age: give a number and s, m, h or d, such as 10m", path="older"
+        )
     return {"older_than_s": float(match[1]) * _SECONDS[match[2]]}
 
 
 def _shortest(seconds: float) -> str:
-    """Return a duration as a person would fill it in, such as `10m`."""
+    """Return a duration in its shortest form, such as `10m`."""
     for unit in ("d", "h", "m"):
         if seconds and seconds % _SECONDS[unit] == 0:
             return f"{seconds / _SECONDS[unit]:g}{unit}"
@@ -136,16 +140,16 @@ def _shortest(seconds: float) -> str:
 
 
 def convert(fields: Mapping[str, object], kind: type[T]) -> T:
-    """Return fields of a form as what they are declared to be.
+    """Return the fields of a form as a struct.
 
     Raises:
-        BadRequest: says which is wrong, and how.
+        BadRequest: names the wrong field.
     """
     try:
         return msgspec.convert(fields, kind, strict=False)
     except msgspec.ValidationError as error:
-        match = _SAID.match(str(error))
-        what, field = (match["what"], match["field"]) if match else (str(error), None)
-        if "regex" in what:
-            what = "No control characters are taken"
-        raise BadRequest(f"{field}: {what}" if field else what, path=field) from None
+        match = _ERROR.match(str(error))
+        problem, field = (match["problem"], match["field"]) if match else (str(error), None)
+        if "regex" in problem:
+            problem = "Control characters are not allowed"
+        raise BadRequest(f"{field}: {problem}" if field else problem, path=field) from None

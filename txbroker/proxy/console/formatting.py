@@ -1,13 +1,15 @@
-"""How values are written on a page: ages, times, numbers, bytes, links."""
+"""Format values for pages: ages, times, numbers, bytes, links."""
 
 from collections.abc import Mapping
 from datetime import UTC, datetime
+from functools import partial
 from urllib.parse import quote, urlencode
 
+from txbroker.contract.policy import QUERY_MASK, without_query
 from txbroker.core.records import Header, Message, State
 
 BODY_CHARS_MAX = 16_384
-"""How much of a key, value or header a page shows."""
+"""Maximum characters shown of a key, value or header."""
 _UNITS = (("d", 86400), ("h", 3600), ("m", 60), ("s", 1))
 
 STATE_TEXT = {
@@ -15,10 +17,10 @@ STATE_TEXT = {
     State.COMMITTED: "decided to commit, not yet visible to consumers",
     State.PROMOTED: "committed and visible to consumers",
     State.ROLLED_BACK: "rolled back: no consumer will ever see it",
-    State.PARKED: "undecided after the last attempt: waits for a person",
-    State.REFUSED: "committed, but a target does not take it",
+    State.PARKED: "undecided after the last attempt: needs a manual decision",
+    State.REFUSED: "committed, but refused by a target",
 }
-"""What each state means, in a line."""
+"""The meaning of each state."""
 
 
 def age(seconds: float | None) -> str:
@@ -31,21 +33,21 @@ def age(seconds: float | None) -> str:
     greatest = next(at for at, (_, size) in enumerate(_UNITS) if left >= size)
     parts: list[str] = []
     for unit, size in _UNITS[greatest : greatest + 2]:
-        many, left = divmod(left, size)
-        if many:
-            parts.append(f"{many}\N{NO-BREAK SPACE}{unit}")
+        amount, left = divmod(left, size)
+        if amount:
+            parts.append(f"{amount}\N{NO-BREAK SPACE}{unit}")
     return "\N{NO-BREAK SPACE}".join(parts)
 
 
 def number(value: float | None) -> str:
-    """Return a whole number with thin gaps between thousands, a dash for nothing."""
+    """Return a whole number with thin spaces between thousands, a dash for None."""
     if value is None:
         return "–"
     return f"{round(value):,}".replace(",", "\N{NARROW NO-BREAK SPACE}")
 
 
 def rate(value: float) -> str:
-    """Return a rate: exact where it is small."""
+    """Return a rate, with a decimal if it is small."""
     if 0 < value < 9.95:
         return f"{value:.1f}"
     return number(value)
@@ -57,7 +59,7 @@ def time_of(at_ms: int) -> str:
 
 
 def machine_time(at_ms: int) -> str:
-    """Return a time for machines."""
+    """Return a time in ISO 8601."""
     return _at(at_ms).isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
@@ -74,24 +76,18 @@ def count(value: int, one: str, several: str = "") -> str:
 
 
 def link(path: str, **query: object) -> str:
-    """Return a link to a page of ours; what says nothing is left out of the query."""
+    """Return a link to a page; empty fields are omitted from the query."""
     fields = {name: str(value) for name, value in query.items() if value not in (None, "")}
     return quote(path) + ("?" + urlencode(fields) if fields else "")
 
 
 def with_query(path: str, query: Mapping[str, object], **more: object) -> str:
-    """Return a link that keeps a query and changes some of it."""
+    """Return a link with a query and changed fields."""
     return link(path, **{**query, **more})
 
 
-def without_query(url: str) -> str:
-    """Return a check URL as it may be shown to whoever looks on: tokens are put into the query."""
-    shown, query, _ = url.partition("?")
-    return f"{shown}?…" if query else shown
-
-
 def text_of(raw: bytes | None) -> str:
-    """Return bytes as a person reads them: text where it is text, else hexadecimal."""
+    """Return bytes as text, or in hexadecimal if they are not UTF-8."""
     if raw is None:
         return ""
     # A character has at most four bytes.
@@ -99,7 +95,7 @@ def text_of(raw: bytes | None) -> str:
     try:
         text = shown.decode()
     except UnicodeDecodeError as error:
-        # Cut in the middle of a character it is text all the same.
+        # Text that was cut within a character is still text.
         if len(raw) == len(shown) or error.start < len(shown) - 3:
             return shown[: BODY_CHARS_MAX // 3].hex(" ")
         text = shown[: error.start].decode()
@@ -107,7 +103,7 @@ def text_of(raw: bytes | None) -> str:
 
 
 def kind_of(raw: bytes | None) -> str:
-    """Return what there is to say of bytes beside what they hold."""
+    """Describe bytes: size and kind."""
     if raw is None:
         return "null"
     try:
@@ -121,7 +117,7 @@ def kind_of(raw: bytes | None) -> str:
 
 
 def parts_of(message: Message) -> list[tuple[str, bytes | None]]:
-    """Return what a message holds: key, value and each header."""
+    """Return key, value and each header of a message, named."""
     headers: tuple[Header, ...] = message.headers
     return [
         ("Key", message.key),
@@ -131,7 +127,7 @@ def parts_of(message: Message) -> list[tuple[str, bytes | None]]:
 
 
 def sentence(text: str) -> str:
-    """Return text with a capital letter in front; names in it stay as they are."""
+    """Return text with its first letter in upper case."""
     return text[:1].upper() + text[1:]
 
 
@@ -142,9 +138,9 @@ FILTERS = {
     "rate": rate,
     "time_of": time_of,
     "machine_time": machine_time,
-    "without_query": without_query,
+    "without_query": partial(without_query, mask=QUERY_MASK),
     "text_of": text_of,
     "kind_of": kind_of,
     "parts_of": parts_of,
 }
-"""What templates call on values."""
+"""The filters of templates."""

@@ -1,4 +1,4 @@
-"""Logging in with the proxy's token, and out again."""
+"""Log in with a token, and log out."""
 
 from aiohttp import web
 
@@ -11,28 +11,28 @@ from txbroker.proxy.observe.logging import get_logger
 log = get_logger(__name__)
 
 
-async def show_login(ask: PageRequest) -> HtmlPage | Redirect:
-    """Show the form, or go on where a login is there already, or none is needed."""
-    onward = _local(ask.query.get("next", "/"))
-    if ask.visitor.admitted:
+async def show_login(request: PageRequest) -> HtmlPage | Redirect:
+    """Show the login form; redirect a visitor who is logged in or needs no login."""
+    onward = _local(request.query.get("next", "/"))
+    if request.visitor.admitted:
         return Redirect(onward)
-    return _form(onward, ask.visitor.name)
+    return _form(onward, request.visitor.name)
 
 
-async def do_login(ask: PageRequest) -> HtmlPage | Redirect:
-    """Begin a login."""
-    onward = _local(ask.form.get("next", "/"))
-    name = convert({"by": ask.form.get("name", "").strip()}, AuditNote).by[:NAME_MAX]
-    principal = ask.visits.principal_of(ask.form.get("token", "").strip())
+async def do_login(request: PageRequest) -> HtmlPage | Redirect:
+    """Log in."""
+    onward = _local(request.form.get("next", "/"))
+    name = convert({"by": request.form.get("name", "").strip()}, AuditNote).by[:NAME_MAX]
+    principal = request.cookies.principal_of(request.form.get("token", "").strip())
     if principal is None:
-        log.warning("console login refused", name=name, remote=ask.request.remote or "")
-        return _form(onward, name, "This token is not valid here.")
+        log.warning("console login refused", name=name, remote=request.http.remote or "")
+        return _form(onward, name, "This token is not valid at this proxy.")
     if not principal.shared:
-        name = principal.name  # a credential that says who it is leaves nothing to claim
-    log.info("console login", by=principal.name, name=name, remote=ask.request.remote or "")
+        name = principal.name  # the credential names its owner: ignore the claimed name
+    log.info("console login", by=principal.name, name=name, remote=request.http.remote or "")
 
     def log_in(response: web.Response) -> None:
-        ask.visits.log_in(response, principal, name, secure=ask.secure)
+        request.cookies.log_in(response, principal, name, secure=request.secure)
 
     return Redirect(onward, log_in)
 
@@ -42,13 +42,13 @@ def _form(onward: str, name: str, problem: str = "") -> HtmlPage:
     return HtmlPage("login.html", values, Unauthorized.status if problem else 200)
 
 
-async def do_logout(ask: PageRequest) -> HtmlPage | Redirect:
-    """End a login."""
-    return Redirect("/login", ask.visits.log_out)
+async def do_logout(request: PageRequest) -> HtmlPage | Redirect:
+    """Log out."""
+    return Redirect("/login", request.cookies.log_out)
 
 
 def _local(path: str) -> str:
-    """Return a path of ours, so that no link to the login leads elsewhere."""
+    """Return a local path, so that a login link cannot redirect to another site."""
     plain = path.startswith("/") and not path.startswith("//")
     return path if plain and path.isprintable() and "\\" not in path else "/"
 

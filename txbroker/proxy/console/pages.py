@@ -1,4 +1,4 @@
-"""The pages that show: how all stands, lists, one transaction, groups."""
+"""The pages that only show: overview, lists, one transaction, groups."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -15,18 +15,19 @@ from txbroker.proxy.console.concerns import concerns_of
 from txbroker.proxy.console.filters import PAGE_ROWS, read_listing
 from txbroker.proxy.console.formatting import link, with_query
 from txbroker.proxy.console.site import HtmlPage, PageRequest, Redirect, Route
-from txbroker.proxy.http.context import plain_id, within_groups
+from txbroker.proxy.http.context import within_groups
+from txbroker.proxy.http.limits import plain_id
 
 GROUPS_FIRST = 8
-"""Groups that the overview shows."""
+"""Groups on the overview."""
 GROUPS_SHOWN_MAX = 250
 OWN_OFFERED_MAX = 200
-"""Names of registered groups that the filter offers."""
+"""Registered groups offered by the filter."""
 
 
 @dataclass(frozen=True)
 class Sums:
-    """The counts of all half partitions together."""
+    """The counts summed over all half partitions."""
 
     pending: int
     parked: int
@@ -36,9 +37,9 @@ class Sums:
     rates: Rates
 
 
-def sums_of(found: Overview) -> Sums:
-    """Add up what is known of the half partitions."""
-    parts = found.partitions
+def sums_of(overview: Overview) -> Sums:
+    """Sum the known counts of the half partitions."""
+    parts = overview.partitions
     ages = [p.oldest_pending_age_s for p in parts if p.oldest_pending_age_s is not None]
     return Sums(
         pending=sum(p.pending or 0 for p in parts),
@@ -54,82 +55,82 @@ def sums_of(found: Overview) -> Sums:
     )
 
 
-async def _overview(ask: PageRequest) -> Overview:
-    """Return how all stands, of groups only the principal's."""
-    found = await ask.shell.service.overview()
-    groups = tuple(group for group in found.groups if group.group in ask.principal.groups)
-    return structs.replace(found, groups=groups)
+async def _overview(request: PageRequest) -> Overview:
+    """Return the overview with only the principal's groups."""
+    overview = await request.context.service.overview()
+    groups = tuple(group for group in overview.groups if group.group in request.principal.groups)
+    return structs.replace(overview, groups=groups)
 
 
-async def overview(ask: PageRequest) -> HtmlPage | Redirect:
-    """Show whether something is wrong, where, and what to do; then how all stands."""
-    found = await _overview(ask)
+async def overview(request: PageRequest) -> HtmlPage | Redirect:
+    """Show problems with their next steps, then the counts."""
+    stats = await _overview(request)
     values = {
-        "found": found,
-        "sums": sums_of(found),
-        "concerns": concerns_of(found),
-        "actions": _actions(ask),
-        "groups": found.groups[:GROUPS_FIRST],
-        "groups_more": max(0, len(found.groups) - GROUPS_FIRST) + found.groups_left_off,
+        "overview": stats,
+        "sums": sums_of(stats),
+        "concerns": concerns_of(stats),
+        "actions": _actions(request),
+        "groups": stats.groups[:GROUPS_FIRST],
+        "groups_more": max(0, len(stats.groups) - GROUPS_FIRST) + stats.groups_left_off,
     }
     return HtmlPage("overview.html", values)
 
 
-async def transactions(ask: PageRequest) -> HtmlPage | Redirect:
-    """List transactions, or go to the one whose id was looked for."""
-    wanted = ask.query.get("find", "").strip()
-    if wanted:
-        return Redirect(link(f"/transactions/{plain_id(wanted)}"))
-    listing = read_listing({name: v for name, v in ask.query.items() if name != "id"})
-    request = listing.filter.request(limit=listing.limit, cursor=listing.cursor)
-    found = await ask.shell.service.list(within_groups(request, ask.principal))
+async def transactions(request: PageRequest) -> HtmlPage | Redirect:
+    """List transactions, or redirect to the one searched by id."""
+    id = request.query.get("find", "").strip()
+    if id:
+        return Redirect(link(f"/transactions/{plain_id(id)}"))
+    listing = read_listing({name: v for name, v in request.query.items() if name != "id"})
+    listed = listing.filter.request(limit=listing.limit, cursor=listing.cursor)
+    page = await request.context.service.list(within_groups(listed, request.principal))
     query = {**listing.filter.query()}
     if listing.limit != PAGE_ROWS:
         query["limit"] = str(listing.limit)
     values = {
         "listing": listing,
-        "views": [view for view in found.transactions if view.group in ask.principal.groups],
+        "views": [view for view in page.transactions if view.group in request.principal.groups],
         "query": query,
         "states": list(State),
         "settled": listing.filter.state in SETTLED,
-        "offered": _registered(ask)[:OWN_OFFERED_MAX],
-        "actions": [a for a in _actions(ask) if allowed(a, listing.filter.state)],
+        "offered": _registered(request)[:OWN_OFFERED_MAX],
+        "actions": [a for a in _actions(request) if allowed(a, listing.filter.state)],
         "first": None if listing.cursor is None else with_query("/transactions", query),
         "next": None
-        if found.next_cursor is None
-        else with_query("/transactions", query, cursor=found.next_cursor),
+        if page.next_cursor is None
+        else with_query("/transactions", query, cursor=page.next_cursor),
     }
     return HtmlPage("transactions.html", values)
 
 
-async def transaction(ask: PageRequest) -> HtmlPage | Redirect:
-    """Show all that is known of one transaction; its bodies where they are asked for."""
-    id = plain_id(ask.request.match_info["id"])
-    bodies = ask.principal.sees_bodies and ask.query.get("bodies", "") in ("1", "true")
-    view = await ask.shell.service.find(id, bodies=bodies)
-    ask.principal.check_own(view.group)
+async def transaction(request: PageRequest) -> HtmlPage | Redirect:
+    """Show one transaction; its message bodies on request."""
+    id = plain_id(request.http.match_info["id"])
+    bodies = request.principal.sees_bodies and request.query.get("bodies", "") in ("1", "true")
+    view = await request.context.service.find(id, bodies=bodies)
+    request.principal.check_own(view.group)
     values = {
         "view": view,
         "bodies": bodies,
-        "sees_bodies": ask.principal.sees_bodies,
-        "actions": [action for action in _actions(ask) if view.state in action.states],
-        "next_check_s": _in_s(view, ask.shell.service.now_ms()),
-        "done": ask.query.get("done", "")[:20],
+        "sees_bodies": request.principal.sees_bodies,
+        "actions": [action for action in _actions(request) if view.state in action.states],
+        "next_check_s": _in_s(view, request.context.service.now_ms()),
+        "done": request.query.get("done", "")[:20],
     }
     return HtmlPage("transaction.html", values)
 
 
-def _actions(ask: PageRequest) -> Iterable[Action]:
-    """Return what the principal may do to transactions."""
-    return Action if ask.principal.role is Role.OPERATOR else ()
+def _actions(request: PageRequest) -> Iterable[Action]:
+    """Return the actions the principal may take."""
+    return Action if request.principal.role is Role.OPERATOR else ()
 
 
-def _registered(ask: PageRequest) -> list[str]:
-    return [name for name, _ in ask.shell.groups.list() if name in ask.principal.groups]
+def _registered(request: PageRequest) -> list[str]:
+    return [name for name, _ in request.context.groups.list() if name in request.principal.groups]
 
 
 def _in_s(view: TransactionView, now_ms: int) -> float | None:
-    """Return in how many seconds the next attempt is due, None where none is."""
+    """Return the seconds until the next attempt, None without one."""
     if view.state is not State.PENDING or view.next_check_at_ms is None:
         return None
     return max(0, view.next_check_at_ms - now_ms) / 1000
@@ -137,47 +138,47 @@ def _in_s(view: TransactionView, now_ms: int) -> float | None:
 
 @dataclass(frozen=True)
 class GroupRow:
-    """What the page of groups shows of one."""
+    """A group on the page of groups."""
 
-    found: GroupOverview
+    overview: GroupOverview
     policy: GroupPolicy | None
     problem: str | None
 
     @property
     def reach(self) -> str:
-        """How the group can be asked: `away`, `session`, `url` or `nobody`."""
-        if self.found.unreachable_since_ms is not None:
+        """How the group can be checked: `away`, `session`, `url` or `nobody`."""
+        if self.overview.unreachable_since_ms is not None:
             return "away"
-        if self.found.sessions:
+        if self.overview.sessions:
             return "session"
         if self.policy is not None and self.policy.check_url:
             return "url"
         return "nobody"
 
 
-async def groups(ask: PageRequest) -> HtmlPage | Redirect:
-    """Show the producer groups: whether they can be asked, and what they left undecided."""
-    found = await _overview(ask)
-    wanted = ask.query.get("name", "").strip()
-    rows = [row for row in _rows(ask, found) if wanted.lower() in row.found.group.lower()]
+async def groups(request: PageRequest) -> HtmlPage | Redirect:
+    """Show the producer groups: reachability and undecided transactions."""
+    stats = await _overview(request)
+    name = request.query.get("name", "").strip()
+    rows = [row for row in _rows(request, stats) if name.lower() in row.overview.group.lower()]
     values = {
-        "found": found,
+        "overview": stats,
         "rows": rows[:GROUPS_SHOWN_MAX],
-        "more": max(0, len(rows) - GROUPS_SHOWN_MAX) + found.groups_left_off,
-        "wanted": wanted,
-        "actions": _actions(ask),
+        "more": max(0, len(rows) - GROUPS_SHOWN_MAX) + stats.groups_left_off,
+        "name": name,
+        "actions": _actions(request),
     }
     return HtmlPage("groups.html", values)
 
 
-def _rows(ask: PageRequest, found: Overview) -> Iterator[GroupRow]:
-    """Yield every group that is known of: those that need somebody first."""
-    registered = {n: p for n, p in ask.shell.groups.list() if n in ask.principal.groups}
-    for group in found.groups:
+def _rows(request: PageRequest, stats: Overview) -> Iterator[GroupRow]:
+    """Yield every known group, those that need attention first."""
+    registered = {n: p for n, p in request.context.groups.list() if n in request.principal.groups}
+    for group in stats.groups:
         policy = registered.pop(group.group, None)
-        yield GroupRow(group, policy, ask.shell.groups.problem(group.group))
+        yield GroupRow(group, policy, request.context.groups.problem(group.group))
     for name, policy in registered.items():
-        yield GroupRow(GroupOverview(name), policy, ask.shell.groups.problem(name))
+        yield GroupRow(GroupOverview(name), policy, request.context.groups.problem(name))
 
 
 ROUTES = (

@@ -1,4 +1,4 @@
-"""The console as part of the web application: routes, admission, rendering, errors."""
+"""The console in the web application: routes, admission, rendering, errors."""
 
 import hashlib
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -22,19 +22,20 @@ from txbroker.errors import (
     UnsupportedMediaType,
 )
 from txbroker.principals import ANYBODY, Principal, Role
-from txbroker.proxy.console import formatting as shown
+from txbroker.proxy.console import formatting
 from txbroker.proxy.console.filters import Filter
 from txbroker.proxy.console.visitors import FORM_FIELD, Visitor, VisitorCookies
 from txbroker.proxy.http.context import ApiContext
+from txbroker.proxy.http.endpoints import INTERNAL_ERROR
 from txbroker.proxy.http.guards import Guard
-from txbroker.proxy.http.operations import WHO_LOOKS
+from txbroker.proxy.http.operations import READERS
 from txbroker.proxy.http.reading import BodyReader
 from txbroker.proxy.observe.logging import get_logger
 
 log = get_logger(__name__)
 
 FORM_BYTES_MAX = 128 * 1024
-"""The form of a bulk action carries some 11 bytes of each transaction that it covers."""
+"""The form of a bulk action has some 11 bytes per covered transaction."""
 _FORM = "application/x-www-form-urlencoded"
 _FIELDS_MAX = 50
 _HEADERS = {
@@ -43,7 +44,7 @@ _HEADERS = {
     "base-uri 'none'",
     "X-Content-Type-Options": "nosniff",
     "X-Frame-Options": "DENY",
-    # Not `no-referrer`: with it browsers send `Origin: null` with our own forms.
+    # Not `no-referrer`: browsers would then send `Origin: null` with our own forms.
     "Referrer-Policy": "same-origin",
     "Cross-Origin-Opener-Policy": "same-origin",
     "Cache-Control": "no-store",
@@ -54,24 +55,24 @@ _FOR_GOOD = "public, max-age=31536000, immutable"
 
 @dataclass(frozen=True)
 class PageRequest:
-    """Somebody asks for a page, or sends a form."""
+    """A request for a page, or a form."""
 
-    request: web.Request
-    shell: ApiContext
+    http: web.Request
+    context: ApiContext
     visitor: Visitor
-    visits: VisitorCookies
+    cookies: VisitorCookies
     principal: Principal = ANYBODY
     form: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def query(self) -> dict[str, str]:
-        """What the link says; of a field that is given twice the first."""
-        return {name: self.request.query.getall(name)[0] for name in self.request.query}
+        """The fields of the query, the first of repeated ones."""
+        return {name: self.http.query.getall(name)[0] for name in self.http.query}
 
     @property
     def secure(self) -> bool:
-        """True where the page came over TLS, so that cookies are kept to it."""
-        return _is_secure(self.request)
+        """True if the browser uses TLS, so that cookies are restricted to it."""
+        return _is_secure(self.http)
 
 
 Finish = Callable[[web.Response], None]
@@ -79,7 +80,7 @@ Finish = Callable[[web.Response], None]
 
 @dataclass(frozen=True)
 class HtmlPage:
-    """A page to render. `finish` is given the response, for cookies."""
+    """A page to render. `finish` is called with the response, to set cookies."""
 
     template: str
     values: Mapping[str, Any] = field(default_factory=dict)
@@ -89,7 +90,7 @@ class HtmlPage:
 
 @dataclass(frozen=True)
 class Redirect:
-    """Another page to go to."""
+    """A redirect to another page."""
 
     to: str
     finish: Finish | None = None
@@ -100,13 +101,13 @@ Handler = Callable[[PageRequest], Awaitable[HtmlPage | Redirect]]
 
 @dataclass(frozen=True)
 class Route:
-    """A page or form, for these roles. `open`: without a login."""
+    """A page or form. `open`: no login needed."""
 
     method: str
     path: str
     run: Handler
     open: bool = False
-    roles: tuple[Role, ...] = WHO_LOOKS
+    roles: tuple[Role, ...] = READERS
 
 
 @dataclass(frozen=True)
@@ -114,34 +115,34 @@ class _Asset:
     name: str
     content: bytes
     media: str
-    mark: str
+    digest: str
 
 
 def _assets() -> dict[str, _Asset]:
-    found = {}
+    assets = {}
     for file in (resources.files(__package__ or "") / "static").iterdir():
         media = _TYPES.get(file.name[file.name.rfind(".") :])
         if media is not None:
             content = file.read_bytes()
-            mark = hashlib.sha256(content).hexdigest()[:16]
-            found[file.name] = _Asset(file.name, content, media, mark)
-    return found
+            digest = hashlib.sha256(content).hexdigest()[:16]
+            assets[file.name] = _Asset(file.name, content, media, digest)
+    return assets
 
 
 class Console:
     """The pages of one proxy.
 
     Args:
-        shell: what calls share; its service answers for all proxies.
-        guard: says who may call.
-        declared: the pages.
+        context: its service answers for all proxies.
+        guard: admits callers.
+        pages: the routes of all pages.
     """
 
-    def __init__(self, shell: ApiContext, guard: Guard, declared: Sequence[Route]) -> None:
-        self._shell = shell
-        self._declared = declared
+    def __init__(self, context: ApiContext, guard: Guard, pages: Sequence[Route]) -> None:
+        self._context = context
+        self._pages = pages
         self._guard = guard
-        self._visits = VisitorCookies(guard)
+        self._cookies = VisitorCookies(guard)
         self._assets = _assets()
         self._templates = jinja2.Environment(
             loader=jinja2.PackageLoader(__package__ or ""),
@@ -150,28 +151,28 @@ class Console:
             trim_blocks=True,
             lstrip_blocks=True,
         )
-        self._templates.filters.update(shown.FILTERS)
+        self._templates.filters.update(formatting.FILTERS)
         self._templates.globals.update(
             asset=self._asset_link,
-            count=shown.count,
-            link=shown.link,
+            count=formatting.count,
+            link=formatting.link,
             query_of=Filter.query,
-            state_text=shown.STATE_TEXT,
+            state_text=formatting.STATE_TEXT,
             version=__version__,
         )
 
     def routes(self) -> list[tuple[str, str, Callable[[web.Request], Awaitable[web.Response]]]]:
         """Return method, path and handler of every page."""
-        routes = [(route.method, route.path, self._handler(route)) for route in self._declared]
+        routes = [(route.method, route.path, self._handler(route)) for route in self._pages]
         routes += [("HEAD", path, run) for method, path, run in routes if method == "GET"]
-        return [*routes, ("GET", "/static/{mark}/{name}", self._static)]
+        return [*routes, ("GET", "/static/{digest}/{name}", self._static)]
 
     # --- one page ----------------------------------------------------------------------------
 
     def _handler(self, route: Route) -> Callable[[web.Request], Awaitable[web.Response]]:
         async def handle(request: web.Request) -> web.Response:
-            visitor = self._visits.visitor(request)
-            content = BodyReader(self._shell, prepare=False)
+            visitor = self._cookies.visitor(request)
+            body = BodyReader(self._context.limits, prepare=False)
             try:
                 self._guard.admit_page(request)
                 if not (visitor.admitted or route.open):
@@ -181,10 +182,10 @@ class Console:
                     principal.check_role(route.roles)
                 form = {}
                 if route.method == "POST":
-                    form = await _read_form(request, content)
+                    form = await _read_form(request, body)
                     visitor.check_form(form.pop(FORM_FIELD, ""))
                 reply = await route.run(
-                    PageRequest(request, self._shell, visitor, self._visits, principal, form)
+                    PageRequest(request, self._context, visitor, self._cookies, principal, form)
                 )
             except (RequestError, KafkaUnavailable) as error:
                 return self._failed(request, visitor, error)
@@ -197,10 +198,9 @@ class Console:
                     error=safe_repr(error),
                     where=where_raised(error),
                 )
-                broken = RequestError("something went wrong inside the proxy; its log says what")
-                return self._failed(request, visitor, broken)
+                return self._failed(request, visitor, RequestError(INTERNAL_ERROR))
             finally:
-                content.let_go()
+                body.release()
             return self._answer(request, visitor, reply)
 
         return handle
@@ -212,7 +212,7 @@ class Console:
             response = web.Response(status=303, headers={**_HEADERS, "Location": reply.to})
         else:
             response = self._rendered(request, visitor, reply)
-        self._visits.remember(response, visitor, secure=_is_secure(request))
+        self._cookies.remember(response, visitor, secure=_is_secure(request))
         if reply.finish is not None:
             reply.finish(response)
         return response
@@ -224,7 +224,7 @@ class Console:
                 "form_field": FORM_FIELD,
                 "path": request.path,
                 "has_login": self._guard.asks,
-                "now_ms": self._shell.service.now_ms(),
+                "now_ms": self._context.service.now_ms(),
                 **page.values,
             }
         )
@@ -235,7 +235,7 @@ class Console:
     def _failed(
         self, request: web.Request, visitor: Visitor, error: RequestError | KafkaUnavailable
     ) -> web.Response:
-        """Return the page that says what went wrong."""
+        """Return the error page."""
         if isinstance(error, KafkaUnavailable):
             error = KafkaDown(str(error))
         values = {"error": error, "retry": request.method == "GET" and error.retryable}
@@ -245,52 +245,52 @@ class Console:
         return response
 
     def _to_login(self, request: web.Request, visitor: Visitor) -> web.Response:
-        """Return the way to the login."""
+        """Redirect to the login."""
         here = request.path_qs if request.method in ("GET", "HEAD") else "/"
         if request.method == "GET" and request.headers.get("Sec-Fetch-Site") == "cross-site":
-            # A link on another site was followed, so the browser kept its cookie back. A page of
-            # ours that leads to the same place has it sent.
+            # After a link on another site the browser withholds our cookie. A redirect page of ours
+            # to the same path makes the browser send it.
             return self._answer(request, visitor, HtmlPage("again.html", {"here": here}))
-        return self._answer(request, visitor, Redirect(shown.link("/login", next=here)))
+        return self._answer(request, visitor, Redirect(formatting.link("/login", next=here)))
 
     # --- assets ------------------------------------------------------------------------------
 
     def _asset_link(self, name: str) -> str:
-        return f"/static/{self._assets[name].mark}/{name}"
+        return f"/static/{self._assets[name].digest}/{name}"
 
     async def _static(self, request: web.Request) -> web.Response:
-        found = self._assets.get(request.match_info["name"])
-        if found is None:
-            raise NotFound("there is no such file")
-        # While proxies are upgraded, a page of another build may ask for what this one has not.
-        current = request.match_info["mark"] == found.mark
+        asset = self._assets.get(request.match_info["name"])
+        if asset is None:
+            raise NotFound("there is no such file: reload the page")
+        # During an upgrade, a page of another build may request another version.
+        current = request.match_info["digest"] == asset.digest
         headers = {
             "Cache-Control": _FOR_GOOD if current else "no-cache",
             "X-Content-Type-Options": "nosniff",
         }
         return web.Response(
-            body=found.content, content_type=found.media, charset="utf-8", headers=headers
+            body=asset.content, content_type=asset.media, charset="utf-8", headers=headers
         )
 
 
 def _is_secure(request: web.BaseRequest) -> bool:
-    """Say whether the browser came over TLS, maybe to somebody who passes its calls on to us."""
+    """Return True if the browser uses TLS, to this proxy or to a reverse proxy before it."""
     return request.secure or request.headers.get("X-Forwarded-Proto", "").lower() == "https"
 
 
-async def _read_form(request: web.Request, content: BodyReader) -> dict[str, str]:
+async def _read_form(request: web.Request, body: BodyReader) -> dict[str, str]:
     """Return the fields of a form.
 
     Raises:
-        RequestError: it is none, or too large, or does not arrive.
+        RequestError: it is no form, too large or incomplete.
     """
     if request.content_type != _FORM:
-        raise UnsupportedMediaType("the console takes forms of its own pages")
+        raise UnsupportedMediaType("not a form: send the form from the console's own page")
     if (request.content_length or 0) > FORM_BYTES_MAX:
-        raise TooLarge("this form is too large")
-    raw = await content.read(request)
+        raise TooLarge(f"the form exceeds {FORM_BYTES_MAX} bytes: select fewer transactions")
+    raw = await body.read(request)
     if len(raw) > FORM_BYTES_MAX:
-        raise TooLarge("this form is too large")
+        raise TooLarge(f"the form exceeds {FORM_BYTES_MAX} bytes: select fewer transactions")
     try:
         return dict(
             parse_qsl(
@@ -298,4 +298,4 @@ async def _read_form(request: web.Request, content: BodyReader) -> dict[str, str
             )
         )
     except ValueError:
-        raise BadRequest("this form does not read") from None
+        raise BadRequest("cannot decode the form: send it from the console's page") from None

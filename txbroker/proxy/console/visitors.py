@@ -1,7 +1,7 @@
-"""Who is there: the login, the cookie that remembers it, and the secret in each form.
+"""Visitors of the console: logins, their signed cookies, and the secret of each form.
 
-Nothing is kept in the proxy. The cookie of a login is signed with a key made from a secret that the
-proxies share and the principal's tokens, so any of them takes it, and a new token ends every login.
+The proxy stores no sessions. A login cookie is signed with a key derived from a secret that the
+proxies share and the principal's tokens, so any proxy accepts it, and a new token ends every login.
 """
 
 import base64
@@ -21,7 +21,7 @@ from txbroker.principals import Principal, digest_of
 from txbroker.proxy.http.guards import Credential, Guard, credential_of
 
 LOGIN_S = 12 * 3600
-"""How long a login holds, seconds: a shift."""
+"""Validity of a login, seconds: a shift."""
 NAME_MAX = 100
 SESSION_COOKIE = "txbroker_session"
 VISIT_COOKIE = "txbroker_visit"
@@ -35,14 +35,14 @@ _SECRET = re.compile(f"[0-9a-f]{{{2 * _SECRET_BYTES}}}")
 
 @dataclass(frozen=True)
 class Visitor:
-    """Whoever asks for a page.
+    """A visitor of a page.
 
     Attributes:
-        principal: who this is, None where a login is needed first.
-        name: what the visitor said to be called, "" for nothing.
-        secret: known to this visitor's browser alone.
-        new: True where the browser has not been given the secret yet.
-        logged_in: True where there is a login that can be ended.
+        principal: None if a login is needed first.
+        name: the name the visitor gave, or "".
+        secret: known only to this visitor's browser.
+        new: the browser does not have the secret yet.
+        logged_in: there is a login to end.
     """
 
     principal: Principal | None
@@ -53,33 +53,33 @@ class Visitor:
 
     @property
     def admitted(self) -> bool:
-        """False where a login is needed first."""
+        """False if a login is needed first."""
         return self.principal is not None
 
     @property
     def form_secret(self) -> str:
-        """What each form carries. It tells nothing of the cookie that it is made from."""
+        """The secret in each form; it does not reveal the cookie it is derived from."""
         return hmac.digest(self.secret.encode(), b"form", hashlib.sha256).hex()
 
     def check_form(self, given: str) -> None:
-        """Refuse a form that was not made for this visitor.
+        """Refuse a form that was not rendered for this visitor.
 
         Raises:
-            Forbidden: says what to do.
+            Forbidden: with the next step.
         """
         if self.new or not hmac.compare_digest(given.encode(), self.form_secret.encode()):
             raise Forbidden(
-                "this form was made for another visit, or cookies are off: "
+                "this form belongs to another visit, or cookies are off: "
                 "open the page again and send it from there"
             )
 
 
 class VisitorCookies:
-    """Knows visitors by their cookies.
+    """Identifies visitors by their cookies.
 
     Args:
-        guard: knows principals.
-        now_s: the time, seconds since 1970.
+        guard: identifies principals.
+        now_s: returns the time, seconds since 1970.
     """
 
     def __init__(self, guard: Guard, now_s: Callable[[], float] = time.time) -> None:
@@ -87,10 +87,10 @@ class VisitorCookies:
         self._now_s = now_s
 
     def visitor(self, request: web.BaseRequest) -> Visitor:
-        """Return who asks."""
-        found = self._logged_in(request.cookies.get(SESSION_COOKIE, ""))
-        if found is not None:
-            return found
+        """Return the visitor of a request."""
+        visitor = self._logged_in(request.cookies.get(SESSION_COOKIE, ""))
+        if visitor is not None:
+            return visitor
         known = request.cookies.get(VISIT_COOKIE, "")
         new = _SECRET.fullmatch(known) is None
         secret = secrets.token_hex(_SECRET_BYTES) if new else known
@@ -104,7 +104,7 @@ class VisitorCookies:
             return None
 
     def _logged_in(self, cookie: str) -> Visitor | None:
-        """Return the visitor of a login's cookie, None where it is none of ours or over."""
+        """Return the visitor of a login cookie, None if it is invalid or expired."""
         content, _, signature = cookie.rpartition(".")
         parts = content.split(".")
         if not self._guard.asks or len(parts) != _COOKIE_PARTS:
@@ -121,22 +121,22 @@ class VisitorCookies:
         return Visitor(principal, _read_name(name), secret, logged_in=True)
 
     def principal_of(self, token: str) -> Principal | None:
-        """Return whose token this is, None where it is nobody's."""
+        """Return the principal of a token, None without one."""
         return self._known(Credential(digest_of(token), ())) if self._guard.asks else None
 
     def remember(self, response: web.Response, visitor: Visitor, *, secure: bool) -> None:
-        """Give a new visitor the secret."""
+        """Set the secret's cookie for a new visitor."""
         if visitor.new:
             _set(response, VISIT_COOKIE, visitor.secret, secure=secure)
 
     def remember_name(self, response: web.Response, name: str, *, secure: bool) -> None:
-        """Keep what a visitor without a login is called, to fill in the next form."""
+        """Set a cookie with the name of a visitor without login, to prefill forms."""
         _set(response, NAME_COOKIE, _write_name(name), max_age=NAME_S, secure=secure)
 
     def log_in(
         self, response: web.Response, principal: Principal, name: str, *, secure: bool
     ) -> None:
-        """Begin a login; the principal's token was given."""
+        """Set the login cookie; the caller has verified the token."""
         until_s = int(self._now_s()) + LOGIN_S
         names = f"{_write_name(name)}.{_write_name(principal.name)}"
         content = f"{until_s}.{secrets.token_hex(_SECRET_BYTES)}.{names}"
@@ -148,7 +148,7 @@ class VisitorCookies:
         return hmac.digest(key, content.encode(errors="surrogateescape"), hashlib.sha256).hex()
 
     def log_out(self, response: web.Response) -> None:
-        """End a login."""
+        """Delete the login cookie."""
         response.del_cookie(SESSION_COOKIE, path="/", httponly=True, samesite="Strict")
 
 
@@ -165,7 +165,7 @@ def _write_name(name: str) -> str:
 
 
 def _read_name(written: str) -> str:
-    """Return a name as it was given; "" for what is none: that cookie is not signed."""
+    """Return the name in an unsigned cookie, "" if it is malformed."""
     try:
         raw = base64.urlsafe_b64decode(written[: 8 * NAME_MAX] + "==")
         name = raw.decode()

@@ -1,4 +1,4 @@
-"""The HTTP API put together: declared operations, the guard before them, errors as JSON."""
+"""The web applications of a proxy's addresses: routes, admission, errors as JSON."""
 
 import copy
 import re
@@ -20,13 +20,15 @@ from txbroker.errors import (
     BadRequest,
     MethodNotAllowed,
     NotFound,
+    RequestError,
     TooLarge,
 )
 from txbroker.principals import Directory
 from txbroker.proxy.cluster.forwarding import CALLER, CALLER_HEADER, PREFIX
-from txbroker.proxy.http import groups, system, transactions
-from txbroker.proxy.http.context import ApiContext
-from txbroker.proxy.http.endpoints import ApiEndpoint, refusal
+from txbroker.proxy.http import groups as group_operations
+from txbroker.proxy.http import system, transactions
+from txbroker.proxy.http.context import ApiContext, CallBatcher
+from txbroker.proxy.http.endpoints import ApiEndpoint, failure_answer
 from txbroker.proxy.http.front import DirectCalls
 from txbroker.proxy.http.guards import (
     PRINCIPAL,
@@ -35,15 +37,13 @@ from txbroker.proxy.http.guards import (
     is_page,
     load_principals,
 )
-from txbroker.proxy.http.joint import CallBatcher
 from txbroker.proxy.http.openapi import describe
 from txbroker.proxy.http.operations import (
     ApiCall,
     ApiReply,
     Operation,
     encode_json,
-    error_response,
-    response_of,
+    error_answer,
 )
 from txbroker.proxy.http.peer_api import PeerApi
 from txbroker.proxy.http.sessions.server import SessionServer
@@ -55,9 +55,8 @@ log = get_logger(__name__)
 SESSION_PATH = "/v1/session"
 OPENAPI_PATH = "/v1/openapi.json"
 _VARIABLE = re.compile(r"\{(\w+)\}")
-CONTEXT: web.AppKey[ApiContext] = web.AppKey("shell", ApiContext)
+CONTEXT: web.AppKey[ApiContext] = web.AppKey("context", ApiContext)
 DIRECT: web.AppKey[DirectCalls] = web.AppKey("direct", DirectCalls)
-
 
 Pages = Callable[[ApiContext, Guard], Iterable[tuple[str, str, Handler]]]
 """Returns method, path and handler of every page."""
@@ -65,13 +64,18 @@ Pages = Callable[[ApiContext, Guard], Iterable[tuple[str, str, Handler]]]
 
 @dataclass(frozen=True)
 class _Parts:
-    """What the applications of the two addresses have in common."""
+    """The parts that the applications of all addresses share.
 
-    own: ApiContext
-    shell: ApiContext
+    Attributes:
+        local: answers by this proxy alone.
+        context: answers for all proxies.
+    """
+
+    local: ApiContext
+    context: ApiContext
     peers: PeerGuard
-    internal: PeerApi
-    declared: tuple[Operation, ...]
+    peer_api: PeerApi
+    operations: tuple[Operation, ...]
     pages: Pages
 
 
@@ -79,16 +83,14 @@ _PARTS: web.AppKey[_Parts] = web.AppKey("parts", _Parts)
 
 
 def operations() -> tuple[Operation, ...]:
-    """Return every call of the HTTP API but the session's."""
-    declared = (*transactions.OPERATIONS, *groups.OPERATIONS, *system.OPERATIONS)
+    """Return every operation of the HTTP API but the session's."""
+    declared = (*transactions.OPERATIONS, *group_operations.OPERATIONS, *system.OPERATIONS)
     document = b""
 
     async def openapi(_: ApiCall) -> ApiReply:
         return ApiReply(200, document)
 
-    own = Operation(
-        "openapi", "GET", OPENAPI_PATH, "This document", openapi, {200: None}
-    )  # fmt: skip
+    own = Operation("openapi", "GET", OPENAPI_PATH, "This document", openapi, {200: None})
     document = encode_json(describe((*declared, own)))
     return (*declared, own)
 
@@ -105,30 +107,30 @@ def make_app(
     leases: Leases | None = None,
     peers: PeerGuard | None = None,
     principals: Callable[[], Directory] | None = None,
-    pages: Pages = lambda _shell, _guard: (),
+    pages: Pages = lambda _context, _guard: (),
 ) -> web.Application:
-    """Return the web application of one proxy; where there is an admin address, without what is
-    operators'.
+    """Return the application of a proxy's main address; with an admin address configured, without
+    the operators' calls.
 
     Args:
-        service: answers the HTTP API.
+        service: answers the HTTP API, for all proxies.
         checks: calls check URLs.
-        local: answers sessions and other proxies, this proxy's own part; None: `service` too.
-        leases: the sessions that other proxies have in hand; None: made here.
-        peers: knows the other proxies; None: made here.
-        principals: returns the principals as they are now; None: made here.
-        pages: makes the pages for people, which admit by themselves.
+        local: answers sessions and other proxies, for this proxy alone; None: `service`.
+        leases: sessions leased to other proxies; None: created here.
+        peers: recognizes other proxies; None: created here.
+        principals: returns the current principals; None: created here.
+        pages: the console's pages, which do their own admission.
 
     Raises:
         ConfigurationError: the token file cannot be read.
     """
     principals = principals or load_principals(settings)
     own = ApiContext(local or service, groups, sessions, settings, metrics, checks, principals)
-    # The same in all but whom it asks: what is in flight is bounded together.
-    shell = copy.copy(own)
-    shell.service, shell.joint = service, CallBatcher(service)
-    internal = PeerApi(own, leases or Leases(sessions))
-    parts = _Parts(own, shell, peers or PeerGuard(settings), internal, operations(), pages)
+    # The limits are shared; only the service differs.
+    context = copy.copy(own)
+    context.service, context.batcher = service, CallBatcher(service)
+    peer_api = PeerApi(own, leases or Leases(sessions))
+    parts = _Parts(own, context, peers or PeerGuard(settings), peer_api, operations(), pages)
     guard = Guard(settings, principals=principals)
     app = _application(
         parts, guard, admin=not settings.admin_listen, internal=not settings.peer_listen
@@ -145,33 +147,32 @@ def make_app(
         lambda: Gauges(
             sessions=sessions.counts(),
             ready=service.readiness().ready,
-            files_not_read=own.files_not_read(),
+            files_not_read=own.unusable_files(),
         )
     )
     return app
 
 
 def make_admin_app(app: web.Application) -> web.Application:
-    """Return the application of the admin address of the proxy whose application `app` is:
-    the whole HTTP API and the pages, but neither sessions nor the calls of other proxies.
+    """Return the application of the admin address of `app`'s proxy: the whole HTTP API and the
+    pages, without sessions and calls of other proxies.
 
     Raises:
         ConfigurationError: the token file cannot be read.
     """
     parts = app[_PARTS]
-    guard = Guard(parts.own.settings, admin=True, principals=parts.own.principals)
+    guard = Guard(parts.local.settings, admin=True, principals=parts.local.principals)
     return _application(parts, guard, admin=True)
 
 
 def make_peer_app(app: web.Application) -> web.Application:
-    """Return the application of the peer address of the proxy whose application `app` is: the
-    calls of other proxies alone.
+    """Return the application of the peer address of `app`'s proxy: only calls of other proxies.
 
     Raises:
         ConfigurationError: the token file cannot be read.
     """
     parts = app[_PARTS]
-    guard = Guard(parts.own.settings, principals=parts.own.principals)
+    guard = Guard(parts.local.settings, principals=parts.local.principals)
     return _web_application(parts, guard, frozenset(), internal=True)
 
 
@@ -184,13 +185,13 @@ def _web_application(
     internal: bool = False,
 ) -> web.Application:
     app = web.Application(
-        middlewares=[_outermost(parts, guard, open_paths, pages=pages, internal=internal)],
-        client_max_size=parts.shell.settings.request_bytes_max,
+        middlewares=[_admission(parts, guard, open_paths, pages=pages, internal=internal)],
+        client_max_size=parts.context.settings.request_bytes_max,
     )
-    app[CONTEXT] = parts.own
-    parts.own.files.extend(guard.files)
+    app[CONTEXT] = parts.local
+    parts.local.files.extend(guard.files)
     if internal:
-        for method, path, handler in parts.internal.routes():
+        for method, path, handler in parts.peer_api.routes():
             app.router.add_route(method, path, handler, expect_handler=_expect)
     return app
 
@@ -198,39 +199,41 @@ def _web_application(
 def _application(
     parts: _Parts, guard: Guard, *, admin: bool, internal: bool = False
 ) -> web.Application:
-    shell = parts.shell
-    open_paths = frozenset(operation.path for operation in parts.declared if operation.open)
+    context = parts.context
+    open_paths = frozenset(operation.path for operation in parts.operations if operation.open)
     app = _web_application(parts, guard, open_paths, pages=admin, internal=internal)
-    endpoints = [ApiEndpoint(shell, guard, operation) for operation in parts.declared]
-    app[DIRECT] = DirectCalls([each for each in endpoints if each.operation.direct])
+    endpoints = [ApiEndpoint(context, guard, operation) for operation in parts.operations]
+    app[DIRECT] = DirectCalls([endpoint for endpoint in endpoints if endpoint.operation.direct])
     for endpoint in endpoints:
         operation = endpoint.operation
-        handler = endpoint.routed if admin or not operation.admin else _at_admin_address
+        handler = endpoint.routed if admin or not operation.admin else _admin_only
         methods = ("GET", "HEAD") if operation.method == "GET" else (operation.method,)
         for method in methods:
             app.router.add_route(method, _route(operation), handler, expect_handler=_expect)
     if admin:
-        for method, path, page in parts.pages(shell, guard):
+        for method, path, page in parts.pages(context, guard):
             app.router.add_route(method, path, page, expect_handler=_expect)
     return app
 
 
 def _route(operation: Operation) -> str:
-    """Return the path for the router, whose own pattern takes no name with a brace."""
+    """Return the path for the router, whose default pattern excludes braces in a name."""
     return _VARIABLE.sub(r"{\1:[^/]+}", operation.path)
 
 
-async def _at_admin_address(_: web.Request) -> web.StreamResponse:
+async def _admin_only(_: web.Request) -> web.StreamResponse:
     raise AdminOnly
 
 
-def _outermost(
+def _admission(
     parts: _Parts, guard: Guard, open_paths: frozenset[str], *, pages: bool, internal: bool
 ) -> Middleware:
+    """Return the middleware that admits callers and turns errors into answers."""
+
     @web.middleware
-    async def outermost(request: web.Request, handler: Handler) -> web.StreamResponse:
+    async def admit(request: web.Request, handler: Handler) -> web.StreamResponse:
         try:
-            # Pages admit by themselves: they answer in HTML, and have a login.
+            # Pages do their own admission: they answer in HTML and have a login.
             page = is_page(request.path)
             caller = ""
             if internal and request.path.startswith(PREFIX + "/"):
@@ -242,40 +245,44 @@ def _outermost(
                 caller = request[PRINCIPAL].counted_as
             CALLER.set(caller)
             if page and not pages:
-                raise AdminOnly("the console is at this proxy's admin address")
+                raise AdminOnly("the console is at this proxy's admin address: open it there")
             return await handler(request)
         except web.HTTPException as error:
-            return _translated(request, error)
+            return _http_error(request, error)
         except ConnectionError:
             raise
         except Exception as error:
-            return response_of(refusal(request, error))
+            return failure_answer(request, error).response()
 
-    return outermost
+    return admit
 
 
-def _translated(request: web.Request, error: web.HTTPException) -> web.Response:
-    """Return the router's and the framework's own errors in the form of ours."""
+def _http_error(request: web.Request, error: web.HTTPException) -> web.Response:
+    """Return an error of the router or of aiohttp as JSON."""
     if isinstance(error, web.HTTPMethodNotAllowed):
         allowed = ", ".join(sorted(error.allowed_methods))
-        response = error_response(
-            MethodNotAllowed(f"{request.method[:20]} does not work here; {allowed} does")
+        response = _error_response(
+            MethodNotAllowed(f"{request.method[:20]} is not allowed here: use {allowed}")
         )
         response.headers["Allow"] = allowed
         return response
     if isinstance(error, web.HTTPNotFound):
-        return error_response(
-            NotFound(f"there is nothing at {request.path[:100]!r}; see {OPENAPI_PATH}")
+        return _error_response(
+            NotFound(f"there is nothing at {request.path[:100]!r}: see {OPENAPI_PATH}")
         )
     if isinstance(error, web.HTTPRequestEntityTooLarge):
-        return error_response(TooLarge())
-    return error_response(BadRequest(error.reason))
+        return _error_response(TooLarge())
+    return _error_response(BadRequest(error.reason))
+
+
+def _error_response(error: RequestError) -> web.Response:
+    return error_answer(error).response()
 
 
 async def _expect(request: web.Request) -> web.StreamResponse | None:
     if request.headers.get("Expect", "").lower() != "100-continue":
-        return error_response(BadRequest("of Expect only 100-continue is known"))
+        return _error_response(BadRequest("the Expect header only supports 100-continue"))
     await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-    # What goes before the answer is not part of it.
+    # The interim answer must not count as the beginning of the answer.
     request.writer.output_size = 0
     return None

@@ -1,7 +1,7 @@
-"""What goes over HTTP as JSON: requests, queries and answers.
+"""JSON bodies and queries of the HTTP API.
 
-These declarations decode the requests, encode the answers and make the OpenAPI document, so the
-three cannot differ. Only the messages themselves are read by `txbroker.contract.json`.
+These structs decode requests, encode answers and generate the OpenAPI document, so the three
+cannot differ. Only messages are decoded by `txbroker.contract.json`.
 """
 
 from typing import Annotated, Any, Literal
@@ -23,7 +23,7 @@ from txbroker.core.records import Attempt, Cause, Decision, Source, State
 TEXT_MAX = 1000
 BY_MAX = 200
 SECONDS_MAX = 366 * 86400
-# `(?!\n)` because in Python a `$` also matches before a line's end; elsewhere it says nothing.
+# `(?!\n)`: in Python `$` also matches before a final newline; other engines need no such guard.
 _PLAIN = r"^[^\x00-\x1f\x7f-\x9f]*$(?!\n)"
 
 _NULL: dict[str, Any] = {"type": "null"}
@@ -40,7 +40,7 @@ _HEADER_PAIR: dict[str, Any] = {
     "minItems": 2,
     "maxItems": 2,
 }
-# The value is one of three, the others are absent or null.
+# Exactly one of the three; the others are absent or null.
 _VALUE_VARIANTS: list[dict[str, Any]] = [
     {"required": ["value"], "properties": {"value_base64": _NULL, "value_json": _NULL}},
     {
@@ -66,7 +66,7 @@ MESSAGE_SCHEMA: dict[str, Any] = {
         "key_base64": _BASE64,
         "value": {"type": ["string", "null"]},
         "value_base64": _BASE64,
-        "value_json": {"description": "Any JSON; stored as it is written here."},
+        "value_json": {"description": "Any JSON; stored byte for byte."},
         "headers": {
             "description": "An object, or pairs where order and repeats matter.",
             "anyOf": [
@@ -137,14 +137,15 @@ Group = Annotated[
 ]
 Key = Annotated[str, Meta(min_length=1, max_length=TEXT_MAX)]
 Reason = Annotated[
-    str, Meta(max_length=TEXT_MAX, pattern=_PLAIN, description="Why, for the record.")
+    str,
+    Meta(max_length=TEXT_MAX, pattern=_PLAIN, description="The reason, kept with the decision."),
 ]
 By = Annotated[
     str,
     Meta(
         max_length=BY_MAX,
         pattern=_PLAIN,
-        description="Who acts, in the caller's own words; recorded before the caller's address.",
+        description="The acting person or program; recorded before the caller's address.",
     ),
 ]
 Seconds = Annotated[float, Meta(ge=0, le=SECONDS_MAX)]
@@ -160,11 +161,11 @@ TransactionId = Annotated[
 
 
 class RequestBody(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A body or a query; a field that is not known is refused, not ignored."""
+    """A body or a query; an unknown field is refused, not ignored."""
 
 
 class AnswerBody(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A body of an answer; fields that say nothing are left out."""
+    """The body of an answer; fields with their default are omitted."""
 
 
 # --- requests --------------------------------------------------------------------------------
@@ -193,8 +194,8 @@ class CommitBody(RequestBody, frozen=True):
         Annotated[
             Literal["promoted"],
             Meta(
-                description="Answer only when consumers can see the messages or a target refuses "
-                "them, or after 30 s: `state` says which."
+                description="Answer when consumers can see the messages, a target refuses them, or "
+                "after 30 s: see `state`."
             ),
         ]
         | None
@@ -210,18 +211,18 @@ class RollbackBody(RequestBody, frozen=True):
 
 
 class ReasonBody(RequestBody, frozen=True):
-    """Why and who, for the record."""
+    """Reason and author of an action."""
 
     reason: Reason | None = None
     by: By | None = None
 
 
 class GroupBody(GroupPolicy, frozen=True):
-    """What is registered of a producer group; what is left out follows the configuration."""
+    """The policy of a producer group; omitted fields follow the configuration."""
 
 
 class ListQuery(RequestBody, frozen=True):
-    """Which transactions; what is left out means any."""
+    """Which transactions to list; omitted fields match any."""
 
     state: State | None = None
     group: Group | None = None
@@ -232,20 +233,20 @@ class ListQuery(RequestBody, frozen=True):
 
 
 class FindQuery(RequestBody, frozen=True):
-    """What to tell of a transaction."""
+    """How much to return of a transaction."""
 
-    bodies: Annotated[bool, Meta(description="Show keys, values and headers too.")] = False
+    bodies: Annotated[bool, Meta(description="Include keys, values and headers.")] = False
 
 
 class NoQuery(RequestBody, frozen=True):
-    """Nothing may be asked for."""
+    """No fields."""
 
 
 # --- answers ---------------------------------------------------------------------------------
 
 
 class StandingBody(AnswerBody, frozen=True):
-    """Where a transaction stands."""
+    """The status of a transaction."""
 
     id: str
     state: State
@@ -253,7 +254,7 @@ class StandingBody(AnswerBody, frozen=True):
 
 
 class PlacedBody(AnswerBody, frozen=True):
-    """A message of a transaction, and where it is once promoted. Content only on demand."""
+    """A message of a transaction and, once promoted, its place. Content only with `bodies`."""
 
     topic: str
     partition: int
@@ -267,7 +268,7 @@ class PlacedBody(AnswerBody, frozen=True):
 
 
 class TransactionBody(AnswerBody, frozen=True):
-    """All that is known of one transaction. Times are milliseconds since 1970."""
+    """One transaction. Times are milliseconds since 1970."""
 
     id: str
     group: str
@@ -291,20 +292,21 @@ class TransactionBody(AnswerBody, frozen=True):
     checks: tuple[Attempt, ...] = ()
     timeline: tuple[Event, ...] = ()
     waiting: Annotated[
-        str, Meta(description="Why a check that is due is not made. Told of one transaction only.")
+        str, Meta(description="Why a due check is not made. Only of a single transaction.")
     ] = ""
 
 
 class PageBody(AnswerBody, frozen=True):
-    """A part of a list; `next_cursor` null where it ends."""
+    """One page of a list; `next_cursor` is null on the last page."""
 
     transactions: list[TransactionBody]
     next_cursor: str | None
 
 
 class OverviewBody(AnswerBody, frozen=True, omit_defaults=False):
-    """How all stands now. Counts are null of a half partition whose proxy did not answer; then
-    `complete` is false. Ages are seconds, times milliseconds since 1970."""
+    """The state of proxies, half partitions and groups. If a proxy did not answer, the counts of
+    its half partitions are null and `complete` is false. Ages are seconds, times milliseconds
+    since 1970."""
 
     at_ms: int
     complete: bool
@@ -316,9 +318,9 @@ class OverviewBody(AnswerBody, frozen=True, omit_defaults=False):
 
 
 class GroupAnswer(AnswerBody, frozen=True):
-    """A registered group, and how many instances of it can be asked by session at this proxy.
+    """A registered group, and its number of checkable sessions at this proxy.
 
-    Of the check URL the query is hidden. `problem`: why this proxy cannot use what is registered.
+    The query of the check URL is hidden. `problem`: why this proxy cannot use the policy.
     """
 
     group: str
@@ -341,16 +343,16 @@ class GroupsBody(AnswerBody, frozen=True):
 
 
 class RemovedBody(AnswerBody, frozen=True):
-    """The group is not registered any more."""
+    """The group is no longer registered."""
 
     group: str
     removed: bool
 
 
 class TestedBody(AnswerBody, frozen=True):
-    """What became of a test call to a group's check URL; `why` says what is wrong, if anything.
+    """The result of a test call to a group's check URL; `why` is the problem, if any.
 
-    `status` is that of the answer, null where there was none.
+    `status` is the HTTP status, null without an answer.
     """
 
     group: str
@@ -367,7 +369,7 @@ class HealthBody(AnswerBody, frozen=True):
 
 
 class ReadyBody(AnswerBody, frozen=True):
-    """Whether calls can be taken; per half partition what it is doing; what is wrong."""
+    """Whether the proxy takes calls, the state of each half partition, and problems."""
 
     ready: bool
     partitions: dict[str, str]
@@ -375,7 +377,7 @@ class ReadyBody(AnswerBody, frozen=True):
 
 
 class ErrorFields(AnswerBody, frozen=True):
-    """What went wrong: a code for programs, a sentence for people, and what it is about."""
+    """An error: a code for programs, a message for people, and the object concerned."""
 
     code: str
     message: str
@@ -384,6 +386,6 @@ class ErrorFields(AnswerBody, frozen=True):
 
 
 class ErrorBody(AnswerBody, frozen=True):
-    """The answer to a call that was not carried out."""
+    """The answer to a failed call."""
 
     error: ErrorFields

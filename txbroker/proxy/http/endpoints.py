@@ -1,4 +1,4 @@
-"""How a call is carried out, by the router or by a connection itself: one endpoint for both."""
+"""Carry out a call of one operation, for the router and for direct connections alike."""
 
 import asyncio
 import time
@@ -21,119 +21,121 @@ from txbroker.proxy.http.operations import (
     HttpAnswer,
     Operation,
     encode_json,
-    refused,
-    response_of,
+    error_answer,
 )
-from txbroker.proxy.http.posted import AnyRequest, DirectRequest
-from txbroker.proxy.http.reading import BodyReader, check_media_type, decode_body, decode_query
+from txbroker.proxy.http.reading import (
+    AnyRequest,
+    BodyReader,
+    DirectRequest,
+    check_media_type,
+    decode_body,
+    decode_query,
+)
 from txbroker.proxy.observe.logging import get_logger
 
 log = get_logger(__name__)
 
 SLOW_BODY_S = 1.0
-"""A caller whose body took longer is authenticated again: its rights may be gone by now."""
+"""A caller whose body takes longer is authenticated again: its rights may be withdrawn by then."""
+INTERNAL_ERROR = "internal error in the proxy: see its log, and report it"
 
 
 class ApiEndpoint:
-    """Carries the calls of one operation out.
+    """Carries out the calls of one operation."""
 
-    Args:
-        guard: knows callers.
-    """
-
-    def __init__(self, shell: ApiContext, guard: Guard, operation: Operation) -> None:
+    def __init__(self, context: ApiContext, guard: Guard, operation: Operation) -> None:
         self.operation = operation
-        self._shell = shell
+        self._context = context
         self._guard = guard
         self._changes = operation.changes
         # The loop itself holds tasks weakly.
         self._tasks: set[asyncio.Future[ApiReply]] = set()
 
     async def routed(self, request: web.Request) -> web.StreamResponse:
-        """Answer a request that the router has brought here, its caller admitted."""
+        """Answer a routed request, whose caller the guard has admitted."""
         operation, principal = self.operation, request.get(PRINCIPAL, ANYBODY)
         self._check(request, principal)
         query = decode_query(request, operation.query) if request.query_string else None
-        content = BodyReader(self._shell, prepare=operation.prepares)
+        body = BodyReader(self._context.limits, prepare=operation.prepares)
         raw = b""
         try:
             if operation.body is not None:
                 began_s = time.monotonic()
-                raw = await content.read(request)
+                raw = await body.read(request)
                 if time.monotonic() - began_s > SLOW_BODY_S and not operation.open:
                     principal = self._guard.known(credential_of(request))
                     principal.check_role(operation.roles)
             reply = await self._run(request, request.match_info, raw, principal, query)
         except Overloaded:
-            self._shell.metrics.overloaded(operation.name)
+            self._context.metrics.overloaded(operation.name)
             raise
         finally:
-            content.let_go()
-        return response_of(_answered(operation, reply))
+            body.release()
+        return _answer(operation, reply).response()
 
     def carry_out(
         self,
         request: DirectRequest,
         path: Mapping[str, str],
         raw: bytes,
-        answer: Callable[[HttpAnswer | None], None],
+        send: Callable[[HttpAnswer | None], None],
     ) -> None:
-        """Admit the caller of a request whose body is `raw`, and carry its call out.
+        """Admit the caller of a direct request with the body `raw`, and carry out its call.
 
         Args:
-            answer: called once, with what goes back; with None, the connection is to end.
+            send: called once with the answer, or with None to close the connection.
         """
-        content = None
+        body = None
         try:
             principal = self._guard.admit(request)
             CALLER.set(principal.counted_as)
             self._check(request, principal)
-            content = BodyReader(self._shell, prepare=self.operation.prepares)
-            content.take(raw)
-            # A task for those that wait for more than one answer; the others are futures.
-            begun = self._run(request, path, raw, principal)
-            reply = begun if isinstance(begun, asyncio.Future) else self._task(begun)
+            body = BodyReader(self._context.limits, prepare=self.operation.prepares)
+            body.take(raw)
+            # Most handlers return a future; only those that wait more than once need a task.
+            result = self._run(request, path, raw, principal)
+            reply = result if isinstance(result, asyncio.Future) else self._task(result)
         except Exception as error:
-            answer(self._ended(request, content, error))
+            send(self._failed(request, body, error))
         else:
-            reply.add_done_callback(partial(self._replied, request, content, answer))
+            reply.add_done_callback(partial(self._finished, request, body, send))
 
-    def _task(self, begun: Awaitable[ApiReply]) -> "asyncio.Future[ApiReply]":
-        task = asyncio.ensure_future(begun)
+    def _task(self, result: Awaitable[ApiReply]) -> "asyncio.Future[ApiReply]":
+        task = asyncio.ensure_future(result)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
 
-    def _replied(
+    def _finished(
         self,
         request: DirectRequest,
-        content: BodyReader,
-        answer: Callable[[HttpAnswer | None], None],
+        body: BodyReader,
+        send: Callable[[HttpAnswer | None], None],
         reply: "asyncio.Future[ApiReply]",
     ) -> None:
         try:
-            found = _answered(self.operation, reply.result())
+            answer = _answer(self.operation, reply.result())
         except (Exception, asyncio.CancelledError) as error:
-            answer(self._ended(request, content, error))
+            send(self._failed(request, body, error))
             return
-        content.let_go()
-        answer(found)
+        body.release()
+        send(answer)
 
-    def _ended(
-        self, request: DirectRequest, content: BodyReader | None, error: BaseException
+    def _failed(
+        self, request: DirectRequest, body: BodyReader | None, error: BaseException
     ) -> HttpAnswer | None:
-        """Return what goes back of a call that ended with an error, None for nothing."""
-        if content is not None:
-            content.let_go()
+        """Return the answer to a failed call, None for none."""
+        if body is not None:
+            body.release()
         if isinstance(error, Overloaded):
-            self._shell.metrics.overloaded(self.operation.name)
-        # As the library takes them: of a connection that has ended.
+            self._context.metrics.overloaded(self.operation.name)
+        # As in aiohttp: the connection has ended.
         if isinstance(error, ConnectionError) or not isinstance(error, Exception):
             return None
         try:
-            return refusal(request, error)
+            return failure_answer(request, error)
         except Exception as failure:  # such as a text that cannot be encoded
-            return refusal(request, failure)
+            return failure_answer(request, failure)
 
     def _check(self, request: AnyRequest, principal: Principal) -> None:
         operation = self.operation
@@ -156,7 +158,7 @@ class ApiEndpoint:
             body = decode_body(raw, operation.body, optional=operation.body_optional)
         return operation.run(
             ApiCall(
-                self._shell,
+                self._context,
                 path,
                 query or operation.query(),
                 body,
@@ -167,36 +169,42 @@ class ApiEndpoint:
         )
 
 
-def _answered(operation: Operation, reply: ApiReply) -> HttpAnswer:
+def _answer(operation: Operation, reply: ApiReply) -> HttpAnswer:
     content = reply.content
     raw = content if isinstance(content, bytes) else encode_json(content)
-    return HttpAnswer(reply.status, _fields(operation.media, reply.status), raw)
+    return HttpAnswer(reply.status, _headers(operation.media, reply.status), raw)
 
 
 @cache
-def _fields(media: str, status: int) -> tuple[tuple[str, str], ...]:
-    fields = [("Content-Type", media)]
+def _headers(media: str, status: int) -> tuple[tuple[str, str], ...]:
+    headers = [("Content-Type", media)]
     if media.startswith("text/"):
-        fields = [
+        headers = [
             ("Content-Type", f"{media}; charset=utf-8"),
             ("X-Content-Type-Options", "nosniff"),
         ]
     if status == 503:
-        fields.append(("Retry-After", "1"))
-    return tuple(fields)
+        headers.append(("Retry-After", "1"))
+    return tuple(headers)
 
 
-def refusal(request: AnyRequest, error: Exception) -> HttpAnswer:
-    """Return the answer to a call that ended with an error."""
+def known_error(error: Exception) -> RequestError | None:
+    """Return an expected error as the client gets it, None for an unexpected one."""
     if isinstance(error, RequestError):
-        return refused(error)
-    if isinstance(error, KafkaUnavailable):
-        return refused(KafkaDown(str(error)))
-    log.error(
-        "call failed",
-        method=request.method,
-        path=request.path[:100],
-        error=safe_repr(error),
-        where=where_raised(error),
-    )
-    return refused(RequestError("something went wrong inside the proxy; its log says what"))
+        return error
+    return KafkaDown(str(error)) if isinstance(error, KafkaUnavailable) else None
+
+
+def failure_answer(request: AnyRequest, error: Exception) -> HttpAnswer:
+    """Return the answer to a failed call; log an unexpected error."""
+    known = known_error(error)
+    if known is None:
+        log.error(
+            "call failed",
+            method=request.method,
+            path=request.path[:100],
+            error=safe_repr(error),
+            where=where_raised(error),
+        )
+        known = RequestError(INTERNAL_ERROR)
+    return error_answer(known)

@@ -1,11 +1,10 @@
-"""Connections that carry the calls of transactions out themselves, in front of the web framework.
+"""Connections that serve the calls of transactions themselves, in front of aiohttp.
 
-The framework takes some 40 µs of the processor for each request, whatever it asks. So a connection
-begins here: a request whose path is one of a few, as declared, and which is whole and plain in all
-else, is answered without the framework. With the first other one, and everything that is slow,
-large, malformed or merely unusual, the connection and what it has not answered yet becomes the
-framework's for good, whose router ends at the same endpoints. So nothing is refused here for what
-it is as HTTP, and nothing is read here that the framework would refuse.
+aiohttp takes some 40 µs of processor time per request. So a connection begins here: a complete,
+plain request for one of the operations declared `direct` is answered without aiohttp. With the
+first other request (another path, slow, large, malformed or unusual), the connection and its
+unanswered bytes pass to aiohttp for good, whose router ends at the same endpoints. So no request
+is refused here for its HTTP, and none is accepted here that aiohttp would refuse.
 """
 
 import asyncio
@@ -20,45 +19,45 @@ from multidict import CIMultiDict
 from txbroker.net.deadlines import Deadlines
 from txbroker.proxy.http.endpoints import ApiEndpoint
 from txbroker.proxy.http.operations import HttpAnswer
-from txbroker.proxy.http.posted import DirectRequest
+from txbroker.proxy.http.reading import DirectRequest
 
 HELD_BYTES_MAX = 64 * 1024
-"""A request that is larger than this and not here as a whole is the framework's; behind a call
-that is being carried out, so many bytes are read ahead, and what one read brings beyond them."""
+"""An incomplete request larger than this passes to aiohttp. While a call is in flight, at most so
+much is read ahead, plus the rest of one read."""
 HELD_S = 1.0
-"""A request that is not here as a whole for so long is the framework's, seconds."""
+"""An incomplete request passes to aiohttp after this, seconds."""
 HEAD_BYTES_MAX = 8 * 1024
-"""A longer head is the framework's, which takes more."""
+"""A longer head passes to aiohttp, which accepts more."""
 _FIELDS_MAX = 100
 _LENGTH_DIGITS_MAX = 18
 _END = b"\r\n\r\n"
 _BEGIN = b"POST /"
 _NAME = re.compile(r"\{(\w+)\}")
 _PLAIN = "([0-9A-Za-z]+)"
-# What asks for more than an answer, or of which the body is not what it looks like.
+# Requests for more than an answer, or whose body is encoded.
 _UNUSUAL = frozenset(
     {"content-encoding", "expect", "sec-websocket-key1", "transfer-encoding", "upgrade"}
 )
 
 
 class DirectCalls:
-    """The calls of one address that need no router."""
+    """The operations of one address that need no router."""
 
     def __init__(self, endpoints: Sequence[ApiEndpoint]) -> None:
         self._endpoints = {
-            each.operation.name: (each, tuple(_NAME.findall(each.operation.path)))
-            for each in endpoints
+            endpoint.operation.name: (endpoint, tuple(_NAME.findall(endpoint.operation.path)))
+            for endpoint in endpoints
         }
+        operations = [endpoint.operation for endpoint in endpoints]
+        assert all(operation.method == "POST" for operation in operations)
         lines = "|".join(
-            f"(?P<{each.operation.name}>{_NAME.sub(_PLAIN, each.operation.path)})"
-            for each in endpoints
+            f"(?P<{operation.name}>{_NAME.sub(_PLAIN, operation.path)})" for operation in operations
         )
-        assert all(each.operation.method == "POST" for each in endpoints)
         self._line = re.compile(rf"POST (?:{lines}) HTTP/1\.1\r\n".encode())
 
     def find(self, head: bytes) -> tuple[ApiEndpoint, dict[str, str], str] | None:
-        """Return the endpoint that a request line asks for, the names in its path, and the path;
-        None where it is no direct call."""
+        """Return the endpoint of a request line, the names in its path, and the path; None if it is
+        no direct call."""
         match = self._line.match(head)
         if match is None:
             return None
@@ -66,29 +65,29 @@ class DirectCalls:
         assert kind is not None
         assert first is not None
         endpoint, names = self._endpoints[kind]
-        found = {}
+        values = {}
         for number, name in enumerate(names, first + 1):
-            found[name] = match[number].decode()
-        return endpoint, found, match[first].decode()
+            values[name] = match[number].decode()
+        return endpoint, values, match[first].decode()
 
 
 class HeadParser:
-    """Reads the requests of one connection, each given as its head and its body."""
+    """Parses the requests of one connection, each passed as head and body."""
 
     def __init__(self) -> None:
         self._fields: dict[bytes, bytes] = {}
-        self._whole = False
-        self.on_header = self._fields.setdefault  # of a repeated one the first
+        self._complete = False
+        self.on_header = self._fields.setdefault  # the first of repeated fields
         self._parser = HttpRequestParser(self)
 
     def on_message_complete(self) -> None:
-        """The body is here to its end."""
-        self._whole = True
+        """The body is complete."""
+        self._complete = True
 
     def head(self, raw: bytes) -> CIMultiDict[str] | None:
-        """Return the fields of a head, None where it is not a plain one without errors."""
+        """Return the fields of a head, None unless it is plain and correct."""
         self._fields.clear()
-        self._whole = False
+        self._complete = False
         try:
             self._parser.feed_data(raw)
             fields = {}
@@ -97,7 +96,7 @@ class HeadParser:
                 fields[name.decode("ascii").lower()] = text
         except (HttpParserError, HttpParserUpgrade, UnicodeDecodeError):
             return None
-        # As many fields as lines, so none is repeated or folded.
+        # As many fields as lines: none is repeated or folded.
         usual = len(fields) == raw.count(b"\r\n") - 2 <= _FIELDS_MAX and "host" in fields
         if not usual or not _UNUSUAL.isdisjoint(fields):
             return None
@@ -108,17 +107,17 @@ class HeadParser:
         return CIMultiDict(fields)
 
     def ends_with(self, body: bytes) -> bool:
-        """Say whether a request of which the head was read ends with this body."""
+        """Return True if the request whose head was parsed ends with this body."""
         try:
             if body:
                 self._parser.feed_data(body)
         except HttpParserError:
             return False
-        return self._whole
+        return self._complete
 
 
 class DirectServer(Protocol):
-    """What connections of one address share."""
+    """The state that connections of one address share."""
 
     fronts: "set[DirectConnection]"
     idle: "Deadlines[DirectConnection]"
@@ -126,33 +125,33 @@ class DirectServer(Protocol):
     answering: Deadlines[Any]
 
     def connection(self) -> asyncio.Protocol:
-        """Return a connection of the framework's."""
+        """Return a connection of aiohttp."""
 
 
-class _Begun(NamedTuple):
-    """A request of which the head is here.
+class _Parsed(NamedTuple):
+    """A request whose head is parsed.
 
     Attributes:
-        body_at, end: where in what is held its body begins and ends.
+        body_at, end: where its body begins and ends in the held bytes.
     """
 
     endpoint: ApiEndpoint
     names: Mapping[str, str]
-    posted: DirectRequest
+    request: DirectRequest
     body_at: int
     end: int
 
 
 class DirectConnection(asyncio.Protocol):
-    """A connection of which all requests so far were direct calls.
+    """A connection whose requests so far were all direct calls.
 
-    A call begins when the one before it is answered. Bytes of a request are kept until it is
-    carried out, so that the framework can have them.
+    A call begins when the previous one is answered. A request's bytes are held until it is carried
+    out, so that they can pass to aiohttp.
     """
 
     __slots__ = (
-        "_begun", "_busy", "_closing", "_direct", "_heads", "_held", "_is_unfinished", "_loop",
-        "_over", "_paused", "_reading_paused", "_remote", "_server", "transport",
+        "_busy", "_closing", "_direct", "_held", "_idle", "_is_unfinished", "_loop", "_parsed",
+        "_parser", "_paused", "_reading_paused", "_remote", "_server", "transport",
     )  # fmt: skip
 
     def __init__(self, server: DirectServer, direct: DirectCalls) -> None:
@@ -161,89 +160,89 @@ class DirectConnection(asyncio.Protocol):
         self._loop = asyncio.get_running_loop()
         self.transport: asyncio.Transport | None = None
         self._remote = ""
-        self._heads = HeadParser()
+        self._parser = HeadParser()
         self._held = b""
-        self._begun: _Begun | None = None
+        self._parsed: _Parsed | None = None
         self._is_unfinished = False
-        """True while a request is here in part."""
+        """True while a request is incomplete."""
         self._busy = False
-        """True while a call is being carried out."""
+        """True while a call is in flight."""
         self._paused = False
-        """True while the client does not take its answers."""
+        """True while the client does not read its answers."""
         self._reading_paused = False
         self._closing = False
-        self._over: asyncio.Future[None] | None = None
+        self._idle: asyncio.Future[None] | None = None
         """Done when the last call is answered, while the server stops."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """A client has connected."""
-        self.transport = cast(asyncio.Transport, transport)  # uvloop's is none by class
+        """Register the connection."""
+        self.transport = cast(asyncio.Transport, transport)  # uvloop's is no subclass of it
         peer = transport.get_extra_info("peername")
         self._remote = str(peer[0] if isinstance(peer, list | tuple) else peer or "")
         self._server.fronts.add(self)
         self._server.idle.begin(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """The connection has ended; a call under way goes on."""
+        """Unregister the connection; a call in flight continues."""
         self._leave()
-        if self._over is not None and not self._over.done():
-            self._over.set_result(None)
+        if self._idle is not None and not self._idle.done():
+            self._idle.set_result(None)
 
     def data_received(self, data: bytes) -> None:
-        """Bytes came."""
+        """Handle incoming bytes."""
         self._held = self._held + data if self._held else data
-        self._go_on()
+        self._continue()
         if len(self._held) > HELD_BYTES_MAX and not self._reading_paused:
             self._reading_paused = True
-            assert self.transport is not None  # or nothing is held
+            assert self.transport is not None  # else nothing is held
             self.transport.pause_reading()
 
     def pause_writing(self) -> None:
-        """The client does not read its answers as fast as it sends requests."""
+        """Begin no calls: the client reads its answers too slowly."""
         self._paused = True
         self._server.answering.begin(self)
 
     def resume_writing(self) -> None:
-        """The client has read."""
+        """Continue: the client has read its answers."""
         self._paused = False
         self._server.answering.end(self)
-        self._go_on()
+        self._continue()
 
     def close(self) -> None:
-        """Begin no more calls, and end when the last one is answered."""
+        """Begin no more calls, and close when the last one is answered."""
         self._closing = True
         if not self._busy and self.transport is not None:
             self.transport.close()
 
     async def shutdown(self, timeout: float | None) -> None:
-        """End within `timeout` seconds; a call under way may be answered until then."""
+        """Close within `timeout` seconds; a call in flight may be answered until then."""
         if self._busy and self.transport is not None:
-            self._over = self._loop.create_future()
+            self._idle = self._loop.create_future()
             with suppress(TimeoutError):
                 async with asyncio.timeout(timeout):
-                    await self._over
+                    await self._idle
         if self.transport is not None:
             self.transport.close()
 
     def idle_too_long(self) -> None:
-        """No request has begun for too long."""
+        """Close an idle connection."""
         if self.transport is not None and not self._busy:
             self.transport.close()
 
     def unfinished_too_long(self) -> None:
-        """A request is not whole yet: the framework knows how long to wait for it."""
+        """Pass an incomplete request to aiohttp, which has its own deadline for it."""
         if self.transport is not None and not self.transport.is_closing():
             self._hand_over()
 
-    def _go_on(self) -> None:
-        """Begin the next call, if it is here and its turn."""
+    def _continue(self) -> None:
+        """Begin the next call if its request is complete and no other is in flight."""
         transport = self.transport
         if transport is None or transport.is_closing():
             return
         if self._busy or self._paused or self._closing or not self._held:
             return
-        begun = self._begun
-        if begun is None:
+        parsed = self._parsed
+        if parsed is None:
             end = self._held.find(_END)
             if end < 0 or end > HEAD_BYTES_MAX:
                 if end < 0 and self._may_become_direct():
@@ -251,37 +250,37 @@ class DirectConnection(asyncio.Protocol):
                 else:
                     self._hand_over()
                 return
-            begun = self._begun = self._read_head(transport, end + len(_END))
+            parsed = self._parsed = self._parse_head(transport, end + len(_END))
         held = self._held
-        if begun is None or len(held) < begun.end:
-            if begun is None or begun.end > HELD_BYTES_MAX:
+        if parsed is None or len(held) < parsed.end:
+            if parsed is None or parsed.end > HELD_BYTES_MAX:
                 self._hand_over()
             else:
                 self._wait()
             return
-        body = held[begun.body_at : begun.end]
-        if not self._heads.ends_with(body):
+        body = held[parsed.body_at : parsed.end]
+        if not self._parser.ends_with(body):
             self._hand_over()
             return
-        self._held = held[begun.end :]
-        self._carry_out(transport, begun, body)
+        self._held = held[parsed.end :]
+        self._carry_out(transport, parsed, body)
 
     def _may_become_direct(self) -> bool:
-        """Say whether a head that is not whole can still turn out as one of a direct call."""
+        """Return True if an incomplete head can still be that of a direct call."""
         held = self._held
         if len(held) > HEAD_BYTES_MAX or held[: len(_BEGIN)] != _BEGIN[: len(held)]:
             return False
         return b"\r\n" not in held or self._direct.find(held) is not None
 
-    def _read_head(self, transport: asyncio.Transport, size: int) -> _Begun | None:
+    def _parse_head(self, transport: asyncio.Transport, size: int) -> _Parsed | None:
         raw = self._held[:size]
-        found = self._direct.find(raw)
-        fields = None if found is None else self._heads.head(raw)
-        if found is None or fields is None:
+        target = self._direct.find(raw)
+        fields = None if target is None else self._parser.head(raw)
+        if target is None or fields is None:
             return None
-        endpoint, names, path = found
-        posted = DirectRequest("POST", path, fields, transport, self._remote)
-        return _Begun(endpoint, names, posted, size, size + int(fields.get("Content-Length", 0)))
+        endpoint, names, path = target
+        request = DirectRequest("POST", path, fields, transport, self._remote)
+        return _Parsed(endpoint, names, request, size, size + int(fields.get("Content-Length", 0)))
 
     def _wait(self) -> None:
         """Wait for the rest of a request."""
@@ -290,8 +289,8 @@ class DirectConnection(asyncio.Protocol):
             self._server.idle.end(self)
             self._server.unfinished.begin(self)
 
-    def _carry_out(self, transport: asyncio.Transport, begun: _Begun, body: bytes) -> None:
-        self._begun = None
+    def _carry_out(self, transport: asyncio.Transport, parsed: _Parsed, body: bytes) -> None:
+        self._parsed = None
         self._busy = True
         self._server.idle.end(self)
         if self._is_unfinished:
@@ -300,28 +299,28 @@ class DirectConnection(asyncio.Protocol):
         if self._reading_paused and len(self._held) <= HELD_BYTES_MAX:
             self._reading_paused = False
             transport.resume_reading()
-        begun.endpoint.carry_out(begun.posted, begun.names, body, self._answer)
+        parsed.endpoint.carry_out(parsed.request, parsed.names, body, self._answer)
 
-    def _answer(self, answered: HttpAnswer | None) -> None:
-        """Send what goes back of a call; None: nothing does, and the connection ends."""
+    def _answer(self, answer: HttpAnswer | None) -> None:
+        """Send the answer to a call; None closes the connection."""
         self._busy = False
         transport = self.transport
         if transport is None or transport.is_closing():
             return
-        if answered is None:
+        if answer is None:
             transport.close()
             return
-        transport.write(answered.kept_alive())
+        transport.write(answer.kept_alive())
         if self._closing:
             transport.close()
             return
         self._server.idle.begin(self)
         if self._held:
-            # In a turn of its own, so that no connection keeps the others waiting.
-            self._loop.call_soon(self._go_on)
+            # In the next iteration of the loop, so that no connection starves the others.
+            self._loop.call_soon(self._continue)
 
     def _hand_over(self) -> None:
-        """Let the framework have this connection, and what it has not answered."""
+        """Pass this connection and its unanswered bytes to aiohttp."""
         transport, held = self.transport, self._held
         assert transport is not None
         paused = self._paused
@@ -336,7 +335,7 @@ class DirectConnection(asyncio.Protocol):
         connection.data_received(held)
 
     def _leave(self) -> None:
-        """Be no connection any more."""
+        """Unregister: the connection is closed, or aiohttp's."""
         self.transport = None
         self._held = b""
         server = self._server

@@ -1,4 +1,4 @@
-"""The calls on producer groups."""
+"""The operations on producer groups."""
 
 from typing import cast
 
@@ -9,11 +9,11 @@ from txbroker.contract.policy import QUERY_MASK, GroupPolicy, PolicyError, witho
 from txbroker.errors import BadRequest, KafkaDown, NotPermitted, UnknownGroup
 from txbroker.principals import Role
 from txbroker.proxy.http.bodies import GroupAnswer, GroupBody, GroupsBody, RemovedBody, TestedBody
-from txbroker.proxy.http.context import check_group
+from txbroker.proxy.http.limits import check_group
 from txbroker.proxy.http.operations import (
     ONLY_OPERATORS,
-    WHO_LOOKS,
-    WHO_WRITES,
+    READERS,
+    WRITERS,
     ApiCall,
     ApiReply,
     Operation,
@@ -27,8 +27,8 @@ GROUPS_OF_SHARE_MAX = 1000
 
 
 async def put_group(call: ApiCall) -> ApiReply:
-    """Register a group, or replace what is registered."""
-    group = call.path["group"]
+    """Register a group, or replace its policy."""
+    group, context = call.path["group"], call.context
     check_group(group)
     call.principal.check_group(group)
     policy = GroupPolicy(**structs.asdict(cast(GroupBody, call.body)))
@@ -36,66 +36,71 @@ async def put_group(call: ApiCall) -> ApiReply:
         policy.validate()
     except PolicyError as error:
         raise BadRequest(str(error)) from None
-    _refuse(call.shell.checks.unusable(group, policy))
-    _check_registered(call, group)
-    registering = call.shell.registering
-    registering.append(group)
+    _refuse(context.checks.unusable(group, policy))
+    _check_room(call, group)
+    context.registering.append(group)
     try:
-        _refuse(await call.shell.checks.refuse(group, policy))
-        await call.shell.groups.put(group, policy)
+        _refuse(await context.checks.refuse(group, policy))
+        await context.groups.put(group, policy)
     finally:
-        registering.remove(group)
+        context.registering.remove(group)
     log.info("group registered", group=group, by=call.principal.by(f"http {call.remote}"))
-    return ApiReply(200, _shown(call, group, policy))
+    return ApiReply(200, _group_answer(call, group, policy))
 
 
 async def get_group(call: ApiCall) -> ApiReply:
-    """Tell what is registered of a group."""
-    group = call.path["group"]
-    call.principal.check_group(group)
-    policy = call.shell.groups.policies.get(group)
-    if policy is None:
-        raise UnknownGroup(call.shell.groups.problem(group))
-    return ApiReply(200, _shown(call, group, policy))
+    """Return a group's policy."""
+    group, policy = _registered(call)
+    return ApiReply(200, _group_answer(call, group, policy))
 
 
 async def delete_group(call: ApiCall) -> ApiReply:
-    """Remove what is registered of a group."""
+    """Remove a group's policy."""
     group = call.path["group"]
     call.principal.check_group(group)
-    if not await call.shell.groups.remove(group):
+    if not await call.context.groups.remove(group):
         raise UnknownGroup
     log.info("group removed", group=group, by=call.principal.by(f"http {call.remote}"))
     return ApiReply(200, RemovedBody(group=group, removed=True))
 
 
 async def test_group(call: ApiCall) -> ApiReply:
-    """Send a test call to a group's check URL, which is no check."""
-    group = call.path["group"]
-    call.principal.check_group(group)
-    policy = call.shell.groups.policies.get(group)
-    if policy is None:
-        raise UnknownGroup(call.shell.groups.problem(group))
-    shell = call.shell
-    tried = await try_group(shell.checks, group, policy, shell.settings.check_timeout_s)
+    """Send a test call, not a check-back, to a group's check URL."""
+    group, policy = _registered(call)
+    context = call.context
+    result = await try_group(context.checks, group, policy, context.settings.check_timeout_s)
     body = TestedBody(
         group=group,
-        answered=tried.answered,
-        endpoint=tried.endpoint,
-        status=tried.status,
-        why=tried.why,
+        answered=result.answered,
+        endpoint=result.endpoint,
+        status=result.status,
+        why=result.why,
     )
     return ApiReply(200, body)
 
 
 async def list_groups(call: ApiCall) -> ApiReply:
     """List registered groups by name."""
-    shown = [
-        _shown(call, group, policy)
-        for group, policy in call.shell.groups.list()
+    answers = [
+        _group_answer(call, group, policy)
+        for group, policy in call.context.groups.list()
         if group in call.principal.groups
     ]
-    return ApiReply(200, GroupsBody(groups=shown))
+    return ApiReply(200, GroupsBody(groups=answers))
+
+
+def _registered(call: ApiCall) -> tuple[str, GroupPolicy]:
+    """Return the group of the path and its policy.
+
+    Raises:
+        NotPermitted, UnknownGroup: with the reason.
+    """
+    group = call.path["group"]
+    call.principal.check_group(group)
+    policy = call.context.groups.policies.get(group)
+    if policy is None:
+        raise UnknownGroup(call.context.groups.problem(group))
+    return group, policy
 
 
 def _refuse(why: str | None) -> None:
@@ -103,32 +108,33 @@ def _refuse(why: str | None) -> None:
         raise BadRequest(why)
 
 
-def _check_registered(call: ApiCall, group: str) -> None:
-    """Refuse a new group where those of its share, with those whose registration is under way,
-    fill what one share may register. Operators are not bound.
+def _check_room(call: ApiCall, group: str) -> None:
+    """Refuse a new group if its principal's groups, with registrations in flight, reach the limit.
+    Operators have no limit.
 
     Raises:
-        NotPermitted: they do.
+        NotPermitted: the limit is reached.
     """
-    groups, share_of = call.shell.groups, call.shell.principals().share_of
+    groups, share_of = call.context.groups, call.context.principals().share_of
     share = share_of(group)
     if share == group or group in groups or call.principal.role is Role.OPERATOR:
         return
-    under_way = {name for name in call.shell.registering if name != group and name not in groups}
-    counted = sum(share_of(name) == share for name in (*groups.names(), *under_way))
-    if counted >= GROUPS_OF_SHARE_MAX:
+    registering = set(call.context.registering)
+    in_flight = {name for name in registering if name != group and name not in groups}
+    count = sum(share_of(name) == share for name in (*groups.names(), *in_flight))
+    if count >= GROUPS_OF_SHARE_MAX:
         raise NotPermitted(
-            f"{GROUPS_OF_SHARE_MAX} groups of the principal of group {group!r} are registered, its "
+            f"the principal of group {group!r} has {GROUPS_OF_SHARE_MAX} registered groups, its "
             "limit: have an operator remove some or register it"
         )
 
 
-def _shown(call: ApiCall, group: str, policy: GroupPolicy) -> GroupAnswer:
-    sessions = call.shell.sessions.askable(group)
+def _group_answer(call: ApiCall, group: str, policy: GroupPolicy) -> GroupAnswer:
+    sessions = call.context.sessions.askable(group)
     fields = structs.asdict(policy)
     if policy.check_url is not None:
         fields["check_url"] = without_query(policy.check_url, QUERY_MASK)
-    problem = call.shell.checks.unusable(group, policy)
+    problem = call.context.checks.unusable(group, policy)
     return GroupAnswer(group=group, sessions=sessions, problem=problem, **fields)
 
 
@@ -137,18 +143,18 @@ OPERATIONS = (
         "put_group",
         "PUT",
         "/v1/groups/{group}",
-        "Register a producer group, or replace what is registered",
+        "Register a producer group, or replace its policy",
         put_group,
         {200: GroupAnswer},
         body=GroupBody,
-        roles=WHO_WRITES,
+        roles=WRITERS,
         errors=(KafkaDown,),
     ),
     Operation(
         "get_group",
         "GET",
         "/v1/groups/{group}",
-        "Tell what is registered of a group",
+        "Return the policy of a registered group",
         get_group,
         {200: GroupAnswer},
         errors=(UnknownGroup,),
@@ -157,7 +163,7 @@ OPERATIONS = (
         "delete_group",
         "DELETE",
         "/v1/groups/{group}",
-        "Remove what is registered of a group",
+        "Remove the policy of a group",
         delete_group,
         {200: RemovedBody},
         errors=(UnknownGroup, KafkaDown),
@@ -168,7 +174,7 @@ OPERATIONS = (
         "test_group",
         "POST",
         "/v1/groups/{group}/test",
-        "Call a group's check URL without asking for anything: can it be reached?",
+        "Send a test call to a group's check URL to see whether it can be reached",
         test_group,
         {200: TestedBody},
         errors=(UnknownGroup,),
@@ -182,7 +188,7 @@ OPERATIONS = (
         "List registered groups by name",
         list_groups,
         {200: GroupsBody},
-        roles=WHO_LOOKS,
+        roles=READERS,
         admin=True,
     ),
 )

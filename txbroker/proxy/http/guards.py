@@ -1,8 +1,8 @@
-"""Who calls, and who may: known host names, no foreign pages, and the principal of each credential.
+"""Admission: known host names, no cross-site calls, and the principal of each credential.
 
-A page on the web can make a browser call this API on its user's machine or network. The Origin
-header gives such a page away; a page that has its own name pointed at our address (DNS rebinding)
-is given away by the Host header.
+A web page can make a browser call this API on its user's machine or network. The Origin header
+reveals such a page; the Host header reveals a page that points its own name at our address (DNS
+rebinding).
 """
 
 import hashlib
@@ -38,7 +38,7 @@ from txbroker.principals import (
     no_principals,
     read_principals,
 )
-from txbroker.proxy.http.posted import AnyRequest
+from txbroker.proxy.http.reading import AnyRequest
 from txbroker.proxy.observe.logging import get_logger
 
 log = get_logger(__name__)
@@ -46,39 +46,39 @@ log = get_logger(__name__)
 T = TypeVar("T")
 
 PRINCIPAL: web.RequestKey[Principal] = web.RequestKey("principal", Principal)
-"""Under which a request has its caller."""
+"""The caller of an admitted request."""
 
 _LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1"})
 _PAGES = ("/transactions", "/groups", "/actions", "/static", "/login", "/logout")
 _WILDCARDS = frozenset({"0.0.0.0", "::"})
 _NO_CREDENTIAL = "this call needs a valid credential: send a token as `authorization: Bearer TOKEN`"
-"""One answer for none, a wrong, an expired and a revoked one: it says nothing about which exist."""
+"""The same for a missing, wrong, expired and revoked one, so it does not reveal which exist."""
 
 
 def is_page(path: str) -> bool:
-    """Say whether a path is one of the pages for people, beside which the API lies."""
+    """Return True for the path of a console page."""
     if path.startswith("/v1/"):
         return False
     return path == "/" or any(path == page or path.startswith(page + "/") for page in _PAGES)
 
 
 RETRY_S = 1.0
-"""A file that cannot be used is read again after this, seconds: not for each call."""
+"""Time before an unusable file is read again, seconds: not for each call."""
 _GONE = "gone"
 _NAMELESS = "nameless certificate"
 _KINDS = ("DNS", "URI", "IP Address")
-"""Kinds of names that an authority tests; e-mail addresses and the like are not."""
+"""Kinds of names that certificate authorities verify, unlike e-mail addresses."""
 _NAME_CHARS_MAX = 200
 
 
 class ReloadedFile(Generic[T]):
-    """A call returns what a file holds, read again when the file changes.
+    """Calling it returns the content of a file, reloaded when the file changes.
 
-    A file that cannot be read, because it is being replaced or has become unsafe, leaves the last
-    content in force.
+    If the file cannot be read, because it is being replaced or has become unsafe, the last content
+    stays in force.
 
     Args:
-        name: of the setting.
+        name: the setting that names the file.
         read: returns the content.
 
     Raises:
@@ -91,13 +91,13 @@ class ReloadedFile(Generic[T]):
         self._read = read
         self._stamp: tuple[int, ...] | None = None
         self._failed: object = None
-        self._again_s = 0.0
+        self._retry_s = 0.0
         self._content = read(path)
         self()
 
     @property
-    def unread(self) -> bool:
-        """True where the file as it is now cannot be used, so its last content is in force."""
+    def unusable(self) -> bool:
+        """True if the current file cannot be used, so its last good content is in force."""
         self()
         return self._failed is not None
 
@@ -107,9 +107,9 @@ class ReloadedFile(Generic[T]):
             status = self._path.stat()
             stamp = (status.st_mtime_ns, status.st_size, status.st_ino, status.st_mode)
             if stamp == self._stamp:
-                self._failed = None  # the last good file was put back
+                self._failed = None  # the last good file was restored
                 return self._content
-            if stamp == self._failed and time.monotonic() < self._again_s:
+            if stamp == self._failed and time.monotonic() < self._retry_s:
                 return self._content
             self._content = self._read(self._path)
         except (OSError, ConfigurationError) as error:
@@ -118,7 +118,7 @@ class ReloadedFile(Generic[T]):
                     "file not read", setting=self.name, path=str(self._path), why=safe_repr(error)
                 )
             self._failed = stamp or _GONE
-            self._again_s = time.monotonic() + RETRY_S
+            self._retry_s = time.monotonic() + RETRY_S
             return self._content
         if self._stamp is not None:
             log.info("file read again", setting=self.name, path=str(self._path))
@@ -127,7 +127,7 @@ class ReloadedFile(Generic[T]):
 
 
 def load_secret(name: str, path: Path) -> ReloadedFile[str]:
-    """Return the secret in a file, read again when the file changes.
+    """Return the secret of a file, reloaded when the file changes.
 
     Raises:
         ConfigurationError: the file cannot be read.
@@ -136,7 +136,7 @@ def load_secret(name: str, path: Path) -> ReloadedFile[str]:
 
 
 def load_principals(settings: Settings) -> Callable[[], Directory]:
-    """Return what returns the principals as they are now; without a file there are none.
+    """Return a function that returns the current principals, none without a file.
 
     Raises:
         ConfigurationError: the file cannot be used.
@@ -152,10 +152,10 @@ def load_principals(settings: Settings) -> Callable[[], Directory]:
 
 
 class Credential(NamedTuple):
-    """What a caller showed.
+    """The credential of a caller.
 
     Attributes:
-        digest: SHA-256 of its token in hex, None where it showed none.
+        digest: SHA-256 of its token in hex, None without a token.
         certificates: the names in its certificate, most specific first.
     """
 
@@ -164,11 +164,11 @@ class Credential(NamedTuple):
 
 
 class Guard:
-    """Knows callers by their credentials, and admits calls or refuses them.
+    """Identifies callers by their credentials; admits or refuses their calls.
 
     Args:
         admin: True for the guard of the admin address.
-        principals: returns the principals as they are now; None: made here.
+        principals: returns the current principals; None: created here.
 
     Raises:
         ConfigurationError: a file of tokens or principals cannot be read.
@@ -187,14 +187,14 @@ class Guard:
         if settings.peer_address is not None:
             named += [settings.peer_address.host, _host_of(settings.peer_advertise)]
         self._hosts = _LOOPBACK | {name.lower() for name in named if name}
-        # Who listens everywhere is called by any of the machine's addresses. No page can make
-        # a bare address its own name, so this opens nothing to DNS rebinding.
+        # A wildcard listener is called by any of the machine's addresses. No page can make a bare
+        # address its own name, so this opens nothing to DNS rebinding.
         self._any_address = any(
-            each is not None and each.host in _WILDCARDS
-            for each in (address, settings.peer_address)
+            listener is not None and listener.host in _WILDCARDS
+            for listener in (address, settings.peer_address)
         )
         self._needs_certificate = settings.tls_client_ca_file is not None
-        # Where operators have no address of their own, who may call may do all.
+        # Without an admin address, every admitted caller is an operator.
         self._role = Role.PRODUCER if settings.admin_listen and not admin else Role.OPERATOR
         self._anybody = ANYBODY._replace(role=self._role)
         self._token = _token_of(settings, self._role, admin=admin)
@@ -204,33 +204,31 @@ class Guard:
 
     @property
     def files(self) -> tuple[ReloadedFile[Any], ...]:
-        """What it reads credentials from."""
+        """The credential files in use."""
         return tuple(
             file for file in (self._token, self._principals) if isinstance(file, ReloadedFile)
         )
 
     @property
     def asks(self) -> bool:
-        """True where callers need a token or a named certificate."""
+        """True if callers need a token or a named certificate."""
         return self._asks
 
     def admit(self, request: AnyRequest) -> Principal:
-        """Return who calls; refuse a call by a foreign page, for an unknown host name, or without
-        the credential that is asked for.
+        """Return the caller; refuse a cross-site call, an unknown host name or no credential.
 
         Raises:
-            Forbidden, CertificateRequired, Unauthorized: says what to do.
+            Forbidden, CertificateRequired, Unauthorized: with the next step.
         """
         self.admit_page(request)
         return self.known(credential_of(request))
 
     def admit_page(self, request: AnyRequest) -> None:
-        """Refuse a call by a foreign page, for an unknown host name, or without the client
-        certificate that is asked for; of a token nothing is asked, as for the console, which has
-        a login.
+        """Refuse a cross-site call, an unknown host name or a missing client certificate. A token
+        is not required here: the console has a login.
 
         Raises:
-            Forbidden, CertificateRequired: says what to do.
+            Forbidden, CertificateRequired: with the next step.
         """
         if self._needs_certificate and not certificate_names(request):
             raise CertificateRequired
@@ -238,27 +236,29 @@ class Guard:
         name = _host_name(host)
         if name not in self._hosts and not (self._any_address and _is_address(name)):
             raise Forbidden(
-                f"this proxy is not known as {host[:100]!r}: add the name to allowed_hosts"
+                f"the host name {host[:100]!r} is unknown to this proxy: add it to allowed_hosts"
             )
         origin = request.headers.get("Origin")
         if origin is not None and _netloc(origin) != host.lower():
-            raise Forbidden(f"calls from pages of {origin[:100]!r} are not taken")
+            raise Forbidden(
+                f"cross-site calls from {origin[:100]!r} are refused: call from this proxy's pages"
+            )
 
     def known(self, credential: Credential) -> Principal:
-        """Return whom a credential identifies.
+        """Return the principal of a credential.
 
         Raises:
-            Unauthorized: nobody, or nobody any more.
+            Unauthorized: it has none, or no longer one.
         """
-        found = self._find(credential)
-        if found is None:
+        principal = self._find(credential)
+        if principal is None:
             raise Unauthorized(_NO_CREDENTIAL)
-        return found
+        return principal
 
     def _find(self, credential: Credential) -> Principal | None:
         if credential.digest is not None and self._asks:
             token = None if self._token is None else self._token()
-            # By digest: how long a look-up takes tells nothing about the tokens.
+            # By digest: the time of a look-up reveals nothing about the tokens.
             if token is not None and hmac.compare_digest(token.digests[0], credential.digest):
                 return token
             return self._principals().by_digest(credential.digest)
@@ -270,26 +270,26 @@ class Guard:
         return self._anybody
 
     def credentials(self) -> tuple[object, ...]:
-        """Return what all credentials are now, to compare: another one when a file has changed."""
+        """Return the current credentials, to detect changed files by comparison."""
         return (self._token and self._token(), self._principals())
 
     def named(self, name: str) -> Principal | None:
-        """Return the principal of a name, for a login that remembers it."""
+        """Return the principal with this name, for a login cookie."""
         token = None if self._token is None else self._token()
         if token is not None and token.name == name:
             return token
         return self._principals().by_name(name)
 
     def form_key(self, principal: Principal) -> bytes:
-        """Return the key that signs logins of a principal: another one when its tokens change."""
-        # The digest of a token that all share is in no file; that of a principal's is.
+        """Return the key that signs a principal's logins; it changes with its tokens."""
+        # The digest of a shared token is in no file, unlike that of a principal's token.
         key = b"" if principal.shared else self._form_key()
         digests = "\0".join(principal.digests)
         return hashlib.sha256(b"txbroker console\0" + key + digests.encode()).digest()
 
 
 class PeerGuard:
-    """Knows the other proxies of the installation.
+    """Recognizes the other proxies of the installation.
 
     Raises:
         ConfigurationError: the peer secret cannot be read.
@@ -303,24 +303,24 @@ class PeerGuard:
 
     @property
     def files(self) -> tuple[ReloadedFile[Any], ...]:
-        """What it reads the peer secret from."""
+        """The credential files in use."""
         return () if self._secret is None else (self._secret,)
 
     def secret(self) -> str | None:
-        """Return the secret that calls to other proxies carry."""
+        """Return the secret for calls to other proxies."""
         return None if self._secret is None else self._secret()
 
     def admit(self, request: web.BaseRequest) -> None:
         """Refuse a call that does not come from a proxy of this installation.
 
         Raises:
-            NotAPeer: says what to do.
+            NotAPeer: with the next step.
         """
         if self._secret is None and self._names is None:
             if self._optional:
                 return
             raise NotAPeer(
-                "this proxy has no peer identity, so it takes no calls of other proxies: set "
+                "this proxy has no peer identity, so it refuses calls of other proxies: set "
                 "peer_secret_file or peer_names on every proxy of the installation"
             )
         if self._secret is not None:
@@ -332,16 +332,16 @@ class PeerGuard:
         ):
             return
         raise NotAPeer(
-            "the caller has not proved to be a proxy of this installation: it needs the same "
-            "peer_secret_file, or a client certificate that peer_names names"
+            "the caller did not authenticate as a proxy of this installation: give it the same "
+            "peer_secret_file, or a client certificate with a name in peer_names"
         )
 
 
 def credential_of(request: AnyRequest) -> Credential:
-    """Return what a caller showed."""
-    shown, digest = request.headers.get("Authorization"), None
-    if shown:
-        scheme, _, given = shown.partition(" ")
+    """Return the credential of a request."""
+    header, digest = request.headers.get("Authorization"), None
+    if header:
+        scheme, _, given = header.partition(" ")
         token = given.strip() if scheme.lower() == "bearer" else ""
         digest = digest_of(token) if given else None
     return Credential(digest, certificate_names(request))
@@ -349,25 +349,24 @@ def credential_of(request: AnyRequest) -> Credential:
 
 def certificate_names(request: AnyRequest) -> tuple[str, ...]:
     """Return the names in the caller's certificate: DNS names, URIs, addresses, then the common
-    name; () where it showed none. TLS has let no certificate pass that is not trusted."""
+    name; () without a certificate. TLS has already refused untrusted certificates."""
     transport = request.transport
-    shown = None if transport is None else transport.get_extra_info("peercert")
-    if not shown:
+    certificate = None if transport is None else transport.get_extra_info("peercert")
+    if not certificate:
         return ()
-    found = [name for kind, name in shown.get("subjectAltName", ()) if kind in _KINDS]
-    found += [
-        value for part in shown.get("subject", ()) for key, value in part if key == "commonName"
-    ]
+    named = [name for kind, name in certificate.get("subjectAltName", ()) if kind in _KINDS]
+    subject = certificate.get("subject", ())
+    named += [value for part in subject for key, value in part if key == "commonName"]
     names = [
         name
-        for name in found
+        for name in named
         if isinstance(name, str) and name.isprintable() and 0 < len(name) <= _NAME_CHARS_MAX
     ]
     return tuple(dict.fromkeys(names)) or (_NAMELESS,)
 
 
 def _token_of(settings: Settings, role: Role, *, admin: bool) -> ReloadedFile[Principal] | None:
-    """Return the principal of the one token that all callers of an address share, if any."""
+    """Return the principal of the token that all callers of an address share, if any."""
     name, path = "token_file", settings.token_file
     if admin and settings.admin_token_file is not None:
         name, path = "admin_token_file", settings.admin_token_file
@@ -382,10 +381,10 @@ def _token_of(settings: Settings, role: Role, *, admin: bool) -> ReloadedFile[Pr
 
 
 def _form_key(settings: Settings) -> Callable[[], bytes]:
-    """Return what makes keys of logins: the same on every proxy where they share a secret.
+    """Return the source of login keys, the same on every proxy that shares a peer secret.
 
-    The digests of a principals file are no secret, so a key from them alone could be made by
-    anyone who has read it.
+    The digests in a principals file are no secret, so a key from them alone could be forged by any
+    reader of the file.
     """
     if settings.peer_secret_file is None:
         own = secrets.token_bytes(32)

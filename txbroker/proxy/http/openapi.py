@@ -1,4 +1,4 @@
-"""The OpenAPI 3.1 document, made from the declarations that the handlers use."""
+"""Generate the OpenAPI 3.1 document from the declared operations."""
 
 from collections import defaultdict
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ _PATH_SCHEMAS: dict[str, dict[str, Any]] = {
 
 
 def describe(operations: Sequence[Operation]) -> dict[str, Any]:
-    """Return the document of these operations."""
+    """Return the OpenAPI document of these operations."""
     kinds = dict.fromkeys(
         kind
         for operation in operations
@@ -42,7 +42,7 @@ def describe(operations: Sequence[Operation]) -> dict[str, Any]:
         "info": {
             "title": "txbroker",
             "version": __version__,
-            "description": "Transactional messages for Apache Kafka. What changes state needs "
+            "description": "Transactional messages for Apache Kafka. Calls that change state need "
             "`content-type: application/json`. SDK sessions are WebSockets at `/v1/session`.",
         },
         "servers": [{"url": "/"}],
@@ -53,11 +53,11 @@ def describe(operations: Sequence[Operation]) -> dict[str, Any]:
                 "token": {
                     "type": "http",
                     "scheme": "bearer",
-                    "description": "Where the proxy has a `token_file`.",
+                    "description": "If the proxy has a `token_file`.",
                 },
                 "certificate": {
                     "type": "mutualTLS",
-                    "description": "Where the proxy has a `tls_client_ca_file`.",
+                    "description": "If the proxy has a `tls_client_ca_file`.",
                 },
             },
         },
@@ -73,8 +73,8 @@ def _operation(operation: Operation) -> dict[str, Any]:
     }
     if operation.admin:
         described["description"] = (
-            "One of operators' calls: where the proxy has an `admin_listen` address, it is taken "
-            "there alone."
+            "An operator's call: if the proxy has an `admin_listen` address, it is only accepted "
+            "there."
         )
     if operation.body is not None:
         described["requestBody"] = {
@@ -98,8 +98,8 @@ def _query_parameters(operation: Operation) -> list[dict[str, Any]]:
     _, schemas = msgspec.json.schema_components([operation.query], ref_template=_REF)
     parameters = []
     for name, schema in schemas[operation.query.__name__]["properties"].items():
-        # A query has no null: what is not asked for is left out.
-        variants = [one for one in schema.get("anyOf", [schema]) if one != {"type": "null"}]
+        # A query has no null: unused fields are omitted.
+        variants = [kind for kind in schema.get("anyOf", [schema]) if kind != {"type": "null"}]
         (shown,) = [schemas[v["$ref"].rpartition("/")[2]] if "$ref" in v else v for v in variants]
         described = {"name": name, "in": "query", "required": False, "schema": shown}
         parameters.append(described)

@@ -1,4 +1,4 @@
-"""How one call of the HTTP API is declared: the router, the handlers and OpenAPI read the same."""
+"""How an operation of the HTTP API is declared; router, handlers, OpenAPI and reference use it."""
 
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
@@ -33,9 +33,8 @@ from txbroker.proxy.http.context import ApiContext
 JSON = "application/json"
 encode_json = msgspec.json.Encoder().encode
 
-EVERY_ROLE = tuple(Role)
-WHO_WRITES = (Role.PRODUCER, Role.OPERATOR)
-WHO_LOOKS = (Role.VIEWER, Role.OPERATOR)
+WRITERS = (Role.PRODUCER, Role.OPERATOR)
+READERS = (Role.VIEWER, Role.OPERATOR)
 ONLY_OPERATORS = (Role.OPERATOR,)
 
 Errors = tuple[type[RequestError], ...]
@@ -44,20 +43,23 @@ _WITH_BODY: Errors = (TooSlow, TooLarge, UnsupportedMediaType, Overloaded)
 
 
 class ApiCall(Struct, frozen=True):
-    """One call, as declared: its path's names, its query and its body were read already."""
+    """One call with its path names, query and body decoded.
 
-    shell: ApiContext
+    Attributes:
+        trace: the caller's trace context, where spans are recorded.
+    """
+
+    context: ApiContext
     path: Mapping[str, str]
     query: RequestBody
     body: Struct | None
     remote: str
     principal: Principal = ANYBODY
     trace: TraceContext | None = None
-    """The trace that it came with, where spans are made."""
 
 
 class ApiReply(Struct, frozen=True):
-    """What goes back: a JSON answer, or bytes of the operation's own media type."""
+    """The result of a call: a JSON body, or bytes of the operation's media type."""
 
     status: int
     content: AnswerBody | bytes
@@ -68,20 +70,19 @@ Handler = Callable[[ApiCall], Awaitable[ApiReply]]
 
 @dataclass(frozen=True)
 class Operation:
-    """One call of the HTTP API.
+    """One operation of the HTTP API.
 
     Attributes:
         name: unique, for OpenAPI and `overloaded_total{operation}`.
-        answers: what goes back by status; None for bytes of `media`.
-        body: what must come with the call; `body_optional` where nothing at all is fine too.
-        errors: what it can end with, beside what every call can.
-        open: True where anybody may call, whatever the host name and without token.
-        roles: which roles may call.
-        admin: True where the call is one of operators': where there is an admin address, it is
-            taken there alone.
-        prepares: True where the call begins a transaction: it leaves room for those that end one.
-        direct: True where a connection knows the call by its path, without the router: it is one
-            of those of which each transaction makes some.
+        answers: the body by status; None for bytes of `media`.
+        body: the request body; with `body_optional` it may be empty.
+        errors: the errors specific to this operation.
+        open: no host check and no credential needed.
+        roles: the roles that may call it.
+        admin: an operator's call: with an admin address, only accepted there.
+        prepares: begins a transaction, so it leaves room for calls that end one.
+        direct: served by the connection itself without the router, as it is called for every
+            transaction.
     """
 
     name: str
@@ -96,19 +97,19 @@ class Operation:
     errors: Errors = field(default=())
     media: str = JSON
     open: bool = False
-    roles: tuple[Role, ...] = EVERY_ROLE
+    roles: tuple[Role, ...] = tuple(Role)
     admin: bool = False
     prepares: bool = False
     direct: bool = False
 
     @property
     def changes(self) -> bool:
-        """True where the call changes state and so must say that it is JSON."""
+        """True if it changes state, so its request must be declared as JSON."""
         return self.method not in ("GET", "HEAD")
 
     @property
     def all_errors(self) -> Errors:
-        """Everything that this call can end with."""
+        """All errors this operation can end with."""
         always = (*_ALWAYS, AdminOnly) if self.admin else _ALWAYS
         if not self.open:
             always = (*always, NotPermitted)
@@ -116,10 +117,10 @@ class Operation:
 
 
 class HttpAnswer(Struct, frozen=True):
-    """What goes back of a call over HTTP, whole.
+    """A complete HTTP answer.
 
     Attributes:
-        headers: the media type's comes first.
+        headers: the media type first.
     """
 
     status: int
@@ -127,13 +128,16 @@ class HttpAnswer(Struct, frozen=True):
     body: bytes
 
     def kept_alive(self) -> bytes:
-        """Return it as bytes, for a connection of HTTP/1.1 that takes another request: the same as
-        the library writes for `response_of`."""
+        """Return it as bytes for a kept-alive HTTP/1.1 connection, as aiohttp writes it."""
         head = (
             f"{_first_lines(self.status, self.headers)}Content-Length: {len(self.body)}\r\n"
             f"Date: {rfc822_formatted_time()}\r\nServer: {SERVER_SOFTWARE}\r\n\r\n"
         )
         return head.encode() + self.body
+
+    def response(self) -> web.Response:
+        """Return it as an aiohttp response."""
+        return web.Response(status=self.status, body=self.body, headers=dict(self.headers))
 
 
 @lru_cache
@@ -142,23 +146,13 @@ def _first_lines(status: int, headers: tuple[tuple[str, str], ...]) -> str:
     return "\r\n".join([f"HTTP/1.1 {status} {HTTPStatus(status).phrase}", *fields, ""])
 
 
-def refused(error: RequestError) -> HttpAnswer:
-    """Return the answer to a call that was not carried out."""
+def error_answer(error: RequestError) -> HttpAnswer:
+    """Return the answer to a call that failed."""
     fields = {"code": error.code, "message": str(error), **error.details}
-    # Who asked for a session gets to see nothing of the body.
+    # WebSocket clients do not see the body of a refused upgrade, so a header has the code too.
     headers = [("Content-Type", JSON), (CODE_HEADER, error.code)]
     if error.retryable:
         headers.append(("Retry-After", str(error.details.get("retry_after_s", 1))))
     if error.status == Unauthorized.status:
         headers.append(("WWW-Authenticate", "Bearer"))
     return HttpAnswer(error.status, tuple(headers), encode_json({"error": fields}))
-
-
-def response_of(answered: HttpAnswer) -> web.Response:
-    """Return an answer for the library to send."""
-    return web.Response(status=answered.status, body=answered.body, headers=dict(answered.headers))
-
-
-def error_response(error: RequestError) -> web.Response:
-    """Return the answer to a call that was not carried out, for the library to send."""
-    return response_of(refused(error))

@@ -1,14 +1,15 @@
-"""From bytes that anybody sent to a request that is as declared, or an error that says why not."""
+"""Read requests: body bytes within limits, media type, JSON and query to declared structs."""
 
 import asyncio
 import difflib
 import re
-from typing import TypeVar
+from typing import TypeAlias, TypeVar
 
 import msgspec
 from aiohttp import web
 from aiohttp.helpers import parse_content_type
 from msgspec import Struct
+from multidict import CIMultiDict
 
 from txbroker.contract.json import MessageError, TooManyMessages, decode_messages
 from txbroker.core.records import Message
@@ -21,27 +22,44 @@ from txbroker.errors import (
     UnsupportedMediaType,
 )
 from txbroker.proxy.cluster.forwarding import CALLER
-from txbroker.proxy.http.context import ApiContext
-from txbroker.proxy.http.posted import AnyRequest
+from txbroker.proxy.http.limits import RequestLimits
 
 T = TypeVar("T", bound=Struct)
 CALL_BYTES = 16 * 1024
-"""What a call over HTTP costs beside its body: connection, buffers, task."""
+"""Memory of an HTTP call besides its body: connection, buffers, task."""
 SHOWN_MAX = 60
-_WHERE = re.compile(r"^(?P<what>.*?)(?: - at `\$(?P<path>.*)`)?$", re.DOTALL)
+"""Characters of a caller's text that an error repeats."""
+_ERROR = re.compile(r"^(?P<problem>.*?)(?: - at `\$(?P<path>.*)`)?$", re.DOTALL)
 _UNKNOWN = re.compile(r"^Object contains unknown field `(?P<name>.*)`$", re.DOTALL)
 _PATTERN = re.compile(r"matching regex .*", re.DOTALL)
 
 
+class DirectRequest(Struct, frozen=True):
+    """The head of a call that bypasses the router; its body is passed separately.
+
+    Attributes:
+        remote: the caller's address.
+    """
+
+    method: str
+    path: str
+    headers: CIMultiDict[str]
+    transport: asyncio.Transport
+    remote: str
+
+
+AnyRequest: TypeAlias = web.BaseRequest | DirectRequest
+
+
 def check_media_type(request: AnyRequest) -> None:
-    """Refuse what does not say that it is JSON, as a page's form could not.
+    """Refuse a call not declared as JSON, which a web page's form cannot be.
 
     Raises:
-        UnsupportedMediaType: says what to send.
+        UnsupportedMediaType: with what to send.
     """
     given = request.headers.get("Content-Type")
     if given == "application/json":
-        return  # as nearly everybody says it
+        return  # the common case, without parsing
     if given is None:
         raise UnsupportedMediaType
     kind, options = parse_content_type(given)
@@ -49,18 +67,18 @@ def check_media_type(request: AnyRequest) -> None:
         raise UnsupportedMediaType
     charset = options.get("charset")
     if charset is not None and charset.lower().replace("-", "") != "utf8":
-        raise UnsupportedMediaType("JSON is UTF-8; no other charset is taken")
+        raise UnsupportedMediaType("the charset of JSON is UTF-8: encode the body as UTF-8")
 
 
 class BodyReader:
-    """The bytes of a request's body, counted as in flight until they are let go.
+    """Reads a request's body; its bytes count as in flight until `release`.
 
-    `prepare`: the request begins a transaction, and so leaves room for those that end one.
+    `prepare`: the request begins a transaction, so it leaves room for requests that end one.
     """
 
-    def __init__(self, shell: ApiContext, *, prepare: bool) -> None:
-        self._shell = shell
-        self._bytes_max = shell.settings.request_bytes_max
+    def __init__(self, limits: RequestLimits, *, prepare: bool) -> None:
+        self._limits = limits
+        self._bytes_max = limits.settings.request_bytes_max
         self._prepare = prepare
         self._who = CALLER.get()
         self._reserved = 0
@@ -69,112 +87,118 @@ class BodyReader:
         """Read the whole body.
 
         Raises:
-            TooLarge: it has more bytes than are taken.
+            TooLarge: it exceeds `request_bytes_max`.
             TooSlow: it did not arrive in time.
-            Overloaded: too many bytes are in flight already.
-            BadRequest: it breaks off or is badly framed.
+            Overloaded: too many bytes are in flight.
+            BadRequest: it ends early or is badly framed.
         """
-        bytes_max = self._bytes_max
-        if (request.content_length or 0) > bytes_max:
-            raise TooLarge(f"the body has more than the {bytes_max} bytes that are taken")
+        if (request.content_length or 0) > self._bytes_max:
+            raise self._too_large()
         chunks: list[bytes] = []
         content = request.content
         try:
             if content.is_eof():
-                # As of nearly every call: nothing is waited for, so no timer has to be set.
-                whole = content.read_nowait()
-                self.take(whole)
-                return whole
+                # The common case: the body is already here, so no timer has to be set.
+                body = content.read_nowait()
+                self.take(body)
+                return body
             self._reserve(CALL_BYTES)
-            async with asyncio.timeout(self._shell.settings.request_timeout_s):
+            async with asyncio.timeout(self._limits.settings.request_timeout_s):
                 async for chunk in content.iter_any():
                     self._take(len(chunk))
                     chunks.append(chunk)
         except TimeoutError:
             raise TooSlow from None
         except (web.RequestPayloadError, ValueError) as error:
-            raise BadRequest(f"the body does not read: {str(error)[:SHOWN_MAX]}") from None
+            raise BadRequest(f"cannot read the body: {str(error)[:SHOWN_MAX]}") from None
         return b"".join(chunks)
 
-    def take(self, whole: bytes) -> None:
-        """Count a body that is here already.
+    def take(self, body: bytes) -> None:
+        """Count a body that has arrived.
 
         Raises:
             TooLarge, Overloaded: as `read`.
         """
-        if len(whole) > self._bytes_max:
-            raise TooLarge(f"the body has more than the {self._bytes_max} bytes that are taken")
-        self._reserve(CALL_BYTES + len(whole))
+        if len(body) > self._bytes_max:
+            raise self._too_large()
+        self._reserve(CALL_BYTES + len(body))
 
     def _take(self, size: int) -> None:
         if self._reserved + size > self._bytes_max + CALL_BYTES:
-            raise TooLarge(f"the body has more than the {self._bytes_max} bytes that are taken")
+            raise self._too_large()
         self._reserve(size)
 
     def _reserve(self, size: int) -> None:
-        if not self._shell.in_flight.reserve(size, prepare=self._prepare, who=self._who):
+        if not self._limits.in_flight.reserve(size, prepare=self._prepare, who=self._who):
             raise Overloaded(
-                "too many bytes are in flight, of this principal or of all callers: send the same "
-                "again a little later"
+                "too many bytes are in flight, of this principal or of all callers: retry later"
             )
         self._reserved += size
 
-    def let_go(self) -> None:
-        """Say that the request was carried out or refused."""
-        self._shell.in_flight.release(self._reserved, prepare=self._prepare, who=self._who)
+    def _too_large(self) -> TooLarge:
+        return TooLarge(
+            f"the body exceeds {self._bytes_max} bytes (request_bytes_max): send a smaller one"
+        )
+
+    def release(self) -> None:
+        """Stop counting: the request was carried out or refused."""
+        self._limits.in_flight.release(self._reserved, prepare=self._prepare, who=self._who)
         self._reserved = 0
 
 
 def decode_body(raw: bytes, kind: type[T], *, optional: bool) -> T:
-    """Return the request in a body.
+    """Return the decoded body.
 
     Raises:
-        BadRequest: it is not JSON, or not as declared; `path` says where.
+        BadRequest: it is not JSON, or not as declared; `path` names the field.
     """
     if not raw.strip():
         if optional:
             return kind()
-        raise BadRequest("the body is empty; it must be a JSON object")
+        raise BadRequest("the body is empty: send a JSON object")
     try:
         raw.decode()
         return msgspec.json.decode(raw, type=kind)
     except UnicodeDecodeError as error:
-        raise BadRequest(f"the body is not UTF-8: byte {error.start}") from None
+        raise BadRequest(
+            f"the body is not UTF-8 at byte {error.start}: encode it as UTF-8"
+        ) from None
     except msgspec.ValidationError as error:
-        raise _in_words(error, kind) from None
+        raise _bad_request(error, kind) from None
     except RecursionError:
-        raise BadRequest("the JSON is nested too deeply") from None
+        raise BadRequest("the JSON is nested too deeply: send it flatter") from None
     except ValueError as error:
         raise BadRequest(f"the body is not JSON: {error}") from None
 
 
 def decode_query(request: web.BaseRequest, kind: type[T]) -> T:
-    """Return the request in a query.
+    """Return the decoded query.
 
     Raises:
-        BadRequest: a field is unknown, given twice or malformed.
+        BadRequest: a field is unknown, repeated or malformed.
     """
     query = request.query
     fields = dict(query)
     if len(fields) != len(query):
-        twice = next(name for name in fields if len(query.getall(name)) > 1)
-        raise BadRequest(f"{twice[:SHOWN_MAX]} is given twice", path=twice[:SHOWN_MAX])
+        repeated = next(name for name in fields if len(query.getall(name)) > 1)[:SHOWN_MAX]
+        raise BadRequest(f"the query has {repeated} twice: give it once", path=repeated)
     try:
-        found = msgspec.convert(fields, kind, strict=False)
+        decoded = msgspec.convert(fields, kind, strict=False)
     except msgspec.ValidationError as error:
-        raise _in_words(error, kind) from None
+        raise _bad_request(error, kind) from None
     for name in fields:
-        # The word null is no value, though the library takes it for one that was not given.
-        if getattr(found, name, "") is None:
-            raise BadRequest(f"{name[:SHOWN_MAX]} has no value", path=name[:SHOWN_MAX])
-    return found
+        # msgspec converts the word null to None; in a query it is no value.
+        if getattr(decoded, name, "") is None:
+            name = name[:SHOWN_MAX]
+            raise BadRequest(f"{name} has no value: give one, or leave it out", path=name)
+    return decoded
 
 
 def decode_content(raw: msgspec.Raw, messages_max: int) -> tuple[Message, ...] | None:
-    """Return the messages of a request, None where there are none.
+    """Return the messages of a request, None for JSON null.
 
     Raises:
-        BadRequest: one of them is malformed; `path` says where.
+        BadRequest: a message is malformed; `path` names it.
         TooLarge: there are more than `messages_max`.
     """
     if bytes(raw) == b"null":
@@ -182,21 +206,21 @@ def decode_content(raw: msgspec.Raw, messages_max: int) -> tuple[Message, ...] |
     try:
         return decode_messages(raw, messages_max=messages_max)
     except TooManyMessages as error:
-        raise TooLarge(f"the transaction {error}") from None
+        raise TooLarge(f"the transaction {error}: split it") from None
     except MessageError as error:
         raise BadRequest(str(error), path=error.path) from None
 
 
-def _in_words(error: msgspec.ValidationError, kind: type[Struct]) -> RequestError:
-    match = _WHERE.match(str(error))
-    what, path = (match["what"], match["path"]) if match else (str(error), None)
+def _bad_request(error: msgspec.ValidationError, kind: type[Struct]) -> RequestError:
+    match = _ERROR.match(str(error))
+    problem, path = (match["problem"], match["path"]) if match else (str(error), None)
     path = (path or "").lstrip(".")[:SHOWN_MAX]
-    unknown = _UNKNOWN.match(what)
+    unknown = _UNKNOWN.match(problem)
     if unknown:
         return _unknown_field(unknown["name"], kind)
-    what = _PATTERN.sub("without control characters", what)
-    what = what[0].lower() + what[1:]
-    return BadRequest(f"{path}: {what}" if path else what, path=path or None)
+    problem = _PATTERN.sub("without control characters", problem)
+    problem = problem[0].lower() + problem[1:]
+    return BadRequest(f"{path}: {problem}" if path else problem, path=path or None)
 
 
 def _unknown_field(name: str, kind: type[Struct]) -> BadRequest:
@@ -208,5 +232,5 @@ def _unknown_field(name: str, kind: type[Struct]) -> BadRequest:
     elif known:
         hint = f"known are {', '.join(known)}"
     else:
-        hint = "nothing is taken here"
+        hint = "this call takes no fields"
     return BadRequest(f"there is no field {shown!r}; {hint}", path=shown)

@@ -1,8 +1,8 @@
-"""The calls on transactions."""
+"""The operations on transactions."""
 
 import asyncio
 import time
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from functools import partial
 from itertools import accumulate
 from typing import cast
@@ -53,18 +53,19 @@ from txbroker.proxy.http.bodies import (
     StandingBody,
     TransactionBody,
 )
-from txbroker.proxy.http.context import check_group, plain_id, within_groups
-from txbroker.proxy.http.operations import ONLY_OPERATORS, WHO_WRITES, ApiCall, ApiReply, Operation
+from txbroker.proxy.http.context import within_groups
+from txbroker.proxy.http.limits import check_group, plain_id
+from txbroker.proxy.http.operations import ONLY_OPERATORS, WRITERS, ApiCall, ApiReply, Operation
 from txbroker.proxy.http.reading import decode_content
 from txbroker.proxy.observe.metrics import Metrics
 from txbroker.proxy.observe.tracing import note_id, preparing, within
 
 WAIT_MAX_S = 30.0
-"""How long an answer waits at most until messages are visible, seconds. A client that repeats what
-it gave up would else hold more and more of the proxy while a target has no leader."""
+"""Maximum time an answer waits for messages to become visible, seconds. Otherwise clients that
+give up and retry would hold ever more of the proxy while a target has no leader."""
 
-_OUT_OF_REACH = (OwnerUnavailable, KafkaDown)
-_BY_ID = (BadId, NotFound, TooOld, *_OUT_OF_REACH)
+_UNREACHABLE = (OwnerUnavailable, KafkaDown)
+_BY_ID = (BadId, NotFound, TooOld, *_UNREACHABLE)
 _VIEW_FIELDS = tuple(
     field.name for field in msgspec.structs.fields(TransactionBody) if field.name != "messages"
 )
@@ -91,8 +92,8 @@ def prepare(call: ApiCall) -> Awaitable[ApiReply]:
 
 
 def _prepare(call: ApiCall, request: PrepareRequest) -> asyncio.Future[ApiReply]:
-    call.shell.check_prepare(request)
-    return call.shell.joint.carry_out(request, _prepared)
+    call.context.limits.check_prepare(request)
+    return call.context.batcher.submit(request, _prepared)
 
 
 async def _prepare_traced(call: ApiCall, request: PrepareRequest) -> ApiReply:
@@ -103,15 +104,15 @@ async def _prepare_traced(call: ApiCall, request: PrepareRequest) -> ApiReply:
         return reply
 
 
-def _prepared(standing: TransactionStatus) -> ApiReply:
-    return ApiReply(201 if standing.created else 200, _standing(standing))
+def _prepared(status: TransactionStatus) -> ApiReply:
+    return _status_reply(status, 201 if status.created else 200)
 
 
 def commit(call: ApiCall) -> Awaitable[ApiReply]:
-    """Commit a transaction, maybe with final content."""
+    """Commit a transaction, optionally with final messages."""
     body = cast(CommitBody, call.body)
-    content, wait = _messages(call, body.messages), body.wait is not None
-    return _decide(call, Decision.COMMIT, body, content, wait=wait)
+    messages, wait = _messages(call, body.messages), body.wait is not None
+    return _decide(call, Decision.COMMIT, body, messages, wait=wait)
 
 
 def rollback(call: ApiCall) -> Awaitable[ApiReply]:
@@ -123,7 +124,7 @@ def _decide(
     call: ApiCall,
     decision: Decision,
     body: CommitBody | RollbackBody,
-    content: tuple[Message, ...] | None = None,
+    messages: tuple[Message, ...] | None = None,
     *,
     wait: bool = False,
 ) -> Awaitable[ApiReply]:
@@ -131,107 +132,105 @@ def _decide(
     if body.group is not None:
         check_group(body.group)
         principal.check_group(body.group)
-    # A principal's role says it; a group that is named, where nobody knows who calls.
+    # The principal's role decides; without a known principal, a named group means a producer.
     producer = principal.role is Role.PRODUCER or (body.group and not principal.identified)
     request = DecideRequest(
         id=id,
         decision=decision,
         group=body.group or "",
-        messages=content,
+        messages=messages,
         reason=body.reason or "",
         source=Source.PRODUCER if producer else Source.OPERATOR,
-        by=_who(body.by, call),
+        by=_author(body.by, call),
         wait=wait,
         wait_s=WAIT_MAX_S if wait else 0.0,
     )
     if body.group is None and not principal.groups.everything:
         return _decide_own(call, request)
-    return _decide_at_once(call, request)
+    return _submit_decision(call, request)
 
 
 async def _decide_own(call: ApiCall, request: DecideRequest) -> ApiReply:
     await _check_own(call, request.id)
-    return await _decide_at_once(call, request)
+    return await _submit_decision(call, request)
 
 
-def _decide_at_once(call: ApiCall, request: DecideRequest) -> asyncio.Future[ApiReply]:
-    call.shell.check_decide(request)
-    decided = partial(_decided, call.shell.metrics, time.monotonic())
-    return call.shell.joint.carry_out(request, decided)
+def _submit_decision(call: ApiCall, request: DecideRequest) -> asyncio.Future[ApiReply]:
+    call.context.limits.check_decide(request)
+    decided = partial(_decided, call.context.metrics, time.monotonic())
+    return call.context.batcher.submit(request, decided)
 
 
-def _decided(metrics: Metrics, began_s: float, standing: TransactionStatus) -> ApiReply:
+def _decided(metrics: Metrics, began_s: float, status: TransactionStatus) -> ApiReply:
     metrics.decisions_took(time.monotonic() - began_s)
-    return ApiReply(200, _standing(standing))
+    return _status_reply(status)
 
 
 async def check(call: ApiCall) -> ApiReply:
-    """Pull the next check forward."""
-    body = cast(ReasonBody, call.body)
-    id = plain_id(call.path["id"])
-    await _check_own(call, id)
-    standing = await call.shell.service.check(id, by=_who(body.by, call), reason=body.reason or "")
-    return ApiReply(200, _standing(standing))
+    """Make the next check due now."""
+    return await _act(call, call.context.service.check)
 
 
 async def revive(call: ApiCall) -> ApiReply:
-    """Begin a new round of checks, or try a refused one again."""
+    """Begin a new round of checks, or retry a refused transaction."""
+    return await _act(call, call.context.service.revive)
+
+
+async def _act(call: ApiCall, action: Callable[..., Awaitable[TransactionStatus]]) -> ApiReply:
     body = cast(ReasonBody, call.body)
     id = plain_id(call.path["id"])
     await _check_own(call, id)
-    standing = await call.shell.service.revive(id, by=_who(body.by, call), reason=body.reason or "")
-    return ApiReply(200, _standing(standing))
+    return _status_reply(await action(id, by=_author(body.by, call), reason=body.reason or ""))
 
 
 def _messages(call: ApiCall, raw: msgspec.Raw) -> tuple[Message, ...] | None:
-    return decode_content(raw, call.shell.settings.messages_per_transaction_max)
+    return decode_content(raw, call.context.settings.messages_per_transaction_max)
 
 
-def _who(by: str | None, call: ApiCall) -> str:
-    """Return who acts: the principal; where none is asked for, what the caller says and its
-    address."""
+def _author(by: str | None, call: ApiCall) -> str:
+    """Return the author of an action: the principal; without one, the given name and address."""
     claim = "" if call.principal.name else by or ""
     return call.principal.by(f"http {call.remote}", claim)
 
 
 async def _check_own(call: ApiCall, id: str) -> None:
-    """Refuse a transaction of a group that is not the caller's. A transaction never changes its
-    group, so what is found here holds for the call that follows.
+    """Refuse a transaction of another principal's group. A transaction never changes its group, so
+    the result still holds for the call that follows.
 
     Raises:
         NotPermitted: names the group.
-        NotFound, TooOld, OwnerUnavailable: the transaction cannot be looked at.
+        NotFound, TooOld, OwnerUnavailable: the transaction cannot be read.
     """
     if not call.principal.groups.everything:
-        view = await call.shell.service.find(id)
+        view = await call.context.service.find(id)
         call.principal.check_own(view.group)
 
 
 async def find(call: ApiCall) -> ApiReply:
-    """Tell all that is known of a transaction."""
+    """Return one transaction."""
     bodies = cast(FindQuery, call.query).bodies
     if bodies and not call.principal.sees_bodies:
-        raise NotPermitted("a viewer sees no message bodies: ask without bodies")
-    view = await call.shell.service.find(plain_id(call.path["id"]), bodies=bodies)
+        raise NotPermitted("a viewer sees no message bodies: call without bodies")
+    view = await call.context.service.find(plain_id(call.path["id"]), bodies=bodies)
     call.principal.check_own(view.group)
-    return ApiReply(200, _view(view, bodies=bodies))
+    return ApiReply(200, _view_body(view, bodies=bodies))
 
 
 async def list_all(call: ApiCall) -> ApiReply:
     """List transactions, oldest first."""
     query = cast(ListQuery, call.query)
-    asked = ListRequest(**{name: getattr(query, name) for name in query.__struct_fields__})
-    request = within_groups(asked, call.principal)
-    page = await call.shell.service.list(request)
-    fitting = _fitting(page)
-    if fitting < len(page.transactions):
-        page = await call.shell.service.list(msgspec.structs.replace(request, limit=fitting))
+    given = ListRequest(**{name: getattr(query, name) for name in query.__struct_fields__})
+    request = within_groups(given, call.principal)
+    page = await call.context.service.list(request)
+    count = _fitting(page)
+    if count < len(page.transactions):
+        page = await call.context.service.list(msgspec.structs.replace(request, limit=count))
     return ApiReply(
         200,
         PageBody(
-            # Owners of an older build leave other groups' in.
+            # Owners of an older build include other groups.
             transactions=[
-                _view(view, bodies=False)
+                _view_body(view, bodies=False)
                 for view in page.transactions
                 if view.group in call.principal.groups
             ],
@@ -241,28 +240,27 @@ async def list_all(call: ApiCall) -> ApiReply:
 
 
 def _fitting(page: TransactionPage) -> int:
-    """Return how many transactions of a page one answer may list; at least one."""
+    """Return how many transactions of a page fit into one answer, at least one."""
     counts = accumulate(len(view.messages) for view in page.transactions)
     return max(1, sum(count <= LISTED_MESSAGES_MAX for count in counts))
 
 
-def _standing(standing: TransactionStatus) -> StandingBody:
-    return StandingBody(id=standing.id, state=standing.state, decision=standing.decision)
+def _status_reply(status: TransactionStatus, code: int = 200) -> ApiReply:
+    body = StandingBody(id=status.id, state=status.state, decision=status.decision)
+    return ApiReply(code, body)
 
 
-def _view(view: TransactionView, *, bodies: bool) -> TransactionBody:
+def _view_body(view: TransactionView, *, bodies: bool) -> TransactionBody:
     return TransactionBody(
-        messages=[_placed(placed, bodies=bodies) for placed in view.messages],
+        messages=[_message_body(placed, bodies=bodies) for placed in view.messages],
         **{name: getattr(view, name) for name in _VIEW_FIELDS},
     )
 
 
-def _placed(placed: PlacedMessage, *, bodies: bool) -> PlacedBody:
-    if not bodies or placed.message is None:
-        return PlacedBody(topic=placed.topic, partition=placed.partition, offset=placed.offset)
-    shown = message_to_json(placed.message)
-    shown.update(topic=placed.topic, partition=placed.partition, offset=placed.offset)
-    return PlacedBody(**shown)
+def _message_body(placed: PlacedMessage, *, bodies: bool) -> PlacedBody:
+    fields = message_to_json(placed.message) if bodies and placed.message is not None else {}
+    fields.update(topic=placed.topic, partition=placed.partition, offset=placed.offset)
+    return PlacedBody(**fields)
 
 
 OPERATIONS = (
@@ -276,9 +274,9 @@ OPERATIONS = (
         body=PrepareBody,
         errors=(
             BadId, IdConflict, IdExpired, BodyLost, UnknownTopic, BadTarget, BadSchedule,
-            *_OUT_OF_REACH,
+            *_UNREACHABLE,
         ),
-        roles=WHO_WRITES,
+        roles=WRITERS,
         prepares=True,
         direct=True,
     ),
@@ -286,18 +284,18 @@ OPERATIONS = (
         "list",
         "GET",
         "/v1/transactions",
-        "List transactions, oldest first: those in `state`, else all that are not settled",
+        "List transactions, oldest first: those in `state`, else all unsettled",
         list_all,
         {200: PageBody},
         query=ListQuery,
-        errors=_OUT_OF_REACH,
+        errors=_UNREACHABLE,
         admin=True,
     ),
     Operation(
         "find",
         "GET",
         "/v1/transactions/{id}",
-        "Tell all that is known of a transaction",
+        "Return one transaction",
         find,
         {200: TransactionBody},
         query=FindQuery,
@@ -312,7 +310,7 @@ OPERATIONS = (
         {200: StandingBody},
         body=CommitBody,
         body_optional=True,
-        roles=WHO_WRITES,
+        roles=WRITERS,
         direct=True,
         errors=(WrongGroup, AlreadyDecided, BodyLost, UnknownTopic, BadTarget, *_BY_ID),
     ),
@@ -325,7 +323,7 @@ OPERATIONS = (
         {200: StandingBody},
         body=RollbackBody,
         body_optional=True,
-        roles=WHO_WRITES,
+        roles=WRITERS,
         direct=True,
         errors=(WrongGroup, AlreadyDecided, *_BY_ID),
     ),
@@ -333,7 +331,7 @@ OPERATIONS = (
         "check",
         "POST",
         "/v1/transactions/{id}/check",
-        "Pull the next check forward",
+        "Make the next check due now",
         check,
         {200: StandingBody},
         body=ReasonBody,
@@ -346,7 +344,7 @@ OPERATIONS = (
         "revive",
         "POST",
         "/v1/transactions/{id}/revive",
-        "Make a parked transaction pending again, or try a refused one again",
+        "Make a parked transaction pending again, or retry a refused one",
         revive,
         {200: StandingBody},
         body=ReasonBody,

@@ -1,5 +1,5 @@
-// Makes a page live: fetches it again once in a while and puts its marked sections in place of the
-// old ones. Without this script every page works the same, only that one has to load it again.
+// Makes a page live: fetches it periodically and replaces its marked sections. Without this script
+// every page works the same, but must be reloaded by hand.
 "use strict";
 
 (() => {
@@ -7,7 +7,7 @@
   const SLOWEST_MS = 30000;
   const button = document.getElementById("live");
   const sections = () => [...document.querySelectorAll("[data-live][id]")];
-  // A page that holds something to fill in, or that shows what was done, stays as it is.
+  // Pages with a form to fill in or with a result are not refreshed.
   if (!button || sections().length < 2 || !window.fetch) return;
 
   let on = true;
@@ -15,7 +15,7 @@
   let timer = 0;
   let pressed = false;
   const title = () => (document.getElementById("verdict-title") || {}).textContent;
-  let said = title();
+  let spoken = title();
 
   const show = (text) => {
     button.hidden = false;
@@ -30,7 +30,7 @@
     return Boolean(picked) && !picked.isCollapsed && section.contains(picked.anchorNode);
   };
 
-  // Where the keyboard is, in words that the new section knows too.
+  // The focused element, described so that it can be found in the new section.
   const placeOf = (section) => {
     const focused = document.activeElement;
     if (!focused || focused === section || !section.contains(focused)) return null;
@@ -49,7 +49,7 @@
       if (same) same.open = true;
     }
     const scrolled = [...old.querySelectorAll(".wide")].map((e) => e.scrollLeft);
-    // What is inside is exchanged, not the section, so that a reader is told of what changed.
+    // Replace the content, not the section, so that screen readers announce the change.
     old.replaceChildren(...fresh.childNodes);
     old.querySelectorAll(".wide").forEach((e, i) => { e.scrollLeft = scrolled[i] || 0; });
     const there = place && place(old);
@@ -67,10 +67,10 @@
         replace(old, fresh);
       }
     }
-    // Ages change all the time; aloud only what matters is said.
-    if (title() !== said) {
-      said = title();
-      document.getElementById("spoken").textContent = said.trim();
+    // Ages change all the time; announce only the headline.
+    if (title() !== spoken) {
+      spoken = title();
+      document.getElementById("spoken").textContent = spoken.trim();
     }
   };
 
@@ -81,10 +81,10 @@
         signal: AbortSignal.timeout(10000),
       });
       const text = await answer.text();
-      // Stopped meanwhile: what is read stays as it is.
+      // Stopped meanwhile: keep the page as it is.
       if (!on) return;
       if (answer.redirected) {
-        // The login is over: go where it leads.
+        // The login has expired: follow the redirect.
         location.reload();
         return;
       }
@@ -113,7 +113,7 @@
     again();
   });
   document.addEventListener("visibilitychange", again);
-  // Nothing may be exchanged under a finger.
+  // Replace nothing while a pointer is down.
   document.addEventListener("pointerdown", () => { pressed = true; });
   for (const end of ["pointerup", "pointercancel"]) {
     document.addEventListener(end, () => { setTimeout(() => { pressed = false; }); });

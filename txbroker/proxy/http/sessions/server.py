@@ -1,6 +1,6 @@
-"""The server of SDK sessions: opens them, and tells all of them what changes.
+"""The server of SDK sessions: opens them, and notifies them of changes.
 
-A session costs two tasks: one reads frames and starts operations, one writes what was answered.
+A session has two tasks: one reads frames and starts operations, one writes answers.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ from txbroker.proxy.http.context import (
     ApiContext,
 )
 from txbroker.proxy.http.guards import PRINCIPAL, Guard
-from txbroker.proxy.http.operations import WHO_WRITES
+from txbroker.proxy.http.operations import WRITERS
 from txbroker.proxy.http.sessions.session import (
     ProtocolError,
     SdkSession,
@@ -37,47 +37,47 @@ from txbroker.proxy.observe.logging import get_logger
 log = get_logger(__name__)
 
 CLOCK_S = 60.0
-"""How often sessions get the proxy's clock."""
+"""Interval at which sessions get the proxy's clock, seconds."""
 OWNERS_POLL_S = 0.25
-"""How often owners are looked at, in case that nobody tells of a change."""
+"""Interval at which owners are polled, for services that do not notify, seconds."""
 SHUTDOWN_S = 3.0
-"""How long operations under way may take to end when the proxy stops."""
+"""Maximum time for operations in flight when the proxy stops, seconds."""
 
 
 @runtime_checkable
 class OwnerNotifier(Protocol):
-    """A service that tells when half partitions come or go."""
+    """A service that notifies of changed owners."""
 
     def on_owners(self, listener: Callable[[], None]) -> None:
-        """Call `listener` whenever `owners()` may say something else."""
+        """Call `listener` whenever `owners()` may have changed."""
         ...
 
 
 class SessionServer:
-    """Opens sessions and tells all of them what changes."""
+    """Opens sessions and notifies them of changes."""
 
-    def __init__(self, shell: ApiContext, guard: Guard) -> None:
-        self._shell = shell
+    def __init__(self, context: ApiContext, guard: Guard) -> None:
+        self._context = context
         self._guard = guard
-        self._settings = shell.settings
+        self._settings = context.settings
         self._open: set[SdkSession] = set()
         self._sockets: set[web.WebSocketResponse] = set()
-        # Of those by the names of principals.
+        # Open sockets by principal.
         self._use = ShareUse()
         self._moved = asyncio.Event()
-        if isinstance(shell.service, OwnerNotifier):
-            shell.service.on_owners(self._moved.set)
+        if isinstance(context.service, OwnerNotifier):
+            context.service.on_owners(self._moved.set)
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
-        """Carry one session from its upgrade to its end.
+        """Serve one session from its upgrade to its end.
 
         Raises:
-            NotPermitted: the caller's role has no sessions.
-            BadRequest: it is no WebSocket upgrade.
+            NotPermitted: the caller's role may open no session.
+            BadRequest: the request is no WebSocket upgrade.
             Overloaded: too many sessions are open.
         """
         principal = request.get(PRINCIPAL, ANYBODY)
-        principal.check_role(WHO_WRITES)
+        principal.check_role(WRITERS)
         self._check_room(principal)
         socket = web.WebSocketResponse(
             heartbeat=self._settings.session_heartbeat_s,
@@ -85,12 +85,12 @@ class SessionServer:
             compress=False,
         )
         if not socket.can_prepare(request):
-            raise BadRequest("a session is a WebSocket: this call is no upgrade to one")
+            raise BadRequest("this path is a WebSocket: send an upgrade request")
         await socket.prepare(request)
         self._sockets.add(socket)
         self._use.add(principal.counted_as)
         try:
-            await self._converse(socket, request)
+            await self._serve(socket, request)
         except ProtocolError as error:
             await self._farewell(socket, BadRequest(str(error)))
         except RequestError as error:
@@ -103,10 +103,10 @@ class SessionServer:
         return socket
 
     def _check_room(self, principal: Principal) -> None:
-        """Refuse another session where there are too many, of all or of one principal.
+        """Refuse a session beyond the limits of all callers and of one principal.
 
         Raises:
-            Overloaded: there are.
+            Overloaded: a limit is reached.
         """
         most = self._settings.sessions_max
         why = ""
@@ -115,30 +115,30 @@ class SessionServer:
         elif principal.counted_as and self._use.of(principal.counted_as) >= share_max(most):
             why = "too many sessions of this principal are open"
         if why:
-            self._shell.metrics.overloaded("session")
-            raise Overloaded(f"{why}: try another proxy or a little later")
+            self._context.metrics.overloaded("session")
+            raise Overloaded(f"{why}: try another proxy, or retry later")
 
-    async def _converse(self, socket: web.WebSocketResponse, request: web.Request) -> None:
+    async def _serve(self, socket: web.WebSocketResponse, request: web.Request) -> None:
         operations = await self._first_frame(socket)
         if operations is None:
             return
         hello = _hello(operations)
-        session = SdkSession(self._shell, socket, request, hello)
-        # Since the upgrade the principal may have lost its rights; from here on it is watched.
+        session = SdkSession(self._context, socket, request, hello)
+        # The principal may have lost rights since the upgrade; from here on it is watched.
         session.principal = self._guard.known(session.credential)
-        session.principal.check_role(WHO_WRITES)
+        session.principal.check_role(WRITERS)
         session.principal.check_group(session.group)
         writer = asyncio.create_task(session.write())
         self._open.add(session)
         session.send(self._welcome())
-        self._shell.sessions.add(session.group, session)
+        self._context.sessions.add(session.group, session)
         try:
-            # A separate task: a frame then resumes it alone, not the handlers of the upgrade.
+            # A separate task: a frame then resumes only it, not the stack of upgrade handlers.
             await asyncio.create_task(session.read(operations[1:]))
         finally:
-            self._shell.sessions.remove(session.group, session)
+            self._context.sessions.remove(session.group, session)
             self._open.discard(session)
-            session.let_go()
+            session.release()
             writer.cancel()
             with suppress(asyncio.CancelledError):
                 await writer
@@ -148,23 +148,23 @@ class SessionServer:
             async with asyncio.timeout(self._settings.request_timeout_s):
                 frame = await receive(socket)
         except TimeoutError:
-            raise ProtocolError("no hello came in time") from None
+            raise ProtocolError("no hello in time: send a hello first") from None
         return None if frame is None else decoded(frame)
 
     def _welcome(self) -> wire.Welcome:
-        owners = tuple(self._shell.service.owners())
+        owners = tuple(self._context.service.owners())
         return wire.Welcome(
             version=wire.SESSION_VERSION,
-            now_ms=self._shell.service.now_ms(),
+            now_ms=self._context.service.now_ms(),
             partitions=len(owners),
             owners=owners,
-            url=self._shell.url,
+            url=self._context.url,
             dedup_window_s=self._settings.dedup_window_s,
             transaction_bytes_max=self._settings.transaction_bytes_max,
         )
 
     async def _farewell(self, socket: web.WebSocketResponse, error: RequestError) -> None:
-        """Say why the session ends, and end it; a client that does not listen is not waited for."""
+        """Send the reason and close the session; do not wait for a client that does not read."""
         with suppress(TimeoutError, ConnectionError, ClientConnectionResetError):
             async with asyncio.timeout(self._settings.request_timeout_s):
                 if not socket.closed:
@@ -172,15 +172,15 @@ class SessionServer:
                 await socket.close(code=WSCloseCode.PROTOCOL_ERROR)
 
     async def lifetime(self, _: web.Application) -> AsyncIterator[None]:
-        """Tell sessions the clock and the owners for as long as the application runs."""
-        task = asyncio.create_task(self._tell_changes())
+        """Send clock and owners to sessions while the application runs."""
+        task = asyncio.create_task(self._send_changes())
         yield
         task.cancel()
         with suppress(asyncio.CancelledError):
             await task
 
-    async def _tell_changes(self) -> None:
-        owners = tuple(self._shell.service.owners())
+    async def _send_changes(self) -> None:
+        owners = tuple(self._context.service.owners())
         clock_at = self._now() + CLOCK_S
         credentials = self._guard.credentials()
         while True:
@@ -191,17 +191,17 @@ class SessionServer:
             self._moved.clear()
             before, credentials = credentials, self._guard.credentials()
             self._check_principals(changed=credentials != before)
-            found = tuple(self._shell.service.owners())
-            if found != owners:
-                owners = found
-                self._tell(wire.Owners(owners))
+            current = tuple(self._context.service.owners())
+            if current != owners:
+                owners = current
+                self._broadcast(wire.Owners(owners))
             if self._now() >= clock_at:
                 clock_at = self._now() + CLOCK_S
-                self._tell(wire.ClockUpdate(self._shell.service.now_ms()))
+                self._broadcast(wire.ClockUpdate(self._context.service.now_ms()))
 
     def _check_principals(self, *, changed: bool) -> None:
-        """Cut off the sessions of principals that are gone or have expired, whose next try is told
-        why, and give the others their present rights.
+        """Disconnect sessions of removed or expired principals, whose next attempt gets the reason;
+        update the rights of the others.
 
         Args:
             changed: False where only time has passed.
@@ -211,7 +211,7 @@ class SessionServer:
                 continue
             try:
                 principal = self._guard.known(session.credential)
-                principal.check_role(WHO_WRITES)
+                principal.check_role(WRITERS)
                 principal.check_group(session.group)
             except RequestError as error:
                 session.cut_off(str(error))
@@ -222,14 +222,14 @@ class SessionServer:
     def _now() -> float:
         return asyncio.get_running_loop().time()
 
-    def _tell(self, operation: wire.FromProxy) -> None:
+    def _broadcast(self, operation: wire.FromProxy) -> None:
         for session in tuple(self._open):
             session.send(operation)
 
     async def close_all(self, _: web.Application) -> None:
-        """End all sessions: the proxy goes away, clients turn to others."""
+        """Close all sessions: the proxy stops, and clients reconnect to others."""
         await asyncio.gather(*(session.finish(SHUTDOWN_S) for session in tuple(self._open)))
-        # The writers get a turn for the last answers before the sockets close.
+        # Let the writers send the last answers before the sockets close.
         await asyncio.sleep(0)
         await asyncio.gather(*(self._go_away(socket) for socket in tuple(self._sockets)))
 
@@ -241,10 +241,10 @@ class SessionServer:
 
 def _hello(operations: Sequence[wire.Received]) -> wire.Hello:
     if not operations or not isinstance(operations[0], wire.Hello):
-        raise ProtocolError("a session begins with a hello")
+        raise ProtocolError("the first operation is no hello: begin a session with a hello")
     hello = operations[0]
     if hello.version < 1:
-        raise ProtocolError(f"there is no session version {hello.version}")
+        raise ProtocolError(f"there is no session version {hello.version}: use 1 or higher")
     try:
         check_group_name(hello.group)
         check_group_name(hello.instance)

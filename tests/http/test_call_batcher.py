@@ -12,9 +12,9 @@ from txbroker.contract.service import Answer, DecideRequest, PrepareRequest, Run
 from txbroker.core.records import Decision, State
 from txbroker.errors import NotFound, RequestError
 from txbroker.proxy.cluster.forwarding import CALLER
-from txbroker.proxy.http.joint import CallBatcher, Request
+from txbroker.proxy.http.context import Batched, CallBatcher
 
-Outcome = Callable[[Sequence[Request]], Awaitable[Sequence[Answer]]]
+Outcome = Callable[[Sequence[Batched]], Awaitable[Sequence[Answer]]]
 
 
 class Together:
@@ -22,9 +22,9 @@ class Together:
 
     def __init__(self, outcome: Outcome) -> None:
         self.outcome = outcome
-        self.handed_over: list[tuple[str, list[Request]]] = []
+        self.handed_over: list[tuple[str, list[Batched]]] = []
 
-    def runs(self, requests: Sequence[Request]) -> Sequence[Run]:
+    def runs(self, requests: Sequence[Batched]) -> Sequence[Run]:
         self.handed_over.append((CALLER.get(), list(requests)))
         # In another order than handed over, as a service may.
         numbers = range(len(requests))[::-1]
@@ -48,21 +48,21 @@ def same(standing: TransactionStatus) -> TransactionStatus:
     return standing
 
 
-async def stand(requests: Sequence[Request]) -> Sequence[Answer]:
+async def stand(requests: Sequence[Batched]) -> Sequence[Answer]:
     return [TransactionStatus(str(request.id), State.PENDING) for request in requests]
 
 
 async def test_calls_of_one_turn_are_handed_over_in_one_go() -> None:
     calls, service = joint(stand)
-    answers = await asyncio.gather(*[calls.carry_out(prepare(id), same) for id in "abc"])
+    answers = await asyncio.gather(*[calls.submit(prepare(id), same) for id in "abc"])
     assert [answer.id for answer in answers] == ["a", "b", "c"]
     assert service.handed_over == [("", [prepare("a"), prepare("b"), prepare("c")])]
 
 
 async def test_a_later_turn_is_handed_over_by_itself() -> None:
     calls, service = joint(stand)
-    assert (await calls.carry_out(prepare("a"), same)).id == "a"
-    assert (await calls.carry_out(prepare("b"), same)).id == "b"
+    assert (await calls.submit(prepare("a"), same)).id == "a"
+    assert (await calls.submit(prepare("b"), same)).id == "b"
     assert [len(requests) for _, requests in service.handed_over] == [1, 1]
 
 
@@ -88,12 +88,12 @@ async def test_kinds_groups_and_callers_are_kept_apart() -> None:
 
 
 async def test_each_call_gets_its_own_error() -> None:
-    async def outcome(requests: Sequence[Request]) -> Sequence[Answer]:
+    async def outcome(requests: Sequence[Batched]) -> Sequence[Answer]:
         found = await stand(requests)
         return [NotFound(id="b") if answer.id == "b" else answer for answer in found]  # type: ignore[union-attr]
 
     calls, _ = joint(outcome)
-    first, second = calls.carry_out(prepare("a"), same), calls.carry_out(prepare("b"), same)
+    first, second = calls.submit(prepare("a"), same), calls.submit(prepare("b"), same)
     assert (await first).id == "a"
     with pytest.raises(NotFound) as caught:
         await second
@@ -102,11 +102,11 @@ async def test_each_call_gets_its_own_error() -> None:
 
 @pytest.mark.parametrize("error", [RequestError("closed"), ValueError("a bug")])
 async def test_a_run_that_fails_fails_all_its_calls(error: Exception) -> None:
-    async def outcome(requests: Sequence[Request]) -> Sequence[Answer]:
+    async def outcome(requests: Sequence[Batched]) -> Sequence[Answer]:
         raise error
 
     calls, _ = joint(outcome)
-    asked = [calls.carry_out(prepare(id), same) for id in "ab"]
+    asked = [calls.submit(prepare(id), same) for id in "ab"]
     assert await asyncio.gather(*asked, return_exceptions=True) == [error, error]
 
 
@@ -114,23 +114,23 @@ async def test_what_cannot_be_handed_over_fails() -> None:
     calls, service = joint(stand)
     error = RuntimeError("no runs")
 
-    def runs(requests: Sequence[Request]) -> Sequence[Run]:
+    def runs(requests: Sequence[Batched]) -> Sequence[Run]:
         raise error
 
     service.runs = runs  # type: ignore[method-assign]
-    asked = [calls.carry_out(prepare(id), same) for id in "ab"]
+    asked = [calls.submit(prepare(id), same) for id in "ab"]
     assert await asyncio.gather(*asked, return_exceptions=True) == [error, error]
 
 
 async def test_a_caller_that_is_gone_leaves_the_others_their_answers() -> None:
     gate = asyncio.Event()
 
-    async def outcome(requests: Sequence[Request]) -> Sequence[Answer]:
+    async def outcome(requests: Sequence[Batched]) -> Sequence[Answer]:
         await gate.wait()
         return await stand(requests)
 
     calls, _ = joint(outcome)
-    gone, staying = calls.carry_out(prepare("a"), same), calls.carry_out(prepare("b"), same)
+    gone, staying = calls.submit(prepare("a"), same), calls.submit(prepare("b"), same)
     gone.cancel()
     gate.set()
     assert (await staying).id == "b"
@@ -141,14 +141,14 @@ async def test_calls_end_where_their_run_is_cancelled() -> None:
     begun = asyncio.Event()
     task: list[asyncio.Task[object] | None] = []
 
-    async def outcome(requests: Sequence[Request]) -> Sequence[Answer]:
+    async def outcome(requests: Sequence[Batched]) -> Sequence[Answer]:
         task.append(asyncio.current_task())
         begun.set()
         await asyncio.Event().wait()
         raise AssertionError
 
     calls, _ = joint(outcome)
-    asked = calls.carry_out(prepare("a"), same)
+    asked = calls.submit(prepare("a"), same)
     await begun.wait()
     [running] = task
     assert running is not None
