@@ -158,7 +158,7 @@ def main() -> None:
         found = plant(broker, stack)
         stack.enter_context(traffic(broker.url, "checkout"))
         window.open("/")
-        window.until(lambda: "Nobody of group payments" in window.text())
+        window.until(lambda: "Group payments is unreachable" in window.text())
         # Until the rates are those of the traffic alone.
         window.until(lambda: steady(broker))
         pages = {

@@ -37,7 +37,7 @@ async def test_one_is_committed_after_a_look(service: Service, reader: Reader) -
     shown = await reader.open(f"/transactions/{id}")
     asked = await reader.open(shown.link("Commit…"))
     assert asked.main.one("h1").text == "Commit 1 transaction"
-    assert "cannot be taken back" in asked.text
+    assert "cannot be undone" in asked.text
     assert asked.listed() == [id]
     assert await service.state(id) == "pending"
     done = await reader.send(
@@ -80,7 +80,7 @@ async def test_what_is_decided_meanwhile_is_left_alone(service: Service, reader:
     asked = await reader.open(f"/actions/commit?id={id}")
     await service.tell(id, "rollback")
     done = await reader.send(asked.url.path, {**asked.form("/actions/"), "reason": "late"})
-    assert done.main.one("h1").text == "Nothing was left to do"
+    assert done.main.one("h1").text == "Nothing left to do"
     assert await service.state(id) == "rolled_back"
     again = await reader.open(f"/actions/commit?id={id}")
     assert "Nothing to do" in again.text
@@ -146,7 +146,7 @@ async def test_a_decision_for_many_leaves_pending_ones_to_their_producers(
     left = await service.prepare(message, group=group, check_after_s=3600)
     asked = await reader.open(f"/actions/commit?group={group}")
     assert asked.listed() == [id]
-    assert "Pending ones are left out" in asked.text
+    assert "Pending transactions are excluded" in asked.text
     form = {**asked.form("/actions/"), "reason": "a test"}
     # Nor does a form that leaves the state out.
     await reader.send(asked.url.path, {**form, "state": ""})

@@ -68,7 +68,7 @@ async def test_a_login_opens_what_was_asked_for_until_it_ends(stranger: Reader) 
 async def test_a_wrong_token_opens_nothing(stranger: Reader, token: str) -> None:
     seen = await log_in(stranger, token.encode(errors="replace").decode(), name="Ada")
     assert seen.status == 401
-    assert "not valid here" in seen.main.one("p", role="alert").text
+    assert "not valid at this proxy" in seen.main.one("p", role="alert").text
     assert seen.form("/login")["name"] == "Ada"
     assert (await stranger.open("/")).url.path == "/login"
 

@@ -37,7 +37,7 @@ async def parked(service: Service, topic: str, count: int = 1) -> tuple[str, lis
 async def test_all_is_well_where_nothing_waits(service: Service, reader: Reader) -> None:
     seen = await reader.open("/")
     assert seen.status == 200
-    assert seen.main.one("h1").text == "All is well"
+    assert seen.main.one("h1").text == "No problems"
     assert seen.main.all(**{"class": "concern is-bad"}) == []
     assert service.proxy.url in seen.text
 
@@ -49,7 +49,7 @@ async def test_parked_ones_are_said_first_with_where_and_what_to_do(
     seen = await reader.open("/")
     assert "needs you" in seen.main.one("h1").text
     (concern,) = seen.main.all("li", **{"class": "concern is-bad"})
-    assert "2 parked transactions wait for a person's decision" in concern.text
+    assert "2 parked transactions need a manual decision" in concern.text
     assert f"Group {group}." in concern.text
     assert "What to do:" in concern.text
     listed = await reader.open(concern.all("a")[0].attributes["href"])
@@ -61,7 +61,7 @@ async def test_a_group_out_of_reach_is_said_with_why(service: Service, reader: R
     await service.prepare(Message(topic, b"k", b"v"), group=group)
 
     async def said() -> bool:
-        return f"Nobody of group {group} can be asked" in (await reader.open("/")).text
+        return f"Group {group} is unreachable" in (await reader.open("/")).text
 
     await until(said)
     seen = await reader.open("/")
@@ -99,7 +99,7 @@ async def test_a_proxy_that_does_not_answer_is_said(
     async with reader_of(one.proxy.url) as reader:
         seen = await reader.open("/")
     assert f"The proxy at {other.proxy.url} does not answer" in seen.text
-    assert "cannot be asked" in seen.text
+    assert "unreachable" in seen.text
     assert "lower bounds" in seen.text
     await proxies.close()
     await world.close()
@@ -385,5 +385,5 @@ async def test_what_goes_wrong_inside_is_a_page_too(
     monkeypatch.setattr(service.proxy.cluster, "overview", broken)
     seen = await reader.open("/")
     assert seen.status == 500
-    assert "its log says what" in seen.text
+    assert "see its log" in seen.text
     assert "secret" not in seen.html

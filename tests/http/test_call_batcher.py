@@ -72,11 +72,11 @@ async def test_kinds_groups_and_callers_are_kept_apart() -> None:
     own.run(CALLER.set, "alice")
     other.run(CALLER.set, "bob")
     answers = await asyncio.gather(
-        own.run(calls.carry_out, prepare("a"), same),
-        other.run(calls.carry_out, prepare("b"), same),
-        own.run(calls.carry_out, prepare("c", "shipping"), same),
-        own.run(calls.carry_out, commit("d"), same),
-        own.run(calls.carry_out, prepare("e"), same),
+        own.run(calls.submit, prepare("a"), same),
+        other.run(calls.submit, prepare("b"), same),
+        own.run(calls.submit, prepare("c", "shipping"), same),
+        own.run(calls.submit, commit("d"), same),
+        own.run(calls.submit, prepare("e"), same),
     )
     assert [answer.id for answer in answers] == ["a", "b", "c", "d", "e"]
     assert service.handed_over == [

@@ -204,7 +204,7 @@ async def test_a_proxy_of_another_group_gets_nothing(
     monkeypatch.setattr(
         api.service, "knows", lambda url: url == "http://proxy-c:8470", raising=False
     )
-    with pytest.raises(OwnerUnavailable, match="none of this proxy's group"):
+    with pytest.raises(OwnerUnavailable, match="not known as one of this group"):
         await peer.prepare(api.url, PREPARE)
     monkeypatch.setattr(api.service, "knows", lambda url: url == ME)
     assert (await peer.prepare(api.url, PREPARE)).created
