@@ -115,7 +115,7 @@ async def test_what_comes_after_the_look_is_not_touched(service: Service, reader
     done = await reader.send(asked.url.path, {**form, "reason": "a test"})
     assert await service.state(id) == "rolled_back"
     assert await service.state(late) == "pending"
-    assert "Others match that you did not agree to" in done.text
+    assert "More transactions match than the preview covered" in done.text
 
 
 async def test_what_parks_after_the_look_is_not_touched(service: Service, reader: Reader) -> None:

@@ -79,7 +79,7 @@ def parked(broker: InMemoryBroker) -> Iterator[str]:
 def test_a_parked_one_is_found_and_committed(broker: InMemoryBroker, window: Browser) -> None:
     with parked(broker) as id:
         window.open("/")
-        assert "needs you" in window.text("h1")
+        assert "needs action" in window.text("h1")
         window.click("Look at them")
         window.until(lambda: window.path == "/transactions?state=parked")
         window.click(id)

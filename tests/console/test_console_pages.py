@@ -47,7 +47,7 @@ async def test_parked_ones_are_said_first_with_where_and_what_to_do(
 ) -> None:
     group, ids = await parked(service, await topic_of(service), 2)
     seen = await reader.open("/")
-    assert "needs you" in seen.main.one("h1").text
+    assert "needs action" in seen.main.one("h1").text
     (concern,) = seen.main.all("li", **{"class": "concern is-bad"})
     assert "2 parked transactions need a manual decision" in concern.text
     assert f"Group {group}." in concern.text
@@ -367,7 +367,7 @@ async def test_a_page_can_be_asked_for_without_its_content(reader: Reader) -> No
 async def test_an_owner_that_is_away_is_a_page_that_says_so(
     service: Service, reader: Reader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(service.proxy.broker, "_stopping", True)
+    monkeypatch.setattr(service.proxy.broker._calls, "stopping", True)
     seen = await reader.open("/transactions")
     assert seen.status == 503
     assert seen.headers["Retry-After"] == "1"

@@ -114,7 +114,7 @@ def test_a_filter_says_the_same_in_a_link_and_in_words() -> None:
     assert read_listing(chosen.query()).filter == chosen
     said = chosen.words().replace("\N{NO-BREAK SPACE}", " ")
     assert said == "rolled back, of group g, with a message to topic t, prepared more than 10 m ago"
-    assert read_listing({}).filter.words() == "all that are not settled"
+    assert read_listing({}).filter.words() == "all unsettled"
     assert read_listing({"limit": "1000"}).limit == PAGE_ROWS_MAX
 
 

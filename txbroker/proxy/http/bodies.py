@@ -254,7 +254,7 @@ class StandingBody(AnswerBody, frozen=True):
 
 
 class PlacedBody(AnswerBody, frozen=True):
-    """A message of a transaction and, once promoted, its place. Content only with `bodies`."""
+    """A message of a transaction and, once promoted, its place. Content only on demand."""
 
     topic: str
     partition: int
