@@ -30,7 +30,8 @@ _FIELDS = (
     "timestamp_ms",
 )
 _KNOWN = frozenset(_FIELDS)
-PARTITION_MAX = 2**31 - 1
+TARGET_PARTITION_MAX = 2**31 - 1
+"""Kafka's limit of a target's partition number; `core.routing` has that of half partitions."""
 TIMESTAMP_MS_MAX = 9_200_000_000_000_000
 """In the year 293506. Audits hold timestamps in 64-bit microseconds, so these end there."""
 
@@ -250,7 +251,7 @@ def message_from_json(obj: object, path: str = "message") -> Message:
         key=_key(obj, path),
         value=_value(obj, path),
         headers=_headers(obj.get("headers"), f"{path}.headers"),
-        partition=_integer(obj, "partition", PARTITION_MAX, path),
+        partition=_integer(obj, "partition", TARGET_PARTITION_MAX, path),
         timestamp_ms=_integer(obj, "timestamp_ms", TIMESTAMP_MS_MAX, path),
     )
 

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
 
-from txbroker.contract.json import PARTITION_MAX, TIMESTAMP_MS_MAX
+from txbroker.contract.json import TARGET_PARTITION_MAX, TIMESTAMP_MS_MAX
 from txbroker.contract.policy import GROUP_NAME_CHARS_MAX, GroupPolicy
 from txbroker.contract.service import (
     LIST_LIMIT_MAX,
@@ -75,7 +75,7 @@ MESSAGE_SCHEMA: dict[str, Any] = {
                 _NULL,
             ],
         },
-        "partition": {"type": ["integer", "null"], "minimum": 0, "maximum": PARTITION_MAX},
+        "partition": {"type": ["integer", "null"], "minimum": 0, "maximum": TARGET_PARTITION_MAX},
         "timestamp_ms": {"type": ["integer", "null"], "minimum": 0, "maximum": TIMESTAMP_MS_MAX},
     },
     "allOf": [

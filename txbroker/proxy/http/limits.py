@@ -5,7 +5,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from txbroker.config.settings import PREPARES_SHARE, RECEIVING_SHARE, Settings
-from txbroker.contract.json import PARTITION_MAX, TIMESTAMP_MS_MAX
+from txbroker.contract.json import TARGET_PARTITION_MAX, TIMESTAMP_MS_MAX
 from txbroker.contract.policy import PolicyError, check_group_name
 from txbroker.contract.service import DecideRequest, PrepareRequest
 from txbroker.core.index import ShareUse, share_max
@@ -198,9 +198,10 @@ def _check_message(message: Message, number: int) -> None:
         raise BadRequest(
             "a message has no topic: name its target topic", path=f"messages[{number}].topic"
         )
-    if message.partition is not None and not 0 <= message.partition <= PARTITION_MAX:
+    if message.partition is not None and not 0 <= message.partition <= TARGET_PARTITION_MAX:
         raise BadRequest(
-            f"partition must be from 0 to {PARTITION_MAX}", path=f"messages[{number}].partition"
+            f"partition must be from 0 to {TARGET_PARTITION_MAX}",
+            path=f"messages[{number}].partition",
         )
     if message.timestamp_ms is not None and not 0 <= message.timestamp_ms <= TIMESTAMP_MS_MAX:
         raise BadRequest(
