@@ -10,6 +10,7 @@ import argparse
 import asyncio
 import json
 import os
+import re
 import sys
 import tempfile
 from collections import Counter
@@ -54,7 +55,7 @@ class Counting:
         send = connection.send
 
         def counted(request: Any, answer: Any = None) -> Any:
-            self.requests[type(request).__name__.removesuffix("Request")] += 1
+            self.requests[re.sub(r"(Request|V\d+)$", "", type(request).__name__)] += 1
             return send(request, answer)
 
         connection.send = counted  # type: ignore[method-assign]

@@ -15,7 +15,7 @@ from txbroker.config.settings import Settings
 from txbroker.contract.service import Overview
 from txbroker.kafka.client.settings import KafkaSettings
 from txbroker.kafka.door.topics import FoundTopic, Plan
-from txbroker.kafka.tools.examination import BrokerFacts, Cluster, OpenTransaction, Place
+from txbroker.kafka.tools.examination import BrokerFacts, Cluster, OpenTransaction
 from txbroker.kafka.tools.repair import Found
 
 T = TypeVar("T")
@@ -63,7 +63,7 @@ class KafkaSide(Protocol):
         """Return what other clients wrote into txbroker's own topics."""
         ...
 
-    async def newest_appends(self, cluster: Cluster) -> dict[Place, int]:
+    async def newest_appends(self, cluster: Cluster) -> dict[tuple[str, int], int]:
         """Return the newest timestamp of each partition."""
         ...
 

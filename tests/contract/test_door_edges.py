@@ -303,7 +303,7 @@ async def test_an_own_topic_that_was_deleted_is_noticed(world: Any, door: Door) 
 async def test_an_own_topic_that_was_made_anew_is_noticed(world: Any, door: Door) -> None:
     await world.recreate_topic(world.name("op"))
     (problem,) = await door.check_topics()
-    assert problem.startswith(f"{world.name('op')} was deleted and made anew")
+    assert problem.startswith(f"{world.name('op')} was deleted and ")
 
 
 async def test_the_layout_is_no_group(world: Any, door: Door) -> None:

@@ -17,7 +17,7 @@ from aiokafka.protocol.types import (
 )
 
 from txbroker.kafka.client.client import Client
-from txbroker.kafka.protocol.schemas import FeaturesRequest, finalized_features
+from txbroker.kafka.protocol.schemas import api_versions, finalized_features
 from txbroker.net.backoff import Backoff
 
 FEATURE = "transaction.version"
@@ -71,7 +71,7 @@ class _Update(Request[_UpdateStruct]):
 
 async def level(client: Client) -> int:
     """Return the level of the feature, as the only broker knows it now."""
-    answer = await client.ask_any(FeaturesRequest(), "features")
+    answer = await client.ask_any(api_versions(), "features")
     return finalized_features(answer).get(FEATURE, 0)
 
 

@@ -11,9 +11,9 @@ from aiokafka.protocol.metadata import MetadataRequest
 
 from tests.kit.kafka import KafkaHarness
 from txbroker.errors import KafkaUnavailable
+from txbroker.kafka.client.admin import Admin
 from txbroker.kafka.client.client import Client, Connection, NotSent, Unanswered
-from txbroker.kafka.protocol.schemas import RightsRequest
-from txbroker.kafka.protocol.topic_ids import topic_ids
+from txbroker.kafka.protocol.schemas import metadata
 
 METADATA = 3
 
@@ -110,8 +110,8 @@ async def test_no_question_about_topics_makes_one(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(client, "ask", ask)
     for question in (
         client.refresh(["mistyped"]),
-        topic_ids(client, ["mistyped"]),
-        client.ask_any(RightsRequest(["mistyped"]), "test"),
+        Admin(client).topic_ids(["mistyped"]),
+        client.ask_any(metadata(["mistyped"], rights=True), "test"),
     ):
         with pytest.raises(KafkaUnavailable):
             await question

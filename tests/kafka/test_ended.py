@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import io
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -13,7 +12,6 @@ from aiokafka.protocol.transaction import AddPartitionsToTxnRequest
 from txbroker.core.records import Record
 from txbroker.door.protocols import PromotionTxnLost
 from txbroker.kafka.client.client import Client, KafkaRefused, NotSent, Unanswered
-from txbroker.kafka.client.leaders import LeadersRequest
 from txbroker.kafka.client.producer import Producer
 from txbroker.kafka.client.settings import KafkaSettings
 from txbroker.kafka.door.open_transactions import HANGING, OpenTransactionGuard, UnconfirmedWrites
@@ -21,7 +19,7 @@ from txbroker.kafka.door.stable_offset import StableEnds
 from txbroker.kafka.protocol.batch import batch_body
 from txbroker.kafka.protocol.codes import Code
 from txbroker.kafka.protocol.packed import ListOffsetsV3, ProduceV7
-from txbroker.kafka.protocol.schemas import ProducersRequest
+from txbroker.kafka.protocol.schemas import DescribeProducersV0, MetadataV10, describe_producers
 from txbroker.kafka.protocol.transactions import Partition
 from txbroker.net.backoff import Backoff
 
@@ -61,10 +59,10 @@ class Leaders:
         """Say who leads."""
         return self._leaders(request)
 
-    def _leaders(self, request: LeadersRequest) -> Any:
+    def _leaders(self, request: MetadataV10) -> Any:
         """All brokers know the same."""
         topics = [
-            (0, topic, False, [(0, number, leader, 0, [1, 2, 3])])
+            (0, topic, bytes(16), False, [(0, number, leader, 0, [1, 2, 3])])
             for (topic, number), leader in self.leaders.items()
         ]
         return SimpleNamespace(topics=topics)
@@ -92,7 +90,7 @@ class Leaders:
 
     async def ask(self, node: int, request: Any, lane: str, timeout_s: float | None = None) -> Any:
         """Answer about producers, or about ends."""
-        if isinstance(request, LeadersRequest):
+        if isinstance(request, MetadataV10):
             return self._leaders(request)
         if node in self.silent:
             self.backoff.append(timeout_s)
@@ -104,27 +102,27 @@ class Leaders:
         if isinstance(request, AddPartitionsToTxnRequest):
             self.taken += [(topic, n, -1) for topic, ns in request._topics for n in ns]
             return SimpleNamespace(errors=[])
-        assert isinstance(request, ProducersRequest)
+        assert isinstance(request, DescribeProducersV0)
         self.backoff.append(timeout_s)
         if self.refuses is not None:
             raise self.refuses
-        self.requests.append(sum(len(numbers) for _, numbers, _ in request._topics))
+        self.requests.append(sum(len(numbers) for _, numbers in request.values[0]))
         topics = []
-        for topic, numbers, _ in request._topics:
+        for topic, numbers in request.values[0]:
             self.asked += [(topic, number) for number in numbers]
             told = [self._told((topic, n)) for n in numbers if (topic, n) not in self.left_out]
-            topics.append((topic, told, {}))
+            topics.append((topic, told))
         return SimpleNamespace(topics=topics)
 
     def _told(self, partition: Partition) -> tuple[Any, ...]:
         code = self.codes.get(partition, 0)
         open_ = {} if code else self.open.get(partition, {})
         # One that has written, and has nothing open, is told of with -1.
-        found = [(STRANGER + 1, 0, 0, 0, 0, -1, {})]
-        found += [(id, EPOCH, 0, 0, 0, first, {}) for id, first in open_.items()]
+        found = [(STRANGER + 1, 0, 0, 0, 0, -1)]
+        found += [(id, EPOCH, 0, 0, 0, first) for id, first in open_.items()]
         if OURS not in open_ and (epoch := self.epochs.get(partition, -1)) >= 0:
-            found.append((OURS, epoch, 0, 0, 0, -1, {}))
-        return (partition[1], code, None, found, {})
+            found.append((OURS, epoch, 0, 0, 0, -1))
+        return (partition[1], code, None, found)
 
     def _take(self, node: int, request: Any) -> Any:
         topics = []
@@ -282,7 +280,7 @@ async def test_only_the_leader_that_was_asked_takes_the_first_batch(leaders: Lea
     batch, backoff = {T: batch_body([Record(b"k", b"")])}, Backoff(1.0, 0.01)
     # It had been deposed long ago, and did not know.
     leaders.leaders[T] = 2
-    with pytest.raises(NotSent, match="t-0 is led by another broker"):
+    with pytest.raises(NotSent, match="leader of t-0 has changed"):
         await one.produce(batch, backoff)
     assert leaders.taken == []
     leaders.leaders[T] = 1
@@ -303,7 +301,7 @@ async def test_where_another_broker_leads_than_was_asked_nothing_is_put_in(
     assert await ended.verify_no_open_txn([T, U]) == []
     # What aborts the transaction then reaches the one that leads in truth.
     leaders.leaders[T] = 2
-    with pytest.raises(NotSent, match="t-0 is led by another broker"):
+    with pytest.raises(NotSent, match="leader of t-0 has changed"):
         await producer.add([U, T], Backoff(1.0, 0.01))
     assert leaders.taken == []
     # So it is found out before, where there is time to ask again.
@@ -326,22 +324,22 @@ async def test_what_was_seen_is_not_asked_about(
     leaders: Leaders, unseen: UnconfirmedWrites
 ) -> None:
     leaders.silent |= {1, 2}
-    unseen.wrote({T: 9, U: 3})
-    unseen.wrote({U: 5})
-    unseen.seen({T: 9})
-    await unseen.over([T], Backoff(0.0, 0.01))
+    unseen.add({T: 9, U: 3})
+    unseen.add({U: 5})
+    unseen.confirm({T: 9})
+    await unseen.wait_until_ended([T], Backoff(0.0, 0.01))
     # The turn before that one was seen, and it was not.
-    unseen.seen({U: 3})
+    unseen.confirm({U: 3})
     with pytest.raises(PromotionTxnLost, match="u-0"):
-        await unseen.over([T, U], Backoff(0.0, 0.01))
+        await unseen.wait_until_ended([T, U], Backoff(0.0, 0.01))
 
 
 async def test_where_readers_come_past_no_leader_is_asked(
     leaders: Leaders, unseen: UnconfirmedWrites
 ) -> None:
-    unseen.wrote({T: 9})
+    unseen.add({T: 9})
     leaders.open[T] = {STRANGER: 10}
-    await unseen.over([T], Backoff(5.0, 0.01))
+    await unseen.wait_until_ended([T], Backoff(5.0, 0.01))
     assert leaders.asked == []
 
 
@@ -349,22 +347,22 @@ async def test_where_readers_come_past_no_leader_is_asked(
 async def test_what_was_never_ended_gets_no_other_turn(
     leaders: Leaders, unseen: UnconfirmedWrites
 ) -> None:
-    unseen.wrote({T: 8, U: 8})
+    unseen.add({T: 8, U: 8})
     leaders.open[T] = {OURS: 7}
     with pytest.raises(PromotionTxnLost, match="offset 7") as lost:
-        await unseen.over([T, U], Backoff(0.05, 0.01))
+        await unseen.wait_until_ended([T, U], Backoff(0.05, 0.01))
     assert lost.value.cause is not None
     assert (lost.value.cause.code, lost.value.cause.topic) == (HANGING, "t")
     # A turn that does not write there does not end it either.
-    await unseen.over([U], Backoff(0.0, 0.01))
+    await unseen.wait_until_ended([U], Backoff(0.0, 0.01))
 
 
 async def test_an_end_that_takes_its_time_is_waited_for(
     leaders: Leaders, unseen: UnconfirmedWrites
 ) -> None:
-    unseen.wrote({T: 8})
+    unseen.add({T: 8})
     leaders.open[T] = {OURS: 7}
-    waiting = asyncio.create_task(unseen.over([T], Backoff(30.0, 0.01)))
+    waiting = asyncio.create_task(unseen.wait_until_ended([T], Backoff(30.0, 0.01)))
     async with asyncio.timeout(30):
         while not leaders.asked:
             await asyncio.sleep(0.001)
@@ -378,13 +376,13 @@ async def test_an_end_that_takes_its_time_is_waited_for(
 async def test_others_that_hold_readers_back_hold_no_turn_back(
     leaders: Leaders, ended: OpenTransactionGuard, unseen: UnconfirmedWrites
 ) -> None:
-    unseen.wrote({T: 8})
+    unseen.add({T: 8})
     # The other producer of the claim may rightly have something open.
     leaders.open[T] = {STRANGER: 2, OURS - 1: 9}
     leaders.epochs[T] = EPOCH
-    await unseen.over([T], Backoff(30.0, 0.01))
+    await unseen.wait_until_ended([T], Backoff(30.0, 0.01))
     assert leaders.asked == [T]
-    await unseen.over([T], Backoff(30.0, 0.01))
+    await unseen.wait_until_ended([T], Backoff(30.0, 0.01))
     assert leaders.asked == [T]
     # If the leader that said so was deposed, its word is not enough.
     assert ended._producers[1].vouching_leader == {T: 1}
@@ -395,23 +393,23 @@ async def test_others_that_hold_readers_back_hold_no_turn_back(
 async def test_a_leader_that_does_not_know_the_turn_is_not_believed(
     leaders: Leaders, unseen: UnconfirmedWrites, known: int
 ) -> None:
-    unseen.wrote({T: 8})
+    unseen.add({T: 8})
     leaders.open[T] = {STRANGER: 2}
     leaders.epochs[T] = known
-    with pytest.raises(PromotionTxnLost, match="t-0 does not say whether earlier turns have ended"):
-        await unseen.over([T], Backoff(0.05, 0.01))
+    with pytest.raises(PromotionTxnLost, match="promotion transactions in t-0 have ended"):
+        await unseen.wait_until_ended([T], Backoff(0.05, 0.01))
     assert T in leaders.forgotten
     leaders.epochs[T] = EPOCH
-    await unseen.over([T], Backoff(0.05, 0.01))
+    await unseen.wait_until_ended([T], Backoff(0.05, 0.01))
 
 
 async def test_what_another_producer_id_has_written_is_ended_by_none_of_ours(
     leaders: Leaders, ended: OpenTransactionGuard, unseen: UnconfirmedWrites
 ) -> None:
-    unseen.wrote({T: 8})
+    unseen.add({T: 8})
     leaders.open[T] = {OURS: 7}
     ended._producers[1].id = OURS + 5  # type: ignore[misc]
-    await unseen.over([T], Backoff(0.0, 0.01))
+    await unseen.wait_until_ended([T], Backoff(0.0, 0.01))
     assert leaders.asked == []
 
 
@@ -430,9 +428,8 @@ def test_producers_are_read_as_they_were_written(tags: bytes) -> None:
         + b"\x00"
         + b"\x00"
     )
-    request = ProducersRequest({"t": [0, 1]}).prepare({ProducersRequest.API_KEY: (0, 0)})
-    found = request.RESPONSE_TYPE.decode(io.BytesIO(answer))
-    ((topic, (zero, one), _),) = found.topics
+    found = describe_producers({"t": [0, 1]}).read(bytes(4) + b"\0" + answer)
+    ((topic, (zero, one)),) = found.topics
     assert (topic, zero[0], one[0]) == ("t", 0, 1)
     assert [(each[0], each[2], each[5]) for each in zero[3]] == [
         (7, -1, -1),

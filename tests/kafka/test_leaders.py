@@ -13,13 +13,14 @@ from txbroker.door.protocols import LogTruncated
 from txbroker.errors import KafkaUnavailable
 from txbroker.kafka.client import leaders
 from txbroker.kafka.client.client import Client, KafkaRefused, Unanswered
-from txbroker.kafka.client.leaders import LeadersRequest, confirm_leader, confirm_leaders
+from txbroker.kafka.client.leaders import confirm_leader, confirm_leaders
 from txbroker.kafka.client.picker import Picker
 from txbroker.kafka.client.reader import Reader
 from txbroker.kafka.client.settings import KafkaSettings
 from txbroker.kafka.door.log import KafkaLog
 from txbroker.kafka.protocol.codes import Code
 from txbroker.kafka.protocol.packed import ListOffsetsV3
+from txbroker.kafka.protocol.schemas import MetadataV10
 from txbroker.kafka.protocol.transactions import Partition
 
 T, U = ("t", 0), ("u", 3)
@@ -46,9 +47,7 @@ class Brokers:
         self.ends: dict[int, int] = {}
         """Where the partition asked about ends, by who is asked."""
 
-    async def ask_any(
-        self, request: LeadersRequest, lane: str, timeout_s: float | None = None
-    ) -> Any:
+    async def ask_any(self, request: MetadataV10, lane: str, timeout_s: float | None = None) -> Any:
         """Answer as the first broker."""
         self.asked.append(0)
         return self._answer(self.first, request)
@@ -74,16 +73,16 @@ class Brokers:
             raise Unanswered(f"broker {node} did not answer")
         return self._answer(node, request)
 
-    def _answer(self, node: int, request: LeadersRequest) -> Any:
+    def _answer(self, node: int, request: MetadataV10) -> Any:
         topics = []
-        for topic in request._topics:
+        for _id, topic in request.values[0]:
             parts = [
                 (Code.NONE if leader >= 0 else Code.LEADER_NOT_AVAILABLE, number, leader, epoch,
                  self.replicas[name, number], [], [])
                 for (name, number), (leader, epoch) in self.known[node].items()
                 if name == topic
             ]  # fmt: skip
-            topics.append((self.errors.get(topic, Code.NONE), topic, False, parts, 0))
+            topics.append((self.errors.get(topic, Code.NONE), topic, bytes(16), False, parts, 0))
         return SimpleNamespace(topics=topics)
 
     def remember_leader(
@@ -153,7 +152,7 @@ async def test_replicas_that_have_moved_are_asked_where_they_are() -> None:
     brokers.known |= {node: {T: (5, 10)} for node in (4, 5, 6)}
     told = brokers._answer
 
-    def moved(node: int, request: LeadersRequest) -> Any:
+    def moved(node: int, request: MetadataV10) -> Any:
         brokers.replicas[T] = [4, 5, 6] if node > 1 else [1, 2, 3]
         return told(node, request)
 
@@ -193,7 +192,7 @@ async def test_known_replicas_are_asked_at_once_and_whoever_where_they_are_gone(
 
 
 async def test_it_is_given_up_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(leaders, "_ALL_S", 0.05)
+    monkeypatch.setattr(leaders, "_TIMEOUT_S", 0.05)
     brokers = three(cut_off=1)
     brokers.hanging = {1, 2, 3}
     with pytest.raises(KafkaUnavailable, match="too few replicas answer"):
@@ -211,7 +210,7 @@ async def test_what_a_deposed_leader_lacks_is_read_from_the_next() -> None:
     brokers.remembered = {T: 1}
     picker = Picker(lambda name: Reader(cast(Client, brokers), "t", 0, name))
     # Not missing, as the deposed one would have it: the next leader has it, hidden here.
-    with pytest.raises(KafkaUnavailable, match="hides the record at 10"):
+    with pytest.raises(KafkaUnavailable, match="hides the record at offset 10"):
         await picker.pick([10])
     assert brokers.remembered == {T: 2}
 
@@ -223,7 +222,7 @@ async def test_a_sure_end_is_that_of_the_leader_and_another_may_be_older() -> No
     brokers.remembered = {T: 1}
     reader = Reader(cast(Client, brokers), "t", 0, "lane")
     assert await reader.end() == 10
-    assert await reader.end(sure=True) == 12
+    assert await reader.end(confirmed=True) == 12
     assert await reader.end() == 12
 
 
@@ -233,7 +232,7 @@ async def test_the_bounds_of_a_log_are_sure() -> None:
     brokers.ends = {1: 10, 2: 12, 3: 12}
     brokers.remembered = {T: 1}
     log = KafkaLog(cast(Client, brokers), "t", 0, "lane/half", 1 << 20)
-    assert (await log.bounds(sure=False))[1] == 10
+    assert (await log.bounds(confirmed=False))[1] == 10
     assert (await log.bounds())[1] == 12
 
 

@@ -20,6 +20,7 @@ from aiokafka.protocol.types import (
     Int32,
     Int64,
     Schema,
+    TaggedFields,
 )
 from hypothesis import given
 from hypothesis import strategies as st
@@ -33,7 +34,8 @@ from txbroker.kafka.protocol.packed import (
     ProduceV7,
     ProduceV12,
 )
-from txbroker.kafka.protocol.schemas import _TAGS, _BeginResponse
+
+_TAGS = ("tags", TaggedFields)
 
 
 class WrittenAnswer(Response):
@@ -96,10 +98,16 @@ class WriteStruct(RequestStruct):
     )
 
 
-class OverAnswer(_BeginResponse):
-    """An end is answered as a beginning is: with a producer id and epoch to go on with."""
-
+class OverAnswer(Response):
     API_KEY = 26
+    API_VERSION = 5
+    SCHEMA = Schema(
+        ("throttle_time_ms", Int32),
+        ("error_code", Int16),
+        ("producer_id", Int64),
+        ("producer_epoch", Int16),
+        _TAGS,
+    )
 
 
 class EndStruct(RequestStruct):

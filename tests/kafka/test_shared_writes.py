@@ -221,8 +221,8 @@ async def test_what_is_given_up_in_the_very_round_never_leaves(
     await settle()
     assert not brokers.sent
     assert not shared._brokers[1].waiting
-    assert not shared._under_way
-    assert not shared._brokers[1].lanes
+    assert not shared._in_flight
+    assert not shared._brokers[1].channels
     again = start(shared, A)
     await settle()
     # It did not come through as far as is known, so the next one goes alone.

@@ -101,7 +101,7 @@ class Brokers:
     settings = KafkaSettings(bootstrap_servers=("x:1",), instance_id="one")
 
     def __init__(self, features: Any = LEVEL_2, spoken: dict[int, int] | None = None) -> None:
-        versions = [(key, 0, last, {}) for key, last in (spoken or SPOKEN).items()]
+        versions = [(key, 0, last) for key, last in (spoken or SPOKEN).items()]
         tags = {} if features is None else {2: features}
         self.told: Any = SimpleNamespace(error_code=0, api_versions=versions, tags=tags)
         self.asked: list[str] = []
@@ -128,15 +128,15 @@ class Brokers:
         if name in self.silent:
             self.silent.remove(name)
             raise Unanswered("silence")
-        if name == "FeaturesRequest":
+        if name == "ApiVersionsV3":
             if isinstance(self.told, Exception):
                 raise self.told
             return self.told
         if name == "AddPartitionsToTxnRequest":
             errors = [(topic, [(p, 0) for p in parts]) for topic, parts in request._topics]
             return SimpleNamespace(errors=errors)
-        if name == "BeginRequest":
-            return self._begin(request._producer_id, request._producer_epoch)
+        if name == "InitProducerIdV5":
+            return self._begin(*request.values[2:])
         return SimpleNamespace(error_code=0, producer_id=7, producer_epoch=self.epoch + 1)
 
     def _begin(self, producer: int, epoch: int) -> Any:
@@ -212,12 +212,12 @@ async def test_right_behind_an_end_the_coordinator_is_asked_beforehand(
     brokers.leaders = {"a": 1}
     own = await begun(brokers)
     backoff = Backoff(1, 0.001)
-    monkeypatch.setattr("txbroker.kafka.client.producer._SETTLED_S", 60)
+    monkeypatch.setattr("txbroker.kafka.client.producer._MARKERS_S", 60)
     for _ in range(2):
         await own.add([("a", 0)], backoff)
         await own.end(commit=True, backoff=backoff)
-    assert brokers.asked == ["EndRequest", "AddPartitionsToTxnRequest", "EndRequest"]
-    monkeypatch.setattr("txbroker.kafka.client.producer._SETTLED_S", -1)
+    assert brokers.asked == ["EndTxnV5", "AddPartitionsToTxnRequest", "EndTxnV5"]
+    monkeypatch.setattr("txbroker.kafka.client.producer._MARKERS_S", -1)
     await own.add([("a", 0)], backoff)
     assert brokers.asked[3:] == []
 
@@ -232,15 +232,15 @@ async def test_what_readers_have_seen_is_over_for_the_coordinator_a_little_later
     brokers.leaders = {"a": 1}
     own = await begun(brokers)
     backoff = Backoff(1, 0.001)
-    monkeypatch.setattr("txbroker.kafka.client.producer._SETTLED_S", 60)
-    monkeypatch.setattr("txbroker.kafka.client.producer._SEEN_S", waited_s)
+    monkeypatch.setattr("txbroker.kafka.client.producer._MARKERS_S", 60)
+    monkeypatch.setattr("txbroker.kafka.client.producer._COMPLETION_S", waited_s)
     if seen == "before":
-        own.seen()
+        own.note_visible()
         await asyncio.sleep(0.001)
     await own.end(commit=True, backoff=backoff)
     if seen == "this":
         await asyncio.sleep(0.001)
-        own.seen()
+        own.note_visible()
     brokers.asked.clear()
     await own.add([("a", 0)], backoff)
     assert brokers.asked == ["AddPartitionsToTxnRequest"] * adds
@@ -251,7 +251,7 @@ async def test_only_the_second_version_asks_again_without_an_answer(features: by
     brokers = Brokers(features)
     brokers.leaders = {"a": 1, "b": 2}
     own = await begun(brokers)
-    brokers.silent = ["AddPartitionsToTxnRequest", "EndTxnRequest", "EndRequest"]
+    brokers.silent = ["AddPartitionsToTxnRequest", "EndTxnV0", "EndTxnV5"]
     backoff = Backoff(1, 0.001)
     if features == LEVEL_1:
         with pytest.raises(Unanswered):
@@ -259,12 +259,12 @@ async def test_only_the_second_version_asks_again_without_an_answer(features: by
         with pytest.raises(Unanswered):
             await own.end(commit=True, backoff=backoff)
         assert brokers.asked.count("AddPartitionsToTxnRequest") == 1
-        assert brokers.asked.count("EndTxnRequest") == 1
+        assert brokers.asked.count("EndTxnV0") == 1
         return
     await own.add([("a", 0), ("b", 0)], backoff)
     await own.end(commit=True, backoff=backoff)
     assert brokers.asked.count("AddPartitionsToTxnRequest") == 2
-    assert brokers.asked.count("EndRequest") == 2
+    assert brokers.asked.count("EndTxnV5") == 2
 
 
 @pytest.mark.rule(15)
@@ -275,7 +275,7 @@ async def test_no_transaction_is_opened_in_the_last_epochs(epoch: int, renewals:
     brokers.leaders = {"a": 1}
     own = await begun(brokers)
     await own.add([("a", 0)], Backoff(1, 0.001))
-    assert brokers.asked == ["BeginRequest"] * renewals
+    assert brokers.asked == ["InitProducerIdV5"] * renewals
     assert (own._producer_id, own._epoch) == ((8, 0) if renewals else (7, epoch))
 
 
@@ -365,7 +365,7 @@ def several(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
         async def not_led_by_one(*_: object) -> bool:
             return False
 
-        monkeypatch.setattr(Producer, "_led_by_one", not_led_by_one)
+        monkeypatch.setattr(Producer, "_have_one_leader", not_led_by_one)
     return bool(request.param)
 
 

@@ -98,7 +98,7 @@ async def test_turns_of_several_half_partitions_are_seen_by_one_question(
 ) -> None:
     await stable.pass_by({A: 9}, 60.0)
     assert kafka.asked == [(1, [A])]  # with nobody else about it leaves at once
-    monkeypatch.setattr(visible, "COMPANY_S", 0.2)
+    monkeypatch.setattr(visible, "BATCH_WAIT_S", 0.2)
     waiting = [asyncio.create_task(stable.pass_by({each: 9}, 60.0)) for each in (A, B)]
     await asyncio.sleep(0.05)
     waiting.append(asyncio.create_task(stable.pass_by({C: 9}, 60.0)))
@@ -112,7 +112,7 @@ async def test_a_turn_that_waits_for_another_to_be_seen_waits_for_no_company(
     kafka: Kafka, stable: StableEnds, monkeypatch: pytest.MonkeyPatch, late: bool
 ) -> None:
     await stable.pass_by({A: 9}, 60.0)
-    monkeypatch.setattr(visible, "COMPANY_S", 3600.0)
+    monkeypatch.setattr(visible, "BATCH_WAIT_S", 3600.0)
     waiting = asyncio.create_task(stable.pass_by({B: 9}, 60.0))
     if late:  # the question waits already
         await asyncio.sleep(0.01)
@@ -125,7 +125,7 @@ async def test_a_turn_that_waits_for_another_to_be_seen_waits_for_no_company(
 async def test_what_does_not_show_yet_is_asked_about_again_without_waiting_for_company(
     kafka: Kafka, stable: StableEnds, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(visible, "COMPANY_S", 3600.0)
+    monkeypatch.setattr(visible, "BATCH_WAIT_S", 3600.0)
     waiting = asyncio.create_task(stable.pass_by({A: 10}, 60.0))
     async with asyncio.timeout(10.0):
         while len(kafka.asked) < 3:

@@ -76,9 +76,9 @@ class WatchedLog:
         self._calls.append(f"{self._name}.append")
         return await self.inner.append(records)
 
-    async def bounds(self, *, sure: bool = True) -> tuple[int, int]:
+    async def bounds(self, *, confirmed: bool = True) -> tuple[int, int]:
         """Return the bounds."""
-        return await self.inner.bounds(sure=sure)
+        return await self.inner.bounds(confirmed=confirmed)
 
     async def read(
         self, start: int, end: int, skipped: Callable[[range], None] | None = None

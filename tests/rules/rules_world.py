@@ -107,11 +107,11 @@ class ScriptedLog:
             return await self.script.popleft()(self.inner, records)
         return await self.inner.append(records)
 
-    async def bounds(self, *, sure: bool = True) -> tuple[int, int]:
+    async def bounds(self, *, confirmed: bool = True) -> tuple[int, int]:
         """Return the bounds once the gate is open."""
         self._calls.append(f"{self._name}.bounds")
         await self.bounds_gate.wait()
-        return await self.inner.bounds(sure=sure)
+        return await self.inner.bounds(confirmed=confirmed)
 
     async def read(
         self, start: int, end: int, skipped: Callable[[range], None] | None = None

@@ -166,7 +166,7 @@ class Told:
         self.end += len(records)
         return Appended(base, 1)
 
-    async def bounds(self, *, sure: bool = True) -> tuple[int, int]:
+    async def bounds(self, *, confirmed: bool = True) -> tuple[int, int]:
         self.asked += 1
         return 0, self.end + len(self.strangers)
 

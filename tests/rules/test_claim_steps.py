@@ -11,13 +11,12 @@ import pytest
 from txbroker.core.records import Claim
 from txbroker.door.protocols import Claimed, Hanging
 from txbroker.kafka.client.client import Client
-from txbroker.kafka.client.leaders import LeadersRequest
 from txbroker.kafka.client.producer import Producer, Stored
 from txbroker.kafka.client.settings import KafkaSettings
 from txbroker.kafka.client.shared_writes import SharedWrites
 from txbroker.kafka.door.partition import KafkaPartitionDoor
 from txbroker.kafka.door.stable_offset import StableEnds
-from txbroker.kafka.protocol.schemas import ProducersRequest
+from txbroker.kafka.protocol.schemas import DescribeProducersV0, MetadataV10
 from txbroker.kafka.protocol.transactions import Partition
 from txbroker.net.backoff import Backoff
 
@@ -38,25 +37,27 @@ class Leaders(Client):
         self, request: Any, lane: str, timeout_s: float | None = None
     ) -> SimpleNamespace:
         """Name the only broker as the leader of everything."""
-        topics = [(0, topic, False, [(0, 0, 0, 0, [0])]) for topic in request._topics]
+        topics = [
+            (0, topic, bytes(16), False, [(0, 0, 0, 0, [0])]) for _, topic in request.values[0]
+        ]
         return SimpleNamespace(topics=topics)
 
     async def ask(
         self, node: int, request: Any, lane: str, timeout_s: float | None = None
     ) -> SimpleNamespace:
         """Tell where a transaction of the asker is open."""
-        if isinstance(request, LeadersRequest):
+        if isinstance(request, MetadataV10):
             return await self.ask_any(request, lane)
-        assert isinstance(request, ProducersRequest)
+        assert isinstance(request, DescribeProducersV0)
         topics = []
-        for topic, numbers, _ in request._topics:
+        for topic, numbers in request.values[0]:
             self.steps += [f"ask about {topic}-{number}" for number in numbers]
-            told = [(n, 0, None, self._found((topic, n)), {}) for n in numbers]
-            topics.append((topic, told, {}))
+            told = [(n, 0, None, self._found((topic, n))) for n in numbers]
+            topics.append((topic, told))
         return SimpleNamespace(topics=topics)
 
     def _found(self, partition: Partition) -> list[tuple[Any, ...]]:
-        return [(PRODUCER_ID, 0, 0, 0, 0, self.open.get(partition, -1), {})]
+        return [(PRODUCER_ID, 0, 0, 0, 0, self.open.get(partition, -1))]
 
 
 class WatchedDoor(KafkaPartitionDoor):

@@ -248,8 +248,8 @@ async def test_retention_that_deletes_while_an_owner_recovers_stops_nothing(
     log = getattr(world.partition, topic)
     bounds = log.inner.bounds
 
-    async def before_it_is_read(*, sure: bool = True) -> tuple[int, int]:
-        found = await bounds(sure=sure)
+    async def before_it_is_read(*, confirmed: bool = True) -> tuple[int, int]:
+        found = await bounds(confirmed=confirmed)
         log.inner.bounds = bounds
         world.kafka.truncate(f"txbroker.{topic}", before=2)
         return found

@@ -48,7 +48,7 @@ class CountingLog:
         """Nobody writes while it is searched."""
         raise AssertionError("a search wrote")
 
-    async def bounds(self, *, sure: bool = True) -> tuple[int, int]:
+    async def bounds(self, *, confirmed: bool = True) -> tuple[int, int]:
         """Return what is kept."""
         return self.partition.begin, self.partition.end
 

@@ -430,8 +430,8 @@ async def test_what_is_deleted_while_an_owner_recovers_is_judged_anew(world: Wor
     log = world.partition.half
     bounds = log.inner.bounds
 
-    async def before_it_is_read(*, sure: bool = True) -> tuple[int, int]:
-        found = await bounds(sure=sure)
+    async def before_it_is_read(*, confirmed: bool = True) -> tuple[int, int]:
+        found = await bounds(confirmed=confirmed)
         world.kafka.truncate("txbroker.half", before=2)
         return found
 

@@ -62,7 +62,7 @@ class FakeProducer:
             raise self.end_error
         self.log.append(f"{self.name} {what} acknowledged")
 
-    def seen(self) -> None:
+    def note_visible(self) -> None:
         """Readers have come past all of it."""
         self.log.append(f"{self.name} seen")
 

@@ -21,7 +21,7 @@ from txbroker.core.records import Message
 from txbroker.errors import BadTarget, ConfigurationError, TooLarge
 from txbroker.kafka.client.acls import Right, Role, kafka_acls_command, rights_needed
 from txbroker.kafka.client.client import Client
-from txbroker.kafka.client.offsets import READ_UNCOMMITTED, ends
+from txbroker.kafka.client.reader import READ_UNCOMMITTED, end_offsets
 from txbroker.kafka.client.settings import KafkaSettings
 from txbroker.kafka.tools.audit import KafkaAuditWriter
 from txbroker.kafka.tools.audit_access import AuditAccess
@@ -251,7 +251,7 @@ async def holds_more(world: AllowedWorld, topic: str, offset: int) -> bool:
     """Say whether a topic goes on behind an offset, whatever readers see of it."""
     client = Client(world.settings())
     try:
-        found = await ends(client, [(topic, 0)], READ_UNCOMMITTED, "test")
+        found = await end_offsets(client, [(topic, 0)], READ_UNCOMMITTED, "test")
     finally:
         await client.close()
     return found[topic, 0] > offset

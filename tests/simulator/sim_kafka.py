@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import struct
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -265,20 +265,20 @@ class Cluster:
         self.note: Callable[[str], None] = lambda _: None
         self._producers = 0
         self._handlers = {
-            "ProduceRequest": self._produce,
+            "ProduceV7": self._produce,
             "FetchRequest": self._fetch,
-            "OffsetRequest": self._offsets,
+            "ListOffsetsV3": self._offsets,
             "MetadataRequest": self._metadata,
-            "LeadersRequest": self._metadata,  # all know the same: none is cut off
+            "MetadataV10": self._topic_metadata,  # all know the same: none is cut off
             "FindCoordinatorRequest": self._find_coordinator,
             "InitProducerIdRequest": self._init,
             "AddPartitionsToTxnRequest": self._add,
-            "EndTxnRequest": self._end,
-            "FeaturesRequest": self._features,
-            "BeginRequest": self._init,
-            "WriteRequest": self._write,
-            "EndRequest": self._end_and_raise,
-            "ProducersRequest": self._describe_producers,
+            "EndTxnV0": self._end,
+            "ApiVersionsV3": self._features,
+            "InitProducerIdV5": self._init,
+            "ProduceV12": self._write,
+            "EndTxnV5": self._end_and_raise,
+            "DescribeProducersV0": self._describe_producers,
         }
 
     def create(
@@ -412,23 +412,35 @@ class Cluster:
         def told(topic: str, number: int) -> tuple[Any, ...]:
             log = self.logs.get((topic, number))
             if log is None or log.leader != node:
-                return number, UNKNOWN_TOPIC if log is None else NOT_LEADER, None, [], {}
-            found = [(id, 0, 0, -1, 0, first, {}) for id, first in log.open.items()]
-            return number, NONE, None, found, {}
+                return number, UNKNOWN_TOPIC if log is None else NOT_LEADER, None, []
+            found = [(id, 0, 0, -1, 0, first) for id, first in log.open.items()]
+            return number, NONE, None, found
 
-        topics = [(t, [told(t, number) for number in ns], {}) for t, ns, _ in request._topics]
+        topics = [(t, [told(t, number) for number in ns]) for t, ns in request.values[0]]
         return SimpleNamespace(topics=topics)
 
     def _metadata(self, _: int, request: Any) -> Any:
-        rest = ([0] if type(request).__name__ == "LeadersRequest" else []) + [[0, 1, 2]] * 2
+        return self._described(request._topics, [], [])
+
+    def _topic_metadata(self, _: int, request: Any) -> Any:
+        names = [name for _id, name in request.values[0]]
+        return self._described(names, [bytes(16)], [0])
+
+    def _described(self, names: Sequence[str], ids: list[bytes], epochs: list[int]) -> Any:
         topics = []
-        for topic in request._topics:
+        for topic in names:
             parts = [
-                (NONE if log.leader >= 0 else NO_LEADER, number, log.leader, *rest)
+                (
+                    NONE if log.leader >= 0 else NO_LEADER,
+                    number,
+                    log.leader,
+                    *epochs,
+                    *[[0, 1, 2]] * 2,
+                )
                 for (name, number), log in self.logs.items()
                 if name == topic
             ]
-            topics.append((NONE if parts else UNKNOWN_TOPIC, topic, False, parts))
+            topics.append((NONE if parts else UNKNOWN_TOPIC, topic, *ids, False, parts))
         brokers = [(node, "broker", FIRST_PORT + node, None) for node in self.nodes]
         return SimpleNamespace(brokers=brokers, controller_id=0, topics=topics)
 
@@ -443,7 +455,8 @@ class Cluster:
         return SimpleNamespace(error_code=NONE if node >= 0 else 15, coordinator_id=node)
 
     def _init(self, node: int, request: Any) -> Any:
-        id = request._transactional_id
+        by_schema = hasattr(request, "values")
+        id = request.values[0] if by_schema else request._transactional_id
         if id is None:
             return self._begun(self._new_producer(), 0)
         if self.coordinator(id) != node:
@@ -525,7 +538,7 @@ class Cluster:
     def _features(self, _: int, __: Any) -> Any:
         """The feature as brokers tell it, with the requests that belong to it."""
         level = b"\x02\x14transaction.version\x00\x02\x00\x02\x00" if self.second else b"\x01"
-        versions = [(key, 0, last, {}) for key, last in ((0, 12), (22, 5), (26, 5))]
+        versions = [(key, 0, last) for key, last in ((0, 12), (22, 5), (26, 5))]
         return SimpleNamespace(error_code=NONE, api_versions=versions, tags={2: level})
 
     def _raise(self, known: TransactionalId) -> None:

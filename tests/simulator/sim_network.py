@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -209,10 +210,5 @@ class Connection:
 
 
 def _word(request: Any) -> str:
-    """Return what Kafka calls a request, whatever its version."""
-    word = type(request).__name__.removesuffix("Request")
-    return _SECOND.get(word, word)
-
-
-_SECOND = {"Begin": "InitProducerId", "Write": "Produce", "End": "EndTxn"}
-"""Requests of the second version of the transaction protocol."""
+    """Return Kafka's name of a request, without its version."""
+    return re.sub(r"(Request|V\d+)$", "", type(request).__name__)

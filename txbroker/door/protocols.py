@@ -93,11 +93,11 @@ class Log(Protocol):
         """
         ...
 
-    async def bounds(self, *, sure: bool = True) -> tuple[int, int]:
-        """Return the first offset that is kept and the offset that the next record will get.
+    async def bounds(self, *, confirmed: bool = True) -> tuple[int, int]:
+        """Return the log start offset and the offset of the next record.
 
-        Unless `sure`, records may be missing that a leader unknown to us has acknowledged: enough
-        for a look now and then, and cheaper.
+        Unless `confirmed`, which is more expensive, records acknowledged by a newer leader may be
+        missing.
 
         Raises:
             KafkaUnavailable: Kafka does not answer.

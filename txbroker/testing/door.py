@@ -220,7 +220,7 @@ class MemoryLog:
         """
         return await self._kafka.append(self._topic, self._number, records)
 
-    async def bounds(self, *, sure: bool = True) -> tuple[int, int]:
+    async def bounds(self, *, confirmed: bool = True) -> tuple[int, int]:
         """Return the first offset that is kept and the offset that the next record will get.
 
         Raises:

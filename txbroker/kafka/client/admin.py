@@ -1,28 +1,27 @@
-"""Asking Kafka about topics, creating them and changing their settings."""
+"""Describe topics, create them and change their settings."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 from aiokafka.protocol.admin import CreateTopicsRequest, DescribeConfigsRequest
-from aiokafka.protocol.api import Request, RequestStruct, Response
-from aiokafka.protocol.types import Array, Boolean, Int8, Int16, Int32, Schema, String
+from aiokafka.protocol.api import Request
 from msgspec import Struct
 
 from txbroker.errors import KafkaUnavailable
-from txbroker.kafka.client.client import Client, KafkaRefused, TopicFacts, may_pass
+from txbroker.kafka.client.client import Client, KafkaRefused, TopicFacts, is_retriable
 from txbroker.kafka.protocol.codes import Code, describe
+from txbroker.kafka.protocol.schemas import alter_configs, metadata
 from txbroker.net.backoff import Backoff
 
-_LANE = "admin"
+_CHANNEL = "admin"
 _TOPIC = 2
-_SET = 0
-_SETTLE_S = 10.0
+_CREATE_TIMEOUT_S = 10.0
 
 
 class NewTopic(Struct, frozen=True):
-    """A topic to create. `replication` -1 leaves it to the cluster's default."""
+    """A topic to create; `partitions` or `replication` -1 is the cluster's default."""
 
     name: str
     partitions: int
@@ -30,67 +29,14 @@ class NewTopic(Struct, frozen=True):
     configs: Mapping[str, str]
 
 
-class _AlterResponse(Response):
-    API_KEY = 44
-    API_VERSION = 0
-    SCHEMA = Schema(
-        ("throttle_time_ms", Int32),
-        (
-            "resources",
-            Array(
-                ("error_code", Int16),
-                ("error_message", String("utf-8")),
-                ("resource_type", Int8),
-                ("resource_name", String("utf-8")),
-            ),
-        ),
-    )
-
-
-class _AlterStruct(RequestStruct):
-    API_KEY = 44
-    API_VERSION = 0
-    RESPONSE_TYPE = _AlterResponse
-    SCHEMA = Schema(
-        (
-            "resources",
-            Array(
-                ("resource_type", Int8),
-                ("resource_name", String("utf-8")),
-                (
-                    "configs",
-                    Array(
-                        ("name", String("utf-8")),
-                        ("config_operation", Int8),
-                        ("value", String("utf-8")),
-                    ),
-                ),
-            ),
-        ),
-        ("validate_only", Boolean),
-    )
-
-
-class _AlterRequest(Request[_AlterStruct]):
-    """IncrementalAlterConfigs, which leaves the settings alone that it does not name."""
-
-    API_KEY: ClassVar[int] = 44
-
-    def __init__(self, topic: str, configs: Mapping[str, str]) -> None:
-        self._resources = [(_TOPIC, topic, [(k, _SET, v) for k, v in configs.items()])]
-
-    def build(self, request_struct_class: type[_AlterStruct]) -> _AlterStruct:
-        return request_struct_class(self._resources, False)
-
-
 class Admin:
-    """Topics of one Kafka."""
+    """The topics of one Kafka cluster."""
 
     def __init__(self, client: Client) -> None:
         self._client = client
 
     async def topics(self, names: Sequence[str]) -> dict[str, TopicFacts]:
-        """Return what metadata say of topics; nothing is created.
+        """Return the metadata of topics; creates none.
 
         Raises:
             KafkaUnavailable: no broker answers.
@@ -98,25 +44,36 @@ class Admin:
         return await self._client.refresh(names)
 
     async def configs(self, names: Iterable[str]) -> dict[str, dict[str, str]]:
-        """Return the settings of topics; those that may not be read, or do not exist, are missing.
+        """Return the settings of topics, without topics that are missing or may not be read.
 
         Raises:
             KafkaUnavailable: no broker answers.
         """
         request = DescribeConfigsRequest([(_TOPIC, name, None) for name in names])
-        answer = await self._client.ask_any(request, _LANE)
-        found: dict[str, dict[str, str]] = {}
+        answer = await self._client.ask_any(request, _CHANNEL)
+        configs: dict[str, dict[str, str]] = {}
         for code, _message, _type, name, entries in answer.resources:
             if code == Code.NONE:
-                found[name] = {entry[0]: entry[1] for entry in entries}
-        return found
+                configs[name] = {entry[0]: entry[1] for entry in entries}
+        return configs
 
-    async def create(self, topics: Sequence[NewTopic]) -> None:
-        """Create topics, and wait until each has leaders. One that exists is no error.
+    async def topic_ids(self, names: Sequence[str]) -> dict[str, bytes]:
+        """Return the ids of those topics that exist; creates none.
+
+        A topic that was deleted and created again has another id.
 
         Raises:
-            KafkaRefused: a topic cannot be created; the message says why.
-            KafkaUnavailable: no broker answers, or leaders take too long.
+            KafkaUnavailable: no broker answers.
+        """
+        answer = await self._client.ask_any(metadata(names), _CHANNEL)
+        return {topic[1]: topic[2] for topic in answer.topics if topic[0] == Code.NONE}
+
+    async def create(self, topics: Sequence[NewTopic]) -> None:
+        """Create topics that do not exist yet, and wait until their partitions have leaders.
+
+        Raises:
+            KafkaRefused: Kafka does not create a topic; the message holds the reason.
+            KafkaUnavailable: no broker answers, or partitions have no leaders in time.
         """
         if not topics:
             return
@@ -125,7 +82,7 @@ class Admin:
             for topic in topics
         ]
         settings = self._client.settings
-        backoff = Backoff(_SETTLE_S, settings.retry_backoff_s)
+        backoff = Backoff(_CREATE_TIMEOUT_S, settings.retry_backoff_s)
         timeout_ms = round(settings.request_timeout_s * 1000)
         while True:
             try:
@@ -135,40 +92,44 @@ class Admin:
                 for name, code, *message in answer.topic_errors:
                     if code not in (Code.NONE, Code.TOPIC_EXISTS):
                         reason = (message and message[0]) or describe(code)
-                        raise KafkaRefused(code, f"topic {name} was not created: {reason}")
+                        raise KafkaRefused(code, f"cannot create topic {name}: {reason}")
                 break
             except KafkaUnavailable as error:
-                if not may_pass(error) or not await backoff.pause():
+                if not is_retriable(error) or not await backoff.pause():
                     raise
-        await self._settled({topic.name for topic in topics}, backoff)
+        await self._wait_for_leaders({topic.name for topic in topics}, backoff)
 
-    async def _settled(self, names: set[str], backoff: Backoff) -> None:
+    async def _wait_for_leaders(self, names: set[str], backoff: Backoff) -> None:
         while True:
-            found = await self.topics(sorted(names))
+            topics = await self.topics(sorted(names))
             names = {
                 name
                 for name in names
-                if name not in found
-                or found[name].error
-                or any(fact.leader < 0 for fact in found[name].partitions.values())
+                if name not in topics
+                or topics[name].error
+                or any(fact.leader < 0 for fact in topics[name].partitions.values())
             }
             if not names:
                 return
             if not await backoff.pause():
-                raise KafkaUnavailable(f"no leaders yet for {', '.join(sorted(names))}")
+                raise KafkaUnavailable(
+                    f"partitions of {', '.join(sorted(names))} have no leader yet: retry"
+                )
 
     async def alter(self, topic: str, configs: Mapping[str, str]) -> None:
-        """Change settings of a topic, leaving the others as they are.
+        """Change settings of a topic and keep the others.
 
         Raises:
-            KafkaRefused: Kafka does not take a setting; the message says why.
+            KafkaRefused: Kafka rejects a setting; the message holds the reason.
             KafkaUnavailable: no broker answers.
         """
-        answer = await self._client.ask_any(_AlterRequest(topic, configs), _LANE)
+        answer = await self._client.ask_any(alter_configs(topic, configs), _CHANNEL)
         for code, message, _type, name in answer.resources:
             if code != Code.NONE:
-                raise KafkaRefused(code, f"settings of {name}: {message or describe(code)}")
+                raise KafkaRefused(
+                    code, f"cannot change settings of topic {name}: {message or describe(code)}"
+                )
 
     async def _ask_controller(self, request: Request[Any]) -> Any:
         await self._client.refresh(())
-        return await self._client.ask(self._client.controller, request, _LANE)
+        return await self._client.ask(self._client.controller, request, _CHANNEL)

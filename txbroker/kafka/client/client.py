@@ -1,8 +1,7 @@
-"""Connections to the brokers, and who leads and coordinates what.
+"""Connections to brokers, and a cache of partition leaders and coordinators.
 
-The client library brings the handshake and the encoding of rare requests. Everything that decides
-about retries is here and in the callers, because the library's own producer hides answers that
-never came, and its stop can hang.
+The client library does the handshake and encodes rare requests. Retries are decided here and in
+the callers: the library's producer hides requests that were never answered, and its stop can hang.
 """
 
 from __future__ import annotations
@@ -26,78 +25,48 @@ from txbroker.kafka.client.settings import KafkaSettings
 from txbroker.kafka.protocol.codes import COORDINATOR_MOVED, RETRIABLE, Code, describe
 from txbroker.kafka.protocol.packed import PackedRequest
 
-_IDLE_MS = 9 * 60 * 1000  # a minute less than brokers allow, so that they never close first
+_IDLE_MS = 9 * 60 * 1000  # a minute less than the brokers' default: we close first
 _GROUP, _TRANSACTION = 0, 1
 _LOST = (OSError, KafkaError, TimeoutError)
-"""Whatever a connection says where there will be no answer."""
-
-
-class Answer(Protocol):
-    """What a connection uses of the future of an answer."""
-
-    def done(self) -> bool:
-        """Whether there is an answer, or never will be."""
-        ...
-
-    def cancelled(self) -> bool:
-        """Whether nobody waits for it any more."""
-        ...
-
-    def set_result(self, result: Any) -> None:
-        """Take the answer."""
-        ...
-
-    def set_exception(self, exception: Exception) -> None:
-        """Take why there is none."""
-        ...
-
-    def exception(self) -> BaseException | None:
-        """Return why there is none."""
-        ...
+"""Errors of a connection that mean that no answer will come."""
 
 
 class Connection(Protocol):
-    """What we use of the client library's connection."""
+    """An open connection to a broker."""
 
     def connected(self) -> bool:
-        """Whether the peer has not closed it."""
+        """Return whether it takes requests."""
         ...
 
-    def send(
-        self, request: Request[Any] | PackedRequest, answer: Answer | None = None
-    ) -> Awaitable[Any]:
-        """Send a request; the awaitable, or `answer` in its place, brings its answer."""
+    def send(self, request: Request[Any] | PackedRequest, answer: Any = None) -> Awaitable[Any]:
+        """Send a request; the awaitable, or `answer` instead, gets the answer as a future does."""
         ...
 
     def close(self, reason: CloseReason | None = None) -> Awaitable[None]:
-        """Close it; the awaitable ends when the socket is closed."""
+        """Close it; the awaitable ends once the socket is closed."""
         ...
 
 
 Opener = Callable[..., Awaitable[Connection]]
-"""Opens a connection: `open_connection`, or what tests put in its place."""
+"""Opens a connection: `open_connection`, or a substitute in tests."""
 
 
 class NotSent(KafkaUnavailable):
-    """No broker could be reached; the request certainly did not leave."""
+    """No broker could be reached; the request was certainly not sent."""
 
 
 class LoginRefused(NotSent):
-    """A broker was reached and refuses the login, or TLS with it does not come about."""
+    """A broker was reached and refused the login, or the TLS handshake failed."""
 
     lasting = True
 
 
 class Unanswered(KafkaUnavailable):
-    """The broker did not answer; the request may yet be carried out."""
+    """The broker did not answer; it may still execute the request."""
 
 
 class KafkaRefused(KafkaUnavailable):
-    """The broker answered with an error.
-
-    Attributes:
-        code: the error code of Kafka's protocol.
-    """
+    """The broker answered with an error; `code` is Kafka's error code."""
 
     def __init__(self, code: int, message: str | None = None) -> None:
         super().__init__(message or f"Kafka answered: {describe(code)}")
@@ -106,7 +75,7 @@ class KafkaRefused(KafkaUnavailable):
 
 
 class PartitionFacts(Struct, frozen=True):
-    """A partition as its metadata show it; `leader` -1 means that it has none."""
+    """A partition according to the metadata; `leader` is -1 if it has none."""
 
     leader: int
     replicas: int
@@ -114,148 +83,154 @@ class PartitionFacts(Struct, frozen=True):
 
 
 class TopicFacts(Struct, frozen=True):
-    """A topic as its metadata show it; `error` other than 0 means that there are none."""
+    """A topic according to the metadata; they are empty if `error` is not 0."""
 
     error: int
     partitions: dict[int, PartitionFacts]
 
 
 class Client:
-    """Connections to one Kafka. A lane is a connection of its own for requests in order."""
+    """Connections to one Kafka cluster.
+
+    A channel is a dedicated connection to a broker, by name; its requests keep their order.
+    """
 
     def __init__(self, settings: KafkaSettings, opener: Opener = open_connection) -> None:
         self.settings = settings
         self._login = settings.login()
-        self._told: dict[str, Any] = {}
+        self._arguments: dict[str, Any] = {}
         self._open = opener
         self._brokers: dict[int, tuple[str, int]] = {}
         self._controller = -1
         self._connections: dict[tuple[int, str], Connection] = {}
         self._locks: dict[tuple[int, str], asyncio.Lock] = {}
         self._failed: dict[tuple[int, str], tuple[float, str]] = {}
-        self._silent: set[int] = set()
-        """Those that did not answer, or could not be reached, when they were asked last."""
+        self._unresponsive: set[int] = set()
+        """Brokers that were unreachable, or did not answer, on the last request."""
         self._leaders: dict[tuple[str, int], int] = {}
         self._replicas: dict[tuple[str, int], tuple[int, ...]] = {}
         self._coordinators: dict[tuple[int, str], int] = {}
         self._closed = False
         self.unreadable: set[str] = set()
-        """Topics of which it is logged that another client writes what does not decode."""
+        """Topics for which batches that do not decode have been logged."""
 
-    # --- asking ------------------------------------------------------------------------------
+    # --- requests ----------------------------------------------------------------------------
 
     async def ask(
         self,
         node: int,
         request: Request[Any] | PackedRequest,
-        lane: str,
+        channel: str,
         timeout_s: float | None = None,
     ) -> Any:
         """Send a request to broker `node` and return its answer.
 
-        `timeout_s` is fixed by the first request of a lane.
+        Args:
+            node: the broker.
+            request: to send.
+            channel: the connection to use.
+            timeout_s: seconds until it counts as unanswered. The channel's first request sets it.
 
         Raises:
             NotSent, Unanswered
-            KafkaRefused: the broker does not know this request in a version that we do.
+            KafkaRefused: the broker does not support this version of the request.
         """
-        connection = await self._connection(node, lane, timeout_s)
+        connection = await self._connection(node, channel, timeout_s)
         with _sending(node):
             answer = connection.send(request)
         try:
-            answered = await answer
+            result = await answer
         except _LOST as error:
-            raise self._unanswered(node, lane, connection, error) from None
-        self._silent.discard(node)
-        return answered
+            raise self._unanswered(node, channel, connection, error) from None
+        self._unresponsive.discard(node)
+        return result
 
     def post(
         self,
         node: int,
         request: PackedRequest,
-        lane: str,
-        hear: Callable[[Any], None],
-        fail: Callable[[Exception], None],
+        channel: str,
+        on_answer: Callable[[Any], None],
+        on_error: Callable[[Exception], None],
     ) -> None:
-        """Send a request over a connection that is there (`connect`), for many who wait.
+        """Send a request at once, over a channel that is open (`connect`).
 
         Args:
             node: the broker.
-            request: is sent at once.
-            lane: the connection.
-            hear: gets the answer, in the very round of the event loop in which it arrives.
-            fail: gets `Unanswered` where there is none.
+            request: to send.
+            channel: the connection to use.
+            on_answer: called in the event loop's iteration in which the answer arrives.
+            on_error: called with `Unanswered`.
 
         Raises:
             NotSent
-            KafkaRefused: the broker does not know this request in a version that we do.
+            KafkaRefused: the broker does not support this version of the request.
         """
-        connection = self._connections.get((node, lane))
+        connection = self._connections.get((node, channel))
         if connection is None or not connection.connected():
-            raise NotSent(f"broker {node}: the connection has just broken")
+            raise NotSent(f"broker {node}: the connection is closed")
 
-        def heard(answer: Any) -> None:
-            self._silent.discard(node)
-            hear(answer)
+        def answered(answer: Any) -> None:
+            self._unresponsive.discard(node)
+            on_answer(answer)
 
         def lost(error: Exception) -> None:
-            fail(self._unanswered(node, lane, connection, error))
+            on_error(self._unanswered(node, channel, connection, error))
 
         with _sending(node):
-            connection.send(request, _Posted(heard, lost))
+            connection.send(request, _Callbacks(answered, lost))
 
     def _unanswered(
-        self, node: int, lane: str, connection: Connection, error: Exception
+        self, node: int, channel: str, connection: Connection, error: Exception
     ) -> Unanswered:
-        """Drop a connection without an answer; return what to raise."""
-        self._silent.add(node)
-        # What may still be on its way must not answer a later request.
-        self._drop(node, lane, connection)
-        # What broke the connection, where it is known: an answer that does not read, for one.
+        """Close a connection that did not answer; return the error to raise."""
+        self._unresponsive.add(node)
+        # A late answer must not be taken for that of a later request.
+        self._drop(node, channel, connection)
+        # The cause may be more specific, such as an answer that does not decode.
         why = error.__cause__ or error
         return Unanswered(f"broker {node} did not answer ({why!r})")
 
     async def ask_any(
-        self, request: Request[Any], lane: str, timeout_s: float | None = None
+        self, request: Request[Any] | PackedRequest, channel: str, timeout_s: float | None = None
     ) -> Any:
-        """Send a request that any broker answers, to the first that does; `timeout_s`, for each of
-        them, as of `ask`.
+        """Send a request to one broker after another until one answers; see `ask`.
 
         Raises:
-            KafkaUnavailable: none answers.
+            KafkaUnavailable: no broker answers.
         """
         if not self._brokers:
             await self.refresh(())
         last: KafkaUnavailable = NotSent("no broker is known")
         for node in self._any_order():
             try:
-                return await self.ask(node, request, lane, timeout_s)
+                return await self.ask(node, request, channel, timeout_s)
             except (NotSent, Unanswered) as error:
                 last = error
-        # Brokers that came back elsewhere are found through the bootstrap servers next time.
+        # Brokers may have new addresses; refresh falls back to the bootstrap servers.
         await self.refresh(())
         raise last
 
     def _any_order(self) -> list[int]:
-        """Return all brokers as they are to be asked for what any of them knows: at random, those
-        last that were silent, as a question to one that hangs takes the whole request timeout."""
-        return sorted(self._brokers, key=lambda node: (node in self._silent, random.random()))
+        """Return the brokers in random order, unresponsive ones last: each costs a full request
+        timeout."""
+        return sorted(self._brokers, key=lambda node: (node in self._unresponsive, random.random()))
 
-    def connected(self, node: int, lane: str) -> bool:
-        """Say whether there is a connection to broker `node`."""
-        connection = self._connections.get((node, lane))
+    def connected(self, node: int, channel: str) -> bool:
+        """Return whether a channel to broker `node` is open."""
+        connection = self._connections.get((node, channel))
         return connection is not None and connection.connected()
 
-    async def connect(self, node: int, lane: str) -> None:
-        """Have a connection to broker `node` ready; at once where there is one.
+    async def connect(self, node: int, channel: str) -> None:
+        """Open a channel to broker `node` unless it is open.
 
         Raises:
             NotSent
         """
-        await self._connection(node, lane, None)
+        await self._connection(node, channel, None)
 
-    async def _connection(self, node: int, lane: str, timeout_s: float | None) -> Connection:
-        key = (node, lane)
+    async def _connection(self, node: int, channel: str, timeout_s: float | None) -> Connection:
+        key = (node, channel)
         connection = self._connections.get(key)
         if connection is not None and connection.connected():
             return connection
@@ -266,14 +241,14 @@ class Client:
                 return connection
             failed_at, why = self._failed.get(key, (-1.0, ""))
             if failed_at >= asked_at:
-                # Whoever waited for an attempt that failed has failed with it: one attempt after
-                # the other would keep the last of many waiting for minutes, heartbeats too.
+                # Callers that waited for a failed attempt fail with it. If each tried again, the
+                # last one would wait for minutes, and so would heartbeats.
                 raise NotSent(why)
             try:
                 connection = await self._connect_to(node, timeout_s)
             except KafkaUnavailable as error:
                 self._failed[key] = (asyncio.get_running_loop().time(), str(error))
-                self._silent.add(node)
+                self._unresponsive.add(node)
                 raise
             self._connections[key] = connection
             return connection
@@ -284,20 +259,20 @@ class Client:
             await self.refresh(())
             address = self._brokers.get(node)
         if address is None:
-            raise NotSent(f"broker {node} is not known")
+            raise NotSent(f"broker {node} is not in the metadata")
         connection = await self._connect(*address, timeout_s)
         if self._closed:
             connection.close(reason=CloseReason.SHUTDOWN)
-            raise NotSent("the door to Kafka is closed")
+            raise NotSent("the Kafka client is closed")
         return connection
 
     async def _connect(self, host: str, port: int, timeout_s: float | None = None) -> Connection:
         if self._closed:
-            raise NotSent("the door to Kafka is closed")
+            raise NotSent("the Kafka client is closed")
         try:
-            login = self._told = self._login.arguments()
+            arguments = self._arguments = self._login.arguments()
         except ConfigurationError as error:
-            # It held when we started; what was changed since may be mended while we wait.
+            # It was valid at the start: a file has changed since, and may be corrected.
             raise NotSent(f"no connection to Kafka at {host}:{port}: {error}") from None
         try:
             return await self._open(
@@ -306,23 +281,23 @@ class Client:
                 client_id=self.settings.client_id,
                 request_timeout_ms=round((timeout_s or self.settings.request_timeout_s) * 1000),
                 max_idle_ms=_IDLE_MS,
-                **login,
+                **arguments,
             )
         except (OSError, KafkaError, TimeoutError) as error:
-            why = why_not(error, host, login)
+            why = why_not(error, host, arguments)
             kind = LoginRefused if is_refusal(error) else NotSent
             raise kind(f"no connection to Kafka at {host}:{port}{why}") from None
 
-    def _drop(self, node: int, lane: str, connection: Connection) -> None:
-        if self._connections.get((node, lane)) is connection:
-            del self._connections[node, lane]
+    def _drop(self, node: int, channel: str, connection: Connection) -> None:
+        if self._connections.get((node, channel)) is connection:
+            del self._connections[node, channel]
         connection.close(reason=CloseReason.CONNECTION_BROKEN)
 
     def close_channels(self, prefix: str) -> None:
-        """Close every connection of the lanes that begin with `prefix`."""
-        for (node, lane), connection in list(self._connections.items()):
-            if lane.startswith(prefix):
-                self._drop(node, lane, connection)
+        """Close all channels whose names begin with `prefix`."""
+        for (node, channel), connection in list(self._connections.items()):
+            if channel.startswith(prefix):
+                self._drop(node, channel, connection)
         self._failed = {k: v for k, v in self._failed.items() if not k[1].startswith(prefix)}
         self._locks = {
             key: lock
@@ -331,12 +306,12 @@ class Client:
         }
 
     async def close(self) -> None:
-        """Close all connections; what still waits for an answer gets `Unanswered`."""
+        """Close all connections; requests in flight fail with `Unanswered`."""
         self._closed = True
         closing = [connection.close() for connection in self._connections.values()]
         self._connections.clear()
         if closing:
-            # A transport waits for a peer that does not read; nobody has to wait for that.
+            # A transport waits for a peer that does not read; the caller must not.
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(1.0):
                     await asyncio.gather(*closing, return_exceptions=True)
@@ -344,7 +319,7 @@ class Client:
     # --- metadata ----------------------------------------------------------------------------
 
     async def refresh(self, topics: Iterable[str]) -> dict[str, TopicFacts]:
-        """Read metadata of topics, never creating one, and remember who leads.
+        """Return metadata of topics, creating none, and cache the partitions' leaders.
 
         Raises:
             KafkaUnavailable: no broker answers.
@@ -353,7 +328,7 @@ class Client:
         answer = await self._ask_metadata(MetadataRequest(names, allow_auto_topic_creation=False))
         self._brokers = {node: (host, port) for node, host, port, *_ in answer.brokers}
         self._controller = answer.controller_id
-        found = {}
+        topics_found = {}
         for error, topic, _internal, partitions in answer.topics:
             facts = TopicFacts(
                 error,
@@ -362,13 +337,13 @@ class Client:
                     for _error, p, leader, replicas, isr, *_ in partitions
                 },
             )
-            found[topic] = facts
+            topics_found[topic] = facts
             for partition, fact in facts.partitions.items():
                 self._leaders[topic, partition] = fact.leader
-        return found
+        return topics_found
 
     async def _ask_metadata(self, request: MetadataRequest) -> Any:
-        last: KafkaUnavailable = NotSent("no bootstrap server is set")
+        last: KafkaUnavailable = NotSent("no bootstrap server is configured")
         for node in self._any_order():
             try:
                 return await self.ask(node, request, "metadata")
@@ -384,7 +359,7 @@ class Client:
             try:
                 return await connection.send(request)
             except (OSError, KafkaError, TimeoutError) as error:
-                why = why_not(error, host, self._told)
+                why = why_not(error, host, self._arguments)
                 last = Unanswered(f"{server} did not answer{why}")
             finally:
                 connection.close(reason=CloseReason.SHUTDOWN)
@@ -392,17 +367,17 @@ class Client:
 
     @property
     def brokers(self) -> int:
-        """How many brokers the last metadata named."""
+        """Number of brokers in the last metadata."""
         return len(self._brokers)
 
     @property
     def addresses(self) -> Sequence[tuple[str, int]]:
-        """Host and port of each broker that the last metadata named."""
+        """Host and port of each broker in the last metadata."""
         return list(self._brokers.values())
 
     @property
     def controller(self) -> int:
-        """The broker that takes changes of topics."""
+        """The controller in the last metadata, which creates topics."""
         return self._controller
 
     async def leader(self, topic: str, partition: int) -> int:
@@ -426,22 +401,22 @@ class Client:
         return leader
 
     def known_leader(self, topic: str, partition: int) -> int:
-        """Return the broker that led a partition when last heard of, -1 where none is known."""
+        """Return the cached leader of a partition, -1 if there is none."""
         return self._leaders.get((topic, partition), -1)
 
     def remember_leader(
         self, topic: str, partition: int, leader: int, replicas: tuple[int, ...]
     ) -> None:
-        """Send to this broker what is for the leader of a partition; these are its replicas."""
+        """Cache the leader and the replicas of a partition."""
         self._leaders[topic, partition] = leader
         self._replicas[topic, partition] = replicas
 
     def known_replicas(self, topic: str, partition: int) -> tuple[int, ...]:
-        """Return the replicas of a partition when a leader was last remembered, () before."""
+        """Return the replicas cached by `remember_leader`, or ()."""
         return self._replicas.get((topic, partition), ())
 
     def forget_leader(self, topic: str, partition: int) -> None:
-        """Look again for the leader of a partition before the next request to it."""
+        """Drop a partition's leader from the cache."""
         self._leaders.pop((topic, partition), None)
 
     # --- coordinators ------------------------------------------------------------------------
@@ -450,7 +425,7 @@ class Client:
         """Return the broker that coordinates a transactional id.
 
         Raises:
-            KafkaUnavailable: unknown at the moment, or no right to it.
+            KafkaUnavailable: none at the moment, or not authorized.
         """
         return await self._coordinator(_TRANSACTION, transactional_id)
 
@@ -458,7 +433,7 @@ class Client:
         """Return the broker that coordinates a consumer group.
 
         Raises:
-            KafkaUnavailable: unknown at the moment, or no right to it.
+            KafkaUnavailable: none at the moment, or not authorized.
         """
         return await self._coordinator(_GROUP, group_id)
 
@@ -476,63 +451,65 @@ class Client:
         return node
 
     def forget_transaction_coordinator(self, transactional_id: str) -> None:
-        """Look again for the coordinator before the next request to it."""
+        """Drop the coordinator from the cache."""
         self._coordinators.pop((_TRANSACTION, transactional_id), None)
 
     def forget_group_coordinator(self, group_id: str) -> None:
-        """Look again for the coordinator before the next request to it."""
+        """Drop the coordinator from the cache."""
         self._coordinators.pop((_GROUP, group_id), None)
 
 
-class _Posted:
-    """Takes an answer as a future does, and hands it on without a round of the event loop."""
+class _Callbacks:
+    """Stands in for an answer's future: calls back without an extra loop iteration."""
 
-    def __init__(self, heard: Callable[[Any], None], lost: Callable[[Exception], None]) -> None:
-        self._heard = heard
-        self._lost = lost
+    def __init__(
+        self, on_answer: Callable[[Any], None], on_error: Callable[[Exception], None]
+    ) -> None:
+        self._on_answer = on_answer
+        self._on_error = on_error
         self._done = False
 
     def done(self) -> bool:
-        """Whether there is an answer, or never will be."""
+        """Return whether a callback was called."""
         return self._done
 
     def cancelled(self) -> bool:
-        """Say no: who has sent it wants to hear."""
+        """Return False: it cannot be cancelled."""
         return False
 
     def set_result(self, result: Any) -> None:
-        """Hand the answer on."""
+        """Pass the answer on."""
         self._done = True
-        self._heard(result)
+        self._on_answer(result)
 
     def set_exception(self, exception: Exception) -> None:
-        """Say that there is none; later, as the connection is being closed perhaps."""
+        """Pass the error on in the next iteration: the connection may be closing right now."""
         self._done = True
-        asyncio.get_running_loop().call_soon(self._lost, exception)
+        asyncio.get_running_loop().call_soon(self._on_error, exception)
 
     def exception(self) -> None:
-        """Return nothing: it was handed on."""
+        """Return None: the error was passed on."""
 
 
 @contextlib.contextmanager
 def _sending(node: int) -> Iterator[None]:
-    """Say in our words why a request did not leave."""
+    """Translate the errors of a request that was not sent."""
     try:
         yield
     except IncompatibleBrokerVersion as error:
-        raise ConfigurationError(f"this Kafka is too old: {error}") from None
+        raise ConfigurationError(f"this Kafka version is too old: {error}") from None
     except NotImplementedError:
-        # The library's word for a broker that does not speak any version of it that we do.
+        # Raised by the library when broker and client have no common version.
         raise KafkaRefused(Code.UNSUPPORTED_VERSION) from None
     except (OSError, KafkaError) as error:
         raise NotSent(f"broker {node}: {error}") from None
 
 
-def may_pass(error: KafkaUnavailable) -> bool:
-    """Say whether the same request can succeed a little later."""
+def is_retriable(error: KafkaUnavailable) -> bool:
+    """Return whether the same request may succeed on a retry."""
     return not isinstance(error, KafkaRefused) or error.code in RETRIABLE
 
 
 def coordinator_moved(error: KafkaUnavailable) -> bool:
-    """Say whether the coordinator has to be looked up again."""
+    """Return whether the coordinator must be looked up again."""
     return not isinstance(error, KafkaRefused) or error.code in COORDINATOR_MOVED

@@ -1,15 +1,14 @@
-"""What a member of a consumer group says to its coordinator."""
+"""The requests of one consumer group member to its coordinator."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 from aiokafka.coordinator.protocol import ConsumerProtocol
-from aiokafka.protocol.api import Request, RequestStruct, Response
+from aiokafka.protocol.api import Request
 from aiokafka.protocol.group import JoinGroupRequest, SyncGroupRequest
-from aiokafka.protocol.types import Array, Boolean, Bytes, Int16, Int32, Schema, String
 
 from txbroker.core.assignor import NOBODY, OwnedPartitions
 from txbroker.door.protocols import Assignment
@@ -29,158 +28,34 @@ from txbroker.kafka.protocol.generation import (
     make_assignment,
     to_runs,
 )
+from txbroker.kafka.protocol.schemas import DescribeGroupsV4, HeartbeatV3, LeaveGroupV3
 from txbroker.net.backoff import Backoff
 
 _PROTOCOL_TYPE = "consumer"
 _PROTOCOL = "txbroker-sticky"
 _NO_MEMBER = ""
-_ANSWER_ROOM_S = 5.0
-_JOIN_LANE = "group/join"
-_LEAVE_LANE = "group/leave"
-_DESCRIBE_LANE = "group/describe"
+_JOIN_MARGIN_S = 5.0
+_JOIN_CHANNEL = "group/join"
+_LEAVE_CHANNEL = "group/leave"
+_DESCRIBE_CHANNEL = "group/describe"
 _LEAVE_TIMEOUT_S = 2.0
 _LEAVE_MAX_S = 5.0
-"""Leaving takes no longer, whoever is silent: looking for the coordinator asks one broker after
-another, and whoever stops a proxy waits for it."""
-
-
-class _HeartbeatResponse(Response):
-    API_KEY = 12
-    API_VERSION = 3
-    SCHEMA = Schema(("throttle_time_ms", Int32), ("error_code", Int16))
-
-
-class _HeartbeatStruct(RequestStruct):
-    API_KEY = 12
-    API_VERSION = 3
-    RESPONSE_TYPE = _HeartbeatResponse
-    SCHEMA = Schema(
-        ("group", String("utf-8")),
-        ("generation_id", Int32),
-        ("member_id", String("utf-8")),
-        ("group_instance_id", String("utf-8")),
-    )
-
-
-class _Heartbeat(Request[_HeartbeatStruct]):
-    """With the instance id, which the library's own heartbeat lacks: so a second process with
-    the same instance id is noticed."""
-
-    API_KEY: ClassVar[int] = 12
-
-    def __init__(self, *fields: Any) -> None:
-        self._fields = fields
-
-    def build(self, request_struct_class: type[_HeartbeatStruct]) -> _HeartbeatStruct:
-        return request_struct_class(*self._fields)
-
-
-class _LeaveResponse(Response):
-    API_KEY = 13
-    API_VERSION = 3
-    SCHEMA = Schema(
-        ("throttle_time_ms", Int32),
-        ("error_code", Int16),
-        (
-            "members",
-            Array(
-                ("member_id", String("utf-8")),
-                ("group_instance_id", String("utf-8")),
-                ("error_code", Int16),
-            ),
-        ),
-    )
-
-
-class _LeaveStruct(RequestStruct):
-    API_KEY = 13
-    API_VERSION = 3
-    RESPONSE_TYPE = _LeaveResponse
-    SCHEMA = Schema(
-        ("group", String("utf-8")),
-        (
-            "members",
-            Array(("member_id", String("utf-8")), ("group_instance_id", String("utf-8"))),
-        ),
-    )
-
-
-class _Leave(Request[_LeaveStruct]):
-    """Of a static member, which the library never lets go."""
-
-    API_KEY: ClassVar[int] = 13
-
-    def __init__(self, *fields: Any) -> None:
-        self._fields = fields
-
-    def build(self, request_struct_class: type[_LeaveStruct]) -> _LeaveStruct:
-        return request_struct_class(*self._fields)
-
-
-class _DescribeResponse(Response):
-    API_KEY = 15
-    API_VERSION = 4
-    SCHEMA = Schema(
-        ("throttle_time_ms", Int32),
-        (
-            "groups",
-            Array(
-                ("error_code", Int16),
-                ("group", String("utf-8")),
-                ("state", String("utf-8")),
-                ("protocol_type", String("utf-8")),
-                ("protocol", String("utf-8")),
-                (
-                    "members",
-                    Array(
-                        ("member_id", String("utf-8")),
-                        ("group_instance_id", String("utf-8")),
-                        ("client_id", String("utf-8")),
-                        ("client_host", String("utf-8")),
-                        ("member_metadata", Bytes),
-                        ("member_assignment", Bytes),
-                    ),
-                ),
-                ("authorized_operations", Int32),
-            ),
-        ),
-    )
-
-
-class _DescribeStruct(RequestStruct):
-    API_KEY = 15
-    API_VERSION = 4
-    RESPONSE_TYPE = _DescribeResponse
-    SCHEMA = Schema(
-        ("groups", Array(String("utf-8"))),
-        ("include_authorized_operations", Boolean),
-    )
-
-
-class _Describe(Request[_DescribeStruct]):
-    """With the members' instance ids, which the library's own versions lack."""
-
-    API_KEY: ClassVar[int] = 15
-
-    def __init__(self, *fields: Any) -> None:
-        self._fields = fields
-
-    def build(self, request_struct_class: type[_DescribeStruct]) -> _DescribeStruct:
-        return request_struct_class(*self._fields)
+"""Limits leaving even if brokers are unresponsive: looking up the coordinator asks one after
+another, and the process that stops waits for it."""
 
 
 class Holder(NamedTuple):
-    """Who has an instance id: its URL and the host it connects from, "" where unknown."""
+    """The process that uses an instance id: its URL, and the host it connects from or ""."""
 
     url: str
     host: str
 
 
 class Joined(NamedTuple):
-    """A generation of the group, and what it gives us.
+    """A generation of the group, and this member's assignment.
 
-    `outdated` says that the others know something else of us than what is so, or that nobody
-    has thought of us: `Member.ask_anew`, and join again.
+    `outdated`: the other members have old metadata of this one, or it got no assignment. Then call
+    `Member.request_rebalance` and join again.
     """
 
     generation: int
@@ -189,13 +64,12 @@ class Joined(NamedTuple):
 
 
 class Member:
-    """One member of the proxies' group. It keeps its partitions over a restart, because the
-    coordinator knows it by its instance id.
+    """A static member of the proxies' group, which keeps its partitions over a restart.
 
     Args:
         client: the connections.
-        partitions: how many there are to share.
-        me: what it tells the others of itself.
+        partitions: number of half partitions to assign.
+        me: this member's metadata.
     """
 
     def __init__(self, client: Client, partitions: int, me: SelfMetadata) -> None:
@@ -207,31 +81,31 @@ class Member:
         self._partitions = partitions
         self._me = me
         self._session_ms = round(settings.session_timeout_s * 1000)
-        # A join is answered when all members have joined, or their time is up.
-        self._join_timeout_s = settings.session_timeout_s + _ANSWER_ROOM_S
+        # The coordinator answers when all members have joined, or after the session timeout.
+        self._join_timeout_s = settings.session_timeout_s + _JOIN_MARGIN_S
         self._member_id = _NO_MEMBER
         self._held = OwnedPartitions()
         self._last = PreviousAssignment()
-        self._asks = 0
+        self._rebalance_requests = 0
 
     def forget(self) -> None:
-        """Join as new next time: the coordinator does not know our member id any more."""
+        """Join as a new member next time: the coordinator does not know the member id."""
         self._member_id = _NO_MEMBER
 
-    def ask_anew(self) -> None:
-        """Have the next join make a new generation, in which the others learn what we say.
+    def request_rebalance(self) -> None:
+        """Make the next join start a new generation, which distributes this member's metadata.
 
-        The coordinator gives a static member that comes back its old place, and tells nobody; it
-        makes a new generation only when a member whose id it knows says something else.
+        The coordinator gives a static member that rejoins its old assignment, without a rebalance.
+        It rebalances only if the metadata of a known member id change.
         """
-        self._asks += 1
+        self._rebalance_requests += 1
 
     async def join(self) -> Joined:
-        """Join the group, or its next generation, naming what we own so that we may keep it.
+        """Join the group, or its next generation, with the owned partitions, so as to keep them.
 
         Raises:
-            KafkaRefused: the coordinator's error; `forget` where it does not know us.
-            KafkaUnavailable: it does not answer.
+            KafkaRefused: the coordinator's error; call `forget` if it does not know the member.
+            KafkaUnavailable: the coordinator does not answer.
         """
         answer = await self._ask(
             JoinGroupRequest(
@@ -256,24 +130,26 @@ class Member:
         return self._joined(answer.generation_id, sync.member_assignment)
 
     def _metadata(self) -> bytes:
-        said = MemberMetadata(
+        metadata = MemberMetadata(
             self._me.url,
             self._me.record_version,
             to_runs(self._held.partitions),
             self._held.generation,
-            self._asks,
+            self._rebalance_requests,
             peer_url=self._me.peer_url,
             admin_url=self._me.admin_url,
         )
-        encoded: bytes = ConsumerProtocol.METADATA(0, [self._topic], encode_metadata(said)).encode()
+        encoded: bytes = ConsumerProtocol.METADATA(
+            0, [self._topic], encode_metadata(metadata)
+        ).encode()
         return encoded
 
     def _assign(
         self, generation: int, members: list[tuple[str, str, bytes]]
     ) -> list[tuple[str, bytes]]:
-        said = {instance or member: _said(metadata) for member, instance, metadata in members}
-        told, shares = make_assignment(self._partitions, generation, said, self._last)
-        data = encode_assignment(told)
+        metadata = {instance or member: _decode(encoded) for member, instance, encoded in members}
+        group, shares = make_assignment(self._partitions, generation, metadata, self._last)
+        data = encode_assignment(group)
         return [
             (
                 member,
@@ -285,35 +161,35 @@ class Member:
         ]
 
     def _joined(self, generation: int, encoded: bytes) -> Joined:
-        told, mine, left_out = None, frozenset[int](), False
+        group, mine, left_out = None, frozenset[int](), False
         try:
-            found = ConsumerProtocol.ASSIGNMENT.decode(encoded)
-            told = decode_assignment(found.user_data)
+            decoded = ConsumerProtocol.ASSIGNMENT.decode(encoded)
+            group = decode_assignment(decoded.user_data)
             mine = frozenset(
                 number
-                for topic, numbers in found.assignment
+                for topic, numbers in decoded.assignment
                 if topic == self._topic
                 for number in numbers
             )
-        except ValueError:  # nothing, or rubbish
+        except ValueError:  # empty or malformed
             left_out = True
-        known = assignment(self._partitions, mine, told, self._me)
+        known = assignment(self._partitions, mine, group, self._me)
         self._held, self._last = (
             OwnedPartitions(known.mine, generation),
-            PreviousAssignment(generation, told),
+            PreviousAssignment(generation, group),
         )
-        return Joined(generation, known, left_out or is_outdated(told, self._me))
+        return Joined(generation, known, left_out or is_outdated(group, self._me))
 
-    async def heartbeat(self, generation: int, lane: str) -> int:
-        """Say that we live; return the coordinator's error code.
+    async def heartbeat(self, generation: int, channel: str) -> int:
+        """Send a heartbeat; return the coordinator's error code.
 
         Raises:
-            KafkaUnavailable: it does not answer.
+            KafkaUnavailable: the coordinator does not answer.
         """
-        request = _Heartbeat(self._group, generation, self._member_id, self._instance)
+        request = HeartbeatV3(self._group, generation, self._member_id, self._instance)
         node = await self._client.group_coordinator(self._group)
         try:
-            answer = await self._client.ask(node, request, lane)
+            answer = await self._client.ask(node, request, channel)
         except KafkaUnavailable:
             self._client.forget_group_coordinator(self._group)
             raise
@@ -324,52 +200,55 @@ class Member:
         return int(answer.error_code)
 
     async def holder(self) -> Holder | None:
-        """Return who has our instance id now, None where the group does not say.
+        """Return the process that uses our instance id now; None if unknown.
 
         Raises:
-            KafkaUnavailable: no answer.
+            KafkaUnavailable: the coordinator does not answer.
         """
         node = await self._client.group_coordinator(self._group)
-        answer = await self._client.ask(node, _Describe([self._group], False), _DESCRIBE_LANE)
+        answer = await self._client.ask(
+            node, DescribeGroupsV4([self._group], False), _DESCRIBE_CHANNEL
+        )
         for member in (member for group in answer.groups for member in group[5]):
             _, instance, _, host, metadata, _ = member
-            # While the group settles, the coordinator tells no metadata.
-            if instance == self._instance and (url := _said(metadata).url) != NOBODY:
+            # During a rebalance the coordinator returns no metadata.
+            if instance == self._instance and (url := _decode(metadata).url) != NOBODY:
                 return Holder(url, host.removeprefix("/"))
         return None
 
     async def leave(self) -> None:
-        """Leave the group at once; without an answer the session's end does the same."""
+        """Leave the group now; without an answer the session timeout does the same."""
         member, self._member_id = self._member_id, _NO_MEMBER
         self._held, self._last = OwnedPartitions(), PreviousAssignment()
         if member == _NO_MEMBER:
-            # By the instance id alone Kafka would put out whoever has it now.
+            # By the instance id alone Kafka would remove the process that uses it now.
             return
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_LEAVE_MAX_S):
                 await self._leave(member)
 
     async def _leave(self, member: str) -> None:
-        request = _Leave(self._group, [(member, self._instance)])
+        request = LeaveGroupV3(self._group, [(member, self._instance)])
         backoff = Backoff(_LEAVE_TIMEOUT_S, self._client.settings.retry_backoff_s)
         while True:
             with contextlib.suppress(KafkaUnavailable):
                 node = await self._client.group_coordinator(self._group)
-                answer = await self._client.ask(node, request, _LEAVE_LANE)
+                answer = await self._client.ask(node, request, _LEAVE_CHANNEL)
                 if answer.error_code not in RETRIABLE:
                     return
             self._client.forget_group_coordinator(self._group)
             if not await backoff.pause():
                 return
 
-    def let_go(self) -> None:
-        """Stop waiting for a join: the broker answers nothing else on its connection meanwhile."""
-        self._client.close_channels(_JOIN_LANE)
+    def cancel_join(self) -> None:
+        """Close the channel of a join in flight: the broker answers nothing else on it
+        meanwhile."""
+        self._client.close_channels(_JOIN_CHANNEL)
 
     async def _ask(self, request: Request[Any]) -> Any:
         try:
             node = await self._client.group_coordinator(self._group)
-            answer = await self._client.ask(node, request, _JOIN_LANE, self._join_timeout_s)
+            answer = await self._client.ask(node, request, _JOIN_CHANNEL, self._join_timeout_s)
             if answer.error_code != Code.NONE:
                 raise KafkaRefused(
                     answer.error_code, f"group {self._group}: {describe(answer.error_code)}"
@@ -381,7 +260,7 @@ class Member:
         return answer
 
 
-def _said(metadata: bytes) -> MemberMetadata:
+def _decode(metadata: bytes) -> MemberMetadata:
     try:
         return decode_metadata(ConsumerProtocol.METADATA.decode(metadata).user_data)
     except ValueError:

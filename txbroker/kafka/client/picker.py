@@ -1,7 +1,7 @@
-"""Single records of a partition by offset: near ones share a fetch, several fetches at once.
+"""Read single records of a partition by offset: near ones in one fetch, several fetches at once.
 
-Kafka answers a fetch with whole batches from the one that holds the offset on, and with at least
-one however small the limit is; so an offset far from all others costs one batch.
+Kafka returns whole batches, beginning with the one that holds the offset, and at least one whatever
+the limit. So an offset far from the others costs one batch.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from txbroker.net.backoff import Backoff
 
 _AT_ONCE = 8
 _NEAR_BYTES = 64 << 10
-"""As much unwanted as is worth one request less."""
+"""Bytes between two offsets up to which one fetch is cheaper than two."""
 _FETCH_BYTES = 1 << 20
 _SMALL_BYTES = 1
 _RECORD_BYTES = 1024
@@ -27,10 +27,10 @@ _RUN_SPAN_BYTES = 4 << 20
 
 
 class Picker:
-    """Picks records of one partition.
+    """Reads records of one partition by offset.
 
     Args:
-        make_reader: makes a reader with a lane of the given name.
+        make_reader: returns a reader with a channel of the given name.
     """
 
     def __init__(self, make_reader: Callable[[str], Reader]) -> None:
@@ -38,19 +38,19 @@ class Picker:
         self._record_bytes = _RECORD_BYTES
 
     async def pick(self, offsets: Sequence[int]) -> list[Record]:
-        """Return the records at `offsets`, which grow; one that holds none is left out.
+        """Return the records at ascending `offsets`; one that holds no record is left out.
 
         Raises:
             KafkaUnavailable: Kafka does not answer, or an open transaction hides a record.
-            InvariantBroken: a batch is damaged.
+            InvariantBroken: a batch is corrupt.
         """
         runs = self._runs(offsets)
-        found: list[list[Record]] = [[] for _ in runs]
-        left = iter(range(len(runs)))
+        records: list[list[Record]] = [[] for _ in runs]
+        numbers = iter(range(len(runs)))
 
         async def work(reader: Reader) -> None:
-            for number in left:
-                found[number] = await self._run(reader, runs[number])
+            for number in numbers:
+                records[number] = await self._run(reader, runs[number])
 
         tasks = [asyncio.create_task(work(reader)) for reader in self._readers[: len(runs)]]
         try:
@@ -59,10 +59,10 @@ class Picker:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-        return [record for records in found for record in records]
+        return [record for run in records for record in run]
 
     def _runs(self, offsets: Sequence[int]) -> list[list[int]]:
-        """Cut offsets into runs of near ones, short enough to be shared out."""
+        """Split offsets into runs of near ones, short enough to be read in parallel."""
         near = max(1, _NEAR_BYTES // self._record_bytes)
         span = max(1, _RUN_SPAN_BYTES // self._record_bytes)
         runs: list[list[int]] = []
@@ -80,45 +80,45 @@ class Picker:
         return runs
 
     async def _run(self, reader: Reader, offsets: list[int]) -> list[Record]:
-        found: list[Record] = []
-        wanted = offsets
+        records: list[Record] = []
+        left = offsets
         backoff: Backoff | None = None
-        while wanted:
+        while left:
             try:
-                fetched = await reader.fetch(wanted[0], self._size(wanted), wait_ms=0)
+                fetched = await reader.fetch(left[0], self._size(left), wait_ms=0)
             except LogTruncated:
                 start = await reader.start()
-                if wanted[0] < start:
-                    wanted = [offset for offset in wanted if offset >= start]
+                if left[0] < start:
+                    left = [offset for offset in left if offset >= start]
                     continue
                 fetched = None
-            if fetched is None or fetched.next_offset == wanted[0]:
-                # A new leader learns only a little later how far the log reaches.
+            if fetched is None or fetched.next_offset == left[0]:
+                # A new leader learns the high watermark from its followers' next fetch.
                 backoff = backoff or reader.backoff()
                 if await backoff.pause():
                     continue
-                if fetched is not None and fetched.high_watermark > wanted[0]:
+                if fetched is not None and fetched.high_watermark > left[0]:
                     raise KafkaUnavailable(
-                        f"{reader.name}: an open transaction hides the record at {wanted[0]}"
+                        f"{reader.name}: an open transaction hides the record at offset {left[0]}"
                     )
                 if await reader.led_elsewhere():
                     backoff = None
                     continue
-                return found
+                return records
             backoff = None
-            found += self._among(fetched, wanted)
-            wanted = [offset for offset in wanted if offset >= fetched.next_offset]
-        return found
+            records += self._among(fetched, left)
+            left = [offset for offset in left if offset >= fetched.next_offset]
+        return records
 
-    def _size(self, wanted: list[int]) -> int:
-        if len(wanted) == 1:
+    def _size(self, offsets: list[int]) -> int:
+        if len(offsets) == 1:
             return _SMALL_BYTES
-        # A batch that is cut off at the end comes again, so ask for a little more.
-        span = (wanted[-1] - wanted[0] + 1) * self._record_bytes
+        # Ask for more: a batch truncated at the end would have to be fetched again.
+        span = (offsets[-1] - offsets[0] + 1) * self._record_bytes
         return min(span + span // 4 + self._record_bytes, _FETCH_BYTES)
 
-    def _among(self, fetched: Fetched, wanted: list[int]) -> list[Record]:
-        covered = fetched.next_offset - wanted[0]
+    def _among(self, fetched: Fetched, offsets: list[int]) -> list[Record]:
+        covered = fetched.next_offset - offsets[0]
         if covered > 1:
             self._record_bytes = max(64, (self._record_bytes + fetched.size_bytes // covered) // 2)
-        return fetched.among(wanted)
+        return fetched.among(offsets)

@@ -1,7 +1,6 @@
-"""An idempotent producer that says what it knows: stored, refused, fenced, or unknown.
+"""An idempotent producer with exact outcomes: stored, refused, fenced, or unknown.
 
-It holds no task and no queue, so there is nothing to stop and nothing to flush: a producer that
-is not wanted any more is simply dropped.
+It has neither tasks nor queues, so it needs no flush and no close: drop it.
 """
 
 from __future__ import annotations
@@ -19,12 +18,12 @@ from txbroker.kafka.client.client import (
     NotSent,
     Unanswered,
     coordinator_moved,
-    may_pass,
+    is_retriable,
 )
 from txbroker.kafka.client.shared_writes import SharedWrites
 from txbroker.kafka.protocol.batch import Body, encode_batch
 from txbroker.kafka.protocol.codes import FENCED, LEADER_MOVED, RETRIABLE, Code, describe
-from txbroker.kafka.protocol.schemas import FeaturesRequest
+from txbroker.kafka.protocol.schemas import api_versions
 from txbroker.kafka.protocol.transactions import (
     NO_PRODUCER,
     TXN_V1,
@@ -36,29 +35,28 @@ from txbroker.kafka.protocol.transactions import (
 from txbroker.net.backoff import Backoff
 
 _SEQUENCE_MASK = (1 << 31) - 1
-# A topic made just now is known everywhere within this; one that was deleted never is, and what
-# is for other topics must not wait for it.
-_MISSING_S = 0.3
-_SETTLED_S = 0.02
-"""Behind an end for so long its markers may be on their way. So long brokers wait, too, before they
-ask the coordinator again (`add.partitions.to.txn.retry.backoff.ms`)."""
-_SEEN_S = 0.001
-"""Behind readers for so long the coordinator may still note that all markers are written."""
-_STORED_PERHAPS = (Code.REQUEST_TIMED_OUT, Code.NOT_ENOUGH_REPLICAS_AFTER_APPEND)
-"""Besides these, a leader that is deposed while it waits for its followers says that it leads no
-more, and its batch may be with the next one."""
-_REQUEST_BYTES_MAX = 32 << 20  # brokers take 100 MiB; less keeps one request from being long
+_TOPIC_CREATION_S = 0.3
+"""All brokers know a new topic within this time. A deleted one must not delay other topics."""
+_MARKERS_S = 0.02
+"""Time to write the markers after EndTxn. Brokers wait as long before they ask the coordinator
+again (`add.partitions.to.txn.retry.backoff.ms`)."""
+_COMPLETION_S = 0.001
+"""Time between the last visible marker and the coordinator's own record of it."""
+_MAYBE_STORED = (Code.REQUEST_TIMED_OUT, Code.NOT_ENOUGH_REPLICAS_AFTER_APPEND)
+"""In addition, a leader deposed while it waits for followers answers that it is no leader, though
+its successor may have the batch."""
+_REQUEST_BYTES_MAX = 32 << 20  # brokers take 100 MiB; smaller requests block others for less time
 
 
 class Stored(NamedTuple):
-    """Where a batch was stored; -1 where the broker did not say."""
+    """Where a batch was stored; -1 if the broker did not return it."""
 
     base_offset: int
     timestamp_ms: int
 
 
 class BatchRefused(TxbrokerError):
-    """A broker refused a batch; it was certainly not stored.
+    """A broker refused a batch; the batch was certainly not stored.
 
     Attributes:
         partition: topic and partition of the batch.
@@ -76,7 +74,7 @@ class BatchUnknown(TxbrokerError):
     """A batch may or may not have been stored.
 
     Attributes:
-        partition: topic and partition of the batch, of the first one if there are several.
+        partition: topic and partition of the batch, or of the first of several.
     """
 
     def __init__(self, partition: Partition, message: str) -> None:
@@ -89,23 +87,28 @@ class ProducerFenced(TxbrokerError):
 
 
 class Producer:
-    """One producer id: idempotent, and transactional where it has a transactional id.
+    """A producer: idempotent, and transactional if it has a transactional id.
 
-    Calls come one at a time; `lane` names its connections. With `shared`, what it writes to one
-    partition outside of transactions goes along with what others write.
+    Takes one call at a time.
+
+    Args:
+        client: the connections.
+        channel: name of the producer's connections.
+        transactional_id: None for a producer without transactions.
+        shared: combines its writes with those of other producers, outside of transactions.
     """
 
     def __init__(
         self,
         client: Client,
-        lane: str,
+        channel: str,
         transactional_id: str | None = None,
         shared: SharedWrites | None = None,
     ) -> None:
         self._client = client
         self._settings = client.settings
-        self._lane = lane
-        # Any, because the library's types do not know that Kafka takes null.
+        self._channel = channel
+        # Any, because the library's types lack the null that Kafka takes.
         self._id: Any = transactional_id
         self._shared = shared if transactional_id is None else None
         self._protocol = TXN_V1
@@ -114,9 +117,9 @@ class Producer:
         self._sequences: dict[Partition, int] = {}
         self._added: set[Partition] = set()
         self._ended_s = float("-inf")
-        self._seen_s = float("-inf")
+        self._visible_s = float("-inf")
         self.vouching_leader: dict[Partition, int] = {}
-        """The broker that told of a partition what holds only if it takes the next batch there."""
+        """The broker that vouched for a partition: only it may receive the next batch."""
 
     @property
     def started(self) -> bool:
@@ -125,73 +128,73 @@ class Producer:
 
     @property
     def id(self) -> int:
-        """Its producer id, -1 before it has one."""
+        """The producer id, -1 before `start`."""
         return self._producer_id
 
     @property
     def epoch(self) -> int:
-        """The epoch of its open or next transaction, -1 before it has one."""
+        """The epoch of the open or next transaction, -1 before `start`."""
         return self._epoch
 
     @property
     def protocol(self) -> int:
-        """The version of Kafka's transaction protocol that it speaks."""
+        """The negotiated version of the transaction protocol."""
         return self._protocol.number
 
-    # --- beginning ---------------------------------------------------------------------------
+    # --- start -------------------------------------------------------------------------------
 
     async def start(self, backoff: Backoff) -> None:
-        """Get a producer id; with a transactional id, fence every earlier producer with it.
+        """Get a producer id; fence earlier producers with the same transactional id.
 
         Raises:
-            ProducerFenced: another producer began at the same time.
-            KafkaUnavailable: no answer, or none that helps, until backoff is over.
+            ProducerFenced: another producer started at the same time.
+            KafkaUnavailable: no success before the deadline.
         """
-        await self._begin(backoff, NO_PRODUCER)
+        await self._init_producer_id(backoff, NO_PRODUCER)
 
-    async def _begin(self, backoff: Backoff, current: ProducerIdentity) -> None:
+    async def _init_producer_id(self, backoff: Backoff, current: ProducerIdentity) -> None:
         timeout_ms = round(self._settings.transaction_timeout_s * 1000)
         while True:
             try:
                 if current == NO_PRODUCER:
-                    await self._choose()
-                request = self._protocol.begin(self._id, timeout_ms, current)
+                    await self._negotiate()
+                request = self._protocol.init_producer_id(self._id, timeout_ms, current)
                 answer = await self._ask_coordinator(request)
             except KafkaUnavailable as error:
-                # Asking again after silence is safe: it only raises the epoch once more.
-                if not may_pass(error) or not await backoff.pause():
+                # A retry is safe even if unanswered: it only raises the epoch once more.
+                if not is_retriable(error) or not await backoff.pause():
                     raise
                 continue
             if answer.error_code in FENCED:
                 raise ProducerFenced
             if answer.error_code == Code.NONE:
-                self._go_on((answer.producer_id, answer.producer_epoch))
+                self._adopt((answer.producer_id, answer.producer_epoch))
                 return
             if answer.error_code not in RETRIABLE or not await backoff.pause():
                 raise KafkaRefused(
-                    answer.error_code, f"no producer id: {describe(answer.error_code)}"
+                    answer.error_code, f"cannot get a producer id: {describe(answer.error_code)}"
                 )
 
-    async def _choose(self) -> None:
-        """Learn which version of the transaction protocol this Kafka takes now."""
+    async def _negotiate(self) -> None:
+        """Negotiate the version of the transaction protocol."""
         if self._id is None or self._settings.transactions == TXN_V1.number:
             return
         try:
-            answer = await self._ask_coordinator(FeaturesRequest())
+            answer = await self._ask_coordinator(api_versions())
         except KafkaRefused as error:
             if error.code != Code.UNSUPPORTED_VERSION:
                 raise
-            self._protocol = TXN_V1  # so old that it has no features
+            self._protocol = TXN_V1  # Kafka before features existed
         else:
             self._protocol = negotiate(answer)
 
     async def _ask_coordinator(self, request: Any) -> Any:
-        """Ask the transaction coordinator; without a transactional id, any broker."""
+        """Ask the transaction coordinator, or any broker without a transactional id."""
         if self._id is None:
-            return await self._client.ask_any(request, self._lane)
+            return await self._client.ask_any(request, self._channel)
         try:
             node = await self._client.transaction_coordinator(self._id)
-            answer = await self._client.ask(node, request, f"{self._lane}/coordinator")
+            answer = await self._client.ask(node, request, f"{self._channel}/coordinator")
         except KafkaUnavailable as error:
             if coordinator_moved(error):
                 self._client.forget_transaction_coordinator(self._id)
@@ -201,26 +204,26 @@ class Producer:
             self._client.forget_transaction_coordinator(self._id)
         return answer
 
-    # --- writing -----------------------------------------------------------------------------
+    # --- produce -----------------------------------------------------------------------------
 
     async def produce(
         self, batches: Mapping[Partition, Body], backoff: Backoff
     ) -> dict[Partition, Stored]:
-        """Write one batch to each partition, all at once; return where they went.
+        """Write one batch to each partition, concurrently; return where they were stored.
 
-        The same bytes are sent again after an error that can pass; brokers recognise them.
+        Retries send the same bytes, which brokers deduplicate.
 
         Raises:
-            BatchRefused: a batch was refused; others of the same call may have been stored.
-            BatchUnknown: backoff is over.
-            NotSent: another broker leads a partition than that in `vouching_leader`.
+            BatchRefused: a batch was refused; others of the call may have been stored.
+            BatchUnknown: no success before the deadline.
+            NotSent: a partition's leader is not its `vouching_leader`.
             ProducerFenced
         """
         waiting = {partition: self._encode(partition, body) for partition, body in batches.items()}
-        unsure: set[Partition] = set()
+        maybe_stored: set[Partition] = set()
         stored: dict[Partition, Stored] = {}
         reason = ""
-        missing_until_s = backoff.left_s - _MISSING_S
+        creation_deadline_s = backoff.left_s - _TOPIC_CREATION_S
         while waiting:
             for result in await self._send(waiting):
                 partition, code, where, message = result
@@ -233,19 +236,19 @@ class Producer:
                 if code in FENCED and self._id is not None:
                     raise ProducerFenced
                 if code == Code.UNKNOWN:
-                    unsure.add(partition)
+                    maybe_stored.add(partition)
                 elif code not in RETRIABLE or (
-                    # Where partitions are put into the transaction beforehand, that says so.
+                    # In version 1 AddPartitionsToTxn has already found the topic.
                     code == Code.UNKNOWN_TOPIC_OR_PARTITION
                     and not self._protocol.explicit_add_partitions
-                    and backoff.left_s < missing_until_s
+                    and backoff.left_s < creation_deadline_s
                 ):
-                    if partition in unsure:
+                    if partition in maybe_stored:
                         raise BatchUnknown(partition, f"{partition[0]}-{partition[1]}: {reason}")
                     raise BatchRefused(partition, code, message)
-                elif code in _STORED_PERHAPS or (self._id is None and code in LEADER_MOVED):
-                    # A turn that is refused is aborted, whatever a deposed leader has stored.
-                    unsure.add(partition)
+                elif code in _MAYBE_STORED or (self._id is None and code in LEADER_MOVED):
+                    # Not in a transaction: it is aborted, whatever a deposed leader stored.
+                    maybe_stored.add(partition)
             if waiting and not await backoff.pause():
                 names = ", ".join(f"{topic}-{number}" for topic, number in waiting)
                 raise BatchUnknown(next(iter(waiting)), f"{names}: {reason}")
@@ -281,7 +284,7 @@ class Producer:
             for part in _by_request(partitions, batches)
         ]
         if len(requests) == 1:
-            # As every append: no task has to be made for it.
+            # The usual case, for which a task would be overhead.
             return results + await self._send_to(*requests[0])
         for answers in await asyncio.gather(*(self._send_to(*request) for request in requests)):
             results.extend(answers)
@@ -289,7 +292,9 @@ class Producer:
 
     def _check_vouching_leader(self, partition: Partition, leader: int) -> None:
         if self.vouching_leader.get(partition, leader) != leader:
-            raise NotSent(f"{partition[0]}-{partition[1]} is led by another broker now")
+            raise NotSent(
+                "the leader of {}-{} has changed since it vouched for it".format(*partition)
+            )
 
     async def _send_to(self, leader: int, batches: Mapping[Partition, bytes]) -> list[_Result]:
         try:
@@ -300,11 +305,11 @@ class Producer:
                 self._client.forget_leader(*partition)
             return [_Result(partition, code, _NOWHERE, str(error)) for partition in batches]
         results = []
-        for each in answers:
-            if each.code in LEADER_MOVED:
-                self._client.forget_leader(each.topic, each.partition)
-            where = Stored(each.base_offset, each.timestamp_ms)
-            results.append(_Result((each.topic, each.partition), each.code, where, each.message))
+        for topic, number, result, base_offset, timestamp_ms, message in answers:
+            if result in LEADER_MOVED:
+                self._client.forget_leader(topic, number)
+            where = Stored(base_offset, timestamp_ms)
+            results.append(_Result((topic, number), result, where, message))
         return results
 
     async def _write(
@@ -312,43 +317,42 @@ class Producer:
     ) -> Iterable[PartitionResult]:
         if self._shared is not None and len(batches) == 1:
             ((partition, batch),) = batches.items()
-            return [await self._shared.write(leader, partition, batch, self._lane)]
+            return [await self._shared.write(leader, partition, batch, self._channel)]
         topics: dict[str, list[tuple[int, bytes]]] = {}
         for (topic, number), batch in batches.items():
             topics.setdefault(topic, []).append((number, batch))
         timeout_ms = round(self._settings.request_timeout_s * 1000)
-        request = self._protocol.write(self._id, timeout_ms, list(topics.items()))
+        request = self._protocol.produce(self._id, timeout_ms, list(topics.items()))
         return self._protocol.parse_produce_response(
-            await self._client.ask(leader, request, self._lane)
+            await self._client.ask(leader, request, self._channel)
         )
 
     # --- transactions ------------------------------------------------------------------------
 
     async def add(self, partitions: Sequence[Partition], backoff: Backoff) -> None:
-        """Put partitions into the open transaction, beginning it with the first.
+        """Add partitions to the transaction, beginning it with the first.
 
-        Under the second version of the protocol `produce` does it, through the brokers, unless the
-        coordinator may turn one of them away: they wait long before they ask again. It takes one
-        change at a time, so that several brokers are in each other's way, and none while it still
-        writes the markers of the transaction before.
+        In version 2 of the protocol brokers add them on `produce`. This adds them explicitly only
+        if the coordinator could refuse a broker, which would then wait long before its retry: it
+        takes one change at a time, and none while it writes the previous transaction's markers.
 
         Raises:
             BatchRefused: a partition cannot be added.
-            NotSent: another broker leads a partition than that in `vouching_leader`.
+            NotSent: a partition's leader is not its `vouching_leader`.
             ProducerFenced
-            Unanswered: the coordinator's answer never came; this producer must not be used again.
-                Not under the second version: what is late names an epoch that is over.
-            KafkaUnavailable: nothing was added.
+            Unanswered: this producer must not be used again. Not in version 2, where a late
+                request carries an epoch that is over.
+            KafkaUnavailable: no partition was added.
         """
-        # An abort of what is in the transaction reaches the true leader, whatever was written.
-        for partition in [each for each in partitions if each in self.vouching_leader]:
+        # Checked first: an abort writes markers to the true leader, whatever was produced where.
+        for partition in [p for p in partitions if p in self.vouching_leader]:
             self._check_vouching_leader(partition, await self._client.leader(*partition))
         while self._epoch >= self._protocol.epoch_limit:
-            await self._begin(backoff, (self._producer_id, self._epoch))
+            await self._init_producer_id(backoff, (self._producer_id, self._epoch))
         if (
             not self._protocol.explicit_add_partitions
-            and self._settled
-            and await self._led_by_one(partitions)
+            and self._previous_completed
+            and await self._have_one_leader(partitions)
         ):
             return
         new = [partition for partition in partitions if partition not in self._added]
@@ -360,42 +364,42 @@ class Producer:
         request = AddPartitionsToTxnRequest(
             self._id, self._producer_id, self._epoch, list(topics.items())
         )
-        missing_until_s = backoff.left_s - _MISSING_S
+        creation_deadline_s = backoff.left_s - _TOPIC_CREATION_S
         while True:
-            code, partition = await self._add_once(request, new[0])
+            code, partition = await self._try_add(request, new[0])
             if code == Code.NONE:
                 self._added.update(new)
                 return
             if code in FENCED:
                 raise ProducerFenced
             missing = code == Code.UNKNOWN_TOPIC_OR_PARTITION
-            if missing and backoff.left_s < missing_until_s:
+            if missing and backoff.left_s < creation_deadline_s:
                 raise BatchRefused(partition, code, None)
             if code in RETRIABLE and await backoff.pause():
                 continue
             raise BatchRefused(partition, code, None)
 
     @property
-    def _settled(self) -> bool:
-        """Whether the transaction before is over for the coordinator, as far as one can tell."""
+    def _previous_completed(self) -> bool:
+        """Whether the coordinator has presumably completed the previous transaction."""
         now_s = asyncio.get_running_loop().time()
-        if self._seen_s > self._ended_s:
-            return now_s - self._seen_s > _SEEN_S
-        return now_s - self._ended_s > _SETTLED_S
+        if self._visible_s > self._ended_s:
+            return now_s - self._visible_s > _COMPLETION_S
+        return now_s - self._ended_s > _MARKERS_S
 
-    def seen(self) -> None:
-        """Readers have come past all that it has written: the markers are there."""
-        self._seen_s = asyncio.get_running_loop().time()
+    def note_visible(self) -> None:
+        """Note that all its writes are visible: the markers are written."""
+        self._visible_s = asyncio.get_running_loop().time()
 
-    async def _led_by_one(self, partitions: Sequence[Partition]) -> bool:
-        """Say whether one broker leads them all, as far as is known; False where one has none."""
+    async def _have_one_leader(self, partitions: Sequence[Partition]) -> bool:
+        """Return whether one broker leads all partitions, according to the cache."""
         try:
             leaders = {await self._client.leader(*partition) for partition in partitions}
         except KafkaUnavailable:
             return False
         return len(leaders) == 1
 
-    async def _add_once(self, request: Any, first: Partition) -> tuple[int, Partition]:
+    async def _try_add(self, request: Any, first: Partition) -> tuple[int, Partition]:
         try:
             answer = await self._ask_coordinator(request)
         except NotSent:
@@ -418,18 +422,17 @@ class Producer:
     async def end(self, *, commit: bool, backoff: Backoff) -> None:
         """Commit or abort the open transaction.
 
-        Only an answer counts. Without one, under the first version of the protocol, the request
-        may be carried out at any later time, even in the middle of this producer's next
-        transaction, which it would then end. Under the second it names the epoch of this
-        transaction alone, so it is asked for again until there is an answer.
+        In version 1 of the protocol an unanswered request may be executed at any later time, even
+        during this producer's next transaction, which it would end. In version 2 it carries the
+        epoch of this transaction, so it is retried until answered.
 
         Raises:
             ProducerFenced
             Unanswered: this producer must not be used again.
-            KafkaUnavailable: the transaction is still open, or the coordinator says that it is
-                not; this producer must not be used again.
+            KafkaUnavailable: the transaction is still open, or unknown to the coordinator; this
+                producer must not be used again.
         """
-        request = self._protocol.end(self._id, self._producer_id, self._epoch, commit=commit)
+        request = self._protocol.end_txn(self._id, self._producer_id, self._epoch, commit=commit)
         while True:
             try:
                 answer = await self._ask_coordinator(request)
@@ -438,23 +441,23 @@ class Producer:
                     raise
                 continue
             except KafkaUnavailable as error:
-                if not may_pass(error) or not await backoff.pause():
+                if not is_retriable(error) or not await backoff.pause():
                     raise
                 continue
             if answer.error_code == Code.NONE:
                 self._added.clear()
                 self._ended_s = asyncio.get_running_loop().time()
-                self._go_on(self._protocol.next(answer))
+                self._adopt(self._protocol.next_identity(answer))
                 return
             if answer.error_code in FENCED:
                 raise ProducerFenced
             if answer.error_code not in RETRIABLE or not await backoff.pause():
                 raise KafkaRefused(answer.error_code)
 
-    def _go_on(self, next_one: ProducerIdentity | None) -> None:
-        """Take the producer id and epoch of the next transaction; sequences begin anew."""
-        if next_one is not None:
-            self._producer_id, self._epoch = next_one
+    def _adopt(self, identity: ProducerIdentity | None) -> None:
+        """Use a new producer id or epoch, which begins new sequences."""
+        if identity is not None:
+            self._producer_id, self._epoch = identity
             self._sequences.clear()
 
 
@@ -471,7 +474,7 @@ _NOWHERE = Stored(-1, -1)
 def _by_request(
     partitions: Sequence[Partition], batches: Mapping[Partition, bytes]
 ) -> list[list[Partition]]:
-    """Share partitions of one leader out to requests that are not too large."""
+    """Split the partitions of one leader into requests of limited size."""
     requests: list[list[Partition]] = [[]]
     size = 0
     for partition in partitions:

@@ -1,13 +1,14 @@
-"""Reading a partition from one offset to another, `read_committed`, without a consumer.
+"""Read a partition between two offsets, `read_committed`; and ends of many partitions.
 
-A read knows where it ends, so it needs no subscription, no position store and no background task.
+A read has a fixed end, so unlike a consumer it needs no subscription, no stored position and no
+background task.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from typing import Any
 
 import structlog
@@ -16,32 +17,40 @@ from aiokafka.protocol.fetch import FetchRequest
 from txbroker.core.records import Record
 from txbroker.door.protocols import Hanging, LogTruncated
 from txbroker.errors import KafkaUnavailable
-from txbroker.kafka.client.client import Client, KafkaRefused, NotSent, Unanswered, may_pass
+from txbroker.kafka.client.client import Client, KafkaRefused, NotSent, Unanswered, is_retriable
 from txbroker.kafka.client.leaders import confirm_leader
 from txbroker.kafka.protocol.batch import Decode, decode_batch
 from txbroker.kafka.protocol.codes import LEADER_MOVED, Code
 from txbroker.kafka.protocol.fetched import Fetched
 from txbroker.kafka.protocol.packed import ListOffsetsV3
+from txbroker.kafka.protocol.transactions import Partition
 from txbroker.net.backoff import Backoff
 
 log = structlog.wrap_logger(logging.getLogger(__name__))
 
-_EARLIEST, _LATEST = -2, -1
-_READ_UNCOMMITTED, _READ_COMMITTED = 0, 1
+READ_UNCOMMITTED, READ_COMMITTED = 0, 1
+EARLIEST, LATEST = -2, -1
 _FETCH_BYTES = 4 << 20
 _READ_BYTES = 8 << 20
 _FETCH_WAIT_MS = 500
 
 
 class Reader:
-    """Reads one partition over a lane of its own."""
+    """Reads one partition over a dedicated channel.
+
+    Args:
+        client: the connections.
+        topic, partition: to read.
+        channel: name of the connection.
+        append_time, producers, decode: see `Fetched`.
+    """
 
     def __init__(
         self,
         client: Client,
         topic: str,
         partition: int,
-        lane: str,
+        channel: str,
         *,
         append_time: bool = True,
         producers: bool = False,
@@ -50,92 +59,94 @@ class Reader:
         self._client = client
         self._topic = topic
         self._partition = partition
-        self._lane = lane
+        self._channel = channel
         self._append_time = append_time
         self._producers = producers
         self._decode = decode
         self._asked = -1
-        """The broker that was asked last; one question is under way at a time."""
+        """The broker of the last request; one is in flight at a time."""
 
     @property
     def name(self) -> str:
-        """The partition as people write it."""
+        """Topic and partition number, for messages."""
         return f"{self._topic}-{self._partition}"
 
-    # --- where it begins and ends ------------------------------------------------------------
+    # --- offsets -----------------------------------------------------------------------------
 
     async def start(self) -> int:
-        """Return the first offset that is kept."""
-        return await self._offset(_EARLIEST, _READ_UNCOMMITTED)
+        """Return the log start offset."""
+        return await self._offset(EARLIEST, READ_UNCOMMITTED)
 
-    async def end(self, *, sure: bool = False) -> int:
-        """Return the high watermark: the offset that the next record will get.
+    async def end(self, *, confirmed: bool = False) -> int:
+        """Return the high watermark: the offset of the next record.
 
-        A leader that was deposed and does not know it says where it was then. Where that would be
-        wrong, `sure` has the leader confirmed: nothing is missing that was acknowledged before.
-        """
-        return await self._offset(_LATEST, _READ_UNCOMMITTED, sure=sure)
+        A deposed leader that is cut off returns an old one. With `confirmed` the leader is
+        confirmed first, so that no record acknowledged before is missing."""
+        return await self._offset(LATEST, READ_UNCOMMITTED, confirmed=confirmed)
 
     async def stable_end(self) -> int:
         """Return the last stable offset: below it every transaction has ended."""
-        return await self._offset(_LATEST, _READ_COMMITTED)
+        return await self._offset(LATEST, READ_COMMITTED)
 
-    async def _offset(self, which: int, isolation: int, *, sure: bool = False) -> int:
+    async def _offset(self, which: int, isolation: int, *, confirmed: bool = False) -> int:
         request = ListOffsetsV3(isolation, [(self._topic, [(self._partition, which)])])
-        answer = await self._retry(request, sure=sure)
+        answer = await self._retry(request, confirmed=confirmed)
         return int(answer[-1])
 
-    async def _retry(self, request: Any, *, sure: bool = False) -> Any:
-        """Ask the leader until it answers without error, or backoff is over."""
+    async def _retry(self, request: Any, *, confirmed: bool = False) -> Any:
+        """Ask the leader until it answers without error, or until the write timeout."""
         settings = self._client.settings
         backoff = Backoff(settings.write_timeout_s, settings.retry_backoff_s)
         while True:
             try:
-                return await self._ask(request, sure=sure)
+                return await self._ask(request, confirmed=confirmed)
             except KafkaUnavailable as error:
-                if not may_pass(error) or not await backoff.pause():
+                if not is_retriable(error) or not await backoff.pause():
                     raise
 
-    async def _ask(self, request: Any, *, sure: bool) -> Any:
-        """Return the answer for our partition: a tuple whose second field is its error code."""
-        if sure:
+    async def _ask(self, request: Any, *, confirmed: bool) -> Any:
+        """Return the partition's fields of the answer; the second one is the error code."""
+        if confirmed:
             leader = await confirm_leader(self._client, self._topic, self._partition)
         else:
             leader = await self._client.leader(self._topic, self._partition)
         self._asked = leader
         try:
-            answer = await self._client.ask(leader, request, self._lane)
+            answer = await self._client.ask(leader, request, self._channel)
         except (NotSent, Unanswered):
             self._client.forget_leader(self._topic, self._partition)
             raise
         code = getattr(answer, "error_code", Code.NONE)
-        found: tuple[Any, ...] = ()
+        fields: tuple[Any, ...] = ()
         for _topic, partitions in answer.topics:
-            for found in partitions:
-                code = found[1] or code
+            for fields in partitions:
+                code = fields[1] or code
         if code in LEADER_MOVED:
             self._client.forget_leader(self._topic, self._partition)
         if code != Code.NONE:
             raise KafkaRefused(code)
-        return found
+        return fields
 
-    # --- reading -----------------------------------------------------------------------------
+    # --- records -----------------------------------------------------------------------------
 
     async def read(
         self, start: int, end: int, skipped: Callable[[range], None] | None = None
     ) -> AsyncGenerator[Sequence[Record]]:
-        """Yield the committed records from offset `start` up to, not including, `end`; then tell
-        `skipped` which offsets behind the last one hold none, if any.
+        """Yield the committed records from offset `start` up to, not including, `end`.
 
-        While the caller works on what one fetch brought the next one is under way, and no more.
+        One fetch is in flight while the caller handles the records of the previous one.
+
+        Args:
+            start, end: offsets.
+            skipped: called at the end with the offsets after the last record that hold none.
 
         Raises:
-            LogTruncated: `start` is not kept any more, or the log ends before `end`.
-            InvariantBroken: a batch is damaged, or does not carry the broker's append time.
+            LogTruncated: the log starts after `start`, or ends before `end`.
+            InvariantBroken: a batch is corrupt, or lacks the broker's append time.
             KafkaUnavailable: Kafka does not answer.
         """
         position = start
-        # A new leader learns the high watermark only from its followers' next fetch.
+        # A new leader learns the high watermark from its followers' next fetch.
         backoff = self.backoff()
         ahead = self._ahead(position, end)
         before = 0
@@ -145,19 +156,19 @@ class Reader:
                 fetched = await ahead
                 if fetched.next_offset == position:
                     if not await backoff.pause():
-                        backoff = await self._later(fetched, end)
+                        backoff = await self._check_stalled(fetched, end)
                     ahead = self._ahead(position, end)
                     continue
                 backoff = self.backoff()
                 position = fetched.next_offset
                 ahead = self._ahead(position, end)
                 for records in fetched.pieces(before):
-                    wanted = _below(records, end)
-                    if wanted:
-                        yield wanted
-                    if beyond is None and len(wanted) < len(records):
-                        beyond = records[len(wanted)]
-                    # Decoding takes its time; others have work too.
+                    inside = _below(records, end)
+                    if inside:
+                        yield inside
+                    if beyond is None and len(inside) < len(records):
+                        beyond = records[len(inside)]
+                    # Decoding takes milliseconds: let other tasks run.
                     await asyncio.sleep(0)
                 before = fetched.skipped
         finally:
@@ -175,44 +186,44 @@ class Reader:
         task.add_done_callback(_retrieve)
         return task
 
-    async def _later(self, fetched: Fetched, end: int) -> Backoff:
-        """Return the backoff with another leader, where it was not the leader that we asked."""
+    async def _check_stalled(self, fetched: Fetched, end: int) -> Backoff:
+        """Return a new backoff if the last request did not go to the leader; else raise."""
         if fetched.high_watermark < end:
             if await self.led_elsewhere():
                 return self.backoff()
             raise LogTruncated(f"{self.name} ends at {fetched.high_watermark}, before {end}")
         raise Hanging(
-            f"{self.name}: an open transaction hides the records from {fetched.next_offset} on"
+            f"{self.name}: an open transaction hides offsets from {fetched.next_offset} on"
         )
 
     async def led_elsewhere(self) -> bool:
-        """Say whether another broker leads than was asked last, which then lacks what came since.
+        """Return whether the last request went to a broker that does not lead (any more).
 
         Raises:
-            KafkaUnavailable: nobody can tell.
+            KafkaUnavailable: too few replicas answer.
         """
         asked = self._asked
         return await confirm_leader(self._client, self._topic, self._partition) != asked
 
     def backoff(self) -> Backoff:
-        """Return how long to wait for records that were acknowledged but do not show."""
+        """Return a backoff for acknowledged records that are not visible yet."""
         settings = self._client.settings
         return Backoff(settings.watermark_timeout_s, settings.retry_backoff_s)
 
     async def fetch(
         self, position: int, bytes_max: int = _FETCH_BYTES, *, wait_ms: int = _FETCH_WAIT_MS
     ) -> Fetched:
-        """Return what comes from offset `position` on, waiting up to `wait_ms` for something.
+        """Fetch from offset `position` on; the broker waits up to `wait_ms` for records.
 
-        At least one whole batch comes where there is one, however large it is.
+        Returns at least one whole batch if there is one, even above `bytes_max`.
 
         Raises:
-            LogTruncated: the log does not reach to `position`, at its begin or its end.
-            InvariantBroken: a batch is damaged.
+            LogTruncated: `position` is outside of the log.
+            InvariantBroken: a batch is corrupt.
             KafkaUnavailable: Kafka does not answer.
         """
         partition = (self._partition, position, bytes_max)
-        request = FetchRequest(wait_ms, 1, bytes_max, _READ_COMMITTED, [(self._topic, [partition])])
+        request = FetchRequest(wait_ms, 1, bytes_max, READ_COMMITTED, [(self._topic, [partition])])
         try:
             try:
                 answer = await self._retry(request)
@@ -255,3 +266,51 @@ def _below(records: list[Record], end: int) -> list[Record]:
 def _retrieve(task: asyncio.Task[Fetched]) -> None:
     if not task.cancelled():
         task.exception()
+
+
+async def end_offsets(
+    client: Client, partitions: Iterable[Partition], isolation: int, channel: str
+) -> dict[Partition, int]:
+    """Return the high watermarks or, READ_COMMITTED, the last stable offsets of partitions.
+
+    Sends one request to each leader. Partitions without an answer are left out.
+    """
+    by_leader: dict[int, list[Partition]] = {}
+    # A copy, because the caller's collection may change meanwhile.
+    for partition in list(partitions):
+        try:
+            by_leader.setdefault(await client.leader(*partition), []).append(partition)
+        except KafkaUnavailable:
+            continue
+    if len(by_leader) == 1:  # the usual case, for which a task would be overhead
+        ((leader, led),) = by_leader.items()
+        return await _end_offsets_at(client, leader, led, isolation, channel)
+    answers = await asyncio.gather(
+        *(
+            _end_offsets_at(client, leader, led, isolation, channel)
+            for leader, led in by_leader.items()
+        )
+    )
+    return {partition: end for answer in answers for partition, end in answer.items()}
+
+
+async def _end_offsets_at(
+    client: Client, leader: int, partitions: list[Partition], isolation: int, channel: str
+) -> dict[Partition, int]:
+    topics: dict[str, list[tuple[int, int]]] = {}
+    for topic, number in partitions:
+        topics.setdefault(topic, []).append((number, LATEST))
+    try:
+        answer = await client.ask(leader, ListOffsetsV3(isolation, list(topics.items())), channel)
+    except (NotSent, Unanswered):
+        for partition in partitions:
+            client.forget_leader(*partition)
+        return {}
+    ends = {}
+    for topic, entries in answer.topics:
+        for number, code, _timestamp, offset in entries:
+            if code == Code.NONE:
+                ends[topic, number] = offset
+            elif code in LEADER_MOVED:
+                client.forget_leader(topic, number)
+    return ends

@@ -1,14 +1,13 @@
-"""Batches of several partitions in one request.
+"""Combine batches of several partitions into one Produce request.
 
-A request costs the proxy and a broker the same whatever is in it, and under load every half
-partition appends to two logs all the time. What is ready in one round of the event loop for
-partitions of one broker leaves in one request; while as many of these are under way as pay, what
-comes waits a moment for company. With nobody else about, a batch leaves at once.
+A request costs proxy and broker the same whatever its size, and under load every half partition
+appends to two logs continuously. Batches for one broker that are ready in one iteration of the
+event loop share a request. While enough requests are in flight, new batches wait a moment to be
+combined; otherwise they are sent at once.
 
-A broker answers a request when its slowest partition is done. So a partition that was slow or in
-trouble writes over a connection of its own until one of its writes was quick again, and holds
-nobody back meanwhile.
-"""
+A broker answers when the slowest partition of a request is done. So a partition whose write was
+slow or failed uses a dedicated connection until one of its writes is fast again, and delays no
+others."""
 
 from __future__ import annotations
 
@@ -25,19 +24,19 @@ from txbroker.kafka.protocol.packed import ProduceResponse
 from txbroker.kafka.protocol.transactions import TXN_V1, Partition, PartitionResult
 
 AT_ONCE = 2
-"""Requests under way to one broker from which on batches wait for company."""
+"""Requests in flight to one broker from which on batches wait to be combined."""
 WAIT_MAX_S = 0.02
-"""So long a batch waits for company at most, seconds: then one more request is under way."""
+"""Maximum wait of a batch; then one more request is sent."""
 REQUEST_BYTES_MAX = 1 << 20
-"""Bytes of batches in one shared request. A larger batch goes alone: it is worth a request."""
+"""Maximum bytes of batches in a shared request. A larger batch is sent alone."""
 SLOW_S = 1.0
-"""A partition whose write took longer, seconds, writes alone the next time."""
+"""A partition whose write took longer writes alone the next time."""
 
-_CLOSED = "the door to Kafka is closed"
+_CLOSED = "the Kafka client is closed"
 
 
 class _Batch(Struct, eq=False):
-    """What is to be written to one partition, and who waits for the answer."""
+    """A batch for one partition, and the future of its result."""
 
     partition: Partition
     encoded: bytes
@@ -45,35 +44,36 @@ class _Batch(Struct, eq=False):
 
 
 class _Request(Struct, eq=False):
-    """Batches that leave together."""
+    """Batches sent together."""
 
     node: int
-    lane: str
+    channel: str
     batches: Sequence[_Batch]
-    over: Callable[[], None] = lambda: None
-    """Told when it is known what became of it."""
+    on_done: Callable[[], None] = lambda: None
+    """Called once the outcome is known."""
 
 
 class _Broker:
-    """What waits for one broker, in order, and the connections that are busy."""
+    """Batches that wait for one broker, in order, and its channels in use."""
 
     def __init__(self, node: int) -> None:
         self.node = node
         self.waiting: dict[_Batch, None] = {}
-        self.lanes: set[int] = set()
-        self.beginning = False
-        """Whether a request begins in the next round of the loop."""
-        self.alarm: asyncio.TimerHandle | None = None
+        self.channels: set[int] = set()
+        self.scheduled = False
+        """Whether a request is sent in the next iteration of the event loop."""
+        self.timer: asyncio.TimerHandle | None = None
 
 
 class SharedWrites:
-    """Writes batches of idempotent producers without a transactional id: those of several
-    partitions in one request. One for each client. Each partition writes one batch at a time.
+    """Sends the batches of producers without a transactional id, combined. One per client.
+
+    Each partition writes one batch at a time.
 
     Args:
-        client: whose connections are used.
-        at_once: requests under way to one broker from which on batches wait.
-        wait_max_s: how long one waits at most, seconds.
+        client: the connections.
+        at_once: requests in flight to one broker from which on batches wait.
+        wait_max_s: maximum wait of a batch.
     """
 
     def __init__(
@@ -83,157 +83,156 @@ class SharedWrites:
         self._at_once = at_once
         self._wait_max_s = wait_max_s
         self._brokers: dict[int, _Broker] = {}
-        self._apart: set[Partition] = set()
-        self._under_way: set[_Request] = set()
+        self._isolated: set[Partition] = set()
+        self._in_flight: set[_Request] = set()
         self._connecting: set[asyncio.Task[None]] = set()
         self._closed = False
 
     async def write(
-        self, leader: int, partition: Partition, encoded: bytes, own_lane: str
+        self, leader: int, partition: Partition, encoded: bytes, own_channel: str
     ) -> PartitionResult:
-        """Write one batch and return what the broker says of it.
-
-        Whoever gives up takes the batch along, if it is not on its way yet.
+        """Write one batch and return its result. Cancelling withdraws a batch that is not sent yet.
 
         Args:
             leader: the broker that leads the partition.
             partition: topic and number.
             encoded: the batch.
-            own_lane: the connection over which the partition writes when it writes alone.
+            own_channel: the partition's channel for writing alone.
 
         Raises:
-            NotSent, Unanswered: about the whole request, as from `Client.ask`.
-            KafkaRefused: the broker does not know this request in a version that we do.
+            NotSent, Unanswered: the request as a whole, as for `Client.ask`.
+            KafkaRefused: the broker does not support this version of the request.
         """
         if self._closed:
             raise NotSent(_CLOSED)
         loop = asyncio.get_running_loop()
         began_s = loop.time()
-        alone = partition in self._apart or len(encoded) > REQUEST_BYTES_MAX
-        # Until it is known that this one came through, and in good time.
-        self._apart.add(partition)
+        alone = partition in self._isolated or len(encoded) > REQUEST_BYTES_MAX
+        # Until this write has succeeded, and fast.
+        self._isolated.add(partition)
         try:
             batch = _Batch(partition, encoded, loop.create_future())
-            writing = self._write(leader, batch, own_lane if alone else "")
-            del batch  # or the error of a failed write would be a cycle, with its bytes
-            answered = await writing
+            writing = self._write(leader, batch, own_channel if alone else "")
+            del batch  # else the error of a failed write is in a reference cycle with its bytes
+            result = await writing
         except NotSent:
-            # It has not slowed anybody; connections that are up may take it.
-            self._apart.discard(partition)
+            # It delayed no others; an open connection may send it next time.
+            self._isolated.discard(partition)
             raise
-        if answered.code == Code.NONE and loop.time() - began_s < SLOW_S:
-            self._apart.discard(partition)
-        return answered
+        if result.code == Code.NONE and loop.time() - began_s < SLOW_S:
+            self._isolated.discard(partition)
+        return result
 
     async def close(self) -> None:
-        """Give up what waits and what is under way."""
+        """Fail all batches that wait or are in flight."""
         self._closed = True
-        for request in self._under_way:
+        for request in self._in_flight:
             _fail(request.batches, Unanswered(_CLOSED))
-        self._under_way.clear()
+        self._in_flight.clear()
         tasks = list(self._connecting)
         for task in tasks:
             task.cancel()
         for broker in self._brokers.values():
-            _quiet(broker)
+            _cancel_timer(broker)
             _fail(broker.waiting, NotSent(_CLOSED))
             broker.waiting.clear()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _write(self, leader: int, batch: _Batch, own_lane: str) -> PartitionResult:
-        """Write one batch: over a lane of its own, or "" with what others write."""
+    async def _write(self, leader: int, batch: _Batch, own_channel: str) -> PartitionResult:
+        """Write one batch over `own_channel`, or combined with others if it is ""."""
         broker = self._brokers.get(leader)
         if broker is None:
             broker = self._brokers[leader] = _Broker(leader)
         try:
-            if own_lane:
-                await self._client.connect(leader, own_lane)
-                self._leave(_Request(leader, own_lane, [batch]))
+            if own_channel:
+                await self._client.connect(leader, own_channel)
+                self._send(_Request(leader, own_channel, [batch]))
             else:
                 broker.waiting[batch] = None
-                self._go_on(broker)
+                self._schedule(broker)
             return await batch.answer
         finally:
             broker.waiting.pop(batch, None)
             if batch.answer.done() and not batch.answer.cancelled():
-                batch.answer.exception()  # looked at, also where a cancellation came between
-            # Its error holds this frame: without this each failed write is a cycle, with its bytes.
+                batch.answer.exception()  # mark as retrieved, even after a cancellation
+            # The error holds this frame: else each failed write is a cycle with its bytes.
             del batch
 
     # --- requests ----------------------------------------------------------------------------
 
-    def _go_on(self, broker: _Broker) -> None:
-        """Let a request take what waits, now or in a moment."""
-        if not broker.waiting or broker.beginning:
+    def _schedule(self, broker: _Broker) -> None:
+        """Send waiting batches in the next iteration, or after the maximum wait."""
+        if not broker.waiting or broker.scheduled:
             return
-        if len(broker.lanes) < self._at_once:
-            self._begin(broker)
-        elif broker.alarm is None:
+        if len(broker.channels) < self._at_once:
+            self._send_soon(broker)
+        elif broker.timer is None:
             loop = asyncio.get_running_loop()
-            broker.alarm = loop.call_later(self._wait_max_s, self._waited, broker)
+            broker.timer = loop.call_later(self._wait_max_s, self._on_timer, broker)
 
-    def _waited(self, broker: _Broker) -> None:
-        """Those under way do not come through: wait no longer for them."""
-        broker.alarm = None
-        if broker.waiting and not broker.beginning:
-            self._begin(broker)
+    def _on_timer(self, broker: _Broker) -> None:
+        """Send one more request: those in flight take too long."""
+        broker.timer = None
+        if broker.waiting and not broker.scheduled:
+            self._send_soon(broker)
 
-    def _begin(self, broker: _Broker) -> None:
-        _quiet(broker)
-        broker.beginning = True
-        number = next(n for n in itertools.count() if n not in broker.lanes)
-        broker.lanes.add(number)
-        # What is ready in this round of the loop goes along.
-        asyncio.get_running_loop().call_soon(self._send, broker, number)
+    def _send_soon(self, broker: _Broker) -> None:
+        _cancel_timer(broker)
+        broker.scheduled = True
+        number = next(n for n in itertools.count() if n not in broker.channels)
+        broker.channels.add(number)
+        # In the next iteration, so as to combine all batches of this one.
+        asyncio.get_running_loop().call_soon(self._send_next, broker, number)
 
-    def _send(self, broker: _Broker, number: int) -> None:
-        """Write what waits in one request, once there is a connection."""
-        broker.beginning = False
-        lane = f"shared/{number}"
-        if self._closed or self._client.connected(broker.node, lane):
-            self._send_over(broker, number, lane)
+    def _send_next(self, broker: _Broker, number: int) -> None:
+        """Send waiting batches in one request, over an open connection."""
+        broker.scheduled = False
+        channel = f"shared/{number}"
+        if self._closed or self._client.connected(broker.node, channel):
+            self._send_over(broker, number, channel)
         else:
-            task = asyncio.create_task(self._connect(broker, number, lane), name="txbroker connect")
+            task = asyncio.create_task(
+                self._connect(broker, number, channel), name="txbroker connect"
+            )
             self._connecting.add(task)
             task.add_done_callback(self._connecting.discard)
 
-    async def _connect(self, broker: _Broker, number: int, lane: str) -> None:
-        """Have a connection, so that what comes before that goes along and what is given up does
-        not. Without one all that waits has failed."""
+    async def _connect(self, broker: _Broker, number: int, channel: str) -> None:
+        """Open a connection, then send the batches that wait by then; without one fail them."""
         try:
-            await self._client.connect(broker.node, lane)
+            await self._client.connect(broker.node, channel)
         except Exception as error:
             waiting = list(broker.waiting)
             broker.waiting.clear()
             _fail_all(waiting, error)
-        self._send_over(broker, number, lane)
+        self._send_over(broker, number, channel)
 
-    def _send_over(self, broker: _Broker, number: int, lane: str) -> None:
-        """Write what waits over a connection that is there."""
+    def _send_over(self, broker: _Broker, number: int, channel: str) -> None:
+        """Send waiting batches over an open connection."""
         batches = _take(broker)
-        request = _Request(broker.node, lane, batches, lambda: self._over(broker, number))
+        request = _Request(broker.node, channel, batches, lambda: self._release(broker, number))
         try:
             if batches:
-                self._leave(request)
+                self._send(request)
         except Exception as error:
             self._fail(request, error)
         else:
             if batches:
-                self._go_on(broker)
+                self._schedule(broker)
             else:
-                self._over(broker, number)
+                self._release(broker, number)
 
-    def _over(self, broker: _Broker, number: int) -> None:
-        """A request is over: let others take what waits."""
-        broker.lanes.discard(number)
-        self._go_on(broker)
+    def _release(self, broker: _Broker, number: int) -> None:
+        """Free the channel of a request that is done."""
+        broker.channels.discard(number)
+        self._schedule(broker)
 
-    def _leave(self, request: _Request) -> None:
-        """Write batches in one request; the answers go to those that wait.
+    def _send(self, request: _Request) -> None:
+        """Send batches in one request; its answer resolves their futures.
 
         Raises:
             NotSent
-            KafkaRefused: the broker does not know this request in a version that we do.
+            KafkaRefused: the broker does not support this version of the request.
         """
         batches = request.batches
         topics: dict[str, list[tuple[int, bytes]]] = {}
@@ -242,48 +241,48 @@ class SharedWrites:
             topics.setdefault(topic, []).append((number, batch.encoded))
         timeout_s = self._client.settings.request_timeout_s
         if len(batches) > 1:
-            # The broker answers by then, so that the others hear of theirs.
+            # The broker answers by then, so that a slow partition delays no others.
             timeout_s = min(timeout_s, SLOW_S)
         self._client.post(
             request.node,
-            TXN_V1.write(None, round(timeout_s * 1000), list(topics.items())),
-            request.lane,
-            lambda answer: self._hear(request, answer),
+            TXN_V1.produce(None, round(timeout_s * 1000), list(topics.items())),
+            request.channel,
+            lambda answer: self._take_answer(request, answer),
             lambda error: self._fail(request, error),
         )
-        self._under_way.add(request)
+        self._in_flight.add(request)
 
-    def _hear(self, request: _Request, answer: ProduceResponse) -> None:
+    def _take_answer(self, request: _Request, answer: ProduceResponse) -> None:
         try:
-            told = {
-                (each.topic, each.partition): each for each in TXN_V1.parse_produce_response(answer)
+            results = {
+                (result.topic, result.partition): result
+                for result in TXN_V1.parse_produce_response(answer)
             }
         except Exception as error:
             self._fail(request, error)
             return
-        self._under_way.discard(request)
-        _answer(request.batches, told)
-        request.over()
+        self._in_flight.discard(request)
+        _resolve(request.batches, results)
+        request.on_done()
 
     def _fail(self, request: _Request, error: Exception) -> None:
-        self._under_way.discard(request)
-        # Whatever it is: whoever waits must hear of it.
+        self._in_flight.discard(request)
         _fail_all(request.batches, error)
-        request.over()
+        request.on_done()
 
 
 def _take(broker: _Broker) -> list[_Batch]:
-    """Take what fits one request out of what waits; of each partition one batch, the oldest.
+    """Remove the batches of the next request from those that wait; the oldest is always included.
 
-    Who has waited longest always goes along.
+    At most one batch of a partition, its oldest.
     """
     batches: dict[Partition, _Batch] = {}
     size = 0
     for batch in broker.waiting:
         if batch.answer.done():
-            continue  # given up in this very round
+            continue  # cancelled in this iteration
         if batches and size + len(batch.encoded) > REQUEST_BYTES_MAX:
-            continue  # a small one behind it, such as a decision, does not wait for it
+            continue  # smaller ones after it, such as decisions, do not wait for it
         if batch.partition not in batches:
             batches[batch.partition] = batch
             size += len(batch.encoded)
@@ -292,37 +291,42 @@ def _take(broker: _Broker) -> list[_Batch]:
     return list(batches.values())
 
 
-def _quiet(broker: _Broker) -> None:
-    if broker.alarm is not None:
-        broker.alarm.cancel()
-        broker.alarm = None
+def _cancel_timer(broker: _Broker) -> None:
+    if broker.timer is not None:
+        broker.timer.cancel()
+        broker.timer = None
 
 
-def _said(answers: Mapping[Partition, PartitionResult], partition: Partition) -> PartitionResult:
-    """Return what a broker says of a partition.
+def _result_of(
+    results: Mapping[Partition, PartitionResult], partition: Partition
+) -> PartitionResult:
+    """Return the result of a partition.
 
     Raises:
-        Unanswered: nothing.
+        Unanswered: the answer lacks it.
     """
-    said = answers.get(partition)
-    if said is None:
-        raise Unanswered(f"the broker says nothing of {partition[0]}-{partition[1]}")
-    return said
+    result = results.get(partition)
+    if result is None:
+        raise Unanswered(f"the broker returned no result for {partition[0]}-{partition[1]}")
+    return result
 
 
-def _answer(batches: Collection[_Batch], answers: Mapping[Partition, PartitionResult]) -> None:
+def _resolve(batches: Collection[_Batch], results: Mapping[Partition, PartitionResult]) -> None:
     for batch in batches:
         try:
-            said = _said(answers, batch.partition)
+            result = _result_of(results, batch.partition)
         except Unanswered as error:
             _fail([batch], error)
         else:
             if not batch.answer.done():
-                batch.answer.set_result(said)
+                batch.answer.set_result(result)
 
 
 def _fail_all(batches: Sequence[_Batch], error: Exception) -> None:
-    """Fail the batches of a request. A surprise stops the partition that hears of it; one does."""
+    """Fail the batches of a request.
+
+    An unexpected error stops the partition that receives it, so only one does.
+    """
     if isinstance(error, TxbrokerError):
         _fail(batches, error)
         return
@@ -333,8 +337,8 @@ def _fail_all(batches: Sequence[_Batch], error: Exception) -> None:
 
 def _fail(batches: Collection[_Batch], error: Exception) -> None:
     if isinstance(error, TxbrokerError):
-        # Without the frames in which it was raised: these hold the batches, so each failed request
-        # would be a cycle, with its bytes. Of a surprise they tell where it came up.
+        # Without its frames: they hold the batches, so each failed request would be a cycle with
+        # its bytes. An unexpected error keeps them for diagnosis.
         error = error.with_traceback(None)
     for batch in batches:
         if not batch.answer.done():

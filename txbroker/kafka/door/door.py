@@ -1,4 +1,4 @@
-"""The door to a real Kafka, put together."""
+"""The components of the door to a real Kafka."""
 
 from __future__ import annotations
 
@@ -29,18 +29,19 @@ from txbroker.kafka.door.membership import KafkaMembership
 from txbroker.kafka.door.partition import KafkaPartitionDoor
 from txbroker.kafka.door.stable_offset import StableEnds
 from txbroker.kafka.door.targets import KafkaTargets
-from txbroker.kafka.protocol.topic_ids import topic_ids
 from txbroker.kafka.tools.audit import KafkaAuditFeed
 from txbroker.kafka.tools.repair import Repair
 
 
 class KafkaDoor(Door):
-    """A `txbroker.door.protocols.Door` on a real Kafka. Made inside a running event loop.
+    """A `Door` on a real Kafka. Created in a running event loop.
 
-    `opener` opens connections in place of the client library, for tests that break them.
+    Args:
+        settings: of the connection and the topics.
+        opener: opens connections; tests substitute it.
 
     Raises:
-        ConfigurationError: the settings contradict themselves.
+        ConfigurationError: the settings contradict each other.
     """
 
     targets: Targets
@@ -65,11 +66,11 @@ class KafkaDoor(Door):
         self._layout: Layout | None = None
 
     async def start(self) -> None:
-        """Connect, check or create txbroker's own topics, refuse settings that cannot work.
+        """Connect, create missing topics if configured, and check txbroker's own topics.
 
         Raises:
             KafkaUnavailable: Kafka does not answer.
-            ConfigurationError: the topics' settings contradict the configuration.
+            ConfigurationError: the topics contradict the configuration.
         """
         if self.settings.create_topics:
             await self._create_missing()
@@ -85,13 +86,13 @@ class KafkaDoor(Door):
             name: int(topic.configs.get("max.message.bytes", self.settings.message_bytes_max))
             for name, topic in found.items()
         }
-        self._ids = await topic_ids(self._client, self.settings.own_topics)
+        self._ids = await self.admin.topic_ids(self.settings.own_topics)
         if self._layout is None:
             self._layout = await self._remember_layout()
 
     async def _create_missing(self) -> None:
         await self.admin.create((await self._plan(self.settings.own_topics)).create)
-        # A proxy does its work without those of the audits, so it needs no right to them.
+        # A proxy works without the audits' topics, so it needs no right to them.
         with contextlib.suppress(KafkaRefused, ConfigurationError):
             await self.admin.create((await self._plan(self.settings.audit_topics)).create)
 
@@ -99,29 +100,30 @@ class KafkaDoor(Door):
         try:
             await self._groups.append(encode_layout(self.partitions))
         except AppendRefused as error:
-            raise ConfigurationError(f"the groups topic cannot be written: {error}") from None
+            raise ConfigurationError(
+                f"cannot write to topic {self.settings.groups_topic}: {error}"
+            ) from None
         return await self._read_layout()
 
     async def check_topics(self) -> list[str]:
-        """Say in plain words what has happened to txbroker's own topics since `start` that it
-        cannot work with. Empty if all is well.
+        """Return, as sentences, changes of txbroker's own topics since `start` that stop it.
 
         Raises:
             KafkaUnavailable: Kafka does not answer.
         """
         own = self.settings.own_topics
-        ids = await topic_ids(self._client, own)
-        anew = [
-            f"{name} was deleted and made anew: what it held is gone. Restart the proxies, and "
-            "see what they say of their partitions"
+        ids = await self.admin.topic_ids(own)
+        recreated = [
+            f"{name} was deleted and created again, so its records are lost: restart the "
+            "proxies, then check their partitions"
             for name, id in ids.items()
             if self._ids.get(name, id) != id
         ]
         try:
             found = await topics.find(self.admin, own)
         except ConfigurationError as error:
-            return [*anew, str(error)]
-        return anew + topics.contradictions(self.settings, found, self._layout)
+            return [*recreated, str(error)]
+        return recreated + topics.contradictions(self.settings, found, self._layout)
 
     async def _read_layout(self) -> Layout | None:
         reader = Reader(self._client, self.settings.groups_topic, 0, "groups/layout")
@@ -131,7 +133,7 @@ class KafkaDoor(Door):
         return find_layout(records)
 
     async def plan(self) -> topics.Plan:
-        """Return what `txbroker topics apply` would do.
+        """Return the changes that `txbroker topics apply` would make.
 
         Raises:
             ConfigurationError, KafkaUnavailable
@@ -148,20 +150,20 @@ class KafkaDoor(Door):
         """Create and change topics as planned.
 
         Raises:
-            KafkaUnavailable: Kafka does not answer, or refuses.
+            KafkaUnavailable: Kafka does not answer, or refuses a change.
         """
         await topics.apply(self.admin, plan)
 
     def repair(self) -> Repair:
-        """Return the way to find what stops partitions, and to have it passed over."""
+        """Return the tool that finds and skips records that stop partitions."""
         return Repair(self._client, self._bytes_max)
 
     def brokers(self) -> Sequence[tuple[str, int]]:
-        """Return host and port of each broker, as the newest metadata say; sends nothing."""
+        """Return host and port of each broker in the last metadata; sends nothing."""
         return self._client.addresses
 
     def partition(self, partition: int) -> PartitionDoor:
-        """Return the door of one half partition; nothing is written before its `claim`."""
+        """Return the door of one half partition. It writes nothing before `claim`."""
         return KafkaPartitionDoor(
             self._client,
             partition,
@@ -176,7 +178,7 @@ class KafkaDoor(Door):
         return self._targets.batch_bytes_max(topic) if own is None else own
 
     async def close(self) -> None:
-        """Let go of everything. Does not leave the group: see `Membership.leave`."""
+        """Close everything. Does not leave the group: see `Membership.leave`."""
         await self._membership.close()
         await self._groups.close()
         await self._audit.close()

@@ -47,7 +47,7 @@ class KafkaGroupStore(GroupStore):
             KafkaUnavailable: Kafka does not answer.
         """
         self._changed = changed
-        self._position, end = await self._bounds.start(), await self._bounds.end(sure=True)
+        self._position, end = await self._bounds.start(), await self._bounds.end(confirmed=True)
         while self._position < end:
             await self._step()
         self._follower = asyncio.create_task(self._follow(), name="txbroker groups")
@@ -62,7 +62,7 @@ class KafkaGroupStore(GroupStore):
         appended = await self.append(Record(group.encode(), value))
         end = appended.base_offset + 1
         if appended.base_offset < 0:
-            end = await self._bounds.end(sure=True)
+            end = await self._bounds.end(confirmed=True)
         try:
             async with asyncio.timeout(self._client.settings.write_timeout_s), self._moved:
                 await self._moved.wait_for(lambda: self._position >= end)

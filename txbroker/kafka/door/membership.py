@@ -160,7 +160,7 @@ class KafkaMembership(Membership):
             with contextlib.suppress(asyncio.CancelledError):
                 await task
         if self._member is not None:
-            self._member.let_go()
+            self._member.cancel_join()
 
     # --- the loop ----------------------------------------------------------------------------
 
@@ -233,7 +233,7 @@ class KafkaMembership(Membership):
         again = joined.outdated and not self._asked
         self._asked = joined.outdated
         if again:
-            member.ask_anew()
+            member.request_rebalance()
         return again
 
     async def _beat(self, member: Member) -> None:

@@ -1,13 +1,13 @@
-"""Whether earlier transactions of our producers have ended in a partition.
+"""Verify that earlier transactions of our producers have ended in a partition.
 
-A coordinator that calls a transaction over may have left a partition out: Kafka 4.3.1 drops the
-end of a transaction for a partition without leader (KAFKA-20734). Records that stayed open are then
-ended by the next marker of their producer id, together with the records of a later transaction:
-what was aborted becomes visible, or what was committed is taken back. So nothing is written to a
-partition before its leader has said that none of our producer ids has a transaction open there.
+A coordinator that reports a transaction as complete may have skipped a partition: Kafka 4.3.1 drops
+the end marker for a partition without leader (KAFKA-20734). The next marker of that producer id
+then ends the records left open, together with those of a later transaction: aborted records become
+visible, or committed ones are lost. So nothing is written to a partition before its leader has
+confirmed that none of our producer ids has a transaction open there.
 
-Asked behind InitProducerId, the answer holds: every marker has been written by then or never will
-be, and whatever a fenced producer still sends is refused unless its transaction is open already.
+After InitProducerId that confirmation is final: every marker has been written or never will be, and
+the brokers refuse what a fenced producer still sends unless its transaction is open already.
 
 An end marker can also get lost between two transactions of one claim: see `UnconfirmedWrites`.
 """
@@ -23,158 +23,169 @@ from txbroker.door.protocols import PromotionTxnLost
 from txbroker.errors import KafkaUnavailable
 from txbroker.kafka.client.client import Client, KafkaRefused
 from txbroker.kafka.client.leaders import confirm_leaders
-from txbroker.kafka.client.offsets import READ_COMMITTED, READ_UNCOMMITTED, ends
 from txbroker.kafka.client.producer import Producer
+from txbroker.kafka.client.reader import READ_COMMITTED, READ_UNCOMMITTED, end_offsets
 from txbroker.kafka.door.stable_offset import StableEnds
 from txbroker.kafka.protocol.codes import LEADER_MOVED, Code, describe
-from txbroker.kafka.protocol.schemas import ProducersRequest
+from txbroker.kafka.protocol.schemas import describe_producers
 from txbroker.kafka.protocol.transactions import Partition
 from txbroker.net.backoff import Backoff
 
 HANGING = "hanging"
-"""The code of the cause that only somebody's doing ends; all others pass."""
+"""The code of a cause that ends only by an operator's action."""
 
 _STABLE_S, _PAUSE_S, _PAUSE_MAX_S = 0.2, 0.005, 0.05
-"""Transactions of others take so long to end as a rule; nothing is planned meanwhile."""
-_ANSWER_S = 2.0
-"""A leader that takes longer to answer has not, seconds: nothing is planned meanwhile."""
-_TOGETHER = 8
-"""Partitions asked about in one request: a leader tells of every producer of a day, and a long
-answer holds up the event loop while it is read."""
-_SEEN_S, _SEEN_MAX_S = 0.02, 0.1
-"""Readers come past a turn within so long as a rule, seconds: only then leaders are asked, and
-again after twice the time."""
+"""Other clients' transactions usually end within this time."""
+_REQUEST_TIMEOUT_S = 2.0
+"""Short, because the partition's owner plans nothing meanwhile."""
+_PARTITIONS_PER_REQUEST = 8
+"""A leader returns every producer of a day, and decoding a long answer blocks the event loop."""
+_VISIBLE_S, _VISIBLE_MAX_S = 0.02, 0.1
+"""Transactions usually become visible within this time. Leaders are asked only after it, and again
+after twice the time."""
 
 
 class ProducerState(NamedTuple):
-    """What a leader says of a partition: an error code, where a transaction of ours that is open
-    begins, -1 where none is, who says so, -1 if nobody does, and the newest epoch in which one of
-    ours has written there, -1 where it knows none."""
+    """Our producers' state in a partition, from its leader.
+
+    Attributes:
+        code: Kafka's error code.
+        first: the first offset of our open transaction, -1 if none is open.
+        leader: the broker that answered, -1 if none did.
+        epoch: the newest epoch in which one of our producers wrote there, -1 if unknown.
+    """
 
     code: int
     first: int = -1
     leader: int = -1
     epoch: int = -1
 
+    @property
+    def ended(self) -> bool:
+        """Whether the leader confirms that no transaction of ours is open."""
+        return self.code == Code.NONE and self.first < 0
+
 
 class OpenTransactionGuard:
-    """Where nothing that earlier producers with our ids have written is open.
+    """Finds partitions in which earlier producers with our ids have left nothing open.
 
     Args:
-        client: asks the leaders.
-        lane: names the connections.
-        producers: of this claim; with a producer id each.
+        client: the connections.
+        channel: name of the connections.
+        producers: of this claim, started.
     """
 
-    def __init__(self, client: Client, lane: str, producers: Sequence[Producer]) -> None:
+    def __init__(self, client: Client, channel: str, producers: Sequence[Producer]) -> None:
         self._client = client
-        self._lane = lane
+        self._channel = channel
         self._producers = producers
-        self._proved: set[Partition] = set()
-        # Who answered may have been deposed and not know it: only it may take the first batch.
+        self._verified: set[Partition] = set()
+        # A deposed leader may have answered: only the one that did may receive the next batch.
         self._vouching_leader: dict[Partition, int] = {}
         for producer in producers:
             producer.vouching_leader = self._vouching_leader
-        # Where those ended that may not be asked about, when they were met first.
+        # The first known ends of partitions whose producers we may not describe.
         self._ends: dict[Partition, int] = {}
 
     def unverified(self, partitions: Iterable[Partition]) -> list[Partition]:
-        """Return those of which it is not known yet, or not of who leads them now."""
-        return [each for each in dict.fromkeys(partitions) if not self._holds(each)]
+        """Return the partitions that are not verified, or have another leader since."""
+        return [p for p in dict.fromkeys(partitions) if not self._is_verified(p)]
 
-    def _holds(self, partition: Partition) -> bool:
-        vouching_leader = self._vouching_leader.get(partition)
-        return partition in self._proved and (
-            vouching_leader is None or vouching_leader == self._client.known_leader(*partition)
+    def _is_verified(self, partition: Partition) -> bool:
+        leader = self._vouching_leader.get(partition)
+        return partition in self._verified and (
+            leader is None or leader == self._client.known_leader(*partition)
         )
 
     async def left_open(
         self, producer: Producer, epochs: Mapping[Partition, int]
     ) -> dict[Partition, Cause]:
-        """Ask whether what one producer wrote to partitions has ended there, between two of its
-        transactions; return why it must not write to some now.
+        """Check partitions between two transactions of one producer; return why it must not write.
 
         Args:
-            epochs: in which epoch it has written to each. A leader that does not know of it lacks
-                what was written: it was deposed, and what it says of open transactions is old.
+            producer: of this claim.
+            epochs: the epoch of the producer's last write to each partition. A leader that does not
+                know of it was deposed before that write, so its answer is outdated.
         """
         causes = {}
-        for partition, said in (await self._told(epochs, {producer.id})).items():
-            if said.code == Code.NONE and said.first < 0 and said.epoch < epochs[partition]:
-                said = said._replace(code=Code.NOT_LEADER)
+        for partition, state in (await self._describe(epochs, {producer.id})).items():
+            if state.ended and state.epoch < epochs[partition]:
+                state = state._replace(code=Code.NOT_LEADER)
                 self._client.forget_leader(*partition)
-            if said.code == Code.NONE and said.first < 0:
-                self._vouching_leader[partition] = said.leader
+            if state.ended:
+                self._vouching_leader[partition] = state.leader
             else:
-                causes[partition] = _cause(partition, said)
+                causes[partition] = _cause(partition, state)
         return causes
 
     async def verify_no_open_txn(self, partitions: Iterable[Partition]) -> list[Cause]:
-        """Ask about partitions; return why some must not be written now. Each is asked about until
-        it is proved once, as only our own writes come after that."""
+        """Verify partitions; return why some must not be written now.
+
+        Once is enough for each: only our own writes follow.
+        """
         ours = {producer.id for producer in self._producers}
-        told = await self._told(self.unverified(partitions), ours)
+        states = await self._describe(self.unverified(partitions), ours)
         forbidden = {
-            each: said
-            for each, said in told.items()
-            if said.code == Code.TOPIC_AUTHORIZATION_FAILED
+            partition: state
+            for partition, state in states.items()
+            if state.code == Code.TOPIC_AUTHORIZATION_FAILED
         }
         stable = await self._stable(forbidden)
         causes = []
-        for partition, said in told.items():
-            if (said.code == Code.NONE and said.first < 0) or partition in stable:
-                self._proved.add(partition)
-                self._vouching_leader[partition] = said.leader
+        for partition, state in states.items():
+            if state.ended or partition in stable:
+                self._verified.add(partition)
+                self._vouching_leader[partition] = state.leader
             else:
-                causes.append(_cause(partition, said))
+                causes.append(_cause(partition, state))
         return causes
 
-    async def _told(
+    async def _describe(
         self, partitions: Iterable[Partition], ours: Collection[int]
     ) -> dict[Partition, ProducerState]:
-        told: dict[Partition, ProducerState] = {}
+        states: dict[Partition, ProducerState] = {}
         by_leader: dict[int, list[Partition]] = {}
-        # One that was deposed and does not know it would know nothing of later turns, either.
+        # A deposed leader lacks the later transactions, so each leader is confirmed first.
         for partition, leader in (await confirm_leaders(self._client, list(partitions))).items():
             if isinstance(leader, KafkaRefused):
-                told[partition] = ProducerState(leader.code)
+                states[partition] = ProducerState(leader.code)
             elif isinstance(leader, KafkaUnavailable):
-                told[partition] = ProducerState(Code.NETWORK_EXCEPTION)
+                states[partition] = ProducerState(Code.NETWORK_EXCEPTION)
             else:
                 by_leader.setdefault(leader, []).append(partition)
         for answer in await asyncio.gather(
-            *(self._ask_all(leader, led, ours) for leader, led in by_leader.items())
+            *(self._describe_at(leader, led, ours) for leader, led in by_leader.items())
         ):
-            told.update(answer)
-        return told
+            states.update(answer)
+        return states
 
-    async def _ask_all(
+    async def _describe_at(
         self, leader: int, partitions: Sequence[Partition], ours: Collection[int]
     ) -> dict[Partition, ProducerState]:
-        told: dict[Partition, ProducerState] = {}
-        silent = False
-        for first in range(0, len(partitions), _TOGETHER):
-            some = partitions[first : first + _TOGETHER]
-            if silent:
-                # Each question would take as long again.
-                told.update(dict.fromkeys(some, ProducerState(Code.NETWORK_EXCEPTION)))
+        states: dict[Partition, ProducerState] = {}
+        unresponsive = False
+        for first in range(0, len(partitions), _PARTITIONS_PER_REQUEST):
+            some = partitions[first : first + _PARTITIONS_PER_REQUEST]
+            if unresponsive:
+                # Every further request would take the full timeout, too.
+                states.update(dict.fromkeys(some, ProducerState(Code.NETWORK_EXCEPTION)))
                 continue
-            answer = await self._ask(leader, some, ours)
-            silent = answer[some[0]].code == Code.NETWORK_EXCEPTION
-            told.update(answer)
-        return told
+            answer = await self._request(leader, some, ours)
+            unresponsive = answer[some[0]].code == Code.NETWORK_EXCEPTION
+            states.update(answer)
+        return states
 
-    async def _ask(
+    async def _request(
         self, leader: int, partitions: Sequence[Partition], ours: Collection[int]
     ) -> dict[Partition, ProducerState]:
         topics: dict[str, list[int]] = {}
         for topic, number in partitions:
             topics.setdefault(topic, []).append(number)
-        # What the leader leaves out, it has not denied.
-        told = dict.fromkeys(partitions, ProducerState(Code.UNKNOWN))
+        # A partition that is missing in the answer is not verified.
+        states = dict.fromkeys(partitions, ProducerState(Code.UNKNOWN))
         try:
             answer = await self._client.ask(
-                leader, ProducersRequest(topics), f"{self._lane}/told", _ANSWER_S
+                leader, describe_producers(topics), f"{self._channel}/producers", _REQUEST_TIMEOUT_S
             )
         except KafkaRefused as error:
             return dict.fromkeys(partitions, ProducerState(error.code))
@@ -182,39 +193,40 @@ class OpenTransactionGuard:
             for partition in partitions:
                 self._client.forget_leader(*partition)
             return dict.fromkeys(partitions, ProducerState(Code.NETWORK_EXCEPTION))
-        for topic, parts, _ in answer.topics:
-            for number, code, _message, producers, _ in parts:
+        for topic, parts in answer.topics:
+            for number, code, _message, producers in parts:
                 if code in LEADER_MOVED:
                     self._client.forget_leader(topic, number)
-                known = [one for one in producers or () if one[0] in ours]
-                open_at = [one[5] for one in known if one[5] >= 0]
-                epoch = max((one[1] for one in known), default=-1)
-                told[topic, number] = ProducerState(code, min(open_at, default=-1), leader, epoch)
-        return told
+                own = [producer for producer in producers or () if producer[0] in ours]
+                open_at = [producer[5] for producer in own if producer[5] >= 0]
+                epoch = max((producer[1] for producer in own), default=-1)
+                states[topic, number] = ProducerState(code, min(open_at, default=-1), leader, epoch)
+        return states
 
-    async def _stable(self, told: Mapping[Partition, ProducerState]) -> set[Partition]:
-        """Return those whose end, as it was when first asked for, readers have come past: nobody's
-        transaction from before is open there that was replicated. It takes no right but Describe.
+    async def _stable(self, forbidden: Mapping[Partition, ProducerState]) -> set[Partition]:
+        """Return the partitions whose last stable offset has passed their first known end.
+
+        No transaction from before is open there. This takes no right but Describe.
         """
-        if told:
-            now = await ends(self._client, told, READ_UNCOMMITTED, self._lane)
-            # A topic that was made anew ends sooner than the one that was met.
-            self._ends |= {each: min(end, self._ends.get(each, end)) for each, end in now.items()}
-        left = {each: self._ends[each] for each in told if each in self._ends}
+        if forbidden:
+            ends = await end_offsets(self._client, forbidden, READ_UNCOMMITTED, self._channel)
+            # A topic that was deleted and created again ends earlier.
+            self._ends |= {p: min(end, self._ends.get(p, end)) for p, end in ends.items()}
+        left = {p: self._ends[p] for p in forbidden if p in self._ends}
         passed: set[Partition] = set()
         backoff = Backoff(_STABLE_S, _PAUSE_S, _PAUSE_MAX_S)
         while left:
-            found = await ends(self._client, left, READ_COMMITTED, self._lane)
-            passed.update(each for each, end in left.items() if found.get(each, -1) >= end)
-            left = {each: end for each, end in left.items() if each not in passed}
+            stable = await end_offsets(self._client, left, READ_COMMITTED, self._channel)
+            passed.update(p for p, end in left.items() if stable.get(p, -1) >= end)
+            left = {p: end for p, end in left.items() if p not in passed}
             if left and not await backoff.pause():
                 break
-        # Only of the leader that takes the first batch.
-        return {each for each in passed if self._client.known_leader(*each) == told[each].leader}
+        # Only from the leader that receives the first batch.
+        return {p for p in passed if self._client.known_leader(*p) == forbidden[p].leader}
 
 
-class _Written(NamedTuple):
-    """The last record of a turn in a partition, and who wrote it."""
+class _Write(NamedTuple):
+    """The last record of a transaction in a partition, and its producer."""
 
     offset: int
     producer_id: int
@@ -222,85 +234,79 @@ class _Written(NamedTuple):
 
 
 class UnconfirmedWrites:
-    """Where one producer has written in this claim what readers were not seen to have come past:
-    its end may have been lost there.
+    """Tracks offsets that one producer wrote since the claim and that the last stable offset has
+    not
+    passed: their end marker may be missing.
 
     Args:
         producer: of this claim.
-        ended: asks the leaders.
-        stable: waits for readers.
+        guard: asks the leaders.
+        stable: waits for last stable offsets.
     """
 
-    def __init__(self, producer: Producer, ended: OpenTransactionGuard, stable: StableEnds) -> None:
+    def __init__(self, producer: Producer, guard: OpenTransactionGuard, stable: StableEnds) -> None:
         self._producer = producer
-        self._ended = ended
+        self._guard = guard
         self._stable = stable
-        self._last: dict[Partition, _Written] = {}
+        self._last: dict[Partition, _Write] = {}
 
-    def wrote(self, last: Mapping[Partition, int]) -> None:
-        """A turn was written and not ended yet; `last` has its last offset of each partition."""
+    def add(self, last: Mapping[Partition, int]) -> None:
+        """Add a transaction that was written and not ended yet, by its last offsets."""
         id, epoch = self._producer.id, self._producer.epoch
-        self._last |= {each: _Written(offset, id, epoch) for each, offset in last.items()}
+        self._last |= {p: _Write(offset, id, epoch) for p, offset in last.items()}
 
-    def seen(self, last: Mapping[Partition, int]) -> None:
-        """Readers have come past a turn."""
+    def confirm(self, last: Mapping[Partition, int]) -> None:
+        """Remove a transaction that has become visible."""
         for partition, offset in last.items():
-            written = self._last.get(partition)
-            if written is not None and written.offset == offset:
+            write = self._last.get(partition)
+            if write is not None and write.offset == offset:
                 del self._last[partition]
         if not self._last:
-            self._producer.seen()
+            self._producer.note_visible()
 
-    async def over(self, partitions: Collection[Partition], backoff: Backoff) -> None:
-        """Return once all that the producer wrote to partitions has ended there. As a rule it is
-        known, and nothing is asked. Called before they are put into its next transaction: whatever
-        becomes of that one would become of what is left open, too.
+    async def wait_until_ended(self, partitions: Collection[Partition], backoff: Backoff) -> None:
+        """Wait until the producer's writes to partitions have ended; usually they have already.
+
+        Called before its next transaction: the end of that one would end whatever is left open.
 
         Raises:
-            PromotionTxnLost: it is open still, or not known; a claim keeps off what is open.
+            PromotionTxnLost: a transaction is still open, or may be. The next claim quarantines the
+                targets concerned.
         """
-        pause_s = _SEEN_S
-        while last := {each: self._last[each] for each in partitions if each in self._last}:
-            offsets = {each: written.offset for each, written in last.items()}
+        pause_s = _VISIBLE_S
+        while last := {p: self._last[p] for p in partitions if p in self._last}:
+            offsets = {p: write.offset for p, write in last.items()}
             wait_s = max(0.0, min(pause_s, backoff.left_s))
             left = await self._stable.left(offsets, wait_s, hurry=True)
-            # No end of ours ends what was written under an earlier producer id.
+            # Our markers do not end writes under an earlier producer id.
             id = self._producer.id
-            epochs = {each: last[each].epoch for each in left if last[each].producer_id == id}
-            causes = await self._ended.left_open(self._producer, epochs) if epochs else {}
+            epochs = {p: last[p].epoch for p in left if last[p].producer_id == id}
+            causes = await self._guard.left_open(self._producer, epochs) if epochs else {}
             for partition in last.keys() - causes.keys():
                 self._last.pop(partition, None)
             if causes and backoff.left_s <= 0:
                 cause = next(iter(causes.values()))
                 raise PromotionTxnLost(cause.message, cause)
-            pause_s = min(pause_s * 2, _SEEN_MAX_S)
+            pause_s = min(pause_s * 2, _VISIBLE_MAX_S)
 
 
-def _cause(partition: Partition, said: ProducerState) -> Cause:
-    topic, number = partition
-    name = f"{topic}-{number}"
-    if said.first >= 0:
-        return Cause(
-            HANGING,
-            f"{name} was never told of the end of an earlier turn: its records "
-            f"from offset {said.first} on are open, and keep read_committed consumers waiting. "
-            "Nothing is written there until they are ended: see docs/runbooks/"
-            "TxBrokerPromotionStalled.md",
-            topic,
-            number,
-            passing=True,
+def _cause(partition: Partition, state: ProducerState) -> Cause:
+    name = "{}-{}".format(*partition)
+    if state.first >= 0:
+        message = (
+            f"{name} did not receive the end marker of an earlier promotion transaction: records "
+            f"from offset {state.first} on are open and block read_committed consumers. Nothing is "
+            "written there until they are ended: see docs/runbooks/TxBrokerPromotionStalled.md"
         )
-    if said.code == Code.TOPIC_AUTHORIZATION_FAILED:
-        return Cause(
-            "not_known",
-            f"somebody's transaction is open in {name}, and whether it is an earlier turn of ours "
-            "this proxy may not ask: grant it Read on the topic, or wait until it ends",
-            topic,
-            number,
-            passing=True,
+        return Cause(HANGING, message, *partition, passing=True)
+    if state.code == Code.TOPIC_AUTHORIZATION_FAILED:
+        message = (
+            f"a transaction is open in {name}, and this proxy may not ask whether it is an earlier "
+            "promotion transaction: grant it Read on the topic, or wait until the transaction ends"
         )
-    why = describe(said.code)
-    if said.code == Code.UNSUPPORTED_VERSION:
-        why = "this Kafka does not tell of producers (DescribeProducers), as Kafka has since 2.8"
-    sentence = f"{name} does not say whether earlier turns have ended: {why}"
-    return Cause("no_answer", sentence, topic, number, passing=True)
+        return Cause("not_known", message, *partition, passing=True)
+    why = describe(state.code)
+    if state.code == Code.UNSUPPORTED_VERSION:
+        why = "this Kafka does not support DescribeProducers: upgrade to Kafka 2.8 or newer"
+    message = f"cannot verify that earlier promotion transactions in {name} have ended: {why}"
+    return Cause("no_answer", message, *partition, passing=True)

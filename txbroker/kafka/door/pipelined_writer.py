@@ -1,10 +1,11 @@
-"""The twin transactional writer: two producers take turns, so that one writes while the
-coordinator still finishes the other's markers.
+"""Write promotion transactions with two producers alternately: one writes while the coordinator
+still writes the markers of the other's transaction.
 
-What keeps a turn whole: only an answer of the coordinator ends it; a turn is written after the
-one before it was written, and ended after that one's commit was acknowledged; no partition is
-put into it where what the same producer wrote before may still be open; whatever else happens
-breaks the writer for good, and only a claim, with new producers, goes on.
+Rules that keep a transaction atomic: it is written after the previous one was written, and ended
+after the previous commit was acknowledged; only the coordinator's answer ends it; it includes no
+partition in which an earlier transaction of the same producer may still be open. Any other error
+breaks the
+writer for good: then a claim creates new producers.
 """
 
 from __future__ import annotations
@@ -29,19 +30,19 @@ from txbroker.kafka.protocol.batch import Body, batch_bodies
 from txbroker.kafka.protocol.transactions import Partition
 from txbroker.net.backoff import Backoff
 
-# The markers of the turn before on the same transactional id take milliseconds.
+# The previous transaction's markers on the same transactional id take milliseconds.
 _PAUSE_S = 0.001
 _PAUSE_MAX_S = 0.02
 _ADD_TIMEOUT_S = 5.0
 _ABORT_TIMEOUT_S = 1.0
 
 
-_Runs: TypeAlias = dict[Partition, list[Body]]
-"""A turn's records by partition, encoded as batches."""
+_Batches: TypeAlias = dict[Partition, list[Body]]
+"""A transaction's records by partition, encoded as batches."""
 
 
 class PipelinedTxnWriter:
-    """Writes the turns of one half partition, from one claim until something breaks."""
+    """Writes the promotion transactions of one half partition, from a claim until an error."""
 
     def __init__(
         self,
@@ -49,49 +50,49 @@ class PipelinedTxnWriter:
         partition: int,
         producers: tuple[Producer, Producer],
         bytes_max: Callable[[str], int],
-        ended: OpenTransactionGuard,
+        guard: OpenTransactionGuard,
         stable: StableEnds,
     ) -> None:
         settings = client.settings
-        self._ended = ended
+        self._guard = guard
         self._stable = stable
-        self._unseen = tuple(UnconfirmedWrites(producer, ended, stable) for producer in producers)
+        self._unconfirmed = tuple(UnconfirmedWrites(p, guard, stable) for p in producers)
         self._settings = settings
         self._producers = producers
         self._bytes_max = bytes_max
         self._checkpoint = (settings.checkpoint_topic, partition)
         self._parked = (settings.parked_topic, partition)
-        self._turns = 0
+        self._written = 0
         self._commits: list[asyncio.Task[None] | None] = [None, None]
         self._broken: Fenced | PromotionTxnLost | PromotionTxnRefused | None = None
         self._writing = False
 
-    async def write(self, turn: PromotionTxn) -> KafkaPromotionTxn:
-        """Write one turn; return once its records are acknowledged and the next may be written.
+    async def write(self, txn: PromotionTxn) -> KafkaPromotionTxn:
+        """Write a transaction; return once its records are acknowledged and the next may follow.
 
         Raises:
-            PromotionTxnRefused: a record was refused; the turn is aborted.
+            PromotionTxnRefused: a record was refused; the transaction is aborted.
             Fenced, PromotionTxnLost: claim again.
         """
         if self._writing:
-            raise AssertionError("turns are written one at a time")
+            raise AssertionError("promotion transactions are written one at a time")
         self._check()
-        side = self._turns % 2
+        side = self._written % 2
         producer, own = self._producers[side], self._commits[side]
         self._writing = True
         try:
             if own is not None:
                 await outcome(own)
-            runs, places = self._runs(turn)
-            await self._ended_before(self._unseen[side], runs)
-            # The commit of the turn before may have failed meanwhile.
+            batches, places = self._batches(txn)
+            await self._wait_for_ends(self._unconfirmed[side], batches)
+            # The previous commit may have failed meanwhile.
             self._check()
-            offsets = await self._write_or_break(producer, runs)
+            offsets = await self._write_or_break(producer, batches)
         finally:
             self._writing = False
-        last = {partition: found[-1] for partition, found in offsets.items()}
-        self._unseen[side].wrote(last)
-        self._turns += 1
+        last = {partition: numbers[-1] for partition, numbers in offsets.items()}
+        self._unconfirmed[side].add(last)
+        self._written += 1
         commit = begin(self._commit(producer, self._commits[1 - side]))
         self._commits[side] = commit
         return KafkaPromotionTxn(
@@ -101,88 +102,92 @@ class PipelinedTxnWriter:
             last,
             commit,
             self._settings.visible_timeout_s,
-            self._unseen[side].seen,
+            self._unconfirmed[side].confirm,
         )
 
     async def close(self) -> None:
-        """Give up what is still open; the next claim, or Kafka, aborts it."""
-        self._break(PromotionTxnLost("the partition's door was closed"))
+        """Stop. The next claim, or Kafka's timeout, aborts an open transaction."""
+        self._break(PromotionTxnLost("the partition was closed"))
         commits = [commit for commit in self._commits if commit is not None]
         for commit in commits:
             commit.cancel()
         await asyncio.gather(*commits, return_exceptions=True)
 
-    # --- writing -----------------------------------------------------------------------------
+    # --- write -------------------------------------------------------------------------------
 
-    async def _ended_before(
-        self, unseen: UnconfirmedWrites, partitions: Collection[Partition]
+    async def _wait_for_ends(
+        self, unconfirmed: UnconfirmedWrites, partitions: Collection[Partition]
     ) -> None:
-        """See that nothing is open that the end of this turn would end, too. Nothing is begun yet,
-        so there is nothing to abort either."""
+        """Wait until nothing is open that the end of this transaction would end, too.
+
+        It has not begun yet, so an error needs no abort.
+        """
         try:
-            await unseen.over(partitions, self._backoff(_ADD_TIMEOUT_S))
+            await unconfirmed.wait_until_ended(partitions, self._backoff(_ADD_TIMEOUT_S))
             if self._parked in partitions:
-                # It was asked about at the claim, and has another leader by now perhaps.
-                for cause in await self._ended.verify_no_open_txn([self._parked]):
+                # The claim verified it, but its leader may have changed since.
+                for cause in await self._guard.verify_no_open_txn([self._parked]):
                     raise PromotionTxnLost(cause.message)
         except PromotionTxnLost as error:
             self._break(error)
             raise
 
-    async def _write_or_break(self, producer: Producer, runs: _Runs) -> dict[Partition, list[int]]:
+    async def _write_or_break(
+        self, producer: Producer, batches: _Batches
+    ) -> dict[Partition, list[int]]:
         try:
-            offsets = await self._write(producer, runs)
-            # The commit of the turn before may have failed meanwhile.
+            offsets = await self._write(producer, batches)
+            # The previous commit may have failed meanwhile.
             self._check()
         except (Fenced, PromotionTxnLost, PromotionTxnRefused) as error:
             self._break(error)
             await self._abort(producer, error)
             raise
         except BaseException:
-            # Given up half-way: what was sent is unknown, and the next claim aborts it.
-            self._break(PromotionTxnLost("the write of a turn was given up"))
+            # Cancelled: it is unknown what was sent, and the next claim aborts it.
+            self._break(PromotionTxnLost("the write of a promotion transaction was cancelled"))
             raise
         return offsets
 
-    async def _write(self, producer: Producer, runs: _Runs) -> dict[Partition, list[int]]:
-        """Write everything; return the offsets of each partition's records, in their order."""
-        offsets: dict[Partition, list[int]] = {partition: [] for partition in runs}
+    async def _write(self, producer: Producer, batches: _Batches) -> dict[Partition, list[int]]:
+        """Write all batches; return the offsets of each partition's records, in order."""
+        offsets: dict[Partition, list[int]] = {partition: [] for partition in batches}
         with translated():
-            await producer.add(list(runs), self._backoff(_ADD_TIMEOUT_S))
+            await producer.add(list(batches), self._backoff(_ADD_TIMEOUT_S))
             failpoint("turn.begun")
-            for number in range(max(map(len, runs.values()))):
-                # A request takes one batch of a partition, so the second follows the first.
-                batches = {p: parts[number] for p, parts in runs.items() if number < len(parts)}
-                # Short, because meanwhile readers of all other targets are held back.
+            for number in range(max(map(len, batches.values()))):
+                # A request takes one batch per partition, so further ones follow in turn.
+                some = {p: parts[number] for p, parts in batches.items() if number < len(parts)}
+                # Short, because the open transaction blocks the readers of all targets.
                 backoff = self._backoff(self._settings.request_timeout_s)
-                stored = await producer.produce(batches, backoff)
+                stored = await producer.produce(some, backoff)
                 for partition, where in stored.items():
-                    offsets[partition].extend(_offsets(where, batches[partition].count))
+                    offsets[partition].extend(_offsets(where, some[partition].count))
             failpoint("turn.produced")
         return offsets
 
-    def _runs(self, turn: PromotionTxn) -> tuple[_Runs, list[tuple[Partition, int]]]:
-        """Return each partition's records as batches, and where each promoted one is: its
-        partition, and its number among those that go there."""
+    def _batches(self, txn: PromotionTxn) -> tuple[_Batches, list[tuple[Partition, int]]]:
+        """Return the batches of each partition, and the place of each promoted record: its
+        partition and its number among the records for it."""
         by_partition: dict[Partition, list[Record]] = {}
         places = []
-        for topic, number, record in turn.promoted:
+        for topic, number, record in txn.promoted:
             records = by_partition.setdefault((topic, number), [])
             places.append(((topic, number), len(records)))
             records.append(record)
-        if turn.parked:
-            by_partition[self._parked] = list(turn.parked)
-        by_partition[self._checkpoint] = [encode_progress(turn.progress)]
-        runs = {
+        if txn.parked:
+            by_partition[self._parked] = list(txn.parked)
+        by_partition[self._checkpoint] = [encode_progress(txn.progress)]
+        batches = {
             partition: batch_bodies(records, self._bytes_max(partition[0]))
             for partition, records in by_partition.items()
         }
-        return runs, places
+        return batches, places
 
     def _backoff(self, seconds: float) -> Backoff:
         return Backoff(seconds, _PAUSE_S, _PAUSE_MAX_S)
 
-    # --- ending ------------------------------------------------------------------------------
+    # --- end ---------------------------------------------------------------------------------
 
     async def _commit(self, producer: Producer, before: asyncio.Task[None] | None) -> None:
         try:
@@ -196,12 +201,12 @@ class PipelinedTxnWriter:
         except (Fenced, PromotionTxnLost, PromotionTxnRefused) as error:
             self._break(error)
             if before is not None and before.done() and _failed(before):
-                # Its predecessor may not be committed, so this one must not be.
+                # The previous one may not be committed, so this one must not be either.
                 await self._abort(producer, error)
             raise again(error) from None
 
     async def _abort(self, producer: Producer, error: Exception) -> None:
-        """Free the readers of the targets early; the next claim aborts it for certain."""
+        """Try to unblock the targets' readers early; the next claim aborts it in any case."""
         if isinstance(error, Fenced):
             return
         with contextlib.suppress(ProducerFenced, KafkaUnavailable, TimeoutError):

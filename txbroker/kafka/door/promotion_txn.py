@@ -1,4 +1,4 @@
-"""A written turn: waiting for its commit, and for the moment when readers see it."""
+"""A promotion transaction that is written: wait for its commit and its visibility."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from txbroker.kafka.protocol.transactions import Partition
 
 
 class KafkaPromotionTxn(PromotionTxnHandle):
-    """A `txbroker.door.protocols.TurnHandle`: the turn is written, its commit goes on by itself."""
+    """A `PromotionTxnHandle` on a real Kafka. The commit proceeds in its own task."""
 
     def __init__(
         self,
@@ -32,7 +32,7 @@ class KafkaPromotionTxn(PromotionTxnHandle):
         last: Mapping[Partition, int],
         commit: asyncio.Task[None],
         visible_timeout_s: float,
-        seen: Callable[[Mapping[Partition, int]], None],
+        on_visible: Callable[[Mapping[Partition, int]], None],
     ) -> None:
         self.offsets = offsets
         self.parked_offsets = parked_offsets
@@ -40,10 +40,10 @@ class KafkaPromotionTxn(PromotionTxnHandle):
         self._visible_timeout_s = visible_timeout_s
         self._last = last
         self._commit = commit
-        self._seen = seen
+        self._on_visible = on_visible
 
     async def committed(self) -> None:
-        """Wait until the turn's commit is acknowledged.
+        """Wait until the commit is acknowledged.
 
         Raises:
             Fenced, PromotionTxnLost: claim again; the progress shows whether it was committed.
@@ -51,18 +51,18 @@ class KafkaPromotionTxn(PromotionTxnHandle):
         await outcome(self._commit)
 
     async def visible(self) -> None:
-        """Wait until every `read_committed` reader can see the turn.
+        """Wait until the transaction is visible to every `read_committed` reader.
 
         Raises:
-            Fenced, PromotionTxnLost: it is not committed, as far as is known.
-            NotVisible: it is not in time.
+            Fenced, PromotionTxnLost: it may not be committed.
+            NotVisible: not in time.
         """
         await self.committed()
         await self._stable.pass_by(self._last, self._visible_timeout_s)
-        self._seen(self._last)
+        self._on_visible(self._last)
 
 
-# The producer's state is lost, or the coordinator's; the record is not to blame.
+# The state of producer or coordinator is lost; the record is valid.
 _PRODUCER_LOST = frozenset(
     {
         Code.OUT_OF_ORDER_SEQUENCE,
@@ -88,18 +88,18 @@ _CAUSES = {
     Code.UNKNOWN_TOPIC_OR_PARTITION: ("unknown_topic", "does not exist: create it"),
     Code.INVALID_TIMESTAMP: (
         "bad_timestamp",
-        "does not take the message's timestamp: see message.timestamp.before.max.ms and "
+        "rejects the message's timestamp: see message.timestamp.before.max.ms and "
         "message.timestamp.after.max.ms",
     ),
     Code.INVALID_RECORD: (
         "bad_record",
-        "does not take the message, as a compacted topic takes none without a key",
+        "rejects the message: a compacted topic takes none without a key",
     ),
 }
 
 
 def cause_of(error: BatchRefused) -> Cause:
-    """Return why a target refused a batch, in a code and a sentence."""
+    """Return why a target refused a batch."""
     topic, number = error.partition
     name = f"{topic}-{number}"
     passing = error.code in RETRIABLE
@@ -112,7 +112,7 @@ def cause_of(error: BatchRefused) -> Cause:
 
 @contextmanager
 def translated() -> Iterator[None]:
-    """Turn what a producer raises into what an owner acts on."""
+    """Translate a producer's errors into those of the door."""
     try:
         yield
     except ProducerFenced:
@@ -123,7 +123,9 @@ def translated() -> Iterator[None]:
         raise PromotionTxnRefused(cause_of(error)) from None
     except BatchUnknown as error:
         topic, number = error.partition
-        cause = Cause("no_answer", f"its leader is silent: {error}", topic, number, passing=True)
+        cause = Cause(
+            "no_answer", f"its leader does not answer: {error}", topic, number, passing=True
+        )
         raise PromotionTxnLost(str(error), cause) from None
     except KafkaUnavailable as error:
         raise PromotionTxnLost(str(error)) from None

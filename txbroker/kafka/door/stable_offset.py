@@ -1,4 +1,4 @@
-"""When `read_committed` readers see what was written: the last stable offset has passed it."""
+"""Wait until writes are visible: the last stable offset has passed them."""
 
 from __future__ import annotations
 
@@ -9,54 +9,54 @@ from msgspec import Struct
 
 from txbroker.door.protocols import NotVisible
 from txbroker.kafka.client.client import Client
-from txbroker.kafka.client.offsets import READ_COMMITTED, READ_UNCOMMITTED, ends
+from txbroker.kafka.client.reader import READ_COMMITTED, READ_UNCOMMITTED, end_offsets
 from txbroker.kafka.protocol.transactions import Partition
 from txbroker.net.backoff import Backoff
 
-_LANE = "visible"
+_CHANNEL = "visible"
 _POLL_S = 0.001
 _POLL_MAX_S = 0.1
-COMPANY_S = 0.005
-"""So long behind a question that somebody was waiting for the next one waits for company, seconds:
-turns of several half partitions are seen by one question then. The first leaves at once, and so
-does one for which the next turn waits."""
+BATCH_WAIT_S = 0.005
+"""Pause after a request that released a waiter: one request then serves transactions of several
+half partitions. The first request is sent at once, and so is one that the next transaction waits
+for."""
 
 
 class _Wait(Struct, eq=False):
-    """Somebody who waits until partitions are stable up to an end."""
+    """A wait until partitions are stable up to given ends."""
 
     ends: dict[Partition, int]
-    """Of the partitions that are not stable so far yet."""
-    over: asyncio.Future[None]
-    """Done when there are none left, or the time is up."""
+    """The partitions that are not stable up to their end yet."""
+    done: asyncio.Future[None]
+    """Done when no partition is left, or on timeout."""
 
-    def end(self) -> None:
-        """Wait no longer."""
-        if not self.over.done():
-            self.over.set_result(None)
+    def finish(self) -> None:
+        """End the wait."""
+        if not self.done.done():
+            self.done.set_result(None)
 
 
 class _Leader:
-    """Who waits for partitions of one broker."""
+    """The waits for partitions of one leader, and the task that polls it."""
 
     def __init__(self) -> None:
         self.waiting: dict[Partition, list[_Wait]] = {}
         self.more = asyncio.Event()
-        """Somebody came."""
+        """Set by a new wait."""
         self.hurry = asyncio.Event()
-        """Somebody came who waits for no company."""
+        """Set by a new wait that must not be delayed."""
         self.task: asyncio.Task[None] | None = None
         self.moved_s = float("-inf")
-        """When it was asked last so that somebody had waited long enough, by the loop's clock."""
+        """Time of the last request that released a wait, by the loop's clock."""
 
     def add(self, partition: Partition, *waiting: _Wait) -> None:
-        """Let somebody wait."""
+        """Add waits for a partition."""
         self.waiting.setdefault(partition, []).extend(waiting)
         self.more.set()
 
     def drop(self, partition: Partition, wait: _Wait) -> None:
-        """Let one wait no more, if it does, and ask no more for what nobody waits for."""
-        left = [each for each in self.waiting.pop(partition, ()) if each is not wait]
+        """Remove a wait; stop polling if none is left."""
+        left = [other for other in self.waiting.pop(partition, ()) if other is not wait]
         if left:
             self.waiting[partition] = left
         if not self.waiting and self.task is not None:
@@ -64,29 +64,28 @@ class _Leader:
             self.task = None
 
     def release(self, stable: Mapping[Partition, int]) -> bool:
-        """Let go whoever has waited long enough; say whether there was anybody."""
+        """Finish the waits whose ends have passed; return whether there were any."""
         moved = False
         for partition, end in stable.items():
             waiting = self.waiting.pop(partition, ())
-            left = [each for each in waiting if each.ends[partition] > end]
+            left = [wait for wait in waiting if wait.ends[partition] > end]
             if left:
                 self.waiting[partition] = left
-            for each in waiting:
-                if each.ends[partition] <= end:
+            for wait in waiting:
+                if wait.ends[partition] <= end:
                     moved = True
-                    del each.ends[partition]
-                    if not each.ends:
-                        each.end()
+                    del wait.ends[partition]
+                    if not wait.ends:
+                        wait.finish()
         return moved
 
 
 class StableEnds:
-    """Waits for last stable offsets: one question at a time to each leader, however many turns
-    wait, of whichever half partition. One for each client.
+    """Polls last stable offsets, with one request at a time to each leader. One per client.
 
-    While somebody's open transaction holds a partition back, turns pile up behind it; if each
-    asked for itself, the brokers would be asked ever more often. A broker that does not answer
-    holds up nobody who waits for others.
+    While another client's open transaction blocks a partition, transactions queue up after it; if
+    each polled, the load on the broker would grow with the queue. An unresponsive broker delays no
+    waits for others.
     """
 
     def __init__(self, client: Client) -> None:
@@ -94,12 +93,12 @@ class StableEnds:
         self._leaders: dict[int, _Leader] = {}
 
     async def pass_by(self, last: Mapping[Partition, int], seconds: float) -> None:
-        """Wait until the last stable offset of every partition is behind the offset given.
+        """Wait until the last stable offset of every partition has passed the given offset.
 
-        An offset of -1 stands for the partition's end as it is now.
+        An offset of -1 is the partition's current end.
 
         Raises:
-            NotVisible: the time is up.
+            NotVisible: after `seconds`.
         """
         if left := await self.left(last, seconds):
             raise _invisible(left, seconds)
@@ -107,23 +106,25 @@ class StableEnds:
     async def left(
         self, last: Mapping[Partition, int], seconds: float, *, hurry: bool = False
     ) -> list[Partition]:
-        """Wait as `pass_by` does; return those for which the time was not enough. With `hurry`
-        it is asked without waiting for company."""
+        """Wait like `pass_by`; return the partitions that are left after `seconds`.
+
+        With `hurry` the next request is not delayed.
+        """
         backoff = Backoff(seconds, _POLL_S, _POLL_MAX_S)
-        wanted = await self._wanted(last, backoff)
-        untold = last.keys() - wanted.keys()
+        ends = await self._resolve(last, backoff)
+        unresolved = last.keys() - ends.keys()
         loop = asyncio.get_running_loop()
-        wait = _Wait(wanted, loop.create_future())
-        for partition in wanted:
+        wait = _Wait(ends, loop.create_future())
+        for partition in list(ends):
             self._add(partition, wait, hurry=hurry)
-        if wanted:
-            timer = loop.call_later(max(backoff.left_s, 0.0), wait.end)
+        if ends:
+            timer = loop.call_later(max(backoff.left_s, 0.0), wait.finish)
             try:
-                await wait.over
+                await wait.done
             finally:
                 timer.cancel()
                 self._give_up(wait)
-        return [each for each in last if each in untold or each in wait.ends]
+        return [p for p in last if p in unresolved or p in wait.ends]
 
     def _give_up(self, wait: _Wait) -> None:
         for partition in wait.ends:
@@ -131,23 +132,22 @@ class StableEnds:
                 if partition in leader.waiting:
                     leader.drop(partition, wait)
 
-    async def _wanted(
+    async def _resolve(
         self, last: Mapping[Partition, int], backoff: Backoff
     ) -> dict[Partition, int]:
-        """Return where each partition must be stable up to; without those that do not tell."""
-        wanted = {partition: offset + 1 for partition, offset in last.items() if offset >= 0}
-        unknown = last.keys() - wanted.keys()
+        """Return the end up to which each partition must be stable, as far as known in time."""
+        ends = {partition: offset + 1 for partition, offset in last.items() if offset >= 0}
+        unknown = last.keys() - ends.keys()
         while unknown:
-            found = await ends(self._client, unknown, READ_UNCOMMITTED, _LANE)
-            wanted.update(found)
-            unknown -= found.keys()
+            answer = await end_offsets(self._client, unknown, READ_UNCOMMITTED, _CHANNEL)
+            ends.update(answer)
+            unknown -= answer.keys()
             if unknown and not await backoff.pause():
                 break
-        return wanted
+        return ends
 
     def _add(self, partition: Partition, *waiting: _Wait, hurry: bool = False) -> None:
-        """Let somebody wait for the leader of a partition; -1 stands for that of whom no leader is
-        known."""
+        """Add waits to the leader of a partition, -1 if it is unknown."""
         leader = self._leaders.setdefault(self._client.known_leader(*partition), _Leader())
         leader.add(partition, *waiting)
         if hurry:
@@ -156,16 +156,17 @@ class StableEnds:
             leader.task = asyncio.create_task(self._poll(leader), name="txbroker visible")
 
     async def _poll(self, leader: _Leader) -> None:
-        """Ask for as long as anybody waits; less often while nothing moves."""
+        """Poll while waits are left, with growing pauses while none is released."""
         loop = asyncio.get_running_loop()
         pause_s = _POLL_S
         while leader.waiting:
-            if (early_s := leader.moved_s + COMPANY_S - loop.time()) > 0:
+            if (early_s := leader.moved_s + BATCH_WAIT_S - loop.time()) > 0:
                 await _set_within(leader.hurry, early_s)
             leader.hurry.clear()
             leader.more.clear()
             asked_s = loop.time()
-            moved = leader.release(await ends(self._client, leader.waiting, READ_COMMITTED, _LANE))
+            stable = await end_offsets(self._client, leader.waiting, READ_COMMITTED, _CHANNEL)
+            moved = leader.release(stable)
             leader.moved_s = asked_s if moved else float("-inf")
             self._move(leader)
             if not leader.waiting:
@@ -175,14 +176,14 @@ class StableEnds:
                 pause_s = _POLL_S
 
     def _move(self, leader: _Leader) -> None:
-        """Give partitions that have another leader now to that one."""
+        """Move waits for partitions that have another leader now."""
         for partition in list(leader.waiting):
             if self._leaders.get(self._client.known_leader(*partition)) is not leader:
                 self._add(partition, *leader.waiting.pop(partition))
 
 
 async def _set_within(event: asyncio.Event, seconds: float) -> bool:
-    """Say whether an event is set, or comes to be within so many seconds."""
+    """Return whether an event is set within `seconds`."""
     try:
         async with asyncio.timeout(seconds):
             await event.wait()
@@ -194,7 +195,7 @@ async def _set_within(event: asyncio.Event, seconds: float) -> bool:
 def _invisible(partitions: list[Partition], seconds: float) -> NotVisible:
     names = ", ".join(sorted(f"{topic}-{number}" for topic, number in partitions))
     return NotVisible(
-        f"written and committed {seconds:g} s ago, but not visible in {names}: "
-        "see whether a transaction hangs there",
+        f"committed {seconds:g} s ago, but not visible in {names}: look for a hanging transaction "
+        "with `kafka-transactions.sh find-hanging`",
         partitions,
     )

@@ -8,7 +8,7 @@ from txbroker.core.records import Cause
 from txbroker.door.protocols import TargetFacts, Targets
 from txbroker.errors import KafkaUnavailable
 from txbroker.kafka.client.admin import Admin, NewTopic
-from txbroker.kafka.client.client import Client, KafkaRefused, TopicFacts, may_pass
+from txbroker.kafka.client.client import Client, KafkaRefused, TopicFacts, is_retriable
 from txbroker.kafka.protocol.codes import Code, describe
 from txbroker.kafka.tools.installations import Installations
 
@@ -111,7 +111,7 @@ class KafkaTargets(Targets):
         try:
             await self._admin.create([NewTopic(topic, _BY_DEFAULT, _BY_DEFAULT, {})])
         except KafkaRefused as error:
-            if may_pass(error):
+            if is_retriable(error):
                 raise
             return Cause("unknown_topic", str(error), topic, _ANY_PARTITION)
         return None

@@ -1,8 +1,7 @@
-"""The requests of every transaction, packed in few calls: Produce, EndTxn and ListOffsets.
+"""The requests of every transaction, encoded in few calls: Produce, EndTxn and ListOffsets.
 
-The client library puts a request together field by field, which takes a hundred calls and more;
-these go out by the hundred a second. They are byte for byte what the library makes of the same
-versions. All other requests are its own.
+The client library encodes field by field, in a hundred calls and more, and a proxy sends hundreds
+of these a second. The bytes are the same as the library's for the same versions.
 """
 
 from __future__ import annotations
@@ -15,31 +14,31 @@ from aiokafka.errors import IncompatibleBrokerVersion
 from msgspec import Struct
 
 Batches: TypeAlias = Sequence[tuple[str, Sequence[tuple[int, bytes]]]]
-"""Of each topic, the numbers of partitions and what is to be written to each."""
+"""Each topic with its partition numbers and the encoded batch for each."""
 Versions: TypeAlias = dict[int, tuple[int, int]]
-"""Of each kind of request, the first and the last version that a broker speaks."""
+"""First and last version of each API key that a broker supports."""
 
 _FRONT = struct.Struct(">ihhih")
-"""Bytes behind this field, kind, version, correlation id, bytes of the client's name."""
+"""Bytes after this field, API key, version, correlation id, bytes of the client id."""
 _CONSUMER = -1
 _NO_TAGS = b"\0"
 _NULL, _COMPACT_NULL = b"\xff\xff", b"\0"
-_HOW = struct.Struct(">hi")
-"""Acknowledgements, and milliseconds until the broker gives up."""
+_ACKS_TIMEOUT = struct.Struct(">hi")
+"""Acknowledgements, and the broker's timeout in milliseconds."""
 _SHORT, _INT = struct.Struct(">h"), struct.Struct(">i")
-_NUMBER_SIZE = struct.Struct(">ii")
-_NUMBER_TIME = struct.Struct(">iq")
-_WRITTEN = struct.Struct(">ihqqq")
-"""Partition, error, first offset, timestamp, first offset that is kept."""
-_END = struct.Struct(">ihqq")
+_PARTITION_SIZE = struct.Struct(">ii")
+_PARTITION_TIMESTAMP = struct.Struct(">iq")
+_PRODUCE_RESULT = struct.Struct(">ihqqq")
+"""Partition, error, base offset, timestamp, log start offset."""
+_OFFSET_RESULT = struct.Struct(">ihqq")
 """Partition, error, timestamp, offset."""
 _PRODUCER = struct.Struct(">qh?")
-_NEXT = struct.Struct(">qh")
+_IDENTITY = struct.Struct(">qh")
 _NAMES_MAX = 4096
 
 
 class _Names(dict[str, bytes]):
-    """Names as requests hold them. Remembers some."""
+    """A bounded cache of encoded names."""
 
     def __init__(self, encode: Callable[[bytes], bytes]) -> None:
         self._encode = encode
@@ -51,8 +50,8 @@ class _Names(dict[str, bytes]):
         return encoded
 
 
-def _unsigned(number: int) -> bytes:
-    """Return a number, seven bits a byte."""
+def _varint(number: int) -> bytes:
+    """Return an unsigned varint."""
     encoded = bytearray()
     while number > 0x7F:
         encoded.append(number & 0x7F | 0x80)
@@ -62,11 +61,11 @@ def _unsigned(number: int) -> bytes:
 
 
 _names = _Names(lambda name: _SHORT.pack(len(name)) + name)
-_compact_names = _Names(lambda name: _unsigned(len(name) + 1) + name)
+_compact_names = _Names(lambda name: _varint(len(name) + 1) + name)
 
 
 class PackedRequest:
-    """A request that encodes itself and reads its answer. It goes out in one version only."""
+    """A request in one version that encodes itself and decodes its answer."""
 
     API_KEY: ClassVar[int]
     API_VERSION: ClassVar[int]
@@ -75,20 +74,22 @@ class PackedRequest:
         """Return all bytes of the request.
 
         Args:
-            versions: that the broker speaks.
-            correlation_id: comes back in the answer.
-            client: the client's name.
+            versions: supported by the broker.
+            correlation_id: returned in the answer.
+            client: the client id.
 
         Raises:
-            IncompatibleBrokerVersion: the broker does not know this kind of request.
-            NotImplementedError: not in this version.
+            IncompatibleBrokerVersion: the broker does not support this API.
+            NotImplementedError: the broker does not support this version of it.
         """
         key, version = self.API_KEY, self.API_VERSION
         if key not in versions:
-            raise IncompatibleBrokerVersion(f"{type(self).__name__} is not known to the broker")
+            raise IncompatibleBrokerVersion(f"the broker does not support {type(self).__name__}")
         first, last = versions[key]
         if not first <= version <= last:
-            raise NotImplementedError(f"{type(self).__name__} in versions {first} to {last}")
+            raise NotImplementedError(
+                f"{type(self).__name__}: the broker supports versions {first} to {last}"
+            )
         parts = [b"", client]
         self._pack(parts)
         size = _FRONT.size - _INT.size + sum(map(len, parts))
@@ -96,14 +97,14 @@ class PackedRequest:
         return b"".join(parts)
 
     def _pack(self, parts: list[bytes]) -> None:
-        """Append what comes behind the client's name."""
+        """Append the bytes after the client id."""
         raise NotImplementedError
 
     def read(self, frame: bytes) -> Any:
-        """Return what an answer says; `frame` is what comes behind its size.
+        """Return the decoded answer; `frame` begins with the correlation id.
 
         Raises:
-            ValueError, IndexError, struct.error: it is not an answer to this request.
+            ValueError, IndexError, struct.error: the bytes are not an answer to this request.
         """
         raise NotImplementedError
 
@@ -112,18 +113,18 @@ class PackedRequest:
 
 
 class ProduceResponse(Struct, frozen=True):
-    """What a broker says of a write.
+    """A decoded answer to a Produce request.
 
     Attributes:
-        topics: name and partitions of each topic: number, error, first offset, timestamp and, in
-            the second version of the transaction protocol, a sentence about the error.
+        topics: name and partitions of each topic: number, error, base offset, timestamp and, from
+            version 12 on, an error message.
     """
 
     topics: list[tuple[str, list[tuple[Any, ...]]]]
 
 
 class ProduceV7(PackedRequest):
-    """Produce of the first version of the transaction protocol, or outside of transactions."""
+    """Produce for version 1 of the transaction protocol, and outside of transactions."""
 
     API_KEY = 0
     API_VERSION = 7
@@ -140,21 +141,21 @@ class ProduceV7(PackedRequest):
         id, topics = self._transactional_id, self._topics
         parts += (
             _NULL if id is None else _names[id],
-            _HOW.pack(self._required_acks, self._timeout),
+            _ACKS_TIMEOUT.pack(self._required_acks, self._timeout),
             _INT.pack(len(topics)),
         )
         for topic, batches in topics:
             parts += _names[topic], _INT.pack(len(batches))
             for number, batch in batches:
-                parts += _NUMBER_SIZE.pack(number, len(batch)), batch
+                parts += _PARTITION_SIZE.pack(number, len(batch)), batch
 
     def read(self, frame: bytes) -> ProduceResponse:
-        """Return what the broker says of each partition."""
-        return ProduceResponse(_read_topics(frame, _INT.size, _WRITTEN))
+        """Return each partition's result."""
+        return ProduceResponse(_read_topics(frame, _INT.size, _PRODUCE_RESULT))
 
 
 class ProduceV12(ProduceV7):
-    """Produce that also puts the partitions into the transaction, and begins it where needed."""
+    """Produce that also adds the partitions to the transaction, beginning it if needed."""
 
     API_VERSION = 12
 
@@ -163,31 +164,31 @@ class ProduceV12(ProduceV7):
         parts += (
             _NO_TAGS,
             _COMPACT_NULL if id is None else _compact_names[id],
-            _HOW.pack(self._required_acks, self._timeout),
-            _unsigned(len(topics) + 1),
+            _ACKS_TIMEOUT.pack(self._required_acks, self._timeout),
+            _varint(len(topics) + 1),
         )
         for topic, batches in topics:
-            parts += _compact_names[topic], _unsigned(len(batches) + 1)
+            parts += _compact_names[topic], _varint(len(batches) + 1)
             for number, batch in batches:
-                parts += _INT.pack(number), _unsigned(len(batch) + 1), batch, _NO_TAGS
+                parts += _INT.pack(number), _varint(len(batch) + 1), batch, _NO_TAGS
             parts.append(_NO_TAGS)
         parts.append(_NO_TAGS)
 
     def read(self, frame: bytes) -> ProduceResponse:
-        """Return what the broker says of each partition."""
+        """Return each partition's result."""
         topics = []
-        count, at = _read_unsigned(frame, _skip_tags(frame, _INT.size))
+        count, at = _read_varint(frame, _skip_tags(frame, _INT.size))
         for _ in range(count - 1):
-            name, at = _read_text(frame, at)
+            name, at = _read_string(frame, at)
             partitions = []
-            size, at = _read_unsigned(frame, at)
+            size, at = _read_varint(frame, at)
             for _ in range(size - 1):
-                number, code, offset, timestamp, _start = _WRITTEN.unpack_from(frame, at)
-                errors, at = _read_unsigned(frame, at + _WRITTEN.size)
-                for _ in range(errors - 1):  # of single records
-                    _error, at = _read_text(frame, at + _INT.size)
+                number, code, offset, timestamp, _start = _PRODUCE_RESULT.unpack_from(frame, at)
+                errors, at = _read_varint(frame, at + _PRODUCE_RESULT.size)
+                for _ in range(errors - 1):  # errors of single records
+                    _error, at = _read_string(frame, at + _INT.size)
                     at = _skip_tags(frame, at)
-                message, at = _read_text(frame, at)
+                message, at = _read_string(frame, at)
                 at = _skip_tags(frame, at)
                 partitions.append((number, code, offset, timestamp, message))
             topics.append((name or "", partitions))
@@ -199,12 +200,12 @@ class ProduceV12(ProduceV7):
 
 
 class EndTxnResponse(Struct, frozen=True):
-    """What a coordinator says of an end.
+    """A decoded answer to an EndTxn request.
 
     Attributes:
-        error_code: 0 where the transaction is over.
-        producer_id, producer_epoch: of the next transaction, -1 in the first version of the
-            transaction protocol, in which they stay.
+        error_code: 0 when the transaction has ended.
+        producer_id, producer_epoch: for the next transaction; -1 in version 1 of the transaction
+            protocol, which keeps them.
     """
 
     error_code: int
@@ -213,7 +214,7 @@ class EndTxnResponse(Struct, frozen=True):
 
 
 class EndTxnV0(PackedRequest):
-    """EndTxn of the first version of the transaction protocol."""
+    """EndTxn for version 1 of the transaction protocol."""
 
     API_KEY = 26
     API_VERSION = 0
@@ -231,12 +232,12 @@ class EndTxnV0(PackedRequest):
         parts += _names[self._transactional_id], producer
 
     def read(self, frame: bytes) -> EndTxnResponse:
-        """Return what the coordinator says."""
+        """Return the coordinator's answer."""
         return EndTxnResponse(*_SHORT.unpack_from(frame, _INT.size * 2))
 
 
 class EndTxnV5(EndTxnV0):
-    """EndTxn whose answer says with which producer id and epoch the next transaction goes on."""
+    """EndTxn whose answer holds the producer id and epoch for the next transaction."""
 
     API_VERSION = 5
 
@@ -245,17 +246,17 @@ class EndTxnV5(EndTxnV0):
         parts += _NO_TAGS, _compact_names[self._transactional_id], producer, _NO_TAGS
 
     def read(self, frame: bytes) -> EndTxnResponse:
-        """Return what the coordinator says."""
+        """Return the coordinator's answer."""
         at = _skip_tags(frame, _INT.size) + _INT.size
         (code,) = _SHORT.unpack_from(frame, at)
-        return EndTxnResponse(code, *_NEXT.unpack_from(frame, at + _SHORT.size))
+        return EndTxnResponse(code, *_IDENTITY.unpack_from(frame, at + _SHORT.size))
 
 
 # --- offsets -------------------------------------------------------------------------------------
 
 
 class ListOffsetsResponse(Struct, frozen=True):
-    """What a broker says of offsets.
+    """A decoded answer to a ListOffsets request.
 
     Attributes:
         topics: name and partitions of each topic: number, error, timestamp, offset.
@@ -265,7 +266,7 @@ class ListOffsetsResponse(Struct, frozen=True):
 
 
 class ListOffsetsV3(PackedRequest):
-    """ListOffsets: where partitions begin or end, or what is the first offset from a time on."""
+    """ListOffsets: start or end of partitions, or the first offset from a timestamp on."""
 
     API_KEY = 2
     API_VERSION = 3
@@ -280,11 +281,11 @@ class ListOffsetsV3(PackedRequest):
         parts.append(struct.pack(">ibi", _CONSUMER, self._isolation_level, len(self._topics)))
         for topic, partitions in self._topics:
             parts += _names[topic], _INT.pack(len(partitions))
-            parts += [_NUMBER_TIME.pack(number, time) for number, time in partitions]
+            parts += [_PARTITION_TIMESTAMP.pack(number, time) for number, time in partitions]
 
     def read(self, frame: bytes) -> ListOffsetsResponse:
-        """Return what the broker says of each partition."""
-        return ListOffsetsResponse(_read_topics(frame, _INT.size * 2, _END))
+        """Return each partition's result."""
+        return ListOffsetsResponse(_read_topics(frame, _INT.size * 2, _OFFSET_RESULT))
 
 
 # --- reading -------------------------------------------------------------------------------------
@@ -304,14 +305,14 @@ def _read_topics(
         first = at + _INT.size
         at = first + partitions * entry.size
         if size < 0 or partitions < 0 or at > len(frame):
-            raise ValueError("an answer ends before its partitions")
+            raise ValueError("the answer is truncated in its partitions")
         name = frame[begin : begin + size].decode()
         topics.append((name, list(entry.iter_unpack(frame[first:at]))))
     return topics
 
 
-def _read_unsigned(frame: bytes, at: int) -> tuple[int, int]:
-    """Return a number, and where the next field begins."""
+def _read_varint(frame: bytes, at: int) -> tuple[int, int]:
+    """Return an unsigned varint, and the position of the next field."""
     number = shift = 0
     while (byte := frame[at]) > 0x7F:
         number |= (byte & 0x7F) << shift
@@ -320,22 +321,22 @@ def _read_unsigned(frame: bytes, at: int) -> tuple[int, int]:
     return number | byte << shift, at + 1
 
 
-def _read_text(frame: bytes, at: int) -> tuple[str | None, int]:
-    """Return a text, and where the next field begins."""
-    size, at = _read_unsigned(frame, at)
+def _read_string(frame: bytes, at: int) -> tuple[str | None, int]:
+    """Return a compact nullable string, and the position of the next field."""
+    size, at = _read_varint(frame, at)
     if not size:
         return None, at
     end = at + size - 1
     if end > len(frame):
-        raise ValueError("an answer ends before its text")
+        raise ValueError("the answer is truncated in a string")
     return frame[at:end].decode(), end
 
 
 def _skip_tags(frame: bytes, at: int) -> int:
-    """Return where the next field begins."""
-    count, at = _read_unsigned(frame, at)
+    """Return the position after tagged fields."""
+    count, at = _read_varint(frame, at)
     for _ in range(count):
-        _tag, at = _read_unsigned(frame, at)
-        size, at = _read_unsigned(frame, at)
+        _tag, at = _read_varint(frame, at)
+        size, at = _read_varint(frame, at)
         at += size
     return at

@@ -1,23 +1,26 @@
-"""Requests that the client library does not bring, written in its own way.
+"""Kafka requests that the client library lacks, as tables of their fields.
 
-Metadata with the rights that the asker has (KIP-430), the newest timestamp of a partition
-(KIP-734), what producers and coordinators say of transactions that are open (KIP-664), the
-features that all brokers agreed on (KIP-584), and producer ids for transactions whose every end
-raises the epoch (KIP-890).
-"""
+A schema lists fields as `name:type`, arrays as `name[type]` or `name[fields]`. The types are those
+of Kafka's protocol guide (https://kafka.apache.org/protocol), shortened: i8 to i64, bool, str,
+bytes, uuid. In flexible versions strings and arrays are compact, and every struct ends in tagged
+fields: requests send none, and answers' are skipped, except for the outermost ones (`tags`)."""
 
 from __future__ import annotations
 
+import re
 import struct
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from io import BytesIO
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
-from aiokafka.protocol.api import Request, RequestStruct, Response, ResponseHeader_v0
+from aiokafka.protocol.abstract import AbstractType
 from aiokafka.protocol.types import (
     Array,
     Boolean,
+    Bytes,
     CompactArray,
+    CompactBytes,
     CompactString,
     Int8,
     Int16,
@@ -29,436 +32,324 @@ from aiokafka.protocol.types import (
     UnsignedVarInt32,
 )
 
-_TAGS = ("tags", TaggedFields)
+from txbroker.kafka.protocol.packed import PackedRequest
+
+_CORRELATION_ID_BYTES = 4
+_NO_TAGS = b"\0"
+_NO_TOPIC_ID = bytes(16)
 _CONSUMER = -1
 _ANY_EPOCH = -1
 _READ_UNCOMMITTED = 0
 _MAX_TIMESTAMP = -3
-NO_RIGHTS_TOLD = -(2**31)
-"""What brokers send in place of rights where nobody asked for them."""
+_TOPIC = 2
+_SET = 0
+RIGHTS_NOT_REQUESTED = -(2**31)
+"""Brokers return this instead of rights unless the request asks for them."""
 
 
-class _MetadataResponse(Response):
-    API_KEY = 3
-    API_VERSION = 8
-    SCHEMA = Schema(
-        ("throttle_time_ms", Int32),
-        (
-            "brokers",
-            Array(
-                ("node_id", Int32),
-                ("host", String("utf-8")),
-                ("port", Int32),
-                ("rack", String("utf-8")),
-            ),
-        ),
-        ("cluster_id", String("utf-8")),
-        ("controller_id", Int32),
-        (
-            "topics",
-            Array(
-                ("error_code", Int16),
-                ("name", String("utf-8")),
-                ("is_internal", Boolean),
-                (
-                    "partitions",
-                    Array(
-                        ("error_code", Int16),
-                        ("partition", Int32),
-                        ("leader", Int32),
-                        ("leader_epoch", Int32),
-                        ("replicas", Array(Int32)),
-                        ("isr", Array(Int32)),
-                        ("offline_replicas", Array(Int32)),
-                    ),
-                ),
-                ("authorized_operations", Int32),
-            ),
-        ),
-        ("cluster_authorized_operations", Int32),
-    )
+# --- reading schemas -----------------------------------------------------------------------------
 
 
-class _MetadataStruct(RequestStruct):
-    API_KEY = 3
-    API_VERSION = 8
-    RESPONSE_TYPE = _MetadataResponse
-    SCHEMA = Schema(
-        ("topics", Array(String("utf-8"))),
-        ("allow_auto_topic_creation", Boolean),
-        ("include_cluster_authorized_operations", Boolean),
-        ("include_topic_authorized_operations", Boolean),
-    )
+class _Uuid(AbstractType[bytes]):
+    @classmethod
+    def encode(cls, value: bytes) -> bytes:
+        return value
+
+    @classmethod
+    def decode(cls, data: BytesIO) -> bytes:
+        return data.read(16)
 
 
-class RightsRequest(Request[_MetadataStruct]):
-    """Metadata of topics, with what the asker may do with each; creates none."""
+class _TaggedSchema(Schema):
+    """A struct of a flexible version. Sends no tagged fields, skips received ones."""
 
-    API_KEY: ClassVar[int] = 3
+    def encode(self, item: Sequence[Any]) -> bytes:
+        return super().encode(item) + _NO_TAGS
 
-    def __init__(self, topics: Iterable[str]) -> None:
-        self._topics = list(topics)
-
-    def build(self, request_struct_class: type[_MetadataStruct]) -> _MetadataStruct:
-        return request_struct_class(self._topics, False, False, True)
-
-
-class _NewestResponse(Response):
-    API_KEY = 2
-    API_VERSION = 7
-    SCHEMA = Schema(
-        ("throttle_time_ms", Int32),
-        (
-            "topics",
-            CompactArray(
-                ("name", CompactString("utf-8")),
-                (
-                    "partitions",
-                    CompactArray(
-                        ("partition", Int32),
-                        ("error_code", Int16),
-                        ("timestamp", Int64),
-                        ("offset", Int64),
-                        ("leader_epoch", Int32),
-                        _TAGS,
-                    ),
-                ),
-                _TAGS,
-            ),
-        ),
-        _TAGS,
-    )
+    def decode(self, data: BytesIO) -> tuple[Any, ...]:
+        values = super().decode(data)
+        TaggedFields.decode(data)
+        return values
 
 
-class _NewestStruct(RequestStruct):
-    API_KEY = 2
-    API_VERSION = 7
-    FLEXIBLE_VERSION = True
-    RESPONSE_TYPE = _NewestResponse
-    SCHEMA = Schema(
-        ("replica_id", Int32),
-        ("isolation_level", Int8),
-        (
-            "topics",
-            CompactArray(
-                ("name", CompactString("utf-8")),
-                (
-                    "partitions",
-                    CompactArray(
-                        ("partition", Int32),
-                        ("current_leader_epoch", Int32),
-                        ("timestamp", Int64),
-                        _TAGS,
-                    ),
-                ),
-                _TAGS,
-            ),
-        ),
-        _TAGS,
-    )
+class _FixedSizeArray(CompactArray):
+    """A compact array of structs of integers, decoded at once where none of them has tags.
 
+    A partition can have ten thousand producers: one by one they would block the event loop.
+    """
 
-class NewestRequest(Request[_NewestStruct]):
-    """The largest timestamp of partitions, asked of their leader."""
-
-    API_KEY: ClassVar[int] = 2
-
-    def __init__(self, topics: Mapping[str, Sequence[int]]) -> None:
-        self._topics: list[Any] = [
-            (name, [(number, _ANY_EPOCH, _MAX_TIMESTAMP, {}) for number in numbers], {})
-            for name, numbers in topics.items()
-        ]
-
-    def build(self, request_struct_class: type[_NewestStruct]) -> _NewestStruct:
-        return request_struct_class(_CONSUMER, _READ_UNCOMMITTED, self._topics, {})
-
-
-_PRODUCER = struct.Struct(">qiiqiqb")
-"""What is told of a producer, and that no tags follow."""
-
-
-class _Producers(CompactArray):
-    """What is told of producers. A partition can have ten thousands of them, so they are read
-    together: one by one they would hold up the event loop for that long."""
+    def __init__(self, schema: Schema, types: str) -> None:
+        super().__init__(schema)
+        self._struct = struct.Struct(f">{types}x")
 
     def decode(self, data: BytesIO) -> list[Any] | None:
-        """Read them; of those without tags the last field is 0."""
         length = UnsignedVarInt32.decode(data) - 1
         if length < 0:
             return None
-        start, size = data.tell(), _PRODUCER.size
-        told = data.read(length * size)
-        if len(told) == length * size and not any(told[size - 1 :: size]):
-            return list(_PRODUCER.iter_unpack(told))
+        start, size = data.tell(), self._struct.size
+        encoded = data.read(length * size)
+        if len(encoded) == length * size and not any(encoded[size - 1 :: size]):
+            return list(self._struct.iter_unpack(encoded))
         data.seek(start)
         return [self.array_of.decode(data) for _ in range(length)]
 
 
-class _ProducersResponse(Response):
-    API_KEY = 61
-    API_VERSION = 0
-    SCHEMA = Schema(
-        ("throttle_time_ms", Int32),
-        (
-            "topics",
-            CompactArray(
-                ("name", CompactString("utf-8")),
-                (
-                    "partitions",
-                    CompactArray(
-                        ("partition", Int32),
-                        ("error_code", Int16),
-                        ("error_message", CompactString("utf-8")),
-                        (
-                            "active_producers",
-                            _Producers(
-                                ("producer_id", Int64),
-                                ("producer_epoch", Int32),
-                                ("last_sequence", Int32),
-                                ("last_timestamp", Int64),
-                                ("coordinator_epoch", Int32),
-                                ("current_txn_start_offset", Int64),
-                                _TAGS,
-                            ),
-                        ),
-                        _TAGS,
-                    ),
-                ),
-                _TAGS,
-            ),
-        ),
-        _TAGS,
-    )
+_INTEGERS: dict[Any, str] = {Int8: "b", Int16: "h", Int32: "i", Int64: "q"}
+_FIXED: dict[str, Any] = {
+    "i8": Int8,
+    "i16": Int16,
+    "i32": Int32,
+    "i64": Int64,
+    "bool": Boolean,
+    "uuid": _Uuid,
+}
+_PLAIN = {**_FIXED, "str": String("utf-8"), "bytes": Bytes}
+_COMPACT = {**_FIXED, "str": CompactString("utf-8"), "bytes": CompactBytes}
+_TOKEN = re.compile(r"(\w+):(\w+)|(\w+)\[(\w+)\]|(\w+)\[|(\])")
 
 
-class _ProducersStruct(RequestStruct):
-    API_KEY = 61
-    API_VERSION = 0
-    FLEXIBLE_VERSION = True
-    RESPONSE_TYPE = _ProducersResponse
-    SCHEMA = Schema(
-        (
-            "topics",
-            CompactArray(
-                ("name", CompactString("utf-8")), ("partitions", CompactArray(Int32)), _TAGS
-            ),
-        ),
-        _TAGS,
-    )
+def _schema(text: str, *, flexible: bool) -> Schema:
+    """Return the outermost struct of a schema, without its tagged fields."""
+    return Schema(*_fields(_TOKEN.finditer(text), flexible=flexible))
 
 
-class ProducersRequest(Request[_ProducersStruct]):
-    """Who writes to partitions, asked of their leader."""
-
-    API_KEY: ClassVar[int] = 61
-
-    def __init__(self, topics: Mapping[str, Sequence[int]]) -> None:
-        self._topics: list[Any] = [(name, list(numbers), {}) for name, numbers in topics.items()]
-
-    def build(self, request_struct_class: type[_ProducersStruct]) -> _ProducersStruct:
-        return request_struct_class(self._topics, {})
-
-
-class _ListResponse(Response):
-    API_KEY = 66
-    API_VERSION = 0
-    SCHEMA = Schema(
-        ("throttle_time_ms", Int32),
-        ("error_code", Int16),
-        ("unknown_state_filters", CompactArray(CompactString("utf-8"))),
-        (
-            "transaction_states",
-            CompactArray(
-                ("transactional_id", CompactString("utf-8")),
-                ("producer_id", Int64),
-                ("transaction_state", CompactString("utf-8")),
-                _TAGS,
-            ),
-        ),
-        _TAGS,
-    )
+def _fields(tokens: Iterator[re.Match[str]], *, flexible: bool) -> list[tuple[str, Any]]:
+    types, array = (_COMPACT, CompactArray) if flexible else (_PLAIN, Array)
+    fields: list[tuple[str, Any]] = []
+    for token in tokens:
+        name, type_, list_name, list_type, struct_name, end = token.groups()
+        if end:
+            break
+        if name:
+            fields.append((name, types[type_]))
+        elif list_name:
+            fields.append((list_name, array(types[list_type])))
+        else:
+            fields.append((struct_name, _array(_fields(tokens, flexible=flexible), flexible)))
+    return fields
 
 
-class _ListStruct(RequestStruct):
-    API_KEY = 66
-    API_VERSION = 0
-    FLEXIBLE_VERSION = True
-    RESPONSE_TYPE = _ListResponse
-    SCHEMA = Schema(
-        ("state_filters", CompactArray(CompactString("utf-8"))),
-        ("producer_id_filters", CompactArray(Int64)),
-        _TAGS,
-    )
+def _array(fields: list[tuple[str, Any]], flexible: bool) -> Array:
+    if not flexible:
+        return Array(Schema(*fields))
+    schema = _TaggedSchema(*fields)
+    integers = [_INTEGERS.get(type_) for _name, type_ in fields if not isinstance(type_, Array)]
+    if len(integers) == len(fields) and all(integers):
+        return _FixedSizeArray(schema, "".join(map(str, integers)))
+    return CompactArray(schema)
 
 
-class ListTransactionsRequest(Request[_ListStruct]):
-    """The transactional ids of producers, asked of every broker: each tells of those that it
-    coordinates and that the asker may describe."""
+class SchemaRequest(PackedRequest):
+    """A request in one version, described by a schema.
 
-    API_KEY: ClassVar[int] = 66
+    Attributes:
+        FLEXIBLE: whether the version is flexible.
+        HEADER_TAGS: whether the answer's header has tagged fields, too.
+        REQUEST, RESPONSE: the fields, see the module's docstring.
+        values: of the request's fields, in order.
+    """
 
-    def __init__(self, producer_ids: Iterable[int]) -> None:
-        self._producer_ids = list(producer_ids)
+    FLEXIBLE: ClassVar[bool] = True
+    HEADER_TAGS: ClassVar[bool] = True
+    REQUEST: ClassVar[str]
+    RESPONSE: ClassVar[str]
+    _request: ClassVar[Schema]
+    _response: ClassVar[Schema]
 
-    def build(self, request_struct_class: type[_ListStruct]) -> _ListStruct:
-        return request_struct_class([], self._producer_ids, {})
+    def __init_subclass__(cls) -> None:
+        cls._request = _schema(cls.REQUEST, flexible=cls.FLEXIBLE)
+        cls._response = _schema(cls.RESPONSE, flexible=cls.FLEXIBLE)
 
+    def __init__(self, *values: Any) -> None:
+        self.values = values
 
-class _DescribeResponse(Response):
-    API_KEY = 65
-    API_VERSION = 0
-    SCHEMA = Schema(
-        ("throttle_time_ms", Int32),
-        (
-            "transaction_states",
-            CompactArray(
-                ("error_code", Int16),
-                ("transactional_id", CompactString("utf-8")),
-                ("transaction_state", CompactString("utf-8")),
-                ("transaction_timeout_ms", Int32),
-                ("transaction_start_time_ms", Int64),
-                ("producer_id", Int64),
-                ("producer_epoch", Int16),
-                (
-                    "topics",
-                    CompactArray(
-                        ("topic", CompactString("utf-8")),
-                        ("partitions", CompactArray(Int32)),
-                        _TAGS,
-                    ),
-                ),
-                _TAGS,
-            ),
-        ),
-        _TAGS,
-    )
+    def _pack(self, parts: list[bytes]) -> None:
+        body = self._request.encode(self.values)
+        parts += (_NO_TAGS, body, _NO_TAGS) if self.FLEXIBLE else (body,)
 
+    def read(self, frame: bytes) -> Any:
+        """Return the answer's fields as attributes, `tags` among them.
 
-class _DescribeStruct(RequestStruct):
-    API_KEY = 65
-    API_VERSION = 0
-    FLEXIBLE_VERSION = True
-    RESPONSE_TYPE = _DescribeResponse
-    SCHEMA = Schema(("transactional_ids", CompactArray(CompactString("utf-8"))), _TAGS)
+        Raises:
+            ValueError, struct.error: the bytes are not an answer to this request.
+        """
+        data = BytesIO(frame)
+        data.seek(_CORRELATION_ID_BYTES)
+        if self.FLEXIBLE and self.HEADER_TAGS:
+            TaggedFields.decode(data)
+        answer = dict(zip(self._response.names, self._response.decode(data), strict=True))
+        return SimpleNamespace(**answer, tags=TaggedFields.decode(data) if self.FLEXIBLE else {})
 
 
-class DescribeTransactionsRequest(Request[_DescribeStruct]):
-    """The state of transactions, asked of their coordinator."""
+# --- topics --------------------------------------------------------------------------------------
 
-    API_KEY: ClassVar[int] = 65
 
-    def __init__(self, transactional_ids: Iterable[str]) -> None:
-        self._ids = list(transactional_ids)
+class MetadataV10(SchemaRequest):
+    """Brokers and topics, with topic ids, leader epochs and, if requested, rights (KIP-430)."""
 
-    def build(self, request_struct_class: type[_DescribeStruct]) -> _DescribeStruct:
-        return request_struct_class(self._ids, {})
+    API_KEY, API_VERSION = 3, 10
+    REQUEST = """topics[topic_id:uuid name:str] allow_auto_topic_creation:bool
+        include_cluster_authorized_operations:bool include_topic_authorized_operations:bool"""
+    RESPONSE = """throttle_time_ms:i32 brokers[node_id:i32 host:str port:i32 rack:str]
+        cluster_id:str controller_id:i32
+        topics[error_code:i16 name:str topic_id:uuid is_internal:bool
+            partitions[error_code:i16 partition:i32 leader:i32 leader_epoch:i32 replicas[i32]
+                isr[i32] offline_replicas[i32]]
+            authorized_operations:i32]
+        cluster_authorized_operations:i32"""
+
+
+def metadata(topics: Iterable[str], *, rights: bool = False) -> MetadataV10:
+    """Return a request for metadata of topics. It creates none of them."""
+    return MetadataV10([(_NO_TOPIC_ID, name) for name in topics], False, False, rights)
+
+
+class IncrementalAlterConfigsV0(SchemaRequest):
+    """Changes the named settings and keeps the others."""
+
+    API_KEY, API_VERSION, FLEXIBLE = 44, 0, False
+    REQUEST = """resources[resource_type:i8 resource_name:str
+            configs[name:str config_operation:i8 value:str]]
+        validate_only:bool"""
+    RESPONSE = """throttle_time_ms:i32
+        resources[error_code:i16 error_message:str resource_type:i8 resource_name:str]"""
+
+
+def alter_configs(topic: str, configs: Mapping[str, str]) -> IncrementalAlterConfigsV0:
+    """Return a request that sets settings of a topic."""
+    entries = [(name, _SET, value) for name, value in configs.items()]
+    return IncrementalAlterConfigsV0([(_TOPIC, topic, entries)], False)
+
+
+class ListOffsetsV7(SchemaRequest):
+    """Offsets and timestamps; this version knows the largest timestamp (KIP-734)."""
+
+    API_KEY, API_VERSION = 2, 7
+    REQUEST = """replica_id:i32 isolation_level:i8
+        topics[name:str partitions[partition:i32 current_leader_epoch:i32 timestamp:i64]]"""
+    RESPONSE = """throttle_time_ms:i32
+        topics[name:str partitions[partition:i32 error_code:i16 timestamp:i64 offset:i64
+            leader_epoch:i32]]"""
+
+
+def newest_timestamps(topics: Mapping[str, Sequence[int]]) -> ListOffsetsV7:
+    """Return a request for the largest timestamp of partitions; send it to their leader."""
+    entries = [
+        (name, [(number, _ANY_EPOCH, _MAX_TIMESTAMP) for number in numbers])
+        for name, numbers in topics.items()
+    ]
+    return ListOffsetsV7(_CONSUMER, _READ_UNCOMMITTED, entries)
+
+
+# --- transactions --------------------------------------------------------------------------------
+
+
+class DescribeProducersV0(SchemaRequest):
+    """The producers whose state a partition's leader keeps (KIP-664)."""
+
+    API_KEY, API_VERSION = 61, 0
+    REQUEST = "topics[name:str partitions[i32]]"
+    RESPONSE = """throttle_time_ms:i32
+        topics[name:str partitions[partition:i32 error_code:i16 error_message:str
+            active_producers[producer_id:i64 producer_epoch:i32 last_sequence:i32
+                last_timestamp:i64 coordinator_epoch:i32 current_txn_start_offset:i64]]]"""
+
+
+def describe_producers(topics: Mapping[str, Sequence[int]]) -> DescribeProducersV0:
+    """Return a request for the producers of partitions; send it to their leader."""
+    return DescribeProducersV0([(name, list(numbers)) for name, numbers in topics.items()])
+
+
+class ListTransactionsV0(SchemaRequest):
+    """The transactions that one broker coordinates and the caller may describe (KIP-664)."""
+
+    API_KEY, API_VERSION = 66, 0
+    REQUEST = "state_filters[str] producer_id_filters[i64]"
+    RESPONSE = """throttle_time_ms:i32 error_code:i16 unknown_state_filters[str]
+        transaction_states[transactional_id:str producer_id:i64 transaction_state:str]"""
+
+
+class DescribeTransactionsV0(SchemaRequest):
+    """The state of transactions; send it to their coordinator (KIP-664)."""
+
+    API_KEY, API_VERSION = 65, 0
+    REQUEST = "transactional_ids[str]"
+    RESPONSE = """throttle_time_ms:i32
+        transaction_states[error_code:i16 transactional_id:str transaction_state:str
+            transaction_timeout_ms:i32 transaction_start_time_ms:i64 producer_id:i64
+            producer_epoch:i16 topics[topic:str partitions[i32]]]"""
+
+
+class InitProducerIdV5(SchemaRequest):
+    """A producer id that fences earlier users of the transactional id (KIP-890).
+
+    With the id and epoch of a producer, only if no other producer has taken over since.
+    """
+
+    API_KEY, API_VERSION = 22, 5
+    REQUEST = """transactional_id:str transaction_timeout_ms:i32 producer_id:i64
+        producer_epoch:i16"""
+    RESPONSE = "throttle_time_ms:i32 error_code:i16 producer_id:i64 producer_epoch:i16"
 
 
 # --- features ------------------------------------------------------------------------------------
 
 
-class _FeaturesResponse(Response):
-    API_KEY = 18
-    API_VERSION = 3
-    SCHEMA = Schema(
-        ("error_code", Int16),
-        (
-            "api_versions",
-            CompactArray(("api_key", Int16), ("min_version", Int16), ("max_version", Int16), _TAGS),
-        ),
-        ("throttle_time_ms", Int32),
-        _TAGS,
-    )
+class ApiVersionsV3(SchemaRequest):
+    """The requests that a broker takes, and the finalized features of the cluster (KIP-584)."""
+
+    API_KEY, API_VERSION = 18, 3
+    HEADER_TAGS = False  # so that every client can read the answer
+    REQUEST = "client_software_name:str client_software_version:str"
+    RESPONSE = """error_code:i16 api_versions[api_key:i16 min_version:i16 max_version:i16]
+        throttle_time_ms:i32"""
 
 
-class _FeaturesStruct(RequestStruct):
-    API_KEY = 18
-    API_VERSION = 3
-    FLEXIBLE_VERSION = True
-    RESPONSE_TYPE = _FeaturesResponse
-    SCHEMA = Schema(
-        ("client_software_name", CompactString("utf-8")),
-        ("client_software_version", CompactString("utf-8")),
-        _TAGS,
-    )
-
-    def parse_response_header(self, read_buffer: BytesIO | bytes) -> ResponseHeader_v0:
-        """Parse the old header: this answer alone keeps it, so that every client can read it."""
-        return ResponseHeader_v0.decode(read_buffer)
-
-
-class FeaturesRequest(Request[_FeaturesStruct]):
-    """What a broker can do, with the features that all brokers agreed on."""
-
-    API_KEY: ClassVar[int] = 18
-
-    def build(self, request_struct_class: type[_FeaturesStruct]) -> _FeaturesStruct:
-        return request_struct_class("txbroker", "1", {})
+def api_versions() -> ApiVersionsV3:
+    """Return a request for requests and features."""
+    return ApiVersionsV3("txbroker", "1")
 
 
 _FINALIZED_TAG = 2
-_FINALIZED = CompactArray(
-    ("name", CompactString("utf-8")), ("max_level", Int16), ("min_level", Int16), _TAGS
-)
+_FINALIZED = _array([("name", _COMPACT["str"]), ("max_level", Int16), ("min_level", Int16)], True)
 
 
 def finalized_features(answer: Any) -> dict[str, int]:
-    """Return the level of each feature that all brokers agreed on, from a broker's answer."""
-    told: bytes | None = answer.tags.get(_FINALIZED_TAG)
-    if told is None:
+    """Return the level of each finalized feature, from an answer to `api_versions`."""
+    encoded: bytes | None = answer.tags.get(_FINALIZED_TAG)
+    if encoded is None:
         return {}
-    found: Any = _FINALIZED.decode(BytesIO(told))
-    return {name: level for name, level, _min_level, _tags in found}
+    features: Any = _FINALIZED.decode(BytesIO(encoded))
+    return {name: level for name, level, _min_level in features}
 
 
-# --- transactions whose end raises the epoch -----------------------------------------------------
+# --- groups --------------------------------------------------------------------------------------
 
 
-class _BeginResponse(Response):
-    API_KEY = 22
-    API_VERSION = 5
-    SCHEMA = Schema(
-        ("throttle_time_ms", Int32),
-        ("error_code", Int16),
-        ("producer_id", Int64),
-        ("producer_epoch", Int16),
-        _TAGS,
-    )
+class HeartbeatV3(SchemaRequest):
+    """With the instance id, so that the coordinator fences a second process that uses it."""
+
+    API_KEY, API_VERSION, FLEXIBLE = 12, 3, False
+    REQUEST = "group:str generation_id:i32 member_id:str group_instance_id:str"
+    RESPONSE = "throttle_time_ms:i32 error_code:i16"
 
 
-class _BeginStruct(RequestStruct):
-    API_KEY = 22
-    API_VERSION = 5
-    FLEXIBLE_VERSION = True
-    RESPONSE_TYPE = _BeginResponse
-    SCHEMA = Schema(
-        ("transactional_id", CompactString("utf-8")),
-        ("transaction_timeout_ms", Int32),
-        ("producer_id", Int64),
-        ("producer_epoch", Int16),
-        _TAGS,
-    )
+class LeaveGroupV3(SchemaRequest):
+    """Removes a static member, which the client library never does."""
+
+    API_KEY, API_VERSION, FLEXIBLE = 13, 3, False
+    REQUEST = "group:str members[member_id:str group_instance_id:str]"
+    RESPONSE = """throttle_time_ms:i32 error_code:i16
+        members[member_id:str group_instance_id:str error_code:i16]"""
 
 
-class BeginRequest(Request[_BeginStruct]):
-    """InitProducerId: a producer id that fences every earlier user of the transactional id; with
-    a producer id and epoch, only if these are still its user's."""
+class DescribeGroupsV4(SchemaRequest):
+    """With the members' instance ids, which the client library's versions lack."""
 
-    API_KEY: ClassVar[int] = 22
-    VERSION: ClassVar[int] = _BeginStruct.API_VERSION
-
-    def __init__(
-        self,
-        transactional_id: str,
-        transaction_timeout_ms: int,
-        producer_id: int = -1,
-        producer_epoch: int = -1,
-    ) -> None:
-        self._transactional_id = transactional_id
-        self._timeout_ms = transaction_timeout_ms
-        self._producer_id = producer_id
-        self._producer_epoch = producer_epoch
-
-    def build(self, request_struct_class: type[_BeginStruct]) -> _BeginStruct:
-        producer = self._producer_id, self._producer_epoch
-        return request_struct_class(self._transactional_id, self._timeout_ms, *producer, {})
+    API_KEY, API_VERSION, FLEXIBLE = 15, 4, False
+    REQUEST = "groups[str] include_authorized_operations:bool"
+    RESPONSE = """throttle_time_ms:i32
+        groups[error_code:i16 group:str state:str protocol_type:str protocol:str
+            members[member_id:str group_instance_id:str client_id:str client_host:str
+                member_metadata:bytes member_assignment:bytes]
+            authorized_operations:i32]"""

@@ -1,9 +1,8 @@
-"""Kafka's transaction protocol in both versions, and which of them a Kafka takes.
+"""The two versions of Kafka's transaction protocol, and which one a cluster takes.
 
-In the first one the producer keeps its epoch from claim to claim: a request to end a transaction
-that is delayed ends whichever is open when it arrives. In the second one (KIP-890) every end
-raises the epoch, so that what is late is refused, an end may be asked for again until there is an
-answer, and a write puts its partition into the transaction by itself.
+In version 1 a producer keeps its epoch from one InitProducerId to the next, so a delayed EndTxn can
+end a later transaction. In version 2 (KIP-890) every EndTxn raises the epoch: brokers refuse late
+requests, EndTxn may be retried until answered, and Produce adds its partition to the transaction.
 """
 
 from __future__ import annotations
@@ -23,16 +22,14 @@ from txbroker.kafka.protocol.packed import (
     ProduceV7,
     ProduceV12,
 )
-from txbroker.kafka.protocol.schemas import BeginRequest, finalized_features
+from txbroker.kafka.protocol.schemas import InitProducerIdV5, finalized_features
 
 ACKS_ALL = -1
 _FEATURE = "transaction.version"
-_SECOND_FROM = 2
-"""The level of the feature from which on brokers speak the second version to clients."""
-_NEEDED = {
-    BeginRequest.API_KEY: BeginRequest.VERSION,
-    EndTxnV5.API_KEY: EndTxnV5.API_VERSION,
-    ProduceV12.API_KEY: ProduceV12.API_VERSION,
+_FEATURE_LEVEL_V2 = 2
+"""Level of the feature from which brokers speak version 2 to clients."""
+_REQUIRED_BY_V2 = {
+    request.API_KEY: request.API_VERSION for request in (InitProducerIdV5, EndTxnV5, ProduceV12)
 }
 _EPOCH_MAX = (1 << 15) - 1
 
@@ -45,7 +42,7 @@ NO_PRODUCER: ProducerIdentity = (-1, -1)
 
 
 class PartitionResult(NamedTuple):
-    """What a broker says of one partition of a write."""
+    """A broker's answer about one partition of a Produce request."""
 
     topic: str
     partition: int
@@ -56,13 +53,13 @@ class PartitionResult(NamedTuple):
 
 
 class TxnProtocolV1:
-    """The first version; partitions are put into a transaction before they are written.
+    """Version 1: AddPartitionsToTxn comes before Produce.
 
     Attributes:
         number: of the version.
-        explicit_add_partitions: whether partitions have to be put into the transaction beforehand.
+        explicit_add_partitions: whether AddPartitionsToTxn is required.
         retries_unanswered: whether a request that the coordinator did not answer may be resent.
-        epoch_limit: the first epoch in which no transaction is to be opened.
+        epoch_limit: the first epoch in which no transaction may begin.
     """
 
     number = 1
@@ -70,83 +67,85 @@ class TxnProtocolV1:
     retries_unanswered = False
     epoch_limit = _EPOCH_MAX + 1
 
-    def begin(
+    def init_producer_id(
         self, transactional_id: Any, timeout_ms: int, current: ProducerIdentity = NO_PRODUCER
     ) -> Any:
-        """Return the request for a producer id; `transactional_id` is None for one without."""
+        """Return the request for a producer id; `transactional_id` may be None."""
         return InitProducerIdRequest(transactional_id, timeout_ms)
 
-    def write(self, transactional_id: Any, timeout_ms: int, batches: Batches) -> PackedRequest:
-        """Return the request that writes."""
+    def produce(self, transactional_id: Any, timeout_ms: int, batches: Batches) -> PackedRequest:
+        """Return the request that writes batches."""
         return ProduceV7(transactional_id, ACKS_ALL, timeout_ms, batches)
 
-    def parse_produce_response(self, answer: ProduceResponse) -> Iterator[PartitionResult]:
-        """Yield what a broker says of each partition."""
-        for topic, partitions in answer.topics:
+    def parse_produce_response(self, response: ProduceResponse) -> Iterator[PartitionResult]:
+        """Yield the result of each partition."""
+        for topic, partitions in response.topics:
             for number, code, offset, timestamp, *_rest in partitions:
                 yield PartitionResult(topic, number, code, offset, timestamp, None)
 
-    def end(
+    def end_txn(
         self, transactional_id: Any, producer_id: int, epoch: int, *, commit: bool
     ) -> PackedRequest:
-        """Return the request that ends a transaction."""
+        """Return the request that commits or aborts a transaction."""
         return EndTxnV0(transactional_id, producer_id, epoch, commit)
 
-    def next(self, answer: EndTxnResponse) -> ProducerIdentity | None:
-        """Return the producer id and epoch of the next transaction where an end changes them."""
+    def next_identity(self, response: EndTxnResponse) -> ProducerIdentity | None:
+        """Return the identity for the next transaction; None if it stays the same."""
         return None
 
 
 class TxnProtocolV2(TxnProtocolV1):
-    """The second version: KIP-890."""
+    """Version 2: KIP-890."""
 
     number = 2
     explicit_add_partitions = False
     retries_unanswered = True
-    # Epochs go by quickly here, and brokers that have to abort a transaction in the last of them
-    # can get stuck (KAFKA-19367, KAFKA-20090).
+    # Every transaction uses an epoch, and brokers that abort a transaction in the last epochs can
+    # get stuck (KAFKA-19367, KAFKA-20090).
     epoch_limit = _EPOCH_MAX - 3
 
-    def begin(
+    def init_producer_id(
         self, transactional_id: Any, timeout_ms: int, current: ProducerIdentity = NO_PRODUCER
     ) -> Any:
-        """Return the request for a producer id; with `current` for the epoch behind it, or a new
-        producer id behind the last epoch: that is refused, and fences nobody, where somebody else
-        has taken the transactional id."""
-        return BeginRequest(transactional_id, timeout_ms, *current)
+        """Return the request for a producer id.
 
-    def write(self, transactional_id: Any, timeout_ms: int, batches: Batches) -> PackedRequest:
-        """Return the request that writes and puts the partitions into the transaction."""
+        With `current` it asks for the next epoch, or for a new producer id after the last epoch.
+        Brokers then refuse it, and fence no producer, if another one took the transactional id.
+        """
+        return InitProducerIdV5(transactional_id, timeout_ms, *current)
+
+    def produce(self, transactional_id: Any, timeout_ms: int, batches: Batches) -> PackedRequest:
+        """Return the request that writes batches and adds their partitions to the transaction."""
         return ProduceV12(transactional_id, ACKS_ALL, timeout_ms, batches)
 
-    def parse_produce_response(self, answer: ProduceResponse) -> Iterator[PartitionResult]:
-        """Yield what a broker says of each partition."""
-        for topic, partitions in answer.topics:
+    def parse_produce_response(self, response: ProduceResponse) -> Iterator[PartitionResult]:
+        """Yield the result of each partition."""
+        for topic, partitions in response.topics:
             for number, code, offset, timestamp, message in partitions:
                 yield PartitionResult(topic, number, code, offset, timestamp, message)
 
-    def end(
+    def end_txn(
         self, transactional_id: Any, producer_id: int, epoch: int, *, commit: bool
     ) -> PackedRequest:
-        """Return the request that ends a transaction and raises the epoch."""
+        """Return the request that commits or aborts a transaction and raises the epoch."""
         return EndTxnV5(transactional_id, producer_id, epoch, commit)
 
-    def next(self, answer: EndTxnResponse) -> ProducerIdentity | None:
-        """Return the producer id and epoch of the next transaction."""
-        return answer.producer_id, answer.producer_epoch
+    def next_identity(self, response: EndTxnResponse) -> ProducerIdentity | None:
+        """Return the identity for the next transaction."""
+        return response.producer_id, response.producer_epoch
 
 
 TXN_V1, TXN_V2 = TxnProtocolV1(), TxnProtocolV2()
 
 
 def negotiate(answer: Any) -> TxnProtocolV1:
-    """Return the newest version that a broker takes, from its answer to a `FeaturesRequest`.
+    """Return the newest version that a cluster takes, from an answer to `api_versions`.
 
-    A feature is finalized only while all brokers have it, so one broker's word is enough; and it
-    can be taken back while a cluster runs, so it is asked for at every claim.
+    One broker's answer is enough: a feature is finalized only while all brokers support it. A
+    running cluster can withdraw it, so every claim negotiates again.
     """
-    if finalized_features(answer).get(_FEATURE, 0) < _SECOND_FROM:
+    if finalized_features(answer).get(_FEATURE, 0) < _FEATURE_LEVEL_V2:
         return TXN_V1
-    known = {key: last for key, _first, last, _tags in answer.api_versions}
-    understood = all(known.get(key, -1) >= version for key, version in _NEEDED.items())
-    return TXN_V2 if understood else TXN_V1
+    newest = {key: version for key, _oldest, version in answer.api_versions}
+    supported = all(newest.get(key, -1) >= needed for key, needed in _REQUIRED_BY_V2.items())
+    return TXN_V2 if supported else TXN_V1

@@ -1,4 +1,4 @@
-"""Where topics begin and end, for readers of other makes that are told exact offsets."""
+"""Offset ranges of topics, for readers other than ours, such as Spark."""
 
 from __future__ import annotations
 
@@ -9,36 +9,38 @@ from msgspec import Struct
 
 from txbroker.errors import KafkaUnavailable
 from txbroker.kafka.client.admin import Admin
-from txbroker.kafka.client.client import Client, KafkaRefused, TopicFacts, Unanswered, may_pass
+from txbroker.kafka.client.client import Client, KafkaRefused, TopicFacts, Unanswered, is_retriable
+from txbroker.kafka.client.reader import EARLIEST, LATEST, READ_COMMITTED, READ_UNCOMMITTED
 from txbroker.kafka.client.settings import KafkaSettings
 from txbroker.kafka.protocol.codes import LEADER_MOVED, Code, describe
 from txbroker.kafka.protocol.packed import ListOffsetsV3
-from txbroker.kafka.protocol.schemas import NO_RIGHTS_TOLD, RightsRequest
-from txbroker.kafka.protocol.topic_ids import topic_ids
+from txbroker.kafka.protocol.schemas import RIGHTS_NOT_REQUESTED, metadata
+from txbroker.kafka.protocol.transactions import Partition
 from txbroker.net.backoff import Backoff
 
-_LANE = "audit"
-_EARLIEST, _LATEST = -2, -1
-_READ_UNCOMMITTED, _READ_COMMITTED = 0, 1
-
+_CHANNEL = "audit"
 _READ = 1 << 3
-"""The bit of the right to read."""
+"""The bit of the Read operation."""
 _NOT_THERE = (Code.UNKNOWN_TOPIC_OR_PARTITION, Code.INVALID_TOPIC)
 
 _APPEND_TIME = "LogAppendTime"
 
-_Place = tuple[str, int]
-
 
 class TopicBounds(Struct, frozen=True):
-    """What of a topic can be read, by partition: the first offset that is kept, and the last stable
-    offset, below which every transaction has ended. `compacted`: older records of a key may be
-    missing. `open`: the partitions that end in an open transaction, so that records behind the last
-    stable offset may be committed and cannot be read yet. `append_time`: whether the broker's clock
-    gives the timestamps; taken for granted where settings may not be read. `kept_ms`: so long
-    retention leaves a record, by its timestamp; 0 where size or compaction may take it sooner.
-    `id`: another one for each topic that is made, also under a name used before. `unread`: why the
-    topic cannot be read, empty where it can; `passing`: whether that may change by itself."""
+    """The readable offset range of a topic.
+
+    Attributes:
+        starts: log start offset of each partition.
+        ends: last stable offset of each partition.
+        compacted: whether older records of a key may be missing.
+        open: partitions with an open transaction, which may hide committed records after `ends`.
+        append_time: whether timestamps are the brokers'; True if settings may not be read.
+        kept_ms: retention of a record by its timestamp; 0 if size or compaction may remove it
+            earlier.
+        id: the topic id in hexadecimal, which changes when a topic is created again.
+        unread: why the topic cannot be read, else "".
+        passing: whether a retry may cure that.
+    """
 
     starts: tuple[int, ...]
     ends: tuple[int, ...]
@@ -52,12 +54,12 @@ class TopicBounds(Struct, frozen=True):
 
 
 class AuditAccess:
-    """Asks one Kafka where its topics begin and end.
+    """Returns offset ranges of topics of one Kafka cluster.
 
-    Used as `async with`. Made inside a running event loop.
+    Used as `async with`, in a running event loop.
 
     Raises:
-        ConfigurationError: the settings contradict themselves.
+        ConfigurationError: the settings contradict each other.
     """
 
     def __init__(self, settings: KafkaSettings) -> None:
@@ -74,14 +76,14 @@ class AuditAccess:
     async def bounds(
         self, topics: Iterable[str], *, patient: bool = True
     ) -> dict[str, TopicBounds]:
-        """Return what of topics can be read; those that do not exist are left out.
+        """Return the offset ranges of the topics that exist.
 
-        The starts are asked for before the ends, and these last of all. One topic that cannot be
-        read, for want of a right or a leader, says so in its `unread` and does not affect others.
+        Starts are requested first, last stable offsets last. A topic that cannot be read, for lack
+        of a right or a leader, has `unread` set and does not affect others.
 
         Args:
-            topics: their names.
-            patient: whether to wait, for as long as for a write, for a topic that has no leader.
+            topics: names.
+            patient: whether to wait, up to the write timeout, for a topic without a leader.
 
         Raises:
             KafkaUnavailable: Kafka does not answer.
@@ -94,38 +96,41 @@ class AuditAccess:
         )
         while True:
             try:
-                found = await self._bounds(names)
+                bounds = await self._bounds(names)
             except KafkaUnavailable as error:
-                if not may_pass(error) or not await backoff.pause():
+                if not is_retriable(error) or not await backoff.pause():
                     raise
                 continue
-            passing = patient and any(each.passing for each in found.values())
+            passing = patient and any(topic.passing for topic in bounds.values())
             if not passing or not await backoff.pause():
-                return found
+                return bounds
 
     async def _bounds(self, names: list[str]) -> dict[str, TopicBounds]:
-        found = await self._client.refresh(names)
-        rights = await self._client.ask_any(RightsRequest(names), _LANE)
+        topics = await self._client.refresh(names)
+        rights = await self._client.ask_any(metadata(names, rights=True), _CHANNEL)
         denied = {
             topic
             for error, topic, *_, bits in rights.topics
-            if error == Code.NONE and bits != NO_RIGHTS_TOLD and not bits & _READ
+            if error == Code.NONE and bits != RIGHTS_NOT_REQUESTED and not bits & _READ
         }
-        there = {name: facts for name, facts in found.items() if facts.error not in _NOT_THERE}
+        there = {name: facts for name, facts in topics.items() if facts.error not in _NOT_THERE}
         unread = {name: _unread(facts, name in denied) for name, facts in there.items()}
         bounds = {name: why for name, why in unread.items() if why is not None}
         there = {name: facts for name, facts in there.items() if name not in bounds}
-        starts = await self._offsets(there, _EARLIEST, _READ_UNCOMMITTED, bounds)
-        high = await self._offsets(there, _LATEST, _READ_UNCOMMITTED, bounds)
-        ends = await self._offsets(there, _LATEST, _READ_COMMITTED, bounds)
+        starts = await self._offsets(there, EARLIEST, READ_UNCOMMITTED, bounds)
+        high = await self._offsets(there, LATEST, READ_UNCOMMITTED, bounds)
+        ends = await self._offsets(there, LATEST, READ_COMMITTED, bounds)
         there = {name: facts for name, facts in there.items() if name not in bounds}
         if not there:
             return bounds
-        all_configs = await Admin(self._client).configs(there)
-        ids = await topic_ids(self._client, list(there))
+        admin = Admin(self._client)
+        all_configs = await admin.configs(there)
+        ids = await admin.topic_ids(list(there))
         for name, facts in there.items():
             if name not in ids:
-                raise KafkaRefused(Code.UNKNOWN_TOPIC_OR_PARTITION, f"{name} was just deleted")
+                raise KafkaRefused(
+                    Code.UNKNOWN_TOPIC_OR_PARTITION, f"topic {name} was just deleted"
+                )
             configs, partitions = all_configs.get(name, {}), sorted(facts.partitions)
             bounds[name] = TopicBounds(
                 tuple(starts[name, p] for p in partitions),
@@ -144,20 +149,22 @@ class AuditAccess:
         which: int,
         isolation: int,
         unread: dict[str, TopicBounds],
-    ) -> dict[_Place, int]:
-        """Ask each broker once for all partitions that it leads; add to `unread` the topics of
-        which one was refused, and do not ask for those that are in it."""
+    ) -> dict[Partition, int]:
+        """Return offsets, with one request to each leader.
+
+        Adds topics that are refused to `unread`, and skips topics that are in it.
+        """
         asked: dict[int, dict[str, list[tuple[int, int]]]] = defaultdict(lambda: defaultdict(list))
-        missing = set[_Place]()
+        missing = set[Partition]()
         for topic, facts in topics.items():
             for partition, fact in facts.partitions.items():
                 if topic not in unread:
                     asked[fact.leader][topic].append((partition, which))
                     missing.add((topic, partition))
-        offsets: dict[_Place, int] = {}
+        offsets: dict[Partition, int] = {}
         for leader, of_leader in asked.items():
             request = ListOffsetsV3(isolation, list(of_leader.items()))
-            answer = await self._client.ask(leader, request, _LANE)
+            answer = await self._client.ask(leader, request, _CHANNEL)
             for topic, partitions in answer.topics:
                 for partition, code, *_, offset in partitions:
                     missing.discard((topic, partition))
@@ -167,20 +174,21 @@ class AuditAccess:
                     if code != Code.NONE:
                         unread[topic] = _refused(code)
         if missing:
-            raise Unanswered(f"Kafka did not say where {min(missing)} begins and ends")
+            raise Unanswered("Kafka returned no offset of {}-{}".format(*min(missing)))
         return offsets
 
 
 def kept_ms(configs: Mapping[str, str]) -> int:
-    """Return for how long a topic keeps a record, by its timestamp; 0: its settings do not tell."""
+    """Return how long a topic keeps a record by its timestamp; 0 if the settings do not define
+    it."""
     if configs.get("cleanup.policy") != "delete" or configs.get("retention.bytes") != "-1":
         return 0
-    # Where nothing is taken by age, what is gone was taken otherwise, or by an earlier setting.
+    # With infinite retention, missing records were removed otherwise, or by an earlier setting.
     return max(int(configs.get("retention.ms", "0")), 0)
 
 
 def _unread(facts: TopicFacts, denied: bool) -> TopicBounds | None:
-    """Return why a topic that exists cannot be read, None where it can."""
+    """Return why an existing topic cannot be read; None if it can."""
     if facts.error not in (Code.NONE, Code.LEADER_NOT_AVAILABLE):
         return _refused(facts.error)
     if denied:
@@ -193,8 +201,8 @@ def _unread(facts: TopicFacts, denied: bool) -> TopicBounds | None:
 
 def _refused(code: int) -> TopicBounds:
     if code == Code.TOPIC_AUTHORIZATION_FAILED:
-        return _without("no right to it: grant Describe and Read on it to the audit")
-    return _without(describe(code), passing=may_pass(KafkaRefused(code)))
+        return _without("not authorized: grant the audit Describe and Read on the topic")
+    return _without(describe(code), passing=is_retriable(KafkaRefused(code)))
 
 
 def _without(why: str, *, passing: bool = False) -> TopicBounds:

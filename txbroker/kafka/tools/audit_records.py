@@ -22,7 +22,7 @@ from txbroker.kafka.protocol.batch import (
     plain_batch,
 )
 
-_LANE = "audit"
+_CHANNEL = "audit"
 _SOME_BYTES = 32 << 20
 _SOME_RECORDS = 50_000
 """Decoded, a small record takes many times its bytes."""
@@ -52,7 +52,7 @@ async def some_records(
     """
     client = Client(settings)
     try:
-        reader = Reader(client, topic, partition, _LANE, append_time=False, decode=_decode)
+        reader = Reader(client, topic, partition, _CHANNEL, append_time=False, decode=_decode)
         return await _some(reader, position, end)
     except (LogTruncated, InvariantBroken) as error:
         raise KafkaUnavailable(str(error)) from None

@@ -1,10 +1,11 @@
-"""What an examination asks of a Kafka. It only reads: nothing is created, written or changed."""
+"""Examine a Kafka cluster for `txbroker doctor`. Read-only: creates, writes and changes nothing."""
 
 from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from aiokafka.protocol.admin import ApiVersionRequest, DescribeGroupsRequest
@@ -15,28 +16,28 @@ from txbroker.core.records import Record
 from txbroker.door.own_topics import Layout, find_layout
 from txbroker.errors import ConfigurationError, KafkaUnavailable
 from txbroker.kafka.client.admin import Admin
-from txbroker.kafka.client.client import Client, KafkaRefused, may_pass
-from txbroker.kafka.client.offsets import READ_COMMITTED, READ_UNCOMMITTED, ends
-from txbroker.kafka.client.reader import Reader
+from txbroker.kafka.client.client import Client, KafkaRefused, is_retriable
+from txbroker.kafka.client.reader import READ_COMMITTED, READ_UNCOMMITTED, Reader, end_offsets
 from txbroker.kafka.client.settings import KafkaSettings
 from txbroker.kafka.door import topics as own
 from txbroker.kafka.protocol.codes import COORDINATOR_MOVED, Code
 from txbroker.kafka.protocol.schemas import (
-    NO_RIGHTS_TOLD,
-    DescribeTransactionsRequest,
-    ListTransactionsRequest,
-    NewestRequest,
-    ProducersRequest,
-    RightsRequest,
+    RIGHTS_NOT_REQUESTED,
+    DescribeTransactionsV0,
+    ListTransactionsV0,
+    describe_producers,
+    metadata,
+    newest_timestamps,
 )
+from txbroker.kafka.protocol.transactions import Partition
 from txbroker.kafka.tools.repair import Found, Repair
 from txbroker.net.backoff import Backoff
 
-_LANE = "examine"
+_CHANNEL = "examine"
 _ANSWER_S = 3.0
-"""A broker that is well answers an examination's questions in milliseconds."""
+"""A healthy broker answers these requests in milliseconds."""
 _COORDINATOR_S = 6.0
-"""The first question about groups of all makes Kafka create a topic."""
+"""The first request about groups makes Kafka create an internal topic."""
 _DENIED = frozenset(
     {
         Code.GROUP_AUTHORIZATION_FAILED,
@@ -45,11 +46,11 @@ _DENIED = frozenset(
     }
 )
 _ENDED = frozenset({"Empty", "CompleteCommit", "CompleteAbort"})
-"""States of a coordinator in which no transaction is under way, nor any marker."""
+"""Coordinator states in which neither a transaction nor its markers are in progress."""
 _AUDIT_KEYS = (BATCH_KEY, STREAM_KEY)
 _FETCH = 1
 
-# Numbers of Kafka's AclOperation; a set of rights is a number with their bits.
+# Numbers of Kafka's AclOperation. Rights are a bit field of them.
 _OPERATIONS = {
     "Read": 3,
     "Write": 4,
@@ -60,18 +61,16 @@ _OPERATIONS = {
     "AlterConfigs": 11,
 }
 
-Place = tuple[str, int]
-"""A partition: its topic and number."""
-
 
 class BrokerFacts(Struct, frozen=True):
-    """A broker as it is seen from here.
+    """A broker as reached from this machine.
 
     Attributes:
-        address: where it says that clients find it.
-        fetch_version: the newest way of fetching that it understands, by which releases are told
-            apart; -1 where it did not answer.
-        why: why it did not answer, "" where it did.
+        node: its id.
+        address: its advertised listener.
+        fetch_version: newest supported version of Fetch, which identifies the release; -1 without
+            an answer.
+        why: why it did not answer, else "".
     """
 
     node: int
@@ -81,7 +80,7 @@ class BrokerFacts(Struct, frozen=True):
 
 
 class PartitionCopies(Struct, frozen=True):
-    """Where the copies of a partition are, by broker; `leader` -1: there is none."""
+    """The replicas of a partition, by broker id; `leader` is -1 if there is none."""
 
     leader: int
     replicas: tuple[int, ...]
@@ -90,11 +89,12 @@ class PartitionCopies(Struct, frozen=True):
 
 
 class TopicSeen(Struct, frozen=True):
-    """A topic as whoever asks may see it.
+    """A topic as the caller may see it.
 
     Attributes:
-        error: the code of Kafka's protocol, 0 for none.
-        rights: what the asker may do with it, by the names of ACLs; None where brokers do not say.
+        error: Kafka's error code, 0 for none.
+        partitions: by number.
+        rights: the caller's rights on it, as ACL operations; None if brokers do not return them.
     """
 
     error: int
@@ -103,7 +103,7 @@ class TopicSeen(Struct, frozen=True):
 
 
 class Cluster(Struct, frozen=True):
-    """A Kafka, its brokers by number, and the topics that were asked for."""
+    """A Kafka cluster: its id, controller, broker addresses by id, and requested topics."""
 
     id: str
     controller: int
@@ -112,16 +112,19 @@ class Cluster(Struct, frozen=True):
 
 
 class OpenTransaction(Struct, frozen=True):
-    """A Kafka transaction that keeps `read_committed` readers of a partition waiting.
+    """A Kafka transaction that blocks `read_committed` readers of a partition.
 
     Attributes:
-        hidden: how many offsets lie behind it.
-        transactional_id: "" where no coordinator that may be asked knows the producer.
-        started_ms: by the coordinator's clock, ms since 1970; None where none knows.
-        last_write_ms: the timestamp of its newest record, which may be its writer's.
-        first: the offset from which on it hides; -1 where the leader may not be asked.
-        lost: whether its coordinator had called it ended before the leader still told of it: its
-            end was lost, and nobody sends it any more.
+        topic, partition: where.
+        producer_id: -1 if the leader may not be asked.
+        hidden: number of offsets that it hides.
+        transactional_id: "" if no coordinator returned it.
+        state: the coordinator's state of it.
+        started_ms: by the coordinator's clock, ms since 1970; None if unknown.
+        last_write_ms: timestamp of its newest record, which may be the writer's.
+        first: its first offset; -1 if the leader may not be asked.
+        lost: whether its end marker was lost: its coordinator had completed it before the leader
+            still reported it as open.
     """
 
     topic: str
@@ -137,10 +140,10 @@ class OpenTransaction(Struct, frozen=True):
 
 
 class KafkaExamination:
-    """Asks one Kafka how it is. Used as `async with`. Made inside a running event loop.
+    """Examines one Kafka cluster. Used as `async with`, in a running event loop.
 
     Raises:
-        ConfigurationError: the settings contradict themselves.
+        ConfigurationError: the settings contradict each other.
     """
 
     def __init__(self, settings: KafkaSettings) -> None:
@@ -158,69 +161,68 @@ class KafkaExamination:
         await self._client.close()
 
     async def cluster(self, topics: Iterable[str] = ()) -> Cluster:
-        """Return who the brokers are, and what of topics is seen.
+        """Return the brokers, and metadata of topics.
 
         Raises:
             KafkaUnavailable: no broker answers.
         """
-        answer = await self._client.ask_any(RightsRequest(topics), _LANE)
+        answer = await self._client.ask_any(metadata(topics, rights=True), _CHANNEL)
         return Cluster(
             answer.cluster_id or "",
             answer.controller_id,
             {node: f"{host}:{port}" for node, host, port, _rack in answer.brokers},
-            {name: _seen(error, parts, bits) for error, name, _, parts, bits in answer.topics},
+            {
+                name: _topic_seen(error, partitions, bits)
+                for error, name, _id, _internal, partitions, bits in answer.topics
+            },
         )
 
     async def brokers(self) -> list[BrokerFacts]:
-        """Return how each broker is seen from here, asked at the address that it advertises.
+        """Return each broker as reached at its advertised listener.
 
         Raises:
             KafkaUnavailable: no broker answers.
         """
         cluster = await self.cluster()
         await self._client.refresh(())
-        seen = (self._broker(node, address) for node, address in cluster.addresses.items())
-        return list(await asyncio.gather(*seen))
+        requests = (self._broker(node, address) for node, address in cluster.addresses.items())
+        return list(await asyncio.gather(*requests))
 
     async def _broker(self, node: int, address: str) -> BrokerFacts:
         try:
-            answer = await self._client.ask(node, ApiVersionRequest(), _LANE)
+            answer = await self._client.ask(node, ApiVersionRequest(), _CHANNEL)
         except (KafkaUnavailable, ConfigurationError) as error:
             return BrokerFacts(node, address, why=str(error))
         newest = {key: version for key, _oldest, version in answer.api_versions}
         return BrokerFacts(node, address, newest.get(_FETCH, -1))
 
     async def group_error(self) -> int:
-        """Return the error code of asking about the proxies' consumer group, 0 for none.
+        """Return the error code of describing the proxies' consumer group, 0 for none.
 
         Raises:
             KafkaUnavailable: its coordinator does not answer.
         """
-        backoff = Backoff(_COORDINATOR_S, self.settings.retry_backoff_s)
-        while True:
-            try:
-                return await self._group_error()
-            except KafkaUnavailable as error:
-                if isinstance(error, KafkaRefused) and error.code in _DENIED:
-                    return error.code
-                if not may_pass(error) or not await backoff.pause():
-                    raise
+        return await self._error_of(self._group_error)
 
     async def transactional_id_error(self) -> int:
-        """Return the error code of asking about the proxies' transactional ids, 0 for none.
+        """Return the error code of looking up the proxies' transactional ids, 0 for none.
 
         Raises:
             KafkaUnavailable: Kafka does not answer.
         """
         name = f"{self.settings.half_topic}-0-a"
+        return await self._error_of(partial(self._client.transaction_coordinator, name))
+
+    async def _error_of(self, request: Callable[[], Awaitable[int | None]]) -> int:
+        """Retry a request; return 0, or its error code where it is not authorized."""
         backoff = Backoff(_COORDINATOR_S, self.settings.retry_backoff_s)
         while True:
             try:
-                await self._client.transaction_coordinator(name)
+                await request()
             except KafkaUnavailable as error:
                 if isinstance(error, KafkaRefused) and error.code in _DENIED:
                     return error.code
-                if not may_pass(error) or not await backoff.pause():
+                if not is_retriable(error) or not await backoff.pause():
                     raise
             else:
                 return Code.NONE
@@ -228,7 +230,7 @@ class KafkaExamination:
     async def _group_error(self) -> int:
         group = self.settings.group_id
         node = await self._client.group_coordinator(group)
-        answer = await self._client.ask(node, DescribeGroupsRequest([group]), _LANE)
+        answer = await self._client.ask(node, DescribeGroupsRequest([group]), _CHANNEL)
         code: int = answer.groups[0][0]
         if code in COORDINATOR_MOVED:
             self._client.forget_group_coordinator(group)
@@ -241,13 +243,13 @@ class KafkaExamination:
         """Return those of txbroker's own topics that exist, with their settings.
 
         Raises:
-            ConfigurationError: a topic may not be seen.
+            ConfigurationError: no right to describe a topic.
             KafkaUnavailable: Kafka does not answer.
         """
         return await own.find(self._admin, self.settings.own_topics + self.settings.audit_topics)
 
     async def contradictions(self, found: Mapping[str, own.FoundTopic]) -> list[str]:
-        """Return, as sentences, why txbroker cannot work with its topics as they are.
+        """Return, as sentences, why txbroker cannot work with its topics.
 
         Raises:
             ConfigurationError, KafkaUnavailable
@@ -255,7 +257,7 @@ class KafkaExamination:
         return own.contradictions(self.settings, found, await self._layout(found))
 
     async def plan(self, found: Mapping[str, own.FoundTopic]) -> own.Plan:
-        """Return what `txbroker topics apply` would do.
+        """Return the changes that `txbroker topics apply` would make.
 
         Raises:
             ConfigurationError, KafkaUnavailable
@@ -271,7 +273,7 @@ class KafkaExamination:
         return find_layout(await self._records(self.settings.groups_topic))
 
     async def audit_news(self) -> dict[str, bytes]:
-        """Return the newest record of each sort of audit, by its key.
+        """Return the newest record of each kind of audit, by its key.
 
         Raises:
             KafkaUnavailable: Kafka does not answer, or has no such topic.
@@ -286,18 +288,18 @@ class KafkaExamination:
         return newest
 
     async def _records(self, topic: str) -> list[Record]:
-        reader = Reader(self._client, topic, 0, f"{_LANE}/{topic}", append_time=False)
+        reader = Reader(self._client, topic, 0, f"{_CHANNEL}/{topic}", append_time=False)
         records: list[Record] = []
         async for some in reader.read(await reader.start(), await reader.stable_end()):
             records += some
         return records
 
     async def set_aside(self) -> list[Found]:
-        """Return the newest records that other clients wrote into txbroker's own topics and that
-        stop nothing.
+        """Return the newest records of other clients in txbroker's own topics that stop no
+        partition.
 
         Raises:
-            ConfigurationError: there are no topics of an installation.
+            ConfigurationError: the installation has no topics.
             KafkaUnavailable: Kafka does not answer.
         """
         repair = Repair(self._client, lambda _topic: self.settings.message_bytes_max)
@@ -305,119 +307,116 @@ class KafkaExamination:
 
     # --- clocks ------------------------------------------------------------------------------
 
-    async def newest_appends(self, cluster: Cluster) -> dict[Place, int]:
+    async def newest_appends(self, cluster: Cluster) -> dict[Partition, int]:
         """Return the newest timestamp of each partition, ms since 1970.
 
-        Where timestamps are the brokers', its leader's clock has certainly gone so far. Partitions
-        that are empty or have no leader are missing.
+        With LogAppendTime the leader's clock has reached it. Partitions that are empty or have no
+        leader are missing.
 
         Raises:
             KafkaUnavailable: a leader does not answer.
         """
-        newest: dict[Place, int] = {}
+        newest: dict[Partition, int] = {}
         for leader, topics in _by_leader(cluster).items():
-            answer = await self._client.ask(leader, NewestRequest(topics), _LANE)
-            for topic, partitions, _ in answer.topics:
+            answer = await self._client.ask(leader, newest_timestamps(topics), _CHANNEL)
+            for topic, partitions in answer.topics:
                 for number, code, at_ms, *_rest in partitions:
                     if code == Code.NONE and at_ms > 0:
                         newest[topic, number] = at_ms
         return newest
 
-    # --- transactions that are open ----------------------------------------------------------
+    # --- open transactions -------------------------------------------------------------------
 
     async def open_transactions(self, topics: Sequence[str]) -> list[OpenTransaction]:
         """Return the transactions that hide the ends of these topics from consumers.
 
-        Most of them are at work and gone a moment later: `started_ms` tells.
+        Most are in progress and end a moment later; see `started_ms`.
 
         Raises:
             KafkaUnavailable: Kafka does not answer.
         """
         cluster = await self.cluster(topics)
         await self._client.refresh(topics)
-        places = [(name, p) for name, seen in cluster.topics.items() for p in seen.partitions]
-        high = await ends(self._client, places, READ_UNCOMMITTED, _LANE)
-        behind = await self._behind(high)
-        found = await self._producers(cluster, behind)
-        found = await self._named(cluster, found)
-        found = await self._look_for_lost(cluster, behind, found)
-        # What was ended meanwhile keeps nobody waiting.
-        still = await self._behind({place: high[place] for place in behind})
-        return [one for one in found if (one.topic, one.partition) in still]
+        partitions = [(name, p) for name, topic in cluster.topics.items() for p in topic.partitions]
+        high = await end_offsets(self._client, partitions, READ_UNCOMMITTED, _CHANNEL)
+        hidden = await self._hidden(high)
+        transactions = await self._producers(cluster, hidden)
+        transactions = await self._add_coordinator_state(cluster, transactions)
+        transactions = await self._mark_lost(cluster, hidden, transactions)
+        # Some have ended meanwhile.
+        still = await self._hidden({partition: high[partition] for partition in hidden})
+        return [one for one in transactions if (one.topic, one.partition) in still]
 
-    async def _behind(self, high: Mapping[Place, int]) -> dict[Place, int]:
-        """Return those partitions whose stable end lies below what they held, and by how much."""
-        stable = await ends(self._client, high, READ_COMMITTED, _LANE)
-        return {
-            place: high[place] - offset for place, offset in stable.items() if offset < high[place]
-        }
+    async def _hidden(self, high: Mapping[Partition, int]) -> dict[Partition, int]:
+        """Return the number of hidden offsets of each partition that has any."""
+        stable = await end_offsets(self._client, high, READ_COMMITTED, _CHANNEL)
+        return {p: high[p] - offset for p, offset in stable.items() if offset < high[p]}
 
     async def _producers(
-        self, cluster: Cluster, behind: Mapping[Place, int]
+        self, cluster: Cluster, hidden: Mapping[Partition, int]
     ) -> list[OpenTransaction]:
-        found = []
-        for leader, topics in _by_leader(cluster, frozenset(behind)).items():
-            answer = await self._client.ask(leader, ProducersRequest(topics), _LANE)
-            for topic, partitions, _ in answer.topics:
-                for number, code, _message, producers, _ in partitions:
+        transactions = []
+        for leader, topics in _by_leader(cluster, frozenset(hidden)).items():
+            answer = await self._client.ask(leader, describe_producers(topics), _CHANNEL)
+            for topic, partitions in answer.topics:
+                for number, code, _message, producers in partitions:
+                    count = hidden[topic, number]
                     if code != Code.NONE:
-                        found.append(OpenTransaction(topic, number, -1, behind[topic, number]))
+                        transactions.append(OpenTransaction(topic, number, -1, count))
                         continue
-                    found += [
-                        OpenTransaction(
-                            topic,
-                            number,
-                            one[0],
-                            behind[topic, number],
-                            last_write_ms=one[3],
-                            first=one[5],
-                        )
-                        for one in producers
-                        if one[5] >= 0
+                    transactions += [
+                        OpenTransaction(topic, number, id, count, last_write_ms=at_ms, first=first)
+                        for id, _epoch, _sequence, at_ms, _coordinator_epoch, first in producers
+                        if first >= 0
                     ]
-        return found
+        return transactions
 
-    async def _look_for_lost(
-        self, cluster: Cluster, behind: Mapping[Place, int], found: Sequence[OpenTransaction]
+    async def _mark_lost(
+        self,
+        cluster: Cluster,
+        hidden: Mapping[Partition, int],
+        transactions: Sequence[OpenTransaction],
     ) -> list[OpenTransaction]:
-        """Mark those that are open still, though their coordinator said before that all that these
-        producers had begun was ended: it says so only when every leader has been told."""
-        if not any(one.state in _ENDED for one in found):
-            return list(found)
-        still = {_begun(one) for one in await self._producers(cluster, behind)}
+        """Mark transactions that are still open after their coordinator completed them.
+
+        It completes a transaction only after it has sent the marker to every leader.
+        """
+        if not any(one.state in _ENDED for one in transactions):
+            return list(transactions)
+        still = {_identity(one) for one in await self._producers(cluster, hidden)}
         return [
-            structs.replace(one, lost=one.state in _ENDED and _begun(one) in still) for one in found
+            structs.replace(one, lost=one.state in _ENDED and _identity(one) in still)
+            for one in transactions
         ]
 
-    async def _named(
-        self, cluster: Cluster, found: Sequence[OpenTransaction]
+    async def _add_coordinator_state(
+        self, cluster: Cluster, transactions: Sequence[OpenTransaction]
     ) -> list[OpenTransaction]:
-        """Add what the coordinators know of the producers."""
-        if not found:
+        if not transactions:
             return []
-        ids = {one.producer_id for one in found}
-        told = await asyncio.gather(
+        ids = {one.producer_id for one in transactions}
+        answers = await asyncio.gather(
             *(self._coordinated(node, ids) for node in cluster.addresses), return_exceptions=True
         )
-        known = {
-            producer: facts for some in told if isinstance(some, dict) for producer, facts in
-            some.items()
-        }  # fmt: skip
-        return [_with(one, known.get(one.producer_id)) for one in found]
+        states: dict[int, tuple[Any, ...]] = {}
+        for answer in answers:
+            if isinstance(answer, dict):
+                states |= answer
+        return [_with_state(one, states.get(one.producer_id)) for one in transactions]
 
     async def _coordinated(self, node: int, producers: Iterable[int]) -> dict[int, tuple[Any, ...]]:
-        """Return what a broker knows of the transactions of producers that it coordinates."""
-        listed = await self._client.ask(node, ListTransactionsRequest(producers), _LANE)
+        """Return the transactions of producers that a broker coordinates, by producer id."""
+        listed = await self._client.ask(node, ListTransactionsV0([], list(producers)), _CHANNEL)
         names = [name for name, *_ in listed.transaction_states]
         if not names:
             return {}
-        answer = await self._client.ask(node, DescribeTransactionsRequest(names), _LANE)
+        answer = await self._client.ask(node, DescribeTransactionsV0(names), _CHANNEL)
         return {state[5]: state for state in answer.transaction_states if state[0] == Code.NONE}
 
 
-def _seen(error: int, partitions: Sequence[tuple[Any, ...]], bits: int) -> TopicSeen:
+def _topic_seen(error: int, partitions: Sequence[tuple[Any, ...]], bits: int) -> TopicSeen:
     rights = None
-    if bits != NO_RIGHTS_TOLD:
+    if bits != RIGHTS_NOT_REQUESTED:
         rights = frozenset(name for name, bit in _OPERATIONS.items() if bits >> bit & 1)
     copies = {
         number: PartitionCopies(leader, tuple(replicas), tuple(in_sync), tuple(offline))
@@ -427,21 +426,21 @@ def _seen(error: int, partitions: Sequence[tuple[Any, ...]], bits: int) -> Topic
 
 
 def _by_leader(
-    cluster: Cluster, only: frozenset[Place] | None = None
+    cluster: Cluster, only: frozenset[Partition] | None = None
 ) -> dict[int, dict[str, list[int]]]:
     led: dict[int, dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
-    for name, seen in cluster.topics.items():
-        for number, copies in seen.partitions.items():
+    for name, topic in cluster.topics.items():
+        for number, copies in topic.partitions.items():
             if copies.leader >= 0 and (only is None or (name, number) in only):
                 led[copies.leader][name].append(number)
     return led
 
 
-def _begun(one: OpenTransaction) -> tuple[str, int, int, int]:
+def _identity(one: OpenTransaction) -> tuple[str, int, int, int]:
     return one.topic, one.partition, one.producer_id, one.first
 
 
-def _with(one: OpenTransaction, state: tuple[Any, ...] | None) -> OpenTransaction:
+def _with_state(one: OpenTransaction, state: tuple[Any, ...] | None) -> OpenTransaction:
     if state is None:
         return one
     started_ms = state[4] if state[4] >= 0 else None

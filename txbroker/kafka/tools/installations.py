@@ -37,7 +37,7 @@ _FETCH_BYTES = 64 << 10
 _NEWEST = 100
 """Offsets at the end of a checkpoint partition among which progress is looked for."""
 _READ_S = 2.0
-_LANE = "installations"
+_CHANNEL = "installations"
 
 
 class Installations:
@@ -101,7 +101,7 @@ class Installations:
         their `newest` offsets."""
         left = _READ_BYTES_MAX
         for number in range(partitions):
-            reader = Reader(self._client, topic, number, _LANE, append_time=False)
+            reader = Reader(self._client, topic, number, _CHANNEL, append_time=False)
             try:
                 position, end = await reader.start(), await reader.stable_end()
                 if newest:

@@ -21,7 +21,7 @@ from txbroker.kafka.client.reader import Reader
 from txbroker.kafka.door.log import KafkaLog
 from txbroker.kafka.door.partition import read_checkpoint
 
-_LANE = "repair"
+_CHANNEL = "repair"
 _LOSES = {
     "half": "the message: its transaction is not known to this version, and never promoted by it",
     "op": "what the marker says: the transaction stands as it was before it, and may be decided "
@@ -101,7 +101,7 @@ class Repair:
 
     def _reader(self, log: str, number: int) -> Reader:
         topic = self._topics[log]
-        return Reader(self._client, topic, number, f"{_LANE}/{log}", producers=True)
+        return Reader(self._client, topic, number, f"{_CHANNEL}/{log}", producers=True)
 
     async def _partition(self, number: int) -> AsyncIterator[Stop]:
         scan = await read_checkpoint(self._reader(CHECKPOINT, number))
@@ -138,7 +138,7 @@ class Repair:
         """
         topic = self._client.settings.checkpoint_topic
         log = KafkaLog(
-            self._client, topic, found.partition, f"{_LANE}/skip", self._bytes_max(topic)
+            self._client, topic, found.partition, f"{_CHANNEL}/skip", self._bytes_max(topic)
         )
         try:
             await log.append([encode_skip(found.stop.log, found.stop.record, by, reason)])

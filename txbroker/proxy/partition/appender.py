@@ -299,7 +299,7 @@ class Appender:
         """
         if asyncio.get_running_loop().time() - self._told_s >= seconds:
             async with self._lock:
-                await self._catch_up(sure=False)
+                await self._catch_up(confirmed=False)
 
     async def run(self) -> None:
         """Write what is queued, batch after batch, until cancelled.
@@ -445,12 +445,12 @@ class Appender:
         return [found.get(number, missing) for number in range(len(records))]
 
     async def _catch_up(
-        self, note: Callable[[Record, ApplyResult], None] | None = None, *, sure: bool = True
+        self, note: Callable[[Record, ApplyResult], None] | None = None, *, confirmed: bool = True
     ) -> None:
         replica = self._replica
-        start, end = await self._log.bounds(sure=sure)
+        start, end = await self._log.bounds(confirmed=confirmed)
         position = replica.position
-        if not (sure or start <= position <= end):
+        if not (confirmed or start <= position <= end):
             start, end = await self._log.bounds()
         if position > end or position < start:
             raise LogTruncated(

@@ -103,7 +103,7 @@ class RetentionGuard:
         """
         await _compare("half", self._door.half, self._ledger.half_anchor)
         await _compare("op", self._door.op, self._ledger.op_anchor)
-        start, _ = await self._door.half.bounds(sure=False)
+        start, _ = await self._door.half.bounds(confirmed=False)
         await self.deleted_before(start)
 
     async def deleted_before(self, half_start: int) -> None:
