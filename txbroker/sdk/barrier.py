@@ -2,10 +2,10 @@
 
 "There is no row" proves nothing while the local transaction may still commit. So both sides write
 the same primary key: the local transaction a row `commit`, in its own database transaction; the
-check a row `rollback`, where it finds none. The database lets only one of them in. Whoever comes
-second learns the truth: the check sees `commit`, or the local transaction fails with `TooLate`.
+check a row `rollback`, if it finds none. The database accepts only one of them, and the second side
+learns of the first: the check reads `commit`, or the local transaction fails with `TooLate`.
 
-What differs between databases is in a `Dialect`; everything else is in `Barrier`.
+A `Dialect` holds the differences between databases.
 """
 
 import os
@@ -23,26 +23,26 @@ from txbroker.sdk.types import CheckRequest, NotYet, Rollback
 
 TABLE = "txbroker_barrier"
 BUSY_TIMEOUT_S = 2.0
-"""How long a check waits for the database's write lock: less than the proxy waits for it."""
+"""How long a check waits for the database's write lock: less than the proxy waits for an answer."""
 BUSY_AGAIN_S = 2.0
-"""When a check that met a locked database is to be asked again."""
+"""The "not yet" of a check that found the database locked."""
 _COMMIT, _ROLLBACK = Decision.COMMIT.value, Decision.ROLLBACK.value
 
 
 class TooLate(Rollback):
     """The transaction was checked and rolled back before its local transaction recorded itself.
 
-    Raised in the local transaction, it must undo that. It is a `Rollback`, so a producer's block
-    that it leaves ends as it must, without an error.
+    Raised in the local transaction, it must roll that back. It is a `Rollback`, so it ends a
+    producer's block with a rollback and without an error.
     """
 
 
 class AlreadyRecorded(TxbrokerError):
-    """The local transaction of this id has committed before: it must not be done twice."""
+    """The local transaction of this id has committed before: it must not run twice."""
 
 
 class Connection(Protocol):
-    """What a barrier needs of a DB-API connection."""
+    """The part of a DB-API connection that a barrier uses."""
 
     def cursor(self) -> Any:
         """Return a cursor."""
@@ -66,18 +66,18 @@ C = TypeVar("C", bound=Connection)
 
 @dataclass(frozen=True, slots=True)
 class Dialect(Generic[C]):
-    """What one kind of database needs to be told in its own way.
+    """SQL and calls for one kind of database.
 
     Attributes:
-        create: SQL that creates the table unless it is there.
+        create: SQL that creates the table if it does not exist.
         insert: SQL that inserts (id, decision).
         select: SQL that reads the decision of an id.
-        delete: SQL that deletes the rows older than so many seconds.
-        join_local: begin, or join, the local transaction; refuse where the row would be
-            committed by itself.
-        begin_check: begin a transaction in which nobody else can insert unseen.
-        is_busy: True for errors after which the same can succeed a little later.
-        duplicate: the error that a second row of an id raises.
+        delete: SQL that deletes the rows older than a number of seconds.
+        join_local: begins or joins the local transaction; refuses a connection that would commit
+            the row alone.
+        begin_check: begins a transaction that sees every committed insert and blocks others.
+        is_busy: returns True for errors after which a retry can succeed.
+        duplicate: the error of a second row with the same id.
     """
 
     create: str
@@ -95,7 +95,6 @@ class Barrier(Generic[C]):
 
     Args:
         connect: opens a new connection to the database of the local transactions.
-        dialect: how to talk to it.
     """
 
     def __init__(self, connect: Callable[[], C], dialect: Dialect[C]) -> None:
@@ -103,17 +102,17 @@ class Barrier(Generic[C]):
         self._dialect = dialect
 
     def create(self) -> None:
-        """Create the table unless it is there."""
+        """Create the table if it does not exist."""
         with closing(self._connect()) as connection:
             connection.cursor().execute(self._dialect.create)
             connection.commit()
 
     def record(self, connection: C, transaction_id: str) -> None:
-        """Insert the row of a transaction inside its local transaction on `connection`; call it
-        first of all, so that a local transaction that is too late does nothing.
+        """Insert the row of a transaction inside its local transaction on `connection`. Call it
+        first, so that a local transaction that is too late does nothing.
 
         Raises:
-            TooLate: a check was first: undo the local transaction.
+            TooLate: a check was first: roll the local transaction back.
             AlreadyRecorded: this local transaction has committed before.
             ConfigurationError: the row would not be part of a local transaction.
         """
@@ -127,17 +126,16 @@ class Barrier(Generic[C]):
                     f"{transaction_id} was checked and rolled back before its local transaction"
                 ) from None
             if decision is None:
-                raise  # another constraint than that of the key
+                raise  # another constraint than the primary key
             raise AlreadyRecorded(
                 f"the local transaction of {transaction_id} has committed before"
             ) from None
 
     def check(self, transaction: str | CheckRequest) -> Decision | NotYet:
-        """Return what became of a transaction: never unknown. A producer takes this method as
-        its check function.
+        """Return the decision about a transaction, never unknown; usable as a check function.
 
-        COMMIT where its local transaction has committed; else ROLLBACK, and from now on its
-        local transaction cannot commit any more. `NotYet` only while the database is locked.
+        COMMIT if its local transaction has committed; else ROLLBACK, and its local transaction
+        cannot commit any more. `NotYet` only while the database is locked.
         """
         transaction_id = transaction if isinstance(transaction, str) else transaction.id
         try:
@@ -151,14 +149,16 @@ class Barrier(Generic[C]):
     def forget(self, older_than_s: float) -> int:
         """Delete rows that were written more than `older_than_s` seconds ago; return how many.
 
-        Keep them longer than a transaction can be undecided: a check of a transaction whose
-        row is deleted would roll back what was committed. Parked transactions wait for ever.
+        Keep rows longer than a transaction can be undecided: a check of a transaction whose row is
+        deleted would roll back a committed one. Parked transactions wait for ever.
 
         Raises:
             BadRequest: less than a day.
         """
         if older_than_s < 86400:
-            raise BadRequest("rows of a barrier are kept for at least a day (86400 s)")
+            raise BadRequest(
+                "older_than_s must be at least 86400: a barrier's rows are kept for a day"
+            )
         with closing(self._connect()) as connection:
             cursor = connection.cursor()
             cursor.execute(self._dialect.delete, (older_than_s,))
@@ -168,7 +168,7 @@ class Barrier(Generic[C]):
     def _check(self, connection: C, transaction_id: str) -> Decision:
         decision = self._read(connection, transaction_id)
         if decision is None:
-            connection.rollback()  # ends the read, whose snapshot must not be written upon
+            connection.rollback()  # ends the read: its snapshot must not be used for a write
             self._dialect.begin_check(connection)
             try:
                 decision = self._read(connection, transaction_id)
@@ -194,19 +194,19 @@ class Barrier(Generic[C]):
 
 
 class SqliteBarrier(Barrier[sqlite3.Connection]):
-    """A barrier in an SQLite file; its table is created at once.
+    """A barrier in an SQLite file; creates its table at once.
 
-    SQLite has one writer at a time. The check takes the write lock before it looks (BEGIN
-    IMMEDIATE), so it sees every local transaction that has committed, and waits for the one that
-    holds the lock. If that takes longer than `busy_timeout_s`, the answer is `NotYet`.
+    SQLite has one writer at a time. The check takes the write lock before it reads (BEGIN
+    IMMEDIATE), so it sees every committed local transaction and waits for the one that holds the
+    lock. If that takes longer than `busy_timeout_s`, the answer is `NotYet`.
 
     Args:
         database: the path of the file, or a function that opens a connection to it.
         table: the table's name.
-        busy_timeout_s: how long a check waits for the write lock; with a function, what that sets.
+        busy_timeout_s: how long a check waits for the write lock; a function sets its own timeout.
 
     Raises:
-        ConfigurationError: the database is in memory, or the table's name is no plain word.
+        ConfigurationError: the database is in memory, or the table's name is not a plain word.
     """
 
     def __init__(
@@ -217,7 +217,7 @@ class SqliteBarrier(Barrier[sqlite3.Connection]):
         busy_timeout_s: float = BUSY_TIMEOUT_S,
     ) -> None:
         if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", table):
-            raise ConfigurationError(f"a table's name is a plain word, not {table!r}")
+            raise ConfigurationError(f"a table's name must be a plain word, not {table!r}")
         self._file = ""
         if callable(database):
             connect = database
@@ -256,15 +256,15 @@ class SqliteBarrier(Barrier[sqlite3.Connection]):
     def _join_local(self, connection: sqlite3.Connection) -> None:
         if _file_of(connection) != self._file:
             raise ConfigurationError(
-                f"the local transaction is on another database than the barrier's {self._file}: "
-                "a check would roll back what it commits"
+                f"the local transaction is in another database than the barrier, {self._file}: "
+                "a check would roll back a committed transaction"
             )
         if connection.in_transaction:
             return
         if connection.isolation_level is None or getattr(connection, "autocommit", -1) is True:
             raise ConfigurationError(
-                "the connection commits every statement by itself: BEGIN the local transaction "
-                "before it is recorded"
+                "the connection commits every statement automatically: BEGIN the local transaction "
+                "before you record it"
             )
         connection.execute("BEGIN IMMEDIATE")
 
@@ -273,7 +273,7 @@ def _begin_immediate(connection: sqlite3.Connection) -> None:
     if not connection.in_transaction:
         connection.execute("BEGIN IMMEDIATE")
         return
-    # autocommit=False of Python 3.12 has opened a deferred transaction by itself.
+    # autocommit=False of Python 3.12 has opened a deferred transaction.
     connection.execute("ROLLBACK")
     connection.execute("BEGIN IMMEDIATE")
 

@@ -1,11 +1,11 @@
-"""Prepare, decide, ask: each repeated, with the same id, until it is answered or time is up.
+"""Prepare, decide, ask for a check: each is retried with the same id until answered or timed out.
 
-The first try is an operation, its place in a session and a future. Only where it fails, or has to
-wait, does a call need patience: that carries its id and what is known of it on.
+The first attempt costs an operation, its place in a session and a future. Only a call that fails or
+must wait needs a `_RetryState`.
 
-Repeating is safe because a prepare counts once by its id and a decision is idempotent. Only
-before its block has run may a transaction take another id: whatever became of the old one, its
-local transaction never happened, so its check can only end in a rollback.
+Retries are safe because a prepare counts once by its id and a decision is idempotent. A transaction
+may take another id only before its block has run: the local transaction of the old id never
+happened, so its check can only end in a rollback.
 """
 
 import asyncio
@@ -33,30 +33,30 @@ from txbroker.sdk.limits import RETRY_SHARE_OF_WINDOW, InFlightLimit, Limits
 from txbroker.sdk.local import LocalTransactions
 from txbroker.sdk.messages import size_of
 from txbroker.sdk.router import Router
-from txbroker.sdk.session import Asked, Session, SessionLost
+from txbroker.sdk.session import AnsweredOperation, Session, SessionLost
 
 _log = logging.getLogger("txbroker.sdk")
 
 ASK_RETRY_S = 15.0
-"""An early check is a courtesy: the next one is due anyway, so it is not asked for for long."""
+"""Maximum time to request an early check: the schedule makes the next one anyway."""
 ASKING_MAX = 1000
-"""Early checks being asked for at one time; further ones are left to the schedule."""
+"""Requests for early checks in flight; further ones are left to the schedule."""
 
 CALL_BACKOFF_MAX_S = 1.0
-"""Between two tries of one call: a partition finds a new owner within seconds."""
+"""Longest pause between attempts of a call: a partition finds a new owner within seconds."""
 
 RANDOMNESS_AT_ONCE = 256
-"""Ids for which the system is asked for randomness at one time: each question costs."""
+"""Ids per system call for randomness."""
 
 _randomness_left: list[int] = []
-if hasattr(os, "register_at_fork"):  # or two processes would give the same ids
+if hasattr(os, "register_at_fork"):  # otherwise two processes would create the same ids
     os.register_at_fork(after_in_child=_randomness_left.clear)
 
 T = TypeVar("T")
 
 
 class Draft(Struct):
-    """What is to be prepared."""
+    """A transaction that is not prepared yet."""
 
     messages: tuple[Message, ...]
     order_key: str | None = None
@@ -64,10 +64,16 @@ class Draft(Struct):
     check_interval_s: float | None = None
 
 
-class _Patience:
-    """What a call needs once its first try has failed, or has to wait.
+class _RetryState:
+    """The state of a call whose first attempt has failed or must wait.
 
-    Every wait of such a call raises `exhausted()` when the time is up.
+    Every wait of such a call raises `exhausted()` at the deadline, `until_s`.
+
+    Attributes:
+        attempt: how many attempts have failed.
+        choice: index of the owner to try among those that the proxies' views name; -1, the newest,
+            after a move, because a hanging proxy still calls itself the owner.
+        sent: an earlier attempt with the same id may have reached the proxy.
     """
 
     def __init__(
@@ -75,7 +81,7 @@ class _Patience:
         limits: Limits,
         trouble: Callable[[], OwnerUnavailable | None],
         began_s: float,
-        operation: Asked | None,
+        operation: AnsweredOperation | None,
     ) -> None:
         self._time_s = asyncio.get_running_loop().time
         self._limits = limits
@@ -83,16 +89,13 @@ class _Patience:
         self._began_s = began_s
         self._operation = operation
         self.until_s = began_s + limits.retry_s
-        self.turn = 0
+        self.attempt = 0
         self.choice = 0
-        """Which one of the owners that views name is next: the newest after a move, for whoever
-        hangs goes on to call itself the owner."""
         self.sent = False
-        """An earlier try with the same id may have reached the proxy."""
         self._last: Exception | None = None
 
     async def wait(self, work: Awaitable[T]) -> T:
-        """Return what `work` returns, unless the time is up before."""
+        """Return the result of `work`, or raise `exhausted()` at the deadline."""
         try:
             async with asyncio.timeout_at(self.until_s) as bound:
                 return await work
@@ -101,17 +104,18 @@ class _Patience:
                 raise
             raise self.exhausted() from None
 
-    def due_s(self, operation: Asked) -> float:
-        """Return until when a try's answer must have come: a slow one's may take all the time."""
+    def due_s(self, operation: AnsweredOperation) -> float:
+        """Return the deadline of an attempt's answer; one that waits for promotion may take all the
+        time."""
         if isinstance(operation, Decide) and operation.wait:
             return self.until_s
         return min(self.until_s, self._time_s() + self._limits.answer_timeout_s)
 
     def failed(self, error: SessionLost | RequestError) -> None:
-        """A try failed.
+        """Note a failed attempt.
 
         Raises:
-            RequestError: repeating does not cure it.
+            RequestError: a retry cannot succeed.
         """
         if isinstance(error, SessionLost):
             self.sent = self.sent or error.sent
@@ -120,21 +124,21 @@ class _Patience:
         elif not error.retryable:
             raise error
         else:
-            self.sent = True  # the proxy had it, and need not have said the last word about it
+            self.sent = True  # the proxy received it, and may still carry it out
         self._last = error
 
     async def pause(self) -> None:
-        """Wait before the next try; not before the first one after a lost session."""
+        """Wait before the next attempt; not before the first one after a lost session."""
         if self._time_s() >= self.until_s:
             raise self.exhausted()
-        self.turn += 1
+        self.attempt += 1
         self.choice += 1
-        if not (isinstance(self._last, SessionLost) and self.turn == 1):
-            pause_s = min(CALL_BACKOFF_MAX_S, self._limits.backoff_s(self.turn))
+        if not (isinstance(self._last, SessionLost) and self.attempt == 1):
+            pause_s = min(CALL_BACKOFF_MAX_S, self._limits.backoff_s(self.attempt))
             await self.wait(asyncio.sleep(pause_s))
 
     def exhausted(self) -> RequestError:
-        """Return the error to raise when the time is up."""
+        """Return the error to raise at the deadline."""
         trouble = self._trouble()
         why = str(self._last or trouble or "no owner was found")
         tried_s = self._time_s() - self._began_s
@@ -150,8 +154,8 @@ class _Patience:
         )
 
 
-def _left_open(operation: Asked | None) -> str:
-    """Return what is not known of a call whose time is up; None is a prepare, of whatever id."""
+def _left_open(operation: AnsweredOperation | None) -> str:
+    """Return the unknown outcome of a call that timed out; None is a prepare without an id."""
     if isinstance(operation, Decide):
         promoted = " and promoted" if operation.wait else ""
         return (
@@ -167,18 +171,18 @@ def _left_open(operation: Asked | None) -> str:
 
 
 class Calls:
-    """The operations of one producer.
+    """The calls of one producer.
 
     Attributes:
         number: returns the number of a new call.
     """
 
-    def __init__(self, router: Router, book: LocalTransactions, limits: Limits) -> None:
+    def __init__(self, router: Router, local: LocalTransactions, limits: Limits) -> None:
         self._router = router
-        self._book = book
+        self._local = local
         self._limits = limits
         self.number = itertools.count(1).__next__
-        # Two rooms: decisions make room for prepares, so they must not queue up behind them.
+        # Separate limits: decisions end transactions, so they must not queue up after prepares.
         self._prepares = InFlightLimit(limits.in_flight_max, limits.in_flight_bytes_max)
         self._decisions = InFlightLimit(limits.in_flight_max, limits.in_flight_bytes_max)
         self._background: set[asyncio.Task[None]] = set()
@@ -186,72 +190,72 @@ class Calls:
     # --- prepare -------------------------------------------------------------------------
 
     async def prepare(self, draft: Draft) -> Status:
-        """Store a half message; return where it stands. From then on its id is in the book.
+        """Store a half message; return its status.
 
         Raises:
-            RequestError: it was refused; or time was up, and what became of it is unknown.
+            RequestError: it was refused; or it timed out, and its outcome is unknown.
         """
         time_s, limits = asyncio.get_running_loop().time, self._limits
         began_s = time_s()
         first = draft.messages[0]
         order = order_hash(draft.order_key, first.topic, first.key)
-        patience: _Patience | None = None
+        retry: _RetryState | None = None
         operation: Prepare | None = None
         room, size = self._prepares, size_of(draft.messages)
         if not room.enter(size):
-            patience = self._patience(began_s)
-            await patience.wait(room.wait(size))
+            retry = self._retry_state(began_s)
+            await retry.wait(room.wait(size))
         try:
             while True:
-                found = self._router.open_place(order)
-                if found is None:
-                    patience = patience or self._patience(began_s)
-                    found = await patience.wait(self._router.place(order))
-                session, partition = found
+                place = self._router.open_place(order)
+                if place is None:
+                    retry = retry or self._retry_state(began_s)
+                    place = await retry.wait(self._router.place(order))
+                session, partition = place
                 now_s = time_s()
                 until_s = now_s + session.dedup_window_s * RETRY_SHARE_OF_WINDOW
-                until_s = min(until_s, patience.until_s if patience else began_s + limits.retry_s)
+                until_s = min(until_s, retry.until_s if retry else began_s + limits.retry_s)
                 operation = self._draw(draft, session, partition)
                 due_s = min(until_s, now_s + limits.answer_timeout_s)
                 try:
-                    standing: Status | None = await session.send(operation, partition, due_s)
+                    status: Status | None = await session.send(operation, partition, due_s)
                 except (SessionLost, RequestError) as error:
-                    patience = patience or self._patience(began_s)
-                    patience.until_s = until_s
-                    standing = await self._again(operation, partition, patience, error)
-                if standing is not None and standing.decision is None:
-                    return standing
-                if standing is not None and standing.decision is Decision.COMMIT:
+                    retry = retry or self._retry_state(began_s)
+                    retry.until_s = until_s
+                    status = await self._again(operation, partition, retry, error)
+                if status is not None and status.decision is None:
+                    return status
+                if status is not None and status.decision is Decision.COMMIT:
                     raise AlreadyDecided(
-                        "the transaction was committed before its block ran", id=standing.id
+                        "the transaction was committed before its block ran", id=status.id
                     )
-                # Nothing was sent, or the id is void, or a check was quicker than our retry and
-                # rolled it back: the block has not run, so another id starts afresh.
-                patience = patience or self._patience(began_s)
-                self._abandon(operation.id, sent=patience.sent)
-                operation, patience.sent = None, False
-                await patience.pause()
+                # Nothing was sent, or the id is void, or a check rolled it back before the retry:
+                # the block has not run, so the transaction may start again with another id.
+                retry = retry or self._retry_state(began_s)
+                self._abandon(operation.id, sent=retry.sent)
+                operation, retry.sent = None, False
+                await retry.pause()
         except BaseException as error:
             if operation is not None:
                 session.forget(operation.call)
-                # Cancelled, or an inner error: that does not say that nothing was stored.
+                # After a cancellation or an internal error it may be stored.
                 unsure = not isinstance(error, RequestError) or error.status >= 500
-                sent = unsure or (patience is not None and patience.sent)
+                sent = unsure or (retry is not None and retry.sent)
                 self._abandon(operation.id, sent=sent)
             raise
         finally:
             room.leave(size)
 
     def _draw(self, draft: Draft, session: Session, partition: int) -> Prepare:
-        """Return a draft as an operation with an id of its own, which is in the book now."""
+        """Return a draft as an operation with a new id."""
         try:
             randomness = _randomness_left.pop()
-        except IndexError:  # not looked at before: another thread may take the last one
+        except IndexError:  # not tested before: another thread may take the last one
             drawn = os.urandom(8 * RANDOMNESS_AT_ONCE)
             randomness, *rest = unpack(f"{RANDOMNESS_AT_ONCE}Q", drawn)
             _randomness_left.extend(rest)
         id = make_id(partition, session.now_ms(), randomness)
-        self._book.running(id)
+        self._local.running(id)
         return Prepare(
             self.number(),
             id,
@@ -262,19 +266,19 @@ class Calls:
         )
 
     def _abandon(self, transaction_id: str, *, sent: bool) -> None:
-        """Give up an id; should it be stored after all, the answer to its check is known."""
+        """Give up an id; if it may be stored, remember the answer to its check."""
         if sent:
-            self._book.undelivered(transaction_id, Decision.ROLLBACK)
+            self._local.undelivered(transaction_id, Decision.ROLLBACK)
         else:
-            self._book.settled(transaction_id)
+            self._local.settled(transaction_id)
 
     # --- decide --------------------------------------------------------------------------
 
     async def decide(self, operation: Decide) -> Status:
-        """Commit or roll back; `wait` returns when consumers can see the messages.
+        """Commit or roll back; with `wait`, return when consumers can see the messages.
 
         Raises:
-            RequestError: it was refused; or time was up, and what became of it is unknown.
+            RequestError: it was refused; or it timed out, and its outcome is unknown.
         """
         try:
             partition = parse_id(operation.id).partition
@@ -282,12 +286,12 @@ class Calls:
             raise BadId(str(error)) from None
         time_s, limits = asyncio.get_running_loop().time, self._limits
         began_s = time_s()
-        patience: _Patience | None = None
+        retry: _RetryState | None = None
         room, messages = self._decisions, operation.messages
         size = size_of(messages) if messages else 0
         if not room.enter(size):
-            patience = self._patience(began_s, operation)
-            await patience.wait(room.wait(size))
+            retry = self._retry_state(began_s, operation)
+            await retry.wait(room.wait(size))
         failure: SessionLost | RequestError | None = None
         session = self._router.open_owner(partition)
         try:
@@ -298,86 +302,88 @@ class Calls:
                     return await session.send(operation, partition, due_s)
                 except (SessionLost, RequestError) as error:
                     failure = error
-            patience = patience or self._patience(began_s, operation)
-            standing = await self._again(operation, partition, patience, failure)
+            retry = retry or self._retry_state(began_s, operation)
+            status = await self._again(operation, partition, retry, failure)
         except BaseException:
             if session is not None:
                 session.forget(operation.call)
             raise
         finally:
             room.leave(size)
-        assert standing is not None, "that is for prepares"
-        return standing
+        assert status is not None, "only a prepare gets None"
+        return status
 
-    # --- once more -----------------------------------------------------------------------
+    # --- retry ---------------------------------------------------------------------------
 
     async def _again(
         self,
-        operation: Asked,
+        operation: AnsweredOperation,
         partition: int,
-        patience: _Patience,
+        retry: _RetryState,
         failure: SessionLost | RequestError | None,
     ) -> Status | None:
-        """Repeat what failed, with the same id, until it is answered; where `failure` is None, no
-        session was there for the first try. Return None where a prepare must take another id, or
-        may as well, as nothing was sent.
+        """Retry an operation with the same id until it is answered. `failure` is None if there was
+        no session for the first attempt. Return None if a prepare must take another id, or may, as
+        nothing was sent.
 
         Raises:
-            RequestError: one that repeating does not cure, or the time is up.
+            RequestError: a retry cannot succeed, or the call timed out.
         """
         preparing = isinstance(operation, Prepare)
         while True:
             if failure is not None:
                 if preparing and isinstance(failure, IdExpired):
                     return None
-                patience.failed(failure)
-                if preparing and not patience.sent:
+                retry.failed(failure)
+                if preparing and not retry.sent:
                     return None
-                await patience.pause()
-            session = await patience.wait(self._router.owner(partition, patience.choice))
+                await retry.pause()
+            session = await retry.wait(self._router.owner(partition, retry.choice))
             operation = structs.replace(operation, call=self.number())
             if preparing:
                 operation = structs.replace(operation, retry=True)
             try:
-                return await session.send(operation, partition, patience.due_s(operation))
+                return await session.send(operation, partition, retry.due_s(operation))
             except (SessionLost, RequestError) as error:
                 failure = error
             except BaseException:
                 session.forget(operation.call)
                 raise
 
-    def _patience(self, began_s: float, operation: Asked | None = None) -> _Patience:
-        return _Patience(self._limits, lambda: self._router.last_trouble, began_s, operation)
+    def _retry_state(
+        self, began_s: float, operation: AnsweredOperation | None = None
+    ) -> _RetryState:
+        return _RetryState(self._limits, lambda: self._router.last_trouble, began_s, operation)
 
     # --- in the background ---------------------------------------------------------------
 
     def ask_early(self, transaction_id: str, reason: str) -> None:
-        """Ask for a check soon; nobody waits for it and its failure changes nothing."""
+        """Request an early check in the background; a failure has no effect."""
         if len(self._background) < ASKING_MAX:
             self.in_background(self._ask(transaction_id, reason))
 
     def in_background(self, work: Awaitable[object]) -> None:
-        """Finish some work for a task that was cancelled and cannot wait for it."""
+        """Finish work of a task that was cancelled and cannot wait for it."""
         task = asyncio.ensure_future(_quietly(work))
         self._background.add(task)
         task.add_done_callback(self._background.discard)
 
     async def settle(self) -> None:
-        """Wait until nothing works in the background."""
+        """Wait until the background work is done."""
         while self._background:
             await asyncio.wait(tuple(self._background))
 
     async def close(self) -> None:
-        """Stop what works in the background."""
+        """Stop the background work."""
         for task in self._background:
             task.cancel()
         await asyncio.gather(*self._background, return_exceptions=True)
 
     async def _ask(self, transaction_id: str, reason: str) -> None:
         operation = AskEarly(self.number(), transaction_id, reason)
-        patience = self._patience(asyncio.get_running_loop().time(), operation)
-        patience.until_s -= max(0.0, self._limits.retry_s - ASK_RETRY_S)
-        await self._again(operation, parse_id(transaction_id).partition, patience, None)
+        retry = self._retry_state(asyncio.get_running_loop().time(), operation)
+        retry.until_s -= max(0.0, self._limits.retry_s - ASK_RETRY_S)
+        await self._again(operation, parse_id(transaction_id).partition, retry, None)
 
 
 async def _quietly(work: Awaitable[object]) -> None:

@@ -1,4 +1,4 @@
-"""Check-backs that come down a session: who answers, in which thread, how many at a time."""
+"""Answers the check-backs that arrive in sessions."""
 
 import asyncio
 import contextvars
@@ -24,25 +24,25 @@ from txbroker.sdk.types import Answer, CheckFunction, CheckRequest, Commit, NotY
 _log = logging.getLogger("txbroker.sdk")
 
 DETAIL_LENGTH_MAX = 200
-"""Of what an answer says in words; it is kept in the transaction's timeline."""
+"""Maximum length of an answer's detail; the transaction's timeline keeps it."""
 
 
 class CheckAnswerer:
     """Answers the checks of one producer.
 
-    What this process knows by itself is answered at once; else the check function is asked, at
-    most `checks_max` times at once. A check that comes again while the function is still at it
-    gets the same answer.
+    If this process knows the answer it is sent at once; otherwise the check function is called, at
+    most `checks_max` times at a time. A check that is repeated while the function still runs gets
+    the same answer.
     """
 
     def __init__(
-        self, function: CheckFunction | None, book: LocalTransactions, limits: Limits
+        self, function: CheckFunction | None, local: LocalTransactions, limits: Limits
     ) -> None:
         self._function = function
         self._suspends = function is not None and is_coroutine_function(function)
-        self._book = book
+        self._local = local
         self._limits = limits
-        # By id, who waits for the function's answer.
+        # By id, the sessions and questions that wait for the function's answer.
         self._asked: dict[str, list[tuple[Session, CheckQuestion]]] = {}
         self._answering: set[asyncio.Task[None]] = set()
         self._threads: ThreadPoolExecutor | None = None
@@ -50,12 +50,12 @@ class CheckAnswerer:
 
     @property
     def has_function(self) -> bool:
-        """Whether other instances' transactions may be asked about here, too."""
+        """True if this instance can be asked about other instances' transactions, too."""
         return self._function is not None
 
     def arrived(self, session: Session, check: CheckQuestion) -> None:
-        """Answer a check; where a function must be asked, later."""
-        known = self._book.answer(check.id)
+        """Answer a check, at once or when the check function has returned."""
+        known = self._local.answer(check.id)
         if known is not None:
             _post(session, _in_frame(known, check, "the producer itself"))
         elif self._function is None:
@@ -75,12 +75,12 @@ class CheckAnswerer:
             task.add_done_callback(self._answering.discard)
 
     async def settle(self) -> None:
-        """Wait until every check that was taken is answered."""
+        """Wait until every accepted check is answered."""
         while self._answering:
             await asyncio.wait(tuple(self._answering))
 
     async def close(self) -> None:
-        """Stop answering. A plain function that still runs in a thread runs to its end."""
+        """Stop answering. A plain function in a thread runs to its end."""
         for task in self._answering:
             task.cancel()
         await asyncio.gather(*self._answering, return_exceptions=True)
@@ -88,7 +88,7 @@ class CheckAnswerer:
             self._threads.shutdown(wait=False, cancel_futures=True)
 
     async def _answer(self, function: CheckFunction, check: CheckQuestion) -> None:
-        """Ask the function, and answer all that wait for it."""
+        """Call the function, and answer all checks that wait for it."""
         try:
             answer = await self._ask(function, check)
         finally:
@@ -118,7 +118,7 @@ class CheckAnswerer:
             task = asyncio.current_task()
             if task is not None and task.cancelling():
                 raise
-            return _failed(check, error)  # the function's own, nobody stops us
+            return _failed(check, error)  # raised by the function; this task is not cancelled
 
     async def _run(self, function: CheckFunction, request: CheckRequest) -> Answer:
         if self._suspends:
@@ -137,12 +137,12 @@ class CheckAnswerer:
 def is_coroutine_function(function: Callable[..., object]) -> bool:
     """Return True for `async def` functions, methods and objects with such a `__call__`."""
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
-        getattr(function, "__call__", None)  # noqa: B004 - not asked whether it is callable
+        getattr(function, "__call__", None)  # noqa: B004 - this does not test whether it is callable
     )
 
 
 def _asking(check: CheckQuestion) -> "AbstractContextManager[tracing.ActiveSpan | None]":
-    """Return a span to ask the check function in, which continues the one that prepared."""
+    """Return a span for the check function, which continues the prepare's."""
     attributes: tracing.Attributes = {
         tracing.ID: check.id,
         tracing.GROUP: check.group,
@@ -159,7 +159,7 @@ def _asking(check: CheckQuestion) -> "AbstractContextManager[tracing.ActiveSpan 
 
 
 def _call(function: CheckFunction, request: CheckRequest) -> Answer | Awaitable[Answer]:
-    """Ask a plain function. No future carries its StopIteration: the answer would never come."""
+    """Call a plain function. No future can carry a StopIteration: the answer would never arrive."""
     try:
         return function(request)
     except StopIteration as error:
@@ -167,8 +167,7 @@ def _call(function: CheckFunction, request: CheckRequest) -> Answer | Awaitable[
 
 
 def _failed(check: CheckQuestion, error: BaseException) -> CheckAnswer:
-    """Return an unknown that names the error, and log it: in a sentence, with its trace at the
-    level `debug`, as no trace belongs on a terminal."""
+    """Return an unknown that names the error, and log it; the traceback at level `debug`."""
     detail = f"{type(error).__name__}: {error}"[:DETAIL_LENGTH_MAX]
     _log.error("the check of %s failed: answered as unknown: %s", check.id, detail)
     _log.debug("where the check of %s failed", check.id, exc_info=error)

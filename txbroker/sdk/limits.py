@@ -1,4 +1,4 @@
-"""Limits on what a producer keeps in memory and on how long it tries."""
+"""Limits on a producer's memory and times."""
 
 import asyncio
 import random
@@ -9,27 +9,27 @@ from dataclasses import dataclass
 from txbroker.errors import ConfigurationError
 
 RETRY_SHARE_OF_WINDOW = 0.75
-"""A prepare is repeated for this share of the dedup window: later its id could be void."""
+"""A prepare is retried for this share of the dedup window: later its id could be void."""
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """How much a producer holds and how long it waits; every time in seconds.
+    """How much a producer holds and how long it waits; all times in seconds.
 
     Attributes:
-        retry_s: for how long a call is repeated until it fails as `owner_unavailable`.
+        retry_s: how long a call is retried until it fails as `owner_unavailable`.
         connect_timeout_s: for one attempt to open a session.
-        answer_timeout_s: after this long without an answer a call is sent again.
-        heartbeat_s: a session whose proxy answers no ping for this long is given up.
-        session_idle_s: a session with a proxy that owns nothing, and with which nothing is under
-            way, is closed after this long; one session is always kept.
-        backoff_first_s, backoff_max_s: between attempts, growing, with jitter.
-        in_flight_max: prepares under way, and as many decisions; more wait their turn.
-        in_flight_bytes_max: the size of their messages, likewise; bounds the memory.
+        answer_timeout_s: how long a call waits for an answer until it is sent again.
+        heartbeat_s: a session whose proxy answers no ping for this long is closed.
+        session_idle_s: an unused session with a proxy that owns nothing is closed after this long;
+            one session is always kept.
+        backoff_first_s, backoff_max_s: pauses between attempts, growing, with jitter.
+        in_flight_max: prepares in flight, and as many decisions; further ones wait.
+        in_flight_bytes_max: the total size of their messages, likewise; limits the memory.
         checks_max: checks answered at one time; for further ones, other instances of the group are
             asked, then its check URL.
-        check_threads_max: threads that plain check functions run in.
-        running_again_s: while a block runs here, its check is put off for so long.
+        check_threads_max: threads for plain check functions.
+        running_again_s: while a block runs here, its check is postponed by this.
     """
 
     retry_s: float = 60.0
@@ -57,8 +57,8 @@ class Limits:
         return self
 
     def backoff_s(self, failures: int) -> float:
-        """Return how long to wait after so many failures in a row: 0 after none, else up to
-        twice as long each time, the second half of it at random so that clients spread."""
+        """Return the pause after a number of failures in a row, 0 after none. It doubles each time;
+        jitter of up to half of it spreads the clients."""
         if failures <= 0:
             return 0.0
         whole = min(self.backoff_max_s, self.backoff_first_s * 2.0 ** min(failures - 1, 30))
@@ -66,9 +66,9 @@ class Limits:
 
 
 class InFlightLimit:
-    """A bound on calls in flight and on their bytes; who does not fit waits, first come first.
+    """A limit on calls in flight and on their bytes; further calls wait in order of arrival.
 
-    One call larger than all the bytes is let in alone, so that nothing waits for ever.
+    A call larger than the limit on bytes is admitted alone, so that no call waits for ever.
     """
 
     def __init__(self, calls_max: int, bytes_max: int) -> None:
@@ -84,7 +84,7 @@ class InFlightLimit:
         return self._calls
 
     def enter(self, size: int) -> bool:
-        """Hold room for one call of `size` bytes; return False where it has to `wait`."""
+        """Admit a call of `size` bytes; return False if it must `wait`."""
         calls, taken = self._calls, self._bytes + size
         if self._waiting or (calls and (calls >= self._calls_max or taken > self._bytes_max)):
             return False
@@ -92,35 +92,35 @@ class InFlightLimit:
         return True
 
     def leave(self, size: int) -> None:
-        """Give the room of one call of `size` bytes back."""
+        """End a call of `size` bytes."""
         self._calls -= 1
         self._bytes -= size
         if self._waiting:
             self._admit()
 
     async def wait(self, size: int) -> None:
-        """Wait until there is room for one call of `size` bytes, and hold it."""
-        turn = asyncio.get_running_loop().create_future()
-        entry = (size, turn)
+        """Wait until a call of `size` bytes is admitted."""
+        admitted = asyncio.get_running_loop().create_future()
+        entry = (size, admitted)
         self._waiting.append(entry)
         self._admit()
         try:
-            await turn
+            await admitted
         except asyncio.CancelledError:
-            if turn.done() and not turn.cancelled():
-                self.leave(size)  # the room had just been given to us
+            if admitted.done() and not admitted.cancelled():
+                self.leave(size)  # it had just been admitted
             else:
-                # Who left in the same round has passed it by already.
+                # `_admit` may have removed it already.
                 with suppress(ValueError):
                     self._waiting.remove(entry)
                 self._admit()
             raise
 
     def _admit(self) -> None:
-        """Let those in, in turn, for whom there is room now."""
+        """Admit waiting calls, in order, while there is room."""
         waiting, self._waiting = self._waiting, deque()
         while waiting and (waiting[0][1].done() or self.enter(waiting[0][0])):
-            _, turn = waiting.popleft()
-            if not turn.done():
-                turn.set_result(None)
+            _, admitted = waiting.popleft()
+            if not admitted.done():
+                admitted.set_result(None)
         self._waiting = waiting

@@ -1,4 +1,4 @@
-"""Messages are looked at before they leave: one of a wrong type would end the whole session."""
+"""Checks messages before they are sent: one of a wrong type would end the whole session."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -18,7 +18,7 @@ def checked(messages: Iterable[Message]) -> tuple[Message, ...]:
         BadRequest: there is none, or one has a field of a wrong type or range.
     """
     result = []
-    # Flat: what most messages are is seen here, and only other fields are looked at one by one.
+    # Inlined for speed: only fields of unusual types need a function call.
     for message in messages:
         if not isinstance(message, Message):
             raise BadRequest(f"a message is a txbroker.sdk.Message, not {type(message).__name__}")
@@ -48,7 +48,7 @@ def checked_replacement(
     """Return final messages for the prepared ones.
 
     Raises:
-        BadRequest: see `checked`; or they are not as many, for the same topics.
+        BadRequest: see `checked`; or their number or topics differ.
     """
     result = checked(messages)
     if [message.topic for message in result] != [message.topic for message in prepared]:
@@ -60,7 +60,7 @@ def checked_seconds(name: str, value: float) -> float:
     """Return a duration in seconds.
 
     Raises:
-        BadRequest: it is no finite number above 0.
+        BadRequest: it is not a finite number above 0.
     """
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise BadRequest(f"{name} is a number of seconds, not {value!r}")
@@ -73,7 +73,7 @@ def checked_text(name: str, value: object) -> str:
     """Return text that can be written as UTF-8 and is not empty.
 
     Raises:
-        BadRequest: it is something else.
+        BadRequest: it is not such text.
     """
     if not isinstance(value, str) or not value:
         raise BadRequest(f"{name} is a text that is not empty, not {value!r}")
@@ -86,7 +86,7 @@ def checked_text(name: str, value: object) -> str:
 
 
 def size_of(messages: Iterable[Message]) -> int:
-    """Return about how many bytes messages take, in memory and on the wire."""
+    """Return the approximate size of messages in memory and on the wire, bytes."""
     total = 0
     for message in messages:
         total += 64 + len(message.topic) + len(message.key or b"") + len(message.value or b"")

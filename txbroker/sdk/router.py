@@ -1,10 +1,9 @@
-"""Which proxy to talk to: sessions by URL, owners by partition, dialling with back-off.
+"""Chooses the proxy for each call: sessions by URL, owners by partition, reconnects with back-off.
 
-Every proxy hands out its view of who owns what. The newest view of a living session counts
-first; when that owner does not take a call, the owners that other views name get their turn, so
-one proxy that is behind cannot lead us astray for long. One session is always kept, for checks to
-come down; further ones are opened when a call needs them, and closed when they were of no use for a
-while.
+Every proxy sends its view of the owners. The newest view of an open session counts first. If that
+owner does not take a call, the next attempts go to the owners in other views, so that one stale
+proxy cannot mislead the producer for long. One session is always kept, for checks; further ones are
+opened when a call needs them and closed when they have been unused for a while.
 """
 
 import asyncio
@@ -31,11 +30,11 @@ Dial = Callable[[str], Awaitable[Session]]
 class _View(NamedTuple):
     owners: tuple[str, ...]
     number: int
-    """Later views have greater numbers."""
+    """Newer views have greater numbers."""
 
 
 class _Link:
-    """What is known of the way to one URL."""
+    """The attempts to connect to one URL."""
 
     __slots__ = ("failures", "task")
 
@@ -49,16 +48,16 @@ class Router:
 
     def __init__(self, urls: Sequence[str], dial: Dial, limits: Limits) -> None:
         self._seeds = list(urls)
-        random.shuffle(self._seeds)  # so that many producers spread over the proxies
-        self._dial_address = dial
+        random.shuffle(self._seeds)  # spreads producers over the proxies
+        self._connect = dial
         self._limits = limits
         self._sessions: dict[str, Session] = {}
         self._links: dict[str, _Link] = {}
         self._views: dict[str, _View] = {}
         self._views_seen = 0
-        self._ways: dict[str, str] = {}
+        self._addresses: dict[str, str] = {}
         self._changed = asyncio.Event()
-        # What follows from sessions and views; None: to be looked up anew.
+        # Derived from sessions and views; None: to be derived again.
         self._newest: list[_View] | None = None
         self._owners: list[Session | None] | None = None
         self._own: list[tuple[Session, int]] = []
@@ -70,7 +69,7 @@ class Router:
         self._closed = False
         self._refusal: RequestError | None = None
         self.last_trouble: OwnerUnavailable | None = None
-        """Why there is no session, or the last one ended."""
+        """Why there is no session, or why the last one ended."""
 
     # --- life ----------------------------------------------------------------------------
 
@@ -79,8 +78,8 @@ class Router:
 
         Raises:
             OwnerUnavailable: no proxy could be reached within `timeout_s`.
-            Untrusted: none of those that were named can be, and TLS is why for one; at once.
-            RequestError: a proxy refuses us.
+            Untrusted: no given URL can be reached, at least one because of TLS; raised at once.
+            RequestError: a proxy refuses the producer.
         """
         self._keeper = asyncio.create_task(self._keep_one(), name="txbroker session keeper")
         self._tidier = asyncio.create_task(self._tidy(), name="txbroker session tidier")
@@ -98,9 +97,9 @@ class Router:
         return all(url in self._links and self._links[url].failures for url in self._seeds)
 
     async def close(self) -> None:
-        """End all sessions; what is queued in them is sent first."""
+        """End all sessions; their queued operations are sent first."""
         self._closed = True
-        self._look_anew()
+        self._invalidate()
         tasks = [link.task for link in self._links.values() if link.task is not None]
         tasks += [task for task in (self._keeper, self._tidier) if task is not None]
         retiring = list(self._retiring)
@@ -115,17 +114,17 @@ class Router:
 
     @property
     def sessions(self) -> tuple[Session, ...]:
-        """The sessions that are open now."""
+        """The open sessions."""
         return tuple(self._sessions.values())
 
     # --- where to send -------------------------------------------------------------------
 
     def open_place(self, order: int | None) -> tuple[Session, int] | None:
-        """Return the half partition of a new transaction, and a session with its owner; None
-        where that has to be waited for, by `place`.
+        """Return the half partition of a new transaction, and a session with its owner; None if the
+        caller must wait with `place`.
 
-        `order` is the hash of what keeps its order; None takes any partition that a connected
-        proxy owns.
+        `order` is the hash of the order key; None chooses any partition that a connected proxy
+        owns.
         """
         owners = self._owners
         if owners is None:
@@ -140,37 +139,38 @@ class Router:
 
     def open_owner(self, partition: int) -> Session | None:
         """Return a session with the owner of a half partition, by the newest view that names one;
-        None where that has to be waited for, by `owner`."""
+        None if the caller must wait with `owner`."""
         owners = self._owners
         if owners is None:
             owners = self._look_up_owners()
         return owners[partition] if partition < len(owners) else None
 
     async def place(self, order: int | None) -> tuple[Session, int]:
-        """Wait for what `open_place` returns.
+        """Wait for the result of `open_place`.
 
         Raises: as `owner`.
         """
         while not self._views:
             await self._wait_for_change()
-        if (found := self.open_place(order)) is not None:
-            return found
+        if (place := self.open_place(order)) is not None:
+            return place
         if order is None:
             order = random.getrandbits(31)
         partition = order % len(self._newest_views()[0].owners)
         return await self.owner(partition, 0), partition
 
-    async def owner(self, partition: int, turn: int) -> Session:
+    async def owner(self, partition: int, choice: int) -> Session:
         """Return a session with the owner of a half partition; waits until there is one.
 
-        `turn` counts the tries of one call: where views differ, each try takes the next one.
+        `choice` is the index among the owners that the views name: where views differ, each attempt
+        of a call takes the next one.
 
         Raises:
-            ProducerClosed: the producer was closed meanwhile.
-            RequestError: the owner refuses us.
+            ProducerClosed: the producer was closed.
+            RequestError: the owner refuses the producer.
         """
         while True:
-            url = self._owner_url(partition, turn)
+            url = self._owner_url(partition, choice)
             if url is None:
                 await self._wait_for_change()
                 continue
@@ -178,10 +178,10 @@ class Router:
             if session is not None and not self._closed:
                 return session
             if await self._dial_or_change(url):
-                turn += 1
+                choice += 1
 
     def _look_up_owners(self) -> list[Session | None]:
-        """Return what is open to each partition's first choice; nothing once it is closed."""
+        """Derive the open session with each partition's owner; none after `close`."""
         views = [] if self._closed else self._newest_views()
         partitions = range(len(views[0].owners) if views else 0)
         owners = [self._sessions.get(self._owner_url(p, 0) or "") for p in partitions]
@@ -194,13 +194,13 @@ class Router:
         ]
         return owners
 
-    def _owner_url(self, partition: int, turn: int) -> str | None:
+    def _owner_url(self, partition: int, choice: int) -> str | None:
         urls: list[str] = []
         for view in self._newest_views():
             url = view.owners[partition] if partition < len(view.owners) else ""
             if url and url not in urls:
                 urls.append(url)
-        return urls[turn % len(urls)] if urls else None
+        return urls[choice % len(urls)] if urls else None
 
     def _newest_views(self) -> list[_View]:
         newest = self._newest
@@ -215,8 +215,8 @@ class Router:
         await self._changed.wait()
 
     async def _dial_or_change(self, url: str) -> bool:
-        """Wait until a session with `url` opened or failed, or anything else changed; return
-        True where it failed."""
+        """Wait until a session with `url` opened or failed, or anything else changed; return True
+        if it failed."""
         if self._closed:
             raise ProducerClosed(CLOSED)
         dialling = self._dial(url)
@@ -235,10 +235,10 @@ class Router:
     # --- sessions ------------------------------------------------------------------------
 
     def owners_changed(self, session: Session, before: tuple[str, ...]) -> None:
-        """Take over a session's new list of owners.
+        """Apply a session's new list of owners.
 
-        Calls that wait at an earlier owner need not find out by themselves, which from one that
-        hangs takes until their time is over.
+        Calls that wait at an earlier owner fail at once and are retried: at a hanging proxy they
+        would otherwise wait until they time out.
         """
         if self._sessions.get(session.url) is not session:
             return
@@ -250,7 +250,7 @@ class Router:
         self._notify()
 
     def session_lost(self, session: Session, why: str) -> None:
-        """Forget a session that ended."""
+        """Remove a session that ended."""
         closing = asyncio.create_task(session.close())
         self._closing.add(closing)
         closing.add_done_callback(self._closing.discard)
@@ -268,17 +268,17 @@ class Router:
         self._notify()
 
     async def _keep_one(self) -> None:
-        turn = 0
+        attempt = 0
         while True:
             if self._sessions:
                 await self._changed.wait()
                 continue
             known = self._known_urls()
-            await asyncio.wait((self._dial(known[turn % len(known)]),))
-            turn += 1
+            await asyncio.wait((self._dial(known[attempt % len(known)]),))
+            attempt += 1
 
     async def _tidy(self) -> None:
-        """Close sessions that were of no use for a while, but for one."""
+        """Close sessions that have been unused for a while, except one."""
         unused_since: dict[Session, float] = {}
         loop = asyncio.get_running_loop()
         while True:
@@ -287,24 +287,24 @@ class Router:
             unused = [s for s in self._sessions.values() if s.url not in owners and s.quiet]
             unused_since = {s: unused_since.get(s, loop.time()) for s in unused}
             for session, since in list(unused_since.items()):
-                over = loop.time() - since >= self._limits.session_idle_s
-                if over and len(self._sessions) > 1:
+                expired = loop.time() - since >= self._limits.session_idle_s
+                if expired and len(self._sessions) > 1:
                     del unused_since[session]
                     self._retire(session)
 
     def _retire(self, session: Session) -> None:
-        """Use a session no more, and close it when its proxy will send no check down it either."""
+        """Stop using a session, and close it once its proxy sends no check in it either."""
         del self._sessions[session.url]
         self._views.pop(session.url, None)
-        self._look_anew()
+        self._invalidate()
         task = asyncio.create_task(self._close_quietly(session))
         self._retiring[session] = task
         task.add_done_callback(lambda _: self._retiring.pop(session, None))
 
     async def _close_quietly(self, session: Session) -> None:
         session.post(Drain())
-        # A check that was on its way when the proxy read this is answered, not cut off: cut off it
-        # would count as an attempt that nobody knows the outcome of.
+        # A check that was in flight when the proxy read this is answered: otherwise it would count
+        # as an attempt with an unclear result.
         while True:
             await asyncio.sleep(self._limits.answer_timeout_s)
             if session.quiet:
@@ -321,30 +321,30 @@ class Router:
         link = self._links.setdefault(url, _Link())
         if link.task is None or link.task.done():
             link.task = asyncio.create_task(self._open(url, link), name=f"txbroker dial {url}")
-            link.task.add_done_callback(_look_at_exception)
+            link.task.add_done_callback(_retrieve_exception)
         return link.task
 
     async def _open(self, url: str, link: _Link) -> None:
         await asyncio.sleep(self._limits.backoff_s(link.failures))
         if url in self._sessions:
             return
-        way = self._ways.get(url, url)
+        address = self._addresses.get(url, url)
         try:
-            session = await self._dial_address(way)
+            session = await self._connect(address)
         except (CannotConnect, RequestError) as error:
             link.failures += 1
-            self._ways.pop(url, None)
+            self._addresses.pop(url, None)
             self._remember(error)
             self._notify()
             raise
         except Exception as error:
-            # Whatever it is, it must neither be tried again without a pause nor go unseen.
+            # Any other error must be logged, and retried only after a pause.
             link.failures += 1
             self.last_trouble = OwnerUnavailable(f"{url}: {type(error).__name__}")
             _log.exception("no session with %s", url)
             self._notify()
             raise CannotConnect(str(self.last_trouble)) from error
-        await self._admit(session, way)
+        await self._admit(session, address)
         if session.url != url and url not in self._seeds:
             link.failures += 1
             raise CannotConnect(f"{url} leads to {session.url}")
@@ -361,12 +361,12 @@ class Router:
         if isinstance(error, RequestError):
             self._refusal = error
 
-    async def _admit(self, session: Session, way: str) -> None:
+    async def _admit(self, session: Session, address: str) -> None:
         if session.url in self._sessions or self._closed:
             await session.close()
             return
         self._sessions[session.url] = session
-        self._ways[session.url] = way
+        self._addresses[session.url] = address
         self._refusal = None
         self._learn(session)
         self._notify()
@@ -381,19 +381,19 @@ class Router:
         for url, link in list(self._links.items()):
             if url not in known and (link.task is None or link.task.done()):
                 del self._links[url]
-                self._ways.pop(url, None)
+                self._addresses.pop(url, None)
 
-    def _look_anew(self) -> None:
-        """Sessions or views have changed."""
+    def _invalidate(self) -> None:
+        """Drop the values derived from sessions and views."""
         self._newest = self._owners = None
 
     def _notify(self) -> None:
-        self._look_anew()
+        self._invalidate()
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
 
 
-def _look_at_exception(task: "asyncio.Task[None]") -> None:
-    """Its waiters may be gone; an exception that nobody looks at would be reported."""
+def _retrieve_exception(task: "asyncio.Task[None]") -> None:
+    """Retrieve an exception, as there may be no waiter left: asyncio would report it."""
     with contextlib.suppress(asyncio.CancelledError):
         task.exception()

@@ -1,7 +1,7 @@
-"""One connection to one proxy: frames out, frames in, answers matched to calls.
+"""One connection to one proxy: sends and receives frames, matches answers to calls.
 
-Operations queued during one turn of the event loop leave in one frame. A session never
-reconnects; when it is lost, every call that still waits learns whether it had been sent.
+Operations queued in one iteration of the event loop leave in one frame. A session never reconnects;
+when it is lost, every waiting call fails with an error that tells whether it had been sent.
 """
 
 import asyncio
@@ -50,28 +50,28 @@ _log = logging.getLogger("txbroker.sdk")
 
 SESSION_PATH = "/v1/session"
 FRAME_OVERHEAD_BYTES = 6
-"""An array's header, and one byte because aiohttp refuses frames as large as its limit."""
+"""An array's header, and one byte because aiohttp refuses frames of exactly its limit."""
 OPERATION_BYTES_MAX = FRAME_BYTES_MAX - FRAME_OVERHEAD_BYTES
 CLOSE_TIMEOUT_S = 2.0
-"""How long a proxy may take over the closing handshake before the socket is dropped."""
+"""Maximum time for the closing handshake before the socket is dropped."""
 
 _error_kinds = request_errors()
 
-Asked: TypeAlias = Prepare | Decide | AskEarly
+AnsweredOperation: TypeAlias = Prepare | Decide | AskEarly
 """Operations that a `Status` or a `Failure` answers."""
 
 
 class CannotConnect(Exception):
-    """No session could be opened at this address now; another try may do better."""
+    """No session could be opened at this address now; a retry may succeed."""
 
 
 class CannotTrust(CannotConnect):
-    """There is no session, as TLS does not come about."""
+    """There is no session, because the TLS handshake failed."""
 
 
 class SessionLost(Exception):
-    """The session ended before the answer came. `sent`: the proxy may have got the call; `moved`:
-    its partition has another owner now, which is known."""
+    """The session ended before the answer arrived. `sent`: the proxy may have received the call;
+    `moved`: its partition has another owner now, which is known."""
 
     def __init__(self, why: str, *, sent: bool, moved: bool = False) -> None:
         super().__init__(why)
@@ -80,43 +80,43 @@ class SessionLost(Exception):
 
 
 class Listener(Protocol):
-    """Who is told what a session brings besides answers."""
+    """Receives the events of a session other than answers."""
 
     def owners_changed(self, session: "Session", before: tuple[str, ...]) -> None:
-        """`session.owners` is another list now than `before`."""
+        """`session.owners` has changed; it was `before`."""
 
     def check_arrived(self, session: "Session", check: CheckQuestion) -> None:
-        """The proxy asks; answered by `session.post(CheckAnswer(…))`."""
+        """A check has arrived; answer it by `session.post(CheckAnswer(…))`."""
 
     def session_lost(self, session: "Session", why: str) -> None:
-        """The session ended, by whichever side; told once."""
+        """The session was ended by either side; called once."""
 
 
 class _Queued(msgspec.Struct, eq=False):
-    """An operation that is to be sent: its bytes, b"" once it was, or nobody waits for it."""
+    """A queued operation: its bytes, b"" once it was sent or dropped."""
 
     encoded: bytes
 
 
 class _Call(_Queued, eq=False):
-    """An operation whose answer is awaited."""
+    """A queued operation that gets an answer."""
 
     answer: "asyncio.Future[Status]"
     partition: int
     due_s: float
-    """When the answer must have come, on the event loop's clock."""
+    """The deadline of the answer, on the event loop's clock."""
     sent: bool = False
 
     def fail(self, error: Exception) -> None:
-        """Raise `error` where the answer is awaited, and send nothing any more."""
+        """Raise `error` at the caller, and drop the operation if it was not sent."""
         self.encoded = b""
         if not self.answer.done():
             self.answer.set_exception(error)
-            self.answer.exception()  # looked at, also where a cancellation comes between
+            self.answer.exception()  # retrieved, also if the caller is cancelled first
 
 
 def error_of(failure: Failure) -> RequestError:
-    """Return the typed error that a proxy's failure stands for."""
+    """Return the typed error of a proxy's failure."""
     kind = _error_kinds.get(failure.code)
     if kind is None:
         return RequestError(f"{failure.code}: {failure.message}", **failure.details)
@@ -127,10 +127,10 @@ class Session:
     """An open session; made by `open_session`.
 
     Attributes:
-        url: the proxy's own URL, as it stands in lists of owners.
-        owners: each half partition's owner as this proxy sees it, "" where there is none.
-        dedup_window_s: for how long a prepare may be repeated with its id.
-        opened_at: when, on the event loop's clock.
+        url: the proxy's own URL, as in lists of owners.
+        owners: each half partition's owner in this proxy's view, "" if there is none.
+        dedup_window_s: how long a prepare may be retried with its id.
+        opened_at: on the event loop's clock.
     """
 
     def __init__(
@@ -152,7 +152,7 @@ class Session:
         self._clock_at = loop.time()
         self._calls: dict[int, _Call] = {}
         self._timer: asyncio.TimerHandle | None = None
-        """One for all calls: a timer for each would cost a tenth of the processor time."""
+        """One for all calls: a timer for each would cost a tenth of the CPU time."""
         self._timer_due_s = math.inf
         self._outbox: deque[_Queued] = deque()
         self._wake = asyncio.Event()
@@ -160,33 +160,35 @@ class Session:
         self._idle.set()
         self._lost: str | None = None
         self._checks: set[int] = set()
-        """Questions that came and are not answered yet."""
+        """Open checks."""
         self._tasks: list[asyncio.Task[None]] = []
 
     def start(self, rest: list[FromProxy]) -> None:
-        """Begin to read and write; `rest` came in one frame with the Welcome."""
+        """Start reading and writing; `rest` arrived in one frame with the Welcome."""
         self._tasks = [
             self._loop.create_task(self._read(rest), name=f"txbroker session {self.url} reader"),
             self._loop.create_task(self._write(), name=f"txbroker session {self.url} writer"),
         ]
 
     def now_ms(self) -> int:
-        """Return the proxy's clock, carried on by the time that passed here since."""
+        """Return the proxy's clock, extrapolated by this process's."""
         return self._clock_ms + int((self._loop.time() - self._clock_at) * 1000)
 
     @property
     def quiet(self) -> bool:
-        """True where nothing waits for an answer, on neither side."""
+        """True if neither side waits for an answer."""
         return not self._calls and not self._checks and not self._outbox
 
-    def send(self, operation: Asked, partition: int, due_s: float) -> "asyncio.Future[Status]":
-        """Send an operation, whose call number no other one has; return the future of its answer.
-        Whoever waits for that no longer must `forget` it.
+    def send(
+        self, operation: AnsweredOperation, partition: int, due_s: float
+    ) -> "asyncio.Future[Status]":
+        """Send an operation with a unique call number; return the future of its answer. A caller
+        that stops waiting must `forget` it.
 
         Raises, here or in the future:
             RequestError: the proxy refused, or the operation is larger than a frame.
-            SessionLost: the session ended, or `partition` moved to another proxy, before that; or
-                the proxy did not answer by `due_s`, on the event loop's clock.
+            SessionLost: the session ended, or `partition` moved to another proxy, before the
+                answer; or there was no answer by `due_s`, on the event loop's clock.
         """
         if self._lost is not None:
             raise SessionLost(self._lost, sent=False)
@@ -196,20 +198,20 @@ class Session:
         answer: asyncio.Future[Status] = self._loop.create_future()
         call = self._calls[operation.call] = _Call(encoded, answer, partition, due_s)
         if due_s < self._timer_due_s:
-            self._look_at(due_s)
+            self._set_timer(due_s)
         if not self._outbox:
             self._wake_writer()
         self._outbox.append(call)
         return answer
 
     def forget(self, number: int) -> None:
-        """Nobody waits for this call's answer any more; not sent yet, it never is."""
+        """Drop a call: its answer is ignored, and an unsent call is never sent."""
         call = self._calls.pop(number, None)
         if call is not None:
             call.encoded = b""
 
     def post(self, operation: FromProducer) -> None:
-        """Send an operation that has no answer; dropped without a word if the session is lost.
+        """Send an operation that has no answer; dropped silently if the session is lost.
 
         Raises:
             TooLarge: it is larger than a frame.
@@ -225,7 +227,7 @@ class Session:
                 self._checks.discard(operation.call)
 
     async def close(self, why: str = "closed by this side") -> None:
-        """Send what is queued, say goodbye and end."""
+        """Send the queued operations, then end the session."""
         if self._lost is None:
             with contextlib.suppress(asyncio.TimeoutError):
                 async with asyncio.timeout(CLOSE_TIMEOUT_S):
@@ -239,7 +241,7 @@ class Session:
     # --- out -----------------------------------------------------------------------------
 
     def _wake_writer(self) -> None:
-        """The outbox was empty, and is not any more."""
+        """Start the writer: the outbox was empty."""
         self._idle.clear()
         self._wake.set()
 
@@ -256,7 +258,7 @@ class Session:
             self._lose(f"cannot send to {self.url}: {error or type(error).__name__}")
 
     def _next_frame(self) -> bytes | None:
-        """Take from the outbox what fits one frame; None where nobody waits for it any more."""
+        """Take a frame's operations from the outbox; None if all of them were dropped."""
         parts: list[bytes] = []
         outbox, room = self._outbox, OPERATION_BYTES_MAX
         while outbox and len(parts) < FRAME_OPERATIONS_MAX and len(outbox[0].encoded) <= room:
@@ -284,8 +286,8 @@ class Session:
                     why = f"{self.url} sent a frame that is not binary"
                     break
                 self._take(decode_from_proxy(message.data))
-                # Frames that are here already are taken without a pause: whoever has an answer
-                # now goes on first, and the proxy is not idle meanwhile.
+                # The receive call above does not suspend for frames that have arrived: let callers
+                # with answers go on first, so that the proxy is not idle meanwhile.
                 await asyncio.sleep(0)
         except (msgspec.MsgspecError, ValueError) as error:
             why = f"{self.url} sent a frame that cannot be read: {error}"
@@ -293,12 +295,12 @@ class Session:
         except (aiohttp.ClientError, OSError) as error:
             why = f"the connection to {self.url} broke: {error or type(error).__name__}"
         except Exception:
-            why = f"a fault of ours in the session with {self.url}"
-            _log.exception("%s; it is opened again", why)
+            why = f"the SDK failed in the session with {self.url}"
+            _log.exception("%s; it reconnects", why)
         self._lose(why)
 
     def _take(self, operations: list[FromProxy]) -> None:
-        """Take what came in one frame."""
+        """Handle the operations of one frame."""
         calls = self._calls
         for operation in operations:
             if isinstance(operation, Status):
@@ -340,15 +342,15 @@ class Session:
                 why = f"partition {partition} moved away from {self.url}"
                 call.fail(SessionLost(why, sent=call.sent, moved=True))
 
-    def _look_at(self, due_s: float) -> None:
-        """Look then for calls that have waited long enough."""
+    def _set_timer(self, due_s: float) -> None:
+        """Test deadlines at that time."""
         if self._timer is not None:
             self._timer.cancel()
-        self._timer = self._loop.call_at(due_s, self._look)
+        self._timer = self._loop.call_at(due_s, self._test_deadlines)
         self._timer_due_s = due_s
 
-    def _look(self) -> None:
-        """A call that has waited long enough is made again, and may have come through."""
+    def _test_deadlines(self) -> None:
+        """Fail calls without an answer in time; they are retried, and may have been carried out."""
         self._timer, self._timer_due_s = None, math.inf
         now_s, next_s = self._loop.time(), math.inf
         for number, call in list(self._calls.items()):
@@ -358,7 +360,7 @@ class Session:
                 del self._calls[number]
                 call.fail(SessionLost(f"{self.url} did not answer", sent=True))
         if self._calls:
-            self._look_at(next_s)
+            self._set_timer(next_s)
 
     def _lose(self, why: str) -> None:
         if self._lost is not None:
@@ -382,12 +384,12 @@ async def open_session(
     limits: Limits,
     tls: ClientTls,
 ) -> Session:
-    """Open a session at `address`; `http` brings the token along.
+    """Open a session at `address`; `http` adds the token.
 
     Raises:
-        CannotTrust: TLS does not come about.
-        CannotConnect: nobody answers there, or not as a proxy does.
-        RequestError: the proxy does not take us: token, certificate, version or group.
+        CannotTrust: the TLS handshake failed.
+        CannotConnect: no answer, or not a proxy's.
+        RequestError: the proxy refuses the producer: token, certificate, version or group.
     """
     try:
         async with asyncio.timeout(limits.connect_timeout_s):
@@ -404,13 +406,13 @@ async def open_session(
                 raise
     except aiohttp.WSServerHandshakeError as error:
         if error.status == Unauthorized.status:
-            raise Unauthorized(f"{address} wants a token, or another one") from None
+            raise Unauthorized(f"{address} requires a valid token: pass token=") from None
         code = error.headers.get(CODE_HEADER) if error.headers else None
         if code == NotPermitted.code:
             raise NotPermitted(f"{address} opens no sessions for this principal's role") from None
         if code == CertificateRequired.code:
             raise CertificateRequired(
-                f"{address} wants a client certificate: name one with client_cert_file"
+                f"{address} requires a client certificate: pass client_cert_file="
             ) from None
         if error.status == Forbidden.status:
             raise Forbidden(f"{address} refuses this host name or origin") from None
@@ -431,19 +433,19 @@ async def _greet(socket: aiohttp.ClientWebSocketResponse, hello: Hello) -> list[
     await socket.send_bytes(encode_frame([hello]))
     message = await socket.receive()
     if message.type is not aiohttp.WSMsgType.BINARY:
-        raise CannotConnect("the proxy ended the session before it welcomed us")
+        raise CannotConnect("the proxy ended the session before its welcome")
     operations = decode_from_proxy(message.data)
     match operations:
         case [Welcome() as welcome, *_]:
             if not welcome.owners or len(welcome.owners) != welcome.partitions:
-                raise CannotConnect("the proxy's welcome names no or too few owners")
+                raise CannotConnect("the proxy's welcome names too few owners")
             return operations
         case [Failure() as failure, *_]:
             error = error_of(failure)
             if error.retryable:
                 raise CannotConnect(str(error))
             raise error
-    raise CannotConnect("the proxy's first frame is no welcome")
+    raise CannotConnect("the proxy's first frame is not a welcome")
 
 
 async def _close_socket(socket: aiohttp.ClientWebSocketResponse) -> None:
@@ -453,18 +455,18 @@ async def _close_socket(socket: aiohttp.ClientWebSocketResponse) -> None:
 
 
 def _without_slashes(urls: tuple[str, ...]) -> tuple[str, ...]:
-    """URLs are compared, and a slash at the end makes no other proxy of one."""
+    """Return URLs without trailing slashes, so that they can be compared."""
     return tuple(url.rstrip("/") for url in urls)
 
 
 def _too_large(encoded: bytes) -> TooLarge:
     return TooLarge(
-        f"the call takes {len(encoded)} bytes, a session's frame holds {OPERATION_BYTES_MAX}"
+        f"the call has {len(encoded)} bytes; a session's frame holds {OPERATION_BYTES_MAX}"
     )
 
 
 def _array_header(length: int) -> bytes:
-    """Return the MessagePack header of an array, so that operations are encoded only once."""
+    """Return the MessagePack header of an array of already encoded operations."""
     if length < 16:
         return bytes((0x90 | length,))
     if length < 1 << 16:

@@ -1,4 +1,4 @@
-"""One transaction as its block sees it, and what leaving the block means."""
+"""One transaction, its block, and the decision on leaving the block."""
 
 import asyncio
 from collections.abc import Coroutine
@@ -18,7 +18,7 @@ from txbroker.sdk.messages import checked_replacement
 from txbroker.sdk.types import Answer, Commit, Outcome, Rollback, Wait
 
 REASON_LENGTH_MAX = 200
-"""Of the reason that an early check carries: enough for a sentence, too little for a dump."""
+"""Maximum length of an early check's reason: a sentence, not a dump."""
 
 _WAITS = ("decided", "promoted")
 
@@ -27,7 +27,7 @@ class Transaction:
     """A prepared transaction.
 
     Attributes:
-        id: names it everywhere; the barrier's row carries it.
+        id: identifies it everywhere; the barrier's row carries it.
     """
 
     def __init__(
@@ -35,48 +35,48 @@ class Transaction:
         transaction_id: str,
         prepared: tuple[Message, ...],
         calls: Calls,
-        book: LocalTransactions,
+        local: LocalTransactions,
     ) -> None:
         self.id = transaction_id
         self._prepared = prepared
         self._final: tuple[Message, ...] | None = None
         self._calls = calls
-        self._book = book
-        self._standing: Status | None = None
+        self._local = local
+        self._status: Status | None = None
         """The answer to its decision."""
         self._intent: Decision | None = None
 
     @property
     def messages(self) -> tuple[Message, ...]:
-        """The messages as a commit would publish them."""
+        """The messages that a commit would publish."""
         return self._final or self._prepared
 
     @property
     def outcome(self) -> Outcome:
-        """Where the transaction stands, as far as is known here."""
-        known = self._standing
+        """The status of the transaction, as known here."""
+        known = self._status
         return outcome_of(known) if known else Outcome(self.id, Decision.UNKNOWN, State.PENDING)
 
     def replace(self, *messages: Message) -> None:
-        """Publish these at commit instead: as many as were prepared, for the same topics.
+        """Replace the prepared messages: the same number, for the same topics.
 
         Raises:
-            BadRequest: they do not match the prepared ones.
+            BadRequest: number or topics differ.
             AlreadyDecided: the transaction is decided.
         """
-        if self._standing is not None:
+        if self._status is not None:
             raise AlreadyDecided("the transaction is decided; its messages stand", id=self.id)
         self._final = checked_replacement(self._prepared, messages)
 
     async def commit(self, wait: Wait = "decided") -> Outcome:
-        """Commit; with `wait="promoted"`, return only when consumers can see the messages, or when
-        a target refuses them: `Outcome.state` says which. If the half message was deleted from
-        txbroker's topics, the commit is sent once more, with the messages.
+        """Commit; with `wait="promoted"`, return when consumers can see the messages or a target
+        refuses them; see `Outcome.state`. If the half message was deleted from txbroker's topics,
+        the commit is sent again with the messages.
 
         Raises:
             AlreadyDecided: it was rolled back before.
-            OwnerUnavailable: nobody answered in time; the check-back will settle it.
-            RequestError: it was refused otherwise.
+            OwnerUnavailable: no owner answered in time; the check-back will settle it.
+            RequestError: it was refused for another reason.
         """
         await self._decide(Decision.COMMIT, wait=checked_wait(wait))
         return self.outcome
@@ -90,7 +90,7 @@ class Transaction:
         return self.outcome
 
     async def _decide(self, decision: Decision, *, wait: bool = False, reason: str = "") -> None:
-        if (known := self._standing) is not None:
+        if (known := self._status) is not None:
             if known.decision is not decision:
                 raise AlreadyDecided(
                     f"the decision was {known.decision} before; the first one stands",
@@ -101,25 +101,25 @@ class Transaction:
                 return
         self._intent = decision
         final = self._final if decision is Decision.COMMIT else None
-        self._book.deciding(self.id, Commit(final) if final is not None else decision)
+        self._local.deciding(self.id, Commit(final) if final is not None else decision)
         operation = Decide(self._calls.number(), self.id, decision, final, reason, wait)
         try:
-            self._standing = await decided(self._calls, operation, self._prepared)
+            self._status = await decided(self._calls, operation, self._prepared)
         except BaseException as error:
             if isinstance(error, BodyLost) and decision is Decision.COMMIT and final is None:
-                # Its half message was deleted. Here the messages still are, and a commit may bring
+                # Its half message was deleted, but the messages are here, and a commit may carry
                 # them.
                 self._final = self._prepared
                 return await self._decide(decision, wait=wait, reason=reason)
-            self._book.running(self.id)  # until the block is left, which says how it ended
+            self._local.running(self.id)  # until the block is left
             raise
-        self._book.settled(self.id)
+        self._local.settled(self.id)
 
     # --- leaving the block ---------------------------------------------------------------
 
     async def leave(self, error: BaseException | None) -> bool:
-        """Do what leaving the block with or without an exception means; return True where the
-        exception has said what it had to. The block is closed then, however it ends."""
+        """Decide by how the block was left, and close it; return True if the exception is a
+        `Rollback`, which ends here."""
         decision, reason = self._intent or Decision.COMMIT, ""
         try:
             if isinstance(error, Rollback):
@@ -127,19 +127,19 @@ class Transaction:
             elif error is not None:
                 self.leave_in_doubt(error)
                 return False
-            elif self._standing is not None:
+            elif self._status is not None:
                 return False
             await self._decide(decision, reason=reason)
         except BaseException as failure:
             if isinstance(failure, asyncio.CancelledError):
-                # The local transaction is over and the decision made; only its waiter is gone.
-                self._book.deciding(self.id, self._answer(decision))
+                # The local transaction has ended and the decision is made; only its waiter is gone.
+                self._local.deciding(self.id, self._answer(decision))
                 self._calls.in_background(self._conclude_left_behind(decision, reason))
             else:
                 self._not_taken(decision, failure)
             raise
         finally:
-            self._book.block_closed()
+            self._local.block_closed()
         return error is not None
 
     async def _conclude_left_behind(self, decision: Decision, reason: str) -> None:
@@ -155,21 +155,21 @@ class Transaction:
         return decision
 
     def _not_taken(self, decision: Decision, failure: BaseException) -> None:
-        """Its decision was refused, or could not be delivered: the check may need it then."""
+        """Keep a decision that could not be delivered: its check may need it."""
         answer = self._answer(decision)
-        # Bodies are not kept; the check function brings its own final messages.
+        # Messages are not kept; the check function provides final ones.
         if isinstance(failure, OwnerUnavailable | Overloaded) and not isinstance(answer, Commit):
-            self._book.undelivered(self.id, answer)
+            self._local.undelivered(self.id, answer)
         else:
-            self._book.settled(self.id)
+            self._local.settled(self.id)
 
     def leave_in_doubt(self, error: BaseException | None) -> None:
-        """Leave it unknown and ask for an early check: an exception does not prove that the
-        local transaction failed."""
-        if self._standing is not None:
+        """Leave it undecided and request an early check: an exception does not prove that the local
+        transaction failed."""
+        if self._status is not None:
             return
-        self._book.settled(self.id)
-        reason = "the function answered unknown"
+        self._local.settled(self.id)
+        reason = "the function returned unknown"
         if error is not None:
             reason = f"the block ended with {type(error).__name__}: {error}"
         self._calls.ask_early(self.id, reason[:REASON_LENGTH_MAX])
@@ -178,22 +178,22 @@ class Transaction:
 class TransactionBlock:
     """`async with producer.transaction(…) as tx`: prepares on entry, decides on leaving."""
 
-    def __init__(self, draft: Draft, calls: Calls, book: LocalTransactions) -> None:
+    def __init__(self, draft: Draft, calls: Calls, local: LocalTransactions) -> None:
         self.draft = draft
         self._calls = calls
-        self._book = book
+        self._local = local
         self._transaction: Transaction | None = None
 
     async def __aenter__(self) -> Transaction:
         if self._transaction is not None:
             raise BadRequest("a transaction's block can be entered only once")
-        self._book.block_opened()
+        self._local.block_opened()
         try:
-            standing = await prepared(self._calls, self.draft)
+            status = await prepared(self._calls, self.draft)
         except BaseException:
-            self._book.block_closed()
+            self._local.block_closed()
             raise
-        self._transaction = Transaction(standing.id, self.draft.messages, self._calls, self._book)
+        self._transaction = Transaction(status.id, self.draft.messages, self._calls, self._local)
         return self._transaction
 
     def __aexit__(
@@ -206,21 +206,21 @@ class TransactionBlock:
         return self._transaction.leave(error)
 
     def leave_running(self, ended: "asyncio.Future[object]", error: BaseException) -> None:
-        """Leave while the local transaction still runs in a thread: it stays "not yet" until
-        `ended`, and is in doubt only then."""
+        """Leave while the local transaction still runs in a thread: checks are answered "not yet"
+        until `ended`."""
         transaction = self._transaction
         assert transaction is not None
 
         def left(_: object) -> None:
             transaction.leave_in_doubt(error)
-            self._book.block_closed()
+            self._local.block_closed()
 
         ended.add_done_callback(left)
 
 
 def prepared(calls: Calls, draft: Draft) -> Coroutine[Any, Any, Status]:
-    """Prepare; where tracing is on, in a span, whose context the messages carry then, so that
-    whoever gets them can continue its trace."""
+    """Prepare; with tracing, in a span whose context the messages carry, so that their consumers
+    can continue the trace."""
     return _prepared_in_span(calls, draft) if tracing.is_on() else calls.prepare(draft)
 
 
@@ -229,16 +229,16 @@ async def _prepared_in_span(calls: Calls, draft: Draft) -> Status:
     with tracing.step("prepare", draft.messages, attributes, kind="producer") as step:
         if step is not None and step.context is not None:
             draft.messages = with_context(draft.messages, step.context)
-        standing = await calls.prepare(draft)
+        status = await calls.prepare(draft)
         if step is not None:
-            step.note({tracing.ID: standing.id})
-    return standing
+            step.note({tracing.ID: status.id})
+    return status
 
 
 def decided(
     calls: Calls, operation: Decide, prepared: tuple[Message, ...] | None = None
 ) -> Coroutine[Any, Any, Status]:
-    """Decide; where tracing is on, in a span. `prepared`: the messages, where they are known."""
+    """Decide; with tracing, in a span. `prepared`: the messages, if known."""
     return (
         _decided_in_span(calls, operation, prepared) if tracing.is_on() else calls.decide(operation)
     )
@@ -249,7 +249,7 @@ async def _decided_in_span(
 ) -> Status:
     final = operation.messages
     known = prepared or final or ()
-    # Below the caller's own span, else below the one that prepared.
+    # The parent is the caller's span, else the prepare's.
     parent = context_of(known) if tracing.current_context() is None else None
     word = str(operation.decision)
     attributes = {tracing.ID: operation.id, tracing.DECISION: word}
@@ -263,16 +263,16 @@ async def _decided_in_span(
         return await calls.decide(operation)
 
 
-def outcome_of(standing: Status) -> Outcome:
-    """Return what the user is told of a proxy's answer."""
-    return Outcome(standing.id, standing.decision or Decision.UNKNOWN, standing.state)
+def outcome_of(status: Status) -> Outcome:
+    """Return the outcome in a proxy's answer."""
+    return Outcome(status.id, status.decision or Decision.UNKNOWN, status.state)
 
 
 def checked_wait(wait: str) -> bool:
     """Return True for "promoted", False for "decided".
 
     Raises:
-        BadRequest: it is another word.
+        BadRequest: it is another value.
     """
     if wait not in _WAITS:
         raise BadRequest(f"wait is one of {', '.join(_WAITS)}, not {wait!r}")

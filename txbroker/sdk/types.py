@@ -1,15 +1,12 @@
-"""What users of the SDK give and get, besides `Message`, `Decision` and `State`."""
+"""The SDK's types, besides `Message`, `Decision` and `State`."""
 
 import math
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-from txbroker.core.records import CheckReason, Decision, Message, State
+from txbroker.core.records import LATER_S_MAX, CheckReason, Decision, Message, State
 from txbroker.errors import BadRequest, OwnerUnavailable, TxbrokerError
-
-NOT_YET_MAX_S = 3600.0
-"""A deliberate "not yet" is remembered for at most an hour."""
 
 Wait: TypeAlias = Literal["decided", "promoted"]
 """When a commit returns: once it is durable, or once consumers can see the messages."""
@@ -24,19 +21,19 @@ class ProducerClosed(TxbrokerError):
 
 
 class Untrusted(OwnerUnavailable):
-    """TLS did not come about: one side does not trust the other's certificate, or it has expired
-    or is for another host name. Nothing was sent. It is for the operator to mend, while calls of a
-    producer that runs are tried again until their time is over."""
+    """The TLS handshake failed: one side does not trust the other's certificate, or it has expired
+    or is for another host name. Nothing was sent. The operator must fix the certificate; calls of a
+    running producer are retried until they time out."""
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Where a transaction stands.
+    """The status of a transaction.
 
     Attributes:
         id: the transaction.
-        decision: what was decided; UNKNOWN where nothing is decided yet.
-        state: how far it has come: `committed` is not yet visible, `promoted` is.
+        decision: UNKNOWN while it is undecided.
+        state: `committed` is not visible yet, `promoted` is.
     """
 
     id: str
@@ -46,16 +43,16 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class CheckRequest:
-    """The proxy asks: what became of this transaction?
+    """The proxy's question for the decision about a transaction.
 
     Attributes:
         id: the transaction, as the local transaction knew it (`tx.id`).
         group: the producer group that prepared it.
         attempt: counts from 1; the transaction is parked after `attempts_max` attempts.
-        attempts_max: how often it is asked at most.
-        reason: the check's time had come, or somebody asked for it.
+        attempts_max: the maximum number of attempts.
+        reason: the check was due, or it was requested.
         prepared_at: when the half message was stored, in seconds since 1970, by Kafka's clock.
-        messages: the messages as they were prepared.
+        messages: the prepared messages.
     """
 
     id: str
@@ -69,20 +66,20 @@ class CheckRequest:
 
 @dataclass(frozen=True, slots=True)
 class NotYet:
-    """A check's answer: the local transaction is still under way, ask again after `after_s`
-    seconds (at most 3600). No attempt is used up."""
+    """A check's answer: the local transaction is still in progress; ask again after `after_s`
+    seconds (at most 3600). Uses no attempt."""
 
     after_s: float
 
     def __post_init__(self) -> None:
-        if not (math.isfinite(self.after_s) and 0 <= self.after_s <= NOT_YET_MAX_S):
-            raise BadRequest(f"after_s is between 0 and {NOT_YET_MAX_S:g}, not {self.after_s!r}")
+        if not (math.isfinite(self.after_s) and 0 <= self.after_s <= LATER_S_MAX):
+            raise BadRequest(f"after_s is between 0 and {LATER_S_MAX:g}, not {self.after_s!r}")
 
 
 @dataclass(frozen=True, slots=True, init=False)
 class Commit:
-    """A check's answer: commit, where given with final `messages` in place of the prepared
-    ones: as many, for the same topics."""
+    """A check's answer: commit, optionally with final `messages` that replace the prepared ones:
+    the same number, for the same topics."""
 
     messages: tuple[Message, ...] | None
 
@@ -91,7 +88,7 @@ class Commit:
 
 
 Answer: TypeAlias = Decision | Commit | NotYet
-"""What a check may say."""
+"""The possible answers to a check."""
 
 CheckFunction: TypeAlias = Callable[[CheckRequest], Answer | Awaitable[Answer]]
 """A coroutine function, or a plain one (which is called in a thread)."""

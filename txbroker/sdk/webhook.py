@@ -1,4 +1,4 @@
-"""For services that are checked back over HTTP: verify the call, read the question."""
+"""For services with a check URL: verify the call, parse the question."""
 
 import hmac
 import time
@@ -21,13 +21,13 @@ from txbroker.errors import BadRequest, ConfigurationError, TxbrokerError
 from txbroker.sdk.types import CheckRequest
 
 TOLERANCE_S = 300.0
-"""How old, or how far ahead, a call may be: long enough for clocks, short enough for replays."""
+"""Maximum age of a call, or its lead: allows for clock drift and limits replays."""
 SIGNATURES_MAX = 16
-"""More than a change of secrets needs; a longer list costs time and nothing else."""
+"""Signatures that are compared: more than a change of secrets needs."""
 
 
 class BadSignature(TxbrokerError):
-    """The call was not signed with our secret, or too long ago: answer it with status 401."""
+    """The call was not signed with the secret, or too long ago: answer it with status 401."""
 
 
 class _Question(msgspec.Struct):
@@ -49,17 +49,17 @@ def verify_webhook(
     tolerance_s: float = TOLERANCE_S,
     now: float | None = None,
 ) -> None:
-    """Return if a check-back was signed with `secret`, a moment ago.
+    """Return if a check-back was signed with `secret` recently.
 
     Args:
-        secret: the group's; one that begins with `whsec_` is base64, any other is taken as it is.
+        secret: the group's; one that begins with `whsec_` is base64, any other is used unchanged.
         headers: the request's; names in any case.
-        body: the request's body, byte for byte.
-        tolerance_s: how many seconds the call may be old, or ahead of this machine's clock.
-        now: seconds since 1970; None takes this machine's clock.
+        body: the request's body, unchanged.
+        tolerance_s: how many seconds the call may be older or newer than this machine's clock.
+        now: seconds since 1970; None: this machine's clock.
 
     Raises:
-        BadSignature: a header is missing, the time is too far off, or no signature is right.
+        BadSignature: a header is missing, the time is too far off, or no signature matches.
         ConfigurationError: the secret itself is malformed.
     """
     given = {name.lower(): value for name, value in headers.items()}
@@ -79,19 +79,19 @@ def verify_webhook(
         right = sign(key, call_id, int(timestamp), body).encode()
     except UnicodeEncodeError:
         raise BadSignature(f"{ID_HEADER} is not text") from None
-    # Each is compared in constant time and none ends the loop, so time tells nothing.
-    found = False
+    # Every signature is compared, in constant time, so that timing reveals nothing.
+    matches = False
     for signature in signatures.split(" ")[:SIGNATURES_MAX]:
-        found |= hmac.compare_digest(signature.encode(errors="replace"), right)
-    if not found:
-        raise BadSignature("no signature of the call is right")
+        matches |= hmac.compare_digest(signature.encode(errors="replace"), right)
+    if not matches:
+        raise BadSignature("no signature of the call matches the secret")
 
 
 def is_test_call(headers: Mapping[str, str]) -> bool:
-    """Say whether a call only tries whether we can be reached: answer it with any status of 2xx.
+    """Return True for a test call: answer it with any status of 2xx.
 
-    It asks for no decision and names no transaction. Verify its signature before, as with a
-    check-back: then the answer says that the secret is right, too.
+    It asks for no decision and names no transaction. Verify its signature first, as with a
+    check-back: then the test covers the secret, too.
 
     Args:
         headers: the request's; names in any case.
@@ -100,16 +100,16 @@ def is_test_call(headers: Mapping[str, str]) -> bool:
 
 
 def parse_check(body: bytes) -> CheckRequest:
-    """Return the question that the body of a check-back asks.
+    """Return the question in the body of a check-back.
 
     Raises:
-        BadRequest: it is not one.
+        BadRequest: the body is not a check-back.
     """
     try:
         question = msgspec.json.decode(body, type=_Question)
         messages = decode_messages(question.messages)
     except (msgspec.MsgspecError, MessageError, UnicodeDecodeError) as error:
-        raise BadRequest(f"this is no check-back: {error}") from None
+        raise BadRequest(f"the body is not a check-back: {error}") from None
     at = question.prepared_at
     return CheckRequest(
         question.id,
