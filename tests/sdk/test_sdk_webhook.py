@@ -117,5 +117,5 @@ def test_the_question_is_read(at: object) -> None:
     ],
 )
 def test_what_is_no_question_is_refused(body: bytes) -> None:
-    with pytest.raises(BadRequest, match="no check-back"):
+    with pytest.raises(BadRequest, match="not a check-back"):
         parse_check(body)

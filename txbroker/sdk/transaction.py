@@ -35,13 +35,13 @@ class Transaction:
         transaction_id: str,
         prepared: tuple[Message, ...],
         calls: Calls,
-        local: LocalTransactions,
+        book: LocalTransactions,
     ) -> None:
         self.id = transaction_id
         self._prepared = prepared
         self._final: tuple[Message, ...] | None = None
         self._calls = calls
-        self._local = local
+        self._local = book
         self._status: Status | None = None
         """The answer to its decision."""
         self._intent: Decision | None = None
