@@ -137,7 +137,7 @@ lint: $(VENV)/.dev ## Check style and types
 .PHONY: docs
 docs: $(VENV)/.dev ## Renew the reference pages, the dashboard and the schema of the chart's values, which code makes
 	@$(BIN)/python -m txbroker.proxy.reference
-	@$(BIN)/python -m txbroker.core.diagram > docs/reference/states.md
+	@$(BIN)/python docs/states.py
 	@$(BIN)/python -m txbroker.cli.reference > docs/reference/cli.md
 	@$(BIN)/python -m tests.faults.crash_cases > docs/reference/failpoints.md
 	@$(BIN)/python -m tests.faults.cluster.runs_table docs/reference/fault-runs.jsonl > docs/reference/fault-runs.md

@@ -12,8 +12,7 @@ from txbroker import tracing
 from txbroker.checkers import base
 from txbroker.checkers.base import Channel, CheckCall, CheckResult, Unclear, Unreached
 from txbroker.checkers.queues import QueuedCheck
-from txbroker.core.telling import safe_repr, where_raised
-from txbroker.errors import TxbrokerError
+from txbroker.errors import TxbrokerError, raised_at, safe_repr
 
 log = structlog.wrap_logger(logging.getLogger(__name__))
 
@@ -87,7 +86,7 @@ def log_fault(id: str, group: str, error: BaseException) -> None:
         id=id,
         group=group,
         error=safe_repr(error),
-        where=where_raised(error),
+        where=raised_at(error),
     )
 
 

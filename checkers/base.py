@@ -7,8 +7,8 @@ from typing import Protocol, TypeAlias
 from msgspec import Struct
 
 from txbroker.core.records import CheckReason, Decision, Message
-from txbroker.core.trace_context import TraceContext
 from txbroker.errors import TxbrokerError
+from txbroker.tracing import TraceContext
 
 DETAIL_CHARS_MAX = 200
 """An answer's `detail` is stored in markers and shown in timelines, so it stays short."""

@@ -32,7 +32,7 @@ from txbroker.config.addresses import Address
 from txbroker.contract import policy as policies
 from txbroker.contract import signing
 from txbroker.contract.policy import GroupPolicy, PolicyError
-from txbroker.core.trace_context import context_of
+from txbroker.tracing import context_of
 
 ANSWER_BYTES_DEFAULT = 64 * 1024
 """A decision needs no more; groups whose checks replace messages register a larger limit."""

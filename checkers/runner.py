@@ -33,8 +33,8 @@ from txbroker.checkers.base import (
     shortened,
 )
 from txbroker.checkers.queues import CallBudget, GroupQueue, QueuedCheck, Timer
-from txbroker.core.index import ShareOf, own_share, share_max
 from txbroker.core.records import CheckReason
+from txbroker.core.shares import ShareOf, own_share, share_max
 from txbroker.errors import TxbrokerError
 from txbroker.failpoints import failpoint
 

@@ -18,8 +18,8 @@ from txbroker.checkers.base import (
     Unreached,
 )
 from txbroker.checkers.runner import CheckRunner, RunnerLimits
-from txbroker.core.index import ShareOf, own_share
 from txbroker.core.records import CheckReason, Decision
+from txbroker.core.shares import ShareOf, own_share
 from txbroker.errors import OwnerUnavailable, TxbrokerError
 
 Until = Callable[[Callable[[], bool]], Awaitable[None]]

@@ -65,8 +65,10 @@ def _half(draw: st.DrawFn, halves: dict[str, Half], number: int, now_ms: int) ->
 
 
 def _mark(draw: st.DrawFn, logs: Logs, ledger: Ledger, id: str, at_ms: int) -> None:
-    transaction = ledger.get(id)
-    round_, number = (1, 0) if transaction is None else (transaction.round, transaction.number)
+    transaction = ledger.index.get(id)
+    round_, number = (
+        (1, 0) if transaction is None else (transaction.checks.round, transaction.checks.number)
+    )
     kind = draw(
         st.sampled_from(
             ["check"] * 5 + ["commit", "rollback", "returned", "later", "park", "revive"]

@@ -44,7 +44,7 @@ def loaded(records: list[Record]) -> Ledger:
 
 
 def states(ledger: Ledger) -> dict[str, State]:
-    return {transaction.id: transaction.state for transaction in ledger.transactions.values()}
+    return {transaction.id: transaction.state for transaction in ledger.index.transactions.values()}
 
 
 def prepared(count: int, dedup: bool = False) -> tuple[Logs, Ledger]:
@@ -78,13 +78,13 @@ def test_no_chunk_is_larger_than_it_may_be() -> None:
     sizes = [len(record.value or b"") for record in records]
     assert len(records) > 5
     assert max(sizes) <= CHUNK_BYTES + 1024
-    assert loaded(records).get(id_of(7)) == _evicted(ledger, id_of(7))
+    assert loaded(records).index.get(id_of(7)) == _evicted(ledger, id_of(7))
 
 
 def _evicted(ledger: Ledger, id: str) -> object:
-    transaction = ledger.get(id)
+    transaction = ledger.index.get(id)
     assert transaction is not None
-    ledger.evict(transaction)
+    ledger.index.evict(transaction)
     return transaction
 
 
@@ -113,10 +113,10 @@ def test_waiting_markers_may_be_larger_than_a_chunk() -> None:
     for half in halves:
         logs.prepare(half, START_MS + 1)
     apply_all(found, logs, len(logs.half.records), len(logs.op.records))
-    committed = found.get(id_of(0))
+    committed = found.index.get(id_of(0))
     assert committed is not None
     assert committed.messages == tuple(large)
-    rolled_back = found.get(id_of(1))
+    rolled_back = found.index.get(id_of(1))
     assert rolled_back is not None
     assert rolled_back.state is State.ROLLED_BACK
 
@@ -130,18 +130,20 @@ def test_what_turns_do_in_between_is_not_in_it() -> None:
     for number in range(150):
         logs.mark(marker_of("commit", id_of(number)), START_MS)
     apply_all(ledger, logs, 200, 150)
-    expected, order = states(ledger), list(ledger.ready)
+    expected, order = states(ledger), list(ledger.index.ready)
     taken = begun(ledger)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("txbroker.core.snapshot.CHUNK_ENTRIES", 10)
         records = [next(taken), next(taken)]
-        ledger.promote_run([ledger.transactions[id_of(number)] for number in range(0, 150, 2)])
+        ledger.promote_run(
+            [ledger.index.transactions[id_of(number)] for number in range(0, 150, 2)]
+        )
         for number in range(1, 50, 2):
             ledger.refuse(id_of(number), CAUSE)
         records += taken
     found = loaded(records)
     assert states(found) == expected
-    assert list(found.ready) == order
+    assert list(found.index.ready) == order
 
 
 @pytest.mark.rule(11)
@@ -164,15 +166,15 @@ def test_what_a_claim_in_between_finds_is_not_in_it() -> None:
     }  # fmt: skip
     found = loaded(list(taken))
     assert states(found) == expected
-    pending = found.get(id_of(0))
+    pending = found.index.get(id_of(0))
     assert pending is not None
-    assert pending.decision is None
+    assert pending.verdict.decision is None
 
 
 def test_messages_may_come_and_go_meanwhile() -> None:
     _, ledger = prepared(50)
-    for transaction in ledger.transactions.values():
-        ledger.evict(transaction)
+    for transaction in ledger.index.transactions.values():
+        ledger.index.evict(transaction)
     chance = Random(7)
     taken, records = begun(ledger), []
     with pytest.MonkeyPatch.context() as patch:
@@ -180,15 +182,15 @@ def test_messages_may_come_and_go_meanwhile() -> None:
         for record in taken:
             records.append(record)
             for number in chance.sample(range(50), 5):
-                transaction = ledger.transactions[id_of(number)]
+                transaction = ledger.index.transactions[id_of(number)]
                 if transaction.has_bodies:
-                    ledger.evict(transaction)
+                    ledger.index.evict(transaction)
                 else:
-                    ledger.fill(transaction, (message(),))
-    assert ledger.body_bytes == sum(t.body_bytes for t in ledger.transactions.values())
+                    ledger.index.fill(transaction, (message(),))
+    assert ledger.index.body_bytes == sum(t.body_bytes for t in ledger.index.transactions.values())
     found = loaded(records)
     assert states(found) == states(ledger)
-    assert found.body_bytes == 0
+    assert found.index.body_bytes == 0
 
 
 @pytest.mark.rule(11)
@@ -203,11 +205,11 @@ def test_what_is_forgotten_while_it_is_taken_is_in_it() -> None:
     logs.prepare(half_of(id_of(99, late_ms)), late_ms)
     logs.mark(marker_of("rollback", id_of(11), group="g"), late_ms)
     apply_all(ledger, logs, 21, 11)
-    assert ledger.settled_count == 0
+    assert len(ledger.index.settled) == 0
     found = loaded(list(taken))
-    assert found.settled_count == 10
+    assert len(found.index.settled) == 10
     for number in range(10):
-        held = found.by_dedup_key("g", f"d{number}")
+        held = found.index.by_dedup_key("g", f"d{number}")
         assert held is not None
         assert held.state is State.ROLLED_BACK
 
@@ -232,8 +234,8 @@ def test_a_repeat_of_what_was_settled_before_the_snapshot_counts_once() -> None:
     logs.prepare(half_of(id_of(1), dedup_key="d1", policy=POLICY), START_MS + 50)
     logs.prepare(half_of(id_of(50), dedup_key="d2", policy=POLICY), START_MS + 50)
     apply_all(found, logs, 5, 3)
-    assert not found.transactions
-    assert all(transaction.state in SETTLED for transaction in found)
+    assert not found.index.transactions
+    assert all(transaction.state in SETTLED for transaction in found.index)
 
 
 def test_the_newest_version_of_a_chunk_counts_as_well() -> None:
@@ -262,5 +264,5 @@ def test_loading_goes_in_steps() -> None:
         patch.setattr("txbroker.core.snapshot.CHUNK_ENTRIES", 4)
         records = list(begun(ledger))
     found = Ledger(PARTITION, WINDOW_MS)
-    counts = [len(found.transactions) for _ in load(find_whole(records)[0], found)]
+    counts = [len(found.index.transactions) for _ in load(find_whole(records)[0], found)]
     assert counts == list(range(4, 41, 4))

@@ -193,8 +193,8 @@ class LedgerMachine(RuleBasedStateMachine):
 
     @rule(count=st.integers(0, 3), refuse=st.booleans())
     def turn(self, count: int, refuse: bool) -> None:
-        ready = sorted(self.ledger.ready.values(), key=lambda t: t.op_offset)
-        ready += list(self.ledger.refused.values())
+        ready = sorted(self.ledger.index.ready.values(), key=lambda t: t.verdict.op_offset)
+        ready += list(self.ledger.index.refused.values())
         for transaction in ready[:count]:
             self.model[transaction.id].state = "refused" if refuse else "promoted"
             if refuse:
@@ -203,15 +203,15 @@ class LedgerMachine(RuleBasedStateMachine):
             else:
                 self.copies.pop(transaction.id, None)
                 self.ledger.promote_run([transaction])
-        for transaction in list(self.ledger.to_keep.values()):
+        for transaction in list(self.ledger.index.to_keep.values()):
             self.copies[transaction.id] = transaction.copy(transaction.state, None)
             transaction.kept = True
-        for id in [*self.ledger.to_keep, *self.ledger.to_release]:
-            if id in self.ledger.to_release:
+        for id in [*self.ledger.index.to_keep, *self.ledger.index.to_release]:
+            if id in self.ledger.index.to_release:
                 self.copies.pop(id, None)
-        self.ledger.to_keep.clear()
-        self.ledger.to_release.clear()
-        left = tuple(self.ledger.ready)
+        self.ledger.index.to_keep.clear()
+        self.ledger.index.to_release.clear()
+        left = tuple(self.ledger.index.ready)
         self.progress = Checkpoint(
             1, "c", self.ledger.op_whole, self.ledger.half_whole, deferred=left
         )
@@ -226,19 +226,25 @@ class LedgerMachine(RuleBasedStateMachine):
 
     @invariant()
     def ledger_and_model_agree(self) -> None:
-        assert {t.id for t in self.ledger} == set(self.model)
+        assert {t.id for t in self.ledger.index} == set(self.model)
         for id, model in self.model.items():
-            transaction = self.ledger.get(id)
+            transaction = self.ledger.index.get(id)
             assert transaction is not None
-            assert (transaction.state, transaction.decision) == (model.state, model.decision)
-            assert (transaction.round, transaction.number) == (model.round, model.number)
-            assert list(transaction.counted_ms) == model.counted
+            assert (transaction.state, transaction.verdict.decision) == (
+                model.state,
+                model.decision,
+            )
+            assert (transaction.checks.round, transaction.checks.number) == (
+                model.round,
+                model.number,
+            )
+            assert list(transaction.checks.counted_ms) == model.counted
             if model.state == "pending":
                 assert transaction.next_check_ms() == model.next
 
     @invariant()
     def bodies_are_there_while_they_are_needed(self) -> None:
-        for transaction in self.ledger:
+        for transaction in self.ledger.index:
             settled = transaction.state in (State.PROMOTED, State.ROLLED_BACK)
             values = [m.value for m in transaction.messages]
             model = self.model[transaction.id]
@@ -248,40 +254,41 @@ class LedgerMachine(RuleBasedStateMachine):
     @invariant()
     def what_is_counted_is_there(self) -> None:
         ledger = self.ledger
-        open_ones = [t for t in ledger if t.state not in SETTLED]
-        assert set(ledger.transactions) == {t.id for t in open_ones}
-        assert ledger.in_order(-1, 100) == sorted(open_ones, key=lambda t: t.offset)
-        assert ledger.body_bytes == sum(t.body_bytes for t in open_ones)
-        assert ledger.unsettled.total == len(open_ones)
+        open_ones = [t for t in ledger.index if t.state not in SETTLED]
+        assert set(ledger.index.transactions) == {t.id for t in open_ones}
+        assert ledger.index.in_order(-1, 100) == sorted(open_ones, key=lambda t: t.offset)
+        assert ledger.index.body_bytes == sum(t.body_bytes for t in open_ones)
+        assert ledger.index.unsettled.total == len(open_ones)
         by_state = {
             state: {t.id for t in open_ones if t.state is state} for state in set(State) - SETTLED
         }
-        assert set(ledger.ready) == by_state[State.COMMITTED]
-        assert set(ledger.refused) == by_state[State.REFUSED]
-        assert set(ledger.parked) == by_state[State.PARKED]
-        assert ledger.refused_by_topic == Counter("t" for _ in ledger.refused)
+        assert set(ledger.index.ready) == by_state[State.COMMITTED]
+        assert set(ledger.index.refused) == by_state[State.REFUSED]
+        assert set(ledger.index.parked) == by_state[State.PARKED]
+        assert ledger.index.refused_by_topic == Counter("t" for _ in ledger.index.refused)
         for state, counted in (
-            (State.PENDING, ledger.pending_by_group),
-            (State.PARKED, ledger.parked_by_group),
+            (State.PENDING, ledger.index.pending_by_group),
+            (State.PARKED, ledger.index.parked_by_group),
         ):
             assert counted == Counter(t.half.group for t in open_ones if t.state is state)
         for group in "gh":
             held = [t for t in open_ones if t.half.group == group]
-            assert ledger.unsettled.of(group) == len(held)
+            assert ledger.index.unsettled.of(group) == len(held)
             times = [
                 t.prepared_at_ms
                 for t in open_ones
                 if t.state is State.PENDING and t.half.group == group
             ]
-            assert ledger.oldest_pending_ms(group) == min(times, default=None)
+            assert ledger.index.oldest_pending_ms(group) == min(times, default=None)
         times = [t.prepared_at_ms for t in open_ones]
-        assert ledger.oldest_unsettled_ms() == min(times, default=None)
+        assert ledger.index.oldest_unsettled_ms() == min(times, default=None)
 
     @invariant()
     def copies_are_where_they_should_be(self) -> None:
-        for transaction in self.ledger:
+        for transaction in self.ledger.index:
             waits = (
-                transaction.id in self.ledger.to_keep or transaction.id in self.ledger.to_release
+                transaction.id in self.ledger.index.to_keep
+                or transaction.id in self.ledger.index.to_release
             )
             copied = transaction.id in self.copies
             if transaction.state in (State.PARKED, State.REFUSED):

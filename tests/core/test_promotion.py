@@ -56,7 +56,7 @@ def simple(number: int, *topics: str, order_key: str | None = "k") -> Half:
 def plan_of(
     ledger: Ledger, examine: Callable[[Place], Verdict] = well, limits: PromotionLimits = ROOMY
 ) -> PromotionPlan:
-    return plan_promotion(ledger.ready.values(), ledger.op_whole, examine, limits)
+    return plan_promotion(ledger.index.ready.values(), ledger.op_whole, examine, limits)
 
 
 # --- single turns ----------------------------------------------------------------------------
@@ -138,7 +138,7 @@ def test_progress_does_not_go_back_when_deferred_ones_come_in_pieces() -> None:
     assert (numbers(first.promote), first.op) == ([4], 4)
     ledger.promote_run(first.promote)
     second = plan_promotion(
-        ledger.ready.values(), ledger.op_whole, well, PromotionLimits(1), progressed=first.op
+        ledger.index.ready.values(), ledger.op_whole, well, PromotionLimits(1), progressed=first.op
     )
     assert numbers(second.promote) == [1]
     assert (second.op, list(second.deferred)) == (4, [id_of(2), id_of(3)])
@@ -146,7 +146,7 @@ def test_progress_does_not_go_back_when_deferred_ones_come_in_pieces() -> None:
 
 def test_retried_ones_keep_the_limits() -> None:
     ledger = committed(*[simple(n) for n in range(1, 5)])
-    retried = list(ledger.ready.values())
+    retried = list(ledger.index.ready.values())
     size = bytes_in_batch((message("1"),))
     plan = plan_promotion([], 4, well, PromotionLimits(bytes_max=2 * size), retried=retried)
     assert numbers(plan.promote) == [1, 2]
@@ -156,8 +156,8 @@ def test_retried_ones_keep_the_limits() -> None:
 
 def test_a_turn_is_planned_without_messages() -> None:
     ledger = committed(simple(1, "ill", "b"), simple(2, "b"), simple(3, "c"))
-    for transaction in ledger.ready.values():
-        ledger.evict(transaction)
+    for transaction in ledger.index.ready.values():
+        ledger.index.evict(transaction)
     sizes = []
 
     def examine(place: Place) -> Verdict:
@@ -194,20 +194,22 @@ def test_a_run_settles_each_with_its_own_offsets() -> None:
     count = 1200  # settled ones are packed within the run
     halves = [simple(number, *("t", "u", "v")[: 1 + number % 3]) for number in range(count)]
     ledger, one_by_one = committed(*halves), committed(*halves)
-    run = list(ledger.ready.values())
+    run = list(ledger.index.ready.values())
     offsets = list(range(7, 7 + sum(len(half.messages) for half in halves)))
     ledger.promote_run(run, offsets, START_MS + 9)
     found = [offset for transaction in run for offset in transaction.offsets]
     assert found == offsets
     assert [len(each.offsets) for each in run] == [len(half.messages) for half in halves]
     assert {each.promoted_at_ms for each in run} == {START_MS + 9}
-    for transaction in list(one_by_one.ready.values()):
+    for transaction in list(one_by_one.index.ready.values()):
         one_by_one.promote_run([transaction])
-    for left in (ledger, one_by_one):
+    for left in (ledger.index, one_by_one.index):
         assert (len(left.transactions), len(left.ready), left.unsettled.total) == (0, 0, 0)
         assert left.body_bytes == 0
-    assert [each.id for each in ledger.settled] == [each.id for each in one_by_one.settled]
-    assert {each.state for each in ledger.settled} == {State.PROMOTED}
+    assert [each.id for each in ledger.index.settled] == [
+        each.id for each in one_by_one.index.settled
+    ]
+    assert {each.state for each in ledger.index.settled} == {State.PROMOTED}
 
 
 def test_planning_looks_at_no_more_than_the_turn_holds() -> None:
@@ -222,15 +224,15 @@ def test_planning_looks_at_no_more_than_the_turn_holds() -> None:
             yield transaction
 
     for _ in range(count // per_turn):
-        ready = ledger.ready
+        ready = ledger.index.ready
         plan = plan_promotion(
             watched(ready.values()), ledger.op_whole, well, PromotionLimits(per_turn)
         )
         assert len(plan.promote) == per_turn
         ledger.promote_run(plan.promote)
         # Not sorted anew, which would make another.
-        assert ledger.ready is ready
-    assert not ledger.ready
+        assert ledger.index.ready is ready
+    assert not ledger.index.ready
     assert looked_at <= count + count // per_turn
 
 
@@ -245,9 +247,9 @@ def test_one_that_comes_late_has_its_place() -> None:
         ledger.apply_op(record)
     for record in logs.half.records[:2]:
         ledger.apply_half(record)
-    assert list(ledger.ready) == [id_of(2), id_of(3)]
+    assert list(ledger.index.ready) == [id_of(2), id_of(3)]
     ledger.apply_half(logs.half.records[2])
-    assert list(ledger.ready) == [id_of(1), id_of(2), id_of(3)]
+    assert list(ledger.index.ready) == [id_of(1), id_of(2), id_of(3)]
     assert numbers(plan_of(ledger).promote) == [1, 2, 3]
 
 
@@ -308,12 +310,12 @@ class World:
             for transaction in [*plan.promote, *(each for each, _ in plan.refuse)]
         ]
         plan = plan_promotion(
-            ledger.ready.values(),
+            ledger.index.ready.values(),
             ledger.op_whole,
             lambda each: self.ill.get(each.topic),
             limits,
             in_flight=in_flight,
-            retried=list(ledger.refused.values()),
+            retried=list(ledger.index.refused.values()),
             progressed=ledger.op_progress,
         )
         if plan.empty:
@@ -402,7 +404,7 @@ def test_every_committed_transaction_is_promoted_exactly_once(
     expected = sorted((half.id, m.topic) for half in world.order for m in half.messages)
     assert sorted((id, topic) for id, _, topic in world.visible) == expected
     assert world.copies == {}
-    assert all(transaction.state is State.PROMOTED for transaction in world.ledger)
+    assert all(transaction.state is State.PROMOTED for transaction in world.ledger.index)
 
 
 @fuzz
@@ -427,8 +429,8 @@ def test_one_order_key_is_visible_in_decision_order(drawn: tuple[World, set[str]
 @given(worlds())
 def test_replay_and_reconcile_equal_the_continuous_run(drawn: tuple[World, set[str]]) -> None:
     world, _ = drawn
-    lived = {t.id: structs.replace(t, offsets=(), cause=None) for t in world.ledger}
+    lived = {t.id: structs.replace(t, offsets=(), cause=None) for t in world.ledger.index}
     world.claim(fresh=True)
-    assert {t.id: t for t in world.ledger} == lived
-    assert world.ledger.ready == {}
-    assert world.ledger.refused == {}
+    assert {t.id: t for t in world.ledger.index} == lived
+    assert world.ledger.index.ready == {}
+    assert world.ledger.index.refused == {}

@@ -4,8 +4,7 @@ import pytest
 
 from tests.kit.logs import START_MS, Logs, half_of, id_of, marker_of, message, new_ledger, replayed
 from txbroker.core import ledger as ledger_module
-from txbroker.core.ledger import Ledger
-from txbroker.core.outcome import Effect
+from txbroker.core.ledger import Effect, Ledger
 from txbroker.core.records import Cause, Checkpoint, CheckPolicy, Message, ParkedCopy, State
 from txbroker.core.transaction import Transaction
 
@@ -26,7 +25,7 @@ def one_committed(contents: tuple[Message, ...] = ()) -> tuple[Logs, Ledger]:
 
 
 def only(ledger: Ledger) -> Transaction:
-    (transaction,) = ledger
+    (transaction,) = ledger.index
     return transaction
 
 
@@ -37,10 +36,10 @@ def test_a_refused_one_outlives_half_message_and_marker() -> None:
     ledger.restore(copy)
     ledger.reconcile(Checkpoint(1, "c", 9, 9), [copy])
     found = only(ledger)
-    assert (found.state, found.cause, found.decided_at_ms) == (State.REFUSED, CAUSE, START_MS + 7)
+    assert (found.state, found.cause, found.verdict.at_ms) == (State.REFUSED, CAUSE, START_MS + 7)
     assert found.messages == (message("final"),)
-    assert list(ledger.refused) == [ID]
-    assert ledger.undecided_count == 0
+    assert list(ledger.index.refused) == [ID]
+    assert ledger.index.undecided_count == 0
 
 
 def test_a_parked_one_outlives_half_message_and_markers() -> None:
@@ -49,11 +48,11 @@ def test_a_parked_one_outlives_half_message_and_markers() -> None:
     ledger.restore(copy)
     ledger.reconcile(None, [copy])
     assert only(ledger).state is State.PARKED
-    assert ledger.to_keep == {}
+    assert ledger.index.to_keep == {}
     logs = Logs()
     logs.mark(marker_of("revive", ID, round=1), START_MS)
     ledger.apply_op(logs.op.records[0])
-    assert (only(ledger).state, only(ledger).round) == (State.PENDING, 2)
+    assert (only(ledger).state, only(ledger).checks.round) == (State.PENDING, 2)
 
 
 def test_a_deferred_one_outlives_half_message_and_marker() -> None:
@@ -62,9 +61,9 @@ def test_a_deferred_one_outlives_half_message_and_marker() -> None:
     ledger = new_ledger()
     ledger.restore(copy)
     ledger.reconcile(Checkpoint(1, "c", 9, 9, deferred=(ID,)), [copy])
-    assert (only(ledger).state, only(ledger).decided_at_ms) == (State.COMMITTED, START_MS + 7)
-    assert list(ledger.ready) == [ID]
-    assert ledger.undecided_count == 0
+    assert (only(ledger).state, only(ledger).verdict.at_ms) == (State.COMMITTED, START_MS + 7)
+    assert list(ledger.index.ready) == [ID]
+    assert ledger.index.undecided_count == 0
     # Its marker, where it is still there, says nothing new; a later contrary one is too late.
     logs, _ = one_committed()
     logs.mark(marker_of("rollback", ID), START_MS + 8)
@@ -80,8 +79,8 @@ def test_a_copy_that_was_left_over_is_removed() -> None:
     known = ParkedCopy(half_of(ID), 0, START_MS, State.PARKED)
     forgotten = ParkedCopy(half_of(id_of(2)), 0, START_MS, State.PARKED)
     ledger.reconcile(None, [known, forgotten])
-    assert set(ledger.to_release) == {ID, id_of(2)}
-    assert len(ledger.to_release[id_of(2)].messages) == 1
+    assert set(ledger.index.to_release) == {ID, id_of(2)}
+    assert len(ledger.index.to_release[id_of(2)].messages) == 1
 
 
 def test_a_parked_one_without_its_copy_is_copied_again() -> None:
@@ -91,10 +90,10 @@ def test_a_parked_one_without_its_copy_is_copied_again() -> None:
     logs.mark(marker_of("park", ID, round=1), START_MS + 11_000)
     ledger = replayed(logs)
     ledger.reconcile(None, [])
-    assert list(ledger.to_keep) == [ID]
+    assert list(ledger.index.to_keep) == [ID]
     older = ParkedCopy(half_of(ID, policy=POLICY), 0, START_MS, State.PENDING)
     ledger.reconcile(None, [older])
-    assert list(ledger.to_keep) == [ID]
+    assert list(ledger.index.to_keep) == [ID]
 
 
 def test_a_retry_that_was_committed_unseen_is_not_promoted_again() -> None:
@@ -102,14 +101,14 @@ def test_a_retry_that_was_committed_unseen_is_not_promoted_again() -> None:
     ledger.refuse(ID, CAUSE)
     promoted = ledger.reconcile(Checkpoint(1, "c", 1, 1), [])
     assert [transaction.id for transaction in promoted] == [ID]
-    assert ledger.refused == {}
+    assert ledger.index.refused == {}
     assert only(ledger).state is State.PROMOTED
 
 
 def test_what_progress_defers_is_still_to_be_done() -> None:
     _, ledger = one_committed()
     assert ledger.reconcile(Checkpoint(1, "c", 1, 1, deferred=(ID,)), []) == []
-    assert list(ledger.ready) == [ID]
+    assert list(ledger.index.ready) == [ID]
     assert ledger.op_progress == 1
 
 
@@ -125,11 +124,11 @@ def test_progress_accounts_for_what_is_settled_kept_or_in_the_turn(
     ledger = replayed(logs)
     assert ledger.accounted(()) == 1
     for id in ids[1:4]:
-        ledger.transactions[id].kept = True
+        ledger.index.transactions[id].kept = True
     # It looks at two more each time, and never claims too much.
     assert [ledger.accounted({ids[4]}) for _ in range(3)] == [2, 4, 5]
     assert ledger.accounted(()) == 4
-    ledger.transactions[ids[4]].kept = ledger.transactions[ids[5]].kept = True
+    ledger.index.transactions[ids[4]].kept = ledger.index.transactions[ids[5]].kept = True
     assert [ledger.accounted(()) for _ in range(2)] == [5, 6]
     # A lost turn was to copy them.
     ledger.reconcile(None, [])

@@ -19,9 +19,7 @@ from tests.kit.logs import (
     picture,
     replayed,
 )
-from txbroker.core.holdings import WAITING_SWEEP_MIN
-from txbroker.core.ledger import Gap, Ledger
-from txbroker.core.outcome import Effect
+from txbroker.core.ledger import WAITING_SWEEP_MIN, Effect, Gap, Ledger
 from txbroker.core.records import Record, State
 
 
@@ -62,14 +60,14 @@ def test_every_interleaving_comes_to_the_same(logs: Logs, data: st.DataObject) -
 def test_no_interleaving_changes_what_is_to_be_done(logs: Logs, data: st.DataObject) -> None:
     expected, ledger = replayed(logs), new_ledger()
     read_in_order(logs, ledger, data.draw(orders(logs)))
-    assert ledger.ready.keys() == expected.ready.keys()
-    assert ledger.to_keep.keys() == expected.to_keep.keys()
-    assert ledger.to_release.keys() == expected.to_release.keys()
-    assert ledger.undecided_count == expected.undecided_count
-    assert ledger.undecided_count == sum(
-        transaction.state in (State.PENDING, State.PARKED) for transaction in ledger
+    assert ledger.index.ready.keys() == expected.index.ready.keys()
+    assert ledger.index.to_keep.keys() == expected.index.to_keep.keys()
+    assert ledger.index.to_release.keys() == expected.index.to_release.keys()
+    assert ledger.index.undecided_count == expected.index.undecided_count
+    assert ledger.index.undecided_count == sum(
+        transaction.state in (State.PENDING, State.PARKED) for transaction in ledger.index
     )
-    assert {t.id for t in ledger.pending()} == {t.id for t in expected.pending()}
+    assert {t.id for t in ledger.index.pending()} == {t.id for t in expected.index.pending()}
 
 
 @fuzz
@@ -92,9 +90,16 @@ def test_a_prefix_stays_as_it_was_read(logs: Logs, data: st.DataObject) -> None:
     order = data.draw(orders(logs))
     cut = data.draw(st.integers(0, len(order)))
     read_in_order(logs, ledger, order[:cut])
-    before = {t.id: (t.decision, t.op_offset) for t in ledger if t.decision is not None}
+    before = {
+        t.id: (t.verdict.decision, t.verdict.op_offset)
+        for t in ledger.index
+        if t.verdict.decision is not None
+    }
     read_in_order(logs, ledger, order[cut:])
-    assert before.items() <= {t.id: (t.decision, t.op_offset) for t in ledger}.items()
+    assert (
+        before.items()
+        <= {t.id: (t.verdict.decision, t.verdict.op_offset) for t in ledger.index}.items()
+    )
 
 
 def test_a_marker_waits_for_its_half_message() -> None:
@@ -104,10 +109,10 @@ def test_a_marker_waits_for_its_half_message() -> None:
     ledger = new_ledger()
     assert ledger.apply_op(logs.op.records[0]).effect is Effect.WAITING
     assert ledger.apply_half(logs.half.records[0]).effect is Effect.APPLIED
-    transaction = ledger.get(id_of(1))
+    transaction = ledger.index.get(id_of(1))
     assert transaction is not None
-    assert (transaction.state, transaction.op_offset) == (State.COMMITTED, 0)
-    assert transaction.decided_at_ms == START_MS + 5
+    assert (transaction.state, transaction.verdict.op_offset) == (State.COMMITTED, 0)
+    assert transaction.verdict.at_ms == START_MS + 5
 
 
 @pytest.mark.rule(2)
@@ -192,10 +197,10 @@ def test_waiting_markers_are_forgotten_by_halfs_log_clock_only() -> None:
         assert ledger.apply_op(record).effect is Effect.WAITING
     logs.prepare(half_of(id_of(0)), START_MS)
     assert ledger.apply_half(logs.half.records[0]).effect is Effect.APPLIED
-    assert id_of(0) in ledger.ready
+    assert id_of(0) in ledger.index.ready
     late_ms = START_MS + WINDOW_MS + 1
     logs.prepare(half_of(id_of(9999, late_ms)), late_ms)
     ledger.apply_half(logs.half.records[1])
-    assert id_of(1) not in ledger.ready
+    assert id_of(1) not in ledger.index.ready
     logs.prepare(half_of(id_of(1)), late_ms)
     assert ledger.apply_half(logs.half.records[2]).effect is Effect.EXPIRED

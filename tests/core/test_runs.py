@@ -11,8 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from txbroker.core.encoding import HalfRow, MarkerRow, half_row, marker_row
-from txbroker.core.ledger import Ledger
-from txbroker.core.outcome import ApplyResult, Effect
+from txbroker.core.ledger import ApplyResult, Effect, Ledger
 from txbroker.core.records import (
     RECORD_VERSION,
     Cause,
@@ -144,18 +143,22 @@ def _state(ledger: Ledger) -> dict[str, object]:
         "clocks": (ledger.half_clock_ms, ledger.op_clock_ms),
         "anchors": (ledger.half_anchor, ledger.op_anchor),
         "whole anchors": (ledger.half_whole_anchor, ledger.op_whole_anchor),
-        "transactions": [_shown(each) for each in ledger],
-        "ready": list(ledger.ready),
+        "transactions": [_shown(each) for each in ledger.index],
+        "ready": list(ledger.index.ready),
         "waiting": {id: list(each) for id, each in ledger.waiting.items()},
         "waited": ledger.commits_waited,
-        "keep": list(ledger.to_keep),
-        "release": list(ledger.to_release),
-        "parked": list(ledger.parked),
-        "groups": (dict(ledger.pending_by_group), dict(ledger.parked_by_group)),
-        "counts": (ledger.undecided_count, ledger.unsettled.total, ledger.settled_count),
-        "bytes": ledger.body_bytes,
-        "order": [each.id for each in ledger.in_order(-1, 1000)],
-        "keys": {key: ledger.by_dedup_key(*key) is not None for key in ledger._dedup},
+        "keep": list(ledger.index.to_keep),
+        "release": list(ledger.index.to_release),
+        "parked": list(ledger.index.parked),
+        "groups": (dict(ledger.index.pending_by_group), dict(ledger.index.parked_by_group)),
+        "counts": (
+            ledger.index.undecided_count,
+            ledger.index.unsettled.total,
+            len(ledger.index.settled),
+        ),
+        "bytes": ledger.index.body_bytes,
+        "order": [each.id for each in ledger.index.in_order(-1, 1000)],
+        "keys": {key: ledger.index.by_dedup_key(*key) is not None for key in ledger.index._dedup},
     }
 
 
@@ -252,7 +255,7 @@ class Program:
             self._reached["half", effect] += 1
             if transaction is not None and transaction.id != row.half.id:
                 self._reached["held key", effect] += 1
-            if effect == "APPLIED" and transaction is not None and transaction.decision:
+            if effect == "APPLIED" and transaction is not None and transaction.verdict.decision:
                 self._reached["after a wait", transaction.state.name] += 1
             return
         self._reached["marker", effect] += 1
@@ -300,7 +303,7 @@ class Program:
     def _mark(self) -> MarkerRow:
         random, draw = self.random, self.random.random()
         kind = random.choice(list(MarkerKind))
-        known = list(self.single)
+        known = list(self.single.index)
         if not known or draw < 0.15:
             # Its half message comes later, or never.
             id = random.choice(self._ahead) if self._ahead and draw < 0.05 else self._id()
@@ -313,15 +316,15 @@ class Program:
         transaction = random.choice(known)
         if transaction.state in (State.PENDING, State.PARKED) or random.random() < 0.5:
             kind = self._fitting(transaction)
-        number = transaction.number + (kind is MarkerKind.CHECK)
+        number = transaction.checks.number + (kind is MarkerKind.CHECK)
         wrong = random.random() < 0.1
-        return self._row(kind, transaction.half, transaction.round + wrong, number)
+        return self._row(kind, transaction.half, transaction.checks.round + wrong, number)
 
     def _fitting(self, transaction: Transaction) -> MarkerKind:
         """Return a kind that its state allows, decisions less often."""
         random = self.random
         if transaction.state is State.PENDING:
-            last = transaction.attempts and transaction.attempts[-1].counts
+            last = transaction.checks.attempts and transaction.checks.attempts[-1].counts
             park_ms = transaction.park_ms()
             if park_ms is not None and park_ms <= self.at_ms and random.random() < 0.6:
                 return MarkerKind.PARK
@@ -361,12 +364,12 @@ class Program:
 
 def _turn(random: Random, *ledgers: Ledger) -> None:
     """Promote or refuse some of what is ready, in all ledgers alike."""
-    ready = [id for id in ledgers[0].ready if random.random() < 0.4]
+    ready = [id for id in ledgers[0].index.ready if random.random() < 0.4]
     for id in ready[:1]:
         for ledger in ledgers:
             ledger.refuse(id, Cause("too_large", "", "t", 0))
     for ledger in ledgers:
-        ledger.promote_run([ledger.transactions[id] for id in ready[1:]])
+        ledger.promote_run([ledger.index.transactions[id] for id in ready[1:]])
 
 
 @pytest.mark.rule(29)

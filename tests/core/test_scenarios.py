@@ -16,10 +16,9 @@ from collections.abc import Callable
 import pytest
 
 from tests.kit.logs import START_MS, WINDOW_MS, Logs, half_of, id_of, marker_of, message, new_ledger
-from txbroker.core.index import due_ms
-from txbroker.core.ledger import Ledger
-from txbroker.core.outcome import ApplyResult
+from txbroker.core.ledger import ApplyResult, Ledger
 from txbroker.core.records import CheckPolicy, State
+from txbroker.core.schedule import due_ms
 from txbroker.core.transaction import Transaction
 
 SCENARIOS = {
@@ -223,13 +222,13 @@ class Play:
         left, right = (side.split() for side in line.split("->"))
         at_s, what, name, *said = left
         at_ms = START_MS + round(float(at_s) * 1000)
-        transaction = self.ledger.get(IDS[name])
+        transaction = self.ledger.index.get(IDS[name])
         if what == "tick":
             assert transaction is not None
             assert self.tick(transaction, at_ms) == right[0], line
             return
         outcome = self.write(what, IDS[name], said, at_ms)
-        transaction = self.ledger.get(IDS[name])
+        transaction = self.ledger.index.get(IDS[name])
         state = "-" if transaction is None else transaction.state
         assert [outcome.effect, state] == right[:2], f"{line.strip()}: {outcome.why}"
         for fact in right[2:]:
@@ -280,10 +279,10 @@ def seconds(ms: int | None) -> float | None:
 
 
 FACTS: dict[str, Callable[[Transaction], float | None]] = {
-    "attempts": lambda t: len(t.counted_ms),
+    "attempts": lambda t: len(t.checks.counted_ms),
     "next": lambda t: seconds(t.next_check_ms()),
     "park": lambda t: seconds(t.park_ms()),
-    "decided": lambda t: seconds(t.decided_at_ms),
+    "decided": lambda t: seconds(t.verdict.at_ms),
 }
 
 
@@ -303,9 +302,9 @@ def test_a_clients_own_key_is_free_after_the_window() -> None:
     logs.prepare(half_of(id_of(1), dedup_key="d"), START_MS)
     logs.prepare(half_of(id_of(2, late_ms), dedup_key="d"), late_ms)
     read_on(ledger, logs)
-    held = ledger.by_dedup_key("g", "d")
+    held = ledger.index.by_dedup_key("g", "d")
     assert held is not None
     assert held.id == id_of(2, late_ms)
-    first = ledger.get(id_of(1))
+    first = ledger.index.get(id_of(1))
     assert first is not None
     assert first.state is State.PENDING

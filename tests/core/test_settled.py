@@ -15,7 +15,7 @@ from txbroker.core.records import Decision, Half, Place, State
 from txbroker.core.routing import make_id, parse_id
 from txbroker.core.segment import MARK_BYTES, Segment, SettledSummary, name_of, pack, read
 from txbroker.core.settled import SettledWindow, summary_of, to_transaction
-from txbroker.core.transaction import Transaction, Verdict, bare_of
+from txbroker.core.transaction import Transaction, Verdict, bare
 
 DAY_MS = 86_400_000
 FAR = 1 << 40
@@ -53,7 +53,7 @@ def transactions(draw: st.DrawFn, number: int) -> Transaction:
         contents_fingerprint=draw(st.sampled_from((b"", b"\x01" * 16, bytes(range(16))))),
     )
     key = draw(st.none() | st.sampled_from(("d", "e" * 40)))
-    half = Half(id, draw(st.sampled_from(GROUPS)), bare_of(places), dedup_key=key)
+    half = Half(id, draw(st.sampled_from(GROUPS)), bare(places), dedup_key=key)
     prepared_ms = draw(near(time_ms, -17_000, 66_000))
     mark = draw(st.sampled_from((bytes(16), b"\xff" * 16, bytes(range(16)))))
     offset = draw(near(1000 + 2 * number, FAR))
@@ -181,10 +181,10 @@ def assert_shares(window: SettledWindow) -> None:
     """Assert that each group counts until its own newest time in each segment, and no longer."""
     uses = [use for segment in window.segments for use in segment.groups]
     for segment in window.segments:
-        groups = {each.group for each in segment.briefs()}
+        groups = {each.group for each in segment.summaries()}
         assert {use.group for use in segment.groups} == groups
         for use in segment.groups:
-            mine = [each.last_ms for each in segment.briefs() if each.group == use.group]
+            mine = [each.last_ms for each in segment.summaries() if each.group == use.group]
             assert use.newest_ms == max(mine)
     for since_ms in sorted({0, *[use.newest_ms + 1 for use in uses]}):
         for group in GROUPS:
@@ -226,7 +226,7 @@ def many(count: int, *, late: bool = False) -> list[Transaction]:
         verdict = Verdict(Decision.COMMIT, number, time_ms + (60_000 if late else 5))
         places = (Place("t", 0, 100),)
         id = make_id(PARTITION, time_ms, number * 0x9E3779B97F4A7C15 % (1 << 64))
-        half = Half(id, "g", bare_of(places))
+        half = Half(id, "g", bare(places))
         found.append(
             Transaction(
                 half, number, time_ms + 2, bytes(16), places, None, State.PROMOTED, False,
@@ -300,7 +300,7 @@ _VERSION_1 = bytes.fromhex(
 
 def test_a_segment_of_version_1_is_read_as_it_was_stored() -> None:
     segment = read(_VERSION_1)
-    first, second = sorted(segment.briefs(), key=lambda each: each.offset)
+    first, second = sorted(segment.summaries(), key=lambda each: each.offset)
     at = [("t", 0)]
     assert first == SettledSummary(
         make_id(PARTITION, START_MS, 7), "g", State.PROMOTED, bytes(range(16)), b"", 5, 6,

@@ -6,10 +6,10 @@ import pytest
 
 from tests.kit.logs import START_MS, Logs, apply_all, half_of, id_of, marker_of, new_ledger
 from txbroker.core import settled
-from txbroker.core.index import ShareUse, share_max
 from txbroker.core.ledger import Ledger
 from txbroker.core.records import Cause
 from txbroker.core.segment import SEGMENT_BYTES
+from txbroker.core.shares import ShareUse, share_max
 
 GROUPS = ("shop-1", "shop-2", "bank")
 
@@ -19,7 +19,7 @@ def by_team(group: str) -> str:
 
 
 def used(ledger: Ledger, *shares: str) -> list[int]:
-    return [ledger.unsettled.of(share) for share in shares]
+    return [ledger.index.unsettled.of(share) for share in shares]
 
 
 def prepared(count: int) -> Logs:
@@ -46,7 +46,7 @@ def test_what_is_given_back_leaves_nothing() -> None:
 
 def test_what_is_undecided_committed_or_refused_is_counted_until_it_is_settled() -> None:
     logs, ledger = prepared(3), new_ledger()
-    ledger.share_by(by_team)
+    ledger.index.share_by(by_team)
     apply_all(ledger, logs, 9, 0)
     assert used(ledger, "shop", "bank", "shop-1") == [6, 3, 0]
     for number, kind in ((0, "rollback"), (1, "commit"), (2, "commit"), (3, "park")):
@@ -55,45 +55,45 @@ def test_what_is_undecided_committed_or_refused_is_counted_until_it_is_settled()
     assert used(ledger, "shop", "bank") == [5, 3]
     ledger.refuse(id_of(1), Cause("too_large", "", "t", 0))
     assert used(ledger, "shop", "bank") == [5, 3]
-    ledger.promote_run([ledger.transactions[id_of(number)] for number in (1, 2)])
+    ledger.promote_run([ledger.index.transactions[id_of(number)] for number in (1, 2)])
     assert used(ledger, "shop", "bank") == [4, 2]
-    assert ledger.unsettled.total == len(ledger.transactions)
+    assert ledger.index.unsettled.total == len(ledger.index.transactions)
     # The same counts where they are made at once, as after another principals file.
-    ledger.share_by(str)
+    ledger.index.share_by(str)
     assert used(ledger, *GROUPS, "shop") == [2, 2, 2, 0]
-    ledger.share_by(by_team)
+    ledger.index.share_by(by_team)
     assert used(ledger, "shop", "bank") == [4, 2]
 
 
 def test_settled_ones_are_counted_for_the_dedup_window(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(settled, "SEGMENT_ENTRIES", 3)
     logs, ledger = prepared(4), new_ledger()
-    ledger.share_by(by_team)
+    ledger.index.share_by(by_team)
     for number in range(12):
         logs.mark(marker_of("rollback", id_of(number)), START_MS + number)
     apply_all(ledger, logs, 12, 12)
-    window = ledger.settled
+    window = ledger.index.settled
     # Each has a third of its segment, a row and its group's shape.
     shop, bank = SEGMENT_BYTES // 3 + 35 + 13, SEGMENT_BYTES // 3 + 35 + 11
     counted = [window.recent_of(share, START_MS) for share in ("shop", "bank", "else")]
     assert counted == [8 * shop, 4 * bank, 0]
     assert window.size == sum(counted)
-    ledger.share_by(str)
+    ledger.index.share_by(str)
     counted = [window.recent_of(group, START_MS) for group in GROUPS]
     assert counted == [4 * shop, 4 * shop, 4 * bank]
-    ledger.share_by(by_team)
+    ledger.index.share_by(by_team)
     # Segments end with the half messages 2, 5, 8 and 11.
     assert window.recent_of("shop", START_MS + 6) == 4 * shop
     assert window.recent_of("shop", START_MS + 9) == 2 * shop
     again = new_ledger()
-    again.share_by(by_team)
+    again.index.share_by(by_team)
     for segment in window.segments:
-        again.remember(segment)
-    assert [again.settled.recent_of(share, START_MS) for share in ("shop", "bank")] == [
+        again.index.add_segment(segment)
+    assert [again.index.settled.recent_of(share, START_MS) for share in ("shop", "bank")] == [
         8 * shop,
         4 * bank,
     ]
-    assert again.settled.recent_of("shop", START_MS + 12) == 0
+    assert again.index.settled.recent_of("shop", START_MS + 12) == 0
 
 
 def test_an_id_of_the_future_prolongs_only_its_own_groups_count() -> None:
@@ -103,7 +103,9 @@ def test_an_id_of_the_future_prolongs_only_its_own_groups_count() -> None:
         logs.prepare(half_of(id_of(number, time_ms), group=group), START_MS)
         logs.mark(marker_of("rollback", id_of(number, time_ms)), START_MS)
     apply_all(ledger, logs, 3, 3)
-    ledger.settled.seal()
+    ledger.index.settled.seal()
     for since_ms, counts in ((0, [681, 1046]), (1, [0, 1046]), (100_001, [0, 0])):
-        asked = [ledger.settled.recent_of(group, START_MS + since_ms) for group in ("bank", "shop")]
+        asked = [
+            ledger.index.settled.recent_of(group, START_MS + since_ms) for group in ("bank", "shop")
+        ]
         assert asked == counts

@@ -26,12 +26,11 @@ from tests.kit.logs import (
     replayed,
 )
 from txbroker.core import settled, snapshot
-from txbroker.core.index import Schedule, due_ms
 from txbroker.core.ledger import Ledger
-from txbroker.core.lifecycle import SETTLED
-from txbroker.core.outcome import MarkerEntry
+from txbroker.core.lifecycle import SETTLED, MarkerEntry
 from txbroker.core.records import RECORD_VERSION, Cause, Record, State
 from txbroker.core.routing import parse_id
+from txbroker.core.schedule import Schedule, due_ms
 from txbroker.core.segment import MARK_BYTES
 from txbroker.core.settled import SEGMENT_ENTRIES, SHOWN_MAX
 from txbroker.core.snapshot import Capture, chunks_in, find_whole, load, segment_key, segments_in
@@ -61,22 +60,19 @@ def essence(transaction: Transaction) -> dict[str, object]:
         del facts[name]
     facts["half"] = (half.id, half.group, half.order_key, half.dedup_key, half.policy)
     facts["cause"] = transaction.cause if transaction.state is State.REFUSED else None
-    # What a transaction without attempts has is the same as no part for them.
-    facts["checks"] = (transaction.round, transaction.round_started_ms, transaction.number,
-                       transaction.counted_ms, transaction.last_check_ms,
-                       transaction.not_before_ms, transaction.attempts)  # fmt: skip
     return facts
 
 
 def end_of(transaction: Transaction) -> tuple[object, ...]:
     """What is remembered of a settled transaction."""
     half = transaction.half
+    verdict = transaction.verdict
     return (
-        transaction.state, transaction.decision, transaction.offset, transaction.op_offset,
-        transaction.prepared_at_ms, transaction.decided_at_ms, transaction.fingerprint[:MARK_BYTES],
-        transaction.contents_fingerprint, [(p.topic, p.partition) for p in transaction.places],
-        half.group, half.dedup_key,
-    )  # fmt: skip
+        *(transaction.state, verdict.decision, transaction.offset, verdict.op_offset),
+        *(transaction.prepared_at_ms, verdict.at_ms, transaction.fingerprint[:MARK_BYTES]),
+        *(verdict.contents_fingerprint, [(p.topic, p.partition) for p in transaction.places]),
+        *(half.group, half.dedup_key),
+    )
 
 
 def capture(ledger: Ledger, id: str = "one", slot: int = 0) -> list[Record]:
@@ -103,25 +99,25 @@ def waits(ledger: Ledger) -> dict[str, list[MarkerEntry]]:
 
 def compare(found: Ledger, expected: Ledger, clock_ms: int) -> None:
     """Compare a ledger that came out of a snapshot, taken at `clock_ms`, with a replayed one."""
-    assert {id: essence(t) for id, t in found.transactions.items()} == {
-        id: essence(t) for id, t in expected.transactions.items()
+    assert {id: essence(t) for id, t in found.index.transactions.items()} == {
+        id: essence(t) for id, t in expected.index.transactions.items()
     }
-    assert list(found.ready) == list(expected.ready)
-    assert found.refused.keys() == expected.refused.keys()
-    assert found.parked.keys() == expected.parked.keys()
-    assert found.undecided_count == expected.undecided_count
-    assert found.pending_by_group == expected.pending_by_group
-    assert found.parked_by_group == expected.parked_by_group
-    in_order = [t.id for t in expected.in_order(-1, 1000)]
-    assert [t.id for t in found.in_order(-1, 1000)] == in_order
+    assert list(found.index.ready) == list(expected.index.ready)
+    assert found.index.refused.keys() == expected.index.refused.keys()
+    assert found.index.parked.keys() == expected.index.parked.keys()
+    assert found.index.undecided_count == expected.index.undecided_count
+    assert found.index.pending_by_group == expected.index.pending_by_group
+    assert found.index.parked_by_group == expected.index.parked_by_group
+    in_order = [t.id for t in expected.index.in_order(-1, 1000)]
+    assert [t.id for t in found.index.in_order(-1, 1000)] == in_order
     assert (found.half_clock_ms, found.op_clock_ms) == (
         expected.half_clock_ms, expected.op_clock_ms)  # fmt: skip
     assert (found.half_whole, found.op_whole) == (expected.half_whole, expected.op_whole)
     assert (found.half_whole_anchor, found.op_whole_anchor) == (
         expected.half_whole_anchor, expected.op_whole_anchor)  # fmt: skip
     assert waits(found) == waits(expected)
-    remembered = {t.id: end_of(t) for t in found.settled}
-    for transaction in expected.settled:
+    remembered = {t.id: end_of(t) for t in found.index.settled}
+    for transaction in expected.index.settled:
         if transaction.id in remembered:
             assert remembered.pop(transaction.id) == end_of(transaction)
         else:
@@ -130,8 +126,11 @@ def compare(found: Ledger, expected: Ledger, clock_ms: int) -> None:
     assert not remembered
     for group in ("g", "h"):
         for key in ("d", "e"):
-            holder, other = expected.by_dedup_key(group, key), found.by_dedup_key(group, key)
-            if holder is None or found.get(holder.id) is not None:
+            holder, other = (
+                expected.index.by_dedup_key(group, key),
+                found.index.by_dedup_key(group, key),
+            )
+            if holder is None or found.index.get(holder.id) is not None:
                 assert (holder and holder.id) == (other and other.id)
 
 
@@ -158,10 +157,10 @@ def test_a_snapshot_and_the_rest_are_a_replay(logs: Logs, seed: int) -> None:
                 clock_ms = ledger.half_clock_ms
                 expected_promoted, expected_refused = list(promoted), list(refused)
                 taken = Capture(ledger, "one", 0, RECORD_VERSION).records()
-            for id in list(ledger.ready):
+            for id in list(ledger.index.ready):
                 turn = chance.choice(["", "", "promote", "refuse"])
                 if turn == "promote":
-                    ledger.promote_run([ledger.transactions[id]])
+                    ledger.promote_run([ledger.index.transactions[id]])
                     promoted.append(id)
                 elif turn == "refuse":
                     ledger.refuse(id, CAUSE)
@@ -172,7 +171,7 @@ def test_a_snapshot_and_the_rest_are_a_replay(logs: Logs, seed: int) -> None:
         records.extend(taken)
     assert ledger.watcher is None
     expected = replayed(logs)
-    expected.promote_run([expected.transactions[id] for id in expected_promoted])
+    expected.promote_run([expected.index.transactions[id] for id in expected_promoted])
     for id in expected_refused:
         expected.refuse(id, CAUSE)
     found = loaded(records)
@@ -276,8 +275,8 @@ def test_each_segment_of_settled_ones_is_stored_once(monkeypatch: pytest.MonkeyP
             topic[record.key] = record
             written += [record.key] if b"settled" in (record.key or b"") else []
         found = loaded(list(topic.values()))
-        assert [t.id for t in found.settled] == [t.id for t in ledger.settled]
-        assert [end_of(t) for t in found.settled] == [end_of(t) for t in ledger.settled]
+        assert [t.id for t in found.index.settled] == [t.id for t in ledger.index.settled]
+        assert [end_of(t) for t in found.index.settled] == [end_of(t) for t in ledger.index.settled]
     assert len(written) == len(set(written)) == 12
     assert {segment_key(name) for name in segments_in(topic.values())} == set(written)
 
@@ -310,7 +309,7 @@ def test_without_a_segment_or_with_a_damaged_one_it_does_not_count(number: int) 
 
 def test_forgetting_goes_by_segments_and_spares_what_is_held() -> None:
     ledger = settled_ledger(12)
-    window = ledger.settled
+    window = ledger.index.settled
     assert [segment.count for segment in window.segments] == [4, 4, 4]
     everything_ms = START_MS + 1000
     assert window.forget(START_MS + 7, 0, {}) != []
@@ -336,7 +335,7 @@ def test_an_abandoned_capture_is_in_nobodys_way() -> None:
 
 def test_an_empty_ledger_is_a_snapshot_too() -> None:
     ledger = loaded(capture(new_ledger()))
-    assert not ledger.transactions
+    assert not ledger.index.transactions
 
 
 @pytest.mark.rule(11)
@@ -372,7 +371,7 @@ def bytes_of(count: int, logs: Logs, finish: bool) -> float:
             ledger.apply_op(logs.op.records[number])
             ledger.promote_run([transaction])
         else:
-            ledger.evict(transaction)
+            ledger.index.evict(transaction)
         schedule.set(transaction.id, due_ms(transaction))
     gc.collect()
     taken = tracemalloc.get_traced_memory()[0] - before
@@ -404,7 +403,7 @@ def test_briefs_answer_like_whole_ones() -> None:
         logs.prepare(half, START_MS + number)
         logs.mark(marker_of("rollback", half.id, group="g"), START_MS + number)
     ledger = replayed(logs)
-    whole = {t.id: end_of(t) for t in ledger}
+    whole = {t.id: end_of(t) for t in ledger.index}
     again = Ledger(PARTITION, WINDOW_MS, 10_000)
     for record in logs.half.records:
         again.apply_half(record)
@@ -414,7 +413,7 @@ def test_briefs_answer_like_whole_ones() -> None:
         assert transaction is not None
         ends[transaction.id] = end_of(transaction)
     assert whole == ends
-    assert id_of(0) in ledger.settled
-    assert id_of(0) not in ledger.settled.shown
-    assert ledger.by_dedup_key("g", "d0") is not None
-    assert all(t.state in SETTLED for t in ledger)
+    assert id_of(0) in ledger.index.settled
+    assert id_of(0) not in ledger.index.settled.shown
+    assert ledger.index.by_dedup_key("g", "d0") is not None
+    assert all(t.state in SETTLED for t in ledger.index)

@@ -9,7 +9,7 @@ import pytest
 import structlog
 from prometheus_client.parser import text_string_to_metric_families
 
-from txbroker.core.outcome import ApplyResult, Effect
+from txbroker.core.ledger import ApplyResult, Effect
 from txbroker.core.records import Decision, Half, Message, Source
 from txbroker.core.transaction import Transaction, Verdict, places
 from txbroker.proxy.observe import metrics as metrics_module

@@ -5,8 +5,7 @@ from collections.abc import Iterable, Sequence
 from msgspec import structs
 
 from txbroker.core.encoding import encode_contents, encode_half, encode_marker
-from txbroker.core.ledger import Ledger
-from txbroker.core.outcome import ApplyResult, Effect
+from txbroker.core.ledger import ApplyResult, Effect, Ledger
 from txbroker.core.records import (
     RECORD_VERSION,
     CheckPolicy,
@@ -109,14 +108,14 @@ def replayed(logs: Logs) -> Ledger:
 def shown(transaction: Transaction) -> dict[str, object]:
     """Return all that the logs say of a transaction."""
     facts = structs.asdict(transaction)
-    facts["attempts"] = list(transaction.attempts)
-    facts["counted_ms"] = list(transaction.counted_ms)
+    facts["attempts"] = list(transaction.checks.attempts)
+    facts["counted_ms"] = list(transaction.checks.counted_ms)
     return facts
 
 
 def picture(ledger: Ledger) -> dict[str, dict[str, object]]:
     """Return all that a ledger knows of its transactions, for comparing ledgers."""
-    return {transaction.id: shown(transaction) for transaction in ledger}
+    return {transaction.id: shown(transaction) for transaction in ledger.index}
 
 
 def effects(outcomes: Iterable[ApplyResult]) -> list[Effect]:

@@ -12,8 +12,7 @@ import pytest
 import structlog
 
 from txbroker.contract.service import Readiness
-from txbroker.core.telling import safe_repr, user_message, where_raised
-from txbroker.errors import KafkaUnavailable
+from txbroker.errors import KafkaUnavailable, raised_at, safe_repr, user_message
 from txbroker.proxy.observe.logging import configure_logging, get_logger, printable
 from txbroker.proxy.observe.readiness import ReadinessLog
 
@@ -129,7 +128,7 @@ def test_only_texts_of_our_own_errors_are_told() -> None:
     ]
     assert [user_message(error) for error in errors] == [safe_repr(error) for error in errors]
     assert user_message(KafkaUnavailable("no answer")) == "no answer"
-    assert where_raised(errors[0]).startswith("test_lines_harmless.py:")
+    assert raised_at(errors[0]).startswith("test_lines_harmless.py:")
     assert safe_repr(KafkaUnavailable("no answer")) == "KafkaUnavailable: no answer"
     assert safe_repr(OSError(111, "refused")) == "ConnectionRefusedError: [Errno 111] refused"
 

@@ -16,8 +16,7 @@ from tests.rules.rules_world import DAY_MS
 from tests.rules.told import Told
 from txbroker.contract.service import Answer, DecideRequest
 from txbroker.core.encoding import half_row, marker_row
-from txbroker.core.ledger import Ledger
-from txbroker.core.outcome import ApplyResult
+from txbroker.core.ledger import ApplyResult, Ledger
 from txbroker.core.promotion import PromotionLimits
 from txbroker.core.records import (
     RECORD_VERSION,

@@ -24,16 +24,16 @@ def told(transaction: Transaction) -> tuple[object, ...]:
         transaction.offset,
         transaction.prepared_at_ms,
         transaction.fingerprint,
-        transaction.contents_fingerprint,
+        transaction.verdict.contents_fingerprint,
         transaction.places,
         transaction.order,
-        transaction.decision,
-        transaction.op_offset,
-        transaction.decided_at_ms,
-        transaction.round,
-        transaction.number,
-        transaction.counted_ms,
-        transaction.not_before_ms,
+        transaction.verdict.decision,
+        transaction.verdict.op_offset,
+        transaction.verdict.at_ms,
+        transaction.checks.round,
+        transaction.checks.number,
+        transaction.checks.counted_ms,
+        transaction.checks.not_before_ms,
         cause if transaction.state not in SETTLED else None,
         transaction.kept,
     )
@@ -41,15 +41,19 @@ def told(transaction: Transaction) -> tuple[object, ...]:
 
 def unsettled(ledger: Ledger) -> dict[str, tuple[object, ...]]:
     """Return all that is not settled."""
-    return {id: told(transaction) for id, transaction in ledger.transactions.items()}
+    return {id: told(transaction) for id, transaction in ledger.index.transactions.items()}
 
 
 def remembered(ledger: Ledger) -> dict[str, object]:
     """Return what became of those that were settled within the dedup window."""
     since_ms = ledger.half_clock_ms - WINDOW_MS
     return {
-        transaction.id: (transaction.state, transaction.fingerprint[:8], transaction.decision)
-        for transaction in ledger.settled
+        transaction.id: (
+            transaction.state,
+            transaction.fingerprint[:8],
+            transaction.verdict.decision,
+        )
+        for transaction in ledger.index.settled
         if transaction.prepared_at_ms >= since_ms
     }
 
@@ -63,11 +67,11 @@ def positions(ledger: Ledger) -> tuple[object, ...]:
         ledger.op_clock_ms,
         ledger.half_anchor,
         ledger.op_anchor,
-        ledger.undecided_count,
-        list(ledger.ready),
-        sorted(ledger.refused),
-        sorted(ledger.parked),
-        sorted(ledger.to_release),
+        ledger.index.undecided_count,
+        list(ledger.index.ready),
+        sorted(ledger.index.refused),
+        sorted(ledger.index.parked),
+        sorted(ledger.index.to_release),
     )
 
 
@@ -88,8 +92,8 @@ async def snapshot(owner: PartitionOwner) -> bool:
 
 def forget_bodies(owner: PartitionOwner) -> None:
     """Evict all messages."""
-    for transaction in list(owner.ledger.transactions.values()):
-        owner.ledger.evict(transaction)
+    for transaction in list(owner.ledger.index.transactions.values()):
+        owner.ledger.index.evict(transaction)
 
 
 def moved(progress: Checkpoint, **fields: object) -> Checkpoint:

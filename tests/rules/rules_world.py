@@ -464,7 +464,7 @@ async def roll_back(owner: PartitionOwner, id: str, **fields: object) -> Transac
 
 def known(owner: PartitionOwner, id: str) -> Transaction:
     """Return what an owner's ledger knows of a transaction that must be there."""
-    transaction = owner.ledger.get(id)
+    transaction = owner.ledger.index.get(id)
     assert transaction is not None
     return transaction
 

@@ -12,7 +12,7 @@ from msgspec import structs
 
 from tests.rules.rules_world import START_MS, Gate, World, commit, marker, settled, until
 from txbroker.core.encoding import MarkerRow, Row, marker_row
-from txbroker.core.outcome import ApplyResult, Effect
+from txbroker.core.ledger import ApplyResult, Effect
 from txbroker.core.records import MarkerKind, Record
 from txbroker.core.routing import make_id
 from txbroker.door.protocols import Appended, Log

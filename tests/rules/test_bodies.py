@@ -69,7 +69,7 @@ async def test_what_was_evicted_is_promoted_as_it_came(small: Small) -> None:
     sent = (message("one"), Message("u", None, None, (("x", b"\xff"),), 0), message("two", at=1))
     transaction = await small.prepare(*sent)
     assert not transaction.has_bodies
-    assert small.ledger.body_bytes == 0
+    assert small.ledger.index.body_bytes == 0
     await small.commit(transaction)
     await until(lambda: transaction.state is State.PROMOTED)
     assert small.visible() == ["one"]
@@ -80,7 +80,7 @@ async def test_what_was_evicted_is_promoted_as_it_came(small: Small) -> None:
     (first,) = small.kafka.visible("t", 0)
     assert (first.key, first.timestamp_ms) == (b"k", 5)
     assert first.headers[2:] == (("h", b"1"), ("h", None))
-    assert small.ledger.body_bytes == 0
+    assert small.ledger.index.body_bytes == 0
 
 
 @pytest.mark.rule(17)
@@ -124,7 +124,7 @@ async def test_a_turn_of_a_thousand_costs_few_requests(small: Small) -> None:
     picked = small.door.half.picked
     assert len(picked) <= len(small.door.turns) + 1
     assert sum(len(each) for each in picked) == 1000
-    assert small.ledger.body_bytes == 0
+    assert small.ledger.index.body_bytes == 0
 
 
 async def test_what_is_read_in_one_go_is_bounded(
@@ -168,7 +168,7 @@ async def test_messages_replaced_while_the_prepared_ones_are_read(small: Small) 
 async def test_one_that_is_rolled_back_while_it_is_read_for_a_copy(small: Small) -> None:
     transaction = await small.prepare()
     small.door.half.gate = asyncio.Event()
-    small.ledger.to_keep[transaction.id] = transaction
+    small.ledger.index.to_keep[transaction.id] = transaction
     small.promoter.wake()
     await until(lambda: small.door.half.picked)
     await small.mark("rollback", transaction)
@@ -228,7 +228,7 @@ async def test_somebody_elses_record_in_its_place_stops_the_partition(small: Sma
 async def test_a_copy_takes_the_place_of_a_half_message_that_retention_took(small: Small) -> None:
     made = [await small.prepare(message(str(n)), message(f"{n}b", at=1)) for n in range(5)]
     for each in made:
-        small.ledger.to_keep[each.id] = each
+        small.ledger.index.to_keep[each.id] = each
     small.promoter.wake()
     await until(lambda: all(each.kept_at for each in made))
     assert [each.kept_at for each in made] == [(2 * n, 2 * n + 1) for n in range(5)]
@@ -244,7 +244,7 @@ async def test_a_copy_takes_the_place_of_a_half_message_that_retention_took(smal
 async def test_a_copy_is_found_though_the_broker_did_not_say_where(small: Small) -> None:
     small.door.hide_parked_offsets = True
     transaction = await small.prepare(message("a"))
-    small.ledger.to_keep[transaction.id] = transaction
+    small.ledger.index.to_keep[transaction.id] = transaction
     small.promoter.wake()
     await until(lambda: transaction.kept_at == (-1,))
     small.delete_half(1)
@@ -258,7 +258,7 @@ async def test_a_copy_of_the_prepared_messages_is_not_taken_for_the_replaced_one
     small: Small,
 ) -> None:
     transaction = await small.prepare(message("a"))
-    small.ledger.to_keep[transaction.id] = transaction
+    small.ledger.index.to_keep[transaction.id] = transaction
     small.promoter.wake()
     await until(lambda: transaction.kept_at)
     small.kafka.topics["t"].leaderless = frozenset({0})
@@ -275,10 +275,10 @@ async def test_a_copy_of_the_prepared_messages_is_not_taken_for_the_replaced_one
 
 async def test_one_that_is_refused_is_kept_refused_and_not_as_it_was_before(small: Small) -> None:
     transaction = await small.prepare(message("a", topic="gone"))
-    small.ledger.to_keep[transaction.id] = transaction
+    small.ledger.index.to_keep[transaction.id] = transaction
     await small.commit(transaction)
-    small.ledger.to_keep[transaction.id] = transaction
-    await until(lambda: transaction.state is State.REFUSED and not small.ledger.to_keep)
+    small.ledger.index.to_keep[transaction.id] = transaction
+    await until(lambda: transaction.state is State.REFUSED and not small.ledger.index.to_keep)
     assert copies(small)[-1] == ("a", "refused")
 
 
@@ -288,7 +288,7 @@ async def test_copies_of_one_turn_are_bounded_by_their_bytes() -> None:
     await small.start()
     made = [await small.prepare(message("x" * 2000)) for _ in range(9)]
     for each in made:
-        small.ledger.to_keep[each.id] = each
+        small.ledger.index.to_keep[each.id] = each
     small.promoter.wake()
     await until(lambda: all(each.kept_at for each in made))
     assert [len(turn.parked) for turn in small.door.turns] == [2, 2, 2, 2, 1]
@@ -385,7 +385,7 @@ async def test_a_record_that_says_lost_is_never_promoted_as_tombstones(small: Sm
     small.ledger.half_position, small.ledger.op_position = 1, 1
     small.ledger.restore(kept)
     small.ledger.reconcile(None, [kept])
-    again = small.ledger.get(transaction.id)
+    again = small.ledger.index.get(transaction.id)
     assert again is not None
     assert again.state is State.REFUSED
     assert view(again, bodies=True).messages[0].message is None
@@ -404,18 +404,18 @@ async def test_a_copy_that_cannot_be_made_is_dropped_and_told(small: Small) -> N
     lost, whole = await small.prepare(), await small.prepare()
     small.delete_half(1)
     for each in (lost, whole):
-        small.ledger.to_keep[each.id] = each
+        small.ledger.index.to_keep[each.id] = each
     small.promoter.wake()
-    await until(lambda: not small.ledger.to_keep)
+    await until(lambda: not small.ledger.index.to_keep)
     await until(lambda: whole.kept_at)
     assert (lost.lost, lost.kept, lost.state) == (True, False, State.PENDING)
     assert small.lost == [1]
     assert copies(small) == [(whole.id, "pending")]
     # By itself it makes no turn.
     turns = len(small.door.turns)
-    small.ledger.to_keep[lost.id] = lost
+    small.ledger.index.to_keep[lost.id] = lost
     small.promoter.wake()
-    await until(lambda: not small.ledger.to_keep)
+    await until(lambda: not small.ledger.index.to_keep)
     await settled()
     assert len(small.door.turns) == turns
     assert small.lost == [1]
@@ -457,7 +457,7 @@ async def test_one_that_is_decided_while_it_is_read_is_not_asked(small: Small) -
     await small.mark("rollback", transaction)
     small.door.half.gate.set()
     assert await attempting is None
-    assert transaction.attempts == ()
+    assert transaction.checks.attempts == ()
     assert small.door.calls.count("op.append") == 1
 
 
@@ -466,7 +466,7 @@ async def test_no_attempt_is_used_while_messages_cannot_be_read(small: Small) ->
     small.door.half.silent = True
     with pytest.raises(OwnerUnavailable):
         await attempt(small.checks, transaction.id, DUE)
-    assert transaction.attempts == ()
+    assert transaction.checks.attempts == ()
     small.door.half.silent = False
     assert await attempt(small.checks, transaction.id, DUE) is not None
 
@@ -479,7 +479,7 @@ async def test_nobody_is_asked_about_lost_messages_and_an_operator_decides(small
     await until(lambda: len(small.runner.taken) == 2)
     assert await attempt(small.checks, lost.id, DUE) is None
     assert await attempt(small.checks, whole.id, DUE) is not None
-    assert (lost.state, lost.attempts, small.lost) == (State.PENDING, (), [1])
+    assert (lost.state, lost.checks.attempts, small.lost) == (State.PENDING, (), [1])
     # It is off the schedule: no check, no parking, no loop.
     small.runner.taken.clear()
     small.runner.offers.clear()
@@ -492,7 +492,7 @@ async def test_nobody_is_asked_about_lost_messages_and_an_operator_decides(small
         small.checks.ask(lost)
     assert "deleted" in str(view(lost).cause)
     await small.mark("rollback", lost, reason="by hand")
-    assert lost.decision is Decision.ROLLBACK
+    assert lost.verdict.decision is Decision.ROLLBACK
     running.cancel()
 
 
@@ -505,15 +505,15 @@ async def test_the_oldest_go_first_and_the_share_is_kept_to(small: Small) -> Non
     made = []
     for _ in range(100):
         made += await asyncio.gather(*[small.prepare(message("x" * 900)) for _ in range(100)])
-        largest = max(largest, small.ledger.body_bytes)
+        largest = max(largest, small.ledger.index.body_bytes)
     assert len(made) == 10_000
     assert largest <= 50_000
     held = [each.has_bodies for each in made]
     assert held == sorted(held)
-    assert small.ledger.body_bytes > 48_000
+    assert small.ledger.index.body_bytes > 48_000
     small.share = 10_000
     small.bodies.trim()
-    assert 8_000 < small.ledger.body_bytes <= 10_000
+    assert 8_000 < small.ledger.index.body_bytes <= 10_000
     assert small.door.half.picked == []
 
 
@@ -535,7 +535,7 @@ async def test_messages_that_replaced_evicted_ones_are_evicted_too(small: Small)
     for each in made:
         await small.commit(each, message("new"))
     small.bodies.trim()
-    assert small.ledger.body_bytes == 0
+    assert small.ledger.index.body_bytes == 0
     small.kafka.topics["t"].leaderless = frozenset()
     await until(lambda: small.visible() == ["new"] * 10)
 
@@ -551,7 +551,7 @@ async def test_a_large_eviction_is_done_in_steps(
     assert sum(not each.has_bodies for each in made) == 200
     for _ in range(4):
         small.bodies.trim()
-    assert small.ledger.body_bytes == 0
+    assert small.ledger.index.body_bytes == 0
 
 
 # --- what goes out, and when it does not -------------------------------------------------------

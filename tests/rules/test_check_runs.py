@@ -35,7 +35,7 @@ def run_of(transactions: Sequence[Transaction]) -> list[AttemptRequest]:
 async def copy_out_of_reach(small: Small, monkeypatch: pytest.MonkeyPatch) -> Transaction:
     """Return a transaction whose only messages lie in a parked topic that does not answer."""
     transaction = await small.prepare(policy=NOW)
-    small.ledger.to_keep[transaction.id] = transaction
+    small.ledger.index.to_keep[transaction.id] = transaction
     small.promoter.wake()
     await until(lambda: transaction.kept_at)
     small.delete_half(transaction.offset + 1)
@@ -92,12 +92,12 @@ async def test_callers_wait_for_few_reads_of_a_silent_topic(
     made = [await small.prepare(policy=NOW) for _ in range(12)]
     if copies:
         for each in made:
-            small.ledger.to_keep[each.id] = each
+            small.ledger.index.to_keep[each.id] = each
         small.promoter.wake()
         await until(lambda: all(each.kept_at for each in made))
         small.delete_half(made[-1].offset + 1)
     for each in made:
-        small.ledger.evict(each)
+        small.ledger.index.evict(each)
     reads = []
 
     async def silent(offsets: Sequence[int]) -> Sequence[Record]:
@@ -119,7 +119,7 @@ async def test_parking_waits_for_an_answer_that_may_take_minutes(world: World) -
     owner = await world.owner()
     last = CheckPolicy(after_s=0.0, attempts_max=1, timeout_s=150.0)
     id = await world.prepared(owner, policy=last)
-    (call,) = await owner.checks.attempt(run_of([owner.ledger.transactions[id]]))
+    (call,) = await owner.checks.attempt(run_of([owner.ledger.index.transactions[id]]))
     assert isinstance(call, CheckCall)
     world.partition.calls.clear()
     for _ in range(2):
@@ -130,7 +130,7 @@ async def test_parking_waits_for_an_answer_that_may_take_minutes(world: World) -
     assert "op.append" not in world.partition.calls
     world.advance(30.0)
     owner.checks.look_again()
-    await until(lambda: owner.ledger.transactions[id].state is State.PARKED)
+    await until(lambda: owner.ledger.index.transactions[id].state is State.PARKED)
 
 
 @pytest.mark.rule(22)
@@ -141,7 +141,7 @@ async def test_nothing_is_parked_before_the_whole_of_its_run_is_asked(
     owner = await world.owner()
     last = CheckPolicy(after_s=0.0, attempts_max=1, timeout_s=5.0)
     ids = [await world.prepared(owner, policy=last) for _ in range(5)]
-    made = [owner.ledger.transactions[id] for id in ids]
+    made = [owner.ledger.index.transactions[id] for id in ids]
     gate = Gate()
 
     async def as_it_is(log: Log, records: Sequence[Record]) -> Appended:

@@ -9,9 +9,9 @@ import pytest
 
 from tests.rules.bodies_world import Full, Small
 from tests.rules.rules_world import settled, until
-from txbroker.core import index
-from txbroker.core.index import Schedule
+from txbroker.core import schedule
 from txbroker.core.records import CheckReason
+from txbroker.core.schedule import Schedule
 from txbroker.core.transaction import Transaction
 from txbroker.proxy.partition import checkback
 
@@ -44,10 +44,10 @@ async def small() -> AsyncIterator[Small]:
 async def counted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What the schedule does: an entry for each heap operation."""
     work: list[str] = []
-    push, pop = index.heapq.heappush, index.heapq.heappop
+    push, pop = schedule.heapq.heappush, schedule.heapq.heappop
 
     class Counting:
-        heapify = staticmethod(index.heapq.heapify)
+        heapify = staticmethod(schedule.heapq.heapify)
 
         @staticmethod
         def heappush(heap: list[object], item: object) -> None:
@@ -59,7 +59,7 @@ async def counted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
             work.append("pop")
             return pop(heap)
 
-    monkeypatch.setattr(index, "heapq", Counting)
+    monkeypatch.setattr(schedule, "heapq", Counting)
     return work
 
 
@@ -162,7 +162,7 @@ async def test_who_is_decided_leaves_the_crowd(small: Small) -> None:
 
 
 def test_waiting_twice_is_waiting_once() -> None:
-    waiting = index.CheckBacklog()
+    waiting = schedule.CheckBacklog()
     waiting.add("g", "a")
     waiting.look("g", 5)
     waiting.add("g", "a")
@@ -172,4 +172,4 @@ def test_waiting_twice_is_waiting_once() -> None:
     assert (waiting.first("g"), waiting.next_ms(), "g" in waiting) == (None, None, False)
     waiting.look("g", 9)
     assert waiting.next_ms() is None
-    assert isinstance(waiting._looks, Schedule)
+    assert isinstance(waiting._retries, Schedule)

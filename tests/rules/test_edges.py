@@ -164,7 +164,7 @@ async def test_a_copy_that_was_left_over_does_not_come_back_to_life(world: World
     world.kafka.transact("txbroker.parked", 0, copy)
     world.kafka.truncate("txbroker.half", before=1)
     again = await world.owner()
-    assert id not in again.ledger.transactions
+    assert id not in again.ledger.index.transactions
     await until(lambda: world.parked()[-1] == (f"{id}/0".encode(), False))
 
 
@@ -192,7 +192,7 @@ async def test_what_was_copied_out_after_its_commit_is_promoted_by_the_next_owne
     for id in (second, third):
         await commit(owner, id)
     world.kafka.truncate("txbroker.half", before=3)
-    await until(lambda: {second, third} <= owner.ledger.to_keep.keys())
+    await until(lambda: {second, third} <= owner.ledger.index.to_keep.keys())
     begin.open()
     await stuck.reached.wait()
     await until(lambda: world.visible() == ["1", "2"])
@@ -222,7 +222,7 @@ async def test_what_is_decided_before_its_copy_is_written_is_copied_all_the_same
     await held.reached.wait()
     world.kafka.set_leaderless("u", 0)
     world.advance(8 * DAY_MS / 1000)
-    await until(lambda: old in owner.ledger.to_keep)
+    await until(lambda: old in owner.ledger.index.to_keep)
     await commit(owner, old)
     held.open()
     await until(lambda: (f"{old}/0".encode(), True) in world.parked())
@@ -428,15 +428,15 @@ async def test_what_another_owner_promoted_meanwhile_is_not_promoted_again(
     theirs = await world.committed(second)
     await commit(second, too_large)
     await until(lambda: world.told.refusals == [too_large])
-    await until(lambda: second.ledger.settled_count == 2)
+    await until(lambda: len(second.ledger.index.settled) == 2)
     standing, copies = world.progress(), world.parked()
     await second.close()
     first.resume()
-    await until(lambda: first.ledger.settled_count == 2)
+    await until(lambda: len(first.ledger.index.settled) == 2)
     last = await world.committed(first)
     await until(lambda: last in world.visible())
     assert world.visible() == [mine, theirs, last]
-    assert first.ledger.refused.keys() == {too_large}
+    assert first.ledger.index.refused.keys() == {too_large}
     assert world.parked() == copies
     progress = world.progress()
     assert (progress.op, progress.half) >= (standing.op, standing.half)
@@ -475,6 +475,6 @@ async def test_one_group_cannot_take_all_the_room(world: World) -> None:
     assert all(GROUP in str(each) and each.details["group"] == GROUP for each in refused)
     other = world.half(group="another")
     assert (await prepare(owner, other)).id == other.id
-    await commit(owner, next(iter(owner.ledger.transactions)))
+    await commit(owner, next(iter(owner.ledger.index.transactions)))
     await until(lambda: world.told.promotions)
     assert (await prepare(owner, world.half())).state is State.PENDING

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 
 import pytest
+from msgspec import structs
 
 from tests.kit.logs import WINDOW_MS
 from tests.rules.rules_world import World, roll_back
@@ -133,7 +134,7 @@ async def all_found(past: Past, step: int) -> None:
     for id in past.ids[::step]:
         found = await past.find(id)
         assert (found.id, found.state, found.offset) == (id, State.PROMOTED, past.offsets[id])
-        assert [attempt.endpoint for attempt in found.attempts] == ["http://g"]
+        assert [attempt.endpoint for attempt in found.checks.attempts] == ["http://g"]
 
 
 async def test_one_among_thousands_is_found_with_its_checks_and_targets() -> None:
@@ -147,8 +148,8 @@ async def test_one_among_thousands_is_found_with_its_checks_and_targets() -> Non
     past.mark("rollback", id, reason="by hand")
     past.run(2000)
     found = await past.find(id)
-    assert (found.state, found.reason) == (State.ROLLED_BACK, "by hand")
-    assert [(each.number, each.counts, each.outcome) for each in found.attempts] == [
+    assert (found.state, found.verdict.reason) == (State.ROLLED_BACK, "by hand")
+    assert [(each.number, each.counts, each.outcome) for each in found.checks.attempts] == [
         (1, False, "returned"),
         (2, False, "later"),
         (3, True, ""),
@@ -164,7 +165,7 @@ async def test_replaced_messages_are_found() -> None:
     past.mark("commit", id, Message("t", b"k", b"other", partition=1))
     past.run(100)
     found = await past.find(id)
-    assert (found.state, found.decision) == (State.PROMOTED, "commit")
+    assert (found.state, found.verdict.decision) == (State.PROMOTED, "commit")
 
 
 async def test_it_reads_what_is_needed_by_time() -> None:
@@ -239,15 +240,14 @@ async def test_of_a_brief_one_the_marker_tells_who_decided_it(
     past.mark("rollback", id, source=Source.OPERATOR, by="ann", reason="by hand")
     past.mark("rollback", other, source=Source.CHECK)
     remembered = to_transaction(summary_of(await past.find(id)))
-    assert remembered.verdict is not None
     if op == "gone":
         past.op.partition.delete_before(1)
     elif op == "of another":
-        remembered.verdict.op_offset = 1
+        remembered.verdict = structs.replace(remembered.verdict, op_offset=1)
     elif op == "silent":
         monkeypatch.setattr(past.op, "pick", silent)
     await tell_verdict(past.op, remembered)
-    found = (remembered.source, remembered.by, remembered.reason)
+    found = (remembered.verdict.source, remembered.verdict.by, remembered.verdict.reason)
     assert found == ((Source.OPERATOR, "ann", "by hand") if op == "there" else (None, "", ""))
 
 
@@ -262,10 +262,10 @@ async def test_a_silent_kafka_holds_no_answer_up(
     owner = await world.owner()
     id = await world.prepared(owner)
     await roll_back(owner, id)
-    owner.ledger.settled.seal()
-    owner.ledger.settled.shown.clear()
-    assert (await owner.api.find(id)).source is Source.PRODUCER
+    owner.ledger.index.settled.seal()
+    owner.ledger.index.settled.shown.clear()
+    assert (await owner.api.find(id)).verdict.source is Source.PRODUCER
     monkeypatch.setattr(answers, "VERDICT_S", 0.01)
     monkeypatch.setattr(owner.api._logs[1], "pick", lambda _: asyncio.Event().wait())
     found = await owner.api.find(id)
-    assert (found.state, found.source) == (State.ROLLED_BACK, None)
+    assert (found.state, found.verdict.source) == (State.ROLLED_BACK, None)

@@ -43,7 +43,7 @@ class World:
         return [transaction.id for transaction in self.trouble.take_due(in_flight)]
 
     def isolate(self, *ids: str, cause: Cause = POISON) -> None:
-        found = [self.ledger.get(id) for id in ids]
+        found = [self.ledger.index.get(id) for id in ids]
         self.trouble.isolate([each for each in found if each is not None], cause)
 
     def turn_size(self) -> int:
@@ -58,7 +58,7 @@ class World:
             pauses.append(wait_s)
             self.clock.at_s += wait_s
             self.due()
-            self.trouble.note_deferred(waiting=bool(self.ledger.ready))
+            self.trouble.note_deferred(waiting=bool(self.ledger.index.ready))
         return pauses
 
 
@@ -143,7 +143,7 @@ def test_a_refused_one_that_is_in_a_turn_waits_for_its_next_time() -> None:
 
 def test_a_promoted_one_is_not_tried_again() -> None:
     world = World(1, refused=True)
-    transaction = world.ledger.refused[world.ids[0]]
+    transaction = world.ledger.index.refused[world.ids[0]]
     world.trouble.retry_all()
     world.ledger.promote_run([transaction])
     world.trouble.promoted([transaction])
@@ -177,11 +177,11 @@ def test_turns_are_as_large_as_ever_once_no_suspect_is_left() -> None:
     good, poison = world.ids[:2]
     world.isolate(good, poison)
     assert world.turn_size() == 1
-    world.ledger.promote_run([world.ledger.transactions[good]])
+    world.ledger.promote_run([world.ledger.index.transactions[good]])
     world.ledger.refuse(poison, POISON)
     # Refused, it may spoil only the turn in which it is tried again.
     assert world.turn_size() == LIMITS.transactions_max
-    retried = world.ledger.refused[poison]
+    retried = world.ledger.index.refused[poison]
     assert world.trouble.limits([retried]).transactions_max == 1
     world.isolate(poison)
     world.isolate(poison)
@@ -205,7 +205,7 @@ def test_one_that_only_trying_can_tell_about_waits_for_revive() -> None:
     assert not world.trouble.tried
     world.isolate(id)
     assert list(world.trouble.tried) == [id]
-    assert world.ledger.refused[id].state is State.REFUSED
+    assert world.ledger.index.refused[id].state is State.REFUSED
 
 
 def test_nobody_is_suspected_where_the_target_may_take_it_later() -> None:

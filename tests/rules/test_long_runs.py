@@ -105,7 +105,7 @@ async def test_a_refused_run_is_split_down_to_what_the_broker_does_not_take(
         TransactionStatus(id, State.PENDING, None, True) for id in taken
     ]
     assert stored(world) == taken
-    assert list(owner.ledger.transactions) == taken
+    assert list(owner.ledger.index.transactions) == taken
 
     # Of markers the same: their ids' half messages are there now.
     world.partition.op.script.extend([refusing(taken[1:3])] * 10_000)
@@ -164,7 +164,7 @@ async def test_a_run_is_refused_exactly_as_many_as_one_by_one(
         owner = await world.owner(**settings)
         run = [world.half(message(body)) for body in bodies]
         told.append(kinds(await ask(owner, run)))
-        for half in list(owner.ledger.transactions):
+        for half in list(owner.ledger.index.transactions):
             await decide(owner, [half], Decision.ROLLBACK)
         await owner.close()
     assert told[0] == told[1]
@@ -217,7 +217,7 @@ async def test_a_run_of_several_batches_is_stored_once_in_order(
     assert Counter(found) == Counter(
         {half.id: len(half.messages) * (1 + (half.id in zombies)) for half in run}
     )
-    assert list(owner.ledger.transactions) == list(dict.fromkeys(found))
+    assert list(owner.ledger.index.transactions) == list(dict.fromkeys(found))
     ours = [id for id in dict.fromkeys(found) if id not in zombies]
     assert ours == [id for id in ids if id not in zombies]
     world.partition.op.script.extend([as_it_is, middle, middle])
@@ -241,7 +241,7 @@ async def test_what_was_not_answered_of_a_run_is_repeated_without_harm(
     expected[second] = ["owner_unavailable"] * appender.BATCH_RECORDS_MAX
     assert kinds(answers) == expected
     assert kinds(await prepare(owner, run)) == ["pending"] * LONG
-    assert set(owner.ledger.transactions) == set(ids)
+    assert set(owner.ledger.index.transactions) == set(ids)
 
     world.partition.op.script.extend([as_it_is, middle])
     answers = await decide(owner, ids, Decision.COMMIT)

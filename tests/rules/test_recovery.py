@@ -101,7 +101,7 @@ class Work:
         await self.world.prepared(self.owner, message("pending"))
         await commit(self.owner, refused)
         await until(lambda: self.world.told.refusals == [refused])
-        found = self.owner.ledger.transactions[parked]
+        found = self.owner.ledger.index.transactions[parked]
         for number in (1, 2):
             fields = {"reason": "due", "number": number}
             row = self.owner._context.marker(
@@ -112,7 +112,7 @@ class Work:
         assert await snapshot(self.owner)
 
     def _any(self, *states: State) -> Transaction | None:
-        found = [t for t in self.owner.ledger.transactions.values() if t.state in states]
+        found = [t for t in self.owner.ledger.index.transactions.values() if t.state in states]
         return self.random.choice(found) if found else None
 
     async def prepare(self) -> None:
@@ -216,13 +216,15 @@ async def check_moment(journal: Journal, count: int, logs_to: int | None) -> Cou
     _check_promoted(world, owner)
     await world.close()
     seen = Counter({"snapshots": int(found.greatest is not None)})
-    seen.update(str(each.state) for each in ledger.transactions.values())
+    seen.update(str(each.state) for each in ledger.index.transactions.values())
     return seen
 
 
 async def _drained(owner: PartitionOwner) -> None:
     ledger = owner.ledger
-    await until(lambda: not ledger.ready and not ledger.refused and not ledger.to_keep)
+    await until(
+        lambda: not ledger.index.ready and not ledger.index.refused and not ledger.index.to_keep
+    )
 
 
 def _check_promoted(world: World, owner: PartitionOwner) -> None:
@@ -236,9 +238,9 @@ def _check_promoted(world: World, owner: PartitionOwner) -> None:
     for marker in world.markers():
         if marker.kind in (MarkerKind.COMMIT, MarkerKind.ROLLBACK):
             first.setdefault(marker.id, marker.kind)
-    for transaction in owner.ledger:
+    for transaction in owner.ledger.index:
         committed = first.get(transaction.id) == MarkerKind.COMMIT
-        assert (transaction.decision is Decision.COMMIT) is committed
+        assert (transaction.verdict.decision is Decision.COMMIT) is committed
         expected = len(transaction.places) if committed else 0
         assert visible.pop(transaction.id, 0) == expected, transaction
     assert not visible

@@ -36,7 +36,8 @@ from txbroker.checkers.base import (
 from txbroker.checkers.runner import CheckRunner
 from txbroker.core.decoding import decode_kept
 from txbroker.core.encoding import MarkerRow
-from txbroker.core.outcome import ApplyResult, Effect
+from txbroker.core.ledger import ApplyResult, Effect
+from txbroker.core.lifecycle import ASK_SPACING_MS
 from txbroker.core.records import (
     LATER_S_MAX,
     CheckPolicy,
@@ -45,7 +46,6 @@ from txbroker.core.records import (
     MarkerKind,
     State,
 )
-from txbroker.core.transaction import ASK_SPACING_MS
 from txbroker.door.protocols import PromotionTxn, PromotionTxnHandle
 from txbroker.errors import NotPending, OwnerUnavailable
 from txbroker.proxy.partition.owner import PartitionOwner
@@ -83,7 +83,7 @@ class Group:
         self.asked.append(call)
         self.markers_at_call.append([(str(m.kind), m.number) for m in self._world.markers()])
         assert self.owner is not None
-        self.numbers_at_call.append(known(self.owner, call.id).number)
+        self.numbers_at_call.append(known(self.owner, call.id).checks.number)
         return already(self._answer(call))
 
     def release(self) -> None:
@@ -139,7 +139,7 @@ async def test_an_attempt_that_another_owner_made_first_is_not_asked(world: Worl
     world.partition.op.script.append(first)
     assert await attempt(owner.checks, id, DUE) is None
     assert world.kinds() == ["check", "check"]
-    assert len(known(owner, id).counted_ms) == 1
+    assert len(known(owner, id).checks.counted_ms) == 1
 
 
 @pytest.mark.rule(21)
@@ -149,7 +149,7 @@ async def test_an_attempt_behind_a_decision_is_not_asked(world: World, kind: str
     id = await world.prepared(owner, policy=NOW)
     world.partition.op.script.append(behind(lambda: world.zombie_mark(kind, id, group=GROUP)))
     assert await attempt(owner.checks, id, DUE) is None
-    assert known(owner, id).attempts == ()
+    assert known(owner, id).checks.attempts == ()
 
 
 @pytest.mark.rule(21)
@@ -223,7 +223,7 @@ async def test_who_was_not_reached_does_not_count_and_the_number_is_not_used_aga
         assert call is not None
         assert (call.number, call.attempt) == (number, 1)
         await answered(owner.checks, call, Unreached("refused"))
-        assert known(owner, id).counted_ms == ()
+        assert known(owner, id).checks.counted_ms == ()
     marks = [(each.kind, each.number) for each in world.markers()]
     assert marks == [(kind, n) for n in (1, 2, 3) for kind in ("check", "returned")]
 
@@ -236,7 +236,7 @@ async def test_what_is_unclear_counts(world: World) -> None:
     assert call is not None
     await answered(owner.checks, call, Unclear("timeout"))
     assert world.kinds() == ["check"]
-    assert len(known(owner, id).counted_ms) == 1
+    assert len(known(owner, id).checks.counted_ms) == 1
     await answered(owner.checks, call, Answered(Decision.UNKNOWN))
     assert world.kinds() == ["check"]
 
@@ -287,7 +287,7 @@ async def test_one_that_parks_while_an_older_copy_is_written_gets_one_that_says_
     owner, written = await world.owner(), Gate()
     id = await world.prepared(owner, policy=CheckPolicy(0.0, 0.0, 1, 0.0))
     world.partition.writes.append(slowly)
-    owner.ledger.to_keep[id] = known(owner, id)
+    owner.ledger.index.to_keep[id] = known(owner, id)
     owner._promoter.wake()
     await written.reached.wait()
     world.zombie_mark(MarkerKind.CHECK, id, round=1, number=1, reason="due")
@@ -305,8 +305,8 @@ async def test_no_attempt_is_accepted_beyond_the_last(world: World) -> None:
     for number in (1, 2, 3):
         world.zombie_mark(MarkerKind.CHECK, id, round=1, number=number, reason="due")
     await until(lambda: world.told.effects() == [Effect.ILLEGAL])
-    assert (known(owner, id).state, known(owner, id).number) == (State.PENDING, 2)
-    assert len(known(owner, id).counted_ms) == 2
+    assert (known(owner, id).state, known(owner, id).checks.number) == (State.PENDING, 2)
+    assert len(known(owner, id).checks.counted_ms) == 2
 
 
 @pytest.mark.rule(22)
@@ -357,7 +357,7 @@ async def test_an_answer_behind_a_decision_is_ignored(world: World) -> None:
     for result in (Answered(Decision.COMMIT), Unreached("x"), Answered(Decision.UNKNOWN, 9.0)):
         await answered(owner.checks, call, result)
     assert world.kinds() == ["check", "rollback"]
-    assert known(owner, id).decision is Decision.ROLLBACK
+    assert known(owner, id).verdict.decision is Decision.ROLLBACK
 
 
 # --- 23 ------------------------------------------------------------------------------------------
@@ -382,7 +382,7 @@ async def test_asked_for_it_comes_at_once_counts_and_keeps_a_second(world: World
     second = await attempt(owner.checks, id, ASKED)
     assert second is not None
     assert (second.attempt, second.reason) == (2, ASKED)
-    assert len(known(owner, id).counted_ms) == 2
+    assert len(known(owner, id).checks.counted_ms) == 2
 
 
 async def test_the_marker_of_a_check_tells_who_asked_for_it(world: World) -> None:
@@ -412,7 +412,7 @@ async def test_the_last_attempt_of_a_round_is_never_pulled_forward(world: World)
     with pytest.raises(NotPending):
         owner.checks.ask(known(owner, id))
     assert await attempt(owner.checks, id, ASKED) is None
-    assert len(known(owner, id).counted_ms) == 1
+    assert len(known(owner, id).checks.counted_ms) == 1
 
 
 @pytest.mark.rule(23)
@@ -424,7 +424,7 @@ async def test_not_yet_costs_nothing_and_is_kept_to(world: World) -> None:
     await answered(owner.checks, call, Answered(Decision.UNKNOWN, 60.0))
     transaction, marker = known(owner, id), world.markers()[-1]
     assert (marker.kind, marker.round, marker.number, marker.later_s) == ("later", 1, 1, 60.0)
-    assert transaction.counted_ms == ()
+    assert transaction.checks.counted_ms == ()
     at_ms = world.kafka.visible("txbroker.op")[-1].timestamp_ms
     assert transaction.next_check_ms() == at_ms + 60_000
     assert await attempt(owner.checks, id, DUE) is None

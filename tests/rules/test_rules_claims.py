@@ -184,12 +184,12 @@ async def test_attempts_count_over_a_restart(world: World) -> None:
     for number in (1, 2):
         world.advance(40.0)
         world.zombie_mark(MarkerKind.CHECK, half.id, round=1, number=number, reason="due")
-    await until(lambda: known(owner, half.id).number == 2)
-    before = known(owner, half.id).counted_ms
+    await until(lambda: known(owner, half.id).checks.number == 2)
+    before = known(owner, half.id).checks.counted_ms
     await owner.close()
     again = await world.owner()
-    assert known(again, half.id).counted_ms == before
-    assert known(again, half.id).number == 2
+    assert known(again, half.id).checks.counted_ms == before
+    assert known(again, half.id).checks.number == 2
 
 
 @pytest.mark.rule(10)
@@ -281,14 +281,14 @@ async def test_refused_ones_and_their_cause_survive_a_restart(world: World) -> N
     world.kafka.set_message_bytes_max("t", 100)
     await commit(owner, id)
     await until(lambda: world.told.refusals == [id])
-    decided_at_ms = known(owner, id).decided_at_ms
+    decided_at_ms = known(owner, id).verdict.at_ms
     await owner.close()
     again = await world.owner()
     assert known(again, id).state is State.REFUSED
     cause = known(again, id).cause
     assert cause is not None
     assert (cause.code, cause.topic, cause.partition) == ("too_large", "t", 0)
-    assert known(again, id).decided_at_ms == decided_at_ms
+    assert known(again, id).verdict.at_ms == decided_at_ms
     assert world.visible() == []
 
 
@@ -321,7 +321,7 @@ async def test_a_revived_refused_one_is_tried_again_and_no_state_changes(world: 
     await until(lambda: world.told.refusals == [id])
     owner._promoter._trouble._retries.set(id, None)
     assert (await owner.api.revive(id, "ops", "again")).state is State.REFUSED
-    assert known(owner, id).round == 1
+    assert known(owner, id).checks.round == 1
     world.kafka.set_message_bytes_max("t", 1000)
     await owner.api.revive(id, "ops", "raised")
     await until(lambda: world.visible() == ["big" * 100])

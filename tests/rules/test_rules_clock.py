@@ -24,7 +24,7 @@ from tests.rules.rules_world import (
     until,
 )
 from txbroker.contract.service import DecideRequest, PrepareRequest
-from txbroker.core.outcome import Effect
+from txbroker.core.ledger import Effect
 from txbroker.core.records import Decision, Record, State
 from txbroker.core.routing import make_id, parse_id
 from txbroker.core.segment import ROW_BYTES
@@ -127,11 +127,11 @@ async def test_ids_are_forgotten_by_the_log_clock_only(world: World) -> None:
     assert owner.now_ms() > START_MS + WINDOW_MS
     world.zombie_half(world.half())
     await until(lambda: owner.ledger.half_position == 2)
-    assert owner.ledger.get(id) is not None
+    assert owner.ledger.index.get(id) is not None
     world.clock.advance(WINDOW_MS / 1000 + 1)
     world.zombie_half(world.half())
     await until(lambda: owner.ledger.half_position == 3)
-    assert owner.ledger.get(id) is None
+    assert owner.ledger.index.get(id) is None
 
 
 # --- 7 -----------------------------------------------------------------------------------------
@@ -159,9 +159,9 @@ async def test_a_half_message_that_is_appended_too_late_is_void(world: World) ->
     with pytest.raises(IdExpired):
         await preparing
     assert len(world.kafka.visible("txbroker.half")) == 1
-    assert owner.ledger.get(half.id) is None
+    assert owner.ledger.index.get(half.id) is None
     await owner.close()
-    assert (await world.owner()).ledger.get(half.id) is None
+    assert (await world.owner()).ledger.index.get(half.id) is None
 
 
 @pytest.mark.rule(7)
@@ -222,7 +222,7 @@ async def test_of_two_prepares_with_one_key_at_once_one_counts(world: World) -> 
     assert [standing.created for standing in standings] == [True, False]
     assert len(world.kafka.visible("txbroker.half")) == 2
     await owner.close()
-    assert list((await world.owner()).ledger.transactions) == [halves[0].id]
+    assert list((await world.owner()).ledger.index.transactions) == [halves[0].id]
 
 
 @pytest.mark.rule(7)

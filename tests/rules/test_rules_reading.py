@@ -25,8 +25,8 @@ from tests.rules.rules_world import (
     without_offset,
     without_time,
 )
-from txbroker.core import holdings
-from txbroker.core.outcome import Effect
+from txbroker.core import ledger as ledger_module
+from txbroker.core.ledger import Effect
 from txbroker.core.records import MarkerKind, State
 from txbroker.errors import (
     AlreadyDecided,
@@ -53,7 +53,7 @@ async def test_a_prepare_without_an_answer_is_no_ack_and_can_be_sent_again(
     assert (await prepare(owner, half)).id == half.id
     await commit(owner, half.id)
     await until(lambda: world.visible() == ["once"])
-    assert [transaction.id for transaction in owner.ledger] == [half.id]
+    assert [transaction.id for transaction in owner.ledger.index] == [half.id]
 
 
 @pytest.mark.rule(1)
@@ -84,7 +84,7 @@ async def test_a_gap_is_fetched_and_applied_before_our_own_marker(world: World) 
         await commit(owner, id)
     assert raised.value.details["decision"] == "rollback"
     assert owner.ledger.op_position == 2
-    assert (known(owner, id).state, known(owner, id).op_offset) == (State.ROLLED_BACK, 0)
+    assert (known(owner, id).state, known(owner, id).verdict.op_offset) == (State.ROLLED_BACK, 0)
 
 
 @pytest.mark.rule(2)
@@ -104,7 +104,7 @@ async def test_without_an_offset_the_log_is_read_back(world: World) -> None:
     id = await world.prepared(owner)
     world.partition.op.script.append(without_offset)
     assert (await commit(owner, id)).decision == "commit"
-    assert known(owner, id).op_offset == 0
+    assert known(owner, id).verdict.op_offset == 0
     half = world.half()
     world.partition.half.script.append(without_offset)
     assert (await prepare(owner, half)).created
@@ -135,7 +135,7 @@ async def test_without_an_append_time_the_log_is_read_back(world: World) -> None
     await commit(owner, id)
     transaction = known(owner, id)
     assert transaction.prepared_at_ms == world.kafka.visible("txbroker.half")[0].timestamp_ms
-    assert transaction.decided_at_ms == world.kafka.visible("txbroker.op")[0].timestamp_ms
+    assert transaction.verdict.at_ms == world.kafka.visible("txbroker.op")[0].timestamp_ms
 
 
 @pytest.mark.rule(2)
@@ -176,10 +176,10 @@ async def test_a_decision_is_answered_when_the_ledger_has_applied_its_marker(wor
     await gate.reached.wait()
     await settled()
     assert not deciding.done()
-    assert known(owner, id).decision is None
+    assert known(owner, id).verdict.decision is None
     gate.open()
     assert (await deciding).decision == "commit"
-    assert known(owner, id).op_offset == 0
+    assert known(owner, id).verdict.op_offset == 0
 
 
 @pytest.mark.rule(3)
@@ -282,7 +282,7 @@ async def test_the_second_marker_loses_and_the_conflict_is_counted(world: World)
     world.zombie_mark(MarkerKind.ROLLBACK, id, group=GROUP)
     await until(lambda: world.told.effects() == [Effect.CONFLICT])
     await until(lambda: world.visible() == [id])
-    assert known(owner, id).decision == "commit"
+    assert known(owner, id).verdict.decision == "commit"
 
 
 @pytest.mark.rule(4)
@@ -354,7 +354,7 @@ async def test_a_commit_of_nothing_holds_nobody_up(world: World) -> None:
 async def test_a_waiting_marker_is_kept_by_halfs_log_clock(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(holdings, "WAITING_SWEEP_MIN", 0)
+    monkeypatch.setattr(ledger_module, "WAITING_SWEEP_MIN", 0)
     owner = await world.owner()
     late = world.half(message("late"))
     world.zombie_mark(MarkerKind.COMMIT, late.id, group=GROUP)

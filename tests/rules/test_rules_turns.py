@@ -465,7 +465,7 @@ async def test_the_time_of_the_decision_outlives_half_message_and_marker(world: 
     world.kafka.set_message_bytes_max("t", 300)
     world.advance(50.0)
     await commit(owner, id)
-    decided_at_ms = known(owner, id).decided_at_ms
+    decided_at_ms = known(owner, id).verdict.at_ms
     await until(lambda: world.told.refusals == [id])
     await owner.close()
     world.kafka.truncate("txbroker.half", before=1)

@@ -40,10 +40,10 @@ async def test_many_groups_of_one_principal_have_the_room_of_one(world: World) -
     await world.prepared(again, group="bank")
     # By another file each group is its own share; and it is back.
     world.principals = Directory()
-    await until(lambda: again.ledger.unsettled.of("shop-9") == 1)
+    await until(lambda: again.ledger.index.unsettled.of("shop-9") == 1)
     await world.prepared(again, group="shop-10")
     world.principals = directory("shop")
-    await until(lambda: again.ledger.unsettled.of("shop-9") == 0)
+    await until(lambda: again.ledger.index.unsettled.of("shop-9") == 0)
     await refused(world, again, "shop-11")
 
 
@@ -59,8 +59,8 @@ async def test_what_no_target_takes_counts_too(world: World, trouble: str) -> No
     for id in ids:
         await commit(owner, id)
     if trouble == "refused":
-        await until(lambda: len(owner.ledger.refused) == 3)
-    assert owner.ledger.undecided_count == 0
+        await until(lambda: len(owner.ledger.index.refused) == 3)
+    assert owner.ledger.index.undecided_count == 0
     await refused(world, owner, "shop-9")
     await world.prepared(owner, message("other", topic="u"), group="bank")
 

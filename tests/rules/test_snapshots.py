@@ -181,7 +181,7 @@ async def test_the_work_goes_on_while_one_is_stored(world: World) -> None:
     assert (whole(world)[0].closing.half, whole(world)[0].closing.op) == (4, 0)
     await owner.close()
     again = await world.owner()
-    assert sorted(again.ledger.transactions) == ids[1:]
+    assert sorted(again.ledger.index.transactions) == ids[1:]
     assert world.visible() == [late, ids[0]]
 
 
@@ -195,7 +195,7 @@ async def test_a_damaged_one_costs_a_longer_replay_and_no_more(world: World) -> 
     found.append([Record(b"snapshot/0/0", b"rubbish")], world.clock.now_ms())
     assert whole(world) == []
     again = await world.owner()
-    assert list(again.ledger.transactions) == ids
+    assert list(again.ledger.index.transactions) == ids
 
 
 async def settled(world: World, owner: PartitionOwner, count: int) -> None:
@@ -249,7 +249,7 @@ async def test_segments_are_stored_as_all_proxies_read_them(world: World) -> Non
     world.version = 1
     owner = await world.owner()
     await settled(world, owner, 4)
-    remembered = {each.id: each.fingerprint for each in owner.ledger.settled}
+    remembered = {each.id: each.fingerprint for each in owner.ledger.index.settled}
     for version, stored in ((1, 1), (1, 1), (2, 2), (1, 2)):
         world.version = version
         assert await snapshot(owner)
@@ -264,7 +264,7 @@ async def test_segments_are_stored_as_all_proxies_read_them(world: World) -> Non
         assert {msgspec.msgpack.decode(value)[0] for value in values} == {stored}
         await owner.close()
         owner = await world.owner()
-        assert {each.id for each in owner.ledger.settled} == remembered.keys()
-        for each in owner.ledger.settled:
+        assert {each.id for each in owner.ledger.index.settled} == remembered.keys()
+        for each in owner.ledger.index.settled:
             length = 8 if stored == 2 else 16
             assert remembered[each.id][:length] == each.fingerprint[:length]

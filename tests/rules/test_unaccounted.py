@@ -230,7 +230,7 @@ async def test_what_was_settled_is_remembered_for_the_dedup_window(
     owner = await world.owner()
     assert await world.prepared(owner)
     assert await snapshot(owner)
-    await roll_back(owner, next(iter(owner.ledger.transactions)))
+    await roll_back(owner, next(iter(owner.ledger.index.transactions)))
     half = world.half()
     await prepare(owner, half)
     await commit(owner, half.id)
@@ -257,7 +257,7 @@ async def test_what_is_gone_is_no_newer_than_the_first_record_that_is_kept(
     owner = await world.owner()
     await world.prepared(owner)
     assert await snapshot(owner)
-    await roll_back(owner, next(iter(owner.ledger.transactions)))
+    await roll_back(owner, next(iter(owner.ledger.index.transactions)))
     ids = [await world.committed(owner), await world.committed(owner)]
     world.advance(3 * WINDOW_MS / 1000)
     ids.append(await world.committed(owner))

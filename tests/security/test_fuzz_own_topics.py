@@ -218,7 +218,7 @@ def a_ledger_goes_on(random: Random) -> None:
             apply(random.random() < 0.5, noise(random))
         apply(True, *encode_half(half_of(id, Message("t", b"k", b"v", partition=0))))
         apply(False, encode_marker(marker_of("commit", id)))
-    assert [ledger.transactions[id].state for id in ids] == [State.COMMITTED] * len(ids)
+    assert [ledger.index.transactions[id].state for id in ids] == [State.COMMITTED] * len(ids)
 
 
 def test_a_claim_reads_any_noise() -> None:

@@ -75,7 +75,7 @@ async def test_undecided_ones_of_many_groups(start: Start, record_property: Any)
 
     async def counted_again() -> bool:
         owners = [owner for proxy in made.proxies for owner in proxy.broker.ledgers()]
-        return all(owner.ledger.unsettled.of("\nshop") >= PART for owner in owners)
+        return all(owner.ledger.index.unsettled.of("\nshop") >= PART for owner in owners)
 
     made.allow("bank", "operator")
     await until(taken)

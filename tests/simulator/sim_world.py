@@ -308,13 +308,14 @@ class World:
             end = logs[f"txbroker.{topic}", owner.partition].end
             if position != end:
                 yield f"{topic}-{owner.partition} is read to {position}, its end is {end}"
-        for transaction in ledger:
+        for transaction in ledger.index:
             if transaction.state is State.COMMITTED or (
                 transaction.state is State.PENDING and not transaction.lost
             ):
                 yield f"{transaction.id} is {transaction.state}"
-        if ledger.to_keep or ledger.to_release:
-            yield f"copies to be written {[*ledger.to_keep]}, to be removed {[*ledger.to_release]}"
+        to_write, to_remove = [*ledger.index.to_keep], [*ledger.index.to_release]
+        if to_write or to_remove:
+            yield f"copies to be written {to_write}, to be removed {to_remove}"
 
     # --- the judgement ---------------------------------------------------------------------------
 
@@ -359,7 +360,7 @@ class World:
             for proxy in self.proxies
             if proxy.broker is not None
             for owner in proxy.broker.ledgers()
-            for transaction in owner.ledger
+            for transaction in owner.ledger.index
         }
         rows = [id for id, what in self.shop.rows.items() if what == "row"]
         judge = Judge(

@@ -5,7 +5,7 @@ from zlib import crc32
 
 from tests.kit.logs import PARTITION, START_MS, WINDOW_MS, Logs, id_of, new_ledger
 from txbroker.core.decoding import Malformed, decode_half, decode_marker, is_content
-from txbroker.core.outcome import Effect
+from txbroker.core.ledger import Effect
 from txbroker.core.records import Marker, Message, Record
 from txbroker.spark.judge.judge import judge
 from txbroker.spark.judge.rows import (

@@ -23,8 +23,7 @@ from tests.kit.topic_reader import create_topic, delete_topic
 from tests.kit.until import until
 from tests.spark.planting import FAR_MS, Planting, partition_of, write_stamped
 from txbroker.core.encoding import encode_contents, encode_half, encode_marker
-from txbroker.core.ledger import Ledger
-from txbroker.core.outcome import Effect
+from txbroker.core.ledger import Effect, Ledger
 from txbroker.core.records import RECORD_VERSION, Half, Marker, MarkerKind, Message, Record, State
 from txbroker.core.routing import make_id
 from txbroker.embedded import EmbeddedKafka

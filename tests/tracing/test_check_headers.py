@@ -10,7 +10,7 @@ from txbroker.checkers.base import Answered, CheckCall
 from txbroker.checkers.http import HttpChecks
 from txbroker.core.records import CheckReason, Decision, Header, Message
 from txbroker.core.routing import make_id
-from txbroker.core.trace_context import TraceContext
+from txbroker.tracing import TraceContext
 
 TRACE = "0af7651916cd43dd8448eb211c80319c"
 PARENT = f"00-{TRACE}-b7ad6b7169203331-01"

@@ -3,14 +3,8 @@
 import pytest
 
 from txbroker.core.records import Header, Message
-from txbroker.core.trace_context import (
-    TraceContext,
-    carried_over,
-    context_of,
-    read_context,
-    with_context,
-)
 from txbroker.core.transaction import fingerprint
+from txbroker.tracing import TraceContext, carried_over, context_of, read_context, with_context
 
 TRACE, STEP = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 PARENT = f"00-{TRACE}-{STEP}-01"

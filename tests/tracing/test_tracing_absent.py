@@ -15,9 +15,9 @@ from opentelemetry.sdk.trace import ReadableSpan, Span, SpanProcessor, TracerPro
 from tests.tracing.conftest import SetProvider, Spans
 from txbroker import tracing
 from txbroker.core.records import Message
-from txbroker.core.trace_context import TraceContext
 from txbroker.sdk import Decision, TransactionalProducer
 from txbroker.testing.broker import InMemoryBroker
+from txbroker.tracing import TraceContext
 
 ROOT = Path(__file__).parents[2]
 TRACE = "0af7651916cd43dd8448eb211c80319c"
@@ -28,7 +28,7 @@ sys.modules["opentelemetry"] = None
 import txbroker.sdk, txbroker.proxy.process
 from txbroker import tracing
 from txbroker.core.records import Message
-from txbroker.core.trace_context import TraceContext
+from txbroker.tracing import TraceContext
 parent = TraceContext(%r)
 with tracing.step("prepare", [Message("a")], {}) as first:
     with tracing.continued("prepare", [Message("a")], {}, parent=parent) as second:

@@ -220,7 +220,7 @@ def read_secret(name: str, path: Path) -> str:
 
 
 def is_open(path: Path) -> bool:
-    """Say whether other users of the machine can read or change a file.
+    """Return whether other users of the machine can read or change a file.
 
     Raises:
         OSError: it cannot be looked at.

@@ -151,7 +151,7 @@ def secret_settings(kind: type[BaseSettings]) -> list[str]:
 
 
 def is_secret(field: FieldInfo) -> bool:
-    """Say whether a setting is a secret itself, and not a file's name."""
+    """Return whether a setting is a secret itself, and not a file's name."""
     return field.annotation == SecretStr | None
 
 

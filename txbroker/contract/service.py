@@ -369,7 +369,7 @@ class Service(Protocol):
         ...
 
     def readiness(self) -> Readiness:
-        """Say whether calls can be taken, and if not, why."""
+        """Return whether calls can be taken, and if not, why."""
         ...
 
     def owners(self) -> tuple[str, ...]:

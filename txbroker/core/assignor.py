@@ -1,37 +1,41 @@
-"""Who gets which half partition: evenly, and moving as few as possible. Pure."""
+"""The assignment of half partitions to proxies: even, with as few moves as possible."""
 
 from collections.abc import Mapping
 from typing import NamedTuple
 
 NOBODY = ""
-"""The URL of a partition's owner, or of a proxy, that nobody knows."""
+"""The URL of an unknown owner or proxy."""
 
 
 class OwnedPartitions(NamedTuple):
-    """What a member says that it owns, and in which generation of the group it was given that."""
+    """The partitions that a member owns, and the generation in which they were assigned."""
 
     partitions: frozenset[int] = frozenset()
     generation: int = -1
 
 
 def resolve_conflicts(held: Mapping[str, OwnedPartitions]) -> dict[str, frozenset[int]]:
-    """Give each partition that several members say they own to the one that was given it last.
+    """Return the owned partitions of each member, every partition with its newest owner only.
 
-    The others were out of touch when it was given away.
+    The other members had lost contact when it was reassigned.
     """
     taken: set[int] = set()
-    settled: dict[str, frozenset[int]] = {}
+    resolved: dict[str, frozenset[int]] = {}
     for name in sorted(held, key=lambda name: (-held[name].generation, name)):
-        settled[name] = held[name].partitions - taken
-        taken |= settled[name]
-    return settled
+        resolved[name] = held[name].partitions - taken
+        taken |= resolved[name]
+    return resolved
 
 
 def assign(partitions: int, owned: Mapping[str, frozenset[int]]) -> dict[str, frozenset[int]]:
-    """Share partitions out evenly among members, leaving with each what it has.
+    """Assign partitions evenly to members, moving as few as possible.
 
-    `owned` says what each member had. Shares differ by one at most; where some get one more, it
-    is those that had most. With more members than partitions some get none.
+    Assignments differ by at most one; the members that own most get the extra ones. With more
+    members than partitions some get none.
+
+    Args:
+        partitions: how many there are.
+        owned: the partitions that each member has now.
     """
     every = frozenset(range(partitions))
     had = {name: own & every for name, own in owned.items()}
@@ -57,10 +61,10 @@ def assign(partitions: int, owned: Mapping[str, frozenset[int]]) -> dict[str, fr
 def owners(
     partitions: int, shares: Mapping[str, frozenset[int]], urls: Mapping[str, str]
 ) -> tuple[str, ...]:
-    """Return the URL of each partition's owner, `NOBODY` where none is known."""
-    found = [NOBODY] * partitions
+    """Return the URL of each partition's owner, `NOBODY` if unknown."""
+    result = [NOBODY] * partitions
     for name, share in shares.items():
         for number in share:
             if number < partitions:
-                found[number] = urls.get(name, NOBODY)
-    return tuple(found)
+                result[number] = urls.get(name, NOBODY)
+    return tuple(result)

@@ -175,7 +175,7 @@ def _decode_policy(text: bytes | None) -> CheckPolicy:
 
 
 def follows(parts: Sequence[HalfPart], part: HalfPart) -> bool:
-    """Say whether `part` is the next message of the half message that `parts` begin."""
+    """Return whether `part` is the next message of the half message that `parts` begin."""
     if not parts or len(parts) != part.sequence:
         return False
     first = parts[0]
@@ -199,7 +199,7 @@ def join_parts(parts: list[HalfPart]) -> Half:
 
 
 def is_content(record: Record) -> bool:
-    """Say whether a record of the operation topic holds a replaced message, not a marker."""
+    """Return whether a record of the operation topic holds a replaced message, not a marker."""
     return bool(record.headers) and record.headers[0][0] == VERSION_HEADER
 
 

@@ -1,44 +1,46 @@
-"""Indexes over the transactions of a partition: by half offset, by group, by share and by due time.
+"""Indexes over the transactions of a half partition: by id, offset, state, group and share.
 
-A *share* is one group, or all groups of one principal: the use of a shared pool is counted to it,
-so that none uses the pool up alone. Whose a group is follows from its name, which stands in every
-half message, so every owner comes to the same counts.
+Each step costs about the same however many there are, because there may be a million.
 """
 
-import heapq
 from array import array
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterable, Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from heapq import nsmallest
 from itertools import islice
-from typing import TypeAlias
 
-from txbroker.core.records import State
+from txbroker.core.records import Message, State, intern
+from txbroker.core.segment import Segment
+from txbroker.core.settled import SettledWindow
+from txbroker.core.shares import ShareOf, ShareUse, own_share
 from txbroker.core.transaction import Transaction
 
+BEYOND_MAX = 10_000
+"""Settled transactions that are remembered although they are older than the dedup window."""
 _BLOCK_MAX = 1024
-"""Transactions in one block: few enough that putting one into its middle costs next to nothing."""
+"""Transactions in one block: few enough that inserting into its middle costs next to nothing."""
 _SMALL = 64
-"""Blocks with fewer are joined with a neighbour, if that is not too large."""
+"""Smaller blocks are merged with a neighbour, if the result is not too large."""
 
 
 class OffsetIndex:
     """Transactions by half offset.
 
-    They are in blocks, so that no step takes long however many there are: adding at the end, which
-    is nearly always so, costs nothing; anything else moves a part of one block.
+    They are in blocks, so that no step is slow however many there are: appending, the usual case,
+    costs nothing; anything else moves a part of one block.
     """
 
     __slots__ = ("_blocks", "_firsts", "_offsets")
 
     def __init__(self) -> None:
         self._blocks: list[list[Transaction]] = []
-        # Beside each block its offsets, and the least of them: there the search is C's.
+        # The offsets of each block, and the least of them: bisect searches these in C.
         self._offsets: list[array[int]] = []
         self._firsts: list[int] = []
 
     def __iter__(self) -> Iterator[Transaction]:
-        """Yield them in order; whoever goes on may change the line meanwhile."""
+        """Yield them in order; the index may change meanwhile."""
         for block in list(self._blocks):
             yield from list(block)
 
@@ -46,7 +48,7 @@ class OffsetIndex:
         return sum(map(len, self._blocks))
 
     def add(self, transaction: Transaction) -> None:
-        """Put a transaction in its place."""
+        """Add a transaction."""
         offset = transaction.offset
         if not self._blocks:
             self._insert(0, [transaction], array("q", (offset,)), offset)
@@ -58,15 +60,15 @@ class OffsetIndex:
         else:
             at = max(0, bisect_right(self._firsts, offset) - 1)
             self._firsts[at] = min(self._firsts[at], offset)
-            place = bisect_left(self._offsets[at], offset)
-            self._offsets[at].insert(place, offset)
-            self._blocks[at].insert(place, transaction)
+            row = bisect_left(self._offsets[at], offset)
+            self._offsets[at].insert(row, offset)
+            self._blocks[at].insert(row, transaction)
         if len(self._blocks[at]) > _BLOCK_MAX:
             self._split(at)
 
     def _split(self, at: int) -> None:
         offsets, block = self._offsets[at], self._blocks[at]
-        # One that grows at its end only stays full: nothing will come into its middle.
+        # The last block only grows at its end, so it is left full.
         middle = len(block) - 1 if at == len(self._blocks) - 1 else len(block) // 2
         self._insert(at + 1, block[middle:], offsets[middle:], offsets[middle])
         del block[middle:], offsets[middle:]
@@ -77,20 +79,20 @@ class OffsetIndex:
         self._firsts.insert(at, first)
 
     def remove(self, transaction: Transaction) -> None:
-        """Take a transaction out, which is in line."""
-        at = place = 0
+        """Remove a transaction that is in the index."""
+        at = row = 0
         if self._blocks[0][0] is not transaction:
             at = bisect_right(self._firsts, transaction.offset) - 1
-            place = bisect_left(self._offsets[at], transaction.offset)
+            row = bisect_left(self._offsets[at], transaction.offset)
         offsets = self._offsets[at]
-        del offsets[place], self._blocks[at][place]
+        del offsets[row], self._blocks[at][row]
         if not offsets:
             del self._blocks[at], self._offsets[at], self._firsts[at]
         elif len(offsets) < _SMALL:
-            self._join(at)
+            self._merge(at)
 
-    def _join(self, at: int) -> None:
-        """Make one block of a small one and a neighbour; else many would be left with one each."""
+    def _merge(self, at: int) -> None:
+        """Merge a small block with a neighbour; else many blocks of one would remain."""
         for left in (at, at - 1):
             if left < 0 or left + 1 == len(self._blocks):
                 continue
@@ -101,39 +103,40 @@ class OffsetIndex:
                 return
 
     def first(self) -> Transaction | None:
-        """Return the first one, None if there is none."""
+        """Return the first transaction; None if empty."""
         return self._blocks[0][0] if self._blocks else None
 
     def after(self, offset: int, count: int) -> list[Transaction]:
-        """Return so many at most of those behind an offset."""
+        """Return up to `count` transactions after an offset, in offset order."""
         if not self._blocks:
             return []
         at = max(0, bisect_right(self._firsts, offset) - 1)
         start = bisect_right(self._offsets[at], offset)
-        found = self._blocks[at][start : start + count]
+        rows = self._blocks[at][start : start + count]
         for block in islice(self._blocks, at + 1, None):
-            if len(found) >= count:
+            if len(rows) >= count:
                 break
-            found += block[: count - len(found)]
-        return found
+            rows += block[: count - len(rows)]
+        return rows
 
     def since(self, prepared_at_ms: int, count: int, after_id: str = "") -> list[Transaction]:
-        """Return so many at most, by time of preparation and then by id, of those behind a time
-        and id: log clocks grow with the offsets, so by time they are in order."""
-        found: list[Transaction] = []
+        """Return up to `count` transactions after (time of preparation, id), in that order.
+
+        Log clocks grow with the offsets, so by time they are in order already.
+        """
+        rows: list[Transaction] = []
         same: list[Transaction] = []
         for transaction in self._since(prepared_at_ms):
             if same and transaction.prepared_at_ms != same[0].prepared_at_ms:
-                found += nsmallest(count - len(found), same, key=_id)
+                rows += nsmallest(count - len(rows), same, key=_id)
                 same = []
-                if len(found) == count:
-                    return found
+                if len(rows) == count:
+                    return rows
             if transaction.prepared_at_ms > prepared_at_ms or transaction.id > after_id:
                 same.append(transaction)
-        return found + nsmallest(count - len(found), same, key=_id)
+        return rows + nsmallest(count - len(rows), same, key=_id)
 
     def _since(self, prepared_at_ms: int) -> Iterator[Transaction]:
-        """Yield those prepared at a time or later."""
         firsts = [block[0].prepared_at_ms for block in self._blocks]
         at = max(0, bisect_left(firsts, prepared_at_ms) - 1)
         for block in islice(self._blocks, at, None):
@@ -152,203 +155,304 @@ def _prepared_at_ms(transaction: Transaction) -> int:
 
 
 class GroupIndex:
-    """What is undecided of one group: the pending ones in line, the parked ones counted."""
+    """The undecided transactions of one group: pending ones by offset, parked ones counted."""
 
-    __slots__ = ("line", "parked_count", "pending_count")
+    __slots__ = ("parked_count", "pending", "pending_count")
 
     def __init__(self) -> None:
-        self.line = OffsetIndex()
+        self.pending = OffsetIndex()
         self.pending_count = 0
         self.parked_count = 0
 
-    def enter(self, transaction: Transaction) -> None:
-        """It is undecided from now on."""
+    def add(self, transaction: Transaction) -> None:
+        """Add an undecided transaction."""
         if transaction.state is State.PARKED:
             self.parked_count += 1
         else:
             self.pending_count += 1
-            self.line.add(transaction)
+            self.pending.add(transaction)
 
-    def parked(self, transaction: Transaction) -> None:
-        """It was pending, and is parked now."""
-        self.parked_count += 1
-        self.pending_count -= 1
-        self.line.remove(transaction)
-
-    def revived(self, transaction: Transaction) -> None:
-        """It was parked, and is pending again."""
-        self.parked_count -= 1
-        self.enter(transaction)
-
-    def leave(self, transaction: Transaction) -> bool:
-        """It is about to be decided; say whether it was the last one."""
-        if transaction.state is State.PARKED:
+    def remove(self, transaction: Transaction, state: State) -> bool:
+        """Remove a transaction that was in this state; return whether it was the last one."""
+        if state is State.PARKED:
             self.parked_count -= 1
         else:
             self.pending_count -= 1
-            self.line.remove(transaction)
+            self.pending.remove(transaction)
         return not self.pending_count and not self.parked_count
 
 
-# --- shares ----------------------------------------------------------------------------------
+class TransactionIndex:
+    """All transactions of one half partition that are not settled, and the recently settled.
 
-
-ShareOf: TypeAlias = Callable[[str], str]
-"""Returns the share that a group counts to."""
-
-
-def own_share(group: str) -> str:
-    """Return a group as its own share: the rule where there are no principals."""
-    return group
-
-
-def share_max(pool: int) -> int:
-    """Return what one share may use of a pool: four fifths.
-
-    A share whose work stands still for hours fills its part. A fifth is then left for all others,
-    while one busy share alone still gets nearly everything.
-    """
-    return max(1, pool * 4 // 5)
-
-
-class ShareUse:
-    """How much of a pool each share uses.
+    Args:
+        beyond_max: settled transactions that are remembered beyond the dedup window, for display.
 
     Attributes:
-        total: of all shares together.
+        transactions: those that are not settled, by id.
+        refused, parked: those in this state, by id.
+        body_bytes: the memory that their messages take.
+        undecided_count: pending and parked transactions.
+        unsettled: how many each share has that are not settled.
+        to_keep: those of which the parked topic needs a copy.
+        to_release: those whose copies in the parked topic are to be removed.
     """
 
-    __slots__ = ("_of", "total")
+    def __init__(self, beyond_max: int) -> None:
+        self.transactions: dict[str, Transaction] = {}
+        self.refused: dict[str, Transaction] = {}
+        self.parked: dict[str, Transaction] = {}
+        self.settled = SettledWindow()
+        self.body_bytes = 0
+        self.undecided_count = 0
+        self.unsettled = ShareUse()
+        self.share_of: ShareOf = own_share
+        self.to_keep: dict[str, Transaction] = {}
+        self.to_release: dict[str, Transaction] = {}
+        self.beyond_max = beyond_max
+        self._ready: dict[str, Transaction] = {}
+        self._ready_in_order = True
+        self._ready_to = -1
+        self._by_offset = OffsetIndex()
+        self._refused_topic: dict[str, str] = {}
+        self._refused_topics: Counter[str] = Counter()
+        self._groups: dict[str, GroupIndex] = {}
+        self._dedup: dict[tuple[str, str], str] = {}
 
-    def __init__(self, shares: Iterable[tuple[str, int]] = ()) -> None:
-        self._of: dict[str, int] = {}
-        self.total = 0
-        for share, count in shares:
-            self.add(share, count)
+    def __iter__(self) -> Iterator[Transaction]:
+        """Yield what is not settled, then the settled ones as far as they are remembered."""
+        yield from self.transactions.values()
+        yield from self.settled
 
-    def of(self, share: str) -> int:
-        """Return how much one share uses."""
-        return self._of.get(share, 0)
+    def get(self, id: str) -> Transaction | None:
+        """Return a transaction that is not settled, or settled recently.
 
-    def add(self, share: str, count: int = 1) -> None:
-        """Count what a share takes, or, below 0, gives back."""
-        self.total += count
-        left = self._of.get(share, 0) + count
-        if left:
-            self._of[share] = left
-        else:
-            self._of.pop(share, None)
-
-
-# --- due times -----------------------------------------------------------------------------------
-
-
-def due_ms(transaction: Transaction) -> int | None:
-    """Return when a transaction next needs attention by its own rules, ms; None if it does not."""
-    if transaction.state is not State.PENDING:
-        return None
-    # Most have had no attempt yet: there is nothing to park.
-    park_ms = None if transaction.checks is None else transaction.park_ms()
-    return transaction.next_check_ms() if park_ms is None else park_ms
-
-
-class Schedule:
-    """A queue of ids by time. Setting an id again moves it; old places are skipped when met."""
-
-    def __init__(self) -> None:
-        self._due: dict[str, int] = {}
-        self._heap: list[tuple[int, str]] = []
-
-    def __len__(self) -> int:
-        return len(self._due)
-
-    def set(self, id: str, at_ms: int | None) -> bool:
-        """Put `id` at a time, or take it out with None; see `set_run`."""
-        return self.set_run(((id, at_ms),))
-
-    def set_run(self, times: Iterable[tuple[str, int | None]]) -> bool:
-        """Put ids at their times, or take them out with None.
-
-        Returns:
-            Whether something comes earlier than what was first: a wait for that is too long now.
-            Where what was first was moved or taken out since, the wait ends too early, at worst.
+        Of most settled ones only what answers need is remembered.
         """
-        due, heap, earlier = self._due, self._heap, False
-        for id, at_ms in times:
-            if at_ms is None:
-                due.pop(id, None)
-            elif due.get(id) != at_ms:
-                due[id] = at_ms
-                earlier = earlier or not heap or at_ms < heap[0][0]
-                heapq.heappush(heap, (at_ms, id))
-        if len(heap) > 64 + 4 * len(due):
-            self._heap = [(at, each) for each, at in due.items()]
-            heapq.heapify(self._heap)
-        return earlier
+        return self.transactions.get(id) or self.settled.get(id)
 
-    def next_ms(self) -> int | None:
-        """Return the time of the first id, None if there is none."""
-        while self._heap:
-            at_ms, id = self._heap[0]
-            if self._due.get(id) == at_ms:
-                return at_ms
-            heapq.heappop(self._heap)
-        return None
+    def by_dedup_key(self, group: str, dedup_key: str) -> Transaction | None:
+        """Return the transaction that holds a client's `dedup_key`."""
+        id = self._dedup.get((group, dedup_key))
+        return None if id is None else self.get(id)
 
-    def pop_due(self, now_ms: int) -> Iterator[str]:
-        """Take out and yield the ids whose time has come, oldest first."""
-        while (at_ms := self.next_ms()) is not None and at_ms <= now_ms:
-            _, id = heapq.heappop(self._heap)
-            del self._due[id]
-            yield id
+    def pending(self) -> list[Transaction]:
+        """Return the pending transactions."""
+        return [t for t in self.transactions.values() if t.state is State.PENDING]
 
+    # --- adding ------------------------------------------------------------------------------
 
-class CheckBacklog:
-    """Checks that are due while their group's queue is full, the one that waited longest first.
+    def add(self, transaction: Transaction) -> None:
+        """Add a transaction that is not settled, in any state."""
+        half, state = transaction.half, transaction.state
+        group = half.group
+        self.transactions[half.id] = transaction
+        self.unsettled.add(self.share_of(group))
+        self.body_bytes += transaction.body_bytes
+        self._by_offset.add(transaction)
+        if half.dedup_key is not None:
+            self._hold_key((group, half.dedup_key), half.id, transaction.offset)
+        if state is State.PENDING or state is State.PARKED:
+            self.undecided_count += 1
+            undecided = self._groups.get(group)
+            if undecided is None:
+                undecided = self._groups[group] = GroupIndex()
+            undecided.add(transaction)
+            if state is State.PARKED:
+                self.parked[half.id] = transaction
+        elif state is State.REFUSED:
+            self._add_refused(transaction)
+        elif state is State.COMMITTED:
+            self._add_ready(transaction)
 
-    They are off the schedule: a million of them are not looked at each second, only whether their
-    group takes the first.
-    """
+    def add_segment(self, segment: Segment) -> None:
+        """Add settled transactions from a snapshot."""
+        self.settled.add_segment(segment)
+        for summary in segment.keyed():
+            if summary.dedup_key is not None:
+                key = (intern(summary.group), summary.dedup_key)
+                self._hold_key(key, summary.id, summary.offset)
 
-    def __init__(self) -> None:
-        self._ids: dict[str, dict[str, None]] = {}
-        self._group_of: dict[str, str] = {}
-        self._looks = Schedule()
+    def _hold_key(self, key: tuple[str, str], id: str, offset: int) -> None:
+        """Of several transactions with one `dedup_key` the last prepared one holds it."""
+        holder = self._dedup.get(key)
+        known = None if holder is None else self.get(holder)
+        if known is None or known.offset <= offset:
+            self._dedup[key] = id
 
-    def __contains__(self, group: str) -> bool:
-        return group in self._ids
+    def _add_ready(self, transaction: Transaction) -> None:
+        op_offset = transaction.verdict.op_offset
+        self._ready[transaction.half.id] = transaction
+        if op_offset > self._ready_to:
+            self._ready_to = op_offset
+        else:
+            # Its marker was read before its half message, or it comes from a snapshot.
+            self._ready_in_order = False
 
-    def __len__(self) -> int:
-        return len(self._group_of)
+    def _add_refused(self, transaction: Transaction) -> None:
+        topic = "" if transaction.cause is None else transaction.cause.topic
+        self.refused[transaction.id] = transaction
+        self._refused_topic[transaction.id] = topic
+        self._refused_topics[topic] += 1
 
-    def add(self, group: str, id: str) -> None:
-        """Let a check wait behind the others of its group."""
-        if id not in self._group_of:
-            self._ids.setdefault(group, {})[id] = None
-            self._group_of[id] = group
+    def _remove_refused(self, id: str) -> None:
+        if self.refused.pop(id, None) is not None:
+            topic = self._refused_topic.pop(id)
+            self._refused_topics[topic] -= 1
+            if not self._refused_topics[topic]:
+                del self._refused_topics[topic]
 
-    def remove(self, id: str) -> None:
-        """It waits no longer."""
-        group = self._group_of.pop(id, None)
-        if group is not None:
-            del self._ids[group][id]
-            if not self._ids[group]:
-                del self._ids[group]
-                self._looks.set(group, None)
+    @property
+    def ready(self) -> Mapping[str, Transaction]:
+        """Committed, not yet promoted or refused, in the order of the deciding markers."""
+        if not self._ready_in_order:
+            self._ready = dict(
+                sorted(self._ready.items(), key=lambda item: item[1].verdict.op_offset)
+            )
+            self._ready_in_order = True
+        return self._ready
 
-    def first(self, group: str) -> str | None:
-        """Return the id that has waited longest, None if none does."""
-        return next(iter(self._ids.get(group, ())), None)
+    def reorder(self, transaction: Transaction) -> None:
+        """Put a ready transaction in order after its marker's offset has become known."""
+        self._ready_to = max(self._ready_to, transaction.verdict.op_offset)
+        self._ready_in_order = False
 
-    def look(self, group: str, at_ms: int) -> None:
-        """Look at that time whether a group that has some waiting takes one."""
-        if group in self._ids:
-            self._looks.set(group, at_ms)
+    # --- after a step ------------------------------------------------------------------------
 
-    def next_ms(self) -> int | None:
-        """Return when to look at a group next, None if none has any waiting."""
-        return self._looks.next_ms()
+    def park(self, transaction: Transaction) -> None:
+        """Move a transaction that was pending and is parked now."""
+        self.parked[transaction.id] = transaction
+        group = self._groups[transaction.half.group]
+        group.remove(transaction, State.PENDING)
+        group.add(transaction)
+        # Also with an older copy: that one does not say that the transaction is parked.
+        self.to_keep[transaction.id] = transaction
 
-    def due(self, now_ms: int) -> list[str]:
-        """Return the groups to be looked at now, and put them off until `look`."""
-        return list(self._looks.pop_due(now_ms))
+    def revive(self, transaction: Transaction) -> None:
+        """Move a transaction that was parked and is pending now."""
+        del self.parked[transaction.id]
+        group = self._groups[transaction.half.group]
+        group.remove(transaction, State.PARKED)
+        group.add(transaction)
+
+    def decide(self, transaction: Transaction, before: State) -> None:
+        """Move a transaction that was undecided and is committed or rolled back now."""
+        half = transaction.half
+        self.undecided_count -= 1
+        if self._groups[half.group].remove(transaction, before):
+            del self._groups[half.group]
+        if self.parked:
+            self.parked.pop(half.id, None)
+        self.to_keep.pop(half.id, None)
+        if transaction.state is State.COMMITTED:
+            self._add_ready(transaction)
+        else:
+            if transaction.kept:
+                self.to_release[half.id] = transaction
+            self.settle((transaction,))
+
+    def refuse(self, transaction: Transaction) -> None:
+        """Move a transaction that a promotion transaction has refused."""
+        self._ready.pop(transaction.id, None)
+        self._remove_refused(transaction.id)
+        self._add_refused(transaction)
+
+    def settle(self, transactions: Sequence[Transaction]) -> None:
+        """Move transactions that are promoted or rolled back now."""
+        by_group: dict[str, int] = {}
+        for transaction in transactions:
+            half = transaction.half
+            del self.transactions[half.id]
+            self._ready.pop(half.id, None)
+            if half.id in self.refused:
+                self._remove_refused(half.id)
+            by_group[half.group] = by_group.get(half.group, 0) + 1
+            self._by_offset.remove(transaction)
+            self.body_bytes -= transaction.evict()
+        self.settled.settle_many(transactions)
+        for group, count in by_group.items():
+            self.unsettled.add(self.share_of(group), -count)
+
+    def forget(self, before_ms: int) -> None:
+        """Forget settled transactions that are older; a repeat of theirs would be void."""
+        # The copy of a forgotten one would be restored one day: it is removed first.
+        for gone in self.settled.forget(before_ms, self.beyond_max, self.to_release):
+            if gone.dedup_key is not None:
+                key = gone.group, gone.dedup_key
+                if self._dedup.get(key) == gone.id:
+                    del self._dedup[key]
+
+    # --- messages in memory ------------------------------------------------------------------
+
+    def evict(self, transaction: Transaction) -> None:
+        """Drop a transaction's messages from memory."""
+        self.body_bytes -= transaction.evict()
+
+    def fill(self, transaction: Transaction, messages: tuple[Message, ...]) -> None:
+        """Put a transaction's messages back that were read again.
+
+        Raises:
+            ValueError: they are another transaction's.
+        """
+        self.body_bytes -= transaction.body_bytes
+        try:
+            transaction.fill(messages)
+        finally:
+            self.body_bytes += transaction.body_bytes
+
+    # --- queries -----------------------------------------------------------------------------
+
+    def in_order(self, after_offset: int, count: int) -> list[Transaction]:
+        """Return up to `count` unsettled transactions after an offset, in offset order."""
+        return self._by_offset.after(after_offset, count)
+
+    def since(self, prepared_at_ms: int, count: int, after_id: str = "") -> list[Transaction]:
+        """Return up to `count` unsettled transactions after (time of preparation, id)."""
+        return self._by_offset.since(prepared_at_ms, count, after_id)
+
+    def unsettled_before(self, prepared_ms: int) -> Iterator[Transaction]:
+        """Yield unsettled transactions that were prepared before a time."""
+        for transaction in self._by_offset:
+            if transaction.prepared_at_ms >= prepared_ms:
+                break
+            yield transaction
+
+    @property
+    def pending_by_group(self) -> Mapping[str, int]:
+        """Pending transactions of each group that has some."""
+        return {name: n for name, group in self._groups.items() if (n := group.pending_count)}
+
+    @property
+    def parked_by_group(self) -> Mapping[str, int]:
+        """Parked transactions of each group that has some."""
+        return {name: n for name, group in self._groups.items() if (n := group.parked_count)}
+
+    @property
+    def refused_by_topic(self) -> Mapping[str, int]:
+        """Refused transactions by the target topic that refused them."""
+        return self._refused_topics
+
+    def share_by(self, share_of: ShareOf) -> None:
+        """Count groups to these shares from now on, and recount the transactions there are."""
+        if share_of == self.share_of:
+            return
+        self.share_of = share_of
+        groups = Counter([transaction.half.group for transaction in self.transactions.values()])
+        self.unsettled = ShareUse((share_of(group), count) for group, count in groups.items())
+        self.settled.share_by(share_of)
+
+    def use_of(self, ids: Iterable[str]) -> ShareUse:
+        """Return how many of these transactions each share has, settled ones left out."""
+        known = (self.transactions.get(id) for id in ids)
+        return ShareUse((self.share_of(t.half.group), 1) for t in known if t is not None)
+
+    def oldest_pending_ms(self, group: str) -> int | None:
+        """Return when a group's oldest pending transaction was prepared; None without one."""
+        undecided = self._groups.get(group)
+        oldest = None if undecided is None else undecided.pending.first()
+        return None if oldest is None else oldest.prepared_at_ms
+
+    def oldest_unsettled_ms(self) -> int | None:
+        """Return when the oldest unsettled transaction was prepared; None without one."""
+        oldest = self._by_offset.first()
+        return None if oldest is None else oldest.prepared_at_ms

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from enum import StrEnum
+from functools import lru_cache
 from typing import TypeAlias, overload
 
 from msgspec import Struct
@@ -12,8 +13,21 @@ write nothing newer than the oldest of them understands."""
 LOG_VERSION = 1
 """The version of all records that this build writes, but of segments (`core.segment`)."""
 
+PARENT_HEADER, STATE_HEADER = "traceparent", "tracestate"
+TRACE_HEADERS = frozenset({PARENT_HEADER, STATE_HEADER})
+"""The headers of a W3C trace context; see `txbroker.tracing`."""
+
 Header: TypeAlias = tuple[str, bytes | None]
 """A record header: its name and its bytes. Order and repeats are kept."""
+
+
+@lru_cache(maxsize=10_000)
+def intern(text: str) -> str:
+    """Return one object for equal names: few groups, topics and endpoints are in very many records.
+
+    Unlike `sys.intern`, which keeps a string for ever in Python 3.12, this is bounded.
+    """
+    return text
 
 
 class Encoded(Struct, frozen=True, eq=False, gc=False):

@@ -1,10 +1,9 @@
-"""Where a transaction and its messages go: ids, and the hashes that choose partitions.
+"""Routing: transaction ids, and the hashes that choose partitions.
 
-An id is 26 characters that say where a transaction's half message lives: 16 bytes in Crockford's
-base32, the half partition (2 bytes), milliseconds since 1970 (6 bytes) and randomness (8 bytes).
-Because the partition is in the id, any proxy knows the owner of a transaction without a look-up;
-because the time is in it, a prepare that is repeated too late can be told from a new one by the
-records alone.
+An id is 26 characters: 16 bytes in Crockford's base32, the half partition (2 bytes), milliseconds
+since 1970 (6 bytes) and randomness (8 bytes). With the partition in the id, any proxy knows the
+owner of a transaction without a look-up; with the time in it, a prepare that is repeated too late
+is recognized by the records alone.
 """
 
 import hashlib
@@ -25,13 +24,13 @@ TIME_MAX_MS = (1 << 48) - 1
 # Two characters at a time: 13 table look-ups instead of 26 divisions.
 _PAIRS = tuple(a + b for a in ALPHABET for b in ALPHABET)
 _20_BITS = (1 << 20) - 1
-# The other way Python's own base 32 is fastest, once its digits stand for Crockford's.
+# For parsing, int(text, 32) is fastest, after translating Crockford's digits to Python's.
 _TO_PYTHON = str.maketrans(ALPHABET, "0123456789abcdefghijklmnopqrstuv")
 _is_base32 = re.compile(f"[{ALPHABET}]*").fullmatch
 
 
 class IdParts(NamedTuple):
-    """What a transaction id says: its half partition, its time and its randomness."""
+    """The half partition, time and randomness of a transaction id."""
 
     partition: int
     time_ms: int
@@ -62,12 +61,12 @@ def make_id(partition: int, time_ms: int, randomness: int) -> str:
     )
 
 
-@lru_cache(maxsize=2_000)  # a call and its records name the same id half a dozen times
+@lru_cache(maxsize=2_000)  # a call and its records parse the same id half a dozen times
 def parse_id(text: str) -> IdParts:
     """Return the parts of a transaction id.
 
     Raises:
-        ValueError: `text` is no id: wrong length, a foreign character or more than 128 bits.
+        ValueError: wrong length, an invalid character or more than 128 bits.
     """
     if len(text) != LENGTH:
         raise ValueError(f"a transaction id has {LENGTH} characters, not {len(text)}")
@@ -80,16 +79,16 @@ def parse_id(text: str) -> IdParts:
 
 
 def numbers_of(ids: Iterable[str]) -> list[int]:
-    """Return many transaction ids, each known to be one, as numbers of 128 bits."""
+    """Return valid transaction ids as numbers of 128 bits."""
     return [int(text, 32) for text in " ".join(ids).translate(_TO_PYTHON).split()]
 
 
 def dedup_randomness(group: str, dedup_key: str) -> int:
-    """Return the 64 bits that stand for a client's own key in place of randomness."""
+    """Return the 64 bits that a client's `dedup_key` gives in place of randomness."""
     name = group.encode()
-    # The length keeps group and key apart whatever characters are in them.
-    told_apart = len(name).to_bytes(4, "big") + name + dedup_key.encode()
-    digest = hashlib.blake2b(told_apart, digest_size=8, person=b"txb-dedup")
+    # The length separates group and key, with any characters in them.
+    parts = len(name).to_bytes(4, "big") + name + dedup_key.encode()
+    digest = hashlib.blake2b(parts, digest_size=8, person=b"txb-dedup")
     return int.from_bytes(digest.digest(), "big")
 
 
@@ -97,7 +96,7 @@ def dedup_randomness(group: str, dedup_key: str) -> int:
 
 
 def murmur2(data: bytes) -> int:
-    """Return the 31-bit hash by which Java's Kafka client spreads keys.
+    """Return the 31-bit hash by which Kafka's Java client partitions keys.
 
     Source: MurmurHash2 by Austin Appleby (public domain) with Kafka's seed; the sign bit is
     masked as the client's `toPositive` does.
@@ -105,7 +104,7 @@ def murmur2(data: bytes) -> int:
     m = 0x5BD1E995
     length = len(data)
     h = 0x9747B28C ^ length
-    # Every prepare with a key comes through here: words that are all read at once cost least.
+    # Runs in every prepare with a key: reading all words at once is fastest.
     for k in unpack_from(f"<{length >> 2}I", data):
         k = k * m & 0xFFFFFFFF
         h = (h * m ^ (k ^ k >> 24) * m) & 0xFFFFFFFF
@@ -116,11 +115,11 @@ def murmur2(data: bytes) -> int:
 
 
 def order_hash(order_key: str | None, topic: str, key: bytes | None) -> int | None:
-    """Return the hash that puts a transaction's half message into a partition.
+    """Return the hash that chooses a transaction's half partition.
 
-    Transactions with one `order_key` share a half partition and so keep their order. Without an
-    order key the topic and key of the first message stand for it; without a key, None: there is
-    no order to keep and any partition will do.
+    Transactions with one `order_key` share a half partition and so keep their order. Without it the
+    topic and key of the first message are used; without a key, None: there is no order to keep, and
+    any partition will do.
     """
     if order_key is not None:
         return murmur2(b"o\0" + order_key.encode())
@@ -130,10 +129,10 @@ def order_hash(order_key: str | None, topic: str, key: bytes | None) -> int | No
 
 
 def order_mark(order_key: str | None, topic: str, key: bytes | None) -> int | None:
-    """Return what transactions whose order is kept have in common, None without an order to keep.
+    """Return a hash equal for transactions whose order is kept; None without an order.
 
-    It stands for the same key as `order_hash`, and costs a tenth. Keys that share one by chance
-    wait for one another without need. It is stored in snapshots.
+    It is of the same key as `order_hash`, at a tenth of the cost. Keys that collide wait for one
+    another needlessly. It is stored in snapshots.
     """
     if order_key is not None:
         return crc32(b"o\0" + order_key.encode())
@@ -143,7 +142,7 @@ def order_mark(order_key: str | None, topic: str, key: bytes | None) -> int | No
 
 
 def dedup_hash(group: str, dedup_key: str) -> int:
-    """Return the hash that puts a transaction with a client's own key into a half partition."""
+    """Return the hash that chooses the half partition of a transaction with a `dedup_key`."""
     return murmur2(b"d\0" + group.encode() + b"\0" + dedup_key.encode())
 
 
@@ -151,7 +150,7 @@ def dedup_hash(group: str, dedup_key: str) -> int:
 
 
 class Routed(Protocol):
-    """What routing reads of a request to prepare a transaction."""
+    """The fields of a prepare request that routing uses."""
 
     @property
     def group(self) -> str: ...
@@ -169,19 +168,22 @@ def partition_of(id: str, partitions: int) -> int:
     """Return the half partition that a transaction id names.
 
     Raises:
-        BadId: it is no id, or names a partition that does not exist.
+        BadId: it is not an id, or names a partition that does not exist.
     """
     try:
         partition = parse_id(id).partition
     except ValueError as error:
-        raise BadId(f"{id!r} is no transaction id: {error}") from None
+        raise BadId(f"{id!r} is not a transaction id: {error}") from None
     if partition >= partitions:
-        raise BadId(f"the id names partition {partition}; there are {partitions}")
+        raise BadId(
+            f"the id names half partition {partition}, but there are {partitions}: use the id that "
+            "the prepare returned"
+        )
     return partition
 
 
 def home(request: Routed, partitions: int) -> int | None:
-    """Return the half partition that a transaction belongs into, None for any.
+    """Return the half partition of a transaction; None for any.
 
     Raises:
         BadId: the id names another partition than the order key.
@@ -189,12 +191,16 @@ def home(request: Routed, partitions: int) -> int | None:
     first = request.messages[0]
     order = order_hash(request.order_key, first.topic, first.key)
     if request.order_key is None and request.dedup_key is not None:
-        # Before the message's key: the same dedup_key must meet its earlier use.
+        # Before the message's key: a dedup_key must reach its earlier use.
         order = dedup_hash(request.group, request.dedup_key)
-    wanted = None if order is None else order % partitions
+    hashed = None if order is None else order % partitions
     if request.id is None:
-        return wanted
+        return hashed
     named = partition_of(request.id, partitions)
-    if wanted is not None and wanted != named:
-        raise BadId(f"the id names half partition {named}, its order key {wanted}", id=request.id)
+    if hashed is not None and hashed != named:
+        raise BadId(
+            f"the id names half partition {named}, its order key half partition {hashed}: leave "
+            "one of them out",
+            id=request.id,
+        )
     return named

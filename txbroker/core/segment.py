@@ -34,7 +34,7 @@ MARK_BYTES = 8
 """Of a fingerprint, in a row."""
 SEGMENT_VERSION = 2
 """The record version from which on segments are stored as they are in memory."""
-_VERSION_BEFORE = 1
+_V1 = 1
 _Code: TypeAlias = Literal["Q", "I", "H", "B"]
 _CODES: tuple[_Code, ...] = ("Q", "Q", "I", "I", "I", "I", "H")
 _SIZES: dict[_Code, int] = {"Q": 8, "I": 4, "H": 2, "B": 1}
@@ -171,8 +171,22 @@ class Segment:
     """
 
     __slots__ = (
-        "_base_ms", "_before", "_keys", "_name", "_partition", "_times", "count", "groups",
-        "high_ms", "late", "low_ms", "newest_ms", "odd", "size", "tails", "value",
+        "_base_ms",
+        "_keys",
+        "_name",
+        "_name_v1",
+        "_partition",
+        "_times",
+        "count",
+        "groups",
+        "high_ms",
+        "late",
+        "low_ms",
+        "newest_ms",
+        "odd",
+        "size",
+        "tails",
+        "value",
     )  # fmt: skip
 
     def __init__(self, value: bytes, tails: bytes = b"") -> None:
@@ -199,7 +213,7 @@ class Segment:
         self._base_ms = packed.base_ms
         self._keys, self._times = _column(packed, 0), _column(packed, 2)
         self._name = ""
-        self._before: str = ""
+        self._name_v1: str = ""
 
     @property
     def memory_bytes(self) -> int:
@@ -226,40 +240,40 @@ class Segment:
             row += 1
         return -1
 
-    def brief(self, row: int) -> SettledSummary:
+    def summary(self, row: int) -> SettledSummary:
         """Return what is remembered of the transaction in a row."""
         packed = _decode(self.value)
-        return _brief(packed, row, [_column(packed, number) for number in range(8)], self.tails)
+        return _summary(packed, row, [_column(packed, number) for number in range(8)], self.tails)
 
-    def briefs(self) -> Iterator[SettledSummary]:
+    def summaries(self) -> Iterator[SettledSummary]:
         """Yield what is remembered of each."""
         packed = _decode(self.value)
         columns = [_column(packed, number).tolist() for number in range(8)]
         for row in range(self.count):
-            yield _brief(packed, row, columns, self.tails)
+            yield _summary(packed, row, columns, self.tails)
 
     def keyed(self) -> list[SettledSummary]:
         """Return what is remembered of those that have a client's own key."""
         packed = _decode(self.value)
         columns = [_column(packed, number) for number in range(8)] if packed.keys else []
-        return [_brief(packed, row, columns, self.tails) for row, _ in packed.keys]
+        return [_summary(packed, row, columns, self.tails) for row, _ in packed.keys]
 
     def ids(self) -> list[str]:
         """Return the ids."""
-        return [each.id for each in self.briefs()]
+        return [each.id for each in self.summaries()]
 
     def name_in(self, version: int) -> str:
         """Return the name under which it is stored in a record version."""
         if version >= SEGMENT_VERSION:
             return self.name
-        self._before = self._before or name_of(self.value_in(version))
-        return self._before
+        self._name_v1 = self._name_v1 or name_of(self.value_in(version))
+        return self._name_v1
 
     def value_in(self, version: int) -> bytes:
         """Return what is stored of it in a record version; below 2 only while `tails` are there."""
         if version >= SEGMENT_VERSION:
             return self.value
-        return _pack_before(sorted(self.briefs(), key=_by_decision))
+        return _pack_v1(sorted(self.summaries(), key=_by_decision))
 
 
 def read(value: bytes) -> Segment:
@@ -268,15 +282,15 @@ def read(value: bytes) -> Segment:
     Raises:
         ValueError: it is none, or of a newer version.
     """
-    if _decode_version(value).v != _VERSION_BEFORE:
+    if _decode_version(value).v != _V1:
         return Segment(value)
-    packed = _decode_before(value)
-    briefs = list(_briefs_before(packed))
-    if not briefs:
+    packed = _decode_v1(value)
+    summaries = list(_summaries_v1(packed))
+    if not summaries:
         raise ValueError("a segment without rows")
-    times = [parse_id(each.id).time_ms for each in briefs]
-    segment = pack(briefs, late=max(times) - min(times) > _EARLY_MS, tails=True)
-    segment._before = name_of(value)
+    times = [parse_id(each.id).time_ms for each in summaries]
+    segment = pack(summaries, late=max(times) - min(times) > _EARLY_MS, tails=True)
+    segment._name_v1 = name_of(value)
     return segment
 
 
@@ -306,7 +320,7 @@ def _bytes_of(code: _Code, numbers: Sequence[int]) -> bytes:
     return column.tobytes()
 
 
-def _brief(
+def _summary(
     packed: _Packed,
     row: int,
     columns: Sequence[Sequence[int]] | Sequence[memoryview[int]],
@@ -356,37 +370,39 @@ def _first(fact: tuple[int, object]) -> int:
     return fact[0]
 
 
-def _by_decision(brief: SettledSummary) -> tuple[int, str]:
-    return brief.op_offset, brief.id
+def _by_decision(summary: SettledSummary) -> tuple[int, str]:
+    return summary.op_offset, summary.id
 
 
-def pack(briefs: Sequence[SettledSummary], *, late: bool = False, tails: bool = False) -> Segment:
+def pack(
+    summaries: Sequence[SettledSummary], *, late: bool = False, tails: bool = False
+) -> Segment:
     """Return what is remembered of some transactions as a segment.
 
     Args:
-        briefs: at least one; with `tails`, their whole fingerprints.
+        summaries: at least one; with `tails`, their whole fingerprints.
         late: see `Segment`.
         tails: keep the second halves of the fingerprints in memory.
     """
-    numbers = numbers_of([each.id for each in briefs])
+    numbers = numbers_of([each.id for each in summaries])
     randomness = [number & _UINT64 for number in numbers]
     order = sorted(range(len(randomness)), key=randomness.__getitem__)
-    briefs = [briefs[at] for at in order]
+    summaries = [summaries[at] for at in order]
     numbers = [numbers[at] >> 64 for at in order]
     times = [number & TIME_MAX_MS for number in numbers]
-    decided_ms = max([each.decided_at_ms for each in briefs])
+    decided_ms = max([each.decided_at_ms for each in summaries])
     base_ms = decided_ms + _AHEAD_MS - _UINT32
-    base_half = max([each.offset for each in briefs]) - _UINT32
-    base_op = max([each.op_offset for each in briefs]) - _UINT32
-    odd = _odd_ones(briefs, numbers, (base_ms, base_half, base_op))
+    base_half = max([each.offset for each in summaries]) - _UINT32
+    base_op = max([each.op_offset for each in summaries]) - _UINT32
+    odd = _odd_ones(summaries, numbers, (base_ms, base_half, base_op))
     usual = [time_ms for row, time_ms in enumerate(times) if row not in odd] if odd else times
-    shapes, kinds = _shapes_of(briefs)
-    prepared = [each.prepared_at_ms for each in briefs]
+    shapes, kinds = _shapes_of(summaries)
+    prepared = [each.prepared_at_ms for each in summaries]
     columns = (
         [time_ms - base_ms for time_ms in times],
-        [each.offset - base_half for each in briefs],
-        [each.op_offset - base_op for each in briefs],
-        [each.decided_at_ms - base_ms for each in briefs],
+        [each.offset - base_half for each in summaries],
+        [each.op_offset - base_op for each in summaries],
+        [each.decided_at_ms - base_ms for each in summaries],
         [at_ms - time_ms + _EARLY_MS for at_ms, time_ms in zip(prepared, times, strict=True)],
     )
     for row in odd:
@@ -394,19 +410,19 @@ def pack(briefs: Sequence[SettledSummary], *, late: bool = False, tails: bool = 
             column[row] = 0
     newest_ms = max(max(times), max(prepared))
     codes = _codes(len(shapes))
-    keys, contents = _rare(briefs)
+    keys, contents = _rare(summaries)
     packed = _Packed(
         SEGMENT_VERSION,
         late,
         numbers[0] >> 48,
-        len(briefs),
+        len(summaries),
         newest_ms,
         min(usual, default=decided_ms),
         max(usual, default=decided_ms),
         base_ms,
         base_half,
         base_op,
-        _uses(briefs, shapes, (keys, contents, odd), newest_ms),
+        _uses(summaries, shapes, (keys, contents, odd), newest_ms),
         shapes,
         keys,
         contents,
@@ -415,19 +431,19 @@ def pack(briefs: Sequence[SettledSummary], *, late: bool = False, tails: bool = 
             b"".join(
                 [
                     _bytes_of("Q", [randomness[at] for at in order]),
-                    *[each.fingerprint[:MARK_BYTES] for each in briefs],
+                    *[each.fingerprint[:MARK_BYTES] for each in summaries],
                     *map(_bytes_of, codes[2:], (*columns, kinds)),
                 ]
             )
         ),
     )
-    rest = b"".join([each.fingerprint[MARK_BYTES:] for each in briefs]) if tails else b""
+    rest = b"".join([each.fingerprint[MARK_BYTES:] for each in summaries]) if tails else b""
     # The encoder's own bytes keep all the room that it took while they grew.
     return Segment(bytes(memoryview(_encode(packed))), rest)
 
 
 def _odd_ones(
-    briefs: Sequence[SettledSummary], numbers: Sequence[int], bases: tuple[int, int, int]
+    summaries: Sequence[SettledSummary], numbers: Sequence[int], bases: tuple[int, int, int]
 ) -> dict[int, _Odd]:
     """Return those whose numbers do not fit their columns, by row.
 
@@ -441,7 +457,7 @@ def _odd_ones(
         row: _Odd(
             row, each.id, each.offset, each.op_offset, each.prepared_at_ms, each.decided_at_ms
         )
-        for row, (each, number) in enumerate(zip(briefs, numbers, strict=True))
+        for row, (each, number) in enumerate(zip(summaries, numbers, strict=True))
         if not (
             base_ms < (time_ms := number & TIME_MAX_MS) <= times_max
             and 0 <= each.prepared_at_ms - time_ms + _EARLY_MS <= _UINT16
@@ -453,33 +469,33 @@ def _odd_ones(
     }
 
 
-def _shapes_of(briefs: Sequence[SettledSummary]) -> tuple[list[_Shape], list[int]]:
+def _shapes_of(summaries: Sequence[SettledSummary]) -> tuple[list[_Shape], list[int]]:
     """Return the shapes, and of each row its shape's number and its state."""
     shapes: dict[tuple[str, tuple[tuple[str, int], ...]], int] = {}
     rolled_back = State.ROLLED_BACK
     kinds = [
         shapes.setdefault((each.group, each.places), len(shapes)) << 1 | (each.state is rolled_back)
-        for each in briefs
+        for each in summaries
     ]
     return [_Shape(group, places) for group, places in shapes], kinds
 
 
 def _rare(
-    briefs: Sequence[SettledSummary],
+    summaries: Sequence[SettledSummary],
 ) -> tuple[list[tuple[int, str]], list[tuple[int, bytes]]]:
     """Return the clients' own keys and the fingerprints of replaced messages, by row."""
     return (
-        [(row, each.dedup_key) for row, each in enumerate(briefs) if each.dedup_key is not None],
+        [(row, each.dedup_key) for row, each in enumerate(summaries) if each.dedup_key is not None],
         [
             (row, each.contents_fingerprint)
-            for row, each in enumerate(briefs)
+            for row, each in enumerate(summaries)
             if each.contents_fingerprint
         ],
     )
 
 
 def _uses(
-    briefs: Sequence[SettledSummary],
+    summaries: Sequence[SettledSummary],
     shapes: Sequence[_Shape],
     rare: tuple[list[tuple[int, str]], list[tuple[int, bytes]], Iterable[int]],
     newest_ms: int,
@@ -493,29 +509,29 @@ def _uses(
     for shape in shapes:
         sizes[shape.group] += len(_encode(shape))
     if len(sizes) == 1:
-        sizes[briefs[0].group] += row_bytes * len(briefs)
+        sizes[summaries[0].group] += row_bytes * len(summaries)
     else:
         newest = dict.fromkeys(sizes, 0)
-        for each in briefs:
+        for each in summaries:
             sizes[each.group] += row_bytes
             newest[each.group] = max(newest[each.group], each.last_ms)
     keys, contents, odd = rare
     for row, key in keys:
-        sizes[briefs[row].group] += _KEY_BYTES + 2 * len(key)
+        sizes[summaries[row].group] += _KEY_BYTES + 2 * len(key)
     for row, _ in contents:
-        sizes[briefs[row].group] += _CONTENTS_BYTES
+        sizes[summaries[row].group] += _CONTENTS_BYTES
     for row in odd:
-        sizes[briefs[row].group] += _ODD_BYTES
+        sizes[summaries[row].group] += _ODD_BYTES
     return [GroupUse(group, newest[group], size) for group, size in sizes.items()]
 
 
 # --- version 1: read, and written while a proxy of the group reads no other --------------------
 
 _NONE = bytes(16)
-_ROW_BEFORE = Packing(">16s16sqqqqIB")
+_ROW_V1 = Packing(">16s16sqqqqIB")
 
 
-class _Before(Struct, array_like=True):
+class _PackedV1(Struct, array_like=True):
     """Version 1: all ids in one text, one row of fixed length for each."""
 
     v: int
@@ -526,12 +542,12 @@ class _Before(Struct, array_like=True):
     newest_ms: int
 
 
-_decode_before = msgspec.msgpack.Decoder(_Before).decode
+_decode_v1 = msgspec.msgpack.Decoder(_PackedV1).decode
 
 
-def _briefs_before(packed: _Before) -> Iterator[SettledSummary]:
+def _summaries_v1(packed: _PackedV1) -> Iterator[SettledSummary]:
     keys: Mapping[int, str] = dict(packed.keys)
-    for row, facts in enumerate(_ROW_BEFORE.iter_unpack(packed.rows)):
+    for row, facts in enumerate(_ROW_V1.iter_unpack(packed.rows)):
         mark, contents, offset, op_offset, prepared_ms, decided_ms, shape, state = facts
         yield SettledSummary(
             packed.ids[row * LENGTH : (row + 1) * LENGTH],
@@ -548,10 +564,10 @@ def _briefs_before(packed: _Before) -> Iterator[SettledSummary]:
         )
 
 
-def _pack_before(briefs: Sequence[SettledSummary]) -> bytes:
+def _pack_v1(summaries: Sequence[SettledSummary]) -> bytes:
     shapes: dict[_Shape, int] = {}
     rows = [
-        _ROW_BEFORE.pack(
+        _ROW_V1.pack(
             each.fingerprint,
             each.contents_fingerprint or _NONE,
             each.offset,
@@ -561,9 +577,11 @@ def _pack_before(briefs: Sequence[SettledSummary]) -> bytes:
             shapes.setdefault(_Shape(each.group, each.places), len(shapes)),
             _STATES.index(each.state),
         )
-        for each in briefs
+        for each in summaries
     ]
-    keys = [(row, each.dedup_key) for row, each in enumerate(briefs) if each.dedup_key is not None]
-    ids = "".join([each.id for each in briefs])
-    newest_ms = max([each.last_ms for each in briefs])
-    return _encode(_Before(_VERSION_BEFORE, ids, b"".join(rows), list(shapes), keys, newest_ms))
+    keys = [
+        (row, each.dedup_key) for row, each in enumerate(summaries) if each.dedup_key is not None
+    ]
+    ids = "".join([each.id for each in summaries])
+    newest_ms = max([each.last_ms for each in summaries])
+    return _encode(_PackedV1(_V1, ids, b"".join(rows), list(shapes), keys, newest_ms))

@@ -1,46 +1,44 @@
-"""The settled window: what is remembered of transactions that came to their end.
+"""The settled window: recently settled transactions, remembered to answer repeated calls.
 
-The newest are remembered whole, for show. Of all others only what answers need is kept, thousands
-of them packed together in a *segment* (`txbroker.core.segment`): there may be millions within the
-dedup window. A restart takes segments as they are, without looking at every transaction in them.
+The newest are remembered whole, for display. Of all others only what answers need is kept, packed
+by the thousand into *segments* (`txbroker.core.segment`), because the dedup window may hold
+millions. A restart loads segments without looking at each transaction in them.
 
-There is no index of ids. The ids of one segment are of about the time at which it was filled, so
-their times tell which segments can hold an id. What is settled late lies in a lane of its own: else
-every segment would reach far back.
+There is no index of ids. The ids of one segment were made at about the time at which it was filled,
+so their times show which segments can hold an id. Transactions settled late have a separate lane;
+otherwise every segment would reach far back.
 """
 
 import heapq
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from txbroker.core.alike import intern
-from txbroker.core.index import ShareOf, ShareUse, own_share
-from txbroker.core.records import Decision, Half, Place, State
+from txbroker.core.records import Decision, Half, Place, State, intern
 from txbroker.core.routing import IdParts, parse_id
 from txbroker.core.segment import ROW_BYTES, SEGMENT_VERSION, Segment, SettledSummary, pack
-from txbroker.core.transaction import Transaction, Verdict, bare_of
+from txbroker.core.shares import ShareOf, ShareUse, own_share
+from txbroker.core.transaction import Transaction, Verdict, bare
 
 SHOWN_MAX = 1000
-"""Settled transactions that are remembered whole, beside those that are not packed yet."""
+"""Settled transactions that are remembered whole, besides those not packed yet."""
 SEGMENT_ENTRIES = 4096
-"""Transactions in a full segment: some milliseconds of work, and about 150 kB."""
+"""Transactions in a full segment: a few milliseconds of work, and about 150 kB."""
 LATE_MS = 30_000
-"""What is settled so long after its preparation is *late*."""
+"""A transaction settled this long after its preparation is *late*."""
 _DECISIONS = {State.PROMOTED: Decision.COMMIT, State.ROLLED_BACK: Decision.ROLLBACK}
 
 
 def summaries_of(transactions: Iterable[Transaction]) -> list[SettledSummary]:
-    """Return what is remembered of settled transactions."""
-    # Most go to the same places as many others.
-    known: dict[tuple[Place, ...], tuple[tuple[str, int], ...]] = {}
-    found = []
+    """Return the summaries of settled transactions."""
+    # Most have the same places as many others.
+    cache: dict[tuple[Place, ...], tuple[tuple[str, int], ...]] = {}
+    summaries = []
     for transaction in transactions:
-        half, verdict, went = transaction.half, transaction.verdict, transaction.places
-        assert verdict is not None
-        places = known.get(went)
+        half, verdict, sized = transaction.half, transaction.verdict, transaction.places
+        places = cache.get(sized)
         if places is None:
-            places = known[went] = tuple([(place.topic, place.partition) for place in went])
-        found.append(
+            places = cache[sized] = tuple([(place.topic, place.partition) for place in sized])
+        summaries.append(
             SettledSummary(
                 half.id,
                 half.group,
@@ -55,44 +53,46 @@ def summaries_of(transactions: Iterable[Transaction]) -> list[SettledSummary]:
                 half.dedup_key,
             )
         )
-    return found
+    return summaries
 
 
 def summary_of(transaction: Transaction) -> SettledSummary:
-    """Return what is remembered of a settled transaction."""
+    """Return the summary of a settled transaction."""
     return summaries_of([transaction])[0]
 
 
-def to_transaction(summary_of: SettledSummary) -> Transaction:
-    """Return a settled transaction as far as it is remembered: neither its attempts nor who decided
-    it and why, which stands in its marker; of its fingerprint maybe only the start."""
+def to_transaction(summary: SettledSummary) -> Transaction:
+    """Return a settled transaction as far as its summary goes.
+
+    It has no attempts, nor who decided it and why, which its marker holds; of its fingerprint it
+    may have only the start.
+    """
     verdict = Verdict(
-        _DECISIONS[summary_of.state],
-        summary_of.op_offset,
-        summary_of.decided_at_ms,
-        contents_fingerprint=summary_of.contents_fingerprint,
+        _DECISIONS[summary.state],
+        summary.op_offset,
+        summary.decided_at_ms,
+        contents_fingerprint=summary.contents_fingerprint,
     )
-    places = tuple([Place(intern(topic), partition, 0) for topic, partition in summary_of.places])
-    messages = bare_of(places)
-    half = Half(summary_of.id, intern(summary_of.group), messages, dedup_key=summary_of.dedup_key)
+    places = tuple([Place(intern(topic), partition, 0) for topic, partition in summary.places])
+    half = Half(summary.id, intern(summary.group), bare(places), dedup_key=summary.dedup_key)
     return Transaction(
         half,
-        summary_of.offset,
-        summary_of.prepared_at_ms,
-        summary_of.fingerprint,
+        summary.offset,
+        summary.prepared_at_ms,
+        summary.fingerprint,
         places,
         None,
-        summary_of.state,
+        summary.state,
         False,
         verdict=verdict,
     )
 
 
 class _Lane:
-    """Segments in the order in which they were filled, and what the next one is to hold.
+    """Segments in the order in which they were filled, and the transactions not packed yet.
 
-    `highs` are the greatest times of ids up to each segment, `lows` the least from it on: so what
-    lies between two bisections can hold an id, and nothing else.
+    `highs[i]` is the greatest time of ids in segments up to i, `lows[i]` the least from i on: two
+    bisections give the range of segments that can hold an id.
     """
 
     __slots__ = ("highs", "loose", "lows", "segments")
@@ -138,24 +138,23 @@ class SettledWindow:
     """Settled transactions by id.
 
     Attributes:
-        size: what they take in memory, bytes; of those that are remembered whole what they will
-            take.
+        shown: the newest, whole.
+        size: their memory, bytes; of those remembered whole what they will take once packed.
         version: the record version that all proxies read as far as known. Below 2, fingerprints
-            are remembered as a whole, as version 1 of a segment has them.
+            are kept whole, as version 1 of a segment stores them.
     """
 
     def __init__(self) -> None:
         self.shown: dict[str, Transaction] = {}
-        """The newest, whole."""
         self.size = 0
         self.version = SEGMENT_VERSION
         self._count = 0
         self._clock_ms = 0
         self._usual, self._late = self._lanes = (_Lane(), _Lane())
-        # Ids that their times do not find.
+        # Ids whose times do not lead to their segment.
         self._odd: dict[str, Segment] = {}
-        # A heap of what may be within the dedup window: of each group in each segment its own
-        # newest time and its bytes. An id may be of the future: that prolongs no other's use.
+        # A heap of what may be within the dedup window: the newest time and the bytes of each
+        # group in each segment. An id may lie in the future: that prolongs only its group's use.
         self._recent: list[tuple[int, str, int]] = []
         self._recent_use = ShareUse()
         self._share_of: ShareOf = own_share
@@ -164,35 +163,33 @@ class SettledWindow:
         return self._count
 
     def __iter__(self) -> Iterator[Transaction]:
-        for briefs in self.parts():
-            for each in briefs:
-                yield self._whole(each.id) or to_transaction(each)
+        for summaries in self.parts():
+            for summary in summaries:
+                yield self._whole(summary.id) or to_transaction(summary)
 
     def __contains__(self, id: str) -> bool:
         return self._whole(id) is not None or self._packed(id) is not None
 
     @property
     def segments(self) -> list[Segment]:
-        """All but the newest, packed."""
+        """All but those not packed yet."""
         return [*self._usual.segments, *self._late.segments]
 
     def parts(self) -> Iterator[Iterable[SettledSummary]]:
-        """Yield what is remembered, some thousand at a time; others may be settled or forgotten in
-        between."""
+        """Yield summaries, some thousand at a time; the window may change in between."""
         segments = self.segments
         loose = [*self._usual.loose.values(), *self._late.loose.values()]
         for segment in segments:
-            yield segment.briefs()
+            yield segment.summaries()
         yield summaries_of(loose)
 
-    # --- coming in ---------------------------------------------------------------------------
+    # --- adding ------------------------------------------------------------------------------
 
     def settle_many(self, transactions: Iterable[Transaction]) -> None:
-        """Remember some that were settled just now, and pack what makes a full segment."""
+        """Add transactions that were settled just now; pack what fills a segment."""
         shown, clock_ms = self.shown, self._clock_ms
         for transaction in transactions:
             id, verdict = transaction.half.id, transaction.verdict
-            assert verdict is not None
             if verdict.at_ms > clock_ms:
                 clock_ms = self._clock_ms = verdict.at_ms
             late = clock_ms - transaction.prepared_at_ms > LATE_MS
@@ -218,12 +215,12 @@ class SettledWindow:
         lane.loose = {}
         self.add_segment(segment)
         if len(self.shown) > SHOWN_MAX:
-            # Some at a time: taking the first key of a dict over and over gets slower.
+            # Many at a time: removing the first key of a dict again and again gets slower.
             for id in list(self.shown)[: len(self.shown) - SHOWN_MAX // 2]:
                 del self.shown[id]
 
     def add_segment(self, segment: Segment) -> None:
-        """Remember some that were settled before all that are not packed."""
+        """Add transactions that were settled before all that are not packed."""
         if self.version >= SEGMENT_VERSION:
             segment.tails = b""
         elif not segment.tails:
@@ -232,13 +229,16 @@ class SettledWindow:
         self._count += segment.count
         self.size += segment.memory_bytes
         self._odd |= dict.fromkeys(segment.odd, segment)
-        for each in segment.groups:
-            heapq.heappush(self._recent, (each.newest_ms, each.group, each.size))
-            self._recent_use.add(self._share_of(each.group), each.size)
+        for use in segment.groups:
+            heapq.heappush(self._recent, (use.newest_ms, use.group, use.size))
+            self._recent_use.add(self._share_of(use.group), use.size)
 
     def store_as(self, version: int) -> int:
-        """Prepare segments for being stored where this record version is the lowest of all
-        proxies; return the one to write: once fingerprints are cut there is no way back."""
+        """Prepare segments for storage where this is the lowest record version of all proxies.
+
+        Returns:
+            The version to write: cut fingerprints cannot be restored, so it never goes back.
+        """
         if version < self.version:
             return self.version
         if version >= SEGMENT_VERSION > self.version:
@@ -248,33 +248,34 @@ class SettledWindow:
                 segment.tails = b""
         return version
 
-    # --- what one share takes ----------------------------------------------------------------
+    # --- use by share ------------------------------------------------------------------------
 
     def recent_of(self, share: str, since_ms: int) -> int:
-        """Return how many bytes a share takes in segments where its groups have an id's or append
-        time from then on. Earlier ones are not counted again, even if a later call asks for
-        them."""
+        """Return the bytes of a share's segments with an id's or append time from `since_ms` on.
+
+        Older ones leave the count for good, even if a later call names an earlier time.
+        """
         while self._recent and self._recent[0][0] < since_ms:
             _, group, size = heapq.heappop(self._recent)
             self._recent_use.add(self._share_of(group), -size)
         return self._recent_use.of(share)
 
     def share_by(self, share_of: ShareOf) -> None:
-        """Count groups to other shares from now on, and what is remembered already, too."""
+        """Count groups to other shares from now on, and recount what there is."""
         self._share_of, self._recent_use = share_of, ShareUse()
         for _, group, size in self._recent:
             self._recent_use.add(share_of(group), size)
 
-    # --- looking up --------------------------------------------------------------------------
+    # --- look-up -----------------------------------------------------------------------------
 
     def get(self, id: str) -> Transaction | None:
         """Return a transaction as far as it is remembered."""
-        # In line, as every prepare asks for an id that is not here.
-        found = self.shown.get(id) or self._usual.loose.get(id) or self._late.loose.get(id)
-        if found is None and (place := self._packed(id)) is not None:
-            segment, row = place
-            return to_transaction(segment.brief(row))
-        return found
+        # Inlined: every prepare looks an id up that is not here.
+        shown = self.shown.get(id) or self._usual.loose.get(id) or self._late.loose.get(id)
+        if shown is None and (packed := self._packed(id)) is not None:
+            segment, row = packed
+            return to_transaction(segment.summary(row))
+        return shown
 
     def _whole(self, id: str) -> Transaction | None:
         return self.shown.get(id) or self._usual.loose.get(id) or self._late.loose.get(id)
@@ -287,18 +288,17 @@ class SettledWindow:
         except ValueError:
             return None
         for lane in self._lanes:
-            # Most that are asked for are new: younger than all that is packed.
+            # Most ids are new: younger than all that is packed.
             if lane.highs and parts.time_ms <= lane.highs[-1]:
-                found = lane.find(parts)
-                if found is not None:
-                    return found
+                packed = lane.find(parts)
+                if packed is not None:
+                    return packed
         return None
 
     # --- forgetting --------------------------------------------------------------------------
 
     def oldest_ms(self) -> int:
-        """Return the latest id's or append time among those that would be forgotten next; 0
-        without any."""
+        """Return the newest id's or append time among those forgotten next; 0 if empty."""
         return min(
             [lane.oldest_ms() for lane in self._lanes if lane.segments or lane.loose], default=0
         )
@@ -306,15 +306,15 @@ class SettledWindow:
     def forget(
         self, before_ms: int, count_max: int, held: Mapping[str, object]
     ) -> list[SettledSummary]:
-        """Forget what is older, as long as more than so many are left.
+        """Forget transactions that are older, down to `count_max`.
 
         Args:
-            before_ms: whatever has an id's or append time from then on is kept.
+            before_ms: those with an id's or append time from then on are kept.
             count_max: how many may be remembered although they are older.
-            held: ids that are not to be forgotten, nor what was settled after them.
+            held: ids that are kept, and with them everything settled later.
 
         Returns:
-            Those of them that had a client's own key.
+            The forgotten ones that had a `dedup_key`.
         """
         keyed: list[SettledSummary] = []
         if self._count > count_max:
@@ -338,7 +338,7 @@ class SettledWindow:
             for id in segment.odd:
                 self._odd.pop(id, None)
             newest_ms = segment.newest_ms
-            old = [id for id, each in self.shown.items() if each.prepared_at_ms <= newest_ms]
+            old = [id for id, shown in self.shown.items() if shown.prepared_at_ms <= newest_ms]
             for id in old:
                 if _holds(segment, id):
                     del self.shown[id]

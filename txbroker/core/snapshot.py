@@ -1,19 +1,19 @@
 """Snapshots: the ledger at one pair of positions, as records of the checkpoint topic.
 
-A snapshot is captured piece by piece while the ledger goes on changing: whatever is about to change
-is put aside as it was (copy on write), so the whole is as of the positions where the capture began.
-It holds what acknowledged turns did and no more, because the ledger does not know more.
+A snapshot is captured in pieces while the ledger keeps changing: a transaction that is about to
+change is saved first (copy on write), so the snapshot is as of the positions where the capture
+began. It holds the effects of acknowledged promotion transactions only, like the ledger.
 
-Chunks lie under the keys `snapshot/SLOT/N`, two slots in turn, and count only with the closing
-record `snapshot/SLOT`, which names their number and hash. Of several whole ones the greatest
-positions count, whenever they were written.
+Chunks have the keys `snapshot/SLOT/N`, in two slots alternately, and are valid only with the
+closing record `snapshot/SLOT`, which holds their number and hash. Of several complete snapshots the
+one with the greatest positions is used, regardless of when it was written.
 
-A chunk tells the *shapes* of its transactions once: group, check policy and places.
+A chunk holds the *shapes* of its transactions once: group, check policy and places.
 
-What is remembered of settled ones lies in segments (`txbroker.core.settled`), under the keys
-`snapshot/settled/NAME`. They never change and are named after their content, so each is stored
-once, and all snapshots that hold it name it in their closing records. So a snapshot costs what is
-not settled and what was settled since the last one, not the whole dedup window.
+Settled transactions are in segments (`txbroker.core.settled`) with the keys
+`snapshot/settled/NAME`. A segment never changes and is named after its content, so it is stored
+once and named by the closing records of all snapshots that hold it. So a snapshot costs what is
+unsettled and what was settled since the last one, not the whole dedup window.
 """
 
 import hashlib
@@ -22,10 +22,8 @@ from collections.abc import Collection, Iterable, Iterator
 import msgspec
 from msgspec import Struct
 
-from txbroker.core.alike import intern
 from txbroker.core.ledger import Ledger
-from txbroker.core.lifecycle import SETTLED
-from txbroker.core.outcome import MarkerEntry
+from txbroker.core.lifecycle import SETTLED, MarkerEntry
 from txbroker.core.records import (
     RECORD_VERSION,
     Anchor,
@@ -36,14 +34,15 @@ from txbroker.core.records import (
     Place,
     Record,
     State,
+    intern,
 )
 from txbroker.core.segment import Segment, name_of, read
-from txbroker.core.transaction import Checks, Transaction, Verdict, bare_of
+from txbroker.core.transaction import NO_CHECKS, NO_VERDICT, Checks, Transaction, Verdict, bare
 
 CHUNK_ENTRIES = 2000
 CHUNK_BYTES = 256 * 1024
 """Transactions and bytes in one chunk: a few milliseconds of work, and far below the topic's limit.
-A transaction of very many messages has a chunk of its own, which may be larger."""
+A transaction of very many messages has a separate chunk, which may be larger."""
 SLOTS = 2
 _CHUNK_DIGITS = 5
 """100,000 chunks are 25 GB."""
@@ -53,11 +52,11 @@ _LOOK_AHEAD = 64
 _LENGTH = 4
 _SHAPES_MAX = 100_000
 _SHAPE_BYTES = 32
-"""More than a group, a policy or a place takes beside the name in it."""
+"""An upper bound of a group, a policy or a place without its name."""
 
 
 class _Shape(Struct, frozen=True, array_like=True, gc=False):
-    """What many transactions have in common."""
+    """What many transactions share."""
 
     group: str
     policy: CheckPolicy
@@ -65,7 +64,7 @@ class _Shape(Struct, frozen=True, array_like=True, gc=False):
 
 
 class _More(Struct, array_like=True, gc=False):
-    """What few transactions have."""
+    """Rare fields of a transaction."""
 
     state: State
     order_key: str | None
@@ -77,7 +76,7 @@ class _More(Struct, array_like=True, gc=False):
 
 
 class _Facts(Struct, array_like=True, gc=False):
-    """What each transaction that is not settled has of its own."""
+    """The fields of an unsettled transaction that differ from the others'."""
 
     id: str
     offset: int
@@ -89,10 +88,12 @@ class _Facts(Struct, array_like=True, gc=False):
 
 
 class _Chunk(Struct, array_like=True):
-    """A part of a snapshot; its version and snapshot first.
+    """A part of a snapshot.
 
-    `open` names the shape of each by its place in `shapes`. `waiting` is the next part of all
-    waiting markers, each behind its length: with replaced messages one can be larger than a chunk.
+    Attributes:
+        open: unsettled transactions, each with the number of its shape.
+        waiting: the next part of all waiting markers, each after its length: with contents one
+            can be larger than a chunk.
     """
 
     v: int
@@ -103,29 +104,29 @@ class _Chunk(Struct, array_like=True):
 
 
 class _Piece(Struct, gc=False):
-    """What goes into a chunk next, encoded: a transaction (`shape` is there) or a part of the
-    waiting markers."""
+    """The next entry of a chunk, encoded: a transaction with its shape, or a part of the waiting
+    markers."""
 
     data: bytes
     shape: _Shape | None = None
 
 
 class Closing(Struct, frozen=True, omit_defaults=True):
-    """The record that makes a snapshot whole.
+    """The record that completes a snapshot.
 
     Attributes:
         v: the record version.
         snapshot: the snapshot's id, as in its chunks.
         chunks: how many there are.
         digest: over all of them, in hex.
-        segments: the names of the settled ones' segments, in the order in which they were filled.
-        half, op: the first offsets that it does not hold any more.
+        segments: the names of segments, in the order in which they were filled.
+        half, op: the first offsets that it does not cover.
         half_clock_ms, op_clock_ms: the log clocks there.
-        half_anchor, op_anchor: the records by which the logs are recognised.
+        half_anchor, op_anchor: records that identify the logs.
         entries: transactions in its chunks.
-        at_ms: when it was taken, by the owner's clock; 0 from a proxy that did not say so.
-        progress: the `op` of the newest progress; 0 before the first turn, or from a proxy that did
-            not say so.
+        at_ms: when it was taken, by the owner's clock; 0 if written by an older proxy.
+        progress: the `op` of the newest checkpoint; 0 before the first promotion transaction, or
+            if written by an older proxy.
     """
 
     v: int
@@ -145,7 +146,7 @@ class Closing(Struct, frozen=True, omit_defaults=True):
 
 
 class Whole(Struct, frozen=True):
-    """A snapshot that is whole, not decoded yet."""
+    """A complete snapshot, not decoded yet."""
 
     slot: int
     closing: Closing
@@ -172,7 +173,7 @@ _UNREADABLE = (ValueError, msgspec.DecodeError, RecursionError)
 
 
 def is_snapshot(key: bytes | None) -> bool:
-    """Say whether a key of the checkpoint topic belongs to a snapshot."""
+    """Return whether a key of the checkpoint topic belongs to a snapshot."""
     return key is not None and key.startswith(_PREFIX)
 
 
@@ -192,25 +193,25 @@ def closing_key(slot: int) -> bytes:
 
 
 CLOSING_KEYS = frozenset(closing_key(slot) for slot in range(SLOTS))
-"""Their records are replaced and never removed: a tombstone of one is another client's."""
+"""Their records are replaced and never removed: a tombstone is another client's."""
 
 
 class Capture:
-    """A ledger as it is now, encoded piece by piece while it goes on changing.
+    """A ledger as it is now, encoded in pieces while it keeps changing.
 
-    Transactions are taken by half offset; one that changes ahead of that is put aside as it was.
+    Transactions are encoded in offset order; one that changes before its turn is saved first.
 
     Args:
-        ledger: is watched until the last record is taken, or the capture abandoned.
-        id: names the snapshot; no other one may have it.
-        slot: 0 or 1; never that of the greatest whole snapshot.
-        version: the record version to write; a newer one where an older cannot say what is settled.
-        chunks_before: how many chunks the slot held before; superfluous ones are removed.
+        ledger: is watched until the last record is taken, or the capture is abandoned.
+        id: a unique name of the snapshot.
+        slot: 0 or 1, but not that of the newest complete snapshot.
+        version: the record version to write; raised if it cannot hold the settled transactions.
+        chunks_before: the chunks of the slot's last snapshot; superfluous ones are removed.
         stored: names of segments that are stored already.
-        now_ms: the time by the owner's clock.
+        now_ms: the owner's clock.
 
     Raises:
-        ValueError: the ledger is being captured already.
+        ValueError: another capture of the ledger is in progress.
     """
 
     def __init__(
@@ -224,11 +225,11 @@ class Capture:
         now_ms: int = 0,
     ) -> None:
         if ledger.watcher is not None:
-            raise ValueError("one snapshot at a time")
+            raise ValueError("the ledger is being captured already: one snapshot at a time")
         self._ledger = ledger
         self._id = id
         self._slot = slot
-        self._version = ledger.settled.store_as(version)
+        self._version = ledger.index.settled.store_as(version)
         self._chunks_before = chunks_before
         self._stored = stored
         self._now_ms = now_ms
@@ -236,43 +237,43 @@ class Capture:
         self._half, self._op = ledger.half_whole, ledger.op_whole
         self._clocks = (ledger.half_clock_ms, ledger.op_clock_ms)
         self._anchors = (ledger.half_whole_anchor, ledger.op_whole_anchor)
-        # Up to this offset all were taken; ahead of it those that were put aside.
+        # Up to this offset all are encoded; after it those that were saved.
         self._taken_to = -1
-        self._aside: list[_Piece] = []
-        self._put_aside: set[int] = set()
-        ledger.settled.seal()
+        self._saved_pieces: list[_Piece] = []
+        self._saved_offsets: set[int] = set()
+        ledger.index.settled.seal()
         since_ms = ledger.half_clock_ms - ledger.dedup_window_ms
-        # Of older ones a half message would be void.
-        self._segments = [each for each in ledger.settled.segments if each.newest_ms >= since_ms]
-        self._waiting = [entry for found in ledger.waiting.values() for entry in found]
+        # Half messages with older ids would be void.
+        self._segments = [s for s in ledger.index.settled.segments if s.newest_ms >= since_ms]
+        self._waiting = [entry for entries in ledger.waiting.values() for entry in entries]
         self._pieces = self._all_pieces()
         self._held_over: _Piece | None = None
         self._digest = hashlib.blake2b(digest_size=16)
         self._count = 0
         self.entries = 0
-        """Transactions in the chunks made so far."""
+        """Transactions in the chunks so far."""
         ledger.watcher = self
 
     def before(self, transaction: Transaction) -> None:
-        """This one is about to change: put it aside as it is, unless it was taken already or is
-        none of this snapshot's."""
+        """Save a transaction that is about to change, unless it is encoded already or was prepared
+        after the snapshot."""
         offset = transaction.offset
         if (
             self._taken_to < offset < self._half
             and transaction.state not in SETTLED
-            and offset not in self._put_aside
+            and offset not in self._saved_offsets
         ):
-            self._put_aside.add(offset)
-            self._aside.append(_piece(transaction))
+            self._saved_offsets.add(offset)
+            self._saved_pieces.append(_piece(transaction))
 
     def abandon(self) -> None:
-        """Watch no longer."""
+        """Stop watching the ledger."""
         if self._ledger.watcher is self:
             self._ledger.watcher = None
 
     def records(self) -> Iterator[Record]:
         """Yield the snapshot's records: chunks, segments that are not stored yet, the closing
-        record. A caller may do anything between two of them."""
+        record. The ledger may change between two of them."""
         while (value := self._chunk()) is not None:
             self._digest.update(value)
             self._count += 1
@@ -299,28 +300,27 @@ class Capture:
         yield Record(closing_key(self._slot), msgspec.json.encode(closing))
 
     def superfluous(self) -> list[Record]:
-        """Return tombstones of what the slot held before, to be stored behind the closing
-        record."""
+        """Return tombstones of the slot's old chunks, to be stored after the closing record."""
         numbers = range(self._count, self._chunks_before)
         return [Record(chunk_key(self._slot, number), None) for number in numbers]
 
     @property
     def chunks(self) -> int:
-        """How many chunks were made so far."""
+        """The number of chunks so far."""
         return self._count
 
     @property
     def segments(self) -> tuple[str, ...]:
-        """The names of the segments of settled transactions that belong to it."""
+        """The names of the segments that belong to it."""
         return tuple([segment.name_in(self._version) for segment in self._segments])
 
     def _chunk(self) -> bytes | None:
-        """Return the next chunk; None at the end."""
+        """Return the next chunk; None after the last."""
         shapes: dict[_Shape, int] = {}
         rows: list[object] = []
         waiting: list[bytes] = []
-        size = looked_at = 0
-        while looked_at < CHUNK_ENTRIES:
+        size = pieces = 0
+        while pieces < CHUNK_ENTRIES:
             piece = self._held_over or next(self._pieces, None)
             if piece is None:
                 break
@@ -331,30 +331,30 @@ class Capture:
                 self._held_over = piece
                 break
             self._held_over = None
-            looked_at += 1
+            pieces += 1
             size += more
             if shape is not None:
                 place = shapes.setdefault(shape, len(shapes))
                 rows.append((place, msgspec.Raw(piece.data)))
             else:
                 waiting.append(piece.data)
-        if not looked_at:
+        if not pieces:
             return None
         self.entries += len(rows)
         return _encode((self._version, self._id, list(shapes), rows, b"".join(waiting)))
 
     def _all_pieces(self) -> Iterator[_Piece]:
-        """Yield all there is, as it was when the capture began; anything may change in between."""
-        while found := self._ahead():
-            for transaction in found:
-                yield from self._those_put_aside()
+        """Yield everything as it was when the capture began; the ledger may change in between."""
+        while ahead := self._ahead():
+            for transaction in ahead:
+                yield from self._saved()
                 self._taken_to = transaction.offset
-                if transaction.offset in self._put_aside:
-                    self._put_aside.remove(transaction.offset)
+                if transaction.offset in self._saved_offsets:
+                    self._saved_offsets.remove(transaction.offset)
                 else:
                     yield _piece(transaction)
         self._taken_to = self._half
-        yield from self._those_put_aside()
+        yield from self._saved()
         for entry in self._waiting:
             data = _encode(entry)
             data = len(data).to_bytes(_LENGTH, "big") + data
@@ -362,12 +362,12 @@ class Capture:
                 yield _Piece(data[at : at + CHUNK_BYTES])
 
     def _ahead(self) -> list[Transaction]:
-        found = self._ledger.in_order(self._taken_to, _LOOK_AHEAD)
-        return [transaction for transaction in found if transaction.offset < self._half]
+        ahead = self._ledger.index.in_order(self._taken_to, _LOOK_AHEAD)
+        return [transaction for transaction in ahead if transaction.offset < self._half]
 
-    def _those_put_aside(self) -> Iterator[_Piece]:
-        while self._aside:
-            yield self._aside.pop()
+    def _saved(self) -> Iterator[_Piece]:
+        while self._saved_pieces:
+            yield self._saved_pieces.pop()
 
 
 def _piece(transaction: Transaction) -> _Piece:
@@ -375,7 +375,7 @@ def _piece(transaction: Transaction) -> _Piece:
     more: _More | None = None
     if (
         transaction.state is not State.PENDING
-        or transaction.checks is not None
+        or transaction.checks is not NO_CHECKS
         or half.order_key is not None
         or half.dedup_key is not None
         or transaction.lost
@@ -384,8 +384,8 @@ def _piece(transaction: Transaction) -> _Piece:
             transaction.state,
             half.order_key,
             half.dedup_key,
-            transaction.checks,
-            transaction.verdict,
+            None if transaction.checks is NO_CHECKS else transaction.checks,
+            None if transaction.verdict is NO_VERDICT else transaction.verdict,
             transaction.cause if transaction.state is State.REFUSED else None,
             transaction.lost,
         )
@@ -410,15 +410,15 @@ def _shape_bytes(shape: _Shape) -> int:
 
 
 def find_whole(records: Iterable[Record]) -> list[Whole]:
-    """Return the snapshots among these records that are whole, the greatest positions first.
+    """Return the complete snapshots among these records, the greatest positions first.
 
-    Those that are damaged, in part another's, or of a newer version are left out.
+    Damaged ones, mixtures of two snapshots and those of a newer version are left out.
     """
     newest = {record.key: record.value for record in records if is_snapshot(record.key)}
     segments: dict[str, Segment] = {}
-    found = [_whole(slot, newest, segments) for slot in range(SLOTS)]
+    slots = [_whole(slot, newest, segments) for slot in range(SLOTS)]
     return sorted(
-        [whole for whole in found if whole is not None],
+        [whole for whole in slots if whole is not None],
         key=lambda whole: (whole.closing.op, whole.closing.half, whole.closing.at_ms),
         reverse=True,
     )
@@ -427,7 +427,8 @@ def find_whole(records: Iterable[Record]) -> list[Whole]:
 def chunks_in(slot: int, records: Iterable[Record]) -> int:
     """Return how many chunks a slot may hold: one more than the greatest number.
 
-    Greater ones than a snapshot has are another client's: so many would be removed one by one.
+    Numbers greater than any snapshot has are another client's: removing up to them would take for
+    ever.
     """
     start = closing_key(slot) + b"/"
     numbers = [
@@ -443,7 +444,7 @@ def chunks_in(slot: int, records: Iterable[Record]) -> int:
 
 
 def segments_in(records: Iterable[Record]) -> set[str]:
-    """Return the names of the segments that are stored."""
+    """Return the names of the stored segments."""
     newest = {record.key: record.value for record in records}
     return {
         key[len(_SEGMENTS) :].decode(errors="replace")
@@ -482,20 +483,23 @@ def _whole(
 def _segment(
     name: str, newest: dict[bytes | None, bytes | None], known: dict[str, Segment]
 ) -> Segment:
-    found = known.get(name)
-    if found is None:
+    segment = known.get(name)
+    if segment is None:
         value = newest.get(segment_key(name))
         if value is None:
-            raise ValueError(f"segment {name} is not there")
+            raise ValueError(f"segment {name} is missing")
         if name_of(value) != name:
             raise ValueError(f"segment {name} is damaged")
-        found = known[name] = read(value)
-    return found
+        segment = known[name] = read(value)
+    return segment
 
 
 def load(whole: Whole, ledger: Ledger) -> Iterator[None]:
-    """Bring an empty ledger to where a snapshot was taken. Yields after each chunk and segment, so
-    that a caller can do something else in between; the ledger is right when all is done."""
+    """Load a snapshot into an empty ledger.
+
+    Yields after each chunk and segment, so that the caller can do something else in between; the
+    ledger is complete only at the end.
+    """
     closing = whole.closing
     shapes: dict[_Shape, tuple[_Shape, tuple[Message, ...]]] = {}
     waiting = bytearray()
@@ -503,13 +507,13 @@ def load(whole: Whole, ledger: Ledger) -> Iterator[None]:
         chunk = _decode_chunk(chunk_bytes)
         known = [_shared(shape, shapes) for shape in chunk.shapes]
         for number, facts in chunk.open:
-            ledger.take_in(_transaction(facts, *known[number]))
+            ledger.index.add(_transaction(facts, *known[number]))
         waiting += chunk.waiting
         for entry in _complete(waiting):
             ledger.waiting.setdefault(entry.marker.id, []).append(entry)
         yield
     for segment in whole.segments:
-        ledger.remember(segment)
+        ledger.index.add_segment(segment)
         yield
     ledger.start_at(closing.half, closing.op)
     ledger.half_clock_ms, ledger.op_clock_ms = closing.half_clock_ms, closing.op_clock_ms
@@ -519,20 +523,20 @@ def load(whole: Whole, ledger: Ledger) -> Iterator[None]:
 def _shared(
     shape: _Shape, shapes: dict[_Shape, tuple[_Shape, tuple[Message, ...]]]
 ) -> tuple[_Shape, tuple[Message, ...]]:
-    """Return a shape, and the bare messages of its places, that all transactions of it share."""
-    found = shapes.get(shape)
-    if found is None:
+    """Return a shape and the bare messages of its places, shared by all its transactions."""
+    shared = shapes.get(shape)
+    if shared is None:
         if len(shapes) >= _SHAPES_MAX:
             shapes.clear()
-        messages = bare_of(shape.places)
+        messages = bare(shape.places)
         places = tuple([Place(intern(p.topic), p.partition, p.size) for p in shape.places])
-        mine = _Shape(intern(shape.group), shape.policy, places)
-        found = shapes[shape] = (mine, messages)
-    return found
+        own = _Shape(intern(shape.group), shape.policy, places)
+        shared = shapes[shape] = (own, messages)
+    return shared
 
 
 def _complete(waiting: bytearray) -> Iterator[MarkerEntry]:
-    """Take the markers out of `waiting` that are there whole."""
+    """Remove the complete markers from `waiting` and yield them."""
     at = 0
     while at + _LENGTH <= len(waiting):
         begin = at + _LENGTH
@@ -567,8 +571,8 @@ def _transaction(facts: _Facts, shape: _Shape, messages: tuple[Message, ...]) ->
         more.state,
         has_bodies=False,
         lost=more.lost,
-        checks=more.checks,
-        verdict=more.verdict,
+        checks=more.checks or NO_CHECKS,
+        verdict=more.verdict or NO_VERDICT,
         instance=intern(facts.instance),
         cause=more.cause,
     )

@@ -1,8 +1,4 @@
-"""One transaction as an owner's ledger knows it, and the rules of its checks.
-
-A transaction is a function of its half message and of its markers in the order of their offsets;
-nothing else goes into it, so every replay comes to the same one.
-"""
+"""One transaction as an owner's ledger holds it. Its states and steps are in `core.lifecycle`."""
 
 import hashlib
 from collections.abc import Sequence
@@ -11,46 +7,40 @@ from operator import attrgetter
 
 from msgspec import Struct, structs
 
-from txbroker.core.alike import intern
 from txbroker.core.encoding import bytes_in_batch
-from txbroker.core.lifecycle import TRANSITIONS, IllegalStep, Step
 from txbroker.core.records import (
+    TRACE_HEADERS,
     Attempt,
     Cause,
-    CheckReason,
     Decision,
     Half,
-    Marker,
     Message,
     ParkedCopy,
     Place,
     Source,
     State,
-    bounded_later_s,
+    intern,
 )
-from txbroker.core.trace_context import HEADERS as TRACE_HEADERS
 
-ASK_SPACING_MS = 1000
-"""Attempts that were asked for are not closer than this to the last one."""
 ATTEMPTS_KEPT = 16
-"""Attempts remembered for show. "Not yet" can be answered for ever, so the list is bounded."""
+"""Attempts remembered for display. "Not yet" can be answered for ever, so the list is bounded."""
 
 
-class Checks(Struct, gc=False):
-    """The attempts of a transaction; made with the first marker of one.
+class Checks(Struct, frozen=True, gc=False):
+    """The check attempts of a transaction.
 
     Attributes:
-        round: attempts are numbered anew in each.
-        round_started_ms: when this round of attempts began.
-        number: of the last attempt in this round.
+        round: the round of attempts, from 1; each numbers its attempts from 1.
+        round_started_ms: when this round began.
+        number: the last attempt of this round; 0 before the first.
         counted_ms: append times of this round's attempts that count.
-        last_check_ms: append time of the last attempt in this round, counting or not; 0 if none.
-        not_before_ms: a deliberate "not yet" holds until then.
-        attempts: the newest ones, for show.
+        last_check_ms: append time of the last attempt of this round, counting or not; 0 if none.
+        not_before_ms: the end of a deliberate "not yet"; 0 without one.
+        attempts: the newest attempts, for display.
     """
 
-    round: int
-    round_started_ms: int
+    round: int = 1
+    round_started_ms: int = 0
     number: int = 0
     counted_ms: tuple[int, ...] = ()
     last_check_ms: int = 0
@@ -58,19 +48,18 @@ class Checks(Struct, gc=False):
     attempts: tuple[Attempt, ...] = ()
 
 
-_NEVER_CHECKED = Checks(1, 0)
-
-
-class Verdict(Struct, gc=False):
-    """The decision of a transaction, and who made it.
+class Verdict(Struct, frozen=True, gc=False):
+    """The decision of a transaction and its origin.
 
     Attributes:
-        op_offset: where its marker is, -1 if that fell to retention.
+        decision: None while undecided.
+        op_offset: the offset of the deciding marker; -1 if retention has deleted it.
         at_ms: the marker's append time.
+        source, by, reason: who decided, and why.
         contents_fingerprint: of the messages that replaced the prepared ones; empty without.
     """
 
-    decision: Decision
+    decision: Decision | None = None
     op_offset: int = -1
     at_ms: int = 0
     source: Source | None = None
@@ -79,26 +68,32 @@ class Verdict(Struct, gc=False):
     contents_fingerprint: bytes = b""
 
 
-class Transaction(Struct, gc=False):
-    """A transaction and how it came to stand where it stands.
+# Shared by all transactions without: a million of them take no memory for it.
+NO_CHECKS = Checks()
+NO_VERDICT = Verdict()
 
-    There may be a million of them, so what few have is in parts of its own, and messages that are
-    not in memory are *bare*: topic and partition only, shared by all that go to the same place.
+
+class Transaction(Struct, gc=False):
+    """A transaction and its history.
+
+    A million may be in memory, so rare facts are in separate structs, and messages that are not
+    in memory are *bare*: topic and partition only, shared by all with the same targets.
 
     Attributes:
         half: the half message; its messages are bare where `has_bodies` is False.
-        offset: where its first record is in the half topic.
-        prepared_at_ms: the log clock of the half topic when it was appended.
-        fingerprint: of its prepared content and group; of one that was settled longer ago only
-            the start is remembered.
-        places: where its messages go, and how large they are as they will be promoted.
-        order: the hash of what keeps its order; None: nothing does.
+        offset: its first record in the half topic.
+        prepared_at_ms: the half topic's log clock when it was appended.
+        fingerprint: of its prepared content and group; of one settled long ago only the start.
+        places: its target partitions, and the sizes of its messages once promoted.
+        order: the hash of its order key; None: it has no order to keep.
+        checks: `NO_CHECKS` before the first marker of an attempt.
+        verdict: `NO_VERDICT` while undecided.
         contents: the messages that replaced the prepared ones at commit, while in memory.
-        instance: the SDK process that prepared it, as far as this owner saw it.
-        kept: whether a copy lies in the parked topic.
+        instance: the SDK process that prepared it, if this owner saw it.
+        kept: whether the parked topic holds a copy.
         kept_at: the offsets of the copy's records there, as far as known.
-        lost: its messages are gone for good, wherever they were.
-        offsets: where its messages are in their targets, once promoted by this owner.
+        lost: its messages were deleted and cannot be read again.
+        offsets: of its messages in their targets, if this owner promoted it.
         promoted_at_ms: when this owner saw it visible, by its log time; 0 if it did not.
     """
 
@@ -112,8 +107,8 @@ class Transaction(Struct, gc=False):
     has_bodies: bool = True
     kept: bool = False
     lost: bool = False
-    checks: Checks | None = None
-    verdict: Verdict | None = None
+    checks: Checks = NO_CHECKS
+    verdict: Verdict = NO_VERDICT
     contents: tuple[Message, ...] | None = None
     kept_at: tuple[int, ...] = ()
     instance: str = ""
@@ -131,96 +126,18 @@ class Transaction(Struct, gc=False):
         """The messages as they will be promoted; bare where `has_bodies` is False."""
         return self.half.messages if self.contents is None else self.contents
 
-    # --- parts that few have -----------------------------------------------------------------
-
-    @property
-    def decision(self) -> Decision | None:
-        """What was decided; None while undecided."""
-        return None if self.verdict is None else self.verdict.decision
-
-    @property
-    def op_offset(self) -> int:
-        """Where the deciding marker is; -1 while undecided."""
-        return -1 if self.verdict is None else self.verdict.op_offset
-
-    @property
-    def decided_at_ms(self) -> int:
-        """Append time of the deciding marker; 0 while undecided."""
-        return 0 if self.verdict is None else self.verdict.at_ms
-
-    @property
-    def source(self) -> Source | None:
-        """Who decided; None while undecided."""
-        return None if self.verdict is None else self.verdict.source
-
-    @property
-    def by(self) -> str:
-        """Who exactly decided."""
-        return "" if self.verdict is None else self.verdict.by
-
-    @property
-    def reason(self) -> str:
-        """Why it was decided so, as far as somebody said."""
-        return "" if self.verdict is None else self.verdict.reason
-
-    @property
-    def contents_fingerprint(self) -> bytes:
-        """Of the messages that replaced the prepared ones; empty without."""
-        return b"" if self.verdict is None else self.verdict.contents_fingerprint
-
-    @property
-    def round(self) -> int:
-        """The round of attempts, from 1."""
-        return 1 if self.checks is None else self.checks.round
-
-    @property
-    def round_started_ms(self) -> int:
-        """When this round of attempts began."""
-        return self.prepared_at_ms if self.checks is None else self.checks.round_started_ms
-
-    @property
-    def number(self) -> int:
-        """The number of the last attempt in this round; 0 before the first."""
-        return 0 if self.checks is None else self.checks.number
-
-    @property
-    def counted_ms(self) -> tuple[int, ...]:
-        """Append times of this round's attempts that count."""
-        return () if self.checks is None else self.checks.counted_ms
-
-    @property
-    def last_check_ms(self) -> int:
-        """Append time of the last attempt in this round, counting or not; 0 if none."""
-        return 0 if self.checks is None else self.checks.last_check_ms
-
-    @property
-    def not_before_ms(self) -> int:
-        """A deliberate "not yet" holds until then; 0 without."""
-        return 0 if self.checks is None else self.checks.not_before_ms
-
-    @property
-    def attempts(self) -> tuple[Attempt, ...]:
-        """The newest attempts, for show."""
-        return () if self.checks is None else self.checks.attempts
-
-    def _checked(self) -> Checks:
-        if self.checks is None:
-            self.checks = Checks(1, self.prepared_at_ms)
-        return self.checks
-
-    # --- messages ----------------------------------------------------------------------------
+    # --- messages in memory ------------------------------------------------------------------
 
     @property
     def body_bytes(self) -> int:
-        """What its messages take while they are in memory, bytes; 0 while they are not."""
+        """The memory that its messages take, bytes; 0 without them."""
         if not self.has_bodies:
             return 0
         places = self.places
         return places[0].size if len(places) == 1 else sum([place.size for place in places])
 
     def evict(self) -> int:
-        """Drop the messages' keys, values and headers, if they are in memory; where they go stays
-        known. Returns what they took, bytes."""
+        """Drop keys, values and headers of the messages from memory; return the bytes freed."""
         if not self.has_bodies:
             return 0
         self.half = structs.replace(self.half, messages=bare(self.half.messages))
@@ -232,11 +149,11 @@ class Transaction(Struct, gc=False):
         """Put messages back that were read again.
 
         Raises:
-            ValueError: they are not those of this transaction.
+            ValueError: they are another transaction's.
         """
-        mark = self.contents_fingerprint
-        found = fingerprint(messages) if mark else fingerprint(messages, self.half.group)
-        if not found.startswith(mark or self.fingerprint):
+        mark = self.verdict.contents_fingerprint
+        read = fingerprint(messages) if mark else fingerprint(messages, self.half.group)
+        if not read.startswith(mark or self.fingerprint):
             raise ValueError(f"the messages are not those of {self.id}")
         if mark:
             self.contents = messages
@@ -244,85 +161,12 @@ class Transaction(Struct, gc=False):
             self.half = structs.replace(self.half, messages=messages)
         self.has_bodies = True
 
-    # --- steps -------------------------------------------------------------------------------
-
-    def take(self, step: Step) -> None:
-        """Change the state by the table.
-
-        Raises:
-            IllegalStep: nothing was changed.
-        """
-        after = TRANSITIONS[self.state].get(step)
-        if after is None:
-            raise IllegalStep(self.state, step)
-        self.state = after
-
-    def decide(self, marker: Marker, offset: int, at_ms: int, decision: Decision) -> None:
-        """Apply a deciding marker. The first one wins: in a decided state this raises.
-
-        Raises:
-            IllegalStep: nothing was changed.
-        """
-        after = _AFTER[decision].get(self.state)
-        if after is None:
-            raise IllegalStep(self.state, _DECIDING[decision])
-        self.state = after
-        self.verdict = Verdict(decision, offset, at_ms, marker.source, marker.by, marker.reason)
-
-    def replace(self, contents: tuple[Message, ...]) -> None:
-        """Take the messages that came with the commit instead of the prepared ones."""
-        assert self.verdict is not None
-        self.verdict.contents_fingerprint = fingerprint(contents)
-        self.half = structs.replace(self.half, messages=bare(self.half.messages))
-        self.contents = contents
-        self.places = places(contents)
-        self.has_bodies, self.lost = True, False
-
-    def check(self, marker: Marker, at_ms: int) -> None:
-        """Apply an attempt's marker.
-
-        Raises:
-            IllegalStep: it is not the next number of this round, comes before its time, or would
-                be one attempt too many.
-        """
-        why = self._no_check(marker, at_ms)
-        if why:
-            raise IllegalStep(self.state, Step.CHECK, why)
-        self.take(Step.CHECK)
-        checks = self._checked()
-        checks.number = marker.number
-        checks.counted_ms += (at_ms,)
-        checks.last_check_ms = at_ms
-        checks.not_before_ms = 0
-        if marker.previous:
-            self.note_outcome(marker.previous)
-        reason = CheckReason(marker.reason)
-        attempt = Attempt(checks.round, marker.number, at_ms, reason, intern(marker.endpoint))
-        checks.attempts = (*checks.attempts[1 - ATTEMPTS_KEPT :], attempt)
-
-    def _no_check(self, marker: Marker, at_ms: int) -> str:
-        checks = self.checks or _NEVER_CHECKED
-        made, allowed = len(checks.counted_ms), self.half.policy.attempts_max
-        number = checks.number + 1
-        if marker.round != checks.round or marker.number != number:
-            return f"attempt {marker.round}.{marker.number} is not {checks.round}.{number}"
-        if made >= allowed:
-            return f"{made} attempts were made already"
-        if marker.reason == CheckReason.ASKED:
-            if made + 1 >= allowed:
-                return "the last attempt of a round is never pulled forward"
-            if at_ms < checks.last_check_ms + ASK_SPACING_MS:
-                return "less than a second after the last attempt"
-        elif marker.reason != CheckReason.DUE:
-            return f"unknown reason {marker.reason!r}"
-        elif at_ms < self.next_check_ms():
-            return f"{self.next_check_ms() - at_ms} ms before its time"
-        return ""
+    # --- checks ------------------------------------------------------------------------------
 
     def next_check_ms(self) -> int:
         """Return the append time from which the next attempt is accepted, ms."""
         policy, checks = self.half.policy, self.checks
-        if checks is None:
+        if checks is NO_CHECKS:
             return self.prepared_at_ms + round(policy.after_s * 1000)
         if checks.not_before_ms:
             return checks.not_before_ms
@@ -330,77 +174,32 @@ class Transaction(Struct, gc=False):
             return checks.counted_ms[-1] + round(policy.interval_s * 1000)
         return checks.round_started_ms + round(policy.after_s * 1000)
 
-    def give_back(self, marker: Marker, at_ms: int, step: Step) -> None:
-        """Apply a `returned` or `later` marker: the last attempt does not count.
-
-        Raises:
-            IllegalStep: it names another attempt than the last, or that was given back already.
-        """
-        last = self.attempts[-1] if self.attempts else None
-        if (
-            last is None
-            or not last.counts
-            or (marker.round, marker.number) != (self.round, self.number)
-            or last.round != self.round
-        ):
-            raise IllegalStep(
-                self.state, step, f"attempt {marker.round}.{marker.number} cannot be given back"
-            )
-        self.take(step)
-        checks = self._checked()
-        checks.counted_ms = checks.counted_ms[:-1]
-        given_back = structs.replace(last, counts=False, outcome=marker.previous)
-        checks.attempts = (*checks.attempts[:-1], given_back)
-        if step is Step.LATER:
-            delay_s = bounded_later_s(marker.later_s)
-            checks.not_before_ms = at_ms + round(delay_s * 1000)
-
     def park_ms(self) -> int | None:
-        """Return the append time from which parking is accepted, None while attempts are left."""
-        policy, checks = self.half.policy, self.checks
-        if checks is None or len(checks.counted_ms) < policy.attempts_max:
+        """Return the append time from which parking is accepted; None while attempts are left."""
+        policy, counted_ms = self.half.policy, self.checks.counted_ms
+        if len(counted_ms) < policy.attempts_max:
             return None
-        return checks.counted_ms[-1] + round(policy.timeout_s * 1000)
-
-    def park(self, marker: Marker, at_ms: int) -> None:
-        """Apply a `park` marker.
-
-        Raises:
-            IllegalStep: attempts are left, the last may still be answered, or another round.
-        """
-        from_ms = self.park_ms()
-        if marker.round != self.round or from_ms is None or at_ms < from_ms:
-            raise IllegalStep(self.state, Step.PARK, "the last attempt is not over")
-        self.take(Step.PARK)
-
-    def revive(self, marker: Marker, at_ms: int) -> None:
-        """Apply a `revive` marker: a new round for a parked one, nothing for a refused one.
-
-        Raises:
-            IllegalStep: the state is another, or the marker names another round.
-        """
-        if marker.round != self.round:
-            raise IllegalStep(self.state, Step.REVIVE, f"round {marker.round} is not {self.round}")
-        was = self.state
-        self.take(Step.REVIVE)
-        if was is State.PARKED:
-            self.checks = Checks(self.round + 1, at_ms, attempts=self.attempts)
+        return counted_ms[-1] + round(policy.timeout_s * 1000)
 
     def note_outcome(self, detail: str) -> None:
-        """Remember what came back from the last attempt; the next marker will carry it."""
-        checks = self.checks
-        if checks is not None and checks.attempts and not checks.attempts[-1].outcome:
-            last = structs.replace(checks.attempts[-1], outcome=intern(detail))
-            checks.attempts = (*checks.attempts[:-1], last)
+        """Record the answer to the last attempt; the next marker stores it."""
+        attempts = self.checks.attempts
+        if attempts and not attempts[-1].outcome:
+            last = structs.replace(attempts[-1], outcome=intern(detail))
+            self.checks = structs.replace(self.checks, attempts=(*attempts[:-1], last))
+
+    # --- the parked topic --------------------------------------------------------------------
 
     def copy(self, state: State, cause: Cause | None) -> ParkedCopy:
-        """Return what the parked topic keeps, with the messages as they would be promoted.
+        """Return the copy for the parked topic, with the messages as they would be promoted.
 
-        The copy may outlive half message and markers, so it tells whatever promotion needs.
+        It may outlive half message and markers, so it holds everything that promotion needs.
         """
         half = structs.replace(self.half, messages=self.messages)
-        return ParkedCopy(half, self.offset, self.prepared_at_ms, state, cause, self.decided_at_ms)
+        return ParkedCopy(half, self.offset, self.prepared_at_ms, state, cause, self.verdict.at_ms)
 
+
+# --- messages that are not in memory ---------------------------------------------------------
 
 _CACHED_MAX = 10_000
 _place = attrgetter("topic", "partition")
@@ -408,18 +207,13 @@ _size = attrgetter("size")
 _places: dict[tuple[tuple[str, int | None, int], ...], tuple[Place, ...]] = {}
 
 
-def bare(messages: Sequence[Message]) -> tuple[Message, ...]:
-    """Return messages without key, value and headers; equal ones are the same object."""
+def bare(messages: Sequence[Message] | Sequence[Place]) -> tuple[Message, ...]:
+    """Return messages, or those for these places, without key, value and headers; cached."""
     return _bare[tuple(map(_place, messages))]
 
 
-def bare_of(places: Sequence[Place]) -> tuple[Message, ...]:
-    """Return the bare messages that go to these places."""
-    return _bare[tuple(map(_place, places))]
-
-
 class _Bare(dict[tuple[tuple[str, int | None], ...], tuple[Message, ...]]):
-    """Bare messages by where they go; made when they are asked for first."""
+    """A cache of bare messages by their topics and partitions."""
 
     def __missing__(self, shape: tuple[tuple[str, int | None], ...]) -> tuple[Message, ...]:
         if len(self) >= _CACHED_MAX:
@@ -432,7 +226,7 @@ _bare = _Bare()
 
 
 def places(messages: Sequence[Message]) -> tuple[Place, ...]:
-    """Return where messages go and how large they are; equal ones are the same object."""
+    """Return the places and sizes of messages; cached."""
     shape: tuple[tuple[str, int | None, int], ...] = ()
     for message in messages:
         shape += ((message.topic, message.partition, bytes_in_batch((message,))),)
@@ -440,33 +234,28 @@ def places(messages: Sequence[Message]) -> tuple[Place, ...]:
 
 
 def places_of(shape: tuple[tuple[str, int | None, int], ...]) -> tuple[Place, ...]:
-    """Return places by topic, partition and size in a batch; equal ones are the same object."""
-    found = _places.get(shape)
-    if found is None:
+    """Return places by topic, partition and size in a batch; cached."""
+    cached = _places.get(shape)
+    if cached is None:
         if len(_places) >= _CACHED_MAX:
             _places.clear()
-        found = tuple([Place(intern(t), -1 if p is None else p, size) for t, p, size in shape])
-        _places[shape] = found
-    return found
+        cached = tuple([Place(intern(t), -1 if p is None else p, size) for t, p, size in shape])
+        _places[shape] = cached
+    return cached
 
 
-_DECIDING = {Decision.COMMIT: Step.COMMIT, Decision.ROLLBACK: Step.ROLLBACK}
-_AFTER = {
-    decision: {state: steps[step] for state, steps in TRANSITIONS.items() if step in steps}
-    for decision, step in _DECIDING.items()
-}
-"""The table's columns of the deciding steps: every transaction comes through one of them."""
+# --- comparing content -----------------------------------------------------------------------
+
 _NULL = b"\xff\xff\xff\xff\xff"
 
 
 def fingerprint(messages: Sequence[Message], group: str = "") -> bytes:
-    """Return 16 bytes that tell whether two prepares hold the same content.
+    """Return 16 bytes by which to compare the content of two prepares.
 
-    The target partitions stay out of it: a keyless message gets one when it is prepared, and the
-    same prepare sent again would get another. So do trace contexts: whoever repeats a prepare does
-    it in another step of a trace, or in another trace.
+    Partitions are left out: a keyless message gets one at its prepare, another one at a retry. So
+    are trace contexts: a retry is another span, maybe of another trace.
     """
-    told_apart = [_name(group)]
+    parts = [_name(group)]
     for message in messages:
         key, value, stamp, headers = (
             message.key,
@@ -474,26 +263,25 @@ def fingerprint(messages: Sequence[Message], group: str = "") -> bytes:
             message.timestamp_ms,
             message.headers,
         )
-        # Each part behind its length, in line: every prepare comes through here.
-        told_apart += (
+        # Each part after its length, inlined: this runs in every prepare.
+        parts += (
             _name(message.topic),
             *((_NULL,) if key is None else (len(key).to_bytes(5, "big"), key)),
             *((_NULL,) if value is None else (len(value).to_bytes(5, "big"), value)),
             _NULL if stamp is None else _sized(b"%d" % stamp),
         )
         if not headers:
-            told_apart.append(_NO_HEADERS)
+            parts.append(_NO_HEADERS)
             continue
         kept = [header for header in headers if header[0] not in TRACE_HEADERS]
-        told_apart.append(_sized(b"%d" % len(kept)))
+        parts.append(_sized(b"%d" % len(kept)))
         for name, content in kept:
-            told_apart += (_sized(name.encode()), _sized(content))
-    whole = b"".join(told_apart)
-    return hashlib.blake2b(whole, digest_size=16, person=b"txb-content").digest()
+            parts += (_sized(name.encode()), _sized(content))
+    return hashlib.blake2b(b"".join(parts), digest_size=16, person=b"txb-content").digest()
 
 
 def _sized(part: bytes | None) -> bytes:
-    """Return what is told apart from any other wherever it stands."""
+    """Return a part after its length, so that no two sequences of parts are the same bytes."""
     return _NULL if part is None else len(part).to_bytes(5, "big") + part
 
 
@@ -506,16 +294,16 @@ def _name(text: str) -> bytes:
 
 
 def same_contents(transaction: Transaction, contents: Sequence[Message] | None) -> bool:
-    """Say whether a repeated commit means the messages that stand."""
+    """Return whether a repeated commit names the messages of the first one."""
     if contents is None:
         return True
-    if transaction.contents_fingerprint:
-        return fingerprint(contents) == transaction.contents_fingerprint
+    if mark := transaction.verdict.contents_fingerprint:
+        return fingerprint(contents) == mark
     return fingerprint(contents, transaction.half.group).startswith(transaction.fingerprint)
 
 
 def fits(half: Half, contents: Sequence[Message]) -> bool:
-    """Say whether messages can replace the prepared ones: same topics, same partitions."""
+    """Return whether messages can replace the prepared ones: same topics, same partitions."""
     return [(m.topic, m.partition) for m in contents] == [
         (m.topic, m.partition) for m in half.messages
     ]

@@ -153,7 +153,7 @@ class CheckpointScan:
         ]
 
     def _is(self, found: "_Doubtful") -> bool:
-        """Say whether another client wrote a record."""
+        """Return whether another client wrote a record."""
         return not found.newer and found.record.producer not in self._ours
 
     def skips(self) -> tuple[Skip, ...]:
@@ -419,7 +419,7 @@ def half_partitions(prefix: str, partitions: Mapping[str, int]) -> int:
 
 
 def is_layout(record: Record, partitions: int = 0) -> bool:
-    """Say whether only an installation writes such a record into its groups topic: one with so
+    """Return whether only an installation writes such a record into its groups topic: one with so
     many half partitions, 0 for any number."""
     try:
         layout = find_layout([record])
@@ -429,7 +429,7 @@ def is_layout(record: Record, partitions: int = 0) -> bool:
 
 
 def is_owners(record: Record) -> bool:
-    """Say whether only an installation's owners write such a record into its checkpoint topic."""
+    """Return whether only owners of an installation write such a record to its checkpoint topic."""
     try:
         decode_checkpoint(record)
     except NewerVersion:

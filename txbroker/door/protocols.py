@@ -201,8 +201,9 @@ class PartitionDoor(Protocol):
     op: Log
 
     async def claimed_before(self) -> bool:
-        """Say whether the checkpoint topic has ever held a record, as it has since the first claim
-        of all. Writes nothing.
+        """Return whether the partition was ever claimed: the checkpoint topic has held a record.
+
+        Writes nothing.
 
         Raises:
             KafkaUnavailable: Kafka does not answer.
@@ -218,7 +219,7 @@ class PartitionDoor(Protocol):
         ...
 
     async def parked_before(self) -> bool:
-        """Say whether the parked topic has ever held a record.
+        """Return whether the parked topic has ever held a record.
 
         Raises:
             KafkaUnavailable: Kafka does not answer.
@@ -427,9 +428,11 @@ class Membership(Protocol):
         ...
 
     def in_touch(self) -> bool:
-        """Say whether the coordinator's last word is younger than a session, so that what is ours
-        cannot have been given away. After a long sleep of this process that is so before `lost`
-        tells it."""
+        """Return whether the coordinator's last response is younger than a session.
+
+        Then our partitions cannot have been reassigned. After a long sleep of this process it is
+        False before `lost` is called.
+        """
         ...
 
     async def leave(self) -> None:

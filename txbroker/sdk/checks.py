@@ -13,13 +13,13 @@ from msgspec import structs
 from txbroker import tracing
 from txbroker.contract.frames import CheckAnswer, CheckQuestion
 from txbroker.core.records import Decision
-from txbroker.core.trace_context import context_of
 from txbroker.errors import TooLarge, TxbrokerError
 from txbroker.sdk.limits import Limits
 from txbroker.sdk.local import LocalTransactions
 from txbroker.sdk.messages import checked_replacement
 from txbroker.sdk.session import Session
 from txbroker.sdk.types import Answer, CheckFunction, CheckRequest, Commit, NotYet
+from txbroker.tracing import context_of
 
 _log = logging.getLogger("txbroker.sdk")
 

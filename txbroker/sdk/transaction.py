@@ -10,12 +10,12 @@ from msgspec import structs
 from txbroker import tracing
 from txbroker.contract.frames import Decide, Status
 from txbroker.core.records import Decision, Message, State
-from txbroker.core.trace_context import carried_over, context_of, with_context
 from txbroker.errors import AlreadyDecided, BadRequest, BodyLost, Overloaded, OwnerUnavailable
 from txbroker.sdk.calls import Calls, Draft
 from txbroker.sdk.local import LocalTransactions
 from txbroker.sdk.messages import checked_replacement
 from txbroker.sdk.types import Answer, Commit, Outcome, Rollback, Wait
+from txbroker.tracing import carried_over, context_of, with_context
 
 REASON_LENGTH_MAX = 200
 """Maximum length of an early check's reason: a sentence, not a dump."""

@@ -10,10 +10,9 @@ from collections.abc import Callable
 import structlog
 
 from txbroker.core.records import Record
-from txbroker.core.telling import safe_repr, where_raised
 from txbroker.door.own_topics import LAYOUT_KEY
 from txbroker.door.protocols import Appended, AppendUnknown, GroupStore, LogTruncated
-from txbroker.errors import KafkaUnavailable
+from txbroker.errors import KafkaUnavailable, raised_at, safe_repr
 from txbroker.kafka.client.client import Client
 from txbroker.kafka.client.reader import Reader
 from txbroker.kafka.door.log import KafkaLog
@@ -108,7 +107,7 @@ class KafkaGroupStore(GroupStore):
                     "groups not read",
                     topic=self._topic,
                     error=safe_repr(error),
-                    where=where_raised(error),
+                    where=raised_at(error),
                 )
                 await asyncio.sleep(_PAUSE_S)
 

@@ -17,9 +17,8 @@ from collections.abc import Callable
 import structlog
 
 from txbroker.core.records import RECORD_VERSION
-from txbroker.core.telling import safe_repr, where_raised
 from txbroker.door.protocols import TAKEN, Assignment, Membership, replaced_by
-from txbroker.errors import ConfigurationError, KafkaUnavailable
+from txbroker.errors import ConfigurationError, KafkaUnavailable, raised_at, safe_repr
 from txbroker.kafka.client.client import Client, KafkaRefused
 from txbroker.kafka.client.member import Holder, Joined, Member
 from txbroker.kafka.protocol.codes import Code, describe
@@ -188,7 +187,7 @@ class KafkaMembership(Membership):
                     first.set_exception(error)
                     return
                 # A proxy that stopped here would stay alive without a partition, for ever.
-                log.error("membership failed", error=safe_repr(error), where=where_raised(error))
+                log.error("membership failed", error=safe_repr(error), where=raised_at(error))
                 await self._pause()
 
     def _survives(self, member: Member, error: KafkaRefused, first: asyncio.Future[None]) -> bool:

@@ -27,10 +27,8 @@ from txbroker.contract.service import (
     validate,
 )
 from txbroker.core.encoding import headers_bytes, installation_headers
-from txbroker.core.lifecycle import SETTLED
 from txbroker.core.records import Cause, CheckPolicy, Half, Message, Place
 from txbroker.core.routing import home, partition_of
-from txbroker.core.trace_context import carried_over
 from txbroker.core.transaction import Transaction
 from txbroker.door.protocols import Door, TargetFacts
 from txbroker.errors import (
@@ -61,6 +59,7 @@ from txbroker.proxy.partition.targets import (
     examine_all,
     examine_final,
 )
+from txbroker.tracing import carried_over
 
 LAST_CALLS_S = 5.0
 """How long the proxy waits for calls in flight when it stops, seconds. Kafka answers an append in
@@ -261,7 +260,7 @@ class Broker:
             elif (
                 request.wait
                 or request.messages is not None
-                or request.id not in owner.ledger.transactions
+                or request.id not in owner.ledger.index.transactions
             ):
                 runs.append(Run((number,), alone(self, request)))
             else:
@@ -401,7 +400,7 @@ class Broker:
         """Write a deciding marker; see `txbroker.contract.service.Service`."""
         self.check_open()
         owner = self._owner_of(request.id)
-        with deciding(request, owner.ledger.transactions.get(request.id)):
+        with deciding(request, owner.ledger.index.transactions.get(request.id)):
             return _only(await self._decide(owner, (request,)))
 
     async def _decide(
@@ -447,7 +446,7 @@ class Broker:
         placed = placed_like(prepared, tuple(messages))
         if tracing.is_on():
             placed = carried_over(prepared, placed)
-        if transaction.decision is not None:
+        if transaction.verdict.decision is not None:
             return placed
         try:
             await examine_final(self._targets, placed, owner.now_ms(), self._beside)
@@ -539,9 +538,8 @@ class Broker:
     def unsettled(self) -> Iterator[tuple[PartitionOwner, Transaction]]:
         """Yield every unsettled transaction with its owner."""
         for owner in self.partitions.open().values():
-            for transaction in owner.ledger:
-                if transaction.state not in SETTLED:
-                    yield owner, transaction
+            for transaction in owner.ledger.index.transactions.values():
+                yield owner, transaction
 
     def ledgers(self) -> Sequence[PartitionOwner]:
         """Return the owners that are caught up, for the gauges.

@@ -41,7 +41,7 @@ async def page_of(ledger: Ledger, request: ListRequest, now_ms: int) -> Transact
     at_ms, id = decode_cursor(request.cursor)
     page = _Page(request.limit)
     while True:
-        part = ledger.since(at_ms, SLICE, id)
+        part = ledger.index.since(at_ms, SLICE, id)
         for transaction in part:
             matches = _matches(transaction, request, before_ms, visible)
             if matches and not page.take(transaction):
@@ -103,7 +103,7 @@ async def _settled(
     # One more than fits shows whether the list continues.
     best: list[tuple[int, str]] = []
     candidates: dict[str, SettledSummary] = {}
-    for part in ledger.settled.parts():
+    for part in ledger.index.settled.parts():
         await asyncio.sleep(0)
         for settled in part:
             key = (settled.prepared_at_ms, settled.id)
@@ -115,7 +115,7 @@ async def _settled(
             candidates = {id: candidates[id] for _, id in best}
     page = _Page(request.limit)
     for _, id in nsmallest(request.limit + 1, best):
-        if not page.take(ledger.get(id) or to_transaction(candidates[id])):
+        if not page.take(ledger.index.get(id) or to_transaction(candidates[id])):
             return page.done(more=True)
     return page.done(more=False)
 

@@ -14,9 +14,16 @@ from txbroker.contract.service import PartitionState, Readiness
 from txbroker.core.encoding import installation_headers
 from txbroker.core.records import LOG_VERSION, RECORD_VERSION
 from txbroker.core.segment import SEGMENT_VERSION
-from txbroker.core.telling import safe_repr, user_message, where_raised
 from txbroker.door.protocols import Assignment, Door, Fenced, Hanging, LogTruncated, Targets
-from txbroker.errors import ConfigurationError, KafkaUnavailable, NewerRecord, OwnerUnavailable
+from txbroker.errors import (
+    ConfigurationError,
+    KafkaUnavailable,
+    NewerRecord,
+    OwnerUnavailable,
+    raised_at,
+    safe_repr,
+    user_message,
+)
 from txbroker.failpoints import failpoint
 from txbroker.principals import Directory, no_principals
 from txbroker.proxy.observe.logging import get_logger
@@ -404,7 +411,7 @@ class PartitionManager:
         log.info(
             "owned",
             partition=partition,
-            undecided=owner.ledger.undecided_count,
+            undecided=owner.ledger.index.undecided_count,
             seconds=round(took_s, 3),
         )
         self._notify()
@@ -466,7 +473,7 @@ class PartitionManager:
         error = None if task.cancelled() else task.exception()
         if error is not None:
             log.error(
-                "partition not closed cleanly", error=safe_repr(error), where=where_raised(error)
+                "partition not closed cleanly", error=safe_repr(error), where=raised_at(error)
             )
 
     def _give_up(self, partition: int, slot: PartitionSlot) -> None:
@@ -502,7 +509,7 @@ class PartitionManager:
             "partition stopped",
             partition=partition,
             error=safe_repr(error),
-            where=where_raised(error),
+            where=raised_at(error),
         )
         slot.candidate = slot.opening = None
         slot.state, slot.why = _state_after(error), user_message(error)
@@ -534,7 +541,7 @@ class PartitionManager:
                 await self._join()
             except Exception as error:
                 # Any error, such as a full group: no other task would ever retry.
-                log.error("not joined again", error=safe_repr(error), where=where_raised(error))
+                log.error("not joined again", error=safe_repr(error), where=raised_at(error))
             else:
                 return
 

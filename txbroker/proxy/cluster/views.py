@@ -3,10 +3,10 @@
 from msgspec import structs
 
 from txbroker.contract.service import Event, PlacedMessage, TransactionView
-from txbroker.core.index import due_ms
 from txbroker.core.lifecycle import SETTLED
 from txbroker.core.records import Attempt, Message, State
 from txbroker.core.routing import parse_id
+from txbroker.core.schedule import due_ms
 from txbroker.core.transaction import Transaction
 from txbroker.proxy.partition.body_cache import lost_cause, refused_as_lost
 
@@ -25,7 +25,7 @@ def view(transaction: Transaction, *, bodies: bool = False) -> TransactionView:
 def _view(transaction: Transaction, *, bodies: bool) -> TransactionView:
     half = transaction.half
     there = transaction.has_bodies and transaction.state not in SETTLED
-    decided = transaction.decision is not None
+    decided = transaction.verdict.decision is not None
     return TransactionView(
         id=half.id,
         group=half.group,
@@ -38,17 +38,17 @@ def _view(transaction: Transaction, *, bodies: bool) -> TransactionView:
         ),
         order_key=half.order_key,
         dedup_key=half.dedup_key,
-        decision=transaction.decision,
-        decided_at_ms=transaction.decided_at_ms if decided else None,
-        source=transaction.source,
-        by=transaction.by,
-        reason=transaction.reason,
-        round=transaction.round,
-        attempts=len(transaction.counted_ms),
+        decision=transaction.verdict.decision,
+        decided_at_ms=transaction.verdict.at_ms if decided else None,
+        source=transaction.verdict.source,
+        by=transaction.verdict.by,
+        reason=transaction.verdict.reason,
+        round=transaction.checks.round,
+        attempts=len(transaction.checks.counted_ms),
         attempts_max=half.policy.attempts_max,
         next_check_at_ms=due_ms(transaction),
         cause=lost_cause(transaction) if transaction.lost else transaction.cause,
-        checks=tuple(transaction.attempts),
+        checks=tuple(transaction.checks.attempts),
     )
 
 
@@ -74,23 +74,23 @@ def _partition(message: Message) -> int:
 
 def _timeline(transaction: Transaction) -> tuple[Event, ...]:
     events = [Event(transaction.prepared_at_ms, "prepared", f"by group {transaction.half.group}")]
-    events.extend(_attempt(attempt) for attempt in transaction.attempts)
-    if transaction.state is State.PENDING and transaction.round > 1:
-        text = f"round {transaction.round} of attempts begins"
-        events.append(Event(transaction.round_started_ms, "revive", text))
+    events.extend(_attempt(attempt) for attempt in transaction.checks.attempts)
+    if transaction.state is State.PENDING and transaction.checks.round > 1:
+        text = f"round {transaction.checks.round} of attempts begins"
+        events.append(Event(transaction.checks.round_started_ms, "revive", text))
     if transaction.state is State.PARKED:
         parked_ms = transaction.park_ms() or transaction.prepared_at_ms
         events.append(Event(parked_ms, "park", "undecided after the last attempt; kept whole"))
-    if transaction.decision is not None:
-        text = f"by {transaction.source}"
-        if transaction.by:
-            text += f", {transaction.by}"
-        if transaction.reason:
-            text += f": {transaction.reason}"
-        events.append(Event(transaction.decided_at_ms, transaction.decision, text))
+    if transaction.verdict.decision is not None:
+        text = f"by {transaction.verdict.source}"
+        if transaction.verdict.by:
+            text += f", {transaction.verdict.by}"
+        if transaction.verdict.reason:
+            text += f": {transaction.verdict.reason}"
+        events.append(Event(transaction.verdict.at_ms, transaction.verdict.decision, text))
     if transaction.cause is not None:
         event = "refused" if transaction.state is State.REFUSED else "deferred"
-        events.append(Event(transaction.decided_at_ms, event, transaction.cause.message))
+        events.append(Event(transaction.verdict.at_ms, event, transaction.cause.message))
     if transaction.state is State.PROMOTED:
         places = [
             f"{placed.topic}-{placed.partition}"
@@ -99,7 +99,7 @@ def _timeline(transaction: Transaction) -> tuple[Event, ...]:
         ]
         text = "to " + ", ".join(places)
         events.append(
-            Event(transaction.promoted_at_ms or transaction.decided_at_ms, "promoted", text)
+            Event(transaction.promoted_at_ms or transaction.verdict.at_ms, "promoted", text)
         )
     return tuple(sorted(events, key=lambda event: event.at_ms))
 

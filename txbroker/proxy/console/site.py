@@ -11,7 +11,6 @@ import jinja2
 from aiohttp import web
 
 from txbroker import __version__
-from txbroker.core.telling import safe_repr, where_raised
 from txbroker.errors import (
     BadRequest,
     KafkaDown,
@@ -20,6 +19,8 @@ from txbroker.errors import (
     RequestError,
     TooLarge,
     UnsupportedMediaType,
+    raised_at,
+    safe_repr,
 )
 from txbroker.principals import ANYBODY, Principal, Role
 from txbroker.proxy.console import formatting
@@ -196,7 +197,7 @@ class Console:
                     "page failed",
                     path=request.path[:100],
                     error=safe_repr(error),
-                    where=where_raised(error),
+                    where=raised_at(error),
                 )
                 return self._failed(request, visitor, RequestError(INTERNAL_ERROR))
             finally:

@@ -8,8 +8,14 @@ from functools import cache, partial
 from aiohttp import web
 
 from txbroker import tracing
-from txbroker.core.telling import safe_repr, where_raised
-from txbroker.errors import KafkaDown, KafkaUnavailable, Overloaded, RequestError
+from txbroker.errors import (
+    KafkaDown,
+    KafkaUnavailable,
+    Overloaded,
+    RequestError,
+    raised_at,
+    safe_repr,
+)
 from txbroker.principals import ANYBODY, Principal
 from txbroker.proxy.cluster.forwarding import CALLER
 from txbroker.proxy.http.bodies import RequestBody
@@ -204,7 +210,7 @@ def failure_answer(request: AnyRequest, error: Exception) -> HttpAnswer:
             method=request.method,
             path=request.path[:100],
             error=safe_repr(error),
-            where=where_raised(error),
+            where=raised_at(error),
         )
         known = RequestError(INTERNAL_ERROR)
     return error_answer(known)

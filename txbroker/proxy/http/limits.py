@@ -8,9 +8,9 @@ from txbroker.config.settings import PREPARES_SHARE, RECEIVING_SHARE, Settings
 from txbroker.contract.json import TARGET_PARTITION_MAX, TIMESTAMP_MS_MAX
 from txbroker.contract.policy import PolicyError, check_group_name
 from txbroker.contract.service import DecideRequest, PrepareRequest
-from txbroker.core.index import ShareUse, share_max
 from txbroker.core.records import Message
 from txbroker.core.routing import ALPHABET, LENGTH, parse_id
+from txbroker.core.shares import ShareUse, share_max
 from txbroker.errors import BadId, BadRequest, TooLarge
 from txbroker.proxy.http.bodies import SECONDS_MAX, TEXT_MAX
 

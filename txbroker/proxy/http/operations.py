@@ -12,7 +12,6 @@ from aiohttp.http import SERVER_SOFTWARE
 from msgspec import Struct
 
 from txbroker.contract.frames import CODE_HEADER
-from txbroker.core.trace_context import TraceContext
 from txbroker.errors import (
     AdminOnly,
     BadRequest,
@@ -29,6 +28,7 @@ from txbroker.errors import (
 from txbroker.principals import ANYBODY, Principal, Role
 from txbroker.proxy.http.bodies import AnswerBody, NoQuery, RequestBody
 from txbroker.proxy.http.context import ApiContext
+from txbroker.tracing import TraceContext
 
 JSON = "application/json"
 encode_json = msgspec.json.Encoder().encode

@@ -30,7 +30,6 @@ from txbroker.contract.service import (
     Service,
 )
 from txbroker.core.records import Decision
-from txbroker.core.telling import safe_repr, where_raised
 from txbroker.errors import (
     BadRequest,
     Forbidden,
@@ -39,6 +38,8 @@ from txbroker.errors import (
     OwnerUnavailable,
     RequestError,
     UnsupportedMediaType,
+    raised_at,
+    safe_repr,
 )
 from txbroker.proxy.cluster.forwarding import (
     OVERVIEW_PATH,
@@ -229,7 +230,7 @@ class PeerApi:
                     "call of another proxy failed",
                     call=name,
                     error=safe_repr(error),
-                    where=where_raised(error),
+                    where=raised_at(error),
                 )
                 known = RequestError(INTERNAL_ERROR)
             elif isinstance(known, Overloaded):

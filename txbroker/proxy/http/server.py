@@ -9,8 +9,7 @@ from aiohttp import web
 from aiohttp.web_protocol import RequestHandler
 
 from txbroker.config.addresses import parse_address
-from txbroker.core.telling import safe_repr, where_raised
-from txbroker.errors import BadRequest, ConfigurationError, RequestError
+from txbroker.errors import BadRequest, ConfigurationError, RequestError, raised_at, safe_repr
 from txbroker.net.deadlines import Deadlines
 from txbroker.net.tls import ServerTls
 from txbroker.proxy.http.api import CONTEXT, DIRECT
@@ -134,7 +133,7 @@ class HttpConnection(RequestHandler):
             raise ConnectionError("an answer was begun already")
         if status >= 500:
             if exc is not None:
-                log.error("call failed", error=safe_repr(exc), where=where_raised(exc))
+                log.error("call failed", error=safe_repr(exc), where=raised_at(exc))
             error = RequestError(INTERNAL_ERROR)
         else:
             problem = (message or "").strip().partition("\n")[0][:_LINE_MAX]

@@ -27,8 +27,8 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from txbroker import __version__
-from txbroker.core.index import ShareOf, ShareUse, own_share, share_max
-from txbroker.core.outcome import ApplyResult, Effect
+from txbroker.core.ledger import ApplyResult, Effect
+from txbroker.core.shares import ShareOf, ShareUse, own_share, share_max
 from txbroker.core.transaction import Transaction
 
 OTHER = "other"
@@ -335,7 +335,7 @@ class Metrics:
             [
                 max(0, transaction.promoted_at_ms - transaction.verdict.at_ms) / 1000
                 for transaction in transactions
-                if transaction.promoted_at_ms and transaction.verdict is not None
+                if transaction.promoted_at_ms and transaction.verdict.decision is not None
             ]
         )
 

@@ -75,7 +75,7 @@ def local_overview(
     groups: dict[str, GroupOverview] = {}
     refused: Counter[str] = Counter()
     for owner in by_number.values():
-        refused.update(owner.ledger.refused_by_topic)
+        refused.update(owner.ledger.index.refused_by_topic)
         for group in _groups(owner, moments[owner.partition]):
             _add_group(groups, group)
     for group in _reachability(status, now_ms):
@@ -116,19 +116,19 @@ def _counted(shown: PartitionOverview, owner: ObservedPartition, now_ms: int) ->
     ledger = owner.ledger
     oldest = [
         at_ms
-        for group in ledger.pending_by_group
-        if (at_ms := ledger.oldest_pending_ms(group)) is not None
+        for group in ledger.index.pending_by_group
+        if (at_ms := ledger.index.oldest_pending_ms(group)) is not None
     ]
-    first = next(iter(ledger.ready.values()), None)
-    parked = len(ledger.parked)
+    first = next(iter(ledger.index.ready.values()), None)
+    parked = len(ledger.index.parked)
     return structs.replace(
         shown,
-        pending=ledger.undecided_count - parked,
+        pending=ledger.index.undecided_count - parked,
         parked=parked,
-        refused=len(ledger.refused),
-        committed=len(ledger.ready),
+        refused=len(ledger.index.refused),
+        committed=len(ledger.index.ready),
         oldest_pending_age_s=_age_s(now_ms, min(oldest, default=None)),
-        oldest_committed_age_s=_age_s(now_ms, None if first is None else first.decided_at_ms),
+        oldest_committed_age_s=_age_s(now_ms, None if first is None else first.verdict.at_ms),
         rates=owner.rates.per_second(),
     )
 
@@ -140,9 +140,9 @@ def _age_s(now_ms: int, since_ms: int | None) -> float | None:
 def _groups(owner: ObservedPartition, now_ms: int) -> Iterable[GroupOverview]:
     """Yield the undecided transactions of each group in a partition."""
     ledger = owner.ledger
-    pending, parked = ledger.pending_by_group, ledger.parked_by_group
+    pending, parked = ledger.index.pending_by_group, ledger.index.parked_by_group
     for name in pending.keys() | parked.keys():
-        age_s = _age_s(now_ms, ledger.oldest_pending_ms(name))
+        age_s = _age_s(now_ms, ledger.index.oldest_pending_ms(name))
         yield GroupOverview(name, pending.get(name, 0), parked.get(name, 0), age_s)
 
 

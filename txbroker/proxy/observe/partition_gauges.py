@@ -40,17 +40,17 @@ class PartitionGauges:
         owners = list(self._broker.ledgers())
         for owner in owners:
             ledger, now_ms = owner.ledger, owner.now_ms()
-            pending.update(ledger.pending_by_group)
-            parked.update(ledger.parked_by_group)
-            refused.update(ledger.refused_by_topic)
-            for group in ledger.pending_by_group:
-                since_ms = ledger.oldest_pending_ms(group)
+            pending.update(ledger.index.pending_by_group)
+            parked.update(ledger.index.parked_by_group)
+            refused.update(ledger.index.refused_by_topic)
+            for group in ledger.index.pending_by_group:
+                since_ms = ledger.index.oldest_pending_ms(group)
                 if since_ms is not None:
                     age_s = (now_ms - since_ms) / 1000
                     oldest_s[group] = max(oldest_s.get(group, 0.0), age_s)
-            first = next(iter(ledger.ready.values()), None)
+            first = next(iter(ledger.index.ready.values()), None)
             if first is not None:
-                committed_s.append(max(0.0, (now_ms - first.decided_at_ms) / 1000))
+                committed_s.append(max(0.0, (now_ms - first.verdict.at_ms) / 1000))
         states = self._broker.readiness().partitions.values()
         return Gauges(
             pending=pending,
@@ -58,7 +58,7 @@ class PartitionGauges:
             parked=parked,
             refused=refused,
             unreachable_groups=len(self._unreachable()),
-            promotion_lag_markers=sum(len(owner.ledger.ready) for owner in owners),
+            promotion_lag_markers=sum(len(owner.ledger.index.ready) for owner in owners),
             promotion_oldest_age_seconds=max(committed_s, default=None),
             owned_partitions=len(owners),
             partitions=Counter(text.partition(":")[0] for text in states),
@@ -80,7 +80,7 @@ class PartitionGauges:
         the true headroom.
         """
         after = self._copied_to.get(owner, -1)
-        unsettled = owner.ledger.in_order(after, LOOKED_AT_MAX)
+        unsettled = owner.ledger.index.in_order(after, LOOKED_AT_MAX)
         for transaction in unsettled:
             if not transaction.kept_at:
                 break

@@ -19,8 +19,8 @@ from txbroker.contract.service import (
     TransactionStatus,
     alone,
 )
-from txbroker.core.trace_context import TraceContext, context_of, with_context
 from txbroker.core.transaction import Transaction
+from txbroker.tracing import TraceContext, context_of, with_context
 
 
 def preparing(

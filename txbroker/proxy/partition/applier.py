@@ -8,8 +8,7 @@ from msgspec import structs
 
 from txbroker.core.decoding import passed_over
 from txbroker.core.encoding import HalfRow, MarkerRow, Row
-from txbroker.core.ledger import Ledger
-from txbroker.core.outcome import ApplyResult, Effect
+from txbroker.core.ledger import ApplyResult, Effect, Ledger
 from txbroker.core.records import Anchor, Record, Skip
 from txbroker.core.transaction import Transaction
 from txbroker.door.own_topics import foreign_why

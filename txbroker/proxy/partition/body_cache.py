@@ -47,7 +47,7 @@ log = get_logger(__name__)
 def lost_cause(transaction: Transaction) -> Cause:
     """Return why a transaction whose messages are gone cannot be promoted, and what to do."""
     message = transaction.half.messages[0]
-    if transaction.decision is None:
+    if transaction.verdict.decision is None:
         remedy = "roll it back, or commit it with its messages"
     else:
         remedy = "send them again from their source, or restore the topics and revive it"
@@ -109,13 +109,13 @@ class BodyCache:
     def trim(self) -> None:
         """Evict, the oldest first, until no more is held than the partition's share."""
         ledger, share = self._ledger, self._share()
-        while self._behind and ledger.body_bytes > share:
+        while self._behind and ledger.index.body_bytes > share:
             self._evict(self._behind.pop(next(iter(self._behind))))
         looked_at = 0
-        while ledger.body_bytes > share and looked_at < STEP_MAX:
-            found = ledger.in_order(self._hand, 100)
+        while ledger.index.body_bytes > share and looked_at < STEP_MAX:
+            found = ledger.index.in_order(self._hand, 100)
             if not found:
-                if self._hand < 0 or ledger.body_bytes - self._held_bytes() <= share:
+                if self._hand < 0 or ledger.index.body_bytes - self._held_bytes() <= share:
                     return
                 # Messages that replaced evicted ones came back behind the hand.
                 self._hand = -1
@@ -125,12 +125,12 @@ class BodyCache:
                 looked_at += 1
                 if transaction.id not in self._held:
                     self._evict(transaction)
-                    if ledger.body_bytes <= share:
+                    if ledger.index.body_bytes <= share:
                         return
 
     def _evict(self, transaction: Transaction) -> None:
         if transaction.has_bodies and transaction.state not in SETTLED:
-            self._ledger.evict(transaction)
+            self._ledger.index.evict(transaction)
 
     def _held_bytes(self) -> int:
         return sum([transaction.body_bytes for transaction, _ in self._held.values()])
@@ -224,7 +224,7 @@ class BodyCache:
         transaction.lost = False
         if refused_as_lost(transaction) and transaction.has_bodies:
             # What came out of the record that says so are no messages.
-            self._ledger.evict(transaction)
+            self._ledger.index.evict(transaction)
 
     async def show(self, transaction: Transaction) -> None:
         """Have the messages of a transaction in memory where they can be, to be shown at once.
@@ -257,21 +257,21 @@ class BodyCache:
         return {}
 
     async def _load(self, batch: Sequence[Transaction]) -> None:
-        marks = [each.contents_fingerprint for each in batch]
+        marks = [each.verdict.contents_fingerprint for each in batch]
         half = await self._read(batch, replaced=False)
         op = await self._read(batch, replaced=True)
         gone = []
         for number, (transaction, mark) in enumerate(zip(batch, marks, strict=True), 1):
             if number % PAUSE_EVERY == 0:
                 await asyncio.sleep(0)
-            if not _missing(transaction) or transaction.contents_fingerprint != mark:
+            if not _missing(transaction) or transaction.verdict.contents_fingerprint != mark:
                 continue
             messages = _messages(transaction, op if mark else half)
             if messages is None:
                 gone.append(transaction)
                 continue
             try:
-                self._ledger.fill(transaction, messages)
+                self._ledger.index.fill(transaction, messages)
             except ValueError as error:
                 raise LogTruncated(_other_record(transaction, str(error))) from None
         if gone:
@@ -282,7 +282,7 @@ class BodyCache:
 
     async def _read(self, batch: Sequence[Transaction], *, replaced: bool) -> dict[int, Record]:
         """Return the records of those whose messages a commit has replaced, or of the others."""
-        those = [each for each in batch if bool(each.contents_fingerprint) is replaced]
+        those = [each for each in batch if bool(each.verdict.contents_fingerprint) is replaced]
         offsets = sorted({offset for each in those for offset in _at(each)})
         if not offsets:
             return {}
@@ -292,7 +292,7 @@ class BodyCache:
     async def _load_copies(self, batch: Sequence[Transaction]) -> None:
         """Load those that neither half nor operation topic holds from their copies, if they have
         any; mark the others as lost."""
-        marks = {each.id: each.contents_fingerprint for each in batch}
+        marks = {each.id: each.verdict.contents_fingerprint for each in batch}
         left = {each.id: each for each in batch if each.kept and not refused_as_lost(each)}
         offsets = sorted({at for each in left.values() for at in each.kept_at if at >= 0})
         if offsets:
@@ -303,7 +303,7 @@ class BodyCache:
             async for records in self._door.parked():
                 found.extend(each for each in records if _key_id(each) in left)
             self._take_copies(left, marks, found)
-        gone = [e for e in batch if _missing(e) and e.contents_fingerprint == marks[e.id]]
+        gone = [e for e in batch if _missing(e) and e.verdict.contents_fingerprint == marks[e.id]]
         if gone:
             self._mark_lost(gone)
 
@@ -323,12 +323,12 @@ class BodyCache:
             else:
                 parts.setdefault(part.id, {})[part.sequence] = part
         for id, transaction in list(left.items()):
-            if _missing(transaction) and transaction.contents_fingerprint == marks[id]:
+            if _missing(transaction) and transaction.verdict.contents_fingerprint == marks[id]:
                 messages = _copied(transaction, parts.get(id, {}))
                 if messages is None:
                     continue
                 try:
-                    self._ledger.fill(transaction, messages)
+                    self._ledger.index.fill(transaction, messages)
                 except ValueError:
                     # Made before a commit replaced the messages: not what is to be promoted.
                     continue
@@ -356,12 +356,16 @@ def _missing(transaction: Transaction) -> bool:
 def _at(transaction: Transaction) -> range:
     """Return the offsets of its messages: in the operation topic behind the marker that replaced
     them, else in the half topic."""
-    first = transaction.op_offset + 1 if transaction.contents_fingerprint else transaction.offset
+    first = (
+        transaction.verdict.op_offset + 1
+        if transaction.verdict.contents_fingerprint
+        else transaction.offset
+    )
     return range(first, first + len(transaction.half.messages))
 
 
 def _first_offset(transaction: Transaction) -> tuple[bool, int]:
-    return bool(transaction.contents_fingerprint), _at(transaction).start
+    return bool(transaction.verdict.contents_fingerprint), _at(transaction).start
 
 
 def _batches(transactions: Iterable[Transaction]) -> Iterator[list[Transaction]]:

@@ -25,8 +25,8 @@ from txbroker.checkers.base import (
 )
 from txbroker.contract.service import Answer, DecideRequest
 from txbroker.core.encoding import MarkerRow, headers_bytes
-from txbroker.core.index import CheckBacklog, Schedule, due_ms
-from txbroker.core.outcome import ApplyResult, Effect
+from txbroker.core.ledger import ApplyResult, Effect
+from txbroker.core.lifecycle import ASK_SPACING_MS
 from txbroker.core.records import (
     CheckReason,
     Decision,
@@ -35,8 +35,8 @@ from txbroker.core.records import (
     Source,
     State,
 )
-from txbroker.core.trace_context import carried_over
-from txbroker.core.transaction import ASK_SPACING_MS, Transaction, fits
+from txbroker.core.schedule import CheckBacklog, Schedule, due_ms
+from txbroker.core.transaction import Transaction, fits
 from txbroker.door.protocols import Targets
 from txbroker.errors import (
     BadTarget,
@@ -53,6 +53,7 @@ from txbroker.proxy.partition.appender import Appender, Applied
 from txbroker.proxy.partition.body_cache import BodyCache
 from txbroker.proxy.partition.context import PartitionContext
 from txbroker.proxy.partition.targets import examine_final
+from txbroker.tracing import carried_over
 
 AGAIN_MS = 1000
 """What could not be done now is tried again after this."""
@@ -301,14 +302,14 @@ class CheckBack:
                 id=transaction.id,
                 state=state,
             )
-        if len(transaction.counted_ms) + 1 >= transaction.half.policy.attempts_max:
+        if len(transaction.checks.counted_ms) + 1 >= transaction.half.policy.attempts_max:
             raise NotPending(
                 "only the last attempt of the round is left, and that is never pulled forward",
                 id=transaction.id,
                 state=state,
             )
         due = due_ms(transaction)
-        at_ms = max(self._clock.now_ms(), transaction.last_check_ms + ASK_SPACING_MS)
+        at_ms = max(self._clock.now_ms(), transaction.checks.last_check_ms + ASK_SPACING_MS)
         if due is None or at_ms < due:
             self._asked[transaction.id] = _Asked(at_ms, f"{by}: {why}" if why else by)
             self._set((transaction.id,), at_ms)
@@ -317,7 +318,7 @@ class CheckBack:
 
     def in_memory(self, id: str) -> bool:
         """Say whether the messages of a question need not be read first."""
-        transaction = self._ledger.transactions.get(id)
+        transaction = self._ledger.index.transactions.get(id)
         return transaction is not None and transaction.has_bodies
 
     async def attempt(
@@ -335,7 +336,7 @@ class CheckBack:
             the check again.
         """
         found: list[CheckCall | TxbrokerError | None] = [None] * len(checks)
-        known = self._ledger.transactions
+        known = self._ledger.index.transactions
         transactions = [known[check.id] for check in checks if check.id in known]
         attempts: list[_Attempt] = []
         try:
@@ -384,10 +385,10 @@ class CheckBack:
         rows: list[MarkerRow] = []
         for attempt in attempts:
             transaction, reason = attempt.transaction, attempt.reason
-            turn, number = transaction.round, transaction.number + 1
+            turn, number = transaction.checks.round, transaction.checks.number + 1
             expected.append((turn, number))
             asked = self._asked.get(transaction.half.id) if reason is CheckReason.ASKED else None
-            before = transaction.attempts
+            before = transaction.checks.attempts
             rows.append(
                 self._context.marker(
                     transaction,
@@ -420,7 +421,10 @@ class CheckBack:
                 early_ms = transaction.next_check_ms() - self._ledger.op_clock_ms
                 self._set((id,), self._clock.now_ms() + max(early_ms, 50))
                 continue
-            if not self.still_pending(id) or (transaction.round, transaction.number) != numbers:
+            if (
+                not self.still_pending(id)
+                or (transaction.checks.round, transaction.checks.number) != numbers
+            ):
                 self.touch(transaction)
                 continue
             made.append(id)
@@ -431,14 +435,14 @@ class CheckBack:
             self._set(made, self._clock.now_ms() + HANDED_OUT_MS)
 
     def _pending(self, id: str) -> Transaction | None:
-        transaction = self._ledger.transactions.get(id)
+        transaction = self._ledger.index.transactions.get(id)
         if transaction is None or transaction.state is not State.PENDING:
             return None
         return transaction
 
     def still_pending(self, id: str) -> bool:
         """Say whether a transaction is undecided and not parked."""
-        transaction = self._ledger.transactions.get(id)
+        transaction = self._ledger.index.transactions.get(id)
         return transaction is not None and transaction.state is State.PENDING
 
     async def answered(self, run: Sequence[AttemptResult]) -> None:
@@ -448,11 +452,14 @@ class CheckBack:
         markers: list[tuple[AttemptResult, MarkerRow]] = []
         try:
             for told in run:
-                transaction = self._ledger.get(told.call.id)
+                transaction = self._ledger.index.get(told.call.id)
                 if transaction is None:
                     continue
                 touched.append(transaction)
-                if transaction.state is not State.PENDING or transaction.round != told.call.round:
+                if (
+                    transaction.state is not State.PENDING
+                    or transaction.checks.round != told.call.round
+                ):
                     # An answer in flight behind a decision or a new round is ignored; after
                     # parking the transaction is decided by hand.
                     continue
@@ -555,12 +562,12 @@ def _question(transaction: Transaction, reason: CheckReason, number: int) -> Che
     return CheckCall(
         id=transaction.id,
         group=transaction.half.group,
-        attempt=len(transaction.counted_ms),
+        attempt=len(transaction.checks.counted_ms),
         attempts_max=policy.attempts_max,
         reason=reason,
         prepared_at_ms=transaction.prepared_at_ms,
         messages=transaction.half.messages,
-        round=transaction.round,
+        round=transaction.checks.round,
         number=number,
         timeout_s=policy.timeout_s,
     )

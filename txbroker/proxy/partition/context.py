@@ -7,11 +7,10 @@ from typing import Protocol
 from msgspec import Struct
 
 from txbroker.core.encoding import MarkerRow, marker_row
-from txbroker.core.index import share_max
-from txbroker.core.ledger import Ledger
-from txbroker.core.outcome import ApplyResult
+from txbroker.core.ledger import ApplyResult, Ledger
 from txbroker.core.promotion import PromotionLimits
 from txbroker.core.records import Header, Marker, MarkerKind, Message, Source
+from txbroker.core.shares import share_max
 from txbroker.core.transaction import Transaction
 from txbroker.errors import OwnerUnavailable
 from txbroker.proxy.observe.rates import RateCounter
@@ -235,8 +234,8 @@ class PartitionContext(Struct, frozen=True):
                 source=source,
                 by=by,
                 reason=reason,
-                round=transaction.round,
-                number=transaction.number if number is None else number,
+                round=transaction.checks.round,
+                number=transaction.checks.number if number is None else number,
                 claim=self.claim.id,
                 endpoint=endpoint,
                 previous=previous,

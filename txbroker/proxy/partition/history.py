@@ -10,11 +10,12 @@ from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import suppress
 from statistics import median_low
 
+from msgspec import structs
+
 from txbroker.core.decoding import Malformed, NewerVersion, decode_marker, is_content
 from txbroker.core.encoding import ID_HEADER
-from txbroker.core.ledger import Ledger
-from txbroker.core.lifecycle import Step
-from txbroker.core.outcome import Effect
+from txbroker.core.ledger import Effect, Ledger
+from txbroker.core.lifecycle import PromotionStep, advance
 from txbroker.core.records import Record, State
 from txbroker.core.routing import parse_id
 from txbroker.core.transaction import Transaction
@@ -54,14 +55,15 @@ async def tell_verdict(op: Log, transaction: Transaction) -> None:
     Nothing is added where Kafka does not answer, or does not keep the deciding marker any more.
     """
     verdict = transaction.verdict
-    if verdict is None or verdict.source is not None or verdict.op_offset < 0:
+    if verdict.decision is None or verdict.source is not None or verdict.op_offset < 0:
         return
     with suppress(KafkaUnavailable, Malformed, NewerVersion):
         for record in await op.pick([verdict.op_offset]):
             marker = decode_marker(record)
             if marker.id == transaction.id:
-                verdict.source, verdict.by = marker.source, marker.by
-                verdict.reason = marker.reason
+                transaction.verdict = structs.replace(
+                    verdict, source=marker.source, by=marker.by, reason=marker.reason
+                )
 
 
 # --- the half message ------------------------------------------------------------------------
@@ -90,7 +92,7 @@ async def _prepared(half: Log, id: str, window_ms: int) -> tuple[Ledger, Transac
                     around = records[max(0, place - NEIGHBOURS) : place + NEIGHBOURS]
                     ledger.half_clock_ms = median_low(_ids_ms(around))
                 if await _apply(ledger, half, record.offset, end, id):
-                    transaction = ledger.get(id)
+                    transaction = ledger.index.get(id)
                     assert transaction is not None
                     return ledger, transaction, record.timestamp_ms
     if begin == start and start > 0:
@@ -161,10 +163,10 @@ async def _decided(ledger: Ledger, op: Log, transaction: Transaction, since_ms: 
         async for record in _markers_of(op, first, end, transaction.id, ledger):
             ledger.op_position = record.offset
             outcome = ledger.apply_op(record)
-            if outcome.effect is Effect.APPLIED and transaction.decision is not None:
+            if outcome.effect is Effect.APPLIED and transaction.verdict.decision is not None:
                 if transaction.state is State.COMMITTED:
                     # Committed and not in the owner's ledger: a turn has promoted it.
-                    transaction.take(Step.PROMOTE)
+                    advance(transaction, PromotionStep.PROMOTE)
                 return
     raise TooOld("its deciding marker is not kept any more", id=transaction.id)
 

@@ -37,7 +37,7 @@ from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
 from txbroker.contract.service import PartitionState
-from txbroker.core.holdings import BEYOND_MAX
+from txbroker.core.index import BEYOND_MAX
 from txbroker.core.ledger import Ledger
 from txbroker.core.records import Claim, State
 from txbroker.core.segment import SEGMENT_BYTES
@@ -125,9 +125,9 @@ class PartitionOwner:
         self.partition = door.partition
         beyond_max = min(BEYOND_MAX, settled_share() // SEGMENT_BYTES)
         self.ledger = Ledger(door.partition, settings.dedup_window_ms, beyond_max)
-        self.ledger.settled.version = segment_version
+        self.ledger.index.settled.version = segment_version
         self._principals = principals
-        self.ledger.share_by(self._principals().share_of)
+        self.ledger.index.share_by(self._principals().share_of)
         self.rates = RateCounter()
         self._phase = PartitionState.CLAIMING
         self._resumed_s = time.monotonic()
@@ -218,7 +218,7 @@ class PartitionOwner:
         self._snapshots.found(found.greatest, found.snapshots, found.position)
         await self._edges.deleted_before(found.half_start)
         pace = Yielder()
-        for transaction in list(self.ledger.transactions.values()):
+        for transaction in list(self.ledger.index.transactions.values()):
             self.checks.touch(transaction)
             await pace.step()
 
@@ -310,7 +310,7 @@ class PartitionOwner:
         while True:
             await asyncio.sleep(IDLE_S)
             self.rates.sample()
-            self.ledger.share_by(self._principals().share_of)
+            self.ledger.index.share_by(self._principals().share_of)
             try:
                 await self._half.look(IDLE_S)
                 await self._op.look(IDLE_S)
@@ -452,5 +452,5 @@ class Claims:
         if done:
             context.promoted(done)
         # The lost turns may have refused some.
-        waited_for = [context.ledger.transactions.get(id) for id in context.visible]
+        waited_for = [context.ledger.index.transactions.get(id) for id in context.visible]
         context.visible.release([t for t in waited_for if t and t.state is not State.COMMITTED])

@@ -6,10 +6,8 @@ from contextlib import suppress
 
 from txbroker.contract.service import Answer, DecideRequest, PrepareRequest, TransactionStatus
 from txbroker.core.encoding import HalfRow, half_row
-from txbroker.core.index import ShareUse, share_max
-from txbroker.core.ledger import Ledger
+from txbroker.core.ledger import ApplyResult, Effect, Ledger
 from txbroker.core.lifecycle import SETTLED
-from txbroker.core.outcome import ApplyResult, Effect
 from txbroker.core.records import (
     Decision,
     Half,
@@ -19,6 +17,7 @@ from txbroker.core.records import (
     State,
 )
 from txbroker.core.routing import parse_id
+from txbroker.core.shares import ShareUse, share_max
 from txbroker.core.transaction import Transaction, fingerprint, same_contents
 from txbroker.door.protocols import Log, LogTruncated
 from txbroker.errors import (
@@ -101,13 +100,13 @@ class PartitionApi:
         Also `IdConflict` where the id or key was used for other content, `BodyLost` where what
         was stored is gone, and the transaction is undecided.
         """
-        ledger, settled = self._ledger, self._ledger.settled
+        ledger, settled = self._ledger, self._ledger.index.settled
         found: dict[int, Answer] = {}
         for number, request in enumerate(requests):
             id = request.id
             known = None
             if id is not None:
-                known = ledger.transactions.get(id) or settled.get(id)
+                known = ledger.index.transactions.get(id) or settled.get(id)
             if known is None and request.dedup_key is not None:
                 known = self._by_dedup_key(request.group, request.dedup_key)
             if known is None:
@@ -119,7 +118,7 @@ class PartitionApi:
         return found
 
     def _by_dedup_key(self, group: str, dedup_key: str) -> Transaction | None:
-        transaction = self._ledger.by_dedup_key(group, dedup_key)
+        transaction = self._ledger.index.by_dedup_key(group, dedup_key)
         if transaction is not None and transaction.state in SETTLED:
             age_ms = self._id_clock.now_ms() - transaction.prepared_at_ms
             if age_ms > self._bounds.dedup_window_ms:
@@ -143,7 +142,7 @@ class PartitionApi:
         """
         version, now_ms = self._context.record_version(), self._id_clock.now_ms()
         window_ms = self._bounds.dedup_window_ms
-        share = self._ledger.share_of(halves[0][0].group)
+        share = self._ledger.index.share_of(halves[0][0].group)
         answers: list[Answer | None] = [None] * len(halves)
         rows: list[HalfRow] = []
         numbers: list[int] = []
@@ -232,8 +231,8 @@ class PartitionApi:
             Overloaded: with what has to happen first.
         """
         ledger, bounds = self._ledger, self._bounds
-        held = len(ledger.transactions) + self._preparing.total + ahead
-        held_of = ledger.unsettled.of(share) + self._preparing.of(share) + ahead
+        held = len(ledger.index.transactions) + self._preparing.total + ahead
+        held_of = ledger.index.unsettled.of(share) + self._preparing.of(share) + ahead
         if held >= bounds.pending_max:
             raise Overloaded(
                 f"partition {ledger.partition} holds {held} transactions that are not settled, its "
@@ -263,15 +262,15 @@ class PartitionApi:
         ledger, bounds = self._ledger, self._bounds
         # By our time, not the log's clock: that stands still while prepares are refused.
         now_ms = self._id_clock.now_ms()
-        size, size_max = ledger.settled.size, self._context.settled_share()
+        size, size_max = ledger.index.settled.size, self._context.settled_share()
         full = size >= size_max
-        if full and now_ms <= ledger.oldest_settled_ms() + bounds.dedup_window_ms:
+        if full and now_ms <= ledger.index.settled.oldest_ms() + bounds.dedup_window_ms:
             raise Overloaded(
-                f"partition {ledger.partition} remembers {ledger.settled_count} settled "
+                f"partition {ledger.partition} remembers {len(ledger.index.settled)} settled "
                 f"transactions of the dedup window in {size} bytes, its limit: wait",
                 id=half.id,
             )
-        settled = ledger.settled.recent_of(share, now_ms - bounds.dedup_window_ms)
+        settled = ledger.index.settled.recent_of(share, now_ms - bounds.dedup_window_ms)
         if settled >= share_max(size_max):
             why = f"{settled} bytes of settled transactions of the dedup window"
             raise _too_much(half, share, ledger, why, "wait")
@@ -286,7 +285,7 @@ class PartitionApi:
             TooOld: the log does not reach back to it.
             OwnerUnavailable: Kafka does not answer.
         """
-        transaction = self._ledger.get(id)
+        transaction = self._ledger.index.get(id)
         if transaction is None:
             try:
                 await self._half.catch_up()
@@ -296,7 +295,7 @@ class PartitionApi:
                 # The record that cannot be applied is behind us now: nobody else would meet it.
                 self._context.stopped(error)
                 raise OwnerUnavailable(str(error), id=id) from None
-            transaction = self._ledger.get(id)
+            transaction = self._ledger.index.get(id)
         return transaction or await self._settled_before(id)
 
     async def find(self, id: str) -> Transaction:
@@ -337,8 +336,8 @@ class PartitionApi:
             try:
                 if suspended:
                     self._check_open(id)
-                transaction = ledger.transactions.get(id) or await self.get(id)
-                if transaction.verdict is not None:
+                transaction = ledger.index.transactions.get(id) or await self.get(id)
+                if transaction.verdict.decision is not None:
                     self._stands(transaction, request)
                     answers[number] = standing(transaction)
                     continue
@@ -405,7 +404,7 @@ class PartitionApi:
         """Return the answer to a decision whose marker was not the first one."""
         if isinstance(outcome, RequestError):
             return outcome
-        if transaction.verdict is None:
+        if transaction.verdict.decision is None:
             return OwnerUnavailable(f"the marker had no effect: {outcome.why}", id=request.id)
         try:
             _check_same(transaction, request)
@@ -474,13 +473,15 @@ def _check_same(transaction: Transaction, request: DecideRequest) -> None:
     Raises:
         AlreadyDecided: it is another decision, or one with other messages.
     """
-    if transaction.decision is not request.decision:
-        why = f"the transaction was decided before: {transaction.decision}"
+    if transaction.verdict.decision is not request.decision:
+        why = f"the transaction was decided before: {transaction.verdict.decision}"
     elif not same_contents(transaction, request.messages):
         why = "the transaction was committed before, with other messages"
     else:
         return
-    raise AlreadyDecided(why, id=request.id, decision=transaction.decision, state=transaction.state)
+    raise AlreadyDecided(
+        why, id=request.id, decision=transaction.verdict.decision, state=transaction.state
+    )
 
 
 def _too_much(half: Half, share: str, ledger: Ledger, what: str, remedy: str) -> Overloaded:
@@ -507,7 +508,7 @@ def check_group(transaction: Transaction, group: str) -> None:
 def _repeated(transaction: Transaction) -> Answer:
     """Return the answer to a prepare that was stored before: `BodyLost` where what was stored is
     gone, and the transaction is undecided."""
-    if transaction.decision is None and transaction.lost:
+    if transaction.verdict.decision is None and transaction.lost:
         return _body_lost(transaction)
     return standing(transaction)
 
@@ -520,4 +521,6 @@ def _body_lost(transaction: Transaction) -> BodyLost:
 
 def standing(transaction: Transaction, *, created: bool = False) -> TransactionStatus:
     """Return where a transaction stands."""
-    return TransactionStatus(transaction.id, transaction.state, transaction.decision, created)
+    return TransactionStatus(
+        transaction.id, transaction.state, transaction.verdict.decision, created
+    )

@@ -21,10 +21,10 @@ from msgspec import Struct, field, structs
 
 from txbroker import tracing
 from txbroker.core.encoding import encode_kept, headers_bytes, kept_tombstones, promoted_headers
-from txbroker.core.index import ShareUse
 from txbroker.core.lifecycle import SETTLED
-from txbroker.core.promotion import PromotionPlan, Verdict, plan_promotion, transaction_bytes
+from txbroker.core.promotion import PromotionPlan, plan_promotion, transaction_bytes
 from txbroker.core.records import Cause, Checkpoint, Header, Place, Record, State
+from txbroker.core.shares import ShareUse
 from txbroker.core.transaction import Transaction
 from txbroker.door.protocols import (
     Fenced,
@@ -158,7 +158,7 @@ class Promoter:
 
     def changed(self, transactions: Sequence[Transaction]) -> None:
         """Records changed these: there may be something to promote or to copy."""
-        wanted = bool(self._ledger.to_keep or self._ledger.to_release)
+        wanted = bool(self._ledger.index.to_keep or self._ledger.index.to_release)
         for transaction in transactions:
             if transaction.state is State.COMMITTED:
                 wanted = True
@@ -168,7 +168,7 @@ class Promoter:
     def retry_refused(self, id: str) -> None:
         """Try a refused transaction again now, whatever was found out about it before."""
         self._trouble.retry_now(id)
-        transaction = self._ledger.refused.get(id)
+        transaction = self._ledger.index.refused.get(id)
         if transaction is not None:
             self._bodies.try_again(transaction)
             for message in transaction.messages:
@@ -279,9 +279,9 @@ class Promoter:
         if gone:
             _refuse_lost(flight.plan, {transaction.id for transaction in gone})
             for transaction in gone:
-                self._ledger.to_keep.pop(transaction.id, None)
+                self._ledger.index.to_keep.pop(transaction.id, None)
         # Some may have been decided meanwhile.
-        flight.keep = [each for each in flight.keep if each.id in self._ledger.to_keep]
+        flight.keep = [each for each in flight.keep if each.id in self._ledger.index.to_keep]
         return True
 
     async def _write(self, flight: _Flight) -> bool:
@@ -315,9 +315,9 @@ class Promoter:
             for transaction, state in kept_as:
                 # One that was parked meanwhile needs a copy that says so.
                 if transaction.state is state:
-                    self._ledger.to_keep.pop(transaction.id, None)
+                    self._ledger.index.to_keep.pop(transaction.id, None)
             for transaction in flight.release:
-                self._ledger.to_release.pop(transaction.id, None)
+                self._ledger.index.to_release.pop(transaction.id, None)
             task = asyncio.create_task(self._finish(flight, handle))
             self._finishing.add(task)
             self._flights.add(flight)
@@ -331,9 +331,9 @@ class Promoter:
         fate this turn or one on its way decides: an older copy would outlive what they write."""
         ledger, size = self._ledger, 0
         keep: list[Transaction] = []
-        for transaction in list(ledger.to_keep.values()):
+        for transaction in list(ledger.index.to_keep.values()):
             if transaction.state in SETTLED or transaction.state is State.REFUSED:
-                del ledger.to_keep[transaction.id]
+                del ledger.index.to_keep[transaction.id]
             elif transaction.id not in self._in_flight:
                 size += transaction_bytes(transaction)
                 if keep and (len(keep) >= COPIES_MAX or size > self._limits.bytes_max):
@@ -342,7 +342,7 @@ class Promoter:
         return keep
 
     def _to_release(self) -> list[Transaction]:
-        return list(islice(self._ledger.to_release.values(), COPIES_MAX))
+        return list(islice(self._ledger.index.to_release.values(), COPIES_MAX))
 
     # --- planning --------------------------------------------------------------------------
 
@@ -359,7 +359,7 @@ class Promoter:
             # In the order of decisions, as a set has none that comes again.
             unknown: dict[str, None] = {}
 
-            def examine(place: Place, unknown: dict[str, None] = unknown) -> Verdict:
+            def examine(place: Place, unknown: dict[str, None] = unknown) -> Cause | None:
                 cause = kept_off.get((place.topic, place.partition))
                 cause = cause or self._trouble.avoided(place.topic, place.partition)
                 if cause is not None:
@@ -371,7 +371,7 @@ class Promoter:
                 return takes(place.topic, place.partition, place.size + self._beside, facts)
 
             plan = plan_promotion(
-                self._ledger.ready.values(),
+                self._ledger.index.ready.values(),
                 self._ledger.op_whole,
                 examine,
                 limits,
@@ -407,7 +407,7 @@ class Promoter:
 
     def _note_deferred(self, plan: PromotionPlan) -> None:
         for id, cause in plan.deferred.items():
-            transaction = self._ledger.ready.get(id)
+            transaction = self._ledger.index.ready.get(id)
             if transaction is not None:
                 transaction.cause = cause
         for transaction in plan.promote:
@@ -415,7 +415,7 @@ class Promoter:
                 # Nobody may take one whose turn is on its way for one that waits.
                 transaction.cause = None
         self.full = plan.full
-        self.waiting = self._ledger.use_of(plan.waiting())
+        self.waiting = self._ledger.index.use_of(plan.waiting())
         self._trouble.note_deferred(waiting=bool(plan.deferred))
 
     # --- writing ---------------------------------------------------------------------------

@@ -384,7 +384,7 @@ async def _find_again(ledger: Ledger, half_start: int) -> None:
     """Somebody may have brought back what was lost: then it can be asked about and committed. What
     is committed was refused for it, and is revived by hand."""
     pace = Yielder()
-    for transaction in ledger.transactions.values():
+    for transaction in ledger.index.transactions.values():
         if transaction.lost and transaction.state in UNDECIDED:
             transaction.lost = transaction.offset < half_start
         await pace.step()
@@ -400,12 +400,12 @@ async def _restore(
     """
     gone = [copy for copy in copies if known_to <= copy.half_offset < start]
     pace = Yielder()
-    for batch in batches([copy for copy in gone if copy.half.id not in ledger.transactions]):
+    for batch in batches([copy for copy in gone if copy.half.id not in ledger.index.transactions]):
         for copy in await with_messages(door, batch):
             ledger.restore(copy)
-            transaction = ledger.transactions.get(copy.half.id)
+            transaction = ledger.index.transactions.get(copy.half.id)
             if transaction is not None:
-                ledger.evict(transaction)
+                ledger.index.evict(transaction)
         await pace.piece()
 
 

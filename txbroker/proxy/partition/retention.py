@@ -71,27 +71,27 @@ class RetentionGuard:
     async def _keep_older_than(self, before_ms: int, pace: Yielder) -> int:
         """Have everything copied that was prepared before; return how many were not yet."""
         ledger, copied = self._ledger, 0
-        while found := ledger.in_order(self._old_to, BATCH_MAX):
+        while found := ledger.index.in_order(self._old_to, BATCH_MAX):
             for transaction in found:
                 if transaction.prepared_at_ms >= before_ms:
                     return copied
                 self._old_to = transaction.offset
-                if not transaction.kept and transaction.id not in ledger.to_keep:
+                if not transaction.kept and transaction.id not in ledger.index.to_keep:
                     copied += 1
                     self._copy_out(transaction)
             await pace.piece()
         return copied
 
     def _copy_out(self, transaction: Transaction) -> None:
-        self._uncopied[transaction.id] = self._ledger.to_keep[transaction.id] = transaction
+        self._uncopied[transaction.id] = self._ledger.index.to_keep[transaction.id] = transaction
         self._promoter.wake()
 
     def _see_to(self, transaction: Transaction) -> None:
         """Have one copied that was decided before it was."""
         id, ledger = transaction.id, self._ledger
-        if transaction.kept_at or transaction.lost or id not in ledger.transactions:
+        if transaction.kept_at or transaction.lost or id not in ledger.index.transactions:
             self._uncopied.pop(id, None)
-        elif not transaction.kept and id not in ledger.to_keep:
+        elif not transaction.kept and id not in ledger.index.to_keep:
             self._copy_out(transaction)
 
     async def look(self) -> None:
@@ -116,7 +116,7 @@ class RetentionGuard:
         self._let_go()
         self._snapshots.deleted_before(half_start)
         pace = Yielder()
-        while found := self._ledger.in_order(self._deleted_to, BATCH_MAX):
+        while found := self._ledger.index.in_order(self._deleted_to, BATCH_MAX):
             below = [each for each in found if each.offset < half_start]
             bare = [each for each in below if not each.kept and not each.lost]
             with self._bodies.hold(bare):
@@ -132,7 +132,7 @@ class RetentionGuard:
 
     def _save(self, transaction: Transaction) -> None:
         ledger, id = self._ledger, transaction.id
-        if not transaction.has_bodies or transaction.kept or id not in ledger.transactions:
+        if not transaction.has_bodies or transaction.kept or id not in ledger.index.transactions:
             return
         log.error("half message deleted, body copied", id=id)
         self._copy_out(transaction)
@@ -143,7 +143,7 @@ class RetentionGuard:
 
     def _let_go(self) -> None:
         for id, (transaction, stack) in list(self._held.items()):
-            if transaction.kept_at or id not in self._ledger.transactions:
+            if transaction.kept_at or id not in self._ledger.index.transactions:
                 stack.close()
                 del self._held[id]
 

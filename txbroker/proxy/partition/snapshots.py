@@ -138,7 +138,7 @@ class SnapshotWriter:
         if stored and tail > 0 and age_ms >= self._age_max_ms:
             return True
         least = 1 if stored and age_ms >= SOON_MS else self._records_min
-        enough = max(least, len(ledger.transactions) // ENTRIES_SHARE)
+        enough = max(least, len(ledger.index.transactions) // ENTRIES_SHARE)
         return tail >= (enough if stored else min(enough, FIRST_RECORDS))
 
     async def run(self) -> None:

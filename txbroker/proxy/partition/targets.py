@@ -9,11 +9,11 @@ from msgspec import Struct, structs
 
 from txbroker.batching import Sticky
 from txbroker.core.encoding import BATCH_OVERHEAD_BYTES, bytes_in_batch
-from txbroker.core.index import Schedule
 from txbroker.core.ledger import Ledger
-from txbroker.core.promotion import PromotionLimits, Verdict
+from txbroker.core.promotion import PromotionLimits
 from txbroker.core.records import Cause, Message, Place, State
 from txbroker.core.routing import murmur2
+from txbroker.core.schedule import Schedule
 from txbroker.core.transaction import Transaction, places_of
 from txbroker.door.protocols import NotVisible, TargetFacts, Targets
 from txbroker.errors import BadTarget, InvariantBroken, RequestError, TooLarge, UnknownTopic
@@ -72,7 +72,7 @@ class PermittedTargets(Targets):
         return Cause("reserved", f"topic {topic} {why}: it is no target", topic, -1)
 
 
-def takes(topic: str, partition: int | None, size: int, facts: TargetFacts | Cause) -> Verdict:
+def takes(topic: str, partition: int | None, size: int, facts: TargetFacts | Cause) -> Cause | None:
     """Say whether a target with these facts takes a message that is not at hand, or why not.
 
     Args:
@@ -376,7 +376,7 @@ class Trouble:
 
     def retry_all(self) -> None:
         """After recovery: whatever is refused is tried again, each after the first pause."""
-        for id, transaction in self._ledger.refused.items():
+        for id, transaction in self._ledger.index.refused.items():
             if refused_as_lost(transaction):
                 self.give_up(id)
             elif id not in self._retry_pauses_s:
@@ -391,7 +391,7 @@ class Trouble:
         self._tried.pop(id, None)
         self._refused_alone.discard(id)
         self._given_up.discard(id)
-        if id in self._ledger.refused:
+        if id in self._ledger.index.refused:
             self._retry_pauses_s.pop(id, None)
             self._retries.set(id, self._monotonic_ms())
 
@@ -403,7 +403,7 @@ class Trouble:
         """
         due = []
         for id in list(self._retries.pop_due(self._monotonic_ms())):
-            transaction = self._ledger.refused.get(id)
+            transaction = self._ledger.index.refused.get(id)
             if transaction is None:
                 self._retry_pauses_s.pop(id, None)
                 continue
@@ -454,11 +454,13 @@ class Trouble:
             return self._limits
         self._suspects = frozenset([id for id in self._suspects if self._may_be_tried(id)])
         again = {transaction.id for transaction in retried}
-        if not any(id in self._ledger.ready or id in again for id in self._suspects):
+        if not any(id in self._ledger.index.ready or id in again for id in self._suspects):
             return self._limits
         return PromotionLimits(
             self._suspects_limit, self._limits.bytes_max, self._limits.deferred_max
         )
 
     def _may_be_tried(self, id: str) -> bool:
-        return id in self._ledger.ready or (id in self._ledger.refused and id not in self._tried)
+        return id in self._ledger.index.ready or (
+            id in self._ledger.index.refused and id not in self._tried
+        )

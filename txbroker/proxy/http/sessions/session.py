@@ -17,8 +17,7 @@ from txbroker import tracing
 from txbroker.contract import frames as wire
 from txbroker.contract import service as contract
 from txbroker.core.records import Decision, Source
-from txbroker.core.telling import safe_repr, where_raised
-from txbroker.errors import BadRequest, Overloaded, RequestError
+from txbroker.errors import BadRequest, Overloaded, RequestError, raised_at, safe_repr
 from txbroker.principals import ANYBODY, Principal
 from txbroker.proxy.cluster.forwarding import CALLER
 from txbroker.proxy.http.context import ApiContext
@@ -348,7 +347,7 @@ class SdkSession:
                 "operation failed",
                 group=self.group,
                 error=safe_repr(error),
-                where=where_raised(error),
+                where=raised_at(error),
             )
             known = RequestError(INTERNAL_ERROR)
         if isinstance(known, Overloaded):
