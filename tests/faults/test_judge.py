@@ -419,5 +419,5 @@ def test_the_command_says_it_with_its_exit_code(tmp_path: Path) -> None:
     (tmp_path / "bad" / "history.jsonl").write_text('{"event": "nonsense"}\n')
     unreadable = command(tmp_path / "bad")
     assert unreadable.returncode == 2
-    assert "line 1 is no line of a history" in unreadable.stderr
+    assert "line 1 of the history cannot be read" in unreadable.stderr
     assert command(tmp_path / "nowhere").returncode == 2

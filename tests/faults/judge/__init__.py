@@ -1,7 +1,8 @@
-"""An independent judge of txbroker: from what clients did, what the topics hold and what the
-business database holds, it says which invariants are broken.
+"""An independent judge of txbroker: returns the broken invariants of a run.
 
-It shares no code with txbroker, and reads no Kafka: what it judges lies in memory, or in a folder.
+Input is the history of the clients, the records of the topics and the rows of the business
+database, from memory or from a folder. It shares no code with txbroker, nor with the audit's judge:
+an error of one must not hide in the other. It reads no Kafka.
 """
 
 from .folder import Case, load, save

@@ -1,7 +1,6 @@
-"""Judge a saved run: `python -m judge FOLDER`.
+"""Judge a saved run: `python -m tests.faults.judge FOLDER`.
 
-Ends with 0 where every invariant held, with 1 where one was broken, with 2 where the folder does
-not read.
+Exit code 0: all invariants hold; 1: one is broken; 2: the folder cannot be read.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from .verdict import Judge
 
 
 def main() -> int:
-    """Judge, and print every violation with its story."""
+    """Judge a run and print every violation with its timeline."""
     parser = argparse.ArgumentParser(prog="judge", description=__doc__)
     parser.add_argument("folder", type=Path)
     folder = parser.parse_args().folder
@@ -25,14 +24,14 @@ def main() -> int:
     except (OSError, ValueError, KeyError, TypeError) as error:
         print(f"{folder}: {error}", file=sys.stderr)
         return 2
-    found = judge.judge()
-    for violation in found:
+    violations = judge.judge()
+    for violation in violations:
         print(violation)
     print(
         f"{len(case.history.calls)} calls, {len(judge.log)} transactions, "
-        f"{len(judge.visible)} visible, {len(found)} violations"
+        f"{len(judge.visible)} visible, {len(violations)} violations"
     )
-    return 1 if found else 0
+    return 1 if violations else 0
 
 
 if __name__ == "__main__":

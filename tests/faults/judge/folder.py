@@ -1,4 +1,4 @@
-"""A run as a folder, so that it can be judged later and elsewhere."""
+"""A run saved in a folder."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ OPTIONS = (
     "without_leader",
     "dedup_window_ms",
 )
-"""What `options.json` may say: the judge's arguments of the same names."""
+"""Keys of `options.json`: arguments of `Judge`."""
 
 
 @dataclass
 class Case:
-    """All that is judged of one run."""
+    """The input of the judge for one run."""
 
     history: History
     topics: Topics
@@ -34,7 +34,7 @@ class Case:
 
 
 def save(case: Case, folder: Path) -> None:
-    """Write a run into a folder, which is made."""
+    """Write a run into a new folder."""
     (folder / "topics").mkdir(parents=True, exist_ok=True)
     _write(folder / "history.jsonl", lines_of(case.history))
     _write(folder / "business.jsonl", (json.dumps({"id": id}) for id in case.rows))
@@ -55,8 +55,8 @@ def load(folder: Path) -> Case:
     """Read a run from a folder.
 
     Raises:
-        OSError: a file is missing or does not read.
-        ValueError: a line is none of the format.
+        OSError: a file is missing or cannot be read.
+        ValueError: a line does not have the format.
     """
     topics = Topics()
     for name in _TOPICS:
@@ -70,7 +70,7 @@ def load(folder: Path) -> Case:
     options = json.loads(options_file.read_text()) if options_file.exists() else {}
     unknown = sorted(set(options) - set(OPTIONS))
     if unknown:
-        raise ValueError(f"options.json: unknown {', '.join(unknown)}")
+        raise ValueError(f"options.json: unknown keys {', '.join(unknown)}")
     with (folder / "history.jsonl").open() as lines:
         history = read_lines(lines)
     return Case(
@@ -108,13 +108,13 @@ def _record_out(record: Rec) -> dict[str, Any]:
     }
 
 
-def _record_in(found: dict[str, Any]) -> Rec:
+def _record_in(fields: dict[str, Any]) -> Rec:
     return Rec(
-        found["topic"],
-        found["partition"],
-        found["offset"],
-        found["timestamp_ms"],
-        bytes_in(found.get("key")),
-        bytes_in(found.get("value")),
-        headers_in(found.get("headers", [])),
+        fields["topic"],
+        fields["partition"],
+        fields["offset"],
+        fields["timestamp_ms"],
+        bytes_in(fields.get("key")),
+        bytes_in(fields.get("value")),
+        headers_in(fields.get("headers", [])),
     )

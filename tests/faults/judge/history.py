@@ -1,4 +1,4 @@
-"""What clients did: every call as it was sent and answered, every check-back, every disturbance."""
+"""The history of a run: calls with their answers, check-backs, faults."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ class Call:
 
     Attributes:
         what: prepare, commit, rollback, show, check or revive.
-        token: what the client calls its transaction.
-        began, ended: seconds since 1970, by the client's clock; `ended` 0: never answered.
-        result: invoke (never answered), ok, fail (certainly not done) or unknown.
-        code: of the error that was answered.
-        decision: the standing decision that was answered.
-        state: the state that was answered.
-        messages: what the call sent, where it sent messages.
+        token: the client's name for its transaction.
+        began, ended: seconds since 1970, by the client's clock; `ended` is 0 without an answer.
+        result: invoke (no answer), ok, fail (certainly not done) or unknown.
+        code: of the answered error.
+        decision: the answered decision.
+        state: the answered state.
+        messages: the messages of the call; None without any.
     """
 
     what: str
@@ -54,10 +54,7 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """A check-back that a client got, and its answer.
-
-    `attempt` is what the question said of itself; 0: not written down.
-    """
+    """A check-back that a client received, and its answer. `attempt` is 0 if not recorded."""
 
     id: str
     at: float
@@ -68,7 +65,7 @@ class Asked:
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """What else happened: a fault; `healed`: the last fault is over; `quiet`: all is settled."""
+    """Another event: a fault; `healed`: the last fault has ended; `quiet`: all is settled."""
 
     at: float
     what: str
@@ -77,8 +74,11 @@ class Note:
 
 @dataclass
 class History:
-    """What clients did. A token names what one client meant; the header `token` of its messages
-    carries it. `business`: tokens whose local transaction writes a row with the id."""
+    """The history of all clients.
+
+    A token identifies what one client intended; the header `token` of its messages carries it.
+    `business` has the tokens whose local transaction writes a row with the id.
+    """
 
     sent: dict[str, tuple[Body, ...]] = field(default_factory=dict)
     calls: list[Call] = field(default_factory=list)
@@ -91,7 +91,7 @@ class History:
 
 
 def bytes_out(data: bytes | None) -> Any:
-    """Return bytes as text where they are UTF-8, else in base64, marked as such."""
+    """Return bytes as text if they are UTF-8, otherwise as `{"base64": …}`."""
     if data is None:
         return None
     try:
@@ -100,21 +100,23 @@ def bytes_out(data: bytes | None) -> Any:
         return {"base64": base64.b64encode(data).decode()}
 
 
-def bytes_in(found: Any) -> bytes | None:
-    """Return what `bytes_out` was given."""
-    if found is None:
+def bytes_in(encoded: Any) -> bytes | None:
+    """Return the bytes that `bytes_out` encoded."""
+    if encoded is None:
         return None
-    return base64.b64decode(found["base64"]) if isinstance(found, dict) else str(found).encode()
+    if isinstance(encoded, dict):
+        return base64.b64decode(encoded["base64"])
+    return str(encoded).encode()
 
 
 def headers_out(headers: Sequence[Header]) -> list[list[Any]]:
-    """Return headers as JSON has them."""
+    """Return headers as JSON values."""
     return [[name, bytes_out(value)] for name, value in headers]
 
 
-def headers_in(found: Sequence[Sequence[Any]]) -> tuple[Header, ...]:
-    """Return what `headers_out` was given."""
-    return tuple((str(name), bytes_in(value)) for name, value in found)
+def headers_in(encoded: Sequence[Sequence[Any]]) -> tuple[Header, ...]:
+    """Return the headers that `headers_out` encoded."""
+    return tuple((str(name), bytes_in(value)) for name, value in encoded)
 
 
 def _bodies_out(bodies: Sequence[Body]) -> list[Json]:
@@ -130,7 +132,7 @@ def _bodies_out(bodies: Sequence[Body]) -> list[Json]:
     ]
 
 
-def _bodies_in(found: Sequence[Json]) -> tuple[Body, ...]:
+def _bodies_in(encoded: Sequence[Json]) -> tuple[Body, ...]:
     return tuple(
         Body(
             each["topic"],
@@ -139,13 +141,13 @@ def _bodies_in(found: Sequence[Json]) -> tuple[Body, ...]:
             headers_in(each.get("headers", [])),
             each.get("timestamp_ms"),
         )
-        for each in found
+        for each in encoded
     )
 
 
 def lines_of(history: History) -> list[str]:
-    """Return a history as lines of JSON, in the order of time; what clients meant comes first."""
-    meant = [
+    """Return a history as lines of JSON by time; the intentions of the clients come first."""
+    intentions = [
         {
             "event": "means",
             "token": token,
@@ -173,7 +175,7 @@ def lines_of(history: History) -> list[str]:
         for note in history.notes
     ]
     events.sort(key=lambda event: event["at"])
-    return [json.dumps(event) for event in [*meant, *events]]
+    return [json.dumps(event) for event in [*intentions, *events]]
 
 
 def _call_out(number: int, call: Call) -> Iterator[Json]:
@@ -190,15 +192,15 @@ def _call_out(number: int, call: Call) -> Iterator[Json]:
     yield first
     if call.result in RESULTS:
         answer = {name: getattr(call, name) for name in ("id", "code", "decision", "state")}
-        said = {name: value for name, value in answer.items() if value}
-        yield {"event": call.result, "at": call.ended, "call": number, **said}
+        given = {name: value for name, value in answer.items() if value}
+        yield {"event": call.result, "at": call.ended, "call": number, **given}
 
 
 def read_lines(lines: Iterable[str]) -> History:
-    """Return the history that lines of JSON tell.
+    """Return the history in lines of JSON.
 
     Raises:
-        ValueError: a line is none of the format.
+        ValueError: a line does not have the format.
     """
     history = History()
     calls: dict[int, Call] = {}
@@ -206,7 +208,7 @@ def read_lines(lines: Iterable[str]) -> History:
         try:
             _take(json.loads(line), history, calls)
         except (KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"line {number} is no line of a history: {error!r}") from error
+            raise ValueError(f"line {number} of the history cannot be read: {error!r}") from error
     history.calls = [calls[number] for number in sorted(calls)]
     return history
 

@@ -1,5 +1,8 @@
-"""The half and operation topics, read a second way: formats and rules are told here anew, from the
-documentation, so that one mistake is not made twice."""
+"""A second implementation of the half and operation logs.
+
+Formats and rules are written from the documentation, not from txbroker's code, so that an error of
+one implementation does not hide in the other.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ _ASK_SPACING_MS = 1000
 
 @dataclass(slots=True)
 class Placed:
-    """A message with its target partition, as half or op hold it."""
+    """A message with its target partition, as stored in half or op."""
 
     topic: str
     partition: int
@@ -32,7 +35,7 @@ class Placed:
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """A check that the log accepts: its append time, how many count with it, and its round."""
+    """An accepted check: its append time, its count in the round, and the round."""
 
     at_ms: int
     count: int
@@ -41,18 +44,18 @@ class Attempt:
 
 @dataclass(slots=True)
 class Tx:
-    """A transaction as the log tells it.
+    """A transaction according to the logs.
 
     Attributes:
         prepared_ms: the half topic's log clock at its last record.
-        prepared: its messages as they were prepared.
-        messages: its messages as they are to be promoted.
+        prepared: its prepared messages.
+        messages: its messages to promote.
         decided_ms: the append time of its deciding marker.
-        counted: the append times of the attempts of this round that count.
+        counted: the append times of the attempts that count in this round.
         accepted: all attempts of all rounds.
-        early: append times of attempts before their time or behind a decision.
-        parked_ms: when it was parked, each time.
-        log: what the logs say of it: append time and text.
+        early: append times of attempts before their time or after a decision.
+        parked_ms: the times at which it was parked.
+        log: its records: append time and text.
     """
 
     id: str
@@ -87,7 +90,7 @@ class Tx:
 
     @property
     def token(self) -> str:
-        """What its client called it."""
+        """The token of its client."""
         for name, value in self.prepared[0].headers:
             if name == "token":
                 return (value or b"").decode()
@@ -95,14 +98,14 @@ class Tx:
 
     @property
     def order_name(self) -> tuple[Any, ...] | None:
-        """What its order is kept by; None: there is no order to keep."""
+        """The key of its order; None without one."""
         first = self.prepared[0]
         if self.order is not None:
             return ("order", self.order)
         return None if first.key is None else ("key", first.topic, first.key)
 
     def due_ms(self) -> float:
-        """From when on the next attempt may be made."""
+        """Return the earliest time of the next attempt."""
         if self.not_before_ms:
             return self.not_before_ms
         if self.counted:
@@ -111,23 +114,23 @@ class Tx:
 
 
 def _id_number(id: str) -> int:
-    """The bits of a transaction id.
+    """Return the bits of a transaction id.
 
     Raises:
-        ValueError: it is none.
+        ValueError: it is not an id.
     """
     if not _ID.fullmatch(id):
-        raise ValueError(f"{id!r} is no transaction id")
+        raise ValueError(f"{id!r} is not a transaction id")
     return int(id.translate(_AS_BASE_32), 32)
 
 
 def id_time_ms(id: str) -> int:
-    """The milliseconds in a transaction id."""
+    """Return the milliseconds in a transaction id."""
     return _id_number(id) >> 64 & ((1 << 48) - 1)
 
 
 def id_partition(id: str) -> int:
-    """The half partition in a transaction id."""
+    """Return the half partition in a transaction id."""
     return _id_number(id) >> 112
 
 
@@ -135,13 +138,13 @@ def id_partition(id: str) -> int:
 
 
 def _half_part(record: Rec) -> tuple[dict[str, str], Placed]:
-    """Take a half record apart: our headers, then the message.
+    """Return our headers and the message of a half record.
 
     Raises:
-        ValueError: it is not one.
+        ValueError: it is not a half record.
     """
     if not record.headers or record.headers[0][0] != "txb-v":
-        raise ValueError("no half record")
+        raise ValueError("not a half record")
     version, *optional = (record.headers[0][1] or b"").decode().split(" ")
     if version not in ("1", "2"):
         raise ValueError(f"version {version}")
@@ -163,7 +166,7 @@ def _half_part(record: Rec) -> tuple[dict[str, str], Placed]:
 
 
 def read_log(topics: Topics, dedup_window_ms: int = 120_000) -> dict[str, Tx]:
-    """Every transaction of the half topic, and what the operation topic makes of it."""
+    """Return every transaction of the half topic after all markers."""
     found: dict[str, Tx] = {}
     for partition, records in by_partition(topics.half):
         _read_half(partition, records, found, dedup_window_ms)
@@ -213,7 +216,7 @@ def _read_half(
 def _counts(
     tx: Tx, found: dict[str, Tx], by_dedup: dict[tuple[str, str], Tx], window_ms: int
 ) -> bool:
-    """Whether a whole half message is a transaction: a rule over the records alone."""
+    """Return whether a complete half message is a transaction, from the records alone."""
     if tx.id in found or id_partition(tx.id) != tx.partition:
         return False
     if tx.dedup is not None:
@@ -224,7 +227,7 @@ def _counts(
 
 
 def _new_tx(partition: int, offset: int, facts: dict[str, str]) -> Tx:
-    id_partition(facts["txb-id"])  # an id that is none makes no transaction
+    id_partition(facts["txb-id"])  # raises if it is not an id
     after, interval, attempts, timeout = facts.get("txb-check", "6/30/15/5").split("/")
     return Tx(
         id=facts["txb-id"],
@@ -266,7 +269,7 @@ def _read_op(records: Sequence[Rec], found: dict[str, Tx]) -> None:
 
 
 def _apply(tx: Tx, marker: dict[str, Any], record: Rec, clock: int, contents: list[Placed]) -> bool:
-    """Apply a marker; say whether it had an effect."""
+    """Apply a marker; return whether it had an effect."""
     kind = marker["kind"]
     if kind in DECIDING:
         return _decide(tx, marker, record, contents)

@@ -1,4 +1,4 @@
-"""What was read from topics, as the judge takes it: no code of txbroker's is in between."""
+"""Records of topics, decoded without code of txbroker."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 Header = tuple[str, bytes | None]
+Fault = tuple[str, str, str]
+"""Invariant, transaction id, reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,16 +25,16 @@ class Rec:
     headers: tuple[Header, ...]
 
     def header(self, name: str) -> str | None:
-        """The first header of a name, as text."""
-        for found, value in self.headers:
-            if found == name:
+        """Return the first header of a name as text."""
+        for header, value in self.headers:
+            if header == name:
                 return None if value is None else value.decode()
         return None
 
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """A record of a target as the reader that reads along got it, and when (seconds)."""
+    """A record of a target with the time (seconds) at which the concurrent reader received it."""
 
     record: Rec
     at: float
@@ -40,8 +42,7 @@ class Seen:
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """Where a partition ended when everything had come to rest: behind its last record, and
-    behind what read_committed consumers are given."""
+    """Ends of a partition after the run: its high watermark and its last stable offset."""
 
     topic: str
     partition: int
@@ -51,10 +52,10 @@ class End:
 
 @dataclass
 class Topics:
-    """All records: half and op at read_uncommitted, the others at read_committed.
+    """All records: half and op with read_uncommitted, the others with read_committed.
 
-    `targets` is what was read in the end. `along`: what a second reader saw while it happened,
-    from the first record on; None where nobody read along. Checkpoint and ends may be left out.
+    `targets` was read after the run. `along` was read by a concurrent reader from the first record
+    on; None without one. Checkpoint and ends are optional.
     """
 
     half: list[Rec] = field(default_factory=list)
@@ -67,7 +68,7 @@ class Topics:
 
 
 def by_partition(records: Sequence[Rec]) -> Iterator[tuple[int, list[Rec]]]:
-    """Yield each partition with its records in the order of offsets."""
+    """Yield each partition with its records in offset order."""
     parts: dict[int, list[Rec]] = defaultdict(list)
     for record in records:
         parts[record.partition].append(record)
@@ -80,15 +81,15 @@ class Copies:
     """The copies of one transaction in the parked topic.
 
     Attributes:
-        parts: the newest record of each message, tombstones left out.
-        was_refused: whether any copy, also one that is gone, said that it is refused.
+        parts: the newest record of each message, without tombstones.
+        was_refused: whether any copy, including removed ones, had the state refused.
     """
 
     parts: dict[int, Rec] = field(default_factory=dict)
     was_refused: bool = False
 
     def facts(self, count: int) -> dict[str, object]:
-        """What a whole copy of `count` messages says of itself; {} where it is not whole."""
+        """Return the facts of a complete copy of `count` messages; {} if it is incomplete."""
         if sorted(self.parts) != list(range(count)):
             return {}
         return dict(json.loads(self.parts[0].header("txb-kept") or "{}"))
@@ -96,14 +97,14 @@ class Copies:
 
 def read_copies(parked: Sequence[Rec]) -> dict[str, Copies]:
     """Return the copies by transaction id."""
-    found: dict[str, Copies] = defaultdict(Copies)
+    by_id: dict[str, Copies] = defaultdict(Copies)
     for _, records in by_partition(parked):
         for record in records:
             id, _, sequence = (record.key or b"").decode().partition("/")
-            copies = found[id]
+            copies = by_id[id]
             copies.parts.pop(int(sequence), None)
             if record.value is not None:
                 copies.parts[int(sequence)] = record
                 facts = json.loads(record.header("txb-kept") or "{}")
                 copies.was_refused |= facts.get("state") == "refused"
-    return dict(found)
+    return dict(by_id)

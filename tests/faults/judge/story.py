@@ -1,4 +1,4 @@
-"""The whole story of one transaction, in the order of time."""
+"""The timeline of one transaction."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from .log import Tx
 from .records import Rec, Seen
 
 _AROUND_MS = 2000.0
-"""How long before and behind a transaction's own life faults and claims belong to its story."""
+"""Faults and claims this long before and after a transaction are part of its timeline."""
 
 
 @dataclass
 class Facts:
-    """What is known of one transaction, by where it is known from."""
+    """Facts about one transaction by their source."""
 
     tx: Tx | None
     calls: Sequence[Call] = ()
@@ -29,17 +29,17 @@ class Facts:
     rows: int = 0
 
 
-def tell(facts: Facts) -> str:
-    """Return the story, line by line: calls, markers, checks, promotions, takeovers, faults."""
+def timeline(facts: Facts) -> str:
+    """Return calls, markers, checks, promotions, takeovers and faults, a line each, by time."""
     own = [*_calls(facts), *_log(facts)]
     lines = [*own, *_around(facts, own)]
     lines.sort(key=lambda line: line[0])
-    told = [f"    {_clock(at_ms)}  {text}" for at_ms, text in lines]
-    told += [
-        f"    in the end  visible in {record.topic}-{record.partition} at {record.offset}"
+    text = [f"    {_clock(at_ms)}  {text}" for at_ms, text in lines]
+    text += [
+        f"    after the run  visible in {record.topic}-{record.partition} at {record.offset}"
         for record in facts.visible
     ]
-    return "\n".join([*told, f"    in the end  business rows: {facts.rows}"])
+    return "\n".join([*text, f"    after the run  business rows: {facts.rows}"])
 
 
 def _clock(at_ms: float) -> str:
@@ -51,11 +51,11 @@ def _calls(facts: Facts) -> list[tuple[float, str]]:
     for call in facts.calls:
         lines.append((call.began * 1000, f"{call.what} {call.token}: sent"))
         if call.result != "invoke":
-            said = " ".join(filter(None, (call.result, call.code, call.decision, call.state)))
-            lines.append((call.ended * 1000, f"{call.what} {call.token}: {said}"))
-    for each in facts.asked:
-        number = f" attempt {each.attempt}" if each.attempt else ""
-        lines.append((each.at * 1000, f"check-back{number}: answered {each.answer}"))
+            answer = " ".join(filter(None, (call.result, call.code, call.decision, call.state)))
+            lines.append((call.ended * 1000, f"{call.what} {call.token}: {answer}"))
+    for asked in facts.asked:
+        number = f" attempt {asked.attempt}" if asked.attempt else ""
+        lines.append((asked.at * 1000, f"check-back{number}: answered {asked.answer}"))
     return lines
 
 
@@ -71,27 +71,27 @@ def _log(facts: Facts) -> list[tuple[float, str]]:
         for seen in facts.seen
     ]
     for record in facts.kept:
-        said = "tombstone" if record.value is None else record.header("txb-kept") or "copy"
-        lines.append((record.timestamp_ms, f"parked {record.partition}:{record.offset} {said}"))
+        copy = "tombstone" if record.value is None else record.header("txb-kept") or "copy"
+        lines.append((record.timestamp_ms, f"parked {record.partition}:{record.offset} {copy}"))
     return lines
 
 
 def _around(facts: Facts, own: Sequence[tuple[float, str]]) -> list[tuple[float, str]]:
-    """Claims and faults in its time, and the progress that passed it."""
+    """Return claims, checkpoints and faults during its time."""
     if not own:
         return []
     begin = min(at_ms for at_ms, _ in own) - _AROUND_MS
     end = max(at_ms for at_ms, _ in own) + _AROUND_MS
     lines = [(note.at * 1000, f"-- {note.what} {note.who}".rstrip()) for note in facts.notes]
     lines += [
-        (record.timestamp_ms, _told(record))
+        (record.timestamp_ms, _checkpoint(record))
         for record in facts.checkpoint
         if record.key in (b"claim", b"progress")
     ]
     return [line for line in lines if begin <= line[0] <= end]
 
 
-def _told(record: Rec) -> str:
-    word = (record.key or b"").decode()
+def _checkpoint(record: Rec) -> str:
+    key = (record.key or b"").decode()
     value = (record.value or b"").decode(errors="replace")
-    return f"-- {word} {record.partition}:{record.offset} {value[:200]}"
+    return f"-- {key} {record.partition}:{record.offset} {value[:200]}"

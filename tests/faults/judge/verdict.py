@@ -1,4 +1,4 @@
-"""Which invariants a run broke."""
+"""The invariants that a run broke."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from .checkpoints import checkpoint_faults
 from .history import Asked, Call, History
 from .log import DECIDING, Tx, read_log
-from .records import Copies, Rec, Seen, Topics, read_copies
-from .story import Facts, tell
-from .turns import told_by_turns
-from .visibility import told_along
+from .records import Copies, Fault, Rec, Seen, Topics, read_copies
+from .story import Facts, timeline
+from .visibility import visibility_faults
 
-_SAID_OF = {
+_ANSWERS = {
     "committed": ("committed", "promoted", "refused"),
     "rolled_back": ("rolled_back",),
     "parked": ("parked",),
@@ -23,7 +23,7 @@ _SAID_OF = {
 
 @dataclass(frozen=True)
 class Violation:
-    """A broken invariant, with the story of the transaction."""
+    """A broken invariant, with the timeline of the transaction."""
 
     invariant: str
     id: str
@@ -39,11 +39,11 @@ class Judge:
 
     Args:
         rows: the ids with a business row.
-        states: what the proxy says of transactions in the end, by id; compared where given.
-        settled: whether everything must be settled, parked or refused by now.
-        clock_apart_ms: how far the clocks of clients and brokers may be apart.
-        settle_max_s: how long it may take from the note `healed` to the note `quiet`.
-        without_leader: the target partitions, as `topic-0`, that have no leader even in the end.
+        states: the proxy's states of transactions after the run, by id; compared if given.
+        settled: whether everything must be settled, parked or refused.
+        clock_apart_ms: maximum difference between clocks of clients and brokers.
+        settle_max_s: maximum time from the note `healed` to the note `quiet`.
+        without_leader: the target partitions, as `topic-0`, without a leader after the run.
         dedup_window_ms: the proxy's setting.
     """
 
@@ -97,7 +97,7 @@ class Judge:
             self._contents(tx)
             self._whole(tx)
             self._at_rest(tx)
-            self._told(tx)
+            self._final_state(tx)
             self._business(tx)
             self._not_guessed(tx)
             self._attempts(tx)
@@ -108,7 +108,11 @@ class Judge:
                 self._violated("I6", id, "a business row, but no half message")
         self._tokens()
         self._order()
-        for invariant, id, why in (*told_along(self), *told_by_turns(self), *self._rest()):
+        for invariant, id, why in (
+            *visibility_faults(self),
+            *checkpoint_faults(self),
+            *self._rest(),
+        ):
             self._violated(invariant, id, why)
         return list(self._found.values())
 
@@ -118,7 +122,7 @@ class Judge:
             self._found[key] = Violation(invariant, id, why, self.story(id))
 
     def story(self, id: str) -> str:
-        """All that is known of a transaction, in the order of time, line by line."""
+        """Return the timeline of a transaction."""
         tx = self.log.get(id)
         partition = None if tx is None else tx.partition
         ours = f"{id}/".encode()
@@ -133,15 +137,15 @@ class Judge:
             self.history.notes,
             self.rows[id],
         )
-        return tell(facts)
+        return timeline(facts)
 
     def kept_state(self, tx: Tx) -> str:
-        """The state of a whole copy in the parked topic, "" where there is none."""
+        """Return the state of a complete copy in the parked topic, "" without one."""
         facts = self.copies.get(tx.id, Copies()).facts(len(tx.messages))
         return str(facts.get("state", ""))
 
     def unsettled(self) -> dict[str, str]:
-        """What the topics hold that is not settled: the state of each such transaction by id."""
+        """Return the state of each unsettled transaction by id."""
         left = {id: tx.state for id, tx in self.log.items() if tx.state in ("pending", "parked")}
         for id, tx in self.log.items():
             if tx.decision == "commit" and id not in self.visible:
@@ -153,9 +157,9 @@ class Judge:
     def _was_committed(self, id: str, records: list[Rec]) -> None:
         tx = self.log.get(id)
         if tx is None:
-            self._violated("I2", id, f"visible and never prepared: {records[0]}")
+            self._violated("I2", id, f"visible, but never prepared: {records[0]}")
         elif tx.decision != "commit":
-            self._violated("I2", id, f"visible, and its decision is {tx.decision or 'none'}")
+            self._violated("I2", id, f"visible, but its decision is {tx.decision or 'none'}")
 
     def _once(self, id: str, records: list[Rec]) -> None:
         places = Counter((r.topic, r.header("txb-seq") or "0/1") for r in records)
@@ -164,9 +168,9 @@ class Judge:
                 self._violated("I3", id, f"{count} copies of {place}")
 
     def _tokens(self) -> None:
-        """A prepare that was sent again is one transaction: one token, at most one commit."""
-        for token, meant in self.of_token.items():
-            committed = [tx for tx in meant if tx.decision == "commit"]
+        """A repeated prepare is one transaction: one token, at most one commit."""
+        for token, transactions in self.of_token.items():
+            committed = [tx for tx in transactions if tx.decision == "commit"]
             if token and len(committed) > 1:
                 ids = ", ".join(tx.id for tx in committed)
                 self._violated("I3", committed[-1].id, f"{token} was committed under {ids}")
@@ -181,24 +185,30 @@ class Judge:
                 continue
             message = tx.messages[sequence]
             ours = 2 if len(tx.messages) > 1 else 1
-            # Of an installation with a prefix of its own there is one header more, in front.
+            # An installation with another prefix has one more header first.
             ours += record.headers[0][0] == "txb-installation"
             stamp = tx.decided_ms if message.timestamp_ms is None else message.timestamp_ms
             seen = (record.topic, record.partition, record.key, record.value, record.headers[ours:])
-            meant = (message.topic, message.partition, message.key, message.value, message.headers)
-            if seen != meant or record.timestamp_ms != stamp:
-                self._violated("I4", tx.id, f"{record} is not {message}, timestamp {stamp}")
+            expected = (
+                message.topic,
+                message.partition,
+                message.key,
+                message.value,
+                message.headers,
+            )
+            if seen != expected or record.timestamp_ms != stamp:
+                self._violated("I4", tx.id, f"{record} should be {message}, timestamp {stamp}")
         sent = self.history.sent.get(tx.token)
         if sent is None:
             return
-        offered = [sent, *(each.messages for each in self._replacing(tx) if each.messages)]
+        offered = [sent, *(other.messages for other in self._replacing(tx) if other.messages)]
         stored = [(m.topic, m.key, m.value, m.headers, m.timestamp_ms) for m in tx.messages]
-        meant_all = [
+        offers = [
             [(m.topic, m.key, m.value, m.headers, m.timestamp_ms) for m in bodies]
             for bodies in offered
         ]
-        if stored not in meant_all:
-            self._violated("I4", tx.id, f"stored {stored}, sent {meant_all}")
+        if stored not in offers:
+            self._violated("I4", tx.id, f"stored {stored}, sent {offers}")
 
     def _replacing(self, tx: Tx) -> Iterator[Call | Asked]:
         yield from (call for call in self.calls.get(tx.id, ()) if call.what == "commit")
@@ -210,18 +220,18 @@ class Judge:
         if seen and len(seen) < len(tx.messages):
             self._violated("I10", tx.id, f"{len(seen)} of {len(tx.messages)} messages are visible")
         if seen and refused:
-            self._violated("I10", tx.id, "visible and refused")
+            self._violated("I10", tx.id, "visible, but refused")
         if refused and not self.copies[tx.id].facts(len(tx.messages)).get("cause"):
             self._violated("I1", tx.id, "refused without a cause")
         if tx.state == "parked" and self.kept_state(tx) != "parked":
-            self._violated("I7", tx.id, "parked, but not kept whole")
+            self._violated("I7", tx.id, "parked, but without a complete copy")
 
     def _at_rest(self, tx: Tx) -> None:
         if not self.settled:
             return
         settled = tx.id in self.visible or self.kept_state(tx) == "refused"
         if tx.decision == "commit" and not settled and not self._waits_for_a_leader(tx):
-            self._violated("I1", tx.id, "committed, neither visible nor kept as refused")
+            self._violated("I1", tx.id, "committed, but neither visible nor refused")
         if tx.state == "pending":
             self._violated("I12", tx.id, "still undecided")
 
@@ -229,31 +239,31 @@ class Judge:
         places = {f"{message.topic}-{message.partition}" for message in tx.messages}
         return bool(places & self.without_leader)
 
-    def _rest(self) -> Iterator[tuple[str, str, str]]:
-        """No Kafka transaction hangs, and rest came in bounded time."""
+    def _rest(self) -> Iterator[Fault]:
+        """No Kafka transaction stays open, and everything settled in bounded time."""
         if not self.settled:
             return
         for end in self.topics.ends:
             name = f"{end.topic}-{end.partition}"
             if end.stable < end.high and name not in self.without_leader:
-                yield "I12", "", f"{name} hangs at {end.stable}, its end is {end.high}"
+                yield "I12", "", f"{name} is open at {end.stable}, its end is {end.high}"
         healed = max((n.at for n in self.history.notes if n.what == "healed"), default=None)
         quiet = max((n.at for n in self.history.notes if n.what == "quiet"), default=None)
         if healed is not None and quiet is not None and quiet - healed > self.settle_max_s:
-            yield "I12", "", f"rest came {quiet - healed:.1f} s after the last fault was over"
+            yield "I12", "", f"settled {quiet - healed:.1f} s after the end of the last fault"
 
     # --- I5, I6, I7, I15 -----------------------------------------------------------------
 
-    def _told(self, tx: Tx) -> None:
-        """What the proxies said of its state in the end must be what the log says."""
-        said = self.states.get(tx.id)
+    def _final_state(self, tx: Tx) -> None:
+        """The proxies' state after the run equals that of the log."""
+        state = self.states.get(tx.id)
         fits = {"committed": ("promoted", "refused")}.get(tx.state, (tx.state,))
-        if said is None or said in fits:
+        if state is None or state in fits:
             return
-        if said == "parked" and not tx.parked_ms:
+        if state == "parked" and not tx.parked_ms:
             self._violated("I8", tx.id, f"parked after {len(tx.accepted)} attempts, not by the log")
         else:
-            self._violated("I5", tx.id, f"the proxy says {said}, the log {tx.state}")
+            self._violated("I5", tx.id, f"state {state} at the proxy, {tx.state} in the log")
 
     def _answers(self, id: str, calls: list[Call]) -> None:
         tx = self.log.get(id)
@@ -264,27 +274,27 @@ class Judge:
                 continue
             elif call.what in DECIDING and call.result == "ok":
                 if not tx.decision:
-                    self._violated("I15", id, f"{call.what} acked, the log knows no decision")
+                    self._violated("I15", id, f"{call.what} acked, but the log has no decision")
                 elif tx.decision != call.what:
-                    self._violated("I5", id, f"{call.what} acked, the log says {tx.decision}")
+                    self._violated("I5", id, f"{call.what} acked, but the log has {tx.decision}")
             elif call.code == "already_decided":
                 if call.decision not in ("", tx.decision) or call.what == tx.decision:
-                    self._violated("I5", id, f"answered {call}, the log says {tx.decision}")
+                    self._violated("I5", id, f"answered {call}, but the log has {tx.decision}")
             elif call.what == "prepare" and call.result == "ok" and call.token != tx.token:
                 self._violated("I3", id, f"{call.token} and {tx.token} have one id")
-            self._state_told(tx, call)
+            self._answered_state(tx, call)
             self._denied(tx, call, calls)
 
-    def _state_told(self, tx: Tx | None, call: Call) -> None:
-        """A state that was answered is what some prefix of the log says."""
+    def _answered_state(self, tx: Tx | None, call: Call) -> None:
+        """An answered state is that of some prefix of the log."""
         if tx is None or call.state in ("", "pending"):
             return
-        possible = set(_SAID_OF[tx.state]) | ({"parked"} if tx.parked_ms else set())
+        possible = set(_ANSWERS[tx.state]) | ({"parked"} if tx.parked_ms else set())
         if call.state not in possible:
-            self._violated("I5", tx.id, f"answered {call.state}, the log says {tx.state}")
+            self._violated("I5", tx.id, f"answered {call.state}, but the log has {tx.state}")
 
     def _denied(self, tx: Tx | None, call: Call, calls: list[Call]) -> None:
-        """Nobody says that a transaction is unknown once its prepare was acknowledged."""
+        """No answer denies a transaction after its prepare was acked."""
         if tx is None or call.code != "not_found":
             return
         if any(c.what == "prepare" and c.result == "ok" and c.ended < call.began for c in calls):
@@ -297,40 +307,40 @@ class Judge:
         if rows > 1:
             self._violated("I6", tx.id, f"{rows} business rows")
         if bool(rows) != (tx.decision == "commit"):
-            self._violated("I6", tx.id, f"{rows} business rows, but {tx.decision}")
+            self._violated("I6", tx.id, f"{rows} business rows, but decision {tx.decision}")
 
     def _not_guessed(self, tx: Tx) -> None:
         if not tx.decision or tx.source == "operator":
             return
         calls = self.calls.get(tx.id, ())
-        said = [call.began for call in calls if call.what == tx.decision]
-        said += [asked.at for asked in self.asked.get(tx.id, ()) if asked.answer == tx.decision]
+        sent = [call.began for call in calls if call.what == tx.decision]
+        sent += [asked.at for asked in self.asked.get(tx.id, ()) if asked.answer == tx.decision]
         prepared = any(call.what == "prepare" and call.result == "ok" for call in calls)
         never_ran = tx.decision == "rollback" and not prepared
-        if tx.source == "schedule" or (not said and not never_ran):
-            self._violated("I7", tx.id, f"nobody said {tx.decision} (source {tx.source})")
-        elif said and min(said) * 1000 > tx.decided_ms + self.clock_apart_ms and not never_ran:
-            self._violated("I7", tx.id, f"{tx.decision} before anybody said so")
+        if tx.source == "schedule" or (not sent and not never_ran):
+            self._violated("I7", tx.id, f"no client sent {tx.decision} (source {tx.source})")
+        elif sent and min(sent) * 1000 > tx.decided_ms + self.clock_apart_ms and not never_ran:
+            self._violated("I7", tx.id, f"{tx.decision} before a client sent it")
 
     # --- I8, I9 --------------------------------------------------------------------------
 
     def _attempts(self, tx: Tx) -> None:
         free = list(tx.accepted)
         asked: Counter[int] = Counter()
-        for each in sorted(self.asked.get(tx.id, ()), key=lambda each: each.at):
-            by_then = each.at * 1000 + self.clock_apart_ms
-            mine = [a for a in free if a.at_ms <= by_then and each.attempt in (0, a.count)]
+        for check in sorted(self.asked.get(tx.id, ()), key=lambda check: check.at):
+            by_then = check.at * 1000 + self.clock_apart_ms
+            mine = [a for a in free if a.at_ms <= by_then and check.attempt in (0, a.count)]
             if mine:
-                # The newest: one that was given back has left its count free for a later round.
+                # The newest: one that was given back freed its count for a later round.
                 free.remove(mine[-1])
-                asked[mine[-1].round] += each.answer != "not yet"
+                asked[mine[-1].round] += check.answer != "not yet"
                 if asked[mine[-1].round] > tx.attempts_max:
                     self._violated("I8", tx.id, f"asked {tx.attempts_max + 1} times in one round")
                     return
                 continue
             refused = any(at_ms <= by_then for at_ms in tx.early)
             self._violated(
-                "I9" if refused else "I8", tx.id, f"asked without an accepted attempt: {each}"
+                "I9" if refused else "I8", tx.id, f"asked without an accepted attempt: {check}"
             )
             return
 
@@ -343,7 +353,7 @@ class Judge:
                 groups[tx.order_name].append(tx)
         for name, members in groups.items():
             if len({tx.partition for tx in members}) > 1:
-                self._violated("I17", members[0].id, f"{name} lives in several half partitions")
+                self._violated("I17", members[0].id, f"{name} is in several half partitions")
             self._order_of_one_key(name, sorted(members, key=lambda tx: tx.op_offset))
 
     def _order_of_one_key(self, name: tuple[object, ...], members: list[Tx]) -> None:
@@ -364,7 +374,7 @@ class Judge:
                 last[place] = (record.offset, tx.id)
 
     def _commit_times(self, tx: Tx) -> tuple[float, float]:
-        """When a producer first sent its commit, and when one was first acknowledged; 0: never."""
+        """Return when a producer first sent a commit and when one was first acked; 0: never."""
         commits = [call for call in self.calls.get(tx.id, ()) if call.what == "commit"]
         sent = min((call.began for call in commits), default=0.0)
         acked = min((call.ended for call in commits if call.result == "ok"), default=0.0)

@@ -1,4 +1,4 @@
-"""The reader that reads along against the one that reads everything in the end (I2, I11)."""
+"""The concurrent reader against the reader after the run (I2, I11)."""
 
 from __future__ import annotations
 
@@ -6,20 +6,19 @@ from collections import defaultdict
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from .records import Rec
+from .records import Fault, Rec
 
 if TYPE_CHECKING:
     from .verdict import Judge
 
-Told = tuple[str, str, str]
 Place = tuple[str, int, int]
 
 
-def told_along(judge: Judge) -> Iterator[Told]:
-    """Yield what is wrong: invariant, transaction, why."""
+def visibility_faults(judge: Judge) -> Iterator[Fault]:
+    """Yield the differences between the two readers."""
     if judge.topics.along is None:
         return
-    in_the_end = {_place(record): record for record in judge.topics.targets}
+    after_run = {_place(record): record for record in judge.topics.targets}
     read_to: dict[tuple[str, int], int] = defaultdict(lambda: -1)
     along: set[Place] = set()
     for seen in judge.topics.along:
@@ -28,19 +27,19 @@ def told_along(judge: Judge) -> Iterator[Told]:
         part = (record.topic, record.partition)
         id = record.header("txb-id") or ""
         if record.offset <= read_to[part]:
-            yield "I11", id, f"read along behind offset {read_to[part]}: {record}"
+            yield "I11", id, f"read concurrently after offset {read_to[part]}: {record}"
         read_to[part] = max(read_to[part], record.offset)
-        if in_the_end.get(_place(record)) != record:
-            yield "I11", id, f"was visible, and is not in the end: {record}"
+        if after_run.get(_place(record)) != record:
+            yield "I11", id, f"was visible, but is not after the run: {record}"
         yield from _too_early(judge, id, seen.at)
-    for place, record in in_the_end.items():
+    for place, record in after_run.items():
         if place not in along and record.offset < read_to[place[:2]]:
             id = record.header("txb-id") or ""
-            yield "I11", id, f"became visible behind a reader's back: {record}"
+            yield "I11", id, f"became visible below the offset of a reader: {record}"
 
 
-def _too_early(judge: Judge, id: str, at: float) -> Iterator[Told]:
-    """Nothing is visible before somebody said commit."""
+def _too_early(judge: Judge, id: str, at: float) -> Iterator[Fault]:
+    """No message is visible before its commit."""
     tx = judge.log.get(id)
     if tx is None or tx.decision != "commit":
         return
