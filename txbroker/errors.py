@@ -34,7 +34,7 @@ class KafkaUnavailable(TxbrokerError):
 
 
 class RequestError(TxbrokerError):
-    """A call was not carried out.
+    """A call failed: see the message, or the proxy's log.
 
     Attributes:
         code: the word that names the error in HTTP answers and session frames.
@@ -56,13 +56,13 @@ class RequestError(TxbrokerError):
 
 
 class BadRequest(RequestError):
-    """The request is malformed."""
+    """The request is malformed: correct it as the message says."""
 
     code, status = "bad_request", 400
 
 
 class BadId(RequestError):
-    """The transaction id is malformed, or names another partition than its order key."""
+    """The transaction id is malformed, or not of its order key's partition: use a new one."""
 
     code, status = "bad_id", 400
 
@@ -74,73 +74,73 @@ class Unauthorized(RequestError):
 
 
 class Forbidden(RequestError):
-    """The call came from a foreign page or for an unknown host name."""
+    """The call is cross-site or for an unknown host name: add the name to `allowed_hosts`."""
 
     code, status = "forbidden", 403
 
 
 class CertificateRequired(RequestError):
-    """The proxy takes calls only with a client certificate that it trusts."""
+    """The proxy requires a client certificate that it trusts: connect with one."""
 
     code, status = "certificate_required", 403
 
 
 class NotPermitted(RequestError):
-    """The caller's principal does not allow this: role, producer group or topic."""
+    """The caller's role, group or topic does not permit this: have an operator grant it."""
 
     code, status = "not_permitted", 403
 
 
 class NotAPeer(RequestError):
-    """The call is one that proxies make of one another, and the caller has not proved to be one."""
+    """Only proxies may make this call: set `peer_secret_file` or `peer_names` on every proxy."""
 
     code, status = "not_a_peer", 403
 
 
 class AdminOnly(RequestError):
-    """The call is one of operators', which this proxy takes at its admin address."""
+    """This is an operator's call: send it to the proxy's admin address."""
 
     code, status = "admin_only", 403
 
 
 class WrongGroup(RequestError):
-    """The transaction belongs to another producer group."""
+    """The transaction belongs to another producer group: decide it as that group."""
 
     code, status = "wrong_group", 403
 
 
 class NotFound(RequestError):
-    """There is no such transaction."""
+    """There is no such transaction: check the id."""
 
     code, status = "not_found", 404
 
 
 class UnknownGroup(RequestError):
-    """The producer group is not registered."""
+    """The producer group is not registered: register it."""
 
     code, status = "unknown_group", 404
 
 
 class MethodNotAllowed(RequestError):
-    """The path exists, but not for this method."""
+    """The path exists, but not for this method: use one of the `Allow` header."""
 
     code, status = "method_not_allowed", 405
 
 
 class TooSlow(RequestError):
-    """The request did not arrive whole in time."""
+    """The request did not arrive in time: send it again."""
 
     code, status, retryable = "too_slow", 408, True
 
 
 class AlreadyDecided(RequestError):
-    """The transaction was decided otherwise before; the first decision stands."""
+    """The transaction was decided otherwise before; the first decision stands: do not retry."""
 
     code, status = "already_decided", 409
 
 
 class IdConflict(RequestError):
-    """The id or dedup_key was used before, for other content."""
+    """The id or dedup_key was used before, for other content: use a new one."""
 
     code, status = "id_conflict", 409
 
@@ -152,52 +152,51 @@ class IdExpired(RequestError):
 
 
 class NotPending(RequestError):
-    """The transaction is not in a state in which this can be done."""
+    """The transaction's state does not allow this: read its state first."""
 
     code, status = "not_pending", 409
 
 
 class TooOld(RequestError):
-    """The log does not reach back to this transaction any more."""
+    """The log no longer reaches back to this transaction: do not retry."""
 
     code, status = "too_old", 410
 
 
 class BodyLost(RequestError):
-    """The transaction's messages were deleted from txbroker's topics: nothing can be promoted.
-    While it is undecided it can be read (200, with the cause `body_lost`), rolled back, and
-    committed with its messages.
+    """The transaction's messages were deleted: commit with its messages, or roll it back.
+    While it is undecided it can also be read (200, with the cause `body_lost`).
     """
 
     code, status = "body_lost", 410
 
 
 class TooLarge(RequestError):
-    """The message, transaction or request is larger than is taken."""
+    """The message, transaction or request exceeds a limit: send a smaller one."""
 
     code, status = "too_large", 413
 
 
 class UnsupportedMediaType(RequestError):
-    """What changes state needs `content-type: application/json`."""
+    """A call that changes state needs `content-type: application/json`: send JSON with it."""
 
     code, status = "unsupported_media_type", 415
 
 
 class UnknownTopic(RequestError):
-    """The target topic does not exist."""
+    """The target topic does not exist: create it, or correct the name."""
 
     code, status = "unknown_topic", 422
 
 
 class BadTarget(RequestError):
-    """The target topic does not take this message: partition, timestamp or rights."""
+    """The target topic refuses this message: correct partition or timestamp, or grant rights."""
 
     code, status = "bad_target", 422
 
 
 class BadSchedule(RequestError):
-    """The checks asked for do not fit the time that half messages are kept."""
+    """The requested checks outlast the retention of half messages: shorten them."""
 
     code, status = "bad_schedule", 422
 
@@ -206,19 +205,19 @@ class BadSchedule(RequestError):
 
 
 class Overloaded(RequestError):
-    """A limit is reached: wait a little and send the same again."""
+    """A limit is reached: retry later."""
 
     code, status, retryable = "overloaded", 429, True
 
 
 class OwnerUnavailable(RequestError):
-    """The transaction's partition has no owner that answers: send the same again."""
+    """The transaction's partition has no owner that answers: retry."""
 
     code, status, retryable = "owner_unavailable", 503, True
 
 
 class KafkaDown(RequestError):
-    """Kafka does not answer; whether this was done is unknown: send the same again."""
+    """Kafka does not answer; whether the call was done is unknown: retry the same call."""
 
     code, status, retryable = "kafka_unavailable", 503, True
 

@@ -372,7 +372,7 @@ async def test_an_owner_that_is_away_is_a_page_that_says_so(
     assert seen.status == 503
     assert seen.headers["Retry-After"] == "1"
     assert seen.main.one("h1").text == "Not possible now"
-    assert seen.links("Try again")
+    assert seen.links("Retry")
     monkeypatch.undo()
 
 

@@ -33,7 +33,7 @@ async def refused(api: Api, raw: bytes, status: int = 400, code: str = "bad_requ
         (b'{"group": NaN}', "not JSON"),
         (b'{"group": "a",}', "not JSON"),
         (b'{"group": "a", "messages": []} {}', "not JSON"),
-        (b'{"group": "\xff"}', "byte 11 of the body is not UTF-8"),
+        (b'{"group": "\xff"}', "not UTF-8 at byte 11"),
         (b'\xef\xbb\xbf{"group": "a"}', "not JSON"),
         ('{"group": "a"}'.encode("utf-16"), "not UTF-8"),
         (b'{"group": "\\ud800", "messages": []}', "not JSON"),
