@@ -26,7 +26,7 @@ from txbroker.core.records import Decision
 from txbroker.embedded import EmbeddedKafka
 from txbroker.kafka import KafkaDoor
 from txbroker.kafka.client.connection import open_connection
-from txbroker.kafka.client.wiring import kafka_settings
+from txbroker.kafka.client.settings import KafkaSettings
 from txbroker.proxy.observe.logging import configure_logging
 from txbroker.proxy.process import Proxy, run_proxy
 from txbroker.sdk import Message, TransactionalProducer
@@ -179,7 +179,9 @@ async def measure(
     given = {"kafka": kafka, "listen": "127.0.0.1:0", "instance": "footprint", "insecure": True}
     checks = {"check_after_s": 1.0, "check_interval_s": 1.0, "check_attempts_max": 1}
     settings = load_settings({**given, **checks, "create_target_topics": True})
-    async with run_proxy(KafkaDoor(kafka_settings(settings), counting.open), settings) as proxy:
+    async with run_proxy(
+        KafkaDoor(KafkaSettings.from_configuration(settings), counting.open), settings
+    ) as proxy:
         async with asyncio.timeout(DEADLINE_S):
             while (
                 not proxy.broker.readiness().ready or len(proxy.broker.mine()) < settings.partitions

@@ -16,8 +16,7 @@ from txbroker.contract.audit import BATCH_TICK_KEY
 from txbroker.core.records import Record
 from txbroker.errors import ConfigurationError, KafkaUnavailable, TxbrokerError
 from txbroker.kafka.client.settings import KafkaSettings
-from txbroker.kafka.client.wiring import kafka_settings
-from txbroker.kafka.tools.audit import KafkaAuditWriter
+from txbroker.kafka.door.audit import KafkaAuditWriter
 from txbroker.kafka.tools.audit_access import AuditAccess, TopicBounds
 from txbroker.kafka.tools.audit_records import some_records
 from txbroker.spark.judge.rows import can_be_topic
@@ -156,7 +155,7 @@ def access_from(settings: Settings) -> AuditKafka:
     Raises:
         ConfigurationError: a file that it names cannot be read.
     """
-    return AuditKafka(kafka_settings(settings), login_options(settings))
+    return AuditKafka(KafkaSettings.from_configuration(settings), login_options(settings))
 
 
 # --- from where to where ---------------------------------------------------------------------

@@ -17,7 +17,7 @@ from txbroker.config.settings import load_settings
 from txbroker.embedded import DEFAULT_VERSION, EmbeddedKafka
 from txbroker.kafka.client.admin import Admin, NewTopic
 from txbroker.kafka.client.client import Client
-from txbroker.kafka.client.wiring import kafka_settings
+from txbroker.kafka.client.settings import KafkaSettings
 
 KAFKA = f"Apache Kafka {DEFAULT_VERSION}"
 
@@ -35,7 +35,7 @@ def running_kafka(folder: Path) -> Iterator[EmbeddedKafka]:
 
 async def create_topics(kafka: str, names: Sequence[str]) -> None:
     """Create topics, each with as many partitions as all peers' have."""
-    client = Client(kafka_settings(load_settings({"kafka": kafka}, environ={})))
+    client = Client(KafkaSettings.from_configuration(load_settings({"kafka": kafka}, environ={})))
     try:
         await Admin(client).create([NewTopic(name, PARTITIONS, 1, {}) for name in names])
     finally:

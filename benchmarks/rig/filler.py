@@ -20,7 +20,7 @@ from txbroker.core.records import (
     Source,
 )
 from txbroker.core.routing import make_id
-from txbroker.kafka.client.wiring import door_from
+from txbroker.kafka.door.door import KafkaDoor
 
 BATCH = 500
 GROUPS = 8
@@ -45,7 +45,7 @@ class Filler:
 
         Clients would be held back by the proxy's bounds; here nobody is far ahead of it either.
         """
-        door = door_from(self._settings)
+        door = KafkaDoor.from_configuration(self._settings)
         await door.start()
         self._logs = {partition: door.partition(partition) for partition in range(PARTITIONS)}
         try:

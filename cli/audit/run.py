@@ -386,7 +386,7 @@ def _report(
 
 def _publish(settings: Settings, journal: "Journal", summary: "RunSummary") -> AuditResult:
     """Tell the proxies of a run, and of earlier ones that ended before they had told it."""
-    from txbroker.kafka.client.wiring import kafka_settings
+    from txbroker.kafka.client.settings import KafkaSettings
     from txbroker.spark.report.news import publish
 
     untold: list[RunSummary] | None = None
@@ -395,7 +395,7 @@ def _publish(settings: Settings, journal: "Journal", summary: "RunSummary") -> A
     except TxbrokerError as error:
         click.echo(f"What earlier runs have not told is not known: {error}", err=True)
     try:
-        asyncio.run(publish(kafka_settings(settings), summary, untold or ()))
+        asyncio.run(publish(KafkaSettings.from_configuration(settings), summary, untold or ()))
         if untold is not None:  # else the next run tells what this one could not look up
             journal.told(summary.run)
     except TxbrokerError as error:

@@ -19,7 +19,7 @@ from txbroker.config.settings import load_settings
 from txbroker.core.records import State
 from txbroker.embedded import BarProgress, EmbeddedKafka
 from txbroker.errors import RequestError
-from txbroker.kafka.client.wiring import door_from
+from txbroker.kafka.door.door import KafkaDoor
 from txbroker.proxy.process import Proxy, run_proxy
 
 STEP_TIMEOUT_S = 30.0
@@ -217,7 +217,7 @@ async def set_up(folder: Path, life: Timeline) -> AsyncIterator[DemoEnvironment]
         settings = load_settings(
             {**SETTINGS, "kafka": kafka.bootstrap, "data_dir": folder}, environ={}
         )
-        async with run_proxy(door_from(settings), settings) as proxy:
+        async with run_proxy(KafkaDoor.from_configuration(settings), settings) as proxy:
             await until_owned(proxy)
             stage = DemoEnvironment(folder, proxy, kafka.bootstrap, life)
             create_tables(stage.database)

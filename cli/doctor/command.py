@@ -27,7 +27,6 @@ from txbroker.config.addresses import check_url, read_secret
 from txbroker.config.settings import Settings
 from txbroker.errors import ConfigurationError
 from txbroker.kafka.client.settings import KafkaSettings
-from txbroker.kafka.client.wiring import kafka_settings
 from txbroker.kafka.tools.examination import KafkaExamination
 from txbroker.net.tls import ClientTls
 
@@ -142,7 +141,7 @@ async def _run(
 
 
 def _kafka(settings: Settings) -> KafkaSettings:
-    return structs.replace(kafka_settings(settings), client_id="txbroker-doctor")
+    return structs.replace(KafkaSettings.from_configuration(settings), client_id="txbroker-doctor")
 
 
 def _show(report: DoctorReport, output: str) -> None:

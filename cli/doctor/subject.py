@@ -14,9 +14,9 @@ from txbroker.cli.doctor.samples import Samples, read_samples
 from txbroker.config.settings import Settings
 from txbroker.contract.service import Overview
 from txbroker.kafka.client.settings import KafkaSettings
+from txbroker.kafka.door.repair import Found
 from txbroker.kafka.door.topics import FoundTopic, Plan
 from txbroker.kafka.tools.examination import BrokerFacts, Cluster, OpenTransaction
-from txbroker.kafka.tools.repair import Found
 
 T = TypeVar("T")
 

@@ -14,8 +14,8 @@ from txbroker.cli.output import Row, TableColumn, output_option, show_data, show
 from txbroker.cli.run import CommandFailed
 from txbroker.cli.setting_options import KAFKA_SETTINGS, setting_options, settings_from
 from txbroker.config.settings import Settings
-from txbroker.kafka.client.wiring import door_from
-from txbroker.kafka.tools.repair import SET_ASIDE, Found, Repair
+from txbroker.kafka.door.door import KafkaDoor
+from txbroker.kafka.door.repair import SET_ASIDE, Found, Repair
 
 T = TypeVar("T")
 
@@ -99,7 +99,7 @@ def skip_command(
 
 
 async def _with_repair(settings: Settings, act: Callable[[Repair], Awaitable[T]]) -> T:
-    door = door_from(settings)
+    door = KafkaDoor.from_configuration(settings)
     try:
         return await act(door.repair())
     finally:

@@ -20,7 +20,8 @@ from txbroker.kafka.client.acls import (
     kafka_acls_command,
     rights_needed,
 )
-from txbroker.kafka.client.wiring import door_from, kafka_settings
+from txbroker.kafka.client.settings import KafkaSettings
+from txbroker.kafka.door.door import KafkaDoor
 from txbroker.kafka.door.topics import Plan
 
 COLUMNS = (
@@ -131,7 +132,7 @@ def apply_command(config: Path | None, output: str, yes: bool, **options: Any) -
 
 
 async def _plan(settings: Settings) -> Plan:
-    door = door_from(settings)
+    door = KafkaDoor.from_configuration(settings)
     try:
         return await door.plan()
     finally:
@@ -139,7 +140,7 @@ async def _plan(settings: Settings) -> Plan:
 
 
 async def _apply(settings: Settings, plan: Plan) -> None:
-    door = door_from(settings)
+    door = KafkaDoor.from_configuration(settings)
     try:
         await door.plan()  # connects to the brokers
         await door.apply(plan)
@@ -160,7 +161,9 @@ def _show_plan(planned: list[Row], allowed: list[Row], output: str) -> None:
 
 def _rights(settings: Settings, roles: tuple[str, ...], targets: tuple[str, ...]) -> list[Right]:
     needed = rights_needed(
-        kafka_settings(settings), targets, create_targets=settings.create_target_topics
+        KafkaSettings.from_configuration(settings),
+        targets,
+        create_targets=settings.create_target_topics,
     )
     return [right for right in needed if not roles or right.role in roles]
 

@@ -13,7 +13,7 @@ import click
 from txbroker.cli.proxy.lifeline import lifeline
 from txbroker.config.addresses import Address
 from txbroker.config.settings import Settings
-from txbroker.kafka.client.wiring import door_from
+from txbroker.kafka.door.door import KafkaDoor
 from txbroker.proxy.process import Proxy, run_proxy
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -101,7 +101,9 @@ async def serve(settings: Settings, ready: Callable[[Proxy], bool], *, wait_s: f
         KafkaUnavailable, ConfigurationError: the proxy cannot start.
     """
     with rare_collections():
-        async with run_proxy(door_from(settings), settings, wait_s=wait_s) as proxy:
+        async with run_proxy(
+            KafkaDoor.from_configuration(settings), settings, wait_s=wait_s
+        ) as proxy:
             while True:
                 if ready(proxy):
                     break

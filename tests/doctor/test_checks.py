@@ -18,9 +18,9 @@ from txbroker.contract.service import GroupOverview
 from txbroker.core.records import Record
 from txbroker.door.own_topics import Stop
 from txbroker.errors import ConfigurationError, KafkaUnavailable
+from txbroker.kafka.door.repair import Found
 from txbroker.kafka.protocol.codes import Code
 from txbroker.kafka.tools.examination import BrokerFacts, OpenTransaction, PartitionCopies
-from txbroker.kafka.tools.repair import Found
 
 OK, WARNING, UNKNOWN, FAILS = (
     CheckLevel.OK,

@@ -25,7 +25,7 @@ from txbroker.cli.doctor.findings import CheckResult
 from txbroker.cli.doctor.proxies import HttpProxies
 from txbroker.cli.doctor.runner import examine
 from txbroker.cli.doctor.subject import Subject, Thresholds
-from txbroker.kafka.client.wiring import kafka_settings
+from txbroker.kafka.client.settings import KafkaSettings
 from txbroker.kafka.tools.examination import KafkaExamination, OpenTransaction
 from txbroker.sdk import is_test_call, verify_webhook
 
@@ -70,7 +70,7 @@ def shown(result: Result) -> dict[str, dict[str, Any]]:
 async def look(dev: Dev, limits: Thresholds, names: Sequence[str]) -> dict[str, CheckResult]:
     """Run some checks in this process, with limits that need no waiting for."""
     given = settings(kafka=dev.kafka)
-    async with KafkaExamination(kafka_settings(given)) as kafka:
+    async with KafkaExamination(KafkaSettings.from_configuration(given)) as kafka:
         subject = Subject(given, kafka, HttpProxies([dev.url], {}), limits)
         report = await examine(subject, [one for one in CHECKS if one.name in names])
         await subject.close()
@@ -232,7 +232,9 @@ async def test_what_an_examination_tells_of_open_transactions(dev: Dev) -> None:
     producer.produce("payments", b"never committed", partition=0, timestamp=1000)
     assert await asyncio.to_thread(producer.flush, TIMEOUT_S) == 0
     try:
-        async with KafkaExamination(kafka_settings(settings(kafka=dev.kafka))) as kafka:
+        async with KafkaExamination(
+            KafkaSettings.from_configuration(settings(kafka=dev.kafka))
+        ) as kafka:
             (found,) = await kafka.open_transactions(["payments", "txbroker.op"])
     finally:
         await asyncio.to_thread(producer.abort_transaction, TIMEOUT_S)
@@ -246,7 +248,7 @@ async def test_what_an_examination_tells_of_open_transactions(dev: Dev) -> None:
 
 async def test_clocks_are_read_from_what_was_appended(dev: Dev) -> None:
     given = settings(kafka=dev.kafka)
-    async with KafkaExamination(kafka_settings(given)) as kafka:
+    async with KafkaExamination(KafkaSettings.from_configuration(given)) as kafka:
         cluster = await kafka.cluster(kafka.settings.own_topics)
         newest = await kafka.newest_appends(cluster)
     topics = {topic for topic, _partition in newest}

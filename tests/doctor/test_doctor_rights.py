@@ -21,7 +21,8 @@ from txbroker.cli.doctor.findings import CheckResult
 from txbroker.cli.doctor.runner import examine
 from txbroker.cli.doctor.subject import Subject
 from txbroker.embedded import EmbeddedKafka
-from txbroker.kafka.client.wiring import door_from, kafka_settings
+from txbroker.kafka.client.settings import KafkaSettings
+from txbroker.kafka.door.door import KafkaDoor
 from txbroker.kafka.tools.examination import KafkaExamination
 
 TIMEOUT_S = 30.0
@@ -41,7 +42,7 @@ def guarded() -> Iterator[EmbeddedKafka]:
 async def rights(bootstrap: str) -> CheckResult:
     """Run the check of rights."""
     given = settings(kafka=bootstrap)
-    async with KafkaExamination(kafka_settings(given)) as kafka:
+    async with KafkaExamination(KafkaSettings.from_configuration(given)) as kafka:
         subject = Subject(given, kafka, FakeProxies())
         report = await examine(subject, [one for one in CHECKS if one.name == "kafka-rights"])
         await subject.close()
@@ -69,7 +70,7 @@ def grant(bootstrap: str, kind: ResourceType, name: str, *operations: AclOperati
 
 async def test_rights_that_were_taken_away_are_named(guarded: EmbeddedKafka) -> None:
     bootstrap = guarded.bootstrap
-    door = door_from(settings(kafka=bootstrap))
+    door = KafkaDoor.from_configuration(settings(kafka=bootstrap))
     try:
         await door.apply(await door.plan())
     finally:

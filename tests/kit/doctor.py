@@ -14,7 +14,8 @@ from txbroker.cli.doctor.runner import DoctorReport, examine
 from txbroker.cli.doctor.subject import Subject, Thresholds
 from txbroker.config.settings import Settings
 from txbroker.contract.service import GroupOverview, Overview, PartitionOverview, ProxyOverview
-from txbroker.kafka.client.wiring import kafka_settings
+from txbroker.kafka.client.settings import KafkaSettings
+from txbroker.kafka.door.repair import Found
 from txbroker.kafka.door.topics import FoundTopic, Plan, contradictions, plan, wanted_topics
 from txbroker.kafka.tools.examination import (
     BrokerFacts,
@@ -23,7 +24,6 @@ from txbroker.kafka.tools.examination import (
     PartitionCopies,
     TopicSeen,
 )
-from txbroker.kafka.tools.repair import Found
 
 T = TypeVar("T")
 
@@ -55,7 +55,7 @@ class FakeKafka:
     """Three brokers on which txbroker's topics are as they should be."""
 
     def __init__(self) -> None:
-        self.settings = kafka_settings(settings())
+        self.settings = KafkaSettings.from_configuration(settings())
         self.failure: Exception | None = None
         self.nodes = [BrokerFacts(n, f"kafka-{n}:9092", 17) for n in (1, 2, 3)]
         wanted = wanted_topics(self.settings, 3, None)

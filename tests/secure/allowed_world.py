@@ -65,7 +65,7 @@ class AllowedWorld(KafkaHarness):
         given: dict[str, Any] = {
             "bootstrap_servers": (self.login.kafka,),
             "login": partial(SettingsLogin, self.login),
-            # As the wiring names it.
+            # As KafkaSettings.from_configuration names it.
             "group_id": self.prefix,
             "watermark_timeout_s": 5.0,
         }

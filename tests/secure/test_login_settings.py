@@ -16,7 +16,7 @@ from txbroker.cli.run import run
 from txbroker.config.settings import SECRET_SETTINGS, Settings, load_settings
 from txbroker.errors import ConfigurationError
 from txbroker.kafka.client.login import SettingsLogin
-from txbroker.kafka.client.wiring import kafka_settings
+from txbroker.kafka.client.settings import KafkaSettings
 
 SASL = {"kafka_security_protocol": "SASL_SSL", "kafka_sasl_username": "me"}
 OAUTH = {"kafka_security_protocol": "SASL_SSL", "kafka_sasl_mechanism": "OAUTHBEARER"}
@@ -85,7 +85,12 @@ def test_secrets_may_come_from_the_environment_and_are_never_shown() -> None:
     settings = load_settings(SASL, environ={"TXBROKER_KAFKA_SASL_PASSWORD": PASSWORD})
     assert settings.kafka_secret("kafka_sasl_password") == PASSWORD
     assert SettingsLogin(settings).arguments()["sasl_plain_password"] == PASSWORD
-    shown = [settings, settings.model_dump(), kafka_settings(settings), settings_shown(settings)]
+    shown = [
+        settings,
+        settings.model_dump(),
+        KafkaSettings.from_configuration(settings),
+        settings_shown(settings),
+    ]
     assert all(PASSWORD not in text for one in shown for text in (repr(one), str(one)))
     assert settings_shown(settings)["kafka_sasl_password"] == STRUCK_OUT
     assert PASSWORD in known_secrets(settings, "")
@@ -138,7 +143,7 @@ def tls(authority: Authority, **changes: Any) -> Settings:
 def why(settings: Settings) -> str:
     """Return why the files of settings are refused."""
     with pytest.raises(ConfigurationError) as raised:
-        kafka_settings(settings)
+        KafkaSettings.from_configuration(settings)
     return str(raised.value)
 
 

@@ -19,7 +19,8 @@ from txbroker.config.settings import Settings
 from txbroker.errors import KafkaUnavailable
 from txbroker.kafka.client.client import Client, Connection
 from txbroker.kafka.client.connection import open_connection
-from txbroker.kafka.client.wiring import door_from, kafka_settings
+from txbroker.kafka.client.settings import KafkaSettings
+from txbroker.kafka.door.door import KafkaDoor
 from txbroker.kafka.tools.examination import KafkaExamination
 
 PATIENCE_S = 30.0
@@ -27,7 +28,7 @@ PATIENCE_S = 30.0
 
 async def opened(settings: Settings) -> None:
     """Ask Kafka something, as `txbroker topics plan` does."""
-    door = door_from(settings)
+    door = KafkaDoor.from_configuration(settings)
     try:
         await door.plan()
     finally:
@@ -45,7 +46,7 @@ async def why_not(settings: Settings) -> str:
 async def test_every_way_in(secure_kafka: SecureKafka, endpoint: TokenEndpoint, way: str) -> None:
     settings = secure_kafka.settings(way)
     await opened(settings)
-    async with KafkaExamination(kafka_settings(settings)) as kafka:
+    async with KafkaExamination(KafkaSettings.from_configuration(settings)) as kafka:
         assert [one.why for one in await kafka.brokers()] == [""]
     assert bool(endpoint.asked) == (way == "OAUTHBEARER-URL")
 
@@ -152,7 +153,7 @@ async def test_a_new_password_counts_for_the_next_connection(
     settings = secure_kafka.settings(
         "SCRAM-SHA-512", kafka_sasl_username="changing", kafka_sasl_password_file=file
     )
-    client = Client(kafka_settings(settings))
+    client = Client(KafkaSettings.from_configuration(settings))
     try:
         await client.refresh(())
         secure_kafka.add_user("changing", "second-password")
@@ -173,7 +174,7 @@ async def test_a_login_that_ends_interrupts_nothing(secure_kafka: SecureKafka) -
         return await open_connection(*address, **arguments)
 
     settings = secure_kafka.settings("SHORT")
-    client = Client(kafka_settings(settings), opener)
+    client = Client(KafkaSettings.from_configuration(settings), opener)
     deadline = clock() + PATIENCE_S
     try:
         # Each question is answered, however long this goes on: the broker would cut off.

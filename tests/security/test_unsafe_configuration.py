@@ -15,7 +15,7 @@ from tests.kit.secret_files import secret_file
 from tests.tls.tls_files import Authority, Pair, locked
 from txbroker.config.settings import load_settings
 from txbroker.errors import ConfigurationError
-from txbroker.kafka.client.wiring import door_from
+from txbroker.kafka.door.door import KafkaDoor
 from txbroker.proxy.process import run_proxy
 
 CLASS = 12
@@ -301,7 +301,7 @@ def unsafe() -> list[Any]:
 async def start(settings: Json) -> None:
     """Start a proxy, as far as it comes without a Kafka."""
     given = load_settings({"listen": "127.0.0.1:0", "kafka": NO_KAFKA, **settings}, environ={})
-    async with run_proxy(door_from(given), given):
+    async with run_proxy(KafkaDoor.from_configuration(given), given):
         pass
 
 

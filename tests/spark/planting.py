@@ -49,7 +49,7 @@ from txbroker.core.records import (
 )
 from txbroker.core.routing import make_id, parse_id
 from txbroker.door.protocols import PartitionDoor
-from txbroker.kafka.client.wiring import door_from
+from txbroker.kafka.door.door import KafkaDoor
 from txbroker.spark.schema import TopicNames
 
 NEVER = CheckPolicy(after_s=86_400.0)
@@ -153,7 +153,7 @@ class Planting:
 
     async def __aenter__(self) -> Planting:
         """Create the topics."""
-        self._door = door_from(self._settings)
+        self._door = KafkaDoor.from_configuration(self._settings)
         await self._door.start()
         self._doors = [self._door.partition(number) for number in range(self.partitions)]
         if self._fresh:

@@ -1,19 +1,25 @@
-"""A proxy that speaks at most an older version of Kafka's transaction protocol, which no setting
-of the product says: `older_proxy.py VERSION proxy`."""
+"""A proxy limited to an older version of Kafka's transaction protocol, which no setting can do:
+`older_proxy.py VERSION proxy`."""
 
 from __future__ import annotations
 
-import functools
 import sys
 
+from msgspec import structs
+
 from txbroker.cli.main import main
-from txbroker.kafka.client import wiring
+from txbroker.config.settings import Settings
+from txbroker.kafka.client.settings import KafkaSettings
 
 
 def run(version: int, *arguments: str) -> None:
-    """Be such a proxy."""
-    made = functools.partial(wiring.KafkaSettings, transactions=version)
-    wiring.KafkaSettings = made  # type: ignore[misc, assignment]
+    """Run such a proxy."""
+    from_configuration = KafkaSettings.from_configuration
+
+    def older(settings: Settings) -> KafkaSettings:
+        return structs.replace(from_configuration(settings), transactions=version)
+
+    KafkaSettings.from_configuration = older  # type: ignore[method-assign, assignment]
     sys.argv = ["txbroker", *arguments]
     main()
 

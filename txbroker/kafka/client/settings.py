@@ -1,44 +1,49 @@
-"""What the door to Kafka is told: addresses, names, limits. Frozen; checked once."""
+"""Settings of the Kafka client and the door: addresses, names, limits."""
+
+from __future__ import annotations
+
+from functools import partial
 
 from msgspec import Struct
 
+from txbroker.config.settings import Settings
 from txbroker.errors import ConfigurationError
-from txbroker.kafka.client.login import LoginMaker, NoLogin
+from txbroker.kafka.client.login import LoginMaker, NoLogin, SettingsLogin
 
 MAX_MESSAGE_BYTES = 8 << 20
-"""The largest half batch: several messages of one transaction are one batch."""
+"""Maximum size of a half batch, which holds all messages of a transaction."""
 
 _DAY_MS = 24 * 60 * 60 * 1000
 
 
 class KafkaSettings(Struct, frozen=True, kw_only=True):
-    """How to reach a Kafka, and how txbroker uses it.
+    """How to reach a Kafka cluster, and how txbroker uses it.
 
     Attributes:
-        bootstrap_servers: `host:port` of some brokers; the others are found through them.
-        instance_id: the name of this proxy, stable over restarts: with it a restarted proxy gets
-            its partitions back at once.
-        group_id: the consumer group by which proxies share the half partitions.
-        login: makes what tells connections about TLS and the login.
-        partitions: half partitions to create; topics that exist keep their own number.
-        replication: copies of every record; 0 means three, or as many as there are brokers.
-        create_topics: create txbroker's own topics at start where they are missing.
-        half_retention_ms: how long a half message is kept, milliseconds; -1 for ever.
-        check_window_s: the longest time, seconds, that the default checks need until they park a
-            transaction.
-        dedup_window_s: seconds in which a repeated prepare is recognised.
-        request_timeout_s: seconds until a request counts as unanswered; at most 5, so that an
-            unanswered request leaves time for an abort before the transaction timeout.
-        write_timeout_s: seconds that a write is tried again before its outcome counts as unknown.
-        claim_timeout_s: seconds until a claim that does not come through is given up.
-        transactions: the newest version of Kafka's transaction protocol to speak, 1 or 2; 1 also
-            where brokers do not take the second.
-        transaction_timeout_s: seconds until Kafka itself aborts a turn that was left open.
-        visible_timeout_s: seconds until a committed turn that does not show is an alarm.
-        watermark_timeout_s: seconds that a read waits for records that were acknowledged but do
-            not show, as behind a change of leader, until it calls the log truncated.
-        facts_ttl_s: seconds for which facts of target topics are remembered.
-        session_timeout_s: seconds until a silent proxy loses its partitions.
+        bootstrap_servers: `host:port` of brokers from which the others are discovered.
+        instance_id: unique name of this proxy, stable over restarts, so that a restarted proxy
+            keeps its partitions.
+        client_id: name of the client in the brokers' logs and quotas.
+        group_id: the consumer group that assigns half partitions to proxies.
+        login: returns a login, which provides TLS and credentials for connections.
+        partitions: number of half partitions to create; existing topics keep theirs.
+        replication: replication factor; 0 means three, or the number of brokers if lower.
+        create_topics: whether to create missing topics of txbroker at start.
+        half_retention_ms: retention of half messages in milliseconds; -1 is infinite.
+        check_window_s: longest time of the default checks until a transaction is parked.
+        dedup_window_s: time in which a repeated prepare is recognised.
+        request_timeout_s: timeout of a request; at most 5, so that after an unanswered request an
+            abort is possible before the transaction timeout.
+        write_timeout_s: retries of a write end after this time; its outcome is then unknown.
+        claim_timeout_s: timeout of a claim.
+        transactions: newest version of Kafka's transaction protocol to use, 1 or 2.
+        transaction_timeout_s: Kafka aborts an open promotion transaction after this time.
+        visible_timeout_s: a committed promotion transaction that is not visible raises an alarm
+            after this time.
+        watermark_timeout_s: a read waits this long for acknowledged records that are not visible,
+            as after a change of leader, before it reports a truncated log.
+        facts_ttl_s: lifetime of cached facts about target topics.
+        session_timeout_s: an unresponsive proxy loses its partitions after this time.
     """
 
     bootstrap_servers: tuple[str, ...]
@@ -72,11 +77,38 @@ class KafkaSettings(Struct, frozen=True, kw_only=True):
     facts_ttl_s: float = 5.0
     session_timeout_s: float = 10.0
 
-    def validate(self) -> None:
-        """Refuse contradictions.
+    @classmethod
+    def from_configuration(cls, settings: Settings) -> KafkaSettings:
+        """Return the settings of a proxy's configuration.
 
         Raises:
-            ConfigurationError: with a sentence that says what contradicts what.
+            ConfigurationError: a file that it names cannot be read, or has the wrong content.
+        """
+        SettingsLogin(settings).arguments()  # fails early
+        return cls(
+            bootstrap_servers=tuple(part.strip() for part in settings.kafka.split(",")),
+            instance_id=settings.instance,
+            group_id=settings.topic_prefix,
+            half_topic=settings.topic("half"),
+            op_topic=settings.topic("op"),
+            checkpoint_topic=settings.topic("checkpoint"),
+            parked_topic=settings.topic("parked"),
+            groups_topic=settings.topic("groups"),
+            audit_topic=settings.topic("audit"),
+            drift_topic=settings.topic("audit.drift"),
+            login=partial(SettingsLogin, settings),
+            partitions=settings.partitions,
+            half_retention_ms=round(settings.half_retention_s * 1000),
+            check_window_s=settings.check_window_s,
+            dedup_window_s=settings.dedup_window_s,
+            session_timeout_s=settings.session_timeout_s,
+        )
+
+    def validate(self) -> None:
+        """Check the settings against each other.
+
+        Raises:
+            ConfigurationError: names the settings that contradict each other.
         """
         if not self.bootstrap_servers:
             raise ConfigurationError("no bootstrap servers: set `kafka` to HOST:PORT of a broker")
@@ -92,7 +124,7 @@ class KafkaSettings(Struct, frozen=True, kw_only=True):
 
     @property
     def own_topics(self) -> tuple[str, ...]:
-        """The names of txbroker's own topics, without which no proxy works."""
+        """The topics that every proxy needs."""
         return (
             self.half_topic,
             self.op_topic,
@@ -103,5 +135,5 @@ class KafkaSettings(Struct, frozen=True, kw_only=True):
 
     @property
     def audit_topics(self) -> tuple[str, ...]:
-        """The names of the topics in which audits tell what they found."""
+        """The topics of the audits' results."""
         return (self.audit_topic, self.drift_topic)

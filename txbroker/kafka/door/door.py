@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Sequence
 
+from txbroker.config.settings import Settings
 from txbroker.core.records import Record
 from txbroker.door.own_topics import Layout, encode_layout, find_layout
 from txbroker.door.protocols import (
@@ -24,13 +25,13 @@ from txbroker.kafka.client.reader import Reader
 from txbroker.kafka.client.settings import KafkaSettings
 from txbroker.kafka.client.shared_writes import SharedWrites
 from txbroker.kafka.door import topics
+from txbroker.kafka.door.audit import KafkaAuditFeed
 from txbroker.kafka.door.groups import KafkaGroupStore
 from txbroker.kafka.door.membership import KafkaMembership
 from txbroker.kafka.door.partition import KafkaPartitionDoor
+from txbroker.kafka.door.repair import Repair
 from txbroker.kafka.door.stable_offset import StableEnds
 from txbroker.kafka.door.targets import KafkaTargets
-from txbroker.kafka.tools.audit import KafkaAuditFeed
-from txbroker.kafka.tools.repair import Repair
 
 
 class KafkaDoor(Door):
@@ -64,6 +65,16 @@ class KafkaDoor(Door):
         self._own_bytes_max: dict[str, int] = {}
         self._ids: dict[str, bytes] = {}
         self._layout: Layout | None = None
+
+    @classmethod
+    def from_configuration(cls, settings: Settings) -> KafkaDoor:
+        """Return the door for a proxy's configuration. Created in a running event loop.
+
+        Raises:
+            ConfigurationError: a file that it names cannot be read, or settings contradict each
+                other.
+        """
+        return cls(KafkaSettings.from_configuration(settings))
 
     async def start(self) -> None:
         """Connect, create missing topics if configured, and check txbroker's own topics.

@@ -9,8 +9,8 @@ from txbroker.door.protocols import TargetFacts, Targets
 from txbroker.errors import KafkaUnavailable
 from txbroker.kafka.client.admin import Admin, NewTopic
 from txbroker.kafka.client.client import Client, KafkaRefused, TopicFacts, is_retriable
+from txbroker.kafka.door.installations import Installations
 from txbroker.kafka.protocol.codes import Code, describe
-from txbroker.kafka.tools.installations import Installations
 
 _DEFAULT_MESSAGE_BYTES = 1048588
 """Kafka's own default, for topics whose settings may not be read."""

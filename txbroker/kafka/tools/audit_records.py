@@ -1,4 +1,4 @@
-"""Records of others' topics for an audit, read without Spark: of any codec, with any timestamp."""
+"""Read records of any topic for an audit, without Spark: any codec, any kind of timestamp."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from txbroker.kafka.protocol.batch import (
 _CHANNEL = "audit"
 _SOME_BYTES = 32 << 20
 _SOME_RECORDS = 50_000
-"""Decoded, a small record takes many times its bytes."""
+"""A small record takes many times its bytes in memory."""
 _INFLATED_BYTES_MAX = 256 << 20
 _SNAPPY = 2
 _STREAMED = {1: "gzip", 3: "lz4", 4: "zstd"}
@@ -34,7 +34,7 @@ _XERIAL_BYTES = 16
 
 
 class Stored(Record, frozen=True):
-    """A record with the kind of its timestamp."""
+    """A record, and whether its timestamp is the broker's append time."""
 
     append_time: bool = False
 
@@ -42,13 +42,12 @@ class Stored(Record, frozen=True):
 async def some_records(
     settings: KafkaSettings, topic: str, partition: int, position: int, end: int
 ) -> tuple[list[Record], int]:
-    """Return committed records from offset `position` on, some tens of MiB and some ten
-    thousands but none after `end`, and where to go on.
+    """Return some committed records from `position` on, before `end`, and the next position.
 
-    A batch that does not decode shows as one record that is no `Stored`.
+    A batch that does not decode becomes one record that is no `Stored`.
 
     Raises:
-        KafkaUnavailable: Kafka does not answer, or retention took them.
+        KafkaUnavailable: Kafka does not answer, or retention removed the records.
     """
     client = Client(settings)
     try:
@@ -61,15 +60,15 @@ async def some_records(
 
 
 async def _some(reader: Reader, position: int, end: int) -> tuple[list[Record], int]:
-    found: list[Record] = []
+    taken: list[Record] = []
     size = 0
     async with aclosing(reader.read(position, end)) as pieces:
         async for records in pieces:
-            found += records
+            taken += records
             size += sum(map(_size, records))
-            if size > _SOME_BYTES or len(found) >= _SOME_RECORDS:
-                return found, found[-1].offset + 1
-    return found, end
+            if size > _SOME_BYTES or len(taken) >= _SOME_RECORDS:
+                return taken, taken[-1].offset + 1
+    return taken, end
 
 
 def _size(record: Record) -> int:
@@ -78,12 +77,12 @@ def _size(record: Record) -> int:
 
 
 def _decode(
-    batch: Any, data: bytes | memoryview, wanted: Container[int], producer: int
+    batch: Any, data: bytes | memoryview, offsets: Container[int], producer: int
 ) -> list[Record]:
-    """Return the records of a batch at the wanted offsets, as `decode_batch` does, of any codec.
+    """Decode a batch like `decode_batch`, of any codec.
 
     Raises:
-        Unreadable: it takes more than 256 MiB of memory, or breaks the record format.
+        Unreadable: it exceeds 256 MiB, or is malformed.
     """
     append_time = bool(batch.timestamp_type)
     if batch.compression_type:
@@ -91,12 +90,12 @@ def _decode(
         batch = DefaultRecordBatch(data)
     return [
         Stored(r.key, r.value, r.headers, r.timestamp_ms, r.offset, append_time=append_time)
-        for r in decode_batch(batch, data, wanted, producer)
+        for r in decode_batch(batch, data, offsets, producer)
     ]
 
 
 def _inflated(codec: int, data: bytes) -> bytes:
-    """Return a compressed batch as a plain one."""
+    """Return a compressed batch uncompressed."""
     body = data[HEADER_BYTES:]
     try:
         inflated = _snappy(body) if codec == _SNAPPY else _streamed(codec, body)
@@ -111,12 +110,12 @@ def _streamed(codec: int, body: bytes) -> bytes:
     with pyarrow.CompressedInputStream(pyarrow.BufferReader(body), _STREAMED[codec]) as stream:
         inflated = bytes(stream.read(_INFLATED_BYTES_MAX + 1))
     if len(inflated) > _INFLATED_BYTES_MAX:
-        raise ValueError(f"it takes more than {_INFLATED_BYTES_MAX >> 20} MiB of memory")
+        raise ValueError(f"it exceeds {_INFLATED_BYTES_MAX >> 20} MiB uncompressed")
     return inflated
 
 
 def _snappy(body: bytes) -> bytes:
-    """Return what a whole block holds, or the blocks that Java's library puts one after another."""
+    """Return the uncompressed data of one block, or of the framed blocks of Java's library."""
     if not body.startswith(_XERIAL):
         return _block(body, _INFLATED_BYTES_MAX)
     blocks: list[bytes] = []
@@ -138,5 +137,5 @@ def _block(body: bytes, room: int) -> bytes:
         if byte < 0x80:
             break
     if size > room:
-        raise ValueError(f"it takes more than {_INFLATED_BYTES_MAX >> 20} MiB of memory")
+        raise ValueError(f"it exceeds {_INFLATED_BYTES_MAX >> 20} MiB uncompressed")
     return bytes(Codec("snappy").decompress(body, size, asbytes=True))

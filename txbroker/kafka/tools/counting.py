@@ -1,8 +1,8 @@
-"""Counts the messages of a measurement as any `read_committed` consumer sees them.
+"""Count a benchmark's messages as any `read_committed` consumer sees them.
 
-Reads through the client library's own consumer, as users do, and asks no proxy: what is lost or
-doubled anywhere shows here. While a measurement runs only some partitions are read along, as
-reading costs the machine that is measured; the others are read when it is over.
+Uses the client library's consumer, like users, and asks no proxy, so that lost and duplicate
+messages show. During the measurement only some partitions are read, because reading costs the
+machine under test; the others are read afterwards.
 """
 
 from __future__ import annotations
@@ -24,33 +24,33 @@ from txbroker.errors import ConfigurationError, KafkaUnavailable
 from txbroker.kafka.client.admin import Admin, NewTopic
 from txbroker.kafka.client.client import Client
 from txbroker.kafka.client.login import SettingsLogin
-from txbroker.kafka.client.wiring import kafka_settings
+from txbroker.kafka.client.settings import KafkaSettings
 
 TAG_CHARS, NUMBER_CHARS = 8, 12
-"""Of a message's name, which is its key where it has one: what names the measurement, and the
-message's number, both in hexadecimal."""
+"""Parts of a message's name, which is its key if it has one: tag of the measurement and number of
+the message, both in hexadecimal."""
 NAME_HEADER = "bench"
-"""The header that names a message without a key."""
+"""The header with the name of a message without key."""
 QUIET_S = 30.0
-"""What has not shown after so long without any news is lost."""
+"""Messages count as lost after this time without any new message."""
 _WAIT_MS = 200
 _MANY = 20_000
 _FETCH_BYTES = 8 << 20
 
 
 class Count:
-    """How often each message was seen, by number; and when, of those that were read along."""
+    """Number of copies of each message, and when it was first seen during the measurement."""
 
     def __init__(self, tag: str) -> None:
         self._tag = tag.encode()
         self.copies = bytearray()
         self.seen_at = array("d")
         self.strangers = 0
-        """Records that are none of this measurement's."""
+        """Records that are not of this measurement."""
         self.total = 0
 
     def note(self, names: Sequence[bytes | None], at: float) -> None:
-        """Take the names of records that were read; `at` 0 where it does not matter when."""
+        """Count records by their names; `at` is 0 after the measurement."""
         tag, size = self._tag, TAG_CHARS + NUMBER_CHARS
         copies, seen_at = self.copies, self.seen_at
         for name in names:
@@ -66,17 +66,17 @@ class Count:
             self.total += 1
 
     def of(self, number: int) -> int:
-        """Return how often a message was seen."""
+        """Return the number of copies of a message."""
         return self.copies[number] if number < len(self.copies) else 0
 
-    def _grow(self, wanted: int) -> None:
-        more = max(wanted, 2 * len(self.copies), 1024) - len(self.copies)
+    def _grow(self, size: int) -> None:
+        more = max(size, 2 * len(self.copies), 1024) - len(self.copies)
         self.copies.extend(bytes(more))
         self.seen_at.frombytes(bytes(8 * more))
 
 
 class Reader:
-    """A `read_committed` consumer of one topic. Made by `reading`."""
+    """A `read_committed` consumer of one topic. Created by `reading`."""
 
     def __init__(self, consumer: Any, partitions: list[Any], count: Count, along: int) -> None:
         self.count = count
@@ -87,18 +87,18 @@ class Reader:
         self._enough = False
 
     async def start(self) -> None:
-        """Begin behind what the topic holds by now.
+        """Start at the topic's current end.
 
         Raises:
             KafkaUnavailable: Kafka does not answer.
         """
-        with _in_words():
+        with _translated():
             await self._consumer.start()
             self._next = await self._consumer.end_offsets(self._partitions)
             self._go_to(self._along)
 
     async def follow(self) -> None:
-        """Read along until `stop`.
+        """Read until `stop`.
 
         Raises:
             KafkaUnavailable: Kafka does not answer.
@@ -107,35 +107,36 @@ class Reader:
             await self._take()
 
     def stop(self) -> None:
-        """Let `follow` end. It is not cancelled, which could lose what was just fetched."""
+        """Make `follow` return. Cancelling it could lose fetched records."""
         self._enough = True
 
     async def read_rest(self, owed: Callable[[], Iterable[int]]) -> None:
-        """Read on, the other partitions too, until all messages that are owed were seen or none
-        came for long; and then to the end, where one that is doubled may stand.
+        """Read all partitions until every owed message was seen, or none came for `QUIET_S`.
+
+        Then read to the end, where duplicates may be.
 
         Raises:
             KafkaUnavailable: Kafka does not answer.
         """
-        with _in_words():
+        with _translated():
             for partition in self._along:
                 self._next[partition] = await self._consumer.position(partition)
         self._go_to(self._partitions)
-        wanted = sum(1 for _ in owed())
-        news_at = time.monotonic()
-        while time.monotonic() - news_at < QUIET_S:
-            # Looked through only where they can be all: there may be millions.
-            if self.count.total >= wanted and all(map(self.count.of, owed())):
+        expected = sum(1 for _ in owed())
+        last_at = time.monotonic()
+        while time.monotonic() - last_at < QUIET_S:
+            # The full check only if it can succeed: there may be millions.
+            if self.count.total >= expected and all(map(self.count.of, owed())):
                 break
             if await self._take():
-                news_at = time.monotonic()
-        with _in_words():
+                last_at = time.monotonic()
+        with _translated():
             ends = await self._consumer.end_offsets(self._partitions)
         while await self._is_before(ends):
             await self._take()
 
     async def _is_before(self, ends: dict[Any, int]) -> bool:
-        with _in_words():
+        with _translated():
             for partition, end in ends.items():
                 if await self._consumer.position(partition) < end:
                     return True
@@ -147,7 +148,7 @@ class Reader:
             self._consumer.seek(partition, self._next[partition])
 
     async def _take(self) -> bool:
-        with _in_words():
+        with _translated():
             batches = await self._consumer.getmany(timeout_ms=_WAIT_MS, max_records=_MANY)
         now = time.monotonic()
         for partition, records in batches.items():
@@ -167,16 +168,16 @@ def _name(record: Any) -> bytes | None:
 async def reading(
     settings: Settings, topic: str, tag: str, along: int | None
 ) -> AsyncIterator[Reader]:
-    """Read a topic from its end on.
+    """Read a topic from its current end on.
 
     Args:
-        settings: say how Kafka is reached.
-        topic: there already.
-        tag: what the names of the measurement's messages begin with.
-        along: how many partitions are read along; None for all.
+        settings: of the connection to Kafka.
+        topic: exists.
+        tag: prefix of the messages' names.
+        along: number of partitions to read during the measurement; None for all.
 
     Raises:
-        KafkaUnavailable: Kafka does not answer, or has no such topic.
+        KafkaUnavailable: Kafka does not answer, or the topic does not exist.
         ConfigurationError: a file that the settings name cannot be read.
     """
     partitions = [TopicPartition(topic, number) for number in await _partitions(settings, topic)]
@@ -199,8 +200,8 @@ async def reading(
 async def stop_consumer(consumer: Any) -> None:
     """Stop a consumer of the client library.
 
-    It lets the cancellation of its own tasks out where one of them waits to repeat a request that
-    went wrong, and leaves its connections open then.
+    Its `stop` leaks the cancellation of its own tasks if one of them waits for a retry, and then
+    leaves the connections open.
     """
     task = asyncio.current_task()
     assert task is not None
@@ -213,26 +214,26 @@ async def stop_consumer(consumer: Any) -> None:
 
 
 async def _partitions(settings: Settings, topic: str) -> list[int]:
-    client = Client(kafka_settings(settings))
+    client = Client(KafkaSettings.from_configuration(settings))
     try:
         facts = (await Admin(client).topics([topic])).get(topic)
     finally:
         await client.close()
     if facts is None or facts.error:
-        raise KafkaUnavailable(f"Kafka at {settings.kafka} has no topic {topic}")
+        raise KafkaUnavailable(f"topic {topic} does not exist on Kafka at {settings.kafka}")
     return sorted(facts.partitions)
 
 
 @asynccontextmanager
 async def topic_for_a_while(settings: Settings, name: str, partitions: int) -> AsyncIterator[None]:
-    """Have a topic, and remove it afterwards.
+    """Create a topic, and delete it afterwards.
 
     Raises:
-        KafkaUnavailable: Kafka does not answer, or does not create it.
+        KafkaUnavailable: Kafka does not answer, or refuses the topic.
     """
-    client = Client(kafka_settings(settings))
+    client = Client(KafkaSettings.from_configuration(settings))
     try:
-        await client.refresh(())  # a Kafka that is not there is told at once
+        await client.refresh(())  # fails at once if Kafka is unreachable
         await Admin(client).create([NewTopic(name, partitions, -1, {})])
         try:
             yield
@@ -246,8 +247,8 @@ async def topic_for_a_while(settings: Settings, name: str, partitions: int) -> A
 
 
 @contextlib.contextmanager
-def _in_words() -> Iterator[None]:
+def _translated() -> Iterator[None]:
     try:
         yield
     except (KafkaError, OSError) as error:
-        raise KafkaUnavailable(f"reading what consumers see failed: {error!r}") from None
+        raise KafkaUnavailable(f"the consumer that counts messages failed: {error!r}") from None

@@ -1,4 +1,4 @@
-"""What a streaming audit writes: its findings, each once, and how far it is."""
+"""Store the findings and the progress of a streaming audit, exactly once."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ from txbroker.kafka.protocol.codes import Code
 from txbroker.net.backoff import Backoff
 
 _BYTES_MAX = 1 << 20
-"""Kafka's own default; our records are far smaller."""
+"""Kafka's default; these records are far smaller."""
 _RECORDS_MAX = 500
-"""Findings in one batch: with their reasons they stay far below what a broker takes."""
+"""Findings per batch, far below the maximum batch size."""
 
 
 class KafkaDrift:
-    """The topics of findings and of audits, for one stream.
+    """Writes to the drift topic and the audit topic for one stream.
 
-    A round of findings and the stream's progress go into one Kafka transaction, so either both
-    count or neither: a stream that begins again reads its progress, and knows what was told.
+    Findings and the stream's progress are stored in one Kafka transaction. A restarted stream
+    resumes from its progress and repeats no finding.
 
-    Used as `async with`. Made inside a running event loop; one call at a time.
+    Used as `async with`, in a running event loop. One call at a time.
 
     Args:
         settings: how to reach Kafka.
-        name: the stream's; streams with one name exclude one another.
+        name: of the stream. A new stream fences earlier ones with its name.
 
     Raises:
-        ConfigurationError: the settings contradict themselves.
+        ConfigurationError: the settings contradict each other.
     """
 
     def __init__(self, settings: KafkaSettings, name: str) -> None:
@@ -56,12 +56,11 @@ class KafkaDrift:
         await self._client.close()
 
     async def mark(self, key: str, value: bytes) -> int:
-        """Put a record of the audit topic; return its append time, ms by the broker's clock.
+        """Append a record to the audit topic; return its append time, ms by the broker's clock.
 
         Raises:
-            ConfigurationError: the topic is not there, does not take it, or its timestamps are not
-                the broker's.
-            KafkaUnavailable: it may or may not be stored. The same again does no harm.
+            ConfigurationError: the topic is missing, refuses the record, or lacks LogAppendTime.
+            KafkaUnavailable: it may or may not be stored; a retry is safe.
         """
         try:
             _offset, at_ms = await self._log.append([Record(key.encode(), value)])
@@ -69,7 +68,7 @@ class KafkaDrift:
             raise ConfigurationError(self._refused(str(error))) from None
         except AppendUnknown as error:
             raise KafkaUnavailable(
-                f"{self._settings.audit_topic} cannot be written now: {error}"
+                f"cannot write to topic {self._settings.audit_topic} now: {error}"
             ) from None
         if at_ms < 0:
             raise ConfigurationError(
@@ -79,11 +78,12 @@ class KafkaDrift:
         return at_ms
 
     async def begin(self, key: str) -> bytes | None:
-        """Shut out every earlier stream of this name, and return the newest record under a key.
+        """Fence earlier streams of this name, and return the newest record of a key.
 
         Raises:
-            ConfigurationError: a topic is not there.
-            KafkaUnavailable: Kafka does not answer, or hides the topic's end.
+            ConfigurationError: a topic is missing.
+            KafkaUnavailable: Kafka does not answer, or an open transaction hides the newest
+                records.
         """
         self._producer = None
         backoff = self._backoff()
@@ -91,9 +91,11 @@ class KafkaDrift:
         try:
             await producer.start(backoff)
         except ProducerFenced:
-            raise KafkaUnavailable("another stream of this name begins, too") from None
+            raise KafkaUnavailable(
+                "another stream of this name is starting, too: run one of them"
+            ) from None
         reader = Reader(self._client, *self._audit, "stream/progress", append_time=False)
-        # What the earlier stream has committed must show before it is looked for.
+        # The earlier stream's commits must be visible before the read.
         end = await reader.end()
         while await reader.stable_end() < end:
             if not await backoff.pause():
@@ -110,13 +112,13 @@ class KafkaDrift:
         """Store findings and progress, all or nothing.
 
         Raises:
-            ConfigurationError: a topic is not there or does not take them, or another stream of
-                this name has begun; nothing was stored.
-            KafkaUnavailable: it is not known whether they were stored: `begin` again and look.
+            ConfigurationError: a topic is missing or refuses a record, or another stream of this
+                name has begun; nothing was stored.
+            KafkaUnavailable: the outcome is unknown: call `begin` again.
         """
         producer, self._producer = self._producer, None
         if producer is None:
-            raise KafkaUnavailable("the last findings are in the dark")
+            raise KafkaUnavailable("the outcome of the last write is unknown: begin again")
         backoff = self._backoff()
         try:
             await producer.add([self._audit], backoff)
@@ -133,7 +135,7 @@ class KafkaDrift:
         except BatchRefused as error:
             if error.code == Code.UNKNOWN_TOPIC_OR_PARTITION:
                 raise ConfigurationError(
-                    f"topic {error.partition[0]} does not exist: make it with "
+                    f"topic {error.partition[0]} does not exist: create it with "
                     "`txbroker topics apply`"
                 ) from None
             raise ConfigurationError(self._refused(str(error))) from None
@@ -141,7 +143,7 @@ class KafkaDrift:
             raise KafkaUnavailable(str(error)) from None
         except ProducerFenced:
             raise ConfigurationError(
-                "another stream with this checkpoint has begun: stop one of them"
+                "another stream with this checkpoint is running: stop one of them"
             ) from None
         self._producer = producer
 
@@ -159,4 +161,4 @@ class KafkaDrift:
         return Backoff(self._settings.write_timeout_s, self._settings.retry_backoff_s)
 
     def _refused(self, why: str) -> str:
-        return f"{self._settings.audit_topic} does not take what the audit tells: {why}"
+        return f"topic {self._settings.audit_topic} refused the audit's record: {why}"

@@ -20,6 +20,7 @@ from txbroker.kafka.client.client import Client, KafkaRefused, is_retriable
 from txbroker.kafka.client.reader import READ_COMMITTED, READ_UNCOMMITTED, Reader, end_offsets
 from txbroker.kafka.client.settings import KafkaSettings
 from txbroker.kafka.door import topics as own
+from txbroker.kafka.door.repair import Found, Repair
 from txbroker.kafka.protocol.codes import COORDINATOR_MOVED, Code
 from txbroker.kafka.protocol.schemas import (
     RIGHTS_NOT_REQUESTED,
@@ -30,7 +31,6 @@ from txbroker.kafka.protocol.schemas import (
     newest_timestamps,
 )
 from txbroker.kafka.protocol.transactions import Partition
-from txbroker.kafka.tools.repair import Found, Repair
 from txbroker.net.backoff import Backoff
 
 _CHANNEL = "examine"

@@ -1,7 +1,6 @@
-"""What any consumer that reads `read_committed` sees of some topics, from begin to end.
+"""Read topics as any `read_committed` consumer does.
 
-Reads through the client library's own consumer, as users do, not through the owner's reader, so
-that the two can be compared.
+Uses the client library's consumer, like users, so that it checks the owner's reader.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ _WAIT_MS = 500
 
 
 class Seen(NamedTuple):
-    """A record and where it is."""
+    """A record and its place."""
 
     topic: str
     partition: int
@@ -27,7 +26,7 @@ class Seen(NamedTuple):
 
 
 async def read_back(bootstrap: str, topics: tuple[str, ...]) -> list[Seen]:
-    """Return every record of these topics that is visible now; a topic that is missing has none.
+    """Return all visible records of topics; a missing topic has none.
 
     Raises:
         KafkaUnavailable: Kafka does not answer.
@@ -43,13 +42,13 @@ async def read_back(bootstrap: str, topics: tuple[str, ...]) -> list[Seen]:
         await consumer.start()
         return await _read(consumer)
     except (KafkaError, OSError) as error:
-        raise KafkaUnavailable(f"reading back from {bootstrap} failed: {error}") from None
+        raise KafkaUnavailable(f"cannot read topics back from {bootstrap}: {error}") from None
     finally:
         await stop_consumer(consumer)
 
 
 async def _read(consumer: Any) -> list[Seen]:
-    found: list[Seen] = []
+    records: list[Seen] = []
     partitions = sorted(consumer.assignment())
     ends = await consumer.end_offsets(partitions) if partitions else {}
     for partition in partitions:
@@ -57,5 +56,5 @@ async def _read(consumer: Any) -> list[Seen]:
             batches = await consumer.getmany(partition, timeout_ms=_WAIT_MS)
             for r in batches.get(partition, ()):
                 record = Record(r.key, r.value, tuple(r.headers), r.timestamp, r.offset)
-                found.append(Seen(partition.topic, partition.partition, record))
-    return found
+                records.append(Seen(partition.topic, partition.partition, record))
+    return records

@@ -1,6 +1,6 @@
-"""What stops partitions, found in the topics themselves, and the decision to pass it over.
+"""Find records that stop partitions, and record the decision to skip them.
 
-No proxy is asked: this works while proxies run, and while none does.
+Reads only the topics, so it works with or without running proxies.
 """
 
 from __future__ import annotations
@@ -23,18 +23,17 @@ from txbroker.kafka.door.partition import read_checkpoint
 
 _CHANNEL = "repair"
 _LOSES = {
-    "half": "the message: its transaction is not known to this version, and never promoted by it",
-    "op": "what the marker says: the transaction stands as it was before it, and may be decided "
-    "otherwise",
-    "parked": "the copy: what half holds of the transaction counts, a refused one counts as "
-    "promoted",
+    "half": "the message: this version does not know its transaction and never promotes it",
+    "op": "the marker: the transaction keeps its previous state and may be decided differently",
+    "parked": "the copy: the half topic's records of the transaction count, a refused one counts "
+    "as promoted",
 }
 SET_ASIDE = "set_aside"
-"""The code of records that stop nothing."""
+"""The code of records that stop no partition."""
 
 
 class Found(Struct, frozen=True):
-    """A record that stops a partition, and where it is."""
+    """A record that stops a partition, and its place."""
 
     topic: str
     partition: int
@@ -42,12 +41,12 @@ class Found(Struct, frozen=True):
 
     @property
     def at(self) -> str:
-        """As people write it: topic, partition and offset."""
+        """Topic, partition and offset, for messages."""
         return f"{self.topic}/{self.partition}@{self.stop.record.offset}"
 
 
 class Repair:
-    """Finds what stops the partitions of an installation, and records what operators decide."""
+    """Finds records that stop partitions of an installation, and records operators' decisions."""
 
     def __init__(self, client: Client, bytes_max: Callable[[str], int]) -> None:
         self._client = client
@@ -61,14 +60,14 @@ class Repair:
         }
 
     async def find(self, *, set_aside: bool = False) -> list[Found]:
-        """Return what stops partitions at their next claim, or has stopped them.
+        """Return the records that stop partitions, now or at their next claim.
 
         Args:
-            set_aside: return the newest records of the checkpoint and the parked topic, too, that
-                other clients wrote there and that stop nothing.
+            set_aside: also return the newest records of other clients in the checkpoint and the
+                parked topic, which stop no partition.
 
         Raises:
-            ConfigurationError: there are no topics of an installation.
+            ConfigurationError: the installation has no topics.
             KafkaUnavailable: Kafka does not answer.
         """
         return [
@@ -79,24 +78,23 @@ class Repair:
         ]
 
     async def set_aside(self) -> list[Found]:
-        """Return the records that stop nothing, as `find`, without reading half messages and
-        markers, of which there may be many.
+        """Return the set-aside records of `find`, without reading the half and op topics.
 
         Raises:
             ConfigurationError, KafkaUnavailable: as `find`.
         """
-        found = []
+        records = []
         for number in await self._partitions():
             scan = await read_checkpoint(self._reader(CHECKPOINT, number))
             stops = [*_in_checkpoint(scan), *await self._in_parked(number, scan)]
-            found += [Found(self._topics[stop.log], number, stop) for stop in stops]
-        return [one for one in found if one.stop.code == SET_ASIDE]
+            records += [Found(self._topics[stop.log], number, stop) for stop in stops]
+        return [record for record in records if record.stop.code == SET_ASIDE]
 
     async def _partitions(self) -> list[int]:
         topic = self._client.settings.half_topic
         facts = (await self._client.refresh([topic])).get(topic)
         if facts is None or not facts.partitions:
-            raise ConfigurationError(f"there is no topic {topic}: see topic_prefix")
+            raise ConfigurationError(f"topic {topic} does not exist: check topic_prefix")
         return sorted(facts.partitions)
 
     def _reader(self, log: str, number: int) -> Reader:
@@ -108,7 +106,7 @@ class Repair:
         for stop in _in_checkpoint(scan):
             yield stop
         op, half = self._reader("op", number), self._reader("half", number)
-        # From where the next owner replays them.
+        # The offsets from which the next owner replays them.
         starts = {"half": await half.start(), "op": await op.start()}
         for whole in find_whole(scan.snapshots()):
             if whole.closing.op >= starts["op"]:
@@ -127,14 +125,13 @@ class Repair:
             for record in records:
                 parked.take(record)
         stops = [_stop("parked", reader, record, why) for record, why in parked.stops()]
-        return stops + [_set_aside("parked", each) for each in parked.set_aside]
+        return stops + [_set_aside("parked", record) for record in parked.set_aside]
 
     async def skip(self, found: Found, by: str, reason: str) -> None:
-        """Record that a record is passed over: by the next owner of its partition, and by one
-        that has stopped.
+        """Record the decision to skip a record, for a stopped and for the next owner.
 
         Raises:
-            KafkaUnavailable: Kafka does not answer; it may or may not be recorded.
+            KafkaUnavailable: Kafka does not answer; the decision may or may not be recorded.
         """
         topic = self._client.settings.checkpoint_topic
         log = KafkaLog(
@@ -148,10 +145,10 @@ class Repair:
 
 def _in_checkpoint(scan: CheckpointScan) -> list[Stop]:
     stops = scan.stops()
-    # One that is set aside may stop the partition, as progress is lost.
+    # A set-aside record may also stop the partition, if progress is lost.
     offsets = {stop.record.offset for stop in stops}
-    aside = [each for each in scan.set_aside() if each.record.offset not in offsets]
-    return stops + [_set_aside(CHECKPOINT, each) for each in aside]
+    aside = [found for found in scan.set_aside() if found.record.offset not in offsets]
+    return stops + [_set_aside(CHECKPOINT, found) for found in aside]
 
 
 def _set_aside(log: str, found: ForeignRecord) -> Stop:
@@ -176,7 +173,7 @@ async def _newer(
 
 
 def _newer_why(log: str, record: Record) -> str:
-    """Return how a newer version shows in a record, "" where it does not."""
+    """Return what shows that a newer version wrote a record, else ""."""
     try:
         decode_log(log, record)
     except NewerVersion as error:

@@ -1,4 +1,4 @@
-"""The topics of the audits: followed by every proxy, written by whoever audits."""
+"""The topics of the audits: every proxy follows them, audits write them."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ from txbroker.kafka.protocol.codes import Code, describe
 
 _PAUSE_S = 5.0
 _WAIT_MS = 2000
-"""How long a broker keeps a question open while nothing comes; less than any request timeout."""
+"""How long a broker waits for records; less than any request timeout."""
 
 _BYTES_MAX = 1 << 20
-"""Kafka's own default; records of an audit are far smaller."""
+"""Kafka's default; records of an audit are far smaller."""
 
 
 class KafkaAuditFeed(AuditFeed):
-    """A `txbroker.door.protocols.AuditFeed` on a real Kafka."""
+    """An `AuditFeed` on a real Kafka."""
 
     def __init__(self, client: Client, pause_s: float = _PAUSE_S) -> None:
         topic = client.settings.audit_topic
-        # Whoever made the topic may have left its timestamps to the writers.
+        # The topic may have been created without LogAppendTime.
         self._reader = Reader(client, topic, 0, "audit/follow", append_time=False)
         self._bounds = Reader(client, topic, 0, "audit/bounds", append_time=False)
         self._pause_s = pause_s
         self._follower: asyncio.Task[None] | None = None
 
     def follow(self, changed: Callable[[str, bytes | None], None]) -> None:
-        """Read the topic and keep following it; see `txbroker.door.protocols.AuditFeed`."""
+        """Follow the topic; see `AuditFeed`."""
         self._follower = asyncio.create_task(self._follow(changed), name="txbroker audit")
 
     async def close(self) -> None:
@@ -55,11 +55,11 @@ class KafkaAuditFeed(AuditFeed):
                 skip_to_end = False
                 await self._follow_from(start, changed)
             except LogTruncated:
-                # The cleaner moved the begin, or the topic was made anew. Everything is read
-                # again: the newest value counts.
+                # The cleaner advanced the log start, or the topic was created again: read all of
+                # it, the newest values count.
                 pass
             except InvariantBroken:
-                # A damaged batch. Each record replaces those before it, so the next one will do.
+                # A corrupt batch. Each record replaces earlier ones, so the next one suffices.
                 skip_to_end = True
             except (KafkaUnavailable, ConfigurationError):
                 pass
@@ -68,37 +68,40 @@ class KafkaAuditFeed(AuditFeed):
     async def _follow_from(
         self, position: int, changed: Callable[[str, bytes | None], None]
     ) -> None:
-        """Tell what is new from `position` on, for ever. Of what was there at the start only the
-        newest is told: an alarm that was over long ago must not be seen again."""
+        """Report records from `position` on, without end.
+
+        Of the records that exist at the start only the newest of each key is reported: an old alarm
+        must not be raised again.
+        """
         end = await self._bounds.stable_end()
         newest: dict[bytes, bytes | None] = {}
 
-        def tell() -> None:
+        def report() -> None:
             for key, value in newest.items():
                 changed(key.decode(errors="replace"), value)
             newest.clear()
 
         while True:
             if position >= end:
-                tell()
+                report()
             try:
                 fetched = await self._reader.fetch(position, wait_ms=_WAIT_MS)
             except InvariantBroken:
-                tell()
+                report()
                 raise
             for records in fetched.pieces():
-                newest |= {each.key: each.value for each in records if each.key is not None}
+                newest |= {r.key: r.value for r in records if r.key is not None}
                 await asyncio.sleep(0)
             position = fetched.next_offset
 
 
 class KafkaAuditWriter:
-    """Writes to the topics of the audits, through a client of its own.
+    """Writes to the topics of the audits, through a separate client.
 
-    Used as `async with`. Made inside a running event loop.
+    Used as `async with`, in a running event loop.
 
     Raises:
-        ConfigurationError: the settings contradict themselves.
+        ConfigurationError: the settings contradict each other.
     """
 
     def __init__(self, settings: KafkaSettings) -> None:
@@ -113,16 +116,15 @@ class KafkaAuditWriter:
         await self.close()
 
     async def put(self, topic: str, key: str, value: bytes | None) -> int:
-        """Append a record to partition 0 of a topic; returns once it is stored. One call at a time.
+        """Append a record to partition 0 of a topic. One call at a time.
 
         Returns:
-            Its append time, ms by the broker's clock; negative where the topic's timestamps are
-            their writers'.
+            Its append time, ms by the broker's clock; negative without LogAppendTime.
 
         Raises:
-            ConfigurationError: there is no such topic, or no right to it, or it does not take the
-                record; nothing was stored.
-            KafkaUnavailable: it may or may not be stored. The same again does no harm.
+            ConfigurationError: the topic is missing, forbidden, or refuses the record; nothing was
+                stored.
+            KafkaUnavailable: it may or may not be stored; a retry is safe.
         """
         if topic not in self._logs:
             await self._examine(topic)
@@ -130,25 +132,23 @@ class KafkaAuditWriter:
         try:
             return (await self._logs[topic].append([Record(key.encode(), value)]))[1]
         except AppendRefused as error:
-            raise ConfigurationError(
-                f"{topic} does not take what the audit tells: {error}"
-            ) from None
+            raise ConfigurationError(f"topic {topic} refused the audit's record: {error}") from None
         except AppendUnknown as error:
-            raise KafkaUnavailable(f"{topic} cannot be written now: {error}") from None
+            raise KafkaUnavailable(f"cannot write to topic {topic} now: {error}") from None
 
     async def _examine(self, topic: str) -> None:
         facts = (await self._client.refresh([topic])).get(topic)
         if facts is None or facts.error == Code.UNKNOWN_TOPIC_OR_PARTITION:
             raise ConfigurationError(
-                f"topic {topic} does not exist: make it with `txbroker topics apply`"
+                f"topic {topic} does not exist: create it with `txbroker topics apply`"
             )
         if facts.error == Code.TOPIC_AUTHORIZATION_FAILED:
             raise ConfigurationError(
-                f"no right to topic {topic}: grant Describe and Write on it to the audit"
+                f"not authorized: grant the audit Describe and Write on topic {topic}"
             )
         if facts.error not in (Code.NONE, Code.LEADER_NOT_AVAILABLE):
             raise KafkaUnavailable(f"topic {topic}: {describe(facts.error)}")
 
     async def close(self) -> None:
-        """Let go of connections."""
+        """Close the connections."""
         await self._client.close()

@@ -1,10 +1,9 @@
-"""Whether a topic belongs to an installation of txbroker, this one or another on the same Kafka.
+"""Detect topics of txbroker installations on the same Kafka: they are no targets.
 
-There a promoted message would be taken for a record. One record or name proves nothing, as anybody
-may write it: an installation has all of its topics, with partitions that go together, compacted
-where they must be, and a record that only installations write: the layout with that number of
-partitions in the groups topic, or claims or progress in the checkpoint topic.
-"""
+A promoted message would be taken for a record there. A name or one record is no proof, because any
+client may write it. An installation has all of its topics, with matching partitions, compacted
+where required, and a record that only installations write: the layout with that number of
+partitions in the groups topic, or claims or progress in the checkpoint topic."""
 
 from __future__ import annotations
 
@@ -28,20 +27,20 @@ from txbroker.kafka.client.reader import Reader
 from txbroker.kafka.protocol.codes import Code
 
 _FOUND_S, _NOT_FOUND_S = 600.0, 30.0
-"""How long it is remembered, seconds, that a prefix is an installation's, and that it is none."""
+"""Cache lifetime of a positive and of a negative result."""
 _KNOWN_MAX = 1000
-"""Prefixes remembered before those out of date are dropped; clients may name any topic."""
+"""Cached prefixes until expired ones are dropped. Bounded, because clients may name any topic."""
 _READ_BYTES_MAX = 512 << 10
-"""Read of each topic at most, give or take a batch: a prepare waits for it."""
+"""Maximum bytes read of each topic, plus one batch: a prepare waits for it."""
 _FETCH_BYTES = 64 << 10
 _NEWEST = 100
-"""Offsets at the end of a checkpoint partition among which progress is looked for."""
+"""Number of offsets at the end of a checkpoint partition that are searched."""
 _READ_S = 2.0
 _CHANNEL = "installations"
 
 
 class Installations:
-    """Finds installations by the names and records of their topics."""
+    """Detects installations by the names and records of their topics."""
 
     def __init__(self, client: Client, admin: Admin) -> None:
         self._client = client
@@ -49,10 +48,10 @@ class Installations:
         self._known: dict[str, tuple[float, bool]] = {}
 
     async def refused(self, topic: str) -> Cause | None:
-        """Return why a topic is no target, None where it is no installation's.
+        """Return why a topic is no target; None if it belongs to no installation.
 
-        Kafka is asked only about names that an installation's topic could have. What may not be
-        read counts as nobody's: a name alone proves nothing.
+        Kafka is asked only about names that an installation's topic could have. Unreadable topics
+        belong to none, because a name alone is no proof.
 
         Raises:
             KafkaUnavailable: Kafka does not answer.
@@ -61,44 +60,46 @@ class Installations:
         if not prefix:
             return None
         now = asyncio.get_running_loop().time()
-        until, found = self._known.get(prefix, (0.0, False))
+        until, exists = self._known.get(prefix, (0.0, False))
         if now >= until:
-            found = await self._exists(prefix)
+            exists = await self._exists(prefix)
             if len(self._known) >= _KNOWN_MAX:
-                self._known = {name: one for name, one in self._known.items() if one[0] > now}
+                self._known = {p: known for p, known in self._known.items() if known[0] > now}
             if len(self._known) < _KNOWN_MAX:
-                self._known[prefix] = (now + (_FOUND_S if found else _NOT_FOUND_S), found)
-        return belongs_to(topic, prefix) if found else None
+                self._known[prefix] = (now + (_FOUND_S if exists else _NOT_FOUND_S), exists)
+        return belongs_to(topic, prefix) if exists else None
 
     async def _exists(self, prefix: str) -> bool:
         groups, checkpoint = f"{prefix}.groups", f"{prefix}.checkpoint"
         names = [f"{prefix}.half", f"{prefix}.op", checkpoint, groups]
         facts = await self._admin.topics(names)
         count = half_partitions(
-            prefix, {name: len(one.partitions) for name, one in facts.items() if not one.error}
+            prefix,
+            {name: len(topic.partitions) for name, topic in facts.items() if not topic.error},
         )
         if not count:
             return False
         configs = await self._admin.configs([checkpoint, groups])
-        if any("compact" not in one.get("cleanup.policy", "") for one in configs.values()):
+        if any("compact" not in c.get("cleanup.policy", "") for c in configs.values()):
             return False
         try:
             async with asyncio.timeout(_READ_S):
-                # The first proxy to start writes the layout before there are groups.
+                # The first proxy to start writes the layout before any group.
                 test = partial(is_layout, partitions=count)
                 return await self._holds(groups, 1, test) or await self._holds(
                     checkpoint, count, is_owners, newest=_NEWEST
                 )
         except TimeoutError:
             raise KafkaUnavailable(
-                f"whether topics {prefix}.* are an installation's was not read in {_READ_S:g} s"
+                f"could not check within {_READ_S:g} s whether topics {prefix}.* belong to an "
+                "installation of txbroker: retry"
             ) from None
 
     async def _holds(
         self, topic: str, partitions: int, test: Callable[[Record], bool], newest: int = 0
     ) -> bool:
-        """Say whether a topic holds such a record among the first of its partitions, or among
-        their `newest` offsets."""
+        """Return whether the first records of a topic's partitions, or those at their `newest`
+        offsets, include one that passes `test`."""
         left = _READ_BYTES_MAX
         for number in range(partitions):
             reader = Reader(self._client, topic, number, _CHANNEL, append_time=False)
@@ -120,5 +121,5 @@ class Installations:
                     raise
                 return False
             except (LogTruncated, InvariantBroken):
-                pass  # what moves or does not read proves nothing
+                pass  # truncated or corrupt: no proof
         return False
