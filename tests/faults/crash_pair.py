@@ -25,7 +25,7 @@ from txbroker.errors import AlreadyDecided, RequestError
 PARTITIONS = 2
 SESSION_S = 2.0
 CALL_S = 1.0
-"""So long a client waits for an answer, then it asks again."""
+"""Timeout of a call, seconds; then the client retries."""
 HEAL_S = GIVE_UP_S = 120.0
 """How long a pair may take to be whole again, or a call to be answered, on a busy machine."""
 _PAUSE_S = 0.15
@@ -51,7 +51,7 @@ class FailingProxy(ProxyProcess):
         await self.launch()
 
     async def owned(self) -> list[int]:
-        """Return the partitions that it says it owns; none where it does not answer."""
+        """Return the partitions that it reports as owned; none without an answer."""
         try:
             async with asyncio.timeout(CALL_S):
                 return await owned_by(self)
@@ -60,11 +60,11 @@ class FailingProxy(ProxyProcess):
 
 
 class Answers:
-    """The check endpoint of the business: what it says is told beforehand, by token."""
+    """The check endpoint of the business, with answers set in advance by token."""
 
     def __init__(self, history: History) -> None:
         self._history = history
-        self.said: dict[str, str] = {}
+        self.decisions: dict[str, str] = {}
         self.url = ""
 
     async def start(self) -> None:
@@ -84,9 +84,9 @@ class Answers:
     async def _check(self, request: web.Request) -> web.Response:
         asked = await request.json()
         token = dict(asked["messages"][0]["headers"])["token"]
-        said = self.said.get(token, "unknown")
-        self._history.asked.append(Asked(asked["id"], time.time(), said, asked["attempt"]))
-        return web.json_response({"decision": said})
+        decision = self.decisions.get(token, "unknown")
+        self._history.asked.append(Asked(asked["id"], time.time(), decision, asked["attempt"]))
+        return web.json_response({"decision": decision})
 
 
 class Pair:
@@ -159,16 +159,16 @@ class Pair:
     def arm(self, *steps: tuple[str, int, str]) -> None:
         """Arm moments, one after the other: name, how often it is passed before, action."""
         self.fired.unlink(missing_ok=True)
-        told = [
+        steps = [
             {"point": point, "skip": skip, "action": action, "token": str(next(self._arms))}
             for point, skip, action in steps
         ]
         new = self.armed.with_suffix(".new")
-        new.write_text(json.dumps(told))
+        new.write_text(json.dumps(steps))
         new.rename(self.armed)
 
     async def went_off(self, count: int) -> FailingProxy:
-        """Wait until so many steps were done; return the proxy that did the last."""
+        """Wait until `count` steps were taken; return the proxy that took the last."""
 
         async def done() -> list[str]:
             with contextlib.suppress(FileNotFoundError):
@@ -182,7 +182,7 @@ class Pair:
         return next(proxy for proxy in self.proxies if proxy.pid == step["pid"])
 
     def mend(self) -> None:
-        """Disarm, and wake whoever sleeps."""
+        """Disarm, and wake paused proxies."""
         self.armed.unlink(missing_ok=True)
         for proxy in self.proxies:
             with contextlib.suppress(AssertionError, ProcessLookupError):
@@ -235,20 +235,20 @@ class Client:
             self._pair.rows.append(self.id)
 
     async def decide(self, *, by_operator: bool = False) -> None:
-        """Say commit or rollback; who does not know leaves it to the check."""
+        """Send commit or rollback; without a decision the check decides."""
         if self.outcome != "unknown":
             body = {} if by_operator else {"group": "shop"}
             path = f"/v1/transactions/{self.id}/{self.outcome}"
             await self._ask(self.outcome, path, body)
 
     async def contradict(self) -> None:
-        """Say the contrary of what was said before; nobody may take it."""
+        """Send the contrary decision, which every proxy must refuse."""
         what = "rollback" if self.outcome == "commit" else "commit"
         with contextlib.suppress(AlreadyDecided):
             await self._ask(what, f"/v1/transactions/{self.id}/{what}", {"group": "shop"})
 
     async def ends(self, *states: str) -> None:
-        """Wait until it is in one of these states, whoever is asked."""
+        """Wait until any proxy reports one of these states."""
         end = time.monotonic() + GIVE_UP_S
         while True:
             answer = await self._ask("show", f"/v1/transactions/{self.id}")

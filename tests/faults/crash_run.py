@@ -43,7 +43,7 @@ class Crash:
         self._name = unique(case.name)
 
     async def run(self) -> None:
-        """Let it happen under load, heal, and wait until everything has come to rest."""
+        """Run a case under load, heal, and wait until everything has settled."""
         pair, case = self._pair, self._case
         await self._before()
         timeout = aiohttp.ClientTimeout(total=CALL_S)
@@ -72,7 +72,7 @@ class Crash:
     # --- load ----------------------------------------------------------------------------
 
     def _clients(self, http: aiohttp.ClientSession) -> list[Client]:
-        """One that decides by itself, one that is asked, and neighbours that are sure."""
+        """A client that decides, one that is checked, and neighbours with certain outcomes."""
         outcome = self._case.outcome
         roles = {"direct": outcome, "asked": outcome, "parked": outcome}
         for number in range(CROWD if self._case.step == "snapshots" else NEIGHBOURS):
@@ -85,21 +85,21 @@ class Crash:
         try:
             await self._live(client)
         except RequestError as error:
-            # Nobody else can bring it to its end; the judge says what is wrong with that.
+            # No other client can settle it; the judge reports any fault.
             self._pair.gave_up.append(f"{client.token} {client.id}: {error!r}")
 
     async def _live(self, client: Client) -> None:
         pair = self._pair
         role = client.token.rpartition("/")[2]
         if role == "parked":
-            # Nobody knows how it ended until it is parked; then somebody decides by hand.
+            # Undecided until it is parked; then an operator decides.
             await client.prepare(pair.topics[1])
             await client.ends("parked")
             await client.decide(by_operator=True)
             await client.ends(*FINAL if client.outcome == "unknown" else FINAL[:2])
             return
         if role == "asked":
-            pair.answers.said[client.token] = client.outcome
+            pair.answers.decisions[client.token] = client.outcome
             await client.prepare(pair.topics[0], business=True)
         else:
             await client.prepare(*pair.topics, business=True)
@@ -157,7 +157,7 @@ async def _some(condition: object) -> None:
 
 
 class Result:
-    """What came of the cases of one pair.
+    """The results of the cases of one pair.
 
     Attributes:
         took: the seconds of each case, by name.
@@ -173,7 +173,7 @@ class Result:
 async def run_pair(
     bootstrap: str, forge: Forge, cases: asyncio.Queue[Case], folder: Path, *, loud: bool = False
 ) -> Result:
-    """Run cases on a pair of their own until there are none or one fails; judge them together."""
+    """Run cases on one pair until none is left or one fails; judge them together."""
     result = Result()
     pair = Pair(bootstrap, forge, folder)
     try:
@@ -185,8 +185,8 @@ async def run_pair(
             try:
                 await Crash(pair, case).run()
             except Exception as error:
-                said = [line for proxy in pair.proxies for line in proxy.stderr[-15:]]
-                result.failed.append("\n".join([f"{case.name}: {error!r}", *said]))
+                output = [line for proxy in pair.proxies for line in proxy.stderr[-15:]]
+                result.failed.append("\n".join([f"{case.name}: {error!r}", *output]))
                 if loud:
                     print(result.failed[-1], file=sys.stderr, flush=True)
                 pair.mend()
@@ -242,7 +242,7 @@ async def run_cases(
 
 
 def main() -> int:
-    """Run, print what came of it, and fail where anything was wrong."""
+    """Run, print the results, and return 1 on any violation."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("words", nargs="*", help="only cases that hold one of these")
     parser.add_argument("--chosen", action="store_true", help="only those of every test run")

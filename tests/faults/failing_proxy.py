@@ -1,11 +1,11 @@
 """A proxy that does what a test has armed, once, at a named moment: `failing_proxy.py ARMED proxy`.
 
-ARMED is a file that a test writes when it wants to: steps as JSON, each of `point`, `skip` (so many
-times it is passed first) and `action`. Whoever reaches the moment of the first step takes it out of
-the file, writes a line to ARMED.fired, and does it:
+ARMED is a file that a test writes when it wants to: steps as JSON, each of `point`, `skip` (the
+number of times it is passed first) and `action`. A process that reaches the first step removes it
+from the file, writes a line to ARMED.fired, and does it:
 
 - kill: this process ends as by kill -9;
-- pause: it stops until somebody wakes it;
+- pause: it stops until it is woken;
 - timeout: the answer that has just come is lost, or the request that is about to go; where there is
   none, everything is late.
 """
@@ -29,19 +29,19 @@ from txbroker.kafka.client.client import Unanswered
 from txbroker.kafka.client.producer import BatchUnknown
 
 Step: TypeAlias = dict[str, Any]
-"""As the module's docstring says."""
+"""Take the next step if this is its point."""
 
 LATE_S = 1.5
 """Longer than a client of these tests waits for an answer."""
 SESSION_MIN_S = 1.0
-"""Kafka is told to allow it here, so that tests wait less for a takeover."""
+"""Allowed by the settings of the tests' Kafka, so that a takeover is quick."""
 
 
 class Armed:
     """The hook.
 
     Args:
-        file: what is armed.
+        file: the armed steps.
     """
 
     def __init__(self, file: Path) -> None:
@@ -62,7 +62,7 @@ class Armed:
             _act(step)
 
     def _steps(self) -> list[Step]:
-        """Return what is armed."""
+        """Return the armed steps."""
         try:
             return list(json.loads(self._file.read_text()))
         except (FileNotFoundError, ValueError):

@@ -155,9 +155,9 @@ def _reap(children: dict[int, socket.socket]) -> None:
         pid, status = os.waitpid(-1, os.WNOHANG)
         if pid == 0:
             return
-        with children.pop(pid) as told:
+        with children.pop(pid) as channel:
             try:
-                told.send(b"%d\n" % os.waitstatus_to_exitcode(status))
+                channel.send(b"%d\n" % os.waitstatus_to_exitcode(status))
             except OSError:
                 continue
 

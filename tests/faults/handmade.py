@@ -43,8 +43,8 @@ def at(ms: int) -> float:
 class Run:
     """One run, written down step by step; all times are milliseconds since it began.
 
-    The reader that reads along saw what is there in the end, and one turn wrote it all, unless a
-    test says otherwise.
+    By default the concurrent reader saw all final records, and one promotion transaction wrote
+    them.
     """
 
     history: History = field(default_factory=History)
@@ -87,7 +87,7 @@ class Run:
             self.append(self.topics.half, "half", at_ms, body.key, body.value, headers)
 
     def call(self, what: str, number: int, at_ms: int, **fields: Any) -> None:
-        """A client's call, answered with ok if nothing else is said."""
+        """A client's call, answered with ok by default."""
         given = {"token": f"t{number}", "ended": at(at_ms) + 0.001, "result": "ok", **fields}
         self.history.calls.append(Call(what, began=at(at_ms), id=make_id(number), **given))
 
@@ -115,7 +115,7 @@ class Run:
     def check(
         self, number: int, at_ms: int, attempt: int = 1, answer: str = "unknown", **fields: Any
     ) -> None:
-        """An attempt's marker, and the question that somebody answers."""
+        """An attempt's marker, and the check that a client answers."""
         marker = {"round": 1, "number": attempt, "reason": "due", **fields}
         self.mark(number, "check", at_ms, **marker)
         self.history.asked.append(Asked(make_id(number), at(at_ms + 1), answer))
@@ -144,16 +144,16 @@ class Run:
     # --- the whole -----------------------------------------------------------------------
 
     def progress(self, **fields: Any) -> tuple[str, dict[str, Any]]:
-        """The progress of a turn that dealt with everything, but for what is said."""
+        """A checkpoint that covers everything except `fields`."""
         ends = {"op": len(self.topics.op), "half": len(self.topics.half)}
         return "progress", {"v": 1, "claim": "c", **ends, "deferred": self.deferred, **fields}
 
     def case(self) -> Case:
         """The run, as it is saved and judged."""
         claim = ("claim", {"v": 1, "claim": "c", "owner": "one", "url": ""})
-        told = [claim, self.progress()] if self.turns is None else self.turns
+        records = [claim, self.progress()] if self.turns is None else self.turns
         topics = replace(self.topics, checkpoint=[])
-        for key, value in told:
+        for key, value in records:
             record = (key.encode(), json.dumps(value).encode(), ())
             self.append(topics.checkpoint, "checkpoint", 0, *record)
         if topics.along is None:

@@ -32,7 +32,7 @@ def sources() -> list[Path]:
 # --- the door --------------------------------------------------------------------------------
 
 
-def test_every_moment_is_reached_in_the_code_and_no_other() -> None:
+def test_failpoints_match_the_code() -> None:
     found: list[str] = []
     for path in sources():
         for node in ast.walk(ast.parse(path.read_text())):
@@ -48,7 +48,7 @@ def _of_a_log(path: Path) -> list[str]:
     return [name for name in POINTS if name.partition(".")[0] in ("half", "op", "snapshots")]
 
 
-def test_nothing_in_the_package_sets_the_hook() -> None:
+def test_package_never_sets_the_hook() -> None:
     assert failpoints.hook is None
     for path in sources():
         if path.name == "failpoints.py":
@@ -69,15 +69,15 @@ def test_nothing_in_the_package_sets_the_hook() -> None:
     assert not re.search(r"environ|getenv|open\(|import os|sys", own)
 
 
-def test_a_moment_tells_its_name_to_the_hook(monkeypatch: pytest.MonkeyPatch) -> None:
-    told: list[str] = []
+def test_hook_receives_the_failpoint(monkeypatch: pytest.MonkeyPatch) -> None:
+    reached: list[str] = []
     failpoint("turn.ended")
-    monkeypatch.setattr(failpoints, "hook", told.append)
+    monkeypatch.setattr(failpoints, "hook", reached.append)
     failpoint("turn.ended")
-    assert told == ["turn.ended"]
+    assert reached == ["turn.ended"]
 
 
-def test_a_moment_costs_next_to_nothing_when_off() -> None:
+def test_failpoint_is_cheap_when_off() -> None:
     """Measured against one call of a function that does nothing at all."""
 
     def nothing(name: str) -> None:
@@ -90,22 +90,22 @@ def test_a_moment_costs_next_to_nothing_when_off() -> None:
     assert best[0] < 3 * best[1]
 
 
-def test_the_page_of_moments_is_current() -> None:
+def test_page_of_failpoints_is_current() -> None:
     assert (ROOT / "docs/reference/failpoints.md").read_text() == page()
 
 
 # --- crashes ---------------------------------------------------------------------------------
 
 
-def test_the_chosen_cases_hold_every_step_action_and_end() -> None:
+def test_chosen_cases_cover_steps_actions_and_ends() -> None:
     chosen = chosen_cases()
     assert {case.action for case in chosen} == set(ACTIONS)
     assert {case.outcome for case in chosen} == set(OUTCOMES)
     assert {case.step for case in chosen} == {case.step for case in all_cases()}
 
 
-def told(results: list[Result], cases: int) -> None:
-    """Print what was done; all of it must have been, and nothing may be wrong."""
+def report(results: list[Result], cases: int) -> None:
+    """Print the results; every case must have run without a violation."""
     done = sum(len(result.took) for result in results)
     print(f"{done} of {cases} cases, {sum(r.transactions for r in results)} transactions")
     failed = [why for result in results for why in result.failed]
@@ -114,6 +114,6 @@ def told(results: list[Result], cases: int) -> None:
 
 
 @pytest.mark.timeout(400)
-async def test_the_chosen_crashes_break_nothing(kafka: EmbeddedKafka, tmp_path: Path) -> None:
+async def test_chosen_crashes_break_no_invariant(kafka: EmbeddedKafka, tmp_path: Path) -> None:
     cases = chosen_cases()
-    told(await run_cases(kafka.bootstrap, cases, tmp_path, PAIRS), len(cases))
+    report(await run_cases(kafka.bootstrap, cases, tmp_path, PAIRS), len(cases))

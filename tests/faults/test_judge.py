@@ -20,12 +20,12 @@ from tests.faults.judge import Asked, Body, Call, End, Note, Seen, id_time_ms, l
 PACKAGE = Path(judge.__file__).parent
 
 
-def test_the_judge_is_silent_on_a_sound_run() -> None:
+def test_sound_run_has_no_violation() -> None:
     assert id_time_ms(make_id(1)) == T0_MS
     assert sound().judge() == []
 
 
-def test_an_installation_with_a_prefix_of_its_own_puts_a_header_in_front() -> None:
+def test_installation_header_comes_first() -> None:
     run = sound()
     run.topics.targets = [
         replace(record, headers=(("txb-installation", b"shop"), *record.headers))
@@ -38,7 +38,7 @@ def test_an_installation_with_a_prefix_of_its_own_puts_a_header_in_front() -> No
     assert {name for name, _ in run.judge()} == {"I4"}
 
 
-def test_the_judge_imports_nothing_but_the_standard_library() -> None:
+def test_judge_imports_only_the_standard_library() -> None:
     found = set()
     for path in PACKAGE.glob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
@@ -106,7 +106,7 @@ def guess_at_the_end(run: Run) -> None:
     run.mark(3, "rollback", 18_000, source="schedule")
 
 
-def commit_what_nobody_said(run: Run) -> None:
+def commit_without_a_client(run: Run) -> None:
     del run.states[make_id(3)]
     run.mark(3, "commit", 18_000, source="check")
     run.show(3, 18_000)
@@ -132,8 +132,8 @@ def ask_too_often(run: Run) -> None:
     run.keep(9, "parked")
 
 
-def give_back_what_was_asked(run: Run) -> None:
-    """An answer that never came is taken for nobody reached."""
+def give_back_an_asked_attempt(run: Run) -> None:
+    """An unanswered check counts as one that reached no instance."""
     run.prepare(9, at_ms=16_000)
     for number in range(1, 5):
         run.check(9, 15_000 + number * 2000, number)
@@ -167,12 +167,12 @@ def ask_within_the_interval(run: Run) -> None:
     run.decide(9, "rollback", 18_300)
 
 
-def turns_of_two(run: Run, *told: dict[str, Any]) -> None:
+def turns_of_two(run: Run, *checkpoints: dict[str, Any]) -> None:
     claims = [("claim", {"v": 1, "claim": name}) for name in ("b", "c")]
-    run.turns = [*claims, *(run.progress(**fields) for fields in told)]
+    run.turns = [*claims, *(run.progress(**fields) for fields in checkpoints)]
 
 
-def forget_what_was_seen(run: Run) -> None:
+def miss_a_visible_record(run: Run) -> None:
     run.topics.along = [
         Seen(record, at(20_000))
         for place, record in enumerate(run.topics.targets)
@@ -180,7 +180,7 @@ def forget_what_was_seen(run: Run) -> None:
     ]
 
 
-def see_what_is_gone(run: Run) -> None:
+def see_a_record_that_is_gone(run: Run) -> None:
     ghost = replace(run.topics.targets[0], offset=77, headers=(("txb-id", b"ghost"),))
     run.topics.along = [Seen(r, at(20_000)) for r in [*run.topics.targets, ghost]]
 
@@ -242,19 +242,19 @@ CRIMES: dict[str, tuple[Crime, str, int | None]] = {
         "I4",
         6,
     ),
-    "commit was acked, the log says rollback": (lambda r: remember(r, 2, "commit"), "I5", 2),
-    "the standing decision was told wrongly": (
+    "commit was acked, the log has rollback": (lambda r: remember(r, 2, "commit"), "I5", 2),
+    "the standing decision was answered wrongly": (
         lambda r: remember(r, 1, "rollback", **WRONG),
         "I5",
         1,
     ),
-    "the proxy tells another state in the end": (
+    "the proxy reports another final state": (
         lambda r: r.states.update({make_id(1): "rolled_back"}),
         "I5",
         1,
     ),
-    "a state was told that never was": (lambda r: remember(r, 2, "show", state="parked"), "I5", 2),
-    "what was acknowledged is denied": (
+    "an answered state that never was": (lambda r: remember(r, 2, "show", state="parked"), "I5", 2),
+    "an acked prepare is denied": (
         lambda r: remember(r, 1, "show", result="fail", code="not_found"),
         "I5",
         1,
@@ -263,24 +263,24 @@ CRIMES: dict[str, tuple[Crime, str, int | None]] = {
     "a row and rolled back": (lambda r: r.rows.append(make_id(2)), "I6", 2),
     "a row without a half": (lambda r: r.rows.append(make_id(8)), "I6", 8),
     "unknown is guessed": (guess_at_the_end, "I7", 3),
-    "a decision that nobody made": (commit_what_nobody_said, "I7", 3),
-    "decided before anybody said so": (decide_before_the_answer, "I7", 6),
+    "a decision of no client": (commit_without_a_client, "I7", 3),
+    "decided before a client sent it": (decide_before_the_answer, "I7", 6),
     "parked and not kept": (unkeep_the_parked, "I7", 3),
     "one attempt too many": (ask_too_often, "I8", 9),
-    "what was asked is given back": (give_back_what_was_asked, "I8", 9),
+    "an asked attempt is given back": (give_back_an_asked_attempt, "I8", 9),
     "asked twice for one attempt": (ask_twice_for_one_attempt, "I8", 6),
     "parked with an attempt left": (park_too_early, "I8", 9),
     "asked before its time": (ask_too_early, "I9", 9),
     "asked again too soon": (ask_within_the_interval, "I9", 9),
-    "asked behind a decision": (lambda r: r.check(2, 16_000), "I9", 2),
+    "asked after a decision": (lambda r: r.check(2, 16_000), "I9", 2),
     "half of a transaction is visible": (lambda r: without_visible(r, 1, "a"), "I10", 1),
     "refused and visible": (lambda r: r.show(7, 100), "I10", 7),
     "visible, and no turn passed it": (lambda r: turns_of_two(r, {"op": 2}), "I11", 4),
     "visible, and deferred": (lambda r: r.deferred.append(make_id(6)), "I11", 6),
     "progress goes back": (lambda r: turns_of_two(r, {"op": 99}, {}), "I11", None),
     "a fenced owner's turn": (lambda r: turns_of_two(r, {"claim": "b"}, {}), "I11", None),
-    "what was visible is gone": (see_what_is_gone, "I11", None),
-    "visible behind a reader's back": (forget_what_was_seen, "I11", 4),
+    "a visible record is gone": (see_a_record_that_is_gone, "I11", None),
+    "visible below a reader's offset": (miss_a_visible_record, "I11", 4),
     "still undecided in the end": (lambda r: r.prepare(9, at_ms=16_000), "I12", 9),
     "a Kafka transaction hangs": (lambda r: r.topics.ends.append(End("c", 0, 9, 5)), "I12", None),
     "no rest in time": (rest_late, "I12", None),
@@ -292,7 +292,7 @@ CRIMES: dict[str, tuple[Crime, str, int | None]] = {
 
 
 @pytest.mark.parametrize("crime", CRIMES)
-def test_only_the_invariant_that_is_there_for_it_sees(crime: str) -> None:
+def test_each_crime_breaks_exactly_its_invariant(crime: str) -> None:
     commit, invariant, number = CRIMES[crime]
     run = sound()
     commit(run)
@@ -302,12 +302,12 @@ def test_only_the_invariant_that_is_there_for_it_sees(crime: str) -> None:
         assert (invariant, make_id(number)) in found
 
 
-def test_every_invariant_that_is_judged_here_has_its_crime() -> None:
+def test_every_invariant_has_a_crime() -> None:
     judged_here = {f"I{number}" for number in (*range(1, 13), 15, 17)}
     assert {invariant for _, invariant, _ in CRIMES.values()} == judged_here
 
 
-def test_what_may_be_is_no_crime() -> None:
+def test_legal_runs_have_no_violation() -> None:
     """Not answered, given up, waiting for a leader, or not at rest yet."""
     run = sound()
     run.call("commit", 3, 17_000, result="unknown", code="owner_unavailable")
@@ -323,14 +323,14 @@ def test_what_may_be_is_no_crime() -> None:
     assert run.judge() == []
 
 
-# --- what it tells ---------------------------------------------------------------------------
+# --- output ----------------------------------------------------------------------------------
 
 
-def test_the_story_tells_everything_in_the_order_of_time() -> None:
+def test_timeline_has_all_events_by_time() -> None:
     run = sound()
     run.show(6, 1100)
     (violation,) = judged(run.case()).judge()
-    told = str(violation)
+    text = str(violation)
     words = [
         "I3",
         make_id(6),
@@ -346,11 +346,11 @@ def test_the_story_tells_everything_in_the_order_of_time() -> None:
         "visible in a-0",
         "business rows: 0",
     ]
-    places = [told.index(word) for word in words]
-    assert places == sorted(places), told
+    places = [text.index(word) for word in words]
+    assert places == sorted(places), text
 
 
-def test_what_is_not_settled_is_told_from_the_topics() -> None:
+def test_unsettled_transactions_come_from_topics() -> None:
     run = sound()
     run.prepare(8, at_ms=16_000)
     run.prepare(9, at_ms=16_000)
@@ -385,7 +385,7 @@ finally:
 """
 
 
-def test_a_saved_run_is_judged_like_the_run_itself(tmp_path: Path) -> None:
+def test_saved_run_is_judged_like_the_original(tmp_path: Path) -> None:
     run = sound()
     run.history.sent["t1"] = tuple(
         replace(body, headers=(*body.headers, ("same", b"\x00\xff"), ("same", b""), ("null", None)))
@@ -406,7 +406,7 @@ def test_a_saved_run_is_judged_like_the_run_itself(tmp_path: Path) -> None:
     ]
 
 
-def test_the_command_says_it_with_its_exit_code(tmp_path: Path) -> None:
+def test_command_reports_by_exit_code(tmp_path: Path) -> None:
     run = sound()
     save(run.case(), tmp_path / "good")
     run.show(6, 1100)

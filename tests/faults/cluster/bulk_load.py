@@ -1,4 +1,4 @@
-"""Most of a run's load: decent services on the SDK, in a process of their own, so that they do not
+"""Most of a run's load: correct services on the SDK in a separate process, so that they do not
 wait for the relays, nor these for them.
 
 `bulk_load.py SPEC HISTORY` writes a line to its stdout when its producers are there, works until
@@ -26,22 +26,22 @@ from tests.kit.workload import Lane, Recorder, Shop, answering
 from txbroker.sdk import Limits, TransactionalProducer
 
 GROUPS = ("orders", "orders", "bills")
-_SAY_EVERY_S = 20.0
+_REPORT_EVERY_S = 20.0
 _BEGIN_S = 60.0
 _END_S = 120.0
 
 
 @dataclass(frozen=True)
 class Spec:
-    """What it is to do.
+    """The task of the process.
 
     Attributes:
         urls: of the proxies.
         topics: the targets.
         database: of the business, its own.
-        lanes: how many transactions are under way at once.
+        lanes: transactions in flight at the same time.
         pause_s: of a lane between two transactions, on average.
-        seed: of what is drawn.
+        seed: of the random choices.
     """
 
     urls: list[str]
@@ -53,7 +53,7 @@ class Spec:
 
 
 async def _lines() -> AsyncIterator[bytes]:
-    """Yield what is said on stdin, until it is closed."""
+    """Yield the lines of stdin until it is closed."""
     reader = asyncio.StreamReader()
     loop = asyncio.get_running_loop()
     await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
@@ -102,10 +102,10 @@ async def _work(spec: Spec, history: Path) -> None:
 
 
 async def _watch(recorder: Recorder) -> None:
-    """Say how it goes."""
+    """Report progress."""
     while True:
-        await asyncio.sleep(_SAY_EVERY_S)
-        # A history only grows: nobody needs to look through it for garbage.
+        await asyncio.sleep(_REPORT_EVERY_S)
+        # A history only grows: collecting garbage is useless.
         gc.freeze()
         print(f"         load: {recorder.finished} transactions tried", file=sys.stderr, flush=True)
 
@@ -150,7 +150,7 @@ class BulkLoad:
             await self._process.wait()
 
     async def ended(self) -> History:
-        """Let it end, and return what it did."""
+        """End it and return its history."""
         process = self._process
         assert process is not None
         assert process.stdin is not None

@@ -26,11 +26,11 @@ Answer = Callable[["EvilChecks", web.Request, Json], Awaitable[web.StreamRespons
 
 async def _slow(checks: EvilChecks, request: web.Request, asked: Json) -> web.StreamResponse:
     await asyncio.sleep(SLOW_S)
-    return checks.says(asked, "commit")
+    return checks.answer(asked, "commit")
 
 
 async def _too_late(checks: EvilChecks, request: web.Request, asked: Json) -> web.StreamResponse:
-    answer = checks.says(asked, "commit")
+    answer = checks.answer(asked, "commit")
     await asyncio.sleep(TOO_LATE_S)
     return answer
 
@@ -84,7 +84,7 @@ async def _not_handled(checks: EvilChecks, request: web.Request, asked: Json) ->
 
 
 async def _unknown(checks: EvilChecks, request: web.Request, asked: Json) -> web.StreamResponse:
-    return checks.says(asked, "unknown")
+    return checks.answer(asked, "unknown")
 
 
 async def _not_yet(checks: EvilChecks, request: web.Request, asked: Json) -> web.StreamResponse:
@@ -93,8 +93,8 @@ async def _not_yet(checks: EvilChecks, request: web.Request, asked: Json) -> web
 
 
 async def _changing(checks: EvilChecks, request: web.Request, asked: Json) -> web.StreamResponse:
-    """Each time it is asked it says something else."""
-    return checks.says(asked, ("commit", "rollback")[next(checks.turns) % 2])
+    """Alternate between commit and rollback."""
+    return checks.answer(asked, ("commit", "rollback")[next(checks.turns) % 2])
 
 
 KINDS: dict[str, Answer] = {
@@ -145,19 +145,19 @@ class EvilChecks:
         await self._runner.cleanup()
 
     def note(self, asked: Json, answer: str) -> None:
-        """Write down what was asked and said."""
+        """Record the question and the answer."""
         found = Asked(str(asked["id"]), time.time(), answer, int(asked["attempt"]))
         self._recorder.history.asked.append(found)
 
-    def says(self, asked: Json, decision: str) -> web.StreamResponse:
-        """Say a decision."""
+    def answer(self, asked: Json, decision: str) -> web.StreamResponse:
+        """Answer with a decision."""
         self.note(asked, decision)
         return web.json_response({"decision": decision})
 
     async def _answer(self, request: web.Request) -> web.StreamResponse:
         asked = await request.json()
         if self.good:
-            return self.says(asked, "commit")
+            return self.answer(asked, "commit")
         return await KINDS[request.match_info["kind"]](self, request, asked)
 
 
@@ -168,7 +168,7 @@ def group_of(kind: str) -> str:
 
 async def leave_to_checks(caller: Caller, name: str, topic: str, over: asyncio.Event) -> None:
     """Prepare one transaction after the other and leave it to its group's endpoint; some clients
-    say what they want after all, when the check has answered or the transaction is parked."""
+    decide, after the check has answered or the transaction is parked."""
     fate = random.Random(name)
     async with asyncio.TaskGroup() as late:
         for number in itertools.count():

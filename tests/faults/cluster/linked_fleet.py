@@ -1,4 +1,4 @@
-"""Proxies in processes of their own, each of which reaches Kafka through links of its own."""
+"""Proxies in separate processes, each with its own links to Kafka."""
 
 from __future__ import annotations
 
@@ -28,21 +28,21 @@ class PlacedProxy(ProxyProcess):
     def __init__(self, bootstrap: str, port: int, **settings: Any) -> None:
         super().__init__(bootstrap, listen=f"127.0.0.1:{port}", **settings)
         self.url = f"http://127.0.0.1:{port}"
-        self._said_before = (0, 0)
+        self._output_before = (0, 0)
 
     async def launch(self) -> None:
         """Start it, without waiting for anything."""
-        self._said_before = (len(self.stdout), len(self.stderr))
+        self._output_before = (len(self.stdout), len(self.stderr))
         await super().launch()
 
     async def again(self) -> None:
-        """Start it again, whatever it does."""
+        """Restart it, in any state."""
         await self.kill()
         await self.launch()
 
     @property
     def died(self) -> int | None:
-        """The exit code of a proxy that has ended though nobody ended it; else None."""
+        """The exit code of a proxy that ended unexpectedly; otherwise None."""
         return None if self._process is None else self._process.returncode
 
     @property
@@ -53,22 +53,22 @@ class PlacedProxy(ProxyProcess):
     def stopped_well(self, code: int) -> bool:
         """Whether it may end with this code when it was asked to: with 0, or else while it was
         still starting, before it takes signals, or because no broker answered."""
-        was_ready = any(line.startswith("ready ") for line in self.stdout[self._said_before[0] :])
+        was_ready = any(line.startswith("ready ") for line in self.stdout[self._output_before[0] :])
         starting = code == -signal.SIGTERM or (code == 1 and self._missed_kafka())
         return code == 0 or (starting and not was_ready)
 
     def _missed_kafka(self) -> bool:
-        said = self.stderr[self._said_before[1] :]
-        # What nobody expected is said with a hint how to find out where it came from.
+        errors = self.stderr[self._output_before[1] :]
+        # Unexpected errors are printed with a hint to --debug.
         return (
-            bool(said)
-            and re.match(r"Error: .*\b(Kafka|broker \d)", said[-1]) is not None
-            and "txbroker --debug" not in said[-1]
+            bool(errors)
+            and re.match(r"Error: .*\b(Kafka|broker \d)", errors[-1]) is not None
+            and "txbroker --debug" not in errors[-1]
         )
 
 
 class LinkedFleet(Fleet):
-    """Proxies that reach Kafka through links of their own."""
+    """Proxies with their own links to Kafka."""
 
     def __init__(
         self, kafka: ThreeNodes, names: Sequence[str], *, protocol: int = PROTOCOLS[-1]
@@ -117,21 +117,20 @@ class LinkedFleet(Fleet):
         return sorted(owned) == list(range(PARTITIONS))
 
     async def supervise(self) -> list[str]:
-        """Start again whoever has ended though nobody ended it, as a machine's supervisor does;
-        return what was wrong with that."""
+        """Restart proxies that ended unexpectedly, as a supervisor does; return the faults."""
         wrong = []
         for number, proxy in enumerate(self.placed):
             code = proxy.died
             if code is None:
                 continue
             if not proxy.found_no_kafka:
-                said = " | ".join(proxy.stderr[-3:])
-                wrong.append(f"proxy-{number} ended by itself: {code}: {said[-300:]}")
+                errors = " | ".join(proxy.stderr[-3:])
+                wrong.append(f"proxy-{number} ended unexpectedly: {code}: {errors[-300:]}")
             await proxy.again()
         return wrong
 
     async def end(self) -> list[str]:
-        """End all of them; return what was wrong with it."""
+        """End all of them; return the faults."""
         wrong = []
         for number, proxy in enumerate(self.proxies):
             try:

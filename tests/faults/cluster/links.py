@@ -14,7 +14,7 @@ from enum import Enum
 END_TXN = 26
 _FLEXIBLE_FROM = {0: 9, 22: 2, 24: 3, END_TXN: 3}
 """Requests whose first field is a transactional id (Produce, InitProducerId, AddPartitionsToTxn,
-EndTxn), and the version from which on it is a compact string behind tagged fields."""
+EndTxn), and the version from which on it is a compact string after tagged fields."""
 OVERTAKEN = "overtaken"
 _SIZE = struct.Struct(">i")
 _HEADER = struct.Struct(">hhih")
@@ -41,7 +41,7 @@ class Ends(Enum):
 class Link:
     """All connections from one source to one broker.
 
-    What was sent while a direction is cut is kept, and arrives when it heals, as TCP would send it
+    Bytes sent while a direction is cut are kept and arrive after it heals, as TCP would resend them
     again: also when the client has given up long since.
 
     Args:
@@ -50,7 +50,7 @@ class Link:
         asked: how many requests its source sent with each transactional id, over all its links.
 
     Attributes:
-        ghosts: how many ends were late or not answered, by what was done to them; and how many of
+        ghosts: number of late or unanswered ends by kind of fault; and number of
             them arrived when their sender had gone on with the same transactional id.
     """
 
@@ -67,7 +67,7 @@ class Link:
         self.heal()
 
     def cut(self, *, requests: bool = True, answers: bool = True) -> None:
-        """Let nothing through in these directions; nobody is told."""
+        """Cut these directions silently."""
         if requests:
             self._requests.clear()
         if answers:
@@ -85,7 +85,7 @@ class Link:
         return self._requests.is_set(), self._answers.is_set(), self.delay_s, self.ends
 
     def reset(self) -> None:
-        """Break the connections that there are; what they held is lost."""
+        """Break existing connections; bytes in transit are lost."""
         for connection in tuple(self._connections):
             connection.abort()
 
@@ -157,7 +157,7 @@ class Connection:
         try:
             await asyncio.wait(self._tasks, return_when=asyncio.FIRST_COMPLETED)
             if self._late:
-                # The client may be gone, but what it sent is still on its way.
+                # The client may be gone, but its bytes are still in transit.
                 await asyncio.wait(self._late)
         finally:
             for task in (*self._tasks, *self._late):
@@ -230,7 +230,7 @@ class Relay:
         self.port = 0
 
     async def start(self) -> None:
-        """Listen; where it leads to is told before anybody connects."""
+        """Listen; the destination is set before the first connection."""
         self._server = await asyncio.start_server(self._serve, _HOST, 0)
         self.port = int(self._server.sockets[0].getsockname()[1])
 

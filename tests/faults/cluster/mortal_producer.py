@@ -1,6 +1,6 @@
-"""A service that is killed now and then, whatever it is doing, and starts again.
+"""A service that is killed at random points and restarted.
 
-`mortal_producer.py URLS TOPICS DATABASE HISTORY NAME` works until it is killed, or told to end by
+`mortal_producer.py URLS TOPICS DATABASE HISTORY NAME` works until it is killed, or ended by
 a line on its stdin, and writes down all that it does before it does it. `MortalProducer` is the
 other end.
 """
@@ -38,7 +38,7 @@ _END_S = 120.0
 
 
 class WrittenDown(Recorder):
-    """Writes every event into a file at once: what is killed says nothing later.
+    """Writes every event into a file immediately, because a killed process writes nothing later.
 
     Args:
         file: is made.
@@ -92,11 +92,11 @@ async def _work(urls: str, topics: str, database: str, history: str, name: str) 
     over = asyncio.Event()
     loop = asyncio.get_running_loop()
 
-    def told() -> None:
+    def ended() -> None:
         loop.remove_reader(sys.stdin.fileno())
         over.set()
 
-    loop.add_reader(sys.stdin.fileno(), told)
+    loop.add_reader(sys.stdin.fileno(), ended)
     async with contextlib.AsyncExitStack() as stack:
         producer = await _connected(stack, urls, answering(shop, recorder), over)
         if producer is None:
@@ -175,18 +175,18 @@ class MortalProducer:
             self._process.stdin.write(b"\n")
 
     async def ended(self) -> None:
-        """Wait until it has ended by itself, in order."""
+        """Wait until it has ended in order."""
         assert self._process is not None
         code = await asyncio.wait_for(self._process.wait(), _END_S)
         assert code == 0, f"{self.name} ended with {code}"
 
     def history(self) -> History:
-        """What it did in all its lives."""
+        """Return the history of all its lives."""
         return written(self._histories)
 
 
 def written(files: Iterable[Path]) -> History:
-    """Read what was written down, one file for each life. A line that was being written when its
+    """Read the histories, one file for each life. A line that was being written when its
     writer was killed is none."""
     history = History()
     for file in files:

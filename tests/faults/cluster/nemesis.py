@@ -22,7 +22,7 @@ from tests.kit.readers import Along
 from tests.kit.workload import Recorder
 
 HOLD_MIN_S, HOLD_MAX_S = 5.0, 30.0
-"""So long a draw lasts, more often short than long."""
+"""Duration of a fault, seconds; short ones are more likely."""
 NONE_SHARE = 0.25
 OVER = "over: "
 """What the note begins with that a fault is over."""
@@ -57,7 +57,7 @@ class Field:
         self.deleted: dict[tuple[str, int], int] = {}
         """Up to where records were deleted, by target partition."""
         self.wrong: list[str] = []
-        """What went wrong that nobody broke."""
+        """Failures without an injected fault."""
 
     def name(self, proxy: ProxyProcess) -> str:
         """What a proxy, and the source of its links, is called."""
@@ -73,8 +73,8 @@ class Fault:
     """One thing that breaks.
 
     Attributes:
-        who: what it breaks, for the history.
-        needs: what nobody else may break meanwhile.
+        who: the broken component, for the history.
+        needs: components that no other fault may break at the same time.
     """
 
     who: str
@@ -90,7 +90,7 @@ Draw = Callable[[Field, random.Random], Fault | None]
 
 
 def _proxies(field: Field, proxies: Sequence[ProxyProcess], inject: str, heal: str) -> Fault:
-    """What is done to proxies: each time the names of two methods, the second may be none."""
+    """Faults of proxies by the methods that begin and end each; the second may be empty."""
 
     async def all_of_them(what: str) -> None:
         for proxy in proxies if what else ():
@@ -134,7 +134,7 @@ def _proxy_stopped(field: Field, fate: random.Random) -> Fault:
 
 
 async def _stop(field: Field, proxy: PlacedProxy) -> None:
-    """Ask a proxy to end, which it must do whatever else is broken."""
+    """Ask a proxy to end; it must, under any other fault."""
     if proxy.found_no_kafka:
         await proxy.kill()
         return
@@ -326,7 +326,7 @@ def _connections_reset(field: Field, fate: random.Random) -> Fault:
 
 def _ends(how: Ends) -> Draw:
     def draw(field: Field, fate: random.Random) -> Fault:
-        """Of all proxies: each ends few transactions in the time until it has to claim anew."""
+        """Across all proxies: each ends few transactions before it has to claim again."""
 
         def meet(link: Link) -> None:
             link.ends = how
@@ -362,7 +362,7 @@ def _brokers_link_cut(field: Field, fate: random.Random) -> Fault:
 
 
 def _producer_killed(field: Field, fate: random.Random) -> Fault:
-    """Between its local commit and its decision, or wherever it just is."""
+    """Between its local commit and its decision, or at any other point."""
     mortal = fate.choice(field.mortals)
     return Fault(mortal.name, frozenset([mortal.name]), mortal.kill, mortal.launch)
 
@@ -376,7 +376,7 @@ def _records_deleted(field: Field, fate: random.Random) -> Fault:
             place: int(to * 0.8) for place, to in field.along.read_to().items() if place[0] == topic
         }
         with contextlib.suppress(KafkaException):
-            # Who knows whether it was done where nobody answered: the judge is told it was.
+            # Without an answer the deletion may have happened: the judge assumes that it did.
             for place, to in read_to.items():
                 field.deleted[place] = max(to, field.deleted.get(place, 0))
             await asyncio.to_thread(field.kafka.delete_records, read_to)
@@ -451,15 +451,15 @@ class Nemesis:
                 await asyncio.gather(*[fault.heal() for _, fault in faults])
                 for kind, fault in faults:
                     self._field.recorder.note(OVER + kind, fault.who)
-            await self._nobody_died()
+            await self._no_process_died()
 
-    async def _nobody_died(self) -> None:
-        """Whoever has ended though nobody ended it is told of, and started again."""
+    async def _no_process_died(self) -> None:
+        """Report each process that ended without a fault, and restart it."""
         field = self._field
         field.wrong += await field.fleet.supervise()
         for number, node in field.kafka.nodes.items():
             if not node.running:
-                field.wrong.append(f"node-{number} ended by itself: {node.said()[-300:]}")
+                field.wrong.append(f"node-{number} ended unexpectedly: {node.output()[-300:]}")
                 await node.launch()
                 await node.ready()
 

@@ -1,4 +1,4 @@
-"""Clients over plain HTTP that say everything ten times, contradict themselves and send poison."""
+"""Clients over plain HTTP that repeat calls ten times, contradict themselves and send poison."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Caller:
         self, token: str, group: str, *topics: str, value: str = "", **fields: Any
     ) -> str:
         """Prepare a message for each topic, asking until it is answered; return the id, "" where
-        it was refused or nobody answered."""
+        it was refused or not answered."""
         messages = [
             Message(topic, token.encode(), (value or token).encode(), (("token", token.encode()),))
             for topic in topics
@@ -64,7 +64,7 @@ class Caller:
         return str(answer["id"]) if answer else ""
 
     async def decide(self, decision: str, token: str, id: str, group: str) -> None:
-        """Say it until it is answered."""
+        """Repeat a call until it is answered."""
         await self._until_answered(decision, token, id, {"group": group})
 
     async def _until_answered(self, what: str, token: str, id: str, body: Json) -> Json | None:
@@ -113,7 +113,7 @@ class Rough:
         self._fate = fate
 
     async def run(self, over: asyncio.Event) -> None:
-        """Go on until told to stop."""
+        """Run until stopped."""
         ways = (
             self._ten_times,
             self._both_at_once,
@@ -132,24 +132,24 @@ class Rough:
         """The same decision from ten connections to all proxies."""
         if id := await self._caller.prepare(token, "rough", self._topic):
             decision = self._fate.choice(["commit", "rollback"])
-            await asyncio.gather(*[self._say(decision, token, id) for _ in range(TIMES)])
+            await asyncio.gather(*[self._decide(decision, token, id) for _ in range(TIMES)])
             await self._caller.decide(decision, token, id, "rough")
 
     async def _both_at_once(self, token: str) -> None:
         if id := await self._caller.prepare(token, "rough", self._topic, self._small):
             both = self._fate.sample(["commit", "rollback"], 2)
-            await asyncio.gather(*[self._say(each, token, id) for each in both])
+            await asyncio.gather(*[self._decide(decision, token, id) for decision in both])
             await self._caller.decide(both[0], token, id, "rough")
 
     async def _the_contrary(self, token: str) -> None:
         if id := await self._caller.prepare(token, "rough", self._topic):
             first, second = self._fate.sample(["commit", "rollback"], 2)
             await self._caller.decide(first, token, id, "rough")
-            await self._say(second, token, id)
+            await self._decide(second, token, id)
 
     async def _too_large(self, token: str) -> None:
         """One message that its target takes not, with one that it would take, and a good one of
-        the same key behind."""
+        the same key after it."""
         await self._commit(token, (self._small, self._topic), "x" * SMALL_BYTES)
         await self._commit(f"{token}/good", (self._small,), "good")
 
@@ -166,8 +166,8 @@ class Rough:
         if id := await self._caller.prepare(token, "rough", *topics, value=value):
             await self._caller.decide("commit", token, id, "rough")
 
-    async def _say(self, decision: str, token: str, id: str) -> None:
-        """Say it once, whatever is answered."""
+    async def _decide(self, decision: str, token: str, id: str) -> None:
+        """Send a decision once, with any answer."""
         try:
             await self._caller.once(decision, token, id, {"group": "rough"})
         except (AlreadyDecided, aiohttp.ClientError, TimeoutError):

@@ -1,8 +1,8 @@
 """Prints the page of what fault runs came to, from a file of their results.
 
 Run as `python -m tests.faults.cluster.runs_table docs/reference/fault-runs.jsonl`; with `--compact`
-it prints the lines of the file again, without what the page does not tell. `note`, written by hand,
-says of a run with anything wrong what that was.
+it prints the lines of the file again, without fields that the page does not show. `note`, written
+by hand, explains a run with violations.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ where the machine was too busy to start a broker. Simulated runs and
 [crashes at named moments](failpoints.md) are not counted here.
 
 Made by `python -m tests.faults.cluster.runs_table docs/reference/fault-runs.jsonl`. Any row of the
-second table can be run again with the command in it, behind `{SOAK}`.
+second table can be run again with the command in it, after `{SOAK}`.
 """
 
 
@@ -145,7 +145,7 @@ gone on with the same transactional id.
 
 
 def main() -> int:
-    """Print what was asked for."""
+    """Print the page, or the lines of the file."""
     *options, name = sys.argv[1:]
     runs = [json.loads(line) for line in Path(name).read_text().splitlines()]
     if options == ["--compact"]:

@@ -52,15 +52,15 @@ from txbroker.sdk import Limits, TransactionalProducer
 PROXIES = 3
 WEB_LANES, ROUGH_LANES, EVIL_LANES, MORTALS = 3, 3, 3, 2
 REST_S = 300.0
-"""So long it is waited for rest; whether that was too long is for the judge to say."""
-SAY_EVERY_S = 20.0
+"""Maximum wait for all transactions to settle; the judge decides whether it was too long."""
+REPORT_EVERY_S = 20.0
 SHOWN_MAX, STORIES_MAX = 10, 20
 DISK_MB, DISK_MB_A_MINUTE = 512, 80
 
 
 @dataclass
 class Verdict:
-    """What came of a run."""
+    """The results of a run."""
 
     seed: int
     minutes: float
@@ -71,7 +71,7 @@ class Verdict:
     only: list[str] = field(default_factory=list)
     """The kinds of faults that were chosen; empty: all."""
     hold_max_s: float | None = None
-    """For how long faults were drawn at most, seconds; None: as the nemesis does by itself."""
+    """Maximum duration of a fault, seconds; None: the default of the nemesis."""
     late_ends: dict[str, int] = field(default_factory=dict)
     """Requests to end a Kafka transaction that came late or were not answered, by what became of
     them; `overtaken`: the proxy had gone on with the same transactional id when one arrived."""
@@ -93,7 +93,7 @@ class Soak:
     """One run.
 
     Args:
-        folder: what was seen is kept there.
+        folder: where records and history are kept.
     """
 
     def __init__(
@@ -171,7 +171,7 @@ class Soak:
                 add(self._recorder.history, mortal.history())
             await self._evil.close()
             self.verdict.wrong += field.wrong
-        # From here on there are only records, millions of objects that nobody drops.
+        # Only records follow: millions of objects that stay, so collecting garbage is useless.
         gc.freeze()
         gc.disable()
         seen = await asyncio.to_thread(along.end)
@@ -185,7 +185,7 @@ class Soak:
         self._rows = [*self._shop.rows(), *bulk.rows()]
 
     def broke_off(self, error: Exception) -> None:
-        """Write down that it did not come to its end."""
+        """Record that the run was interrupted."""
         self._broken_off = True
         traceback.print_exception(error)
         self.verdict.wrong.append(f"broke off: {error!r}")
@@ -259,16 +259,16 @@ class Soak:
             await asyncio.sleep(fate.uniform(0, 0.5))
 
     async def _watch(self) -> None:
-        """Say how it goes."""
+        """Report progress."""
         began = time.monotonic()
         while True:
-            await asyncio.sleep(SAY_EVERY_S)
-            # What is remembered here only grows: nobody needs to look through it for garbage.
+            await asyncio.sleep(REPORT_EVERY_S)
+            # The history only grows: collecting garbage is useless.
             gc.freeze()
             calls = self._recorder.history.calls
             answered = sum(call.result == "ok" for call in calls)
             newest = [note.what for note in self._recorder.history.notes[-3:]]
-            say(
+            progress(
                 f"{time.monotonic() - began:5.0f} s: {answered} of {len(calls)} calls answered, "
                 f"{sum(self._counts.values())} faults, last: {', '.join(newest)}"
             )
@@ -285,8 +285,8 @@ class Soak:
     async def _mortals_over(
         self, stack: contextlib.AsyncExitStack, mortals: Sequence[MortalProducer]
     ) -> None:
-        """Wait until those that may be killed have ended by themselves; somebody else of their
-        group answers for what they left behind."""
+        """Wait until killed producers have ended; another instance of their
+        group answers for their transactions."""
         await stack.enter_async_context(
             TransactionalProducer(
                 self._fleet.urls,
@@ -307,10 +307,10 @@ class Soak:
         try:
             async with asyncio.timeout(REST_S):
                 await self._kafka.whole(REST_S)
-                say(f"Kafka is whole {time.monotonic() - began:.1f} s after the last fault")
+                progress(f"Kafka is healthy {time.monotonic() - began:.1f} s after the last fault")
                 while not await self._owned():
                     await asyncio.sleep(0.2)
-                say(f"the proxies are whole {time.monotonic() - began:.1f} s after it")
+                progress(f"the proxies are healthy {time.monotonic() - began:.1f} s after it")
                 while not await self._settled(first):
                     await asyncio.sleep(0.5)
         except TimeoutError:
@@ -319,12 +319,12 @@ class Soak:
         self.verdict.rest_s = round(time.monotonic() - began, 1)
 
     async def _owned(self) -> bool:
-        """Whether the proxies are whole; who has ended is started again."""
+        """Whether the proxies are healthy; who has ended is started again."""
         self.verdict.wrong += await self._fleet.supervise()
         return await self._fleet.is_whole()
 
     async def _settled(self, first: ProxyProcess) -> bool:
-        """Whether nothing is under way. What was stored without an answer is nobody's: no client
+        """Whether nothing is in flight. A prepare stored without an answer has no client: none
         knows its id, so it is rolled back here."""
         with contextlib.suppress(RequestError, aiohttp.ClientError, TimeoutError):
             pending = await _in_state(first, "pending")
@@ -334,13 +334,13 @@ class Soak:
             return not pending and not await _in_state(first, "committed")
         return False
 
-    # --- what came of it -------------------------------------------------------------------
+    # --- results ---------------------------------------------------------------------------
 
     def judge(self) -> None:
-        """Judge what was read; nothing of the run needs to be there any more."""
+        """Judge the records; the processes of the run may have ended."""
         began = time.monotonic()
         history, read = self._recorder.history, self._read
-        # What broke off has not come to rest.
+        # An interrupted run has unsettled transactions.
         judge = Judge(history, read, self._rows, settled=not self._broken_off)
         found = judge.judge()
         self.verdict.judge_s = round(time.monotonic() - began, 1)
@@ -365,7 +365,7 @@ class Soak:
             (kept / "violations.txt").write_text("\n".join(map(str, found[:STORIES_MAX])))
             for number, proxy in enumerate(self._fleet.proxies):
                 (kept / f"proxy-{number}.log").write_text("\n".join(proxy.stderr))
-            say(f"kept in {kept}")
+            progress(f"records and history are in {kept}")
 
 
 async def _in_state(proxy: ProxyProcess, state: str) -> list[dict[str, Any]]:
@@ -374,7 +374,7 @@ async def _in_state(proxy: ProxyProcess, state: str) -> list[dict[str, Any]]:
 
 
 def with_deleted(read: Topics, deleted: dict[tuple[str, int], int]) -> None:
-    """Add what the reader along has seen of what was deleted since."""
+    """Add records that the concurrent reader saw and that were deleted since."""
     there = {(r.topic, r.partition, r.offset) for r in read.targets}
     for seen in read.along or ():
         record = seen.record
@@ -400,7 +400,7 @@ def during(history: History) -> dict[str, int]:
 
 
 def shared(seen: Sequence[Seen], read: Topics) -> list[Seen]:
-    """Return what was seen along; what was read again in the end is not kept twice."""
+    """Return the concurrent reader's records, as the same objects as those read after the run."""
     known = {record: record for record in read.targets}
     return [Seen(known.get(each.record, each.record), each.at) for each in seen]
 
@@ -411,8 +411,8 @@ def spoken(kafka: str, newest: int) -> int:
     return newest if int(kafka.partition(".")[0]) >= 4 else PROTOCOLS[0]
 
 
-def say(text: str) -> None:
-    """Tell whoever waits; stdout is for what came of it."""
+def progress(text: str) -> None:
+    """Print progress to stderr; stdout is for results."""
     print(text, file=sys.stderr, flush=True)
 
 
@@ -448,7 +448,7 @@ def report(verdict: Verdict, results: Path) -> bool:
 
 
 async def soak(folder: Path, given: argparse.Namespace) -> Verdict:
-    """Run on a Kafka of its own; SIGTERM ends it in order."""
+    """Run on a dedicated Kafka; SIGTERM ends the run in order."""
     task = asyncio.current_task()
     assert task is not None
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
@@ -460,7 +460,7 @@ async def soak(folder: Path, given: argparse.Namespace) -> Verdict:
         )
         try:
             await kafka.start()
-            say("Kafka is there")
+            progress("Kafka is up")
             fleet = LinkedFleet(kafka, names, protocol=given.protocol)
             run = Soak(kafka, fleet, folder, given)
             try:
@@ -502,7 +502,7 @@ def main() -> int:
         help=f"for how long a draw of faults lasts at most, {HOLD_MIN_S:g} or more; "
         f"default: {HOLD_MAX_S:g}",
     )
-    parser.add_argument("--folder", type=Path, help="keep what was seen there")
+    parser.add_argument("--folder", type=Path, help="folder for records and history")
     parser.add_argument(
         "--keep-kafka", action="store_true", help="keep Kafka's data where anything was wrong"
     )

@@ -1,4 +1,4 @@
-"""The relays of the fault runs do to a connection what they say, and to no other."""
+"""The relays of the fault runs affect the chosen connections and no others."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class Broker:
 
 
 class Way:
-    """A broker behind a relay."""
+    """A broker reached through a relay."""
 
     def __init__(self) -> None:
         self.link = Link("one", Always())
@@ -139,7 +139,7 @@ async def test_passes_requests_and_answers(way: Way) -> None:
         assert await answered(line) == number
 
 
-async def test_what_was_sent_while_it_was_cut_arrives_though_the_client_is_gone(way: Way) -> None:
+async def test_bytes_of_a_gone_client_arrive_after_a_cut(way: Way) -> None:
     line = await way.line()
     line[1].write(request(1))
     await answered(line)
@@ -152,7 +152,7 @@ async def test_what_was_sent_while_it_was_cut_arrives_though_the_client_is_gone(
     assert [await arrived(way), await arrived(way)] == [1, 2]
 
 
-async def test_cut_in_one_direction_the_other_still_passes(way: Way) -> None:
+async def test_cut_direction_leaves_the_other_open(way: Way) -> None:
     line = await way.line()
     line[1].write(request(1))
     await answered(line)
@@ -164,7 +164,7 @@ async def test_cut_in_one_direction_the_other_still_passes(way: Way) -> None:
     assert await answered(line) == 2
 
 
-async def test_a_late_end_comes_behind_requests_of_other_connections(way: Way) -> None:
+async def test_late_end_follows_other_connections(way: Way) -> None:
     way.link.ends = Ends.LATE
     late, other = await way.line(), await way.line()
     late[1].write(request(1, END_TXN, id=b"mine"))
@@ -174,7 +174,7 @@ async def test_a_late_end_comes_behind_requests_of_other_connections(way: Way) -
     assert +way.link.ghosts == {"late": 1}
 
 
-async def test_a_late_end_is_overtaken_by_what_is_sent_with_the_same_transactional_id(
+async def test_late_end_follows_requests_of_its_producer(
     way: Way,
 ) -> None:
     way.link.ends = Ends.LATE
@@ -185,7 +185,7 @@ async def test_a_late_end_is_overtaken_by_what_is_sent_with_the_same_transaction
     assert way.link.ghosts == {"late": 1, OVERTAKEN: 1}
 
 
-async def test_a_late_end_comes_though_its_connection_was_reset(way: Way) -> None:
+async def test_late_end_arrives_after_a_reset(way: Way) -> None:
     way.link.ends = Ends.LATE_AND_RESET
     late, other = await way.line(), await way.line()
     late[1].write(request(1, END_TXN))
@@ -194,7 +194,7 @@ async def test_a_late_end_comes_though_its_connection_was_reset(way: Way) -> Non
     assert [await arrived(way), await arrived(way)] == [2, 1]
 
 
-async def test_an_end_without_an_answer_has_been_done(way: Way) -> None:
+async def test_unanswered_end_is_done(way: Way) -> None:
     way.link.ends = Ends.UNANSWERED
     line = await way.line()
     line[1].write(request(1, END_TXN))
@@ -202,7 +202,7 @@ async def test_an_end_without_an_answer_has_been_done(way: Way) -> None:
     await broken(line)
 
 
-async def test_reset_breaks_what_is_there_and_nothing_later(way: Way) -> None:
+async def test_reset_breaks_existing_connections_only(way: Way) -> None:
     line = await way.line()
     line[1].write(request(1))
     await answered(line)
@@ -217,12 +217,12 @@ async def test_reset_breaks_what_is_there_and_nothing_later(way: Way) -> None:
     ("client", "source"),
     [(b"broker-2-fetcher-0", 2), (b"raft-client-3", 3), (b"1", 1), (b"txbroker", 0), (b"", 0)],
 )
-def test_a_broker_is_known_by_its_client_id(client: bytes, source: int) -> None:
+def test_broker_is_identified_by_client_id(client: bytes, source: int) -> None:
     assert source_of(request(7, client=client)) == source
 
 
 @pytest.mark.parametrize("protocol", [TXN_V1, TXN_V2])
-def test_the_transactional_id_is_found_in_either_form_of_a_request(protocol: TxnProtocolV1) -> None:
+def test_transactional_id_is_found_in_both_versions(protocol: TxnProtocolV1) -> None:
     whole = dict.fromkeys(range(99), (0, 99))
     requests: list[Request[Any] | PackedRequest] = [
         protocol.begin("mine", 1000),

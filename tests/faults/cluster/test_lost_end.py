@@ -48,7 +48,7 @@ def create_on(nodes: ThreeNodes, topic: str) -> None:
 
 
 async def leads(nodes: ThreeNodes, topic: str, node: int) -> None:
-    """Wait until every broker that runs says who leads a topic's partition; -1: nobody."""
+    """Wait until every running broker reports this leader of a topic's partition; -1: none."""
     end = time.monotonic() + START_S
     for each in nodes.nodes.values():
         while each.running and await asyncio.to_thread(each.led_by, topic) != node:
@@ -56,7 +56,7 @@ async def leads(nodes: ThreeNodes, topic: str, node: int) -> None:
             await asyncio.sleep(_POLL_S)
 
 
-async def test_a_turn_whose_end_is_lost_is_not_ended_with_the_next(
+async def test_next_transaction_ends_no_lost_one(
     nodes: ThreeNodes, request: pytest.FixtureRequest
 ) -> None:
     loses = request.node.callspec.params["nodes"] == LOSING
@@ -91,7 +91,7 @@ async def test_a_turn_whose_end_is_lost_is_not_ended_with_the_next(
         causes = await partition.verify_no_open_txn([(topic, 0)])
         assert [cause.code for cause in causes] == ["hanging"] * loses
         assert await world.visible(topic) == []
-        # What it is kept off for: written all the same, both become visible.
+        # Without the quarantine both would become visible.
         await (await partition.write(turn(1, topic, b"next"))).visible()
         seen = [record.key for record in await world.visible(topic)]
         assert seen == [*[b"lost"] * loses, b"next"]
@@ -101,7 +101,7 @@ async def test_a_turn_whose_end_is_lost_is_not_ended_with_the_next(
 
 
 @pytest.mark.parametrize("nodes", [LOSING], indirect=True)
-async def test_no_turn_is_begun_behind_a_commit_that_was_lost(
+async def test_no_transaction_begins_after_a_lost_commit(
     nodes: ThreeNodes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     world = KafkaHarness(nodes.bootstrap)
@@ -128,7 +128,7 @@ async def test_no_turn_is_begun_behind_a_commit_that_was_lost(
         await leads(nodes, topic, -1)
         may_end.set()
         await first.committed()
-        # The third is of the same producer: its coordinator says that the first is over.
+        # The third is of the same producer: its coordinator reports that the first has ended.
         for number in (2, 3, 4):
             await (await partition.write(turn(number))).committed()
         await nodes.nodes[NODE].launch()
@@ -141,7 +141,7 @@ async def test_no_turn_is_begun_behind_a_commit_that_was_lost(
         await partition.claim(claim("second"))
         (cause,) = await partition.verify_no_open_txn([(topic, 0)])
         assert cause.code == "hanging"
-        # Nobody has taken it back: the next commit makes it visible.
+        # It is not aborted: the next commit makes it visible.
         assert await world.visible(topic) == []
         await (await partition.write(turn(5, topic, b"fifth"))).visible()
         assert [record.key for record in await world.visible(topic)] == [b"first", b"fifth"]

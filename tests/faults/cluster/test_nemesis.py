@@ -55,7 +55,7 @@ def draws(seed: int) -> list[list[tuple[str, Fault]]]:
     return [nemesis.draw() for _ in range(_DRAWS)]
 
 
-def test_a_seed_draws_the_same_again() -> None:
+def test_seed_reproduces_the_faults() -> None:
     one, again, other = (
         [[(kind, fault.who) for kind, fault in drawn] for drawn in draws(seed)]
         for seed in (1, 1, 2)
@@ -64,13 +64,13 @@ def test_a_seed_draws_the_same_again() -> None:
     assert one != other
 
 
-def test_nothing_is_broken_twice_at_once() -> None:
+def test_component_has_one_fault_at_a_time() -> None:
     for drawn in draws(1):
         needs = [need for _, fault in drawn for need in fault.needs]
         assert len(needs) == len(set(needs))
 
 
-def test_every_kind_comes_and_often_several_and_often_none() -> None:
+def test_all_kinds_occur_alone_and_together() -> None:
     found = draws(1)
     kinds = Counter(kind for drawn in found for kind, _ in drawn)
     assert set(kinds) == set(FAULTS)
@@ -80,14 +80,14 @@ def test_every_kind_comes_and_often_several_and_often_none() -> None:
     assert counts[2] + counts[3] > _DRAWS / 4
 
 
-def test_a_full_disk_is_drawn_only_where_there_is_a_small_one() -> None:
+def test_full_disk_needs_a_small_disk() -> None:
     bare = field()
     bare.kafka.disk.mounted = False
     nemesis = Nemesis(bare, 1, ["disk full"])
     assert not any(nemesis.draw() for _ in range(50))
 
 
-async def test_links_are_whole_again_when_healed() -> None:
+async def test_healing_restores_links() -> None:
     over = field()
     for kind in ("link cut", "broker cut off from brokers", "end of a turn late", "link slow"):
         fault = FAULTS[kind](over, random.Random(1))
@@ -106,20 +106,20 @@ def _whole(link: Link) -> bool:
     return link.state() == fresh.state()
 
 
-async def test_who_found_no_kafka_is_started_again_and_who_ended_otherwise_is_told_of() -> None:
+async def test_supervisor_restarts_and_reports() -> None:
     fleet = LinkedFleet.__new__(LinkedFleet)
     fleet.placed = [Ended(None), Ended(1, "Error: no connection to Kafka at a:1"), Ended(1, "bug")]
-    assert await fleet.supervise() == ["proxy-2 ended by itself: 1: bug"]
+    assert await fleet.supervise() == ["proxy-2 ended unexpectedly: 1: bug"]
     assert [cast(Ended, proxy).started for proxy in fleet.placed] == [0, 1, 1]
 
 
 class Ended(PlacedProxy):
     """A proxy that has ended, or has not."""
 
-    def __init__(self, code: int | None, *said: str) -> None:
+    def __init__(self, code: int | None, *errors: str) -> None:
         super().__init__("", 1)
         self.code = code
-        self.stderr = list(said)
+        self.stderr = list(errors)
         self.started = 0
 
     @property
@@ -130,13 +130,13 @@ class Ended(PlacedProxy):
         self.started += 1
 
 
-def test_a_proxy_that_is_still_starting_may_end_otherwise_than_in_order() -> None:
+def test_starting_proxy_may_fail() -> None:
     proxy = PlacedProxy("", 1)
     assert proxy.stopped_well(0)
     assert proxy.stopped_well(-15)
     assert not proxy.stopped_well(1)
-    for said in ("no connection to Kafka at a:1", "broker 2 did not answer (TimeoutError())"):
-        proxy.stderr.append(f"Error: {said}")
+    for error in ("no connection to Kafka at a:1", "broker 2 did not answer (TimeoutError())"):
+        proxy.stderr.append(f"Error: {error}")
         assert proxy.stopped_well(1)
     proxy.stderr.append("Error: the handler is closed (RuntimeError); `txbroker --debug ...` shows")
     assert not proxy.stopped_well(1)

@@ -1,4 +1,4 @@
-"""What the fault runs say of themselves is counted right."""
+"""The sums of the fault runs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _record(offset: int, partition: int = 0) -> Rec:
     return Rec("topic", partition, offset, 1000, None, b"v", ())
 
 
-def test_counts_what_was_prepared_while_a_fault_lasted() -> None:
+def test_prepares_during_a_fault_are_counted() -> None:
     calls = [Call("prepare", str(at), at, result="ok") for at in (1.0, 2.0, 3.0, 4.0)]
     calls += [Call("prepare", "5", 2.5, result="unknown"), Call("commit", "1", 2.5, result="ok")]
     notes = [
@@ -42,7 +42,7 @@ def test_counts_what_was_prepared_while_a_fault_lasted() -> None:
     assert counted == {"disk full": 1, "link cut": 3}
 
 
-def test_what_was_deleted_is_known_from_the_reader_along_and_nothing_else_is() -> None:
+def test_deleted_records_come_from_the_concurrent_reader() -> None:
     read = Topics(targets=[_record(2), _record(3)])
     read.along = [Seen(_record(offset), 1.0) for offset in (0, 1, 2, 3, 4)]
     read.along.append(Seen(_record(0, partition=1), 1.0))
@@ -51,7 +51,7 @@ def test_what_was_deleted_is_known_from_the_reader_along_and_nothing_else_is() -
     assert all(record.partition == 0 for record in read.targets)
 
 
-def test_what_was_read_twice_is_kept_once_and_what_was_not_is_kept_as_it_was() -> None:
+def test_records_read_twice_are_kept_once() -> None:
     read = Topics(targets=[_record(1)])
     seen = [Seen(_record(1), 1.0), Seen(_record(2), 2.0)]
     found = shared(seen, read)
@@ -59,7 +59,7 @@ def test_what_was_read_twice_is_kept_once_and_what_was_not_is_kept_as_it_was() -
     assert found[0].record is read.targets[0]
 
 
-def test_a_run_with_violations_or_without_transactions_fails(
+def test_violations_or_no_transactions_fail(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     results = tmp_path / "results.jsonl"
@@ -84,7 +84,7 @@ def test_a_run_with_violations_or_without_transactions_fails(
     assert "| first | 0 | 7 | 0 | 3 |\n| second | 0 | 1 | 0 | 0 |" in page
 
 
-def test_a_killed_producer_has_written_down_what_it_did(tmp_path: Path) -> None:
+def test_killed_producer_leaves_its_history(tmp_path: Path) -> None:
     file = tmp_path / "mortal.jsonl"
     recorder = WrittenDown(file)
     recorder.means("t", [_MESSAGE], business=True)
@@ -114,7 +114,7 @@ def test_a_killed_producer_has_written_down_what_it_did(tmp_path: Path) -> None:
     assert len(history.asked) == 1
 
 
-def test_ports_are_given_once_and_none_that_the_system_gives_away() -> None:
+def test_ports_are_unique_and_not_ephemeral() -> None:
     ports = list(itertools.chain.from_iterable(free_ports(7) for _ in range(20)))
     assert len(set(ports)) == len(ports)
     if sys.platform == "linux":
@@ -122,7 +122,7 @@ def test_ports_are_given_once_and_none_that_the_system_gives_away() -> None:
         assert max(ports) < lowest
 
 
-def test_old_brokers_are_spoken_with_in_the_first_protocol() -> None:
+def test_old_brokers_get_protocol_version_1() -> None:
     assert [spoken(kafka, newest) for kafka in ("3.9.1", "4.3.1") for newest in (1, 2)] == [
         1,
         1,
@@ -131,7 +131,7 @@ def test_old_brokers_are_spoken_with_in_the_first_protocol() -> None:
     ]
 
 
-def test_the_page_of_fault_runs_is_made_of_its_results() -> None:
+def test_page_of_fault_runs_matches_results() -> None:
     results = ROOT / "docs/reference/fault-runs.jsonl"
     runs = [json.loads(line) for line in results.read_text().splitlines()]
     assert results.with_suffix(".md").read_text() == runs_table.page(runs)

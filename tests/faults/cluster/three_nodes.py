@@ -52,7 +52,7 @@ _CLUSTER = {
     "share.coordinator.state.topic.replication.factor": str(REPLICATION),
     "share.coordinator.state.topic.min.isr": str(MIN_ISR),
     "unclean.leader.election.enable": "false",
-    # Two cores are shared by all: nobody is thought dead only because it had to wait for one.
+    # All share two cores: a node that waits for one must not count as failed.
     "broker.session.timeout.ms": "6000",
     "broker.heartbeat.interval.ms": "1000",
     "controller.quorum.fetch.timeout.ms": "4000",
@@ -66,7 +66,7 @@ class Node:
     """One of the three.
 
     Args:
-        folder: for what it says, and its settings.
+        folder: for its output and settings.
         data: for its data; may be a small disk.
     """
 
@@ -91,7 +91,7 @@ class Node:
         (self._folder / "server.properties").write_text(properties, encoding="ascii")
         tool = ["kafka.tools.StorageTool", "format", "-t", cluster_id, "-c", "server.properties"]
         process = await self._spawn(tool)
-        assert await process.wait() == 0, self.said()
+        assert await process.wait() == 0, self.output()
 
     async def launch(self) -> None:
         """Start it, without waiting for anything."""
@@ -102,8 +102,8 @@ class Node:
         """Wait until it is in service."""
         end = time.monotonic() + START_S
         while not await asyncio.to_thread(is_ready, self.port, self._cluster_id, 2.0):
-            assert self.running, self.said()
-            assert time.monotonic() < end, f"node {self.number} does not start\n{self.said()}"
+            assert self.running, self.output()
+            assert time.monotonic() < end, f"node {self.number} does not start\n{self.output()}"
             await asyncio.sleep(_POLL_S)
 
     async def kill(self) -> None:
@@ -123,7 +123,7 @@ class Node:
         self._signal(signal.SIGCONT)
 
     async def ended(self, timeout_s: float) -> bool:
-        """Wait until it has ended by itself; return whether it has."""
+        """Wait until it has ended; return whether it has."""
         assert self._process is not None
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._process.wait(), timeout_s)
@@ -144,8 +144,8 @@ class Node:
         admin = AdminClient({"bootstrap.servers": f"{_HOST}:{self.port}", "log_level": 0})
         return admin.list_topics(timeout=START_S)
 
-    def said(self) -> str:
-        """The last that it said."""
+    def output(self) -> str:
+        """The end of its output."""
         lines = (self._folder / "kafka.log").read_text(errors="replace").splitlines()
         return "\n".join(lines[-20:])
 
@@ -179,7 +179,7 @@ class Node:
 
 
 class SmallDisk:
-    """A file system of its own in memory, which can be filled. Only root can have one."""
+    """A dedicated file system in memory that can be filled. Needs root."""
 
     def __init__(self, folder: Path, size_mb: int) -> None:
         self.folder = folder
@@ -215,7 +215,7 @@ class ThreeNodes:
 
     Args:
         folder: for everything; node 3 has a small disk in it where root allows one.
-        clients: the names of those who reach the brokers through links of their own.
+        clients: names of clients with their own links to the brokers.
         seed: of the links' random choices.
         disk_mb: how large the small disk is.
     """
@@ -290,12 +290,12 @@ class ThreeNodes:
     async def whole(self, timeout_s: float = START_S) -> None:
         """Wait until every partition has all its replicas in step."""
         end = time.monotonic() + timeout_s
-        while behind := await asyncio.to_thread(self.behind):
-            assert time.monotonic() < end, f"not in step: {behind[:5]}"
+        while lagging := await asyncio.to_thread(self.lagging):
+            assert time.monotonic() < end, f"not in sync: {lagging[:5]}"
             await asyncio.sleep(_POLL_S)
 
-    def behind(self) -> list[str]:
-        """Return the partitions that have not all replicas in step; "?" where nobody answers."""
+    def lagging(self) -> list[str]:
+        """Return the partitions without all replicas in sync; "?" without an answer."""
         try:
             found = self._admin.list_topics(timeout=5)
         except KafkaException:
@@ -351,7 +351,7 @@ class ThreeNodes:
         """Delete what lies before these offsets.
 
         Raises:
-            KafkaException: somebody could not.
+            KafkaException: a request failed.
         """
         parts = [TopicPartition(topic, number, to) for (topic, number), to in before.items()]
         for done in self._admin.delete_records(parts, request_timeout=10).values():
@@ -411,7 +411,7 @@ def free_ports(count: int) -> list[int]:
             port = random.randrange(*_PORTS)
             with contextlib.suppress(OSError):
                 probe.bind((_HOST, port))
-                # Whoever got one before may not listen on it yet.
+                # An earlier caller may not listen on it yet.
                 if port not in _given:
                     found.append(port)
                     _given.add(port)
