@@ -3,7 +3,7 @@
 aiohttp buffers a frame until it is complete. Ten thousand sessions with half a frame of 16 MiB
 each would be 80 GB, so frames are measured as their bytes arrive: a large frame is admitted when
 the shared budget has room for all of it, otherwise its connection is paused; a frame that is not
-complete in time ends its session. See docs/decisions/NUMBER.
+complete in time ends its session. See decision 0026.
 """
 
 import asyncio
