@@ -236,7 +236,7 @@ async def test_a_target_whose_leader_is_silent_holds_back_only_its_own(world: Wo
 @pytest.mark.rule(17)
 async def test_a_target_where_an_earlier_turn_never_ended_is_kept_off(world: World) -> None:
     owner = await world.owner()
-    world.kafka.untold.add(("u", 0))
+    world.kafka.unaware.add(("u", 0))
     stuck = await world.committed(owner, message("stuck", "u", b"x"))
     await until(lambda: known(owner, stuck).cause is not None, 5)
     id = await world.committed(owner, message("a"))
@@ -248,7 +248,7 @@ async def test_a_target_where_an_earlier_turn_never_ended_is_kept_off(world: Wor
     assert all(target.topic != "u" for turn in world.partition.turns for target in turn.promoted)
     held = Held(visible=False)
     world.partition.writes.append(held.write)
-    world.kafka.untold.clear()
+    world.kafka.unaware.clear()
     # It waits no more, so that nobody takes its turn for an old one.
     await until(lambda: known(owner, stuck).cause is None, 5)
     assert known(owner, stuck).state is State.COMMITTED
@@ -273,14 +273,14 @@ async def test_a_plan_asks_about_a_target_once_however_long_that_takes(
     async def noted(places: Collection[tuple[str, int]]) -> Sequence[Cause]:
         asked.append(plans)
         if len(asked) > 2:
-            world.kafka.untold.clear()
+            world.kafka.unaware.clear()
         return await prove(places)
 
     monkeypatch.setattr(Trouble, "take_due", planned)
     monkeypatch.setattr(world.partition, "verify_no_open_txn", noted)
     # By the time that there is an answer the pause is over.
     monkeypatch.setattr("txbroker.proxy.partition.targets.RETRY_FIRST_S", 0.0)
-    world.kafka.untold.add(("u", 0))
+    world.kafka.unaware.add(("u", 0))
     id = await world.committed(owner, message("kept off", "u", b"x"))
     await until(lambda: known(owner, id).state is State.PROMOTED, 5)
     assert len(asked) == len(set(asked)) == 3

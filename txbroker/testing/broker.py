@@ -1,4 +1,4 @@
-"""A whole txbroker in the test's own process, on a Kafka in memory: what the fixtures hand out."""
+"""A complete txbroker in the test's process, on a Kafka in memory."""
 
 import asyncio
 import threading
@@ -18,25 +18,24 @@ from txbroker.testing.door import MemoryDoor
 from txbroker.testing.memory import MESSAGE_BYTES_MAX, LostReply, MemoryKafka
 
 SETTLED_TIMEOUT_S = 10.0
-"""How long a test waits by default for what should take milliseconds."""
+"""The default timeout of waits that should take milliseconds."""
 _POLL_S = 0.005
 
 T = TypeVar("T")
 
 
 class NotSettled(AssertionError):
-    """Something is still undecided, or on its way, after the time that a test gave it."""
+    """A transaction is still undecided or not promoted after the timeout."""
 
 
 class PromotedMessage(Message, frozen=True, kw_only=True):
     """A message as a `read_committed` consumer sees it.
 
-    `headers` are the user's own, without the first ones (`txb-installation`, `txb-id` and
-    `txb-seq`).
+    `headers` are the user's, without txbroker's (`txb-installation`, `txb-id` and `txb-seq`).
 
     Attributes:
         offset: in its partition.
-        transaction_id: of the transaction that it came with.
+        transaction_id: of its transaction.
     """
 
     offset: int
@@ -46,14 +45,13 @@ class PromotedMessage(Message, frozen=True, kw_only=True):
 class InMemoryBroker:
     """A running txbroker: a real proxy with HTTP API and SDK sessions, on a Kafka in memory.
 
-    It runs in a thread with an event loop of its own, so blocking and async code can use it alike.
-    From async tests `await` the methods that wait, `async_advance` and
-    `async_wait_until_settled`: a check may need the event loop that the blocking ones would hold.
+    It runs in a thread with a separate event loop, so both blocking and async code can use it. In
+    async tests `await` the methods `async_advance` and `async_wait_until_settled`: a check may need
+    the event loop that the blocking ones would hold.
 
     Args:
-        settings: of `Settings`. Unless said otherwise targets are created when a
-            message is prepared for them, as `txbroker dev` does, and time may be put forward by
-            days.
+        settings: of `Settings`. By default a target topic is created when a message is prepared for
+            it, as by `txbroker dev`, and the clock may be advanced by days.
     """
 
     def __init__(self, **settings: Any) -> None:
@@ -62,7 +60,7 @@ class InMemoryBroker:
             "instance": "in-memory",
             "partitions": 1,
             "create_target_topics": True,
-            # SDKs hear of the clock once a minute, so their ids come from before an advance.
+            # SDKs get the clock once a minute, so their ids may date from before an advance.
             "dedup_window_s": 5 * DAY_S,
             "half_retention_s": 365 * DAY_S,
             **settings,
@@ -82,7 +80,7 @@ class InMemoryBroker:
         """Start the proxy; `with` does it.
 
         Raises:
-            ConfigurationError: the settings cannot work.
+            ConfigurationError: the settings are invalid.
         """
         self._thread.start()
         try:
@@ -92,7 +90,7 @@ class InMemoryBroker:
             raise
 
     def close(self) -> None:
-        """Stop everything and forget all messages."""
+        """Stop the proxy and delete all messages."""
         try:
             self._run(self._stack.aclose())
         finally:
@@ -100,7 +98,7 @@ class InMemoryBroker:
 
     def restart(self) -> None:
         """Stop the proxy and start another one at the same URL on the same Kafka, as after a
-        crash: what is undecided stays so."""
+        crash: undecided transactions stay undecided."""
         self._run(self._again())
 
     def __enter__(self) -> Self:
@@ -112,7 +110,7 @@ class InMemoryBroker:
 
     @property
     def url(self) -> str:
-        """Where the HTTP API and the SDK's sessions are, such as `http://127.0.0.1:40123`."""
+        """The URL of the HTTP API and of SDK sessions, such as `http://127.0.0.1:40123`."""
         return self._proxy.url
 
     # --- topics --------------------------------------------------------------------------
@@ -123,7 +121,7 @@ class InMemoryBroker:
         """Create a topic; one that exists stays as it is.
 
         Raises:
-            ValueError: no topic can have that name.
+            ValueError: the name is invalid.
         """
 
         def create() -> None:
@@ -146,22 +144,22 @@ class InMemoryBroker:
         self._do(delete)
 
     def messages(self, topic: str) -> list[PromotedMessage]:
-        """Return what consumers see of a topic, partition by partition; nothing where there is
-        no such topic (yet)."""
+        """Return the messages that consumers see, partition by partition; none if the topic does
+        not exist (yet)."""
         return self._do(lambda: list(self._promoted(topic)))
 
     # --- transactions --------------------------------------------------------------------
 
     def pending(self) -> list[TransactionView]:
-        """Return the transactions that are not decided: pending and parked ones."""
-        return [each for each in self.transactions() if each.state in UNDECIDED]
+        """Return the undecided transactions: pending and parked ones."""
+        return [view for view in self.transactions() if view.state in UNDECIDED]
 
     def transactions(self, state: State | None = None) -> list[TransactionView]:
         """Return the transactions in a state; None: all that are not promoted or rolled back."""
         return self._run(self._list(state))
 
     def transaction(self, id: str) -> TransactionView:
-        """Return all that is known of a transaction.
+        """Return a transaction with its messages and history.
 
         Raises:
             NotFound, BadId: there is none.
@@ -171,35 +169,35 @@ class InMemoryBroker:
     # --- time ----------------------------------------------------------------------------
 
     def wait_until_settled(self, timeout_s: float = SETTLED_TIMEOUT_S) -> None:
-        """Wait until nothing is pending and everything committed is visible or refused.
+        """Wait until nothing is pending and every committed transaction is visible or refused.
 
         Raises:
-            NotSettled: that took longer; names what is left.
+            NotSettled: after `timeout_s`; names the transactions left.
         """
         self._run(self._settled(timeout_s))
 
     async def async_wait_until_settled(self, timeout_s: float = SETTLED_TIMEOUT_S) -> None:
         """The same for async tests."""
-        await self._run_beside(self._settled(timeout_s))
+        await self._run_async(self._settled(timeout_s))
 
     def advance(self, seconds: float) -> None:
-        """Put the clock forward. Checks that come due on the way are made one after another, as
-        if the time had passed, and are over when this returns.
+        """Advance the clock. Checks that become due are made in order, as if the time had passed,
+        and have ended when this returns.
 
         Raises:
-            NotSettled: a check has no end.
+            NotSettled: a check does not end.
         """
         self._run(self._advance(seconds))
 
     async def async_advance(self, seconds: float) -> None:
         """The same for async tests."""
-        await self._run_beside(self._advance(seconds))
+        await self._run_async(self._advance(seconds))
 
-    # --- trouble -------------------------------------------------------------------------
+    # --- faults --------------------------------------------------------------------------
 
     def kafka_down(self, *, stored: bool = False) -> None:
-        """Let Kafka answer nothing any more. `stored`: what is written is stored all the same,
-        only the answer is lost."""
+        """Stop Kafka from answering. `stored`: writes are stored all the same, only the answers are
+        lost."""
         outcome = LostReply.DONE if stored else LostReply.NOT_DONE
         self._do(lambda: self._kafka.go_down(outcome))
 
@@ -232,8 +230,8 @@ class InMemoryBroker:
         await self._start_proxy()
 
     def _promoted(self, topic: str) -> Iterator[PromotedMessage]:
-        found = self._kafka.topics.get(topic)
-        for number in range(len(found.partitions) if found else 0):
+        known = self._kafka.topics.get(topic)
+        for number in range(len(known.partitions) if known else 0):
             for record in self._kafka.visible(topic, number):
                 yield _as_message(topic, number, record)
 
@@ -256,7 +254,7 @@ class InMemoryBroker:
         clock = self._kafka.clock
         end_ms = clock.now_ms() + round(seconds * 1000)
         while True:
-            await self._checks_over()
+            await self._checks_ended()
             now_ms = clock.now_ms()
             ahead_ms = [at for at in self._due_ms() if now_ms < at < end_ms]
             step_ms = min(ahead_ms, default=end_ms) - now_ms
@@ -266,26 +264,26 @@ class InMemoryBroker:
             self._proxy.broker.clock_at_least(clock.now_ms())
 
     def _due_ms(self) -> list[int]:
-        """Return when pending transactions need attention next, without those that nobody can be
-        asked about."""
-        away = self._proxy.checks.unreachable()
+        """Return the due times of pending transactions, except those of unreachable groups."""
+        unreachable = self._proxy.checks.unreachable()
         return [
             at_ms
             for _, transaction in self._proxy.broker.unsettled()
-            if (at_ms := due_ms(transaction)) is not None and transaction.half.group not in away
+            if (at_ms := due_ms(transaction)) is not None
+            and transaction.half.group not in unreachable
         ]
 
-    async def _checks_over(self) -> None:
-        """Wait until what is due has been dealt with and no answer is awaited."""
+    async def _checks_ended(self) -> None:
+        """Wait until due checks have been made and answered."""
 
-        def over() -> bool:
+        def ended() -> bool:
             now_ms = self._kafka.clock.now_ms()
             return not self._proxy.checks.running and all(at > now_ms for at in self._due_ms())
 
-        if not await _until(over, SETTLED_TIMEOUT_S):
+        if not await _until(ended, SETTLED_TIMEOUT_S):
             raise NotSettled(
-                "a check that was due is not over: its function does not answer, or it needs the "
-                "event loop that waits here (await async_advance in async tests)"
+                "a due check does not end: its function does not return, or it needs the event "
+                "loop that waits here (await async_advance in async tests)"
             )
 
     # --- the thread ----------------------------------------------------------------------
@@ -315,12 +313,12 @@ class InMemoryBroker:
             raise TxbrokerError("the in-memory broker is not running: use `with`, or start it")
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
 
-    async def _run_beside(self, work: Coroutine[Any, Any, T]) -> T:
+    async def _run_async(self, work: Coroutine[Any, Any, T]) -> T:
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop))
 
 
 async def _until(condition: Callable[[], bool], timeout_s: float) -> bool:
-    """Wait until a condition holds; False where it does not in time."""
+    """Wait until a condition holds; return False after the timeout."""
     loop = asyncio.get_running_loop()
     deadline = loop.time() + timeout_s
     while not condition():
@@ -331,7 +329,7 @@ async def _until(condition: Callable[[], bool], timeout_s: float) -> bool:
 
 
 def _as_message(topic: str, partition: int, record: Record) -> PromotedMessage:
-    """Take our own headers, which come first, off a promoted record."""
+    """Return a promoted record as a message, without txbroker's headers, which come first."""
     headers = tuple(record.headers)
     if headers[0][0] == INSTALLATION_HEADER:
         headers = headers[1:]

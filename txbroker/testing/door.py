@@ -1,9 +1,9 @@
 """A proxy's door to a `MemoryKafka`: the same contract as the door to a real Kafka.
 
-Beyond what `txbroker.testing.memory` leaves out: an append whose answer is lost is stored at once
-or never, not a little later; of two claims at the same time the later one always wins; a member
-that falls silent keeps its partitions until somebody with its name joins, or `Coordinator.forget`
-takes them away, because no session times out.
+More differences from a real Kafka, besides those of `txbroker.testing.memory`: an append whose
+answer is lost is stored at once or never, not later; of two concurrent claims the later one always
+wins; sessions do not time out, so a silent member keeps its partitions until one of its name joins
+or `MemoryCoordinator.forget` removes it.
 """
 
 import asyncio
@@ -64,14 +64,14 @@ class MemoryDoor:
     """A `txbroker.door.protocols.Door` to a Kafka in memory.
 
     Args:
-        kafka: shared by all doors that are to see one another.
+        kafka: shared by the doors of one installation.
         instance: the name of this proxy, the same after a restart.
-        topic_prefix: what the names of txbroker's own topics begin with.
-        half_partitions: to create; a half topic that exists keeps its own number.
+        topic_prefix: of the names of txbroker's own topics.
+        half_partitions: created if the half topic does not exist.
         message_bytes_max: the largest half batch, bytes.
-        facts_ttl_s: for how long facts of target topics are remembered, seconds; by default as
-            long as behind the door to a real Kafka.
-        claim_timeout_s: seconds until a claim that a hanging transaction hides is given up.
+        facts_ttl_s: how long facts of target topics are cached, seconds; the default is that of
+            the door to a real Kafka.
+        claim_timeout_s: how long a claim waits for an open transaction to end, seconds.
     """
 
     def __init__(
@@ -102,11 +102,11 @@ class MemoryDoor:
         self.membership: Membership = self._membership
 
     async def start(self) -> None:
-        """Create txbroker's own topics where they are missing.
+        """Create txbroker's own topics if they are missing.
 
         Raises:
             KafkaUnavailable: Kafka is down.
-            ConfigurationError: the topics are not as they must be.
+            ConfigurationError: the topics have wrong settings.
         """
         await self._kafka.reach()
         half, larger = self._message_bytes_max, self._message_bytes_max + _ROOM_BYTES
@@ -154,18 +154,18 @@ class MemoryDoor:
         return [f"{self._prefix}.{name}" for name in names]
 
     async def check_topics(self) -> list[str]:
-        """Say what has happened to txbroker's own topics that it cannot work with.
+        """Return problems with txbroker's own topics that stop it.
 
         Raises:
             KafkaUnavailable: Kafka is down.
         """
         await self._kafka.reach()
-        anew = [
-            f"{name} was deleted and made anew: what it held is gone"
+        recreated = [
+            f"{name} was deleted and recreated: its records are lost"
             for name, id in self._ids.items()
             if name in self._kafka.topics and self._kafka.topics[name].id != id
         ]
-        return anew + self._problems()
+        return recreated + self._problems()
 
     def _problems(self) -> list[str]:
         topics = self._kafka.topics
@@ -182,7 +182,7 @@ class MemoryDoor:
         ]
 
     def brokers(self) -> Sequence[tuple[str, int]]:
-        """Return nothing: no broker listens anywhere."""
+        """Return nothing: there are no network addresses."""
         return ()
 
     def partition(self, partition: int) -> PartitionDoor:
@@ -192,7 +192,7 @@ class MemoryDoor:
         )
 
     async def close(self) -> None:
-        """Let go of everything. Does not leave the group: see `Membership.leave`."""
+        """Release all resources. Does not leave the group: see `Membership.leave`."""
         self._membership.close()
         self._groups.close()
         self._audit.close()
@@ -221,7 +221,7 @@ class MemoryLog:
         return await self._kafka.append(self._topic, self._number, records)
 
     async def bounds(self, *, confirmed: bool = True) -> tuple[int, int]:
-        """Return the first offset that is kept and the offset that the next record will get.
+        """Return the first kept offset and the offset that the next record will get.
 
         Raises:
             KafkaUnavailable: Kafka is down.
@@ -232,11 +232,11 @@ class MemoryLog:
     async def read(
         self, start: int, end: int, skipped: Callable[[range], None] | None = None
     ) -> AsyncIterator[Sequence[Record]]:
-        """Yield the records from offset `start` up to, not including, `end`, in order; then tell
-        `skipped` which offsets behind the last one hold none.
+        """Yield the records from offset `start` up to, not including, `end`, in order; then call
+        `skipped` with the offsets after the last record that hold none.
 
         Raises:
-            LogTruncated: they are not all there, or not any more.
+            LogTruncated: some offsets are not in the log (any more).
             KafkaUnavailable: Kafka is down.
         """
         position = start
@@ -246,13 +246,13 @@ class MemoryLog:
             if records:
                 yield _placed(records, position)
                 position = records[-1].offset + 1
-        # What an open transaction hides may become records yet.
+        # Records that an open transaction hides may become visible later.
         trailing = range(position, min(end, self._partition.stable_end))
         if trailing and skipped is not None:
             skipped(trailing)
 
     async def pick(self, offsets: Sequence[int]) -> Sequence[Record]:
-        """Return the records at these offsets; an offset that holds none is left out.
+        """Return the records at these offsets; offsets without a record are left out.
 
         Raises:
             KafkaUnavailable: Kafka is down.
@@ -262,7 +262,7 @@ class MemoryLog:
 
 
 def _placed(records: Sequence[Record], position: int) -> list[Record]:
-    """Say on records how many offsets before each hold none, `position` being the first."""
+    """Set on each record the number of offsets before it without a record, from `position` on."""
     before = [position, *(record.offset + 1 for record in records)]
     return [
         structs.replace(record, skipped=record.offset - at) if record.offset > at else record
@@ -296,7 +296,7 @@ class MemoryPartitionDoor:
         self._writer: _Writer | None = None
 
     async def claimed_before(self) -> bool:
-        """Say whether the checkpoint topic has ever held a record. Writes nothing.
+        """Return True if the checkpoint topic has ever held a record. Writes nothing.
 
         Raises:
             KafkaUnavailable: Kafka is down.
@@ -313,7 +313,7 @@ class MemoryPartitionDoor:
         return self._kafka.partition(self._checkpoint, self.partition).end
 
     async def parked_before(self) -> bool:
-        """Say whether the parked topic has ever held a record.
+        """Return True if the parked topic has ever held a record.
 
         Raises:
             KafkaUnavailable: Kafka is down.
@@ -322,18 +322,18 @@ class MemoryPartitionDoor:
         return self._kafka.partition(self._parked, self.partition).end > 0
 
     async def claim(self, claim: Claim) -> Claimed:
-        """Fence every earlier owner, write the claim record, then read the progress.
+        """Fence every earlier owner, write the claim record, then read the checkpoint.
 
         Raises:
             Fenced: another owner claimed at the same time.
-            Hanging: a transaction that nobody ends hides the progress.
+            Hanging: an open transaction hides the checkpoint.
             KafkaUnavailable: Kafka is down.
         """
         await self._retire()
         await self._kafka.reach()
         writer = _Writer(self._kafka, self._id, (self._checkpoint, self._parked), self.partition)
         self._kafka.fence(self._id, writer)
-        # A place where another owner can claim too, as between the requests of a real claim.
+        # Here another owner can claim, too, as between the requests of a real claim.
         await self._kafka.reach()
         if not self._kafka.holds(self._id, writer):
             raise Fenced("another owner claimed at the same time")
@@ -343,23 +343,23 @@ class MemoryPartitionDoor:
         self._kafka.end(transaction, committed=True)
         await self._seen(at)
         scan = CheckpointScan(f"{self._checkpoint}-{self.partition}")
-        found = self._kafka.partition(self._checkpoint, self.partition)
-        records = found.read(found.begin, found.stable_end, producers=True)
-        scan.note(_placed(records, found.begin))
+        log = self._kafka.partition(self._checkpoint, self.partition)
+        records = log.read(log.begin, log.stable_end, producers=True)
+        scan.note(_placed(records, log.begin))
         claimed = scan.claimed(claim)
         self._writer = writer
         return claimed
 
     async def _seen(self, offset: int) -> None:
-        """Wait until `read_committed` readers get past an offset of the checkpoint topic."""
-        found = self._kafka.partition(self._checkpoint, self.partition)
+        """Wait until `read_committed` readers have passed an offset of the checkpoint topic."""
+        log = self._kafka.partition(self._checkpoint, self.partition)
         try:
             async with asyncio.timeout(self._claim_timeout_s):
-                while found.stable_end <= offset:
+                while log.stable_end <= offset:
                     await self._kafka.ended()
         except TimeoutError:
             raise Hanging(
-                f"{self._checkpoint}-{self.partition}: an open transaction hides the progress"
+                f"{self._checkpoint}-{self.partition}: an open transaction hides the checkpoint"
             ) from None
 
     async def store(self, records: Sequence[Record]) -> None:
@@ -382,10 +382,10 @@ class MemoryPartitionDoor:
             KafkaUnavailable: Kafka is down.
         """
         await self._kafka.reach()
-        found = self._kafka.partition(self._parked, self.partition)
-        if found.stable_end < found.end:
+        log = self._kafka.partition(self._parked, self.partition)
+        if log.stable_end < log.end:
             raise Hanging(f"{self._parked}: an open transaction hides records")
-        records = found.read(found.begin, found.stable_end, producers=True)
+        records = log.read(log.begin, log.stable_end, producers=True)
         for first in range(0, len(records), _READ_MAX):
             yield records[first : first + _READ_MAX]
 
@@ -396,39 +396,41 @@ class MemoryPartitionDoor:
             KafkaUnavailable: Kafka is down, or an open transaction hides a record.
         """
         await self._kafka.reach()
-        found = self._kafka.partition(self._parked, self.partition)
-        if any(found.stable_end <= offset < found.end for offset in offsets):
+        log = self._kafka.partition(self._parked, self.partition)
+        if any(log.stable_end <= offset < log.end for offset in offsets):
             raise KafkaUnavailable(f"{self._parked}: an open transaction hides a record")
-        return found.pick(offsets)
+        return log.pick(offsets)
 
     def unverified(self, places: Collection[tuple[str, int]]) -> Sequence[tuple[str, int]]:
-        """Return those target partitions where a turn of an earlier claim has not ended."""
-        return [place for place in places if place in self._kafka.untold]
+        """Return the target partitions with an open promotion transaction of an earlier claim."""
+        return [place for place in places if place in self._kafka.unaware]
 
     async def verify_no_open_txn(self, places: Collection[tuple[str, int]]) -> Sequence[Cause]:
         """Return why target partitions must not be written now."""
         return [
-            Cause("hanging", f"{topic}-{number} has an open turn", topic, number, passing=True)
+            Cause(
+                "hanging", f"{topic}-{number} has an open transaction", topic, number, passing=True
+            )
             for topic, number in self.unverified(places)
         ]
 
-    async def write(self, turn: PromotionTxn) -> PromotionTxnHandle:
-        """Write one turn; return once the next may be written.
+    async def write(self, txn: PromotionTxn) -> PromotionTxnHandle:
+        """Write one promotion transaction; return when the next may be written.
 
         Raises:
-            PromotionTxnRefused: a record was refused; the turn is aborted.
+            PromotionTxnRefused: a record was refused; the transaction is aborted.
             Fenced, PromotionTxnLost: claim again.
         """
         if self._writer is None:
             raise PromotionTxnLost(f"partition {self.partition} is not claimed")
         try:
-            return await self._writer.write(turn)
+            return await self._writer.write(txn)
         except PromotionTxnRefused as error:
             self._refused(error.cause)
             raise
 
     async def close(self) -> None:
-        """Give up what is still open; the next claim aborts it."""
+        """Abandon an open transaction; the next claim aborts it."""
         await self._retire()
 
     async def _retire(self) -> None:
@@ -438,9 +440,9 @@ class MemoryPartitionDoor:
 
 
 class _Writer:
-    """Writes the turns of one half partition, from one claim until something breaks.
+    """Writes the promotion transactions of one half partition, from a claim until a failure.
 
-    A turn is written at once and committed behind the one before it, by a task of its own.
+    A transaction is written at once; a separate task commits it after the one before.
     """
 
     def __init__(
@@ -453,7 +455,7 @@ class _Writer:
         self._before: asyncio.Task[None] | None = None
         self._broken: Fenced | PromotionTxnLost | PromotionTxnRefused | None = None
 
-    async def write(self, turn: PromotionTxn) -> "MemoryTurn":
+    async def write(self, txn: PromotionTxn) -> "MemoryTxnHandle":
         self._check()
         with self._breaking():
             with _translated():
@@ -462,25 +464,25 @@ class _Writer:
                     raise Fenced
             transaction = self._kafka.begin(self._id)
             try:
-                written = self._write_all(turn, transaction)
+                written = self._write_all(txn, transaction)
             except (PromotionTxnRefused, PromotionTxnLost):
                 self._kafka.end(transaction, committed=False)
                 raise
         self._before = begin(self._commit(transaction, self._before))
-        return MemoryTurn(self._kafka, written, self._before)
+        return MemoryTxnHandle(self._kafka, written, self._before)
 
-    def _write_all(self, turn: PromotionTxn, transaction: KafkaTransaction) -> "_Written":
-        """Write everything, one batch to each partition; return where it is."""
+    def _write_all(self, txn: PromotionTxn, transaction: KafkaTransaction) -> "_Written":
+        """Write one batch to each partition; return the offsets."""
         batches: dict[tuple[str, int], list[Record]] = {}
         places = []
-        for topic, number, record in turn.promoted:
+        for topic, number, record in txn.promoted:
             records = batches.setdefault((topic, number), [])
             places.append(((topic, number), len(records)))
             records.append(record)
         parked, checkpoint = (self._parked, self._partition), (self._checkpoint, self._partition)
-        if turn.parked:
-            batches[parked] = list(turn.parked)
-        batches[checkpoint] = [encode_progress(turn.progress)]
+        if txn.parked:
+            batches[parked] = list(txn.parked)
+        batches[checkpoint] = [encode_progress(txn.progress)]
         base: dict[tuple[str, int], int] = {}
         last: dict[tuple[str, int], tuple[MemoryPartition, int]] = {}
         with _translated():
@@ -489,7 +491,7 @@ class _Writer:
                 last[where] = self._kafka.partition(*where), base[where] + len(records) - 1
         offsets = [base[where] + number for where, number in places]
         first = base.get(parked, 0)
-        return _Written(offsets, range(first, first + len(turn.parked)), last)
+        return _Written(offsets, range(first, first + len(txn.parked)), last)
 
     async def _commit(
         self, transaction: KafkaTransaction, before: asyncio.Task[None] | None
@@ -527,15 +529,15 @@ class _Writer:
 
 
 class _Written(NamedTuple):
-    """Where a turn's records are: promoted ones, parked ones, and each partition's last."""
+    """The offsets of a transaction: promoted and parked records, and each partition's last."""
 
     offsets: Sequence[int]
     parked: Sequence[int]
     last: dict[tuple[str, int], tuple[MemoryPartition, int]]
 
 
-class MemoryTurn:
-    """A `txbroker.door.protocols.TurnHandle`: the turn is written, its commit goes on by itself."""
+class MemoryTxnHandle:
+    """A `txbroker.door.protocols.PromotionTxnHandle`: written; its commit runs on."""
 
     def __init__(
         self,
@@ -550,7 +552,7 @@ class MemoryTurn:
         self._commit = commit
 
     async def committed(self) -> None:
-        """Wait until the turn's commit is acknowledged.
+        """Wait until the commit is acknowledged.
 
         Raises:
             Fenced, PromotionTxnLost: claim again; the progress shows whether it was committed.
@@ -558,10 +560,10 @@ class MemoryTurn:
         await outcome(self._commit)
 
     async def visible(self) -> None:
-        """Wait until every `read_committed` reader can see the turn.
+        """Wait until every `read_committed` reader can see the transaction.
 
         Raises:
-            Fenced, PromotionTxnLost: it is not committed, as far as is known.
+            Fenced, PromotionTxnLost: it is not known to be committed.
             NotVisible: it is not within 60 s.
         """
         await self.committed()
@@ -571,7 +573,7 @@ class MemoryTurn:
                     await self._kafka.ended()
         except TimeoutError:
             if hidden := self._hidden():
-                why = "an open transaction hides a committed turn"
+                why = "an open transaction hides a committed one"
                 raise NotVisible(why, hidden) from None
 
     def _hidden(self) -> list[tuple[str, int]]:
@@ -580,7 +582,7 @@ class MemoryTurn:
 
 @contextmanager
 def _translated() -> Iterator[None]:
-    """Turn what the broker says into what an owner acts on."""
+    """Translate errors of the broker into those that an owner handles."""
     try:
         yield
     except RecordRefused as error:

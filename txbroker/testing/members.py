@@ -1,7 +1,7 @@
-"""A group of proxies in memory: who owns which half partition, and at which URL.
+"""A group of proxies in memory: their half partitions and URLs.
 
-No session times out by itself: a test says so with `MemoryCoordinator.silence` and `forget`, and
-`let_back` lets the member in again.
+Sessions do not time out: a test calls `MemoryCoordinator.silence` and `forget` instead, and
+`let_back` to readmit the member.
 """
 
 from __future__ import annotations
@@ -18,20 +18,19 @@ Assigned: TypeAlias = Callable[[Assignment], None]
 Lost: TypeAlias = Callable[[str], None]
 
 OUT_OF_TOUCH = "no answer of the group's coordinator within the session timeout"
-FORGOTTEN = "the group's coordinator does not know us any more"
+FORGOTTEN = "the group's coordinator has removed this member"
 
 
 class MemberSlot:
-    """A member's place in the group.
+    """A member of the group.
 
     Args:
-        name: of the member, the same after a restart.
-        url: where it is reached.
+        name: the same after a restart.
         record_version: the newest that it understands.
-        peer_url: where it takes other proxies' calls, "" where that is `url`.
-        admin_url: where it takes operators' calls, "" where that is `url`.
-        assigned: is told of each generation.
-        lost: is told when touch is lost.
+        assigned: called with each generation's assignment.
+        lost: called when contact is lost.
+        peer_url: for calls of other proxies, "" for `url`.
+        admin_url: for calls of operators, "" for `url`.
     """
 
     def __init__(
@@ -56,103 +55,107 @@ class MemberSlot:
         self._lost = lost
 
     def assign(self, assignment: Assignment) -> None:
-        """Tell the member of a generation, unless it hears nothing."""
+        """Send the member its assignment, unless it is cut off."""
         if not self.silent:
             self._assigned(assignment)
 
     def lose(self, why: str) -> None:
-        """Tell the member that touch is lost, unless it hears nothing."""
+        """Notify the member of the lost contact, unless it is cut off."""
         if not self.silent:
             self._lost(why)
 
 
 class MemoryCoordinator:
-    """Shares partitions among members, each keeping what it has as far as that is fair."""
+    """Shares partitions among members; each keeps its own as far as that is balanced."""
 
     def __init__(self) -> None:
         self._members: dict[str, MemberSlot] = {}
         self._out: dict[str, list[MemberSlot]] = {}
         self._partitions = 0
 
-    def join(self, place: MemberSlot, partitions: int) -> None:
-        """Let a member in. Another one with its name loses its place to it, and gets it back when
-        this one has gone."""
+    def join(self, member: MemberSlot, partitions: int) -> None:
+        """Admit a member. It replaces one of the same name, which returns when this one leaves."""
         self._partitions = partitions
-        before = self._members.get(place.name)
-        self._members[place.name] = place
+        before = self._members.get(member.name)
+        self._members[member.name] = member
         if before is not None:
-            place.owned = before.owned
-            self._put_out(before, replaced_by(place.name, place.url))
+            member.owned = before.owned
+            self._put_out(before, replaced_by(member.name, member.url))
         self._share()
 
-    def owned(self, place: MemberSlot | None) -> frozenset[int]:
-        """Return what the member at this place owns, nothing if it is not in touch."""
-        if place is None or place.silent or self._members.get(place.name) is not place:
+    def owned(self, member: MemberSlot | None) -> frozenset[int]:
+        """Return the partitions of a member, none if it is cut off."""
+        if member is None or member.silent or self._members.get(member.name) is not member:
             return frozenset()
-        return place.owned
+        return member.owned
 
     def silence(self, name: str) -> None:
-        """Cut a member off before its session is over: it knows, and the others do not."""
-        place = self._members[name]
-        place.lose(OUT_OF_TOUCH)
-        place.silent = True
+        """Cut a member off before its session times out: it is notified, the others are not."""
+        member = self._members[name]
+        member.lose(OUT_OF_TOUCH)
+        member.silent = True
 
     def forget(self, name: str) -> None:
-        """Take a member out, as Kafka does with one whose session has timed out: the others get
-        what it had, and it stays out until `let_back`."""
+        """Remove a member, as Kafka does after a session timeout: the others get its partitions.
+        It stays out until `let_back`."""
         self._put_out(self._members.pop(name), FORGOTTEN)
         self._share()
 
     def let_back(self, name: str) -> None:
-        """End what `silence` or `forget` began: the member is in the group again."""
-        place = self._members.get(name) or self._out[name].pop()
-        place.silent = False
-        self._members[name] = place
+        """Readmit a member after `silence` or `forget`."""
+        member = self._members.get(name) or self._out[name].pop()
+        member.silent = False
+        self._members[name] = member
         self._share()
 
-    def fall_silent(self, place: MemberSlot) -> None:
-        """The member at this place ends without leaving: it keeps what it owns until somebody
-        with its name joins, or `forget`."""
-        place.silent = place.closed = True
-        self._drop(place)
+    def fall_silent(self, member: MemberSlot) -> None:
+        """End a member without leaving: it keeps its partitions until a member of its name joins,
+        or until `forget`."""
+        member.silent = member.closed = True
+        self._drop(member)
 
-    def leave(self, place: MemberSlot) -> None:
-        """Give what the member at this place owns to the others."""
-        place.silent = place.closed = True
-        self._drop(place)
-        if self._members.get(place.name) is place:
-            del self._members[place.name]
-            waiting = self._out.get(place.name)
+    def leave(self, member: MemberSlot) -> None:
+        """Remove a member and give its partitions to the others."""
+        member.silent = member.closed = True
+        self._drop(member)
+        if self._members.get(member.name) is member:
+            del self._members[member.name]
+            waiting = self._out.get(member.name)
             if waiting:
-                self._members[place.name] = waiting.pop()
+                self._members[member.name] = waiting.pop()
             self._share()
 
-    def _put_out(self, place: MemberSlot, why: str) -> None:
-        place.owned = frozenset()
-        if not place.closed:
-            self._out.setdefault(place.name, []).append(place)
-        place.lose(why)
+    def _put_out(self, member: MemberSlot, why: str) -> None:
+        member.owned = frozenset()
+        if not member.closed:
+            self._out.setdefault(member.name, []).append(member)
+        member.lose(why)
 
-    def _drop(self, place: MemberSlot) -> None:
-        waiting = self._out.get(place.name, [])
-        if place in waiting:
-            waiting.remove(place)
+    def _drop(self, member: MemberSlot) -> None:
+        waiting = self._out.get(member.name, [])
+        if member in waiting:
+            waiting.remove(member)
 
     def _share(self) -> None:
-        """Begin a generation; who loses something hears of it before who gets it."""
+        """Start a generation; members that lose partitions are notified before those that get
+        them."""
         members = self._members
-        before = {name: place.owned for name, place in members.items()}
+        before = {name: member.owned for name, member in members.items()}
         shares = assign(self._partitions, before)
-        urls = {name: place.url for name, place in members.items()}
-        found = owners(self._partitions, shares, urls)
+        urls = {name: member.url for name, member in members.items()}
+        owner_urls = owners(self._partitions, shares, urls)
         proxies = tuple(urls[name] for name in sorted(urls))
-        version = min((place.record_version for place in members.values()), default=RECORD_VERSION)
-        peers = {place.url: place.peer_url for place in members.values() if place.peer_url}
-        admins = {place.url: place.admin_url for place in members.values() if place.admin_url}
+        version = min(
+            (member.record_version for member in members.values()), default=RECORD_VERSION
+        )
+        peers = {member.url: member.peer_url for member in members.values() if member.peer_url}
+        admins = {member.url: member.admin_url for member in members.values() if member.admin_url}
         for name, share in shares.items():
             members[name].owned = share
         for name in sorted(shares, key=lambda name: (bool(shares[name] - before[name]), name)):
-            members[name].assign(Assignment(shares[name], found, proxies, version, peers, admins))
+            members[name].assign(
+                Assignment(shares[name], owner_urls, proxies, version, peers, admins)
+            )
 
 
 class MemoryMembership(Membership):
@@ -168,25 +171,19 @@ class MemoryMembership(Membership):
         self, coordinator: MemoryCoordinator, name: str, reach: Callable[[], Awaitable[None]]
     ) -> None:
         self.record_version = RECORD_VERSION
-        """The newest record version that we understand, as the others are told."""
+        """The newest record version that this member announces."""
         self._coordinator = coordinator
         self._name = name
         self._reach = reach
         self._partitions = 0
-        self._place: MemberSlot | None = None
+        self._member: MemberSlot | None = None
 
     def expect(self, partitions: int) -> None:
-        """Say how many partitions there are to share."""
+        """Set the number of partitions to share."""
         self._partitions = partitions
 
     async def join(
-        self,
-        url: str,
-        assigned: Assigned,
-        lost: Lost,
-        *,
-        peer_url: str = "",
-        admin_url: str = "",
+        self, url: str, assigned: Assigned, lost: Lost, *, peer_url: str = "", admin_url: str = ""
     ) -> None:
         """Join as the proxy at `url`; see `txbroker.door.protocols.Membership`.
 
@@ -195,34 +192,34 @@ class MemoryMembership(Membership):
         """
         await self._reach()
         self.close()
-        self._place = MemberSlot(
+        self._member = MemberSlot(
             self._name, url, self.record_version, assigned, lost, peer_url, admin_url
         )
-        self._coordinator.join(self._place, self._partitions)
+        self._coordinator.join(self._member, self._partitions)
 
     async def still_ours(self, partition: int) -> bool:
-        """Say whether `partition` is ours.
+        """Return True if this member owns `partition`.
 
         Raises:
-            KafkaUnavailable: Kafka is down, or we were cut off.
+            KafkaUnavailable: Kafka is down, or the member is cut off.
         """
         await self._reach()
-        if self._place is not None and self._place.silent:
+        if self._member is not None and self._member.silent:
             raise KafkaUnavailable(OUT_OF_TOUCH)
-        return partition in self._coordinator.owned(self._place)
+        return partition in self._coordinator.owned(self._member)
 
     def in_touch(self) -> bool:
-        """Say whether the group's last word is still good: nobody sleeps here."""
-        return self._place is not None and not self._place.silent
+        """Return True if the last assignment is valid: sessions do not time out here."""
+        return self._member is not None and not self._member.silent
 
     async def leave(self) -> None:
-        """Leave the group, so that others take over at once. `join` works again."""
-        place, self._place = self._place, None
-        if place is not None:
-            self._coordinator.leave(place)
+        """Leave the group, so that others take over at once; `join` works again."""
+        member, self._member = self._member, None
+        if member is not None:
+            self._coordinator.leave(member)
 
     def close(self) -> None:
-        """Fall silent without leaving."""
-        place, self._place = self._place, None
-        if place is not None:
-            self._coordinator.fall_silent(place)
+        """End without leaving."""
+        member, self._member = self._member, None
+        if member is not None:
+            self._coordinator.fall_silent(member)

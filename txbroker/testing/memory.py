@@ -1,10 +1,9 @@
-"""A Kafka in memory, as far as a door needs one: topics, transactions, and trouble on demand.
+"""A Kafka in memory with what a door needs: topics, transactions, and faults on demand.
 
-What it does not do: it keeps nothing on disk and compacts nothing; retention happens only when
-`truncate` says so; there is one broker, so no leader moves and no replica lags; a transaction's
-end takes no offset of its own, unless `transact` writes it; nothing is sent over a network, so
-nothing arrives late; rights are yes or no for a whole topic; transactional ids are forgotten only
-when `forget_transactional_ids` says so. It belongs to one event loop.
+Differences from a real Kafka: no disk and no compaction; no retention except by `truncate`; one
+broker, so leaders do not move and replicas do not lag; a transaction's end takes no offset, except
+by `transact`; no network, so nothing arrives late; a topic is authorized as a whole or not;
+transactional ids expire only by `forget_transactional_ids`. It belongs to one event loop.
 """
 
 import asyncio
@@ -36,21 +35,21 @@ TIMESTAMP_AHEAD_MAX_MS = 3_600_000
 
 _BATCH_HEADER_BYTES = 61
 _MORE_BYTES = tuple(1 << bits for bits in range(6, 63, 7))
-"""From each of these on a number, zigzag encoded, takes one byte more than the first."""
+"""Numbers from each of these on take one more byte as zigzag varints."""
 _ANY_PARTITION = -1
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,249}")
 
 
 def wall_clock_ms() -> int:
-    """Return this machine's time, ms since 1970."""
+    """Return the wall clock, ms since 1970."""
     return round(time.time() * 1000)
 
 
 class AdjustableClock:
-    """A clock that runs with this machine's and can be put forward.
+    """A clock that can be advanced.
 
     Args:
-        now_ms: what it runs with.
+        now_ms: the clock that it follows.
     """
 
     def __init__(self, now_ms: Callable[[], int] = wall_clock_ms) -> None:
@@ -62,23 +61,19 @@ class AdjustableClock:
         return self._now_ms() + self._ahead_ms
 
     def advance(self, seconds: float) -> None:
-        """Put it forward."""
+        """Advance the clock."""
         self._ahead_ms += round(seconds * 1000)
 
 
 class LostReply(Enum):
-    """What became of a call that was never answered."""
+    """Whether a write without an answer took effect."""
 
     DONE = "done"
     NOT_DONE = "not done"
 
 
 class KafkaTransaction:
-    """A Kafka transaction: its records are visible once it is committed.
-
-    Args:
-        producer: the id of the producer that writes it.
-    """
+    """A Kafka transaction; `producer` is the id of its producer."""
 
     def __init__(self, producer: int = -1) -> None:
         self.producer = producer
@@ -87,12 +82,12 @@ class KafkaTransaction:
 
 
 _ENDED = KafkaTransaction()
-"""Of what was never a record: nobody sees it, and it is in nobody's way."""
+"""The transaction of end markers, which are not records."""
 _ENDED.open = False
 
 
 class RecordRefused(Exception):
-    """A partition does not take a record."""
+    """A partition refuses a record."""
 
     def __init__(self, cause: Cause) -> None:
         super().__init__(cause.message)
@@ -116,15 +111,14 @@ class MemoryPartition:
     @property
     def stable_end(self) -> int:
         """The last stable offset: below it every transaction has ended."""
-        for transaction in [each for each in self._open if not each.open]:
+        for transaction in [txn for txn in self._open if not txn.open]:
             del self._open[transaction]
         return min(self._open.values(), default=self.end)
 
     def append(
         self, records: Sequence[Record], now_ms: int, transaction: KafkaTransaction | None = None
     ) -> int:
-        """Store records and return the first one's offset. Without a timestamp of their own
-        they get `now_ms`."""
+        """Store records and return the first offset. Records without a timestamp get `now_ms`."""
         base = self.end
         if transaction is not None:
             self._open.setdefault(transaction, base)
@@ -137,25 +131,25 @@ class MemoryPartition:
         return base
 
     def mark(self, now_ms: int) -> None:
-        """Store the end of a transaction: it takes an offset and is no record."""
+        """Store the end marker of a transaction: it takes an offset and is not a record."""
         record = Record(None, None, timestamp_ms=now_ms, offset=self.end)
         self._entries.append((record, _ENDED))
 
     def hold(self, transaction: KafkaTransaction) -> None:
-        """Keep the last stable offset where the log ends now, for as long as it is open."""
+        """Hold the last stable offset at the end of the log while the transaction is open."""
         self._open.setdefault(transaction, self.end)
 
     def follow(self, follower: Callable[[Record], None]) -> Callable[[], None]:
-        """Call `follower` with every further record, until the returned function is called."""
+        """Call `follower` with every new record until the returned function is called."""
         self._followers.append(follower)
         return lambda: self._followers.remove(follower)
 
     def read(self, start: int, end: int, *, producers: bool = False) -> list[Record]:
-        """Return the committed records from `start` up to, not including, `end`; with `producers`
-        they say who wrote them.
+        """Return the committed records from `start` up to, not including, `end`; with `producers`,
+        with their producer ids.
 
         Raises:
-            LogTruncated: they are not all there, or not any more.
+            LogTruncated: some offsets are not in the log (any more).
         """
         if start < end and (start < self.begin or end > self.end):
             raise LogTruncated(f"kept are offsets {self.begin} to {self.end}, not {start} to {end}")
@@ -169,7 +163,7 @@ class MemoryPartition:
         ]
 
     def pick(self, offsets: Sequence[int]) -> list[Record]:
-        """Return the committed records at these offsets; what is not there is left out."""
+        """Return the committed records at these offsets; offsets without a record are left out."""
         return [
             record
             for offset in offsets
@@ -178,12 +172,12 @@ class MemoryPartition:
         ]
 
     def delete_before(self, offset: int) -> None:
-        """Take the records below `offset` away, as retention does."""
+        """Delete the records below `offset`, as retention does."""
         del self._entries[: max(0, offset - self.begin)]
         self.begin = max(self.begin, offset)
 
     def delete_from(self, offset: int) -> None:
-        """Take the records from `offset` on away, as a topic that was restored from a backup."""
+        """Delete the records from `offset` on, as restoring an older backup does."""
         del self._entries[max(0, offset - self.begin) :]
 
 
@@ -196,15 +190,19 @@ class MemoryTopic(Struct):
     leaderless: frozenset[int] = frozenset()
     authorized: bool = True
     id: int = 0
-    """Another one for each topic that is made, also under a name that was used before."""
+    """Unique per creation, also if the name was used before."""
 
 
 class MemoryKafka:
-    """Topics that several doors share, and switches for what can go wrong with them.
+    """Topics that several doors share, with switches for faults.
 
     Args:
         clock: the broker's clock, for append times.
-        default_partitions: of topics that are created without a number.
+        default_partitions: the partition count of topics created without one.
+
+    Attributes:
+        unaware: target partitions that have not received the end of a promotion transaction of an
+            earlier claim.
     """
 
     def __init__(
@@ -221,8 +219,7 @@ class MemoryKafka:
         self._lost_append: LostReply | None = None
         self._lost_commit: LostReply | None = None
         self._waiting: set[asyncio.Future[None]] = set()
-        self.untold: set[tuple[str, int]] = set()
-        """Partitions that were never told of the end of a turn that an earlier claim began."""
+        self.unaware: set[tuple[str, int]] = set()
 
     # --- topics ------------------------------------------------------------------------------
 
@@ -237,13 +234,13 @@ class MemoryKafka:
         """Create a topic; one that exists stays as it is.
 
         Raises:
-            ValueError: no topic can have that name.
+            ValueError: the name is invalid.
         """
         if not valid_name(name):
-            raise ValueError(f"{name!r} is no name for a topic")
+            raise ValueError(f"{name!r} is not a valid topic name")
         count = self._default_partitions if partitions is None else partitions
-        made = [MemoryPartition() for _ in range(count)]
-        topic = MemoryTopic(made, message_bytes_max, log_append_time, id=next(self._ids))
+        new = [MemoryPartition() for _ in range(count)]
+        topic = MemoryTopic(new, message_bytes_max, log_append_time, id=next(self._ids))
         self.topics.setdefault(name, topic)
 
     def delete_topic(self, name: str) -> None:
@@ -255,11 +252,10 @@ class MemoryKafka:
         del self.topics[name]
 
     def recreate_topic(self, name: str, partitions: int | None = None) -> None:
-        """Delete a topic and make it anew, empty, with the same settings.
+        """Delete a topic and create it again, empty, with the same settings.
 
         Args:
-            name: of the topic.
-            partitions: None for as many as it had.
+            partitions: None: as before.
         """
         old = self.topics[name]
         count = len(old.partitions) if partitions is None else partitions
@@ -267,12 +263,12 @@ class MemoryKafka:
         self.topics[name] = structs.replace(old, partitions=new, id=next(self._ids))
 
     def add_partitions(self, name: str, total: int) -> None:
-        """Give a topic more partitions, `total` in all."""
+        """Increase a topic's partitions to `total`."""
         have = self.topics[name].partitions
         have.extend(MemoryPartition() for _ in range(total - len(have)))
 
     def set_log_append_time(self, name: str, *, log_append_time: bool) -> None:
-        """Change a topic's `message.timestamp.type`; records that it has keep their times."""
+        """Change a topic's `message.timestamp.type`; stored records keep their timestamps."""
         self.topics[name].log_append_time = log_append_time
 
     def set_message_bytes_max(self, name: str, message_bytes_max: int) -> None:
@@ -280,36 +276,36 @@ class MemoryKafka:
         self.topics[name].message_bytes_max = message_bytes_max
 
     def set_leaderless(self, name: str, *partitions: int) -> None:
-        """Take the leaders of these partitions away, and give all others of the topic theirs."""
+        """Remove the leaders of these partitions, and restore all others of the topic."""
         self.topics[name].leaderless = frozenset(partitions)
 
     def set_authorized(self, name: str, *, authorized: bool) -> None:
-        """Give or take the right to a topic."""
+        """Grant or revoke access to a topic."""
         self.topics[name].authorized = authorized
 
     def truncate(
         self, name: str, partition: int = 0, *, before: int = 0, end: int | None = None
     ) -> None:
-        """Lose records: those below `before` (retention), and those from `end` on (a restored
-        backup, an unclean leader)."""
-        found = self.topics[name].partitions[partition]
-        found.delete_before(before)
+        """Delete records below `before` (retention) and from `end` on (a restored backup or an
+        unclean leader)."""
+        log = self.topics[name].partitions[partition]
+        log.delete_before(before)
         if end is not None:
-            found.delete_from(end)
+            log.delete_from(end)
 
     def visible(self, name: str, partition: int = 0) -> list[Record]:
-        """Return what a `read_committed` consumer sees of a partition, from begin to end.
+        """Return all records of a partition that a `read_committed` consumer sees.
 
         Raises:
             KafkaUnavailable: it does not exist.
         """
-        found = self.partition(name, partition)
-        return found.read(found.begin, found.stable_end)
+        log = self.partition(name, partition)
+        return log.read(log.begin, log.stable_end)
 
-    # --- trouble -----------------------------------------------------------------------------
+    # --- faults ------------------------------------------------------------------------------
 
     def go_down(self, unanswered: LostReply = LostReply.NOT_DONE) -> None:
-        """Answer nothing any more; `unanswered` says what becomes of appends and commits."""
+        """Stop answering; `unanswered` decides whether appends and commits take effect."""
         self._down = unanswered
 
     def come_up(self) -> None:
@@ -317,33 +313,32 @@ class MemoryKafka:
         self._down = None
 
     def lose_answer_of_next_append(self, outcome: LostReply) -> None:
-        """Leave the next append to a half or operation topic unanswered."""
+        """Do not answer the next append to a half or operation topic."""
         self._lost_append = outcome
 
     def lose_answer_of_next_commit(self, outcome: LostReply) -> None:
-        """Leave the next commit of a turn unanswered."""
+        """Do not answer the next commit of a promotion transaction."""
         self._lost_commit = outcome
 
     def hang(self, name: str, partition: int = 0) -> Callable[[], None]:
-        """Leave a transaction open on a partition: `read_committed` readers see nothing that is
-        written from now on, until the returned function is called."""
+        """Leave a transaction open on a partition: `read_committed` readers see no later record
+        until the returned function is called."""
         transaction = KafkaTransaction()
         self.partition(name, partition).hold(transaction)
         return lambda: self.end(transaction, committed=False)
 
     def forget_transactional_ids(self) -> None:
-        """Forget all transactional ids without an open transaction, as Kafka does with those
-        that were idle for days."""
+        """Expire all transactional ids without an open transaction, as Kafka does after days."""
         self._transactions = {
             id: (holder, running)
             for id, (holder, running) in self._transactions.items()
-            if any(each.open for each in running)
+            if any(transaction.open for transaction in running)
         }
 
     # --- for the door ------------------------------------------------------------------------
 
     async def reach(self) -> None:
-        """Go to the broker, as every call does.
+        """Reach the broker, as every call does.
 
         Raises:
             KafkaUnavailable: it is down.
@@ -364,25 +359,27 @@ class MemoryKafka:
         return topic.partitions[number]
 
     def facts(self, name: str) -> TargetFacts | Cause:
-        """Return what is known of a topic, or why there is nothing."""
+        """Return the facts of a topic, or why there are none."""
         topic = self.topics.get(name)
         if not valid_name(name):
-            return Cause("unknown_topic", f"{name!r} is no name for a topic", name, _ANY_PARTITION)
+            return Cause(
+                "unknown_topic", f"{name!r} is not a valid topic name", name, _ANY_PARTITION
+            )
         if topic is None:
             return Cause("unknown_topic", f"topic {name} does not exist", name, _ANY_PARTITION)
         if not topic.authorized:
-            sentence = f"no right to topic {name}"
-            return Cause("not_authorized", sentence, name, _ANY_PARTITION)
+            message = f"not authorized to access topic {name}"
+            return Cause("not_authorized", message, name, _ANY_PARTITION)
         return TargetFacts(
             len(topic.partitions), topic.message_bytes_max, topic.log_append_time, topic.leaderless
         )
 
     def coordinator(self, group: str) -> MemoryCoordinator:
-        """Return who shares partitions among the members of a group."""
+        """Return the coordinator of a group."""
         return self._members.setdefault(group, MemoryCoordinator())
 
     def fence(self, transactional_id: str, holder: object) -> None:
-        """Make `holder` the only one who may use an id: what another left open is aborted."""
+        """Make `holder` the only user of a transactional id, and abort its open transactions."""
         for transaction in self._transactions.get(transactional_id, (None, []))[1]:
             self.end(transaction, committed=False)
         self._transactions[transactional_id] = (holder, [])
@@ -398,9 +395,9 @@ class MemoryKafka:
         return self._transactions[transactional_id][0] is holder
 
     def begin(self, transactional_id: str) -> KafkaTransaction:
-        """Begin a transaction, for who holds the id."""
+        """Begin a transaction of the id's holder."""
         running = self._transactions[transactional_id][1]
-        running[:] = [each for each in running if each.open]
+        running[:] = [transaction for transaction in running if transaction.open]
         running.append(KafkaTransaction(self._producer(transactional_id)))
         return running[-1]
 
@@ -416,7 +413,7 @@ class MemoryKafka:
         """
         await asyncio.sleep(0)
         try:
-            found = self.partition(name, partition)
+            log = self.partition(name, partition)
         except KafkaUnavailable as error:
             raise AppendUnknown(str(error)) from None
         topic = self.topics[name]
@@ -430,9 +427,9 @@ class MemoryKafka:
         if lost is LostReply.NOT_DONE:
             raise AppendUnknown("the in-memory Kafka did not answer, and stored nothing")
         now_ms = self.clock.now_ms()
-        # Topics of txbroker's own: the broker's time counts, whatever the record says.
+        # txbroker's own topics use the broker's time, whatever the record's timestamp is.
         stamped = [structs.replace(record, timestamp_ms=-1) for record in records]
-        base = found.append(stamped, now_ms)
+        base = log.append(stamped, now_ms)
         if lost is not None:
             raise AppendUnknown("the in-memory Kafka did not answer, but stored the batch")
         return Appended(base, now_ms)
@@ -440,16 +437,16 @@ class MemoryKafka:
     def write(
         self, name: str, number: int, records: Sequence[Record], transaction: KafkaTransaction
     ) -> int:
-        """Write records of a transaction and return the first one's offset.
+        """Write records of a transaction and return the first offset.
 
         Raises:
-            RecordRefused: the topic does not take them.
+            RecordRefused: the topic refuses them.
             KafkaUnavailable: the partition has no leader.
         """
         topic = self.topics.get(name)
-        refused = self._refusal(topic, name, number, records)
-        if refused is not None:
-            raise RecordRefused(refused)
+        cause = self._refusal(topic, name, number, records)
+        if cause is not None:
+            raise RecordRefused(cause)
         assert topic is not None
         if number in topic.leaderless:
             raise KafkaUnavailable(f"{name}-{number} has no leader")
@@ -461,35 +458,35 @@ class MemoryKafka:
         self, topic: MemoryTopic | None, name: str, number: int, records: Sequence[Record]
     ) -> Cause | None:
         if topic is None or number >= len(topic.partitions):
-            sentence = f"{name}-{number} does not exist: create it"
-            return Cause("unknown_topic", sentence, name, number, passing=True)
+            message = f"{name}-{number} does not exist: create it"
+            return Cause("unknown_topic", message, name, number, passing=True)
         if not topic.authorized:
-            sentence = f"{name}-{number} may not be written by this proxy"
-            return Cause("not_authorized", sentence, name, number)
+            message = f"{name}-{number} may not be written by this proxy"
+            return Cause("not_authorized", message, name, number)
         latest_ms = self.clock.now_ms() + TIMESTAMP_AHEAD_MAX_MS
-        # Whoever writes cuts a batch that is too large, so what counts is each record alone.
+        # A producer splits a batch that is too large, so each record is measured alone.
         alone = _record_bytes(records, itertools.repeat(0))
         for size, record in zip(alone, records, strict=True):
             if _BATCH_HEADER_BYTES + size > topic.message_bytes_max:
-                sentence = f"{name}-{number} is larger than max.message.bytes: raise that setting"
-                return Cause("too_large", sentence, name, number)
+                message = f"{name}-{number} is larger than max.message.bytes: raise that setting"
+                return Cause("too_large", message, name, number)
             if record.timestamp_ms > latest_ms and not topic.log_append_time:
-                sentence = f"{name}-{number} does not take the message's timestamp"
-                return Cause("bad_timestamp", sentence, name, number)
+                message = f"{name}-{number} refuses the message's timestamp"
+                return Cause("bad_timestamp", message, name, number)
         return None
 
     def transact(
         self, name: str, partition: int, records: Sequence[Record], *, committed: bool = True
     ) -> None:
         """Write a whole transaction, as another client does; its end takes an offset."""
-        found = self.partition(name, partition)
+        log = self.partition(name, partition)
         transaction, now_ms = KafkaTransaction(next(self._ids)), self.clock.now_ms()
-        found.append(records, now_ms, transaction)
+        log.append(records, now_ms, transaction)
         self.end(transaction, committed=committed)
-        found.mark(now_ms)
+        log.mark(now_ms)
 
     def commit(self, transaction: KafkaTransaction) -> None:
-        """End a transaction so that it becomes visible.
+        """Commit a transaction.
 
         Raises:
             KafkaUnavailable: no answer; it may or may not be committed.
@@ -502,7 +499,7 @@ class MemoryKafka:
             raise KafkaUnavailable("the in-memory Kafka did not answer to a commit")
 
     def end(self, transaction: KafkaTransaction, *, committed: bool) -> None:
-        """End a transaction one way or the other; the first end counts."""
+        """Commit or abort a transaction; the first end counts."""
         if transaction.open:
             transaction.open = False
             transaction.committed = committed
@@ -511,7 +508,7 @@ class MemoryKafka:
                     future.set_result(None)
 
     async def ended(self) -> None:
-        """Wait until some transaction ends."""
+        """Wait until any transaction ends."""
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting.add(future)
         try:
@@ -521,24 +518,24 @@ class MemoryKafka:
 
 
 def valid_name(name: str) -> bool:
-    """Say whether a topic can have this name."""
+    """Return True if a topic can have this name."""
     return _NAME.fullmatch(name) is not None and name not in (".", "..")
 
 
 def batch_bytes(records: Sequence[Record]) -> int:
-    """Return the size of records as one uncompressed batch of Kafka's, bytes.
+    """Return the size of records as one uncompressed Kafka batch, bytes.
 
-    The times of one batch are taken to be equal, which holds for what an owner appends.
+    Assumes that a batch's timestamps are equal, as in an owner's appends.
     """
     return _BATCH_HEADER_BYTES + sum(_record_bytes(records, itertools.count()))
 
 
 def _record_bytes(records: Iterable[Record], numbers: Iterable[int]) -> list[int]:
-    """Return what each record takes in a batch as the one of this number there, bytes."""
+    """Return the size of each record, given its number in the batch, bytes."""
     sizes = []
     for record, number in zip(records, numbers, strict=False):
         parts = [record.key, record.value]
-        # A byte each for attributes, time, and the first of its number and of both lengths.
+        # One byte each for attributes, timestamp delta, number and both lengths; then the rest.
         size = 3 + len(parts) + bisect_right(_MORE_BYTES, number)
         headers = record.headers
         size += len((headers if isinstance(headers, Encoded) else encode_headers(headers)).data)

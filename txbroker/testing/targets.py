@@ -1,4 +1,4 @@
-"""What target topics in a `MemoryKafka` take."""
+"""The properties of target topics in a `MemoryKafka`."""
 
 import asyncio
 from collections.abc import Callable
@@ -16,7 +16,7 @@ from txbroker.door.protocols import TargetFacts
 from txbroker.testing.memory import MemoryKafka, valid_name
 
 _CAUSE_TTL_S = 1.0
-"""Somebody may be creating the topic just now."""
+"""A missing topic may be created at any time."""
 
 
 class MemoryTargets:
@@ -28,12 +28,12 @@ class MemoryTargets:
         self._known: dict[str, tuple[float, TargetFacts | Cause]] = {}
 
     def known(self, topic: str) -> TargetFacts | Cause | None:
-        """Return facts from the cache, or why there are none, or None where it must be asked."""
+        """Return cached facts, or the cached cause of a failure, or None if `examine` must ask."""
         until, facts = self._known.get(topic, (0.0, None))
         return facts if asyncio.get_running_loop().time() < until else None
 
     async def examine(self, topic: str, *, create: bool = False) -> TargetFacts | Cause:
-        """Ask about a topic, and remember the answer; with `create`, create a missing one.
+        """Return a topic's facts and cache them; with `create`, create a missing topic.
 
         Raises:
             KafkaUnavailable: Kafka is down.
@@ -41,9 +41,9 @@ class MemoryTargets:
         await self._kafka.reach()
         prefix = installation_of(topic)
         if prefix and self._exists(prefix):
-            refused = belongs_to(topic, prefix)
-            self._remember(topic, refused)
-            return refused
+            cause = belongs_to(topic, prefix)
+            self._remember(topic, cause)
+            return cause
         if create and topic not in self._kafka.topics and valid_name(topic):
             self._kafka.create_topic(topic)
         facts = self._kafka.facts(topic)
@@ -52,7 +52,7 @@ class MemoryTargets:
 
     def _exists(self, prefix: str) -> bool:
         count = half_partitions(
-            prefix, {name: len(one.partitions) for name, one in self._kafka.topics.items()}
+            prefix, {name: len(topic.partitions) for name, topic in self._kafka.topics.items()}
         )
         return count > 0 and (
             self._holds(prefix, "groups", partial(is_layout, partitions=count))
@@ -60,12 +60,12 @@ class MemoryTargets:
         )
 
     def _holds(self, prefix: str, name: str, test: Callable[[Record], bool]) -> bool:
-        """Say whether a topic of that prefix holds such a record."""
-        found = self._kafka.topics.get(f"{prefix}.{name}")
-        return found is not None and any(
+        """Return True if a topic of that prefix holds such a record."""
+        topic = self._kafka.topics.get(f"{prefix}.{name}")
+        return topic is not None and any(
             test(record)
-            for one in found.partitions
-            for record in one.read(one.begin, one.stable_end)
+            for partition in topic.partitions
+            for record in partition.read(partition.begin, partition.stable_end)
         )
 
     def forget(self, topic: str) -> None:
@@ -73,7 +73,7 @@ class MemoryTargets:
         self._known.pop(topic, None)
 
     def note(self, cause: Cause) -> None:
-        """Learn from a refusal: the facts that did not foresee it are out of date."""
+        """Drop the facts of a topic that refused a record: they are out of date."""
         self.forget(cause.topic)
 
     def _remember(self, topic: str, facts: TargetFacts | Cause) -> None:
