@@ -225,9 +225,9 @@ def test_broker_is_identified_by_client_id(client: bytes, source: int) -> None:
 def test_transactional_id_is_found_in_both_versions(protocol: TxnProtocolV1) -> None:
     whole = dict.fromkeys(range(99), (0, 99))
     requests: list[Request[Any] | PackedRequest] = [
-        protocol.begin("mine", 1000),
-        protocol.write("mine", 1000, [("topic", [(0, b"batch")])]),
-        protocol.end("mine", 1, 0, commit=True),
+        protocol.init_producer_id("mine", 1000),
+        protocol.produce("mine", 1000, [("topic", [(0, b"batch")])]),
+        protocol.end_txn("mine", 1, 0, commit=True),
     ]
     for each in requests:
         if isinstance(each, PackedRequest):
