@@ -50,18 +50,18 @@ def rule_id(rule: dict[str, Any]) -> str:
     return "-".join(filter(None, [rule["alert"], rule["labels"].get("scope")]))
 
 
-def test_there_is_every_alert() -> None:
+def test_alert_files_hold_every_alert() -> None:
     assert {f"TxBroker{name}" for name in ALERTS} == NAMES
 
 
 @pytest.mark.parametrize("rule", RULES, ids=rule_id)
-def test_an_alert_asks_for_what_proxies_show(rule: dict[str, Any]) -> None:
+def test_alert_queries_exported_metrics(rule: dict[str, Any]) -> None:
     assert promql.names(rule["expr"])
     assert promql.unknown(rule["expr"], KNOWN) == []
 
 
 @pytest.mark.parametrize("rule", RULES, ids=rule_id)
-def test_an_alert_tells_what_it_knows(rule: dict[str, Any]) -> None:
+def test_alert_texts_use_labels_that_it_has(rule: dict[str, Any]) -> None:
     texts = rule["annotations"]
     assert set(texts) == {"summary", "description", "runbook_url"}
     assert texts["runbook_url"] == f"docs/runbooks/{rule['alert']}.md"
@@ -73,7 +73,7 @@ def test_an_alert_tells_what_it_knows(rule: dict[str, Any]) -> None:
     assert shown <= (set(re.findall(r"\w+", grouped[0])) if grouped else kept)
 
 
-def test_a_name_or_label_that_is_not_there_is_found() -> None:
+def test_unknown_metric_or_label_is_found() -> None:
     expression = (
         'sum by (group, topic) (rate(txbroker_checks_total{outcome="commit", owner="a"}[5m]))'
         " / txbroker_cheks_total"
@@ -85,7 +85,7 @@ def test_a_name_or_label_that_is_not_there_is_found() -> None:
     ]
 
 
-def test_every_alert_is_tried_where_it_fires_and_where_it_is_silent() -> None:
+def test_alert_unit_tests_cover_firing_and_silence() -> None:
     tried = yaml.safe_load((FILES / "alerts_test.yaml").read_text())["tests"]
     checks = [check for test in tried for check in test["alert_rule_test"]]
     loud = {(c["alertname"]): c["exp_alerts"] for c in checks if c["exp_alerts"]}
@@ -103,12 +103,12 @@ def test_every_alert_is_tried_where_it_fires_and_where_it_is_silent() -> None:
 # --- runbooks --------------------------------------------------------------------------------
 
 
-def test_each_alert_has_a_runbook_and_each_runbook_an_alert() -> None:
+def test_alerts_and_runbooks_match() -> None:
     assert {page.stem for page in PAGES} == NAMES
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_a_runbook_says_what_is_needed_at_night(page: Path) -> None:
+def test_runbook_has_every_section(page: Path) -> None:
     text = page.read_text()
     assert text.startswith(f"# {page.stem}\n")
     assert re.findall(r"^## (.*)$", text, re.M) == SECTIONS
@@ -117,7 +117,7 @@ def test_a_runbook_says_what_is_needed_at_night(page: Path) -> None:
     assert len(text.split()) < 550
 
 
-def test_the_index_has_every_alert_with_its_severity_and_time() -> None:
+def test_runbook_index_lists_severity_and_delay() -> None:
     rows: list[tuple[str, str, str]] = []
     for line in (RUNBOOKS / "README.md").read_text().splitlines():
         if line.startswith("| [TxBroker") or line.startswith("| |"):
@@ -130,7 +130,7 @@ def test_the_index_has_every_alert_with_its_severity_and_time() -> None:
     )
 
 
-def test_the_metrics_that_docs_name_are_those_of_the_code() -> None:
+def test_docs_name_existing_metrics() -> None:
     reference = (ROOT / "docs/reference/metrics.md").read_text()
     listed = set(re.findall(r"^\| `(txbroker_\w+)` \|", reference, re.M))
     assert listed == {one.name for one in DESCRIBED}

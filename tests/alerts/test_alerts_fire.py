@@ -171,7 +171,7 @@ async def plant(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Plant
         yield Plant(service, world, running)
 
 
-async def test_alerts_fire_on_trouble_and_end_when_it_is_mended(plant: Plant) -> None:
+async def test_alerts_fire_on_faults_and_resolve(plant: Plant) -> None:
     await plant.prometheus.is_over("TxBrokerNotReady")
     assert await plant.prometheus.alerts() == {}
     await asyncio.gather(
@@ -195,7 +195,7 @@ async def test_alerts_fire_on_trouble_and_end_when_it_is_mended(plant: Plant) ->
     }
 
 
-async def test_a_proxy_out_of_touch_or_gone_is_noticed(plant: Plant) -> None:
+async def test_lost_or_suspended_proxy_fires_alert(plant: Plant) -> None:
     group = plant.world.kafka.coordinator("test")
     group.silence(plant.service.instance)
     await plant.fires("TxBrokerNotReady", scope="proxy")
@@ -208,7 +208,7 @@ async def test_a_proxy_out_of_touch_or_gone_is_noticed(plant: Plant) -> None:
     await plant.prometheus.is_over("TxBrokerNotReady")
 
 
-async def test_messages_that_retention_will_reach_are_noticed(plant: Plant) -> None:
+async def test_messages_near_retention_fire_alert(plant: Plant) -> None:
     kafka, parked = plant.world.kafka, plant.world.name("parked")
     message = Message(await plant.service.topic(), b"k")
     id = await plant.service.prepare(message)
@@ -223,7 +223,7 @@ async def test_messages_that_retention_will_reach_are_noticed(plant: Plant) -> N
         assert (await plant.service.tell(each, "rollback"))["state"] == "rolled_back"
 
 
-async def test_messages_that_vanished_are_noticed(plant: Plant) -> None:
+async def test_lost_messages_fire_alert(plant: Plant) -> None:
     (id,) = await plant.pending("careless", 1)
     half = plant.world.name("half")
     for number, partition in enumerate(plant.world.kafka.topics[half].partitions):

@@ -35,7 +35,7 @@ def queries() -> Iterator[tuple[str, str]]:
 QUERIES = list(queries())
 
 
-def test_it_is_the_one_that_the_code_makes() -> None:
+def test_dashboard_file_is_generated() -> None:
     made = subprocess.run(
         [sys.executable, CHARTS / "dashboard.py"], capture_output=True, text=True, check=True
     )
@@ -43,7 +43,7 @@ def test_it_is_the_one_that_the_code_makes() -> None:
 
 
 @pytest.mark.parametrize("query", QUERIES, ids=lambda query: query[0])
-def test_a_query_asks_for_what_proxies_show(query: tuple[str, str]) -> None:
+def test_dashboard_queries_exported_metrics(query: tuple[str, str]) -> None:
     expression = query[1]
     assert promql.names(expression)
     assert promql.unknown(expression, KNOWN) == []
@@ -56,13 +56,13 @@ def test_a_query_asks_for_what_proxies_show(query: tuple[str, str]) -> None:
     assert not re.search(r"txbroker_\w+(?![\w{])", expression)
 
 
-def test_every_metric_is_shown_somewhere() -> None:
+def test_dashboard_shows_every_metric() -> None:
     shown = set().union(*(promql.names(expression) for _, expression in QUERIES))
     stems = {re.sub(r"_(bucket|sum|count)$", "", name) for name in shown}
     assert {one.name for one in Metrics().described()} - stems == set()
 
 
-def test_what_is_chosen_is_found_among_what_proxies_show() -> None:
+def test_dashboard_variables_match_exported_labels() -> None:
     assert list(VARIABLES) == ["datasource", "cluster", "namespace", "job", "group"]
     for name, variable in VARIABLES.items():
         if name == "datasource":
@@ -76,7 +76,7 @@ def test_what_is_chosen_is_found_among_what_proxies_show() -> None:
         assert names - set(KNOWN) <= {"txbroker_"}
 
 
-def test_panels_have_numbers_and_places_of_their_own() -> None:
+def test_panels_have_unique_ids_and_positions() -> None:
     assert len({panel["id"] for panel in PANELS}) == len(PANELS)
     cells = [
         (x, y)
@@ -104,7 +104,7 @@ def _row_of(panel: dict[str, Any]) -> int:
 
 
 @pytest.mark.needs_tool("prometheus")
-def test_prometheus_reads_every_query(tmp_path: Path) -> None:
+def test_prometheus_parses_every_query(tmp_path: Path) -> None:
     rules = []
     for number, (_, expression) in enumerate(QUERIES):
         for name, value in GRAFANAS.items():

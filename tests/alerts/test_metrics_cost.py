@@ -32,7 +32,7 @@ class Settled:
     decided_at_ms, promoted_at_ms = 1_700_000_000_000, 1_700_000_000_005
 
 
-def test_counting_a_whole_transaction_takes_microseconds() -> None:
+def test_counting_a_transaction_takes_microseconds() -> None:
     metrics = Metrics()
     transaction = cast(Transaction, Settled())
     turn = [transaction] * 50
@@ -70,7 +70,7 @@ async def proxies() -> AsyncIterator[Proxies]:
         await world.close()
 
 
-async def test_gauges_of_a_partition_move_with_it(proxies: Proxies) -> None:
+async def test_gauges_follow_partition_to_new_owner(proxies: Proxies) -> None:
     (one,) = await proxies.add("one")
     topic, waiting = await one.topic(), unique("waiting")
     asked = await one.group({"decision": "unknown"}, attempts_max=1, timeout_s=0.1)
@@ -102,7 +102,7 @@ async def test_gauges_of_a_partition_move_with_it(proxies: Proxies) -> None:
     assert await two.metric("parked", group=asked) == proxies.partitions
 
 
-async def test_a_proxy_out_of_touch_shows_no_gauges_of_what_may_be_anothers(
+async def test_suspended_proxy_shows_no_partition_gauges(
     proxies: Proxies,
 ) -> None:
     one, two = await proxies.add("one", "two")

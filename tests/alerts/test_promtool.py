@@ -21,12 +21,12 @@ def promtool(*words: str, folder: Path = FILES) -> tuple[int, str]:
     return done.returncode, done.stdout + done.stderr
 
 
-def test_the_rules_are_valid() -> None:
+def test_alert_rules_are_valid() -> None:
     code, said = promtool("check", "rules", "--lint-fatal", "alerts.yaml")
     assert (code, "SUCCESS: 15 rules found" in said) == (0, True), said
 
 
-def test_the_rules_fire_as_they_should() -> None:
+def test_alert_rules_pass_their_unit_tests() -> None:
     code, said = promtool("test", "rules", "alerts_test.yaml")
     assert (code, "SUCCESS" in said) == (0, True), said
 
@@ -49,7 +49,7 @@ CHANGES = {
 """A change to each alert that makes it miss its trouble."""
 
 
-def test_the_unit_tests_notice_every_rule_that_was_changed(tmp_path: Path) -> None:
+def test_rule_unit_tests_fail_for_changed_rules(tmp_path: Path) -> None:
     rules = (FILES / "alerts.yaml").read_text()
     names = set(re.findall(r"- alert: (\w+)", rules))
     assert len(names) == len(CHANGES)

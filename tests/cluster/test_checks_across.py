@@ -142,7 +142,7 @@ async def registered(proxy: ProxyProcess, url: str) -> None:
         assert status == 200, answer
 
 
-async def test_checks_find_their_group_while_proxies_die_and_leave(
+async def test_checks_find_group_while_proxies_die_and_leave(
     fleet: Fleet,
 ) -> None:
     home, dies, leaves = fleet.proxies
@@ -203,7 +203,7 @@ async def asked(recorder: Recorder, count: int) -> None:
     await until(enough)
 
 
-async def test_a_proxy_that_dies_between_question_and_answer_counts_as_an_attempt(
+async def test_proxy_death_during_check_counts_as_attempt(
     fleet: Fleet,
 ) -> None:
     """The session's proxy dies with the question under way; the SDK moves to another by itself,

@@ -61,7 +61,7 @@ async def fleet(kafka: EmbeddedKafka) -> AsyncIterator[CutFleet]:
 
 
 @pytest.mark.parametrize("reset", [False, *([True] if LONG else [])])
-async def test_a_proxy_cut_off_from_kafka_gives_way_and_comes_back(
+async def test_proxy_cut_off_from_kafka_yields_and_returns(
     fleet: CutFleet, tmp_path: Path, reset: bool
 ) -> None:
     """What it had sent arrives late, behind its successor's claim (`reset`: never)."""

@@ -32,14 +32,14 @@ async def output(name: str, *arguments: str) -> str:
 
 
 @pytest.mark.timeout(600)
-async def test_the_soak_adds_up() -> None:
+async def test_soak_history_is_consistent() -> None:
     printed = await output("soak", "--minutes", "1.5")
     assert "\nadds up\n" in printed
     assert "every proxy lists what the topics hold" in printed
 
 
 @pytest.mark.timeout(600)
-async def test_restarts_are_measured() -> None:
+async def test_restart_times_are_measured() -> None:
     sizes = ["--pending", "3000", "--settled", "5000", "--pending-behind", "100"]
     printed = await output("recovery", *sizes, "--settle-s", "1", "--json")
     pending, settled = map(json.loads, printed.splitlines())
@@ -50,7 +50,7 @@ async def test_restarts_are_measured() -> None:
 
 
 @pytest.mark.timeout(600)
-async def test_check_backs_are_measured() -> None:
+async def test_checkback_rates_are_measured() -> None:
     printed = await output("checks", "--count", "2000", "--rate", "2000", "--json")
     found = [json.loads(line) for line in printed.splitlines()]
     assert [(each["way"], each["checks"]) for each in found] == [("sessions", 2000), ("http", 2000)]
@@ -58,7 +58,7 @@ async def test_check_backs_are_measured() -> None:
 
 
 @pytest.mark.timeout(600)
-async def test_what_a_crowd_costs_is_measured() -> None:
+async def test_cost_of_many_sessions_is_measured() -> None:
     sizes = ["--producers", "50", "--groups", "5", "--rounds", "1"]
     printed = await output("crowd", *sizes, "--warmup-s", "1", "--duration-s", "2")
     alone, beside, ratio = printed.splitlines()
@@ -68,7 +68,7 @@ async def test_what_a_crowd_costs_is_measured() -> None:
 
 
 @pytest.mark.timeout(600)
-async def test_endurance_is_measured() -> None:
+async def test_endurance_run_is_measured() -> None:
     printed = await output("endurance", "--transactions", "3000", "--warmup-s", "1", "--json")
     found = json.loads(printed)
     assert found["bench"]["transactions"] >= 3000

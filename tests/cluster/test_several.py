@@ -47,7 +47,7 @@ async def claims(fleet: Fleet) -> int:
 
 
 @pytest.mark.parametrize("fleet", [3], indirect=True)
-async def test_kill_9_of_one_and_of_two_at_once(fleet: Fleet, shop: Shop) -> None:
+async def test_kill_9_of_one_and_two_proxies_loses_nothing(fleet: Fleet, shop: Shop) -> None:
     async def kill(fleet: Fleet, recorder: Recorder, fate: random.Random) -> None:
         await reached(recorder, TRANSACTIONS // 8)
         one, two, three = fate.sample(fleet.proxies, 3)
@@ -67,7 +67,7 @@ async def test_kill_9_of_one_and_of_two_at_once(fleet: Fleet, shop: Shop) -> Non
     await judged(fleet, shop, kill, TRANSACTIONS)
 
 
-async def test_a_proxy_that_leaves_hands_over_at_once(fleet: Fleet, shop: Shop) -> None:
+async def test_leaving_proxy_hands_over_at_once(fleet: Fleet, shop: Shop) -> None:
     async def leave(fleet: Fleet, recorder: Recorder, fate: random.Random) -> None:
         await reached(recorder, TRANSACTIONS // 4)
         goes, stays = fate.sample(fleet.proxies, 2)
@@ -90,9 +90,7 @@ async def test_a_proxy_that_leaves_hands_over_at_once(fleet: Fleet, shop: Shop) 
     await judged(fleet, shop, leave, TRANSACTIONS)
 
 
-async def test_a_proxy_that_hangs_longer_than_its_session_spoils_nothing(
-    fleet: Fleet, shop: Shop
-) -> None:
+async def test_proxy_hung_past_its_session_corrupts_nothing(fleet: Fleet, shop: Shop) -> None:
     async def hang(fleet: Fleet, recorder: Recorder, fate: random.Random) -> None:
         await reached(recorder, TRANSACTIONS // 8)
         hung, other = fate.sample(fleet.proxies, 2)
@@ -115,7 +113,7 @@ async def test_a_proxy_that_hangs_longer_than_its_session_spoils_nothing(
 
 
 @pytest.mark.parametrize("fleet", [3], indirect=True)
-async def test_a_rolling_restart_under_load(fleet: Fleet, shop: Shop) -> None:
+async def test_rolling_restart_under_load_loses_nothing(fleet: Fleet, shop: Shop) -> None:
     async def roll(fleet: Fleet, recorder: Recorder, fate: random.Random) -> None:
         await reached(recorder, TRANSACTIONS // 10)
         for proxy in fleet.proxies:

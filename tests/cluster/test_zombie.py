@@ -202,7 +202,7 @@ def check_answers(
     return prepared
 
 
-async def test_not_a_byte_of_a_proxy_that_was_replaced_becomes_visible(fleet: Fleet) -> None:
+async def test_replaced_proxy_makes_no_byte_visible(fleet: Fleet) -> None:
     topic = await fleet.proxies[0].topic(2)
     recorder = Recorder()
     fate = random.Random(os.environ.get("TXBROKER_TEST_SEED", random.random()))

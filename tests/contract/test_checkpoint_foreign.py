@@ -73,7 +73,7 @@ def checkpoint(world: Any, door: Door) -> Checkpoint:
 
 @pytest.mark.rule(10)
 @pytest.mark.parametrize("committed", [None, True])
-async def test_what_others_write_under_our_keys_is_set_aside(
+async def test_foreign_records_under_our_keys_are_set_aside(
     checkpoint: Checkpoint, committed: bool | None
 ) -> None:
     await checkpoint.promoted(7)
@@ -91,7 +91,7 @@ async def test_what_others_write_under_our_keys_is_set_aside(
 
 
 @pytest.mark.rule(10)
-async def test_a_copy_of_our_progress_outside_a_transaction_is_set_aside(
+async def test_checkpoint_copy_outside_transaction_is_set_aside(
     checkpoint: Checkpoint,
 ) -> None:
     await checkpoint.promoted(7)
@@ -109,7 +109,7 @@ async def test_a_copy_of_our_progress_outside_a_transaction_is_set_aside(
 
 
 @pytest.mark.rule(10)
-async def test_a_topic_filled_from_a_copy_holds_no_progress_and_stops(
+async def test_checkpoint_topic_filled_from_copy_stops(
     checkpoint: Checkpoint,
 ) -> None:
     claim, copy = encode_claim(new_claim()), encode_progress(progress("mine", 3))
@@ -122,7 +122,7 @@ async def test_a_topic_filled_from_a_copy_holds_no_progress_and_stops(
 
 @pytest.mark.rule(10)
 @pytest.mark.parametrize("turn_op", [0, 5])
-def test_a_snapshot_tells_whether_there_was_progress(turn_op: int) -> None:
+def test_snapshot_records_existing_checkpoint(turn_op: int) -> None:
     """A tombstone of another client and compaction have left nothing under the key."""
     ledger = Ledger(0, 1000)
     ledger.op_committed = turn_op
@@ -147,7 +147,7 @@ def test_a_snapshot_tells_whether_there_was_progress(turn_op: int) -> None:
 
 
 @pytest.mark.rule(27)
-async def test_a_tombstone_takes_a_decision_back(checkpoint: Checkpoint) -> None:
+async def test_tombstone_revokes_skip_decision(checkpoint: Checkpoint) -> None:
     await checkpoint.promoted(7)
     (stored,) = await checkpoint.foreign(NEWER, committed=True)
     await checkpoint.skip(stored)
@@ -160,7 +160,7 @@ async def test_a_tombstone_takes_a_decision_back(checkpoint: Checkpoint) -> None
 
 @pytest.mark.rule(28)
 @pytest.mark.parametrize("committed", [None, True])
-async def test_a_tombstone_removes_no_snapshot(
+async def test_tombstone_removes_no_snapshot(
     checkpoint: Checkpoint, committed: bool | None
 ) -> None:
     """We replace a closing record and never remove it; the other records of a snapshot we do."""
@@ -175,14 +175,14 @@ async def test_a_tombstone_removes_no_snapshot(
 
 
 @pytest.mark.rule(10)
-async def test_noise_before_anything_of_ours_hides_no_progress(checkpoint: Checkpoint) -> None:
+async def test_noise_before_first_own_record_hides_no_checkpoint(checkpoint: Checkpoint) -> None:
     await checkpoint.foreign(*JUNK)
     assert (await checkpoint.claim()).progress is None
 
 
 @pytest.mark.rule(10, 27)
 @pytest.mark.parametrize("committed", [None, True])
-async def test_where_compaction_may_have_taken_our_progress_the_partition_stops(
+async def test_possibly_compacted_checkpoint_stops_partition(
     checkpoint: Checkpoint, committed: bool | None
 ) -> None:
     await checkpoint.promoted(7)
@@ -202,7 +202,7 @@ async def test_where_compaction_may_have_taken_our_progress_the_partition_stops(
 
 
 @pytest.mark.rule(27)
-async def test_what_a_newer_version_may_have_written_stops_until_it_is_passed_over(
+async def test_newer_record_stops_partition_until_skipped(
     checkpoint: Checkpoint,
 ) -> None:
     await checkpoint.promoted(7)
@@ -217,7 +217,7 @@ async def test_what_a_newer_version_may_have_written_stops_until_it_is_passed_ov
     assert (found.progress and found.progress.op) == 7
 
 
-async def test_progress_behind_a_newer_one_counts(checkpoint: Checkpoint) -> None:
+async def test_checkpoint_after_newer_one_counts(checkpoint: Checkpoint) -> None:
     mine = new_claim()
     await checkpoint.partition.claim(mine)
     await checkpoint.foreign(NEWER, committed=True)

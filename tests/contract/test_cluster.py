@@ -43,7 +43,7 @@ async def topic(two: Proxies) -> str:
 # --- exact answers through the wrong proxy ---------------------------------------------------
 
 
-async def test_a_whole_life_through_the_wrong_proxy(two: Proxies, topic: str) -> None:
+async def test_wrong_proxy_serves_a_whole_transaction(two: Proxies, topic: str) -> None:
     for partition in range(two.partitions):
         wrong = await two.wrong_for(partition)
         message = Message(topic, two.key(topic, partition), b"%d" % partition)
@@ -60,7 +60,7 @@ async def test_a_whole_life_through_the_wrong_proxy(two: Proxies, topic: str) ->
     assert await wrong.values(topic) == [b"%d" % n for n in range(two.partitions)]
 
 
-async def test_what_cannot_be_is_refused_alike_by_both(two: Proxies, topic: str) -> None:
+async def test_both_proxies_refuse_bad_calls_alike(two: Proxies, topic: str) -> None:
     unknown = two.world.name("none")
     for partition in range(two.partitions):
         right, wrong = await two.right_for(partition), await two.wrong_for(partition)
@@ -98,7 +98,7 @@ async def test_what_cannot_be_is_refused_alike_by_both(two: Proxies, topic: str)
             assert (details["decision"], details["state"]) == ("rollback", "rolled_back")
 
 
-async def test_who_decided_stays_true_through_a_forward(two: Proxies, topic: str) -> None:
+async def test_forward_keeps_the_deciding_principal(two: Proxies, topic: str) -> None:
     wrong = await two.wrong_for(0)
     id = await two.prepare_in(0, topic, wrong)
     await wrong.tell(id, "rollback", reason="a test")
@@ -113,21 +113,21 @@ async def test_who_decided_stays_true_through_a_forward(two: Proxies, topic: str
     assert (await wrong.show(id))["source"] == "producer"
 
 
-async def test_final_content_goes_through(two: Proxies, topic: str) -> None:
+async def test_forward_keeps_final_content(two: Proxies, topic: str) -> None:
     wrong = await two.wrong_for(1)
     id = await two.prepare_in(1, topic, wrong)
     await wrong.commit(id, messages=[{"topic": topic, "value_base64": "AP8="}])
     assert await wrong.values(topic) == [b"\x00\xff"]
 
 
-async def test_a_target_that_takes_less_is_told_through_a_forward(two: Proxies) -> None:
+async def test_forward_reports_smaller_target_limit(two: Proxies) -> None:
     wrong = await two.wrong_for(2)
     small = await wrong.topic(max_message_bytes="2000")
     with pytest.raises(TooLarge):
         await wrong.send(Message(small, two.key(small, 2), b"x" * 3000))
 
 
-async def test_one_dedup_key_is_one_transaction_whoever_is_asked(two: Proxies, topic: str) -> None:
+async def test_dedup_key_is_one_transaction_at_any_proxy(two: Proxies, topic: str) -> None:
     one, other = two.running.values()
     for _ in range(6):
         message, key = Message(topic, None, b"v"), unique("key")
@@ -141,13 +141,13 @@ async def test_one_dedup_key_is_one_transaction_whoever_is_asked(two: Proxies, t
                 await service.send(Message(topic, None, b"w"), dedup_key=key)
 
 
-async def test_without_a_key_a_proxy_takes_its_own_partitions(two: Proxies, topic: str) -> None:
+async def test_keyless_prepare_stays_at_called_proxy(two: Proxies, topic: str) -> None:
     for name, share in (await two.shares()).items():
         ids = [await two.running[name].prepare(Message(topic, None, b"v")) for _ in range(12)]
         assert {parse_id(id).partition for id in ids} <= share
 
 
-async def test_a_check_and_a_revival_go_through(two: Proxies, topic: str) -> None:
+async def test_forward_carries_checks_and_revivals(two: Proxies, topic: str) -> None:
     wrong, right = await two.wrong_for(3), await two.right_for(3)
     group = await wrong.group(UNKNOWN, check_after_s=3600, attempts_max=3)
     await right.knows(group)
@@ -166,7 +166,7 @@ async def test_a_check_and_a_revival_go_through(two: Proxies, topic: str) -> Non
 
 
 @pytest.mark.rule(1)
-async def test_contrary_decisions_through_both_agree_with_the_log(two: Proxies, topic: str) -> None:
+async def test_contrary_decisions_at_two_proxies_agree_with_log(two: Proxies, topic: str) -> None:
     one, other = [service.proxy.cluster for service in two.running.values()]
     gate = asyncio.Semaphore(256)
 
@@ -225,9 +225,7 @@ async def decisions(proxies: Proxies) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("limit", [1, 3, 7, 100])
-async def test_a_list_has_every_owners_once_and_in_order(
-    two: Proxies, topic: str, limit: int
-) -> None:
+async def test_list_merges_all_owners_in_order(two: Proxies, topic: str, limit: int) -> None:
     one, other = two.running.values()
     group = unique("group")
     ids = {
@@ -249,7 +247,7 @@ async def test_a_list_has_every_owners_once_and_in_order(
         assert keys == sorted(set(keys))
 
 
-async def test_paging_shows_what_stays_while_others_come_and_go(two: Proxies, topic: str) -> None:
+async def test_paging_shows_lasting_transactions_under_churn(two: Proxies, topic: str) -> None:
     one, other = two.running.values()
     group = unique("group")
     staying, going = set(), []
@@ -275,7 +273,7 @@ async def test_paging_shows_what_stays_while_others_come_and_go(two: Proxies, to
     await changing
 
 
-async def test_a_cursor_that_no_list_gave_is_refused(two: Proxies) -> None:
+async def test_invalid_cursor_is_refused(two: Proxies) -> None:
     for cursor in ("x", "1.x", ".", "1"):
         with pytest.raises(BadRequest):
             await two.running["one"].page(cursor=cursor)
@@ -284,7 +282,7 @@ async def test_a_cursor_that_no_list_gave_is_refused(two: Proxies) -> None:
 # --- checks ----------------------------------------------------------------------------------
 
 
-async def test_a_check_reaches_a_session_on_another_proxy(two: Proxies, topic: str) -> None:
+async def test_check_reaches_session_at_another_proxy(two: Proxies, topic: str) -> None:
     holder = two.running["one"]
     (partition, *_) = await two.running["two"].owned()
     group, asked = unique("group"), asyncio.Event()
@@ -304,7 +302,7 @@ async def test_a_check_reaches_a_session_on_another_proxy(two: Proxies, topic: s
     assert check["endpoint"].endswith(f" at {holder.proxy.url}")
 
 
-async def test_a_group_that_appears_elsewhere_is_asked_at_once(two: Proxies, topic: str) -> None:
+async def test_group_appearing_at_another_proxy_is_asked_at_once(two: Proxies, topic: str) -> None:
     holder, owner = two.running["one"], two.running["two"]
     (partition, *_) = await owner.owned()
     group = unique("group")

@@ -32,7 +32,7 @@ PAUSE_MAX_S = 1.0
 # --- who has what ----------------------------------------------------------------------------
 
 
-async def test_more_proxies_than_partitions(proxies: Proxies) -> None:
+async def test_proxy_without_partition_still_serves(proxies: Proxies) -> None:
     proxies.partitions = 2
     await proxies.add("one", "two", "three")
     shares = await proxies.shares()
@@ -48,7 +48,7 @@ async def test_more_proxies_than_partitions(proxies: Proxies) -> None:
     assert len(await idle.visible(topic)) == len(ids)
 
 
-async def test_one_that_leaves_is_replaced_at_once(proxies: Proxies) -> None:
+async def test_leaving_proxy_is_replaced_at_once(proxies: Proxies) -> None:
     one, two = await proxies.add("one", "two")
     topic = await one.topic()
     ids = [await proxies.prepare_in(number, topic, two) for number in range(proxies.partitions)]
@@ -87,7 +87,7 @@ async def promoting(service: Service, topic: str, key: bytes) -> AsyncIterator[l
 
 
 @pytest.mark.rule(26)
-async def test_what_stays_is_neither_claimed_nor_paused(proxies: Proxies) -> None:
+async def test_kept_partition_is_neither_claimed_nor_paused(proxies: Proxies) -> None:
     one, _ = await proxies.add("one", "two")
     topic = await one.topic()
     before = await proxies.shares()
@@ -112,7 +112,7 @@ async def test_what_stays_is_neither_claimed_nor_paused(proxies: Proxies) -> Non
         assert max(gaps) < PAUSE_MAX_S, f"promotion of partition {number} paused {max(gaps):.2f} s"
 
 
-async def test_nothing_is_lost_while_proxies_come_and_go(proxies: Proxies) -> None:
+async def test_nothing_is_lost_while_proxies_join_and_leave(proxies: Proxies) -> None:
     one, _ = await proxies.add("one", "two")
     topic = await one.topic()
     ends = asyncio.Event()
@@ -158,7 +158,7 @@ async def test_nothing_is_lost_while_proxies_come_and_go(proxies: Proxies) -> No
     assert Counter(ids) == Counter(id.encode() for id in committed)
 
 
-async def test_calls_under_way_are_answered_when_a_proxy_leaves(proxies: Proxies) -> None:
+async def test_calls_in_flight_are_answered_when_proxy_leaves(proxies: Proxies) -> None:
     one, two = await proxies.add("one", "two")
     topic = await one.topic()
     mine = sorted(await two.owned())
@@ -186,7 +186,7 @@ async def test_calls_under_way_are_answered_when_a_proxy_leaves(proxies: Proxies
         assert parse_id(error.details["id"]).partition in mine
 
 
-async def test_an_id_that_the_log_does_not_reach_back_to(proxies: Proxies) -> None:
+async def test_id_older_than_the_log_is_expired(proxies: Proxies) -> None:
     await proxies.add("one", "two")
     for number in range(proxies.partitions):
         wrong = await proxies.wrong_for(number)
@@ -209,7 +209,7 @@ def coordinator_of(proxies: Proxies) -> MemoryCoordinator:
 
 
 @pytest.mark.rule(1)
-async def test_an_owner_out_of_reach_is_never_an_ack(in_memory: Proxies) -> None:
+async def test_unreachable_owner_is_never_an_ack(in_memory: Proxies) -> None:
     (one,) = await in_memory.add("one")
     topic = await one.topic()
     ids = [await in_memory.prepare_in(number, topic, one) for number in range(in_memory.partitions)]
@@ -248,7 +248,7 @@ async def test_an_owner_out_of_reach_is_never_an_ack(in_memory: Proxies) -> None
 
 
 @pytest.mark.rule(26)
-async def test_touch_that_is_lost_suspends_and_costs_no_claim(in_memory: Proxies) -> None:
+async def test_lost_group_contact_suspends_without_claim(in_memory: Proxies) -> None:
     one, two = await in_memory.add("one", "two")
     topic = await one.topic()
     mine = sorted(await one.owned())
@@ -270,7 +270,7 @@ async def test_touch_that_is_lost_suspends_and_costs_no_claim(in_memory: Proxies
 
 
 @pytest.mark.rule(26)
-async def test_a_zombie_gets_nothing_visible(in_memory: Proxies) -> None:
+async def test_zombie_makes_nothing_visible(in_memory: Proxies) -> None:
     one, two = await in_memory.add("one", "two")
     topic = await one.topic()
     mine = sorted(await one.owned())
@@ -302,7 +302,7 @@ async def test_a_zombie_gets_nothing_visible(in_memory: Proxies) -> None:
 
 
 @pytest.mark.rule(16)
-async def test_a_stuck_proxy_lets_another_one_try(
+async def test_stuck_proxy_leaves_to_another(
     in_memory: Proxies, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one, two = await in_memory.add("one", "two", stuck_after_s=0.5)
@@ -324,7 +324,7 @@ async def test_a_stuck_proxy_lets_another_one_try(
 
 
 @pytest.mark.rule(16)
-async def test_a_proxy_that_is_alone_leaves_to_nobody(in_memory: Proxies) -> None:
+async def test_stuck_proxy_without_others_stays(in_memory: Proxies) -> None:
     (one,) = await in_memory.add("one")
     manager = one.proxy.broker.partitions
     assert not manager._should_leave(3600.0)
@@ -337,7 +337,7 @@ async def test_a_proxy_that_is_alone_leaves_to_nobody(in_memory: Proxies) -> Non
     await in_memory.settled()
 
 
-async def test_a_proxy_that_does_not_know_kafkas_clock_asks_the_owner(
+async def test_proxy_with_wrong_clock_uses_owners_time(
     in_memory: Proxies, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[PrepareRequest] = []
@@ -367,7 +367,7 @@ async def test_a_proxy_that_does_not_know_kafkas_clock_asks_the_owner(
 
 
 @pytest.mark.rule(1)
-async def test_what_was_not_sent_may_go_to_another_owner(in_memory: Proxies) -> None:
+async def test_unsent_prepare_goes_to_another_owner(in_memory: Proxies) -> None:
     in_memory.partitions = 2
     await in_memory.add("one")
     coordinator = coordinator_of(in_memory)
@@ -384,7 +384,7 @@ async def test_what_was_not_sent_may_go_to_another_owner(in_memory: Proxies) -> 
 
 
 @pytest.mark.rule(1)
-async def test_what_was_sent_to_an_owner_goes_to_no_other(in_memory: Proxies) -> None:
+async def test_sent_prepare_goes_to_no_other_owner(in_memory: Proxies) -> None:
     async def take_and_go(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")
         writer.close()
@@ -414,7 +414,7 @@ async def test_what_was_sent_to_an_owner_goes_to_no_other(in_memory: Proxies) ->
     await in_memory.settled()
 
 
-async def test_changed_topics_are_shown(in_memory: Proxies) -> None:
+async def test_changed_own_topics_are_reported(in_memory: Proxies) -> None:
     (one,) = await in_memory.add("one")
     assert (await one.get("/readyz"))["problems"] == []
     await in_memory.world.add_partitions(in_memory.world.name("op"), in_memory.partitions + 1)
@@ -427,7 +427,7 @@ async def test_changed_topics_are_shown(in_memory: Proxies) -> None:
 # --- checks through moves --------------------------------------------------------------------
 
 
-async def test_a_session_is_found_again_after_a_takeover(proxies: Proxies) -> None:
+async def test_session_is_found_after_takeover(proxies: Proxies) -> None:
     one, two = await proxies.add("one", "two")
     topic, group = await one.topic(), unique("group")
     asked: list[str] = []
@@ -458,7 +458,7 @@ async def test_a_session_is_found_again_after_a_takeover(proxies: Proxies) -> No
 
 
 @pytest.mark.rule(22)
-async def test_a_holder_that_goes_between_call_and_answer_costs_one_attempt(
+async def test_session_holder_lost_during_check_costs_one_attempt(
     proxies: Proxies,
 ) -> None:
     one, two = await proxies.add("one", "two")
@@ -489,7 +489,7 @@ async def test_a_holder_that_goes_between_call_and_answer_costs_one_attempt(
     assert shown["checks"][0]["counts"] is True
 
 
-async def test_what_hangs_for_everybody_is_shown_and_left_to_nobody(in_memory: Proxies) -> None:
+async def test_hanging_transaction_is_reported_without_leaving(in_memory: Proxies) -> None:
     one, two = await in_memory.add("one", "two", stuck_after_s=0.5)
     kept = min(await one.owned())
     moving = min(await two.owned())

@@ -46,7 +46,7 @@ async def parked(door: PartitionDoor) -> list[Record]:
 # --- logs ------------------------------------------------------------------------------------
 
 
-async def test_append_says_where_and_when(door: Door) -> None:
+async def test_append_returns_offset_and_time(door: Door) -> None:
     log = door.partition(0).half
     assert await log.bounds() == (0, 0)
     first = await log.append([Record(b"a", b"1"), Record(b"b", b"2")])
@@ -58,13 +58,13 @@ async def test_append_says_where_and_when(door: Door) -> None:
     assert times == [first.timestamp_ms, first.timestamp_ms, second.timestamp_ms]
 
 
-async def test_records_come_back_as_they_went_in(door: Door) -> None:
+async def test_records_are_read_as_written(door: Door) -> None:
     for log in (door.partition(1).half, door.partition(1).op):
         await log.append(ODD)
         assert bare(await read(log, 0, len(ODD))) == bare(ODD)
 
 
-async def test_read_keeps_to_its_bounds(door: Door) -> None:
+async def test_read_respects_its_bounds(door: Door) -> None:
     log = door.partition(0).op
     for number in range(5):
         await log.append([Record(b"%d.%d" % (number, part), b"") for part in range(3)])
@@ -73,20 +73,20 @@ async def test_read_keeps_to_its_bounds(door: Door) -> None:
     assert await read(log, 4, 4) == []
 
 
-async def test_partitions_and_topics_are_apart(door: Door) -> None:
+async def test_partitions_and_topics_are_separate(door: Door) -> None:
     await door.partition(0).half.append([Record(b"here", b"")])
     for log in (door.partition(1).half, door.partition(0).op):
         assert await log.bounds() == (0, 0)
 
 
-async def test_another_door_on_the_partition_reads_what_the_first_wrote(world: Any) -> None:
+async def test_second_door_reads_records_of_the_first(world: Any) -> None:
     one, two = await world.door("one"), await world.door("two")
     await one.partition(2).op.append([Record(b"a", b"1")])
     await two.partition(2).op.append([Record(b"b", b"2")])
     assert [r.key for r in await read(one.partition(2).op, 0, 2)] == [b"a", b"b"]
 
 
-async def test_records_that_are_gone_are_never_skipped(world: Any, door: Door) -> None:
+async def test_deleted_records_are_never_skipped(world: Any, door: Door) -> None:
     log = door.partition(0).half
     for number in range(4):
         await log.append([Record(b"%d" % number, b"")])
@@ -99,7 +99,9 @@ async def test_records_that_are_gone_are_never_skipped(world: Any, door: Door) -
 
 @pytest.mark.rule(2)
 @pytest.mark.parametrize("noise", [1, 700])
-async def test_offsets_of_foreign_transactions_are_told(world: Any, door: Door, noise: int) -> None:
+async def test_offsets_of_foreign_transactions_are_reported(
+    world: Any, door: Door, noise: int
+) -> None:
     log, topic = door.partition(0).half, world.name("half")
     await log.append([Record(b"0", b"")])
     for committed in (False, True, False):
@@ -118,7 +120,7 @@ async def test_offsets_of_foreign_transactions_are_told(world: Any, door: Door, 
 
 
 @pytest.mark.parametrize("noise", [1, 700])
-async def test_foreign_offsets_behind_the_last_record_are_told(
+async def test_foreign_offsets_after_last_record_are_reported(
     world: Any, door: Door, noise: int
 ) -> None:
     """Behind them comes no record that could tell."""
@@ -143,7 +145,7 @@ async def test_foreign_offsets_behind_the_last_record_are_told(
 
 
 @pytest.mark.parametrize("start", [1, 2])
-async def test_a_log_that_ends_too_early_is_truncated(door: Door, start: int) -> None:
+async def test_log_ending_too_early_is_truncated(door: Door, start: int) -> None:
     log = door.partition(0).half
     await log.append([Record(b"0", b"")])
     with pytest.raises(LogTruncated):
@@ -151,7 +153,7 @@ async def test_a_log_that_ends_too_early_is_truncated(door: Door, start: int) ->
 
 
 @pytest.mark.rule(18)
-async def test_a_batch_that_is_too_large_is_refused_and_the_log_goes_on(door: Door) -> None:
+async def test_too_large_batch_is_refused_and_log_continues(door: Door) -> None:
     log = door.partition(0).half
     await log.append([Record(b"before", b"")])
     with pytest.raises(AppendRefused):
@@ -164,7 +166,7 @@ async def test_a_batch_that_is_too_large_is_refused_and_the_log_goes_on(door: Do
 
 
 @pytest.mark.rule(10)
-async def test_a_claim_finds_the_newest_progress(door: Door) -> None:
+async def test_claim_finds_newest_checkpoint(door: Door) -> None:
     partition = door.partition(0)
     mine = new_claim()
     first = await partition.claim(mine)
@@ -176,7 +178,7 @@ async def test_a_claim_finds_the_newest_progress(door: Door) -> None:
     assert 0 < first.timestamp_ms <= second.timestamp_ms
 
 
-async def test_a_turn_becomes_visible_as_it_was_written(world: Any, door: Door) -> None:
+async def test_promotion_is_visible_as_written(world: Any, door: Door) -> None:
     one, two = await world.create_topic("one"), await world.create_topic("two", partitions=3)
     partition, mine = door.partition(0), new_claim()
     await partition.claim(mine)
@@ -194,7 +196,7 @@ async def test_a_turn_becomes_visible_as_it_was_written(world: Any, door: Door) 
     assert await world.visible(two, 0) == []
 
 
-async def test_turns_written_one_behind_another_keep_their_order(world: Any, door: Door) -> None:
+async def test_pipelined_promotions_keep_their_order(world: Any, door: Door) -> None:
     topic = await world.create_topic("target")
     partition, mine = door.partition(0), new_claim()
     await partition.claim(mine)
@@ -208,7 +210,7 @@ async def test_turns_written_one_behind_another_keep_their_order(world: Any, doo
 
 
 @pytest.mark.rule(13)
-async def test_a_turn_larger_than_a_batch_is_still_one_turn(world: Any, door: Door) -> None:
+async def test_promotion_larger_than_batch_is_atomic(world: Any, door: Door) -> None:
     topic = await world.create_topic("target", max_message_bytes="2000")
     assert isinstance(await door.targets.examine(topic), TargetFacts)
     partition, mine = door.partition(0), new_claim()
@@ -222,16 +224,14 @@ async def test_a_turn_larger_than_a_batch_is_still_one_turn(world: Any, door: Do
     assert [record.key for record in await world.visible(topic)] == [b"%d" % n for n in range(9)]
 
 
-async def test_nothing_is_written_before_a_claim(door: Door) -> None:
+async def test_writes_before_claim_are_refused(door: Door) -> None:
     with pytest.raises(PromotionTxnLost):
         await door.partition(0).write(turn(new_claim(), 1))
 
 
 @pytest.mark.rule(8)
 @pytest.mark.parametrize("turns_before", [0, 1, 2])
-async def test_a_later_claim_fences_both_producers_of_the_earlier(
-    world: Any, turns_before: int
-) -> None:
+async def test_later_claim_fences_both_producers(world: Any, turns_before: int) -> None:
     topic = await world.create_topic("target")
     one, two = await world.door("one"), await world.door("two")
     earlier, later = one.partition(0), two.partition(0)
@@ -254,7 +254,7 @@ async def test_a_later_claim_fences_both_producers_of_the_earlier(
 
 
 @pytest.mark.rule(8)
-async def test_of_claims_at_once_at_most_one_owner_can_write(world: Any) -> None:
+async def test_one_of_concurrent_claims_can_write(world: Any) -> None:
     doors = [(await world.door(name)).partition(0) for name in ("one", "two", "three")]
 
     async def claim_and_write(partition: PartitionDoor) -> str:
@@ -282,7 +282,7 @@ async def test_of_claims_at_once_at_most_one_owner_can_write(world: Any) -> None
 
 
 @pytest.mark.rule(10)
-async def test_whether_a_partition_was_ever_claimed(world: Any, door: Door) -> None:
+async def test_door_reports_whether_partition_was_claimed(world: Any, door: Door) -> None:
     one, other = door.partition(0), door.partition(1)
     assert not await one.claimed_before()
     await one.claim(new_claim())
@@ -292,7 +292,7 @@ async def test_whether_a_partition_was_ever_claimed(world: Any, door: Door) -> N
 
 
 @pytest.mark.rule(18, "topics")
-async def test_a_refused_record_leaves_nothing_of_its_turn(world: Any, door: Door) -> None:
+async def test_refused_record_aborts_its_promotion(world: Any, door: Door) -> None:
     good = await world.create_topic("good")
     small = await world.create_topic("small", max_message_bytes="1000")
     partition, mine = door.partition(0), new_claim()
@@ -326,7 +326,7 @@ async def test_a_refused_record_leaves_nothing_of_its_turn(world: Any, door: Doo
     assert await parked(partition) == []
 
 
-async def test_what_a_turn_parks_is_read_back(door: Door) -> None:
+async def test_parked_copies_are_read_back(door: Door) -> None:
     partition, mine = door.partition(3), new_claim()
     await partition.claim(mine)
     records = (Record(b"id/0", b"body", (("h", None),)), Record(b"id/1", None))
@@ -335,7 +335,7 @@ async def test_what_a_turn_parks_is_read_back(door: Door) -> None:
 
 
 @pytest.mark.rule(10)
-async def test_whether_anything_was_ever_parked(door: Door) -> None:
+async def test_door_reports_whether_anything_was_parked(door: Door) -> None:
     partition, mine = door.partition(3), new_claim()
     await partition.claim(mine)
     assert not await partition.parked_before()
@@ -345,7 +345,7 @@ async def test_whether_anything_was_ever_parked(door: Door) -> None:
     assert not await door.partition(2).parked_before()
 
 
-async def test_a_closed_partition_writes_no_more(door: Door) -> None:
+async def test_closed_partition_refuses_writes(door: Door) -> None:
     partition, mine = door.partition(0), new_claim()
     await partition.claim(mine)
     await partition.close()
@@ -357,7 +357,7 @@ async def test_a_closed_partition_writes_no_more(door: Door) -> None:
 # --- targets ---------------------------------------------------------------------------------
 
 
-async def test_facts_of_a_target(world: Any, door: Door) -> None:
+async def test_target_facts_are_read(world: Any, door: Door) -> None:
     topic = await world.create_topic(
         "target", 3, max_message_bytes="4321", message_timestamp_type="LogAppendTime"
     )
@@ -369,7 +369,7 @@ async def test_facts_of_a_target(world: Any, door: Door) -> None:
     assert door.targets.known(topic) is None
 
 
-async def test_a_missing_target_is_a_cause_and_stays_missing(world: Any, door: Door) -> None:
+async def test_missing_target_is_a_cause_and_not_created(world: Any, door: Door) -> None:
     name = world.name("missing")
     for _ in range(2):
         cause = await door.targets.examine(name)
@@ -378,7 +378,7 @@ async def test_a_missing_target_is_a_cause_and_stays_missing(world: Any, door: D
     assert door.targets.known(name) == cause
 
 
-async def test_a_missing_target_is_created_when_asked(world: Any, door: Door) -> None:
+async def test_missing_target_is_created_on_request(world: Any, door: Door) -> None:
     name = world.name("new")
     facts = await door.targets.examine(name, create=True)
     assert isinstance(facts, TargetFacts)
@@ -387,7 +387,7 @@ async def test_a_missing_target_is_created_when_asked(world: Any, door: Door) ->
 
 
 @pytest.mark.parametrize("name", ["white space", "x" * 250, ".."])
-async def test_a_name_that_no_topic_can_have_is_a_cause(door: Door, name: str) -> None:
+async def test_invalid_topic_name_is_a_cause(door: Door, name: str) -> None:
     for create in (False, True):
         cause = await door.targets.examine(name, create=create)
         assert isinstance(cause, Cause)
@@ -444,7 +444,7 @@ class Heard:
                 await self._more.wait()
 
 
-async def test_what_audits_tell_is_followed_by_every_door_and_the_past_is_not_told_again(
+async def test_every_door_follows_audit_news_once(
     world: Any,
 ) -> None:
     one, heard = await world.door("one"), Heard()
@@ -464,7 +464,7 @@ async def test_what_audits_tell_is_followed_by_every_door_and_the_past_is_not_to
     await late.until("batch", b"new")
 
 
-async def test_a_door_works_and_closes_without_the_topic_of_the_audits(world: Any) -> None:
+async def test_door_works_without_audit_topic(world: Any) -> None:
     await world.door("one")
     await world.delete_topic(world.name("audit"))
     two, heard = await world.door("two", **world.without_creating), Heard()

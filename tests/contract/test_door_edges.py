@@ -50,13 +50,13 @@ async def picked(log: Log, offsets: Sequence[int]) -> list[tuple[int, bytes | No
     [[], [0], [11], [4, 5, 6], [0, 11], [1, 3, 10], list(range(12))],
     ids=lambda offsets: ",".join(map(str, offsets)) or "none",
 )
-async def test_pick_returns_exactly_the_records_asked_for(door: Door, offsets: list[int]) -> None:
+async def test_pick_returns_exactly_the_requested_records(door: Door, offsets: list[int]) -> None:
     log = door.partition(0).half
     await fill(log, 12)
     assert await picked(log, offsets) == [(n, b"%d" % n) for n in offsets]
 
 
-async def test_pick_leaves_out_what_is_not_there(world: Any, door: Door) -> None:
+async def test_pick_omits_missing_records(world: Any, door: Door) -> None:
     log = door.partition(0).op
     await fill(log, 12)
     assert await picked(log, [2, 12, 13, 900]) == [(2, b"2")]
@@ -65,11 +65,11 @@ async def test_pick_leaves_out_what_is_not_there(world: Any, door: Door) -> None
     assert await picked(log, [0, 1]) == []
 
 
-async def test_pick_from_an_empty_log_is_empty(door: Door) -> None:
+async def test_pick_from_empty_log_is_empty(door: Door) -> None:
     assert await picked(door.partition(1).half, [0, 5]) == []
 
 
-async def test_picked_records_are_whole(door: Door) -> None:
+async def test_picked_records_are_complete(door: Door) -> None:
     log = door.partition(0).half
     record = Record(b"k", b"\x00\xff", (("a", None), ("a", b"")))
     where = await log.append([Record(b"before", bytes(5000)), record])
@@ -81,7 +81,7 @@ async def test_picked_records_are_whole(door: Door) -> None:
 # --- the parked topic ------------------------------------------------------------------------
 
 
-async def test_a_turn_says_where_it_parked_and_pick_finds_it(door: Door) -> None:
+async def test_pick_finds_parked_copies_by_offset(door: Door) -> None:
     partition, mine = door.partition(2), new_claim()
     await partition.claim(mine)
     records = tuple(Record(b"id/%d" % n, b"body %d" % n) for n in range(5))
@@ -97,7 +97,7 @@ async def test_a_turn_says_where_it_parked_and_pick_finds_it(door: Door) -> None
     assert bare(await partition.pick_parked(places[1:4:2])) == bare([records[1], records[3]])
 
 
-async def test_what_an_aborted_turn_parked_is_not_picked(world: Any, door: Door) -> None:
+async def test_pick_omits_copies_of_aborted_promotion(world: Any, door: Door) -> None:
     small = await world.create_topic("small", max_message_bytes="1000")
     partition, mine = door.partition(0), new_claim()
     await partition.claim(mine)
@@ -112,7 +112,7 @@ async def test_what_an_aborted_turn_parked_is_not_picked(world: Any, door: Door)
     assert [record.key for record in await partition.pick_parked(everything)] == [b"id/1"]
 
 
-async def test_what_an_open_transaction_hides_is_not_taken_for_gone(world: Any, door: Door) -> None:
+async def test_records_hidden_by_open_transaction_are_not_lost(world: Any, door: Door) -> None:
     partition, mine = door.partition(0), new_claim()
     await partition.claim(mine)
     release = await world.hang(world.name("parked"), 0)
@@ -136,7 +136,7 @@ def chunk(slot: int, number: int, value: bytes | None) -> Record:
     return Record(b"snapshot/%d/%d" % (slot, number), value)
 
 
-async def test_a_claim_finds_the_newest_record_of_each_snapshot_key(door: Door) -> None:
+async def test_claim_finds_newest_record_of_each_snapshot_key(door: Door) -> None:
     partition, mine = door.partition(0), new_claim()
     assert (await partition.claim(mine)).snapshots == []
     await partition.store([chunk(0, 0, b"old"), chunk(0, 1, b"stays"), chunk(0, 2, b"goes")])
@@ -149,7 +149,7 @@ async def test_a_claim_finds_the_newest_record_of_each_snapshot_key(door: Door) 
     assert all(record.timestamp_ms > 0 for record in found.snapshots)
 
 
-async def test_another_owner_finds_what_was_stored(world: Any) -> None:
+async def test_another_owner_finds_stored_snapshots(world: Any) -> None:
     one, two = await world.door("one"), await world.door("two")
     await one.partition(0).claim(new_claim())
     await one.partition(0).store([chunk(1, 0, bytes(100_000))])
@@ -158,7 +158,7 @@ async def test_another_owner_finds_what_was_stored(world: Any) -> None:
     assert (await two.partition(1).claim(new_claim())).snapshots == []
 
 
-async def test_what_is_too_large_to_store_is_refused_and_the_next_is_not(door: Door) -> None:
+async def test_too_large_snapshot_is_refused_next_is_stored(door: Door) -> None:
     partition = door.partition(0)
     await partition.claim(new_claim())
     with pytest.raises(AppendRefused):
@@ -167,7 +167,7 @@ async def test_what_is_too_large_to_store_is_refused_and_the_next_is_not(door: D
     assert bare((await partition.claim(new_claim())).snapshots) == bare([chunk(0, 0, b"small")])
 
 
-async def test_turns_and_snapshots_go_on_side_by_side(door: Door) -> None:
+async def test_promotions_and_snapshots_run_concurrently(door: Door) -> None:
     partition, mine = door.partition(0), new_claim()
     await partition.claim(mine)
 
@@ -184,7 +184,7 @@ async def test_turns_and_snapshots_go_on_side_by_side(door: Door) -> None:
     assert [record.key for record in found.snapshots] == [chunk(0, n, b"").key for n in range(20)]
 
 
-async def test_progress_of_a_newer_version_is_said_to_be_newer(door: Door) -> None:
+async def test_checkpoint_of_newer_version_is_reported(door: Door) -> None:
     partition, mine = door.partition(0), new_claim()
     await partition.claim(mine)
     newer = structs.replace(progress(mine.claim, 1), v=RECORD_VERSION + 1)
@@ -193,7 +193,7 @@ async def test_progress_of_a_newer_version_is_said_to_be_newer(door: Door) -> No
         await partition.claim(new_claim())
 
 
-def test_a_later_claim_of_a_newer_version_fences() -> None:
+def test_later_claim_of_newer_version_fences() -> None:
     scan = CheckpointScan("x-0")
     mine = new_claim()
     later = structs.replace(new_claim(), v=RECORD_VERSION + 1)
@@ -203,7 +203,7 @@ def test_a_later_claim_of_a_newer_version_fences() -> None:
         scan.claimed(mine)
 
 
-async def test_a_version_is_written_as_it_is_given(world: Any, door: Door) -> None:
+async def test_given_record_version_is_written(world: Any, door: Door) -> None:
     partition = door.partition(0)
     mine = structs.replace(new_claim(), v=0)
     await partition.claim(mine)
@@ -217,7 +217,7 @@ async def test_a_version_is_written_as_it_is_given(world: Any, door: Door) -> No
 
 
 @pytest.mark.rule(9)
-async def test_a_hanging_transaction_hides_the_progress(world: Any) -> None:
+async def test_hanging_transaction_hides_checkpoint(world: Any) -> None:
     door = await world.door(claim_timeout_s=0.3)
     partition = door.partition(0)
     await partition.claim(new_claim())
@@ -232,7 +232,7 @@ async def test_a_hanging_transaction_hides_the_progress(world: Any) -> None:
     await commit(partition, turn(mine, 1))
 
 
-async def test_closing_an_old_door_leaves_the_new_one_of_its_partition_alone(
+async def test_closing_old_door_keeps_new_one_working(
     door: Door,
 ) -> None:
     old, mine = door.partition(0), new_claim()
@@ -257,14 +257,14 @@ async def test_closing_an_old_door_leaves_the_new_one_of_its_partition_alone(
 # --- txbroker's own topics -------------------------------------------------------------------
 
 
-async def test_own_topics_are_well_as_they_were_made(world: Any) -> None:
+async def test_created_own_topics_have_no_problems(world: Any) -> None:
     for _ in range(2):
         door = await world.door()
         assert await door.check_topics() == []
 
 
 @pytest.mark.rule("topics")
-async def test_more_half_partitions_are_noticed_and_refused_at_start(world: Any) -> None:
+async def test_added_half_partitions_are_reported_and_refused(world: Any) -> None:
     door = await world.door()
     for topic in ("half", "op", "checkpoint", "parked"):
         await world.add_partitions(world.name(topic), 6)
@@ -275,7 +275,7 @@ async def test_more_half_partitions_are_noticed_and_refused_at_start(world: Any)
         await world.closed_door().start()
 
 
-async def test_own_topics_that_disagree_are_noticed_and_refused_at_start(world: Any) -> None:
+async def test_own_topics_of_different_sizes_are_refused(world: Any) -> None:
     door = await world.door()
     await world.add_partitions(world.name("op"), 5)
     (problem,) = await door.check_topics()
@@ -284,7 +284,7 @@ async def test_own_topics_that_disagree_are_noticed_and_refused_at_start(world: 
         await world.closed_door().start()
 
 
-async def test_topics_that_are_made_again_have_as_many_partitions_as_before(world: Any) -> None:
+async def test_recreated_topics_keep_partition_count(world: Any) -> None:
     await world.door()
     for topic in ("half", "op", "checkpoint", "parked"):
         await world.delete_topic(world.name(topic))
@@ -293,20 +293,20 @@ async def test_topics_that_are_made_again_have_as_many_partitions_as_before(worl
     assert await door.check_topics() == []
 
 
-async def test_an_own_topic_that_was_deleted_is_noticed(world: Any, door: Door) -> None:
+async def test_deleted_own_topic_is_reported(world: Any, door: Door) -> None:
     await world.delete_topic(world.name("parked"))
     (problem,) = await door.check_topics()
     assert problem.startswith(f"missing: {world.name('parked')}")
 
 
 @pytest.mark.rule("topics")
-async def test_an_own_topic_that_was_made_anew_is_noticed(world: Any, door: Door) -> None:
+async def test_recreated_own_topic_is_reported(world: Any, door: Door) -> None:
     await world.recreate_topic(world.name("op"))
     (problem,) = await door.check_topics()
     assert problem.startswith(f"{world.name('op')} was deleted and ")
 
 
-async def test_the_layout_is_no_group(world: Any, door: Door) -> None:
+async def test_layout_record_is_not_a_group(world: Any, door: Door) -> None:
     groups: dict[str, bytes | None] = {}
     await door.groups.load(groups.__setitem__)
     assert groups == {}

@@ -139,7 +139,7 @@ PREPARES: dict[str, Callable[[wire.Prepare, wire.Prepare], Any]] = {
 
 @pytest.mark.rule(29)
 @pytest.mark.parametrize("code", PREPARES)
-async def test_one_bad_prepare_of_a_frame_spoils_no_other(service: Service, code: str) -> None:
+async def test_bad_prepare_in_frame_fails_alone(service: Service, code: str) -> None:
     topic, group = await known_topic(service, max_message_bytes="50000"), unique("group")
     ids = ids_of([0, 1])
     frame: list[Any] = [*prepares(ids, topic)]
@@ -163,7 +163,7 @@ async def test_one_bad_prepare_of_a_frame_spoils_no_other(service: Service, code
         *("bad_request", "bad_request, does not read"),
     ],
 )
-async def test_one_bad_decision_of_a_frame_spoils_no_other(service: Service, code: str) -> None:
+async def test_bad_decision_in_frame_fails_alone(service: Service, code: str) -> None:
     topic, group = await known_topic(service), unique("group")
     ids = ids_of([0, 1])
     [strange] = ids_of([0], 1)
@@ -204,7 +204,7 @@ async def test_one_bad_decision_of_a_frame_spoils_no_other(service: Service, cod
         assert codes(await answers(stranger, 1)) == ["rolled_back"]
 
 
-async def test_mixed_frames_of_any_size_come_to_what_their_operations_do(service: Service) -> None:
+async def test_mixed_frames_equal_their_single_operations(service: Service) -> None:
     fate = Random(20)
     topic, group = await known_topic(service), unique("group")
     undecided: list[str] = []
@@ -258,7 +258,7 @@ async def test_mixed_frames_of_any_size_come_to_what_their_operations_do(service
 
 
 @pytest.mark.rule(29)
-async def test_a_frame_cut_by_a_disconnect_is_sent_again(service: Service) -> None:
+async def test_frame_cut_by_disconnect_is_resent(service: Service) -> None:
     topic, group = await known_topic(service), unique("group")
     ids = ids_of([0, 1])
     async with connected(service, group) as producer:
@@ -285,7 +285,7 @@ async def test_a_frame_cut_by_a_disconnect_is_sent_again(service: Service) -> No
     [{"pending_max": 100, "pending_group_max": 100}, {"pending_group_max": 100}],
     ids=["partition", "share"],
 )
-async def test_a_frame_is_overloaded_partway_exactly_where_the_bound_is(
+async def test_frame_is_overloaded_exactly_at_the_limit(
     world: Any, desk: FakeEndpoint, bounds: dict[str, int]
 ) -> None:
     service = Service(world, desk, partitions=1, **bounds)
@@ -313,7 +313,7 @@ async def test_a_frame_is_overloaded_partway_exactly_where_the_bound_is(
 
 
 @pytest.mark.rule(29)
-async def test_of_a_frame_each_proxy_does_what_is_its_own(two: Proxies) -> None:
+async def test_each_proxy_runs_its_part_of_a_frame(two: Proxies) -> None:
     one, other = two.running.values()
     topic, group, ids = await known_topic(one), unique("group"), ids_of(range(two.partitions))
     async with connected(one, group) as here, connected(other, group) as there:
@@ -332,7 +332,7 @@ async def test_of_a_frame_each_proxy_does_what_is_its_own(two: Proxies) -> None:
 
 
 @pytest.mark.rule(29)
-async def test_what_moved_is_refused_and_the_others_of_the_frame_are_not(
+async def test_moved_partition_fails_only_its_operations(
     in_memory: Proxies,
 ) -> None:
     (one,) = await in_memory.add("one")
@@ -358,7 +358,7 @@ async def test_what_moved_is_refused_and_the_others_of_the_frame_are_not(
 
 
 @pytest.mark.rule(29)
-async def test_a_frame_to_an_owner_that_was_fenced_is_done_by_the_next_one(
+async def test_frame_to_fenced_owner_is_done_by_next(
     in_memory: Proxies,
 ) -> None:
     one, two = await in_memory.add("one", "two")
@@ -387,7 +387,7 @@ async def test_a_frame_to_an_owner_that_was_fenced_is_done_by_the_next_one(
 
 
 @pytest.mark.rule(29)
-async def test_while_kafka_is_gone_a_frame_is_answered_and_can_be_sent_again(
+async def test_frame_without_kafka_is_answered_and_retryable(
     in_memory: Proxies,
 ) -> None:
     (one,) = await in_memory.add("one")
@@ -410,7 +410,7 @@ async def test_while_kafka_is_gone_a_frame_is_answered_and_can_be_sent_again(
 
 @pytest.mark.rule(29)
 @pytest.mark.parametrize("answered", [True, False])
-async def test_a_topic_that_kafka_is_asked_about_holds_up_and_fails_no_other(
+async def test_topic_lookup_delays_no_other_operation(
     in_memory: Proxies, monkeypatch: pytest.MonkeyPatch, answered: bool
 ) -> None:
     (one,) = await in_memory.add("one")

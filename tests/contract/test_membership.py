@@ -90,7 +90,7 @@ async def test_one_member_owns_all(world: Any) -> None:
 
 
 @pytest.mark.rule(26)
-async def test_a_second_member_takes_half_and_both_know_the_urls(world: Any) -> None:
+async def test_second_member_takes_half_and_urls_are_known(world: Any) -> None:
     one, two = await started(world, "one", 1), await started(world, "two", 2)
     await settled(one, two)
     assert len(one.mine) == len(two.mine) == 2
@@ -99,7 +99,7 @@ async def test_a_second_member_takes_half_and_both_know_the_urls(world: Any) -> 
         assert [await member.still_ours(p) for p in range(4)] == [p in member.mine for p in ALL]
 
 
-async def test_all_know_where_the_others_take_calls_of_proxies_and_of_operators(
+async def test_members_know_peer_and_admin_addresses(
     world: Any,
 ) -> None:
     one = Member(world, "one", URL(1), peer_url=URL(11), admin_url=URL(21))
@@ -118,7 +118,7 @@ async def test_all_know_where_the_others_take_calls_of_proxies_and_of_operators(
             assert {**known, member.url: ""} == {**wanted, member.url: ""}
 
 
-async def test_members_without_a_partition_know_everybody(world: Any) -> None:
+async def test_members_without_partition_know_all_members(world: Any) -> None:
     members = [await started(world, f"m{number}", number) for number in range(6)]
     await settled(*members)
     assert sorted(len(member.mine) for member in members) == [0, 0, 1, 1, 1, 1]
@@ -126,7 +126,7 @@ async def test_members_without_a_partition_know_everybody(world: Any) -> None:
 
 
 @pytest.mark.rule(26)
-async def test_who_leaves_hands_over_at_once_and_can_join_again(world: Any) -> None:
+async def test_leaving_member_hands_over_and_rejoins(world: Any) -> None:
     one, two = await started(world, "one", 1), await started(world, "two", 2)
     await settled(one, two)
     begun = time.monotonic()
@@ -144,7 +144,7 @@ async def test_who_leaves_hands_over_at_once_and_can_join_again(world: Any) -> N
     assert one.heard.losses == two.heard.losses == []
 
 
-async def test_who_falls_silent_is_replaced_within_the_session(world: Any) -> None:
+async def test_silent_member_is_replaced_within_session(world: Any) -> None:
     one, two = await started(world, "one", 1), await started(world, "two", 2)
     await settled(one, two)
     begun = time.monotonic()
@@ -175,7 +175,7 @@ async def test_kept_partitions_are_neither_lost_nor_moved(world: Any) -> None:
         assert member.heard.losses == []
 
 
-async def test_it_is_still_ours_all_the_time_in_a_rebalance(world: Any) -> None:
+async def test_kept_partition_stays_ours_through_rebalance(world: Any) -> None:
     """Between the two steps of a join Kafka knows no member by its generation."""
     one = await started(world, "one", 1)
     answers: list[bool] = []
@@ -207,7 +207,7 @@ async def test_it_is_still_ours_all_the_time_in_a_rebalance(world: Any) -> None:
     assert one.heard.losses == []
 
 
-async def test_a_restarted_member_has_its_partitions_at_once(world: Any) -> None:
+async def test_restarted_member_gets_its_partitions_at_once(world: Any) -> None:
     one, two = await started(world, "one", 1), await started(world, "two", 2)
     await settled(one, two)
     for member in (one, two):
@@ -221,9 +221,7 @@ async def test_a_restarted_member_has_its_partitions_at_once(world: Any) -> None
 
 @pytest.mark.rule(26)
 @pytest.mark.parametrize("restarted", ["one", "two"])
-async def test_a_member_that_comes_back_at_another_url_is_known_there(
-    world: Any, restarted: str
-) -> None:
+async def test_member_returning_at_new_url_is_known_there(world: Any, restarted: str) -> None:
     """Also where it is the one that shares out: the first."""
     members = {"one": await started(world, "one", 1), "two": await started(world, "two", 2)}
     await settled(*members.values())
@@ -236,7 +234,7 @@ async def test_a_member_that_comes_back_at_another_url_is_known_there(
     assert [member.heard.losses for member in members.values()] == [[], []]
 
 
-async def test_of_two_processes_with_one_instance_id_the_first_is_out_until_the_second_goes(
+async def test_duplicate_instance_id_suspends_the_first_process(
     world: Any,
 ) -> None:
     first, other = await started(world, "same", 1), await started(world, "other", 3)
@@ -253,7 +251,7 @@ async def test_of_two_processes_with_one_instance_id_the_first_is_out_until_the_
 
 
 @pytest.mark.rule(27)
-async def test_the_lowest_record_version_counts(world: Any) -> None:
+async def test_lowest_record_version_is_used(world: Any) -> None:
     newer = await started(world, "newer", 1, record_version=7)
     assert newer.heard.now.record_version == 7
     older = await started(world, "older", 2, record_version=5)
@@ -267,7 +265,7 @@ async def test_the_lowest_record_version_counts(world: Any) -> None:
     await upgraded.heard.until(lambda told: told.record_version == 8)
 
 
-async def test_nothing_is_ours_before_joining_and_after_leaving(world: Any) -> None:
+async def test_nothing_is_owned_outside_membership(world: Any) -> None:
     one = Member(world, "one", URL(1))
     one.door = await world.door("one")
     assert not await one.still_ours(0)

@@ -38,7 +38,7 @@ async def shown_when(service: Service, true: Any) -> Json:
     return dict(await until(found))
 
 
-async def test_what_is_pending_is_counted_by_group_and_partition(service: Service) -> None:
+async def test_pending_is_counted_by_group_and_partition(service: Service) -> None:
     topic = await service.world.create_topic(unique("topic"))
     group, key = unique("group"), unique("key").encode()
     before = await overview(service)
@@ -56,7 +56,7 @@ async def test_what_is_pending_is_counted_by_group_and_partition(service: Servic
     assert of_group(await overview(service), group) is None
 
 
-async def test_rates_follow_what_is_done(service: Service) -> None:
+async def test_rates_follow_calls(service: Service) -> None:
     topic = await service.world.create_topic(unique("topic"))
     id = await service.prepare(Message(topic, b"k", b"v"))
     await service.commit(id)
@@ -68,7 +68,7 @@ async def test_rates_follow_what_is_done(service: Service) -> None:
     await shown_when(service, seen)
 
 
-async def test_a_parked_one_is_counted_as_such(service: Service) -> None:
+async def test_parked_transaction_is_counted(service: Service) -> None:
     topic = await service.world.create_topic(unique("topic"))
     group = await service.group({"decision": "unknown"}, attempts_max=1, timeout_s=0.1)
     id = await service.prepare(Message(topic, b"k", b"v"), group=group)
@@ -81,7 +81,7 @@ async def test_a_parked_one_is_counted_as_such(service: Service) -> None:
     await service.tell(id, "rollback")
 
 
-async def test_a_group_that_nobody_reaches_says_since_when_and_why(service: Service) -> None:
+async def test_unreachable_group_has_time_and_reason(service: Service) -> None:
     topic = await service.world.create_topic(unique("topic"))
     group = await service.group(503)
     id = await service.prepare(Message(topic, b"k", b"v"), group=group)
@@ -101,7 +101,7 @@ async def test_a_group_that_nobody_reaches_says_since_when_and_why(service: Serv
     await service.tell(id, "rollback")
 
 
-async def test_connected_instances_that_can_be_asked_are_named_once(two: Proxies) -> None:
+async def test_connected_instances_are_listed_once(two: Proxies) -> None:
     group = unique("group")
     one, other = two.running["one"], two.running["two"]
     topic = await one.world.create_topic(unique("topic"))
@@ -123,7 +123,7 @@ async def test_connected_instances_that_can_be_asked_are_named_once(two: Proxies
             assert (found["sessions"], found["instances"]) == (1, ["till-1"])
 
 
-async def test_any_proxy_tells_of_all(two: Proxies) -> None:
+async def test_any_proxy_returns_the_whole_overview(two: Proxies) -> None:
     one, other = two.running["one"], two.running["two"]
     topic, group = await one.world.create_topic(unique("topic")), unique("group")
     ids = [await two.prepare_in(p, topic, one, group=group) for p in range(two.partitions)]
@@ -144,7 +144,7 @@ async def test_any_proxy_tells_of_all(two: Proxies) -> None:
         await one.tell(id, "rollback")
 
 
-async def test_a_proxy_that_does_not_answer_fails_nothing(
+async def test_silent_proxy_does_not_fail_overview(
     in_memory: Proxies, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one, other = await in_memory.add("one", "two")

@@ -93,7 +93,7 @@ async def test_a_rollback_after_a_commit_is_a_conflict(service: Service, client:
     assert await service.values(topic) == [b"stays"]
 
 
-async def test_of_contrary_decisions_at_once_one_wins(service: Service) -> None:
+async def test_one_of_concurrent_contrary_decisions_wins(service: Service) -> None:
     topic = await service.topic()
     id = await service.prepare(Message(topic, b"k", b"v"))
     results = await asyncio.gather(
@@ -109,7 +109,7 @@ async def test_of_contrary_decisions_at_once_one_wins(service: Service) -> None:
     assert len(await service.visible(topic)) == (decision == "commit")
 
 
-async def test_the_wrong_group_decides_nothing(service: Service) -> None:
+async def test_wrong_group_decides_nothing(service: Service) -> None:
     id = await service.prepare(Message(await service.topic(), b"k", b""), group="mine")
     for what in ("commit", "rollback"):
         with pytest.raises(WrongGroup):
@@ -128,7 +128,7 @@ async def test_an_operator_decides_with_a_reason(service: Service) -> None:
 # --- what comes out --------------------------------------------------------------------------
 
 
-async def test_everything_comes_out_as_it_went_in(service: Service, client: Client) -> None:
+async def test_message_is_promoted_unchanged(service: Service, client: Client) -> None:
     topic = await service.topic()
     messages = [
         Message(topic, b"k", b"v", HEADERS, timestamp_ms=1_700_000_000_000),
@@ -147,7 +147,7 @@ async def test_everything_comes_out_as_it_went_in(service: Service, client: Clie
     assert [record.timestamp_ms for record in seen[:2]] == [1_700_000_000_000, 0]
 
 
-async def test_the_default_timestamp_is_the_markers(service: Service, client: Client) -> None:
+async def test_default_timestamp_is_the_markers(service: Service, client: Client) -> None:
     topic = await service.topic()
     id = await client.prepare(Message(topic, b"k", b"v"))
     await client.commit(id)
@@ -155,7 +155,7 @@ async def test_the_default_timestamp_is_the_markers(service: Service, client: Cl
     assert record.timestamp_ms == (await service.show(id))["decided_at_ms"]
 
 
-async def test_a_keys_partition_is_the_java_clients(service: Service, client: Client) -> None:
+async def test_key_goes_to_partition_of_java_client(service: Service, client: Client) -> None:
     topic = await service.topic(partitions=5)
     await client.commit(
         await client.prepare(Message(topic, b"foobar", b""), Message(topic, b"abc"))
@@ -171,7 +171,7 @@ async def test_a_given_partition_is_kept(service: Service, client: Client) -> No
     assert [len(await service.visible(topic, number)) for number in range(3)] == [0, 0, 1]
 
 
-async def test_several_topics_are_visible_whole(service: Service, client: Client) -> None:
+async def test_several_topics_become_visible_together(service: Service, client: Client) -> None:
     one, two = await service.topic(), await service.topic(partitions=2)
     messages = [Message(one, b"a", b"1"), Message(two, b"b", b"2", partition=1)]
     id = await client.prepare(*messages, Message(one, b"c", b"3"))
@@ -232,7 +232,7 @@ async def test_a_commit_can_bring_final_content(service: Service, client: Client
     assert (second.value, second.headers[2:]) == (None, ())
 
 
-async def test_final_content_stands_once_committed(service: Service, client: Client) -> None:
+async def test_committed_final_content_is_final(service: Service, client: Client) -> None:
     topic = await service.topic()
     id = await client.prepare(Message(topic, b"k", b"draft"))
     final = [Message(topic, b"k", b"final")]
@@ -244,7 +244,7 @@ async def test_final_content_stands_once_committed(service: Service, client: Cli
     assert await service.values(topic) == [b"final"]
 
 
-async def test_the_same_content_as_prepared_means_the_same(
+async def test_final_content_equal_to_prepared_is_no_conflict(
     service: Service, client: Client
 ) -> None:
     topic = await service.topic()
@@ -279,7 +279,7 @@ async def test_final_content_that_is_too_large_decides_nothing(service: Service)
 # --- the same prepare again ------------------------------------------------------------------
 
 
-async def test_the_same_id_again_is_the_same_transaction(service: Service) -> None:
+async def test_repeated_id_is_the_same_transaction(service: Service) -> None:
     topic = await service.topic()
     message = Message(topic, b"k", b"v")
     first = await service.prepare(message)
@@ -291,7 +291,7 @@ async def test_the_same_id_again_is_the_same_transaction(service: Service) -> No
     assert await service.values(topic) == [b"v"]
 
 
-async def test_the_same_id_with_other_content_is_a_conflict(service: Service) -> None:
+async def test_repeated_id_with_other_content_conflicts(service: Service) -> None:
     topic = await service.topic()
     first = await service.prepare(Message(topic, b"k", b"v"))
     for other in (Message(topic, b"k", b"w"), Message(topic, b"k", b"v", HEADERS)):
@@ -301,7 +301,7 @@ async def test_the_same_id_with_other_content_is_a_conflict(service: Service) ->
         await service.send(Message(topic, b"k", b"v"), id=first, group="another")
 
 
-async def test_an_id_of_ones_own_is_taken(service: Service) -> None:
+async def test_callers_id_is_accepted(service: Service) -> None:
     topic = await service.topic()
     id = make_id(1, now_ms(), 42)
     status, answer = await service.send(Message(topic, None, b"v", partition=0), id=id.lower())
@@ -393,12 +393,12 @@ async def test_one_bad_message_refuses_the_whole_prepare(service: Service) -> No
     assert await service.listed(group=group) == []
 
 
-async def test_checks_that_outlast_retention_are_refused(service: Service) -> None:
+async def test_checks_outlasting_retention_are_refused(service: Service) -> None:
     with pytest.raises(BadSchedule):
         await service.send(Message(await service.topic(), b"k", b""), check_after_s=30 * 86_400)
 
 
-async def test_what_is_not_there_is_not_found(service: Service) -> None:
+async def test_unknown_transaction_is_not_found(service: Service) -> None:
     id = make_id(0, now_ms(), 123)
     for what in ("commit", "rollback", "check", "revive"):
         with pytest.raises(NotFound):
@@ -407,7 +407,7 @@ async def test_what_is_not_there_is_not_found(service: Service) -> None:
         await service.show(id)
 
 
-async def test_what_is_no_id_is_bad(service: Service) -> None:
+async def test_malformed_id_is_bad(service: Service) -> None:
     for id in ("nonsense", "U" * 26, make_id(60_000, now_ms(), 1)):
         with pytest.raises(BadId):
             await service.tell(id, "commit")
@@ -416,7 +416,7 @@ async def test_what_is_no_id_is_bad(service: Service) -> None:
 # --- looking ---------------------------------------------------------------------------------
 
 
-async def test_show_tells_a_life(service: Service) -> None:
+async def test_show_returns_timeline(service: Service) -> None:
     topic = await service.topic()
     message = Message(topic, b"\xff", b"text", HEADERS, timestamp_ms=5)
     id = await service.prepare(message, order_key="o", check_after_s=60, check_interval_s=30)
@@ -432,7 +432,7 @@ async def test_show_tells_a_life(service: Service) -> None:
     assert shown["messages"] == [{"topic": topic, "partition": 0, "offset": 0}]
 
 
-async def test_bodies_are_shown_only_where_asked_for(service: Service) -> None:
+async def test_bodies_are_shown_only_on_request(service: Service) -> None:
     id = await service.prepare(Message(await service.topic(), b"k", b"secret"))
     assert "value" not in (await service.show(id))["messages"][0]
     (listed,) = [each for each in await service.listed(limit=1000) if each["id"] == id]
@@ -474,7 +474,7 @@ async def test_lists_are_paged_oldest_first(service: Service) -> None:
     assert times == sorted(times)
 
 
-async def test_metrics_move(service: Service) -> None:
+async def test_metrics_count_service_calls(service: Service) -> None:
     topic, group = await service.topic(), unique("group")
     before = await service.metric("decisions_total", decision="commit", source="operator")
     ids = [await service.prepare(Message(topic, b"%d" % n, b""), group=group) for n in range(3)]

@@ -7,7 +7,7 @@ from tests.kit.until import until
 from txbroker.contract.audit import AuditNews, encode_news
 
 
-async def test_a_running_proxy_shows_the_newest_audit_and_outlives_a_broken_record(
+async def test_proxy_shows_newest_audit_despite_broken_record(
     service: Service,
 ) -> None:
     assert await service.metric("audit_last_success_timestamp_seconds", mode="batch") == 0

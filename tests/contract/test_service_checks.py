@@ -49,7 +49,7 @@ async def test_a_checks_rollback_is_never_visible(service: Service) -> None:
     assert await seen(service, id) == []
 
 
-async def test_a_check_is_told_what_it_is_about(service: Service) -> None:
+async def test_check_describes_its_transaction(service: Service) -> None:
     group = await service.group(COMMIT, attempts_max=7)
     id = await pending(service, group, b"what was prepared")
     (call, *_) = await service.asked_times(group, 1)
@@ -70,7 +70,7 @@ async def test_a_check_can_bring_final_content(service: Service) -> None:
 
 
 @pytest.mark.rule(20)
-async def test_final_content_that_no_target_takes_decides_nothing(service: Service) -> None:
+async def test_unacceptable_final_content_decides_nothing(service: Service) -> None:
     topic = await service.topic(max_message_bytes="2000")
     draft = {"topic": topic, "key": "k"}
     ahead_ms = round(time.time() * 1000) + 7_200_000
@@ -106,7 +106,7 @@ async def test_unknown_is_asked_again(service: Service) -> None:
 
 
 @pytest.mark.parametrize("odd", [500, 404, 204, {}, {"decision": "maybe"}, {"decision": None}])
-async def test_an_answer_that_says_nothing_counts(service: Service, odd: Json | int) -> None:
+async def test_empty_answer_counts_as_attempt(service: Service, odd: Json | int) -> None:
     group = await service.group(odd, COMMIT)
     id = await pending(service, group)
     assert (await service.reaches(id, "promoted"))["attempts"] == 2
@@ -122,7 +122,7 @@ async def test_not_yet_uses_no_attempt(service: Service) -> None:
     assert second["at_ms"] - first["at_ms"] >= 1000
 
 
-async def test_a_decision_goes_before_an_answer_in_flight(service: Service) -> None:
+async def test_decision_precedes_answer_in_flight(service: Service) -> None:
     group = await service.group(ROLLBACK)
     held = service.desk.held[group] = asyncio.Event()
     id = await pending(service, group, check_interval_s=NEVER_S)
@@ -153,7 +153,7 @@ async def test_fifteen_unknowns_park(service: Service) -> None:
     assert len(service.asked(group)) == 15
 
 
-async def test_a_parked_one_can_be_rolled_back(service: Service) -> None:
+async def test_parked_transaction_can_be_rolled_back(service: Service) -> None:
     id = await pending(service, await service.group(UNKNOWN, attempts_max=2, timeout_s=0.1))
     await service.reaches(id, "parked")
     await service.tell(id, "rollback")
@@ -161,7 +161,7 @@ async def test_a_parked_one_can_be_rolled_back(service: Service) -> None:
     assert await seen(service, id) == []
 
 
-async def test_a_revived_one_begins_a_new_round(service: Service) -> None:
+async def test_revived_transaction_begins_new_round(service: Service) -> None:
     group = await service.group(*[UNKNOWN] * 6, COMMIT, attempts_max=3, timeout_s=0.1)
     id = await pending(service, group)
     await service.reaches(id, "parked")
@@ -173,7 +173,7 @@ async def test_a_revived_one_begins_a_new_round(service: Service) -> None:
     assert await seen(service, id) == [b"v"]
 
 
-async def test_only_what_stands_still_is_revived(service: Service) -> None:
+async def test_only_parked_or_refused_is_revived(service: Service) -> None:
     id = await pending(service, "nobody", check_after_s=NEVER_S)
     with pytest.raises(NotPending):
         await service.tell(id, "revive")
@@ -210,7 +210,7 @@ async def test_an_unreachable_group_is_never_parked(service: Service) -> None:
     await service.tell(id, "rollback")
 
 
-async def test_a_group_is_asked_at_once_when_its_session_appears(service: Service) -> None:
+async def test_group_is_asked_at_once_when_session_opens(service: Service) -> None:
     group = unique("group")
     id = await pending(service, group, check_after_s=0)
 
@@ -265,7 +265,7 @@ async def test_a_check_can_be_pulled_forward(service: Service) -> None:
     assert [call["reason"] for call in service.asked(group)] == ["asked"]
 
 
-async def test_checks_asked_for_keep_a_second_apart(service: Service) -> None:
+async def test_requested_checks_are_a_second_apart(service: Service) -> None:
     group = await service.group(UNKNOWN, check_interval_s=NEVER_S)
     id = await pending(service, group, check_after_s=NEVER_S)
     for count in (1, 2):
@@ -285,7 +285,7 @@ async def test_the_last_check_is_never_pulled_forward(service: Service) -> None:
     assert (await service.show(id))["attempts"] == 1
 
 
-async def test_a_decided_one_is_not_checked(service: Service) -> None:
+async def test_decided_transaction_is_not_checked(service: Service) -> None:
     group = await service.group(ROLLBACK)
     id = await pending(service, group, check_after_s=NEVER_S)
     await service.commit(id)

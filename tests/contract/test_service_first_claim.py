@@ -21,7 +21,7 @@ NOISE = (
 
 @pytest.mark.rule(10)
 @pytest.mark.parametrize("committed", [True, False, None])
-async def test_noise_before_the_first_claim_of_all_stops_nobody(
+async def test_noise_before_first_claim_stops_no_partition(
     world: Any, desk: FakeEndpoint, committed: bool | None
 ) -> None:
     await (await world.door(partitions=2)).close()

@@ -57,7 +57,7 @@ async def test_records_of_other_clients_leave_no_gap(
 
 
 @pytest.mark.rule(27)
-async def test_a_partition_that_stopped_goes_on_once_a_record_is_passed_over(
+async def test_stopped_partition_resumes_after_skip(
     service: Service,
 ) -> None:
     topic, world = await service.topic(), service.world
@@ -101,9 +101,7 @@ async def test_noise_in_the_checkpoint_topic_is_counted(service: Service) -> Non
 
 
 @pytest.mark.parametrize("name", ["half", "op"])
-async def test_behind_an_open_transaction_of_another_client_all_goes_on(
-    service: Service, name: str
-) -> None:
+async def test_open_foreign_transaction_delays_nothing(service: Service, name: str) -> None:
     topic, world = await service.topic(), service.world
     release = await world.hang(world.name(name), 0)
     try:

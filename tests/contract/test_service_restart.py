@@ -44,7 +44,7 @@ async def test_every_state_survives(service: Service) -> None:
     assert await service.values(gone) == [b"refused"]
 
 
-async def test_what_is_committed_is_promoted_once(service: Service) -> None:
+async def test_committed_is_promoted_once_after_restart(service: Service) -> None:
     topic, group = await service.topic(), unique("group")
     ids = await asyncio.gather(
         *[service.prepare(Message(topic, b"%d" % n, b"%d" % n), group=group) for n in range(60)]
@@ -58,7 +58,7 @@ async def test_what_is_committed_is_promoted_once(service: Service) -> None:
 
 
 @pytest.mark.parametrize("seed", range(3))
-async def test_any_mixture_comes_out_as_decided(service: Service, seed: int) -> None:
+async def test_any_mixture_ends_as_decided_after_restart(service: Service, seed: int) -> None:
     random, group = Random(seed), unique("group")
     topics = [await service.topic() for _ in range(3)]
     expected: list[tuple[str, bytes]] = []
@@ -85,7 +85,7 @@ async def nothing_committed(service: Service, group: str) -> bool:
     return await service.listed(group=group, state="committed") == []
 
 
-async def test_attempts_and_rounds_are_counted_on(service: Service) -> None:
+async def test_attempts_and_rounds_survive_restart(service: Service) -> None:
     group = await service.group(UNKNOWN, check_interval_s=NEVER_S, attempts_max=5, timeout_s=0.1)
     counted = await service.prepare(Message(await service.topic(), b"k", b""), group=group)
     parked = await service.group(UNKNOWN, attempts_max=1, timeout_s=0.1)
@@ -102,7 +102,7 @@ async def test_attempts_and_rounds_are_counted_on(service: Service) -> None:
     assert [call["attempt"] for call in await service.asked_times(group, 2)] == [1, 2]
 
 
-async def test_keys_decisions_and_groups_are_known(service: Service) -> None:
+async def test_keys_decisions_and_groups_survive_restart(service: Service) -> None:
     topic, key, group = await service.topic(), unique("key"), unique("group")
     message = Message(topic, b"k", b"v")
     id = await service.prepare(message, dedup_key=key, group=group, order_key="o")
@@ -129,7 +129,7 @@ async def test_final_content_survives(service: Service) -> None:
     assert await service.values(one) == await service.values(gone) == [b"final"]
 
 
-async def test_a_producer_goes_on(service: Service) -> None:
+async def test_producer_continues_after_restart(service: Service) -> None:
     topic, group = await service.topic(), unique("group")
 
     async def check(request: CheckRequest) -> Decision:

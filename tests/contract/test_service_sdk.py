@@ -59,7 +59,7 @@ async def test_raising_rollback_rolls_back(service: Service) -> None:
     assert await service.visible(topic) == []
 
 
-async def test_an_exception_proves_nothing_and_asks_early(service: Service) -> None:
+async def test_exception_decides_nothing_and_checks_early(service: Service) -> None:
     topic, check = await service.topic(), Checker(Decision.COMMIT)
     message = Message(topic, b"k", b"v")
     async with service.producer(unique("group"), check=check) as producer:
@@ -93,7 +93,7 @@ async def test_checks_are_functions_or_coroutines(
     assert (shown["source"], shown["attempts"]) == ("check", 1)
 
 
-async def test_a_check_says_not_yet_and_then_commits_other_content(service: Service) -> None:
+async def test_check_answers_not_yet_then_commits_new_content(service: Service) -> None:
     topic = await service.topic()
     check = Checker(NotYet(1), Commit([Message(topic, b"k", b"final")]))
     async with service.producer(unique("group"), check=check) as producer:
@@ -104,7 +104,7 @@ async def test_a_check_says_not_yet_and_then_commits_other_content(service: Serv
     assert await service.values(topic) == [b"final"]
 
 
-async def test_a_running_block_is_not_asked_about(service: Service) -> None:
+async def test_running_block_is_not_checked(service: Service) -> None:
     topic, check = await service.topic(), Checker(Decision.ROLLBACK)
     producer = service.producer(unique("group"), check=check, limits=Limits(running_again_s=1.0))
     message = Message(topic, b"k", b"v")
@@ -119,7 +119,7 @@ async def test_a_running_block_is_not_asked_about(service: Service) -> None:
     assert (await service.reaches(transaction.id, "promoted"))["attempts"] == 0
 
 
-async def test_content_is_replaced_in_the_block(service: Service) -> None:
+async def test_block_replaces_content(service: Service) -> None:
     topic = await service.topic()
     async with (
         service.producer(unique("group")) as producer,
@@ -130,7 +130,7 @@ async def test_content_is_replaced_in_the_block(service: Service) -> None:
     assert await service.values(topic) == [b"final"]
 
 
-async def test_waiting_for_promoted_is_waiting_for_visible(service: Service) -> None:
+async def test_wait_promoted_waits_until_visible(service: Service) -> None:
     topic = await service.topic()
     async with service.producer(unique("group")) as producer:
         for number in range(5):
@@ -144,7 +144,7 @@ async def test_waiting_for_promoted_is_waiting_for_visible(service: Service) -> 
     ("said", "state"),
     [(None, "promoted"), (Decision.COMMIT, "promoted"), (Decision.ROLLBACK, "rolled_back")],
 )
-async def test_a_function_decides(service: Service, said: Decision | None, state: str) -> None:
+async def test_function_decides(service: Service, said: Decision | None, state: str) -> None:
     async def local(transaction: Transaction) -> Decision | None:
         return said
 
@@ -164,7 +164,7 @@ async def test_any_instance_of_a_group_answers(service: Service) -> None:
     assert [request.id for request in check.requests] == [id]
 
 
-async def test_an_instance_without_a_check_function_leaves_the_answer_to_others(
+async def test_instance_without_check_defers_to_others(
     service: Service,
 ) -> None:
     topic, group, check = await service.topic(), unique("group"), Checker(Decision.COMMIT)
@@ -178,7 +178,7 @@ async def test_an_instance_without_a_check_function_leaves_the_answer_to_others(
     assert (shown["source"], shown["attempts"]) == ("check", 1)
 
 
-async def test_an_instance_without_a_check_function_hides_no_check_url(service: Service) -> None:
+async def test_instance_without_check_does_not_hide_check_url(service: Service) -> None:
     topic, group = await service.topic(), await service.group({"decision": "commit"})
     message = Message(topic, b"k", b"v")
     async with service.producer(group) as web:
@@ -193,7 +193,7 @@ async def test_an_instance_without_a_check_function_hides_no_check_url(service: 
     assert (shown["source"], shown["attempts"]) == ("check", 1)
 
 
-async def test_where_one_instance_is_busy_another_is_asked(service: Service) -> None:
+async def test_check_goes_to_another_instance_if_one_is_busy(service: Service) -> None:
     topic, group, go = await service.topic(), unique("group"), asyncio.Event()
 
     async def slow(request: CheckRequest) -> Decision:
@@ -217,7 +217,7 @@ async def test_where_one_instance_is_busy_another_is_asked(service: Service) -> 
     assert shown["attempts"] == 1
 
 
-async def test_the_blocking_producer_does_the_same(service: Service) -> None:
+async def test_blocking_producer_behaves_alike(service: Service) -> None:
     topic = await service.topic()
     url = service.proxy.url
 
@@ -232,7 +232,7 @@ async def test_the_blocking_producer_does_the_same(service: Service) -> None:
     assert await service.values(topic) == [b"commits"]
 
 
-async def test_many_transactions_at_once_are_each_there_once(service: Service) -> None:
+async def test_concurrent_transactions_each_appear_once(service: Service) -> None:
     topic = await service.topic(partitions=3)
 
     async with service.producer(unique("group")) as producer:

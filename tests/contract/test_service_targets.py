@@ -25,7 +25,7 @@ async def without_topic(service: Service) -> tuple[str, str]:
 
 
 @pytest.mark.rule(17)
-async def test_a_topic_that_is_gone_refuses_while_the_rest_flows(service: Service) -> None:
+async def test_deleted_topic_refuses_and_others_continue(service: Service) -> None:
     topic = await service.topic()
     id = await service.prepare(Message(topic, b"k", b"v"))
     await service.world.delete_topic(topic)  # and the proxy does not know it yet
@@ -40,7 +40,7 @@ async def test_a_topic_that_is_gone_refuses_while_the_rest_flows(service: Servic
     assert await service.metric("refused", topic=topic) == 1
 
 
-async def test_a_refused_one_is_decided_and_stays_so(service: Service) -> None:
+async def test_refused_transaction_stays_decided(service: Service) -> None:
     id, _ = await without_topic(service)
     assert (await service.commit(id))["state"] == "refused"
     assert (await service.tell(id, "commit"))["state"] == "refused"
@@ -50,7 +50,7 @@ async def test_a_refused_one_is_decided_and_stays_so(service: Service) -> None:
         await service.tell(id, "check")
 
 
-async def test_a_topic_that_comes_back_gets_what_it_missed(service: Service) -> None:
+async def test_recreated_topic_receives_revived_messages(service: Service) -> None:
     id, topic = await without_topic(service)
     await service.commit(id)
     await service.create_again(topic)
@@ -58,7 +58,7 @@ async def test_a_topic_that_comes_back_gets_what_it_missed(service: Service) -> 
     assert await service.values(topic) == [b"v"]
 
 
-async def test_a_refused_one_is_revived_by_hand(service: Service) -> None:
+async def test_refused_transaction_is_revived_by_operator(service: Service) -> None:
     topic = await service.topic()
     id = await service.prepare(Message(topic, b"k", bytes(ROOM)))
     await service.set_max_message_bytes(topic, ROOM // 2)
@@ -93,7 +93,7 @@ async def test_one_bad_target_refuses_the_whole_transaction(service: Service) ->
     [f"txbroker.{name}" for name in ("half", "op", "checkpoint", "parked", "groups")]
     + ["__consumer_offsets", "__transaction_state"],
 )
-async def test_our_own_topics_and_kafkas_are_no_targets(service: Service, own: str) -> None:
+async def test_own_and_internal_topics_are_no_targets(service: Service, own: str) -> None:
     topic = await service.topic()
     with pytest.raises(BadTarget, match="own: it is no target"):
         await service.prepare(Message(topic, b"k", b"v"), Message(own, b"k", b"v"))
@@ -116,7 +116,7 @@ async def test_topics_of_another_installation_are_no_targets(service: Service, n
 
 
 @pytest.mark.rule(17)
-async def test_a_topic_that_is_only_called_like_ours_is_a_target(service: Service) -> None:
+async def test_topic_with_similar_name_is_a_target(service: Service) -> None:
     world = service.world
     lookalike = unique("like")
     for name in ("groups", "checkpoint", "half"):
@@ -141,7 +141,7 @@ CLAIM = encode_claim(Claim(RECORD_VERSION, "c", "o", ""))
         ({"checkpoint": CLAIM}, {"half": 2, "op": 2, "checkpoint": 2, "groups": 0}),
     ],
 )
-async def test_a_single_record_makes_no_installation_of_a_namespace(
+async def test_single_record_is_no_installation(
     service: Service, evidence: dict[str, Record], partitions: dict[str, int]
 ) -> None:
     world, prefix = service.world, unique("business")
@@ -156,9 +156,7 @@ async def test_a_single_record_makes_no_installation_of_a_namespace(
 
 @pytest.mark.rule(17)
 @pytest.mark.parametrize("evidence", ["groups", "checkpoint"])
-async def test_what_became_an_installations_topic_is_refused_when_it_is_promoted(
-    service: Service, evidence: str
-) -> None:
+async def test_promotion_refuses_new_installation_topic(service: Service, evidence: str) -> None:
     world, theirs = service.world, unique("theirs")
     half = await world.create_topic(f"{theirs}.half", 2)
     id = await service.prepare(Message(half, b"k", b"v"))

@@ -63,7 +63,7 @@ async def killed_and_started(world: ProxyProcess) -> AsyncIterator[None]:
         await world.start()
 
 
-async def test_two_commits_are_one_message_and_a_commit_after_a_rollback_is_none(
+async def test_repeated_commit_is_one_message_after_rollback_none(
     shared: ProxyProcess,
 ) -> None:
     topic, group = await shared.topic(), unique("group")
@@ -88,7 +88,7 @@ async def test_two_commits_are_one_message_and_a_commit_after_a_rollback_is_none
     assert await markers(shared, twice) == stored
 
 
-async def test_the_answer_comes_after_all_acks_and_tells_the_outcome(shared: ProxyProcess) -> None:
+async def test_answer_follows_all_acks_and_names_outcome(shared: ProxyProcess) -> None:
     topic = await shared.topic()
     ids = [await shared.prepare({"topic": topic, "value": str(n)}) for n in range(20)]
     answers = await asyncio.gather(*[shared.tell(id, "commit") for id in ids])
@@ -103,7 +103,7 @@ async def test_the_answer_comes_after_all_acks_and_tells_the_outcome(shared: Pro
 
 
 @pytest.mark.quick
-async def test_target_write_and_progress_are_one_transaction(shared: ProxyProcess) -> None:
+async def test_target_write_and_checkpoint_are_one_transaction(shared: ProxyProcess) -> None:
     """Killed while it promotes, again and again: nothing is there twice."""
     topic, sent = await shared.topic(2), 0
     for _ in range(3):
@@ -134,7 +134,7 @@ async def test_checks_append_no_body(shared: ProxyProcess, desk: FakeEndpoint) -
     assert sum(len(record.value or b"") for record in op) < 5000
 
 
-async def test_only_checks_that_reach_someone_count(
+async def test_only_checks_that_reach_an_instance_count(
     shared: ProxyProcess, desk: FakeEndpoint
 ) -> None:
     """503 means "not handled": more of those than attempts, and nothing is given up."""
@@ -150,7 +150,7 @@ async def test_only_checks_that_reach_someone_count(
     assert await values(shared, topic) == [b"kept"]
 
 
-async def test_nobody_online_is_no_attempt_and_whoever_comes_is_asked_at_once(
+async def test_offline_group_uses_no_attempt_and_is_asked_on_return(
     shared: ProxyProcess,
 ) -> None:
     topic, group = await shared.topic(), unique("group")
@@ -179,7 +179,7 @@ async def test_nobody_online_is_no_attempt_and_whoever_comes_is_asked_at_once(
     assert shown["attempts"] == 1
 
 
-async def test_what_a_target_refuses_is_kept_whole_and_the_rest_flows(shared: ProxyProcess) -> None:
+async def test_refused_messages_are_kept_and_others_continue(shared: ProxyProcess) -> None:
     small, topic = await shared.topic(max_message_bytes="2000"), await shared.topic()
     whole = [{"topic": topic, "value": "one"}, {"topic": small, "value": "two"}]
     refused = await shared.prepare(*whole)
@@ -239,7 +239,7 @@ def delete_records(bootstrap: str, topic: str) -> None:
     admin.delete_records([whole])[whole].result(15)
 
 
-async def test_the_producers_clock_decides_nothing(
+async def test_producer_clock_decides_nothing(
     shared: ProxyProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A producer a day ahead, messages of the last century: Kafka's append time counts."""
@@ -261,7 +261,7 @@ async def test_the_producers_clock_decides_nothing(
         await shared.prepare({"topic": topic, "value": "x"}, id=ahead)
 
 
-async def test_the_id_says_where_a_transaction_lives(shared: ProxyProcess) -> None:
+async def test_id_names_the_half_partition(shared: ProxyProcess) -> None:
     """A proxy that knows nothing of it, at the first moment that it answers, decides it."""
     topic = await shared.topic()
     messages = [{"topic": topic, "key": str(n), "value": str(n)} for n in range(12)]
@@ -293,7 +293,7 @@ def encode(number: int) -> str:
     return "".join(LETTERS[number >> shift & 31] for shift in range(125, -1, -5))
 
 
-async def test_partitions_work_side_by_side_and_a_slow_group_delays_no_other(
+async def test_partitions_run_in_parallel_despite_slow_group(
     shared: ProxyProcess, desk: FakeEndpoint
 ) -> None:
     topic = await shared.topic()
@@ -322,7 +322,7 @@ async def test_partitions_work_side_by_side_and_a_slow_group_delays_no_other(
     assert await values(shared, topic) == [b"q"] * 20
 
 
-async def test_a_poison_record_is_set_aside_and_the_rest_flows(shared: ProxyProcess) -> None:
+async def test_poison_record_is_set_aside_and_others_continue(shared: ProxyProcess) -> None:
     topic = await shared.topic()
 
     async def prepared(value: str) -> list[str]:
@@ -357,7 +357,7 @@ def poison(world: ProxyProcess) -> None:
     assert producer.flush(20) == 0
 
 
-async def test_many_messages_and_topics_all_or_none_in_order(shared: ProxyProcess) -> None:
+async def test_messages_of_several_topics_are_atomic_and_ordered(shared: ProxyProcess) -> None:
     one, two, group = await shared.topic(), await shared.topic(), unique("group")
     async with TransactionalProducer(shared.url, group=group) as producer:
         for n in range(30):
@@ -378,7 +378,7 @@ async def test_many_messages_and_topics_all_or_none_in_order(shared: ProxyProces
     assert sequences == ["1/2"] * 21
 
 
-async def test_pending_ones_are_shown_and_resolved_over_http(shared: ProxyProcess) -> None:
+async def test_pending_transactions_are_resolved_over_http(shared: ProxyProcess) -> None:
     topic, group = await shared.topic(), unique("group")
     ids = [await shared.prepare({"topic": topic, "value": "v"}, group=group) for _ in range(3)]
     page = await shared.call("GET", f"/v1/transactions?group={group}&state=pending&limit=2")

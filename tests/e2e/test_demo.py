@@ -73,7 +73,7 @@ def test_every_difference_is_found(orders: list[Order], seen: list[Seen], agree:
     assert [(line.number, line.agree) for line in lines] == [("A-1", agree)]
 
 
-def test_messages_of_an_order_that_nobody_placed_are_a_difference() -> None:
+def test_messages_without_an_order_are_a_difference() -> None:
     stray = [Seen("shop.orders", 0, Record(None, b"?"))]
     lines = compare({"A-1": "rolled back"}, [], stray)
     assert [(line.number, line.agree) for line in lines] == [("", False), ("A-1", True)]

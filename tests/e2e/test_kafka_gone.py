@@ -129,7 +129,7 @@ async def some(truth: bool) -> bool:
     return truth
 
 
-async def test_kafka_hangs_under_load_and_comes_back(
+async def test_kafka_hang_under_load_loses_nothing(
     world: ProxyProcess, own_kafka: EmbeddedKafka, tmp_path: Path
 ) -> None:
     async def hang() -> None:
@@ -143,7 +143,7 @@ async def test_kafka_hangs_under_load_and_comes_back(
     assert "owner_unavailable" in {call.code for call in history.calls}
 
 
-async def test_kafka_is_killed_under_load_and_starts_again_on_its_data(
+async def test_kafka_killed_under_load_restarts_without_loss(
     world: ProxyProcess, own_kafka: EmbeddedKafka, tmp_path: Path
 ) -> None:
     before = own_kafka.bootstrap
@@ -159,7 +159,7 @@ async def test_kafka_is_killed_under_load_and_starts_again_on_its_data(
     await work_through(world, Shop(tmp_path / "shop.db"), die)
 
 
-async def test_a_proxy_without_kafka_says_so_and_ends() -> None:
+async def test_proxy_without_kafka_reports_it_and_exits() -> None:
     world = ProxyProcess("127.0.0.1:1", wait_for_kafka_s=0)
     await world.launch()
     code = await world.ended()
@@ -171,7 +171,7 @@ async def test_a_proxy_without_kafka_says_so_and_ends() -> None:
     assert world.stdout == []
 
 
-async def test_a_proxy_ends_in_bounded_time_while_kafka_hangs(
+async def test_proxy_exits_in_bounded_time_while_kafka_hangs(
     world: ProxyProcess, own_kafka: EmbeddedKafka
 ) -> None:
     """One that runs ends on SIGTERM; one that starts says what is wrong and ends by itself."""

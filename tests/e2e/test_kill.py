@@ -115,7 +115,7 @@ async def test_kill_9_of_the_proxy_loses_and_doubles_nothing(
     await judged(world, [world.url], shop, kill_now_and_then, TRANSACTIONS)
 
 
-async def test_a_proxy_that_hung_wakes_up_behind_its_successor_and_spoils_nothing(
+async def test_hung_proxy_waking_after_successor_corrupts_nothing(
     world: ProxyProcess, shop: Shop
 ) -> None:
     """It still believes that it owns everything, with requests half done."""
@@ -139,7 +139,7 @@ async def test_a_proxy_that_hung_wakes_up_behind_its_successor_and_spoils_nothin
 
 @pytest.mark.quick
 @pytest.mark.parametrize("killed", ["before", "after"])
-async def test_a_producer_killed_round_its_local_commit_is_settled_by_its_twin(
+async def test_killed_producer_is_settled_by_its_twin(
     world: ProxyProcess, shop: Shop, tmp_path: Path, killed: str
 ) -> None:
     """Killed between local commit and decision: visible. Before the local commit: never."""

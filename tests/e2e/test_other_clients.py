@@ -46,7 +46,7 @@ async def send_one_of_each(world: ProxyProcess) -> tuple[str, str]:
     return topic, id
 
 
-async def test_librdkafka_reads_everything_as_it_was_sent(shared: ProxyProcess) -> None:
+async def test_librdkafka_reads_messages_as_sent(shared: ProxyProcess) -> None:
     topic, id = await send_one_of_each(shared)
     first, tombstone = await shared.visible(topic)
     assert (first.key, first.value) == (b"k\xff", b"v\x00\xff")
@@ -61,7 +61,7 @@ async def test_librdkafka_reads_everything_as_it_was_sent(shared: ProxyProcess) 
 
 
 @pytest.mark.needs_tool("kcat")
-async def test_kcat_reads_everything_as_it_was_sent(shared: ProxyProcess) -> None:
+async def test_kcat_reads_messages_as_sent(shared: ProxyProcess) -> None:
     topic, id = await send_one_of_each(shared)
     line = "%t %o %T %K %k %S %s %h\\n"
     command = ["kcat", "-b", shared.bootstrap, "-C", "-t", topic, "-e", "-q", "-f", line]
@@ -112,7 +112,7 @@ def signature(secret: bytes, request: web.Request, body: bytes) -> str:
         ("whsec_c2hhcmVkIGluIGJhc2U2NA==", b"shared in base64"),
     ],
 )
-async def test_a_service_with_nothing_but_http_is_asked_with_a_signature(
+async def test_http_only_service_gets_signed_checks(
     shared: ProxyProcess, secrets_dir: Path, told: str, key: bytes
 ) -> None:
     secret = secrets_dir / "plain-http"
@@ -200,9 +200,7 @@ async def dev(tmp_path: Path) -> AsyncIterator[ProxyProcess]:
 
 
 @pytest.mark.needs_tool("curl")
-async def test_a_walk_through_txbroker_dev_with_curl_only(
-    dev: ProxyProcess, desk: FakeEndpoint
-) -> None:
+async def test_curl_completes_the_walk_through_dev(dev: ProxyProcess, desk: FakeEndpoint) -> None:
 
     async def said_ready() -> list[str]:
         # The proxy answers a moment before the command says so.

@@ -160,7 +160,7 @@ async def test_another_groups_transaction_cannot_be_decided(
     await shared.tell(id, "rollback", group=mine)
 
 
-async def test_an_id_used_for_other_content_conflicts(shared: ProxyProcess, topic: str) -> None:
+async def test_id_reused_for_other_content_conflicts(shared: ProxyProcess, topic: str) -> None:
     group = unique("group")
     first = {"topic": topic, "value": "first"}
     id = await shared.prepare(first, group=group, dedup_key="k")
@@ -185,7 +185,7 @@ FRAMES = {
 
 
 @pytest.mark.parametrize("name", FRAMES)
-async def test_rubbish_frames_end_that_session_only(
+async def test_invalid_frames_end_only_their_session(
     shared: ProxyProcess, topic: str, name: str
 ) -> None:
     group = unique("group")
@@ -208,7 +208,7 @@ async def test_rubbish_frames_end_that_session_only(
         await producer.rollback(id)
 
 
-async def test_a_target_that_grows_too_small_is_said_at_prepare(shared: ProxyProcess) -> None:
+async def test_smaller_target_limit_is_reported_at_prepare(shared: ProxyProcess) -> None:
     small = await shared.topic(max_message_bytes="1000")
     body = {"group": "g", "messages": [{"topic": small, "value": "x" * 2000}]}
     status, answer = await shared.request("POST", PREPARE, body)

@@ -57,7 +57,7 @@ class Bounded:
         return sum(self.bounds.admit(kind) for _ in range(count))
 
 
-def test_few_lines_are_all_written_and_nothing_is_told() -> None:
+def test_few_lines_are_all_written() -> None:
     bounded = Bounded()
     for _ in range(5):
         assert bounded.admitted("parked", 3) == 3
@@ -65,7 +65,7 @@ def test_few_lines_are_all_written_and_nothing_is_told() -> None:
     assert (bounded.told, bounded.time.timers) == ([], [])
 
 
-def test_of_many_the_first_are_written_and_the_others_counted() -> None:
+def test_first_lines_are_written_and_others_counted() -> None:
     bounded = Bounded()
     assert bounded.admitted("parked", 1000) == 3
     assert bounded.told == []
@@ -74,13 +74,13 @@ def test_of_many_the_first_are_written_and_the_others_counted() -> None:
     assert bounded.admitted("parked", 2) == 2
 
 
-def test_kinds_do_not_take_one_anothers_room() -> None:
+def test_kinds_have_separate_limits() -> None:
     bounded = Bounded()
     bounded.admitted("parked", 1000)
     assert bounded.admitted("partition stopped", 1) == 1
 
 
-def test_each_partition_is_heard_once_whatever_the_others_say() -> None:
+def test_each_partition_gets_its_first_line() -> None:
     bounded = Bounded()
     for _ in range(10):
         for partition in range(64):
@@ -91,7 +91,7 @@ def test_each_partition_is_heard_once_whatever_the_others_say() -> None:
     assert not bounded.bounds.admit("owned", 0)
 
 
-def test_a_flood_goes_on_and_nothing_of_it_is_lost_from_the_counts() -> None:
+def test_lasting_flood_is_counted_completely() -> None:
     bounded = Bounded()
     written = 0
     for _ in range(100):
@@ -102,7 +102,7 @@ def test_a_flood_goes_on_and_nothing_of_it_is_lost_from_the_counts() -> None:
     assert written + sum(count for _, count in bounded.told) == 5000
 
 
-def test_what_came_late_in_a_window_is_told_without_another_line() -> None:
+def test_late_lines_are_reported_without_another_line() -> None:
     bounded = Bounded()
     bounded.admitted("a", 4)
     bounded.time.advance(9.0)
@@ -114,7 +114,7 @@ def test_what_came_late_in_a_window_is_told_without_another_line() -> None:
     assert bounded.time.timers == []
 
 
-def test_at_the_end_everything_is_told() -> None:
+def test_flush_reports_all_suppressed_lines() -> None:
     bounded = Bounded()
     bounded.admitted("parked", 5)
     bounded.bounds.flush()
@@ -133,7 +133,7 @@ def _own_logging() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("_own_logging")
-def test_thousands_that_park_do_not_flood_the_log(
+def test_thousands_of_parked_do_not_flood_log(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     configure_logging("json", "info")
@@ -157,7 +157,7 @@ def test_thousands_that_park_do_not_flood_the_log(
 
 
 @pytest.mark.usefixtures("_own_logging")
-def test_libraries_do_not_flood_it_either(capsys: pytest.CaptureFixture[str]) -> None:
+def test_libraries_do_not_flood_log(capsys: pytest.CaptureFixture[str]) -> None:
     configure_logging("json", "info")
     for number in range(1000):
         logging.getLogger("aiokafka.conn").error("connection %d refused", number)

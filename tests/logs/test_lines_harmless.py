@@ -48,7 +48,7 @@ def write_hostile(text: str) -> None:
 
 
 @pytest.mark.parametrize("text", HOSTILE)
-def test_for_people_a_line_stays_one(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_console_line_stays_one_line(text: str, capsys: pytest.CaptureFixture[str]) -> None:
     configure_logging("console", "info")
     write_hostile(text)
     err = capsys.readouterr().err
@@ -59,7 +59,7 @@ def test_for_people_a_line_stays_one(text: str, capsys: pytest.CaptureFixture[st
 
 
 @pytest.mark.parametrize("text", HOSTILE)
-def test_for_machines_a_line_stays_one(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_line_stays_one_line(text: str, capsys: pytest.CaptureFixture[str]) -> None:
     configure_logging("json", "info")
     write_hostile(text)
     err = capsys.readouterr().err
@@ -77,7 +77,7 @@ def fail(body: str) -> None:
     raise ValueError(f"not a number: {body} {len(password)}")
 
 
-def test_a_traceback_shows_no_variables_and_forges_no_line(
+def test_traceback_shows_no_variables_and_forges_no_line(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     configure_logging("console", "info")
@@ -94,7 +94,7 @@ def test_a_traceback_shows_no_variables_and_forges_no_line(
     assert any("ValueError" in line for line in rest)
 
 
-def test_a_traceback_for_machines_shows_no_variables(capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_traceback_shows_no_variables(capsys: pytest.CaptureFixture[str]) -> None:
     configure_logging("json", "info")
     try:
         fail("x")
@@ -106,7 +106,7 @@ def test_a_traceback_for_machines_shows_no_variables(capsys: pytest.CaptureFixtu
     assert json.loads(line)["exception"][0]["exc_type"] == "ValueError"
 
 
-def test_only_texts_of_our_own_errors_are_told() -> None:
+def test_only_texts_of_own_errors_are_logged() -> None:
     body = b"\xffcard 4111 1111"
     errors: list[BaseException] = []
     for bad in (
@@ -133,12 +133,12 @@ def test_only_texts_of_our_own_errors_are_told() -> None:
     assert safe_repr(OSError(111, "refused")) == "ConnectionRefusedError: [Errno 111] refused"
 
 
-def test_printable_leaves_what_prints() -> None:
+def test_printable_keeps_printable_text() -> None:
     assert printable("Grüße, 世界") == "Grüße, 世界"
     assert printable("a\x1b\nb\\") == "a\\x1b\\nb\\"
 
 
-def test_readiness_is_told_when_it_changes_and_not_at_a_stop() -> None:
+def test_readiness_is_logged_on_change_but_not_at_stop() -> None:
     found = Readiness(False, {0: "claiming"}, ("partition 0: claiming",))
     told = ReadinessLog(lambda: found)
     with structlog.testing.capture_logs() as lines:
@@ -157,7 +157,7 @@ def test_readiness_is_told_when_it_changes_and_not_at_a_stop() -> None:
     assert (len(lines[1]["problems"]), lines[1]["count"]) == (5, 64)
 
 
-async def test_a_proxy_that_stops_says_nothing_of_not_being_ready() -> None:
+async def test_stopping_proxy_logs_no_readiness() -> None:
     found = Readiness(True, {0: "owned"})
     told = ReadinessLog(lambda: found)
     with structlog.testing.capture_logs() as lines:
@@ -169,7 +169,7 @@ async def test_a_proxy_that_stops_says_nothing_of_not_being_ready() -> None:
     assert [line["event"] for line in lines] == ["ready"]
 
 
-def test_a_broker_in_a_service_s_own_tests_says_nothing_on_stdout() -> None:
+def test_broker_in_service_tests_writes_no_stdout() -> None:
     code = (
         "from txbroker.testing.broker import InMemoryBroker\n"
         "with InMemoryBroker() as broker:\n"

@@ -26,7 +26,7 @@ async def service(kafka: EmbeddedKafka) -> AsyncIterator[Service]:
         await made.world.close()
 
 
-async def test_what_was_deleted_before_anything_was_written_down_stops_the_partition(
+async def test_early_deletion_stops_the_partition(
     service: Service, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As if the proxy were killed before its first snapshot."""
@@ -45,7 +45,7 @@ async def test_what_was_deleted_before_anything_was_written_down_stops_the_parti
 
 @pytest.mark.rule(28)
 @pytest.mark.parametrize("noticed", [False, True])
-async def test_acknowledged_prepares_are_accounted_for_after_a_kill(
+async def test_acked_prepares_are_accounted_for_after_kill(
     service: Service, monkeypatch: pytest.MonkeyPatch, noticed: bool
 ) -> None:
     """A turn passes what was deleted, and no snapshot holds all of it. A proxy that is killed
@@ -77,7 +77,7 @@ async def test_acknowledged_prepares_are_accounted_for_after_a_kill(
 
 
 @pytest.mark.rule(28)
-async def test_what_is_deleted_after_a_clean_stop_is_reported_lost(
+async def test_deletion_after_clean_stop_is_reported_lost(
     service: Service, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where no snapshot was due since it came, as with what is rolled back last."""
@@ -96,7 +96,7 @@ async def test_what_is_deleted_after_a_clean_stop_is_reported_lost(
 
 
 @pytest.mark.rule(28)
-async def test_a_lost_transaction_is_told_with_its_reason(service: Service) -> None:
+async def test_lost_transaction_is_reported_with_reason(service: Service) -> None:
     topic = await service.topic()
     message = Message(topic, None, b"v")
     id = await service.prepare(message, dedup_key="one")

@@ -32,7 +32,7 @@ async def both(kafka: EmbeddedKafka) -> AsyncIterator[tuple[Service, Service]]:
             await service.world.close()
 
 
-async def test_the_old_one_is_emptied_while_the_new_one_works(
+async def test_old_installation_drains_while_new_one_works(
     both: tuple[Service, Service],
 ) -> None:
     old, new = both
@@ -60,7 +60,7 @@ async def test_the_old_one_is_emptied_while_the_new_one_works(
     await new.commit(ids[1])
 
 
-async def test_more_partitions_for_the_half_topic_are_undone_by_moving(
+async def test_added_half_partitions_are_undone_by_moving(
     both: tuple[Service, Service],
 ) -> None:
     """Somebody has altered the topics. The proxies that run empty the installation."""

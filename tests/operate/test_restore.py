@@ -89,7 +89,7 @@ async def committed(service: Service, topic: str, value: bytes) -> str:
 # --- all of one moment -----------------------------------------------------------------------
 
 
-async def test_all_topics_of_one_moment_work_as_of_that_moment(service: Installation) -> None:
+async def test_consistent_backup_restores_its_moment(service: Installation) -> None:
     topic = await service.begin()
     group = await service.group({"decision": "commit"}, check_after_s=600)
     await committed(service, topic, b"before")
@@ -116,9 +116,7 @@ async def test_all_topics_of_one_moment_work_as_of_that_moment(service: Installa
 
 
 @pytest.mark.parametrize("older", ["half", "op"])
-async def test_a_log_older_than_the_checkpoint_stops_its_partition(
-    service: Installation, older: str
-) -> None:
+async def test_log_older_than_checkpoint_stops_partition(service: Installation, older: str) -> None:
     topic = await service.begin()
     backup = service.ends()
     await committed(service, topic, b"once")
@@ -129,7 +127,7 @@ async def test_a_log_older_than_the_checkpoint_stops_its_partition(
     assert await service.values(topic) == [b"once"]
 
 
-async def test_an_older_checkpoint_promotes_again_what_came_since(service: Installation) -> None:
+async def test_older_checkpoint_promotes_again(service: Installation) -> None:
     """Nothing in txbroker's topics tells; the audit finds what is doubled."""
     topic = await service.begin()
     await committed(service, topic, b"before")
@@ -142,7 +140,7 @@ async def test_an_older_checkpoint_promotes_again_what_came_since(service: Insta
     await until(lambda: _seen(service, topic, [b"before", b"since", b"since"]))
 
 
-async def test_targets_older_than_the_rest_stay_as_they_are(service: Installation) -> None:
+async def test_older_targets_stay_unchanged(service: Installation) -> None:
     topic = await service.begin()
     backup = service.ends()
     id = await committed(service, topic, b"promoted")
@@ -155,7 +153,7 @@ async def test_targets_older_than_the_rest_stay_as_they_are(service: Installatio
     assert await service.values(topic) == [b"new"]
 
 
-async def test_targets_newer_than_the_rest_get_it_twice(service: Installation) -> None:
+async def test_newer_targets_receive_duplicates(service: Installation) -> None:
     topic = await service.begin()
     group = await service.group({"decision": "commit"}, check_after_s=600)
     id = await service.prepare(Message(topic, None, b"twice"), group=group)
@@ -172,7 +170,7 @@ async def test_targets_newer_than_the_rest_get_it_twice(service: Installation) -
 # --- topics that are gone --------------------------------------------------------------------
 
 
-async def test_a_lost_checkpoint_stops_its_partition(service: Installation) -> None:
+async def test_lost_checkpoint_stops_partition(service: Installation) -> None:
     topic = await service.begin()
     await committed(service, topic, b"once")
     await service.stop()
@@ -185,7 +183,7 @@ async def test_a_lost_checkpoint_stops_its_partition(service: Installation) -> N
     await service.start()
 
 
-async def test_lost_groups_are_registered_again_and_all_else_stays(service: Installation) -> None:
+async def test_lost_groups_are_registered_again(service: Installation) -> None:
     topic = await service.begin()
     group = await service.group({"decision": "commit"}, check_after_s=600)
     id = await service.prepare(Message(topic, None, b"v"), group=group)
@@ -202,7 +200,7 @@ async def test_lost_groups_are_registered_again_and_all_else_stays(service: Inst
     await service.reaches(id, "promoted")
 
 
-async def test_without_the_parked_topic_what_half_still_has_is_kept(service: Installation) -> None:
+async def test_lost_parked_topic_keeps_messages_still_in_half(service: Installation) -> None:
     topic = await service.begin()
     group = await service.group({"decision": "unknown"}, attempts_max=1)
     id = await service.prepare(Message(topic, None, b"kept"), group=group)
@@ -215,7 +213,7 @@ async def test_without_the_parked_topic_what_half_still_has_is_kept(service: Ins
     assert await service.values(topic) == [b"kept"]
 
 
-async def test_without_the_parked_topic_what_half_has_no_more_is_lost_and_told(
+async def test_lost_parked_topic_reports_deleted_messages_lost(
     service: Installation,
 ) -> None:
     topic = await service.begin()
@@ -232,7 +230,7 @@ async def test_without_the_parked_topic_what_half_has_no_more_is_lost_and_told(
     assert await service.state(id) == "parked"
 
 
-async def test_a_lost_parked_topic_stops_a_partition_that_has_refused(
+async def test_lost_parked_topic_stops_partition_with_refused(
     service: Installation,
 ) -> None:
     """Only its copy says of a refused one that it was not promoted."""

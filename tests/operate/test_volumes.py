@@ -66,7 +66,7 @@ def put_back(backup: Path, folder: Path, topic: str) -> None:
         shutil.copytree(path, here)
 
 
-async def test_disks_of_one_moment_and_of_two(tmp_path: Path) -> None:
+async def test_volume_snapshots_of_one_and_two_moments(tmp_path: Path) -> None:
     folder, backup, second = tmp_path / "kafka", tmp_path / "backup", tmp_path / "second"
     prefix = "volumes"
     async with FakeEndpoint().serve() as desk:

@@ -123,7 +123,7 @@ async def fill(world: ProxyProcess, topic: str, count: int) -> list[str]:
     ]
 
 
-async def test_nobody_writes_what_the_older_build_does_not_understand(fleet: Fleet) -> None:
+async def test_old_build_understands_all_written_records(fleet: Fleet) -> None:
     older = await fleet.proxy("older")
     await older.ready()
     newer = await fleet.proxy("newer", newer=True)
@@ -143,7 +143,7 @@ async def test_nobody_writes_what_the_older_build_does_not_understand(fleet: Fle
     assert ids_of(await older.visible(topic)) == sorted(ids + waiting)
 
 
-async def test_what_only_the_newer_build_understands_is_kept_and_alarmed(fleet: Fleet) -> None:
+async def test_newer_records_are_kept_and_alarmed(fleet: Fleet) -> None:
     newer = await fleet.proxy("newer", newer=True)
     await newer.ready()
     topic = await newer.topic()
