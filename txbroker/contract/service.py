@@ -18,7 +18,7 @@ from txbroker.core.records import (
     Source,
     State,
 )
-from txbroker.errors import BadRequest, RequestError
+from txbroker.errors import RequestError
 
 
 class PrepareRequest(Struct, frozen=True):
@@ -37,16 +37,6 @@ class PrepareRequest(Struct, frozen=True):
     check_after_s: float | None = None
     check_interval_s: float | None = None
     instance: str = ""
-
-
-def validate(request: PrepareRequest) -> None:
-    """Raise if a prepare cannot be a transaction.
-
-    Raises:
-        BadRequest: it has no message.
-    """
-    if not request.messages:
-        raise BadRequest("messages is empty: a transaction needs at least one message")
 
 
 class DecideRequest(Struct, frozen=True):

@@ -15,7 +15,7 @@ from typing import NamedTuple, Protocol
 from zlib import crc32
 
 from txbroker.core.records import Message
-from txbroker.errors import BadId
+from txbroker.errors import BadId, BadRequest
 
 ALPHABET = "0123456789ABCDEFGHJKMNPQRSTVWXYZ"
 LENGTH = 26
@@ -186,8 +186,11 @@ def home(request: Routed, partitions: int) -> int | None:
     """Return the half partition of a transaction; None for any.
 
     Raises:
+        BadRequest: it holds no message.
         BadId: the id names another partition than the order key.
     """
+    if not request.messages:
+        raise BadRequest("messages is empty: a transaction needs at least one message")
     first = request.messages[0]
     order = order_hash(request.order_key, first.topic, first.key)
     if request.order_key is None and request.dedup_key is not None:

@@ -24,7 +24,6 @@ from txbroker.contract.service import (
     TransactionStatus,
     TransactionView,
     alone,
-    validate,
 )
 from txbroker.core.encoding import headers_bytes, installation_headers
 from txbroker.core.records import Cause, CheckPolicy, Half, Message, Place
@@ -356,7 +355,6 @@ class Broker:
             BadId: the id names another partition than its order key.
             OwnerUnavailable: it may go into any, and this proxy owns none now.
         """
-        validate(request)
         partition = home(request, self._door.partitions)
         if partition is not None:
             return partition

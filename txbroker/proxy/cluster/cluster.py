@@ -21,7 +21,6 @@ from txbroker.contract.service import (
     TransactionStatus,
     TransactionView,
     alone,
-    validate,
 )
 from txbroker.core.routing import home, partition_of
 from txbroker.errors import IdExpired, OwnerUnavailable, RequestError
@@ -87,8 +86,6 @@ class Cluster:
         try:
             if isinstance(request, DecideRequest):
                 partition: int | None = partition_of(request.id, len(assigned))
-            elif not request.messages:
-                return False
             else:
                 partition = home(request, len(assigned))
             if partition is None:
@@ -101,7 +98,6 @@ class Cluster:
 
     async def prepare(self, request: PrepareRequest) -> TransactionStatus:
         """Store a half message, here or at its owner; see `txbroker.contract.service.Service`."""
-        validate(request)
         assigned = self._partitions.assigned()
         partition = home(request, len(assigned))
         if partition is None:
