@@ -12,7 +12,8 @@ from txbroker import tracing
 from txbroker.checkers import base
 from txbroker.checkers.base import Channel, CheckCall, CheckResult, Unclear, Unreached
 from txbroker.checkers.queues import QueuedCheck
-from txbroker.errors import TxbrokerError, raised_at, safe_repr
+from txbroker.error_text import raised_at, safe_repr
+from txbroker.errors import TxbrokerError
 
 log = structlog.wrap_logger(logging.getLogger(__name__))
 

@@ -16,7 +16,7 @@ from txbroker.core.encoding import (
     promoted_headers,
 )
 from txbroker.core.ledger import Ledger
-from txbroker.core.promotion import PromotionLimits, PromotionPlan, Verdict, plan_promotion
+from txbroker.core.promotion import PromotionLimits, PromotionPlan, plan_promotion
 from txbroker.core.records import Cause, Checkpoint, Half, Message, ParkedCopy, Place, State
 from txbroker.core.transaction import Transaction
 
@@ -25,11 +25,11 @@ PASSING = Cause("no_leader", "wait", "t", 0, passing=True)
 LASTING = Cause("too_large", "raise it", "t", 0)
 
 
-def well(_: Place) -> Verdict:
+def well(_: Place) -> Cause | None:
     return None
 
 
-def sick(**topics: Cause) -> Callable[[Place], Verdict]:
+def sick(**topics: Cause) -> Callable[[Place], Cause | None]:
     """Return what examines places when these topics are ill."""
     return lambda place: topics.get(place.topic)
 
@@ -54,7 +54,7 @@ def simple(number: int, *topics: str, order_key: str | None = "k") -> Half:
 
 
 def plan_of(
-    ledger: Ledger, examine: Callable[[Place], Verdict] = well, limits: PromotionLimits = ROOMY
+    ledger: Ledger, examine: Callable[[Place], Cause | None] = well, limits: PromotionLimits = ROOMY
 ) -> PromotionPlan:
     return plan_promotion(ledger.index.ready.values(), ledger.op_whole, examine, limits)
 
@@ -160,7 +160,7 @@ def test_a_turn_is_planned_without_messages() -> None:
         ledger.index.evict(transaction)
     sizes = []
 
-    def examine(place: Place) -> Verdict:
+    def examine(place: Place) -> Cause | None:
         sizes.append(place.size)
         return PASSING if place.topic == "ill" else None
 
@@ -180,7 +180,7 @@ def test_a_target_is_asked_about_again_only_for_larger_messages() -> None:
     beside = bytes_in_batch((message("v" * 50),)) - 50
     asked: list[int] = []
 
-    def examine(place: Place) -> Verdict:
+    def examine(place: Place) -> Cause | None:
         asked.append(place.size - beside)
         return LASTING if place.size > beside + 150 else None
 

@@ -12,7 +12,8 @@ import pytest
 import structlog
 
 from txbroker.contract.service import Readiness
-from txbroker.errors import KafkaUnavailable, raised_at, safe_repr, user_message
+from txbroker.error_text import raised_at, safe_repr, user_message
+from txbroker.errors import KafkaUnavailable
 from txbroker.proxy.observe.logging import configure_logging, get_logger, printable
 from txbroker.proxy.observe.readiness import ReadinessLog
 

@@ -17,7 +17,7 @@ from txbroker.core.records import Cause, Place
 from txbroker.core.transaction import Transaction
 
 Examine: TypeAlias = Callable[[Place], Cause | None]
-"""Returns why a target does not accept a message of this size, for good or (`passing`) for now."""
+"""Returns why a target does not accept a message of this size, for good or (`passing`) not."""
 _FULL = "turn_full"
 _Blocked: TypeAlias = dict[int | None, dict[tuple[str, int], Cause]]
 """By order (never None): the target partitions blocked by a deferred transaction, and why."""

@@ -12,7 +12,8 @@ import structlog
 from txbroker.core.records import Record
 from txbroker.door.own_topics import LAYOUT_KEY
 from txbroker.door.protocols import Appended, AppendUnknown, GroupStore, LogTruncated
-from txbroker.errors import KafkaUnavailable, raised_at, safe_repr
+from txbroker.error_text import raised_at, safe_repr
+from txbroker.errors import KafkaUnavailable
 from txbroker.kafka.client.client import Client
 from txbroker.kafka.client.reader import Reader
 from txbroker.kafka.door.log import KafkaLog

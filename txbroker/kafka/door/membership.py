@@ -18,7 +18,8 @@ import structlog
 
 from txbroker.core.records import RECORD_VERSION
 from txbroker.door.protocols import TAKEN, Assignment, Membership, replaced_by
-from txbroker.errors import ConfigurationError, KafkaUnavailable, raised_at, safe_repr
+from txbroker.error_text import raised_at, safe_repr
+from txbroker.errors import ConfigurationError, KafkaUnavailable
 from txbroker.kafka.client.client import Client, KafkaRefused
 from txbroker.kafka.client.member import Holder, Joined, Member
 from txbroker.kafka.protocol.codes import Code, describe

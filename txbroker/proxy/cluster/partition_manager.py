@@ -15,15 +15,8 @@ from txbroker.core.encoding import installation_headers
 from txbroker.core.records import LOG_VERSION, RECORD_VERSION
 from txbroker.core.segment import SEGMENT_VERSION
 from txbroker.door.protocols import Assignment, Door, Fenced, Hanging, LogTruncated, Targets
-from txbroker.errors import (
-    ConfigurationError,
-    KafkaUnavailable,
-    NewerRecord,
-    OwnerUnavailable,
-    raised_at,
-    safe_repr,
-    user_message,
-)
+from txbroker.error_text import raised_at, safe_repr, user_message
+from txbroker.errors import ConfigurationError, KafkaUnavailable, NewerRecord, OwnerUnavailable
 from txbroker.failpoints import failpoint
 from txbroker.principals import Directory, no_principals
 from txbroker.proxy.observe.logging import get_logger

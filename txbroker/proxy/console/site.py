@@ -11,6 +11,7 @@ import jinja2
 from aiohttp import web
 
 from txbroker import __version__
+from txbroker.error_text import raised_at, safe_repr
 from txbroker.errors import (
     BadRequest,
     KafkaDown,
@@ -19,8 +20,6 @@ from txbroker.errors import (
     RequestError,
     TooLarge,
     UnsupportedMediaType,
-    raised_at,
-    safe_repr,
 )
 from txbroker.principals import ANYBODY, Principal, Role
 from txbroker.proxy.console import formatting

@@ -8,14 +8,8 @@ from functools import cache, partial
 from aiohttp import web
 
 from txbroker import tracing
-from txbroker.errors import (
-    KafkaDown,
-    KafkaUnavailable,
-    Overloaded,
-    RequestError,
-    raised_at,
-    safe_repr,
-)
+from txbroker.error_text import raised_at, safe_repr
+from txbroker.errors import KafkaDown, KafkaUnavailable, Overloaded, RequestError
 from txbroker.principals import ANYBODY, Principal
 from txbroker.proxy.cluster.forwarding import CALLER
 from txbroker.proxy.http.bodies import RequestBody

@@ -20,13 +20,13 @@ from aiohttp import web
 from txbroker.checkers.leases import PEER_HEADER
 from txbroker.config.addresses import read_token
 from txbroker.config.settings import Settings
+from txbroker.error_text import safe_repr
 from txbroker.errors import (
     CertificateRequired,
     ConfigurationError,
     Forbidden,
     NotAPeer,
     Unauthorized,
-    safe_repr,
 )
 from txbroker.principals import (
     ANYBODY,

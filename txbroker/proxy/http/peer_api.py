@@ -30,6 +30,7 @@ from txbroker.contract.service import (
     Service,
 )
 from txbroker.core.records import Decision
+from txbroker.error_text import raised_at, safe_repr
 from txbroker.errors import (
     BadRequest,
     Forbidden,
@@ -38,8 +39,6 @@ from txbroker.errors import (
     OwnerUnavailable,
     RequestError,
     UnsupportedMediaType,
-    raised_at,
-    safe_repr,
 )
 from txbroker.proxy.cluster.forwarding import (
     OVERVIEW_PATH,

@@ -9,7 +9,8 @@ from aiohttp import web
 from aiohttp.web_protocol import RequestHandler
 
 from txbroker.config.addresses import parse_address
-from txbroker.errors import BadRequest, ConfigurationError, RequestError, raised_at, safe_repr
+from txbroker.error_text import raised_at, safe_repr
+from txbroker.errors import BadRequest, ConfigurationError, RequestError
 from txbroker.net.deadlines import Deadlines
 from txbroker.net.tls import ServerTls
 from txbroker.proxy.http.api import CONTEXT, DIRECT

@@ -17,7 +17,8 @@ from txbroker import tracing
 from txbroker.contract import frames as wire
 from txbroker.contract import service as contract
 from txbroker.core.records import Decision, Source
-from txbroker.errors import BadRequest, Overloaded, RequestError, raised_at, safe_repr
+from txbroker.error_text import raised_at, safe_repr
+from txbroker.errors import BadRequest, Overloaded, RequestError
 from txbroker.principals import ANYBODY, Principal
 from txbroker.proxy.cluster.forwarding import CALLER
 from txbroker.proxy.http.context import ApiContext
