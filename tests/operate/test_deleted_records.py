@@ -68,7 +68,7 @@ async def test_acked_prepares_are_accounted_for_after_kill(
     await service.start()
     if not noticed:
         problems = (await service.get("/readyz"))["problems"]
-        assert ["nothing tells of which transactions" in one for one in problems] == [True]
+        assert ["their transactions are unknown" in one for one in problems] == [True]
         return
     for id in ids:
         assert await service.state(id) == "pending"

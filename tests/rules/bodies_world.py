@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Callable, Collection, Sequence
 
 from msgspec import structs
 
-from tests.rules.rules_world import DAY_MS
+from tests.rules.rules_world import DAY_MS, FakeProxy
 from tests.rules.told import Told
 from txbroker.contract.service import Answer, DecideRequest
 from txbroker.core.encoding import half_row, marker_row
@@ -34,17 +34,13 @@ from txbroker.core.routing import make_id
 from txbroker.core.transaction import Transaction, fingerprint, places
 from txbroker.door.protocols import Appended, Claimed, Log, PromotionTxn, PromotionTxnHandle
 from txbroker.errors import KafkaUnavailable, RequestError
-from txbroker.proxy.observe.rates import RateCounter
-from txbroker.proxy.partition.appender import Appender
-from txbroker.proxy.partition.applier import Applier, HalfReplica, OpReplica
+from txbroker.proxy.partition.appender import Appender, LogReplica
 from txbroker.proxy.partition.body_cache import BodyCache
 from txbroker.proxy.partition.checkback import CheckBack
-from txbroker.proxy.partition.clock import TxnLimiter
 from txbroker.proxy.partition.context import (
     CurrentClaim,
     OwnerSettings,
     PartitionContext,
-    VisibilityWaiters,
 )
 from txbroker.proxy.partition.promoter import Promoter
 from txbroker.proxy.partition.snapshots import SnapshotWriter
@@ -210,8 +206,8 @@ class Small:
         self.kafka = MemoryKafka(self.clock)
         self.whole = MemoryDoor(self.kafka, half_partitions=1, facts_ttl_s=0.0001)
         self.limits = limits or PromotionLimits()
-        self.share = 0
-        self.version = RECORD_VERSION
+        self.proxy = FakeProxy()
+        self.proxy.share = 0
         self.lost: list[int] = []
         self.stops: list[Exception] = []
         self.told: list[str] = []
@@ -228,43 +224,27 @@ class Small:
         self.door = WatchedPartition(inner)
         await self.door.claim(Claim(RECORD_VERSION, "c", "one", "http://one"))
         context = self._context()
-        applier = Applier(self.ledger, context.events)
-        self.half = Appender(context, self.door.half, HalfReplica(applier))
-        self.op = Appender(context, self.door.op, OpReplica(applier))
-        applier.followers.append(self)
-        snapshots = SnapshotWriter(context, self.door)
-        self.bodies = BodyCache(context, self.door, lambda: self.share, snapshots)
-        self.promoter = Promoter(
-            context, self.door, self.whole.targets, self.bodies, self.half, self, TxnLimiter()
-        )
-        self.checks = CheckBack(
-            context,
-            self.op,
-            self.runner,
-            self.bodies,
-            self.whole.targets,
-            self,
-        )
+        self.half = Appender(context, self.door.half, LogReplica(context, "half"))
+        self.op = Appender(context, self.door.op, LogReplica(context, "op"))
+        context.followers.append(self)
+        self.bodies = BodyCache(context, SnapshotWriter(context))
+        self.promoter = Promoter(context, self.bodies, self.half, self)
+        self.checks = CheckBack(context, self.op, self.runner, self.bodies, self)
         loops = (self.half.run, self.op.run, self.promoter.run)
         self.tasks = [asyncio.create_task(self._guard(loop)) for loop in loops]
 
     def _context(self) -> PartitionContext:
-        gate = asyncio.Event()
-        gate.set()
         return PartitionContext(
-            0,
-            self.ledger,
-            OwnerSettings(WINDOW_MS, 100, 100, 14 * DAY_MS, self.limits),
+            self.door,
+            self.whole.targets,
             _Events(self.told, self.lost),
-            lambda: self.version,
+            OwnerSettings(WINDOW_MS, 100, 100, 14 * DAY_MS, self.limits),
+            self.proxy,
             self.stops.append,
+            self.ledger,
             self.clock,  # type: ignore[arg-type]
             self.clock,  # type: ignore[arg-type]
             CurrentClaim("c"),
-            gate,
-            RateCounter(),
-            VisibilityWaiters(),
-            lambda: 1 << 30,
         )
 
     async def close(self) -> None:

@@ -9,9 +9,7 @@ import pytest
 
 from tests.rules.rules_world import OwnersTime, World
 from txbroker.proxy.cluster import partition_manager as ownership
-from txbroker.proxy.partition import clock, owner
-from txbroker.proxy.partition import owner as claims
-from txbroker.proxy.partition import targets as trouble
+from txbroker.proxy.partition import clock, owner, quarantine
 
 
 @pytest.fixture
@@ -21,10 +19,10 @@ async def world(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[World]:
     monkeypatch.setattr(clock, "time", owners_time)
     monkeypatch.setattr(owner, "IDLE_S", 0.005)
     monkeypatch.setattr(owner, "EDGES_S", 0.01)
-    monkeypatch.setattr(claims, "CLAIM_PAUSE_S", 0.002)
+    monkeypatch.setattr(owner, "CLAIM_PAUSE_S", 0.002)
     monkeypatch.setattr(ownership, "REOPEN_S", 0.002)
-    monkeypatch.setattr(trouble, "RETRY_FIRST_S", 0.005)
-    monkeypatch.setattr(trouble, "RETRY_MAX_S", 0.01)
+    monkeypatch.setattr(quarantine, "RETRY_FIRST_S", 0.005)
+    monkeypatch.setattr(quarantine, "RETRY_MAX_S", 0.01)
     before = asyncio.all_tasks()
     made = World(owners_time)
     await made.start()

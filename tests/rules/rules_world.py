@@ -51,11 +51,9 @@ from txbroker.door.protocols import (
     PromotionTxnHandle,
 )
 from txbroker.errors import RequestError, TxbrokerError
-from txbroker.principals import NO_PRINCIPALS
 from txbroker.proxy.cluster.broker import Broker
 from txbroker.proxy.partition.checkback import CheckBack
-from txbroker.proxy.partition.clock import TxnLimiter
-from txbroker.proxy.partition.context import OwnerSettings
+from txbroker.proxy.partition.context import OwnerSettings, ProxyContext
 from txbroker.proxy.partition.owner import PartitionOwner
 from txbroker.testing.door import MemoryDoor, MemoryPartitionDoor
 from txbroker.testing.memory import AdjustableClock, MemoryKafka
@@ -259,6 +257,31 @@ async def answered(checks: CheckBack, call: CheckCall, result: CheckResult) -> N
     await checks.answered([base.AttemptResult(call, "http://group", result)])
 
 
+class FakeProxy(ProxyContext):
+    """A proxy with the shares of a test, which answers whether a partition is still its own."""
+
+    def __init__(self, version: int = RECORD_VERSION) -> None:
+        super().__init__("one", self, (), 1 << 30, 1 << 30)
+        self.url = "http://127.0.0.1:1"
+        self.record_version = version
+        self.segment_version = min(SEGMENT_VERSION, version)
+        self.ours = True
+        self.share = 1 << 30
+        self.settled = 1 << 30
+
+    async def still_ours(self, partition: int) -> bool:
+        """Return the answer of the test."""
+        return self.ours
+
+    def bodies_share(self) -> int:
+        """Return the bytes of bodies that the test allows."""
+        return self.share
+
+    def settled_share(self) -> int:
+        """Return the bytes of settled transactions that the test allows."""
+        return self.settled
+
+
 class World:
     """A Kafka, a door, and any number of owners of partition 0 one after another."""
 
@@ -270,14 +293,10 @@ class World:
         self.door = ScriptedDoor(self.kafka, half_partitions=1, facts_ttl_s=0.01)
         self.runner = Handed()
         self.told = Told()
-        self.still_ours = True
-        self.share = 1 << 30
-        self.settled_share = 1 << 30
-        self.version = RECORD_VERSION
+        self.proxy = FakeProxy()
         self.stops: list[Exception] = []
         self._owners: list[PartitionOwner] = []
         self._brokers: list[tuple[Broker, ScriptedDoor]] = []
-        self.principals = NO_PRINCIPALS
 
     async def start(self) -> None:
         """Make the topics: ours, and the targets `t` (two partitions) and `u`."""
@@ -303,24 +322,14 @@ class World:
             turns=PromotionLimits(),
         )
 
-        async def still_ours() -> bool:
-            return self.still_ours
-
         owner = PartitionOwner(
             self.door.partition(0),
             self.door.targets,
             self.runner,
             self.told,
             structs.replace(given, **settings),
-            identity=("one", "http://127.0.0.1:1"),
-            still_ours=still_ours,
-            stopped=self.stops.append,
-            bodies_share=lambda: self.share,
-            settled_share=lambda: self.settled_share,
-            segment_version=min(SEGMENT_VERSION, self.version),
-            record_version=lambda: self.version,
-            pace=TxnLimiter(),
-            principals=lambda: self.principals,
+            self.proxy,
+            self.stops.append,
         )
         self._owners.append(owner)
         return owner

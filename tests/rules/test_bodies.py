@@ -20,7 +20,7 @@ from txbroker.errors import NotPending, OwnerUnavailable
 from txbroker.proxy.cluster.views import view
 from txbroker.proxy.partition import body_cache as bodies_module
 from txbroker.proxy.partition import promoter as promoter_module
-from txbroker.proxy.partition import targets as trouble
+from txbroker.proxy.partition import quarantine
 from txbroker.proxy.partition.body_cache import BODY_LOST
 
 DUE, ASKED = CheckReason.DUE, CheckReason.ASKED
@@ -29,8 +29,8 @@ REFUSED_ONCE = Cause("bad_timestamp", "it is ahead", "t", 0)
 
 @pytest.fixture
 async def small(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Small]:
-    monkeypatch.setattr(trouble, "RETRY_FIRST_S", 0.005)
-    monkeypatch.setattr(trouble, "RETRY_MAX_S", 0.01)
+    monkeypatch.setattr(quarantine, "RETRY_FIRST_S", 0.005)
+    monkeypatch.setattr(quarantine, "RETRY_MAX_S", 0.01)
     made = Small()
     await made.start()
     yield made
@@ -500,7 +500,7 @@ async def test_nobody_is_asked_about_lost_messages_and_an_operator_decides(small
 
 
 async def test_the_oldest_go_first_and_the_share_is_kept_to(small: Small) -> None:
-    small.share = 50_000
+    small.proxy.share = 50_000
     largest = 0
     made = []
     for _ in range(100):
@@ -511,17 +511,17 @@ async def test_the_oldest_go_first_and_the_share_is_kept_to(small: Small) -> Non
     held = [each.has_bodies for each in made]
     assert held == sorted(held)
     assert small.ledger.index.body_bytes > 48_000
-    small.share = 10_000
+    small.proxy.share = 10_000
     small.bodies.trim()
     assert 8_000 < small.ledger.index.body_bytes <= 10_000
     assert small.door.half.picked == []
 
 
 async def test_what_somebody_holds_is_not_evicted_and_goes_afterwards(small: Small) -> None:
-    small.share = 1 << 20
+    small.proxy.share = 1 << 20
     made = [await small.prepare() for _ in range(10)]
     with small.bodies.hold(made[:3]), small.bodies.hold(made[2:4]):
-        small.share = 0
+        small.proxy.share = 0
         small.bodies.trim()
         assert [each.has_bodies for each in made] == [True] * 4 + [False] * 6
         small.bodies.trim()
@@ -544,9 +544,9 @@ async def test_a_large_eviction_is_done_in_steps(
     small: Small, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(bodies_module, "STEP_MAX", 200)
-    small.share = 1 << 30
+    small.proxy.share = 1 << 30
     made = [await small.prepare() for _ in range(1000)]
-    small.share = 0
+    small.proxy.share = 0
     small.bodies.trim()
     assert sum(not each.has_bodies for each in made) == 200
     for _ in range(4):
@@ -558,13 +558,13 @@ async def test_a_large_eviction_is_done_in_steps(
 
 
 async def test_what_is_written_is_of_the_version_that_all_understand(small: Small) -> None:
-    small.version = 1
+    small.proxy.record_version = 1
     transaction = await small.prepare(policy=NOW)
     assert await attempt(small.checks, transaction.id, DUE) is not None
     await small.commit(transaction)
     await until(lambda: transaction.state is State.PROMOTED)
     assert small.door.turns[-1].progress.v == 1
-    small.version = 7
+    small.proxy.record_version = 7
     other = await small.prepare()
     await small.commit(other)
     await until(lambda: other.state is State.PROMOTED)

@@ -62,7 +62,7 @@ async def test_messages_that_cannot_be_read_hold_up_no_other_check(
     assert all(isinstance(each, CheckCall) for each in rest)
     assert isinstance(failed, OwnerUnavailable)
     assert failed.details == {"id": unread.id}
-    assert unread.attempts == ()
+    assert unread.checks.attempts == ()
     # Only the unread one is offered again after a second.
     small.runner.offers.clear()
     small.clock.advance(1.0)
@@ -150,7 +150,7 @@ async def test_nothing_is_parked_before_the_whole_of_its_run_is_asked(
     world.partition.op.script += [as_it_is, gate.append]
     attempting = asyncio.create_task(owner.checks.attempt(run_of(made)))
     await gate.reached.wait()
-    assert [len(each.attempts) for each in made] == [1, 1, 0, 0, 0]
+    assert [len(each.checks.attempts) for each in made] == [1, 1, 0, 0, 0]
     world.advance(6.0)
     owner.checks.look_again()
     await settled()

@@ -34,7 +34,7 @@ class StepTime:
 @pytest.fixture
 async def small() -> AsyncIterator[Small]:
     made = Small()
-    made.share = 1 << 30
+    made.proxy.share = 1 << 30
     await made.start()
     yield made
     await made.close()
@@ -73,7 +73,7 @@ async def test_a_full_group_costs_one_look_a_second(small: Small, counted: list[
     small.clock.advance(6.1)
     running = asyncio.create_task(small.checks.run())
     await until(lambda: small.checks._schedule.next_ms() != small.clock.now_ms())
-    await until(lambda: len(small.checks._crowd._group_of) == CROWD - 10)
+    await until(lambda: len(small.checks._backlog._group_of) == CROWD - 10)
     time = StepTime(small)
     small.runner.offers.clear()
     counted.clear()
@@ -90,7 +90,7 @@ async def test_room_is_filled_with_those_that_waited_longest(small: Small) -> No
     made = await crowd(small)
     small.clock.advance(6.1)
     running = asyncio.create_task(small.checks.run())
-    await until(lambda: len(small.checks._crowd._group_of) == CROWD - 10)
+    await until(lambda: len(small.checks._backlog._group_of) == CROWD - 10)
     time = StepTime(small)
     taken = [each.id for each in made[:10]]
     for _ in range(3):
@@ -103,7 +103,7 @@ async def test_room_is_filled_with_those_that_waited_longest(small: Small) -> No
     small.runner.room = 1 << 30
     await time.second()
     await until(lambda: len(small.runner.taken) == CROWD - 10 - 2 * 1200)
-    assert not small.checks._crowd._group_of
+    assert not small.checks._backlog._group_of
     running.cancel()
 
 
@@ -143,7 +143,7 @@ async def test_who_is_decided_leaves_the_crowd(small: Small) -> None:
     made = await crowd(small, 20)
     small.clock.advance(6.1)
     running = asyncio.create_task(small.checks.run())
-    await until(lambda: len(small.checks._crowd._group_of) == 20)
+    await until(lambda: len(small.checks._backlog._group_of) == 20)
     for each in made[:19]:
         await small.mark("rollback", each)
     small.runner.offers.clear()

@@ -60,12 +60,12 @@ async def test_what_is_to_be_copied_out_stays_in_memory_until_it_is(world: World
     owner = await world.owner()
     id = await world.prepared(owner, message("saved"))
     world.partition.writes.append(raising(PromotionTxnLost()))
-    world.share = 0
+    world.proxy.share = 0
     world.kafka.truncate("txbroker.half", before=1)
-    await until(lambda: id in owner._edges._held)
+    await until(lambda: id in owner._retention._held)
     await world.prepared(owner)
     await until(lambda: known(owner, id).kept_at)
-    await until(lambda: id not in owner._edges._held or not owner._edges._let_go())
+    await until(lambda: id not in owner._retention._held or not owner._retention._let_go())
     assert not known(owner, id).lost
 
 
@@ -124,7 +124,7 @@ async def test_half_messages_that_nobody_read_and_somebody_deleted_stop_it(world
     for _ in range(2):
         world.zombie_half(world.half())
     world.kafka.truncate("txbroker.half", before=2)
-    with pytest.raises(LogTruncated, match="nobody has read"):
+    with pytest.raises(LogTruncated, match="no owner has read"):
         await world.owner()
 
 
@@ -406,7 +406,7 @@ async def test_an_owner_that_slept_through_a_takeover_is_fenced_when_it_resumes(
     heir = await world.owner()
     await commit(heir, id)
     await until(lambda: world.visible() == [id])
-    world.still_ours = False
+    world.proxy.ours = False
     zombie.resume()
     await world.committed(zombie)
     await until(lambda: world.stops)

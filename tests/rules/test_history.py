@@ -28,7 +28,7 @@ from txbroker.core.transaction import Transaction
 from txbroker.door.protocols import Appended
 from txbroker.errors import KafkaUnavailable, NotFound, TooOld
 from txbroker.proxy.partition import partition_api as answers
-from txbroker.proxy.partition.history import search, tell_verdict
+from txbroker.proxy.partition.history import read_verdict, search
 from txbroker.testing.memory import MemoryPartition
 
 START_MS = 1_700_000_000_000
@@ -246,7 +246,7 @@ async def test_of_a_brief_one_the_marker_tells_who_decided_it(
         remembered.verdict = structs.replace(remembered.verdict, op_offset=1)
     elif op == "silent":
         monkeypatch.setattr(past.op, "pick", silent)
-    await tell_verdict(past.op, remembered)
+    await read_verdict(past.op, remembered)
     found = (remembered.verdict.source, remembered.verdict.by, remembered.verdict.reason)
     assert found == ((Source.OPERATOR, "ann", "by hand") if op == "there" else (None, "", ""))
 

@@ -13,8 +13,7 @@ import pytest
 from tests.rules.journal import Journal
 from tests.rules.recovery_world import forget_bodies, positions, remembered, snapshot, unsettled
 from tests.rules.rules_world import (
-    DAY_MS,
-    WINDOW_MS,
+    FakeProxy,
     World,
     commit,
     message,
@@ -23,7 +22,6 @@ from tests.rules.rules_world import (
     settled,
     until,
 )
-from tests.rules.told import Told
 from txbroker.core import settled as core_settled
 from txbroker.core import snapshot as core_snapshot
 from txbroker.core.ledger import Ledger
@@ -40,9 +38,8 @@ from txbroker.core.transaction import Transaction
 from txbroker.door.protocols import PromotionTxnLost
 from txbroker.errors import RequestError
 from txbroker.proxy.partition import snapshots
-from txbroker.proxy.partition.applier import Applier
 from txbroker.proxy.partition.owner import PartitionOwner
-from txbroker.proxy.partition.recovery import Recovered, claim_first, recover
+from txbroker.proxy.partition.recovery import Recovered, check_checkpoint, recover
 from txbroker.testing.memory import LostReply
 
 STEPS = 80
@@ -135,7 +132,7 @@ class Work:
             return
         over = found.park_ms() is not None
         kind = MarkerKind.PARK if over else MarkerKind.CHECK
-        fields = {} if over else {"reason": "due", "number": found.number + 1}
+        fields = {} if over else {"reason": "due", "number": found.checks.number + 1}
         await self._mark(found, kind, **fields)
 
     async def _mark(self, transaction: Transaction, kind: MarkerKind, **fields: Any) -> None:
@@ -182,22 +179,17 @@ class Work:
         old = self.owner
         if self.random.random() < 0.5:
             await old.close()
+        proxy, self.world.proxy = self.world.proxy, FakeProxy()
         self.owner = await self.world.owner()
-        old._claims._still_ours = _not_ours
-
-
-async def _not_ours() -> bool:
-    return False
+        proxy.ours = False
 
 
 async def recovered(world: World) -> tuple[Ledger, Recovered]:
     """Return the ledger of an owner that claims now and does nothing else."""
-    ledger = Ledger(0, WINDOW_MS, 1000)
-    applier = Applier(ledger, Told())
+    context = world.make()._context
     claim = Claim(RECORD_VERSION, f"claim-{random.random()}", "test", "")
-    door = world.door.partition(0)
-    found = await recover(door, await claim_first(door, claim), applier, 14 * DAY_MS)
-    return ledger, found
+    await check_checkpoint(context.door)
+    return context.ledger, await recover(context, await context.door.claim(claim))
 
 
 async def check_moment(journal: Journal, count: int, logs_to: int | None) -> Counter[str]:

@@ -75,7 +75,7 @@ async def test_a_lost_claim_is_tried_again_while_the_partition_is_ours(world: Wo
 @pytest.mark.rule(8)
 async def test_a_lost_claim_of_a_partition_that_moved_is_given_up(world: World) -> None:
     owner = world.make()
-    world.still_ours = False
+    world.proxy.ours = False
     world.partition.claims.append(_fenced)
     with pytest.raises(Fenced):
         await owner.open()
@@ -319,7 +319,7 @@ async def test_a_revived_refused_one_is_tried_again_and_no_state_changes(world: 
     world.kafka.set_message_bytes_max("t", 100)
     await commit(owner, id)
     await until(lambda: world.told.refusals == [id])
-    owner._promoter._trouble._retries.set(id, None)
+    owner._promoter._retries._retries.set(id, None)
     assert (await owner.api.revive(id, "ops", "again")).state is State.REFUSED
     assert known(owner, id).checks.round == 1
     world.kafka.set_message_bytes_max("t", 1000)
@@ -336,7 +336,7 @@ async def test_a_revived_refused_one_is_tried_again_and_no_state_changes(world: 
 @pytest.mark.rule(16)
 async def test_a_fenced_owner_whose_partition_moved_drops_it(world: World) -> None:
     owner = await world.owner()
-    world.still_ours = False
+    world.proxy.ours = False
     world.partition.writes.append(raising(Fenced()))
     id = await world.committed(owner)
     await until(lambda: world.stops)
@@ -380,11 +380,11 @@ async def test_a_fresh_heartbeat_comes_before_the_claim(world: World) -> None:
     owner = await world.owner()
     asked: list[int] = []
 
-    async def still_ours() -> bool:
+    async def still_ours(partition: int) -> bool:
         asked.append(world.partition.calls.count("claim"))
         return True
 
-    owner._claims._still_ours = still_ours
+    world.proxy.still_ours = still_ours  # type: ignore[method-assign]
     world.partition.writes.append(raising(PromotionTxnLost()))
     id = await world.committed(owner)
     await until(lambda: world.visible() == [id])
@@ -398,7 +398,7 @@ async def test_a_zombies_answer_is_right_and_its_turns_are_not_seen(world: World
     heir = await world.owner()
     await commit(heir, id)
     await until(lambda: world.visible() == [id])
-    world.still_ours = False
+    world.proxy.ours = False
     assert (await commit(zombie, id)).decision == "commit"
     mine = await world.committed(zombie)
     await until(lambda: len(world.visible()) == 2)
@@ -445,7 +445,7 @@ async def test_assigned_again_while_a_fenced_one_still_closes_it_is_opened_anew(
     await until(lambda: broker.readiness().partitions[0] == "owned")
     with monkeypatch.context() as elsewhere:
         elsewhere.setattr(door, "prepare_partition", lose)
-        elsewhere.setattr(manager, "_still_ours", moved)
+        elsewhere.setattr(manager, "still_ours", moved)
         manager._assigned(Assignment(frozenset(), ("http://other",), (), 1))
         manager._assigned(Assignment(frozenset({0}), ("",), (), 1))
         await closing.reached.wait()

@@ -118,7 +118,7 @@ async def test_a_restart_knows_the_time_from_its_claim_not_from_old_records(worl
 
 @pytest.mark.rule(6)
 async def test_ids_are_forgotten_by_the_log_clock_only(world: World) -> None:
-    world.settled_share = 0 * ROW_BYTES
+    world.proxy.settled = 0 * ROW_BYTES
     owner = await world.owner()
     id = await world.committed(owner)
     await until(lambda: world.told.promotions == [id])
@@ -253,7 +253,7 @@ async def test_a_known_id_or_key_with_another_body_is_a_conflict(world: World) -
 
 @pytest.mark.rule(7)
 async def test_a_settled_id_within_the_window_is_never_forgotten(world: World) -> None:
-    world.settled_share = 5 * ROW_BYTES
+    world.proxy.settled = 5 * ROW_BYTES
     owner = await world.owner()
     ids = [await world.prepared(owner) for _ in range(20)]
     for id in ids:
@@ -264,7 +264,7 @@ async def test_a_settled_id_within_the_window_is_never_forgotten(world: World) -
 
 @pytest.mark.rule(7)
 async def test_prepares_wait_while_the_settled_window_is_full(world: World) -> None:
-    world.settled_share = 2 * ROW_BYTES
+    world.proxy.settled = 2 * ROW_BYTES
     owner = await world.owner()
     for _ in range(2):
         await world.committed(owner)

@@ -344,7 +344,7 @@ async def test_one_poison_among_refused_ones_does_not_hold_back_the_others(world
     await asyncio.gather(commit(owner, poison), commit(owner, good))
     await until(lambda: set(world.told.refusals) == {poison, good})
     for id in (poison, good):
-        owner._promoter._trouble.retry_now(id)
+        owner._promoter._retries.retry_now(id)
     world.kafka.topics["t"] = facts
     owner._promoter.wake()
     await until(lambda: world.visible() == ["good"])

@@ -26,7 +26,7 @@ async def refused(world: World, owner: PartitionOwner, group: str) -> str:
 
 
 async def test_many_groups_of_one_principal_have_the_room_of_one(world: World) -> None:
-    world.principals = directory("shop", "bank")
+    world.proxy.principals = lambda: directory("shop", "bank")
     owner = await world.owner(pending_group_max=3)
     ids = [await world.prepared(owner, group=f"shop-{number}") for number in range(3)]
     assert "the principal of group 'shop-9'" in await refused(world, owner, "shop-9")
@@ -39,17 +39,17 @@ async def test_many_groups_of_one_principal_have_the_room_of_one(world: World) -
     await refused(world, again, "shop-10")
     await world.prepared(again, group="bank")
     # By another file each group is its own share; and it is back.
-    world.principals = Directory()
+    world.proxy.principals = lambda: Directory()
     await until(lambda: again.ledger.index.unsettled.of("shop-9") == 1)
     await world.prepared(again, group="shop-10")
-    world.principals = directory("shop")
+    world.proxy.principals = lambda: directory("shop")
     await until(lambda: again.ledger.index.unsettled.of("shop-9") == 0)
     await refused(world, again, "shop-11")
 
 
 @pytest.mark.parametrize("trouble", ["no leader", "refused"])
 async def test_what_no_target_takes_counts_too(world: World, trouble: str) -> None:
-    world.principals = directory("shop", "bank")
+    world.proxy.principals = lambda: directory("shop", "bank")
     owner = await world.owner(pending_group_max=3)
     ids = [await world.prepared(owner, group=f"shop-{number}") for number in range(3)]
     if trouble == "refused":
@@ -66,7 +66,7 @@ async def test_what_no_target_takes_counts_too(world: World, trouble: str) -> No
 
 
 async def test_one_share_does_not_fill_the_list_of_deferred_ones(world: World) -> None:
-    world.principals = directory("shop", "bank")
+    world.proxy.principals = lambda: directory("shop", "bank")
     owner = await world.owner(turns=PromotionLimits(deferred_max=5))
     world.kafka.set_leaderless("t", 0)
     for number in range(4):
@@ -85,8 +85,8 @@ async def test_one_share_does_not_fill_what_is_remembered(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(settled, "SEGMENT_ENTRIES", 2)
-    world.principals = directory("shop", "bank")
-    world.settled_share = 2 * SEGMENT_BYTES + 600
+    world.proxy.principals = lambda: directory("shop", "bank")
+    world.proxy.settled = 2 * SEGMENT_BYTES + 600
     owner = await world.owner()
     for number in range(4):
         await roll_back(owner, await world.prepared(owner, group=f"shop-{number}"))

@@ -9,7 +9,17 @@ import msgspec
 import pytest
 
 from tests.rules.recovery_world import snapshot
-from tests.rules.rules_world import WINDOW_MS, Gate, World, commit, known, raising, roll_back, until
+from tests.rules.rules_world import (
+    WINDOW_MS,
+    FakeProxy,
+    Gate,
+    World,
+    commit,
+    known,
+    raising,
+    roll_back,
+    until,
+)
 from txbroker.core import settled as core_settled
 from txbroker.core import snapshot as core_snapshot
 from txbroker.core.records import Record, State
@@ -207,7 +217,7 @@ async def settled(world: World, owner: PartitionOwner, count: int) -> None:
 @pytest.mark.rule(11)
 async def test_segments_go_when_no_whole_snapshot_holds_them(world: World) -> None:
     """Neither before: the snapshot before the greatest one counts if that is damaged."""
-    world.settled_share = 1 * ROW_BYTES
+    world.proxy.settled = 1 * ROW_BYTES
     owner = await world.owner()
     names: list[set[str]] = []
     for _ in range(4):
@@ -223,7 +233,7 @@ async def test_segments_go_when_no_whole_snapshot_holds_them(world: World) -> No
 
 
 async def test_segments_that_nobody_removed_go_with_the_next_snapshot(world: World) -> None:
-    world.settled_share = 1 * ROW_BYTES
+    world.proxy.settled = 1 * ROW_BYTES
     owner = await world.owner()
     await settled(world, owner, 4)
     assert await snapshot(owner)
@@ -238,7 +248,7 @@ async def test_segments_that_nobody_removed_go_with_the_next_snapshot(world: Wor
     held = {segment.name for each in whole(world) for segment in each.segments}
     assert segments_in(world.kafka.visible("txbroker.checkpoint")) > held
     await owner.close()
-    world.settled_share = 1 * ROW_BYTES
+    world.proxy.settled = 1 * ROW_BYTES
     owner = await world.owner()
     assert await snapshot(owner)
     held = {segment.name for each in whole(world) for segment in each.segments}
@@ -246,12 +256,12 @@ async def test_segments_that_nobody_removed_go_with_the_next_snapshot(world: Wor
 
 
 async def test_segments_are_stored_as_all_proxies_read_them(world: World) -> None:
-    world.version = 1
+    world.proxy = FakeProxy(1)
     owner = await world.owner()
     await settled(world, owner, 4)
     remembered = {each.id: each.fingerprint for each in owner.ledger.index.settled}
     for version, stored in ((1, 1), (1, 1), (2, 2), (1, 2)):
-        world.version = version
+        world.proxy.record_version = version
         assert await snapshot(owner)
         (found, *_) = whole(world)
         # What was written for all of the newer version stays: nobody knows the rest any more.

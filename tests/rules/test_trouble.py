@@ -50,7 +50,7 @@ from txbroker.door.protocols import (
     TargetFacts,
 )
 from txbroker.errors import InvariantBroken, KafkaUnavailable, OwnerUnavailable
-from txbroker.proxy.partition.targets import Trouble, note_invisible
+from txbroker.proxy.partition.quarantine import RetryQueue, note_invisible
 from txbroker.testing.door import MemoryPartitionDoor
 
 # --- appending -----------------------------------------------------------------------------------
@@ -262,13 +262,13 @@ async def test_a_plan_asks_about_a_target_once_however_long_that_takes(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     owner = await world.owner()
-    prove, take_due = world.partition.inner.verify_no_open_txn, Trouble.take_due
+    prove, take_due = world.partition.inner.verify_no_open_txn, RetryQueue.take_due
     plans, asked = 0, []
 
-    def planned(trouble: Trouble, in_flight: Collection[str]) -> list[Transaction]:
+    def planned(retries: RetryQueue, in_flight: Collection[str]) -> list[Transaction]:
         nonlocal plans
         plans += 1
-        return take_due(trouble, in_flight)
+        return take_due(retries, in_flight)
 
     async def noted(places: Collection[tuple[str, int]]) -> Sequence[Cause]:
         asked.append(plans)
@@ -276,10 +276,10 @@ async def test_a_plan_asks_about_a_target_once_however_long_that_takes(
             world.kafka.unaware.clear()
         return await prove(places)
 
-    monkeypatch.setattr(Trouble, "take_due", planned)
+    monkeypatch.setattr(RetryQueue, "take_due", planned)
     monkeypatch.setattr(world.partition, "verify_no_open_txn", noted)
     # By the time that there is an answer the pause is over.
-    monkeypatch.setattr("txbroker.proxy.partition.targets.RETRY_FIRST_S", 0.0)
+    monkeypatch.setattr("txbroker.proxy.partition.quarantine.RETRY_FIRST_S", 0.0)
     world.kafka.unaware.add(("u", 0))
     id = await world.committed(owner, message("kept off", "u", b"x"))
     await until(lambda: known(owner, id).state is State.PROMOTED, 5)

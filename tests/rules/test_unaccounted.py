@@ -147,7 +147,7 @@ async def test_markers_behind_a_snapshot_that_knew_none_stop_the_partition(
     world.advance(days * DAY_MS / 1000)
     for name in LOGS:
         world.kafka.truncate(f"txbroker.{name}", before=1)
-    why = "nobody has read" if days == 1 else "nothing tells of which"
+    why = "no owner has read" if days == 1 else "their transactions are unknown"
     with pytest.raises(LogTruncated, match=why):
         await world.owner()
 
@@ -216,7 +216,7 @@ async def test_a_turn_does_not_account_for_what_it_passes(world: World, days: in
     await owner.close()
     world.advance(days * DAY_MS / 1000)
     for _ in range(2):
-        with pytest.raises(LogTruncated, match=r"begins at offset 11.*tell only of .* below 8"):
+        with pytest.raises(LogTruncated, match=r"begins at offset 11.*account only for .* below 8"):
             await world.owner()
 
 
@@ -240,7 +240,7 @@ async def test_what_was_settled_is_remembered_for_the_dedup_window(
     world.kafka.truncate("txbroker.half", before=2)
     world.advance(windows * WINDOW_MS / 1000)
     if stops:
-        with pytest.raises(LogTruncated, match="nothing tells of which"):
+        with pytest.raises(LogTruncated, match="their transactions are unknown"):
             await world.owner()
     else:
         await world.owner()
@@ -265,7 +265,7 @@ async def test_what_is_gone_is_no_newer_than_the_first_record_that_is_kept(
     await owner.close()
     world.kafka.truncate("txbroker.half", before=before)
     if stops:
-        with pytest.raises(LogTruncated, match="nothing tells of which"):
+        with pytest.raises(LogTruncated, match="their transactions are unknown"):
             await world.owner()
     else:
         await world.owner()
@@ -277,7 +277,7 @@ async def test_what_is_gone_is_no_newer_than_the_first_record_that_is_kept(
 async def test_a_half_message_is_accounted_for_by_its_copy(world: World) -> None:
     owner = await world.owner()
     id = await world.prepared(owner, message("kept"), message("too", topic="u"))
-    owner._edges._copy_out(known(owner, id))
+    owner._retention._copy_out(known(owner, id))
     await until(lambda: len(world.parked()) == 2)
     assert world.progress().accounted == 2
     await world.prepared(owner)
@@ -288,7 +288,7 @@ async def test_a_half_message_is_accounted_for_by_its_copy(world: World) -> None
     await until(lambda: world.visible() == ["kept"])
     await again.close()
     world.kafka.truncate("txbroker.half", before=3)
-    with pytest.raises(LogTruncated, match="nothing tells of which"):
+    with pytest.raises(LogTruncated, match="their transactions are unknown"):
         await world.owner()
 
 
@@ -298,12 +298,12 @@ async def test_a_copy_accounts_for_nothing_before_it(world: World) -> None:
     owner = await world.owner()
     await world.prepared(owner)
     id = await world.prepared(owner)
-    owner._edges._copy_out(known(owner, id))
+    owner._retention._copy_out(known(owner, id))
     await until(lambda: len(world.parked()) == 1)
     assert world.progress().accounted == 0
     await owner.close()
     world.kafka.truncate("txbroker.half", before=2)
-    with pytest.raises(LogTruncated, match="tell only of what lies below 0"):
+    with pytest.raises(LogTruncated, match="account only for offsets below 0"):
         await world.owner()
 
 
@@ -439,7 +439,7 @@ async def test_what_is_deleted_while_an_owner_recovers_is_judged_anew(world: Wor
     with pytest.raises(KafkaUnavailable, match="retention deleted"):
         await again.open()
     log.inner.bounds = bounds  # type: ignore[method-assign]
-    with pytest.raises(LogTruncated, match="nothing tells of which"):
+    with pytest.raises(LogTruncated, match="their transactions are unknown"):
         await world.owner()
 
 
@@ -504,7 +504,7 @@ async def test_behind_an_older_proxy_s_snapshot_a_new_one_accounts_for_what_it_t
     late = await world.committed(owner)
     await until(lambda: world.visible() == [late])
     await owner.close()
-    with pytest.raises(LogTruncated, match="nothing tells of which"):
+    with pytest.raises(LogTruncated, match="their transactions are unknown"):
         await world.owner()
 
 
@@ -529,7 +529,7 @@ async def test_either_log_tells_how_new_the_last_reading_is(world: World) -> Non
     await owner.close()
     world.zombie_half(world.half())
     world.kafka.truncate("txbroker.half", before=2)
-    with pytest.raises(LogTruncated, match="nobody has read"):
+    with pytest.raises(LogTruncated, match="no owner has read"):
         await world.owner()
 
 

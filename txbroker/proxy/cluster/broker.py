@@ -47,7 +47,7 @@ from txbroker.proxy.cluster.views import view
 from txbroker.proxy.observe.logging import get_logger
 from txbroker.proxy.observe.overview import GroupStatus, local_overview
 from txbroker.proxy.observe.tracing import deciding
-from txbroker.proxy.partition.checkback import Runner, placed_like
+from txbroker.proxy.partition.checkback import Runner
 from txbroker.proxy.partition.clock import LogTime
 from txbroker.proxy.partition.context import PartitionEvents
 from txbroker.proxy.partition.owner import PartitionOwner
@@ -55,10 +55,10 @@ from txbroker.proxy.partition.partition_api import check_group, standing
 from txbroker.proxy.partition.targets import (
     PermittedTargets,
     TargetPartitioner,
+    accept_replacement,
     examine_all,
-    examine_final,
+    place_like,
 )
-from txbroker.tracing import carried_over
 
 LAST_CALLS_S = 5.0
 """How long the proxy waits for calls in flight when it stops, seconds. Kafka answers an append in
@@ -413,7 +413,7 @@ class Broker:
             if first.messages is not None:
                 try:
                     transaction = await owner.api.get(first.id)
-                    messages = await self._replacing(owner, transaction, first.messages)
+                    messages = await self._final_messages(owner, transaction, first.messages)
                 except RequestError as error:
                     return (error,)
                 requests = (structs.replace(first, messages=messages),)
@@ -425,35 +425,27 @@ class Broker:
                     return (error,)
             return answers
 
-    async def _replacing(
+    async def _final_messages(
         self, owner: PartitionOwner, transaction: Transaction, messages: Sequence[Message]
     ) -> tuple[Message, ...]:
-        """Return final messages, placed like the prepared ones.
+        """Return final messages with the partitions of the prepared ones.
 
         Raises:
             BadRequest: other topics or another number of messages.
-            TooLarge, BadTarget, UnknownTopic: a target would not take them.
+            TooLarge, BadTarget: a target will never accept its message.
         """
         prepared = transaction.half.messages
-        if [m.topic for m in messages] != [m.topic for m in prepared]:
-            raise BadRequest(
-                "final messages have the topics of the prepared ones, in the same order: "
-                + ", ".join(m.topic for m in prepared),
-                id=transaction.id,
-            )
-        placed = placed_like(prepared, tuple(messages))
-        if tracing.is_on():
-            placed = carried_over(prepared, placed)
-        if transaction.verdict.decision is not None:
-            return placed
         try:
-            await examine_final(self._targets, placed, owner.now_ms(), self._beside)
+            if transaction.verdict.decision is not None:
+                return place_like(prepared, messages)
+            return await accept_replacement(
+                prepared, messages, self._targets, owner.now_ms(), self._beside
+            )
         except KafkaUnavailable as error:
             raise OwnerUnavailable(str(error), id=transaction.id) from None
-        except TooLarge as error:
+        except (BadRequest, TooLarge) as error:
             error.details.setdefault("id", transaction.id)
             raise
-        return placed
 
     async def check(
         self, id: str, *, by: str = "", reason: str = "", group: str = ""

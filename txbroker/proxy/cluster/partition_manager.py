@@ -12,8 +12,7 @@ from collections.abc import Callable, Mapping
 from txbroker.config.settings import Settings
 from txbroker.contract.service import PartitionState, Readiness
 from txbroker.core.encoding import installation_headers
-from txbroker.core.records import LOG_VERSION, RECORD_VERSION
-from txbroker.core.segment import SEGMENT_VERSION
+from txbroker.core.records import RECORD_VERSION
 from txbroker.door.protocols import Assignment, Door, Fenced, Hanging, LogTruncated, Targets
 from txbroker.error_text import raised_at, safe_repr, user_message
 from txbroker.errors import ConfigurationError, KafkaUnavailable, NewerRecord, OwnerUnavailable
@@ -21,8 +20,7 @@ from txbroker.failpoints import failpoint
 from txbroker.principals import Directory, no_principals
 from txbroker.proxy.observe.logging import get_logger
 from txbroker.proxy.partition.checkback import Runner
-from txbroker.proxy.partition.clock import TxnLimiter
-from txbroker.proxy.partition.context import OwnerSettings, PartitionEvents
+from txbroker.proxy.partition.context import OwnerSettings, PartitionEvents, ProxyContext
 from txbroker.proxy.partition.owner import PartitionOwner
 
 REOPEN_S = 1.0
@@ -133,10 +131,16 @@ class PartitionManager:
         self._settings = settings
         self._runner = runner
         self._events = events
-        self._principals = principals
-        self._pace = TxnLimiter()
         self._rejoin_s = rejoin_s
         self._slots: dict[int, PartitionSlot] = {}
+        self._proxy = ProxyContext(
+            settings.instance,
+            self,
+            self._slots,
+            settings.bodies_bytes_max,
+            settings.settled_bytes_max,
+            principals,
+        )
         self._closing: set[asyncio.Task[None]] = set()
         self._watching: list[asyncio.Task[None]] = []
         self._listeners: list[Callable[[], None]] = []
@@ -316,6 +320,7 @@ class PartitionManager:
             # This proxy was here first: the newcomer leaves, unless it is configured differently.
             log.error("no peer identity", others=list(others))
         self._assignment = assignment
+        self._proxy.limit_version(assignment.record_version)
         self._generation += 1
         was_out = not self._in_touch.is_set()
         self._in_touch.set()
@@ -347,7 +352,12 @@ class PartitionManager:
                 owner.suspend()
         self._notify()
 
-    async def _still_ours(self, partition: int) -> bool:
+    async def still_ours(self, partition: int) -> bool:
+        """Return, after a fresh heartbeat, whether this proxy still owns a partition.
+
+        Raises:
+            KafkaUnavailable: the group does not answer.
+        """
         while True:
             generation = self._generation
             ours = await self._door.membership.still_ours(partition)
@@ -411,6 +421,7 @@ class PartitionManager:
 
     def _make_owner(self, partition: int, slot: PartitionSlot) -> PartitionOwner:
         settings = self._settings
+        self._proxy.url = self.url
         owner = PartitionOwner(
             self._door.partition(partition),
             self._targets,
@@ -424,21 +435,10 @@ class PartitionManager:
                 snapshot_records_min=settings.snapshot_records_min,
                 installation=installation_headers(settings.topic_prefix),
             ),
-            identity=(settings.instance, self.url),
-            still_ours=lambda: self._still_ours(partition),
-            stopped=lambda error: self._owner_stopped(partition, slot, owner, error),
-            bodies_share=lambda: self._share(settings.bodies_bytes_max),
-            settled_share=lambda: self._share(settings.settled_bytes_max),
-            segment_version=min(SEGMENT_VERSION, self._assignment.record_version),
-            record_version=lambda: min(LOG_VERSION, self._assignment.record_version),
-            pace=self._pace,
-            principals=self._principals,
+            self._proxy,
+            lambda error: self._owner_stopped(partition, slot, owner, error),
         )
         return owner
-
-    def _share(self, whole: int) -> int:
-        """Return each partition's share of a limit of the proxy."""
-        return whole // max(1, len(self._slots))
 
     # --- closing -----------------------------------------------------------------------------
 

@@ -1,1 +1,1 @@
-"""One half partition: its logs, what it answers, its turns and its checks."""
+"""One half partition: its logs, calls, promotion and checks."""

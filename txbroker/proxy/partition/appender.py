@@ -1,27 +1,27 @@
-"""Group commit: what arrives while a batch is on its way forms the next one.
+"""Group commit: records that arrive while a batch is in flight form the next one.
 
-An appender is the only writer of one log, and the only one that reads it for the ledger. It takes
-runs: the rows of several operations, each of which stays whole. Records that it wrote itself need
-not be read back as long as their offsets follow one another; whatever somebody else wrote in
-between (an owner that does not know yet that it was fenced) shows as a gap and is read and applied
-first.
+An appender is the only writer of one log, and the only reader that feeds the ledger. It takes
+runs: the rows of several operations. A row is never split. Records that the appender wrote itself
+are applied without reading them back as long as their offsets follow on; a gap shows that another
+owner (one that does not know yet that it was fenced) wrote in between, so its records are read and
+applied first.
 
-Each log has a queue of its own, so prepares never stand in the way of decisions and checks; and in
-the operation topic decisions and what the schedule writes share each batch, so a storm of checks
-does not hold decisions back, nor the other way round.
+Each log has its own queue, so prepares never delay decisions and checks. In the operation topic,
+decisions and scheduled markers get equal shares of each batch, so neither can starve the other.
 """
 
 import asyncio
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
 from enum import Enum
-from typing import NamedTuple, Protocol, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from txbroker.core.encoding import BATCH_OVERHEAD_BYTES, Row
 from txbroker.core.ledger import ApplyResult, Effect
 from txbroker.core.records import Anchor, Record
+from txbroker.core.transaction import Transaction
 from txbroker.door.protocols import Appended, AppendRefused, AppendUnknown, Log, LogTruncated
 from txbroker.errors import (
     KafkaUnavailable,
@@ -33,66 +33,102 @@ from txbroker.errors import (
 from txbroker.proxy.partition.context import PartitionContext
 
 QUEUE_BYTES_MAX = 64 * 1024 * 1024
-"""What may wait at one priority for the next batches before callers are told to come again."""
+"""Bytes that may wait at one priority; more is refused as overload."""
 BATCH_RECORDS_MAX = 1000
-"""Records in one batch: applying them takes about ten milliseconds, in which nobody else runs."""
+"""Records in one batch: applying them blocks the event loop for about ten milliseconds."""
 
 Applied: TypeAlias = ApplyResult | RequestError
-"""What became of a row: what applying it did, or why it was not applied."""
-Known: TypeAlias = Callable[[int], None]
-"""Told of how many more rows of a run it is known what became: long runs take several batches."""
+"""The result of a row: the outcome of applying it, or why it was not applied."""
+OnResults: TypeAlias = Callable[[int], None]
+"""Called with the number of further rows of a run that have a result."""
 
 
 class Priority(Enum):
-    """Who waits for a place in the next batch. Lanes that wait get equal shares of it."""
+    """Classes of rows. Those that wait get equal shares of the next batch."""
 
     CALLS = "calls"
-    """Somebody waits for an answer: prepares in the half topic, decisions in the other one."""
+    """A client waits: prepares in the half topic, decisions in the operation topic."""
     SCHEDULE = "schedule"
-    """Markers of checks, and of what becomes of them."""
+    """Markers of checks and of their results."""
 
 
-class Replica(Protocol):
-    """One log as far as the ledger has applied it."""
+class LogReplica:
+    """Applies one log to the ledger, in offset order, and notifies the partition's followers.
+
+    Args:
+        context: shared by the parts of the partition.
+        topic: `half` or `op`.
+    """
+
+    def __init__(self, context: PartitionContext, topic: str) -> None:
+        self.topic = topic
+        self._context = context
+        self._ledger = ledger = context.ledger
+        self._apply: Callable[[Record], ApplyResult]
+        self._apply_rows: Callable[[Sequence[Any], int, int], list[ApplyResult]]
+        self.skip: Callable[[range], None]
+        """Pass offsets that hold no record."""
+        if topic == "half":
+            self._apply, self._apply_rows = ledger.apply_half, ledger.apply_halves
+            self.skip = ledger.skip_half
+        else:
+            self._apply, self._apply_rows = ledger.apply_op, ledger.apply_markers
+            self.skip = ledger.skip_op
 
     @property
     def position(self) -> int:
-        """The next offset that is to be applied."""
-        ...
+        """The next offset to apply."""
+        return self._ledger.half_position if self.topic == "half" else self._ledger.op_position
 
     @property
     def anchor(self) -> Anchor | None:
-        """The last record that was applied, by which the log is recognised where others wrote."""
-        ...
+        """The last applied record, by which a recreated log is recognised."""
+        return self._ledger.half_anchor if self.topic == "half" else self._ledger.op_anchor
 
     def apply(self, record: Record) -> ApplyResult:
-        """Apply the next record, as it was read."""
-        ...
+        """Apply the next record as it was read.
+
+        Raises:
+            NewerRecord: a newer version wrote it.
+        """
+        outcome = self._apply(record)
+        if outcome.effect is Effect.APPLIED and outcome.transaction is not None:
+            self._context.changed((outcome.transaction,))
+        else:
+            self._context.unchanged(self.topic, outcome, record)
+        return outcome
 
     def apply_run(self, rows: Sequence[Row], offset: int, timestamp_ms: int) -> list[ApplyResult]:
-        """Apply rows that were just appended as one batch; return an outcome of each."""
-        ...
-
-    def skip(self, offsets: range) -> None:
-        """Go past offsets that hold no record."""
-        ...
+        """Apply rows that were just appended as one batch; return the outcome of each."""
+        outcomes = self._apply_rows(rows, offset, timestamp_ms)
+        changed: list[Transaction] = []
+        for row, outcome in zip(rows, outcomes, strict=True):
+            offset += len(row.records)
+            if outcome.effect is Effect.APPLIED and outcome.transaction is not None:
+                changed.append(outcome.transaction)
+            else:
+                last = structs.replace(row.records[-1], offset=offset - 1)
+                self._context.unchanged(self.topic, outcome, last)
+        if changed:
+            self._context.changed(changed)
+        return outcomes
 
 
 class _Entry(Struct, eq=False):
-    """A run that waits, and what became of its rows so far."""
+    """A queued run and the results of its rows so far."""
 
     rows: Sequence[Row]
-    found: list[Applied | None]
-    over: asyncio.Future[None]
-    known: Known
+    results: list[Applied | None]
+    done: asyncio.Future[None]
+    on_results: OnResults
     taken: int = 0
-    """How many of its rows are on their way or done."""
+    """How many of its rows are in flight or have a result."""
     left: int = 0
-    """How many rows it is not known what became of."""
+    """How many rows have no result yet."""
 
 
 class _Part(NamedTuple):
-    """Rows of one run that go into a batch: those from `start` up to, not including, `stop`."""
+    """Rows of one run that go into a batch: from `start` up to, not including, `stop`."""
 
     entry: _Entry
     start: int
@@ -100,29 +136,29 @@ class _Part(NamedTuple):
 
 
 class _Queue:
-    """What waits at one priority, in order."""
+    """The runs that wait at one priority, in order."""
 
     def __init__(self) -> None:
         self.size = 0
-        # In order, and whoever gives up is taken out at once wherever it stands.
+        # Ordered, with removal from the middle: a caller that gives up is removed at once.
         self._entries: OrderedDict[_Entry, None] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._entries)
 
     def add(self, entry: _Entry, size: int) -> None:
-        """Put a run at the end."""
+        """Put a run of `size` bytes at the end."""
         self._entries[entry] = None
         self.size += size
 
     def remove(self, entry: _Entry) -> None:
-        """Take out what is not on its way yet of a run whose caller has given up."""
+        """Remove the rows of a run that are not in flight: its caller has given up."""
         if entry.taken < len(entry.rows):
             del self._entries[entry]
             self._took(entry, len(entry.rows))
 
     def clear(self) -> list[_Part]:
-        """Take everything out."""
+        """Remove and return all rows."""
         parts = []
         for entry in self._entries:
             parts.append(_Part(entry, entry.taken, len(entry.rows)))
@@ -134,7 +170,7 @@ class _Queue:
         """Take as many rows as fit, in order; with `one` the first row whatever its size.
 
         Returns:
-            The rows, how many bytes they take, and how many records they are.
+            The rows, their size in bytes, and their number of records.
         """
         parts: list[_Part] = []
         size = count = 0
@@ -166,16 +202,15 @@ class _Queue:
 
 
 class Appender:
-    """Appends runs to one log and applies them, with everything between, to the ledger.
+    """Appends runs to one log and applies it to the ledger.
 
     Args:
-        context: what all parts of the partition share; nothing is taken from the queue while its
-            gate is closed.
+        context: shared by the parts of the partition; while its gate is closed nothing is sent.
         log: one partition of the half or operation topic.
-        replica: the ledger's side of it; gets every record of the log, in order.
+        replica: applies every record of the log, in order.
     """
 
-    def __init__(self, context: PartitionContext, log: Log, replica: Replica) -> None:
+    def __init__(self, context: PartitionContext, log: Log, replica: LogReplica) -> None:
         self._log = log
         self._replica = replica
         self._events = context.events
@@ -184,56 +219,55 @@ class Appender:
         self._first = Priority.CALLS
         self._wake = asyncio.Event()
         self._ended = False
-        # Held from sending a batch until it is applied, and while reading what others wrote.
+        # Held from sending a batch until it is applied, and while reading other owners' records.
         self._lock = asyncio.Lock()
         self._asked = 0
         self._answered = 0
-        self._told_s = float("-inf")
-        """When an append was sent that told where the log ends, on the event loop's clock."""
+        self._end_known_s = float("-inf")
+        """When the last append that showed the end of the log was sent, by the loop's clock."""
 
     async def append(
         self,
         rows: Sequence[Row],
         priority: Priority = Priority.SCHEDULE,
-        known: Known = lambda _: None,
+        on_results: OnResults = lambda _: None,
     ) -> list[Applied]:
-        """Append the rows of a run, each whole, and return what became of each.
+        """Append the rows of a run, and return the result of each.
 
-        A caller that gives up takes its rows along, as far as they are not on their way yet, and
-        `known` is told no more.
+        Cancelling removes the rows that are not in flight yet, and ends calls of `on_results`.
 
         Returns:
-            Of each row what applying it did, or `TooLarge` where it does not fit a batch of this
-            topic, `Overloaded` where too much is waiting already, `OwnerUnavailable` where Kafka
-            did not answer and it may or may not be stored.
+            For each row the outcome of applying it, or `TooLarge` if it exceeds a batch of this
+            topic, `Overloaded` if the queue is full, `OwnerUnavailable` if Kafka did not answer
+            and the row may or may not be stored.
         """
-        found: list[Applied | None] = [None] * len(rows)
+        results: list[Applied | None] = [None] * len(rows)
         queue = self._queues[priority]
         room = QUEUE_BYTES_MAX - queue.size
         bytes_max = self._log.batch_bytes_max - BATCH_OVERHEAD_BYTES
-        size, turned_away = 0, False
+        size, too_large = 0, False
         for row in rows:
             size += row.size
-            turned_away = turned_away or row.size > bytes_max
-        if self._ended or turned_away or size > room:
-            return await self._append_some(rows, priority, known, found, room)
-        over = asyncio.get_running_loop().create_future()
-        entry = _Entry(rows, found, over, known, left=len(rows))
+            too_large = too_large or row.size > bytes_max
+        if self._ended or too_large or size > room:
+            return await self._append_some(rows, priority, on_results, results, room)
+        done = asyncio.get_running_loop().create_future()
+        entry = _Entry(rows, results, done, on_results, left=len(rows))
         queue.add(entry, size)
         self._wake.set()
         try:
-            await entry.over
+            await entry.done
         finally:
             queue.remove(entry)
             # Its errors hold this frame: without this each failed append is a cycle, with its body.
             del entry
-        return [each for each in found if each is not None]
+        return [result for result in results if result is not None]
 
     async def append_one(self, row: Row) -> ApplyResult:
-        """Append a run of one row; return what applying it did.
+        """Append one row and return the outcome of applying it.
 
         Raises:
-            RequestError: it was not applied, as `append` has it.
+            RequestError: it was not applied; see `append`.
         """
         [outcome] = await self.append((row,))
         if isinstance(outcome, RequestError):
@@ -244,65 +278,65 @@ class Appender:
         self,
         rows: Sequence[Row],
         priority: Priority,
-        known: Known,
-        found: list[Applied | None],
+        on_results: OnResults,
+        results: list[Applied | None],
         room: int,
     ) -> list[Applied]:
-        """Append those rows of a run that can be, and say of the others why they cannot."""
+        """Append the rows that can be appended, and give the others their error."""
         bytes_max = self._log.batch_bytes_max - BATCH_OVERHEAD_BYTES
         kept: list[int] = []
         for number, row in enumerate(rows):
             if self._ended:
-                # Nobody would ever take it from the queue.
-                found[number] = _moving()
+                # The writer has stopped: it would never take the row from the queue.
+                results[number] = _moving()
             elif row.size > bytes_max:
-                found[number] = TooLarge(
+                results[number] = TooLarge(
                     f"the transaction takes {row.size} bytes; {self._log.batch_bytes_max} fit a "
-                    "batch"
+                    "batch: send fewer or smaller messages"
                 )
             elif row.size > room:
-                found[number] = Overloaded("Kafka takes records slower than they arrive")
+                results[number] = Overloaded(
+                    "Kafka stores records more slowly than they arrive: retry later"
+                )
             else:
                 room -= row.size
                 kept.append(number)
-        known(len(rows) - len(kept))
+        on_results(len(rows) - len(kept))
         if kept:
-            appended = await self.append([rows[number] for number in kept], priority, known)
-            for number, each in zip(kept, appended, strict=True):
-                found[number] = each
-        return [each for each in found if each is not None]
+            appended = await self.append([rows[number] for number in kept], priority, on_results)
+            for number, result in zip(kept, appended, strict=True):
+                results[number] = result
+        return [result for result in results if result is not None]
 
     async def catch_up(self) -> None:
-        """Read and apply the log up to an end offset that is asked for now: all that was
-        acknowledged before.
+        """Read and apply the log up to an end offset that is requested after this call.
 
         Raises:
-            KafkaUnavailable, LogTruncated: as the log says.
+            KafkaUnavailable, LogTruncated: reading failed.
         """
         self._asked += 1
         mine = self._asked
         async with self._lock:
             if self._answered >= mine:
-                # Whoever looked last asked for the end after we came: appends would wait behind
-                # a crowd that asks for unknown ids.
+                # Another caller has read an end since: a crowd that asks for unknown ids must not
+                # delay appends.
                 return
             asked = self._asked
             await self._catch_up()
             self._answered = asked
 
     async def look(self, seconds: float) -> None:
-        """Catch up, unless an append of the last `seconds` followed on what was read: then
-        nobody else had written before it.
+        """Catch up, unless an append of the last `seconds` showed the end of the log.
 
         Raises:
-            KafkaUnavailable, LogTruncated: as the log says.
+            KafkaUnavailable, LogTruncated: reading failed.
         """
-        if asyncio.get_running_loop().time() - self._told_s >= seconds:
+        if asyncio.get_running_loop().time() - self._end_known_s >= seconds:
             async with self._lock:
                 await self._catch_up(confirmed=False)
 
     async def run(self) -> None:
-        """Write what is queued, batch after batch, until cancelled.
+        """Write queued rows, batch after batch, until cancelled.
 
         Raises:
             LogTruncated, InvariantBroken: the partition cannot go on.
@@ -312,7 +346,7 @@ class Appender:
                 await self._wake.wait()
                 self._wake.clear()
                 while any(self._queues.values()):
-                    # Not under the lock: reading goes on.
+                    # Outside the lock: reading goes on while suspended.
                     await self._gate.wait()
                     async with self._lock:
                         parts = self._take() if self._gate.is_set() else []
@@ -323,16 +357,16 @@ class Appender:
             _fail(self._waiting(), _moving)
 
     def turn_away(self) -> None:
-        """Answer those that wait, and are not on their way yet: nobody knows when it would be."""
+        """Fail all rows that are not in flight: the owner is suspended."""
         _fail(self._waiting(), _suspended)
 
     def _waiting(self) -> list[_Part]:
         return [part for queue in self._queues.values() for part in queue.clear()]
 
     def _take(self) -> list[_Part]:
-        """Take as many rows as fit one batch, as many from each priority where both wait.
+        """Take the rows of the next batch, half of them of each priority if both wait.
 
-        None where those that waited have given up meanwhile.
+        Returns an empty list if all callers have given up.
         """
         size = self._log.batch_bytes_max - BATCH_OVERHEAD_BYTES
         count = BATCH_RECORDS_MAX
@@ -341,7 +375,7 @@ class Appender:
         second = self._queues[self._first]
         if not (first and second):
             return (first or second).take(size, count, one=True)[0]
-        # Half for the first, then all that is left: for the other, and for the first again.
+        # Half for the first; the rest for the second, then for the first again.
         parts, took, records = first.take(size // 2, count // 2, one=True)
         for queue in (second, first):
             size, count = size - took, count - records
@@ -351,7 +385,7 @@ class Appender:
 
     async def _send(self, parts: list[_Part]) -> None:
         if not self._gate.is_set():
-            # Since the first half of a batch that was refused was sent.
+            # Suspended since the first half of a refused batch was sent.
             _fail(parts, _suspended)
             return
         rows = [row for entry, start, stop in parts for row in entry.rows[start:stop]]
@@ -362,10 +396,10 @@ class Appender:
             await self._settle(parts, rows, records, where, sent_s)
         except AppendRefused as error:
             if len(rows) == 1:
-                why = f"Kafka does not take this transaction: {error}"
+                why = f"Kafka rejects the records of this transaction: {error}"
                 _fail(parts, lambda: TooLarge(why))
                 return
-            # One of them spoils the batch: alone it shows what it is.
+            # One row spoils the batch: sent alone, it fails alone.
             await self._send_halves(parts, len(rows) // 2)
         except (AppendUnknown, KafkaUnavailable) as error:
             self._events.kafka_failed("append")
@@ -376,7 +410,7 @@ class Appender:
             raise
 
     async def _send_halves(self, parts: list[_Part], count: int) -> None:
-        """Send so many rows, then the others."""
+        """Send the first `count` rows, then the others."""
         first: list[_Part] = []
         rest: list[_Part] = []
         for part in parts:
@@ -390,7 +424,7 @@ class Appender:
             await self._send(first)
             await self._send(rest)
         finally:
-            # Given up half-way: nobody else knows of those that were not sent any more.
+            # If cancelled in between, the unsent rows are known here only.
             _fail(parts, _moving)
 
     async def _settle(
@@ -409,7 +443,7 @@ class Appender:
                 "the topic was truncated or recreated"
             )
         if base_offset == position and timestamp_ms >= 0:
-            self._told_s = sent_s
+            self._end_known_s = sent_s
             outcomes = self._replica.apply_run(rows, base_offset, timestamp_ms)
         else:
             of_records = await self._read_back(records, base_offset)
@@ -419,30 +453,30 @@ class Appender:
                 outcomes.append(of_records[last])
         taken = 0
         for entry, start, stop in parts:
-            entry.found[start:stop] = outcomes[taken : taken + stop - start]
+            entry.results[start:stop] = outcomes[taken : taken + stop - start]
             taken += stop - start
             _account(entry, stop - start)
 
     async def _read_back(self, records: list[Record], base_offset: int) -> list[ApplyResult]:
-        """Apply the log up to its end and find our records in it.
+        """Apply the log up to its end and return the outcomes of our records.
 
-        Without an offset they are known by their content: ids and claims make it unique, and
-        where it is not (the same prepare twice), they are found in the order in which they went.
+        Without an offset they are recognised by content: ids and claims make it unique; equal
+        records (the same prepare twice) are matched in the order in which they were sent.
         """
-        wanted: dict[tuple[object, ...], deque[int]] = {}
+        numbers: dict[tuple[object, ...], deque[int]] = {}
         for number, record in enumerate(records):
-            wanted.setdefault((record.key, record.value, record.headers), deque()).append(number)
-        found: dict[int, ApplyResult] = {}
+            numbers.setdefault((record.key, record.value, record.headers), deque()).append(number)
+        outcomes: dict[int, ApplyResult] = {}
 
         def note(record: Record, outcome: ApplyResult) -> None:
             if base_offset >= 0:
-                found[record.offset - base_offset] = outcome
-            elif same := wanted.get((record.key, record.value, record.headers)):
-                found[same.popleft()] = outcome
+                outcomes[record.offset - base_offset] = outcome
+            elif same := numbers.get((record.key, record.value, record.headers)):
+                outcomes[same.popleft()] = outcome
 
         await self._catch_up(note)
-        missing = ApplyResult(Effect.VOID, why="not found where the broker put it")
-        return [found.get(number, missing) for number in range(len(records))]
+        missing = ApplyResult(Effect.VOID, why="not found at the offset that the broker returned")
+        return [outcomes.get(number, missing) for number in range(len(records))]
 
     async def _catch_up(
         self, note: Callable[[Record, ApplyResult], None] | None = None, *, confirmed: bool = True
@@ -460,7 +494,7 @@ class Appender:
         if position == end:
             return
         anchor = replica.anchor
-        # Others wrote: from the record on that was read last, to see that it is the same log.
+        # Other owners wrote. Start at the last applied record, to verify that it is the same log.
         first = position if anchor is None else max(start, anchor.offset)
         async for records in self._log.read(first, end, replica.skip):
             for record in records:
@@ -473,13 +507,13 @@ class Appender:
 
 
 def _check_same(record: Record, anchor: Anchor | None) -> None:
-    """Raise if another record stands where the last one was read.
+    """Raise if the last applied record was replaced by another one.
 
     Raises:
-        LogTruncated: it does.
+        LogTruncated: it was.
     """
-    read = None if anchor is None or anchor.offset != record.offset else anchor.timestamp_ms
-    if read is not None and read != record.timestamp_ms:
+    read_ms = None if anchor is None or anchor.offset != record.offset else anchor.timestamp_ms
+    if read_ms is not None and read_ms != record.timestamp_ms:
         raise LogTruncated(
             f"offset {record.offset} holds another record than when it was read: the topic was "
             "truncated or recreated"
@@ -487,30 +521,30 @@ def _check_same(record: Record, anchor: Anchor | None) -> None:
 
 
 def _suspended() -> RequestError:
-    return OwnerUnavailable("nobody knows now whose the partition is: try again")
+    return OwnerUnavailable("the owner of the partition is unknown at the moment: retry")
 
 
 def _moving() -> RequestError:
-    return OwnerUnavailable("the partition is moving to another owner")
+    return OwnerUnavailable("the partition is moving to another owner: retry")
 
 
 def _fail(parts: Iterable[_Part], error: Callable[[], RequestError]) -> None:
-    """Say of each row that is not known otherwise why it was not applied."""
+    """Give each row without a result an error."""
     for entry, start, stop in parts:
         failed = 0
         for number in range(start, stop):
-            if entry.found[number] is None:
-                entry.found[number] = error()
+            if entry.results[number] is None:
+                entry.results[number] = error()
                 failed += 1
         _account(entry, failed)
 
 
 def _account(entry: _Entry, count: int) -> None:
-    """It is known what became of so many more rows."""
-    if entry.over.done():
-        # Its caller has given up, or all of them were known before.
+    """Count rows that got a result."""
+    if entry.done.done():
+        # The caller has given up, or all rows had a result before.
         return
     entry.left -= count
-    entry.known(count)
+    entry.on_results(count)
     if not entry.left:
-        entry.over.set_result(None)
+        entry.done.set_result(None)

@@ -1,14 +1,13 @@
-"""BodyCache: kept in memory up to a budget, and read again by offset where they are not.
+"""Bodies: kept in memory up to a limit, and read again by offset when they are needed.
 
-Undecided transactions can be many, and nobody looks at their messages until a decision, a check or
-an operator comes. So of the older ones only what planning needs stays in memory, and the messages
-are read again: from the half topic, from the operation topic where a commit replaced them, from
-the parked topic where half's retention took the half message. What was read is compared by id and
-fingerprint before it counts.
+There may be many undecided transactions, and their messages are needed only for a decision, a check
+or an operator. So older ones keep only the facts for planning in memory. Their messages are read
+again: from the half topic, from the operation topic if a commit replaced them, from the parked
+topic if retention deleted the half message. They are verified by id and fingerprint.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from itertools import islice
 
@@ -23,7 +22,7 @@ from txbroker.core.decoding import (
 from txbroker.core.lifecycle import SETTLED
 from txbroker.core.records import Cause, Message, Record
 from txbroker.core.transaction import Transaction
-from txbroker.door.protocols import LogTruncated, PartitionDoor
+from txbroker.door.protocols import LogTruncated
 from txbroker.errors import KafkaUnavailable, OwnerUnavailable
 from txbroker.proxy.observe.logging import get_logger
 from txbroker.proxy.partition.context import PartitionContext
@@ -31,21 +30,21 @@ from txbroker.proxy.partition.snapshots import SnapshotWriter
 
 BATCH_MAX = 1000
 BATCH_BYTES_MAX = 4 * 1024 * 1024
-"""Transactions, and bytes of theirs, that are read in one go; a single one may be larger."""
+"""Transactions, and their bytes, that one read loads; a single one may be larger."""
 STEP_MAX = 10_000
-"""Transactions that one `trim` looks at, so that a budget that shrank does not stop the loop."""
+"""Transactions that one `trim` visits: a smaller limit must not block the event loop."""
 PAUSE_EVERY = 100
-"""Transactions that are decoded and compared without a pause for everything else."""
+"""Transactions that are decoded before the event loop gets control again."""
 IDS_SHOWN = 10
-"""Ids that one alarm names."""
+"""Ids in one log line."""
 BODY_LOST = "body_lost"
-"""The code of the cause for which a transaction whose messages are gone is refused."""
+"""Cause of a transaction that is refused because its messages no longer exist."""
 
 log = get_logger(__name__)
 
 
 def lost_cause(transaction: Transaction) -> Cause:
-    """Return why a transaction whose messages are gone cannot be promoted, and what to do."""
+    """Return why a transaction without messages cannot be promoted, with the remedy."""
     message = transaction.half.messages[0]
     if transaction.verdict.decision is None:
         remedy = "roll it back, or commit it with its messages"
@@ -60,67 +59,58 @@ def lost_cause(transaction: Transaction) -> Cause:
 
 
 def refused_as_lost(transaction: Transaction) -> bool:
-    """Say whether a transaction is refused because its messages are gone."""
+    """Return whether a transaction is refused because its messages no longer exist."""
     return transaction.cause is not None and transaction.cause.code == BODY_LOST
 
 
 class _CopiesUnavailable(KafkaUnavailable):
-    """Copies do not answer; what the batch needs besides was read."""
+    """The parked topic does not answer; everything else of the batch was read."""
 
 
 class BodyCache:
-    """The messages of one half partition's transactions: which are in memory, and how they return.
+    """The messages of one half partition's transactions: evicts and loads them.
 
     Args:
-        context: what all parts of the partition share.
-        door: where they are read again.
-        share: how much of them this partition may hold at this moment, bytes.
-        snapshots: told when messages were found to be lost: the next owner must not count them
-            again.
+        context: shared by the parts of the partition.
+        snapshots: must store losses at once: the next owner must not count them again.
     """
 
-    def __init__(
-        self,
-        context: PartitionContext,
-        door: PartitionDoor,
-        share: Callable[[], int],
-        snapshots: SnapshotWriter,
-    ) -> None:
+    def __init__(self, context: PartitionContext, snapshots: SnapshotWriter) -> None:
         self._context = context
-        self._door = door
+        self._door = context.door
         self._ledger = context.ledger
-        self._share = share
+        self._share = context.proxy.bodies_share
         self._snapshots = snapshots
-        # What lies at or below this offset of the half topic was evicted, but for `_behind`.
+        # Transactions at or below this offset of the half topic were evicted, except `_loaded`.
         self._hand = -1
-        self._behind: dict[str, Transaction] = {}
+        self._loaded: dict[str, Transaction] = {}
         self._held: dict[str, tuple[Transaction, int]] = {}
-        self._wanted: dict[str, Transaction] = {}
-        # One batch at a time, so that memory stays bounded whoever asks.
+        self._requested: dict[str, Transaction] = {}
+        # One batch at a time, which bounds memory.
         self._reading = asyncio.Lock()
         self._gathering = asyncio.Lock()
 
     # --- evicting --------------------------------------------------------------------------
 
     def changed(self, transactions: Sequence[Transaction]) -> None:
-        """Records changed these, and may have brought messages."""
+        """Records changed these transactions, and may have added messages."""
         self.trim()
 
     def trim(self) -> None:
-        """Evict, the oldest first, until no more is held than the partition's share."""
+        """Evict bodies, the oldest first, down to the partition's share."""
         ledger, share = self._ledger, self._share()
-        while self._behind and ledger.index.body_bytes > share:
-            self._evict(self._behind.pop(next(iter(self._behind))))
+        while self._loaded and ledger.index.body_bytes > share:
+            self._evict(self._loaded.pop(next(iter(self._loaded))))
         looked_at = 0
         while ledger.index.body_bytes > share and looked_at < STEP_MAX:
-            found = ledger.index.in_order(self._hand, 100)
-            if not found:
+            batch = ledger.index.in_order(self._hand, 100)
+            if not batch:
                 if self._hand < 0 or ledger.index.body_bytes - self._held_bytes() <= share:
                     return
-                # Messages that replaced evicted ones came back behind the hand.
+                # Final messages arrived for transactions that the hand has passed.
                 self._hand = -1
                 continue
-            for transaction in found:
+            for transaction in batch:
                 self._hand = transaction.offset
                 looked_at += 1
                 if transaction.id not in self._held:
@@ -137,13 +127,13 @@ class BodyCache:
 
     @contextmanager
     def hold(self, transactions: Iterable[Transaction]) -> Iterator[None]:
-        """Keep what is in memory of these from being evicted, and what is loaded meanwhile."""
+        """Protect the bodies of these transactions from eviction, also those loaded later."""
         held = list(transactions)
         for transaction in held:
             id = transaction.half.id
             _, holders = self._held.get(id, (transaction, 0))
             self._held[id] = transaction, holders + 1
-            self._behind.pop(id, None)
+            self._loaded.pop(id, None)
         try:
             yield
         finally:
@@ -156,108 +146,109 @@ class BodyCache:
             if holders > 1:
                 self._held[id] = transaction, holders - 1
             elif transaction.has_bodies and transaction.offset <= self._hand:
-                self._behind[id] = transaction
+                self._loaded[id] = transaction
 
     # --- loading ---------------------------------------------------------------------------
 
     async def load(self, transactions: Iterable[Transaction]) -> list[Transaction]:
-        """Read again what is not in memory of these; return those whose messages are gone.
+        """Load bodies that are not in memory; return transactions whose messages no longer exist.
 
-        They are marked as lost, alarmed and counted when they are found out. Whoever needs the
-        others holds them all the while. What is settled meanwhile needs no messages any more.
+        Those are marked as lost, logged and counted at the first time. The caller must hold the
+        others. Transactions that are settled in the meantime need no messages.
 
         Raises:
-            LogTruncated: other records stand where these were read: the partition cannot go on.
-            KafkaUnavailable: Kafka does not answer; what was read so far stays.
+            LogTruncated: the log holds other records at their offsets: the partition cannot go on.
+            KafkaUnavailable: Kafka does not answer; bodies read so far stay.
         """
-        wanted = list(transactions)
-        # Once more for those whose messages were replaced by a commit while they were read.
-        while missing := [each for each in wanted if not each.has_bodies and _missing(each)]:
+        transactions = list(transactions)
+        # Again for those whose messages a commit replaced during the read.
+        while missing := [one for one in transactions if not one.has_bodies and _missing(one)]:
             # Neighbours in the log are fetched together.
             missing.sort(key=_first_offset)
             for batch in _batches(missing):
                 async with self._reading:
-                    await self._load([each for each in batch if _missing(each)])
-        return [each for each in wanted if each.lost]
+                    await self._load([one for one in batch if _missing(one)])
+        return [one for one in transactions if one.lost]
 
     @asynccontextmanager
     async def at_hand(
         self, transactions: Sequence[Transaction]
     ) -> AsyncIterator[dict[str, OwnerUnavailable]]:
-        """Have the messages of transactions in memory where they are not lost (`there`); those
-        that several callers wait for are read together.
+        """Hold and load the bodies of transactions that are not lost (see `there`).
+
+        Reads of concurrent callers are combined.
 
         Yields:
-            Why messages that only copies hold could not be read, by the ids of their
-            transactions. May name transactions of other callers, too.
+            Errors by transaction id, for bodies that only the parked topic holds. May include
+            transactions of other callers.
 
         Raises:
-            OwnerUnavailable: half or operation topic does not answer, or the partition was just
-                stopped because the log is not what it was.
+            OwnerUnavailable: half or operation topic does not answer, or the log was recreated,
+                which stops the partition.
         """
         failed: dict[str, OwnerUnavailable] = {}
         with self.hold(transactions):
-            missing = [each for each in transactions if _missing(each)]
+            missing = [one for one in transactions if _missing(one)]
             try:
-                for each in missing:
-                    while _missing(each) and each.id not in failed:
-                        # A failed batch of another caller has taken them along.
+                for one in missing:
+                    while _missing(one) and one.id not in failed:
+                        # Requested again: a failed batch of another caller has removed them.
                         left = [m for m in missing if _missing(m) and m.id not in failed]
-                        self._wanted.update((m.id, m) for m in left)
-                        failed.update(await self._load_together(each))
+                        self._requested.update((m.id, m) for m in left)
+                        failed.update(await self._load_together(one))
             except KafkaUnavailable as error:
                 raise OwnerUnavailable(str(error), id=missing[0].id) from None
             except LogTruncated as error:
                 self._context.stopped(error)
                 raise OwnerUnavailable(str(error), id=missing[0].id) from None
             finally:
-                for each in missing:
-                    self._wanted.pop(each.half.id, None)
+                for one in missing:
+                    self._requested.pop(one.half.id, None)
             yield failed
 
     def there(self, transaction: Transaction) -> bool:
-        """Say whether the messages of a transaction are in memory."""
+        """Return whether the messages of a transaction are in memory."""
         return transaction.has_bodies and not refused_as_lost(transaction)
 
     def try_again(self, transaction: Transaction) -> None:
-        """An operator revives a transaction: look for messages that were lost once more."""
+        """Look again for lost messages: an operator revives the transaction."""
         transaction.lost = False
         if refused_as_lost(transaction) and transaction.has_bodies:
-            # What came out of the record that says so are no messages.
+            # The record of the refusal holds no messages.
             self._ledger.index.evict(transaction)
 
     async def show(self, transaction: Transaction) -> None:
-        """Have the messages of a transaction in memory where they can be, to be shown at once.
+        """Load the messages of a transaction, to be shown at once.
 
         Raises:
-            OwnerUnavailable: its copies do not answer, or as `at_hand`.
+            OwnerUnavailable: the parked topic does not answer; or see `at_hand`.
         """
         async with self.at_hand((transaction,)) as failed:
             if transaction.id in failed:
                 raise failed[transaction.id]
 
     async def _load_together(self, transaction: Transaction) -> dict[str, OwnerUnavailable]:
-        """Load a transaction and others that are waited for; return why some were not read.
+        """Load a transaction and other requested ones; return the errors of those not read.
 
         Raises:
             KafkaUnavailable: half or operation topic does not answer.
         """
         async with self._gathering:
             if _missing(transaction):
-                waiting = islice(self._wanted.values(), BATCH_MAX)
-                others = [each for each in waiting if each is not transaction]
+                waiting = islice(self._requested.values(), BATCH_MAX)
+                others = [one for one in waiting if one is not transaction]
                 batch = next(_batches([transaction, *others]))
-                for each in batch:
-                    self._wanted.pop(each.id, None)
+                for one in batch:
+                    self._requested.pop(one.id, None)
                 try:
                     await self.load(batch)
                 except _CopiesUnavailable as error:
-                    left = [each.id for each in batch if _missing(each)]
+                    left = [one.id for one in batch if _missing(one)]
                     return {id: OwnerUnavailable(str(error), id=id) for id in left}
         return {}
 
     async def _load(self, batch: Sequence[Transaction]) -> None:
-        marks = [each.verdict.contents_fingerprint for each in batch]
+        marks = [one.verdict.contents_fingerprint for one in batch]
         half = await self._read(batch, replaced=False)
         op = await self._read(batch, replaced=True)
         gone = []
@@ -281,37 +272,35 @@ class BodyCache:
                 raise _CopiesUnavailable(str(error)) from None
 
     async def _read(self, batch: Sequence[Transaction], *, replaced: bool) -> dict[int, Record]:
-        """Return the records of those whose messages a commit has replaced, or of the others."""
-        those = [each for each in batch if bool(each.verdict.contents_fingerprint) is replaced]
-        offsets = sorted({offset for each in those for offset in _at(each)})
+        """Return the records of transactions with replaced messages, or of the others."""
+        chosen = [one for one in batch if bool(one.verdict.contents_fingerprint) is replaced]
+        offsets = sorted({offset for one in chosen for offset in _at(one)})
         if not offsets:
             return {}
         log = self._door.op if replaced else self._door.half
         return {record.offset: record for record in await log.pick(offsets)}
 
     async def _load_copies(self, batch: Sequence[Transaction]) -> None:
-        """Load those that neither half nor operation topic holds from their copies, if they have
-        any; mark the others as lost."""
-        marks = {each.id: each.verdict.contents_fingerprint for each in batch}
-        left = {each.id: each for each in batch if each.kept and not refused_as_lost(each)}
-        offsets = sorted({at for each in left.values() for at in each.kept_at if at >= 0})
+        """Load from the parked topic; mark transactions without a copy as lost."""
+        marks = {one.id: one.verdict.contents_fingerprint for one in batch}
+        left = {one.id: one for one in batch if one.kept and not refused_as_lost(one)}
+        offsets = sorted({at for one in left.values() for at in one.kept_at if at >= 0})
         if offsets:
             self._take_copies(left, marks, await self._door.pick_parked(offsets))
         if left:
-            # Compaction has moved on to newer copies, or the broker did not say where they are.
-            found: list[Record] = []
+            # Compaction removed these copies for newer ones, or their offsets are unknown.
+            copies: list[Record] = []
             async for records in self._door.parked():
-                found.extend(each for each in records if _key_id(each) in left)
-            self._take_copies(left, marks, found)
-        gone = [e for e in batch if _missing(e) and e.verdict.contents_fingerprint == marks[e.id]]
+                copies.extend(record for record in records if _key_id(record) in left)
+            self._take_copies(left, marks, copies)
+        gone = [t for t in batch if _missing(t) and t.verdict.contents_fingerprint == marks[t.id]]
         if gone:
             self._mark_lost(gone)
 
     def _take_copies(
         self, left: dict[str, Transaction], marks: dict[str, bytes], records: Iterable[Record]
     ) -> None:
-        """Fill from the records of copies, in the order of their offsets; take out of `left`
-        those that need nothing more."""
+        """Fill transactions from copies, in offset order; remove those from `left`."""
         parts: dict[str, dict[int, KeptPart]] = {}
         for record in records:
             try:
@@ -330,7 +319,7 @@ class BodyCache:
                 try:
                     self._ledger.index.fill(transaction, messages)
                 except ValueError:
-                    # Made before a commit replaced the messages: not what is to be promoted.
+                    # Copied before a commit replaced the messages: not to be promoted.
                     continue
             del left[id]
 
@@ -342,20 +331,20 @@ class BodyCache:
             partition=self._door.partition,
             count=len(transactions),
             ids=[transaction.id for transaction in transactions[:IDS_SHOWN]],
-            why="their records are kept neither in the half topic nor as copies",
+            why="their records are neither in the half topic nor in the parked topic",
         )
         self._context.events.lost(len(transactions))
         self._snapshots.want()
 
 
 def _missing(transaction: Transaction) -> bool:
-    """Say whether there is something to be read of a transaction."""
+    """Return whether the messages of a transaction must be read."""
     return not transaction.has_bodies and not transaction.lost and transaction.state not in SETTLED
 
 
 def _at(transaction: Transaction) -> range:
-    """Return the offsets of its messages: in the operation topic behind the marker that replaced
-    them, else in the half topic."""
+    """Return the offsets of its messages: after the marker with final messages in the operation
+    topic, or in the half topic."""
     first = (
         transaction.verdict.op_offset + 1
         if transaction.verdict.contents_fingerprint
@@ -369,7 +358,7 @@ def _first_offset(transaction: Transaction) -> tuple[bool, int]:
 
 
 def _batches(transactions: Iterable[Transaction]) -> Iterator[list[Transaction]]:
-    """Yield them in their order, as many at a time as may be read in one go."""
+    """Split transactions into batches for one read, in their order."""
     batch: list[Transaction] = []
     size = 0
     for transaction in transactions:
@@ -384,10 +373,10 @@ def _batches(transactions: Iterable[Transaction]) -> Iterator[list[Transaction]]
 
 
 def _messages(transaction: Transaction, records: dict[int, Record]) -> tuple[Message, ...] | None:
-    """Return what these records say of a transaction; None if one is not there any more.
+    """Return the messages of a transaction from its records; None if one was deleted.
 
     Raises:
-        LogTruncated: another record stands there.
+        LogTruncated: the log holds another record at one of the offsets.
     """
     messages = []
     for sequence, offset in enumerate(_at(transaction)):
@@ -406,13 +395,13 @@ def _messages(transaction: Transaction, records: dict[int, Record]) -> tuple[Mes
 
 def _other_record(transaction: Transaction, why: str) -> str:
     return (
-        f"{transaction.id}: the log holds another record than when it was read first ({why}): "
+        f"{transaction.id}: the log holds another record than when it was first read ({why}): "
         "the topic was truncated or recreated"
     )
 
 
 def _copied(transaction: Transaction, parts: dict[int, KeptPart]) -> tuple[Message, ...] | None:
-    """Return the messages of a whole copy; None for one that says itself that they are gone."""
+    """Return the messages of a complete copy; None if it records that they are lost."""
     first = parts.get(0)
     if first is None or first.facts is None:
         return None

@@ -1,40 +1,52 @@
-"""What all parts of a half partition share: settings, clocks, who waits, and what they report."""
+"""What all parts of a half partition share: settings, clocks, claim, followers, events, waiters."""
 
 import asyncio
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from typing import Protocol
 
-from msgspec import Struct
+from msgspec import Struct, field
 
+from txbroker.core.decoding import passed_over
 from txbroker.core.encoding import MarkerRow, marker_row
-from txbroker.core.ledger import ApplyResult, Ledger
+from txbroker.core.ledger import ApplyResult, Effect, Ledger
 from txbroker.core.promotion import PromotionLimits
-from txbroker.core.records import Header, Marker, MarkerKind, Message, Source
+from txbroker.core.records import (
+    LOG_VERSION,
+    RECORD_VERSION,
+    Header,
+    Marker,
+    MarkerKind,
+    Message,
+    Record,
+    Skip,
+    Source,
+)
+from txbroker.core.segment import SEGMENT_VERSION
 from txbroker.core.shares import share_max
 from txbroker.core.transaction import Transaction
-from txbroker.errors import OwnerUnavailable
+from txbroker.door.own_topics import foreign_why
+from txbroker.door.protocols import ForeignRecord, PartitionDoor, Targets
+from txbroker.errors import NewerRecord, OwnerUnavailable
+from txbroker.principals import Directory, no_principals
+from txbroker.proxy.observe.logging import get_logger
 from txbroker.proxy.observe.rates import RateCounter
-from txbroker.proxy.partition.clock import LogTime
+from txbroker.proxy.partition.clock import LogTime, TxnLimiter
 
-
-class Bounds(Struct, frozen=True):
-    """How much a half partition holds.
-
-    Attributes:
-        dedup_window_ms: for how long ids and keys are remembered.
-        pending_max: transactions that are not settled.
-        pending_group_max: those of one share.
-        waiting_share_max: those of one share that wait for targets that do not take them now.
-    """
-
-    dedup_window_ms: int
-    pending_max: int
-    pending_group_max: int
-    waiting_share_max: int
+log = get_logger(__name__)
 
 
 class OwnerSettings(Struct, frozen=True):
-    """What an owner needs of the configuration."""
+    """The part of the configuration that an owner needs.
+
+    Attributes:
+        dedup_window_ms: how long ids and keys are remembered.
+        pending_max: limit of unsettled transactions.
+        pending_group_max: limit of unsettled transactions of one share.
+        half_retention_ms: retention of the half topic.
+        turns: limits of one promotion transaction.
+        snapshot_records_min: records after which a snapshot is due.
+        installation: the first headers of every promoted record.
+    """
 
     dedup_window_ms: int
     pending_max: int
@@ -43,28 +55,21 @@ class OwnerSettings(Struct, frozen=True):
     turns: PromotionLimits = PromotionLimits()
     snapshot_records_min: int = 20_000
     installation: tuple[Header, ...] = ()
-    """What the headers of promoted records begin with."""
 
-    def bounds(self) -> Bounds:
-        """Return how much a half partition holds."""
-        return Bounds(
-            self.dedup_window_ms,
-            self.pending_max,
-            self.pending_group_max,
-            waiting_share_max=share_max(self.turns.deferred_max),
-        )
+    def waiting_share_max(self) -> int:
+        """Return how many transactions of one share may wait for unavailable targets."""
+        return share_max(self.turns.deferred_max)
 
 
 class PartitionEvents(Protocol):
-    """Who is told what happens on a partition; called from the event loop, once a run or turn."""
+    """Observes a partition. Called in the event loop, once per run or promotion transaction."""
 
     def outcome(self, outcome: ApplyResult) -> None:
-        """A record, or a decision that came too late for one, changed nothing: it is repeated,
-        contrary, illegal or void."""
+        """A record or decision changed nothing: it is repeated, contrary, illegal or void."""
         ...
 
     def prepared(self, transactions: Sequence[Transaction]) -> None:
-        """Half messages were stored by this owner."""
+        """This owner stored half messages."""
         ...
 
     def decided(self, transactions: Sequence[Transaction]) -> None:
@@ -72,19 +77,19 @@ class PartitionEvents(Protocol):
         ...
 
     def promoted(self, transactions: list[Transaction]) -> None:
-        """These are visible now."""
+        """Transactions became visible."""
         ...
 
     def refused(self, transactions: list[Transaction]) -> None:
-        """These were set aside: a target does not take them."""
+        """Transactions were set aside, because a target rejects them."""
         ...
 
     def lost(self, count: int) -> None:
-        """So many half messages vanished before their transactions were settled."""
+        """Half messages of unsettled transactions no longer exist."""
         ...
 
     def snapshot_written(self, seconds: float, entries: int) -> None:
-        """A snapshot of so many transactions was written, in so many seconds."""
+        """A snapshot with `entries` transactions was written."""
         ...
 
     def snapshot_failed(self) -> None:
@@ -92,24 +97,93 @@ class PartitionEvents(Protocol):
         ...
 
     def recovered(self, seconds: float) -> None:
-        """A partition was gained and caught up on, in so many seconds."""
+        """A partition was claimed and replayed."""
         ...
 
     def foreign(self, topic: str, count: int) -> None:
-        """So many records of one of our topics (`half`, say) are none of ours."""
+        """Another client wrote records into an own topic (such as `half`)."""
         ...
 
     def fenced(self) -> None:
-        """Another owner has taken a partition."""
+        """Another owner took over a partition."""
         ...
 
     def kafka_failed(self, operation: str) -> None:
-        """Kafka did not do what was asked: an `append`, a `turn` or a `claim`."""
+        """Kafka failed an `append`, a `turn` or a `claim`."""
         ...
 
 
+class Follower(Protocol):
+    """Acts on changes of the ledger."""
+
+    def changed(self, transactions: Sequence[Transaction]) -> None:
+        """Records changed these transactions."""
+        ...
+
+
+class OwnershipCheck(Protocol):
+    """Asks the proxies' group who owns a partition (implemented by the partition manager)."""
+
+    async def still_ours(self, partition: int) -> bool:
+        """Return, after a fresh heartbeat, whether this proxy still owns the partition.
+
+        Raises:
+            KafkaUnavailable: the group does not answer.
+        """
+        ...
+
+
+class ProxyContext:
+    """What the owners of one proxy share.
+
+    Args:
+        name: of this proxy, for claim records.
+        group: confirms ownership.
+        partitions: the partitions of this proxy, which share its memory equally.
+        bodies_bytes_max, settled_bytes_max: limits of the whole proxy, bytes.
+        principals: returns the current principals, whose shares are counted.
+
+    Attributes:
+        url: of this proxy, for claim records.
+        limiter: admits the promotion transactions of all partitions.
+        record_version, segment_version: the versions to write, which all proxies can read.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        group: OwnershipCheck,
+        partitions: Sized,
+        bodies_bytes_max: int,
+        settled_bytes_max: int,
+        principals: Callable[[], Directory] = no_principals,
+    ) -> None:
+        self.name = name
+        self.url = ""
+        self.group = group
+        self.limiter = TxnLimiter()
+        self.principals = principals
+        self.limit_version(RECORD_VERSION)
+        self._partitions = partitions
+        self._bodies_bytes_max = bodies_bytes_max
+        self._settled_bytes_max = settled_bytes_max
+
+    def limit_version(self, version: int) -> None:
+        """Set the newest record version that every proxy of the group can read."""
+        self.record_version = min(LOG_VERSION, version)
+        self.segment_version = min(SEGMENT_VERSION, version)
+
+    def bodies_share(self) -> int:
+        """Return how many bytes of bodies one partition may keep in memory."""
+        return self._bodies_bytes_max // max(1, len(self._partitions))
+
+    def settled_share(self) -> int:
+        """Return how many bytes of settled transactions one partition may remember."""
+        return self._settled_bytes_max // max(1, len(self._partitions))
+
+
 class VisibilityWaiters:
-    """Who waits until a transaction is visible, by its id."""
+    """Callers that wait until a transaction is visible, by its id."""
 
     def __init__(self) -> None:
         self._waiting: dict[str, list[asyncio.Future[None]]] = {}
@@ -119,7 +193,7 @@ class VisibilityWaiters:
         return iter(list(self._waiting))
 
     def release(self, transactions: Iterable[Transaction]) -> None:
-        """These are visible, or will not become so by themselves."""
+        """Wake the callers that wait for these transactions."""
         if self._waiting:
             for transaction in transactions:
                 for future in self._waiting.pop(transaction.id, ()):
@@ -127,7 +201,7 @@ class VisibilityWaiters:
                         future.set_result(None)
 
     def close(self) -> None:
-        """Nobody here will know any more."""
+        """Fail all waiting callers: this owner closes."""
         self._closed = True
         for waiting in self._waiting.values():
             for future in waiting:
@@ -136,7 +210,7 @@ class VisibilityWaiters:
         self._waiting.clear()
 
     async def wait(self, id: str) -> None:
-        """Wait until a transaction is visible.
+        """Wait until a transaction is visible, or cannot become so without help.
 
         Raises:
             OwnerUnavailable: this owner closes.
@@ -148,7 +222,7 @@ class VisibilityWaiters:
         try:
             await future
         finally:
-            # Whoever gave up and asks again must not be remembered each time.
+            # A caller that times out and retries must not leave a future behind each time.
             waiting = self._waiting.get(id, [])
             if future in waiting:
                 waiting.remove(future)
@@ -157,52 +231,67 @@ class VisibilityWaiters:
 
 
 class CurrentClaim:
-    """The claim under which an owner works: another one after each reclaim.
+    """The claim of an owner; a reclaim replaces its id.
 
     Attributes:
-        id: names it.
-        reclaims: how often the partition was claimed again, and the ledger reconciled with what
-            the claim found.
+        id: of the claim.
+        reclaims: how often this owner reclaimed the partition and reconciled its ledger.
+        skips: records that operators decided to pass over, as found by the claim.
     """
 
     def __init__(self, id: str = "") -> None:
         self.id = id
         self.reclaims = 0
+        self.skips: Sequence[Skip] = ()
+
+
+def _open_gate() -> asyncio.Event:
+    gate = asyncio.Event()
+    gate.set()
+    return gate
 
 
 class PartitionContext(Struct, frozen=True):
     """What all parts of one half partition share.
 
     Attributes:
-        partition: the half partition.
-        ledger: its transactions.
+        door: logs, claims and promotion transactions of the partition.
+        targets: facts about target topics.
+        events: observes the partition.
         settings: limits and windows.
-        events: told what happens.
-        record_version: returns the version of the records to write.
-        stopped: told why, once, if the partition cannot go on.
+        proxy: shared by all owners of the proxy.
+        stopped: called once with the error that stops the partition.
+        ledger: the transactions of the partition.
+        partition: its number.
         clock: the brokers' clock.
-        id_clock: the half topic's own: ids are void by its log clock alone, wherever the others
+        id_clock: the half topic's clock: ids expire by its log clock alone, wherever the others
             stand.
-        claim: the owner's present claim.
-        gate: nothing is written while it is not set: the owner is suspended.
-        rates: counts what is shown as rates.
-        visible: who waits until transactions are visible.
-        settled_share: returns how many bytes of settled transactions it may remember.
+        claim: the owner's current claim.
+        gate: while it is not set the owner is suspended, and nothing is written.
+        followers: notified, in this order, of all transactions that records changed.
+        rates: counts events for rates.
+        visible: callers that wait for visibility.
     """
 
-    partition: int
-    ledger: Ledger
-    settings: OwnerSettings
+    door: PartitionDoor
+    targets: Targets
     events: PartitionEvents
-    record_version: Callable[[], int]
+    settings: OwnerSettings
+    proxy: ProxyContext
     stopped: Callable[[Exception], None]
-    clock: LogTime
-    id_clock: LogTime
-    claim: CurrentClaim
-    gate: asyncio.Event
-    rates: RateCounter
-    visible: VisibilityWaiters
-    settled_share: Callable[[], int]
+    ledger: Ledger
+    clock: LogTime = field(default_factory=lambda: LogTime(0))
+    id_clock: LogTime = field(default_factory=lambda: LogTime(0))
+    claim: CurrentClaim = field(default_factory=CurrentClaim)
+    gate: asyncio.Event = field(default_factory=_open_gate)
+    followers: list[Follower] = field(default_factory=list)
+    rates: RateCounter = field(default_factory=RateCounter)
+    visible: VisibilityWaiters = field(default_factory=VisibilityWaiters)
+
+    @property
+    def partition(self) -> int:
+        """The number of the half partition."""
+        return self.ledger.partition
 
     def marker(
         self,
@@ -222,12 +311,12 @@ class PartitionContext(Struct, frozen=True):
         """Return the row of a marker of this transaction.
 
         Args:
-            number: of the attempt; None is that of the last one.
+            number: of the attempt; None is the number of the last one.
             contents: the messages that replace the prepared ones.
         """
         return marker_row(
             Marker(
-                v=self.record_version(),
+                v=self.proxy.record_version,
                 kind=kind,
                 id=transaction.half.id,
                 half=transaction.offset,
@@ -248,12 +337,52 @@ class PartitionContext(Struct, frozen=True):
         )
 
     def promoted(self, transactions: list[Transaction]) -> None:
-        """Say that these are visible."""
+        """Report transactions as visible."""
         self.events.promoted(transactions)
         self.rates.promoted += len(transactions)
         self.visible.release(transactions)
 
     def refused(self, transactions: list[Transaction]) -> None:
-        """Say that these will not become visible by themselves."""
+        """Report transactions as refused; they stay invisible until they are retried."""
         self.events.refused(transactions)
         self.visible.release(transactions)
+
+    def changed(self, transactions: Sequence[Transaction]) -> None:
+        """Notify the followers that records changed these transactions."""
+        for follower in self.followers:
+            follower.changed(transactions)
+
+    def unchanged(self, topic: str, outcome: ApplyResult, record: Record) -> None:
+        """Count a record that changed nothing; log it if another client wrote it.
+
+        Raises:
+            NewerRecord: a newer version wrote it, and no operator decided to pass it over.
+        """
+        if outcome.effect is Effect.NEWER:
+            why = foreign_why(topic, record, self.partition)
+            if why:
+                outcome = ApplyResult(Effect.VOID, why=f"{outcome.why}, but {why}")
+        if outcome.effect is Effect.NEWER and not passed_over(self.claim.skips, topic, record):
+            # It may decide a transaction in a way that this build does not know: going on could
+            # promote a transaction that was rolled back.
+            raise NewerRecord(
+                f"{topic} record at offset {record.offset} was written by a newer txbroker "
+                f"({outcome.why}): upgrade this proxy. To pass it over see docs/operate/repair.md"
+            )
+        if outcome.effect is not Effect.PARTIAL:
+            if outcome.effect is Effect.VOID:
+                self.report_foreign(topic, 1, [ForeignRecord(record, outcome.why)])
+            self.events.outcome(outcome)
+
+    def report_foreign(self, topic: str, count: int, newest: Sequence[ForeignRecord]) -> None:
+        """Count records of other clients in an own topic, and log the newest of them."""
+        if count:
+            self.events.foreign(topic, count)
+        for record, why in newest:
+            log.warning(
+                "record set aside",
+                topic=topic,
+                partition=self.partition,
+                offset=record.offset,
+                why=why,
+            )

@@ -1,9 +1,9 @@
-"""Transactions that were settled too long ago to be in memory, found in the logs by their id.
+"""Finds transactions that were settled too long ago to be in memory, by their id in the logs.
 
-Append times are no order to search by: a broker's clock may have been put back, and then a later
-record has an earlier one. What never goes back is the log clock, and no valid half message is
-further than the dedup window from its id's time *by the log clock*. So places in the half topic
-are judged by the ids that stand there; a few at a time, because a void half message may carry any.
+Append times cannot be searched: a broker's clock may have been put back, so a later record may have
+an earlier time. The log clock never goes back, and a valid half message is within the dedup window
+of its id's time *by the log clock*. So the search compares the ids at an offset of the half topic,
+several at a time, because a void half message may carry any id.
 """
 
 from collections.abc import AsyncIterator, Iterable, Sequence
@@ -24,35 +24,35 @@ from txbroker.errors import KafkaUnavailable, NotFound, TooOld
 from txbroker.proxy.partition.clock import CLOCKS_APART_MS
 
 NEAR_MS = 5_000
-"""Nearly every half message is stored within this of its id's time: looked at first."""
+"""Nearly every half message is stored within this of its id's time: searched first."""
 NEIGHBOURS = 15
-"""Records that one look takes in: more than half of them would have to be void to mislead it."""
+"""Records that one step compares: more than half would have to be void to mislead it."""
 
 
 async def search(half: Log, op: Log, id: str, dedup_window_ms: int) -> Transaction:
-    """Return a settled transaction as the logs tell it, its attempts and targets included.
+    """Return a settled transaction from the logs, with its attempts, without target offsets.
 
-    Only for ids that the ledger has forgotten: whatever is not settled, and whatever was settled
-    lately, is in the ledger. Offsets in the targets stay unknown.
+    Only for ids that the ledger has forgotten: unsettled and recently settled ones are in memory.
 
     Raises:
-        NotFound: the log reaches back to the id's time, and there is no such transaction.
-        TooOld: the log does not reach back that far.
+        NotFound: the log reaches back to the id's time without such a transaction.
+        TooOld: the log no longer reaches back that far.
         KafkaUnavailable: Kafka does not answer.
     """
     try:
         ledger, transaction, appended_ms = await _prepared(half, id, dedup_window_ms)
         await _decided(ledger, op, transaction, appended_ms)
     except LogTruncated:
-        # Retention moved the start while we read.
+        # Retention moved the start during the read.
         raise TooOld(id=id) from None
     return transaction
 
 
-async def tell_verdict(op: Log, transaction: Transaction) -> None:
-    """Add to a settled transaction what is remembered of the newest only: who decided it, and why.
+async def read_verdict(op: Log, transaction: Transaction) -> None:
+    """Add the source and reason of its decision to a settled transaction.
 
-    Nothing is added where Kafka does not answer, or does not keep the deciding marker any more.
+    The ledger keeps them for the newest ones only. Nothing is added if Kafka does not answer, or no
+    longer keeps the deciding marker.
     """
     verdict = transaction.verdict
     if verdict.decision is None or verdict.source is not None or verdict.op_offset < 0:
@@ -70,26 +70,25 @@ async def tell_verdict(op: Log, transaction: Transaction) -> None:
 
 
 async def _prepared(half: Log, id: str, window_ms: int) -> tuple[Ledger, Transaction, int]:
-    """Return a ledger that holds nothing but this transaction, as it was prepared, and the append
-    time of its half message."""
+    """Return a ledger that holds only this transaction, as prepared, and its append time."""
     start, end = await half.bounds()
     parts = parse_id(id)
     begin = start
     for margin_ms in (NEAR_MS, window_ms):
         begin = await _first_since(half, start, end, parts.time_ms - 2 * margin_ms)
         async for records, clock_ms in _until(half, begin, end, parts.time_ms, margin_ms):
-            for place, record in enumerate(records):
+            for number, record in enumerate(records):
                 if _half_id(record) != id:
                     continue
                 ledger = Ledger(parts.partition, window_ms)
                 ledger.half_position = record.offset
-                before = [clock_ms, *[each.timestamp_ms for each in records[:place]]]
+                before = [clock_ms, *[one.timestamp_ms for one in records[:number]]]
                 ledger.half_clock_ms = max(before)
                 known_ms = max(ledger.half_clock_ms, record.timestamp_ms)
                 if known_ms < parts.time_ms - window_ms:
-                    # Far behind: a clock was put back, or it is void. The ids around it tell; of
-                    # one that is stored in time they tell nothing, they may be of days later.
-                    around = records[max(0, place - NEIGHBOURS) : place + NEIGHBOURS]
+                    # Far too early: a clock was put back, or the record is void. The ids around it
+                    # decide; not for a record in time, because they may be days later.
+                    around = records[max(0, number - NEIGHBOURS) : number + NEIGHBOURS]
                     ledger.half_clock_ms = median_low(_ids_ms(around))
                 if await _apply(ledger, half, record.offset, end, id):
                     transaction = ledger.index.get(id)
@@ -101,7 +100,7 @@ async def _prepared(half: Log, id: str, window_ms: int) -> tuple[Ledger, Transac
 
 
 async def _first_since(half: Log, start: int, end: int, time_ms: int) -> int:
-    """Return an offset below which every id is from before `time_ms`, by halving."""
+    """Return an offset below which all ids are earlier than `time_ms`, by binary search."""
     first = start
     while first < end:
         middle = (first + end) // 2
@@ -114,23 +113,23 @@ async def _first_since(half: Log, start: int, end: int, time_ms: int) -> int:
 
 
 async def _ids_at(half: Log, offset: int, end: int) -> list[int]:
-    found: list[int] = []
+    times_ms: list[int] = []
     async for records in half.read(offset, min(offset + NEIGHBOURS, end)):
-        found.extend(_ids_ms(records))
-    return found
+        times_ms.extend(_ids_ms(records))
+    return times_ms
 
 
 async def _until(
     half: Log, begin: int, end: int, time_ms: int, margin_ms: int
 ) -> AsyncIterator[tuple[Sequence[Record], int]]:
-    """Yield the records from `begin` until they are surely later than `time_ms` by the margin,
-    with the greatest append time so far."""
+    """Yield records from `begin`, with the greatest append time before them, until they are
+    certainly later than `time_ms` plus the margin."""
     clock_ms = 0
     async for records in half.read(begin, end):
         yield records, clock_ms
         clock_ms = max([clock_ms, *[record.timestamp_ms for record in records]])
         ids_ms = _ids_ms(records[-NEIGHBOURS:])
-        # An append time is never later than the log clock, so one alone is enough.
+        # An append time is never later than the log clock, so one is enough.
         if clock_ms > time_ms + margin_ms:
             return
         if len(ids_ms) == NEIGHBOURS and median_low(ids_ms) > time_ms + 2 * margin_ms:
@@ -138,7 +137,7 @@ async def _until(
 
 
 async def _apply(ledger: Ledger, half: Log, begin: int, end: int, id: str) -> bool:
-    """Apply the half message that begins at an offset; say whether it counts."""
+    """Apply the half message that begins at an offset; return whether it is valid."""
     async for records in half.read(begin, end):
         for record in records:
             if _half_id(record) != id:
@@ -155,28 +154,28 @@ async def _apply(ledger: Ledger, half: Log, begin: int, end: int, id: str) -> bo
 async def _decided(ledger: Ledger, op: Log, transaction: Transaction, since_ms: int) -> None:
     """Apply the markers of a transaction until it is decided."""
     start, end = await op.bounds()
-    # Checks are judged by op's log clock; what put it forward may lie before where we begin.
+    # Checks are judged by op's log clock, which records before `begin` may have put forward.
     ledger.op_clock_ms = transaction.prepared_at_ms
     begin = await _first_marker_since(op, start, end, transaction.offset, since_ms)
-    # Where that misled, from the start: there is a marker, or retention has taken it.
+    # If that was misled, from the start: there is a marker, unless retention deleted it.
     for first in dict.fromkeys((begin, start)):
         async for record in _markers_of(op, first, end, transaction.id, ledger):
             ledger.op_position = record.offset
             outcome = ledger.apply_op(record)
             if outcome.effect is Effect.APPLIED and transaction.verdict.decision is not None:
                 if transaction.state is State.COMMITTED:
-                    # Committed and not in the owner's ledger: a turn has promoted it.
+                    # Committed and not in the owner's ledger: it was promoted.
                     advance(transaction, PromotionStep.PROMOTE)
                 return
-    raise TooOld("its deciding marker is not kept any more", id=transaction.id)
+    raise TooOld("its deciding marker was deleted by retention", id=transaction.id)
 
 
 async def _first_marker_since(op: Log, start: int, end: int, half: int, since_ms: int) -> int:
-    """Return an offset below which there are no markers of the transaction whose half message
-    begins at offset `half`, by halving.
+    """Return an offset below which the transaction with its half message at `half` has no markers,
+    by binary search.
 
-    What names its half message or a later one, or was appended after it was, does not lie before
-    its own markers; where a clock was put back, only the first of the two tells.
+    A record that names this half message or a later one, or was appended after it, is not before
+    its markers. If a clock was put back, only the first of the two holds.
     """
     while start < end:
         middle = (start + end) // 2
@@ -197,7 +196,7 @@ async def _first_marker_since(op: Log, start: int, end: int, half: int, since_ms
 async def _markers_of(
     op: Log, begin: int, end: int, id: str, ledger: Ledger
 ) -> AsyncIterator[Record]:
-    """Yield the records of one transaction; keep the log clock by which checks are judged."""
+    """Yield the records of one transaction, and advance the log clock that judges checks."""
     key = id.encode()
     async for records in op.read(begin, end):
         for record in records:
@@ -206,7 +205,7 @@ async def _markers_of(
                 yield record
 
 
-# --- what a record says without reading all of it --------------------------------------------
+# --- parts of a record, without decoding all of it -------------------------------------------
 
 
 def _half_id(record: Record) -> str | None:
@@ -217,7 +216,7 @@ def _half_id(record: Record) -> str | None:
 
 
 def _ids_ms(records: Iterable[Record]) -> list[int]:
-    """Return the times of the ids in these records; append times where there is no id."""
+    """Return the times of the ids in these records; the append time of one without an id."""
     return [_id_ms(record) for record in records]
 
 

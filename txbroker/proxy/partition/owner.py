@@ -1,39 +1,44 @@
-"""The owner of one half partition: it alone writes, diffs, checks and promotes it.
+"""The owner of one half partition: it alone writes, checks and promotes its transactions.
 
 `PartitionOwner` makes the parts, starts and stops them. An arrow is a call or a read:
 
     Broker                                      CheckRunner
       │ prepare, decide, revive                   │ attempt,  ▲
       ▼                                           ▼ answered  │ due
-    PartitionApi ◀────────── decide ─────────── CheckBack ────┘   ───▶ BodyCache
+    PartitionApi ◀──── decide (`Decider`) ────── CheckBack ────┘   ───▶ BodyCache
       │    └──────────────┐       ┌───────────────┘
       ▼                   ▼       ▼
     Appender (half)     Appender (op)           runs of rows in, outcomes out
       ▼                   ▼
-    HalfReplica ▶ Ledger ◀ OpReplica            `apply_run`, or what others wrote
+    LogReplica ─▶ Ledger ◀─ LogReplica          `apply_run`, or records of other owners
       └─────────┬─────────┘
-                ▼ what has changed
-              Applier ───▶ followers: BodyCache, LogClockFollower, CheckBack, Promoter
+                ▼ changed transactions
+    PartitionContext ─▶ followers: BodyCache, LogClockFollower, CheckBack, Promoter
 
-    PartitionApi ──▶ Promoter               is there room, try a refused one again
-    Promoter ──▶ TxnLimiter, Ledger, BodyCache   what a turn waits for, holds, and has to read
-             ──▶ Claims, Appender (half)    after a lost turn; behind a commit without its half
+    PartitionApi ──▶ Promoter               is there room; retry a refused transaction
+    Promoter ──▶ TxnLimiter, Ledger, BodyCache, RetryQueue, TargetQuarantine
+             ──▶ Appender (half)            a commit arrived before its half message
+             ──▶ Claims (`Claimer`)         after a lost promotion transaction
     Claims ──▶ both appenders, Ledger, SnapshotWriter
     RetentionGuard ──▶ BodyCache, Promoter, SnapshotWriter    called by `PartitionOwner._watch`
-    BodyCache ──▶ SnapshotWriter               bodies are lost: the next owner must know
+    BodyCache ──▶ SnapshotWriter            bodies are lost: the next owner must know
     SnapshotWriter ──▶ Ledger               a capture, chunk by chunk
 
-Each part but replicas and Applier gets one `PartitionContext`: ledger, settings, events, clocks,
-claim, gate. Whatever writes to Kafka (appenders, Promoter, Claims, SnapshotWriter) asks the gate
-first, which is closed while the owner is suspended. Until the logs are replayed (`recover`),
-`BodyCache` is the only follower.
+Callbacks that leave the partition: `stopped(error)` (any part ─▶ PartitionManager: the partition
+cannot go on), `ProxyContext.group.still_ours` (Claims ─▶ PartitionManager), `PartitionEvents`.
+Callback within: `on_results` of `Appender.append` (─▶ PartitionApi, which counts prepares in
+flight).
+
+All parts get one `PartitionContext`. Each part that writes to Kafka (appenders, Promoter, Claims,
+SnapshotWriter) waits at one place for its gate, which is closed while the owner is suspended.
+Until the logs are replayed (`recover`), `BodyCache` is the only follower.
 """
 
 import asyncio
-import random
+import math
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 from txbroker.contract.service import PartitionState
@@ -44,35 +49,32 @@ from txbroker.core.segment import SEGMENT_BYTES
 from txbroker.door.protocols import Claimed, Fenced, Hanging, PartitionDoor, Targets
 from txbroker.errors import KafkaUnavailable
 from txbroker.failpoints import failpoint
-from txbroker.principals import Directory, no_principals
+from txbroker.net.backoff import Backoff
 from txbroker.proxy.observe.logging import get_logger
-from txbroker.proxy.observe.rates import RateCounter
-from txbroker.proxy.partition.appender import Appender
-from txbroker.proxy.partition.applier import Applier, HalfReplica, OpReplica
+from txbroker.proxy.partition.appender import Appender, LogReplica
 from txbroker.proxy.partition.body_cache import BodyCache
 from txbroker.proxy.partition.checkback import CheckBack, Runner
-from txbroker.proxy.partition.clock import LogClockFollower, LogTime, TxnLimiter, Yielder
+from txbroker.proxy.partition.clock import LogClockFollower, Yielder
 from txbroker.proxy.partition.context import (
-    CurrentClaim,
     OwnerSettings,
     PartitionContext,
     PartitionEvents,
-    VisibilityWaiters,
+    ProxyContext,
 )
 from txbroker.proxy.partition.parked_copies import read_copies
 from txbroker.proxy.partition.partition_api import PartitionApi
 from txbroker.proxy.partition.promoter import Promoter
-from txbroker.proxy.partition.recovery import Recovered, claim_first, recover
+from txbroker.proxy.partition.recovery import Recovered, check_checkpoint, recover
 from txbroker.proxy.partition.retention import RetentionGuard
 from txbroker.proxy.partition.snapshots import SnapshotWriter
 
 IDLE_S = 1.0
-"""An owner that has appended nothing for so long looks whether somebody else wrote to its logs."""
+"""After this time without an append an owner reads its logs for records of other owners."""
 EDGES_S = 10.0
-"""An owner looks this often whether its logs are still what they were."""
+"""Interval at which an owner verifies its logs and what retention deleted."""
 CLAIM_PAUSE_S = 0.2
 CLAIM_PAUSE_MAX_S = 2.0
-"""Pauses between claims are random and grow to this."""
+"""Pauses between claims are random and grow to the maximum."""
 
 log = get_logger(__name__)
 
@@ -81,23 +83,16 @@ class PartitionOwner:
     """One half partition, from its claim until it moves away.
 
     Args:
-        door: the partition's logs and turns.
-        targets: what is known of target topics.
-        runner: carries out the checks that come due.
-        events: told what happens.
+        door: logs, claims and promotion transactions of the partition.
+        targets: facts about target topics.
+        runner: carries out the checks that are due.
+        events: observes the partition.
         settings: limits and windows.
-        identity: this proxy's name and URL, for the claim record.
-        still_ours: says, after a fresh heartbeat, whether the partition is still this proxy's.
-        stopped: told why, once, if the partition cannot go on.
-        bodies_share: how many bytes of bodies this partition may keep in memory.
-        settled_share: how many bytes of settled transactions.
-        segment_version: the version of the segments of settled transactions to write.
-        record_version: the version of the records to write.
-        pace: lets turns begin; the same for all partitions of a proxy.
-        principals: returns the principals as they are now, whose shares are counted.
+        proxy: shared by all owners of the proxy.
+        stopped: called once with the error that stops the partition.
 
     Attributes:
-        gate: open unless this owner is suspended.
+        gate: set unless this owner is suspended.
         now_ms: returns the time by the brokers' clock, ms.
         id_ms: returns the time by which ids are made and judged, ms: where the half topic's log
             clock will stand when a record is appended now. If that broker's clock is put back the
@@ -111,89 +106,54 @@ class PartitionOwner:
         runner: Runner,
         events: PartitionEvents,
         settings: OwnerSettings,
-        *,
-        identity: tuple[str, str],
-        still_ours: Callable[[], Awaitable[bool]],
+        proxy: ProxyContext,
         stopped: Callable[[Exception], None],
-        bodies_share: Callable[[], int],
-        settled_share: Callable[[], int],
-        segment_version: int,
-        record_version: Callable[[], int],
-        pace: TxnLimiter,
-        principals: Callable[[], Directory] = no_principals,
     ) -> None:
         self.partition = door.partition
-        beyond_max = min(BEYOND_MAX, settled_share() // SEGMENT_BYTES)
-        self.ledger = Ledger(door.partition, settings.dedup_window_ms, beyond_max)
-        self.ledger.index.settled.version = segment_version
-        self._principals = principals
-        self.ledger.index.share_by(self._principals().share_of)
-        self.rates = RateCounter()
+        beyond_max = min(BEYOND_MAX, proxy.settled_share() // SEGMENT_BYTES)
+        self.ledger = ledger = Ledger(door.partition, settings.dedup_window_ms, beyond_max)
+        ledger.index.settled.version = proxy.segment_version
+        ledger.index.share_by(proxy.principals().share_of)
+        self._context = context = PartitionContext(
+            door, targets, events, settings, proxy, stopped, ledger
+        )
+        self.rates = context.rates
+        self.gate = context.gate
+        self.now_ms = context.clock.now_ms
+        self.id_ms = context.id_clock.now_ms
         self._phase = PartitionState.CLAIMING
         self._resumed_s = time.monotonic()
         self._tasks: list[asyncio.Task[None]] = []
         self._checking: asyncio.Task[None] | None = None
         self._closed = False
-        self._context = context = PartitionContext(
-            door.partition,
-            self.ledger,
-            settings,
-            events,
-            record_version,
-            stopped,
-            LogTime(0),
-            LogTime(0),
-            CurrentClaim(),
-            asyncio.Event(),
-            self.rates,
-            VisibilityWaiters(),
-            settled_share,
-        )
-        context.gate.set()
-        self.gate = context.gate
-        self.now_ms = context.clock.now_ms
-        self.id_ms = context.id_clock.now_ms
-        self._door = door
-        self._applier = Applier(self.ledger, events)
-        self._half = Appender(context, self._door.half, HalfReplica(self._applier))
-        self._op = Appender(context, self._door.op, OpReplica(self._applier))
-        self._snapshots = SnapshotWriter(context, self._door)
-        self._claims = Claims(
-            context, self._door, identity, still_ours, (self._half, self._op), self._snapshots
-        )
-        self.bodies = BodyCache(context, self._door, bodies_share, self._snapshots)
-        self._promoter = Promoter(
-            context, self._door, targets, self.bodies, self._half, self._claims, pace
-        )
-        self._edges = RetentionGuard(
-            context, self._door, self.bodies, self._promoter, self._snapshots
-        )
-        logs = self._door.half, self._door.op
-        self.api = PartitionApi(context, self._half, self._op, logs, self._promoter)
-        self.checks = CheckBack(context, self._op, runner, self.bodies, targets, self.api)
-        # While the logs are replayed only memory is looked after; all else once they are known.
-        self._applier.followers.append(self.bodies)
+        self._half = Appender(context, door.half, LogReplica(context, "half"))
+        self._op = Appender(context, door.op, LogReplica(context, "op"))
+        self._snapshots = SnapshotWriter(context)
+        self._claims = Claims(context, self._half, self._op, self._snapshots)
+        self.bodies = BodyCache(context, self._snapshots)
+        self._promoter = Promoter(context, self.bodies, self._half, self._claims)
+        self._retention = RetentionGuard(context, self.bodies, self._promoter, self._snapshots)
+        self.api = PartitionApi(context, self._half, self._op, self._promoter)
+        self.checks = CheckBack(context, self._op, runner, self.bodies, self.api)
+        # While the logs are replayed only memory is bounded; the others follow afterwards.
+        context.followers.append(self.bodies)
 
     # --- life ------------------------------------------------------------------------------
 
     async def open(self) -> None:
-        """Claim the partition, recover it, and begin to work.
+        """Claim the partition, recover it, and start to work.
 
         Raises:
-            Fenced: the partition is another proxy's by now.
-            LogTruncated: the topics are not what they were.
-            NewerRecord: a newer version wrote what this one does not understand.
+            Fenced: another proxy owns the partition.
+            LogTruncated: a topic was truncated or recreated.
+            NewerRecord: a newer version wrote a record that this one does not understand.
             KafkaUnavailable: Kafka does not answer.
         """
         claimed = await self._claims.first()
         self._phase = PartitionState.REPLAYING
-        retention_ms = self._context.settings.half_retention_ms
-        await self._begin(await recover(self._door, claimed, self._applier, retention_ms))
-        self._applier.followers += (
-            LogClockFollower(self._context.clock, self.ledger),
-            self.checks,
-            self._promoter,
-        )
+        await self._begin(await recover(self._context, claimed))
+        clock = LogClockFollower(self._context.clock, self.ledger)
+        self._context.followers.extend((clock, self.checks, self._promoter))
         failpoint("recover.done")
         loops = (
             self._half.run,
@@ -208,26 +168,26 @@ class PartitionOwner:
         self._begin_checks()
         self._promoter.wake()
 
-    async def _begin(self, found: Recovered) -> None:
-        """Take over what was recovered."""
+    async def _begin(self, recovered: Recovered) -> None:
+        """Take over the result of the recovery."""
         clock, id_clock = self._context.clock, self._context.id_clock
-        clock.at_least(found.timestamp_ms)
-        id_clock.at_least(found.timestamp_ms)
+        clock.at_least(recovered.timestamp_ms)
+        id_clock.at_least(recovered.timestamp_ms)
         clock.at_least(max(self.ledger.half_clock_ms, self.ledger.op_clock_ms))
         id_clock.at_least(self.ledger.half_clock_ms)
-        self._snapshots.found(found.greatest, found.snapshots, found.position)
-        await self._edges.deleted_before(found.half_start)
-        pace = Yielder()
+        self._snapshots.start_from(recovered.greatest, recovered.snapshots, recovered.position)
+        await self._retention.deleted_before(recovered.half_start)
+        yielder = Yielder()
         for transaction in list(self.ledger.index.transactions.values()):
             self.checks.touch(transaction)
-            await pace.step()
+            await yielder.step()
 
     async def close(self, *, last_snapshot: bool = False) -> None:
-        """Stop working; what is on its way may or may not be stored.
+        """Stop working; records in flight may or may not be stored.
 
         Args:
-            last_snapshot: write one where anything has come since the newest one, if nobody else
-                can own the partition yet: it may take longer than retention until anybody does.
+            last_snapshot: write one if records have come since the newest one and the partition
+                cannot have another owner yet: retention may pass it before the next claim.
         """
         failpoint("handover.closing")
         self._closed = True
@@ -240,17 +200,16 @@ class PartitionOwner:
         if last_snapshot and self.phase is PartitionState.OWNED:
             await self._snapshots.last()
         self._context.visible.close()
-        await self._door.close()
+        await self._context.door.close()
         failpoint("handover.closed")
 
     def suspend(self) -> None:
-        """Nobody knows whose the partition is: write nothing, and keep everything.
+        """Stop writing, but keep the state: the owner of the partition is unknown.
 
-        Calls get `owner_unavailable`, also those that wait; only what is on its way already is
-        waited for.
+        Calls, also waiting ones, get `owner_unavailable`; appends in flight are awaited.
         """
-        if self._context.gate.is_set():
-            self._context.gate.clear()
+        if self.gate.is_set():
+            self.gate.clear()
             failpoint("handover.suspended")
             self._half.turn_away()
             self._op.turn_away()
@@ -260,36 +219,41 @@ class PartitionOwner:
                 self._checking = None
 
     def resume(self) -> None:
-        """It is still ours: go on where we stopped. Had another owner claimed it meanwhile, the
-        next turn would be fenced, and what it appended is read before ours is applied."""
-        if not self._context.gate.is_set() and not self._closed:
-            self._context.gate.set()
+        """Continue: the partition is still ours.
+
+        If another owner claimed it in between, the next promotion transaction is fenced, and that
+        owner's records are read before ours are applied.
+        """
+        if not self.gate.is_set() and not self._closed:
+            self.gate.set()
             self._resumed_s = time.monotonic()
             if self._tasks:
                 self._begin_checks()
             self._promoter.wake()
 
     def _begin_checks(self) -> None:
-        if self._context.gate.is_set():
+        if self.gate.is_set():
             self._checking = self._begin_task(self.checks.run)
 
     @property
     def phase(self) -> PartitionState:
-        """What this owner does now."""
-        if not self._context.gate.is_set():
+        """The state of this owner."""
+        if not self.gate.is_set():
             return PartitionState.SUSPENDED
         return PartitionState.HANGING if self._claims.hanging else self._phase
 
     def stuck_since_s(self) -> float:
-        """Return for how long a turn, or the claim that it needs, has not come through, seconds;
-        0 where all is well. Time in which it was suspended does not count."""
+        """Return for how long no promotion transaction, or reclaim, has succeeded, seconds.
+
+        0 if all is well. Suspended time does not count.
+        """
         since_s = self._promoter.stuck_since
-        if since_s is None or not self._context.gate.is_set():
+        if since_s is None or not self.gate.is_set():
             return 0.0
         return time.monotonic() - max(since_s, self._resumed_s)
 
     def clock_at_least(self, now_ms: int) -> None:
-        """The brokers' clock says so by now; it is no earlier."""
+        """Put the clocks forward to a time that a broker's clock has reached."""
         self._context.clock.at_least(now_ms)
         self._context.id_clock.at_least(now_ms)
         self.checks.look_again()
@@ -305,19 +269,19 @@ class PartitionOwner:
             self._context.stopped(error)
 
     async def _watch(self) -> None:
-        """While idle, see what others wrote, and look after what the logs will not keep."""
+        """Read other owners' records while idle, and copy bodies before retention deletes them."""
         looked_s = time.monotonic()
         while True:
             await asyncio.sleep(IDLE_S)
             self.rates.sample()
-            self.ledger.index.share_by(self._principals().share_of)
+            self.ledger.index.share_by(self._context.proxy.principals().share_of)
             try:
                 await self._half.look(IDLE_S)
                 await self._op.look(IDLE_S)
-                await self._edges.keep_old()
+                await self._retention.keep_old()
                 if time.monotonic() - looked_s >= EDGES_S:
                     looked_s = time.monotonic()
-                    await self._edges.look()
+                    await self._retention.look()
             except KafkaUnavailable as error:
                 log.warning("log not read", partition=self.partition, why=str(error))
 
@@ -326,131 +290,122 @@ class Claims:
     """Claims one half partition: a `txbroker.proxy.partition.promoter.Claimer`.
 
     Args:
-        context: what all parts of the partition share.
-        door: where claims are written.
-        identity: this proxy's name and URL, for the claim record.
-        still_ours: says, after a fresh heartbeat, whether the partition is still this proxy's.
-        logs: the appenders of half and operation topic, to read what other owners wrote.
-        snapshots: the one that is being written is given up before the ledger is reconciled.
+        context: shared by the parts of the partition.
+        half, op: the appenders, which read the records of other owners.
+        snapshots: a snapshot in progress is abandoned before the ledger is reconciled.
 
     Attributes:
-        hanging: whether a transaction that nobody ends has hidden the progress at the last try.
+        hanging: whether an open transaction hid the checkpoint at the last attempt.
     """
 
     def __init__(
-        self,
-        context: PartitionContext,
-        door: PartitionDoor,
-        identity: tuple[str, str],
-        still_ours: Callable[[], Awaitable[bool]],
-        logs: tuple[Appender, Appender],
-        snapshots: SnapshotWriter,
+        self, context: PartitionContext, half: Appender, op: Appender, snapshots: SnapshotWriter
     ) -> None:
         self.hanging = False
         self._context = context
-        self._door = door
-        self._identity = identity
-        self._still_ours = still_ours
-        self._half, self._op = logs
+        self._half = half
+        self._op = op
         self._snapshots = snapshots
 
     async def first(self) -> Claimed:
-        """Claim a partition that is to be recovered; return what the claim has found.
+        """Claim a partition before its recovery; return what the claim found.
 
         Raises:
-            Fenced: the partition is another proxy's by now.
-            LogTruncated: the checkpoint topic is not what it was.
+            Fenced: another proxy owns the partition.
+            LogTruncated: the checkpoint topic was recreated.
             KafkaUnavailable: Kafka does not answer.
         """
-        pause_s = CLAIM_PAUSE_S
+        backoff = _backoff()
         while True:
             try:
-                await self._context.gate.wait()
-                return await claim_first(self._door, self._new())
+                return await self._claim(first=True)
             except Fenced:
-                pause_s = await self._pause(pause_s)
+                await self._pause(backoff)
 
-    def _new(self) -> Claim:
-        """Return the next claim, which is the present one from now on."""
-        self._context.claim.id = uuid.uuid4().hex
-        name, url = self._identity
-        return Claim(self._context.record_version(), self._context.claim.id, name, url)
+    async def _claim(self, *, first: bool = False) -> Claimed:
+        """Claim under a new id, once the owner is not suspended."""
+        context, proxy = self._context, self._context.proxy
+        # A suspended owner would fence the rightful one.
+        await context.gate.wait()
+        if first:
+            await check_checkpoint(context.door)
+        context.claim.id = uuid.uuid4().hex
+        claim = Claim(proxy.record_version, context.claim.id, proxy.name, proxy.url)
+        return await context.door.claim(claim)
 
-    async def _pause(self, pause_s: float) -> float:
-        """Pause before another claim, unless the partition has moved; return the next pause.
+    async def _pause(self, backoff: Backoff) -> None:
+        """Pause before the next claim.
 
         Raises:
-            Fenced: it has.
+            Fenced: the partition has moved.
         """
-        await asyncio.sleep(pause_s * random.random())
+        await backoff.pause()
         await self._check_ours()
-        return min(pause_s * 2, CLAIM_PAUSE_MAX_S)
 
     async def _check_ours(self) -> None:
-        """Ask the group, for as long as it does not answer, whether the partition is ours.
+        """Ask the group whether the partition is ours, until it answers.
 
         Raises:
             Fenced: it is not.
         """
-        partition = self._context.partition
-        pause_s = CLAIM_PAUSE_S
+        partition, backoff = self._context.partition, _backoff()
         while True:
             await self._context.gate.wait()
             try:
-                ours = await self._still_ours()
+                ours = await self._context.proxy.group.still_ours(partition)
             except KafkaUnavailable as error:
-                # Also while the group is being rebalanced.
+                # Also during a rebalance.
                 log.warning("not known whose", partition=partition, why=str(error))
-                await asyncio.sleep(pause_s * (0.5 + random.random()))
-                pause_s = min(pause_s * 2, CLAIM_PAUSE_MAX_S)
+                await backoff.pause()
             else:
                 if not ours:
                     raise Fenced(f"partition {partition} has another owner")
                 return
 
     async def reclaim(self, unseen: frozenset[str]) -> None:
-        """Claim again after a lost turn, and take over what turned out to be committed.
+        """Reclaim after a lost promotion transaction, and take over its result if committed.
 
         Args:
-            unseen: what is known to be committed already, and will be visible.
+            unseen: transactions whose promotion is known to be committed; they become visible.
 
         Raises:
             Fenced: the partition has another owner.
         """
-        context, pause_s = self._context, CLAIM_PAUSE_S
+        context, backoff = self._context, _backoff()
         while True:
             try:
                 await self._check_ours()
                 failpoint("reclaim.asked")
-                # Whoever is out of touch would fence the rightful owner.
-                await self._context.gate.wait()
-                claimed = await self._door.claim(self._new())
+                claimed = await self._claim()
                 failpoint("reclaim.claimed")
-                # Another owner may have come and gone: what it appended and promoted is done by
-                # this progress, and would be promoted again if it were read later.
+                # Another owner may have come and gone. This checkpoint covers what it appended and
+                # promoted: records of it that are read later would be promoted again.
                 await self._op.catch_up()
                 await self._half.catch_up()
-                kept = await read_copies(self._door, claimed.skips)
+                copies = await read_copies(context.door, claimed.skips)
                 break
             except KafkaUnavailable as error:
                 log.warning("claim failed", partition=context.partition, why=str(error))
                 if isinstance(error, Hanging):
                     self.hanging = True
                 context.events.kafka_failed("claim")
-                await asyncio.sleep(pause_s * random.random())
-                pause_s = min(pause_s * 2, CLAIM_PAUSE_MAX_S)
+                await backoff.pause()
             except Fenced:
-                pause_s = await self._pause(pause_s)
+                await self._pause(backoff)
         self.hanging = False
-        # One that is being captured would see only a part of what changes now.
+        # A snapshot in progress would contain a part of the changes that follow.
         self._snapshots.abandon()
-        done = context.ledger.reconcile(claimed.progress, kept.whole, unseen)
-        kept.check(done)
+        committed = context.ledger.reconcile(claimed.progress, copies.whole, unseen)
+        copies.check(committed)
         context.claim.reclaims += 1
         failpoint("reclaim.done")
-        log.info("claimed again", partition=context.partition, committed_meanwhile=len(done))
-        if done:
-            context.promoted(done)
-        # The lost turns may have refused some.
-        waited_for = [context.ledger.index.transactions.get(id) for id in context.visible]
-        context.visible.release([t for t in waited_for if t and t.state is not State.COMMITTED])
+        log.info("claimed again", partition=context.partition, committed_meanwhile=len(committed))
+        if committed:
+            context.promoted(committed)
+        # The lost promotion transactions may have refused some.
+        waiting = [context.ledger.index.transactions.get(id) for id in context.visible]
+        context.visible.release([t for t in waiting if t and t.state is not State.COMMITTED])
+
+
+def _backoff() -> Backoff:
+    return Backoff(math.inf, CLAIM_PAUSE_S, CLAIM_PAUSE_MAX_S)

@@ -20,16 +20,16 @@ from txbroker.errors import InvariantBroken, KafkaUnavailable, NewerRecord
 from txbroker.proxy.partition.clock import Yielder
 
 PICKED_MAX = 200
-"""ParkedCopies whose messages are in memory at the same time while they are taken back."""
+"""Copies that are restored at a time, which bounds memory."""
 
 
 class ParkedCopies(Struct, frozen=True):
-    """What the parked topic holds.
+    """The content of the parked topic.
 
     Attributes:
-        whole: the copies, with bare messages and with the offsets of their records.
-        torn: ids of which some records are there and others are not, by nobody's doing of ours.
-        foreign: how many records others wrote.
+        whole: the copies, with bare messages and the offsets of their records.
+        torn: ids of which some records are missing, which no proxy causes.
+        foreign: number of records of other clients.
         set_aside: the newest of these.
     """
 
@@ -38,33 +38,32 @@ class ParkedCopies(Struct, frozen=True):
     foreign: int = 0
     set_aside: tuple[ForeignRecord, ...] = ()
 
-    def check(self, done: Iterable[Transaction]) -> None:
-        """Raise if what counts as promoted, as no whole copy says otherwise, has a torn one: it
-        was refused, or nobody knows.
+    def check(self, promoted: Iterable[Transaction]) -> None:
+        """Raise if a transaction that counts as promoted, for want of a whole copy, has a torn one.
 
         Raises:
             InvariantBroken: the parked topic is damaged.
         """
-        torn = [transaction.id for transaction in done if transaction.id in self.torn]
+        torn = [transaction.id for transaction in promoted if transaction.id in self.torn]
         if torn:
             raise InvariantBroken(
-                f"the parked topic is damaged: {len(torn)} copies of committed ones are not "
-                f"whole, such as that of {torn[0]}: nobody can tell whether they were promoted"
+                f"the parked topic is damaged: {len(torn)} copies of committed transactions are "
+                f"incomplete, such as that of {torn[0]}: it is unknown whether they were promoted"
             )
 
 
 async def read_copies(door: PartitionDoor, skips: Sequence[Skip]) -> ParkedCopies:
-    """Read the parked topic from its start: it is compacted, so its size is that of what is kept.
+    """Read the parked topic from its start; compaction bounds its size.
 
     Args:
         door: of the partition.
-        skips: what operators have decided to pass over.
+        skips: records that operators decided to pass over.
 
     Raises:
         NewerRecord: a newer version wrote the newest record of a copy.
         KafkaUnavailable: Kafka does not answer.
     """
-    pace = Yielder()
+    yielder = Yielder()
     scan = ParkedScan(door.partition, skips)
     parts: dict[str, dict[int, tuple[int, KeptPart]]] = {}
     async for records in door.parked():
@@ -80,7 +79,7 @@ async def read_copies(door: PartitionDoor, skips: Sequence[Skip]) -> ParkedCopie
             else:
                 part = structs.replace(part, part=_bare(part.part))
                 parts.setdefault(part.id, {})[part.sequence] = (record.offset, part)
-            await pace.step()
+            await yielder.step()
     for record, why in scan.stops():
         raise NewerRecord(
             f"a record of the parked topic at offset {record.offset} was written by a newer "
@@ -88,21 +87,21 @@ async def read_copies(door: PartitionDoor, skips: Sequence[Skip]) -> ParkedCopie
         )
     whole: list[ParkedCopy] = []
     torn = set()
-    for id, found in parts.items():
-        kept = _join(found)
+    for id, records_of in parts.items():
+        kept = _join(records_of)
         if kept is None:
             torn.add(id)
         else:
             whole.append(kept)
-        await pace.step()
+        await yielder.step()
     return ParkedCopies(whole, frozenset(torn), scan.foreign, tuple(scan.set_aside))
 
 
 async def with_messages(door: PartitionDoor, copies: Sequence[ParkedCopy]) -> list[ParkedCopy]:
-    """Read the messages of a few copies again, by the offsets of their records.
+    """Read the messages of a few copies by the offsets of their records.
 
     Raises:
-        KafkaUnavailable: Kafka does not answer, or a copy is not there any more.
+        KafkaUnavailable: Kafka does not answer, or a copy was moved or removed.
     """
     offsets = sorted({offset for copy in copies for offset in copy.at})
     records = {record.offset: record for record in await door.pick_parked(offsets)}
@@ -126,14 +125,15 @@ def _bare(part: HalfPart) -> HalfPart:
     return structs.replace(part, message=bare([part.message])[0])
 
 
-def _join(found: dict[int, tuple[int, KeptPart]]) -> ParkedCopy | None:
-    _, first = found.get(0, (-1, None))
+def _join(parts: dict[int, tuple[int, KeptPart]]) -> ParkedCopy | None:
+    """Return the copy of these records; None if some are missing."""
+    _, first = parts.get(0, (-1, None))
     if first is None or first.part is None or first.facts is None:
         return None
     halves: list[HalfPart] = []
     at: list[int] = []
     for sequence in range(first.part.count):
-        offset, part = found.get(sequence, (-1, None))
+        offset, part = parts.get(sequence, (-1, None))
         if part is None or part.part is None:
             return None
         halves.append(part.part)

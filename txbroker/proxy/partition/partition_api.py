@@ -1,4 +1,4 @@
-"""What one half partition answers: prepare, decide and revive, each by the rules of the ledger."""
+"""The calls of one half partition: prepare, decide and revive, answered from the ledger."""
 
 import asyncio
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ from txbroker.core.records import (
 from txbroker.core.routing import parse_id
 from txbroker.core.shares import ShareUse, share_max
 from txbroker.core.transaction import Transaction, fingerprint, same_contents
-from txbroker.door.protocols import Log, LogTruncated
+from txbroker.door.protocols import LogTruncated
 from txbroker.errors import (
     AlreadyDecided,
     BadRequest,
@@ -39,69 +39,64 @@ from txbroker.failpoints import failpoint
 from txbroker.proxy.partition.appender import Appender, Applied, Priority
 from txbroker.proxy.partition.body_cache import lost_cause
 from txbroker.proxy.partition.context import PartitionContext
-from txbroker.proxy.partition.history import search, tell_verdict
+from txbroker.proxy.partition.history import read_verdict, search
 from txbroker.proxy.partition.promoter import Promoter
 
 VERDICT_S = 1.0
-"""Maximum time to read who decided a settled transaction, seconds; later it is shown without."""
+"""Maximum time to read who decided a settled transaction, seconds; then it is shown without."""
 _KINDS = {
     Decision.COMMIT: MarkerKind.COMMIT,
     Decision.ROLLBACK: MarkerKind.ROLLBACK,
 }
 VERDICTS_MAX = 8
-"""Such readings at a time: each fetches a batch of op."""
+"""Maximum number of such reads at a time; each fetches a batch of the operation topic."""
 
 
 class PartitionApi:
     """Answers the calls for one half partition.
 
     Args:
-        context: what all parts of the partition share.
-        half, op: where half messages and markers are written.
-        logs: the half and the operation topic, read for transactions that the ledger has forgotten.
-        promoter: knows how many wait for their targets.
+        context: shared by the parts of the partition.
+        half, op: write half messages and markers.
+        promoter: counts transactions that wait for their targets, and retries refused ones.
     """
 
     def __init__(
-        self,
-        context: PartitionContext,
-        half: Appender,
-        op: Appender,
-        logs: tuple[Log, Log],
-        promoter: Promoter,
+        self, context: PartitionContext, half: Appender, op: Appender, promoter: Promoter
     ) -> None:
         self._context = context
         self._ledger = context.ledger
         self._id_clock = context.id_clock
         self._events = context.events
-        self._bounds = context.settings.bounds()
+        self._settings = context.settings
+        self._waiting_share_max = context.settings.waiting_share_max()
         self._half = half
         self._op = op
-        self._logs = logs
+        self._logs = context.door.half, context.door.op
         self._promoter = promoter
-        # On their way into the half topic, by share.
+        # Prepares in flight to the half topic, by share.
         self._preparing = ShareUse()
         self._searching = asyncio.Semaphore()
-        self._telling = asyncio.Semaphore(VERDICTS_MAX)
+        self._reading_verdicts = asyncio.Semaphore(VERDICTS_MAX)
 
     def _check_open(self, id: str) -> None:
         if not self._context.gate.is_set():
             raise OwnerUnavailable(
-                "this proxy is out of touch with the others: nobody knows now whose the "
-                "partition is",
+                "this proxy lost contact with the group coordinator; the owner of the partition "
+                "is unknown: retry",
                 id=id,
             )
 
     # --- prepare ---------------------------------------------------------------------------
 
     def standing_prepares(self, requests: Sequence[PrepareRequest]) -> dict[int, Answer]:
-        """Return by number where those stand that were stored before.
+        """Return, by number, the answers to requests that were stored before.
 
-        Also `IdConflict` where the id or key was used for other content, `BodyLost` where what
-        was stored is gone, and the transaction is undecided.
+        `IdConflict` if the id or key was used for other content; `BodyLost` if the messages no
+        longer exist and the transaction is undecided.
         """
         ledger, settled = self._ledger, self._ledger.index.settled
-        found: dict[int, Answer] = {}
+        answers: dict[int, Answer] = {}
         for number, request in enumerate(requests):
             id = request.id
             known = None
@@ -112,36 +107,36 @@ class PartitionApi:
             if known is None:
                 continue
             if not fingerprint(request.messages, request.group).startswith(known.fingerprint):
-                found[number] = IdConflict(id=known.id, state=known.state)
+                answers[number] = IdConflict(id=known.id, state=known.state)
             else:
-                found[number] = _repeated(known)
-        return found
+                answers[number] = _repeated(known)
+        return answers
 
     def _by_dedup_key(self, group: str, dedup_key: str) -> Transaction | None:
         transaction = self._ledger.index.by_dedup_key(group, dedup_key)
         if transaction is not None and transaction.state in SETTLED:
             age_ms = self._id_clock.now_ms() - transaction.prepared_at_ms
-            if age_ms > self._bounds.dedup_window_ms:
+            if age_ms > self._settings.dedup_window_ms:
                 return None
         return transaction
 
     async def prepare(
         self, halves: Sequence[tuple[Half, tuple[Place, ...]]], instance: str = ""
     ) -> list[Answer]:
-        """Store half messages whose target partitions are fixed.
+        """Store half messages with fixed target partitions.
 
         Args:
-            halves: all of one group, each with where its messages go.
+            halves: of one group, each with the places of its messages.
             instance: the SDK process that prepares them.
 
         Returns:
-            Of each where it stands, or: `IdExpired` where it was not stored (`now_ms` of the
-            details is the time for another id), `IdConflict`, `TooLarge`, `Overloaded`;
-            `BodyLost` where it was stored before, and is gone; `OwnerUnavailable` where it may or
-            may not be stored, and the same again is safe.
+            For each its status, or an error: `IdExpired` (not stored; `now_ms` in the details is
+            the time for a new id), `IdConflict`, `TooLarge`, `Overloaded`; `BodyLost` (stored
+            before, but its messages no longer exist); `OwnerUnavailable` (it may or may not be
+            stored; a retry is safe).
         """
-        version, now_ms = self._context.record_version(), self._id_clock.now_ms()
-        window_ms = self._bounds.dedup_window_ms
+        version, now_ms = self._context.proxy.record_version, self._id_clock.now_ms()
+        window_ms = self._settings.dedup_window_ms
         share = self._ledger.index.share_of(halves[0][0].group)
         answers: list[Answer | None] = [None] * len(halves)
         rows: list[HalfRow] = []
@@ -151,7 +146,7 @@ class PartitionApi:
             try:
                 age_ms = abs(now_ms - parse_id(half.id).time_ms)
                 if age_ms > window_ms:
-                    why = f"the id is {age_ms // 1000} s away from Kafka's clock"
+                    why = f"the id is {age_ms // 1000} s away from Kafka's clock: use a new id"
                     raise IdExpired(why, id=half.id, now_ms=now_ms)
                 if len(rows) >= room:
                     self._check_open(half.id)
@@ -164,7 +159,7 @@ class PartitionApi:
             numbers.append(number)
         if rows:
             await self._store(rows, numbers, share, instance, answers)
-        return [each for each in answers if each is not None]
+        return [answer for answer in answers if answer is not None]
 
     async def _store(
         self,
@@ -174,11 +169,11 @@ class PartitionApi:
         instance: str,
         answers: list[Answer | None],
     ) -> None:
-        """Append half messages, and note the answer of each under its number."""
+        """Append half messages, and set the answer of each at its number."""
         left = len(rows)
 
-        def known(count: int) -> None:
-            # At once: what is stored of a long run is in the ledger, and would count twice.
+        def on_results(count: int) -> None:
+            # At once: stored transactions of a long run are in the ledger, and would count twice.
             nonlocal left
             left -= count
             self._preparing.add(share, -count)
@@ -186,11 +181,11 @@ class PartitionApi:
         self._preparing.add(share, left)
         try:
             failpoint("prepare.received")
-            outcomes = await self._half.append(rows, Priority.CALLS, known)
+            outcomes = await self._half.append(rows, Priority.CALLS, on_results)
         finally:
             self._preparing.add(share, -left)
         if any(isinstance(outcome, ApplyResult) for outcome in outcomes):
-            # Else nothing was applied, and the log clock does not tell what time it is now.
+            # Otherwise nothing was applied, and the log clock is not current.
             self._id_clock.follow(self._ledger.half_clock_ms)
         stored: list[Transaction] = []
         for number, row, outcome in zip(numbers, rows, outcomes, strict=True):
@@ -208,7 +203,7 @@ class PartitionApi:
             failpoint("prepare.applied")
 
     def _not_stored(self, half: Half, outcome: Applied) -> Answer:
-        """Return the answer to a prepare that was not the first one of its id."""
+        """Return the answer to a prepare that was not stored as a new transaction."""
         if isinstance(outcome, RequestError):
             return outcome
         transaction = outcome.transaction
@@ -221,68 +216,68 @@ class PartitionApi:
         return BadRequest(f"the half message is void: {outcome.why}", id=half.id)
 
     def _check_room(self, half: Half, share: str, ahead: int) -> int:
-        """Refuse a prepare that would make the partition hold more than it can, or its share more
-        than the part that one may use; return for how many, this one included, there is room.
+        """Return how many prepares, this one included, fit the limits of partition and share.
 
         Args:
-            ahead: how many of its run go before it.
+            ahead: number of prepares of the same run before it.
 
         Raises:
-            Overloaded: with what has to happen first.
+            Overloaded: none fits; the message names the remedy.
         """
-        ledger, bounds = self._ledger, self._bounds
+        ledger, settings = self._ledger, self._settings
         held = len(ledger.index.transactions) + self._preparing.total + ahead
         held_of = ledger.index.unsettled.of(share) + self._preparing.of(share) + ahead
-        if held >= bounds.pending_max:
+        if held >= settings.pending_max:
             raise Overloaded(
-                f"partition {ledger.partition} holds {held} transactions that are not settled, its "
-                "limit: decide some, revive refused ones, or wait",
+                f"partition {ledger.partition} holds {held} unsettled transactions, its limit: "
+                "decide some, revive refused ones, or wait",
                 id=half.id,
             )
-        if held_of >= bounds.pending_group_max:
-            why = f"{held_of} transactions that are not settled"
-            raise _too_much(half, share, ledger, why, "decide some, revive refused ones, or wait")
+        if held_of >= settings.pending_group_max:
+            why = f"{held_of} unsettled transactions"
+            raise _share_full(half, share, ledger, why, "decide some, revive refused ones, or wait")
         if self._promoter.full:
             raise Overloaded(
-                "too many transactions wait for target partitions without a leader", id=half.id
+                "too many transactions wait for target partitions without a leader: retry later",
+                id=half.id,
             )
         waiting = self._promoter.waiting.of(share)
-        if waiting >= bounds.waiting_share_max:
+        if waiting >= self._waiting_share_max:
             why = f"{waiting} transactions that wait for target partitions without a leader"
-            raise _too_much(half, share, ledger, why, "wait until the targets take them")
+            raise _share_full(half, share, ledger, why, "wait until the targets are available")
         self._check_remembered(half, share)
-        return min(bounds.pending_max - held, bounds.pending_group_max - held_of)
+        return min(settings.pending_max - held, settings.pending_group_max - held_of)
 
     def _check_remembered(self, half: Half, share: str) -> None:
-        """Refuse a prepare while too many settled transactions have to be remembered.
+        """Refuse a prepare while the settled transactions of the dedup window fill the memory.
 
         Raises:
-            Overloaded: with what has to happen first.
+            Overloaded: they do; the message names the remedy.
         """
-        ledger, bounds = self._ledger, self._bounds
+        ledger, window_ms = self._ledger, self._settings.dedup_window_ms
         # By our time, not the log's clock: that stands still while prepares are refused.
         now_ms = self._id_clock.now_ms()
-        size, size_max = ledger.index.settled.size, self._context.settled_share()
+        size, size_max = ledger.index.settled.size, self._context.proxy.settled_share()
         full = size >= size_max
-        if full and now_ms <= ledger.index.settled.oldest_ms() + bounds.dedup_window_ms:
+        if full and now_ms <= ledger.index.settled.oldest_ms() + window_ms:
             raise Overloaded(
                 f"partition {ledger.partition} remembers {len(ledger.index.settled)} settled "
                 f"transactions of the dedup window in {size} bytes, its limit: wait",
                 id=half.id,
             )
-        settled = ledger.index.settled.recent_of(share, now_ms - bounds.dedup_window_ms)
+        settled = ledger.index.settled.recent_of(share, now_ms - window_ms)
         if settled >= share_max(size_max):
             why = f"{settled} bytes of settled transactions of the dedup window"
-            raise _too_much(half, share, ledger, why, "wait")
+            raise _share_full(half, share, ledger, why, "wait")
 
     # --- decide ----------------------------------------------------------------------------
 
     async def get(self, id: str) -> Transaction:
-        """Return a transaction, after reading half to an end asked for now if it is unknown.
+        """Return a transaction; if unknown, read half to an end requested now first.
 
         Raises:
-            NotFound: there is none.
-            TooOld: the log does not reach back to it.
+            NotFound: it does not exist.
+            TooOld: the log no longer reaches back to it.
             OwnerUnavailable: Kafka does not answer.
         """
         transaction = self._ledger.index.get(id)
@@ -292,27 +287,27 @@ class PartitionApi:
             except KafkaUnavailable as error:
                 raise OwnerUnavailable(str(error), id=id) from None
             except (InvariantBroken, LogTruncated) as error:
-                # The record that cannot be applied is behind us now: nobody else would meet it.
+                # The log was read past the record that cannot be applied: stop here.
                 self._context.stopped(error)
                 raise OwnerUnavailable(str(error), id=id) from None
             transaction = self._ledger.index.get(id)
         return transaction or await self._settled_before(id)
 
     async def find(self, id: str) -> Transaction:
-        """Return a transaction as `get` does, with who decided it and why."""
+        """Return a transaction as `get` does, with the source and reason of its decision."""
         transaction = await self.get(id)
         with suppress(TimeoutError):
-            async with asyncio.timeout(VERDICT_S), self._telling:
-                await tell_verdict(self._logs[1], transaction)
+            async with asyncio.timeout(VERDICT_S), self._reading_verdicts:
+                await read_verdict(self._logs[1], transaction)
         return transaction
 
     async def _settled_before(self, id: str) -> Transaction:
-        """Find a transaction that was settled before what the ledger remembers."""
-        window_ms = self._bounds.dedup_window_ms
+        """Find a settled transaction that the ledger has forgotten in the logs."""
+        window_ms = self._settings.dedup_window_ms
         if abs(self._id_clock.now_ms() - parse_id(id).time_ms) <= window_ms:
             raise NotFound(id=id)
         if self._searching.locked():
-            raise Overloaded("another transaction is being looked up in the log", id=id)
+            raise Overloaded("another transaction is being looked up in the log: retry", id=id)
         async with self._searching:
             try:
                 return await search(*self._logs, id, window_ms)
@@ -320,17 +315,17 @@ class PartitionApi:
                 raise OwnerUnavailable(str(error), id=id) from None
 
     async def decide(self, requests: Sequence[DecideRequest]) -> list[Answer]:
-        """Write deciding markers; answered when the ledger has applied them.
+        """Write deciding markers; return when the ledger has applied them.
 
         Returns:
-            Of each where it stands, or: `AlreadyDecided`, `WrongGroup`, `NotFound`, `TooOld`,
-            `TooLarge`, `BadRequest` where it was not written, or had no effect; `BodyLost` where
-            it was not written, as a commit could promote nothing; `OwnerUnavailable` where it may
-            or may not be written, and the same again is safe.
+            For each its status, or an error: `AlreadyDecided`, `WrongGroup`, `NotFound`, `TooOld`,
+            `TooLarge`, `BadRequest` (not written, or without effect); `BodyLost` (not written:
+            there is nothing to promote); `OwnerUnavailable` (it may or may not be written; a retry
+            is safe).
         """
         ledger, suspended = self._ledger, not self._context.gate.is_set()
         answers: list[Answer | None] = [None] * len(requests)
-        found: list[tuple[int, DecideRequest, Transaction]] = []
+        undecided: list[tuple[int, DecideRequest, Transaction]] = []
         for number, request in enumerate(requests):
             id = request.id
             try:
@@ -338,7 +333,7 @@ class PartitionApi:
                     self._check_open(id)
                 transaction = ledger.index.transactions.get(id) or await self.get(id)
                 if transaction.verdict.decision is not None:
-                    self._stands(transaction, request)
+                    self._check_repeated(transaction, request)
                     answers[number] = standing(transaction)
                     continue
                 if request.group and request.group != transaction.half.group:
@@ -348,25 +343,25 @@ class PartitionApi:
                     and request.messages is None
                     and request.decision is Decision.COMMIT
                 ):
-                    # It could promote nothing.
+                    # There is nothing to promote.
                     raise _body_lost(transaction)
             except RequestError as error:
                 answers[number] = error
             else:
-                found.append((number, request, transaction))
-        if found:
-            await self._mark(found, answers)
-        return [each for each in answers if each is not None]
+                undecided.append((number, request, transaction))
+        if undecided:
+            await self._mark(undecided, answers)
+        return [answer for answer in answers if answer is not None]
 
     async def _mark(
         self,
-        found: list[tuple[int, DecideRequest, Transaction]],
+        undecided: list[tuple[int, DecideRequest, Transaction]],
         answers: list[Answer | None],
     ) -> None:
-        """Append deciding markers, and note the answer of each under its number."""
+        """Append deciding markers, and set the answer of each at its number."""
         if not self._context.gate.is_set():
-            # Touch may be lost since: nobody knows when it would be written.
-            for number, request, _ in found:
+            # Suspended since: the markers would wait for an unknown time.
+            for number, request, _ in undecided:
                 try:
                     self._check_open(request.id)
                 except RequestError as error:
@@ -383,11 +378,11 @@ class PartitionApi:
                 reason=request.reason,
                 contents=request.messages,
             )
-            for _, request, transaction in found
+            for _, request, transaction in undecided
         ]
         outcomes = await self._op.append(rows, Priority.CALLS)
         decided: list[Transaction] = []
-        for (number, request, transaction), outcome in zip(found, outcomes, strict=True):
+        for (number, request, transaction), outcome in zip(undecided, outcomes, strict=True):
             if isinstance(outcome, ApplyResult) and outcome.effect is Effect.APPLIED:
                 decided.append(transaction)
                 answers[number] = TransactionStatus(request.id, transaction.state, request.decision)
@@ -401,19 +396,21 @@ class PartitionApi:
     def _not_marked(
         self, transaction: Transaction, request: DecideRequest, outcome: Applied
     ) -> Answer:
-        """Return the answer to a decision whose marker was not the first one."""
+        """Return the answer to a decision whose marker had no effect."""
         if isinstance(outcome, RequestError):
             return outcome
         if transaction.verdict.decision is None:
-            return OwnerUnavailable(f"the marker had no effect: {outcome.why}", id=request.id)
+            return OwnerUnavailable(
+                f"the marker had no effect ({outcome.why}): retry", id=request.id
+            )
         try:
             _check_same(transaction, request)
         except AlreadyDecided as error:
             return error
         return standing(transaction)
 
-    def _stands(self, transaction: Transaction, request: DecideRequest) -> None:
-        """Raise if a decision is not the one that stands.
+    def _check_repeated(self, transaction: Transaction, request: DecideRequest) -> None:
+        """Raise unless a request repeats the decision of the transaction.
 
         Raises:
             WrongGroup: the transaction belongs to another group.
@@ -423,13 +420,12 @@ class PartitionApi:
         try:
             _check_same(transaction, request)
         except AlreadyDecided:
-            # No marker is written that could count it.
+            # Counted here: no marker is written.
             self._events.outcome(ApplyResult(Effect.CONFLICT, transaction))
             raise
 
     async def visible_by(self, request: DecideRequest, answer: Answer) -> Answer:
-        """Return where a transaction stands once its messages are visible, or the request's time
-        is over.
+        """Return the status of a transaction when its messages are visible, or on timeout.
 
         Raises:
             OwnerUnavailable: this owner closes.
@@ -444,7 +440,7 @@ class PartitionApi:
         return standing(transaction)
 
     async def revive(self, id: str, by: str, reason: str) -> TransactionStatus:
-        """Begin a new round for a parked transaction, or try a refused one again now.
+        """Start a new round of checks for a parked transaction, or retry a refused one now.
 
         Raises:
             NotPending: it is neither parked nor refused.
@@ -468,15 +464,15 @@ class PartitionApi:
 
 
 def _check_same(transaction: Transaction, request: DecideRequest) -> None:
-    """Raise if a request is not what has decided the transaction.
+    """Raise unless a request equals the decision of the transaction.
 
     Raises:
-        AlreadyDecided: it is another decision, or one with other messages.
+        AlreadyDecided: the decision, or its messages, differ.
     """
     if transaction.verdict.decision is not request.decision:
-        why = f"the transaction was decided before: {transaction.verdict.decision}"
+        why = f"the transaction was already decided: {transaction.verdict.decision}"
     elif not same_contents(transaction, request.messages):
-        why = "the transaction was committed before, with other messages"
+        why = "the transaction was already committed, with other messages"
     else:
         return
     raise AlreadyDecided(
@@ -484,8 +480,8 @@ def _check_same(transaction: Transaction, request: DecideRequest) -> None:
     )
 
 
-def _too_much(half: Half, share: str, ledger: Ledger, what: str, remedy: str) -> Overloaded:
-    """Return that a share uses its part, without naming other groups of it."""
+def _share_full(half: Half, share: str, ledger: Ledger, what: str, remedy: str) -> Overloaded:
+    """Return the error of a share at its limit, without naming its other groups."""
     group = f"group {half.group!r}"
     who = group if share == half.group else f"the principal of {group}, with all of its groups,"
     return Overloaded(
@@ -496,31 +492,30 @@ def _too_much(half: Half, share: str, ledger: Ledger, what: str, remedy: str) ->
 
 
 def check_group(transaction: Transaction, group: str) -> None:
-    """Refuse a group that a transaction does not belong to; "" is any.
+    """Raise if a transaction belongs to another group; "" matches any.
 
     Raises:
-        WrongGroup: it belongs to another one.
+        WrongGroup: it does.
     """
     if group and group != transaction.half.group:
         raise WrongGroup("the transaction belongs to another producer group", id=transaction.id)
 
 
 def _repeated(transaction: Transaction) -> Answer:
-    """Return the answer to a prepare that was stored before: `BodyLost` where what was stored is
-    gone, and the transaction is undecided."""
+    """Return the answer to a repeated prepare."""
     if transaction.verdict.decision is None and transaction.lost:
         return _body_lost(transaction)
     return standing(transaction)
 
 
 def _body_lost(transaction: Transaction) -> BodyLost:
-    """Return that there is nothing to be promoted."""
+    """Return the error of a transaction without messages to promote."""
     why = lost_cause(transaction).message
     return BodyLost(why, id=transaction.id, state=transaction.state)
 
 
 def standing(transaction: Transaction, *, created: bool = False) -> TransactionStatus:
-    """Return where a transaction stands."""
+    """Return the status of a transaction."""
     return TransactionStatus(
         transaction.id, transaction.state, transaction.verdict.decision, created
     )

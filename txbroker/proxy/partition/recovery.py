@@ -1,4 +1,4 @@
-"""How an owner comes to know its partition: claim, snapshot, kept copies, replay, progress."""
+"""Recovery of a claimed partition: snapshot, parked copies, replay of both logs, checkpoint."""
 
 import asyncio
 import sys
@@ -9,26 +9,27 @@ from msgspec import Struct
 from txbroker.core.decoding import Malformed, NewerVersion, decode_log
 from txbroker.core.ledger import Ledger
 from txbroker.core.lifecycle import UNDECIDED
-from txbroker.core.records import Anchor, Checkpoint, Claim, ParkedCopy, Record
+from txbroker.core.records import Anchor, Checkpoint, ParkedCopy, Record
 from txbroker.core.snapshot import Closing, Whole, find_whole, load
 from txbroker.door.own_topics import foreign_why
 from txbroker.door.protocols import Claimed, Log, LogTruncated, PartitionDoor
 from txbroker.errors import KafkaUnavailable
 from txbroker.failpoints import failpoint
-from txbroker.proxy.partition.applier import Applier, HalfReplica, OpReplica
+from txbroker.proxy.partition.appender import LogReplica
 from txbroker.proxy.partition.clock import Yielder
+from txbroker.proxy.partition.context import PartitionContext
 from txbroker.proxy.partition.parked_copies import ParkedCopies, batches, read_copies, with_messages
 
 
 class Recovered(Struct, frozen=True):
-    """What a recovery found beside the ledger.
+    """The result of a recovery besides the ledger.
 
     Attributes:
-        timestamp_ms: the claim record's append time.
+        timestamp_ms: append time of the claim record.
         snapshots: the records of all snapshots.
-        greatest: the greatest whole one; None without any.
-        position: the sum of the offsets from which on the logs were replayed.
-        half_start: where the half topic began.
+        greatest: the newest complete snapshot; None without any.
+        position: the sum of the offsets at which the replay of both logs began.
+        half_start: the first offset of the half topic.
     """
 
     timestamp_ms: int
@@ -39,122 +40,107 @@ class Recovered(Struct, frozen=True):
 
 
 class _Known(Struct, frozen=True):
-    """A position of a log that an earlier owner has written down, and a record by which the log
-    is recognised."""
+    """A position of a log that an earlier owner stored, and a record that identifies the log."""
 
     position: int
     anchor: Anchor | None
     as_of_ms: int
-    """When the newest record of either log was appended that was read when this was written."""
+    """Append time of the newest record of either log that had been read by then."""
 
     @property
     def end(self) -> int:
-        """Where the log ends at least: behind what is counted, and behind the last record that
-        was read when this was written, which may be further."""
+        """The least end of the log: after the position, and after the last record that had been
+        read by then, which may be further."""
         return self.position if self.anchor is None else max(self.position, self.anchor.offset + 1)
 
 
 _VOID_WINDOWS = 2
-"""An id may be a dedup window ahead of its half message, and is void a window after its own time:
-whatever was appended so many windows ago can be prepared again by nobody."""
+"""An id may be a dedup window ahead of its half message, and expires a window after its own time:
+a half message that was appended this many windows ago cannot be prepared again."""
 _NOTHING_KNOWN = _Known(0, None, sys.maxsize)
-"""An owner writes a snapshot as soon as it has read anything. Where there is none, nobody lived to
-see records grow old, so it was not retention that took them."""
+"""An owner writes a snapshot as soon as it has read anything. Without one no owner ran long enough
+for records to expire, so retention did not delete them."""
 
 
-async def claim_first(door: PartitionDoor, claim: Claim) -> Claimed:
-    """Claim a partition that is to be recovered.
-
-    Raises:
-        Fenced: another owner claimed at the same time; nothing was changed.
-        LogTruncated: the checkpoint topic is not what it was.
-        KafkaUnavailable: Kafka does not answer.
-    """
-    await _check_claimed(door)
-    return await door.claim(claim)
-
-
-async def recover(
-    door: PartitionDoor, found: Claimed, applier: Applier, half_retention_ms: int
-) -> Recovered:
+async def recover(context: PartitionContext, claimed: Claimed) -> Recovered:
     """Bring an empty ledger to the end of the logs of a partition that was just claimed.
 
     Args:
-        door: the partition.
-        found: what the claim has found.
-        applier: applies records to the ledger.
-        half_retention_ms: how long records are kept at least: younger ones that are gone were
-            deleted by somebody.
+        context: of the partition. Records younger than its half retention that no longer exist
+            were deleted by an operator or another client.
+        claimed: the result of the claim.
 
     Raises:
-        LogTruncated: one of our topics is not what it was.
+        LogTruncated: a topic was truncated or recreated.
         InvariantBroken: the parked topic is damaged.
-        NewerRecord: a newer version wrote what this one does not understand.
-        KafkaUnavailable: Kafka does not answer, or retention deleted what was being read: begin
-            anew, with another ledger.
+        NewerRecord: a newer version wrote a record that this one does not understand.
+        KafkaUnavailable: Kafka does not answer, or retention deleted records that were being
+            read: retry with a new ledger.
     """
-    applier.claimed(found)
-    ledger, progress = applier.ledger, found.progress
-    copies = await read_copies(door, found.skips)
-    applier.copied(copies)
+    door, ledger, progress = context.door, context.ledger, claimed.progress
+    context.claim.skips = claimed.skips
+    context.report_foreign("checkpoint", claimed.foreign, claimed.set_aside)
+    copies = await read_copies(door, claimed.skips)
+    context.report_foreign("parked", copies.foreign, copies.set_aside)
     await _check_parked(door, progress)
     failpoint("recover.copies")
-    # The operation topic's end first: every marker below it has its half below half's end, or
-    # had none when it was written.
+    # The operation topic's end first: each marker below it has its half message below half's end,
+    # or had none when it was written.
     op_start, op_end = await door.op.bounds()
     half_start, half_end = await door.half.bounds()
-    # Hashing all of it holds nobody up in a thread.
-    wholes = await asyncio.to_thread(find_whole, found.snapshots)
+    # In a thread: hashing all of it would block the event loop.
+    wholes = await asyncio.to_thread(find_whole, claimed.snapshots)
     logs = _Logs(door, (half_start, half_end), (op_start, op_end))
-    kept_since_ms = found.timestamp_ms - half_retention_ms
+    kept_since_ms = claimed.timestamp_ms - context.settings.half_retention_ms
     try:
         await _check_same(logs, progress, wholes, kept_since_ms)
-        # Of one that is older than the operation topic nobody knows what was decided since.
-        whole = next((each for each in wholes if each.closing.op >= op_start), None)
+        # One that ends before the operation topic begins misses the decisions in between.
+        whole = next((one for one in wholes if one.closing.op >= op_start), None)
         if not _of_older_owner(progress, wholes):
             known_to = _covered(0 if whole is None else whole.closing.half, copies)
-            void_ms = found.timestamp_ms - _VOID_WINDOWS * ledger.dedup_window_ms
+            void_ms = claimed.timestamp_ms - _VOID_WINDOWS * ledger.dedup_window_ms
             await _check_accounted(logs, progress, known_to, void_ms)
-        position = await _catch_up(logs, applier, copies, whole)
+        position = await _catch_up(logs, context, copies, whole)
     except LogTruncated as error:
         if not await logs.begin_later():
             raise
-        # Nobody has changed anything: what is kept now is judged anew.
-        raise KafkaUnavailable(f"retention deleted what was being read: {error}") from None
+        # Nothing was changed: the next attempt judges the records that are kept then.
+        raise KafkaUnavailable(
+            f"retention deleted records that were being read; the recovery restarts: {error}"
+        ) from None
     failpoint("recover.replayed")
     copies.check(ledger.reconcile(progress, copies.whole))
     greatest = wholes[0] if wholes else None
-    return Recovered(found.timestamp_ms, found.snapshots, greatest, position, half_start)
+    return Recovered(claimed.timestamp_ms, claimed.snapshots, greatest, position, half_start)
 
 
-async def _check_claimed(door: PartitionDoor) -> None:
-    """Check that the checkpoint topic is the one that was there when the logs were written.
+async def check_checkpoint(door: PartitionDoor) -> None:
+    """Check, before a claim, that the checkpoint topic was not recreated after the logs.
 
-    Whoever appends has claimed before. A checkpoint topic that was made anew knows nothing of what
-    was promoted, and all of it would be promoted again. Nothing is written, as after a claim it
-    could not be told apart any more.
+    An owner claims before it appends. A recreated checkpoint topic does not hold the promotions,
+    so all of them would be repeated. After a claim it could no longer be distinguished.
 
     Raises:
-        LogTruncated: it is another one.
+        LogTruncated: it was recreated.
         KafkaUnavailable: Kafka does not answer.
     """
     if await door.claimed_before():
         return
     ends = (await door.half.bounds())[1], (await door.op.bounds())[1]
-    # Asked again, as the first owner of all may have claimed and written in between.
+    # Asked again: the very first owner may have claimed and written in between.
     if any(ends) and not await door.claimed_before() and not await _only_foreign(door):
         raise LogTruncated(
             "the checkpoint topic has no record, but half or op topic have had some: it was "
-            "recreated, and nobody can tell any more what was promoted"
+            "recreated, and the promotions are unknown"
         )
 
 
 async def _only_foreign(door: PartitionDoor) -> bool:
-    """Say whether both logs are kept from their begin, and no record in them is one of ours."""
+    """Return whether both logs are kept from offset 0 and hold records of other clients only."""
     for name, log in (("half", door.half), ("op", door.op)):
         start, end = await log.bounds()
         if start > 0:
-            return False  # what retention has taken may have been ours
+            return False  # the deleted records may have been ours
         async for records in _read(log, start, end):
             if any(_may_be_ours(name, record, door.partition) for record in records):
                 return False
@@ -172,31 +158,31 @@ def _may_be_ours(log: str, record: Record, partition: int) -> bool:
 
 
 async def _check_parked(door: PartitionDoor, progress: Checkpoint | None) -> None:
-    """Check that the parked topic is the one in which refused ones were set aside.
+    """Check that the parked topic that holds the refused transactions was not recreated.
 
-    Of these only their copies say that they were not promoted. Others that were copied are in the
-    half topic, or told to be lost.
+    Only their copies show that they were not promoted. Other copied transactions are in the half
+    topic, or reported as lost.
 
     Raises:
-        LogTruncated: it is another one.
+        LogTruncated: it was recreated.
         KafkaUnavailable: Kafka does not answer.
     """
     if progress is not None and progress.refused and not await door.parked_before():
         raise LogTruncated(
-            "the parked topic has no record, but a turn has set refused ones aside in it: it was "
-            "recreated, and nobody can tell any more what was refused"
+            "the parked topic has no record, but refused transactions were copied into it: it was "
+            "recreated, and it is unknown which transactions were refused"
         )
 
 
 class _Logs(Struct, frozen=True):
-    """Both logs of a partition, and their first and last offsets as they were asked for once."""
+    """Both logs of a partition, with their first and end offsets as requested once."""
 
     door: PartitionDoor
     half: tuple[int, int]
     op: tuple[int, int]
 
     async def begin_later(self) -> bool:
-        """Say whether a log begins later by now, as after retention has deleted from it."""
+        """Return whether a log begins later by now, because retention deleted records."""
         half_start, _ = await self.door.half.bounds()
         op_start, _ = await self.door.op.bounds()
         return half_start > self.half[0] or op_start > self.op[0]
@@ -205,10 +191,10 @@ class _Logs(Struct, frozen=True):
 async def _check_same(
     logs: _Logs, progress: Checkpoint | None, wholes: Sequence[Whole], kept_since_ms: int
 ) -> None:
-    """Compare both logs with what earlier owners have written down of them.
+    """Compare both logs with the positions and records that earlier owners stored.
 
     Raises:
-        LogTruncated: they are not what they were.
+        LogTruncated: one was truncated or recreated.
     """
     door, markers = logs.door, _op_known(progress, wholes)
     _check_kept(markers, logs.op[0], kept_since_ms)
@@ -217,17 +203,16 @@ async def _check_same(
 
 
 async def _catch_up(
-    logs: _Logs, applier: Applier, copies: ParkedCopies, whole: Whole | None
+    logs: _Logs, context: PartitionContext, copies: ParkedCopies, whole: Whole | None
 ) -> int:
-    """Bring an empty ledger to the end of both logs; return the sum of the offsets from which on
-    they were replayed."""
-    ledger, door = applier.ledger, logs.door
+    """Bring an empty ledger to the end of both logs; return the sum of the first offsets."""
+    ledger, door = context.ledger, logs.door
     (half_start, half_end), (op_start, op_end) = logs.half, logs.op
     h0, o0 = await _begin(ledger, whole, half_start, op_start)
     await _find_again(ledger, half_start)
     await _restore(door, ledger, copies.whole, 0 if whole is None else whole.closing.half, h0)
     halves = _read(door.half, h0, half_end, ledger.skip_half)
-    await _replay(halves, _read(door.op, o0, op_end, ledger.skip_op), applier)
+    await _replay(halves, _read(door.op, o0, op_end, ledger.skip_op), context)
     return h0 + o0
 
 
@@ -236,56 +221,53 @@ async def _catch_up(
 
 def _op_known(progress: Checkpoint | None, wholes: Iterable[Whole]) -> list[_Known]:
     return [
-        _Known(each.op, each.op_anchor, _as_of_ms(each.op_anchor, each.half_anchor))
-        for each in _written(progress, wholes)
+        _Known(one.op, one.op_anchor, _as_of_ms(one.op_anchor, one.half_anchor))
+        for one in _written(progress, wholes)
     ]
 
 
 def _half_known(progress: Checkpoint | None, wholes: Iterable[Whole]) -> list[_Known]:
     return [
-        _Known(each.half, each.half_anchor, _as_of_ms(each.op_anchor, each.half_anchor))
-        for each in _written(progress, wholes)
+        _Known(one.half, one.half_anchor, _as_of_ms(one.op_anchor, one.half_anchor))
+        for one in _written(progress, wholes)
     ]
 
 
 def _written(progress: Checkpoint | None, wholes: Iterable[Whole]) -> list[Checkpoint | Closing]:
-    closings: list[Checkpoint | Closing] = [each.closing for each in wholes]
+    closings: list[Checkpoint | Closing] = [whole.closing for whole in wholes]
     return closings if progress is None else [*closings, progress]
 
 
 def _as_of_ms(*anchors: Anchor | None) -> int:
-    return max((each.timestamp_ms for each in anchors if each is not None), default=0)
+    return max((anchor.timestamp_ms for anchor in anchors if anchor is not None), default=0)
 
 
 async def _compare(
     log: Log, name: str, bounds: tuple[int, int], known: Sequence[_Known], kept_since_ms: int
 ) -> None:
-    """Compare a log with what earlier owners have written down of it.
+    """Compare a log with the positions and records that earlier owners stored.
 
     Raises:
-        LogTruncated: it is another one, or ends before it was read, or what nobody had read was
-            deleted before its time.
+        LogTruncated: it was recreated, or ends before a stored position, or records that no owner
+            had read were deleted before their retention.
     """
     start, end = bounds
-    furthest = max(known, key=lambda each: each.end, default=_NOTHING_KNOWN)
+    furthest = max(known, key=lambda one: one.end, default=_NOTHING_KNOWN)
     if end < furthest.end:
         raise LogTruncated(
             f"an earlier owner has read the {name} topic to offset {furthest.end}, but it ends at "
             f"{end}: it was truncated or recreated"
         )
-    # Retention has taken what lies below its start, if it is old enough for that.
+    # Retention deleted the records below its start, if they are old enough.
     if furthest.end < start and furthest.as_of_ms > kept_since_ms:
         raise LogTruncated(
             f"the {name} topic begins at offset {start}, but was read only to {furthest.end}: "
-            "records that nobody has read were deleted"
+            "records that no owner has read were deleted"
         )
-    anchors = {each.anchor for each in known if each.anchor is not None}
-    there = sorted([each for each in anchors if each.offset >= start], key=lambda each: each.offset)
-    picked = {
-        record.offset: record
-        for record in await log.pick(sorted({anchor.offset for anchor in there}))
-    }
-    for anchor in there:
+    anchors = {one.anchor for one in known if one.anchor is not None and one.anchor.offset >= start}
+    offsets = sorted({anchor.offset for anchor in anchors})
+    picked = {record.offset: record for record in await log.pick(offsets)}
+    for anchor in sorted(anchors, key=lambda anchor: anchor.offset):
         if not _same(picked.get(anchor.offset), anchor):
             raise LogTruncated(
                 f"offset {anchor.offset} of the {name} topic holds another record than when it "
@@ -294,32 +276,32 @@ async def _compare(
 
 
 def _check_kept(known: Iterable[_Known], start: int, kept_since_ms: int) -> None:
-    """Check that nobody has deleted markers: what they decided would be open again.
+    """Check that no marker was deleted early: its transaction would be undecided again.
 
     Raises:
-        LogTruncated: some that retention cannot have taken yet are gone.
+        LogTruncated: markers younger than their retention no longer exist.
     """
-    for each in known:
-        anchor = each.anchor
+    for one in known:
+        anchor = one.anchor
         if anchor is not None and anchor.offset < start and anchor.timestamp_ms > kept_since_ms:
             raise LogTruncated(
-                f"the op topic begins at offset {start}: markers were deleted that are younger "
-                "than its retention, and nobody can tell any more what they decided"
+                f"the op topic begins at offset {start}: markers younger than its retention were "
+                "deleted, and their decisions are unknown"
             )
 
 
 async def _check_accounted(
     logs: _Logs, progress: Checkpoint | None, known_to: int, void_ms: int
 ) -> None:
-    """Check that it is known of every deleted half message what became of its transaction.
+    """Check that the transaction of every deleted half message is accounted for.
 
-    That an earlier owner has read it is not enough: what it knew is gone with it. The snapshot that
-    is loaded and the copies know all below `known_to`. Behind that, what is gone has to be settled
-    or copied, by the newest progress. Of those appended since `void_ms` that is not enough: a
-    repeated prepare of theirs would be taken for a new one.
+    That an earlier owner read it is not enough: that owner's memory is lost. Snapshot and copies
+    account for all below `known_to`. After that, deleted ones must be settled or copied according
+    to the newest checkpoint. For those appended since `void_ms` that is not enough: a repeated
+    prepare would be taken for a new one.
 
     Raises:
-        LogTruncated: nobody knows it.
+        LogTruncated: some are not accounted for.
         KafkaUnavailable: Kafka does not answer.
     """
     half_start, half_end = logs.half
@@ -328,17 +310,17 @@ async def _check_accounted(
     if progress is not None and progress.accounted is not None:
         newest_ms = _as_of_ms(progress.op_anchor, progress.half_anchor)
         for first in await logs.door.half.pick([half_start] if half_start < half_end else []):
-            newest_ms = min(newest_ms, first.timestamp_ms)  # what is gone was appended before it
+            newest_ms = min(newest_ms, first.timestamp_ms)  # deleted ones were appended earlier
         if half_start <= progress.accounted and newest_ms <= void_ms:
             return
     raise LogTruncated(
-        f"the half topic begins at offset {half_start}, but snapshot and copies tell only of what "
-        f"lies below {known_to}: records were deleted, and nothing tells of which transactions"
+        f"the half topic begins at offset {half_start}, but snapshot and copies account only for "
+        f"offsets below {known_to}: records were deleted, and their transactions are unknown"
     )
 
 
 def _covered(known_to: int, copies: ParkedCopies) -> int:
-    """Return how far copies tell of all half messages from an offset on."""
+    """Return the offset below which contiguous copies account for all half messages."""
     for copy in sorted(copies.whole, key=lambda copy: copy.half_offset):
         if copy.half_offset <= known_to:
             known_to = max(known_to, copy.half_offset + len(copy.half.messages))
@@ -346,8 +328,7 @@ def _covered(known_to: int, copies: ParkedCopies) -> int:
 
 
 def _of_older_owner(progress: Checkpoint | None, wholes: Sequence[Whole]) -> bool:
-    """Say whether a proxy wrote last that let retention pass its snapshots, so that nothing can be
-    concluded from them."""
+    """Return whether the last proxy let retention pass its snapshots, so they prove nothing."""
     if progress is not None and progress.accounted is not None:
         return False
     newest = wholes[0].closing if wholes else None
@@ -366,51 +347,52 @@ def _same(record: Record | None, anchor: Anchor) -> bool:
 async def _begin(
     ledger: Ledger, whole: Whole | None, half_start: int, op_start: int
 ) -> tuple[int, int]:
-    """Load a snapshot, if there is one, and return where both logs are replayed from."""
+    """Load the snapshot, if any, and return the offsets at which the replay begins."""
     if whole is None:
         ledger.start_at(half_start, op_start)
         return half_start, op_start
-    pace = Yielder()
+    yielder = Yielder()
     for _ in load(whole, ledger):
-        await pace.piece()
-    # Half's retention may have passed the snapshot meanwhile: of what lay between, whatever is
-    # not settled has a copy.
+        await yielder.piece()
+    # Half's retention may have passed the snapshot: unsettled transactions in between have copies.
     half, op = max(whole.closing.half, half_start), whole.closing.op
     ledger.start_at(half, op)
     return half, op
 
 
 async def _find_again(ledger: Ledger, half_start: int) -> None:
-    """Somebody may have brought back what was lost: then it can be asked about and committed. What
-    is committed was refused for it, and is revived by hand."""
-    pace = Yielder()
+    """Find lost half messages that an operator has restored: they can be checked and committed.
+
+    Committed ones were refused for their loss; an operator revives them.
+    """
+    yielder = Yielder()
     for transaction in ledger.index.transactions.values():
         if transaction.lost and transaction.state in UNDECIDED:
             transaction.lost = transaction.offset < half_start
-        await pace.step()
+        await yielder.step()
 
 
 async def _restore(
     door: PartitionDoor, ledger: Ledger, copies: Sequence[ParkedCopy], known_to: int, start: int
 ) -> None:
-    """Take back what is not settled and whose half message is gone.
+    """Restore unsettled transactions whose half message was deleted from their copies.
 
-    A snapshot knows all of what lies below `known_to`: a copy of something that it does not hold
-    was left over, and would come back to life.
+    The snapshot is complete below `known_to`: a copy there that it does not hold is a leftover of
+    a settled transaction, and must not be restored.
     """
     gone = [copy for copy in copies if known_to <= copy.half_offset < start]
-    pace = Yielder()
+    yielder = Yielder()
     for batch in batches([copy for copy in gone if copy.half.id not in ledger.index.transactions]):
         for copy in await with_messages(door, batch):
             ledger.restore(copy)
             transaction = ledger.index.transactions.get(copy.half.id)
             if transaction is not None:
                 ledger.index.evict(transaction)
-        await pace.piece()
+        await yielder.piece()
 
 
-class _Feed:
-    """The records of one log, one after another, the next one in view."""
+class _Cursor:
+    """Reads the records of one log one by one; `record` is the current one, None at the end."""
 
     def __init__(self, batches: AsyncIterator[Sequence[Record]]) -> None:
         self.record: Record | None = None
@@ -419,7 +401,7 @@ class _Feed:
         self._next = 0
 
     async def move(self) -> None:
-        """Bring the next record into view."""
+        """Move to the next record."""
         while self._next >= len(self._batch):
             batch = await anext(self._batches, None)
             if batch is None:
@@ -433,18 +415,17 @@ class _Feed:
 async def _replay(
     halves: AsyncIterator[Sequence[Record]],
     markers: AsyncIterator[Sequence[Record]],
-    applier: Applier,
+    context: PartitionContext,
 ) -> None:
     """Apply both logs, the older record first.
 
-    The ledger comes out the same in any order; this one settles transactions early, so that not
-    all of the past are in memory at once.
+    Any order gives the same ledger; this one settles transactions early, which bounds memory.
     """
-    half, op = _Feed(halves), _Feed(markers)
-    half_replica, op_replica = HalfReplica(applier), OpReplica(applier)
+    half, op = _Cursor(halves), _Cursor(markers)
+    half_replica, op_replica = LogReplica(context, "half"), LogReplica(context, "op")
     await half.move()
     await op.move()
-    pace = Yielder()
+    yielder = Yielder()
     while half.record is not None or op.record is not None:
         if op.record is None or (
             half.record is not None and half.record.timestamp_ms <= op.record.timestamp_ms
@@ -455,7 +436,7 @@ async def _replay(
         else:
             op_replica.apply(op.record)
             await op.move()
-        await pace.step()
+        await yielder.step()
 
 
 async def _read(

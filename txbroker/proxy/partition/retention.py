@@ -1,10 +1,10 @@
-"""The logs' edges: what retention, and whoever deletes records, does to them under an owner."""
+"""Guards the start of the logs, where retention, an operator or another client deletes records."""
 
 from contextlib import ExitStack
 
 from txbroker.core.records import Anchor
 from txbroker.core.transaction import Transaction
-from txbroker.door.protocols import Log, LogTruncated, PartitionDoor
+from txbroker.door.protocols import Log, LogTruncated
 from txbroker.proxy.observe.logging import get_logger
 from txbroker.proxy.partition.body_cache import BATCH_MAX, BodyCache
 from txbroker.proxy.partition.clock import Yielder
@@ -16,78 +16,76 @@ log = get_logger(__name__)
 
 
 class RetentionGuard:
-    """Looks after what is not settled while its half messages may vanish.
+    """Keeps unsettled transactions whose half messages may be deleted.
 
     Args:
-        context: what all parts of the partition share.
-        door: the logs.
-        bodies: reads messages again, and alarms about those that are gone.
+        context: shared by the parts of the partition.
+        bodies: loads messages, and reports lost ones.
         promoter: copies messages into the parked topic.
-        snapshots: told where the half topic begins.
+        snapshots: must cover deleted records.
     """
 
     def __init__(
         self,
         context: PartitionContext,
-        door: PartitionDoor,
         bodies: BodyCache,
         promoter: Promoter,
         snapshots: SnapshotWriter,
     ) -> None:
         self._context = context
-        self._door = door
+        self._door = context.door
         self._ledger = context.ledger
         self._bodies = bodies
         self._promoter = promoter
         self._snapshots = snapshots
         self._half_retention_ms = context.settings.half_retention_ms
         self._reclaims = 0
-        # What lies at or below these offsets was seen to.
+        # Transactions at or below these offsets have been copied, or saved.
         self._old_to = self._deleted_to = -1
-        # To be copied, and no copy is committed yet: a decision takes them out of `to_keep`, and a
-        # target may take what was committed long after the half message is gone.
+        # To be copied, without a committed copy yet: a decision removes them from `to_keep`, but a
+        # target may become available long after the half message was deleted.
         self._uncopied: dict[str, Transaction] = {}
-        # Must stay in memory until their copies are committed.
+        # Held in memory until their copies are committed.
         self._held: dict[str, tuple[Transaction, ExitStack]] = {}
 
     async def keep_old(self) -> None:
-        """At half of half's retention the bodies of what is not settled are copied out."""
-        ledger, pace = self._ledger, Yielder()
+        """Copy the bodies of unsettled transactions at half of the half topic's retention."""
+        ledger, yielder = self._ledger, Yielder()
         if self._reclaims != self._context.claim.reclaims:
-            # Turns were lost: what they were to copy may have to be copied again.
+            # Promotion transactions were lost, perhaps with their copies: start again.
             self._reclaims = self._context.claim.reclaims
             self._old_to = self._deleted_to = -1
         for transaction in list(self._uncopied.values()):
-            self._see_to(transaction)
-            await pace.step()
+            self._copy_again(transaction)
+            await yielder.step()
         copied = await self._keep_older_than(
-            self._context.clock.now_ms() - self._half_retention_ms // 2, pace
+            self._context.clock.now_ms() - self._half_retention_ms // 2, yielder
         )
         if copied:
             log.warning(
                 "half retention near, bodies copied", partition=ledger.partition, count=copied
             )
 
-    async def _keep_older_than(self, before_ms: int, pace: Yielder) -> int:
-        """Have everything copied that was prepared before; return how many were not yet."""
+    async def _keep_older_than(self, before_ms: int, yielder: Yielder) -> int:
+        """Copy all transactions prepared before a time; return how many were not copied yet."""
         ledger, copied = self._ledger, 0
-        while found := ledger.index.in_order(self._old_to, BATCH_MAX):
-            for transaction in found:
+        while batch := ledger.index.in_order(self._old_to, BATCH_MAX):
+            for transaction in batch:
                 if transaction.prepared_at_ms >= before_ms:
                     return copied
                 self._old_to = transaction.offset
                 if not transaction.kept and transaction.id not in ledger.index.to_keep:
                     copied += 1
                     self._copy_out(transaction)
-            await pace.piece()
+            await yielder.piece()
         return copied
 
     def _copy_out(self, transaction: Transaction) -> None:
         self._uncopied[transaction.id] = self._ledger.index.to_keep[transaction.id] = transaction
         self._promoter.wake()
 
-    def _see_to(self, transaction: Transaction) -> None:
-        """Have one copied that was decided before it was."""
+    def _copy_again(self, transaction: Transaction) -> None:
+        """Copy a transaction that was decided before its copy was committed."""
         id, ledger = transaction.id, self._ledger
         if transaction.kept_at or transaction.lost or id not in ledger.index.transactions:
             self._uncopied.pop(id, None)
@@ -95,10 +93,10 @@ class RetentionGuard:
             self._copy_out(transaction)
 
     async def look(self) -> None:
-        """See whether the logs are what they were, and save what can be saved of deleted records.
+        """Verify the logs, and save the transactions of deleted records.
 
         Raises:
-            LogTruncated: they are not: promoting could lose or double.
+            LogTruncated: a log was truncated or recreated: promotion could lose or duplicate.
             KafkaUnavailable: Kafka does not answer.
         """
         await _compare("half", self._door.half, self._ledger.half_anchor)
@@ -107,28 +105,27 @@ class RetentionGuard:
         await self.deleted_before(start)
 
     async def deleted_before(self, half_start: int) -> None:
-        """The half topic begins here by now: messages that are in memory are copied out at once,
-        those that are nowhere any more are lost, alarmed and counted.
+        """Handle a new start of the half topic: copy messages in memory, report lost ones.
 
         Raises:
             KafkaUnavailable: Kafka does not answer.
         """
         self._let_go()
         self._snapshots.deleted_before(half_start)
-        pace = Yielder()
-        while found := self._ledger.index.in_order(self._deleted_to, BATCH_MAX):
-            below = [each for each in found if each.offset < half_start]
-            bare = [each for each in below if not each.kept and not each.lost]
+        yielder = Yielder()
+        while batch := self._ledger.index.in_order(self._deleted_to, BATCH_MAX):
+            below = [one for one in batch if one.offset < half_start]
+            bare = [one for one in below if not one.kept and not one.lost]
             with self._bodies.hold(bare):
-                # What a commit has replaced is in the operation topic.
+                # Final messages are in the operation topic.
                 await self._bodies.load(bare)
                 for transaction in bare:
                     self._save(transaction)
             if below:
                 self._deleted_to = below[-1].offset
-            if len(below) < len(found):
+            if len(below) < len(batch):
                 return
-            await pace.piece()
+            await yielder.piece()
 
     def _save(self, transaction: Transaction) -> None:
         ledger, id = self._ledger, transaction.id
@@ -149,17 +146,17 @@ class RetentionGuard:
 
 
 async def _compare(name: str, at: Log, anchor: Anchor | None) -> None:
-    """Compare the last record that was read with what stands there now.
+    """Compare the last applied record with the record at its offset now.
 
     Raises:
-        LogTruncated: it is another one, or none though the log is kept from before it.
+        LogTruncated: it is another one, or missing although the log begins before it.
     """
     if anchor is None:
         return
     if await _holds(at, anchor):
         return
     start, _ = await at.bounds()
-    # Now by the leader that most replicas know: one that was deposed lacks what came since.
+    # Now from the confirmed leader: a deposed one lacks the records since.
     if anchor.offset >= start and not await _holds(at, anchor):
         raise LogTruncated(
             f"the {name} topic holds another record at offset {anchor.offset} than when it was "
@@ -168,5 +165,5 @@ async def _compare(name: str, at: Log, anchor: Anchor | None) -> None:
 
 
 async def _holds(at: Log, anchor: Anchor) -> bool:
-    found = await at.pick([anchor.offset])
-    return bool(found) and found[0].timestamp_ms == anchor.timestamp_ms
+    records = await at.pick([anchor.offset])
+    return bool(records) and records[0].timestamp_ms == anchor.timestamp_ms
