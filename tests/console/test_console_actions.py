@@ -31,7 +31,7 @@ async def pending(service: Service, count: int, group: str) -> list[str]:
 # --- one -------------------------------------------------------------------------------------
 
 
-async def test_one_is_committed_after_a_look(service: Service, reader: Reader) -> None:
+async def test_transaction_is_committed_after_a_preview(service: Service, reader: Reader) -> None:
     topic = await topic_of(service)
     id = await service.prepare(Message(topic, b"k", b"v"))
     shown = await reader.open(f"/transactions/{id}")
@@ -51,21 +51,21 @@ async def test_one_is_committed_after_a_look(service: Service, reader: Reader) -
     assert len(await service.world.visible(topic)) == 1
 
 
-async def test_who_acts_is_remembered_for_the_next_form(service: Service, reader: Reader) -> None:
+async def test_author_is_remembered_for_the_next_form(service: Service, reader: Reader) -> None:
     first, second = await pending(service, 2, unique("group"))
     await reader.act(f"/actions/rollback?id={first}", reason="test", by="Grâce 😀")
     asked = await reader.open(f"/actions/rollback?id={second}")
     assert asked.form("/actions/")["by"] == "Grâce 😀"
 
 
-async def test_a_check_is_asked_for(service: Service, reader: Reader) -> None:
+async def test_check_is_requested(service: Service, reader: Reader) -> None:
     group = await service.group({"decision": "rollback"}, check_after_s=3600)
     id = await service.prepare(Message(await topic_of(service), b"k", b"v"), group=group)
     await reader.act(f"/actions/check?id={id}")
     await service.reaches(id, "rolled_back")
 
 
-async def test_a_parked_one_is_revived(service: Service, reader: Reader) -> None:
+async def test_parked_transaction_is_revived(service: Service, reader: Reader) -> None:
     group = await service.group({"decision": "unknown"}, attempts_max=1, timeout_s=0.1)
     id = await service.prepare(Message(await topic_of(service), b"k", b"v"), group=group)
     await service.reaches(id, "parked")
@@ -75,7 +75,7 @@ async def test_a_parked_one_is_revived(service: Service, reader: Reader) -> None
     assert shown["round"] == 2
 
 
-async def test_what_is_decided_meanwhile_is_left_alone(service: Service, reader: Reader) -> None:
+async def test_transaction_decided_meanwhile_is_unchanged(service: Service, reader: Reader) -> None:
     (id,) = await pending(service, 1, unique("group"))
     asked = await reader.open(f"/actions/commit?id={id}")
     await service.tell(id, "rollback")
@@ -90,9 +90,7 @@ async def test_what_is_decided_meanwhile_is_left_alone(service: Service, reader:
 # --- many ------------------------------------------------------------------------------------
 
 
-async def test_all_that_match_are_rolled_back_and_no_others(
-    service: Service, reader: Reader
-) -> None:
+async def test_only_matching_transactions_are_rolled_back(service: Service, reader: Reader) -> None:
     group, other = unique("group"), unique("group")
     ids, left = await pending(service, 12, group), await pending(service, 2, other)
     listed = await reader.open(f"/transactions?state=pending&group={group}")
@@ -106,7 +104,9 @@ async def test_all_that_match_are_rolled_back_and_no_others(
     assert {(await service.show(id))["reason"] for id in ids} == {"a test"}
 
 
-async def test_what_comes_after_the_look_is_not_touched(service: Service, reader: Reader) -> None:
+async def test_transaction_prepared_after_preview_is_unchanged(
+    service: Service, reader: Reader
+) -> None:
     group, topic = unique("group"), await topic_of(service)
     id = await service.prepare(Message(topic, b"k", b"v"), group=group)
     asked = await reader.open(f"/actions/rollback?state=pending&group={group}")
@@ -118,7 +118,9 @@ async def test_what_comes_after_the_look_is_not_touched(service: Service, reader
     assert "More transactions match than the preview covered" in done.text
 
 
-async def test_what_parks_after_the_look_is_not_touched(service: Service, reader: Reader) -> None:
+async def test_transaction_parked_after_preview_is_unchanged(
+    service: Service, reader: Reader
+) -> None:
     knows_not = {"decision": "unknown"}
     away = await service.group(503, attempts_max=1, timeout_s=0.1)
     here = await service.group(knows_not, attempts_max=1, timeout_s=0.1)
@@ -136,9 +138,7 @@ async def test_what_parks_after_the_look_is_not_touched(service: Service, reader
     assert await service.state(late) == "parked"
 
 
-async def test_a_decision_for_many_leaves_pending_ones_to_their_producers(
-    service: Service, reader: Reader
-) -> None:
+async def test_bulk_decision_excludes_pending(service: Service, reader: Reader) -> None:
     group = await service.group({"decision": "unknown"}, attempts_max=1, timeout_s=0.1)
     message = Message(await topic_of(service), b"k", b"v")
     id = await service.prepare(message, group=group)
@@ -154,7 +154,7 @@ async def test_a_decision_for_many_leaves_pending_ones_to_their_producers(
     assert await service.state(left) == "pending"
 
 
-async def test_more_than_one_action_covers_take_several(
+async def test_bulk_action_is_bounded(
     service: Service, reader: Reader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(actions, "BULK_MAX", 3)
@@ -169,7 +169,7 @@ async def test_more_than_one_action_covers_take_several(
     assert done.main.one("h1").text == "Rolled back 2 transactions"
 
 
-async def test_what_fails_is_named_and_the_rest_is_done(
+async def test_failures_are_listed_and_the_rest_is_done(
     service: Service, reader: Reader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     group = unique("group")
@@ -189,7 +189,7 @@ async def test_what_fails_is_named_and_the_rest_is_done(
     assert [await service.state(id) for id in ids] == ["rolled_back", "pending", "rolled_back"]
 
 
-async def test_what_takes_too_long_is_told(
+async def test_untried_transactions_are_counted(
     service: Service, reader: Reader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(actions, "BULK_S", 0.0)
@@ -200,7 +200,7 @@ async def test_what_takes_too_long_is_told(
     assert {await service.state(id) for id in ids} == {"pending"}
 
 
-async def test_any_proxy_acts_on_what_all_own(desk: FakeEndpoint) -> None:
+async def test_any_proxy_acts_on_all_partitions(desk: FakeEndpoint) -> None:
     world = MemoryHarness()
     proxies = Proxies(world, desk)
     one, _ = await proxies.add("one", "two")
@@ -220,7 +220,7 @@ async def test_any_proxy_acts_on_what_all_own(desk: FakeEndpoint) -> None:
     await world.close()
 
 
-async def test_a_filter_that_is_none_widens_no_action(service: Service, reader: Reader) -> None:
+async def test_unknown_filter_is_refused_by_actions(service: Service, reader: Reader) -> None:
     group = unique("group")
     (id,) = await pending(service, 1, group)
     path = f"/actions/rollback?state=pending&group={group}"
@@ -235,9 +235,7 @@ async def test_a_filter_that_is_none_widens_no_action(service: Service, reader: 
 
 
 @pytest.mark.parametrize("reason", ["", "  ", "x" * 1001, "line\nbreak"])
-async def test_a_decision_needs_a_reason_that_fits(
-    service: Service, reader: Reader, reason: str
-) -> None:
+async def test_decision_needs_a_valid_reason(service: Service, reader: Reader, reason: str) -> None:
     (id,) = await pending(service, 1, unique("group"))
     done = await reader.act(f"/actions/commit?id={id}", reason=reason)
     assert done.status == 400
@@ -245,9 +243,7 @@ async def test_a_decision_needs_a_reason_that_fits(
     assert await service.state(id) == "pending"
 
 
-async def test_a_form_of_nobody_or_of_somebody_else_is_refused(
-    service: Service, reader: Reader
-) -> None:
+async def test_form_of_another_visitor_is_refused(service: Service, reader: Reader) -> None:
     (id,) = await pending(service, 1, unique("group"))
     path = f"/actions/commit?id={id}"
     form = {**(await reader.open(path)).form("/actions/"), "reason": "mine"}
@@ -264,9 +260,7 @@ async def test_a_form_of_nobody_or_of_somebody_else_is_refused(
 
 
 @pytest.mark.parametrize("origin", ["https://evil.example", "null", "http://127.0.0.1:1"])
-async def test_a_form_from_another_page_is_refused(
-    service: Service, reader: Reader, origin: str
-) -> None:
+async def test_cross_site_form_is_refused(service: Service, reader: Reader, origin: str) -> None:
     (id,) = await pending(service, 1, unique("group"))
     form = {**(await reader.open(f"/actions/commit?id={id}")).form("/actions/"), "reason": "x"}
     refused = await reader.send("/actions/commit", form, Origin=origin)
@@ -276,7 +270,7 @@ async def test_a_form_from_another_page_is_refused(
     assert taken.status == 200
 
 
-async def test_nothing_but_a_form_is_taken(service: Service, reader: Reader) -> None:
+async def test_action_accepts_forms_only(service: Service, reader: Reader) -> None:
     (id,) = await pending(service, 1, unique("group"))
     form = {**(await reader.open(f"/actions/commit?id={id}")).form("/actions/"), "reason": "x"}
     async with reader.http.post("/actions/commit", json=form) as answer:
@@ -290,7 +284,7 @@ async def test_nothing_but_a_form_is_taken(service: Service, reader: Reader) -> 
     assert await service.state(id) == "pending"
 
 
-async def test_a_look_changes_nothing(service: Service, reader: Reader) -> None:
+async def test_preview_changes_nothing(service: Service, reader: Reader) -> None:
     group = unique("group")
     ids = await pending(service, 2, group)
     for action in ("commit", "rollback", "check", "revive"):

@@ -76,7 +76,7 @@ def parked(broker: InMemoryBroker) -> Iterator[str]:
         yield id
 
 
-def test_a_parked_one_is_found_and_committed(broker: InMemoryBroker, window: Browser) -> None:
+def test_parked_transaction_is_found_and_committed(broker: InMemoryBroker, window: Browser) -> None:
     with parked(broker) as id:
         window.open("/")
         assert "needs action" in window.text("h1")
@@ -95,7 +95,7 @@ def test_a_parked_one_is_found_and_committed(broker: InMemoryBroker, window: Bro
     assert (view.reason, view.by) == ("order 17 is in the database", "Ada via console 127.0.0.1")
 
 
-def test_the_same_goes_without_scripts(broker: InMemoryBroker, window: Browser) -> None:
+def test_console_works_without_scripts(broker: InMemoryBroker, window: Browser) -> None:
     prepare(broker, "orders", count=3)
     window.scripts(on=False)
     window.open("/transactions?state=pending&group=orders")
@@ -108,7 +108,7 @@ def test_the_same_goes_without_scripts(broker: InMemoryBroker, window: Browser) 
 
 
 @pytest.mark.quick
-def test_an_overview_is_live_and_keeps_the_place(broker: InMemoryBroker, window: Browser) -> None:
+def test_overview_refreshes_and_keeps_the_focus(broker: InMemoryBroker, window: Browser) -> None:
     prepare(broker)
     window.open("/")
     window.run("window.same = true; document.querySelector('#groups-first .more').focus()")
@@ -120,7 +120,7 @@ def test_an_overview_is_live_and_keeps_the_place(broker: InMemoryBroker, window:
     assert window.run("return document.activeElement.textContent").startswith("all groups")
 
 
-def test_following_can_be_stopped(broker: InMemoryBroker, window: Browser) -> None:
+def test_refresh_can_be_stopped(broker: InMemoryBroker, window: Browser) -> None:
     window.open("/")
     # A look that is under way when it is stopped, held until then.
     window.run("""
@@ -170,7 +170,7 @@ def test_hostile_content_runs_nothing(broker: InMemoryBroker, window: Browser) -
     assert window.driver.title.endswith("· txbroker")
 
 
-def test_it_is_used_by_keyboard(broker: InMemoryBroker, window: Browser) -> None:
+def test_console_works_by_keyboard(broker: InMemoryBroker, window: Browser) -> None:
     prepare(broker)
     window.open("/transactions")
     body = window.find("body")
@@ -285,7 +285,7 @@ def log_in(window: Browser) -> None:
 
 
 @pytest.mark.usefixtures("guarded")
-def test_a_login_holds_also_for_links_on_other_sites(chromium: Browser) -> None:
+def test_login_holds_for_links_on_other_sites(chromium: Browser) -> None:
     chromium.open("/groups")
     chromium.until(lambda: chromium.path.startswith("/login"))
     log_in(chromium)
@@ -300,7 +300,7 @@ def test_a_login_holds_also_for_links_on_other_sites(chromium: Browser) -> None:
 
 
 @pytest.mark.usefixtures("guarded")
-def test_a_form_on_another_site_does_nothing(chromium: Browser) -> None:
+def test_form_on_another_site_does_nothing(chromium: Browser) -> None:
     chromium.open("/login")
     log_in(chromium)
     form = (

@@ -45,7 +45,7 @@ PATHS = ["/", "/transactions?state=parked", "/transactions/0", "/groups", "/acti
 
 
 @pytest.mark.parametrize("path", PATHS)
-async def test_every_page_asks_for_a_login_and_goes_on_there(stranger: Reader, path: str) -> None:
+async def test_every_page_redirects_to_the_login(stranger: Reader, path: str) -> None:
     asked = await stranger.open(path, follow=False)
     assert asked.status == 303
     shown = await stranger.open(asked.headers["Location"])
@@ -54,7 +54,7 @@ async def test_every_page_asks_for_a_login_and_goes_on_there(stranger: Reader, p
     assert shown.headers["Content-Security-Policy"].startswith("default-src 'none'")
 
 
-async def test_a_login_opens_what_was_asked_for_until_it_ends(stranger: Reader) -> None:
+async def test_login_opens_the_requested_page_until_logout(stranger: Reader) -> None:
     seen = await log_in(stranger, path="/transactions?state=parked", name="Ada")
     assert str(seen.url.relative()) == "/transactions?state=parked"
     assert "Ada" in seen.root.one("header").text
@@ -65,7 +65,7 @@ async def test_a_login_opens_what_was_asked_for_until_it_ends(stranger: Reader) 
 
 
 @pytest.mark.parametrize("token", ["", "wrong", TOKEN + "x", TOKEN[:-1], "ü", "\ud800"])
-async def test_a_wrong_token_opens_nothing(stranger: Reader, token: str) -> None:
+async def test_wrong_token_is_refused(stranger: Reader, token: str) -> None:
     seen = await log_in(stranger, token.encode(errors="replace").decode(), name="Ada")
     assert seen.status == 401
     assert "not valid at this proxy" in seen.main.one("p", role="alert").text
@@ -73,7 +73,7 @@ async def test_a_wrong_token_opens_nothing(stranger: Reader, token: str) -> None
     assert (await stranger.open("/")).url.path == "/login"
 
 
-async def test_a_login_form_of_another_page_is_refused(stranger: Reader) -> None:
+async def test_cross_site_login_form_is_refused(stranger: Reader) -> None:
     asked = await stranger.open("/login")
     form = {**asked.form("/login"), "token": TOKEN}
     assert (await stranger.send("/login", {**form, "form_secret": ""})).status == 403
@@ -82,9 +82,7 @@ async def test_a_login_form_of_another_page_is_refused(stranger: Reader) -> None
 
 
 @pytest.mark.parametrize("scheme", ["http", "https"])
-async def test_the_cookie_is_kept_from_scripts_and_from_other_sites(
-    stranger: Reader, scheme: str
-) -> None:
+async def test_login_cookie_is_http_only_and_same_site(stranger: Reader, scheme: str) -> None:
     form = {**(await stranger.open("/login")).form("/login"), "token": TOKEN}
     done = await stranger.send("/login", form, follow=False, X_Forwarded_Proto=scheme)
     cookies = SimpleCookie()
@@ -100,7 +98,7 @@ async def test_the_cookie_is_kept_from_scripts_and_from_other_sites(
 @pytest.mark.parametrize(
     "there", ["//evil.example/", "https://evil.example", "/\\evil.example", "javascript:x", ""]
 )
-async def test_a_login_leads_nowhere_else(stranger: Reader, there: str) -> None:
+async def test_login_redirects_to_local_paths_only(stranger: Reader, there: str) -> None:
     asked = await stranger.open(f"/login?next={there}")
     assert asked.form("/login")["next"] == "/"
     form = {**asked.form("/login"), "token": TOKEN, "next": there}
@@ -108,7 +106,7 @@ async def test_a_login_leads_nowhere_else(stranger: Reader, there: str) -> None:
     assert (done.status, done.headers["Location"]) == (303, "/")
 
 
-async def test_what_is_done_bears_the_name_of_the_login(guarded: Service, stranger: Reader) -> None:
+async def test_actions_record_the_name_of_the_login(guarded: Service, stranger: Reader) -> None:
     id = await prepared(guarded)
     await log_in(stranger, name="Ada L.")
     done = await stranger.act(f"/actions/rollback?id={id}", reason="a test")
@@ -117,7 +115,7 @@ async def test_what_is_done_bears_the_name_of_the_login(guarded: Service, strang
     assert (view.by, view.reason) == ("token_file (Ada L.) via console 127.0.0.1", "a test")
 
 
-async def test_a_form_without_a_login_does_nothing(guarded: Service, stranger: Reader) -> None:
+async def test_form_without_a_login_does_nothing(guarded: Service, stranger: Reader) -> None:
     id = await prepared(guarded)
     async with reader_of(guarded.proxy.url) as member:
         await log_in(member)
@@ -126,19 +124,19 @@ async def test_a_form_without_a_login_does_nothing(guarded: Service, stranger: R
     assert (await guarded.proxy.cluster.find(id)).state == "pending"
 
 
-async def test_a_login_is_none_for_the_api(stranger: Reader) -> None:
+async def test_login_cookie_is_invalid_for_the_api(stranger: Reader) -> None:
     await log_in(stranger)
     async with stranger.http.get("/v1/transactions") as answer:
         assert answer.status == 401
 
 
-async def test_the_token_itself_opens_pages_for_programs(guarded: Service) -> None:
+async def test_bearer_token_opens_pages(guarded: Service) -> None:
     async with reader_of(guarded.proxy.url, Authorization=f"Bearer {TOKEN}") as program:
         seen = await program.open("/groups")
     assert (seen.status, seen.url.path) == (200, "/groups")
 
 
-async def test_a_new_token_ends_every_login(stranger: Reader, token_file: Path) -> None:
+async def test_new_token_ends_every_login(stranger: Reader, token_file: Path) -> None:
     await log_in(stranger)
     assert (await stranger.open("/groups")).url.path == "/groups"
     token_file.write_text("another-token-that-is-longer")
@@ -149,7 +147,7 @@ async def test_a_new_token_ends_every_login(stranger: Reader, token_file: Path) 
     await until(ended)
 
 
-async def test_a_link_on_another_site_finds_the_login_that_is_there(stranger: Reader) -> None:
+async def test_link_on_another_site_keeps_the_login(stranger: Reader) -> None:
     """The browser keeps the cookie back, so our own page has to lead there once more."""
     seen = await stranger.open("/groups?name=a", follow=False, Sec_Fetch_Site="cross-site")
     assert seen.status == 200
@@ -181,7 +179,7 @@ class Response:
         self.cookies[name] = value
 
 
-async def test_a_cookie_is_taken_whole_in_its_time_and_by_whoever_has_the_token(
+async def test_cookie_is_valid_unmodified_in_time_for_its_token(
     token_file: Path,
 ) -> None:
     now = [time.time()]

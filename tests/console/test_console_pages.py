@@ -34,7 +34,7 @@ async def parked(service: Service, topic: str, count: int = 1) -> tuple[str, lis
 # --- overview --------------------------------------------------------------------------------
 
 
-async def test_all_is_well_where_nothing_waits(service: Service, reader: Reader) -> None:
+async def test_overview_without_problems(service: Service, reader: Reader) -> None:
     seen = await reader.open("/")
     assert seen.status == 200
     assert seen.main.one("h1").text == "No problems"
@@ -42,9 +42,7 @@ async def test_all_is_well_where_nothing_waits(service: Service, reader: Reader)
     assert service.proxy.url in seen.text
 
 
-async def test_parked_ones_are_said_first_with_where_and_what_to_do(
-    service: Service, reader: Reader
-) -> None:
+async def test_parked_are_shown_first_with_next_step(service: Service, reader: Reader) -> None:
     group, ids = await parked(service, await topic_of(service), 2)
     seen = await reader.open("/")
     assert "needs action" in seen.main.one("h1").text
@@ -56,7 +54,7 @@ async def test_parked_ones_are_said_first_with_where_and_what_to_do(
     assert sorted(listed.listed()) == sorted(ids)
 
 
-async def test_a_group_out_of_reach_is_said_with_why(service: Service, reader: Reader) -> None:
+async def test_unreachable_group_is_shown_with_reason(service: Service, reader: Reader) -> None:
     topic, group = await topic_of(service), await service.group(503)
     await service.prepare(Message(topic, b"k", b"v"), group=group)
 
@@ -70,7 +68,7 @@ async def test_a_group_out_of_reach_is_said_with_why(service: Service, reader: R
     assert "no attempt is used up" in concern.text
 
 
-async def test_refused_ones_are_said_with_their_topic(service: Service, reader: Reader) -> None:
+async def test_refused_are_shown_with_their_topic(service: Service, reader: Reader) -> None:
     topic = await topic_of(service)
     id = await service.prepare(Message(topic, b"k", b"v"))
     await service.world.delete_topic(topic)
@@ -85,9 +83,7 @@ async def test_refused_ones_are_said_with_their_topic(service: Service, reader: 
     assert not shown.links("Commit…")
 
 
-async def test_a_proxy_that_does_not_answer_is_said(
-    desk: FakeEndpoint, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_silent_proxy_is_shown(desk: FakeEndpoint, monkeypatch: pytest.MonkeyPatch) -> None:
     world = MemoryHarness()
     proxies = Proxies(world, desk)
     one, other = await proxies.add("one", "two")
@@ -108,7 +104,7 @@ async def test_a_proxy_that_does_not_answer_is_said(
 # --- lists -----------------------------------------------------------------------------------
 
 
-async def test_a_list_goes_on_page_by_page(service: Service, reader: Reader) -> None:
+async def test_list_is_paged(service: Service, reader: Reader) -> None:
     topic, group = await topic_of(service), unique("group")
     ids = [await service.prepare(Message(topic, b"k", b"v"), group=group) for _ in range(55)]
     seen = await reader.open(f"/transactions?group={group}&state=&topic=&older=")
@@ -148,7 +144,7 @@ async def test_a_list_is_filtered(service: Service, reader: Reader) -> None:
 @pytest.mark.parametrize(
     "query", ["state=lost", "older=soon", "limit=0", "cursor=x", "group=%00", "older_than_s=600"]
 )
-async def test_what_no_list_can_be_is_said_on_a_page(reader: Reader, query: str) -> None:
+async def test_invalid_filter_answers_with_a_page(reader: Reader, query: str) -> None:
     seen = await reader.open(f"/transactions?{query}")
     assert seen.status == 400
     assert seen.main.one("h1").text == "Not possible"
@@ -167,7 +163,7 @@ async def test_an_id_is_found_in_any_case_and_with_blanks(service: Service, read
     assert (await reader.open("/transactions?find=nonsense")).status == 400
 
 
-async def test_a_life_is_told_line_by_line(service: Service, reader: Reader) -> None:
+async def test_timeline_shows_each_event(service: Service, reader: Reader) -> None:
     topic = await topic_of(service)
     group = await service.group({"decision": "commit"})
     id = await service.prepare(Message(topic, b"k", b"v"), group=group)
@@ -182,7 +178,7 @@ async def test_a_life_is_told_line_by_line(service: Service, reader: Reader) -> 
     assert seen.main.all("a", **{"class": "button"}) == []  # nothing is left to be done
 
 
-async def test_content_is_hidden_until_asked_for(service: Service, reader: Reader) -> None:
+async def test_content_is_hidden_until_requested(service: Service, reader: Reader) -> None:
     topic = await topic_of(service)
     headers = (("trace", b"secret-header"), ("none", None))
     message = Message(topic, b"\xff\x00", HOSTILE.encode(), headers)
@@ -200,7 +196,7 @@ async def test_content_is_hidden_until_asked_for(service: Service, reader: Reade
 # --- groups ----------------------------------------------------------------------------------
 
 
-async def test_groups_tell_how_they_are_asked(service: Service, reader: Reader) -> None:
+async def test_groups_show_how_they_are_checked(service: Service, reader: Reader) -> None:
     registered, away, connected = await service.group(200), await service.group(503), unique("g")
     id = await service.prepare(Message(await topic_of(service), b"k", b"v"), group=away)
     async with (
@@ -232,9 +228,7 @@ async def test_groups_tell_how_they_are_asked(service: Service, reader: Reader) 
         assert (await service.show(id))["waiting"] in waiting.text
 
 
-async def test_a_group_that_can_be_asked_is_no_reason_to_wait(
-    service: Service, reader: Reader
-) -> None:
+async def test_reachable_group_shows_no_waiting_note(service: Service, reader: Reader) -> None:
     group = await service.group({"decision": "unknown"}, check_after_s=0, check_interval_s=3600)
     id = await service.prepare(Message(await topic_of(service), b"k", b"v"), group=group)
 
@@ -246,7 +240,7 @@ async def test_a_group_that_can_be_asked_is_no_reason_to_wait(
     assert "waiting" not in await service.show(id)
 
 
-async def test_a_token_in_a_check_url_is_not_shown(service: Service, reader: Reader) -> None:
+async def test_token_in_a_check_url_is_hidden(service: Service, reader: Reader) -> None:
     group = unique("group")
     url = {"check_url": "https://orders.example/check?token=hunter2"}
     await service.call("PUT", f"/v1/groups/{group}", url)
@@ -258,7 +252,7 @@ async def test_a_token_in_a_check_url_is_not_shown(service: Service, reader: Rea
 # --- what is hostile, and what holds on every page --------------------------------------------
 
 
-async def test_hostile_names_are_shown_as_they_are(service: Service, reader: Reader) -> None:
+async def test_hostile_names_are_escaped(service: Service, reader: Reader) -> None:
     topic = await topic_of(service)
     group = f"{HOSTILE}{unique('g')}"
     message = Message(topic, b"k", b"v", ((HOSTILE, b"v"),))
@@ -299,7 +293,7 @@ async def every_page(service: Service, reader: Reader) -> list[tuple[str, Any]]:
     return [(path, await reader.open(path)) for path in paths]
 
 
-async def test_every_page_keeps_to_itself(service: Service, reader: Reader) -> None:
+async def test_every_page_has_security_headers(service: Service, reader: Reader) -> None:
     for path, seen in await every_page(service, reader):
         policy = seen.headers["Content-Security-Policy"]
         assert policy.startswith("default-src 'none'; style-src 'self'; script-src 'self';"), path
@@ -317,7 +311,7 @@ async def test_every_page_keeps_to_itself(service: Service, reader: Reader) -> N
                 assert not there.netloc, path
 
 
-async def test_every_page_can_be_read_aloud(service: Service, reader: Reader) -> None:
+async def test_every_page_is_accessible(service: Service, reader: Reader) -> None:
     for path, seen in await every_page(service, reader):
         root = seen.root
         assert root.one("html").attributes["lang"] == "en"
@@ -339,7 +333,7 @@ async def test_every_page_can_be_read_aloud(service: Service, reader: Reader) ->
             assert all(th.attributes["scope"] in ("row", "col") for th in table.all("th")), path
 
 
-async def test_files_are_cached_for_good_under_their_content(reader: Reader) -> None:
+async def test_files_are_cached_under_their_hash(reader: Reader) -> None:
     seen = await reader.open("/")
     (sheet,) = [e.attributes["href"] for e in seen.root.all("link", rel="stylesheet")]
     file = await reader.open(sheet)
@@ -352,19 +346,19 @@ async def test_files_are_cached_for_good_under_their_content(reader: Reader) -> 
     assert (await reader.open("/static/x/console.html")).status == 404
 
 
-async def test_a_host_name_that_is_not_ours_gets_no_page(reader: Reader) -> None:
+async def test_unknown_host_name_gets_no_page(reader: Reader) -> None:
     seen = await reader.open("/", Host="rebound.example")
     assert seen.status == 403
     assert "rebound.example" in seen.text
 
 
-async def test_a_page_can_be_asked_for_without_its_content(reader: Reader) -> None:
+async def test_head_request_has_no_content(reader: Reader) -> None:
     async with reader.http.head("/transactions") as answer:
         assert answer.status == 200
         assert await answer.read() == b""
 
 
-async def test_an_owner_that_is_away_is_a_page_that_says_so(
+async def test_missing_owner_answers_with_a_page(
     service: Service, reader: Reader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(service.proxy.broker._calls, "stopping", True)
@@ -376,7 +370,7 @@ async def test_an_owner_that_is_away_is_a_page_that_says_so(
     monkeypatch.undo()
 
 
-async def test_what_goes_wrong_inside_is_a_page_too(
+async def test_internal_error_answers_with_a_page(
     service: Service, reader: Reader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def broken() -> None:

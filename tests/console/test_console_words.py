@@ -41,7 +41,7 @@ def test_ages_have_two_units(seconds: float | None, text: str) -> None:
     assert age(seconds).replace("\N{NO-BREAK SPACE}", " ") == text
 
 
-def test_numbers_have_gaps_and_small_rates_a_digit() -> None:
+def test_numbers_have_thin_spaces_and_small_rates_a_digit() -> None:
     assert number(None) == "–"
     assert number(1234567).replace("\N{NARROW NO-BREAK SPACE}", " ") == "1 234 567"
     assert [rate(value) for value in (0, 0.04, 0.5, 9.94, 9.96, 120.4)] == [
@@ -49,7 +49,7 @@ def test_numbers_have_gaps_and_small_rates_a_digit() -> None:
     ]  # fmt: skip
 
 
-def test_times_that_no_calendar_has_break_no_page() -> None:
+def test_times_out_of_range_are_rendered() -> None:
     assert shown.time_of(1_700_000_000_123) == "2023-11-14 22:13:20"
     assert shown.machine_time(1_700_000_000_123) == "2023-11-14T22:13:20.123Z"
     assert shown.time_of(10**20) == "1970-01-01 00:00:00"
@@ -69,7 +69,7 @@ def test_links_are_quoted() -> None:
         (b"\xff\x01", "ff 01", "2 bytes, bytes, in hexadecimal"),
     ],
 )
-def test_bytes_are_shown_as_text_where_they_are(raw: bytes | None, text: str, kind: str) -> None:
+def test_utf8_bytes_are_shown_as_text(raw: bytes | None, text: str, kind: str) -> None:
     assert (text_of(raw), kind_of(raw)) == (text, kind)
 
 
@@ -98,13 +98,13 @@ def test_older_than_takes_units(text: str, seconds: float) -> None:
         {"id": "x"}, {"topic": "t" * 250}, {"older_than_s": "600"}, {"states": ""},
     ],
 )  # fmt: skip
-def test_what_no_filter_can_be_is_refused(fields: dict[str, str]) -> None:
+def test_invalid_filter_is_refused(fields: dict[str, str]) -> None:
     with pytest.raises(RequestError) as caught:
         read_listing(fields)
     assert caught.value.status == 400
 
 
-def test_a_filter_says_the_same_in_a_link_and_in_words() -> None:
+def test_filter_is_equal_in_link_and_words() -> None:
     fields = {"state": "rolled_back", "group": " g ", "topic": "t", "older": "600"}
     chosen = read_listing(fields).filter
     assert chosen.query() == {"state": "rolled_back", "group": "g", "topic": "t", "older": "10m"}
@@ -137,14 +137,14 @@ def with_partition(**changes: Any) -> Overview:
     return structs.replace(WELL, partitions=(structs.replace(first, **changes), *rest))
 
 
-def test_nothing_is_wrong_where_all_is_well() -> None:
+def test_healthy_overview_has_no_concerns() -> None:
     assert concerns_of(WELL) == []
 
 
 @pytest.mark.parametrize(
     "state", [*(s for s in PartitionState if s not in ("owned", "elsewhere")), "unreachable", "new"]
 )
-def test_each_state_of_a_partition_has_words_and_an_advice(state: str) -> None:
+def test_each_partition_state_has_wording_and_next_step(state: str) -> None:
     (concern,) = concerns_of(with_partition(state=state, why="because"))
     assert concern.title.startswith("Half partition 0 ")
     assert concern.title.split()[3] not in ("are", "have", "wait")
@@ -155,7 +155,7 @@ def test_each_state_of_a_partition_has_words_and_an_advice(state: str) -> None:
     )
 
 
-def test_what_needs_somebody_stands_before_what_may_pass() -> None:
+def test_worst_concerns_come_first() -> None:
     found = structs.replace(
         with_partition(state="claiming", parked=2),
         groups=(
@@ -185,13 +185,13 @@ def test_what_needs_somebody_stands_before_what_may_pass() -> None:
         ({"oldest_committed_age_s": 61.0}, "Committed messages do not become visible"),
     ],
 )
-def test_counts_that_must_not_be_are_said(changes: dict[str, Any], said: str) -> None:
+def test_bad_counts_are_concerns(changes: dict[str, Any], said: str) -> None:
     (concern,) = concerns_of(with_partition(**changes))
     assert (concern.title, concern.severity) == (said, Severity.BAD)
     assert concern.links
 
 
-def test_bounds_are_those_of_the_alerts() -> None:
+def test_thresholds_match_the_alerts() -> None:
     old = structs.replace(WELL.groups[0], oldest_pending_age_s=900.0)
     assert concerns_of(structs.replace(WELL, groups=(old,))) == []
     older = structs.replace(old, oldest_pending_age_s=900.1)
@@ -200,7 +200,7 @@ def test_bounds_are_those_of_the_alerts() -> None:
     assert concerns_of(with_partition(oldest_committed_age_s=60.0)) == []
 
 
-def test_a_silent_proxy_and_one_in_trouble_are_named() -> None:
+def test_silent_and_unready_proxies_are_concerns() -> None:
     silent = ProxyOverview("http://b:1", reached=False, why="no answer in time")
     troubled = ProxyOverview(
         "http://c:1", ready=False, problems=("partition 3: claiming", "the op topic is gone")

@@ -90,7 +90,7 @@ async def test_malformed_json(api: Api, raw: bytes, words: str) -> None:
         ({"zzz": 1}, "zzz", "known are group, messages"),
     ],
 )
-async def test_wrong_types_are_named_with_their_place(
+async def test_wrong_types_are_reported_with_their_path(
     api: Api, fields: dict[str, Any], path: str, words: str
 ) -> None:
     error = await refused(api, json.dumps(transaction(**fields)).encode())
@@ -108,11 +108,11 @@ async def test_missing_fields_are_named(api: Api) -> None:
 
 
 @pytest.mark.parametrize("id", ["0" * 25 + "U", "8" + "0" * 25, "ß" + "0" * 25])
-async def test_ids_that_are_none(api: Api, id: str) -> None:
+async def test_malformed_ids_are_refused(api: Api, id: str) -> None:
     await refused(api, json.dumps(transaction(id=id)).encode(), 400, "bad_id")
 
 
-async def test_long_unknown_names_are_not_repeated_whole(api: Api) -> None:
+async def test_long_unknown_names_are_shortened_in_errors(api: Api) -> None:
     error = await refused(api, json.dumps({"x" * 100_000: 1}).encode())
     assert len(error["message"]) < 300
 
@@ -125,11 +125,11 @@ async def test_long_unknown_names_are_not_repeated_whole(api: Api) -> None:
         [MESSAGE] * 1001,
     ],
 )
-async def test_too_large_a_transaction(api: Api, messages: list[dict[str, str]]) -> None:
+async def test_too_large_transaction_is_refused(api: Api, messages: list[dict[str, str]]) -> None:
     await refused(api, json.dumps(transaction(messages=messages)).encode(), 413, "too_large")
 
 
-async def test_too_large_a_body_by_its_length_and_by_its_bytes() -> None:
+async def test_body_is_bounded_by_length_and_by_bytes() -> None:
     small = {
         "request_bytes_max": 2000,
         "transaction_bytes_max": 1000,
@@ -215,7 +215,7 @@ async def test_unknown_methods(api: Api, method: str, path: str, allowed: str) -
         assert (await answer.json())["error"]["code"] == "method_not_allowed"
 
 
-async def test_surprise_inside_is_logged_in_one_line_and_not_told(
+async def test_unexpected_error_is_logged_and_not_disclosed(
     api: Api, caplog: pytest.LogCaptureFixture
 ) -> None:
     api.service.failure = RuntimeError("a secret detail")
@@ -265,7 +265,7 @@ def parsed(answer: bytes) -> tuple[int, dict[str, Any]]:
         b"POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\nContent-Length: 1\r\n\r\n",
     ],
 )
-async def test_rubbish_is_answered_as_json_and_the_server_goes_on(
+async def test_garbage_is_answered_as_json_and_server_continues(
     api: Api, raw: bytes, capfd: pytest.CaptureFixture[str]
 ) -> None:
     capfd.readouterr()
@@ -288,7 +288,7 @@ POST_HEAD = (
 )
 
 
-async def test_slow_body_is_given_up() -> None:
+async def test_slow_body_times_out() -> None:
     async with running_api(request_timeout_s=0.05) as api:
         answer = await exchange(api, POST_HEAD + b"Content-Length: 100\r\n\r\n{")
         status, error = parsed(answer)
@@ -301,7 +301,7 @@ async def test_badly_framed_body(api: Api) -> None:
     assert (status, error["code"]) == (400, "bad_request")
 
 
-async def test_body_that_breaks_off_costs_nothing(api: Api) -> None:
+async def test_truncated_body_reserves_no_bytes(api: Api) -> None:
     _, writer = await asyncio.open_connection("127.0.0.1", api.port)
     writer.write(POST_HEAD + b"Content-Length: 100\r\n\r\n{")
     await writer.drain()

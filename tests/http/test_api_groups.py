@@ -37,7 +37,7 @@ async def test_group_is_put_shown_listed_and_removed(api: Api) -> None:
     assert (gone, error["error"]["code"], again) == (404, "unknown_group", 404)
 
 
-async def test_put_replaces_the_whole(api: Api) -> None:
+async def test_put_replaces_the_whole_policy(api: Api) -> None:
     await api.call("PUT", "/v1/groups/orders", POLICY)
     status, answer = await api.call("PUT", "/v1/groups/orders", {"timeout_s": 1})
     assert (status, answer) == (200, {"group": "orders", "sessions": 0, "timeout_s": 1.0})
@@ -49,7 +49,7 @@ async def test_names_may_need_escapes(api: Api) -> None:
     assert (await api.call("GET", "/v1/groups/b%C3%BCcher%20und%2Fmehr"))[0] == 200
 
 
-async def test_the_query_of_a_check_url_is_shown_nowhere(
+async def test_query_of_check_url_is_never_shown(
     api: Api, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Tokens are put there. What is shown cannot be registered again, which would lose them."""
@@ -77,7 +77,7 @@ NAMES = [
 
 
 @pytest.mark.parametrize("name", [*NAMES, ".", "..", "", "a\n", "\u2028", "x" * 250])
-async def test_a_group_that_can_prepare_can_be_registered(api: Api, name: str) -> None:
+async def test_group_that_can_prepare_can_be_registered(api: Api, name: str) -> None:
     """One rule for both: by the name in a URL's path, percent-encoded."""
     body = {"group": name, "messages": [{"topic": "payments", "value": "42"}]}
     prepared, _ = await api.call("POST", "/v1/transactions", body)
@@ -113,9 +113,7 @@ async def raw_call(api: Api, method: str, path: str) -> tuple[int, Any]:
         ({"check_ur": "http://x"}, "did you mean 'check_url'"),
     ],
 )
-async def test_policy_that_cannot_work_is_refused(
-    api: Api, body: dict[str, object], word: str
-) -> None:
+async def test_invalid_policy_is_refused(api: Api, body: dict[str, object], word: str) -> None:
     status, answer = await api.call("PUT", "/v1/groups/orders", body)
     assert (status, answer["error"]["code"]) == (400, "bad_request")
     assert word in answer["error"]["message"]
@@ -123,7 +121,7 @@ async def test_policy_that_cannot_work_is_refused(
     assert api.store.stored == {}
 
 
-async def test_a_secret_of_the_proxys_own_signs_no_groups_calls(tmp_path: Path) -> None:
+async def test_proxy_secret_never_signs_group_calls(tmp_path: Path) -> None:
     own_folder = tmp_path / "orders"
     own_folder.mkdir()
     names = ("token", "password", "secret", "link")
@@ -158,18 +156,18 @@ async def test_a_secret_of_the_proxys_own_signs_no_groups_calls(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("name", ["%00", "x" * 250, "a%0Ab"])
-async def test_name_that_cannot_be_is_refused(api: Api, name: str) -> None:
+async def test_malformed_group_name_is_refused(api: Api, name: str) -> None:
     status, answer = await api.call("PUT", f"/v1/groups/{name}", {})
     assert (status, answer["error"]["code"]) == (400, "bad_request")
 
 
-async def test_kafka_out_of_reach(api: Api) -> None:
+async def test_unreachable_kafka_is_503(api: Api) -> None:
     api.store.failure = KafkaUnavailable("no broker answers")
     status, answer = await api.call("PUT", "/v1/groups/orders", POLICY)
     assert (status, answer["error"]["code"]) == (503, "kafka_unavailable")
 
 
-def test_declared_bounds_are_those_of_the_policy() -> None:
+def test_declared_bounds_match_the_policy() -> None:
     names = [field.name for field in msgspec.structs.fields(GroupPolicy)]
     assert [field.name for field in msgspec.structs.fields(GroupAnswer)][2:] == [*names, "problem"]
     bounds = {
@@ -197,7 +195,7 @@ async def test_alive(api: Api) -> None:
     assert await api.call("GET", "/healthz") == (200, {"status": "alive"})
 
 
-async def test_ready_or_why_not(api: Api) -> None:
+async def test_readiness_names_its_problems(api: Api) -> None:
     ready = await api.call("GET", "/readyz")
     api.service.ready = Readiness(False, {0: "replaying"}, ("Kafka does not answer",))
     not_ready = await api.call("GET", "/readyz")
@@ -209,7 +207,7 @@ async def test_ready_or_why_not(api: Api) -> None:
     )
 
 
-async def test_metrics_are_shown(api: Api) -> None:
+async def test_metrics_are_served(api: Api) -> None:
     api.metrics.watch(lambda: Gauges(pending={"orders": 2}))
     id = await api.prepare()
     await api.call("POST", f"/v1/transactions/{id}/commit")
@@ -226,7 +224,7 @@ async def test_head_works_where_get_does(api: Api) -> None:
         assert answer.status == 200
 
 
-async def test_a_test_call_is_made_for_who_is_registered_only(api: Api) -> None:
+async def test_test_call_needs_a_registered_group(api: Api) -> None:
     missing, error = await api.call("POST", "/v1/groups/orders/test", {})
     assert (missing, error["error"]["code"]) == (404, "unknown_group")
     await api.call("PUT", "/v1/groups/orders", {"check_url": "http://127.0.0.1:9/check?token=t"})

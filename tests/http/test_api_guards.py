@@ -26,12 +26,12 @@ async def test_known_hosts_may_be_called(host: str) -> None:
 
 @pytest.mark.parametrize("host", ["evil.example", "localhost.evil.example", "10.0.0.1", ""])
 @pytest.mark.parametrize("path", ["/v1/groups", "/v1/transactions", "/metrics", "/nowhere"])
-async def test_unknown_hosts_may_not(api: Api, host: str, path: str) -> None:
+async def test_unknown_hosts_are_refused(api: Api, host: str, path: str) -> None:
     status, answer = await api.call("GET", path, Host=host)
     assert (status, answer["error"]["code"]) == (403, "forbidden")
 
 
-async def test_bare_addresses_are_known_to_who_listens_everywhere() -> None:
+async def test_wildcard_listener_accepts_bare_addresses() -> None:
     async with running_api(token_file=None, insecure=True) as loopback:
         assert (await loopback.call("GET", "/v1/groups", Host="10.0.0.1"))[0] == 403
     async with running_api(public=True, insecure=True) as everywhere:
@@ -39,7 +39,7 @@ async def test_bare_addresses_are_known_to_who_listens_everywhere() -> None:
         assert (await everywhere.call("GET", "/v1/groups", Host="evil.example"))[0] == 403
 
 
-async def test_anybody_may_ask_for_health(api: Api) -> None:
+async def test_health_needs_no_credential(api: Api) -> None:
     assert (await api.call("GET", "/healthz", Host="10.0.0.1"))[0] == 200
     assert (await api.call("GET", "/readyz", Host="10.0.0.1"))[0] == 200
 
@@ -47,18 +47,18 @@ async def test_anybody_may_ask_for_health(api: Api) -> None:
 @pytest.mark.parametrize(
     "origin", ["http://evil.example", "null", "http://localhost:1", "x", "http://[", ""]
 )
-async def test_foreign_pages_may_not_call(api: Api, origin: str) -> None:
+async def test_cross_site_calls_are_refused(api: Api, origin: str) -> None:
     status, answer = await api.call("POST", "/v1/transactions", transaction(), Origin=origin)
     assert (status, answer["error"]["code"]) == (403, "forbidden")
     assert api.service.requests == []
 
 
-async def test_own_pages_may_call(api: Api) -> None:
+async def test_same_site_calls_are_admitted(api: Api) -> None:
     status, _ = await api.call("POST", "/v1/transactions", transaction(), Origin=api.url)
     assert status == 201
 
 
-async def test_foreign_pages_get_no_session(api: Api) -> None:
+async def test_cross_site_sessions_are_refused(api: Api) -> None:
     with pytest.raises(aiohttp.WSServerHandshakeError) as refusal:
         async with connected(api, origin="http://evil.example"):
             pass
@@ -79,7 +79,7 @@ async def test_foreign_pages_get_no_session(api: Api) -> None:
         ("DELETE", "/v1/groups/orders"),
     ],
 )
-async def test_what_changes_state_must_say_that_it_is_json(
+async def test_state_changing_call_must_be_json(
     api: Api, method: str, path: str, media: str
 ) -> None:
     status, answer = await api.call(method, path, raw=b"{}", content_type=media)
@@ -90,11 +90,11 @@ async def test_what_changes_state_must_say_that_it_is_json(
 @pytest.mark.parametrize(
     "media", ["application/json", "Application/JSON", "application/json; charset=UTF-8"]
 )
-async def test_json_by_any_spelling(api: Api, media: str) -> None:
+async def test_json_media_type_is_parsed(api: Api, media: str) -> None:
     assert (await api.call("PUT", "/v1/groups/orders", {}, content_type=media))[0] == 200
 
 
-async def test_token_is_asked_for_everywhere_but_health(tmp_path: Path) -> None:
+async def test_all_calls_but_health_need_the_token(tmp_path: Path) -> None:
     token = tmp_path / "token"
     secret_file(token, "s3cret-16-or-more\n")
     async with running_api(token_file=token) as api:
@@ -121,7 +121,7 @@ async def test_token_is_asked_for_everywhere_but_health(tmp_path: Path) -> None:
             assert not producer.socket.closed
 
 
-async def test_token_is_read_again_when_it_changes(tmp_path: Path) -> None:
+async def test_changed_token_file_is_reloaded(tmp_path: Path) -> None:
     token = tmp_path / "token"
     secret_file(token, "old-16-characters")
     async with running_api(token_file=token) as api:
@@ -152,7 +152,7 @@ async def test_token_is_read_again_when_it_changes(tmp_path: Path) -> None:
     ],
     ids=["readable by all", "writable by the group", "short", "same token, readable by all"],
 )
-async def test_an_unsafe_token_file_changes_nothing(
+async def test_unsafe_token_file_keeps_the_last_token(
     tmp_path: Path, text: str, mode: int, why: str
 ) -> None:
     file = secret_file(tmp_path / "token", "old-16-characters")
@@ -171,7 +171,7 @@ async def test_an_unsafe_token_file_changes_nothing(
         assert (await api.call("GET", "/v1/groups", **old))[0] == 401
 
 
-async def test_refusal_says_how_to_authenticate(tmp_path: Path) -> None:
+async def test_refusal_names_the_authentication_scheme(tmp_path: Path) -> None:
     token = tmp_path / "token"
     secret_file(token, "s3cret-16-or-more")
     async with (

@@ -14,7 +14,7 @@ from txbroker.errors import KafkaUnavailable, OwnerUnavailable, TooOld
 UNKNOWN_ID = "00" * 13
 
 
-async def test_prepare_answers_201_then_200_for_the_same(api: Api) -> None:
+async def test_repeated_prepare_answers_201_then_200(api: Api) -> None:
     first = await api.call("POST", "/v1/transactions", transaction(dedup_key="k1"))
     again = await api.call("POST", "/v1/transactions", transaction(dedup_key="k1"))
 
@@ -33,7 +33,7 @@ async def test_prepare_with_other_content_is_a_conflict(api: Api) -> None:
     assert (status, answer["error"]["code"]) == (409, "id_conflict")
 
 
-async def test_prepare_after_the_decision_answers_the_standing_state(api: Api) -> None:
+async def test_prepare_after_decision_answers_current_state(api: Api) -> None:
     id = await api.prepare(dedup_key="k1")
     await api.call("POST", f"/v1/transactions/{id}/commit", {})
     again = await api.call("POST", "/v1/transactions", transaction(dedup_key="k1"))
@@ -41,7 +41,7 @@ async def test_prepare_after_the_decision_answers_the_standing_state(api: Api) -
     assert again == (200, {"id": id, "state": "committed", "decision": "commit"})
 
 
-async def test_prepare_hands_over_every_field(api: Api) -> None:
+async def test_prepare_passes_every_field(api: Api) -> None:
     body = transaction(
         order_key="o", check_after_s=1, check_interval_s=2.5,
         messages=[
@@ -78,7 +78,7 @@ async def test_null_of_an_optional_field_is_absent(api: Api) -> None:
     assert (await api.call("POST", "/v1/transactions", body))[0] == 201
 
 
-async def test_ids_are_taken_in_either_case(api: Api) -> None:
+async def test_ids_are_accepted_in_either_case(api: Api) -> None:
     id = await api.prepare(id="7zzzzzzzzzzzzzzzzzzzzzzzzz")
     assert id == "7ZZZZZZZZZZZZZZZZZZZZZZZZZ"
     assert (await api.call("GET", f"/v1/transactions/{id.lower()}"))[0] == 200
@@ -108,7 +108,7 @@ async def test_decision_needs_no_body(api: Api, verb: str) -> None:
     assert (await api.call("POST", f"/v1/transactions/{id}/{verb}"))[0] == 200
 
 
-async def test_commit_carries_everything(api: Api) -> None:
+async def test_commit_passes_every_field(api: Api) -> None:
     id = await api.prepare()
     body = {
         "group": "orders", "reason": "because", "wait": "promoted",
@@ -130,7 +130,7 @@ async def test_commit_carries_everything(api: Api) -> None:
     )
 
 
-async def test_decision_without_a_group_is_an_operators(api: Api) -> None:
+async def test_decision_without_group_counts_as_operators(api: Api) -> None:
     id = await api.prepare()
     await api.call("POST", f"/v1/transactions/{id}/rollback", {"reason": "by hand"})
     _, view = await api.call("GET", f"/v1/transactions/{id}")
@@ -139,7 +139,7 @@ async def test_decision_without_a_group_is_an_operators(api: Api) -> None:
 
 
 @pytest.mark.parametrize("verb", ["commit", "rollback", "check", "revive"])
-async def test_who_acts_is_told_and_where_from(api: Api, verb: str) -> None:
+async def test_author_and_address_are_recorded(api: Api, verb: str) -> None:
     id = await api.prepare()
     if verb == "revive":
         api.service.park(id)
@@ -156,7 +156,7 @@ async def test_who_acts_is_told_and_where_from(api: Api, verb: str) -> None:
 
 
 @pytest.mark.parametrize("by", ["a\nb", "\x1b[2J", "x" * 201, 7])
-async def test_what_is_no_name_is_refused(api: Api, by: object) -> None:
+async def test_malformed_author_is_refused(api: Api, by: object) -> None:
     id = await api.prepare()
     status, answer = await api.call("POST", f"/v1/transactions/{id}/commit", {"by": by})
 
@@ -193,7 +193,7 @@ async def test_too_old_is_410(api: Api) -> None:
         (KafkaUnavailable("no broker answers"), "kafka_unavailable"),
     ],
 )
-async def test_out_of_reach_is_503_and_says_when_to_come_back(
+async def test_unreachable_owner_is_503_with_retry_after(
     api: Api, failure: Exception, code: str
 ) -> None:
     api.service.failure = failure
@@ -219,7 +219,7 @@ async def test_check_and_revive(api: Api) -> None:
     assert ("revive", id, "http 127.0.0.1", "found") in api.service.requests
 
 
-async def test_bodies_are_shown_on_demand_only(api: Api) -> None:
+async def test_bodies_are_only_shown_on_demand(api: Api) -> None:
     id = await api.prepare(
         messages=[
             {"topic": "a", "key": "k", "value": "v", "headers": {"h": "1"}},
@@ -260,7 +260,7 @@ async def test_unknown_topic_is_named(api: Api) -> None:
     assert answer["error"]["topic"] == "missing"
 
 
-async def test_standing_of_a_promoted_one_is_shown(api: Api) -> None:
+async def test_status_of_promoted_transaction_is_shown(api: Api) -> None:
     assert TransactionStatus(UNKNOWN_ID, State.PROMOTED).decision is None
     id = await api.prepare()
     await api.call("POST", f"/v1/transactions/{id}/commit", {"wait": "promoted"})

@@ -49,15 +49,13 @@ def audit(metrics: Metrics) -> AuditMetrics:
     return AuditMetrics(metrics)
 
 
-def test_nothing_is_shown_until_an_audit_has_run(metrics: Metrics, audit: AuditMetrics) -> None:
+def test_no_series_before_the_first_audit(metrics: Metrics, audit: AuditMetrics) -> None:
     assert shown(metrics) == {}
     audit.changed("batch", news(1_700_000_000_500))
     assert shown(metrics) == {"lost": 0, "late": 0, BATCH: 1_700_000_000.5}
 
 
-def test_of_a_batch_and_a_stream_the_worse_counts_and_each_has_its_success(
-    metrics: Metrics, audit: AuditMetrics
-) -> None:
+def test_worse_of_batch_and_stream_counts(metrics: Metrics, audit: AuditMetrics) -> None:
     audit.changed("batch", news(5000, lost=3))
     audit.changed("stream", news(9000, lost=1, late=2))
     assert shown(metrics) == {"lost": 3, "late": 2, BATCH: 5, STREAM: 9}
@@ -69,7 +67,7 @@ def test_of_a_batch_and_a_stream_the_worse_counts_and_each_has_its_success(
     assert shown(metrics) == {}
 
 
-def test_records_set_aside_are_counted_for_each_sort(metrics: Metrics, audit: AuditMetrics) -> None:
+def test_quarantined_records_are_counted_by_kind(metrics: Metrics, audit: AuditMetrics) -> None:
     def counts() -> dict[str, float]:
         families = text_string_to_metric_families(metrics.text().decode())
         samples = (sample for family in families for sample in family.samples)
@@ -92,9 +90,7 @@ def test_records_set_aside_are_counted_for_each_sort(metrics: Metrics, audit: Au
     assert counts() == {"batch": 5, "stream": 0}
 
 
-def test_a_newer_version_is_left_alone_with_a_log_line(
-    metrics: Metrics, audit: AuditMetrics
-) -> None:
+def test_newer_version_is_logged_and_skipped(metrics: Metrics, audit: AuditMetrics) -> None:
     audit.changed("batch", news(lost=4))
     with structlog.testing.capture_logs() as lines:
         audit.changed("batch", b'{"v":2,"drift":"told otherwise"}')
@@ -123,7 +119,7 @@ def broken() -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("value", broken().values(), ids=broken().keys())
-def test_a_record_that_does_not_read_changes_nothing(
+def test_undecodable_audit_record_changes_nothing(
     metrics: Metrics, audit: AuditMetrics, value: bytes
 ) -> None:
     audit.changed("batch", news(lost=1))
@@ -134,7 +130,7 @@ def test_a_record_that_does_not_read_changes_nothing(
     assert shown(metrics) == {"lost": 1, "late": 0, BATCH: 1}
 
 
-def test_keys_of_nobody_are_passed_over(metrics: Metrics, audit: AuditMetrics) -> None:
+def test_unknown_audit_keys_are_skipped(metrics: Metrics, audit: AuditMetrics) -> None:
     with structlog.testing.capture_logs() as lines:
         audit.changed("somebody", news(lost=1))
     assert (lines, shown(metrics)) == ([], {})

@@ -52,21 +52,21 @@ async def stand(requests: Sequence[Batched]) -> Sequence[Answer]:
     return [TransactionStatus(str(request.id), State.PENDING) for request in requests]
 
 
-async def test_calls_of_one_turn_are_handed_over_in_one_go() -> None:
+async def test_calls_of_one_iteration_form_one_batch() -> None:
     calls, service = joint(stand)
     answers = await asyncio.gather(*[calls.submit(prepare(id), same) for id in "abc"])
     assert [answer.id for answer in answers] == ["a", "b", "c"]
     assert service.handed_over == [("", [prepare("a"), prepare("b"), prepare("c")])]
 
 
-async def test_a_later_turn_is_handed_over_by_itself() -> None:
+async def test_calls_of_later_iterations_form_own_batches() -> None:
     calls, service = joint(stand)
     assert (await calls.submit(prepare("a"), same)).id == "a"
     assert (await calls.submit(prepare("b"), same)).id == "b"
     assert [len(requests) for _, requests in service.handed_over] == [1, 1]
 
 
-async def test_kinds_groups_and_callers_are_kept_apart() -> None:
+async def test_kinds_groups_and_callers_form_separate_batches() -> None:
     calls, service = joint(stand)
     own, other = copy_context(), copy_context()
     own.run(CALLER.set, "alice")
@@ -101,7 +101,7 @@ async def test_each_call_gets_its_own_error() -> None:
 
 
 @pytest.mark.parametrize("error", [RequestError("closed"), ValueError("a bug")])
-async def test_a_run_that_fails_fails_all_its_calls(error: Exception) -> None:
+async def test_failed_run_fails_all_its_calls(error: Exception) -> None:
     async def outcome(requests: Sequence[Batched]) -> Sequence[Answer]:
         raise error
 
@@ -110,7 +110,7 @@ async def test_a_run_that_fails_fails_all_its_calls(error: Exception) -> None:
     assert await asyncio.gather(*asked, return_exceptions=True) == [error, error]
 
 
-async def test_what_cannot_be_handed_over_fails() -> None:
+async def test_refused_batch_fails_its_calls() -> None:
     calls, service = joint(stand)
     error = RuntimeError("no runs")
 
@@ -122,7 +122,7 @@ async def test_what_cannot_be_handed_over_fails() -> None:
     assert await asyncio.gather(*asked, return_exceptions=True) == [error, error]
 
 
-async def test_a_caller_that_is_gone_leaves_the_others_their_answers() -> None:
+async def test_gone_caller_keeps_answers_of_others() -> None:
     gate = asyncio.Event()
 
     async def outcome(requests: Sequence[Batched]) -> Sequence[Answer]:
@@ -137,7 +137,7 @@ async def test_a_caller_that_is_gone_leaves_the_others_their_answers() -> None:
     assert gone.cancelled()
 
 
-async def test_calls_end_where_their_run_is_cancelled() -> None:
+async def test_cancelled_run_cancels_its_calls() -> None:
     begun = asyncio.Event()
     task: list[asyncio.Task[object] | None] = []
 

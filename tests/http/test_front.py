@@ -34,7 +34,7 @@ async def read_answer(reader: asyncio.StreamReader) -> tuple[list[bytes], bytes]
     return head.split(b"\r\n"), await reader.readexactly(length)
 
 
-async def test_answers_come_in_the_order_of_their_requests(api: Api) -> None:
+async def test_answers_keep_the_order_of_requests(api: Api) -> None:
     id = await api.prepare(dedup_key="k")
     reader, writer = await asyncio.open_connection("127.0.0.1", api.port)
     with closing(writer):
@@ -51,7 +51,7 @@ async def test_answers_come_in_the_order_of_their_requests(api: Api) -> None:
     assert found == ["pending", None, "committed", "committed", "committed"]
 
 
-async def test_a_body_may_come_in_pieces_and_after_it_was_asked_for(api: Api) -> None:
+async def test_body_may_arrive_in_pieces_and_after_100_continue(api: Api) -> None:
     reader, writer = await asyncio.open_connection("127.0.0.1", api.port)
     with closing(writer):
         raw = post("/v1/transactions", PREPARE, HOST + TYPE + b"Expect: 100-continue\r\n")
@@ -69,13 +69,13 @@ async def test_a_body_may_come_in_pieces_and_after_it_was_asked_for(api: Api) ->
 
 
 @pytest.mark.parametrize("action", ["commit", "rollback"])
-async def test_other_methods_are_told_what_works(api: Api, action: str) -> None:
+async def test_other_methods_get_an_allow_header(api: Api, action: str) -> None:
     url = f"{api.url}/v1/transactions/{UNKNOWN_ID}/{action}"
     async with api.client.get(url) as answer:
         assert (answer.status, answer.headers["Allow"]) == (405, "POST")
 
 
-async def test_a_client_that_does_not_read_its_answers_is_dropped() -> None:
+async def test_client_that_reads_no_answers_is_dropped() -> None:
     many = post("/v1/transactions/x/commit", b"{}") * 500
 
     async def flood(client: socket.socket) -> None:
@@ -128,7 +128,7 @@ async def until(condition: Callable[[], bool]) -> None:
         post("/v1/transactions", PREPARE, b"Host: evil\r\n" + TYPE),
     ],
 )
-async def test_direct_calls_stay_in_front_and_others_do_not(
+async def test_only_direct_calls_stay_in_front(
     api: Api, fronts: list[DirectConnection], raw: bytes
 ) -> None:
     reader, writer = await dialled(api)
@@ -169,7 +169,7 @@ async def test_calls_of_many_connections_make_one_run(
     assert counts == [8]
 
 
-async def test_calls_under_way_are_answered_when_the_proxy_stops() -> None:
+async def test_calls_in_flight_are_answered_at_shutdown() -> None:
     async with AsyncExitStack() as stack:
         api = await stack.enter_async_context(running_api())
         gate = api.service.gate = asyncio.Event()
@@ -190,7 +190,7 @@ async def test_calls_under_way_are_answered_when_the_proxy_stops() -> None:
             each.close()
 
 
-async def test_a_stop_waits_so_long_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_shutdown_wait_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("txbroker.proxy.http.server.SHUTDOWN_S", 0.1)
     async with AsyncExitStack() as stack:
         api = await stack.enter_async_context(running_api())
@@ -205,9 +205,7 @@ async def test_a_stop_waits_so_long_at_most(monkeypatch: pytest.MonkeyPatch) -> 
         api.service.gate.set()
 
 
-async def test_a_client_that_is_gone_gives_back_what_its_call_held(
-    api: Api, fronts: list[DirectConnection]
-) -> None:
+async def test_gone_client_releases_its_bytes(api: Api, fronts: list[DirectConnection]) -> None:
     gate = api.service.gate = asyncio.Event()
     _, writer = await dialled(api)
     writer.write(post("/v1/transactions", PREPARE))
@@ -220,7 +218,7 @@ async def test_a_client_that_is_gone_gives_back_what_its_call_held(
     assert len(api.service.views) == 1  # the call went on
 
 
-async def test_a_call_that_is_cancelled_ends_its_connection(api: Api) -> None:
+async def test_cancelled_call_closes_its_connection(api: Api) -> None:
     api.service.failure = asyncio.CancelledError()
     reader, writer = await dialled(api)
     with closing(writer):
@@ -230,9 +228,7 @@ async def test_a_call_that_is_cancelled_ends_its_connection(api: Api) -> None:
     assert api.in_flight() == 0
 
 
-async def test_so_much_at_most_is_read_ahead_of_a_call(
-    api: Api, fronts: list[DirectConnection]
-) -> None:
+async def test_read_ahead_is_bounded(api: Api, fronts: list[DirectConnection]) -> None:
     gate = api.service.gate = asyncio.Event()
     raw, count = post("/v1/transactions", PREPARE), 5_000
     reader, writer = await dialled(api)
@@ -252,9 +248,7 @@ async def test_so_much_at_most_is_read_ahead_of_a_call(
 
 
 @pytest.mark.parametrize("answered", [False, True])
-async def test_a_connection_on_which_no_call_begins_ends(
-    answered: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_idle_connection_is_closed(answered: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("txbroker.proxy.http.server.KEEPALIVE_S", 0.2)
     async with running_api() as api:
         reader, writer = await dialled(api)
@@ -269,7 +263,7 @@ async def test_a_connection_on_which_no_call_begins_ends(
                 assert await reader.read() == b""
 
 
-async def test_a_request_that_has_begun_is_no_idle_time(
+async def test_incomplete_request_is_not_idle(
     fronts: list[DirectConnection], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("txbroker.proxy.http.server.KEEPALIVE_S", 0.2)
@@ -287,7 +281,7 @@ async def test_a_request_that_has_begun_is_no_idle_time(
 
 
 @pytest.mark.parametrize("path", ["/v1/transactions", "/v1/transactions?"])
-async def test_a_refusal_that_cannot_be_encoded_is_answered(
+async def test_unencodable_error_is_answered(
     api: Api, path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def runs(requests: Sequence[PrepareRequest | DecideRequest]) -> Sequence[Run]:
@@ -303,7 +297,7 @@ async def test_a_refusal_that_cannot_be_encoded_is_answered(
     assert json.loads(body)["error"]["code"] == "failed"
 
 
-async def test_no_room_is_told_and_counted() -> None:
+async def test_overload_is_answered_and_counted() -> None:
     async with running_api(in_flight_bytes_max=100_000) as api:
         api.service.gate = asyncio.Event()
         writers = [await dialled(api) for _ in range(6)]

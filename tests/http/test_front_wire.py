@@ -168,7 +168,7 @@ def framework_alone(patch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("pieces", [1, 3])
 @pytest.mark.parametrize("name", [name for name in CASES if name not in CUT])
-async def test_answers_are_those_of_the_framework(
+async def test_answers_equal_those_of_aiohttp(
     name: str, pieces: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     raw = CASES[name]
@@ -188,7 +188,7 @@ async def test_answers_are_those_of_the_framework(
 
 @pytest.mark.parametrize("before", [[], [request()]], ids=["first", "second"])
 @pytest.mark.parametrize("name", CUT)
-async def test_what_stays_in_part_ends_as_with_the_framework(
+async def test_incomplete_request_ends_as_in_aiohttp(
     name: str, before: list[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with running_api(request_timeout_s=LIMIT_S) as api:
@@ -200,7 +200,7 @@ async def test_what_stays_in_part_ends_as_with_the_framework(
     assert (b"HTTP/1.1 408 " in found) is (name == "cut body")
 
 
-async def test_rubbish_behind_a_call_leaves_it_its_answer() -> None:
+async def test_garbage_after_a_call_keeps_its_answer() -> None:
     async with running_api() as api:
         found = await heard(api.port, [request() + b"\0\1\2\3"])
     assert re.findall(rb"HTTP/1.. (\d+)", found) == [b"201", b"400"]

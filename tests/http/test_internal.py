@@ -83,7 +83,7 @@ async def post(
 # --- there and back --------------------------------------------------------------------------
 
 
-async def test_every_call_arrives_as_it_was_made(api: Api, peer: Peers) -> None:
+async def test_forwarded_calls_arrive_unchanged(api: Api, peer: Peers) -> None:
     stored = await peer.prepare(api.url, PREPARE)
     assert (stored.state, stored.created) == (State.PENDING, True)
     again = await peer.prepare(api.url, msgspec.structs.replace(PREPARE, id=stored.id))
@@ -112,7 +112,7 @@ async def test_every_call_arrives_as_it_was_made(api: Api, peer: Peers) -> None:
 
 
 @pytest.mark.parametrize("kind", request_errors().values(), ids=lambda kind: str(kind.code))
-async def test_an_error_comes_back_as_what_it_was(
+async def test_errors_keep_their_type_between_proxies(
     api: Api, peer: Peers, kind: type[RequestError]
 ) -> None:
     api.service.failure = kind("in words", id=ID, state=State.PARKED, retry_after_s=3)
@@ -123,20 +123,20 @@ async def test_an_error_comes_back_as_what_it_was(
     assert error.value.details == {"id": ID, "state": "parked", "retry_after_s": 3}
 
 
-async def test_kafka_that_does_not_answer_there_is_named(api: Api, peer: Peers) -> None:
+async def test_kafka_failure_of_other_proxy_is_reported(api: Api, peer: Peers) -> None:
     api.service.failure = KafkaUnavailable("no broker")
     with pytest.raises(KafkaDown, match="no broker"):
         await peer.find(api.url, ID, bodies=False)
 
 
-async def test_a_fault_of_the_other_proxy_is_no_secret_told(api: Api, peer: Peers) -> None:
+async def test_other_proxys_fault_discloses_nothing(api: Api, peer: Peers) -> None:
     api.service.failure = ValueError("a detail")
     with pytest.raises(RequestError) as error:
         await peer.find(api.url, ID, bodies=False)
     assert (error.value.code, "detail" in str(error.value)) == ("failed", False)
 
 
-async def test_an_error_of_a_newer_build_is_a_failure(peer: Peers) -> None:
+async def test_error_of_newer_build_is_a_failure(peer: Peers) -> None:
     failure = msgspec.msgpack.encode({"code": "brand_new", "message": "new", "more": 1})
     async with server(saying(http(CONTENT_TYPE, failure, "409 Conflict"))) as url:
         with pytest.raises(RequestError, match="new") as error:
@@ -183,7 +183,7 @@ async def test_only_proxies_may_call(call: str, tmp_path: Path) -> None:
         assert api.service.requests == []
 
 
-async def test_sessions_are_told_to_proxies_only(tmp_path: Path) -> None:
+async def test_sessions_are_only_listed_for_proxies(tmp_path: Path) -> None:
     async with running_api(**proved(tmp_path)) as api:
         url = f"{api.url}{PREFIX}/sessions"
         right = {PEER_HEADER: SECRET, PROXY_HEADER: ME}
@@ -198,7 +198,7 @@ async def test_sessions_are_told_to_proxies_only(tmp_path: Path) -> None:
                 assert answer.status == expected
 
 
-async def test_a_proxy_of_another_group_gets_nothing(
+async def test_proxy_of_another_group_is_refused(
     api: Api, peer: Peers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
@@ -210,7 +210,7 @@ async def test_a_proxy_of_another_group_gets_nothing(
     assert (await peer.prepare(api.url, PREPARE)).created
 
 
-async def test_each_call_carries_the_newest_peer_secret_and_no_token() -> None:
+async def test_calls_have_the_current_peer_secret_and_no_token() -> None:
     seen: list[str | None] = []
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -227,7 +227,7 @@ async def test_each_call_carries_the_newest_peer_secret_and_no_token() -> None:
     assert seen == [None, "one", "two"]
 
 
-async def test_another_peer_secret_there_is_no_refusal_of_the_caller(tmp_path: Path) -> None:
+async def test_wrong_peer_secret_is_not_the_callers_error(tmp_path: Path) -> None:
     async with running_api(**proved(tmp_path)) as api, peers(lambda: "another") as made:
         with pytest.raises(OwnerUnavailable, match="403 not_a_peer"):
             await made.find(api.url, ID, bodies=False)
@@ -236,7 +236,7 @@ async def test_another_peer_secret_there_is_no_refusal_of_the_caller(tmp_path: P
 # --- bounds ----------------------------------------------------------------------------------
 
 
-async def test_limits_hold_for_what_is_handed_on_too() -> None:
+async def test_limits_hold_for_forwarded_calls() -> None:
     async with running_api(request_bytes_max=5000, message_bytes_max=1000) as api:
         async with peers() as made:
             for size in (2000, 20_000):
@@ -269,7 +269,7 @@ async def test_limits_hold_for_what_is_handed_on_too() -> None:
         ("check", {"id": ID, "by": "x" * 5000}),
     ],
 )
-async def test_rubbish_is_refused(api: Api, call: str, body: object) -> None:
+async def test_garbage_between_proxies_is_refused(api: Api, call: str, body: object) -> None:
     status, error = await post(api, call, body)
     assert (status, error["code"][:4]) == (400, "bad_")
     assert api.service.requests == []
@@ -314,14 +314,12 @@ def http(content_type: str, body: bytes, status: str = "200 OK") -> bytes:
 
 
 @pytest.mark.parametrize("host", ["a..b", "a" * 64])
-async def test_a_name_that_nobody_can_have_is_a_proxy_that_does_not_answer(
-    peer: Peers, host: str
-) -> None:
+async def test_invalid_proxy_name_counts_as_unreachable(peer: Peers, host: str) -> None:
     with pytest.raises(OwnerUnavailable):
         await peer.sessions(f"http://{host}:8470")
 
 
-async def test_nobody_there_is_known_to_have_got_nothing(peer: Peers) -> None:
+async def test_refused_connection_is_known_as_not_sent(peer: Peers) -> None:
     async with server(saying(b"")) as url:
         pass
     with pytest.raises(Unsent) as error:
@@ -347,7 +345,7 @@ ODD_ANSWERS = {
 
 @pytest.mark.rule(1)
 @pytest.mark.parametrize("answer", ODD_ANSWERS.values(), ids=ODD_ANSWERS.keys())
-async def test_what_is_no_answer_is_never_an_ack(peer: Peers, answer: bytes) -> None:
+async def test_malformed_answer_is_never_an_ack(peer: Peers, answer: bytes) -> None:
     async with server(saying(answer)) as url:
         with pytest.raises(OwnerUnavailable) as error:
             await peer.decide(url, DecideRequest(ID, Decision.COMMIT))
@@ -367,7 +365,7 @@ async def test_a_call_is_sent_once(peer: Peers) -> None:
     assert calls == [b"POST /internal/v1/decide HTTP/1.1\r\n"]
 
 
-async def test_an_answer_takes_only_so_long(api: Api) -> None:
+async def test_answer_of_other_proxy_times_out(api: Api) -> None:
     api.service.gate = asyncio.Event()
     async with peers(call_s=0.1, wait_s=60.0) as made:
         with pytest.raises(OwnerUnavailable) as error:
@@ -382,7 +380,7 @@ async def test_an_answer_takes_only_so_long(api: Api) -> None:
         assert (await waiting).state is State.PROMOTED
 
 
-async def test_calls_to_a_proxy_that_left_end(api: Api, peer: Peers) -> None:
+async def test_calls_to_a_removed_proxy_end(api: Api, peer: Peers) -> None:
     api.service.gate = asyncio.Event()
     waits = DecideRequest(ID, Decision.COMMIT, wait=True)
     waiting = asyncio.ensure_future(peer.decide(api.url, waits))

@@ -143,7 +143,7 @@ async def test_an_answer_comes_back_whole(
 
 
 @pytest.mark.rule(21)
-async def test_the_question_is_handed_over_before_anything_is_awaited(
+async def test_question_is_sent_before_any_await(
     api: Api, elsewhere: PeerSessions, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     Asked(api.sessions, "pod-1", CheckAnswer(0, Decision.COMMIT))
@@ -160,9 +160,7 @@ async def test_the_question_is_handed_over_before_anything_is_awaited(
 
 
 @pytest.mark.rule(22)
-async def test_a_session_that_ended_meanwhile_was_not_asked(
-    api: Api, elsewhere: PeerSessions
-) -> None:
+async def test_ended_session_was_not_asked(api: Api, elsewhere: PeerSessions) -> None:
     session = Asked(api.sessions, "pod-1")
     channel = await in_hand(api, elsewhere)
     session.leave()
@@ -170,14 +168,14 @@ async def test_a_session_that_ended_meanwhile_was_not_asked(
     assert session.sent == []
 
 
-async def test_a_closed_socket_was_not_asked(api: Api, elsewhere: PeerSessions) -> None:
+async def test_closed_socket_was_not_asked(api: Api, elsewhere: PeerSessions) -> None:
     session = Asked(api.sessions, "pod-1")
     channel = await in_hand(api, elsewhere)
     session.open = False
     assert isinstance(await ask(channel), Unreached)
 
 
-async def test_a_lease_ends_by_itself(elsewhere: PeerSessions) -> None:
+async def test_lease_expires(elsewhere: PeerSessions) -> None:
     sessions = SessionRegistry(open_checks_max=1)
     leases = Leases(sessions, lease_s=0.05)
     session = Asked(sessions, "pod-1")
@@ -192,7 +190,7 @@ async def test_a_lease_ends_by_itself(elsewhere: PeerSessions) -> None:
     leases.close()
 
 
-async def test_a_lease_is_good_for_one_question() -> None:
+async def test_lease_is_valid_for_one_question() -> None:
     sessions = SessionRegistry()
     leases = Leases(sessions)
     Asked(sessions, "pod-1", CheckAnswer(0, Decision.COMMIT))
@@ -214,16 +212,14 @@ async def test_leases_are_bounded() -> None:
 
 
 @pytest.mark.rule(22)
-async def test_a_lost_lease_was_not_asked(api: Api, elsewhere: PeerSessions) -> None:
+async def test_lost_lease_was_not_asked(api: Api, elsewhere: PeerSessions) -> None:
     Asked(api.sessions, "pod-1")
     channel = await in_hand(api, elsewhere)
     channel._target = "/internal/v1/leases/0123/ask"
     assert isinstance(await ask(channel), Unreached)
 
 
-async def test_a_connection_that_ended_before_was_not_asked(
-    api: Api, elsewhere: PeerSessions
-) -> None:
+async def test_closed_connection_was_not_asked(api: Api, elsewhere: PeerSessions) -> None:
     session = Asked(api.sessions, "pod-1")
     channel = await in_hand(api, elsewhere)
     channel._connection.close(abort=True)
@@ -231,7 +227,7 @@ async def test_a_connection_that_ended_before_was_not_asked(
     assert session.sent == []
 
 
-async def test_another_peer_secret_there_reaches_nobody(tmp_path: Path) -> None:
+async def test_wrong_peer_secret_reaches_no_session(tmp_path: Path) -> None:
     (tmp_path / "secret").write_text("the secret there")
     (tmp_path / "secret").chmod(0o600)
     async with running_api(peer_secret_file=tmp_path / "secret") as api:
@@ -248,7 +244,7 @@ async def test_another_peer_secret_there_reaches_nobody(tmp_path: Path) -> None:
 # --- nobody knows ----------------------------------------------------------------------------
 
 
-async def test_a_session_that_ends_under_the_question_is_unclear(
+async def test_session_that_ends_during_question_is_unclear(
     api: Api, elsewhere: PeerSessions
 ) -> None:
     session = Asked(api.sessions, "pod-1")
@@ -266,7 +262,7 @@ async def test_no_answer_in_time_is_unclear(api: Api, elsewhere: PeerSessions) -
 
 
 @pytest.mark.rule(22)
-async def test_a_proxy_that_dies_under_the_question_makes_it_unclear() -> None:
+async def test_proxy_that_dies_during_question_is_unclear() -> None:
     known = PeerSessions(PeerIdentity(lambda: ME))
     async with running_api() as api:
         session = Asked(api.sessions, "pod-1")
@@ -310,7 +306,7 @@ async def relayed(port: int) -> tuple[str, Callable[[], None]]:
 # --- whom ------------------------------------------------------------------------------------
 
 
-async def test_a_proxy_that_is_gone_is_tried_once(api: Api, elsewhere: PeerSessions) -> None:
+async def test_gone_proxy_is_tried_once(api: Api, elsewhere: PeerSessions) -> None:
     Asked(api.sessions, "pod-1")
     elsewhere.saw("http://127.0.0.1:9", GroupsConnected({"orders": ("pod-9",)}))
     look(api, elsewhere)
@@ -321,7 +317,7 @@ async def test_a_proxy_that_is_gone_is_tried_once(api: Api, elsewhere: PeerSessi
     assert gone == Unreached("no instance of group orders is connected to another proxy")
 
 
-async def test_the_very_instance_or_nobody(api: Api, elsewhere: PeerSessions) -> None:
+async def test_only_the_named_instance_is_leased(api: Api, elsewhere: PeerSessions) -> None:
     one, two = (Asked(api.sessions, name) for name in ("pod-1", "pod-2"))
     for prefer in ("pod-1", "pod-2", "pod-1"):
         channel = await in_hand(api, elsewhere, prefer)
@@ -332,7 +328,7 @@ async def test_the_very_instance_or_nobody(api: Api, elsewhere: PeerSessions) ->
     two.leave()
 
 
-async def test_a_group_appears_once_until_it_is_gone(elsewhere: PeerSessions) -> None:
+async def test_group_appears_once_until_gone(elsewhere: PeerSessions) -> None:
     appeared: list[str] = []
     elsewhere.on_appeared(appeared.append)
     elsewhere.saw("http://a", GroupsConnected({"orders": ("x",)}))
@@ -355,7 +351,7 @@ async def test_draining_instances_are_not_offered(api: Api) -> None:
     assert api.sessions.instances() == {}
 
 
-async def test_the_finder_prefers_the_one_that_prepared_then_its_own(
+async def test_finder_prefers_preparing_then_local_instances(
     api: Api, elsewhere: PeerSessions
 ) -> None:
     own = SessionRegistry()
@@ -390,7 +386,7 @@ async def test_the_finder_prefers_the_one_that_prepared_then_its_own(
     await checks.close()
 
 
-async def test_an_instance_that_did_not_take_the_question_is_not_offered_again(
+async def test_instance_that_refused_is_not_offered_again(
     api: Api, elsewhere: PeerSessions
 ) -> None:
     for name in ("pod-1", "pod-2"):
@@ -406,7 +402,7 @@ async def test_an_instance_that_did_not_take_the_question_is_not_offered_again(
     assert isinstance(await elsewhere.acquire("orders", ""), LeaseChannel)
 
 
-async def test_without_a_check_function_only_what_it_prepared_is_asked_elsewhere(
+async def test_instance_without_function_gets_own_checks_only(
     api: Api, elsewhere: PeerSessions
 ) -> None:
     appeared: list[str] = []
@@ -423,9 +419,7 @@ async def test_without_a_check_function_only_what_it_prepared_is_asked_elsewhere
     assert isinstance(await elsewhere.acquire("orders", "web", only=True), Unreached)
 
 
-async def test_one_instance_that_cannot_be_had_hides_no_other_of_its_group(
-    api: Api, elsewhere: PeerSessions
-) -> None:
+async def test_unavailable_instance_hides_no_other(api: Api, elsewhere: PeerSessions) -> None:
     gone = Asked(api.sessions, "web", checks=False)
     Asked(api.sessions, "worker", CheckAnswer(0, Decision.COMMIT))
     look(api, elsewhere)
@@ -438,7 +432,7 @@ async def test_one_instance_that_cannot_be_had_hides_no_other_of_its_group(
     channel.release()
 
 
-def test_proxies_of_an_earlier_version_are_understood() -> None:
+def test_older_proxies_are_understood() -> None:
     granted = msgspec.msgpack.encode({"lease": "x", "endpoint": "session pod-1"})
     assert msgspec.msgpack.decode(granted, type=LeaseGranted).instance == ""
     told = msgspec.msgpack.encode({"groups": {"orders": ["pod-1"]}})

@@ -33,7 +33,7 @@ def visible_after(milliseconds: int, messages: int = 1) -> Transaction:
     return found
 
 
-def test_what_happens_is_counted() -> None:
+def test_events_are_counted() -> None:
     metrics = Metrics()
     metrics.prepared([visible_after(0, messages=2)])
     metrics.prepared([visible_after(0)])
@@ -78,7 +78,7 @@ def test_latencies_fall_into_buckets() -> None:
     assert found["txbroker_recovery_seconds_count", ()] == 1
 
 
-def test_gauges_are_asked_for_at_the_scrape_and_brought_together() -> None:
+def test_gauges_are_read_and_merged_at_the_scrape() -> None:
     metrics = Metrics()
     one = Gauges(pending={"a": 1}, pending_oldest_age_seconds={"a": 5.0}, owned_partitions=1)
     two = Gauges(
@@ -102,7 +102,7 @@ def test_gauges_are_asked_for_at_the_scrape_and_brought_together() -> None:
     assert any(name == "txbroker_build_info" for name, _ in found)
 
 
-def test_groups_beyond_the_bound_count_as_other() -> None:
+def test_groups_beyond_the_limit_count_as_other() -> None:
     metrics = Metrics(group_labels_max=2)
     for group in ("a", "b", "c", "d", "a"):
         metrics.checks_ended(group, "commit", [0.1])
@@ -120,7 +120,7 @@ def test_groups_beyond_the_bound_count_as_other() -> None:
     assert found["txbroker_pending", (("group", "other"),)] == 2
 
 
-def test_one_share_does_not_have_all_labels() -> None:
+def test_one_share_cannot_take_all_labels() -> None:
     metrics = Metrics(group_labels_max=5, share_of=lambda group: group[:1])
     for number in range(9):
         metrics.checks_ended(f"shop-{number}", "commit", [0.1])
@@ -130,7 +130,7 @@ def test_one_share_does_not_have_all_labels() -> None:
     assert shown == {"shop-0", "shop-1", "shop-2", "shop-3", "bank", "other"}
 
 
-def test_the_share_of_a_group_is_asked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_share_of_a_group_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """A scrape holds up all else, and groups are as many as producers make."""
     monkeypatch.setattr(metrics_module, "LABELS_KNOWN_MAX", 50)
     asked: list[str] = []
@@ -151,7 +151,7 @@ def test_the_share_of_a_group_is_asked_for_once(monkeypatch: pytest.MonkeyPatch)
         assert found["txbroker_pending", (("group", "other"),)] == 56
 
 
-def test_no_share_is_asked_for_when_all_labels_are_taken() -> None:
+def test_no_share_is_read_when_all_labels_are_taken() -> None:
     asked: list[str] = []
 
     def share_of(group: str) -> str:

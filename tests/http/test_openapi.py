@@ -234,7 +234,7 @@ MESSAGES = [
 
 
 @pytest.mark.parametrize("message", MESSAGES)
-def test_document_takes_the_very_messages_that_the_parser_takes(message: object) -> None:
+def test_document_and_parser_accept_the_same_messages(message: object) -> None:
     schemas = describe(operations())["components"]["schemas"]
     document = {"$ref": "#/components/schemas/Message", "components": {"schemas": schemas}}
     try:

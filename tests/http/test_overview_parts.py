@@ -31,7 +31,7 @@ def owned(number: int, url: str, pending: int = 0) -> PartitionOverview:
     return PartitionOverview(number, url, "owned", "", pending, 0, 0, 0)
 
 
-def test_each_partition_is_told_once_by_whoever_holds_it() -> None:
+def test_each_partition_is_reported_once_by_its_owner() -> None:
     moving = PartitionOverview(1, A, "suspended")
     told = joined([A, B], [said(A, owned(0, A), moving), said(B, owned(1, B, 7))], {}, 5)
     assert [(p.partition, p.owner, p.pending) for p in told.partitions] == [(0, A, 0), (1, B, 7)]
@@ -41,7 +41,7 @@ def test_each_partition_is_told_once_by_whoever_holds_it() -> None:
     assert turned.partitions == told.partitions
 
 
-def test_what_nobody_tells_of_is_shown_and_makes_it_incomplete() -> None:
+def test_unreported_partition_makes_overview_incomplete() -> None:
     told = joined([A, B, ""], [said(A, owned(0, A))], {B: "gone"}, 5)
     assert [(p.state, p.pending) for p in told.partitions] == [
         ("owned", 0),
@@ -57,21 +57,21 @@ def test_what_nobody_tells_of_is_shown_and_makes_it_incomplete() -> None:
     assert joined([A], [said(A)], {}, 5).partitions == (PartitionOverview(0, A, "none"),)
 
 
-def test_a_group_is_added_up_over_proxies() -> None:
+def test_group_is_summed_over_proxies() -> None:
     one = GroupOverview("g", 2, 1, 5.0, 2, ("x", "y"), 1000, "later")
     other = GroupOverview("g", 3, 0, 9.0, 2, ("y", "z"), 500, "refused")
     told = joined([], [said(A, groups=(one,)), said(B, groups=(other,))], {}, 5)
     assert told.groups == (GroupOverview("g", 5, 1, 9.0, 3, ("x", "y", "z"), 500, "refused"),)
 
 
-def test_more_instances_than_are_named_are_no_fewer_than_one_proxy_has() -> None:
+def test_instance_count_is_at_least_one_proxys() -> None:
     names = tuple(f"i{number}" for number in range(INSTANCES_SHOWN_MAX))
     many = GroupOverview("g", sessions=500, instances=names)
     told = joined([], [said(A, groups=(many,)), said(B, groups=(many,))], {}, 5)
     assert (told.groups[0].sessions, told.groups[0].instances) == (500, names)
 
 
-def test_those_groups_are_named_that_need_somebody_first() -> None:
+def test_groups_that_need_attention_come_first() -> None:
     idle = [GroupOverview(f"idle-{n:05}") for n in range(OVERVIEW_GROUPS_MAX)]
     away = GroupOverview("z-away", unreachable_since_ms=1)
     parked = GroupOverview("y-parked", parked=1)
@@ -82,7 +82,7 @@ def test_those_groups_are_named_that_need_somebody_first() -> None:
     assert told.groups_left_off == 5
 
 
-def test_refused_ones_are_added_up_by_topic() -> None:
+def test_refused_are_summed_by_topic() -> None:
     parts = [said(A, refused_topics={"t": 1, "u": 2}), said(B, refused_topics={"t": 3})]
     assert joined([], parts, {}, 5).refused_topics == {"t": 4, "u": 2}
 
@@ -125,7 +125,7 @@ def test_rates_are_those_of_the_last_seconds() -> None:
     assert rates.per_second() == Rates()
 
 
-def test_looks_that_come_late_lie_about_nothing() -> None:
+def test_late_samples_keep_rates_correct() -> None:
     clock = Clock()
     rates = RateCounter(clock)
     rates.promoted += 50
@@ -136,7 +136,7 @@ def test_looks_that_come_late_lie_about_nothing() -> None:
     assert rates.per_second().promoted_per_s == pytest.approx(10 / 99)
 
 
-def test_few_looks_are_kept() -> None:
+def test_few_samples_are_kept() -> None:
     clock = Clock()
     rates = RateCounter(clock)
     for _ in range(1000):

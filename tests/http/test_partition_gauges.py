@@ -103,7 +103,7 @@ def shown(metrics: Metrics) -> dict[tuple[str, Labels], float]:
     }
 
 
-def test_counters_of_all_owned_partitions_are_added_up_and_the_oldest_counts() -> None:
+def test_counters_are_summed_and_the_oldest_counts() -> None:
     committed = [Held(n, 0, decided_at_ms=NOW_MS - 7000 + n) for n in range(2)]
     one = HeldLedger({"a": 1}, {"a": 2}, {"t": 1}, {"a": NOW_MS - 5000}, committed)
     two = HeldLedger({"a": 3, "b": 4}, {}, {"t": 2}, {"a": NOW_MS - 9000, "b": NOW_MS})
@@ -176,7 +176,7 @@ def test_headroom_is_that_of_the_oldest_without_a_copy() -> None:
     assert days() == 13
 
 
-def test_what_is_being_copied_is_at_risk_until_its_turn_is_committed() -> None:
+def test_copy_is_at_risk_until_its_transaction_commits() -> None:
     held = [Held(0, NOW_MS - 9 * DAY_MS), Held(1, NOW_MS - 3 * DAY_MS)]
     metrics = watching(HeldBroker([HeldOwner(HeldLedger(held=held))]))
 
@@ -191,7 +191,7 @@ def test_what_is_being_copied_is_at_risk_until_its_turn_is_committed() -> None:
     assert days() == 11
 
 
-def test_what_is_lost_is_not_at_risk_until_it_is_revived() -> None:
+def test_lost_body_is_not_at_risk_until_revived() -> None:
     held = [Held(0, NOW_MS - 20 * DAY_MS, lost=True), Held(1, NOW_MS - 3 * DAY_MS)]
     metrics = watching(HeldBroker([HeldOwner(HeldLedger(held=held))]))
     left_s = [shown(metrics)["half_retention_headroom_seconds", ()]]
@@ -200,7 +200,7 @@ def test_what_is_lost_is_not_at_risk_until_it_is_revived() -> None:
     assert [each / 86400 for each in left_s] == [11, -6]
 
 
-def test_headroom_is_never_more_than_it_is_while_many_copies_are_passed() -> None:
+def test_headroom_is_never_overstated() -> None:
     copied = 3 * LOOKED_AT_MAX
     held = [Held(n, NOW_MS - 2 * DAY_MS + n, kept=n < copied) for n in range(copied + 10)]
     owner = HeldOwner(HeldLedger(held=held))
@@ -215,7 +215,7 @@ def test_headroom_is_never_more_than_it_is_while_many_copies_are_passed() -> Non
     assert owner.ledger.looked_at - before == 10
 
 
-def test_what_owners_tell_is_counted() -> None:
+def test_reports_of_owners_are_counted() -> None:
     metrics = Metrics()
     metrics.lost(3)
     metrics.snapshot_written(0.2, 1000)
@@ -228,7 +228,7 @@ def test_what_owners_tell_is_counted() -> None:
     assert found["snapshot_failed_total", ()] == 1
 
 
-def test_a_scrape_takes_milliseconds_whatever_is_pending() -> None:
+def test_scrape_time_is_independent_of_pending() -> None:
     pending = {f"g{n}": 1000 for n in range(1000)}
     ledgers = [HeldLedger(dict(pending), oldest=dict.fromkeys(pending, NOW_MS)) for _ in range(4)]
     metrics = watching(HeldBroker([HeldOwner(ledger) for ledger in ledgers]))

@@ -14,7 +14,7 @@ from txbroker.proxy.cluster.peers import Peers
 ME = "http://proxy-b:8470"
 
 
-async def test_a_proxy_with_another_peer_secret_is_logged_once(tmp_path: Path) -> None:
+async def test_proxy_with_wrong_peer_secret_is_logged_once(tmp_path: Path) -> None:
     file = tmp_path / "secret"
     file.write_text("the secret there")
     file.chmod(0o600)
@@ -38,7 +38,7 @@ async def test_a_proxy_with_another_peer_secret_is_logged_once(tmp_path: Path) -
         await peers.close()
 
 
-async def test_a_proxy_that_left_is_nobody_to_miss() -> None:
+async def test_removed_proxy_is_not_missed() -> None:
     others = ["http://127.0.0.1:1"]
     peers = Peers(PeerIdentity(lambda: ME))
     roster = PeerWatcher(peers, PeerSessions(PeerIdentity(lambda: ME)), lambda: others)

@@ -20,7 +20,7 @@ def test_page_is_current(name: str) -> None:
     assert committed == pages()[name], "run python -m txbroker.proxy.reference"
 
 
-def test_nothing_is_left_out(tmp_path: Path) -> None:
+def test_reference_is_complete(tmp_path: Path) -> None:
     write(tmp_path / "reference")
     made = {path.name: path.read_text() for path in (tmp_path / "reference").iterdir()}
     assert all(f"`{name}`" in made["settings.md"] for name in Settings.model_fields)

@@ -95,7 +95,7 @@ def masked(payload: bytes, *, first: int = 0x82, length: int | None = None) -> b
 # --- prepares never keep decisions and checks out -----------------------------------------------
 
 
-async def test_with_every_byte_taken_by_stuck_prepares_decisions_and_checks_go_on(
+async def test_stuck_prepares_do_not_block_decisions_and_checks(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async with running_api(in_flight_bytes_max=4 * MIB) as api:
@@ -135,7 +135,7 @@ async def test_with_every_byte_taken_by_stuck_prepares_decisions_and_checks_go_o
 @pytest.mark.rule(29)
 @pytest.mark.parametrize("bound", ["session_in_flight_bytes_max", "in_flight_bytes_max"])
 @pytest.mark.parametrize("together", [256, 1])
-async def test_what_does_not_fit_of_a_frame_keeps_out_none_behind_it(
+async def test_operation_that_does_not_fit_blocks_no_later_one(
     monkeypatch: pytest.MonkeyPatch, bound: str, together: int
 ) -> None:
     large = (Message("payments", value=b"x" * 150_000),)
@@ -159,7 +159,7 @@ async def test_what_does_not_fit_of_a_frame_keeps_out_none_behind_it(
     assert any(small - large > 1 for large, small in itertools.pairwise(expected))
 
 
-async def test_a_session_may_not_take_all_with_prepares_either(
+async def test_prepares_cannot_take_all_bytes_of_a_session(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async with running_api(session_in_flight_bytes_max=400_000) as api:
@@ -189,7 +189,7 @@ async def test_overloaded_of_the_service_is_counted_by_operation(api: Api) -> No
         assert f'overloaded_total{{operation="{name}"}} 1.0'.encode() in api.metrics.text()
 
 
-async def test_a_check_answer_with_too_large_messages_is_unknown(api: Api) -> None:
+async def test_check_answer_with_too_large_messages_is_unknown(api: Api) -> None:
     async with session(api) as producer:
         channel = api.sessions.acquire("orders", "")
         assert channel is not None
@@ -215,7 +215,7 @@ async def test_a_check_answer_with_too_large_messages_is_unknown(api: Api) -> No
     ],
     ids=["by count", "by bytes", "by time"],
 )
-async def test_a_session_that_never_reads_is_cut_off(limits: dict[str, float]) -> None:
+async def test_session_that_never_reads_is_disconnected(limits: dict[str, float]) -> None:
     async with running_api(session_heartbeat_s=600.0, **limits) as api:
         frame = masked(wire.encode_frame([wire.AskEarly(n, IDS[0]) for n in range(500)]))
         async with socket_to(api, UPGRADE + masked(HELLO)) as writer:
@@ -230,7 +230,7 @@ async def test_a_session_that_never_reads_is_cut_off(limits: dict[str, float]) -
             assert memory_bytes() - before < 64 * MIB
 
 
-def test_one_principal_takes_a_part_of_the_bytes_in_flight() -> None:
+def test_principal_is_limited_to_its_share_of_bytes() -> None:
     in_flight = ByteBudget(1000)
     assert in_flight.reserve(600, prepare=True, who="shop")
     assert not in_flight.reserve(1, prepare=True, who="shop")
@@ -244,7 +244,7 @@ def test_one_principal_takes_a_part_of_the_bytes_in_flight() -> None:
     assert (in_flight.bytes, in_flight.reserve(600, prepare=True, who="shop")) == (400, True)
 
 
-async def test_checks_that_wait_to_be_read_are_bounded_over_all_sessions() -> None:
+async def test_unread_checks_are_bounded_over_all_sessions() -> None:
     sizes = {
         "session_in_flight_bytes_max": 24 * MIB, "in_flight_bytes_max": 32 * MIB,
         "session_heartbeat_s": 600.0,
@@ -271,7 +271,7 @@ async def test_checks_that_wait_to_be_read_are_bounded_over_all_sessions() -> No
         assert limits.outgoing.bytes == 0
 
 
-async def test_an_http_client_that_never_reads_is_dropped() -> None:
+async def test_http_client_that_never_reads_is_dropped() -> None:
     async with running_api(request_timeout_s=0.3) as api:
         id = await api.prepare(messages=[{"topic": "payments", "value": "x" * 4_000_000}])
         get = f"GET {PATH}/{id}?bodies=1 HTTP/1.1\r\nHost: localhost\r\n\r\n".encode()
@@ -283,7 +283,7 @@ async def test_an_http_client_that_never_reads_is_dropped() -> None:
         assert memory_bytes() - before < 64 * MIB
 
 
-async def test_a_page_of_a_list_names_only_so_many_messages(api: Api) -> None:
+async def test_list_page_bounds_its_messages(api: Api) -> None:
     ids = [await api.prepare(messages=[{"topic": "t", "value": str(n)}] * 900) for n in range(30)]
     listed: list[str] = []
     cursor, pages = "", 0
@@ -298,7 +298,7 @@ async def test_a_page_of_a_list_names_only_so_many_messages(api: Api) -> None:
     assert pages == 3
 
 
-async def test_stuck_calls_over_http_are_bounded_however_small(
+async def test_stuck_small_http_calls_are_bounded(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async with running_api(in_flight_bytes_max=MIB) as api:
@@ -314,7 +314,7 @@ async def test_stuck_calls_over_http_are_bounded_however_small(
 # --- one byte a minute --------------------------------------------------------------------------
 
 
-async def test_a_request_that_never_comes_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_incomplete_request_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("txbroker.proxy.http.server.KEEPALIVE_S", 0.3)
     async with running_api(request_timeout_s=0.3) as api:
         async with socket_to(api, b"POST /v1/tr") as slow_head:
@@ -331,7 +331,7 @@ async def test_a_request_that_never_comes_whole(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize("behind_the_hello", [True, False])
-async def test_a_frame_that_never_comes_whole_ends_its_session(behind_the_hello: bool) -> None:
+async def test_incomplete_frame_ends_its_session(behind_the_hello: bool) -> None:
     async with running_api(request_timeout_s=0.3) as api:
         begun = masked(b"x", length=1000)
         first = UPGRADE + masked(HELLO) + (begun if behind_the_hello else b"")
@@ -347,7 +347,7 @@ async def test_a_frame_that_never_comes_whole_ends_its_session(behind_the_hello:
 # --- frames on their way in ---------------------------------------------------------------------
 
 
-async def test_half_frames_find_no_more_room_than_there_is() -> None:
+async def test_half_frames_stay_within_the_budget() -> None:
     limits = {"in_flight_bytes_max": 40 * MIB, "session_heartbeat_s": 600.0}
     async with running_api(**limits) as api, contextlib.AsyncExitStack() as stack:
         half = masked(b"x" * (14 * MIB), length=15 * MIB)
@@ -367,7 +367,7 @@ async def test_half_frames_find_no_more_room_than_there_is() -> None:
     await until(lambda: limits.receiving.bytes == 0)
 
 
-async def test_a_frame_that_comes_with_the_upgrade_is_measured_too(api: Api) -> None:
+async def test_frame_sent_with_the_upgrade_is_measured(api: Api) -> None:
     limits = api.app[CONTEXT].limits
     first = UPGRADE + masked(HELLO) + masked(b"x", length=MIB)
     async with socket_to(api, first) as writer:
@@ -376,7 +376,7 @@ async def test_a_frame_that_comes_with_the_upgrade_is_measured_too(api: Api) -> 
         await until(lambda: limits.receiving.bytes == 0)
 
 
-async def test_large_frames_wait_their_turn_and_are_all_answered() -> None:
+async def test_large_frames_queue_and_are_all_answered() -> None:
     limits = {
         "in_flight_bytes_max": 4 * MIB, "frame_bytes_max": 2 * MIB, "message_bytes_max": MIB,
         "transaction_bytes_max": MIB, "session_in_flight_bytes_max": 4 * MIB,
@@ -416,7 +416,7 @@ def meter(room: FrameBudget, line: Wire) -> FrameMeter:
 
 
 @given(seed=st.integers(), sizes=st.lists(st.integers(0, 70_000), min_size=1, max_size=6))
-async def test_however_frames_are_cut_the_room_is_given_back(seed: int, sizes: list[int]) -> None:
+async def test_frames_cut_anywhere_return_their_bytes(seed: int, sizes: list[int]) -> None:
     chance = random.Random(seed)
     room, line = FrameBudget(1_000_000), Wire()
     measured = meter(room, line)
@@ -440,7 +440,7 @@ async def test_however_frames_are_cut_the_room_is_given_back(seed: int, sizes: l
     assert (room.bytes, line.reading, measured._timer) == (0, True, None)
 
 
-async def test_who_waits_is_let_in_when_there_is_room_or_the_other_is_gone() -> None:
+async def test_waiting_frame_is_admitted_when_bytes_return() -> None:
     room = FrameBudget(50_000)
     lines = [Wire(), Wire(), Wire()]
     first, second, third = (meter(room, line) for line in lines)
@@ -456,7 +456,7 @@ async def test_who_waits_is_let_in_when_there_is_room_or_the_other_is_gone() -> 
     assert room.bytes == 0
 
 
-async def test_one_who_waited_and_went_is_not_let_in() -> None:
+async def test_closed_connection_leaves_the_queue() -> None:
     room = FrameBudget(50_000)
     first, second = meter(room, Wire()), meter(room, Wire())
     first.feed(masked(b"x", length=40_000))
@@ -466,7 +466,7 @@ async def test_one_who_waited_and_went_is_not_let_in() -> None:
     assert room.bytes == 0
 
 
-async def test_small_frames_need_no_room_and_many_small_pieces_do() -> None:
+async def test_small_frames_need_no_budget_but_many_pieces_do() -> None:
     room = FrameBudget(100_000)
     measured = meter(room, Wire())
     measured.feed(masked(b"x", length=SMALL_BYTES))
@@ -481,7 +481,7 @@ async def test_small_frames_need_no_room_and_many_small_pieces_do() -> None:
 # --- owners -------------------------------------------------------------------------------------
 
 
-async def test_owners_are_told_at_once_where_the_service_tells(
+async def test_owner_notification_reaches_sessions_at_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("txbroker.proxy.http.sessions.server.OWNERS_POLL_S", 3600.0)

@@ -88,7 +88,7 @@ async def test_text_frames_are_refused(api: Api) -> None:
         assert "binary" in await refused(producer)
 
 
-async def test_no_hello_in_time() -> None:
+async def test_missing_hello_times_out() -> None:
     async with running_api(request_timeout_s=0.05) as api, connected(api) as producer:
         assert "no hello" in await refused(producer)
 
@@ -119,7 +119,7 @@ async def test_bytes_in_flight_of_a_session_are_bounded() -> None:
         assert isinstance(await producer.next(), wire.Status)
 
 
-async def test_client_that_never_reads_is_cut_off() -> None:
+async def test_client_that_never_reads_is_disconnected() -> None:
     limits = {"session_answers_max": 1000, "session_heartbeat_s": 600.0}
     async with running_api(**limits) as api:
         _, writer = await open_socket(api)
@@ -134,7 +134,7 @@ async def test_client_that_never_reads_is_cut_off() -> None:
             await writer.wait_closed()
 
 
-async def test_client_that_stops_reading_is_cut_off_after_the_timeout() -> None:
+async def test_client_that_stops_reading_is_disconnected() -> None:
     async with running_api(request_timeout_s=0.1, session_heartbeat_s=600.0) as api:
         _, writer = await open_socket(api)
         writer.write(masked(HELLO))
@@ -150,7 +150,7 @@ async def test_client_that_stops_reading_is_cut_off_after_the_timeout() -> None:
             await writer.wait_closed()
 
 
-async def test_dead_peer_is_found_by_its_silence() -> None:
+async def test_silent_peer_is_disconnected() -> None:
     async with running_api(session_heartbeat_s=0.05) as api:
         _, writer = await open_socket(api)
         writer.write(masked(HELLO))
@@ -160,7 +160,7 @@ async def test_dead_peer_is_found_by_its_silence() -> None:
         writer.close()
 
 
-async def test_session_dropped_in_the_middle_of_a_call(api: Api) -> None:
+async def test_session_may_drop_during_a_call(api: Api) -> None:
     api.service.gate = asyncio.Event()
     async with session(api) as producer:
         await producer.send(wire.Prepare(1, ID, MESSAGES))
@@ -173,7 +173,7 @@ async def test_session_dropped_in_the_middle_of_a_call(api: Api) -> None:
     await until(lambda: ID in api.service.views)
 
 
-async def test_only_so_many_sessions() -> None:
+async def test_sessions_are_bounded() -> None:
     async with running_api(sessions_max=1) as api, session(api):
         with pytest.raises(aiohttp.WSServerHandshakeError) as refusal:
             async with connected(api):

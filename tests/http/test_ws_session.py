@@ -67,7 +67,7 @@ async def test_failures_carry_code_and_details(api: Api) -> None:
     ("failure", "code"),
     [(KafkaUnavailable("gone"), "kafka_unavailable"), (RuntimeError("secret"), "failed")],
 )
-async def test_what_goes_wrong_inside_ends_the_call_not_the_session(
+async def test_internal_error_fails_the_call_not_the_session(
     api: Api, failure: Exception, code: str
 ) -> None:
     async with session(api) as producer:
@@ -100,7 +100,7 @@ async def test_what_goes_wrong_inside_ends_the_call_not_the_session(
         (wire.AskEarly(1, ID, "x" * 1001), "bad_request"),
     ],
 )
-async def test_what_is_out_of_bounds_is_refused(
+async def test_out_of_bounds_operation_is_refused(
     api: Api, operation: wire.FromProducer, code: str
 ) -> None:
     async with session(api) as producer:
@@ -111,7 +111,7 @@ async def test_what_is_out_of_bounds_is_refused(
     assert api.service.requests == []
 
 
-async def test_what_is_answered_in_one_turn_goes_back_in_few_frames(api: Api) -> None:
+async def test_answers_of_one_iteration_share_frames(api: Api) -> None:
     api.service.gate = asyncio.Event()
     full, count = wire.FRAME_OPERATIONS_MAX, wire.FRAME_OPERATIONS_MAX + 40
     async with session(api) as producer:
@@ -127,7 +127,7 @@ async def test_what_is_answered_in_one_turn_goes_back_in_few_frames(api: Api) ->
         assert calls == [[*range(full)], [*range(full, count)]]
 
 
-async def test_an_answer_waits_for_the_writer_only_while_others_may_come(api: Api) -> None:
+async def test_last_answer_is_sent_without_the_writer(api: Api) -> None:
     api.service.gate = gate = asyncio.Event()
     async with session(api) as producer:
         [entry] = api.sessions._groups["orders"]
@@ -145,7 +145,7 @@ async def test_an_answer_waits_for_the_writer_only_while_others_may_come(api: Ap
         assert calls == [2, 1]
 
 
-async def test_slow_operation_holds_up_no_other(api: Api) -> None:
+async def test_slow_operation_delays_no_other(api: Api) -> None:
     api.service.gate = gate = asyncio.Event()
     async with session(api) as producer:
         await producer.send(wire.Prepare(1, ID, MESSAGES))
@@ -159,7 +159,7 @@ async def test_slow_operation_holds_up_no_other(api: Api) -> None:
         assert [second.call, first.call] == [2, 1]  # type: ignore[union-attr]
 
 
-async def test_check_goes_down_the_session_and_its_answer_comes_back(api: Api) -> None:
+async def test_check_and_answer_travel_over_the_session(api: Api) -> None:
     async with session(api) as producer:
         channel = api.sessions.acquire("orders", "worker-1")
         assert channel is not None
@@ -171,13 +171,13 @@ async def test_check_goes_down_the_session_and_its_answer_comes_back(api: Api) -
         assert await asked == Answered(Decision.COMMIT, None, None, "row found")
 
 
-async def test_a_session_says_whether_it_has_a_check_function(api: Api) -> None:
+async def test_session_reports_its_check_function(api: Api) -> None:
     async with session(api, checks=False):
         assert api.sessions.acquire("orders", "") is None
         assert api.sessions.acquire("orders", "worker-1") is not None
 
 
-async def test_a_hello_of_an_earlier_version_has_a_check_function(api: Api) -> None:
+async def test_hello_of_older_version_has_a_check_function(api: Api) -> None:
     async with connected(api) as producer:
         hello = ["hello", wire.SESSION_VERSION, "orders", "worker-1"]
         await producer.socket.send_bytes(msgspec.msgpack.encode([hello]))
@@ -185,7 +185,7 @@ async def test_a_hello_of_an_earlier_version_has_a_check_function(api: Api) -> N
         assert api.sessions.askable("orders") == 1
 
 
-async def test_checks_that_fill_a_frame_are_split_over_several() -> None:
+async def test_large_checks_are_split_over_frames() -> None:
     large = (Message("t", value=b"x" * 900_000),)
     async with (
         running_api(
@@ -220,7 +220,7 @@ async def test_draining_session_is_not_asked(api: Api) -> None:
         assert api.sessions.acquire("orders", "worker-1") is None
 
 
-async def test_session_that_ends_leaves_its_check_unclear(api: Api) -> None:
+async def test_ended_session_leaves_its_check_unclear(api: Api) -> None:
     async with session(api) as producer:
         channel = api.sessions.acquire("orders", "")
         assert channel is not None
@@ -230,13 +230,13 @@ async def test_session_that_ends_leaves_its_check_unclear(api: Api) -> None:
     assert api.sessions.counts() == {}
 
 
-async def test_owners_are_told_when_they_change(api: Api) -> None:
+async def test_changed_owners_are_sent(api: Api) -> None:
     async with session(api) as producer:
         api.service.owner_urls = ("http://other:8470",)
         assert await producer.next() == wire.Owners(("http://other:8470",))
 
 
-async def test_clock_is_told(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_clock_is_sent(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("txbroker.proxy.http.sessions.server.CLOCK_S", 0.0)
     async with running_api() as quick, session(quick) as producer:
         assert await producer.next() == wire.ClockUpdate(NOW_MS)
@@ -247,7 +247,7 @@ async def test_sessions_are_counted(api: Api) -> None:
         assert b'txbroker_sessions{group="orders"} 2.0' in api.metrics.text()
 
 
-async def test_proxy_that_stops_answers_first_and_says_goodbye() -> None:
+async def test_stopping_proxy_answers_then_closes() -> None:
     async with running_api() as api:
         api.service.gate = asyncio.Event()
         async with session(api) as producer:

@@ -96,7 +96,7 @@ BOMBS = {
 
 
 @pytest.mark.parametrize("case", BOMBS)
-async def test_a_bomb_is_unclear_soon_and_costs_little(
+async def test_bomb_is_unclear_soon_and_costs_little(
     case: str, serve: Serve, call: CheckCall
 ) -> None:
     """Unclear within the time of the check; memory stays bounded."""
@@ -175,7 +175,7 @@ AMBIGUOUS = {
 
 
 @pytest.mark.parametrize("case", AMBIGUOUS)
-async def test_an_answer_that_says_two_things_is_unclear(
+async def test_contradictory_answer_is_unclear(
     case: str, serve: Serve, checks: HttpChecks, call: CheckCall
 ) -> None:
     """Unclear: no decision."""
@@ -201,12 +201,12 @@ CLEAR = {
 
 
 @pytest.mark.parametrize("case", CLEAR)
-def test_an_answer_that_says_one_thing_is_taken(case: str) -> None:
+def test_unambiguous_answer_is_accepted(case: str) -> None:
     """Taken as the decision that it names."""
     assert isinstance(read_answer(json.dumps(CLEAR[case]).encode(), ID), Answered)
 
 
-def test_the_value_of_a_message_is_the_business_of_its_readers() -> None:
+def test_message_values_are_not_interpreted() -> None:
     """`value_json` goes out byte for byte, whatever it repeats."""
     value = b'{"a": 1, "a": 2}'
     body = b'{"decision": "commit", "messages": [{"topic": "t", "value_json": %b}]}' % value

@@ -84,7 +84,7 @@ async def pending(service: Service, policy: dict[str, Any]) -> str:
 
 
 @pytest.mark.parametrize("case", ENDPOINTS)
-async def test_an_impostor_hears_nothing_and_decides_nothing(
+async def test_impostor_gets_no_call_and_decides_nothing(
     case: str,
     service: Service,
     serve: Serve,
@@ -117,9 +117,7 @@ async def test_the_right_endpoint_decides(
     await service.reaches(id, "promoted")
 
 
-async def test_an_endpoint_without_tls_is_no_https_endpoint(
-    serve: Serve, trusted: Authority
-) -> None:
+async def test_endpoint_without_tls_is_no_https_endpoint(serve: Serve, trusted: Authority) -> None:
     """Unreached: nothing is sent."""
     server = await serve(answering(response(b"")))
     async with running_api() as api:
@@ -140,7 +138,7 @@ SIGNED = {
 
 
 @pytest.mark.parametrize("case", SIGNED)
-async def test_an_endpoint_can_tell_who_asks(
+async def test_endpoint_can_verify_the_caller(
     case: str, service: Service, serve: Serve, tmp_path: Path
 ) -> None:
     """It refuses what `verify_webhook` refuses: no answer of it goes to a stranger."""
@@ -165,7 +163,7 @@ async def test_an_endpoint_can_tell_who_asks(
     await service.reaches(id, "promoted" if taken else "parked")
 
 
-async def test_nobody_is_asked_without_a_signature_when_the_secret_is_gone(
+async def test_missing_secret_prevents_unsigned_checks(
     service: Service, serve: Serve, tmp_path: Path
 ) -> None:
     """A secret that cannot be read makes no unsigned call of a signed one."""

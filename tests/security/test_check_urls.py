@@ -131,9 +131,7 @@ async def store(api: Api, url: str, group: str = "orders") -> None:
 
 
 @pytest.mark.parametrize("case", SPELLINGS)
-async def test_a_forbidden_address_is_refused_at_registration(
-    case: str, resolver: Resolver
-) -> None:
+async def test_forbidden_address_is_refused_at_registration(case: str, resolver: Resolver) -> None:
     """400 bad_request, naming check_url_allow."""
     async with running_api(public=True) as api:
         status, why = await register(api, f"http://{SPELLINGS[case]}:8080/check")
@@ -142,7 +140,7 @@ async def test_a_forbidden_address_is_refused_at_registration(
 
 
 @pytest.mark.parametrize("case", SPELLINGS)
-async def test_a_forbidden_address_is_refused_at_the_call(
+async def test_forbidden_address_is_refused_at_the_call(
     case: str, resolver: Resolver, trap: Callable[[str], list[str]]
 ) -> None:
     """The test of the group names check_url_allow; nothing is sent."""
@@ -177,7 +175,7 @@ async def test_a_forbidden_address_is_refused_at_the_call(
         "http://orders.example:0/",
     ],
 )
-async def test_a_url_that_readers_take_apart_differently_is_refused(url: str) -> None:
+async def test_ambiguous_url_is_refused(url: str) -> None:
     """400 bad_request."""
     async with running_api() as api:
         status, why = await register(api, url)
@@ -187,7 +185,7 @@ async def test_a_url_that_readers_take_apart_differently_is_refused(url: str) ->
 # --- names whose answer changes --------------------------------------------------------------
 
 
-async def test_a_name_that_changes_between_test_and_connection_leads_nowhere_else(
+async def test_rebound_name_reaches_no_other_address(
     resolver: Resolver, serve: Serve, call: CheckCall
 ) -> None:
     """Each look-up answers with another address: allowed, forbidden, allowed …"""
@@ -214,7 +212,7 @@ async def test_a_name_that_changes_between_test_and_connection_leads_nowhere_els
     await checks.close()
 
 
-async def test_a_name_that_is_registered_first_and_bound_later(resolver: Resolver) -> None:
+async def test_name_registered_first_and_bound_later(resolver: Resolver) -> None:
     """A name without an address may be registered; what it stands for is tested at each call."""
     resolver["later.example"] = lambda: (_ for _ in ()).throw(
         socket.gaierror(socket.EAI_NONAME, "no")
@@ -226,7 +224,7 @@ async def test_a_name_that_is_registered_first_and_bound_later(resolver: Resolve
         assert "169.254.169.254 is the address of a cloud metadata service" in tried["why"]
 
 
-async def test_a_kept_connection_is_tested_before_each_use(serve: Serve, call: CheckCall) -> None:
+async def test_kept_connection_is_verified_before_each_use(serve: Serve, call: CheckCall) -> None:
     """Closed and not used once its address is refused."""
     own: list[Address] = []
     server = await serve(answering(response(COMMIT)))
@@ -258,7 +256,7 @@ def hanging(resolver: Resolver) -> Iterator[Callable[[int], str]]:
     go_on.set()
 
 
-async def test_names_that_hang_hold_up_neither_registration_nor_other_groups(
+async def test_hanging_names_delay_no_other_group(
     hanging: Callable[[int], str], serve: Serve
 ) -> None:
     """Given up after 3 s; others go on."""
@@ -357,7 +355,7 @@ async def test_the_installation_itself_cannot_be_called(case: str, resolver: Res
         (Address("10.0.0.2", 8470), "http://[64:ff9b::10.0.0.2]:8470/", True),
     ],
 )
-async def test_other_proxies_are_known_by_what_their_names_stand_for(
+async def test_other_proxies_are_known_by_their_addresses(
     own: Address, url: str, refused: bool
 ) -> None:
     """Refused at their address and port, allowed at others."""
@@ -374,7 +372,7 @@ async def test_other_proxies_are_known_by_what_their_names_stand_for(
     await checks.close()
 
 
-async def test_an_own_name_that_cannot_be_looked_up_keeps_its_last_addresses() -> None:
+async def test_failed_look_up_keeps_the_last_addresses() -> None:
     """A name server that fails, or is made to, opens nothing."""
     fails = [True]
 
@@ -423,7 +421,7 @@ async def test_running_proxies_refuse_one_anothers_addresses() -> None:
             assert (await service.call("PUT", "/v1/groups/orders", fine))[0] == 200
 
 
-async def test_brokers_beyond_the_settings_are_the_installations_own(
+async def test_all_brokers_are_the_installations_own(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Those that Kafka's metadata name, as soon as they do."""
@@ -442,7 +440,7 @@ async def test_brokers_beyond_the_settings_are_the_installations_own(
             await service.call("PUT", "/v1/groups/orders", policy)
 
 
-def test_this_machines_addresses_are_known_without_a_list() -> None:
+def test_own_addresses_are_known_without_a_list() -> None:
     """Refused at the ports of the proxy."""
     assert is_local(forms("127.0.0.3")[0])
     assert is_local(forms("::1")[0])
@@ -526,7 +524,7 @@ async def test_a_proxy_on_loopback_only_calls_loopback(serve: Serve) -> None:
             assert (await register(api, server.url))[0] == 400
 
 
-async def test_a_redirect_leads_nowhere(
+async def test_redirect_is_not_followed(
     serve: Serve, checks: HttpChecks, call: CheckCall, trap: Callable[[str], list[str]]
 ) -> None:
     """Unclear: redirects are not followed."""

@@ -95,7 +95,7 @@ async def test_sessions(installation: Installation, credential: str, record_prop
     record_property("result", "401 at the upgrade, no call of Kafka")
 
 
-async def test_a_session_of_a_principal_that_is_revoked(installation: Installation) -> None:
+async def test_session_of_a_revoked_principal(installation: Installation) -> None:
     """The open session is cut off, and a new one gets 401; sessions of others stay."""
     installation.allow(*TABLES)
     for url in installation.urls:
@@ -115,7 +115,7 @@ async def test_a_session_of_a_principal_that_is_revoked(installation: Installati
         installation.allow(*TABLES)
 
 
-async def test_a_hello_of_a_principal_that_was_revoked_since_the_upgrade(
+async def test_hello_of_principal_revoked_after_the_upgrade(
     installation: Installation,
 ) -> None:
     """The hello gets unauthorized; no session begins."""
@@ -130,7 +130,7 @@ async def test_a_hello_of_a_principal_that_was_revoked_since_the_upgrade(
         installation.allow(*TABLES)
 
 
-async def test_a_session_of_a_principal_that_loses_its_group(installation: Installation) -> None:
+async def test_session_of_a_principal_that_loses_its_group(installation: Installation) -> None:
     """The open session is cut off; a new hello for the group gets not_permitted."""
     installation.allow(*TABLES)
     for url in installation.urls:
@@ -172,7 +172,7 @@ BROKEN: dict[str, tuple[str, str | None, int]] = {
 
 
 @pytest.mark.parametrize("case", BROKEN)
-async def test_a_file_of_credentials_that_breaks(
+async def test_broken_credential_file(
     installation: Installation, case: str, record_property: Any
 ) -> None:
     name, rubbish, mode = BROKEN[case]
@@ -193,7 +193,7 @@ async def test_a_file_of_credentials_that_breaks(
     record_property("result", "The last content stays in force; overview and metric name the file")
 
 
-def test_the_time_of_a_look_up_says_nothing_about_which_tokens_exist(tmp_path: Path) -> None:
+def test_time_of_a_look_up_reveals_no_tokens(tmp_path: Path) -> None:
     """The look-up alone is timed: wrong, expired, revoked differ by less than a factor of two."""
     path = tmp_path / "principals.toml"
     path.write_text("\n".join(TABLES[name] for name in ("shop", "expired")))

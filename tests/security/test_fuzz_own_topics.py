@@ -178,7 +178,7 @@ DECODERS: tuple[Callable[[Record], object], ...] = (
 )
 
 
-def test_decoders_know_typed_errors_only() -> None:
+def test_decoders_raise_typed_errors_only() -> None:
     """Typed errors alone."""
     random = Random(0)
     for _ in range(CASES):
@@ -192,7 +192,7 @@ def test_decoders_know_typed_errors_only() -> None:
                 raise AssertionError(f"{decode.__name__} of {record!r}"[:2000]) from error
 
 
-def test_a_ledger_goes_on_beside_any_noise() -> None:
+def test_ledger_ignores_any_noise() -> None:
     """Void or stepped over; the transactions beside it settle."""
     for seed in SEEDS:
         a_ledger_goes_on(Random(seed))
@@ -221,7 +221,7 @@ def a_ledger_goes_on(random: Random) -> None:
     assert [ledger.index.transactions[id].state for id in ids] == [State.COMMITTED] * len(ids)
 
 
-def test_a_claim_reads_any_noise() -> None:
+def test_claim_reads_any_noise() -> None:
     """Set aside; the claim comes through."""
     random = Random(0)
     for _ in range(CASES // 50):
@@ -279,7 +279,7 @@ def forged(record: Record, topic: str) -> bool:
 @pytest.mark.parametrize(
     "committed", [None, True, False], ids=["without a transaction", "committed", "aborted"]
 )
-async def test_a_proxy_goes_on_beside_noise_in_all_of_its_topics(committed: bool | None) -> None:
+async def test_proxy_survives_noise_in_all_its_topics(committed: bool | None) -> None:
     """Set aside; no partition stops, transactions settle."""
     for seed in SEEDS:
         await a_proxy_goes_on(Random(seed), committed)

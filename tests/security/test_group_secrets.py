@@ -86,7 +86,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("case", PLACES)
-async def test_a_place_that_may_not_be_named_is_refused_everywhere(case: str, folder: Path) -> None:
+async def test_forbidden_secret_place_is_refused_everywhere(case: str, folder: Path) -> None:
     """Refused at registration, and at the call as the groups topic may hold it."""
     ref, words = PLACES[case]
     ref = ref.format(folder=folder)
@@ -104,7 +104,7 @@ async def test_a_place_that_may_not_be_named_is_refused_everywhere(case: str, fo
         await secrets.read("orders", ref)
 
 
-async def test_the_largest_secret_is_taken(folder: Path) -> None:
+async def test_largest_secret_is_accepted(folder: Path) -> None:
     """Read: 64 KiB are the limit."""
     ref = f"file:{folder}/orders/largest"
     assert len(await GroupSecrets(folder).read("orders", ref)) == SECRET_BYTES_MAX
@@ -125,7 +125,7 @@ OWN_FILES = {
 
 
 @pytest.mark.parametrize("group", OWN_FILES)
-async def test_a_groups_files_are_its_own(tmp_path: Path, group: str) -> None:
+async def test_files_belong_to_one_group(tmp_path: Path, group: str) -> None:
     """Any name of a group gives a separate file and a separate folder."""
     secrets = GroupSecrets(tmp_path)
     below = OWN_FILES[group]
@@ -152,20 +152,20 @@ async def test_a_groups_files_are_its_own(tmp_path: Path, group: str) -> None:
         ("team", "TEAM_SECRET", False),
     ],
 )
-def test_a_variable_is_every_groups_or_one_groups(group: str, variable: str, allowed: bool) -> None:
+def test_variable_belongs_to_all_groups_or_one(group: str, variable: str, allowed: bool) -> None:
     """Allowed (True) as `secret_env_allow` lists it for this group or for all, else refused."""
     refused = GroupSecrets(None, VARIABLES).refuse(group, f"env:{variable}")
     assert (refused is None) == allowed
 
 
 @pytest.mark.parametrize("ref", ["file:/etc/passwd", "env:ORDERS_SECRET"])
-async def test_nothing_may_be_named_by_default(ref: str) -> None:
+async def test_no_secret_place_is_allowed_by_default(ref: str) -> None:
     """Refused, with the setting that would allow it."""
     with pytest.raises(SecretRefused, match=r"secrets_dir|secret_env_allow"):
         await GroupSecrets().read("orders", ref)
 
 
-async def test_a_link_that_is_put_there_after_the_look_leads_nowhere(
+async def test_link_placed_after_the_check_is_not_followed(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Not read where a link replaces the file between look-up and opening."""
@@ -187,7 +187,7 @@ async def test_a_link_that_is_put_there_after_the_look_leads_nowhere(
         await secrets.read("orders", f"file:{inner}")
 
 
-async def test_reads_that_hang_hold_up_neither_others_nor_the_loop(
+async def test_hanging_reads_delay_no_other_group(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Others are read and calls answered, beside more reads that hang than there are threads."""
@@ -227,7 +227,7 @@ async def world() -> AsyncIterator[MemoryHarness]:
     await world.close()
 
 
-async def test_ten_groups_with_a_device_stop_no_proxy(
+async def test_groups_with_device_files_stop_no_proxy(
     world: MemoryHarness, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The proxy starts, is ready, takes calls, tells what is wrong, and ends.
@@ -275,7 +275,7 @@ async def test_ten_groups_with_a_device_stop_no_proxy(
 
 
 @pytest.mark.parametrize(("group", "status"), [("shop", 400), ("bank", 200)])
-async def test_no_team_signs_with_another_teams_secret(
+async def test_team_cannot_sign_with_another_teams_secret(
     world: MemoryHarness, tmp_path: Path, folder: Path, group: str, status: int
 ) -> None:
     """Only the group whose name the file has can register it."""

@@ -30,7 +30,7 @@ UNKNOWN = {
 
 
 @pytest.mark.parametrize("name", [*MALFORMED, *UNKNOWN])
-async def test_a_name_that_is_malformed_or_not_the_principals(
+async def test_malformed_or_foreign_group_name(
     installation: Installation, name: str, record_property: Any
 ) -> None:
     by, code, group = "operator", "400 bad_request", MALFORMED.get(name)

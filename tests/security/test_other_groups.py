@@ -92,7 +92,7 @@ async def test_cursors_of_lists(installation: Installation) -> None:
             assert not seen if query else seen >= own
 
 
-async def test_who_decides_by_role(installation: Installation) -> None:
+async def test_decisions_by_role(installation: Installation) -> None:
     """An operator's decision is an operator's, also where its body names the group."""
     for url in installation.urls:
         id = await installation.prepared("shop")
@@ -260,7 +260,7 @@ async def test_calls_of_proxies(
     record_property("result", "403 not_a_peer")
 
 
-async def test_who_decided_is_the_principal(installation: Installation) -> None:
+async def test_decision_records_the_principal(installation: Installation) -> None:
     """The marker names the principal, whatever the body says; through any proxy."""
     for _ in range(4):
         for url in installation.urls:
@@ -285,7 +285,7 @@ async def test_who_decided_is_the_principal(installation: Installation) -> None:
             assert (view["by"], view["source"]) == ("operator", "operator")
 
 
-async def test_a_session_decides_as_its_principal(installation: Installation) -> None:
+async def test_session_decides_as_its_principal(installation: Installation) -> None:
     """The marker names the principal of the session."""
     url = installation.urls[0]
     async with installation.socket("shop", url) as socket:

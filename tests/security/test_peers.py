@@ -39,7 +39,7 @@ def credentials(folder: Path) -> dict[str, dict[str, Any]]:
 
 
 @pytest.mark.parametrize("credential", ["a token", "principals"])
-async def test_a_proxy_without_peer_identity_beside_others(
+async def test_proxy_without_peer_identity_among_others(
     alone: Installation, credential: str, record_property: Any
 ) -> None:
     await alone.start(1)

@@ -229,14 +229,14 @@ EXPECTED = {
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_the_place_was_looked_at(planted: Planted, place: str) -> None:
+def test_planted_place_was_searched(planted: Planted, place: str) -> None:
     """The control of the cases above: it says what it should."""
     assert EXPECTED[place] in planted.said[place]
 
 
 @pytest.mark.parametrize("secret", PLANTED)
 @pytest.mark.parametrize("place", PLACES)
-def test_it_comes_out_nowhere(planted: Planted, place: str, secret: str) -> None:
+def test_planted_secret_appears_nowhere(planted: Planted, place: str, secret: str) -> None:
     """Not found."""
     text = planted.said[place]
     assert [written for written in spelled(PLANTED[secret]) if written in text] == []

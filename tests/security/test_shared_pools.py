@@ -62,7 +62,7 @@ async def others_go_on(made: Installation) -> None:
         assert (await made.call("POST", path, {"group": "bank"}, by="bank")).status == 200
 
 
-async def test_undecided_ones_of_many_groups(start: Start, record_property: Any) -> None:
+async def test_undecided_transactions_of_many_groups(start: Start, record_property: Any) -> None:
     made = await start(pending_max=POOL)
     outcomes = [(await prepared_by(made, "shop", f"shop-{n}"))[0] for n in range(MANY)]
     assert outcomes.count("201") == 4 * PART
@@ -86,7 +86,7 @@ async def test_undecided_ones_of_many_groups(start: Start, record_property: Any)
     record_property("result", "429 overloaded at four fifths; another team goes on")
 
 
-async def test_settled_ones_of_many_groups(
+async def test_settled_transactions_of_many_groups(
     start: Start, monkeypatch: pytest.MonkeyPatch, record_property: Any
 ) -> None:
     monkeypatch.setattr(settled, "SEGMENT_ENTRIES", 1)

@@ -11,7 +11,7 @@ from tests.security.security_table import CLASSES, PAGE, ROWS, WRITE, page_of, r
 
 
 @pytest.mark.full
-def test_the_page_says_what_the_tests_have_seen(request: pytest.FixtureRequest) -> None:
+def test_page_matches_the_results(request: pytest.FixtureRequest) -> None:
     seen = request.config.stash[ROWS]
     if os.environ.get(WRITE):
         PAGE.write_text(page_of(seen))

@@ -306,7 +306,7 @@ async def start(settings: Json) -> None:
 
 
 @pytest.mark.parametrize("case", unsafe())
-async def test_it_is_refused_in_a_sentence(case: Case, place: Place) -> None:
+async def test_unsafe_configuration_is_refused(case: Case, place: Place) -> None:
     """Refused at start, in a sentence that names the setting."""
     with pytest.raises(ConfigurationError) as caught:
         await start(case.settings(place))
@@ -344,7 +344,7 @@ COMMANDS = (
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_the_command_exits_before_it_does_anything(name: str, place: Place) -> None:
+def test_command_exits_before_any_action(name: str, place: Place) -> None:
     """The command exits at once, with the sentence."""
     case = CASES[name]
     words = [
@@ -366,7 +366,7 @@ SECRETS = ("kafka_sasl_password", "kafka_oauth_client_secret", "kafka_ssl_key_pa
 
 @pytest.mark.parametrize("name", SECRETS)
 @pytest.mark.parametrize("where", ["config file", "option"])
-def test_a_secret_where_others_see_it_is_refused(name: str, where: str, tmp_path: Path) -> None:
+def test_exposed_secret_is_refused(name: str, where: str, tmp_path: Path) -> None:
     """Refused at start."""
     if where == "option":
         ended = proxy(tmp_path, f"--{name.replace('_', '-')}", PASSWORD)
@@ -380,7 +380,7 @@ def test_a_secret_where_others_see_it_is_refused(name: str, where: str, tmp_path
     assert PASSWORD not in ended.stderr
 
 
-def test_what_is_safe_gets_as_far_as_kafka(place: Place) -> None:
+def test_safe_configuration_reaches_kafka(place: Place) -> None:
     """The cases above are refused for what is unsafe in them, and for nothing else."""
     settings = {
         **tls(place, tls_key_file=secret_file(place.folder / "key", place.pair.key.read_text())),

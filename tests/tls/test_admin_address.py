@@ -38,11 +38,11 @@ def filled(path: str) -> str:
     return path.replace("{id}", ID).replace("{group}", "orders")
 
 
-def test_which_calls_are_producers() -> None:
+def test_producer_calls_are_listed() -> None:
     assert {one.name for one in operations() if not one.admin} == PRODUCERS
 
 
-async def test_operators_calls_are_refused_where_producers_call(
+async def test_operator_calls_are_refused_at_the_main_address(
     world: MemoryHarness, files: Files
 ) -> None:
     async with running(world, **apart(files)) as proxy:
@@ -61,7 +61,7 @@ async def test_operators_calls_are_refused_where_producers_call(
             assert (await curl(proxy.url + page, *trusting(files, token=TOKEN))).status == 403
 
 
-async def test_each_token_opens_its_own_address_alone(world: MemoryHarness, files: Files) -> None:
+async def test_each_token_is_valid_at_its_address_only(world: MemoryHarness, files: Files) -> None:
     async with running(world, **apart(files)) as proxy:
         path = "/v1/transactions"
         for url, token in ((proxy.url, ADMIN_TOKEN), (proxy.admin_url, TOKEN)):
@@ -78,14 +78,14 @@ async def test_each_token_opens_its_own_address_alone(world: MemoryHarness, file
         assert (await curl(f"{one}/rollback", *known, body={"reason": "by hand"})).status == 200
 
 
-async def test_the_probes_answer_at_both(world: MemoryHarness, files: Files) -> None:
+async def test_probes_answer_at_both_addresses(world: MemoryHarness, files: Files) -> None:
     async with running(world, **apart(files)) as proxy:
         for url in (proxy.url, proxy.admin_url):
             for path in ("/healthz", "/readyz"):
                 assert (await curl(url + path, *trusting(files))).status == 200
 
 
-async def test_sessions_and_other_proxies_are_not_taken_at_the_admin_address(
+async def test_admin_address_refuses_sessions_and_proxies(
     world: MemoryHarness, files: Files
 ) -> None:
     async with running(world, **apart(files)) as proxy:
@@ -94,16 +94,14 @@ async def test_sessions_and_other_proxies_are_not_taken_at_the_admin_address(
             assert (await curl(proxy.admin_url + path, *words)).status == 404
 
 
-async def test_one_token_does_where_no_other_is_given(world: MemoryHarness, files: Files) -> None:
+async def test_single_token_is_valid_at_both_addresses(world: MemoryHarness, files: Files) -> None:
     settings = apart(files) | {"admin_token_file": None}
     async with running(world, **settings) as proxy:
         metrics = await curl(f"{proxy.admin_url}/metrics", *trusting(files, token=TOKEN))
         assert (metrics.status, "txbroker_" in metrics.body) == (200, True)
 
 
-async def test_the_sdk_needs_nothing_of_the_admin_address(
-    world: MemoryHarness, files: Files
-) -> None:
+async def test_sdk_needs_no_admin_address(world: MemoryHarness, files: Files) -> None:
     async with running(world, **apart(files)) as proxy:
         producer = TransactionalProducer(
             proxy.url,
@@ -119,7 +117,7 @@ async def test_the_sdk_needs_nothing_of_the_admin_address(
         assert outcome.decision is Decision.COMMIT
 
 
-async def test_the_overview_tells_where_operators_call(world: MemoryHarness, files: Files) -> None:
+async def test_overview_names_the_admin_address(world: MemoryHarness, files: Files) -> None:
     async with running(world, **apart(files)) as proxy:
         words = trusting(files, token=ADMIN_TOKEN)
         (told,) = (await curl(f"{proxy.admin_url}/v1/overview", *words)).json["proxies"]
@@ -134,13 +132,13 @@ async def test_the_overview_tells_where_operators_call(world: MemoryHarness, fil
         ({"admin_listen": "0.0.0.0:8471"}, "admin_listen 0.0.0.0:8471 can be reached"),
     ],
 )
-def test_addresses_that_cannot_work_are_refused(given: dict[str, Any], says: str) -> None:
+def test_invalid_addresses_are_refused(given: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigurationError) as caught:
         load_settings(given, environ={})
     assert says in str(caught.value)
 
 
-def test_a_second_token_needs_a_second_address(files: Files) -> None:
+def test_admin_token_needs_an_admin_address(files: Files) -> None:
     with pytest.raises(ConfigurationError, match="admin_token_file needs admin_listen"):
         load_settings({"admin_token_file": files.admin_token}, environ={})
 

@@ -85,7 +85,7 @@ async def proxied(
 @pytest.mark.parametrize(
     "before", [b"", GET, DIRECT], ids=["first request", "second request", "after a direct call"]
 )
-async def test_an_unfinished_head_ends_the_connection(
+async def test_incomplete_head_closes_the_connection(
     world: MemoryHarness, files: Files, scheme: str, begun: bytes, before: bytes
 ) -> None:
     async with (
@@ -100,7 +100,7 @@ async def test_an_unfinished_head_ends_the_connection(
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
-async def test_a_head_that_comes_byte_by_byte_gains_no_time(
+async def test_head_sent_byte_by_byte_gains_no_time(
     world: MemoryHarness, files: Files, scheme: str
 ) -> None:
     async with (
@@ -116,7 +116,7 @@ async def test_a_head_that_comes_byte_by_byte_gains_no_time(
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
-async def test_a_connection_on_which_nothing_comes_ends_with_the_keep_alive_time(
+async def test_silent_connection_ends_after_keepalive(
     world: MemoryHarness, files: Files, scheme: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("txbroker.proxy.http.server.KEEPALIVE_S", LIMIT_S)
@@ -128,9 +128,7 @@ async def test_a_connection_on_which_nothing_comes_ends_with_the_keep_alive_time
 
 
 @pytest.mark.parametrize("sent", [b"", b"\x16\x03\x01"], ids=["nothing", "half a hello"])
-async def test_a_tls_handshake_that_never_ends(
-    world: MemoryHarness, files: Files, sent: bytes
-) -> None:
+async def test_tls_handshake_times_out(world: MemoryHarness, files: Files, sent: bytes) -> None:
     async with (
         proxied(world, files, "https") as url,
         dialled(url, files.ours, plainly=True) as raw,
@@ -140,7 +138,7 @@ async def test_a_tls_handshake_that_never_ends(
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
-async def test_whole_requests_go_on_longer_than_one_may_take(
+async def test_many_requests_may_exceed_the_timeout_of_one(
     world: MemoryHarness, files: Files, scheme: str
 ) -> None:
     async with (

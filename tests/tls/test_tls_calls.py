@@ -29,7 +29,7 @@ async def visible(world: MemoryHarness, count: int) -> list[bytes | None]:
     return [record.value for record in await world.visible("test.payments")]
 
 
-async def test_curl_brings_a_transaction_to_its_end(world: MemoryHarness, files: Files) -> None:
+async def test_curl_completes_a_transaction(world: MemoryHarness, files: Files) -> None:
     body = {"group": "orders", "messages": [{"topic": "test.payments", "value": "42"}]}
     async with running(world, **secured(files)) as proxy:
         assert proxy.url.startswith("https://")
@@ -41,7 +41,7 @@ async def test_curl_brings_a_transaction_to_its_end(world: MemoryHarness, files:
         assert await visible(world, 1) == [b"42"]
 
 
-async def test_the_sdk_sends_and_is_asked_over_tls(world: MemoryHarness, files: Files) -> None:
+async def test_sdk_sends_and_is_checked_over_tls(world: MemoryHarness, files: Files) -> None:
     asked: list[str] = []
 
     def check(request: object) -> Decision:
@@ -62,7 +62,7 @@ async def test_the_sdk_sends_and_is_asked_over_tls(world: MemoryHarness, files: 
         assert len(asked) == 1
 
 
-async def test_the_blocking_sdk_sends_over_mutual_tls(world: MemoryHarness, files: Files) -> None:
+async def test_blocking_sdk_sends_over_mutual_tls(world: MemoryHarness, files: Files) -> None:
     def send(url: str) -> None:
         producer = BlockingTransactionalProducer(
             [url],

@@ -41,7 +41,7 @@ async def command(*words: str | Path, home: Path, **environ: str | Path) -> Done
     return Done(process.returncode or 0, out.decode(), " ".join(err.decode().split()))
 
 
-async def test_commands_call_with_certificates_by_option_variable_and_context(
+async def test_commands_find_certificates_in_each_source(
     world: MemoryHarness, files: Files, tmp_path: Path
 ) -> None:
     settings = mutual(
@@ -83,7 +83,7 @@ async def test_commands_call_with_certificates_by_option_variable_and_context(
     ],
     ids=["none", "other", "no certificate", "missing"],
 )
-async def test_a_command_says_why_and_what_to_do(
+async def test_command_reports_reason_and_next_step(
     world: MemoryHarness, files: Files, tmp_path: Path, own: dict[str, str], says: str
 ) -> None:
     named = {
@@ -101,7 +101,7 @@ async def test_a_command_says_why_and_what_to_do(
         assert "Traceback" not in done.err
 
 
-async def test_at_the_producers_address_a_command_is_told_where_to_go(
+async def test_command_at_main_address_names_the_admin_address(
     world: MemoryHarness, files: Files, tmp_path: Path
 ) -> None:
     settings = secured(files, admin_listen="127.0.0.1:0")
@@ -111,9 +111,7 @@ async def test_at_the_producers_address_a_command_is_told_where_to_go(
         assert "(admin_only). Name that address with --url" in done.err
 
 
-async def test_the_doctor_sees_every_proxy_at_its_admin_address(
-    world: MemoryHarness, files: Files
-) -> None:
+async def test_doctor_uses_every_admin_address(world: MemoryHarness, files: Files) -> None:
     settings = mutual(
         files,
         token_file=files.token,

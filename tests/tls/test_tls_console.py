@@ -26,7 +26,7 @@ async def browsing(files: Files, url: str) -> AsyncIterator[Reader]:
         yield Reader(http)
 
 
-async def test_a_login_with_the_operators_token(world: MemoryHarness, files: Files) -> None:
+async def test_login_with_the_operators_token(world: MemoryHarness, files: Files) -> None:
     settings = secured(
         files,
         token_file=files.token,
@@ -50,7 +50,7 @@ async def test_a_login_with_the_operators_token(world: MemoryHarness, files: Fil
         assert (await reader.open("/")).status == 200
 
 
-async def test_the_cookies_of_plain_http_are_not_secure(world: MemoryHarness, files: Files) -> None:
+async def test_plain_http_cookies_are_not_secure(world: MemoryHarness, files: Files) -> None:
     async with (
         running(world, listen="127.0.0.1:0") as proxy,
         browsing(files, proxy.url) as reader,

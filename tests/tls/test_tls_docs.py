@@ -52,7 +52,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-async def test_the_page_brings_a_transaction_to_its_end(world: MemoryHarness, folder: Path) -> None:
+async def test_page_commands_complete_a_transaction(world: MemoryHarness, folder: Path) -> None:
     world.kafka.create_topic("payments", 1)
     token = (folder / "token").read_text().strip()
     program: dict[str, Any] = {}
@@ -79,7 +79,7 @@ async def test_the_page_brings_a_transaction_to_its_end(world: MemoryHarness, fo
     await until(seen)
 
 
-def test_the_table_of_addresses_is_what_is_served() -> None:
+def test_table_of_addresses_matches_operations() -> None:
     text = PAGE.read_text()
     rows = re.findall(r"^\| (.*?) ?\| (.*?) \|$", text.partition("## Operators apart")[2], re.M)
     paths = {path for own, _ in rows for path in re.findall(r"`(/[a-z0-9/.]+)`", own)}

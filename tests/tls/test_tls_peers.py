@@ -36,7 +36,7 @@ async def share(proxies: list[Proxy]) -> dict[int, Proxy]:
     return dict(await until(shared))
 
 
-async def test_calls_and_checks_go_through_another_proxy(
+async def test_calls_and_checks_pass_through_another_proxy(
     world: MemoryHarness, files: Files
 ) -> None:
     asked: list[str] = []
@@ -90,7 +90,7 @@ async def test_calls_and_checks_go_through_another_proxy(
     ],
     ids=["system", "authority", "certificate"],
 )
-async def test_a_proxy_says_why_it_cannot_talk_to_another_one(
+async def test_proxy_reports_why_a_peer_is_unreachable(
     world: MemoryHarness, files: Files, known: object, says: str
 ) -> None:
     assert callable(known)
@@ -103,7 +103,7 @@ async def test_a_proxy_says_why_it_cannot_talk_to_another_one(
             await peers.close()
 
 
-async def test_a_proxy_without_a_certificate_is_refused(world: MemoryHarness, files: Files) -> None:
+async def test_proxy_without_a_certificate_is_refused(world: MemoryHarness, files: Files) -> None:
     async with running(world, **mutual(files)) as proxy:
         peers = Peers(
             PeerIdentity(lambda: "https://other:1"), tls=ClientTls(TlsFiles(files.ours.cert))
@@ -115,9 +115,7 @@ async def test_a_proxy_without_a_certificate_is_refused(world: MemoryHarness, fi
             await peers.close()
 
 
-async def test_a_proxy_that_is_not_trusted_was_sent_nothing(
-    world: MemoryHarness, files: Files
-) -> None:
+async def test_untrusted_proxy_gets_no_call(world: MemoryHarness, files: Files) -> None:
     request = PrepareRequest("orders", (Message("test.payments", b"k", b"v"),))
     async with running(world, **secured(files)) as proxy:
         peers = Peers(

@@ -65,7 +65,7 @@ async def test_a_certificate_identifies_its_principal(
             pass
 
 
-async def test_a_certificate_of_no_principal_opens_nothing(
+async def test_certificate_without_principal_is_refused(
     world: MemoryHarness, files: Files, tmp_path: Path
 ) -> None:
     settings = mutual(files, principals_file=principals(tmp_path, "somebody.else"))
@@ -75,7 +75,7 @@ async def test_a_certificate_of_no_principal_opens_nothing(
         assert (await curl(f"{proxy.url}/healthz", *words)).status == 200
 
 
-async def test_without_principals_each_certificate_is_one(
+async def test_certificate_is_a_principal_without_a_file(
     world: MemoryHarness, files: Files
 ) -> None:
     async with running(world, **mutual(files)) as proxy:
@@ -91,7 +91,7 @@ async def test_without_principals_each_certificate_is_one(
 
 
 @pytest.mark.parametrize("kind", ["email:{}", "dirName:other", "otherName:1.2.3.4;UTF8:{}"])
-async def test_a_name_of_another_kind_is_no_proxys(
+async def test_other_kind_of_name_is_no_proxy(
     world: MemoryHarness, files: Files, kind: str
 ) -> None:
     hosts = f"DNS:harmless.example, {kind.format('proxy@example')}\n[other]\nCN = proxy@example"
@@ -108,7 +108,7 @@ async def test_a_name_of_another_kind_is_no_proxys(
         assert (await curl(one, *words)).json["by"] == "harmless.example"
 
 
-async def test_a_client_certificate_is_no_proxys(world: MemoryHarness, files: Files) -> None:
+async def test_client_certificate_is_no_proxy(world: MemoryHarness, files: Files) -> None:
     async with running(world, **mutual(files, peer_names=("proxy",))) as proxy:
         # Who passes learns that this path takes no POST.
         path, named = "/internal/v1/overview", ["-X", "POST", "-H", f"txb-proxy: {proxy.url}"]

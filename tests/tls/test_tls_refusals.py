@@ -48,7 +48,7 @@ async def refused(made: TransactionalProducer) -> Exception:
     ],
     ids=["authority", "expired", "name"],
 )
-async def test_a_proxy_that_is_not_to_be_trusted_is_not_talked_to(
+async def test_sdk_refuses_an_untrusted_proxy(
     world: MemoryHarness, files: Files, certificate: Callable[[Files], Pair], says: str
 ) -> None:
     pair = certificate(files)
@@ -60,15 +60,13 @@ async def test_a_proxy_that_is_not_to_be_trusted_is_not_talked_to(
         assert (await curl(f"{proxy.url}/healthz", *trusting(files))).code == 60
 
 
-async def test_without_a_ca_file_the_systems_authorities_count(
-    world: MemoryHarness, files: Files
-) -> None:
+async def test_system_authorities_apply_without_ca_file(world: MemoryHarness, files: Files) -> None:
     async with running(world, **secured(files)) as proxy:
         error = await refused(producer(files, proxy.url, ca_file=None))
         assert "name its authority's with ca_file" in str(error)
 
 
-async def test_a_running_producer_tries_again_and_says_why_it_cannot(
+async def test_running_producer_retries_and_reports_the_reason(
     world: MemoryHarness, files: Files, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.WARNING, "txbroker.sdk")
@@ -92,7 +90,7 @@ async def test_a_running_producer_tries_again_and_says_why_it_cannot(
     await made.aclose()
 
 
-async def test_tls_is_not_spoken_where_there_is_none(world: MemoryHarness, files: Files) -> None:
+async def test_plain_http_proxy_is_reported(world: MemoryHarness, files: Files) -> None:
     async with running(world, listen="127.0.0.1:0") as proxy:
         url = proxy.url.replace("http:", "https:")
         assert "it does not speak TLS" in str(await refused(producer(files, url)))
@@ -101,7 +99,7 @@ async def test_tls_is_not_spoken_where_there_is_none(world: MemoryHarness, files
 # --- plain HTTP to a port with TLS -----------------------------------------------------------
 
 
-async def test_plain_http_gets_a_clean_close(
+async def test_plain_http_connection_is_closed(
     world: MemoryHarness, files: Files, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with running(world, **secured(files)) as proxy:
@@ -142,9 +140,7 @@ async def test_calls_without_a_certificate_are_refused_and_probes_are_not(
         assert (await curl(f"{proxy.url}/", *known)).status == 200
 
 
-async def test_the_sdk_says_that_a_certificate_is_wanted(
-    world: MemoryHarness, files: Files
-) -> None:
+async def test_sdk_reports_a_required_certificate(world: MemoryHarness, files: Files) -> None:
     async with running(world, **mutual(files)) as proxy:
         error = await refused(producer(files, proxy.url))
         assert isinstance(error, CertificateRequired)
@@ -159,7 +155,7 @@ async def test_the_sdk_says_that_a_certificate_is_wanted(
     ],
     ids=["authority", "expired"],
 )
-async def test_a_certificate_that_is_not_trusted_opens_nothing(
+async def test_untrusted_certificate_is_refused(
     world: MemoryHarness, files: Files, certificate: Callable[[Files], Pair], says: str
 ) -> None:
     pair = certificate(files)
@@ -172,7 +168,7 @@ async def test_a_certificate_that_is_not_trusted_opens_nothing(
         assert (await curl(f"{proxy.url}/healthz", *trusting(files, shown=pair))).status == 0
 
 
-async def test_a_certificate_is_no_token(world: MemoryHarness, files: Files) -> None:
+async def test_certificate_does_not_replace_the_token(world: MemoryHarness, files: Files) -> None:
     async with running(world, **mutual(files, token_file=files.token)) as proxy:
         url = f"{proxy.url}/v1/transactions"
         known = trusting(files, shown=files.client)
@@ -185,7 +181,7 @@ async def test_a_certificate_is_no_token(world: MemoryHarness, files: Files) -> 
 
 
 @pytest.mark.parametrize("token", [None, "guessed"])
-async def test_the_sdk_without_the_right_token_is_refused(
+async def test_sdk_with_wrong_token_is_refused(
     world: MemoryHarness, files: Files, token: str | None
 ) -> None:
     async with running(world, **secured(files, token_file=files.token)) as proxy:

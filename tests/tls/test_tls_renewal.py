@@ -31,9 +31,7 @@ def der(path: Path) -> bytes:
     return ssl.PEM_cert_to_DER_cert(path.read_text())
 
 
-async def test_a_renewed_certificate_is_shown_and_no_session_ends(
-    world: MemoryHarness, files: Files
-) -> None:
+async def test_renewed_certificate_keeps_sessions_open(world: MemoryHarness, files: Files) -> None:
     pair, renewed = files.ours.sign("first"), files.ours.sign("second")
     settings = secured(files, tls_cert_file=pair.cert, tls_key_file=pair.key)
     async with (
@@ -49,7 +47,7 @@ async def test_a_renewed_certificate_is_shown_and_no_session_ends(
         assert producer._router.sessions == (session,)
 
 
-async def test_while_files_do_not_fit_together_the_last_ones_are_shown(
+async def test_mismatched_files_keep_the_last_certificate(
     world: MemoryHarness, files: Files
 ) -> None:
     pair, renewed = files.ours.sign("third"), files.ours.sign("fourth")
@@ -65,7 +63,7 @@ async def test_while_files_do_not_fit_together_the_last_ones_are_shown(
         assert (await curl(url, *trusting(files))).status == 200
 
 
-async def test_a_key_that_others_can_read_is_not_taken(world: MemoryHarness, files: Files) -> None:
+async def test_key_readable_by_others_is_not_loaded(world: MemoryHarness, files: Files) -> None:
     pair, renewed = files.ours.sign("closed"), files.ours.sign("open")
     renewed.key.chmod(0o644)
     settings = secured(files, tls_cert_file=pair.cert, tls_key_file=pair.key)
@@ -80,7 +78,7 @@ async def test_a_key_that_others_can_read_is_not_taken(world: MemoryHarness, fil
         assert await asyncio.to_thread(served, files, proxy.url) == der(renewed.cert)
 
 
-async def test_an_authority_that_is_taken_away_lets_nobody_in(
+async def test_removed_authority_admits_no_client(
     world: MemoryHarness, files: Files, tmp_path: Path
 ) -> None:
     trusted = tmp_path / "ca.crt"
@@ -94,7 +92,7 @@ async def test_an_authority_that_is_taken_away_lets_nobody_in(
         assert (await curl(url, *trusting(files, shown=files.client))).status == 200
 
 
-def test_a_client_shows_its_renewed_certificate(files: Files, tmp_path: Path) -> None:
+def test_client_uses_its_renewed_certificate(files: Files, tmp_path: Path) -> None:
     pair = Pair(tmp_path / "tls.crt", tmp_path / "tls.key")
     told: list[tuple[str, str]] = []
     files.client.copy_to(pair)
@@ -156,7 +154,7 @@ def broken(files: Files, folder: Path) -> dict[str, tuple[dict[str, Any], str]]:
     }
 
 
-async def test_what_cannot_work_is_refused_at_the_start_in_a_sentence(
+async def test_invalid_tls_files_are_refused_at_start(
     world: MemoryHarness, files: Files, tmp_path: Path
 ) -> None:
     for name, (changes, says) in broken(files, tmp_path).items():
@@ -167,7 +165,7 @@ async def test_what_cannot_work_is_refused_at_the_start_in_a_sentence(
         assert "PRIVATE" not in str(caught.value)
 
 
-def test_nobody_can_turn_the_checks_off(files: Files) -> None:
+def test_tls_verification_cannot_be_disabled(files: Files) -> None:
     for tls in (ClientTls(), ClientTls(TlsFiles(files.ours.cert, *files.client))):
         context = tls.context()
         assert (context.verify_mode, context.check_hostname) == (ssl.CERT_REQUIRED, True)

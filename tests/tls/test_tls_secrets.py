@@ -18,7 +18,7 @@ from txbroker.proxy.observe.logging import configure_logging
 pytestmark = [pytest.mark.needs_tool("openssl"), pytest.mark.needs_tool("curl")]
 
 
-async def test_neither_log_nor_answer_has_a_token_or_a_key(
+async def test_log_and_answers_have_no_token_or_key(
     world: MemoryHarness, files: Files, capsys: pytest.CaptureFixture[str]
 ) -> None:
     configure_logging("json", "debug")
@@ -48,7 +48,7 @@ async def test_neither_log_nor_answer_has_a_token_or_a_key(
         assert not [text for text in shown if secret in text]
 
 
-def test_settings_and_guards_show_no_token(files: Files) -> None:
+def test_repr_of_settings_and_guards_has_no_token(files: Files) -> None:
     settings = load_settings(
         mutual(
             files,
@@ -68,7 +68,7 @@ def test_settings_and_guards_show_no_token(files: Files) -> None:
     assert {TOKEN, ADMIN_TOKEN} <= set(known_secrets(settings, ""))
 
 
-def test_a_token_that_cannot_be_read_is_named_by_its_file(tmp_path: Path) -> None:
+def test_unreadable_token_is_reported_by_its_file(tmp_path: Path) -> None:
     path = tmp_path / "token"
     path.write_bytes(b"\xff\xfe planted")
     path.chmod(0o600)
