@@ -1,4 +1,4 @@
-"""What `txbroker audit` shows of runs."""
+"""The output of `txbroker audit`."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -12,14 +12,14 @@ STATES = {
     "settled": "visible as committed, or rolled back and not visible",
     "promoted": "committed and visible",
     "rolled_back": "rolled back and not visible",
-    "committed": "committed, and its time to become visible is not over",
+    "committed": "committed, and still within its time to become visible",
     "pending": "undecided",
     "parked": "undecided after the last attempt, kept whole",
-    "refused": "committed, but its target does not take it",
-    "gone": "retention or compaction took what would tell",
-    "void": "does not count: too far from its id's time, or its key is another's",
+    "refused": "committed, but its target does not accept it",
+    "gone": "not known: retention or compaction removed its records",
+    "void": "does not count: too far from its id's time, or its key belongs to another",
 }
-"""What the states of transactions mean, in the order in which they are shown."""
+"""The meaning of the states, in the order of the output."""
 
 _KINDS = {kind.name: kind for kind in ALL_KINDS}
 EXAMPLES_SHOWN = 10
@@ -74,10 +74,10 @@ def show_runs(runs: Sequence[RunSummary], output: str, empty: str) -> None:
 
 
 def show_run(run: RunSummary, output: str, *, heading: bool = False) -> None:
-    """Write one run to stdout; as a table its counts, and some transactions with findings.
+    """Write one run to stdout; as a table its counts, and examples of findings.
 
     Args:
-        heading: whether the table has above it when the run began and what it came to.
+        heading: begin with the run's time and summary.
     """
     if output in ("json", "yaml"):
         show_data(as_row(run), output)
@@ -101,11 +101,11 @@ def show_run(run: RunSummary, output: str, *, heading: bool = False) -> None:
     if run.set_aside:
         aside = run.set_aside if output == "wide" else run.set_aside[:EXAMPLES_SHOWN]
         print()
-        show_rows([msgspec.to_builtins(each) for each in aside], SET_ASIDE, output, "")
+        show_rows([msgspec.to_builtins(record) for record in aside], SET_ASIDE, output, "")
 
 
 def as_row(run: RunSummary) -> dict[str, Any]:
-    """Return a run as JSON shows it."""
+    """Return a run as JSON data."""
     row: dict[str, Any] = msgspec.to_builtins(run)
     return row
 
@@ -118,12 +118,12 @@ def _counts(run: RunSummary) -> Iterator[Row]:
         meaning = _KINDS[name].meaning if name in _KINDS else ""
         yield {**_count(name, count, meaning), "drift": True}
     for name, count in run.business.items():
-        meaning = _KINDS[name].meaning if name in _KINDS else "rows of the business"
+        meaning = _KINDS[name].meaning if name in _KINDS else "business rows"
         yield _count(name, count, meaning)
     if run.quarantined:
-        yield _count("quarantined", run.quarantined, "records that do not read, set aside")
+        yield _count("quarantined", run.quarantined, "unreadable records, set aside")
     for topic, count in run.taken.items():
-        yield _count("taken", count, f"offsets of {topic} that retention took before any run")
+        yield _count("taken", count, f"offsets of {topic} that retention removed before any run")
 
 
 def _count(what: str, count: int, means: str) -> Row:
@@ -136,39 +136,39 @@ def _gravity(item: tuple[str, int]) -> int:
 
 
 def drift_in_words(run: RunSummary) -> str:
-    """Return what a run comes to, in a sentence or a few."""
+    """Return a run's result in a few sentences."""
     pending = run.states.get("pending", 0)
-    said = (
+    text = (
         f"Run {run.run} ({run.mode}): {run.transactions:,} transactions in "
         f"{duration(run.took_s)}, {pending:,} pending."
     )
     if run.taken:
-        said += (
-            f" Retention took up to {sum(run.taken.values()):,} records before any run had read "
-            "them; audit more often than that, or keep the topics for longer."
+        text += (
+            f" Retention removed up to {sum(run.taken.values()):,} records before any run read "
+            "them: audit more often, or raise the topics' retention."
         )
-    said += _begun_later(run) + _held(run)
+    text += _begun_later(run) + _held(run)
     if run.quarantined:
-        said += f" {run.quarantined:,} records do not read and were set aside{_own(run)}."
+        text += f" {run.quarantined:,} records are unreadable and were set aside{_own(run)}."
     if run.missing_targets:
         named = ", ".join(map(printable, run.missing_targets))
-        said += f" Targets that do not exist: {named}."
+        text += f" Targets that do not exist: {named}."
     if run.unread_targets:
         reasons = [f"{topic} ({why})" for topic, why in run.unread_targets.items()]
-        said += f" Targets not readable: {', '.join(map(printable, reasons))}."
+        text += f" Targets not readable: {', '.join(map(printable, reasons))}."
     if not run.has_drift:
-        return f"{said} No drift."
-    return f"{said} Drift! {kinds_in_words(run.drift)}."
+        return f"{text} No drift."
+    return f"{text} Drift! {kinds_in_words(run.drift)}."
 
 
 def _own(run: RunSummary) -> str:
-    """Return how many of the records that do not read are ours."""
+    """Return how many unreadable records are txbroker's."""
     own = run.drift.get("unreadable", 0)
     return f", {own:,} of them ours" if own else ""
 
 
 def _begun_later(run: RunSummary) -> str:
-    """Return what a run that reads everything has to say of what it could not read."""
+    """Return which part of the topics a full run could not read."""
     if run.mode != "full" or run.cut is None:
         return ""
     cut = run.cut
@@ -177,32 +177,32 @@ def _begun_later(run: RunSummary) -> str:
     if not begun_later:
         return ""
     return (
-        f" Retention had taken the beginning of {begun_later:,} of {len(reads):,} topics; what was "
-        "there was not judged."
+        f" Retention had removed the beginning of {begun_later:,} of {len(reads):,} topics, "
+        "which was not judged."
     )
 
 
 def _held(run: RunSummary) -> str:
-    """Return which targets hide what lies behind an open transaction."""
+    """Return the target partitions that end in an open transaction."""
     held = () if run.cut is None else run.cut.held
     if not held:
         return ""
     named = ", ".join(map(printable, held[:HELD_SHOWN])) + (", …" if held[HELD_SHOWN:] else "")
     ended = "1 partition of a target ends" if len(held) == 1 else f"{len(held):,} partitions end"
     return (
-        f" {ended} in an open transaction, of another producer or a hanging one ({named}): readers "
-        "see nothing behind it, and what is missing there is `late`, never `lost`."
+        f" {ended} in an open transaction, of another producer or a hanging one ({named}): "
+        "consumers see no record after it, and a missing record there is `late`, never `lost`."
     )
 
 
-def untold_in_words(run: RunSummary) -> str:
-    """Return what an earlier run found that nobody was told."""
-    found = kinds_in_words(run.drift)
-    return f"The proxies were not told of run {run.run} ({run.mode}): Drift! {found}."
+def unpublished_in_words(run: RunSummary) -> str:
+    """Return the drift of an earlier run that was not published then."""
+    kinds = kinds_in_words(run.drift)
+    return f"Run {run.run} ({run.mode}) had not been published to the proxies: Drift! {kinds}."
 
 
 def kinds_in_words(drift: Mapping[str, int]) -> str:
-    """Return how often which kind of drift was found, the gravest first."""
+    """Return the number of findings of each kind of drift, the gravest first."""
     return ", ".join(
         printable(f"{_KINDS[name].title if name in _KINDS else name}: {count:,}")
         for name, count in sorted(drift.items(), key=_gravity)

@@ -1,4 +1,4 @@
-"""What `txbroker audit run` and `stream` do with their options: Spark, the cut, the run."""
+"""Runs `txbroker audit run` and `stream`: options, Spark, the audit, and its publication."""
 
 import asyncio
 import signal
@@ -30,14 +30,14 @@ if TYPE_CHECKING:
 
 SECONDS_MAX = 1e9
 KEEP_MIN_S = 300.0
-TELL_S = 1.0
+POLL_S = 1.0
 _BUSINESS_OPTIONS = ("table", "id_column", "group", "business_user", "business_password_file")
 _SPARKS_OWN = frozenset({"master", "deploy_mode", "conf", "config"})
-"""Options that `spark-submit` is given, or that are resolved here; not passed on to the cluster."""
+"""Options for `spark-submit`, or resolved here; not passed on to the cluster."""
 
 
 class AgeLimits(Struct, frozen=True):
-    """When a commit that is not visible is late, and when lost; when a first check is overdue."""
+    """Ages at which an invisible commit is late or lost, and a first check overdue."""
 
     late_after_ms: int
     lost_after_ms: int
@@ -45,7 +45,7 @@ class AgeLimits(Struct, frozen=True):
 
 
 class RunOptions(Struct, frozen=True):
-    """The options of one audit; see its command's help."""
+    """The options of `txbroker audit run`."""
 
     out: str | None
     full: bool
@@ -55,7 +55,7 @@ class RunOptions(Struct, frozen=True):
 
 
 class StreamOptions(Struct, frozen=True):
-    """The options of a stream; see its command's help."""
+    """The options of `txbroker audit stream`."""
 
     checkpoint: str | None
     every_s: float
@@ -63,10 +63,10 @@ class StreamOptions(Struct, frozen=True):
 
 
 def spark_settings(options: dict[str, Any]) -> tuple[SparkSettings, str]:
-    """Take Spark's options out of a command's; return them, and where the driver runs.
+    """Remove Spark's options from `options`; return them and the deploy mode.
 
     Raises:
-        click.UsageError: they do not read, or contradict one another.
+        click.UsageError: they are malformed, or contradict one another.
     """
     conf = dict(_setting(text) for text in options.pop("conf"))
     settings = SparkSettings(options.pop("master"), conf, options.pop("verbose"))
@@ -79,13 +79,13 @@ def spark_settings(options: dict[str, Any]) -> tuple[SparkSettings, str]:
 def _setting(text: str) -> tuple[str, str]:
     name, equals, value = text.partition("=")
     if not equals or not name.startswith("spark."):
-        raise click.UsageError(f"--conf {text!r}: expected a setting of Spark's, spark.NAME=VALUE")
+        raise click.UsageError(f"--conf {text!r}: expected a Spark setting, spark.NAME=VALUE")
     return name, value
 
 
 def _seconds(options: dict[str, Any], name: str) -> float:
     value = float(options.pop(name))
-    if not 0 < value <= SECONDS_MAX:  # neither is NaN
+    if not 0 < value <= SECONDS_MAX:  # also refuses NaN
         raise click.UsageError(f"--{name.replace('_', '-')} {value:g}: expected 0 to 1e9 seconds")
     return value
 
@@ -94,15 +94,15 @@ def _ages(options: dict[str, Any]) -> AgeLimits:
     late_s, lost_s = _seconds(options, "late_after_s"), _seconds(options, "lost_after_s")
     if late_s > lost_s:
         raise click.UsageError(
-            f"--late-after-s {late_s:g} is more than --lost-after-s {lost_s:g}: what is lost has "
-            "been late before"
+            f"--late-after-s {late_s:g} exceeds --lost-after-s {lost_s:g}: a transaction is late "
+            "before it is lost"
         )
     overdue_s = _seconds(options, "overdue_after_s")
     return AgeLimits(*(round(seconds * 1000) for seconds in (late_s, lost_s, overdue_s)))
 
 
 def run_options(options: dict[str, Any]) -> RunOptions:
-    """Take an audit's own options out of a command's, and return them.
+    """Remove the options of an audit from `options`, and return them.
 
     Raises:
         click.UsageError: they contradict one another.
@@ -124,7 +124,7 @@ def _business(options: dict[str, Any]) -> "BusinessTable | None":
     if source is None:
         for name, value in given.items():
             if value:
-                raise click.UsageError(f"--{name.replace('_', '-')} goes with --business")
+                raise click.UsageError(f"--{name.replace('_', '-')} needs --business")
         return None
     password_file = given["business_password_file"]
     try:
@@ -143,7 +143,7 @@ def _business(options: dict[str, Any]) -> "BusinessTable | None":
 
 
 def stream_options(options: dict[str, Any]) -> StreamOptions:
-    """Take a stream's own options out of a command's, and return them.
+    """Remove the options of a stream from `options`, and return them.
 
     Raises:
         click.UsageError: they contradict one another.
@@ -152,10 +152,10 @@ def stream_options(options: dict[str, Any]) -> StreamOptions:
 
 
 def journal_of(settings: Settings) -> "Journal":
-    """Return the journal of the runs, a file that need not be there yet.
+    """Return the journal of runs; its file need not exist.
 
     Raises:
-        CommandFailed: what it needs is not installed.
+        CommandFailed: a Python package is missing.
     """
     try:
         from txbroker.spark.journal import JOURNAL_FILE, Journal
@@ -167,7 +167,7 @@ def journal_of(settings: Settings) -> "Journal":
 
 
 def send_to_cluster(spark: SparkSettings, settings: Settings, context: click.Context) -> int:
-    """Have the cluster run this very command, and return how that ended.
+    """Run this command in the cluster, and return its exit code.
 
     Raises:
         CommandFailed: a secret setting is set here, and would not reach the cluster.
@@ -176,17 +176,16 @@ def send_to_cluster(spark: SparkSettings, settings: Settings, context: click.Con
 
     for secret in sorted(SECRET_SETTINGS & settings.model_fields_set):
         raise CommandFailed(
-            f"{ENV_PREFIX}{secret.upper()} does not go to the cluster with the audit: name a file "
-            f"that is there by --{secret.replace('_', '-')}-file"
+            f"{ENV_PREFIX}{secret.upper()} is not sent to the cluster: name a file that exists "
+            f"there by --{secret.replace('_', '-')}-file"
         )
     name = context.command.name or ""
     return send(spark, Path(submit.__file__), [name, *arguments_again(settings, context)])
 
 
 def arguments_again(settings: Settings, context: click.Context) -> list[str]:
-    """Return a command's arguments as they would be given where no environment variable and no
-    config file of this machine is there."""
-    found: list[str] = []
+    """Return a command's arguments, with the values from environment variables and config file."""
+    arguments: list[str] = []
     for option in context.command.params:
         name = option.name or ""
         if name in _SPARKS_OWN:
@@ -197,38 +196,38 @@ def arguments_again(settings: Settings, context: click.Context) -> list[str]:
             value = None
         else:
             value = context.params[name]
-        found += _given(max(option.opts, key=len), value)
-    return found
+        arguments += _arguments(max(option.opts, key=len), value)
+    return arguments
 
 
-def _given(option: str, value: Any) -> Sequence[str]:
+def _arguments(option: str, value: Any) -> Sequence[str]:
     if value is None or value is False:
         return ()
     if isinstance(value, tuple):
-        return [f"{option}={each}" for each in value]
+        return [f"{option}={item}" for item in value]
     return [option] if value is True else [f"{option}={value}"]
 
 
 @contextmanager
 def ended_by_sigterm() -> Iterator[None]:
-    """Let SIGTERM end what is done within as Ctrl-C does: Spark is stopped, nothing left behind."""
+    """Let SIGTERM act as Ctrl-C within the block, so that Spark is stopped."""
 
     def stop(number: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt
 
-    before = signal.signal(signal.SIGTERM, stop)
+    previous = signal.signal(signal.SIGTERM, stop)
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        signal.signal(signal.SIGTERM, previous)
 
 
 @contextmanager
 def started(settings: SparkSettings) -> Iterator[tuple["SparkSession", "SparkProgress"]]:
-    """Start Spark, with its progress on stderr, and end it; SIGTERM ends it as Ctrl-C does.
+    """Run Spark within the block, with its progress on stderr; SIGTERM acts as Ctrl-C.
 
     Raises:
-        TxbrokerError: it does not start, or fails later; the sentence says what to do.
+        TxbrokerError: Spark fails; the message names the next step.
     """
     from rich.console import Console
 
@@ -239,50 +238,50 @@ def started(settings: SparkSettings) -> Iterator[tuple["SparkSession", "SparkPro
         quiet = not console.is_terminal or settings.verbose
         with nullcontext() if quiet else console.status("starting Spark"):
             session = stack.enter_context(spark_session(settings))
-        # What Spark says would go through the bar.
+        # Spark's own output would garble the progress bar.
         bar = SparkProgress(session, Console(quiet=True) if quiet else console)
         yield session, stack.enter_context(bar)
 
 
 class AuditResult(NamedTuple):
-    """What an audit came to.
+    """The result of an audit.
 
     Attributes:
         summary: of the run.
-        untold: earlier runs whose drift nobody was told of until now.
+        unpublished: earlier runs whose drift was published only now.
     """
 
     summary: "RunSummary"
-    untold: "Sequence[RunSummary]" = ()
+    unpublished: "Sequence[RunSummary]" = ()
 
     @property
     def has_drift(self) -> bool:
-        """Whether there is any that is told now."""
+        """True if any drift is published now."""
         from txbroker.spark.report.news import news_of
 
-        return any(news_of(self.summary, self.untold).drift.values())
+        return any(news_of(self.summary, self.unpublished).drift.values())
 
 
 def run_once(settings: Settings, spark: SparkSettings, options: RunOptions) -> AuditResult:
-    """Audit once, tell the proxies, write the report; return what was found.
+    """Audit once, publish the result to the proxies, write the report; return the result.
 
-    Once something was found it is told, whatever fails after that.
+    A failure after the audit itself is reported, and does not hide its result.
 
     Raises:
-        TxbrokerError: nothing was found out; the sentence says what to do.
+        TxbrokerError: the audit failed; the message names the next step.
     """
     journal = journal_of(settings)
     if options.report is not None:
         from txbroker.spark.report.report import check_writable
 
         check_writable(options.report)
-    found = None
+    result = None
     try:
         with started(spark) as (session, bar):
             from txbroker.spark.access import access_from
             from txbroker.spark.run import AuditSettings, run_audit
 
-            wanted = AuditSettings(
+            audit = AuditSettings(
                 out=options.out or str(settings.data_dir / "audit"),
                 data_dir=settings.data_dir,
                 names=names_of(settings),
@@ -290,70 +289,70 @@ def run_once(settings: Settings, spark: SparkSettings, options: RunOptions) -> A
                 mode="full" if options.full else "incremental",
                 business=options.business,
             )
-            found = AuditResult(run_audit(session, access_from(settings), wanted, bar.stage))
-            found = _publish(settings, journal, found.summary)
+            result = AuditResult(run_audit(session, access_from(settings), audit, bar.stage))
+            result = _publish(settings, journal, result.summary)
             if options.report is not None:
                 bar.stage("writing the report")
-                _report(session, options.report, found.summary, journal, wanted.out)
+                _report(session, options.report, result.summary, journal, audit.out)
     except Exception as error:
-        if found is None:
+        if result is None:
             raise
-        # Whatever it is, the run is in the journal and counts.
-        said = str(error) if isinstance(error, TxbrokerError) else repr(error)
-        click.echo(f"What was found stands, but something failed after it: {said}", err=True)
-    return found
+        # The run is in the journal, so it counts.
+        reason = str(error) if isinstance(error, TxbrokerError) else repr(error)
+        click.echo(f"The result stands, but a later step failed: {reason}", err=True)
+    return result
 
 
 def follow(settings: Settings, spark: SparkSettings, options: StreamOptions) -> None:
-    """Audit what goes by until SIGINT or SIGTERM; what is found is told on stderr too.
+    """Audit continuously until SIGINT or SIGTERM; findings go to stderr too.
 
     Raises:
-        TxbrokerError: with a sentence that says what to do.
+        TxbrokerError: Spark fails; the message names the next step.
     """
     with started(spark) as (session, bar):
         from txbroker.spark.access import access_from
         from txbroker.spark.stream.stream import StreamSettings, start_stream
 
         terms = terms_of(settings, options.ages)
-        wanted = StreamSettings(
+        audit = StreamSettings(
             checkpoint=options.checkpoint or str(settings.data_dir / "audit-stream"),
             names=names_of(settings),
             terms=terms,
             every_s=options.every_s,
             keep_s=max(KEEP_MIN_S, (terms.dedup_window_ms + terms.late_after_ms) / 1000 * 2),
         )
-        stream = start_stream(session, access_from(settings), wanted)
+        stream = start_stream(session, access_from(settings), audit)
         bar.stage("watching")
-        click.echo(f"Watching {wanted.names.half} on {settings.kafka}", err=True)
+        click.echo(f"Watching {audit.names.half} on {settings.kafka}", err=True)
         try:
-            _tell_until_it_ends(stream)
+            _report_until_end(stream)
         except KeyboardInterrupt:
             click.echo("Stopped.", err=True)
         finally:
             stream.stop()
 
 
-def _tell_until_it_ends(stream: "AuditStream") -> None:
+def _report_until_end(stream: "AuditStream") -> None:
     from txbroker.cli.audit.output import kinds_in_words
 
-    told: dict[str, int] = {}
+    reported: dict[str, int] = {}
     strangers = 0
-    while not stream.wait(TELL_S):
+    while not stream.wait(POLL_S):
         summary = stream.summary()
-        if summary.drift and summary.drift != told:
+        if summary.drift and summary.drift != reported:
             click.echo(f"Drift! {kinds_in_words(summary.drift)}.", err=True)
-        told = summary.drift
+        reported = summary.drift
         if summary.strangers > strangers:
             strangers = summary.strangers
             click.echo(
-                f"{strangers} records came when the stream had forgotten their transactions: not "
-                "judged. `txbroker audit run` judges them.",
+                f"{strangers} records arrived after the stream had dropped their transactions, and "
+                "were not judged: run `txbroker audit run` to judge them.",
                 err=True,
             )
 
 
 def names_of(settings: Settings) -> "TopicNames":
-    """Return the names of the topics that an audit reads and writes."""
+    """Return the topics that an audit reads and writes."""
     from txbroker.spark.schema import TopicNames
 
     topics = ("half", "op", "parked", "audit", "audit.drift")
@@ -361,7 +360,7 @@ def names_of(settings: Settings) -> "TopicNames":
 
 
 def terms_of(settings: Settings, ages: AgeLimits) -> "Terms":
-    """Return what is judged by."""
+    """Return the terms of judgement."""
     from txbroker.spark.schema import Terms
 
     return Terms(
@@ -385,20 +384,23 @@ def _report(
 
 
 def _publish(settings: Settings, journal: "Journal", summary: "RunSummary") -> AuditResult:
-    """Tell the proxies of a run, and of earlier ones that ended before they had told it."""
+    """Publish a run to the proxies, and earlier ones that ended before publishing."""
     from txbroker.kafka.client.settings import KafkaSettings
     from txbroker.spark.report.news import publish
 
-    untold: list[RunSummary] | None = None
+    unpublished: list[RunSummary] | None = None
     try:
-        untold = [run for run in journal.untold() if run.run < summary.run]
+        unpublished = [run for run in journal.untold() if run.run < summary.run]
     except TxbrokerError as error:
-        click.echo(f"What earlier runs have not told is not known: {error}", err=True)
+        click.echo(f"Unpublished earlier runs cannot be read: {error}", err=True)
     try:
-        asyncio.run(publish(KafkaSettings.from_configuration(settings), summary, untold or ()))
-        if untold is not None:  # else the next run tells what this one could not look up
+        asyncio.run(publish(KafkaSettings.from_configuration(settings), summary, unpublished or ()))
+        if unpublished is not None:  # else the next run publishes those that this one missed
             journal.told(summary.run)
     except TxbrokerError as error:
-        # The run counts all the same, and what it found is said.
-        click.echo(f"The proxies were not told; the next run tells them: {error}", err=True)
-    return AuditResult(summary, untold or ())
+        # The run still counts, and its result is shown.
+        click.echo(
+            f"The result was not published to the proxies; the next run will do it: {error}",
+            err=True,
+        )
+    return AuditResult(summary, unpublished or ())

@@ -1,6 +1,6 @@
-"""CPU time and memory of the process of this machine that listens at an address. Linux only.
+"""CPU time and memory of the local process that listens at an address. Linux only.
 
-The `--workers` of one `txbroker proxy` count together: they share the work of each transaction.
+The `--workers` of one `txbroker proxy` count together, because they share the work.
 """
 
 import contextlib
@@ -16,70 +16,60 @@ _TICK_S = 1 / os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 0.01
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 4096
 _PROC = Path("/proc")
 _PARENT, _USER, _SYSTEM = 1, 11, 12
-"""Where the parent's number and the times of user and system stand in what `_stat` returns."""
+"""Positions in `_stat`: the parent's id, and user and system time."""
+_ERRORS = (OSError, ValueError, IndexError)
 
 
 class ListeningProcess:
-    """Whoever listens at an address of this machine; knows nothing of one elsewhere, or of one
-    whose owner lets nobody look."""
+    """The process that listens at an address; unknown on other machines, and for other users'
+    processes."""
 
     def __init__(self, host: str, port: int) -> None:
-        found = _process_at(port) if _is_here(host) else None
-        self._processes = [] if found is None else _with_other_workers(found)
+        process = _process_at(port) if _is_local(host) else None
+        self._processes = [] if process is None else _with_other_workers(process)
 
     def cpu_s(self) -> float | None:
-        """Return the seconds of CPU that it has taken, None where nobody knows."""
-        with contextlib.suppress(OSError, ValueError, IndexError):
+        """Return its CPU time in seconds, None if unknown."""
+        with contextlib.suppress(*_ERRORS):
             times = [_stat(process)[_USER : _SYSTEM + 1] for process in self._processes]
-            return sum(int(ticks) for each in times for ticks in each) * _TICK_S if times else None
+            return sum(int(ticks) for pair in times for ticks in pair) * _TICK_S if times else None
         return None
 
     def memory_mib(self) -> float | None:
-        """Return how much memory it has in use, None where nobody knows."""
-        with contextlib.suppress(OSError, ValueError, IndexError):
-            pages = [int((each / "statm").read_text().split()[1]) for each in self._processes]
+        """Return its resident memory, None if unknown."""
+        with contextlib.suppress(*_ERRORS):
+            pages = [int((path / "statm").read_text().split()[1]) for path in self._processes]
             return round(sum(pages) * _PAGE_BYTES / 2**20, 1) if pages else None
         return None
 
 
 def _stat(process: Path) -> list[str]:
-    """Return what the kernel says of a process, behind its name, which may hold spaces."""
+    """Return the fields of `stat` after the process's name, which may contain spaces."""
     return (process / "stat").read_text().rpartition(")")[2].split()
 
 
 def _with_other_workers(process: Path) -> list[Path]:
-    """Return a process; a worker with its parent and the parent's other workers."""
-    if not _is_worker(process):
+    """Return a process; for a worker its parent and the parent's workers."""
+    parent = _parent_of_worker(process)
+    if not parent:
         return [process]
-    with contextlib.suppress(OSError, IndexError):
-        parent = _stat(process)[_PARENT]
-        return [_PROC / parent, *(each for each in _processes() if _child_of(parent, each))]
-    return [process]
+    workers = [path for path in _PROC.glob("[0-9]*") if _parent_of_worker(path) == parent]
+    return [_PROC / parent, *workers]
 
 
-def _child_of(parent: str, process: Path) -> bool:
-    with contextlib.suppress(OSError, IndexError):
-        return _stat(process)[_PARENT] == parent and _is_worker(process)
-    return False
+def _parent_of_worker(process: Path) -> str:
+    """Return the id of a worker's parent, "" for another process."""
+    with contextlib.suppress(*_ERRORS):
+        if WORKER_MODULE.encode() in (process / "cmdline").read_bytes().split(b"\0"):
+            return _stat(process)[_PARENT]
+    return ""
 
 
-def _is_worker(process: Path) -> bool:
+def _is_local(host: str) -> bool:
+    """Return True if a socket can be bound to the host's address."""
     with contextlib.suppress(OSError):
-        return WORKER_MODULE.encode() in (process / "cmdline").read_bytes().split(b"\0")
-    return False
-
-
-def _processes() -> Iterator[Path]:
-    return _PROC.glob("[0-9]*")
-
-
-def _is_here(host: str) -> bool:
-    """Whether an address is one of this machine's: only then a socket can be bound to it."""
-    with contextlib.suppress(OSError):
-        for family, kind, protocol, _, address in socket.getaddrinfo(
-            host, 0, type=socket.SOCK_STREAM
-        ):
-            with contextlib.suppress(OSError), socket.socket(family, kind, protocol) as probe:
+        for family, _, _, _, address in socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM):
+            with contextlib.suppress(OSError), socket.socket(family) as probe:
                 probe.bind(address)
                 return True
     return False
@@ -87,9 +77,7 @@ def _is_here(host: str) -> bool:
 
 def _process_at(port: int) -> Path | None:
     sockets = {f"socket:[{inode}]" for inode in _inodes(port)}
-    if not sockets:
-        return None
-    for process in _processes():
+    for process in _PROC.glob("[0-9]*") if sockets else ():
         with contextlib.suppress(OSError):
             for descriptor in (process / "fd").iterdir():
                 with contextlib.suppress(OSError):
@@ -98,12 +86,10 @@ def _process_at(port: int) -> Path | None:
     return None
 
 
-def _inodes(port: int) -> set[str]:
-    found: set[str] = set()
-    for name in ("tcp", "tcp6"):
+def _inodes(port: int) -> Iterator[str]:
+    for table in ("tcp", "tcp6"):
         with contextlib.suppress(OSError):
-            for line in (_PROC / "net" / name).read_text().splitlines()[1:]:
+            for line in (_PROC / "net" / table).read_text().splitlines()[1:]:
                 fields = line.split()
                 if fields[3] == _LISTEN and int(fields[1].rpartition(":")[2], 16) == port:
-                    found.add(fields[9])
-    return found
+                    yield fields[9]

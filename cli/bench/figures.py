@@ -1,4 +1,4 @@
-"""What a measurement says: what was lost or doubled, rates, latencies, CPU; as data and as text."""
+"""The figures of a measurement: losses, rates, latencies, CPU; as data and as text."""
 
 from array import array
 from bisect import bisect_left
@@ -20,7 +20,7 @@ _STEPS = ("prepare", "decide", "both", "visible")
 
 
 class TimeWindow(NamedTuple):
-    """The stretch that is measured, monotonic seconds."""
+    """The measured time, in monotonic seconds."""
 
     begin: float
     end: float
@@ -30,12 +30,12 @@ class TimeWindow(NamedTuple):
 
     @property
     def seconds(self) -> float:
-        """How long it is."""
+        """Its length."""
         return self.end - self.begin
 
 
 class Latency(Struct, frozen=True):
-    """How long something took, milliseconds; None where it never happened."""
+    """Percentiles in milliseconds; None: no samples."""
 
     p50: float | None = None
     p90: float | None = None
@@ -45,12 +45,11 @@ class Latency(Struct, frozen=True):
 
 
 class ResourceUsage(NamedTuple):
-    """What each who takes part has taken of this machine within the window; None where they are
-    on another one.
+    """The use of this machine within the window; None for processes on other machines.
 
     Attributes:
-        cpu_s: seconds of CPU, of proxy, broker, client and reader.
-        memory_mib: the memory in use when the window began and when it ended, of proxy and broker.
+        cpu_s: CPU seconds of proxy, broker, client and reader.
+        memory_mib: memory of proxy and broker at the window's begin and end.
     """
 
     cpu_s: dict[str, float | None]
@@ -58,26 +57,24 @@ class ResourceUsage(NamedTuple):
 
 
 class Figures(Struct, frozen=True, kw_only=True):
-    """What was measured. Rates count transactions.
+    """The figures. Rates count transactions.
 
     Attributes:
-        transactions: those that were decided within the measured time.
-        acked_per_s: how many of them a second.
-        acked_per_s_by_tenth: the same of each tenth of the measured time, to see whether it slows
-            down.
-        promoted_per_s: how many became visible in the same time, a second; from the partitions
-            that were read along.
-        failed: those whose calls failed, warm-up included; `errors` tells why.
-        visible: messages that the reader found, warm-up included.
-        lost: messages that were committed and are not visible.
+        transactions: number decided within the measured time.
+        acked_per_s: their rate.
+        acked_per_s_by_tenth: the rate in each tenth of the time, which shows a slowdown.
+        promoted_per_s: rate at which transactions became visible, by the partitions read during
+            the measurement.
+        failed: number whose calls failed, warm-up included; `errors` has the reasons.
+        visible: messages that the reader received, warm-up included.
+        lost: committed messages that are not visible.
         duplicated: copies beyond the first.
-        wrong: messages that are visible though they were rolled back.
-        latency_ms: of `prepare`, `decide` and `both` together until they were acknowledged, of
-            `visible` from the call that decides until the reader had the message.
-        cpu_s_per_1000: seconds of CPU per 1,000 transactions of proxy, broker, client and reader;
-            None where they are on another machine.
-        memory_mib: in use by proxy and broker when the measured time began and when it ended.
-        histogram_ms: how many took at most so long, by upper bound, empty ones left out.
+        wrong: visible messages of rolled-back transactions.
+        latency_ms: of `prepare`, `decide` and `both` until the acknowledgement; of `visible` from
+            the decision's call until the reader received the message.
+        cpu_s_per_1000: CPU seconds per 1,000 transactions; None for processes on other machines.
+        memory_mib: memory of proxy and broker at the begin and end of the measured time.
+        histogram_ms: number of samples by upper bound, without empty buckets.
     """
 
     transactions: int
@@ -97,21 +94,21 @@ class Figures(Struct, frozen=True, kw_only=True):
 
     @property
     def whole(self) -> bool:
-        """Whether everything is visible as it was decided."""
+        """True if all messages are visible as decided."""
         return not (self.lost or self.duplicated or self.wrong)
 
     def data(self, job: Job) -> dict[str, Any]:
-        """Return what JSON shows."""
+        """Return the figures as JSON data."""
         shown = ("in_flight", "size", "messages", "groups", "rollback_share", "unknown_share")
-        asked = {name: getattr(job, name) for name in shown}
-        asked |= {"warmup_s": job.warmup_s, "api": "http" if job.http else "sdk"}
-        asked["keyless"] = bool(job.name_header)
-        result: dict[str, Any] = {**to_builtins(self), "asked": asked}
+        parameters = {name: getattr(job, name) for name in shown}
+        parameters |= {"warmup_s": job.warmup_s, "api": "http" if job.http else "sdk"}
+        parameters["keyless"] = bool(job.name_header)
+        result: dict[str, Any] = {**to_builtins(self), "asked": parameters}
         return result
 
 
 class LoadResult(NamedTuple):
-    """The book of a load, opened, beside what consumers see."""
+    """The log of a load, decoded."""
 
     job: Job
     prepared: Sequence[float]
@@ -121,7 +118,7 @@ class LoadResult(NamedTuple):
 
     @classmethod
     def of(cls, job: Job, book: LoadLog) -> "LoadResult":
-        """Open a book."""
+        """Decode a log."""
         began, prepared, decided = array("d"), array("d"), array("d")
         for times, raw in ((began, book.began), (prepared, book.prepared), (decided, book.decided)):
             times.frombytes(raw)
@@ -144,41 +141,32 @@ class LoadResult(NamedTuple):
                 yield from self.messages(number)
 
 
-def figures(
-    counted: LoadResult, count: "Count", window: TimeWindow, taken: ResourceUsage
-) -> Figures:
-    """Return what a measurement says.
-
-    Args:
-        counted: what was done.
-        count: what consumers see of it.
-        window: the stretch that is measured.
-        taken: what it took of this machine.
-    """
-    ended = [number for number, at in enumerate(counted.decided) if at in window]
-    times_s = _times(counted, count, ended)
+def figures(load: LoadResult, count: "Count", window: TimeWindow, usage: ResourceUsage) -> Figures:
+    """Return the figures of a load, from the messages that consumers see."""
+    ended = [number for number, at in enumerate(load.decided) if at in window]
+    times_s = _times(load, count, ended)
     length_s = max(window.seconds, 1e-9)
     along = [at for at in count.seen_at if at]
     share = count.total / len(along) if along else 0.0
-    promoted = sum(at in window for at in along) * share / counted.job.messages
+    promoted = sum(at in window for at in along) * share / load.job.messages
     thousands = len(ended) / 1000
     return Figures(
         transactions=len(ended),
         acked_per_s=round(len(ended) / length_s, 1),
-        acked_per_s_by_tenth=_by_tenth([counted.decided[number] for number in ended], window),
+        acked_per_s_by_tenth=_by_tenth([load.decided[number] for number in ended], window),
         promoted_per_s=round(promoted / length_s, 1),
-        failed=sum(counted.errors.values()),
-        errors=counted.errors,
+        failed=sum(load.errors.values()),
+        errors=load.errors,
         visible=count.total,
-        lost=sum(not count.of(number) for number in counted.owed()),
+        lost=sum(not count.of(number) for number in load.owed()),
         duplicated=sum(copies - 1 for copies in count.copies if copies > 1),
-        wrong=sum(count.of(number) > 0 for number in counted.forbidden()),
+        wrong=sum(count.of(number) > 0 for number in load.forbidden()),
         latency_ms={name: latency(times) for name, times in times_s.items()},
         cpu_s_per_1000={
             name: None if seconds is None or not thousands else round(seconds / thousands, 4)
-            for name, seconds in taken.cpu_s.items()
+            for name, seconds in usage.cpu_s.items()
         },
-        memory_mib=taken.memory_mib,
+        memory_mib=usage.memory_mib,
         histogram_ms={name: histogram(times) for name, times in times_s.items()},
     )
 
@@ -191,19 +179,19 @@ def _by_tenth(ended_at: Sequence[float], window: TimeWindow) -> list[float]:
     return [round(number / tenth_s, 1) for number in counts]
 
 
-def _times(counted: LoadResult, count: "Count", ended: Sequence[int]) -> dict[str, Sequence[float]]:
-    """Return how long each step took, sorted; in arrays, for there may be millions."""
+def _times(load: LoadResult, count: "Count", ended: Sequence[int]) -> dict[str, Sequence[float]]:
+    """Return the sorted durations of each step, as arrays, because there may be millions."""
     visible = (
-        count.seen_at[message] - counted.prepared[number]
+        count.seen_at[message] - load.prepared[number]
         for number in ended
-        if counted.job.fate(number) is PlannedEnd.COMMIT
-        for message in counted.messages(number)
+        if load.job.fate(number) is PlannedEnd.COMMIT
+        for message in load.messages(number)
         if count.of(message) and count.seen_at[message]
     )
     steps: tuple[Iterator[float], ...] = (
-        (counted.prepared[number] - counted.began[number] for number in ended),
-        (counted.decided[number] - counted.prepared[number] for number in ended),
-        (counted.decided[number] - counted.began[number] for number in ended),
+        (load.prepared[number] - load.began[number] for number in ended),
+        (load.decided[number] - load.prepared[number] for number in ended),
+        (load.decided[number] - load.began[number] for number in ended),
         visible,
     )
     return {name: array("d", sorted(times)) for name, times in zip(_STEPS, steps, strict=True)}
@@ -219,7 +207,7 @@ def latency(times_s: Sequence[float]) -> Latency:
 
 
 def histogram(times_s: Sequence[float]) -> list[tuple[float, int]]:
-    """Return how many of sorted times lie below each bound, and not below the one before."""
+    """Return the number of sorted times in each bucket, by upper bound."""
     counts: dict[float, int] = {}
     for time_s in times_s:
         place = min(bisect_left(BOUNDS_MS, time_s * 1000), len(BOUNDS_MS) - 1)
@@ -230,38 +218,38 @@ def histogram(times_s: Sequence[float]) -> list[tuple[float, int]]:
 # --- as text ---------------------------------------------------------------------------------
 
 
-def text(found: Figures, job: Job) -> Iterator[str]:
-    """Yield the lines that people read."""
-    how = "HTTP" if job.http else "SDK"
+def text(result: Figures, job: Job) -> Iterator[str]:
+    """Yield the figures as text."""
+    api = "HTTP" if job.http else "SDK"
     yield (
-        f"{found.transactions:,} transactions by {how}, {job.in_flight} in flight, "
+        f"{result.transactions:,} transactions by {api}, {job.in_flight} in flight, "
         f"{job.messages} of {job.size:,} bytes each{', without keys' if job.name_header else ''}"
     )
-    yield f"acked     {found.acked_per_s:12,.1f} /s"
-    yield f"promoted  {found.promoted_per_s:12,.1f} /s"
+    yield f"acked     {result.acked_per_s:12,.1f} /s"
+    yield f"promoted  {result.promoted_per_s:12,.1f} /s"
     yield (
-        f"visible   {found.visible:12,} messages, warm-up included; lost {found.lost:,}, "
-        f"doubled {found.duplicated:,}, rolled back and yet visible {found.wrong:,}"
+        f"visible   {result.visible:12,} messages, warm-up included; lost {result.lost:,}, "
+        f"duplicated {result.duplicated:,}, visible after a rollback {result.wrong:,}"
     )
     yield ""
     yield f"{'ms':8}" + "".join(f"{name:>10}" for name in ("p50", "p90", "p99", "p99.9", "max"))
     for name in _STEPS:
-        yield f"{name:8}" + "".join(_cell(value) for value in _row(found.latency_ms[name]))
+        yield f"{name:8}" + "".join(_cell(value) for value in _row(result.latency_ms[name]))
     yield ""
-    taken = "   ".join(
+    cpu = "   ".join(
         f"{name} {'unknown' if value is None else f'{value:.3f}'}"
-        for name, value in found.cpu_s_per_1000.items()
+        for name, value in result.cpu_s_per_1000.items()
     )
-    yield f"CPU seconds per 1,000 transactions: {taken}"
-    grown = "   ".join(
+    yield f"CPU seconds per 1,000 transactions: {cpu}"
+    memory = "   ".join(
         f"{name} {_mib(before)} to {_mib(after)}"
-        for name, (before, after) in found.memory_mib.items()
+        for name, (before, after) in result.memory_mib.items()
     )
-    yield f"MiB of memory: {grown}"
-    tenths = " ".join(f"{rate:,.0f}" for rate in found.acked_per_s_by_tenth)
-    yield f"acked /s by tenths of the time: {tenths}"
+    yield f"MiB of memory: {memory}"
+    tenths = " ".join(f"{rate:,.0f}" for rate in result.acked_per_s_by_tenth)
+    yield f"acked /s by tenth of the time: {tenths}"
     for name in _STEPS:
-        yield from _bars(name, found.histogram_ms[name])
+        yield from _bars(name, result.histogram_ms[name])
 
 
 def _mib(value: float | None) -> str:

@@ -1,7 +1,7 @@
-"""The load of `txbroker bench`, in a process of its own: `python -m txbroker.cli.bench.load`.
+"""The load of `txbroker bench`, in a separate process: `python -m txbroker.cli.bench.load`.
 
-It is given a `Job` as one line of JSON on stdin, tells in lines of JSON on stdout how far it is,
-and leaves a `LoadLog` of every transaction in a file. It ends when its stdin does.
+It reads a `Job` as one line of JSON from stdin, reports progress as lines of JSON on stdout, and
+writes a `LoadLog` of every transaction to a file. It ends when stdin does.
 """
 
 import asyncio
@@ -25,13 +25,13 @@ from txbroker.sdk import CheckRequest, Decision, Limits, Message, Rollback, Tran
 
 TICK_S = 0.25
 AFTER_ERROR_S = 0.1
-"""A lane whose transaction failed waits so long, as failing may be all that it does."""
+"""Pause after a failed transaction, so that a failing proxy is not called in a tight loop."""
 _GOLDEN = 0.618033988749895
 _CHECK_AFTER_S = 1.0
 
 
 class PlannedEnd(IntEnum):
-    """What becomes of a transaction."""
+    """How a transaction is to end."""
 
     COMMIT = 0
     ROLLBACK = 1
@@ -40,10 +40,10 @@ class PlannedEnd(IntEnum):
 
 
 class Job(Struct, frozen=True, kw_only=True):
-    """What to do. Times in seconds, sizes in bytes; `book` is the file to write.
+    """The load to generate. Times in seconds, sizes in bytes; `book` is the log's file.
 
-    Either `duration_s` or `transactions` says how long it takes, `warmup_s` comes before. Messages
-    are named by their keys; with a `name_header` they have none, and it names them.
+    After `warmup_s`, either `duration_s` or `transactions` limits the measurement. A message's name
+    is its key or, with `name_header`, the value of that header.
     """
 
     url: str
@@ -67,20 +67,20 @@ class Job(Struct, frozen=True, kw_only=True):
     client_key_file: str | None = None
 
     def fate(self, number: int) -> PlannedEnd:
-        """Return what becomes of a transaction; shares are kept in any stretch of numbers."""
-        place = number * _GOLDEN % 1.0
-        if place < self.rollback_share:
+        """Return how a transaction ends; any range of numbers has about the same shares."""
+        point = number * _GOLDEN % 1.0
+        if point < self.rollback_share:
             return PlannedEnd.ROLLBACK
         return (
             PlannedEnd.UNKNOWN
-            if place < self.rollback_share + self.unknown_share
+            if point < self.rollback_share + self.unknown_share
             else PlannedEnd.COMMIT
         )
 
     def names(self, number: int) -> list[str]:
-        """Return by what a transaction's messages are recognised."""
+        """Return the names of a transaction's messages."""
         first = number * self.messages
-        return [f"{self.tag}{first + each:012x}" for each in range(self.messages)]
+        return [f"{self.tag}{first + index:012x}" for index in range(self.messages)]
 
     def group(self, number: int) -> str:
         """Return the producer group of a transaction."""
@@ -88,12 +88,12 @@ class Job(Struct, frozen=True, kw_only=True):
 
 
 class LoadEvent(Struct, frozen=True):
-    """How far it is: `progress`, `measuring`, `measured`, `written` or `failed`.
+    """A report of kind `progress`, `measuring`, `measured`, `written` or `failed`.
 
     Attributes:
         at: monotonic seconds, comparable between processes of one machine.
-        cpu_s: seconds of CPU that this process has taken.
-        done: transactions that have ended well by now.
+        cpu_s: CPU time of this process so far, in seconds.
+        done: number of successful transactions so far.
     """
 
     kind: str
@@ -104,8 +104,8 @@ class LoadEvent(Struct, frozen=True):
 
 
 class LoadLog(Struct, frozen=True):
-    """When each transaction began, was prepared and decided: arrays of monotonic seconds, by
-    number, 0 for what did not happen. `errors`: of those that failed, how often what was said."""
+    """When each transaction began, was prepared and was decided, as arrays of monotonic seconds, 0:
+    never; and the number of failures by error message."""
 
     began: bytes
     prepared: bytes
@@ -114,19 +114,19 @@ class LoadLog(Struct, frozen=True):
 
 
 class Sender(Protocol):
-    """Carries out transactions, one after another."""
+    """Executes transactions, one after another."""
 
     async def transact(self, number: int) -> tuple[float, float]:
-        """Prepare and decide one; return when each was acknowledged, 0 for what is left."""
+        """Prepare and decide one; return the time of each acknowledgement, 0: none."""
         ...
 
 
 class _LeftUnknown(Exception):
-    """Ends a block whose transaction is left to the check."""
+    """Leaves a transaction's block without a decision."""
 
 
 class SdkSender:
-    """Carries transactions out through sessions of the SDK."""
+    """Executes transactions through SDK sessions."""
 
     def __init__(self, job: Job, producers: Sequence[TransactionalProducer]) -> None:
         self._job = job
@@ -134,7 +134,7 @@ class SdkSender:
         self._body = os.urandom(job.size)
 
     async def transact(self, number: int) -> tuple[float, float]:
-        """Prepare and decide one; return when each was acknowledged, 0 for what is left."""
+        """See `Sender`."""
         job = self._job
         messages = [self._message(name.encode()) for name in job.names(number)]
         producer = self._producers[number % len(self._producers)]
@@ -158,7 +158,7 @@ class SdkSender:
 
 
 class HttpSender:
-    """Carries transactions out through plain HTTP calls on one connection."""
+    """Executes transactions through HTTP calls on one connection."""
 
     def __init__(self, job: Job, connection: HttpConnection) -> None:
         self._job = job
@@ -166,7 +166,7 @@ class HttpSender:
         self._body = os.urandom(job.size).hex()[: job.size]
 
     async def transact(self, number: int) -> tuple[float, float]:
-        """Prepare and decide one; return when each was acknowledged."""
+        """See `Sender`."""
         job = self._job
         group = job.group(number)
         messages = [self._message(name) for name in job.names(number)]
@@ -184,7 +184,7 @@ class HttpSender:
 
 
 class LoadRunner:
-    """All lanes, each one transaction after another, and the book of them."""
+    """Runs the senders in parallel, and logs their transactions."""
 
     def __init__(self, job: Job) -> None:
         self._job = job
@@ -197,33 +197,33 @@ class LoadRunner:
         self._stop = False
 
     async def run(self, senders: Sequence[Sender]) -> None:
-        """Warm up, measure, write the book; `senders` has one for each lane.
+        """Warm up, measure, write the log; one task for each of `senders`.
 
         Raises:
-            TxbrokerError: already the first transaction fails.
+            TxbrokerError: the first transaction fails.
         """
         await self._one(senders[0])
         if self._errors:
             raise TxbrokerError(next(iter(self._errors)))
-        telling = asyncio.create_task(self._tell_progress())
-        lanes = [asyncio.create_task(self._lane(sender)) for sender in senders]
+        reporting = asyncio.create_task(self._report_progress())
+        tasks = [asyncio.create_task(self._repeat(sender)) for sender in senders]
         await asyncio.sleep(self._job.warmup_s)
-        self._tell("measuring")
+        self._report("measuring")
         if self._job.transactions is None:
             await asyncio.sleep(self._job.duration_s or 0.0)
         else:
             self._ends_at = self._ended + self._job.transactions
             await self._all_ended.wait()
-        self._tell("measured")
+        self._report("measured")
         self._stop = True
-        await asyncio.gather(*lanes)
-        telling.cancel()
+        await asyncio.gather(*tasks)
+        reporting.cancel()
         arrays = (self._began.tobytes(), self._prepared.tobytes(), self._decided.tobytes())
         written = msgspec.msgpack.encode(LoadLog(*arrays, self._errors))
         await asyncio.to_thread(Path(self._job.book).write_bytes, written)
-        self._tell("written")
+        self._report("written")
 
-    async def _lane(self, sender: Sender) -> None:
+    async def _repeat(self, sender: Sender) -> None:
         while not (self._stop or self._all_ended.is_set()):
             if not await self._one(sender):
                 await asyncio.sleep(AFTER_ERROR_S)
@@ -248,16 +248,16 @@ class LoadRunner:
             if self._ended == self._ends_at:
                 self._all_ended.set()
 
-    async def _tell_progress(self) -> None:
+    async def _report_progress(self) -> None:
         while True:
-            self._tell("progress")
+            self._report("progress")
             await asyncio.sleep(TICK_S)
 
-    def _tell(self, kind: str) -> None:
-        tell(LoadEvent(kind, time.monotonic(), time.process_time(), self._done))
+    def _report(self, kind: str) -> None:
+        write_event(LoadEvent(kind, time.monotonic(), time.process_time(), self._done))
 
 
-def tell(event: LoadEvent) -> None:
+def write_event(event: LoadEvent) -> None:
     """Write an event to stdout."""
     sys.stdout.buffer.write(msgspec.json.encode(event) + b"\n")
     sys.stdout.flush()
@@ -265,21 +265,21 @@ def tell(event: LoadEvent) -> None:
 
 @asynccontextmanager
 async def senders_of(job: Job) -> AsyncIterator[list[Sender]]:
-    """Connect, and give a sender for each lane.
+    """Connect, and yield a sender for each transaction in flight.
 
     Raises:
-        TxbrokerError, OSError: no connection comes about.
+        TxbrokerError, OSError: the connection fails.
     """
     async with AsyncExitStack() as stack:
         if job.http:
-            made: list[Sender] = []
+            senders: list[Sender] = []
             for _ in range(job.in_flight):
                 connection = HttpConnection(
                     job.url, job.token, job.ca_file, job.client_cert_file, job.client_key_file
                 )
                 stack.callback(connection.close)
-                made.append(HttpSender(job, connection))
-            yield made
+                senders.append(HttpSender(job, connection))
+            yield senders
             return
         producers = [await stack.enter_async_context(_producer(job, n)) for n in range(job.groups)]
         sender = SdkSender(job, producers)
@@ -303,13 +303,13 @@ def _producer(job: Job, number: int) -> TransactionalProducer:
 
 
 async def work(job: Job) -> None:
-    """Carry a job out; stay connected, so that checks are answered, until stdin ends."""
+    """Generate the load; stay connected to answer checks until stdin ends."""
     try:
         async with senders_of(job) as senders:
             await LoadRunner(job).run(senders)
             await asyncio.to_thread(sys.stdin.buffer.read)
     except (TxbrokerError, OSError) as error:
-        tell(LoadEvent("failed", text=str(error) or type(error).__name__))
+        write_event(LoadEvent("failed", text=str(error) or type(error).__name__))
 
 
 if __name__ == "__main__":

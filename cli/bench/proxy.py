@@ -1,6 +1,6 @@
-"""A proxy for `txbroker bench`, in a process of its own: `python -m txbroker.cli.bench.proxy`.
+"""The proxy of `txbroker bench`, in a separate process: `python -m txbroker.cli.bench.proxy`.
 
-It is given its settings as one line of JSON on stdin, and ends when its stdin does.
+It reads its settings as one line of JSON from stdin, and ends when stdin does.
 """
 
 import asyncio
@@ -17,9 +17,9 @@ from txbroker.errors import TxbrokerError
 from txbroker.proxy.observe.logging import configure_logging
 
 
-async def work(given: dict[str, Any]) -> None:
-    """Serve until stdin ends; a line on stdout says `ready URL …`, or `failed` and why."""
-    settings = load_settings(given, environ={})
+async def work(config: dict[str, Any]) -> None:
+    """Serve until stdin ends; print `ready URL …`, or `failed` with the reason."""
+    settings = load_settings(config, environ={})
     configure_logging(settings.log_format, settings.log_level)
     serving = asyncio.create_task(serve(settings, owns_all))
     ending = asyncio.create_task(asyncio.to_thread(sys.stdin.buffer.read))

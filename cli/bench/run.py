@@ -1,4 +1,4 @@
-"""A measurement carried out: what is measured, the load in a process of its own, the reader."""
+"""Runs a measurement: proxy and Kafka, the load in a separate process, and the reader."""
 
 import asyncio
 import contextlib
@@ -35,24 +35,24 @@ from txbroker.kafka.tools.counting import (
 )
 
 END_TIMEOUT_S = 40.0
-"""More than a producer takes to drain."""
+"""Longer than a producer takes to drain."""
 _OURS = ("listen", "advertise", "admin_", "token_", "tls_", "peers_", "kafka", "data_", "instance",
          "workers")  # fmt: skip
-"""What a proxy of the measurement's own does not take from the user's settings."""
+"""The user's settings that a proxy started for the measurement ignores."""
 
 
 class BenchPlan(Struct, frozen=True, kw_only=True):
     """What to measure.
 
     Attributes:
-        settings: say where Kafka is; and for a proxy of our own, what it is told.
-        url: the running proxy; None: one of our own, on a Kafka of our own.
-        credentials: by which it and we know one another.
-        topic: for the messages; None: one that is made, and removed afterwards.
-        partitions: of the topic that is made.
-        along: how many of its partitions are read along; None for all.
-        keyless: whether messages have no keys.
-        asked: the other fields of the `Job`.
+        settings: the connection to Kafka, or the settings of a started proxy.
+        url: a running proxy; None: start one, with its own Kafka.
+        credentials: for the running proxy.
+        topic: an existing topic; None: create one, and delete it afterwards.
+        partitions: of the created topic.
+        along: number of partitions read during the measurement; None: all.
+        keyless: messages have no keys.
+        load: the other fields of the `Job`.
     """
 
     settings: Settings
@@ -62,23 +62,23 @@ class BenchPlan(Struct, frozen=True, kw_only=True):
     partitions: int
     along: int | None
     keyless: bool
-    asked: Mapping[str, Any]
+    load: Mapping[str, Any]
 
 
 class MeasuredProxy(Struct, frozen=True):
-    """What is measured: a proxy, by what it knows us, and where its Kafka is."""
+    """A proxy, its credentials, and the connection to its Kafka."""
 
     url: str
     credentials: CredentialFiles
     settings: Settings
 
 
-async def measure(plan: BenchPlan, shown: "BenchProgress") -> tuple[Figures, Job]:
-    """Measure once, and take everything down again.
+async def measure(plan: BenchPlan, progress: "BenchProgress") -> tuple[Figures, Job]:
+    """Run one measurement, and stop everything that it started.
 
     Raises:
-        TxbrokerError, EmbeddedKafkaError: something cannot be started or reached.
-        CommandFailed: no transaction succeeds, or a process of ours has ended.
+        TxbrokerError, EmbeddedKafkaError: proxy or Kafka cannot be started or reached.
+        CommandFailed: no transaction succeeds, or a started process ended early.
     """
     tag = secrets.token_hex(TAG_CHARS // 2)
     async with AsyncExitStack() as stack:
@@ -87,39 +87,39 @@ async def measure(plan: BenchPlan, shown: "BenchProgress") -> tuple[Figures, Job
                 tempfile.TemporaryDirectory(prefix="txbroker-bench-", ignore_cleanup_errors=True)
             )
         )
-        shown.step("starting")
-        place = await stack.enter_async_context(_place(plan, folder))
+        progress.step("starting")
+        proxy = await stack.enter_async_context(_measured_proxy(plan, folder))
         topic = plan.topic or f"txbroker-bench-{tag}"
         if plan.topic is None:
-            made = topic_for_a_while(place.settings, topic, plan.partitions)
-            await stack.enter_async_context(made)
-        reader = await stack.enter_async_context(reading(place.settings, topic, tag, plan.along))
-        job = _job(plan, place, topic, tag, folder / "book")
+            temporary = topic_for_a_while(proxy.settings, topic, plan.partitions)
+            await stack.enter_async_context(temporary)
+        reader = await stack.enter_async_context(reading(proxy.settings, topic, tag, plan.along))
+        job = _job(plan, proxy, topic, tag, folder / "book")
         load = await stack.enter_async_context(
             _child("txbroker.cli.bench.load", msgspec.json.encode(job))
         )
-        window, taken = await _watched(load, reader, _UsageMeter(place), shown, job)
-        shown.step("reading what consumers see")
-        counted = LoadResult.of(job, await asyncio.to_thread(_book, Path(job.book)))
-        await reader.read_rest(counted.owed)
-    # Not before all is taken down: of millions that takes so long that connections would break.
-    return figures(counted, reader.count, window, taken), job
+        window, usage = await _follow(load, reader, _UsageMeter(proxy), progress, job)
+        progress.step("reading the visible messages")
+        result = LoadResult.of(job, await asyncio.to_thread(_book, Path(job.book)))
+        await reader.read_rest(result.owed)
+    # After everything has stopped: for millions it takes so long that connections would time out.
+    return figures(result, reader.count, window, usage), job
 
 
-def _job(plan: BenchPlan, place: MeasuredProxy, topic: str, tag: str, book: Path) -> Job:
-    credentials = place.credentials
+def _job(plan: BenchPlan, proxy: MeasuredProxy, topic: str, tag: str, book: Path) -> Job:
+    credentials = proxy.credentials
     token = None if credentials.token_file is None else credentials.token_file.read_text().strip()
     files: dict[str, Any] = credentials.named()
     files.pop("token_file", None)
     return Job(
-        url=place.url,
+        url=proxy.url,
         topic=topic,
         tag=tag,
         book=str(book),
         name_header=NAME_HEADER if plan.keyless else "",
         token=token,
         **files,
-        **plan.asked,
+        **plan.load,
     )
 
 
@@ -127,42 +127,44 @@ def _book(path: Path) -> LoadLog:
     return msgspec.msgpack.decode(path.read_bytes(), type=LoadLog)
 
 
-# --- what is measured ------------------------------------------------------------------------
+# --- the measured proxy ----------------------------------------------------------------------
 
 
 @asynccontextmanager
-async def _place(plan: BenchPlan, folder: Path) -> AsyncIterator[MeasuredProxy]:
+async def _measured_proxy(plan: BenchPlan, folder: Path) -> AsyncIterator[MeasuredProxy]:
     if plan.url is not None:
         yield MeasuredProxy(plan.url, plan.credentials, plan.settings)
         return
     kafka = EmbeddedKafka(folder / "kafka", for_load=True, progress=BarProgress())
     try:
         await asyncio.to_thread(kafka.start)
-        given = plan.settings.model_dump(mode="json", include=plan.settings.model_fields_set)
-        told = {name: value for name, value in given.items() if not name.startswith(_OURS)}
-        told |= {"listen": "127.0.0.1:0", "kafka": kafka.bootstrap, "instance": "bench"}
-        told |= {"data_dir": str(folder / "proxy")}
-        told.setdefault("log_level", "warning")
-        async with _child("txbroker.cli.bench.proxy", json.dumps(told).encode()) as proxy:
+        explicit = plan.settings.model_dump(mode="json", include=plan.settings.model_fields_set)
+        config = {name: value for name, value in explicit.items() if not name.startswith(_OURS)}
+        config |= {"listen": "127.0.0.1:0", "kafka": kafka.bootstrap, "instance": "bench"}
+        config |= {"data_dir": str(folder / "proxy")}
+        config.setdefault("log_level", "warning")
+        async with _child("txbroker.cli.bench.proxy", json.dumps(config).encode()) as proxy:
             assert proxy.stdout is not None
             word, _, rest = (await proxy.stdout.readline()).decode().strip().partition(" ")
             if word != "ready":
-                raise CommandFailed(rest or "the proxy has ended before it was ready")
+                raise CommandFailed(
+                    rest or "the proxy ended before it was ready: see its log above"
+                )
             settings = load_settings({"kafka": kafka.bootstrap}, environ={})
             yield MeasuredProxy(rest.partition(" ")[0], NO_CREDENTIALS, settings)
     finally:
-        kafka.kill()  # what is thrown away need not be closed well
+        kafka.kill()  # its data is deleted anyway
 
 
 @asynccontextmanager
 async def _child(module: str, first_line: bytes) -> AsyncIterator[asyncio.subprocess.Process]:
-    """Run a module in a process of its own, which ends when its stdin does: ours, or with us."""
+    """Run a module in a child process, which ends when stdin or this process does."""
     process = await asyncio.create_subprocess_exec(
         sys.executable,
         *("-m", module),
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
-        start_new_session=True,  # Ctrl-C is for us, who end it in order
+        start_new_session=True,  # Ctrl-C stops this process, which then stops the child
     )
     assert process.stdin is not None
     try:
@@ -179,34 +181,34 @@ async def _child(module: str, first_line: bytes) -> AsyncIterator[asyncio.subpro
 
 
 class _UsageSample(Struct, frozen=True):
-    """What those who take part have taken by a moment."""
+    """CPU time and memory of all processes at one moment."""
 
     at: float
     cpu_s: dict[str, float | None]
     memory_mib: dict[str, float | None]
 
     def until(self, end: "_UsageSample") -> ResourceUsage:
-        """Return what was taken between two readings."""
+        """Return the usage between two samples."""
         cpu_s: dict[str, float | None] = {
-            name: None if taken is None or (was := self.cpu_s[name]) is None else taken - was
-            for name, taken in end.cpu_s.items()
+            name: None if used is None or (before := self.cpu_s[name]) is None else used - before
+            for name, used in end.cpu_s.items()
         }
         memory = {name: (before, end.memory_mib[name]) for name, before in self.memory_mib.items()}
         return ResourceUsage(cpu_s, memory)
 
 
 class _UsageMeter:
-    """CPU time and memory of those who take part, as far as they are on this machine."""
+    """Samples CPU time and memory of the processes on this machine."""
 
-    def __init__(self, place: MeasuredProxy) -> None:
-        parts = urlsplit(place.url)
+    def __init__(self, proxy: MeasuredProxy) -> None:
+        parts = urlsplit(proxy.url)
         port = parts.port or (443 if parts.scheme == "https" else 80)
         self._proxy = ListeningProcess(parts.hostname or "", port)
-        addresses = [parse_address(part.strip()) for part in place.settings.kafka.split(",")]
+        addresses = [parse_address(part.strip()) for part in proxy.settings.kafka.split(",")]
         self._brokers = [ListeningProcess(address.host, address.port) for address in addresses]
 
     def read(self, event: LoadEvent) -> _UsageSample:
-        """Return what each has taken by now, when the load told this event."""
+        """Return a sample at the time of an event of the load."""
         return _UsageSample(
             event.at,
             {
@@ -230,29 +232,29 @@ def _sum(values: Sequence[float | None]) -> float | None:
 # --- the run ---------------------------------------------------------------------------------
 
 
-async def _watched(
+async def _follow(
     load: asyncio.subprocess.Process,
     reader: Reader,
     meters: _UsageMeter,
-    shown: "BenchProgress",
+    progress: "BenchProgress",
     job: Job,
 ) -> tuple[TimeWindow, ResourceUsage]:
-    """Read along until the load has ended; return when it was measured, and what was taken then."""
+    """Read messages until the load ends; return the measured window and its resource usage."""
     following = asyncio.create_task(reader.follow())
-    begun: _UsageSample | None = None
+    start: _UsageSample | None = None
     measured: tuple[TimeWindow, ResourceUsage] | None = None
-    shown.step("warming up", job.warmup_s)
+    progress.step("warming up", job.warmup_s)
     try:
         async for event in _events(load):
             if following.done():
                 break
-            shown.done(event)
+            progress.done(event)
             if event.kind == "measuring":
-                begun = meters.read(event)
-                shown.step("measuring", job.duration_s, event.done, job.transactions)
-            elif event.kind == "measured" and begun is not None:
-                measured = TimeWindow(begun.at, event.at), begun.until(meters.read(event))
-                shown.step("ending")
+                start = meters.read(event)
+                progress.step("measuring", job.duration_s, event.done, job.transactions)
+            elif event.kind == "measured" and start is not None:
+                measured = TimeWindow(start.at, event.at), start.until(meters.read(event))
+                progress.step("ending")
             elif event.kind == "failed":
                 raise CommandFailed(event.text)
             elif event.kind == "written":
@@ -264,7 +266,7 @@ async def _watched(
         with contextlib.suppress(asyncio.CancelledError, Exception):
             await following
     if measured is None:
-        raise CommandFailed("the process of the load has ended early")
+        raise CommandFailed("the load process ended early: see its error above")
     return measured
 
 
@@ -274,11 +276,11 @@ async def _events(load: asyncio.subprocess.Process) -> AsyncIterator[LoadEvent]:
         yield msgspec.json.decode(line, type=LoadEvent)
 
 
-# --- what is shown meanwhile -----------------------------------------------------------------
+# --- progress --------------------------------------------------------------------------------
 
 
 class BenchProgress:
-    """A bar on stderr that tells how far it is; nothing where that is no terminal."""
+    """A progress bar on stderr, on a terminal only."""
 
     def __init__(self, bar: bars.Progress | None) -> None:
         self._bar = bar
@@ -288,15 +290,15 @@ class BenchProgress:
         self._began_s = 0.0
 
     def step(
-        self, words: str, seconds: float | None = None, done: int = 0, count: int | None = None
+        self, text: str, seconds: float | None = None, done: int = 0, count: int | None = None
     ) -> None:
-        """Begin a step that takes so long, or so many transactions, or nobody knows."""
+        """Start a step of known duration, known count or unknown length."""
         if self._bar is None:
             return
         if self._task is not None:
             self._bar.remove_task(self._task)
         self._count, self._from, self._began_s = count, done, time.monotonic()
-        self._task = self._bar.add_task(words, total=count or seconds, rate="")
+        self._task = self._bar.add_task(text, total=count or seconds, rate="")
 
     def done(self, event: LoadEvent) -> None:
         """Move the bar."""
@@ -312,8 +314,8 @@ class BenchProgress:
 
 
 @contextmanager
-def showing(console: Console) -> Iterator[BenchProgress]:
-    """Show how far it is, where the console is a terminal."""
+def progress_bar(console: Console) -> Iterator[BenchProgress]:
+    """Show the progress if the console is a terminal."""
     if not console.is_terminal:
         yield BenchProgress(None)
         return

@@ -80,7 +80,7 @@ def test_people_get_a_table_and_a_histogram(bench: Call) -> None:
     done = bench("--warmup-s", 0, "--duration-s", 0.5, "--in-flight", 2, "--size", 10)
     assert (done.code, done.err) == (0, "")
     assert "transactions by SDK, 2 in flight, 1 of 10 bytes each" in done.out
-    assert "lost 0, doubled 0, rolled back and yet visible 0" in done.out
+    assert "lost 0, duplicated 0, visible after a rollback 0" in done.out
     assert "decide, up to ms\n" in done.out
     assert "█" * 40 in done.out
 
@@ -116,9 +116,9 @@ class Liar:
 @pytest.mark.parametrize(
     ("copies", "verb", "rollbacks", "says"),
     [
-        (0, "commit", 0, "41 messages lost, 0 doubled, 0 visible though rolled back"),
-        (2, "commit", 0, "0 messages lost, 41 doubled, 0 visible though rolled back"),
-        (1, "rollback", 1, "0 messages lost, 0 doubled, 41 visible though rolled back"),
+        (0, "commit", 0, "41 messages lost, 0 duplicated, 0 visible after a rollback"),
+        (2, "commit", 0, "0 messages lost, 41 duplicated, 0 visible after a rollback"),
+        (1, "rollback", 1, "0 messages lost, 0 duplicated, 41 visible after a rollback"),
     ],
 )
 def test_a_proxy_that_lies(
@@ -224,7 +224,7 @@ def test_its_own_kafka_and_proxy(
     process = start("--warmup-s", "0", "--transactions", "20", "--partitions", "1")
     out, err = process.communicate(timeout=100)
     assert (process.returncode, err) == (0, "")
-    assert "lost 0, doubled 0" in out
+    assert "lost 0, duplicated 0" in out
     assert "unknown" not in out
     assert list(tmp_path.iterdir()) == []
 

@@ -27,7 +27,7 @@ from txbroker.cli.bench.figures import (
     text,
 )
 from txbroker.cli.bench.load import Job, LoadEvent, LoadLog, PlannedEnd
-from txbroker.cli.bench.run import showing
+from txbroker.cli.bench.run import progress_bar
 from txbroker.cli.proxy.lifeline import WORKER_MODULE
 from txbroker.kafka.tools.counting import Count
 
@@ -228,7 +228,7 @@ def test_workers_of_one_parent_count_together() -> None:
 @pytest.mark.parametrize("terminal", [True, False])
 def test_the_bar_is_drawn_on_a_terminal_only(terminal: bool) -> None:
     console = Console(file=io.StringIO(), force_terminal=terminal, width=100)
-    with showing(console) as shown:
+    with progress_bar(console) as shown:
         shown.step("warming up", 1.0)
         shown.step("measuring", None, 10, 100)
         shown.done(LoadEvent("progress", done=60))

@@ -311,7 +311,7 @@ def test_records_of_others_are_named_and_no_drift(
     page = render(found, [])
     assert "its txb-id is no transaction id" in page
     assert "204 records do not read" in page
-    assert "204 records do not read and were set aside." in drift_in_words(found)
+    assert "204 records are unreadable and were set aside." in drift_in_words(found)
     assert news_of(found).set_aside[0].why in {each.why for each in found.set_aside}
 
 

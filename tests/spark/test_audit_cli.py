@@ -84,17 +84,17 @@ def data_dir(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        ("run --conf driver.memory=1g", "expected a setting of Spark's, spark.NAME=VALUE"),
-        ("run --conf spark.driver.memory", "expected a setting of Spark's, spark.NAME=VALUE"),
+        ("run --conf driver.memory=1g", "expected a Spark setting, spark.NAME=VALUE"),
+        ("run --conf spark.driver.memory", "expected a Spark setting, spark.NAME=VALUE"),
         ("run --deploy-mode cluster", "needs --master yarn or --master k8s://URL"),
         ("run --deploy-mode cluster --master spark://x:7077", "needs --master yarn or"),
         ("run --deploy-mode here", "'here' is not one of 'client', 'cluster'"),
-        ("run --late-after-s 700", "--late-after-s 700 is more than --lost-after-s 600"),
+        ("run --late-after-s 700", "--late-after-s 700 exceeds --lost-after-s 600"),
         ("run --late-after-s nan", "--late-after-s nan: expected 0 to 1e9 seconds"),
         ("run --lost-after-s inf", "--lost-after-s inf: expected 0 to 1e9 seconds"),
         ("run --late-after-s 0", "--late-after-s 0: expected 0 to 1e9 seconds"),
-        ("run --table orders", "--table goes with --business"),
-        ("run --group orders", "--group goes with --business"),
+        ("run --table orders", "--table needs --business"),
+        ("run --group orders", "--group needs --business"),
         ("run --business mysql:x", "must be jdbc:URL or parquet:PATH"),
         ("run --business jdbc:sqlite:x --id-column id", "a table is missing"),
         ("run --business parquet:x", "a column is missing"),
@@ -192,7 +192,7 @@ def test_what_is_set_aside_or_missing_is_shown(capsys: pytest.CaptureFixture[str
     assert any(line.startswith("target_missing 2 yes ") for line in printed)
     assert sum(line.endswith("no id") for line in printed) == 9
     said = drift_in_words(found)
-    assert "30 records do not read and were set aside, 1 of them ours." in said
+    assert "30 records are unreadable and were set aside, 1 of them ours." in said
     assert "Targets that do not exist: bills." in said
     assert "Own record unreadable: 1, Target missing: 2" in said
 
@@ -209,7 +209,7 @@ def test_the_table_in_the_guide_is_what_is_printed(capsys: pytest.CaptureFixture
 def test_what_is_not_there(call: Call, tmp_path: Path, data_dir: Path) -> None:
     none = call("show", "--data-dir", tmp_path / "none")
     assert (none.code, none.out) == (0, "")
-    assert "There was no run yet" in none.err
+    assert "There is no run yet" in none.err
     unknown = call("show", "yesterday", "--data-dir", data_dir)
     assert (unknown.code, unknown.out) == (1, "")
     assert "there is no run yesterday" in unknown.err
@@ -224,8 +224,8 @@ def test_a_run_in_words() -> None:
     assert drift_in_words(CLEAN).endswith("10 transactions in 1m01s, 1 pending. No drift.")
     said = drift_in_words(DRIFTED)
     assert said.endswith("Drift! Committed, not visible: lost: 1, Committed, not visible: late: 1.")
-    assert "Retention took up to 7 records" in said
-    assert "3 records do not read" in said
+    assert "Retention removed up to 7 records" in said
+    assert "3 records are unreadable" in said
 
 
 # --- a run that is only played ---------------------------------------------------------------
@@ -313,12 +313,18 @@ def test_what_the_proxies_were_not_told_is_told_by_the_next_run(played: Played) 
     played.fails = KafkaUnavailable("no leader")
     first = played.audit()
     assert first.code == 4
-    assert "The proxies were not told; the next run tells them: no leader" in first.err
+    assert (
+        "not published to the proxies; the next run will do it: no leader"
+        in first.err
+    )
     played.finds, played.fails = NEXT, None
     second = played.audit()
     assert played.steps == ["spark", f"told {DRIFTED.run} {NEXT.run}"]
     assert second.code == 4  # the first may have died before it could end with it
-    assert f"The proxies were not told of run {DRIFTED.run} (incremental): Drift! " in second.err
+    assert (
+        f"Run {DRIFTED.run} (incremental) had not been published to the proxies"
+        in second.err
+    )
     third = played.audit()
     assert (third.code, played.steps) == (0, ["spark", f"told {NEXT.run}"])
 
@@ -365,7 +371,7 @@ def test_a_run_that_finds_nothing_fails_as_ever(
 
 
 def test_a_full_run_says_that_retention_had_been_there_before_it() -> None:
-    says = " Retention had taken the beginning of 1 of 4 topics; what was there was not judged."
+    says = " Retention had removed the beginning of 1 of 4 topics, which was not judged."
     assert says in drift_in_words(summary(0))
     assert says not in drift_in_words(summary(0, mode="incremental"))
 

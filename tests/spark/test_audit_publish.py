@@ -13,7 +13,7 @@ from tests.kit.kafka import KafkaHarness
 from tests.kit.service import FakeEndpoint, Service
 from tests.kit.until import until
 from tests.spark.audit_summaries import STARTED_MS, drifted, summary
-from txbroker.cli.audit.run import _tell_until_it_ends
+from txbroker.cli.audit.run import _report_until_end
 from txbroker.contract.audit import UnreadRecord, decode_news, encode_news
 from txbroker.errors import ConfigurationError
 from txbroker.spark.report.news import key_of, news_of, publish
@@ -82,9 +82,9 @@ def test_what_a_stream_did_not_judge_is_told_on_stderr(capsys: pytest.CaptureFix
         def summary(self) -> RunSummary:
             return summary(mode="stream", strangers=(self.looks - 1) // 2 * 7)
 
-    _tell_until_it_ends(cast(AuditStream, Watched()))
+    _report_until_end(cast(AuditStream, Watched()))
     told = capsys.readouterr().err
-    assert told.startswith("7 records came when the stream had forgotten their transactions: not ")
+    assert told.startswith("7 records arrived after the stream had dropped ")
     assert told.count("records came") == 1
 
 
