@@ -1,9 +1,9 @@
 """`txbroker demo`: a small order service on SQLite, killed at the worst moments.
 
 shop.py      the service: copy from here
-worker.py    a process that runs the service, one order at a time
+worker.py    a process of the service, one order at a time
 stage.py     starts Kafka, proxy and workers, and kills workers
-scenes.py    what happens, in which order
-life.py      shows every step of every order as it happens
+scenes.py    the sequence of events
+life.py      prints each step of each order
 verdict.py   compares the database with Kafka
 """

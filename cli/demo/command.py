@@ -23,10 +23,10 @@ from txbroker.proxy.observe.logging import configure_logging
 def command() -> None:
     """Watch an order service and Kafka agree, whatever is killed.
 
-    Runs a real Apache Kafka, a proxy and processes of a small order service on SQLite; kills some
-    at the worst moments; and compares at the end the orders in the database with the messages
-    that consumers see. Exits with 1 if they differ. Everything is in a temporary folder. The first
-    run downloads Kafka (43 MB) into your cache.
+    Runs a real Apache Kafka, a proxy and processes of a small order service on SQLite, kills some
+    of these at the worst moments, and then compares the orders in the database with the messages
+    that consumers see. Exit code 1: they differ. All data is in a temporary folder. The first run
+    downloads Kafka (43 MB) into your cache.
     """
     configure_logging("auto", "error")
     console = Console(highlight=False)
@@ -36,10 +36,10 @@ def command() -> None:
 
 
 async def _show(folder: Path, console: Console) -> None:
-    life = Timeline(console)
-    life.title("0. A real Apache Kafka and a proxy start")
-    async with set_up(folder, life) as stage:
-        life.say("kafka", "ready", stage.kafka)
+    timeline = Timeline(console)
+    timeline.title("0. A real Apache Kafka and a proxy start")
+    async with set_up(folder, timeline) as stage:
+        timeline.show("kafka", "ready", stage.kafka)
         following = asyncio.create_task(stage.follow())
         try:
             await play(stage)
@@ -54,5 +54,5 @@ async def _judge(stage: DemoEnvironment, console: Console) -> None:
     console.print()
     console.print(table(lines))
     if not all(line.agree for line in lines):
-        raise CommandFailed("the database and Kafka differ")
+        raise CommandFailed("the database and Kafka differ: see the table above")
     console.print(Text("The database and Kafka agree, message for message.", "bold green"))

@@ -1,4 +1,4 @@
-"""Shows the life of every order as it happens, one line a step."""
+"""Prints the steps of every order as they happen."""
 
 from datetime import datetime
 
@@ -20,16 +20,16 @@ _WHO_WIDTH, _EVENT_WIDTH = 7, 9
 
 
 class Timeline:
-    """Prints steps; knows which ones it has told of each transaction."""
+    """Prints each step of each transaction once."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
         self._orders: dict[str, str] = {}
-        self._told: dict[str, set[tuple[int, str, str]]] = {}
+        self._shown: dict[str, set[tuple[int, str, str]]] = {}
 
     @property
     def ids(self) -> list[str]:
-        """The transactions that there are so far."""
+        """The transactions so far."""
         return list(self._orders)
 
     def title(self, text: str) -> None:
@@ -38,12 +38,12 @@ class Timeline:
         self._console.print(Text(text, "bold"))
 
     def begin(self, id: str, order: str) -> None:
-        """Say that an order is prepared under this id."""
+        """Register an order's transaction."""
         self._orders[id] = order
-        self._told[id] = set()
+        self._shown[id] = set()
 
-    def say(self, who: str, event: str, text: str, at: datetime | None = None) -> None:
-        """Tell one step."""
+    def show(self, who: str, event: str, text: str, at: datetime | None = None) -> None:
+        """Print one step."""
         moment = at or datetime.now()
         line = Text()
         line.append(f"{moment:%H:%M:%S}.{moment.microsecond // 1000:03}  ", "dim")
@@ -53,15 +53,15 @@ class Timeline:
         self._console.print(line, soft_wrap=True)
 
     def follow(self, view: TransactionView) -> None:
-        """Tell what is new in a transaction's life."""
-        told = self._told[view.id]
-        asked = {check.at_ms for check in view.checks if not check.outcome}
+        """Print the new events of a transaction."""
+        shown = self._shown[view.id]
+        in_flight = {check.at_ms for check in view.checks if not check.outcome}
         for event in view.timeline:
             is_check = event.event == "check"
-            if is_check and event.at_ms in asked and view.decision is None:
-                continue  # the answer is still to come: told together with it
+            if is_check and event.at_ms in in_flight and view.decision is None:
+                continue  # printed together with its answer
             step = (event.at_ms, event.event, "" if is_check else event.text)
-            if step not in told:
-                told.add(step)
+            if step not in shown:
+                shown.add(step)
                 at = datetime.fromtimestamp(event.at_ms / 1000)
-                self.say(self._orders[view.id], event.event, event.text, at)
+                self.show(self._orders[view.id], event.event, event.text, at)

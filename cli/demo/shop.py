@@ -1,6 +1,6 @@
 """A small order service: one local transaction on SQLite, two messages on Kafka, both or neither.
 
-This is the code that a service needs; everything else of the demo only makes it fail.
+A service needs this code; the rest of the demo only makes it fail.
 """
 
 import json
@@ -14,12 +14,12 @@ from txbroker.sdk import BlockingTransactionalProducer, Message, Rollback, Sqlit
 
 ORDERS, PAYMENTS = "shop.orders", "shop.payments"
 CREDIT = 1000
-"""Nobody may order for more than this."""
+"""Maximum amount of an order."""
 
 
 @dataclass(frozen=True)
 class Order:
-    """What a customer wants."""
+    """A customer's order."""
 
     number: str
     item: str
@@ -32,7 +32,7 @@ class Shop:
     Args:
         producer: of the group "shop", with `barrier.check` as its check function.
         barrier: in the same database file as the orders.
-        at_step: told how far an order has come; a service needs no such thing.
+        at_step: called at each step, for the demo only.
     """
 
     def __init__(
@@ -48,11 +48,11 @@ class Shop:
         self._at_step = at_step
 
     def place(self, order: Order) -> None:
-        """Take an order, or do not; nothing in between, whenever this process dies."""
+        """Take an order completely or not at all, whenever this process dies."""
         with self._producer.transaction(*messages_of(order)) as tx:
             self._at_step(order, "prepared", tx.id)
             with closing(sqlite3.connect(self._database)) as connection, connection:
-                # First of all: from now on a check and this local transaction exclude each other.
+                # First: from now on a check and this local transaction exclude each other.
                 self._barrier.record(connection, tx.id)
                 connection.execute(
                     "INSERT INTO orders (number, item, amount) VALUES (?, ?, ?)",
@@ -66,7 +66,7 @@ class Shop:
 
 
 def messages_of(order: Order) -> tuple[Message, Message]:
-    """Return what the rest of the company hears of an order."""
+    """Return the messages of an order."""
     key = order.number.encode()
     content = {"number": order.number, "item": order.item, "amount": order.amount}
     return (
@@ -76,7 +76,7 @@ def messages_of(order: Order) -> tuple[Message, Message]:
 
 
 def create_tables(database: Path) -> None:
-    """Create the table of orders unless it is there."""
+    """Create the table of orders unless it exists."""
     with closing(sqlite3.connect(database)) as connection, connection:
         connection.execute(
             "CREATE TABLE IF NOT EXISTS orders "
@@ -85,7 +85,7 @@ def create_tables(database: Path) -> None:
 
 
 def orders_in(database: Path) -> list[Order]:
-    """Return all orders that the shop has taken."""
+    """Return all orders in the database."""
     with closing(sqlite3.connect(database)) as connection:
         rows = connection.execute("SELECT number, item, amount FROM orders ORDER BY number")
         return [Order(*row) for row in rows]

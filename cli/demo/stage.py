@@ -1,4 +1,4 @@
-"""What the demo plays on: Kafka, a proxy, the database, and workers that can be killed."""
+"""The demo's environment: Kafka, a proxy, the database, and workers that can be killed."""
 
 import asyncio
 import contextlib
@@ -24,7 +24,7 @@ from txbroker.proxy.process import Proxy, run_proxy
 
 STEP_TIMEOUT_S = 30.0
 SETTLE_TIMEOUT_S = 60.0
-_LOOK_S = 0.05
+_POLL_S = 0.05
 
 SETTINGS = {
     "listen": "127.0.0.1:0",
@@ -35,7 +35,7 @@ SETTINGS = {
     "check_interval_s": 1.0,
     "check_timeout_s": 3.0,
 }
-"""Checks come after a second instead of six, so that the demo is over in some."""
+"""The first check comes after one second instead of six, to keep the demo short."""
 _SETTLED = (State.PROMOTED, State.ROLLED_BACK)
 
 
@@ -54,22 +54,22 @@ class Worker:
 
     @property
     def pid(self) -> int:
-        """Its process id."""
+        """The process id."""
         return self._process.pid
 
     async def place(self, order: Order, stop_at: str = "") -> None:
-        """Hand an order to it; it stops and waits at the step `stop_at`."""
+        """Send it an order; it pauses at the step `stop_at`."""
         await self._write({**asdict(order), "stop_at": stop_at})
 
     async def go_on(self) -> None:
-        """Let it go on from where it stopped."""
+        """Resume it."""
         await self._write({})
 
     async def until(self, step: str, order: str = "") -> None:
-        """Wait until it has come to a step.
+        """Wait until it reaches a step.
 
         Raises:
-            CommandFailed: it has ended before, or takes longer than half a minute.
+            CommandFailed: it ended before, or needs longer than 30 s.
         """
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(STEP_TIMEOUT_S), self._changed:
@@ -77,26 +77,26 @@ class Worker:
                     lambda: (order, step) in self._seen or self._listening.done()
                 )
         if (order, step) not in self._seen:
-            raise CommandFailed(f"{self.name} did not come to {step!r} {order}".rstrip())
+            raise CommandFailed(f"{self.name} did not reach {step!r} {order}".rstrip())
 
     async def kill(self) -> None:
-        """Kill it as kill -9 does, and wait until it is gone."""
+        """Kill it with SIGKILL, and wait for its end."""
         self._process.kill()
         await self.gone()
 
     async def kill_if_alive(self) -> None:
-        """Kill it unless it has ended."""
+        """Kill it if it is running."""
         if self._process.returncode is None:
             await self.kill()
 
     async def finish(self) -> None:
-        """Let it end by itself."""
+        """Close its stdin, and wait for its end."""
         assert self._process.stdin is not None
         self._process.stdin.close()
         await self.gone()
 
     async def gone(self) -> None:
-        """Wait until it has ended, by force after half a minute."""
+        """Wait for its end, and kill it after 30 s."""
         try:
             async with asyncio.timeout(STEP_TIMEOUT_S):
                 await self._process.wait()
@@ -105,10 +105,10 @@ class Worker:
             await self._process.wait()
         await self._listening
 
-    async def _write(self, wish: dict[str, Any]) -> None:
+    async def _write(self, command: dict[str, Any]) -> None:
         assert self._process.stdin is not None
         with contextlib.suppress(ConnectionError):
-            self._process.stdin.write(f"{json.dumps(wish)}\n".encode())
+            self._process.stdin.write(f"{json.dumps(command)}\n".encode())
             await self._process.stdin.drain()
 
     async def _listen(self) -> None:
@@ -116,7 +116,7 @@ class Worker:
         try:
             async for line in self._process.stdout:
                 event = json.loads(line)
-                await self._tell(event)
+                await self._show(event)
                 async with self._changed:
                     self._seen.add((event.get("order", ""), event["step"]))
                     self._changed.notify_all()
@@ -124,24 +124,24 @@ class Worker:
             async with self._changed:
                 self._changed.notify_all()
 
-    async def _tell(self, event: dict[str, str]) -> None:
-        order, life = event.get("order", ""), self._stage.life
+    async def _show(self, event: dict[str, str]) -> None:
+        order, timeline = event.get("order", ""), self._stage.timeline
         if event["step"] == "prepared":
-            life.begin(event["id"], order)
-        await self._stage.look()  # what came before is told before
+            timeline.begin(event["id"], order)
+        await self._stage.show_new_steps()  # earlier steps first
         if event["step"] == "before the local commit":
-            life.say(order, "database", "row inserted, not committed")
+            timeline.show(order, "database", "row inserted, not committed")
         elif event["step"] == "after the local commit":
-            life.say(order, "database", "committed: the order exists")
+            timeline.show(order, "database", "committed: the order exists")
 
 
 class DemoEnvironment:
-    """Everything that runs. Made by `set_up`."""
+    """All running parts. Created by `set_up`."""
 
-    def __init__(self, folder: Path, proxy: Proxy, kafka: str, life: Timeline) -> None:
+    def __init__(self, folder: Path, proxy: Proxy, kafka: str, timeline: Timeline) -> None:
         self.database = folder / "shop.db"
         self.kafka = kafka
-        self.life = life
+        self.timeline = timeline
         self._proxy = proxy
         self._settled: set[str] = set()
         self._all_settled = asyncio.Event()
@@ -154,32 +154,32 @@ class DemoEnvironment:
             *("-m", "txbroker.cli.demo.worker", self._proxy.url, str(self.database), name),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
-            start_new_session=True,  # Ctrl-C is for the demo, which ends its workers in order
+            start_new_session=True,  # Ctrl-C stops the demo, which then ends its workers
             env={**os.environ, "PYTHONUNBUFFERED": "1"},
         )
         worker = Worker(name, process, self)
         self._workers.append(worker)
         await worker.until("ready")
-        self.life.say(name, "started", f"process {worker.pid}, an instance of group shop")
+        self.timeline.show(name, "started", f"process {worker.pid}, an instance of group shop")
         return worker
 
     async def follow(self) -> None:
-        """Tell the steps of all transactions as they happen, until cancelled."""
+        """Print the steps of all transactions as they happen, until cancelled."""
         while True:
-            await self.look()
-            await asyncio.sleep(_LOOK_S)
+            await self.show_new_steps()
+            await asyncio.sleep(_POLL_S)
 
-    async def look(self) -> None:
-        """Tell the steps that have happened since the last look."""
-        for id in self.life.ids:
+    async def show_new_steps(self) -> None:
+        """Print the steps since the last call."""
+        for id in self.timeline.ids:
             if id in self._settled:
                 continue
             with contextlib.suppress(RequestError):
                 view = await self._proxy.broker.find(id)
-                self.life.follow(view)
+                self.timeline.follow(view)
                 if view.state in _SETTLED:
                     self._settled.add(id)
-        if len(self._settled) == len(self.life.ids):
+        if len(self._settled) == len(self.timeline.ids):
             self._all_settled.set()
         else:
             self._all_settled.clear()
@@ -188,25 +188,25 @@ class DemoEnvironment:
         """Wait until every transaction is promoted or rolled back.
 
         Raises:
-            CommandFailed: it takes longer than a minute.
+            CommandFailed: this takes longer than a minute.
         """
         try:
             async with asyncio.timeout(SETTLE_TIMEOUT_S):
                 await self._all_settled.wait()
         except TimeoutError:
-            left = set(self.life.ids) - self._settled
+            left = set(self.timeline.ids) - self._settled
             raise CommandFailed(
                 f"not settled after {SETTLE_TIMEOUT_S:g} s: {', '.join(left)}"
             ) from None
 
     async def close(self) -> None:
-        """End every worker that is left."""
+        """Kill all running workers."""
         await asyncio.gather(*(worker.kill_if_alive() for worker in self._workers))
 
 
 @asynccontextmanager
-async def set_up(folder: Path, life: Timeline) -> AsyncIterator[DemoEnvironment]:
-    """Run Kafka and a proxy on it, with a database beside them.
+async def set_up(folder: Path, timeline: Timeline) -> AsyncIterator[DemoEnvironment]:
+    """Run Kafka, a proxy on it, and a database.
 
     Raises:
         EmbeddedKafkaError, KafkaUnavailable, ConfigurationError
@@ -219,11 +219,11 @@ async def set_up(folder: Path, life: Timeline) -> AsyncIterator[DemoEnvironment]
         )
         async with run_proxy(KafkaDoor.from_configuration(settings), settings) as proxy:
             await until_owned(proxy)
-            stage = DemoEnvironment(folder, proxy, kafka.bootstrap, life)
+            stage = DemoEnvironment(folder, proxy, kafka.bootstrap, timeline)
             create_tables(stage.database)
             try:
                 yield stage
             finally:
                 await stage.close()
     finally:
-        kafka.kill()  # what is thrown away need not be closed well
+        kafka.kill()  # its data is deleted anyway

@@ -1,4 +1,4 @@
-"""Compares what the database says with what consumers of Kafka see."""
+"""Compares the database with the messages that consumers see."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from txbroker.kafka.tools.readback import Seen
 
 @dataclass(frozen=True)
 class OrderComparison:
-    """One order: whether it exists, where its messages are, and whether the two agree."""
+    """One order in the database and in Kafka."""
 
     number: str
     story: str
@@ -25,38 +25,38 @@ class OrderComparison:
 def compare(
     stories: Mapping[str, str], orders: Sequence[Order], seen: Sequence[Seen]
 ) -> list[OrderComparison]:
-    """Return a line for each order that is told of, in the database, or in Kafka.
+    """Return a comparison for each order that is expected, in the database, or in Kafka.
 
-    They agree where an order that exists has each of its messages exactly once, as the shop wrote
-    them, and one that does not exist has none.
+    They agree if an existing order has each of its messages exactly once, unchanged, and a missing
+    order has none.
     """
     by_number = {order.number: order for order in orders}
-    found: dict[str, list[Seen]] = {}
-    for one in seen:
-        key = "" if one.record.key is None else one.record.key.decode(errors="replace")
-        found.setdefault(key, []).append(one)
-    numbers = sorted({*stories, *by_number, *found})
+    messages: dict[str, list[Seen]] = {}
+    for message in seen:
+        key = "" if message.record.key is None else message.record.key.decode(errors="replace")
+        messages.setdefault(key, []).append(message)
+    numbers = sorted({*stories, *by_number, *messages})
     return [
         OrderComparison(
             number,
-            stories.get(number, "nobody ordered it"),
+            stories.get(number, "not an order of this demo"),
             number in by_number,
-            tuple(f"{one.topic}@{one.record.offset}" for one in found.get(number, [])),
-            _agree(by_number.get(number), found.get(number, [])),
+            tuple(f"{one.topic}@{one.record.offset}" for one in messages.get(number, [])),
+            _agree(by_number.get(number), messages.get(number, [])),
         )
         for number in numbers
     ]
 
 
 def _agree(order: Order | None, seen: Sequence[Seen]) -> bool:
-    wanted = [] if order is None else [(m.topic, m.key, m.value) for m in messages_of(order)]
-    return sorted(wanted, key=repr) == sorted(
+    expected = [] if order is None else [(m.topic, m.key, m.value) for m in messages_of(order)]
+    return sorted(expected, key=repr) == sorted(
         ((one.topic, one.record.key, one.record.value) for one in seen), key=repr
     )
 
 
 def table(lines: Sequence[OrderComparison]) -> Table:
-    """Return the comparison as it is shown."""
+    """Return the comparison as a table."""
     shown = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for title in ("order", "what happened", "in the database", "visible in Kafka", ""):
         shown.add_column(title, overflow="fold")

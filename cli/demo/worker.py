@@ -1,7 +1,7 @@
-"""A process of the order service. Orders come as lines of JSON on stdin, steps go out on stdout.
+"""A process of the order service: orders are JSON lines on stdin, steps JSON lines on stdout.
 
-An order may name a step to stop at. The process then waits there for another line: that is where
-the demo kills it. It ends when stdin does, so none outlives the demo.
+An order may name a step to stop at. The process then waits there for another line, and the demo may
+kill it. It ends when stdin does, so it never outlives the demo.
 
 Arguments: URL of the proxy, database, name of this instance.
 """
@@ -22,7 +22,7 @@ def main(url: str, database: str, instance: str) -> None:
     stop_at = ""
 
     def at_step(order: Order, step: str, id: str) -> None:
-        tell(order=order.number, step=step, id=id)
+        report(order=order.number, step=step, id=id)
         if step == stop_at:
             wait()
 
@@ -30,22 +30,22 @@ def main(url: str, database: str, instance: str) -> None:
         url, group=GROUP, check=barrier.check, instance=instance
     ) as producer:
         shop = Shop(Path(database), producer, barrier, at_step)
-        tell(step="ready")
+        report(step="ready")
         for line in sys.stdin:
-            wish = json.loads(line)
-            stop_at = wish.pop("stop_at")
-            shop.place(Order(**wish))
-            tell(order=wish["number"], step="over")
+            command = json.loads(line)
+            stop_at = command.pop("stop_at")
+            shop.place(Order(**command))
+            report(order=command["number"], step="over")
 
 
-def tell(**event: str) -> None:
-    """Say one thing on stdout."""
+def report(**event: str) -> None:
+    """Write an event to stdout."""
     sys.stdout.write(f"{json.dumps(event)}\n")
     sys.stdout.flush()
 
 
 def wait() -> None:
-    """Wait for the demo to say that it goes on, which it may never do."""
+    """Wait for the next line, which may never come."""
     if not sys.stdin.readline():
         sys.exit(1)
 

@@ -1,11 +1,11 @@
-"""`txbroker doctor`: is everything well, and if not, what to do.
+"""`txbroker doctor`: diagnoses an installation, with a remedy for each problem.
 
 command.py   the command line
-findings.py  what a check is and what it finds
-checks_*.py  the checks themselves, small functions with a name
-subject.py   what checks may ask: Kafka, the proxies, the settings
+findings.py  checks and their findings
+checks_*.py  the checks, small functions
+subject.py   the facts for checks: Kafka, the proxies, the settings
 proxies.py   the proxies, over HTTP
-runner.py    runs checks side by side, each within its time
-report.py    shows what they found: table, JSON, Prometheus
-bundle.py    packs everything for support, without secrets
+runner.py    runs checks in parallel, each with a timeout
+report.py    reports: text, JSON, Prometheus
+bundle.py    packs an archive for support, without secrets
 """

@@ -1,7 +1,7 @@
-"""Packs what support wants to see into one file: no secret and no message is in it.
+"""Packs an archive for support, without secrets and messages.
 
-Nothing that holds messages is ever asked for. What settings call a secret is left out, and what
-the secrets' files hold, and whatever URLs carry beside address and path, is struck out everywhere.
+No message is ever read. Secret settings are left out; the content of secret files, and users and
+queries of URLs, are struck out of all texts.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import click
 import msgspec
 
 from txbroker import __version__
-from txbroker.cli.doctor.proxies import ProxySide, Unavailable
+from txbroker.cli.doctor.proxies import HttpProxies, Unavailable
 from txbroker.cli.doctor.report import as_json
 from txbroker.cli.doctor.runner import DoctorReport
 from txbroker.cli.doctor.subject import Subject
@@ -35,7 +35,7 @@ from txbroker.errors import TxbrokerError
 STRUCK_OUT = "<struck-out>"
 PROXIES_MAX = 50
 _BOTH = (True, False)
-_OWNERS_EYES = 0o600
+_OWNER_ONLY = 0o600
 _SECRET_NAME = re.compile("password|secret|token|jaas|credential|username|passphrase|key_file")
 _USER_IN_URL = re.compile(r"(?<=://)[^/\s\"'@]+@")
 _QUERY_IN_URL = re.compile(r"(\w://[^\s\"'?#]*)[?#][^\s\"',;)]*")
@@ -45,13 +45,13 @@ _LIBRARIES = ("aiokafka", "aiohttp", "msgspec", "h11", "pydantic", "click", "uvl
 async def pack(
     path: Path, subject: Subject, report: DoctorReport, secrets: Iterable[str]
 ) -> list[str]:
-    """Write the file; return what it holds, by name.
+    """Write the archive, and return the names of its files.
 
     Args:
-        secrets: texts that must not appear in it, wherever they come from.
+        secrets: texts to strike out.
 
     Raises:
-        click.ClickException: the file cannot be written, or is there already.
+        click.ClickException: the archive exists, or cannot be written.
     """
     redact = Redactor(secrets)
     files = {
@@ -69,25 +69,25 @@ async def pack(
 
 
 def known_secrets(settings: Settings, token: str) -> list[str]:
-    """Return the texts of the secrets that settings name, as far as they can be read."""
-    found = [token] if token else []
+    """Return the readable secrets that settings name."""
+    secrets = [token] if token else []
     for name in type(settings).model_fields:
         value = getattr(settings, name)
         if isinstance(value, Path) and _SECRET_NAME.search(name):
             for path in sorted(value.rglob("*")) if value.is_dir() else [value]:
-                # What cannot be read cannot get into the file either.
+                # A file that cannot be read cannot get into the archive either.
                 with contextlib.suppress(TxbrokerError):
-                    found.append(read_secret(name, path))
+                    secrets.append(read_secret(name, path))
         elif name == "secret_env_allow":
             variables = [parse_secret_variable(entry)[1] for entry in value]
-            found += [os.environ.get(variable, "") for variable in variables]
+            secrets += [os.environ.get(variable, "") for variable in variables]
         elif _is_secret(name, value):
-            found.append(_plain(value))
-    return [secret for secret in found if secret]
+            secrets.append(_plain(value))
+    return [secret for secret in secrets if secret]
 
 
 def settings_shown(settings: Settings) -> dict[str, Any]:
-    """Return the settings by name; of secrets only whether they are set."""
+    """Return the settings by name, with secrets struck out."""
     shown: dict[str, Any] = {}
     for name in type(settings).model_fields:
         value = getattr(settings, name)
@@ -99,25 +99,24 @@ def settings_shown(settings: Settings) -> dict[str, Any]:
 
 
 def _is_secret(name: str, value: Any) -> bool:
-    """Say whether a setting's value is a secret by itself; where a token is fetched is none."""
+    """Return True if the value itself is a secret; a token's URL is not."""
     if isinstance(value, bool | Path | tuple) or name.endswith("_url"):
         return False
     return _SECRET_NAME.search(name) is not None
 
 
 class Redactor:
-    """Strikes out of texts what must not be in them."""
+    """Strikes secrets out of texts."""
 
     def __init__(self, secrets: Iterable[str]) -> None:
-        # In JSON a secret may be written in another way; the longest first, as one may hold
-        # another.
-        given = {text for text in secrets if text}
-        written = (json.dumps(text, ensure_ascii=plain)[1:-1] for text in given for plain in _BOTH)
-        texts = {*given, *written}
+        # JSON may escape a secret. The longest first, because one may contain another.
+        plain = {text for text in secrets if text}
+        escaped = (json.dumps(text, ensure_ascii=only)[1:-1] for text in plain for only in _BOTH)
+        texts = {*plain, *escaped}
         self._secrets = sorted(texts, key=len, reverse=True)
 
     def __call__(self, text: str) -> str:
-        """Return a text without secrets, and URLs without users and queries."""
+        """Return a text without secrets, and with URLs without users and queries."""
         for secret in self._secrets:
             text = text.replace(secret, STRUCK_OUT)
         text = _USER_IN_URL.sub(f"{STRUCK_OUT}@", text)
@@ -172,15 +171,15 @@ async def _proxies(subject: Subject) -> dict[str, str]:
     except Unavailable as error:
         files["overview.txt"] = str(error)
     urls = list(dict.fromkeys([*subject.proxies.named, *await subject.urls()]))[:PROXIES_MAX]
-    asked = await asyncio.gather(*(_proxy(subject.proxies, url) for url in urls))
-    for number, (url, told) in enumerate(zip(urls, asked, strict=True), 1):
+    by_proxy = await asyncio.gather(*(_proxy(subject.proxies, url) for url in urls))
+    for number, (url, contents) in enumerate(zip(urls, by_proxy, strict=True), 1):
         folder = f"proxies/{number:02}"
         files[f"{folder}/url.txt"] = url
-        files |= {f"{folder}/{name}": text for name, text in told}
+        files |= {f"{folder}/{name}": text for name, text in contents}
     return files
 
 
-async def _proxy(proxies: ProxySide, url: str) -> list[tuple[str, str]]:
+async def _proxy(proxies: HttpProxies, url: str) -> list[tuple[str, str]]:
     files = []
     try:
         files.append(("readyz.json", _json(msgspec.to_builtins(await proxies.ready(url)))))
@@ -198,7 +197,7 @@ def _json(data: Mapping[str, Any]) -> str:
 
 
 def _plain(value: Any) -> str:
-    """Return a setting's text, also of a type that hides it."""
+    """Return a setting's text, even of a secret type."""
     reveal = getattr(value, "get_secret_value", None)
     return str(reveal() if reveal is not None else value or "")
 
@@ -212,7 +211,7 @@ def _version(library: str) -> str:
 
 def _write(path: Path, files: Mapping[str, str], at_s: float) -> None:
     with (
-        open(path, "xb", opener=_for_the_owner) as file,
+        open(path, "xb", opener=_for_owner_only) as file,
         tarfile.open(fileobj=file, mode="w:gz") as archive,
     ):
         for name, text in files.items():
@@ -221,9 +220,9 @@ def _write(path: Path, files: Mapping[str, str], at_s: float) -> None:
 
 def _add(archive: tarfile.TarFile, name: str, content: bytes, at_s: float) -> None:
     entry = tarfile.TarInfo(name)
-    entry.size, entry.mtime, entry.mode = len(content), int(at_s), _OWNERS_EYES
+    entry.size, entry.mtime, entry.mode = len(content), int(at_s), _OWNER_ONLY
     archive.addfile(entry, io.BytesIO(content))
 
 
-def _for_the_owner(path: str, flags: int) -> int:
-    return os.open(path, flags, _OWNERS_EYES)
+def _for_owner_only(path: str, flags: int) -> int:
+    return os.open(path, flags, _OWNER_ONLY)

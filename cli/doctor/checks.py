@@ -1,4 +1,4 @@
-"""All checks, in the order in which they are shown."""
+"""All checks, in the report's order."""
 
 from txbroker.cli.doctor import (
     checks_access,

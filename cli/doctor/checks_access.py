@@ -1,8 +1,8 @@
-"""Checks of who may call, and of what others can read on the way or on this machine.
+"""Checks of access: callers, and data readable on the network or on this machine.
 
-Each yields a line for each unsafe default, and any line is a warning. Most look at the settings
-that the doctor was given. Where these listen on loopback only, no other machine can call, so there
-is nothing to judge: an operator's own machine seldom has a proxy's settings.
+Each check yields a line for each unsafe setting; any line is a warning. Most read the doctor's
+settings. If these listen on loopback only, no other machine can call, and nothing is judged: an
+operator's machine seldom has a proxy's settings.
 """
 
 from __future__ import annotations
@@ -40,14 +40,12 @@ EXPIRES_SOON_S = 14 * 86400.0
 _PAGES = ("/v1/overview", "/metrics")
 _PUBLIC = ("_ca_file", "_cert_file")
 _UNPROTECTED = {
-    "PLAINTEXT": "messages can be read and changed on the way, and any client of Kafka can write "
-    "txbroker's own topics",
-    "SASL_PLAINTEXT": "messages and login can be read on the way",
+    "PLAINTEXT": "messages can be read and changed on the network, and any client of Kafka can "
+    "write txbroker's own topics",
+    "SASL_PLAINTEXT": "messages and login can be read on the network",
 }
 _MANUAL = "docs/how-to/secure-the-listener.md"
-_NOT_JUDGED = (
-    "these settings listen on loopback only; to judge a proxy's, give the doctor its settings"
-)
+_NOT_JUDGED = "these settings listen on loopback only; give the doctor the proxy's settings"
 
 settings_book = CheckRegistry(Section.ACCESS)
 proxies_book = CheckRegistry(Section.ACCESS, needs=("proxies-ready",))
@@ -58,13 +56,16 @@ Remarks = Callable[[Subject], AsyncIterator[str]]
 def _check(
     book: CheckRegistry, title: str, *, hint: str, doc: str = _MANUAL, public: bool = False
 ) -> Callable[[Remarks], Look]:
-    """Enter a function that yields remarks as a check; with `public`, one that says nothing of
-    settings that listen on loopback only."""
+    """Return the decorator that makes a check of a function that yields remarks.
 
-    def enter(remarks: Remarks) -> Look:
+    Args:
+        public: judge only settings that listen on more than loopback.
+    """
+
+    def register(remarks: Remarks) -> Look:
         @functools.wraps(remarks)
         async def look(subject: Subject) -> Finding:
-            # First: what the doctor may not see is unknown with any settings.
+            # First, because a missing right makes the result unknown with any settings.
             lines = [line async for line in remarks(subject)]
             if public and not list(_public_listeners(subject.settings)):
                 return fine(_NOT_JUDGED)
@@ -74,7 +75,7 @@ def _check(
 
         return book.check(title, hint=hint, doc=doc)(look)
 
-    return enter
+    return register
 
 
 @_check(
@@ -85,33 +86,33 @@ def _check(
 )
 async def access_credentials(subject: Subject) -> AsyncIterator[str]:
     """Whether a listener that others reach asks for a credential."""
-    given = subject.settings
-    for name, address in _public_listeners(given):
-        guarded = given.peer_identity if name == "peer_listen" else given.guarded
-        guarded = guarded or (name == "admin_listen" and given.admin_token_file is not None)
+    settings = subject.settings
+    for name, address in _public_listeners(settings):
+        guarded = settings.peer_identity if name == "peer_listen" else settings.guarded
+        guarded = guarded or (name == "admin_listen" and settings.admin_token_file is not None)
         if not guarded:
             yield f"{name} {address.host}:{address.port} takes calls without a credential"
 
 
 @_check(
     settings_book,
-    "callers have credentials of their own, and producers are no operators",
-    hint="Give each producer a principal (`txbroker principals add`), and operators an address of "
-    "their own (`admin_listen`, `admin_token_file`).",
+    "callers have separate credentials, and producers are no operators",
+    hint="Give each producer a principal (`txbroker principals add`), and operators a separate "
+    "address (`admin_listen`, `admin_token_file`).",
     public=True,
 )
 async def access_shared_token(subject: Subject) -> AsyncIterator[str]:
-    """Whether one token stands for all callers, and whether it makes operators of them."""
-    given = subject.settings
-    shared = given.guarded and given.principals_file is None
-    if shared and given.token_file is not None:
+    """Whether all callers share one token, and whether it grants the operator role."""
+    settings = subject.settings
+    shared = settings.guarded and settings.principals_file is None
+    if shared and settings.token_file is not None:
         yield (
-            "token_file is one token for all callers: it cannot be taken from one of them, and it "
+            "token_file is one token for all callers: it cannot be revoked for one of them, and it "
             "allows every producer group and topic"
         )
-    if given.admin_listen:
+    if settings.admin_listen:
         return
-    if given.token_file is not None:
+    if settings.token_file is not None:
         yield "token_file without admin_listen: every producer may do what operators may"
     elif shared:
         yield (
@@ -123,13 +124,13 @@ async def access_shared_token(subject: Subject) -> AsyncIterator[str]:
 @_check(
     settings_book,
     "principals are valid, and allow no more than they need",
-    hint="Make a new credential with `txbroker principals add` before the old one expires, and "
-    "name the groups and topics of each producer, groups that no other has. Proxies read the file "
-    "again by themselves.",
+    hint="Create a new credential with `txbroker principals add` before the old one expires, and "
+    "name the groups and topics of each producer, which no other has. Proxies reload the file "
+    "automatically.",
 )
 async def access_principals(subject: Subject) -> AsyncIterator[str]:
-    """Whether a principal has expired or soon will, is a producer of everything, or has groups
-    that are counted to another's share."""
+    """Whether a principal has expired or soon will, may produce everything, or has groups that
+    count towards another's share."""
     path = subject.settings.principals_file
     if path is not None:
         for line in await asyncio.to_thread(_on_principals, path, subject.now_s()):
@@ -172,10 +173,10 @@ def _counted_to_others(found: Directory, one: Principal) -> Iterator[str]:
     "and an fsGroup.",
 )
 async def access_files(subject: Subject) -> AsyncIterator[str]:
-    """Whether others can read a token, a key or a password, or replace the principals file."""
-    given = subject.settings
-    for name in type(given).model_fields:
-        path = getattr(given, name)
+    """Whether other users can read a token, key or password, or replace the principals file."""
+    settings = subject.settings
+    for name in type(settings).model_fields:
+        path = getattr(settings, name)
         if not isinstance(path, Path) or not name.endswith("_file") or name.endswith(_PUBLIC):
             continue
         if why := await asyncio.to_thread(_open_why, name, path):
@@ -183,12 +184,12 @@ async def access_files(subject: Subject) -> AsyncIterator[str]:
 
 
 def _open_why(name: str, path: Path) -> str:
-    """Return how others can read, change or replace a file, "" if they cannot."""
+    """Return how other users can read, change or replace a file, "" if they cannot."""
     try:
         mode, folder = (one.stat().st_mode for one in (path, path.absolute().parent))
     except OSError as error:
-        return f": not seen: {error.strerror}"
-    # A principals file is no secret, and is refused where others can write it.
+        return f": not readable: {error.strerror}"
+    # A principals file is no secret, and proxies refuse it if others can write it.
     if mode & OPEN_MODE and name != "principals_file":
         return f" has mode {stat.S_IMODE(mode):04o}: others can read or change it"
     if folder & stat.S_IWOTH and not folder & stat.S_ISVTX:
@@ -203,29 +204,29 @@ def _open_why(name: str, path: Path) -> str:
     doc="docs/how-to/connect-to-kafka.md",
 )
 async def access_kafka(subject: Subject) -> AsyncIterator[str]:
-    """Whether messages or the login can be read on the way to Kafka."""
-    given = subject.settings
-    how: str = given.kafka_security_protocol
-    why = _UNPROTECTED.get(how)
+    """Whether messages or the login to Kafka can be read on the network."""
+    settings = subject.settings
+    protocol: str = settings.kafka_security_protocol
+    why = _UNPROTECTED.get(protocol)
     if why is None:
         return
-    if how == "SASL_PLAINTEXT":
-        how += f" with {given.kafka_sasl_mechanism}"
-    for server in given.kafka.split(","):
+    if protocol == "SASL_PLAINTEXT":
+        protocol += f" with {settings.kafka_sasl_mechanism}"
+    for server in settings.kafka.split(","):
         address = parse_address(server.strip())
         if address.public:
-            yield f"{how} to {address.host}:{address.port}: {why}"
+            yield f"{protocol} to {address.host}:{address.port}: {why}"
 
 
 @_check(
     settings_book,
     "check_url_allow names no loopback, link-local or metadata address",
-    hint="Remove these from `check_url_allow`; where a check listens beside the proxy, give it an "
-    "address of its own or allow that one only.",
+    hint="Remove these from `check_url_allow`; for a check on the proxy's machine, use a separate "
+    "address or allow only that one.",
     doc="docs/how-to/write-a-check.md",
 )
 async def access_check_urls(subject: Subject) -> AsyncIterator[str]:
-    """Whether who registers a group can have a proxy call its own machine."""
+    """Whether a registered group can make a proxy call its own machine."""
     for entry in subject.settings.check_url_allow:
         if leads_inside(parse_host_rules("check_url_allow", (entry,))):
             yield f"check_url_allow has {entry}"
@@ -238,12 +239,12 @@ async def access_check_urls(subject: Subject) -> AsyncIterator[str]:
     doc="docs/operate/security.md",
 )
 async def access_secret_variables(subject: Subject) -> AsyncIterator[str]:
-    """Whether one producer can have its checks signed with the secret of another."""
-    given = subject.settings
-    shared = [name for name in given.secret_env_allow if not parse_secret_variable(name)[0]]
-    if given.principals_file is None or not shared:
+    """Whether a producer can get its checks signed with another's secret."""
+    settings = subject.settings
+    shared = [name for name in settings.secret_env_allow if not parse_secret_variable(name)[0]]
+    if settings.principals_file is None or not shared:
         return
-    principals = await asyncio.to_thread(read_principals, given.principals_file)
+    principals = await asyncio.to_thread(read_principals, settings.principals_file)
     producers = sum(one.role is Role.PRODUCER for one in principals)
     if producers > 1:
         for name in shared:
@@ -255,9 +256,9 @@ async def access_secret_variables(subject: Subject) -> AsyncIterator[str]:
 
 @_check(
     proxies_book,
-    "metrics and operators' calls are not open to everybody",
-    hint="Set `principals_file`, `token_file` or `tls_client_ca_file` on these proxies, or close "
-    "the network to all but those who operate them.",
+    "metrics and operators' calls need a credential",
+    hint="Set `principals_file`, `token_file` or `tls_client_ca_file` on these proxies, or "
+    "restrict the network to operators.",
 )
 async def access_open(subject: Subject) -> AsyncIterator[str]:
     """Whether a proxy that other machines reach answers a call without any credential."""
@@ -270,7 +271,7 @@ async def access_open(subject: Subject) -> AsyncIterator[str]:
 
 @_check(
     proxies_book,
-    "nothing crosses the network in the clear",
+    "nothing crosses the network unencrypted",
     hint="Give the proxies certificates: `tls_cert_file`, `tls_key_file`, and https:// in "
     "`advertise`.",
 )
@@ -281,12 +282,12 @@ async def access_tls(subject: Subject) -> AsyncIterator[str]:
     for url in dict.fromkeys([*subject.proxies.named, *urls]):
         if _is_public(url) and urlsplit(url).scheme == "http":
             yield f"{url} is called without TLS"
-    given = subject.settings
-    public = [] if given.secure else list(_public_listeners(given))
+    settings = subject.settings
+    public = [] if settings.secure else list(_public_listeners(settings))
     for name, address in public:
         yield f"{name} {address.host}:{address.port} takes calls without TLS"
-    if public and given.peer_secret_file is not None:
-        yield "peer_secret_file without tls_cert_file: the secret is sent in the clear"
+    if public and settings.peer_secret_file is not None:
+        yield "peer_secret_file without tls_cert_file: the secret is sent unencrypted"
 
 
 @_check(
@@ -296,18 +297,18 @@ async def access_tls(subject: Subject) -> AsyncIterator[str]:
     public=True,
 )
 async def access_peers(subject: Subject) -> AsyncIterator[str]:
-    """Whether callers can pass for a proxy, where there are several."""
+    """Whether callers can impersonate a proxy, if there are several."""
     count = len((await subject.overview()).proxies)
     if count > 1 and not subject.settings.peer_identity:
         yield f"{count} proxies, and neither peer_secret_file nor peer_names"
 
 
-def _public_listeners(given: Settings) -> Iterator[tuple[str, Address]]:
-    """Yield name and address of each listener that other machines reach."""
+def _public_listeners(settings: Settings) -> Iterator[tuple[str, Address]]:
+    """Yield name and address of each listener reachable from other machines."""
     addresses = (
-        ("listen", given.listen_address),
-        ("admin_listen", given.admin_address),
-        ("peer_listen", given.peer_address),
+        ("listen", settings.listen_address),
+        ("admin_listen", settings.admin_address),
+        ("peer_listen", settings.peer_address),
     )
     for name, address in addresses:
         if address is not None and address.public:

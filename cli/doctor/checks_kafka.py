@@ -16,12 +16,12 @@ from txbroker.kafka.protocol.codes import Code, describe
 from txbroker.kafka.tools.examination import BrokerFacts, Cluster
 
 FETCH_VERSION_MIN = 17
-"""Kafka 3.9 was the first to fetch in this way."""
+"""The Fetch version that Kafka 3.9 introduced."""
 RIGHTS = ("Describe", "DescribeConfigs", "Read", "Write")
-"""What a proxy has to be allowed on each of its own topics."""
+"""The rights that a proxy needs on each of its own topics."""
 
 _WATCH_S = 0.5
-"""How long it is watched what is appended: at work, every broker has something by then."""
+"""Observation time of appends: under load, every broker appends within it."""
 _DENIED = frozenset(
     {
         Code.TOPIC_AUTHORIZATION_FAILED,
@@ -36,8 +36,8 @@ book = CheckRegistry(Section.KAFKA, needs=("kafka-reachable",))
 
 @book.check(
     "Kafka answers",
-    hint="Name its bootstrap servers with --kafka, and see that it runs and that nothing stands "
-    "between: address, firewall, TLS, login.",
+    hint="Name its bootstrap servers with --kafka, and check that it runs and is "
+    "reachable: address, firewall, TLS, login.",
     doc="docs/how-to/run-a-proxy.md",
 )
 async def kafka_reachable(subject: Subject) -> Finding:
@@ -47,29 +47,29 @@ async def kafka_reachable(subject: Subject) -> Finding:
 
 
 @book.check(
-    "every broker is reached at the address that it advertises",
+    "every broker is reachable at its advertised address",
     hint="Start the broker, or correct its advertised.listeners: clients go to that address.",
 )
 async def kafka_brokers(subject: Subject) -> Finding:
-    """Whether each broker answers from here."""
+    """Whether each broker answers this machine."""
     brokers = await subject.brokers()
-    silent = [one for one in brokers if one.why]
+    silent = [broker for broker in brokers if broker.why]
     if not silent:
         return fine(f"{_brokers(len(brokers))} answer")
-    lines = [f"broker {one.node} at {one.address}: {one.why}" for one in silent]
-    return judged(CheckLevel.FAILS, f"{len(silent)} of {_brokers(len(brokers))} are silent", lines)
+    lines = [f"broker {broker.node} at {broker.address}: {broker.why}" for broker in silent]
+    return judged(CheckLevel.FAILS, f"no answer from {len(silent)} of {len(brokers)}", lines)
 
 
 @book.check(
     "Kafka is new enough",
-    hint="Bring the brokers to Kafka 3.9 or newer.",
+    hint="Upgrade the brokers to Kafka 3.9 or newer.",
     doc="docs/how-to/run-a-proxy.md",
 )
 async def kafka_version(subject: Subject) -> Finding:
-    """Whether each broker is of a version that txbroker supports."""
+    """Whether txbroker supports each broker's version."""
     brokers = [one for one in await subject.brokers() if not one.why]
     if not brokers:
-        raise Unavailable("no broker says what it understands")
+        raise Unavailable("no broker answers with its version")
     old = [one for one in brokers if one.fetch_version < FETCH_VERSION_MIN]
     if old:
         return judged(CheckLevel.FAILS, "older than 3.9", [_old(one) for one in old])
@@ -81,8 +81,8 @@ def _old(broker: BrokerFacts) -> str:
 
 
 @book.check(
-    "txbroker has the rights that it needs",
-    hint="Grant them to the user with whom the proxies log in: `txbroker topics plan` names them.",
+    "txbroker has the necessary rights",
+    hint="Grant them to the proxies' Kafka user: `txbroker topics plan` lists them.",
     doc="docs/how-to/run-a-proxy.md",
 )
 async def kafka_rights(subject: Subject) -> Finding:
@@ -117,43 +117,43 @@ def _missing_rights(cluster: Cluster, names: tuple[str, ...]) -> Iterator[str]:
 
 @book.check(
     "the clocks of brokers and of this machine agree",
-    hint="Synchronise the clocks (NTP) of the machines that are named.",
+    hint="Synchronise the clocks (NTP) of the named machines.",
 )
 async def kafka_clocks(subject: Subject) -> Finding:
-    """Whether brokers' times, as records carry and proxies know them, agree with ours."""
+    """Whether brokers' timestamps, in records and from proxies, agree with our clock."""
     limit_s = subject.limits.clocks_s
     cluster = await subject.cluster()
-    brokers = await _watched(subject, cluster)
+    brokers = await _clock_offsets(subject, cluster)
     lines = list(_apart(brokers, cluster, limit_s))
-    told: Mapping[str, float] = {}
-    # What the proxies have to say is missed by checks of their own.
+    reported: Mapping[str, float] = {}
+    # Other checks report proxies that do not answer.
     with contextlib.suppress(Unavailable):
-        overview, took_s, heard_s = await subject.timed_overview()
-        told = _as_proxies_know(overview, heard_s - took_s / 2)
+        overview, took_s, ended_s = await subject.timed_overview()
+        reported = _reported_offsets(overview, ended_s - took_s / 2)
         lines += [
-            f"the brokers' clock as {url} knows it is {_signed(offset_s)} this machine"
-            for url, offset_s in told.items()
+            f"the brokers' clock as reported by {url} is {_signed(offset_s)} this machine"
+            for url, offset_s in reported.items()
             if abs(offset_s) > limit_s + took_s / 2
         ]
     if lines:
         return judged(CheckLevel.FAILS, f"more than {limit_s:g} s apart", lines)
-    if not brokers and not told:
-        return judged(CheckLevel.WARNING, "nothing is there yet by which clocks could be compared")
-    return fine(f"within {limit_s:g} s, as far as records and proxies show")
+    if not brokers and not reported:
+        return judged(CheckLevel.WARNING, "there are no records yet to compare clocks by")
+    return fine(f"within {limit_s:g} s, by records and proxies")
 
 
 class Offset(NamedTuple):
-    """By how much a broker's clock is ahead of ours, seconds: at least, and at most."""
+    """How far a broker's clock is ahead of ours: lower and upper bound, in seconds."""
 
     least_s: float
     most_s: float
 
 
-async def _watched(subject: Subject, cluster: Cluster) -> dict[int, Offset]:
-    """Return what is known of the clocks of brokers after a look at what is appended meanwhile.
+async def _clock_offsets(subject: Subject, cluster: Cluster) -> dict[int, Offset]:
+    """Return the offsets of the brokers' clocks, from records appended meanwhile.
 
-    A record tells how far its broker's clock has gone at least. One that came between two looks
-    was appended after the first, so it tells how far it has gone at most, too.
+    Any record's timestamp bounds its broker's clock from below. A record appended between two
+    reads bounds it from above, too.
     """
     names = subject.own_topics
     topics = {name: seen for name, seen in cluster.topics.items() if name in names}
@@ -175,7 +175,7 @@ async def _watched(subject: Subject, cluster: Cluster) -> dict[int, Offset]:
 
 
 def _apart(offsets: Mapping[int, Offset], cluster: Cluster, limit_s: float) -> Iterator[str]:
-    """Say which brokers' clocks are certainly too far from ours, or from one another's."""
+    """Yield the brokers whose clocks certainly differ too much from ours or another broker's."""
     wrong = False
     for node, offset in sorted(offsets.items()):
         off_s = _certain(offset, limit_s)
@@ -185,14 +185,14 @@ def _apart(offsets: Mapping[int, Offset], cluster: Cluster, limit_s: float) -> I
             yield f"broker {node} at {where} is {_signed(off_s)} this machine"
     if offsets and not wrong:
         ahead = max(offsets, key=lambda node: offsets[node].least_s)
-        behind = min(offsets, key=lambda node: offsets[node].most_s)
-        apart_s = offsets[ahead].least_s - offsets[behind].most_s
+        slowest = min(offsets, key=lambda node: offsets[node].most_s)
+        apart_s = offsets[ahead].least_s - offsets[slowest].most_s
         if apart_s > limit_s:
-            yield f"broker {ahead} is {_signed(apart_s)} broker {behind}"
+            yield f"broker {ahead} is {_signed(apart_s)} broker {slowest}"
 
 
 def _certain(offset: Offset, limit_s: float) -> float:
-    """Return by how much a clock is off at least, 0 where it may be within the limit."""
+    """Return the least offset of a clock, 0 if it may be within the limit."""
     if offset.least_s > limit_s:
         return offset.least_s
     return offset.most_s if offset.most_s < -limit_s else 0.0
@@ -202,8 +202,8 @@ def _signed(seconds: float) -> str:
     return f"{abs(seconds):.1f} s {'ahead of' if seconds > 0 else 'behind'}"
 
 
-def _as_proxies_know(overview: Overview, asked_s: float) -> dict[str, float]:
-    """Return by how much each proxy's knowledge of the brokers' clock is ahead of ours."""
+def _reported_offsets(overview: Overview, asked_s: float) -> dict[str, float]:
+    """Return how far the brokers' clock, as each proxy reports it, is ahead of ours."""
     return {
         proxy.url: proxy.now_ms / 1000 - asked_s
         for proxy in overview.proxies

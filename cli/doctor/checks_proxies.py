@@ -1,4 +1,4 @@
-"""Checks of the proxies and of the groups that they ask."""
+"""Checks of the proxies and of the producer groups."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from txbroker.cli.output import duration
 from txbroker.contract.service import GroupOverview, PartitionState
 
 TESTS_PARALLEL = 8
-"""Test calls under way at a time: this must not be what a group stumbles over."""
+"""Test calls in flight, few enough not to overload a group."""
 TESTS_S = 12.0
-"""For all test calls together; which were not made by then is told."""
+"""Time for all test calls; those not made in time are reported."""
 _DENIED = frozenset({401, 403})
 
 proxies_book = CheckRegistry(Section.PROXIES, needs=("proxies-ready",))
@@ -23,12 +23,12 @@ groups_book = CheckRegistry(Section.GROUPS, needs=("proxies-ready",))
 
 @proxies_book.check(
     "the proxies are ready",
-    hint="A proxy's log and `/readyz` say why it is not; it needs Kafka, its topics and its "
-    "partitions. Name proxies with --url and --proxy.",
+    hint="A proxy's log and `/readyz` have the reason; it needs Kafka, its topics and its "
+    "partitions. Name proxies by --url and --proxy.",
     doc="docs/runbooks/TxBrokerNotReady.md",
 )
 async def proxies_ready(subject: Subject) -> Finding:
-    """Whether every proxy that is known answers and is caught up on what it owns."""
+    """Whether every known proxy answers and has caught up on its partitions."""
     named = subject.proxies.named
     problems: dict[str, str] = {}
     answers = await asyncio.gather(
@@ -49,14 +49,14 @@ async def proxies_ready(subject: Subject) -> Finding:
         if not proxy.reached:
             problems[proxy.url] = f"{proxy.url} does not answer: {proxy.why}"
         elif not proxy.ready:
-            why = "; ".join(proxy.problems) or "it is not caught up"
+            why = "; ".join(proxy.problems) or "it has not caught up"
             problems[proxy.url] = f"{proxy.url} is not ready: {why}"
     if problems:
         return judged(CheckLevel.FAILS, f"{len(problems)} are not", list(problems.values()))
-    # A named one may be among them under another URL.
+    # A named proxy may report another URL.
     proxies = (await subject.overview()).proxies
     if remarks := [f"{one.url}: {why}" for one in proxies for why in one.problems]:
-        return judged(CheckLevel.WARNING, "they are, but see trouble", remarks)
+        return judged(CheckLevel.WARNING, "they are, with problems", remarks)
     count = len(proxies)
     return fine(f"{count} {'proxy' if count == 1 else 'proxies'}")
 
@@ -65,13 +65,13 @@ def _why(partitions: dict[str, str], problems: list[str]) -> str:
     settled = (PartitionState.OWNED, PartitionState.ELSEWHERE)
     waiting = [f"partition {p} is {state}" for p, state in partitions.items() if state not in
                settled]  # fmt: skip
-    return "; ".join([*problems, *waiting]) or "it does not say why"
+    return "; ".join([*problems, *waiting]) or "without a reason"
 
 
 @proxies_book.check(
     "every half partition is owned by exactly one proxy",
-    hint="Where nobody owns one, start a proxy or see why it cannot claim; where two seem to, ask "
-    "again a moment later: only one can write.",
+    hint="If one has no owner, start a proxy or find out why the claim fails; if two seem to own "
+    "it, repeat the check: only one can write.",
     doc="docs/how-to/run-several-proxies.md",
 )
 async def proxies_owners(subject: Subject) -> Finding:
@@ -82,7 +82,7 @@ async def proxies_owners(subject: Subject) -> Finding:
         for number in proxy.partitions:
             owners[number].append(proxy.url)
     lines = [
-        f"partition {number} is held for its own by {' and '.join(sorted(urls))}"
+        f"partition {number} is claimed by {' and '.join(sorted(urls))}"
         for number, urls in sorted(owners.items())
         if len(urls) > 1
     ]
@@ -93,19 +93,20 @@ async def proxies_owners(subject: Subject) -> Finding:
         if one.state != PartitionState.OWNED
     ]
     if lines:
-        return judged(CheckLevel.FAILS, "not so for some", lines)
+        return judged(CheckLevel.FAILS, "some are not", lines)
     if not overview.partitions:
-        return judged(CheckLevel.FAILS, "the proxies tell of no half partition")
+        return judged(CheckLevel.FAILS, "the proxies report no half partition")
     return fine(f"{len(overview.partitions)} partitions")
 
 
 @proxies_book.check(
     "there is a half partition for every proxy",
-    hint="Run fewer proxies or `workers`, or move to more half partitions: their number is fixed.",
+    hint="Run fewer proxies or `workers`, or migrate to more half partitions, as their number "
+    "is fixed.",
     doc="docs/operate/partition-count.md",
 )
 async def proxies_partitions(subject: Subject) -> Finding:
-    """Whether proxies, `workers` among them, can do no more than wait for another one to go."""
+    """Whether proxies, including `workers`, are idle for lack of half partitions."""
     overview = await subject.overview()
     proxies, partitions = len(overview.proxies), len(overview.partitions)
     if proxies > partitions:
@@ -118,10 +119,10 @@ async def proxies_partitions(subject: Subject) -> Finding:
 
 @proxies_book.check(
     "all proxies run the same version",
-    hint="Finish the upgrade, or go back to one version on all.",
+    hint="Finish the upgrade, or return to one version on all.",
 )
 async def proxies_version(subject: Subject) -> Finding:
-    """Whether an upgrade was left half done."""
+    """Whether an upgrade is incomplete."""
     by_version: dict[str, list[str]] = defaultdict(list)
     for proxy in (await subject.overview()).proxies:
         if proxy.reached:
@@ -129,20 +130,20 @@ async def proxies_version(subject: Subject) -> Finding:
     if len(by_version) > 1:
         lines = [f"{version}: {', '.join(urls)}" for version, urls in sorted(by_version.items())]
         return judged(CheckLevel.WARNING, f"{len(by_version)} versions run", lines)
-    return fine(next(iter(by_version), "none tells"))
+    return fine(next(iter(by_version), "none reported"))
 
 
 # --- groups ----------------------------------------------------------------------------------
 
 
 @groups_book.check(
-    "every producer group can be asked",
-    hint="Start an instance of the group with a check function, or mend the check URL that is "
-    "registered: address, certificate, secret. `txbroker groups show NAME` tells what it is.",
+    "every producer group can be checked",
+    hint="Start an instance of the group with a check function, or correct the registered check "
+    "URL: address, certificate, secret. `txbroker groups show NAME` shows it.",
     doc="docs/runbooks/TxBrokerGroupUnreachable.md",
 )
 async def groups_reachable(subject: Subject) -> Finding:
-    """Whether each group has an instance connected or answers a test call, which is no check."""
+    """Whether each group has a connected instance or answers a test call, which is no check."""
     groups = {one.group: one for one in await subject.groups()}
     seen = {one.group: one for one in (await subject.overview()).groups}
     tested = await _test_calls(subject, [one for one in groups.values() if one.check_url])
@@ -184,10 +185,10 @@ async def groups_reachable(subject: Subject) -> Finding:
 async def _test_calls(
     subject: Subject, groups: list[RegisteredGroup]
 ) -> dict[str, TestCall | NotAllowed]:
-    """Have each check URL called, a few at a time; what takes too long is told as such."""
+    """Make a test call to each check URL, a few in parallel, within a time limit."""
     slots = asyncio.Semaphore(TESTS_PARALLEL)
     made: dict[str, TestCall | NotAllowed] = {
-        one.group: TestCall(one.group, False, why="was not tested in time") for one in groups
+        one.group: TestCall(one.group, False, why="not tested in time") for one in groups
     }
 
     async def make(group: RegisteredGroup) -> None:
@@ -209,13 +210,13 @@ async def _test_calls(
 
 
 @groups_book.check(
-    "the proxies can use what is registered of every group",
-    hint="Register the group again with what its details ask for, or allow it on every proxy: "
+    "the proxies can use every group's registration",
+    hint="Correct the registration as its details require, or allow it on every proxy: "
     "`secrets_dir`, `secret_env_allow`, `check_url_allow`.",
     doc="docs/how-to/write-a-check.md",
 )
 async def groups_usable(subject: Subject) -> Finding:
-    """Whether the settings allow each group's check URL and the place of its secret."""
+    """Whether the settings allow each group's check URL and secret reference."""
     groups = await subject.groups()
     lines = [f"{one.group}: {one.problem}" for one in groups if one.problem]
     if lines:
@@ -224,7 +225,7 @@ async def groups_usable(subject: Subject) -> Finding:
 
 
 def _no_use(call: TestCall) -> bool:
-    """Whether a check would fail, too: an answer that only a check's body could bring says no."""
+    """Return True if a check would fail, too; other statuses may depend on the check's body."""
     return call.status is None or call.status in _DENIED or call.status in (404, 405)
 
 

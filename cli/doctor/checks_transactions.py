@@ -1,4 +1,4 @@
-"""Checks of what the proxies hold, and of what keeps consumers waiting."""
+"""Checks of transactions, and of causes that keep consumers waiting."""
 
 from __future__ import annotations
 
@@ -13,19 +13,20 @@ from txbroker.config.settings import Settings
 from txbroker.kafka.tools.examination import OpenTransaction
 
 _OTHER = "other"
-"""The label under which metrics put together what is beyond their bound."""
+"""The label of values beyond a metric's label limit."""
 
 book = CheckRegistry(Section.TRANSACTIONS, needs=("proxies-ready",))
 kafka_book = CheckRegistry(Section.TRANSACTIONS, needs=("kafka-reachable",))
 
 
 @book.check(
-    "nothing is undecided for too long",
-    hint="See which with `txbroker tx list --state pending`, and why its group cannot say.",
+    "no transaction is undecided for too long",
+    hint="List them with `txbroker tx list --state pending`, and find out why the group's "
+    "check fails.",
     doc="docs/runbooks/TxBrokerPendingTooOld.md",
 )
 async def pending_age(subject: Subject) -> Finding:
-    """Whether the oldest undecided transaction should have been decided or parked by now."""
+    """Whether the oldest undecided transaction is past the time of its decision or parking."""
     overview, registered = await asyncio.gather(subject.overview(), subject.groups())
     policies = {one.group: one for one in registered}
     lines = []
@@ -42,13 +43,13 @@ async def pending_age(subject: Subject) -> Finding:
     if lines:
         return judged(CheckLevel.FAILS, f"the oldest for {duration(oldest_s)}", lines)
     if not overview.complete:
-        return judged(CheckLevel.WARNING, "not of all half partitions is it known")
+        return judged(CheckLevel.WARNING, "unknown for some half partitions")
     total = sum(one.pending or 0 for one in overview.partitions)
     return fine(f"{total} pending, the oldest for {duration(oldest_s)}")
 
 
 def _window_s(settings: Settings, group: RegisteredGroup | None) -> float:
-    """From a prepare until a transaction of a group would be parked, seconds."""
+    """Return the seconds from a group's prepare until the transaction would be parked."""
     if group is None:
         return settings.check_window_s
     after_s = _given(group.check_after_s, settings.check_after_s)
@@ -63,29 +64,29 @@ def _given(value: float | None, default: float) -> float:
 
 @book.check(
     "committed messages become visible",
-    hint="See what stands in the way: hanging-transactions and topics-in-sync below and above, "
-    "then the owner's log.",
+    hint="Find the cause: the checks hanging-transactions and topics-in-sync, then the "
+    "owner's log.",
     doc="docs/runbooks/TxBrokerPromotionStalled.md",
 )
 async def promotion(subject: Subject) -> Finding:
-    """Whether the oldest commit that is not visible yet is a young one."""
+    """Whether every commit becomes visible in time."""
     overview = await subject.overview()
     limit_s = subject.limits.promotion_s
     lines = [
-        f"partition {one.partition} ({one.owner}): {one.committed or 0} wait, the oldest for "
+        f"partition {one.partition} ({one.owner}): {one.committed or 0} waiting, the oldest for "
         f"{duration(one.oldest_committed_age_s)}"
         for one in overview.partitions
         if one.oldest_committed_age_s is not None and one.oldest_committed_age_s > limit_s
     ]
     if lines:
-        return judged(CheckLevel.FAILS, "some wait for too long", lines)
+        return judged(CheckLevel.FAILS, "some wait too long", lines)
     waiting = sum(one.committed or 0 for one in overview.partitions)
-    return fine(f"{waiting} under way")
+    return fine(f"{waiting} in progress")
 
 
 @book.check(
-    "nothing waits for a person's decision",
-    hint="`txbroker tx list --state parked`, find out what became of each, then commit, roll back "
+    "no transaction waits for an operator's decision",
+    hint="`txbroker tx list --state parked`, find out each one's outcome, then commit, roll back "
     "or revive it.",
     doc="docs/runbooks/TxBrokerParking.md",
 )
@@ -100,12 +101,13 @@ async def parked(subject: Subject) -> Finding:
 
 
 @book.check(
-    "every target topic takes what is committed",
-    hint="`txbroker tx list --state refused` and `tx show` tell why; mend the topic, then revive.",
+    "every target topic accepts committed messages",
+    hint="`txbroker tx list --state refused` and `tx show` show the cause; repair the topic, then "
+    "revive.",
     doc="docs/runbooks/TxBrokerRefusing.md",
 )
 async def refused(subject: Subject) -> Finding:
-    """Whether committed transactions are kept back because their topic does not take them."""
+    """Whether committed transactions are refused by their target topic."""
     overview = await subject.overview()
     total = sum(one.refused or 0 for one in overview.partitions)
     if not total:
@@ -116,13 +118,13 @@ async def refused(subject: Subject) -> Finding:
 
 @kafka_book.check(
     "no Kafka transaction keeps consumers waiting",
-    hint="End the application whose transaction it is; if it is gone, Kafka's own "
-    "`kafka-transactions.sh abort` ends what is hanging. One of txbroker's own, or one whose end "
-    "was lost, may hold committed messages: read the page before any abort.",
+    hint="Stop the application that owns the transaction; if it is gone, Kafka's "
+    "`kafka-transactions.sh abort` ends it. One of txbroker's, or one whose end was lost, may hold "
+    "committed messages: read the page before any abort.",
     doc="docs/operate/lost-end.md",
 )
 async def hanging_transactions(subject: Subject) -> Finding:
-    """Whether a transaction that is open for long hides the end of a topic of ours or a target."""
+    """Whether a long open transaction hides the end of an own topic or a target."""
     limit_s = subject.limits.transaction_s
     topics = sorted({*subject.own_topics, *await _targets(subject)})
     cluster = await subject.kafka.cluster(topics)
@@ -140,12 +142,12 @@ async def hanging_transactions(subject: Subject) -> Finding:
         return judged(CheckLevel.FAILS, summary, lines)
     if unknown:
         lines = [_open(one, now_s) for one in unknown]
-        return judged(CheckLevel.WARNING, "of some it is not known since when they are open", lines)
+        return judged(CheckLevel.WARNING, "the start of some is unknown", lines)
     return fine(f"none for longer than {limit_s:g} s, in {len(there)} topics")
 
 
 async def _targets(subject: Subject) -> set[str]:
-    """Return the target topics that the proxies have met since they run."""
+    """Return the target topics of the proxies' metrics since their start."""
     try:
         metrics = await subject.metrics()
     except Unavailable:
@@ -159,50 +161,50 @@ async def _targets(subject: Subject) -> set[str]:
 
 
 def _age_s(one: OpenTransaction, now_s: float) -> float:
-    """How long it is open, as far as is known: without coordinator, since its last record."""
+    """Return how long it has been open; without a coordinator, since its last record."""
     at_ms = one.started_ms if one.started_ms is not None else one.last_write_ms
     return 0.0 if at_ms is None else now_s - at_ms / 1000
 
 
 def _open(one: OpenTransaction, now_s: float) -> str:
     who = f"transactional id {one.transactional_id}" if one.transactional_id else (
-        f"producer {one.producer_id}, which no coordinator knows that may be asked"
-        if one.producer_id >= 0 else "somebody who may not be asked for"
+        f"producer {one.producer_id}, which no readable coordinator knows"
+        if one.producer_id >= 0 else "an unknown producer, which this user may not describe"
     )  # fmt: skip
     since = duration(_age_s(one, now_s))
     line = f"{one.topic}-{one.partition}: {who}, for {since}, hides {one.hidden} offsets"
     if not one.lost:
         return line
-    # Not since when it is open, as no coordinator knows of it any more.
-    return f"{line}: its coordinator calls it ended, but from offset {one.first} on it is open"
+    # Its start is unknown, because no coordinator knows it any more.
+    return f"{line}: its coordinator has it as ended, but it is open from offset {one.first} on"
 
 
 @book.check(
-    "retention takes nothing that is undecided",
+    "retention removes no undecided transaction",
     hint="Decide the oldest ones now, or raise retention.ms of the half topic (and of the "
     "operation topic) before it is too late.",
     doc="docs/runbooks/TxBrokerHalfRetentionAtRisk.md",
 )
 async def retention_headroom(subject: Subject) -> Finding:
-    """Whether what is not settled is copied long before retention comes."""
+    """Whether unsettled transactions are copied long before retention removes them."""
     seen = [one for one in (await subject.metrics()).values() if isinstance(one, Samples)]
     kept = [value for one in seen for value in one.values("half_retention_seconds")]
     headroom = [value for one in seen for value in one.values("half_retention_headroom_seconds")]
     if not kept or not headroom:
-        return fine("nothing that is not settled or copied")
+        return fine("every unsettled transaction is copied")
     left_s, limit_s = min(headroom), subject.limits.headroom_share * min(kept)
     if left_s < limit_s:
         return judged(
             CheckLevel.FAILS,
-            f"in {duration(left_s)} it takes the oldest half message of which there is no copy",
+            f"in {duration(left_s)} it removes the oldest half message without a copy",
         )
-    return fine(f"{duration(left_s)} until it would take one without a copy")
+    return fine(f"{duration(left_s)} until it would remove one without a copy")
 
 
 @book.check(
-    "nothing undecided was lost",
-    hint="Ask the producers named in the log what became of these transactions; their messages "
-    "are gone. Find out who shortened the half topic.",
+    "no undecided transaction was lost",
+    hint="Ask the producers named in the log for the outcome of these transactions; their messages "
+    "are gone. Find out who shortened the half topic's retention.",
     doc="docs/runbooks/TxBrokerUndecidedLost.md",
 )
 async def undecided_lost(subject: Subject) -> Finding:
@@ -210,10 +212,10 @@ async def undecided_lost(subject: Subject) -> Finding:
     metrics = (await subject.metrics()).items()
     seen = {url: one for url, one in metrics if isinstance(one, Samples)}
     lost = {url: sum(one.values("lost_undecided_total")) for url, one in seen.items()}
-    lines = [f"{url}: {count:.0f} since it runs" for url, count in lost.items() if count]
+    lines = [f"{url}: {count:.0f} since its start" for url, count in lost.items() if count]
     if lines:
         return judged(CheckLevel.FAILS, f"{sum(lost.values()):.0f} were", lines)
     silent = [f"{url}: {one}" for url, one in metrics if not isinstance(one, Samples)]
     if silent:
-        return judged(CheckLevel.WARNING, "not every proxy could be asked for its metrics", silent)
+        return judged(CheckLevel.WARNING, "the metrics of some proxies are missing", silent)
     return fine("none")

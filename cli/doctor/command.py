@@ -1,4 +1,4 @@
-"""`txbroker doctor`: is everything well, and if not, what to do."""
+"""`txbroker doctor`: diagnose an installation."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from txbroker.cli.doctor.proxies import HttpProxies
 from txbroker.cli.doctor.report import as_json, as_prometheus, summary, table
 from txbroker.cli.doctor.runner import DoctorReport, examine
 from txbroker.cli.doctor.subject import Subject
+from txbroker.cli.options import FILE, env_option
 from txbroker.cli.run import FAILED
 from txbroker.cli.setting_options import TOPIC_SETTINGS, setting_options, settings_from
 from txbroker.config.addresses import check_url, read_secret
@@ -31,39 +32,35 @@ from txbroker.kafka.tools.examination import KafkaExamination
 from txbroker.net.tls import ClientTls
 
 WAIT_S = 300.0
-"""How long `--wait` waits unless told."""
+"""Default of `--wait`."""
 _PAUSE_S = 1.0
 
 
-@click.command("doctor", short_help="Find what is not well, and what to do about it.")
+@click.command("doctor", short_help="Diagnose an installation; name a remedy per problem.")
 @setting_options(TOPIC_SETTINGS)
-@click.option(
+@env_option(
     "--proxy",
-    "proxies",
+    "Another proxy that must be running, besides --url and its peers; it gets the same token. "
+    "Repeatable.",
+    param="proxies",
     multiple=True,
     metavar="URL",
-    envvar="TXBROKER_PROXY",
-    help="A further proxy that must be there, beside --url and those that it tells of; it gets "
-    "the same token. May be given several times. [env: TXBROKER_PROXY]",
 )
-@click.option(
+@env_option(
     "--wait",
-    "wait_s",
+    f"Repeat until nothing fails, at most for this time; without SECONDS {WAIT_S:g}.",
+    param="wait_s",
     type=click.FloatRange(min=0),
     is_flag=False,
     flag_value=WAIT_S,
     metavar="[SECONDS]",
-    envvar="TXBROKER_WAIT",
-    help=f"Look again and again until nothing fails, at most so long; without SECONDS "
-    f"{WAIT_S:g}. [env: TXBROKER_WAIT]",
 )
-@click.option(
+@env_option(
     "--bundle",
-    type=click.Path(path_type=Path, dir_okay=False),
+    "Pack versions, settings, topics, metrics and the results into this file for support, without "
+    "secrets and messages.",
+    type=FILE,
     metavar="FILE.tar.gz",
-    envvar="TXBROKER_BUNDLE",
-    help="Pack versions, settings, topics, metrics and what was found into this file for "
-    "support: without secrets and without messages. [env: TXBROKER_BUNDLE]",
 )
 @click.option(
     "-o",
@@ -71,7 +68,7 @@ _PAUSE_S = 1.0
     type=click.Choice(["table", "json", "prometheus"]),
     default="table",
     envvar="TXBROKER_DOCTOR_OUTPUT",
-    help="How to show it; `prometheus` is for the node exporter's textfile collector. "
+    help="Output format; `prometheus` is for the node exporter's textfile collector. "
     "[env: TXBROKER_DOCTOR_OUTPUT; default: table]",
 )
 @client_options
@@ -84,22 +81,22 @@ def command(
     output: str,
     **options: Any,
 ) -> None:
-    """Find what is not well with Kafka, topics, proxies, groups and transactions.
+    """Diagnose Kafka, topics, proxies, groups and transactions.
 
-    Every check shows what it found and, where that is not well, what to do and where to read on.
-    Nothing is changed. Kafka is asked with the same settings as a proxy's, the proxies by --url.
+    Every check shows its finding and, for a problem, a remedy and a page with more information.
+    Changes nothing. Reads Kafka with a proxy's settings, and the proxies by --url.
 
-    Exit code 0: nothing fails, though there may be something to look at. 1: something fails.
+    Exit code 0: nothing fails, there may be warnings. 1: a check fails or is unknown.
     """
     settings = settings_from(config, options)
     for url in proxies:
         _checked(url)
     credentials = _credentials(settings)
     token = _token(credentials)
-    nobody = credentials._replace(token_file=None, client_cert_file=None, client_key_file=None)
-    tls = tls_of(credentials), tls_of(nobody)
+    anonymous = credentials._replace(token_file=None, client_cert_file=None, client_key_file=None)
+    tls = tls_of(credentials), tls_of(anonymous)
     if bundle is not None and bundle.exists():
-        raise click.UsageError(f"--bundle {bundle} is there already")
+        raise click.UsageError(f"--bundle {bundle} exists already: name another file")
     report, packed = asyncio.run(
         _run(settings, [client.url, *proxies], token, tls, wait_s or 0.0, bundle)
     )
@@ -136,7 +133,7 @@ async def _run(
             finally:
                 await subject.close()
                 proxies.close()
-        click.echo(f"Waiting, for {left_s:.0f} s at most: {summary(report)}", err=True)
+        click.echo(f"Waiting for at most {left_s:.0f} s: {summary(report)}", err=True)
         await asyncio.sleep(min(_PAUSE_S, left_s))
 
 
@@ -156,9 +153,9 @@ def _show(report: DoctorReport, output: str) -> None:
 
 
 def _credentials(settings: Settings) -> CredentialFiles:
-    """Return the files by which the chosen proxy and we know one another.
+    """Return the credentials for the chosen proxy.
 
-    The settings' own are for the proxies of these settings, so never for those of a context.
+    Those of the settings are for the settings' proxies, so never for a context's.
     """
     target = target_of(click.get_current_context())
     if target.context:

@@ -1,4 +1,4 @@
-"""What a check is, and what it finds."""
+"""Checks and their findings."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ MANUAL = "docs/how-to/doctor.md"
 
 
 class CheckLevel(StrEnum):
-    """How it stands with what was looked at, the best first."""
+    """The level of a finding, the best first."""
 
     OK = "ok"
     WARNING = "warning"
-    """Works, but somebody should look at it."""
+    """Works, but needs attention."""
     UNKNOWN = "unknown"
-    """Could not be looked at, because something else fails that is named."""
+    """Could not be checked, because another check fails, or the doctor lacks a right."""
     FAILS = "fails"
 
 
 class Section(StrEnum):
-    """What belongs together, in the order in which it is shown."""
+    """The sections of the report, in order."""
 
     KAFKA = "Kafka"
     TOPICS = "Topics"
@@ -38,7 +38,7 @@ class Section(StrEnum):
 
 
 class Finding(Struct, frozen=True):
-    """What a check has found: a sentence, and lines on each thing that is not well."""
+    """A check's finding: a sentence, and a line for each problem."""
 
     level: CheckLevel
     found: str
@@ -46,16 +46,15 @@ class Finding(Struct, frozen=True):
 
 
 class DoctorCheck(Struct, frozen=True):
-    """One thing that is looked at.
+    """A check.
 
     Attributes:
-        name: unique; what machines know it by.
-        title: what is asked for, in words.
-        hint: what to do where it is not well.
-        doc: where more is written about it.
-        needs: the checks without which this one cannot look: where one of them fails, this one
-            is not blamed.
-        look: looks, and raises where it cannot.
+        name: unique id, for programs.
+        title: the condition that should hold.
+        hint: the remedy.
+        doc: page with more information.
+        needs: checks that this one depends on: if one fails, this one's result is unknown.
+        look: returns the finding; raises if the facts cannot be read.
     """
 
     name: str
@@ -68,7 +67,7 @@ class DoctorCheck(Struct, frozen=True):
 
 
 class CheckResult(Struct, frozen=True):
-    """A check and what became of it; `hint` "" where there is nothing to do about it."""
+    """A check's result; `hint` is "" without a remedy."""
 
     name: str
     section: Section
@@ -85,7 +84,7 @@ Look = Callable[["Subject"], Awaitable[Finding]]
 
 
 class CheckRegistry:
-    """The checks of one section, in the order in which they were written down."""
+    """The checks of one section, in order of definition."""
 
     def __init__(self, section: Section, needs: Sequence[str] = ()) -> None:
         self._section = section
@@ -93,31 +92,31 @@ class CheckRegistry:
         self.checks: list[DoctorCheck] = []
 
     def check(self, title: str, *, hint: str, doc: str = "") -> Callable[[Look], Look]:
-        """Enter a function as a check; its name is the check's.
+        """Return the decorator that registers a function as the check of its name.
 
         Args:
-            title: what is asked for.
-            hint: what to do where it is not well.
-            doc: a page with more about it, the manual's section where it is not given.
+            title: the condition that should hold.
+            hint: the remedy.
+            doc: page with more information; default: the manual's section.
         """
 
-        def enter(look: Look) -> Look:
+        def register(look: Look) -> Look:
             name = look.__name__.replace("_", "-")
             page = doc or f"{MANUAL}#{self._section.lower()}"
             needs = tuple(need for need in self._needs if need != name)
             self.checks.append(DoctorCheck(name, self._section, title, hint, page, needs, look))
             return look
 
-        return enter
+        return register
 
 
 def fine(found: str) -> Finding:
-    """Return that all is well."""
+    """Return a finding without problems."""
     return Finding(CheckLevel.OK, found)
 
 
 def judged(level: CheckLevel, found: str, details: Sequence[str] = ()) -> Finding:
-    """Return a finding with its details, at most as many as somebody reads."""
+    """Return a finding with its first details."""
     return Finding(level, found, shortened(details))
 
 
@@ -125,7 +124,7 @@ DETAILS_MAX = 20
 
 
 def shortened(lines: Sequence[str]) -> tuple[str, ...]:
-    """Return the first lines, and how many are left out."""
+    """Return the first lines, and the number of the others."""
     if len(lines) <= DETAILS_MAX:
         return tuple(lines)
     return (*lines[: DETAILS_MAX - 1], f"… and {len(lines) - DETAILS_MAX + 1} more")

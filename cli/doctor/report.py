@@ -1,4 +1,4 @@
-"""Shows what checks found: for people, for programs, and for Prometheus' textfile collector."""
+"""Reports: text, JSON, and Prometheus' textfile collector."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _NUMBERS = {CheckLevel.OK: 0, CheckLevel.WARNING: 1, CheckLevel.FAILS: 2, CheckL
 
 
 def table(report: DoctorReport, *, colours: bool) -> Iterator[str]:
-    """Yield lines for people: signs and colours for a terminal, else words."""
+    """Yield the report as text, with signs and colours for a terminal."""
     for section, outcomes in groupby(report.outcomes, key=lambda one: one.section):
         yield click.style(str(section), bold=True) if colours else f"{section}:"
         for one in outcomes:
@@ -53,18 +53,18 @@ def _lines(one: CheckResult, colours: bool) -> Iterator[str]:
 
 
 def summary(report: DoctorReport) -> str:
-    """Return in one sentence how it stands."""
+    """Return the number of checks at each level."""
     counted = [
-        (report.count(CheckLevel.OK), "fine"),
-        (report.count(CheckLevel.WARNING), "to look at"),
+        (report.count(CheckLevel.OK), "ok"),
+        (report.count(CheckLevel.WARNING), "warnings"),
         (report.count(CheckLevel.FAILS), "failing"),
-        (report.count(CheckLevel.UNKNOWN), "not known"),
+        (report.count(CheckLevel.UNKNOWN), "unknown"),
     ]
     return ", ".join(f"{count} {what}" for count, what in counted if count) + "."
 
 
 def as_json(report: DoctorReport) -> str:
-    """Return the report for programs."""
+    """Return the report as JSON."""
     data = {
         "healthy": report.healthy,
         "at": clock(round(report.at_s * 1000)),
@@ -90,21 +90,18 @@ def as_json(report: DoctorReport) -> str:
 
 def as_prometheus(report: DoctorReport) -> Iterator[str]:
     """Yield the lines of a file for the textfile collector of Prometheus' node exporter."""
-    yield (
-        "# HELP txbroker_doctor_check What a check found: 0 fine, 1 to look at, 2 fails, "
-        "3 could not be looked at."
-    )
+    yield ("# HELP txbroker_doctor_check Result of a check: 0 ok, 1 warning, 2 fails, 3 unknown.")
     yield "# TYPE txbroker_doctor_check gauge"
     for one in report.outcomes:
         yield f"txbroker_doctor_check{_labels(one)} {_NUMBERS[one.level]}"
-    yield "# HELP txbroker_doctor_check_seconds How long a check took."
+    yield "# HELP txbroker_doctor_check_seconds Duration of a check."
     yield "# TYPE txbroker_doctor_check_seconds gauge"
     for one in report.outcomes:
         yield f"txbroker_doctor_check_seconds{_labels(one)} {one.seconds:.3f}"
     yield "# HELP txbroker_doctor_healthy 1 if nothing fails, else 0."
     yield "# TYPE txbroker_doctor_healthy gauge"
     yield f"txbroker_doctor_healthy {int(report.healthy)}"
-    yield "# HELP txbroker_doctor_timestamp_seconds When the doctor looked, seconds since 1970."
+    yield "# HELP txbroker_doctor_timestamp_seconds Time of the report, seconds since 1970."
     yield "# TYPE txbroker_doctor_timestamp_seconds gauge"
     yield f"txbroker_doctor_timestamp_seconds {report.at_s:.3f}"
 

@@ -1,4 +1,4 @@
-"""Runs checks side by side, each within its time; one that breaks hides no other."""
+"""Runs checks in parallel, each with a timeout; one that breaks hides no other."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from txbroker.cli.doctor.subject import Subject, Unavailable
 from txbroker.errors import TxbrokerError
 
 TIMEOUT_S = 15.0
-"""For one check. They run side by side, so this is about how long all of them take at most."""
+"""Timeout of a check, and about that of all, because they run in parallel."""
 
 
 class DoctorReport(Struct, frozen=True):
-    """What all checks found.
+    """The results of all checks.
 
     Attributes:
-        at_s: when they were run, seconds since 1970.
+        at_s: time of the run, seconds since 1970.
     """
 
     at_s: float
@@ -29,32 +29,32 @@ class DoctorReport(Struct, frozen=True):
 
     @property
     def healthy(self) -> bool:
-        """Whether nothing fails."""
+        """True if no check fails or is unknown."""
         return not any(one.level in (CheckLevel.FAILS, CheckLevel.UNKNOWN) for one in self.outcomes)
 
     def count(self, level: CheckLevel) -> int:
-        """Return how many checks ended at this level."""
+        """Return the number of checks at this level."""
         return sum(one.level is level for one in self.outcomes)
 
 
 async def examine(
     subject: Subject, checks: Sequence[DoctorCheck], timeout_s: float = TIMEOUT_S
 ) -> DoctorReport:
-    """Run checks and return what they found, in the order given. Never raises."""
+    """Run checks and return their results in order. Never raises."""
     at_s = time.time()
     ran = await asyncio.gather(*(_run(check, subject, timeout_s) for check in checks))
     by_name = {outcome.name: outcome for outcome, _looked in ran}
     return DoctorReport(
         at_s,
         tuple(
-            outcome if looked else _not_blamed(outcome, check, by_name)
+            outcome if looked else _unknown_if_needs_fail(outcome, check, by_name)
             for check, (outcome, looked) in zip(checks, ran, strict=True)
         ),
     )
 
 
 async def _run(check: DoctorCheck, subject: Subject, timeout_s: float) -> tuple[CheckResult, bool]:
-    """Return how a check ended, and whether it could look at all."""
+    """Return a check's result, and True if it could read its facts."""
     began = time.monotonic()
     looked = False
     try:
@@ -62,15 +62,15 @@ async def _run(check: DoctorCheck, subject: Subject, timeout_s: float) -> tuple[
             finding = await check.look(subject)
         looked = True
     except NotAllowed as error:
-        # Nothing is known to be wrong, and nobody is to read that it is fine.
+        # Neither a failure nor a success is known.
         looked = True
-        finding = Finding(CheckLevel.UNKNOWN, f"not seen: {error}")
+        finding = Finding(CheckLevel.UNKNOWN, f"not known: {error}")
     except TimeoutError:
         finding = Finding(CheckLevel.FAILS, f"not known within {timeout_s:g} s")
     except (TxbrokerError, Unavailable) as error:
         finding = Finding(CheckLevel.FAILS, str(error))
     except Exception as error:
-        # A mistake in one check must not keep from somebody at night what the others found.
+        # A bug in one check must not hide the results of others.
         finding = Finding(
             CheckLevel.FAILS, f"this check is broken: {type(error).__name__}: {error}"
         )
@@ -91,14 +91,14 @@ def _outcome(check: DoctorCheck, finding: Finding, seconds: float) -> CheckResul
     )
 
 
-def _not_blamed(
+def _unknown_if_needs_fail(
     outcome: CheckResult, check: DoctorCheck, by_name: Mapping[str, CheckResult]
 ) -> CheckResult:
-    """Return what could not be looked at as such, if another check tells why."""
+    """Return the result as unknown if a check that it depends on fails."""
     failing = _failing(check.needs, by_name)
     if not failing:
         return outcome
-    finding = Finding(CheckLevel.UNKNOWN, f"could not be looked at, see {failing[0]}")
+    finding = Finding(CheckLevel.UNKNOWN, f"could not be checked, see {failing[0]}")
     return _outcome(check, finding, outcome.seconds)
 
 

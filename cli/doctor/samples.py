@@ -1,4 +1,4 @@
-"""Metrics of a proxy, read back from Prometheus' text."""
+"""A proxy's metrics, parsed from Prometheus' text format."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ _PREFIX = "txbroker_"
 
 
 class Samples:
-    """The newest samples of one proxy, by metric."""
+    """The samples of one proxy, by metric."""
 
     def __init__(self, samples: Mapping[str, list[tuple[Mapping[str, str], float]]]) -> None:
         self._samples = samples
 
     def values(self, name: str) -> list[float]:
-        """Return the values of a metric, whatever its labels; `name` without prefix."""
+        """Return the values of a metric with any labels; `name` has no prefix."""
         return [value for _labels, value in self._samples.get(_PREFIX + name, ())]
 
     def labels(self, name: str, label: str) -> set[str]:
         """Return the values of a label of a metric."""
-        found = self._samples.get(_PREFIX + name, ())
-        return {labels[label] for labels, _value in found if label in labels}
+        samples = self._samples.get(_PREFIX + name, ())
+        return {labels[label] for labels, _value in samples if label in labels}
 
 
 def read_samples(text: str) -> Samples:
-    """Return what a page of metrics says.
+    """Parse a page of metrics.
 
     Raises:
-        Unavailable: it is none.
+        Unavailable: the page is malformed.
     """
     samples: dict[str, list[tuple[Mapping[str, str], float]]] = {}
     try:
@@ -39,5 +39,5 @@ def read_samples(text: str) -> Samples:
             for sample in family.samples:
                 samples.setdefault(sample.name, []).append((sample.labels, sample.value))
     except (ValueError, IndexError, KeyError) as error:
-        raise Unavailable(f"what should be metrics does not read: {error}") from None
+        raise Unavailable(f"malformed metrics: {error}") from None
     return Samples(samples)

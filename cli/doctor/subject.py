@@ -1,91 +1,36 @@
-"""What checks may ask: Kafka, the proxies and the settings. What several want is asked once."""
+"""The facts for checks: Kafka, the proxies and the settings, each read once."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from typing import Any, Protocol, TypeVar
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
 
 from msgspec import Struct
 
-from txbroker.cli.doctor.proxies import ProxySide, RegisteredGroup, Unavailable
+from txbroker.cli.doctor.proxies import HttpProxies, RegisteredGroup, Unavailable
 from txbroker.cli.doctor.samples import Samples, read_samples
 from txbroker.config.settings import Settings
 from txbroker.contract.service import Overview
-from txbroker.kafka.client.settings import KafkaSettings
-from txbroker.kafka.door.repair import Found
-from txbroker.kafka.door.topics import FoundTopic, Plan
-from txbroker.kafka.tools.examination import BrokerFacts, Cluster, OpenTransaction
+from txbroker.kafka.door.topics import FoundTopic
+from txbroker.kafka.tools.examination import BrokerFacts, Cluster, KafkaExamination
 
 T = TypeVar("T")
 
-__all__ = ["KafkaSide", "Subject", "Thresholds", "Unavailable"]
-
-
-class KafkaSide(Protocol):
-    """What checks may ask of Kafka: `KafkaExamination`, or a fake."""
-
-    @property
-    def settings(self) -> KafkaSettings:
-        """How Kafka is reached, and what the topics are called."""
-        ...
-
-    async def cluster(self, topics: Iterable[str] = ()) -> Cluster:
-        """Return the brokers, and topics as they are seen."""
-        ...
-
-    async def brokers(self) -> list[BrokerFacts]:
-        """Return each broker as it is seen from here."""
-        ...
-
-    async def group_error(self) -> int:
-        """Return the error code of asking about the proxies' group."""
-        ...
-
-    async def transactional_id_error(self) -> int:
-        """Return the error code of asking about the proxies' transactional ids."""
-        ...
-
-    async def found(self) -> dict[str, FoundTopic]:
-        """Return txbroker's own topics with their settings."""
-        ...
-
-    async def contradictions(self, found: Mapping[str, FoundTopic]) -> list[str]:
-        """Return why txbroker cannot work with its topics."""
-        ...
-
-    async def plan(self, found: Mapping[str, FoundTopic]) -> Plan:
-        """Return what `txbroker topics apply` would do."""
-        ...
-
-    async def set_aside(self) -> list[Found]:
-        """Return what other clients wrote into txbroker's own topics."""
-        ...
-
-    async def newest_appends(self, cluster: Cluster) -> dict[tuple[str, int], int]:
-        """Return the newest timestamp of each partition."""
-        ...
-
-    async def open_transactions(self, topics: Sequence[str]) -> list[OpenTransaction]:
-        """Return what hides the ends of topics."""
-        ...
-
-    async def audit_news(self) -> dict[str, bytes]:
-        """Return the newest records of the audits."""
-        ...
+__all__ = ["Subject", "Thresholds", "Unavailable"]
 
 
 class Thresholds(Struct, frozen=True):
-    """From where on something is not well. The alerts have the same.
+    """Limits beyond which a check fails or warns. The alerts use the same.
 
     Attributes:
-        clocks_s: how far clocks may be apart.
-        pending_windows: how many times the check window an undecided transaction may be old.
-        promotion_s: how long a commit may wait to be visible.
-        transaction_s: how long a Kafka transaction may be open; longer than any turn of a proxy.
-        headroom_share: how much of half's retention has to be left for what is not copied.
-        audit_s: how old the newest audit may be.
+        clocks_s: difference between clocks.
+        pending_windows: age of an undecided transaction, in check windows.
+        promotion_s: time from a commit until the messages are visible.
+        transaction_s: duration of a Kafka transaction; longer than any promotion transaction.
+        headroom_share: share of half's retention left for messages without a copy.
+        audit_s: age of the newest audit.
     """
 
     clocks_s: float = 1.0
@@ -97,13 +42,13 @@ class Thresholds(Struct, frozen=True):
 
 
 class Subject:
-    """One installation, at one moment: what was asked for once is not asked for again."""
+    """One installation at one moment; each fact is read once."""
 
     def __init__(
         self,
         settings: Settings,
-        kafka: KafkaSide,
-        proxies: ProxySide,
+        kafka: KafkaExamination,
+        proxies: HttpProxies,
         limits: Thresholds | None = None,
         now_s: Callable[[], float] = time.time,
         pause: Callable[[float], Awaitable[None]] = asyncio.sleep,
@@ -118,16 +63,16 @@ class Subject:
 
     @property
     def own_topics(self) -> tuple[str, ...]:
-        """The names of the topics without which no proxy works."""
+        """The topics that every proxy needs."""
         return self.kafka.settings.own_topics
 
     async def cluster(self) -> Cluster:
-        """Return the brokers, and all of txbroker's topics as they are seen."""
+        """Return the brokers and the metadata of txbroker's topics."""
         names = self.own_topics + self.kafka.settings.audit_topics
         return await self._once("cluster", lambda: self.kafka.cluster(names))
 
     async def brokers(self) -> list[BrokerFacts]:
-        """Return each broker as it is seen from here."""
+        """Return the facts of each broker."""
         return await self._once("brokers", self.kafka.brokers)
 
     async def groups(self) -> list[RegisteredGroup]:
@@ -139,15 +84,15 @@ class Subject:
         return await self._once("found", self.kafka.found)
 
     async def audit_news(self) -> dict[str, bytes]:
-        """Return the newest records of the audits."""
+        """Return the newest records of audits."""
         return await self._once("audit", self.kafka.audit_news)
 
     async def overview(self) -> Overview:
-        """Return how all stands, as the proxies say."""
+        """Return the proxies' overview."""
         return (await self.timed_overview())[0]
 
     async def timed_overview(self) -> tuple[Overview, float, float]:
-        """Return how all stands, how long it took to hear of it, and our time then, seconds."""
+        """Return the overview, the call's duration, and our time at its end, in seconds."""
         return await self._once("overview", self._overview)
 
     async def _overview(self) -> tuple[Overview, float, float]:
@@ -155,31 +100,30 @@ class Subject:
         return overview, took_s, self.now_s()
 
     async def metrics(self) -> dict[str, Samples | Unavailable]:
-        """Return the metrics of every proxy that is known, or why there are none, by its URL.
+        """Return the metrics of every known proxy, or the error, by URL.
 
         Raises:
-            Unavailable: of no proxy at all.
+            Unavailable: no proxy returned metrics.
         """
         return await self._once("metrics", self._metrics)
 
     async def _metrics(self) -> dict[str, Samples | Unavailable]:
         urls = await self.urls()
-        read = dict(zip(urls, await asyncio.gather(*map(self._samples, urls)), strict=True))
-        failed = [one for one in read.values() if isinstance(one, Unavailable)]
-        if len(failed) == len(read):
+        by_url = dict(zip(urls, await asyncio.gather(*map(self._samples, urls)), strict=True))
+        failed = [result for result in by_url.values() if isinstance(result, Unavailable)]
+        if len(failed) == len(by_url):
             raise failed[0] if failed else Unavailable("no proxy is known")
-        return read
+        return by_url
 
     async def urls(self) -> list[str]:
-        """Return where all proxies that are known take operators' calls: those named, and those
-        they tell of."""
+        """Return the URLs for operators' calls of all known proxies: named ones and their peers."""
         try:
             proxies = (await self.overview()).proxies
-            told = [proxy.admin_url or proxy.url for proxy in proxies if proxy.reached]
+            reported = [proxy.admin_url or proxy.url for proxy in proxies if proxy.reached]
         except Unavailable:
-            told = []
-        # One proxy may be known under two URLs; what it says of itself counts once.
-        return list(dict.fromkeys(told or self.proxies.named))
+            reported = []
+        # A proxy may be named by another URL than it reports; count it once.
+        return list(dict.fromkeys(reported or self.proxies.named))
 
     async def _samples(self, url: str) -> Samples | Unavailable:
         try:
@@ -188,16 +132,16 @@ class Subject:
             return error
 
     async def _once(self, name: str, ask: Callable[[], Awaitable[T]]) -> T:
-        """Return what `ask` brings, asking once for all who want it."""
+        """Return the result of `ask`, called once for all checks."""
         task = self._asked.get(name)
         if task is None:
             task = self._asked[name] = asyncio.ensure_future(ask())
-        # Whoever has no more time must not take it from the others.
+        # A check that times out must not cancel the query for others.
         result: T = await asyncio.shield(task)
         return result
 
     async def close(self) -> None:
-        """Let go of what nobody waits for any more."""
+        """Cancel the queries in flight."""
         for task in self._asked.values():
             task.cancel()
         await asyncio.gather(*self._asked.values(), return_exceptions=True)

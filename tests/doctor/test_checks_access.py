@@ -85,7 +85,7 @@ NO_ADMIN = "token_file without admin_listen"
         (
             "kafka",
             {"kafka": "k1:9092,localhost:9092", "kafka_security_protocol": "PLAINTEXT"},
-            ["PLAINTEXT to k1:9092: messages can be read and changed on the way, and any"],
+            ["PLAINTEXT to k1:9092: messages can be read and changed on the network, and"],
         ),
         ("kafka", {"kafka": "localhost:9092", "kafka_security_protocol": "PLAINTEXT"}, []),
         ("kafka", {"kafka": "k1:9092", "kafka_security_protocol": "SSL"}, []),
@@ -116,7 +116,7 @@ async def test_one_proxy_needs_no_peer_identity(world: World) -> None:
 async def test_settings_of_another_machine_are_not_called_safe(world: World) -> None:
     for name in ("access-credentials", "access-shared-token", "access-peers"):
         found = await world.outcome(name)
-        assert (found.level, "give the doctor its settings" in found.found) == (OK, True)
+        assert (found.level, "give the doctor the proxy's settings" in found.found) == (OK, True)
 
 
 def principals(path: Path, *tables: tuple[str, Role, dict[str, list[str]], int | None]) -> Path:
@@ -252,7 +252,7 @@ async def test_a_file_that_is_not_there_is_told(world: World, tmp_path: Path) ->
     world.settings = settings(tls_key_file=tmp_path / "none")
     found = await world.outcome("access-files")
     assert found.level is WARNING
-    assert "not seen: No such file" in found.details[0]
+    assert "not readable: No such file" in found.details[0]
 
 
 @pytest.mark.parametrize(
@@ -330,7 +330,7 @@ async def test_pages_on_loopback_are_nobodys_business(world: World) -> None:
             TWO,
             (
                 "peer_listen 0.0.0.0:2 takes calls without TLS",
-                "peer_secret_file without tls_cert_file: the secret is sent in the clear",
+                "peer_secret_file without tls_cert_file: the secret is sent unencrypted",
             ),
         ),
         ({"peer_secret_file": TOKEN}, TWO, ()),
@@ -357,7 +357,7 @@ async def test_what_may_not_be_seen_is_unknown_and_nothing_else_is_blamed(world:
     assert {name for name, one in by_name.items() if one.level is FAILS} == set()
     for name in ("proxies-ready", "groups-reachable", "parked", "undecided-lost", "access-open"):
         assert by_name[name].level is UNKNOWN
-        assert by_name[name].found == f"not seen: {denied}"
+        assert by_name[name].found == f"not known: {denied}"
     assert by_name["kafka-reachable"].level is OK
     assert not report.healthy
 

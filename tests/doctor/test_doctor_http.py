@@ -164,7 +164,7 @@ def stranger() -> Iterator[str]:
 
 async def test_who_is_no_proxy_is_told(stranger: str) -> None:
     proxies = HttpProxies([stranger], {})
-    with pytest.raises(Unavailable, match="does not read"):
+    with pytest.raises(Unavailable, match="cannot read"):
         await proxies.overview()
     with pytest.raises(Unavailable, match="404: is it a txbroker proxy"):
         await proxies.ready(stranger)

@@ -39,9 +39,9 @@ async def test_words_where_there_is_no_terminal(report: DoctorReport) -> None:
     assert "\x1b" not in text
     assert not set("✓✗→") & set(text)
     (at,) = (n for n, line in enumerate(lines) if "topics-there" in line)
-    assert lines[at] == "  FAILS   topics-there: txbroker's topics are there? 1 are missing"
+    assert lines[at] == "  FAILS   topics-there: txbroker's topics exist? 1 are missing"
     assert lines[at + 1] == "          - txbroker.op"
-    assert lines[at + 2].startswith("          hint: Make them with `txbroker topics apply`.")
+    assert lines[at + 2].startswith("          hint: Create them with `txbroker topics apply`.")
     assert lines[at + 3] == "          see:  docs/how-to/run-a-proxy.md"
     assert "  ok      kafka-reachable: Kafka answers: 3 brokers at 127.0.0.1:9092" in lines
 
@@ -82,5 +82,5 @@ async def test_prometheus_reads_what_is_for_it(report: DoctorReport) -> None:
 async def test_the_summary_counts(report: DoctorReport) -> None:
     only = [one for one in report.outcomes if one.level is CheckLevel.OK][:2]
     failing = structs.replace(only[0], level=CheckLevel.FAILS)
-    assert summary(DoctorReport(0.0, (*only, failing))) == "2 fine, 1 failing."
-    assert summary(DoctorReport(0.0, tuple(only))) == "2 fine."
+    assert summary(DoctorReport(0.0, (*only, failing))) == "2 ok, 1 failing."
+    assert summary(DoctorReport(0.0, tuple(only))) == "2 ok."

@@ -313,18 +313,12 @@ def test_what_the_proxies_were_not_told_is_told_by_the_next_run(played: Played) 
     played.fails = KafkaUnavailable("no leader")
     first = played.audit()
     assert first.code == 4
-    assert (
-        "not published to the proxies; the next run will do it: no leader"
-        in first.err
-    )
+    assert "not published to the proxies; the next run will do it: no leader" in first.err
     played.finds, played.fails = NEXT, None
     second = played.audit()
     assert played.steps == ["spark", f"told {DRIFTED.run} {NEXT.run}"]
     assert second.code == 4  # the first may have died before it could end with it
-    assert (
-        f"Run {DRIFTED.run} (incremental) had not been published to the proxies"
-        in second.err
-    )
+    assert f"Run {DRIFTED.run} (incremental) had not been published to the proxies" in second.err
     third = played.audit()
     assert (third.code, played.steps) == (0, ["spark", f"told {NEXT.run}"])
 
