@@ -78,7 +78,7 @@ async def test_commands_find_certificates_in_each_source(
     [
         ({}, "its authority's with --ca-file"),
         ({"ca_file": "others"}, "its certificate is not trusted"),
-        ({"ca_file": "ours"}, "Name one with --client-cert-file"),
+        ({"ca_file": "ours"}, "Name one by --client-cert-file"),
         ({"ca_file": "missing"}, "--ca-file /nowhere/ca.crt: No such file or directory"),
     ],
     ids=["none", "other", "no certificate", "missing"],
@@ -108,7 +108,7 @@ async def test_command_at_main_address_names_the_admin_address(
     async with running(world, **settings) as proxy:
         done = await command("tx", "list", home=tmp_path, url=proxy.url, ca_file=files.ours.cert)
         assert done.code == 1
-        assert "(admin_only). Name that address with --url" in done.err
+        assert "(admin_only). Name the admin address by --url" in done.err
 
 
 async def test_doctor_uses_every_admin_address(world: MemoryHarness, files: Files) -> None:
