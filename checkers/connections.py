@@ -82,7 +82,7 @@ class HostResolver:
 
 
 class Connection(asyncio.Protocol):
-    """One TCP or TLS connection. `fresh` tells without a read whether it is still usable."""
+    """One TCP or TLS connection. `fresh` is known without a read."""
 
     def __init__(self) -> None:
         self._transport: asyncio.Transport | None = None

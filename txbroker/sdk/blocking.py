@@ -1,8 +1,8 @@
 """The producer for code that blocks: Django, Flask, Celery, scripts.
 
 A `TransactionalProducer` runs in the event loop of a separate thread; every call here waits for one
-there. A process does not use what it inherits from its parent by `fork`: its first call starts
-another thread with new sessions.
+there. A forked process does not use its parent's producer: its first call starts another
+thread with new sessions.
 """
 
 import asyncio
@@ -168,7 +168,7 @@ class BlockingTransactionalProducer:
         return engine is None or engine.end(engine.producer.drain(timeout_s))
 
     def close(self) -> None:
-        """Close at once; the check-back settles what is undecided."""
+        """Close at once; the check-back settles undecided transactions."""
         engine = self._take_engine()
         if engine is not None:
             engine.end(engine.producer.aclose())

@@ -148,7 +148,7 @@ class TransactionalProducer:
         return finished
 
     async def aclose(self) -> None:
-        """Close at once; the check-back settles what is undecided."""
+        """Close at once; the check-back settles undecided transactions."""
         self._local.closed = True
         await self._calls.close()
         await self._desk.close()

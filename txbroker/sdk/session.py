@@ -1,7 +1,7 @@
 """One connection to one proxy: sends and receives frames, matches answers to calls.
 
 Operations queued in one iteration of the event loop leave in one frame. A session never reconnects;
-when it is lost, every waiting call fails with an error that tells whether it had been sent.
+when it is lost, every waiting call fails with an error that states whether it had been sent.
 """
 
 import asyncio
@@ -335,7 +335,7 @@ class Session:
         self._listener.owners_changed(self, before)
 
     def moved_away(self, partition: int) -> None:
-        """A half partition is another proxy's now: whoever waits here asks there instead."""
+        """Fail the calls of a half partition that moved to another proxy; they are retried."""
         for number, call in list(self._calls.items()):
             if call.partition == partition:
                 del self._calls[number]

@@ -134,7 +134,7 @@ class Transaction:
             if isinstance(failure, asyncio.CancelledError):
                 # The local transaction has ended and the decision is made; only its waiter is gone.
                 self._local.deciding(self.id, self._answer(decision))
-                self._calls.in_background(self._conclude_left_behind(decision, reason))
+                self._calls.in_background(self._decide_in_background(decision, reason))
             else:
                 self._not_taken(decision, failure)
             raise
@@ -142,7 +142,7 @@ class Transaction:
             self._local.block_closed()
         return error is not None
 
-    async def _conclude_left_behind(self, decision: Decision, reason: str) -> None:
+    async def _decide_in_background(self, decision: Decision, reason: str) -> None:
         try:
             await self._decide(decision, reason=reason)
         except BaseException as failure:

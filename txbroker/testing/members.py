@@ -17,7 +17,7 @@ from txbroker.errors import KafkaUnavailable
 Assigned: TypeAlias = Callable[[Assignment], None]
 Lost: TypeAlias = Callable[[str], None]
 
-OUT_OF_TOUCH = "no answer of the group's coordinator within the session timeout"
+CUT_OFF = "no answer of the group's coordinator within the session timeout"
 FORGOTTEN = "the group's coordinator has removed this member"
 
 
@@ -92,7 +92,7 @@ class MemoryCoordinator:
     def silence(self, name: str) -> None:
         """Cut a member off before its session times out: it is notified, the others are not."""
         member = self._members[name]
-        member.lose(OUT_OF_TOUCH)
+        member.lose(CUT_OFF)
         member.silent = True
 
     def forget(self, name: str) -> None:
@@ -205,7 +205,7 @@ class MemoryMembership(Membership):
         """
         await self._reach()
         if self._member is not None and self._member.silent:
-            raise KafkaUnavailable(OUT_OF_TOUCH)
+            raise KafkaUnavailable(CUT_OFF)
         return partition in self._coordinator.owned(self._member)
 
     def in_touch(self) -> bool:

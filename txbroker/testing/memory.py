@@ -385,7 +385,7 @@ class MemoryKafka:
         self._transactions[transactional_id] = (holder, [])
 
     def holds(self, transactional_id: str, holder: object) -> bool:
-        """Say whether nobody has fenced `holder` since.
+        """Return True if `holder` has not been fenced.
 
         Raises:
             KafkaUnavailable: the id is forgotten.
@@ -427,7 +427,7 @@ class MemoryKafka:
         if lost is LostReply.NOT_DONE:
             raise AppendUnknown("the in-memory Kafka did not answer, and stored nothing")
         now_ms = self.clock.now_ms()
-        # txbroker's own topics use the broker's time, whatever the record's timestamp is.
+        # txbroker's own topics use the broker's time, not the record's timestamp.
         stamped = [structs.replace(record, timestamp_ms=-1) for record in records]
         base = log.append(stamped, now_ms)
         if lost is not None:
