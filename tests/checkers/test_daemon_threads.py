@@ -30,7 +30,7 @@ asyncio.run(main())
 """
 
 
-def test_calls_that_hang_keep_no_process_alive() -> None:
+def test_hanging_calls_do_not_block_process_exit() -> None:
     """As one that is told to stop by SIGTERM ends its event loop, and its threads with it."""
     done = subprocess.run(
         [sys.executable, "-c", HANGING], capture_output=True, text=True, timeout=60, check=True
@@ -38,7 +38,7 @@ def test_calls_that_hang_keep_no_process_alive() -> None:
     assert done.stdout == "closed\n"
 
 
-async def test_a_key_is_called_once_at_a_time_and_everybody_gets_the_result() -> None:
+async def test_concurrent_calls_with_one_key_share_the_result() -> None:
     threads = DaemonThreads[int]("counting", 4, 4)
     go_on, called = threading.Event(), []
 
@@ -58,7 +58,7 @@ async def test_a_key_is_called_once_at_a_time_and_everybody_gets_the_result() ->
     assert await threads.run("key", call) == 2
 
 
-async def test_an_asker_has_a_bound_that_ends_with_its_calls() -> None:
+async def test_calls_per_asker_are_limited() -> None:
     threads = DaemonThreads[bool]("bounded", 8, 2)
     go_on = threading.Event()
 
@@ -76,7 +76,7 @@ async def test_an_asker_has_a_bound_that_ends_with_its_calls() -> None:
     assert await threads.run("2", call, "one")
 
 
-async def test_an_exception_is_raised_where_the_result_is_waited_for() -> None:
+async def test_exception_is_raised_at_every_waiter() -> None:
     threads = DaemonThreads[int]("failing", 1, 1)
 
     def call() -> int:
@@ -121,7 +121,7 @@ class Hanging:
         return self._go_on.wait(60)
 
 
-async def test_late_calls_leave_the_threads_to_others() -> None:
+async def test_late_calls_free_threads_for_others() -> None:
     """At the first time once they are late, later from the start."""
     threads = DaemonThreads[bool]("late", 1, 1, late_s=0.01)
     hanging = Hanging(threads)
@@ -135,7 +135,7 @@ async def test_late_calls_leave_the_threads_to_others() -> None:
     await threads.close()
 
 
-async def test_a_key_is_late_for_a_while_only(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_late_key_recovers(monkeypatch: pytest.MonkeyPatch) -> None:
     """After a failure of all of them, none waits for ever behind those that still hang."""
     threads = DaemonThreads[bool]("late", 1, 1, late_s=0.01)
     hanging = Hanging(threads)

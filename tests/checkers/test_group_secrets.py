@@ -9,9 +9,7 @@ import pytest
 from txbroker.checkers.group_secrets import SECRET_BYTES_MAX, GroupSecrets, SecretUnavailable
 
 
-async def test_a_secret_is_read_when_it_is_used(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_secret_is_read_at_each_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ORDERS_SECRET", "geheim ü")
     secrets = GroupSecrets(tmp_path, ["ORDERS_SECRET"])
     assert await secrets.read("orders", "env:ORDERS_SECRET") == "geheim ü".encode()
@@ -21,7 +19,9 @@ async def test_a_secret_is_read_when_it_is_used(
         assert await secrets.read("orders", f"file:{path}") == key
 
 
-async def test_a_secret_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_missing_secret_is_unavailable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv("NO_SECRET", raising=False)
     secrets = GroupSecrets(tmp_path, ["NO_SECRET"])
     with pytest.raises(SecretUnavailable, match="variable NO_SECRET is not set or empty"):
@@ -40,7 +40,7 @@ async def test_a_secret_that_is_not_there(tmp_path: Path, monkeypatch: pytest.Mo
             await secrets.read("orders", f"file:{tmp_path}/orders/{name}")
 
 
-async def test_a_folder_as_kubernetes_mounts_it(tmp_path: Path) -> None:
+async def test_secret_in_kubernetes_mount_is_read(tmp_path: Path) -> None:
     """Keys are links to `..data`, which is a link to a folder that is replaced as a whole."""
     mount = tmp_path / "groups"
     (mount / "..2026_11_23").mkdir(parents=True)

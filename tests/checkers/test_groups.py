@@ -128,7 +128,7 @@ def test_nan_is_out_of_bounds() -> None:
 
 
 @pytest.mark.parametrize("name", ["", "a" * 250, "a\nb", "a\0"])
-def test_names_that_cannot_be_shown(name: str) -> None:
+def test_invalid_group_names_are_refused(name: str) -> None:
     with pytest.raises(PolicyError, match="a group's name"):
         check_group_name(name)
 
@@ -144,7 +144,7 @@ def test_names_that_cannot_be_shown(name: str) -> None:
         (b'{"v": 1, "check_url": "ftp://x"}', "must begin with http"),
     ],
 )
-def test_stored_policies_that_do_not_read(stored: bytes, sentence: str) -> None:
+def test_malformed_stored_policies_are_refused(stored: bytes, sentence: str) -> None:
     with pytest.raises(PolicyError) as caught:
         decode_policy(stored)
     assert sentence in str(caught.value)
@@ -174,7 +174,7 @@ async def test_groups_follow_the_store() -> None:
     assert set(store.stored) == {"old"}
 
 
-async def test_what_cannot_work_is_never_stored() -> None:
+async def test_invalid_policy_is_not_stored() -> None:
     store = Store()
     groups = Groups(store)
     await groups.load()

@@ -30,7 +30,7 @@ from txbroker.core.records import Decision, Message
 # --- the question ----------------------------------------------------------------------------
 
 
-async def test_the_question_is_the_contract_and_signed(
+async def test_question_follows_contract_and_is_signed(
     serve: Serve, checks: HttpChecks, call: CheckCall
 ) -> None:
     seen: list[tuple[dict[str, str], bytes]] = []
@@ -84,7 +84,7 @@ async def test_the_question_is_the_contract_and_signed(
     assert headers["webhook-signature"] == f"v1,{base64.b64encode(digest).decode()}".lower()
 
 
-async def test_without_a_secret_nothing_is_signed(
+async def test_question_without_secret_is_unsigned(
     serve: Serve, checks: HttpChecks, call: CheckCall
 ) -> None:
     seen: list[dict[str, str]] = []
@@ -99,7 +99,7 @@ async def test_without_a_secret_nothing_is_signed(
     assert not [name for name in seen[0] if name.startswith("webhook")]
 
 
-async def test_the_question_is_with_the_socket_before_the_first_suspension(
+async def test_question_reaches_socket_before_first_suspension(
     serve: Serve, checks: HttpChecks, call: CheckCall, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server = await serve(answering(response(COMMIT)))
@@ -279,7 +279,7 @@ async def test_framings(
         (b"HTTP/1.1 100 Continue\r\n\r\n" * 2000 + response(COMMIT), "too many pieces"),
     ],
 )
-async def test_answers_that_are_no_http(
+async def test_malformed_http_is_unclear(
     serve: Serve, checks: HttpChecks, call: CheckCall, raw: bytes, words: str
 ) -> None:
     server = await serve(answering(raw, then_close=True))
@@ -306,7 +306,7 @@ async def endless(writer: asyncio.StreamWriter, sent: list[int], piece: bytes) -
     ],
     ids=["100 MB", "until closed", "tiny chunks", "headers", "informational"],
 )
-async def test_endless_answers_are_cut_off_early(
+async def test_endless_answers_are_cut_off(
     serve: Serve, checks: HttpChecks, call: CheckCall, head: bytes, piece: bytes
 ) -> None:
     sent = [0]
@@ -323,7 +323,7 @@ async def test_endless_answers_are_cut_off_early(
     assert sent[0] < 32 * 1024 * 1024  # the sockets' own buffers, never the whole
 
 
-async def test_a_group_may_register_a_larger_bound(
+async def test_group_can_raise_answer_limit(
     serve: Serve, checks: HttpChecks, call: CheckCall
 ) -> None:
     body = (
@@ -342,7 +342,7 @@ async def test_a_group_may_register_a_larger_bound(
 @pytest.mark.parametrize(
     "head", [b"", b"HTTP/1.1 200", b"HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\n{"]
 )
-async def test_hanging_servers_end_with_the_timeout(
+async def test_hanging_server_times_out(
     serve: Serve, checks: HttpChecks, call: CheckCall, head: bytes
 ) -> None:
     async def handler(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -356,9 +356,7 @@ async def test_hanging_servers_end_with_the_timeout(
     assert checks.idle_connections == 0
 
 
-async def test_a_dripping_answer_ends_with_the_timeout(
-    serve: Serve, checks: HttpChecks, call: CheckCall
-) -> None:
+async def test_dripping_answer_times_out(serve: Serve, checks: HttpChecks, call: CheckCall) -> None:
     async def handler(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await read_request(reader)
         writer.write(b"HTTP/1.1 200 OK\r\nx: ")
@@ -371,7 +369,7 @@ async def test_a_dripping_answer_ends_with_the_timeout(
     assert isinstance(await ask(checks, server.url, call, timeout_s=0.05), Unclear)
 
 
-async def test_a_server_that_never_reads_ends_with_the_timeout(
+async def test_server_that_never_reads_times_out(
     serve: Serve, checks: HttpChecks, call: CheckCall
 ) -> None:
     async def handler(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -383,7 +381,7 @@ async def test_a_server_that_never_reads_ends_with_the_timeout(
     assert isinstance(await ask(checks, server.url, large, timeout_s=0.2), Unclear)
 
 
-async def test_a_reset_after_the_request_is_unclear(
+async def test_reset_after_request_is_unclear(
     serve: Serve, checks: HttpChecks, call: CheckCall
 ) -> None:
     async def handler(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -397,9 +395,7 @@ async def test_a_reset_after_the_request_is_unclear(
 # --- connections that are kept -----------------------------------------------------------------
 
 
-async def test_a_connection_is_used_again(
-    serve: Serve, checks: HttpChecks, call: CheckCall
-) -> None:
+async def test_connection_is_reused(serve: Serve, checks: HttpChecks, call: CheckCall) -> None:
     server = await serve(answering(response(COMMIT)))
     for _ in range(3):
         assert isinstance(await ask(checks, server.url, call), Answered)
@@ -407,7 +403,7 @@ async def test_a_connection_is_used_again(
     assert checks.idle_connections == 1
 
 
-async def test_groups_share_no_connection(
+async def test_connections_are_separate_by_group(
     serve: Serve, checks: HttpChecks, call: CheckCall
 ) -> None:
     server = await serve(answering(response(COMMIT)))
@@ -416,7 +412,7 @@ async def test_groups_share_no_connection(
     assert server.connections == 2
 
 
-async def test_a_kept_connection_that_the_server_closed_is_not_used(
+async def test_closed_idle_connection_is_not_reused(
     serve: Serve, checks: HttpChecks, call: CheckCall, until: Until
 ) -> None:
     server = await serve(answering(response(COMMIT), then_close=True))
@@ -426,7 +422,7 @@ async def test_a_kept_connection_that_the_server_closed_is_not_used(
     assert server.connections == 2
 
 
-async def test_a_half_closed_kept_connection_is_not_used(
+async def test_half_closed_idle_connection_is_not_reused(
     serve: Serve, checks: HttpChecks, call: CheckCall, until: Until
 ) -> None:
     async def handler(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -451,7 +447,7 @@ async def test_a_half_closed_kept_connection_is_not_used(
     ],
     ids=["more than the answer", "connection: close", "not read to its end"],
 )
-async def test_a_connection_in_doubt_is_not_kept(
+async def test_connection_with_unclear_state_is_not_kept(
     serve: Serve, checks: HttpChecks, call: CheckCall, raw: bytes
 ) -> None:
     server = await serve(answering(raw))
@@ -459,9 +455,7 @@ async def test_a_connection_in_doubt_is_not_kept(
     assert checks.idle_connections == 0
 
 
-async def test_an_idle_connection_is_closed_after_a_short_while(
-    serve: Serve, call: CheckCall, until: Until
-) -> None:
+async def test_idle_connection_expires(serve: Serve, call: CheckCall, until: Until) -> None:
     server = await serve(answering(response(COMMIT)))
     checks = HttpChecks(guard=LOOPBACK, limits=HttpLimits(idle_s=0.01))
     await ask(checks, server.url, call)
@@ -470,7 +464,7 @@ async def test_an_idle_connection_is_closed_after_a_short_while(
     await checks.close()
 
 
-async def test_an_unused_connection_goes_back(serve: Serve, checks: HttpChecks) -> None:
+async def test_unused_connection_is_kept(serve: Serve, checks: HttpChecks) -> None:
     server = await serve(answering(response(COMMIT)))
     channel = await checks.acquire("orders", server.url)
     assert isinstance(channel, HttpChannel)
@@ -479,7 +473,7 @@ async def test_an_unused_connection_goes_back(serve: Serve, checks: HttpChecks) 
     assert checks.idle_connections == 1
 
 
-async def test_a_cancelled_question_leaves_nothing(
+async def test_cancelled_question_closes_its_connection(
     serve: Serve, checks: HttpChecks, call: CheckCall
 ) -> None:
     asked = asyncio.Event()
@@ -501,7 +495,9 @@ async def test_a_cancelled_question_leaves_nothing(
     assert checks.idle_connections == 0
 
 
-async def test_close_ends_what_is_kept(serve: Serve, checks: HttpChecks, call: CheckCall) -> None:
+async def test_close_ends_idle_connections(
+    serve: Serve, checks: HttpChecks, call: CheckCall
+) -> None:
     server = await serve(answering(response(COMMIT)))
     await ask(checks, server.url, call)
     channel = await checks.acquire("orders", server.url)

@@ -20,7 +20,7 @@ from txbroker.checkers.http import HttpChannel, HttpChecks, HttpLimits
 # --- certainly nobody reached ------------------------------------------------------------------
 
 
-async def test_a_connection_that_ends_before_the_request_reached_nobody(
+async def test_connection_lost_before_request_is_unreached(
     serve: Serve, checks: HttpChecks, call: CheckCall, until: Until
 ) -> None:
     async def handler(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -36,12 +36,12 @@ async def test_a_connection_that_ends_before_the_request_reached_nobody(
 
 
 @pytest.mark.parametrize("host", ["orders..svc", "o" * 64])
-async def test_a_name_that_nobody_can_have_is_not_known(checks: HttpChecks, host: str) -> None:
+async def test_invalid_host_name_is_unknown(checks: HttpChecks, host: str) -> None:
     url = f"http://{host}:8080/check"
     assert await checks.acquire("orders", url) == Unreached(f"{host}:8080: the name is unknown")
 
 
-async def test_nobody_listens(checks: HttpChecks) -> None:
+async def test_closed_port_is_unreached(checks: HttpChecks) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))  # bound, not listening
         port = taken.getsockname()[1]
@@ -49,7 +49,7 @@ async def test_nobody_listens(checks: HttpChecks) -> None:
     assert result == Unreached(f"127.0.0.1:{port}: connection refused")
 
 
-async def test_a_name_that_is_not_known() -> None:
+async def test_unknown_host_is_unreached() -> None:
     def unknown(host: str) -> Sequence[str]:
         raise socket.gaierror(-2, "Name or service not known")
 
@@ -59,9 +59,7 @@ async def test_a_name_that_is_not_known() -> None:
     assert result == Unreached("nowhere.example:80: the name is unknown")
 
 
-async def test_a_hanging_name_server_holds_up_its_own_name_only(
-    serve: Serve, call: CheckCall
-) -> None:
+async def test_hanging_lookup_delays_only_its_name(serve: Serve, call: CheckCall) -> None:
     hang = threading.Event()
     asked: list[str] = []
 
@@ -84,7 +82,7 @@ async def test_a_hanging_name_server_holds_up_its_own_name_only(
     hang.set()
 
 
-async def test_the_next_address_is_tried(serve: Serve, call: CheckCall) -> None:
+async def test_next_address_is_tried(serve: Serve, call: CheckCall) -> None:
     server = await serve(answering(response(COMMIT)))
     checks = HttpChecks(guard=LOOPBACK, look_up=lambda host: ["127.0.0.2", "127.0.0.1"])
     assert isinstance(await ask(checks, server.url, call), Answered)
@@ -94,7 +92,7 @@ async def test_the_next_address_is_tried(serve: Serve, call: CheckCall) -> None:
 @pytest.mark.parametrize(
     "url", ["ftp://x/", "http://", "http://u:p@x/", "http://x/#f", "http://x:99999/", "http://x y/"]
 )
-async def test_urls_that_cannot_be_called(checks: HttpChecks, url: str) -> None:
+async def test_invalid_urls_are_unreached(checks: HttpChecks, url: str) -> None:
     result = await checks.acquire("orders", url)
     assert isinstance(result, Unreached)
     assert "check_url" in result.detail
@@ -134,7 +132,7 @@ async def test_https_with_a_trusted_certificate(
     await checks.close()
 
 
-async def test_https_with_a_certificate_that_nobody_vouches_for(
+async def test_https_with_untrusted_certificate_is_unreached(
     serve: Serve, checks: HttpChecks, certificate: Path
 ) -> None:
     server = await serve(answering(response(COMMIT)), server_tls(certificate))
@@ -163,7 +161,7 @@ async def test_https_to_a_port_without_tls(serve: Serve, checks: HttpChecks) -> 
     assert "TLS" in result.detail or "reset" in result.detail
 
 
-async def test_https_to_a_port_that_says_nothing(serve: Serve) -> None:
+async def test_https_to_silent_port_is_unreached(serve: Serve) -> None:
     async def handler(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.read()
 

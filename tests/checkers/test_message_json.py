@@ -34,14 +34,14 @@ messages = st.builds(
 
 
 @given(messages)
-def test_what_is_shown_makes_the_same_message(message: Message) -> None:
+def test_message_json_round_trips(message: Message) -> None:
     shown = message_to_json(message)
     assert message_from_json(shown) == message
     assert message_from_json(json.loads(json.dumps(shown))) == message
 
 
 @given(st.lists(messages, max_size=3))
-def test_a_list_survives_the_trip_as_bytes(given_messages: list[Message]) -> None:
+def test_message_list_round_trips_as_bytes(given_messages: list[Message]) -> None:
     body = msgspec.json.encode([message_to_json(message) for message in given_messages])
     assert decode_messages(body) == tuple(given_messages)
 
@@ -151,7 +151,7 @@ def test_value_json_null_is_no_value() -> None:
         ({"topic": "t", "value": "v", "timestamp_ms": "1"}, "must be a whole number, not text"),
     ],
 )
-def test_what_is_wrong_is_said_with_its_place(obj: object, sentence: str) -> None:
+def test_message_errors_name_their_path(obj: object, sentence: str) -> None:
     with pytest.raises(MessageError) as caught:
         messages_from_json([obj])
     assert sentence in str(caught.value)
@@ -174,18 +174,18 @@ def test_what_is_wrong_is_said_with_its_place(obj: object, sentence: str) -> Non
         (b'[{"topic": ' + b"[" * 5000 + b"]" * 5000 + b"}]", "messages: is not JSON"),
     ],
 )
-def test_bodies_that_do_not_read(body: bytes, sentence: str) -> None:
+def test_malformed_bodies_are_refused(body: bytes, sentence: str) -> None:
     with pytest.raises(MessageError) as caught:
         decode_messages(body)
     assert sentence in str(caught.value)
 
 
-def test_a_list_must_be_one() -> None:
+def test_messages_must_be_a_list() -> None:
     with pytest.raises(MessageError, match="messages: must be a list of objects, not text"):
         messages_from_json("x")
 
 
 @given(st.binary())
-def test_base64_is_the_usual_one(value: bytes) -> None:
+def test_base64_must_be_standard(value: bytes) -> None:
     obj = {"topic": "t", "value_base64": base64.b64encode(value).decode()}
     assert message_from_json(obj).value == value

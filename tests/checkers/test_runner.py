@@ -21,7 +21,7 @@ from txbroker.core.records import CheckReason, Decision, Message
 from txbroker.errors import TxbrokerError
 
 
-async def test_the_steps_of_one_check_in_their_order(
+async def test_check_steps_run_in_order(
     runner: CheckRunner, owner: FakeOwner, world: World, until: Until
 ) -> None:
     assert due(runner, owner, world, "a-1") == [True]
@@ -31,7 +31,7 @@ async def test_the_steps_of_one_check_in_their_order(
     assert world.open_channels == 0
 
 
-async def test_the_preferred_instance_is_passed_on(
+async def test_preferred_instance_reaches_finder(
     runner: CheckRunner, owner: FakeOwner, world: World, until: Until
 ) -> None:
     endpoints: list[str] = []
@@ -49,7 +49,7 @@ async def test_the_preferred_instance_is_passed_on(
 
 
 @pytest.mark.rule(21)
-async def test_no_call_without_an_accepted_marker(
+async def test_rejected_marker_prevents_the_call(
     runner: CheckRunner, owner: FakeOwner, world: World, until: Until
 ) -> None:
     world.refused.add("a-1")
@@ -62,7 +62,7 @@ async def test_no_call_without_an_accepted_marker(
 
 
 @pytest.mark.rule(21)
-async def test_no_call_behind_a_decision(
+async def test_decision_prevents_the_call(
     runner: CheckRunner, owner: FakeOwner, world: World, until: Until
 ) -> None:
     world.markers_held = asyncio.Event()
@@ -74,7 +74,7 @@ async def test_no_call_behind_a_decision(
     assert not any(line.startswith("ask") for line in world.log)
 
 
-async def test_no_marker_for_what_was_decided_while_it_was_queued(
+async def test_decided_queued_check_writes_no_marker(
     runner: CheckRunner, owner: FakeOwner, world: World, until: Until
 ) -> None:
     world.held = {"a-1": asyncio.Event(), "a-2": asyncio.Event()}
@@ -88,7 +88,7 @@ async def test_no_marker_for_what_was_decided_while_it_was_queued(
 
 
 @pytest.mark.rule(21)
-async def test_nothing_is_awaited_between_the_test_and_the_question(
+async def test_pending_test_and_question_are_atomic(
     runner: CheckRunner, owner: FakeOwner, world: World, until: Until
 ) -> None:
     """Whatever else the loop has ready runs before the test or after the question."""
@@ -106,7 +106,7 @@ async def test_nothing_is_awaited_between_the_test_and_the_question(
     assert world.log[tested[-1]] == "ask a-1.1"
 
 
-async def test_a_hanging_group_delays_no_other(
+async def test_hanging_group_delays_no_other(
     runner: CheckRunner, owner: FakeOwner, world: World, until: Until
 ) -> None:
     slow = [f"slow-{n}" for n in range(20)]
@@ -123,7 +123,7 @@ async def test_a_hanging_group_delays_no_other(
     assert sum("answered slow" in line for line in world.log) == 20
 
 
-async def test_the_bound_over_all_groups_leaves_each_its_first_call(
+async def test_total_limit_leaves_each_group_a_first_call(
     owner: FakeOwner, world: World, until: Until
 ) -> None:
     runner = make(world, parallel=4, parallel_total_max=5, first_calls_max=6)
@@ -150,7 +150,7 @@ async def test_the_bound_over_all_groups_leaves_each_its_first_call(
         ({"first_calls_max": 20, "parallel_total_max": 10}, 2),
     ],
 )
-async def test_a_share_with_many_groups_leaves_room_for_others(
+async def test_large_share_leaves_room_for_others(
     owner: FakeOwner, world: World, until: Until, bounds: dict[str, int], at_once: int
 ) -> None:
     """Slow groups of one principal take four fifths of the calls, others' checks go on."""
@@ -174,9 +174,7 @@ async def test_a_share_with_many_groups_leaves_room_for_others(
     await runner.close()
 
 
-async def test_attempts_of_a_group_are_written_together(
-    owner: FakeOwner, world: World, until: Until
-) -> None:
+async def test_attempts_are_written_in_runs(owner: FakeOwner, world: World, until: Until) -> None:
     runner = make(world, parallel=16)
     due(runner, owner, world, *(f"a-{n}" for n in range(16)))
     await until(lambda: runner.queued == 0)
@@ -186,7 +184,7 @@ async def test_attempts_of_a_group_are_written_together(
     await runner.close()
 
 
-async def test_others_are_asked_while_answers_are_written_within_a_bound(
+async def test_slots_are_freed_while_answers_are_written(
     owner: FakeOwner, world: World, until: Until
 ) -> None:
     """An answered call gives its place back; as many as may be under way, and no more."""
@@ -209,7 +207,7 @@ async def test_others_are_asked_while_answers_are_written_within_a_bound(
     await runner.close()
 
 
-async def test_what_waits_for_more_than_others_goes_alone(
+async def test_check_without_messages_in_memory_goes_alone(
     owner: FakeOwner, world: World, until: Until
 ) -> None:
     """Messages that are to be read first, an answer with messages, another owner's checks."""
@@ -225,7 +223,7 @@ async def test_what_waits_for_more_than_others_goes_alone(
     await runner.close()
 
 
-async def test_a_group_is_asked_in_the_order_of_due_times(
+async def test_group_is_asked_in_order_of_due_times(
     owner: FakeOwner, world: World, until: Until
 ) -> None:
     runner = make(world, parallel=1)
@@ -242,7 +240,7 @@ async def test_a_group_is_asked_in_the_order_of_due_times(
     await runner.close()
 
 
-async def test_what_is_queued_or_running_is_not_taken_twice(
+async def test_queued_or_running_check_is_not_queued_again(
     runner: CheckRunner, owner: FakeOwner, world: World, until: Until
 ) -> None:
     world.held = {"a-1": asyncio.Event()}
@@ -254,9 +252,7 @@ async def test_what_is_queued_or_running_is_not_taken_twice(
     assert world.count("marker a-1") == 1
 
 
-async def test_a_full_queue_leaves_the_rest_to_the_schedule(
-    owner: FakeOwner, world: World, until: Until
-) -> None:
+async def test_full_queue_refuses_checks(owner: FakeOwner, world: World, until: Until) -> None:
     runner = make(world, parallel=1, queue_max=2)
     world.held = {"a-0": asyncio.Event()}
     assert due(runner, owner, world, "a-0") == [True]
@@ -273,7 +269,7 @@ async def test_a_full_queue_leaves_the_rest_to_the_schedule(
 
 
 @pytest.mark.rule(22)
-async def test_an_unreachable_group_rests_and_spends_no_attempt(
+async def test_unreachable_group_backs_off_without_attempts(
     runner: CheckRunner, owner: FakeOwner, world: World, until: Until
 ) -> None:
     world.gone["a"] = "connection refused"
@@ -292,7 +288,7 @@ async def test_an_unreachable_group_rests_and_spends_no_attempt(
     assert runner.queued == 3
 
 
-async def test_a_call_that_starts_within_the_rest_begins_no_other(
+async def test_call_within_back_off_does_not_extend_it(
     runner: CheckRunner, owner: FakeOwner, world: World, until: Until
 ) -> None:
     world.gone["g"] = "nobody"
@@ -308,9 +304,7 @@ async def test_a_call_that_starts_within_the_rest_begins_no_other(
     await until(lambda: runner.queued == 0)
 
 
-async def test_jitter_makes_a_rest_up_to_twice_as_long(
-    owner: FakeOwner, world: World, until: Until
-) -> None:
+async def test_jitter_up_to_doubles_back_off(owner: FakeOwner, world: World, until: Until) -> None:
     runner = CheckRunner(world, world, jitter=lambda: 0.75, later=world.later)
     world.gone["a"] = "gone"
     due(runner, owner, world, "a-1")
@@ -320,7 +314,7 @@ async def test_jitter_makes_a_rest_up_to_twice_as_long(
 
 
 @pytest.mark.rule(22)
-async def test_a_woken_group_is_tried_at_once(
+async def test_woken_group_is_retried_at_once(
     runner: CheckRunner, owner: FakeOwner, world: World, until: Until
 ) -> None:
     world.gone["a"] = "gone"
@@ -335,7 +329,7 @@ async def test_a_woken_group_is_tried_at_once(
     assert [world.attempts[f"a-{n}"] for n in (1, 2, 3)] == [1, 1, 1]
 
 
-async def test_a_group_that_comes_back_is_asked_at_full_width_again(
+async def test_returning_group_gets_its_full_limit(
     owner: FakeOwner, world: World, until: Until
 ) -> None:
     runner = make(world, parallel=3)
@@ -357,7 +351,7 @@ async def test_a_group_that_comes_back_is_asked_at_full_width_again(
     await runner.close()
 
 
-async def test_not_handled_gives_the_attempt_back_and_tries_again(
+async def test_unhandled_question_gives_attempt_back(
     runner: CheckRunner, owner: FakeOwner, world: World, until: Until
 ) -> None:
     world.results["a-1"] = Unreached("answered 503: not handled")
@@ -373,7 +367,7 @@ async def test_not_handled_gives_the_attempt_back_and_tries_again(
 
 
 @pytest.mark.rule(24)
-async def test_any_instance_may_answer_where_one_does_not_take_the_question(
+async def test_refused_question_goes_to_another_instance(
     runner: CheckRunner, owner: FakeOwner, world: World, until: Until
 ) -> None:
     """In the same attempt: it has reached nobody yet."""
@@ -398,7 +392,7 @@ async def test_any_instance_may_answer_where_one_does_not_take_the_question(
     assert 5.0 >= world.timeouts[0] > world.timeouts[1] > world.timeouts[2] > 0
 
 
-async def test_the_check_url_has_its_turn_after_the_instances(
+async def test_check_url_is_asked_after_all_instances(
     runner: CheckRunner, owner: FakeOwner, world: World, until: Until
 ) -> None:
     world.instances["a"], world.url = ["pod-1"], True
@@ -410,7 +404,7 @@ async def test_the_check_url_has_its_turn_after_the_instances(
     assert world.attempts["a-1"] == 1
 
 
-async def test_a_group_rests_when_nobody_of_it_is_left(
+async def test_group_without_instances_backs_off(
     runner: CheckRunner, owner: FakeOwner, world: World, until: Until
 ) -> None:
     world.instances["a"] = ["pod-1", "pod-2"]
@@ -429,7 +423,7 @@ async def test_a_group_rests_when_nobody_of_it_is_left(
 
 
 @pytest.mark.rule(24)
-async def test_nobody_else_is_asked_behind_a_decision_or_what_is_unclear(
+async def test_decision_or_unclear_result_ends_the_attempt(
     runner: CheckRunner, owner: FakeOwner, world: World, until: Until
 ) -> None:
     world.instances = {"a": ["pod-1", "pod-2"], "b": ["pod-3", "pod-4"]}
@@ -444,7 +438,7 @@ async def test_nobody_else_is_asked_behind_a_decision_or_what_is_unclear(
     assert asked == ["ask a-1.1 of pod-1", "ask b-1.1 of pod-3"]
 
 
-async def test_what_is_unclear_counts_and_does_not_rest(
+async def test_unclear_result_counts_without_back_off(
     runner: CheckRunner, owner: FakeOwner, world: World, until: Until
 ) -> None:
     world.results["a-1"] = Unclear("answered 500")
@@ -456,7 +450,7 @@ async def test_what_is_unclear_counts_and_does_not_rest(
     assert sorted(world.outcomes) == [("a", "commit"), ("a", "unclear")]
 
 
-async def test_not_yet_has_a_name_of_its_own(
+async def test_not_yet_is_counted_as_later(
     runner: CheckRunner, owner: FakeOwner, world: World, until: Until
 ) -> None:
     world.results["a-1"] = Answered(Decision.UNKNOWN, 5.0)
@@ -466,7 +460,7 @@ async def test_not_yet_has_a_name_of_its_own(
     assert sorted(world.outcomes) == [("a", "later"), ("b", "unknown")]
 
 
-async def test_a_rest_with_nothing_left_to_ask_ends_quietly(
+async def test_back_off_without_checks_ends_silently(
     runner: CheckRunner, owner: FakeOwner, world: World, until: Until
 ) -> None:
     world.gone["a"] = "gone"
@@ -478,7 +472,7 @@ async def test_a_rest_with_nothing_left_to_ask_ends_quietly(
     assert runner.unreachable() == {}
 
 
-async def test_a_forgotten_owner_asks_nothing_more(
+async def test_forgotten_owner_asks_no_more(
     runner: CheckRunner, owner: FakeOwner, world: World, until: Until
 ) -> None:
     other = FakeOwner(world)
@@ -497,7 +491,7 @@ async def test_a_forgotten_owner_asks_nothing_more(
     ]
 
 
-async def test_an_answer_for_a_forgotten_owner_goes_nowhere(
+async def test_answer_for_forgotten_owner_is_dropped(
     runner: CheckRunner, owner: FakeOwner, world: World, until: Until
 ) -> None:
     world.held = {"a-1": asyncio.Event()}
@@ -510,7 +504,7 @@ async def test_an_answer_for_a_forgotten_owner_goes_nowhere(
     assert not any(line.startswith("answered") for line in world.log)
 
 
-async def test_a_group_that_lost_its_owner_rests_for_nobody(
+async def test_back_off_of_forgotten_owner_ends(
     runner: CheckRunner, owner: FakeOwner, world: World, until: Until
 ) -> None:
     world.gone["a"] = "gone"
@@ -521,7 +515,7 @@ async def test_a_group_that_lost_its_owner_rests_for_nobody(
     assert runner.unreachable() == {}
 
 
-async def test_a_broken_channel_counts_and_the_runner_goes_on(
+async def test_broken_channel_counts_and_runner_continues(
     runner: CheckRunner, owner: FakeOwner, world: World, until: Until
 ) -> None:
     class Breaks(FakeChannel):
@@ -548,7 +542,7 @@ async def test_a_broken_channel_counts_and_the_runner_goes_on(
     assert runner.unreachable() == {"b": "the proxy failed to connect: RuntimeError"}
 
 
-async def test_closing_leaves_nothing(owner: FakeOwner, world: World, until: Until) -> None:
+async def test_close_ends_all_calls(owner: FakeOwner, world: World, until: Until) -> None:
     runner = make(world)
     world.gone["c"] = "gone"
     world.held = {"a-1": asyncio.Event()}

@@ -32,7 +32,7 @@ def cancelled() -> asyncio.Future[CheckResult]:
 
 
 @pytest.mark.parametrize("of", ["", "pod-1", "pod-2"])
-async def test_a_cancelled_answer_is_unclear(
+async def test_cancelled_answer_is_unclear(
     runner: CheckRunner,
     owner: FakeOwner,
     world: World,
@@ -58,7 +58,7 @@ async def test_a_cancelled_answer_is_unclear(
     assert (world.open_channels, runner.running, loop_faults) == (0, 0, [])
 
 
-async def test_a_question_whose_trace_fails_takes_no_other_along(
+async def test_failing_trace_affects_one_question(
     runner: CheckRunner,
     owner: FakeOwner,
     world: World,
@@ -79,7 +79,7 @@ async def test_a_question_whose_trace_fails_takes_no_other_along(
     assert runner.running == 0
 
 
-async def test_a_channel_that_cannot_be_given_back_keeps_no_place(
+async def test_failing_release_frees_the_slot(
     runner: CheckRunner,
     owner: FakeOwner,
     world: World,
@@ -107,9 +107,7 @@ async def test_a_channel_that_cannot_be_given_back_keeps_no_place(
     assert (world.open_channels, runner.running, loop_faults) == (0, 0, [])
 
 
-async def test_a_finder_that_is_cancelled_keeps_no_place(
-    until: Until, loop_faults: list[str]
-) -> None:
+async def test_cancelled_finder_frees_the_slot(until: Until, loop_faults: list[str]) -> None:
     world = World(near=False)
     acquire, given_up = world.acquire, ["a-1"]
 
@@ -133,7 +131,7 @@ async def test_a_finder_that_is_cancelled_keeps_no_place(
     await runner.close()
 
 
-async def test_a_check_whose_end_cannot_be_noted_keeps_no_place(
+async def test_failing_report_frees_the_slot(
     runner: CheckRunner, owner: FakeOwner, world: World, until: Until
 ) -> None:
     def broken(group: str, outcome: str, durations_s: Sequence[float]) -> None:
@@ -148,7 +146,7 @@ async def test_a_check_whose_end_cannot_be_noted_keeps_no_place(
     assert runner.running == 0
 
 
-async def test_a_fault_while_others_are_asked_is_unclear(
+async def test_fault_while_asking_others_is_unclear(
     runner: CheckRunner,
     owner: FakeOwner,
     world: World,

@@ -129,7 +129,7 @@ class Owner:
 
 
 @pytest.mark.parametrize("seed", range(30))
-async def test_no_check_is_mislaid(seed: int) -> None:
+async def test_no_check_is_lost_in_random_runs(seed: int) -> None:
     storm = Storm(seed)
     chance = storm.dice.random
     runner = CheckRunner(

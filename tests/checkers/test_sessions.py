@@ -77,9 +77,7 @@ async def asked(
     return result
 
 
-async def test_the_question_goes_down_the_socket_at_once(
-    sessions: SessionRegistry, call: CheckCall
-) -> None:
+async def test_question_is_sent_at_once(sessions: SessionRegistry, call: CheckCall) -> None:
     (session,) = connect(sessions, "pod-1")
     channel = acquire(sessions)
     assert channel.endpoint == "session pod-1"
@@ -129,7 +127,7 @@ async def test_answers(
         assert result == expected
 
 
-async def test_a_session_that_ends_after_the_question_is_unclear(
+async def test_session_lost_after_question_is_unclear(
     sessions: SessionRegistry, call: CheckCall
 ) -> None:
     (session,) = connect(sessions, "pod-1")
@@ -137,7 +135,7 @@ async def test_a_session_that_ends_after_the_question_is_unclear(
     assert result == Unclear("the session ended before an answer")
 
 
-async def test_a_session_that_ended_before_the_question_reached_nobody(
+async def test_session_lost_before_question_is_unreached(
     sessions: SessionRegistry, call: CheckCall
 ) -> None:
     closed, removed, broken = connect(sessions, "closed", "removed", "broken")
@@ -152,7 +150,7 @@ async def test_a_session_that_ended_before_the_question_reached_nobody(
     assert removed.sent == []
 
 
-async def test_no_answer_in_time_is_unclear_and_a_late_one_is_ignored(
+async def test_late_answer_is_unclear_and_ignored(
     sessions: SessionRegistry, call: CheckCall
 ) -> None:
     (session,) = connect(sessions, "pod-1")
@@ -188,14 +186,14 @@ async def test_answers_are_matched_by_call_number_and_session(
         channel.release()
 
 
-def test_the_preferred_instance_first_else_each_in_turn(sessions: SessionRegistry) -> None:
+def test_preferred_instance_comes_first_then_round_robin(sessions: SessionRegistry) -> None:
     connect(sessions, "pod-1", "pod-2", "pod-3")
     assert acquire(sessions, "pod-2").endpoint == "session pod-2"
     in_turn = [acquire(sessions, "gone").endpoint for _ in range(3)]
     assert sorted(in_turn) == ["session pod-1", "session pod-2", "session pod-3"]
 
 
-def test_open_checks_of_a_session_are_bounded(sessions: SessionRegistry) -> None:
+def test_open_checks_per_session_are_limited(sessions: SessionRegistry) -> None:
     connect(sessions, "pod-1", "pod-2")
     held = [acquire(sessions, "pod-1"), acquire(sessions, "pod-1")]
     assert acquire(sessions, "pod-1").endpoint == "session pod-2"
@@ -207,7 +205,7 @@ def test_open_checks_of_a_session_are_bounded(sessions: SessionRegistry) -> None
     assert sessions.acquire("orders", "pod-1") is None
 
 
-def test_a_draining_session_is_not_asked(sessions: SessionRegistry) -> None:
+def test_draining_session_is_not_asked(sessions: SessionRegistry) -> None:
     one, two = connect(sessions, "pod-1", "pod-2")
     one.draining = True
     assert acquire(sessions, "pod-1").endpoint == "session pod-2"
@@ -216,7 +214,7 @@ def test_a_draining_session_is_not_asked(sessions: SessionRegistry) -> None:
 
 
 @pytest.mark.rule(24)
-def test_without_a_check_function_only_the_one_that_prepared_is_asked(
+def test_instance_without_function_is_asked_only_as_preparer(
     sessions: SessionRegistry,
 ) -> None:
     """It may say that its block still runs; of others' transactions it knows nothing."""
@@ -236,7 +234,7 @@ def test_without_a_check_function_only_the_one_that_prepared_is_asked(
     assert sessions.counts() == {"orders": 2}
 
 
-def test_who_did_not_take_a_question_is_left_out(sessions: SessionRegistry) -> None:
+def test_avoided_instances_are_skipped(sessions: SessionRegistry) -> None:
     connect(sessions, "pod-1", "pod-2")
     for _ in range(2):
         channel = sessions.acquire("orders", "pod-1", avoid={"pod-1"})
@@ -245,7 +243,7 @@ def test_who_did_not_take_a_question_is_left_out(sessions: SessionRegistry) -> N
     assert sessions.acquire("orders", "", avoid={"pod-1", "pod-2"}) is None
 
 
-def test_a_group_that_comes_back_is_told(sessions: SessionRegistry) -> None:
+def test_returning_group_calls_its_listeners(sessions: SessionRegistry) -> None:
     appeared: list[str] = []
     sessions.on_appeared(appeared.append)
     one, two = connect(sessions, "pod-1", "pod-2")
@@ -286,13 +284,13 @@ def finder(sessions: SessionRegistry, groups: Groups, checks: HttpChecks) -> Gro
     return GroupFinder(sessions, groups, checks)
 
 
-async def test_nobody_and_no_url(finder: GroupFinder) -> None:
+async def test_group_without_instance_and_url_is_unreached(finder: GroupFinder) -> None:
     assert await finder.acquire("orders", "") == Unreached(
         "no instance of group orders is connected and no check URL is registered"
     )
 
 
-async def test_only_draining_instances_and_no_url(
+async def test_group_with_only_draining_instances_is_unreached(
     finder: GroupFinder, sessions: SessionRegistry
 ) -> None:
     (session,) = connect(sessions, "pod-1")
@@ -303,7 +301,7 @@ async def test_only_draining_instances_and_no_url(
     )
 
 
-async def test_a_policy_that_does_not_read_is_named(finder: GroupFinder, groups: Groups) -> None:
+async def test_malformed_policy_is_reported(finder: GroupFinder, groups: Groups) -> None:
     await groups._store.put("orders", b'{"v": 7}')
     assert await finder.acquire("orders", "") == Unreached(
         "no instance of group orders is connected and the stored policy is of version 7; "
@@ -333,7 +331,7 @@ async def test_sessions_come_before_the_url(
     channel.release()
 
 
-async def test_without_a_check_function_a_session_hides_no_url(
+async def test_session_without_function_does_not_hide_url(
     finder: GroupFinder, sessions: SessionRegistry, groups: Groups, serve: Serve
 ) -> None:
     async def handler(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -354,7 +352,7 @@ async def test_without_a_check_function_a_session_hides_no_url(
         channel.release()
 
 
-async def test_a_missing_secret_reaches_nobody(
+async def test_missing_secret_is_unreached(
     finder: GroupFinder, groups: Groups, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("NO_SECRET", raising=False)
@@ -365,7 +363,7 @@ async def test_a_missing_secret_reaches_nobody(
     assert "NO_SECRET is not set" in result.detail
 
 
-async def test_a_secret_is_shown_nowhere(
+async def test_secret_is_never_shown(
     finder: GroupFinder, groups: Groups, serve: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def handler(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -28,7 +28,7 @@ def secret_ref(tmp_path: Path) -> str:
     return f"file:{path}"
 
 
-async def test_a_test_call_is_signed_and_asks_for_nothing(
+async def test_test_call_is_signed_and_asks_nothing(
     serve: Serve, secret_ref: str, tmp_path: Path
 ) -> None:
     seen: list[tuple[dict[str, str], bytes]] = []
@@ -55,7 +55,7 @@ async def test_a_test_call_is_signed_and_asks_for_nothing(
         parse_check(body)
 
 
-async def test_endpoints_verify_it_as_they_verify_checks(
+async def test_test_call_is_verified_like_a_check(
     serve: Serve, secret_ref: str, tmp_path: Path
 ) -> None:
     verdicts: list[str] = []
@@ -97,7 +97,7 @@ async def test_endpoints_verify_it_as_they_verify_checks(
         (b"", None, "ended before an answer"),
     ],
 )
-async def test_what_is_made_of_answers(
+async def test_test_call_result_by_answer(
     serve: Serve, checks: HttpChecks, raw: bytes, status: int | None, words: str
 ) -> None:
     server = await serve(answering(raw, then_close=True))
@@ -108,9 +108,7 @@ async def test_what_is_made_of_answers(
     assert "s3cr3t" not in tried.why
 
 
-async def test_who_does_not_answer_is_given_the_groups_own_time(
-    serve: Serve, checks: HttpChecks
-) -> None:
+async def test_test_call_uses_the_groups_timeout(serve: Serve, checks: HttpChecks) -> None:
     async def silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.read()
 
@@ -120,7 +118,7 @@ async def test_who_does_not_answer_is_given_the_groups_own_time(
     assert (tried.answered, tried.why) == (False, "no answer within 0.1 s")
 
 
-async def test_nobody_is_there(checks: HttpChecks, tmp_path: Path) -> None:
+async def test_test_call_without_endpoint_fails(checks: HttpChecks, tmp_path: Path) -> None:
     nobody = GroupPolicy(check_url="http://127.0.0.1:9/check?token=t")
     tried = await try_group(checks, "orders", nobody, 5.0)
     assert (tried.endpoint, tried.answered) == ("http://127.0.0.1:9/check", False)
@@ -131,14 +129,14 @@ async def test_nobody_is_there(checks: HttpChecks, tmp_path: Path) -> None:
     assert "cannot be read" in (await try_group(checks, "orders", gone, 5.0)).why
 
 
-def test_only_the_header_with_its_value_makes_a_test_call() -> None:
+def test_test_call_needs_header_and_value() -> None:
     assert is_test_call({"Txbroker-Test": "1"})
     assert not is_test_call({"txbroker-test": "0"})
     assert not is_test_call({"txbroker-tests": "1"})
     assert not is_test_call({})
 
 
-def test_a_check_carries_messages_and_so_is_no_test_call() -> None:
+def test_check_with_test_header_is_still_a_check() -> None:
     """A check that somebody sent on with the header would still be a check by its body."""
     asked = {"id": "i", "group": "g", "attempt": 1, "attempts_max": 2, "reason": "due"}
     messages = [message_to_json(Message("t", b"k", b"v"))]

@@ -65,7 +65,7 @@ def test_checked_before_the_local_transaction(barrier: SqliteBarrier, path: Path
     assert orders(path) == []
 
 
-def test_a_local_transaction_under_way_is_not_yet(barrier: SqliteBarrier, path: Path) -> None:
+def test_running_local_transaction_is_not_yet(barrier: SqliteBarrier, path: Path) -> None:
     with closing(sqlite3.connect(path)) as connection:
         barrier.record(connection, ID)
         assert barrier.check(ID) == NotYet(BUSY_AGAIN_S)
@@ -73,16 +73,14 @@ def test_a_local_transaction_under_way_is_not_yet(barrier: SqliteBarrier, path: 
     assert barrier.check(ID) is Decision.COMMIT
 
 
-def test_a_local_transaction_that_failed_is_rolled_back(barrier: SqliteBarrier, path: Path) -> None:
+def test_failed_local_transaction_is_rolled_back(barrier: SqliteBarrier, path: Path) -> None:
     with closing(sqlite3.connect(path)) as connection:
         barrier.record(connection, ID)
         connection.rollback()
     assert barrier.check(ID) is Decision.ROLLBACK
 
 
-def test_a_local_transaction_that_read_before_the_check_cannot_commit(
-    barrier: SqliteBarrier, path: Path
-) -> None:
+def test_stale_local_transaction_cannot_commit(barrier: SqliteBarrier, path: Path) -> None:
     with closing(sqlite3.connect(path, timeout=0.05, isolation_level=None)) as connection:
         connection.execute("BEGIN")
         connection.execute("SELECT * FROM orders").fetchall()
@@ -99,9 +97,7 @@ def test_a_local_transaction_that_read_before_the_check_cannot_commit(
             assert barrier.check(ID) is Decision.COMMIT
 
 
-def test_a_row_that_would_be_committed_by_itself_is_refused(
-    barrier: SqliteBarrier, path: Path
-) -> None:
+def test_autocommit_connection_is_refused(barrier: SqliteBarrier, path: Path) -> None:
     with closing(sqlite3.connect(path, isolation_level=None)) as connection:
         with pytest.raises(ConfigurationError, match="BEGIN"):
             barrier.record(connection, ID)
@@ -120,7 +116,7 @@ def test_another_database_is_refused(barrier: SqliteBarrier, tmp_path: Path) -> 
             barrier.record(connection, ID)
 
 
-def test_what_cannot_work_is_refused_when_it_is_made(tmp_path: Path) -> None:
+def test_invalid_barrier_is_refused_at_creation(tmp_path: Path) -> None:
     for database in (":memory:", ""):
         with pytest.raises(ConfigurationError, match="needs a file"):
             SqliteBarrier(database)
@@ -130,7 +126,7 @@ def test_what_cannot_work_is_refused_when_it_is_made(tmp_path: Path) -> None:
         SqliteBarrier(tmp_path / "x.db", table="a; DROP TABLE b")
 
 
-def test_with_a_function_and_another_table(path: Path) -> None:
+def test_barrier_with_function_and_other_table(path: Path) -> None:
     barrier = SqliteBarrier(lambda: sqlite3.connect(path, isolation_level=None), "mine")
     place_order(barrier, path)
     assert barrier.check(ID) is Decision.COMMIT
@@ -138,7 +134,7 @@ def test_with_a_function_and_another_table(path: Path) -> None:
     assert barrier.check("1" * 26) is Decision.ROLLBACK
 
 
-def test_other_errors_are_not_taken_for_an_answer(barrier: SqliteBarrier, path: Path) -> None:
+def test_other_database_errors_are_raised(barrier: SqliteBarrier, path: Path) -> None:
     with closing(sqlite3.connect(path)) as connection, connection:
         with pytest.raises(sqlite3.IntegrityError):
             barrier.record(connection, None)  # type: ignore[arg-type]
@@ -149,7 +145,7 @@ def test_other_errors_are_not_taken_for_an_answer(barrier: SqliteBarrier, path: 
     assert barrier.check(ID) is Decision.ROLLBACK
 
 
-def test_old_rows_can_be_forgotten(barrier: SqliteBarrier, path: Path) -> None:
+def test_old_rows_are_deleted(barrier: SqliteBarrier, path: Path) -> None:
     place_order(barrier, path)
     with closing(sqlite3.connect(path)) as connection, connection:
         connection.execute("UPDATE txbroker_barrier SET at_s = at_s - 200000")
@@ -194,7 +190,7 @@ def race(barrier: SqliteBarrier, path: Path, number: int, meet: Callable[[], obj
     return "local" if placed else "check"
 
 
-def test_in_threads_one_of_them_wins(barrier: SqliteBarrier, path: Path) -> None:
+def test_one_side_wins_between_threads(barrier: SqliteBarrier, path: Path) -> None:
     def one(number: int) -> str:
         return race(barrier, path, number, threading.Barrier(2).wait)
 
@@ -214,7 +210,7 @@ def _local_process(path: Path, ids: list[str], meet: Callable[[], object]) -> No
 
 
 @pytest.mark.rule(24)
-def test_in_processes_one_of_them_wins(barrier: SqliteBarrier, path: Path) -> None:
+def test_one_side_wins_between_processes(barrier: SqliteBarrier, path: Path) -> None:
     ids = [f"{n:026}" for n in range(60)]
     context = multiprocessing.get_context("spawn")
     meeting = context.Barrier(2)

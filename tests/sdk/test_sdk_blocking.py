@@ -67,7 +67,7 @@ def producer(fake: FakeThread) -> Iterator[BlockingTransactionalProducer]:
         yield producer
 
 
-def test_the_block_decides_as_the_async_one(
+def test_blocking_block_decides_like_the_async_one(
     fake: FakeThread, producer: BlockingTransactionalProducer
 ) -> None:
     with producer.transaction(M) as committed:
@@ -91,7 +91,7 @@ def test_the_block_decides_as_the_async_one(
     assert stored[unknown.id].decision is None
 
 
-def test_functions_run_in_the_callers_thread(
+def test_local_function_runs_in_callers_thread(
     fake: FakeThread, producer: BlockingTransactionalProducer
 ) -> None:
     threads = []
@@ -137,7 +137,7 @@ def test_twenty_threads_share_one_producer(
     assert fake.proxy.opened == 1
 
 
-def test_it_starts_at_its_first_use_by_many_threads_once(fake: FakeThread) -> None:
+def test_concurrent_first_use_starts_once(fake: FakeThread) -> None:
     producer = BlockingTransactionalProducer(fake.proxy.url, group="g", limits=QUICK)
     assert fake.proxy.opened == 0
     with ThreadPoolExecutor(10) as threads:
@@ -151,7 +151,7 @@ def test_it_starts_at_its_first_use_by_many_threads_once(fake: FakeThread) -> No
     producer.close()
 
 
-def test_a_start_that_fails_can_be_tried_again(fake: FakeThread) -> None:
+def test_failed_start_can_be_retried(fake: FakeThread) -> None:
     fake.run(fake.proxy.stop())
     producer = BlockingTransactionalProducer(fake.proxy.url, group="g", limits=QUICK)
     with pytest.raises(OwnerUnavailable):
@@ -161,7 +161,7 @@ def test_a_start_that_fails_can_be_tried_again(fake: FakeThread) -> None:
     producer.close()
 
 
-def test_wrong_arguments_are_refused_when_it_is_made() -> None:
+def test_invalid_arguments_are_refused_at_creation() -> None:
     with pytest.raises(BadRequest):
         BlockingTransactionalProducer("http://127.0.0.1:1", group="")
 
@@ -185,7 +185,7 @@ def test_checks_are_answered(fake: FakeThread, coroutine: bool) -> None:
     assert other.decision is Decision.ROLLBACK
 
 
-def test_in_its_own_event_loop_it_says_so_instead_of_hanging(fake: FakeThread) -> None:
+def test_use_in_own_event_loop_is_refused(fake: FakeThread) -> None:
     said: list[str] = []
 
     async def check(request: CheckRequest) -> Decision:
@@ -202,7 +202,7 @@ def test_in_its_own_event_loop_it_says_so_instead_of_hanging(fake: FakeThread) -
     assert said == ["the blocking producer cannot be used inside its own event loop"]
 
 
-def test_a_forked_child_has_sessions_of_its_own_and_leaves_the_parents_alone(
+def test_forked_child_opens_separate_sessions(
     fake: FakeThread, producer: BlockingTransactionalProducer
 ) -> None:
     reader, writer = os.pipe()
@@ -253,7 +253,7 @@ print("done")
 """
 
 
-def test_a_script_that_closes_nothing_ends_without_noise(fake: FakeThread) -> None:
+def test_script_without_close_exits_silently(fake: FakeThread) -> None:
     done = subprocess.run(
         # Not -X dev: asyncio would tell how slow a busy machine is.
         [sys.executable, "-W", "default", "-c", SCRIPT, fake.proxy.url],
@@ -267,7 +267,7 @@ def test_a_script_that_closes_nothing_ends_without_noise(fake: FakeThread) -> No
     assert fake.proxy.opened == 1
 
 
-def test_retries_go_on_below_the_blocking_call(
+def test_blocking_call_is_retried(
     fake: FakeThread, producer: BlockingTransactionalProducer
 ) -> None:
     fake.proxy.once(Prepare, Refuse("overloaded"), times=3)

@@ -52,7 +52,7 @@ def told(answer: CheckAnswer) -> tuple[object, ...]:
         (Commit([M]), (Decision.COMMIT, None, (M,))),
     ],
 )
-async def test_every_answer_of_functions_and_coroutines(
+async def test_all_answers_of_functions_and_coroutines(
     proxy: FakeProxy, answer: Answer, expected: tuple[object, ...]
 ) -> None:
     async def coroutine(request: CheckRequest) -> Answer:
@@ -68,7 +68,7 @@ async def test_every_answer_of_functions_and_coroutines(
             assert told(await session.check(ID, messages=(M,))) == expected
 
 
-async def test_the_question_says_everything(proxy: FakeProxy) -> None:
+async def test_check_request_has_all_fields(proxy: FakeProxy) -> None:
     asked: list[CheckRequest] = []
 
     def check(request: CheckRequest) -> Decision:
@@ -106,7 +106,7 @@ async def leaving(request: CheckRequest) -> Answer:
         (lambda r: Commit([Message("payments", value=bytes(17 * 1024 * 1024))]), "frame holds"),
     ],
 )
-async def test_failures_and_nonsense_are_unknown_with_a_reason(
+async def test_failed_or_invalid_checks_are_unknown(
     proxy: FakeProxy, wrong: Callable[[CheckRequest], Answer], detail: str
 ) -> None:
     async with checked(proxy, wrong) as (_, session):
@@ -117,7 +117,9 @@ async def test_failures_and_nonsense_are_unknown_with_a_reason(
     assert proxy.opened == 1
 
 
-async def test_a_failure_is_logged_once(proxy: FakeProxy, caplog: pytest.LogCaptureFixture) -> None:
+async def test_check_failure_is_logged_once(
+    proxy: FakeProxy, caplog: pytest.LogCaptureFixture
+) -> None:
     def check(request: CheckRequest) -> Decision:
         raise RuntimeError("database down")
 
@@ -131,7 +133,7 @@ async def test_a_failure_is_logged_once(proxy: FakeProxy, caplog: pytest.LogCapt
 
 
 @pytest.mark.rule(24)
-async def test_a_running_block_is_not_yet_without_asking(
+async def test_running_block_is_not_yet_without_function(
     cluster: FakeCluster, proxy: FakeProxy
 ) -> None:
     def check(request: CheckRequest) -> Decision:
@@ -144,7 +146,7 @@ async def test_a_running_block_is_not_yet_without_asking(
         assert cluster.transactions[tx.id].decision is Decision.COMMIT
 
 
-async def test_a_decision_on_its_way_is_the_answer(cluster: FakeCluster, proxy: FakeProxy) -> None:
+async def test_decision_in_flight_is_the_answer(cluster: FakeCluster, proxy: FakeProxy) -> None:
     final = Message("payments", value=b"final")
     async with checked(proxy, lambda r: Decision.UNKNOWN) as (producer, session):
         gate = asyncio.Event()
@@ -159,7 +161,7 @@ async def test_a_decision_on_its_way_is_the_answer(cluster: FakeCluster, proxy: 
         assert (await session.check(tx.id)).decision is Decision.UNKNOWN
 
 
-async def test_after_a_doubtful_block_the_function_is_asked(
+async def test_function_is_called_after_failed_block(
     cluster: FakeCluster, proxy: FakeProxy
 ) -> None:
     async with checked(proxy, lambda r: Decision.ROLLBACK) as (producer, session):
@@ -169,13 +171,13 @@ async def test_after_a_doubtful_block_the_function_is_asked(
         assert (await session.check(tx.id)).decision is Decision.ROLLBACK
 
 
-async def test_a_prepared_one_without_a_block_is_asked_about(proxy: FakeProxy) -> None:
+async def test_function_is_called_for_prepare_without_block(proxy: FakeProxy) -> None:
     async with checked(proxy, lambda r: Decision.COMMIT) as (producer, session):
         transaction_id = await producer.prepare(M)
         assert (await session.check(transaction_id)).decision is Decision.COMMIT
 
 
-async def test_without_a_check_function_the_question_is_given_back(proxy: FakeProxy) -> None:
+async def test_question_is_given_back_without_function(proxy: FakeProxy) -> None:
     async with checked(proxy, None) as (_, session):
         answer = await session.check(ID)
         assert answer.decision is None
@@ -183,7 +185,7 @@ async def test_without_a_check_function_the_question_is_given_back(proxy: FakePr
 
 
 @pytest.mark.parametrize("check", [None, lambda request: Decision.COMMIT])
-async def test_a_hello_tells_whether_there_is_a_check_function(
+async def test_hello_announces_the_check_function(
     proxy: FakeProxy, check: CheckFunction | None
 ) -> None:
     async with checked(proxy, check) as (_, session):
@@ -191,12 +193,12 @@ async def test_a_hello_tells_whether_there_is_a_check_function(
         assert session.hello.checks is (check is not None)
 
 
-async def test_what_is_no_function_is_refused_before_it_is_asked(proxy: FakeProxy) -> None:
+async def test_non_callable_check_is_refused(proxy: FakeProxy) -> None:
     with pytest.raises(ConfigurationError, match="check is a function or None"):
         TransactionalProducer(proxy.url, group="g", check="commit")  # type: ignore[arg-type]
 
 
-async def test_a_second_question_while_the_first_is_open_asks_once(proxy: FakeProxy) -> None:
+async def test_repeated_question_calls_function_once(proxy: FakeProxy) -> None:
     asked, go = [], asyncio.Event()
 
     async def check(request: CheckRequest) -> Decision:
@@ -214,7 +216,7 @@ async def test_a_second_question_while_the_first_is_open_asks_once(proxy: FakePr
     assert asked == [1]
 
 
-async def test_a_function_that_cancels_itself_is_asked_again(proxy: FakeProxy) -> None:
+async def test_cancelled_function_is_unknown_and_called_again(proxy: FakeProxy) -> None:
     asked: list[int] = []
 
     async def check(request: CheckRequest) -> Decision:
@@ -241,7 +243,7 @@ async def await_count(seen: list[int], count: int) -> None:
             await asyncio.sleep(0)
 
 
-async def test_checks_at_one_time_are_bounded_and_others_given_back(proxy: FakeProxy) -> None:
+async def test_concurrent_checks_are_limited(proxy: FakeProxy) -> None:
     asked: list[int] = []
     go = asyncio.Event()
 
@@ -261,7 +263,7 @@ async def test_checks_at_one_time_are_bounded_and_others_given_back(proxy: FakeP
         assert (await session.check(f"{9:026}")).decision is Decision.COMMIT
 
 
-async def test_threads_for_plain_functions_are_bounded(proxy: FakeProxy) -> None:
+async def test_check_threads_are_limited(proxy: FakeProxy) -> None:
     lock, go = threading.Lock(), threading.Event()
     running: list[int] = []
     most: list[int] = []
@@ -286,9 +288,7 @@ async def test_threads_for_plain_functions_are_bounded(proxy: FakeProxy) -> None
     assert max(most) == 3
 
 
-async def test_an_answer_to_a_lost_session_harms_nothing(
-    cluster: FakeCluster, proxy: FakeProxy
-) -> None:
+async def test_answer_to_lost_session_is_dropped(cluster: FakeCluster, proxy: FakeProxy) -> None:
     asked: list[int] = []
     go = asyncio.Event()
 
@@ -308,9 +308,7 @@ async def test_an_answer_to_a_lost_session_harms_nothing(
         task.cancel()
 
 
-async def test_draining_answers_what_runs_and_gives_the_rest_back(
-    cluster: FakeCluster, proxy: FakeProxy
-) -> None:
+async def test_drain_answers_running_checks_only(cluster: FakeCluster, proxy: FakeProxy) -> None:
     asked: list[int] = []
     go = asyncio.Event()
 
@@ -333,9 +331,7 @@ async def test_draining_answers_what_runs_and_gives_the_rest_back(
     assert any(isinstance(op, Drain) for frame in session.frames for op in frame)
 
 
-async def test_a_new_session_during_drain_is_told_so_too(
-    cluster: FakeCluster, proxy: FakeProxy
-) -> None:
+async def test_new_session_during_drain_gets_drain(cluster: FakeCluster, proxy: FakeProxy) -> None:
     async with checked(proxy, None) as (producer, session):
         block = producer.transaction(M)
         await block.__aenter__()
@@ -347,7 +343,7 @@ async def test_a_new_session_during_drain_is_told_so_too(
         assert await draining is True
 
 
-def test_not_yet_is_bounded() -> None:
+def test_not_yet_is_limited() -> None:
     for wrong in (-1, 3601, float("nan"), float("inf")):
         with pytest.raises(BadRequest):
             NotYet(wrong)

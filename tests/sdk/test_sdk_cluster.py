@@ -104,9 +104,7 @@ def trouble(chance: random.Random) -> Callable[[FromProducer], Action | None]:
 
 
 @pytest.mark.parametrize("seed", range(4))
-async def test_whoever_dies_each_call_is_answered_once_and_counts_once(
-    cluster: FakeCluster, seed: int
-) -> None:
+async def test_calls_count_once_while_proxies_crash(cluster: FakeCluster, seed: int) -> None:
     chance = random.Random(seed)
     proxies = await three(cluster)
     for proxy in proxies:
@@ -158,7 +156,7 @@ async def test_whoever_dies_each_call_is_answered_once_and_counts_once(
 # --- one by one ---------------------------------------------------------------------------------
 
 
-async def test_a_call_at_a_proxy_that_hangs_goes_on_when_another_says_who_owns(
+async def test_call_at_hanging_proxy_moves_to_new_owner(
     cluster: FakeCluster,
 ) -> None:
     a, b, _ = await three(cluster)
@@ -176,7 +174,7 @@ async def test_a_call_at_a_proxy_that_hangs_goes_on_when_another_says_who_owns(
         a.awake.set()
 
 
-async def test_without_order_key_another_partition_is_taken_if_nothing_was_sent(
+async def test_unsent_prepare_takes_another_partition(
     cluster: FakeCluster,
 ) -> None:
     a, b, _ = await three(cluster)
@@ -188,7 +186,7 @@ async def test_without_order_key_another_partition_is_taken_if_nothing_was_sent(
         assert len(b.sessions) == 1
 
 
-async def test_without_order_key_what_was_sent_keeps_its_id(cluster: FakeCluster) -> None:
+async def test_sent_prepare_keeps_its_id(cluster: FakeCluster) -> None:
     a, b, _ = await three(cluster)
     async with TransactionalProducer(a.url, group="g", limits=PATIENT) as producer:
         await producer.prepare(keyed(1))
@@ -199,7 +197,7 @@ async def test_without_order_key_what_was_sent_keeps_its_id(cluster: FakeCluster
     assert {prepare.id for prepare in cluster.prepares} == {id}
 
 
-async def test_owner_unavailable_is_tried_at_the_newest_owner(cluster: FakeCluster) -> None:
+async def test_owner_unavailable_is_retried_at_newest_owner(cluster: FakeCluster) -> None:
     a, b, _ = await three(cluster)
     async with TransactionalProducer(a.url, group="g", limits=PATIENT) as producer:
         id = await producer.prepare(keyed(0))
@@ -211,7 +209,7 @@ async def test_owner_unavailable_is_tried_at_the_newest_owner(cluster: FakeClust
         assert (await waiting).decision is Decision.COMMIT
 
 
-async def test_sessions_of_no_use_are_closed_and_one_is_kept(cluster: FakeCluster) -> None:
+async def test_unused_sessions_are_closed_except_one(cluster: FakeCluster) -> None:
     a, b, c = await three(cluster)
     async with TransactionalProducer(a.url, group="g", limits=PATIENT) as producer:
         for partition in range(3):
@@ -232,7 +230,7 @@ async def test_sessions_of_no_use_are_closed_and_one_is_kept(cluster: FakeCluste
 # --- checks -------------------------------------------------------------------------------------
 
 
-async def test_a_check_under_way_keeps_its_session_open(cluster: FakeCluster) -> None:
+async def test_open_check_keeps_its_session(cluster: FakeCluster) -> None:
     a, b, _ = await three(cluster)
     gate = asyncio.Event()
 
@@ -252,7 +250,7 @@ async def test_a_check_under_way_keeps_its_session_open(cluster: FakeCluster) ->
         await cluster.until(lambda: not b.sessions)
 
 
-async def test_the_same_check_on_two_sessions_is_asked_once_and_answered_twice(
+async def test_check_on_two_sessions_calls_function_once(
     cluster: FakeCluster,
 ) -> None:
     a, b, _ = await three(cluster)
@@ -274,7 +272,7 @@ async def test_the_same_check_on_two_sessions_is_asked_once_and_answered_twice(
         assert asked == [id]
 
 
-async def test_a_check_whose_session_dies_is_answered_on_the_next(cluster: FakeCluster) -> None:
+async def test_check_of_lost_session_is_answered_on_the_next(cluster: FakeCluster) -> None:
     a, b, _ = await three(cluster)
     gate, began = asyncio.Event(), asyncio.Event()
 

@@ -12,7 +12,7 @@ from txbroker.sdk.router import Router
 from txbroker.sdk.session import Session
 
 
-async def test_an_unexpected_error_is_said_and_not_repeated_without_a_pause(
+async def test_unexpected_connect_error_is_logged_and_paused(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level(logging.ERROR, "txbroker.sdk")

@@ -4,7 +4,7 @@ import subprocess
 import sys
 
 
-def test_the_sdk_imports_neither_kafka_nor_spark() -> None:
+def test_sdk_imports_neither_kafka_nor_spark() -> None:
     program = (
         "import sys, txbroker.sdk\n"
         "heavy = ('aiokafka', 'pyspark', 'kafka', 'txbroker.kafka', 'txbroker.proxy',"
@@ -16,7 +16,7 @@ def test_the_sdk_imports_neither_kafka_nor_spark() -> None:
     assert done.stdout.strip() == "[]"
 
 
-def test_every_public_name_is_there() -> None:
+def test_every_public_name_exists() -> None:
     import txbroker.sdk
 
     missing = [name for name in txbroker.sdk.__all__ if not hasattr(txbroker.sdk, name)]

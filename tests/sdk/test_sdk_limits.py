@@ -13,7 +13,7 @@ async def rounds() -> None:
         await asyncio.sleep(0)
 
 
-async def test_callers_who_give_up_together_have_given_up_and_leave_no_trace() -> None:
+async def test_concurrently_cancelled_waiters_leave_no_trace() -> None:
     """Cancelled in one round, who had the room passed those by who waited; these then failed with
     a ValueError, and a decision that was made was not sent."""
     room = InFlightLimit(calls_max=1, bytes_max=100)
@@ -38,7 +38,7 @@ async def test_callers_who_give_up_together_have_given_up_and_leave_no_trace() -
     assert room.calls == 1
 
 
-async def test_who_is_given_room_and_gives_up_at_once_passes_it_on() -> None:
+async def test_waiter_cancelled_on_admission_passes_room_on() -> None:
     room = InFlightLimit(calls_max=1, bytes_max=100)
     assert room.enter(10)
     assert not room.enter(10)
@@ -53,7 +53,7 @@ async def test_who_is_given_room_and_gives_up_at_once_passes_it_on() -> None:
     assert room.calls == 0
 
 
-async def test_who_comes_later_waits_behind_a_call_that_does_not_fit() -> None:
+async def test_later_call_waits_after_a_large_one() -> None:
     room = InFlightLimit(calls_max=5, bytes_max=100)
     assert room.enter(60)
     large, small = (asyncio.create_task(room.wait(size)) for size in (70, 10))

@@ -41,7 +41,7 @@ def committed_once(cluster: FakeCluster, transaction_id: str) -> bool:
 
 
 @pytest.mark.parametrize("action", [DropBefore(), DropAfter(), SendRaw(b"\xc1nonsense")])
-async def test_a_prepare_is_sent_again_with_its_id(
+async def test_prepare_is_retried_with_its_id(
     cluster: FakeCluster, proxy: FakeProxy, producer: TransactionalProducer, action: Action
 ) -> None:
     proxy.once(Prepare, action, times=2)
@@ -55,7 +55,7 @@ async def test_a_prepare_is_sent_again_with_its_id(
 
 @pytest.mark.parametrize("action", [DropBefore(), DropAfter(), Ignore(), Ignore(done=False)])
 @pytest.mark.parametrize("decision", [Decision.COMMIT, Decision.ROLLBACK])
-async def test_a_decision_is_sent_again(
+async def test_decision_is_retried(
     cluster: FakeCluster,
     proxy: FakeProxy,
     producer: TransactionalProducer,
@@ -73,7 +73,7 @@ async def test_a_decision_is_sent_again(
     assert set(cluster.transactions[transaction_id].decisions) == {decision}
 
 
-async def test_an_early_check_is_asked_for_again(
+async def test_early_check_request_is_retried(
     cluster: FakeCluster, proxy: FakeProxy, producer: TransactionalProducer
 ) -> None:
     proxy.once(AskEarly, DropBefore())
@@ -84,7 +84,7 @@ async def test_an_early_check_is_asked_for_again(
 
 
 @pytest.mark.parametrize("code", ["overloaded", "owner_unavailable"])
-async def test_what_can_pass_is_tried_again(
+async def test_retryable_errors_are_retried(
     cluster: FakeCluster, proxy: FakeProxy, producer: TransactionalProducer, code: str
 ) -> None:
     proxy.once(Prepare, Refuse(code), times=3)
@@ -95,7 +95,7 @@ async def test_what_can_pass_is_tried_again(
     assert committed_once(cluster, tx.id)
 
 
-async def test_time_up_is_a_typed_error_that_says_what_happens_next(
+async def test_timeout_is_a_typed_error_with_the_next_step(
     cluster: FakeCluster, proxy: FakeProxy
 ) -> None:
     limits = replace(QUICK, retry_s=0.2)
@@ -113,7 +113,7 @@ async def test_time_up_is_a_typed_error_that_says_what_happens_next(
             await producer.prepare(M)
 
 
-async def test_a_prepare_is_repeated_for_no_longer_than_its_id_is_good(
+async def test_prepare_is_retried_within_dedup_window_only(
     cluster: FakeCluster, proxy: FakeProxy
 ) -> None:
     """Behind the dedup window the same id might count as new."""
@@ -128,9 +128,7 @@ async def test_a_prepare_is_repeated_for_no_longer_than_its_id_is_good(
         assert 0.25 < loop.time() - began < limits.retry_s / 2
 
 
-async def test_a_commit_that_could_not_be_delivered_answers_its_check(
-    cluster: FakeCluster, proxy: FakeProxy
-) -> None:
+async def test_undelivered_commit_answers_its_check(cluster: FakeCluster, proxy: FakeProxy) -> None:
     async with TransactionalProducer(
         proxy.url, group="g", limits=replace(QUICK, retry_s=0.2)
     ) as producer:
@@ -146,9 +144,7 @@ async def test_a_commit_that_could_not_be_delivered_answers_its_check(
         assert (await proxy.sessions[0].check(given_up)).decision is Decision.ROLLBACK
 
 
-async def test_time_is_up_for_who_waits_for_room_and_for_an_owner_too(
-    cluster: FakeCluster, proxy: FakeProxy
-) -> None:
+async def test_waits_for_room_and_owner_time_out(cluster: FakeCluster, proxy: FakeProxy) -> None:
     limits = replace(QUICK, retry_s=0.2, answer_timeout_s=60.0, in_flight_max=1)
     async with TransactionalProducer(proxy.url, group="g", limits=limits) as producer:
         proxy.rules.append(lambda operation: Ignore(done=False))
@@ -164,7 +160,7 @@ async def test_time_is_up_for_who_waits_for_room_and_for_an_owner_too(
         assert (await producer.commit(transaction_id)).decision is Decision.COMMIT
 
 
-async def test_a_prepare_that_is_cancelled_is_rolled_back_by_its_check(
+async def test_cancelled_prepare_is_rolled_back_by_its_check(
     cluster: FakeCluster, proxy: FakeProxy, producer: TransactionalProducer
 ) -> None:
     gate = asyncio.Event()
@@ -180,7 +176,7 @@ async def test_a_prepare_that_is_cancelled_is_rolled_back_by_its_check(
     assert await producer.prepare(M) in cluster.transactions
 
 
-async def test_an_expired_id_is_replaced(
+async def test_expired_id_is_replaced(
     cluster: FakeCluster, proxy: FakeProxy, producer: TransactionalProducer
 ) -> None:
     proxy.once(Prepare, Refuse("id_expired"))
@@ -192,7 +188,7 @@ async def test_an_expired_id_is_replaced(
     assert (await proxy.sessions[0].check(first.id)).decision is None
 
 
-async def test_rolled_back_by_a_check_before_its_retry_it_is_prepared_afresh(
+async def test_prepare_rolled_back_before_retry_gets_new_id(
     cluster: FakeCluster, proxy: FakeProxy, producer: TransactionalProducer
 ) -> None:
     def roll_back(operation: FromProducer) -> Action | None:
@@ -213,7 +209,7 @@ async def test_rolled_back_by_a_check_before_its_retry_it_is_prepared_afresh(
     assert committed_once(cluster, second)
 
 
-async def test_other_errors_are_not_tried_again(
+async def test_other_errors_are_not_retried(
     cluster: FakeCluster, proxy: FakeProxy, producer: TransactionalProducer
 ) -> None:
     proxy.once(Prepare, Refuse("id_conflict"))
@@ -222,7 +218,7 @@ async def test_other_errors_are_not_tried_again(
     assert len(cluster.prepares) == 1
 
 
-async def test_a_proxy_that_is_restarted_is_found_again(
+async def test_restarted_proxy_is_reconnected(
     cluster: FakeCluster, proxy: FakeProxy, producer: TransactionalProducer
 ) -> None:
     await proxy.stop()
@@ -231,7 +227,7 @@ async def test_a_proxy_that_is_restarted_is_found_again(
     assert set(await asyncio.gather(*tasks)) == set(cluster.transactions)
 
 
-async def test_another_url_is_used_where_the_first_is_dead(cluster: FakeCluster) -> None:
+async def test_next_url_is_used_after_a_dead_one(cluster: FakeCluster) -> None:
     dead, alive = await cluster.proxy(), await cluster.proxy()
     await cluster.own(alive)
     await dead.stop()
@@ -239,7 +235,7 @@ async def test_another_url_is_used_where_the_first_is_dead(cluster: FakeCluster)
         assert await producer.prepare(M)
 
 
-async def test_sessions_go_to_the_owners_that_are_needed(cluster: FakeCluster) -> None:
+async def test_sessions_open_to_needed_owners(cluster: FakeCluster) -> None:
     proxies = [await cluster.proxy() for _ in range(3)]
     await cluster.own(proxies[0], proxies[1])
     async with TransactionalProducer(proxies[0].url, group="g", limits=QUICK) as producer:
@@ -251,7 +247,7 @@ async def test_sessions_go_to_the_owners_that_are_needed(cluster: FakeCluster) -
     assert [proxy.opened for proxy in proxies] == [1, 1, 0]
 
 
-async def test_owners_that_move_are_followed(cluster: FakeCluster) -> None:
+async def test_moved_owners_are_followed(cluster: FakeCluster) -> None:
     a, b = await cluster.proxy(), await cluster.proxy()
     async with TransactionalProducer(a.url, group="g", limits=QUICK) as producer:
         a.rules.append(lambda op: Ignore(done=False) if isinstance(op, Prepare) else None)
@@ -263,7 +259,7 @@ async def test_owners_that_move_are_followed(cluster: FakeCluster) -> None:
     assert cluster.prepares[1].retry is True
 
 
-async def test_without_an_owner_it_waits(cluster: FakeCluster, proxy: FakeProxy) -> None:
+async def test_call_waits_without_owner(cluster: FakeCluster, proxy: FakeProxy) -> None:
     await cluster.own(None)
     async with TransactionalProducer(proxy.url, group="g", limits=QUICK) as producer:
         tasks = [asyncio.create_task(producer.prepare(m)) for m in (M, KEYLESS)]
@@ -273,7 +269,7 @@ async def test_without_an_owner_it_waits(cluster: FakeCluster, proxy: FakeProxy)
         assert len(await asyncio.gather(*tasks)) == 2
 
 
-async def test_a_proxy_with_an_old_view_does_not_lead_astray_for_long(
+async def test_stale_view_does_not_mislead(
     cluster: FakeCluster,
 ) -> None:
     a, b = await cluster.proxy(), await cluster.proxy()
@@ -288,7 +284,7 @@ async def test_a_proxy_with_an_old_view_does_not_lead_astray_for_long(
         assert await waiting in cluster.transactions
 
 
-async def test_behind_another_address_the_way_in_is_remembered(cluster: FakeCluster) -> None:
+async def test_address_of_renamed_proxy_is_remembered(cluster: FakeCluster) -> None:
     proxy = await cluster.proxy(advertise="http://proxy.invalid:8470/")
     async with TransactionalProducer(proxy.address, group="g", limits=QUICK) as producer:
         await producer.prepare(M)
@@ -309,7 +305,7 @@ async def test_behind_another_address_the_way_in_is_remembered(cluster: FakeClus
         encode_frame([["failure", 0, "overloaded", "full"]]),
     ],
 )
-async def test_a_wrong_greeting_is_no_session(cluster: FakeCluster, frame: bytes) -> None:
+async def test_invalid_welcome_opens_no_session(cluster: FakeCluster, frame: bytes) -> None:
     proxy = await cluster.proxy(greeting=frame)
     producer = TransactionalProducer(proxy.url, group="g", limits=QUICK)
     with pytest.raises(OwnerUnavailable, match="no proxy can be reached"):
@@ -325,7 +321,7 @@ async def test_a_wrong_greeting_is_no_session(cluster: FakeCluster, frame: bytes
         b"",
     ],
 )
-async def test_a_wrong_frame_ends_the_session_and_nothing_else(
+async def test_invalid_frame_ends_only_its_session(
     cluster: FakeCluster, proxy: FakeProxy, producer: TransactionalProducer, frame: bytes
 ) -> None:
     proxy.once(Prepare, SendRaw(frame))
@@ -333,7 +329,7 @@ async def test_a_wrong_frame_ends_the_session_and_nothing_else(
     assert proxy.opened == 2
 
 
-async def test_text_ends_the_session_and_answers_to_nobody_are_ignored(
+async def test_text_frame_ends_session_and_stray_answer_is_ignored(
     cluster: FakeCluster, proxy: FakeProxy, producer: TransactionalProducer
 ) -> None:
     await proxy.sessions[0].send(["standing", 999, "0" * 26, "pending", None])
@@ -346,7 +342,7 @@ async def test_text_ends_the_session_and_answers_to_nobody_are_ignored(
     assert proxy.opened == 2
 
 
-async def test_an_answer_of_a_lost_session_is_not_taken_for_the_next_ones(
+async def test_answer_of_lost_session_is_not_mismatched(
     cluster: FakeCluster, proxy: FakeProxy, producer: TransactionalProducer
 ) -> None:
     gate = asyncio.Event()
@@ -360,7 +356,7 @@ async def test_an_answer_of_a_lost_session_is_not_taken_for_the_next_ones(
     assert await producer.prepare(M)
 
 
-async def test_a_storm_of_broken_connections_loses_and_doubles_nothing(
+async def test_broken_connections_lose_and_double_nothing(
     cluster: FakeCluster,
 ) -> None:
     chance = random.Random(20240607)

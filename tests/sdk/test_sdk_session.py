@@ -42,7 +42,7 @@ def sent(session: Session) -> list[int]:
     return [cast(Prepare, operation).call for operation in decode_from_producer(frame)]
 
 
-async def test_what_nobody_waits_for_any_more_is_not_sent() -> None:
+async def test_forgotten_call_is_not_sent() -> None:
     session = opened()
     due_s = asyncio.get_running_loop().time() + 60
     answers = [session.send(prepare(number), 0, due_s) for number in range(4)]
@@ -59,7 +59,7 @@ async def test_what_nobody_waits_for_any_more_is_not_sent() -> None:
     assert sent(session) == []
 
 
-async def test_each_answer_is_overdue_at_its_own_time() -> None:
+async def test_each_call_has_its_own_deadline() -> None:
     """Calls of one session may differ in how long their answers may take."""
     session = opened()
     loop = asyncio.get_running_loop()
@@ -80,7 +80,7 @@ async def test_each_answer_is_overdue_at_its_own_time() -> None:
     assert session.quiet
 
 
-async def test_a_lost_session_says_which_calls_had_left() -> None:
+async def test_lost_session_reports_sent_calls() -> None:
     session = opened()
     due_s = asyncio.get_running_loop().time() + 60
     left = session.send(prepare(1), 0, due_s)

@@ -9,7 +9,7 @@ from txbroker.core.routing import parse_id
 from txbroker.sdk import TransactionalProducer
 
 
-async def test_it_stays_with_a_half_partition_until_that_has_moved(
+async def test_choice_stays_until_partition_moves(
     cluster: FakeCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sticky, "SECONDS", 3600.0)
@@ -29,7 +29,7 @@ async def test_it_stays_with_a_half_partition_until_that_has_moved(
         assert {await where(producer) for _ in range(20)} == {second}
 
 
-async def test_it_goes_on_with_another_proxy_when_the_chosen_one_dies(
+async def test_choice_moves_when_proxy_dies(
     cluster: FakeCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sticky, "SECONDS", 3600.0)

@@ -62,7 +62,7 @@ async def test_rollback_is_swallowed(cluster: FakeCluster, producer: Transaction
 
 
 @pytest.mark.parametrize("error", [RuntimeError("disk full"), asyncio.CancelledError()])
-async def test_any_other_exception_leaves_it_unknown_and_asks_early(
+async def test_exception_leaves_unknown_and_requests_check(
     cluster: FakeCluster, producer: TransactionalProducer, error: BaseException
 ) -> None:
     with pytest.raises(type(error)):
@@ -75,7 +75,7 @@ async def test_any_other_exception_leaves_it_unknown_and_asks_early(
     assert len(stored.asked_early) == 1
 
 
-async def test_a_block_cancelled_from_outside_is_unknown(
+async def test_cancelled_block_is_unknown(
     cluster: FakeCluster, producer: TransactionalProducer
 ) -> None:
     inside = asyncio.Event()
@@ -95,7 +95,7 @@ async def test_a_block_cancelled_from_outside_is_unknown(
     assert stored.decisions == []
 
 
-async def test_cancelled_while_the_commit_is_under_way_the_commit_still_arrives(
+async def test_commit_survives_cancellation(
     cluster: FakeCluster, proxy: FakeProxy, producer: TransactionalProducer
 ) -> None:
     gate = asyncio.Event()
@@ -117,7 +117,7 @@ async def test_cancelled_while_the_commit_is_under_way_the_commit_still_arrives(
     gate.set()
 
 
-async def test_decided_inside_the_block_leaving_adds_nothing(
+async def test_leaving_after_decision_sends_nothing(
     cluster: FakeCluster, producer: TransactionalProducer
 ) -> None:
     async with producer.transaction(M) as tx:
@@ -133,7 +133,7 @@ async def test_decided_inside_the_block_leaving_adds_nothing(
     assert cluster.transactions[tx.id].decisions == [Decision.ROLLBACK]
 
 
-async def test_an_exception_after_the_commit_changes_nothing(
+async def test_exception_after_commit_changes_nothing(
     cluster: FakeCluster, producer: TransactionalProducer
 ) -> None:
     with pytest.raises(RuntimeError):  # noqa: PT012
@@ -149,7 +149,7 @@ async def test_an_exception_after_the_commit_changes_nothing(
     assert cluster.transactions[late.id].decisions == [Decision.COMMIT]
 
 
-async def test_a_rollback_that_failed_is_not_turned_into_a_commit(
+async def test_failed_rollback_never_commits(
     cluster: FakeCluster, proxy: FakeProxy, producer: TransactionalProducer
 ) -> None:
     async with producer.transaction(M) as tx:
@@ -176,7 +176,7 @@ async def test_replaced_messages_travel_with_the_commit(
             tx.replace(Message("other"))
 
 
-async def test_functions_decide_by_what_they_return(
+async def test_function_result_decides(
     cluster: FakeCluster, producer: TransactionalProducer
 ) -> None:
     threads: list[threading.Thread] = []
@@ -205,7 +205,7 @@ async def test_functions_decide_by_what_they_return(
     await cluster.until(lambda: cluster.transactions[outcome.id].asked_early)
 
 
-async def test_a_function_that_fails_or_returns_nonsense_is_unknown(
+async def test_failed_or_invalid_function_is_unknown(
     cluster: FakeCluster, producer: TransactionalProducer
 ) -> None:
     with pytest.raises(TypeError, match="returns a Decision or None"):
@@ -217,7 +217,7 @@ async def test_a_function_that_fails_or_returns_nonsense_is_unknown(
     assert [t.decision for t in stored] == [None, None]
 
 
-async def test_a_cancelled_caller_leaves_the_thread_running_and_the_answer_not_yet(
+async def test_cancelled_caller_leaves_thread_and_not_yet(
     cluster: FakeCluster, proxy: FakeProxy, producer: TransactionalProducer
 ) -> None:
     inside, go = asyncio.Event(), threading.Event()
@@ -255,7 +255,7 @@ async def test_step_by_step(cluster: FakeCluster, producer: TransactionalProduce
     assert cluster.transactions[second].prepare.order_key == "customer 7"
 
 
-async def test_other_groups_transactions_are_refused(
+async def test_transaction_of_other_group_is_refused(
     proxy: FakeProxy, producer: TransactionalProducer
 ) -> None:
     async with TransactionalProducer(proxy.url, group="other", limits=QUICK) as other:
@@ -263,7 +263,7 @@ async def test_other_groups_transactions_are_refused(
             await other.commit(await producer.prepare(M))
 
 
-async def test_ids_name_the_partition_of_the_order_and_the_proxys_time(
+async def test_ids_hold_partition_and_proxy_time(
     cluster: FakeCluster,
 ) -> None:
     proxy = await cluster.proxy(clock_ahead_ms=86_400_000)
@@ -290,7 +290,7 @@ async def test_ids_name_the_partition_of_the_order_and_the_proxys_time(
         Message("t\ud800"),
     ],
 )
-async def test_malformed_messages_are_refused_before_they_are_sent(
+async def test_malformed_messages_are_refused_before_sending(
     cluster: FakeCluster, producer: TransactionalProducer, message: Message
 ) -> None:
     with pytest.raises(BadRequest):
@@ -308,7 +308,7 @@ async def test_malformed_options_are_refused(producer: TransactionalProducer) ->
         await producer.commit("0" * 26, wait="soon")  # type: ignore[arg-type]
 
 
-async def test_refusals_are_typed_and_the_block_does_not_run(
+async def test_typed_refusal_skips_the_block(
     proxy: FakeProxy, producer: TransactionalProducer
 ) -> None:
     proxy.once(Prepare, Refuse("unknown_topic"))
@@ -320,7 +320,7 @@ async def test_refusals_are_typed_and_the_block_does_not_run(
         await producer.prepare(M)
 
 
-async def test_more_than_a_frame_holds_is_too_large(
+async def test_call_larger_than_frame_is_too_large(
     proxy: FakeProxy, producer: TransactionalProducer
 ) -> None:
     with pytest.raises(TooLarge):
@@ -329,7 +329,7 @@ async def test_more_than_a_frame_holds_is_too_large(
     assert proxy.opened == 1
 
 
-async def test_operations_of_one_turn_leave_in_few_frames(proxy: FakeProxy) -> None:
+async def test_operations_of_one_iteration_share_frames(proxy: FakeProxy) -> None:
     count = 2 * FRAME_OPERATIONS_MAX + 20
     # With patience: on a busy machine a retry would be counted, too.
     async with TransactionalProducer(proxy.url, group="g") as producer:
@@ -348,7 +348,7 @@ async def test_large_operations_are_spread_over_frames(
     assert set(ids) == set(cluster.transactions)
 
 
-async def test_what_is_in_flight_is_bounded(cluster: FakeCluster, proxy: FakeProxy) -> None:
+async def test_calls_in_flight_are_limited(cluster: FakeCluster, proxy: FakeProxy) -> None:
     limits = Limits(in_flight_max=3, retry_s=5)
     gate = asyncio.Event()
     proxy.once(Prepare, AnswerAfter(gate), times=100)
@@ -375,7 +375,7 @@ async def test_wrong_token_is_unauthorized_at_once(cluster: FakeCluster) -> None
         assert await good.prepare(M)
 
 
-async def test_nobody_there_is_said_in_a_sentence(cluster: FakeCluster) -> None:
+async def test_unreachable_proxy_is_reported(cluster: FakeCluster) -> None:
     proxy = await cluster.proxy()
     await proxy.stop()
     producer = TransactionalProducer(proxy.url, group="g", limits=QUICK)
@@ -424,7 +424,7 @@ async def test_drain_waits_for_blocks_and_refuses_new_ones(
     await cluster.until(lambda: not proxy.sessions)
 
 
-async def test_drain_with_a_time_limit_says_what_it_left(proxy: FakeProxy) -> None:
+async def test_drain_timeout_returns_false(proxy: FakeProxy) -> None:
     producer = TransactionalProducer(proxy.url, group="g", limits=QUICK)
     await producer.start()
     block = producer.transaction(M)
@@ -449,7 +449,7 @@ async def test_drain_waits_for_the_early_check(
     assert await draining is True
 
 
-async def test_used_before_its_start_a_producer_says_so(proxy: FakeProxy) -> None:
+async def test_use_before_start_is_refused(proxy: FakeProxy) -> None:
     producer = TransactionalProducer(proxy.url, group="g", limits=QUICK)
     with pytest.raises(ProducerClosed, match="not started"):
         await producer.prepare(M)

