@@ -24,7 +24,7 @@ from txbroker.core.routing import make_id
 from txbroker.errors import Overloaded
 from txbroker.proxy.http.api import CONTEXT
 from txbroker.proxy.http.limits import OPERATION_BYTES, ByteBudget, FrameBudget, message_bytes
-from txbroker.proxy.http.sessions.frames import SMALL_BYTES, FrameMeter
+from txbroker.proxy.http.sessions.connection import SMALL_BYTES, FrameMeter
 
 IDS = [make_id(0, NOW_MS, n) for n in range(10_000)]
 CALL = CheckCall(IDS[0], "orders", 1, 15, CheckReason.DUE, NOW_MS, MESSAGES)

@@ -1,24 +1,21 @@
-"""The listening server: aiohttp with deadlines for connections, and JSON errors for non-HTTP."""
+"""The listening server: aiohttp with deadlines for connections."""
 
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any, cast
+from typing import Any
 
 from aiohttp import web
 from aiohttp.web_protocol import RequestHandler
 
 from txbroker.config.addresses import parse_address
-from txbroker.error_text import raised_at, safe_repr
-from txbroker.errors import BadRequest, ConfigurationError, RequestError
+from txbroker.errors import ConfigurationError
 from txbroker.net.deadlines import Deadlines
 from txbroker.net.tls import ServerTls
 from txbroker.proxy.http.api import CONTEXT, DIRECT
 from txbroker.proxy.http.context import ApiContext
-from txbroker.proxy.http.endpoints import INTERNAL_ERROR
 from txbroker.proxy.http.front import HELD_S, DirectCalls, DirectConnection
-from txbroker.proxy.http.operations import error_answer
-from txbroker.proxy.http.sessions.frames import FrameMeter
+from txbroker.proxy.http.sessions.connection import HttpConnection, drop
 from txbroker.proxy.observe.logging import get_logger
 
 log = get_logger(__name__)
@@ -31,125 +28,6 @@ SHUTDOWN_S = 5.0
 """Maximum time for calls in flight when the proxy stops."""
 LINGER_S = 1.0
 """Time to read the rest of a refused body, so that its sender can read the answer."""
-_LINE_MAX = 200
-
-
-class HttpConnection(RequestHandler):
-    """A connection of aiohttp with limits.
-
-    It measures the frames of a session, drops a client that does not complete a request's head or
-    does not read its answer in time, answers non-HTTP with an error in JSON, and logs no traceback
-    for it.
-    """
-
-    __slots__ = ("_answering", "_context", "_heads", "_in_head", "_meter")
-
-    def __init__(
-        self,
-        server: web.Server,
-        context: ApiContext,
-        answering: "Deadlines[HttpConnection | DirectConnection]",
-        heads: "Deadlines[HttpConnection]",
-        **options: Any,
-    ) -> None:
-        super().__init__(server, **options)
-        self._context = context
-        self._answering = answering
-        self._heads = heads
-        self._in_head = False
-        """True while a request's head has arrived in part."""
-        self._meter: FrameMeter | None = None
-
-    def set_parser(self, *parser: Any, **options: Any) -> None:
-        """Begin a session on this connection."""
-        settings = self._context.settings
-        transport = cast(asyncio.Transport, self.transport)
-        self._meter = FrameMeter(
-            self._context.limits.receiving,
-            settings.frame_bytes_max,
-            settings.request_timeout_s,
-            transport,
-            lambda: drop(self.transport, "a frame was not complete in time"),
-        )
-        self._meter.feed(self._message_tail)
-        super().set_parser(*parser, **options)
-
-    def data_received(self, data: bytes) -> None:
-        """Handle incoming bytes."""
-        if self._meter is not None:
-            self._meter.feed(data)
-            super().data_received(data)
-            return
-        count = self._request_count
-        super().data_received(data)
-        if self._request_count != count:
-            self._end_head()
-        elif not self._in_head and (count == 0 or self._awaits_request()):
-            self._in_head = True
-            self._heads.begin(self)
-
-    def _awaits_request(self) -> bool:
-        """Return True if no call is in flight, whose body these bytes could be."""
-        return self._waiter is not None and not self._waiter.done()
-
-    def _end_head(self) -> None:
-        if self._in_head:
-            self._in_head = False
-            self._heads.end(self)
-
-    def connection_lost(self, exc: BaseException | None) -> None:
-        """Release everything: the connection has ended."""
-        if self._meter is not None:
-            self._meter.close()
-        self._end_head()
-        super().connection_lost(exc)
-
-    async def finish_response(
-        self, request: web.BaseRequest, resp: web.StreamResponse, start_time: float | None
-    ) -> tuple[web.StreamResponse, bool]:
-        """Send an answer within the deadline for the client to read it."""
-        self._answering.begin(self)
-        try:
-            return await super().finish_response(request, resp, start_time)
-        finally:
-            self._answering.end(self)
-
-    def resume_reading(self, resume_parser: bool = True) -> None:
-        """Resume reading if paused: aiohttp calls this for every body."""
-        if self._reading_paused:
-            super().resume_reading(resume_parser)
-
-    def head_too_slow(self) -> None:
-        """Drop a client whose request head is late, whether it is silent or sends byte by byte."""
-        drop(self.transport, "the head of a request was not complete in time")
-
-    def handle_error(
-        self,
-        request: web.BaseRequest,
-        status: int = 500,
-        exc: BaseException | None = None,
-        message: str | None = None,
-    ) -> web.StreamResponse:
-        if request.writer.output_size > 0:
-            raise ConnectionError("an answer was begun already")
-        if status >= 500:
-            if exc is not None:
-                log.error("call failed", error=safe_repr(exc), where=raised_at(exc))
-            error = RequestError(INTERNAL_ERROR)
-        else:
-            problem = (message or "").strip().partition("\n")[0][:_LINE_MAX]
-            error = BadRequest(f"cannot parse the HTTP request: {problem}")
-        response = error_answer(error).response()
-        response.force_close()
-        return response
-
-
-def drop(transport: asyncio.Transport | None, why: str) -> None:
-    """Abort a connection."""
-    if transport is not None:
-        peer = transport.get_extra_info("peername")
-        log.warning("connection dropped", peer=str(peer), why=why)
-        transport.abort()
 
 
 class _Server(web.Server):
