@@ -162,7 +162,7 @@ def test_a_dead_repository_says_what_to_check(
         unused.bind(("127.0.0.1", 0))  # bound, but nobody listens
         address = f"http://127.0.0.1:{unused.getsockname()[1]}"
         monkeypatch.setenv(jars.REPOSITORY_SETTING, address)
-        with pytest.raises(DownloadError, match=r"out of reach.*Check the network"):
+        with pytest.raises(DownloadError, match=r"unreachable.*Check the network"):
             jars.ensure_jars("x")
 
 

@@ -149,7 +149,7 @@ async def test_what_is_read_ahead_fails_in_its_place(world: KafkaHarness) -> Non
     reader = Slow(Client(world.settings()), 5, broken=2)
     reading = aiter(reader.read(0, 5))
     assert [(await anext(reading))[0].offset for _ in range(2)] == [0, 1]
-    with pytest.raises(InvariantBroken, match="damaged"):
+    with pytest.raises(InvariantBroken, match="corrupt"):
         await anext(reading)
 
 
@@ -172,7 +172,7 @@ TAKEN: list[Callable[[Fetched], Any]] = [
 def test_a_damaged_batch_is_never_taken_for_records(at: int, take: Callable[..., Any]) -> None:
     data = bytearray(BATCH)
     data[at] ^= 0x10
-    with pytest.raises(InvariantBroken, match="damaged"):
+    with pytest.raises(InvariantBroken, match="corrupt"):
         take(Fetched("x-0", 0, answer(bytes(data), 3), append_time=False))
 
 

@@ -115,7 +115,7 @@ async def test_a_life_that_is_not_told_is_short(
     endpoint: TokenEndpoint, authority: Authority, life: Any
 ) -> None:
     endpoint.answer = (200, json.dumps({"access_token": "t", "expires_in": life}))
-    wanted = 3600 if life in ("3600", 3600) else oauth.LIFE_UNTOLD_S
+    wanted = 3600 if life in ("3600", 3600) else oauth.DEFAULT_LIFETIME_S
     assert await oauth.fetch_token(credentials(endpoint, authority)) == ("t", wanted)
 
 

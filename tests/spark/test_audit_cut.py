@@ -160,7 +160,7 @@ def test_a_topic_that_does_not_tell_the_time(kafka: EmbeddedKafka) -> None:
         ):
             access.now_ms(written)
     missing = msgspec.structs.replace(NAMES, op=stamped)
-    with pytest.raises(ConfigurationError, match=r"no\.audit does not exist: make it with"):
+    with pytest.raises(ConfigurationError, match=r"no\.audit does not exist: create it with"):
         access.now_ms(missing)
     # With a wrong prefix no topic is to be made.
     with pytest.raises(AuditError, match=r"no topic no\.op: is this the right Kafka"):

@@ -147,7 +147,7 @@ async def test_a_proxy_shows_what_was_published(world: KafkaHarness) -> None:
 
 
 async def test_without_the_topic_a_sentence_says_how_to_make_it(world: KafkaHarness) -> None:
-    with pytest.raises(ConfigurationError, match=r"audit does not exist: make it with"):
+    with pytest.raises(ConfigurationError, match=r"audit does not exist: create it with"):
         await publish(world.settings(), summary())
 
 

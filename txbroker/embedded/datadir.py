@@ -1,10 +1,10 @@
-"""The folder that a Kafka keeps its data in: one user at a time, formatted exactly once.
+"""The data directory of a Kafka: used by one process at a time, formatted exactly once.
 
-lock                who uses the folder: an flock and, as text, a process id
+lock                an flock, and the process id of its holder as text
 server.properties   written at each start, because the ports change
-kafka/              Kafka's own data
-formatting/         a format that was not finished; thrown away
-kafka.log           what Kafka said since its last start; kafka.log.1 since the one before
+kafka/              Kafka's data
+formatting/         an incomplete format, discarded
+kafka.log           Kafka's log since the last start; kafka.log.1 since the previous one
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from pathlib import Path
 
 from txbroker.embedded.errors import DataDirError, DataDirInUseError
 
-# A killed Kafka needs a moment to die and give the lock back: seconds to wait for it.
-_RELEASE_ALIVE_S = 2.0  # the process that started it is alive, so it is most likely in use
+# A killed Kafka needs a moment until it releases the lock: seconds to wait for it.
+_RELEASE_ALIVE_S = 2.0  # the process that started it is alive, so it is probably in use
 _RELEASE_DEAD_S = 15.0
 _POLL_S = 0.05
 
@@ -39,10 +39,11 @@ class DataDir:
         self.log_path = path / "kafka.log"
 
     def lock(self) -> int:
-        """Take the folder and return the lock's file descriptor, to be closed or handed on.
+        """Lock the folder; return the lock's file descriptor, to be closed or passed on.
 
-        Raises DataDirInUseError while another living process has it, DataDirError when the
-        folder cannot be used at all.
+        Raises:
+            DataDirInUseError: another process uses it.
+            DataDirError: the folder cannot be used.
         """
         try:
             self.path.mkdir(parents=True, exist_ok=True)
@@ -61,13 +62,13 @@ class DataDir:
         return descriptor
 
     def _wait_for(self, descriptor: int) -> None:
-        begun = time.monotonic()
+        started = time.monotonic()
         while True:
             with contextlib.suppress(BlockingIOError):
                 return fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             owner = os.pread(descriptor, 32, 0).decode("ascii", "replace").strip()
-            patience_s = _RELEASE_ALIVE_S if _is_alive(owner) else _RELEASE_DEAD_S
-            if time.monotonic() - begun > patience_s:
+            timeout_s = _RELEASE_ALIVE_S if _is_alive(owner) else _RELEASE_DEAD_S
+            if time.monotonic() - started > timeout_s:
                 raise DataDirInUseError(
                     f"The data directory {self.path} is in use by a Kafka of process "
                     f"{owner or 'unknown'}: stop that one, or choose another directory"
@@ -76,34 +77,38 @@ class DataDir:
 
     @property
     def is_formatted(self) -> bool:
-        """Whether Kafka's own folder is there; it gets its name only when it is complete."""
+        """Whether Kafka's folder exists; it gets its name once it is complete."""
         return (self.path / self.LOGS / "meta.properties").exists()
 
     @property
     def cluster_id(self) -> str:
-        """The id that the folder was formatted with; DataDirError when it cannot be read."""
+        """The cluster id of the folder.
+
+        Raises:
+            DataDirError: the id cannot be read.
+        """
         text = (self.path / self.LOGS / "meta.properties").read_text(encoding="latin-1")
         match = re.search(r"^cluster\.id=(.+)$", text, re.MULTILINE)
         if match is None:
             raise DataDirError(
-                f"{self.path / self.LOGS} is not a folder of Kafka any more: meta.properties "
-                "is damaged. Restore it or choose another data directory"
+                f"{self.path / self.LOGS} has no cluster id in meta.properties: restore it, or "
+                "choose another data directory"
             )
         return match[1].strip()
 
     def begin_format(self) -> None:
-        """Make room for a format, throwing away one that was not finished."""
+        """Create the folder of a format, discarding an incomplete one."""
         shutil.rmtree(self.path / self.FORMATTING, ignore_errors=True)
         (self.path / self.FORMATTING).mkdir()
 
     def finish_format(self) -> None:
-        """Give the formatted folder its name, in one step."""
+        """Rename the formatted folder to its final name, atomically."""
         with contextlib.suppress(FileNotFoundError):
-            (self.path / self.LOGS).rmdir()  # only an empty one: data is never thrown away
+            (self.path / self.LOGS).rmdir()  # only if empty: data is never removed
         os.replace(self.path / self.FORMATTING, self.path / self.LOGS)
 
     def rotate_log(self) -> None:
-        """Begin a new log and keep the last one."""
+        """Start a new log and keep the previous one."""
         with contextlib.suppress(FileNotFoundError):
             os.replace(self.log_path, self.log_path.with_suffix(".log.1"))
         self.log_path.touch()
@@ -122,7 +127,7 @@ def _is_alive(process_id: str) -> bool:
 
 
 def new_cluster_id() -> str:
-    """A random id in Kafka's form: 16 bytes as 22 characters of base64, not beginning with -."""
+    """Return a random id in Kafka's format: 16 bytes in base64, not beginning with -."""
     while True:
         text = base64.urlsafe_b64encode(uuid.uuid4().bytes).decode("ascii").rstrip("=")
         if not text.startswith("-"):

@@ -1,4 +1,4 @@
-"""What can go wrong with the embedded Kafka. Every message says what to do."""
+"""Errors of the embedded Kafka. Every message names the next step."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class JavaNotFoundError(EmbeddedKafkaError):
 
 
 class UnknownVersionError(EmbeddedKafkaError):
-    """There is no lock file for this version of Kafka: make one with txbroker.embedded.lock."""
+    """There is no lock file for this version of Kafka: create one with txbroker.embedded.lock."""
 
 
 class DownloadError(EmbeddedKafkaError):
@@ -27,7 +27,7 @@ class WrongHashError(DownloadError):
 
 
 class DiskFullError(DownloadError):
-    """There is no room left on the disk: free some, or set XDG_CACHE_HOME to another disk."""
+    """The disk is full: free space, or set XDG_CACHE_HOME to another disk."""
 
 
 class DataDirInUseError(EmbeddedKafkaError):
@@ -35,12 +35,12 @@ class DataDirInUseError(EmbeddedKafkaError):
 
 
 class DataDirError(EmbeddedKafkaError):
-    """The data directory cannot be used: check that it is a folder that you may write."""
+    """The data directory cannot be used: check that it is a writable folder."""
 
 
 class StartCancelledError(EmbeddedKafkaError):
-    """The start was broken off, because stop() or kill() was called meanwhile."""
+    """The start was cancelled by stop() or kill()."""
 
 
 class KafkaStartError(EmbeddedKafkaError):
-    """Kafka did not start: its log says why."""
+    """Kafka did not start: see its log."""

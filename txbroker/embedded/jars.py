@@ -1,4 +1,4 @@
-"""Kafka's jars in the user's cache: downloaded in parallel, verified, never half-written."""
+"""Kafka's jars in the user's cache: downloaded in parallel, verified, renamed when complete."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from txbroker.embedded.progress import Progress, SilentProgress
 REPOSITORY_SETTING = "TXBROKER_MAVEN_REPOSITORY"
 DEFAULT_REPOSITORY = "https://repo1.maven.org/maven2"
 
-_PARALLEL = 8  # more gains nothing: three jars hold half of all bytes
+_PARALLEL = 8  # more gains nothing: three jars make up half of all bytes
 _TIMEOUT_S = 15.0
 _BACK_OFF_S = (0.3, 1.0, 3.0)  # one more attempt than there are pauses
 _CHUNK_BYTES = 1 << 16
@@ -41,7 +41,7 @@ _PASSING_STATUS = frozenset({408, 425, 429, 500, 502, 503, 504})
 
 
 def cache_dir() -> Path:
-    """Where jars are kept: txbroker/ in $XDG_CACHE_HOME, else in ~/.cache."""
+    """Return the cache folder: txbroker/ in $XDG_CACHE_HOME, else in ~/.cache."""
     base = os.environ.get("XDG_CACHE_HOME", "")
     # The XDG specification says to ignore a path that is not absolute.
     root = Path(base) if os.path.isabs(base) else Path.home() / ".cache"
@@ -51,10 +51,12 @@ def cache_dir() -> Path:
 def ensure_jars(
     version: str, progress: Progress | None = None, cancelled: threading.Event | None = None
 ) -> list[Path]:
-    """The paths of all jars of a Kafka version, downloading those that the cache has not.
+    """Return the paths of all jars of a Kafka version, downloading missing ones.
 
-    Raises UnknownVersionError without a lock file, DownloadError when a jar cannot be had, and
-    StartCancelledError when `cancelled` was set meanwhile.
+    Raises:
+        UnknownVersionError: there is no lock file.
+        DownloadError: a jar cannot be downloaded.
+        StartCancelledError: `cancelled` was set.
     """
     return fetch_jars(f"Kafka {version}", read_lock(version), progress, cancelled)
 
@@ -65,7 +67,7 @@ def fetch_jars(
     progress: Progress | None = None,
     cancelled: threading.Event | None = None,
 ) -> list[Path]:
-    """The paths of some jars, which are `what` in a few words; otherwise as `ensure_jars`."""
+    """Return the paths of jars, described by `what`; otherwise like `ensure_jars`."""
     folder = cache_dir() / "maven"
     missing = [jar for jar in jars if not _is_whole(folder / jar.path, jar)]
     if missing:
@@ -75,7 +77,7 @@ def fetch_jars(
 
 
 def _is_whole(path: Path, jar: Jar) -> bool:
-    # Jars get their name only after their hash was found right, so the size is enough here.
+    # Jars get their name after their hash was verified, so the size is cancellation.
     try:
         return path.stat().st_size == jar.size_bytes
     except OSError:
@@ -86,28 +88,28 @@ def _download_all(
     what: str, jars: list[Jar], folder: Path, progress: Progress, cancelled: threading.Event
 ) -> None:
     source = _Repository.from_environment()
-    enough = _Enough(cancelled)
+    cancellation = _Cancellation(cancelled)
     pool = ThreadPoolExecutor(_PARALLEL, thread_name_prefix="txbroker-jars")
     progress.begin(what, sum(jar.size_bytes for jar in jars))
     try:
         largest_first = sorted(jars, key=lambda jar: -jar.size_bytes)
         downloads = [
-            pool.submit(_Download(jar, folder / jar.path, source, progress, enough).run)
+            pool.submit(_Download(jar, folder / jar.path, source, progress, cancellation).run)
             for jar in largest_first
         ]
         done, _ = wait(downloads, return_when=FIRST_EXCEPTION)
         for download in done:
             download.result()
     finally:
-        enough.failed.set()
+        cancellation.failed.set()
         pool.shutdown(wait=True, cancel_futures=True)
         progress.end()
     if cancelled.is_set():
         raise StartCancelledError
 
 
-class _Enough:
-    """Whether to go on: not after the caller's word, nor after another download's failure."""
+class _Cancellation:
+    """True after the caller cancelled, or another download failed."""
 
     def __init__(self, cancelled: threading.Event) -> None:
         self._cancelled = cancelled
@@ -117,7 +119,7 @@ class _Enough:
         return self._cancelled.is_set() or self.failed.is_set()
 
     def pause(self, seconds: float) -> None:
-        """Wait, but not in vain."""
+        """Sleep, unless cancelled."""
         deadline = time.monotonic() + seconds
         while not self and time.monotonic() < deadline:
             self.failed.wait(_POLL_S)
@@ -125,7 +127,7 @@ class _Enough:
 
 @dataclass(frozen=True)
 class _Repository:
-    """A Maven repository: its URL without login, and the headers of a request to it."""
+    """A Maven repository: its URL without credentials, and request headers."""
 
     url: str
     headers: dict[str, str]
@@ -148,7 +150,7 @@ class _Repository:
 
 
 class _PassingFailure(Exception):
-    """An attempt failed in a way that another attempt may not."""
+    """An attempt failed with an error that a retry may cure."""
 
     def __init__(self, cause: str, error: type[DownloadError] = DownloadError) -> None:
         super().__init__(cause)
@@ -156,7 +158,7 @@ class _PassingFailure(Exception):
 
 
 class _Download:
-    """Fetches one jar to a temporary name beside its own, verifies it, then renames it."""
+    """Downloads one jar to a temporary file, verifies it, then renames it."""
 
     def __init__(
         self,
@@ -164,25 +166,25 @@ class _Download:
         target: Path,
         source: _Repository,
         progress: Progress,
-        enough: _Enough,
+        cancellation: _Cancellation,
     ) -> None:
         self._jar = jar
         self._target = target
         self._source = source
         self._progress = progress
-        self._enough = enough
+        self._cancellation = cancellation
 
     def run(self) -> None:
-        """Fetch the jar, trying again after failures that pass."""
+        """Download the jar, with retries."""
         for pause_s in (*_BACK_OFF_S, None):
-            if self._enough:
+            if self._cancellation:
                 return
             try:
                 return self._attempt()
             except _PassingFailure as failure:
                 if pause_s is None:
-                    raise failure.error(self._sentence(str(failure))) from failure
-                self._enough.pause(pause_s)
+                    raise failure.error(self._message(str(failure))) from failure
+                self._cancellation.pause(pause_s)
 
     def _attempt(self) -> None:
         part = self._target.with_name(f".{self._target.name}.{uuid.uuid4().hex}.part")
@@ -191,7 +193,7 @@ class _Download:
             self._target.parent.mkdir(parents=True, exist_ok=True)
             _remove_stale_parts(self._target.parent)
             sha256 = self._fetch(part, count)
-            if self._enough:
+            if self._cancellation:
                 return
             self._verify(count.total, sha256)
             os.replace(part, self._target)
@@ -205,11 +207,11 @@ class _Download:
             count.take_back()
             raise
         finally:
-            with contextlib.suppress(OSError):  # what went wrong before is what matters
+            with contextlib.suppress(OSError):  # the earlier error matters more
                 part.unlink()
 
     def _fetch(self, part: Path, count: _Count) -> str:
-        """Store what the repository sends under the name `part`; returns its SHA-256."""
+        """Download to `part`; return the SHA-256."""
         request = urllib.request.Request(
             f"{self._source.url}/{self._jar.path}", headers=self._source.headers
         )
@@ -222,20 +224,19 @@ class _Download:
                 digest.update(chunk)
                 file.write(chunk)
                 count.add(len(chunk))
-                if self._enough or count.total > self._jar.size_bytes:
+                if self._cancellation or count.total > self._jar.size_bytes:
                     break
             file.flush()
-            # The name promises whole content, also after a power cut.
+            # A jar's name must imply complete content, even after a power cut.
             os.fsync(file.fileno())
         return digest.hexdigest()
 
     def _verify(self, size_bytes: int, sha256: str) -> None:
         if size_bytes < self._jar.size_bytes:
-            raise _PassingFailure(f"only {size_bytes} of {self._jar.size_bytes} bytes came")
+            raise _PassingFailure(f"only {size_bytes} of {self._jar.size_bytes} bytes arrived")
         if sha256 != self._jar.sha256:
             raise _PassingFailure(
-                "its SHA-256 is wrong, so it is not the jar that txbroker expects "
-                f"(expected {self._jar.sha256}, got {sha256})",
+                f"its SHA-256 is wrong (expected {self._jar.sha256}, got {sha256})",
                 WrongHashError,
             )
 
@@ -243,22 +244,22 @@ class _Download:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             return DiskFullError(
                 f"The disk of {self._target.parent} is full, {self._jar.name} could not be "
-                "stored: free some room, or set XDG_CACHE_HOME to another disk"
+                "stored: free space, or set XDG_CACHE_HOME to another disk"
             )
         if isinstance(error, urllib.error.HTTPError):
             cause = f"the repository answered {error.code} {error.reason}"
             if error.code in _PASSING_STATUS:
                 return _PassingFailure(cause)
-            return DownloadError(self._sentence(cause))
+            return DownloadError(self._message(cause))
         if error.filename and not isinstance(error, urllib.error.URLError):
             return DownloadError(
-                f"{error.filename} cannot be written ({error.strerror}): make {cache_dir()} a "
-                "folder of yours, or set XDG_CACHE_HOME to one"
+                f"{error.filename} cannot be written ({error.strerror}): make {cache_dir()} "
+                "writable, or set XDG_CACHE_HOME to another folder"
             )
         reason = getattr(error, "reason", error)
-        return _PassingFailure(f"the repository is out of reach ({reason})")
+        return _PassingFailure(f"the repository is unreachable ({reason})")
 
-    def _sentence(self, cause: str) -> str:
+    def _message(self, cause: str) -> str:
         return (
             f"{self._jar.name} could not be downloaded from {self._source.url}: {cause}. "
             f"Check the network, or name another Maven repository in {REPOSITORY_SETTING}"
@@ -266,7 +267,7 @@ class _Download:
 
 
 class _Count:
-    """The bytes of one attempt, told to the progress and taken back when it fails."""
+    """Counts the bytes of one attempt, for the progress."""
 
     def __init__(self, advance: Callable[[int], None]) -> None:
         self._advance = advance
@@ -287,4 +288,4 @@ def _remove_stale_parts(folder: Path) -> None:
             if part.stat().st_mtime < oldest:
                 part.unlink()
         except FileNotFoundError:
-            continue  # another process was faster
+            continue  # another process removed it

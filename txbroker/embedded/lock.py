@@ -1,7 +1,7 @@
-"""The lock files: which jars make one version of Kafka, with size and SHA-256 of each.
+"""Lock files: the jars of a Kafka version, with size and SHA-256.
 
-Renew or add one with `python -m txbroker.embedded.lock VERSION`, which asks Maven (`mvn`) for
-everything that the `kafka_2.13` artifact needs at run time. Review the difference, commit it.
+`python -m txbroker.embedded.lock VERSION` writes one: it asks Maven (`mvn`) for the runtime
+dependencies of the `kafka_2.13` artifact. Review the diff, then commit it.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _POM = """<project><modelVersion>4.0.0</modelVersion>
 
 @dataclass(frozen=True)
 class Jar:
-    """One line of a lock file; `path` is the jar's place in a Maven repository."""
+    """One line of a lock file; `path` is the jar's path in a Maven repository."""
 
     path: str
     size_bytes: int
@@ -48,28 +48,36 @@ class Jar:
 
 
 def lock_path(version: str) -> Path:
-    """Where the lock file of a Kafka version is, or would be."""
+    """Return the path of a Kafka version's lock file."""
     return _FOLDER / f"kafka-{version}.lock"
 
 
 def versions() -> list[str]:
-    """The Kafka versions that have a lock file, oldest first."""
-    found = (path.name[len("kafka-") : -len(".lock")] for path in _FOLDER.glob("kafka-*.lock"))
-    return sorted(found, key=lambda version: [int(part) for part in version.split(".")])
+    """Return the Kafka versions with a lock file, oldest first."""
+    names = (path.name[len("kafka-") : -len(".lock")] for path in _FOLDER.glob("kafka-*.lock"))
+    return sorted(names, key=lambda version: [int(part) for part in version.split(".")])
 
 
 def read_lock(version: str) -> list[Jar]:
-    """The jars of a Kafka version; raises UnknownVersionError when there is no lock file."""
+    """Return the jars of a Kafka version.
+
+    Raises:
+        UnknownVersionError: there is no lock file for it.
+    """
     if version not in versions():
         raise UnknownVersionError(
-            f"Kafka {version} cannot be embedded: choose one of {', '.join(versions())}, or make "
+            f"Kafka {version} cannot be embedded: choose one of {', '.join(versions())}, or create "
             f"its lock file with: python -m txbroker.embedded.lock {version}"
         )
     return read_lock_file(lock_path(version))
 
 
 def read_lock_file(path: Path) -> list[Jar]:
-    """The jars that a lock file names; raises EmbeddedKafkaError when it is damaged."""
+    """Return the jars of a lock file.
+
+    Raises:
+        EmbeddedKafkaError: the file is malformed.
+    """
     lines = path.read_text(encoding="ascii").splitlines()
     return [_parse(line) for line in lines if line and not line.startswith("#")]
 
@@ -77,20 +85,26 @@ def read_lock_file(path: Path) -> list[Jar]:
 def _parse(line: str) -> Jar:
     match = _LINE.fullmatch(line)
     if match is None or ".." in line:
-        raise EmbeddedKafkaError(f"A lock file of txbroker is damaged, reinstall it: {line!r}")
+        raise EmbeddedKafkaError(
+            f"A lock file of txbroker is malformed: {line!r}. Reinstall txbroker"
+        )
     return Jar(match["path"], int(match["size"]), match["sha256"])
 
 
 def resolve(version: str) -> list[Jar]:
-    """Ask Maven which jars a Kafka version needs; raises EmbeddedKafkaError when it cannot say."""
+    """Return the jars that a Kafka version needs, according to Maven.
+
+    Raises:
+        EmbeddedKafkaError: Maven is missing or fails.
+    """
     return resolve_pom(_POM.format(version=version))
 
 
 def resolve_pom(pom: str) -> list[Jar]:
-    """Ask Maven which jars a project needs at run time; raises EmbeddedKafkaError likewise."""
+    """Return the jars that a project needs at run time; see `resolve`."""
     maven = shutil.which("mvn")
     if maven is None:
-        raise EmbeddedKafkaError("Maven is needed to renew a lock file: install mvn")
+        raise EmbeddedKafkaError("Maven is required to write a lock file: install mvn")
     with tempfile.TemporaryDirectory(prefix="txbroker-lock-") as folder:
         (Path(folder) / "pom.xml").write_text(pom, encoding="utf-8")
         command = [maven, "-q", "-B", "dependency:copy-dependencies", "-DincludeScope=runtime"]
@@ -120,13 +134,13 @@ def write_lock(version: str, jars: list[Jar]) -> Path:
 
 
 def write_lock_file(path: Path, head: list[str], jars: list[Jar]) -> None:
-    """Write a lock file; `head` are its comments, each with its `#`."""
+    """Write a lock file; `head` holds its comment lines."""
     lines = [f"{jar.path} {jar.size_bytes} {jar.sha256}" for jar in jars]
     path.write_text("\n".join([*head, *lines, ""]), encoding="ascii")
 
 
 def main(arguments: list[str]) -> int:
-    """Renew the lock files of the given versions; returns the exit code."""
+    """Write the lock files of the given versions; return the exit code."""
     if not arguments or not all(_VERSION.fullmatch(version) for version in arguments):
         sys.stderr.write("usage: python -m txbroker.embedded.lock VERSION…\n")
         return 2

@@ -1,7 +1,7 @@
-"""Ask a broker, over the bare wire protocol, whether it is ready.
+"""Check over the wire protocol whether a broker is ready.
 
-Two requests of Apache Kafka's protocol (https://kafka.apache.org/protocol): ApiVersions 0 and
-Metadata 2. A client library would work too, but this needs no event loop and cannot hang.
+Sends ApiVersions 0 and Metadata 2 (https://kafka.apache.org/protocol). Unlike a client library it
+needs no event loop and cannot hang.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ _NO_TOPICS = struct.pack(">i", 0)
 
 
 def is_ready(port: int, cluster_id: str, timeout_s: float) -> bool:
-    """Whether the broker on 127.0.0.1:`port` answers and knows itself as a broker in service.
+    """Return whether the broker at 127.0.0.1:`port` answers and is in service.
 
-    False for the broker of another cluster, which may have been faster in taking the port.
+    False for a broker of another cluster, which may have taken the port first.
     """
     try:
         with socket.create_connection(("127.0.0.1", port), timeout=timeout_s) as connection:

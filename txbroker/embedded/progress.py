@@ -1,4 +1,4 @@
-"""How starting and downloading tell how far they are."""
+"""Progress of downloads."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from rich.console import Console
 
 
 class Progress(Protocol):
-    """Is told about a download. All calls but `advance` come from the starting thread."""
+    """Receives the progress of a download, from the starting thread except for `advance`."""
 
     def begin(self, what: str, total_bytes: int) -> None:
-        """A download of `total_bytes` bytes begins; `what` is a few words for people."""
+        """A download of `total_bytes` begins; `what` describes it."""
 
     def advance(self, n_bytes: int) -> None:
-        """`n_bytes` more have come (negative when a part is fetched again); from any thread."""
+        """`n_bytes` more have arrived (negative before a retry); from any thread."""
 
     def end(self) -> None:
-        """The download is over, well or badly."""
+        """The download has ended or failed."""
 
 
 class SilentProgress:
@@ -60,7 +60,7 @@ class BarProgress:
             self._bar.advance(self._task, n_bytes)
 
     def end(self) -> None:
-        """Leave the bar as it stands."""
+        """Leave the bar as it is."""
         if self._bar is not None:
             self._bar.stop()
             self._bar = None

@@ -1,4 +1,4 @@
-"""A real Apache Kafka of one node, run as a child process for development and tests."""
+"""A real single-node Apache Kafka in a child process, for development and tests."""
 
 from __future__ import annotations
 
@@ -33,26 +33,31 @@ from txbroker.embedded.settings import Listener, java_flags, server_properties
 DEFAULT_VERSION = "4.2.1"
 
 _SUPERVISOR = Path(__file__).with_name("supervisor.py")
-_READY_TIMEOUT_S = 90.0  # about 3 s on an idle machine; a busy one may need ten times that
+_READY_TIMEOUT_S = 90.0  # about 3 s on an idle machine; a busy one may need ten times as long
 _STOP_TIMEOUT_S = 20.0
 _FORMAT_TIMEOUT_S = 60.0
 _POLL_S = 0.05
 _LOG_LINES = 6
-_PORT_ATTEMPTS = 4  # a port found free may be taken by another before Kafka binds it
+_PORT_ATTEMPTS = 4  # another process may take a free port before Kafka binds it
 _PORT_TAKEN = "Address already in use"
 _NOT_STARTED = "The embedded Kafka was not started: call start() first"
 
 
 class EmbeddedKafka:
-    """A real Kafka (KRaft, broker and controller in one) on 127.0.0.1, with free ports.
+    """A real Kafka (KRaft, combined broker and controller) on free ports of 127.0.0.1.
 
-    `data_dir` None: a temporary folder, removed by `stop()` or with this process. A given one is
-    kept, and used by one Kafka at a time. `properties` are added to Kafka's server.properties;
-    with `for_load` Java has twice the heap, 1 GiB, and compiles as for production, which takes half
-    a minute of load and pays from then on. `progress` is told about the download of Kafka, which
-    happens once per version and user. `listeners` are further addresses for clients, by name (in
-    capitals) with the security protocol of each, whose keystores and logins `properties` name. All
-    calls block and may come from any thread.
+    All calls block, and may come from any thread.
+
+    Args:
+        data_dir: kept, and used by one Kafka at a time. None: a temporary folder, removed by
+            `stop()` or when this process ends.
+        version: of Kafka.
+        properties: added to server.properties.
+        listeners: additional listeners for clients: name in capitals and security protocol.
+            `properties` set their keystores and logins.
+        for_load: doubles the heap to 1 GiB and enables the C2 compiler, which pays off after half a
+            minute of load.
+        progress: receives the progress of the download, once per version and user.
     """
 
     def __init__(
@@ -80,15 +85,17 @@ class EmbeddedKafka:
 
     @property
     def bootstrap(self) -> str:
-        """The bootstrap servers, "127.0.0.1:PORT"; raises EmbeddedKafkaError before `start()`."""
+        """The bootstrap server, "127.0.0.1:PORT"; raises EmbeddedKafkaError before `start()`."""
         if self._ports[0] == 0:
             raise EmbeddedKafkaError(_NOT_STARTED)
         return f"127.0.0.1:{self._ports[0]}"
 
     def address(self, listener: str) -> str:
-        """The address of one of `listeners`, "127.0.0.1:PORT".
+        """Return the address of one of `listeners`, "127.0.0.1:PORT".
 
-        Raises EmbeddedKafkaError before `start()`, KeyError for one that there is not.
+        Raises:
+            EmbeddedKafkaError: before `start()`.
+            KeyError: there is no such listener.
         """
         if self._ports[0] == 0:
             raise EmbeddedKafkaError(_NOT_STARTED)
@@ -100,31 +107,33 @@ class EmbeddedKafka:
 
     @property
     def running(self) -> bool:
-        """Whether the Kafka that was started is still alive."""
+        """Whether the started Kafka is alive."""
         return self._supervisor is not None and self._supervisor.poll() is None
 
     @property
     def pid(self) -> int | None:
-        """The process id of Java while it runs, for tests that pause it by signal."""
+        """Java's process id while it runs, for tests that pause it."""
         return self._java_pid if self.running else None
 
     @property
     def data_dir(self) -> Path:
-        """The folder of data and log; raises EmbeddedKafkaError while there is none."""
+        """The data directory; raises EmbeddedKafkaError if there is none."""
         if self._data is None:
             raise EmbeddedKafkaError(_NOT_STARTED)
         return self._data.path
 
     @property
     def log_path(self) -> Path:
-        """The file with what Kafka logs; raises EmbeddedKafkaError while there is none."""
+        """Kafka's log file; raises EmbeddedKafkaError if there is none."""
         return self.data_dir / "kafka.log"
 
     def start(self) -> None:
         """Start Kafka and return once it takes requests; does nothing while it runs.
 
-        After `kill()` it starts on the same data and, where they are still free, ports.
-        Raises a subclass of EmbeddedKafkaError; nothing is left running then.
+        After `kill()` it uses the same data and, if still free, the same ports.
+
+        Raises:
+            EmbeddedKafkaError: a subclass; nothing is left running.
         """
         with self._guard:
             if self.running:
@@ -138,28 +147,28 @@ class EmbeddedKafka:
             try:
                 self._start_locked(self._data, command)
             except BaseException as error:
-                where = self._data.path
+                path = self._data.path
                 self._end("kill")
                 self._remove_temporary()
                 if isinstance(error, OSError):
                     raise DataDirError(
-                        f"The data directory {where} cannot be used: {error}"
+                        f"The data directory {path} cannot be used: {error}"
                     ) from error
                 raise
 
     def stop(self) -> None:
-        """End Kafka, by force after 20 s; removes a temporary data directory.
+        """Stop Kafka, by force after 20 s; remove a temporary data directory.
 
-        A `start()` that another thread waits in is broken off with StartCancelledError.
+        A concurrent `start()` fails with StartCancelledError.
         """
         self._cancelled.set()
         with self._guard:
-            # What is thrown away need not be closed well.
+            # A temporary directory needs no graceful stop.
             self._end("stop" if self._kept else "kill")
             self._remove_temporary()
 
     def kill(self) -> None:
-        """End Kafka at once, as kill -9 does, keeping its data for the next `start()`."""
+        """Kill Kafka, like kill -9; keep its data for the next `start()`."""
         self._cancelled.set()
         with self._guard:
             self._end("kill")
@@ -188,12 +197,12 @@ class EmbeddedKafka:
                 if self._wait_until_ready(data):
                     return
                 if attempt == _PORT_ATTEMPTS or _PORT_TAKEN not in _read(data.log_path):
-                    raise KafkaStartError(self._death(data))
+                    raise KafkaStartError(self._failure(data))
                 self._end("kill")
                 data.rotate_log()
                 self._ports = self._no_ports
         finally:
-            # From here on only the supervisor and Java hold the lock.
+            # From now on only the supervisor and Java hold the lock.
             os.close(lock)
 
     def _format(self, data: DataDir, command: Sequence[str], lock: int) -> None:
@@ -212,11 +221,11 @@ class EmbeddedKafka:
         data.finish_format()
 
     def _write_properties(self, data: DataDir, log_dir: str, ports: tuple[int, ...]) -> None:
-        further = [
+        listeners = [
             Listener(name, protocol, port)
             for (name, protocol), port in zip(self._listeners.items(), ports[2:], strict=True)
         ]
-        text = server_properties(log_dir, ports[0], ports[1], self._properties, further)
+        text = server_properties(log_dir, ports[0], ports[1], self._properties, listeners)
         (data.path / data.PROPERTIES).write_text(text, encoding="ascii")
 
     def _launch(self, data: DataDir, command: Sequence[str], lock: int) -> None:
@@ -225,7 +234,7 @@ class EmbeddedKafka:
         supervisor = [sys.executable, "-I", "-S", str(_SUPERVISOR)]
         arguments = [str(os.getpid()), str(lock), str(data.log_path), remove]
         java = [*command, *self._java_flags, "kafka.Kafka", data.PROPERTIES]
-        # A session of its own keeps a terminal's Ctrl-C from Kafka: the parent stops it, in order.
+        # A separate session keeps a terminal's Ctrl-C from Kafka: the parent stops it in order.
         with open(data.log_path, "ab") as log:
             self._supervisor = subprocess.Popen(
                 [*supervisor, *arguments, *java],
@@ -243,13 +252,13 @@ class EmbeddedKafka:
         self._java_pid = int(line)
 
     def _wait_until_ready(self, data: DataDir) -> bool:
-        """True when Kafka is ready, False when it failed; raises when the time is up."""
+        """Return True once Kafka is ready, False if it failed; raise on timeout."""
         cluster_id = data.cluster_id
         deadline = time.monotonic() + _READY_TIMEOUT_S
         while time.monotonic() < deadline:
             if self._cancelled.is_set():
                 raise StartCancelledError
-            # Kafka takes seconds to give up after it found its port taken.
+            # Kafka takes seconds to exit after a failed bind.
             if not self.running or _PORT_TAKEN in _read(data.log_path):
                 return False
             if is_ready(self._ports[0], cluster_id, timeout_s=2.0) and self.running:
@@ -260,19 +269,19 @@ class EmbeddedKafka:
             f"{_tail(data.log_path)}"
         )
 
-    def _death(self, data: DataDir) -> str:
+    def _failure(self, data: DataDir) -> str:
         code = self._supervisor.returncode if self._supervisor else None
         how = "found its port taken" if code is None else f"ended (exit code {code})"
         return f"Kafka {self.version} {how} while starting: {_tail(data.log_path)}"
 
-    def _end(self, order: str) -> None:
+    def _end(self, command: str) -> None:
         supervisor, self._supervisor = self._supervisor, None
         if supervisor is None:
             return
         assert supervisor.stdin is not None
         assert supervisor.stdout is not None
         with contextlib.suppress(OSError):
-            os.write(supervisor.stdin.fileno(), f"{order}\n".encode())
+            os.write(supervisor.stdin.fileno(), f"{command}\n".encode())
         try:
             supervisor.wait(_STOP_TIMEOUT_S)
         except subprocess.TimeoutExpired:
@@ -305,7 +314,7 @@ def _run(command: Sequence[str], cwd: Path, log: IO[bytes], lock: int) -> int:
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
-            pass_fds=[lock],  # should we be killed, the folder is not free before this ends
+            pass_fds=[lock],  # keeps the folder locked until it ends, even if we are killed
             timeout=_FORMAT_TIMEOUT_S,
             check=False,
         ).returncode
@@ -313,15 +322,15 @@ def _run(command: Sequence[str], cwd: Path, log: IO[bytes], lock: int) -> int:
         return -1
 
 
-def _free_ports(wanted: tuple[int, ...]) -> tuple[int, ...]:
-    """As many ports of 127.0.0.1 that nobody listens on: those wanted where possible."""
+def _free_ports(preferred: tuple[int, ...]) -> tuple[int, ...]:
+    """Return free ports of 127.0.0.1, the preferred ones if possible."""
     with contextlib.ExitStack() as stack:
-        return tuple(_bind(stack, port) for port in wanted)
+        return tuple(_bind(stack, port) for port in preferred)
 
 
 def _bind(stack: contextlib.ExitStack, port: int) -> int:
     probe = stack.enter_context(socket.socket())
-    # As Kafka does, so that connections of a Kafka that has just ended are no hindrance.
+    # Like Kafka, so that connections of a Kafka that has just ended do not matter.
     probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         probe.bind(("127.0.0.1", port))
@@ -338,6 +347,6 @@ def _read(path: Path) -> str:
 
 def _tail(log_path: Path) -> str:
     lines = [line.strip() for line in _read(log_path).splitlines()]
-    said = [line for line in lines if line and not line.startswith(("at ", "SLF4J"))]
-    last = "\n  ".join(said[-_LOG_LINES:]) or "it said nothing"
+    shown = [line for line in lines if line and not line.startswith(("at ", "SLF4J"))]
+    last = "\n  ".join(shown[-_LOG_LINES:]) or "the log is empty"
     return f"the last lines of {log_path.name} are\n  {last}"

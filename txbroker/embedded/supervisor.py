@@ -1,13 +1,13 @@
-"""Runs Kafka as the child of a small process that ends it when their parent is gone.
+"""Run Kafka as the child of a small process that ends it when the parent has died.
 
-Started by path, with nothing but the standard library, so it is up in a few milliseconds. Its
-stdin is a pipe from the parent: a line `stop` asks Kafka to end well, `kill` and the end of the
-pipe (the parent died, however) end it at once. Its stdout tells the process id of Java in one
-line. A parent's death is also seen by the parent's process id, because a forked brother may
-keep the pipe open; and the kernel kills Java should this process itself be killed.
+Started by path, with only the standard library, so that it is up in milliseconds. Its stdin is a
+pipe
+from the parent: the line `stop` stops Kafka gracefully; `kill`, or the end of the pipe after the
+parent's death, kills it. Its stdout is one line with Java's process id. It also polls its parent's
+process id, because a forked sibling may keep the pipe open. If it is killed, the kernel kills Java.
 
-Arguments: parent's process id, the lock's file descriptor or -1, log file, folder to remove
-at the end or an empty string, then the command.
+Arguments: the parent's process id, the lock's file descriptor or -1, the log file, the folder to
+remove at the end or an empty string, then the command.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 def _die_with_supervisor() -> None:
-    # Only Linux has it; elsewhere a killed supervisor leaves Kafka to the next start.
+    # Linux only; elsewhere a killed supervisor leaves Kafka running until the next start.
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
@@ -39,37 +39,37 @@ class _Supervisor:
         self.orphaned = False
 
     def run(self) -> int:
-        """Carry out the parent's orders until Java has ended; returns Java's exit code."""
+        """Execute the parent's commands until Java has ended; return its exit code."""
         while self._java.poll() is None and not self.orphaned:
             ready, _, _ = select.select([0], [], [], _POLL_S)
             if ready:
-                self._obey(os.read(0, 64))
+                self._execute(os.read(0, 64))
             if os.getppid() != self._parent:
                 self.orphaned = True
         if self.orphaned:
             self._java.kill()
         return self._java.wait()
 
-    def _obey(self, order: bytes) -> None:
-        if not order:
+    def _execute(self, command: bytes) -> None:
+        if not command:
             self.orphaned = True
-        elif b"kill" in order:
+        elif b"kill" in command:
             self._java.kill()
             self._java.wait()
-        elif b"stop" in order:
+        elif b"stop" in command:
             self._java.terminate()
 
     def on_terminate(self, _signal: int, _frame: FrameType | None) -> None:
-        """Pass a service manager's SIGTERM on."""
+        """Forward a service manager's SIGTERM."""
         self._java.terminate()
 
 
 def main(arguments: list[str]) -> int:
-    """Start the command and watch over it; returns its exit code."""
+    """Start and supervise the command; return its exit code."""
     parent, lock, log_path, remove, *command = arguments
     lock_fds = [int(lock)] if int(lock) >= 0 else []
     with open(log_path, "ab") as log:
-        # Java inherits the lock, so the folder is free only when Java really is gone.
+        # Java inherits the lock, so the folder is free only after Java has ended.
         java = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,

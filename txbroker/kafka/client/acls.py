@@ -1,7 +1,6 @@
-"""The rights (ACLs) that each part of txbroker needs on a Kafka that looks at rights. Pure.
+"""The rights (ACLs) that each role of txbroker needs on a Kafka with an authorizer. Pure.
 
-Read and Write bring Describe with them. Idempotent writing needs no right on the cluster: that to
-write to any topic is enough, since Kafka 3.0.
+Read and Write imply Describe. Since Kafka 3.0 idempotent writes need no right on the cluster.
 """
 
 from __future__ import annotations
@@ -20,18 +19,18 @@ UNKNOWN_PRINCIPAL = "User:NAME"
 
 
 class Role(StrEnum):
-    """Who needs rights."""
+    """A part of txbroker that needs rights."""
 
     PROXY = "proxy"
     APPLY = "apply"
-    """`txbroker topics apply`, or proxies that make their topics themselves."""
+    """`txbroker topics apply`, or proxies that create their topics."""
     DOCTOR = "doctor"
-    """`txbroker doctor`: these beside a proxy's, with whose login it looks."""
+    """`txbroker doctor`: in addition to the proxy's rights, whose login it uses."""
     AUDIT = "audit"
 
 
 class Resource(StrEnum):
-    """What a right is on, as `kafka-acls.sh` calls it."""
+    """The type of a resource, as in `kafka-acls.sh`."""
 
     TOPIC = "topic"
     GROUP = "group"
@@ -39,11 +38,13 @@ class Resource(StrEnum):
 
 
 class Right(Struct, frozen=True):
-    """What somebody must be allowed.
+    """Operations that a role needs on a resource.
 
     Attributes:
-        prefixed: on everything whose name begins with `name`, not on one of that name.
-        why: what it is for.
+        role, resource, operations: who, what type, which ACL operations.
+        name: of the resource.
+        prefixed: whether `name` is a prefix.
+        why: its purpose.
     """
 
     role: Role
@@ -60,8 +61,9 @@ def rights_needed(
     """Return all rights that txbroker needs.
 
     Args:
-        targets: the target topics; `orders.*` stands for all that begin with `orders.`.
-        create_targets: whether proxies create targets that are missing.
+        settings: name the topics.
+        targets: the target topics; `orders.*` is a prefix.
+        create_targets: whether proxies create missing targets.
     """
     named = [_pattern(target) for target in targets]
     return [
@@ -73,7 +75,7 @@ def rights_needed(
 
 
 def kafka_acls_command(right: Right, principal: str, servers: str) -> str:
-    """Return the command of Kafka's own that grants a right."""
+    """Return the `kafka-acls.sh` command that grants a right."""
     words = ["kafka-acls.sh", "--bootstrap-server", servers, "--add"]
     words += ["--allow-principal", principal]
     for operation in right.operations:
@@ -85,7 +87,7 @@ def kafka_acls_command(right: Right, principal: str, servers: str) -> str:
 
 
 def _pattern(target: str) -> tuple[str, bool]:
-    # `*` alone is Kafka's own sign for every name, and no prefix.
+    # `*` alone is Kafka's wildcard, no prefix.
     prefixed = target.endswith("*") and target != "*"
     return (target.removesuffix("*") if prefixed else target, prefixed)
 
@@ -110,17 +112,17 @@ def _proxy(
     whys = (
         (settings.half_topic, "half messages"),
         (settings.op_topic, "markers"),
-        (settings.checkpoint_topic, "progress and snapshots"),
-        (settings.parked_topic, "what is kept whole"),
+        (settings.checkpoint_topic, "checkpoints and snapshots"),
+        (settings.parked_topic, "parked transactions"),
         (settings.groups_topic, "producer groups"),
     )
     own = [_topic(role, name, (READ, WRITE, DESCRIBE_CONFIGS), why) for name, why in whys]
-    # Read for one thing: whether a turn of an earlier claim is still open there.
+    # Read only to see whether a transaction of an earlier claim is still open.
     on_targets = (READ, WRITE, DESCRIBE_CONFIGS, *((CREATE,) if create_targets else ()))
     return [
         *own,
-        _topic(role, settings.audit_topic, (READ,), "what audits tell, for metrics and console"),
-        Right(role, Resource.GROUP, settings.group_id, False, (READ,), "sharing partitions"),
+        _topic(role, settings.audit_topic, (READ,), "audit results, for metrics and console"),
+        Right(role, Resource.GROUP, settings.group_id, False, (READ,), "partition assignment"),
         Right(
             role, Resource.TRANSACTIONAL_ID, f"{settings.half_topic}-", True, (WRITE,), "promotion"
         ),
@@ -136,7 +138,7 @@ def _apply(settings: KafkaSettings) -> list[Right]:
             Role.APPLY,
             name,
             (*operations, READ) if name == settings.groups_topic else operations,
-            "making and mending it",
+            "creating and changing it",
         )
         for name in names
     ]
@@ -144,7 +146,7 @@ def _apply(settings: KafkaSettings) -> list[Right]:
 
 def _doctor(settings: KafkaSettings) -> list[Right]:
     return [
-        _topic(Role.DOCTOR, name, (READ, DESCRIBE_CONFIGS), "whether audits are fresh")
+        _topic(Role.DOCTOR, name, (READ, DESCRIBE_CONFIGS), "age of audits")
         for name in settings.audit_topics
     ]
 
@@ -154,18 +156,18 @@ def _audit(settings: KafkaSettings, targets: list[tuple[str, bool]]) -> list[Rig
     reads = (READ, DESCRIBE_CONFIGS)
     return [
         *(
-            _topic(role, name, reads, "what is compared")
+            _topic(role, name, reads, "records to compare")
             for name in (settings.half_topic, settings.op_topic, settings.parked_topic)
         ),
-        *_on_targets(role, targets, reads, "what is compared"),
-        _topic(role, settings.audit_topic, (READ, WRITE), "what it found"),
-        _topic(role, settings.drift_topic, (WRITE,), "what a stream found"),
+        *_on_targets(role, targets, reads, "records to compare"),
+        _topic(role, settings.audit_topic, (READ, WRITE), "results"),
+        _topic(role, settings.drift_topic, (WRITE,), "findings of streams"),
         Right(
             role,
             Resource.TRANSACTIONAL_ID,
             f"{settings.drift_topic}-",
             True,
             (WRITE,),
-            "writing what a stream found once",
+            "writing findings exactly once",
         ),
     ]

@@ -1,9 +1,8 @@
-"""Connections to brokers. The client library opens them and logs in, over a way of our own to ask:
-it cuts answers out of what arrives, where the library goes through a stream and a task.
+"""Connections to brokers.
 
-With what the library leaves out of logins: why a broker refuses a token, and that a login ends.
-And why there is no connection, in words.
-"""
+The client library connects and logs in. Requests and answers bypass its stream and reader task: a
+protocol splits incoming data into answers. This also adds what the library's logins lack: the
+reason why a broker refuses a token, the end of a login's lifetime, and errors in words."""
 
 from __future__ import annotations
 
@@ -32,8 +31,8 @@ from txbroker.kafka.client.oauth import NoToken
 from txbroker.kafka.protocol.packed import PackedRequest
 
 LOGIN_SHARE = 0.8
-"""When so much of a login's life is over, an idle connection gives way to a new one. Brokers cut
-off whoever asks something later than they allow (`connections.max.reauth.ms`)."""
+"""After this share of a login's lifetime an idle connection is replaced. Brokers close connections
+that are used after it (`connections.max.reauth.ms`)."""
 
 _SIZE = struct.Struct(">i")
 
@@ -45,10 +44,10 @@ _UNKNOWN_ISSUER = frozenset({2, 18, 19, 20, 21})
 
 
 class _Authenticator(LibraryAuthenticator):
-    """Hears a broker that refuses a token; the library takes its answer for a yes."""
+    """Detects that a broker refuses a token, which the library takes for success."""
 
     async def step(self, payload: bytes | None) -> tuple[bytes, bool] | None:
-        """Return what to send next, None at the end."""
+        """Return the next message, None at the end."""
         if payload:
             raise SaslAuthenticationFailed(_token_refused(payload))
         step: tuple[bytes, bool] | None = await super().step(payload)  # type: ignore[no-untyped-call]
@@ -56,7 +55,7 @@ class _Authenticator(LibraryAuthenticator):
 
 
 class _Frames(asyncio.Protocol):
-    """Cuts answers out of what arrives."""
+    """Splits incoming data into answers."""
 
     def __init__(self, connection: LoggedInConnection, closed: asyncio.Future[None]) -> None:
         self._connection = connection
@@ -64,7 +63,7 @@ class _Frames(asyncio.Protocol):
         self._rest = bytearray()
 
     def data_received(self, data: bytes | bytearray) -> None:
-        """Take what has arrived."""
+        """Split off complete answers."""
         if self._rest:
             self._rest += data
             data = self._rest
@@ -77,28 +76,28 @@ class _Frames(asyncio.Protocol):
                 self._connection.take(bytes(memoryview(data)[begin:end]))
                 at = end
         except Exception as error:
-            # Whatever it is: no answer behind one that does not read can be trusted.
+            # After an answer that does not decode no other can be trusted.
             self._connection.close(reason=CloseReason.CONNECTION_BROKEN, exc=error)
             return
         if at or data is not self._rest:
             self._rest = bytearray(data[at:])
 
     def eof_received(self) -> None:
-        """The broker has closed it."""
-        error = EOFError("the broker has closed it")
+        """Close: the broker has closed the connection."""
+        error = EOFError("the broker has closed the connection")
         self._connection.close(reason=CloseReason.CONNECTION_BROKEN, exc=error)
 
     def connection_lost(self, error: Exception | None) -> None:
-        """It is closed, by whomever."""
+        """Complete the close, by either side."""
         if not self._closed.done():
             self._closed.set_result(None)
         self._connection.close(reason=CloseReason.CONNECTION_BROKEN, exc=error)
 
 
 class LoggedInConnection(AIOKafkaConnection):
-    """A connection that gives way before its login ends."""
+    """A connection that closes before its login expires."""
 
-    _ends_at = float("inf")
+    _expires_at = float("inf")
 
     def authenticator_oauth(self) -> _Authenticator:
         """Return the authenticator for OAUTHBEARER."""
@@ -106,18 +105,18 @@ class LoggedInConnection(AIOKafkaConnection):
         return _Authenticator(sasl_oauth_token_provider=provider)  # type: ignore[no-untyped-call]
 
     def connected(self) -> bool:
-        """Whether it takes requests. An idle one whose login is about to end closes itself."""
-        if self._loop.time() >= self._ends_at and not self._requests:
+        """Return whether it takes requests; close it if it is idle and its login expires soon."""
+        if self._loop.time() >= self._expires_at and not self._requests:
             self.close(reason=CloseReason.IDLE_DROP)
         return bool(super().connected())  # type: ignore[no-untyped-call]
 
     async def _do_version_lookup(self) -> None:
-        """Take over as soon as there is a connection: nothing was asked yet."""
+        """Replace the protocol before the first request."""
         self.take_over()
         await super()._do_version_lookup()  # type: ignore[no-untyped-call]
 
     def take_over(self) -> None:
-        """Have what arrives come to us, not to the client library's task."""
+        """Receive data here instead of in the library's reader task."""
         assert self._read_task is not None
         assert self._writer is not None
         assert self._closed_fut is not None
@@ -125,13 +124,16 @@ class LoggedInConnection(AIOKafkaConnection):
         self._writer.transport.set_protocol(_Frames(self, self._closed_fut))
 
     def send(self, request: Request[Any] | PackedRequest, answer: Any = None) -> Awaitable[Any]:
-        """Send a request; the awaitable brings its answer, or a TimeoutError; so does `answer`,
-        which takes either as a future does, where it is given.
+        """Send a request; return an awaitable of its answer, which may raise TimeoutError.
+
+        Args:
+            request: to send.
+            answer: receives the answer instead of a new future.
 
         Raises:
             KafkaConnectionError: the connection is broken; nothing was sent.
-            IncompatibleBrokerVersion, NotImplementedError: the broker does not know the request,
-                or not in a version that we do.
+            IncompatibleBrokerVersion, NotImplementedError: the broker does not support the request,
+                or no version of it that we do.
         """
         if self._writer is None:
             raise KafkaConnectionError(f"No connection to broker at {self._host}:{self._port}")
@@ -148,8 +150,7 @@ class LoggedInConnection(AIOKafkaConnection):
         try:
             self._writer.write(frame)
         except (OSError, RuntimeError) as error:
-            # A RuntimeError is uvloop's word for a connection that has just broken, of which
-            # nobody was told yet.
+            # uvloop raises RuntimeError for a connection that broke but was not reported yet.
             self.close(reason=CloseReason.CONNECTION_BROKEN)
             raise KafkaConnectionError(f"connection broken: {error}") from error
         answer = answer or self._loop.create_future()
@@ -161,15 +162,15 @@ class LoggedInConnection(AIOKafkaConnection):
         return awaitable
 
     def take(self, frame: bytes) -> None:
-        """Give an answer to whoever waits for it. Brokers answer in order.
+        """Pass an answer to the oldest request: brokers answer in order.
 
         Raises:
-            Exception: it does not read, or nothing was asked.
+            Exception: it does not decode, or no request is in flight.
         """
         number, (asked, timer), answer = self._requests[0]
-        (found,) = _SIZE.unpack_from(frame)
-        if found != number:
-            raise CorrelationIdError(f"asked {number}, the answer is to {found}")
+        (answered,) = _SIZE.unpack_from(frame)
+        if answered != number:
+            raise CorrelationIdError(f"request {number} is next, the answer is to {answered}")
         if not answer.done():
             if isinstance(asked, PackedRequest):
                 answer.set_result(asked.read(frame))
@@ -179,62 +180,66 @@ class LoggedInConnection(AIOKafkaConnection):
                 answer.set_result(asked.RESPONSE_TYPE.decode(buffer))
         timer.cancel()
         self._last_action = time.monotonic()
-        # Only now: if it does not read, closing fails whoever waits for it.
+        # Only now: if it does not decode, closing the connection fails the request.
         self._requests.popleft()
 
     def close(
         self, reason: CloseReason | None = None, exc: BaseException | None = None
     ) -> asyncio.Future[None]:
-        """Close it; what still waits for an answer gets a KafkaConnectionError."""
+        """Close it; requests in flight fail with KafkaConnectionError."""
         unanswered = self._requests
         for _, (_, timer), _ in unanswered:
             timer.cancel()
         closed: asyncio.Future[None] = super().close(reason, exc)  # type: ignore[no-untyped-call]
         for _, _, answer in unanswered:
-            _look_at(answer)
+            _mark_retrieved(answer)
         return closed
 
     def _expire(self, answer: asyncio.Future[Any]) -> None:
-        """No answer came in time. Whoever asked closes the connection; nobody does where they gave
-        up, and what is behind it would neither be answered nor let the connection be idle."""
+        """Time out a request. Its caller then closes the connection, unless it was cancelled.
+
+        Requests after it would neither be answered nor let the connection become idle.
+        """
         if answer.cancelled():
             self.close(reason=CloseReason.CONNECTION_BROKEN, exc=TimeoutError())
         elif not answer.done():
             answer.set_exception(TimeoutError())
-            _look_at(answer)
+            _mark_retrieved(answer)
 
     def _send_sasl_token(self, payload: bytes, expect_response: bool = True) -> Awaitable[Any]:
-        """Refuse the way to log in from before Kafka 1.0, whose answers are no frames of ours."""
-        raise IncompatibleBrokerVersion("it takes logins only as brokers before Kafka 1.0 did")
+        """Refuse logins of Kafka before 1.0, whose answers have another format."""
+        raise IncompatibleBrokerVersion(
+            "it only supports logins of Kafka before 1.0: upgrade the brokers"
+        )
 
     async def _logged_in(self, answer: Awaitable[Any]) -> Any:
-        told = await answer
-        life_ms = getattr(told, "session_lifetime_ms", 0)
+        result = await answer
+        life_ms = getattr(result, "session_lifetime_ms", 0)
         if life_ms > 0:
-            self._ends_at = self._loop.time() + life_ms / 1000 * LOGIN_SHARE
-        return told
+            self._expires_at = self._loop.time() + life_ms / 1000 * LOGIN_SHARE
+        return result
 
 
-def _look_at(answer: asyncio.Future[Any]) -> None:
-    """Look at an error, as nobody does where a cancellation comes between."""
+def _mark_retrieved(answer: asyncio.Future[Any]) -> None:
+    """Mark an error as retrieved, for a caller that was cancelled."""
     if answer.done() and not answer.cancelled():
         answer.exception()
 
 
 async def open_connection(host: str, port: int, **arguments: Any) -> LoggedInConnection:
-    """Open a connection of the client library and log in.
+    """Open a connection and log in.
 
     Raises:
-        OSError, KafkaError, TimeoutError: there is none.
+        OSError, KafkaError, TimeoutError
     """
     connection = LoggedInConnection(host, port, **arguments)  # type: ignore[no-untyped-call]
     try:
         await connection.connect()  # type: ignore[no-untyped-call]
     except ssl.SSLError:
-        raise  # which may be a ValueError, too
+        raise  # some are ValueErrors, too
     except (ValueError, KeyError, AssertionError):
-        # What SCRAM finds in a broker's answer that is not as it should be.
-        raise SaslAuthenticationFailed("the broker's part of the login does not hold") from None
+        # Raised by SCRAM for an invalid answer.
+        raise SaslAuthenticationFailed("the broker's part of the SCRAM login is invalid") from None
     return connection
 
 
@@ -243,31 +248,31 @@ def _token_refused(payload: bytes) -> str:
         status = str(json.loads(payload).get("status", ""))
     except (ValueError, AttributeError):
         status = ""
-    said = f" ({status[:60]})" if status.isprintable() and status else ""
-    return f"the broker does not take the token{said}"
+    reason = f" ({status[:60]})" if status.isprintable() and status else ""
+    return f"the broker refuses the token{reason}"
 
 
-# --- in words --------------------------------------------------------------------------------
+# --- errors in words -------------------------------------------------------------------------
 
 
 def why_not(error: BaseException, host: str, arguments: dict[str, Any]) -> str:
-    """Return why there is no connection, as the end of a sentence. It never holds a secret.
+    """Return why a connection failed, as the end of a sentence. Never contains a secret.
 
     Args:
+        error: of the connection.
         host: of the broker.
-        arguments: what the connection was told about TLS and login.
+        arguments: of the connection, about TLS and login.
     """
     for cause in _causes(error):
-        found = _about(cause, host, arguments)
-        if found:
-            return f": {found}"
-    return f" ({_plainly(error)}): is it running, and is this its address?"
+        if reason := _about(cause, host, arguments):
+            return f": {reason}"
+    return f" ({_plainly(error)}): check that it is running, and its address"
 
 
 def is_refusal(error: BaseException) -> bool:
-    """Say whether the broker was reached and does not let us in, so that waiting does not help.
+    """Return whether the broker was reached and refused the login, so that a retry does not help.
 
-    A connection that breaks is none: a broker that starts or stops breaks them, too.
+    A broken connection is no refusal: brokers that start or stop break them, too.
     """
     for cause in _causes(error):
         if isinstance(cause, ssl.SSLError) and not isinstance(cause, ssl.SSLEOFError):
@@ -293,8 +298,8 @@ def _about(error: BaseException, host: str, arguments: dict[str, Any]) -> str:
         return _about_tls(error)
     if isinstance(error, ConnectionResetError) or _closed(error):
         return (
-            "it closes the connection: does it speak kafka_security_protocol "
-            f"{protocol} at this port?"
+            "the broker closes the connection: check that this port speaks kafka_security_protocol "
+            f"{protocol}"
         )
     if isinstance(error, KafkaError):
         return _about_login(error, arguments)
@@ -302,7 +307,7 @@ def _about(error: BaseException, host: str, arguments: dict[str, Any]) -> str:
 
 
 def _closed(error: BaseException) -> bool:
-    """Say whether the broker has closed the connection, without a word of TLS."""
+    """Return whether the broker closed the connection, without a TLS error."""
     if not isinstance(error, KafkaConnectionError) or "closed" not in str(error):
         return False
     return not any(isinstance(cause, ssl.SSLError) for cause in _causes(error))
@@ -312,55 +317,55 @@ def _about_certificate(error: ssl.SSLCertVerificationError, host: str) -> str:
     code = error.verify_code
     if code in _OTHERS_CERTIFICATE:
         return (
-            f"its certificate is not for {host}: use a name that stands in it, in `kafka` and in "
-            "the brokers' advertised.listeners"
+            f"the broker's certificate is not valid for {host}: use a name in the certificate for "
+            "`kafka` and for the brokers' advertised.listeners"
         )
     if code == _EXPIRED:
-        return "its certificate has expired"
+        return "the broker's certificate has expired: renew it"
     if code == _NOT_YET:
-        return "its certificate is not valid yet: are the clocks right?"
+        return "the broker's certificate is not valid yet: check the clocks"
     if code in _UNKNOWN_ISSUER:
         return (
-            "its certificate is signed by nobody who is trusted here: name the authority's "
-            "certificate by kafka_ssl_ca_file"
+            "the broker's certificate is signed by an unknown authority: set kafka_ssl_ca_file to "
+            "the authority's certificate"
         )
-    return f"its certificate does not hold: {error.verify_message}"
+    return f"the broker's certificate is invalid: {error.verify_message}"
 
 
 def _about_tls(error: ssl.SSLError) -> str:
     reason = (error.reason or "").upper()
     if "HANDSHAKE_FAILURE" in reason or "UNKNOWN_CA" in reason or "CERTIFICATE" in reason:
-        # Which of these it is, brokers tell only in their own log.
+        # Brokers log the exact reason only on their side.
         return (
-            "it wants its clients to show a certificate that is signed by whom it trusts and has "
-            "not expired: see kafka_ssl_cert_file and kafka_ssl_key_file"
+            "the broker requires a valid client certificate that is signed by an authority it "
+            "trusts: see kafka_ssl_cert_file and kafka_ssl_key_file"
         )
     if "WRONG_VERSION" in reason or "RECORD_LAYER" in reason or "UNEXPECTED_EOF" in reason:
-        return "it does not speak TLS at this port: see kafka_security_protocol"
-    return f"TLS with it fails ({reason.lower().replace('_', ' ') or 'no reason given'})"
+        return "this port does not speak TLS: see kafka_security_protocol"
+    return f"the TLS handshake failed ({reason.lower().replace('_', ' ') or 'no reason given'})"
 
 
 def _about_login(error: KafkaError, arguments: dict[str, Any]) -> str:
     mechanism = arguments.get("sasl_mechanism", "")
     code = getattr(error, "errno", None)
     if code == _UNSUPPORTED_MECHANISM:
-        return f"it has no logins by {mechanism}: see kafka_sasl_mechanism"
+        return f"the broker does not support {mechanism}: see kafka_sasl_mechanism"
     if code == _ILLEGAL_STATE:
-        return "it takes no login at this port: see kafka_security_protocol"
+        return "this port takes no login: see kafka_security_protocol"
     if code == _REFUSED:
         if mechanism == "OAUTHBEARER":
-            said = error.args[0] if error.args else "the broker does not take the token"
-            return f"{said}: has it expired, and is it meant for Kafka?"
+            reason = error.args[0] if error.args else "the broker refuses the token"
+            return f"{reason}: check its expiry and its audience"
         user = arguments.get("sasl_plain_username", "")
         return (
-            f"it refuses the login of {user} by {mechanism}: see kafka_sasl_username and "
+            f"the broker refuses the login of {user} by {mechanism}: see kafka_sasl_username and "
             "kafka_sasl_password_file"
         )
     return ""
 
 
 def _plainly(error: BaseException) -> str:
-    """As the system says it, else at least the kind of error."""
+    """Return the system's message, else at least the type of the error."""
     if isinstance(error, TimeoutError | asyncio.TimeoutError):
         return "no answer in time"
     return (isinstance(error, OSError) and error.strerror) or str(error) or type(error).__name__

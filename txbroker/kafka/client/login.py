@@ -1,8 +1,7 @@
-"""What a connection is told about TLS and the login, by the settings as they are at that moment.
+"""TLS and login arguments of new connections.
 
-Passwords, tokens and certificates are read for each new connection, so what is changed on disk
-counts without a restart. Connections that are open stay so.
-"""
+Passwords, tokens and certificates are read for each new connection, so that changed files take
+effect without a restart. Open connections stay open."""
 
 from __future__ import annotations
 
@@ -22,7 +21,7 @@ from txbroker.errors import ConfigurationError
 from txbroker.kafka.client.oauth import Credentials, FetchedToken, TokenInFile
 
 Stamp = tuple[tuple[int, int, int, int], ...]
-"""By what it is seen that files changed: of each its inode, size, time of change and mode."""
+"""Inode, size, modification time and mode of files, to detect changes."""
 
 log = structlog.wrap_logger(logging.getLogger(__name__))
 
@@ -30,13 +29,13 @@ TLS_FILES = ("kafka_ssl_ca_file", "kafka_ssl_cert_file", "kafka_ssl_key_file")
 
 
 class Login(Protocol):
-    """Who one client is to Kafka."""
+    """The identity of one client."""
 
     def arguments(self) -> dict[str, Any]:
         """Return keyword arguments for a new connection of the client library.
 
         Raises:
-            ConfigurationError: a file cannot be read, or does not hold what it should.
+            ConfigurationError: a file cannot be read, or has the wrong content.
         """
         ...
 
@@ -45,36 +44,36 @@ class NoLogin:
     """Neither TLS nor a login."""
 
     def arguments(self) -> dict[str, Any]:
-        """Return what says so."""
+        """Return keyword arguments for a new connection."""
         return {"security_protocol": "PLAINTEXT"}
 
 
 LoginMaker = Callable[[], Login]
-"""Makes the login of one client, inside its event loop."""
+"""Returns the login of one client, inside its event loop."""
 
 
 class SettingsLogin:
-    """The login that settings describe."""
+    """The login of a configuration."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self._context: tuple[Stamp, ssl.SSLContext] | None = None
-        self._not_taken: Stamp | None = None
+        self._rejected: Stamp | None = None
         self._tokens: AbstractTokenProvider | None = None
 
     def arguments(self) -> dict[str, Any]:
         """Return keyword arguments for a new connection of the client library.
 
         Raises:
-            ConfigurationError: a file cannot be read, or does not hold what it should.
+            ConfigurationError: a file cannot be read, or has the wrong content.
         """
         protocol = self._settings.kafka_security_protocol
-        given: dict[str, Any] = {"security_protocol": protocol}
+        arguments: dict[str, Any] = {"security_protocol": protocol}
         if protocol.endswith("SSL"):
-            given["ssl_context"] = self._tls()
+            arguments["ssl_context"] = self._tls()
         if protocol.startswith("SASL"):
-            given |= self._sasl()
-        return given
+            arguments |= self._sasl()
+        return arguments
 
     def _sasl(self) -> dict[str, Any]:
         settings = self._settings
@@ -91,29 +90,29 @@ class SettingsLogin:
         }
 
     def _tls(self) -> ssl.SSLContext:
-        """Return the context, made anew where its files changed.
+        """Return the TLS context, recreated if its files have changed.
 
-        Certificate and key are two files: between the changes of both they may not fit. Then the
-        former ones are used for one more connection.
+        Between the changes of certificate and key they do not match: then the previous context is
+        used again.
         """
         stamp = _stamp(getattr(self._settings, name) for name in TLS_FILES)
         if self._context is not None and self._context[0] == stamp:
             return self._context[1]
         try:
-            made = tls_context(self._settings)
+            context = tls_context(self._settings)
         except ConfigurationError as error:
             if self._context is None:
                 raise
-            if stamp != self._not_taken:  # said once: it is asked for each connection
-                self._not_taken = stamp
+            if stamp != self._rejected:  # log once, not for each connection
+                self._rejected = stamp
                 log.warning("tls files not taken", files=", ".join(TLS_FILES), why=str(error))
             return self._context[1]
-        self._context = (stamp, made)
-        return made
+        self._context = (stamp, context)
+        return context
 
 
 def token_provider(settings: Settings) -> AbstractTokenProvider:
-    """Return where the tokens for OAUTHBEARER come from."""
+    """Return the provider of tokens for OAUTHBEARER."""
     if settings.kafka_oauth_token_file is not None:
         return TokenInFile(settings.kafka_oauth_token_file)
     return FetchedToken(
@@ -128,45 +127,45 @@ def token_provider(settings: Settings) -> AbstractTokenProvider:
 
 
 def tls_context(settings: Settings) -> ssl.SSLContext:
-    """Return how to speak TLS with Kafka. Certificates and host names are always looked at.
+    """Return the TLS context. Certificates and host names are always verified.
 
     Raises:
-        ConfigurationError: a file does not hold what it should; the sentence names its setting.
+        ConfigurationError: a file has the wrong content; the message names its setting.
     """
     if settings.kafka_ssl_ca_file is None:
         context = ssl.create_default_context()
     else:
-        # Whoever names an authority wants that one, and not also all that the system trusts.
-        context = _trusting("kafka_ssl_ca_file", settings.kafka_ssl_ca_file)
+        # The configured authority replaces those of the system.
+        context = _trust("kafka_ssl_ca_file", settings.kafka_ssl_ca_file)
     if settings.kafka_ssl_cert_file is not None and settings.kafka_ssl_key_file is not None:
-        _show_certificate(context, settings)
+        _load_certificate(context, settings)
     return context
 
 
-def _trusting(name: str, path: Path) -> ssl.SSLContext:
+def _trust(name: str, path: Path) -> ssl.SSLContext:
     try:
         return ssl.create_default_context(cafile=path)
     except ssl.SSLError:
-        raise ConfigurationError(f"{name} {path} holds no certificate in PEM") from None
+        raise ConfigurationError(f"{name} {path} contains no certificate in PEM") from None
     except OSError as error:
         raise ConfigurationError(f"{name} {path}: {error.strerror}") from None
 
 
-def _show_certificate(context: ssl.SSLContext, settings: Settings) -> None:
+def _load_certificate(context: ssl.SSLContext, settings: Settings) -> None:
     cert, key = settings.kafka_ssl_cert_file, settings.kafka_ssl_key_file
     password = settings.kafka_secret("kafka_ssl_key_password")
 
-    def asked() -> str:
-        # Without this, OpenSSL would ask on the terminal, and wait.
+    def get_password() -> str:
+        # Without it, OpenSSL would prompt on the terminal, and wait.
         if not password:
             raise ConfigurationError(
-                f"kafka_ssl_key_file {key} has a password: name a file that holds it by "
-                "kafka_ssl_key_password_file"
+                f"kafka_ssl_key_file {key} has a password: set kafka_ssl_key_password_file to a "
+                "file that contains it"
             )
         return password
 
     try:
-        context.load_cert_chain(str(cert), str(key), asked)
+        context.load_cert_chain(str(cert), str(key), get_password)
     except ssl.SSLError as error:
         raise ConfigurationError(_about_pair(error, cert, key, bool(password))) from None
     except OSError as error:
@@ -182,19 +181,19 @@ def _about_pair(
         return f"kafka_ssl_key_file {key} is not the key of kafka_ssl_cert_file {cert}"
     if has_password and error.reason != "PEM_LIB":
         return f"the password does not open kafka_ssl_key_file {key}"
-    return f"kafka_ssl_cert_file {cert} and kafka_ssl_key_file {key} do not hold both in PEM"
+    return f"kafka_ssl_cert_file {cert} and kafka_ssl_key_file {key} do not contain both in PEM"
 
 
 def _stamp(paths: Any) -> Stamp:
-    found = []
+    stamps = []
     for path in paths:
         try:
             facts = os.stat(path) if path is not None else None
         except OSError:
             facts = None
-        found.append(
+        stamps.append(
             (facts.st_ino, facts.st_size, facts.st_mtime_ns, facts.st_mode)
             if facts
             else (0, 0, 0, 0)
         )
-    return tuple(found)
+    return tuple(stamps)

@@ -1,4 +1,4 @@
-"""Tokens for OAUTHBEARER: in a file that somebody renews, or fetched by client credentials."""
+"""Tokens for OAUTHBEARER: from a file, or fetched by client credentials."""
 
 from __future__ import annotations
 
@@ -22,38 +22,39 @@ from txbroker.errors import ConfigurationError
 
 FETCH_TIMEOUT_S = 10.0
 RENEW_SHARE = 0.8
-"""When so much of a token's life is over, the next connection gets a new one."""
-LIFE_UNTOLD_S = 60.0
-"""For how long a token is used again whose life the endpoint does not tell."""
+"""After this share of a token's lifetime the next connection gets a new one."""
+DEFAULT_LIFETIME_S = 60.0
+"""Lifetime of a token without `expires_in`."""
 ANSWER_BYTES_MAX = 256 * 1024
-"""The longest answer of a token endpoint that is read."""
+"""Maximum answer of a token endpoint."""
 PAUSE_S = 1.0
-"""After a failure the endpoint is left in peace for so long: many connections may want a token."""
+"""Minimum time between a failure and the next request, because many connections may need a
+token."""
 
 
 def now_s() -> float:
-    """Return a time that only goes forward, seconds."""
+    """Return a monotonic time, seconds."""
     return asyncio.get_running_loop().time()
 
 
 class NoToken(KafkaError):
-    """There is no token to log in to Kafka with; says why."""
+    """No token for the login to Kafka; the message holds the reason."""
 
     def __str__(self) -> str:
         return str(self.args[0])
 
 
 class TokenInFile(AbstractTokenProvider):
-    """The token in a file, such as Kubernetes or a sidecar keeps renewing it."""
+    """The token in a file that Kubernetes or a sidecar renews."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
 
     async def token(self) -> str:
-        """Return what the file holds now.
+        """Return the file's current content.
 
         Raises:
-            NoToken: it cannot be read.
+            NoToken: the file cannot be read.
         """
         try:
             return read_secret("kafka_oauth_token_file", self._path)
@@ -62,12 +63,14 @@ class TokenInFile(AbstractTokenProvider):
 
 
 class Credentials(Struct, frozen=True):
-    """By what tokens are fetched.
+    """Client credentials for a token endpoint.
 
     Attributes:
-        secret: reads the client's secret, so that no repr shows it and a new one counts.
-        scope: what to ask for, "" for what the endpoint gives by itself.
-        ca_file: who may sign the endpoint's certificate; None: whom the system trusts.
+        url: of the endpoint.
+        client_id: at the endpoint.
+        secret: returns the client's secret, so that no repr shows it and a new one takes effect.
+        scope: to request, or "".
+        ca_file: authorities for the endpoint's certificate; None: those of the system.
     """
 
     url: str
@@ -80,9 +83,8 @@ class Credentials(Struct, frozen=True):
 class FetchedToken(AbstractTokenProvider):
     """A token from a token endpoint, by client credentials (RFC 6749 4.4).
 
-    One is used for all connections until most of its life is over. While it is valid, an endpoint
-    that does not answer hinders nobody.
-    """
+    One token serves all connections until most of its lifetime is over. While it is valid, a
+    failing endpoint has no effect."""
 
     def __init__(self, credentials: Credentials) -> None:
         self._credentials = credentials
@@ -92,10 +94,10 @@ class FetchedToken(AbstractTokenProvider):
         self._why = ""
 
     async def token(self) -> str:
-        """Return a token that is valid for a while.
+        """Return a valid token.
 
         Raises:
-            NoToken: none can be had; the sentence says why and never holds a secret.
+            NoToken: the message holds the reason, never a secret.
         """
         async with self._lock:
             now = now_s()
@@ -120,10 +122,10 @@ class FetchedToken(AbstractTokenProvider):
 
 
 async def fetch_token(credentials: Credentials) -> tuple[str, float]:
-    """Fetch a token; return it and for how long it is valid, seconds.
+    """Fetch a token; return it and its lifetime in seconds.
 
     Raises:
-        NoToken: says why, without a secret.
+        NoToken: the message holds the reason, never a secret.
     """
     url = credentials.url
     form = {"grant_type": "client_credentials"}
@@ -143,10 +145,10 @@ async def fetch_token(credentials: Credentials) -> tuple[str, float]:
     except ConfigurationError as error:
         raise NoToken(str(error)) from None
     except aiohttp.ClientConnectorCertificateError as error:
-        why = getattr(error.certificate_error, "verify_message", "it does not hold")
+        why = getattr(error.certificate_error, "verify_message", "it is invalid")
         raise NoToken(
-            f"the certificate of kafka_oauth_token_url {url} is refused: {why}; who may sign it is "
-            "named by kafka_oauth_ca_file"
+            f"the certificate of kafka_oauth_token_url {url} is invalid: {why}; set "
+            "kafka_oauth_ca_file to its authority"
         ) from None
     except TimeoutError:
         raise NoToken(f"kafka_oauth_token_url {url} does not answer in time") from None
@@ -159,31 +161,32 @@ async def fetch_token(credentials: Credentials) -> tuple[str, float]:
 
 def _token_of(url: str, status: int, body: bytes) -> tuple[str, float]:
     try:
-        found: Any = json.loads(body)
+        decoded: Any = json.loads(body)
     except ValueError:
-        found = None
-    told = found if isinstance(found, dict) else {}
+        decoded = None
+    fields = decoded if isinstance(decoded, dict) else {}
     if status != 200:
-        code = str(told.get("error", ""))[:100]
+        code = str(fields.get("error", ""))[:100]
         shown = f"{status} {code}".strip() if code.isprintable() else str(status)
         hint = ""
         if status in (400, 401, 403):
             hint = ": see kafka_oauth_client_id, its secret and kafka_oauth_scope"
-        raise NoToken(f"kafka_oauth_token_url {url} gives no token ({shown}){hint}")
-    token, life = told.get("access_token"), told.get("expires_in", LIFE_UNTOLD_S)
+        raise NoToken(f"kafka_oauth_token_url {url} returns no token ({shown}){hint}")
+    token, life = fields.get("access_token"), fields.get("expires_in", DEFAULT_LIFETIME_S)
     if not isinstance(token, str) or not token.isascii() or not token.isprintable() or not token:
         raise NoToken(
-            f"kafka_oauth_token_url {url} answers without access_token: is it a token endpoint?"
+            f"kafka_oauth_token_url {url} answers without access_token: check that it is a token "
+            "endpoint"
         )
     try:
         life_s = float(life)
     except (TypeError, ValueError):
-        life_s = LIFE_UNTOLD_S
+        life_s = DEFAULT_LIFETIME_S
     return token, max(life_s, 0.0)
 
 
 def _basic(credentials: Credentials) -> str:
-    # Encoded as RFC 6749 2.3.1 wants it, so that a colon in an id does not end it.
+    # Encoded as in RFC 6749 2.3.1, so that a colon in an id does not end it.
     pair = f"{quote_plus(credentials.client_id)}:{quote_plus(credentials.secret())}"
     return f"Basic {base64.b64encode(pair.encode()).decode()}"
 
@@ -196,7 +199,7 @@ def _trust(credentials: Credentials) -> ssl.SSLContext | bool:
         return ssl.create_default_context(cafile=path)
     except ssl.SSLError:
         raise ConfigurationError(
-            f"kafka_oauth_ca_file {path} holds no certificate in PEM"
+            f"kafka_oauth_ca_file {path} contains no certificate in PEM"
         ) from None
     except OSError as error:
         raise ConfigurationError(f"kafka_oauth_ca_file {path}: {error.strerror}") from None

@@ -1,4 +1,4 @@
-"""Registered producer groups: the newest record of each key of a compacted topic."""
+"""Registered producer groups: the newest record of each key in a compacted topic."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _PAUSE_S = 0.5
 
 
 class KafkaGroupStore(GroupStore):
-    """A `txbroker.door.protocols.GroupStore` on a real Kafka."""
+    """A `GroupStore` on a real Kafka."""
 
     def __init__(self, client: Client, bytes_max: Callable[[str], int]) -> None:
         self._client = client
@@ -33,15 +33,17 @@ class KafkaGroupStore(GroupStore):
         self._reader = Reader(client, self._topic, 0, "groups/follow")
         self._bounds = Reader(client, self._topic, 0, "groups/bounds")
         self._log: KafkaLog | None = None
-        self._one_at_a_time = asyncio.Lock()
+        self._append_lock = asyncio.Lock()
         self._moved = asyncio.Condition()
         self._position = 0
         self._changed: Callable[[str, bytes | None], None] | None = None
         self._follower: asyncio.Task[None] | None = None
 
     async def load(self, changed: Callable[[str, bytes | None], None]) -> None:
-        """Read all groups, then keep following the topic; `changed` gets each group's JSON or
-        None. Returns once what was there at the start has been read.
+        """Read all groups, then follow the topic. Returns once the current end is reached.
+
+        Args:
+            changed: called with each group and its JSON, or None for a removed one.
 
         Raises:
             KafkaUnavailable: Kafka does not answer.
@@ -53,10 +55,10 @@ class KafkaGroupStore(GroupStore):
         self._follower = asyncio.create_task(self._follow(), name="txbroker groups")
 
     async def put(self, group: str, value: bytes | None) -> None:
-        """Store or, with None, remove a group; returns once it is stored and was `changed`.
+        """Store a group, or remove it with None. Returns once it is stored and read back.
 
         Raises:
-            AppendRefused: Kafka does not take the record, as one that is too large.
+            AppendRefused: Kafka refused the record, for instance as too large.
             KafkaUnavailable: it may or may not be stored.
         """
         appended = await self.append(Record(group.encode(), value))
@@ -67,10 +69,12 @@ class KafkaGroupStore(GroupStore):
             async with asyncio.timeout(self._client.settings.write_timeout_s), self._moved:
                 await self._moved.wait_for(lambda: self._position >= end)
         except TimeoutError:
-            raise KafkaUnavailable(f"{group} is stored, but {self._topic} does not read") from None
+            raise KafkaUnavailable(
+                f"group {group} was stored but not read back from {self._topic} in time: retry"
+            ) from None
 
     async def append(self, record: Record) -> Appended:
-        """Append a record to the topic; returns once it is stored.
+        """Append a record to the topic.
 
         Raises:
             AppendRefused, KafkaUnavailable: as for `put`.
@@ -80,7 +84,7 @@ class KafkaGroupStore(GroupStore):
                 self._client, self._topic, 0, "groups", self._bytes_max(self._topic)
             )
         try:
-            async with self._one_at_a_time:
+            async with self._append_lock:
                 return await self._log.append([record])
         except AppendUnknown as error:
             raise KafkaUnavailable(str(error)) from None
@@ -98,12 +102,12 @@ class KafkaGroupStore(GroupStore):
             try:
                 await self._step()
             except LogTruncated:
-                # The cleaner moved the begin. Everything is read again: the newest value wins.
+                # The cleaner advanced the log start: read all of it, the newest values count.
                 await self._restart()
             except KafkaUnavailable:
                 await asyncio.sleep(_PAUSE_S)
             except Exception as error:
-                # Whatever it is, groups that change must be heard of once it has passed.
+                # Keep following, so that later changes are seen after any error.
                 log.error(
                     "groups not read",
                     topic=self._topic,

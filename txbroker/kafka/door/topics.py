@@ -1,6 +1,6 @@
-"""txbroker's own topics: the settings that they need, what differs, and what cannot work.
+"""txbroker's own topics: required settings, differences, and contradictions.
 
-The settings are data, the difference is a pure function; only `apply` changes anything.
+The settings are data, the plan is a pure function; only `apply` changes anything.
 """
 
 from __future__ import annotations
@@ -17,24 +17,25 @@ from txbroker.kafka.protocol.codes import Code
 from txbroker.net.backoff import Backoff
 
 _DAY_MS = 24 * 60 * 60 * 1000
-_ROOM_BYTES = 64 * 1024
-"""What a marker's or a kept transaction's own fields add to a half batch."""
+_OVERHEAD_BYTES = 64 * 1024
+"""Maximum size of the fields that a marker or a parked transaction adds to a half batch."""
 
 _CHECKPOINT_BYTES_MIN = 1 << 20
-"""Pieces of snapshots are as large as they are, however small half batches may be."""
+"""Parts of snapshots do not depend on the size of half batches."""
 
 _REPLICATION_WANTED = 3
 _FOREVER = -1
 _DRIFT_MS = 7 * _DAY_MS
-_SHOWN_S, _PAUSE_S = 10.0, 0.01
-# An operator may keep half messages longer or allow larger ones; that is no drift.
+_CONFIGS_TIMEOUT_S, _PAUSE_S = 10.0, 0.01
+# An operator may raise these: that is no difference.
 _AT_LEAST = frozenset({"retention.ms", "max.message.bytes"})
 _CODECS = frozenset({"snappy", "lz4", "zstd"})
-"""Of brokers that compress by themselves; under `producer` ours stay plain, and gzip decodes."""
+"""Codecs of brokers that compress. With `producer` our batches stay uncompressed; gzip is
+supported."""
 
 
 class WantedTopic(Struct, frozen=True):
-    """A topic as it should be."""
+    """A topic with the required settings."""
 
     name: str
     partitions: int
@@ -43,7 +44,7 @@ class WantedTopic(Struct, frozen=True):
 
 
 class FoundTopic(Struct, frozen=True):
-    """A topic as it is; `configs` empty where they may not be read."""
+    """An existing topic; `configs` is empty if they may not be read."""
 
     name: str
     partitions: int
@@ -52,7 +53,7 @@ class FoundTopic(Struct, frozen=True):
 
 
 class SettingChange(Struct, frozen=True):
-    """A setting to change, from what to what."""
+    """A setting to change."""
 
     topic: str
     name: str
@@ -61,12 +62,12 @@ class SettingChange(Struct, frozen=True):
 
 
 class Plan(Struct, frozen=True):
-    """What separates the topics from what they should be.
+    """The differences between required and existing topics.
 
     Attributes:
-        create: topics that are missing.
+        create: missing topics.
         change: settings that differ.
-        remarks: what cannot be changed by itself, in sentences.
+        remarks: differences that an operator must resolve, as sentences.
     """
 
     create: tuple[NewTopic, ...]
@@ -75,15 +76,15 @@ class Plan(Struct, frozen=True):
 
     @property
     def empty(self) -> bool:
-        """Whether there is nothing to do."""
+        """Whether it changes nothing."""
         return not self.create and not self.change
 
 
 def op_retention_ms(half_retention_ms: int, half_segment_ms: int) -> int:
-    """Return how long markers have to be kept, milliseconds; -1 for ever.
+    """Return the required retention of markers in milliseconds; -1 is infinite.
 
-    Longer than any half message, which lives until its whole segment is old: a half message
-    without its marker would look pending, and a full replay would promote it again.
+    Longer than that of any half message, which lives until its whole segment has expired: a half
+    message without its marker would look pending, and a full replay would promote it again.
     """
     if half_retention_ms == _FOREVER:
         return _FOREVER
@@ -93,11 +94,15 @@ def op_retention_ms(half_retention_ms: int, half_segment_ms: int) -> int:
 def wanted_topics(
     settings: KafkaSettings, brokers: int, found: FoundTopic | None, layout: Layout | None = None
 ) -> list[WantedTopic]:
-    """Return txbroker's topics as they should be, on a cluster of `brokers`.
+    """Return txbroker's topics with the required settings.
 
-    `found` is the half topic where it exists: its number of partitions stands, and where it keeps
-    messages longer or takes larger ones than we would ask, the other topics follow it. `layout`
-    is what the installation was made with; without a half topic its number counts.
+    Args:
+        settings: of the proxy.
+        brokers: number of brokers.
+        found: the half topic if it exists. Its number of partitions stands, and other topics follow
+            its retention and maximum message size if they exceed the settings.
+        layout: that the installation was created with. Defines the number of partitions without a
+            half topic.
     """
     copies = settings.replication or max(1, min(_REPLICATION_WANTED, brokers))
     made_with = settings.partitions if layout is None else layout.partitions
@@ -108,10 +113,10 @@ def wanted_topics(
         "message.timestamp.type": "LogAppendTime",
         "min.insync.replicas": str(max(1, copies - 1)),
         "unclean.leader.election.enable": "false",
-        # Brokers then inflate what other clients compress, which our readers may not decode.
+        # Brokers then uncompress batches of other clients, which our readers may not decode.
         "compression.type": "uncompressed",
     }
-    larger = str(size + _ROOM_BYTES)
+    larger = str(size + _OVERHEAD_BYTES)
     log = {**common, "cleanup.policy": "delete", "retention.bytes": "-1"}
     compacted = {**common, "cleanup.policy": "compact"}
     half = {
@@ -130,7 +135,7 @@ def wanted_topics(
         "segment.bytes": str(16 << 20),
         "segment.ms": str(10 * 60 * 1000),
         "min.cleanable.dirty.ratio": "0.1",
-        "max.message.bytes": str(max(size + _ROOM_BYTES, _CHECKPOINT_BYTES_MIN)),
+        "max.message.bytes": str(max(size + _OVERHEAD_BYTES, _CHECKPOINT_BYTES_MIN)),
     }
     return [
         WantedTopic(settings.half_topic, partitions, copies, half),
@@ -147,56 +152,56 @@ def wanted_topics(
 def _audit_topics(
     settings: KafkaSettings, copies: int, common: Mapping[str, str]
 ) -> list[WantedTopic]:
-    """Return the topics of the audits: the newest summaries, and what a stream found."""
-    news = {
+    """Return the topics of the audits: the newest summaries, and the findings of streams."""
+    summaries = {
         **common,
         "cleanup.policy": "compact",
-        # A stream tells often, and every proxy reads the topic when it starts.
+        # Streams write often, and every proxy reads the topic at its start.
         "segment.bytes": str(16 << 20),
         "segment.ms": str(10 * 60 * 1000),
         "min.cleanable.dirty.ratio": "0.1",
     }
     drift = {**common, "cleanup.policy": "delete", "retention.ms": str(_DRIFT_MS)}
     return [
-        WantedTopic(settings.audit_topic, 1, copies, news),
+        WantedTopic(settings.audit_topic, 1, copies, summaries),
         WantedTopic(settings.drift_topic, 1, copies, drift),
     ]
 
 
-def _larger(wanted: int, found: FoundTopic | None, name: str) -> int:
-    """Return the larger of a wanted limit and the one found; -1 is none at all."""
-    has = None if found is None else _number(found, name)
-    if has is None:
-        return wanted
-    return _FOREVER if _FOREVER in (wanted, has) else max(wanted, has)
+def _larger(required: int, found: FoundTopic | None, name: str) -> int:
+    """Return the larger of a required and an existing limit; -1 is unlimited."""
+    existing = None if found is None else _number(found, name)
+    if existing is None:
+        return required
+    return _FOREVER if _FOREVER in (required, existing) else max(required, existing)
 
 
 def plan(wanted: list[WantedTopic], found: Mapping[str, FoundTopic]) -> Plan:
-    """Return the difference between topics as they should be and as they are. Pure."""
+    """Return the difference between required and existing topics. Pure."""
     create: list[NewTopic] = []
     change: list[SettingChange] = []
     remarks: list[str] = []
     for topic in wanted:
-        is_ = found.get(topic.name)
-        if is_ is None:
+        existing = found.get(topic.name)
+        if existing is None:
             create.append(
                 NewTopic(topic.name, topic.partitions, topic.replication, dict(topic.configs))
             )
             continue
-        if is_.partitions != topic.partitions:
+        if existing.partitions != topic.partitions:
             remarks.append(
-                f"{topic.name} has {is_.partitions} partitions, not {topic.partitions}; their "
-                "number is fixed when a topic is created"
+                f"{topic.name} has {existing.partitions} partitions, not {topic.partitions}: the "
+                "number is fixed at creation"
             )
-        if is_.replication < topic.replication:
+        if existing.replication < topic.replication:
             remarks.append(
-                f"{topic.name} has {is_.replication} copies, not {topic.replication}: "
-                "use kafka-reassign-partitions to add some"
+                f"{topic.name} has {existing.replication} replicas, not {topic.replication}: "
+                "add some with kafka-reassign-partitions"
             )
         for name, value in topic.configs.items():
-            has = is_.configs.get(name)
-            if is_.configs and not _fits(name, has, value):
-                change.append(SettingChange(topic.name, name, has, value))
+            current = existing.configs.get(name)
+            if existing.configs and not _fits(name, current, value):
+                change.append(SettingChange(topic.name, name, current, value))
     return Plan(tuple(create), tuple(change), tuple(remarks))
 
 
@@ -213,7 +218,7 @@ def _fits(name: str, found: str | None, wanted: str) -> bool:
 def contradictions(
     settings: KafkaSettings, found: Mapping[str, FoundTopic], layout: Layout | None = None
 ) -> list[str]:
-    """Return, as sentences, why txbroker cannot work with the topics as they are. Pure."""
+    """Return, as sentences, why txbroker cannot work with the existing topics. Pure."""
     missing = [name for name in settings.own_topics if name not in found]
     if missing:
         return [f"missing: {', '.join(missing)}; create them with `txbroker topics apply`"]
@@ -247,31 +252,31 @@ def _topic_contradictions(settings: KafkaSettings, topic: FoundTopic) -> list[st
     lines = []
     if configs.get("message.timestamp.type") != "LogAppendTime":
         lines.append(
-            f"{topic.name} needs message.timestamp.type=LogAppendTime: txbroker's only clock is "
-            "the brokers'"
+            f"{topic.name} needs message.timestamp.type=LogAppendTime: txbroker relies on the "
+            "brokers' clock"
         )
     if configs.get("unclean.leader.election.enable") == "true":
         lines.append(
             f"{topic.name} needs unclean.leader.election.enable=false, or acknowledged records "
-            "can disappear"
+            "can be lost"
         )
     if configs.get("compression.type") in _CODECS:
         lines.append(
             f"{topic.name} needs compression.type=uncompressed: txbroker does not decode "
-            f"{configs['compression.type']}, and would not find its own records again"
+            f"{configs['compression.type']}, so it could not read its own records"
         )
     in_sync = int(configs.get("min.insync.replicas", "1"))
     if in_sync > topic.replication:
         lines.append(
-            f"{topic.name} has min.insync.replicas={in_sync} but {topic.replication} copies: "
-            "nothing could be written"
+            f"{topic.name} has min.insync.replicas={in_sync} but {topic.replication} replicas: "
+            "no write could succeed"
         )
     policy = "delete" if topic.name in (settings.half_topic, settings.op_topic) else "compact"
     if configs.get("cleanup.policy") != policy:
         lines.append(f"{topic.name} needs cleanup.policy={policy}")
     if policy == "delete" and int(configs.get("retention.bytes", "-1")) != _FOREVER:
         lines.append(
-            f"{topic.name} needs retention.bytes=-1: a limit by size deletes what is undecided"
+            f"{topic.name} needs retention.bytes=-1: a limit by size deletes undecided messages"
         )
     return lines
 
@@ -283,9 +288,9 @@ def _size_contradictions(settings: KafkaSettings, found: Mapping[str, FoundTopic
     lines = []
     for name in (settings.op_topic, settings.parked_topic):
         size = _number(found[name], "max.message.bytes")
-        if size is not None and size < half + _ROOM_BYTES:
+        if size is not None and size < half + _OVERHEAD_BYTES:
             lines.append(
-                f"{name} needs max.message.bytes of at least {half + _ROOM_BYTES}: 64 KiB more "
+                f"{name} needs max.message.bytes of at least {half + _OVERHEAD_BYTES}: 64 KiB more "
                 f"than {settings.half_topic}'s"
             )
     return lines
@@ -307,11 +312,11 @@ def _retention_contradictions(
             "and its segment.ms and a day, or a replay would promote settled transactions again"
         )
     window_ms = max(settings.check_window_s, settings.dedup_window_s) * 1000
-    # At half of the retention undecided bodies are copied out, which needs time of its own.
+    # At half of the retention undecided bodies are copied, which takes time, too.
     if half != _FOREVER and window_ms * 2 > half:
         lines.append(
-            f"{settings.half_topic} keeps messages for {half / 1000:g} s, but the checks take "
-            f"{window_ms / 1000:g} s: retention.ms must be at least twice that"
+            f"{settings.half_topic} keeps messages for {half / 1000:g} s, but the checks take up "
+            f"to {window_ms / 1000:g} s: set retention.ms to at least twice that"
         )
     return lines
 
@@ -328,15 +333,15 @@ async def find(admin: Admin, names: tuple[str, ...]) -> dict[str, FoundTopic]:
     """Return those of the named topics that exist.
 
     Raises:
-        ConfigurationError: a topic may not be seen.
+        ConfigurationError: no right to describe a topic.
         KafkaUnavailable: Kafka does not answer.
     """
     facts = await admin.topics(names)
     for name, fact in facts.items():
         if fact.error == Code.TOPIC_AUTHORIZATION_FAILED:
-            raise ConfigurationError(f"no right to see topic {name}: grant Describe on it")
-    there = [name for name in names if name in facts and facts[name].partitions]
-    configs = await admin.configs(there) if there else {}
+            raise ConfigurationError(f"not authorized for topic {name}: grant Describe on it")
+    existing = [name for name in names if name in facts and facts[name].partitions]
+    configs = await admin.configs(existing) if existing else {}
     return {
         name: FoundTopic(
             name,
@@ -344,7 +349,7 @@ async def find(admin: Admin, names: tuple[str, ...]) -> dict[str, FoundTopic]:
             min(fact.replicas for fact in facts[name].partitions.values()),
             configs.get(name, {}),
         )
-        for name in there
+        for name in existing
     }
 
 
@@ -355,9 +360,14 @@ async def make_plan(
     read_layout: Callable[[], Awaitable[Layout | None]],
     names: tuple[str, ...],
 ) -> Plan:
-    """Return what `apply` would do with the topics named, `own_topics` or `audit_topics` or both.
+    """Return the changes that `apply` would make.
 
-    `read_layout` reads the groups topic, where it exists.
+    Args:
+        admin: of the cluster.
+        settings: of the proxy.
+        brokers: number of brokers.
+        read_layout: reads the layout if the groups topic exists.
+        names: `own_topics` or `audit_topics` or both.
 
     Raises:
         ConfigurationError, KafkaUnavailable
@@ -369,10 +379,10 @@ async def make_plan(
 
 
 async def apply(admin: Admin, wanted: Plan) -> None:
-    """Create what is missing and change what differs; returns when brokers show the new settings.
+    """Create and change topics; returns once the brokers return the new settings.
 
     Raises:
-        KafkaUnavailable: Kafka does not answer, or refuses.
+        KafkaUnavailable: Kafka does not answer, or refuses a change.
     """
     await admin.create(wanted.create)
     by_topic: dict[str, dict[str, str]] = {}
@@ -381,20 +391,22 @@ async def apply(admin: Admin, wanted: Plan) -> None:
     for topic, configs in by_topic.items():
         await admin.alter(topic, configs)
     if by_topic:
-        await _shown(admin, by_topic)
+        await _wait_for_configs(admin, by_topic)
 
 
-async def _shown(admin: Admin, wanted: Mapping[str, Mapping[str, str]]) -> None:
-    """Wait until brokers have heard of settings that the controller has taken."""
-    backoff = Backoff(_SHOWN_S, _PAUSE_S)
+async def _wait_for_configs(admin: Admin, wanted: Mapping[str, Mapping[str, str]]) -> None:
+    """Wait until the brokers return the settings that the controller accepted."""
+    backoff = Backoff(_CONFIGS_TIMEOUT_S, _PAUSE_S)
     while True:
         found = await admin.configs(wanted)
-        late = [
+        pending = [
             topic
             for topic, configs in wanted.items()
             if not configs.items() <= found.get(topic, {}).items()
         ]
-        if not late:
+        if not pending:
             return
         if not await backoff.pause():
-            raise KafkaUnavailable(f"changed settings do not show yet: {', '.join(late)}")
+            raise KafkaUnavailable(
+                f"the brokers do not return the changed settings of {', '.join(pending)} yet: retry"
+            )

@@ -1,4 +1,4 @@
-"""Record batches: what Kafka stores all or none of."""
+"""Encode and decode record batches, which Kafka stores all or none of."""
 
 import gzip
 import struct
@@ -19,16 +19,16 @@ from txbroker.core.records import Encoded, Header, Record
 
 if google_crc32c.implementation != "c":
     raise ImportError(
-        "google-crc32c is here without its C extension, and would take a thousand times as long: "
+        "google-crc32c lacks its C extension, which makes it a thousand times slower: "
         "install a wheel of it for this platform and Python"
     )
 
 _FRONT = struct.Struct(">qiibI")
-"""Base offset (set by the broker), bytes behind it, leader epoch, version of the format, CRC-32C of
-all that follows."""
+"""Base offset (set by the broker), bytes that follow, leader epoch, format version, CRC-32C of the
+rest."""
 _MIDDLE = struct.Struct(">hiqqqhii")
-"""Attributes, number of the last record, first and largest timestamp, producer id, epoch,
-sequence, how many records."""
+"""Attributes, last offset delta, first and largest timestamp, producer id, epoch, sequence, number
+of records."""
 _MAGIC = 2
 _LENGTH_BEGINS = 12
 _NO_LEADER_EPOCH = -1
@@ -40,30 +40,30 @@ _CODEC_BITS = 0x07
 _ATTRIBUTES_AT = 22
 _COUNT_AT = 57
 _INFLATED_BYTES_MAX = 16 << 20
-"""Decoded at most of a compressed batch. txbroker writes none; brokers that were configured to
-compress, and tools that copy topics, do."""
+"""Maximum uncompressed size of a batch. txbroker compresses none, but brokers configured to
+compress and tools that copy topics do."""
 _RECORD_BYTES = 256
-"""Memory that a decoded record takes besides its key and value."""
+"""Memory of a decoded record without key and value."""
 _SIGN, _BITS = 1 << 63, (1 << 64) - 1
 HEADER_BYTES = _FRONT.size + _MIDDLE.size
 """Bytes of an empty batch."""
 
 Decode = Callable[[Any, bytes | memoryview, Container[int], int], list[Record]]
-"""What returns the records of a batch, as `decode_batch` does."""
+"""Decodes a batch, like `decode_batch`."""
 
 
 class Unreadable(Exception):
-    """A batch whose checksum is right does not decode: another client wrote it."""
+    """A batch with a valid checksum does not decode: another client wrote it."""
 
 
 class Body(Struct, frozen=True):
-    """The records of one batch, encoded: all but the header, which names their producer.
+    """The encoded records of a batch, without the header, which depends on the producer.
 
     Attributes:
-        encoded: the records one after another.
-        count: how many.
-        first_ms: timestamp of the first.
-        largest_ms: largest timestamp of all.
+        encoded: the records.
+        count: number of records.
+        first_ms: timestamp of the first record.
+        largest_ms: largest timestamp.
     """
 
     encoded: bytes
@@ -73,20 +73,18 @@ class Body(Struct, frozen=True):
 
     @property
     def batch_bytes(self) -> int:
-        """The size of the batch."""
+        """Size of the batch."""
         return HEADER_BYTES + len(self.encoded)
 
 
 def batch_body(records: Sequence[Record], bytes_max: int = _UNBOUNDED) -> Body:
-    """Encode those first records whose batch takes at most `bytes_max`, one at least.
+    """Encode as many records as fit a batch of `bytes_max`, at least one.
 
-    A record without a timestamp gets this machine's; in topics with LogAppendTime the broker
-    replaces either.
+    A record without a timestamp gets the current time. With LogAppendTime the broker replaces both.
     """
     now_ms = int(time.time() * 1000)
     first_ms = largest_ms = records[0].timestamp_ms if records[0].timestamp_ms >= 0 else now_ms
-    # Every record comes through here: nothing is called for it but what is in C, and for what is
-    # large or new.
+    # Hot path: per record it calls only C functions, except for large or new values.
     small, bound, null = SMALL, len(SMALL), NULL
     encoded: list[bytes] = []
     count, size = 0, HEADER_BYTES
@@ -96,7 +94,7 @@ def batch_body(records: Sequence[Record], bytes_max: int = _UNBOUNDED) -> Body:
             at_ms = now_ms
         n = at_ms - first_ms
         age = small[n] if 0 <= n < bound else varint(n)
-        place = small[count] if count < bound else varint(count)
+        delta = small[count] if count < bound else varint(count)
         if key is None:
             key_size, key = null, b""
         else:
@@ -108,13 +106,13 @@ def batch_body(records: Sequence[Record], bytes_max: int = _UNBOUNDED) -> Body:
             n = len(value)
             value_size = small[n] if n < bound else varint(n)
         data = (headers if type(headers) is Encoded else encode_headers(headers)).data
-        n = 1 + len(age) + len(place) + len(key_size) + len(key)
+        n = 1 + len(age) + len(delta) + len(key_size) + len(key)
         n += len(value_size) + len(value) + len(data)
         record_size = small[n] if n < bound else varint(n)
         size += len(record_size) + n
         if size > bytes_max and count:
             break
-        encoded += record_size, b"\0", age, place, key_size, key, value_size, value, data
+        encoded += record_size, b"\0", age, delta, key_size, key, value_size, value, data
         count += 1
         if at_ms > largest_ms:
             largest_ms = at_ms
@@ -122,9 +120,9 @@ def batch_body(records: Sequence[Record], bytes_max: int = _UNBOUNDED) -> Body:
 
 
 def batch_bodies(records: Sequence[Record], bytes_max: int) -> list[Body]:
-    """Encode records as batches that take at most `bytes_max`, in order.
+    """Encode records as batches of at most `bytes_max`, in order.
 
-    A record that is too large by itself gets a batch of its own, for the broker to judge.
+    A larger record gets a separate batch, which the broker accepts or refuses.
     """
     bodies = []
     while records:
@@ -137,7 +135,7 @@ def batch_bodies(records: Sequence[Record], bytes_max: int) -> list[Body]:
 def encode_batch(
     body: Body, *, producer_id: int, epoch: int, sequence: int, transactional: bool = False
 ) -> bytes:
-    """Return the batch of an idempotent producer that holds the records of `body`."""
+    """Return a batch of an idempotent producer."""
     attributes = _TRANSACTIONAL if transactional else 0
     times = body.first_ms, body.largest_ms
     producer = producer_id, epoch, sequence
@@ -148,20 +146,20 @@ def encode_batch(
 
 
 def decode_batch(
-    batch: Any, data: bytes | memoryview, wanted: Container[int], producer: int
+    batch: Any, data: bytes | memoryview, offsets: Container[int], producer: int
 ) -> list[Record]:
-    """Return the records of a batch at the wanted offsets.
+    """Return the records of a batch at the given offsets.
 
-    Bytes of a header's name that are not UTF-8 become U+FFFD, as in Kafka's Java client.
+    Invalid UTF-8 in a header's name becomes U+FFFD, as in Kafka's Java client.
 
     Args:
-        batch: the batch as the client library has split it off, its checksum verified.
+        batch: the client library's batch, with verified checksum.
         data: the batch's bytes.
-        producer: the producer id to note in each record.
+        offsets: of the records to return.
+        producer: the producer id to set in each record.
 
     Raises:
-        Unreadable: it is compressed with a codec other than gzip, takes more than 16 MiB of memory,
-            or breaks the record format.
+        Unreadable: the codec is not gzip, the batch exceeds 16 MiB, or it is malformed.
     """
     try:
         if batch.compression_type:
@@ -171,16 +169,16 @@ def decode_batch(
             return [
                 Record(r.key, r.value, tuple(r.headers), r.timestamp, r.offset, producer=producer)
                 for r in batch
-                if r.offset in wanted
+                if r.offset in offsets
             ]
         except UnicodeDecodeError:
-            return [each for each in _lenient(batch, data, producer) if each.offset in wanted]
+            return [r for r in _lenient(batch, data, producer) if r.offset in offsets]
     except (KafkaError, ValueError, IndexError, OSError, EOFError, zlib.error) as error:
         raise Unreadable(str(error) or type(error).__name__) from None
 
 
 def _inflated(batch: Any, data: bytes | memoryview) -> bytes:
-    """Return a gzip batch as a plain one."""
+    """Return a gzip batch uncompressed."""
     codec = batch.compression_type
     if codec != _GZIP:
         raise Unreadable(f"it is compressed with {_CODECS.get(codec, f'codec {codec}')}")
@@ -188,21 +186,21 @@ def _inflated(batch: Any, data: bytes | memoryview) -> bytes:
     with gzip.GzipFile(fileobj=BytesIO(data[HEADER_BYTES:])) as file:
         inflated = file.read(max(0, room) + 1)
     if len(inflated) > room:
-        raise Unreadable(f"it takes more than {_INFLATED_BYTES_MAX >> 20} MiB of memory")
+        raise Unreadable(f"it exceeds {_INFLATED_BYTES_MAX >> 20} MiB uncompressed")
     return plain_batch(data, inflated)
 
 
 def plain_batch(data: bytes | memoryview, inflated: bytes) -> bytes:
-    """Return a compressed batch as a plain one, from what its records are once inflated."""
+    """Return a compressed batch uncompressed, from its inflated records."""
     header = bytearray(data[:HEADER_BYTES])
     header[_ATTRIBUTES_AT] &= ~_CODEC_BITS & 0xFF
     return bytes(header) + inflated
 
 
 def _lenient(batch: Any, data: bytes | memoryview, producer: int) -> Iterator[Record]:
-    """Yield the records of a plain batch, with any header names.
+    """Yield the records of an uncompressed batch, with any header names.
 
-    The client library decodes names strictly, and no record of the batch otherwise.
+    The client library decodes names strictly, else no record of the batch.
     """
     buffer, at = bytearray(data), HEADER_BYTES
 
@@ -218,7 +216,7 @@ def _lenient(batch: Any, data: bytes | memoryview, producer: int) -> Iterator[Re
             return None
         start, at = at, at + size
         if at > len(buffer):
-            raise IndexError("a field ends behind its batch")
+            raise IndexError("a field exceeds its batch")
         return bytes(buffer[start:at])
 
     for _ in range(int.from_bytes(data[_COUNT_AT:HEADER_BYTES], "big")):

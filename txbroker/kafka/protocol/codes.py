@@ -1,8 +1,7 @@
-"""The error codes of Kafka's protocol that txbroker tells apart.
+"""The error codes of Kafka's protocol that txbroker handles.
 
-Kept by number, because the client library does not know all of them and calls some of those that
-it does not know final although waiting helps (74, 75, 78).
-"""
+By number, because the client library lacks some, and treats unknown retriable ones as final (74,
+75, 78)."""
 
 from enum import IntEnum
 
@@ -78,7 +77,7 @@ LEADER_MOVED = frozenset(
         Code.PREFERRED_LEADER_NOT_AVAILABLE,
     }
 )
-"""The broker that was asked does not lead the partition (any more): look again."""
+"""The broker does not lead the partition (any more): look up its leader again."""
 
 RETRIABLE = LEADER_MOVED | {
     Code.CORRUPT_MESSAGE,
@@ -94,10 +93,10 @@ RETRIABLE = LEADER_MOVED | {
     Code.NOT_CONTROLLER,
     Code.THROTTLING_QUOTA_EXCEEDED,
 }
-"""The same request can succeed a little later."""
+"""The same request may succeed on a retry."""
 
 COORDINATOR_MOVED = frozenset({Code.COORDINATOR_NOT_AVAILABLE, Code.NOT_COORDINATOR})
-"""Another broker coordinates: look again."""
+"""Another broker is the coordinator: look it up again."""
 
 FENCED = frozenset({Code.INVALID_PRODUCER_EPOCH, Code.PRODUCER_FENCED})
 """A newer producer has taken the transactional id."""
@@ -105,11 +104,11 @@ FENCED = frozenset({Code.INVALID_PRODUCER_EPOCH, Code.PRODUCER_FENCED})
 SEQUENCE_LOST = frozenset(
     {Code.OUT_OF_ORDER_SEQUENCE, Code.UNKNOWN_PRODUCER_ID, Code.INVALID_PRODUCER_EPOCH}
 )
-"""The broker does not follow an idempotent producer any more; a new one can go on."""
+"""The broker lost the producer's sequence: use a new producer id."""
 
 
 def describe(code: int) -> str:
-    """Return an error code as words for people."""
+    """Return an error code in words."""
     try:
         return Code(code).name.lower().replace("_", " ")
     except ValueError:

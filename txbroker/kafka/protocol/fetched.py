@@ -1,4 +1,4 @@
-"""What one fetch brought, taken apart: committed records only, and where to go on."""
+"""Decode the answer of one fetch: committed records, and the next offset."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from txbroker.errors import InvariantBroken
 from txbroker.kafka.protocol.batch import Decode, Unreadable, decode_batch
 
 _LOG_APPEND_TIME = 1
-# As many as are decoded in some milliseconds.
+# Decoded in some milliseconds.
 _PIECE_BYTES = 1 << 20
 _PIECE_RECORDS = 1000
 _LENGTH_AT, _FRAME_BYTES = 8, 12
-"""A batch begins with its first offset and the length of what follows."""
+"""A batch begins with its base offset and the length of the rest."""
 _BATCH_BYTES = 256
-"""Counted for a batch that is looked at but holds nothing for us."""
+"""Accounted for each batch, even without records for us."""
 
 
 def _ignore(_offset: int, _reason: str) -> None:
@@ -31,26 +31,28 @@ def _ignore(_offset: int, _reason: str) -> None:
 
 
 class Fetched:
-    """A fetch's answer for one partition. Its records are decoded when they are asked for.
+    """A fetch's answer for one partition, decoded lazily.
 
-    A batch whose checksum is right but that does not decode was not written by txbroker, which
-    writes plain batches. It shows as one record without key and value at the batch's first offset;
-    its other offsets are skipped.
+    A batch with a valid checksum that does not decode was written by another client: txbroker
+    writes no compressed batches. It becomes one record without key and value at the batch's first
+    offset.
 
     Args:
-        append_time: raise where a record does not carry the broker's append time.
-        producers: of a checkpoint topic: say of each record which transactional producer wrote it,
-            and show a batch that does not decode as progress that does not read. The batch may
-            hold any key, and compaction may have removed our progress for it.
-        unreadable: called with the offset of each batch that does not decode, and why.
-        decode: what decodes a batch, in place of `decode_batch`.
+        name: topic and partition, for messages.
+        position: the requested offset.
+        answer: the partition's fields of the answer.
+        append_time: raise if a record lacks the broker's append time.
+        producers: for checkpoint topics: set the producer id of transactional records, and turn a
+            batch that does not decode into malformed progress. It may hold any key, and compaction
+            may have removed our progress for it.
+        unreadable: called with the offset of each batch that does not decode, and the reason.
+        decode: decodes a batch instead of `decode_batch`.
 
     Attributes:
-        high_watermark: where the log ends, as far as its leader knows.
-        stable_end: where it ends for `read_committed` readers.
-        next_offset: from where to go on; the position asked for if nothing came.
-        skipped: how many offsets right before `next_offset` hold no record. Known once all
-            `pieces` were taken.
+        high_watermark: according to the leader.
+        stable_end: the last stable offset.
+        next_offset: of the next fetch; the requested one if the answer is empty.
+        skipped: number of offsets right before `next_offset` without record, known after `pieces`.
     """
 
     def __init__(
@@ -79,7 +81,7 @@ class Fetched:
         data = answer[-1]
         self.size_bytes = len(data) if data else 0
         self._batches = self._split(data) if data else []
-        # The last batch's own end: compaction takes records away, but leaves that.
+        # The last batch's own end: compaction removes records but keeps it.
         ends = [position, *(batch.next_offset for batch, _data in self._batches[-1:])]
         self.next_offset = max(ends)
 
@@ -89,29 +91,29 @@ class Fetched:
         return [record for piece in self.pieces() for record in piece]
 
     def pieces(self, skipped: int = 0) -> Iterator[list[Record]]:
-        """Yield the records in pieces of a few milliseconds' work, some of them empty. Once.
+        """Yield the records, once, in pieces that take a few milliseconds; some may be empty.
 
         Args:
-            skipped: how many offsets right before the position hold no record.
+            skipped: number of offsets right before the position without record.
 
         Raises:
-            InvariantBroken: a batch is damaged, or does not carry the broker's append time.
+            InvariantBroken: a batch is corrupt, or lacks the broker's append time.
         """
         self.skipped = skipped
         piece: list[Record] = []
         size = 0
-        wanted = range(self._position, self.next_offset)
+        offsets = range(self._position, self.next_offset)
         for batch, data in self._batches:
             before = len(piece)
-            shown = self._shown(batch)
+            visible = self._is_visible(batch)
             if batch.base_offset > self._seen:
-                self.skipped = 0  # what lies between came in no batch
+                self.skipped = 0  # the answer has no batch for the offsets between
             first = max(batch.base_offset, self._seen)
-            if shown and self._take(batch, data, piece, wanted):
-                self._place(piece, before)
-            elif shown:
-                piece.append(self._in_place_of(batch, first))
-                self._place(piece, before)
+            if visible and self._take(batch, data, piece, offsets):
+                self._note_skipped(piece, before)
+            elif visible:
+                piece.append(self._placeholder(batch, first))
+                self._note_skipped(piece, before)
                 self.skipped = batch.next_offset - first - 1
             else:
                 self.skipped += batch.next_offset - first
@@ -125,19 +127,19 @@ class Fetched:
         yield piece
 
     def among(self, offsets: Sequence[int]) -> list[Record]:
-        """Return the records at these offsets, which grow; no others are kept. Once.
+        """Return the records at ascending offsets, once.
 
         Raises:
             InvariantBroken: as for `pieces`.
         """
-        found: list[Record] = []
+        records: list[Record] = []
         for batch, data in self._batches:
             first = bisect_left(offsets, batch.base_offset)
             last = bisect_left(offsets, batch.next_offset)
-            if self._shown(batch) and first < last:
-                self._take(batch, data, found, frozenset(offsets[first:last]))
+            if self._is_visible(batch) and first < last:
+                self._take(batch, data, records, frozenset(offsets[first:last]))
         self._batches = []
-        return found
+        return records
 
     def _split(self, data: bytes) -> list[tuple[Any, memoryview]]:
         memory = MemoryRecords(data)
@@ -149,33 +151,33 @@ class Fetched:
                 batches.append((memory.next_batch(), rest[:size]))
                 rest = rest[size:]
         except KafkaError as error:
-            raise self._damaged(f"behind {len(batches)} batches", error) from None
+            raise self._corrupt(f"after {len(batches)} batches", error) from None
         return batches
 
-    def _shown(self, batch: Any) -> bool:
-        """Say whether a batch holds records of ours, and follow which producers' were aborted."""
+    def _is_visible(self, batch: Any) -> bool:
+        """Return whether a batch holds committed records; track aborted transactions."""
         if not batch.validate_crc():
-            raise self._damaged(str(batch.base_offset), "its checksum is wrong")
+            raise self._corrupt(str(batch.base_offset), "its checksum is wrong")
         while self._aborted and self._aborted[0][0] <= batch.base_offset:
             self._hidden.add(self._aborted.pop(0)[1])
         if batch.is_control_batch:
-            # What a marker ended only matters where it was an abort of records in this fetch.
+            # A marker matters only if it aborts records of this fetch.
             if batch.producer_id in self._hidden and _is_abort(batch):
                 self._hidden.discard(batch.producer_id)
             return False
         return not (batch.is_transactional and batch.producer_id in self._hidden)
 
     def _take(
-        self, batch: Any, data: memoryview, piece: list[Record], wanted: Container[int]
+        self, batch: Any, data: memoryview, piece: list[Record], offsets: Container[int]
     ) -> bool:
-        """Append the wanted records of a batch, and return True; False if it does not decode."""
+        """Append the records of a batch at `offsets`; return False if it does not decode."""
         if self._append_time and batch.timestamp_type != _LOG_APPEND_TIME:
             raise InvariantBroken(
-                f"{self._name}: the record at {batch.base_offset} does not carry the broker's "
-                "append time; set message.timestamp.type=LogAppendTime"
+                f"{self._name}: the record at offset {batch.base_offset} lacks the append time: "
+                "set message.timestamp.type=LogAppendTime"
             )
         try:
-            piece += self._decode(batch, data, wanted, self._producer(batch))
+            piece += self._decode(batch, data, offsets, self._producer(batch))
         except Unreadable as error:
             self._unreadable(batch.base_offset, str(error))
             return False
@@ -184,20 +186,20 @@ class Fetched:
     def _producer(self, batch: Any) -> int:
         return int(batch.producer_id) if self._producers and batch.is_transactional else -1
 
-    def _in_place_of(self, batch: Any, offset: int) -> Record:
+    def _placeholder(self, batch: Any, offset: int) -> Record:
         key, value = (PROGRESS_KEY, b"") if self._producers else (None, None)
         by = self._producer(batch)
         return Record(key, value, (), int(batch.max_timestamp), offset, producer=by)
 
-    def _place(self, piece: list[Record], first: int) -> None:
-        """Say on the first of a batch's records how many offsets before it hold none."""
+    def _note_skipped(self, piece: list[Record], first: int) -> None:
+        """Set on a batch's first record the number of offsets before it without record."""
         if self.skipped and len(piece) > first:
             record = piece[first]
             piece[first] = structs.replace(record, skipped=self.skipped)
         self.skipped = 0
 
-    def _damaged(self, where: str, error: object) -> InvariantBroken:
-        return InvariantBroken(f"{self._name}: a batch at {where} is damaged: {error}")
+    def _corrupt(self, where: str, error: object) -> InvariantBroken:
+        return InvariantBroken(f"{self._name}: a batch at {where} is corrupt: {error}")
 
 
 def _is_abort(batch: Any) -> bool:

@@ -1,10 +1,8 @@
-"""What proxies tell one another in a generation of their group.
+"""The user data of the proxies' consumer group: metadata of members, and the assignment.
 
-Two JSON objects travel as user data of Kafka's consumer protocol: what a member says when it
-joins, and what the leader tells all. Both are read leniently, because the other side may be
-another build: unknown fields are passed over, and the build before this one said a bare list of
-the partitions that it owned, and told nothing.
-"""
+Both are JSON objects in Kafka's consumer protocol. They are decoded leniently, because the other
+side may be another version: unknown fields are ignored, and the first version sent a bare list of
+its partitions as metadata, and no user data in assignments."""
 
 from __future__ import annotations
 
@@ -20,26 +18,26 @@ from txbroker.door.protocols import Assignment
 _FORMAT = 1
 _FIRST_RECORD_VERSION = 1
 _URL_LENGTH_MAX = 2048
-_NONSENSE = (ValueError, msgspec.DecodeError, RecursionError)
+_DECODE_ERRORS = (ValueError, msgspec.DecodeError, RecursionError)
 _T = TypeVar("_T")
 
 NumberRuns = list[tuple[int, int]]
-"""Numbers as `(first, count)`: Kafka keeps what all members say and are told in one record."""
+"""Numbers as `(first, count)`: Kafka stores the user data of all members in one record."""
 
 
 class MemberMetadata(Struct, frozen=True):
-    """What a member says when it joins.
+    """The metadata with which a member joins.
 
     Attributes:
-        url: where it is reached, `NOBODY` if it does not say.
-        record_version: the newest that it understands.
-        owned: the half partitions that it has.
-        generation: in which it was given those.
-        peer_url: where it takes other proxies' calls, `NOBODY` where that is `url`.
-        asks: counts its wishes for a new generation. The coordinator makes one when a member's
-            words change, and otherwise answers a restarted member with the old one.
-        v: of this format.
-        admin_url: where it takes operators' calls, `NOBODY` where that is `url`.
+        url: its URL for clients, `NOBODY` if unknown.
+        record_version: the newest record version that it supports.
+        owned: the half partitions that it owns.
+        generation: the generation of that assignment.
+        asks: number of rebalances that it requested. The coordinator rebalances if a member's
+            metadata change; otherwise a restarted member gets the old assignment.
+        v: version of this format.
+        peer_url: its URL for other proxies, `NOBODY` if it is `url`.
+        admin_url: its URL for operators, `NOBODY` if it is `url`.
     """
 
     url: str = NOBODY
@@ -53,7 +51,7 @@ class MemberMetadata(Struct, frozen=True):
 
 
 class GroupMember(Struct, frozen=True):
-    """A member as the leader tells of it."""
+    """A member in the group's assignment."""
 
     name: str
     url: str
@@ -64,38 +62,38 @@ class GroupMember(Struct, frozen=True):
 
 
 class GroupAssignment(Struct, frozen=True):
-    """What the leader tells all members."""
+    """The assignment, which the group's leader sends to all members."""
 
     members: list[GroupMember]
     record_version: int
     v: int = _FORMAT
 
 
-def encode_metadata(said: MemberMetadata) -> bytes:
-    """Return what a member says as its user data."""
-    return msgspec.json.encode(said)
+def encode_metadata(metadata: MemberMetadata) -> bytes:
+    """Return a member's metadata as user data."""
+    return msgspec.json.encode(metadata)
 
 
 def decode_metadata(data: bytes | None) -> MemberMetadata:
-    """Read what a member says; of nonsense nothing is left, and it is taken for the first build.
+    """Decode a member's metadata. Malformed fields get the values of the first version.
 
-    A member may be anything that has the right to join, so one must not spoil the others' shares.
+    Any client with the right may join, so a malformed member must not break the assignment.
     """
     try:
-        found = msgspec.json.decode(data or b"")
-    except _NONSENSE:
+        fields = msgspec.json.decode(data or b"")
+    except _DECODE_ERRORS:
         return MemberMetadata()
-    if isinstance(found, list):
-        return MemberMetadata(owned=to_runs(_take(found, list[int], [])))
-    if not isinstance(found, dict):
+    if isinstance(fields, list):
+        return MemberMetadata(owned=to_runs(_take(fields, list[int], [])))
+    if not isinstance(fields, dict):
         return MemberMetadata()
     return MemberMetadata(
-        _url(found.get("url")),
-        max(_take(found.get("record_version"), int, 0), _FIRST_RECORD_VERSION),
-        _take(found.get("owned"), NumberRuns, []),
-        _take(found.get("generation"), int, -1),
-        peer_url=_url(found.get("peer_url")),
-        admin_url=_url(found.get("admin_url")),
+        _url(fields.get("url")),
+        max(_take(fields.get("record_version"), int, 0), _FIRST_RECORD_VERSION),
+        _take(fields.get("owned"), NumberRuns, []),
+        _take(fields.get("generation"), int, -1),
+        peer_url=_url(fields.get("peer_url")),
+        admin_url=_url(fields.get("admin_url")),
     )
 
 
@@ -104,61 +102,73 @@ def _url(value: object) -> str:
     return url if len(url) <= _URL_LENGTH_MAX else NOBODY
 
 
-def _take(value: object, kind: type[_T], otherwise: _T) -> _T:
+def _take(value: object, kind: type[_T], default: _T) -> _T:
     try:
         return msgspec.convert(value, kind)
     except msgspec.ValidationError:
-        return otherwise
+        return default
 
 
 class PreviousAssignment(NamedTuple):
-    """What the leader knew before: what all were told last, and in which generation."""
+    """The last assignment that the leader received, and its generation."""
 
     generation: int = -1
-    told: GroupAssignment | None = None
+    group: GroupAssignment | None = None
 
 
 def make_assignment(
-    partitions: int, generation: int, said: Mapping[str, MemberMetadata], last: PreviousAssignment
+    partitions: int,
+    generation: int,
+    metadata: Mapping[str, MemberMetadata],
+    last: PreviousAssignment,
 ) -> tuple[GroupAssignment, dict[str, frozenset[int]]]:
-    """Share `partitions` out among members; return what to tell all, and each one's share."""
-    before = {seat.name: seat for seat in last.told.members} if last.told is not None else {}
+    """Assign `partitions` to members; return the assignment to send, and each member's share."""
+    before = (
+        {member.name: member for member in last.group.members} if last.group is not None else {}
+    )
     held: dict[str, OwnedPartitions] = {}
-    for name, one in said.items():
-        owned, since = one.owned, one.generation
+    for name, member in metadata.items():
+        owned, since = member.owned, member.generation
         if since >= generation:
-            # Nobody was given anything in a generation to come.
+            # A future generation has assigned nothing yet.
             owned, since = [], -1
         if since < 0 and not owned and name in before:
-            # It was restarted, and is in the middle of a rebalance before it heard what it has.
+            # It was restarted, and a rebalance began before it received its assignment.
             owned, since = before[name].owned, last.generation
         held[name] = OwnedPartitions(from_runs(owned, partitions), since)
     shares = assign(partitions, resolve_conflicts(held))
-    seats = [
+    members = [
         GroupMember(
-            name, one.url, one.record_version, to_runs(shares[name]), one.peer_url, one.admin_url
+            name,
+            member.url,
+            member.record_version,
+            to_runs(shares[name]),
+            member.peer_url,
+            member.admin_url,
         )
-        for name, one in sorted(said.items())
+        for name, member in sorted(metadata.items())
     ]
-    lowest = min((one.record_version for one in said.values()), default=_FIRST_RECORD_VERSION)
-    return GroupAssignment(seats, lowest), shares
+    lowest = min(
+        (member.record_version for member in metadata.values()), default=_FIRST_RECORD_VERSION
+    )
+    return GroupAssignment(members, lowest), shares
 
 
-def encode_assignment(told: GroupAssignment) -> bytes:
-    """Return what the leader tells as the assignments' user data."""
-    return msgspec.json.encode(told)
+def encode_assignment(group: GroupAssignment) -> bytes:
+    """Return an assignment as user data."""
+    return msgspec.json.encode(group)
 
 
 def decode_assignment(data: bytes | None) -> GroupAssignment | None:
-    """Read what the leader tells; None where it tells nothing that we understand."""
+    """Decode an assignment; None if it is missing or malformed."""
     try:
         return msgspec.json.decode(data or b"", type=GroupAssignment)
-    except _NONSENSE:
+    except _DECODE_ERRORS:
         return None
 
 
 class SelfMetadata(Struct, frozen=True):
-    """What a member knows about itself."""
+    """This member's own metadata."""
 
     name: str
     url: str
@@ -167,41 +177,45 @@ class SelfMetadata(Struct, frozen=True):
     admin_url: str = NOBODY
 
 
-def is_outdated(told: GroupAssignment | None, me: SelfMetadata) -> bool:
-    """Say whether the others were told something else about us than what is so: then only a new
-    generation lets them know. A leader that tells nothing cannot be helped by one."""
-    if told is None:
+def is_outdated(group: GroupAssignment | None, me: SelfMetadata) -> bool:
+    """Return whether the assignment has old metadata of this member, which a rebalance updates.
+
+    False for a leader that sends none.
+    """
+    if group is None:
         return False
     return not any(
-        (seat.name, seat.url, seat.record_version, seat.peer_url, seat.admin_url)
+        (member.name, member.url, member.record_version, member.peer_url, member.admin_url)
         == (me.name, me.url, me.record_version, me.peer_url, me.admin_url)
-        for seat in told.members
+        for member in group.members
     )
 
 
 def assignment(
-    partitions: int, mine: Iterable[int], told: GroupAssignment | None, me: SelfMetadata
+    partitions: int, mine: Iterable[int], group: GroupAssignment | None, me: SelfMetadata
 ) -> Assignment:
-    """Return who owns what, as far as the leader told; about ourselves we know better."""
+    """Return the owners of all partitions; for this member, its own data take precedence."""
     own = frozenset(number for number in mine if 0 <= number < partitions)
-    seats = [seat for seat in (told.members if told is not None else []) if seat.name != me.name]
-    shares = {seat.name: from_runs(seat.owned, partitions) - own for seat in seats}
-    urls = {seat.name: seat.url for seat in seats} | {me.name: me.url}
-    lowest = _FIRST_RECORD_VERSION if told is None else told.record_version
+    members = [
+        member for member in (group.members if group is not None else []) if member.name != me.name
+    ]
+    shares = {member.name: from_runs(member.owned, partitions) - own for member in members}
+    urls = {member.name: member.url for member in members} | {me.name: me.url}
+    lowest = _FIRST_RECORD_VERSION if group is None else group.record_version
     return Assignment(
         own,
         owners(partitions, {**shares, me.name: own}, urls),
         tuple(urls[name] for name in sorted(urls) if urls[name] != NOBODY),
         min(lowest, me.record_version),
-        {seat.url: seat.peer_url for seat in seats if seat.peer_url != NOBODY},
-        {seat.url: seat.admin_url for seat in seats if seat.admin_url != NOBODY},
+        {member.url: member.peer_url for member in members if member.peer_url != NOBODY},
+        {member.url: member.admin_url for member in members if member.admin_url != NOBODY},
     )
 
 
-def to_runs(found: Iterable[int]) -> NumberRuns:
+def to_runs(numbers: Iterable[int]) -> NumberRuns:
     """Return from_runs as to_runs, in order."""
     made: NumberRuns = []
-    for number in sorted(set(found)):
+    for number in sorted(set(numbers)):
         if made and sum(made[-1]) == number:
             made[-1] = (made[-1][0], made[-1][1] + 1)
         else:
@@ -209,10 +223,10 @@ def to_runs(found: Iterable[int]) -> NumberRuns:
     return made
 
 
-def from_runs(found: Sequence[tuple[int, int]], below: int) -> frozenset[int]:
+def from_runs(runs: Sequence[tuple[int, int]], below: int) -> frozenset[int]:
     """Return what the to_runs name of the from_runs from 0 up to, not including, `below`."""
     return frozenset(
         number
-        for first, count in found
+        for first, count in runs
         for number in range(max(first, 0), min(first + count, below))
     )
