@@ -65,7 +65,7 @@ Handler = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]
 
 
 class Served:
-    """A local server that does to each connection what a test says."""
+    """A local server whose handler a test chooses."""
 
     def __init__(self, handler: Handler, tls: ssl.SSLContext | None) -> None:
         self._handler = handler

@@ -1,5 +1,5 @@
-"""The world of a check runner: no clock moves here. Timers are fired by hand and fakes answer when
-told, so only the order of events counts."""
+"""The world of a check runner: without a clock. A test fires timers and releases answers,
+so only the order of events counts."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class World:
     """Finder, owner and metrics in one, with a log of everything in the order it happened."""
 
     def __init__(self, *, near: bool = True) -> None:
-        self.near = near  # whether there is somebody to ask without waiting
+        self.near = near  # whether a channel is at hand
         self.log: list[str] = []
         self.pending: set[str] = set()
         self.gone: dict[str, str] = {}  # groups that cannot be reached, with why
@@ -41,7 +41,7 @@ class World:
         self.results: dict[str, CheckResult] = {}  # by instance, else by id, else COMMIT
         self.held: dict[str, asyncio.Event] = {}  # an ask of this id waits for it
         self.markers_held: asyncio.Event | None = None
-        self.told_held: asyncio.Event | None = None
+        self.reports_held: asyncio.Event | None = None
         self.refused: set[str] = set()  # ids whose marker the ledger does not accept
         self.broken: set[str] = set()  # ids whose marker cannot be written
         self.unread: set[str] = set()  # ids whose messages are not in memory
@@ -65,8 +65,8 @@ class World:
             return Unreached(self.gone[group])
         free = [name for name in self.instances.get(group, ()) if name not in avoid]
         if not free and avoid and not self.url:
-            self.log.append(f"nobody else of {group}")
-            return Unreached("nobody else")
+            self.log.append(f"no other instance of {group}")
+            return Unreached("no other instance")
         return self._channel(group, prefer, avoid)
 
     def _channel(self, group: str, prefer: str, avoid: Collection[str]) -> FakeChannel:
@@ -142,7 +142,7 @@ class FakeOwner:
         self._world = world
         self.markers_waiting = 0
         self.runs: list[list[str]] = []  # the ids of each run of markers
-        self.told: list[list[str]] = []  # and of each run of answers
+        self.reported: list[list[str]] = []  # and of each run of answers
 
     def in_memory(self, id: str) -> bool:
         return id not in self._world.unread
@@ -176,12 +176,12 @@ class FakeOwner:
         return id in self._world.pending
 
     async def answered(self, run: Sequence[AttemptResult]) -> None:
-        self.told.append([told.call.id for told in run])
+        self.reported.append([attempt.call.id for attempt in run])
         await asyncio.sleep(0)
-        if self._world.told_held is not None:
-            await self._world.told_held.wait()
-        for told in run:
-            self._take(told.call, told.result)
+        if self._world.reports_held is not None:
+            await self._world.reports_held.wait()
+        for attempt in run:
+            self._take(attempt.call, attempt.result)
 
     def _take(self, call: CheckCall, result: CheckResult) -> None:
         world = self._world
@@ -216,7 +216,7 @@ def due(runner: CheckRunner, owner: FakeOwner, world: World, *ids: str) -> list[
 
 @pytest.fixture(params=["near", "far"])
 def world(request: pytest.FixtureRequest) -> World:
-    """Near: somebody to ask is at hand, so checks go in runs; far: each waits for its channel."""
+    """Near: channels are at hand, so checks go in runs; far: each check waits for its channel."""
     return World(near=request.param == "near")
 
 

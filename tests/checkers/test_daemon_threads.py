@@ -31,7 +31,7 @@ asyncio.run(main())
 
 
 def test_hanging_calls_do_not_block_process_exit() -> None:
-    """As one that is told to stop by SIGTERM ends its event loop, and its threads with it."""
+    """As at SIGTERM, which ends the event loop and joins its threads."""
     done = subprocess.run(
         [sys.executable, "-c", HANGING], capture_output=True, text=True, timeout=60, check=True
     )
@@ -48,7 +48,7 @@ async def test_concurrent_calls_with_one_key_share_the_result() -> None:
         return len(called)
 
     waiting = [asyncio.create_task(threads.run("key", call, f"g{n}")) for n in range(10)]
-    waiting[0].cancel()  # whoever gives up takes nothing from the others
+    waiting[0].cancel()  # a cancelled waiter does not affect the others
     while not called:
         await asyncio.sleep(0)
     go_on.set()
@@ -105,8 +105,8 @@ class Hanging:
             for key in keys
         ]
 
-    async def under_way(self, count: int) -> None:
-        """Wait until so many run."""
+    async def wait_running(self, count: int) -> None:
+        """Wait until `count` calls run."""
         async with asyncio.timeout(30):
             while len(self.running) < count:
                 await asyncio.sleep(0)
@@ -127,7 +127,7 @@ async def test_late_calls_free_threads_for_others() -> None:
     hanging = Hanging(threads)
     for at_once in (LATE_MAX + 2, LATE_MAX):
         late = hanging.begin(LATE_MAX + 2)
-        await hanging.under_way(at_once)
+        await hanging.wait_running(at_once)
         async with asyncio.timeout(30):
             assert await threads.run("good", lambda: True)
         assert len(hanging.running) == at_once
@@ -136,16 +136,16 @@ async def test_late_calls_free_threads_for_others() -> None:
 
 
 async def test_late_key_recovers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """After a failure of all of them, none waits for ever behind those that still hang."""
+    """After all have failed, no call waits for ever for hanging ones."""
     threads = DaemonThreads[bool]("late", 1, 1, late_s=0.01)
     hanging = Hanging(threads)
     all_of_them = hanging.begin(LATE_MAX + 1)
-    await hanging.under_way(LATE_MAX + 1)
+    await hanging.wait_running(LATE_MAX + 1)
     async with asyncio.timeout(30):
-        assert await threads.run("good", lambda: True)  # behind the last of them
+        assert await threads.run("good", lambda: True)  # after the last of them
     await hanging.end(all_of_them)
     late = hanging.begin(LATE_MAX)
-    await hanging.under_way(LATE_MAX)
+    await hanging.wait_running(LATE_MAX)
     monkeypatch.setattr(daemon_threads, "LATE_FOR_S", 0.0)
     async with asyncio.timeout(30):
         assert await threads.run(f"{LATE_MAX}", lambda: True)

@@ -1,4 +1,4 @@
-"""Registered groups: what is refused, how they are stored, and where their secrets are."""
+"""Registered groups: validation, storage and changes."""
 
 from __future__ import annotations
 
@@ -167,7 +167,7 @@ async def test_groups_follow_the_store() -> None:
 
     assert await groups.remove("orders")
     assert await groups.remove("newer")
-    assert not await groups.remove("nobody")
+    assert not await groups.remove("missing")
     assert groups.policies.get("orders") is None
     assert groups.problem("newer") is None
     assert changed == ["old", "newer", "orders", "orders", "newer"]

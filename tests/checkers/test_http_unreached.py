@@ -1,4 +1,4 @@
-"""Checks over HTTP that reach nobody: no connection, no TLS, no server that listens."""
+"""Checks over HTTP that reach no instance: no connection, no TLS, no server."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.kit.http_answers import COMMIT, LOOPBACK, Serve, Until, answering, as
 from txbroker.checkers.base import Answered, CheckCall, Unreached
 from txbroker.checkers.http import HttpChannel, HttpChecks, HttpLimits
 
-# --- certainly nobody reached ------------------------------------------------------------------
+# --- certainly unreached -----------------------------------------------------------------------
 
 
 async def test_connection_lost_before_request_is_unreached(
@@ -103,7 +103,7 @@ async def test_invalid_urls_are_unreached(checks: HttpChecks, url: str) -> None:
 
 @pytest.fixture(scope="session")
 def certificate(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A key and a certificate of its own for `localhost`, in one file."""
+    """A key and a self-signed certificate for `localhost`, in one file."""
     openssl = shutil.which("openssl")
     assert openssl, "openssl makes the certificate of the TLS tests; install it"
     path = tmp_path_factory.mktemp("tls") / "localhost.pem"

@@ -1,4 +1,4 @@
-"""Messages as JSON: what goes in comes out, and what is wrong is said with its place."""
+"""Messages as JSON: they round-trip, and errors name their path."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The runner: whom it asks, in what order, and what it never does."""
+"""The runner: whom it asks, in which order, and its limits."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ async def test_decided_queued_check_writes_no_marker(
 async def test_pending_test_and_question_are_atomic(
     runner: CheckRunner, owner: FakeOwner, world: World, until: Until
 ) -> None:
-    """Whatever else the loop has ready runs before the test or after the question."""
+    """Other ready callbacks of the loop run before the test or after the question."""
     tested: list[int] = []
     still_pending = owner.still_pending
 
@@ -178,29 +178,29 @@ async def test_attempts_are_written_in_runs(owner: FakeOwner, world: World, unti
     runner = make(world, parallel=16)
     due(runner, owner, world, *(f"a-{n}" for n in range(16)))
     await until(lambda: runner.queued == 0)
-    # What was answered in one turn of the event loop is told together, too.
+    # Answers of one iteration of the event loop are reported together, too.
     assert [len(run) for run in owner.runs] == [16]
-    assert [len(run) for run in owner.told] == [16]
+    assert [len(run) for run in owner.reported] == [16]
     await runner.close()
 
 
 async def test_slots_are_freed_while_answers_are_written(
     owner: FakeOwner, world: World, until: Until
 ) -> None:
-    """An answered call gives its place back; as many as may be under way, and no more."""
+    """An answered call frees its slot, up to the limit of calls in flight."""
     runner = make(world, parallel=2, parallel_total_max=3)
-    world.told_held = asyncio.Event()
+    world.reports_held = asyncio.Event()
     ids = [f"a-{n}" for n in range(12)]
     due(runner, owner, world, *ids)
-    await until(lambda: len(owner.told) > 0)
+    await until(lambda: len(owner.reported) > 0)
     for _ in range(50):
         await asyncio.sleep(0)
-    answered = sum(map(len, owner.told))
+    answered = sum(map(len, owner.reported))
     assert 2 < answered <= 3 + 2  # three gave theirs back, two keep it
     assert sum(world.attempts.values()) == answered
     assert runner.running == answered  # one being written still counts
     assert due(runner, owner, world, "a-0") == [True]
-    world.told_held.set()
+    world.reports_held.set()
     await until(lambda: runner.queued == 0)
     assert [world.count(f"marker {id}") for id in ids] == [1] * 12
     assert runner.running == 0
@@ -218,8 +218,8 @@ async def test_check_without_messages_in_memory_goes_alone(
     due(runner, other, world, "b-1")
     await until(lambda: runner.queued == 0)
     assert sorted(owner.runs) == [["a-0", "a-1", "a-4"], ["a-2", "a-3"]]
-    assert ["a-1"] in owner.told
-    assert (other.runs, other.told) == ([["b-1"]], [["b-1"]])
+    assert ["a-1"] in owner.reported
+    assert (other.runs, other.reported) == ([["b-1"]], [["b-1"]])
     await runner.close()
 
 
@@ -291,11 +291,11 @@ async def test_unreachable_group_backs_off_without_attempts(
 async def test_call_within_back_off_does_not_extend_it(
     runner: CheckRunner, owner: FakeOwner, world: World, until: Until
 ) -> None:
-    world.gone["g"] = "nobody"
+    world.gone["g"] = "no instance"
     world.pending |= {"a", "b"}
     assert runner.due(owner, "a", "g", "", DUE)
     await asyncio.sleep(0)
-    # Handed out while the first is under way, it starts when that has failed.
+    # Started while the first is in flight, it continues when that has failed.
     assert runner.due(owner, "b", "g", "", DUE)
     await until(lambda: world.count("no channel to g") == 2)
     assert [timer.cancelled for timer in world.timers] == [False]
@@ -322,7 +322,7 @@ async def test_woken_group_is_retried_at_once(
     await until(lambda: len(world.timers) == 1)
     del world.gone["a"]
     runner.wake("a")
-    runner.wake("nobody knows")
+    runner.wake("unknown")
     assert world.timers[0].cancelled
     await until(lambda: runner.queued == 0)
     assert runner.unreachable() == {}
@@ -341,7 +341,7 @@ async def test_returning_group_gets_its_full_limit(
     del world.gone["a"]
     world.fire()
     await until(lambda: len(world.asking) == 1)
-    assert runner.unreachable() == {"a": "gone"}  # one asks; the others wait for what it finds
+    assert runner.unreachable() == {"a": "gone"}  # one asks; the others wait for its result
     world.held["a-0"].set()
     await until(lambda: len(world.asking) == 3)
     assert runner.unreachable() == {}
@@ -370,7 +370,7 @@ async def test_unhandled_question_gives_attempt_back(
 async def test_refused_question_goes_to_another_instance(
     runner: CheckRunner, owner: FakeOwner, world: World, until: Until
 ) -> None:
-    """In the same attempt: it has reached nobody yet."""
+    """In the same attempt, which has reached no instance yet."""
     world.instances["a"] = ["pod-1", "pod-2", "pod-3"]
     world.results |= {"pod-1": Unreached("no check function"), "pod-3": Unreached("busy")}
     world.pending.add("a-1")
@@ -413,7 +413,7 @@ async def test_group_without_instances_backs_off(
     await until(lambda: "returned a-1" in world.log and len(world.timers) == 1)
     assert world.count("marker a-1") == world.count("returned a-1") == 1
     assert world.attempts["a-1"] == 0
-    assert runner.unreachable() == {"a": "session pod-2: draining; nobody else"}
+    assert runner.unreachable() == {"a": "session pod-2: draining; no other instance"}
     assert world.outcomes == [("a", "returned")]
     # What did not take it then is asked again the next time.
     del world.results["pod-1"]
@@ -431,7 +431,7 @@ async def test_decision_or_unclear_result_ends_the_attempt(
     world.held["a-1"] = asyncio.Event()
     due(runner, owner, world, "a-1", "b-1")
     await until(lambda: world.asking == {"a-1"} and runner.queued == 1)
-    world.pending.discard("a-1")  # decided before pod-1 said that it is busy
+    world.pending.discard("a-1")  # decided before pod-1 answered that it is busy
     world.held["a-1"].set()
     await until(lambda: runner.queued == 0)
     asked = [line for line in world.log if line.startswith("ask")]
@@ -466,7 +466,7 @@ async def test_back_off_without_checks_ends_silently(
     world.gone["a"] = "gone"
     due(runner, owner, world, "a-1")
     await until(lambda: len(world.timers) == 1)
-    world.pending.clear()  # decided by somebody else
+    world.pending.clear()  # decided elsewhere
     world.fire()
     assert runner.queued == 0
     assert runner.unreachable() == {}

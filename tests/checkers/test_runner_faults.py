@@ -25,7 +25,7 @@ async def loop_faults() -> AsyncIterator[list[str]]:
 
 
 def cancelled() -> asyncio.Future[CheckResult]:
-    """Return an answer that somebody else has cancelled."""
+    """Return an answer that was cancelled elsewhere."""
     answer: asyncio.Future[CheckResult] = asyncio.get_running_loop().create_future()
     answer.cancel()
     return answer
@@ -53,7 +53,7 @@ async def test_cancelled_answer_is_unclear(
     due(runner, owner, world, "a-1")
     await until(lambda: runner.queued == 0)
     assert world.outcomes == [("a", "unclear")]
-    # It may have reached somebody, so it counts.
+    # It may have reached an instance, so it counts.
     assert world.attempts["a-1"] == 1
     assert (world.open_channels, runner.running, loop_faults) == (0, 0, [])
 
@@ -100,7 +100,7 @@ async def test_failing_release_frees_the_slot(
     monkeypatch.setattr(FakeChannel, "release", broken)
     due(runner, owner, world, "a-1", "a-2", "a-3", "b-1", "c-1", "d-1")
     await until(lambda: runner.queued == 0)
-    assert sorted(id for run in owner.told for id in run) == [
+    assert sorted(id for run in owner.reported for id in run) == [
         "a-1", "a-2", "a-3", "b-1", "d-1",
     ]  # fmt: skip
     assert world.outcomes.count(("b", "commit")) == 1
@@ -141,7 +141,7 @@ async def test_failing_report_frees_the_slot(
     world.gone["b"] = "no session"
     due(runner, owner, world, "a-1", "a-2", "a-3", "b-1")
     await until(lambda: runner.queued == 1)  # b-1 waits until its group has rested
-    assert sorted(id for run in owner.told for id in run) == ["a-1", "a-2", "a-3"]
+    assert sorted(id for run in owner.reported for id in run) == ["a-1", "a-2", "a-3"]
     assert runner.unreachable() == {"b": "no session"}
     assert runner.running == 0
 

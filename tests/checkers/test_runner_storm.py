@@ -1,4 +1,4 @@
-"""The runner under a storm: whatever it was given it still has, or it has dealt with it."""
+"""The runner under random faults: every check is queued, running or done."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class Storm:
         self, group: str, prefer: str, avoid: Collection[str] = ()
     ) -> Storm | Unreached:
         await self.dice.pause()
-        return Unreached("nobody") if self.dice.random.random() < 0.3 else self
+        return Unreached("no instance") if self.dice.random.random() < 0.3 else self
 
     def ask(self, call: CheckCall, timeout_s: float) -> asyncio.Future[CheckResult]:
         return asyncio.ensure_future(self._result())
@@ -123,9 +123,9 @@ class Owner:
 
     async def answered(self, run: Sequence[AttemptResult]) -> None:
         await self.dice.pause()
-        for told in run:
-            if isinstance(told.result, Answered):
-                self.pending.discard(told.call.id)
+        for attempt in run:
+            if isinstance(attempt.result, Answered):
+                self.pending.discard(attempt.call.id)
 
 
 @pytest.mark.parametrize("seed", range(30))
@@ -158,7 +158,7 @@ async def test_no_check_is_lost_in_random_runs(seed: int) -> None:
             runner.forget(owner)
             owners[owners.index(owner)] = Owner(storm.dice)
         await storm.dice.pause()
-    # From now on all is well again, and every check must come to its end by itself.
+    # From now on there are no faults, and every check must end.
     for _ in range(10_000):
         if not runner.queued:
             break

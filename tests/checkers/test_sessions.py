@@ -139,11 +139,11 @@ async def test_session_lost_before_question_is_unreached(
     sessions: SessionRegistry, call: CheckCall
 ) -> None:
     closed, removed, broken = connect(sessions, "closed", "removed", "broken")
-    in_hand = {name: acquire(sessions, name) for name in ("closed", "removed", "broken")}
+    channels = {name: acquire(sessions, name) for name in ("closed", "removed", "broken")}
     closed.open = False
     sessions.remove("orders", removed)
     broken.send_check = None  # type: ignore[assignment,method-assign]
-    for channel in in_hand.values():
+    for channel in channels.values():
         result = await channel.ask(call, 5.0)
         assert result == Unreached("the session closed before the question was sent")
         channel.release()
@@ -217,7 +217,7 @@ def test_draining_session_is_not_asked(sessions: SessionRegistry) -> None:
 def test_instance_without_function_is_asked_only_as_preparer(
     sessions: SessionRegistry,
 ) -> None:
-    """It may say that its block still runs; of others' transactions it knows nothing."""
+    """It knows its own running blocks, but not others' transactions."""
     appeared: list[str] = []
     sessions.on_appeared(appeared.append)
     sessions.add("orders", Session("web", checks=False))

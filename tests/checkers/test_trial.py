@@ -1,4 +1,4 @@
-"""Test calls: what goes out, and what is made of what comes back."""
+"""Test calls: the request, and the result of each answer."""
 
 from __future__ import annotations
 
@@ -48,9 +48,9 @@ async def test_test_call_is_signed_and_asks_nothing(
     assert headers["request-line"] == "POST /check?token=t HTTP/1.1"
     assert is_test_call(headers)
     assert headers["webhook-id"].startswith("test.")
-    told = json.loads(body)
-    assert told.keys() == {"test", "group", "sent_at"}
-    assert (told["test"], told["group"]) == (True, "orders")
+    question = json.loads(body)
+    assert question.keys() == {"test", "group", "sent_at"}
+    assert (question["test"], question["group"]) == (True, "orders")
     with pytest.raises(BadRequest):
         parse_check(body)
 
@@ -119,8 +119,8 @@ async def test_test_call_uses_the_groups_timeout(serve: Serve, checks: HttpCheck
 
 
 async def test_test_call_without_endpoint_fails(checks: HttpChecks, tmp_path: Path) -> None:
-    nobody = GroupPolicy(check_url="http://127.0.0.1:9/check?token=t")
-    tried = await try_group(checks, "orders", nobody, 5.0)
+    unreachable = GroupPolicy(check_url="http://127.0.0.1:9/check?token=t")
+    tried = await try_group(checks, "orders", unreachable, 5.0)
     assert (tried.endpoint, tried.answered) == ("http://127.0.0.1:9/check", False)
     assert "connection refused" in tried.why
     none = await try_group(checks, "orders", GroupPolicy(), 5.0)
@@ -137,7 +137,7 @@ def test_test_call_needs_header_and_value() -> None:
 
 
 def test_check_with_test_header_is_still_a_check() -> None:
-    """A check that somebody sent on with the header would still be a check by its body."""
+    """A forwarded check with the header is still a check by its body."""
     asked = {"id": "i", "group": "g", "attempt": 1, "attempts_max": 2, "reason": "due"}
     messages = [message_to_json(Message("t", b"k", b"v"))]
     body = json.dumps({**asked, "prepared_at": 1.5, "messages": messages}).encode()

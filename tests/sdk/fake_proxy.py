@@ -1,8 +1,13 @@
 """A proxy that speaks session frames over real sockets and keeps its transactions in memory.
 
-Several fakes of one `FakeCluster` share the transactions and own half partitions. A test makes
-them misbehave with `rules`: the first rule that returns something for an operation decides what
-is done with it. The fake does not check back by itself, expire ids or promote: tests do.
+Why a second fake beside the broker of `txbroker.testing`: these tests need a proxy that breaks the
+protocol (drops a connection before or after an operation, hangs, sends invalid frames, holds a
+stale view of the owners), and clusters of such proxies. The in-memory broker runs the real proxy,
+which cannot do that, and has no other proxies.
+
+Several fakes of one `FakeCluster` share the transactions and own half partitions. A test sets
+`rules`: the first rule that returns an action for an operation decides. The fake makes no checks,
+expires no ids and promotes nothing; tests do.
 """
 
 import asyncio
@@ -167,11 +172,11 @@ class FakeCluster:
             self.owners = [proxy.url] * self.partitions
         return proxy
 
-    async def own(self, *owners: "FakeProxy | None", tell: bool = True) -> None:
-        """Give the partitions new owners, in turn, and tell the sessions."""
+    async def own(self, *owners: "FakeProxy | None", notify: bool = True) -> None:
+        """Give the partitions new owners, round robin, and notify the sessions."""
         urls = [proxy.url if proxy else "" for proxy in owners]
         self.owners = [urls[p % len(urls)] for p in range(self.partitions)]
-        if tell:
+        if notify:
             for proxy in self.proxies:
                 for session in list(proxy.sessions) if proxy.awake.is_set() else ():
                     with contextlib.suppress(ConnectionError):
@@ -222,7 +227,7 @@ class FakeCluster:
 
 
 class FakeProxy:
-    """One proxy on a port of its own; stopped and started it keeps its port."""
+    """One proxy; it keeps its port when it is stopped and started."""
 
     def __init__(
         self,

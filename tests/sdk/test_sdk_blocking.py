@@ -32,7 +32,7 @@ T = TypeVar("T")
 
 
 class FakeThread:
-    """A fake cluster with one proxy, in an event loop of its own."""
+    """A fake cluster with one proxy, in a separate event loop."""
 
     def __init__(self) -> None:
         self.loop = asyncio.new_event_loop()
@@ -186,20 +186,20 @@ def test_checks_are_answered(fake: FakeThread, coroutine: bool) -> None:
 
 
 def test_use_in_own_event_loop_is_refused(fake: FakeThread) -> None:
-    said: list[str] = []
+    errors: list[str] = []
 
     async def check(request: CheckRequest) -> Decision:
         try:
             producer.commit(request.id)
         except TxbrokerError as error:
-            said.append(str(error))
+            errors.append(str(error))
         return Decision.UNKNOWN
 
     with BlockingTransactionalProducer(
         fake.proxy.url, group="g", check=check, limits=QUICK
     ) as producer:
         fake.run(fake.proxy.sessions[0].check("0" * 26))
-    assert said == ["the blocking producer cannot be used inside its own event loop"]
+    assert errors == ["the blocking producer cannot be used inside its own event loop"]
 
 
 def test_forked_child_opens_separate_sessions(
@@ -213,8 +213,8 @@ def test_forked_child_opens_separate_sessions(
             os._exit(0)
         os.close(writer)
         assert os.waitpid(child, 0)[1] == 0
-    with os.fdopen(reader) as said:
-        first, *problems = said.read().split("\n")
+    with os.fdopen(reader) as output:
+        first, *problems = output.read().split("\n")
     assert problems == [ForkedTransaction.__doc__]
     assert fake.cluster.transactions[first].decision is Decision.COMMIT
     assert fake.cluster.transactions[tx.id].decisions == [Decision.COMMIT]
@@ -231,11 +231,11 @@ def _in_the_child(producer: BlockingTransactionalProducer, inherited: BlockingTr
     try:
         inherited.commit()
     except ForkedTransaction as error:
-        said = [tx.id, str(error)]
+        result = [tx.id, str(error)]
     else:
-        said = [tx.id, "committed"]
+        result = [tx.id, "committed"]
     producer.drain()
-    return "\n".join(said)
+    return "\n".join(result)
 
 
 SCRIPT = """
@@ -255,7 +255,7 @@ print("done")
 
 def test_script_without_close_exits_silently(fake: FakeThread) -> None:
     done = subprocess.run(
-        # Not -X dev: asyncio would tell how slow a busy machine is.
+        # Not -X dev: asyncio would warn about slow callbacks on a busy machine.
         [sys.executable, "-W", "default", "-c", SCRIPT, fake.proxy.url],
         capture_output=True,
         text=True,

@@ -37,7 +37,7 @@ async def checked(
         yield producer, proxy.sessions[0]
 
 
-def told(answer: CheckAnswer) -> tuple[object, ...]:
+def essence(answer: CheckAnswer) -> tuple[object, ...]:
     return answer.decision, answer.ask_again_s, answer.messages
 
 
@@ -65,7 +65,7 @@ async def test_all_answers_of_functions_and_coroutines(
     functions: list[CheckFunction] = [coroutine, lambda r: answer, lambda r: coroutine(r)]
     for function in (*functions, Callable_()):
         async with checked(proxy, function) as (_, session):
-            assert told(await session.check(ID, messages=(M,))) == expected
+            assert essence(await session.check(ID, messages=(M,))) == expected
 
 
 async def test_check_request_has_all_fields(proxy: FakeProxy) -> None:
@@ -111,7 +111,7 @@ async def test_failed_or_invalid_checks_are_unknown(
 ) -> None:
     async with checked(proxy, wrong) as (_, session):
         answer = await session.check(ID, messages=(M,))
-        assert told(answer) == (Decision.UNKNOWN, None, None)
+        assert essence(answer) == (Decision.UNKNOWN, None, None)
         assert detail in answer.detail
         assert (await session.check(ID, messages=(M,))).decision is Decision.UNKNOWN
     assert proxy.opened == 1
@@ -142,7 +142,7 @@ async def test_running_block_is_not_yet_without_function(
     async with checked(proxy, check) as (producer, session):
         async with producer.transaction(M) as tx:
             expected = (Decision.UNKNOWN, QUICK.running_again_s, None)
-            assert told(await session.check(tx.id)) == expected
+            assert essence(await session.check(tx.id)) == expected
         assert cluster.transactions[tx.id].decision is Decision.COMMIT
 
 
@@ -155,7 +155,7 @@ async def test_decision_in_flight_is_the_answer(cluster: FakeCluster, proxy: Fak
         tx.replace(final)
         leaving = asyncio.create_task(block.__aexit__(None, None, None))
         await cluster.until(lambda: cluster.transactions[tx.id].decision)
-        assert told(await session.check(tx.id)) == (Decision.COMMIT, None, (final,))
+        assert essence(await session.check(tx.id)) == (Decision.COMMIT, None, (final,))
         gate.set()
         await leaving
         assert (await session.check(tx.id)).decision is Decision.UNKNOWN

@@ -144,7 +144,7 @@ async def test_calls_count_once_while_proxies_crash(cluster: FakeCluster, seed: 
         stored = cluster.transactions[id]
         assert stored.messages[0].value == b"%d" % n
         assert set(stored.decisions) == {decision}
-    # An id is never used for anything else, and whatever else was stored was left undecided.
+    # An id is never reused, and other stored transactions were left undecided.
     contents: dict[str, set[bytes | None]] = {}
     for prepare in cluster.prepares:
         contents.setdefault(prepare.id, set()).add(prepare.messages[0].value)

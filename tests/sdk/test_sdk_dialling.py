@@ -1,4 +1,4 @@
-"""What nobody expected of a connection is seen, and tried again after a pause."""
+"""An unexpected error of a connection is logged and retried after a pause."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ async def test_unexpected_connect_error_is_logged_and_paused(
 
     async def dial(address: str) -> Session:
         dialled.append(address)
-        raise AttributeError("nobody expects this")
+        raise AttributeError("unexpected")
 
     router = Router(["http://127.0.0.1:1"], dial, Limits())
     try:

@@ -116,7 +116,7 @@ async def test_timeout_is_a_typed_error_with_the_next_step(
 async def test_prepare_is_retried_within_dedup_window_only(
     cluster: FakeCluster, proxy: FakeProxy
 ) -> None:
-    """Behind the dedup window the same id might count as new."""
+    """After the dedup window the same id might count as new."""
     proxy.dedup_window_s = 0.4
     proxy.rules.append(lambda operation: Ignore(done=False))
     loop = asyncio.get_running_loop()
@@ -275,8 +275,8 @@ async def test_stale_view_does_not_mislead(
     a, b = await cluster.proxy(), await cluster.proxy()
     async with TransactionalProducer(a.url, group="g", limits=QUICK) as producer:
         await producer.prepare(M)
-        # b owns everything, but a goes on to say that it does.
-        await cluster.own(b, tell=False)
+        # b owns everything, but a still claims to.
+        await cluster.own(b, notify=False)
         waiting = asyncio.create_task(producer.prepare(M))
         await cluster.until(lambda: len(cluster.prepares) >= 3)
         assert not waiting.done()
@@ -333,7 +333,7 @@ async def test_text_frame_ends_session_and_stray_answer_is_ignored(
     cluster: FakeCluster, proxy: FakeProxy, producer: TransactionalProducer
 ) -> None:
     await proxy.sessions[0].send(["standing", 999, "0" * 26, "pending", None])
-    await proxy.sessions[0].send(["failure", 0, "overloaded", "for nobody", {}])
+    await proxy.sessions[0].send(["failure", 0, "overloaded", "unknown call", {}])
     await producer.prepare(M)
     assert proxy.opened == 1
     await proxy.sessions[0].socket.send_str("hello")

@@ -1,4 +1,4 @@
-"""A session's calls without a socket: what is sent, and when an answer is overdue."""
+"""A session's calls without a socket: frames and deadlines."""
 
 from __future__ import annotations
 
@@ -87,8 +87,8 @@ async def test_lost_session_reports_sent_calls() -> None:
     assert sent(session) == [1]
     kept = session.send(prepare(2), 0, due_s)
     session._lose("broken")
-    told = [cast(SessionLost, answer.exception()).sent for answer in (left, kept)]
-    assert told == [True, False]
+    sent_flags = [cast(SessionLost, answer.exception()).sent for answer in (left, kept)]
+    assert sent_flags == [True, False]
     with pytest.raises(SessionLost) as lost:
         session.send(prepare(3), 0, due_s)
     assert not lost.value.sent

@@ -22,7 +22,7 @@ async def test_choice_stays_until_partition_moves(
         first = await where(producer)
         assert {await where(producer) for _ in range(20)} == {first}
         await cluster.own(*[None if partition == first else proxy for partition in range(4)])
-        # Its answer comes behind the news.
+        # Its answer arrives after the news.
         await producer.prepare(keyed((first + 1) % 4))
         second = await where(producer)
         assert second != first

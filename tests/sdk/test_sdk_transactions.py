@@ -1,4 +1,4 @@
-"""Blocks and functions against a proxy that behaves, and what is refused at once."""
+"""Blocks and functions against a healthy proxy, and immediate refusals."""
 
 import asyncio
 import threading
@@ -356,7 +356,7 @@ async def test_calls_in_flight_are_limited(cluster: FakeCluster, proxy: FakeProx
         tasks = [asyncio.create_task(producer.prepare(M)) for _ in range(10)]
         await cluster.until(lambda: len(cluster.prepares) == 3)
         tasks[5].cancel()
-        # A decision does not queue up behind the prepares.
+        # A decision does not queue up after the prepares.
         transaction_id = next(iter(cluster.transactions))
         await asyncio.wait_for(producer.commit(transaction_id), 5)
         assert len(cluster.prepares) == 3

@@ -164,7 +164,7 @@ async def test_kafka_outage_loses_nothing(service: Service, outcome: LostReply) 
     )
 
 
-# --- several proxies, and what was lost ------------------------------------------------------
+# --- several proxies, and lost records -------------------------------------------------------
 
 
 def proxy(service: Service, instance: str) -> AbstractAsyncContextManager[Proxy]:

@@ -1,4 +1,4 @@
-"""What the Kafka in memory forgets and changes when a test says so."""
+"""Switches of the Kafka in memory: expiry and changed settings."""
 
 from __future__ import annotations
 
