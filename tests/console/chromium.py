@@ -42,7 +42,7 @@ picture.onload = () => {
   }
   const part = (colour, shift) => (colour >> shift) & 255;
   const parts = (colour) => [16, 8, 0].map((shift) => part(colour, shift));
-  // A little bright green says more than many greys.
+  // A little bright green counts more than much grey.
   const weight = ([colour, count]) =>
     count * (1 + Math.max(...parts(colour)) - Math.min(...parts(colour)));
   const palette = [...counts]
@@ -106,7 +106,7 @@ class Browser:
         return self.driver.find_elements(By.CSS_SELECTOR, selector)
 
     def text(self, selector: str = "main") -> str:
-        """Return what is read there now, blanks as one."""
+        """Return the text shown there, blanks collapsed."""
         found = self.until(lambda: (self.find(selector).text,))
         return " ".join(found[0].split())
 
@@ -139,7 +139,7 @@ class Browser:
         return waiting.until(lambda _: condition())
 
     def run(self, script: str, *values: object) -> Any:
-        """Run a script in the page, as somebody with the developer's tools could."""
+        """Run a script in the page, as with the developer tools."""
         return self.driver.execute_script(script, *values)
 
     def complaints(self) -> list[str]:
@@ -155,39 +155,39 @@ class Browser:
     def look(self, *, dark: bool = False, width: int = 1200, height: int = 800) -> None:
         """Take a scheme and a size of the window."""
         scheme = "dark" if dark else "light"
-        self._tell("Emulation.setEmulatedMedia", media="screen", features=[
+        self._command("Emulation.setEmulatedMedia", media="screen", features=[
             {"name": "prefers-color-scheme", "value": scheme}
         ])  # fmt: skip
-        self._tell(
+        self._command(
             "Emulation.setDeviceMetricsOverride",
             width=width, height=height, deviceScaleFactor=1, mobile=width < 500,
         )  # fmt: skip
 
     def scripts(self, *, on: bool) -> None:
         """Let pages run scripts, or not."""
-        self._tell("Emulation.setScriptExecutionDisabled", value=not on)
+        self._command("Emulation.setScriptExecutionDisabled", value=not on)
 
     def picture(self, path: Path, height_max: int = 1400) -> None:
         """Take a picture of the page, from its top."""
-        size = self._tell("Page.getLayoutMetrics")["cssContentSize"]
+        size = self._command("Page.getLayoutMetrics")["cssContentSize"]
         clip = {
             "x": 0, "y": 0, "scale": 1,
             "width": size["width"], "height": min(size["height"], height_max),
         }  # fmt: skip
-        taken = self._tell(
+        taken = self._command(
             "Page.captureScreenshot", format="png", captureBeyondViewport=True, clip=clip
         )
         self.driver.get("about:blank")
         found = self.driver.execute_async_script(_FEWER_COLOURS, taken["data"])
         path.write_bytes(_png(found["width"], found["palette"], base64.b64decode(found["pixels"])))
 
-    def _tell(self, command: str, **values: object) -> dict[str, Any]:
+    def _command(self, command: str, **values: object) -> dict[str, Any]:
         return dict(self.driver.execute_cdp_cmd(command, values))
 
 
 @contextmanager
 def browser(url: str = "") -> Iterator[Browser]:
-    """Start a browser, with a profile of its own, until the block is left."""
+    """Start a browser, with a fresh profile, until the block is left."""
     programs = [shutil.which(tool) for tool in TOOLS]
     assert all(programs), f"{' and '.join(TOOLS)} must be installed: run `make tools`"
     with TemporaryDirectory(prefix="txbroker-chromium-") as profile:

@@ -40,7 +40,7 @@ def token_file(tmp_path: Path) -> Path:
 
 @pytest.fixture
 async def guarded(desk: FakeEndpoint, token_file: Path) -> AsyncIterator[Service]:
-    """A running proxy that takes nobody without the token."""
+    """A running proxy that requires the token."""
     world = MemoryHarness()
     running = Service(world, desk, token_file=token_file)
     await running.start()
@@ -51,6 +51,6 @@ async def guarded(desk: FakeEndpoint, token_file: Path) -> AsyncIterator[Service
 
 @pytest.fixture
 async def reader(service: Service) -> AsyncIterator[Reader]:
-    """Somebody who reads the pages of `service`, without any script."""
-    async with reader_of(service.proxy.url) as somebody:
-        yield somebody
+    """A client of the pages of `service`, without scripts."""
+    async with reader_of(service.proxy.url) as client:
+        yield client

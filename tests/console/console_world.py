@@ -19,7 +19,7 @@ _UNSEEN = frozenset({"script", "style", "title", "datalist", "template"})
 
 @dataclass
 class Element:
-    """A tag with what is in it."""
+    """A tag with its content."""
 
     tag: str
     attributes: dict[str, str]
@@ -56,7 +56,7 @@ class Element:
 
 
 class _Parser(HTMLParser):
-    """Builds the tree, and insists that what is opened is closed."""
+    """Builds the tree, and asserts that every tag is closed."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -132,7 +132,7 @@ class Seen:
 
 
 class Reader:
-    """Somebody with a browser that runs no scripts."""
+    """A browser that runs no scripts."""
 
     def __init__(self, http: aiohttp.ClientSession) -> None:
         self.http = http
@@ -170,7 +170,7 @@ async def _seen(answer: aiohttp.ClientResponse) -> Seen:
 
 @asynccontextmanager
 async def reader_of(url: str, **headers: str) -> AsyncIterator[Reader]:
-    """Open a browser of its own, with its own cookies."""
+    """Open a browser with its own cookies."""
     jar = aiohttp.CookieJar(unsafe=True)
     async with aiohttp.ClientSession(url, cookie_jar=jar, headers=headers) as http:
         yield Reader(http)

@@ -41,7 +41,7 @@ SHOWN = {
 
 
 async def prepare(url: str, group: str, topic: str, count: int) -> list[str]:
-    """Prepare so many transactions of a group, several at a time."""
+    """Prepare `count` transactions of a group, several at a time."""
     limit = asyncio.Semaphore(64)
 
     async def one(http: aiohttp.ClientSession, number: int) -> str:
@@ -59,7 +59,7 @@ async def prepare(url: str, group: str, topic: str, count: int) -> list[str]:
         return list(await asyncio.gather(*(one(http, number) for number in range(count))))
 
 
-async def tell(url: str, method: str, path: str, body: dict[str, Any]) -> None:
+async def call(url: str, method: str, path: str, body: dict[str, Any]) -> None:
     """Call the API."""
     async with (
         aiohttp.ClientSession(url) as http,
@@ -93,7 +93,7 @@ def traffic(url: str, group: str) -> Iterator[None]:
 
 
 def steady(broker: InMemoryBroker) -> bool:
-    """Say whether as much is promoted as is prepared."""
+    """Return True if all prepared transactions are promoted."""
     with urlopen(f"{broker.url}/v1/overview", timeout=20) as answer:
         rates = [p["rates"] for p in json.load(answer)["partitions"]]
     prepared, promoted = (
@@ -121,10 +121,10 @@ def plant(broker: InMemoryBroker, stack: ExitStack) -> dict[str, str]:
     refused = asyncio.run(prepare(url, "billing", "invoices", 3))
     broker.delete_topic("invoices")
     for id in refused:
-        asyncio.run(tell(url, "POST", f"/v1/transactions/{id}/commit", {"group": "billing"}))
-    # Nobody listens there.
+        asyncio.run(call(url, "POST", f"/v1/transactions/{id}/commit", {"group": "billing"}))
+    # A closed port.
     dead = {"check_url": "http://127.0.0.1:9/txbroker/check"}
-    asyncio.run(tell(url, "PUT", "/v1/groups/payments", dead))
+    asyncio.run(call(url, "PUT", "/v1/groups/payments", dead))
     asyncio.run(prepare(url, "payments", "payments", PENDING))
     broker.advance(1_210)
     asyncio.run(prepare(url, "checkout", "orders", 7))

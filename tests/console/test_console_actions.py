@@ -1,4 +1,4 @@
-"""What a person does in the console: looked at first, then done, with who and why on record."""
+"""Actions in the console: previewed, then done, with author and reason on record."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ async def topic_of(service: Service) -> str:
 
 
 async def pending(service: Service, count: int, group: str) -> list[str]:
-    """Prepare so many transactions of a group."""
+    """Prepare `count` transactions of a group."""
     topic = await topic_of(service)
     return [await service.prepare(Message(topic, b"k", b"v"), group=group) for _ in range(count)]
 
@@ -125,7 +125,7 @@ async def test_transaction_parked_after_preview_is_unchanged(
     away = await service.group(503, attempts_max=1, timeout_s=0.1)
     here = await service.group(knows_not, attempts_max=1, timeout_s=0.1)
     topic = await topic_of(service)
-    # Prepared before the one that is looked at, so no time of preparing tells them apart.
+    # Prepared before the previewed one, so the time of the prepare does not distinguish them.
     late = await service.prepare(Message(topic, b"k", b"v"), group=away)
     id = await service.prepare(Message(topic, b"k", b"v"), group=here)
     await service.reaches(id, "parked")

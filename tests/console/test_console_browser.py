@@ -116,13 +116,13 @@ def test_overview_refreshes_and_keeps_the_focus(broker: InMemoryBroker, window: 
     prepare(broker, "others", count=2)
     window.until(lambda: window.text("#sums .tiles > div:first-child dd") == "3")
     assert "others" in window.text("#groups-first")
-    assert window.run("return window.same") is True  # not loaded anew
+    assert window.run("return window.same") is True  # not reloaded
     assert window.run("return document.activeElement.textContent").startswith("all groups")
 
 
 def test_refresh_can_be_stopped(broker: InMemoryBroker, window: Browser) -> None:
     window.open("/")
-    # A look that is under way when it is stopped, held until then.
+    # A refresh in flight when it is stopped, held until then.
     window.run("""
         const real = window.fetch;
         window.looks = 0;
@@ -155,17 +155,17 @@ def test_hostile_content_runs_nothing(broker: InMemoryBroker, window: Browser) -
         window.open(path)
         assert window.driver.title.endswith("· txbroker"), path
         assert window.run("return document.querySelectorAll('main img, main script').length") == 0
-    # Nor does what somebody could smuggle into a page: the policy of the page forbids it.
+    # Nor does content injected into a page: its policy forbids it.
     window.run("document.body.insertAdjacentHTML('beforeend', arguments[0])", HOSTILE)
-    # The image that is missing, and what was to run then, in whichever order they are told.
+    # The missing image, and the script to run then, in either order.
     refused: list[str] = []
     kinds = ("Content Security Policy", "/x - Failed to load")
 
-    def told() -> bool:
+    def reported() -> bool:
         refused.extend(window.complaints())
         return all(any(kind in line for line in refused) for kind in kinds)
 
-    window.until(told)
+    window.until(reported)
     assert all(any(kind in line for kind in kinds) for line in refused), refused
     assert window.driver.title.endswith("· txbroker")
 
@@ -195,9 +195,9 @@ CONTRAST = """
 const light = (c) => { c /= 255; return c <= 0.03928 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4; };
 const parts = (s) => s.match(/[\\d.]+/g).map(Number);
 const shine = ([r, g, b]) => 0.2126 * light(r) + 0.7152 * light(g) + 0.0722 * light(b);
-const behind = (e) => {
+const shade = (e) => {
   for (; e; e = e.parentElement) {
-    const c = parts(getComputedStyle(e).backgroundColor);
+    const c = parts(getComputedStyle(e).shadeColor);
     if (c.length < 4 || c[3] === 1) return c;
   }
   return [255, 255, 255];
@@ -206,7 +206,7 @@ const poor = [];
 for (const e of document.body.querySelectorAll("*")) {
   const own = [...e.childNodes].some((n) => n.nodeType === 3 && n.data.trim());
   if (!own || !e.checkVisibility()) continue;
-  const [a, b] = [shine(parts(getComputedStyle(e).color)), shine(behind(e))].sort((x, y) => y - x);
+  const [a, b] = [shine(parts(getComputedStyle(e).color)), shine(shade(e))].sort((x, y) => y - x);
   const ratio = (a + 0.05) / (b + 0.05);
   if (ratio < 4.5) poor.push(`${e.tagName}.${e.className} ${e.textContent.trim()} ${ratio}`);
 }
@@ -230,9 +230,9 @@ def test_every_page_is_legible(
             assert window.run(CONTRAST) == [], path
             # Tables may be wider than the window, and scroll in themselves; pages never.
             assert window.run("return document.scrollingElement.scrollWidth") <= width, path
-            back = window.run("return getComputedStyle(document.body).backgroundColor")
+            back = window.run("return getComputedStyle(document.body).shadeColor")
             assert (back == "rgb(18, 22, 28)") is dark
-    # The browser tells of the page that could not be shown.
+    # The browser reports the page that could not be shown.
     assert all("400 (Bad Request)" in line for line in window.complaints())
 
 
@@ -251,7 +251,7 @@ def site(html: str) -> Iterator[str]:
             self.wfile.write(html.encode())
 
         def log_message(self, *_: object) -> None:
-            """Say nothing."""
+            """Log nothing."""
 
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     thread = threading.Thread(target=server.serve_forever)

@@ -1,4 +1,4 @@
-"""With a token file, nobody sees or does anything without a login."""
+"""With a token file, every page and action needs a login."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from txbroker.proxy.http.guards import Guard
 
 @pytest.fixture
 async def stranger(guarded: Service) -> AsyncIterator[Reader]:
-    """Somebody who is not logged in."""
-    async with reader_of(guarded.proxy.url) as somebody:
-        yield somebody
+    """A client that is not logged in."""
+    async with reader_of(guarded.proxy.url) as client:
+        yield client
 
 
 async def log_in(reader: Reader, token: str = TOKEN, path: str = "/", **fields: str) -> Seen:

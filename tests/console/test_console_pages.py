@@ -58,10 +58,10 @@ async def test_unreachable_group_is_shown_with_reason(service: Service, reader: 
     topic, group = await topic_of(service), await service.group(503)
     await service.prepare(Message(topic, b"k", b"v"), group=group)
 
-    async def said() -> bool:
+    async def shown_there() -> bool:
         return f"Group {group} is unreachable" in (await reader.open("/")).text
 
-    await until(said)
+    await until(shown_there)
     seen = await reader.open("/")
     (concern,) = seen.main.all("li", **{"class": "concern is-warn"})
     assert "503" in concern.text
@@ -171,10 +171,10 @@ async def test_timeline_shows_each_event(service: Service, reader: Reader) -> No
     seen = await reader.open(f"/transactions/{id}")
     lines = [li.one("strong").text for li in seen.main.one("section", id="timeline").all("li")]
     assert lines == ["prepared", "check", "commit", "promoted"]
-    told = seen.main.one("section", id="timeline").text
-    assert f"{service.desk.url}/check/{group}" in told
-    assert "attempt 1.1 (due)" in told
-    assert f"{topic}-0 at offset 0" in told
+    text = seen.main.one("section", id="timeline").text
+    assert f"{service.desk.url}/check/{group}" in text
+    assert "attempt 1.1 (due)" in text
+    assert f"{topic}-0 at offset 0" in text
     assert seen.main.all("a", **{"class": "button"}) == []  # nothing is left to be done
 
 
@@ -209,11 +209,11 @@ async def test_groups_show_how_they_are_checked(service: Service, reader: Reader
             table = seen.main.one("tbody").all("tr")
             return {row.one("th").text: row.text for row in table}
 
-        async def all_told() -> bool:
+        async def all_shown() -> bool:
             found = await rows()
             return "not reached" in found.get(away, "") and "till-7" in found.get(connected, "")
 
-        await until(all_told)
+        await until(all_shown)
         found = await rows()
         assert "check URL" in found[registered]
         assert "503" in found[away]
@@ -249,7 +249,7 @@ async def test_token_in_a_check_url_is_hidden(service: Service, reader: Reader) 
     assert "hunter2" not in seen.html
 
 
-# --- what is hostile, and what holds on every page --------------------------------------------
+# --- hostile content, and rules of every page --------------------------------------------
 
 
 async def test_hostile_names_are_escaped(service: Service, reader: Reader) -> None:
@@ -278,8 +278,8 @@ async def test_hostile_names_are_escaped(service: Service, reader: Reader) -> No
         assert len(scripts) == 1, path
     listed = await reader.open(f"/transactions?group={quote(group)}")
     assert group in [bdi.raw for bdi in listed.main.all("bdi")]
-    told = await reader.open(f"/transactions/{id}")
-    assert HOSTILE in [bdi.raw for bdi in told.main.all("bdi")]
+    text = await reader.open(f"/transactions/{id}")
+    assert HOSTILE in [bdi.raw for bdi in text.main.all("bdi")]
 
 
 async def every_page(service: Service, reader: Reader) -> list[tuple[str, Any]]:

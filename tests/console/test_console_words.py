@@ -1,4 +1,4 @@
-"""How values are written, and what is said to be wrong."""
+"""Formats of values, filters, and the concerns of the overview."""
 
 from __future__ import annotations
 
@@ -112,13 +112,15 @@ def test_filter_is_equal_in_link_and_words() -> None:
         again = read_listing({"older": older}).filter
         assert read_listing(again.query()).filter == again
     assert read_listing(chosen.query()).filter == chosen
-    said = chosen.words().replace("\N{NO-BREAK SPACE}", " ")
-    assert said == "rolled back, of group g, with a message to topic t, prepared more than 10 m ago"
+    wording = chosen.words().replace("\N{NO-BREAK SPACE}", " ")
+    assert (
+        wording == "rolled back, of group g, with a message to topic t, prepared more than 10 m ago"
+    )
     assert read_listing({}).filter.words() == "all unsettled"
     assert read_listing({"limit": "1000"}).limit == PAGE_ROWS_MAX
 
 
-# --- what is wrong ---------------------------------------------------------------------------
+# --- concerns ---------------------------------------------------------------------------
 
 WELL = Overview(
     at_ms=1_000_000,
@@ -179,15 +181,15 @@ def test_worst_concerns_come_first() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "wording"),
     [
         ({"refused": 1}, "1 committed transaction is refused by a target"),
         ({"oldest_committed_age_s": 61.0}, "Committed messages do not become visible"),
     ],
 )
-def test_bad_counts_are_concerns(changes: dict[str, Any], said: str) -> None:
+def test_bad_counts_are_concerns(changes: dict[str, Any], wording: str) -> None:
     (concern,) = concerns_of(with_partition(**changes))
-    assert (concern.title, concern.severity) == (said, Severity.BAD)
+    assert (concern.title, concern.severity) == (wording, Severity.BAD)
     assert concern.links
 
 

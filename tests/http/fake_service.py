@@ -1,4 +1,4 @@
-"""A `Service` in a dictionary: enough of a proxy to test the shells round it, without Kafka."""
+"""A `Service` in a dictionary: enough of a proxy to test its APIs without Kafka."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _AFTER = {Decision.COMMIT: State.COMMITTED, Decision.ROLLBACK: State.ROLLED_BACK
 
 
 class FakeService:
-    """Remembers transactions; what it should do otherwise is set from outside."""
+    """Stores transactions; tests set its other behaviour."""
 
     def __init__(self) -> None:
         self.views: dict[str, TransactionView] = {}

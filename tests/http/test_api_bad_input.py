@@ -230,7 +230,7 @@ async def test_unexpected_error_is_logged_and_not_disclosed(
     assert "\n" not in line
 
 
-# --- what is hardly HTTP ---------------------------------------------------------------------
+# --- malformed HTTP ---------------------------------------------------------------------
 
 
 async def exchange(api: Api, raw: bytes) -> bytes:

@@ -52,7 +52,7 @@ async def test_names_may_need_escapes(api: Api) -> None:
 async def test_query_of_check_url_is_never_shown(
     api: Api, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Tokens are put there. What is shown cannot be registered again, which would lose them."""
+    """Queries may hold tokens. A shown URL cannot be registered, which would lose them."""
     body = {"check_url": "http://127.0.0.1:9/check?token=hunter2&x=1"}
     answers = [
         await api.call("PUT", "/v1/groups/orders", body),

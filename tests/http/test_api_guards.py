@@ -134,7 +134,7 @@ async def test_changed_token_file_is_reloaded(tmp_path: Path) -> None:
         assert (await api.call("GET", "/v1/groups", Authorization="Bearer new-16-characters"))[
             0
         ] == 200
-        # Gone or empty, it is being replaced: nobody is let in without one.
+        # Gone or empty, it is being replaced: calls without a token are refused.
         token.unlink()
         assert (await api.call("GET", "/v1/groups"))[0] == 401
         assert (await api.call("GET", "/v1/groups", Authorization="Bearer new-16-characters"))[
@@ -163,10 +163,10 @@ async def test_unsafe_token_file_keeps_the_last_token(
             secret_file(file, text, mode)
             for _ in range(2):
                 assert (await api.call("GET", "/v1/groups", **old))[0] == 200
-        (said,) = [line for line in logs if line["event"] == "file not read"]
-        assert said["setting"] == "token_file"
-        assert why in said["why"]
-        assert text not in said["why"]
+        (entry,) = [line for line in logs if line["event"] == "file not read"]
+        assert entry["setting"] == "token_file"
+        assert why in entry["why"]
+        assert text not in entry["why"]
         secret_file(file, "newest-16-characters", 0o440)
         assert (await api.call("GET", "/v1/groups", **old))[0] == 401
 

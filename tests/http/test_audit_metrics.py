@@ -1,4 +1,4 @@
-"""What audits tell, in every proxy's metrics; and what they must never do to a proxy."""
+"""Results of audits in every proxy's metrics, and malformed results."""
 
 from __future__ import annotations
 
@@ -77,12 +77,12 @@ def test_quarantined_records_are_counted_by_kind(metrics: Metrics, audit: AuditM
     assert counts() == {}
     read = decode_news(news())
     found = UnreadRecord("orders", 3, 7, "its txb-id is no transaction id")
-    told = msgspec.structs.replace(
+    result = msgspec.structs.replace(
         read, quarantined=5, set_aside=[found], missing_targets={"gone": 2}
     )
-    assert decode_news(encode_news(told)) == told
-    audit.changed("batch", encode_news(told))
-    # A record of a version before this one does not say what was set aside.
+    assert decode_news(encode_news(result)) == result
+    audit.changed("batch", encode_news(result))
+    # A record of an older version does not count quarantined records.
     old = msgspec.json.decode(news())
     for field in ("set_aside", "missing_targets"):
         del old[field]
@@ -93,7 +93,7 @@ def test_quarantined_records_are_counted_by_kind(metrics: Metrics, audit: AuditM
 def test_newer_version_is_logged_and_skipped(metrics: Metrics, audit: AuditMetrics) -> None:
     audit.changed("batch", news(lost=4))
     with structlog.testing.capture_logs() as lines:
-        audit.changed("batch", b'{"v":2,"drift":"told otherwise"}')
+        audit.changed("batch", b'{"v":2,"drift":"otherwise"}')
     assert [line["log_level"] for line in lines] == ["warning"]
     assert "newer" in lines[0]["event"]
     assert shown(metrics)["lost"] == 4
@@ -132,5 +132,5 @@ def test_undecodable_audit_record_changes_nothing(
 
 def test_unknown_audit_keys_are_skipped(metrics: Metrics, audit: AuditMetrics) -> None:
     with structlog.testing.capture_logs() as lines:
-        audit.changed("somebody", news(lost=1))
+        audit.changed("unknown", news(lost=1))
     assert (lines, shown(metrics)) == ([], {})

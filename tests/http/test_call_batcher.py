@@ -18,7 +18,7 @@ Outcome = Callable[[Sequence[Batched]], Awaitable[Sequence[Answer]]]
 
 
 class Together:
-    """Of a `Service` the runs: each handing-over is one run, answered as a test says."""
+    """The runs of a `Service`: each batch is one run, answered by the test."""
 
     def __init__(self, outcome: Outcome) -> None:
         self.outcome = outcome

@@ -138,7 +138,7 @@ CASES = {
     "cut head": request()[: len(LINE) + 10],
     "cut body": request()[:-10],
 }  # fmt: skip
-# What has no end is waited for, in front and behind it, so these are no longer cut in pieces.
+# Incomplete requests wait, in front and in aiohttp, so these are not cut into pieces.
 CUT = [name for name in CASES if name.startswith("cut ")]
 
 

@@ -1,4 +1,4 @@
-"""What proxies ask of one another: exact answers, typed errors, never an ack that nobody gave."""
+"""Calls between proxies: exact answers, typed errors, never a false ack."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ async def peer() -> AsyncIterator[Peers]:
 async def post(
     api: Api, call: str, body: object, *, leave_out: str = "", **changes: str
 ) -> tuple[int, Any]:
-    """Make a call by hand; return status and what came, decoded where it is msgpack."""
+    """Send a raw call; return status and answer, decoded if it is msgpack."""
     headers = {"content-type": CONTENT_TYPE, PROXY_HEADER: ME}
     headers.update({name.replace("_", "-"): value for name, value in changes.items()})
     headers.pop(leave_out, None)
@@ -138,7 +138,7 @@ async def test_other_proxys_fault_discloses_nothing(api: Api, peer: Peers) -> No
 
 async def test_error_of_newer_build_is_a_failure(peer: Peers) -> None:
     failure = msgspec.msgpack.encode({"code": "brand_new", "message": "new", "more": 1})
-    async with server(saying(http(CONTENT_TYPE, failure, "409 Conflict"))) as url:
+    async with server(answering(http(CONTENT_TYPE, failure, "409 Conflict"))) as url:
         with pytest.raises(RequestError, match="new") as error:
             await peer.find(url, ID, bodies=False)
     assert error.value.code == "failed"
@@ -297,7 +297,7 @@ async def server(talk: Talk) -> AsyncIterator[str]:
         listening.close()
 
 
-def saying(text: bytes) -> Talk:
+def answering(text: bytes) -> Talk:
     async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")
         writer.write(text)
@@ -320,7 +320,7 @@ async def test_invalid_proxy_name_counts_as_unreachable(peer: Peers, host: str) 
 
 
 async def test_refused_connection_is_known_as_not_sent(peer: Peers) -> None:
-    async with server(saying(b"")) as url:
+    async with server(answering(b"")) as url:
         pass
     with pytest.raises(Unsent) as error:
         await peer.prepare(url, msgspec.structs.replace(PREPARE, id=ID))
@@ -335,7 +335,7 @@ ODD_ANSWERS = {
     "an ack in json": http("application/json", b'{"id": "x", "state": "committed"}'),
     "an ack of nothing": http(CONTENT_TYPE, b""),
     "an ack without a state": http(CONTENT_TYPE, msgspec.msgpack.encode({"id": ID})),
-    "a state that nobody knows": http(
+    "an unknown state": http(
         CONTENT_TYPE, msgspec.msgpack.encode({"id": ID, "state": "levitating"})
     ),
     "elsewhere": b"HTTP/1.1 307 Away\r\nlocation: http://127.0.0.1:1/\r\ncontent-length: 0\r\n\r\n",
@@ -346,7 +346,7 @@ ODD_ANSWERS = {
 @pytest.mark.rule(1)
 @pytest.mark.parametrize("answer", ODD_ANSWERS.values(), ids=ODD_ANSWERS.keys())
 async def test_malformed_answer_is_never_an_ack(peer: Peers, answer: bytes) -> None:
-    async with server(saying(answer)) as url:
+    async with server(answering(answer)) as url:
         with pytest.raises(OwnerUnavailable) as error:
             await peer.decide(url, DecideRequest(ID, Decision.COMMIT))
     assert not isinstance(error.value, Unsent)

@@ -1,5 +1,4 @@
-"""Checks through another proxy: the session in hand first, and what is certain told from what is
-not."""
+"""Checks through another proxy: leases first, and certain versus unclear results."""
 
 from __future__ import annotations
 
@@ -36,7 +35,7 @@ CALL = CheckCall("an-id", "orders", 2, 15, CheckReason.DUE, 1_700_000_000_000, F
 
 
 class Asked:
-    """A session that answers what it is told to, or nothing."""
+    """A session with a preset answer, or none."""
 
     def __init__(
         self,
@@ -79,14 +78,14 @@ class Asked:
 
 @pytest.fixture
 async def elsewhere(api: Api) -> AsyncIterator[PeerSessions]:
-    """What this side knows of the proxy behind `api`."""
+    """The sessions known of the proxy at `api`."""
     known = PeerSessions(PeerIdentity(lambda: ME))
     yield known
     await known.close()
 
 
 def connected(api: Api) -> GroupsConnected:
-    """Return what the proxy behind `api` tells others of its sessions."""
+    """Return the sessions that the proxy at `api` reports."""
     return GroupsConnected(api.sessions.instances(), api.sessions.instances_without_function())
 
 
@@ -94,7 +93,7 @@ def look(api: Api, elsewhere: PeerSessions) -> None:
     elsewhere.saw(api.url, connected(api))
 
 
-async def in_hand(api: Api, elsewhere: PeerSessions, prefer: str = "") -> LeaseChannel:
+async def leased(api: Api, elsewhere: PeerSessions, prefer: str = "") -> LeaseChannel:
     look(api, elsewhere)
     channel = await elsewhere.acquire("orders", prefer)
     assert isinstance(channel, LeaseChannel), channel
@@ -133,7 +132,7 @@ async def test_an_answer_comes_back_whole(
     api: Api, elsewhere: PeerSessions, answer: CheckAnswer, result: CheckResult
 ) -> None:
     session = Asked(api.sessions, "pod-1", answer)
-    channel = await in_hand(api, elsewhere)
+    channel = await leased(api, elsewhere)
     assert channel.endpoint == f"session pod-1 at {api.url}"
     assert session.sent == []
     assert await ask(channel) == result
@@ -147,7 +146,7 @@ async def test_question_is_sent_before_any_await(
     api: Api, elsewhere: PeerSessions, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     Asked(api.sessions, "pod-1", CheckAnswer(0, Decision.COMMIT))
-    channel = await in_hand(api, elsewhere)
+    channel = await leased(api, elsewhere)
     sent: list[bytes] = []
     monkeypatch.setattr(channel._connection, "send", sent.append)
     asking = channel.ask(CALL, 5.0)
@@ -162,7 +161,7 @@ async def test_question_is_sent_before_any_await(
 @pytest.mark.rule(22)
 async def test_ended_session_was_not_asked(api: Api, elsewhere: PeerSessions) -> None:
     session = Asked(api.sessions, "pod-1")
-    channel = await in_hand(api, elsewhere)
+    channel = await leased(api, elsewhere)
     session.leave()
     assert isinstance(await ask(channel), Unreached)
     assert session.sent == []
@@ -170,7 +169,7 @@ async def test_ended_session_was_not_asked(api: Api, elsewhere: PeerSessions) ->
 
 async def test_closed_socket_was_not_asked(api: Api, elsewhere: PeerSessions) -> None:
     session = Asked(api.sessions, "pod-1")
-    channel = await in_hand(api, elsewhere)
+    channel = await leased(api, elsewhere)
     session.open = False
     assert isinstance(await ask(channel), Unreached)
 
@@ -214,14 +213,14 @@ async def test_leases_are_bounded() -> None:
 @pytest.mark.rule(22)
 async def test_lost_lease_was_not_asked(api: Api, elsewhere: PeerSessions) -> None:
     Asked(api.sessions, "pod-1")
-    channel = await in_hand(api, elsewhere)
+    channel = await leased(api, elsewhere)
     channel._target = "/internal/v1/leases/0123/ask"
     assert isinstance(await ask(channel), Unreached)
 
 
 async def test_closed_connection_was_not_asked(api: Api, elsewhere: PeerSessions) -> None:
     session = Asked(api.sessions, "pod-1")
-    channel = await in_hand(api, elsewhere)
+    channel = await leased(api, elsewhere)
     channel._connection.close(abort=True)
     assert isinstance(await ask(channel), Unreached)
     assert session.sent == []
@@ -241,14 +240,14 @@ async def test_wrong_peer_secret_reaches_no_session(tmp_path: Path) -> None:
                 assert isinstance(await ask(channel), Answered)
 
 
-# --- nobody knows ----------------------------------------------------------------------------
+# --- unclear ----------------------------------------------------------------------------
 
 
 async def test_session_that_ends_during_question_is_unclear(
     api: Api, elsewhere: PeerSessions
 ) -> None:
     session = Asked(api.sessions, "pod-1")
-    asking = asyncio.ensure_future(ask(await in_hand(api, elsewhere)))
+    asking = asyncio.ensure_future(ask(await leased(api, elsewhere)))
     await asyncio.wait_for(session.got.wait(), 5)
     session.leave()
     assert isinstance(await asking, Unclear)
@@ -256,7 +255,7 @@ async def test_session_that_ends_during_question_is_unclear(
 
 async def test_no_answer_in_time_is_unclear(api: Api, elsewhere: PeerSessions) -> None:
     session = Asked(api.sessions, "pod-1")
-    assert isinstance(await ask(await in_hand(api, elsewhere), 0.2), Unclear)
+    assert isinstance(await ask(await leased(api, elsewhere), 0.2), Unclear)
     assert len(session.sent) == 1
     session.leave()
 
@@ -320,7 +319,7 @@ async def test_gone_proxy_is_tried_once(api: Api, elsewhere: PeerSessions) -> No
 async def test_only_the_named_instance_is_leased(api: Api, elsewhere: PeerSessions) -> None:
     one, two = (Asked(api.sessions, name) for name in ("pod-1", "pod-2"))
     for prefer in ("pod-1", "pod-2", "pod-1"):
-        channel = await in_hand(api, elsewhere, prefer)
+        channel = await leased(api, elsewhere, prefer)
         assert channel.endpoint == f"session {prefer} at {api.url}"
         channel.release()
     one.draining = True
@@ -362,7 +361,7 @@ async def test_finder_prefers_preparing_then_local_instances(
     async def found(prefer: str) -> str:
         channel = await finder.acquire("orders", prefer)
         if isinstance(channel, Unreached):
-            return "nobody"
+            return "none"
         channel.release()
         return channel.endpoint if isinstance(channel, SessionChannel | LeaseChannel) else "url"
 
@@ -382,7 +381,7 @@ async def test_finder_prefers_preparing_then_local_instances(
     far.leave()
     assert await found("") == "url"
     await groups.remove("orders")
-    assert await found("far") == "nobody"
+    assert await found("far") == "none"
     await checks.close()
 
 
@@ -435,5 +434,5 @@ async def test_unavailable_instance_hides_no_other(api: Api, elsewhere: PeerSess
 def test_older_proxies_are_understood() -> None:
     granted = msgspec.msgpack.encode({"lease": "x", "endpoint": "session pod-1"})
     assert msgspec.msgpack.decode(granted, type=LeaseGranted).instance == ""
-    told = msgspec.msgpack.encode({"groups": {"orders": ["pod-1"]}})
-    assert msgspec.msgpack.decode(told, type=GroupsConnected).without_function == {}
+    connected = msgspec.msgpack.encode({"groups": {"orders": ["pod-1"]}})
+    assert msgspec.msgpack.decode(connected, type=GroupsConnected).without_function == {}

@@ -1,7 +1,7 @@
-"""The OpenAPI document says what the API does: a fuzzer reads the one and calls the other.
+"""The OpenAPI document matches the API: a fuzzer reads the one and calls the other.
 
 It calls a service of two dictionaries, which keeps every call simple, and a whole proxy on a Kafka
-in memory, in which the same calls come to ledger, owner and targets.
+in memory, in which the same calls reach ledger, owner and targets.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def proxy_url() -> Iterator[str]:
 
 
 def fuzzed() -> list[tuple[str, GenerationMode]]:
-    """Return every operation with what fits it, and where anything can be wrong, what does not."""
+    """Return every operation with valid and, where possible, invalid input."""
     declared = operations()
     wrong = [one for one in declared if one.body or one.query is not NoQuery or "{id}" in one.path]
     positive = [(operation.name, GenerationMode.POSITIVE) for operation in declared]
@@ -93,7 +93,7 @@ def fuzz(
     mode: GenerationMode,
     change: Callable[[schemathesis.Case], None] = lambda case: None,
 ) -> Counter[int]:
-    """Call an operation with whatever the document allows, or does not; return the statuses."""
+    """Call an operation with input the document allows or forbids; return the statuses."""
     schema = schemathesis.openapi.from_url(f"{url}/v1/openapi.json")
     (found,) = schema.include(operation_id=operation).get_all_operations()
     statuses: Counter[int] = Counter()
@@ -112,7 +112,7 @@ def fuzz(
         headers = {} if case.method == "GET" else JSON
         answer = case.call_and_validate(headers=headers, checks=CHECKS)
         if mode is GenerationMode.NEGATIVE and answer.status_code == 200:
-            # What is wrong has not gone over the wire: an object without fields leaves nothing of
+            # The invalid part is not on the wire: an object without fields leaves nothing of
             # itself in a query.
             sent = parse_qs(urlsplit(str(answer.request.url)).query, keep_blank_values=True)
             assert set(case.query or {}) - set(sent)
@@ -132,7 +132,7 @@ def test_fuzzer_finds_no_difference(fake_url: str, operation: str, mode: Generat
 
 
 class Deeper:
-    """Has four of five cases come to something: a topic, a group, a transaction that is there."""
+    """Makes four of five cases name something that exists: a topic, group or transaction."""
 
     def __init__(self, url: str) -> None:
         self._url = url
@@ -178,7 +178,7 @@ class Deeper:
             return json.load(answer)
 
 
-COMES_TO = {"prepare": 201, "revive": 409}  # none is parked, so there is nothing to revive
+EXPECTED_STATUS = {"prepare": 201, "revive": 409}  # none is parked, so there is nothing to revive
 """What some of the cases that fit must be answered with, where that is not 200."""
 
 
@@ -190,7 +190,7 @@ def test_fuzzer_finds_no_difference_in_a_whole_proxy(
 ) -> None:
     if mode is GenerationMode.POSITIVE:
         statuses = fuzz(proxy_url, operation, mode, Deeper(proxy_url))
-        assert statuses[COMES_TO.get(operation, 200)] > 0, statuses
+        assert statuses[EXPECTED_STATUS.get(operation, 200)] > 0, statuses
     else:
         fuzz(proxy_url, operation, mode)
     with urllib.request.urlopen(f"{proxy_url}/readyz", timeout=10) as answer:

@@ -1,4 +1,4 @@
-"""Overviews put together from what several proxies say, and rates from counts."""
+"""Overviews merged from the reports of several proxies, and rates from counts."""
 
 from __future__ import annotations
 
@@ -21,54 +21,62 @@ from txbroker.proxy.observe.rates import WINDOW_S, RateCounter
 A, B = "http://a:8470", "http://b:8470"
 
 
-def said(url: str, *partitions: PartitionOverview, **fields: Any) -> Overview:
-    """Return what a proxy says of its own part."""
+def reported(url: str, *partitions: PartitionOverview, **fields: Any) -> Overview:
+    """Return the report of one proxy."""
     return Overview(1, True, (ProxyOverview(url),), partitions, **fields)
 
 
 def owned(number: int, url: str, pending: int = 0) -> PartitionOverview:
-    """Return a half partition that its owner tells of."""
+    """Return a half partition reported by its owner."""
     return PartitionOverview(number, url, "owned", "", pending, 0, 0, 0)
 
 
 def test_each_partition_is_reported_once_by_its_owner() -> None:
     moving = PartitionOverview(1, A, "suspended")
-    told = joined([A, B], [said(A, owned(0, A), moving), said(B, owned(1, B, 7))], {}, 5)
-    assert [(p.partition, p.owner, p.pending) for p in told.partitions] == [(0, A, 0), (1, B, 7)]
-    assert told.complete
-    assert told.at_ms == 5
-    turned = joined([A, B], [said(B, owned(1, B, 7)), said(A, owned(0, A), moving)], {}, 5)
-    assert turned.partitions == told.partitions
+    overview = joined(
+        [A, B], [reported(A, owned(0, A), moving), reported(B, owned(1, B, 7))], {}, 5
+    )
+    assert [(p.partition, p.owner, p.pending) for p in overview.partitions] == [
+        (0, A, 0),
+        (1, B, 7),
+    ]
+    assert overview.complete
+    assert overview.at_ms == 5
+    turned = joined([A, B], [reported(B, owned(1, B, 7)), reported(A, owned(0, A), moving)], {}, 5)
+    assert turned.partitions == overview.partitions
 
 
 def test_unreported_partition_makes_overview_incomplete() -> None:
-    told = joined([A, B, ""], [said(A, owned(0, A))], {B: "gone"}, 5)
-    assert [(p.state, p.pending) for p in told.partitions] == [
+    overview = joined([A, B, ""], [reported(A, owned(0, A))], {B: "gone"}, 5)
+    assert [(p.state, p.pending) for p in overview.partitions] == [
         ("owned", 0),
         (UNREACHABLE, None),
         ("none", None),
     ]
-    assert told.partitions[1].why == "gone"
-    assert [(p.url, p.reached, p.why) for p in told.proxies] == [(A, True, ""), (B, False, "gone")]
-    assert not told.complete
+    assert overview.partitions[1].why == "gone"
+    assert [(p.url, p.reached, p.why) for p in overview.proxies] == [
+        (A, True, ""),
+        (B, False, "gone"),
+    ]
+    assert not overview.complete
     # It may have sessions, if nothing else.
-    assert not joined([A], [said(A, owned(0, A))], {B: "gone"}, 5).complete
+    assert not joined([A], [reported(A, owned(0, A))], {B: "gone"}, 5).complete
     # An owner that answers, but has not opened it yet.
-    assert joined([A], [said(A)], {}, 5).partitions == (PartitionOverview(0, A, "none"),)
+    assert joined([A], [reported(A)], {}, 5).partitions == (PartitionOverview(0, A, "none"),)
 
 
 def test_group_is_summed_over_proxies() -> None:
     one = GroupOverview("g", 2, 1, 5.0, 2, ("x", "y"), 1000, "later")
     other = GroupOverview("g", 3, 0, 9.0, 2, ("y", "z"), 500, "refused")
-    told = joined([], [said(A, groups=(one,)), said(B, groups=(other,))], {}, 5)
-    assert told.groups == (GroupOverview("g", 5, 1, 9.0, 3, ("x", "y", "z"), 500, "refused"),)
+    overview = joined([], [reported(A, groups=(one,)), reported(B, groups=(other,))], {}, 5)
+    assert overview.groups == (GroupOverview("g", 5, 1, 9.0, 3, ("x", "y", "z"), 500, "refused"),)
 
 
 def test_instance_count_is_at_least_one_proxys() -> None:
     names = tuple(f"i{number}" for number in range(INSTANCES_SHOWN_MAX))
     many = GroupOverview("g", sessions=500, instances=names)
-    told = joined([], [said(A, groups=(many,)), said(B, groups=(many,))], {}, 5)
-    assert (told.groups[0].sessions, told.groups[0].instances) == (500, names)
+    overview = joined([], [reported(A, groups=(many,)), reported(B, groups=(many,))], {}, 5)
+    assert (overview.groups[0].sessions, overview.groups[0].instances) == (500, names)
 
 
 def test_groups_that_need_attention_come_first() -> None:
@@ -76,14 +84,16 @@ def test_groups_that_need_attention_come_first() -> None:
     away = GroupOverview("z-away", unreachable_since_ms=1)
     parked = GroupOverview("y-parked", parked=1)
     old = GroupOverview("x-old", pending=1, oldest_pending_age_s=99.0)
-    told = joined([], [said(A, groups=(*idle, old, parked, away), groups_left_off=2)], {}, 5)
-    assert [g.group for g in told.groups[:4]] == ["z-away", "y-parked", "x-old", "idle-00000"]
-    assert len(told.groups) == OVERVIEW_GROUPS_MAX
-    assert told.groups_left_off == 5
+    overview = joined(
+        [], [reported(A, groups=(*idle, old, parked, away), groups_left_off=2)], {}, 5
+    )
+    assert [g.group for g in overview.groups[:4]] == ["z-away", "y-parked", "x-old", "idle-00000"]
+    assert len(overview.groups) == OVERVIEW_GROUPS_MAX
+    assert overview.groups_left_off == 5
 
 
 def test_refused_are_summed_by_topic() -> None:
-    parts = [said(A, refused_topics={"t": 1, "u": 2}), said(B, refused_topics={"t": 3})]
+    parts = [reported(A, refused_topics={"t": 1, "u": 2}), reported(B, refused_topics={"t": 3})]
     assert joined([], parts, {}, 5).refused_topics == {"t": 4, "u": 2}
 
 
@@ -114,7 +124,7 @@ def test_rates_are_those_of_the_last_seconds() -> None:
     assert counted.prepared_per_s == pytest.approx(5.0)
     assert counted.decided_per_s == pytest.approx(1.0)
     assert counted.promoted_per_s == pytest.approx(3.0)
-    # Then nothing happens: it fades within the window, and is nothing behind it.
+    # Then nothing happens: the rate fades within the window, and is 0 after it.
     for _ in range(int(WINDOW_S) // 2):
         clock.now_s += 1
         rates.sample()
@@ -131,7 +141,7 @@ def test_late_samples_keep_rates_correct() -> None:
     rates.promoted += 50
     clock.now_s += 1
     rates.sample()
-    clock.now_s += 99  # Kafka did not answer for so long
+    clock.now_s += 99  # Kafka did not answer meanwhile
     rates.promoted += 10
     assert rates.per_second().promoted_per_s == pytest.approx(10 / 99)
 

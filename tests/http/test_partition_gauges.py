@@ -62,7 +62,7 @@ class HeldLedger:
 
 @dataclass(eq=False)
 class HeldOwner:
-    """An owner that says what its ledger holds."""
+    """An owner that reports its ledger."""
 
     ledger: HeldLedger = field(default_factory=HeldLedger)
 

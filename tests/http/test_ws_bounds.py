@@ -155,7 +155,7 @@ async def test_operation_that_does_not_fit_blocks_no_later_one(
             await until(lambda: len(stuck) + refused == 256)
     taken = {request.id for request in stuck}
     assert [n for n in range(256) if IDS[n] in taken] == expected
-    # Beside what was too large there was room for what is small.
+    # Small operations still fit beside the too large one.
     assert any(small - large > 1 for large, small in itertools.pairwise(expected))
 
 
@@ -203,7 +203,7 @@ async def test_check_answer_with_too_large_messages_is_unknown(api: Api) -> None
         assert (result.decision, result.messages) == (Decision.UNKNOWN, None)
 
 
-# --- answers that nobody reads ------------------------------------------------------------------
+# --- unread answers ------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -330,14 +330,14 @@ async def test_incomplete_request_times_out(monkeypatch: pytest.MonkeyPatch) -> 
         writer.transport.abort()
 
 
-@pytest.mark.parametrize("behind_the_hello", [True, False])
-async def test_incomplete_frame_ends_its_session(behind_the_hello: bool) -> None:
+@pytest.mark.parametrize("after_the_hello", [True, False])
+async def test_incomplete_frame_ends_its_session(after_the_hello: bool) -> None:
     async with running_api(request_timeout_s=0.3) as api:
         begun = masked(b"x", length=1000)
-        first = UPGRADE + masked(HELLO) + (begun if behind_the_hello else b"")
+        first = UPGRADE + masked(HELLO) + (begun if after_the_hello else b"")
         async with socket_to(api, first) as writer:
             await until(lambda: api.sessions.counts() == {"orders": 1})
-            if not behind_the_hello:
+            if not after_the_hello:
                 writer.write(begun)
             while api.sessions.counts():
                 writer.write(b"x")  # not whole for a long time yet, and each byte is a sign of life
@@ -359,7 +359,7 @@ async def test_half_frames_stay_within_the_budget() -> None:
             writer.write(half)
         limits = api.app[CONTEXT].limits
         await until(lambda: limits.receiving.bytes == 15 * MIB)
-        # What is sent lies in this process, too: 12 times 14 MiB that nobody has read.
+        # The sent bytes are in this process too: 12 times 14 MiB, unread.
         assert memory_bytes() - before < (12 * 14 + 15 + 40) * MIB
         async with session(api, instance="worker-2") as producer:
             await producer.send(wire.Prepare(1, IDS[0], MESSAGES))
@@ -491,6 +491,6 @@ async def test_owner_notification_reaches_sessions_at_once(
     )
     async with running_api() as api, session(api) as producer:
         api.service.owner_urls = ("http://other:8470",)
-        for tell in listeners:
-            tell()
+        for notify in listeners:
+            notify()
         assert await producer.next() == wire.Owners(("http://other:8470",))

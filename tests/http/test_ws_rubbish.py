@@ -35,7 +35,7 @@ RUBBISH = {
     "cut short": HELLO[:-3],
     "nested": nested(200_000),
     "claims 4 GB": b"\xdd\xff\xff\xff\xff",
-    "rest behind": HELLO + b"\x00",
+    "trailing bytes": HELLO + b"\x00",
     "calls that do not read, too many": msgspec.msgpack.encode(
         [["ask", n] for n in range(wire.FRAME_OPERATIONS_MAX + 1)]
     ),
@@ -114,7 +114,7 @@ async def test_bytes_in_flight_of_a_session_are_bounded() -> None:
         answers = [await producer.next() for _ in range(99)]
         taken = [answer for answer in answers if isinstance(answer, wire.Status)]
         assert 0 < len(taken) < 100
-        # What was answered no longer counts.
+        # Answered operations no longer count.
         await producer.send(wire.Prepare(1000, ID, MESSAGES))
         assert isinstance(await producer.next(), wire.Status)
 

@@ -131,7 +131,7 @@ async def test_last_answer_is_sent_without_the_writer(api: Api) -> None:
     api.service.gate = gate = asyncio.Event()
     async with session(api) as producer:
         [entry] = api.sessions._groups["orders"]
-        entry.session._wake = asyncio.Event()  # type: ignore[attr-defined]  # wakes nobody
+        entry.session._wake = asyncio.Event()  # type: ignore[attr-defined]  # wakes no task
         await producer.send(wire.Prepare(1, ID, MESSAGES))
         while not api.service.requests:
             await asyncio.sleep(0)

@@ -62,7 +62,7 @@ TABLES = {
 
 
 class Answer(NamedTuple):
-    """What came back."""
+    """An answer."""
 
     status: int
     body: Any

@@ -70,7 +70,7 @@ def page_of(rows: Iterable[Row]) -> str:
         "<!-- Written by `make security-table`; edit the tests instead. -->",
         "# Security tests",
         "",
-        "What each case of bad input comes to, as `tests/security` has seen it. Calls of an "
+        "The result of each case of bad input in `tests/security`. Calls of an "
         "installation are made with one proxy and with two: credentials, other groups' "
         "transactions, unknown groups, replays, forgeries, withdrawn rights, fuzzed calls, what "
         "all share. What the classes protect is in [security](../operate/security.md).",

@@ -1,4 +1,4 @@
-"""Answers to checks that would fill memory, take for ever, or say two things at once."""
+"""Answers to checks that would fill memory, never end, or contradict themselves."""
 
 from __future__ import annotations
 
@@ -207,7 +207,7 @@ def test_unambiguous_answer_is_accepted(case: str) -> None:
 
 
 def test_message_values_are_not_interpreted() -> None:
-    """`value_json` goes out byte for byte, whatever it repeats."""
+    """`value_json` is sent byte for byte, even with repeated keys."""
     value = b'{"a": 1, "a": 2}'
     body = b'{"decision": "commit", "messages": [{"topic": "t", "value_json": %b}]}' % value
     result = read_answer(body, ID)

@@ -55,7 +55,7 @@ def tls_of(pair: Pair) -> ssl.SSLContext:
 
 
 def impostor(heard: list[bytes]) -> Any:
-    """Say commit to whatever comes, and keep what came."""
+    """Answer commit to every call, and record it."""
 
     async def handler(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         heard.append(await reader.read(1))
@@ -99,10 +99,10 @@ async def test_impostor_gets_no_call_and_decides_nothing(
     _, tried = await service.call("POST", "/v1/groups/orders/test", {})
     assert (tried["answered"], words in tried["why"]) == (False, True), tried["why"]
 
-    async def told() -> bool:
+    async def reported() -> bool:
         return words in str((await service.show(id)).get("waiting"))
 
-    await until(told)
+    await until(reported)
     shown = await service.show(id)
     assert (shown["state"], shown["attempts"]) == ("pending", 0)
     assert [byte for byte in heard if byte] == []
@@ -173,9 +173,9 @@ async def test_missing_secret_prevents_unsigned_checks(
         service, {"check_url": server.url, "secret_ref": f"file:{tmp_path}/orders/gone"}
     )
 
-    async def told() -> bool:
+    async def reported() -> bool:
         return "cannot be read" in str((await service.show(id)).get("waiting"))
 
-    await until(told)
+    await until(reported)
     shown = await service.show(id)
     assert (shown["state"], shown["attempts"], heard) == ("pending", 0, [])

@@ -41,7 +41,7 @@ SPELLINGS = {
     "loopback, by name": "localhost",
     "loopback, by name in capitals": "LOCALHOST",
     "loopback, by name with the root's dot": "localhost.",
-    "loopback, by a name of somebody's own": "rebound.example",
+    "loopback, by a foreign name": "rebound.example",
     "loopback among public addresses": "mixed.example",
     "loopback IPv6": "[::1]",
     "loopback IPv6, in full": "[0:0:0:0:0:0:0:1]",
@@ -105,7 +105,7 @@ def resolver(monkeypatch: pytest.MonkeyPatch) -> Resolver:
 
 @pytest.fixture
 async def trap() -> AsyncIterator[Callable[[str], list[str]]]:
-    """A listener at every address of this machine: returns what has connected to its port."""
+    """A listener at every address of this machine: returns the clients of its port."""
     seen: list[str] = []
 
     async def taken(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -151,7 +151,7 @@ async def test_forbidden_address_is_refused_at_the_call(
         assert (status, tried["answered"]) == (200, False)
         assert "check_url_allow can allow it" in tried["why"]
         assert trap("seen") == []
-        if case in ("loopback", "metadata IPv6"):  # no look-up is needed to tell
+        if case in ("loopback", "metadata IPv6"):  # without a look-up
             _, shown = await api.call("GET", "/v1/groups/orders")
             assert "check_url_allow can allow it" in shown["problem"]
 
@@ -213,7 +213,7 @@ async def test_rebound_name_reaches_no_other_address(
 
 
 async def test_name_registered_first_and_bound_later(resolver: Resolver) -> None:
-    """A name without an address may be registered; what it stands for is tested at each call."""
+    """A name without an address may be registered; its address is verified at each call."""
     resolver["later.example"] = lambda: (_ for _ in ()).throw(
         socket.gaierror(socket.EAI_NONAME, "no")
     )
@@ -276,7 +276,7 @@ async def test_hanging_names_delay_no_other_group(
 
 
 async def test_one_group_cannot_take_all_look_ups(hanging: Callable[[int], str]) -> None:
-    """However often a group is registered anew with a name that hangs."""
+    """However often a group is registered again with a name that hangs."""
     checks = HttpChecks(
         limits=HttpLimits(connect_timeout_s=0.5), look_up=lambda host: socket.getaddrinfo(host, 80)
     )
@@ -316,7 +316,7 @@ OWN = {
     "the API": "127.0.0.1:{port}",
     "the API, by name": "localhost:{port}",
     "the API, mapped": "[::ffff:127.0.0.1]:{port}",
-    "the API, by a name of somebody's own": "rebound.example:{port}",
+    "the API, by a foreign name": "rebound.example:{port}",
     "the API, at another loopback address": "127.0.0.9:{port}",
     "Kafka": "127.0.0.1:9092",
     "Kafka, by name": "localhost.:9092",
@@ -333,7 +333,7 @@ async def test_the_installation_itself_cannot_be_called(case: str, resolver: Res
         await store(api, url)
         _, tried = await api.call("POST", "/v1/groups/orders/test", {})
         assert "an address of txbroker or its Kafka" in tried["why"]
-        # Another port of the same machine is somebody else.
+        # Another port of the same machine is another service.
         assert await register(api, "http://127.0.0.1:9/check") == (200, "")
 
 
@@ -350,7 +350,7 @@ async def test_the_installation_itself_cannot_be_called(case: str, resolver: Res
         (Address("proxy-2", 443), "https://alias/", True),
         (Address("::", 8470), "http://127.0.0.1:8470/", True),
         (Address("0.0.0.0", 8470), "http://10.0.0.2:8470/", False),
-        (Address("nobody", 8470), "http://10.0.0.2:8470/", False),
+        (Address("unknown", 8470), "http://10.0.0.2:8470/", False),
         (Address("10.0.0.2", 8470), "http://[::ffff:10.0.0.2]:8470/", True),
         (Address("10.0.0.2", 8470), "http://[64:ff9b::10.0.0.2]:8470/", True),
     ],
@@ -450,7 +450,7 @@ def test_own_addresses_are_known_without_a_list() -> None:
         assert is_local(forms(probe.getsockname()[0])[0])
 
 
-# --- what is allowed and denied --------------------------------------------------------------
+# --- allow and deny lists --------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -493,7 +493,7 @@ def test_own_addresses_are_known_without_a_list() -> None:
 def test_deny_wins_over_allow_and_allow_over_the_defaults(
     allow: tuple[str, ...], deny: tuple[str, ...], host: str, address: str, refused: bool
 ) -> None:
-    """Allowed or refused as the lists say, deny first."""
+    """Allowed or refused by the lists, deny first."""
     guard = UrlGuard(
         allow=parse_host_rules("check_url_allow", allow),
         deny=parse_host_rules("check_url_deny", deny, private=True),
@@ -502,7 +502,7 @@ def test_deny_wins_over_allow_and_allow_over_the_defaults(
 
 
 def test_the_installations_own_is_allowed_by_name_only() -> None:
-    """Behind one load balancer with others, its address and port are those of other hosts, too."""
+    """With a shared load balancer its address and port are those of other hosts too."""
     network = UrlGuard(allow=parse_host_rules("check_url_allow", ["10.0.0.0/8"]))
     name = UrlGuard(allow=parse_host_rules("check_url_allow", ["orders.example"]))
     assert network.refuse("orders.example", "10.0.0.2", own=True)
@@ -513,7 +513,7 @@ def test_the_installations_own_is_allowed_by_name_only() -> None:
 
 
 async def test_a_proxy_on_loopback_only_calls_loopback(serve: Serve) -> None:
-    """Called: nobody else reaches such a proxy."""
+    """Called: no other host reaches such a proxy."""
     server = await serve(answering(response(b""), then_close=True))
     async with running_api() as api:
         assert await register(api, server.url) == (200, "")

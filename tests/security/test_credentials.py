@@ -147,7 +147,7 @@ async def test_session_of_a_principal_that_loses_its_group(installation: Install
 
 
 async def unread(installation: Installation) -> set[str]:
-    """Return the settings whose files each proxy says that it cannot use, in both places."""
+    """Return the settings whose files each proxy reports as unusable, in both places."""
     found = set()
     overview = await installation.call("GET", "/v1/overview", by="operator")
     for proxy in overview.body["proxies"]:

@@ -22,7 +22,7 @@ CLASS = 5
 
 
 def ids(installation: Installation) -> dict[str, str]:
-    """Return ids that are none, or nobody's, by what they are."""
+    """Return malformed and unknown ids by kind."""
     now_ms = installation.proxies[0].broker.now_ms()
     right = make_id(0, now_ms, 77)
     return {

@@ -1,4 +1,4 @@
-"""Noise in txbroker's own topics: any bytes, and what is nearly a record of ours.
+"""Noise in txbroker's own topics: any bytes, and records that are nearly valid.
 
 Whatever stands there is read with typed errors only, stops no partition, and takes nothing from the
 transactions beside it. What says that a newer version wrote it is left out where a proxy reads it:
@@ -234,7 +234,7 @@ def test_claim_reads_any_noise() -> None:
         try:
             claimed = scan.claimed(MINE)
         except Fenced:
-            # Somebody has forged a claim that reads.
+            # A forged, decodable claim.
             assert [r for r in records[at + 2 :] if r.key == CLAIM_KEY]
             continue
         assert claimed.progress is not None
@@ -308,7 +308,7 @@ async def a_proxy_goes_on(random: Random, committed: bool | None) -> None:
                     id = await service.prepare(Message(topic, value, value))
                     assert (await service.commit(id))["state"] == "promoted"
                     expected.append(value)
-                # Each process counts what it has read, and a stop writes down where that was.
+                # Each process counts the records it read, and a stop stores the position.
                 counted += await service.metric("foreign_records_total", topic="half")
                 if number % 2:
                     await service.restart()

@@ -71,7 +71,7 @@ def folder(tmp_path: Path) -> Path:
         made.mkdir(parents=True)
     (tmp_path / "outside").write_text("outside")
     for name in ("bank", "orders.key", "bank-2/key", "..data/bank", "../secrets-2/orders"):
-        (folder / name).write_text("of somebody else")
+        (folder / name).write_text("of another owner")
     for name in ("token", "key", "inner/key"):
         (own / name).write_text("whsec_dHdv")
     os.link(own / "token", own / "token-2")
@@ -178,7 +178,7 @@ async def test_link_placed_after_the_check_is_not_followed(
         if found == str(inner) and not inner.is_symlink():
             inner.unlink()
             inner.symlink_to("../../../outside")
-            # What was looked at a moment ago was still the file.
+            # The check a moment ago still saw the file.
             monkeypatch.setattr(os, "stat", lambda *_, **__: os.lstat(folder / "orders" / "key"))
         return found
 
@@ -230,7 +230,7 @@ async def world() -> AsyncIterator[MemoryHarness]:
 async def test_groups_with_device_files_stop_no_proxy(
     world: MemoryHarness, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The proxy starts, is ready, takes calls, tells what is wrong, and ends.
+    """The proxy starts, is ready, takes calls, reports the problem, and ends.
 
     So it does with those that an older version registered."""
     desk = FakeEndpoint()
@@ -259,11 +259,11 @@ async def test_groups_with_device_files_stop_no_proxy(
         _, tried = await service.call("POST", "/v1/groups/bad-0/test", {})
         assert (tried["answered"], "secrets_dir" in tried["why"]) == (False, True)
 
-        async def told() -> bool:
+        async def reported() -> bool:
             waiting = [(await service.show(id)).get("waiting") or {} for id in ids]
             return all("secrets_dir" in str(one) for one in waiting)
 
-        await until(told)
+        await until(reported)
         # No attempt was used up, and a group whose secret is fine goes on.
         assert [(await service.show(id))["attempts"] for id in ids] == [0] * len(ids)
         good = await service.group({"decision": "commit"}, secret_ref="env:ANY_GROUPS_SECRET")

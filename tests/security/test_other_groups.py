@@ -19,7 +19,7 @@ MSGPACK = "application/msgpack"
 
 
 async def pending(installation: Installation, id: str) -> bool:
-    """Say whether a transaction is as it was prepared, and nobody has asked for a check."""
+    """Return True if a transaction is unchanged since its prepare, without a check."""
     view = await installation.view(id)
     return view["state"] == "pending" and not view.get("by") and not view.get("attempts")
 
@@ -61,7 +61,7 @@ async def test_a_call_by_id(
 
 
 async def test_listing(installation: Installation) -> None:
-    """A producer's list holds its own group's transactions alone, whatever it asks for."""
+    """A producer's list only has transactions of its own groups, for every query."""
     theirs = await installation.prepared("bank")
     own = await installation.prepared("shop")
     for url in installation.urls:
@@ -184,7 +184,7 @@ async def test_a_session(installation: Installation, record_property: Any) -> No
 
 
 async def owned_at(installation: Installation, id: str, url: str) -> bool:
-    """Say whether the proxy at `url` owns a transaction."""
+    """Return True if the proxy at `url` owns a transaction."""
     owners = installation.proxies[0].broker.partitions.assigned()
     return owners[(await installation.view(id))["partition"]] == url
 
@@ -261,7 +261,7 @@ async def test_calls_of_proxies(
 
 
 async def test_decision_records_the_principal(installation: Installation) -> None:
-    """The marker names the principal, whatever the body says; through any proxy."""
+    """The marker names the principal, not the body's author; through any proxy."""
     for _ in range(4):
         for url in installation.urls:
             id = await installation.prepared("shop")

@@ -56,7 +56,7 @@ async def test_proxy_without_peer_identity_among_others(
         return set(first.broker.owners()) == {first.url} and first.broker.readiness().ready
 
     await until(all_back)
-    record_property("result", "does not start and says what to set; the others go on")
+    record_property("result", "does not start and names the setting; the others go on")
 
 
 async def test_the_first_of_two_without_peer_identity(alone: Installation) -> None:
@@ -83,7 +83,7 @@ async def test_the_first_of_two_without_peer_identity(alone: Installation) -> No
 
 
 async def test_without_any_credential(alone: Installation) -> None:
-    """Proxies that ask nobody for a credential need no peer identity."""
+    """Proxies that require no credential need no peer identity."""
     proxies: list[Proxy] = []
     stop = asyncio.Event()
 

@@ -67,7 +67,7 @@ def spelled(secret: str) -> set[str]:
 
 
 class Planted:
-    """An installation whose configuration is full of secrets, and all that it says."""
+    """An installation whose configuration is full of secrets, and all its output."""
 
     def __init__(self, kafka: SecureKafka, folder: Path) -> None:
         self.folder = folder
@@ -91,7 +91,7 @@ class Planted:
             "check_after_s": 0.1,
             "secrets_dir": folder,
         }
-        self.said: dict[str, str] = {}
+        self.output: dict[str, str] = {}
 
     def config(self, **more: Any) -> list[str]:
         """Return the words that name a config file with all settings."""
@@ -116,9 +116,9 @@ class Planted:
             return f"{error.headers}\n{error.read().decode()}"
 
     def work(self, proxy: RunningProxy) -> None:
-        """Have the proxy do what it does with secrets, and look everywhere."""
+        """Make the proxy use its secrets, and collect all output."""
         with socket.socket() as closed:
-            closed.bind(("127.0.0.1", 0))  # nobody listens there
+            closed.bind(("127.0.0.1", 0))  # a closed port
             port = closed.getsockname()[1]
             check = f"http://127.0.0.1:{port}/check?token={PLANTED['query of a check URL']}"
             self._register_and_prepare(proxy, check)
@@ -147,9 +147,9 @@ class Planted:
             ("overview", "/v1/overview"),
             ("list", "/v1/transactions"),
         ):
-            self.said[name] = self.ask(admin + path)
+            self.output[name] = self.ask(admin + path)
         bad = {"group": GROUP, "messages": [{"topic": 1, "value": PLANTED["value of a message"]}]}
-        self.said["error answers"] = "".join(
+        self.output["error answers"] = "".join(
             (
                 self.ask(f"{admin}/v1/transactions", token="token"),
                 self.ask(f"{admin}/v1/transactions", token="token of a stranger"),
@@ -160,18 +160,18 @@ class Planted:
                 self.ask(f"{admin}/v1/transactions/none"),
             )
         )
-        self.said["command line"] = Path(f"/proc/{proxy.pid}/cmdline").read_text()
+        self.output["command line"] = Path(f"/proc/{proxy.pid}/cmdline").read_text()
         to = ["--url", admin, "--token-file", str(self.files["admin token"])]
         listed = call(["tx", "list", *to])
         assert listed.code == 0, listed
-        self.said["tx list"] = listed.out + listed.err
+        self.output["tx list"] = listed.out + listed.err
         bundle = self.folder / "bundle.tar.gz"
         words = ["--debug", "doctor", *self.config(), *to, "--bundle", str(bundle)]
         examined = call(words, self.secrets)
-        self.said["doctor"] = examined.out + examined.err
+        self.output["doctor"] = examined.out + examined.err
         with tarfile.open(fileobj=io.BytesIO(bundle.read_bytes())) as archive:
             members = [archive.extractfile(member) for member in archive.getmembers()]
-            self.said["doctor bundle"] = "".join(
+            self.output["doctor bundle"] = "".join(
                 member.read().decode() for member in members if member is not None
             )
 
@@ -181,11 +181,11 @@ class Planted:
         wrong = secret_file(self.folder / "kafka-password", PLANTED[name])
         refused = self._start(kafka_sasl_password_file=wrong)
         assert f"refuses the login of {USER}" in refused.err, refused
-        self.said["start that Kafka refuses"] = refused.out + refused.err
+        self.output["start that Kafka refuses"] = refused.out + refused.err
         self.files["admin token"].chmod(0o644)
         unsafe = self._start(kafka_sasl_password_file=wrong)
         assert "is open to other users" in unsafe.err, unsafe
-        self.said["start with a bad file"] = unsafe.out + unsafe.err
+        self.output["start with a bad file"] = unsafe.out + unsafe.err
 
     def _start(self, **more: Any) -> Ended:
         words = self.config(listen="127.0.0.1:0", data_dir=self.folder / "failing", **more)
@@ -207,7 +207,7 @@ def planted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Planted]:
         given = {"config": found.config()[1]}
         with running_proxy(found.folder, given, found.secrets) as proxy:
             found.work(proxy)
-        found.said["log"] = proxy.log.read_text()
+        found.output["log"] = proxy.log.read_text()
         found.fail()
         yield found
 
@@ -230,13 +230,13 @@ EXPECTED = {
 
 @pytest.mark.parametrize("place", PLACES)
 def test_planted_place_was_searched(planted: Planted, place: str) -> None:
-    """The control of the cases above: it says what it should."""
-    assert EXPECTED[place] in planted.said[place]
+    """The control of the cases above: the place has its expected output."""
+    assert EXPECTED[place] in planted.output[place]
 
 
 @pytest.mark.parametrize("secret", PLANTED)
 @pytest.mark.parametrize("place", PLACES)
 def test_planted_secret_appears_nowhere(planted: Planted, place: str, secret: str) -> None:
     """Not found."""
-    text = planted.said[place]
+    text = planted.output[place]
     assert [written for written in spelled(PLANTED[secret]) if written in text] == []

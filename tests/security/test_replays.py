@@ -15,7 +15,7 @@ CLASS = 4
 
 
 def with_id(installation: Installation, group: str, partition: int, random: int) -> dict[str, Any]:
-    """Return a prepare that carries an id of now, in a half partition of its own choice."""
+    """Return a prepare with a current id, in a chosen half partition."""
     now_ms = installation.proxies[0].broker.now_ms()
     body = installation.prepare_body(group)
     del body["messages"][0]["key"]

@@ -69,7 +69,7 @@ async def test_undecided_transactions_of_many_groups(start: Start, record_proper
     assert set(outcomes) == {"201", "429 overloaded"}
     await others_go_on(made)
 
-    # By a file without the team each of its groups is a share of its own, and back again.
+    # With a file without the team each of its groups is a separate share, and back.
     async def taken() -> bool:
         return (await prepared_by(made, "operator", "shop-one-more"))[0] == "201"
 
@@ -164,7 +164,7 @@ async def test_bytes_of_stuck_prepares(
 
 
 async def test_labels_of_metrics(start: Start) -> None:
-    """No team has all labels: others keep series of their own."""
+    """No team takes all labels: others keep their series."""
     made = await start(group_labels_max=5)
     for number in range(40):
         assert (await prepared_by(made, "shop", f"shop-{number}"))[0] == "201"
@@ -200,7 +200,7 @@ async def test_registering_many_groups(
     assert await register("shop", taken.pop()) == "200"
     assert await register("bank", "bank") == "200"
     assert await register("operator", "shop-more") == "200"
-    # What is refused is not counted.
+    # Refused calls are not counted.
     assert await register("bank", "bank-1", -1) == "400 bad_request"
     assert await register("bank", "bank-1") == "200"
     assert await register("bank", "bank-2") == "200"

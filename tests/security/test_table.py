@@ -1,4 +1,4 @@
-"""The page of results says what the tests of this folder have seen; this runs after them."""
+"""The page matches the results of this folder's tests; this runs after them."""
 
 from __future__ import annotations
 

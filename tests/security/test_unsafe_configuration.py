@@ -1,4 +1,4 @@
-"""Class 12: an unsafe configuration is refused at start, in a sentence that says what to do."""
+"""Class 12: an unsafe configuration is refused at start, with the next step."""
 
 from __future__ import annotations
 
@@ -97,16 +97,16 @@ def oauth(place: Place, url: str, **more: Any) -> Json:
 
 
 class Case(NamedTuple):
-    """A configuration, and what the refusal says.
+    """A configuration, and its refusal.
 
     Attributes:
         settings: made of the test's files.
-        says: part of the sentence.
+        expected: part of the message.
         code: how `txbroker proxy` exits.
     """
 
     settings: Callable[[Place], Json]
-    says: str
+    expected: str
     code: int = 2
 
 
@@ -156,15 +156,15 @@ CASES: dict[str, Case] = {
         lambda place: tls(place, advertise="http://proxy-1:8470"), "it must begin with https://"
     ),
     # --- token files
-    "token readable by everybody": Case(
+    "token readable by all users": Case(
         lambda place: {"token_file": place.token(mode=0o604)},
         "is open to other users of this machine (mode 0604): run `chmod 600",
     ),
-    "token readable by everybody, as umask leaves it": Case(
+    "token readable by all users, as umask leaves it": Case(
         lambda place: {"token_file": place.token(mode=0o644)},
         "is open to other users of this machine (mode 0644)",
     ),
-    "token writable by everybody": Case(
+    "token writable by all users": Case(
         lambda place: {"token_file": place.token(mode=0o602)},
         "is open to other users of this machine (mode 0602)",
     ),
@@ -172,7 +172,7 @@ CASES: dict[str, Case] = {
         lambda place: {"token_file": place.token(mode=0o660)},
         "is open to other users of this machine (mode 0660)",
     ),
-    "admin token readable by everybody": Case(
+    "admin token readable by all users": Case(
         lambda place: {
             "admin_listen": "127.0.0.1:0",
             "admin_token_file": place.token(mode=0o644),
@@ -203,21 +203,21 @@ CASES: dict[str, Case] = {
         },
         "must hold different secrets",
     ),
-    "peer secret readable by everybody": Case(
+    "peer secret readable by all users": Case(
         lambda place: {"peer_secret_file": place.token(mode=0o644)},
         "is open to other users of this machine",
     ),
     "peer secret that is short": Case(
         lambda place: {"peer_secret_file": place.token("short")}, "of 5 characters"
     ),
-    "principals writable by everybody": Case(
+    "principals writable by all users": Case(
         lambda place: {"principals_file": place.token("", mode=0o646)}, "can be written by other"
     ),
     "principals writable by their group": Case(
         lambda place: {"principals_file": place.token("", mode=0o664)}, "can be written by other"
     ),
     # --- TLS of the listener
-    "key readable by everybody": Case(
+    "key readable by all users": Case(
         lambda place: tls(place, tls_key_file=place.open_key()),
         "is open to other users of this machine (mode 0644): run `chmod 600",
         1,
@@ -269,7 +269,7 @@ CASES: dict[str, Case] = {
         ),
         "is empty",
     ),
-    "key for Kafka readable by everybody": Case(
+    "key for Kafka readable by all users": Case(
         lambda place: kafka_tls(place, kafka_ssl_key_file=place.open_key()),
         "is open to other users of this machine (mode 0644)",
         1,
@@ -310,11 +310,11 @@ async def test_unsafe_configuration_is_refused(case: Case, place: Place) -> None
     """Refused at start, in a sentence that names the setting."""
     with pytest.raises(ConfigurationError) as caught:
         await start(case.settings(place))
-    said = str(caught.value)
-    assert case.says in said
-    assert "\n" not in said
+    message = str(caught.value)
+    assert case.expected in message
+    assert "\n" not in message
     for secret in (TOKEN, OTHER_TOKEN, PASSWORD, "PRIVATE KEY"):
-        assert secret not in said
+        assert secret not in message
 
 
 def proxy(folder: Path, *words: object, **environ: str) -> subprocess.CompletedProcess[str]:
@@ -333,11 +333,11 @@ def proxy(folder: Path, *words: object, **environ: str) -> subprocess.CompletedP
 
 COMMANDS = (
     "public address without a credential",
-    "token readable by everybody",
+    "token readable by all users",
     "token of 15 characters",
     "one token for both roles",
-    "key readable by everybody",
-    "key for Kafka readable by everybody",
+    "key readable by all users",
+    "key for Kafka readable by all users",
     "client authority without TLS",
     "password in the token URL",
 )
@@ -354,7 +354,7 @@ def test_command_exits_before_any_action(name: str, place: Place) -> None:
     ]
     ended = proxy(place.folder, *words)
     assert (ended.returncode, ended.stdout) == (case.code, ""), ended.stderr
-    assert case.says in ended.stderr
+    assert case.expected in ended.stderr
     assert "Traceback" not in ended.stderr
     assert '"event": "listening"' not in ended.stderr
     for secret in (TOKEN, OTHER_TOKEN, PASSWORD):
@@ -381,7 +381,7 @@ def test_exposed_secret_is_refused(name: str, where: str, tmp_path: Path) -> Non
 
 
 def test_safe_configuration_reaches_kafka(place: Place) -> None:
-    """The cases above are refused for what is unsafe in them, and for nothing else."""
+    """The cases above are only refused for their unsafe part."""
     settings = {
         **tls(place, tls_key_file=secret_file(place.folder / "key", place.pair.key.read_text())),
         "token_file": place.token(mode=0o440),

@@ -42,7 +42,7 @@ async def test_a_topic_of_a_principal(installation: Installation, record_propert
         assert (await installation.call("POST", path, {}, by="shop", at=url)).status == 200
         installation.allow(*TABLES)
         await installation.reaches(id, "promoted")
-    record_property("result", "403 for new prepares; what was prepared with the right is promoted")
+    record_property("result", "403 for new prepares; earlier ones are promoted")
 
 
 async def test_the_principal_itself(installation: Installation, record_property: Any) -> None:

@@ -14,7 +14,7 @@ from tests.tls.tls_world import ADMIN_TOKEN, TOKEN, Files
 
 @pytest.fixture(scope="session")
 def files(tmp_path_factory: pytest.TempPathFactory) -> Files:
-    """Two authorities and what they have signed, and two tokens."""
+    """Two authorities with certificates, and two tokens."""
     folder = tmp_path_factory.mktemp("tls")
     ours, others = Authority(folder, "ours"), Authority(folder, "others")
     token = secret_file(folder / "token", f"{TOKEN}\n")

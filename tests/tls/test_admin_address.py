@@ -1,4 +1,4 @@
-"""Operators' calls at an address of their own, with a token of their own."""
+"""Operators' calls at a separate address, with a separate token."""
 
 from __future__ import annotations
 
@@ -120,22 +120,22 @@ async def test_sdk_needs_no_admin_address(world: MemoryHarness, files: Files) ->
 async def test_overview_names_the_admin_address(world: MemoryHarness, files: Files) -> None:
     async with running(world, **apart(files)) as proxy:
         words = trusting(files, token=ADMIN_TOKEN)
-        (told,) = (await curl(f"{proxy.admin_url}/v1/overview", *words)).json["proxies"]
-        assert (told["url"], told["admin_url"]) == (proxy.url, proxy.admin_url)
+        (proxies,) = (await curl(f"{proxy.admin_url}/v1/overview", *words)).json["proxies"]
+        assert (proxies["url"], proxies["admin_url"]) == (proxy.url, proxy.admin_url)
 
 
 @pytest.mark.parametrize(
-    ("given", "says"),
+    ("given", "expected"),
     [
         ({"admin_listen": "127.0.0.1:8470"}, "is the address of listen"),
         ({"admin_listen": "nowhere"}, "admin_listen: 'nowhere' is not an address"),
         ({"admin_listen": "0.0.0.0:8471"}, "admin_listen 0.0.0.0:8471 can be reached"),
     ],
 )
-def test_invalid_addresses_are_refused(given: dict[str, Any], says: str) -> None:
+def test_invalid_addresses_are_refused(given: dict[str, Any], expected: str) -> None:
     with pytest.raises(ConfigurationError) as caught:
         load_settings(given, environ={})
-    assert says in str(caught.value)
+    assert expected in str(caught.value)
 
 
 def test_admin_token_needs_an_admin_address(files: Files) -> None:

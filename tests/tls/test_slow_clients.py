@@ -22,7 +22,7 @@ SCHEMES = ["http", "https"]
 
 
 class Raw:
-    """A connection on which a test writes whatever it likes."""
+    """A raw connection."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.reader, self.writer = reader, writer

@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.needs_tool("openssl"), pytest.mark.needs_tool("curl")]
 
 
 async def visible(world: MemoryHarness, count: int) -> list[bytes | None]:
-    """Return what consumers see, once it is so much."""
+    """Return the visible records, once there are `count`."""
 
     async def seen() -> bool:
         return len(await world.visible("test.payments")) >= count
@@ -56,7 +56,7 @@ async def test_sdk_sends_and_is_checked_over_tls(world: MemoryHarness, files: Fi
         async with producer:
             async with producer.transaction(Message("test.payments", b"k", b"one")):
                 pass
-            # Nobody decides this one: the check comes down the same session.
+            # The producer does not decide this one: the check uses the same session.
             await producer.prepare(Message("test.payments", b"k", b"two"))
             assert await visible(world, 2) == [b"one", b"two"]
         assert len(asked) == 1

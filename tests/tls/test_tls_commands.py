@@ -1,4 +1,4 @@
-"""Commands and the doctor over TLS, in a process of their own as users call them."""
+"""Commands and the doctor over TLS, in separate processes as for users."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ async def test_commands_find_certificates_in_each_source(
 
 
 @pytest.mark.parametrize(
-    ("own", "says"),
+    ("own", "expected"),
     [
         ({}, "its authority's with --ca-file"),
         ({"ca_file": "others"}, "its certificate is not trusted"),
@@ -84,7 +84,7 @@ async def test_commands_find_certificates_in_each_source(
     ids=["none", "other", "no certificate", "missing"],
 )
 async def test_command_reports_reason_and_next_step(
-    world: MemoryHarness, files: Files, tmp_path: Path, own: dict[str, str], says: str
+    world: MemoryHarness, files: Files, tmp_path: Path, own: dict[str, str], expected: str
 ) -> None:
     named = {
         "others": files.others.cert,
@@ -97,7 +97,7 @@ async def test_command_reports_reason_and_next_step(
             **{name: named[value] for name, value in own.items()},
         )  # fmt: skip
         assert done.code != 0
-        assert says in done.err
+        assert expected in done.err
         assert "Traceback" not in done.err
 
 
@@ -125,9 +125,9 @@ async def test_doctor_uses_every_admin_address(world: MemoryHarness, files: File
         blind = HttpProxies([proxy.admin_url], headers)
         try:
             overview, _ = await seen.overview()
-            (told,) = overview.proxies
-            assert (await seen.ready(told.admin_url)).ready
-            assert "txbroker_" in await seen.metrics(told.admin_url)
+            (shown,) = overview.proxies
+            assert (await seen.ready(shown.admin_url)).ready
+            assert "txbroker_" in await seen.metrics(shown.admin_url)
             with pytest.raises(Unavailable, match="--ca-file"):
                 await blind.overview()
         finally:

@@ -82,7 +82,7 @@ async def test_calls_and_checks_pass_through_another_proxy(
 
 
 @pytest.mark.parametrize(
-    ("known", "says"),
+    ("known", "expected"),
     [
         (lambda files: TlsFiles(), "is not trusted"),
         (lambda files: TlsFiles(files.others.cert, *files.proxy), "peers_ca_file"),
@@ -91,13 +91,13 @@ async def test_calls_and_checks_pass_through_another_proxy(
     ids=["system", "authority", "certificate"],
 )
 async def test_proxy_reports_why_a_peer_is_unreachable(
-    world: MemoryHarness, files: Files, known: object, says: str
+    world: MemoryHarness, files: Files, known: object, expected: str
 ) -> None:
     assert callable(known)
     async with running(world, **mutual(files)) as proxy:
         peers = Peers(PeerIdentity(lambda: "https://other:1"), tls=ClientTls(known(files)))
         try:
-            with pytest.raises(OwnerUnavailable, match=says):
+            with pytest.raises(OwnerUnavailable, match=expected):
                 await peers.sessions(proxy.url)
         finally:
             await peers.close()

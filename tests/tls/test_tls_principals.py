@@ -68,7 +68,7 @@ async def test_a_certificate_identifies_its_principal(
 async def test_certificate_without_principal_is_refused(
     world: MemoryHarness, files: Files, tmp_path: Path
 ) -> None:
-    settings = mutual(files, principals_file=principals(tmp_path, "somebody.else"))
+    settings = mutual(files, principals_file=principals(tmp_path, "other.name"))
     async with running(world, **settings) as proxy:
         words = trusting(files, shown=files.client)
         assert (await curl(f"{proxy.url}/v1/groups/orders", *words)).error == "unauthorized"

@@ -18,11 +18,11 @@ from txbroker.sdk import Limits, Message, TransactionalProducer, Untrusted
 pytestmark = [pytest.mark.needs_tool("openssl"), pytest.mark.needs_tool("curl")]
 
 NEVER_S = 100.0
-"""Longer than a test may take: whoever waits so long for a session fails it."""
+"""Longer than a test may take: a test that waits this long for a session fails."""
 
 
 def producer(files: Files, url: str, **options: Any) -> TransactionalProducer:
-    """Return a producer that trusts our authority, unless told otherwise."""
+    """Return a producer that trusts our authority by default."""
     return TransactionalProducer(url, group="orders", **{"ca_file": files.ours.cert, **options})
 
 
@@ -37,7 +37,7 @@ async def refused(made: TransactionalProducer) -> Exception:
 
 
 @pytest.mark.parametrize(
-    ("certificate", "says"),
+    ("certificate", "expected"),
     [
         (lambda files: files.others.sign("untrusted"), "is not trusted"),
         (lambda files: files.ours.sign("expired", days=-1), "its certificate has expired"),
@@ -49,14 +49,14 @@ async def refused(made: TransactionalProducer) -> Exception:
     ids=["authority", "expired", "name"],
 )
 async def test_sdk_refuses_an_untrusted_proxy(
-    world: MemoryHarness, files: Files, certificate: Callable[[Files], Pair], says: str
+    world: MemoryHarness, files: Files, certificate: Callable[[Files], Pair], expected: str
 ) -> None:
     pair = certificate(files)
     settings = secured(files, tls_cert_file=pair.cert, tls_key_file=pair.key)
     async with running(world, **settings) as proxy:
         error = await refused(producer(files, proxy.url))
         assert isinstance(error, Untrusted)
-        assert says in str(error)
+        assert expected in str(error)
         assert (await curl(f"{proxy.url}/healthz", *trusting(files))).code == 60
 
 
@@ -85,7 +85,7 @@ async def test_running_producer_retries_and_reports_the_reason(
             await made.prepare(Message("test.payments", b"k", b"2"))
         assert sum("is not trusted" in line for line in caplog.messages) == 1
         files.proxy.copy_to(pair)
-        # The certificate is mended, and the producer goes on by itself.
+        # The certificate is fixed, and the producer recovers.
         await made.prepare(Message("test.payments", b"k", b"3"))
     await made.aclose()
 
@@ -148,7 +148,7 @@ async def test_sdk_reports_a_required_certificate(world: MemoryHarness, files: F
 
 
 @pytest.mark.parametrize(
-    ("certificate", "says"),
+    ("certificate", "expected"),
     [
         (lambda files: files.stranger, "does not trust the authority of our client certificate"),
         (lambda files: files.ours.sign("late", days=-1), "our client certificate has expired"),
@@ -156,15 +156,15 @@ async def test_sdk_reports_a_required_certificate(world: MemoryHarness, files: F
     ids=["authority", "expired"],
 )
 async def test_untrusted_certificate_is_refused(
-    world: MemoryHarness, files: Files, certificate: Callable[[Files], Pair], says: str
+    world: MemoryHarness, files: Files, certificate: Callable[[Files], Pair], expected: str
 ) -> None:
     pair = certificate(files)
     async with running(world, **mutual(files)) as proxy:
         made = producer(files, proxy.url, client_cert_file=pair.cert, client_key_file=pair.key)
         error = await refused(made)
         assert isinstance(error, Untrusted)
-        assert says in str(error)
-        # Not even what is open to all: it has shown something that is false.
+        assert expected in str(error)
+        # Not even open calls: the certificate is false.
         assert (await curl(f"{proxy.url}/healthz", *trusting(files, shown=pair))).status == 0
 
 

@@ -72,8 +72,8 @@ async def test_key_readable_by_others_is_not_loaded(world: MemoryHarness, files:
         with capture_logs() as logs:
             renewed.copy_to(pair)
             assert await asyncio.to_thread(served, files, proxy.url) == first
-        (said,) = [line for line in logs if line["event"] == "tls files not taken"]
-        assert "is open to other users of this machine (mode 0644)" in said["why"]
+        (entry,) = [line for line in logs if line["event"] == "tls files not taken"]
+        assert "is open to other users of this machine (mode 0644)" in entry["why"]
         pair.key.chmod(0o600)
         assert await asyncio.to_thread(served, files, proxy.url) == der(renewed.cert)
 
@@ -94,25 +94,27 @@ async def test_removed_authority_admits_no_client(
 
 def test_client_uses_its_renewed_certificate(files: Files, tmp_path: Path) -> None:
     pair = Pair(tmp_path / "tls.crt", tmp_path / "tls.key")
-    told: list[tuple[str, str]] = []
+    events: list[tuple[str, str]] = []
     files.client.copy_to(pair)
-    tls = ClientTls(TlsFiles(files.ours.cert, *pair), lambda files, why: told.append((files, why)))
+    tls = ClientTls(
+        TlsFiles(files.ours.cert, *pair), lambda files, why: events.append((files, why))
+    )
     first = tls.context()
     assert tls.context() is first
     files.proxy.copy_to(pair)
     assert tls.context() is not first
-    assert (len(told), told[0][1]) == (1, "")
+    assert (len(events), events[0][1]) == (1, "")
     pair.key.write_text("half a k")
     newest = tls.context()
-    assert (len(told), tls.context()) == (2, newest)
-    assert "private key in PEM" in told[1][1]
+    assert (len(events), tls.context()) == (2, newest)
+    assert "private key in PEM" in events[1][1]
 
 
 # --- at the start ----------------------------------------------------------------------------
 
 
 def broken(files: Files, folder: Path) -> dict[str, tuple[dict[str, Any], str]]:
-    """Return changes to sound settings, and what the proxy says to them."""
+    """Return changes to sound settings, and what the proxy expected to them."""
     text = folder / "text.pem"
     text.write_text("no PEM")
     cert, key = files.proxy
@@ -157,11 +159,11 @@ def broken(files: Files, folder: Path) -> dict[str, tuple[dict[str, Any], str]]:
 async def test_invalid_tls_files_are_refused_at_start(
     world: MemoryHarness, files: Files, tmp_path: Path
 ) -> None:
-    for name, (changes, says) in broken(files, tmp_path).items():
+    for name, (changes, expected) in broken(files, tmp_path).items():
         with pytest.raises(ConfigurationError) as caught:
             async with running(world, **{**secured(files), **changes}):
                 pass
-        assert says in str(caught.value), name
+        assert expected in str(caught.value), name
         assert "PRIVATE" not in str(caught.value)
 
 

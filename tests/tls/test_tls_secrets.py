@@ -40,9 +40,9 @@ async def test_log_and_answers_have_no_token_or_key(
         shown.append(repr(proxy))
         files.admin_token.write_text(f"{ADMIN_TOKEN}\n")
         shown.append((await curl(f"{proxy.admin_url}/metrics", *own)).body)
-    said = capsys.readouterr()
-    assert '"event": "ready"' in said.err  # what the proxy logs is looked at
-    shown += [said.out, said.err]
+    output = capsys.readouterr()
+    assert '"event": "ready"' in output.err  # the log was captured
+    shown += [output.out, output.err]
     key_lines = files.proxy.key.read_text().splitlines()[1:-1]
     for secret in (TOKEN, ADMIN_TOKEN, *key_lines):
         assert not [text for text in shown if secret in text]
@@ -64,7 +64,7 @@ def test_repr_of_settings_and_guards_has_no_token(files: Files) -> None:
     texts += [msgspec.json.encode(settings_shown(settings)).decode()]
     for secret in (TOKEN, ADMIN_TOKEN):
         assert not [text for text in texts if secret in text]
-    # And the doctor strikes both out of whatever it packs.
+    # The doctor removes both from its bundle.
     assert {TOKEN, ADMIN_TOKEN} <= set(known_secrets(settings, ""))
 
 

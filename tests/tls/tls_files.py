@@ -33,7 +33,7 @@ class Pair(NamedTuple):
     key: Path
 
     def copy_to(self, other: Pair) -> None:
-        """Put this pair in the place of another one, as whoever renews certificates does."""
+        """Replace another pair by this one, as a renewal does."""
         for mine, theirs in zip(self, other, strict=True):
             fresh = theirs.with_suffix(".new")
             fresh.write_bytes(mine.read_bytes())

@@ -1,4 +1,4 @@
-"""Proxies with TLS on a Kafka in memory, and calls of them by curl, which is nobody of ours."""
+"""Proxies with TLS on a Kafka in memory, and calls by curl, an independent client."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Files(NamedTuple):
 
     Attributes:
         ours: has signed the certificates of `proxy` and `client`.
-        others: an authority that nobody here trusts.
+        others: an authority that no party here trusts.
     """
 
     folder: Path
@@ -73,7 +73,7 @@ async def running(
 
 
 class Curled(NamedTuple):
-    """What curl says: its exit code, the status and the body of the answer, its complaint."""
+    """The result of curl: exit code, status and body of the answer, error."""
 
     code: int
     status: int
@@ -93,7 +93,7 @@ class Curled(NamedTuple):
 
 
 async def curl(url: str, *words: str | Path, body: Json | None = None) -> Curled:
-    """Call by curl, which trusts what `words` say."""
+    """Call by curl, which trusts as `words` configure."""
     sent: list[str] = []
     if body is not None:
         sent = ["-H", "content-type: application/json", "-d", json.dumps(body)]
@@ -102,15 +102,15 @@ async def curl(url: str, *words: str | Path, body: Json | None = None) -> Curled
         "curl", *command, *map(str, words), url,
         stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
     )  # fmt: skip
-    out, said = (stream.decode() for stream in await process.communicate())
+    out, errors = (stream.decode() for stream in await process.communicate())
     answer, _, status = out.rpartition("\n")
-    lines = said.splitlines()
+    lines = errors.splitlines()
     complaint = "\n".join(line for line in lines if line.startswith("curl:"))
-    return Curled(process.returncode or 0, int(status or 0), answer, complaint, said)
+    return Curled(process.returncode or 0, int(status or 0), answer, complaint, errors)
 
 
 def trusting(files: Files, *, shown: Pair | None = None, token: str = "") -> list[str | Path]:
-    """Return curl's words for somebody who trusts our authority."""
+    """Return curl's options to trust our authority."""
     words: list[str | Path] = ["--cacert", files.ours.cert]
     if shown is not None:
         words += ["--cert", shown.cert, "--key", shown.key]
