@@ -1,8 +1,8 @@
-"""What an audit costs, against Spark merely counting the same records in the same run.
+"""Time of an audit, compared with Spark only counting the same records.
 
-`full`: a full audit of so many transactions of 1 KiB, against a count of all records that it reads,
-with the same reader's options. `incremental`: the same new part is audited behind a tenth of the
-history and behind all of it; the time must not grow with the history. Run as `make bench-audit`.
+`full`: a full audit of `--count` transactions of 1 KiB, compared with a count of all records that
+it reads, with the same reader options. `incremental`: the same new part audited after a tenth of
+the history, and after all of it; the time must not grow with the history. Run `make bench-audit`.
 """
 
 import argparse
@@ -38,7 +38,7 @@ PIECE = 20_000
 
 
 def fill(kafka: str, count: int, size: int) -> None:
-    """Write so many transactions, in several processes that share the half partitions."""
+    """Write `count` transactions from several processes, which share the half partitions."""
     began, done = time.monotonic(), 0
     with ProcessPoolExecutor(PROCESSES, get_context("spawn")) as pool:
         while done < count:
@@ -52,8 +52,8 @@ def fill(kafka: str, count: int, size: int) -> None:
             for task in tasks:
                 task.result()
             done += some
-            say(f"\rfilled {done:,} of {count:,} in {time.monotonic() - began:.0f} s")
-    say("\n")
+            progress(f"\rfilled {done:,} of {count:,} in {time.monotonic() - began:.0f} s")
+    progress("\n")
 
 
 def _fill_share(kafka: str, count: int, size: int, number: int) -> None:
@@ -93,7 +93,7 @@ class Bench:
         settings = load_settings(given, environ={})
         folder = self._folder / name
         folder.mkdir(exist_ok=True)
-        # So much is written here in no time that nobody promotes as fast: age is no fault.
+        # The data is written faster than any proxy promotes, so age is no fault.
         terms = Terms(0)
         wanted = AuditSettings(str(folder / "out"), folder, self._planting.names, terms, mode)  # type: ignore[arg-type]
         began = time.monotonic()
@@ -106,7 +106,9 @@ class Bench:
         )
         if summary.has_drift or summary.quarantined:
             raise SystemExit(f"the audit found {summary.drift}, {summary.quarantined} broken")
-        say(f"{mode} audit of {summary.transactions:,}: {summary.took_s:.1f} s; {told(steps)}\n")
+        progress(
+            f"{mode} audit of {summary.transactions:,}: {summary.took_s:.1f} s; {_times(steps)}\n"
+        )
         return summary
 
     def count(self, cut: SnapshotBounds) -> tuple[int, float]:
@@ -124,7 +126,7 @@ class Bench:
         began = time.monotonic()
         found = self._spark.read.format("kafka").options(**options).load().count()
         took_s = time.monotonic() - began
-        say(f"count of {found:,}: {took_s:.1f} s\n")
+        progress(f"count of {found:,}: {took_s:.1f} s\n")
         return found, took_s
 
 
@@ -138,18 +140,18 @@ def numbered(values: tuple[int, ...]) -> dict[str, int]:
     return {str(number): value for number, value in enumerate(values)}
 
 
-def told(steps: list[tuple[str, float]]) -> str:
-    """Return when which step began."""
+def _times(steps: list[tuple[str, float]]) -> str:
+    """Return the start time of each step."""
     return ", ".join(f"{step} {at_s:.1f}" for step, at_s in steps)
 
 
-def say(text: str) -> None:
-    """Tell what is being done."""
+def progress(text: str) -> None:
+    """Show the progress."""
     print(text, end="", file=sys.stderr, flush=True)
 
 
 def measure(bench: Bench, filling: Callable[[int], None], count: int, part: int) -> dict[str, Any]:
-    """Return the figures: both ratios, and what they are made of."""
+    """Return both ratios and their components."""
     tenth = count // 10
     filling(tenth)
     bench.audit("full", "grows")
@@ -238,8 +240,8 @@ def show(found: dict[str, Any], as_json: bool) -> None:
         f"full audit of {found['transactions']:,} transactions ({found['records']:,} records): "
         f"{found['full_s']:.1f} s, count {found['count_s']:.1f} s, "
         f"ratio {found['full_ratio']:.2f} (wanted: 4 at most)\n"
-        f"incremental audit of {found['new']:,} behind {found['history_near']:,}: "
-        f"{found['near_s']:.1f} s, behind {found['history_far']:,}: {found['far_s']:.1f} s, "
+        f"incremental audit of {found['new']:,} after {found['history_near']:,}: "
+        f"{found['near_s']:.1f} s, after {found['history_far']:,}: {found['far_s']:.1f} s, "
         f"ratio {found['incremental_ratio']:.2f} (wanted: 1.2 at most)"
     )
 

@@ -1,10 +1,10 @@
-"""How many Python calls a transaction takes in the proxy and in the SDK, without a Kafka.
+"""Python calls of a transaction in the proxy and in the SDK, without Kafka.
 
-A count depends little on the machine, so a test bounds it (`BOUNDS`). The proxy of
-`txbroker.testing`, whose Kafka is in memory, has a thread of its own, the producers another; each
-thread counts its own calls by `sys.setprofile`. A call is a Python frame that is entered: of a
-function, of a generator or coroutine that goes on. Built-in functions do not count. The proxy's
-calls include those of the Kafka in memory. The least of all rounds is the one to compare.
+The count hardly depends on the machine, so a test bounds it (`BOUNDS`). The proxy of
+`txbroker.testing`, with Kafka in memory, and the producers run in separate threads; each thread
+counts its calls by `sys.setprofile`. A call is an entered Python frame: of a function, or of a
+resumed generator or coroutine. Built-in functions do not count. The proxy's calls include those of
+the in-memory Kafka. Compare the least of all rounds.
 `python -m benchmarks.calls --help`.
 """
 
@@ -29,10 +29,10 @@ from benchmarks.rig.http_load import transactions_over_http
 from txbroker.sdk import CheckRequest, Decision, Message, TransactionalProducer
 from txbroker.testing.broker import InMemoryBroker
 
-# At most so many. Calls: some 4 to 10 % above what was measured on Python 3.11, where two runs
-# differed by 0.1 %; over HTTP more, as a quick machine reads fewer calls in a turn of its loop;
-# modules: some above, as a timer may cross others at any moment. Lower them with what is measured,
-# never raise them in passing.
+# Upper bounds. Calls: 4 to 10 % above the measurement on Python 3.11, where two runs differed by
+# 0.1 %; over HTTP more, because a fast machine reads fewer calls per loop iteration. Modules: a few
+# above, because a timer may run at any moment. Lower them with the measurement, never raise them
+# without a reason in the commit.
 BOUNDS = {
     "proxy at 512 in flight": 80,
     "proxy at 64 in flight": 108,
@@ -53,11 +53,11 @@ CHECKED_GROUPS = 4
 CHECKS_PARALLEL = 64
 CHECK_AFTER_S = 600.0
 CHECKS_END_S = 0.5
-"""After the last answer, until it is decided and promoted: asking for that would count, too."""
+"""From the last answer until the promotion; polling for it would count as calls."""
 WARMUP = 1_000
 SIZE = 1024
 SINGLE = 20
-"""Transactions one after another of which the one that crosses the fewest modules counts."""
+"""Sequential transactions; the one that crosses the fewest modules counts."""
 VISIBLE_TIMEOUT_S = 10.0
 POLL_S = 0.002
 
@@ -97,7 +97,7 @@ class CallCounter:
         sys.setprofile(_hook(self.proxy) if ours else None)
 
     def take(self) -> dict[str, Calls]:
-        """Return what was counted by side, and begin anew."""
+        """Return the counts by side, and reset them."""
         taken = {"proxy": self.proxy.copy(), "client": self.client.copy()}
         self.proxy.clear()
         self.client.clear()
@@ -158,7 +158,7 @@ def count_http(
 
 
 async def prepare_undecided(url: str, count: int) -> None:
-    """Prepare transactions of several groups, and go away."""
+    """Prepare transactions of several groups, and disconnect."""
 
     async def lane(producer: TransactionalProducer, numbers: Iterator[int]) -> None:
         for number in numbers:
@@ -175,7 +175,7 @@ async def prepare_undecided(url: str, count: int) -> None:
 
 
 async def answer_checks(url: str, count: int) -> None:
-    """Be there for the groups until so many checks are answered."""
+    """Answer the groups' checks until `count` are answered."""
     answered = asyncio.Semaphore(0)
 
     async def commit(_: CheckRequest) -> Decision:
@@ -268,7 +268,7 @@ def figures(found: dict[str, Any]) -> dict[str, float]:
 
 
 def exceeded(measured: dict[str, float]) -> list[str]:
-    """Say which bounds do not hold."""
+    """Return the exceeded bounds."""
     return [
         f"{name}: {measured[name]:g} is more than {bound}"
         for name, bound in BOUNDS.items()
@@ -330,14 +330,14 @@ def main() -> int:
     parser.add_argument("--json", action="store_true")
     given = parser.parse_args()
     found = measure(given.in_flight, given.count, given.rounds)
-    told = figures(found)
+    measured = figures(found)
     if given.json:
-        print(json.dumps({"figures": told, "bounds": BOUNDS, **found}))
+        print(json.dumps({"figures": measured, "bounds": BOUNDS, **found}))
     else:
         show(found, files=given.by_module, modules=given.modules)
-    for each in exceeded(told):
-        print(each, file=sys.stderr)
-    return bool(exceeded(told))
+    for bound in exceeded(measured):
+        print(bound, file=sys.stderr)
+    return bool(exceeded(measured))
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""How fast check-backs go that are all due: over SDK sessions, and over HTTP.
+"""Throughput of check-backs that are all due: over SDK sessions, and over HTTP.
 
-`--count` transactions are written undecided straight into Kafka, as an owner's appenders would,
-while nobody of their groups can be asked. When all of them are due, the groups appear: SDK
-producers in a process of their own, or check URLs of an HTTP server in one. The time runs from then
-until all are committed and promoted; every transaction must have been asked about exactly once.
+`--count` undecided transactions are written directly to Kafka, as an owner's appenders would, while
+their groups are unreachable. When all are due, the groups appear: SDK producers, or an HTTP server
+for check URLs, in a separate process. The time ends when all are committed and promoted; every
+transaction must have been checked exactly once.
 `python -m benchmarks.checks --help`.
 """
 
@@ -30,10 +30,10 @@ DEADLINE_S = 900.0
 DEDUP_WINDOW_S = 60.0
 POLL_S = 0.2
 PARALLEL = 32
-"""Checks of one group under way at a time: eight groups fill what a proxy has at most, 256."""
+"""Checks of one group in flight: eight groups reach a proxy's maximum, 256."""
 
 
-# --- who answers, in a process of its own ------------------------------------------------------
+# --- the answering process ---------------------------------------------------------------------
 
 
 async def answer_sessions(url: str) -> None:
@@ -79,7 +79,7 @@ async def answer_http(url: str) -> None:
 
 
 def _ready() -> None:
-    """Tell that groups will be reached from now on: starting Python is not what is measured."""
+    """Report that the groups are reachable, so that Python's start is not measured."""
     print("ready", flush=True)
 
 
@@ -99,7 +99,7 @@ def register(url: str, number: int, policy: dict[str, Any]) -> None:
 
 
 def measure(kafka: str, folder: Path, way: str, count: int, rate: float) -> dict[str, Any]:
-    """Fill an installation with what is due, let its groups appear, and return the figures."""
+    """Fill an installation with due transactions, start the groups, and return the figures."""
     with proxy_on(kafka, way, folder, dedup_window_s=DEDUP_WINDOW_S, log_level="error") as proxy:
         for number in range(GROUPS):
             register(proxy.url, number, {})
@@ -113,9 +113,9 @@ def measure(kafka: str, folder: Path, way: str, count: int, rate: float) -> dict
             settled_at = _watch(proxy, count, began, way)
             client_s = cpu_s(process.pid) - started_s
         outcomes = proxy.metric_by("checks_total{", "outcome")
-        del outcomes["unreachable"]  # nobody was there, so nobody was asked
+        del outcomes["unreachable"]  # before the groups appeared, so not a check
         if +outcomes != Counter(commit=count):
-            raise SystemExit(f"not every transaction was asked about once: {dict(outcomes)}")
+            raise SystemExit(f"not every transaction was checked once: {dict(outcomes)}")
         took_s = settled_at - began
         return {
             "way": way,

@@ -1,9 +1,9 @@
-"""Compares txbroker with its peers, side by side on this machine, and writes docs/comparison.*.
+"""Compares txbroker with its peers on this machine, and writes docs/comparison.*.
 
-Every round runs each peer once, one after another, each with servers of its own on free ports and
-in a temporary folder. A peer that cannot be run here is named with the reason. RocketMQ and dtm are
-fetched from Maven Central and the Go module proxy. `python -m benchmarks.compare` takes an hour
-for everything, with `--rounds 1` twenty minutes.
+Every round runs each peer once, sequentially, with new servers on free ports and in a temporary
+folder. The page gives the reason for a peer that cannot run here. RocketMQ and dtm come from Maven
+Central and the Go module proxy. `python -m benchmarks.compare` takes an hour, with `--rounds 1`
+twenty minutes.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ DOCS = Path(__file__).parents[1] / "docs"
 
 
 class Comparison:
-    """All that is measured, and where it is written."""
+    """The measurements and their files."""
 
     def __init__(self, peers: Sequence[Peer], plan: Plan, output: Path) -> None:
         self._peers = peers
@@ -57,46 +57,46 @@ class Comparison:
             peer.name: {"title": peer.title, "counts": peer.counts, "figures": []} for peer in peers
         }
         self._data: dict[str, Any] = {
-            "command": " ".join(["python", "benchmarks/compare.py", *sys.argv[1:]]),
+            "command": " ".join(["python", "-m", "benchmarks.compare", *sys.argv[1:]]),
             "at": time.strftime("%Y-%m-%d", time.gmtime()),
-            "machine": Machine.here().told(),
+            "machine": str(Machine.here()),
             "plan": asdict(plan),
             "busy_before": [],
             "peers": self._found,
         }
 
     def prepare(self) -> None:
-        """Fetch and build what the peers take, before anything is measured."""
+        """Fetch and build the peers before the first measurement."""
         for peer in self._peers:
             found = self._found[peer.name]
             try:
                 found["version"] = peer.version()
             except Missing as error:
                 found["missing"] = str(error)
-            say(f"{peer.title}: {found.get('version') or found['missing']}")
+            show(f"{peer.title}: {found.get('version') or found['missing']}")
 
     def round(self, number: int) -> None:
-        """Run each peer once, and write what is known by then."""
+        """Run each peer once, and write the results so far."""
         for peer in self._peers:
             found = self._found[peer.name]
             if "missing" in found:
                 continue
             self._data["busy_before"].append(busy_share())
-            say(f"round {number}: {peer.title}")
+            show(f"round {number}: {peer.title}")
             try:
                 with tempfile.TemporaryDirectory(
                     prefix="txbroker-peer-", ignore_cleanup_errors=True
                 ) as folder:
                     for figure in peer.turn(self._plan, Path(folder)):
                         found["figures"].append({"round": number, **asdict(figure)})
-                        say(f"  {json.dumps(found['figures'][-1])}")
+                        show(f"  {json.dumps(found['figures'][-1])}")
             except Missing as error:
                 found["missing"] = str(error)
-                say(f"  {error}")
+                show(f"  {error}")
             except Exception as error:
-                # The others count all the same; this one is named with what went wrong.
+                # The other peers still count; the page has this one's error.
                 found["missing"] = f"it failed: {type(error).__name__}: {error}"
-                say(f"  {found['missing']}")
+                show(f"  {found['missing']}")
             self.write()
 
     def write(self) -> None:
@@ -109,17 +109,17 @@ class Comparison:
         self._output.with_suffix(".svg").write_text(plot(self._data), encoding="utf-8")
 
 
-def say(words: str) -> None:
-    """Tell how far it is."""
-    print(f"{time.strftime('%H:%M:%S')} {words}", file=sys.stderr, flush=True)
+def show(text: str) -> None:
+    """Show the progress."""
+    print(f"{time.strftime('%H:%M:%S')} {text}", file=sys.stderr, flush=True)
 
 
 def _ended(number: int, frame: object) -> NoReturn:
-    raise KeyboardInterrupt  # so that everything started is taken down
+    raise KeyboardInterrupt  # so that all servers are stopped
 
 
 def main() -> int:
-    """Compare; return 1 where a peer that was named could not be run."""
+    """Compare the peers."""
     parser = argparse.ArgumentParser(description=__doc__)
     names = [peer.name for peer in PEERS]
     parser.add_argument("--peers", nargs="+", choices=names, default=names, metavar="NAME")
@@ -129,7 +129,7 @@ def main() -> int:
     parser.add_argument("--warmup-s", type=float, default=30.0)
     parser.add_argument("--duration-s", type=float, default=20.0)
     parser.add_argument(
-        "--output", type=Path, default=DOCS / "comparison", help="the files, without their endings"
+        "--output", type=Path, default=DOCS / "comparison", help="the files, without suffix"
     )
     given = parser.parse_args()
     signal.signal(signal.SIGTERM, _ended)

@@ -1,8 +1,7 @@
-"""What connected producers cost that do nothing: the same load with and without them.
+"""Cost of idle connected producers: the same load with and without them.
 
-One proxy on a Kafka of its own. `txbroker bench` measures it in turns: alone, and beside
-`--producers` SDK producers of `--groups` groups, each with a session of its own, which send
-nothing, and as many more groups that are registered and never heard of.
+`txbroker bench` measures one proxy alternately alone, and with `--producers` idle SDK producers of
+`--groups` groups, each with a session, and with as many registered groups that are unreachable.
 `python -m benchmarks.crowd --help`.
 """
 
@@ -26,12 +25,12 @@ from txbroker.embedded import EmbeddedKafka
 from txbroker.sdk import TransactionalProducer
 
 AT_ONCE = 50
-"""Sessions that are opened at one time."""
+"""Sessions opened in parallel."""
 KINDS = ("alone", "beside")
 
 
 async def stand_by(url: str, producers: int, groups: int) -> None:
-    """Keep so many producers connected until stdin ends."""
+    """Keep `producers` connected until stdin ends."""
     room = asyncio.Semaphore(AT_ONCE)
     async with AsyncExitStack() as stack:
 
@@ -47,7 +46,7 @@ async def stand_by(url: str, producers: int, groups: int) -> None:
 
 @contextmanager
 def registered(url: str, groups: int) -> Iterator[None]:
-    """Have groups registered that nobody is of."""
+    """Register groups without instances for the block."""
     policy = {"check_url": "http://127.0.0.1:9/check"}
     urls = [f"{url}/v1/groups/silent-{number}" for number in range(groups)]
     for each in urls:
@@ -60,7 +59,7 @@ def registered(url: str, groups: int) -> Iterator[None]:
 
 
 def bench(url: str, kafka: str, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Measure once; return what `txbroker bench` says."""
+    """Run `txbroker bench` once, and return its figures."""
     command = [str(Path(sys.executable).with_name("txbroker")), "bench", "-o", "json"]
     command += ["--url", url, "--kafka", kafka, "--in-flight", str(arguments.in_flight)]
     command += ["--warmup-s", str(arguments.warmup_s), "--duration-s", str(arguments.duration_s)]

@@ -1,9 +1,9 @@
-"""Does it slow down, or grow, over ten million transactions?
+"""Speed and memory over ten million transactions.
 
-One proxy on a Kafka of its own with small segments and short retention of the target, so that what
-is measured late stands on as many files as what is measured early. `txbroker bench` makes the load,
-reads all of it along and counts every message; this script watches memory and disk meanwhile and
-compares the first million with the last. `python -m benchmarks.endurance --help`.
+One proxy on a Kafka with small segments and a short retention of the target, so that the number of
+files stays constant. `txbroker bench` generates the load, reads all of it and counts every message;
+this script samples memory and disk, and compares the first million with the last.
+`python -m benchmarks.endurance --help`.
 """
 
 import argparse
@@ -22,7 +22,7 @@ from txbroker.embedded import EmbeddedKafka
 MIB = 1 << 20
 LOOK_S = 10.0
 SETTINGS = {
-    # Half messages are kept ten minutes, so checks have to be over within five.
+    # Half messages are kept for ten minutes, so checks have to end within five.
     "half_retention_s": 600.0,
     "check_after_s": 10.0,
     "check_interval_s": 5.0,
@@ -39,7 +39,7 @@ PROPERTIES = {
 
 
 def look(proxy: Proxy, kafka: EmbeddedKafka, folder: Path) -> dict[str, float]:
-    """Return what proxy and broker hold now, MiB."""
+    """Return the memory of the proxy and the size of the broker's logs, in MiB."""
     return {
         "proxy_mib": proxy.resident_bytes() / MIB,
         "disk_mib": sum(file.stat().st_size for file in _files(folder)) / MIB,
@@ -49,14 +49,14 @@ def look(proxy: Proxy, kafka: EmbeddedKafka, folder: Path) -> dict[str, float]:
 def _files(folder: Path) -> list[Path]:
     found = []
     for path in folder.rglob("*.log"):
-        # Kafka deletes them while we look.
+        # Kafka may delete it meanwhile.
         if path.exists():
             found.append(path)
     return found
 
 
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Carry the load out and return the figures."""
+    """Run the load and return the figures."""
     with (
         tempfile.TemporaryDirectory() as folder,
         EmbeddedKafka(Path(folder) / "kafka", for_load=True, properties=PROPERTIES) as kafka,
@@ -71,8 +71,8 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         command += ["--transactions", str(arguments.transactions), "--read-along", "all"]
         command += ["--in-flight", str(arguments.in_flight)]
         command += ["--warmup-s", str(arguments.warmup_s)]
-        said = Path(folder) / "bench.json"
-        with said.open("wb") as file:
+        result = Path(folder) / "bench.json"
+        with result.open("wb") as file:
             load = subprocess.Popen(command, stdout=file)
         looks: list[dict[str, float]] = []
         began = time.monotonic()
@@ -91,7 +91,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         print(file=sys.stderr)
         if load.returncode:
             raise SystemExit(load.returncode)
-        return {"looks": looks, "bench": json.loads(said.read_text())}
+        return {"looks": looks, "bench": json.loads(result.read_text())}
 
 
 def main() -> None:
@@ -119,7 +119,7 @@ def main() -> None:
         last = mean(each[name] for each in looks[-tenth:])
         print(f"{what}, MiB: second tenth {second:,.0f}, last tenth {last:,.0f}")
     print(
-        f"visible {bench['visible']:,}, lost {bench['lost']}, doubled {bench['duplicated']}, "
+        f"visible {bench['visible']:,}, lost {bench['lost']}, duplicated {bench['duplicated']}, "
         f"calls failed {bench['failed']}"
     )
 

@@ -1,4 +1,4 @@
-"""What a transaction leaves behind in Kafka: bytes in each topic, and requests to the brokers.
+"""Footprint of a transaction in Kafka: bytes in each topic, and requests to the brokers.
 
 One proxy with the default settings and the embedded Kafka, one producer with the SDK, one message
 of `--size` bytes a transaction. The bytes are those of the segments' files on one broker, so all
@@ -31,8 +31,8 @@ from txbroker.proxy.observe.logging import configure_logging
 from txbroker.proxy.process import Proxy, run_proxy
 from txbroker.sdk import Message, TransactionalProducer
 
-# At most so many requests to Kafka for a complete transaction, by how many are in flight: 7 % and
-# 20 % above what was measured. Lower them with what is measured, never raise them in passing.
+# Maximum number of requests to Kafka per transaction, by transactions in flight: 7 % and 20 % above
+# the measurement. Lower them with the measurement, never raise them without a reason.
 BOUNDS = {512: 0.03, 64: 0.14}
 
 IN_FLIGHT = (1, 64, 512)
@@ -44,7 +44,7 @@ WARMUP = 500
 
 
 class Counting:
-    """Opens connections to Kafka, and counts what is asked over them."""
+    """Opens connections to Kafka, and counts their requests."""
 
     def __init__(self) -> None:
         self.requests: Counter[str] = Counter()
@@ -63,7 +63,7 @@ class Counting:
 
 
 class Footprint:
-    """Measures how much a phase has left behind."""
+    """Measures the footprint of a phase."""
 
     def __init__(self, folder: Path, counting: Counting) -> None:
         self._folder = folder
@@ -121,11 +121,11 @@ class Footprint:
 async def transactions(
     producer: TransactionalProducer, decision: Decision, count: int, in_flight: int, size: int
 ) -> None:
-    """Prepare and decide so many, one after another in each of `in_flight` lanes."""
+    """Prepare and decide `count` transactions, `in_flight` at a time."""
     body = os.urandom(size)
     numbers = iter(range(count))
 
-    async def lane() -> None:
+    async def client() -> None:
         for number in numbers:
             id = await producer.prepare(Message(TARGET, key=b"key-%08d" % number, value=body))
             if decision is Decision.COMMIT:
@@ -133,11 +133,11 @@ async def transactions(
             elif decision is Decision.ROLLBACK:
                 await producer.rollback(id)
 
-    await asyncio.gather(*[lane() for _ in range(in_flight)])
+    await asyncio.gather(*[client() for _ in range(in_flight)])
 
 
 async def settled(proxy: Proxy) -> None:
-    """Wait until nothing is pending nor on its way to its target, and a turn longer."""
+    """Wait until no transaction is pending or committed, and one second longer."""
     open_states = ("pending", "committed")
     async with aiohttp.ClientSession(proxy.url) as http, asyncio.timeout(DEADLINE_S):
         while True:
@@ -146,17 +146,17 @@ async def settled(proxy: Proxy) -> None:
             if not any(each[state] for each in partitions for state in open_states):
                 break
             await asyncio.sleep(0.05)
-    # What the coordinator still writes, and the tombstones of what is settled.
+    # For the coordinator's last writes, and the tombstones of settled transactions.
     await asyncio.sleep(1.0)
 
 
 def phase_of(in_flight: int) -> str:
-    """Return the name of the phase that commits with so many in flight."""
+    """Return the name of the phase with commits and `in_flight` transactions in flight."""
     return f"committed, {in_flight} in flight"
 
 
 def exceeded(requests: dict[str, dict[str, float]]) -> list[str]:
-    """Say which bounds do not hold."""
+    """Return the exceeded bounds."""
     taken = {each: sum(requests.get(phase_of(each), {}).values()) for each in BOUNDS}
     return [
         f"{phase_of(each)}: {taken[each]:.4f} requests a transaction are more than {bound}"

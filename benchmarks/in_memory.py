@@ -1,9 +1,9 @@
-"""What a transaction takes of the processor in the proxy and in the SDK, without a Kafka.
+"""CPU time of a transaction in the proxy and in the SDK, without Kafka.
 
-The proxy of `txbroker.testing`, whose Kafka is in memory, has a thread of its own, the producers
-another. Each thread's processor time is read from Linux, so that other work on the machine counts
-little; the least of all rounds is the one to compare. Python does not look for garbage meanwhile,
-which it does rarely in a proxy, too. `python -m benchmarks.in_memory --help`.
+The proxy of `txbroker.testing`, with Kafka in memory, and the producers run in separate threads.
+Linux reports each thread's CPU time, so other work on the machine has little influence; compare the
+least of all rounds. The garbage collector is off; in a proxy it runs rarely.
+`python -m benchmarks.in_memory --help`.
 """
 
 import argparse
@@ -29,18 +29,18 @@ from txbroker.testing.broker import InMemoryBroker
 PROXY_THREAD = "txbroker-testing"
 WARMUP = 3_000
 SWITCH_S = 0.02
-"""How long a thread runs before the other: each switch costs, and two processes have none."""
+"""Switch interval of the threads, long because separate processes would not switch."""
 
 
 def processor_us(thread: int) -> float:
-    """Return what a thread has taken of the processor, µs."""
-    told = Path(f"/proc/self/task/{thread}/schedstat").read_text(encoding="ascii")
-    return int(told.split()[0]) / 1000
+    """Return a thread's CPU time in µs."""
+    stat = Path(f"/proc/self/task/{thread}/schedstat").read_text(encoding="ascii")
+    return int(stat.split()[0]) / 1000
 
 
 def thread_of_proxy() -> int:
-    """Return the number of the thread in which the proxy runs."""
-    found = [each.native_id for each in threading.enumerate() if each.name == PROXY_THREAD]
+    """Return the id of the proxy's thread."""
+    found = [thread.native_id for thread in threading.enumerate() if thread.name == PROXY_THREAD]
     assert found[0] is not None
     return found[0]
 
@@ -78,7 +78,7 @@ def with_principals(folder: Path) -> tuple[dict[str, Path], str]:
 
 
 async def transactions(url: str, count: int, in_flight: int, size: int, token: str) -> None:
-    """Prepare and commit so many transactions."""
+    """Prepare and commit `count` transactions."""
     numbers = iter(range(count))
     value = b"x" * size
 

@@ -1,10 +1,10 @@
-"""Compares both versions of Kafka's transaction protocol: requests and time of a turn.
+"""Compares both versions of Kafka's transaction protocol: requests and time of a transaction.
 
     python -m benchmarks.protocols --turns 400 --rounds 6 --targets 3
 
-Both write to the same Kafka, an embedded one or that of `--bootstrap`, in turn, round by round, so
-that what else the machine does meets both alike. A turn is one record to each of `--targets` topics
-and the progress.
+Both write to the same Kafka, an embedded one or that of `--bootstrap`, in alternating rounds, so
+that other work on the machine affects both alike. A transaction is one record to each of
+`--targets` topics, and the checkpoint.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _WARM_UP = 50
 
 
 class Side:
-    """One version of the protocol with a door and topics of its own."""
+    """One version of the protocol, with its door and topics."""
 
     def __init__(self, bootstrap: str, version: int, targets: int) -> None:
         self.version = version
@@ -59,9 +59,9 @@ class Side:
         send = connection.send
 
         async def timed(name: str, answer: Any, began_s: float) -> Any:
-            told = await answer
+            result = await answer
             self.answers_s[name].append(time.perf_counter() - began_s)
-            return told
+            return result
 
         def counted(request: Request[Any]) -> Any:
             name = type(request).__name__
@@ -72,7 +72,7 @@ class Side:
         return connection
 
     async def start(self) -> None:
-        """Make the topics, claim, and write some turns that do not count."""
+        """Create the topics, claim, and write some transactions as warm-up."""
         client = Client(self.settings)
         await client.refresh(())
         await Admin(client).create([NewTopic(name, 1, -1, {}) for name in self.targets])
@@ -95,7 +95,7 @@ class Side:
         return await self.partition.write(PromotionTxn(promoted, (), progress))
 
     async def round(self, turns: int, pause_s: float) -> None:
-        """Write turns one after the other, with pauses, then as many of which two overlap."""
+        """Write transactions sequentially with pauses, then as many of which two overlap."""
         for _ in range(turns):
             await asyncio.sleep(pause_s)
             began_s = time.perf_counter()
@@ -109,7 +109,7 @@ class Side:
         await last.committed()
         self.together_s.append((time.perf_counter() - began_s) / turns)
 
-    def told(self) -> dict[str, float]:
+    def figures(self) -> dict[str, float]:
         """Return the figures."""
         turns = self._turns
         return {
@@ -122,17 +122,17 @@ class Side:
 
 
 async def run(bootstrap: str, turns: int, rounds: int, targets: int, pause_s: float) -> None:
-    """Measure both, and print them and their ratio."""
+    """Measure both versions, and print the figures and their ratio."""
     sides = [Side(bootstrap, version, targets) for version in (1, 2)]
     for side in sides:
         await side.start()
     for number in range(rounds):
         for side in sides if number % 2 else sides[::-1]:
             await side.round(turns, pause_s)
-    told = [side.told() for side in sides]
+    first, second = (side.figures() for side in sides)
     print(f"{'':16}{'first':>10}{'second':>10}{'ratio':>10}")
-    for name in told[0]:
-        one, two = told[0][name], told[1][name]
+    for name in first:
+        one, two = first[name], second[name]
         print(f"{name:16}{one:10.2f}{two:10.2f}{two / one if one else 1:10.2f}")
     for side in sides:
         for name, answers_s in side.answers_s.items():

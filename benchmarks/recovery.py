@@ -1,11 +1,11 @@
-"""How long a restart takes, and how much memory undecided transactions cost.
+"""Restart time, and memory of undecided transactions.
 
-`pending`: one proxy holds a million undecided transactions of 1 KiB; its memory, and the time from
-`kill -9` and start until it is ready again. `settled`: the same with a thousand undecided ones
-behind millions that were settled; the time must not grow with their number.
+`pending`: the memory of a proxy with a million undecided transactions of 1 KiB, and the time from
+start after `kill -9` until it is ready. `settled`: the same with a thousand undecided transactions
+after millions of settled ones; the time must not grow with their number.
 
-The logs are filled straight through Kafka, as an owner's appenders would, while the proxy that owns
-them reads along, promotes and writes its snapshots. `python -m benchmarks.recovery --help`.
+The records are written directly to Kafka, as an owner's appenders would, while the proxy that owns
+the partitions reads them, promotes and writes snapshots. `python -m benchmarks.recovery --help`.
 """
 
 import argparse
@@ -81,7 +81,7 @@ def main() -> int:
         "--dedup-window-s",
         type=float,
         default=60.0,
-        help="with the rate it says how many settled ones are remembered",
+        help="with the rate, determines the number of settled transactions kept",
     )
     parser.add_argument("--settle-s", type=float, default=30.0, help="rest before the restart")
     parser.add_argument("--json", action="store_true")

@@ -1,6 +1,6 @@
-"""What a settled transaction costs a proxy: memory, time and bytes in a snapshot.
+"""Cost of a settled transaction in a proxy: memory, time, and bytes in a snapshot.
 
-Remembers `--count` settled transactions of one half partition, `--rate` a millisecond, some of them
+Stores `--count` settled transactions of one half partition, `--rate` per millisecond, some of them
 late, and looks up old, late and unknown ids. `python -m benchmarks.settled --help`.
 """
 
@@ -26,13 +26,13 @@ LOOKED_UP = 2000
 
 
 def resident_bytes() -> int:
-    """Return what this process has in memory."""
+    """Return the resident memory of this process."""
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * os.sysconf("SC_PAGE_SIZE")
 
 
 class Transactions:
-    """Makes settled transactions as a ledger has them."""
+    """Creates settled transactions as a ledger does."""
 
     def __init__(self, rate: int, late_share: float) -> None:
         self._random = random.Random(2)
@@ -68,7 +68,7 @@ class Transactions:
 
 
 def found_us(window: SettledWindow, ids: Sequence[str]) -> float:
-    """Return what looking up one of these ids takes, microseconds."""
+    """Return the time to look up one of these ids, in microseconds."""
     ids = ids[:: max(1, len(ids) // LOOKED_UP)]
     began_s = time.process_time()
     for id in ids:
@@ -77,7 +77,7 @@ def found_us(window: SettledWindow, ids: Sequence[str]) -> float:
 
 
 def calls_of(work: Callable[[], None]) -> int:
-    """Return how many calls of Python functions some work is."""
+    """Return the number of Python calls of `work`."""
     calls = 0
 
     def count(_: object, event: str, __: object) -> None:
@@ -103,7 +103,7 @@ def main() -> None:
     spent_s, before, counted = 0.0, 0, 0
     for first in range(0, arguments.count + WARM_UP, RUN):
         if not before and first >= WARM_UP:
-            # The newest are whole, however many there are.
+            # The newest are not packed, at any number.
             before, counted = resident_bytes(), len(window)
         run = made.run(first)
         began_s = time.process_time()

@@ -1,12 +1,12 @@
-"""Steady load on three proxies, one of them killed every 20 s: in the end everything adds up.
+"""Load on three proxies, one of them killed every 20 s, with a balance of all transactions.
 
-Prepared is committed + rolled back + parked + pending; committed is visible + refused; no message
-is there twice. It is counted in the topics themselves, by code that imports nothing of txbroker,
-and the judge of the tests looks at every transaction's story. Run as `make soak MINUTES=10`.
+Prepared = committed + rolled back + parked + pending; committed = visible + refused; no message is
+visible twice. The counts come from the topics, by code that imports nothing of txbroker, and the
+tests' judge examines every transaction. Run `make soak MINUTES=10`.
 
-Beside the usual load (SDK with check-backs on a database, and plain HTTP to any proxy) some
-producers are never sure, so that their transactions park, and some topics are missing for a while,
-or for good, so that transactions are refused.
+In addition to the usual load (SDK with check-backs on a database, and HTTP to any proxy) some
+producers always answer `unknown`, so that their transactions are parked, and some topics are
+missing temporarily or permanently, so that transactions are refused.
 """
 
 import argparse
@@ -44,9 +44,9 @@ class Soak:
     Args:
         fleet: the proxies.
         shop: the business database.
-        seconds: how long the load goes on.
+        seconds: duration of the load.
         seed: of all random choices.
-        folder: what was seen is kept there, to be judged again; None: nowhere.
+        folder: for the history, to judge it again; None: not kept.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class Soak:
         self._memory: list[int] = []
 
     async def run(self) -> bool:
-        """Run it and print what came of it; say whether everything adds up."""
+        """Run, print the result, and return True if everything adds up."""
         first = self._fleet.proxies[0]
         topics = [await first.topic(3), await first.topic(1)]
         along = Along(first.bootstrap, topics)
@@ -93,7 +93,7 @@ class Soak:
                 watching.cancel()
             await self._settle()
         read = await asyncio.to_thread(read_all, first.bootstrap, first.prefix, [*topics, back])
-        # Of the topic that came back nobody read along.
+        # The topic that came back was not read during the load.
         seen = await asyncio.to_thread(along.end)
         read.along = [*seen, *(Seen(r, time.time()) for r in read.targets if r.topic == back)]
         lists = [await listed(proxy) for proxy in self._fleet.proxies]
@@ -128,7 +128,7 @@ class Soak:
             await asyncio.sleep(fate.uniform(0.2, 1.0))
 
     async def _unsure(self, producer: TransactionalProducer, topic: str) -> None:
-        """Transactions of which nobody ever knows how they ended."""
+        """Prepare transactions whose checks always answer `unknown`."""
         for number in range(max(1, round(self._seconds / 5))):
             token = f"unsure/{number}"
             message = Message(topic, value=b"?", headers=(("token", token.encode()),))
@@ -138,12 +138,12 @@ class Soak:
                     block = producer.transaction(message)
                     transaction = await block.__aenter__()
                     call.id = transaction.id
-                error = LocalFailure("never sure")
+                error = LocalFailure("always unknown")
                 await block.__aexit__(LocalFailure, error, None)
             await asyncio.sleep(1)
 
     async def _committed_later(self, topic: str) -> list[str]:
-        """Prepare some for a topic that will be gone when they are committed."""
+        """Prepare transactions for a topic that is deleted before they are committed."""
         ids = []
         for number in range(REFUSED):
             token = f"{topic}/{number}"
@@ -160,7 +160,7 @@ class Soak:
         await asyncio.sleep(self._seconds * 0.7)
         await self._fleet.proxies[0].create_again(topic)
 
-    # --- trouble ---------------------------------------------------------------------------
+    # --- faults ----------------------------------------------------------------------------
 
     async def _kill(self) -> None:
         fate = random.Random(f"{self._seed}/kill")
@@ -172,12 +172,12 @@ class Soak:
             self._memory.append(_resident_mib(proxy))
             await proxy.kill()
             self._killed_at.append(time.time())
-            # Half of them are away for longer than their session: others take their place.
+            # Half of the outages outlast the session, so that other proxies take over.
             await asyncio.sleep(fate.choice([0, 9]))
             await proxy.launch()
 
     async def _watch(self) -> None:
-        """Say how it goes."""
+        """Print the progress."""
         began = time.monotonic()
         while True:
             await asyncio.sleep(KILL_EVERY_S)
@@ -190,7 +190,7 @@ class Soak:
             )
 
     def _outages_s(self) -> list[float]:
-        """For each kill, how long the call took that had to wait longest for its answer."""
+        """Return the duration of the longest call at each kill."""
         until_s = [*self._killed_at[1:], float("inf")]
         return [
             max(
@@ -208,7 +208,7 @@ class Soak:
         first = self._fleet.proxies[0]
         await self._fleet.whole(self._fleet.proxies)
         for left in await first.unsettled("web"):
-            # What was stored without an answer is nobody's: no client knows its id.
+            # Stored without an answer: no client knows the id.
             await first.tell(left["id"], "rollback")
         for group in ("orders", "bills", "unsure", "web"):
             await first.all_settled(group)
@@ -219,7 +219,7 @@ class Soak:
         await until(only_gone_left)
         self._memory.extend(_resident_mib(proxy) for proxy in self._fleet.proxies)
 
-    # --- what came of it -------------------------------------------------------------------
+    # --- result ----------------------------------------------------------------------------
 
     def _report(self, read: Topics, lists: list[dict[str, str]]) -> bool:
         sums = _sums(read)
@@ -250,7 +250,7 @@ class Soak:
 
 
 def _sums(read: Topics) -> dict[str, int]:
-    """Count transactions in the topics."""
+    """Return the number of transactions in the topics, by state."""
     log = read_log(read)
     states = Counter(tx.state for tx in log.values())
     copies: dict[bytes | None, Any] = {}
@@ -283,7 +283,7 @@ def _resident_mib(proxy: ProxyProcess) -> int:
 
 
 async def soak(minutes: float, seed: int, kept: Path | None = None) -> bool:
-    """Run on a Kafka of its own."""
+    """Run on a new Kafka."""
     with tempfile.TemporaryDirectory() as folder, EmbeddedKafka() as kafka:
         fleet = Fleet(kafka.bootstrap, 3, check_attempts_max=6, log_level="warning")
         shop = Shop(Path(folder) / "shop.db")
@@ -291,17 +291,17 @@ async def soak(minutes: float, seed: int, kept: Path | None = None) -> bool:
             await fleet.start()
             return await Soak(fleet, shop, minutes * 60, seed, kept).run()
         finally:
-            # It shows what the proxies logged; stdout is for the sums.
+            # `close` prints the proxies' logs; stdout is for the result.
             with contextlib.redirect_stdout(sys.stderr):
                 await fleet.close()
 
 
 def main() -> int:
-    """Run, print the sums, and fail if anything does not add up."""
+    """Run, and return 1 if anything does not add up."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--seed", type=int, default=random.randrange(1 << 32))
-    parser.add_argument("--folder", type=Path, help="keep what was seen there")
+    parser.add_argument("--folder", type=Path, help="keep the history there")
     given = parser.parse_args()
     return 0 if asyncio.run(soak(given.minutes, given.seed, given.folder)) else 1
 

@@ -1,8 +1,8 @@
-"""What tracing costs: off, on with nothing to trace, on with everything recorded.
+"""Cost of tracing: off, on without sampling, on with all spans recorded.
 
-`python -m benchmarks.tracing [--transactions N]`: a step alone, then whole transactions through
-SDK and proxy on a Kafka in memory, in turns, so that all meet the same machine. CPU time of the
-process is measured, both halves of it in one, as other work on the machine changes that least.
+`python -m benchmarks.tracing [--transactions N]`: a single step, then transactions through SDK and
+proxy with Kafka in memory, alternating, so that the machine affects all alike. Measures the CPU
+time of the process, with SDK and proxy together, because other work affects it least.
 """
 
 import argparse
@@ -28,15 +28,15 @@ MESSAGE = Message("payments", key=b"42", value=b"x" * 1024)
 
 
 class Nowhere(SpanExporter):
-    """Spans that nobody wants."""
+    """Discards spans."""
 
     def export(self, spans: object) -> SpanExportResult:
-        """Take them."""
+        """Discard them."""
         return SpanExportResult.SUCCESS
 
 
 def provider(sampler: Sampler) -> TracerProvider:
-    """Return a provider that records what `sampler` says."""
+    """Return a provider with this sampler."""
     made = TracerProvider(sampler=sampler, shutdown_on_exit=False)
     made.add_span_processor(BatchSpanProcessor(Nowhere(), max_queue_size=1 << 16))
     return made
@@ -50,13 +50,13 @@ KINDS: dict[str, Callable[[], TracerProvider | None]] = {
 
 
 def use(made: TracerProvider | None) -> None:
-    """Let this process have this provider; OpenTelemetry itself takes only one."""
+    """Replace the provider of this process; OpenTelemetry itself allows one only."""
     opentelemetry.trace._TRACER_PROVIDER = made
     tracing.look_again()
 
 
 def one_step_ns() -> float:
-    """Return what one step takes, ns."""
+    """Return the CPU time of one step in ns."""
     messages, attributes = (MESSAGE,), {"a": "b"}
     began = time.process_time_ns()
     for _ in range(STEPS):
@@ -66,7 +66,7 @@ def one_step_ns() -> float:
 
 
 async def transaction_us(url: str, count: int) -> float:
-    """Return the CPU time of a whole transaction, µs."""
+    """Return the CPU time of a transaction in µs."""
     left = iter(range(count))
 
     async def some(producer: TransactionalProducer) -> None:

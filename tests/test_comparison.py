@@ -148,13 +148,13 @@ def test_every_jar_of_rocketmq_is_locked() -> None:
 
 
 def test_what_rocketmqs_benchmark_tells_is_understood() -> None:
-    from benchmarks.peers.rocketmq import _TOLD
+    from benchmarks.peers.rocketmq import _REPORT
 
     for line in (
         "Current Time: 2026-11-21 19:13:48,924 | Send TPS:  2337 | Max RT(ms):   194 | "
         "AVG RT(ms): 1.7 | Send Failed: 0 | Check: 0",
         "Current Time: 1795 Send TPS: 2337 Max RT(ms):  194 AVG RT(ms):1.7 Send Failed: 0 check",
     ):
-        told = _TOLD.search(line)
+        told = _REPORT.search(line)
         assert told is not None
         assert told.groupdict() == {"per_s": "2337", "max": "194", "mean": "1.7", "failed": "0"}

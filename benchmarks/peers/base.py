@@ -1,4 +1,4 @@
-"""What all peers have in common: what they are asked, what they answer, and how lanes are run."""
+"""The interface of peers: plan, figures, and clients in parallel."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ _PR_SET_PDEATHSIG = 1
 
 
 class Missing(Exception):
-    """A peer cannot be run here; the sentence says why."""
+    """A peer cannot run here; the message has the reason."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What every peer is asked.
+    """The measurement of every peer.
 
     Attributes:
-        in_flight: how many transactions are under way at one time; measured one after another.
+        in_flight: numbers of transactions in flight, measured sequentially.
         size: bytes of each message.
         warmup_s: seconds to run before each measurement.
         duration_s: seconds of each measurement.
@@ -46,7 +46,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Times:
-    """How long something took, milliseconds."""
+    """Percentiles in milliseconds."""
 
     p50: float
     p99: float
@@ -54,13 +54,13 @@ class Times:
 
 @dataclass(frozen=True)
 class Figure:
-    """What was measured with so many in flight.
+    """One measurement.
 
     Attributes:
-        per_s: transactions a second that were complete: acknowledged and, where the peer is seen
-            to deliver, delivered; None where only times were measured.
-        acked_ms: of a whole transaction, until its decision was acknowledged.
-        visible_ms: from the call that decides until a consumer has the message.
+        per_s: complete transactions per second: acknowledged and, if the peer's delivery is
+            measured, delivered; None: only times were measured.
+        acked_ms: of a transaction until the acknowledgement of its decision.
+        visible_ms: from the decision's call until a consumer received the message.
         extra: further numbers, by name.
     """
 
@@ -72,12 +72,12 @@ class Figure:
 
 
 class Peer(Protocol):
-    """One of those that are compared.
+    """A compared system.
 
     Attributes:
-        name: in a word, for `--peers`.
-        title: as the table shows it.
-        counts: what one transaction of it is, and what it promises, in a sentence.
+        name: for `--peers`.
+        title: in the table.
+        counts: definition and guarantee of its transaction, in a sentence.
     """
 
     name: str
@@ -85,25 +85,24 @@ class Peer(Protocol):
     counts: str
 
     def version(self) -> str:
-        """Return what is run, with its version.
+        """Return name and version of the software.
 
         Raises:
-            Missing: it cannot be run here.
+            Missing: it cannot run here.
         """
         ...
 
     def turn(self, plan: Plan, folder: Path) -> Iterator[Figure]:
-        """Start all that it takes, in this folder; measure; end all, also where this is closed
-        early.
+        """Start the servers in this folder, measure, and stop them, even if closed early.
 
         Raises:
-            Missing: it cannot be run here.
+            Missing: it cannot run here.
         """
         ...
 
 
 def times_of(seconds: Sequence[float]) -> Times | None:
-    """Return the percentiles of some times, None of none."""
+    """Return the percentiles, None without samples."""
     if not seconds:
         return None
     ordered = sorted(seconds)
@@ -115,8 +114,10 @@ def times_of(seconds: Sequence[float]) -> Times | None:
 async def run_lanes(
     plan: Plan, lanes: int, transact: Callable[[int], Awaitable[int]]
 ) -> tuple[float, list[float]]:
-    """Have lanes carry out one transaction after another, or several at once where `transact`
-    says that these were more; return how many a second, and how long each call took."""
+    """Run clients in parallel, each with sequential calls of `transact`.
+
+    `transact` returns its number of transactions. Return the rate, and the duration of each call.
+    """
     began = time.monotonic()
     begin = began + plan.warmup_s
     end = begin + plan.duration_s
@@ -140,9 +141,9 @@ async def run_lanes(
 def child(
     command: Sequence[str | Path], folder: Path, name: str, **options: Any
 ) -> Iterator[subprocess.Popen[str]]:
-    """Run a process that dies with its block, and with us; it is thrown away, so it is killed.
+    """Run a process, which is killed at the end of the block or of this process.
 
-    What it says goes to `NAME.log` in the folder, stdout too unless `options` say otherwise.
+    Its output goes to `NAME.log` in the folder; `options` may redirect stdout.
     """
     with (folder / f"{name}.log").open("a") as log:
         given: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": log}
@@ -160,14 +161,14 @@ def child(
 
 
 def _die_with_parent() -> None:
-    # A session of its own keeps a terminal's Ctrl-C from it: we end it, in order.
+    # In a new session Ctrl-C does not reach it, so that this process stops it in order.
     os.setsid()
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def free_ports(count: int) -> list[int]:
-    """Return ports of 127.0.0.1 that nobody listens on."""
+    """Return free ports of 127.0.0.1."""
     with ExitStack() as stack:
         probes = [stack.enter_context(socket.socket()) for _ in range(count)]
         for probe in probes:
@@ -176,10 +177,10 @@ def free_ports(count: int) -> list[int]:
 
 
 def wait_for_port(port: int, alive: Callable[[], bool], deadline_s: float, what: str) -> None:
-    """Wait until somebody listens.
+    """Wait until a server listens.
 
     Raises:
-        Missing: it takes too long, or whoever should has ended.
+        Missing: the deadline passed, or the server ended.
     """
     deadline = time.monotonic() + deadline_s
     while True:

@@ -58,7 +58,7 @@ class Dtm:
         self._program = cache_dir() / "tools" / f"dtm-{VERSION}"
 
     def version(self) -> str:
-        """Return what is run, with its version; it is built the first time.
+        """Return name and version of the software; it is built the first time.
 
         Raises:
             Missing: there is no Go, or it does not build.
@@ -68,7 +68,7 @@ class Dtm:
         return f"{MODULE} {VERSION}"
 
     def turn(self, plan: Plan, folder: Path) -> Iterator[Figure]:
-        """Measure on a server of its own."""
+        """Measure on a new server."""
         http, grpc, rpc = free_ports(3)
         ports = f"HttpPort: {http}\nGrpcPort: {grpc}\nJsonRpcPort: {rpc}\n"
         (folder / "dtm.yml").write_text(f"{ports}LogLevel: error\n")
@@ -86,7 +86,7 @@ def _build(program: Path) -> None:
     program.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="txbroker-dtm-") as folder:
         built = Path(folder) / "dtm"
-        # A module of our own that needs this very version, checked by Go's checksum database.
+        # A module that requires this exact version, verified by Go's checksum database.
         for arguments in (
             ("mod", "init", "txbroker.example/peers"),
             ("get", f"{MODULE}@{VERSION}"),
@@ -107,7 +107,7 @@ def _build(program: Path) -> None:
                     f"`go {arguments[0]}` took more than {BUILD_S / 60:.0f} min"
                 ) from None
             if done.returncode != 0:
-                last = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
+                last = (done.stderr.strip().splitlines() or ["without output"])[-1]
                 raise Missing(f"`go {arguments[0]}` failed: {last.strip()}")
         shutil.move(built, program)
 
@@ -169,7 +169,7 @@ async def _sink() -> AsyncIterator[tuple[Sink, str]]:
 async def _measure(url: str, plan: Plan, in_flight: int) -> Figure:
     payload = json.dumps({"value": os.urandom(plan.size).hex()[: plan.size]})
     numbers = itertools.count()
-    connections = [HttpConnection(url, None, None, None, None) for _ in range(in_flight)]
+    connections = [HttpConnection(url) for _ in range(in_flight)]
     async with _sink() as (sink, where):
         body = {
             "trans_type": "msg",

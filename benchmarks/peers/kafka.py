@@ -30,7 +30,7 @@ def running_kafka(folder: Path) -> Iterator[EmbeddedKafka]:
         kafka.start()
         yield kafka
     finally:
-        kafka.kill()  # what is thrown away need not be closed well
+        kafka.kill()  # its data is deleted anyway
 
 
 async def create_topics(kafka: str, names: Sequence[str]) -> None:
@@ -49,13 +49,13 @@ class Watcher:
         self._consumer = consumer
         self._waiting: dict[bytes, asyncio.Future[float]] = {}
         self.began: Any = {}
-        """When messages began, by key: a dict that whoever writes fills, or what has its `pop`."""
+        """Start times of messages by key: a dict that the writer fills, or an object with `pop`."""
         self.times: list[tuple[float, float]] = []
-        """When each message that had begun was seen, and how long that took."""
+        """For each message of `began`: when it was seen, and after what time."""
         self.seen = 0
 
     def expect(self, key: bytes) -> asyncio.Future[float]:
-        """Return what is done when the message with this key is seen."""
+        """Return a future that is done when the message with this key is seen."""
         future = asyncio.get_running_loop().create_future()
         self._waiting[key] = future
         return future
@@ -81,7 +81,7 @@ class Watcher:
 
 @asynccontextmanager
 async def watching(kafka: str, topic: str) -> AsyncIterator[Watcher]:
-    """Read what is written to a topic from now on."""
+    """Read messages written to a topic from now on."""
     consumer = AIOKafkaConsumer(
         bootstrap_servers=kafka,
         isolation_level="read_committed",

@@ -1,4 +1,4 @@
-"""The machine that is measured on, as a report tells it."""
+"""The machine of a measurement."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _LOOK_S = 1.0
 
 @dataclass(frozen=True)
 class Machine:
-    """What a report says of a machine."""
+    """The description of a machine in a report."""
 
     processor: str
     cores: int
@@ -34,8 +34,7 @@ class Machine:
             f"{platform.system()} {platform.release()}",
         )
 
-    def told(self) -> str:
-        """Return it in a few words."""
+    def __str__(self) -> str:
         return f"{self.cores} cores ({self.processor}), {self.memory_gib:g} GiB, {self.system}"
 
 
@@ -48,7 +47,7 @@ def _processor() -> str:
 
 
 def busy_share() -> float | None:
-    """Return which share of all cores others take while we do nothing; None where nobody tells."""
+    """Return the share of all cores that other processes use; None if unknown."""
     before = _ticks()
     time.sleep(_LOOK_S)
     after = _ticks()
@@ -59,7 +58,7 @@ def busy_share() -> float | None:
 
 
 def _ticks() -> tuple[int, int] | None:
-    """Return the ticks of all cores that were idle, and all."""
+    """Return the idle ticks of all cores, and all ticks."""
     with suppress(OSError):
         fields = Path("/proc/stat").read_text().splitlines()[0].split()[1:9]
         ticks = [int(field) for field in fields]

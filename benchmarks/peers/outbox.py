@@ -51,7 +51,7 @@ class Store(RelayStore, Protocol):
 
 
 async def measure(kafka: str, store: Store, plan: Plan, in_flight: int) -> Figure:
-    """Measure with so many lanes, each one order after another."""
+    """Measure with `in_flight` clients, each with sequential orders."""
     value = body_of(plan)
     number = 0
     async with watching(kafka, TOPIC) as watcher, relaying(kafka, store) as relay:
@@ -95,7 +95,7 @@ async def _drained(watcher: Watcher, wanted: int, relay: asyncio.Task[None]) -> 
 
 @asynccontextmanager
 async def relaying(kafka: str, store: RelayStore) -> AsyncIterator[asyncio.Task[None]]:
-    """Publish what is in the outbox, until the block is left; the task fails where that does."""
+    """Publish the outbox during the block; the yielded task fails if publishing does."""
     producer = AIOKafkaProducer(
         bootstrap_servers=kafka,
         enable_idempotence=True,

@@ -32,7 +32,7 @@ _TABLES = """
 CREATE TABLE orders (id text PRIMARY KEY, state text NOT NULL);
 CREATE TABLE outbox (number bigserial PRIMARY KEY, key text NOT NULL, value text NOT NULL);
 """
-# A key begins with when it was made, by which it is told how long the message took.
+# A key begins with its time of creation, from which the latency is computed.
 _ORDER = """
 \\set one random(1, 1000000000000)
 BEGIN;
@@ -59,7 +59,7 @@ class PostgresOutbox:
         self._folder = Path()
 
     def version(self) -> str:
-        """Return what is run, with its version.
+        """Return name and version of the software.
 
         Raises:
             Missing: it is not installed.
@@ -82,7 +82,7 @@ class PostgresOutbox:
         return f"{done.stdout.strip()}, {KAFKA}"
 
     def turn(self, plan: Plan, folder: Path) -> Iterator[Figure]:
-        """Measure on a cluster and a Kafka of its own."""
+        """Measure on a new cluster and Kafka."""
         with running_kafka(folder) as kafka, _cluster(self._folder, folder) as sockets:
             uvloop.run(create_topics(kafka.bootstrap, [TOPIC]))
             script = folder / "order.sql"
@@ -102,7 +102,7 @@ class _Services:
         self._folder = folder
 
     async def run(self, seconds: float, name: str) -> tuple[float, list[float]]:
-        """Place orders for so long; return how many a second, and how long each took, seconds."""
+        """Place orders for `seconds`; return the rate, and the duration of each in seconds."""
         log = self._folder / f"{name}-{self.clients}"
         command = [
             "pgbench",
@@ -124,26 +124,26 @@ class _Services:
         except asyncio.CancelledError:
             process.kill()
             raise
-        told = re.search(r"^tps = ([\d.]+)", out.decode(), re.M)
-        if told is None:
+        match = re.search(r"^tps = ([\d.]+)", out.decode(), re.M)
+        if match is None:
             raise Missing(f"pgbench failed: {out.decode().strip().splitlines()[-1]}")
         times = [
             int(line.split()[2]) / 1e6
             for file in self._folder.glob(f"{log.name}.*")
             for line in file.read_text().splitlines()
         ]
-        return float(told[1]), times
+        return float(match[1]), times
 
 
 class _Stamped:
-    """When each message began: what its key says."""
+    """The start time of each message, from its key."""
 
     def __init__(self) -> None:
-        self._behind = time.time() - time.monotonic()
+        self._clock_offset_s = time.time() - time.monotonic()
 
     def pop(self, key: bytes, default: None) -> float:
         """Return it, as a monotonic time."""
-        return float(key.partition(b"-")[0]) - self._behind
+        return float(key.partition(b"-")[0]) - self._clock_offset_s
 
 
 class PsqlStore:

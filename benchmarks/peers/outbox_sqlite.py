@@ -76,11 +76,11 @@ class SqliteOutbox:
     )
 
     def version(self) -> str:
-        """Return what is run, with its version."""
+        """Return name and version of the software."""
         return f"SQLite {sqlite3.sqlite_version}, {KAFKA}"
 
     def turn(self, plan: Plan, folder: Path) -> Iterator[Figure]:
-        """Measure on a database and a Kafka of its own."""
+        """Measure on a new database and Kafka."""
         with running_kafka(folder) as kafka:
             uvloop.run(create_topics(kafka.bootstrap, [TOPIC]))
             for in_flight in plan.in_flight:

@@ -11,7 +11,7 @@ from typing import Any
 Data = dict[str, Any]
 _LINE = 105
 _QUIET = 0.05
-"""Others may take so much of a machine that counts as quiet."""
+"""Maximum CPU share of other processes on a quiet machine."""
 
 
 def page(data: Data, name: str) -> str:
@@ -27,7 +27,7 @@ def _lines(data: Data, name: str) -> Iterator[str]:
     size, measured_s, warmup_s = plan["size"], plan["duration_s"], plan["warmup_s"]
     several = rounds > 1
     yield textwrap.fill(
-        f"Messages of {size:,} bytes, one a transaction unless said otherwise. Each figure is "
+        f"Messages of {size:,} bytes, one per transaction unless noted. Each figure is "
         f"{f'the median of {rounds} rounds' if several else 'of one round'} of {measured_s:g} s "
         f"after {warmup_s:g} s of warm-up{', with the least and the most in brackets' * several}. "
         "In every round each peer ran once, alone, with client and servers on this one machine:",

@@ -33,12 +33,12 @@ def plot(data: dict[str, Any]) -> str:
     most = max((value for _, _, values in rows for value in values if value), default=_LEAST * 10)
     top = 10 ** math.ceil(math.log10(max(most, _LEAST * 10)))
     height = _TOP + len(rows) * (len(in_flight) * _BAR + _GAP) + _BOTTOM
-    said = "; ".join(f"{title}: {_said(values, in_flight)}" for title, _, values in rows)
+    described = "; ".join(f"{title}: {_described(values, in_flight)}" for title, _, values in rows)
     return "\n".join(
         [
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" role="img">',
             f"<title>Transactions a second, by peer and transactions in flight</title>"
-            f"<desc>{escape(said)}</desc><style>{_STYLE}</style>",
+            f"<desc>{escape(described)}</desc><style>{_STYLE}</style>",
             *_legend(in_flight),
             *_grid(top, height),
             *_bars(rows, top, len(in_flight)),
@@ -53,7 +53,7 @@ def _rate(peer: dict[str, Any], in_flight: int) -> float | None:
     return statistics.median(found) if found else None
 
 
-def _said(values: list[float | None], in_flight: list[int]) -> str:
+def _described(values: list[float | None], in_flight: list[int]) -> str:
     return ", ".join(
         f"{value:,.0f} at {number}"
         for value, number in zip(values, in_flight, strict=True)

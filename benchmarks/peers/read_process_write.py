@@ -24,7 +24,7 @@ SOURCE, TARGET = "source", "target"
 _GROUP = "processor"
 _BATCH_BYTES = 4 << 20
 _BACKOFF_MS = 2
-"""The client waits so long where the coordinator still ends the transaction before."""
+"""The client's pause while the coordinator still ends the previous transaction."""
 
 
 class ReadProcessWrite:
@@ -38,11 +38,11 @@ class ReadProcessWrite:
     )
 
     def version(self) -> str:
-        """Return what is run, with its version."""
+        """Return name and version of the software."""
         return f"{KAFKA}, aiokafka {aiokafka.__version__}"
 
     def turn(self, plan: Plan, folder: Path) -> Iterator[Figure]:
-        """Measure on a Kafka of its own."""
+        """Measure on a new Kafka."""
         with running_kafka(folder) as kafka:
             uvloop.run(create_topics(kafka.bootstrap, [SOURCE, TARGET]))
             for in_flight in plan.in_flight:

@@ -27,15 +27,15 @@ LOCK = Path(__file__).with_name(f"rocketmq-{VERSION}.lock")
 COMMIT_TO_CONSUMER = Path(__file__).with_name("CommitToConsumer.java")
 ARTIFACTS = ("rocketmq-namesrv", "rocketmq-broker", "rocketmq-example")
 TOPIC = "Comparison"
-"""Made by the first message, with its default of 8 queues. The one that its benchmark takes unless
-told otherwise has 1,024, each with a file of its own, which costs it the first minute."""
+"""Created by the first message, with 8 queues. The benchmark's default topic has 1,024 queues, each
+with a file, which cost it the first minute."""
 START_S = 90.0
 VISIBLE_S = 300.0
-TOLD_EVERY_S = 10.0
-"""Its benchmark tells the mean of the last 9 to 10 s, every 10 s."""
+REPORT_EVERY_S = 10.0
+"""The benchmark reports the mean of the last 9 to 10 s every 10 s."""
 COUNT = 1000
 """Transactions of which it is measured how soon the consumer has them."""
-_TOLD = re.compile(
+_REPORT = re.compile(
     r"Send TPS:\s*(?P<per_s>\d+)[ |]+Max RT\(ms\):\s*(?P<max>\d+)[ |]+"
     r"AVG RT\(ms\):\s*(?P<mean>[\d.]+|NaN)[ |]+Send Failed:\s*(?P<failed>\d+)"
 )
@@ -51,7 +51,7 @@ class RocketMQ:
     name = "rocketmq"
     title = f"RocketMQ {VERSION}"
     counts = (
-        "its own benchmark: prepare acknowledged, commit sent one way and confirmed by nobody, "
+        "its own benchmark: prepare acknowledged, commit sent one way and unconfirmed, "
         "nothing read; asynchronous flush, 8 queues"
     )
 
@@ -59,7 +59,7 @@ class RocketMQ:
         self._jars: Sequence[Path] = ()
 
     def version(self) -> str:
-        """Return what is run, with its version.
+        """Return name and version of the software.
 
         Raises:
             Missing: there is no Java, or its jars cannot be had.
@@ -71,42 +71,42 @@ class RocketMQ:
             raise Missing(str(error)) from None
 
     def turn(self, plan: Plan, folder: Path) -> Iterator[Figure]:
-        """Measure on servers of its own."""
+        """Measure on new servers."""
         with _servers(self._jars, folder) as names:
             for threads in plan.in_flight:
                 yield self._throughput(plan, folder, names, threads)
             yield self._commit_to_consumer(plan, folder, names)
 
     def _throughput(self, plan: Plan, folder: Path, names: str, threads: int) -> Figure:
-        """Run its benchmark until it has told of a stretch that lies behind the warm-up."""
+        """Run the benchmark until it has reported the time after the warm-up."""
         main = "org.apache.rocketmq.example.benchmark.TransactionProducer"
         options = ["-n", names, "-t", TOPIC, "-w", str(threads), "-s", str(plan.size)]
-        told: list[re.Match[str]] = []
-        # What it tells is of the 9 s before; of its first 10 s most are warm-up in any case.
-        skipped = max(1, round(plan.warmup_s / TOLD_EVERY_S))
-        wanted = skipped + max(1, round(plan.duration_s / TOLD_EVERY_S))
+        reports: list[re.Match[str]] = []
+        # A report covers the last 9 s; the first 10 s are mostly warm-up in any case.
+        skipped = max(1, round(plan.warmup_s / REPORT_EVERY_S))
+        wanted = skipped + max(1, round(plan.duration_s / REPORT_EVERY_S))
         with _java(self._jars, folder, f"producer-{threads}", main, options) as process:
             assert process.stdout is not None
-            watchdog = threading.Timer(START_S + (wanted + 1) * TOLD_EVERY_S, process.kill)
+            watchdog = threading.Timer(START_S + (wanted + 1) * REPORT_EVERY_S, process.kill)
             watchdog.start()
             for line in process.stdout:
-                found = _TOLD.search(line)
+                found = _REPORT.search(line)
                 if found is not None:
-                    told.append(found)
-                if len(told) == wanted:
+                    reports.append(found)
+                if len(reports) == wanted:
                     break
             watchdog.cancel()
-        told = told[skipped:]
-        if not told:
-            raise Missing("its benchmark has ended before it told a figure")
-        # What it calls sent holds what failed, too.
-        rates = [float(one["per_s"]) - int(one["failed"]) / TOLD_EVERY_S for one in told]
+        reports = reports[skipped:]
+        if not reports:
+            raise Missing("its benchmark ended before its first report")
+        # Its number of sent messages includes failed ones.
+        rates = [float(one["per_s"]) - int(one["failed"]) / REPORT_EVERY_S for one in reports]
         if min(rates) <= 0:
-            raise Missing(f"with {threads} threads its sends failed: {told[-1].group()}")
+            raise Missing(f"with {threads} threads its sends failed: {reports[-1].group()}")
         extra = {
-            "mean_ms": round(sum(float(one["mean"]) for one in told) / len(told), 2),
-            "max_ms": max(float(one["max"]) for one in told),
-            "failed": sum(int(one["failed"]) for one in told),
+            "mean_ms": round(sum(float(one["mean"]) for one in reports) / len(reports), 2),
+            "max_ms": max(float(one["max"]) for one in reports),
+            "failed": sum(int(one["failed"]) for one in reports),
         }
         return Figure(threads, round(sum(rates) / len(rates), 1), extra=extra)
 
@@ -123,8 +123,8 @@ class RocketMQ:
                 return Figure(1, None, extra={"visible": f"not measured: {why}"})
         found = dict(re.findall(r"^(\w+) ([\d.]+)$", out, re.M))
         if "sent_p99" not in found:
-            said = (folder / "visible.log").read_text().strip().splitlines() or ["it said nothing"]
-            why = next((line for line in said if "Exception" in line), said[-1])
+            log = (folder / "visible.log").read_text().strip().splitlines() or ["without output"]
+            why = next((line for line in log if "Exception" in line), log[-1])
             return Figure(1, None, extra={"visible": f"not measured: {why}"})
         return Figure(
             1,
@@ -160,7 +160,7 @@ def _servers(jars: Sequence[Path], folder: Path) -> Iterator[str]:
 
 
 def _wait_for_registration(folder: Path) -> None:
-    """Wait until the broker says that it is up, which it does once the name server knows it."""
+    """Wait until the broker reports its start, after its registration at the name server."""
     deadline = time.monotonic() + START_S
     while "boot success" not in (folder / "broker.log").read_text(errors="replace"):
         if time.monotonic() > deadline:

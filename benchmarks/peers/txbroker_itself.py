@@ -17,7 +17,7 @@ _DEADLINE_S = 300.0
 
 
 class Txbroker:
-    """A proxy in a process of its own, on a Kafka of its own."""
+    """A proxy in a separate process, on a new Kafka."""
 
     name = "txbroker"
     title = "txbroker"
@@ -28,11 +28,11 @@ class Txbroker:
     options: tuple[str, ...] = ()
 
     def version(self) -> str:
-        """Return what is run, with its version."""
+        """Return name and version of the software."""
         return f"txbroker {__version__}, {KAFKA}, Python {sys.version.partition(' ')[0]}"
 
     def turn(self, plan: Plan, folder: Path) -> Iterator[Figure]:
-        """Measure, each time on a proxy and a Kafka of its own."""
+        """Measure, each time on a new proxy and Kafka."""
         for in_flight in plan.in_flight:
             found = self._bench(plan, folder, in_flight)
             latency = found["latency_ms"]
@@ -68,7 +68,7 @@ class TxbrokerKeyless(Txbroker):
 
     name = "txbroker-keyless"
     title = "txbroker, messages without keys"
-    counts = "as the first; nobody keeps their order, as with RocketMQ's benchmark"
+    counts = "as the first, without order, as in RocketMQ's benchmark"
     options = ("--keyless",)
 
 

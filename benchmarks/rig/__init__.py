@@ -1,1 +1,1 @@
-"""What measurements stand on: a proxy in a process of its own, logs filled as owners fill them."""
+"""Tools of the measurements: a proxy process, an HTTP load, logs filled as by an owner."""

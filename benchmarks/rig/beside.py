@@ -1,4 +1,4 @@
-"""A process that takes part in a measurement, and a way to call the proxy."""
+"""A helper process of a measurement, and calls of the proxy."""
 
 import json
 import subprocess
@@ -13,7 +13,7 @@ END_S = 30.0
 
 @contextmanager
 def beside(script: str, *arguments: str) -> Iterator[subprocess.Popen[bytes]]:
-    """Run a module, from when it says `ready` on stdout; it ends when its stdin does."""
+    """Run a module, and wait for its `ready` on stdout; it ends when its stdin does."""
     process = subprocess.Popen(
         [sys.executable, "-m", script, *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     )
@@ -33,7 +33,7 @@ def beside(script: str, *arguments: str) -> Iterator[subprocess.Popen[bytes]]:
 
 
 def call(method: str, url: str, body: dict[str, Any] | None = None) -> None:
-    """Make a call that must work."""
+    """Make a call that must succeed."""
     request = urllib.request.Request(
         url,
         data=None if body is None else json.dumps(body).encode(),

@@ -1,4 +1,4 @@
-"""Half messages and markers, written straight into Kafka."""
+"""Half messages and markers, written directly to Kafka."""
 
 import asyncio
 import secrets
@@ -25,12 +25,12 @@ from txbroker.kafka.door.door import KafkaDoor
 BATCH = 500
 GROUPS = 8
 NEVER = CheckPolicy(after_s=86_400.0)
-BEHIND_MAX = 50_000
-"""Transactions that the proxy may still have to read while others are written."""
+BACKLOG_MAX = 50_000
+"""Maximum number of written transactions that the proxy has not read."""
 
 
 class Filler:
-    """Writes half messages and markers as an owner would, as fast as Kafka takes them."""
+    """Writes half messages and markers as an owner would, at Kafka's speed."""
 
     def __init__(self, kafka: str, prefix: str, size: int, policy: CheckPolicy = NEVER) -> None:
         self._settings = load_settings(
@@ -41,9 +41,9 @@ class Filler:
         self._logs: dict[int, Any] = {}
 
     async def fill(self, proxy: Proxy, count: int, finish: str, rate: float, label: str) -> None:
-        """Write so many transactions; `finish` is empty, or the marker that they get.
+        """Write `count` transactions; `finish` is empty, or the kind of their marker.
 
-        Clients would be held back by the proxy's bounds; here nobody is far ahead of it either.
+        As the proxy's limits do for clients, `BACKLOG_MAX` limits the backlog.
         """
         door = KafkaDoor.from_configuration(self._settings)
         await door.start()
@@ -57,7 +57,7 @@ class Filler:
                 await asyncio.gather(*[self._batch(p, n, finish) for p, n in enumerate(some) if n])
                 done += sum(some)
                 if time.monotonic() - shown > 1:
-                    while proxy.behind(0 if finish else done) > BEHIND_MAX:
+                    while proxy.backlog(0 if finish else done) > BACKLOG_MAX:
                         await asyncio.sleep(0.1)
                     shown = time.monotonic()
                     print(f"\r{label}: {done:,} of {count:,}", end="", file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""A proxy in a process of its own, that can be killed and started again, and looked at."""
+"""A proxy process with its metrics, for measurements."""
 
 import json
 import os
@@ -21,7 +21,7 @@ _TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 
 
 class Proxy:
-    """One `txbroker proxy` in a process of its own, that can be killed and started again."""
+    """A `txbroker proxy` process that can be killed and restarted."""
 
     def __init__(self, kafka: str, prefix: str, folder: Path, settings: dict[str, Any]) -> None:
         self._options = {
@@ -39,7 +39,7 @@ class Proxy:
         self.url = ""
 
     def start(self) -> float:
-        """Start it; return how long it took until it said that it is ready, seconds."""
+        """Start it; return the seconds until it was ready."""
         began = time.monotonic()
         environment = {k: v for k, v in os.environ.items() if not k.startswith("TXBROKER_")}
         environment |= {f"TXBROKER_{k.upper()}": v for k, v in self._options.items()}
@@ -65,12 +65,12 @@ class Proxy:
 
     @property
     def pid(self) -> int:
-        """Its process."""
+        """Its process id."""
         assert self._process is not None
         return self._process.pid
 
     def resident_bytes(self) -> int:
-        """Return the memory that it has now, bytes."""
+        """Return its resident memory in bytes."""
         assert self._process is not None
         status = Path(f"/proc/{self._process.pid}/status").read_text()
         line = next(line for line in status.splitlines() if line.startswith("VmRSS"))
@@ -93,12 +93,12 @@ class Proxy:
         samples = (line.rsplit(" ", 1) for line in lines if line.startswith(f"txbroker_{name}"))
         return [(line, float(value)) for line, value in samples]
 
-    def behind(self, pending: int) -> float:
-        """Return how far from so many pending ones it is: what it has still to read."""
+    def backlog(self, pending: int) -> float:
+        """Return the number of transactions to read, from the expected number of pending ones."""
         return abs(self.metric("pending{") - pending)
 
     def list_all(self) -> dict[str, float]:
-        """Page through everything that is pending; return how many pages, and seconds a page."""
+        """List all pending transactions; return their number and the seconds per page."""
         found: set[str] = set()
         url, took_s = f"{self.url}/v1/transactions?state=pending&limit=1000", []
         cursor: str | None = None
@@ -120,17 +120,17 @@ class Proxy:
         }
 
     def wait_for(self, name: str, wanted: float) -> None:
-        """Wait until a metric is there."""
+        """Wait until a metric has this value."""
         end = time.monotonic() + DEADLINE_S
         while self.metric(name) != wanted:
             if time.monotonic() > end:
-                raise SystemExit(f"{name} does not get to {wanted:g}")
+                raise SystemExit(f"{name} does not reach {wanted:g}")
             time.sleep(0.5)
 
 
 @contextmanager
 def proxy_on(kafka: str, prefix: str, folder: Path, **settings: Any) -> Iterator[Proxy]:
-    """Run a proxy of an installation of its own, with these settings."""
+    """Run a proxy of a new installation, with these settings."""
     made = Proxy(kafka, prefix, folder, settings)
     try:
         made.start()
@@ -140,14 +140,14 @@ def proxy_on(kafka: str, prefix: str, folder: Path, **settings: Any) -> Iterator
 
 
 def cpu_s(pid: int) -> float:
-    """Return the processor time that a process has taken, seconds."""
-    # Behind the name, which may hold spaces: times of user and system are fields 14 and 15.
+    """Return a process's CPU time in seconds."""
+    # After the name, which may contain spaces: user and system time are fields 14 and 15.
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) * _TICK_S
 
 
 def make_target(kafka: str, **configs: str) -> None:
-    """Create the topic that everything goes to."""
+    """Create the target topic."""
     from confluent_kafka.admin import AdminClient
     from confluent_kafka.cimpl import NewTopic
 
