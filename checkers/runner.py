@@ -37,6 +37,7 @@ from txbroker.core.records import CheckReason
 from txbroker.core.shares import ShareOf, own_share, share_max
 from txbroker.errors import TxbrokerError
 from txbroker.failpoints import failpoint
+from txbroker.net.backoff import grown_pause_s
 
 log = structlog.wrap_logger(logging.getLogger(__name__))
 
@@ -553,7 +554,7 @@ class CheckRunner:
         if group.failures == 1:
             group.unreachable_since_s = asyncio.get_running_loop().time()
             log.warning("group unreachable", group=group.name, why=detail)
-        rest_s = min(BACK_OFF_MAX_S, BACK_OFF_FIRST_S * 2.0 ** min(group.failures - 1, 16))
+        rest_s = grown_pause_s(group.failures, BACK_OFF_FIRST_S, BACK_OFF_MAX_S)
         rest_s *= 1 + self._jitter()
         group.timer = self._later(rest_s, partial(self._rested, group))
 

@@ -6,6 +6,11 @@ import asyncio
 import random
 
 
+def grown_pause_s(failures: int, first_s: float, max_s: float) -> float:
+    """Return the pause after a number of failures in a row: doubled each time, at most `max_s`."""
+    return min(max_s, first_s * 2.0 ** min(failures - 1, 30))
+
+
 class Backoff:
     """Pauses between attempts of one operation: jittered, doubling, until a deadline.
 
@@ -20,8 +25,9 @@ class Backoff:
     def __init__(self, timeout_s: float, pause_s: float, pause_max_s: float = 0.25) -> None:
         self._loop = asyncio.get_running_loop()
         self._deadline = self._loop.time() + timeout_s
-        self._first_s = self._pause_s = pause_s
+        self._first_s = pause_s
         self._pause_max_s = pause_max_s
+        self._pauses = 0
 
     @property
     def left_s(self) -> float:
@@ -30,7 +36,7 @@ class Backoff:
 
     def reset(self) -> None:
         """Begin with the first pause again, after a success. The deadline stays."""
-        self._pause_s = self._first_s
+        self._pauses = 0
 
     async def pause(self) -> bool:
         """Sleep before the next attempt and return True; False at once after the deadline."""
@@ -38,6 +44,7 @@ class Backoff:
         if left_s <= 0:
             return False
         # Jitter keeps clients that failed together from retrying together.
-        await asyncio.sleep(min(self._pause_s * (0.5 + random.random()), left_s))
-        self._pause_s = min(self._pause_s * 2, self._pause_max_s)
+        self._pauses += 1
+        pause_s = grown_pause_s(self._pauses, self._first_s, self._pause_max_s)
+        await asyncio.sleep(min(pause_s * (0.5 + random.random()), left_s))
         return True

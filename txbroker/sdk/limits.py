@@ -7,6 +7,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from txbroker.errors import ConfigurationError
+from txbroker.net.backoff import grown_pause_s
 
 RETRY_SHARE_OF_WINDOW = 0.75
 """A prepare is retried for this share of the dedup window: later its id could be void."""
@@ -61,8 +62,8 @@ class Limits:
         jitter of up to half of it spreads the clients."""
         if failures <= 0:
             return 0.0
-        whole = min(self.backoff_max_s, self.backoff_first_s * 2.0 ** min(failures - 1, 30))
-        return whole * random.uniform(0.5, 1.0)
+        pause_s = grown_pause_s(failures, self.backoff_first_s, self.backoff_max_s)
+        return pause_s * random.uniform(0.5, 1.0)
 
 
 class InFlightLimit:
