@@ -1,9 +1,8 @@
-"""Choosing one of several that will all do, and staying with it for a while.
+"""A sticky choice among equivalent partitions, which makes batches larger.
 
-What is prepared for one half partition, or promoted to one target partition, at about the same
-time goes into the same batches, and a batch costs proxy and brokers much the same whatever is in
-it. Over a while the choice is as even as any at random. Source: the sticky partitioner of Kafka's
-own clients (KIP-480).
+Messages for one partition at about the same time share batches, and a batch costs proxy and
+brokers about the same whatever its size. Over time the choice is as even as a random one. Source:
+the sticky partitioner of Kafka's clients (KIP-480).
 """
 
 import random
@@ -14,15 +13,15 @@ from typing import Generic, TypeVar
 T = TypeVar("T")
 
 TIMES = 64
-"""How often the same is chosen at most. So many are worth a batch; more would leave the other
-partitions, and the proxies that own them, with nothing to do."""
+"""The most choices in a row of the same partition: enough for a batch. More would leave the other
+partitions, and the proxies that own them, idle."""
 SECONDS = 0.05
-"""For how long at most, seconds: what is in trouble gets no more than its share, and whoever has
-little to send spreads it like everybody else."""
+"""The longest time for one choice, seconds: a slow partition gets no more than its share, and a
+producer with few messages spreads them evenly."""
 
 
 class Sticky(Generic[T]):
-    """Chooses one of several, and the same again while it is among them."""
+    """Chooses one of several, and the same again for a while."""
 
     def __init__(self) -> None:
         self._chosen: T | None = None
@@ -30,7 +29,7 @@ class Sticky(Generic[T]):
         self._until_s = 0.0
 
     def choose(self, among: Sequence[T]) -> T:
-        """Return one of those in `among`, of which there is at least one."""
+        """Return one of `among`, which is not empty."""
         now_s = time.monotonic()
         chosen = self._chosen
         if self._left and now_s < self._until_s and chosen is not None and chosen in among:

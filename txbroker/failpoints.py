@@ -1,7 +1,7 @@
-"""Named moments at which the tests of crashes stop a proxy, or lose an answer of Kafka's.
+"""Fail points: named places where crash tests stop a proxy or lose an answer of Kafka.
 
-Nothing of txbroker sets `hook`, and no setting reaches it: only a test that starts a proxy by an
-entry point of its own does. Without it a moment costs one comparison.
+txbroker never sets `hook`, and no setting can: only tests that start a proxy by a separate entry
+point do. Without a hook a fail point costs one comparison.
 """
 
 from collections.abc import Callable, Mapping
@@ -11,17 +11,17 @@ from typing import NamedTuple
 Hook = Callable[[str], None]
 
 hook: Hook | None = None
-"""Called with the name of each moment that is reached; it may raise what Kafka's client would."""
+"""Called with the name of each fail point reached; it may raise what Kafka's client would."""
 
 
 class Point(NamedTuple):
-    """A moment in the life of a transaction or of an owner.
+    """A place in the life of a transaction or of an owner.
 
     Attributes:
         behind: what has just happened.
-        answer: what can be lost here, the answer that has just come or the request that is about
-            to go: of an `append`, a `produce`, a `coordinator` or a `read`; "" where there is none.
-        times: how often it is reached in one go.
+        answer: the answer or request that can be lost here: of an `append`, a `produce`, a
+            `coordinator` or a `read`; "" if none.
+        times: how often it is reached in one run.
     """
 
     behind: str
@@ -39,35 +39,35 @@ POINTS: Mapping[str, Point] = MappingProxyType(
         "op.sending": Point("a batch of markers is about to be sent", "append"),
         "op.stored": Point("Kafka has stored a batch of markers", "append"),
         "decide.applied": Point("the ledger has applied a decision, its client knows nothing"),
-        "turn.planned": Point("a turn is planned, nothing of it is sent"),
-        "turn.begun": Point("the coordinator knows a turn's partitions", "coordinator"),
-        "turn.produced": Point("promoted records and progress are stored, uncommitted", "produce"),
-        "turn.ending": Point("a turn's commit is about to be sent", "coordinator"),
-        "turn.ended": Point("the coordinator has acknowledged a turn's commit", "coordinator"),
-        "turn.committed": Point("the promoter knows that a turn is committed"),
-        "turn.visible": Point("readers see a turn, the ledger does not know it"),
-        "check.acquired": Point("somebody to ask is found, no marker is written"),
-        "check.stored": Point("an attempt's marker is durable and accepted, nobody was asked"),
-        "check.asking": Point("the question is about to be handed to the connection"),
-        "check.answered": Point("an answer has come, nothing of it is written"),
-        "check.taken": Point("what an answer means is written"),
+        "turn.planned": Point("a promotion transaction is planned, nothing of it is sent"),
+        "turn.begun": Point("the coordinator knows the partitions of a promotion", "coordinator"),
+        "turn.produced": Point("records and checkpoint are stored, uncommitted", "produce"),
+        "turn.ending": Point("the commit of a promotion is about to be sent", "coordinator"),
+        "turn.ended": Point("the coordinator has acknowledged a commit", "coordinator"),
+        "turn.committed": Point("the promoter knows that a promotion is committed"),
+        "turn.visible": Point("readers see a promotion, the ledger does not know it"),
+        "check.acquired": Point("an endpoint to ask is chosen, no marker is written"),
+        "check.stored": Point("an attempt's marker is durable and accepted, no endpoint was asked"),
+        "check.asking": Point("the check request is about to be sent"),
+        "check.answered": Point("an answer has arrived, nothing of it is written"),
+        "check.taken": Point("the marker of an answer is written"),
         "park.stored": Point("a transaction is parked, no copy of it is written"),
         "claim.beginning": Point("an owner is about to claim its partition"),
         "claim.fenced": Point("a transactional id is taken, the first one or both", "read", 2),
         "claim.produced": Point("the claim record is stored, uncommitted", "produce"),
         "claim.committed": Point("the claim record's commit is acknowledged", "coordinator"),
-        "claim.seen": Point("the claim record can be read, the progress was not read yet", "read"),
-        "claim.read": Point("the progress is read", "read"),
+        "claim.seen": Point("the claim record can be read, the checkpoint is not read", "read"),
+        "claim.read": Point("the checkpoint is read", "read"),
         "recover.copies": Point("the copies in the parked topic are read", "read"),
         "recover.replayed": Point("both logs are replayed to their ends", "read"),
         "recover.done": Point("an owner has recovered and is about to begin its work"),
-        "reclaim.asked": Point("an owner in doubt has heard that the partition is its own", "read"),
+        "reclaim.asked": Point("the partition is still assigned to an owner in doubt", "read"),
         "reclaim.claimed": Point("it has claimed again and has read nothing yet", "read"),
-        "reclaim.done": Point("it has taken over what was committed meanwhile"),
+        "reclaim.done": Point("it has applied what was committed meanwhile"),
         "snapshots.sending": Point("a part of a snapshot is about to be sent", "append"),
         "snapshots.stored": Point("Kafka has stored a part of a snapshot", "append"),
         "handover.assigned": Point("the group has given this proxy a partition"),
-        "handover.suspended": Point("touch with the group is lost, everything is suspended"),
+        "handover.suspended": Point("contact with the group is lost, everything is suspended"),
         "handover.dropped": Point("the group has given a partition to another proxy"),
         "handover.closing": Point("an owner is about to let go of its partition"),
         "handover.closed": Point("an owner has let go of its partition"),
@@ -76,10 +76,10 @@ POINTS: Mapping[str, Point] = MappingProxyType(
 
 
 def failpoint(name: str) -> None:
-    """A moment is reached.
+    """Reach a fail point.
 
     Raises:
-        Exception: only under test, what the call before would have raised without its answer.
+        Exception: only under test: what the previous call raises if its answer is lost.
     """
     if hook is not None:
         hook(name)

@@ -1,6 +1,6 @@
-"""How the records of our own topics are read: what `core.encoding` writes.
+"""Decoding of the records that `core.encoding` writes.
 
-A record that does not read is `Malformed`, and one of a newer version of txbroker `NewerVersion`.
+An invalid record raises `Malformed`, one of a newer version of txbroker `NewerVersion`.
 """
 
 from collections.abc import Collection, Sequence
@@ -32,7 +32,7 @@ from txbroker.core.records import (
 )
 
 _marker_decoder = msgspec.json.Decoder(Marker)
-# What msgspec raises on bytes that are not what is asked for; deep nesting is a RecursionError.
+# What msgspec raises on invalid bytes; deep nesting is a RecursionError.
 _UNREADABLE = (msgspec.DecodeError, ValueError, RecursionError)
 
 
@@ -44,11 +44,11 @@ _version_decoder = msgspec.json.Decoder(_Versioned)
 
 
 class Malformed(ValueError):
-    """A record that is not one of ours, or is damaged."""
+    """A record of another client, or a damaged one."""
 
 
 class NewerVersion(ValueError):
-    """A record of a newer version of txbroker: to be kept, never to be dropped."""
+    """A record of a newer version of txbroker: it must be kept, never dropped."""
 
 
 class HalfPart(msgspec.Struct, frozen=True):
@@ -68,7 +68,7 @@ class HalfPart(msgspec.Struct, frozen=True):
 
 
 def decode_half(record: Record) -> HalfPart:
-    """Return what a record of the half topic says.
+    """Return the contents of a record of the half topic.
 
     Raises:
         NewerVersion: a newer version wrote it.
@@ -85,10 +85,10 @@ def _decode_part(record: Record) -> tuple[HalfPart, dict[str, bytes]]:
     try:
         names = _header_names(headers[0][1] or b"")
         ours = len(names) + 1
-        found = dict(headers[1:ours])
-        if list(found) != names or None in found.values():
+        fields = dict(headers[1:ours])
+        if list(fields) != names or None in fields.values():
             raise Malformed(f"the headers are not {', '.join(names)}, each with a value")
-        values = cast(dict[str, bytes], found)
+        values = cast(dict[str, bytes], fields)
         sequence, count = _sequence(values["txb-seq"])
         timestamp = values.get("txb-ts")
         message = Message(
@@ -112,16 +112,16 @@ def _decode_part(record: Record) -> tuple[HalfPart, dict[str, bytes]]:
     except (NewerVersion, Malformed):
         raise
     except ValueError as error:
-        raise Malformed(f"a header of ours does not read: {error}") from None
+        raise Malformed(f"a txb header is invalid: {error}") from None
     return part, values
 
 
-# Of these there are few, in very many records: each is read once, and all share what came of it.
+# Few of these exist, in very many records: each is decoded once, and the result is shared.
 
 
 @lru_cache(maxsize=1000)
 def _header_names(first: bytes) -> list[str]:
-    """Return the names of our headers behind the first, which tells them."""
+    """Return the names of our headers after the first one, which lists them."""
     version, *optional = first.decode().split(" ")
     if _natural(version) > RECORD_VERSION:
         raise NewerVersion(f"half record of version {version}")
@@ -144,7 +144,7 @@ def _number(text: bytes) -> int:
 
 @lru_cache(maxsize=10_000)
 def _sequence(text: bytes) -> tuple[int, int]:
-    """Return the number of a message among those of its transaction, and how many there are."""
+    """Return the number of a message in its transaction, and the count of messages."""
     first, _, second = text.decode().partition("/")
     sequence, count = _natural(first), _natural(second)
     if sequence >= count:
@@ -158,7 +158,7 @@ def _optional_text(values: dict[str, bytes], name: str) -> str | None:
 
 
 def _natural(text: str) -> int:
-    """Return the number that decimal digits say; int() would take `+1`, ` 1` and `1_0` too."""
+    """Return a natural number from decimal digits; int() accepts `+1`, ` 1` and `1_0` too."""
     if not (text.isascii() and text.isdigit() and len(text) < 20):
         raise ValueError(f"{text[:40]!r} is not a whole number")
     return int(text)
@@ -175,7 +175,7 @@ def _decode_policy(text: bytes | None) -> CheckPolicy:
 
 
 def follows(parts: Sequence[HalfPart], part: HalfPart) -> bool:
-    """Return whether `part` is the next message of the half message that `parts` begin."""
+    """Return whether `part` is the next message after `parts` of one half message."""
     if not parts or len(parts) != part.sequence:
         return False
     first = parts[0]
@@ -183,7 +183,7 @@ def follows(parts: Sequence[HalfPart], part: HalfPart) -> bool:
 
 
 def join_parts(parts: list[HalfPart]) -> Half:
-    """Return the half message whose records these are, all of one transaction, in order."""
+    """Return the half message of these records, all of one transaction, in order."""
     first = parts[0]
     return Half(
         first.id,
@@ -199,22 +199,22 @@ def join_parts(parts: list[HalfPart]) -> Half:
 
 
 def is_content(record: Record) -> bool:
-    """Return whether a record of the operation topic holds a replaced message, not a marker."""
+    """Return whether a record of the operation topic is a replacing message, not a marker."""
     return bool(record.headers) and record.headers[0][0] == VERSION_HEADER
 
 
 def decode_log(log: str, record: Record) -> HalfPart | Marker:
-    """Return what a record of a log says, `half` or `op`.
+    """Return the contents of a record of a log, `half` or `op`.
 
     Raises:
         NewerVersion: a newer version wrote it.
-        Malformed: it is none of ours.
+        Malformed: it is neither.
     """
     return decode_half(record) if log == "half" or is_content(record) else decode_marker(record)
 
 
 def decode_marker(record: Record) -> Marker:
-    """Return what a record of the operation topic says.
+    """Return the marker of a record of the operation topic.
 
     Raises:
         NewerVersion: a newer version wrote it.
@@ -225,7 +225,7 @@ def decode_marker(record: Record) -> Marker:
     try:
         marker = _marker_decoder.decode(record.value)
     except _UNREADABLE as error:
-        _look_for_newer(record.value, "marker")
+        _check_newer(record.value, "marker")
         raise Malformed(f"not a marker: {error}") from None
     if marker.v > RECORD_VERSION:
         raise NewerVersion(f"marker of version {marker.v}")
@@ -236,8 +236,8 @@ def decode_marker(record: Record) -> Marker:
     return marker
 
 
-def _look_for_newer(value: bytes, what: str) -> None:
-    """Raise NewerVersion where a record that does not read says that it is a newer version's."""
+def _check_newer(value: bytes, what: str) -> None:
+    """Raise NewerVersion if an undecodable record has a newer version."""
     try:
         version = _version_decoder.decode(value).v
     except _UNREADABLE:
@@ -250,11 +250,11 @@ def _look_for_newer(value: bytes, what: str) -> None:
 
 
 def decode_checkpoint(record: Record) -> Claim | Checkpoint:
-    """Return what a record of the checkpoint topic says.
+    """Return the contents of a record of the checkpoint topic.
 
     Raises:
         NewerVersion: a newer version wrote it.
-        Malformed: it is neither a claim nor progress.
+        Malformed: it is neither a claim nor a checkpoint.
     """
     kind: type[Claim] | type[Checkpoint]
     if record.key == CLAIM_KEY:
@@ -270,23 +270,23 @@ def decode_checkpoint(record: Record) -> Claim | Checkpoint:
     except NewerVersion:
         raise
     except _UNREADABLE as error:
-        raise Malformed(f"checkpoint record does not read: {error}") from None
+        raise Malformed(f"invalid checkpoint record: {error}") from None
 
 
 def decode_skip(record: Record) -> Skip:
-    """Return an operator's decision.
+    """Return an operator's decision to skip a record.
 
     Raises:
-        Malformed: it is none.
+        Malformed: it is something else.
     """
     try:
         return msgspec.json.decode(record.value or b"", type=Skip)
     except _UNREADABLE as error:
-        raise Malformed(f"no decision: {error}") from None
+        raise Malformed(f"not a decision to skip a record: {error}") from None
 
 
 def passed_over(skips: Collection[Skip], log: str, record: Record) -> Skip | None:
-    """Return the decision by which a record is passed over, if there is one."""
+    """Return the decision to skip a record, None without one."""
     for skip in skips:
         if (skip.log, skip.offset) == (log, record.offset) and skip.digest == digest(record):
             return skip
@@ -309,11 +309,11 @@ class KeptPart(msgspec.Struct, frozen=True):
 
 
 def decode_kept(record: Record) -> KeptPart:
-    """Return what a record of the parked topic says.
+    """Return the contents of a record of the parked topic.
 
     Raises:
         NewerVersion: a newer version wrote it.
-        Malformed: it is not a kept transaction's.
+        Malformed: it is not part of a parked copy.
     """
     try:
         id, _, sequence = (record.key or b"").decode().partition("/")
@@ -332,7 +332,7 @@ def decode_kept(record: Record) -> KeptPart:
         text = values.get("txb-kept")
         facts = None if text is None else msgspec.json.decode(text, type=KeptFacts)
     except _UNREADABLE as error:
-        raise Malformed(f"a kept transaction does not read: {error}") from None
+        raise Malformed(f"an invalid parked copy: {error}") from None
     if (part.id, part.sequence) != (id, number):
         raise Malformed(f"{part.id}/{part.sequence} under the key {record.key!r}")
     return KeptPart(id, number, msgspec.structs.replace(part, message=message), facts)

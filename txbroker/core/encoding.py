@@ -1,16 +1,15 @@
-"""How transactions, markers and progress are written as Kafka records.
+"""Encoding of transactions, markers and checkpoints as Kafka records; `core.decoding` reads them.
 
-Our text headers come first, in fixed order, and the user's follow unchanged, even when their
-names look like ours: the first header, `txb-v`, holds the version and the names of the optional
-headers that are there (`1 ts order`), so a reader knows where ours end.
+Our text headers come first, in fixed order, and the user's follow unchanged, even if their names
+look like ours: the first header, `txb-v`, holds the version and the names of the optional headers
+that follow (`1 ts order`), so that a reader knows where ours end.
 
-Headers are encoded once, where a record is made, as a record batch holds them
-(`kafka/protocol/batch.py`): their number, then name and value of each after its length. What many
-records have alike is encoded once and joined. `core.decoding` reads all of this.
+Headers are encoded once, when a record is made, in the format of record batches
+(`kafka/protocol/batch.py`): their number, then name and value of each after its length. Parts that
+many records share are encoded once and joined.
 
-A *row* is what one operation writes to one log: records that stay together in a batch, and the
-values that were encoded in them, so that the ledger need not decode what this proxy has just
-encoded. A *run* is a sequence of rows: `Ledger.apply_halves` and `Ledger.apply_markers` apply runs.
+A *row* is what one operation writes to one log: records of one batch, and the values encoded in
+them, so that the ledger need not decode what this proxy has just encoded.
 """
 
 import hashlib
@@ -45,20 +44,20 @@ ID_HEADER = "txb-id"
 SEQUENCE_HEADER = "txb-seq"
 INSTALLATION_HEADER = "txb-installation"
 DEFAULT_PREFIX = "txbroker"
-"""What the names of an installation's own topics begin with, unless it is told another prefix."""
+"""The default prefix of an installation's own topics."""
 OWN_TOPICS = ("half", "op", "checkpoint", "parked", "groups", "audit", "audit.drift")
-"""What the names of an installation's own topics end with, behind the prefix and a dot."""
+"""The names of an installation's own topics after the prefix and a dot."""
 FIXED_HEADERS = ("txb-id", "txb-group", "txb-topic", "txb-part", "txb-seq")
 DURATION_MAX_S = 1e9
 """The longest duration of a check policy, seconds: thirty years, far from any overflow."""
 CLAIM_KEY = b"claim"
 PROGRESS_KEY = b"progress"
 SKIPS = b"skip/"
-"""What the keys of operators' decisions begin with."""
+"""The prefix of the keys of operators' decisions."""
 RECORD_OVERHEAD_BYTES = 96
-"""More than a record costs in a batch beside its key, value and headers."""
+"""An upper bound of a record in a batch without its key, value and headers."""
 HEADER_OVERHEAD_BYTES = 10
-"""More than a header costs beside its name and value."""
+"""An upper bound of a header without its name and value."""
 BATCH_OVERHEAD_BYTES = 61
 """The header of a record batch."""
 _encode_json = msgspec.json.Encoder().encode
@@ -71,7 +70,7 @@ _NAME_BYTES_MAX, _NAMES_MAX = 64, 1024
 
 
 def varint(number: int) -> bytes:
-    """Return a number as records hold it: its sign in the lowest bit, seven bits a byte."""
+    """Return a zigzag varint: the sign in the lowest bit, seven bits a byte."""
     rest = number << 1 if number >= 0 else (-number << 1) - 1
     encoded = bytearray()
     while rest > 0x7F:
@@ -82,13 +81,13 @@ def varint(number: int) -> bytes:
 
 
 SMALL = tuple(map(varint, range(1 << 13)))
-"""Numbers as records hold them, by number."""
+"""Varints of small numbers, by number."""
 NULL = varint(-1)
-"""The length of what is None."""
+"""The length of None."""
 
 
 class _Names(dict[str, bytes]):
-    """Names of headers with their lengths in front, as records hold them. Remembers some."""
+    """A cache of encoded header names: length, then name."""
 
     def __missing__(self, name: str) -> bytes:
         plain = name.encode()
@@ -104,13 +103,13 @@ _names = _Names()
 
 
 def encode_field(name: str, value: bytes) -> bytes:
-    """Return one header, without the number of all in front."""
+    """Return one encoded header."""
     n = len(value)
     return _names[name] + (SMALL[n] if n < len(SMALL) else varint(n)) + value
 
 
 def encode_fields(headers: Iterable[Header]) -> bytes:
-    """Return headers one after another, without their number in front."""
+    """Return encoded headers without their number."""
     small, bound, names = SMALL, len(SMALL), _names
     fields: list[bytes] = []
     for name, value in headers:
@@ -133,10 +132,9 @@ def encode_headers(headers: Headers) -> Encoded:
 
 
 def bytes_in_batch(records: Iterable[Record | Message]) -> int:
-    """Return an upper bound of what records take in a batch, or messages once promoted, bytes.
+    """Return an upper bound of records in a batch, or of messages once promoted, bytes.
 
-    Names of headers count as the UTF-8 in which they are written. What promoted records say of
-    their installation is not in it.
+    The header that names the installation of promoted records is not included.
     """
     size = 0
     for record in records:
@@ -150,7 +148,7 @@ def bytes_in_batch(records: Iterable[Record | Message]) -> int:
 
 
 def headers_bytes(headers: Iterable[Header]) -> int:
-    """Return an upper bound of what headers take in a record, bytes."""
+    """Return an upper bound of headers in a record, bytes."""
     size = 0
     for name, value in headers:
         name_bytes = len(name) if name.isascii() else len(name.encode())
@@ -166,13 +164,13 @@ def encode_half(
     version: int = LOG_VERSION,
     extra: Sequence[Sequence[tuple[str, bytes]]] = (),
 ) -> tuple[Record, ...]:
-    """Return the records of a half message; they belong into one batch.
+    """Return the records of a half message, to be written in one batch.
 
     Args:
-        extra: what the headers of ours say besides, by message.
+        extra: further headers of ours, by message.
 
     Raises:
-        ValueError: a message has no partition yet, or a number is one that cannot be read back.
+        ValueError: a message has no partition, or a number cannot be decoded again.
     """
     records = []
     messages, order_key, dedup_key = half.messages, half.order_key, half.dedup_key
@@ -212,24 +210,24 @@ def encode_half(
 def encode_contents(
     half: Half, messages: Sequence[Message], version: int = LOG_VERSION
 ) -> tuple[Record, ...]:
-    """Return the records that follow a commit marker whose messages replace the prepared ones."""
+    """Return the records with replacing messages that follow a commit marker."""
     replaced = msgspec.structs.replace(half, messages=tuple(messages))
     return encode_half(replaced, version)
 
 
-# Of these there are few, in very many records: each is encoded once.
+# Few of these exist, in very many records: each is encoded once.
 
 
 @lru_cache(maxsize=1000)
 def _encode_names(version: int, optional: tuple[str, ...], theirs: int) -> bytes:
-    """Return the number of all headers, and our first, which tells the optional ones."""
+    """Return the number of headers, and our first one, which names the optional ones."""
     first = encode_field(VERSION_HEADER, " ".join((str(version), *optional)).encode())
     return varint(1 + len(FIXED_HEADERS) + len(optional) + theirs) + first
 
 
 @lru_cache(maxsize=10_000)
 def _encode_place(group: str, topic: str, partition: int, sequence: int, count: int) -> bytes:
-    """Return our headers behind the id that every record has."""
+    """Return our fixed headers after the id."""
     values = group.encode(), topic.encode(), b"%d" % partition, b"%d/%d" % (sequence, count)
     return encode_fields(zip(FIXED_HEADERS[1:], values, strict=True))
 
@@ -238,7 +236,7 @@ def _encode_place(group: str, topic: str, partition: int, sequence: int, count: 
 def _encode_policy(policy: CheckPolicy) -> bytes:
     check_policy(policy)
     after, interval, timeout = (
-        # The shortest text that reads back as the same number.
+        # The shortest text that decodes to the same number.
         f"{seconds:g}" if float(f"{seconds:g}") == seconds else repr(seconds)
         for seconds in (policy.after_s, policy.interval_s, policy.timeout_s)
     )
@@ -247,8 +245,13 @@ def _encode_policy(policy: CheckPolicy) -> bytes:
 
 
 def check_policy(policy: CheckPolicy) -> CheckPolicy:
+    """Return a valid check policy.
+
+    Raises:
+        ValueError: a duration or the number of attempts is out of range.
+    """
     for seconds in (policy.after_s, policy.interval_s, policy.timeout_s):
-        # Written so that not-a-number fails too.
+        # NaN fails this comparison too.
         if not 0 <= seconds <= DURATION_MAX_S:
             raise ValueError(f"a check policy of {seconds} s")
     if policy.attempts_max < 1:
@@ -260,9 +263,9 @@ def check_policy(policy: CheckPolicy) -> CheckPolicy:
 
 
 def installation_headers(prefix: str) -> tuple[Header, ...]:
-    """Return what promoted records of an installation begin with: nothing of the default one.
+    """Return the header by which promoted records name their installation, none for the default.
 
-    Installations may write to the same targets; by this one tells whose a record is.
+    Several installations may write to the same targets.
     """
     return () if prefix == DEFAULT_PREFIX else ((INSTALLATION_HEADER, prefix.encode()),)
 
@@ -274,10 +277,10 @@ def promoted_headers(
     message: Message,
     installation: tuple[Header, ...] = (),
 ) -> Encoded:
-    """Return the headers of a promoted record: ours first, then the user's as they came.
+    """Return the headers of a promoted record: ours, then the user's unchanged.
 
     Args:
-        installation: as `installation_headers` gives them.
+        installation: see `installation_headers`.
     """
     theirs = message.headers
     data = _encode_installation(installation, (count > 1) + len(theirs))
@@ -290,16 +293,16 @@ def promoted_headers(
 
 
 @lru_cache(maxsize=1000)
-def _encode_installation(installation: tuple[Header, ...], behind_id: int) -> bytes:
-    """Return the number of all headers of a promoted record, and those that come before the id."""
-    return varint(len(installation) + 1 + behind_id) + encode_fields(installation)
+def _encode_installation(installation: tuple[Header, ...], after_id: int) -> bytes:
+    """Return the number of headers of a promoted record, and those before the id."""
+    return varint(len(installation) + 1 + after_id) + encode_fields(installation)
 
 
 # --- markers -------------------------------------------------------------------------------------
 
 
 def encode_marker(marker: Marker) -> Record:
-    """Return the record of a marker: its transaction's id as key, JSON as value."""
+    """Return the record of a marker: the transaction's id as key, JSON as value."""
     return Record(marker.id.encode(), _encode_json(marker))
 
 
@@ -310,9 +313,9 @@ class HalfRow(Struct, frozen=True, gc=False):
     """A half message and its records.
 
     Attributes:
-        size: an upper bound of what the records take in a batch, bytes.
+        size: an upper bound of the records in a batch, bytes.
         fingerprint: of its messages and group.
-        places: where its messages go.
+        places: of its messages.
     """
 
     records: tuple[Record, ...]
@@ -326,8 +329,8 @@ class MarkerRow(Struct, frozen=True, gc=False):
     """A marker and its records.
 
     Attributes:
-        size: an upper bound of what the records take in a batch, bytes.
-        contents: the messages that replace the prepared ones, where it brings any.
+        size: an upper bound of the records in a batch, bytes.
+        contents: the messages that replace the prepared ones, if any.
     """
 
     records: tuple[Record, ...]
@@ -340,15 +343,14 @@ Row: TypeAlias = HalfRow | MarkerRow
 
 
 def half_row(half: Half, version: int, fingerprint: bytes, places: tuple[Place, ...]) -> HalfRow:
-    """Return what preparing a transaction writes.
+    """Return the row of a prepare.
 
     Args:
         version: of the records.
-        fingerprint: of its messages and group, as `txbroker.core.transaction` has it.
-        places: where its messages go, from there too.
+        fingerprint, places: see `txbroker.core.transaction`.
 
     Raises:
-        ValueError: a number is one that cannot be read back.
+        ValueError: see `encode_half`.
     """
     records = encode_half(half, version)
     return HalfRow(records, bytes_in_batch(records), half, fingerprint, places)
@@ -357,11 +359,11 @@ def half_row(half: Half, version: int, fingerprint: bytes, places: tuple[Place, 
 def marker_row(
     marker: Marker, half: Half | None = None, contents: Sequence[Message] | None = None
 ) -> MarkerRow:
-    """Return what a marker writes.
+    """Return the row of a marker.
 
     Args:
-        half: the half message, where its messages are replaced.
-        contents: what replaces them, as many as `marker` announces.
+        half: the half message, if its messages are replaced.
+        contents: the replacing messages, as many as `marker` announces.
     """
     records: tuple[Record, ...] = (encode_marker(marker),)
     replaced = None
@@ -375,23 +377,23 @@ def marker_row(
 
 
 def encode_claim(claim: Claim) -> Record:
-    """Return the record with which an owner begins."""
+    """Return the claim record of an owner."""
     return Record(CLAIM_KEY, _encode_json(claim))
 
 
 def encode_progress(progress: Checkpoint) -> Record:
-    """Return the record that goes with every turn."""
+    """Return the checkpoint record of a promotion transaction."""
     return Record(PROGRESS_KEY, _encode_json(progress))
 
 
 def encode_skip(log: str, record: Record, by: str, reason: str) -> Record:
-    """Return the record of an operator's decision to pass over a record of a log."""
+    """Return the record of an operator's decision to skip a record of a log."""
     skip = Skip(LOG_VERSION, log, record.offset, digest(record), by, reason)
     return Record(SKIPS + f"{log}/{record.offset}".encode(), _encode_json(skip))
 
 
 def digest(record: Record) -> str:
-    """Return what tells a record's key, value and headers from any other's."""
+    """Return a digest of a record's key, value and headers."""
     parts = msgspec.msgpack.encode((record.key, record.value, tuple(record.headers)))
     return hashlib.sha256(parts).hexdigest()
 
@@ -400,7 +402,7 @@ def digest(record: Record) -> str:
 
 
 class KeptFacts(Struct, frozen=True, omit_defaults=True):
-    """What the first record of a kept transaction says beside its half message."""
+    """The facts in the first record of a parked copy besides its half message."""
 
     state: State
     half: int
@@ -415,10 +417,10 @@ def kept_key(id: str, sequence: int) -> bytes:
 
 
 def encode_kept(kept: ParkedCopy, version: int = LOG_VERSION) -> tuple[Record, ...]:
-    """Return the records that keep a whole transaction.
+    """Return the records of a parked copy.
 
     Key and null value of the user's message move into headers, because the parked topic is
-    compacted: there the key is the transaction's and null means settled.
+    compacted: its key is the transaction's, and null means settled.
     """
     facts = KeptFacts(
         kept.state, kept.half_offset, kept.prepared_at_ms, kept.cause, kept.decided_at_ms
@@ -440,5 +442,5 @@ def encode_kept(kept: ParkedCopy, version: int = LOG_VERSION) -> tuple[Record, .
 
 
 def kept_tombstones(id: str, count: int) -> tuple[Record, ...]:
-    """Return the records that say that a kept transaction is settled."""
+    """Return the tombstones of the parked copy of a settled transaction."""
     return tuple(Record(kept_key(id, sequence), None) for sequence in range(count))

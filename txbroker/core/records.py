@@ -1,4 +1,4 @@
-"""The values that travel: messages, half messages, markers and the records that hold them."""
+"""The values that are stored: messages, half messages, markers, and the records that hold them."""
 
 from collections.abc import Iterator
 from enum import StrEnum
@@ -8,17 +8,17 @@ from typing import TypeAlias, overload
 from msgspec import Struct
 
 RECORD_VERSION = 2
-"""The newest version of records that this build understands. Proxies tell one another theirs, and
-write nothing newer than the oldest of them understands."""
+"""The newest record version that this build reads. Proxies exchange theirs, and write no version
+newer than all of them read."""
 LOG_VERSION = 1
-"""The version of all records that this build writes, but of segments (`core.segment`)."""
+"""The version of all records that this build writes, except segments (`core.segment`)."""
 
 PARENT_HEADER, STATE_HEADER = "traceparent", "tracestate"
 TRACE_HEADERS = frozenset({PARENT_HEADER, STATE_HEADER})
 """The headers of a W3C trace context; see `txbroker.tracing`."""
 
 Header: TypeAlias = tuple[str, bytes | None]
-"""A record header: its name and its bytes. Order and repeats are kept."""
+"""A record header: name and bytes. Order and repeats are kept."""
 
 
 @lru_cache(maxsize=10_000)
@@ -31,10 +31,10 @@ def intern(text: str) -> str:
 
 
 class Encoded(Struct, frozen=True, eq=False, gc=False):
-    """Encoded headers of one record; to a reader the sequence of their names and values.
+    """Encoded headers of one record, readable as a sequence of names and values.
 
     Attributes:
-        data: their number and the headers, as they stand in the record.
+        data: the number of headers and the headers, as in a record batch.
     """
 
     data: bytes
@@ -72,7 +72,7 @@ class Encoded(Struct, frozen=True, eq=False, gc=False):
 
 
 def _number(data: bytes, at: int) -> tuple[int, int]:
-    """Return the number that begins there, and where it ends."""
+    """Return the varint that begins there, and its end."""
     rest = shift = 0
     while True:
         byte = data[at]
@@ -88,9 +88,15 @@ Headers: TypeAlias = tuple[Header, ...] | Encoded
 
 
 class Record(Struct, frozen=True):
-    """A record of a topic, as it is stored, or as it is to be.
+    """A record of a topic.
 
-    `offset` and `timestamp_ms` (the broker's append time) are -1 in a record not yet appended.
+    Attributes:
+        timestamp_ms: the broker's append time; -1 before it is appended.
+        offset: -1 before it is appended.
+        skipped: how many offsets right before it were read and hold no record: ends of Kafka
+            transactions, and records of aborted ones. Set only when a log is read in order.
+        producer: the producer id of the Kafka transaction that wrote it; -1 outside of
+            transactions. Known only in the checkpoint topic.
     """
 
     key: bytes | None
@@ -99,19 +105,17 @@ class Record(Struct, frozen=True):
     timestamp_ms: int = -1
     offset: int = -1
     skipped: int = 0
-    """How many offsets right before it were read and hold no record: the ends of Kafka
-    transactions, and records of aborted ones. Known only to who reads a log from an offset on."""
     producer: int = -1
-    """The producer id of the Kafka transaction that wrote it; -1 outside of transactions. Known
-    only in the checkpoint topic."""
 
 
 class Message(Struct, frozen=True, gc=False):
     """One message for one target topic.
 
-    `value` None is a tombstone. `partition` None lets the key decide, as Kafka's Java client
-    does; it is fixed when the transaction is prepared. `timestamp_ms` None becomes the append
-    time of the deciding marker.
+    Attributes:
+        value: None is a tombstone.
+        partition: None is chosen by the key, as Kafka's Java client does, when the transaction is
+            prepared.
+        timestamp_ms: None becomes the append time of the deciding marker.
     """
 
     topic: str
@@ -123,7 +127,7 @@ class Message(Struct, frozen=True, gc=False):
 
 
 class Place(Struct, frozen=True, gc=False):
-    """Where a message goes and how much room it takes in a batch, bytes: what planning needs."""
+    """The target partition of a message, and its size in a batch, bytes."""
 
     topic: str
     partition: int
@@ -133,9 +137,8 @@ class Place(Struct, frozen=True, gc=False):
 class CheckPolicy(Struct, frozen=True, gc=False):
     """When a pending transaction is checked back, fixed when it is prepared.
 
-    The first check comes `after_s` seconds after the half message was appended, each further one
-    `interval_s` after the last; after `attempts_max` attempts and `timeout_s` more the
-    transaction is parked.
+    The first check is due `after_s` seconds after the half message was appended, each further one
+    `interval_s` after the last; `timeout_s` after attempt `attempts_max` the transaction is parked.
     """
 
     after_s: float = 6.0
@@ -145,7 +148,7 @@ class CheckPolicy(Struct, frozen=True, gc=False):
 
 
 class Half(Struct, frozen=True, gc=False):
-    """A transaction as it is prepared: who sent it and the messages that it holds back."""
+    """A half message: a transaction as it is prepared, with the messages that it holds back."""
 
     id: str
     group: str
@@ -156,7 +159,7 @@ class Half(Struct, frozen=True, gc=False):
 
 
 class Decision(StrEnum):
-    """What a producer says of its transaction."""
+    """A producer's answer about its transaction."""
 
     COMMIT = "commit"
     ROLLBACK = "rollback"
@@ -164,13 +167,13 @@ class Decision(StrEnum):
 
 
 class State(StrEnum):
-    """Where a transaction stands.
+    """The state of a transaction.
 
     `committed` is decided but not yet visible; `parked` is undecided after the last attempt and
-    kept whole; `refused` is committed, but a target does not take it. Where the messages of an
-    undecided transaction were deleted before they were copied, it stays `pending` or `parked` with
-    the cause `body_lost`: it can be read, rolled back, or committed with its messages; any other
-    commit, and the same prepare again, gets `410 body_lost`.
+    kept whole; `refused` is committed, but a target refuses it. If the messages of an undecided
+    transaction were deleted before they were copied, it stays `pending` or `parked` with the cause
+    `body_lost`: it can be read, rolled back, or committed with its messages; any other commit, and
+    a repeated prepare, returns `410 body_lost`.
     """
 
     PENDING = "pending"
@@ -195,22 +198,22 @@ def bounded_later_s(seconds: float) -> float:
 
 
 class MarkerKind(StrEnum):
-    """What a record of the operation topic says of a transaction."""
+    """The kind of a record of the operation topic."""
 
     COMMIT = "commit"
     ROLLBACK = "rollback"
     CHECK = "check"
-    """An attempt: somebody is about to be asked."""
+    """An attempt: an endpoint is about to be asked."""
     RETURNED = "returned"
-    """The last attempt certainly reached nobody and does not count."""
+    """The last attempt reached no endpoint and does not count."""
     LATER = "later"
-    """The last attempt was answered "not yet" on purpose and does not count."""
+    """The last attempt was answered with a deliberate "not yet" and does not count."""
     PARK = "park"
     REVIVE = "revive"
 
 
 class Source(StrEnum):
-    """Who a decision came from."""
+    """The origin of a decision."""
 
     PRODUCER = "producer"
     CHECK = "check"
@@ -219,14 +222,14 @@ class Source(StrEnum):
 
 
 class CheckReason(StrEnum):
-    """Why an attempt is made: its time has come, or somebody asked for it."""
+    """Why an attempt is made: it is due, or a client asked for it."""
 
     DUE = "due"
     ASKED = "asked"
 
 
 class Attempt(Struct, frozen=True, gc=False):
-    """One check: when it was recorded, whom it asked and what came back so far."""
+    """One check attempt: when it was recorded, the endpoint, and the answer so far."""
 
     round: int
     number: int
@@ -234,22 +237,22 @@ class Attempt(Struct, frozen=True, gc=False):
     reason: CheckReason
     endpoint: str
     outcome: str = ""
-    """The answer in a few words; "" while it is still open or was lost with its owner."""
+    """The answer in a few words; "" while it is open, or if it was lost with its owner."""
     counts: bool = True
-    """False where it was given back: it reached nobody, or the answer was "not yet"."""
+    """False if it was given back: it reached no endpoint, or the answer was "not yet"."""
 
 
 class Marker(Struct, frozen=True, omit_defaults=True):
     """A record of the operation topic.
 
     Attributes:
-        half: offset of the half message's first record, where known.
+        half: offset of the half message's first record, if known.
         group: the producer group that decides; empty for an operator.
-        by: who exactly: an SDK instance, a check's endpoint, an operator's name.
-        round, number: of an attempt; numbers grow by one and start again with a round.
+        by: the SDK instance, endpoint or operator.
+        round, number: of an attempt; numbers grow by one within a round.
         claim: the owner's claim under which the marker was written.
-        endpoint: whom a `check` asks.
-        previous: the answer to the attempt before this one, where it did not decide.
+        endpoint: the endpoint that a `check` asks.
+        previous: the answer to the previous attempt, if it did not decide.
         later_s: seconds from this marker's append time until the next attempt, for `later`.
         contents: how many records with replaced messages follow in the same batch.
     """
@@ -272,19 +275,19 @@ class Marker(Struct, frozen=True, omit_defaults=True):
 
 
 class Anchor(Struct, frozen=True, gc=False):
-    """A record by which progress recognises the log that it was written against."""
+    """A record that identifies the log against which a checkpoint was written."""
 
     offset: int
     timestamp_ms: int
 
 
 def anchor_of(record: Record) -> Anchor:
-    """Return what tells a record from any other that could stand at its offset."""
+    """Return the anchor of a record."""
     return Anchor(record.offset, record.timestamp_ms)
 
 
 class Claim(Struct, frozen=True):
-    """The first record of an owner: whoever reads it knows that all earlier owners are fenced."""
+    """The first record of an owner: once it is readable, all earlier owners are fenced."""
 
     v: int
     claim: str
@@ -293,16 +296,16 @@ class Claim(Struct, frozen=True):
 
 
 class Checkpoint(Struct, frozen=True):
-    """How far promotion has come, written inside every turn.
+    """The position of promotion, written in every promotion transaction.
 
-    A committed transaction is done if its deciding marker lies below `op` and its half message
+    A committed transaction is promoted if its deciding marker lies below `op` and its half message
     below `half`, and it is neither in `deferred` nor refused.
 
     Attributes:
-        refused: whether this turn or any before it has set a refused one aside: then the parked
-            topic has had a record, unless it was made anew.
-        accounted: the half offset below which every transaction is settled or kept as a copy; None
-            where a proxy wrote this that did not say so.
+        refused: whether this or any earlier one has refused a transaction: then the parked topic
+            has had a record, unless it was recreated.
+        accounted: the half offset below which every transaction is settled or has a parked copy;
+            None if written by an older proxy.
     """
 
     v: int
@@ -318,18 +321,18 @@ class Checkpoint(Struct, frozen=True):
 
 
 class Cause(Struct, frozen=True, gc=False):
-    """Why a target does not take a message, in a code and a sentence with what to do."""
+    """Why a target refuses a message: a code, and a sentence with the next step."""
 
     code: str
     message: str
     topic: str
     partition: int
     passing: bool = False
-    """True where waiting can help: the same message is tried again by itself."""
+    """True if waiting can help: the message is retried automatically."""
 
 
 class ParkedCopy(Struct, frozen=True):
-    """A whole transaction as it is kept in the parked topic."""
+    """A whole transaction as kept in the parked topic."""
 
     half: Half
     half_offset: int
@@ -339,19 +342,20 @@ class ParkedCopy(Struct, frozen=True):
     decided_at_ms: int = 0
     """Append time of the commit marker of a refused one; 0 while undecided."""
     at: tuple[int, ...] = ()
-    """Where its records are in the parked topic, as far as known."""
+    """The offsets of its records in the parked topic, as far as known."""
 
 
 class Skip(Struct, frozen=True):
-    """An operator's decision that a record which stops a partition is passed over. It stands in
-    the checkpoint topic, in the partition that it is about.
+    """An operator's decision to skip a record that stops a partition.
+
+    It is stored in that partition of the checkpoint topic.
 
     Attributes:
         v: the version of this record.
         log: `half`, `op` or `checkpoint`.
         offset: of the record.
-        digest: of its key, value and headers: another record at that offset is never passed over.
-        by: who decided.
+        digest: of its key, value and headers: no other record at that offset is skipped.
+        by: the operator.
         reason: why.
     """
 

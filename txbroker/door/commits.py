@@ -1,6 +1,6 @@
-"""The commit of a written turn: a task of its own, the same behind every door.
+"""The commit of a promotion transaction: a separate task, shared by all implementations.
 
-It goes on by itself, whether anybody waits for it or not.
+It continues whether or not a caller waits for it.
 """
 
 import asyncio
@@ -11,15 +11,15 @@ from txbroker.door.protocols import Fenced, PromotionTxnLost, PromotionTxnRefuse
 
 
 def begin(commit: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-    """Begin a commit; `outcome` tells how it ended."""
+    """Start a commit; wait for it with `outcome`."""
     task = asyncio.create_task(commit)
-    # Whoever does not wait for it meets a failed commit at the next write.
+    # A caller that does not wait gets the failure at its next write.
     task.add_done_callback(_retrieve)
     return task
 
 
 async def outcome(commit: asyncio.Task[None]) -> None:
-    """Wait for a commit. Several may wait, and one that gives up does not stop the commit.
+    """Wait for a commit. Several callers may wait; cancelling one does not stop the commit.
 
     Raises:
         Fenced, PromotionTxnLost
@@ -35,7 +35,7 @@ async def outcome(commit: asyncio.Task[None]) -> None:
 def again(
     error: Fenced | PromotionTxnLost | PromotionTxnRefused,
 ) -> Fenced | PromotionTxnLost | PromotionTxnRefused:
-    """Return an equal exception: one that is raised twice would collect tracebacks."""
+    """Return an equal exception; raising one object twice would accumulate tracebacks."""
     if isinstance(error, PromotionTxnRefused):
         return PromotionTxnRefused(error.cause)
     return type(error)(str(error))

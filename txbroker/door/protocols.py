@@ -1,8 +1,8 @@
-"""The door to the log: everything that an owner asks of Kafka, as small protocols.
+"""The door: what a proxy needs of Kafka, as small protocols.
 
-`txbroker.kafka` implements it on a real Kafka, `txbroker.testing` in memory; one contract suite
-runs on both. Whoever is behind the door raises only the errors named here (and
-`KafkaUnavailable`), so that no Kafka client's exception travels further.
+`txbroker.kafka` implements them on a real Kafka, `txbroker.testing` in memory; one contract suite
+runs on both. Implementations raise only the errors defined here and `KafkaUnavailable`, never an
+exception of a Kafka client.
 """
 
 from collections.abc import AsyncIterator, Callable, Collection, Sequence
@@ -15,15 +15,15 @@ from txbroker.errors import KafkaUnavailable, TxbrokerError
 
 
 class AppendRefused(TxbrokerError):
-    """The broker does not take this batch and never will; nothing of it was stored."""
+    """The broker refuses this batch for good; nothing of it was stored."""
 
 
 class AppendUnknown(TxbrokerError):
-    """The broker did not answer: the batch was stored, or is on its way, or is lost."""
+    """The broker did not answer: the batch is stored, in flight or lost."""
 
 
 class LogTruncated(TxbrokerError):
-    """The log begins after, or ends before, a position that was read or written already."""
+    """The log begins after, or ends before, an offset that was read or written already."""
 
 
 class Fenced(TxbrokerError):
@@ -31,7 +31,7 @@ class Fenced(TxbrokerError):
 
 
 class PromotionTxnLost(TxbrokerError):
-    """A turn's outcome is unknown or its producers are unusable: only a new claim tells.
+    """The result is unknown, or the producers are unusable: only a new claim shows it.
 
     `cause` names the target partition that did not answer, where it was one of those.
     """
@@ -42,7 +42,7 @@ class PromotionTxnLost(TxbrokerError):
 
 
 class PromotionTxnRefused(TxbrokerError):
-    """The broker refused a record of the turn; nothing of the turn will become visible.
+    """The broker refused a record; nothing of the promotion transaction becomes visible.
 
     The writer is unusable until the partition is claimed again.
     """
@@ -53,14 +53,14 @@ class PromotionTxnRefused(TxbrokerError):
 
 
 class Hanging(KafkaUnavailable):
-    """A Kafka transaction that nobody ends hides the progress: the partition cannot be read."""
+    """An open Kafka transaction hides the checkpoint: the partition cannot be read."""
 
 
 class NotVisible(KafkaUnavailable):
-    """A turn is committed, but readers did not come past it in time.
+    """A promotion transaction is committed, but was not visible to readers in time.
 
     Attributes:
-        partitions: where they did not.
+        partitions: those where it was not.
     """
 
     def __init__(self, message: str, partitions: Sequence[tuple[str, int]]) -> None:
@@ -69,9 +69,9 @@ class NotVisible(KafkaUnavailable):
 
 
 class Appended(NamedTuple):
-    """Where a batch went: the offset of its first record and the broker's append time.
+    """The offset of a batch's first record, and the broker's append time.
 
-    Either is -1 where the broker did not say; then only reading back tells.
+    Either is -1 if the broker did not return it; then the log must be read back.
     """
 
     base_offset: int
@@ -82,14 +82,14 @@ class Log(Protocol):
     """One partition of the half or operation topic, as its owner writes and reads it."""
 
     batch_bytes_max: int
-    """The largest batch that the topic takes, bytes. Known once the log is open."""
+    """The topic's largest batch, bytes. Known once the log is open."""
 
     async def append(self, records: Sequence[Record]) -> Appended:
         """Append records as one batch: acks=all, idempotent. One call at a time.
 
         Raises:
-            AppendRefused: certainly not stored; the next append may go on.
-            AppendUnknown: may or may not be stored, now or a little later.
+            AppendRefused: not stored; the next append may follow.
+            AppendUnknown: may be stored, now or later.
         """
         ...
 
@@ -109,10 +109,9 @@ class Log(Protocol):
     ) -> AsyncIterator[Sequence[Record]]:
         """Yield the records from offset `start` up to, not including, `end`, in order.
 
-        Offsets that hold none, as other clients' Kafka transactions leave them behind, are told
-        by the next record's `skipped`. Behind the last record there is no next one: once all
-        records are taken, `skipped` is called with such offsets, if any. What neither tells is a
-        hole.
+        Offsets without a record, as other clients' Kafka transactions leave them, are counted in
+        the next record's `skipped`. After the last record, `skipped` is called with such offsets,
+        if any. Any other missing offset is a gap.
 
         Raises:
             LogTruncated: `start` is not kept any more, or the log ends before `end`.
@@ -121,8 +120,9 @@ class Log(Protocol):
         ...
 
     async def pick(self, offsets: Sequence[int]) -> Sequence[Record]:
-        """Return the records at these offsets, in their order; an offset that holds none (any
-        more) is left out. Offsets grow; near ones are fetched together, far ones each by itself.
+        """Return the records at these ascending offsets; those without a record are left out.
+
+        Adjacent offsets are fetched together, distant ones separately.
 
         Raises:
             KafkaUnavailable: Kafka does not answer.
@@ -131,7 +131,7 @@ class Log(Protocol):
 
 
 class TargetRecord(NamedTuple):
-    """A record to be promoted, and where to."""
+    """A record to promote, and its target partition."""
 
     topic: str
     partition: int
@@ -139,7 +139,7 @@ class TargetRecord(NamedTuple):
 
 
 class PromotionTxn(Struct, frozen=True):
-    """What becomes visible together: promoted records, parked copies and progress."""
+    """What becomes visible together: promoted records, parked copies and the checkpoint."""
 
     promoted: tuple[TargetRecord, ...]
     parked: tuple[Record, ...]
@@ -147,15 +147,15 @@ class PromotionTxn(Struct, frozen=True):
 
 
 class PromotionTxnHandle(Protocol):
-    """A turn whose writes the brokers have acknowledged."""
+    """A promotion transaction whose records the brokers have acknowledged."""
 
     offsets: Sequence[int]
-    """The offset of each promoted record, -1 where the broker did not say."""
+    """The offset of each promoted record, -1 if unknown."""
     parked_offsets: Sequence[int]
-    """The offset of each record in the parked topic, -1 where the broker did not say."""
+    """The offset of each record in the parked topic, -1 if unknown."""
 
     async def committed(self) -> None:
-        """Wait until the turn's commit is acknowledged.
+        """Wait until the commit is acknowledged.
 
         Raises:
             Fenced, PromotionTxnLost: claim again; the progress shows whether it was committed.
@@ -163,27 +163,33 @@ class PromotionTxnHandle(Protocol):
         ...
 
     async def visible(self) -> None:
-        """Wait until every `read_committed` reader can see the turn (its LSO has passed it).
+        """Wait until every `read_committed` reader can see it (the LSO has passed it).
 
         Raises:
-            NotVisible: it is not within 60 s.
+            NotVisible: not within 60 s.
             KafkaUnavailable: Kafka does not answer.
         """
         ...
 
 
 class ForeignRecord(NamedTuple):
-    """A record of another client in one of our topics, and how that shows."""
+    """A record of another client in one of our topics, and how it is recognized."""
 
     record: Record
     why: str
 
 
 class Claimed(NamedTuple):
-    """What a claim found: our claim record's append time, the last acknowledged progress, the
-    newest record under each key of the checkpoint topic that belongs to a snapshot, which records
-    operators have decided to pass over, and how many others wrote under our keys, with the newest
-    of these."""
+    """The result of a claim.
+
+    Attributes:
+        timestamp_ms: our claim record's append time.
+        progress: the last acknowledged checkpoint.
+        snapshots: the newest record under each snapshot key of the checkpoint topic.
+        skips: records that operators have decided to skip.
+        foreign: how many records other clients wrote under our keys.
+        set_aside: the newest of these.
+    """
 
     timestamp_ms: int
     progress: Checkpoint | None
@@ -194,7 +200,7 @@ class Claimed(NamedTuple):
 
 
 class PartitionDoor(Protocol):
-    """What the owner of one half partition needs."""
+    """What the owner of one half partition needs of Kafka."""
 
     partition: int
     half: Log
@@ -211,7 +217,7 @@ class PartitionDoor(Protocol):
         ...
 
     async def checkpoint_end(self) -> int:
-        """Return the offset that the next record of the checkpoint topic will get.
+        """Return the next record's offset in the checkpoint topic.
 
         Raises:
             KafkaUnavailable: Kafka does not answer.
@@ -227,28 +233,29 @@ class PartitionDoor(Protocol):
         ...
 
     async def claim(self, claim: Claim) -> Claimed:
-        """Fence every earlier owner, write the claim record, then read the progress.
+        """Fence all earlier owners, write the claim record, then read the newest checkpoint.
 
         Also recovers from `Fenced`, `PromotionTxnLost` and `PromotionTxnRefused`: it creates new
         producers.
 
         Raises:
-            Fenced: another owner claimed at the same time; try again after a random pause.
-            Hanging: a transaction that nobody ends hides the progress.
-            NewerRecord: a newer version wrote the progress.
-            InvariantBroken: the progress does not read, or is lost.
+            Fenced: another owner claimed at the same time; retry after a random pause.
+            Hanging: an open transaction hides the checkpoint.
+            NewerRecord: a newer version wrote the checkpoint.
+            InvariantBroken: the checkpoint is unreadable or lost.
             KafkaUnavailable: Kafka does not answer.
         """
         ...
 
     async def store(self, records: Sequence[Record]) -> None:
-        """Append records of a snapshot to the checkpoint topic, beside the turns and never in
-        their way. One call at a time.
+        """Append records of a snapshot to the checkpoint topic, independently of promotion.
+
+        One call at a time.
 
         Raises:
             AppendRefused: they are too large; nothing was stored.
-            KafkaUnavailable: they may or may not be stored. That does no harm, as a snapshot
-                counts only when it is whole.
+            KafkaUnavailable: they may be stored, which does no harm: only complete snapshots are
+                used.
         """
         ...
 
@@ -256,7 +263,7 @@ class PartitionDoor(Protocol):
         """Yield all records of this partition of the parked topic, `read_committed`, in order.
 
         Raises:
-            Hanging: a transaction that nobody ends hides some of them.
+            Hanging: an open transaction hides some of them.
             KafkaUnavailable: Kafka does not answer.
         """
         ...
@@ -273,31 +280,33 @@ class PartitionDoor(Protocol):
         ...
 
     async def verify_no_open_txn(self, places: Collection[tuple[str, int]]) -> Sequence[Cause]:
-        """Find out whether turns of earlier claims have ended in target partitions, and return why
-        some must not be written now; the others are not `unverified` any more.
+        """Verify that promotion transactions of earlier claims have ended in target partitions.
 
-        A turn that never ended there would be ended together with the next one.
+        Returns:
+            Why some must not be written now; the others are not `unverified` any more.
+
+        One that never ended there would be ended together with the next one.
         """
         ...
 
     async def write(self, turn: PromotionTxn) -> PromotionTxnHandle:
-        """Write one turn; return once its records are acknowledged and the next may be written.
+        """Write one; return when its records are acknowledged and the next may be written.
 
-        Its commit goes on by itself, behind the commit of the turn before it.
+        Its commit continues in the background, after that of the previous one.
 
         Raises:
-            PromotionTxnRefused: a record was refused; the turn is aborted.
+            PromotionTxnRefused: a record was refused; everything is aborted.
             Fenced, PromotionTxnLost: claim again.
         """
         ...
 
     async def close(self) -> None:
-        """Let go of connections; never blocks on a broker that does not answer."""
+        """Close connections; never waits for a broker that does not answer."""
         ...
 
 
 class TargetFacts(Struct, frozen=True):
-    """What a target topic takes: known from metadata and settings, never by trying."""
+    """What a target topic accepts, by its metadata and settings, never by trying."""
 
     partitions: int
     message_bytes_max: int
@@ -306,16 +315,17 @@ class TargetFacts(Struct, frozen=True):
 
 
 class Targets(Protocol):
-    """What is known of target topics. Facts are cached for seconds."""
+    """Facts about target topics, cached for seconds."""
 
     def known(self, topic: str) -> TargetFacts | Cause | None:
-        """Return facts from the cache, or why there are none, or None where it must be asked."""
+        """Return cached facts, or why there are none; None if Kafka must be asked."""
         ...
 
     async def examine(self, topic: str, *, create: bool = False) -> TargetFacts | Cause:
-        """Ask Kafka about a topic (never creating it by accident), and remember the answer.
+        """Ask Kafka about a topic, without auto-creating it, and cache the answer.
 
-        With `create`, a missing topic is created through the admin API.
+        Args:
+            create: create a missing topic through the admin API.
 
         Raises:
             KafkaUnavailable: Kafka does not answer.
@@ -323,7 +333,7 @@ class Targets(Protocol):
         ...
 
     def forget(self, topic: str) -> None:
-        """Drop a topic from the cache, after an error that says that its facts have changed."""
+        """Drop a topic from the cache, after an error that shows that its facts have changed."""
         ...
 
 
@@ -331,39 +341,42 @@ class GroupStore(Protocol):
     """The compacted topic of registered groups: opaque JSON by group name."""
 
     async def load(self, changed: Callable[[str, bytes | None], None]) -> None:
-        """Read all groups, then keep following the topic; `changed` gets each group's JSON or
-        None. Returns once what was there at the start has been read."""
+        """Read all groups, then follow the topic; `changed` gets each group's JSON or None.
+
+        Returns once everything that was there at the start is read.
+        """
         ...
 
     async def put(self, group: str, value: bytes | None) -> None:
-        """Store or, with None, remove a group; returns once it is stored and was `changed`."""
+        """Store a group, or remove it with None; returns after `changed` was called with it."""
         ...
 
 
 class AuditFeed(Protocol):
-    """The compacted topic in which audits tell how they ended: opaque JSON by key."""
+    """The compacted topic of audit results: opaque JSON by key."""
 
     def follow(self, changed: Callable[[str, bytes | None], None]) -> None:
-        """Read the topic and keep following it, beside everything else; `changed` gets each key's
-        newest JSON or None, and must not raise.
+        """Follow the topic in the background.
 
-        Nobody depends on it: a topic that is missing, or may not be read, is waited for, and what
-        cannot be read is passed over.
+        A missing or forbidden topic is retried, and unreadable records are skipped: nothing depends
+        on it.
+
+        Args:
+            changed: gets each key's newest JSON or None, and must not raise.
         """
         ...
 
 
 class Assignment(Struct, frozen=True):
-    """Who owns what in one generation of the proxies' group.
+    """The assignment of half partitions in one generation of the proxies' group.
 
     Attributes:
         mine: the half partitions of this proxy.
-        owners: the URL of each half partition's proxy, "" where none is known.
-        proxies: the URLs of all proxies, this one and those without a partition included.
-        record_version: the newest record version that all of them understand; nobody may write a
-            newer one.
-        peer_urls: by the URL of a proxy, where it takes other proxies' calls if not there.
-        admin_urls: by the URL of a proxy, where it takes operators' calls if not there.
+        owners: the URL of each half partition's proxy, "" if unknown.
+        proxies: the URLs of all proxies, with this one and those without a partition.
+        record_version: the newest record version that all of them read; none may write a newer one.
+        peer_urls: by a proxy's URL, its separate URL for calls of other proxies.
+        admin_urls: by a proxy's URL, its separate URL for operators.
     """
 
     mine: frozenset[int]
@@ -378,22 +391,22 @@ TAKEN = "another process has joined with our instance id"
 
 
 def replaced_by(instance: str, url: str, host: str = "") -> str:
-    """Return what to say where another process has taken our instance id.
+    """Return the error for an instance id that another process has taken.
 
     Args:
         instance: the id.
         url: of the other process.
-        host: from which it connects, where known.
+        host: from which the other process connects, if known.
     """
     where = f"{url}, from host {host}" if host else url
     return (
-        f"{TAKEN}: {instance} is now the proxy at {where}. This one stays out until that one has "
-        "gone: stop one of them, or give it another --instance"
+        f"{TAKEN}: {instance} is now the proxy at {where}. This proxy stays out of the group until "
+        "the other one leaves: stop one of them, or give it another --instance"
     )
 
 
 class Membership(Protocol):
-    """Which half partitions this proxy owns, and who owns the others, by Kafka's group protocol."""
+    """Membership in the proxies' group, which assigns the half partitions."""
 
     async def join(
         self,
@@ -404,13 +417,18 @@ class Membership(Protocol):
         peer_url: str = "",
         admin_url: str = "",
     ) -> None:
-        """Join as the proxy at `url`, which takes other proxies' calls at `peer_url` and
-        operators' at `admin_url`, "" for there too; return when the first assignment is there.
+        """Join the group; return after the first assignment.
 
-        Both are called from the event loop and must return at once: `assigned` in each generation,
-        also where nothing moved; `lost`, with why, when touch with the group is lost: then nobody
-        knows what is ours until `assigned` is called again, so everything is suspended. It is
-        called again when more is known of why. While a rebalance goes on we keep what we have.
+        Args:
+            url: of this proxy.
+            assigned: called in each generation, also if nothing moved.
+            lost: called, with the reason, when contact with the group is lost: ownership is
+                unknown until the next `assigned`, so everything is suspended. Called again when
+                more is known about the reason. During a rebalance we keep our partitions.
+            peer_url: where this proxy takes other proxies' calls, "" for `url`.
+            admin_url: where this proxy takes operators' calls, "" for `url`.
+
+        Both callbacks run in the event loop and must return at once.
 
         Raises:
             ConfigurationError: the group cannot be used.
@@ -418,9 +436,9 @@ class Membership(Protocol):
         ...
 
     async def still_ours(self, partition: int) -> bool:
-        """After a fresh heartbeat in the same generation, say whether `partition` is ours.
+        """Return whether `partition` is still ours, after a new heartbeat in this generation.
 
-        After a no, `assigned` or `lost` tells what is ours from then on.
+        After False, `assigned` or `lost` is called.
 
         Raises:
             KafkaUnavailable: no answer; it may still be ours.
@@ -436,22 +454,22 @@ class Membership(Protocol):
         ...
 
     async def leave(self) -> None:
-        """Leave the group, so that others take over at once."""
+        """Leave the group, so that other proxies take over at once."""
         ...
 
 
 class Door(Protocol):
-    """A Kafka, seen from a proxy."""
+    """Kafka as a proxy uses it."""
 
     partitions: int
-    """How many half partitions there are. Known once started."""
+    """The number of half partitions. Known once started."""
     targets: Targets
     groups: GroupStore
     audit: AuditFeed
     membership: Membership
 
     async def start(self) -> None:
-        """Connect, check or create txbroker's own topics, refuse settings that cannot work.
+        """Connect; check or create txbroker's own topics; refuse settings that cannot work.
 
         Raises:
             KafkaUnavailable: Kafka does not answer.
@@ -460,8 +478,9 @@ class Door(Protocol):
         ...
 
     async def check_topics(self) -> list[str]:
-        """Say in plain words what has happened to txbroker's own topics since `start` that it
-        cannot work with: partitions, settings, a topic deleted or made anew. Empty if all is well.
+        """Return problems of txbroker's own topics since `start`, as sentences.
+
+        These are changed partition counts or settings, and deleted or recreated topics.
 
         Raises:
             KafkaUnavailable: Kafka does not answer.
@@ -469,13 +488,13 @@ class Door(Protocol):
         ...
 
     def brokers(self) -> Sequence[tuple[str, int]]:
-        """Return host and port of each broker, as the newest metadata say; sends nothing."""
+        """Return host and port of each broker by the newest metadata; sends nothing."""
         ...
 
     def partition(self, partition: int) -> PartitionDoor:
-        """Return the door of one half partition; nothing is written before its `claim`."""
+        """Return the door of one half partition; it writes nothing before its `claim`."""
         ...
 
     async def close(self) -> None:
-        """Let go of everything."""
+        """Close everything."""
         ...

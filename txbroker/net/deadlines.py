@@ -1,6 +1,6 @@
-"""What has waited too long, by one timer for all of it.
+"""Deadlines of many equal waits, on one timer.
 
-A timer for each call, as `asyncio.timeout` sets, costs a producer a tenth of its processor time.
+A timer per call, as `asyncio.timeout` sets, costs a producer a tenth of its processor time.
 """
 
 import asyncio
@@ -11,11 +11,11 @@ K = TypeVar("K", bound=Hashable)
 
 
 class Deadlines(Generic[K]):
-    """Waits that each last the same at most, so that the one that began first is due first.
+    """Waits with one maximum duration, so that they are due in the order in which they began.
 
     Args:
-        seconds: how long one lasts at most.
-        overdue: told which one has lasted so long; it counts as ended.
+        seconds: the maximum duration.
+        overdue: called with each wait that reaches it; the wait has ended then.
     """
 
     def __init__(self, seconds: float, overdue: Callable[[K], None]) -> None:
@@ -29,31 +29,31 @@ class Deadlines(Generic[K]):
         return len(self._due)
 
     def begin(self, wait: K) -> None:
-        """A wait begins."""
+        """Begin a wait."""
         self._due[wait] = self._loop.time() + self._seconds
         if self._timer is None:
-            self._timer = self._loop.call_later(self._seconds, self._look)
+            self._timer = self._loop.call_later(self._seconds, self._check)
 
     def end(self, wait: K) -> None:
-        """A wait is over; nothing happens if it was before."""
+        """End a wait; nothing happens if it has ended."""
         self._due.pop(wait, None)
 
     def close(self) -> None:
-        """Nobody is told any more."""
+        """End all waits without calling `overdue`."""
         self._due.clear()
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
 
-    def _look(self) -> None:
-        """Tell of those that are due, and look again when the next one is."""
+    def _check(self) -> None:
+        """End the waits that are due, and set the timer for the next one."""
         self._timer = None
         now = self._loop.time()
         overdue = []
-        # In one pass: the first entry of a dict is the slower to find the more were taken out.
+        # In one pass: finding a dict's first entry gets slower the more were removed.
         for wait, due in self._due.items():
             if due > now:
-                self._timer = self._loop.call_at(due, self._look)
+                self._timer = self._loop.call_at(due, self._check)
                 break
             overdue.append(wait)
         for wait in overdue:

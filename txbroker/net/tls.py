@@ -1,10 +1,10 @@
-"""TLS on both sides: certificates and keys from PEM files, read again when they change.
+"""TLS for servers and clients: certificates and keys from PEM files, reloaded when they change.
 
-Whoever renews certificates replaces the files; here they are looked at before every handshake, so
-the next connection has the new ones and none that is open notices. What does not fit together yet,
-because a file is still being replaced, is passed over: the last good ones hold until then.
+The files are checked before every handshake, so the next connection uses renewed certificates and
+open ones are not affected. While files do not match because one is still being replaced, the last
+valid ones are used.
 
-Nobody's certificate is ever left unchecked, and no private key is ever in a variable of Python's.
+Certificate verification is never off, and private keys are never in Python variables.
 """
 
 import logging
@@ -18,21 +18,21 @@ from txbroker.errors import ConfigurationError
 
 _log = logging.getLogger("txbroker.net.tls")
 
-Told = Callable[[str, str], None]
-"""Is told which files have changed and, where they do not fit together, why the last ones stay."""
+OnReload = Callable[[str, str], None]
+"""Called with the changed files and, if they cannot be used, why; else with ""."""
 
 _Stamp = tuple[tuple[int, int, int, int], ...]
 
 
 class TlsFiles(NamedTuple):
-    """PEM files, with the names by which a user knows them.
+    """PEM files, with their names for the user.
 
     Attributes:
-        ca_file: certificates of the authorities that may have signed the other side's.
-        cert_file: our certificate, with those between it and the authority's behind it.
-        key_file: its private key, without a passphrase; None where it is in `cert_file`.
-        names: what the three are called in sentences.
-        guarded: True where a key that other users of the machine can read is refused.
+        ca_file: authorities that may sign the other side's certificate.
+        cert_file: our certificate, followed by the intermediate ones.
+        key_file: its private key, without a passphrase; None if it is in `cert_file`.
+        names: of the three in error messages.
+        guarded: refuse a key that other users of the machine can read.
     """
 
     ca_file: Path | None = None
@@ -43,14 +43,14 @@ class TlsFiles(NamedTuple):
 
     @property
     def paths(self) -> tuple[Path, ...]:
-        """Those that are given."""
+        """The given files."""
         return tuple(path for path in self[:3] if path is not None)
 
 
 NO_FILES = TlsFiles()
 
 
-def _tell(files: str, why: str) -> None:
+def _log_reload(files: str, why: str) -> None:
     if why:
         _log.warning("%s changed, but the last ones stay: %s", files, why)
     else:
@@ -58,36 +58,36 @@ def _tell(files: str, why: str) -> None:
 
 
 class ServerTls:
-    """What a listening server shows and asks for.
+    """The TLS context of a listening server.
 
     Args:
-        files: `cert_file` is needed. With `ca_file`, clients may show a certificate, which then
-            has to be signed by one of these; whether they must is for the server to say, which
-            `client_certificate` helps with.
-        told: is told when files were read again.
+        files: `cert_file` is required. With `ca_file`, clients may present a certificate, which
+            must then be signed by one of these authorities; the server decides whether they must
+            present one.
+        on_reload: called when files have changed.
 
     Raises:
-        ConfigurationError: a file cannot be read, or they do not fit together.
+        ConfigurationError: a file cannot be read, or they do not match.
     """
 
-    def __init__(self, files: TlsFiles, told: Told = _tell) -> None:
-        self._reread = _Reread(files, _server_context, told)
-        self.context = self._reread.current()
-        # A listening socket keeps its context for good, so each connection takes the current one.
+    def __init__(self, files: TlsFiles, on_reload: OnReload = _log_reload) -> None:
+        self._contexts = _ReloadingContext(files, _server_context, on_reload)
+        self.context = self._contexts.current()
+        # A listening socket never changes its context, so each connection takes the current one.
         self.context.sni_callback = self._choose
 
     def _choose(
         self, connection: ssl.SSLSocket | ssl.SSLObject, _name: str | None, _: ssl.SSLContext
     ) -> None:
-        connection.context = self._reread.current()
+        connection.context = self._contexts.current()
 
 
-class _SaysWhy(ssl.SSLObject):
-    """A server's side of a connection that tells a client why its certificate is refused.
+class _AlertingSSLObject(ssl.SSLObject):
+    """A server connection that sends the alert when it refuses a client's certificate.
 
-    Event loops end a connection whose handshake fails before the alert has left, so the client
-    would see a connection that breaks for no reason. They do send what is there when the handshake
-    waits for the other side: so it waits for the client, who ends the connection, having read.
+    Event loops close a connection whose handshake fails before the alert is sent, so the client
+    would see an unexplained break. They flush output while the handshake waits for the peer: so it
+    waits for the client, which reads the alert and closes.
     """
 
     _refused: ssl.SSLCertVerificationError | None = None
@@ -103,44 +103,46 @@ class _SaysWhy(ssl.SSLObject):
 
 
 class ClientTls:
-    """Whom a client trusts, and what it shows.
+    """The TLS context of a client.
 
     Args:
-        files: without `ca_file` the system's authorities are trusted, with it those in it alone.
-        told: is told when files were read again.
+        files: without `ca_file` the system's authorities are trusted, with it only those in it.
+        on_reload: called when files have changed.
 
     Raises:
-        ConfigurationError: a file cannot be read, or they do not fit together.
+        ConfigurationError: a file cannot be read, or they do not match.
     """
 
-    def __init__(self, files: TlsFiles = NO_FILES, told: Told = _tell) -> None:
+    def __init__(self, files: TlsFiles = NO_FILES, on_reload: OnReload = _log_reload) -> None:
         self._files = files
-        self._told = told
-        # The system's authorities take a while to read, and without files none may be needed.
-        self._reread = _Reread(files, _client_context, told) if files.paths else None
+        self._on_reload = on_reload
+        # Loading the system's authorities is slow, and without files they may never be needed.
+        self._contexts = (
+            _ReloadingContext(files, _client_context, on_reload) if files.paths else None
+        )
 
     def context(self) -> ssl.SSLContext:
         """Return the context for a new connection."""
-        if self._reread is None:
-            self._reread = _Reread(self._files, _client_context, self._told)
-        return self._reread.current()
+        if self._contexts is None:
+            self._contexts = _ReloadingContext(self._files, _client_context, self._on_reload)
+        return self._contexts.current()
 
 
-class _Reread:
-    """A context that is made anew when one of its files has changed."""
+class _ReloadingContext:
+    """A context that is rebuilt when one of its files has changed."""
 
     def __init__(
-        self, files: TlsFiles, make: Callable[[TlsFiles], ssl.SSLContext], told: Told
+        self, files: TlsFiles, make: Callable[[TlsFiles], ssl.SSLContext], on_reload: OnReload
     ) -> None:
         self._files = files
         self._make = make
-        self._told = told
-        # Looked at before it is read: what changes in between is seen as a change next time.
+        self._on_reload = on_reload
+        # Before reading: a change in between is noticed next time.
         self._stamp = _stamp(files.paths)
         self._context = make(files)
 
     def current(self) -> ssl.SSLContext:
-        """Return the context of the newest files that fit together."""
+        """Return the context of the newest valid files."""
         stamp = _stamp(self._files.paths)
         if stamp is None or stamp == self._stamp:
             return self._context
@@ -150,22 +152,20 @@ class _Reread:
             self._context = self._make(self._files)
         except ConfigurationError as error:
             why = str(error)
-        self._told(", ".join(map(str, self._files.paths)), why)
+        self._on_reload(", ".join(map(str, self._files.paths)), why)
         return self._context
 
 
 def _stamp(paths: Sequence[Path]) -> _Stamp | None:
-    """Return what tells one version of the files from another, None where one is missing."""
+    """Return a stamp of this version of the files; None if one is missing."""
     try:
-        found = [path.stat() for path in paths]
+        stats = [path.stat() for path in paths]
     except OSError:
         return None
-    return tuple(
-        (status.st_mtime_ns, status.st_size, status.st_ino, status.st_mode) for status in found
-    )
+    return tuple((stat.st_mtime_ns, stat.st_size, stat.st_ino, stat.st_mode) for stat in stats)
 
 
-# --- making them -----------------------------------------------------------------------------
+# --- contexts --------------------------------------------------------------------------------
 
 
 def _server_context(files: TlsFiles) -> ssl.SSLContext:
@@ -175,10 +175,10 @@ def _server_context(files: TlsFiles) -> ssl.SSLContext:
     if files.ca_file is not None:
         _load_authorities(context, files.ca_file, files.names[0])
         context.verify_mode = ssl.CERT_OPTIONAL
-        # A resumed session is not checked again, so it would outlive its authority.
+        # A resumed session is not verified again, so it would outlive its authority.
         context.options |= ssl.OP_NO_TICKET
         context.num_tickets = 0
-        context.sslobject_class = _SaysWhy
+        context.sslobject_class = _AlertingSSLObject
     return context
 
 
@@ -206,14 +206,14 @@ def _load_own(context: ssl.SSLContext, files: TlsFiles) -> None:
     _, cert_name, key_name = files.names
     cert, key = files.cert_file, files.key_file
     if cert is None:
-        raise ConfigurationError(f"{key_name} needs {cert_name}")
+        raise ConfigurationError(f"{key_name} needs {cert_name}: set both")
     _read(cert, cert_name)
     if key is not None:
         _read(key, key_name)
     shown = f"{cert_name} {cert}" if key is None else f"{key_name} {key}"
 
     def passphrase() -> str:
-        raise ConfigurationError(f"{shown} holds a key with a passphrase: give one without")
+        raise ConfigurationError(f"{shown} holds a key with a passphrase: use one without")
 
     try:
         context.load_cert_chain(cert, key, passphrase)
@@ -230,7 +230,7 @@ def _load_own(context: ssl.SSLContext, files: TlsFiles) -> None:
 
 
 def _read(path: Path, name: str) -> None:
-    """Refuse a file that cannot be read; OpenSSL does not say which one that was."""
+    """Refuse an unreadable file by name; OpenSSL does not report which one it was."""
     try:
         with path.open("rb") as file:
             file.read(1)
@@ -238,7 +238,7 @@ def _read(path: Path, name: str) -> None:
         raise ConfigurationError(f"{name} {path}: {error.strerror}") from None
 
 
-# --- what went wrong, in words ---------------------------------------------------------------
+# --- error messages --------------------------------------------------------------------------
 
 _BY_VERIFY_CODE = {
     9: "its certificate is not valid yet: compare the clocks",
@@ -259,15 +259,15 @@ _BY_REASON = (
 
 
 def tls_trouble(error: BaseException | None, ca_name: str = "ca_file") -> str | None:
-    """Return in words why TLS did not come about, None where that is not what went wrong.
+    """Return why TLS failed, in words; None if the error has another cause.
 
     Args:
-        ca_name: what the file of the trusted authorities is called.
+        ca_name: the name of the option or setting for trusted authorities.
     """
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))
-        # aiohttp keeps what it was under names of its own, in errors that pass for ssl's.
+        # aiohttp wraps the original in its attributes, in errors that look like ssl's.
         inner = getattr(error, "certificate_error", None) or getattr(error, "os_error", None)
         if isinstance(inner, BaseException):
             error = inner
@@ -281,13 +281,13 @@ def tls_trouble(error: BaseException | None, ca_name: str = "ca_file") -> str | 
 
 
 def _distrust(error: ssl.SSLCertVerificationError, ca_name: str) -> str:
-    code, said = error.verify_code, error.verify_message
+    code, message = error.verify_code, error.verify_message
     if code in _BY_VERIFY_CODE:
         return _BY_VERIFY_CODE[code]
     if code in _NAMES_DIFFER:
-        wanted = said.partition("not valid for ")[2].rstrip(".")
-        return f"its certificate is for another host name{f' than {wanted}' if wanted else ''}"
-    return f"its certificate is not trusted ({said}): name its authority's with {ca_name}"
+        host = message.partition("not valid for ")[2].rstrip(".")
+        return f"its certificate is for another host name{f' than {host}' if host else ''}"
+    return f"its certificate is not trusted ({message}): name its authority's with {ca_name}"
 
 
 def _refusal(error: ssl.SSLError) -> str:
