@@ -1,4 +1,4 @@
-"""A test that lacks something is left out by name; where CI says so, it fails."""
+"""A test without its program is skipped by name; in CI it fails."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ MISSING = "no-such-program is missing: `make tools` installs it"
 
 
 def run(folder: Path, ci: str, *, root: bool) -> tuple[int, str]:
-    """Run tests beside our conftest.py; return pytest's exit code and what it said."""
+    """Run tests beside our conftest.py; return pytest's exit code and output."""
     conftest = Path(__file__).with_name("conftest.py").read_text()
     user = f"import os\nos.geteuid = lambda: {0 if root else 1000}\n"
     (folder / "conftest.py").write_text(f"{conftest}\n\n{user}")
@@ -42,24 +42,24 @@ def run(folder: Path, ci: str, *, root: bool) -> tuple[int, str]:
     return done.returncode, done.stdout
 
 
-def test_what_is_missing_leaves_tests_out_by_name(tmp_path: Path) -> None:
-    code, said = run(tmp_path, "", root=False)
-    assert (code, "1 passed, 2 skipped" in said) == (0, True), said
-    left_out = said.partition(f"left out, as {MISSING}")[2]
+def test_missing_programs_skip_tests_by_name(tmp_path: Path) -> None:
+    code, output = run(tmp_path, "", root=False)
+    assert (code, "1 passed, 2 skipped" in output) == (0, True), output
+    left_out = output.partition(f"left out, as {MISSING}")[2]
     program, title, root = left_out.partition("left out, as the rights of root are missing")
-    assert title, said
+    assert title, output
     assert "test_some.py::test_of_a_program_that_is_missing" in program
     assert "test_some.py::test_of_root" in root
-    assert "test_of_a_program_that_is_there" not in said
+    assert "test_of_a_program_that_is_there" not in output
 
 
-def test_nothing_is_left_out_where_ci_says_so(tmp_path: Path) -> None:
-    code, said = run(tmp_path, "true", root=False)
-    assert (code, "1 passed, 2 errors" in said) == (pytest.ExitCode.TESTS_FAILED, True), said
-    assert MISSING in said
-    assert "the rights of root are missing" in said
+def test_missing_programs_fail_in_ci(tmp_path: Path) -> None:
+    code, output = run(tmp_path, "true", root=False)
+    assert (code, "1 passed, 2 errors" in output) == (pytest.ExitCode.TESTS_FAILED, True), output
+    assert MISSING in output
+    assert "the rights of root are missing" in output
 
 
 def test_root_may_do_what_root_may(tmp_path: Path) -> None:
-    code, said = run(tmp_path, "", root=True)
-    assert (code, "2 passed, 1 skipped" in said) == (0, True), said
+    code, output = run(tmp_path, "", root=True)
+    assert (code, "2 passed, 1 skipped" in output) == (0, True), output

@@ -1,4 +1,4 @@
-"""What the docs name is there, commands and metrics and settings; and what is there, they name."""
+"""The docs name existing commands, metrics, settings and functions, and name all of them."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ WRITTEN = [page for page in PAGES if page != DOCS / "reference/cli.md"]
 STANDS_FOR = {"KAFKA": "kafka:9092", "PROXY": "http://proxy:8470", "ID": "0" * 26, "$n": "1"}
 # In the walks, beside functions.
 CONSTANTS = {"HAND_OUT_MAX"}
-# Left out of a call: what a shell reads, and an ellipsis.
+# Left out of a call: shell syntax, and an ellipsis.
 AFTER_CALL = {"|", "||", "&", "&&", ";", ">", ">>", "<", "…", "..."}
 
 
@@ -54,7 +54,7 @@ def blocks(text: str) -> Iterator[str]:
 def calls_in(text: str) -> list[str]:
     """Return the calls of txbroker in a page, those in blocks and those within sentences.
 
-    Where a block shows a session, only what stands behind a prompt was typed.
+    Where a block shows a session, only text after a prompt was typed.
     """
     found = []
     for block in blocks(text):
@@ -66,7 +66,7 @@ def calls_in(text: str) -> list[str]:
 
 
 def words_of(call: str) -> list[str]:
-    """Return the words of a call behind `txbroker`, without what a shell does with them."""
+    """Return the words of a call after `txbroker`, without shell syntax."""
     lexer = shlex.shlex(call, posix=True, punctuation_chars=True)
     lexer.whitespace_split = True
     words = []
@@ -101,7 +101,7 @@ txbroker proxy --kafka a:1 \\
 
 
 def is_name(words: list[str]) -> bool:
-    """Say whether these words only name a command or a group of commands, to speak of it."""
+    """Return whether these words only name a command or a group of commands."""
     command: click.Command = cli
     for word in words:
         child = command.get_command(click.Context(command), word) if is_group(command) else None
@@ -236,7 +236,7 @@ def codes_of_causes() -> set[str]:
 def test_causes_of_refusal_and_delay_have_advice() -> None:
     codes = codes_of_causes()
     assert {"unknown_topic", "too_large", "body_lost", "no_leader"} <= codes
-    # Of one turn to the next, within moments; nobody gets to see them for longer.
+    # They last for moments only, from one promotion transaction to the next.
     codes -= {"unexamined", "turn_full"}
     text = "".join(
         (DOCS / "runbooks" / f"{name}.md").read_text()
@@ -295,11 +295,11 @@ def test_files_named_in_design_exist() -> None:
 
 def test_drawing_of_owner_shows_its_parts() -> None:
     tree = ast.parse((ROOT / "txbroker/proxy/partition/owner.py").read_text())
-    told = ast.get_docstring(tree) or ""
-    drawing = "\n".join(line for line in told.splitlines() if line.startswith("    "))
+    text = ast.get_docstring(tree) or ""
+    drawing = "\n".join(line for line in text.splitlines() if line.startswith("    "))
     drawn = set(re.findall(r"\b[A-Z][A-Za-z]+(?:\._?[a-z]+)?\b", drawing))
     assert sorted(drawn - names_in("txbroker/**/*.py", "checkers/*.py")) == []
-    # What the parts share, and what they say of time.
+    # Shared by the parts, and their clocks.
     shared = ("clock", "context", "pace", "visible")
     imported = {
         name.name
@@ -311,7 +311,7 @@ def test_drawing_of_owner_shows_its_parts() -> None:
     called = {getattr(one.func, "id", "") for one in ast.walk(tree) if isinstance(one, ast.Call)}
     parts = {name for name in imported & called if name[0].isupper()}
     assert len(parts) > 7
-    assert sorted(part for part in parts if not re.search(rf"\b{part}\b", told)) == []
+    assert sorted(part for part in parts if not re.search(rf"\b{part}\b", text)) == []
 
 
 # --- values ----------------------------------------------------------------------------------
@@ -326,7 +326,7 @@ ABOUT_BATCHING = (
 
 
 def batching_rows() -> list[tuple[str, str, str, str]]:
-    """Return name, file, value and what is said of each row of the page on batching."""
+    """Return name, file, value and measurement of each row of the page on batching."""
     page = (DOCS / "reference/batching.md").read_text()
     rows = [line.strip("|").split(" | ") for line in page.splitlines() if line.startswith("| `")]
     return [
@@ -353,12 +353,12 @@ def test_batching_constants_match_page() -> None:
         number, _, unit = value.partition(" ")
         shown, actual = float(number.replace(",", "")) * UNITS[unit], default_of(name, path)
         if shown != pytest.approx(actual) or not measured:
-            faults.append(f"{path} {name}: {actual}, the page says {value}, {measured!r}")
+            faults.append(f"{path} {name}: {actual}, {value} on the page, {measured!r}")
     assert faults == []
 
 
 def test_batching_page_lists_all_constants() -> None:
-    told = {(name, path) for name, path, _, _ in batching_rows()}
+    listed = {(name, path) for name, path, _, _ in batching_rows()}
     there = {
         (target.id, path)
         for path in ABOUT_BATCHING
@@ -367,8 +367,8 @@ def test_batching_page_lists_all_constants() -> None:
         for target in node.targets
         if isinstance(target, ast.Name) and re.fullmatch(r"[A-Z][A-Z_]+", target.id)
     }
-    assert there - told == set()
-    assert len(told) > len(there) > len(ABOUT_BATCHING)
+    assert there - listed == set()
+    assert len(listed) > len(there) > len(ABOUT_BATCHING)
 
 
 # --- pages -----------------------------------------------------------------------------------

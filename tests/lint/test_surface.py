@@ -1,6 +1,6 @@
-"""The public surface is that of `surface.txt`: what others call, configure, read or store.
+"""The public surface is that of `surface.txt`: commands, settings, HTTP, SDK, stored formats.
 
-A difference is a change for users: name it in CHANGELOG.md with what they have to do, then renew
+A difference is a change for users: add it to CHANGELOG.md with a migration line, then renew
 the file with `make docs`.
 """
 
@@ -63,7 +63,7 @@ def settings() -> Iterator[str]:
 
 
 def http() -> Iterator[str]:
-    """Yield each operation with the schemas of what it takes and answers."""
+    """Yield each operation with the schemas of its request and answers."""
     page = describe(operations())
     schemas = page["components"]["schemas"]
     for path, methods in sorted(page["paths"].items()):

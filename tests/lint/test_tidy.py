@@ -1,4 +1,4 @@
-"""What no linter knows: who may import what, sizes, forbidden words, links of the docs."""
+"""Rules no linter has: imports between rooms, unfinished work, tools, links of the docs."""
 
 import ast
 import configparser
@@ -55,7 +55,7 @@ MODULES = {module_of(path): path for path in PACKAGE}
 
 
 def imports(path: Path) -> Iterator[str]:
-    """Yield the modules that a file imports, at whatever depth; `from a import b` as `a.b` too."""
+    """Yield the modules that a file imports, at any depth; `from a import b` as `a.b` too."""
     package = module_of(path) if path.name == "__init__.py" else module_of(path).rpartition(".")[0]
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
@@ -147,7 +147,7 @@ def test_rooms_of_picture_are_described() -> None:
     assert rooms - set(lines.values()) == set()
 
 
-# What pydantic-settings brings; and what is used only where it was installed.
+# A dependency of pydantic-settings, and an optional one.
 UNDECLARED = frozenset({"pydantic", "opentelemetry"})
 
 
@@ -190,7 +190,7 @@ def test_type_checker_sees_every_file() -> None:
 
 
 def test_coverage_sees_every_file() -> None:
-    """Where a folder is not among its sources it says nothing of that, and reports fewer files."""
+    """Coverage silently skips folders that are not among its sources."""
     code = """
 import coverage
 measuring = coverage.Coverage(data_file=None)
