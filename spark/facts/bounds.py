@@ -14,47 +14,48 @@ from txbroker.spark.schema import TopicRead
 def read_on(
     now: TopicEnds, before: TopicRead | None, counted_from: TopicRead | None = None
 ) -> TopicRead:
-    """Return how a topic is read: all of it, or from where it was read before.
+    """Return the bounds of a topic: from its start, or from the end of an earlier read.
 
     Args:
-        before: how it was read by the run that this one goes on from.
-        counted_from: how it was read last, where it is read from its start again: what retention
-            took is counted from there on.
+        before: the bounds in the run that this one continues.
+        counted_from: the last run's bounds, where this run reads the topic from its start: records
+            that retention removed are counted from there.
 
     Raises:
-        AuditError: it is not the topic that was read before.
+        AuditError: the topic was recreated or truncated since.
     """
     was = () if before is None else before.ends
     if not _is_same(now, before):
         raise AuditError(
-            f"topic {now.topic} is another one than was read before: it was made anew, or this is "
-            "another Kafka. Run a full audit"
+            f"topic {now.topic} is not the topic that the last run read: it was recreated, or this "
+            "is another Kafka cluster. Run a full audit (--full)"
         )
     if len(now.ends) < len(was) or any(end < old for end, old in zip(now.ends, was, strict=False)):
         raise AuditError(
-            f"topic {now.topic} ends before it was read up to: it was truncated. Run a full audit"
+            f"topic {now.topic} ends before the offset that the last run reached: it was truncated. "
+            "Run a full audit (--full)"
         )
-    wanted = (*was, *[0] * (len(now.ends) - len(was)))
-    begins = tuple(max(start, old) for start, old in zip(now.starts, wanted, strict=True))
+    positions = (*was, *[0] * (len(now.ends) - len(was)))
+    begins = tuple(max(start, old) for start, old in zip(now.starts, positions, strict=True))
     last = counted_from if before is None else before
     taken = _taken(begins, last if _is_same(now, last) else None)
-    # Retention may have taken what was below the last stable offset in the meantime.
+    # Retention may have moved the start beyond the last stable offset read before.
     ends = tuple(max(begin, end) for begin, end in zip(begins, now.ends, strict=True))
-    told = now.compacted, now.open, now.kept_ms, now.id
-    return TopicRead(now.topic, now.starts, begins, ends, taken, *told)
+    facts = now.compacted, now.open, now.kept_ms, now.id
+    return TopicRead(now.topic, now.starts, begins, ends, taken, *facts)
 
 
 def _is_same(now: TopicEnds, last: TopicRead | None) -> bool:
-    """Say whether a topic may be the one that was read last, as far as it matters: earlier versions
-    kept no ids, and of one that had held nothing any other will do."""
+    """Return whether a topic may be the one last read: earlier versions stored no ids, and a topic
+    that held nothing may be replaced by any other."""
     return last is None or last.id in ("", now.id) or not any(last.ends)
 
 
 def _taken(begins: Sequence[int], last: TopicRead | None) -> int:
-    """Return how many offsets retention took since the last run, and before this one.
+    """Return how many offsets retention removed between the last run and this one.
 
-    A topic may be older than the first run that reads it, or than its first half message: where it
-    begins then tells nothing of what it held.
+    A topic may be older than the first run that reads it, or than its first half message: its first
+    offset then proves no loss.
     """
     if last is None or not last.ends:
         return 0
@@ -68,45 +69,47 @@ def read_target(
     before: TopicRead | None,
     counted_from: TopicRead | None = None,
 ) -> TopicRead:
-    """Return how a target is read: as `read_on` says, or why it is not read.
+    """Return the bounds of a target as `read_on` does, or why it is not read.
 
     Args:
-        topic: as a half message names it.
-        now: what of it can be read; None: it does not exist.
+        topic: the name in a half message.
+        now: the topic's current ends; None: it does not exist.
         before: as in `read_on`.
         counted_from: as in `read_on`.
 
     Raises:
-        AuditError: it is not the topic that was read before.
+        AuditError: the topic was recreated or truncated since.
     """
     why = (now.unread if now else "") if can_be_topic(topic) else "no topic can have this name"
     if why:
-        # The next run that may read it goes on from where the last one has.
+        # The next run with the right to read it continues from the last one.
         was = gone(topic) if before is None else before
         return msgspec.structs.replace(was, begins=was.ends, taken=0, open=(), unread=why)
     return gone(topic) if now is None else read_on(now, before, counted_from)
 
 
 def gone(topic: str) -> TopicRead:
-    """Return how a topic is read that exists no more: nothing can be said about what it held."""
+    """Return the bounds of a topic that does not exist: its former contents are unknown."""
     return TopicRead(topic, (), (), ())
 
 
 def to_end(read: TopicRead, now: TopicEnds) -> TopicRead:
-    """Return a read that goes on to where the topic ends now.
+    """Extend a read to the topic's current end.
 
     Raises:
-        AuditError: the topic is not the same any more.
+        AuditError: partitions were added to the topic.
     """
     if len(now.ends) != len(read.ends):
-        raise AuditError(f"topic {read.topic} was given other partitions meanwhile: run again")
+        raise AuditError(
+            f"partitions were added to topic {read.topic} during the run: run the audit again"
+        )
     ends = tuple(max(old, end) for old, end in zip(read.ends, now.ends, strict=True))
     return msgspec.structs.replace(read, ends=ends)
 
 
 def held(reads: Iterable[TopicRead], now: Mapping[str, TopicEnds]) -> tuple[str, ...]:
-    """Return the partitions, as `topic-0`, that ended in an open transaction and still do at the
-    same place, as no proxy's turn does that goes well."""
+    """Return the partitions, as `topic-0`, that end in the same open transaction as when they were
+    read; a successful promotion never stays open that long."""
     return tuple(
         f"{read.topic}-{partition}"
         for read in reads

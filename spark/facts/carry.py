@@ -1,8 +1,6 @@
-"""What a run leaves to the next one: how far it read, and the facts of all that is not finished.
-
-A chain is a full run and the incremental ones after it. Each carries what the next has to look at
-again; the facts of all others stay where they are, for `history`.
-"""
+"""State that a run leaves to the next one: how far it read, and the facts of open transactions.
+ A chain is a full run and the incremental runs after it. Each carries the facts that the next run
+has to judge again; all others stay in their files, for `history`."""
 
 from collections.abc import Sequence
 from functools import reduce
@@ -25,15 +23,15 @@ _CHAIN = "chain.json"
 
 
 class Chain(Struct, frozen=True):
-    """Where the next run goes on.
+    """Where the next run continues.
 
     Attributes:
         names: the installation's topics.
-        cut: how far the last run read.
-        horizon: what retention had left when the chain began, or took between its runs.
+        cut: the last run's snapshot bounds.
+        horizon: what retention had left when the chain began, or removed between its runs.
         runs: the chain's runs; their facts may be looked up.
-        carried: how many transactions are carried.
-        keys: whether half messages with a `dedup_key` are.
+        carried: number of carried transactions.
+        keys: whether half messages with a `dedup_key` are carried.
     """
 
     names: TopicNames
@@ -46,12 +44,12 @@ class Chain(Struct, frozen=True):
 
 
 class CarriedState(Struct, frozen=True):
-    """What a run has left, as the next one reads it.
+    """The state that a run left, as the next one reads it.
 
     Attributes:
-        chain: where to go on.
-        facts: of all that was not finished.
-        ids: of these; column `id`.
+        chain: where to continue.
+        facts: facts of open transactions.
+        ids: their ids; column `id`.
         keys: half messages whose `dedup_key` may void later ones; None where there are none.
     """
 
@@ -62,17 +60,17 @@ class CarriedState(Struct, frozen=True):
 
 
 def read_carried(spark: SparkSession, folders: Folders, run: str) -> CarriedState:
-    """Read what a run has left.
+    """Read the state that a run left.
 
     Raises:
-        ConfigurationError: it is not there, or another version wrote it.
+        ConfigurationError: it is missing, or another version wrote it.
     """
     folder = folders.carry(run)
     written = read_bytes(spark, f"{folder}/{_CHAIN}")
     if written is None:
         raise ConfigurationError(
-            f"what the last run ({run}) left for this one is not in {folder}: name the output "
-            "folder of that run, or run a full audit"
+            f"the state that the last run ({run}) left is not in {folder}: name that run's output "
+            "folder with --out, or run a full audit (--full)"
         )
     try:
         chain = msgspec.json.decode(written, type=Chain)
@@ -80,7 +78,7 @@ def read_carried(spark: SparkSession, folders: Folders, run: str) -> CarriedStat
         chain = None
     if chain is None or chain.version != CHAIN_VERSION:
         raise ConfigurationError(
-            f"another version of txbroker wrote {folder}/{_CHAIN}: run a full audit"
+            f"another version of txbroker wrote {folder}/{_CHAIN}: run a full audit (--full)"
         )
     if chain.carried:
         facts = Facts(*(read_facts(spark, name, [f"{folder}/{name}"]) for name in TABLES))
@@ -101,7 +99,7 @@ def write_carried(
     verdicts: DataFrame,
     keys: DataFrame | None,
 ) -> None:
-    """Write what the next run needs. `verdicts`: of this run; those with `carry` go on."""
+    """Write the state for the next run. `verdicts`: of this run; those with `carry` are carried."""
     folder = folders.carry(run)
     if chain.carried:
         verdicts.where("carry").select("id").write.parquet(f"{folder}/ids")
@@ -109,9 +107,9 @@ def write_carried(
         id_ms = id_time_ms(F.col("id"))
         ends = ids.agg(F.min(id_ms), F.max(id_ms)).first()
         assert ends is not None
-        of_their_time = F.col("id_ms").between(*ends)
-        going_on = Facts(*(table.where(of_their_time) for table in facts)).of(ids)
-        for name, table in zip(TABLES, going_on, strict=True):
+        in_time_span = F.col("id_ms").between(*ends)
+        open_facts = Facts(*(table.where(in_time_span) for table in facts)).of(ids)
+        for name, table in zip(TABLES, open_facts, strict=True):
             table.write.parquet(f"{folder}/{name}")
     if chain.keys and keys is not None:
         keys.write.parquet(f"{folder}/keys")
@@ -124,10 +122,10 @@ def keys_in_window(
     """Return half messages with a `dedup_key` that may still void a later one.
 
     Args:
-        half: rows of the half topic that this run has read.
-        before: what this came to in the last run, or None.
+        half: half facts of this run.
+        before: the last run's result, or None.
         clock_ms: the half topic's log clock at the end of this run, by partition.
-        dedup_window_ms: how long a key is remembered on it.
+        dedup_window_ms: how long a key is held.
     """
     keyed = whole_with_key(half)
     if before is not None:

@@ -1,12 +1,12 @@
-"""Reading the topics: from the cut to narrow tables in Parquet.
+"""Extract facts: read the topics within their snapshot bounds into narrow Parquet tables.
 
-The order is what makes the audit right while the proxies go on working. The operation topic's end
-is asked for first, so whatever was decided below it has its half message below half's end, which
-is asked for next; promoted records are looked for after that. In the end both logs are read on to
-where they end by then, so that what was seen in a target has its marker and its half message.
+The order of reads makes the audit right while the proxies go on working. The operation topic's end
+is asked for first, so every marker below it has its half message below half's end, which is asked
+for next; promoted records are read after that. Finally both logs are read on to their ends, so
+that every message seen in a target has its marker and its half message.
 
-Each topic is read once. Rows are written as they come and are hardly ever written again: only where
-the survey of a table finds what a single record cannot tell.
+Each topic is read once. Rows are written as they arrive, and rewritten only where the survey of a
+table finds a fault that no single record shows.
 """
 
 import re
@@ -36,7 +36,7 @@ from txbroker.spark.session import setting, spread
 
 _V1_SOURCES = "spark.sql.sources.useV1SourceList"
 _RECORDS_MIN, _RECORDS_MAX = 10_000, 500_000
-"""A task reads no less, if all cores have work, and no more."""
+"""Bounds of a task's records; the lower one holds if all cores have work."""
 _BROADCAST_ROWS_MAX = 500_000
 _FETCH_BYTES = 8 << 20
 _CODEC = {"compression": "zstd", "parquet.compression.codec.zstd.level": "1"}
@@ -46,11 +46,11 @@ KAFKA = """
     key binary, value binary, topic string, partition int, offset bigint, at_ms bigint,
     timestampType int, headers array<struct<key: string, value: binary>>
 """
-"""A record of the Kafka source, its timestamp as Kafka has it."""
+"""A record of the Kafka source, with Kafka's timestamp."""
 
 
 class Extract(Struct, frozen=True):
-    """What was read: tables as `txbroker.spark.schema` describes them, and from where to where."""
+    """Extracted tables, as `txbroker.spark.schema` describes them, and their snapshot bounds."""
 
     half: DataFrame
     op: DataFrame
@@ -73,16 +73,16 @@ def extract(
     """Read all topics and write their facts into `folder`.
 
     Args:
-        folder: any path or URI that Hadoop knows; nothing is in it yet. Each table lies in a folder
-            of its own name.
-        before: how far an earlier run has read; None reads everything.
-        keys_before: rows of the half table of earlier runs that hold a `dedup_key` within the dedup
-            window before `before`.
-        counted_from: how far the last run read, where this one reads everything again: what
-            retention took is counted from there on.
+        folder: an empty folder, a path or URI that Hadoop knows. Each table gets a subfolder.
+        before: bounds of the run that this one continues; None reads everything.
+        keys_before: half facts of earlier runs that hold a `dedup_key` within the dedup window
+            before `before`.
+        counted_from: bounds of the last run, where this one reads everything again: records that
+            retention removed are counted from there.
 
     Raises:
-        AuditError: a topic is missing, Kafka does not answer, or retention took what was read.
+        AuditError: a topic is missing, Kafka does not answer, or retention removed records in
+            between.
         ConfigurationError: no right to a topic.
     """
     return _Extraction(spark, access, names, terms, folder, before, counted_from).run(keys_before)
@@ -113,14 +113,14 @@ class _Extraction:
 
         targets = self._target_reads(half_clock)
         asked_ms = self._terms.now_ms + round((time.monotonic() - began_s) * 1000)
-        # After the targets' ends: what is promoted from there in between is settled, not refused
-        # and visible.
+        # After the targets' ends: a refused transaction that is promoted in between is settled, not
+        # refused and visible.
         parked = self._read_on(self._access.own_ends(names.parked))
         self._write("parked", parked_facts, (parked,))
         self._write("visible", lambda records: visible_facts(records, names.prefix), targets)
 
         op_now = self._access.own_ends(names.op)
-        # What retention has taken of it meanwhile is not there to be read.
+        # Records that retention removed in the meantime cannot be read.
         op = self._read_on(msgspec.structs.replace(op_early, starts=op_now.starts))
         op = to_end(op, op_now)
         whole_half = to_end(half, self._access.own_ends(names.half))
@@ -156,34 +156,36 @@ class _Extraction:
         return Extract(**tables, broken=self._table("broken"), cut=cut)
 
     def _target_reads(self, half_clock: LogClock) -> tuple[TopicRead, ...]:
-        """Return how the targets are read: those that half messages name, and those of before."""
+        """Return the bounds of the targets: those that half messages name, and those of
+        earlier runs."""
         topics = self._named(half_clock)
         if self._before is not None:
             topics |= {target.topic for target in self._before.targets}
             topics |= set(self._before.named_late)
-        found = self._access.ends(topics)
+        ends = self._access.ends(topics)
         was, counted_from = self._was, self._counted_from
         return tuple(
-            read_target(topic, found.get(topic), was.get(topic), counted_from.get(topic))
+            read_target(topic, ends.get(topic), was.get(topic), counted_from.get(topic))
             for topic in sorted(topics)
         )
 
     def _held(self, targets: Sequence[TopicRead]) -> tuple[str, ...]:
-        """Return the partitions of targets that have ended in an open transaction all the time."""
-        ended_so = [target for target in targets if target.open]
-        if not ended_so:
+        """Return the target partitions that end in the same open transaction since they were
+        read."""
+        ending_open = [target for target in targets if target.open]
+        if not ending_open:
             return ()
-        return held(ended_so, self._access.ends(target.topic for target in ended_so))
+        return held(ending_open, self._access.ends(target.topic for target in ending_open))
 
     def _named(self, clock: LogClock, which: str = "true") -> set[str]:
-        """Return the targets that half messages name: all of those read by now, or some.
+        """Return the targets that half messages name, in all rows or in a selection.
 
-        Void ones do not count: anybody who may write to the half topic can name anything in them.
-        Which of them are void by their `dedup_key` is not known yet.
+        Void half messages do not count: any producer with access to the half topic can name
+        anything in them. Those that are void by their `dedup_key` are not known yet.
         """
         rows = self._raw("half")
         with _in_words():
-            # Where append times go back, the log clock may still bring it within the window.
+            # Where append times go back, the log clock may still place a row within the window.
             if not rows.where("why IS NULL AND void = 'expired' AND clock_ms < id_ms").isEmpty():
                 surveyed = survey(rows, clock)
                 if surveyed.goes_back:
@@ -204,7 +206,7 @@ class _Extraction:
         self._write("half", facts, (read,))
 
     def _void(self) -> Column:
-        """Return why a half message is void by itself, or by the log clock."""
+        """Return why a half message is void by its own fields, or by the log clock."""
         apart = F.abs(F.col("clock_ms") - F.col("id_ms"))
         expired = F.when(apart > self._terms.dedup_window_ms, F.lit("expired"))
         return F.coalesce(F.col("void"), expired)
@@ -225,7 +227,7 @@ class _Extraction:
     def _write(
         self, name: str, facts: Callable[[DataFrame], DataFrame], reads: Sequence[TopicRead]
     ) -> None:
-        """Write a table as it comes from its topics, with `why` and what helps to settle it."""
+        """Write a table as its topics are read, with `why` and the columns that settling needs."""
         path = self._path(name)
         there = names_in(self._spark, path)
         try:
@@ -234,7 +236,7 @@ class _Extraction:
             far = find_far(self._access, reads) if OVERFLOW in str(error) else {}
             if not far:
                 raise
-            # Committers that put each task's files in place leave those of a write that failed.
+            # Committers that move each task's files leave the files of a failed write.
             for left in set(names_in(self._spark, path)).difference(there):
                 remove(self._spark, f"{path}/{left}")
             for records in self._around(reads, far):
@@ -242,13 +244,14 @@ class _Extraction:
 
     def _append(self, name: str, facts: DataFrame) -> None:
         columns = _types(name).names
-        helping = [column for column in facts.columns if column not in columns]
+        settling = [column for column in facts.columns if column not in columns]
         with _in_words():
-            rows = facts.select(*columns, *helping)
+            rows = facts.select(*columns, *settling)
             rows.write.mode("append").options(**_CODEC).parquet(self._path(name))
 
     def _around(self, reads: Sequence[TopicRead], far: FarRanges) -> Iterator[DataFrame]:
-        """Yield the records of topics; those that Spark's connector fails on are read by us."""
+        """Yield the records of topics; records on which Spark's connector fails are read in
+        this process."""
         for part in around(reads, far):
             yield self._records(part)
         for (topic, partition), (first, last) in far.items():
@@ -257,7 +260,7 @@ class _Extraction:
                 yield self._spark.createDataFrame(rows, KAFKA)
 
     def _records(self, reads: Sequence[TopicRead]) -> DataFrame:
-        """Return the records of topics, each between the offsets to be read."""
+        """Return the records of topics within their bounds."""
         reads = [read for read in reads if read.ends != read.begins]
         if not reads:
             return self._spark.createDataFrame([], KAFKA)
@@ -272,26 +275,26 @@ class _Extraction:
             "failOnDataLoss": "true",
             "includeHeaders": "true",
             "kafka.isolation.level": "read_committed",
-            # Kafka's own 1 MiB is fetched, and waited for, eight times as often.
+            # Kafka's default of 1 MiB needs eight times as many fetches.
             "kafka.max.partition.fetch.bytes": str(_FETCH_BYTES),
             "minPartitions": str(tasks),
         }
         return with_at_ms(self._load(options))
 
     def _load(self, options: Mapping[str, str]) -> DataFrame:
-        """Return what the Kafka source reads, through its newer interface.
+        """Load the Kafka source through its newer interface.
 
-        The older one, which batches use unless told otherwise, makes an object for each header.
+        The older one, the default for batches, creates an object for each header.
         """
         sources = (self._spark.conf.get(_V1_SOURCES) or "").split(",")
-        others = ",".join(each for each in sources if each != "kafka")
+        others = ",".join(source for source in sources if source != "kafka")
         with setting(self._spark, _V1_SOURCES, others), _in_words():
             return self._spark.read.format("kafka").options(**options).load()
 
     # --- settling ----------------------------------------------------------------------------
 
     def _settle_half(self, clock: LogClock, keys_before: DataFrame | None) -> tuple[int, ...]:
-        """Look for what a record does not tell by itself; return where the log clock ends."""
+        """Apply the rules that no single record decides; return the log clock at the end."""
         rows = self._raw("half")
         with _in_words():
             surveyed = survey(rows, clock)
@@ -315,13 +318,13 @@ class _Extraction:
         return surveyed.ends
 
     def _void_by(self, rows: DataFrame, surveyed: ClockSurvey) -> DataFrame:
-        """Return rows of the half topic with the log clock as it is, and what is void by it."""
+        """Return half rows with the surveyed log clock, void by it where they are."""
         by_id = F.when(F.col("void") == "id", F.col("void"))
         clocked = with_clock(rows, surveyed).withColumn("void", by_id)
         return clocked.withColumn("void", self._void())
 
     def _settle_op(self, clock: LogClock) -> tuple[int, ...]:
-        """Look for what a record does not tell by itself; return where the log clock ends."""
+        """Apply the rules that no single record decides; return the log clock at the end."""
         rows = self._raw("op")
         with _in_words():
             surveyed = survey(rows, clock)
@@ -342,7 +345,7 @@ class _Extraction:
         return surveyed.ends
 
     def _settle_plain(self, name: str, topic: str | None) -> None:
-        """Set aside what does not read."""
+        """Set unreadable records aside."""
         rows = self._raw(name)
         with _in_words():
             if rows.where("why IS NOT NULL").isEmpty():
@@ -351,13 +354,13 @@ class _Extraction:
             self._replace(name, rows.where("why IS NULL"))
 
     def _set_aside(self, rows: DataFrame, topic: str | None) -> None:
-        """Write what does not read to the table of broken records."""
+        """Write unreadable records to the table of broken records."""
         named = rows if topic is None else rows.withColumn("topic", F.lit(topic))
         broken = named.where("why IS NOT NULL").select(*_types("broken").names)
         broken.write.mode("append").parquet(self._path("broken"))
 
     def _replace(self, name: str, rows: DataFrame) -> None:
-        """Write a table anew."""
+        """Rewrite a table."""
         new = f"{self._path(name)}.new"
         rows.select(*_types(name).names).write.options(**_CODEC).parquet(new)
         replace(self._spark, new, self._path(name))
@@ -375,7 +378,7 @@ class _Extraction:
 
 
 def _mark_void(half: DataFrame, voids: DataFrame, count: int) -> DataFrame:
-    """Return the half table with the void ones marked by whose key is another's."""
+    """Return the half table with the rows marked void whose key another transaction holds."""
     marks = voids.withColumn("by_key", F.lit("dedup"))
     if count <= _BROADCAST_ROWS_MAX:
         marks = F.broadcast(marks)
@@ -384,12 +387,12 @@ def _mark_void(half: DataFrame, voids: DataFrame, count: int) -> DataFrame:
 
 
 def _count(read: TopicRead) -> int:
-    """Return how many offsets are read of a topic."""
+    """Return the number of offsets that are read of a topic."""
     return sum(read.ends) - sum(read.begins)
 
 
 def _by_topic(cut: SnapshotBounds | None) -> dict[str, TopicRead]:
-    """Return how each topic was read."""
+    """Return the bounds of each topic."""
     if cut is None:
         return {}
     return {read.topic: read for read in (cut.half, cut.op, cut.parked, *cut.targets)}
@@ -414,7 +417,7 @@ def _json(value: Any) -> str:
 TAKEN_BY_RETENTION = (
     r"(?:OffsetOutOfRange|DATA_LOSS|data may have been lost|aged out|PARTITION_OFFSET_CHANGED)"
 )
-"""What Spark says where records that it is to read are there no more."""
+"""Spark's errors for records that were removed before it read them."""
 _SENTENCES = (
     (
         r"Not authorized to access topics: \[?([^\]\s]*)",
@@ -422,13 +425,13 @@ _SENTENCES = (
     ),
     (
         r"Not authorized to access group: (\S+)",
-        "no right to the consumer group {}: Spark reads with groups of that prefix, grant Read on "
+        "no right to the consumer group {}: Spark reads with groups of that prefix; grant Read on "
         "them to the audit",
     ),
     (
         TAKEN_BY_RETENTION,
-        "retention took records while they were read: run the audit again; if it comes again, the "
-        "retention of a topic is shorter than an audit takes",
+        "retention removed records while the audit read them: run it again; if this error returns, "
+        "lengthen the topics' retention beyond the duration of an audit",
     ),
     (
         r"(?:UnknownTopicOrPartition|does not host this topic)",
@@ -437,20 +440,20 @@ _SENTENCES = (
     (
         r"(?:Timeout of \d+ms expired before the position|Failed to construct kafka consumer|"
         r"kafka\.common\.errors\.(?:Timeout|Disconnect|SaslAuth|SslAuth)\w*)",
-        "Kafka did not answer Spark: check that it is reached from where Spark's tasks run",
+        "Kafka did not answer Spark: check that Spark's executors can reach the brokers",
     ),
 )
 
 
 @contextmanager
 def _in_words() -> Iterator[None]:
-    """Say in a sentence what Kafka refuses to Spark; anything else is left as it is."""
+    """Turn Kafka's refusals to Spark into an `AuditError` with the next step; other errors pass."""
     try:
         yield
     except (Py4JJavaError, PySparkException) as error:
         text = str(error)
         for pattern, sentence in _SENTENCES:
-            found = re.search(pattern, text)
-            if found:
-                raise AuditError(sentence.format(*found.groups())) from error
+            match = re.search(pattern, text)
+            if match:
+                raise AuditError(sentence.format(*match.groups())) from error
         raise

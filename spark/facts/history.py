@@ -1,10 +1,10 @@
-"""What earlier runs have read, looked up again where this run needs it.
+"""Facts of earlier runs, looked up where this run needs them.
 
-A transaction that ended is carried on by no run. But a fault may come to it later: a second copy,
-a contrary marker, a record in a wrong order. Then its earlier facts are fetched from the Parquet of
-the runs that read them, so that it is judged as by one run that reads everything. What this costs
-follows the number of such strangers: files are opened only where the time in their ids says that
-there can be something, and Parquet's statistics skip most of these.
+No run carries a transaction that ended. But a fault may reach it later: a second copy, a contrary
+marker, a record out of order. Its earlier facts are then read from the Parquet files of the runs
+that read them, so that it is judged as in one run that reads everything. The cost follows the
+number of such stragglers: only files that cover the times in their ids are opened, and Parquet's
+statistics skip most of those.
 """
 
 from collections.abc import Iterable, Mapping, Sequence, Set
@@ -28,11 +28,12 @@ TABLES = {
 """The tables of facts, with their columns."""
 _BUCKET_MS = 60_000
 _BUCKETS_MAX = 2000
-"""Minutes with strangers that are looked at one by one; beyond, all between the first and last."""
+"""Minutes with stragglers that are searched one by one; beyond, the whole span from first to
+last."""
 _BROADCAST_MAX = 200_000
-"""Ids that are sent to every executor as they are."""
+"""Maximum number of ids that are broadcast to every executor."""
 _SPANS_MAX = 30
-"""Time spans in one search; neighbouring ones are joined until there are no more."""
+"""Time spans in one search; the nearest ones are joined down to this number."""
 
 
 class Facts(NamedTuple):
@@ -52,24 +53,15 @@ class Facts(NamedTuple):
         """Return the rows of these transactions. `ids`: one column `id`, each once."""
         return Facts(*(table.join(ids.select("id"), "id", "left_semi") for table in self))
 
-    def kept(self) -> "Facts":
-        """Return the same, held by Spark until `released`: they are used several times."""
-        return Facts(*(table.persist() for table in self))
-
-    def released(self) -> None:
-        """Give back what `kept` holds."""
-        for table in self:
-            table.unpersist()
-
 
 class PastRun(Struct, frozen=True):
     """A run whose facts may be looked up.
 
     Attributes:
         run: its name.
-        first_ms, last_ms: least and greatest time in the ids of its facts that can count; None
-            without facts.
-        op_ends: how far it read the operation topic.
+        first_ms, last_ms: least and greatest time in the ids of its valid facts; None without
+            facts.
+        op_ends: end of its read of the operation topic.
     """
 
     run: str
@@ -79,12 +71,12 @@ class PastRun(Struct, frozen=True):
 
 
 class RemainingRuns(NamedTuple):
-    """What is left of the files of a chain's runs.
+    """The runs of a chain whose files remain.
 
     Attributes:
-        runs: those whose files, and the files of all later ones, are there.
-        removed_ms: whatever has no later time in its id may have been in files that somebody has
-            removed; None where none were.
+        runs: runs whose files, and the files of all later runs, are there.
+        removed_ms: facts with ids no later than this may have been in deleted files; None where
+            none were deleted.
     """
 
     runs: tuple[PastRun, ...]
@@ -92,14 +84,14 @@ class RemainingRuns(NamedTuple):
 
 
 class TimeSpan(NamedTuple):
-    """A time span, both ends in it, ms."""
+    """A time span with both ends included, ms."""
 
     first_ms: int
     last_ms: int
 
 
 class TableCount(NamedTuple):
-    """How many rows a table has, those with a `dedup_key`, and the times in their ids, if any."""
+    """Number of rows in a table, of rows with a `dedup_key`, and the times in their ids, if any."""
 
     rows: int
     keyed: int
@@ -107,12 +99,11 @@ class TableCount(NamedTuple):
 
 
 class EarlierFacts:
-    """The facts of the runs since the last full one, that run's among them.
+    """The facts of the runs since the last full run, including that run's.
 
     Args:
-        spark: the session.
-        folders: where they lie.
-        runs: which runs.
+        folders: the folders of the runs.
+        runs: the runs to search.
     """
 
     def __init__(self, spark: SparkSession, folders: Folders, runs: Sequence[PastRun]) -> None:
@@ -122,14 +113,14 @@ class EarlierFacts:
 
     @property
     def last_ms(self) -> int | None:
-        """The greatest time in all ids; what is younger was never seen."""
+        """The greatest time in all ids; no younger id was ever read."""
         return max((run.last_ms for run in self._runs if run.last_ms is not None), default=None)
 
     def strangers(self, new: Facts, carried: DataFrame) -> DataFrame | None:
         """Return ids with new facts that earlier runs may know and did not carry on.
 
         Args:
-            new: what this run has read.
+            new: the facts of this run.
             carried: ids that are carried; column `id`.
 
         Returns:
@@ -142,10 +133,10 @@ class EarlierFacts:
         return ids.groupBy("id").agg(F.first("id_ms").alias("id_ms"))
 
     def facts(self, ids: DataFrame) -> Facts | None:
-        """Return what is known of these transactions; None where that is nothing.
+        """Return the known facts of these transactions; None where there are none.
 
         Args:
-            ids: columns `id` and `id_ms`, each id once; read several times, so it is to be cached.
+            ids: columns `id` and `id_ms`, each id once; read several times, so cache it.
         """
         spans = spans_of(ids)
         runs = [run.run for run in self._runs if any(_meets(run, span) for span in spans)]
@@ -155,15 +146,14 @@ class EarlierFacts:
         return Facts(*(self._table(name, runs).where(inside) for name in TABLES)).of(ids)
 
     def neighbours(self, old: Facts, whole: Facts) -> DataFrame | None:
-        """Return who may have been overtaken in the order of their key.
-
-        A message is out of order if one that was decided later is visible before it. Where it was
-        decided before this run and is visible, that one may have been read by an earlier run; all
-        others were decided in this run, and so were those that could have overtaken them.
+        """Return transactions that may have been overtaken in the order of their key.
+         A message is out of order if one that was decided later is visible before it. For a message
+        decided before this run and visible now, an earlier run may have read that other one.
+        Messages decided in this run can only be overtaken by others decided in this run.
 
         Args:
-            old: facts from earlier runs of transactions that are judged in this one.
-            whole: all facts that are judged in this run.
+            old: facts from earlier runs of transactions that this run judges.
+            whole: all facts that this run judges.
 
         Returns:
             columns `id` and `id_ms`, each id once; None where there are none.
@@ -180,7 +170,7 @@ class EarlierFacts:
         if not count:
             return None
         if count <= _BROADCAST_MAX:
-            # There are few of them; the tables of this run need no shuffle for their sake.
+            # Few enough to broadcast: the tables of this run need no shuffle.
             decided = F.broadcast(decided)
         waiting = _visible_now(decided, whole)
         least = waiting.groupBy("partition").agg(F.min("since").alias("since")).collect()
@@ -193,20 +183,20 @@ class EarlierFacts:
         if not runs:
             return None
         marks = _marks(self._table("half", runs).where(_inside(spans)))
-        found = later.join(marks, ["id", "partition"]).join(waiting, ["partition", "order_mark"])
-        overtaking = found.where(F.col("offset") > F.col("since"))
+        ordered = later.join(marks, ["id", "partition"]).join(waiting, ["partition", "order_mark"])
+        overtaking = ordered.where(F.col("offset") > F.col("since"))
         return overtaking.groupBy("id").agg(F.first("id_ms").alias("id_ms"))
 
     def _decided_later(self, since: dict[int, int]) -> DataFrame | None:
-        """Return the commits behind these offsets, by partition; None where nobody read any."""
+        """Return the commits after these offsets, by partition; None where no run read any."""
         runs = [run.run for run in self._runs if _reads_beyond(run, since)]
         if not runs:
             return None
-        behind = [
+        beyond = [
             (F.col("partition") == partition) & (F.col("offset") > offset)
             for partition, offset in since.items()
         ]
-        markers = self._table("op", runs).where("kind = 'commit'").where(reduce(_either, behind))
+        markers = self._table("op", runs).where("kind = 'commit'").where(reduce(_either, beyond))
         return markers.groupBy("id", "id_ms", "partition").agg(F.max("offset").alias("offset"))
 
     def _table(self, name: str, runs: Sequence[str]) -> DataFrame:
@@ -215,13 +205,13 @@ class EarlierFacts:
 
 
 def left_of(runs: Sequence[PastRun], there: Set[str]) -> RemainingRuns:
-    """Return what can be looked up where somebody has removed folders of earlier runs.
+    """Return the runs that can be looked up where folders of earlier runs were deleted.
 
-    A transaction's later facts say nothing right without its earlier ones. So nothing before a
-    removed run counts either, whichever were removed.
+    Later facts of a transaction prove nothing without its earlier ones, so a deleted run hides all
+    runs before it.
 
     Args:
-        runs: of a chain, in their order.
+        runs: the runs of a chain, in order.
         there: names of runs whose folders are there.
     """
     first = max((n + 1 for n, run in enumerate(runs) if run.run not in there), default=0)
@@ -237,7 +227,7 @@ def read_facts(spark: SparkSession, name: str, paths: Sequence[str]) -> DataFram
 
 def counted(facts: Facts) -> dict[str, TableCount]:
     """Count the rows of each table."""
-    lines = [
+    counts = [
         table.agg(
             F.lit(name).alias("name"),
             F.count("*").alias("rows"),
@@ -253,28 +243,28 @@ def counted(facts: Facts) -> dict[str, TableCount]:
             row["keyed"],
             None if row["first"] is None else TimeSpan(row["first"], row["last"]),
         )
-        for row in reduce(DataFrame.union, lines).collect()
+        for row in reduce(DataFrame.union, counts).collect()
     }
 
 
 def times_of(
     read: Mapping[str, TableCount], half_clock_ms: Sequence[int], terms: schema.Terms
 ) -> TimeSpan | None:
-    """Return from when to when the ids of a run's records are, None without any.
+    """Return the first and last time in the ids of a run's records, None without any.
 
-    Anybody may write an id of the far future into a target: nothing that counts is that far ahead.
+    Any producer may write an id of the far future into a target: no valid id is that far ahead.
     """
-    spans = [each.span for each in read.values() if each.span is not None]
+    spans = [table.span for table in read.values() if table.span is not None]
     if not spans:
         return None
-    # A run reads on behind the time it began at.
+    # A run reads records that arrive after it began.
     end_ms = max((terms.now_ms, *half_clock_ms)) + terms.dedup_window_ms
     first_ms = min(span.first_ms for span in spans)
     return TimeSpan(min(first_ms, end_ms), min(max(span.last_ms for span in spans), end_ms))
 
 
 def spans_of(ids: DataFrame) -> list[TimeSpan]:
-    """Return time spans in which all ids are, a bounded number. `ids`: column `id_ms`."""
+    """Return a bounded number of time spans that cover all ids. `ids`: column `id_ms`."""
     minutes = ids.groupBy(F.floor(F.col("id_ms") / _BUCKET_MS))
     ends = (F.min("id_ms").alias("first"), F.max("id_ms").alias("last"))
     rows = minutes.agg(*ends).limit(_BUCKETS_MAX + 1).collect()
@@ -284,7 +274,7 @@ def spans_of(ids: DataFrame) -> list[TimeSpan]:
 
 
 def joined(spans: Iterable[TimeSpan], most: int = _SPANS_MAX) -> list[TimeSpan]:
-    """Return no more than `most` spans that hold all of these, as little beside them as can be."""
+    """Return at most `most` spans that cover all of these and as little else as possible."""
     ordered = sorted(spans)
     if len(ordered) <= most:
         return ordered
@@ -307,7 +297,7 @@ def _meets(run: PastRun, span: TimeSpan) -> bool:
 
 
 def _reads_beyond(run: PastRun, since: dict[int, int]) -> bool:
-    """Say whether a run has read markers behind these, by partition."""
+    """Return whether a run has read markers after these, by partition."""
     ends = run.op_ends
     return any(p < len(ends) and ends[p] > offset + 1 for p, offset in since.items())
 
@@ -327,7 +317,7 @@ def _marks(half: DataFrame) -> DataFrame:
 
 
 def _visible_now(decided: DataFrame, whole: Facts) -> DataFrame:
-    """Return by order mark the first decision, made before this run, of what is visible now."""
+    """Return, by order mark, the first decision made before this run of messages visible now."""
     seen = whole.visible.join(decided.select("id"), "id", "left_semi").select("id").distinct()
     marks = _marks(whole.half.join(decided.select("id"), "id", "left_semi"))
     marked = marks.join(decided, ["id", "partition"]).join(seen, "id", "left_semi")

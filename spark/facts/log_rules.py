@@ -1,8 +1,9 @@
-"""The log clock of a partition: the running maximum of its append times, in the order of offsets.
+"""Rules that no single record decides: the log clock, and half messages void by their `dedup_key`.
 
-Append times hardly ever go back (only where brokers' clocks differ and another one leads), so rows
-are written with their own append time as clock, and a survey looks whether that was right.
-Everything is done by buckets of offsets, so that no partition is one task, however long it is.
+The log clock of a partition is the running maximum of its append times, in order of offsets. Append
+times hardly ever go back (only where brokers' clocks differ and the leader changes), so rows are
+written with their own append time as clock, and a survey checks whether that was right. It works on
+buckets of offsets, so that no partition is one task, however long it is.
 """
 
 from collections.abc import Sequence
@@ -24,12 +25,12 @@ class LogClock(Struct, frozen=True):
 
     @classmethod
     def after(cls, partitions: int, ends: Sequence[int]) -> "LogClock":
-        """Return the clock that goes on from where an earlier run ended; new partitions may have
-        come since."""
+        """Return the clock that continues an earlier run's; partitions may have been added
+        since."""
         return cls((*ends, *[0] * (partitions - len(ends))))
 
     def at_begin(self) -> Column:
-        """Return where the clock of a row's partition began."""
+        """Return the clock at the begin of a row's partition."""
         begins = F.array(*[F.lit(begin).cast("bigint") for begin in self.begins])
         return F.get(begins, F.col("partition"))
 
@@ -39,9 +40,9 @@ class LogClock(Struct, frozen=True):
 
 
 class ClockSurvey(Struct, frozen=True):
-    """What a survey found. `ends`: the clock at the end, by partition. `goes_back`: whether append
-    times do anywhere. `buckets`: where the clock begins in each bucket, and whether they go back
-    inside it; as large as the log by `BUCKET`."""
+    """The result of a survey. `ends`: the clock at the end, by partition. `goes_back`: whether
+    append times go back anywhere. `buckets`: where the clock begins in each bucket, and whether
+    append times go back inside it; one row for `BUCKET` offsets."""
 
     ends: tuple[int, ...]
     goes_back: bool
@@ -49,11 +50,11 @@ class ClockSurvey(Struct, frozen=True):
 
 
 def survey(rows: DataFrame, clock: LogClock, bucket: int = BUCKET) -> ClockSurvey:
-    """Look where append times go back in a table with `partition`, `offset` and `at_ms`."""
+    """Find where append times go back in a table with `partition`, `offset` and `at_ms`."""
     by_time = rows.groupBy("partition", _bucket(bucket), "at_ms").agg(
         F.min("offset").alias("first"), F.max("offset").alias("last")
     )
-    # Append times do not go back where later ones begin behind the end of all earlier ones.
+    # Append times do not go back where later ones begin after the end of all earlier ones.
     earlier = Window.partitionBy(*_PLACE).orderBy("at_ms").rowsBetween(*_BEFORE)
     marked = by_time.withColumn("back", F.col("first") < F.max("last").over(earlier))
     inside = marked.groupBy(*_PLACE).agg(
@@ -68,26 +69,26 @@ def survey(rows: DataFrame, clock: LogClock, bucket: int = BUCKET) -> ClockSurve
         "begin_ms",
         F.greatest("begin_ms", "highest").alias("end_ms"),
         F.col("back_inside"),
-        # Before the first record nothing can go back, however late an earlier run had it.
+        # Nothing goes back before the first record, even if an earlier run's clock is later.
         ((F.col("lowest") < F.col("begin_ms")) | F.col("back_inside")).alias("back"),
     )
     buckets = buckets.persist()
-    found = {
+    by_partition = {
         row["partition"]: (row["end_ms"], row["back"])
         for row in buckets.groupBy("partition")
         .agg(F.max("end_ms").alias("end_ms"), F.bool_or("back").alias("back"))
         .collect()
     }
-    ends = tuple(found.get(p, (begin, False))[0] for p, begin in enumerate(clock.begins))
-    return ClockSurvey(ends, any(back for _, back in found.values()), buckets)
+    ends = tuple(by_partition.get(p, (begin, False))[0] for p, begin in enumerate(clock.begins))
+    return ClockSurvey(ends, any(back for _, back in by_partition.values()), buckets)
 
 
 def with_clock(rows: DataFrame, surveyed: ClockSurvey, bucket: int = BUCKET) -> DataFrame:
-    """Return a table with `clock_ms` as it is where append times go back."""
+    """Return a table with the correct `clock_ms` where append times go back."""
     begins = F.broadcast(surveyed.buckets.select(*_PLACE, "begin_ms", "back_inside"))
     placed = rows.withColumn("bucket", _bucket(bucket)).join(begins, [*_PLACE], "left")
     forward = placed.where(~F.col("back_inside")).withColumn("running", F.col("at_ms"))
-    # Only what lies in a bucket where they go back is sorted.
+    # Only buckets in which append times go back are sorted.
     order = Window.partitionBy(*_PLACE).orderBy("offset").rowsBetween(*_SO_FAR)
     back = placed.where("back_inside").withColumn("running", F.max("at_ms").over(order))
     both = forward.unionByName(back)
@@ -109,14 +110,13 @@ _COLUMNS = (*_KEY, "offset", "clock_ms", "id")
 
 
 def dedup_voids(half: DataFrame, before: DataFrame | None, window_ms: int) -> DataFrame:
-    """Return partition and offset of the first records of such half messages.
-
-    The ledger's rule: the last half message of a group with a key that counted holds it; another
-    one counts only when more than the dedup window has passed since on the log clock. The same id
-    again is no matter of the key.
+    """Return partition and offset of first records that are void by their `dedup_key`.
+     The ledger's rule: the last half message of a group with a key that counted holds the key;
+    another one counts only after more than the dedup window on the log clock. A repeated id is not
+    decided by the key.
 
     Args:
-        half: the half table; `void` tells what is void for other reasons.
+        half: the half table; `void` marks rows that are void for other reasons.
         before: rows of an earlier run that hold a key, or None.
     """
     of_now = whole_with_key(half).select(*_COLUMNS, F.lit(True).alias("now"))
@@ -140,7 +140,7 @@ def dedup_voids(half: DataFrame, before: DataFrame | None, window_ms: int) -> Da
 
 
 def whole_with_key(half: DataFrame) -> DataFrame:
-    """Return the first records of half messages that are whole and hold a key."""
+    """Return the first records of whole half messages with a key."""
     firsts = half.where(F.col("dedup").isNotNull() & (F.col("seq") == 0) & F.col("void").isNull())
     same = ("partition", "base", "id", "grp", "count")
     several = half.where("count > 1").withColumn("base", F.col("offset") - F.col("seq"))
@@ -152,8 +152,8 @@ def whole_with_key(half: DataFrame) -> DataFrame:
 
 
 def _held(uses: Column, window_ms: int) -> Column:
-    """Return offsets and ids of those uses of a key that came to hold it, in turn."""
-    nobody = F.struct(
+    """Return offsets and ids of the uses of a key that held it in turn."""
+    free_key = F.struct(
         F.lit(None).cast("bigint").alias("clock_ms"),
         F.array().cast("array<bigint>").alias("offsets"),
         F.array().cast("array<string>").alias("ids"),
@@ -171,4 +171,4 @@ def _held(uses: Column, window_ms: int) -> Column:
         )
         return F.when(free, taken).otherwise(holder)
 
-    return F.aggregate(uses, nobody, use_next)
+    return F.aggregate(uses, free_key, use_next)

@@ -58,8 +58,8 @@ _PLAIN = (
     + "".join(f'(?:,"{name}":{value})?' for name, value in _OPTIONAL)
     + r"\}\z"
 )
-"""Nearly every marker, as our encoder writes it. Spark's JSON reader takes much that is no marker;
-behind this it cannot be wrong."""
+"""Nearly every marker, as our encoder writes it. Spark's JSON reader accepts much that is no
+marker; text that matches this pattern is always one."""
 _TYPES = {_TEXT: ("STRING",), _INTEGER: ("BIGINT",), _OFFSET: ("BIGINT",)}
 
 _NUMBERS = ("BIGINT", "DOUBLE", "DECIMAL", "FLOAT")
@@ -77,10 +77,10 @@ _CONTENT = (
 
 
 class _Json:
-    """A text that should be one JSON object, looked at type by type."""
+    """A text that should be one JSON object, examined field by field."""
 
     def __init__(self, text: Column) -> None:
-        # In brackets: what follows behind the object is found too.
+        # In brackets, so that text after the object is found too.
         self._parsed = F.try_parse_json(F.concat(F.lit("["), text, F.lit("]")))
         self.is_one = F.schema_of_variant(self._at("$[0]")).startswith("OBJECT") & (
             self._at("$[1]").isNull()
@@ -90,22 +90,22 @@ class _Json:
         return F.try_variant_get(self._parsed, path, "variant")
 
     def has(self, field: str, types: Sequence[str]) -> Column:
-        """Say whether a field is there and of one of these types; null where it is not there."""
-        found = F.schema_of_variant(self._at(f"$[0].{field}"))
-        return F.substring_index(found, "(", 1).isin(*types)
+        """Return whether a field has one of these types; null where it is absent."""
+        field_type = F.schema_of_variant(self._at(f"$[0].{field}"))
+        return F.substring_index(field_type, "(", 1).isin(*types)
 
     def may_have(self, field: str, types: Sequence[str]) -> Column:
-        """Say whether a field, if it is there, is of one of these types."""
+        """Return whether a field, if present, has one of these types."""
         return F.coalesce(self.has(field, types), F.lit(True))
 
     def is_newer(self) -> Column:
-        """Say whether it tells a newer version."""
+        """Return whether its version is newer than ours."""
         version = F.try_variant_get(self._parsed, "$[0].v", "bigint")
         return self.has("v", ("BIGINT",)) & (version > RECORD_VERSION)
 
 
 def _strict(json: _Json) -> Column:
-    """Say whether a text is an object with the fields of a marker, whatever else it holds."""
+    """Return whether a text is an object with the fields of a marker; others are ignored."""
     required = json.has("v", ("BIGINT",)) & json.has("kind", ("STRING",))
     optional = [
         json.may_have(name, _TYPES.get(form, _NUMBERS if name == "later_s" else ("STRING",)))
@@ -119,16 +119,16 @@ def op_facts(records: DataFrame) -> DataFrame:
     """Return the facts of records of the operation topic.
 
     Columns: those of `schema.OP` without `clock_ms`, `early` and `contents`; `content`, a message
-    that replaces one (of the marker that stands `content.seq + 1` offsets before it) and its
+    that replaces a prepared one (its marker lies `content.seq + 1` offsets before it), and its
     `content_count`, both null for markers; `why` and `own`.
     """
     is_content = F.get("headers", F.lit(0)).getField("key").eqNullSafe(F.lit(VERSION_HEADER))
-    # Nearly all are markers: where there are no headers, a part costs nothing.
+    # Nearly all records are markers; without headers, message columns cost nothing.
     part = MessageColumns(records.withColumn("headers", F.when(is_content, F.col("headers"))))
     is_content = F.col("_first").isNotNull()
     text = F.col("value").cast("string")
-    # Spark does at the beginning of a row what is done more than once, asked for or not: a column
-    # that is null for nearly all is what keeps it from parsing each of them.
+    # Spark evaluates a shared expression for every row, used or not. A column that is null for
+    # nearly all rows keeps it from parsing each of them.
     odd = F.when(~is_content & ~text.rlike(_PLAIN), text)
     part.records = part.records.withColumn("_odd", odd)
     json = _Json(F.col("_odd"))
@@ -163,7 +163,7 @@ def op_facts(records: DataFrame) -> DataFrame:
 
 
 def _int(number: Column) -> Column:
-    """Return a number of a marker, 0 where there is none; no larger than its column holds."""
+    """Return a number of a marker, 0 where it is absent, bounded by its column's type."""
     known = F.coalesce(number, F.lit(0))
     return F.greatest(F.least(known, F.lit(_INT_MAX)), F.lit(-_INT_MAX)).try_cast("int")
 
@@ -183,9 +183,9 @@ def _markers(read: DataFrame) -> DataFrame:
             (not_true(F.col("key") == id), "its key is not its transaction's id"),
             (
                 (contents < 0) | ((contents > 0) & (marker["kind"] != MarkerKind.COMMIT)),
-                "replaced messages with what is no commit",
+                "it replaces messages but is not a commit",
             ),
-            (not_true(is_id(id)), "its id is no transaction id"),
+            (not_true(is_id(id)), "its id is not a transaction id"),
             (id_partition(id) != F.col("partition"), "its id belongs to another partition"),
         ]
     )
@@ -215,11 +215,11 @@ def _markers(read: DataFrame) -> DataFrame:
 
 _LOOSE = "a replaced message without its commit marker"
 
-_TORN = "its replaced messages are not whole"
+_TORN = "its replaced messages are incomplete"
 
 
 class JoinedMarkers(NamedTuple):
-    """`markers`: all that count, with `contents`. `broken`: records that belong to no whole batch,
+    """`markers`: the valid markers, with `contents`. `broken`: records of incomplete batches,
     with `why`."""
 
     markers: DataFrame
@@ -227,10 +227,10 @@ class JoinedMarkers(NamedTuple):
 
 
 def with_contents(rows: DataFrame) -> JoinedMarkers:
-    """Bring markers and the messages behind them together.
+    """Join markers with the messages that follow them.
 
     Args:
-        rows: `facts.op_facts` without what does not read.
+        rows: `op_facts` without records that do not parse.
     """
     messages = rows.where(F.col("content").isNotNull())
     base = F.col("offset") - F.col("content")["seq"] - 1

@@ -1,11 +1,12 @@
-"""Facts out of Kafka records: Spark SQL expressions that read what `txbroker.core.encoding` writes.
+"""Facts from Kafka records: Spark SQL expressions that parse the records of
+`txbroker.core.encoding`.
 
 Every function takes a DataFrame of the Kafka source, batch or streaming, after `with_at_ms`, and
-returns one narrow row for each record. Where that does not read, `why` says so, and `own` whether
-it is one of ours; `why` is null for all others. No body goes on, only 64-bit hashes: those of a
-half message and of the record that was promoted from it are equal where nothing was changed. No
-record may raise an error here: in ANSI mode that ends the whole run. So texts become numbers by
-`try_cast` only.
+returns one narrow row for each record. `why` is the reason why a record does not parse, null where
+it does, and `own` whether the record is txbroker's. Bodies are reduced to 64-bit hashes, which are
+equal for a half message and the record promoted from it unless something was changed. No record
+may raise an error here: in ANSI mode that would end the run. So texts become numbers by `try_cast`
+only.
 """
 
 from collections.abc import Sequence
@@ -32,7 +33,7 @@ _SECONDS = r"[+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?"
 _POLICY = rf"\A{_SECONDS}/{_SECONDS}/[0-9]{{1,19}}/{_SECONDS}\z"
 NEWER = "a newer version of txbroker wrote it"
 JSON_OPTIONS = {"allowSingleQuotes": "false", "allowNonNumericNumbers": "false"}
-_NOWHERE = b"\x00txbroker: found in no header\x00"
+_ABSENT = b"\x00txbroker: found in no header\x00"
 
 _USUAL = {
     " ".join((str(version), *optional)): (
@@ -45,8 +46,8 @@ _USUAL = {
     for others in (("check",), (), ("check", "order"), ("check", "dedup"))
     for optional in ((*timestamp, *others),)
 }
-"""Nearly all first headers, as our encoder writes them, and the names of all that are ours: what is
-said of these is quickly found, and the same as of any other."""
+"""Nearly all first headers as our encoder writes them, with the names of all our headers: the fast
+path, with the same result as the general one."""
 _USUAL_MAX = max(map(len, _USUAL.values()))
 _DEFAULT_POLICY = (
     f"{CheckPolicy().after_s:g}/{CheckPolicy().interval_s:g}/"
@@ -54,17 +55,17 @@ _DEFAULT_POLICY = (
 )
 
 POSITION = ("partition", "offset", "at_ms")
-"""What every row tells of its record: half or target partition, offset, append time."""
+"""Columns of every row: half or target partition, offset, append time."""
 
 
 def first_reason(conditions: Sequence[tuple[Column, str]]) -> Column:
     """Return the reason of the first condition that is true, null where none is."""
     first = F.when(*conditions[0][:1], F.lit(conditions[0][1]))
-    return reduce(lambda chain, each: chain.when(each[0], F.lit(each[1])), conditions[1:], first)
+    return reduce(lambda chain, case: chain.when(case[0], F.lit(case[1])), conditions[1:], first)
 
 
 def not_true(condition: Column) -> Column:
-    """Say whether a condition is false, or null."""
+    """Return whether a condition is false or null."""
     return ~F.coalesce(condition, F.lit(False))
 
 
@@ -73,16 +74,17 @@ def with_at_ms(records: DataFrame) -> DataFrame:
     return records.withColumn("at_ms", F.unix_millis("timestamp")).drop("timestamp")
 
 
-# --- whose a record is --------------------------------------------------------------------------
+# --- own records --------------------------------------------------------------------------
 
 
 def is_own_id(id: Column) -> Column:
-    """Say whether a text is the id of a transaction of the record's own partition."""
+    """Return whether a text is the id of a transaction of the record's partition."""
     return F.coalesce(id_partition(id) == F.col("partition"), F.lit(False))
 
 
 def is_own(why: Column, ours: Column) -> Column:
-    """Say whether a record that does not read is one of ours; a newer version's does not count."""
+    """Return whether an unreadable record is one of txbroker's; a newer version's does not
+    count."""
     return F.coalesce((why != NEWER) & ours, F.lit(False))
 
 
@@ -95,13 +97,13 @@ def body_hash(key: Column, value: Column) -> Column:
 
 
 def headers_hash(headers: Column) -> Column:
-    """Return the hash of headers in their order. Null hashes as no headers do."""
+    """Return the hash of headers in their order. Null has the hash of an empty list."""
     values = headers.getField("value")
-    # Spark's hash of an array passes over nulls, so where they stand is hashed too. What is
-    # asked for is never there, and the answer for that is null where any element is.
-    has_null = F.array_contains(values, F.lit(_NOWHERE)).isNull() & (F.size(headers) > 0)
+    # Spark's hash of an array skips nulls, so their positions are hashed too. `array_contains` of
+    # an absent value returns null if any element is null.
+    has_null = F.array_contains(values, F.lit(_ABSENT)).isNull() & (F.size(headers) > 0)
     texts = values.cast("array<string>")
-    nulls = F.when(has_null, F.array_join(texts, "\x01", _NOWHERE.decode()))
+    nulls = F.when(has_null, F.array_join(texts, "\x01", _ABSENT.decode()))
     return F.xxhash64(headers, nulls)
 
 
@@ -114,17 +116,15 @@ def _order_mark(order: Column, topic: Column, key: Column) -> Column:
 
 
 class MessageColumns:
-    """The columns of records in the form of half messages.
-
-    `records`: the records, with what is needed more than once as columns of its own: Spark does it
-    once then, and not in every expression anew.
-    """
+    """Columns of records in the form of half messages.
+     `records`: the records with every shared expression as a column, so that Spark evaluates it
+    once."""
 
     def __init__(self, records: DataFrame) -> None:
         first = F.get("headers", F.lit(0))
-        told = F.coalesce(first.getField("value").cast("string"), F.lit(""))
+        text = F.coalesce(first.getField("value").cast("string"), F.lit(""))
         records = records.withColumn(
-            "_first", F.when(first.getField("key") == VERSION_HEADER, told)
+            "_first", F.when(first.getField("key") == VERSION_HEADER, text)
         )
         self._first = F.col("_first")
         usual = self._first.isin(*_USUAL)
@@ -142,14 +142,14 @@ class MessageColumns:
         left = F.greatest(F.size("headers") - self._count, F.lit(0))
         self.user_headers = F.slice("headers", self._count + 1, left)
         self.timestamp_ms = self._ts.try_cast("bigint")
-        # Nothing is taken apart, and no number read, where it is the usual one.
+        # The default policy is neither split nor parsed.
         self.records = self.records.withColumn(
             "_policy", F.when(~self._is_default, F.split(self._check, "/"))
         )
         self._policy = F.col("_policy")
 
     def _header_names(self) -> Column:
-        """Return the names of the headers that are ours."""
+        """Return the names of our headers."""
         # ` ts order` becomes ` txb-ts txb-order`.
         optional = F.substring(self._first, F.length(self._version) + 1, F.length(self._first))
         named = F.replace(optional, F.lit(" "), F.lit(" txb-"))
@@ -165,7 +165,7 @@ class MessageColumns:
 
     @property
     def is_ours(self) -> Column:
-        """Whether the first header is ours, of a version that we know."""
+        """Whether the first header is ours, of a known version."""
         known = self._version.try_cast("bigint") <= RECORD_VERSION
         return F.coalesce(self._usual | (self._version.rlike(_NATURAL) & known), F.lit(False))
 
@@ -177,34 +177,33 @@ class MessageColumns:
         return self.optional(f"txb-{name}").cast("string")
 
     def optional(self, name: str) -> Column:
-        """Return the value of an optional header, null where it is not there."""
+        """Return the value of an optional header, null where it is absent."""
         at = F.array_position(self._names, name).cast("int")
         return F.when(at > 0, F.get("headers", at - 1).getField("value"))
 
     def seconds_ms(self, number: int, default_s: float) -> Column:
         """Return a duration of the check policy, ms."""
         seconds = F.coalesce(self._seconds(number), F.lit(default_s))
-        told = F.rint(seconds * 1000).try_cast("bigint")
-        return F.when(self._is_default, F.lit(round(default_s * 1000)).cast("bigint")).otherwise(
-            told
-        )
+        parsed = F.rint(seconds * 1000).try_cast("bigint")
+        default = F.lit(round(default_s * 1000)).cast("bigint")
+        return F.when(self._is_default, default).otherwise(parsed)
 
     def _seconds(self, number: int) -> Column:
         return F.get(self._policy, F.lit(number)).try_cast("double")
 
     @property
     def attempts_max(self) -> Column:
-        """How often the check policy lets ask."""
+        """Number of attempts that the check policy allows."""
         default = F.lit(CheckPolicy().attempts_max)
-        told = F.coalesce(F.get(self._policy, F.lit(2)).try_cast("int"), default)
-        return F.when(self._is_default, default).otherwise(told)
+        parsed = F.coalesce(F.get(self._policy, F.lit(2)).try_cast("int"), default)
+        return F.when(self._is_default, default).otherwise(parsed)
 
     @property
     def _is_default(self) -> Column:
         return self._check.isNull() | (self._check == _DEFAULT_POLICY)
 
     def why(self) -> Column:
-        """Return why the record does not read, null where it does."""
+        """Return why the record does not parse, null where it does."""
         whole = F.when(self._usual, self._as_named()).otherwise(self._named_once())
         version = self._version.try_cast("bigint")
         texts = (self.id, self.grp, self.topic, self.order, self.dedup)
@@ -228,32 +227,32 @@ class MessageColumns:
                     "the version is not a whole number",
                 ),
                 (not_true(self._usual | (version <= RECORD_VERSION)), NEWER),
-                (not_true(whole), "its headers are not those that the first one names"),
-                (not_true(numbers & stamped), "a number in its headers does not read"),
-                (not_true(readable), "a text in its headers does not read"),
-                (not_true(self._is_default | self._policy_holds()), "its check policy is none"),
+                (not_true(whole), "its headers differ from those that the first one names"),
+                (not_true(numbers & stamped), "a number in its headers does not parse"),
+                (not_true(readable), "a text in its headers is not UTF-8"),
+                (not_true(self._is_default | self._policy_holds()), "its check policy is invalid"),
             ]
         )
 
     def _as_named(self) -> Column:
-        """Say whether the headers are those that a usual first one names, each with a value."""
+        """Return whether the headers are those that a usual first one names, each with a value."""
         conditions = []
         for number in range(1, _USUAL_MAX):
             header = F.get("headers", F.lit(number))
-            there = (header["key"] == F.get(self._names, F.lit(number))) & header[
+            matches = (header["key"] == F.get(self._names, F.lit(number))) & header[
                 "value"
             ].isNotNull()
             optional = number > len(_FIXED)
-            conditions.append((self._count <= number) | there if optional else there)
+            conditions.append((self._count <= number) | matches if optional else matches)
         return reduce(Column.__and__, conditions)
 
     def _named_once(self) -> Column:
-        """Say whether the headers are those that any first one names, none twice."""
+        """Return whether the headers are those that any first one names, each once."""
         values = F.slice(F.col("headers").getField("value"), 1, self._count)
         keys = F.slice(F.col("headers").getField("key"), 1, self._count)
         return (
             keys.eqNullSafe(self._names)
-            & F.array_contains(values, F.lit(_NOWHERE)).isNotNull()
+            & F.array_contains(values, F.lit(_ABSENT)).isNotNull()
             & (F.size(F.array_distinct(self._names)) == self._count)
         )
 
@@ -269,7 +268,7 @@ def half_facts(records: DataFrame) -> DataFrame:
     """Return the facts of records of the half topic.
 
     Columns: those of `schema.HALF` without `clock_ms` and `early`, `why` and `own`. `void` is `id`
-    where the id is none, or belongs to another partition, else null.
+    where the id is invalid or belongs to another partition, else null.
     """
     part = MessageColumns(records)
     first = part.seq == 0
@@ -313,28 +312,27 @@ def half_facts(records: DataFrame) -> DataFrame:
 
 
 def visible_facts(records: DataFrame, prefix: str) -> DataFrame:
-    """Return the facts of those records of target topics that an installation has promoted.
-
-    Their first header is `txb-id`, of other prefixes than the default one `txb-installation` and
-    the second `txb-id`. Columns: those of `schema.VISIBLE`, `why` and `own`, which is never true:
-    anybody may write to a target.
+    """Return the facts of the records of target topics that an installation has promoted.
+     Their first header is `txb-id`; for a prefix other than the default, `txb-installation` comes
+    first and `txb-id` second. Columns: those of `schema.VISIBLE`, `why` and `own`, which is always
+    false: any producer may write to a target.
 
     Args:
-        prefix: of the installation's own topics.
+        prefix: prefix of the installation's topics.
     """
     headers = F.col("headers")
-    its_own = F.lit(True)
+    of_installation = F.lit(True)
     before = 0 if prefix == DEFAULT_PREFIX else 1
     if before:
         named = F.get(headers, F.lit(0))
-        its_own = (named.getField("key") == INSTALLATION_HEADER) & (
+        of_installation = (named.getField("key") == INSTALLATION_HEADER) & (
             named.getField("value") == F.lit(prefix.encode())
         )
     first, second = F.get(headers, F.lit(before)), F.get(headers, F.lit(before + 1))
     sequence = second.getField("value").cast("string")
     seq = F.substring_index(sequence, "/", 1).try_cast("int")
     count = F.substring_index(sequence, "/", -1).try_cast("int")
-    # Of a single message there is no such header, so one that is no place among several is
+    # A single message has no such header, so a header that is no place among several messages is
     # the user's.
     ours = F.coalesce(
         (second.getField("key") == SEQUENCE_HEADER)
@@ -343,12 +341,12 @@ def visible_facts(records: DataFrame, prefix: str) -> DataFrame:
         & (seq < count),
         F.lit(False),
     )
-    behind_id, behind_seq = (
+    after_id, after_seq = (
         F.slice(headers, begin, F.greatest(F.size(headers) - begin + 1, F.lit(0)))
         for begin in (before + 2, before + 3)
     )
     id = first.getField("value").cast("string")
-    return records.where(its_own & (first.getField("key") == ID_HEADER)).select(
+    return records.where(of_installation & (first.getField("key") == ID_HEADER)).select(
         id.alias("id"),
         id_time_ms(id).alias("id_ms"),
         "topic",
@@ -356,10 +354,10 @@ def visible_facts(records: DataFrame, prefix: str) -> DataFrame:
         F.when(ours, seq).otherwise(0).alias("seq"),
         F.when(ours, count).otherwise(1).alias("count"),
         body_hash(F.col("key"), F.col("value")).alias("body"),
-        headers_hash(F.when(ours, behind_seq).otherwise(behind_id)).alias("headers"),
-        F.when(ours, headers_hash(behind_id)).alias("headers_if_alone"),
+        headers_hash(F.when(ours, after_seq).otherwise(after_id)).alias("headers"),
+        F.when(ours, headers_hash(after_id)).alias("headers_if_alone"),
         (F.col("timestampType") == 1).alias("append_time"),
-        F.when(not_true(is_id(id)), F.lit("its txb-id is no transaction id")).alias("why"),
+        F.when(not_true(is_id(id)), F.lit("its txb-id is not a transaction id")).alias("why"),
         F.lit(False).alias("own"),
     )
 
@@ -407,9 +405,9 @@ def parked_facts(records: DataFrame) -> DataFrame:
             (~tombstone & part.why().isNotNull(), ""),
             (
                 ~tombstone & not_true((part.id == id) & (part.seq == number.try_cast("int"))),
-                "it lies under another's key",
+                "its key is another transaction's",
             ),
-            (~tombstone & not_true(readable), "what it says of its transaction does not read"),
+            (~tombstone & not_true(readable), "its description of the transaction does not parse"),
         ]
     )
     why = F.when(why == "", part.why()).otherwise(why)
@@ -433,18 +431,18 @@ _DIGITS32 = "0123456789ABCDEFGHIJKLMNOPQRSTUV"
 
 
 def is_id(text: Column) -> Column:
-    """Say whether a text is a transaction id; null for null."""
+    """Return whether a text is a transaction id; null for null."""
     return text.rlike(_ID)
 
 
 def id_partition(id: Column) -> Column:
-    """Return the half partition that is in a transaction id; null where it is not an id."""
+    """Return the half partition in a transaction id; null for any other text."""
     # The first 4 characters are 20 bits: 2 that are always zero, 16, and 2 of the time.
     return F.shiftright(_base32(id, 1, 4), 2).cast("int")
 
 
 def id_time_ms(id: Column) -> Column:
-    """Return the time that is in a transaction id, ms since 1970; null where it is not an id."""
+    """Return the time in a transaction id, ms since 1970; null for any other text."""
     # Bits 60 to 114 in 11 characters; the time's are 64 to 111.
     return F.shiftright(_base32(id, 4, 11), 4).bitwiseAND(F.lit(TIME_MAX_MS))
 

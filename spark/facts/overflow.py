@@ -1,10 +1,8 @@
-"""Records whose timestamps Spark cannot hold, and what lies between them.
-
-Spark's Kafka connector multiplies a record's milliseconds to microseconds, and fails where the
-product is no 64-bit number. Any producer may write such a timestamp. No option has the connector
-leave the timestamp out, so the offsets from the first such record of a partition to the last one
-are read by us: in a time in proportion to the records, however many of them are such.
-"""
+"""Records whose timestamps Spark cannot hold, and the records between them.
+ Spark's Kafka connector converts a record's milliseconds to microseconds, and fails where the
+product overflows 64 bits. Any producer may write such a timestamp, and no option makes the
+connector skip it. So this process reads the offsets from the first such record of a partition to
+the last one, in time proportional to the records between them."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
@@ -17,14 +15,14 @@ from txbroker.kafka.tools.audit_records import Stored
 from txbroker.spark.schema import TopicRead
 
 OVERFLOW = "long overflow"
-"""What Spark says of a timestamp that it cannot hold."""
+"""Spark's message for a timestamp that it cannot hold."""
 
 FarRanges = Mapping[tuple[str, int], tuple[int, int]]
 """The offset of the first far record and the one after the last, by topic and partition."""
 
 
 class RecordAccess(Protocol):
-    """What reads records itself."""
+    """Reads records without Spark."""
 
     def some(
         self, topic: str, partition: int, position: int, end: int
@@ -32,14 +30,14 @@ class RecordAccess(Protocol):
 
 
 def find_far(access: RecordAccess, reads: Iterable[TopicRead]) -> FarRanges:
-    """Return where far records are, of the offsets that are to be read."""
-    found: dict[tuple[str, int], tuple[int, int]] = {}
+    """Return the far records within the bounds of these reads."""
+    ranges: dict[tuple[str, int], tuple[int, int]] = {}
     for read in reads:
         for partition, (begin, end) in enumerate(zip(read.begins, read.ends, strict=True)):
             far = far_offsets(access, read.topic, partition, begin, end)
             if far:
-                found[read.topic, partition] = far[0], far[-1] + 1
-    return found
+                ranges[read.topic, partition] = far[0], far[-1] + 1
+    return ranges
 
 
 def far_offsets(
@@ -60,7 +58,7 @@ def chunks(
 
 
 def around(reads: Sequence[TopicRead], far: FarRanges) -> tuple[list[TopicRead], list[TopicRead]]:
-    """Return what is to be read before the far records, and what after them."""
+    """Return the bounds before the far records, and those after them."""
     before, after = [], []
     for read in reads:
         bounds = [far.get((read.topic, p), (end, end)) for p, end in enumerate(read.ends)]
@@ -70,7 +68,7 @@ def around(reads: Sequence[TopicRead], far: FarRanges) -> tuple[list[TopicRead],
 
 
 def as_row(topic: str, partition: int, record: Record) -> tuple[Any, ...]:
-    """Return a record as a row of `stage.KAFKA`."""
+    """Return a record as a row of `extract.KAFKA`."""
     kind = int(getattr(record, "append_time", False))
     headers = list(record.headers) or None
     at = record.offset, record.timestamp_ms
@@ -78,6 +76,6 @@ def as_row(topic: str, partition: int, record: Record) -> tuple[Any, ...]:
 
 
 def _is_far(record: Record) -> bool:
-    # What does not decode may hold any timestamps. The connector fails from 9,223,372,036,854,776
-    # on, and counts days before the year 1582 by two calendars: some years are left for that.
+    # A batch that does not decode may hold any timestamp. The connector fails from
+    # 9,223,372,036,854,776 on, and uses two calendars before 1582: the limit leaves room for that.
     return not isinstance(record, Stored) or abs(record.timestamp_ms) > TIMESTAMP_MS_MAX

@@ -1,6 +1,7 @@
-"""A transaction as its markers make it: the ledger's fold, on the audit's narrow rows.
+"""Fold the markers of a transaction into its state, by the ledger's rules.
 
-Only the standard library and `rows` are used here, as in `judge`.
+Only the standard library and `rows` are imported, as in `judge`. These rules repeat those of
+`txbroker.core` on purpose.
 """
 
 from collections.abc import Iterable, Sequence
@@ -9,27 +10,25 @@ from typing import NamedTuple
 from txbroker.spark.judge.rows import Content, HalfFact, MarkerFact
 
 ASK_SPACING_MS = 1000
-"""Attempts that were asked for are not closer than this to the last one."""
+"""Minimum time between a requested attempt and the attempt before it."""
 LATER_MIN_MS, LATER_MAX_MS = 1000, 3_600_000
-"""A deliberate "not yet" postpones the next attempt by no less and no more than this."""
+"""Bounds of the delay that a "not yet" answer sets."""
 CLOCKS_APART_MS = 1000
-"""As far as brokers' clocks may be apart: a check that is early by less is no finding."""
+"""Tolerated difference of brokers' clocks: a check that is early by less is no finding."""
 _DECISIONS = frozenset({"commit", "rollback"})
 
 
 class CopiedMessages(NamedTuple):
-    """The messages of a copy, whether or not it has been dropped since."""
+    """The messages of a parked copy, whether or not it was dropped later."""
 
     grp: str
     messages: Sequence[Content]
 
 
 class TransactionFold:
-    """A transaction as its markers make it: the ledger's fold.
-
-    `half` None: nothing of the half message is known, so only the first decision is looked for; if
-    a copy of it is, with that one's group and messages.
-    """
+    """The state of a transaction after its markers.
+     Without a half message (`half` is None) only the first decision counts; a copy supplies group
+    and messages if there is one."""
 
     def __init__(self, half: Sequence[HalfFact] | None, kept: CopiedMessages | None = None) -> None:
         self.half = half
@@ -37,11 +36,11 @@ class TransactionFold:
         self.prepared: Sequence[HalfFact | Content] | None = half
         if half is None and kept is not None:
             self.prepared = kept.messages
-        self.found: dict[str, str] = {}
+        self.findings: dict[str, str] = {}
         self.contrary = ""
-        """What decisions came behind the one that counts, in words."""
+        """Description of the first decision that contradicts the one that counts."""
         self.others: list[MarkerFact] = []
-        """Those decisions."""
+        """All such decisions."""
         self.parked: MarkerFact | None = None
         self.state = "pending"
         self.decided: MarkerFact | None = None
@@ -61,7 +60,7 @@ class TransactionFold:
         """Whether the last attempt of this round can still be given back."""
 
     def apply(self, marker: MarkerFact) -> None:
-        """Apply the next marker; one that is not legal changes nothing."""
+        """Apply the next marker; an illegal one changes nothing."""
         if marker.contents_count and not _whole(marker):
             return
         if marker.kind in _DECISIONS:
@@ -95,7 +94,8 @@ class TransactionFold:
             )
         elif marker.contents and self._other_contents(marker.contents):
             self._contradict(
-                marker, f"other messages came with the commit at {marker.offset} than stand"
+                marker,
+                f"the commit at {marker.offset} brought other messages than the first decision",
             )
 
     def _contradict(self, marker: MarkerFact, words: str) -> None:
@@ -103,9 +103,9 @@ class TransactionFold:
         self.contrary = self.contrary or words
 
     def _other_contents(self, contents: Sequence[Content]) -> bool:
-        stand: Iterable[HalfFact | Content] = self.contents or self.prepared or ()
-        return [_content_of(each) for each in in_sequence(contents)] != [
-            _content_of(each) for each in stand
+        standing: Iterable[HalfFact | Content] = self.contents or self.prepared or ()
+        return [_content_of(message) for message in in_sequence(contents)] != [
+            _content_of(message) for message in standing
         ]
 
     def _check(self, marker: MarkerFact) -> None:
@@ -115,7 +115,7 @@ class TransactionFold:
         if marker.number != self.number + 1:
             return
         if made >= self.attempts_max:
-            self.found.setdefault(
+            self.findings.setdefault(
                 "too_many_attempts",
                 f"attempt {marker.number} at {marker.offset} after {made} that count,"
                 f" of {self.attempts_max}",
@@ -129,7 +129,7 @@ class TransactionFold:
         elif at_ms < self.next_check_ms():
             early_ms = self.next_check_ms() - at_ms
             if self.state == "pending" and early_ms > CLOCKS_APART_MS:
-                self.found.setdefault(
+                self.findings.setdefault(
                     "check_too_early",
                     f"attempt {marker.number} at {marker.offset} came {early_ms} ms early",
                 )
@@ -182,23 +182,24 @@ class TransactionFold:
 
 
 def _whole(marker: MarkerFact) -> bool:
-    """Say whether the messages that a marker announces are all there."""
-    given = [each.seq for each in in_sequence(marker.contents or ())]
-    # The record says how many they are, and it may say any number.
-    return len(given) == marker.contents_count and given == list(range(len(given)))
+    """Return whether all messages that a marker announces are there."""
+    numbers = [content.seq for content in in_sequence(marker.contents or ())]
+    # No list of `contents_count` numbers is built: a record may claim any count.
+    return len(numbers) == marker.contents_count and numbers == list(range(len(numbers)))
 
 
 def in_sequence(contents: Sequence[Content]) -> list[Content]:
+    """Return messages in order of `seq`."""
     return sorted(contents, key=lambda content: content.seq)
 
 
 def _fits(prepared: Sequence[HalfFact | Content], contents: Sequence[Content]) -> bool:
-    """Say whether messages can replace the prepared ones: same topics, same partitions."""
-    return [(each.topic, each.target_partition) for each in in_sequence(contents)] == [
+    """Return whether messages may replace the prepared ones: same topics, same partitions."""
+    return [(content.topic, content.target_partition) for content in in_sequence(contents)] == [
         (row.topic, row.target_partition) for row in prepared
     ]
 
 
 def _content_of(message: HalfFact | Content) -> tuple[str, int, int, int | None]:
-    """Return what a message is, its partition left out."""
+    """Return the content of a message without its partition."""
     return message.topic, message.body, message.headers, message.timestamp_ms

@@ -1,8 +1,8 @@
-"""From facts to verdicts: one shuffle by transaction id brings together all that is known of one.
+"""From facts to verdicts: one shuffle groups all facts by transaction id.
 
 Most transactions are plain: one whole half message, one deciding marker, each message visible once
-and as it was prepared. Those are judged by SQL alone, as `judge` would; all others go through it.
-Ids are spread evenly, so a hot group or topic makes no task longer than others.
+and unchanged. SQL alone judges those, with the same result as `judge`; all others go through
+`judge`. Ids are spread evenly, so no hot group or topic makes one task longer than others.
 """
 
 from collections.abc import Callable, Iterable
@@ -20,7 +20,7 @@ from pyspark.sql.window import Window
 from txbroker.spark import schema
 from txbroker.spark.facts.messages import id_partition, id_time_ms
 from txbroker.spark.judge import fold, judge, rows
-from txbroker.spark.judge.horizon import StagedCut, StagedFacts, horizon_of
+from txbroker.spark.judge.horizon import FactTables, SnapshotTables, horizon_of
 from txbroker.spark.judge.judge import judge_rows
 from txbroker.spark.judge.rows import Horizon, JudgeTerms, TermsLike
 from txbroker.spark.session import setting
@@ -29,13 +29,13 @@ _SIDES = ("half", "op", "visible", "parked")
 _LEFT_OUT = frozenset({"id", "id_ms", "dedup", "cause"})
 """Columns that no verdict needs."""
 _FIRST = {"half": "seq", "visible": "seq"}
-"""What arrays are sorted by."""
+"""The sort column of each array."""
 _BROADCAST_ROWS_MAX = 500_000
-"""Up to so many transactions out of order are sent to all tasks."""
+"""Maximum number of out-of-order transactions that are broadcast to all tasks."""
 
 
 _BEFORE_ALL = JudgeTerms(0)
-"""Terms by which nothing is old."""
+"""Terms for which no transaction is old."""
 
 
 _ORDERED = "array<struct<topic: string, partition: int, offset: bigint>>"
@@ -47,8 +47,8 @@ _NO_VERDICT = frozenset({"run", "order_mark", "ordered"})
 
 @lru_cache(maxsize=1)
 def _judged() -> StructType:
-    """Return what is said of each transaction before the order within keys is looked at."""
-    # Spark's parser needs a session, so not when this module is imported.
+    """Return the columns of a transaction before the order within keys is checked."""
+    # Spark's parser needs a session, so this cannot run at import.
     ddl = f"{schema.VERDICT}, order_mark bigint, ordered {_ORDERED}, id_ms bigint"
     return cast(StructType, StructType.fromDDL(ddl))
 
@@ -61,35 +61,34 @@ _cached: WeakKeyDictionary[SparkSession, list[DataFrame]] = WeakKeyDictionary()
 
 
 def verdicts(
-    spark: SparkSession, staged: StagedFacts, terms: TermsLike, horizon: Horizon | None = None
+    spark: SparkSession, staged: FactTables, terms: TermsLike, horizon: Horizon | None = None
 ) -> DataFrame:
     """Return a row for each transaction: the columns of `schema.VERDICT` without `run`.
 
-    What it is computed from is kept on the executors' disks until `release`, or the next call.
+    Intermediate tables stay on the executors' disks until `release` or the next call.
 
     Args:
-        spark: the session.
-        staged: what was read.
-        terms: what is judged by.
-        horizon: what retention has left; None: told from `staged.cut`, if there is one.
+        staged: the facts.
+        terms: the terms of the judgement.
+        horizon: what retention left; None: derived from `staged.cut`, if there is one.
     """
     if horizon is None:
-        horizon = horizon_of(cast(StagedCut, staged)) if hasattr(staged, "cut") else Horizon()
+        horizon = horizon_of(cast(SnapshotTables, staged)) if hasattr(staged, "cut") else Horizon()
     release(spark)
-    # Each is read twice, by the order's check too; to gather again would cost more.
-    gathered = _by_sql(_gathered(staged), terms)
-    # Aggregates that sort at once: Spark would try to collect arrays in a hash table first, and
-    # give up after a few ids: half as much work again.
+    # The order check reads each table a second time; grouping again would cost more.
+    grouped = _by_sql(_grouped(staged), terms)
+    # Sort-based aggregates: Spark would first collect arrays in a hash table and give up after a
+    # few ids, which costs half as much work again.
     with setting(spark, _HASH_FIRST, "false"):
-        gathered = gathered.persist(StorageLevel.DISK_ONLY)
-    rest = _by_judge(gathered.where("not plain"), terms, horizon).persist(StorageLevel.DISK_ONLY)
-    _cached[spark] = [gathered, rest]
-    judged = gathered.where("plain").select(*_judged_columns()).unionByName(rest)
+        grouped = grouped.persist(StorageLevel.DISK_ONLY)
+    rest = _by_judge(grouped.where("not plain"), terms, horizon).persist(StorageLevel.DISK_ONLY)
+    _cached[spark] = [grouped, rest]
+    judged = grouped.where("plain").select(*_judged_columns()).unionByName(rest)
     return _with_order(spark, judged, horizon)
 
 
 def release(spark: SparkSession) -> None:
-    """Give back the disk that `verdicts` has taken; what it returned can still be read."""
+    """Free the disk space that `verdicts` holds; its result stays readable."""
     for table in _cached.pop(spark, ()):
         table.unpersist()
 
@@ -97,7 +96,7 @@ def release(spark: SparkSession) -> None:
 # --- one shuffle -----------------------------------------------------------------------------
 
 
-def _gathered(staged: StagedFacts) -> DataFrame:
+def _grouped(staged: FactTables) -> DataFrame:
     """Return a row for each id: arrays of the rows of each table."""
     tables = {side: getattr(staged, side) for side in _SIDES}
     structs = {side: _struct(side, table) for side, table in tables.items()}
@@ -105,8 +104,8 @@ def _gathered(staged: StagedFacts) -> DataFrame:
         side: table.select(structs[side].alias("s")).schema["s"].dataType
         for side, table in tables.items()
     }
-    # Ids of one time and partition begin alike, and Spark sorts by the first eight bytes: backwards
-    # those are the random ones, and it need not look at more.
+    # Ids of one time and partition share a prefix, and Spark sorts by the first eight bytes. In
+    # reversed ids those are random, so Spark rarely compares more.
     parts = [
         table.select(
             F.reverse("id").alias("di"),
@@ -117,13 +116,13 @@ def _gathered(staged: StagedFacts) -> DataFrame:
         )
         for side, table in tables.items()
     ]
-    # Spread first: else Spark sorts once before the shuffle, to collect what is there of each id,
-    # and once behind it.
+    # Repartition first: otherwise Spark sorts before the shuffle, for a partial aggregate, and
+    # again after it.
     rows = reduce(DataFrame.unionAll, parts).repartition("di")
     arrays: DataFrame = rows.groupBy("di").agg(
         *(F.collect_list(side).alias(side) for side in _SIDES)
     )
-    # Nearly all have one row: those need no sorting.
+    # Nearly all arrays have one row and need no sorting.
     in_order = {
         side: F.when(F.size(side) > 1, F.sort_array(side)).otherwise(F.col(side)) for side in _FIRST
     }
@@ -136,16 +135,17 @@ def _struct(side: str, table: DataFrame) -> Column:
     return F.struct(*([first] if first else []), *names)
 
 
-# --- plain ones, by SQL ----------------------------------------------------------------------
+# --- plain transactions, by SQL
+# ----------------------------------------------------------------------
 
 
-def _by_sql(gathered: DataFrame, terms: TermsLike = _BEFORE_ALL) -> DataFrame:
-    """Return `plain`, the verdicts of those that are, and the facts of those that are not.
+def _by_sql(grouped: DataFrame, terms: TermsLike = _BEFORE_ALL) -> DataFrame:
+    """Return `plain`, the verdicts of plain transactions, and the facts of the others.
 
     Args:
-        terms: tell which pending ones may be overdue; none is by default.
+        terms: decide which pending transactions may be overdue; none by default.
     """
-    flagged = gathered.withColumn("plain", F.coalesce(_is_plain(terms), F.lit(False)))
+    flagged = grouped.withColumn("plain", F.coalesce(_is_plain(terms), F.lit(False)))
     plain = F.col("plain")
     values, kinds = _plain_verdict(), _judged()
     return flagged.select(
@@ -161,7 +161,7 @@ def _by_sql(gathered: DataFrame, terms: TermsLike = _BEFORE_ALL) -> DataFrame:
 
 
 def _is_plain(terms: TermsLike) -> Column:
-    """Say whether nothing but what should be there is there: see `judge` for every rule."""
+    """Return whether all expected records are there and no others; see `judge` for every rule."""
     half, marker = F.get("half", F.lit(0)), F.get("op", F.lit(0))
     size = F.size("half")
     numbers = F.sequence(F.lit(1), size - 1)
@@ -185,7 +185,7 @@ def _is_plain(terms: TermsLike) -> Column:
     )
     nothing = F.size("visible") == 0
     ended = decides & F.when(marker["kind"] == "commit", commit).otherwise(nothing)
-    # A long message is prepared as soon as its first record at the earliest.
+    # A half message of several records is prepared no earlier than its first record.
     due_ms = half["clock_ms"] + half["after_ms"]
     young = due_ms >= F.lit(terms.now_ms - terms.overdue_after_ms)
     pending = (F.size("op") == 0) & nothing & young
@@ -193,7 +193,7 @@ def _is_plain(terms: TermsLike) -> Column:
 
 
 def _follows(seq: Column) -> Column:
-    """Say whether a record is the next one of the half message that the first begins."""
+    """Return whether record `seq` continues the half message that the first record begins."""
     first, row = F.get("half", F.lit(0)), F.get("half", seq)
     return (
         (row["seq"] == seq)
@@ -206,7 +206,7 @@ def _follows(seq: Column) -> Column:
 
 
 def _shows(seq: Column) -> Column:
-    """Say whether message `seq` is visible as it was prepared."""
+    """Return whether message `seq` is visible as it was prepared."""
     half, marker, row = F.get("half", seq), F.get("op", F.lit(0)), F.get("visible", seq)
     return (
         (row["seq"] == seq)
@@ -225,12 +225,12 @@ def _plain_verdict() -> dict[str, Column]:
     commit = marker["kind"].eqNullSafe(F.lit("commit"))
     state = F.when(marker.isNull(), "pending").when(commit, "promoted").otherwise("rolled_back")
     single = F.size("half") == 1
-    # Functions on arrays are slow, and nearly all have one message.
+    # Functions on arrays are slow, and nearly all transactions have one message.
     topics = F.when(single, F.array(half["topic"])).otherwise(
         F.array_distinct(F.col("half")["topic"])
     )
     shown = F.get("visible", F.lit(0))
-    every = F.when(single, shown["append_time"]).otherwise(
+    all_by_broker = F.when(single, shown["append_time"]).otherwise(
         F.forall("visible", lambda row: row["append_time"])
     )
     last_ms = F.when(single, shown["at_ms"]).otherwise(F.array_max(F.col("visible")["at_ms"]))
@@ -248,7 +248,7 @@ def _plain_verdict() -> dict[str, Column]:
             F.array_max(F.col("half")["clock_ms"])
         ),
         "decided_at_ms": marker["at_ms"],
-        "visible_at_ms": F.when(commit & every, last_ms),
+        "visible_at_ms": F.when(commit & all_by_broker, last_ms),
         "attempts": F.lit(0),
         "messages": F.size("half"),
         "topics": topics,
@@ -264,7 +264,7 @@ def _plain_verdict() -> dict[str, Column]:
 
 
 def _visible_at(one: Column, fields: tuple[str, ...]) -> Column:
-    """Return these fields of all that is visible; `one`: whether that is one record."""
+    """Return these fields of all visible records; `one`: whether there is exactly one."""
     shown = F.get("visible", F.lit(0))
     return F.when(one, F.array(F.struct(*(shown[name] for name in fields)))).otherwise(
         F.transform("visible", lambda row: F.struct(*(row[name] for name in fields)))
@@ -272,15 +272,15 @@ def _visible_at(one: Column, fields: tuple[str, ...]) -> Column:
 
 
 def _day(id_ms: Column) -> Column:
-    # By number, so that no session's time zone matters.
+    # As a number, so that the session's time zone has no effect.
     return F.date_from_unix_date(F.floor(id_ms / _DAY_MS).cast("int"))
 
 
-# --- the rest, by the judge ------------------------------------------------------------------
+# --- the others, by the judge ------------------------------------------------------------------
 
 
 def _by_judge(rest: DataFrame, terms: TermsLike, horizon: Horizon) -> DataFrame:
-    """Judge transactions one by one in Python, where Spark keeps them."""
+    """Judge transactions one by one in Python on the executors."""
     kind = StructType([field for field in _judged() if field.name not in ("run", "day")])
     rows = rest.select("id", *_SIDES).mapInArrow(_judging(kind, terms, horizon), kind)
     return rows.withColumn("day", _day(F.col("id_ms"))).select(*_judged_columns())
@@ -289,7 +289,7 @@ def _by_judge(rest: DataFrame, terms: TermsLike, horizon: Horizon) -> DataFrame:
 def _judging(
     kind: StructType, terms: TermsLike, horizon: Horizon
 ) -> Callable[[Iterable[Any]], Iterable[Any]]:
-    """Return what judges record batches of gathered rows on an executor."""
+    """Return the function that judges record batches of grouped rows on an executor."""
     for module in (judge, fold, rows):
         cloudpickle.register_pickle_by_value(module)  # type: ignore[no-untyped-call]
     limits = JudgeTerms(*(getattr(terms, name) for name in JudgeTerms._fields))
@@ -309,13 +309,13 @@ def _judging(
 
 
 def _with_order(spark: SparkSession, judged: DataFrame, horizon: Horizon) -> DataFrame:
-    """Add `out_of_order` to transactions that are visible behind one decided later.
+    """Add `out_of_order` to transactions that are visible after one with a later decision.
 
-    Looks for them at once: mostly there are none, and then the verdicts need not be joined at all.
+    Runs the search at once: usually it finds none, which saves joining the verdicts.
 
-    Only what has the same order key and went through the same half partition is in order: in the
-    order of the deciding markers, in each target partition. A refusal costs the place, so nothing
-    is said of what was decided before the parked topic tells of all of them.
+    Order holds for transactions of one order key and one half partition: in each target partition
+    they follow the order of their deciding markers. A refusal gives up the place, so decisions
+    older than the parked topic's records of refusals are not compared.
     """
     places = judged.where("ordered is not null").select(
         "id", "op_offset", "decided_at_ms", "half_partition", "order_mark", F.inline("ordered")
@@ -326,12 +326,13 @@ def _with_order(spark: SparkSession, judged: DataFrame, horizon: Horizon) -> Dat
         .rowsBetween(Window.unboundedPreceding, -1)
     )
     overtaken = places.withColumn("before", F.max("op_offset").over(earlier)).where(
-        (F.col("op_offset") < F.col("before")) & (F.col("decided_at_ms") >= _told_ms(horizon))
+        (F.col("op_offset") < F.col("before"))
+        & (F.col("decided_at_ms") >= _order_known_ms(horizon))
     )
     late = overtaken.groupBy(F.col("id").alias("late_id")).agg(
         F.min_by(
             F.format_string(
-                "out_of_order: %s-%d at %d is behind what was decided at %d, itself at %d",
+                "out_of_order: %s-%d at %d follows a message decided at %d, but was decided at %d",
                 "topic", "partition", "offset", "before", "op_offset",
             ),
             F.struct("topic", "partition", "offset"),
@@ -343,13 +344,13 @@ def _with_order(spark: SparkSession, judged: DataFrame, horizon: Horizon) -> Dat
     names = [name for name in _judged_columns() if name not in _NO_VERDICT]
     if not count:
         return judged.select(*names)
-    if count <= _BROADCAST_ROWS_MAX:  # to wherever the verdicts are, which are far more
+    if count <= _BROADCAST_ROWS_MAX:  # to the verdicts, of which there are far more
         late = F.broadcast(late)
     joined = judged.join(late, judged["id"] == late["late_id"], "left")
     is_late = F.col("late_id").isNotNull()
-    found = F.array_union("findings", F.array(F.lit("out_of_order")))
+    findings = F.array_union("findings", F.array(F.lit("out_of_order")))
     by_gravity = F.filter(
-        F.array(*map(F.lit, schema.KIND_NAMES)), lambda kind: F.array_contains(found, kind)
+        F.array(*map(F.lit, schema.KIND_NAMES)), lambda kind: F.array_contains(findings, kind)
     )
     changed = {
         "findings": F.when(is_late, by_gravity).otherwise(F.col("findings")),
@@ -359,8 +360,8 @@ def _with_order(spark: SparkSession, judged: DataFrame, horizon: Horizon) -> Dat
     return joined.withColumns(changed).select(*names)
 
 
-def _told_ms(horizon: Horizon) -> Column:
-    """Return since when the parked topic tells of every refusal, by `half_partition`."""
+def _order_known_ms(horizon: Horizon) -> Column:
+    """Return since when the parked topic shows every refusal, by `half_partition`."""
     since = horizon.parked_from_ms
     if not since:
         return F.lit(0)

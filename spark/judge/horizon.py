@@ -11,15 +11,15 @@ from txbroker.spark.judge.rows import ALWAYS, Horizon
 from txbroker.spark.schema import SnapshotBounds, TopicRead
 
 _FIRST_OFFSETS = 1000
-"""Records that are looked at to tell when a target partition's oldest ones were decided."""
+"""Records examined to find when a target partition's oldest messages were decided."""
 _LAG_MS = 3_600_000
-"""By so much the promotion of one half partition may be behind that of another, so that decisions
-do not tell exactly what lay below the first offset that is left."""
-_TOLD_MS = 86_400_000
-"""Tombstones of the parked topic are there for so long at least (`delete.retention.ms`)."""
+"""Maximum lag between the promotions of two half partitions: decision times locate the first kept
+offset no more exactly than this."""
+_TOMBSTONES_MS = 86_400_000
+"""Minimum time that tombstones stay in the parked topic (`delete.retention.ms`)."""
 
 
-class StagedFacts(Protocol):
+class FactTables(Protocol):
     """The tables of facts; columns as in `schema`."""
 
     @property
@@ -32,21 +32,21 @@ class StagedFacts(Protocol):
     def parked(self) -> DataFrame: ...
 
 
-class StagedCut(StagedFacts, Protocol):
-    """The same, with how far everything was read."""
+class SnapshotTables(FactTables, Protocol):
+    """The tables of facts with the bounds of their snapshot."""
 
     @property
     def cut(self) -> SnapshotBounds: ...
 
 
-def horizon_of(staged: StagedCut, decided_ms: int = -1) -> Horizon:
-    """Return what retention has left of the topics, told from a run that reads from their starts.
+def horizon_of(staged: SnapshotTables, decided_ms: int = -1) -> Horizon:
+    """Return the horizon of a run that reads all topics from their starts.
 
-    What comes to the driver is as large as the number of partitions.
+    The driver collects one row a partition.
 
     Args:
-        decided_ms: no marker that the run has not read is younger than this; -1 where it has read
-            all that can matter.
+        decided_ms: no marker outside this run is younger than this; -1 where the run has read all
+            relevant markers.
     """
     cut = staged.cut
     half = {p: start for p, start in enumerate(cut.half.starts) if start > 0}
@@ -61,29 +61,29 @@ def horizon_of(staged: StagedCut, decided_ms: int = -1) -> Horizon:
 
 
 def _begins_ms(table: DataFrame, starts: Mapping[int, int]) -> dict[int, int]:
-    """Return the append time of what is left first, by partition of which something was taken."""
+    """Return the append time of the first record kept, by partition of which a part was removed."""
     if not starts:
         return {}
     rows = table.groupBy("partition").agg(F.min("at_ms").alias("at_ms")).collect()
     begins = {row["partition"]: row["at_ms"] for row in rows}
-    # With nothing left, anything may have been there.
+    # An empty partition may have held anything.
     return {p: begins.get(p, ALWAYS >> 1) for p in starts}
 
 
-def parked_from_ms(staged: StagedCut, last_ms: int) -> dict[int, int]:
-    """Return since when the parked topic tells of every refusal, by partition, to a run that goes
-    on from one that ended at `last_ms`: what was parked and dropped in between is there for a
+def parked_from_ms(staged: SnapshotTables, last_ms: int) -> dict[int, int]:
+    """Return since when the parked topic shows every refusal, by partition, for a run that
+    continues one that ended at `last_ms`: tombstones of copies dropped in between stay for a
     while."""
     now_ms = max((*staged.cut.op_clock_ms, *staged.cut.half_clock_ms), default=0)
-    return _parked_from_ms(staged) if now_ms - last_ms > _TOLD_MS else {}
+    return _parked_from_ms(staged) if now_ms - last_ms > _TOMBSTONES_MS else {}
 
 
-def _parked_from_ms(staged: StagedCut) -> dict[int, int]:
-    """Return since when the parked topic tells of every refusal, by partition; where nothing was
-    ever written to it, that is always.
+def _parked_from_ms(staged: SnapshotTables) -> dict[int, int]:
+    """Return since when the parked topic shows every refusal, by partition; always, where nothing
+    was ever written to it.
 
-    Compaction drops a copy that has a tombstone before it drops the tombstone. So where both are
-    there, it has not been at what follows them.
+    Compaction removes a copy before the tombstone that drops it. Where both are present, compaction
+    has not reached the records after them.
     """
     written = [p for p, end in enumerate(staged.cut.parked.ends) if end > 0]
     if not written:
@@ -95,27 +95,27 @@ def _parked_from_ms(staged: StagedCut) -> dict[int, int]:
         F.max(F.when(F.col("tombstone"), F.col("at_ms"))).alias("at_ms"),
     )
     both = pairs.where("copy < dropped").groupBy("partition").agg(F.min("at_ms").alias("at_ms"))
-    found = {row["partition"]: row["at_ms"] for row in both.collect()}
-    latest_ms = max(now_ms - _TOLD_MS, 0)
-    return {p: min(found.get(p, latest_ms), latest_ms) for p in written}
+    first_ms = {row["partition"]: row["at_ms"] for row in both.collect()}
+    latest_ms = max(now_ms - _TOMBSTONES_MS, 0)
+    return {p: min(first_ms.get(p, latest_ms), latest_ms) for p in written}
 
 
-def _taken_ms(staged: StagedCut, decided_ms: int) -> dict[tuple[str, int], int]:
-    """Return until when decided messages may have been visible and be gone, by target partition.
+def _taken_ms(staged: SnapshotTables, decided_ms: int) -> dict[tuple[str, int], int]:
+    """Return, by target partition, up to which decision time messages may be visible no more.
 
-    Timestamps there may be the users', so the oldest ones' decisions are looked up. A partition
-    of -1 stands for all of a topic's.
+    Targets may carry users' timestamps, so the decisions of the oldest messages are looked up.
+    Partition -1 stands for all partitions of a topic.
     """
-    found: dict[tuple[str, int], int] = {}
+    taken: dict[tuple[str, int], int] = {}
     cut_short: list[tuple[str, int]] = []
     for target in staged.cut.targets:
         if target.compacted or not (target.starts or target.unread):
-            found[target.topic, -1] = ALWAYS
+            taken[target.topic, -1] = ALWAYS
         else:
             cut_short += [(target.topic, p) for p, start in enumerate(target.starts) if start > 0]
     if not cut_short:
-        return found
-    found.update(dict.fromkeys(cut_short, ALWAYS))
+        return taken
+    taken.update(dict.fromkeys(cut_short, ALWAYS))
     topics = sorted({topic for topic, _ in cut_short})
     visible = staged.visible.where(F.col("topic").isin(topics))
     first = visible.groupBy("topic", "partition").agg(F.min("offset").alias("first"))
@@ -124,23 +124,23 @@ def _taken_ms(staged: StagedCut, decided_ms: int) -> dict[tuple[str, int], int]:
     )
     decided = staged.op.where("kind = 'commit'").select("id", F.col("at_ms").alias("decided_ms"))
     until = oldest.select("id", "topic", "partition").join(decided, "id", "left")
-    # Without a marker they are older than all that was read.
+    # Messages without a marker are older than everything that was read.
     rows = until.groupBy("topic", "partition").agg(
         F.coalesce(F.max("decided_ms"), F.lit(decided_ms)).alias("until_ms")
     )
     for row in rows.collect():
         place = row["topic"], row["partition"]
-        if place in found:
+        if place in taken:
             until_ms = row["until_ms"]
-            found[place] = until_ms + _LAG_MS if until_ms >= 0 else until_ms
-    return found
+            taken[place] = until_ms + _LAG_MS if until_ms >= 0 else until_ms
+    return taken
 
 
 _Key = TypeVar("_Key", bound=Hashable)
 
 
 class SavedTaken(Struct, frozen=True):
-    """Of a target's partition: what was decided no later than this may have been there."""
+    """The entry of `Horizon.taken_ms` for one target partition."""
 
     topic: str
     partition: int
@@ -148,7 +148,7 @@ class SavedTaken(Struct, frozen=True):
 
 
 class SavedHorizon(Struct, frozen=True):
-    """A `rows.Horizon` in a form that JSON takes."""
+    """A `rows.Horizon` as JSON can hold it."""
 
     half_start: dict[int, int] = {}
     half_begin_ms: dict[int, int] = {}
@@ -157,11 +157,9 @@ class SavedHorizon(Struct, frozen=True):
 
     @classmethod
     def of(cls, horizon: Horizon, now_ms: int) -> "SavedHorizon":
-        """Return the horizon of a run for those after it.
-
-        Where nothing was left, all of the past is unknown; but what came after `now_ms` was read.
-        A topic that was compacted or not there may not be so by then: each run looks anew.
-        """
+        """Return the horizon of a run for later runs.
+         Where nothing was kept, the past is unknown only up to `now_ms`; all later records were
+        read. Compacted and missing topics may change, so each run examines them again."""
         return cls(
             dict(horizon.half_start),
             {p: min(ms, now_ms) for p, ms in horizon.half_begin_ms.items()},
@@ -173,16 +171,16 @@ class SavedHorizon(Struct, frozen=True):
         )
 
     def read(self) -> Horizon:
-        """Return what it was made of."""
-        taken_ms = {(each.topic, each.partition): each.until_ms for each in self.taken}
+        """Return the saved horizon."""
+        taken_ms = {(entry.topic, entry.partition): entry.until_ms for entry in self.taken}
         return Horizon(self.half_start, self.half_begin_ms, self.op_begin_ms, taken_ms)
 
 
 def without_removed(horizon: Horizon, removed_ms: int | None, half_partitions: int) -> Horizon:
-    """Return a horizon behind which earlier runs' facts are unknown because they were removed.
+    """Return a horizon for which the facts of removed runs are unknown.
 
     Args:
-        removed_ms: the greatest time in the ids of removed facts; None where nothing was removed.
+        removed_ms: greatest time in the ids of removed facts; None where none were removed.
     """
     if removed_ms is None:
         return horizon
@@ -192,36 +190,36 @@ def without_removed(horizon: Horizon, removed_ms: int | None, half_partitions: i
 
 
 class RetentionGaps(Struct, frozen=True):
-    """Partitions in which retention took records that no run has read."""
+    """Partitions in which retention removed records that no run has read."""
 
     half: frozenset[int]
     op: frozenset[int]
     targets: frozenset[tuple[str, int]]
     blind: bool = False
-    """Some target is compacted, or no more."""
+    """Whether a target is compacted or deleted."""
 
     def __bool__(self) -> bool:
-        """Say whether there are any."""
+        """Return whether there are any."""
         return bool(self.half or self.op or self.targets or self.blind)
 
 
 def gaps_between(before: SnapshotBounds, now: SnapshotBounds) -> RetentionGaps:
-    """Return where this run could not read on from where the last one ended."""
-    was = {each.topic: each for each in before.targets}
+    """Return where this run could not continue at the offset where the last one ended."""
+    was = {target.topic: target for target in before.targets}
     return RetentionGaps(
         frozenset(_gaps(before.half, now.half)),
         frozenset(_gaps(before.op, now.op)),
         frozenset(
-            (each.topic, partition)
-            for each in now.targets
-            for partition in _gaps(was.get(each.topic), each)
+            (target.topic, partition)
+            for target in now.targets
+            for partition in _gaps(was.get(target.topic), target)
         ),
-        any(each.compacted or not (each.ends or each.unread) for each in now.targets),
+        any(target.compacted or not (target.ends or target.unread) for target in now.targets),
     )
 
 
 def _gaps(was: TopicRead | None, now: TopicRead) -> list[int]:
-    """A partition that the last run did not know should begin at its very first record."""
+    """A partition that the last run did not know should begin at its first record."""
     ends = () if was is None else was.ends
     return [
         partition
@@ -231,14 +229,15 @@ def _gaps(was: TopicRead | None, now: TopicRead) -> list[int]:
 
 
 def with_gaps(horizon: Horizon, fresh: Horizon, gaps: RetentionGaps) -> Horizon:
-    """Return a horizon to which the gaps before a run were added.
+    """Return a horizon with the gaps before a run added.
 
     Args:
-        horizon: of the chain so far.
-        fresh: as if what this run has read were all there is.
-        gaps: which of its partitions count.
+        horizon: the chain's horizon.
+        fresh: the horizon if this run's records were all there ever was.
+        gaps: the partitions of `fresh` that count.
     """
-    # Of a topic that is compacted, or no more, nothing was ever certain, whatever runs have read.
+    # The contents of a compacted or deleted topic were never certain, no matter what runs have
+    # read.
     whole = {place for place in fresh.taken_ms if place[1] < 0}
     return Horizon(
         _later(horizon.half_start, fresh.half_start, gaps.half),

@@ -1,8 +1,8 @@
-"""How one transaction ended, from the records of all topics: a pure function.
+"""Judge how one transaction ended, from the records of all topics: a pure function.
 
-The ledger's rules again, written anew on the audit's narrow rows, so that a fault in the one shows
-in the other. Only the standard library, `life` and `rows` are used here: Spark ships these modules
-to its executors by value, and nothing of ours need be installed there.
+The ledger's rules are written a second time here, on the audit's narrow rows and without a line of
+`txbroker.core`, so that a fault in the one shows in the other. Only the standard library, `fold`
+and `rows` are imported: Spark ships these modules to its executors by value.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -49,7 +49,7 @@ GRAVITY = (
     "target_unreadable",
     "overdue",
 )
-"""The kinds of findings, the gravest first."""
+"""All kinds of findings, the gravest first."""
 
 _SETTLED = frozenset({"promoted", "rolled_back"})
 _CHANGES = frozenset({"body_changed", "headers_changed", "timestamp_changed"})
@@ -59,20 +59,20 @@ _CHANGES = frozenset({"body_changed", "headers_changed", "timestamp_changed"})
 
 
 class _Halves(NamedTuple):
-    """What there is of half messages with one id."""
+    """The half messages with one id."""
 
     counts: Sequence[HalfFact] | None
-    """The rows of the one that counts, by `seq`."""
+    """Rows of the one that counts, by `seq`."""
     any_void: bool
     parts: str
-    """How much there is of one that is not whole."""
+    """Description of an incomplete one."""
     cut: bool
-    """Retention has taken a part of it."""
+    """Whether retention removed a part of it."""
 
 
 def _is_whole(numbers: Collection[int], count: int) -> bool:
-    """Say whether the numbers of messages are those of `count` messages. No list of them is made:
-    a record may say any count."""
+    """Return whether these are the numbers of `count` messages. No list of `count` numbers is
+    built: a record may claim any count."""
     return len(numbers) == count and all(0 <= number < count for number in numbers)
 
 
@@ -96,77 +96,77 @@ def _halves(rows: Sequence[HalfFact], home: int, horizon: Horizon) -> _Halves:
     return _Halves(None, any_void, parts, cut)
 
 
-# --- what is visible -------------------------------------------------------------------------
+# --- visible messages -------------------------------------------------------------------------
 
 
-def _hold_twice(life: TransactionFold, visible: Sequence[VisibleFact]) -> None:
-    """Note where a message is visible twice: that is wrong whatever was prepared and decided."""
+def _hold_twice(fold: TransactionFold, visible: Sequence[VisibleFact]) -> None:
+    """Find a message that is visible twice, which is wrong for any decision."""
     seen: dict[int, VisibleFact] = {}
     for row in visible:
         first = seen.setdefault(row.seq, row)
         if first is not row:
-            life.found["visible_twice"] = (
+            fold.findings["visible_twice"] = (
                 f"message {row.seq}: {first.topic}-{first.partition} at {first.offset}, "
                 f"{row.topic}-{row.partition} at {row.offset}"
             )
             return
 
 
-def _compare(life: TransactionFold, visible: Sequence[VisibleFact]) -> None:
-    """Compare what is visible of a committed transaction with what was prepared."""
-    decided, expected = life.decided, life.contents or life.prepared
+def _compare(fold: TransactionFold, visible: Sequence[VisibleFact]) -> None:
+    """Compare the visible messages of a committed transaction with the prepared ones."""
+    decided, expected = fold.decided, fold.contents or fold.prepared
     assert expected is not None
     assert decided is not None
     for row in visible:
         where = f"{row.topic}-{row.partition} at {row.offset}"
         if row.seq >= len(expected) or row.count != len(expected):
             wrong = f"{where} is message {row.seq} of {row.count}, not of {len(expected)}"
-            life.found.setdefault("wrong_target", wrong)
+            fold.findings.setdefault("wrong_target", wrong)
             if row.seq >= len(expected):
                 continue
         message = expected[row.seq]
         if (row.topic, row.partition) != (message.topic, message.target_partition):
             place = f"{message.topic}-{message.target_partition}"
-            life.found.setdefault("wrong_target", f"{where}: prepared for {place}")
+            fold.findings.setdefault("wrong_target", f"{where}: prepared for {place}")
         if row.body != message.body:
-            life.found.setdefault("body_changed", f"key or value of {where}")
+            fold.findings.setdefault("body_changed", f"key or value of {where}")
         if row.headers != message.headers:
-            life.found.setdefault("headers_changed", f"headers of {where}")
+            fold.findings.setdefault("headers_changed", f"headers of {where}")
         stamp_ms = decided.at_ms if message.timestamp_ms is None else message.timestamp_ms
         if not row.append_time and row.at_ms != stamp_ms:
-            life.found.setdefault("timestamp_changed", f"{where}: {row.at_ms}, not {stamp_ms}")
+            fold.findings.setdefault("timestamp_changed", f"{where}: {row.at_ms}, not {stamp_ms}")
 
 
-def _hold_contrary(life: TransactionFold, visible: Sequence[VisibleFact]) -> None:
-    """Find fault with contrary decisions where what is visible follows another than the first.
+def _hold_contrary(fold: TransactionFold, visible: Sequence[VisibleFact]) -> None:
+    """Find visible messages that follow another decision than the first.
 
-    By itself one is no drift: a check may answer while a commit is on its way, and the second of
-    two markers changes nothing.
+    Contrary decisions alone are no drift: a check may be answered while a commit is in flight, and
+    the second of two markers changes nothing.
     """
-    if life.decided is None or not life.others:
+    if fold.decided is None or not fold.others:
         return
-    if life.decided.kind == "rollback":
+    if fold.decided.kind == "rollback":
         follows = bool(visible)
     else:
-        unseen = not visible and not life.found.keys().isdisjoint(("late", "lost"))
-        follows = unseen and any(marker.kind == "rollback" for marker in life.others)
-        if not life.found.keys().isdisjoint(_CHANGES):
-            follows = follows or any(_is_from(marker, visible) for marker in life.others)
+        unseen = not visible and not fold.findings.keys().isdisjoint(("late", "lost"))
+        follows = unseen and any(marker.kind == "rollback" for marker in fold.others)
+        if not fold.findings.keys().isdisjoint(_CHANGES):
+            follows = follows or any(_is_from(marker, visible) for marker in fold.others)
     if follows:
-        life.found["contrary_markers"] = life.contrary
+        fold.findings["contrary_markers"] = fold.contrary
 
 
 def _is_from(marker: MarkerFact, visible: Sequence[VisibleFact]) -> bool:
-    """Say whether something visible is what a marker brought."""
-    told = {(each.seq, each.body, each.headers) for each in marker.contents or ()}
-    return any((row.seq, row.body, row.headers) in told for row in visible)
+    """Return whether a marker brought one of the visible messages."""
+    brought = {(content.seq, content.body, content.headers) for content in marker.contents or ()}
+    return any((row.seq, row.body, row.headers) in brought for row in visible)
 
 
-# --- what is kept ----------------------------------------------------------------------------
+# --- parked copies ----------------------------------------------------------------------------
 
 
 class _Copy(NamedTuple):
-    """What the parked topic holds of a transaction: its state there, None without a copy."""
+    """The copy of a transaction in the parked topic; `state` is None without a copy."""
 
     state: str | None
     last_ms: int
@@ -183,7 +183,7 @@ def _copy(rows: Sequence[ParkedFact]) -> _Copy:
 
 
 def _kept(rows: Sequence[ParkedFact]) -> CopiedMessages | None:
-    """Return the newest copy, None where it is not whole or not known."""
+    """Return the newest copy; None where it is incomplete or unknown."""
     newest = {row.seq: row for row in rows if not row.tombstone}
     first = newest.get(0)
     if first is None or first.grp is None or not _is_whole(newest.keys(), first.count or 0):
@@ -200,51 +200,55 @@ def _kept(rows: Sequence[ParkedFact]) -> CopiedMessages | None:
     return CopiedMessages(first.grp, messages)
 
 
-def _hold_copy(life: TransactionFold, copy: _Copy) -> None:
-    """See that the parked topic keeps what it has to, as it was prepared or came with a commit."""
-    prepared = life.prepared or ()
+def _hold_copy(fold: TransactionFold, copy: _Copy) -> None:
+    """Check that the parked topic keeps the messages as they were prepared or came with a
+    commit."""
+    prepared = fold.prepared or ()
     count = len(prepared)
     for number, message in enumerate(prepared):
         row = copy.newest.get(number)
         if row is None or row.tombstone:
-            life.found["not_kept"] = f"message {number} of {count} has no copy"
+            fold.findings["not_kept"] = f"message {number} of {count} has no copy"
             return
-        right = {_told(message)}
-        if life.contents:
-            right.add(_told(life.contents[number]))
-        # An earlier version did not read what a copy holds.
-        same = (row.grp, row.count) == (life.grp, count) and _told(row) in right
+        right = {_content_of(message)}
+        if fold.contents:
+            right.add(_content_of(fold.contents[number]))
+            # An earlier version did not read the contents of a copy.
+        same = (row.grp, row.count) == (fold.grp, count) and _content_of(row) in right
         if row.count is not None and not same:
-            life.found["not_kept"] = f"the copy at {row.offset} is not message {number} of {count}"
+            fold.findings["not_kept"] = (
+                f"the copy at {row.offset} is not message {number} of {count}"
+            )
             return
 
 
-def _told(message: HalfFact | Content | ParkedFact) -> tuple[object, ...]:
-    """Return what a message is, wherever it lies."""
+def _content_of(message: HalfFact | Content | ParkedFact) -> tuple[object, ...]:
+    """Return the content of a message, independent of its topic."""
     place = message.topic, message.target_partition
     return *place, message.body, message.headers, message.timestamp_ms
 
 
 def _left_over(copy: _Copy) -> str:
-    """Say where there is still a copy of what is settled; the turn that settles it drops that."""
+    """Describe a copy of a settled transaction; the promotion that settles it should have
+    dropped it."""
     left = [row.offset for row in copy.newest.values() if not row.tombstone]
     return f"its copy is still in the parked topic, at {min(left)}" if left else ""
 
 
 def _hold_refused(
-    life: TransactionFold,
+    fold: TransactionFold,
     visible: Sequence[VisibleFact],
     copy: _Copy,
     terms: TermsLike,
     horizon: Horizon,
 ) -> None:
-    """See that what was refused is kept whole, and that nothing of it is visible."""
-    _hold_copy(life, copy)
+    """Check that a refused transaction is kept whole, and that none of its messages is visible."""
+    _hold_copy(fold, copy)
     if not visible:
         return
-    # The turn that promotes it may be on its way: not all partitions show it at the same time.
+    # Its promotion may be in flight: partitions do not show it at the same time.
     seen = {row.seq for row in visible}
-    missing = [row for row in life.prepared or () if row.seq not in seen]
+    missing = [row for row in fold.prepared or () if row.seq not in seen]
     ends = all(
         (row.topic, row.target_partition) in horizon.open or horizon.is_unread(row.topic)
         for row in missing
@@ -253,17 +257,17 @@ def _hold_refused(
         terms.now_ms - row.at_ms <= terms.late_after_ms for row in visible
     )
     if not ends and not fresh:
-        life.found["refused_visible"] = _shown(visible)
+        fold.findings["refused_visible"] = _shown(visible)
 
 
 # --- how a committed one ended ---------------------------------------------------------------
 
 
 def _end(
-    life: TransactionFold, facts: TransactionFacts, terms: TermsLike, horizon: Horizon
+    fold: TransactionFold, facts: TransactionFacts, terms: TermsLike, horizon: Horizon
 ) -> tuple[str, bool]:
-    """Return state and `carry` of a committed transaction; note whether it is late or lost."""
-    half, decided = life.contents or life.prepared, life.decided
+    """Return state and `carry` of a committed transaction; find whether it is late or lost."""
+    half, decided = fold.contents or fold.prepared, fold.decided
     assert half is not None
     assert decided is not None
     seen = {row.seq for row in facts.visible}
@@ -272,15 +276,15 @@ def _end(
         return "promoted", False
     copy = _copy(facts.parked)
     if copy.state == "refused":
-        _hold_refused(life, facts.visible, copy, terms, horizon)
+        _hold_refused(fold, facts.visible, copy, terms, horizon)
         return "refused", True
-    # What was refused and is tried again leaves the parked topic in the turn that promotes it.
+    # A refused transaction leaves the parked topic in the Kafka transaction that promotes it.
     age_ms = terms.now_ms - max(decided.at_ms, copy.last_ms)
     unread = [row for row in missing if horizon.is_unread(row.topic)]
     if unread:
         first = unread[0]
-        life.found["target_unreadable"] = (
-            f"message {first.seq} for {first.topic} was not looked for"
+        fold.findings["target_unreadable"] = (
+            f"message {first.seq} for {first.topic} was not searched: the topic could not be read"
         )
         missing = [row for row in missing if not horizon.is_unread(row.topic)]
     if not missing or not decided.early or age_ms <= terms.late_after_ms:
@@ -290,7 +294,7 @@ def _end(
     first = missing[0]
     hidden = all((row.topic, row.target_partition) in horizon.hidden for row in missing)
     kind = "lost" if age_ms > terms.lost_after_ms and not hidden else "late"
-    life.found[kind] = (
+    fold.findings[kind] = (
         f"{len(missing)} of {len(half)} not visible {age_ms // 1000} s after the commit:"
         f" message {first.seq} for {first.topic}-{first.target_partition}"
         + (", which ends in an open transaction" if hidden else "")
@@ -299,11 +303,11 @@ def _end(
 
 
 def _may_be_gone(horizon: Horizon, decided: MarkerFact, row: HalfFact | Content) -> bool:
-    """Say whether a message may have been visible, and been taken away since."""
+    """Return whether a message may have been visible and then removed."""
     if decided.at_ms <= horizon.taken_ms.get((row.topic, -1), -1):
         return True
     until_ms = horizon.taken_ms.get((row.topic, row.target_partition), -1)
-    # By whichever timestamp it has there, the user's or the broker's, it is no older than this.
+    # Whether its timestamp is the user's or the broker's, it is no older than this.
     stamp_ms = decided.at_ms if row.timestamp_ms is None else min(decided.at_ms, row.timestamp_ms)
     return decided.at_ms <= until_ms and stamp_ms < horizon.kept_from_ms.get(row.topic, ALWAYS)
 
@@ -314,51 +318,49 @@ def _may_be_gone(horizon: Horizon, decided: MarkerFact, row: HalfFact | Content)
 def judge(
     facts: TransactionFacts, terms: TermsLike, horizon: Horizon = NOTHING_TAKEN
 ) -> JudgedTransaction:
-    """Say how a transaction ended.
-
-    Whatever was read later than `facts` can only make an open one settled: a transaction that is
-    still under way has no findings.
-    """
+    """Judge a transaction.
+     Records that were read after `facts` can only settle an open transaction: a transaction in
+    flight has no findings."""
     parts = read_id(facts.id)
     facts = _sorted(facts)
     visible = facts.visible
     if parts is None:
         return _judged(facts, None, TransactionFold(None), visible, "void", False)
     halves = _halves(facts.half, parts.partition, horizon)
-    life = TransactionFold(halves.counts, _kept(facts.parked))
+    fold = TransactionFold(halves.counts, _kept(facts.parked))
     for marker in facts.op:
         if marker.partition == parts.partition:
-            life.apply(marker)
-    _hold_twice(life, visible)
-    if life.half is None:
-        state, carry = _without_half(facts, life, parts, halves, terms, horizon)
-    elif life.decided is None:
-        state, carry = life.state, True
-        parked = life.parked if state == "parked" else None
+            fold.apply(marker)
+    _hold_twice(fold, visible)
+    if fold.half is None:
+        state, carry = _without_half(facts, fold, parts, halves, terms, horizon)
+    elif fold.decided is None:
+        state, carry = fold.state, True
+        parked = fold.parked if state == "parked" else None
         if parked and parked.early and terms.now_ms - parked.at_ms > terms.lost_after_ms:
-            _hold_copy(life, _copy(facts.parked))
-        prepared_ms = max(row.clock_ms for row in life.half)
+            _hold_copy(fold, _copy(facts.parked))
+        prepared_ms = max(row.clock_ms for row in fold.half)
         if visible:
             if _has_all_markers(parts, prepared_ms, terms, horizon):
-                life.found["visible_without_commit"] = _shown(visible)
+                fold.findings["visible_without_commit"] = _shown(visible)
             else:
-                life.found.pop("not_kept", None)
+                fold.findings.pop("not_kept", None)
                 state, carry = "gone", False
         elif state == "pending" and _has_all_markers(parts, prepared_ms, terms, horizon):
-            _hold_overdue(life, facts, life.next_check_ms(), terms)
-    elif life.state == "rolled_back":
+            _hold_overdue(fold, facts, fold.next_check_ms(), terms)
+    elif fold.state == "rolled_back":
         state, carry = "rolled_back", False
         if visible:
-            life.found["rolled_back_visible"] = _shown(visible)
+            fold.findings["rolled_back_visible"] = _shown(visible)
     else:
-        _compare(life, visible)
-        state, carry = _end(life, facts, terms, horizon)
-    _hold_contrary(life, visible)
-    return _judged(facts, parts, life, visible, state, carry)
+        _compare(fold, visible)
+        state, carry = _end(fold, facts, terms, horizon)
+    _hold_contrary(fold, visible)
+    return _judged(facts, parts, fold, visible, state, carry)
 
 
 def _has_all_markers(parts: ParsedId, prepared_ms: int, terms: TermsLike, horizon: Horizon) -> bool:
-    """Say whether retention cannot have taken a marker of a transaction.
+    """Return whether retention cannot have removed a marker of a transaction.
 
     Args:
         prepared_ms: when it was prepared, or the time in its id.
@@ -368,24 +370,23 @@ def _has_all_markers(parts: ParsedId, prepared_ms: int, terms: TermsLike, horizo
 
 
 def _hold_overdue(
-    life: TransactionFold, facts: TransactionFacts, due_ms: int | None, terms: TermsLike
+    fold: TransactionFold, facts: TransactionFacts, due_ms: int | None, terms: TermsLike
 ) -> None:
-    """Note that nobody was ever asked, though that was due long ago, and that it was never parked.
-
-    The logs do not tell whether anybody of the group could be reached, so this waits for longer
-    than an outage is thought to last. A copy by itself says nothing: a proxy also copies what is
-    still pending, before retention takes the half message.
-    """
+    """Find that the first check is long overdue, and that the transaction was neither checked nor
+    parked.
+     The logs do not show whether an instance of the group was reachable, so this waits for longer
+    than an outage should last. A copy alone proves nothing: a proxy also copies pending
+    transactions before retention removes the half message."""
     parked = any(row.state not in (None, "pending") for row in facts.parked)
     if due_ms is None or parked or any(row.kind in ("check", "park") for row in facts.op):
         return
     since_ms = terms.now_ms - due_ms
     if since_ms > terms.overdue_after_ms:
-        life.found["overdue"] = f"the first check was due {since_ms // 1000} s ago"
+        fold.findings["overdue"] = f"the first check was due {since_ms // 1000} s ago"
 
 
 def _sorted(facts: TransactionFacts) -> TransactionFacts:
-    """Return the facts in the order of their logs, each record once."""
+    """Return the facts in the order of their logs, without duplicates."""
     half = {(row.partition, row.offset): row for row in facts.half}
     op = {(row.partition, row.offset): row for row in facts.op}
     parked = {(row.partition, row.offset): row for row in facts.parked}
@@ -401,100 +402,101 @@ def _sorted(facts: TransactionFacts) -> TransactionFacts:
 
 def _without_half(
     facts: TransactionFacts,
-    life: TransactionFold,
+    fold: TransactionFold,
     parts: ParsedId,
     halves: _Halves,
     terms: TermsLike,
     horizon: Horizon,
 ) -> tuple[str, bool]:
-    """Return state and `carry` where no half message counts; note what is wrong with that."""
-    # Until then a half message of this id may still come, and count.
+    """Return state and `carry` where no half message counts; find the fault in that."""
+    # Until then a half message of this id may still arrive, and count.
     open_still = terms.now_ms <= parts.time_ms + terms.dedup_window_ms
-    decision = None if life.decided is None else life.decided.kind
+    decision = None if fold.decided is None else fold.decided.kind
     if halves.any_void:
         if facts.visible:
-            life.found["visible_without_commit"] = _shown(facts.visible)
-        life.decided, life.contrary = None, ""
+            fold.findings["visible_without_commit"] = _shown(facts.visible)
+        fold.decided, fold.contrary = None, ""
         return "void", open_still
     copy = _copy(facts.parked)
     begin_ms = horizon.half_begin_ms.get(parts.partition)
     taken = begin_ms is not None and parts.time_ms <= begin_ms + terms.dedup_window_ms
-    # A copy that was dropped tells too, while its records are there.
-    dropped = life.prepared is not None and decision == "commit" and (taken or halves.cut)
+    # A dropped copy counts too, while its records are there.
+    dropped = fold.prepared is not None and decision == "commit" and (taken or halves.cut)
     if copy.state is not None or dropped:
-        return _from_copy(facts, life, copy, terms, horizon)
+        return _from_copy(facts, fold, copy, terms, horizon)
     known = not taken and not halves.cut
     if known and halves.parts:
-        life.found["half_incomplete"] = f"{halves.parts} are stored"
+        fold.findings["half_incomplete"] = f"{halves.parts} are stored"
     elif known and facts.op:
-        life.found["marker_without_half"] = f"{facts.op[0].kind} at {facts.op[0].offset}"
-    if not known and _is_disputed(life):
-        life.others, life.contrary = [], ""
+        fold.findings["marker_without_half"] = f"{facts.op[0].kind} at {facts.op[0].offset}"
+    if not known and _is_disputed(fold):
+        fold.others, fold.contrary = [], ""
     elif facts.visible:
         complete = parts.time_ms > horizon.removed_ms and _has_all_markers(
             parts, parts.time_ms, terms, horizon
         )
         if decision == "commit" and known:
-            life.found["visible_without_half"] = _shown(facts.visible)
+            fold.findings["visible_without_half"] = _shown(facts.visible)
         elif decision == "rollback" and (known or complete):
-            life.found["rolled_back_visible"] = _shown(facts.visible)
+            fold.findings["rolled_back_visible"] = _shown(facts.visible)
             if not known:
                 return "rolled_back", False
         elif decision is None and known:
-            life.found["visible_without_commit"] = _shown(facts.visible)
-    # Where nothing was taken and nothing is wrong, only tombstones are left in the parked topic.
-    return ("void", open_still) if known and life.found else ("gone", False)
+            fold.findings["visible_without_commit"] = _shown(facts.visible)
+    # Where retention removed nothing and nothing is wrong, only tombstones are left in the parked
+    # topic.
+    return ("void", open_still) if known and fold.findings else ("gone", False)
 
 
-def _is_disputed(life: TransactionFold) -> bool:
-    """Say whether somebody of another group has decided otherwise: without the half message nobody
-    knows whose transaction it was."""
-    first = "" if life.decided is None else life.decided.grp
-    return any(first and row.grp and row.grp != first for row in life.others)
+def _is_disputed(fold: TransactionFold) -> bool:
+    """Return whether another group has decided otherwise: without the half message the owner of the
+    transaction is unknown."""
+    first = "" if fold.decided is None else fold.decided.grp
+    return any(first and row.grp and row.grp != first for row in fold.others)
 
 
 def _from_copy(
-    facts: TransactionFacts, life: TransactionFold, copy: _Copy, terms: TermsLike, horizon: Horizon
+    facts: TransactionFacts, fold: TransactionFold, copy: _Copy, terms: TermsLike, horizon: Horizon
 ) -> tuple[str, bool]:
-    """Return state and `carry` where retention took the half message and a copy is known."""
+    """Return state and `carry` where retention removed the half message and a copy is known."""
     visible = facts.visible
-    if life.decided is None:
-        return _undecided_copy(facts, life, copy, terms, horizon)
-    if life.decided.kind == "rollback":
+    if fold.decided is None:
+        return _undecided_copy(facts, fold, copy, terms, horizon)
+    if fold.decided.kind == "rollback":
         if visible:
-            life.found["rolled_back_visible"] = _shown(visible)
+            fold.findings["rolled_back_visible"] = _shown(visible)
         return "rolled_back", False
-    if life.prepared is not None:
-        _compare(life, visible)
-        return _end(life, facts, terms, horizon)
-    # An earlier version has read the copy, or it is not whole: nobody knows its messages.
+    if fold.prepared is not None:
+        _compare(fold, visible)
+        return _end(fold, facts, terms, horizon)
+    # An earlier version has read the copy, or it is incomplete: its messages are unknown.
     if visible:
         return "promoted", False
     return ("refused" if copy.state == "refused" else "committed"), True
 
 
 def _undecided_copy(
-    facts: TransactionFacts, life: TransactionFold, copy: _Copy, terms: TermsLike, horizon: Horizon
+    facts: TransactionFacts, fold: TransactionFold, copy: _Copy, terms: TermsLike, horizon: Horizon
 ) -> tuple[str, bool]:
-    """Return state and `carry` of a copy of which no decision is known."""
+    """Return state and `carry` of a copy without a known decision."""
     state, visible = copy.state or "gone", facts.visible
     parts = read_id(facts.id)
     assert parts is not None
     has_all = _has_all_markers(parts, parts.time_ms, terms, horizon)
     if not visible:
         if state == "pending" and has_all:
-            _hold_overdue(life, facts, copy.newest[0].due_ms, terms)
+            _hold_overdue(fold, facts, copy.newest[0].due_ms, terms)
         return state, True
     if state in ("refused", "committed"):
-        # It was committed, and the marker is gone.
-        if {row.seq for row in visible} >= set(range(len(life.prepared or ()))):
+        # It was committed, and the marker was removed.
+        if {row.seq for row in visible} >= set(range(len(fold.prepared or ()))):
             return "promoted", False
         if state == "refused":
-            _hold_refused(life, visible, copy, terms, horizon)
+            _hold_refused(fold, visible, copy, terms, horizon)
         return state, True
     if not has_all:
         return "gone", False
-    life.found["visible_without_commit"] = _shown(visible)
+    fold.findings["visible_without_commit"] = _shown(visible)
     return state, True
 
 
@@ -506,25 +508,25 @@ def _shown(visible: Sequence[VisibleFact]) -> str:
 def _judged(
     facts: TransactionFacts,
     parts: ParsedId | None,
-    life: TransactionFold,
+    fold: TransactionFold,
     visible: Sequence[VisibleFact],
     state: str,
     carry: bool,
 ) -> JudgedTransaction:
-    half, decided = life.half, life.decided
-    findings = tuple(kind for kind in GRAVITY if kind in life.found)
+    half, decided = fold.half, fold.decided
+    findings = tuple(kind for kind in GRAVITY if kind in fold.findings)
     settled = "settled" if state in _SETTLED else state
     named = half if half is not None else facts.half
-    known = life.grp or next((row.grp for row in facts.op if row.grp), None)
+    known = fold.grp or next((row.grp for row in facts.op if row.grp), None)
     group = named[0].grp if named else known
-    prepared = life.prepared or ()
+    prepared = fold.prepared or ()
     topics = [row.topic for row in (prepared or visible)]
-    words = [f"{kind}: {life.found[kind]}" for kind in findings]
-    if life.contrary and "contrary_markers" not in life.found:
-        words.append(f"contrary markers, and the first counts: {life.contrary}")
+    words = [f"{kind}: {fold.findings[kind]}" for kind in findings]
+    if fold.contrary and "contrary_markers" not in fold.findings:
+        words.append(f"contrary markers, and the first counts: {fold.contrary}")
     if state in _SETTLED:
         words += filter(None, [_left_over(_copy(facts.parked))])
-    tell = bool(visible) and all(row.append_time for row in visible)
+    by_broker = bool(visible) and all(row.append_time for row in visible)
     return JudgedTransaction(
         id=facts.id,
         id_ms=None if parts is None else parts.time_ms,
@@ -536,8 +538,8 @@ def _judged(
         source=None if decided is None else decided.source,
         prepared_at_ms=None if half is None else max(row.clock_ms for row in half),
         decided_at_ms=None if decided is None else decided.at_ms,
-        visible_at_ms=max(row.at_ms for row in visible) if tell else None,
-        attempts=len(life.counted_ms),
+        visible_at_ms=max(row.at_ms for row in visible) if by_broker else None,
+        attempts=len(fold.counted_ms),
         messages=len(prepared) or max((row.count for row in visible), default=0),
         topics=tuple(dict.fromkeys(topics)),
         half_partition=None if parts is None else parts.partition,
@@ -552,9 +554,9 @@ def _judged(
 
 
 def in_order(facts: TransactionFacts, judged: JudgedTransaction) -> list[MessagePosition] | None:
-    """Return where a transaction's messages have to stand in the order of their key.
+    """Return the positions of messages that must follow the order of their key.
 
-    None where they need not: without a key, or after a refusal, which costs the place.
+    None where no order applies: without a key, or after a refusal, which gives up the place.
     """
     mark = order_mark(facts, judged)
     refused = any(row.tombstone or row.state == "refused" for row in facts.parked)
@@ -570,7 +572,7 @@ def in_order(facts: TransactionFacts, judged: JudgedTransaction) -> list[Message
 
 
 def order_mark(facts: TransactionFacts, judged: JudgedTransaction) -> int | None:
-    """Return what transactions whose order is kept have in common, None without an order."""
+    """Return the mark shared by transactions of one order; None without an order."""
     place = judged.half_partition, judged.half_offset
     marks = (row.order_mark for row in facts.half if (row.partition, row.offset) == place)
     return next(marks, None)
@@ -579,17 +581,17 @@ def order_mark(facts: TransactionFacts, judged: JudgedTransaction) -> int | None
 def judge_rows(
     rows: Iterable[Mapping[str, Any]], terms: TermsLike, horizon: Horizon
 ) -> list[dict[str, Any]]:
-    """Judge rows of `gather`.
+    """Judge rows of `group`.
 
-    Returns rows of `JudgedTransaction`, places as dicts, with `order_mark` and, as `ordered`,
-    what `in_order` says.
+    Returns rows of `JudgedTransaction` with positions as dicts, with `order_mark` and the result of
+    `in_order` as `ordered`.
     """
-    found = []
+    verdicts = []
     for row in rows:
         facts = facts_of(row)
         judged = judge(facts, terms, horizon)
         ordered = in_order(facts, judged)
-        found.append(
+        verdicts.append(
             {
                 **judged._asdict(),
                 "places": [place._asdict() for place in judged.places],
@@ -597,4 +599,4 @@ def judge_rows(
                 "ordered": None if ordered is None else [place._asdict() for place in ordered],
             }
         )
-    return found
+    return verdicts

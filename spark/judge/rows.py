@@ -1,6 +1,6 @@
-"""What the audit judges by: the rows of the tables as plain values.
+"""Rows of the fact tables as plain values, and the terms of a judgement.
 
-Only the standard library is used here, as in `judge`: they are shipped to executors by value.
+Only the standard library is imported: Spark ships this module to its executors by value.
 """
 
 import re
@@ -13,23 +13,23 @@ _ALPHABET = "0123456789ABCDEFGHJKMNPQRSTVWXYZ"
 _VALUES = {character: value for value, character in enumerate(_ALPHABET)}
 _is_topic_name = re.compile(r"(?!\.{1,2}\Z)[A-Za-z0-9._-]{1,249}").fullmatch
 _RESERVE_MS = 3_600_000
-"""For clocks of brokers that differ, and for what lies between the clock and the answer."""
+"""Margin for brokers' clocks that differ, and for the delay between a clock and its answer."""
 
 
 def can_be_topic(name: str) -> bool:
-    """Say whether Kafka accepts this name for a topic."""
+    """Return whether Kafka accepts this name for a topic."""
     return _is_topic_name(name) is not None
 
 
 class ParsedId(NamedTuple):
-    """What a transaction id says of where and when."""
+    """Half partition and time of a transaction id."""
 
     partition: int
     time_ms: int
 
 
 def read_id(id: str) -> ParsedId | None:
-    """Return half partition and time of a transaction id, None where it is none."""
+    """Parse a transaction id; return None where the text is none."""
     if len(id) != 26:
         return None
     number = 0
@@ -44,7 +44,7 @@ def read_id(id: str) -> ParsedId | None:
 
 
 class TermsLike(Protocol):
-    """What is judged by; see `schema.Terms`."""
+    """The terms of a judgement; see `schema.Terms`."""
 
     @property
     def now_ms(self) -> int: ...
@@ -59,7 +59,7 @@ class TermsLike(Protocol):
 
 
 class JudgeTerms(NamedTuple):
-    """`schema.Terms` as it goes to executors."""
+    """`schema.Terms` in the form that is shipped to executors."""
 
     now_ms: int
     dedup_window_ms: int = 120_000
@@ -69,26 +69,26 @@ class JudgeTerms(NamedTuple):
 
 
 class Horizon(NamedTuple):
-    """What retention or compaction has left of the topics; empty where nothing was taken.
+    """What retention or compaction removed from the topics; empty where nothing was removed.
 
     Attributes:
-        half_start: first offset that is left, by half partition.
-        half_begin_ms: append time of what is left first, by half partition. A half message whose
-            id is not younger than this and the dedup window may have been taken.
+        half_start: first offset kept, by half partition.
+        half_begin_ms: append time of the first record kept, by half partition. A half message whose
+            id is no younger than this plus the dedup window may have been removed.
         op_begin_ms: the same for the operation topic.
-        taken_ms: by target topic and partition. What was decided no later may have been visible
-            and be gone; `ALWAYS` for a topic that is compacted or no longer there. Partition -1
-            stands for all of a topic's.
-        kept_from_ms: by target topic, the timestamp from which on nothing can be gone: retention
-            takes older records only. Not of topics from which size or compaction takes.
-        parked_from_ms: by half partition, since when the parked topic tells of every refusal that
-            is over: what was decided before may have been refused, and nothing says so any more.
-        open: target topics and partitions that end in an open transaction, mostly a turn that is
-            under way: what is missing there may be visible in a moment.
-        hidden: those in which it is the same transaction since the run has begun to read: what is
-            missing there may have been committed behind it.
-        removed_ms: facts of transactions whose ids are no later than this may have been removed
-            after earlier runs had read them; -1 where none were.
+        taken_ms: by target topic and partition: messages decided no later may have been visible
+            and then removed; `ALWAYS` for a compacted or deleted topic. Partition -1 stands for
+            all partitions of a topic.
+        kept_from_ms: by target topic, the timestamp from which on retention removed nothing. Unset
+            for topics with retention by size or compaction.
+        parked_from_ms: by half partition, the time from which on the parked topic shows every past
+            refusal: an earlier decision may have been refused without a trace.
+        open: target partitions that end in an open transaction, mostly a promotion in flight:
+            missing messages may become visible at any moment.
+        hidden: those of them that the same transaction has kept open since the run began: missing
+            messages may have been committed after it.
+        removed_ms: facts of transactions with ids no later than this may have been deleted after
+            earlier runs had read them; -1 where none were.
         unread: target topics that could not be read.
     """
 
@@ -104,7 +104,7 @@ class Horizon(NamedTuple):
     unread: frozenset[str] = frozenset()
 
     def is_unread(self, topic: str) -> bool:
-        """Say whether a target could not be read, so that nothing is known of what it holds."""
+        """Return whether a target could not be read, so that its contents are unknown."""
         return topic in self.unread or not can_be_topic(topic)
 
 
@@ -112,11 +112,11 @@ NOTHING_TAKEN = Horizon()
 
 
 def kept_from_ms(now_ms: int, kept_ms: int) -> int:
-    """Return from which timestamp on nothing can be gone of a target.
+    """Return the timestamp from which on retention has removed nothing from a target.
 
     Args:
-        now_ms: when it was asked for where it begins.
-        kept_ms: for how long retention leaves a record.
+        now_ms: when the topic's start offsets were read.
+        kept_ms: the retention time.
     """
     return now_ms - kept_ms + _RESERVE_MS
 
@@ -147,7 +147,7 @@ class HalfFact(NamedTuple):
 
 
 class Content(NamedTuple):
-    """A message that came with its commit, in place of the prepared one."""
+    """A message that came with its commit and replaces the prepared one."""
 
     seq: int
     topic: str
@@ -193,7 +193,7 @@ class VisibleFact(NamedTuple):
 class ParkedFact(NamedTuple):
     """A row of `schema.PARKED`, without the id.
 
-    What a copy holds is None in tombstones, and where an earlier version has read it.
+    The columns of the copy are None in tombstones and in rows that an earlier version wrote.
     """
 
     partition: int
@@ -214,7 +214,7 @@ class ParkedFact(NamedTuple):
 
 
 class TransactionFacts(NamedTuple):
-    """All records of one transaction, in any order; one that was read twice counts once."""
+    """All records of one transaction, in any order; duplicates count once."""
 
     id: str
     half: Sequence[HalfFact] = ()
@@ -224,7 +224,7 @@ class TransactionFacts(NamedTuple):
 
 
 class MessagePosition(NamedTuple):
-    """Where a message is visible."""
+    """The position of a visible message."""
 
     topic: str
     partition: int
@@ -235,8 +235,8 @@ class MessagePosition(NamedTuple):
 class JudgedTransaction(NamedTuple):
     """How a transaction ended: `schema.VERDICT` without run and day.
 
-    `id_ms`: the time in the id, None where it does not read. `carry`: whether later records could
-    still change what is said here, so that the next run has to know these facts.
+    `id_ms`: the time in the id, None where it does not parse. `carry`: whether later records can
+    change the verdict, so that the next run needs these facts.
     """
 
     id: str
@@ -262,22 +262,24 @@ class JudgedTransaction(NamedTuple):
 
 
 def facts_of(row: Mapping[str, Any]) -> TransactionFacts:
-    """Return the facts of a row of `gather`: arrays of structs, each null where there is none.
+    """Return the facts of a row of `group`: arrays of structs, each null where it is empty.
 
-    A half message's `dedup` and a parked one's `cause`, which nothing depends on, may be left out.
+    A half message's `dedup` and a copy's `cause` influence no verdict and may be absent.
     """
-    half = [HalfFact(**{"dedup": None, **each}) for each in row["half"] or ()]
+    half = [HalfFact(**{"dedup": None, **fields}) for fields in row["half"] or ()]
     op = [
-        MarkerFact(**{**each, "contents": _contents(each["contents"])}) for each in row["op"] or ()
+        MarkerFact(**{**fields, "contents": _contents(fields["contents"])})
+        for fields in row["op"] or ()
     ]
-    parked = [ParkedFact(**{"cause": None, **each}) for each in row["parked"] or ()]
+    parked = [ParkedFact(**{"cause": None, **fields}) for fields in row["parked"] or ()]
     alone = is_alone(half, parked)
-    visible = [_visible(each, alone) for each in row["visible"] or ()]
+    visible = [_visible(fields, alone) for fields in row["visible"] or ()]
     return TransactionFacts(row["id"], half, op, visible, parked)
 
 
 def is_alone(half: Sequence[HalfFact], parked: Sequence[ParkedFact]) -> bool:
-    """Say whether a transaction has but one message, by its copy where nothing else is left."""
+    """Return whether a transaction has exactly one message; without a half message, its copy
+    decides."""
     if half:
         return half[0].count == 1
     return any(row.count == 1 for row in parked)
@@ -292,11 +294,11 @@ def _visible(row: Mapping[str, Any], alone: bool) -> VisibleFact:
 def as_promoted(row: VisibleFact, if_alone: int | None, alone: bool) -> VisibleFact:
     """Return a visible row as it was promoted.
 
-    What numbers the messages of a transaction is, where it has but one, the user's own header.
+    In a transaction of one message, the sequence header is the user's own header.
 
     Args:
         if_alone: the column `headers_if_alone`.
-        alone: whether the transaction has but one message.
+        alone: whether the transaction has one message.
     """
     if not alone or if_alone is None:
         return row
@@ -304,4 +306,4 @@ def as_promoted(row: VisibleFact, if_alone: int | None, alone: bool) -> VisibleF
 
 
 def _contents(rows: Iterable[Mapping[str, Any]] | None) -> list[Content] | None:
-    return None if rows is None else [Content(**each) for each in rows]
+    return None if rows is None else [Content(**fields) for fields in rows]

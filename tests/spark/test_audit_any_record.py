@@ -304,12 +304,12 @@ def test_records_of_others_are_named_and_no_drift(
     assert (found.states, found.drift, found.has_drift) == ({"promoted": 1}, {}, False)
     assert found.quarantined == 204
     places = {(each.topic, each.partition, each.offset): each.why for each in found.set_aside}
-    assert places["orders", PARTITION, 0] == "its txb-id is no transaction id"
+    assert places["orders", PARTITION, 0] == "its txb-id is not a transaction id"
     told = json.loads(json.dumps(as_row(found)))
     first = next(each for each in told["set_aside"] if each["topic"] == "orders")
     assert (first["partition"], first["offset"], first["own"]) == (PARTITION, 0, False)
     page = render(found, [])
-    assert "its txb-id is no transaction id" in page
+    assert "its txb-id is not a transaction id" in page
     assert "204 records do not read" in page
     assert "204 records are unreadable and were set aside." in drift_in_words(found)
     assert news_of(found).set_aside[0].why in {each.why for each in found.set_aside}

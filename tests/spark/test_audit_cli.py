@@ -181,12 +181,12 @@ def test_what_is_set_aside_or_missing_is_shown(capsys: pytest.CaptureFixture[str
         CLEAN,
         drift={"unreadable": 1, "target_missing": 2},
         quarantined=30,
-        set_aside=(BrokenRecord("half", 2, 77, "its check policy is none", own=True), *others),
+        set_aside=(BrokenRecord("half", 2, 77, "its check policy is invalid", own=True), *others),
         missing_targets={"bills": 2},
     )
     show_run(found, "table")
     printed = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
-    assert "half 2 77 yes its check policy is none" in printed
+    assert "half 2 77 yes its check policy is invalid" in printed
     assert "bills 2" in printed
     assert any(line.startswith("unreadable 1 yes ") for line in printed)
     assert any(line.startswith("target_missing 2 yes ") for line in printed)

@@ -1,4 +1,4 @@
-"""Facts gathered by Spark: the plain judged in SQL as the judge would, and order within keys."""
+"""Facts grouped by Spark: the plain judged in SQL as the judge would, and order within keys."""
 
 from __future__ import annotations
 
@@ -189,7 +189,7 @@ def test_spark_comes_to_what_the_judge_comes_to(spark: SparkSession) -> None:
 
 
 def test_the_plain_never_come_to_python(spark: SparkSession) -> None:
-    from txbroker.spark.judge.group import _by_sql, _gathered
+    from txbroker.spark.judge.group import _by_sql, _grouped
 
     def facts(number: int, topics: list[str], kind: str) -> TransactionFacts:
         half = half_rows(topics, offset=10 * number)
@@ -203,8 +203,8 @@ def test_the_plain_never_come_to_python(spark: SparkSession) -> None:
         facts(3, ["t", "u"], "rollback"),
         facts(4, ["t", "u"], ""),
     ]
-    gathered = _by_sql(_gathered(tables(spark, plain)))
-    assert [row["plain"] for row in gathered.collect()] == [True] * 4
+    grouped = _by_sql(_grouped(tables(spark, plain)))
+    assert [row["plain"] for row in grouped.collect()] == [True] * 4
 
 
 def test_no_task_carries_all_where_everything_is_one_group_topic_and_key(
@@ -212,7 +212,7 @@ def test_no_task_carries_all_where_everything_is_one_group_topic_and_key(
 ) -> None:
     from pyspark.sql import functions as F
 
-    from txbroker.spark.judge.group import _gathered
+    from txbroker.spark.judge.group import _grouped
 
     count, tasks = 2000, 8
     hot = [ordered(n, n, 10 * n) for n in range(1, count + 1)]
@@ -225,8 +225,8 @@ def test_no_task_carries_all_where_everything_is_one_group_topic_and_key(
     for name, value in conf.items():
         spark.conf.set(name, value)
     try:
-        gathered = _gathered(tables(spark, hot))
-        rows = gathered.groupBy(F.spark_partition_id().alias("task")).count().collect()
+        grouped = _grouped(tables(spark, hot))
+        rows = grouped.groupBy(F.spark_partition_id().alias("task")).count().collect()
     finally:
         for name, value in was.items():
             spark.conf.set(name, value or "")

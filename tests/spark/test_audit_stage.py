@@ -141,7 +141,7 @@ async def test_everything_is_read_once_and_what_is_void_or_does_not_read_is_name
             (names.half, "the first header is not txb-v"): 1,
             (names.op, "it is not a marker"): 1,
             (names.op, "a replaced message without its commit marker"): 2,
-            (names.op, "its replaced messages are not whole"): 1,
+            (names.op, "its replaced messages are incomplete"): 1,
             (names.parked, "its key is not ID/NUMBER"): 1,
         }
         assert all(row["early"] for rows in (*half.values(), *op.values()) for row in rows)
@@ -296,7 +296,7 @@ async def test_retention_that_takes_what_is_being_read_is_told_in_a_sentence(
                     admin.delete_records([place])[place].result(30)
                 return found
 
-        with pytest.raises(AuditError, match="retention took records while they were read"):
+        with pytest.raises(AuditError, match="retention removed records while the audit read them"):
             await staged(spark, planting, tmp_path / "work", Losing(kafka.bootstrap))
 
 
