@@ -1,4 +1,8 @@
-"""The cut: from where to where each topic is read, asked of Kafka itself and not of Spark."""
+"""Access to Kafka for the audit: topic ends, read without Spark, and Spark's connection options.
+
+Spark's Kafka client takes no files for secrets, so its options hold them. Spark and the client mask
+them in their logs.
+"""
 
 from __future__ import annotations
 
@@ -26,8 +30,8 @@ _Result = TypeVar("_Result")
 
 
 class TopicEnds(Struct, frozen=True):
-    """What of a topic can be read now, by partition: first kept offset and last stable offset; the
-    rest as in `TopicBounds`."""
+    """The readable range of a topic by partition: first kept offset and last stable offset; the
+    other fields as in `TopicBounds`."""
 
     topic: str
     starts: tuple[int, ...]
@@ -42,13 +46,13 @@ class TopicEnds(Struct, frozen=True):
 
 
 class AuditKafka:
-    """One Kafka: asked by us where its topics end, and read by Spark.
+    """One Kafka cluster, as this process and as Spark reach it.
 
-    It may be used from any thread, also from one that runs an event loop.
+    All methods may be called from any thread, also from one that runs an event loop.
 
     Attributes:
-        settings: how we reach it.
-        options: how Spark's Kafka source reaches it: names with their prefix, as
+        settings: the connection of this process.
+        options: the options of Spark's Kafka source, with their prefix, as
             `kafka.bootstrap.servers`.
     """
 
@@ -56,36 +60,35 @@ class AuditKafka:
         self.settings = settings
         reached = {
             "kafka.bootstrap.servers": ",".join(settings.bootstrap_servers),
-            # The broker holds an answer back for so long where there is nothing to read, as where a
-            # part ends with the end of a transaction; 500 ms unless told. What is there it sends.
+            # How long the broker delays an answer without records, as at the end of a transaction;
+            # the default is 500 ms. Records that are there are sent at once.
             "kafka.fetch.max.wait.ms": "20",
         }
         self.options = reached | dict(options or {})
 
     def ends(self, topics: Iterable[str], *, patient: bool = True) -> dict[str, TopicEnds]:
-        """Return what of topics can be read; those that do not exist are left out.
+        """Return the readable ranges of topics; topics that do not exist are left out.
 
         Args:
             topics: their names.
-            patient: whether to wait for a topic that has no leader now.
+            patient: whether to wait for a topic without a leader.
 
         Raises:
             ConfigurationError: the settings contradict themselves.
             AuditError: Kafka does not answer.
         """
-        # Anybody who may write to the half topic can name in it what no request to Kafka can hold.
+        # Half messages may name topics that no Kafka request can hold.
         names = tuple(filter(can_be_topic, topics))
         try:
-            found = _run(self._bounds(names, patient))
+            bounds = _run(self._bounds(names, patient))
         except KafkaUnavailable as error:
-            raise AuditError(f"Kafka cannot be asked where its topics end: {error}") from None
+            raise AuditError(f"the ends of topics cannot be read from Kafka: {error}") from None
         return {
-            name: TopicEnds(name, **msgspec.structs.asdict(bounds))
-            for name, bounds in found.items()
+            name: TopicEnds(name, **msgspec.structs.asdict(topic)) for name, topic in bounds.items()
         }
 
     def own_ends(self, topic: str) -> TopicEnds:
-        """Return what of one of txbroker's own topics can be read.
+        """Return the readable range of one of txbroker's own topics.
 
         Raises:
             AuditError: it does not exist, or Kafka does not answer.
@@ -94,9 +97,7 @@ class AuditKafka:
         """
         found = self.ends((topic,)).get(topic)
         if found is None:
-            raise AuditError(
-                f"there is no topic {topic}: is this the right Kafka, and the right topic_prefix?"
-            )
+            raise AuditError(f"topic {topic} does not exist: check --kafka and --topic-prefix")
         if found.unread:
             failure = AuditError if found.passing else ConfigurationError
             raise failure(f"topic {topic} cannot be read: {found.unread}")
@@ -105,11 +106,11 @@ class AuditKafka:
         return found
 
     def now_ms(self, names: TopicNames) -> int:
-        """Return the time by the brokers' clocks, ms since 1970: that of a record written now to
-        the audit topic of an installation.
+        """Return the time by the brokers' clocks, ms since 1970: that of a record written now to an
+        installation's audit topic.
 
         Raises:
-            ConfigurationError: the topic is not there or may not be written, or its timestamps are
+            ConfigurationError: the topic does not exist or is not writable, or its timestamps are
                 not the broker's.
             AuditError: there is no such installation, or Kafka does not answer.
         """
@@ -117,21 +118,23 @@ class AuditKafka:
         try:
             at_ms = _run(self._tick(names.audit))
         except KafkaUnavailable as error:
-            raise AuditError(f"Kafka cannot be asked what time it is: {error}") from None
+            raise AuditError(f"the brokers' time cannot be read from Kafka: {error}") from None
         if at_ms < 0:
             raise _clockless(names.audit)
         return at_ms
 
     def some(self, topic: str, partition: int, position: int, end: int) -> tuple[list[Record], int]:
-        """Return committed records from an offset on, some tens of MiB, and where to go on.
+        """Return committed records from an offset on, some tens of MiB, and the next offset.
 
         Raises:
-            AuditError: Kafka does not answer, or retention took them.
+            AuditError: Kafka does not answer, or retention removed them.
         """
         try:
             return _run(some_records(self.settings, topic, partition, position, end))
         except KafkaUnavailable as error:
-            raise AuditError(f"{topic} cannot be read: {error}. Run the audit again") from None
+            raise AuditError(
+                f"topic {topic} cannot be read: {error}. Run the audit again"
+            ) from None
 
     async def _tick(self, audit_topic: str) -> int:
         async with KafkaAuditWriter(self.settings) as writer:
@@ -144,16 +147,16 @@ class AuditKafka:
 
 def _clockless(topic: str) -> ConfigurationError:
     return ConfigurationError(
-        f"{topic} must have message.timestamp.type=LogAppendTime, or nothing tells what came when: "
-        "run `txbroker topics apply`"
+        f"topic {topic} must have message.timestamp.type=LogAppendTime: the audit judges by append "
+        "times. Run `txbroker topics apply`"
     )
 
 
 def access_from(settings: Settings) -> AuditKafka:
-    """Return the access to the Kafka that a configuration names.
+    """Return the access to the Kafka cluster of a configuration.
 
     Raises:
-        ConfigurationError: a file that it names cannot be read.
+        ConfigurationError: one of its files cannot be read.
     """
     return AuditKafka(KafkaSettings.from_configuration(settings), login_options(settings))
 
@@ -162,7 +165,7 @@ def access_from(settings: Settings) -> AuditKafka:
 
 
 def _run(work: Coroutine[Any, Any, _Result]) -> _Result:
-    """Run a coroutine to its end in an event loop of its own, beside any that runs here."""
+    """Run a coroutine in a dedicated event loop, beside any loop of this thread."""
     with ThreadPoolExecutor(1) as thread:
         return thread.submit(asyncio.run, work).result()
 
@@ -176,7 +179,7 @@ _PREFIX = "kafka."
 
 
 def login_options(settings: Settings) -> dict[str, str]:
-    """Return options of Spark's Kafka source, by their names there.
+    """Return the TLS and login options of Spark's Kafka source, by their names there.
 
     Raises:
         ConfigurationError: a file cannot be read.
@@ -217,7 +220,7 @@ def _by_token(settings: Settings) -> dict[str, str]:
     options = {"sasl.login.callback.handler.class": handler}
     name = "oauthbearer.OAuthBearerLoginModule"
     if settings.kafka_oauth_token_file is not None:
-        # Read once: where Spark runs for longer than the token is valid, fetch tokens instead.
+        # Read once: where Spark outlives the token, configure a token URL instead.
         url = settings.kafka_oauth_token_file.absolute().as_uri()
         return {**options, "sasl.oauthbearer.token.endpoint.url": url, **_jaas(name)}
     given = {
@@ -232,7 +235,7 @@ def _by_token(settings: Settings) -> dict[str, str]:
     return {
         **options,
         "sasl.oauthbearer.token.endpoint.url": settings.kafka_oauth_token_url,
-        # As RFC 6749 wants it, and as the proxies do it.
+        # As RFC 6749 requires, and as the proxies do.
         "sasl.oauthbearer.header.urlencode": "true",
         **_jaas(name, **given),
     }

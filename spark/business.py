@@ -1,13 +1,13 @@
-"""Comparing what is visible with the rows of the business.
+"""Compare visible messages with the rows of the business.
 
-A service writes the transaction's id into its own table, in the local transaction that the message
+A service writes the transaction's id into its table, in the local transaction that the message
 stands for. So in the end there is a row for every visible message and a visible message for every
-row; whatever else is there was not one transaction.
+row; anything else was not one transaction.
 
 The rows are read **after** the topics. A message that was visible then had its row before, so a row
-that is missing now was never there. A row without a visible message may be younger than the cut:
-the time in its id tells, because a half message that is appended later than the dedup window after
-that time is void. What was still open at the cut is left to a later run.
+that is missing now was never there. A row without a visible message may be younger than the
+snapshot bounds: the time in its id decides, because a half message that is appended later than the
+dedup window after that time is void. Transactions still open at the bounds are left to a later run.
 """
 
 import itertools
@@ -31,16 +31,16 @@ ROW_WITHOUT_MESSAGE = "row_without_message"
 FINDINGS = (MESSAGE_WITHOUT_ROW, ROW_WITHOUT_MESSAGE)
 
 _FETCH_ROWS = 10_000
-"""Rows that a database hands out at a time: the drivers' own choice is ten, or all of them."""
+"""Rows that a database returns at a time: the drivers' default is ten, or all of them."""
 
 
 class BusinessTable(Struct, frozen=True):
-    """Where the business keeps its rows.
+    """The table of the business.
 
     Attributes:
-        source: `jdbc:…` as the database's driver wants it, or `parquet:` and a path or URI.
+        source: `jdbc:…` in the form of the database's driver, or `parquet:` and a path or URI.
         table: the table; for Parquet a folder below the path, or empty.
-        id_column: the column that holds the transaction's id.
+        id_column: the column with the transaction's id.
         user, password: for JDBC, where they are not in the URL.
         groups: only these producer groups write rows; all of them if empty.
     """
@@ -53,25 +53,25 @@ class BusinessTable(Struct, frozen=True):
     groups: tuple[str, ...] = ()
 
     def validate(self) -> None:
-        """Refuse what names no table.
+        """Refuse settings that name no table.
 
         Raises:
-            ConfigurationError: with a sentence that says what is wrong.
+            ConfigurationError: a part is missing or wrong.
         """
         if not self.source.startswith(("jdbc:", "parquet:")):
             raise ConfigurationError(
                 f"the business must be jdbc:URL or parquet:PATH, not {self.shown}"
             )
         if self.source.startswith("jdbc:") and not self.table:
-            raise ConfigurationError("a table is missing: --table says where the rows are")
+            raise ConfigurationError("a table is missing: name it with --table")
         if not self.id_column:
             raise ConfigurationError(
-                "a column is missing: --id-column says which one holds the transaction's id"
+                "a column is missing: name the one with the transaction's id with --id-column"
             )
 
     @property
     def shown(self) -> str:
-        """The source as it may be shown: without login and options, which may hold a password."""
+        """The source without login and options, which may hold a password."""
         return re.split(r"[?;]", re.sub(r"//[^/@]*@", "//", self.source))[0]
 
     @property
@@ -90,26 +90,26 @@ def compare(
     known_from_ms: int = 0,
     half_partitions: int = 1,
 ) -> tuple["DataFrame", dict[str, int]]:
-    """Compare messages with rows; to be called when the topics have been read.
+    """Compare messages with rows; call it after the topics were read.
 
     Args:
         verdicts: one row for each transaction, of this run and, where it did not begin at the start
             of the logs, of earlier ones.
-        terms: as the verdicts were judged by.
-        keep: lets Spark keep a table until what is returned was used; None: until Spark ends.
-        known_from_ms: append time of the first half message that retention has left, or the last
-            time in the ids of verdicts that were removed; 0 where nothing was taken. Nothing need
-            be known of what was prepared earlier.
-        half_partitions: so many parts a table is read in at the same time.
+        terms: the terms of the verdicts.
+        keep: caches a table until the result was used; None: until Spark ends.
+        known_from_ms: append time of the first half message kept, or the last time in the ids of
+            deleted verdicts; 0 where nothing was removed. Older transactions may be unknown.
+        half_partitions: number of parallel reads of a table.
 
     Returns:
         Ids and kinds of the findings, and counts: of both findings; of `rows`; of those that are
-        not compared: `rows_open` (their transaction is not settled), `rows_young` (too young to
-        say), `rows_gone` (retention took what would tell) and `rows_without_id` (null, or no
+            not
+        compared: `rows_open` (their transaction is not settled), `rows_young` (too young to judge),
+        `rows_gone` (retention removed the evidence) and `rows_without_id` (null, or no
         transaction's id).
 
     Raises:
-        ConfigurationError: the rows cannot be read; the sentence says why.
+        ConfigurationError: the rows cannot be read.
     """
     from pyspark import StorageLevel
     from pyspark.sql import DataFrame
@@ -142,17 +142,17 @@ def compare(
 
 
 def _kind(business: BusinessTable, terms: Terms, known_from_ms: int) -> "Column":
-    """Return what there is to say of a transaction and its rows; null: nothing."""
+    """Return the finding or count of a transaction and its rows; null: none."""
     from pyspark.sql import functions as F
 
     visible, state = F.col("visible"), F.col("state")
     ours = F.col("grp").isin(*business.groups) if business.groups else F.lit(True)
     decided_ms = F.coalesce("decided_ms", "id_ms")
     old = decided_ms <= terms.now_ms - terms.late_after_ms
-    # No half message of that time can come any more, and count.
+    # A half message of that time would be void by now.
     closed = F.col("id_ms") < terms.now_ms - terms.dedup_window_ms
     without_row = F.when(visible & ours & old, MESSAGE_WITHOUT_ROW)
-    # A half message is at most so far from its id's time, before or after.
+    # A half message is at most one dedup window away from its id's time.
     taken = F.lit(known_from_ms > 0) & (F.col("id_ms") <= known_from_ms + terms.dedup_window_ms)
     unknown = F.when(taken, "rows_gone").when(closed, ROW_WITHOUT_MESSAGE).otherwise("rows_young")
     return (
@@ -208,7 +208,7 @@ def _column(table: "DataFrame", business: BusinessTable) -> str:
 
 
 def _jdbc(spark: "SparkSession", business: BusinessTable, half_partitions: int) -> "DataFrame":
-    """Return a table of a database, read in so many parts.
+    """Return a table of a database, read in `half_partitions` parts.
 
     Ids begin with their half partition, so ranges of ids are about equally large, and an index on
     the column helps.
@@ -247,7 +247,7 @@ def _driver(spark: "SparkSession", business: BusinessTable) -> str:
 
 
 def id_ranges(column: str, half_partitions: int) -> list[str]:
-    """Return SQL conditions that every row meets exactly one of, in whatever order texts are."""
+    """Return SQL conditions of which every row meets exactly one, in any collation."""
     bounds = [f"'{make_id(number, 0, 0)}'" for number in range(1, half_partitions)]
     if not bounds:
         return ["1 = 1"]
@@ -257,12 +257,12 @@ def id_ranges(column: str, half_partitions: int) -> list[str]:
     return [f"{column} < {bounds[0]} OR {column} IS NULL", *between, f"{column} >= {bounds[-1]}"]
 
 
-# --- what went wrong, in a sentence ----------------------------------------------------------
+# --- errors ----------------------------------------------------------
 
 
 @contextmanager
 def _readable(business: BusinessTable) -> Iterator[None]:
-    """Turn what Spark and a driver say when rows cannot be read into a sentence."""
+    """Turn errors of Spark and of a driver into a `ConfigurationError`."""
     from py4j.protocol import Py4JJavaError
     from pyspark.errors import PySparkException
 
@@ -276,9 +276,9 @@ def _sentence(business: BusinessTable, error: Exception) -> str:
     text = str(getattr(error, "java_exception", None) or error)
     where = f"table {business.table} of {business.shown}" if business.table else business.shown
     if "PATH_NOT_FOUND" in text:
-        return f"there is no {business._path}: --business and --table say where the rows are"
-    said = re.sub(r"^(?:[\w$]+\.)+\w*(?:Exception|Error): ", "", text.strip()).splitlines()
-    line = said[0] if said else type(error).__name__
+        return f"{business._path} does not exist: check --business and --table"
+    lines = re.sub(r"^(?:[\w$]+\.)+\w*(?:Exception|Error): ", "", text.strip()).splitlines()
+    line = lines[0] if lines else type(error).__name__
     if business.password:
         line = line.replace(business.password, "…")
     return f"{where} cannot be read: {line[:300]}"

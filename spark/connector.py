@@ -1,7 +1,7 @@
-"""Spark's Kafka connector: which one, where from, and how Ivy, Spark's resolver, gets it quietly.
+"""Spark's Kafka connector: its version, its source, and a quiet download by Ivy, Spark's resolver.
 
-Ivy keeps what it has downloaded in the user's cache and asks no server for it again, so the second
-start works without a network.
+Ivy caches its downloads for the user and asks no server for them again, so the second start works
+without a network.
 """
 
 import fcntl
@@ -18,10 +18,10 @@ from txbroker.errors import ConfigurationError
 
 SCALA = "2.13"
 KAFKA_SOURCE = "org.apache.spark.sql.kafka010.KafkaSourceProvider"
-"""The connector's class that every Kafka query begins with."""
+"""The connector's class that every Kafka query loads first."""
 
 _IN_SPARK = (
-    # Spark brings these: without the exclusions Ivy would download 52 MB again, and Spark would
+    # Spark includes these: without the exclusions Ivy would download 52 MB again, and Spark would
     # send them to every executor.
     "org.apache.hadoop:hadoop-client-api",
     "org.apache.hadoop:hadoop-client-runtime",
@@ -31,8 +31,8 @@ _IN_SPARK = (
     "com.google.code.findbugs:jsr305",
     f"org.scala-lang.modules:scala-parallel-collections_{SCALA}",
 )
-# One repository and nothing else: Ivy's usual list begins with ~/.m2, where Maven may have left a
-# description without its jar, and ends with a host that most networks do not know.
+# Exactly one repository: Ivy's default list begins with ~/.m2, where Maven may have left a POM
+# without its jar, and ends with a host that most networks cannot resolve.
 _IVY_SETTINGS = """\
 <ivysettings>
   <settings defaultResolver="repository"/>
@@ -53,11 +53,11 @@ def coordinates(spark_version: str) -> str:
 
 
 def ivy_conf(spark_version: str, folder: Path) -> dict[str, str]:
-    """Return Spark's settings by which it gets the connector.
+    """Return the Spark settings that load the connector.
 
     Args:
         spark_version: of pyspark.
-        folder: where the settings file of Ivy is written; it lives as long as Spark's start.
+        folder: folder for Ivy's settings file; it must exist until Spark has started.
 
     Raises:
         ConfigurationError: the Maven repository's setting is no URL.
@@ -94,15 +94,15 @@ def repository_shown() -> str:
 
 
 def ivy_dir() -> Path:
-    """Return the folder that Ivy keeps jars in."""
+    """Return Ivy's folder of jars."""
     return cache_dir() / "ivy"
 
 
 @contextmanager
 def first_download() -> Iterator[None]:
-    """Hold other processes of this machine back while the connector is fetched the first time.
+    """Block other processes of this machine while the connector is downloaded the first time.
 
-    Ivy locks its cache, but not the folder that it copies the jars to from there.
+    Ivy locks its cache, but not the folder to which it copies the jars.
 
     Raises:
         ConfigurationError: the cache cannot be written.
@@ -112,8 +112,8 @@ def first_download() -> Iterator[None]:
         lock = open(ivy_dir() / ".lock", "w")  # noqa: SIM115 - closed below
     except OSError as error:
         raise ConfigurationError(
-            f"{ivy_dir()} cannot be written ({error.strerror}): make {cache_dir()} a folder of "
-            "yours, or set XDG_CACHE_HOME to one"
+            f"{ivy_dir()} cannot be written ({error.strerror}): make {cache_dir()} writable, or "
+            "set XDG_CACHE_HOME to another folder"
         ) from None
     with lock:
         there = any((ivy_dir() / "jars").glob("org.apache.spark_spark-sql-kafka-*.jar"))

@@ -1,11 +1,11 @@
-"""Where an audit's files lie below its output folder, on any file system that Hadoop knows.
+"""An audit's files below its output folder, on any file system that Hadoop knows.
 
     verdicts/run=RUN/day=DAY/verdict=VERDICT   the verdicts of a run
-    facts/run=RUN/TABLE                        what the run has read, narrow
-    carry/run=RUN                              what it leaves to the next run
+    facts/run=RUN/TABLE                        the run's facts
+    carry/run=RUN                              its state for the next run
     business/run=RUN                           ids with or without a row of the business
 
-A folder counts once the run's entry is in the journal; until then it is half a job.
+A folder counts once the run's entry is in the journal; until then it is incomplete.
 """
 
 from collections.abc import Iterable
@@ -29,19 +29,19 @@ class Folders(Struct, frozen=True):
     out: str
 
     def verdicts(self, run: str) -> str:
-        """Return where a run's verdicts are."""
+        """Return the folder of a run's verdicts."""
         return self._of("verdicts", run)
 
     def facts(self, run: str) -> str:
-        """Return where the facts are that a run has read."""
+        """Return the folder of a run's facts."""
         return self._of("facts", run)
 
     def carry(self, run: str) -> str:
-        """Return where a run has put what the next one needs."""
+        """Return the folder of a run's state for the next run."""
         return self._of("carry", run)
 
     def business(self, run: str) -> str:
-        """Return where a run has put what it found in comparing with the business."""
+        """Return the folder of a run's findings about the business."""
         return self._of("business", run)
 
     def all_of(self, run: str) -> tuple[str, ...]:
@@ -54,7 +54,7 @@ class Folders(Struct, frozen=True):
 
 
 def remove(spark: "SparkSession", path: str) -> None:
-    """Remove a folder with all that is in it, if it is there.
+    """Remove a folder with its contents, if it exists.
 
     Raises:
         ConfigurationError: the file system does not answer or refuses.
@@ -67,7 +67,7 @@ def remove(spark: "SparkSession", path: str) -> None:
 
 
 def exists(spark: "SparkSession", path: str) -> bool:
-    """Say whether a file or folder is there.
+    """Return whether a file or folder exists.
 
     Raises:
         ConfigurationError: the file system does not answer or refuses.
@@ -80,10 +80,10 @@ def exists(spark: "SparkSession", path: str) -> bool:
 
 
 def runs_in(spark: "SparkSession", folder: str) -> frozenset[str]:
-    """Return the runs that have a folder of a kind; none where there is nothing of the kind.
+    """Return the runs that have a folder of a kind; none where there is no such folder.
 
     Args:
-        folder: that of some run, as `Folders` gives it; it need not be there.
+        folder: that of any run, as `Folders` returns it; it need not exist.
 
     Raises:
         ConfigurationError: the file system does not answer or refuses.
@@ -93,7 +93,7 @@ def runs_in(spark: "SparkSession", folder: str) -> frozenset[str]:
 
 
 def names_in(spark: "SparkSession", path: str) -> list[str]:
-    """Return the names of what is in a folder; none where there is no such folder.
+    """Return the names in a folder; none where it does not exist.
 
     Raises:
         ConfigurationError: the file system does not answer or refuses.
@@ -102,13 +102,13 @@ def names_in(spark: "SparkSession", path: str) -> list[str]:
         return []
     where, files = _located(spark, path)
     try:
-        return [str(each.getPath().getName()) for each in files.listStatus(where)]
+        return [str(status.getPath().getName()) for status in files.listStatus(where)]
     except Exception as error:
         raise _unusable(path, error) from None
 
 
 def replace(spark: "SparkSession", path: str, old: str) -> None:
-    """Put a folder in the place of another one, which is removed.
+    """Move a folder to the place of another one, which is removed.
 
     Raises:
         ConfigurationError: the file system does not answer or refuses.
@@ -142,7 +142,7 @@ def write_bytes(spark: "SparkSession", path: str, content: bytes) -> None:
 
 
 def read_bytes(spark: "SparkSession", path: str) -> bytes | None:
-    """Read a small file; None where it is not there.
+    """Read a small file; None where it does not exist.
 
     Raises:
         ConfigurationError: the file system does not answer or refuses.
@@ -172,29 +172,27 @@ def _located(spark: "SparkSession", path: str) -> tuple[Any, Any]:
 
 
 def _unusable(path: str, error: Exception) -> ConfigurationError:
-    said = str(getattr(error, "java_exception", None) or error).partition("\n")[0]
-    return ConfigurationError(f"the output folder cannot be used: {path}: {said[:300]}")
+    reason = str(getattr(error, "java_exception", None) or error).partition("\n")[0]
+    return ConfigurationError(f"the output folder cannot be used: {path}: {reason[:300]}")
 
 
 PARTITIONED_BY = ("day", "verdict")
 _DAYS_AS_THEY_COME = 3
-"""Up to so many days are written as rows come: spreading costs a second shuffle."""
+"""Up to this number of days are written without a second shuffle."""
 _WRITERS = "spark.sql.maxConcurrentOutputFileWriters"
 _WRITERS_MAX = 64
-"""A task has so many files open before it sorts its rows by folder: those of three days."""
+"""Files that a task keeps open before it sorts its rows by folder: those of three days."""
 
 
 def write_verdicts(rows: DataFrame, folders: Folders, run: str, days: int) -> None:
     """Write a run's verdicts, by day and verdict.
-
-    Every task leaves a file in each folder that it has rows for. Where that would be too many,
-    rows are spread anew first, so that one task has most of a folder, but none more than others.
+     Every task writes a file into each folder that it has rows for. Where that would be too many,
+    rows are redistributed first, so that one task has most of a folder but no more rows than
+    others.
 
     Args:
-        rows: columns as in `schema.VERDICT`; `run` is not looked at.
-        folders: where to.
-        run: its name.
-        days: how many days there are about.
+        rows: columns as in `schema.VERDICT`; `run` is ignored.
+        days: approximate number of days.
     """
     rows = rows.drop("run")
     if days > _DAYS_AS_THEY_COME:
@@ -207,10 +205,9 @@ def read_verdicts(spark: SparkSession, out: str, runs: Iterable[str]) -> DataFra
     """Return the verdicts of runs; columns as in `schema.VERDICT`.
 
     Args:
-        spark: the session.
         out: the output folder, a path or URI.
-        runs: names of runs that are in the journal; folders of others are half a job. Those whose
-            folder somebody has removed are left out.
+        runs: names of runs in the journal; folders of other runs are incomplete. Runs with a
+            deleted folder are left out.
     """
     folders = Folders(out)
     paths = [path for path in map(folders.verdicts, runs) if exists(spark, path)]
@@ -222,17 +219,15 @@ def read_verdicts(spark: SparkSession, out: str, runs: Iterable[str]) -> DataFra
 
 
 def current_verdicts(spark: SparkSession, out: str, runs: Iterable[str]) -> DataFrame:
-    """Return for each transaction the verdict that counts: that of the newest of these runs.
-
-    Where that is `gone`, retention has left too little of it since: how an earlier run saw it end
-    is better.
-    """
+    """Return the valid verdict of each transaction: that of the newest of these runs.
+     Where that is `gone`, retention has removed the evidence since, and an earlier run's verdict
+    wins."""
     rows = read_verdicts(spark, out, runs)
     row, run = F.struct(*rows.columns), F.col("run")
     ended = ~F.col("verdict").isin("gone", "pending", "committed")
-    found = rows.groupBy("id").agg(
+    candidates = rows.groupBy("id").agg(
         F.max_by(row, run).alias("newest"), F.max_by(row, F.when(ended, run)).alias("ended")
     )
     newest = F.col("newest")
     counts = F.when(newest["verdict"] != "gone", newest).otherwise(F.coalesce("ended", newest))
-    return found.select(counts.alias("row")).select("row.*")
+    return candidates.select(counts.alias("row")).select("row.*")

@@ -1,9 +1,7 @@
-"""The audit's journal: one SQLite file with what every run found.
-
-A row for each run holds the whole summary as JSON, beside plain columns for `sqlite3` and
-Datasette; two more tables hold drift by kind, and examples. One names the runs that the proxies
-were not told of yet. A run counts once its rows are there, all of them or none, so several
-processes may share a file.
+"""The audit's journal: one SQLite file with the result of every run.
+ A row for each run holds the whole summary as JSON, beside plain columns for `sqlite3` and
+Datasette; two more tables hold drift by kind, and examples. Another names the runs that the proxies
+do not know yet. A run's rows are written in one transaction, so several processes may share a file.
 """
 
 import sqlite3
@@ -23,19 +21,19 @@ from txbroker.spark.schema import RunSummary
 JOURNAL_FILE = "audit.db"
 JOURNAL_VERSION = 1
 _APPLICATION_ID = 0x54584241
-"""Stands in the file's head ("TXBA"), so that nobody's other database is taken for a journal."""
+""""TXBA" in the file's header, so that no other database is mistaken for a journal."""
 
 _WAIT_S = 30.0
-"""How long another process's write is waited for; writing an entry takes milliseconds."""
+"""Maximum wait for another process's write; writing an entry takes milliseconds."""
 
 _BATCH = "mode in ('full', 'incremental')"
 
 
 class Journal:
-    """What audits found, in a SQLite file. It is opened for each call, so nothing stays locked.
+    """Results of audits in a SQLite file, opened for each call, so that nothing stays locked.
 
     Args:
-        path: of the file; it is made by the first `add`, its folder too.
+        path: the file; the first `add` creates it and its folder.
     """
 
     def __init__(self, path: Path | str) -> None:
@@ -48,7 +46,7 @@ class Journal:
             ConfigurationError: the file is no journal, of a newer version, or cannot be written.
         """
         with self._opened() as db:
-            # Before anything is read, or two processes would wait for one another.
+            # Before any read, or two processes could deadlock.
             db.execute("begin immediate")
             self._make_tables(db)
             db.execute("delete from drift where run = ?", [summary.run])
@@ -56,12 +54,12 @@ class Journal:
             _table(db, "runs").insert(_row(summary), replace=True)
             _table(db, "drift").insert_all(_drift_rows(summary))
             _table(db, "examples").insert_all(_example_rows(summary))
-            if summary.mode != "stream":  # which tells by itself
+            if summary.mode != "stream":  # a stream publishes its results itself
                 _table(db, "untold").insert({"run": summary.run}, replace=True)
             db.conn.commit()
 
-    def untold(self) -> list[RunSummary]:
-        """Return the batch runs with drift that nobody was told of yet, the oldest first.
+    def unpublished(self) -> list[RunSummary]:
+        """Return the batch runs with drift that were not published yet, the oldest first.
 
         Raises:
             ConfigurationError: as `last`.
@@ -69,8 +67,8 @@ class Journal:
         which = "where drift > 0 and run in (select run from untold) order by run"
         return self._select(which, needs="untold")
 
-    def told(self, run: str) -> None:
-        """Note down that the proxies were told of a run, and of all before it.
+    def mark_published(self, run: str) -> None:
+        """Note that a run, and all before it, were published to the proxies.
 
         Raises:
             ConfigurationError: as `add`.
@@ -81,7 +79,7 @@ class Journal:
                 db.conn.commit()
 
     def last(self) -> RunSummary | None:
-        """Return the newest batch run, full or incremental: what the next one goes on from.
+        """Return the newest batch run, full or incremental, which the next one continues.
 
         Raises:
             ConfigurationError: the file is no journal, of a newer version, or cannot be read.
@@ -97,7 +95,7 @@ class Journal:
         return self._select("order by started_ms desc, run desc limit ?", limit)
 
     def get(self, run: str) -> RunSummary | None:
-        """Return a run by its name, None where there is none.
+        """Return a run by name, None where there is none.
 
         Raises:
             ConfigurationError: as `last`.
@@ -112,21 +110,22 @@ class Journal:
         with self._opened() as db:
             if not _version(db) or needs not in db.table_names():
                 return []
-            found = db.execute(f"select run, summary from runs {which}", values).fetchall()
-        return [self._decode(*row) for row in found]
+            rows = db.execute(f"select run, summary from runs {which}", values).fetchall()
+        return [self._decode(*row) for row in rows]
 
     def _decode(self, run: str, summary: str) -> RunSummary:
         try:
             return msgspec.json.decode(summary, type=RunSummary)
         except (msgspec.MsgspecError, TypeError) as error:
             raise ConfigurationError(
-                f"the journal {self.path}: run {run} does not read ({error}); delete its row, or "
-                "begin a new journal"
+                f"the journal {self.path}: run {run} does not parse ({error}); delete its row, or "
+                "start a new journal"
             ) from None
 
     @contextmanager
     def _opened(self) -> Iterator[sqlite_utils.Database]:
-        """Open the file, make sure that it is a journal, and say in a sentence what goes wrong."""
+        """Open the file, check that it is a journal, and turn errors into a
+        `ConfigurationError`."""
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             connection = sqlite3.connect(self.path, timeout=_WAIT_S)
@@ -139,34 +138,34 @@ class Journal:
         except sqlite3.Error as error:
             raise ConfigurationError(self._in_words(error)) from None
         finally:
-            connection.close()  # what was not committed is rolled back
+            connection.close()  # rolls an open transaction back
 
     def _in_words(self, error: sqlite3.Error) -> str:
         code = getattr(error, "sqlite_errorcode", 0) & 0xFF
         if code == sqlite3.SQLITE_NOTADB:
-            return f"{self.path} is no SQLite file: name another one for the journal"
+            return f"{self.path} is not a SQLite file: name another --data-dir"
         if code in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
-            return f"the journal {self.path} is locked by another process: try again"
+            return f"the journal {self.path} is locked by another process: run the command again"
         return f"the journal {self.path} cannot be used: {error}"
 
     def _check(self, db: sqlite_utils.Database) -> None:
         version = _version(db)
         if version > JOURNAL_VERSION:
             raise ConfigurationError(
-                f"the journal {self.path} is of version {version}, this txbroker knows "
-                f"{JOURNAL_VERSION}: use the newer txbroker, or begin a new journal"
+                f"the journal {self.path} has version {version}, this txbroker knows "
+                f"{JOURNAL_VERSION}: install the newer txbroker, or start a new journal"
             )
         used = version or db.table_names()
-        # Asked last: another process may be making a journal of it between two questions.
+        # Read last: another process may be creating the journal between two queries.
         ours = db.execute("pragma application_id").fetchone()[0] == _APPLICATION_ID
         if used and not ours:
             raise ConfigurationError(
-                f"{self.path} is a database of something else: name another one for the journal"
+                f"{self.path} is another application's database: name another --data-dir"
             )
 
     def _make_tables(self, db: sqlite_utils.Database) -> None:
         if "untold" not in db.table_names():
-            # Runs that an earlier txbroker has entered count as told.
+            # Runs from an earlier txbroker count as published.
             _table(db, "untold").create({"run": str}, pk="run")
         if _version(db):
             return
@@ -205,9 +204,9 @@ class Journal:
 
 
 def _table(db: sqlite_utils.Database, name: str) -> Table:
-    found = db[name]
-    assert isinstance(found, Table)
-    return found
+    table = db[name]
+    assert isinstance(table, Table)
+    return table
 
 
 def _version(db: sqlite_utils.Database) -> int:
@@ -241,7 +240,7 @@ def _drift_rows(summary: RunSummary) -> Iterator[dict[str, Any]]:
 
 
 def _example_rows(summary: RunSummary) -> Iterator[dict[str, Any]]:
-    for example in {each.id: each for each in summary.examples}.values():
+    for example in {example.id: example for example in summary.examples}.values():
         yield {
             "run": summary.run,
             "id": example.id,

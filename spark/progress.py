@@ -1,7 +1,5 @@
-"""Spark's own progress as one bar on stderr: stage, tasks done, rows and rate.
-
-Nothing is drawn where stderr is no terminal.
-"""
+"""Spark's progress as one bar on stderr: stage, tasks done, rows and rate; nothing without a
+terminal."""
 
 import contextlib
 import threading
@@ -17,12 +15,12 @@ if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
 POLL_S = 0.3
-"""Spark renews what it tells of running stages ten times a second."""
+"""Spark updates the figures of running stages ten times a second."""
 
 
 class StageProgress(NamedTuple):
-    """What Spark tells of a stage: its id, how many tasks it has and how many are done, and the
-    records that these have read, from Kafka, files or a shuffle."""
+    """Progress of a Spark stage: its id, its tasks and those done, and the records that they have
+    read, from Kafka, files or a shuffle."""
 
     id: int
     tasks: int
@@ -31,7 +29,7 @@ class StageProgress(NamedTuple):
 
 
 class StageTotals:
-    """What the Spark stages of one stage of the audit add up to."""
+    """Totals of the Spark stages in one stage of the audit."""
 
     def __init__(self, words: str, now_s: float) -> None:
         self.words = words
@@ -39,30 +37,30 @@ class StageTotals:
         self._seen: dict[int, StageProgress] = {}
 
     def note(self, stages: Iterable[StageProgress]) -> None:
-        """Take what is told of stages; of one that was told of before, the newer counts."""
+        """Add stages; a newer value replaces an older one."""
         self._seen.update((stage.id, stage) for stage in stages)
 
     @property
     def tasks(self) -> int:
-        """How many tasks are known so far."""
+        """Number of tasks known so far."""
         return sum(stage.tasks for stage in self._seen.values())
 
     @property
     def done(self) -> int:
-        """How many of them are done."""
+        """Number of tasks done."""
         return sum(stage.done for stage in self._seen.values())
 
     @property
     def rows(self) -> int:
-        """How many records were read."""
+        """Number of records read."""
         return sum(stage.rows for stage in self._seen.values())
 
     def rate(self, now_s: float) -> float:
-        """Return how many records were read a second."""
+        """Return records read a second."""
         return self.rows / max(now_s - self._began_s, POLL_S)
 
     def shown(self, now_s: float) -> str:
-        """Return rows and rate as people read them."""
+        """Return rows and rate for the bar."""
         if not self.rows:
             return ""
         return f"{short(self.rows)} rows · {short(self.rate(now_s))}/s"
@@ -77,11 +75,10 @@ def short(number: float) -> str:
 
 
 class SparkProgress:
-    """The bar, while it is entered. `stage` may be called from any thread.
+    """The bar, shown inside a `with` block. `stage` may be called from any thread.
 
     Args:
-        spark: whose progress is shown.
-        console: where; stderr by default.
+        console: where to draw; stderr by default.
     """
 
     def __init__(self, spark: "SparkSession", console: Console | None = None) -> None:
@@ -91,21 +88,21 @@ class SparkProgress:
             bars.SpinnerColumn(),
             bars.TextColumn("{task.description}"),
             bars.BarColumn(bar_width=30),
-            bars.TextColumn("{task.fields[told]}"),
+            bars.TextColumn("{task.fields[rows]}"),
             bars.TimeElapsedColumn(),
             console=self._console,
             transient=True,
         )
-        self._task = self._bar.add_task("starting", total=None, told="")
+        self._task = self._bar.add_task("starting", total=None, rows="")
         self._tally = StageTotals("starting", time.monotonic())
         self._over = threading.Event()
         self._thread: threading.Thread | None = None
 
     def stage(self, words: str) -> None:
-        """Say what the audit does from here on, in a few words."""
+        """Start a stage of the audit, described in a few words."""
         self._watch.forget()
         self._tally = StageTotals(words, time.monotonic())
-        self._bar.reset(self._task, total=None, description=words, told="")
+        self._bar.reset(self._task, total=None, description=words, rows="")
 
     def __enter__(self) -> Self:
         if self._console.is_terminal:
@@ -128,7 +125,7 @@ class SparkProgress:
     def _follow(self) -> None:
         while not self._over.wait(POLL_S):
             tally = self._tally
-            # Spark may be ending, or the stage be gone since it was listed.
+            # Spark may be stopping, or the stage may be gone since it was listed.
             with contextlib.suppress(Exception):
                 tally.note(self._watch.stages())
             if tally is self._tally:
@@ -136,16 +133,14 @@ class SparkProgress:
                     self._task,
                     total=tally.tasks or None,
                     completed=tally.done,
-                    told=tally.shown(time.monotonic()),
+                    rows=tally.shown(time.monotonic()),
                 )
 
 
 class StageWatch:
-    """What Spark tells of the stages of its jobs that run, or ran at an earlier look.
-
-    The store behind Spark's web pages is asked, which is there without them too: unlike the status
-    tracker it knows how many records were read.
-    """
+    """Spark stages of running jobs, and of jobs that ran at an earlier poll.
+     Reads the store of Spark's web pages, which exists without them too: unlike the status tracker,
+    it counts the records read."""
 
     def __init__(self, spark: "SparkSession") -> None:
         context = spark.sparkContext
@@ -154,16 +149,16 @@ class StageWatch:
         self._ids: set[int] = set()
 
     def forget(self) -> None:
-        """Leave out what was seen until here."""
+        """Forget all stages so far."""
         self._ids = set()
 
     def stages(self) -> list[StageProgress]:
-        """Return the stages that are not known to be over since the last look."""
+        """Return the stages that have not ended before the last poll."""
         for job in self._tracker.getActiveJobsIds():
-            told = self._tracker.getJobInfo(job)
-            if told is not None:
-                self._ids.update(told.stageIds)
-        found = []
+            info = self._tracker.getJobInfo(job)
+            if info is not None:
+                self._ids.update(info.stageIds)
+        stages = []
         for id in sorted(self._ids):
             data = _or_none(lambda id=id: self._store.lastStageAttempt(id))  # type: ignore[misc]
             if data is None:
@@ -173,12 +168,12 @@ class StageWatch:
                 self._ids.discard(id)
             if status != "SKIPPED":
                 rows = data.inputRecords() + data.shuffleReadRecords()
-                found.append(StageProgress(id, data.numTasks(), data.numCompleteTasks(), rows))
-        return found
+                stages.append(StageProgress(id, data.numTasks(), data.numCompleteTasks(), rows))
+        return stages
 
 
 def _or_none(ask: Callable[[], Any]) -> Any:
     try:
         return ask()
-    except Exception:  # py4j tells of Java's errors by one of its own, which needs pyspark
+    except Exception:  # py4j's errors can only be named where pyspark is installed
         return None

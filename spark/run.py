@@ -1,8 +1,10 @@
 """One batch audit from start to end.
+ A full run reads everything that the topics still hold. An incremental run continues the last one:
+it takes over the open transactions and looks up older facts where it needs them. Both come to the
+same verdicts. A run counts once its entry is in the journal, which is written last.
 
-A full run reads all that the topics still hold. An incremental one goes on where the last run
-ended: it takes along what was not finished then, and looks up what it needs of the rest. Both come
-to the same verdicts. A run counts when its entry is in the journal, which is written last.
+A data folder admits one audit at a time. Before a run writes anything it stores a note of its
+folders, so that the next run removes them if this one dies.
 """
 
 import contextlib
@@ -77,14 +79,14 @@ _DAY_MS = 86_400_000
 
 
 class AuditSettings(Struct, frozen=True):
-    """What is audited, and where it is written.
+    """Topics, terms and output of an audit.
 
     Attributes:
         out: folder of Parquet files: a path, or a URI that Hadoop knows.
         data_dir: local folder of the journal.
         names: the installation's topics.
-        terms: what is judged by; `now_ms` 0: by the brokers' clocks.
-        mode: `incremental` goes on from the last run, if there is one.
+        terms: the terms of the judgement; `now_ms` 0: by the brokers' clocks.
+        mode: `incremental` continues the last run, if there is one.
         business: rows to compare with.
     """
 
@@ -107,46 +109,45 @@ def run_audit(
     settings: AuditSettings,
     on_stage: Callable[[str], None] = lambda stage: None,
 ) -> RunSummary:
-    """Audit an installation once, and return what was found; it is in the journal then.
+    """Audit an installation once and return the summary, which is in the journal then.
 
     Args:
-        spark: the session.
-        access: the same Kafka as Spark reads.
-        settings: what, and whereto.
-        on_stage: told in words what is being done.
+        access: the Kafka cluster that Spark reads.
+        settings: the topics, the terms and the output.
+        on_stage: called with a description of each stage.
 
     Raises:
-        ConfigurationError: something is missing or does not fit; the sentence says what to do.
-        AuditError: the topics cannot be read, or not go on being read.
+        ConfigurationError: something is missing or does not fit; the message names the next step.
+        AuditError: the topics cannot be read, or the last run cannot be continued.
     """
     with alone(settings.data_dir):
         journal = Journal(settings.journal)
         died = tidy_up(spark, settings.data_dir, journal)
         if died:
-            on_stage(f"removed what run {died} had left half done")
+            on_stage(f"removed the incomplete output of run {died}")
         try:
             summary = _Audit(spark, access, settings, on_stage, journal).run()
         except BaseException:
-            with contextlib.suppress(Exception):  # what cannot be removed now is when next we run
+            with contextlib.suppress(Exception):  # the next run tries again
                 tidy_up(spark, settings.data_dir, journal)
             raise
         try:
             tidy_up(spark, settings.data_dir, journal)
         except ConfigurationError as error:
-            # The run counts all the same; the next one removes it.
-            on_stage(f"what is not needed any more could not be removed: {error}")
+            # The run counts nevertheless; the next one removes the files.
+            on_stage(f"obsolete files could not be removed; the next run tries again: {error}")
         return summary
 
 
 class _Judging(NamedTuple):
-    """What goes into the verdicts of a run."""
+    """Input of a run's verdicts."""
 
     facts: Facts
     horizon: Horizon
     context: DataFrame | None
-    """Transactions that others are compared with; they are not judged in this run."""
+    """Transactions that others are compared with; this run does not judge them."""
     removed_ms: int | None = None
-    """Until when facts of earlier runs may have been removed, by the times in ids."""
+    """Facts of earlier runs with ids up to this time may have been deleted."""
 
 
 class _Audit:
@@ -161,7 +162,7 @@ class _Audit:
         journal: Journal,
     ) -> None:
         self._spark, self._access, self._settings = spark, access, settings
-        self._say, self._journal = on_stage, journal
+        self._on_stage, self._journal = on_stage, journal
         self._folders = Folders(settings.out)
         self._cached: list[DataFrame] = []
 
@@ -170,7 +171,7 @@ class _Audit:
         last = self._journal.last()
         started_ms = round(time.time() * 1000)
         if last is not None:
-            started_ms = max(started_ms, last.started_ms + 1)  # names sort as runs follow
+            started_ms = max(started_ms, last.started_ms + 1)  # names sort in order of the runs
         self._run = run_name(started_ms)
         before = None
         if last is not None and self._settings.mode == "incremental":
@@ -178,7 +179,7 @@ class _Audit:
             check_goes_on(before.chain, self._settings.names)
             check_window(last.terms, self._settings.terms)
         self._last_cut = None if last is None else last.cut
-        # Ages are told by the brokers' clocks, whatever the time is here; the name is not one.
+        # Ages follow the brokers' clocks, not this machine's; only the run's name does not.
         now_ms = self._settings.terms.now_ms or self._access.now_ms(self._settings.names)
         self._terms = structs.replace(self._settings.terms, now_ms=now_ms)
         stale = self._stale(last)
@@ -194,7 +195,7 @@ class _Audit:
         return summary
 
     def _stale(self, last: RunSummary | None) -> tuple[str, ...]:
-        """Return what nobody will need once this run counts."""
+        """Return the folders that are obsolete once this run counts."""
         if last is None:
             return ()
         stale = (self._folders.carry(last.run),)
@@ -203,15 +204,15 @@ class _Audit:
         try:
             chain = read_carried(self._spark, self._folders, last.run).chain
         except ConfigurationError:
-            return ()  # it lies elsewhere
+            return ()  # it is in another output folder
         return stale + tuple(self._folders.facts(run.run) for run in chain.runs)
 
     def _audit(self, before: CarriedState | None) -> RunSummary:
-        self._say("reading the topics")
+        self._on_stage("reading the topics")
         staged = self._stage(before)
         new = Facts(staged.half, staged.op, staged.visible, staged.parked)
         read = counted(new)
-        rows = sum(each.rows for each in read.values())
+        rows = sum(table.rows for table in read.values())
         if before is not None:
             rows += len(read) * before.chain.carried
         with spread(self._spark, rows):
@@ -224,16 +225,16 @@ class _Audit:
         read: Mapping[str, TableCount],
         before: CarriedState | None,
     ) -> RunSummary:
-        """Judge what was read, and write down what was found and what goes on."""
+        """Judge the facts, and write the verdicts and the state for the next run."""
         judging = self._to_judge(staged, new, before)
-        self._say("judging")
+        self._on_stage("judging")
         times = times_of(read, staged.cut.half_clock_ms, self._terms)
         days = 1 if times is None else (times.last_ms - times.first_ms) // _DAY_MS + 1
         self._judge(staged, judging, days)
         written = read_verdicts(self._spark, self._settings.out, (self._run,))
-        self._say("adding up")
+        self._on_stage("summing up")
         tally = add_up(written, self._terms.now_ms)
-        self._say("writing down what goes on")
+        self._on_stage("writing the state for the next run")
         runs = () if before is None else before.chain.runs
         first_ms, last_ms = times or (None, None)
         this = PastRun(self._run, first_ms, last_ms, staged.cut.op.ends)
@@ -262,16 +263,16 @@ class _Audit:
         )
 
     def _to_judge(self, staged: Extract, new: Facts, before: CarriedState | None) -> _Judging:
-        """Add to the new facts those of earlier runs that are judged along with them."""
+        """Add the facts of earlier runs that are judged along with the new ones."""
         if before is None:
             return _Judging(new, horizon_of(staged), None)
-        self._say("looking up earlier runs")
+        self._on_stage("looking up earlier runs")
         left = left_of(before.chain.runs, self._there(self._folders.facts))
         history = EarlierFacts(self._spark, self._folders, left.runs)
         horizon = before.chain.horizon.read()
         gaps = gaps_between(before.chain.cut, staged.cut)
         if gaps:
-            # Markers that this run has not read are older than all that it has.
+            # Markers that this run has not read are older than all that it has read.
             decided_ms = max(before.chain.cut.op_clock_ms, default=-1)
             horizon = with_gaps(horizon, horizon_of(staged, decided_ms), gaps)
         last_ms = max((*before.chain.cut.op_clock_ms, *before.chain.cut.half_clock_ms), default=0)
@@ -298,7 +299,7 @@ class _Audit:
     def _kept(
         self, table: DataFrame, where: StorageLevel = StorageLevel.MEMORY_AND_DISK_DESER
     ) -> DataFrame:
-        """Let Spark keep a table until the end of the run; small ones in memory."""
+        """Cache a table until the end of the run, in memory by default."""
         self._cached.append(table.persist(where))
         return table
 
@@ -310,12 +311,12 @@ class _Audit:
         whole = structs.replace(staged, **facts._asdict())
         partitions = len(staged.cut.half.ends)
         horizon = without_removed(judging.horizon, judging.removed_ms, partitions)
-        # Of this run alone: by the next one such a transaction may have ended.
+        # For this run only: such a transaction may have ended by the next one.
         horizon = horizon._replace(
             open=_open(staged.cut),
             hidden=_hidden(staged.cut),
             kept_from_ms=_kept_from_ms(staged.cut),
-            unread=frozenset(each.topic for each in staged.cut.targets if each.unread),
+            unread=frozenset(target.topic for target in staged.cut.targets if target.unread),
         )
         try:
             rows = verdicts(self._spark, whole, self._terms, horizon)
@@ -339,7 +340,7 @@ class _Audit:
         write_carried(self._spark, self._folders, self._run, chain, facts, written, keys)
 
     def _with_missing(self, summary: RunSummary, chain: Chain) -> RunSummary:
-        """Add which targets do not exist although something was committed to them."""
+        """Add targets that do not exist although transactions were committed to them."""
         if not missing_topics(chain.cut):
             return summary
         found = committed_to_missing(self._current_verdicts(chain)[0], chain.cut, self._terms)
@@ -353,17 +354,17 @@ class _Audit:
         )
 
     def _current_verdicts(self, chain: Chain) -> tuple[DataFrame, RemainingRuns]:
-        """Return the verdicts that count of all that the chain has judged, and what is left."""
+        """Return the valid verdict of each transaction of the chain, and the runs that remain."""
         left = left_of(chain.runs, self._there(self._folders.verdicts))
         runs = [run.run for run in left.runs]
         return current_verdicts(self._spark, self._settings.out, runs), left
 
     def _compared(self, summary: RunSummary, chain: Chain) -> RunSummary:
-        """Compare what is visible with the rows of the business, where asked for."""
+        """Compare visible messages with the rows of the business, where configured."""
         business = self._settings.business
         if business is None:
             return summary
-        self._say("comparing with the business")
+        self._on_stage("comparing with the business")
         current, left = self._current_verdicts(chain)
         found, counts = compare(
             self._spark,
@@ -387,33 +388,36 @@ class _Audit:
         )
 
 
-# --- what a run begins with --------------------------------------------------------------------
+# --- checks before a run --------------------------------------------------------------------
 
 
 def run_name(started_ms: int) -> str:
-    """Return a name that sorts by time, and that nobody else comes upon."""
+    """Return a unique, time-sortable run name."""
     started = datetime.fromtimestamp(started_ms / 1000, UTC)
     return f"{started:%Y%m%dT%H%M%S}{started_ms % 1000:03d}Z-{secrets.token_hex(2)}"
 
 
 def check_goes_on(chain: Chain, names: TopicNames) -> None:
-    """Make sure that the last run was of the same installation.
+    """Check that the last run audited the same installation.
 
     Raises:
-        ConfigurationError: it was of another.
+        ConfigurationError: it was another.
     """
     for was, now in ((chain.names.half, names.half), (chain.names.op, names.op)):
         if was != now:
             raise ConfigurationError(
-                f"the last run with this data folder audited {was}, not {now}: give each "
-                "installation a data folder of its own"
+                f"the last run with this data folder audited {was}, not {now}: name a separate "
+                "--data-dir for each installation"
             )
 
 
 def _kept_from_ms(cut: SnapshotBounds) -> dict[str, int]:
-    """Return from which timestamps on nothing of targets can be gone."""
-    reads = [each for each in cut.targets if each.kept_ms]
-    return {each.topic: kept_from_ms(cut.asked_ms, each.kept_ms) for each in reads}
+    """Return the timestamps from which on targets have lost no record."""
+    return {
+        target.topic: kept_from_ms(cut.asked_ms, target.kept_ms)
+        for target in cut.targets
+        if target.kept_ms
+    }
 
 
 def _open(cut: SnapshotBounds) -> frozenset[tuple[str, int]]:
@@ -422,12 +426,12 @@ def _open(cut: SnapshotBounds) -> frozenset[tuple[str, int]]:
 
 
 def _hidden(cut: SnapshotBounds) -> frozenset[tuple[str, int]]:
-    """Return those of them that one transaction has held open while the run read."""
+    """Return those that one transaction has held open during the whole run."""
     return frozenset((topic, p) for topic, p in _open(cut) if f"{topic}-{p}" in cut.held)
 
 
 def check_window(was: Terms | None, now: Terms) -> None:
-    """Make sure that the last run told by the same dedup window which half messages count.
+    """Check that the last run judged by the same dedup window.
 
     Raises:
         ConfigurationError: it was another.
@@ -447,12 +451,12 @@ _LOCK, _NOTE = "audit.lock", "audit.running"
 
 
 class RunNote(Struct, frozen=True):
-    """What a run writes, and what nobody needs once it counts.
+    """The folders that a run writes, and those that it makes obsolete.
 
     Attributes:
         run: its name.
         out: its output folder.
-        stale: folders that are to be removed when it is in the journal.
+        stale: folders to remove once the run is in the journal.
     """
 
     run: str
@@ -462,7 +466,7 @@ class RunNote(Struct, frozen=True):
 
 @contextlib.contextmanager
 def alone(data_dir: Path) -> Iterator[None]:
-    """Hold a data folder until the end of the block.
+    """Lock a data folder during the block.
 
     Raises:
         ConfigurationError: another audit holds it, or it cannot be written.
@@ -478,18 +482,18 @@ def alone(data_dir: Path) -> Iterator[None]:
         except BlockingIOError:
             by = os.pread(handle, 20, 0).decode(errors="replace").strip() or "unknown"
             raise ConfigurationError(
-                f"another audit (process {by}) is running on {data_dir}: wait until it has ended, "
-                "or give this one a data folder of its own"
+                f"another audit (process {by}) is running on {data_dir}: wait for its end, or "
+                "name another --data-dir"
             ) from None
         os.ftruncate(handle, 0)
         os.pwrite(handle, f"{os.getpid()}\n".encode(), 0)
         yield
     finally:
-        os.close(handle)  # which gives the lock back; the system does so too if this process dies
+        os.close(handle)  # releases the lock, as the death of this process would
 
 
 def note_down(data_dir: Path, note: RunNote) -> None:
-    """Say what a run is going to write or remove; replaces what was said before."""
+    """Store the folders that a run will write or remove, in place of any earlier note."""
     path = data_dir / _NOTE
     fresh = path.with_suffix(".new")
     fresh.write_bytes(msgspec.json.encode(note))
@@ -497,12 +501,12 @@ def note_down(data_dir: Path, note: RunNote) -> None:
 
 
 def tidy_up(spark: "SparkSession", data_dir: Path, journal: Journal) -> str:
-    """Finish what the last run has left undone; return the name of one that died, else nothing.
-
-    What it wrote is removed if it is not in the journal, else what it has made superfluous.
+    """Finish the cleanup of the last run; return its name if it died, else an empty text.
+     A run that is not in the journal loses its folders; one that is loses the folders it made
+    obsolete.
 
     Raises:
-        ConfigurationError: the output folder does not let itself be changed.
+        ConfigurationError: the output folder cannot be changed.
     """
     path = data_dir / _NOTE
     try:

@@ -1,7 +1,7 @@
-"""The tables of the audit, the kinds of findings, and what a run says in the end.
+"""The tables of the audit, the kinds of findings, and the summary of a run.
 
-Tables are given as Spark DDL, so that nothing here needs Spark. No table holds a body: messages are
-compared by 64-bit hashes. Times are milliseconds since 1970 by the brokers' clocks.
+Tables are given as Spark DDL, so that this module needs no Spark. No table holds a body: messages
+are compared by 64-bit hashes. Times are milliseconds since 1970 by the brokers' clocks.
 """
 
 from typing import NamedTuple
@@ -17,10 +17,10 @@ HALF = """
 """
 """One row for each record of the half topic.
 
-`id_ms`: the time in the id, in the other tables too, so that Parquet can be searched for an id
-without reading all of it. `clock_ms`: the log clock there (the running maximum of append times).
-`early`: read before the targets were. `void`: why the record counts for nothing, null where it
-counts: `expired` (appended too far from its id's time), `dedup` (its key is another's).
+`id_ms`: the time in the id, in the other tables too, so that Parquet's statistics narrow the search
+for an id. `clock_ms`: the log clock there (the running maximum of append times). `early`: read
+before the targets were. `void`: why the record does not count, null where it counts: `expired`
+(appended too far from its id's time), `dedup` (another transaction holds its key).
 `timestamp_ms`: null where the user gave none. `order_mark`: hash of the order key, null without
 order. The last four columns are the check policy; it and `order_mark` are on the row with `seq` 0.
 """
@@ -32,33 +32,34 @@ OP = """
         body: bigint, headers: bigint, timestamp_ms: bigint>>, contents_count int
 """
 """One row for each marker. `clock_ms`: the operation topic's log clock there, by which checks are
-timed; `at_ms` is what promoted messages bear. `contents`: the replacing messages that follow a
-commit, by `seq`; null where it announces none. A batch that is not whole is no marker."""
+timed; `at_ms` is the timestamp of promoted messages. `contents`: the replacing messages that follow
+a commit, by `seq`; null where it announces none. An incomplete batch is no marker."""
 
 VISIBLE = """
     id string, id_ms bigint, topic string, partition int, offset bigint, at_ms bigint, seq int,
     count int, body bigint, headers bigint, headers_if_alone bigint, append_time boolean
 """
-"""One row for each record that this installation promoted to a target topic.
+"""One row for each record that this installation promoted to a target topic; a target's other
+records are left out.
 
 `at_ms`: its timestamp. `append_time`: whether that is the broker's (timestamp type LogAppendTime),
-not its writer's.
-`headers_if_alone`: of a message of several, what `headers` were if the number in front of them were
-a user's header of a single message. Other records of a target topic are none of ours."""
+not its producer's. `headers_if_alone`: of a message of several, the value of `headers` if the
+sequence header were a user's header of a single message.
+"""
 
 PARKED = """
     id string, id_ms bigint, partition int, offset bigint, seq int, at_ms bigint, state string,
     cause string, tombstone boolean, grp string, count int, topic string, target_partition int,
     body bigint, headers bigint, timestamp_ms bigint, due_ms bigint
 """
-"""One row for each record of the parked topic. The columns behind `tombstone` are what the copy
-holds, as in `HALF`, and when its first check was due; null in a tombstone."""
+"""One row for each record of the parked topic. The columns after `tombstone` are those of the copy,
+as in `HALF`, and when its first check was due; null in a tombstone."""
 
 BROKEN = """
     topic string, partition int, offset bigint, at_ms bigint, why string, own boolean
 """
-"""Records that do not read: set aside and counted. `own`: by its headers or its key it is one of
-ours, in one of our own topics, and not a newer version's."""
+"""Unreadable records: set aside and counted. `own`: by its headers or its key it is one of
+txbroker's, in one of txbroker's topics, and not a newer version's."""
 
 VERDICT = """
     run string, id string, day date, verdict string, findings array<string>, state string,
@@ -69,21 +70,20 @@ VERDICT = """
     places array<struct<topic: string, partition: int, offset: bigint, seq: int>>,
     why string, carry boolean
 """
-"""One row for each transaction; the table that `audit run` writes, below run, day and verdict.
+"""One row for each transaction; the table that `audit run` writes, by run, day and verdict.
 
 `day`: of the id's time (UTC). `verdict`: the gravest finding, else `settled`, `pending`,
-`committed`, `parked`, `refused`, `void` or `gone` (retention or compaction took what would tell).
-`attempts`: of the last round, given back ones left out.
-`visible_at_ms`: append time of the last message to become visible; null where the target's topic
-does not tell (its timestamps are the user's). `places`: where its messages are visible. `why`: the
-findings in a sentence, and a contrary decision that changed nothing, which is no finding; null
-without either. `carry`: whether later records, or time, can change what is said here without a
-fault: the next run looks at it again.
+`committed`, `parked`, `refused`, `void` or `gone` (retention or compaction removed the evidence).
+`attempts`: of the last round, returned ones left out. `visible_at_ms`: append time of the last
+message to become visible; null where the target's timestamps are the users'. `places`: positions
+of its visible messages. `why`: the findings in a sentence, and a contrary decision that changed
+nothing, which is no finding; null without either. `carry`: whether later records, or time, can
+change this row without a fault: the next run judges it again.
 """
 
 
 class Kind(NamedTuple):
-    """A kind of finding, in the words of reports and metrics."""
+    """A kind of finding, as reports and metrics show it."""
 
     name: str
     title: str
@@ -92,35 +92,43 @@ class Kind(NamedTuple):
 
 KINDS = (
     # The gravest first: a row's verdict is its first finding in this order.
-    Kind("rolled_back_visible", "Rolled back but visible", "consumers see what was rolled back"),
-    Kind("visible_without_commit", "Visible without a commit", "consumers see what nobody decided"),
+    Kind(
+        "rolled_back_visible",
+        "Rolled back but visible",
+        "consumers see a message that was rolled back",
+    ),
+    Kind(
+        "visible_without_commit",
+        "Visible without a commit",
+        "consumers see an undecided message",
+    ),
     Kind("visible_without_half", "Visible without a half message", "committed, never prepared"),
     Kind("visible_twice", "Visible twice", "a message was promoted more than once"),
     Kind("lost", "Committed, not visible: lost", "a committed message has not become visible"),
-    Kind("refused_visible", "Refused but visible", "consumers see a part of what was refused"),
+    Kind("refused_visible", "Refused but visible", "consumers see a part of a refused transaction"),
     Kind("half_incomplete", "Half incomplete", "only some of its messages are stored"),
     Kind("not_kept", "Not kept whole", "parked or refused, and the copy is not whole"),
-    Kind("body_changed", "Body changed", "key or value are not what was prepared"),
-    Kind("headers_changed", "Headers changed", "headers are not what was prepared"),
-    Kind("timestamp_changed", "Timestamp changed", "the timestamp is not what was prepared"),
+    Kind("body_changed", "Body changed", "key or value differ from the prepared ones"),
+    Kind("headers_changed", "Headers changed", "headers differ from the prepared ones"),
+    Kind("timestamp_changed", "Timestamp changed", "the timestamp differs from the prepared one"),
     Kind("wrong_target", "Wrong target", "visible in another topic or partition than prepared"),
     Kind("out_of_order", "Out of order", "visible in another order than its key was decided in"),
     Kind("too_many_attempts", "Too many attempts", "checked more often than its policy allows"),
     Kind("check_too_early", "Check too early", "checked before its time, unasked"),
-    Kind("contrary_markers", "Contrary markers", "what is visible follows not the first of them"),
+    Kind("contrary_markers", "Contrary markers", "visible messages follow another than the first"),
     Kind("marker_without_half", "Marker without half", "a marker's half message does not exist"),
-    Kind("late", "Committed, not visible: late", "not visible though its decision is old"),
+    Kind("late", "Committed, not visible: late", "not visible although its decision is old"),
     Kind("target_unreadable", "Target not readable", "committed, but its target was not readable"),
-    Kind("overdue", "Overdue, never checked", "undecided, and nobody was ever asked"),
+    Kind("overdue", "Overdue, never checked", "undecided, and never checked"),
 )
 """Every kind of drift of one transaction, the gravest first."""
 KIND_NAMES = tuple(kind.name for kind in KINDS)
 TOPIC_KINDS = (
     # Not found by judging one transaction. `unreadable` counts records.
-    Kind("unreadable", "Own record unreadable", "records of ours in own topics that do not read"),
+    Kind("unreadable", "Own record unreadable", "unreadable records of txbroker in its own topics"),
     Kind("target_missing", "Target missing", "committed to a topic that does not exist"),
 )
-"""Kinds of drift that are found in topics."""
+"""Kinds of drift that concern topics."""
 BUSINESS_KINDS = (
     Kind("message_without_row", "Message without row", "visible, but the business has no row"),
     Kind("row_without_message", "Row without message", "a business row without a visible message"),
@@ -140,19 +148,19 @@ class TopicNames(Struct, frozen=True):
 
     @property
     def prefix(self) -> str:
-        """What all of them begin with, without the dot: the installation's `topic_prefix`."""
+        """The common prefix without the dot: the installation's `topic_prefix`."""
         return self.half.rpartition(".")[0]
 
 
 class Terms(Struct, frozen=True):
-    """What is judged by.
+    """The terms of a judgement.
 
     Attributes:
         now_ms: when the run began, by the brokers' clocks.
-        dedup_window_ms: how far a half message may be from its id's time.
+        dedup_window_ms: maximum distance of a half message from its id's time.
         late_after_ms: a commit older than this, and not visible, is late.
-        lost_after_ms: and one older than this is lost.
-        overdue_after_ms: a first check that was due for longer than this, and was never made, is
+        lost_after_ms: a commit older than this, and not visible, is lost.
+        overdue_after_ms: a first check that is due for longer than this, and was never made, is
             overdue.
     """
 
@@ -164,14 +172,19 @@ class Terms(Struct, frozen=True):
 
 
 class TopicRead(Struct, frozen=True):
-    """How far a topic was read: by partition, the first offset that was there, where reading began
-    and where it ended. `taken`: offsets that retention took since the last run, and before anybody
-    read them; what it took before the first run is told by `starts` alone.
-    `compacted`: older records of a key may be missing. `open`: the partitions that ended in an open
-    transaction, so that more may have been committed than could be read. `kept_ms`: so long
-    retention leaves a record; 0 where size or compaction may take it sooner. `id`: another one
-    for each topic that is made. A topic that is no more has no partitions here. `unread`: why
-    the topic was not read, empty where it was; offsets are then those of the run before."""
+    """How far a topic was read.
+
+    Attributes:
+        starts, begins, ends: by partition, the first offset kept, and where reading began and
+            ended. A deleted topic has no partitions.
+        taken: offsets that retention removed since the last run, unread. Of records removed before
+            the first run only `starts` is evidence.
+        compacted: older records of a key may be missing.
+        open: the partitions that ended in an open transaction, which may hold further commits.
+        kept_ms: retention time; 0 where size or compaction may remove a record sooner.
+        id: the topic's id; a recreated topic has another.
+        unread: why the topic was not read, empty where it was; offsets are then the last run's.
+    """
 
     topic: str
     starts: tuple[int, ...]
@@ -186,8 +199,12 @@ class TopicRead(Struct, frozen=True):
 
 
 class SnapshotBounds(Struct, frozen=True):
-    """How far each log was read. `op_early`, `half_early`: where op and half topic ended before the
-    targets were read; their `ends` were asked for after that."""
+    """How far each log was read.
+
+    Attributes:
+        op_early, half_early: ends of op and half topic before the targets were read; their `ends`
+            were read after that.
+    """
 
     half: TopicRead
     op: TopicRead
@@ -198,25 +215,24 @@ class SnapshotBounds(Struct, frozen=True):
     half_clock_ms: tuple[int, ...] = ()
     """The half topic's log clock at the ends, by partition."""
     op_clock_ms: tuple[int, ...] = ()
-    """And the operation topic's."""
+    """The operation topic's log clock at the ends, by partition."""
     named_late: tuple[str, ...] = ()
-    """Targets that only half messages behind `half_early` name; they were not read, so the next run
-    reads them."""
+    """Targets that only half messages after `half_early` name; the next run reads them."""
     held: tuple[str, ...] = ()
-    """Partitions of targets, as `topic-0`, that ended in an open transaction for as long as the run
-    read."""
+    """Partitions of targets, as `topic-0`, that ended in the same open transaction during the
+    whole run."""
     asked_ms: int = 0
-    """When Kafka had told where targets begin, by the brokers' clocks; a long run has been reading
-    for hours by then. 0: an earlier version did not note it."""
+    """When Kafka returned the targets' first offsets, by the brokers' clocks; a long run reads for
+    hours before. 0: an earlier version did not store it."""
 
 
 TEXT_MAX = 500
-"""Characters of a group or reason that are shown: a broken record may name a group that fits no
-record of ours."""
+"""Maximum characters of a group or reason that are shown: a broken record may name a group that is
+longer than any of our records allows."""
 
 
 class Example(Struct, frozen=True):
-    """A transaction with findings, for show."""
+    """A transaction with findings, as an example."""
 
     id: str
     findings: tuple[str, ...]
@@ -225,7 +241,7 @@ class Example(Struct, frozen=True):
 
 
 class BrokenRecord(Struct, frozen=True):
-    """A record that does not read, for show; columns as in `BROKEN`."""
+    """An unreadable record, as an example; columns as in `BROKEN`."""
 
     topic: str
     partition: int
@@ -235,7 +251,8 @@ class BrokenRecord(Struct, frozen=True):
 
 
 class Histogram(Struct, frozen=True):
-    """How often which value came up. `bounds`: upper bounds, ms; one count more than bounds."""
+    """Counts of values by bucket. `bounds`: upper bounds, ms; there is one count more than
+    bounds."""
 
     label: str
     bounds: tuple[int, ...]
@@ -243,31 +260,30 @@ class Histogram(Struct, frozen=True):
 
 
 class RunSummary(Struct, frozen=True):
-    """What a run says in the end; stored in the journal, published, and shown.
+    """The result of a run; stored in the journal, published, and shown.
 
     Attributes:
         run: its name, which sorts by time.
         mode: `full`, `incremental` or `stream`.
-        started_ms, took_s: when by the clock of the machine that ran it, and how long.
-        cut: how far everything was read.
-        records: how many records were read, by topic kind (half, op, visible, parked).
-        transactions: how many were judged.
-        states: how many transactions are in each state.
-        drift: how many transactions have each kind of finding; only kinds that were found.
-        carried: how many were not finished and go on to the next run.
-        quarantined: records that did not read, ours (`drift` counts them as `unreadable`) and
-            others'.
+        started_ms, took_s: start by the clock of the machine that ran it, and duration.
+        cut: the snapshot bounds.
+        records: number of records read, by topic kind (half, op, visible, parked).
+        transactions: number of transactions judged.
+        states: number of transactions in each state.
+        drift: number of transactions with each kind of finding; only kinds that were found.
+        carried: number of open transactions that the next run takes over.
+        quarantined: unreadable records, ours (`drift` counts them as `unreadable`) and others'.
         set_aside: some of them, ours first, a bounded number.
-        missing_targets: topics that do not exist, with how many transactions were committed to
+        missing_targets: topics that do not exist, with the number of transactions committed to
             each; a bounded number of topics.
         unread_targets: topics that could not be read, each with the reason; a bounded number.
-        taken: records that retention took before they were read, by topic.
+        taken: records that retention removed before they were read, by topic.
         examples: transactions with findings, a bounded number.
-        pending_age: how long the pending ones are pending.
+        pending_age: ages of the pending transactions.
         decide_latency, visible_latency: prepare to decision, and decision to visible, by topic
             (`topic:NAME`) and by group (`group:NAME`); a bounded number.
-        business: rows of the business compared, where asked for.
-        terms: what was judged by; None where a run does not say.
+        business: business rows compared, where configured.
+        terms: the terms of the judgement; None in old entries.
         strangers: records that came too late for a stream, which had forgotten their transactions:
             they were not judged.
     """
@@ -297,5 +313,5 @@ class RunSummary(Struct, frozen=True):
 
     @property
     def has_drift(self) -> bool:
-        """Whether anything did not end as it was decided."""
+        """Whether a transaction did not end as it was decided."""
         return any(self.drift.values())

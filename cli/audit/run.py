@@ -390,13 +390,13 @@ def _publish(settings: Settings, journal: "Journal", summary: "RunSummary") -> A
 
     unpublished: list[RunSummary] | None = None
     try:
-        unpublished = [run for run in journal.untold() if run.run < summary.run]
+        unpublished = [run for run in journal.unpublished() if run.run < summary.run]
     except TxbrokerError as error:
         click.echo(f"Unpublished earlier runs cannot be read: {error}", err=True)
     try:
         asyncio.run(publish(KafkaSettings.from_configuration(settings), summary, unpublished or ()))
         if unpublished is not None:  # else the next run publishes those that this one missed
-            journal.told(summary.run)
+            journal.mark_published(summary.run)
     except TxbrokerError as error:
         # The run still counts, and its result is shown.
         click.echo(

@@ -32,8 +32,8 @@ def read_on(
         )
     if len(now.ends) < len(was) or any(end < old for end, old in zip(now.ends, was, strict=False)):
         raise AuditError(
-            f"topic {now.topic} ends before the offset that the last run reached: it was truncated. "
-            "Run a full audit (--full)"
+            f"topic {now.topic} ends before the offset that the last run reached: it was "
+            "truncated. Run a full audit (--full)"
         )
     positions = (*was, *[0] * (len(now.ends) - len(was)))
     begins = tuple(max(start, old) for start, old in zip(now.starts, positions, strict=True))

@@ -1,4 +1,4 @@
-"""What a run found, told to every proxy through the compacted audit topic."""
+"""Publish the result of a run to every proxy through the compacted audit topic."""
 
 from collections.abc import Sequence
 
@@ -20,22 +20,22 @@ _FOUND_AGAIN = frozenset(
         *("target_missing", "target_unreadable"),
     }
 )
-"""Whoever is so still is so in the next run, too, unless it was mended."""
+"""Findings that later runs repeat while they persist."""
 
 
-def news_of(summary: RunSummary, untold: Sequence[RunSummary] = ()) -> AuditNews:
-    """Return what proxies are told: no examples and no histograms, so its size is bounded.
+def news_of(summary: RunSummary, unpublished: Sequence[RunSummary] = ()) -> AuditNews:
+    """Return the news for the proxies: no examples and no histograms, so its size is bounded.
 
     Args:
-        untold: earlier runs that nobody was told of. A later run does not look again at what ended
-            wrongly, so their findings count with this one's; of each kind the greatest number,
+        unpublished: earlier runs that were not published. A later run does not examine ended
+            transactions again, so their findings are added; of each kind the greatest number,
             because some may be found again.
     """
     kinds = dict.fromkeys((kind.name for kind in (*KINDS, *TOPIC_KINDS)), 0)
     if summary.business:
         kinds |= dict.fromkeys((kind.name for kind in BUSINESS_KINDS), 0)
     drift = {**kinds, **summary.drift}
-    for run in untold:
+    for run in unpublished:
         for kind in run.drift.keys() - _FOUND_AGAIN:
             drift[kind] = max(drift.get(kind, 0), run.drift[kind])
     most = sorted(summary.taken.items(), key=lambda item: (-item[1], item[0]))
@@ -54,27 +54,27 @@ def news_of(summary: RunSummary, untold: Sequence[RunSummary] = ()) -> AuditNews
         business=dict(summary.business),
         strangers=summary.strangers,
         set_aside=[
-            UnreadRecord(each.topic, each.partition, each.offset, each.why)
-            for each in summary.set_aside
+            UnreadRecord(record.topic, record.partition, record.offset, record.why)
+            for record in summary.set_aside
         ],
         missing_targets=dict(summary.missing_targets),
     )
 
 
 def key_of(summary: RunSummary) -> str:
-    """Return the key under which a run is told: that of a stream, or of a batch."""
+    """Return the record key of a run: that of a stream, or of a batch."""
     return STREAM_KEY if summary.mode == "stream" else BATCH_KEY
 
 
 async def publish(
-    settings: KafkaSettings, summary: RunSummary, untold: Sequence[RunSummary] = ()
+    settings: KafkaSettings, summary: RunSummary, unpublished: Sequence[RunSummary] = ()
 ) -> None:
-    """Tell all proxies what a run found, and earlier ones that nobody was told of.
+    """Publish a run to all proxies, with earlier runs that were not published.
 
     Raises:
-        ConfigurationError: the audit topic does not exist, or may not be written.
-        KafkaUnavailable: it may or may not be told. The same again does no harm.
+        ConfigurationError: the audit topic does not exist, or is not writable.
+        KafkaUnavailable: it may or may not be published; a repetition is harmless.
     """
     async with KafkaAuditWriter(settings) as writer:
-        news = encode_news(news_of(summary, untold))
+        news = encode_news(news_of(summary, unpublished))
         await writer.put(settings.audit_topic, key_of(summary), news)

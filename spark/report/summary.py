@@ -1,8 +1,6 @@
-"""What a run says in the end, out of its verdicts.
-
-Spark adds up; what comes to the driver is as large as the number of groups and topics that are
-shown, not as the number of transactions.
-"""
+"""The summary of a run, added up from its verdicts.
+ Spark adds up; the driver receives data in proportion to the groups and topics that are shown, not
+to the number of transactions."""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -40,13 +38,13 @@ AGE_BOUNDS_MS = (
 LABELS_MAX = 20
 """Topics, and groups, whose latencies are shown: those with the most transactions."""
 EXAMPLES_A_KIND = 10
-"""Transactions shown for each kind of finding."""
+"""Examples for each kind of finding."""
 SET_ASIDE_SHOWN = 20
-"""Records that are shown of those that do not read."""
+"""Unreadable records that are shown."""
 
 
 class VerdictTotals(NamedTuple):
-    """What the verdicts of a run add up to; see `schema.RunSummary`."""
+    """Totals of a run's verdicts; see `schema.RunSummary`."""
 
     transactions: int
     carried: int
@@ -62,8 +60,8 @@ def add_up(verdicts: DataFrame, now_ms: int) -> VerdictTotals:
     """Add up the verdicts of a run.
 
     Args:
-        verdicts: as they were written; read twice, and the rows with findings once more.
-        now_ms: what the age of pending ones is measured to.
+        verdicts: as written; read twice, and the rows with findings once more.
+        now_ms: reference time for the age of pending transactions.
     """
     drift = _drift(verdicts)
     counts = _counts(verdicts, now_ms).persist()
@@ -97,7 +95,7 @@ def _sums(*names: str) -> list[Column]:
 
 
 def _counts(verdicts: DataFrame, now_ms: int) -> DataFrame:
-    """Return how many transactions have the same group, topics, state and buckets."""
+    """Return the number of transactions with the same group, topics, state and buckets."""
     decide = F.col("decided_at_ms") - F.col("prepared_at_ms")
     visible = F.col("visible_at_ms") - F.col("decided_at_ms")
     age = F.when(F.col("state") == "pending", F.lit(now_ms) - F.col("prepared_at_ms"))
@@ -169,7 +167,7 @@ def _filled(bounds_ms: Sequence[int], counts: Mapping[int, int]) -> tuple[int, .
 
 
 class Unread(NamedTuple):
-    """Records that do not read: how many, how many of them are ours, and some of them."""
+    """Unreadable records: their number, how many of them are ours, and some of them."""
 
     records: int
     own: int
@@ -191,7 +189,7 @@ def count_unread(broken: DataFrame) -> Unread:
 
 
 def _found(verdicts: DataFrame) -> DataFrame:
-    # A row with findings lies in the folder of the gravest: all others are not even opened.
+    # A row with findings is in the folder of the gravest one; other folders are not opened.
     return verdicts.where(F.col("verdict").isin(*KIND_NAMES))
 
 
@@ -225,8 +223,8 @@ class MissingTargets(NamedTuple):
     """Transactions that were committed to topics that do not exist.
 
     Attributes:
-        transactions: how many there are.
-        topics: how many by topic, the most first, a bounded number of topics.
+        transactions: their number.
+        topics: their number by topic, the largest first, a bounded number of topics.
         examples: the oldest of them, a bounded number.
     """
 
@@ -250,12 +248,12 @@ def committed_to_missing(verdicts: DataFrame, cut: SnapshotBounds, terms: Terms)
     """Return the transactions that were committed to topics that do not exist.
 
     Whether a message was visible before its topic was deleted makes no difference: a run that reads
-    everything again cannot know. For the same reason only those count whose half message is still
-    there. What was refused is left out, because its copy is kept.
+    everything again cannot know. For the same reason only transactions with a half message that is
+    still there count. Refused ones are left out, because their copy is kept.
 
     Args:
-        verdicts: for each transaction the row that counts.
-        cut: how far the run has read.
+        verdicts: the valid row of each transaction.
+        cut: the run's snapshot bounds.
         terms: a commit counts once it is late by these.
     """
     starts = F.array(*[F.lit(start).cast("bigint") for start in cut.half.starts])
@@ -296,7 +294,7 @@ def committed_to_missing(verdicts: DataFrame, cut: SnapshotBounds, terms: Terms)
 def summary_of(
     run: str, mode: str, staged: Extract, read: Mapping[str, TableCount], tally: VerdictTotals
 ) -> RunSummary:
-    """Return what a run has to say, but for when it was and what the business said."""
+    """Return a run's summary without its times and the business."""
     cut, unread = staged.cut, count_unread(staged.broken)
     reads = (cut.half, cut.op, cut.parked, *cut.targets)
     return RunSummary(

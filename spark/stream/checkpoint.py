@@ -1,4 +1,10 @@
-"""What a stream keeps beside Spark's checkpoint: its name, and what it reads."""
+"""Files in a stream's checkpoint folder: our manifest, and Spark's offsets where they must change.
+
+Spark's offset files record where each batch ends, and the next one begins there. Spark cannot hold
+some timestamps (see `overflow`). After such a failure, while no query runs, `read_around` moves the
+end of the failed batch to the first such record. Then the next batch fails at its first record, and
+the end of the batch before is moved past it. So each stretch of such records costs two restarts.
+"""
 
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
@@ -23,13 +29,13 @@ _VERSION = 1
 
 
 class TakenPartition(Struct, frozen=True):
-    """A partition of which something was gone when the stream came to it.
+    """A partition of which records were gone when the stream reached it.
 
     Attributes:
-        topic, partition: which one.
-        start: the first offset that was left.
-        at_ms: when the stream came to it; `ALWAYS` where records may go at any time.
-        kept_ms: so long retention had left a record by then; 0 where that is not known.
+        topic, partition: the partition.
+        start: the first offset kept.
+        at_ms: when the stream reached it; `ALWAYS` where records may go at any time.
+        kept_ms: the topic's retention time by then; 0 where it is unknown.
     """
 
     topic: str
@@ -40,17 +46,17 @@ class TakenPartition(Struct, frozen=True):
 
 
 class StreamManifest(Struct, frozen=True, kw_only=True):
-    """What stays for as long as the checkpoint does.
+    """Facts that live as long as the checkpoint.
 
     Attributes:
         v: version of the file.
         name: of the stream.
         installation: the half topic; another installation's checkpoint is refused.
         started_ms: when the stream began.
-        buckets, slot_ms: how transactions are kept; they cannot change later.
+        buckets, slot_ms: layout of the state; fixed.
         targets: topics that half messages name, whether they exist or not.
         read: those of them that the checkpoint knows.
-        taken: what of all topics was gone.
+        taken: partitions of which records were gone.
     """
 
     v: int = _VERSION
@@ -64,9 +70,9 @@ class StreamManifest(Struct, frozen=True, kw_only=True):
     taken: tuple[TakenPartition, ...] = ()
 
     def horizon(self, half: str, op: str) -> Horizon:
-        """Return what is judged with care: whatever may have been taken before the stream came."""
-        halves = {each.partition: each for each in self.taken if each.topic == half}
-        ops = {each.partition: each.at_ms for each in self.taken if each.topic == op}
+        """Return the horizon: records that may have gone before the stream came."""
+        halves = {taken.partition: taken for taken in self.taken if taken.topic == half}
+        ops = {taken.partition: taken.at_ms for taken in self.taken if taken.topic == op}
         targets = [each for each in self.taken if each.topic not in (half, op)]
         at_any_time = {each.topic for each in targets if each.at_ms == ALWAYS}
         return Horizon(
@@ -82,7 +88,7 @@ class StreamManifest(Struct, frozen=True, kw_only=True):
         )
 
     def with_taken(self, found: "list[TakenPartition]") -> "StreamManifest":
-        """Return this with more that was gone; what was noted before stays."""
+        """Return the manifest with more such partitions; earlier entries stay."""
         known = {(each.topic, each.partition): each for each in found}
         for each in self.taken:
             place = (each.topic, each.partition)
@@ -92,10 +98,10 @@ class StreamManifest(Struct, frozen=True, kw_only=True):
 
 
 def read_home(spark: "SparkSession", checkpoint: str) -> StreamManifest | None:
-    """Return what a checkpoint's stream keeps, None where none has begun there.
+    """Return a checkpoint's manifest, None where no stream has begun there.
 
     Raises:
-        ConfigurationError: it does not read, or the folder cannot be used.
+        ConfigurationError: it does not parse, or the folder cannot be used.
     """
     content = read_bytes(spark, _path(checkpoint))
     if content is None:
@@ -104,7 +110,7 @@ def read_home(spark: "SparkSession", checkpoint: str) -> StreamManifest | None:
         home = msgspec.json.decode(content, type=StreamManifest)
     except msgspec.MsgspecError as error:
         raise ConfigurationError(
-            f"{_path(checkpoint)} does not read ({error}): name another --checkpoint"
+            f"{_path(checkpoint)} does not parse ({error}): name another --checkpoint"
         ) from None
     if home.v > _VERSION:
         raise ConfigurationError(f"{_path(checkpoint)}: a newer version of txbroker wrote it")
@@ -112,7 +118,7 @@ def read_home(spark: "SparkSession", checkpoint: str) -> StreamManifest | None:
 
 
 def write_home(spark: "SparkSession", checkpoint: str, home: StreamManifest) -> None:
-    """Keep it.
+    """Store the manifest.
 
     Raises:
         ConfigurationError: the folder cannot be used.
@@ -157,10 +163,10 @@ def read_around(
     access: AuditKafka,
     set_aside: Callable[[Sequence[BrokenRecord]], None],
 ) -> bool:
-    """Have the batch that failed read no record that Spark cannot; return whether it holds one.
+    """Make the failed batch skip records that Spark cannot hold; return whether it has any.
 
     Args:
-        set_aside: stores those that no batch will read from now on, before that is so.
+        set_aside: stores records that no batch will read any more, before the offsets move.
 
     Raises:
         ConfigurationError: the checkpoint cannot be used.
@@ -183,7 +189,7 @@ def read_around(
     if aside:
         set_aside(aside)
     if found:
-        # This one first: where the second write fails, the next start fails and comes here again.
+        # This one first: if the second write fails, the next start fails and returns here.
         failed.write()
         if aside:
             before.write()
@@ -193,8 +199,8 @@ def read_around(
 def _cut(
     access: AuditKafka, topic: str, partition: str, begins: _Offsets, ends: _Offsets
 ) -> list[BrokenRecord] | None:
-    """Let a partition's part of a batch end before its first far record, or begin after those
-    that it begins with; return these, None where there is no such record."""
+    """Let a partition's part of a batch end before its first far record, or begin after the far
+    records at its start; return those, None where there is no such record."""
     number, end = int(partition), ends[topic][partition]
     begin = begins.get(topic, {}).get(partition, -1)
     start = begin if begin >= 0 else access.ends((topic,))[topic].starts[number]

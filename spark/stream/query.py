@@ -1,4 +1,9 @@
-"""The stream's state in Spark: a bucket's texts in the state store, and its alarm clock."""
+"""The streaming query: Kafka records of all topics to findings, through Spark's state store.
+
+The query's watermark does not come from records: an idle topic would hold it back, and the newest
+record of one partition would push it past all others. It comes from the stream's *ticks*, which
+name the moment up to which every log was read; all other rows have no event time.
+"""
 
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -21,21 +26,21 @@ OUTPUT = (
     "what string, name string, number bigint, id string, grp string, why string, "
     "first_seen_ms bigint, at_ms bigint"
 )
-"""What comes out: new findings (`what` is `told`, `name` the kind), changes of counts (`what` and
-`name` as in `BucketChanges.counts`), names of targets that are not read (`what` is `target`), and
-some records that do not read (`what` is `set_aside`, `why` a `schema.BrokenRecord` as JSON)."""
+"""Output rows: new findings (`what` is `finding`, `name` the kind), changes of counts (`what` and
+`name` as in `BucketChanges.counts`), names of targets that are not read (`what` is `target`),
+and some unreadable records (`what` is `set_aside`, `why` a `schema.BrokenRecord` as JSON)."""
 BROKEN, TICK = "broken", "tick"
-"""Tables of rows that are no facts: records that do not read, and the stream's own clock."""
+"""Tables of rows that are no facts: unreadable records, and the stream's clock."""
 SET_ASIDE_MAX = 20
-"""Records that do not read, of which more than the number is told."""
+"""Maximum number of unreadable records that are reported with their position."""
 _PIECE_CHARS = 8_192
 
 
 class Texts:
-    """A bucket's texts, in Spark's state store, in pieces.
+    """A bucket's texts in Spark's state store, in pieces.
 
-    What Python hands to Java's side at once must be short: Spark 4.0 fails on some hundred KiB. A
-    piece that is full has another one behind it.
+    Python must hand Java short values: Spark 4.0 fails on some hundred KiB. Another piece follows
+    each full one.
     """
 
     def __init__(self, state: Any) -> None:
@@ -43,8 +48,8 @@ class Texts:
 
     def read(self, name: str) -> str | None:
         pieces: list[str] = []
-        while (found := self._state.getValue(_key(name, len(pieces)))) is not None:
-            pieces.append(str(found[0]))
+        while (piece := self._state.getValue(_key(name, len(pieces)))) is not None:
+            pieces.append(str(piece[0]))
             if len(pieces[-1]) != _PIECE_CHARS:
                 break
         return "".join(pieces) if pieces else None
@@ -66,43 +71,43 @@ def _key(name: str, number: int) -> tuple[str]:
 
 
 class TransactionProcessor(StatefulProcessor):
-    """Takes a bucket's new records in, and looks again when something is due."""
+    """Adds new records to a bucket, and examines it when something is due."""
 
     def __init__(self, terms: StreamTerms) -> None:
         self._terms = terms
 
     def init(self, handle: StatefulProcessorHandle) -> None:
-        """Begin work on a partition of the state."""
+        """Start work on a partition of the state."""
         self._handle = handle
         self._texts = handle.getMapState("texts", "name string", "text string")
 
     def handleInputRows(
         self, key: Any, rows: Iterator[pd.DataFrame], timerValues: Any
     ) -> Iterator[pd.DataFrame]:
-        """Take new records in."""
+        """Add new records."""
         import json
 
         facts: list[Fact] = []
         broken: list[dict[str, Any]] = []
-        for some in rows:
-            columns = (some[name].tolist() for name in ("table", "id", "facts"))
+        for frame in rows:
+            columns = (frame[name].tolist() for name in ("table", "id", "facts"))
             for table, id, text in zip(*columns, strict=True):
                 if table == BROKEN:
                     broken.append(json.loads(text))
                 elif table != TICK:
                     facts.append(Fact(table, id, json.loads(text)))
         heard = self._look(facts, timerValues)
-        own = [each for each in broken if each["own"]]
+        own = [record for record in broken if record["own"]]
         heard.counts["quarantined", "records"] += len(broken)
         heard.counts["drift", "unreadable"] += len(own)
-        heard.drift.extend(_unreadable(each, self._moment_ms(timerValues)) for each in own)
-        ours_first = sorted(broken, key=lambda each: not each["own"])[:SET_ASIDE_MAX]
-        yield from _frames(heard, [json.dumps(each) for each in ours_first])
+        heard.drift.extend(_unreadable(record, self._moment_ms(timerValues)) for record in own)
+        ours_first = sorted(broken, key=lambda record: not record["own"])[:SET_ASIDE_MAX]
+        yield from _frames(heard, [json.dumps(record) for record in ours_first])
 
     def handleExpiredTimer(
         self, key: Any, timerValues: Any, expiredTimerInfo: Any
     ) -> Iterator[pd.DataFrame]:
-        """Look at what is due."""
+        """Examine transactions that are due."""
         yield from _frames(self._look([], timerValues))
 
     def _look(self, facts: list[Fact], timers: Any) -> BucketChanges:
@@ -120,13 +125,13 @@ class TransactionProcessor(StatefulProcessor):
 
 
 def _unreadable(record: dict[str, Any], moment_ms: int) -> StreamFinding:
-    """Return the finding of a record of ours that does not read; its place stands for an id."""
+    """Return the finding of an unreadable record of ours; its position stands for an id."""
     place = f"{record['topic']}-{record['partition']}@{record['offset']}"
     return StreamFinding(place, "unreadable", "", record["why"], moment_ms, moment_ms)
 
 
 def _frames(heard: BucketChanges, set_aside: Sequence[str] = ()) -> Iterator[pd.DataFrame]:
-    rows = [("told", each.kind, 1, *_told(each)) for each in heard.drift]
+    rows = [("finding", finding.kind, 1, *_columns(finding)) for finding in heard.drift]
     rows += [(what, name, by, *_NOTHING) for (what, name), by in heard.counts.items() if by]
     rows += [("target", topic, 1, *_NOTHING) for topic in sorted(heard.targets)]
     rows += [("set_aside", "", 1, "", "", text, 0, 0) for text in set_aside]
@@ -138,17 +143,17 @@ def _frames(heard: BucketChanges, set_aside: Sequence[str] = ()) -> Iterator[pd.
 _NOTHING = ("", "", "", 0, 0)
 
 
-def _told(drift: StreamFinding) -> tuple[str, str, str, int, int]:
-    return drift.id, drift.group, drift.why, drift.first_seen_ms, drift.at_ms
+def _columns(finding: StreamFinding) -> tuple[str, str, str, int, int]:
+    return finding.id, finding.group, finding.why, finding.first_seen_ms, finding.at_ms
 
 
 GRACE_MS = 2000
-"""By how much the moment stays behind a tick: brokers' clocks are apart by less."""
+"""Delay of the moment after a tick: brokers' clocks differ by less."""
 STATE_CONF = {
     "spark.sql.streaming.stateStore.providerClass": (
         "org.apache.spark.sql.execution.streaming.state.RocksDBStateStoreProvider"
     ),
-    # What changed is stored with each batch, and not all files of the database.
+    # Each batch stores its changes, not all files of the database.
     "spark.sql.streaming.stateStore.rocksdb.changelogCheckpointing.enabled": "true",
 }
 
@@ -157,15 +162,15 @@ _RANDOMNESS_AT, _RANDOMNESS_LENGTH = 15, 12
 
 
 class Sources(Struct, frozen=True):
-    """What is read, and how.
+    """The sources and how they are read.
 
     Attributes:
         names: the installation's topics.
         targets: the target topics that exist.
-        options: how Spark reaches Kafka.
-        tick_key: the key of the stream's ticks in the audit topic.
-        records_max: how many records one batch takes from each of the sources.
-        lenient: whether records of targets that are gone are passed over; never by default.
+        options: Spark's connection options for Kafka.
+        tick_key: key of the stream's ticks in the audit topic.
+        records_max: records that one batch reads from each source.
+        lenient: whether missing records of targets are skipped; never by default.
     """
 
     names: TopicNames
@@ -177,8 +182,8 @@ class Sources(Struct, frozen=True):
 
 
 def ship_by_value() -> None:
-    """Have Spark send our modules to its executors, where nothing of ours need be installed."""
-    # pyspark brings a cloudpickle of its own and pickles with that one.
+    """Make Spark send our modules to its executors, which need not have txbroker installed."""
+    # pyspark pickles with its bundled cloudpickle.
     from pyspark import cloudpickle as sparks
 
     register: Any = sparks.register_pickle_by_value
@@ -187,10 +192,10 @@ def ship_by_value() -> None:
 
 
 def plan(spark: SparkSession, sources: Sources, terms: StreamTerms, buckets: int) -> DataFrame:
-    """Return the stream of findings and changes; see `stream_processor.OUTPUT`."""
+    """Return the stream of findings and changes; see `OUTPUT`."""
     names = sources.names
-    # A source needs a topic even while no target is known; the audit topic's records are none of
-    # a target's.
+    # A source needs a topic even while no target is known; the audit topic holds no promoted
+    # records.
     targets = [*sorted(sources.targets), names.audit]
     tables = (
         _table("half", half_facts(_read(spark, sources, [names.half])), names.half),
@@ -244,11 +249,12 @@ def _read(
 
 
 def _table(name: str, facts: DataFrame, topic: str | None = None) -> DataFrame:
-    """Return facts as the state takes them. `topic`: of all of them, where no column says it."""
+    """Return facts as the state takes them. `topic`: the topic of all rows, where no column
+    names it."""
     columns = [column for column in facts.columns if column not in ("id", "why", "own")]
     reads = F.col("why").isNull()
-    place = F.col("topic") if topic is None else F.lit(topic).alias("topic")
-    aside = F.to_json(F.struct(place, "partition", "offset", "why", "own"))
+    named = F.col("topic") if topic is None else F.lit(topic).alias("topic")
+    aside = F.to_json(F.struct(named, "partition", "offset", "why", "own"))
     return facts.select(
         F.when(reads, F.lit(name)).otherwise(F.lit(BROKEN)).alias("table"),
         F.when(reads, F.col("id")).alias("id"),

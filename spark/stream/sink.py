@@ -1,4 +1,4 @@
-"""What a stream tells: each finding once, and how things stand."""
+"""The stream's results: each finding once in Kafka, and the stream's progress."""
 
 import asyncio
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
@@ -27,11 +27,11 @@ class DriftEvent(Struct, frozen=True, kw_only=True):
 
     Attributes:
         v: version of this record.
-        event: its name, `ID:KIND`; there is one of each.
-        id, kind, group, why: of the finding.
+        event: its name, `ID:KIND`; each occurs once.
+        id, kind, group, why: the finding.
         at: when it was certain, by the brokers' clocks.
         first_seen: when it was first suspected.
-        stream: whose finding it is.
+        stream: name of the stream that found it.
     """
 
     v: int = 1
@@ -46,14 +46,14 @@ class DriftEvent(Struct, frozen=True, kw_only=True):
 
 
 class StreamProgress(Struct, frozen=True, kw_only=True):
-    """How far a stream is: stored with the findings, in one Kafka transaction.
+    """Progress of a stream, stored with the findings in one Kafka transaction.
 
     Attributes:
         v: version of this record.
-        batch: the last batch of Spark that anything came of; -1: none.
-        states, drift: how many transactions are in each state, and have each kind of finding.
-        strangers: records of transactions that the stream knows nothing of any more.
-        quarantined: records that did not read.
+        batch: Spark's last batch with a result; -1: none.
+        states, drift: number of transactions in each state, and with each kind of finding.
+        strangers: records of transactions that the stream no longer knows.
+        quarantined: unreadable records.
         set_aside: some of them, ours first, then the newest.
         passed: by partition (`TOPIC-NUMBER`), the offset from which on no record that Spark cannot
             hold was counted yet.
@@ -72,7 +72,7 @@ class StreamProgress(Struct, frozen=True, kw_only=True):
 
 
 class EventLoopThread:
-    """An event loop in a thread of its own, which other threads have work done in."""
+    """An event loop in a dedicated thread, for calls from other threads."""
 
     def __init__(self, name: str) -> None:
         self._loop = asyncio.new_event_loop()
@@ -80,28 +80,27 @@ class EventLoopThread:
         self._thread.start()
 
     def __call__(self, work: Coroutine[Any, Any, _Result]) -> _Result:
-        """Do some work and return what comes of it."""
+        """Run a coroutine and return its result."""
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
 
     def close(self) -> None:
-        """End the loop."""
+        """Stop the loop."""
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
 
 
 class FindingSink:
-    """Takes what comes of Spark's batches, one after the other.
-
-    Spark gives a batch again when it does not know whether it was taken. What comes of a batch is
-    the same each time, and its number is stored with it, so it counts once.
+    """Stores the results of Spark's batches one after the other.
+     Spark repeats a batch when it does not know whether it was stored. The results of a batch are
+    the same each time, and its number is stored with them, so each batch counts once.
 
     Args:
-        kafka: where it is told.
-        call: has work done in the event loop that `kafka` belongs to.
+        kafka: the topics for findings and progress.
+        call: runs coroutines in the event loop of `kafka`.
         name: the stream's.
-        on_targets: told names of topics that are not read yet, and the number of the batch that
-            they came with, before that batch is done.
+        on_targets: called with names of topics that are not read yet and the number of their batch,
+            before that batch ends.
     """
 
     def __init__(
@@ -114,12 +113,12 @@ class FindingSink:
         self._kafka, self._call, self._name = kafka, call, name
         self._on_targets = on_targets
         self._key = f"stream-progress:{name}"
-        self._sure = False
+        self._confirmed = False
         self._one_at_a_time = Lock()
         self.progress = StreamProgress()
 
     def begin(self) -> None:
-        """Shut out every earlier stream of this name, and learn what it has told.
+        """Fence every earlier stream of this name, and read its progress.
 
         Raises:
             ConfigurationError: a topic is missing, or there is no right to it.
@@ -128,10 +127,10 @@ class FindingSink:
         value = self._call(self._kafka.begin(self._key))
         if value is not None:
             self.progress = msgspec.json.decode(value, type=StreamProgress)
-        self._sure = True
+        self._confirmed = True
 
     def set_aside(self, records: Sequence[BrokenRecord]) -> None:
-        """Store records that no batch will bring; each counts once, however often it comes.
+        """Store records that no batch will read; repeated ones count once.
 
         Raises:
             KafkaUnavailable: Kafka does not answer.
@@ -140,21 +139,21 @@ class FindingSink:
             self._write(lambda before: (_passed(before, records), ()))
 
     def take(self, rows: DataFrame, batch: int) -> None:
-        """Take a batch; what Spark's `foreachBatch` calls.
+        """Store a batch; Spark's `foreachBatch` calls this.
 
         Raises:
-            ConfigurationError: a topic does not take what is told, or another stream has begun.
+            ConfigurationError: a topic refuses the findings, or another stream has begun.
             KafkaUnavailable: Kafka does not answer.
         """
-        # A query that is stopped may leave its last call behind when the next one begins.
+        # The last call of a stopped query may still run when the next query begins.
         with self._one_at_a_time:
             self._take(rows, batch)
 
     def _take(self, rows: DataFrame, batch: int) -> None:
         rows.persist()
         try:
-            # A few rows for each bucket, however many transactions there are.
-            changes = rows.where(F.col("what") != "told").collect()
+            # A few rows for each bucket, independent of the number of transactions.
+            changes = rows.where(F.col("what") != "finding").collect()
             targets = frozenset(row["name"] for row in changes if row["what"] == "target")
             if targets:
                 self._on_targets(targets, batch)
@@ -164,31 +163,31 @@ class FindingSink:
             rows.unpersist()
 
     def _store(self, rows: DataFrame, changes: Iterable[Row], batch: int) -> None:
-        """Store what came of a batch, once."""
-        some = any(row["what"] == "drift" and row["number"] > 0 for row in changes)
-        told = rows.where(F.col("what") == "told")
+        """Store the results of a batch, once."""
+        has_findings = any(row["what"] == "drift" and row["number"] > 0 for row in changes)
+        new = rows.where(F.col("what") == "finding")
 
         def advance(before: StreamProgress) -> _Step:
             if before.batch >= batch:
                 return before, ()
-            examples = told.limit(EXAMPLES_MAX).collect() if some else []
-            findings = self._findings(told.toLocalIterator()) if some else ()
+            examples = new.limit(EXAMPLES_MAX).collect() if has_findings else []
+            findings = self._findings(new.toLocalIterator()) if has_findings else ()
             return _advanced(before, batch, changes, examples), findings
 
         self._write(advance)
 
     def _write(self, step: Callable[[StreamProgress], _Step]) -> None:
-        """Store a step from what is stored, until it is known that it is stored."""
+        """Apply a step to the stored progress, until it is certainly stored."""
         for left in reversed(range(_WRITES_MAX)):
             try:
-                if not self._sure:
+                if not self._confirmed:
                     self.begin()
                 progress, findings = step(self.progress)
                 if progress == self.progress:
                     return
-                self._sure = False
+                self._confirmed = False
                 self._call(self._kafka.write(findings, self._key, msgspec.json.encode(progress)))
-                self.progress, self._sure = progress, True
+                self.progress, self._confirmed = progress, True
             except KafkaUnavailable:
                 if not left:
                     raise
@@ -244,7 +243,7 @@ def _advanced(
 
 
 def _passed(before: StreamProgress, records: Iterable[BrokenRecord]) -> StreamProgress:
-    """Return a progress with records that were not counted yet."""
+    """Return the progress with these records counted once."""
     passed, new = dict(before.passed), []
     for record in records:
         place = f"{record.topic}-{record.partition}"
@@ -261,7 +260,9 @@ def _passed(before: StreamProgress, records: Iterable[BrokenRecord]) -> StreamPr
 
 def _newest(aside: Sequence[BrokenRecord], before: StreamProgress) -> tuple[BrokenRecord, ...]:
     """Return the records to show: ours first, then the newest."""
-    return tuple(sorted([*aside, *before.set_aside], key=lambda each: not each.own)[:SET_ASIDE_MAX])
+    return tuple(
+        sorted([*aside, *before.set_aside], key=lambda record: not record.own)[:SET_ASIDE_MAX]
+    )
 
 
 def _iso(at_ms: int) -> str:

@@ -1,22 +1,22 @@
-"""What the stream remembers of transactions, and when it speaks up: pure, without Spark.
+"""The stream's state of transactions, and when a suspicion becomes a finding: pure, without Spark.
 
 Transactions are kept in *buckets*, by the randomness in their ids, and within a bucket in *slots*,
 by the time in their ids. A slot is read and written as one text: transactions of the same seconds
-change together, so thousands of them cost one look-up. All ids that stand for one `dedup_key` have
-the same randomness, and so they meet in one bucket.
+change together, so thousands of them cost one look-up. All ids that share a `dedup_key` have the
+same randomness, so they meet in one bucket.
 
-Nothing here asks a clock. `moment_ms` is the watermark: every log was read past it. It makes three
-rules, by which a transaction that is still under way never is an alarm:
+Nothing here reads a clock. `moment_ms` is the watermark: every log was read past it. Three rules
+keep a transaction in flight from raising an alarm:
 
-- What is late is late by the moment, not by any clock: what became visible by then was read.
-- Every other finding depends on what one log says and another one does not yet. It is told when
-  the moment has moved `RISES` times since the transaction's last record was read. A moment that
-  is in force was asked for after the one before it was known; so the third one was asked for after
+- A commit is late by the moment, not by any clock: messages visible by then were read.
+- Every other finding depends on a record in one log and its absence in another. It is reported
+  after the moment has moved `RISES` times since the transaction's last record was read. Each
+  moment is requested only after the one before it is known; so the third one was requested after
   that record was read, and all logs were read past it.
-- A marker without a half message waits for the dedup window, in which that could still come.
+- A marker without a half message waits for the dedup window, in which that could still arrive.
 
-Only the standard library, `judge`, `life` and `rows` are used here: Spark ships these modules to
-its executors by value.
+Only the standard library, `judge`, `fold` and `rows` are imported: Spark ships these modules to its
+executors by value.
 """
 
 import hashlib
@@ -45,7 +45,7 @@ from txbroker.spark.judge.rows import (
 )
 
 RISES = 3
-"""How often the moment has to move on until what one log says can be held against another."""
+"""How often the moment must move before an absent record counts."""
 NOT_STREAMED = frozenset({"out_of_order"})
 """Findings about several transactions, which only a batch audit compares."""
 _BY_AGE = frozenset({"late", "lost", "overdue"})
@@ -55,14 +55,14 @@ _OP_CONTENTS = MarkerFact._fields.index("contents")
 
 
 class StreamTerms(NamedTuple):
-    """What the stream judges by.
+    """The terms of the stream's judgement.
 
     Attributes:
         dedup_window_ms, late_after_ms, lost_after_ms, overdue_after_ms: as in `schema.Terms`.
-        keep_ms: how long what is over is remembered, from its last change on.
-        slot_ms: how much of the ids' time one slot holds.
+        keep_ms: how long an ended transaction is remembered after its last change.
+        slot_ms: span of the ids' time in one slot.
         targets: the target topics that are read.
-        horizon: what retention had taken when the stream began.
+        horizon: what retention had removed when the stream began.
     """
 
     dedup_window_ms: int = 120_000
@@ -76,7 +76,7 @@ class StreamTerms(NamedTuple):
 
 
 class Fact(NamedTuple):
-    """One record: which table its row belongs to, its transaction, and the row's columns."""
+    """One record: the table of its row, its transaction, and the row's columns."""
 
     table: str
     id: str
@@ -84,7 +84,7 @@ class Fact(NamedTuple):
 
 
 class StreamFinding(NamedTuple):
-    """A finding, told once.
+    """A finding, reported once.
 
     Attributes:
         id, kind, group, why: of the finding.
@@ -101,13 +101,13 @@ class StreamFinding(NamedTuple):
 
 
 class BucketChanges(NamedTuple):
-    """What came of one look into a bucket.
+    """The result of one examination of a bucket.
 
     Attributes:
         drift: new findings.
-        counts: by how much counts change: (`state`, name), (`drift`, kind) or (`stranger`, table).
+        counts: changes of counts: (`state`, name), (`drift`, kind) or (`stranger`, table).
         targets: topics that half messages name and that are not read yet.
-        due_ms: when to look again; None: when something comes.
+        due_ms: when to examine it again; None: at the next record.
     """
 
     drift: list[StreamFinding]
@@ -117,28 +117,28 @@ class BucketChanges(NamedTuple):
 
 
 class TextStore(Protocol):
-    """Where a bucket's texts lie, by name."""
+    """A bucket's texts by name."""
 
     def read(self, name: str) -> str | None:
         """Return a text, None where there is none."""
 
     def write(self, name: str, text: str | None) -> None:
-        """Put a text; None takes it away."""
+        """Store a text; None removes it."""
 
 
 class _TransactionEntry:
-    """A transaction: its rows, and what was said of it.
+    """A transaction: its rows, and the findings so far.
 
     Attributes:
         rows: by table; those of `content` begin with their marker's offset.
         state: as it was last counted.
         findings: those that are counted.
-        told: those that were told, for ever.
+        reported: those that were ever reported.
         suspected_ms: since when something is suspected; 0 if nothing is.
-        rises: how often the moment moved on since the last row came.
-        moment_ms: the moment at the last look.
-        row_ms: the moment when the last row came.
-        due_ms: when to look again; `ALWAYS`: when something comes.
+        rises: how often the moment moved since the last row.
+        moment_ms: the moment of the last examination.
+        row_ms: the moment of the last row.
+        due_ms: when to examine it again; `ALWAYS`: at the next record.
     """
 
     __slots__ = (
@@ -146,12 +146,12 @@ class _TransactionEntry:
         "findings",
         "id",
         "moment_ms",
+        "reported",
         "rises",
         "row_ms",
         "rows",
         "state",
         "suspected_ms",
-        "told",
     )
 
     def __init__(self, id: str, fields: Sequence[Any] | None = None) -> None:
@@ -159,17 +159,17 @@ class _TransactionEntry:
         self.rows: dict[str, list[list[Any]]] = {}
         self.state = ""
         self.findings: list[str] = []
-        self.told: list[str] = []
+        self.reported: list[str] = []
         self.suspected_ms = self.rises = self.moment_ms = self.row_ms = 0
         self.due_ms = ALWAYS
         if fields is not None:
-            self.rows, self.state, self.findings, self.told = fields[:4]
+            self.rows, self.state, self.findings, self.reported = fields[:4]
             self.suspected_ms, self.rises, self.moment_ms, self.row_ms, self.due_ms = fields[4:]
 
     def fields(self) -> list[Any]:
-        """Return what `__init__` takes."""
+        """Return the arguments of `__init__`."""
         return [
-            *(self.rows, self.state, self.findings, self.told),
+            *(self.rows, self.state, self.findings, self.reported),
             *(self.suspected_ms, self.rises, self.moment_ms, self.row_ms, self.due_ms),
         ]
 
@@ -178,14 +178,14 @@ class _TransactionEntry:
         self.rows.setdefault(table, []).append(row)
 
     def dedup(self) -> tuple[str, str] | None:
-        """Return group and key of the client's own key, where it has one."""
+        """Return group and key of a `dedup_key`, where there is one."""
         for row in self.rows.get("half", ()):
             if row[_HALF_DEDUP] is not None:
                 return HalfFact(*row).grp, row[_HALF_DEDUP]
         return None
 
     def facts(self) -> TransactionFacts:
-        """Return its rows as they are judged."""
+        """Return the rows as facts to judge."""
         half = [HalfFact(*row) for row in self.rows.get("half", ())]
         parked = [ParkedFact(*row) for row in self.rows.get("parked", ())]
         visible = self._visible(is_alone(half, parked))
@@ -209,7 +209,7 @@ class _TransactionEntry:
 
 
 def _row(fact: Fact) -> tuple[str, list[Any]]:
-    """Return the table and the row that stand for a fact."""
+    """Return table and row of a fact."""
     given = fact.columns
     # A partition's append times differ from its log clock by as much as its leaders' clocks did.
     given.setdefault("clock_ms", given.get("at_ms"))
@@ -231,18 +231,18 @@ def _row(fact: Fact) -> tuple[str, list[Any]]:
 
 
 class Bucket:
-    """One bucket, for one look into it: made, asked once, and dropped."""
+    """One bucket, for one examination."""
 
-    def __init__(self, shelf: TextStore, terms: StreamTerms, moment_ms: int) -> None:
-        self._shelf = shelf
+    def __init__(self, texts: TextStore, terms: StreamTerms, moment_ms: int) -> None:
+        self._texts = texts
         self._terms = terms
         self._moment_ms = moment_ms
         self._slots: dict[str, dict[str, _TransactionEntry]] = {}
-        self._agenda: dict[str, int] = json.loads(shelf.read("agenda") or "{}")
-        self._heard = BucketChanges([], Counter(), set(), None)
+        self._agenda: dict[str, int] = json.loads(texts.read("agenda") or "{}")
+        self._changes = BucketChanges([], Counter(), set(), None)
 
     def look(self, facts: Iterable[Fact]) -> BucketChanges:
-        """Take new records in, do what is due, and say what came of it."""
+        """Add new records, examine due transactions, and return the changes."""
         changed = self._take(facts)
         due = [slot for slot, due_ms in self._agenda.items() if due_ms <= self._moment_ms]
         for slot in dict.fromkeys([*self._slots, *due]):
@@ -253,17 +253,17 @@ class Bucket:
                     if entry.due_ms < 0:
                         self._forget(entries, entry)
             self._put(slot, entries)
-            # At the first moment all that the stream has read is due: one slot at a time.
+            # At the first moment all transactions are due: hold one slot at a time.
             del self._slots[slot]
-        self._shelf.write("agenda", json.dumps(self._agenda) if self._agenda else None)
+        self._texts.write("agenda", json.dumps(self._agenda) if self._agenda else None)
         due_ms = min(self._agenda.values(), default=None)
-        return self._heard._replace(due_ms=due_ms)
+        return self._changes._replace(due_ms=due_ms)
 
     # --- slots -------------------------------------------------------------------------------
 
     def _slot(self, slot: str) -> dict[str, _TransactionEntry]:
         if slot not in self._slots:
-            entries = json.loads(self._shelf.read(slot) or "{}")
+            entries = json.loads(self._texts.read(slot) or "{}")
             self._slots[slot] = {
                 id: _TransactionEntry(id, fields) for id, fields in entries.items()
             }
@@ -271,7 +271,7 @@ class Bucket:
 
     def _put(self, slot: str, entries: dict[str, _TransactionEntry]) -> None:
         text = json.dumps({id: entry.fields() for id, entry in entries.items()})
-        self._shelf.write(slot, text if entries else None)
+        self._texts.write(slot, text if entries else None)
         due_ms = min((entry.due_ms for entry in entries.values()), default=ALWAYS)
         if due_ms == ALWAYS:
             self._agenda.pop(slot, None)
@@ -284,15 +284,15 @@ class Bucket:
         for fact in sorted(facts, key=_place):
             parts = read_id(fact.id)
             if parts is None:
-                self._heard.counts["stranger", fact.table] += 1
+                self._changes.counts["stranger", fact.table] += 1
                 continue
             entries = self._slot(str(parts.time_ms // self._terms.slot_ms))
             entry = entries.get(fact.id)
             if entry is None:
-                # What is over is forgotten no sooner than this. So its state may be gone, and
-                # there is nothing to compare with; a batch audit can.
+                # Ended transactions are forgotten after this time. So the state may be gone, and
+                # only a batch audit can compare the record.
                 if parts.time_ms + self._terms.keep_ms < self._moment_ms:
-                    self._heard.counts["stranger", fact.table] += 1
+                    self._changes.counts["stranger", fact.table] += 1
                     continue
                 entry = entries[fact.id] = _TransactionEntry(fact.id)
             table, row = _row(fact)
@@ -305,7 +305,7 @@ class Bucket:
     def _examine(
         self, half: HalfFact, id_ms: int, entry: _TransactionEntry, row: list[Any]
     ) -> None:
-        """Note whether a half message is void, and the topic of one that is not."""
+        """Note whether a half message is void, and the topic of a valid one."""
         if half.void is not None:
             return
         if abs(half.at_ms - id_ms) > self._terms.dedup_window_ms:
@@ -313,19 +313,20 @@ class Bucket:
         elif half.dedup is not None and half.seq == 0 and self._repeats(half, entry.id):
             row[_HALF_VOID] = "dedup"
         elif half.topic not in self._terms.targets:
-            self._heard.targets.add(half.topic)
+            self._changes.targets.add(half.topic)
 
     def _repeats(self, half: HalfFact, id: str) -> bool:
-        """Say whether a `dedup_key` is another's, and remember whose it is."""
+        """Return whether another transaction holds a `dedup_key`; if not, store this one as
+        holder."""
         name = _dedup_name(half.grp, half.dedup or "")
-        text = self._shelf.read(name)
+        text = self._texts.read(name)
         if text is not None:
             holder, prepared_ms = json.loads(text)
             if holder == id:
                 return False
             if half.at_ms - prepared_ms <= self._terms.dedup_window_ms:
                 return True
-        self._shelf.write(name, json.dumps([id, half.at_ms]))
+        self._texts.write(name, json.dumps([id, half.at_ms]))
         return False
 
     def _forget(self, entries: dict[str, _TransactionEntry], entry: _TransactionEntry) -> None:
@@ -333,14 +334,14 @@ class Bucket:
         key = entry.dedup()
         if key is not None:
             name = _dedup_name(*key)
-            text = self._shelf.read(name)
+            text = self._texts.read(name)
             if text is not None and json.loads(text)[0] == entry.id:
-                self._shelf.write(name, None)
+                self._texts.write(name, None)
 
     # --- one transaction ---------------------------------------------------------------------
 
     def _visit(self, entry: _TransactionEntry, changed: bool) -> None:
-        """Judge a transaction, tell what is certain, and note when to look again."""
+        """Judge a transaction, report certain findings, and set when to examine it again."""
         moment_ms, terms = self._moment_ms, self._terms
         limits = JudgeTerms(moment_ms, *(getattr(terms, name) for name in JudgeTerms._fields[1:]))
         judged = judge(entry.facts(), limits, terms.horizon)
@@ -364,12 +365,12 @@ class Bucket:
         elif not entry.suspected_ms:
             entry.suspected_ms = max(moment_ms, 1)
         self._count(entry, judged, certain)
-        # Records of others bring times that, with a wait added, no timer takes.
+        # Foreign records may bring times that, with a wait added, overflow a timer.
         entry.due_ms = min(self._due_ms(entry, judged, waits), ALWAYS)
 
     def _in_doubt(self, entry: _TransactionEntry, judged: JudgedTransaction) -> bool:
-        """Say whether the half message is so close to the end of the dedup window that brokers
-        whose clocks differ decide otherwise than we."""
+        """Return whether the half message is so close to the end of the dedup window that brokers
+        with other clocks decide otherwise."""
         if judged.id_ms is None:
             return True
         window_ms = self._terms.dedup_window_ms
@@ -377,7 +378,7 @@ class Bucket:
             abs(abs(HalfFact(*row).at_ms - judged.id_ms) - window_ms)
             for row in entry.rows.get("half", ())
         ]
-        return any(each <= CLOCKS_APART_MS for each in apart_ms)
+        return any(distance_ms <= CLOCKS_APART_MS for distance_ms in apart_ms)
 
     def _certain_ms(self, entry: _TransactionEntry, judged: JudgedTransaction, kind: str) -> int:
         """Return the moment from which on a finding is certain."""
@@ -392,7 +393,7 @@ class Bucket:
     def _count(
         self, entry: _TransactionEntry, judged: JudgedTransaction, certain: Sequence[str]
     ) -> None:
-        counts = self._heard.counts
+        counts = self._changes.counts
         if judged.state != entry.state:
             if entry.state:
                 counts["state", entry.state] -= 1
@@ -403,9 +404,9 @@ class Bucket:
         for kind in certain:
             if kind not in entry.findings:
                 counts["drift", kind] += 1
-            if kind not in entry.told:
-                entry.told.append(kind)
-                self._heard.drift.append(
+            if kind not in entry.reported:
+                entry.reported.append(kind)
+                self._changes.drift.append(
                     StreamFinding(
                         entry.id,
                         kind,
@@ -418,7 +419,7 @@ class Bucket:
         entry.findings = sorted(certain, key=GRAVITY.index)
 
     def _due_ms(self, entry: _TransactionEntry, judged: JudgedTransaction, waits: list[int]) -> int:
-        """Return when to look again; less than 0: never, it is forgotten now."""
+        """Return when to examine a transaction again; less than 0: never, it is forgotten now."""
         terms = self._terms
         if judged.state == "committed" and judged.decided_at_ms is not None:
             parked_ms = [ParkedFact(*row).at_ms for row in entry.rows.get("parked", ())]
@@ -435,17 +436,17 @@ class Bucket:
             ages_ms = (due_ms + terms.overdue_after_ms for due_ms in dues_ms if due_ms is not None)
             waits.extend(age_ms + 1 for age_ms in ages_ms if age_ms >= self._moment_ms)
         elif judged.state == "parked":
-            # Its copy is to be there by then; it may be read before the marker.
+            # Its copy must be there by then; it may be read before the marker.
             parked_ms = [row.at_ms for row in entry.facts().op if row.kind == "park"]
             age_ms = max(parked_ms, default=0) + terms.lost_after_ms
             waits.extend([age_ms + 1] if age_ms >= self._moment_ms else [])
         elif judged.state == "refused":
-            # What is visible of it may be of a turn that is under way, but not for ever.
+            # Visible messages may belong to a promotion in flight, but not for ever.
             shown_ms = [row.at_ms for row in entry.facts().visible]
             age_ms = max(shown_ms, default=-terms.late_after_ms - 1) + terms.late_after_ms
             waits.extend([age_ms + 1] if age_ms >= self._moment_ms else [])
         elif judged.state in _OVER and not waits:
-            # Whoever made the id may have put it far into the future.
+            # The id's author may have dated it far into the future.
             latest_ms = entry.row_ms + terms.dedup_window_ms if entry.row_ms else ALWAYS
             id_ms = min(judged.id_ms or 0, latest_ms)
             times = (id_ms, judged.decided_at_ms, judged.prepared_at_ms, entry.row_ms)
@@ -459,6 +460,6 @@ def _place(fact: Fact) -> tuple[str, int, int]:
 
 
 def _dedup_name(group: str, key: str) -> str:
-    """Return the name of the text that tells whose a key is; a short one, however long they are."""
+    """Return the short name of the text with the holder of a key."""
     digest = hashlib.blake2b(f"{len(group)} {group} {key}".encode("utf-8", "surrogatepass"))
     return f"dedup {digest.hexdigest()[:32]}"

@@ -1,13 +1,12 @@
-"""`txbroker audit stream`: every transaction is judged as its records go by.
+"""`txbroker audit stream`: judge every transaction as its records arrive.
+ Spark reads all topics at once and independently, so at any time one topic is ahead of another. The
+*tick* relates them: a record of the audit topic, written by the stream. Its append time is the
+brokers' now. After it, the stream reads the ends of all topics; once Spark has read past those
+ends, the next tick records that, and Spark's watermark moves there. All rules about time and about
+absent records use that watermark; see `state`.
 
-Spark reads all topics at once, each as far as it comes, so at any time one topic is ahead of
-another. What holds them together is the *tick*: a record of the audit topic, written by the stream
-itself. Its append time is the brokers' now; after it the ends of all topics are asked for; once
-Spark has read past those ends, the next tick says so, and Spark's watermark moves there. All rules
-about time and about "there is none" are made with that watermark; see `stream_state`.
-
-Target topics are found as half messages name them. A topic that is new is added by starting the
-query again from its checkpoint, with the longer list; no tick comes until it was read, too.
+Half messages name the target topics. A new topic is added by restarting the query from its
+checkpoint with the longer list; no tick follows before it was read too.
 """
 
 import contextlib
@@ -51,35 +50,35 @@ from txbroker.spark.trouble import in_words
 _LOOK_S = 0.1
 _NO_BATCH = -2
 _END_S = 20.0
-"""A batch that takes longer is broken off in the end."""
+"""Maximum wait for a running batch at the end; then it is aborted."""
 _DEAF_S = 60.0
-"""A Kafka that does not answer is asked again for so long."""
+"""Maximum time of retries while Kafka does not answer."""
 
 _GAP = (
-    "retention took {} before the stream read them: name another --checkpoint, with which the "
-    "stream begins anew, and run a full audit (txbroker audit run --full) for what it has missed"
+    "retention removed {} before the stream read them: start a new stream with another "
+    "--checkpoint, and run a full audit (txbroker audit run --full) for the gap"
 )
 
 Positions = dict[tuple[str, int], int]
 
 
 class StreamSettings(Struct, frozen=True):
-    """What is audited, and how.
+    """Settings of a stream.
 
     Attributes:
-        checkpoint: folder or URI where Spark remembers how far it is.
+        checkpoint: folder or URI of Spark's checkpoint.
         names: the installation's topics.
-        terms: what is judged by; `now_ms` counts for nothing.
-        every_s: how often what is new is judged, seconds.
-        tick_s: ticks are not closer than this, seconds: what is suspected is told with the third
-            one, and by then the end of a Kafka transaction has reached all its partitions.
-        summary_s: how often proxies are told how things stand, seconds.
-        keep_s: for how long what is over is remembered, so that what should not come any more is
+        terms: the terms of the judgement; `now_ms` has no effect.
+        every_s: interval of Spark's batches, seconds.
+        tick_s: minimum interval of ticks, seconds: a suspicion becomes a finding with the third
+            tick, and by then the end of a Kafka transaction has reached all its partitions.
+        summary_s: interval of the summaries sent to the proxies, seconds.
+        keep_s: how long ended transactions are remembered, so that records after their end are
             recognised; at least the dedup window.
-        records_max: how many records one batch takes, from each of half, op, parked and targets.
-        buckets: parts of the state; more of them share the work among more executors. Fixed by
-            the first start.
-        targets: topics that are read from the start, beside those that half messages name.
+        records_max: records that one batch reads from each of half, op, parked and targets.
+        buckets: parts of the state; more of them spread the work over more executors. Fixed by the
+            first start.
+        targets: topics read from the start, besides those that half messages name.
     """
 
     checkpoint: str
@@ -97,22 +96,22 @@ class StreamSettings(Struct, frozen=True):
         """Refuse contradictions.
 
         Raises:
-            ConfigurationError: with a sentence that says what contradicts what.
+            ConfigurationError: settings contradict one another.
         """
         if self.keep_s * 1000 <= self.terms.dedup_window_ms + self.terms.late_after_ms:
             raise ConfigurationError(
-                "what is over must be remembered for longer than the dedup window and the time "
-                "after which a commit is late"
+                "keep_s must exceed the dedup window plus the time after which a commit is late: "
+                "raise --keep-s"
             )
 
 
 def start_stream(
     spark: SparkSession, access: AuditKafka, settings: StreamSettings
 ) -> "AuditStream":
-    """Start auditing, or go on from the checkpoint; it goes on by itself until it is stopped.
+    """Start auditing, or resume from the checkpoint, in a background thread.
 
     Raises:
-        ConfigurationError: something is missing or does not fit; the sentence says what to do.
+        ConfigurationError: a setting, a right or a topic is missing or wrong.
         AuditError, KafkaUnavailable: Kafka does not answer.
     """
     settings.validate()
@@ -122,7 +121,7 @@ def start_stream(
 
 
 class AuditStream:
-    """A stream that runs; made by `start_stream`."""
+    """A running stream; created by `start_stream`."""
 
     def __init__(self, spark: SparkSession, access: AuditKafka, settings: StreamSettings) -> None:
         self._spark, self._access, self._settings = spark, access, settings
@@ -131,17 +130,17 @@ class AuditStream:
         self._failure: BaseException | None = None
         self._lock = threading.Lock()
         self._unread: dict[str, str] = {}
-        """Why targets that half messages name are not read."""
+        """Why targets of half messages are not read, by topic."""
         self._grown_with = _NO_BATCH
         self._moment_ms = self._judged_ms = 0
         self._summary_at_s = 0.0
         self._first: Mapping[str, Any] | None = None
-        """What Spark said of the first batch of this query: it keeps the last hundred only."""
+        """Progress of the first batch of this query: Spark keeps the last hundred only."""
 
     # --- from outside ------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Begin; called once."""
+        """Start; called once."""
         home = read_home(self._spark, self._settings.checkpoint)
         name = secrets.token_hex(8) if home is None else home.name
         self._tick_key = f"stream-tick:{name}"
@@ -164,7 +163,7 @@ class AuditStream:
         self._thread.start()
 
     def stop(self, timeout_s: float = 60.0) -> None:
-        """End it; what was not finished is done when it starts again."""
+        """Stop; the next start continues from the checkpoint."""
         self._stop.set()
         self._thread.join(timeout_s)
 
@@ -181,11 +180,11 @@ class AuditStream:
 
     @property
     def judged_ms(self) -> int:
-        """The moment by which all was judged, ms by the brokers' clocks."""
+        """The moment up to which everything was judged, ms by the brokers' clocks."""
         return self._judged_ms
 
     def summary(self) -> RunSummary:
-        """Return how things stand."""
+        """Return the current counts as a run's summary."""
         progress, home = self._sink.progress, self._home
         states = {state: number for state, number in progress.states.items() if number > 0}
         over = {"promoted", "rolled_back", "void", "gone"}
@@ -207,10 +206,11 @@ class AuditStream:
             unread_targets=self._unread,
         )
 
-    # --- what is read ------------------------------------------------------------------------
+    # --- sources -----------------------------------------------------------------------------
 
     def _founded(self, name: str) -> StreamManifest:
-        """Return the home of a new stream, with what retention has taken before it came."""
+        """Return the manifest of a new stream, with the records that retention removed before
+        its start."""
         settings = self._settings
         home = StreamManifest(
             name=name,
@@ -225,7 +225,7 @@ class AuditStream:
         return home
 
     def _add_targets(self, topics: frozenset[str], batch: int) -> None:
-        """Remember topics that half messages name, so that no restart forgets them."""
+        """Store topics that half messages name, so that they survive restarts."""
         topics = frozenset(filter(can_be_topic, topics))
         with self._lock:
             if topics <= self._home.targets:
@@ -238,7 +238,7 @@ class AuditStream:
         self._home = home
 
     def _sources(self) -> tuple[Sources, set[str]]:
-        """Return what to read now, and which targets the checkpoint does not know."""
+        """Return the sources to read, and the targets that the checkpoint does not know."""
         with self._lock:
             self._grown_with = _NO_BATCH
             home = self._home
@@ -248,9 +248,9 @@ class AuditStream:
             lenient = bool(home.read - ends.keys())
             lenient |= any(any(topic.starts) for topic in fresh)
             gone = [TakenPartition(topic, -1, 0, ALWAYS) for topic in home.read - ends.keys()]
-            found = home.with_taken([*_taken(fresh, self._now_ms), *gone])
-            if found != home:
-                self._keep(found)
+            updated = home.with_taken([*_taken(fresh, self._now_ms), *gone])
+            if updated != home:
+                self._keep(updated)
         sources = Sources(
             names=self._settings.names,
             targets=frozenset(ends),
@@ -264,18 +264,18 @@ class AuditStream:
     def _ends(
         self, read: Iterable[str], others: Iterable[str]
     ) -> tuple[dict[str, TopicEnds], dict[str, str]]:
-        """Return what can be read, and why of the other topics some cannot.
+        """Return the ends of readable topics, and why others are not readable.
 
         Raises:
-            AuditError: one that is read cannot be read any more, or Kafka does not answer.
+            AuditError: a topic that was read is readable no longer, or Kafka does not answer.
         """
         ends = self._access.ends(read)
-        for topic, found in ends.items():
-            if found.unread:
-                raise AuditError(f"topic {topic} cannot be read any more: {found.unread}")
+        for topic, topic_ends in ends.items():
+            if topic_ends.unread:
+                raise AuditError(f"topic {topic} is readable no longer: {topic_ends.unread}")
         more = self._access.ends(others, patient=False)
-        ends |= {topic: found for topic, found in more.items() if not found.unread}
-        return ends, {topic: found.unread for topic, found in more.items() if found.unread}
+        ends |= {topic: topic_ends for topic, topic_ends in more.items() if not topic_ends.unread}
+        return ends, {topic: one.unread for topic, one in more.items() if one.unread}
 
     def _terms(self) -> StreamTerms:
         terms, home = self._settings.terms, self._home
@@ -308,7 +308,7 @@ class AuditStream:
             self._call.close()
 
     def _follow(self) -> None:
-        """Run the query once; where it fails on a timestamp, have the next one read around it."""
+        """Run the query once; where it fails on a timestamp, make the next one skip it."""
         try:
             self._follow_once()
         except (Py4JError, PySparkException) as error:
@@ -319,7 +319,7 @@ class AuditStream:
                 raise
 
     def _follow_once(self) -> None:
-        """Run the query until it has to be started anew, or is stopped."""
+        """Run the query until it must be restarted or is stopped."""
         sources, new = self._sources()
         for name, value in STATE_CONF.items():
             self._spark.conf.set(name, value)
@@ -328,8 +328,8 @@ class AuditStream:
         try:
             while not self._stop.is_set():
                 began_s = time.monotonic()
-                # Topics that did not exist are looked at before the moment is: what is created
-                # later holds nothing that was visible by then.
+                # Missing topics are checked before the moment advances: a topic that is created
+                # later held no message that was visible by then.
                 if not self._round(query, sources):
                     return
                 if sources.lenient and self._first is not None:
@@ -354,7 +354,7 @@ class AuditStream:
             .trigger(processingTime=f"{round(self._settings.every_s * 1000)} milliseconds")
         )
         self._first = None
-        # The checkpoint keeps the number that the first start has had.
+        # The checkpoint fixes the number of tasks of the first start.
         with spread(self._spark, 0):
             return writer.start()
 
@@ -363,7 +363,7 @@ class AuditStream:
         return [names.half, names.op, names.parked, *sorted(sources.targets)]
 
     def _round(self, query: StreamingQuery, sources: Sources) -> bool:
-        """Tick, and wait until everything up to that was read; return whether to go on so."""
+        """Tick, and wait until Spark has read past it; return whether to keep this query."""
         tick = str(self._moment_ms).encode()
         self._now_ms = at_ms = self._ask(lambda: self._call(self._kafka.mark(self._tick_key, tick)))
         others = self._home.targets - sources.targets
@@ -372,7 +372,7 @@ class AuditStream:
             return False
         for topic in self._topics(sources):
             if topic not in ends:
-                raise AuditError(f"topic {topic} is there no more: start the stream again")
+                raise AuditError(f"topic {topic} was deleted: start the stream again")
         cut = {
             (topic, number): end
             for topic in self._topics(sources)
@@ -380,7 +380,7 @@ class AuditStream:
             if end
         }
         while True:
-            # Looked at first: what was read last may reach far enough, with nobody to read on.
+            # First: the last batch may reach far enough, with no query to read on.
             if not query.isActive:
                 raise query.exception() or AuditError("Spark has ended the stream")
             last = _progress(query)
@@ -389,7 +389,7 @@ class AuditStream:
             batch = -1 if last is None else last["batchId"]
             self._judged_ms = max(self._judged_ms, 0 if last is None else _watermark_ms(last))
             if self._grown_with != _NO_BATCH:
-                # That batch is brought to its end first, or it would be done again.
+                # That batch ends first, or it would be repeated.
                 if batch >= self._grown_with:
                     return False
             elif last is not None and _passed(_offsets(last, "endOffset"), cut):
@@ -399,7 +399,7 @@ class AuditStream:
                 return False
 
     def _ask(self, question: Any) -> Any:
-        """Ask Kafka, for a while again where it does not answer."""
+        """Call Kafka, with retries for a while where it does not answer."""
         until_s = time.monotonic() + _DEAF_S
         while True:
             try:
@@ -412,7 +412,7 @@ class AuditStream:
         if time.monotonic() < self._summary_at_s:
             return
         self._summary_at_s = time.monotonic() + self._settings.summary_s
-        # Told again soon, so a Kafka that does not answer now is no reason to end.
+        # The next summary follows soon, so an unavailable Kafka is no reason to end.
         with contextlib.suppress(KafkaUnavailable):
             self._call(publish(self._access.settings, self.summary()))
 
@@ -422,19 +422,19 @@ async def _open(access: AuditKafka, name: str) -> KafkaDrift:
 
 
 def _taken(topics: Iterable[TopicEnds], now_ms: int) -> list[TakenPartition]:
-    """Return of which partitions something is gone, or may go."""
+    """Return the partitions of which records are gone or may go."""
     return [
         TakenPartition(
-            each.topic, number, start, ALWAYS if each.compacted else now_ms, each.kept_ms
+            topic.topic, number, start, ALWAYS if topic.compacted else now_ms, topic.kept_ms
         )
-        for each in topics
-        for number, start in enumerate(each.starts)
-        if start or each.compacted
+        for topic in topics
+        for number, start in enumerate(topic.starts)
+        if start or topic.compacted
     ]
 
 
 def _end(query: StreamingQuery) -> None:
-    """Stop a query between two batches: a batch that is broken off is done again."""
+    """Stop a query between two batches: an aborted batch is repeated."""
     until_s = time.monotonic() + _END_S
     while query.isActive and query.status["isTriggerActive"] and time.monotonic() < until_s:
         time.sleep(_LOOK_S)
@@ -447,7 +447,7 @@ def _progress(query: StreamingQuery) -> Mapping[str, Any] | None:
 
 
 def _offsets(progress: Mapping[str, Any], which: str) -> Positions:
-    """Return where a batch began (`startOffset`) or ended (`endOffset`)."""
+    """Return the offsets at which a batch began (`startOffset`) or ended (`endOffset`)."""
     return {
         (topic, int(number)): offset
         for source in progress["sources"]
@@ -469,11 +469,11 @@ def _passed(positions: Positions, cut: Positions) -> bool:
 def _refuse_gaps(
     first: Mapping[str, Any], begins: Mapping[str, TopicEnds], new: Iterable[str]
 ) -> None:
-    """See that nothing was passed over that Spark was to read, where it was told not to mind.
+    """Check that Spark skipped no record while it was configured to tolerate gaps.
 
     Args:
-        first: what Spark said of the first batch.
-        begins: what was left of the topics before it.
+        first: Spark's progress of the first batch.
+        begins: the topics' start offsets before it.
         new: targets that are read for the first time.
     """
     for (topic, number), offset in _offsets(first, "startOffset").items():
@@ -484,7 +484,7 @@ def _refuse_gaps(
 
 @contextlib.contextmanager
 def gaps_in_words() -> Iterator[None]:
-    """Say in a sentence that records are gone before they were read; to try again does not help."""
+    """Turn Spark's error for removed records into an `AuditError`; a retry does not help."""
     try:
         yield
     except (Py4JError, PySparkException) as error:
@@ -494,6 +494,6 @@ def gaps_in_words() -> Iterator[None]:
 
 
 def _unexpected(error: BaseException) -> AuditError:
-    failure = AuditError(f"the stream has failed: {error}")
+    failure = AuditError(f"the stream failed: {error}")
     failure.__cause__ = error
     return failure

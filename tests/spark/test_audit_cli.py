@@ -335,7 +335,7 @@ def test_what_could_not_be_looked_up_is_told_by_the_run_after_it(
 
     played.finds, played.fails = NEXT, None
     with monkeypatch.context() as patched:
-        patched.setattr(Journal, "untold", refuse)
+        patched.setattr(Journal, "unpublished", refuse)
         assert "the journal is locked" in played.audit().err
     played.finds = msgspec.structs.replace(NEXT, run="20260101T030000Z")
     assert played.audit().code == 4

@@ -96,15 +96,15 @@ def test_an_example_that_is_named_twice_stands_once(journal: Journal) -> None:
 
 
 def test_drift_that_nobody_was_told_is_known_until_it_is(journal: Journal) -> None:
-    assert journal.untold() == []
-    journal.told("run-000009")  # nothing is there
+    assert journal.unpublished() == []
+    journal.mark_published("run-000009")  # nothing is there
     for run in (drifted(2), drifted(0), summary(1), drifted(3, mode="stream", cut=None)):
         journal.add(run)
-    assert journal.untold() == [drifted(0), drifted(2)]
-    journal.told("run-000001")
-    assert journal.untold() == [drifted(2)]
-    journal.told("run-000002")
-    assert journal.untold() == []
+    assert journal.unpublished() == [drifted(0), drifted(2)]
+    journal.mark_published("run-000001")
+    assert journal.unpublished() == [drifted(2)]
+    journal.mark_published("run-000002")
+    assert journal.unpublished() == []
     assert len(journal.runs()) == 4
 
 
@@ -114,10 +114,10 @@ def test_runs_of_an_earlier_txbroker_count_as_told(journal: Journal) -> None:
     with connection:
         connection.execute("drop table untold")  # which was not there yet
     connection.close()
-    assert journal.untold() == []
-    journal.told("run-000001")
+    assert journal.unpublished() == []
+    journal.mark_published("run-000001")
     journal.add(drifted(2))
-    assert journal.untold() == [drifted(2)]
+    assert journal.unpublished() == [drifted(2)]
 
 
 def test_a_run_whose_entry_breaks_off_does_not_count(
@@ -176,7 +176,7 @@ def test_a_journal_of_a_newer_version_is_left_alone(journal: Journal) -> None:
     connection.close()
     before = journal.path.read_bytes()
     for call in (journal.last, journal.runs, lambda: journal.add(summary(1))):
-        with pytest.raises(ConfigurationError, match=r"is of version 2, this txbroker knows 1"):
+        with pytest.raises(ConfigurationError, match=r"has version 2, this txbroker knows 1"):
             call()
     assert journal.path.read_bytes() == before
 
@@ -188,7 +188,7 @@ def test_files_of_others_are_left_alone(tmp_path: Path) -> None:
     connection = sqlite3.connect(other)
     connection.execute("create table mine (a)")
     connection.close()
-    for path, said in ((text, "no SQLite file"), (other, "something else")):
+    for path, said in ((text, "not a SQLite file"), (other, "another application")):
         before = path.read_bytes()
         for call in (Journal(path).last, lambda path=path: Journal(path).add(summary())):
             with pytest.raises(ConfigurationError, match=said) as raised:
@@ -226,7 +226,7 @@ def test_a_damaged_entry_names_its_run(journal: Journal, damage: str) -> None:
     with connection:
         connection.execute("update runs set summary = ?", [damage])
     connection.close()
-    with pytest.raises(ConfigurationError, match="run-000004 does not read"):
+    with pytest.raises(ConfigurationError, match="run-000004 does not parse"):
         journal.last()
 
 

@@ -267,7 +267,7 @@ def test_without_a_cut_pending_or_latencies_these_parts_are_missing() -> None:
     told = words(render(summary(cut=None), []))
     assert "Age of pending transactions" not in told
     assert "Prepare, decision, visible" not in told
-    assert "What was read" in told
+    assert "Records read" in told
 
 
 # --- figures ---------------------------------------------------------------------------------

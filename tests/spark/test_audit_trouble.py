@@ -70,8 +70,8 @@ def test_a_java_that_cannot_run_spark_is_named(
     with pytest.raises(ConfigurationError) as raised:
         java_home()
     assert str(raised.value) == (
-        f"Spark needs Java 17 to 22 (JAVA_HOME: {java} {says}). Install a whole Java 17 or 21 "
-        "(Debian: openjdk-17-jre-headless), or point JAVA_HOME at one"
+        f"Spark needs Java 17 to 22 (JAVA_HOME: {java} {says}). Install a complete Java 17 or 21 "
+        "(Debian: openjdk-17-jre-headless), or set JAVA_HOME to one"
     )
 
 
@@ -113,9 +113,9 @@ def test_the_connector_cannot_be_had(tmp_path: Path) -> None:
     )
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr == (
-        f"Error: Spark's Kafka connector {CONNECTOR} could not be had from {repository}: check the "
-        "network, or name another Maven repository in TXBROKER_MAVEN_REPOSITORY; --verbose shows "
-        "all that it says\n"
+        f"Error: Spark's Kafka connector {CONNECTOR} could not be downloaded from {repository}: "
+        "check the network, or set TXBROKER_MAVEN_REPOSITORY to another Maven repository; "
+        "--verbose shows Spark's own messages\n"
     )
     assert not list(tmp_path.glob("txbroker-spark-*"))
 
@@ -156,7 +156,7 @@ def test_java_says_why_it_does_not_start(tmp_path: Path, said: str, says: str) -
     log = tmp_path / "log"
     log.write_text(said)
     sentence = why_not_launched(log, RuntimeError("exited early"))
-    assert sentence.startswith(f"Spark's Java does not start: {says}")
+    assert sentence.startswith(f"Spark's Java process does not start: {says}")
     assert "\n" not in sentence
 
 
@@ -164,8 +164,8 @@ def test_a_master_that_does_not_read(tmp_path: Path) -> None:
     done = audit(tmp_path, "--master", "local[many]")
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr == (
-        "Error: 'local[many]' is no master that Spark knows: local[*], local[2], "
-        "spark://HOST:PORT, yarn or k8s://URL\n"
+        "Error: Spark does not know the master 'local[many]': name local[*], local[2], "
+        "spark://HOST:PORT, yarn or k8s://URL with --master\n"
     )
     assert not list(tmp_path.glob("txbroker-spark-*"))
 
@@ -183,15 +183,15 @@ def test_what_fails_in_spark_is_one_sentence(
     with pytest.raises(SparkFailed) as raised, in_words(None):
         spark.sql("select raise_error('the flux is off')").collect()
     assert "the flux is off" in str(raised.value)
-    assert str(raised.value).startswith("Spark could not do its work: ")
+    assert str(raised.value).startswith("Spark failed: ")
     with (
-        pytest.raises(SparkFailed, match=r"could not do its work: .*no_such_table"),
+        pytest.raises(SparkFailed, match=r"Spark failed: .*no_such_table"),
         in_words(None),
     ):
         spark.sql("select * from no_such_table")
     with pytest.raises(SparkFailed, match="no_such_column"), in_words(None):
         spark.range(3).select(F.col("no_such_column"))
-    with pytest.raises(SparkFailed, match="do its work: ValueError: no judge; "), in_words(None):
+    with pytest.raises(SparkFailed, match="Spark failed: ValueError: no judge; "), in_words(None):
         spark.range(1).mapInPandas(_no_judge, "id long").collect()
     assert tuple(capfd.readouterr()) == ("", "")  # pyspark logs each of them by itself
 
@@ -208,7 +208,7 @@ def test_a_spark_that_has_ended_itself_while_it_started_is_told() -> None:
             raise ConnectionRefusedError(111, "connection refused")
 
     said = why_not_started("spark://m:7077", Gone())
-    assert said.startswith("Spark has ended itself while it started on spark://m:7077")
+    assert said.startswith("Spark stopped while it started on spark://m:7077")
     assert "logs of the workers" in said
 
 
