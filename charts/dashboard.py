@@ -17,7 +17,7 @@ PLACE = "cluster, namespace, job"
 RATE = "[$__rate_interval]"
 
 
-# --- what is asked ---------------------------------------------------------------------------
+# --- queries ---------------------------------------------------------------------------
 
 
 def own(metric: str, where: str = HERE) -> str:
@@ -75,20 +75,20 @@ WITHOUT_OWNER = (
     f" - sum by ({PLACE}) ({own('owned_partitions')}))"
 )
 NO_DECISION = f'{GROUP}, outcome=~"unknown|unclear"'
-NOBODY = f'{GROUP}, outcome=~"unreachable|returned"'
+UNREACHED = f'{GROUP}, outcome=~"unreachable|returned"'
 NOT_ELSEWHERE = f'{HERE}, state!="elsewhere"'
-# An alert that is about no namespace or job in particular is shown whatever is chosen.
+# An alert without a namespace or job is shown for every selection.
 FIRING = (
     'ALERTS{alertname=~"TxBroker.*", alertstate="firing", cluster=~"$cluster|", '
     'namespace=~"$namespace|", job=~"$job|"}'
 )
 
 
-# --- what is shown ---------------------------------------------------------------------------
+# --- panels ---------------------------------------------------------------------------
 
 OVERVIEW = [
-    stat("Proxies ready", "Caught up on what they own.", f"sum({own('ready')})", red_below=1),
-    stat("Proxies not ready", "Their /readyz says why.", f"sum(1 - {own('ready')})", red_from=1),
+    stat("Proxies ready", "Caught up on their partitions.", f"sum({own('ready')})", red_below=1),
+    stat("Proxies not ready", "Their /readyz has the reason.", f"sum(1 - {own('ready')})", red_from=1),
     stat(
         "Partitions without owner", "Served by no proxy that is scraped.", WITHOUT_OWNER, red_from=1
     ),
@@ -120,17 +120,17 @@ OVERVIEW = [
         red_from=900,
     ),
     stat(
-        "Parked", "They wait for a person's decision.", or_zero(f"sum({own('parked')})"), red_from=1
+        "Parked", "Waiting for an operator's decision.", or_zero(f"sum({own('parked')})"), red_from=1
     ),
     stat(
         "Unreachable groups",
-        "Nobody of them can be asked; of all proxies the one that misses most.",
+        "Groups without a reachable instance; the highest count of all proxies.",
         f"max({own('unreachable_groups')})",
         red_from=1,
     ),
     stat(
         "Retention left",
-        "Share of the half topic's retention that is left for what is neither settled nor copied.",
+        "Share of the half topic's retention that is left for transactions neither settled nor copied.",
         f"min({own('half_retention_headroom_seconds')} / {own('half_retention_seconds')})"
         f" or count({own('build_info')}) ^ 0",
         "percentunit",
@@ -190,10 +190,10 @@ GROUPS = [
             Query(f"sum by (group) ({own('parked', GROUP)})", "parked"),
             Query(f"sum by (group) ({own('sessions', GROUP)})", "sessions"),
             Query(rate("checks_total", "group", NO_DECISION), "failing checks"),
-            Query(rate("checks_total", "group", NOBODY), "reached nobody"),
+            Query(rate("checks_total", "group", UNREACHED), "unreached"),
         ),
         width=WIDTH,
-        units=(("oldest", "s"), ("failing checks", "ops"), ("reached nobody", "ops")),
+        units=(("oldest", "s"), ("failing checks", "ops"), ("unreached", "ops")),
     ),
     lines(
         "Pending", "Undecided.", "short", (f"sum by (group) ({own('pending', GROUP)})", "{{group}}")
@@ -232,10 +232,10 @@ CHECKS = [
     ),
     by(
         "group",
-        "Nobody there",
-        "Tries that reached nobody, per second.",
+        "Unreachable",
+        "Attempts that reached no instance, per second.",
         "ops",
-        rate("checks_total", "group", NOBODY),
+        rate("checks_total", "group", UNREACHED),
     ),
     by(
         "group",
@@ -324,7 +324,7 @@ PROXIES = [
     ),
     lines(
         "Retention left",
-        "Until retention reaches what is neither settled nor copied, and the whole of it.",
+        "Until retention reaches transactions neither settled nor copied, and the whole of it.",
         "s",
         (f"min({own('half_retention_headroom_seconds')})", "left"),
         (f"min({own('half_retention_seconds')})", "retention"),
@@ -367,7 +367,7 @@ PROXIES = [
     ),
     lines(
         "Topics and files",
-        "What is wrong with txbroker's own topics, and files of credentials whose last content "
+        "Problems of txbroker's own topics, and files of credentials whose last content "
         "stays in force; txbroker doctor names both.",
         "short",
         (f"max({own('topic_problems')})", "topic problems"),
@@ -449,7 +449,7 @@ def dashboard() -> Json:
     return {
         "uid": "txbroker",
         "title": "txbroker",
-        "description": "Transactional messages for Apache Kafka: what is pending and why, "
+        "description": "Transactional messages for Apache Kafka: pending transactions, "
         "promotion, checks, recovery and audit.",
         "tags": ["txbroker", "kafka"],
         "schemaVersion": 38,

@@ -15,7 +15,7 @@ WIDTH = 24
 
 @dataclass(frozen=True)
 class Query:
-    """What is asked, and what the answer is called."""
+    """A query and the legend of its result."""
 
     expr: str
     legend: str
@@ -23,7 +23,7 @@ class Query:
 
 @dataclass(frozen=True)
 class Panel:
-    """A panel: how it looks is its `kind`'s affair.
+    """A panel; its `kind` decides its look.
 
     Args:
         kind: `stat`, `timeseries` or `table`.
@@ -32,7 +32,7 @@ class Panel:
         red_from: the value from which it is red, where there is one.
         red_below: the value below which it is red.
         units: of a table's columns.
-        hidden: columns of a table that nobody wants to see.
+        hidden: columns of a table that are left out.
     """
 
     kind: str
@@ -165,7 +165,7 @@ def laid_out(rows: Mapping[str, Sequence[Panel]]) -> list[Json]:
 
 
 def variable(label: str, asked: str) -> Json:
-    """Return a choice among the values that a label has. All of them is also what has none."""
+    """Return a choice among the values of a label. "All" includes series without it."""
     query = f"label_values({asked}, {label})"
     return {
         "name": label,

@@ -148,7 +148,7 @@ $(POD_NAME).{{ include "txbroker.peers" . }}.{{ .Release.Namespace }}.svc.{{ .Va
 {{- if or .Values.peerSecret.existingSecret .Values.peerNames }}yes{{ end -}}
 {{- end -}}
 
-{{/* What the schema cannot say: values that contradict one another. */}}
+{{/* Checks that the schema cannot express: values that contradict one another. */}}
 {{- define "txbroker.validate" -}}
 {{- $kafka := .Values.kafka -}}
 {{- $sasl := $kafka.sasl -}}
@@ -214,7 +214,7 @@ $(POD_NAME).{{ include "txbroker.peers" . }}.{{ .Release.Namespace }}.svc.{{ .Va
 {{- fail "stop.graceSeconds must be at least 20 more than stop.delaySeconds: handing over takes some 15 seconds at most" -}}
 {{- end -}}
 {{- if gt (float64 .Values.audit.lateAfterSeconds) (float64 .Values.audit.lostAfterSeconds) -}}
-{{- fail "audit.lateAfterSeconds must not be more than audit.lostAfterSeconds: what is lost has been late before" -}}
+{{- fail "audit.lateAfterSeconds must not be more than audit.lostAfterSeconds: a lost transaction has been late before" -}}
 {{- end -}}
 {{- end -}}
 
@@ -303,7 +303,7 @@ insecure = true
 {{- end }}
 {{- end -}}
 
-{{/* Every name by which DNS knows the Services and the Pod itself, whatever is left off behind. */}}
+{{/* Every DNS name of the Services and the Pod, with any part of the suffix left off. */}}
 {{- define "txbroker.hosts" -}}
 {{- $hosts := list -}}
 {{- $service := include "txbroker.fullname" . -}}
@@ -426,7 +426,7 @@ securityContext:
 {{- end }}
 {{- end -}}
 
-{{/* Folders and never single files, so that what is changed in a Secret arrives. */}}
+{{/* Folders and never single files, so that changes of a Secret arrive. */}}
 {{- define "txbroker.mounts" -}}
 - name: config
   mountPath: /etc/txbroker/config
