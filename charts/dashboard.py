@@ -88,7 +88,7 @@ FIRING = (
 
 OVERVIEW = [
     stat("Proxies ready", "Caught up on their partitions.", f"sum({own('ready')})", red_below=1),
-    stat("Proxies not ready", "Their /readyz has the reason.", f"sum(1 - {own('ready')})", red_from=1),
+    stat("Proxies not ready", "See their /readyz.", f"sum(1 - {own('ready')})", red_from=1),
     stat(
         "Partitions without owner", "Served by no proxy that is scraped.", WITHOUT_OWNER, red_from=1
     ),
@@ -120,7 +120,10 @@ OVERVIEW = [
         red_from=900,
     ),
     stat(
-        "Parked", "Waiting for an operator's decision.", or_zero(f"sum({own('parked')})"), red_from=1
+        "Parked",
+        "Waiting for an operator.",
+        or_zero(f"sum({own('parked')})"),
+        red_from=1,
     ),
     stat(
         "Unreachable groups",
@@ -130,7 +133,7 @@ OVERVIEW = [
     ),
     stat(
         "Retention left",
-        "Share of the half topic's retention that is left for transactions neither settled nor copied.",
+        "Share of the half topic's retention left for transactions neither settled nor copied.",
         f"min({own('half_retention_headroom_seconds')} / {own('half_retention_seconds')})"
         f" or count({own('build_info')}) ^ 0",
         "percentunit",
