@@ -305,7 +305,7 @@ async def test_a_missing_topic_is_told_in_a_sentence(
 ) -> None:
     async with Planting(kafka.bootstrap) as planting:
         planting.names = msgspec.structs.replace(planting.names, op="nowhere.op")
-        with pytest.raises(AuditError, match=r"no topic nowhere\.op"):
+        with pytest.raises(AuditError, match=r"topic nowhere\.op does not exist"):
             await staged(spark, planting, tmp_path / "work", Watched(kafka.bootstrap))
 
 
