@@ -12,7 +12,6 @@ import structlog
 
 from txbroker.embedded import DEFAULT_VERSION, EmbeddedKafka
 
-_LEFT_OUT: dict[str, list[str]] = {}
 _FULL = frozenset(
     """alerts chart cluster e2e embedded faults kafka lint operate secure simulator spark
     versions""".split()  # noqa: SIM905
@@ -88,13 +87,17 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     for what in missing(item):
         if os.environ.get("CI") == "true":
             pytest.fail(what, pytrace=False)
-        _LEFT_OUT.setdefault(what, []).append(item.nodeid)
         pytest.skip(what)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Name what was left out."""
-    for what, tests in _LEFT_OUT.items():
-        terminalreporter.section(f"left out, as {what}")
+    """Name the tests that were left out, also those of other test processes."""
+    left_out: dict[str, list[str]] = {}
+    for report in terminalreporter.stats.get("skipped", ()):
+        reason = str(report.longrepr[2]).removeprefix("Skipped: ")
+        if reason.endswith(("installs it", "are missing")):
+            left_out.setdefault(reason, []).append(report.nodeid)
+    for reason, tests in left_out.items():
+        terminalreporter.section(f"left out, as {reason}")
         for test in tests:
             terminalreporter.line(test)
