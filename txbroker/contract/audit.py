@@ -1,4 +1,4 @@
-"""What an audit tells all proxies: one small record of the compacted audit topic for each mode."""
+"""Audit results for proxies: one small record of the compacted audit topic for each mode."""
 
 from typing import Annotated
 
@@ -8,13 +8,13 @@ from msgspec import Meta, Struct
 from txbroker.core.decoding import Malformed, NewerVersion
 
 BATCH_KEY, STREAM_KEY = "batch", "stream"
-"""Under what the newest record of an audit of either sort stands."""
+"""The keys of the newest batch and stream audit results."""
 BATCH_TICK_KEY = "batch-tick"
-"""Under what a batch audit writes a record to learn the brokers' time; its value says nothing."""
+"""The key under which a batch audit writes a record to read the brokers' clock."""
 
 AUDIT_VERSION = 1
 TAKEN_TOPICS_MAX = 50
-"""Topics that a record names; an installation may have thousands."""
+"""Topics in one record; an installation may have thousands."""
 
 _Count = Annotated[int, Meta(ge=0, le=2**53)]
 _Kind = Annotated[str, Meta(pattern="^[a-z][a-z0-9_]{0,63}$")]
@@ -22,7 +22,7 @@ _Kinds = Annotated[dict[_Kind, _Count], Meta(max_length=64)]
 
 
 class UnreadRecord(Struct, frozen=True):
-    """A record that an audit could not read and set aside: where it is, and why."""
+    """A record that an audit could not read, and why."""
 
     topic: str
     partition: int
@@ -31,7 +31,7 @@ class UnreadRecord(Struct, frozen=True):
 
 
 class AuditNews(Struct, frozen=True, kw_only=True):
-    """The end of one run, or how far a stream is.
+    """The result of one run, or the position of a stream.
 
     Attributes:
         v: version of this record.
@@ -40,15 +40,15 @@ class AuditNews(Struct, frozen=True, kw_only=True):
         started_ms, ended_ms: when, ms since 1970.
         transactions: how many were judged.
         states: how many transactions are in each state.
-        drift: how many have each kind of finding, kinds that were not found included: so a reader
-            needs no list of its own.
+        drift: how many have each kind of finding, zeros included, so that a reader needs no list
+            of kinds.
         carried: how many were not finished.
-        quarantined: records that did not read.
-        taken: records that retention took before they were read.
+        quarantined: records that could not be read.
+        taken: records that retention deleted before they were read.
         taken_topics: the same by topic, the most first, a bounded number.
-        business: rows of the business compared, where asked for.
-        strangers: records that came when a stream had forgotten their transactions, not judged.
-        set_aside: some of the records that did not read, a bounded number.
+        business: compared rows of the business, if requested.
+        strangers: records of transactions that a stream had forgotten, not judged.
+        set_aside: some of the unreadable records, a bounded number.
         missing_targets: topics that do not exist, with how many transactions were committed to
             each; a bounded number of topics.
     """
@@ -81,17 +81,17 @@ def encode_news(news: AuditNews) -> bytes:
 
 
 def decode_news(value: bytes) -> AuditNews:
-    """Return what a record of the audit topic says.
+    """Return the result in a record of the audit topic.
 
     Raises:
         NewerVersion: a newer version wrote it.
-        Malformed: it is none.
+        Malformed: it is something else.
     """
     try:
         version = msgspec.json.decode(value, type=_Version).v
         if version > AUDIT_VERSION:
             raise NewerVersion(f"an audit's record of version {version}")
         return msgspec.json.decode(value, type=AuditNews)
-    # A value nested deep enough makes the decoder give up in its own way.
+    # Deep nesting is a RecursionError.
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise Malformed(f"not what an audit tells: {error}") from None
+        raise Malformed(f"not an audit result: {error}") from None

@@ -1,11 +1,11 @@
 """The frames of an SDK session: msgpack over one WebSocket at `/v1/session`.
 
 A frame is an array of operations, each an array that begins with its name. New fields are only
-ever added at the end, with defaults, so that old and new builds understand each other. Producers
-send `FromProducer`, proxies send `FromProxy`; `call` numbers tie answers to questions, each side
-counting its own. The first frame of a producer is one `Hello`, answered by one `Welcome` or by a
-`Failure` with call 0 and the end of the session. A prepare, decision or question of which only its
-call reads is answered by a `Failure` of that call; any other frame that does not read ends the
+added at the end, with defaults, so that old and new builds understand each other. Producers send
+`FromProducer`, proxies send `FromProxy`; `call` numbers match answers to requests, each side
+counting its own. The first frame of a producer is one `Hello`, answered by one `Welcome`, or by a
+`Failure` with call 0 and the end of the session. A prepare, decision or request of which only the
+call number can be decoded is answered by a `Failure`; any other undecodable frame ends the
 session.
 """
 
@@ -17,13 +17,13 @@ from txbroker.core.records import CheckReason, Decision, Message, State
 
 SESSION_VERSION = 1
 CODE_HEADER = "Txb-Error"
-"""Names the error in every answer to a call over HTTP that was not carried out."""
+"""The header with the error code in every HTTP answer to a failed call."""
 FRAME_BYTES_MAX = 16 * 1024 * 1024
-"""A frame holds many operations but never more than this; larger ones end the session."""
+"""The largest frame; a larger one ends the session."""
 FRAME_OPERATIONS_MAX = 256
-"""Neither side sends more in a frame, so that the other one works on the first while the rest is on
-its way. Fewer would make batches small, which costs more. More are taken, as earlier versions sent
-them."""
+"""The most operations that either side sends in a frame, so that the other one works on the first
+while the rest is in flight. Fewer would make batches small, which costs more. More are accepted, as
+earlier versions sent them."""
 
 
 class _Operation(msgspec.Struct, frozen=True, array_like=True, tag_field="op"):
@@ -34,9 +34,11 @@ class _Operation(msgspec.Struct, frozen=True, array_like=True, tag_field="op"):
 
 
 class Hello(_Operation, frozen=True, tag="hello"):
-    """Open a session for `group`; `instance` names this process among the group's.
+    """Open a session.
 
-    `checks`: it has a check function. Without one it only answers for what it prepared itself.
+    Attributes:
+        instance: the name of this process in its group.
+        checks: it has a check function. Without one it only answers for its own transactions.
     """
 
     version: int
@@ -46,8 +48,7 @@ class Hello(_Operation, frozen=True, tag="hello"):
 
 
 class Prepare(_Operation, frozen=True, tag="prepare"):
-    """Store a half message. `retry` says that the same id may have been sent before; proxies do
-    not read it any more."""
+    """Store a half message. `retry` is obsolete; proxies ignore it."""
 
     call: int
     id: str
@@ -59,7 +60,7 @@ class Prepare(_Operation, frozen=True, tag="prepare"):
 
 
 class Decide(_Operation, frozen=True, tag="decide"):
-    """Commit or roll back. `messages` replace the prepared ones; `wait` answers when visible."""
+    """Commit or roll back; `messages` replace the prepared ones, `wait` waits for visibility."""
 
     call: int
     id: str
@@ -78,8 +79,7 @@ class AskEarly(_Operation, frozen=True, tag="ask"):
 
 
 class CheckAnswer(_Operation, frozen=True, tag="answer"):
-    """Answer a `CheckQuestion`. `decision` None: this process could not take the question (busy or
-    draining), nobody was asked."""
+    """The answer to a `CheckQuestion`; `decision` None: this process is busy or draining."""
 
     call: int
     decision: Decision | None
@@ -89,15 +89,17 @@ class CheckAnswer(_Operation, frozen=True, tag="answer"):
 
 
 class Drain(_Operation, frozen=True, tag="drain"):
-    """This process goes away soon: send it no more checks."""
+    """This process stops soon: send it no more checks."""
 
 
 FromProducer: TypeAlias = Hello | Prepare | Decide | AskEarly | CheckAnswer | Drain
 
 
 class UnreadableCall(msgspec.Struct, frozen=True):
-    """A call of a producer of which no more reads than its number, and why: that call is refused,
-    the others of its frame are not."""
+    """A call of a producer of which only the number can be decoded, and why.
+
+    It is refused alone; the others of its frame are not.
+    """
 
     call: int
     why: str
@@ -115,7 +117,7 @@ class _Call(msgspec.Struct, frozen=True, array_like=True):
 
 _CALLS = frozenset(("prepare", "decide", "ask"))
 _PARTS_MAX = 65_536
-"""Operations of a frame that are looked at one by one: a byte of it may take 72 bytes then."""
+"""Operations of a frame that are decoded one by one, where a byte may take 72 bytes."""
 
 
 # --- from the proxy --------------------------------------------------------------------------
@@ -127,9 +129,9 @@ class Welcome(_Operation, frozen=True, tag="welcome"):
     Attributes:
         now_ms: the proxy's clock; ids are made with it and the time passed since.
         partitions: how many half partitions there are.
-        owners: the URL of each half partition's owner, "" where there is none now.
-        url: this proxy's own URL, as it stands in `owners`.
-        dedup_window_s: for how long a prepare may be repeated with its id.
+        owners: the URL of each half partition's owner, "" without one.
+        url: this proxy's own URL, as in `owners`.
+        dedup_window_s: how long a prepare may be retried with its id.
     """
 
     version: int
@@ -154,7 +156,7 @@ class ClockUpdate(_Operation, frozen=True, tag="clock"):
 
 
 class Status(_Operation, frozen=True, tag="standing"):
-    """A call's answer: where the transaction stands now."""
+    """The answer to a call: the transaction's status."""
 
     call: int
     id: str
@@ -163,7 +165,7 @@ class Status(_Operation, frozen=True, tag="standing"):
 
 
 class Failure(_Operation, frozen=True, tag="failure"):
-    """A call was not carried out; `code` as in the HTTP API, `details` its further fields."""
+    """A call failed; `code` as in the HTTP API, `details` its further fields."""
 
     call: int
     code: str
@@ -195,11 +197,11 @@ _decode_call = msgspec.msgpack.Decoder(_Call).decode
 
 
 def decode_each(frame: bytes) -> list[Received]:
-    """Return the operations of a frame that `decode_from_producer` does not read as a whole.
+    """Return the operations of a frame that `decode_from_producer` cannot decode as a whole.
 
     Raises:
         msgspec.DecodeError, ValueError, RecursionError: the frame is no array, or too long a one;
-            an operation is no call with a number; more than `FRAME_OPERATIONS_MAX` do not read.
+            an operation is not a call with a number; more than `FRAME_OPERATIONS_MAX` are invalid.
     """
     found: list[Received] = []
     refused = 0

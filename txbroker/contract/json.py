@@ -1,8 +1,8 @@
 """Messages as JSON: in the HTTP API, in check-backs and in their answers.
 
 `{topic, key | key_base64, value | value_base64 | value_json, headers, partition, timestamp_ms}`:
-exactly one of the alternatives. A null or missing optional field is absent, but a value must be
-said: `"value": null` is a tombstone, a message without any value field is refused.
+exactly one of the alternatives. A null optional field is absent, but a value must be given:
+`"value": null` is a tombstone, a message without any value field is refused.
 """
 
 import base64
@@ -37,7 +37,7 @@ TIMESTAMP_MS_MAX = 9_200_000_000_000_000
 
 
 class RepeatedKey(ValueError):
-    """A JSON object has a key twice: readers of it would take different values."""
+    """A JSON object has a key twice: parsers would choose different values."""
 
 
 class _Key(str):
@@ -64,11 +64,11 @@ _encode_json = msgspec.json.Encoder().encode
 
 
 class MessageError(ValueError):
-    """A message in JSON is not as it must be.
+    """A message in JSON is invalid.
 
     Attributes:
-        path: where, for example `messages[2].headers[0]`.
-        problem: what is wrong there, in words.
+        path: for example `messages[2].headers[0]`.
+        problem: in words.
     """
 
     def __init__(self, path: str, problem: str) -> None:
@@ -85,9 +85,9 @@ class TooManyMessages(MessageError):
 
 
 def message_to_json(message: Message) -> JsonObject:
-    """Return a message as JSON shows it: text where the bytes are UTF-8, else base64.
+    """Return a message as JSON: text if the bytes are UTF-8, else base64.
 
-    `message_from_json` makes the same message of it again.
+    `message_from_json` is the inverse.
     """
     shown: JsonObject = {"topic": message.topic}
     if message.key is not None:
@@ -125,7 +125,7 @@ def _header_value(value: bytes | None) -> str | dict[str, str] | None:
 
 
 def decode_fields(raw: bytes | msgspec.Raw) -> dict[str, msgspec.Raw]:
-    """Return the fields of a JSON object, their values not decoded yet.
+    """Return the fields of a JSON object, their values not decoded.
 
     Raises:
         RepeatedKey: a key is there twice.
@@ -135,10 +135,10 @@ def decode_fields(raw: bytes | msgspec.Raw) -> dict[str, msgspec.Raw]:
 
 
 def decode_scalar(raw: bytes | msgspec.Raw) -> object:
-    """Return a JSON value, of a list or an object an empty one: it may hold millions of values.
+    """Return a JSON value; an empty one for a list or an object, which may hold millions of values.
 
     Raises:
-        ValueError, RecursionError: it does not read.
+        ValueError, RecursionError: it is not JSON.
     """
     try:
         return _decode_scalar(raw)
@@ -158,12 +158,12 @@ def _plain(obj: Mapping[_Key, msgspec.Raw]) -> dict[str, msgspec.Raw]:
 def decode_messages(
     raw: bytes | msgspec.Raw, path: str = "messages", *, messages_max: int | None = None
 ) -> tuple[Message, ...]:
-    """Return the messages of a JSON list that was not decoded yet.
+    """Return the messages of a JSON list.
 
-    `value_json` becomes the value byte for byte as it was written, so no number in it changes.
+    `value_json` becomes the value byte for byte, so that no number in it changes.
 
     Args:
-        messages_max: more are refused before any is looked at; None: any number.
+        messages_max: more are refused before any is decoded; None: any number.
 
     Raises:
         MessageError: it is not JSON, not a list of objects, or a message is malformed.
@@ -181,7 +181,7 @@ def decode_messages(
         raise MessageError(path, "is not JSON") from None
     if messages_max is not None and len(objects) > messages_max:
         raise TooManyMessages(path, f"has more than {messages_max} messages")
-    # One at a time, so that millions of objects that are no messages end with the first.
+    # One at a time, so that millions of invalid objects end with the first.
     return tuple(_decode_message(obj, f"{path}[{n}]") for n, obj in enumerate(objects))
 
 
@@ -236,10 +236,10 @@ def messages_from_json(obj: object, path: str = "messages") -> tuple[Message, ..
 def message_from_json(obj: object, path: str = "message") -> Message:
     """Return the message of a decoded JSON object.
 
-    `value_json` may be a `msgspec.Raw`: then its bytes are the value as they are.
+    `value_json` may be a `msgspec.Raw`: then its bytes are the value.
 
     Raises:
-        MessageError: a field is missing, unknown, given twice over or of a wrong type.
+        MessageError: a field is missing, unknown, given twice or of a wrong type.
     """
     if not isinstance(obj, Mapping):
         raise MessageError(path, f"must be an object, not {_kind(obj)}")
@@ -296,9 +296,7 @@ def _one_of(obj: Mapping[str, Any], names: tuple[str, ...], path: str) -> str | 
         if obj.get(name) is not None:
             if found is not None:
                 given = [name for name in names if obj.get(name) is not None]
-                raise MessageError(
-                    path, f"gives {' and '.join(given)}; only one of them can be true"
-                )
+                raise MessageError(path, f"gives {' and '.join(given)}; give only one of them")
             found = name
     return found
 
@@ -323,7 +321,7 @@ def _utf8(text: str, path: str) -> bytes:
     try:
         return text.encode()
     except UnicodeEncodeError:
-        raise MessageError(path, "has half of a surrogate pair, which is no text") from None
+        raise MessageError(path, "has half of a surrogate pair, which is not text") from None
 
 
 def _base64(text: str, path: str) -> bytes:
@@ -379,7 +377,7 @@ def _integer(obj: Mapping[str, Any], name: str, largest: int, path: str) -> int 
 
 
 def _kind(value: object) -> str:
-    """Name a JSON value's type in words; the value itself may be large or secret."""
+    """Return a JSON value's type in words; the value itself may be large or secret."""
     if value is None:
         return "null"
     if isinstance(value, bool):

@@ -1,7 +1,7 @@
-"""What a proxy can be asked and what it answers, whichever way the call comes in.
+"""The operations of a proxy: requests, answers and the `Service` protocol.
 
-`Broker` implements `Service`; the HTTP API and the SDK's sessions are two
-thin shells round it, and the command line reads the same answers as JSON.
+`Broker` implements `Service`; the HTTP API and the SDK's sessions are thin layers over it, and the
+command line reads the same answers as JSON.
 """
 
 from collections.abc import Awaitable, Sequence
@@ -22,11 +22,11 @@ from txbroker.errors import RequestError
 
 
 class PrepareRequest(Struct, frozen=True):
-    """Store these messages as a half message.
+    """A request to store messages as a half message.
 
     Attributes:
-        id: made by the SDK; None lets the proxy make one (from `dedup_key` where given).
-        instance: the SDK process that prepares; it is preferred when the group is asked.
+        id: made by the SDK; None lets the proxy make one (from `dedup_key` if given).
+        instance: the SDK process that prepares; checks prefer it.
     """
 
     group: str
@@ -40,15 +40,15 @@ class PrepareRequest(Struct, frozen=True):
 
 
 class DecideRequest(Struct, frozen=True):
-    """Commit or roll back a transaction.
+    """A request to commit or roll back a transaction.
 
     Attributes:
-        group: the deciding group, "" where the caller names none.
-        messages: final content for the prepared ones, topics and count unchanged.
-        by: who exactly, for the marker.
-        wait: answer only when `read_committed` consumers can see the messages, or it is known that
-            a target refuses them.
-        wait_s: so long at most; 0: for as long as it takes.
+        group: the deciding group, "" if the caller names none.
+        messages: replace the prepared ones, with the same topics and count.
+        by: the caller, for the marker.
+        wait: answer only when `read_committed` consumers can see the messages, or a target has
+            refused them.
+        wait_s: maximum wait in seconds; 0 waits indefinitely.
     """
 
     id: str
@@ -63,7 +63,7 @@ class DecideRequest(Struct, frozen=True):
 
 
 class TransactionStatus(Struct, frozen=True):
-    """Where a transaction stands. `created` is True where this very call stored it."""
+    """The status of a transaction; `created` is True if this call stored it."""
 
     id: str
     state: State
@@ -72,15 +72,15 @@ class TransactionStatus(Struct, frozen=True):
 
 
 Answer: TypeAlias = TransactionStatus | RequestError
-"""What became of one operation of a run."""
+"""The result of one operation of a run."""
 
 
 class Run(NamedTuple):
-    """Operations that are carried out together, and what becomes of them.
+    """Operations that are executed together.
 
     Attributes:
-        numbers: which ones of the operations that were handed over.
-        answers: an answer of each, in their order; to be awaited once.
+        numbers: of these operations in the request.
+        answers: their answers in this order; to be awaited once.
     """
 
     numbers: Sequence[int]
@@ -88,10 +88,11 @@ class Run(NamedTuple):
 
 
 class PlacedMessage(Struct, frozen=True):
-    """A message of a transaction and, once promoted, where it is.
+    """A message of a transaction and, once promoted, its offset.
 
-    `message` None: the body is not kept in memory and was not asked for. `offset` None: not
-    promoted, or promoted before this proxy began.
+    Attributes:
+        offset: None before promotion, or if it was promoted before this proxy started.
+        message: None if the body is not in memory and was not requested.
     """
 
     topic: str
@@ -101,7 +102,7 @@ class PlacedMessage(Struct, frozen=True):
 
 
 class Event(Struct, frozen=True):
-    """One line of a transaction's life: what happened, when by the log, through whom."""
+    """One event of a transaction's history, by log time."""
 
     at_ms: int
     event: str
@@ -110,9 +111,10 @@ class Event(Struct, frozen=True):
 
 
 class TransactionView(Struct, frozen=True):
-    """All that is known of one transaction.
+    """Everything known about one transaction.
 
-    `waiting` says why a check that is due is not made; "" where nothing keeps it from being made.
+    Attributes:
+        waiting: why a check that is due is not made; "" if nothing prevents it.
     """
 
     id: str
@@ -142,16 +144,18 @@ class TransactionView(Struct, frozen=True):
 LIST_LIMIT_MAX = 1000
 """Transactions on one page of a list."""
 LISTED_MESSAGES_MAX = 10_000
-"""Messages that one page of a list names, all its transactions together: with the longest topics
-an answer of 3 MB. A page that would name more is a shorter one."""
+"""Messages on one page of a list, of all its transactions: 3 MB with the longest topics. A page
+that would have more has fewer transactions."""
 
 
 class ListRequest(Struct, frozen=True):
-    """Which transactions to list; None means any. Oldest first, `cursor` from the last page.
+    """A request for a list of transactions, oldest first; None matches any.
 
-    `partitions` limits the list to these half partitions, for proxies that ask one another.
-    `groups_allowed` and `groups_denied` are patterns of the groups that the caller may see; others
-    are left out where the list is made, so that no cursor names their transactions.
+    Attributes:
+        cursor: of the last page.
+        partitions: only these half partitions, for calls between proxies.
+        groups_allowed, groups_denied: patterns of the groups that the caller may see; others are
+            left out by the owner, so that no cursor names their transactions.
     """
 
     state: State | None = None
@@ -166,48 +170,50 @@ class ListRequest(Struct, frozen=True):
 
 
 class TransactionPage(Struct, frozen=True):
-    """A part of a list; `next_cursor` None where it ends."""
+    """A page of a list; `next_cursor` is None on the last one."""
 
     transactions: tuple[TransactionView, ...]
     next_cursor: str | None = None
 
 
 class PartitionState(StrEnum):
-    """What a proxy does with a half partition. A partition that this proxy is to own and that is
-    not `owned` makes it not ready."""
+    """The state of a half partition at a proxy.
+
+    An assigned partition that is not `owned` makes the proxy not ready.
+    """
 
     OWNED = "owned"
     ELSEWHERE = "elsewhere"
-    """Another proxy's, whose URL is known."""
+    """Owned by another proxy, whose URL is known."""
     NONE = "none"
-    """Nobody's, as far as is known."""
+    """Without a known owner."""
     CLAIMING = "claiming"
     REPLAYING = "replaying"
     SUSPENDED = "suspended"
-    """Ours until touch with the group was lost; nothing is done until it is known again."""
+    """Ours until contact with the group was lost; everything waits until it is assigned again."""
     HANGING = "hanging"
-    """A Kafka transaction that nobody ends hides its progress."""
+    """An open Kafka transaction hides its checkpoint."""
     TRUNCATED = "truncated"
-    """Its topics end before what was promoted, or are other topics than they were."""
+    """Its topics end before what was promoted, or were recreated."""
     NEWER = "newer"
-    """A newer txbroker wrote to it what this one does not understand."""
+    """A newer txbroker wrote records that this one cannot read."""
     STOPPED = "stopped"
-    """Something that must hold does not."""
+    """An invariant is broken."""
 
 
 class Readiness(Struct, frozen=True):
-    """Whether the proxy can take calls, and per half partition what it is doing if not."""
+    """Whether the proxy is ready, and the state of each half partition."""
 
     ready: bool
     partitions: dict[int, str]
-    """A PartitionState, followed by `: <why>` where there is more to say."""
+    """A PartitionState, followed by `: <why>` if there is a reason."""
     problems: tuple[str, ...] = ()
 
 
 OVERVIEW_GROUPS_MAX = 1000
-"""Groups that an overview names: those that need somebody first."""
+"""Groups in an overview: those that need attention first."""
 INSTANCES_SHOWN_MAX = 100
-"""Connected instances of one group that an overview names."""
+"""Connected instances of one group in an overview."""
 
 
 class Rates(Struct, frozen=True):
@@ -219,15 +225,15 @@ class Rates(Struct, frozen=True):
 
 
 class PartitionOverview(Struct, frozen=True):
-    """One half partition: who owns it, what is done with it and how much it holds.
+    """One half partition: its owner, state and counts.
 
     Attributes:
-        owner: URL of its proxy, "" where none is known.
-        state: a PartitionState as its proxy says, `unreachable` where that did not answer.
-        why: what more there is to say, "" for nothing.
-        pending, parked, refused, committed: transactions; None where nobody can say now.
-        oldest_pending_age_s: None without any, too.
-        oldest_committed_age_s: how long the oldest decision to commit waits to be visible.
+        owner: URL of its proxy, "" if unknown.
+        state: a PartitionState, or `unreachable` if its proxy did not answer.
+        why: the reason for the state, "" without one.
+        pending, parked, refused, committed: transactions; None if unknown.
+        oldest_pending_age_s: None if unknown, or without one.
+        oldest_committed_age_s: the age of the oldest commit that is not visible yet.
     """
 
     partition: int
@@ -244,15 +250,14 @@ class PartitionOverview(Struct, frozen=True):
 
 
 class GroupOverview(Struct, frozen=True):
-    """One producer group: what it left undecided, and whether it can be asked.
+    """One producer group: its undecided transactions, and whether it can be asked.
 
     Attributes:
-        sessions: instances that are connected and can be asked (those without a check function
-            cannot), all proxies together; beyond those that `instances` can name, as many as one
-            proxy has.
+        sessions: connected instances with a check function, of all proxies; if more than
+            `instances` can name, the most that one proxy has.
         instances: their names, at most `INSTANCES_SHOWN_MAX`.
-        unreachable_since_ms: since when nobody of it could be asked, None where that is not so.
-        unreachable_why: what the last try met.
+        unreachable_since_ms: since when no endpoint of it could be reached; None if reachable.
+        unreachable_why: the error of the last attempt.
     """
 
     group: str
@@ -266,17 +271,17 @@ class GroupOverview(Struct, frozen=True):
 
 
 class ProxyOverview(Struct, frozen=True):
-    """One proxy: what it says of itself, or why it says nothing.
+    """One proxy: its own report, or why there is none.
 
     Attributes:
-        reached: False where it did not answer; then the rest is not known.
-        ready: as its `/readyz` has it.
-        problems: as its `/readyz` has them, and files of credentials that cannot be used.
-        version: which build runs.
-        partitions: the half partitions that are its own.
-        now_ms: the brokers' clock as it knows it.
+        reached: False if it did not answer; then the rest is unknown.
+        ready: as in its `/readyz`.
+        problems: as in its `/readyz`, and credential files that cannot be used.
+        version: of its build.
+        partitions: the half partitions that it owns.
+        now_ms: its estimate of the brokers' clock.
         why: why it did not answer.
-        admin_url: where it takes operators' calls, "" where that is `url`, too.
+        admin_url: its separate URL for operators, "" if that is `url`.
     """
 
     url: str
@@ -291,12 +296,12 @@ class ProxyOverview(Struct, frozen=True):
 
 
 class Overview(Struct, frozen=True):
-    """How all stands now.
+    """The state of the whole installation.
 
     Attributes:
-        complete: False where a proxy or a half partition could not be asked: sums are lower bounds.
-        groups: those that need somebody first; `groups_left_off` further ones are not named.
-        refused_topics: refused transactions by the topic that does not take them.
+        complete: False if a proxy or a half partition did not answer: sums are lower bounds.
+        groups: those that need attention first; `groups_left_off` further ones are left out.
+        refused_topics: refused transactions by the topic that refuses them.
     """
 
     at_ms: int
@@ -309,21 +314,21 @@ class Overview(Struct, frozen=True):
 
 
 class Service(Protocol):
-    """What a proxy does. Every method raises `txbroker.errors.RequestError` where it cannot."""
+    """The operations of a proxy. Every method may raise `txbroker.errors.RequestError`."""
 
     def runs(self, requests: Sequence[PrepareRequest | DecideRequest]) -> Sequence[Run]:
-        """Return the operations of one group as the runs in which they are carried out.
+        """Start operations of one group and return them as runs.
 
-        What can only be done alone, or what is refused at once, is a run of one.
+        An operation that must be executed alone, or is refused at once, is a run of one.
         """
         ...
 
     async def prepare(self, request: PrepareRequest) -> TransactionStatus:
-        """Store a half message; answered after the brokers have it (acks=all)."""
+        """Store a half message; returns when the brokers have it (acks=all)."""
         ...
 
     async def decide(self, request: DecideRequest) -> TransactionStatus:
-        """Write a marker; answered when the ledger has applied it."""
+        """Write a marker; returns when the ledger has applied it."""
         ...
 
     async def check(
@@ -332,29 +337,29 @@ class Service(Protocol):
         """Pull the next attempt forward, never the last of a round.
 
         Args:
-            group: whose the transaction has to be, "" for any group's.
+            group: the required group of the transaction, "" for any.
         """
         ...
 
     async def revive(self, id: str, *, by: str = "", reason: str = "") -> TransactionStatus:
-        """Make a parked transaction pending again, or try a refused one again at once."""
+        """Make a parked transaction pending again, or retry a refused one at once."""
         ...
 
     async def find(self, id: str, *, bodies: bool = False) -> TransactionView:
-        """Return all that is known of a transaction."""
+        """Return everything known about a transaction."""
         ...
 
     async def list(self, request: ListRequest) -> TransactionPage:
-        """Return transactions that are not settled, or settled but still in the window.
+        """Return unsettled transactions and those settled within the window.
 
-        Each without its checks and timeline; `find` has those.
+        Checks and timelines are left out; `find` returns them.
         """
         ...
 
     async def overview(self) -> Overview:
-        """Return how all stands now: counts, owners, rates.
+        """Return counts, owners and rates of the installation.
 
-        A proxy that does not answer is shown as such, with what it owns, and fails nothing.
+        A proxy that does not answer is shown as such, with its partitions.
         """
         ...
 
@@ -363,16 +368,16 @@ class Service(Protocol):
         ...
 
     def owners(self) -> tuple[str, ...]:
-        """Return the URL of each half partition's owner, "" where none is known."""
+        """Return the URL of each half partition's owner, "" if unknown."""
         ...
 
     def now_ms(self) -> int:
-        """Return the clock by which ids are made: that of the brokers, as far as known."""
+        """Return the estimated clock of the brokers, by which ids are made."""
         ...
 
 
 async def alone(service: Service, request: PrepareRequest | DecideRequest) -> Sequence[Answer]:
-    """Carry one operation out, as what becomes of a run of one."""
+    """Execute one operation and return its answer as that of a run of one."""
     try:
         if isinstance(request, PrepareRequest):
             return (await service.prepare(request),)

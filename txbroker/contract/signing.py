@@ -9,13 +9,13 @@ ID_HEADER = "webhook-id"
 TIMESTAMP_HEADER = "webhook-timestamp"
 SIGNATURE_HEADER = "webhook-signature"
 TEST_HEADER = "txbroker-test"
-"""On a test call, with the value `1`: it asks for nothing but an answer with a status of 2xx."""
+"""On a test call, with the value `1`: only an answer with a status of 2xx is expected."""
 SECRET_PREFIX = "whsec_"
-"""A secret that begins so is base64 of the key, as Standard Webhooks writes it."""
+"""The prefix of a secret that is base64 of the key, as Standard Webhooks writes it."""
 
 
 def secret_key(secret: str | bytes) -> bytes:
-    """Return the bytes that sign: those behind `whsec_` in base64, else the secret as it is.
+    """Return the signing key: base64 after `whsec_`, else the secret itself.
 
     Raises:
         ValueError: the secret is empty, or what follows `whsec_` is not base64.
@@ -35,7 +35,7 @@ def sign(secret: bytes, id: str, timestamp_s: int, body: bytes) -> str:
     """Return the `webhook-signature` of a call: `v1,` and base64 of HMAC-SHA256.
 
     Args:
-        secret: what both sides know.
+        secret: the shared key.
         id: the `webhook-id`, another one for each call.
         timestamp_s: the `webhook-timestamp`, seconds since 1970.
         body: the request body, byte for byte.
