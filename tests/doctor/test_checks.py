@@ -180,8 +180,8 @@ async def test_topics_of_audits_are_no_must(world: World) -> None:
         ("half", {"message_timestamp_type": "CreateTime"}, "LogAppendTime"),
         ("op", {"retention_ms": "1000"}, "needs retention.ms"),
         ("op", {"max_message_bytes": "1000"}, "max.message.bytes"),
-        ("checkpoint", {"min_insync_replicas": "4"}, "nothing could be written"),
-        ("parked", {"unclean_leader_election_enable": "true"}, "can disappear"),
+        ("checkpoint", {"min_insync_replicas": "4"}, "no write could succeed"),
+        ("parked", {"unclean_leader_election_enable": "true"}, "can be lost"),
     ],
 )
 async def test_settings_that_cannot_work(

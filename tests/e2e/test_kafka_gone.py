@@ -166,7 +166,7 @@ async def test_proxy_without_kafka_reports_it_and_exits() -> None:
     said = "\n".join(world.stderr)
     assert code == 1
     assert "Error: no connection to Kafka at 127.0.0.1:1 (" in said
-    assert "is it running" in said
+    assert "check that it is running" in said
     assert "Traceback" not in said
     assert world.stdout == []
 

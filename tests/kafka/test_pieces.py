@@ -84,7 +84,7 @@ UNREADABLE: dict[str, Callable[[], bytes]] = {
     "codec 7": lambda: foreign(attributes=UNKNOWN),
     "Not a gzipped file": lambda: foreign(attributes=1),
     "16 MiB": lambda: foreign(gzip=True, value=bytes(6 << 20)),
-    "more than 16 MiB": lambda: foreign(70_000, gzip=True),
+    "exceeds 16 MiB": lambda: foreign(70_000, gzip=True),
     "nvalid record": broken_records,
 }
 
@@ -124,6 +124,14 @@ def test_a_read_that_begins_or_ends_in_a_batch_that_does_not_decode_leaves_no_ga
     assert (fetched.next_offset, fetched.skipped) == (15, 2)
     picked = Fetched("t-0", 12, (0, 0, 15, 15, [], data), append_time=False)
     assert picked.among([12, 13]) == []
+
+
+def test_undecodable_batch_is_picked_as_it_is_read() -> None:
+    data = sealed(foreign(5, attributes=ZSTD), 10)
+    read, picked = (
+        Fetched("t-0", 10, (0, 0, 15, 15, [], data), append_time=False) for _ in range(2)
+    )
+    assert picked.among([10, 11]) == read.records
 
 
 def test_a_wrong_checksum_stops_whatever_the_batch_says_of_itself() -> None:

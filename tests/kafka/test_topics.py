@@ -79,7 +79,7 @@ def test_the_plan_names_what_is_missing_what_differs_and_what_it_cannot_change()
         (CHECKPOINT, {"message_timestamp_type": "CreateTime"}, "LogAppendTime"),
         (OP, {"unclean_leader_election_enable": "true"}, "unclean"),
         (HALF, {"compression_type": "zstd"}, "compression.type=uncompressed"),
-        (HALF, {"min_insync_replicas": "4"}, "nothing could be written"),
+        (HALF, {"min_insync_replicas": "4"}, "no write could succeed"),
         (HALF, {"retention_bytes": "1000000"}, "retention.bytes=-1"),
         (HALF, {"cleanup_policy": "compact"}, "cleanup.policy=delete"),
         (CHECKPOINT, {"cleanup_policy": "delete"}, "cleanup.policy=compact"),

@@ -150,7 +150,7 @@ def why(settings: Settings) -> str:
 def test_files_that_do_not_hold_what_they_should(authority: Authority, tmp_path: Path) -> None:
     empty = tmp_path / "empty.pem"
     empty.touch()
-    assert f"kafka_ssl_ca_file {empty} holds no certificate" in why(
+    assert f"kafka_ssl_ca_file {empty} contains no certificate" in why(
         tls(authority, kafka_ssl_ca_file=empty)
     )
     cert, key = authority.certificate("pair")
@@ -158,15 +158,15 @@ def test_files_that_do_not_hold_what_they_should(authority: Authority, tmp_path:
     of_another = tls(authority, kafka_ssl_cert_file=cert, kafka_ssl_key_file=other)
     assert "is not the key of" in why(of_another)
     no_key = tls(authority, kafka_ssl_cert_file=cert, kafka_ssl_key_file=cert)
-    assert "do not hold both" in why(no_key)
+    assert "do not contain both" in why(no_key)
     swapped = tls(authority, kafka_ssl_cert_file=key, kafka_ssl_key_file=key)
-    assert "do not hold both" in why(swapped)
+    assert "do not contain both" in why(swapped)
 
 
 def test_keys_with_a_password(authority: Authority, tmp_path: Path) -> None:
     cert, key = authority.certificate("locked", password=KEY_PASSWORD)
     given = {"kafka_ssl_cert_file": cert, "kafka_ssl_key_file": key}
-    assert "has a password: name a file" in why(tls(authority, **given))
+    assert "has a password: set kafka_ssl_key_password_file" in why(tls(authority, **given))
     file = tmp_path / "key-password"
     file.write_text("wrong")
     given["kafka_ssl_key_password_file"] = file
@@ -207,6 +207,6 @@ def test_an_audit_on_a_cluster_takes_no_secret_of_this_machine(
     words += ["--master", "yarn", "--deploy-mode", "cluster", "--out", "hdfs://x/audit"]
     assert run(cli, ["audit", "run", *words]) == 1
     said = capsys.readouterr().err
-    assert "TXBROKER_KAFKA_SASL_PASSWORD does not go to the cluster" in said
+    assert "TXBROKER_KAFKA_SASL_PASSWORD is not sent to the cluster" in said
     assert "--kafka-sasl-password-file" in said
     assert PASSWORD not in said

@@ -81,9 +81,9 @@ async def test_a_token_is_renewed_before_it_ends(
     assert [await source.token() for _ in range(3)] == [second] * 3
     assert len(endpoint.asked) == asked + 1
     ahead_s += 0.2 * 3600
-    assert "gives no token (503)" in await no_token(source)
+    assert "returns no token (503)" in await no_token(source)
     asked = len(endpoint.asked)
-    assert "gives no token (503)" in await no_token(source)
+    assert "returns no token (503)" in await no_token(source)
     assert len(endpoint.asked) == asked
     endpoint.answer = None
     ahead_s += oauth.PAUSE_S
@@ -94,10 +94,10 @@ async def test_a_token_is_renewed_before_it_ends(
     ("answer", "words"),
     [
         ((400, json.dumps({"error": "invalid_scope"})), "(400 invalid_scope): see kafka_oauth"),
-        ((401, json.dumps({"error": f"no\n{CLIENT_SECRET}"})), "gives no token (401)"),
-        ((500, CLIENT_SECRET), "gives no token (500)"),
-        ((302, ""), "gives no token (302)"),
-        ((200, "<html>"), "answers without access_token: is it a token endpoint?"),
+        ((401, json.dumps({"error": f"no\n{CLIENT_SECRET}"})), "returns no token (401)"),
+        ((500, CLIENT_SECRET), "returns no token (500)"),
+        ((302, ""), "returns no token (302)"),
+        ((200, "<html>"), "answers without access_token: check"),
         ((200, json.dumps(["a"])), "answers without access_token"),
         ((200, json.dumps({"access_token": "a\x01auth=b"})), "answers without access_token"),
         ((200, json.dumps({"access_token": ""})), "answers without access_token"),
@@ -131,10 +131,10 @@ async def test_an_endpoint_that_is_somebody_else_gets_no_secret(
 ) -> None:
     stranger = Authority(tmp_path, "stranger")
     given = credentials(endpoint, authority, ca_file=stranger.file)
-    assert "is refused: " in await no_token(FetchedToken(given))
+    assert "is invalid: " in await no_token(FetchedToken(given))
     elsewhere = endpoint.url.replace("127.0.0.1", "localhost")
     given = credentials(endpoint, authority, url=elsewhere)
-    assert "is refused: " in await no_token(FetchedToken(given))
+    assert "is invalid: " in await no_token(FetchedToken(given))
     assert endpoint.asked == []
 
 

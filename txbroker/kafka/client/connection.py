@@ -337,8 +337,8 @@ def _about_tls(error: ssl.SSLError) -> str:
     if "HANDSHAKE_FAILURE" in reason or "UNKNOWN_CA" in reason or "CERTIFICATE" in reason:
         # Brokers log the exact reason only on their side.
         return (
-            "the broker requires a valid client certificate that is signed by an authority it "
-            "trusts: see kafka_ssl_cert_file and kafka_ssl_key_file"
+            "the broker requires a client certificate, not expired and signed by an authority that "
+            "it trusts: see kafka_ssl_cert_file and kafka_ssl_key_file"
         )
     if "WRONG_VERSION" in reason or "RECORD_LAYER" in reason or "UNEXPECTED_EOF" in reason:
         return "this port does not speak TLS: see kafka_security_protocol"

@@ -137,7 +137,10 @@ class Fetched:
             first = bisect_left(offsets, batch.base_offset)
             last = bisect_left(offsets, batch.next_offset)
             if self._is_visible(batch) and first < last:
-                self._take(batch, data, records, frozenset(offsets[first:last]))
+                some = frozenset(offsets[first:last])
+                # As for `pieces`: an owner picks the last record that it read again.
+                if not self._take(batch, data, records, some) and batch.base_offset in some:
+                    records.append(self._placeholder(batch, batch.base_offset))
         self._batches = []
         return records
 
