@@ -47,7 +47,7 @@ def _entries() -> list[object]:
     return [each for each in gc.get_objects() if isinstance(each, appender._Entry)]
 
 
-async def test_a_failed_append_leaves_nothing_for_the_garbage_collector(world: World) -> None:
+async def test_failed_append_leaves_no_garbage(world: World) -> None:
     owner = await world.owner()
     id = await world.prepared(owner)
 
@@ -71,7 +71,7 @@ async def test_a_failed_append_leaves_nothing_for_the_garbage_collector(world: W
 
 
 @pytest.mark.rule(1)
-async def test_a_storm_of_checks_does_not_hold_back_decisions(world: World) -> None:
+async def test_check_storm_does_not_delay_decisions(world: World) -> None:
     owner = await world.owner()
     first, id = await world.prepared(owner), await world.prepared(owner)
     gate, batches = await held_up(world, owner)
@@ -94,7 +94,7 @@ async def test_a_storm_of_checks_does_not_hold_back_decisions(world: World) -> N
 
 
 @pytest.mark.rule(1)
-async def test_a_flood_of_decisions_does_not_hold_back_checks(world: World) -> None:
+async def test_decision_flood_does_not_delay_checks(world: World) -> None:
     owner = await world.owner(pending_max=10_000, pending_group_max=10_000)
     ids = list(await asyncio.gather(*[world.prepared(owner) for _ in range(3000)]))
     gate, batches = await held_up(world, owner)
@@ -111,7 +111,7 @@ async def test_a_flood_of_decisions_does_not_hold_back_checks(world: World) -> N
 
 
 @pytest.mark.rule(1)
-async def test_who_gives_up_leaves_nothing_behind(world: World) -> None:
+async def test_cancelled_append_leaves_no_rows(world: World) -> None:
     owner = await world.owner()
     ids = [await world.prepared(owner) for _ in range(4)]
     gate, batches = await held_up(world, owner)
@@ -131,7 +131,7 @@ async def test_who_gives_up_leaves_nothing_behind(world: World) -> None:
     await until(lambda: len(world.visible()) == 2)
 
 
-async def test_who_waits_is_answered_when_the_owner_is_suspended(world: World) -> None:
+async def test_suspended_owner_answers_waiting_callers(world: World) -> None:
     owner = await world.owner()
     ids = [await world.prepared(owner) for _ in range(3)]
     gate, batches = await held_up(world, owner)
@@ -212,7 +212,7 @@ class Reader:
 
 
 @pytest.mark.rule(2)
-async def test_an_end_that_an_append_has_told_is_not_asked_for_again() -> None:
+async def test_end_known_from_append_is_not_requested() -> None:
     log = Told()
     own = appender.Appender(context(), log, Reader())  # type: ignore[arg-type]
     running = asyncio.create_task(own.run())
@@ -228,7 +228,7 @@ async def test_an_end_that_an_append_has_told_is_not_asked_for_again() -> None:
 
 
 @pytest.mark.rule(2)
-async def test_an_append_behind_a_gap_has_told_nothing() -> None:
+async def test_append_after_gap_does_not_show_end() -> None:
     log, reader = Told(), Reader()
     own = appender.Appender(context(), log, reader)  # type: ignore[arg-type]
     running = asyncio.create_task(own.run())

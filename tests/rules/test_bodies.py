@@ -65,7 +65,7 @@ async def refused(small: Small, transaction: Transaction) -> None:
 # --- promotion -----------------------------------------------------------------------------------
 
 
-async def test_what_was_evicted_is_promoted_as_it_came(small: Small) -> None:
+async def test_evicted_messages_are_promoted_unchanged(small: Small) -> None:
     sent = (message("one"), Message("u", None, None, (("x", b"\xff"),), 0), message("two", at=1))
     transaction = await small.prepare(*sent)
     assert not transaction.has_bodies
@@ -84,7 +84,7 @@ async def test_what_was_evicted_is_promoted_as_it_came(small: Small) -> None:
 
 
 @pytest.mark.rule(17)
-async def test_messages_are_read_before_the_turn_is_begun(small: Small) -> None:
+async def test_messages_are_read_before_promotion_begins(small: Small) -> None:
     first, second = await small.prepare(), await small.prepare()
     small.door.half.gate = asyncio.Event()
     await small.commit(first)
@@ -102,7 +102,7 @@ async def test_messages_are_read_before_the_turn_is_begun(small: Small) -> None:
 
 
 @pytest.mark.rule(10)
-async def test_a_half_that_is_applied_while_messages_are_read_is_not_below_progress(
+async def test_half_applied_during_load_is_above_checkpoint(
     small: Small,
 ) -> None:
     first = await small.prepare()
@@ -116,7 +116,7 @@ async def test_a_half_that_is_applied_while_messages_are_read_is_not_below_progr
     assert small.ledger.half_whole == 2
 
 
-async def test_a_turn_of_a_thousand_costs_few_requests(small: Small) -> None:
+async def test_promotion_of_thousand_takes_few_requests(small: Small) -> None:
     made = await asyncio.gather(*[small.prepare() for _ in range(1000)])
     await asyncio.gather(*[small.commit(each) for each in made])
     await until(lambda: all(each.state is State.PROMOTED for each in made))
@@ -127,7 +127,7 @@ async def test_a_turn_of_a_thousand_costs_few_requests(small: Small) -> None:
     assert small.ledger.index.body_bytes == 0
 
 
-async def test_what_is_read_in_one_go_is_bounded(
+async def test_one_read_is_bounded(
     small: Small, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(bodies_module, "BATCH_BYTES_MAX", 10_000)
@@ -138,7 +138,7 @@ async def test_what_is_read_in_one_go_is_bounded(
     assert [len(each) for each in small.door.half.picked] == [3, 3, 3, 1]
 
 
-async def test_replaced_messages_are_read_from_the_operation_topic(small: Small) -> None:
+async def test_final_messages_are_read_from_operation_topic(small: Small) -> None:
     transaction = await small.prepare(message("a"), message("b", at=1))
     small.kafka.topics["t"].leaderless = frozenset({0})
     await small.commit(transaction, message("A"), message("B", at=1))
@@ -152,7 +152,7 @@ async def test_replaced_messages_are_read_from_the_operation_topic(small: Small)
     assert small.door.half.picked == []
 
 
-async def test_messages_replaced_while_the_prepared_ones_are_read(small: Small) -> None:
+async def test_messages_replaced_during_load_are_reloaded(small: Small) -> None:
     transaction = await small.prepare(message("a"))
     small.door.half.gate = asyncio.Event()
     loading = asyncio.create_task(small.bodies.load([transaction]))
@@ -165,7 +165,7 @@ async def test_messages_replaced_while_the_prepared_ones_are_read(small: Small) 
     assert small.visible() == ["A"]
 
 
-async def test_one_that_is_rolled_back_while_it_is_read_for_a_copy(small: Small) -> None:
+async def test_rollback_during_load_skips_the_copy(small: Small) -> None:
     transaction = await small.prepare()
     small.door.half.gate = asyncio.Event()
     small.ledger.index.to_keep[transaction.id] = transaction
@@ -179,7 +179,7 @@ async def test_one_that_is_rolled_back_while_it_is_read_for_a_copy(small: Small)
     assert transaction.state is State.ROLLED_BACK
 
 
-async def test_a_silent_log_holds_promotion_back_and_loses_nothing(small: Small) -> None:
+async def test_silent_log_delays_promotion_without_loss(small: Small) -> None:
     transaction = await small.prepare()
     small.door.half.silent = True
     await small.commit(transaction)
@@ -194,7 +194,7 @@ async def test_a_silent_log_holds_promotion_back_and_loses_nothing(small: Small)
 
 
 @pytest.mark.rule(10)
-async def test_another_record_in_its_place_stops_the_partition(small: Small) -> None:
+async def test_changed_record_stops_partition(small: Small) -> None:
     transaction = await small.prepare()
     other = Half(transaction.id, "g", (message("other"),))
     partition = small.kafka.partition("txbroker.half", 0)
@@ -208,7 +208,7 @@ async def test_another_record_in_its_place_stops_the_partition(small: Small) -> 
 
 
 @pytest.mark.rule(10)
-async def test_somebody_elses_record_in_its_place_stops_the_partition(small: Small) -> None:
+async def test_foreign_record_at_offset_stops_partition(small: Small) -> None:
     transaction = await small.prepare(message("same"))
     stranger = Half("0" * 26, "g", (message("same"),))
     partition = small.kafka.partition("txbroker.half", 0)
@@ -225,7 +225,7 @@ async def test_somebody_elses_record_in_its_place_stops_the_partition(small: Sma
 
 
 @pytest.mark.rule(25)
-async def test_a_copy_takes_the_place_of_a_half_message_that_retention_took(small: Small) -> None:
+async def test_copy_replaces_deleted_half_message(small: Small) -> None:
     made = [await small.prepare(message(str(n)), message(f"{n}b", at=1)) for n in range(5)]
     for each in made:
         small.ledger.index.to_keep[each.id] = each
@@ -241,7 +241,7 @@ async def test_a_copy_takes_the_place_of_a_half_message_that_retention_took(smal
     await until(lambda: copies(small)[10:] == [("", None)] * 10)
 
 
-async def test_a_copy_is_found_though_the_broker_did_not_say_where(small: Small) -> None:
+async def test_copy_with_unknown_offset_is_found(small: Small) -> None:
     small.door.hide_parked_offsets = True
     transaction = await small.prepare(message("a"))
     small.ledger.index.to_keep[transaction.id] = transaction
@@ -254,7 +254,7 @@ async def test_a_copy_is_found_though_the_broker_did_not_say_where(small: Small)
     assert small.lost == []
 
 
-async def test_a_copy_of_the_prepared_messages_is_not_taken_for_the_replaced_ones(
+async def test_copy_of_prepared_is_not_used_for_final_messages(
     small: Small,
 ) -> None:
     transaction = await small.prepare(message("a"))
@@ -273,7 +273,7 @@ async def test_a_copy_of_the_prepared_messages_is_not_taken_for_the_replaced_one
     assert small.visible() == []
 
 
-async def test_one_that_is_refused_is_kept_refused_and_not_as_it_was_before(small: Small) -> None:
+async def test_refused_transaction_is_copied_as_refused(small: Small) -> None:
     transaction = await small.prepare(message("a", topic="gone"))
     small.ledger.index.to_keep[transaction.id] = transaction
     await small.commit(transaction)
@@ -282,7 +282,7 @@ async def test_one_that_is_refused_is_kept_refused_and_not_as_it_was_before(smal
     assert copies(small)[-1] == ("a", "refused")
 
 
-async def test_copies_of_one_turn_are_bounded_by_their_bytes() -> None:
+async def test_copies_of_one_promotion_are_bounded_by_bytes() -> None:
     small = Small()
     small.limits = type(small.limits)(bytes_max=5000)
     await small.start()
@@ -298,7 +298,7 @@ async def test_copies_of_one_turn_are_bounded_by_their_bytes() -> None:
 # --- refused and revived -------------------------------------------------------------------------
 
 
-async def test_a_refused_one_is_read_again_when_its_target_is_there(small: Small) -> None:
+async def test_refused_transaction_is_loaded_when_target_exists(small: Small) -> None:
     transaction = await small.prepare(message("late", topic="later"))
     await refused(small, transaction)
     assert not transaction.has_bodies
@@ -308,7 +308,7 @@ async def test_a_refused_one_is_read_again_when_its_target_is_there(small: Small
     assert small.visible("later") == ["late"]
 
 
-async def test_a_refused_one_whose_half_is_gone_comes_from_its_copy(small: Small) -> None:
+async def test_refused_transaction_without_half_loads_copy(small: Small) -> None:
     transaction = await small.prepare(message("late", topic="later"))
     await refused(small, transaction)
     small.delete_half(1)
@@ -324,7 +324,7 @@ async def test_a_refused_one_whose_half_is_gone_comes_from_its_copy(small: Small
 
 @pytest.mark.rule(17)
 @pytest.mark.parametrize("when", ["before", "after"])
-async def test_lost_messages_spoil_no_turn_and_are_told(small: Small, when: str) -> None:
+async def test_lost_messages_spoil_no_promotion_and_are_reported(small: Small, when: str) -> None:
     made = [await small.prepare() for _ in range(4)]
     if when == "before":
         small.delete_half(2)
@@ -347,7 +347,7 @@ async def test_lost_messages_spoil_no_turn_and_are_told(small: Small, when: str)
     assert copies(small) == [("-", "refused"), ("-", "refused")]
 
 
-async def test_what_is_lost_is_not_tried_again_by_itself_but_by_revive(small: Small) -> None:
+async def test_lost_transaction_is_retried_by_revive_only(small: Small) -> None:
     transaction = await small.prepare()
     half = small.kafka.partition("txbroker.half", 0).read(0, 1)
     small.delete_half(1)
@@ -374,7 +374,7 @@ async def test_what_is_lost_is_not_tried_again_by_itself_but_by_revive(small: Sm
     assert small.visible() == [other.id, transaction.id]
 
 
-async def test_a_record_that_says_lost_is_never_promoted_as_tombstones(small: Small) -> None:
+async def test_lost_marker_record_is_never_promoted(small: Small) -> None:
     transaction = await small.prepare()
     small.delete_half(1)
     await refused(small, transaction)
@@ -400,7 +400,7 @@ async def test_a_record_that_says_lost_is_never_promoted_as_tombstones(small: Sm
 
 
 @pytest.mark.rule(25)
-async def test_a_copy_that_cannot_be_made_is_dropped_and_told(small: Small) -> None:
+async def test_impossible_copy_is_dropped_and_reported(small: Small) -> None:
     lost, whole = await small.prepare(), await small.prepare()
     small.delete_half(1)
     for each in (lost, whole):
@@ -425,7 +425,7 @@ async def test_a_copy_that_cannot_be_made_is_dropped_and_told(small: Small) -> N
 
 
 @pytest.mark.rule(21)
-async def test_a_question_is_asked_with_its_messages(small: Small) -> None:
+async def test_question_carries_its_messages(small: Small) -> None:
     transaction = await small.prepare(message("a"), policy=NOW)
     assert not transaction.has_bodies
     call = await attempt(small.checks, transaction.id, DUE)
@@ -437,7 +437,7 @@ async def test_a_question_is_asked_with_its_messages(small: Small) -> None:
     assert [each.value for each in call.messages] == [b"a"]
 
 
-async def test_questions_that_come_together_are_read_together(small: Small) -> None:
+async def test_concurrent_questions_share_a_read(small: Small) -> None:
     made = [await small.prepare(policy=NOW) for _ in range(200)]
     half, rest = made[:100], made[100:]
     run = [AttemptRequest(each.id, DUE, "http://g") for each in half]
@@ -449,7 +449,7 @@ async def test_questions_that_come_together_are_read_together(small: Small) -> N
     assert len(small.door.half.picked) <= 3
 
 
-async def test_one_that_is_decided_while_it_is_read_is_not_asked(small: Small) -> None:
+async def test_transaction_decided_during_load_is_not_asked(small: Small) -> None:
     transaction = await small.prepare(policy=NOW)
     small.door.half.gate = asyncio.Event()
     attempting = asyncio.create_task(attempt(small.checks, transaction.id, DUE))
@@ -461,7 +461,7 @@ async def test_one_that_is_decided_while_it_is_read_is_not_asked(small: Small) -
     assert small.door.calls.count("op.append") == 1
 
 
-async def test_no_attempt_is_used_while_messages_cannot_be_read(small: Small) -> None:
+async def test_unreadable_messages_use_no_attempt(small: Small) -> None:
     transaction = await small.prepare(policy=NOW)
     small.door.half.silent = True
     with pytest.raises(OwnerUnavailable):
@@ -472,7 +472,7 @@ async def test_no_attempt_is_used_while_messages_cannot_be_read(small: Small) ->
 
 
 @pytest.mark.rule(21)
-async def test_nobody_is_asked_about_lost_messages_and_an_operator_decides(small: Small) -> None:
+async def test_lost_messages_are_not_checked_but_decided_by_hand(small: Small) -> None:
     lost, whole = await small.prepare(policy=NOW), await small.prepare(policy=NOW)
     small.delete_half(1)
     running = asyncio.create_task(small.checks.run())
@@ -499,7 +499,7 @@ async def test_nobody_is_asked_about_lost_messages_and_an_operator_decides(small
 # --- memory --------------------------------------------------------------------------------------
 
 
-async def test_the_oldest_go_first_and_the_share_is_kept_to(small: Small) -> None:
+async def test_eviction_starts_with_oldest_and_keeps_share(small: Small) -> None:
     small.proxy.share = 50_000
     largest = 0
     made = []
@@ -517,7 +517,7 @@ async def test_the_oldest_go_first_and_the_share_is_kept_to(small: Small) -> Non
     assert small.door.half.picked == []
 
 
-async def test_what_somebody_holds_is_not_evicted_and_goes_afterwards(small: Small) -> None:
+async def test_held_bodies_are_evicted_after_release(small: Small) -> None:
     small.proxy.share = 1 << 20
     made = [await small.prepare() for _ in range(10)]
     with small.bodies.hold(made[:3]), small.bodies.hold(made[2:4]):
@@ -529,7 +529,7 @@ async def test_what_somebody_holds_is_not_evicted_and_goes_afterwards(small: Sma
     assert not any(each.has_bodies for each in made)
 
 
-async def test_messages_that_replaced_evicted_ones_are_evicted_too(small: Small) -> None:
+async def test_final_messages_of_evicted_are_evicted_too(small: Small) -> None:
     small.kafka.topics["t"].leaderless = frozenset({0})
     made = [await small.prepare() for _ in range(10)]
     for each in made:
@@ -540,7 +540,7 @@ async def test_messages_that_replaced_evicted_ones_are_evicted_too(small: Small)
     await until(lambda: small.visible() == ["new"] * 10)
 
 
-async def test_a_large_eviction_is_done_in_steps(
+async def test_large_eviction_takes_several_steps(
     small: Small, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(bodies_module, "STEP_MAX", 200)
@@ -557,7 +557,7 @@ async def test_a_large_eviction_is_done_in_steps(
 # --- what goes out, and when it does not -------------------------------------------------------
 
 
-async def test_what_is_written_is_of_the_version_that_all_understand(small: Small) -> None:
+async def test_records_have_version_that_all_proxies_read(small: Small) -> None:
     small.proxy.record_version = 1
     transaction = await small.prepare(policy=NOW)
     assert await attempt(small.checks, transaction.id, DUE) is not None
@@ -576,7 +576,7 @@ async def test_what_is_written_is_of_the_version_that_all_understand(small: Smal
 
 
 @pytest.mark.rule(16)
-async def test_since_when_no_turn_has_come_through(
+async def test_stuck_since_shows_first_failed_promotion(
     small: Small, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now_s = [100.0]

@@ -49,7 +49,7 @@ async def copy_out_of_reach(small: Small, monkeypatch: pytest.MonkeyPatch) -> Tr
 
 @pytest.mark.rule(21)
 @pytest.mark.parametrize("together", [True, False])
-async def test_messages_that_cannot_be_read_hold_up_no_other_check(
+async def test_unreadable_messages_delay_no_other_check(
     small: Small, monkeypatch: pytest.MonkeyPatch, together: bool
 ) -> None:
     unread = await copy_out_of_reach(small, monkeypatch)
@@ -72,7 +72,7 @@ async def test_messages_that_cannot_be_read_hold_up_no_other_check(
     running.cancel()
 
 
-async def test_one_is_shown_though_another_cannot_be_read(
+async def test_transaction_is_shown_though_another_is_unreadable(
     small: Small, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     unread = await copy_out_of_reach(small, monkeypatch)
@@ -86,7 +86,7 @@ async def test_one_is_shown_though_another_cannot_be_read(
 
 
 @pytest.mark.parametrize("copies", [True, False])
-async def test_callers_wait_for_few_reads_of_a_silent_topic(
+async def test_callers_share_reads_of_silent_topic(
     small: Small, monkeypatch: pytest.MonkeyPatch, copies: bool
 ) -> None:
     made = [await small.prepare(policy=NOW) for _ in range(12)]
@@ -115,7 +115,7 @@ async def test_callers_wait_for_few_reads_of_a_silent_topic(
     assert len(reads) <= len(callers) + 1
 
 
-async def test_parking_waits_for_an_answer_that_may_take_minutes(world: World) -> None:
+async def test_parking_waits_for_answer_in_flight(world: World) -> None:
     owner = await world.owner()
     last = CheckPolicy(after_s=0.0, attempts_max=1, timeout_s=150.0)
     id = await world.prepared(owner, policy=last)
@@ -134,7 +134,7 @@ async def test_parking_waits_for_an_answer_that_may_take_minutes(world: World) -
 
 
 @pytest.mark.rule(22)
-async def test_nothing_is_parked_before_the_whole_of_its_run_is_asked(
+async def test_run_is_asked_before_any_is_parked(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(appender, "BATCH_RECORDS_MAX", 2)

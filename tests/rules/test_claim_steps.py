@@ -102,7 +102,7 @@ def watched_door(found_open: Mapping[Partition, int]) -> WatchedDoor:
 
 
 @pytest.mark.rule(8, 9)
-async def test_a_claim_reads_when_its_own_record_is_visible(
+async def test_claim_reads_after_own_record_is_visible(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     door = watched_door({})
@@ -127,7 +127,7 @@ async def test_a_claim_reads_when_its_own_record_is_visible(
 
 @pytest.mark.rule(8)
 @pytest.mark.parametrize("topic", ["txbroker.checkpoint", "txbroker.parked"])
-async def test_a_claim_writes_nothing_where_an_earlier_turn_is_open(topic: str) -> None:
+async def test_claim_writes_nothing_while_earlier_txn_is_open(topic: str) -> None:
     door = watched_door({(topic, 0): 17})
     with pytest.raises(Hanging, match=rf"{topic}-0 .* offset 17"):
         await door.claim(Claim(1, "c", "one", ""))

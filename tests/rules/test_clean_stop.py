@@ -20,7 +20,7 @@ LOGS = ["half", "op"]
 
 @pytest.mark.rule(28)
 @pytest.mark.parametrize("last", ["rollback", "check"])
-async def test_a_clean_stop_accounts_for_all_that_has_come(
+async def test_clean_stop_accounts_for_all_records(
     world: World, monkeypatch: pytest.MonkeyPatch, last: str
 ) -> None:
     """What is rolled back writes no progress, and what is undecided is reported lost by its id."""
@@ -46,7 +46,7 @@ async def test_a_clean_stop_accounts_for_all_that_has_come(
     await until(lambda: world.visible() == [first, late])
 
 
-async def test_a_clean_stop_writes_no_snapshot_where_nothing_has_come(world: World) -> None:
+async def test_clean_stop_without_records_writes_no_snapshot(world: World) -> None:
     owner = await world.owner()
     await world.prepared(owner)
     assert await snapshot(owner)
@@ -54,7 +54,7 @@ async def test_a_clean_stop_writes_no_snapshot_where_nothing_has_come(world: Wor
     assert world.told.snapshots == [1]
 
 
-async def test_a_stop_waits_for_its_last_snapshot_only_so_long(
+async def test_stop_bounds_wait_for_last_snapshot(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(snapshots_module, "LAST_S", 0.01)
@@ -70,7 +70,7 @@ async def test_a_stop_waits_for_its_last_snapshot_only_so_long(
     assert (world.told.snapshots, world.told.snapshot_failures) == ([], 1)
 
 
-async def test_who_does_not_know_whose_the_partition_is_writes_no_last_snapshot(
+async def test_suspended_owner_writes_no_last_snapshot(
     world: World,
 ) -> None:
     owner = await world.owner()
@@ -88,7 +88,7 @@ async def test_who_does_not_know_whose_the_partition_is_writes_no_last_snapshot(
 @pytest.mark.parametrize("topic", LOGS)
 @pytest.mark.parametrize("committed", [True, False])
 @pytest.mark.parametrize("replayed", [True, False])
-async def test_offsets_without_a_record_at_the_end_are_accounted_for(
+async def test_empty_offsets_at_end_are_accounted_for(
     world: World, topic: str, committed: bool, replayed: bool
 ) -> None:
     """Retention takes them with what lies before, and then nobody can tell that they held none."""
@@ -120,7 +120,7 @@ async def test_offsets_without_a_record_at_the_end_are_accounted_for(
 
 
 @pytest.mark.rule(10)
-async def test_two_first_owners_at_once_are_no_lost_checkpoint(world: World) -> None:
+async def test_concurrent_first_owners_lose_no_checkpoint(world: World) -> None:
     """The other one may claim and write after the first look at the checkpoint topic."""
     one, two = world.make(), world.make()
     found = world.partition.claimed_before

@@ -67,7 +67,7 @@ async def crowd(small: Small, count: int = CROWD, group: str = "g") -> list[Tran
     return list(await asyncio.gather(*[small.prepare(group=group) for _ in range(count)]))
 
 
-async def test_a_full_group_costs_one_look_a_second(small: Small, counted: list[str]) -> None:
+async def test_full_group_costs_one_retry_per_second(small: Small, counted: list[str]) -> None:
     small.runner.room = 10
     made = await crowd(small)
     small.clock.advance(6.1)
@@ -85,7 +85,7 @@ async def test_a_full_group_costs_one_look_a_second(small: Small, counted: list[
     running.cancel()
 
 
-async def test_room_is_filled_with_those_that_waited_longest(small: Small) -> None:
+async def test_free_room_goes_to_longest_waiting(small: Small) -> None:
     small.runner.room = 10
     made = await crowd(small)
     small.clock.advance(6.1)
@@ -107,7 +107,7 @@ async def test_room_is_filled_with_those_that_waited_longest(small: Small) -> No
     running.cancel()
 
 
-async def test_one_full_group_delays_no_other(small: Small) -> None:
+async def test_full_group_delays_no_other(small: Small) -> None:
     class OneFull(Full):
         def due(
             self,
@@ -138,7 +138,7 @@ async def test_one_full_group_delays_no_other(small: Small) -> None:
     running.cancel()
 
 
-async def test_who_is_decided_leaves_the_crowd(small: Small) -> None:
+async def test_decided_transaction_leaves_backlog(small: Small) -> None:
     small.runner.room = 0
     made = await crowd(small, 20)
     small.clock.advance(6.1)
@@ -161,7 +161,7 @@ async def test_who_is_decided_leaves_the_crowd(small: Small) -> None:
     running.cancel()
 
 
-def test_waiting_twice_is_waiting_once() -> None:
+def test_backlog_holds_each_transaction_once() -> None:
     waiting = schedule.CheckBacklog()
     waiting.add("g", "a")
     waiting.look("g", 5)

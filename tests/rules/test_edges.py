@@ -44,7 +44,7 @@ LOGS = ["half", "op"]
 
 
 @pytest.mark.rule(25)
-async def test_deleted_half_messages_that_are_in_memory_are_copied_out(world: World) -> None:
+async def test_deleted_half_in_memory_is_copied(world: World) -> None:
     owner = await world.owner()
     id = await world.prepared(owner, message("saved"))
     world.kafka.truncate("txbroker.half", before=1)
@@ -56,7 +56,7 @@ async def test_deleted_half_messages_that_are_in_memory_are_copied_out(world: Wo
     assert world.stops == []
 
 
-async def test_what_is_to_be_copied_out_stays_in_memory_until_it_is(world: World) -> None:
+async def test_body_stays_in_memory_until_copied(world: World) -> None:
     owner = await world.owner()
     id = await world.prepared(owner, message("saved"))
     world.partition.writes.append(raising(PromotionTxnLost()))
@@ -70,7 +70,7 @@ async def test_what_is_to_be_copied_out_stays_in_memory_until_it_is(world: World
 
 
 @pytest.mark.rule(25)
-async def test_deleted_half_messages_that_are_nowhere_are_lost_and_told(world: World) -> None:
+async def test_deleted_half_without_body_is_lost_and_reported(world: World) -> None:
     owner = await world.owner()
     lost = [await world.prepared(owner) for _ in range(3)]
     forget_bodies(owner)
@@ -83,7 +83,7 @@ async def test_deleted_half_messages_that_are_nowhere_are_lost_and_told(world: W
     await until(lambda: world.visible() == [kept])
 
 
-async def test_what_a_snapshot_knows_and_the_log_has_lost_is_told(world: World) -> None:
+async def test_snapshot_entry_without_record_is_reported(world: World) -> None:
     owner = await world.owner()
     id = await world.prepared(owner)
     assert await snapshot(owner)
@@ -96,7 +96,7 @@ async def test_what_a_snapshot_knows_and_the_log_has_lost_is_told(world: World) 
 
 @pytest.mark.rule(10)
 @pytest.mark.parametrize("days", [1, 20])
-async def test_deleted_markers_stop_the_partition_unless_they_were_old(
+async def test_deleted_young_markers_stop_partition(
     world: World, days: int
 ) -> None:
     owner = await world.owner()
@@ -116,7 +116,7 @@ async def test_deleted_markers_stop_the_partition_unless_they_were_old(
 
 
 @pytest.mark.rule(10)
-async def test_half_messages_that_nobody_read_and_somebody_deleted_stop_it(world: World) -> None:
+async def test_deleted_unread_half_messages_stop_partition(world: World) -> None:
     owner = await world.owner()
     await world.committed(owner)
     await until(lambda: len(world.visible()) == 1)
@@ -129,7 +129,7 @@ async def test_half_messages_that_nobody_read_and_somebody_deleted_stop_it(world
 
 
 @pytest.mark.rule(25)
-async def test_retention_may_pass_a_snapshot(world: World) -> None:
+async def test_retention_may_pass_snapshot(world: World) -> None:
     """A quiet partition writes none for longer than half messages are kept."""
     owner = await world.owner()
     id = await world.prepared(owner, message("old"))
@@ -150,7 +150,7 @@ async def test_retention_may_pass_a_snapshot(world: World) -> None:
 
 
 @pytest.mark.rule(25)
-async def test_a_copy_that_was_left_over_does_not_come_back_to_life(world: World) -> None:
+async def test_leftover_copy_is_not_restored(world: World) -> None:
     """The snapshot knows better: it was rolled back before, and forgotten since."""
     owner = await world.owner()
     id = await world.committed(owner)
@@ -169,7 +169,7 @@ async def test_a_copy_that_was_left_over_does_not_come_back_to_life(world: World
 
 
 @pytest.mark.rule(25)
-async def test_what_was_copied_out_after_its_commit_is_promoted_by_the_next_owner(
+async def test_next_owner_promotes_copy_made_after_commit(
     world: World,
 ) -> None:
     """Its half message is gone, its marker lies above the progress of the turn that copied it."""
@@ -204,7 +204,7 @@ async def test_what_was_copied_out_after_its_commit_is_promoted_by_the_next_owne
 
 
 @pytest.mark.rule(25)
-async def test_what_is_decided_before_its_copy_is_written_is_copied_all_the_same(
+async def test_transaction_decided_before_copy_is_copied(
     world: World,
 ) -> None:
     """Its target takes nothing for longer than half messages are kept."""
@@ -235,7 +235,7 @@ async def test_what_is_decided_before_its_copy_is_written_is_copied_all_the_same
 
 @pytest.mark.rule(10)
 @pytest.mark.parametrize("topic", LOGS)
-async def test_retention_that_deletes_while_an_owner_recovers_stops_nothing(
+async def test_retention_during_recovery_stops_nothing(
     world: World, topic: str
 ) -> None:
     owner = await world.owner()
@@ -265,7 +265,7 @@ async def test_retention_that_deletes_while_an_owner_recovers_stops_nothing(
 
 @pytest.mark.rule(10)
 @pytest.mark.parametrize("topic", LOGS)
-async def test_a_snapshot_beyond_the_end_stops_the_partition(world: World, topic: str) -> None:
+async def test_snapshot_beyond_end_stops_partition(world: World, topic: str) -> None:
     owner = await world.owner()
     id = await world.prepared(owner)
     await commit(owner, id)
@@ -283,7 +283,7 @@ async def test_a_snapshot_beyond_the_end_stops_the_partition(world: World, topic
 
 @pytest.mark.rule(10)
 @pytest.mark.parametrize("topic", LOGS)
-async def test_a_snapshot_of_another_log_stops_the_partition(world: World, topic: str) -> None:
+async def test_snapshot_of_another_log_stops_partition(world: World, topic: str) -> None:
     owner = await world.owner()
     id = await world.prepared(owner)
     world.zombie_mark("check", id, round=1, number=1, reason="due")
@@ -300,7 +300,7 @@ async def test_a_snapshot_of_another_log_stops_the_partition(world: World, topic
 @pytest.mark.rule(10)
 @pytest.mark.parametrize("more", [0, 1, 3])
 @pytest.mark.parametrize("topic", LOGS)
-async def test_a_log_that_is_made_anew_under_its_owner_stops_it(
+async def test_recreated_log_stops_its_owner(
     world: World, topic: str, more: int
 ) -> None:
     owner = await world.owner()
@@ -323,7 +323,7 @@ def _made_anew(world: World, topic: str, records: list[Record]) -> None:
 # --- hanging -----------------------------------------------------------------------------------
 
 
-async def test_a_claim_that_hangs_is_shown_until_it_does_not(world: World) -> None:
+async def test_hanging_claim_is_shown_until_it_succeeds(world: World) -> None:
     hangs = asyncio.Event()
 
     async def hanging(inner: MemoryPartitionDoor, claim: Claim) -> Claimed:
@@ -346,7 +346,7 @@ async def test_a_claim_that_hangs_is_shown_until_it_does_not(world: World) -> No
 
 
 @pytest.mark.rule(26)
-async def test_suspended_it_writes_nothing_and_resumed_it_goes_on_without_a_claim(
+async def test_suspended_owner_writes_nothing_and_resumes(
     world: World,
 ) -> None:
     owner = await world.owner()
@@ -379,7 +379,7 @@ async def test_suspended_it_writes_nothing_and_resumed_it_goes_on_without_a_clai
     await until(lambda: world.visible() == [id, again])
 
 
-async def test_a_call_that_was_reading_when_touch_was_lost_does_not_wait_for_it(
+async def test_call_in_flight_fails_when_owner_is_suspended(
     world: World,
 ) -> None:
     owner = await world.owner()
@@ -397,7 +397,7 @@ async def test_a_call_that_was_reading_when_touch_was_lost_does_not_wait_for_it(
 
 
 @pytest.mark.rule(26)
-async def test_an_owner_that_slept_through_a_takeover_is_fenced_when_it_resumes(
+async def test_owner_resumed_after_takeover_is_fenced(
     world: World,
 ) -> None:
     zombie = await world.owner()
@@ -414,7 +414,7 @@ async def test_an_owner_that_slept_through_a_takeover_is_fenced_when_it_resumes(
     assert world.visible()[0] == id
 
 
-async def test_what_another_owner_promoted_meanwhile_is_not_promoted_again(
+async def test_promotion_of_another_owner_is_not_repeated(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # It does not happen to read what the other wrote before its turn is fenced.
@@ -446,7 +446,7 @@ async def test_what_another_owner_promoted_meanwhile_is_not_promoted_again(
 
 
 @pytest.mark.rule(27)
-async def test_a_newer_copy_is_kept_and_stops_the_partition(world: World) -> None:
+async def test_newer_copy_is_kept_and_stops_partition(world: World) -> None:
     await (await world.owner()).close()
     (record,) = encode_kept(ParkedCopy(world.half(), 0, 0, State.PARKED))
     newer = structs.replace(record, headers=(("txb-v", b"9 check kept"), *record.headers[1:]))
@@ -457,7 +457,7 @@ async def test_a_newer_copy_is_kept_and_stops_the_partition(world: World) -> Non
 
 
 @pytest.mark.rule(27)
-async def test_a_newer_half_message_stops_a_takeover(world: World) -> None:
+async def test_newer_half_message_stops_takeover(world: World) -> None:
     await (await world.owner()).close()
     (record,) = encode_half(world.half())
     newer = structs.replace(record, headers=(("txb-v", b"9 check"), *record.headers[1:]))
@@ -466,7 +466,7 @@ async def test_a_newer_half_message_stops_a_takeover(world: World) -> None:
         await world.owner()
 
 
-async def test_one_group_cannot_take_all_the_room(world: World) -> None:
+async def test_one_group_cannot_fill_partition(world: World) -> None:
     owner = await world.owner(pending_group_max=3)
     halves = [world.half() for _ in range(10)]
     done = await asyncio.gather(*[prepare(owner, h) for h in halves], return_exceptions=True)

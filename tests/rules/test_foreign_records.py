@@ -53,7 +53,7 @@ async def write(world: World, log: str, *records: Record, inside: bool) -> None:
 
 
 @pytest.mark.rule(10)
-async def test_a_copy_of_our_progress_promotes_nothing_again(world: World) -> None:
+async def test_foreign_copy_of_checkpoint_repeats_no_promotion(world: World) -> None:
     owner = await world.owner()
     first = await world.committed(owner)
     await until(lambda: world.visible() == [first])
@@ -70,7 +70,7 @@ async def test_a_copy_of_our_progress_promotes_nothing_again(world: World) -> No
 
 
 @pytest.mark.rule(10)
-async def test_progress_that_is_gone_stops_a_partition_whose_snapshot_tells_of_it(
+async def test_missing_checkpoint_named_by_snapshot_stops(
     world: World,
 ) -> None:
     owner = await world.owner()
@@ -89,7 +89,7 @@ async def test_progress_that_is_gone_stops_a_partition_whose_snapshot_tells_of_i
 
 
 @pytest.mark.rule(10)
-async def test_a_snapshot_tells_of_no_progress_that_is_not_committed(world: World) -> None:
+async def test_snapshot_names_committed_checkpoints_only(world: World) -> None:
     """Or the partition would stop once compaction has removed an older claim."""
     begun = asyncio.Event()
 
@@ -122,7 +122,7 @@ async def test_a_snapshot_tells_of_no_progress_that_is_not_committed(world: Worl
         ("parked", True, 1),
     ],
 )
-async def test_what_no_version_of_ours_writes_stops_nothing(
+async def test_foreign_records_stop_nothing(
     world: World, log: str, inside: bool, partition: int, running: bool
 ) -> None:
     owner = await world.owner()
@@ -144,7 +144,7 @@ async def test_what_no_version_of_ours_writes_stops_nothing(
 @pytest.mark.parametrize(
     ("inside", "partition", "stops"), [(False, 0, True), (True, 0, False), (False, 1, False)]
 )
-async def test_before_the_first_claim_what_no_version_of_ours_writes_stops_nothing(
+async def test_foreign_records_before_first_claim_stop_nothing(
     world: World, log: str, inside: bool, partition: int, stops: bool
 ) -> None:
     await write(world, log, newer(world, log, partition), inside=inside)
@@ -157,7 +157,7 @@ async def test_before_the_first_claim_what_no_version_of_ours_writes_stops_nothi
 
 
 @pytest.mark.rule(27)
-async def test_a_newer_marker_under_another_key_stops_nothing(world: World) -> None:
+async def test_newer_marker_with_wrong_key_stops_nothing(world: World) -> None:
     owner = await world.owner()
     world.zombie_op(Record(b"x", b'{"v": %d}' % NEWER))
     first = await world.committed(owner)
@@ -167,7 +167,7 @@ async def test_a_newer_marker_under_another_key_stops_nothing(world: World) -> N
 
 @pytest.mark.rule(27)
 @pytest.mark.parametrize("inside", [True, False])
-async def test_a_tombstone_behind_a_newer_copy_takes_it_away(world: World, inside: bool) -> None:
+async def test_tombstone_removes_newer_copy(world: World, inside: bool) -> None:
     await (await world.owner()).close()
     copy = newer(world, "parked", 0)
     await write(world, "parked", copy, inside=True)
@@ -179,7 +179,7 @@ async def test_a_tombstone_behind_a_newer_copy_takes_it_away(world: World, insid
 
 
 @pytest.mark.rule(27)
-async def test_a_newer_copy_is_passed_over_by_decision(world: World) -> None:
+async def test_newer_copy_is_skipped_by_operator(world: World) -> None:
     await (await world.owner()).close()
     await write(world, "parked", newer(world, "parked", 0), inside=True)
     (stored,) = world.kafka.visible("txbroker.parked")
@@ -189,7 +189,7 @@ async def test_a_newer_copy_is_passed_over_by_decision(world: World) -> None:
 
 
 @pytest.mark.rule(10)
-async def test_a_tombstone_of_another_client_takes_no_copy_of_ours(world: World) -> None:
+async def test_foreign_tombstone_removes_no_copy(world: World) -> None:
     await (await world.owner()).close()
     half = world.half(Message("t", b"k", b"v", partition=0))
     (copy,) = encode_kept(ParkedCopy(half, 0, world.clock.now_ms(), State.PARKED))

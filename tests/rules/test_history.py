@@ -137,7 +137,7 @@ async def all_found(past: Past, step: int) -> None:
         assert [attempt.endpoint for attempt in found.checks.attempts] == ["http://g"]
 
 
-async def test_one_among_thousands_is_found_with_its_checks_and_targets() -> None:
+async def test_transaction_is_found_with_checks_and_targets() -> None:
     past = Past()
     past.run(4000)
     id = past.prepare(Message("t", b"k", b"1", partition=1), Message("u", None, None, partition=0))
@@ -158,7 +158,7 @@ async def test_one_among_thousands_is_found_with_its_checks_and_targets() -> Non
     await all_found(past, 97)
 
 
-async def test_replaced_messages_are_found() -> None:
+async def test_final_messages_are_found() -> None:
     past = Past()
     past.run(100)
     id = past.prepare()
@@ -168,7 +168,7 @@ async def test_replaced_messages_are_found() -> None:
     assert (found.state, found.verdict.decision) == (State.PROMOTED, "commit")
 
 
-async def test_it_reads_what_is_needed_by_time() -> None:
+async def test_search_reads_few_records() -> None:
     past = Past()
     past.run(8000, step_ms=1000)
     id = past.ids[4000]
@@ -185,7 +185,7 @@ async def test_it_reads_what_is_needed_by_time() -> None:
 
 @pytest.mark.parametrize("back_ms", [600_000, 24 * HOUR_MS])
 @pytest.mark.parametrize("whose", ["half", "op", "both"])
-async def test_clocks_that_were_put_back_hide_nothing(whose: str, back_ms: int) -> None:
+async def test_clock_set_back_hides_nothing(whose: str, back_ms: int) -> None:
     past = Past()
     past.run(1000)
     for _ in range(2):
@@ -200,13 +200,13 @@ async def test_clocks_that_were_put_back_hide_nothing(whose: str, back_ms: int) 
 
 @pytest.mark.rule(3)
 @pytest.mark.parametrize("step_ms", [WINDOW_MS // 4, 2 * WINDOW_MS, HOUR_MS])
-async def test_where_little_is_prepared_later_ones_do_not_mislead(step_ms: int) -> None:
+async def test_sparse_log_does_not_mislead_search(step_ms: int) -> None:
     past = Past()
     past.run(200, step_ms=step_ms)
     await all_found(past, 1)
 
 
-async def test_void_half_messages_do_not_mislead() -> None:
+async def test_void_half_messages_do_not_mislead_search() -> None:
     past = Past()
     for number in range(400):
         past.run(7)
@@ -218,7 +218,7 @@ async def test_void_half_messages_do_not_mislead() -> None:
             await past.find(id)
 
 
-async def test_what_the_log_does_not_reach_back_to_is_too_old() -> None:
+async def test_transaction_before_log_start_is_too_old() -> None:
     past = Past()
     past.run(4000)
     past.half.partition.delete_before(2000)
@@ -232,7 +232,7 @@ async def test_what_the_log_does_not_reach_back_to_is_too_old() -> None:
 
 
 @pytest.mark.parametrize("op", ["there", "gone", "silent", "of another"])
-async def test_of_a_brief_one_the_marker_tells_who_decided_it(
+async def test_summary_gets_verdict_from_marker(
     op: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     past = Past()
@@ -256,7 +256,7 @@ async def silent(offsets: Sequence[int]) -> Sequence[Record]:
     raise KafkaUnavailable("no answer")
 
 
-async def test_a_silent_kafka_holds_no_answer_up(
+async def test_silent_kafka_delays_no_answer(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     owner = await world.owner()

@@ -91,7 +91,7 @@ def kinds(answers: Sequence[Answer]) -> list[str]:
 
 @pytest.mark.rule(29)
 @pytest.mark.parametrize("bad", [{0}, {255}, {100}, {3, 4, 200}, {*range(0, 256, 5)}])
-async def test_a_refused_run_is_split_down_to_what_the_broker_does_not_take(
+async def test_refused_run_is_split_down_to_bad_row(
     world: World, bad: set[int]
 ) -> None:
     owner, run = await world.owner(), halves(world, FRAME)
@@ -120,7 +120,7 @@ async def test_a_refused_run_is_split_down_to_what_the_broker_does_not_take(
 
 
 @pytest.mark.rule(29)
-async def test_what_fits_no_batch_keeps_none_of_its_run_out(world: World) -> None:
+async def test_oversized_row_spoils_no_other_of_run(world: World) -> None:
     owner, run = await world.owner(), halves(world, FRAME)
     large = "x" * owner._half._log.batch_bytes_max
     for number in (0, 100, 101, 255):
@@ -148,7 +148,7 @@ async def test_what_fits_no_batch_keeps_none_of_its_run_out(world: World) -> Non
         ({}, 30_000, None),
     ],
 )
-async def test_a_run_is_refused_exactly_as_many_as_one_by_one(
+async def test_run_refuses_as_many_as_single_calls(
     world: World,
     monkeypatch: pytest.MonkeyPatch,
     settings: dict[str, int],
@@ -174,7 +174,7 @@ async def test_a_run_is_refused_exactly_as_many_as_one_by_one(
 
 
 @pytest.mark.rule(29)
-async def test_what_is_stored_of_a_long_run_counts_once(world: World) -> None:
+async def test_stored_part_of_long_run_counts_once(world: World) -> None:
     owner = await world.owner(pending_max=1500, pending_group_max=1500)
     gate = Gate()
     world.partition.half.script.extend([as_it_is, gate.append])
@@ -194,7 +194,7 @@ async def test_what_is_stored_of_a_long_run_counts_once(world: World) -> None:
 
 @pytest.mark.rule(29)
 @pytest.mark.parametrize("middle", [as_it_is, without_offset, without_time])
-async def test_a_run_of_several_batches_is_stored_once_in_order(
+async def test_run_of_several_batches_is_stored_in_order(
     world: World, middle: Append
 ) -> None:
     owner = await world.owner(**ROOM)
@@ -228,7 +228,7 @@ async def test_a_run_of_several_batches_is_stored_once_in_order(
 
 @pytest.mark.rule(29)
 @pytest.mark.parametrize("middle", [stored_unanswered, lost_unanswered])
-async def test_what_was_not_answered_of_a_run_is_repeated_without_harm(
+async def test_unanswered_part_of_run_can_be_repeated(
     world: World, middle: Append
 ) -> None:
     owner = await world.owner(**ROOM)
@@ -256,7 +256,7 @@ async def test_what_was_not_answered_of_a_run_is_repeated_without_harm(
 
 
 @pytest.mark.rule(29)
-async def test_who_gives_a_run_up_leaves_what_was_not_on_its_way(world: World) -> None:
+async def test_cancelled_run_drops_unsent_rows(world: World) -> None:
     owner = await world.owner(**ROOM)
     gate, run = Gate(), halves(world, LONG)
     world.partition.half.script.append(gate.append)
@@ -273,7 +273,7 @@ async def test_who_gives_a_run_up_leaves_what_was_not_on_its_way(world: World) -
 
 
 @pytest.mark.rule(29)
-async def test_a_run_is_cut_where_its_owner_is_suspended(world: World) -> None:
+async def test_suspended_owner_cuts_run(world: World) -> None:
     owner = await world.owner(**ROOM)
     gate, run = Gate(), halves(world, LONG)
     world.partition.half.script.append(gate.append)
@@ -300,7 +300,7 @@ async def test_a_run_is_cut_where_its_owner_is_suspended(world: World) -> None:
 
 @pytest.mark.rule(29)
 @pytest.mark.parametrize("append", [as_it_is, without_offset, without_time, refusing(["nobody"])])
-async def test_of_runs_in_one_batch_each_operation_has_its_own_answer(
+async def test_each_operation_of_batch_gets_its_answer(
     world: World, append: Append
 ) -> None:
     owner, gate = await world.owner(), Gate()

@@ -30,7 +30,7 @@ async def at_work(world: World) -> tuple[Broker, ScriptedDoor, PartitionOwner]:
 
 @pytest.mark.rule(16)
 @pytest.mark.parametrize("error", [ConfigurationError("the group is full"), RuntimeError("odd")])
-async def test_a_proxy_that_left_joins_again_whatever_kept_it_out(
+async def test_proxy_that_left_rejoins_after_any_error(
     world: World, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
     broker, door, _ = await at_work(world)
@@ -48,7 +48,7 @@ async def test_a_proxy_that_left_joins_again_whatever_kept_it_out(
 
 
 @pytest.mark.rule(16)
-async def test_time_out_of_touch_does_not_make_a_claim_stuck(world: World) -> None:
+async def test_lost_contact_does_not_count_as_stuck_claim(world: World) -> None:
     async def claim(inner: MemoryPartitionDoor, claim: Claim) -> Claimed:
         await gate.wait()
         return await inner.claim(claim)
@@ -71,7 +71,7 @@ async def test_time_out_of_touch_does_not_make_a_claim_stuck(world: World) -> No
     await until(lambda: broker.readiness().ready)
 
 
-async def test_who_gives_up_leaving_does_not_leave_owners_half_closed(
+async def test_cancelled_leave_closes_owners(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     broker, door, _ = await at_work(world)
@@ -94,7 +94,7 @@ async def test_who_gives_up_leaving_does_not_leave_owners_half_closed(
 
 
 @pytest.mark.rule(26)
-async def test_what_another_owner_took_while_out_of_touch_is_counted(
+async def test_takeover_during_lost_contact_is_counted(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fenced: list[str] = []
@@ -111,7 +111,7 @@ async def test_what_another_owner_took_while_out_of_touch_is_counted(
 
 
 @pytest.mark.rule(26)
-async def test_who_slept_for_a_session_answers_no_question_from_memory(
+async def test_paused_proxy_answers_nothing_from_memory(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     broker, door, owner = await at_work(world)
@@ -130,7 +130,7 @@ async def test_who_slept_for_a_session_answers_no_question_from_memory(
 
 
 @pytest.mark.rule(26)
-async def test_what_has_no_key_goes_to_a_partition_that_is_not_suspended(world: World) -> None:
+async def test_keyless_prepare_avoids_suspended_partition(world: World) -> None:
     door = ScriptedDoor(world.kafka, topic_prefix="x", half_partitions=2)
     broker = await world.broker(door)
     await until(lambda: len(broker.mine()) == 2)

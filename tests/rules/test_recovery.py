@@ -240,7 +240,7 @@ def _check_promoted(world: World, owner: PartitionOwner) -> None:
 
 @pytest.mark.rule(10, 11)
 @pytest.mark.parametrize("seed", range(SEEDS))
-async def test_recovery_equals_a_replay_at_every_moment(world: World, seed: int) -> None:
+async def test_recovery_equals_replay_at_every_moment(world: World, seed: int) -> None:
     work = Work(world, seed)
     await work.run()
     seen: Counter[str] = Counter()
@@ -253,7 +253,7 @@ async def test_recovery_equals_a_replay_at_every_moment(world: World, seed: int)
 
 @pytest.mark.rule(11)
 @pytest.mark.parametrize("seed", range(100, 100 + SEEDS))
-async def test_recovery_equals_a_replay_wherever_the_checkpoint_topic_ends(
+async def test_recovery_equals_replay_at_every_checkpoint_end(
     world: World, seed: int
 ) -> None:
     work = Work(world, seed)

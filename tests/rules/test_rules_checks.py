@@ -112,7 +112,7 @@ def silent(_: CheckCall) -> CheckResult:
 
 
 @pytest.mark.rule(21)
-async def test_the_question_goes_out_behind_its_marker(world: World) -> None:
+async def test_question_is_sent_after_its_marker(world: World) -> None:
     owner, group, runner = await asking(world, lambda _: Answered(Decision.COMMIT))
     gate = Gate()
     world.partition.op.script.append(gate.append_unheard)
@@ -132,7 +132,7 @@ async def test_the_question_goes_out_behind_its_marker(world: World) -> None:
 
 
 @pytest.mark.rule(21)
-async def test_an_attempt_that_another_owner_made_first_is_not_asked(world: World) -> None:
+async def test_attempt_of_another_owner_is_not_asked(world: World) -> None:
     owner = await world.owner()
     id = await world.prepared(owner, policy=NOW)
     first = behind(lambda: world.zombie_mark("check", id, round=1, number=1, reason="due"))
@@ -144,7 +144,7 @@ async def test_an_attempt_that_another_owner_made_first_is_not_asked(world: Worl
 
 @pytest.mark.rule(21)
 @pytest.mark.parametrize("kind", ["commit", "rollback"])
-async def test_an_attempt_behind_a_decision_is_not_asked(world: World, kind: str) -> None:
+async def test_attempt_after_decision_is_not_asked(world: World, kind: str) -> None:
     owner = await world.owner()
     id = await world.prepared(owner, policy=NOW)
     world.partition.op.script.append(behind(lambda: world.zombie_mark(kind, id, group=GROUP)))
@@ -153,7 +153,7 @@ async def test_an_attempt_behind_a_decision_is_not_asked(world: World, kind: str
 
 
 @pytest.mark.rule(21)
-async def test_an_attempt_that_is_decided_in_its_own_batch_is_not_asked(world: World) -> None:
+async def test_attempt_decided_in_its_batch_is_not_asked(world: World) -> None:
     owner = await world.owner()
     third, other = await world.prepared(owner), await world.prepared(owner)
     id = await world.prepared(owner, policy=NOW)
@@ -178,7 +178,7 @@ async def test_an_attempt_that_is_decided_in_its_own_batch_is_not_asked(world: W
 
 
 @pytest.mark.rule(21)
-async def test_an_attempt_before_its_time_is_neither_written_nor_asked(world: World) -> None:
+async def test_early_attempt_is_neither_written_nor_asked(world: World) -> None:
     owner = await world.owner()
     id = await world.prepared(owner)
     assert await attempt(owner.checks, id, DUE) is None
@@ -188,7 +188,7 @@ async def test_an_attempt_before_its_time_is_neither_written_nor_asked(world: Wo
 
 
 @pytest.mark.rule(21)
-async def test_an_attempt_whose_marker_was_not_answered_is_not_asked(world: World) -> None:
+async def test_attempt_with_unanswered_marker_is_not_asked(world: World) -> None:
     owner = await world.owner()
     id = await world.prepared(owner, policy=NOW)
     world.partition.op.script.append(lost_unanswered)
@@ -200,7 +200,7 @@ async def test_an_attempt_whose_marker_was_not_answered_is_not_asked(world: Worl
 
 
 @pytest.mark.rule(21)
-async def test_a_marker_tells_what_came_of_the_attempt_before(world: World) -> None:
+async def test_marker_holds_outcome_of_previous_attempt(world: World) -> None:
     owner, group, runner = await asking(world, lambda call: Unclear(f"no answer {call.number}"))
     await world.prepared(owner, policy=QUICK)
     await until(lambda: len(group.asked) == 3)
@@ -213,7 +213,7 @@ async def test_a_marker_tells_what_came_of_the_attempt_before(world: World) -> N
 
 
 @pytest.mark.rule(21, 22)
-async def test_who_was_not_reached_does_not_count_and_the_number_is_not_used_again(
+async def test_unreached_attempt_is_returned_and_number_not_reused(
     world: World,
 ) -> None:
     owner = await world.owner()
@@ -229,7 +229,7 @@ async def test_who_was_not_reached_does_not_count_and_the_number_is_not_used_aga
 
 
 @pytest.mark.rule(22)
-async def test_what_is_unclear_counts(world: World) -> None:
+async def test_unclear_attempt_counts(world: World) -> None:
     owner = await world.owner()
     id = await world.prepared(owner, policy=NOW)
     call = await attempt(owner.checks, id, DUE)
@@ -242,7 +242,7 @@ async def test_what_is_unclear_counts(world: World) -> None:
 
 
 @pytest.mark.rule(22)
-async def test_it_is_parked_after_the_last_attempt_and_its_timeout(world: World) -> None:
+async def test_transaction_is_parked_after_last_timeout(world: World) -> None:
     owner, group, runner = await asking(world, silent)
     id = await world.prepared(owner, policy=QUICK)
     await until(lambda: known(owner, id).state is State.PARKED)
@@ -258,7 +258,7 @@ async def test_it_is_parked_after_the_last_attempt_and_its_timeout(world: World)
     await runner.close()
 
 
-async def test_a_surprise_in_parking_stops_the_partition(
+async def test_unexpected_error_in_parking_stops_partition(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     owner, _, runner = await asking(world, silent)
@@ -276,7 +276,7 @@ async def test_a_surprise_in_parking_stops_the_partition(
     await runner.close()
 
 
-async def test_one_that_parks_while_an_older_copy_is_written_gets_one_that_says_so(
+async def test_transaction_parked_during_copy_is_copied_again(
     world: World,
 ) -> None:
     async def slowly(door: MemoryPartitionDoor, turn: PromotionTxn) -> PromotionTxnHandle:
@@ -299,7 +299,7 @@ async def test_one_that_parks_while_an_older_copy_is_written_gets_one_that_says_
 
 
 @pytest.mark.rule(22)
-async def test_no_attempt_is_accepted_beyond_the_last(world: World) -> None:
+async def test_no_attempt_is_accepted_after_the_last(world: World) -> None:
     owner = await world.owner()
     id = await world.prepared(owner, policy=CheckPolicy(0.0, 0.0, 2, 60.0))
     for number in (1, 2, 3):
@@ -310,7 +310,7 @@ async def test_no_attempt_is_accepted_beyond_the_last(world: World) -> None:
 
 
 @pytest.mark.rule(22)
-async def test_a_parked_one_is_decided_by_hand_and_answers_in_flight_are_ignored(
+async def test_parked_transaction_ignores_answers_in_flight(
     world: World,
 ) -> None:
     owner = await world.owner()
@@ -326,7 +326,7 @@ async def test_a_parked_one_is_decided_by_hand_and_answers_in_flight_are_ignored
 
 
 @pytest.mark.rule(22)
-async def test_a_revived_one_gets_a_new_round_and_answers_of_the_old_are_ignored(
+async def test_revived_transaction_ignores_old_round(
     world: World,
 ) -> None:
     owner = await world.owner()
@@ -348,7 +348,7 @@ async def test_a_revived_one_gets_a_new_round_and_answers_of_the_old_are_ignored
 
 
 @pytest.mark.rule(22)
-async def test_an_answer_behind_a_decision_is_ignored(world: World) -> None:
+async def test_answer_after_decision_is_ignored(world: World) -> None:
     owner = await world.owner()
     id = await world.prepared(owner, policy=NOW)
     call = await attempt(owner.checks, id, DUE)
@@ -364,7 +364,7 @@ async def test_an_answer_behind_a_decision_is_ignored(world: World) -> None:
 
 
 @pytest.mark.rule(23)
-async def test_asked_for_it_comes_at_once_counts_and_keeps_a_second(world: World) -> None:
+async def test_requested_check_is_immediate_counted_and_spaced(world: World) -> None:
     owner = await world.owner()
     id = await world.prepared(owner, policy=THREE)
     handed = world.runner.due_now
@@ -385,7 +385,7 @@ async def test_asked_for_it_comes_at_once_counts_and_keeps_a_second(world: World
     assert len(known(owner, id).checks.counted_ms) == 2
 
 
-async def test_the_marker_of_a_check_tells_who_asked_for_it(world: World) -> None:
+async def test_marker_of_check_names_requester(world: World) -> None:
     owner = await world.owner()
     id = await world.prepared(owner, policy=THREE)
     await until(lambda: world.runner.due_now == [(id, DUE)])
@@ -403,7 +403,7 @@ async def test_the_marker_of_a_check_tells_who_asked_for_it(world: World) -> Non
 
 
 @pytest.mark.rule(23)
-async def test_the_last_attempt_of_a_round_is_never_pulled_forward(world: World) -> None:
+async def test_last_attempt_is_never_pulled_forward(world: World) -> None:
     owner = await world.owner()
     id = await world.prepared(owner, policy=structs.replace(NOW, attempts_max=2))
     call = await attempt(owner.checks, id, DUE)
@@ -416,7 +416,7 @@ async def test_the_last_attempt_of_a_round_is_never_pulled_forward(world: World)
 
 
 @pytest.mark.rule(23)
-async def test_not_yet_costs_nothing_and_is_kept_to(world: World) -> None:
+async def test_not_yet_uses_no_attempt_and_is_obeyed(world: World) -> None:
     owner = await world.owner()
     id = await world.prepared(owner, policy=NOW)
     call = await attempt(owner.checks, id, DUE)
@@ -436,7 +436,7 @@ async def test_not_yet_costs_nothing_and_is_kept_to(world: World) -> None:
     assert transaction.next_check_ms() - world.clock.now_ms() <= LATER_S_MAX * 1000
 
 
-async def test_the_instance_that_prepared_is_preferred(world: World) -> None:
+async def test_preparing_instance_is_preferred(world: World) -> None:
     owner = await world.owner()
     half = world.half()
     await prepare(owner, half, "instance-7")

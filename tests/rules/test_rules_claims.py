@@ -53,7 +53,7 @@ _NUMBERS = itertools.count()
 
 
 @pytest.mark.rule(8)
-async def test_an_owner_claims_before_it_reads_and_writes_nothing_before(world: World) -> None:
+async def test_owner_claims_before_reading_or_writing(world: World) -> None:
     await (await world.owner()).close()
     await world.owner()
     calls = world.partition.calls
@@ -63,7 +63,7 @@ async def test_an_owner_claims_before_it_reads_and_writes_nothing_before(world: 
 
 
 @pytest.mark.rule(8)
-async def test_a_lost_claim_is_tried_again_while_the_partition_is_ours(world: World) -> None:
+async def test_lost_claim_is_retried_while_assigned(world: World) -> None:
     owner = world.make()
     world.partition.claims.extend([_fenced, _fenced])
     await owner.open()
@@ -73,7 +73,7 @@ async def test_a_lost_claim_is_tried_again_while_the_partition_is_ours(world: Wo
 
 
 @pytest.mark.rule(8)
-async def test_a_lost_claim_of_a_partition_that_moved_is_given_up(world: World) -> None:
+async def test_lost_claim_of_moved_partition_is_abandoned(world: World) -> None:
     owner = world.make()
     world.proxy.ours = False
     world.partition.claims.append(_fenced)
@@ -84,7 +84,7 @@ async def test_a_lost_claim_of_a_partition_that_moved_is_given_up(world: World) 
 
 
 @pytest.mark.rule(8)
-async def test_each_claim_has_a_name_of_its_own(world: World) -> None:
+async def test_each_claim_has_a_unique_id(world: World) -> None:
     for _ in range(2):
         await (await world.owner()).close()
     records = world.kafka.visible("txbroker.checkpoint")
@@ -93,7 +93,7 @@ async def test_each_claim_has_a_name_of_its_own(world: World) -> None:
 
 
 @pytest.mark.rule(9)
-async def test_a_hanging_claim_is_shown_and_tried_again(world: World) -> None:
+async def test_hanging_claim_is_shown_and_retried(world: World) -> None:
     hangs = True
 
     async def claim(inner: MemoryPartitionDoor, claim: Claim) -> Claimed:
@@ -116,7 +116,7 @@ async def test_a_hanging_claim_is_shown_and_tried_again(world: World) -> None:
 
 
 @pytest.mark.rule(10)
-async def test_every_turn_carries_the_progress(world: World) -> None:
+async def test_every_promotion_carries_checkpoint(world: World) -> None:
     owner = await world.owner()
     for count in (1, 2, 3):
         id = await world.committed(owner)
@@ -131,7 +131,7 @@ async def test_every_turn_carries_the_progress(world: World) -> None:
 
 
 @pytest.mark.rule(11, 12)
-async def test_what_lies_below_progress_has_no_effect_again(world: World) -> None:
+async def test_records_below_checkpoint_have_no_effect(world: World) -> None:
     owner = await world.owner()
     ids = [await world.committed(owner) for _ in range(3)]
     await until(lambda: world.told.promotions == ids)
@@ -146,7 +146,7 @@ async def test_what_lies_below_progress_has_no_effect_again(world: World) -> Non
 
 
 @pytest.mark.rule(12)
-async def test_what_was_committed_and_not_promoted_is_promoted_by_the_next_owner(
+async def test_next_owner_promotes_committed_transactions(
     world: World,
 ) -> None:
     owner = await world.owner()
@@ -161,7 +161,7 @@ async def test_what_was_committed_and_not_promoted_is_promoted_by_the_next_owner
 
 
 @pytest.mark.rule(10)
-async def test_a_marker_below_progress_whose_half_came_later_is_not_done(world: World) -> None:
+async def test_marker_before_half_is_not_covered_by_checkpoint(world: World) -> None:
     owner = await world.owner()
     late = world.half(message("late"))
     world.zombie_mark(MarkerKind.COMMIT, late.id, group=GROUP)
@@ -177,7 +177,7 @@ async def test_a_marker_below_progress_whose_half_came_later_is_not_done(world: 
 
 
 @pytest.mark.rule(12)
-async def test_attempts_count_over_a_restart(world: World) -> None:
+async def test_attempts_count_across_restart(world: World) -> None:
     owner = await world.owner()
     half = world.half()
     await prepare(owner, half)
@@ -193,7 +193,7 @@ async def test_attempts_count_over_a_restart(world: World) -> None:
 
 
 @pytest.mark.rule(10)
-async def test_a_truncated_or_recreated_topic_stops_its_partition_and_no_other(
+async def test_truncated_or_recreated_topic_stops_one_partition(
     world: World,
 ) -> None:
     broker = await broker_on(world, 2)
@@ -215,7 +215,7 @@ async def test_a_truncated_or_recreated_topic_stops_its_partition_and_no_other(
 
 @pytest.mark.rule(10)
 @pytest.mark.parametrize("topic", ["half", "op"])
-async def test_a_log_that_ends_before_progress_is_refused(world: World, topic: str) -> None:
+async def test_log_ending_before_checkpoint_is_refused(world: World, topic: str) -> None:
     owner = await world.owner()
     for _ in range(3):
         await world.committed(owner)
@@ -228,7 +228,7 @@ async def test_a_log_that_ends_before_progress_is_refused(world: World, topic: s
 
 @pytest.mark.rule(10)
 @pytest.mark.parametrize("topic", ["half", "op"])
-async def test_a_recreated_log_that_has_grown_past_progress_is_refused(
+async def test_recreated_log_past_checkpoint_is_refused(
     world: World, topic: str
 ) -> None:
     owner = await world.owner()
@@ -248,7 +248,7 @@ async def test_a_recreated_log_that_has_grown_past_progress_is_refused(
 
 @pytest.mark.rule(10)
 @pytest.mark.parametrize("topic", ["half", "op"])
-async def test_a_log_that_ends_before_the_last_record_that_was_read_is_refused(
+async def test_log_ending_before_last_read_record_is_refused(
     world: World, topic: str
 ) -> None:
     """A checkpoint can lie below what was read when it was written: the rest must be read."""
@@ -264,7 +264,7 @@ async def test_a_log_that_ends_before_the_last_record_that_was_read_is_refused(
 
 
 @pytest.mark.rule(10)
-async def test_a_partition_that_was_truncated_while_it_is_owned_stops(world: World) -> None:
+async def test_truncation_stops_owned_partition(world: World) -> None:
     owner = await world.owner()
     await world.prepared(owner)
     world.kafka.truncate("txbroker.half", before=1)
@@ -275,7 +275,7 @@ async def test_a_partition_that_was_truncated_while_it_is_owned_stops(world: Wor
 
 
 @pytest.mark.rule(10)
-async def test_refused_ones_and_their_cause_survive_a_restart(world: World) -> None:
+async def test_refused_transactions_survive_restart_with_cause(world: World) -> None:
     owner = await world.owner()
     id = await world.prepared(owner, message("big" * 100))
     world.kafka.set_message_bytes_max("t", 100)
@@ -293,7 +293,7 @@ async def test_refused_ones_and_their_cause_survive_a_restart(world: World) -> N
 
 
 @pytest.mark.rule(10)
-async def test_a_damaged_copy_of_a_refused_one_stops_the_partition(world: World) -> None:
+async def test_damaged_copy_of_refused_stops_partition(world: World) -> None:
     """It would count as promoted: after a lost turn, and with the next owner."""
     owner = await world.owner()
     world.kafka.set_message_bytes_max("u", 200)
@@ -313,7 +313,7 @@ async def test_a_damaged_copy_of_a_refused_one_stops_the_partition(world: World)
 
 
 @pytest.mark.rule(10)
-async def test_a_revived_refused_one_is_tried_again_and_no_state_changes(world: World) -> None:
+async def test_revived_refused_transaction_is_retried(world: World) -> None:
     owner = await world.owner()
     id = await world.prepared(owner, message("big" * 100))
     world.kafka.set_message_bytes_max("t", 100)
@@ -334,7 +334,7 @@ async def test_a_revived_refused_one_is_tried_again_and_no_state_changes(world: 
 
 
 @pytest.mark.rule(16)
-async def test_a_fenced_owner_whose_partition_moved_drops_it(world: World) -> None:
+async def test_fenced_owner_drops_moved_partition(world: World) -> None:
     owner = await world.owner()
     world.proxy.ours = False
     world.partition.writes.append(raising(Fenced()))
@@ -348,7 +348,7 @@ async def test_a_fenced_owner_whose_partition_moved_drops_it(world: World) -> No
 
 @pytest.mark.rule(16)
 @pytest.mark.parametrize("error", [Fenced(), PromotionTxnLost(), KafkaUnavailable()])
-async def test_an_owner_in_doubt_claims_again_and_goes_on(world: World, error: Exception) -> None:
+async def test_owner_in_doubt_reclaims_and_continues(world: World, error: Exception) -> None:
     owner = await world.owner()
     world.partition.writes.append(raising(error))
     ids = [await world.committed(owner) for _ in range(2)]
@@ -361,7 +361,7 @@ async def test_an_owner_in_doubt_claims_again_and_goes_on(world: World, error: E
 
 @pytest.mark.rule(16)
 @pytest.mark.parametrize("outcome", [LostReply.DONE, LostReply.NOT_DONE])
-async def test_a_turn_of_unknown_outcome_is_promoted_exactly_once(
+async def test_unknown_commit_is_promoted_exactly_once(
     world: World, outcome: LostReply
 ) -> None:
     owner = await world.owner()
@@ -376,7 +376,7 @@ async def test_a_turn_of_unknown_outcome_is_promoted_exactly_once(
 
 
 @pytest.mark.rule(16)
-async def test_a_fresh_heartbeat_comes_before_the_claim(world: World) -> None:
+async def test_heartbeat_comes_before_reclaim(world: World) -> None:
     owner = await world.owner()
     asked: list[int] = []
 
@@ -392,7 +392,7 @@ async def test_a_fresh_heartbeat_comes_before_the_claim(world: World) -> None:
 
 
 @pytest.mark.rule(3)
-async def test_a_zombies_answer_is_right_and_its_turns_are_not_seen(world: World) -> None:
+async def test_zombie_answers_correctly_and_promotes_nothing(world: World) -> None:
     zombie = await world.owner()
     id = await world.prepared(zombie)
     heir = await world.owner()
@@ -411,7 +411,7 @@ async def test_a_zombies_answer_is_right_and_its_turns_are_not_seen(world: World
 
 
 @pytest.mark.rule(26)
-async def test_assignments_are_taken_at_once_and_recovery_runs_beside(world: World) -> None:
+async def test_assignment_does_not_wait_for_recovery(world: World) -> None:
     async def claim(inner: MemoryPartitionDoor, claim: Claim) -> Claimed:
         await opened.wait()
         return await inner.claim(claim)
@@ -428,7 +428,7 @@ async def test_assignments_are_taken_at_once_and_recovery_runs_beside(world: Wor
     await until(lambda: set(broker.readiness().partitions.values()) == {"owned"})
 
 
-async def test_assigned_again_while_a_fenced_one_still_closes_it_is_opened_anew(
+async def test_reassigned_partition_reopens_while_owner_closes(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def lose(partition: ScriptedPartition) -> None:
@@ -455,7 +455,7 @@ async def test_assigned_again_while_a_fenced_one_still_closes_it_is_opened_anew(
 
 
 @pytest.mark.rule(26)
-async def test_a_call_to_an_owner_that_has_closed_fails_at_once(world: World) -> None:
+async def test_call_to_closed_owner_fails_at_once(world: World) -> None:
     owner = await world.owner()
     id = await world.prepared(owner)
     await owner.close()
@@ -480,7 +480,7 @@ def newer_marker(world: World, id: str, kind: str = "commit") -> Record:
 
 @pytest.mark.rule(27)
 @pytest.mark.parametrize("kind", ["commit", "annul"])
-async def test_a_newer_marker_stops_the_partition_and_no_other(world: World, kind: str) -> None:
+async def test_newer_marker_stops_one_partition(world: World, kind: str) -> None:
     broker = await broker_on(world, 2)
     await until(lambda: broker.readiness().ready)
     id = await _prepare(broker, world, 0)
@@ -497,7 +497,7 @@ async def test_a_newer_marker_stops_the_partition_and_no_other(world: World, kin
 
 
 @pytest.mark.rule(27)
-async def test_a_newer_half_message_stops_the_partition_whoever_reads_it(world: World) -> None:
+async def test_newer_half_message_stops_any_reader(world: World) -> None:
     owner = await world.owner()
     owner._tasks[4].cancel()  # the watch, so that the call below is the first to read it
     await settled()
@@ -515,7 +515,7 @@ async def test_a_newer_half_message_stops_the_partition_whoever_reads_it(world: 
 
 
 @pytest.mark.rule(27)
-async def test_a_newer_marker_in_a_gap_stops_before_our_own_is_answered(world: World) -> None:
+async def test_newer_marker_in_gap_stops_before_answer(world: World) -> None:
     owner = await world.owner()
     id = await world.prepared(owner)
     world.partition.op.script.append(behind(lambda: world.zombie_op(newer_marker(world, id))))
@@ -530,7 +530,7 @@ async def test_a_newer_marker_in_a_gap_stops_before_our_own_is_answered(world: W
 
 
 @pytest.mark.rule("topics")
-def test_a_record_without_the_brokers_append_time_stops_the_partition() -> None:
+def test_record_without_append_time_stops_partition() -> None:
     data = encode_batch(batch_body([Record(b"k", b"v", (), 5)]), producer_id=1, epoch=0, sequence=0)
     answer = (0, 0, 1, 1, [], data)
     ours, theirs = (Fetched("x-0", 0, answer, append_time=own) for own in (True, False))

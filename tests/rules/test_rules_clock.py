@@ -40,7 +40,7 @@ WALL_CLOCKS_S = (0.0, 4_102_444_800.0)
 
 @pytest.mark.rule(6)
 @pytest.mark.parametrize("wall_s", WALL_CLOCKS_S)
-async def test_the_wall_clock_plays_no_part(
+async def test_wall_clock_is_not_used(
     world: World, monkeypatch: pytest.MonkeyPatch, wall_s: float
 ) -> None:
     owner = await world.owner()
@@ -60,7 +60,7 @@ async def test_the_wall_clock_plays_no_part(
 
 @pytest.mark.rule(6)
 @pytest.mark.parametrize("wall_s", WALL_CLOCKS_S)
-async def test_ids_are_made_by_the_brokers_clock(
+async def test_ids_use_brokers_clock(
     world: World, monkeypatch: pytest.MonkeyPatch, wall_s: float
 ) -> None:
     monkeypatch.setattr(time, "time", lambda: wall_s)
@@ -74,7 +74,7 @@ async def test_ids_are_made_by_the_brokers_clock(
 
 
 @pytest.mark.rule(6)
-async def test_now_is_the_claims_append_time_and_runs_with_the_monotonic_clock(
+async def test_clock_starts_at_claim_and_runs_monotonic(
     world: World,
 ) -> None:
     owner = await world.owner()
@@ -85,7 +85,7 @@ async def test_now_is_the_claims_append_time_and_runs_with_the_monotonic_clock(
 
 
 @pytest.mark.rule(6)
-async def test_now_is_never_behind_what_was_appended(world: World) -> None:
+async def test_clock_is_never_before_last_append(world: World) -> None:
     owner = await world.owner()
     world.clock.advance(77.0)
     id = await world.prepared(owner)
@@ -93,7 +93,7 @@ async def test_now_is_never_behind_what_was_appended(world: World) -> None:
 
 
 @pytest.mark.rule(6)
-def test_now_never_runs_ahead_of_what_it_was_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_clock_never_runs_ahead_of_brokers(monkeypatch: pytest.MonkeyPatch) -> None:
     monotonic_s = 0.0
     monkeypatch.setattr(clock, "time", SimpleNamespace(monotonic=lambda: monotonic_s))
     now = LogTime(1000)
@@ -107,7 +107,7 @@ def test_now_never_runs_ahead_of_what_it_was_told(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.rule(6)
-async def test_a_restart_knows_the_time_from_its_claim_not_from_old_records(world: World) -> None:
+async def test_restart_takes_time_from_claim(world: World) -> None:
     owner = await world.owner()
     await world.prepared(owner)
     await owner.close()
@@ -117,7 +117,7 @@ async def test_a_restart_knows_the_time_from_its_claim_not_from_old_records(worl
 
 
 @pytest.mark.rule(6)
-async def test_ids_are_forgotten_by_the_log_clock_only(world: World) -> None:
+async def test_ids_expire_by_log_clock_only(world: World) -> None:
     world.proxy.settled = 0 * ROW_BYTES
     owner = await world.owner()
     id = await world.committed(owner)
@@ -138,7 +138,7 @@ async def test_ids_are_forgotten_by_the_log_clock_only(world: World) -> None:
 
 
 @pytest.mark.rule(7)
-async def test_an_id_too_far_from_now_is_refused_before_it_is_written(world: World) -> None:
+async def test_id_outside_window_is_refused_before_write(world: World) -> None:
     owner = await world.owner()
     for away_ms in (-WINDOW_MS - 1000, WINDOW_MS + 1000):
         id = make_id(0, world.clock.now_ms() + away_ms, 1)
@@ -148,7 +148,7 @@ async def test_an_id_too_far_from_now_is_refused_before_it_is_written(world: Wor
 
 
 @pytest.mark.rule(7)
-async def test_a_half_message_that_is_appended_too_late_is_void(world: World) -> None:
+async def test_late_half_message_is_void(world: World) -> None:
     owner = await world.owner()
     half, gate = world.half(), Gate()
     world.partition.half.script.append(gate.append)
@@ -165,7 +165,7 @@ async def test_a_half_message_that_is_appended_too_late_is_void(world: World) ->
 
 
 @pytest.mark.rule(7)
-async def test_records_that_do_not_read_are_set_aside(world: World) -> None:
+async def test_undecodable_records_are_set_aside(world: World) -> None:
     owner = await world.owner()
     for topic in ("txbroker.half", "txbroker.op"):
         partition = world.kafka.topics[topic].partitions[0]
@@ -182,7 +182,7 @@ async def test_records_that_do_not_read_are_set_aside(world: World) -> None:
 @pytest.mark.parametrize(
     ("decide", "state"), [(commit, State.PROMOTED), (roll_back, State.ROLLED_BACK)]
 )
-async def test_a_retried_prepare_gets_the_standing_state(
+async def test_repeated_prepare_returns_current_state(
     world: World, decide: object, state: State
 ) -> None:
     owner = await world.owner()
@@ -200,7 +200,7 @@ async def test_a_retried_prepare_gets_the_standing_state(
     assert world.visible() == ([half.id] if state is State.PROMOTED else [])
 
 
-async def test_a_retried_prepare_is_answered_without_a_look_at_its_targets(
+async def test_repeated_prepare_does_not_examine_targets(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     broker = await world.broker(ScriptedDoor(world.kafka, half_partitions=1))
@@ -214,7 +214,7 @@ async def test_a_retried_prepare_is_answered_without_a_look_at_its_targets(
 
 
 @pytest.mark.rule(7)
-async def test_of_two_prepares_with_one_key_at_once_one_counts(world: World) -> None:
+async def test_concurrent_prepares_with_one_key_store_one(world: World) -> None:
     owner = await world.owner()
     halves = [world.half(message("same"), dedup_key="d") for _ in range(2)]
     standings = await asyncio.gather(*[prepare(owner, half) for half in halves])
@@ -226,7 +226,7 @@ async def test_of_two_prepares_with_one_key_at_once_one_counts(world: World) -> 
 
 
 @pytest.mark.rule(7)
-async def test_a_key_stands_while_its_transaction_is_unsettled_however_old(world: World) -> None:
+async def test_key_holds_while_transaction_is_unsettled(world: World) -> None:
     owner = await world.owner()
     id = await world.prepared(owner, message("same"), dedup_key="d")
     world.advance(10 * WINDOW_MS / 1000)
@@ -238,7 +238,7 @@ async def test_a_key_stands_while_its_transaction_is_unsettled_however_old(world
 
 
 @pytest.mark.rule(7)
-async def test_a_known_id_or_key_with_another_body_is_a_conflict(world: World) -> None:
+async def test_known_id_or_key_with_other_body_conflicts(world: World) -> None:
     owner = await world.owner()
     id = await world.prepared(owner, message("one"), dedup_key="d")
     other = (message("two"),)
@@ -252,7 +252,7 @@ async def test_a_known_id_or_key_with_another_body_is_a_conflict(world: World) -
 
 
 @pytest.mark.rule(7)
-async def test_a_settled_id_within_the_window_is_never_forgotten(world: World) -> None:
+async def test_settled_id_within_window_is_remembered(world: World) -> None:
     world.proxy.settled = 5 * ROW_BYTES
     owner = await world.owner()
     ids = [await world.prepared(owner) for _ in range(20)]
@@ -263,7 +263,7 @@ async def test_a_settled_id_within_the_window_is_never_forgotten(world: World) -
 
 
 @pytest.mark.rule(7)
-async def test_prepares_wait_while_the_settled_window_is_full(world: World) -> None:
+async def test_prepares_are_refused_while_window_is_full(world: World) -> None:
     world.proxy.settled = 2 * ROW_BYTES
     owner = await world.owner()
     for _ in range(2):
@@ -276,7 +276,7 @@ async def test_prepares_wait_while_the_settled_window_is_full(world: World) -> N
     await prepare(owner, world.half())
 
 
-async def test_what_waits_to_be_promoted_counts_as_held(world: World) -> None:
+async def test_committed_unpromoted_counts_as_held(world: World) -> None:
     owner = await world.owner(pending_max=2)
     world.kafka.set_leaderless("t", 0)
     for _ in range(2):

@@ -42,7 +42,7 @@ from txbroker.proxy.partition import owner as owner_module
 
 @pytest.mark.rule(1)
 @pytest.mark.parametrize("fate", [stored_unanswered, lost_unanswered])
-async def test_a_prepare_without_an_answer_is_no_ack_and_can_be_sent_again(
+async def test_unanswered_prepare_is_not_acked_and_repeatable(
     world: World, fate: object
 ) -> None:
     owner = await world.owner()
@@ -58,7 +58,7 @@ async def test_a_prepare_without_an_answer_is_no_ack_and_can_be_sent_again(
 
 @pytest.mark.rule(1)
 @pytest.mark.parametrize("fate", [stored_unanswered, lost_unanswered])
-async def test_a_decision_without_an_answer_is_no_ack_and_can_be_sent_again(
+async def test_unanswered_decision_is_not_acked_and_repeatable(
     world: World, fate: object
 ) -> None:
     owner = await world.owner()
@@ -74,7 +74,7 @@ async def test_a_decision_without_an_answer_is_no_ack_and_can_be_sent_again(
 
 
 @pytest.mark.rule(2, 3)
-async def test_a_gap_is_fetched_and_applied_before_our_own_marker(world: World) -> None:
+async def test_gap_is_applied_before_own_marker(world: World) -> None:
     owner = await world.owner()
     id = await world.prepared(owner)
     world.partition.op.script.append(
@@ -88,7 +88,7 @@ async def test_a_gap_is_fetched_and_applied_before_our_own_marker(world: World) 
 
 
 @pytest.mark.rule(2)
-async def test_a_gap_in_half_is_fetched_and_applied_first(world: World) -> None:
+async def test_gap_in_half_is_applied_first(world: World) -> None:
     owner = await world.owner()
     half = world.half(message("mine"), dedup_key="d")
     theirs = world.half(message("theirs"))
@@ -99,7 +99,7 @@ async def test_a_gap_in_half_is_fetched_and_applied_first(world: World) -> None:
 
 
 @pytest.mark.rule(2)
-async def test_without_an_offset_the_log_is_read_back(world: World) -> None:
+async def test_missing_offset_reads_log_back(world: World) -> None:
     owner = await world.owner()
     id = await world.prepared(owner)
     world.partition.op.script.append(without_offset)
@@ -112,7 +112,7 @@ async def test_without_an_offset_the_log_is_read_back(world: World) -> None:
 
 
 @pytest.mark.rule(2)
-async def test_without_an_offset_ours_is_not_taken_for_what_stood_before_it(world: World) -> None:
+async def test_missing_offset_skips_equal_older_record(world: World) -> None:
     owner = await world.owner()
     half = world.half(message("mine"), dedup_key="d")
     theirs = world.half(message("theirs"))
@@ -127,7 +127,7 @@ async def test_without_an_offset_ours_is_not_taken_for_what_stood_before_it(worl
 
 
 @pytest.mark.rule(2)
-async def test_without_an_append_time_the_log_is_read_back(world: World) -> None:
+async def test_missing_append_time_reads_log_back(world: World) -> None:
     owner = await world.owner()
     world.partition.half.script.append(without_time)
     id = await world.prepared(owner)
@@ -139,7 +139,7 @@ async def test_without_an_append_time_the_log_is_read_back(world: World) -> None
 
 
 @pytest.mark.rule(2)
-async def test_what_is_contiguous_is_not_read_back(world: World) -> None:
+async def test_contiguous_append_is_not_read_back(world: World) -> None:
     owner = await world.owner()
     calls = world.partition.calls
     before = calls.count("half.read") + calls.count("op.read")
@@ -149,7 +149,7 @@ async def test_what_is_contiguous_is_not_read_back(world: World) -> None:
 
 
 @pytest.mark.rule(2)
-async def test_an_idle_owner_sees_what_others_wrote(world: World) -> None:
+async def test_idle_owner_applies_records_of_others(world: World) -> None:
     await world.owner()
     half = world.half(message("theirs"))
     world.zombie_half(half)
@@ -159,7 +159,7 @@ async def test_an_idle_owner_sees_what_others_wrote(world: World) -> None:
 
 
 @pytest.mark.rule(2)
-def test_an_idle_owner_looks_every_second(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_idle_owner_reads_every_second(monkeypatch: pytest.MonkeyPatch) -> None:
     assert owner_module.IDLE_S <= 1.0
 
 
@@ -167,7 +167,7 @@ def test_an_idle_owner_looks_every_second(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.rule(3)
-async def test_a_decision_is_answered_when_the_ledger_has_applied_its_marker(world: World) -> None:
+async def test_decision_is_answered_after_marker_is_applied(world: World) -> None:
     owner = await world.owner()
     id = await world.prepared(owner)
     gate = Gate()
@@ -183,7 +183,7 @@ async def test_a_decision_is_answered_when_the_ledger_has_applied_its_marker(wor
 
 
 @pytest.mark.rule(3)
-async def test_a_decision_is_not_answered_before_the_gap_is_read(world: World) -> None:
+async def test_decision_is_not_answered_before_gap_is_read(world: World) -> None:
     owner = await world.owner(half_retention_ms=1 << 60)
     id = await world.prepared(owner)
     log = world.partition.op
@@ -198,7 +198,7 @@ async def test_a_decision_is_not_answered_before_the_gap_is_read(world: World) -
 
 
 @pytest.mark.rule(3)
-async def test_standing_decisions_come_from_the_ledger_and_write_nothing(world: World) -> None:
+async def test_repeated_decision_writes_nothing(world: World) -> None:
     owner = await world.owner()
     id = await world.prepared(owner)
     await commit(owner, id)
@@ -212,7 +212,7 @@ async def test_standing_decisions_come_from_the_ledger_and_write_nothing(world: 
 
 
 @pytest.mark.rule(3)
-async def test_not_found_only_after_half_was_read_to_an_end_asked_for_now(world: World) -> None:
+async def test_not_found_after_reading_half_to_current_end(world: World) -> None:
     owner = await world.owner()
     await owner.close()
     theirs = world.half()
@@ -226,7 +226,7 @@ async def test_not_found_only_after_half_was_read_to_an_end_asked_for_now(world:
 
 
 @pytest.mark.rule(3)
-async def test_not_found_waits_for_the_end_of_half(world: World) -> None:
+async def test_not_found_waits_for_end_of_half(world: World) -> None:
     owner = await world.owner()
     log = world.partition.half
     log.bounds_gate.clear()
@@ -240,7 +240,7 @@ async def test_not_found_waits_for_the_end_of_half(world: World) -> None:
 
 
 @pytest.mark.rule(3)
-async def test_not_found_is_not_said_while_kafka_is_silent(world: World) -> None:
+async def test_silent_kafka_never_means_not_found(world: World) -> None:
     owner = await world.owner()
     world.kafka.go_down()
     with pytest.raises(OwnerUnavailable):
@@ -264,7 +264,7 @@ async def test_not_found_is_not_said_while_kafka_is_silent(world: World) -> None
         ("revive", {"round": 1}),
     ],
 )
-async def test_an_illegal_marker_has_no_effect_and_is_counted(
+async def test_illegal_marker_is_counted_without_effect(
     world: World, kind: str, fields: dict[str, object]
 ) -> None:
     owner = await world.owner()
@@ -276,7 +276,7 @@ async def test_an_illegal_marker_has_no_effect_and_is_counted(
 
 
 @pytest.mark.rule(4)
-async def test_the_second_marker_loses_and_the_conflict_is_counted(world: World) -> None:
+async def test_second_marker_loses_and_is_counted(world: World) -> None:
     owner = await world.owner()
     id = await world.committed(owner)
     world.zombie_mark(MarkerKind.ROLLBACK, id, group=GROUP)
@@ -286,7 +286,7 @@ async def test_the_second_marker_loses_and_the_conflict_is_counted(world: World)
 
 
 @pytest.mark.rule(4)
-async def test_of_two_contrary_decisions_at_once_the_first_marker_wins(world: World) -> None:
+async def test_first_of_contrary_markers_wins(world: World) -> None:
     owner = await world.owner()
     id = await world.prepared(owner)
     first, second = await asyncio.gather(
@@ -298,7 +298,7 @@ async def test_of_two_contrary_decisions_at_once_the_first_marker_wins(world: Wo
 
 
 @pytest.mark.rule(4)
-async def test_the_owner_checks_before_it_appends(world: World) -> None:
+async def test_owner_checks_state_before_append(world: World) -> None:
     owner = await world.owner()
     id = await world.prepared(owner)
     with pytest.raises(WrongGroup):
@@ -312,7 +312,7 @@ async def test_the_owner_checks_before_it_appends(world: World) -> None:
 
 
 @pytest.mark.rule(5)
-async def test_a_marker_before_its_half_waits_for_it(world: World) -> None:
+async def test_marker_before_half_waits(world: World) -> None:
     owner = await world.owner()
     half = world.half(message("late"))
     world.zombie_mark(MarkerKind.COMMIT, half.id, group=GROUP)
@@ -323,7 +323,7 @@ async def test_a_marker_before_its_half_waits_for_it(world: World) -> None:
 
 
 @pytest.mark.rule(5)
-async def test_what_is_decided_later_waits_for_a_half_that_is_not_read_yet(world: World) -> None:
+async def test_later_commit_waits_for_unread_half(world: World) -> None:
     owner = await world.owner()
     later = await world.prepared(owner, message("later"), order_key="k")
     earlier = world.half(message("earlier"), order_key="k")
@@ -341,7 +341,7 @@ async def test_what_is_decided_later_waits_for_a_half_that_is_not_read_yet(world
 
 
 @pytest.mark.rule(5)
-async def test_a_commit_of_nothing_holds_nobody_up(world: World) -> None:
+async def test_commit_without_half_delays_nothing(world: World) -> None:
     owner = await world.owner()
     world.zombie_mark(MarkerKind.COMMIT, world.half().id, group=GROUP)
     for number in range(3):
@@ -351,7 +351,7 @@ async def test_a_commit_of_nothing_holds_nobody_up(world: World) -> None:
 
 
 @pytest.mark.rule(5)
-async def test_a_waiting_marker_is_kept_by_halfs_log_clock(
+async def test_waiting_marker_expires_by_half_log_clock(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ledger_module, "WAITING_SWEEP_MIN", 0)
@@ -369,7 +369,7 @@ async def test_a_waiting_marker_is_kept_by_halfs_log_clock(
 
 
 @pytest.mark.rule(5, 12)
-async def test_a_takeover_asks_for_the_end_of_op_before_that_of_half(world: World) -> None:
+async def test_takeover_reads_end_of_op_before_half(world: World) -> None:
     await (await world.owner()).close()
     await world.owner()
     asked = [call for call in world.partition.calls if call.endswith("bounds")]
@@ -377,7 +377,7 @@ async def test_a_takeover_asks_for_the_end_of_op_before_that_of_half(world: Worl
 
 
 @pytest.mark.rule(7)
-async def test_other_content_under_a_known_id_is_a_conflict_also_in_a_gap(world: World) -> None:
+async def test_other_content_in_gap_is_a_conflict(world: World) -> None:
     owner = await world.owner()
     mine, theirs = world.half(message("mine")), message("theirs")
     world.partition.half.script.append(

@@ -49,7 +49,7 @@ HOUR_MS = 3_600_000
 
 
 @pytest.mark.rule(13)
-def test_transactional_ids_are_of_the_installation_and_times_are_short() -> None:
+def test_transactional_ids_name_installation_and_time_out() -> None:
     settings = KafkaSettings(
         bootstrap_servers=("127.0.0.1:1",), instance_id="one", half_topic="shop.half"
     )
@@ -62,7 +62,7 @@ def test_transactional_ids_are_of_the_installation_and_times_are_short() -> None
 
 
 @pytest.mark.rule(13)
-async def test_a_transaction_is_in_one_turn_whole(world: World) -> None:
+async def test_transaction_is_promoted_in_one_txn(world: World) -> None:
     owner = await world.owner(turns=PromotionLimits(transactions_max=1, bytes_max=1))
     ids = [
         await world.committed(owner, message("a"), message("b", at=1), message("c", topic="u"))
@@ -75,7 +75,7 @@ async def test_a_transaction_is_in_one_turn_whole(world: World) -> None:
 
 
 @pytest.mark.rule(13)
-async def test_a_turn_is_seen_whole_or_not_at_all(world: World) -> None:
+async def test_promotion_is_visible_whole_or_not(world: World) -> None:
     owner = await world.owner()
     world.partition.writes.append(raising(PromotionTxnLost()))
     id = await world.committed(owner, message("a"), message("b", topic="u"))
@@ -107,7 +107,7 @@ async def _batch(world: World, owner: object) -> tuple[str, str]:
 
 
 @pytest.mark.rule(14)
-async def test_a_turn_is_written_after_the_writes_of_the_one_before(world: World) -> None:
+async def test_promotion_writes_after_previous_writes(world: World) -> None:
     twins = Twins()
     twins.a.produce_now.clear()
     first = asyncio.create_task(twins.write(1))
@@ -121,7 +121,7 @@ async def test_a_turn_is_written_after_the_writes_of_the_one_before(world: World
 
 
 @pytest.mark.rule(14)
-async def test_a_turn_ends_after_the_commit_of_the_one_before(world: World) -> None:
+async def test_promotion_ends_after_previous_commit(world: World) -> None:
     twins = Twins()
     twins.a.end_now.clear()
     await twins.write(1)
@@ -140,7 +140,7 @@ async def test_a_turn_ends_after_the_commit_of_the_one_before(world: World) -> N
     ("error", "raised"),
     [(ProducerFenced(), Fenced), (KafkaUnavailable("no answer"), PromotionTxnLost)],
 )
-async def test_a_turn_behind_one_that_failed_is_never_committed(
+async def test_promotion_after_failed_one_is_not_committed(
     world: World, error: Exception, raised: type[Exception]
 ) -> None:
     twins = Twins()
@@ -158,7 +158,7 @@ async def test_a_turn_behind_one_that_failed_is_never_committed(
 
 
 @pytest.mark.rule(14)
-async def test_a_turn_behind_one_that_is_aborted_is_never_committed(world: World) -> None:
+async def test_promotion_after_aborted_one_is_not_committed(world: World) -> None:
     twins = Twins()
     twins.a.end_now.clear()
     await twins.write(1)
@@ -175,7 +175,7 @@ async def test_a_turn_behind_one_that_is_aborted_is_never_committed(world: World
 
 @pytest.mark.rule(14)
 @pytest.mark.parametrize("at", [("t", 0), ("txbroker.checkpoint", 0)])
-async def test_a_turn_is_not_begun_where_what_its_producer_wrote_before_is_open(
+async def test_promotion_waits_for_open_txn_of_its_producer(
     world: World, at: tuple[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("txbroker.kafka.door.pipelined_writer._ADD_TIMEOUT_S", 0.05)
@@ -197,7 +197,7 @@ async def test_a_turn_is_not_begun_where_what_its_producer_wrote_before_is_open(
 
 
 @pytest.mark.rule(14)
-async def test_what_readers_have_come_past_is_not_asked_about(world: World) -> None:
+async def test_visible_offsets_are_not_verified_again(world: World) -> None:
     twins = Twins()
     twins.stable = 1
     for number in range(1, 5):
@@ -217,7 +217,7 @@ async def test_what_readers_have_come_past_is_not_asked_about(world: World) -> N
 
 
 @pytest.mark.rule(17)
-async def test_targets_are_examined_before_a_turn_begins(world: World) -> None:
+async def test_targets_are_examined_before_promotion(world: World) -> None:
     owner = await world.owner()
     gone = await world.prepared(owner, message("gone"), message("with it", topic="u"))
     large = await world.prepared(owner, message("x" * 1000, topic="u"))
@@ -241,7 +241,7 @@ async def test_targets_are_examined_before_a_turn_begins(world: World) -> None:
 
 
 @pytest.mark.rule(17)
-async def test_without_a_leader_it_is_deferred_with_all_that_must_stay_behind_it(
+async def test_leaderless_target_defers_order_key(
     world: World,
 ) -> None:
     owner = await world.owner()
@@ -265,7 +265,7 @@ async def test_without_a_leader_it_is_deferred_with_all_that_must_stay_behind_it
 
 
 @pytest.mark.rule(17)
-async def test_deferred_ones_below_progress_are_promoted_by_the_next_owner_once(
+async def test_next_owner_promotes_deferred_once(
     world: World,
 ) -> None:
     owner = await world.owner()
@@ -285,7 +285,7 @@ async def test_deferred_ones_below_progress_are_promoted_by_the_next_owner_once(
 
 
 @pytest.mark.rule(17)
-async def test_a_full_list_stops_promotion_and_prepares_are_overloaded(world: World) -> None:
+async def test_full_deferred_list_stops_promotion_and_prepares(world: World) -> None:
     owner = await world.owner(turns=PromotionLimits(deferred_max=2))
     world.kafka.set_leaderless("t", 0)
     ids = [await world.prepared(owner) for _ in range(4)]
@@ -309,7 +309,7 @@ async def test_a_full_list_stops_promotion_and_prepares_are_overloaded(world: Wo
 
 @pytest.mark.rule(18)
 @pytest.mark.parametrize("place", [0, 3, 7])
-async def test_a_poison_message_is_isolated_and_alone_refused(world: World, place: int) -> None:
+async def test_poison_message_is_isolated_and_refused(world: World, place: int) -> None:
     owner = await world.owner()
     ids = []
     for number in range(8):
@@ -334,7 +334,7 @@ async def test_a_poison_message_is_isolated_and_alone_refused(world: World, plac
 
 
 @pytest.mark.rule(18)
-async def test_one_poison_among_refused_ones_does_not_hold_back_the_others(world: World) -> None:
+async def test_poison_among_refused_delays_no_other(world: World) -> None:
     owner = await world.owner()
     late = world.clock.now_ms() + 2 * HOUR_MS
     poison = await world.prepared(owner, Message("t", b"k", b"p", partition=0, timestamp_ms=late))
@@ -354,7 +354,7 @@ async def test_one_poison_among_refused_ones_does_not_hold_back_the_others(world
 
 
 @pytest.mark.rule(18)
-async def test_a_refused_batch_is_split_per_transaction(world: World) -> None:
+async def test_refused_batch_is_split_per_transaction(world: World) -> None:
     owner = await world.owner()
     gate = asyncio.Event()
 
@@ -386,7 +386,7 @@ async def test_a_refused_batch_is_split_per_transaction(world: World) -> None:
 
 
 @pytest.mark.rule(18)
-async def test_what_fits_no_batch_is_refused_before_it_is_sent(world: World) -> None:
+async def test_oversized_transaction_is_refused_before_send(world: World) -> None:
     owner = await world.owner()
     log = world.partition.half
     with pytest.raises(TooLarge):
@@ -399,7 +399,7 @@ async def test_what_fits_no_batch_is_refused_before_it_is_sent(world: World) -> 
 
 @pytest.mark.rule(19)
 @pytest.mark.parametrize("step", ["committed", "visible"])
-async def test_promoted_is_said_when_consumers_can_see_it(world: World, step: str) -> None:
+async def test_promoted_is_reported_when_visible(world: World, step: str) -> None:
     owner = await world.owner()
     held = Held(committed=step != "committed", visible=step != "visible")
     world.partition.writes.append(held.write)
@@ -417,7 +417,7 @@ async def test_promoted_is_said_when_consumers_can_see_it(world: World, step: st
 
 
 @pytest.mark.rule(19)
-async def test_what_is_committed_and_not_seen_is_waited_for_and_never_written_again(
+async def test_committed_invisible_promotion_is_not_rewritten(
     world: World,
 ) -> None:
     owner = await world.owner()
@@ -446,7 +446,7 @@ async def test_what_is_committed_and_not_seen_is_waited_for_and_never_written_ag
 
 
 @pytest.mark.rule(20)
-async def test_promoted_records_carry_the_users_timestamp_or_the_markers(world: World) -> None:
+async def test_promoted_records_have_user_or_marker_timestamp(world: World) -> None:
     owner = await world.owner()
     mine = Message("t", b"k", b"mine", partition=0, timestamp_ms=123)
     first = await world.prepared(owner, mine, message("theirs"))
@@ -459,7 +459,7 @@ async def test_promoted_records_carry_the_users_timestamp_or_the_markers(world: 
 
 
 @pytest.mark.rule(20)
-async def test_the_time_of_the_decision_outlives_half_message_and_marker(world: World) -> None:
+async def test_decision_time_survives_half_and_marker(world: World) -> None:
     owner = await world.owner()
     id = await world.prepared(owner, message("x" * 500))
     world.kafka.set_message_bytes_max("t", 300)
@@ -478,7 +478,7 @@ async def test_the_time_of_the_decision_outlives_half_message_and_marker(world: 
 
 
 @pytest.mark.rule(20)
-def test_a_timestamp_over_an_hour_ahead_is_refused() -> None:
+def test_timestamp_over_one_hour_ahead_is_refused() -> None:
     now_ms = 10 * DAY_MS
     check_timestamps([Message("t", timestamp_ms=now_ms + TIMESTAMP_AHEAD_MAX_MS)], now_ms)
     with pytest.raises(BadTarget):
@@ -491,7 +491,7 @@ RETENTION_MS = 100_000
 
 
 @pytest.mark.rule(25)
-async def test_at_half_of_retention_a_pending_body_is_copied_and_stays_pending(
+async def test_pending_body_is_copied_at_half_retention(
     world: World,
 ) -> None:
     owner = await world.owner(half_retention_ms=RETENTION_MS)
@@ -509,7 +509,7 @@ async def test_at_half_of_retention_a_pending_body_is_copied_and_stays_pending(
 
 
 @pytest.mark.rule(25)
-async def test_a_pending_one_outlives_its_half_message(world: World) -> None:
+async def test_pending_transaction_outlives_half_message(world: World) -> None:
     owner = await world.owner(half_retention_ms=RETENTION_MS)
     id = await world.prepared(owner, message("kept"), message("kept too", topic="u"))
     world.advance(0.6 * RETENTION_MS / 1000)
@@ -531,7 +531,7 @@ async def test_a_pending_one_outlives_its_half_message(world: World) -> None:
 
 
 @pytest.mark.rule(25)
-async def test_a_deferred_one_is_copied_too_and_outlives_its_half_message(world: World) -> None:
+async def test_deferred_transaction_outlives_half_message(world: World) -> None:
     owner = await world.owner(half_retention_ms=RETENTION_MS)
     world.kafka.set_leaderless("t", 0)
     id = await world.committed(owner, message("kept"))
@@ -547,7 +547,7 @@ async def test_a_deferred_one_is_copied_too_and_outlives_its_half_message(world:
 
 
 @pytest.mark.rule(25)
-async def test_a_copy_is_removed_when_its_transaction_is_rolled_back(world: World) -> None:
+async def test_rollback_removes_copy(world: World) -> None:
     owner = await world.owner(half_retention_ms=RETENTION_MS)
     id = await world.prepared(owner)
     world.advance(0.6 * RETENTION_MS / 1000)
@@ -558,7 +558,7 @@ async def test_a_copy_is_removed_when_its_transaction_is_rolled_back(world: Worl
 
 
 @pytest.mark.rule(25)
-async def test_a_copy_of_a_lost_turn_is_written_again(world: World) -> None:
+async def test_copy_of_lost_promotion_is_written_again(world: World) -> None:
     owner = await world.owner(half_retention_ms=RETENTION_MS)
     id = await world.prepared(owner)
     world.partition.writes.append(raising(PromotionTxnLost()))
@@ -568,7 +568,7 @@ async def test_a_copy_of_a_lost_turn_is_written_again(world: World) -> None:
 
 
 @pytest.mark.rule(25)
-async def test_a_copy_that_a_refused_turn_took_along_is_written_again(world: World) -> None:
+async def test_copy_of_refused_promotion_is_written_again(world: World) -> None:
     owner = await world.owner()
     held = Held(committed=False)
 

@@ -25,7 +25,7 @@ async def refused(world: World, owner: PartitionOwner, group: str) -> str:
     return str(caught.value)
 
 
-async def test_many_groups_of_one_principal_have_the_room_of_one(world: World) -> None:
+async def test_groups_of_one_principal_share_one_limit(world: World) -> None:
     world.proxy.principals = lambda: directory("shop", "bank")
     owner = await world.owner(pending_group_max=3)
     ids = [await world.prepared(owner, group=f"shop-{number}") for number in range(3)]
@@ -48,7 +48,7 @@ async def test_many_groups_of_one_principal_have_the_room_of_one(world: World) -
 
 
 @pytest.mark.parametrize("trouble", ["no leader", "refused"])
-async def test_what_no_target_takes_counts_too(world: World, trouble: str) -> None:
+async def test_refused_transactions_count_in_share(world: World, trouble: str) -> None:
     world.proxy.principals = lambda: directory("shop", "bank")
     owner = await world.owner(pending_group_max=3)
     ids = [await world.prepared(owner, group=f"shop-{number}") for number in range(3)]
@@ -65,7 +65,7 @@ async def test_what_no_target_takes_counts_too(world: World, trouble: str) -> No
     await world.prepared(owner, message("other", topic="u"), group="bank")
 
 
-async def test_one_share_does_not_fill_the_list_of_deferred_ones(world: World) -> None:
+async def test_one_share_cannot_fill_deferred_list(world: World) -> None:
     world.proxy.principals = lambda: directory("shop", "bank")
     owner = await world.owner(turns=PromotionLimits(deferred_max=5))
     world.kafka.set_leaderless("t", 0)
@@ -81,7 +81,7 @@ async def test_one_share_does_not_fill_the_list_of_deferred_ones(world: World) -
     await world.prepared(owner, group="shop-9")
 
 
-async def test_one_share_does_not_fill_what_is_remembered(
+async def test_one_share_cannot_fill_settled_memory(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(settled, "SEGMENT_ENTRIES", 2)

@@ -60,7 +60,7 @@ async def some(world: World, owner: PartitionOwner, count: int) -> list[str]:
     return [await world.prepared(owner) for _ in range(count)]
 
 
-async def test_one_is_written_when_enough_has_come_since_the_last(world: World) -> None:
+async def test_snapshot_is_written_after_enough_records(world: World) -> None:
     owner = await world.owner(snapshot_records_min=10)
     await some(world, owner, 9)
     await asyncio.sleep(0.02)
@@ -74,7 +74,7 @@ async def test_one_is_written_when_enough_has_come_since_the_last(world: World) 
     await until(lambda: world.told.snapshots == [10, 20])
 
 
-async def test_many_entries_put_the_next_one_off(world: World) -> None:
+async def test_many_entries_postpone_next_snapshot(world: World) -> None:
     owner = await world.owner()
     await some(world, owner, 40)
     assert await snapshot(owner)
@@ -87,7 +87,7 @@ async def test_many_entries_put_the_next_one_off(world: World) -> None:
     await until(lambda: len(world.told.snapshots) == 2)
 
 
-async def test_what_was_replayed_counts_after_a_restart(world: World) -> None:
+async def test_replayed_records_count_after_restart(world: World) -> None:
     owner = await world.owner()
     await some(world, owner, 10)
     await owner.close()
@@ -96,7 +96,7 @@ async def test_what_was_replayed_counts_after_a_restart(world: World) -> None:
 
 
 @pytest.mark.rule(11)
-async def test_the_greatest_whole_one_is_never_overwritten(world: World) -> None:
+async def test_newest_complete_snapshot_is_never_overwritten(world: World) -> None:
     """Also after restarts, and with any number of failures in between."""
     slots = []
     for round_number in range(4):
@@ -117,7 +117,7 @@ async def test_the_greatest_whole_one_is_never_overwritten(world: World) -> None
     assert world.told.snapshot_failures == 8
 
 
-async def test_one_that_kafka_does_not_take_is_tried_again_later(world: World) -> None:
+async def test_rejected_snapshot_is_retried_later(world: World) -> None:
     owner = await world.owner(snapshot_records_min=3)
     world.partition.stores.extend([refused] * 3)
     ids = await some(world, owner, 3)
@@ -129,7 +129,7 @@ async def test_one_that_kafka_does_not_take_is_tried_again_later(world: World) -
 
 
 @pytest.mark.rule(11)
-async def test_one_is_abandoned_when_turns_are_lost(world: World) -> None:
+async def test_lost_promotion_abandons_snapshot(world: World) -> None:
     owner = await world.owner()
     id = (await some(world, owner, 5))[0]
     gate = Gate()
@@ -151,7 +151,7 @@ async def test_one_is_abandoned_when_turns_are_lost(world: World) -> None:
     assert await snapshot(owner)
 
 
-async def test_closing_leaves_the_ledger_unwatched(world: World) -> None:
+async def test_close_detaches_capture_from_ledger(world: World) -> None:
     owner = await world.owner(snapshot_records_min=1)
     gate = Gate()
 
@@ -170,7 +170,7 @@ async def test_closing_leaves_the_ledger_unwatched(world: World) -> None:
 
 
 @pytest.mark.rule(11)
-async def test_the_work_goes_on_while_one_is_stored(world: World) -> None:
+async def test_snapshot_does_not_block_other_work(world: World) -> None:
     owner = await world.owner()
     ids = await some(world, owner, 4)
     gate = Gate()
@@ -196,7 +196,7 @@ async def test_the_work_goes_on_while_one_is_stored(world: World) -> None:
 
 
 @pytest.mark.rule(11)
-async def test_a_damaged_one_costs_a_longer_replay_and_no_more(world: World) -> None:
+async def test_damaged_snapshot_costs_longer_replay_only(world: World) -> None:
     owner = await world.owner()
     ids = await some(world, owner, 5)
     assert await snapshot(owner)
@@ -215,7 +215,7 @@ async def settled(world: World, owner: PartitionOwner, count: int) -> None:
 
 
 @pytest.mark.rule(11)
-async def test_segments_go_when_no_whole_snapshot_holds_them(world: World) -> None:
+async def test_unreferenced_segments_are_removed(world: World) -> None:
     """Neither before: the snapshot before the greatest one counts if that is damaged."""
     world.proxy.settled = 1 * ROW_BYTES
     owner = await world.owner()
@@ -232,7 +232,7 @@ async def test_segments_go_when_no_whole_snapshot_holds_them(world: World) -> No
     assert not names[0] & names[-1]
 
 
-async def test_segments_that_nobody_removed_go_with_the_next_snapshot(world: World) -> None:
+async def test_leftover_segments_go_with_next_snapshot(world: World) -> None:
     world.proxy.settled = 1 * ROW_BYTES
     owner = await world.owner()
     await settled(world, owner, 4)
@@ -255,7 +255,7 @@ async def test_segments_that_nobody_removed_go_with_the_next_snapshot(world: Wor
     assert segments_in(world.kafka.visible("txbroker.checkpoint")) == held
 
 
-async def test_segments_are_stored_as_all_proxies_read_them(world: World) -> None:
+async def test_segments_have_version_that_all_proxies_read(world: World) -> None:
     world.proxy = FakeProxy(1)
     owner = await world.owner()
     await settled(world, owner, 4)

@@ -60,7 +60,7 @@ async def refused(_log: Log, _records: Sequence[Record]) -> Appended:
     raise AppendRefused("one of them is poison")
 
 
-async def test_a_batch_that_is_split_as_the_owner_closes_leaves_nobody_waiting(
+async def test_batch_split_during_close_answers_all(
     world: World,
 ) -> None:
     owner = await world.owner()
@@ -81,7 +81,7 @@ async def test_a_batch_that_is_split_as_the_owner_closes_leaves_nobody_waiting(
     assert first in done
 
 
-async def test_look_ups_of_unknown_ids_share_a_look_at_the_end_of_half(world: World) -> None:
+async def test_lookups_of_unknown_ids_share_one_read(world: World) -> None:
     owner = await world.owner()
     half = world.partition.half
     gate = Gate()
@@ -99,7 +99,7 @@ async def test_look_ups_of_unknown_ids_share_a_look_at_the_end_of_half(world: Wo
     await writing
 
 
-async def test_a_log_that_lost_its_end_stops_the_partition_at_the_next_append(world: World) -> None:
+async def test_truncated_end_stops_partition_at_next_append(world: World) -> None:
     owner = await world.owner()
     for _ in range(3):
         await world.prepared(owner)
@@ -118,7 +118,7 @@ async def test_a_log_that_lost_its_end_stops_the_partition_at_the_next_append(wo
 # --- checks --------------------------------------------------------------------------------------
 
 
-async def test_a_check_asked_for_is_not_forgotten_when_the_last_answer_comes(world: World) -> None:
+async def test_requested_check_survives_previous_answer(world: World) -> None:
     owner = await world.owner()
     policy = CheckPolicy(after_s=0.0, interval_s=30.0, attempts_max=5, timeout_s=5.0)
     id = await world.prepared(owner, policy=policy)
@@ -162,7 +162,7 @@ class SlowTargets:
         self.inner.forget(topic)
 
 
-async def test_more_targets_than_can_be_examined_before_facts_expire(world: World) -> None:
+async def test_plan_is_made_with_more_targets_than_facts_last(world: World) -> None:
     owner = world.make()
     owner._promoter._targets = SlowTargets(world.door.targets)  # type: ignore[assignment]
     await owner.open()
@@ -170,7 +170,7 @@ async def test_more_targets_than_can_be_examined_before_facts_expire(world: Worl
     await until(lambda: known(owner, id).state is State.PROMOTED, 2)
 
 
-async def test_a_target_that_cannot_be_examined_holds_back_only_its_own(world: World) -> None:
+async def test_unexamined_target_delays_only_its_own(world: World) -> None:
     owner = world.make()
     targets = SlowTargets(world.door.targets)
     targets.broken.add("u")
@@ -184,7 +184,7 @@ async def test_a_target_that_cannot_be_examined_holds_back_only_its_own(world: W
     await until(lambda: known(owner, stuck).state is State.PROMOTED, 2)
 
 
-async def test_a_turn_that_is_not_visible_yet_does_not_stop_the_partition(world: World) -> None:
+async def test_invisible_promotion_does_not_stop_partition(world: World) -> None:
     """Somebody else's transaction is open in a target, and a later turn is lost."""
     owner = await world.owner()
     await world.committed(owner)
@@ -213,7 +213,7 @@ def hold_back(world: World, topic: str) -> Any:
     return transaction
 
 
-async def test_a_target_whose_leader_is_silent_holds_back_only_its_own(world: World) -> None:
+async def test_silent_leader_delays_only_its_own(world: World) -> None:
     owner = await world.owner()
     silent = True
 
@@ -234,7 +234,7 @@ async def test_a_target_whose_leader_is_silent_holds_back_only_its_own(world: Wo
 
 
 @pytest.mark.rule(17)
-async def test_a_target_where_an_earlier_turn_never_ended_is_kept_off(world: World) -> None:
+async def test_target_with_open_txn_is_quarantined(world: World) -> None:
     owner = await world.owner()
     world.kafka.unaware.add(("u", 0))
     stuck = await world.committed(owner, message("stuck", "u", b"x"))
@@ -258,7 +258,7 @@ async def test_a_target_where_an_earlier_turn_never_ended_is_kept_off(world: Wor
 
 
 @pytest.mark.rule(17)
-async def test_a_plan_asks_about_a_target_once_however_long_that_takes(
+async def test_plan_verifies_slow_target_once(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     owner = await world.owner()
@@ -286,7 +286,7 @@ async def test_a_plan_asks_about_a_target_once_however_long_that_takes(
     assert len(asked) == len(set(asked)) == 3
 
 
-async def test_own_topics_that_refuse_stop_the_partition_and_refuse_nobody(world: World) -> None:
+async def test_rejecting_own_topic_stops_partition(world: World) -> None:
     owner = await world.owner()
     id = await world.prepared(owner, policy=QUICK)
     world.kafka.topics["txbroker.parked"].authorized = False
@@ -301,7 +301,7 @@ async def test_own_topics_that_refuse_stop_the_partition_and_refuse_nobody(world
     assert "txbroker.parked" in str(world.stops[0])
 
 
-async def test_waiting_for_promotion_ends_when_a_claim_finds_it_refused(world: World) -> None:
+async def test_wait_ends_when_claim_finds_refusal(world: World) -> None:
     owner = await world.owner()
     world.kafka.topics["t"].authorized = False
     id = await world.prepared(owner)
@@ -316,7 +316,7 @@ async def test_waiting_for_promotion_ends_when_a_claim_finds_it_refused(world: W
     assert standing.state is State.REFUSED
 
 
-async def test_a_client_that_stops_waiting_for_promotion_is_forgotten(world: World) -> None:
+async def test_cancelled_wait_is_forgotten(world: World) -> None:
     owner = await world.owner()
     world.kafka.topics["t"].leaderless = frozenset({0})
     id = await world.committed(owner)
@@ -327,7 +327,7 @@ async def test_a_client_that_stops_waiting_for_promotion_is_forgotten(world: Wor
     assert not list(owner._context.visible)
 
 
-async def test_nobody_waits_for_promotion_at_an_owner_that_is_closed(world: World) -> None:
+async def test_wait_at_closed_owner_fails(world: World) -> None:
     owner = await world.owner()
     world.kafka.topics["t"].leaderless = frozenset({0})
     id = await world.committed(owner)
@@ -340,7 +340,7 @@ async def test_nobody_waits_for_promotion_at_an_owner_that_is_closed(world: Worl
 # --- clocks --------------------------------------------------------------------------------------
 
 
-async def test_prepares_go_on_when_the_brokers_clock_jumps_back(world: World) -> None:
+async def test_prepares_continue_after_clock_jumps_back(world: World) -> None:
     door = ScriptedDoor(world.kafka, half_partitions=1, facts_ttl_s=0.01)
     broker = await world.broker(door)
     await until(lambda: len(broker.mine()) == 1)
@@ -354,7 +354,7 @@ async def test_prepares_go_on_when_the_brokers_clock_jumps_back(world: World) ->
 
 
 @pytest.mark.parametrize("topic", ["txbroker.half", "txbroker.op"])
-async def test_prepares_go_on_when_one_brokers_clock_jumps_forward(
+async def test_prepares_continue_after_one_clock_jumps_forward(
     world: World, topic: str
 ) -> None:
     door = ScriptedDoor(world.kafka, half_partitions=1, facts_ttl_s=0.01)
@@ -388,7 +388,7 @@ async def test_prepares_go_on_when_one_brokers_clock_jumps_forward(
 # --- the broker ----------------------------------------------------------------------------------
 
 
-async def test_a_partition_that_was_lost_while_it_was_claimed_is_opened_when_it_comes_back(
+async def test_partition_lost_during_claim_opens_when_reassigned(
     world: World,
 ) -> None:
     door = ScriptedDoor(world.kafka, half_partitions=1, facts_ttl_s=0.01)
@@ -421,7 +421,7 @@ async def test_a_partition_that_was_lost_while_it_was_claimed_is_opened_when_it_
     await until(lambda: len(broker.mine()) == 1, 2)
 
 
-async def test_what_a_refused_one_was_refused_for_stays(world: World) -> None:
+async def test_cause_of_refusal_is_kept(world: World) -> None:
     """Refused ones are counted by the topic of their cause, also while they are tried again."""
     owner = await world.owner()
     hold_back(world, "u")

@@ -122,7 +122,7 @@ async def run(schedules: Schedules) -> tuple[list[str | None], list[bool], int]:
 
 
 @pytest.mark.rule(8)
-async def test_every_order_of_two_claims_leaves_one_owner_and_one_message() -> None:
+async def test_every_order_of_two_claims_leaves_one_owner() -> None:
     schedules = Schedules()
     outcomes = set()
     for _ in schedules:

@@ -18,13 +18,13 @@ async def begun(asked: asyncio.Task[Slot]) -> bool:
     return asked.done()
 
 
-async def test_nobody_waits_while_few_are_under_way() -> None:
+async def test_admission_is_immediate_below_limit() -> None:
     limiter = TxnLimiter(at_once=2, wait_max_s=LONG_S)
     for _ in range(2):
         assert await begun(asyncio.create_task(limiter.begin()))
 
 
-async def test_one_that_is_over_lets_the_first_of_those_that_wait_begin() -> None:
+async def test_release_admits_first_waiting() -> None:
     limiter = TxnLimiter(at_once=2, wait_max_s=LONG_S)
     first, _ = await limiter.begin(), await limiter.begin()
     waiting = [asyncio.create_task(limiter.begin()) for _ in range(3)]
@@ -40,7 +40,7 @@ async def test_one_that_is_over_lets_the_first_of_those_that_wait_begin() -> Non
     waiting[2].cancel()
 
 
-async def test_a_turn_that_does_not_come_through_holds_others_for_a_moment_only() -> None:
+async def test_slow_promotion_delays_others_briefly() -> None:
     limiter = TxnLimiter(at_once=1, wait_max_s=0.001)
     stuck = await limiter.begin()
     async with asyncio.timeout(LONG_S):
@@ -55,7 +55,7 @@ async def test_a_turn_that_does_not_come_through_holds_others_for_a_moment_only(
     asked.cancel()
 
 
-async def test_behind_a_slow_turn_all_begin_at_the_same_time() -> None:
+async def test_slow_promotion_admits_all_waiting() -> None:
     limiter = TxnLimiter(at_once=1, wait_max_s=0.05)
     slow = await limiter.begin()
     waiting = [asyncio.create_task(limiter.begin()) for _ in range(20)]
@@ -72,7 +72,7 @@ async def test_behind_a_slow_turn_all_begin_at_the_same_time() -> None:
     assert await begun(asked)
 
 
-async def test_nobody_overtakes_one_that_was_called() -> None:
+async def test_admitted_one_is_not_overtaken() -> None:
     limiter = TxnLimiter(at_once=1, wait_max_s=LONG_S)
     first = await limiter.begin()
     called = asyncio.create_task(limiter.begin())
@@ -85,7 +85,7 @@ async def test_nobody_overtakes_one_that_was_called() -> None:
     assert await begun(late)
 
 
-async def test_one_that_gives_up_waiting_takes_nobodys_place() -> None:
+async def test_cancelled_wait_takes_no_slot() -> None:
     limiter = TxnLimiter(at_once=1, wait_max_s=LONG_S)
     first = await limiter.begin()
     gone, next_one = (asyncio.create_task(limiter.begin()) for _ in range(2))
@@ -98,7 +98,7 @@ async def test_one_that_gives_up_waiting_takes_nobodys_place() -> None:
     assert await begun(next_one)
 
 
-async def test_one_that_is_called_and_gives_up_at_once_passes_its_place_on() -> None:
+async def test_cancelled_admission_passes_slot_on() -> None:
     limiter = TxnLimiter(at_once=1, wait_max_s=LONG_S)
     first = await limiter.begin()
     gone, next_one = (asyncio.create_task(limiter.begin()) for _ in range(2))

@@ -54,7 +54,7 @@ def written(world: World, owner: PartitionOwner) -> tuple[int, int] | None:
 
 
 @pytest.mark.rule(11)
-async def test_the_first_records_are_worth_a_snapshot(
+async def test_first_records_make_snapshot_due(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(snapshots_module, "LOOK_S", 0.001)
@@ -72,7 +72,7 @@ async def test_the_first_records_are_worth_a_snapshot(
 
 
 @pytest.mark.rule(10)
-async def test_the_first_progress_is_worth_a_snapshot(
+async def test_first_checkpoint_makes_snapshot_due(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without it nobody could tell that somebody has removed it."""
@@ -84,7 +84,7 @@ async def test_the_first_progress_is_worth_a_snapshot(
     await until(lambda: written(world, owner) == (2, 1))
 
 
-async def test_an_owner_that_finds_a_snapshot_needs_no_other_one(world: World) -> None:
+async def test_existing_snapshot_makes_none_due(world: World) -> None:
     owner = await world.owner(snapshot_records_min=1000)
     await world.prepared(owner)
     assert owner._snapshots.due
@@ -95,7 +95,7 @@ async def test_an_owner_that_finds_a_snapshot_needs_no_other_one(world: World) -
     assert not again._snapshots.due
 
 
-async def test_without_records_there_is_nothing_to_write_down(world: World) -> None:
+async def test_empty_partition_makes_no_snapshot_due(world: World) -> None:
     owner = await world.owner()
     assert not owner._snapshots.due
 
@@ -106,7 +106,7 @@ async def test_without_records_there_is_nothing_to_write_down(world: World) -> N
 @pytest.mark.rule(10)
 @pytest.mark.usefixtures("_no_snapshots")
 @pytest.mark.parametrize("days", [0, 30])
-async def test_half_messages_of_which_nothing_tells_stop_the_partition(
+async def test_unaccounted_half_messages_stop_partition(
     world: World, days: int
 ) -> None:
     """Also when they are old: no owner has lived to copy them before retention took them."""
@@ -121,7 +121,7 @@ async def test_half_messages_of_which_nothing_tells_stop_the_partition(
 
 
 @pytest.mark.usefixtures("_no_snapshots")
-async def test_markers_of_which_nothing_tells_stop_the_partition(world: World) -> None:
+async def test_unaccounted_markers_stop_partition(world: World) -> None:
     owner = await world.owner()
     id = await world.prepared(owner)
     world.zombie_mark("check", id, round=1, number=1, reason="due")
@@ -134,7 +134,7 @@ async def test_markers_of_which_nothing_tells_stop_the_partition(world: World) -
 
 @pytest.mark.rule(10)
 @pytest.mark.parametrize("days", [1, 20])
-async def test_markers_behind_a_snapshot_that_knew_none_stop_the_partition(
+async def test_deleted_markers_after_snapshot_stop_partition(
     world: World, days: int
 ) -> None:
     """What is rolled back writes no progress: nobody knows any more what was decided."""
@@ -153,7 +153,7 @@ async def test_markers_behind_a_snapshot_that_knew_none_stop_the_partition(
 
 
 @pytest.mark.rule(28)
-async def test_what_was_rolled_back_before_a_kill_is_accounted_for(
+async def test_rollback_before_kill_is_accounted_for(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It writes no progress; a snapshot is due all the same once a minute is over."""
@@ -176,7 +176,7 @@ async def test_what_was_rolled_back_before_a_kill_is_accounted_for(
 
 
 @pytest.mark.rule(28)
-async def test_an_old_snapshot_is_renewed_before_retention_passes_it(world: World) -> None:
+async def test_old_snapshot_is_renewed_before_retention(world: World) -> None:
     """Also where so many are open that it is not for so little, otherwise."""
     owner = await world.owner(snapshot_records_min=1)
     for _ in range(8):
@@ -201,7 +201,7 @@ def _unnoticed(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.rule(28)
 @pytest.mark.usefixtures("_unnoticed")
 @pytest.mark.parametrize("days", [0, 20])
-async def test_a_turn_does_not_account_for_what_it_passes(world: World, days: int) -> None:
+async def test_checkpoint_alone_does_not_account_for_recent(world: World, days: int) -> None:
     """Progress says that an owner has read the half messages; what they said is gone with it."""
     owner = await world.owner()
     for _ in range(8):
@@ -223,7 +223,7 @@ async def test_a_turn_does_not_account_for_what_it_passes(world: World, days: in
 @pytest.mark.rule(28)
 @pytest.mark.usefixtures("_unnoticed")
 @pytest.mark.parametrize(("windows", "stops"), [(0, True), (1.5, True), (2.1, False)])
-async def test_what_was_settled_is_remembered_for_the_dedup_window(
+async def test_settled_is_accounted_for_during_dedup_window(
     world: World, windows: float, stops: bool
 ) -> None:
     """Or the same prepare again would be a new transaction, visible once more."""
@@ -250,7 +250,7 @@ async def test_what_was_settled_is_remembered_for_the_dedup_window(
 @pytest.mark.rule(28)
 @pytest.mark.usefixtures("_unnoticed")
 @pytest.mark.parametrize(("before", "stops"), [(2, False), (3, True)])
-async def test_what_is_gone_is_no_newer_than_the_first_record_that_is_kept(
+async def test_deleted_is_older_than_first_kept_record(
     world: World, before: int, stops: bool
 ) -> None:
     """Or an outage that ends as retention reaches the last records would stop the partition."""
@@ -274,7 +274,7 @@ async def test_what_is_gone_is_no_newer_than_the_first_record_that_is_kept(
 
 @pytest.mark.rule(28)
 @pytest.mark.usefixtures("_unnoticed")
-async def test_a_half_message_is_accounted_for_by_its_copy(world: World) -> None:
+async def test_copy_accounts_for_half_message(world: World) -> None:
     owner = await world.owner()
     id = await world.prepared(owner, message("kept"), message("too", topic="u"))
     owner._retention._copy_out(known(owner, id))
@@ -294,7 +294,7 @@ async def test_a_half_message_is_accounted_for_by_its_copy(world: World) -> None
 
 @pytest.mark.rule(28)
 @pytest.mark.usefixtures("_unnoticed")
-async def test_a_copy_accounts_for_nothing_before_it(world: World) -> None:
+async def test_copy_accounts_for_nothing_before_it(world: World) -> None:
     owner = await world.owner()
     await world.prepared(owner)
     id = await world.prepared(owner)
@@ -308,7 +308,7 @@ async def test_a_copy_accounts_for_nothing_before_it(world: World) -> None:
 
 
 @pytest.mark.rule(28)
-async def test_what_was_deleted_is_written_down_at_once(
+async def test_deletion_makes_snapshot_due(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where nothing is lost: whoever prepares it again must be recognised."""
@@ -333,7 +333,7 @@ async def test_what_was_deleted_is_written_down_at_once(
 
 
 @pytest.mark.rule(28)
-async def test_what_is_lost_is_written_down_at_once_and_counted_once(
+async def test_loss_makes_snapshot_due_and_counts_once(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(snapshots_module, "LOOK_S", 0.001)
@@ -369,7 +369,7 @@ async def lost(world: World, owner: PartitionOwner, *messages: Message, **fields
 
 @pytest.mark.rule(28)
 @pytest.mark.parametrize("restarted", [False, True])
-async def test_a_lost_transaction_is_rolled_back_or_committed_with_its_messages(
+async def test_lost_transaction_takes_rollback_or_messages(
     world: World, restarted: bool
 ) -> None:
     owner = await world.owner()
@@ -397,7 +397,7 @@ async def test_a_lost_transaction_is_rolled_back_or_committed_with_its_messages(
 
 
 @pytest.mark.rule(28)
-async def test_a_committed_one_that_was_not_promoted_is_refused_over_restarts(world: World) -> None:
+async def test_lost_committed_stays_refused_across_restarts(world: World) -> None:
     world.kafka.set_leaderless("t", 0)
     owner = await world.owner()
     id = await world.prepared(owner)
@@ -419,7 +419,7 @@ async def test_a_committed_one_that_was_not_promoted_is_refused_over_restarts(wo
 
 
 @pytest.mark.rule(28)
-async def test_what_is_deleted_while_an_owner_recovers_is_judged_anew(world: World) -> None:
+async def test_deletion_during_recovery_is_judged_again(world: World) -> None:
     owner = await world.owner()
     assert await world.prepared(owner)
     assert await snapshot(owner)
@@ -444,7 +444,7 @@ async def test_what_is_deleted_while_an_owner_recovers_is_judged_anew(world: Wor
 
 
 @pytest.mark.rule(28)
-async def test_who_brings_records_back_finds_nothing_lost(world: World) -> None:
+async def test_restored_records_are_not_lost(world: World) -> None:
     owner = await world.owner()
     stored = partition(world, "half")
     id = await world.prepared(owner, message("back"))
@@ -462,7 +462,7 @@ async def test_who_brings_records_back_finds_nothing_lost(world: World) -> None:
 
 @pytest.mark.rule(28)
 @pytest.mark.usefixtures("_no_snapshots", "_unnoticed")
-async def test_what_an_older_proxy_let_retention_pass_stops_nothing(world: World) -> None:
+async def test_retention_under_older_proxy_stops_nothing(world: World) -> None:
     """It renewed no snapshot by age, and its progress did not say what it accounts for."""
     owner = await world.owner()
     first = await world.committed(owner)
@@ -492,7 +492,7 @@ async def older(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.rule(28)
 @pytest.mark.usefixtures("_no_snapshots", "_unnoticed")
-async def test_behind_an_older_proxy_s_snapshot_a_new_one_accounts_for_what_it_takes(
+async def test_new_snapshot_after_older_proxy_accounts(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Killed before its first snapshot, it has written progress."""
@@ -508,7 +508,7 @@ async def test_behind_an_older_proxy_s_snapshot_a_new_one_accounts_for_what_it_t
         await world.owner()
 
 
-async def test_an_older_proxy_s_snapshot_is_replaced_at_once(
+async def test_snapshot_of_older_proxy_is_replaced_at_once(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await older(world, monkeypatch)
@@ -517,7 +517,7 @@ async def test_an_older_proxy_s_snapshot_is_replaced_at_once(
 
 
 @pytest.mark.rule(10)
-async def test_either_log_tells_how_new_the_last_reading_is(world: World) -> None:
+async def test_either_log_dates_last_read(world: World) -> None:
     """The last half message that was read is old, the last marker is not."""
     owner = await world.owner()
     id = await world.prepared(owner)
@@ -538,7 +538,7 @@ async def test_either_log_tells_how_new_the_last_reading_is(world: World) -> Non
 
 @pytest.mark.rule(10)
 @pytest.mark.parametrize("topic", LOGS)
-async def test_a_checkpoint_topic_made_anew_stops_the_partition(world: World, topic: str) -> None:
+async def test_recreated_checkpoint_topic_stops_partition(world: World, topic: str) -> None:
     """Without the progress all that was promoted would be promoted again."""
     owner = await world.owner()
     id = await world.committed(owner)
@@ -568,7 +568,7 @@ async def refused(world: World, owner: PartitionOwner) -> str:
 
 
 @pytest.mark.rule(10)
-async def test_a_parked_topic_made_anew_stops_a_partition_that_has_refused(world: World) -> None:
+async def test_recreated_parked_topic_stops_if_refused(world: World) -> None:
     """Only its copy says that it was not promoted."""
     owner = await world.owner()
     await refused(world, owner)
@@ -584,7 +584,7 @@ async def test_a_parked_topic_made_anew_stops_a_partition_that_has_refused(world
 
 
 @pytest.mark.rule(10)
-async def test_a_parked_topic_that_had_no_refused_ones_may_be_made_anew(world: World) -> None:
+async def test_recreated_parked_topic_without_refused_is_fine(world: World) -> None:
     owner = await world.owner()
     id = await world.prepared(owner, message("old"))
     world.advance(8 * DAY_MS / 1000)
@@ -597,7 +597,7 @@ async def test_a_parked_topic_that_had_no_refused_ones_may_be_made_anew(world: W
 
 
 @pytest.mark.rule(10)
-async def test_a_lost_turn_has_set_nothing_aside(world: World) -> None:
+async def test_lost_promotion_refuses_nothing(world: World) -> None:
     """Or the next owner would miss a copy that there never was."""
     owner = await world.owner()
     id = await world.prepared(owner, message("big" * 100))

@@ -33,21 +33,21 @@ def simulate(
 
 
 @pytest.mark.timeout(TIMEOUT_S)
-def test_some_hundred_seeds_hold() -> None:
+def test_some_hundred_seeds_pass() -> None:
     done = simulate("--seeds", str(SEEDS), "--failures", "1")
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"{SEEDS} seeds, 0 failed" in done.stdout
 
 
 @pytest.mark.timeout(TIMEOUT_S)
-def test_seeds_that_failed_once_hold() -> None:
+def test_recorded_seeds_pass() -> None:
     for each in REGRESSIONS:
         done = simulate("--seed", str(each["seed"]))
         assert done.returncode == 0, f"{each['found']}\n{done.stdout[-8000:]}{done.stderr}"
 
 
 @pytest.mark.timeout(TIMEOUT_S)
-def test_a_seed_replays_to_the_same_events() -> None:
+def test_seed_replays_same_events() -> None:
     arguments = ("--digests", "--seeds", "25")
     first, second = (simulate(*arguments, hash_seed=hash_seed) for hash_seed in ("1", "2"))
     lines = first.stdout.splitlines()
@@ -57,13 +57,13 @@ def test_a_seed_replays_to_the_same_events() -> None:
 
 
 @pytest.mark.timeout(TIMEOUT_S)
-def test_a_replay_tells_all_that_happened() -> None:
+def test_replay_shows_all_events() -> None:
     told = simulate("--seed", "3").stdout
     for words in ("client: prepare lane-", "EndTxn is at broker", "info: owned", "== healed"):
         assert words in told
 
 
-def test_a_run_that_fails_is_named_with_its_story() -> None:
+def test_failed_run_shows_seed_and_events() -> None:
     done = mutate("progress is left out of the turn", "--one", seeds=40)
     assert done.returncode == 1, done.stdout + done.stderr
     assert "failed; its faults:" in done.stdout
@@ -86,14 +86,14 @@ def mutate(what: str, *arguments: str, seeds: int) -> subprocess.CompletedProces
 
 @pytest.mark.timeout(TIMEOUT_S)
 @pytest.mark.parametrize("what", QUICK_MUTANTS)
-def test_the_simulator_catches_some_mutants_within_few_seeds(what: str) -> None:
+def test_simulator_catches_some_mutants(what: str) -> None:
     done = mutate(what, seeds=160)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
 @pytest.mark.long
 @pytest.mark.timeout(3600)
-def test_the_simulator_catches_every_mutant_that_it_must() -> None:
+def test_simulator_catches_every_required_mutant() -> None:
     from tests.simulator.mutate import MUST_BE_CAUGHT
 
     for what in MUST_BE_CAUGHT:
@@ -103,6 +103,6 @@ def test_the_simulator_catches_every_mutant_that_it_must() -> None:
 
 @pytest.mark.long
 @pytest.mark.timeout(3600)
-def test_thousands_of_seeds_hold() -> None:
+def test_thousands_of_seeds_pass() -> None:
     done = simulate("--first", "100000", "--seeds", "10000", "--failures", "1", timeout_s=3500)
     assert done.returncode == 0, done.stdout + done.stderr
