@@ -232,9 +232,7 @@ async def test_transaction_before_log_start_is_too_old() -> None:
 
 
 @pytest.mark.parametrize("op", ["there", "gone", "silent", "of another"])
-async def test_summary_gets_verdict_from_marker(
-    op: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_summary_gets_verdict_from_marker(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
     past = Past()
     id, other = past.prepare(), past.prepare()
     past.mark("rollback", id, source=Source.OPERATOR, by="ann", reason="by hand")
@@ -256,9 +254,7 @@ async def silent(offsets: Sequence[int]) -> Sequence[Record]:
     raise KafkaUnavailable("no answer")
 
 
-async def test_silent_kafka_delays_no_answer(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_silent_kafka_delays_no_answer(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     owner = await world.owner()
     id = await world.prepared(owner)
     await roll_back(owner, id)

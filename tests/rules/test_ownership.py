@@ -71,9 +71,7 @@ async def test_lost_contact_does_not_count_as_stuck_claim(world: World) -> None:
     await until(lambda: broker.readiness().ready)
 
 
-async def test_cancelled_leave_closes_owners(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_cancelled_leave_closes_owners(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     broker, door, _ = await at_work(world)
     gate, closed = Gate(), asyncio.Event()
     close = door.opened[0].close

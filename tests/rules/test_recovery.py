@@ -253,9 +253,7 @@ async def test_recovery_equals_replay_at_every_moment(world: World, seed: int) -
 
 @pytest.mark.rule(11)
 @pytest.mark.parametrize("seed", range(100, 100 + SEEDS))
-async def test_recovery_equals_replay_at_every_checkpoint_end(
-    world: World, seed: int
-) -> None:
+async def test_recovery_equals_replay_at_every_checkpoint_end(world: World, seed: int) -> None:
     work = Work(world, seed)
     await work.run()
     seen: Counter[str] = Counter()

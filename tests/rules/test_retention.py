@@ -96,9 +96,7 @@ async def test_snapshot_entry_without_record_is_reported(world: World) -> None:
 
 @pytest.mark.rule(10)
 @pytest.mark.parametrize("days", [1, 20])
-async def test_deleted_young_markers_stop_partition(
-    world: World, days: int
-) -> None:
+async def test_deleted_young_markers_stop_partition(world: World, days: int) -> None:
     owner = await world.owner()
     for _ in range(3):
         await world.committed(owner)
@@ -235,9 +233,7 @@ async def test_transaction_decided_before_copy_is_copied(
 
 @pytest.mark.rule(10)
 @pytest.mark.parametrize("topic", LOGS)
-async def test_retention_during_recovery_stops_nothing(
-    world: World, topic: str
-) -> None:
+async def test_retention_during_recovery_stops_nothing(world: World, topic: str) -> None:
     owner = await world.owner()
     for _ in range(3):
         await world.committed(owner)
@@ -300,9 +296,7 @@ async def test_snapshot_of_another_log_stops_partition(world: World, topic: str)
 @pytest.mark.rule(10)
 @pytest.mark.parametrize("more", [0, 1, 3])
 @pytest.mark.parametrize("topic", LOGS)
-async def test_recreated_log_stops_its_owner(
-    world: World, topic: str, more: int
-) -> None:
+async def test_recreated_log_stops_its_owner(world: World, topic: str, more: int) -> None:
     owner = await world.owner()
     for _ in range(2):
         await world.committed(owner)

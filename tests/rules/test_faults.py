@@ -354,9 +354,7 @@ async def test_prepares_continue_after_clock_jumps_back(world: World) -> None:
 
 
 @pytest.mark.parametrize("topic", ["txbroker.half", "txbroker.op"])
-async def test_prepares_continue_after_one_clock_jumps_forward(
-    world: World, topic: str
-) -> None:
+async def test_prepares_continue_after_one_clock_jumps_forward(world: World, topic: str) -> None:
     door = ScriptedDoor(world.kafka, half_partitions=1, facts_ttl_s=0.01)
     broker = await world.broker(door)
     await until(lambda: len(broker.mine()) == 1)

@@ -42,9 +42,7 @@ from txbroker.proxy.partition import owner as owner_module
 
 @pytest.mark.rule(1)
 @pytest.mark.parametrize("fate", [stored_unanswered, lost_unanswered])
-async def test_unanswered_prepare_is_not_acked_and_repeatable(
-    world: World, fate: object
-) -> None:
+async def test_unanswered_prepare_is_not_acked_and_repeatable(world: World, fate: object) -> None:
     owner = await world.owner()
     half = world.half(message("once"))
     world.partition.half.script.append(fate)  # type: ignore[arg-type]
@@ -58,9 +56,7 @@ async def test_unanswered_prepare_is_not_acked_and_repeatable(
 
 @pytest.mark.rule(1)
 @pytest.mark.parametrize("fate", [stored_unanswered, lost_unanswered])
-async def test_unanswered_decision_is_not_acked_and_repeatable(
-    world: World, fate: object
-) -> None:
+async def test_unanswered_decision_is_not_acked_and_repeatable(world: World, fate: object) -> None:
     owner = await world.owner()
     id = await world.prepared(owner)
     world.partition.op.script.append(fate)  # type: ignore[arg-type]

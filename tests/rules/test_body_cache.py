@@ -127,9 +127,7 @@ async def test_promotion_of_thousand_takes_few_requests(small: Small) -> None:
     assert small.ledger.index.body_bytes == 0
 
 
-async def test_one_read_is_bounded(
-    small: Small, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_one_read_is_bounded(small: Small, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bodies_module, "BATCH_BYTES_MAX", 10_000)
     made = [await small.prepare(message("x" * 3000)) for _ in range(10)]
     with small.bodies.hold(made):

@@ -91,9 +91,7 @@ def kinds(answers: Sequence[Answer]) -> list[str]:
 
 @pytest.mark.rule(29)
 @pytest.mark.parametrize("bad", [{0}, {255}, {100}, {3, 4, 200}, {*range(0, 256, 5)}])
-async def test_refused_run_is_split_down_to_bad_row(
-    world: World, bad: set[int]
-) -> None:
+async def test_refused_run_is_split_down_to_bad_row(world: World, bad: set[int]) -> None:
     owner, run = await world.owner(), halves(world, FRAME)
     ids = [half.id for half in run]
     taken = [id for number, id in enumerate(ids) if number not in bad]
@@ -194,9 +192,7 @@ async def test_stored_part_of_long_run_counts_once(world: World) -> None:
 
 @pytest.mark.rule(29)
 @pytest.mark.parametrize("middle", [as_it_is, without_offset, without_time])
-async def test_run_of_several_batches_is_stored_in_order(
-    world: World, middle: Append
-) -> None:
+async def test_run_of_several_batches_is_stored_in_order(world: World, middle: Append) -> None:
     owner = await world.owner(**ROOM)
     run = [world.half(*[message(str(n))] * (1 + n % 2)) for n in range(LONG)]
     ids = [half.id for half in run]
@@ -228,9 +224,7 @@ async def test_run_of_several_batches_is_stored_in_order(
 
 @pytest.mark.rule(29)
 @pytest.mark.parametrize("middle", [stored_unanswered, lost_unanswered])
-async def test_unanswered_part_of_run_can_be_repeated(
-    world: World, middle: Append
-) -> None:
+async def test_unanswered_part_of_run_can_be_repeated(world: World, middle: Append) -> None:
     owner = await world.owner(**ROOM)
     run = halves(world, LONG)
     ids = [half.id for half in run]
@@ -300,9 +294,7 @@ async def test_suspended_owner_cuts_run(world: World) -> None:
 
 @pytest.mark.rule(29)
 @pytest.mark.parametrize("append", [as_it_is, without_offset, without_time, refusing(["nobody"])])
-async def test_each_operation_of_batch_gets_its_answer(
-    world: World, append: Append
-) -> None:
+async def test_each_operation_of_batch_gets_its_answer(world: World, append: Append) -> None:
     owner, gate = await world.owner(), Gate()
     world.partition.half.script.extend([gate.append, append])
     ahead = asyncio.create_task(prepare(owner, halves(world, 1)))

@@ -228,9 +228,7 @@ async def test_log_ending_before_checkpoint_is_refused(world: World, topic: str)
 
 @pytest.mark.rule(10)
 @pytest.mark.parametrize("topic", ["half", "op"])
-async def test_recreated_log_past_checkpoint_is_refused(
-    world: World, topic: str
-) -> None:
+async def test_recreated_log_past_checkpoint_is_refused(world: World, topic: str) -> None:
     owner = await world.owner()
     for _ in range(3):
         await world.committed(owner)
@@ -248,9 +246,7 @@ async def test_recreated_log_past_checkpoint_is_refused(
 
 @pytest.mark.rule(10)
 @pytest.mark.parametrize("topic", ["half", "op"])
-async def test_log_ending_before_last_read_record_is_refused(
-    world: World, topic: str
-) -> None:
+async def test_log_ending_before_last_read_record_is_refused(world: World, topic: str) -> None:
     """A checkpoint can lie below what was read when it was written: the rest must be read."""
     owner = await world.owner()
     ids = [await world.committed(owner) for _ in range(2)]
@@ -361,9 +357,7 @@ async def test_owner_in_doubt_reclaims_and_continues(world: World, error: Except
 
 @pytest.mark.rule(16)
 @pytest.mark.parametrize("outcome", [LostReply.DONE, LostReply.NOT_DONE])
-async def test_unknown_commit_is_promoted_exactly_once(
-    world: World, outcome: LostReply
-) -> None:
+async def test_unknown_commit_is_promoted_exactly_once(world: World, outcome: LostReply) -> None:
     owner = await world.owner()
     world.kafka.lose_answer_of_next_commit(outcome)
     waiting = asyncio.create_task(world.committed(owner))

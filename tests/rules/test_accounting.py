@@ -106,9 +106,7 @@ async def test_empty_partition_makes_no_snapshot_due(world: World) -> None:
 @pytest.mark.rule(10)
 @pytest.mark.usefixtures("_no_snapshots")
 @pytest.mark.parametrize("days", [0, 30])
-async def test_unaccounted_half_messages_stop_partition(
-    world: World, days: int
-) -> None:
+async def test_unaccounted_half_messages_stop_partition(world: World, days: int) -> None:
     """Also when they are old: no owner has lived to copy them before retention took them."""
     owner = await world.owner()
     await world.prepared(owner)
@@ -134,9 +132,7 @@ async def test_unaccounted_markers_stop_partition(world: World) -> None:
 
 @pytest.mark.rule(10)
 @pytest.mark.parametrize("days", [1, 20])
-async def test_deleted_markers_after_snapshot_stop_partition(
-    world: World, days: int
-) -> None:
+async def test_deleted_markers_after_snapshot_stop_partition(world: World, days: int) -> None:
     """What is rolled back writes no progress: nobody knows any more what was decided."""
     owner = await world.owner()
     id = await world.prepared(owner)
@@ -308,9 +304,7 @@ async def test_copy_accounts_for_nothing_before_it(world: World) -> None:
 
 
 @pytest.mark.rule(28)
-async def test_deletion_makes_snapshot_due(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_deletion_makes_snapshot_due(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where nothing is lost: whoever prepares it again must be recognised."""
     monkeypatch.setattr(snapshots_module, "LOOK_S", 0.001)
     owner = await world.owner(snapshot_records_min=1000)
@@ -369,9 +363,7 @@ async def lost(world: World, owner: PartitionOwner, *messages: Message, **fields
 
 @pytest.mark.rule(28)
 @pytest.mark.parametrize("restarted", [False, True])
-async def test_lost_transaction_takes_rollback_or_messages(
-    world: World, restarted: bool
-) -> None:
+async def test_lost_transaction_takes_rollback_or_messages(world: World, restarted: bool) -> None:
     owner = await world.owner()
     first = await lost(world, owner, message("first"), dedup_key="first")
     second = await lost(world, owner)
