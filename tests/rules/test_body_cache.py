@@ -376,10 +376,11 @@ async def test_lost_marker_record_is_never_promoted(small: Small) -> None:
     transaction = await small.prepare()
     small.delete_half(1)
     await refused(small, transaction)
-    # What the next owner knows: nothing but the copy.
+    # The next owner knows only the copy.
     kept = transaction.copy(State.REFUSED, transaction.cause)
     assert [record.value for record in encode_kept(kept)] == [b""]
     small.ledger.__init__(0, 120_000)  # type: ignore[misc]
+    small.promoter._retries._index = small.ledger.index
     small.ledger.half_position, small.ledger.op_position = 1, 1
     small.ledger.restore(kept)
     small.ledger.reconcile(None, [kept])
