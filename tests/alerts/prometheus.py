@@ -21,7 +21,7 @@ _FILES = Path(__file__).parents[2] / "charts/txbroker/files"
 RULES = _FILES / "alerts.yaml"
 DASHBOARD = _FILES / "dashboard.json"
 FASTER = 200
-"""So many times shorter than shipped is every time in the rules."""
+"""Factor by which every time in the rules is shortened."""
 _SCRAPE_MS = 250
 _EVALUATE_MS = 200
 _STARTS_MAX = 3

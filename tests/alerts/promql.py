@@ -47,7 +47,7 @@ def names(expression: str) -> set[str]:
 
 
 def unknown(expression: str, known: Mapping[str, frozenset[str]]) -> list[str]:
-    """Return what is asked for and is not there: series, their labels, labels to group by."""
+    """Return the unknown series, labels and grouping labels of an expression."""
     wrong = [f"{name} is no series" for name in sorted(names(expression) - set(known))]
     for name, label, _ in matchers(expression):
         if label not in known.get(name, frozenset()) | TARGET:

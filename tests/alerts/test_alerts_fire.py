@@ -25,7 +25,7 @@ pytestmark = pytest.mark.needs_tool("prometheus")
 
 COMMIT: Json = {"decision": "commit"}
 UNKNOWN: Json = {"decision": "unknown"}
-NOBODY = "http://127.0.0.1:9/"
+CLOSED = "http://127.0.0.1:9/"
 NEVER_S = 3600
 DAY_S = 86_400
 # Ages and numbers, as small as the times are short.
@@ -57,7 +57,7 @@ class Plant:
         group = await self.service.group(UNKNOWN, attempts_max=1, timeout_s=0.5)
         (id,) = await self.pending(group)
         await self.fires("TxBrokerParking", group=group)
-        await self.service.tell(id, "commit", reason="it is in the database")
+        await self.service.act(id, "commit", reason="it is in the database")
         await self.prometheus.is_over("TxBrokerParking", group=group)
 
     async def checks_that_fail(self) -> None:
@@ -67,8 +67,8 @@ class Plant:
         self.service.desk.answers[group] = [COMMIT]
         await self.prometheus.is_over("TxBrokerChecksFailing", group=group)
 
-    async def nobody_there(self) -> None:
-        group = await self.service.group(COMMIT, check_url=NOBODY)
+    async def unreachable_group(self) -> None:
+        group = await self.service.group(COMMIT, check_url=CLOSED)
         (id,) = await self.pending(group)
         await self.fires("TxBrokerGroupUnreachable", group=group)
         await self.fires("TxBrokerPendingTooOld", group=group)
@@ -90,7 +90,7 @@ class Plant:
         await until(one_more_until_it_fires)
         await self.fires("TxBrokerPendingGrowing", group=group)
         for id in ids:
-            await self.service.tell(id, "rollback")
+            await self.service.act(id, "rollback")
         await self.prometheus.is_over("TxBrokerPendingGrowing", group=group)
 
     async def no_topic(self) -> None:
@@ -107,17 +107,17 @@ class Plant:
         topic = await self.service.topic()
         end = await self.world.hang(topic, 0)
         id = await self.service.prepare(Message(topic, b"k"))
-        await self.service.tell(id, "commit")
+        await self.service.act(id, "commit")
         await self.fires("TxBrokerPromotionStalled")
         await end()
         await self.service.reaches(id, "promoted")
         await self.prometheus.is_over("TxBrokerPromotionStalled")
 
     async def old_audit_with_drift(self) -> None:
-        await self.world.tell_audit("batch", audit(time.time() - 3 * DAY_S, lost=2))
+        await self.world.write_audit("batch", audit(time.time() - 3 * DAY_S, lost=2))
         await self.fires("TxBrokerAuditDrift", kind="lost")
         await self.fires("TxBrokerAuditStale", mode="batch")
-        await self.world.tell_audit("batch", audit(time.time(), lost=0))
+        await self.world.write_audit("batch", audit(time.time(), lost=0))
         await self.prometheus.is_over("TxBrokerAuditDrift")
         await self.prometheus.is_over("TxBrokerAuditStale")
 
@@ -177,7 +177,7 @@ async def test_alerts_fire_on_faults_and_resolve(plant: Plant) -> None:
     await asyncio.gather(
         plant.parked(),
         plant.checks_that_fail(),
-        plant.nobody_there(),
+        plant.unreachable_group(),
         plant.more_and_more(),
         plant.no_topic(),
         plant.hanging_target(),
@@ -214,13 +214,13 @@ async def test_messages_near_retention_fire_alert(plant: Plant) -> None:
     id = await plant.service.prepare(message)
     kafka.set_leaderless(parked, 0, 1)
     kafka.clock.advance(9 * DAY_S)
-    # What is stored beside it tells its owner the time.
+    # A record stored next to it advances the owner's clock.
     later = await plant.service.prepare(message)
     await plant.fires("TxBrokerHalfRetentionAtRisk")
     kafka.set_leaderless(parked)
     await plant.prometheus.is_over("TxBrokerHalfRetentionAtRisk")
     for each in (id, later):
-        assert (await plant.service.tell(each, "rollback"))["state"] == "rolled_back"
+        assert (await plant.service.act(each, "rollback"))["state"] == "rolled_back"
 
 
 async def test_lost_messages_fire_alert(plant: Plant) -> None:

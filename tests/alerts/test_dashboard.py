@@ -49,7 +49,7 @@ def test_dashboard_queries_exported_metrics(query: tuple[str, str]) -> None:
     assert promql.unknown(expression, KNOWN) == []
     used = set(re.findall(r"\$(\w+)", expression))
     assert used <= set(VARIABLES) | set(GRAFANAS)
-    # What is chosen above the panels holds for all of them.
+    # The variables above the panels apply to all of them.
     for inside in re.findall(r"(?:txbroker_\w+|ALERTS)\{([^}]*)\}", expression):
         chosen = set(re.findall(r"\$(\w+)", inside))
         assert {"cluster", "namespace", "job"} <= chosen

@@ -22,13 +22,13 @@ def promtool(*words: str, folder: Path = FILES) -> tuple[int, str]:
 
 
 def test_alert_rules_are_valid() -> None:
-    code, said = promtool("check", "rules", "--lint-fatal", "alerts.yaml")
-    assert (code, "SUCCESS: 15 rules found" in said) == (0, True), said
+    code, output = promtool("check", "rules", "--lint-fatal", "alerts.yaml")
+    assert (code, "SUCCESS: 15 rules found" in output) == (0, True), output
 
 
 def test_alert_rules_pass_their_unit_tests() -> None:
-    code, said = promtool("test", "rules", "alerts_test.yaml")
-    assert (code, "SUCCESS" in said) == (0, True), said
+    code, output = promtool("test", "rules", "alerts_test.yaml")
+    assert (code, "SUCCESS" in output) == (0, True), output
 
 
 CHANGES = {
@@ -58,6 +58,6 @@ def test_rule_unit_tests_fail_for_changed_rules(tmp_path: Path) -> None:
         rules = rules.replace(old, new)
     (tmp_path / "alerts.yaml").write_text(rules)
     (tmp_path / "alerts_test.yaml").write_text((FILES / "alerts_test.yaml").read_text())
-    code, said = promtool("test", "rules", "alerts_test.yaml", folder=tmp_path)
-    assert code == 1, said
-    assert set(re.findall(r"alertname: (\w+),", said)) == names, said
+    code, output = promtool("test", "rules", "alerts_test.yaml", folder=tmp_path)
+    assert code == 1, output
+    assert set(re.findall(r"alertname: (\w+),", output)) == names, output

@@ -1,4 +1,4 @@
-"""Check-backs that have to find their group on whichever proxy it is, while proxies die and leave.
+"""Check-backs find their group at any proxy, while proxies die and leave.
 
 Nothing here is decided by its producer: every transaction is prepared over plain HTTP at any
 proxy, and what becomes of it is known to an SDK session at another one, or to a check URL.
@@ -32,7 +32,7 @@ from txbroker.sdk import CheckRequest, Decision, Limits, Message, NotYet, Transa
 LANES, EACH = 5, 16
 GROUPS = ("home", "everywhere", "url", "never", "later")
 ATTEMPTS = 3
-"""After so many a transaction of the group `never` parks."""
+"""Attempts after which a transaction of the group `never` parks."""
 
 
 @pytest.fixture
@@ -47,46 +47,46 @@ async def fleet(kafka: EmbeddedKafka) -> AsyncIterator[Fleet]:
 
 
 class Truth:
-    """What became of each transaction; told to whoever asks, sometimes only the second time."""
+    """Answers checks with the outcome of each transaction, sometimes only the second time."""
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
-        self.told: Counter[str] = Counter()
+        self.answered: Counter[str] = Counter()
 
     def answer(self, id: str, token: str, group: str) -> str:
         """Return `commit`, `rollback`, `unknown` or `not yet`, and write it down."""
         draw = hashlib.sha256(token.encode()).digest()
-        first = self.told[id] == 0
-        self.told[id] += 1
-        said = "commit" if draw[0] % 4 else "rollback"
+        first = self.answered[id] == 0
+        self.answered[id] += 1
+        decision = "commit" if draw[0] % 4 else "rollback"
         if group == "never" or (first and draw[1] % 4 == 0):
-            said = "unknown"
+            decision = "unknown"
         elif first and draw[1] % 4 == 1:
-            said = "not yet"
-        self._recorder.history.asked.append(Asked(id, time.time(), said))
-        return said
+            decision = "not yet"
+        self._recorder.history.asked.append(Asked(id, time.time(), decision))
+        return decision
 
     def check(self, request: CheckRequest) -> Decision | NotYet:
         """The SDK's check function."""
         (token,) = (value for name, value in request.messages[0].headers if name == "token")
-        said = self.answer(request.id, (token or b"").decode(), request.group)
-        return NotYet(1.0) if said == "not yet" else Decision(said)
+        decision = self.answer(request.id, (token or b"").decode(), request.group)
+        return NotYet(1.0) if decision == "not yet" else Decision(decision)
 
     async def post(self, request: web.Request) -> web.Response:
-        """The check URL. Now and then it cannot take the question, or nobody hears its answer."""
+        """Serve the check URL. Some calls are refused, and some answers are lost."""
         asked = await request.json()
         token = dict(asked["messages"][0]["headers"])["token"]
-        fate = (hashlib.sha256(token.encode()).digest()[2] + self.told[asked["id"]]) % 8
+        fate = (hashlib.sha256(token.encode()).digest()[2] + self.answered[asked["id"]]) % 8
         if fate == 0:
             # By contract: not handled. The attempt is given back.
-            self.told[asked["id"]] += 1
+            self.answered[asked["id"]] += 1
             return web.Response(status=503)
-        said = self.answer(asked["id"], token, asked["group"])
+        decision = self.answer(asked["id"], token, asked["group"])
         if fate == 1 and request.transport is not None:
             request.transport.abort()
-        if said == "not yet":
+        if decision == "not yet":
             return web.json_response({"decision": "unknown", "ask_again_s": 1})
-        return web.json_response({"decision": said})
+        return web.json_response({"decision": decision})
 
 
 @contextlib.asynccontextmanager
@@ -104,10 +104,10 @@ async def serving(truth: Truth) -> AsyncIterator[str]:
 
 
 class Undecided(Web):
-    """Prepares, and never says more."""
+    """Prepares, and never decides."""
 
     async def run(self, count: int, fate: random.Random) -> None:
-        """Prepare so many, of one group after the other."""
+        """Prepare `count` transactions, of one group after the other."""
         groups = itertools.cycle(GROUPS)
         timeout = aiohttp.ClientTimeout(total=5)
         async with aiohttp.ClientSession(timeout=timeout) as http:
@@ -194,7 +194,7 @@ async def test_checks_find_group_while_proxies_die_and_leave(
 
 
 async def asked(recorder: Recorder, count: int) -> None:
-    """Wait until so many more checks were answered."""
+    """Wait until `count` more checks were answered."""
     wanted = len(recorder.history.asked) + count
 
     async def enough() -> bool:
@@ -206,7 +206,7 @@ async def asked(recorder: Recorder, count: int) -> None:
 async def test_proxy_death_during_check_counts_as_attempt(
     fleet: Fleet,
 ) -> None:
-    """The session's proxy dies with the question under way; the SDK moves to another by itself,
+    """The session's proxy dies with a check in flight; the SDK reconnects to another automatically,
     and is asked again there."""
     topic = await fleet.proxies[0].topic()
     recorder = Recorder()

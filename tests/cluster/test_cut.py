@@ -22,7 +22,7 @@ TRANSACTIONS = 4000 if LONG else 800
 
 
 class CutFleet(Fleet):
-    """Two proxies, each with a way to Kafka of its own."""
+    """Two proxies, each with a separate relay to Kafka."""
 
     def __init__(self, bootstrap: str, relays: list[Relay]) -> None:
         super().__init__(bootstrap, 0)
@@ -64,7 +64,7 @@ async def fleet(kafka: EmbeddedKafka) -> AsyncIterator[CutFleet]:
 async def test_proxy_cut_off_from_kafka_yields_and_returns(
     fleet: CutFleet, tmp_path: Path, reset: bool
 ) -> None:
-    """What it had sent arrives late, behind its successor's claim (`reset`: never)."""
+    """Its requests arrive late, after its successor's claim (`reset`: never)."""
 
     async def cut(_: Fleet, recorder: Recorder, fate: random.Random) -> None:
         await reached(recorder, TRANSACTIONS // 8)
@@ -84,7 +84,7 @@ async def test_proxy_cut_off_from_kafka_yields_and_returns(
             await until(taken)
             await until(known)
             await reached(recorder, recorder.finished + 50)
-            # It knows nobody that it could hand a call on to.
+            # It knows no proxy to forward a call to.
             with pytest.raises(OwnerUnavailable):
                 await lonely.prepare({"topic": topic, "value": "v"}, group="web")
         finally:

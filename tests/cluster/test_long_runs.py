@@ -12,7 +12,7 @@ pytestmark = pytest.mark.long
 
 
 async def output(name: str, *arguments: str) -> str:
-    """Run a measurement; return what it prints. It must succeed."""
+    """Run a measurement, which must succeed; return its output."""
     process = await asyncio.create_subprocess_exec(
         sys.executable,
         "-m",
@@ -22,12 +22,12 @@ async def output(name: str, *arguments: str) -> str:
         stderr=asyncio.subprocess.PIPE,
     )
     try:
-        printed, said = await process.communicate()
+        printed, errors = await process.communicate()
     finally:
         if process.returncode is None:
             process.kill()
             await process.wait()
-    assert process.returncode == 0, said.decode()[-5000:] + printed.decode()
+    assert process.returncode == 0, errors.decode()[-5000:] + printed.decode()
     return printed.decode()
 
 

@@ -1,4 +1,4 @@
-"""Several proxies on a real Kafka under load: whoever dies, nothing is lost and nothing doubled."""
+"""Several proxies on a real Kafka under load: no death loses or duplicates a message."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""A proxy that hung for longer than its session wakes up behind its successor: it thinks that
-nothing has happened, has turns and calls in hand, and not a byte of it may become visible."""
+"""A proxy that hung for longer than its session wakes up after its successor's claim, with
+promotion transactions and calls in flight: not a byte of them may become visible."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ ROUNDS = 5 if os.environ.get("TXBROKER_TEST_LONG") else 1
 
 @pytest.fixture
 async def fleet(kafka: EmbeddedKafka) -> AsyncIterator[Fleet]:
-    """Two proxies. Nothing is checked: whatever happens is the doing of calls and turns."""
+    """Two proxies without checks: only calls and promotion transactions have effects."""
     made = Fleet(kafka.bootstrap, 2)
     try:
         await made.start()
@@ -119,18 +119,18 @@ async def read_to_the_end(proxy: ProxyProcess) -> None:
 
 
 async def rest(proxy: ProxyProcess, recorder: Recorder) -> None:
-    """Wait until nothing is under way any more."""
+    """Wait until nothing is in flight."""
     await read_to_the_end(proxy)
     for left in await proxy.unsettled():
         if left["state"] == "pending":
-            # What was stored without an answer is nobody's: no client knows its id.
+            # No client knows the id of a prepare stored without an answer.
             with suppress(RequestError), recorder.call("rollback", "", left["id"]):
-                await proxy.tell(left["id"], "rollback")
+                await proxy.act(left["id"], "rollback")
     await proxy.all_settled()
 
 
 class Busy(Web):
-    """Works until it is told to stop, and does not wait long for a proxy that hangs."""
+    """Works until it is stopped, with short timeouts for a proxy that hangs."""
 
     async def work(self, over: asyncio.Event, fate: random.Random) -> None:
         """Do one transaction after the other."""
@@ -175,7 +175,7 @@ async def work_until_it_hangs(
 
 
 async def more_calls(recorder: Recorder, count: int) -> None:
-    """Wait until so many more calls have been answered."""
+    """Wait until `count` more calls have been answered."""
 
     def answered() -> int:
         return sum(call.result == "ok" for call in recorder.history.calls)
@@ -223,7 +223,7 @@ async def test_replaced_proxy_makes_no_byte_visible(fleet: Fleet) -> None:
         hung.resume()
         answers = await asyncio.gather(*[letter.answer() for letter in letters])
         written |= check_answers(letters, answers, newest)
-        # It finds out by itself, and takes its share in an orderly way.
+        # It notices, rejoins and takes its share.
         await fleet.whole(fleet.proxies)
         await other.all_settled("none")
         after = await asyncio.to_thread(read_all, other.bootstrap, other.prefix, [topic])
@@ -231,7 +231,7 @@ async def test_replaced_proxy_makes_no_byte_visible(fleet: Fleet) -> None:
         assert in_order(after.parked) == in_order(before.parked)
         for id in written & set(await ids_pending(other)):
             with recorder.call("commit", "", id):
-                await hung.tell(id, "commit", wait="promoted")
+                await hung.act(id, "commit", wait="promoted")
     # A prepare that was answered 503 may have been stored.
     await rest(fleet.proxies[0], recorder)
     judge = await convict(fleet, recorder, [topic])
@@ -245,5 +245,5 @@ def in_order(records: Sequence[Rec]) -> list[Rec]:
 
 
 async def ids_pending(proxy: ProxyProcess) -> list[str]:
-    """Return what is undecided."""
+    """Return the undecided transactions."""
     return [t["id"] for t in await proxy.unsettled() if t["state"] == "pending"]

@@ -78,7 +78,7 @@ async def test_parked_transaction_is_revived(service: Service, reader: Reader) -
 async def test_transaction_decided_meanwhile_is_unchanged(service: Service, reader: Reader) -> None:
     (id,) = await pending(service, 1, unique("group"))
     asked = await reader.open(f"/actions/commit?id={id}")
-    await service.tell(id, "rollback")
+    await service.act(id, "rollback")
     done = await reader.send(asked.url.path, {**asked.form("/actions/"), "reason": "late"})
     assert done.main.one("h1").text == "Nothing left to do"
     assert await service.state(id) == "rolled_back"

@@ -72,7 +72,7 @@ async def test_refused_are_shown_with_their_topic(service: Service, reader: Read
     topic = await topic_of(service)
     id = await service.prepare(Message(topic, b"k", b"v"))
     await service.world.delete_topic(topic)
-    await service.tell(id, "commit")
+    await service.act(id, "commit")
     await service.reaches(id, "refused")
     seen = await reader.open("/")
     assert "1 committed transaction is refused by a target" in seen.text
@@ -124,7 +124,7 @@ async def test_a_list_is_filtered(service: Service, reader: Reader) -> None:
     mine = await service.prepare(Message(topic, b"k", b"v"), group=group)
     elsewhere = await service.prepare(Message(other, b"k", b"v"), group=group)
     gone = await service.prepare(Message(topic, b"k", b"v"), group=group)
-    await service.tell(gone, "rollback")
+    await service.act(gone, "rollback")
 
     async def listed(query: str) -> list[str]:
         return (await reader.open(f"/transactions?group={group}&{query}")).listed()
@@ -257,7 +257,7 @@ async def test_hostile_names_are_escaped(service: Service, reader: Reader) -> No
     group = f"{HOSTILE}{unique('g')}"
     message = Message(topic, b"k", b"v", ((HOSTILE, b"v"),))
     id = await service.prepare(message, group=group, order_key=HOSTILE)
-    await service.tell(id, "rollback", reason=HOSTILE, by=HOSTILE)
+    await service.act(id, "rollback", reason=HOSTILE, by=HOSTILE)
     await service.prepare(message, group=group)
     paths = [
         "/",

@@ -1,4 +1,4 @@
-"""The worlds on which the contract suite runs: a door's own Kafka, and what is behind it."""
+"""The harnesses of the contract suite: Kafka in memory and a real Kafka."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ async def desk() -> AsyncIterator[FakeEndpoint]:
 
 @pytest.fixture(scope="module", params=WORLDS)
 async def service(request: pytest.FixtureRequest, desk: FakeEndpoint) -> AsyncIterator[Service]:
-    """A running proxy, shared by a module: its tests use topics and groups of their own."""
+    """A running proxy, shared by a module, whose tests use separate topics and groups."""
     made = WORLDS[request.param](request)
     running = Service(made, desk)
     await running.start()
@@ -68,7 +68,7 @@ async def service(request: pytest.FixtureRequest, desk: FakeEndpoint) -> AsyncIt
 
 @pytest.fixture(params=["http", "sdk"])
 async def client(request: pytest.FixtureRequest, service: Service) -> AsyncIterator[Client]:
-    """A client of a group of its own."""
+    """A client of a separate group."""
     group = unique("group")
     if request.param == "http":
         yield HttpClient(service, group)

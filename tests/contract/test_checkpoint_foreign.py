@@ -77,13 +77,13 @@ async def test_foreign_records_under_our_keys_are_set_aside(
     checkpoint: Checkpoint, committed: bool | None
 ) -> None:
     await checkpoint.promoted(7)
-    # Of a newer version only what is outside of transactions is surely none of ours.
+    # Of a newer version, only records outside of transactions are certainly foreign.
     noise = JUNK if committed is None else JUNK[:-1]
     noise = (*noise, NEWER) if committed is None else noise
     await checkpoint.foreign(*noise, committed=committed)
     found = await checkpoint.claim()
     assert (found.progress and found.progress.op) == 7
-    # Ours is the newest claim: what lies before it is nobody's concern.
+    # Our claim is the newest one: earlier records do not matter.
     assert found.foreign >= len([record for record in noise if record.key == PROGRESS_KEY])
     await checkpoint.promoted(8)
     again = await checkpoint.claim()

@@ -1,4 +1,4 @@
-"""Several proxies are one: whichever is asked, the answer is the owner's, or none at all."""
+"""Several proxies act as one: each returns the owner's answer, or none at all."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from txbroker.sdk import CheckRequest, Decision
 
 UNKNOWN = {"decision": "unknown"}
 RACED = 5000
-"""Transactions about which both proxies are told the contrary at once."""
+"""Transactions that both proxies decide contrarily at once."""
 
 
 @pytest.fixture
@@ -56,7 +56,7 @@ async def test_wrong_proxy_serves_a_whole_transaction(two: Proxies, topic: str) 
         assert shown == await (await two.right_for(partition)).show(id, bodies=True)
         done = {"id": id, "decision": "commit", "state": "promoted"}
         assert await wrong.commit(id) == done
-        assert await wrong.tell(id, "commit") == done
+        assert await wrong.act(id, "commit") == done
     assert await wrong.values(topic) == [b"%d" % n for n in range(two.partitions)]
 
 
@@ -71,29 +71,29 @@ async def test_both_proxies_refuse_bad_calls_alike(two: Proxies, topic: str) -> 
         old = make_id(partition, now_ms() - 300_000, 3)
         for service in (right, wrong):
             with pytest.raises(WrongGroup):
-                await service.tell(id, "rollback", group="theirs")
+                await service.act(id, "rollback", group="theirs")
             with pytest.raises(NotFound):
                 await service.show(missing)
             with pytest.raises(NotFound):
-                await service.tell(missing, "commit")
+                await service.act(missing, "commit")
             with pytest.raises(IdConflict):
                 await service.send(Message(topic, key, b"w"), id=id, group="mine")
             with pytest.raises(BadId):
                 await service.send(Message(topic, key, b"v"), id=other)
             with pytest.raises(BadId):
-                await service.tell(make_id(two.partitions, now_ms(), 4), "commit")
+                await service.act(make_id(two.partitions, now_ms(), 4), "commit")
             with pytest.raises(IdExpired):
                 await service.send(Message(topic, key, b"v"), id=old)
             with pytest.raises(NotPending):
-                await service.tell(id, "revive")
+                await service.act(id, "revive")
             with pytest.raises(UnknownTopic):
                 await service.send(Message(unknown, two.key(unknown, partition), b""), id=missing)
             with pytest.raises(BadRequest):
-                await service.tell(id, "commit", messages=[])
-        await right.tell(id, "rollback", reason="enough")
+                await service.act(id, "commit", messages=[])
+        await right.act(id, "rollback", reason="enough")
         for service in (wrong, right):
             with pytest.raises(AlreadyDecided) as error:
-                await service.tell(id, "commit")
+                await service.act(id, "commit")
             details = error.value.details
             assert (details["decision"], details["state"]) == ("rollback", "rolled_back")
 
@@ -101,7 +101,7 @@ async def test_both_proxies_refuse_bad_calls_alike(two: Proxies, topic: str) -> 
 async def test_forward_keeps_the_deciding_principal(two: Proxies, topic: str) -> None:
     wrong = await two.wrong_for(0)
     id = await two.prepare_in(0, topic, wrong)
-    await wrong.tell(id, "rollback", reason="a test")
+    await wrong.act(id, "rollback", reason="a test")
     shown = await wrong.show(id)
     assert (shown["source"], shown["reason"], shown["by"]) == (
         "operator",
@@ -109,7 +109,7 @@ async def test_forward_keeps_the_deciding_principal(two: Proxies, topic: str) ->
         "http 127.0.0.1",
     )
     id = await two.prepare_in(0, topic, wrong, group="mine")
-    await wrong.tell(id, "commit", group="mine")
+    await wrong.act(id, "commit", group="mine")
     assert (await wrong.show(id))["source"] == "producer"
 
 
@@ -152,13 +152,13 @@ async def test_forward_carries_checks_and_revivals(two: Proxies, topic: str) -> 
     group = await wrong.group(UNKNOWN, check_after_s=3600, attempts_max=3)
     await right.knows(group)
     id = await two.prepare_in(3, topic, wrong, group=group)
-    await wrong.tell(id, "check", reason="now")
+    await wrong.act(id, "check", reason="now")
     await wrong.asked_times(group, 1)
     parks = await wrong.group(UNKNOWN, attempts_max=1, timeout_s=0.1)
     await right.knows(parks)
     id = await two.prepare_in(3, topic, wrong, group=parks)
     await right.reaches(id, "parked")
-    assert (await wrong.tell(id, "revive"))["state"] == "pending"
+    assert (await wrong.act(id, "revive"))["state"] == "pending"
     assert (await right.show(id))["round"] == 2
 
 
@@ -192,10 +192,10 @@ async def test_contrary_decisions_at_two_proxies_agree_with_log(two: Proxies, to
         racing += [decide(id, first, Decision.COMMIT), decide(id, second, Decision.ROLLBACK)]
     await asyncio.gather(*racing)
 
-    told = await decisions(two)
+    logged = await decisions(two)
     assert len(answers) == 2 * RACED
-    assert {pair for pair in answers if told[pair[0]] != pair[1]} == set()
-    committed = {id for id in ids if told[id] == "commit"}
+    assert {pair for pair in answers if logged[pair[0]] != pair[1]} == set()
+    committed = {id for id in ids if logged[id] == "commit"}
     assert 0 < len(committed) < RACED
 
     async def all_visible() -> bool:
@@ -209,16 +209,16 @@ async def test_contrary_decisions_at_two_proxies_agree_with_log(two: Proxies, to
 
 
 async def decisions(proxies: Proxies) -> dict[str, str]:
-    """Return what the operation topic says of every transaction: its first deciding marker."""
-    told: dict[str, str] = {}
+    """Return the first deciding marker of every transaction in the operation topic."""
+    logged: dict[str, str] = {}
     for partition in range(proxies.partitions):
         for record in await proxies.world.visible(proxies.world.name("op"), partition):
             if is_content(record):
                 continue
             marker = decode_marker(record)
             if marker.kind in ("commit", "rollback"):
-                told.setdefault(marker.id, str(marker.kind))
-    return told
+                logged.setdefault(marker.id, str(marker.kind))
+    return logged
 
 
 # --- lists -----------------------------------------------------------------------------------
@@ -260,7 +260,7 @@ async def test_paging_shows_lasting_transactions_under_churn(two: Proxies, topic
 
     async def change() -> None:
         for number, id in enumerate(going):
-            await one.tell(id, "commit")
+            await one.act(id, "commit")
             await two.prepare_in(number % two.partitions, topic, one, group=group)
 
     changing = asyncio.ensure_future(change())

@@ -23,8 +23,8 @@ from txbroker.sdk import CheckRequest, Decision
 from txbroker.testing.door import MemoryDoor
 from txbroker.testing.members import MemberSlot, MemoryCoordinator
 
-NOBODY_URL = "http://127.0.0.1:9"
-"""Nobody listens there."""
+CLOSED_URL = "http://127.0.0.1:9"
+"""A URL without a listener."""
 PAUSE_MAX_S = 1.0
 """How long promotion of a partition that stays may pause while proxies come and go."""
 
@@ -119,7 +119,7 @@ async def test_nothing_is_lost_while_proxies_join_and_leave(proxies: Proxies) ->
     committed: set[str] = set()
 
     async def again(call: Any) -> Any:
-        """Repeat what may be repeated, on whichever proxy there is."""
+        """Retry a retryable call, at any running proxy."""
         while True:
             service = next(iter(proxies.running.values()))
             try:
@@ -137,7 +137,7 @@ async def test_nothing_is_lost_while_proxies_join_and_leave(proxies: Proxies) ->
             number += 1
             message, key = Message(topic, None, b"v"), f"{worker}.{number}"
             _, answer = await again(lambda s: s.send(message, dedup_key=key))  # noqa: B023
-            await again(lambda s: s.tell(answer["id"], "commit"))  # noqa: B023
+            await again(lambda s: s.act(answer["id"], "commit"))  # noqa: B023
             committed.add(answer["id"])
 
     working = [asyncio.ensure_future(work(number)) for number in range(8)]
@@ -196,14 +196,14 @@ async def test_id_older_than_the_log_is_expired(proxies: Proxies) -> None:
         await proxies.world.truncate(proxies.world.name("half"), number, 2)
         old = make_id(number, round(time.time() * 1000) - 3_600_000, 1)
         with pytest.raises(TooOld):
-            await wrong.tell(old, "commit")
+            await wrong.act(old, "commit")
 
 
 # --- owners that are not there ---------------------------------------------------------------
 
 
 def coordinator_of(proxies: Proxies) -> MemoryCoordinator:
-    """Return the group's coordinator, which does as it is told."""
+    """Return the group's coordinator, controlled by the test."""
     assert isinstance(proxies.world, MemoryHarness)
     return proxies.world.kafka.coordinator("test")
 
@@ -213,7 +213,7 @@ async def test_unreachable_owner_is_never_an_ack(in_memory: Proxies) -> None:
     (one,) = await in_memory.add("one")
     topic = await one.topic()
     ids = [await in_memory.prepare_in(number, topic, one) for number in range(in_memory.partitions)]
-    gone = MemberSlot("gone", NOBODY_URL, 1, lambda _: None, lambda _: None)
+    gone = MemberSlot("gone", CLOSED_URL, 1, lambda _: None, lambda _: None)
     coordinator = coordinator_of(in_memory)
     coordinator.join(gone, in_memory.partitions)
     theirs = coordinator.owned(gone)
@@ -232,7 +232,7 @@ async def test_unreachable_owner_is_never_an_ack(in_memory: Proxies) -> None:
         assert error.value.details["id"] == sent
         for what in ("commit", "rollback", "check", "revive"):
             with pytest.raises(OwnerUnavailable) as error:
-                await one.tell(id, what)
+                await one.act(id, what)
             assert error.value.details["id"] == id
         with pytest.raises(OwnerUnavailable):
             await one.show(id)
@@ -260,7 +260,7 @@ async def test_lost_group_contact_suspends_without_claim(in_memory: Proxies) -> 
     assert {ready["partitions"][str(number)] for number in mine} == {"suspended"}
     for service in (one, two):
         with pytest.raises(OwnerUnavailable):
-            await service.tell(id, "commit")
+            await service.act(id, "commit")
         with pytest.raises(OwnerUnavailable):
             await service.send(Message(topic, in_memory.key(topic, mine[0]), b"v"))
     coordinator_of(in_memory).let_back("one")
@@ -285,13 +285,13 @@ async def test_zombie_makes_nothing_visible(in_memory: Proxies) -> None:
     await until(taken_over)
     for id in ids:
         with pytest.raises(OwnerUnavailable):
-            await one.tell(id, "commit")
-        assert (await two.tell(id, "rollback"))["state"] == "rolled_back"
-        # Nor does it tell what it remembers: that was so once.
+            await one.act(id, "commit")
+        assert (await two.act(id, "rollback"))["state"] == "rolled_back"
+        # Nor does it answer from memory, which may be out of date.
         with pytest.raises(OwnerUnavailable):
             await one.state(id)
         with pytest.raises(OwnerUnavailable):
-            await one.tell(id, "check")
+            await one.act(id, "check")
     with pytest.raises(OwnerUnavailable):
         await one.listed(state="pending")
     coordinator.let_back("one")
@@ -361,7 +361,7 @@ async def test_proxy_with_wrong_clock_uses_owners_time(
     assert await idle.prepare(Message(topic, None, b"v"), dedup_key="key")
     status, _ = await idle.send(Message(topic, None, b"v"), dedup_key="key")
     assert status == 200
-    # Also where no answer comes the caller is told an id, and counts once when it sends it again.
+    # Even without an answer the caller gets an id, so that its retry counts once.
     assert len(asked) > 4
     assert all(request.id is not None for request in asked)
 
@@ -371,11 +371,11 @@ async def test_unsent_prepare_goes_to_another_owner(in_memory: Proxies) -> None:
     in_memory.partitions = 2
     await in_memory.add("one")
     coordinator = coordinator_of(in_memory)
-    gone = MemberSlot("gone", NOBODY_URL, 1, lambda _: None, lambda _: None)
+    gone = MemberSlot("gone", CLOSED_URL, 1, lambda _: None, lambda _: None)
     coordinator.join(gone, 2)
     (idle,) = await in_memory.start("two")
     assert not await idle.owned()
-    assert NOBODY_URL in idle.proxy.broker.partitions.assigned()
+    assert CLOSED_URL in idle.proxy.broker.partitions.assigned()
     topic = await idle.topic()
     for _ in range(10):
         await idle.prepare(Message(topic, None, b"v"))

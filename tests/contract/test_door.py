@@ -1,4 +1,4 @@
-"""What an owner may rely on, whatever is behind the door."""
+"""The contract of a door, in memory and on a real Kafka."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ async def test_offsets_of_foreign_transactions_are_reported(
 async def test_foreign_offsets_after_last_record_are_reported(
     world: Any, door: Door, noise: int
 ) -> None:
-    """Behind them comes no record that could tell."""
+    """No record follows them that could show them."""
     log, topic = door.partition(0).op, world.name("op")
 
     async def skipped(start: int, end: int) -> list[range]:
@@ -260,15 +260,15 @@ async def test_one_of_concurrent_claims_can_write(world: Any) -> None:
     async def claim_and_write(partition: PartitionDoor) -> str:
         mine = new_claim()
         await partition.claim(mine)
-        await everybody_claimed.wait()
+        await all_claimed.wait()
         await commit(partition, turn(mine, 7))
         return mine.claim
 
     for _ in range(4):
-        everybody_claimed = asyncio.Event()
+        all_claimed = asyncio.Event()
         tasks = [asyncio.create_task(claim_and_write(partition)) for partition in doors]
         await asyncio.wait(tasks, timeout=0.5, return_when=asyncio.ALL_COMPLETED)
-        everybody_claimed.set()
+        all_claimed.set()
         results = await asyncio.gather(*tasks, return_exceptions=True)
         winners = [result for result in results if isinstance(result, str)]
         losers = [result for result in results if not isinstance(result, str)]
@@ -427,19 +427,19 @@ async def test_groups_are_kept_and_followed(world: Any) -> None:
 
 
 class Heard:
-    """What a feed has told, and a way to wait for it."""
+    """Collects the news of a feed, and waits for one."""
 
     def __init__(self) -> None:
-        self.told: list[tuple[str, bytes | None]] = []
+        self.news: list[tuple[str, bytes | None]] = []
         self._more = asyncio.Event()
 
     def __call__(self, key: str, value: bytes | None) -> None:
-        self.told.append((key, value))
+        self.news.append((key, value))
         self._more.set()
 
     async def until(self, key: str, value: bytes | None) -> None:
         async with asyncio.timeout(20):
-            while (key, value) not in self.told:
+            while (key, value) not in self.news:
                 self._more.clear()
                 await self._more.wait()
 
@@ -450,17 +450,17 @@ async def test_every_door_follows_audit_news_once(
     one, heard = await world.door("one"), Heard()
     one.audit.follow(heard)
     for value in (b"alarm", b"over"):
-        await world.tell_audit("batch", value)
-    await world.tell_audit("stream", b"1")
-    await world.tell_audit("stream", None)
+        await world.write_audit("batch", value)
+    await world.write_audit("stream", b"1")
+    await world.write_audit("stream", None)
     await heard.until("stream", None)
-    assert heard.told[:2] == [("batch", b"alarm"), ("batch", b"over")]
+    assert heard.news[:2] == [("batch", b"alarm"), ("batch", b"over")]
 
     late = Heard()
     (await world.door("two")).audit.follow(late)
     await late.until("stream", None)
-    assert late.told == [("batch", b"over"), ("stream", None)]
-    await world.tell_audit("batch", b"new")
+    assert late.news == [("batch", b"over"), ("stream", None)]
+    await world.write_audit("batch", b"new")
     await late.until("batch", b"new")
 
 
@@ -471,4 +471,4 @@ async def test_door_works_without_audit_topic(world: Any) -> None:
     two.audit.follow(heard)
     assert await two.check_topics() == []
     await two.close()
-    assert heard.told == []
+    assert heard.news == []

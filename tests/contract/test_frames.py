@@ -1,4 +1,4 @@
-"""Frames of many operations: each is answered for itself, whatever becomes of the others; in memory
+"""Frames of many operations: each is answered independently of the others; in memory
 and on a real Kafka."""
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from txbroker.testing.memory import LostReply
 FRAME = wire.FRAME_OPERATIONS_MAX
 BAD = 100
 """Which operation of a frame is another one than the others."""
-NOBODY_URL = "http://127.0.0.1:9"
+CLOSED_URL = "http://127.0.0.1:9"
 
 STATES = ("pending", "committed", "promoted", "rolled_back")
 
@@ -56,7 +56,7 @@ async def known_topic(service: Service, **configs: str) -> str:
 
 
 async def answers(producer: Producer, count: int) -> Answers:
-    """Return the answers to so many operations, by their calls; each comes once."""
+    """Return the answers to `count` operations by call; each comes once."""
     found: Answers = {}
     while len(found) < count:
         operation = await producer.next()
@@ -296,7 +296,7 @@ async def test_frame_is_overloaded_exactly_at_the_limit(
             await producer.send(*prepares(ids, topic))
             found = codes(await answers(producer, FRAME))
             assert found == ["pending"] * 100 + ["overloaded"] * (FRAME - 100)
-            # The same again: what is stored stays so, and there is room for nothing else.
+            # A retry: stored prepares stay stored, and there is no room for others.
             await producer.send(*prepares(ids, topic))
             assert codes(await answers(producer, FRAME)) == found
             await producer.send(*decides(ids[:100]))
@@ -338,7 +338,7 @@ async def test_moved_partition_fails_only_its_operations(
     (one,) = await in_memory.add("one")
     assert isinstance(in_memory.world, MemoryHarness)
     topic, ids = await known_topic(one), ids_of(range(in_memory.partitions))
-    gone = MemberSlot("gone", NOBODY_URL, 1, lambda _: None, lambda _: None)
+    gone = MemberSlot("gone", CLOSED_URL, 1, lambda _: None, lambda _: None)
     coordinator = in_memory.world.kafka.coordinator("test")
     coordinator.join(gone, in_memory.partitions)
     theirs = coordinator.owned(gone)

@@ -58,7 +58,7 @@ class Member:
 
     @property
     def mine(self) -> frozenset[int]:
-        """What it was told to be its own."""
+        """The partitions that it was assigned."""
         return self.heard.now.mine
 
 
@@ -71,11 +71,11 @@ async def settled(*members: Member) -> None:
     urls = {member.url for member in members}
     for member in members:
         await member.heard.until(
-            lambda told: set(told.proxies) == urls and set(told.owners) <= urls
+            lambda seen: set(seen.proxies) == urls and set(seen.owners) <= urls
         )
     while len({member.heard.now.owners for member in members}) > 1:
-        told = len(members[0].heard.events)
-        await members[0].heard.until(lambda _, told=told: len(members[0].heard.events) > told)
+        seen = len(members[0].heard.events)
+        await members[0].heard.until(lambda _, seen=seen: len(members[0].heard.events) > seen)
     for member in members:
         owned = {p for p in ALL if members[0].heard.now.owners[p] == member.url}
         assert member.mine == owned
@@ -109,12 +109,12 @@ async def test_members_know_peer_and_admin_addresses(
         await member.start()
     await settled(one, two, three)
     for member in (one, two, three):
-        told = member.heard.now
+        seen = member.heard.now
         for known, wanted in (
-            (told.peer_urls, {URL(1): URL(11)}),
-            (told.admin_urls, {URL(1): URL(21), URL(2): URL(22)}),
+            (seen.peer_urls, {URL(1): URL(11)}),
+            (seen.admin_urls, {URL(1): URL(21), URL(2): URL(22)}),
         ):
-            # What a member is told of itself does not matter.
+            # The entry of the member itself does not matter.
             assert {**known, member.url: ""} == {**wanted, member.url: ""}
 
 
@@ -157,7 +157,7 @@ async def test_silent_member_is_replaced_within_session(world: Any) -> None:
 
 @pytest.mark.rule(26)
 async def test_kept_partitions_are_neither_lost_nor_moved(world: Any) -> None:
-    """While members come and go, nobody is ever told less than what he keeps."""
+    """While members join and leave, no assignment omits a kept partition."""
     one = await started(world, "one", 1)
     two = await started(world, "two", 2)
     await settled(one, two)
@@ -171,7 +171,7 @@ async def test_kept_partitions_are_neither_lost_nor_moved(world: Any) -> None:
     await settled(one, two)
     for member, own in ((one, kept["one"]), (two, kept["two"])):
         since = [event for event in member.heard.events if not isinstance(event, str)]
-        assert all(own <= told.mine for told in since)
+        assert all(own <= seen.mine for seen in since)
         assert member.heard.losses == []
 
 
@@ -260,9 +260,9 @@ async def test_lowest_record_version_is_used(world: Any) -> None:
     await older.door.close()
     upgraded = await started(world, "older", 2, record_version=8)
     for member in (newer, upgraded):
-        await member.heard.until(lambda told: told.record_version == 7)
+        await member.heard.until(lambda seen: seen.record_version == 7)
     await newer.leave()
-    await upgraded.heard.until(lambda told: told.record_version == 8)
+    await upgraded.heard.until(lambda seen: seen.record_version == 8)
 
 
 async def test_nothing_is_owned_outside_membership(world: Any) -> None:

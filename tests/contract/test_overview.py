@@ -1,4 +1,4 @@
-"""How all stands, told by any proxy: counts of every owner, and what nobody can say."""
+"""Overviews from any proxy: counts of every owner, and unknown ones marked."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ async def test_pending_is_counted_by_group_and_partition(service: Service) -> No
     assert here["pending"] == then["pending"] + 3
     assert here["oldest_pending_age_s"] >= found["oldest_pending_age_s"]
     for id in ids:
-        await service.tell(id, "rollback")
+        await service.act(id, "rollback")
     assert of_group(await overview(service), group) is None
 
 
@@ -78,7 +78,7 @@ async def test_parked_transaction_is_counted(service: Service) -> None:
     assert found is not None
     assert (found["pending"], found["parked"], found["oldest_pending_age_s"]) == (0, 1, None)
     assert of_partition(shown, id)["parked"] >= 1
-    await service.tell(id, "rollback")
+    await service.act(id, "rollback")
 
 
 async def test_unreachable_group_has_time_and_reason(service: Service) -> None:
@@ -98,7 +98,7 @@ async def test_unreachable_group_has_time_and_reason(service: Service) -> None:
     # What nobody can be asked about stands first.
     before = shown["groups"][: shown["groups"].index(found)]
     assert all(one["unreachable_since_ms"] for one in before)
-    await service.tell(id, "rollback")
+    await service.act(id, "rollback")
 
 
 async def test_connected_instances_are_listed_once(two: Proxies) -> None:
@@ -141,7 +141,7 @@ async def test_any_proxy_returns_the_whole_overview(two: Proxies) -> None:
         assert all(p["reached"] and p["ready"] and p["version"] for p in proxies.values())
         assert sorted(n for p in proxies.values() for n in p["partitions"]) == [0, 1, 2, 3]
     for id in ids:
-        await one.tell(id, "rollback")
+        await one.act(id, "rollback")
 
 
 async def test_silent_proxy_does_not_fail_overview(

@@ -97,7 +97,7 @@ async def test_one_of_concurrent_contrary_decisions_wins(service: Service) -> No
     topic = await service.topic()
     id = await service.prepare(Message(topic, b"k", b"v"))
     results = await asyncio.gather(
-        *[service.tell(id, what) for what in ["commit", "rollback"] * 8], return_exceptions=True
+        *[service.act(id, what) for what in ["commit", "rollback"] * 8], return_exceptions=True
     )
     answers = [result for result in results if isinstance(result, dict)]
     refused = [result for result in results if isinstance(result, AlreadyDecided)]
@@ -113,13 +113,13 @@ async def test_wrong_group_decides_nothing(service: Service) -> None:
     id = await service.prepare(Message(await service.topic(), b"k", b""), group="mine")
     for what in ("commit", "rollback"):
         with pytest.raises(WrongGroup):
-            await service.tell(id, what, group="theirs")
+            await service.act(id, what, group="theirs")
     assert await service.state(id) == "pending"
 
 
 async def test_an_operator_decides_with_a_reason(service: Service) -> None:
     id = await service.prepare(Message(await service.topic(), b"k", b""))
-    answer = await service.tell(id, "rollback", reason="the order was a test")
+    answer = await service.act(id, "rollback", reason="the order was a test")
     assert answer == {"id": id, "decision": "rollback", "state": "rolled_back"}
     shown = await service.show(id)
     assert (shown["source"], shown["reason"]) == ("operator", "the order was a test")
@@ -195,7 +195,7 @@ async def test_commits_of_one_key_keep_their_order(service: Service) -> None:
 
     async def commit_backwards(own: list[str]) -> None:
         for id in reversed(own):
-            await service.tell(id, "commit")
+            await service.act(id, "commit")
 
     await asyncio.gather(*[commit_backwards(own) for own in ids.values()])
     for own in ids.values():
@@ -214,7 +214,7 @@ async def test_an_order_key_keeps_order_over_several_keys(service: Service) -> N
     ]
     assert len({parse_id(id).partition for id in ids}) == 1
     for id in ids[4:] + ids[:4]:
-        await service.tell(id, "commit")
+        await service.act(id, "commit")
     await service.reaches(ids[3], "promoted")
     assert await service.values(topic) == [b"%d" % n for n in (4, 5, 6, 7, 0, 1, 2, 3)]
 
@@ -263,7 +263,7 @@ async def test_final_content_keeps_topics_and_count(service: Service) -> None:
     two = [{"topic": topic, "value": "1"}, {"topic": topic, "value": "2"}]
     for messages in (two, [{"topic": other, "value": "1"}], []):
         with pytest.raises(BadRequest):
-            await service.tell(id, "commit", messages=messages)
+            await service.act(id, "commit", messages=messages)
     assert await service.state(id) == "pending"
 
 
@@ -271,7 +271,7 @@ async def test_final_content_that_is_too_large_decides_nothing(service: Service)
     topic = await service.topic(max_message_bytes="2000")
     id = await service.prepare(Message(topic, b"k", b"draft"))
     with pytest.raises(TooLarge):
-        await service.tell(id, "commit", messages=[{"topic": topic, "value": "x" * 3000}])
+        await service.act(id, "commit", messages=[{"topic": topic, "value": "x" * 3000}])
     await service.commit(id)
     assert await service.values(topic) == [b"draft"]
 
@@ -402,7 +402,7 @@ async def test_unknown_transaction_is_not_found(service: Service) -> None:
     id = make_id(0, now_ms(), 123)
     for what in ("commit", "rollback", "check", "revive"):
         with pytest.raises(NotFound):
-            await service.tell(id, what)
+            await service.act(id, what)
     with pytest.raises(NotFound):
         await service.show(id)
 
@@ -410,7 +410,7 @@ async def test_unknown_transaction_is_not_found(service: Service) -> None:
 async def test_malformed_id_is_bad(service: Service) -> None:
     for id in ("nonsense", "U" * 26, make_id(60_000, now_ms(), 1)):
         with pytest.raises(BadId):
-            await service.tell(id, "commit")
+            await service.act(id, "commit")
 
 
 # --- looking ---------------------------------------------------------------------------------
@@ -481,7 +481,7 @@ async def test_metrics_count_service_calls(service: Service) -> None:
     assert await service.metric("prepared_total", topic=topic) == 3
     assert await service.metric("pending", group=group) == 3
     await service.commit(ids[0])
-    await service.tell(ids[1], "rollback")
+    await service.act(ids[1], "rollback")
 
     async def counted() -> bool:
         return await service.metric("promoted_total", topic=topic) == 1

@@ -1,4 +1,4 @@
-"""What an audit tells is in the metrics of every proxy, on a real Kafka and in memory."""
+"""Results of audits are metrics of every proxy, on a real Kafka and in memory."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ async def test_proxy_shows_newest_audit_despite_broken_record(
 ) -> None:
     assert await service.metric("audit_last_success_timestamp_seconds", mode="batch") == 0
     for value in (b"\xff", _news(1000, lost=0, late=3)):
-        await service.world.tell_audit("batch", value)
+        await service.world.write_audit("batch", value)
     await until(lambda: _shows(service, "late", 3))
-    await service.world.tell_audit("batch", _news(2000, lost=2, late=0))
+    await service.world.write_audit("batch", _news(2000, lost=2, late=0))
     await until(lambda: _shows(service, "lost", 2))
     assert await service.metric("audit_drift", kind="late") == 0
     assert await service.metric("audit_last_success_timestamp_seconds", mode="batch") == 2
-    await service.world.tell_audit("batch", None)
+    await service.world.write_audit("batch", None)
     await until(lambda: _shows(service, "lost", 0))
 
 

@@ -21,7 +21,7 @@ NEVER_S = 3600
 
 
 async def pending(service: Service, group: str, value: bytes = b"v", **fields: float) -> str:
-    """Prepare one message for a topic of its own."""
+    """Prepare one message for a new topic."""
     return await service.prepare(Message(await service.topic(), b"k", value), group=group, **fields)
 
 
@@ -51,11 +51,11 @@ async def test_a_checks_rollback_is_never_visible(service: Service) -> None:
 
 async def test_check_describes_its_transaction(service: Service) -> None:
     group = await service.group(COMMIT, attempts_max=7)
-    id = await pending(service, group, b"what was prepared")
+    id = await pending(service, group, b"prepared")
     (call, *_) = await service.asked_times(group, 1)
     assert (call["id"], call["group"], call["reason"]) == (id, group, "due")
     assert (call["attempt"], call["attempts_max"]) == (1, 7)
-    assert [message["value"] for message in call["messages"]] == ["what was prepared"]
+    assert [message["value"] for message in call["messages"]] == ["prepared"]
     await service.reaches(id, "promoted")
 
 
@@ -147,7 +147,7 @@ async def test_fifteen_unknowns_park(service: Service) -> None:
     assert [each["id"] for each in await service.listed(state="parked", group=group)] == [id]
     assert await service.metric("parked", group=group) == 1
     with pytest.raises(NotPending):
-        await service.tell(id, "check")
+        await service.act(id, "check")
     assert await service.commit(id) == {"id": id, "decision": "commit", "state": "promoted"}
     assert await seen(service, id) == [b"v"]
     assert len(service.asked(group)) == 15
@@ -156,7 +156,7 @@ async def test_fifteen_unknowns_park(service: Service) -> None:
 async def test_parked_transaction_can_be_rolled_back(service: Service) -> None:
     id = await pending(service, await service.group(UNKNOWN, attempts_max=2, timeout_s=0.1))
     await service.reaches(id, "parked")
-    await service.tell(id, "rollback")
+    await service.act(id, "rollback")
     assert await service.state(id) == "rolled_back"
     assert await seen(service, id) == []
 
@@ -166,7 +166,7 @@ async def test_revived_transaction_begins_new_round(service: Service) -> None:
     id = await pending(service, group)
     await service.reaches(id, "parked")
     for turn in (2, 3):
-        assert (await service.tell(id, "revive", reason="again"))["state"] == "pending"
+        assert (await service.act(id, "revive", reason="again"))["state"] == "pending"
         state = "parked" if turn == 2 else "promoted"
         assert (await service.reaches(id, state))["round"] == turn
     assert [call["attempt"] for call in service.asked(group)] == [1, 2, 3, 1, 2, 3, 1]
@@ -176,13 +176,13 @@ async def test_revived_transaction_begins_new_round(service: Service) -> None:
 async def test_only_parked_or_refused_is_revived(service: Service) -> None:
     id = await pending(service, "nobody", check_after_s=NEVER_S)
     with pytest.raises(NotPending):
-        await service.tell(id, "revive")
+        await service.act(id, "revive")
     await service.commit(id)
     with pytest.raises(NotPending):
-        await service.tell(id, "revive")
+        await service.act(id, "revive")
 
 
-# --- nobody there ----------------------------------------------------------------------------
+# --- unreachable groups -----------------------------------------------------------------------
 
 
 async def test_a_returned_check_uses_no_attempt(service: Service) -> None:
@@ -207,7 +207,7 @@ async def test_an_unreachable_group_is_never_parked(service: Service) -> None:
     shown = await service.show(id)
     assert (shown["state"], shown["attempts"], shown.get("checks", [])) == ("pending", 0, [])
     assert await service.metric("unreachable_groups") >= 1
-    await service.tell(id, "rollback")
+    await service.act(id, "rollback")
 
 
 async def test_group_is_asked_at_once_when_session_opens(service: Service) -> None:
@@ -260,7 +260,7 @@ async def test_a_slow_group_delays_no_other(service: Service) -> None:
 async def test_a_check_can_be_pulled_forward(service: Service) -> None:
     group = await service.group(COMMIT)
     id = await pending(service, group, check_after_s=NEVER_S)
-    assert (await service.tell(id, "check"))["state"] == "pending"
+    assert (await service.act(id, "check"))["state"] == "pending"
     await service.reaches(id, "promoted")
     assert [call["reason"] for call in service.asked(group)] == ["asked"]
 
@@ -269,7 +269,7 @@ async def test_requested_checks_are_a_second_apart(service: Service) -> None:
     group = await service.group(UNKNOWN, check_interval_s=NEVER_S)
     id = await pending(service, group, check_after_s=NEVER_S)
     for count in (1, 2):
-        await service.tell(id, "check")
+        await service.act(id, "check")
         await service.asked_times(group, count)
     first, second = (await service.show(id))["checks"]
     assert second["at_ms"] - first["at_ms"] >= 1000
@@ -278,10 +278,10 @@ async def test_requested_checks_are_a_second_apart(service: Service) -> None:
 async def test_the_last_check_is_never_pulled_forward(service: Service) -> None:
     group = await service.group(UNKNOWN, attempts_max=2, check_interval_s=NEVER_S)
     id = await pending(service, group, check_after_s=NEVER_S)
-    await service.tell(id, "check")
+    await service.act(id, "check")
     await service.asked_times(group, 1)
     with pytest.raises(NotPending):
-        await service.tell(id, "check")
+        await service.act(id, "check")
     assert (await service.show(id))["attempts"] == 1
 
 
@@ -290,5 +290,5 @@ async def test_decided_transaction_is_not_checked(service: Service) -> None:
     id = await pending(service, group, check_after_s=NEVER_S)
     await service.commit(id)
     with pytest.raises(NotPending):
-        await service.tell(id, "check")
+        await service.act(id, "check")
     assert service.asked(group) == []

@@ -1,4 +1,4 @@
-"""Records that other clients put into txbroker's own topics stop nobody."""
+"""Records of other clients in txbroker's own topics stop no partition."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ async def test_stopped_partition_resumes_after_skip(
 
 
 async def states(service: Service, *wanted: str) -> bool:
-    """Say whether the partitions are in these states."""
+    """Return whether the partitions are in these states."""
     found = (await service.get("/readyz"))["partitions"]
     return [found[str(n)].partition(":")[0] for n in range(len(wanted))] == list(wanted)
 
@@ -105,7 +105,7 @@ async def test_open_foreign_transaction_delays_nothing(service: Service, name: s
     topic, world = await service.topic(), service.world
     release = await world.hang(world.name(name), 0)
     try:
-        # Whatever this answers: nobody can know what comes of the open one.
+        # Any answer is right: the outcome of the open transaction is unknown.
         with contextlib.suppress(OwnerUnavailable):
             await goes_through(service, topic, 2)
     finally:

@@ -1,4 +1,4 @@
-"""What survives a proxy: everything that was answered, told by another one on the same Kafka."""
+"""Every answered call survives a proxy: another one on the same Kafka returns the same."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ async def one_of_each_state(service: Service, topic: str, gone: str) -> dict[str
         ids[state] = await service.prepare(Message(topic, b"k", state.encode()))
     ids["refused"] = await service.prepare(Message(gone, b"k", b"refused"))
     await service.delete_topic(gone)
-    await service.tell(ids["rolled_back"], "rollback")
+    await service.act(ids["rolled_back"], "rollback")
     await service.commit(ids["promoted"])
     await service.commit(ids["refused"])
     await service.reaches(ids["parked"], "parked")
@@ -49,7 +49,7 @@ async def test_committed_is_promoted_once_after_restart(service: Service) -> Non
     ids = await asyncio.gather(
         *[service.prepare(Message(topic, b"%d" % n, b"%d" % n), group=group) for n in range(60)]
     )
-    await asyncio.gather(*[service.tell(id, "commit") for id in ids])
+    await asyncio.gather(*[service.act(id, "commit") for id in ids])
     await service.restart()
     for id in ids:
         await service.reaches(id, "promoted")
@@ -71,7 +71,7 @@ async def test_any_mixture_ends_as_decided_after_restart(service: Service, seed:
         decision = random.choice(["commit", "commit", "rollback", "check"])
         if decision == "commit":
             expected.extend(wanted)
-        await service.tell(id, decision)
+        await service.act(id, decision)
 
     for start in (0, 20, 40):
         await asyncio.gather(*[one(number) for number in range(start, start + 20)])
@@ -92,13 +92,13 @@ async def test_attempts_and_rounds_survive_restart(service: Service) -> None:
     revived = await service.prepare(Message(await service.topic(), b"k", b""), group=parked)
     await service.asked_times(group, 1)
     await service.reaches(revived, "parked")
-    await service.tell(revived, "revive")
+    await service.act(revived, "revive")
     await service.reaches(revived, "parked")
     await service.restart()
     shown = await service.show(counted)
     assert (shown["attempts"], shown["round"]) == (1, 1)
     assert (await service.show(revived))["round"] == 2
-    await service.tell(counted, "check")
+    await service.act(counted, "check")
     assert [call["attempt"] for call in await service.asked_times(group, 2)] == [1, 2]
 
 
@@ -122,7 +122,7 @@ async def test_final_content_survives(service: Service) -> None:
     id = await service.prepare(Message(one, b"k", b"draft"), Message(gone, b"k", b"draft"))
     await service.delete_topic(gone)
     final = [{"topic": one, "value": "final"}, {"topic": gone, "value": "final"}]
-    await service.tell(id, "commit", messages=final, wait="promoted")
+    await service.act(id, "commit", messages=final, wait="promoted")
     await service.restart()
     await service.create_again(gone)
     await service.reaches(id, "promoted")
@@ -143,6 +143,6 @@ async def test_producer_continues_after_restart(service: Service) -> None:
         async with producer.transaction(Message(topic, b"k", b"after")) as transaction:
             pass
         await service.reaches(transaction.id, "promoted")
-        await service.tell(checked, "check")
+        await service.act(checked, "check")
         await service.reaches(checked, "promoted")
     assert await service.values(topic) == [b"before", b"after", b"checked"]

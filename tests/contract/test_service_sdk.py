@@ -28,7 +28,7 @@ SOON_S = 0.01
 
 
 class Checker:
-    """A check function that remembers what it was asked."""
+    """A check function that records its requests."""
 
     def __init__(self, *answers: Answer) -> None:
         self.requests: list[CheckRequest] = []
@@ -141,12 +141,12 @@ async def test_wait_promoted_waits_until_visible(service: Service) -> None:
 
 
 @pytest.mark.parametrize(
-    ("said", "state"),
+    ("decision", "state"),
     [(None, "promoted"), (Decision.COMMIT, "promoted"), (Decision.ROLLBACK, "rolled_back")],
 )
-async def test_function_decides(service: Service, said: Decision | None, state: str) -> None:
+async def test_function_decides(service: Service, decision: Decision | None, state: str) -> None:
     async def local(transaction: Transaction) -> Decision | None:
-        return said
+        return decision
 
     message = Message(await service.topic(), b"k", b"v")
     async with service.producer(unique("group")) as producer:
@@ -159,7 +159,7 @@ async def test_any_instance_of_a_group_answers(service: Service) -> None:
     async with service.producer(group) as leaving:
         id = await leaving.prepare(Message(topic, b"k", b"v"), check_after_s=NEVER_S)
     async with service.producer(group, check=check):
-        await service.tell(id, "check")
+        await service.act(id, "check")
         await service.reaches(id, "promoted")
     assert [request.id for request in check.requests] == [id]
 

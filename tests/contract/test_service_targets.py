@@ -1,4 +1,4 @@
-"""What a proxy promises about targets that do not take what was committed, and come back."""
+"""Targets that reject committed messages, and targets that come back."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ async def test_deleted_topic_refuses_and_others_continue(service: Service) -> No
 async def test_refused_transaction_stays_decided(service: Service) -> None:
     id, _ = await without_topic(service)
     assert (await service.commit(id))["state"] == "refused"
-    assert (await service.tell(id, "commit"))["state"] == "refused"
+    assert (await service.act(id, "commit"))["state"] == "refused"
     with pytest.raises(AlreadyDecided):
-        await service.tell(id, "rollback")
+        await service.act(id, "rollback")
     with pytest.raises(NotPending):
-        await service.tell(id, "check")
+        await service.act(id, "check")
 
 
 async def test_recreated_topic_receives_revived_messages(service: Service) -> None:
@@ -67,7 +67,7 @@ async def test_refused_transaction_is_revived_by_operator(service: Service) -> N
     small = await service.prepare(Message(topic, b"k", b"fits"))
     await service.commit(small)
     await service.set_max_message_bytes(topic, ROOM * 2)
-    await service.tell(id, "revive", reason="raised the limit")
+    await service.act(id, "revive", reason="raised the limit")
     await service.reaches(id, "promoted")
     assert await service.values(topic) == [b"fits", bytes(ROOM)]
 

@@ -20,7 +20,7 @@ def secrets_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 async def shared(kafka: EmbeddedKafka, secrets_dir: Path) -> AsyncIterator[ProxyProcess]:
-    """A proxy for the tests of a module, which use topics and groups of their own. A test may
+    """A proxy for the tests of a module, which use separate topics and groups. A test may
     kill it if it starts it again."""
     made = ProxyProcess(kafka.bootstrap, secrets_dir=secrets_dir)
     try:

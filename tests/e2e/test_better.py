@@ -55,7 +55,7 @@ async def values(world: ProxyProcess, topic: str) -> list[bytes | None]:
 
 @asynccontextmanager
 async def killed_and_started(world: ProxyProcess) -> AsyncIterator[None]:
-    """Kill the proxy, do what is to be done meanwhile, start it again."""
+    """Kill the proxy, run a function, start the proxy again."""
     await world.kill()
     try:
         yield
@@ -69,7 +69,7 @@ async def test_repeated_commit_is_one_message_after_rollback_none(
     topic, group = await shared.topic(), unique("group")
     async with TransactionalProducer(shared.url, group=group) as producer:
         twice = await producer.prepare(Message(topic, value=b"twice"))
-        over_http = [shared.tell(twice, "commit", group=group) for _ in range(4)]
+        over_http = [shared.act(twice, "commit", group=group) for _ in range(4)]
         over_sdk = [producer.commit(twice) for _ in range(4)]
         await asyncio.gather(*over_http, *over_sdk)
         refused = await producer.prepare(Message(topic, value=b"rolled back"))
@@ -78,20 +78,20 @@ async def test_repeated_commit_is_one_message_after_rollback_none(
             await producer.commit(refused)
         assert raised.value.details["decision"] == "rollback"
         with pytest.raises(AlreadyDecided) as raised:
-            await shared.tell(refused, "commit", group=group)
+            await shared.act(refused, "commit", group=group)
         assert raised.value.details["decision"] == "rollback"
     await shared.reaches(twice, "promoted")
     assert await values(shared, topic) == [b"twice"]
     stored = await markers(shared, twice)
     assert {marker["kind"] for marker in stored} == {"commit"}
-    await shared.tell(twice, "commit", group=group)
+    await shared.act(twice, "commit", group=group)
     assert await markers(shared, twice) == stored
 
 
 async def test_answer_follows_all_acks_and_names_outcome(shared: ProxyProcess) -> None:
     topic = await shared.topic()
     ids = [await shared.prepare({"topic": topic, "value": str(n)}) for n in range(20)]
-    answers = await asyncio.gather(*[shared.tell(id, "commit") for id in ids])
+    answers = await asyncio.gather(*[shared.act(id, "commit") for id in ids])
     async with killed_and_started(shared):
         stored = {record.key for record in await shared.own("op")}
     assert {id.encode() for id in ids} <= stored
@@ -185,15 +185,15 @@ async def test_refused_messages_are_kept_and_others_continue(shared: ProxyProces
     refused = await shared.prepare(*whole)
     other = await shared.prepare({"topic": topic, "value": "flows"})
     await shared.delete_topic(small)
-    await shared.tell(refused, "commit")
-    await shared.tell(other, "commit", wait="promoted")
+    await shared.act(refused, "commit")
+    await shared.act(other, "commit", wait="promoted")
     shown = await shared.reaches(refused, "refused")
     assert shown["cause"]["topic"] == small
     assert await values(shared, topic) == [b"flows"]
     kept = [r for r in await shared.own("parked") if r.header("txb-id") == refused]
     assert [r.value for r in kept][-2:] == [b"one", b"two"]
     await shared.create_again(small)
-    await shared.tell(refused, "revive")
+    await shared.act(refused, "revive")
     await shared.reaches(refused, "promoted")
     assert await values(shared, topic) == [b"flows", b"one"]
     assert await values(shared, small) == [b"two"]
@@ -225,7 +225,7 @@ async def test_a_body_is_copied_before_retention_takes_it(kafka: EmbeddedKafka) 
         await asyncio.to_thread(delete_records, kafka.bootstrap, f"{world.prefix}.half")
         await world.start()
         assert (await world.show(id))["state"] == "pending"
-        await world.tell(id, "commit", wait="promoted")
+        await world.act(id, "commit", wait="promoted")
         (record,) = await world.visible(topic)
         assert (record.key, record.value) == (b"k", b"old")
     finally:
@@ -273,7 +273,7 @@ async def test_id_names_the_half_partition(shared: ProxyProcess) -> None:
     assert len({half[id] for id in ids}) > 1
     async with killed_and_started(shared):
         pass
-    await asyncio.gather(*[shared.tell(id, "commit", wait="promoted") for id in ids])
+    await asyncio.gather(*[shared.act(id, "commit", wait="promoted") for id in ids])
     assert len(await values(shared, topic)) == 12
 
 
@@ -334,11 +334,11 @@ async def test_poison_record_is_set_aside_and_others_continue(shared: ProxyProce
     await asyncio.to_thread(poison, shared)
     after = await prepared("after")
     for id in before[:2] + after[:2]:
-        await shared.tell(id, "commit", wait="promoted")
+        await shared.act(id, "commit", wait="promoted")
     async with killed_and_started(shared):
         pass
     for id in before[2:] + after[2:]:
-        await shared.tell(id, "commit", wait="promoted")
+        await shared.act(id, "commit", wait="promoted")
     assert Counter(await values(shared, topic)) == {b"after": 4, b"before": 4}
 
 
@@ -385,8 +385,8 @@ async def test_pending_transactions_are_resolved_over_http(shared: ProxyProcess)
     assert [t["id"] for t in page["transactions"]] == ids[:2]
     rest = await shared.call("GET", f"/v1/transactions?group={group}&cursor={page['next_cursor']}")
     assert [t["id"] for t in rest["transactions"]] == ids[2:]
-    await shared.tell(ids[0], "commit", reason="seen in the books", wait="promoted")
-    await shared.tell(ids[1], "rollback", reason="a test order")
+    await shared.act(ids[0], "commit", reason="seen in the books", wait="promoted")
+    await shared.act(ids[1], "rollback", reason="a test order")
     shown = await shared.show(ids[0])
     assert (shown["source"], shown["reason"]) == ("operator", "seen in the books")
     assert [event["event"] for event in shown["timeline"]] == ["prepared", "commit", "promoted"]

@@ -1,4 +1,4 @@
-"""I6: a message is visible if and only if the business row exists, whatever was killed.
+"""I6: a message is visible if and only if the business row exists, despite any kill.
 
 The demo itself is the test: real Kafka, a real proxy, real processes, a real database.
 """

@@ -75,13 +75,13 @@ async def http_calls(
                 with recorder.call("prepare", token) as call:
                     call.id = id = await world.prepare(message, group="plain", **given)
             except OwnerUnavailable as error:
-                # With the same id it counts once, whatever became of the first.
+                # With the same id it counts once, stored before or not.
                 id = error.details.get("id", id)
             else:
                 break
         while True:
             with suppress(OwnerUnavailable), recorder.call("commit", token, id):
-                await world.tell(id, "commit", group="plain")
+                await world.act(id, "commit", group="plain")
                 break
 
 
@@ -163,23 +163,23 @@ async def test_proxy_without_kafka_reports_it_and_exits() -> None:
     world = ProxyProcess("127.0.0.1:1", wait_for_kafka_s=0)
     await world.launch()
     code = await world.ended()
-    said = "\n".join(world.stderr)
+    output = "\n".join(world.stderr)
     assert code == 1
-    assert "Error: no connection to Kafka at 127.0.0.1:1 (" in said
-    assert "check that it is running" in said
-    assert "Traceback" not in said
+    assert "Error: no connection to Kafka at 127.0.0.1:1 (" in output
+    assert "check that it is running" in output
+    assert "Traceback" not in output
     assert world.stdout == []
 
 
 async def test_proxy_exits_in_bounded_time_while_kafka_hangs(
     world: ProxyProcess, own_kafka: EmbeddedKafka
 ) -> None:
-    """One that runs ends on SIGTERM; one that starts says what is wrong and ends by itself."""
+    """A running proxy exits on SIGTERM; a starting one reports the error and exits."""
     topic = await world.topic()
     id = await world.prepare({"topic": topic, "value": "x"})
     starting = ProxyProcess(own_kafka.bootstrap, wait_for_kafka_s=1)
     with stopped(own_kafka):
-        committing = asyncio.create_task(world.tell(id, "commit"))
+        committing = asyncio.create_task(world.act(id, "commit"))
         await starting.launch()
         assert await world.stop() == 0
         with pytest.raises((OwnerUnavailable, aiohttp.ClientError)):
@@ -188,5 +188,5 @@ async def test_proxy_exits_in_bounded_time_while_kafka_hangs(
     assert "Kafka" in starting.stderr[-1]
     assert "Traceback" not in "\n".join(starting.stderr)
     await world.start()
-    assert (await world.tell(id, "commit", wait="promoted"))["state"] == "promoted"
+    assert (await world.act(id, "commit", wait="promoted"))["state"] == "promoted"
     assert [record.value for record in await world.visible(topic)] == [b"x"]

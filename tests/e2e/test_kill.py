@@ -1,4 +1,4 @@
-"""kill -9 in the middle of thousands of transactions: what was promised holds all the same."""
+"""kill -9 in the middle of thousands of transactions breaks no guarantee."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def shop(tmp_path: Path) -> Shop:
 
 
 async def reached(recorder: Recorder, finished: int) -> None:
-    """Wait until so many transactions are finished."""
+    """Wait until a number of transactions are finished."""
 
     async def enough() -> bool:
         return recorder.finished >= finished

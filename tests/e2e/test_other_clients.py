@@ -99,31 +99,31 @@ async def service_of(answer: Callable[[web.Request, bytes], Json]) -> AsyncItera
 
 
 def signature(secret: bytes, request: web.Request, body: bytes) -> str:
-    """What Standard Webhooks says that the signature is."""
+    """Return the signature that Standard Webhooks specifies."""
     id, stamp = request.headers["webhook-id"], request.headers["webhook-timestamp"]
     digest = hmac.new(secret, f"{id}.{stamp}.".encode() + body, hashlib.sha256).digest()
     return "v1," + base64.b64encode(digest).decode()
 
 
 @pytest.mark.parametrize(
-    ("told", "key"),
+    ("secret_text", "key"),
     [
         ("a shared secret", b"a shared secret"),
         ("whsec_c2hhcmVkIGluIGJhc2U2NA==", b"shared in base64"),
     ],
 )
 async def test_http_only_service_gets_signed_checks(
-    shared: ProxyProcess, secrets_dir: Path, told: str, key: bytes
+    shared: ProxyProcess, secrets_dir: Path, secret_text: str, key: bytes
 ) -> None:
     secret = secrets_dir / "plain-http"
-    secret.write_text(f"{told}\n")
+    secret.write_text(f"{secret_text}\n")
     asked: list[Json] = []
     signed: list[bool] = []
 
     def answer(request: web.Request, body: bytes) -> Json:
         question = json.loads(body)
         right = signature(key, request, body)
-        verify_webhook(told, request.headers, body)
+        verify_webhook(secret_text, request.headers, body)
         asked.append(question)
         signed.append(hmac.compare_digest(right, request.headers["webhook-signature"]))
         # First a deliberate "not yet", then the truth with the final content.
@@ -202,11 +202,11 @@ async def dev(tmp_path: Path) -> AsyncIterator[ProxyProcess]:
 @pytest.mark.needs_tool("curl")
 async def test_curl_completes_the_walk_through_dev(dev: ProxyProcess, desk: FakeEndpoint) -> None:
 
-    async def said_ready() -> list[str]:
-        # The proxy answers a moment before the command says so.
+    async def ready_lines() -> list[str]:
+        # The proxy answers a moment before the command prints it.
         return dev.stdout
 
-    (line,) = await until(said_ready)
+    (line,) = await until(ready_lines)
     ready, url, kafka, servers = line.split()
     assert (ready, url, kafka) == ("ready", dev.url, "kafka")
     curl = Curl(url)
@@ -217,12 +217,12 @@ async def test_curl_completes_the_walk_through_dev(dev: ProxyProcess, desk: Fake
         status, _ = await curl("PUT", f"/v1/groups/{group}", {**check, **policy})
         assert status == 200
 
-    said = await curl.prepare("shop", "committed", check_after_s=60)
-    status, answer = await curl("POST", f"/v1/transactions/{said}/commit", {"group": "shop"})
+    id = await curl.prepare("shop", "committed", check_after_s=60)
+    status, answer = await curl("POST", f"/v1/transactions/{id}/commit", {"group": "shop"})
     assert (status, answer["decision"]) == (200, "commit")
-    status, _ = await curl("POST", f"/v1/transactions/{said}/commit", {"group": "shop"})
+    status, _ = await curl("POST", f"/v1/transactions/{id}/commit", {"group": "shop"})
     assert status == 200
-    await curl.reaches(said, "promoted")
+    await curl.reaches(id, "promoted")
 
     silent = await curl.prepare("shop", "checked")
     shown = await curl.reaches(silent, "promoted")

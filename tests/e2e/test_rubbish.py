@@ -1,4 +1,4 @@
-"""Bad input, end to end: a typed error that says what to do, and a proxy that goes on."""
+"""Bad input, end to end: a typed error with the next step, and a proxy that continues."""
 
 from __future__ import annotations
 
@@ -89,11 +89,11 @@ CALLS: dict[str, tuple[str, str, Any, str, str]] = {
     "commit of no id": ("POST", f"{PREPARE}/rubbish/commit", {}, "bad_id", ""),
     "another partition's id": ("POST", f"{PREPARE}/7ZZZ{NOWHERE[4:]}/commit", {}, "bad_id", ""),
     "a limit of 0": ("GET", f"{PREPARE}?limit=0", None, "bad_request", "limit"),
-    "a cursor of nobody": ("GET", f"{PREPARE}?cursor=x", None, "bad_request", "cursor"),
+    "an invalid cursor": ("GET", f"{PREPARE}?cursor=x", None, "bad_request", "cursor"),
     "an unknown state": ("GET", f"{PREPARE}?state=lost", None, "bad_request", "state"),
     "another method": ("DELETE", PREPARE, None, "method_not_allowed", ""),
     "another path": ("GET", "/v2", None, "not_found", ""),
-    "a group that nobody knows": ("GET", "/v1/groups/nobody", None, "unknown_group", ""),
+    "an unknown group": ("GET", "/v1/groups/nobody", None, "unknown_group", ""),
     "a check URL that is none": (
         "PUT",
         "/v1/groups/x",
@@ -122,7 +122,7 @@ async def test_bad_calls_get_a_typed_error(shared: ProxyProcess, what: str, topi
 
 
 def id_of_now() -> str:
-    """Return an id that nobody has used."""
+    """Return an unused id."""
     return make_id(0, time.time_ns() // 1_000_000, secrets.randbits(64))
 
 
@@ -155,9 +155,9 @@ async def test_another_groups_transaction_cannot_be_decided(
             with pytest.raises(Exception, match="another producer group") as raised:
                 await deciding
             assert getattr(raised.value, "code", "") == "wrong_group"
-            assert mine not in str(raised.value)  # whose it is concerns nobody else
+            assert mine not in str(raised.value)  # the owner's name is not disclosed
     assert (await shared.show(id))["state"] == "pending"
-    await shared.tell(id, "rollback", group=mine)
+    await shared.act(id, "rollback", group=mine)
 
 
 async def test_id_reused_for_other_content_conflicts(shared: ProxyProcess, topic: str) -> None:
@@ -169,7 +169,7 @@ async def test_id_reused_for_other_content_conflicts(shared: ProxyProcess, topic
         body = {"group": group, "messages": [{"topic": topic, "value": "second"}], **given}
         status, answer = await shared.request("POST", PREPARE, body)
         assert (status, answer["error"]["code"]) == (409, "id_conflict"), answer
-    await shared.tell(id, "rollback")
+    await shared.act(id, "rollback")
 
 
 HELLO = wire.encode_frame([wire.Hello(1, "orders", "worker")])

@@ -58,13 +58,13 @@ async def test_a_topic_that_is_missing_is_waited_for_and_one_made_anew_is_read_a
     await world.delete_topic(audit)
     async with Following(world) as following:
         await world.create_topic("audit")
-        await world.tell_audit("batch", b"first")
+        await world.write_audit("batch", b"first")
         await following.until(b"first")
         for number in range(3):
-            await world.tell_audit("batch", b"%d" % number)
+            await world.write_audit("batch", b"%d" % number)
         await following.until(b"2")
         await world.recreate_topic(audit)
-        await world.tell_audit("batch", b"anew")
+        await world.write_audit("batch", b"anew")
         await following.until(b"anew")
 
 
@@ -72,7 +72,7 @@ async def test_records_that_another_client_wrote_are_followed_whatever_their_tim
     world: KafkaHarness,
 ) -> None:
     await world.create_topic("audit", message_timestamp_type="CreateTime")
-    await world.tell_audit("batch", b"mine")
+    await world.write_audit("batch", b"mine")
     async with Following(world) as following:
         await following.until(b"mine")
 

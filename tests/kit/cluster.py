@@ -35,7 +35,7 @@ class Proxies:
         return added
 
     async def start(self, *names: str, **settings: Any) -> list[Service]:
-        """Start proxies at the same time, and wait until each has what is its own."""
+        """Start proxies at the same time, and wait until each has its partitions."""
         added = [
             Service(self.world, self._desk, name, self.partitions, **settings) for name in names
         ]
@@ -84,14 +84,14 @@ class Proxies:
         for name, share in (await self.shares()).items():
             if partition not in share:
                 return self.running[name]
-        raise AssertionError(f"everybody owns partition {partition}")
+        raise AssertionError(f"every proxy owns partition {partition}")
 
     async def right_for(self, partition: int) -> Service:
         """Return the proxy that owns a partition."""
         for name, share in (await self.shares()).items():
             if partition in share:
                 return self.running[name]
-        raise AssertionError(f"nobody owns partition {partition}")
+        raise AssertionError(f"no proxy owns partition {partition}")
 
     def key(self, topic: str, partition: int) -> bytes:
         """Return a message key whose transactions live in a half partition."""

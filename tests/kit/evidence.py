@@ -1,4 +1,4 @@
-"""What the topics of an installation hold, beside what its proxies say of themselves."""
+"""The contents of an installation's topics, compared with the answers of its proxies."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _PAGE = 37
 async def listed(proxy: ProxyProcess) -> dict[str, str]:
     """Return the state of everything that one proxy lists as not settled, page by page.
 
-    A list that breaks off with `owner_unavailable` begins anew: a shorter one is never an answer.
+    A list that fails with `owner_unavailable` is read again: a shorter one is never an answer.
     """
 
     async def whole() -> list[dict[str, str]] | None:
@@ -53,8 +53,8 @@ async def claims(proxy: ProxyProcess) -> Counter[int]:
 async def convict(
     fleet: Fleet, recorder: Recorder, topics: Sequence[str], shop: Shop | None = None
 ) -> Judge:
-    """Let the judge look at everything once it has come to rest; it must find nothing but what
-    may stay undecided, and every proxy must list exactly what the topics hold."""
+    """Judge an installation at rest: only undecided transactions may be left, and every proxy must
+    list exactly those in the topics."""
     first = fleet.proxies[0]
     read = await asyncio.to_thread(read_all, first.bootstrap, first.prefix, topics)
     judge = Judge(recorder.history, read, shop.rows() if shop else (), settled=False)

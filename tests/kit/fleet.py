@@ -1,4 +1,4 @@
-"""Several proxies in processes of their own on one Kafka, under load, and the judge at the end."""
+"""Several proxy processes on one Kafka under load, and the judge at the end."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from txbroker.sdk import Limits, Message, TransactionalProducer
 
 PARTITIONS = 4
 SESSION_S = 6.0
-"""The shortest session that brokers allow by default: so long a dead proxy is missed."""
+"""The shortest session timeout that brokers allow by default, seconds."""
 SEED_VARIABLE = "TXBROKER_TEST_SEED"
 WEB_LANES = 6
 
@@ -31,7 +31,7 @@ Disturb = Callable[["Fleet", Recorder, random.Random], Coroutine[Any, Any, None]
 
 
 class Fleet:
-    """So many proxies of one installation."""
+    """Several proxies of one installation."""
 
     def __init__(self, bootstrap: str, count: int, **settings: Any) -> None:
         prefix = unique("fleet")
@@ -61,7 +61,7 @@ class Fleet:
         await self.whole(self.proxies)
 
     async def whole(self, proxies: Sequence[ProxyProcess]) -> None:
-        """Wait until these proxies are ready and own all partitions, each one its own."""
+        """Wait until these proxies are ready and own all partitions."""
 
         async def owned() -> bool:
             states = [await owned_by(proxy) for proxy in proxies]
@@ -72,7 +72,7 @@ class Fleet:
         await until(owned)
 
     async def close(self) -> None:
-        """End all of them, whatever is wrong with one; their terminals must be clean."""
+        """Stop all of them, even if one fails; their output must be clean."""
         wrong: list[BaseException] = []
         for proxy in self.proxies:
             try:
@@ -96,7 +96,7 @@ async def owned_by(proxy: ProxyProcess) -> list[int]:
 
 
 class Web:
-    """A service without the SDK: each call goes to any proxy, and is sent again until answered."""
+    """A service without the SDK: each call goes to any proxy, and is retried until answered."""
 
     def __init__(self, name: str, urls: Sequence[str], topic: str, recorder: Recorder) -> None:
         self._name = name
@@ -105,7 +105,7 @@ class Web:
         self._recorder = recorder
 
     async def run(self, count: int, fate: random.Random) -> None:
-        """Do so many transactions."""
+        """Run a number of transactions."""
         async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=5)) as http:
             for number in range(count):
                 with contextlib.suppress(RequestError):
@@ -138,7 +138,7 @@ class Web:
     async def _answer(
         self, http: aiohttp.ClientSession, path: str, body: dict[str, Any], fate: random.Random
     ) -> dict[str, Any]:
-        """Send a call to any proxy until one answers; the 503 of a prepare says under which id."""
+        """Send a call to any proxy until one answers; the 503 of a prepare has its id."""
         end = time.monotonic() + DEADLINE_S
         while True:
             status, answer = 0, {}
@@ -161,7 +161,7 @@ class Web:
 
 
 async def reached(recorder: Recorder, finished: int) -> None:
-    """Wait until so many transactions are finished."""
+    """Wait until a number of transactions are finished."""
 
     async def enough() -> bool:
         return recorder.finished >= finished
@@ -170,8 +170,8 @@ async def reached(recorder: Recorder, finished: int) -> None:
 
 
 async def judged(fleet: Fleet, shop: Shop, disturb: Disturb, transactions: int) -> Recorder:
-    """Work through all proxies while they are disturbed; the judge must find nothing, and every
-    proxy must list the same."""
+    """Run load at all proxies during faults; the judge must find nothing, and all proxies must list
+    the same transactions."""
     seed = int(os.environ.get(SEED_VARIABLE, random.randrange(1 << 32)))
     print(f"{SEED_VARIABLE}={seed}")
     first = fleet.proxies[0]
@@ -213,11 +213,11 @@ async def judged(fleet: Fleet, shop: Shop, disturb: Disturb, transactions: int) 
         await fleet.whole(fleet.proxies)
         await first.all_settled("orders")
         await first.all_settled("bills")
-        # What was stored without an answer is nobody's: no client knows its id. What is committed
+        # No client knows the id of a prepare stored without an answer. What is committed
         # is still on its way.
         for left in await first.unsettled("web"):
             if left["state"] != "committed":
-                await first.tell(left["id"], "rollback")
+                await first.act(left["id"], "rollback")
         await first.all_settled("web")
     lists = [sorted(t["id"] for t in await proxy.unsettled()) for proxy in fleet.proxies]
     assert all(found == lists[0] for found in lists)

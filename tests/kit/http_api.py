@@ -26,7 +26,7 @@ JSON = {"content-type": "application/json"}
 
 @dataclass
 class Api:
-    """A running server, what is behind it, and a client for it."""
+    """A running server with its service, and a client for it."""
 
     url: str
     service: FakeService

@@ -137,8 +137,8 @@ class KafkaHarness:
     async def foreign(
         self, topic: str, partition: int, *records: Record, committed: bool | None = None
     ) -> None:
-        """Write to a topic (full name) as a client that is none of ours; in a transaction that is
-        committed or aborted, or, with None, without one."""
+        """Write to a topic (full name) as another client, in a committed or aborted transaction or,
+        with None, without one."""
         await asyncio.to_thread(self._foreign, topic, partition, records, committed)
 
     def _foreign(
@@ -266,7 +266,7 @@ class KafkaHarness:
 
     without_creating: ClassVar[dict[str, Any]] = {"create_topics": False}
 
-    async def tell_audit(self, key: str, value: bytes | None) -> None:
+    async def write_audit(self, key: str, value: bytes | None) -> None:
         """Write to the topic of the audits."""
         settings = self.settings()
         async with KafkaAuditWriter(settings) as writer:

@@ -42,7 +42,7 @@ class MemoryHarness:
             settings["message_bytes_max"] = int(configs.pop("max_message_bytes"))
         if configs.pop("message_timestamp_type", "CreateTime") == "LogAppendTime":
             settings["log_append_time"] = True
-        configs.pop("cleanup_policy", None)  # it compacts when a test says so
+        configs.pop("cleanup_policy", None)  # tests compact explicitly
         assert not configs, f"the Kafka in memory does not know {configs}"
         self.kafka.create_topic(self.name(topic), partitions, **settings)
         return self.name(topic)
@@ -52,7 +52,7 @@ class MemoryHarness:
         self.kafka.delete_topic(topic)
 
     async def recreate_topic(self, topic: str) -> None:
-        """Delete a topic (full name) and make it anew with the same settings."""
+        """Delete a topic (full name) and create it again with the same settings."""
         self.kafka.recreate_topic(topic)
 
     async def add_partitions(self, topic: str, total: int) -> None:
@@ -62,8 +62,8 @@ class MemoryHarness:
     async def foreign(
         self, topic: str, partition: int, *records: Record, committed: bool | None = None
     ) -> None:
-        """Write to a topic (full name) as a client that is none of ours; in a transaction that is
-        committed or aborted, or, with None, without one."""
+        """Write to a topic (full name) as another client, in a committed or aborted transaction or,
+        with None, without one."""
         if committed is None:
             await self.kafka.append(topic, partition, records)
         else:
@@ -95,13 +95,13 @@ class MemoryHarness:
         self.kafka.truncate(topic, partition, before=before)
 
     async def visible(self, topic: str, partition: int = 0) -> list[Record]:
-        """What a `read_committed` consumer sees of a topic (full name)."""
+        """Return the records of a topic (full name) that a `read_committed` consumer sees."""
         return self.kafka.visible(topic, partition)
 
     without_creating: ClassVar[dict[str, Any]] = {}
     """A door in memory always makes its topics."""
 
-    async def tell_audit(self, key: str, value: bytes | None) -> None:
+    async def write_audit(self, key: str, value: bytes | None) -> None:
         """Write to the topic of the audits."""
         await self.kafka.append(self.name("audit"), 0, [Record(key.encode(), value)])
 

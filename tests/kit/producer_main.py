@@ -1,4 +1,4 @@
-"""A service that never comes to its decision: `producer_main.py URL TOPIC DATABASE before|after`.
+"""A service that never decides: `producer_main.py URL TOPIC DATABASE before|after`.
 
 It prints the id of its transaction before or after its local commit, then waits to be killed.
 """

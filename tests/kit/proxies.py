@@ -1,4 +1,4 @@
-"""A proxy in a process of its own on a real Kafka: started, killed, asked, listened to."""
+"""A proxy process on a real Kafka: start, kill, call and read it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from txbroker.errors import RequestError, request_errors
 
 HERE = Path(__file__).parent
 RUBBISH = ("Traceback", "Task was destroyed", "never retrieved", "never awaited")
-"""What must never be on the terminal of a proxy."""
+"""Texts that must never appear in the output of a proxy."""
 _PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None)
 
@@ -42,7 +42,7 @@ def _free_port() -> int:
 class ProxyProcess:
     """One installation of txbroker on a Kafka: its proxy, its topics, the calls of a test.
 
-    `program` and `environment` say which build runs: the installed one.
+    `program` and `environment` select the build: by default the installed one.
 
     Args:
         bootstrap: of the Kafka.
@@ -85,7 +85,7 @@ class ProxyProcess:
         return self._process.pid
 
     def twin(self) -> ProxyProcess:
-        """Return another proxy with the same settings, not started yet, at an URL of its own."""
+        """Return another proxy with the same settings, not started yet, at another URL."""
         return ProxyProcess(
             self.bootstrap, command=self._command, **{**self._given, "topic_prefix": self.prefix}
         )
@@ -128,14 +128,14 @@ class ProxyProcess:
         await until(self.is_ready)
 
     async def is_ready(self) -> bool:
-        """Say whether the proxy answers that it is ready; the process must be alive."""
-        return await self._says("/readyz")
+        """Return whether the proxy is ready; its process must be alive."""
+        return await self._answers_ok("/readyz")
 
     async def is_alive(self) -> bool:
-        """Say whether the proxy answers that it is alive, ready or not."""
-        return await self._says("/healthz")
+        """Return whether the proxy answers, ready or not."""
+        return await self._answers_ok("/healthz")
 
-    async def _says(self, path: str) -> bool:
+    async def _answers_ok(self, path: str) -> bool:
         assert self._process is not None
         assert self._process.returncode is None, "\n".join(self.stderr[-20:])
         try:
@@ -163,7 +163,7 @@ class ProxyProcess:
         return await self._end(signal.SIGTERM)
 
     async def ended(self) -> int:
-        """Wait until the proxy ends by itself; return its exit code."""
+        """Wait until the proxy exits; return its exit code."""
         assert self._process is not None
         code = await asyncio.wait_for(self._process.wait(), DEADLINE_S)
         await self._end(signal.SIGKILL)
@@ -186,21 +186,21 @@ class ProxyProcess:
         return code
 
     async def close(self) -> None:
-        """End whatever runs; its terminal must be clean."""
+        """Stop the process if it runs; its output must be clean."""
         # Shown where the test fails.
         print(f"--- {self.url}", *self.stderr[-200:], sep="\n")
         code = await self.stop()
-        said = "\n".join(self.stderr)
-        assert code == 0, f"exit code {code}\n{said}"
+        output = "\n".join(self.stderr)
+        assert code == 0, f"exit code {code}\n{output}"
         for word in RUBBISH:
-            assert word not in said, said
+            assert word not in output, output
 
     # --- calls ---------------------------------------------------------------------------
 
     async def request(
         self, method: str, path: str, body: Any = None, **options: Any
     ) -> tuple[int, Json]:
-        """Return status and answer, whatever they are."""
+        """Return status and answer, of errors too."""
         if body is not None:
             options["json"] = body
         timeout = aiohttp.ClientTimeout(total=DEADLINE_S)
@@ -232,16 +232,16 @@ class ProxyProcess:
         body = {"group": group, "messages": list(messages), **fields}
         return str((await self.call("POST", "/v1/transactions", body))["id"])
 
-    async def tell(self, id: str, what: str, **fields: Any) -> Json:
+    async def act(self, id: str, what: str, **fields: Any) -> Json:
         """POST `commit`, `rollback`, `check` or `revive`."""
         return await self.call("POST", f"/v1/transactions/{id}/{what}", fields)
 
     async def show(self, id: str) -> Json:
-        """Return all that is known of a transaction."""
+        """Return the view of a transaction."""
         return await self.call("GET", f"/v1/transactions/{id}")
 
     async def reaches(self, id: str, state: str) -> Json:
-        """Wait until a transaction is in a state; return all that is known of it."""
+        """Wait until a transaction is in a state; return its view."""
 
         async def there() -> Json | None:
             shown = await self.show(id)
@@ -255,7 +255,7 @@ class ProxyProcess:
         return list((await self.call("GET", f"/v1/transactions?{query}"))["transactions"])
 
     async def all_settled(self, group: str = "") -> None:
-        """Wait until nothing is pending or committed and not yet visible."""
+        """Wait until nothing is pending or being promoted."""
 
         async def nothing() -> bool:
             left = await self.unsettled(group)
@@ -268,7 +268,7 @@ class ProxyProcess:
     async def topic(self, partitions: int = 1, **configs: str) -> str:
         """Create a topic of the test's own."""
         name = unique("topic")
-        # Kafka deletes what is older than a topic's retention by the timestamps that users give.
+        # Kafka's retention goes by the timestamps that producers set.
         configs = {"retention_ms": "-1", **configs}
         return await asyncio.to_thread(create_topic, self.bootstrap, name, partitions, **configs)
 
@@ -285,7 +285,7 @@ class ProxyProcess:
         return await asyncio.to_thread(read_topics, self.bootstrap, names)
 
     async def own(self, name: str) -> list[Rec]:
-        """Return what lies in one of txbroker's own topics."""
+        """Return the records of one of txbroker's own topics."""
         names = [f"{self.prefix}.{name}"]
         return await asyncio.to_thread(read_topics, self.bootstrap, names, committed=False)
 

@@ -36,7 +36,7 @@ class Along:
                 self._wrong.append(str(error))
 
     def read_to(self) -> dict[tuple[str, int], int]:
-        """Return what was read of each partition so far: the offset behind the last record."""
+        """Return the offset after the last record read, for each partition."""
         found: dict[tuple[str, int], int] = {}
         for seen in tuple(self._seen):
             record = seen.record
@@ -44,10 +44,10 @@ class Along:
         return found
 
     def end(self) -> list[Seen]:
-        """Stop; return what was seen."""
+        """Stop; return the records read."""
         self._over.set()
         self._thread.join(_END_S)
-        # The client library does not always come back from this behind broken connections.
+        # The client library does not always return from this after broken connections.
         closing = threading.Thread(target=self._consumer.close, daemon=True)
         closing.start()
         closing.join(_END_S)

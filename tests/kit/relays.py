@@ -10,11 +10,10 @@ _SIZE = struct.Struct(">i")
 
 
 class Relay:
-    """Leads to a broker, and to nothing else: where the broker tells its address, the relay puts
-    its own, which is as long.
+    """Relays to one broker; replaces the broker's address in metadata by its own, of equal length.
 
-    While it is cut no byte gets through in either direction, and nobody is told, as when a switch
-    fails. What was sent meanwhile arrives when it heals, as TCP would send it again.
+    While it is cut no byte passes in either direction, without an error, as when a switch fails.
+    Bytes sent meanwhile arrive when it heals, as TCP would retransmit them.
     """
 
     def __init__(self, bootstrap: str) -> None:
@@ -41,7 +40,7 @@ class Relay:
         self._open.set()
 
     def reset(self) -> None:
-        """Break the connections that there are; what they held is lost."""
+        """Break the open connections; their data is lost."""
         for task in self._tasks:
             task.cancel()
 
@@ -76,13 +75,13 @@ class Relay:
                     each.transport.abort()
 
     async def _pass_on(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        told = self._place(self._port)
+        address = self._place(self._port)
         ours = self._place(self._own_port())
         while True:
             size = await reader.readexactly(_SIZE.size)
             frame = await reader.readexactly(_SIZE.unpack(size)[0])
             await self._open.wait()
-            writer.write(size + frame.replace(told, ours))
+            writer.write(size + frame.replace(address, ours))
             with contextlib.suppress(ConnectionError):
                 await writer.drain()
 

@@ -27,8 +27,8 @@ Json = dict[str, Any]
 
 
 class FakeEndpoint:
-    """Check URLs, and what the service behind them says: per group a list of answers, of which
-    the last one is given again and again. A number is a status without a decision."""
+    """Serves check URLs from a list of answers per group; the last repeats. A number is a status
+    without a decision."""
 
     def __init__(self) -> None:
         self.url = ""
@@ -131,7 +131,7 @@ class Service:
     # --- calls ---------------------------------------------------------------------------
 
     async def call(self, method: str, path: str, body: Json | None = None) -> tuple[int, Json]:
-        """Return status and answer; an error is raised as what it names.
+        """Return status and answer; raise the error that the answer names.
 
         Raises:
             RequestError: with the status that came, and the error's fields as `details`.
@@ -146,7 +146,7 @@ class Service:
         return response.status, answer
 
     async def get(self, path: str) -> Json:
-        """Return the answer to a GET, whatever its status."""
+        """Return the answer to a GET, with any status."""
         async with self._http.get(path) as response:
             return dict(await response.json())
 
@@ -164,17 +164,17 @@ class Service:
         body = {"group": group, "messages": shown, **fields}
         return await self.call("POST", "/v1/transactions", body)
 
-    async def tell(self, id: str, what: str, **fields: Any) -> Json:
+    async def act(self, id: str, what: str, **fields: Any) -> Json:
         """POST `commit`, `rollback`, `check` or `revive`; return the answer."""
         _, answer = await self.call("POST", f"/v1/transactions/{id}/{what}", fields)
         return answer
 
     async def commit(self, id: str, **fields: Any) -> Json:
         """Commit and wait until consumers can see it."""
-        return await self.tell(id, "commit", wait="promoted", **fields)
+        return await self.act(id, "commit", wait="promoted", **fields)
 
     async def show(self, id: str, *, bodies: bool = False) -> Json:
-        """Return all that is known of a transaction."""
+        """Return the view of a transaction."""
         path = f"/v1/transactions/{id}" + ("?bodies=true" if bodies else "")
         return (await self.call("GET", path))[1]
 
@@ -183,7 +183,7 @@ class Service:
         return str((await self.show(id))["state"])
 
     async def reaches(self, id: str, state: str) -> Json:
-        """Wait until a transaction is in a state; return all that is known of it."""
+        """Wait until a transaction is in a state; return its view."""
 
         async def there() -> Json | None:
             shown = await self.show(id)
@@ -245,7 +245,7 @@ class Service:
         return self.desk.calls.get(group, [])
 
     async def asked_times(self, group: str, count: int) -> list[Json]:
-        """Wait until a group's endpoint has got so many check-backs."""
+        """Wait until a group's endpoint has received `count` check-backs."""
 
         async def enough() -> bool:
             return len(self.asked(group)) >= count
@@ -264,7 +264,7 @@ class Service:
         return await self.world.create_topic(unique("topic"), partitions, **configs)
 
     async def delete_topic(self, topic: str) -> None:
-        """Delete a topic, and let the proxy forget what it knew of it."""
+        """Delete a topic, and drop the proxy's cached facts about it."""
         await self.world.delete_topic(topic)
         self.door.targets.forget(topic)
 
@@ -277,7 +277,7 @@ class Service:
         await self.world.create_topic(topic.removeprefix(self.world.name("")))
 
     async def visible(self, topic: str, partition: int = 0) -> list[Record]:
-        """Return what a `read_committed` consumer sees."""
+        """Return the records that a `read_committed` consumer sees."""
         return await self.world.visible(topic, partition)
 
     async def values(self, topic: str, partition: int = 0) -> list[bytes | None]:
@@ -302,7 +302,7 @@ class HttpClient:
         return str((await self._service.commit(id, **fields))["state"])
 
     async def rollback(self, id: str) -> str:
-        answer = await self._service.tell(id, "rollback", group=self.group)
+        answer = await self._service.act(id, "rollback", group=self.group)
         return str(answer["state"])
 
 

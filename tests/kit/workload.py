@@ -1,4 +1,4 @@
-"""A business on SQLite that publishes through the SDK, and writes down all that it did."""
+"""A business on SQLite that publishes through the SDK, and records its history."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from txbroker.sdk import (
 
 
 class LocalFailure(Exception):
-    """What a business's own code raises when it does not know how its transaction ended."""
+    """Raised by the business when it does not know how its transaction ended."""
 
 
 class Shop:
@@ -96,8 +96,8 @@ class Recorder:
 
     def asked(self, request: CheckRequest, answer: Decision | NotYet) -> None:
         """A check-back was answered."""
-        said = str(answer) if isinstance(answer, Decision) else "not yet"
-        self.history.asked.append(Asked(request.id, time.time(), said, request.attempt))
+        text = str(answer) if isinstance(answer, Decision) else "not yet"
+        self.history.asked.append(Asked(request.id, time.time(), text, request.attempt))
 
     def note(self, what: str, who: str = "") -> None:
         """Something else happened: a fault, or the end of it."""
@@ -129,9 +129,9 @@ class Lane:
         self._numbers = itertools.count()
 
     async def run(self, transactions: int) -> None:
-        """Do so many transactions."""
+        """Run a number of transactions."""
         for _ in range(transactions):
-            # What is not known here is known to the check; the judge looks at all of it.
+            # The check decides unknown outcomes; the judge verifies all of them.
             with suppress(RequestError, LocalFailure):
                 await self._one()
             self._recorder.finished += 1
@@ -151,7 +151,7 @@ class Lane:
         try:
             await self._inside(transaction, token, business=business)
         except BaseException as error:
-            # A rollback is said on leaving; any other exception leaves the transaction unknown.
+            # Leaving with Rollback rolls back; any other exception decides nothing.
             leaving = block.__aexit__(type(error), error, error.__traceback__)
             if isinstance(error, Rollback):
                 with self._recorder.call("rollback", token, transaction.id):
@@ -196,7 +196,7 @@ class Lane:
 
 
 def answering(shop: Shop, recorder: Recorder) -> Callable[[CheckRequest], Decision | NotYet]:
-    """Return a check function that asks the barrier and writes down what it said."""
+    """Return a check function that asks the barrier and records its answer."""
 
     def check(request: CheckRequest) -> Decision | NotYet:
         answer = shop.barrier.check(request)
@@ -216,7 +216,7 @@ async def work(
     lanes: int,
     transactions: int,
 ) -> None:
-    """Run `transactions` in so many lanes at once, the random choices from `seed`."""
+    """Run `transactions` in `lanes` concurrent lanes, with random choices from `seed`."""
     async with asyncio.TaskGroup() as group:
         for number in range(lanes):
             lane = Lane(

@@ -44,9 +44,9 @@ class Bounded:
 
     def __init__(self) -> None:
         self.time = Time()
-        self.told: list[tuple[str, int]] = []
+        self.reported: list[tuple[str, int]] = []
         self.bounds = LineBounds(
-            lambda kind, count: self.told.append((kind, count)),
+            lambda kind, count: self.reported.append((kind, count)),
             lines_max=3,
             window_s=10.0,
             now_s=lambda: self.time.now_s,
@@ -62,15 +62,15 @@ def test_few_lines_are_all_written() -> None:
     for _ in range(5):
         assert bounded.admitted("parked", 3) == 3
         bounded.time.advance(10.0)
-    assert (bounded.told, bounded.time.timers) == ([], [])
+    assert (bounded.reported, bounded.time.timers) == ([], [])
 
 
 def test_first_lines_are_written_and_others_counted() -> None:
     bounded = Bounded()
     assert bounded.admitted("parked", 1000) == 3
-    assert bounded.told == []
+    assert bounded.reported == []
     bounded.time.advance(10.0)
-    assert bounded.told == [("parked", 997)]
+    assert bounded.reported == [("parked", 997)]
     assert bounded.admitted("parked", 2) == 2
 
 
@@ -86,7 +86,7 @@ def test_each_partition_gets_its_first_line() -> None:
         for partition in range(64):
             bounded.bounds.admit("log not read", partition)
     bounded.time.advance(10.0)
-    assert bounded.told == [("log not read", 640 - 64)]
+    assert bounded.reported == [("log not read", 640 - 64)]
     assert [bounded.bounds.admit("owned", partition) for partition in range(64)] == [True] * 64
     assert not bounded.bounds.admit("owned", 0)
 
@@ -99,7 +99,7 @@ def test_lasting_flood_is_counted_completely() -> None:
         bounded.time.advance(1.0)
     bounded.time.advance(20.0)
     assert written <= 3 * 11
-    assert written + sum(count for _, count in bounded.told) == 5000
+    assert written + sum(count for _, count in bounded.reported) == 5000
 
 
 def test_late_lines_are_reported_without_another_line() -> None:
@@ -108,9 +108,9 @@ def test_late_lines_are_reported_without_another_line() -> None:
     bounded.time.advance(9.0)
     bounded.admitted("b", 4)
     bounded.time.advance(1.0)
-    assert bounded.told == [("a", 1)]
+    assert bounded.reported == [("a", 1)]
     bounded.time.advance(10.0)
-    assert bounded.told == [("a", 1), ("b", 1)]
+    assert bounded.reported == [("a", 1), ("b", 1)]
     assert bounded.time.timers == []
 
 
@@ -119,7 +119,7 @@ def test_flush_reports_all_suppressed_lines() -> None:
     bounded.admitted("parked", 5)
     bounded.bounds.flush()
     bounded.bounds.flush()
-    assert bounded.told == [("parked", 2)]
+    assert bounded.reported == [("parked", 2)]
 
 
 @pytest.fixture
@@ -146,13 +146,13 @@ def test_thousands_of_parked_do_not_flood_log(
 
     # A machine that is slow enough meets another window, or several.
     parked = [line for line in lines if line["event"] == "parked"]
-    told = [line for line in lines if line["event"] == "lines left out"]
+    reported = [line for line in lines if line["event"] == "lines left out"]
     assert parked[:LINES_MAX] == [
         {**line, "id": number} for number, line in enumerate(parked[:LINES_MAX])
     ]
     assert len(lines) < 1000
-    assert len(parked) + sum(line["count"] for line in told) == 20_000
-    assert {line["of"] for line in told} == {"parked"}
+    assert len(parked) + sum(line["count"] for line in reported) == 20_000
+    assert {line["of"] for line in reported} == {"parked"}
     assert "not ready" in {line["event"] for line in lines}
 
 
@@ -165,8 +165,8 @@ def test_libraries_do_not_flood_log(capsys: pytest.CaptureFixture[str]) -> None:
     flush_lines()
     lines = [json.loads(line) for line in capsys.readouterr().err.splitlines()]
 
-    told = [line for line in lines if line["event"] == "lines left out"]
-    assert [(line["of"], line["count"]) for line in told] == [
+    reported = [line for line in lines if line["event"] == "lines left out"]
+    assert [(line["of"], line["count"]) for line in reported] == [
         ("logger aiokafka.conn", 1000 - LINES_MAX)
     ]
     assert "once" in {line["event"] for line in lines}

@@ -1,4 +1,4 @@
-"""Whatever a name or a reason holds, a line is one line, and tells no secret."""
+"""Any name or reason stays within one log line, and no line contains a secret."""
 
 import json
 import logging
@@ -73,7 +73,7 @@ def test_json_line_stays_one_line(text: str, capsys: pytest.CaptureFixture[str])
 
 
 def fail(body: str) -> None:
-    """Raise an error whose text quotes what it was given."""
+    """Raise an error whose text quotes its argument."""
     password = "hunter" + "2"
     raise ValueError(f"not a number: {body} {len(password)}")
 
@@ -141,14 +141,14 @@ def test_printable_keeps_printable_text() -> None:
 
 def test_readiness_is_logged_on_change_but_not_at_stop() -> None:
     found = Readiness(False, {0: "claiming"}, ("partition 0: claiming",))
-    told = ReadinessLog(lambda: found)
+    readiness_log = ReadinessLog(lambda: found)
     with structlog.testing.capture_logs() as lines:
-        told.look()
+        readiness_log.look()
         found = Readiness(True, {0: "owned", 1: "elsewhere"})
-        told.look()
-        told.look()
+        readiness_log.look()
+        readiness_log.look()
         found = Readiness(False, {0: "stopped"}, tuple(f"partition {n}" for n in range(64)))
-        told.look()
+        readiness_log.look()
 
     assert [(line["event"], line["log_level"]) for line in lines] == [
         ("ready", "info"),
@@ -160,13 +160,13 @@ def test_readiness_is_logged_on_change_but_not_at_stop() -> None:
 
 async def test_stopping_proxy_logs_no_readiness() -> None:
     found = Readiness(True, {0: "owned"})
-    told = ReadinessLog(lambda: found)
+    readiness_log = ReadinessLog(lambda: found)
     with structlog.testing.capture_logs() as lines:
-        told.look()
-        told.start()
-        await told.close()
+        readiness_log.look()
+        readiness_log.start()
+        await readiness_log.close()
         found = Readiness(False, {0: "elsewhere"}, ("going away",))
-        told.look()
+        readiness_log.look()
     assert [line["event"] for line in lines] == ["ready"]
 
 

@@ -1,4 +1,4 @@
-"""Half messages of a new installation that somebody deletes while no proxy runs: never silently."""
+"""Half messages of a new installation, deleted while no proxy runs, never vanish silently."""
 
 from __future__ import annotations
 
@@ -80,12 +80,12 @@ async def test_acked_prepares_are_accounted_for_after_kill(
 async def test_deletion_after_clean_stop_is_reported_lost(
     service: Service, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also where no snapshot was due since it came, as with what is rolled back last."""
+    """Also if no snapshot was due since then, as for the last rolled back transaction."""
     monkeypatch.setattr(snapshots, "LOOK_S", 600.0)
     await service.restart()
     topic = await service.topic()
     ids = [await service.prepare(Message(topic, None, b"v")) for _ in range(2)]
-    await service.tell(ids[1], "rollback")
+    await service.act(ids[1], "rollback")
     await service.stop()
     await service.world.truncate(service.world.name("half"), 0, 2)
     await service.start()
@@ -111,12 +111,12 @@ async def test_lost_transaction_is_reported_with_reason(service: Service) -> Non
         assert [one["id"] for one in await service.listed()] == [id]
         assert await service.metric("lost_undecided_total") == times
         await until(partial(_has, service, "snapshot_entries", times))
-        for asked in (service.tell(id, "commit"), service.send(message, dedup_key="one")):
+        for asked in (service.act(id, "commit"), service.send(message, dedup_key="one")):
             with pytest.raises(BodyLost, match="roll it back"):
                 await asked
         await service.stop()
     await service.start()
-    assert (await service.tell(id, "rollback"))["state"] == "rolled_back"
+    assert (await service.act(id, "rollback"))["state"] == "rolled_back"
 
 
 async def _has(service: Service, metric: str, value: float) -> bool:

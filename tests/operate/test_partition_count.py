@@ -1,4 +1,4 @@
-"""What docs/operate/partition-count.md says: moving to another number of half partitions."""
+"""Moving to another number of half partitions, as in docs/operate/partition-count.md."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ async def test_old_installation_drains_while_new_one_works(
     old, new = both
     topic = await old.topic()
     left = await old.prepare(Message(topic, None, b"1"), order_key="a")
-    # Whoever needs the order of a key waits until the old one holds nothing of it.
+    # To keep the order of a key, wait until the old installation holds none of it.
     await old.commit(left)
     ids = [await new.prepare(Message(topic, None, b"2"), order_key="a")]
     ids += [await new.prepare(Message(topic, None, b"x"), order_key=str(n)) for n in range(20)]
@@ -47,13 +47,13 @@ async def test_old_installation_drains_while_new_one_works(
     assert await old.values(topic) == [b"1", b"2"]
     # Neither knows what the other holds: a transaction is decided where it was prepared.
     with pytest.raises(RequestError):
-        await new.tell(left, "commit")
+        await new.act(left, "commit")
     # A prepare that is sent again to the new one is another transaction.
     for service in both:
         status, _ = await service.send(Message(topic, None, b"y"), dedup_key="order-17")
         assert status == 201
     assert len(await old.listed()) == 1
-    await old.tell((await old.listed())[0]["id"], "rollback")
+    await old.act((await old.listed())[0]["id"], "rollback")
     assert await old.listed() == []
     await old.stop()
     assert len(await new.listed()) == 21
@@ -63,7 +63,7 @@ async def test_old_installation_drains_while_new_one_works(
 async def test_added_half_partitions_are_undone_by_moving(
     both: tuple[Service, Service],
 ) -> None:
-    """Somebody has altered the topics. The proxies that run empty the installation."""
+    """After an alteration of the topics the running proxies drain the installation."""
     old, _ = both
     topic = await old.topic()
     id = await old.prepare(Message(topic, None, b"v"))

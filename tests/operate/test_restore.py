@@ -1,7 +1,7 @@
-"""What docs/operate/backup-restore.md says of topics that were restored, each to a time of its own.
+"""Topics restored to different moments, as in docs/operate/backup-restore.md.
 
 A partition of a topic that is restored from an older backup ends earlier. One that could not be
-restored at all is made anew, empty.
+restored at all is recreated empty.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Installation(Service):
             self.kafka.truncate(name, end=backup[name])
 
     def lose(self, topic: str) -> None:
-        """Make a topic anew, as `topics apply` does where one is missing."""
+        """Recreate a topic, as `topics apply` does for a missing one."""
         self.kafka.recreate_topic(self.world.name(topic))
 
     @property
@@ -57,7 +57,7 @@ class Installation(Service):
         return self.kafka.topics[name].partitions[0]
 
     async def _ready(self) -> bool:
-        """Say whether it is known how its partition stands."""
+        """Return whether the state of its partition is known."""
         state = (await self.get("/readyz"))["partitions"]["0"]
         return not state.startswith(("claiming", "replaying", "none"))
 
@@ -104,10 +104,10 @@ async def test_consistent_backup_restores_its_moment(service: Installation) -> N
     assert await service.values(topic) == [b"before"]
     # Undecided again: the group is asked again, and its database still knows.
     assert await service.state(open_then) == "pending"
-    await service.tell(open_then, "check")
+    await service.act(open_then, "check")
     await service.reaches(open_then, "promoted")
     assert await service.values(topic) == [b"before", b"open then"]
-    # What came after the backup is gone, though it was acknowledged.
+    # Transactions after the backup are lost, though acknowledged.
     with pytest.raises(NotFound):
         await service.show(later)
 
@@ -128,7 +128,7 @@ async def test_log_older_than_checkpoint_stops_partition(service: Installation, 
 
 
 async def test_older_checkpoint_promotes_again(service: Installation) -> None:
-    """Nothing in txbroker's topics tells; the audit finds what is doubled."""
+    """txbroker's topics do not show it; the audit finds the duplicates."""
     topic = await service.begin()
     await committed(service, topic, b"before")
     backup = service.ends()
@@ -162,7 +162,7 @@ async def test_newer_targets_receive_duplicates(service: Installation) -> None:
     await service.stop()
     service.restore(backup, *OWN)
     await service.start()
-    await service.tell(id, "check")
+    await service.act(id, "check")
     await service.reaches(id, "promoted")
     assert await service.values(topic) == [b"twice", b"twice"]
 
@@ -196,7 +196,7 @@ async def test_lost_groups_are_registered_again(service: Installation) -> None:
     await service.call(
         "PUT", f"/v1/groups/{group}", {"check_url": f"{service.desk.url}/check/{group}"}
     )
-    await service.tell(id, "check")
+    await service.act(id, "check")
     await service.reaches(id, "promoted")
 
 
@@ -233,11 +233,11 @@ async def test_lost_parked_topic_reports_deleted_messages_lost(
 async def test_lost_parked_topic_stops_partition_with_refused(
     service: Installation,
 ) -> None:
-    """Only its copy says of a refused one that it was not promoted."""
+    """Only its copy shows that a refused transaction was not promoted."""
     topic = await service.begin()
     id = await service.prepare(Message(topic, None, b"refused"))
     await service.delete_topic(topic)
-    await service.tell(id, "commit")
+    await service.act(id, "commit")
     await service.reaches(id, "refused")
     await service.stop()
     service.lose("parked")

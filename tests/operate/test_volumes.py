@@ -1,4 +1,4 @@
-"""What docs/operate/backup-restore.md says of copies of the disks, tried on a real Kafka."""
+"""Copies of disks, as in docs/operate/backup-restore.md, on a real Kafka."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TOPIC = "volumes"
 
 
 class Restored(Service):
-    """A proxy with one half partition, whose state has to be known, whatever it is."""
+    """A proxy with one half partition, in any known state."""
 
     async def partition(self) -> str:
         """Return how the half partition stands."""
@@ -84,7 +84,7 @@ async def test_volume_snapshots_of_one_and_two_moments(tmp_path: Path) -> None:
             assert await service.values(topic) == [b"before", b"open", b"after"]
         shutil.copytree(folder, second)
 
-        # The checkpoint alone is older: what came since is promoted again.
+        # Only the checkpoint is older: later promotions are repeated.
         put_back(backup, folder, f"{prefix}.checkpoint")
         async with running(folder, desk, prefix) as service:
             await service.reaches(late, "promoted")
@@ -108,6 +108,6 @@ async def test_volume_snapshots_of_one_and_two_moments(tmp_path: Path) -> None:
             assert await service.state(left) == "pending"
             with pytest.raises(NotFound):
                 await service.show(late)
-            await service.tell(left, "check")
+            await service.act(left, "check")
             await service.reaches(left, "promoted")
             assert await service.values(topic) == [b"before", b"open"]

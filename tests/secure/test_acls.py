@@ -169,7 +169,7 @@ async def test_a_right_that_is_taken_away_behind_a_prepare_refuses_until_it_is_b
         id = await service.prepare(Message(other, b"k", b"whole"), Message(target, b"k", b"whole"))
         await world.take(on_target, "Write")
         await until(lambda: may_not_write(world, target))
-        await service.tell(id, "commit")
+        await service.act(id, "commit")
         cause = (await service.reaches(id, "refused"))["cause"]
         assert (cause["code"], cause["topic"]) == ("not_authorized", target)
         assert "grant it Write" in cause["message"]
@@ -183,7 +183,7 @@ async def test_a_right_that_is_taken_away_behind_a_prepare_refuses_until_it_is_b
             # Brokers hear of a right one after another: until then it is refused again.
             state = await service.state(id)
             if state == "refused":
-                await service.tell(id, "revive")
+                await service.act(id, "revive")
             return state == "promoted"
 
         await until(revived)
@@ -211,7 +211,7 @@ async def test_strangers_transactions_in_a_target_keep_nobody_off(
     await service.start()
     try:
         id = await service.prepare(Message(target, b"", b"ours"))
-        await service.tell(id, "commit")
+        await service.act(id, "commit")
         await until(lambda: holds_more(world, target, 1))
         await end()
         await service.reaches(id, "promoted")
@@ -232,7 +232,7 @@ async def test_without_read_they_must_end_before_a_target_is_written(
     await service.start()
     try:
         id = await service.prepare(Message(target, b"", b"ours"))
-        await service.tell(id, "commit")
+        await service.act(id, "commit")
 
         async def cause() -> dict[str, Any] | None:
             return (await service.show(id)).get("cause")

@@ -132,7 +132,7 @@ async def test_a_proxy_shows_what_was_published(world: KafkaHarness) -> None:
             ended_s = drifted(1).started_ms / 1000 + 12.5
             success = "audit_last_success_timestamp_seconds"
             assert await service.metric(success, mode="batch") == ended_s
-            await world.tell_audit("batch", b"\xff broken")
+            await world.write_audit("batch", b"\xff broken")
             await publish(world.settings(), summary(2))
 
             async def over() -> bool:

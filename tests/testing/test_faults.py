@@ -52,7 +52,7 @@ async def test_leaderless_target_defers_only_its_key(service: Service) -> None:
         Message(other, b"x", b"1"), Message(topic, b"y", b"", partition=1)
     )
     for id in waiting:
-        await service.tell(id, "commit")
+        await service.act(id, "commit")
     await service.commit(along)
     assert {await service.state(id) for id in waiting} == {"committed"}
     assert (await service.show(waiting[0]))["cause"]["code"] == "no_leader"
@@ -70,17 +70,17 @@ async def test_wait_for_leaderless_target_times_out(
     kafka.set_leaderless(topic, 0)
     id = await service.prepare(Message(topic, b"k", b"v"))
     for _ in range(2):
-        assert (await service.tell(id, "commit", wait="promoted"))["state"] == "committed"
+        assert (await service.act(id, "commit", wait="promoted"))["state"] == "committed"
     kafka.set_leaderless(topic)
     monkeypatch.setattr(transactions, "WAIT_MAX_S", 30.0)
-    assert (await service.tell(id, "commit", wait="promoted"))["state"] == "promoted"
+    assert (await service.act(id, "commit", wait="promoted"))["state"] == "promoted"
 
 
 async def test_deferred_transactions_survive_restart(service: Service) -> None:
     topic, other, kafka = await service.topic(), await service.topic(), memory(service).kafka
     kafka.set_leaderless(topic, 0)
     id = await service.prepare(Message(topic, b"k", b"v"), order_key="o")
-    await service.tell(id, "commit")
+    await service.act(id, "commit")
     # Promotion of the same half partition goes past it.
     await service.commit(await service.prepare(Message(other, b"k", b"v"), order_key="o"))
     await service.restart()
@@ -95,7 +95,7 @@ async def test_restored_authorization_promotes(service: Service) -> None:
     id = await service.prepare(Message(topic, b"k", b"v"), Message(other, b"k", b"v"))
     kafka.set_authorized(topic, authorized=False)
     service.door.targets.forget(topic)
-    await service.tell(id, "commit")
+    await service.act(id, "commit")
     await until(lambda: has_cause(service, id, "not_authorized"))
     assert await service.values(other) == []
     kafka.set_authorized(topic, authorized=True)
@@ -142,7 +142,7 @@ async def test_unanswered_decision_is_never_an_ack(service: Service, outcome: Lo
     id = await service.prepare(Message(topic, b"k", b"v"))
     memory(service).kafka.lose_answer_of_next_append(outcome)
     with pytest.raises(OwnerUnavailable):
-        await service.tell(id, "commit")
+        await service.act(id, "commit")
     assert (await service.commit(id))["state"] == "promoted"
     assert await service.values(topic) == [b"v"]
 
@@ -154,7 +154,7 @@ async def test_kafka_outage_loses_nothing(service: Service, outcome: LostReply) 
     await service.commit(ids[0])
     kafka.go_down(outcome)
     results = await asyncio.gather(
-        *[service.tell(id, "commit") for id in ids[1:]], return_exceptions=True
+        *[service.act(id, "commit") for id in ids[1:]], return_exceptions=True
     )
     assert all(isinstance(result, OwnerUnavailable) for result in results)
     kafka.come_up()

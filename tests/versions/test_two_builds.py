@@ -107,7 +107,7 @@ async def states(world: ProxyProcess) -> dict[str, str]:
 
 
 async def shares(world: ProxyProcess, count: int) -> None:
-    """Wait until a proxy owns so many partitions."""
+    """Wait until a proxy owns a number of partitions."""
 
     async def owns() -> bool:
         return sum(text == "owned" for text in (await states(world)).values()) == count
@@ -132,14 +132,14 @@ async def test_old_build_understands_all_written_records(fleet: Fleet) -> None:
     topic = await older.topic()
     ids = [*await fill(older, topic, 8), *await fill(newer, topic, 8)]
     for number, id in enumerate(ids):
-        await (older, newer)[number % 2].tell(id, "commit", wait="promoted")
+        await (older, newer)[number % 2].act(id, "commit", wait="promoted")
     assert versions(await newer.own("half")) == {str(LOG_VERSION), str(RECORD_VERSION)}
     # Each can take over everything from the other.
     waiting = await fill(newer, topic, 8)
     await newer.kill()
     await shares(older, PARTITIONS)
     for id in waiting:
-        await older.tell(id, "commit", wait="promoted")
+        await older.act(id, "commit", wait="promoted")
     assert ids_of(await older.visible(topic)) == sorted(ids + waiting)
 
 
@@ -162,7 +162,7 @@ async def test_newer_records_are_kept_and_alarmed(fleet: Fleet) -> None:
     stopped = [p for p, text in (await states(older)).items() if text.startswith("newer")]
     metric = f'txbroker_partitions{{state="newer"}} {float(len(stopped))}'
     assert metric in await older.text("/metrics")
-    # A call for such a partition is answered as one that can be sent again, wherever it goes.
+    # A call for such a partition gets a retryable error at any proxy.
     lost = next(id for id in ids if str(parse_id(id).partition) in stopped)
     for world in (older, newer):
         status, answer = await world.request("POST", f"/v1/transactions/{lost}/commit", {})
@@ -172,5 +172,5 @@ async def test_newer_records_are_kept_and_alarmed(fleet: Fleet) -> None:
     await older.stop()
     await shares(newer, PARTITIONS)
     for id in ids:
-        await newer.tell(id, "commit", wait="promoted")
+        await newer.act(id, "commit", wait="promoted")
     assert ids_of(await newer.visible(topic)) == sorted(ids)

@@ -330,7 +330,7 @@ class Soak:
             pending = await _in_state(first, "pending")
             for left in pending:
                 if left["group"] in ("web", "rough"):
-                    await first.tell(left["id"], "rollback")
+                    await first.act(left["id"], "rollback")
             return not pending and not await _in_state(first, "committed")
         return False
 
