@@ -153,7 +153,7 @@ async def unread(installation: Installation) -> set[str]:
     for proxy in overview.body["proxies"]:
         metrics = (await installation.call("GET", "/metrics", by="operator", at=proxy["url"])).body
         shown = set(re.findall(r'^txbroker_files_not_read{setting="(\w+)"} 1.0$', metrics, re.M))
-        assert shown == {line.partition(" ")[0] for line in proxy["problems"]}
+        assert shown == set(re.findall(r"the file of (\w+)", "\n".join(proxy["problems"])))
         assert proxy["ready"]
         found |= shown
     return found

@@ -316,7 +316,7 @@ async def test_a_viewer(installation: Installation, record_property: Any) -> Non
             assert answer.outcome == "403 not_permitted", path
         page = await installation.call("GET", f"/transactions/{id}?bodies=1", by="viewer", at=url)
         assert page.status == 200
-        assert "Viewers see no content" in page.body
+        assert "Viewers cannot see content" in page.body
         assert "/actions/" not in page.body
         act = await installation.call("GET", f"/actions/commit?id={id}", by="viewer", at=url)
         assert act.status == 403
