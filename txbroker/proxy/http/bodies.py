@@ -13,12 +13,12 @@ from txbroker.contract.json import TARGET_PARTITION_MAX, TIMESTAMP_MS_MAX
 from txbroker.contract.policy import GROUP_NAME_CHARS_MAX, GroupPolicy
 from txbroker.contract.service import (
     LIST_LIMIT_MAX,
-    Event,
     GroupOverview,
     PartitionOverview,
     ProxyOverview,
+    TransactionView,
 )
-from txbroker.core.records import Attempt, Cause, Decision, Source, State
+from txbroker.core.records import Decision, State
 
 TEXT_MAX = 1000
 BY_MAX = 200
@@ -267,30 +267,13 @@ class PlacedBody(AnswerBody, frozen=True):
     timestamp_ms: int | UnsetType = UNSET
 
 
-class TransactionBody(AnswerBody, frozen=True):
+class TransactionBody(TransactionView, frozen=True, kw_only=True, omit_defaults=True):
     """One transaction. Times are milliseconds since 1970."""
 
-    id: str
-    group: str
-    state: State
-    partition: int
-    half_offset: int
-    prepared_at_ms: int
-    messages: list[PlacedBody]
+    messages: list[PlacedBody]  # type: ignore[assignment]  # flat, its content only on demand
     round: int
     attempts: int
     attempts_max: int
-    order_key: str | None = None
-    dedup_key: str | None = None
-    decision: Decision | None = None
-    decided_at_ms: int | None = None
-    source: Source | None = None
-    by: str = ""
-    reason: str = ""
-    next_check_at_ms: int | None = None
-    cause: Cause | None = None
-    checks: tuple[Attempt, ...] = ()
-    timeline: tuple[Event, ...] = ()
     waiting: Annotated[
         str, Meta(description="Why a due check is not made. Only of a single transaction.")
     ] = ""

@@ -69,14 +69,7 @@ async def test_group(call: ApiCall) -> ApiReply:
     group, policy = _registered(call)
     context = call.context
     result = await try_group(context.checks, group, policy, context.settings.check_timeout_s)
-    body = TestedBody(
-        group=group,
-        answered=result.answered,
-        endpoint=result.endpoint,
-        status=result.status,
-        why=result.why,
-    )
-    return ApiReply(200, body)
+    return ApiReply(200, TestedBody(group=group, **structs.asdict(result)))
 
 
 async def list_groups(call: ApiCall) -> ApiReply:

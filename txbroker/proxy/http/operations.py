@@ -26,7 +26,7 @@ from txbroker.errors import (
     UnsupportedMediaType,
 )
 from txbroker.principals import ANYBODY, Principal, Role
-from txbroker.proxy.http.bodies import AnswerBody, NoQuery, RequestBody
+from txbroker.proxy.http.bodies import NoQuery, RequestBody
 from txbroker.proxy.http.context import ApiContext
 from txbroker.tracing import TraceContext
 
@@ -62,7 +62,7 @@ class ApiReply(Struct, frozen=True):
     """The result of a call: a JSON body, or bytes of the operation's media type."""
 
     status: int
-    content: AnswerBody | bytes
+    content: Struct | bytes
 
 
 Handler = Callable[[ApiCall], Awaitable[ApiReply]]
@@ -90,7 +90,7 @@ class Operation:
     path: str
     summary: str
     run: Handler
-    answers: Mapping[int, type[AnswerBody] | None]
+    answers: Mapping[int, type[Struct] | None]
     body: type[Struct] | None = None
     body_optional: bool = False
     query: type[RequestBody] = NoQuery
