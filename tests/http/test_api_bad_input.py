@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.kit.http_api import JSON, Api, running_api, transaction
+from tests.kit.until import until
 
 MESSAGE = {"topic": "payments", "value": "42"}
 PREPARE = "/v1/transactions"
@@ -153,8 +154,7 @@ async def test_too_many_bytes_in_flight() -> None:
         api.service.gate = asyncio.Event()
         body = transaction(messages=[{"topic": "a", "value": "x" * 2000}])
         first = asyncio.create_task(api.call("POST", PREPARE, body))
-        while not api.service.requests:
-            await asyncio.sleep(0)
+        await until(lambda: api.service.requests)
         async with api.client.post(api.url + PREPARE, json=body) as second:
             assert second.status == 429
             assert (await second.json())["error"]["code"] == "overloaded"

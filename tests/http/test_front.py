@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AsyncExitStack, closing
 
 import pytest
 
 from tests.kit.http_api import Api, running_api, transaction
+from tests.kit.until import until
 from txbroker.contract.service import DecideRequest, PrepareRequest, Run
 from txbroker.errors import OwnerUnavailable
 from txbroker.proxy.http.front import HELD_BYTES_MAX, DirectConnection
@@ -109,12 +110,6 @@ def fronts(monkeypatch: pytest.MonkeyPatch) -> list[DirectConnection]:
 
 async def dialled(api: Api) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
     return await asyncio.open_connection("127.0.0.1", api.port)
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(10):
-        while not condition():
-            await asyncio.sleep(0.005)
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ import msgspec
 import pytest
 
 from tests.kit.http_api import Api, running_api
+from tests.kit.until import until
 from txbroker.checkers.leases import CONTENT_TYPE, PEER_HEADER, PROXY_HEADER, PeerIdentity
 from txbroker.contract.service import DecideRequest, ListRequest, PrepareRequest
 from txbroker.core.records import Decision, Message, Source, State
@@ -384,8 +385,7 @@ async def test_calls_to_a_removed_proxy_end(api: Api, peer: Peers) -> None:
     api.service.gate = asyncio.Event()
     waits = DecideRequest(ID, Decision.COMMIT, wait=True)
     waiting = asyncio.ensure_future(peer.decide(api.url, waits))
-    while not api.service.requests:
-        await asyncio.sleep(0)
+    await until(lambda: api.service.requests)
     peer.only([api.url])
     await asyncio.sleep(0)
     assert not waiting.done()

@@ -6,15 +6,16 @@ import asyncio
 import contextlib
 import itertools
 import random
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.http.fake_service import NOW_MS, FakeService
+from tests.kit.fake_service import NOW_MS, FakeService
 from tests.kit.http_api import JSON, Api, memory_bytes, running_api, transaction
-from tests.kit.ws_client import MESSAGES, Producer, session
+from tests.kit.until import until
+from tests.kit.ws_client import MESSAGES, UPGRADE, Producer, masked, session, socket_to
 from txbroker.checkers.base import Answered, CheckCall, Unreached
 from txbroker.config.settings import PREPARES_SHARE
 from txbroker.contract import frames as wire
@@ -32,12 +33,6 @@ HELLO = wire.encode_frame([wire.Hello(1, "orders", "worker-1")])
 MIB = 1024 * 1024
 LARGE = (Message("payments", value=b"x" * 100_000),)
 PATH = "/v1/transactions"
-
-
-async def until(condition: Callable[[], object]) -> None:
-    async with asyncio.timeout(20):
-        while not condition():
-            await asyncio.sleep(0.005)
 
 
 def stick(service: FakeService, monkeypatch: pytest.MonkeyPatch) -> list[PrepareRequest]:
@@ -64,32 +59,6 @@ async def refused_before_last(producer: Producer) -> int:
             return refused
         assert answer.code == "overloaded"
         refused += 1
-
-
-@contextlib.asynccontextmanager
-async def socket_to(api: Api, first: bytes) -> AsyncIterator[asyncio.StreamWriter]:
-    """Connect by hand and send `first`; nothing is ever read."""
-    _, writer = await asyncio.open_connection("127.0.0.1", api.port, limit=1)
-    writer.write(first)
-    try:
-        yield writer
-    finally:
-        writer.transport.abort()
-        with contextlib.suppress(ConnectionError):
-            await writer.wait_closed()
-
-
-UPGRADE = (
-    b"GET /v1/session HTTP/1.1\r\nHost: localhost\r\nUpgrade: websocket\r\n"
-    b"Connection: Upgrade\r\nSec-WebSocket-Version: 13\r\n"
-    b"Sec-WebSocket-Key: AAAAAAAAAAAAAAAAAAAAAA==\r\n\r\n"
-)
-
-
-def masked(payload: bytes, *, first: int = 0x82, length: int | None = None) -> bytes:
-    """Return a frame of a client, masked with zeros; `length` where it claims another one."""
-    size = len(payload) if length is None else length
-    return bytes((first, 0xFF)) + size.to_bytes(8, "big") + bytes(4) + payload
 
 
 # --- prepares never keep decisions and checks out -----------------------------------------------

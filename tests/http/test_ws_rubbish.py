@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 
 import aiohttp
 import msgspec
 import pytest
 
-from tests.http.fake_service import NOW_MS
+from tests.kit.fake_service import NOW_MS
 from tests.kit.http_api import Api, running_api
-from tests.kit.ws_client import MESSAGES, Producer, connected, session
+from tests.kit.until import until
+from tests.kit.ws_client import MESSAGES, UPGRADE, Producer, connected, masked, session, socket_to
 from txbroker.contract import frames as wire
 from txbroker.core.records import State
 from txbroker.core.routing import make_id
@@ -119,53 +119,21 @@ async def test_bytes_in_flight_of_a_session_are_bounded() -> None:
         assert isinstance(await producer.next(), wire.Status)
 
 
-async def test_client_that_never_reads_is_disconnected() -> None:
-    limits = {"session_answers_max": 1000, "session_heartbeat_s": 600.0}
-    async with running_api(**limits) as api:
-        _, writer = await open_socket(api)
-        writer.write(masked(HELLO))
-        frame = wire.encode_frame([wire.AskEarly(n, ID) for n in range(1000)])
-        # The answers first fill the buffers of both sockets, then the session's queue.
-        with pytest.raises(ConnectionError):
-            await keep_sending(writer, masked(frame))
-        await until(lambda: api.sessions.counts() == {})
-        writer.close()
-        with contextlib.suppress(ConnectionError):
-            await writer.wait_closed()
-
-
-async def test_client_that_stops_reading_is_disconnected() -> None:
-    async with running_api(request_timeout_s=0.1, session_heartbeat_s=600.0) as api:
-        _, writer = await open_socket(api)
-        writer.write(masked(HELLO))
-        await until(lambda: api.sessions.counts() == {"orders": 1})
-        (channel,) = [api.sessions.acquire("orders", "")]
-        assert channel is not None
-        frame = wire.encode_frame([wire.AskEarly(n, ID, "") for n in range(2000)])
-        for _ in range(40):
-            writer.write(masked(frame))
-        await until(lambda: api.sessions.counts() == {})
-        writer.close()
-        with contextlib.suppress(ConnectionError):
-            await writer.wait_closed()
-
-
 async def test_silent_peer_is_disconnected() -> None:
-    async with running_api(session_heartbeat_s=0.05) as api:
-        _, writer = await open_socket(api)
-        writer.write(masked(HELLO))
+    async with (
+        running_api(session_heartbeat_s=0.05) as api,
+        socket_to(api, UPGRADE + masked(HELLO)),
+    ):
         await until(lambda: api.sessions.counts() == {"orders": 1})
         # It answers no ping from here on.
         await until(lambda: api.sessions.counts() == {})
-        writer.close()
 
 
 async def test_session_may_drop_during_a_call(api: Api) -> None:
     api.service.gate = asyncio.Event()
     async with session(api) as producer:
         await producer.send(wire.Prepare(1, ID, MESSAGES))
-        while not api.service.requests:
-            await asyncio.sleep(0)
+        await until(lambda: api.service.requests)
         assert producer.socket._response.connection is not None
         producer.socket._response.connection.transport.abort()  # type: ignore[union-attr]
         await until(lambda: api.sessions.counts() == {})
@@ -184,33 +152,3 @@ async def test_sessions_are_bounded() -> None:
 async def test_plain_get_is_no_session(api: Api) -> None:
     status, answer = await api.call("GET", "/v1/session")
     assert (status, answer["error"]["code"]) == (400, "bad_request")
-
-
-async def open_socket(api: Api) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    """Upgrade by hand, so that nothing reads what the proxy sends."""
-    reader, writer = await asyncio.open_connection("127.0.0.1", api.port, limit=1)
-    writer.write(
-        b"GET /v1/session HTTP/1.1\r\nHost: localhost\r\nUpgrade: websocket\r\n"
-        b"Connection: Upgrade\r\nSec-WebSocket-Version: 13\r\n"
-        b"Sec-WebSocket-Key: AAAAAAAAAAAAAAAAAAAAAA==\r\n\r\n"
-    )
-    await reader.read(1)
-    return reader, writer
-
-
-async def keep_sending(writer: asyncio.StreamWriter, frame: bytes) -> None:
-    for _ in range(10_000):
-        writer.write(frame)
-        await writer.drain()
-        await asyncio.sleep(0)
-
-
-def masked(payload: bytes) -> bytes:
-    """Return a binary WebSocket frame of a client, masked with zeros."""
-    return b"\x82\xff" + len(payload).to_bytes(8, "big") + bytes(4) + payload
-
-
-async def until(condition: object) -> None:
-    async with asyncio.timeout(20):
-        while not condition():  # type: ignore[operator]
-            await asyncio.sleep(0.005)

@@ -7,8 +7,9 @@ import asyncio
 import msgspec
 import pytest
 
-from tests.http.fake_service import NOW_MS
+from tests.kit.fake_service import NOW_MS
 from tests.kit.http_api import Api, running_api
+from tests.kit.until import until
 from tests.kit.ws_client import MESSAGES, connected, session
 from txbroker.checkers.base import Answered, CheckCall, Unclear, Unreached
 from txbroker.contract import frames as wire
@@ -133,8 +134,7 @@ async def test_last_answer_is_sent_without_the_writer(api: Api) -> None:
         [entry] = api.sessions._groups["orders"]
         entry.session._wake = asyncio.Event()  # type: ignore[attr-defined]  # wakes no task
         await producer.send(wire.Prepare(1, ID, MESSAGES))
-        while not api.service.requests:
-            await asyncio.sleep(0)
+        await until(lambda: api.service.requests)
         api.service.gate = None
         await producer.send(wire.Prepare(2, make_id(0, NOW_MS, 2), MESSAGES))
         while len(api.service.requests) < 2:
@@ -149,8 +149,7 @@ async def test_slow_operation_delays_no_other(api: Api) -> None:
     api.service.gate = gate = asyncio.Event()
     async with session(api) as producer:
         await producer.send(wire.Prepare(1, ID, MESSAGES))
-        while not api.service.requests:
-            await asyncio.sleep(0)
+        await until(lambda: api.service.requests)
         api.service.gate = None
         await producer.send(wire.Prepare(2, make_id(0, NOW_MS, 2), MESSAGES))
         second = await producer.next()
@@ -252,8 +251,7 @@ async def test_stopping_proxy_answers_then_closes() -> None:
         api.service.gate = asyncio.Event()
         async with session(api) as producer:
             await producer.send(wire.Prepare(1, ID, MESSAGES))
-            while not api.service.requests:
-                await asyncio.sleep(0)
+            await until(lambda: api.service.requests)
             stopping = asyncio.create_task(api.app.shutdown())
             await asyncio.sleep(0)
             api.service.gate.set()

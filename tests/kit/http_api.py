@@ -12,7 +12,7 @@ from typing import Any
 import aiohttp
 from aiohttp import web
 
-from tests.http.fake_service import FakeService, FakeStore
+from tests.kit.fake_service import FakeService, FakeStore
 from txbroker.checkers.groups import Groups
 from txbroker.checkers.sessions import SessionRegistry
 from txbroker.config.settings import Settings

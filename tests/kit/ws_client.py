@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -64,3 +65,29 @@ async def session(
         welcome = await producer.next()
         assert isinstance(welcome, wire.Welcome), welcome
         yield producer
+
+
+@contextlib.asynccontextmanager
+async def socket_to(api: Api, first: bytes) -> AsyncIterator[asyncio.StreamWriter]:
+    """Connect without a WebSocket client and send `first`; never read."""
+    _, writer = await asyncio.open_connection("127.0.0.1", api.port, limit=1)
+    writer.write(first)
+    try:
+        yield writer
+    finally:
+        writer.transport.abort()
+        with contextlib.suppress(ConnectionError):
+            await writer.wait_closed()
+
+
+UPGRADE = (
+    b"GET /v1/session HTTP/1.1\r\nHost: localhost\r\nUpgrade: websocket\r\n"
+    b"Connection: Upgrade\r\nSec-WebSocket-Version: 13\r\n"
+    b"Sec-WebSocket-Key: AAAAAAAAAAAAAAAAAAAAAA==\r\n\r\n"
+)
+
+
+def masked(payload: bytes, *, first: int = 0x82, length: int | None = None) -> bytes:
+    """Return a frame of a client, masked with zeros; `length` replaces its real one."""
+    size = len(payload) if length is None else length
+    return bytes((first, 0xFF)) + size.to_bytes(8, "big") + bytes(4) + payload

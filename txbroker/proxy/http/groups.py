@@ -69,7 +69,9 @@ async def test_group(call: ApiCall) -> ApiReply:
     group, policy = _registered(call)
     context = call.context
     result = await try_group(context.checks, group, policy, context.settings.check_timeout_s)
-    return ApiReply(200, TestedBody(group=group, **structs.asdict(result)))
+    return ApiReply(
+        200, TestedBody(group=group, answered=result.answered, **structs.asdict(result))
+    )
 
 
 async def list_groups(call: ApiCall) -> ApiReply:
