@@ -1,6 +1,7 @@
 """The queues of groups: the order of checks, and the limits on calls in flight."""
 
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from txbroker.checkers.base import Channel, CheckCall, CheckOwner, CheckResult
@@ -15,6 +16,7 @@ class Timer(Protocol):
         ...
 
 
+@dataclass(slots=True, eq=False)
 class QueuedCheck:
     """A due check and its progress.
 
@@ -25,35 +27,20 @@ class QueuedCheck:
         began_s: when an instance was looked for, later when it was asked, on the loop's clock.
     """
 
-    __slots__ = (
-        "began_s", "call", "channel", "endpoint", "era", "forgotten", "group", "has_slot", "id",
-        "owner", "place", "prefer", "reason", "result",
-    )  # fmt: skip
-
-    channel: Channel
-    call: CheckCall
-    endpoint: str
-    result: CheckResult
-
-    def __init__(
-        self,
-        owner: CheckOwner,
-        id: str,
-        group: "GroupQueue",
-        prefer: str,
-        reason: CheckReason,
-        place: tuple[float, int],
-    ) -> None:
-        self.owner = owner
-        self.id = id
-        self.group = group
-        self.prefer = prefer
-        self.reason = reason
-        self.place = place
-        self.forgotten = False
-        self.has_slot = False
-        self.era = 0
-        self.began_s = 0.0
+    owner: CheckOwner
+    id: str
+    group: "GroupQueue"
+    prefer: str
+    reason: CheckReason
+    place: tuple[float, int]
+    forgotten: bool = False
+    has_slot: bool = False
+    era: int = 0
+    began_s: float = 0.0
+    channel: Channel = field(init=False)
+    call: CheckCall = field(init=False)
+    endpoint: str = field(init=False)
+    result: CheckResult = field(init=False)
 
     @property
     def wanted(self) -> bool:
@@ -61,6 +48,7 @@ class QueuedCheck:
         return not self.forgotten and self.owner.still_pending(self.id)
 
 
+@dataclass(slots=True, eq=False)
 class GroupQueue:
     """The queue of one group and its reachability.
 
@@ -68,18 +56,18 @@ class GroupQueue:
         unreachable_since_s: when the first of its failures in a row happened, on the loop's clock.
         era: grows when a back-off begins or ends. Calls of an earlier era neither lengthen a
             back-off nor count as another failure.
+        timer: runs during a back-off.
     """
 
-    def __init__(self, name: str, share: "CallBudget") -> None:
-        self.name = name
-        self.share = share
-        self.queue: list[tuple[tuple[float, int], QueuedCheck]] = []
-        self.running = 0
-        self.failures = 0
-        self.unreachable_since_s = 0.0
-        self.detail = ""
-        self.era = 0
-        self.timer: Timer | None = None
+    name: str
+    share: "CallBudget"
+    queue: list[tuple[tuple[float, int], QueuedCheck]] = field(default_factory=list)
+    running: int = 0
+    failures: int = 0
+    unreachable_since_s: float = 0.0
+    detail: str = ""
+    era: int = 0
+    timer: Timer | None = None
 
     @property
     def resting(self) -> bool:

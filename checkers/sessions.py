@@ -4,6 +4,7 @@ import asyncio
 import itertools
 from collections import Counter
 from collections.abc import Callable, Collection
+from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
 from txbroker.checkers import base
@@ -71,18 +72,14 @@ class _Entry:
         return self.askable and self.session.checks
 
 
+@dataclass(slots=True, eq=False)
 class _Question:
     """An open check of a session."""
 
-    __slots__ = ("answer", "deadlines", "entry", "number")
-
-    def __init__(
-        self, entry: _Entry, number: int, answer: _Answer, deadlines: "Deadlines[_Question]"
-    ) -> None:
-        self.entry = entry
-        self.number = number
-        self.answer = answer
-        self.deadlines = deadlines
+    entry: _Entry
+    number: int
+    answer: _Answer
+    deadlines: "Deadlines[_Question]"
 
     def end(self, result: CheckResult) -> None:
         """Set the result."""

@@ -4,6 +4,8 @@ More differences from a real Kafka, besides those of `txbroker.testing.memory`: 
 answer is lost is stored at once or never, not later; of two concurrent claims the later one always
 wins; sessions do not time out, so a silent member keeps its partitions until one of its name joins
 or `MemoryCoordinator.forget` removes it.
+
+The protocols in `txbroker.door.protocols` document the methods and their errors.
 """
 
 import asyncio
@@ -102,12 +104,7 @@ class MemoryDoor:
         self.membership: Membership = self._membership
 
     async def start(self) -> None:
-        """Create txbroker's own topics if they are missing.
-
-        Raises:
-            KafkaUnavailable: Kafka is down.
-            ConfigurationError: the topics have wrong settings.
-        """
+        """Create txbroker's own topics if they are missing."""
         await self._kafka.reach()
         half, larger = self._message_bytes_max, self._message_bytes_max + _ROOM_BYTES
         count = self._remembered() or self._half_partitions
@@ -154,11 +151,7 @@ class MemoryDoor:
         return [f"{self._prefix}.{name}" for name in names]
 
     async def check_topics(self) -> list[str]:
-        """Return problems with txbroker's own topics that stop it.
-
-        Raises:
-            KafkaUnavailable: Kafka is down.
-        """
+        """Return problems with txbroker's own topics that stop it."""
         await self._kafka.reach()
         recreated = [
             f"{name} was deleted and recreated: its records are lost"
@@ -212,20 +205,11 @@ class MemoryLog:
         return self._kafka.partition(self._topic, self._number)
 
     async def append(self, records: Sequence[Record]) -> Appended:
-        """Append records as one batch.
-
-        Raises:
-            AppendRefused: it is larger than the topic takes.
-            AppendUnknown: no answer.
-        """
+        """Append records as one batch."""
         return await self._kafka.append(self._topic, self._number, records)
 
     async def bounds(self, *, confirmed: bool = True) -> tuple[int, int]:
-        """Return the first kept offset and the offset that the next record will get.
-
-        Raises:
-            KafkaUnavailable: Kafka is down.
-        """
+        """Return the first kept offset and the offset that the next record will get."""
         await self._kafka.reach()
         return self._partition.begin, self._partition.end
 
@@ -233,12 +217,7 @@ class MemoryLog:
         self, start: int, end: int, skipped: Callable[[range], None] | None = None
     ) -> AsyncIterator[Sequence[Record]]:
         """Yield the records from offset `start` up to, not including, `end`, in order; then call
-        `skipped` with the offsets after the last record that hold none.
-
-        Raises:
-            LogTruncated: some offsets are not in the log (any more).
-            KafkaUnavailable: Kafka is down.
-        """
+        `skipped` with the offsets after the last record that hold none."""
         position = start
         for first in range(start, end, _READ_MAX):
             await self._kafka.reach()
@@ -252,11 +231,7 @@ class MemoryLog:
             skipped(trailing)
 
     async def pick(self, offsets: Sequence[int]) -> Sequence[Record]:
-        """Return the records at these offsets; offsets without a record are left out.
-
-        Raises:
-            KafkaUnavailable: Kafka is down.
-        """
+        """Return the records at these offsets; offsets without a record are left out."""
         await self._kafka.reach()
         return self._partition.pick(offsets)
 
@@ -296,39 +271,21 @@ class MemoryPartitionDoor:
         self._writer: _Writer | None = None
 
     async def claimed_before(self) -> bool:
-        """Return True if the checkpoint topic has ever held a record. Writes nothing.
-
-        Raises:
-            KafkaUnavailable: Kafka is down.
-        """
+        """Return True if the checkpoint topic has ever held a record. Writes nothing."""
         return await self.checkpoint_end() > 0
 
     async def checkpoint_end(self) -> int:
-        """Return the offset that the next record of the checkpoint topic will get.
-
-        Raises:
-            KafkaUnavailable: Kafka is down.
-        """
+        """Return the offset that the next record of the checkpoint topic will get."""
         await self._kafka.reach()
         return self._kafka.partition(self._checkpoint, self.partition).end
 
     async def parked_before(self) -> bool:
-        """Return True if the parked topic has ever held a record.
-
-        Raises:
-            KafkaUnavailable: Kafka is down.
-        """
+        """Return True if the parked topic has ever held a record."""
         await self._kafka.reach()
         return self._kafka.partition(self._parked, self.partition).end > 0
 
     async def claim(self, claim: Claim) -> Claimed:
-        """Fence every earlier owner, write the claim record, then read the checkpoint.
-
-        Raises:
-            Fenced: another owner claimed at the same time.
-            Hanging: an open transaction hides the checkpoint.
-            KafkaUnavailable: Kafka is down.
-        """
+        """Fence every earlier owner, write the claim record, then read the checkpoint."""
         await self._retire()
         await self._kafka.reach()
         writer = _Writer(self._kafka, self._id, (self._checkpoint, self._parked), self.partition)
@@ -363,24 +320,14 @@ class MemoryPartitionDoor:
             ) from None
 
     async def store(self, records: Sequence[Record]) -> None:
-        """Append records of a snapshot to the checkpoint topic.
-
-        Raises:
-            AppendRefused: they are too large; nothing was stored.
-            KafkaUnavailable: they may or may not be stored.
-        """
+        """Append records of a snapshot to the checkpoint topic."""
         try:
             await self._kafka.append(self._checkpoint, self.partition, records)
         except AppendUnknown as error:
             raise KafkaUnavailable(str(error)) from None
 
     async def parked(self) -> AsyncIterator[Sequence[Record]]:
-        """Yield all records of this partition of the parked topic, `read_committed`, in order.
-
-        Raises:
-            Hanging: an open transaction hides some of them.
-            KafkaUnavailable: Kafka is down.
-        """
+        """Yield all records of this partition of the parked topic, `read_committed`, in order."""
         await self._kafka.reach()
         log = self._kafka.partition(self._parked, self.partition)
         if log.stable_end < log.end:
@@ -390,11 +337,7 @@ class MemoryPartitionDoor:
             yield records[first : first + _READ_MAX]
 
     async def pick_parked(self, offsets: Sequence[int]) -> Sequence[Record]:
-        """Return the records of the parked topic at these offsets, `read_committed`.
-
-        Raises:
-            KafkaUnavailable: Kafka is down, or an open transaction hides a record.
-        """
+        """Return the records of the parked topic at these offsets, `read_committed`."""
         await self._kafka.reach()
         log = self._kafka.partition(self._parked, self.partition)
         if any(log.stable_end <= offset < log.end for offset in offsets):
@@ -415,12 +358,7 @@ class MemoryPartitionDoor:
         ]
 
     async def write(self, txn: PromotionTxn) -> PromotionTxnHandle:
-        """Write one promotion transaction; return when the next may be written.
-
-        Raises:
-            PromotionTxnRefused: a record was refused; the transaction is aborted.
-            Fenced, PromotionTxnLost: claim again.
-        """
+        """Write one promotion transaction; return when the next may be written."""
         if self._writer is None:
             raise PromotionTxnLost(f"partition {self.partition} is not claimed")
         try:
@@ -552,20 +490,11 @@ class MemoryTxnHandle:
         self._commit = commit
 
     async def committed(self) -> None:
-        """Wait until the commit is acknowledged.
-
-        Raises:
-            Fenced, PromotionTxnLost: claim again; the progress shows whether it was committed.
-        """
+        """Wait until the commit is acknowledged."""
         await outcome(self._commit)
 
     async def visible(self) -> None:
-        """Wait until every `read_committed` reader can see the transaction.
-
-        Raises:
-            Fenced, PromotionTxnLost: it is not known to be committed.
-            NotVisible: it is not within 60 s.
-        """
+        """Wait until every `read_committed` reader can see the transaction."""
         await self.committed()
         try:
             async with asyncio.timeout(_VISIBLE_TIMEOUT_S):

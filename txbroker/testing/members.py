@@ -7,6 +7,7 @@ Sessions do not time out: a test calls `MemoryCoordinator.silence` and `forget` 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from txbroker.core.assignor import assign, owners
@@ -21,10 +22,11 @@ CUT_OFF = "no answer of the group's coordinator within the session timeout"
 FORGOTTEN = "the group's coordinator has removed this member"
 
 
+@dataclass(eq=False)
 class MemberSlot:
     """A member of the group.
 
-    Args:
+    Attributes:
         name: the same after a restart.
         record_version: the newest that it understands.
         assigned: called with each generation's assignment.
@@ -33,36 +35,26 @@ class MemberSlot:
         admin_url: for calls of operators, "" for `url`.
     """
 
-    def __init__(
-        self,
-        name: str,
-        url: str,
-        record_version: int,
-        assigned: Assigned,
-        lost: Lost,
-        peer_url: str = "",
-        admin_url: str = "",
-    ) -> None:
-        self.peer_url = peer_url
-        self.admin_url = admin_url
-        self.name = name
-        self.url = url
-        self.record_version = record_version
-        self.owned: frozenset[int] = frozenset()
-        self.silent = False
-        self.closed = False
-        self._assigned = assigned
-        self._lost = lost
+    name: str
+    url: str
+    record_version: int
+    assigned: Assigned
+    lost: Lost
+    peer_url: str = ""
+    admin_url: str = ""
+    owned: frozenset[int] = field(default=frozenset(), init=False)
+    silent: bool = field(default=False, init=False)
+    closed: bool = field(default=False, init=False)
 
     def assign(self, assignment: Assignment) -> None:
         """Send the member its assignment, unless it is cut off."""
         if not self.silent:
-            self._assigned(assignment)
+            self.assigned(assignment)
 
     def lose(self, why: str) -> None:
         """Notify the member of the lost contact, unless it is cut off."""
         if not self.silent:
-            self._lost(why)
+            self.lost(why)
 
 
 class MemoryCoordinator:
@@ -185,11 +177,7 @@ class MemoryMembership(Membership):
     async def join(
         self, url: str, assigned: Assigned, lost: Lost, *, peer_url: str = "", admin_url: str = ""
     ) -> None:
-        """Join as the proxy at `url`; see `txbroker.door.protocols.Membership`.
-
-        Raises:
-            KafkaUnavailable: Kafka is down.
-        """
+        """Join as the proxy at `url`; see `txbroker.door.protocols.Membership`."""
         await self._reach()
         self.close()
         self._member = MemberSlot(
@@ -198,11 +186,7 @@ class MemoryMembership(Membership):
         self._coordinator.join(self._member, self._partitions)
 
     async def still_ours(self, partition: int) -> bool:
-        """Return True if this member owns `partition`.
-
-        Raises:
-            KafkaUnavailable: Kafka is down, or the member is cut off.
-        """
+        """Return True if this member owns `partition`."""
         await self._reach()
         if self._member is not None and self._member.silent:
             raise KafkaUnavailable(CUT_OFF)

@@ -40,21 +40,12 @@ class MemoryGroupStore(_Follower):
     """A `txbroker.door.protocols.GroupStore` in memory."""
 
     async def load(self, changed: Changed) -> None:
-        """Read all groups, then keep following.
-
-        Raises:
-            KafkaUnavailable: Kafka is down.
-        """
+        """Read all groups, then keep following."""
         await self._kafka.reach()
         self._follow(self._kafka.visible(self._topic), changed)
 
     async def put(self, group: str, value: bytes | None) -> None:
-        """Store a group, or remove it with None; returns after every follower was called.
-
-        Raises:
-            AppendRefused: the record is too large.
-            KafkaUnavailable: it may or may not be stored.
-        """
+        """Store a group, or remove it with None; returns after every follower was called."""
         try:
             await self._kafka.append(self._topic, 0, [Record(group.encode(), value)])
         except AppendUnknown as error:

@@ -33,11 +33,7 @@ class MemoryTargets:
         return facts if asyncio.get_running_loop().time() < until else None
 
     async def examine(self, topic: str, *, create: bool = False) -> TargetFacts | Cause:
-        """Return a topic's facts and cache them; with `create`, create a missing topic.
-
-        Raises:
-            KafkaUnavailable: Kafka is down.
-        """
+        """Return a topic's facts and cache them; with `create`, create a missing topic."""
         await self._kafka.reach()
         prefix = installation_of(topic)
         if prefix and self._exists(prefix):
