@@ -1,4 +1,4 @@
-"""A world of its own for each test of a rule."""
+"""A harness of its own for each test of a rule."""
 
 from __future__ import annotations
 
@@ -7,16 +7,17 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from tests.rules.rules_world import OwnersTime, World
+from tests.rules.fakes import FakeTime
+from tests.rules.harness import Harness
 from txbroker.proxy.cluster import partition_manager as ownership
 from txbroker.proxy.partition import clock, owner, quarantine
 
 
 @pytest.fixture
-async def world(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[World]:
+async def harness(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Harness]:
     """One partition in memory. What an owner does every second it does every few ms here."""
-    owners_time = OwnersTime()
-    monkeypatch.setattr(clock, "time", owners_time)
+    time_ = FakeTime()
+    monkeypatch.setattr(clock, "time", time_)
     monkeypatch.setattr(owner, "IDLE_S", 0.005)
     monkeypatch.setattr(owner, "EDGES_S", 0.01)
     monkeypatch.setattr(owner, "CLAIM_PAUSE_S", 0.002)
@@ -24,7 +25,7 @@ async def world(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[World]:
     monkeypatch.setattr(quarantine, "RETRY_FIRST_S", 0.005)
     monkeypatch.setattr(quarantine, "RETRY_MAX_S", 0.01)
     before = asyncio.all_tasks()
-    made = World(owners_time)
+    made = Harness(time_)
     await made.start()
     yield made
     await made.close()

@@ -5,17 +5,20 @@ from __future__ import annotations
 import pytest
 from msgspec import structs
 
-from tests.rules.recovery_world import forget_bodies, partition, records, snapshot
-from tests.rules.rules_world import (
+from tests.rules.harness import (
     DAY_MS,
     GROUP,
     WINDOW_MS,
-    World,
+    Harness,
     commit,
+    forget_bodies,
     known,
     message,
+    partition,
     prepare,
+    records,
     roll_back,
+    snapshot,
     standing_of,
     until,
 )
@@ -44,59 +47,59 @@ def _no_snapshots(monkeypatch: pytest.MonkeyPatch) -> None:
 # --- the first snapshot ----------------------------------------------------------------------
 
 
-def written(world: World, owner: PartitionOwner) -> tuple[int, int] | None:
+def written(harness: Harness, owner: PartitionOwner) -> tuple[int, int] | None:
     """Return the half position and the progress that the newest snapshot tells of, once no other
     one is due."""
     if owner._snapshots.due:
         return None
-    closing = find_whole(records(world, "checkpoint"))[0].closing
+    closing = find_whole(records(harness, "checkpoint"))[0].closing
     return closing.half, closing.progress
 
 
 @pytest.mark.rule(11)
 async def test_first_records_make_snapshot_due(
-    world: World, monkeypatch: pytest.MonkeyPatch
+    harness: Harness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(snapshots_module, "LOOK_S", 0.001)
-    owner = await world.owner(snapshot_records_min=1000)
-    id = await world.prepared(owner)
-    await until(lambda: world.told.snapshots == [1])
+    owner = await harness.owner(snapshot_records_min=1000)
+    id = await harness.prepared(owner)
+    await until(lambda: harness.events.snapshots == [1])
     assert not owner._snapshots.due
-    await world.prepared(owner)
+    await harness.prepared(owner)
     assert not owner._snapshots.due
     await owner.close()
-    world.kafka.truncate("txbroker.half", before=1)
-    again = await world.owner()
-    assert world.told.losses == [1]
+    harness.kafka.truncate("txbroker.half", before=1)
+    again = await harness.owner()
+    assert harness.events.losses == [1]
     assert known(again, id).lost
 
 
 @pytest.mark.rule(10)
 async def test_first_checkpoint_makes_snapshot_due(
-    world: World, monkeypatch: pytest.MonkeyPatch
+    harness: Harness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without it nobody could tell that somebody has removed it."""
     monkeypatch.setattr(snapshots_module, "LOOK_S", 0.001)
-    owner = await world.owner(snapshot_records_min=1000)
-    await world.prepared(owner)
-    await until(lambda: world.told.snapshots == [1])
-    assert await world.committed(owner)
-    await until(lambda: written(world, owner) == (2, 1))
+    owner = await harness.owner(snapshot_records_min=1000)
+    await harness.prepared(owner)
+    await until(lambda: harness.events.snapshots == [1])
+    assert await harness.committed(owner)
+    await until(lambda: written(harness, owner) == (2, 1))
 
 
-async def test_existing_snapshot_makes_none_due(world: World) -> None:
-    owner = await world.owner(snapshot_records_min=1000)
-    await world.prepared(owner)
+async def test_existing_snapshot_makes_none_due(harness: Harness) -> None:
+    owner = await harness.owner(snapshot_records_min=1000)
+    await harness.prepared(owner)
     assert owner._snapshots.due
     assert await snapshot(owner)
     await owner.close()
-    again = await world.owner(snapshot_records_min=1000)
-    await world.prepared(again)
+    again = await harness.owner(snapshot_records_min=1000)
+    await harness.prepared(again)
     assert not again._snapshots.due
 
 
-async def test_empty_partition_makes_no_snapshot_due(world: World) -> None:
-    owner = await world.owner()
+async def test_empty_partition_makes_no_snapshot_due(harness: Harness) -> None:
+    owner = await harness.owner()
     assert not owner._snapshots.due
 
 
@@ -106,82 +109,82 @@ async def test_empty_partition_makes_no_snapshot_due(world: World) -> None:
 @pytest.mark.rule(10)
 @pytest.mark.usefixtures("_no_snapshots")
 @pytest.mark.parametrize("days", [0, 30])
-async def test_unaccounted_half_messages_stop_partition(world: World, days: int) -> None:
+async def test_unaccounted_half_messages_stop_partition(harness: Harness, days: int) -> None:
     """Also when they are old: no owner has lived to copy them before retention took them."""
-    owner = await world.owner()
-    await world.prepared(owner)
+    owner = await harness.owner()
+    await harness.prepared(owner)
     await owner.close()
-    world.advance(days * DAY_MS / 1000)
-    world.kafka.truncate("txbroker.half", before=1)
+    harness.advance(days * DAY_MS / 1000)
+    harness.kafka.truncate("txbroker.half", before=1)
     for _ in range(2):
         with pytest.raises(LogTruncated, match=r"half topic begins at offset 1.*only to 0"):
-            await world.owner()
+            await harness.owner()
 
 
 @pytest.mark.usefixtures("_no_snapshots")
-async def test_unaccounted_markers_stop_partition(world: World) -> None:
-    owner = await world.owner()
-    id = await world.prepared(owner)
-    world.zombie_mark("check", id, round=1, number=1, reason="due")
+async def test_unaccounted_markers_stop_partition(harness: Harness) -> None:
+    owner = await harness.owner()
+    id = await harness.prepared(owner)
+    harness.zombie_mark("check", id, round=1, number=1, reason="due")
     await until(lambda: owner.ledger.op_position == 1)
     await owner.close()
-    world.kafka.truncate("txbroker.op", before=1)
+    harness.kafka.truncate("txbroker.op", before=1)
     with pytest.raises(LogTruncated, match=r"op topic begins at offset 1.*only to 0"):
-        await world.owner()
+        await harness.owner()
 
 
 @pytest.mark.rule(10)
 @pytest.mark.parametrize("days", [1, 20])
-async def test_deleted_markers_after_snapshot_stop_partition(world: World, days: int) -> None:
+async def test_deleted_markers_after_snapshot_stop_partition(harness: Harness, days: int) -> None:
     """What is rolled back writes no progress: nobody knows any more what was decided."""
-    owner = await world.owner()
-    id = await world.prepared(owner)
+    owner = await harness.owner()
+    id = await harness.prepared(owner)
     assert await snapshot(owner)
-    world.zombie_mark("rollback", id)
+    harness.zombie_mark("rollback", id)
     await until(lambda: owner.ledger.op_position == 1)
     await owner.close()
-    world.advance(days * DAY_MS / 1000)
+    harness.advance(days * DAY_MS / 1000)
     for name in LOGS:
-        world.kafka.truncate(f"txbroker.{name}", before=1)
+        harness.kafka.truncate(f"txbroker.{name}", before=1)
     why = "no owner has read" if days == 1 else "their transactions are unknown"
     with pytest.raises(LogTruncated, match=why):
-        await world.owner()
+        await harness.owner()
 
 
 @pytest.mark.rule(28)
 async def test_rollback_before_kill_is_accounted_for(
-    world: World, monkeypatch: pytest.MonkeyPatch
+    harness: Harness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It writes no progress; a snapshot is due all the same once a minute is over."""
     monkeypatch.setattr(snapshots_module, "LOOK_S", 0.001)
-    owner = await world.owner(snapshot_records_min=1000)
-    id = await world.prepared(owner)
-    await until(lambda: world.told.snapshots == [1])
-    world.advance(59)
-    world.zombie_mark("rollback", id)
+    owner = await harness.owner(snapshot_records_min=1000)
+    id = await harness.prepared(owner)
+    await until(lambda: harness.events.snapshots == [1])
+    harness.advance(59)
+    harness.zombie_mark("rollback", id)
     await until(lambda: owner.ledger.op_position == 1)
     assert not owner._snapshots.due
-    world.advance(1)
-    await until(lambda: world.told.snapshots == [1, 0])
+    harness.advance(1)
+    await until(lambda: harness.events.snapshots == [1, 0])
     await owner.close()
-    world.advance(20 * DAY_MS / 1000)
+    harness.advance(20 * DAY_MS / 1000)
     for name in LOGS:
-        world.kafka.truncate(f"txbroker.{name}", before=1)
-    late = await world.committed(await world.owner())
-    await until(lambda: world.visible() == [late])
+        harness.kafka.truncate(f"txbroker.{name}", before=1)
+    late = await harness.committed(await harness.owner())
+    await until(lambda: harness.visible() == [late])
 
 
 @pytest.mark.rule(28)
-async def test_old_snapshot_is_renewed_before_retention(world: World) -> None:
+async def test_old_snapshot_is_renewed_before_retention(harness: Harness) -> None:
     """Also where so many are open that it is not for so little, otherwise."""
-    owner = await world.owner(snapshot_records_min=1)
+    owner = await harness.owner(snapshot_records_min=1)
     for _ in range(8):
-        await world.prepared(owner)
+        await harness.prepared(owner)
     assert await snapshot(owner)
-    world.advance(3599)
-    await world.prepared(owner)
+    harness.advance(3599)
+    await harness.prepared(owner)
     assert not owner._snapshots.due
-    world.advance(1)
+    harness.advance(1)
     assert owner._snapshots.due
 
 
@@ -197,180 +200,186 @@ def _unnoticed(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.rule(28)
 @pytest.mark.usefixtures("_unnoticed")
 @pytest.mark.parametrize("days", [0, 20])
-async def test_checkpoint_alone_does_not_account_for_recent(world: World, days: int) -> None:
+async def test_checkpoint_alone_does_not_account_for_recent(harness: Harness, days: int) -> None:
     """Progress says that an owner has read the half messages; what they said is gone with it."""
-    owner = await world.owner()
+    owner = await harness.owner()
     for _ in range(8):
-        await world.prepared(owner)
+        await harness.prepared(owner)
     assert await snapshot(owner)
     for _ in range(3):
-        await world.prepared(owner)
-    world.kafka.truncate("txbroker.half", before=11)
-    id = await world.committed(owner)
-    await until(lambda: world.visible() == [id])
-    assert (world.progress().half, world.progress().accounted) == (12, 0)
+        await harness.prepared(owner)
+    harness.kafka.truncate("txbroker.half", before=11)
+    id = await harness.committed(owner)
+    await until(lambda: harness.visible() == [id])
+    assert (harness.progress().half, harness.progress().accounted) == (12, 0)
     await owner.close()
-    world.advance(days * DAY_MS / 1000)
+    harness.advance(days * DAY_MS / 1000)
     for _ in range(2):
         with pytest.raises(LogTruncated, match=r"begins at offset 11.*account only for .* below 8"):
-            await world.owner()
+            await harness.owner()
 
 
 @pytest.mark.rule(28)
 @pytest.mark.usefixtures("_unnoticed")
 @pytest.mark.parametrize(("windows", "stops"), [(0, True), (1.5, True), (2.1, False)])
 async def test_settled_is_accounted_for_during_dedup_window(
-    world: World, windows: float, stops: bool
+    harness: Harness, windows: float, stops: bool
 ) -> None:
     """Or the same prepare again would be a new transaction, visible once more."""
-    owner = await world.owner()
-    assert await world.prepared(owner)
+    owner = await harness.owner()
+    assert await harness.prepared(owner)
     assert await snapshot(owner)
     await roll_back(owner, next(iter(owner.ledger.index.transactions)))
-    half = world.half()
+    half = harness.half()
     await prepare(owner, half)
     await commit(owner, half.id)
-    await until(lambda: world.visible() == [half.id])
-    assert world.progress().accounted == 2
+    await until(lambda: harness.visible() == [half.id])
+    assert harness.progress().accounted == 2
     await owner.close()
-    world.kafka.truncate("txbroker.half", before=2)
-    world.advance(windows * WINDOW_MS / 1000)
+    harness.kafka.truncate("txbroker.half", before=2)
+    harness.advance(windows * WINDOW_MS / 1000)
     if stops:
         with pytest.raises(LogTruncated, match="their transactions are unknown"):
-            await world.owner()
+            await harness.owner()
     else:
-        await world.owner()
-        assert world.told.losses == []
+        await harness.owner()
+        assert harness.events.losses == []
 
 
 @pytest.mark.rule(28)
 @pytest.mark.usefixtures("_unnoticed")
 @pytest.mark.parametrize(("before", "stops"), [(2, False), (3, True)])
 async def test_deleted_is_older_than_first_kept_record(
-    world: World, before: int, stops: bool
+    harness: Harness, before: int, stops: bool
 ) -> None:
     """Or an outage that ends as retention reaches the last records would stop the partition."""
-    owner = await world.owner()
-    await world.prepared(owner)
+    owner = await harness.owner()
+    await harness.prepared(owner)
     assert await snapshot(owner)
     await roll_back(owner, next(iter(owner.ledger.index.transactions)))
-    ids = [await world.committed(owner), await world.committed(owner)]
-    world.advance(3 * WINDOW_MS / 1000)
-    ids.append(await world.committed(owner))
-    await until(lambda: world.visible() == ids)
+    ids = [await harness.committed(owner), await harness.committed(owner)]
+    harness.advance(3 * WINDOW_MS / 1000)
+    ids.append(await harness.committed(owner))
+    await until(lambda: harness.visible() == ids)
     await owner.close()
-    world.kafka.truncate("txbroker.half", before=before)
+    harness.kafka.truncate("txbroker.half", before=before)
     if stops:
         with pytest.raises(LogTruncated, match="their transactions are unknown"):
-            await world.owner()
+            await harness.owner()
     else:
-        await world.owner()
-        assert world.told.losses == []
+        await harness.owner()
+        assert harness.events.losses == []
 
 
 @pytest.mark.rule(28)
 @pytest.mark.usefixtures("_unnoticed")
-async def test_copy_accounts_for_half_message(world: World) -> None:
-    owner = await world.owner()
-    id = await world.prepared(owner, message("kept"), message("too", topic="u"))
+async def test_copy_accounts_for_half_message(harness: Harness) -> None:
+    owner = await harness.owner()
+    id = await harness.prepared(owner, message("kept"), message("too", topic="u"))
     owner._retention._copy_out(known(owner, id))
-    await until(lambda: len(world.parked()) == 2)
-    assert world.progress().accounted == 2
-    await world.prepared(owner)
+    await until(lambda: len(harness.parked()) == 2)
+    assert harness.progress().accounted == 2
+    await harness.prepared(owner)
     await owner.close()
-    world.kafka.truncate("txbroker.half", before=2)
-    again = await world.owner()
+    harness.kafka.truncate("txbroker.half", before=2)
+    again = await harness.owner()
     await commit(again, id)
-    await until(lambda: world.visible() == ["kept"])
+    await until(lambda: harness.visible() == ["kept"])
     await again.close()
-    world.kafka.truncate("txbroker.half", before=3)
+    harness.kafka.truncate("txbroker.half", before=3)
     with pytest.raises(LogTruncated, match="their transactions are unknown"):
-        await world.owner()
+        await harness.owner()
 
 
 @pytest.mark.rule(28)
 @pytest.mark.usefixtures("_unnoticed")
-async def test_copy_accounts_for_nothing_before_it(world: World) -> None:
-    owner = await world.owner()
-    await world.prepared(owner)
-    id = await world.prepared(owner)
+async def test_copy_accounts_for_nothing_before_it(harness: Harness) -> None:
+    owner = await harness.owner()
+    await harness.prepared(owner)
+    id = await harness.prepared(owner)
     owner._retention._copy_out(known(owner, id))
-    await until(lambda: len(world.parked()) == 1)
-    assert world.progress().accounted == 0
+    await until(lambda: len(harness.parked()) == 1)
+    assert harness.progress().accounted == 0
     await owner.close()
-    world.kafka.truncate("txbroker.half", before=2)
+    harness.kafka.truncate("txbroker.half", before=2)
     with pytest.raises(LogTruncated, match="account only for offsets below 0"):
-        await world.owner()
+        await harness.owner()
 
 
 @pytest.mark.rule(28)
-async def test_deletion_makes_snapshot_due(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_deletion_makes_snapshot_due(
+    harness: Harness, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Also where nothing is lost: whoever prepares it again must be recognised."""
     monkeypatch.setattr(snapshots_module, "LOOK_S", 0.001)
-    owner = await world.owner(snapshot_records_min=1000)
-    first = await world.committed(owner)
-    await until(lambda: written(world, owner) == (1, 1))
-    half = world.half()
+    owner = await harness.owner(snapshot_records_min=1000)
+    first = await harness.committed(owner)
+    await until(lambda: written(harness, owner) == (1, 1))
+    half = harness.half()
     await prepare(owner, half)
     await commit(owner, half.id)
-    await until(lambda: world.visible() == [first, half.id])
+    await until(lambda: harness.visible() == [first, half.id])
     assert not owner._snapshots.due
-    world.kafka.truncate("txbroker.half", before=2)
-    await until(lambda: written(world, owner) == (2, 2))
+    harness.kafka.truncate("txbroker.half", before=2)
+    await until(lambda: written(harness, owner) == (2, 2))
     await owner.close()
-    again = await world.owner(snapshot_records_min=1000)
+    again = await harness.owner(snapshot_records_min=1000)
     assert (await again.api.get(half.id)).state == "promoted"
     repeated = standing_of(again, PrepareRequest(GROUP, half.messages, half.id, None))
     assert repeated is not None
     assert not repeated.created
-    assert world.told.losses == []
+    assert harness.events.losses == []
 
 
 @pytest.mark.rule(28)
 async def test_loss_makes_snapshot_due_and_counts_once(
-    world: World, monkeypatch: pytest.MonkeyPatch
+    harness: Harness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(snapshots_module, "LOOK_S", 0.001)
-    owner = await world.owner(snapshot_records_min=1)
-    ids = [await world.prepared(owner)]
-    await until(lambda: world.told.snapshots == [1])
-    ids.append(await world.prepared(owner))
-    await until(lambda: world.told.snapshots == [1, 2])
+    owner = await harness.owner(snapshot_records_min=1)
+    ids = [await harness.prepared(owner)]
+    await until(lambda: harness.events.snapshots == [1])
+    ids.append(await harness.prepared(owner))
+    await until(lambda: harness.events.snapshots == [1, 2])
     forget_bodies(owner)
-    world.kafka.truncate("txbroker.half", before=2)
-    await until(lambda: world.told.losses == [2])
+    harness.kafka.truncate("txbroker.half", before=2)
+    await until(lambda: harness.events.losses == [2])
     # As no record has come since, it stands at the same place as the one before.
-    await until(lambda: world.told.snapshots == [1, 2, 2])
+    await until(lambda: harness.events.snapshots == [1, 2, 2])
     await owner.close()
     for _ in range(2):
-        again = await world.owner(snapshot_records_min=1000)
+        again = await harness.owner(snapshot_records_min=1000)
         for id in ids:
             shown = view(await again.api.get(id))
             assert (shown.state, shown.cause and shown.cause.code) == ("pending", "body_lost")
         await again.close()
-    assert sum(world.told.losses) == 2
+    assert sum(harness.events.losses) == 2
 
 
-async def lost(world: World, owner: PartitionOwner, *messages: Message, **fields: object) -> Half:
+async def lost(
+    harness: Harness, owner: PartitionOwner, *messages: Message, **fields: object
+) -> Half:
     """Prepare a transaction, and delete all half messages that are there by then."""
-    half = world.half(*messages, **fields)
+    half = harness.half(*messages, **fields)
     await prepare(owner, half)
     forget_bodies(owner)
-    world.kafka.truncate("txbroker.half", before=owner.ledger.half_position)
+    harness.kafka.truncate("txbroker.half", before=owner.ledger.half_position)
     await until(lambda: known(owner, half.id).lost)
     return half
 
 
 @pytest.mark.rule(28)
 @pytest.mark.parametrize("restarted", [False, True])
-async def test_lost_transaction_takes_rollback_or_messages(world: World, restarted: bool) -> None:
-    owner = await world.owner()
-    first = await lost(world, owner, message("first"), dedup_key="first")
-    second = await lost(world, owner)
+async def test_lost_transaction_takes_rollback_or_messages(
+    harness: Harness, restarted: bool
+) -> None:
+    owner = await harness.owner()
+    first = await lost(harness, owner, message("first"), dedup_key="first")
+    second = await lost(harness, owner)
     if restarted:
         assert await snapshot(owner)
         await owner.close()
-        owner = await world.owner()
+        owner = await harness.owner()
     for half in (first, second):
         with pytest.raises(BodyLost, match="roll it back") as told:
             await commit(owner, half.id)
@@ -380,51 +389,51 @@ async def test_lost_transaction_takes_rollback_or_messages(world: World, restart
         with pytest.raises(BodyLost):
             standing_of(owner, PrepareRequest(GROUP, half.messages, id, key))
     with pytest.raises(BodyLost):
-        await prepare(owner, structs.replace(first, id=world.half().id))
-    assert world.kinds() == []
+        await prepare(owner, structs.replace(first, id=harness.half().id))
+    assert harness.kinds() == []
     assert (await commit(owner, first.id, messages=first.messages)).decision == "commit"
     assert (await roll_back(owner, second.id)).state == "rolled_back"
-    await until(lambda: world.visible() == ["first"])
+    await until(lambda: harness.visible() == ["first"])
     await until(lambda: known(owner, first.id).state == "promoted")
 
 
 @pytest.mark.rule(28)
-async def test_lost_committed_stays_refused_across_restarts(world: World) -> None:
-    world.kafka.set_leaderless("t", 0)
-    owner = await world.owner()
-    id = await world.prepared(owner)
+async def test_lost_committed_stays_refused_across_restarts(harness: Harness) -> None:
+    harness.kafka.set_leaderless("t", 0)
+    owner = await harness.owner()
+    id = await harness.prepared(owner)
     assert await snapshot(owner)
     await commit(owner, id)
     await owner.close()
-    world.kafka.truncate("txbroker.half", before=1)
-    world.kafka.set_leaderless("t")
+    harness.kafka.truncate("txbroker.half", before=1)
+    harness.kafka.set_leaderless("t")
     for _ in range(2):
-        again = await world.owner()
+        again = await harness.owner()
         await until(lambda again=again: known(again, id).state is State.REFUSED)
         shown = view(await again.api.get(id))
         assert shown.cause is not None
         assert (shown.cause.code, shown.decision) == ("body_lost", "commit")
         assert (await commit(again, id)).state == "refused"
         await again.close()
-    assert world.visible() == []
-    assert world.told.losses == [1]
+    assert harness.visible() == []
+    assert harness.events.losses == [1]
 
 
 @pytest.mark.rule(28)
-async def test_deletion_during_recovery_is_judged_again(world: World) -> None:
-    owner = await world.owner()
-    assert await world.prepared(owner)
+async def test_deletion_during_recovery_is_judged_again(harness: Harness) -> None:
+    owner = await harness.owner()
+    assert await harness.prepared(owner)
     assert await snapshot(owner)
-    id = await world.committed(owner)
-    await until(lambda: world.visible() == [id])
+    id = await harness.committed(owner)
+    await until(lambda: harness.visible() == [id])
     await owner.close()
-    again = world.make()
-    log = world.partition.half
+    again = harness.make()
+    log = harness.partition.half
     bounds = log.inner.bounds
 
     async def before_it_is_read(*, confirmed: bool = True) -> tuple[int, int]:
         found = await bounds(confirmed=confirmed)
-        world.kafka.truncate("txbroker.half", before=2)
+        harness.kafka.truncate("txbroker.half", before=2)
         return found
 
     log.inner.bounds = before_it_is_read  # type: ignore[method-assign]
@@ -432,50 +441,50 @@ async def test_deletion_during_recovery_is_judged_again(world: World) -> None:
         await again.open()
     log.inner.bounds = bounds  # type: ignore[method-assign]
     with pytest.raises(LogTruncated, match="their transactions are unknown"):
-        await world.owner()
+        await harness.owner()
 
 
 @pytest.mark.rule(28)
-async def test_restored_records_are_not_lost(world: World) -> None:
-    owner = await world.owner()
-    stored = partition(world, "half")
-    id = await world.prepared(owner, message("back"))
+async def test_restored_records_are_not_lost(harness: Harness) -> None:
+    owner = await harness.owner()
+    stored = partition(harness, "half")
+    id = await harness.prepared(owner, message("back"))
     entries = list(stored._entries)
     forget_bodies(owner)
-    world.kafka.truncate("txbroker.half", before=1)
+    harness.kafka.truncate("txbroker.half", before=1)
     await until(lambda: known(owner, id).lost)
     assert await snapshot(owner)
     await owner.close()
     stored.begin, stored._entries = 0, entries
-    await commit(await world.owner(), id)
-    await until(lambda: world.visible() == ["back"])
-    assert world.told.losses == [1]
+    await commit(await harness.owner(), id)
+    await until(lambda: harness.visible() == ["back"])
+    assert harness.events.losses == [1]
 
 
 @pytest.mark.rule(28)
 @pytest.mark.usefixtures("_no_snapshots", "_unnoticed")
-async def test_retention_under_older_proxy_stops_nothing(world: World) -> None:
+async def test_retention_under_older_proxy_stops_nothing(harness: Harness) -> None:
     """It renewed no snapshot by age, and its progress did not say what it accounts for."""
-    owner = await world.owner()
-    first = await world.committed(owner)
-    await until(lambda: world.visible() == [first])
+    owner = await harness.owner()
+    first = await harness.committed(owner)
+    await until(lambda: harness.visible() == [first])
     await owner.close()
-    newest = structs.replace(world.progress(), accounted=None)
-    world.kafka.transact("txbroker.checkpoint", 0, [encode_progress(newest)])
-    world.kafka.truncate("txbroker.half", before=1)
-    later = await world.committed(await world.owner())
-    await until(lambda: world.visible() == [first, later])
+    newest = structs.replace(harness.progress(), accounted=None)
+    harness.kafka.transact("txbroker.checkpoint", 0, [encode_progress(newest)])
+    harness.kafka.truncate("txbroker.half", before=1)
+    later = await harness.committed(await harness.owner())
+    await until(lambda: harness.visible() == [first, later])
 
 
-async def older(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+async def older(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
     """Prepare a transaction, and write a snapshot that does not say when."""
     made = Capture.__init__
 
     def without_time(self: Capture, *args: object) -> None:
         made(self, *args[:-1])  # type: ignore[arg-type]
 
-    owner = await world.owner()
-    await world.prepared(owner)
+    owner = await harness.owner()
+    await harness.prepared(owner)
     with monkeypatch.context() as patch:
         patch.setattr(Capture, "__init__", without_time)
         assert await snapshot(owner)
@@ -485,44 +494,44 @@ async def older(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.rule(28)
 @pytest.mark.usefixtures("_no_snapshots", "_unnoticed")
 async def test_new_snapshot_after_older_proxy_accounts(
-    world: World, monkeypatch: pytest.MonkeyPatch
+    harness: Harness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Killed before its first snapshot, it has written progress."""
-    await older(world, monkeypatch)
-    owner = await world.owner()
+    await older(harness, monkeypatch)
+    owner = await harness.owner()
     for _ in range(5):
-        await world.prepared(owner)
-    world.kafka.truncate("txbroker.half", before=6)
-    late = await world.committed(owner)
-    await until(lambda: world.visible() == [late])
+        await harness.prepared(owner)
+    harness.kafka.truncate("txbroker.half", before=6)
+    late = await harness.committed(owner)
+    await until(lambda: harness.visible() == [late])
     await owner.close()
     with pytest.raises(LogTruncated, match="their transactions are unknown"):
-        await world.owner()
+        await harness.owner()
 
 
 async def test_snapshot_of_older_proxy_is_replaced_at_once(
-    world: World, monkeypatch: pytest.MonkeyPatch
+    harness: Harness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    await older(world, monkeypatch)
-    again = await world.owner(snapshot_records_min=1000)
+    await older(harness, monkeypatch)
+    again = await harness.owner(snapshot_records_min=1000)
     assert again._snapshots.due
 
 
 @pytest.mark.rule(10)
-async def test_either_log_dates_last_read(world: World) -> None:
+async def test_either_log_dates_last_read(harness: Harness) -> None:
     """The last half message that was read is old, the last marker is not."""
-    owner = await world.owner()
-    id = await world.prepared(owner)
-    world.advance(8 * DAY_MS / 1000)
-    await until(lambda: len(world.parked()) == 1)
-    world.advance(8 * DAY_MS / 1000)
+    owner = await harness.owner()
+    id = await harness.prepared(owner)
+    harness.advance(8 * DAY_MS / 1000)
+    await until(lambda: len(harness.parked()) == 1)
+    harness.advance(8 * DAY_MS / 1000)
     await commit(owner, id)
-    await until(lambda: world.visible() == [id])
+    await until(lambda: harness.visible() == [id])
     await owner.close()
-    world.zombie_half(world.half())
-    world.kafka.truncate("txbroker.half", before=2)
+    harness.zombie_half(harness.half())
+    harness.kafka.truncate("txbroker.half", before=2)
     with pytest.raises(LogTruncated, match="no owner has read"):
-        await world.owner()
+        await harness.owner()
 
 
 # --- a checkpoint topic made anew ------------------------------------------------------------
@@ -530,81 +539,81 @@ async def test_either_log_dates_last_read(world: World) -> None:
 
 @pytest.mark.rule(10)
 @pytest.mark.parametrize("topic", LOGS)
-async def test_recreated_checkpoint_topic_stops_partition(world: World, topic: str) -> None:
+async def test_recreated_checkpoint_topic_stops_partition(harness: Harness, topic: str) -> None:
     """Without the progress all that was promoted would be promoted again."""
-    owner = await world.owner()
-    id = await world.committed(owner)
-    await until(lambda: world.visible() == [id])
+    owner = await harness.owner()
+    id = await harness.committed(owner)
+    await until(lambda: harness.visible() == [id])
     await owner.close()
-    world.kafka.recreate_topic("txbroker.checkpoint")
+    harness.kafka.recreate_topic("txbroker.checkpoint")
     other = "op" if topic == "half" else "half"
-    world.kafka.recreate_topic(f"txbroker.{other}")
+    harness.kafka.recreate_topic(f"txbroker.{other}")
     # It stays so: nothing is written that would make it look like an old one.
     for _ in range(2):
         with pytest.raises(LogTruncated, match="the checkpoint topic has no record"):
-            await world.owner()
-    assert world.visible() == [id]
-    assert world.kafka.visible("txbroker.checkpoint") == []
+            await harness.owner()
+    assert harness.visible() == [id]
+    assert harness.kafka.visible("txbroker.checkpoint") == []
 
 
 # --- a parked topic made anew ----------------------------------------------------------------
 
 
-async def refused(world: World, owner: PartitionOwner) -> str:
+async def refused(harness: Harness, owner: PartitionOwner) -> str:
     """Commit a transaction that its target does not take."""
-    id = await world.prepared(owner, message("big" * 100))
-    world.kafka.set_message_bytes_max("t", 100)
+    id = await harness.prepared(owner, message("big" * 100))
+    harness.kafka.set_message_bytes_max("t", 100)
     await commit(owner, id)
-    await until(lambda: world.told.refusals == [id])
+    await until(lambda: harness.events.refusals == [id])
     return id
 
 
 @pytest.mark.rule(10)
-async def test_recreated_parked_topic_stops_if_refused(world: World) -> None:
+async def test_recreated_parked_topic_stops_if_refused(harness: Harness) -> None:
     """Only its copy says that it was not promoted."""
-    owner = await world.owner()
-    await refused(world, owner)
+    owner = await harness.owner()
+    await refused(harness, owner)
     # Whatever later turns write, this stays known.
-    await world.committed(owner, message("other", topic="u"))
-    await until(lambda: world.visible("u") == ["other"])
+    await harness.committed(owner, message("other", topic="u"))
+    await until(lambda: harness.visible("u") == ["other"])
     await owner.close()
-    await (await world.owner()).close()
-    world.kafka.recreate_topic("txbroker.parked")
+    await (await harness.owner()).close()
+    harness.kafka.recreate_topic("txbroker.parked")
     for _ in range(2):
         with pytest.raises(LogTruncated, match="the parked topic has no record"):
-            await world.owner()
+            await harness.owner()
 
 
 @pytest.mark.rule(10)
-async def test_recreated_parked_topic_without_refused_is_fine(world: World) -> None:
-    owner = await world.owner()
-    id = await world.prepared(owner, message("old"))
-    world.advance(8 * DAY_MS / 1000)
-    await until(lambda: len(world.parked()) == 1)
+async def test_recreated_parked_topic_without_refused_is_fine(harness: Harness) -> None:
+    owner = await harness.owner()
+    id = await harness.prepared(owner, message("old"))
+    harness.advance(8 * DAY_MS / 1000)
+    await until(lambda: len(harness.parked()) == 1)
     await owner.close()
-    world.kafka.recreate_topic("txbroker.parked")
-    again = await world.owner()
+    harness.kafka.recreate_topic("txbroker.parked")
+    again = await harness.owner()
     await commit(again, id)
-    await until(lambda: world.visible() == ["old"])
+    await until(lambda: harness.visible() == ["old"])
 
 
 @pytest.mark.rule(10)
-async def test_lost_promotion_refuses_nothing(world: World) -> None:
+async def test_lost_promotion_refuses_nothing(harness: Harness) -> None:
     """Or the next owner would miss a copy that there never was."""
-    owner = await world.owner()
-    id = await world.prepared(owner, message("big" * 100))
-    world.kafka.set_message_bytes_max("t", 100)
+    owner = await harness.owner()
+    id = await harness.prepared(owner, message("big" * 100))
+    harness.kafka.set_message_bytes_max("t", 100)
 
     async def lost(inner: MemoryPartitionDoor, turn: PromotionTxn) -> PromotionTxnHandle:
         # Meanwhile somebody mends the target.
-        world.kafka.set_message_bytes_max("t", 1 << 20)
-        world.door.targets.forget("t")
+        harness.kafka.set_message_bytes_max("t", 1 << 20)
+        harness.door.targets.forget("t")
         raise PromotionTxnLost
 
-    world.partition.writes.append(lost)
+    harness.partition.writes.append(lost)
     await commit(owner, id)
-    await until(lambda: id in world.told.promotions)
-    assert not world.progress().refused
+    await until(lambda: id in harness.events.promotions)
+    assert not harness.progress().refused
     await owner.close()
-    assert world.parked() == []
-    await world.owner()
+    assert harness.parked() == []
+    await harness.owner()

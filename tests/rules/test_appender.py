@@ -10,7 +10,8 @@ from types import SimpleNamespace
 import pytest
 from msgspec import structs
 
-from tests.rules.rules_world import START_MS, Gate, World, commit, marker, settled, until
+from tests.rules.fakes import Gate
+from tests.rules.harness import START_MS, Harness, commit, marker, settled, until
 from txbroker.core.encoding import MarkerRow, Row, marker_row
 from txbroker.core.ledger import ApplyResult, Effect
 from txbroker.core.records import MarkerKind, Record
@@ -30,7 +31,7 @@ def check(id: str) -> MarkerRow:
     return marker_row(marker(MarkerKind.CHECK, id, round=1, number=1, reason="due"))
 
 
-async def held_up(world: World, owner: PartitionOwner) -> tuple[Gate, list[Sequence[Record]]]:
+async def held_up(harness: Harness, owner: PartitionOwner) -> tuple[Gate, list[Sequence[Record]]]:
     """Let one batch be on its way, and see what is in those behind it."""
     gate, batches = Gate(), []
 
@@ -38,8 +39,8 @@ async def held_up(world: World, owner: PartitionOwner) -> tuple[Gate, list[Seque
         batches.append(records)
         return await log.append(records)
 
-    world.partition.op.script.append(gate.append)
-    world.partition.op.script.extend([seen] * 1000)
+    harness.partition.op.script.append(gate.append)
+    harness.partition.op.script.extend([seen] * 1000)
     return gate, batches
 
 
@@ -47,14 +48,14 @@ def _entries() -> list[object]:
     return [each for each in gc.get_objects() if isinstance(each, appender._Entry)]
 
 
-async def test_failed_append_leaves_no_garbage(world: World) -> None:
-    owner = await world.owner()
-    id = await world.prepared(owner)
+async def test_failed_append_leaves_no_garbage(harness: Harness) -> None:
+    owner = await harness.owner()
+    id = await harness.prepared(owner)
 
     async def fails(_: Log, __: Sequence[Record]) -> Appended:
         raise KafkaUnavailable("no leader")
 
-    world.partition.op.script.extend([fails] * 5)
+    harness.partition.op.script.extend([fails] * 5)
     gc.collect()
     gc.disable()
     try:
@@ -71,10 +72,10 @@ async def test_failed_append_leaves_no_garbage(world: World) -> None:
 
 
 @pytest.mark.rule(1)
-async def test_check_storm_does_not_delay_decisions(world: World) -> None:
-    owner = await world.owner()
-    first, id = await world.prepared(owner), await world.prepared(owner)
-    gate, batches = await held_up(world, owner)
+async def test_check_storm_does_not_delay_decisions(harness: Harness) -> None:
+    owner = await harness.owner()
+    first, id = await harness.prepared(owner), await harness.prepared(owner)
+    gate, batches = await held_up(harness, owner)
     going = asyncio.create_task(commit(owner, first))
     await gate.reached.wait()
     record = check(first)
@@ -94,10 +95,10 @@ async def test_check_storm_does_not_delay_decisions(world: World) -> None:
 
 
 @pytest.mark.rule(1)
-async def test_decision_flood_does_not_delay_checks(world: World) -> None:
-    owner = await world.owner(pending_max=10_000, pending_group_max=10_000)
-    ids = list(await asyncio.gather(*[world.prepared(owner) for _ in range(3000)]))
-    gate, batches = await held_up(world, owner)
+async def test_decision_flood_does_not_delay_checks(harness: Harness) -> None:
+    owner = await harness.owner(pending_max=10_000, pending_group_max=10_000)
+    ids = list(await asyncio.gather(*[harness.prepared(owner) for _ in range(3000)]))
+    gate, batches = await held_up(harness, owner)
     flood = [asyncio.create_task(commit(owner, ids[0]))]
     await gate.reached.wait()
     flood += [asyncio.create_task(commit(owner, id)) for id in ids[1:]]
@@ -111,10 +112,10 @@ async def test_decision_flood_does_not_delay_checks(world: World) -> None:
 
 
 @pytest.mark.rule(1)
-async def test_cancelled_append_leaves_no_rows(world: World) -> None:
-    owner = await world.owner()
-    ids = [await world.prepared(owner) for _ in range(4)]
-    gate, batches = await held_up(world, owner)
+async def test_cancelled_append_leaves_no_rows(harness: Harness) -> None:
+    owner = await harness.owner()
+    ids = [await harness.prepared(owner) for _ in range(4)]
+    gate, batches = await held_up(harness, owner)
     going = asyncio.create_task(commit(owner, ids[0]))
     await gate.reached.wait()
     given_up = [asyncio.create_task(commit(owner, id)) for id in ids[1:3]]
@@ -128,13 +129,13 @@ async def test_cancelled_append_leaves_no_rows(world: World) -> None:
     await asyncio.gather(going, stays)
     assert [r.key for batch in batches for r in batch] == [ids[3].encode()]
     assert [queue.size for queue in owner._op._queues.values()] == [0, 0]
-    await until(lambda: len(world.visible()) == 2)
+    await until(lambda: len(harness.visible()) == 2)
 
 
-async def test_suspended_owner_answers_waiting_callers(world: World) -> None:
-    owner = await world.owner()
-    ids = [await world.prepared(owner) for _ in range(3)]
-    gate, batches = await held_up(world, owner)
+async def test_suspended_owner_answers_waiting_callers(harness: Harness) -> None:
+    owner = await harness.owner()
+    ids = [await harness.prepared(owner) for _ in range(3)]
+    gate, batches = await held_up(harness, owner)
     going = asyncio.create_task(commit(owner, ids[0]))
     await gate.reached.wait()
     waiting = [asyncio.create_task(commit(owner, id)) for id in ids[1:]]

@@ -8,8 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.rules.bodies_world import NOW, Small
-from tests.rules.rules_world import attempt, settled, until
+from tests.rules.harness import NOW, BodiesHarness, attempt, settled, until
 from txbroker.checkers.base import AttemptRequest, CheckCall
 from txbroker.core.decoding import decode_kept
 from txbroker.core.encoding import encode_half, encode_kept
@@ -28,10 +27,10 @@ REFUSED_ONCE = Cause("bad_timestamp", "it is ahead", "t", 0)
 
 
 @pytest.fixture
-async def small(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Small]:
+async def small(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[BodiesHarness]:
     monkeypatch.setattr(quarantine, "RETRY_FIRST_S", 0.005)
     monkeypatch.setattr(quarantine, "RETRY_MAX_S", 0.01)
-    made = Small()
+    made = BodiesHarness()
     await made.start()
     yield made
     await made.close()
@@ -42,7 +41,7 @@ def message(value: str, topic: str = "t", at: int = 0) -> Message:
     return Message(topic, b"k", value.encode(), (("h", b"1"), ("h", None)), at, 5)
 
 
-def copies(small: Small) -> list[tuple[str, str | None]]:
+def copies(small: BodiesHarness) -> list[tuple[str, str | None]]:
     """What the parked topic holds: values, and the state that is told there; None: a tombstone."""
     parts = [decode_kept(record) for record in small.kafka.visible("txbroker.parked")]
     return [
@@ -56,7 +55,7 @@ def copies(small: Small) -> list[tuple[str, str | None]]:
     ]
 
 
-async def refused(small: Small, transaction: Transaction) -> None:
+async def refused(small: BodiesHarness, transaction: Transaction) -> None:
     """Commit it while its target is gone; return once it is refused."""
     await small.commit(transaction)
     await until(lambda: transaction.state is State.REFUSED)
@@ -65,7 +64,7 @@ async def refused(small: Small, transaction: Transaction) -> None:
 # --- promotion -----------------------------------------------------------------------------------
 
 
-async def test_evicted_messages_are_promoted_unchanged(small: Small) -> None:
+async def test_evicted_messages_are_promoted_unchanged(small: BodiesHarness) -> None:
     sent = (message("one"), Message("u", None, None, (("x", b"\xff"),), 0), message("two", at=1))
     transaction = await small.prepare(*sent)
     assert not transaction.has_bodies
@@ -84,7 +83,7 @@ async def test_evicted_messages_are_promoted_unchanged(small: Small) -> None:
 
 
 @pytest.mark.rule(17)
-async def test_messages_are_read_before_promotion_begins(small: Small) -> None:
+async def test_messages_are_read_before_promotion_begins(small: BodiesHarness) -> None:
     first, second = await small.prepare(), await small.prepare()
     small.door.half.gate = asyncio.Event()
     await small.commit(first)
@@ -103,7 +102,7 @@ async def test_messages_are_read_before_promotion_begins(small: Small) -> None:
 
 @pytest.mark.rule(10)
 async def test_half_applied_during_load_is_above_checkpoint(
-    small: Small,
+    small: BodiesHarness,
 ) -> None:
     first = await small.prepare()
     small.door.half.gate = asyncio.Event()
@@ -116,7 +115,7 @@ async def test_half_applied_during_load_is_above_checkpoint(
     assert small.ledger.half_whole == 2
 
 
-async def test_promotion_of_thousand_takes_few_requests(small: Small) -> None:
+async def test_promotion_of_thousand_takes_few_requests(small: BodiesHarness) -> None:
     made = await asyncio.gather(*[small.prepare() for _ in range(1000)])
     await asyncio.gather(*[small.commit(each) for each in made])
     await until(lambda: all(each.state is State.PROMOTED for each in made))
@@ -127,7 +126,7 @@ async def test_promotion_of_thousand_takes_few_requests(small: Small) -> None:
     assert small.ledger.index.body_bytes == 0
 
 
-async def test_one_read_is_bounded(small: Small, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_one_read_is_bounded(small: BodiesHarness, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bodies_module, "BATCH_BYTES_MAX", 10_000)
     made = [await small.prepare(message("x" * 3000)) for _ in range(10)]
     with small.bodies.hold(made):
@@ -136,7 +135,7 @@ async def test_one_read_is_bounded(small: Small, monkeypatch: pytest.MonkeyPatch
     assert [len(each) for each in small.door.half.picked] == [3, 3, 3, 1]
 
 
-async def test_final_messages_are_read_from_operation_topic(small: Small) -> None:
+async def test_final_messages_are_read_from_operation_topic(small: BodiesHarness) -> None:
     transaction = await small.prepare(message("a"), message("b", at=1))
     small.kafka.topics["t"].leaderless = frozenset({0})
     await small.commit(transaction, message("A"), message("B", at=1))
@@ -150,7 +149,7 @@ async def test_final_messages_are_read_from_operation_topic(small: Small) -> Non
     assert small.door.half.picked == []
 
 
-async def test_messages_replaced_during_load_are_reloaded(small: Small) -> None:
+async def test_messages_replaced_during_load_are_reloaded(small: BodiesHarness) -> None:
     transaction = await small.prepare(message("a"))
     small.door.half.gate = asyncio.Event()
     loading = asyncio.create_task(small.bodies.load([transaction]))
@@ -163,7 +162,7 @@ async def test_messages_replaced_during_load_are_reloaded(small: Small) -> None:
     assert small.visible() == ["A"]
 
 
-async def test_rollback_during_load_skips_the_copy(small: Small) -> None:
+async def test_rollback_during_load_skips_the_copy(small: BodiesHarness) -> None:
     transaction = await small.prepare()
     small.door.half.gate = asyncio.Event()
     small.ledger.index.to_keep[transaction.id] = transaction
@@ -177,7 +176,7 @@ async def test_rollback_during_load_skips_the_copy(small: Small) -> None:
     assert transaction.state is State.ROLLED_BACK
 
 
-async def test_silent_log_delays_promotion_without_loss(small: Small) -> None:
+async def test_silent_log_delays_promotion_without_loss(small: BodiesHarness) -> None:
     transaction = await small.prepare()
     small.door.half.silent = True
     await small.commit(transaction)
@@ -192,7 +191,7 @@ async def test_silent_log_delays_promotion_without_loss(small: Small) -> None:
 
 
 @pytest.mark.rule(10)
-async def test_changed_record_stops_partition(small: Small) -> None:
+async def test_changed_record_stops_partition(small: BodiesHarness) -> None:
     transaction = await small.prepare()
     other = Half(transaction.id, "g", (message("other"),))
     partition = small.kafka.partition("txbroker.half", 0)
@@ -206,7 +205,7 @@ async def test_changed_record_stops_partition(small: Small) -> None:
 
 
 @pytest.mark.rule(10)
-async def test_foreign_record_at_offset_stops_partition(small: Small) -> None:
+async def test_foreign_record_at_offset_stops_partition(small: BodiesHarness) -> None:
     transaction = await small.prepare(message("same"))
     stranger = Half("0" * 26, "g", (message("same"),))
     partition = small.kafka.partition("txbroker.half", 0)
@@ -223,7 +222,7 @@ async def test_foreign_record_at_offset_stops_partition(small: Small) -> None:
 
 
 @pytest.mark.rule(25)
-async def test_copy_replaces_deleted_half_message(small: Small) -> None:
+async def test_copy_replaces_deleted_half_message(small: BodiesHarness) -> None:
     made = [await small.prepare(message(str(n)), message(f"{n}b", at=1)) for n in range(5)]
     for each in made:
         small.ledger.index.to_keep[each.id] = each
@@ -239,7 +238,7 @@ async def test_copy_replaces_deleted_half_message(small: Small) -> None:
     await until(lambda: copies(small)[10:] == [("", None)] * 10)
 
 
-async def test_copy_with_unknown_offset_is_found(small: Small) -> None:
+async def test_copy_with_unknown_offset_is_found(small: BodiesHarness) -> None:
     small.door.hide_parked_offsets = True
     transaction = await small.prepare(message("a"))
     small.ledger.index.to_keep[transaction.id] = transaction
@@ -253,7 +252,7 @@ async def test_copy_with_unknown_offset_is_found(small: Small) -> None:
 
 
 async def test_copy_of_prepared_is_not_used_for_final_messages(
-    small: Small,
+    small: BodiesHarness,
 ) -> None:
     transaction = await small.prepare(message("a"))
     small.ledger.index.to_keep[transaction.id] = transaction
@@ -271,7 +270,7 @@ async def test_copy_of_prepared_is_not_used_for_final_messages(
     assert small.visible() == []
 
 
-async def test_refused_transaction_is_copied_as_refused(small: Small) -> None:
+async def test_refused_transaction_is_copied_as_refused(small: BodiesHarness) -> None:
     transaction = await small.prepare(message("a", topic="gone"))
     small.ledger.index.to_keep[transaction.id] = transaction
     await small.commit(transaction)
@@ -281,7 +280,7 @@ async def test_refused_transaction_is_copied_as_refused(small: Small) -> None:
 
 
 async def test_copies_of_one_promotion_are_bounded_by_bytes() -> None:
-    small = Small()
+    small = BodiesHarness()
     small.limits = type(small.limits)(bytes_max=5000)
     await small.start()
     made = [await small.prepare(message("x" * 2000)) for _ in range(9)]
@@ -296,7 +295,7 @@ async def test_copies_of_one_promotion_are_bounded_by_bytes() -> None:
 # --- refused and revived -------------------------------------------------------------------------
 
 
-async def test_refused_transaction_is_loaded_when_target_exists(small: Small) -> None:
+async def test_refused_transaction_is_loaded_when_target_exists(small: BodiesHarness) -> None:
     transaction = await small.prepare(message("late", topic="later"))
     await refused(small, transaction)
     assert not transaction.has_bodies
@@ -306,7 +305,7 @@ async def test_refused_transaction_is_loaded_when_target_exists(small: Small) ->
     assert small.visible("later") == ["late"]
 
 
-async def test_refused_transaction_without_half_loads_copy(small: Small) -> None:
+async def test_refused_transaction_without_half_loads_copy(small: BodiesHarness) -> None:
     transaction = await small.prepare(message("late", topic="later"))
     await refused(small, transaction)
     small.delete_half(1)
@@ -322,7 +321,9 @@ async def test_refused_transaction_without_half_loads_copy(small: Small) -> None
 
 @pytest.mark.rule(17)
 @pytest.mark.parametrize("when", ["before", "after"])
-async def test_lost_messages_spoil_no_promotion_and_are_reported(small: Small, when: str) -> None:
+async def test_lost_messages_spoil_no_promotion_and_are_reported(
+    small: BodiesHarness, when: str
+) -> None:
     made = [await small.prepare() for _ in range(4)]
     if when == "before":
         small.delete_half(2)
@@ -340,12 +341,12 @@ async def test_lost_messages_spoil_no_promotion_and_are_reported(small: Small, w
     assert small.visible() == [each.id for each in made[2:]]
     assert [each.cause.code for each in made[:2] if each.cause] == [BODY_LOST] * 2
     assert sum(small.lost) == 2
-    assert small.told.count(f"refused {made[0].id}") == 1
+    assert small.events.log.count(f"refused {made[0].id}") == 1
     # It is on record, or the next owner would take it for promoted.
     assert copies(small) == [("-", "refused"), ("-", "refused")]
 
 
-async def test_lost_transaction_is_retried_by_revive_only(small: Small) -> None:
+async def test_lost_transaction_is_retried_by_revive_only(small: BodiesHarness) -> None:
     transaction = await small.prepare()
     half = small.kafka.partition("txbroker.half", 0).read(0, 1)
     small.delete_half(1)
@@ -372,7 +373,7 @@ async def test_lost_transaction_is_retried_by_revive_only(small: Small) -> None:
     assert small.visible() == [other.id, transaction.id]
 
 
-async def test_lost_marker_record_is_never_promoted(small: Small) -> None:
+async def test_lost_marker_record_is_never_promoted(small: BodiesHarness) -> None:
     transaction = await small.prepare()
     small.delete_half(1)
     await refused(small, transaction)
@@ -399,7 +400,7 @@ async def test_lost_marker_record_is_never_promoted(small: Small) -> None:
 
 
 @pytest.mark.rule(25)
-async def test_impossible_copy_is_dropped_and_reported(small: Small) -> None:
+async def test_impossible_copy_is_dropped_and_reported(small: BodiesHarness) -> None:
     lost, whole = await small.prepare(), await small.prepare()
     small.delete_half(1)
     for each in (lost, whole):
@@ -424,7 +425,7 @@ async def test_impossible_copy_is_dropped_and_reported(small: Small) -> None:
 
 
 @pytest.mark.rule(21)
-async def test_question_carries_its_messages(small: Small) -> None:
+async def test_question_carries_its_messages(small: BodiesHarness) -> None:
     transaction = await small.prepare(message("a"), policy=NOW)
     assert not transaction.has_bodies
     call = await attempt(small.checks, transaction.id, DUE)
@@ -436,7 +437,7 @@ async def test_question_carries_its_messages(small: Small) -> None:
     assert [each.value for each in call.messages] == [b"a"]
 
 
-async def test_concurrent_questions_share_a_read(small: Small) -> None:
+async def test_concurrent_questions_share_a_read(small: BodiesHarness) -> None:
     made = [await small.prepare(policy=NOW) for _ in range(200)]
     half, rest = made[:100], made[100:]
     run = [AttemptRequest(each.id, DUE, "http://g") for each in half]
@@ -448,7 +449,7 @@ async def test_concurrent_questions_share_a_read(small: Small) -> None:
     assert len(small.door.half.picked) <= 3
 
 
-async def test_transaction_decided_during_load_is_not_asked(small: Small) -> None:
+async def test_transaction_decided_during_load_is_not_asked(small: BodiesHarness) -> None:
     transaction = await small.prepare(policy=NOW)
     small.door.half.gate = asyncio.Event()
     attempting = asyncio.create_task(attempt(small.checks, transaction.id, DUE))
@@ -460,7 +461,7 @@ async def test_transaction_decided_during_load_is_not_asked(small: Small) -> Non
     assert small.door.calls.count("op.append") == 1
 
 
-async def test_unreadable_messages_use_no_attempt(small: Small) -> None:
+async def test_unreadable_messages_use_no_attempt(small: BodiesHarness) -> None:
     transaction = await small.prepare(policy=NOW)
     small.door.half.silent = True
     with pytest.raises(OwnerUnavailable):
@@ -471,7 +472,7 @@ async def test_unreadable_messages_use_no_attempt(small: Small) -> None:
 
 
 @pytest.mark.rule(21)
-async def test_lost_messages_are_not_checked_but_decided_by_hand(small: Small) -> None:
+async def test_lost_messages_are_not_checked_but_decided_by_hand(small: BodiesHarness) -> None:
     lost, whole = await small.prepare(policy=NOW), await small.prepare(policy=NOW)
     small.delete_half(1)
     running = asyncio.create_task(small.checks.run())
@@ -498,7 +499,7 @@ async def test_lost_messages_are_not_checked_but_decided_by_hand(small: Small) -
 # --- memory --------------------------------------------------------------------------------------
 
 
-async def test_eviction_starts_with_oldest_and_keeps_share(small: Small) -> None:
+async def test_eviction_starts_with_oldest_and_keeps_share(small: BodiesHarness) -> None:
     small.proxy.share = 50_000
     largest = 0
     made = []
@@ -516,7 +517,7 @@ async def test_eviction_starts_with_oldest_and_keeps_share(small: Small) -> None
     assert small.door.half.picked == []
 
 
-async def test_held_bodies_are_evicted_after_release(small: Small) -> None:
+async def test_held_bodies_are_evicted_after_release(small: BodiesHarness) -> None:
     small.proxy.share = 1 << 20
     made = [await small.prepare() for _ in range(10)]
     with small.bodies.hold(made[:3]), small.bodies.hold(made[2:4]):
@@ -528,7 +529,7 @@ async def test_held_bodies_are_evicted_after_release(small: Small) -> None:
     assert not any(each.has_bodies for each in made)
 
 
-async def test_final_messages_of_evicted_are_evicted_too(small: Small) -> None:
+async def test_final_messages_of_evicted_are_evicted_too(small: BodiesHarness) -> None:
     small.kafka.topics["t"].leaderless = frozenset({0})
     made = [await small.prepare() for _ in range(10)]
     for each in made:
@@ -540,7 +541,7 @@ async def test_final_messages_of_evicted_are_evicted_too(small: Small) -> None:
 
 
 async def test_large_eviction_takes_several_steps(
-    small: Small, monkeypatch: pytest.MonkeyPatch
+    small: BodiesHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(bodies_module, "STEP_MAX", 200)
     small.proxy.share = 1 << 30
@@ -556,7 +557,7 @@ async def test_large_eviction_takes_several_steps(
 # --- what goes out, and when it does not -------------------------------------------------------
 
 
-async def test_records_have_version_that_all_proxies_read(small: Small) -> None:
+async def test_records_have_version_that_all_proxies_read(small: BodiesHarness) -> None:
     small.proxy.record_version = 1
     transaction = await small.prepare(policy=NOW)
     assert await attempt(small.checks, transaction.id, DUE) is not None
@@ -576,7 +577,7 @@ async def test_records_have_version_that_all_proxies_read(small: Small) -> None:
 
 @pytest.mark.rule(16)
 async def test_stuck_since_shows_first_failed_promotion(
-    small: Small, monkeypatch: pytest.MonkeyPatch
+    small: BodiesHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now_s = [100.0]
     monkeypatch.setattr(promoter_module, "time", SimpleNamespace(monotonic=lambda: now_s[0]))

@@ -7,8 +7,8 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from tests.rules.bodies_world import Full, Small
-from tests.rules.rules_world import settled, until
+from tests.rules.fakes import FakeRunner
+from tests.rules.harness import BodiesHarness, settled, until
 from txbroker.core import schedule
 from txbroker.core.records import CheckReason
 from txbroker.core.schedule import Schedule
@@ -21,7 +21,7 @@ CROWD = 5000
 class StepTime:
     """A clock that moves only when it is told, for `CheckBack.run` too."""
 
-    def __init__(self, small: Small) -> None:
+    def __init__(self, small: BodiesHarness) -> None:
         self.small = small
 
     async def second(self) -> None:
@@ -32,8 +32,8 @@ class StepTime:
 
 
 @pytest.fixture
-async def small() -> AsyncIterator[Small]:
-    made = Small()
+async def small() -> AsyncIterator[BodiesHarness]:
+    made = BodiesHarness()
     made.proxy.share = 1 << 30
     await made.start()
     yield made
@@ -63,11 +63,13 @@ async def counted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return work
 
 
-async def crowd(small: Small, count: int = CROWD, group: str = "g") -> list[Transaction]:
+async def crowd(small: BodiesHarness, count: int = CROWD, group: str = "g") -> list[Transaction]:
     return list(await asyncio.gather(*[small.prepare(group=group) for _ in range(count)]))
 
 
-async def test_full_group_costs_one_retry_per_second(small: Small, counted: list[str]) -> None:
+async def test_full_group_costs_one_retry_per_second(
+    small: BodiesHarness, counted: list[str]
+) -> None:
     small.runner.room = 10
     made = await crowd(small)
     small.clock.advance(6.1)
@@ -85,7 +87,7 @@ async def test_full_group_costs_one_retry_per_second(small: Small, counted: list
     running.cancel()
 
 
-async def test_free_room_goes_to_longest_waiting(small: Small) -> None:
+async def test_free_room_goes_to_longest_waiting(small: BodiesHarness) -> None:
     small.runner.room = 10
     made = await crowd(small)
     small.clock.advance(6.1)
@@ -107,8 +109,8 @@ async def test_free_room_goes_to_longest_waiting(small: Small) -> None:
     running.cancel()
 
 
-async def test_full_group_delays_no_other(small: Small) -> None:
-    class OneFull(Full):
+async def test_full_group_delays_no_other(small: BodiesHarness) -> None:
+    class OneFull(FakeRunner):
         def due(
             self,
             owner: checkback.CheckBack,
@@ -138,7 +140,7 @@ async def test_full_group_delays_no_other(small: Small) -> None:
     running.cancel()
 
 
-async def test_decided_transaction_leaves_backlog(small: Small) -> None:
+async def test_decided_transaction_leaves_backlog(small: BodiesHarness) -> None:
     small.runner.room = 0
     made = await crowd(small, 20)
     small.clock.advance(6.1)

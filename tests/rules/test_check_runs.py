@@ -7,8 +7,8 @@ from collections.abc import AsyncIterator, Sequence
 
 import pytest
 
-from tests.rules.bodies_world import NOW, Small
-from tests.rules.rules_world import Gate, World, settled, until
+from tests.rules.fakes import Gate
+from tests.rules.harness import NOW, BodiesHarness, Harness, settled, until
 from txbroker.checkers.base import AttemptRequest, CheckCall
 from txbroker.core.records import CheckPolicy, CheckReason, Record, State
 from txbroker.core.transaction import Transaction
@@ -20,8 +20,8 @@ DUE = CheckReason.DUE
 
 
 @pytest.fixture
-async def small() -> AsyncIterator[Small]:
-    made = Small()
+async def small() -> AsyncIterator[BodiesHarness]:
+    made = BodiesHarness()
     await made.start()
     yield made
     await made.close()
@@ -32,7 +32,7 @@ def run_of(transactions: Sequence[Transaction]) -> list[AttemptRequest]:
     return [AttemptRequest(each.id, DUE, "http://g") for each in transactions]
 
 
-async def copy_out_of_reach(small: Small, monkeypatch: pytest.MonkeyPatch) -> Transaction:
+async def copy_out_of_reach(small: BodiesHarness, monkeypatch: pytest.MonkeyPatch) -> Transaction:
     """Return a transaction whose only messages lie in a parked topic that does not answer."""
     transaction = await small.prepare(policy=NOW)
     small.ledger.index.to_keep[transaction.id] = transaction
@@ -50,7 +50,7 @@ async def copy_out_of_reach(small: Small, monkeypatch: pytest.MonkeyPatch) -> Tr
 @pytest.mark.rule(21)
 @pytest.mark.parametrize("together", [True, False])
 async def test_unreadable_messages_delay_no_other_check(
-    small: Small, monkeypatch: pytest.MonkeyPatch, together: bool
+    small: BodiesHarness, monkeypatch: pytest.MonkeyPatch, together: bool
 ) -> None:
     unread = await copy_out_of_reach(small, monkeypatch)
     made = [await small.prepare(policy=NOW, group=f"g{n}") for n in range(3)] + [unread]
@@ -73,7 +73,7 @@ async def test_unreadable_messages_delay_no_other_check(
 
 
 async def test_transaction_is_shown_though_another_is_unreadable(
-    small: Small, monkeypatch: pytest.MonkeyPatch
+    small: BodiesHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     unread = await copy_out_of_reach(small, monkeypatch)
     made = [await small.prepare(), await small.prepare(), unread]
@@ -87,7 +87,7 @@ async def test_transaction_is_shown_though_another_is_unreadable(
 
 @pytest.mark.parametrize("copies", [True, False])
 async def test_callers_share_reads_of_silent_topic(
-    small: Small, monkeypatch: pytest.MonkeyPatch, copies: bool
+    small: BodiesHarness, monkeypatch: pytest.MonkeyPatch, copies: bool
 ) -> None:
     made = [await small.prepare(policy=NOW) for _ in range(12)]
     if copies:
@@ -115,43 +115,43 @@ async def test_callers_share_reads_of_silent_topic(
     assert len(reads) <= len(callers) + 1
 
 
-async def test_parking_waits_for_answer_in_flight(world: World) -> None:
-    owner = await world.owner()
+async def test_parking_waits_for_answer_in_flight(harness: Harness) -> None:
+    owner = await harness.owner()
     last = CheckPolicy(after_s=0.0, attempts_max=1, timeout_s=150.0)
-    id = await world.prepared(owner, policy=last)
+    id = await harness.prepared(owner, policy=last)
     (call,) = await owner.checks.attempt(run_of([owner.ledger.index.transactions[id]]))
     assert isinstance(call, CheckCall)
-    world.partition.calls.clear()
+    harness.partition.calls.clear()
     for _ in range(2):
-        # Handed out so long ago that it would be offered once more.
-        world.advance(61.0)
+        # FakeRunner out so long ago that it would be offered once more.
+        harness.advance(61.0)
         owner.checks.look_again()
         await settled()
-    assert "op.append" not in world.partition.calls
-    world.advance(30.0)
+    assert "op.append" not in harness.partition.calls
+    harness.advance(30.0)
     owner.checks.look_again()
     await until(lambda: owner.ledger.index.transactions[id].state is State.PARKED)
 
 
 @pytest.mark.rule(22)
 async def test_run_is_asked_before_any_is_parked(
-    world: World, monkeypatch: pytest.MonkeyPatch
+    harness: Harness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(appender, "BATCH_RECORDS_MAX", 2)
-    owner = await world.owner()
+    owner = await harness.owner()
     last = CheckPolicy(after_s=0.0, attempts_max=1, timeout_s=5.0)
-    ids = [await world.prepared(owner, policy=last) for _ in range(5)]
+    ids = [await harness.prepared(owner, policy=last) for _ in range(5)]
     made = [owner.ledger.index.transactions[id] for id in ids]
     gate = Gate()
 
     async def as_it_is(log: Log, records: Sequence[Record]) -> Appended:
         return await log.append(records)
 
-    world.partition.op.script += [as_it_is, gate.append]
+    harness.partition.op.script += [as_it_is, gate.append]
     attempting = asyncio.create_task(owner.checks.attempt(run_of(made)))
     await gate.reached.wait()
     assert [len(each.checks.attempts) for each in made] == [1, 1, 0, 0, 0]
-    world.advance(6.0)
+    harness.advance(6.0)
     owner.checks.look_again()
     await settled()
     gate.open()

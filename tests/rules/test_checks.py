@@ -8,17 +8,15 @@ from collections.abc import Callable, Collection, Sequence
 import pytest
 from msgspec import structs
 
-from tests.rules.rules_world import (
+from tests.rules.fakes import Gate, behind, lost_unanswered
+from tests.rules.harness import (
     GROUP,
     QUICK,
-    Gate,
-    World,
+    Harness,
     answered,
     attempt,
-    behind,
     commit,
     known,
-    lost_unanswered,
     prepare,
     roll_back,
     settled,
@@ -62,11 +60,11 @@ class Group:
     endpoint = "http://group"
     instance = ""
 
-    def __init__(self, world: World, answer: Callable[[CheckCall], CheckResult]) -> None:
+    def __init__(self, harness: Harness, answer: Callable[[CheckCall], CheckResult]) -> None:
         self.asked: list[CheckCall] = []
         self.markers_at_call: list[list[tuple[str, int]]] = []
         self.numbers_at_call: list[int] = []
-        self._world = world
+        self._world = harness
         self._answer = answer
         self.owner: PartitionOwner | None = None
 
@@ -94,13 +92,13 @@ class Group:
 
 
 async def asking(
-    world: World, answer: Callable[[CheckCall], CheckResult]
+    harness: Harness, answer: Callable[[CheckCall], CheckResult]
 ) -> tuple[PartitionOwner, Group, CheckRunner]:
     """Return an owner whose checks go out to a group that answers so."""
-    group = Group(world, answer)
+    group = Group(harness, answer)
     runner = CheckRunner(group, group, jitter=lambda: 0.0)
-    world.runner = runner  # type: ignore[assignment]
-    group.owner = await world.owner()
+    harness.runner = runner  # type: ignore[assignment]
+    group.owner = await harness.owner()
     return group.owner, group, runner
 
 
@@ -112,19 +110,19 @@ def silent(_: CheckCall) -> CheckResult:
 
 
 @pytest.mark.rule(21)
-async def test_question_is_sent_after_its_marker(world: World) -> None:
-    owner, group, runner = await asking(world, lambda _: Answered(Decision.COMMIT))
+async def test_question_is_sent_after_its_marker(harness: Harness) -> None:
+    owner, group, runner = await asking(harness, lambda _: Answered(Decision.COMMIT))
     gate = Gate()
-    world.partition.op.script.append(gate.append_unheard)
-    id = await world.prepared(owner, policy=QUICK)
+    harness.partition.op.script.append(gate.append_unheard)
+    id = await harness.prepared(owner, policy=QUICK)
     await gate.reached.wait()
     await settled()
     assert group.asked == []
     gate.open()
-    await until(lambda: world.visible() == [id])
+    await until(lambda: harness.visible() == [id])
     assert group.markers_at_call == [[("check", 1)]]
     assert group.numbers_at_call == [1]
-    check, decided = world.markers()
+    check, decided = harness.markers()
     assert (check.round, check.number, check.reason) == (1, 1, "due")
     assert (check.endpoint, check.half) == ("http://group", 0)
     assert (decided.kind, decided.source, decided.by) == ("commit", "check", "http://group")
@@ -132,33 +130,33 @@ async def test_question_is_sent_after_its_marker(world: World) -> None:
 
 
 @pytest.mark.rule(21)
-async def test_attempt_of_another_owner_is_not_asked(world: World) -> None:
-    owner = await world.owner()
-    id = await world.prepared(owner, policy=NOW)
-    first = behind(lambda: world.zombie_mark("check", id, round=1, number=1, reason="due"))
-    world.partition.op.script.append(first)
+async def test_attempt_of_another_owner_is_not_asked(harness: Harness) -> None:
+    owner = await harness.owner()
+    id = await harness.prepared(owner, policy=NOW)
+    first = behind(lambda: harness.zombie_mark("check", id, round=1, number=1, reason="due"))
+    harness.partition.op.script.append(first)
     assert await attempt(owner.checks, id, DUE) is None
-    assert world.kinds() == ["check", "check"]
+    assert harness.kinds() == ["check", "check"]
     assert len(known(owner, id).checks.counted_ms) == 1
 
 
 @pytest.mark.rule(21)
 @pytest.mark.parametrize("kind", ["commit", "rollback"])
-async def test_attempt_after_decision_is_not_asked(world: World, kind: str) -> None:
-    owner = await world.owner()
-    id = await world.prepared(owner, policy=NOW)
-    world.partition.op.script.append(behind(lambda: world.zombie_mark(kind, id, group=GROUP)))
+async def test_attempt_after_decision_is_not_asked(harness: Harness, kind: str) -> None:
+    owner = await harness.owner()
+    id = await harness.prepared(owner, policy=NOW)
+    harness.partition.op.script.append(behind(lambda: harness.zombie_mark(kind, id, group=GROUP)))
     assert await attempt(owner.checks, id, DUE) is None
     assert known(owner, id).checks.attempts == ()
 
 
 @pytest.mark.rule(21)
-async def test_attempt_decided_in_its_batch_is_not_asked(world: World) -> None:
-    owner = await world.owner()
-    third, other = await world.prepared(owner), await world.prepared(owner)
-    id = await world.prepared(owner, policy=NOW)
+async def test_attempt_decided_in_its_batch_is_not_asked(harness: Harness) -> None:
+    owner = await harness.owner()
+    third, other = await harness.prepared(owner), await harness.prepared(owner)
+    id = await harness.prepared(owner, policy=NOW)
     gate = Gate()
-    world.partition.op.script.append(gate.append)
+    harness.partition.op.script.append(gate.append)
     first = asyncio.create_task(commit(owner, third))
     await gate.reached.wait()
     # Decisions and checks take turns: so the check comes between these two decisions.
@@ -170,28 +168,28 @@ async def test_attempt_decided_in_its_batch_is_not_asked(world: World) -> None:
     gate.open()
     assert await attempting is None
     await asyncio.gather(first, second, deciding)
-    assert world.kinds() in (
+    assert harness.kinds() in (
         ["commit", "commit", "check", "rollback"],
         ["commit", "check", "commit", "rollback"],
     )
-    assert world.partition.calls.count("op.append") == 2
+    assert harness.partition.calls.count("op.append") == 2
 
 
 @pytest.mark.rule(21)
-async def test_early_attempt_is_neither_written_nor_asked(world: World) -> None:
-    owner = await world.owner()
-    id = await world.prepared(owner)
+async def test_early_attempt_is_neither_written_nor_asked(harness: Harness) -> None:
+    owner = await harness.owner()
+    id = await harness.prepared(owner)
     assert await attempt(owner.checks, id, DUE) is None
     await commit(owner, id)
     assert await attempt(owner.checks, id, ASKED) is None
-    assert world.kinds() == ["commit"]
+    assert harness.kinds() == ["commit"]
 
 
 @pytest.mark.rule(21)
-async def test_attempt_with_unanswered_marker_is_not_asked(world: World) -> None:
-    owner = await world.owner()
-    id = await world.prepared(owner, policy=NOW)
-    world.partition.op.script.append(lost_unanswered)
+async def test_attempt_with_unanswered_marker_is_not_asked(harness: Harness) -> None:
+    owner = await harness.owner()
+    id = await harness.prepared(owner, policy=NOW)
+    harness.partition.op.script.append(lost_unanswered)
     with pytest.raises(OwnerUnavailable):
         await attempt(owner.checks, id, DUE)
     call = await attempt(owner.checks, id, DUE)
@@ -200,11 +198,11 @@ async def test_attempt_with_unanswered_marker_is_not_asked(world: World) -> None
 
 
 @pytest.mark.rule(21)
-async def test_marker_holds_outcome_of_previous_attempt(world: World) -> None:
-    owner, group, runner = await asking(world, lambda call: Unclear(f"no answer {call.number}"))
-    await world.prepared(owner, policy=QUICK)
+async def test_marker_holds_outcome_of_previous_attempt(harness: Harness) -> None:
+    owner, group, runner = await asking(harness, lambda call: Unclear(f"no answer {call.number}"))
+    await harness.prepared(owner, policy=QUICK)
     await until(lambda: len(group.asked) == 3)
-    checks = [each for each in world.markers() if each.kind == "check"]
+    checks = [each for each in harness.markers() if each.kind == "check"]
     assert [each.previous for each in checks] == ["", "no answer 1", "no answer 2"]
     await runner.close()
 
@@ -214,54 +212,54 @@ async def test_marker_holds_outcome_of_previous_attempt(world: World) -> None:
 
 @pytest.mark.rule(21, 22)
 async def test_unreached_attempt_is_returned_and_number_not_reused(
-    world: World,
+    harness: Harness,
 ) -> None:
-    owner = await world.owner()
-    id = await world.prepared(owner, policy=NOW)
+    owner = await harness.owner()
+    id = await harness.prepared(owner, policy=NOW)
     for number in (1, 2, 3):
         call = await attempt(owner.checks, id, DUE)
         assert call is not None
         assert (call.number, call.attempt) == (number, 1)
         await answered(owner.checks, call, Unreached("refused"))
         assert known(owner, id).checks.counted_ms == ()
-    marks = [(each.kind, each.number) for each in world.markers()]
+    marks = [(each.kind, each.number) for each in harness.markers()]
     assert marks == [(kind, n) for n in (1, 2, 3) for kind in ("check", "returned")]
 
 
 @pytest.mark.rule(22)
-async def test_unclear_attempt_counts(world: World) -> None:
-    owner = await world.owner()
-    id = await world.prepared(owner, policy=NOW)
+async def test_unclear_attempt_counts(harness: Harness) -> None:
+    owner = await harness.owner()
+    id = await harness.prepared(owner, policy=NOW)
     call = await attempt(owner.checks, id, DUE)
     assert call is not None
     await answered(owner.checks, call, Unclear("timeout"))
-    assert world.kinds() == ["check"]
+    assert harness.kinds() == ["check"]
     assert len(known(owner, id).checks.counted_ms) == 1
     await answered(owner.checks, call, Answered(Decision.UNKNOWN))
-    assert world.kinds() == ["check"]
+    assert harness.kinds() == ["check"]
 
 
 @pytest.mark.rule(22)
-async def test_transaction_is_parked_after_last_timeout(world: World) -> None:
-    owner, group, runner = await asking(world, silent)
-    id = await world.prepared(owner, policy=QUICK)
+async def test_transaction_is_parked_after_last_timeout(harness: Harness) -> None:
+    owner, group, runner = await asking(harness, silent)
+    id = await harness.prepared(owner, policy=QUICK)
     await until(lambda: known(owner, id).state is State.PARKED)
-    assert world.kinds() == ["check", "check", "check", "park"]
-    at_ms = [record.timestamp_ms for record in world.kafka.visible("txbroker.op")]
+    assert harness.kinds() == ["check", "check", "check", "park"]
+    at_ms = [record.timestamp_ms for record in harness.kafka.visible("txbroker.op")]
     assert at_ms[1] - at_ms[0] >= 20
     assert at_ms[2] - at_ms[1] >= 20
     assert at_ms[3] - at_ms[2] >= 20
     assert [call.attempt for call in group.asked] == [1, 2, 3]
-    assert world.markers()[-1].round == 1
-    await until(lambda: world.parked() == [(f"{id}/0".encode(), True)])
+    assert harness.markers()[-1].round == 1
+    await until(lambda: harness.parked() == [(f"{id}/0".encode(), True)])
     await until(lambda: runner.queued == 0)
     await runner.close()
 
 
 async def test_unexpected_error_in_parking_stops_partition(
-    world: World, monkeypatch: pytest.MonkeyPatch
+    harness: Harness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    owner, _, runner = await asking(world, silent)
+    owner, _, runner = await asking(harness, silent)
     write = owner._op.append_one
 
     async def surprised(row: MarkerRow) -> ApplyResult:
@@ -270,51 +268,51 @@ async def test_unexpected_error_in_parking_stops_partition(
         return await write(row)
 
     monkeypatch.setattr(owner._op, "append_one", surprised)
-    await world.prepared(owner, policy=QUICK)
-    await until(lambda: bool(world.stops))
-    assert str(world.stops[0]) == "a surprise"
+    await harness.prepared(owner, policy=QUICK)
+    await until(lambda: bool(harness.stops))
+    assert str(harness.stops[0]) == "a surprise"
     await runner.close()
 
 
 async def test_transaction_parked_during_copy_is_copied_again(
-    world: World,
+    harness: Harness,
 ) -> None:
     async def slowly(door: MemoryPartitionDoor, turn: PromotionTxn) -> PromotionTxnHandle:
         handle = await door.write(turn)
         await written.wait()
         return handle
 
-    owner, written = await world.owner(), Gate()
-    id = await world.prepared(owner, policy=CheckPolicy(0.0, 0.0, 1, 0.0))
-    world.partition.writes.append(slowly)
+    owner, written = await harness.owner(), Gate()
+    id = await harness.prepared(owner, policy=CheckPolicy(0.0, 0.0, 1, 0.0))
+    harness.partition.writes.append(slowly)
     owner.ledger.index.to_keep[id] = known(owner, id)
     owner._promoter.wake()
     await written.reached.wait()
-    world.zombie_mark(MarkerKind.CHECK, id, round=1, number=1, reason="due")
+    harness.zombie_mark(MarkerKind.CHECK, id, round=1, number=1, reason="due")
     await until(lambda: known(owner, id).state is State.PARKED)
     written.open()
-    await until(lambda: len(world.parked()) == 2)
-    copies = [decode_kept(record).facts for record in world.kafka.visible("txbroker.parked")]
+    await until(lambda: len(harness.parked()) == 2)
+    copies = [decode_kept(record).facts for record in harness.kafka.visible("txbroker.parked")]
     assert [facts and facts.state for facts in copies] == ["pending", "parked"]
 
 
 @pytest.mark.rule(22)
-async def test_no_attempt_is_accepted_after_the_last(world: World) -> None:
-    owner = await world.owner()
-    id = await world.prepared(owner, policy=CheckPolicy(0.0, 0.0, 2, 60.0))
+async def test_no_attempt_is_accepted_after_the_last(harness: Harness) -> None:
+    owner = await harness.owner()
+    id = await harness.prepared(owner, policy=CheckPolicy(0.0, 0.0, 2, 60.0))
     for number in (1, 2, 3):
-        world.zombie_mark(MarkerKind.CHECK, id, round=1, number=number, reason="due")
-    await until(lambda: world.told.effects() == [Effect.ILLEGAL])
+        harness.zombie_mark(MarkerKind.CHECK, id, round=1, number=number, reason="due")
+    await until(lambda: harness.events.effects() == [Effect.ILLEGAL])
     assert (known(owner, id).state, known(owner, id).checks.number) == (State.PENDING, 2)
     assert len(known(owner, id).checks.counted_ms) == 2
 
 
 @pytest.mark.rule(22)
 async def test_parked_transaction_ignores_answers_in_flight(
-    world: World,
+    harness: Harness,
 ) -> None:
-    owner = await world.owner()
-    id = await world.prepared(owner, policy=structs.replace(NOW, attempts_max=1, timeout_s=0.0))
+    owner = await harness.owner()
+    id = await harness.prepared(owner, policy=structs.replace(NOW, attempts_max=1, timeout_s=0.0))
     call = await attempt(owner.checks, id, DUE)
     assert call is not None
     owner.checks.touch(known(owner, id))
@@ -322,15 +320,15 @@ async def test_parked_transaction_ignores_answers_in_flight(
     await answered(owner.checks, call, Answered(Decision.COMMIT))
     assert known(owner, id).state is State.PARKED
     await commit(owner, id, by="ops")
-    await until(lambda: world.visible() == [id])
+    await until(lambda: harness.visible() == [id])
 
 
 @pytest.mark.rule(22)
 async def test_revived_transaction_ignores_old_round(
-    world: World,
+    harness: Harness,
 ) -> None:
-    owner = await world.owner()
-    id = await world.prepared(owner, policy=structs.replace(NOW, attempts_max=1, timeout_s=0.0))
+    owner = await harness.owner()
+    id = await harness.prepared(owner, policy=structs.replace(NOW, attempts_max=1, timeout_s=0.0))
     old = await attempt(owner.checks, id, DUE)
     assert old is not None
     owner.checks.touch(known(owner, id))
@@ -338,7 +336,7 @@ async def test_revived_transaction_ignores_old_round(
     with pytest.raises(NotPending):
         owner.checks.ask(known(owner, id))
     assert (await owner.api.revive(id, "ops", "fixed")).state is State.PENDING
-    assert (world.markers()[-1].kind, world.markers()[-1].round) == ("revive", 1)
+    assert (harness.markers()[-1].kind, harness.markers()[-1].round) == ("revive", 1)
     for result in (Answered(Decision.COMMIT), Unreached("x"), Answered(Decision.UNKNOWN, 9.0)):
         await answered(owner.checks, old, result)
     assert known(owner, id).state is State.PENDING
@@ -348,15 +346,15 @@ async def test_revived_transaction_ignores_old_round(
 
 
 @pytest.mark.rule(22)
-async def test_answer_after_decision_is_ignored(world: World) -> None:
-    owner = await world.owner()
-    id = await world.prepared(owner, policy=NOW)
+async def test_answer_after_decision_is_ignored(harness: Harness) -> None:
+    owner = await harness.owner()
+    id = await harness.prepared(owner, policy=NOW)
     call = await attempt(owner.checks, id, DUE)
     assert call is not None
     await roll_back(owner, id)
     for result in (Answered(Decision.COMMIT), Unreached("x"), Answered(Decision.UNKNOWN, 9.0)):
         await answered(owner.checks, call, result)
-    assert world.kinds() == ["check", "rollback"]
+    assert harness.kinds() == ["check", "rollback"]
     assert known(owner, id).verdict.decision is Decision.ROLLBACK
 
 
@@ -364,10 +362,10 @@ async def test_answer_after_decision_is_ignored(world: World) -> None:
 
 
 @pytest.mark.rule(23)
-async def test_requested_check_is_immediate_counted_and_spaced(world: World) -> None:
-    owner = await world.owner()
-    id = await world.prepared(owner, policy=THREE)
-    handed = world.runner.due_now
+async def test_requested_check_is_immediate_counted_and_spaced(harness: Harness) -> None:
+    owner = await harness.owner()
+    id = await harness.prepared(owner, policy=THREE)
+    handed = harness.runner.due_now
     await until(lambda: handed == [(id, DUE)])
     call = await attempt(owner.checks, id, DUE)
     assert call is not None
@@ -376,7 +374,7 @@ async def test_requested_check_is_immediate_counted_and_spaced(world: World) -> 
     await settled()
     assert handed == [(id, DUE)]
     assert await attempt(owner.checks, id, ASKED) is None
-    world.advance(ASK_SPACING_MS / 1000)
+    harness.advance(ASK_SPACING_MS / 1000)
     owner.checks.ask(known(owner, id))
     await until(lambda: handed == [(id, DUE), (id, ASKED)])
     second = await attempt(owner.checks, id, ASKED)
@@ -385,30 +383,30 @@ async def test_requested_check_is_immediate_counted_and_spaced(world: World) -> 
     assert len(known(owner, id).checks.counted_ms) == 2
 
 
-async def test_marker_of_check_names_requester(world: World) -> None:
-    owner = await world.owner()
-    id = await world.prepared(owner, policy=THREE)
-    await until(lambda: world.runner.due_now == [(id, DUE)])
+async def test_marker_of_check_names_requester(harness: Harness) -> None:
+    owner = await harness.owner()
+    id = await harness.prepared(owner, policy=THREE)
+    await until(lambda: harness.runner.due_now == [(id, DUE)])
     call = await attempt(owner.checks, id, DUE)
     assert call is not None
     await answered(owner.checks, call, Unclear("timeout"))
-    world.advance(ASK_SPACING_MS / 1000)
+    harness.advance(ASK_SPACING_MS / 1000)
     owner.checks.ask(known(owner, id), "ann@laptop via http 10.0.0.1", "the shop is back")
-    await until(lambda: (id, ASKED) in world.runner.due_now)
+    await until(lambda: (id, ASKED) in harness.runner.due_now)
     assert await attempt(owner.checks, id, ASKED) is not None
-    assert [(marker.reason, marker.by) for marker in world.markers()] == [
+    assert [(marker.reason, marker.by) for marker in harness.markers()] == [
         (DUE, ""),
         (ASKED, "ann@laptop via http 10.0.0.1: the shop is back"),
     ]
 
 
 @pytest.mark.rule(23)
-async def test_last_attempt_is_never_pulled_forward(world: World) -> None:
-    owner = await world.owner()
-    id = await world.prepared(owner, policy=structs.replace(NOW, attempts_max=2))
+async def test_last_attempt_is_never_pulled_forward(harness: Harness) -> None:
+    owner = await harness.owner()
+    id = await harness.prepared(owner, policy=structs.replace(NOW, attempts_max=2))
     call = await attempt(owner.checks, id, DUE)
     assert call is not None
-    world.advance(2.0)
+    harness.advance(2.0)
     with pytest.raises(NotPending):
         owner.checks.ask(known(owner, id))
     assert await attempt(owner.checks, id, ASKED) is None
@@ -416,31 +414,31 @@ async def test_last_attempt_is_never_pulled_forward(world: World) -> None:
 
 
 @pytest.mark.rule(23)
-async def test_not_yet_uses_no_attempt_and_is_obeyed(world: World) -> None:
-    owner = await world.owner()
-    id = await world.prepared(owner, policy=NOW)
+async def test_not_yet_uses_no_attempt_and_is_obeyed(harness: Harness) -> None:
+    owner = await harness.owner()
+    id = await harness.prepared(owner, policy=NOW)
     call = await attempt(owner.checks, id, DUE)
     assert call is not None
     await answered(owner.checks, call, Answered(Decision.UNKNOWN, 60.0))
-    transaction, marker = known(owner, id), world.markers()[-1]
+    transaction, marker = known(owner, id), harness.markers()[-1]
     assert (marker.kind, marker.round, marker.number, marker.later_s) == ("later", 1, 1, 60.0)
     assert transaction.checks.counted_ms == ()
-    at_ms = world.kafka.visible("txbroker.op")[-1].timestamp_ms
+    at_ms = harness.kafka.visible("txbroker.op")[-1].timestamp_ms
     assert transaction.next_check_ms() == at_ms + 60_000
     assert await attempt(owner.checks, id, DUE) is None
-    world.advance(60.1)
+    harness.advance(60.1)
     again = await attempt(owner.checks, id, DUE)
     assert again is not None
     assert (again.number, again.attempt) == (2, 1)
     await answered(owner.checks, again, Answered(Decision.UNKNOWN, 1e9))
-    assert transaction.next_check_ms() - world.clock.now_ms() <= LATER_S_MAX * 1000
+    assert transaction.next_check_ms() - harness.clock.now_ms() <= LATER_S_MAX * 1000
 
 
-async def test_preparing_instance_is_preferred(world: World) -> None:
-    owner = await world.owner()
-    half = world.half()
+async def test_preparing_instance_is_preferred(harness: Harness) -> None:
+    owner = await harness.owner()
+    half = harness.half()
     await prepare(owner, half, "instance-7")
-    world.advance(6.1)
+    harness.advance(6.1)
     owner.checks.look_again()
-    await until(lambda: world.runner.due_now == [(half.id, DUE)])
-    assert world.runner.prefers == ["instance-7"]
+    await until(lambda: harness.runner.due_now == [(half.id, DUE)])
+    assert harness.runner.prefers == ["instance-7"]

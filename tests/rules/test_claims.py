@@ -10,19 +10,15 @@ from collections.abc import Callable
 import pytest
 from msgspec import structs
 
-from tests.rules.rules_world import (
+from tests.rules.fakes import Gate, ScriptedDoor, ScriptedPartition, behind, raising
+from tests.rules.harness import (
     GROUP,
-    Gate,
-    ScriptedDoor,
-    ScriptedPartition,
-    World,
-    behind,
+    Harness,
     commit,
     known,
     marker,
     message,
     prepare,
-    raising,
     settled,
     until,
 )
@@ -53,47 +49,47 @@ _NUMBERS = itertools.count()
 
 
 @pytest.mark.rule(8)
-async def test_owner_claims_before_reading_or_writing(world: World) -> None:
-    await (await world.owner()).close()
-    await world.owner()
-    calls = world.partition.calls
+async def test_owner_claims_before_reading_or_writing(harness: Harness) -> None:
+    await (await harness.owner()).close()
+    await harness.owner()
+    calls = harness.partition.calls
     assert calls[0] == "claim"
     assert "half.append" not in calls
     assert "op.append" not in calls
 
 
 @pytest.mark.rule(8)
-async def test_lost_claim_is_retried_while_assigned(world: World) -> None:
-    owner = world.make()
-    world.partition.claims.extend([_fenced, _fenced])
+async def test_lost_claim_is_retried_while_assigned(harness: Harness) -> None:
+    owner = harness.make()
+    harness.partition.claims.extend([_fenced, _fenced])
     await owner.open()
-    assert world.partition.calls.count("claim") == 3
-    id = await world.committed(owner)
-    await until(lambda: world.visible() == [id])
+    assert harness.partition.calls.count("claim") == 3
+    id = await harness.committed(owner)
+    await until(lambda: harness.visible() == [id])
 
 
 @pytest.mark.rule(8)
-async def test_lost_claim_of_moved_partition_is_abandoned(world: World) -> None:
-    owner = world.make()
-    world.proxy.ours = False
-    world.partition.claims.append(_fenced)
+async def test_lost_claim_of_moved_partition_is_abandoned(harness: Harness) -> None:
+    owner = harness.make()
+    harness.proxy.ours = False
+    harness.partition.claims.append(_fenced)
     with pytest.raises(Fenced):
         await owner.open()
-    assert world.partition.calls[-1] == "claim"
-    assert world.partition.calls.count("claim") == 1
+    assert harness.partition.calls[-1] == "claim"
+    assert harness.partition.calls.count("claim") == 1
 
 
 @pytest.mark.rule(8)
-async def test_each_claim_has_a_unique_id(world: World) -> None:
+async def test_each_claim_has_a_unique_id(harness: Harness) -> None:
     for _ in range(2):
-        await (await world.owner()).close()
-    records = world.kafka.visible("txbroker.checkpoint")
+        await (await harness.owner()).close()
+    records = harness.kafka.visible("txbroker.checkpoint")
     claims = [each for each in map(decode_checkpoint, records) if isinstance(each, Claim)]
     assert len({each.claim for each in claims}) == 2
 
 
 @pytest.mark.rule(9)
-async def test_hanging_claim_is_shown_and_retried(world: World) -> None:
+async def test_hanging_claim_is_shown_and_retried(harness: Harness) -> None:
     hangs = True
 
     async def claim(inner: MemoryPartitionDoor, claim: Claim) -> Claimed:
@@ -104,7 +100,7 @@ async def test_hanging_claim_is_shown_and_retried(world: World) -> None:
     def script(partition: ScriptedPartition) -> None:
         partition.claims.append(claim)
 
-    broker = await broker_on(world, 2, script)
+    broker = await broker_on(harness, 2, script)
     await until(lambda: broker.readiness().partitions[0].startswith("claiming: "))
     assert "hides the progress" in broker.readiness().partitions[0]
     assert not broker.readiness().ready
@@ -116,302 +112,304 @@ async def test_hanging_claim_is_shown_and_retried(world: World) -> None:
 
 
 @pytest.mark.rule(10)
-async def test_every_promotion_carries_checkpoint(world: World) -> None:
-    owner = await world.owner()
+async def test_every_promotion_carries_checkpoint(harness: Harness) -> None:
+    owner = await harness.owner()
     for count in (1, 2, 3):
-        id = await world.committed(owner)
-        await until(lambda: id in world.told.promotions)  # noqa: B023
-        progress = world.progress()
+        id = await harness.committed(owner)
+        await until(lambda: id in harness.events.promotions)  # noqa: B023
+        progress = harness.progress()
         assert (progress.op, progress.half) == (count, count)
         assert progress.op_anchor is not None
         assert progress.op_anchor.offset == count - 1
         assert progress.half_anchor is not None
         assert progress.half_anchor.timestamp_ms == known(owner, id).prepared_at_ms
-        assert progress.claim == world.markers()[-1].claim
+        assert progress.claim == harness.markers()[-1].claim
 
 
 @pytest.mark.rule(11, 12)
-async def test_records_below_checkpoint_have_no_effect(world: World) -> None:
-    owner = await world.owner()
-    ids = [await world.committed(owner) for _ in range(3)]
-    await until(lambda: world.told.promotions == ids)
+async def test_records_below_checkpoint_have_no_effect(harness: Harness) -> None:
+    owner = await harness.owner()
+    ids = [await harness.committed(owner) for _ in range(3)]
+    await until(lambda: harness.events.promotions == ids)
     await owner.close()
-    again = await world.owner()
-    later = await world.committed(again)
-    await until(lambda: later in world.told.promotions)
-    assert world.visible() == [*ids, later]
-    assert world.told.promotions == [*ids, later]
+    again = await harness.owner()
+    later = await harness.committed(again)
+    await until(lambda: later in harness.events.promotions)
+    assert harness.visible() == [*ids, later]
+    assert harness.events.promotions == [*ids, later]
     assert [known(again, id).state for id in ids] == [State.PROMOTED] * 3
-    assert world.runner.due_now == []
+    assert harness.runner.due_now == []
 
 
 @pytest.mark.rule(12)
 async def test_next_owner_promotes_committed_transactions(
-    world: World,
+    harness: Harness,
 ) -> None:
-    owner = await world.owner()
-    world.kafka.set_leaderless("t", 0)
-    id = await world.committed(owner)
+    owner = await harness.owner()
+    harness.kafka.set_leaderless("t", 0)
+    id = await harness.committed(owner)
     await settled()
     await owner.close()
-    world.kafka.set_leaderless("t")
-    again = await world.owner()
+    harness.kafka.set_leaderless("t")
+    again = await harness.owner()
     await until(lambda: known(again, id).state is State.PROMOTED)
-    assert world.visible() == [id]
+    assert harness.visible() == [id]
 
 
 @pytest.mark.rule(10)
-async def test_marker_before_half_is_not_covered_by_checkpoint(world: World) -> None:
-    owner = await world.owner()
-    late = world.half(message("late"))
-    world.zombie_mark(MarkerKind.COMMIT, late.id, group=GROUP)
+async def test_marker_before_half_is_not_covered_by_checkpoint(harness: Harness) -> None:
+    owner = await harness.owner()
+    late = harness.half(message("late"))
+    harness.zombie_mark(MarkerKind.COMMIT, late.id, group=GROUP)
     await until(lambda: owner.ledger.op_position == 1)
-    first = await world.committed(owner)
-    await until(lambda: world.told.promotions == [first])
-    assert (world.progress().op, world.progress().half) == (2, 1)
+    first = await harness.committed(owner)
+    await until(lambda: harness.events.promotions == [first])
+    assert (harness.progress().op, harness.progress().half) == (2, 1)
     await owner.close()
-    world.zombie_half(late)
-    await world.owner()
-    await until(lambda: world.told.promotions == [first, late.id])
-    assert world.visible() == [first, "late"]
+    harness.zombie_half(late)
+    await harness.owner()
+    await until(lambda: harness.events.promotions == [first, late.id])
+    assert harness.visible() == [first, "late"]
 
 
 @pytest.mark.rule(12)
-async def test_attempts_count_across_restart(world: World) -> None:
-    owner = await world.owner()
-    half = world.half()
+async def test_attempts_count_across_restart(harness: Harness) -> None:
+    owner = await harness.owner()
+    half = harness.half()
     await prepare(owner, half)
     for number in (1, 2):
-        world.advance(40.0)
-        world.zombie_mark(MarkerKind.CHECK, half.id, round=1, number=number, reason="due")
+        harness.advance(40.0)
+        harness.zombie_mark(MarkerKind.CHECK, half.id, round=1, number=number, reason="due")
     await until(lambda: known(owner, half.id).checks.number == 2)
     before = known(owner, half.id).checks.counted_ms
     await owner.close()
-    again = await world.owner()
+    again = await harness.owner()
     assert known(again, half.id).checks.counted_ms == before
     assert known(again, half.id).checks.number == 2
 
 
 @pytest.mark.rule(10)
 async def test_truncated_or_recreated_topic_stops_one_partition(
-    world: World,
+    harness: Harness,
 ) -> None:
-    broker = await broker_on(world, 2)
+    broker = await broker_on(harness, 2)
     await until(lambda: broker.readiness().ready)
     for partition in (0, 1):
-        await through(broker, world, partition)
-    await until(lambda: len(world.told.promotions) == 2)
+        await through(broker, harness, partition)
+    await until(lambda: len(harness.events.promotions) == 2)
     await broker.close()
-    world.kafka.truncate("x.op", 0, end=0)
-    broker = await broker_on(world, 2)
+    harness.kafka.truncate("x.op", 0, end=0)
+    broker = await broker_on(harness, 2)
     await until(lambda: broker.readiness().partitions[1] == "owned")
     await until(lambda: broker.readiness().partitions[0].startswith("truncated"))
     assert not broker.readiness().ready
     assert any("truncated or recreated" in problem for problem in broker.readiness().problems)
-    await through(broker, world, 1)
+    await through(broker, harness, 1)
     with pytest.raises(OwnerUnavailable):
-        await through(broker, world, 0)
+        await through(broker, harness, 0)
 
 
 @pytest.mark.rule(10)
 @pytest.mark.parametrize("topic", ["half", "op"])
-async def test_log_ending_before_checkpoint_is_refused(world: World, topic: str) -> None:
-    owner = await world.owner()
+async def test_log_ending_before_checkpoint_is_refused(harness: Harness, topic: str) -> None:
+    owner = await harness.owner()
     for _ in range(3):
-        await world.committed(owner)
-    await until(lambda: len(world.visible()) == 3)
+        await harness.committed(owner)
+    await until(lambda: len(harness.visible()) == 3)
     await owner.close()
-    world.kafka.truncate(f"txbroker.{topic}", end=2)
+    harness.kafka.truncate(f"txbroker.{topic}", end=2)
     with pytest.raises(LogTruncated, match="it ends at"):
-        await world.owner()
+        await harness.owner()
 
 
 @pytest.mark.rule(10)
 @pytest.mark.parametrize("topic", ["half", "op"])
-async def test_recreated_log_past_checkpoint_is_refused(world: World, topic: str) -> None:
-    owner = await world.owner()
+async def test_recreated_log_past_checkpoint_is_refused(harness: Harness, topic: str) -> None:
+    owner = await harness.owner()
     for _ in range(3):
-        await world.committed(owner)
-    await until(lambda: len(world.visible()) == 3)
+        await harness.committed(owner)
+    await until(lambda: len(harness.visible()) == 3)
     await owner.close()
-    old = world.kafka.visible(f"txbroker.{topic}")
-    world.kafka.truncate(f"txbroker.{topic}", end=0)
-    world.advance(10.0)
-    log = world.kafka.topics[f"txbroker.{topic}"].partitions[0]
+    old = harness.kafka.visible(f"txbroker.{topic}")
+    harness.kafka.truncate(f"txbroker.{topic}", end=0)
+    harness.advance(10.0)
+    log = harness.kafka.topics[f"txbroker.{topic}"].partitions[0]
     bare = [structs.replace(record, timestamp_ms=-1) for record in old * 2]
-    log.append(bare, world.clock.now_ms())
+    log.append(bare, harness.clock.now_ms())
     with pytest.raises(LogTruncated):
-        await world.owner()
+        await harness.owner()
 
 
 @pytest.mark.rule(10)
 @pytest.mark.parametrize("topic", ["half", "op"])
-async def test_log_ending_before_last_read_record_is_refused(world: World, topic: str) -> None:
+async def test_log_ending_before_last_read_record_is_refused(harness: Harness, topic: str) -> None:
     """A checkpoint can lie below what was read when it was written: the rest must be read."""
-    owner = await world.owner()
-    ids = [await world.committed(owner) for _ in range(2)]
-    await until(lambda: world.visible() == ids)
+    owner = await harness.owner()
+    ids = [await harness.committed(owner) for _ in range(2)]
+    await until(lambda: harness.visible() == ids)
     await owner.close()
     # As a turn says that had no room for the second transaction, though it was read.
-    _commit_progress(world, structs.replace(world.progress(), op=1, half=1))
-    world.kafka.truncate(f"txbroker.{topic}", end=1)
+    _commit_progress(harness, structs.replace(harness.progress(), op=1, half=1))
+    harness.kafka.truncate(f"txbroker.{topic}", end=1)
     with pytest.raises(LogTruncated, match="it ends at"):
-        await world.owner()
+        await harness.owner()
 
 
 @pytest.mark.rule(10)
-async def test_truncation_stops_owned_partition(world: World) -> None:
-    owner = await world.owner()
-    await world.prepared(owner)
-    world.kafka.truncate("txbroker.half", before=1)
-    world.zombie_half(world.half())
-    world.kafka.truncate("txbroker.half", before=2)
-    await until(lambda: world.stops)
-    assert isinstance(world.stops[0], LogTruncated)
+async def test_truncation_stops_owned_partition(harness: Harness) -> None:
+    owner = await harness.owner()
+    await harness.prepared(owner)
+    harness.kafka.truncate("txbroker.half", before=1)
+    harness.zombie_half(harness.half())
+    harness.kafka.truncate("txbroker.half", before=2)
+    await until(lambda: harness.stops)
+    assert isinstance(harness.stops[0], LogTruncated)
 
 
 @pytest.mark.rule(10)
-async def test_refused_transactions_survive_restart_with_cause(world: World) -> None:
-    owner = await world.owner()
-    id = await world.prepared(owner, message("big" * 100))
-    world.kafka.set_message_bytes_max("t", 100)
+async def test_refused_transactions_survive_restart_with_cause(harness: Harness) -> None:
+    owner = await harness.owner()
+    id = await harness.prepared(owner, message("big" * 100))
+    harness.kafka.set_message_bytes_max("t", 100)
     await commit(owner, id)
-    await until(lambda: world.told.refusals == [id])
+    await until(lambda: harness.events.refusals == [id])
     decided_at_ms = known(owner, id).verdict.at_ms
     await owner.close()
-    again = await world.owner()
+    again = await harness.owner()
     assert known(again, id).state is State.REFUSED
     cause = known(again, id).cause
     assert cause is not None
     assert (cause.code, cause.topic, cause.partition) == ("too_large", "t", 0)
     assert known(again, id).verdict.at_ms == decided_at_ms
-    assert world.visible() == []
+    assert harness.visible() == []
 
 
 @pytest.mark.rule(10)
-async def test_damaged_copy_of_refused_stops_partition(world: World) -> None:
+async def test_damaged_copy_of_refused_stops_partition(harness: Harness) -> None:
     """It would count as promoted: after a lost turn, and with the next owner."""
-    owner = await world.owner()
-    world.kafka.set_message_bytes_max("u", 200)
+    owner = await harness.owner()
+    harness.kafka.set_message_bytes_max("u", 200)
     messages = (message("small"), message("x" * 500, topic="u"))
-    id = await world.committed(owner, *messages)
+    id = await harness.committed(owner, *messages)
     await until(lambda: known(owner, id).state is State.REFUSED)
     # Somebody deletes half of it.
-    world.kafka.truncate("txbroker.parked", before=1)
-    world.partition.writes.append(raising(PromotionTxnLost()))
-    await world.committed(owner)
-    await until(lambda: world.stops)
-    assert isinstance(world.stops[0], InvariantBroken)
-    assert id not in world.told.promotions
+    harness.kafka.truncate("txbroker.parked", before=1)
+    harness.partition.writes.append(raising(PromotionTxnLost()))
+    await harness.committed(owner)
+    await until(lambda: harness.stops)
+    assert isinstance(harness.stops[0], InvariantBroken)
+    assert id not in harness.events.promotions
     await owner.close()
     with pytest.raises(InvariantBroken, match="parked topic is damaged"):
-        await world.owner()
+        await harness.owner()
 
 
 @pytest.mark.rule(10)
-async def test_revived_refused_transaction_is_retried(world: World) -> None:
-    owner = await world.owner()
-    id = await world.prepared(owner, message("big" * 100))
-    world.kafka.set_message_bytes_max("t", 100)
+async def test_revived_refused_transaction_is_retried(harness: Harness) -> None:
+    owner = await harness.owner()
+    id = await harness.prepared(owner, message("big" * 100))
+    harness.kafka.set_message_bytes_max("t", 100)
     await commit(owner, id)
-    await until(lambda: world.told.refusals == [id])
+    await until(lambda: harness.events.refusals == [id])
     owner._promoter._retries._retries.set(id, None)
     assert (await owner.api.revive(id, "ops", "again")).state is State.REFUSED
     assert known(owner, id).checks.round == 1
-    world.kafka.set_message_bytes_max("t", 1000)
+    harness.kafka.set_message_bytes_max("t", 1000)
     await owner.api.revive(id, "ops", "raised")
-    await until(lambda: world.visible() == ["big" * 100])
-    await until(lambda: world.parked()[-1] == (f"{id}/0".encode(), False))
+    await until(lambda: harness.visible() == ["big" * 100])
+    await until(lambda: harness.parked()[-1] == (f"{id}/0".encode(), False))
     await owner.close()
-    assert known(await world.owner(), id).state is State.PROMOTED
+    assert known(await harness.owner(), id).state is State.PROMOTED
 
 
 # --- 16 ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.rule(16)
-async def test_fenced_owner_drops_moved_partition(world: World) -> None:
-    owner = await world.owner()
-    world.proxy.ours = False
-    world.partition.writes.append(raising(Fenced()))
-    id = await world.committed(owner)
-    await until(lambda: world.stops)
-    assert isinstance(world.stops[0], Fenced)
-    assert world.partition.calls.count("claim") == 1
-    assert world.visible() == []
+async def test_fenced_owner_drops_moved_partition(harness: Harness) -> None:
+    owner = await harness.owner()
+    harness.proxy.ours = False
+    harness.partition.writes.append(raising(Fenced()))
+    id = await harness.committed(owner)
+    await until(lambda: harness.stops)
+    assert isinstance(harness.stops[0], Fenced)
+    assert harness.partition.calls.count("claim") == 1
+    assert harness.visible() == []
     assert known(owner, id).state is State.COMMITTED
 
 
 @pytest.mark.rule(16)
 @pytest.mark.parametrize("error", [Fenced(), PromotionTxnLost(), KafkaUnavailable()])
-async def test_owner_in_doubt_reclaims_and_continues(world: World, error: Exception) -> None:
-    owner = await world.owner()
-    world.partition.writes.append(raising(error))
-    ids = [await world.committed(owner) for _ in range(2)]
-    await until(lambda: world.visible() == ids)
-    assert world.partition.calls.count("claim") == 2
-    later = await world.committed(owner)
-    await until(lambda: world.visible() == [*ids, later])
-    assert world.stops == []
+async def test_owner_in_doubt_reclaims_and_continues(harness: Harness, error: Exception) -> None:
+    owner = await harness.owner()
+    harness.partition.writes.append(raising(error))
+    ids = [await harness.committed(owner) for _ in range(2)]
+    await until(lambda: harness.visible() == ids)
+    assert harness.partition.calls.count("claim") == 2
+    later = await harness.committed(owner)
+    await until(lambda: harness.visible() == [*ids, later])
+    assert harness.stops == []
 
 
 @pytest.mark.rule(16)
 @pytest.mark.parametrize("outcome", [LostReply.DONE, LostReply.NOT_DONE])
-async def test_unknown_commit_is_promoted_exactly_once(world: World, outcome: LostReply) -> None:
-    owner = await world.owner()
-    world.kafka.lose_answer_of_next_commit(outcome)
-    waiting = asyncio.create_task(world.committed(owner))
+async def test_unknown_commit_is_promoted_exactly_once(
+    harness: Harness, outcome: LostReply
+) -> None:
+    owner = await harness.owner()
+    harness.kafka.lose_answer_of_next_commit(outcome)
+    waiting = asyncio.create_task(harness.committed(owner))
     id = await waiting
-    await until(lambda: world.told.promotions == [id])
-    later = await world.committed(owner)
-    await until(lambda: world.told.promotions == [id, later])
-    assert world.visible() == [id, later]
-    assert world.partition.calls.count("claim") == 2
+    await until(lambda: harness.events.promotions == [id])
+    later = await harness.committed(owner)
+    await until(lambda: harness.events.promotions == [id, later])
+    assert harness.visible() == [id, later]
+    assert harness.partition.calls.count("claim") == 2
 
 
 @pytest.mark.rule(16)
-async def test_heartbeat_comes_before_reclaim(world: World) -> None:
-    owner = await world.owner()
+async def test_heartbeat_comes_before_reclaim(harness: Harness) -> None:
+    owner = await harness.owner()
     asked: list[int] = []
 
     async def still_ours(partition: int) -> bool:
-        asked.append(world.partition.calls.count("claim"))
+        asked.append(harness.partition.calls.count("claim"))
         return True
 
-    world.proxy.still_ours = still_ours  # type: ignore[method-assign]
-    world.partition.writes.append(raising(PromotionTxnLost()))
-    id = await world.committed(owner)
-    await until(lambda: world.visible() == [id])
+    harness.proxy.still_ours = still_ours  # type: ignore[method-assign]
+    harness.partition.writes.append(raising(PromotionTxnLost()))
+    id = await harness.committed(owner)
+    await until(lambda: harness.visible() == [id])
     assert asked == [1]
 
 
 @pytest.mark.rule(3)
-async def test_zombie_answers_correctly_and_promotes_nothing(world: World) -> None:
-    zombie = await world.owner()
-    id = await world.prepared(zombie)
-    heir = await world.owner()
+async def test_zombie_answers_correctly_and_promotes_nothing(harness: Harness) -> None:
+    zombie = await harness.owner()
+    id = await harness.prepared(zombie)
+    heir = await harness.owner()
     await commit(heir, id)
-    await until(lambda: world.visible() == [id])
-    world.proxy.ours = False
+    await until(lambda: harness.visible() == [id])
+    harness.proxy.ours = False
     assert (await commit(zombie, id)).decision == "commit"
-    mine = await world.committed(zombie)
-    await until(lambda: len(world.visible()) == 2)
-    await until(lambda: world.stops)
-    assert isinstance(world.stops[0], Fenced)
-    assert world.visible() == [id, mine]
+    mine = await harness.committed(zombie)
+    await until(lambda: len(harness.visible()) == 2)
+    await until(lambda: harness.stops)
+    assert isinstance(harness.stops[0], Fenced)
+    assert harness.visible() == [id, mine]
 
 
 # --- 26 ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.rule(26)
-async def test_assignment_does_not_wait_for_recovery(world: World) -> None:
+async def test_assignment_does_not_wait_for_recovery(harness: Harness) -> None:
     async def claim(inner: MemoryPartitionDoor, claim: Claim) -> Claimed:
         await opened.wait()
         return await inner.claim(claim)
 
     opened = asyncio.Event()
-    broker = await broker_on(world, 2, lambda partition: partition.claims.append(claim))
+    broker = await broker_on(harness, 2, lambda partition: partition.claims.append(claim))
     assert set(broker.readiness().partitions.values()) == {"claiming"}
     started = time.monotonic()
     broker.partitions._assigned(Assignment(frozenset(), ("http://other",) * 2, (), 1))
@@ -423,7 +421,7 @@ async def test_assignment_does_not_wait_for_recovery(world: World) -> None:
 
 
 async def test_reassigned_partition_reopens_while_owner_closes(
-    world: World, monkeypatch: pytest.MonkeyPatch
+    harness: Harness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def lose(partition: ScriptedPartition) -> None:
         partition.claims.append(_fenced)
@@ -433,8 +431,8 @@ async def test_reassigned_partition_reopens_while_owner_closes(
         return False
 
     closing = Gate()
-    broker = await broker_on(world, 1)
-    _, door = world._brokers[-1]
+    broker = await broker_on(harness, 1)
+    _, door = harness._brokers[-1]
     manager = broker.partitions
     await until(lambda: broker.readiness().partitions[0] == "owned")
     with monkeypatch.context() as elsewhere:
@@ -449,13 +447,13 @@ async def test_reassigned_partition_reopens_while_owner_closes(
 
 
 @pytest.mark.rule(26)
-async def test_call_to_closed_owner_fails_at_once(world: World) -> None:
-    owner = await world.owner()
-    id = await world.prepared(owner)
+async def test_call_to_closed_owner_fails_at_once(harness: Harness) -> None:
+    owner = await harness.owner()
+    id = await harness.prepared(owner)
     await owner.close()
     async with asyncio.timeout(1.0):
         with pytest.raises(OwnerUnavailable):
-            await prepare(owner, world.half())
+            await prepare(owner, harness.half())
         with pytest.raises(OwnerUnavailable):
             await commit(owner, id)
 
@@ -463,7 +461,7 @@ async def test_call_to_closed_owner_fails_at_once(world: World) -> None:
 # --- 27 ------------------------------------------------------------------------------------------
 
 
-def newer_marker(world: World, id: str, kind: str = "commit") -> Record:
+def newer_marker(harness: Harness, id: str, kind: str = "commit") -> Record:
     """Return a marker of a version that does not exist yet."""
     record = encode_marker(
         structs.replace(marker(MarkerKind.COMMIT, id), v=RECORD_VERSION + 1, group=GROUP)
@@ -474,50 +472,50 @@ def newer_marker(world: World, id: str, kind: str = "commit") -> Record:
 
 @pytest.mark.rule(27)
 @pytest.mark.parametrize("kind", ["commit", "annul"])
-async def test_newer_marker_stops_one_partition(world: World, kind: str) -> None:
-    broker = await broker_on(world, 2)
+async def test_newer_marker_stops_one_partition(harness: Harness, kind: str) -> None:
+    broker = await broker_on(harness, 2)
     await until(lambda: broker.readiness().ready)
-    id = await _prepare(broker, world, 0)
-    op = world.kafka.topics["x.op"].partitions[0]
-    op.append([newer_marker(world, id, kind)], world.clock.now_ms())
+    id = await _prepare(broker, harness, 0)
+    op = harness.kafka.topics["x.op"].partitions[0]
+    op.append([newer_marker(harness, id, kind)], harness.clock.now_ms())
     await until(lambda: broker.readiness().partitions[0].startswith("newer"))
     assert "newer txbroker" in broker.readiness().partitions[0]
     assert not broker.readiness().ready
-    await through(broker, world, 1)
+    await through(broker, harness, 1)
     await broker.close()
-    again = await broker_on(world, 2)
+    again = await broker_on(harness, 2)
     await until(lambda: again.readiness().partitions[1] == "owned")
     await until(lambda: again.readiness().partitions[0].startswith("newer"))
 
 
 @pytest.mark.rule(27)
-async def test_newer_half_message_stops_any_reader(world: World) -> None:
-    owner = await world.owner()
+async def test_newer_half_message_stops_any_reader(harness: Harness) -> None:
+    owner = await harness.owner()
     owner._tasks[4].cancel()  # the watch, so that the call below is the first to read it
     await settled()
-    (record,) = encode_half(world.half())
+    (record,) = encode_half(harness.half())
     headers = (
         ("txb-v", b"%d" % (RECORD_VERSION + 1) + (record.headers[0][1] or b"")[1:]),
         *record.headers[1:],
     )
-    half = world.kafka.topics["txbroker.half"].partitions[0]
-    half.append([structs.replace(record, headers=headers)], world.clock.now_ms())
+    half = harness.kafka.topics["txbroker.half"].partitions[0]
+    half.append([structs.replace(record, headers=headers)], harness.clock.now_ms())
     with pytest.raises(OwnerUnavailable):
-        await commit(owner, world.half().id)
-    await until(lambda: world.stops)
-    assert isinstance(world.stops[0], InvariantBroken)
+        await commit(owner, harness.half().id)
+    await until(lambda: harness.stops)
+    assert isinstance(harness.stops[0], InvariantBroken)
 
 
 @pytest.mark.rule(27)
-async def test_newer_marker_in_gap_stops_before_answer(world: World) -> None:
-    owner = await world.owner()
-    id = await world.prepared(owner)
-    world.partition.op.script.append(behind(lambda: world.zombie_op(newer_marker(world, id))))
+async def test_newer_marker_in_gap_stops_before_answer(harness: Harness) -> None:
+    owner = await harness.owner()
+    id = await harness.prepared(owner)
+    harness.partition.op.script.append(behind(lambda: harness.zombie_op(newer_marker(harness, id))))
     with pytest.raises(OwnerUnavailable):
         await commit(owner, id)
-    await until(lambda: world.stops)
-    assert isinstance(world.stops[0], InvariantBroken)
-    assert world.visible() == []
+    await until(lambda: harness.stops)
+    assert isinstance(harness.stops[0], InvariantBroken)
+    assert harness.visible() == []
 
 
 # --- section 6 -----------------------------------------------------------------------------------
@@ -541,31 +539,33 @@ async def _fenced(inner: MemoryPartitionDoor, claim: Claim) -> Claimed:
 
 
 async def broker_on(
-    world: World, partitions: int, script: Callable[[ScriptedPartition], None] | None = None
+    harness: Harness, partitions: int, script: Callable[[ScriptedPartition], None] | None = None
 ) -> Broker:
     """Return a broker on topics of its own, the same ones each time."""
-    door = ScriptedDoor(world.kafka, topic_prefix="x", half_partitions=partitions, facts_ttl_s=0.01)
+    door = ScriptedDoor(
+        harness.kafka, topic_prefix="x", half_partitions=partitions, facts_ttl_s=0.01
+    )
     if script is not None:
         door.prepare_partition = script
-    return await world.broker(door)
+    return await harness.broker(door)
 
 
-async def _prepare(broker: Broker, world: World, partition: int) -> str:
-    id = id_in(world, partition)
+async def _prepare(broker: Broker, harness: Harness, partition: int) -> str:
+    id = id_in(harness, partition)
     await broker.prepare(PrepareRequest(GROUP, (message(id, key=None),), id=id))
     return id
 
 
-def id_in(world: World, partition: int) -> str:
+def id_in(harness: Harness, partition: int) -> str:
     """Return an id of now in a half partition."""
-    return make_id(partition, world.clock.now_ms(), next(_NUMBERS))
+    return make_id(partition, harness.clock.now_ms(), next(_NUMBERS))
 
 
-async def through(broker: Broker, world: World, partition: int) -> None:
+async def through(broker: Broker, harness: Harness, partition: int) -> None:
     """Commit a transaction of a partition, and see it promoted."""
-    id = await _prepare(broker, world, partition)
+    id = await _prepare(broker, harness, partition)
     await broker.decide(DecideRequest(id, Decision.COMMIT, wait=True))
 
 
-def _commit_progress(world: World, progress: Checkpoint) -> None:
-    world.kafka.transact("txbroker.checkpoint", 0, [encode_progress(progress)])
+def _commit_progress(harness: Harness, progress: Checkpoint) -> None:
+    harness.kafka.transact("txbroker.checkpoint", 0, [encode_progress(progress)])

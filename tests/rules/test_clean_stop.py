@@ -7,8 +7,16 @@ from collections.abc import Sequence
 
 import pytest
 
-from tests.rules.recovery_world import forget_bodies, partition, snapshot
-from tests.rules.rules_world import DAY_MS, World, commit, known, until
+from tests.rules.harness import (
+    DAY_MS,
+    Harness,
+    commit,
+    forget_bodies,
+    known,
+    partition,
+    snapshot,
+    until,
+)
 from txbroker.core.records import Record
 from txbroker.proxy.partition import snapshots as snapshots_module
 from txbroker.testing.door import MemoryPartitionDoor
@@ -21,62 +29,62 @@ LOGS = ["half", "op"]
 @pytest.mark.rule(28)
 @pytest.mark.parametrize("last", ["rollback", "check"])
 async def test_clean_stop_accounts_for_all_records(
-    world: World, monkeypatch: pytest.MonkeyPatch, last: str
+    harness: Harness, monkeypatch: pytest.MonkeyPatch, last: str
 ) -> None:
     """What is rolled back writes no progress, and what is undecided is reported lost by its id."""
     monkeypatch.setattr(snapshots_module, "LOOK_S", 0.001)
-    owner = await world.owner(snapshot_records_min=1000)
-    first = await world.committed(owner)
-    await until(lambda: world.visible() == [first] and not owner._snapshots.due)
-    id = await world.prepared(owner)
-    world.zombie_mark(
+    owner = await harness.owner(snapshot_records_min=1000)
+    first = await harness.committed(owner)
+    await until(lambda: harness.visible() == [first] and not owner._snapshots.due)
+    id = await harness.prepared(owner)
+    harness.zombie_mark(
         last, id, **({"round": 1, "number": 1, "reason": "due"} if last == "check" else {})
     )
     await until(lambda: owner.ledger.op_position == 2)
     forget_bodies(owner)
     await owner.close(last_snapshot=True)
-    world.advance(20 * DAY_MS / 1000)
+    harness.advance(20 * DAY_MS / 1000)
     for name in LOGS:
-        world.kafka.truncate(f"txbroker.{name}", before=2)
-    again = await world.owner()
+        harness.kafka.truncate(f"txbroker.{name}", before=2)
+    again = await harness.owner()
     if last == "check":
         assert known(again, id).lost
-    assert world.told.losses == ([1] if last == "check" else [])
-    late = await world.committed(again)
-    await until(lambda: world.visible() == [first, late])
+    assert harness.events.losses == ([1] if last == "check" else [])
+    late = await harness.committed(again)
+    await until(lambda: harness.visible() == [first, late])
 
 
-async def test_clean_stop_without_records_writes_no_snapshot(world: World) -> None:
-    owner = await world.owner()
-    await world.prepared(owner)
+async def test_clean_stop_without_records_writes_no_snapshot(harness: Harness) -> None:
+    owner = await harness.owner()
+    await harness.prepared(owner)
     assert await snapshot(owner)
     await owner.close(last_snapshot=True)
-    assert world.told.snapshots == [1]
+    assert harness.events.snapshots == [1]
 
 
 async def test_stop_bounds_wait_for_last_snapshot(
-    world: World, monkeypatch: pytest.MonkeyPatch
+    harness: Harness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(snapshots_module, "LAST_S", 0.01)
 
     async def hangs(inner: MemoryPartitionDoor, records: Sequence[Record]) -> None:
         await asyncio.Event().wait()
 
-    owner = await world.owner()
-    await world.prepared(owner)
-    world.partition.stores.append(hangs)
+    owner = await harness.owner()
+    await harness.prepared(owner)
+    harness.partition.stores.append(hangs)
     async with asyncio.timeout(5.0):
         await owner.close(last_snapshot=True)
-    assert (world.told.snapshots, world.told.snapshot_failures) == ([], 1)
+    assert (harness.events.snapshots, harness.events.snapshot_failures) == ([], 1)
 
 
 async def test_suspended_owner_writes_no_last_snapshot(
-    world: World,
+    harness: Harness,
 ) -> None:
-    owner = await world.owner()
-    await world.prepared(owner)
+    owner = await harness.owner()
+    await harness.prepared(owner)
     owner.suspend()
-    calls = world.partition.calls
+    calls = harness.partition.calls
     await owner.close(last_snapshot=True)
     assert "store" not in calls
 
@@ -89,51 +97,51 @@ async def test_suspended_owner_writes_no_last_snapshot(
 @pytest.mark.parametrize("committed", [True, False])
 @pytest.mark.parametrize("replayed", [True, False])
 async def test_empty_offsets_at_end_are_accounted_for(
-    world: World, topic: str, committed: bool, replayed: bool
+    harness: Harness, topic: str, committed: bool, replayed: bool
 ) -> None:
     """Retention takes them with what lies before, and then nobody can tell that they held none."""
-    owner = await world.owner()
-    id = await world.prepared(owner)
-    world.advance(8 * DAY_MS / 1000)
+    owner = await harness.owner()
+    id = await harness.prepared(owner)
+    harness.advance(8 * DAY_MS / 1000)
     await until(lambda: known(owner, id).kept_at)
-    world.zombie_mark("check", id, round=1, number=1, reason="due")
+    harness.zombie_mark("check", id, round=1, number=1, reason="due")
     await until(lambda: known(owner, id).checks.number == 1)
     if replayed:
         await owner.close()
-    world.kafka.transact(f"txbroker.{topic}", 0, [Record(b"x", b"foreign")], committed=committed)
+    harness.kafka.transact(f"txbroker.{topic}", 0, [Record(b"x", b"foreign")], committed=committed)
     if replayed:
-        owner = await world.owner()
-    half, op = partition(world, "half").end, partition(world, "op").end
+        owner = await harness.owner()
+    half, op = partition(harness, "half").end, partition(harness, "op").end
     await until(lambda: (owner.ledger.half_position, owner.ledger.op_position) == (half, op))
     assert await snapshot(owner)
     await owner.close()
-    world.advance(40 * DAY_MS / 1000)
-    world.kafka.truncate("txbroker.half", before=half)
-    world.kafka.truncate("txbroker.op", before=op)
-    again = await world.owner()
+    harness.advance(40 * DAY_MS / 1000)
+    harness.kafka.truncate("txbroker.half", before=half)
+    harness.kafka.truncate("txbroker.op", before=op)
+    again = await harness.owner()
     assert known(again, id).checks.number == 1
     await commit(again, id)
-    await until(lambda: world.visible() == [id])
+    await until(lambda: harness.visible() == [id])
 
 
 # --- two first owners -----------------------------------------------------------------------
 
 
 @pytest.mark.rule(10)
-async def test_concurrent_first_owners_lose_no_checkpoint(world: World) -> None:
+async def test_concurrent_first_owners_lose_no_checkpoint(harness: Harness) -> None:
     """The other one may claim and write after the first look at the checkpoint topic."""
-    one, two = world.make(), world.make()
-    found = world.partition.claimed_before
+    one, two = harness.make(), harness.make()
+    found = harness.partition.claimed_before
     asked: list[bool] = []
 
     async def while_the_other_begins() -> bool:
         before = await found()
         if not asked:
             await one.open()
-            await world.prepared(one)
+            await harness.prepared(one)
         asked.append(before)
         return before
 
-    world.partition.claimed_before = while_the_other_begins  # type: ignore[method-assign]
+    harness.partition.claimed_before = while_the_other_begins  # type: ignore[method-assign]
     await two.open()
     assert asked == [False, True]

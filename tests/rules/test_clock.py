@@ -8,13 +8,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.rules.rules_world import (
+from tests.rules.fakes import Gate, ScriptedDoor
+from tests.rules.harness import (
     GROUP,
     START_MS,
     WINDOW_MS,
-    Gate,
-    ScriptedDoor,
-    World,
+    Harness,
     commit,
     known,
     message,
@@ -41,54 +40,54 @@ WALL_CLOCKS_S = (0.0, 4_102_444_800.0)
 @pytest.mark.rule(6)
 @pytest.mark.parametrize("wall_s", WALL_CLOCKS_S)
 async def test_wall_clock_is_not_used(
-    world: World, monkeypatch: pytest.MonkeyPatch, wall_s: float
+    harness: Harness, monkeypatch: pytest.MonkeyPatch, wall_s: float
 ) -> None:
-    owner = await world.owner()
-    id = await world.prepared(owner)
+    owner = await harness.owner()
+    id = await harness.prepared(owner)
     before_ms = owner.now_ms()
     monkeypatch.setattr(time, "time", lambda: wall_s)
     monkeypatch.setattr(time, "time_ns", lambda: round(wall_s * 1e9))
     assert before_ms <= owner.now_ms() < before_ms + 60_000
     await commit(owner, id)
-    later = await world.committed(owner)
-    await until(lambda: world.visible() == [id, later])
+    later = await harness.committed(owner)
+    await until(lambda: harness.visible() == [id, later])
     assert abs(known(owner, later).prepared_at_ms - START_MS) < 60_000
     await owner.close()
-    again = await world.owner()
-    assert abs(again.now_ms() - world.clock.now_ms()) < 1000
+    again = await harness.owner()
+    assert abs(again.now_ms() - harness.clock.now_ms()) < 1000
 
 
 @pytest.mark.rule(6)
 @pytest.mark.parametrize("wall_s", WALL_CLOCKS_S)
 async def test_ids_use_brokers_clock(
-    world: World, monkeypatch: pytest.MonkeyPatch, wall_s: float
+    harness: Harness, monkeypatch: pytest.MonkeyPatch, wall_s: float
 ) -> None:
     monkeypatch.setattr(time, "time", lambda: wall_s)
-    broker = await world.broker(ScriptedDoor(world.kafka, topic_prefix="x", half_partitions=1))
+    broker = await harness.broker(ScriptedDoor(harness.kafka, topic_prefix="x", half_partitions=1))
     await until(lambda: broker.readiness().ready)
-    assert abs(broker.now_ms() - world.clock.now_ms()) < 1000
+    assert abs(broker.now_ms() - harness.clock.now_ms()) < 1000
     made = await broker.prepare(PrepareRequest(GROUP, (message("v"),)))
-    assert abs(parse_id(made.id).time_ms - world.clock.now_ms()) < 1000
+    assert abs(parse_id(made.id).time_ms - harness.clock.now_ms()) < 1000
     await broker.decide(DecideRequest(made.id, Decision.COMMIT, wait=True))
-    assert world.visible() == ["v"]
+    assert harness.visible() == ["v"]
 
 
 @pytest.mark.rule(6)
 async def test_clock_starts_at_claim_and_runs_monotonic(
-    world: World,
+    harness: Harness,
 ) -> None:
-    owner = await world.owner()
-    stamp_ms = world.kafka.visible("txbroker.checkpoint")[0].timestamp_ms
+    owner = await harness.owner()
+    stamp_ms = harness.kafka.visible("txbroker.checkpoint")[0].timestamp_ms
     assert 0 <= owner.now_ms() - stamp_ms < 1000
-    world.advance(100.0)
+    harness.advance(100.0)
     assert 100_000 <= owner.now_ms() - stamp_ms < 101_000
 
 
 @pytest.mark.rule(6)
-async def test_clock_is_never_before_last_append(world: World) -> None:
-    owner = await world.owner()
-    world.clock.advance(77.0)
-    id = await world.prepared(owner)
+async def test_clock_is_never_before_last_append(harness: Harness) -> None:
+    owner = await harness.owner()
+    harness.clock.advance(77.0)
+    id = await harness.prepared(owner)
     assert owner.now_ms() >= known(owner, id).prepared_at_ms
 
 
@@ -107,29 +106,29 @@ def test_clock_never_runs_ahead_of_brokers(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.rule(6)
-async def test_restart_takes_time_from_claim(world: World) -> None:
-    owner = await world.owner()
-    await world.prepared(owner)
+async def test_restart_takes_time_from_claim(harness: Harness) -> None:
+    owner = await harness.owner()
+    await harness.prepared(owner)
     await owner.close()
-    world.advance(1000.0)
-    again = await world.owner()
-    assert abs(again.now_ms() - world.clock.now_ms()) < 1000
+    harness.advance(1000.0)
+    again = await harness.owner()
+    assert abs(again.now_ms() - harness.clock.now_ms()) < 1000
 
 
 @pytest.mark.rule(6)
-async def test_ids_expire_by_log_clock_only(world: World) -> None:
-    world.proxy.settled = 0 * ROW_BYTES
-    owner = await world.owner()
-    id = await world.committed(owner)
-    await until(lambda: world.told.promotions == [id])
+async def test_ids_expire_by_log_clock_only(harness: Harness) -> None:
+    harness.proxy.settled = 0 * ROW_BYTES
+    owner = await harness.owner()
+    id = await harness.committed(owner)
+    await until(lambda: harness.events.promotions == [id])
     # The owner's clock is far ahead, half's log clock is not: nothing may be forgotten.
-    world.owners_time.ahead_s += WINDOW_MS
+    harness.time.ahead_s += WINDOW_MS
     assert owner.now_ms() > START_MS + WINDOW_MS
-    world.zombie_half(world.half())
+    harness.zombie_half(harness.half())
     await until(lambda: owner.ledger.half_position == 2)
     assert owner.ledger.index.get(id) is not None
-    world.clock.advance(WINDOW_MS / 1000 + 1)
-    world.zombie_half(world.half())
+    harness.clock.advance(WINDOW_MS / 1000 + 1)
+    harness.zombie_half(harness.half())
     await until(lambda: owner.ledger.half_position == 3)
     assert owner.ledger.index.get(id) is None
 
@@ -138,44 +137,44 @@ async def test_ids_expire_by_log_clock_only(world: World) -> None:
 
 
 @pytest.mark.rule(7)
-async def test_id_outside_window_is_refused_before_write(world: World) -> None:
-    owner = await world.owner()
+async def test_id_outside_window_is_refused_before_write(harness: Harness) -> None:
+    owner = await harness.owner()
     for away_ms in (-WINDOW_MS - 1000, WINDOW_MS + 1000):
-        id = make_id(0, world.clock.now_ms() + away_ms, 1)
+        id = make_id(0, harness.clock.now_ms() + away_ms, 1)
         with pytest.raises(IdExpired):
-            await prepare(owner, world.half(id=id))
-    assert world.kafka.visible("txbroker.half") == []
+            await prepare(owner, harness.half(id=id))
+    assert harness.kafka.visible("txbroker.half") == []
 
 
 @pytest.mark.rule(7)
-async def test_late_half_message_is_void(world: World) -> None:
-    owner = await world.owner()
-    half, gate = world.half(), Gate()
-    world.partition.half.script.append(gate.append)
+async def test_late_half_message_is_void(harness: Harness) -> None:
+    owner = await harness.owner()
+    half, gate = harness.half(), Gate()
+    harness.partition.half.script.append(gate.append)
     preparing = asyncio.create_task(prepare(owner, half))
     await gate.reached.wait()
-    world.advance(WINDOW_MS / 1000 + 1)
+    harness.advance(WINDOW_MS / 1000 + 1)
     gate.open()
     with pytest.raises(IdExpired):
         await preparing
-    assert len(world.kafka.visible("txbroker.half")) == 1
+    assert len(harness.kafka.visible("txbroker.half")) == 1
     assert owner.ledger.index.get(half.id) is None
     await owner.close()
-    assert (await world.owner()).ledger.index.get(half.id) is None
+    assert (await harness.owner()).ledger.index.get(half.id) is None
 
 
 @pytest.mark.rule(7)
-async def test_undecodable_records_are_set_aside(world: World) -> None:
-    owner = await world.owner()
+async def test_undecodable_records_are_set_aside(harness: Harness) -> None:
+    owner = await harness.owner()
     for topic in ("txbroker.half", "txbroker.op"):
-        partition = world.kafka.topics[topic].partitions[0]
-        partition.append([Record(b"\xff", b"{", (("txb-v", b"1"),))], world.clock.now_ms())
-        partition.append([Record(None, None)], world.clock.now_ms())
-    id = await world.committed(owner)
-    await until(lambda: world.visible() == [id])
-    assert world.told.effects() == [Effect.VOID] * 4
+        partition = harness.kafka.topics[topic].partitions[0]
+        partition.append([Record(b"\xff", b"{", (("txb-v", b"1"),))], harness.clock.now_ms())
+        partition.append([Record(None, None)], harness.clock.now_ms())
+    id = await harness.committed(owner)
+    await until(lambda: harness.visible() == [id])
+    assert harness.events.effects() == [Effect.VOID] * 4
     await owner.close()
-    assert known(await world.owner(), id).state is State.PROMOTED
+    assert known(await harness.owner(), id).state is State.PROMOTED
 
 
 @pytest.mark.rule(7)
@@ -183,10 +182,10 @@ async def test_undecodable_records_are_set_aside(world: World) -> None:
     ("decide", "state"), [(commit, State.PROMOTED), (roll_back, State.ROLLED_BACK)]
 )
 async def test_repeated_prepare_returns_current_state(
-    world: World, decide: object, state: State
+    harness: Harness, decide: object, state: State
 ) -> None:
-    owner = await world.owner()
-    half = world.half()
+    owner = await harness.owner()
+    half = harness.half()
     assert (await prepare(owner, half)).created
     assert not (await prepare(owner, half)).created
     await decide(owner, half.id)  # type: ignore[operator]
@@ -197,13 +196,13 @@ async def test_repeated_prepare_returns_current_state(
     standing = standing_of(owner, PrepareRequest(GROUP, messages, half.id, None))
     assert standing is not None
     assert standing.state is state
-    assert world.visible() == ([half.id] if state is State.PROMOTED else [])
+    assert harness.visible() == ([half.id] if state is State.PROMOTED else [])
 
 
 async def test_repeated_prepare_does_not_examine_targets(
-    world: World, monkeypatch: pytest.MonkeyPatch
+    harness: Harness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    broker = await world.broker(ScriptedDoor(world.kafka, half_partitions=1))
+    broker = await harness.broker(ScriptedDoor(harness.kafka, half_partitions=1))
     await until(lambda: broker.mine())
     request = PrepareRequest(GROUP, (message("same"),), dedup_key="d")
     first = await broker.prepare(request)
@@ -214,22 +213,22 @@ async def test_repeated_prepare_does_not_examine_targets(
 
 
 @pytest.mark.rule(7)
-async def test_concurrent_prepares_with_one_key_store_one(world: World) -> None:
-    owner = await world.owner()
-    halves = [world.half(message("same"), dedup_key="d") for _ in range(2)]
+async def test_concurrent_prepares_with_one_key_store_one(harness: Harness) -> None:
+    owner = await harness.owner()
+    halves = [harness.half(message("same"), dedup_key="d") for _ in range(2)]
     standings = await asyncio.gather(*[prepare(owner, half) for half in halves])
     assert [standing.id for standing in standings] == [halves[0].id] * 2
     assert [standing.created for standing in standings] == [True, False]
-    assert len(world.kafka.visible("txbroker.half")) == 2
+    assert len(harness.kafka.visible("txbroker.half")) == 2
     await owner.close()
-    assert list((await world.owner()).ledger.index.transactions) == [halves[0].id]
+    assert list((await harness.owner()).ledger.index.transactions) == [halves[0].id]
 
 
 @pytest.mark.rule(7)
-async def test_key_holds_while_transaction_is_unsettled(world: World) -> None:
-    owner = await world.owner()
-    id = await world.prepared(owner, message("same"), dedup_key="d")
-    world.advance(10 * WINDOW_MS / 1000)
+async def test_key_holds_while_transaction_is_unsettled(harness: Harness) -> None:
+    owner = await harness.owner()
+    id = await harness.prepared(owner, message("same"), dedup_key="d")
+    harness.advance(10 * WINDOW_MS / 1000)
     standing = standing_of(owner, PrepareRequest(GROUP, (message("same"),), None, "d"))
     assert standing is not None
     assert standing.id == id
@@ -238,48 +237,48 @@ async def test_key_holds_while_transaction_is_unsettled(world: World) -> None:
 
 
 @pytest.mark.rule(7)
-async def test_known_id_or_key_with_other_body_conflicts(world: World) -> None:
-    owner = await world.owner()
-    id = await world.prepared(owner, message("one"), dedup_key="d")
+async def test_known_id_or_key_with_other_body_conflicts(harness: Harness) -> None:
+    owner = await harness.owner()
+    id = await harness.prepared(owner, message("one"), dedup_key="d")
     other = (message("two"),)
     for half_id, key in ((id, None), (None, "d")):
         with pytest.raises(IdConflict):
             standing_of(owner, PrepareRequest(GROUP, other, half_id, key))
     with pytest.raises(IdConflict):
-        await prepare(owner, world.half(*other, id=id))
+        await prepare(owner, harness.half(*other, id=id))
     assert parse_id(id).partition == 0
     assert known(owner, id).messages == (message("one"),)
 
 
 @pytest.mark.rule(7)
-async def test_settled_id_within_window_is_remembered(world: World) -> None:
-    world.proxy.settled = 5 * ROW_BYTES
-    owner = await world.owner()
-    ids = [await world.prepared(owner) for _ in range(20)]
+async def test_settled_id_within_window_is_remembered(harness: Harness) -> None:
+    harness.proxy.settled = 5 * ROW_BYTES
+    owner = await harness.owner()
+    ids = [await harness.prepared(owner) for _ in range(20)]
     for id in ids:
         await commit(owner, id)
-    await until(lambda: len(world.told.promotions) == 20)
+    await until(lambda: len(harness.events.promotions) == 20)
     assert [known(owner, id).state for id in ids] == [State.PROMOTED] * 20
 
 
 @pytest.mark.rule(7)
-async def test_prepares_are_refused_while_window_is_full(world: World) -> None:
-    world.proxy.settled = 2 * ROW_BYTES
-    owner = await world.owner()
+async def test_prepares_are_refused_while_window_is_full(harness: Harness) -> None:
+    harness.proxy.settled = 2 * ROW_BYTES
+    owner = await harness.owner()
     for _ in range(2):
-        await world.committed(owner)
-    await until(lambda: len(world.told.promotions) == 2)
+        await harness.committed(owner)
+    await until(lambda: len(harness.events.promotions) == 2)
     with pytest.raises(Overloaded):
-        await prepare(owner, world.half())
+        await prepare(owner, harness.half())
     # Half's log clock stands still now; if it decided alone, this would never end.
-    world.advance(WINDOW_MS / 1000 + 1)
-    await prepare(owner, world.half())
+    harness.advance(WINDOW_MS / 1000 + 1)
+    await prepare(owner, harness.half())
 
 
-async def test_committed_unpromoted_counts_as_held(world: World) -> None:
-    owner = await world.owner(pending_max=2)
-    world.kafka.set_leaderless("t", 0)
+async def test_committed_unpromoted_counts_as_held(harness: Harness) -> None:
+    owner = await harness.owner(pending_max=2)
+    harness.kafka.set_leaderless("t", 0)
     for _ in range(2):
-        await world.committed(owner, message("one"))
+        await harness.committed(owner, message("one"))
     with pytest.raises(Overloaded):
-        await prepare(owner, world.half())
+        await prepare(owner, harness.half())

@@ -8,12 +8,10 @@ from typing import Any
 
 import pytest
 
-from tests.rules.rules_world import (
+from tests.rules.fakes import Gate, Held, ScriptedDoor
+from tests.rules.harness import (
     QUICK,
-    Gate,
-    Held,
-    ScriptedDoor,
-    World,
+    Harness,
     answered,
     attempt,
     commit,
@@ -61,14 +59,14 @@ async def refused(_log: Log, _records: Sequence[Record]) -> Appended:
 
 
 async def test_batch_split_during_close_answers_all(
-    world: World,
+    harness: Harness,
 ) -> None:
-    owner = await world.owner()
+    owner = await harness.owner()
     before, gate = Gate(), Gate()
-    world.partition.half.script.extend([before.append, refused, gate.append])
-    first = asyncio.create_task(world.prepared(owner))
+    harness.partition.half.script.extend([before.append, refused, gate.append])
+    first = asyncio.create_task(harness.prepared(owner))
     await before.reached.wait()
-    batch = [asyncio.create_task(world.prepared(owner)) for _ in range(3)]
+    batch = [asyncio.create_task(harness.prepared(owner)) for _ in range(3)]
     await settled()
     before.open()
     await gate.reached.wait()
@@ -81,60 +79,60 @@ async def test_batch_split_during_close_answers_all(
     assert first in done
 
 
-async def test_lookups_of_unknown_ids_share_one_read(world: World) -> None:
-    owner = await world.owner()
-    half = world.partition.half
+async def test_lookups_of_unknown_ids_share_one_read(harness: Harness) -> None:
+    owner = await harness.owner()
+    half = harness.partition.half
     gate = Gate()
     half.script.append(gate.append)
-    writing = asyncio.create_task(world.prepared(owner))
+    writing = asyncio.create_task(harness.prepared(owner))
     await gate.reached.wait()
-    unknown = [world.half().id for _ in range(100)]
+    unknown = [harness.half().id for _ in range(100)]
     looks = [asyncio.create_task(owner.api.get(id)) for id in unknown]
     await settled()
-    before = world.partition.calls.count("half.bounds")
+    before = harness.partition.calls.count("half.bounds")
     gate.open()
     await asyncio.wait(looks)
-    assert world.partition.calls.count("half.bounds") - before <= 3
+    assert harness.partition.calls.count("half.bounds") - before <= 3
     assert {type(look.exception()).__name__ for look in looks} == {"NotFound"}
     await writing
 
 
-async def test_truncated_end_stops_partition_at_next_append(world: World) -> None:
-    owner = await world.owner()
+async def test_truncated_end_stops_partition_at_next_append(harness: Harness) -> None:
+    owner = await harness.owner()
     for _ in range(3):
-        await world.prepared(owner)
+        await harness.prepared(owner)
 
     async def from_the_start(log: Log, records: Sequence[Record]) -> Appended:
         stored = await log.append(records)
         return Appended(0, stored.timestamp_ms)
 
-    world.partition.half.script.append(from_the_start)
+    harness.partition.half.script.append(from_the_start)
     with pytest.raises(OwnerUnavailable):
-        await world.prepared(owner)
-    await until(lambda: world.stops)
-    assert isinstance(world.stops[0], LogTruncated)
+        await harness.prepared(owner)
+    await until(lambda: harness.stops)
+    assert isinstance(harness.stops[0], LogTruncated)
 
 
 # --- checks --------------------------------------------------------------------------------------
 
 
-async def test_requested_check_survives_previous_answer(world: World) -> None:
-    owner = await world.owner()
+async def test_requested_check_survives_previous_answer(harness: Harness) -> None:
+    owner = await harness.owner()
     policy = CheckPolicy(after_s=0.0, interval_s=30.0, attempts_max=5, timeout_s=5.0)
-    id = await world.prepared(owner, policy=policy)
-    await until(lambda: world.runner.due_now)
+    id = await harness.prepared(owner, policy=policy)
+    await until(lambda: harness.runner.due_now)
     call = await attempt(owner.checks, id, CheckReason.DUE)
     assert call is not None
     owner.checks.ask(known(owner, id))
     # The answer to the attempt before comes now, and moves the transaction to its regular time.
 
     await answered(owner.checks, call, Answered(Decision.UNKNOWN))
-    world.runner.due_now.clear()
-    world.advance(1.1)
+    harness.runner.due_now.clear()
+    harness.advance(1.1)
     owner.clock_at_least(owner.now_ms())
-    await until(lambda: world.runner.due_now, 2)
+    await until(lambda: harness.runner.due_now, 2)
     assert await attempt(owner.checks, id, CheckReason.DUE) is not None
-    assert [m.reason for m in world.markers() if m.kind is MarkerKind.CHECK] == ["due", "asked"]
+    assert [m.reason for m in harness.markers() if m.kind is MarkerKind.CHECK] == ["due", "asked"]
 
 
 # --- promotion -----------------------------------------------------------------------------------
@@ -162,107 +160,107 @@ class SlowTargets:
         self.inner.forget(topic)
 
 
-async def test_plan_is_made_with_more_targets_than_facts_last(world: World) -> None:
-    owner = world.make()
-    owner._promoter._targets = SlowTargets(world.door.targets)  # type: ignore[assignment]
+async def test_plan_is_made_with_more_targets_than_facts_last(harness: Harness) -> None:
+    owner = harness.make()
+    owner._promoter._targets = SlowTargets(harness.door.targets)  # type: ignore[assignment]
     await owner.open()
-    id = await world.committed(owner, message("a"), message("b", "u"))
+    id = await harness.committed(owner, message("a"), message("b", "u"))
     await until(lambda: known(owner, id).state is State.PROMOTED, 2)
 
 
-async def test_unexamined_target_delays_only_its_own(world: World) -> None:
-    owner = world.make()
-    targets = SlowTargets(world.door.targets)
+async def test_unexamined_target_delays_only_its_own(harness: Harness) -> None:
+    owner = harness.make()
+    targets = SlowTargets(harness.door.targets)
     targets.broken.add("u")
     owner._promoter._targets = targets  # type: ignore[assignment]
     await owner.open()
-    stuck = await world.committed(owner, message("stuck", "u", b"x"))
-    id = await world.committed(owner, message("a"))
+    stuck = await harness.committed(owner, message("stuck", "u", b"x"))
+    id = await harness.committed(owner, message("a"))
     await until(lambda: known(owner, id).state is State.PROMOTED, 2)
     assert known(owner, stuck).state is State.COMMITTED
     targets.broken.clear()
     await until(lambda: known(owner, stuck).state is State.PROMOTED, 2)
 
 
-async def test_invisible_promotion_does_not_stop_partition(world: World) -> None:
+async def test_invisible_promotion_does_not_stop_partition(harness: Harness) -> None:
     """Somebody else's transaction is open in a target, and a later turn is lost."""
-    owner = await world.owner()
-    await world.committed(owner)
-    hanging = hold_back(world, "u")
-    unseen = await world.committed(owner, message("unseen", "u", b"x"))
+    owner = await harness.owner()
+    await harness.committed(owner)
+    hanging = hold_back(harness, "u")
+    unseen = await harness.committed(owner, message("unseen", "u", b"x"))
 
     async def lost(_inner: MemoryPartitionDoor, _turn: PromotionTxn) -> PromotionTxnHandle:
         raise PromotionTxnLost("silence")
 
     await settled()
-    world.partition.writes.append(lost)
-    id = await world.committed(owner, message("a"))
+    harness.partition.writes.append(lost)
+    id = await harness.committed(owner, message("a"))
     await until(lambda: known(owner, id).state is State.PROMOTED, 2)
     assert known(owner, unseen).state is State.COMMITTED
-    world.kafka.end(hanging, committed=False)
+    harness.kafka.end(hanging, committed=False)
     await until(lambda: known(owner, unseen).state is State.PROMOTED, 2)
-    assert world.visible("u") == ["unseen"]
+    assert harness.visible("u") == ["unseen"]
 
 
-def hold_back(world: World, topic: str) -> Any:
+def hold_back(harness: Harness, topic: str) -> Any:
     """Open a stranger's transaction in a target; return it."""
     stranger = object()
-    world.kafka.fence("stranger", stranger)
-    transaction = world.kafka.begin("stranger")
-    world.kafka.write(topic, 0, [Record(None, b"strange")], transaction)
+    harness.kafka.fence("stranger", stranger)
+    transaction = harness.kafka.begin("stranger")
+    harness.kafka.write(topic, 0, [Record(None, b"strange")], transaction)
     return transaction
 
 
-async def test_silent_leader_delays_only_its_own(world: World) -> None:
-    owner = await world.owner()
+async def test_silent_leader_delays_only_its_own(harness: Harness) -> None:
+    owner = await harness.owner()
     silent = True
 
     async def write(inner: MemoryPartitionDoor, turn: PromotionTxn) -> PromotionTxnHandle:
-        world.partition.writes.append(write)
+        harness.partition.writes.append(write)
         if silent and any(target.topic == "u" for target in turn.promoted):
             cause = Cause("no_answer", "u-0 does not answer", "u", 0, passing=True)
             raise PromotionTxnLost("u-0 does not answer", cause)
         return await inner.write(turn)
 
-    world.partition.writes.append(write)
-    stuck = await world.committed(owner, message("stuck", "u", b"x"))
+    harness.partition.writes.append(write)
+    stuck = await harness.committed(owner, message("stuck", "u", b"x"))
     await until(lambda: known(owner, stuck).cause is not None, 2)
-    id = await world.committed(owner, message("a"))
+    id = await harness.committed(owner, message("a"))
     await until(lambda: known(owner, id).state is State.PROMOTED, 2)
     silent = False
     await until(lambda: known(owner, stuck).state is State.PROMOTED, 2)
 
 
 @pytest.mark.rule(17)
-async def test_target_with_open_txn_is_quarantined(world: World) -> None:
-    owner = await world.owner()
-    world.kafka.unaware.add(("u", 0))
-    stuck = await world.committed(owner, message("stuck", "u", b"x"))
+async def test_target_with_open_txn_is_quarantined(harness: Harness) -> None:
+    owner = await harness.owner()
+    harness.kafka.unaware.add(("u", 0))
+    stuck = await harness.committed(owner, message("stuck", "u", b"x"))
     await until(lambda: known(owner, stuck).cause is not None, 5)
-    id = await world.committed(owner, message("a"))
+    id = await harness.committed(owner, message("a"))
     await until(lambda: known(owner, id).state is State.PROMOTED, 5)
     found = known(owner, stuck)
     assert found.state is State.COMMITTED
     assert found.cause is not None
     assert found.cause.code == "hanging"
-    assert all(target.topic != "u" for turn in world.partition.turns for target in turn.promoted)
+    assert all(target.topic != "u" for turn in harness.partition.turns for target in turn.promoted)
     held = Held(visible=False)
-    world.partition.writes.append(held.write)
-    world.kafka.unaware.clear()
+    harness.partition.writes.append(held.write)
+    harness.kafka.unaware.clear()
     # It waits no more, so that nobody takes its turn for an old one.
     await until(lambda: known(owner, stuck).cause is None, 5)
     assert known(owner, stuck).state is State.COMMITTED
     held.at_visible.open()
     await until(lambda: known(owner, stuck).state is State.PROMOTED, 5)
-    assert world.visible("u") == ["stuck"]
+    assert harness.visible("u") == ["stuck"]
 
 
 @pytest.mark.rule(17)
 async def test_plan_verifies_slow_target_once(
-    world: World, monkeypatch: pytest.MonkeyPatch
+    harness: Harness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    owner = await world.owner()
-    prove, take_due = world.partition.inner.verify_no_open_txn, RetryQueue.take_due
+    owner = await harness.owner()
+    prove, take_due = harness.partition.inner.verify_no_open_txn, RetryQueue.take_due
     plans, asked = 0, []
 
     def planned(retries: RetryQueue, in_flight: Collection[str]) -> list[Transaction]:
@@ -273,53 +271,53 @@ async def test_plan_verifies_slow_target_once(
     async def noted(places: Collection[tuple[str, int]]) -> Sequence[Cause]:
         asked.append(plans)
         if len(asked) > 2:
-            world.kafka.unaware.clear()
+            harness.kafka.unaware.clear()
         return await prove(places)
 
     monkeypatch.setattr(RetryQueue, "take_due", planned)
-    monkeypatch.setattr(world.partition, "verify_no_open_txn", noted)
+    monkeypatch.setattr(harness.partition, "verify_no_open_txn", noted)
     # By the time that there is an answer the pause is over.
     monkeypatch.setattr("txbroker.proxy.partition.quarantine.RETRY_FIRST_S", 0.0)
-    world.kafka.unaware.add(("u", 0))
-    id = await world.committed(owner, message("kept off", "u", b"x"))
+    harness.kafka.unaware.add(("u", 0))
+    id = await harness.committed(owner, message("kept off", "u", b"x"))
     await until(lambda: known(owner, id).state is State.PROMOTED, 5)
     assert len(asked) == len(set(asked)) == 3
 
 
-async def test_rejecting_own_topic_stops_partition(world: World) -> None:
-    owner = await world.owner()
-    id = await world.prepared(owner, policy=QUICK)
-    world.kafka.topics["txbroker.parked"].authorized = False
+async def test_rejecting_own_topic_stops_partition(harness: Harness) -> None:
+    owner = await harness.owner()
+    id = await harness.prepared(owner, policy=QUICK)
+    harness.kafka.topics["txbroker.parked"].authorized = False
     for number in range(3):
-        await until(lambda n=number: len(world.runner.due_now) > n)  # type: ignore[misc]
+        await until(lambda n=number: len(harness.runner.due_now) > n)  # type: ignore[misc]
         await until(lambda: owner.now_ms() >= known(owner, id).next_check_ms())
         while await attempt(owner.checks, id, CheckReason.DUE) is None:
             await asyncio.sleep(0.001)
         owner.checks.touch(known(owner, id))
-    await until(lambda: world.stops, 2)
-    assert isinstance(world.stops[0], InvariantBroken)
-    assert "txbroker.parked" in str(world.stops[0])
+    await until(lambda: harness.stops, 2)
+    assert isinstance(harness.stops[0], InvariantBroken)
+    assert "txbroker.parked" in str(harness.stops[0])
 
 
-async def test_wait_ends_when_claim_finds_refusal(world: World) -> None:
-    owner = await world.owner()
-    world.kafka.topics["t"].authorized = False
-    id = await world.prepared(owner)
+async def test_wait_ends_when_claim_finds_refusal(harness: Harness) -> None:
+    owner = await harness.owner()
+    harness.kafka.topics["t"].authorized = False
+    id = await harness.prepared(owner)
 
     async def unheard(inner: MemoryPartitionDoor, turn: PromotionTxn) -> PromotionTxnHandle:
         await (await inner.write(turn)).committed()
         raise PromotionTxnLost("the answer was lost")
 
-    world.partition.writes.append(unheard)
+    harness.partition.writes.append(unheard)
     async with asyncio.timeout(2):
         standing = await commit(owner, id, wait=True)
     assert standing.state is State.REFUSED
 
 
-async def test_cancelled_wait_is_forgotten(world: World) -> None:
-    owner = await world.owner()
-    world.kafka.topics["t"].leaderless = frozenset({0})
-    id = await world.committed(owner)
+async def test_cancelled_wait_is_forgotten(harness: Harness) -> None:
+    owner = await harness.owner()
+    harness.kafka.topics["t"].leaderless = frozenset({0})
+    id = await harness.committed(owner)
     for _ in range(3):
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.01):
@@ -327,10 +325,10 @@ async def test_cancelled_wait_is_forgotten(world: World) -> None:
     assert not list(owner._context.visible)
 
 
-async def test_wait_at_closed_owner_fails(world: World) -> None:
-    owner = await world.owner()
-    world.kafka.topics["t"].leaderless = frozenset({0})
-    id = await world.committed(owner)
+async def test_wait_at_closed_owner_fails(harness: Harness) -> None:
+    owner = await harness.owner()
+    harness.kafka.topics["t"].leaderless = frozenset({0})
+    id = await harness.committed(owner)
     await owner.close()
     with pytest.raises(OwnerUnavailable):
         async with asyncio.timeout(1):
@@ -340,41 +338,43 @@ async def test_wait_at_closed_owner_fails(world: World) -> None:
 # --- clocks --------------------------------------------------------------------------------------
 
 
-async def test_prepares_continue_after_clock_jumps_back(world: World) -> None:
-    door = ScriptedDoor(world.kafka, half_partitions=1, facts_ttl_s=0.01)
-    broker = await world.broker(door)
+async def test_prepares_continue_after_clock_jumps_back(harness: Harness) -> None:
+    door = ScriptedDoor(harness.kafka, half_partitions=1, facts_ttl_s=0.01)
+    broker = await harness.broker(door)
     await until(lambda: len(broker.mine()) == 1)
     request = PrepareRequest("g", (Message("t", b"k", b"v"),))
     await broker.prepare(request)
-    world.clock.advance(-3600)
+    harness.clock.advance(-3600)
     for _ in range(5):
-        world.owners_time.ahead_s += 100
-        world.clock.advance(100)
+        harness.time.ahead_s += 100
+        harness.clock.advance(100)
         await broker.prepare(request)
 
 
 @pytest.mark.parametrize("topic", ["txbroker.half", "txbroker.op"])
-async def test_prepares_continue_after_one_clock_jumps_forward(world: World, topic: str) -> None:
-    door = ScriptedDoor(world.kafka, half_partitions=1, facts_ttl_s=0.01)
-    broker = await world.broker(door)
+async def test_prepares_continue_after_one_clock_jumps_forward(
+    harness: Harness, topic: str
+) -> None:
+    door = ScriptedDoor(harness.kafka, half_partitions=1, facts_ttl_s=0.01)
+    broker = await harness.broker(door)
     await until(lambda: len(broker.mine()) == 1)
     request = PrepareRequest("g", (Message("t", b"k", b"v"),))
     await broker.prepare(request)
-    appends = world.kafka.topics[topic].partitions[0].append
+    appends = harness.kafka.topics[topic].partitions[0].append
 
     def a_day_ahead(records: Sequence[Record], now_ms: int, *rest: Any) -> int:
         return appends(records, now_ms + 86_400_000, *rest)
 
-    world.kafka.topics[topic].partitions[0].append = a_day_ahead  # type: ignore[method-assign]
+    harness.kafka.topics[topic].partitions[0].append = a_day_ahead  # type: ignore[method-assign]
     # What an append says of the time is what the log says.
-    inner = world.kafka.append
+    inner = harness.kafka.append
 
     async def append(name: str, partition: int, records: Sequence[Record]) -> Appended:
         where = await inner(name, partition, records)
         ahead_ms = 86_400_000 if name == topic else 0
         return Appended(where.base_offset, where.timestamp_ms + ahead_ms)
 
-    world.kafka.append = append  # type: ignore[method-assign]
+    harness.kafka.append = append  # type: ignore[method-assign]
     for _ in range(3):
         standing = await broker.prepare(request)
         await broker.decide(DecideRequest(standing.id, Decision.COMMIT, wait=True))
@@ -387,9 +387,9 @@ async def test_prepares_continue_after_one_clock_jumps_forward(world: World, top
 
 
 async def test_partition_lost_during_claim_opens_when_reassigned(
-    world: World,
+    harness: Harness,
 ) -> None:
-    door = ScriptedDoor(world.kafka, half_partitions=1, facts_ttl_s=0.01)
+    door = ScriptedDoor(harness.kafka, half_partitions=1, facts_ttl_s=0.01)
     told: list[Any] = []
     join = door.membership.join
 
@@ -412,19 +412,19 @@ async def test_partition_lost_during_claim_opens_when_reassigned(
     door.membership.join = joined  # type: ignore[method-assign]
     door.membership.still_ours = still_ours  # type: ignore[method-assign]
     door.prepare_partition = script
-    broker = await world.broker(door)
+    broker = await harness.broker(door)
     await until(lambda: broker.readiness().partitions[0] == "elsewhere", 2)
     await settled()
     told[0](Assignment(frozenset({0}), ("",), (), 1))
     await until(lambda: len(broker.mine()) == 1, 2)
 
 
-async def test_cause_of_refusal_is_kept(world: World) -> None:
+async def test_cause_of_refusal_is_kept(harness: Harness) -> None:
     """Refused ones are counted by the topic of their cause, also while they are tried again."""
-    owner = await world.owner()
-    hold_back(world, "u")
-    unseen = known(owner, await world.committed(owner, message("unseen", "u", b"x")))
-    refused = known(owner, await world.committed(owner, message("refused", "u", b"x")))
+    owner = await harness.owner()
+    hold_back(harness, "u")
+    unseen = known(owner, await harness.committed(owner, message("unseen", "u", b"x")))
+    refused = known(owner, await harness.committed(owner, message("refused", "u", b"x")))
     refused.state, refused.cause = State.REFUSED, Cause("too_large", "too large", "t", 0)
     note_invisible([unseen, refused], NotVisible("committed", [("u", 0)]))
     assert unseen.cause is not None

@@ -9,7 +9,7 @@ import pytest
 from msgspec import structs
 
 from tests.kit.logs import WINDOW_MS
-from tests.rules.rules_world import World, roll_back
+from tests.rules.harness import Harness, roll_back
 from txbroker.core.encoding import encode_contents, encode_half, encode_marker
 from txbroker.core.records import (
     RECORD_VERSION,
@@ -254,9 +254,11 @@ async def silent(offsets: Sequence[int]) -> Sequence[Record]:
     raise KafkaUnavailable("no answer")
 
 
-async def test_silent_kafka_delays_no_answer(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    owner = await world.owner()
-    id = await world.prepared(owner)
+async def test_silent_kafka_delays_no_answer(
+    harness: Harness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    owner = await harness.owner()
+    id = await harness.prepared(owner)
     await roll_back(owner, id)
     owner.ledger.index.settled.seal()
     owner.ledger.index.settled.shown.clear()

@@ -6,7 +6,8 @@ import asyncio
 
 import pytest
 
-from tests.rules.rules_world import Gate, ScriptedDoor, World, known, until
+from tests.rules.fakes import Gate, ScriptedDoor
+from tests.rules.harness import Harness, known, until
 from txbroker.contract.service import ListRequest, PrepareRequest
 from txbroker.core.records import Claim, Message
 from txbroker.core.routing import parse_id
@@ -20,10 +21,10 @@ MINE = Assignment(frozenset({0}), ("http://127.0.0.1:1",), ("http://127.0.0.1:1"
 THEIRS = Assignment(frozenset(), ("http://other",), ("http://other",), 1)
 
 
-async def at_work(world: World) -> tuple[Broker, ScriptedDoor, PartitionOwner]:
+async def at_work(harness: Harness) -> tuple[Broker, ScriptedDoor, PartitionOwner]:
     """A broker that owns the only partition."""
-    door = ScriptedDoor(world.kafka, half_partitions=1, facts_ttl_s=0.01)
-    broker = await world.broker(door)
+    door = ScriptedDoor(harness.kafka, half_partitions=1, facts_ttl_s=0.01)
+    broker = await harness.broker(door)
     await until(lambda: broker.mine())
     return broker, door, broker.partitions.open()[0]
 
@@ -31,9 +32,9 @@ async def at_work(world: World) -> tuple[Broker, ScriptedDoor, PartitionOwner]:
 @pytest.mark.rule(16)
 @pytest.mark.parametrize("error", [ConfigurationError("the group is full"), RuntimeError("odd")])
 async def test_proxy_that_left_rejoins_after_any_error(
-    world: World, monkeypatch: pytest.MonkeyPatch, error: Exception
+    harness: Harness, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
-    broker, door, _ = await at_work(world)
+    broker, door, _ = await at_work(harness)
     join, errors = door.membership.join, [error]
 
     async def full(*args: object, **urls: str) -> None:
@@ -48,15 +49,15 @@ async def test_proxy_that_left_rejoins_after_any_error(
 
 
 @pytest.mark.rule(16)
-async def test_lost_contact_does_not_count_as_stuck_claim(world: World) -> None:
+async def test_lost_contact_does_not_count_as_stuck_claim(harness: Harness) -> None:
     async def claim(inner: MemoryPartitionDoor, claim: Claim) -> Claimed:
         await gate.wait()
         return await inner.claim(claim)
 
     gate = Gate()
-    door = ScriptedDoor(world.kafka, half_partitions=1, facts_ttl_s=0.01)
+    door = ScriptedDoor(harness.kafka, half_partitions=1, facts_ttl_s=0.01)
     door.prepare_partition = lambda partition: partition.claims.append(claim)
-    broker = await world.broker(door)
+    broker = await harness.broker(door)
     await gate.reached.wait()
     manager = broker.partitions
     manager._lost("nobody answers")
@@ -71,8 +72,10 @@ async def test_lost_contact_does_not_count_as_stuck_claim(world: World) -> None:
     await until(lambda: broker.readiness().ready)
 
 
-async def test_cancelled_leave_closes_owners(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    broker, door, _ = await at_work(world)
+async def test_cancelled_leave_closes_owners(
+    harness: Harness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broker, door, _ = await at_work(harness)
     gate, closed = Gate(), asyncio.Event()
     close = door.opened[0].close
 
@@ -93,12 +96,12 @@ async def test_cancelled_leave_closes_owners(world: World, monkeypatch: pytest.M
 
 @pytest.mark.rule(26)
 async def test_takeover_during_lost_contact_is_counted(
-    world: World, monkeypatch: pytest.MonkeyPatch
+    harness: Harness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fenced: list[str] = []
-    monkeypatch.setattr(world.told, "fenced", lambda: fenced.append("fenced"))
-    broker, _, _ = await at_work(world)
-    # Handed over by the group, as when a proxy joins: nobody was fenced.
+    monkeypatch.setattr(harness.events, "fenced", lambda: fenced.append("fenced"))
+    broker, _, _ = await at_work(harness)
+    # FakeRunner over by the group, as when a proxy joins: nobody was fenced.
     broker.partitions._assigned(THEIRS)
     assert fenced == []
     broker.partitions._assigned(MINE)
@@ -110,10 +113,10 @@ async def test_takeover_during_lost_contact_is_counted(
 
 @pytest.mark.rule(26)
 async def test_paused_proxy_answers_nothing_from_memory(
-    world: World, monkeypatch: pytest.MonkeyPatch
+    harness: Harness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    broker, door, owner = await at_work(world)
-    id = await world.prepared(owner)
+    broker, door, owner = await at_work(harness)
+    id = await harness.prepared(owner)
     assert (await broker.find(id)).state == "pending"
     with monkeypatch.context() as asleep:
         asleep.setattr(door.membership, "in_touch", lambda: False)
@@ -128,9 +131,9 @@ async def test_paused_proxy_answers_nothing_from_memory(
 
 
 @pytest.mark.rule(26)
-async def test_keyless_prepare_avoids_suspended_partition(world: World) -> None:
-    door = ScriptedDoor(world.kafka, topic_prefix="x", half_partitions=2)
-    broker = await world.broker(door)
+async def test_keyless_prepare_avoids_suspended_partition(harness: Harness) -> None:
+    door = ScriptedDoor(harness.kafka, topic_prefix="x", half_partitions=2)
+    broker = await harness.broker(door)
     await until(lambda: len(broker.mine()) == 2)
     owners = broker.partitions.open()
     request = PrepareRequest("g", (Message("t", None, b"v"),))

@@ -6,20 +6,22 @@ import asyncio
 import os
 import random
 from collections import Counter
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
-from tests.rules.journal import Journal
-from tests.rules.recovery_world import forget_bodies, positions, remembered, snapshot, unsettled
-from tests.rules.rules_world import (
-    FakeProxy,
-    World,
+from tests.rules.fakes import FakeProxy, FakeTime, raising
+from tests.rules.harness import (
+    Harness,
     commit,
+    forget_bodies,
     message,
-    raising,
+    positions,
+    remembered,
     roll_back,
     settled,
+    snapshot,
+    unsettled,
     until,
 )
 from txbroker.core import settled as core_settled
@@ -31,16 +33,18 @@ from txbroker.core.records import (
     Claim,
     Decision,
     MarkerKind,
+    Record,
     Source,
     State,
 )
+from txbroker.core.snapshot import is_snapshot
 from txbroker.core.transaction import Transaction
 from txbroker.door.protocols import PromotionTxnLost
 from txbroker.errors import RequestError
 from txbroker.proxy.partition import snapshots
 from txbroker.proxy.partition.owner import PartitionOwner
 from txbroker.proxy.partition.recovery import Recovered, check_checkpoint, recover
-from txbroker.testing.memory import LostReply
+from txbroker.testing.memory import KafkaTransaction, LostReply, MemoryPartition
 
 STEPS = 80
 LONG = bool(os.environ.get("TXBROKER_TEST_LONG"))
@@ -48,6 +52,112 @@ SEEDS = 60 if LONG else 4
 BIG = "big" * 100
 SMALL_BYTES, LARGE_BYTES = 150, 100_000
 POLICY = CheckPolicy(after_s=0.0, interval_s=0.0, attempts_max=2, timeout_s=0.0)
+
+
+class Written(NamedTuple):
+    """A record was appended."""
+
+    topic: str
+    number: int
+    record: Record
+    transaction: KafkaTransaction | None
+
+
+class Ended(NamedTuple):
+    """A Kafka transaction was ended."""
+
+    transaction: KafkaTransaction
+    committed: bool
+
+
+class Journal:
+    """What happens on the Kafka of a harness, from now on.
+
+    Args:
+        harness: started, and nothing has happened there.
+    """
+
+    def __init__(self, harness: Harness) -> None:
+        self.harness = harness
+        self.lines: list[Written | Ended] = []
+        for name, topic in harness.kafka.topics.items():
+            for number, partition in enumerate(topic.partitions):
+                self._watch(name, number, partition)
+        end = harness.kafka.end
+
+        def ended(transaction: KafkaTransaction, *, committed: bool) -> None:
+            if transaction.open:
+                self.lines.append(Ended(transaction, committed))
+            end(transaction, committed=committed)
+
+        harness.kafka.end = ended  # type: ignore[method-assign]
+
+    def _watch(self, name: str, number: int, partition: MemoryPartition) -> None:
+        def note(record: Record) -> None:
+            _, transaction = partition._entries[-1]
+            self.lines.append(Written(name, number, record, transaction))
+
+        partition.follow(note)
+
+    def moments(self) -> list[int]:
+        """Return after how many lines one of txbroker's own logs has changed."""
+        return [
+            count
+            for count, line in enumerate(self.lines, 1)
+            if isinstance(line, Ended) or line.topic.startswith("txbroker.")
+        ]
+
+    def checkpoint_cuts(self) -> list[int]:
+        """Return after how many lines the checkpoint topic has one more record."""
+        return [
+            count
+            for count, line in enumerate(self.lines, 1)
+            if isinstance(line, Written) and line.topic == "txbroker.checkpoint"
+        ]
+
+    async def world_at(
+        self, time_: FakeTime, count: int, *, logs_to: int | None = None, snapshots: bool
+    ) -> Harness:
+        """Return a harness of its own in which only the first `count` lines have happened.
+
+        Args:
+            time_: the owners' clock.
+            count: lines; what was not ended by then is aborted by the next claim.
+            logs_to: lines of half and operation topic, where more of those have happened.
+            snapshots: whether snapshots are there.
+        """
+        made = Harness(time_)
+        made.clock = made.kafka.clock = self.harness.clock
+        await made.start()
+        for topic in made.kafka.topics.values():
+            for partition in topic.partitions:
+                partition._entries.clear()
+        done = {line.transaction for line in self.lines[:count] if _committed(line)}
+        for at, line in enumerate(self.lines[: logs_to or count]):
+            if isinstance(line, Ended):
+                continue
+            if at >= count and line.topic not in ("txbroker.half", "txbroker.op"):
+                continue
+            if not snapshots and is_snapshot(line.record.key):
+                continue
+            made.kafka.topics[line.topic].partitions[line.number]._entries.append(
+                (line.record, _ended(line.transaction, done))
+            )
+        return made
+
+
+def _committed(line: Written | Ended) -> bool:
+    return isinstance(line, Ended) and line.committed
+
+
+def _ended(
+    transaction: KafkaTransaction | None, done: set[KafkaTransaction | None]
+) -> KafkaTransaction | None:
+    if transaction is None:
+        return None
+    ended = KafkaTransaction(transaction.producer)
+    ended.open, ended.committed = False, transaction in done
+    return ended
 
 
 @pytest.fixture(autouse=True)
@@ -61,15 +171,15 @@ def _small_snapshots(monkeypatch: pytest.MonkeyPatch) -> None:
 class Work:
     """A random life of one partition, its owners, and everything that befalls them."""
 
-    def __init__(self, world: World, seed: int) -> None:
-        self.world = world
+    def __init__(self, harness: Harness, seed: int) -> None:
+        self.harness = harness
         self.random = random.Random(seed)
-        self.journal = Journal(world)
+        self.journal = Journal(harness)
         self.writing: set[asyncio.Task[bool]] = set()
 
     async def run(self) -> None:
         """Live, after everything that is to be seen was there once."""
-        self.owner = await self.world.owner()
+        self.owner = await self.harness.owner()
         await self.first()
         steps = (
             [self.prepare] * 6
@@ -93,11 +203,11 @@ class Work:
     async def first(self) -> None:
         """Refuse one, park one, leave one pending, and write a snapshot of them."""
         await self.shrink()
-        refused = await self.world.prepared(self.owner, message(BIG, topic="u"))
-        parked = await self.world.prepared(self.owner, message("parked"), policy=POLICY)
-        await self.world.prepared(self.owner, message("pending"))
+        refused = await self.harness.prepared(self.owner, message(BIG, topic="u"))
+        parked = await self.harness.prepared(self.owner, message("parked"), policy=POLICY)
+        await self.harness.prepared(self.owner, message("pending"))
         await commit(self.owner, refused)
-        await until(lambda: self.world.told.refusals == [refused])
+        await until(lambda: self.harness.events.refusals == [refused])
         found = self.owner.ledger.index.transactions[parked]
         for number in (1, 2):
             fields = {"reason": "due", "number": number}
@@ -117,7 +227,7 @@ class Work:
         messages = [message(BIG if self.random.random() < 0.3 else "v", topic="u")]
         if self.random.random() < 0.5:
             messages.append(message("second", at=self.random.randrange(2)))
-        await self.world.prepared(self.owner, *messages, policy=POLICY)
+        await self.harness.prepared(self.owner, *messages, policy=POLICY)
 
     async def decide(self) -> None:
         """Commit mostly."""
@@ -157,18 +267,18 @@ class Work:
     async def lose(self) -> None:
         """Lose a turn, before or after it took effect."""
         if self.random.random() < 0.5:
-            self.world.partition.writes.append(raising(PromotionTxnLost()))
+            self.harness.partition.writes.append(raising(PromotionTxnLost()))
         else:
             outcome = self.random.choice([LostReply.DONE, LostReply.NOT_DONE])
-            self.world.kafka.lose_answer_of_next_commit(outcome)
+            self.harness.kafka.lose_answer_of_next_commit(outcome)
 
     async def shrink(self) -> None:
         """The target takes large messages no more."""
-        self.world.kafka.set_message_bytes_max("u", SMALL_BYTES)
+        self.harness.kafka.set_message_bytes_max("u", SMALL_BYTES)
 
     async def grow(self) -> None:
         """The target takes large messages again."""
-        self.world.kafka.set_message_bytes_max("u", LARGE_BYTES)
+        self.harness.kafka.set_message_bytes_max("u", LARGE_BYTES)
 
     async def let_go(self) -> None:
         """Let everything that can go on go on, retries included."""
@@ -179,14 +289,14 @@ class Work:
         old = self.owner
         if self.random.random() < 0.5:
             await old.close()
-        proxy, self.world.proxy = self.world.proxy, FakeProxy()
-        self.owner = await self.world.owner()
+        proxy, self.harness.proxy = self.harness.proxy, FakeProxy()
+        self.owner = await self.harness.owner()
         proxy.ours = False
 
 
-async def recovered(world: World) -> tuple[Ledger, Recovered]:
+async def recovered(harness: Harness) -> tuple[Ledger, Recovered]:
     """Return the ledger of an owner that claims now and does nothing else."""
-    context = world.make()._context
+    context = harness.make()._context
     claim = Claim(RECORD_VERSION, f"claim-{random.random()}", "test", "")
     await check_checkpoint(context.door)
     return context.ledger, await recover(context, await context.door.claim(claim))
@@ -194,19 +304,19 @@ async def recovered(world: World) -> tuple[Ledger, Recovered]:
 
 async def check_moment(journal: Journal, count: int, logs_to: int | None) -> Counter[str]:
     """Recover from what is there at a moment, with and without snapshots, and go on."""
-    owners_time = journal.world.owners_time
-    plain = await journal.world_at(owners_time, count, logs_to=logs_to, snapshots=False)
+    time_ = journal.harness.time
+    plain = await journal.world_at(time_, count, logs_to=logs_to, snapshots=False)
     wanted, _ = await recovered(plain)
-    world = await journal.world_at(owners_time, count, logs_to=logs_to, snapshots=True)
-    ledger, found = await recovered(world)
+    harness = await journal.world_at(time_, count, logs_to=logs_to, snapshots=True)
+    ledger, found = await recovered(harness)
     assert unsettled(ledger) == unsettled(wanted)
     assert positions(ledger) == positions(wanted)
     assert remembered(ledger) == remembered(wanted)
-    world.kafka.set_message_bytes_max("u", LARGE_BYTES)
-    owner = await world.owner()
+    harness.kafka.set_message_bytes_max("u", LARGE_BYTES)
+    owner = await harness.owner()
     await _drained(owner)
-    _check_promoted(world, owner)
-    await world.close()
+    _check_promoted(harness, owner)
+    await harness.close()
     seen = Counter({"snapshots": int(found.greatest is not None)})
     seen.update(str(each.state) for each in ledger.index.transactions.values())
     return seen
@@ -219,15 +329,15 @@ async def _drained(owner: PartitionOwner) -> None:
     )
 
 
-def _check_promoted(world: World, owner: PartitionOwner) -> None:
+def _check_promoted(harness: Harness, owner: PartitionOwner) -> None:
     """Each message of each committed transaction is visible once, and nothing else is."""
     visible = Counter(
         (dict(record.headers)["txb-id"] or b"").decode()
         for topic, partition in (("t", 0), ("t", 1), ("u", 0))
-        for record in world.kafka.visible(topic, partition)
+        for record in harness.kafka.visible(topic, partition)
     )
     first: dict[str, str] = {}
-    for marker in world.markers():
+    for marker in harness.markers():
         if marker.kind in (MarkerKind.COMMIT, MarkerKind.ROLLBACK):
             first.setdefault(marker.id, marker.kind)
     for transaction in owner.ledger.index:
@@ -240,8 +350,8 @@ def _check_promoted(world: World, owner: PartitionOwner) -> None:
 
 @pytest.mark.rule(10, 11)
 @pytest.mark.parametrize("seed", range(SEEDS))
-async def test_recovery_equals_replay_at_every_moment(world: World, seed: int) -> None:
-    work = Work(world, seed)
+async def test_recovery_equals_replay_at_every_moment(harness: Harness, seed: int) -> None:
+    work = Work(harness, seed)
     await work.run()
     seen: Counter[str] = Counter()
     for count in work.journal.moments():
@@ -253,8 +363,8 @@ async def test_recovery_equals_replay_at_every_moment(world: World, seed: int) -
 
 @pytest.mark.rule(11)
 @pytest.mark.parametrize("seed", range(100, 100 + SEEDS))
-async def test_recovery_equals_replay_at_every_checkpoint_end(world: World, seed: int) -> None:
-    work = Work(world, seed)
+async def test_recovery_equals_replay_at_every_checkpoint_end(harness: Harness, seed: int) -> None:
+    work = Work(harness, seed)
     await work.run()
     seen: Counter[str] = Counter()
     for count in work.journal.checkpoint_cuts():

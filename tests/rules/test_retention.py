@@ -7,18 +7,18 @@ import asyncio
 import pytest
 from msgspec import structs
 
-from tests.rules.recovery_world import forget_bodies, snapshot
-from tests.rules.rules_world import (
+from tests.rules.fakes import Gate, raising
+from tests.rules.harness import (
     DAY_MS,
     GROUP,
-    Gate,
-    World,
+    Harness,
     commit,
+    forget_bodies,
     known,
     message,
     prepare,
-    raising,
     settled,
+    snapshot,
     until,
 )
 from txbroker.contract.service import PartitionState
@@ -44,131 +44,131 @@ LOGS = ["half", "op"]
 
 
 @pytest.mark.rule(25)
-async def test_deleted_half_in_memory_is_copied(world: World) -> None:
-    owner = await world.owner()
-    id = await world.prepared(owner, message("saved"))
-    world.kafka.truncate("txbroker.half", before=1)
-    await until(lambda: world.parked() == [(f"{id}/0".encode(), True)])
+async def test_deleted_half_in_memory_is_copied(harness: Harness) -> None:
+    owner = await harness.owner()
+    id = await harness.prepared(owner, message("saved"))
+    harness.kafka.truncate("txbroker.half", before=1)
+    await until(lambda: harness.parked() == [(f"{id}/0".encode(), True)])
     forget_bodies(owner)
     await commit(owner, id)
-    await until(lambda: world.visible() == ["saved"])
-    assert world.told.losses == []
-    assert world.stops == []
+    await until(lambda: harness.visible() == ["saved"])
+    assert harness.events.losses == []
+    assert harness.stops == []
 
 
-async def test_body_stays_in_memory_until_copied(world: World) -> None:
-    owner = await world.owner()
-    id = await world.prepared(owner, message("saved"))
-    world.partition.writes.append(raising(PromotionTxnLost()))
-    world.proxy.share = 0
-    world.kafka.truncate("txbroker.half", before=1)
+async def test_body_stays_in_memory_until_copied(harness: Harness) -> None:
+    owner = await harness.owner()
+    id = await harness.prepared(owner, message("saved"))
+    harness.partition.writes.append(raising(PromotionTxnLost()))
+    harness.proxy.share = 0
+    harness.kafka.truncate("txbroker.half", before=1)
     await until(lambda: id in owner._retention._held)
-    await world.prepared(owner)
+    await harness.prepared(owner)
     await until(lambda: known(owner, id).kept_at)
     await until(lambda: id not in owner._retention._held or not owner._retention._let_go())
     assert not known(owner, id).lost
 
 
 @pytest.mark.rule(25)
-async def test_deleted_half_without_body_is_lost_and_reported(world: World) -> None:
-    owner = await world.owner()
-    lost = [await world.prepared(owner) for _ in range(3)]
+async def test_deleted_half_without_body_is_lost_and_reported(harness: Harness) -> None:
+    owner = await harness.owner()
+    lost = [await harness.prepared(owner) for _ in range(3)]
     forget_bodies(owner)
-    kept = await world.prepared(owner)
-    world.kafka.truncate("txbroker.half", before=3)
-    await until(lambda: sum(world.told.losses) == 3)
+    kept = await harness.prepared(owner)
+    harness.kafka.truncate("txbroker.half", before=3)
+    await until(lambda: sum(harness.events.losses) == 3)
     assert [known(owner, id).lost for id in [*lost, kept]] == [True] * 3 + [False]
     assert {known(owner, id).state for id in lost} == {State.PENDING}
     await commit(owner, kept)
-    await until(lambda: world.visible() == [kept])
+    await until(lambda: harness.visible() == [kept])
 
 
-async def test_snapshot_entry_without_record_is_reported(world: World) -> None:
-    owner = await world.owner()
-    id = await world.prepared(owner)
+async def test_snapshot_entry_without_record_is_reported(harness: Harness) -> None:
+    owner = await harness.owner()
+    id = await harness.prepared(owner)
     assert await snapshot(owner)
     await owner.close()
-    world.kafka.truncate("txbroker.half", before=1)
-    again = await world.owner()
-    assert world.told.losses == [1]
+    harness.kafka.truncate("txbroker.half", before=1)
+    again = await harness.owner()
+    assert harness.events.losses == [1]
     assert known(again, id).lost
 
 
 @pytest.mark.rule(10)
 @pytest.mark.parametrize("days", [1, 20])
-async def test_deleted_young_markers_stop_partition(world: World, days: int) -> None:
-    owner = await world.owner()
+async def test_deleted_young_markers_stop_partition(harness: Harness, days: int) -> None:
+    owner = await harness.owner()
     for _ in range(3):
-        await world.committed(owner)
-    await until(lambda: len(world.visible()) == 3)
+        await harness.committed(owner)
+    await until(lambda: len(harness.visible()) == 3)
     await owner.close()
-    world.advance(days * DAY_MS / 1000)
+    harness.advance(days * DAY_MS / 1000)
     for name in LOGS:
-        world.kafka.truncate(f"txbroker.{name}", before=3)
+        harness.kafka.truncate(f"txbroker.{name}", before=3)
     if days == 1:
         with pytest.raises(LogTruncated, match="younger than its retention"):
-            await world.owner()
+            await harness.owner()
     else:
-        id = await world.committed(await world.owner())
-        await until(lambda: world.visible()[3:] == [id])
+        id = await harness.committed(await harness.owner())
+        await until(lambda: harness.visible()[3:] == [id])
 
 
 @pytest.mark.rule(10)
-async def test_deleted_unread_half_messages_stop_partition(world: World) -> None:
-    owner = await world.owner()
-    await world.committed(owner)
-    await until(lambda: len(world.visible()) == 1)
+async def test_deleted_unread_half_messages_stop_partition(harness: Harness) -> None:
+    owner = await harness.owner()
+    await harness.committed(owner)
+    await until(lambda: len(harness.visible()) == 1)
     await owner.close()
     for _ in range(2):
-        world.zombie_half(world.half())
-    world.kafka.truncate("txbroker.half", before=2)
+        harness.zombie_half(harness.half())
+    harness.kafka.truncate("txbroker.half", before=2)
     with pytest.raises(LogTruncated, match="no owner has read"):
-        await world.owner()
+        await harness.owner()
 
 
 @pytest.mark.rule(25)
-async def test_retention_may_pass_snapshot(world: World) -> None:
+async def test_retention_may_pass_snapshot(harness: Harness) -> None:
     """A quiet partition writes none for longer than half messages are kept."""
-    owner = await world.owner()
-    id = await world.prepared(owner, message("old"))
+    owner = await harness.owner()
+    id = await harness.prepared(owner, message("old"))
     assert await snapshot(owner)
-    world.advance(8 * DAY_MS / 1000)
-    await until(lambda: len(world.parked()) == 1)
-    late = await world.prepared(owner, message("late"))
-    world.advance(8 * DAY_MS / 1000)
-    await until(lambda: len(world.parked()) == 2)
+    harness.advance(8 * DAY_MS / 1000)
+    await until(lambda: len(harness.parked()) == 1)
+    late = await harness.prepared(owner, message("late"))
+    harness.advance(8 * DAY_MS / 1000)
+    await until(lambda: len(harness.parked()) == 2)
     await owner.close()
-    world.kafka.truncate("txbroker.half", before=2)
-    again = await world.owner()
+    harness.kafka.truncate("txbroker.half", before=2)
+    again = await harness.owner()
     assert {known(again, each).state for each in (id, late)} == {State.PENDING}
-    assert world.told.losses == []
+    assert harness.events.losses == []
     for each in (id, late):
         await commit(again, each)
-    await until(lambda: world.visible() == ["old", "late"])
+    await until(lambda: harness.visible() == ["old", "late"])
 
 
 @pytest.mark.rule(25)
-async def test_leftover_copy_is_not_restored(world: World) -> None:
+async def test_leftover_copy_is_not_restored(harness: Harness) -> None:
     """The snapshot knows better: it was rolled back before, and forgotten since."""
-    owner = await world.owner()
-    id = await world.committed(owner)
-    await until(lambda: world.visible() == [id])
-    half = world.half(id=id)
-    world.advance(1000)
-    await world.prepared(owner)
+    owner = await harness.owner()
+    id = await harness.committed(owner)
+    await until(lambda: harness.visible() == [id])
+    half = harness.half(id=id)
+    harness.advance(1000)
+    await harness.prepared(owner)
     assert await snapshot(owner)
     await owner.close()
     copy = encode_kept(ParkedCopy(half, 0, 0, State.PENDING))
-    world.kafka.transact("txbroker.parked", 0, copy)
-    world.kafka.truncate("txbroker.half", before=1)
-    again = await world.owner()
+    harness.kafka.transact("txbroker.parked", 0, copy)
+    harness.kafka.truncate("txbroker.half", before=1)
+    again = await harness.owner()
     assert id not in again.ledger.index.transactions
-    await until(lambda: world.parked()[-1] == (f"{id}/0".encode(), False))
+    await until(lambda: harness.parked()[-1] == (f"{id}/0".encode(), False))
 
 
 @pytest.mark.rule(25)
 async def test_next_owner_promotes_copy_made_after_commit(
-    world: World,
+    harness: Harness,
 ) -> None:
     """Its half message is gone, its marker lies above the progress of the turn that copied it."""
     begin, stuck = Gate(), Gate()
@@ -182,78 +182,78 @@ async def test_next_owner_promotes_copy_made_after_commit(
         await stuck.wait()
         raise AssertionError("nobody opens it")
 
-    owner = await world.owner(turns=PromotionLimits(transactions_max=1))
-    first, second, third = [await world.prepared(owner, message(v)) for v in ("1", "2", "3")]
-    world.partition.writes.extend([slowly, MemoryPartitionDoor.write, never])
+    owner = await harness.owner(turns=PromotionLimits(transactions_max=1))
+    first, second, third = [await harness.prepared(owner, message(v)) for v in ("1", "2", "3")]
+    harness.partition.writes.extend([slowly, MemoryPartitionDoor.write, never])
     await commit(owner, first)
     await begin.reached.wait()
     for id in (second, third):
         await commit(owner, id)
-    world.kafka.truncate("txbroker.half", before=3)
+    harness.kafka.truncate("txbroker.half", before=3)
     await until(lambda: {second, third} <= owner.ledger.index.to_keep.keys())
     begin.open()
     await stuck.reached.wait()
-    await until(lambda: world.visible() == ["1", "2"])
-    assert (f"{third}/0".encode(), True) in world.parked()
+    await until(lambda: harness.visible() == ["1", "2"])
+    assert (f"{third}/0".encode(), True) in harness.parked()
     await owner.close()
-    world.advance(15 * DAY_MS / 1000)
-    await world.owner()
-    await until(lambda: world.visible() == ["1", "2", "3"])
+    harness.advance(15 * DAY_MS / 1000)
+    await harness.owner()
+    await until(lambda: harness.visible() == ["1", "2", "3"])
 
 
 @pytest.mark.rule(25)
 async def test_transaction_decided_before_copy_is_copied(
-    world: World,
+    harness: Harness,
 ) -> None:
     """Its target takes nothing for longer than half messages are kept."""
-    owner = await world.owner()
+    owner = await harness.owner()
     held = Gate()
 
     async def slowly(door: MemoryPartitionDoor, turn: PromotionTxn) -> PromotionTxnHandle:
         await held.wait()
         return await door.write(turn)
 
-    old = await world.prepared(owner, message("old", topic="u"))
-    other = await world.prepared(owner)
-    world.partition.writes.append(slowly)
+    old = await harness.prepared(owner, message("old", topic="u"))
+    other = await harness.prepared(owner)
+    harness.partition.writes.append(slowly)
     await commit(owner, other)
     await held.reached.wait()
-    world.kafka.set_leaderless("u", 0)
-    world.advance(8 * DAY_MS / 1000)
+    harness.kafka.set_leaderless("u", 0)
+    harness.advance(8 * DAY_MS / 1000)
     await until(lambda: old in owner.ledger.index.to_keep)
     await commit(owner, old)
     held.open()
-    await until(lambda: (f"{old}/0".encode(), True) in world.parked())
+    await until(lambda: (f"{old}/0".encode(), True) in harness.parked())
     forget_bodies(owner)
-    world.kafka.truncate("txbroker.half", before=2)
-    world.kafka.set_leaderless("u")
-    await until(lambda: world.visible("u") == ["old"])
-    assert world.told.losses == []
+    harness.kafka.truncate("txbroker.half", before=2)
+    harness.kafka.set_leaderless("u")
+    await until(lambda: harness.visible("u") == ["old"])
+    assert harness.events.losses == []
 
 
 @pytest.mark.rule(10)
 @pytest.mark.parametrize("topic", LOGS)
-async def test_retention_during_recovery_stops_nothing(world: World, topic: str) -> None:
-    owner = await world.owner()
+async def test_retention_during_recovery_stops_nothing(harness: Harness, topic: str) -> None:
+    owner = await harness.owner()
     for _ in range(3):
-        await world.committed(owner)
-    await until(lambda: len(world.visible()) == 3)
+        await harness.committed(owner)
+    await until(lambda: len(harness.visible()) == 3)
     await owner.close()
-    world.advance(30 * DAY_MS / 1000)
-    again = world.make()
-    log = getattr(world.partition, topic)
+    harness.advance(30 * DAY_MS / 1000)
+    again = harness.make()
+    log = getattr(harness.partition, topic)
     bounds = log.inner.bounds
 
     async def before_it_is_read(*, confirmed: bool = True) -> tuple[int, int]:
         found = await bounds(confirmed=confirmed)
         log.inner.bounds = bounds
-        world.kafka.truncate(f"txbroker.{topic}", before=2)
+        harness.kafka.truncate(f"txbroker.{topic}", before=2)
         return found
 
     log.inner.bounds = before_it_is_read
     with pytest.raises(KafkaUnavailable, match="retention deleted"):
         await again.open()
-    await world.owner()
+    await harness.owner()
 
 
 # --- truncated and recreated -------------------------------------------------------------------
@@ -261,63 +261,63 @@ async def test_retention_during_recovery_stops_nothing(world: World, topic: str)
 
 @pytest.mark.rule(10)
 @pytest.mark.parametrize("topic", LOGS)
-async def test_snapshot_beyond_end_stops_partition(world: World, topic: str) -> None:
-    owner = await world.owner()
-    id = await world.prepared(owner)
+async def test_snapshot_beyond_end_stops_partition(harness: Harness, topic: str) -> None:
+    owner = await harness.owner()
+    id = await harness.prepared(owner)
     await commit(owner, id)
-    await until(lambda: world.visible() == [id])
+    await until(lambda: harness.visible() == [id])
     for _ in range(2):
-        await world.prepared(owner)
-    world.zombie_mark("check", id, round=1, number=1, reason="due")
+        await harness.prepared(owner)
+    harness.zombie_mark("check", id, round=1, number=1, reason="due")
     await until(lambda: owner.ledger.op_position == 2)
     assert await snapshot(owner)
     await owner.close()
-    world.kafka.truncate(f"txbroker.{topic}", end=1)
+    harness.kafka.truncate(f"txbroker.{topic}", end=1)
     with pytest.raises(LogTruncated, match="truncated or recreated"):
-        await world.owner()
+        await harness.owner()
 
 
 @pytest.mark.rule(10)
 @pytest.mark.parametrize("topic", LOGS)
-async def test_snapshot_of_another_log_stops_partition(world: World, topic: str) -> None:
-    owner = await world.owner()
-    id = await world.prepared(owner)
-    world.zombie_mark("check", id, round=1, number=1, reason="due")
+async def test_snapshot_of_another_log_stops_partition(harness: Harness, topic: str) -> None:
+    owner = await harness.owner()
+    id = await harness.prepared(owner)
+    harness.zombie_mark("check", id, round=1, number=1, reason="due")
     await until(lambda: owner.ledger.op_position == 1)
     assert await snapshot(owner)
     await owner.close()
-    old = world.kafka.visible(f"txbroker.{topic}")
-    world.advance(5.0)
-    _made_anew(world, topic, [*old, *old])
+    old = harness.kafka.visible(f"txbroker.{topic}")
+    harness.advance(5.0)
+    _made_anew(harness, topic, [*old, *old])
     with pytest.raises(LogTruncated, match="another record"):
-        await world.owner()
+        await harness.owner()
 
 
 @pytest.mark.rule(10)
 @pytest.mark.parametrize("more", [0, 1, 3])
 @pytest.mark.parametrize("topic", LOGS)
-async def test_recreated_log_stops_its_owner(world: World, topic: str, more: int) -> None:
-    owner = await world.owner()
+async def test_recreated_log_stops_its_owner(harness: Harness, topic: str, more: int) -> None:
+    owner = await harness.owner()
     for _ in range(2):
-        await world.committed(owner)
-    await until(lambda: len(world.visible()) == 2)
-    old = world.kafka.visible(f"txbroker.{topic}")
-    world.advance(5.0)
-    _made_anew(world, topic, (old * 2)[:more] if more < 3 else old * 2)
-    await until(lambda: world.stops)
-    assert isinstance(world.stops[0], LogTruncated)
+        await harness.committed(owner)
+    await until(lambda: len(harness.visible()) == 2)
+    old = harness.kafka.visible(f"txbroker.{topic}")
+    harness.advance(5.0)
+    _made_anew(harness, topic, (old * 2)[:more] if more < 3 else old * 2)
+    await until(lambda: harness.stops)
+    assert isinstance(harness.stops[0], LogTruncated)
 
 
-def _made_anew(world: World, topic: str, records: list[Record]) -> None:
-    world.kafka.recreate_topic(f"txbroker.{topic}")
+def _made_anew(harness: Harness, topic: str, records: list[Record]) -> None:
+    harness.kafka.recreate_topic(f"txbroker.{topic}")
     bare = [structs.replace(record, timestamp_ms=-1) for record in records]
-    world.kafka.topics[f"txbroker.{topic}"].partitions[0].append(bare, world.clock.now_ms())
+    harness.kafka.topics[f"txbroker.{topic}"].partitions[0].append(bare, harness.clock.now_ms())
 
 
 # --- hanging -----------------------------------------------------------------------------------
 
 
-async def test_hanging_claim_is_shown_until_it_succeeds(world: World) -> None:
+async def test_hanging_claim_is_shown_until_it_succeeds(harness: Harness) -> None:
     hangs = asyncio.Event()
 
     async def hanging(inner: MemoryPartitionDoor, claim: Claim) -> Claimed:
@@ -325,15 +325,15 @@ async def test_hanging_claim_is_shown_until_it_succeeds(world: World) -> None:
         await asyncio.sleep(0)
         raise Hanging("nobody ends it")
 
-    owner = await world.owner()
-    world.partition.writes.append(raising(PromotionTxnLost()))
-    world.partition.claims.extend([hanging] * 3)
-    id = await world.committed(owner)
+    owner = await harness.owner()
+    harness.partition.writes.append(raising(PromotionTxnLost()))
+    harness.partition.claims.extend([hanging] * 3)
+    id = await harness.committed(owner)
     await hangs.wait()
     await until(lambda: owner.phase is PartitionState.HANGING)
-    await until(lambda: world.visible() == [id])
+    await until(lambda: harness.visible() == [id])
     assert owner.phase is PartitionState.OWNED
-    assert world.told.failures.count("claim") == 3
+    assert harness.events.failures.count("claim") == 3
 
 
 # --- suspended ---------------------------------------------------------------------------------
@@ -341,15 +341,15 @@ async def test_hanging_claim_is_shown_until_it_succeeds(world: World) -> None:
 
 @pytest.mark.rule(26)
 async def test_suspended_owner_writes_nothing_and_resumes(
-    world: World,
+    harness: Harness,
 ) -> None:
-    owner = await world.owner()
-    id = await world.prepared(owner)
+    owner = await harness.owner()
+    id = await harness.prepared(owner)
     owner.suspend()
     assert owner.phase is PartitionState.SUSPENDED
-    before = list(world.partition.calls)
+    before = list(harness.partition.calls)
     with pytest.raises(OwnerUnavailable):
-        await world.prepared(owner)
+        await harness.prepared(owner)
     with pytest.raises(OwnerUnavailable):
         await commit(owner, id)
     row = owner._context.marker(
@@ -357,33 +357,33 @@ async def test_suspended_owner_writes_nothing_and_resumes(
     )
     attempt = asyncio.create_task(owner._op.append_one(row))
     # What others write is seen, and still no turn is begun.
-    world.zombie_mark("commit", id, group=GROUP)
+    harness.zombie_mark("commit", id, group=GROUP)
     await until(lambda: known(owner, id).state is State.COMMITTED)
     await settled()
     writes = ("half.append", "op.append", "claim", "store")
-    assert [c for c in world.partition.calls if c in writes] == [c for c in before if c in writes]
-    assert world.partition.turns == []
+    assert [c for c in harness.partition.calls if c in writes] == [c for c in before if c in writes]
+    assert harness.partition.turns == []
     assert owner.stuck_since_s() == 0.0
     owner.resume()
-    await until(lambda: world.visible() == [id])
+    await until(lambda: harness.visible() == [id])
     await attempt
-    assert world.partition.calls.count("claim") == 1
+    assert harness.partition.calls.count("claim") == 1
     assert owner.phase is PartitionState.OWNED
-    again = await world.committed(owner)
-    await until(lambda: world.visible() == [id, again])
+    again = await harness.committed(owner)
+    await until(lambda: harness.visible() == [id, again])
 
 
 async def test_call_in_flight_fails_when_owner_is_suspended(
-    world: World,
+    harness: Harness,
 ) -> None:
-    owner = await world.owner()
-    half = world.half()
-    world.partition.half.bounds_gate.clear()
-    world.zombie_half(half)
+    owner = await harness.owner()
+    half = harness.half()
+    harness.partition.half.bounds_gate.clear()
+    harness.zombie_half(half)
     asking = asyncio.create_task(commit(owner, half.id))
     await settled()
     owner.suspend()
-    world.partition.half.bounds_gate.set()
+    harness.partition.half.bounds_gate.set()
     async with asyncio.timeout(1.0):
         with pytest.raises(OwnerUnavailable):
             await asking
@@ -392,47 +392,47 @@ async def test_call_in_flight_fails_when_owner_is_suspended(
 
 @pytest.mark.rule(26)
 async def test_owner_resumed_after_takeover_is_fenced(
-    world: World,
+    harness: Harness,
 ) -> None:
-    zombie = await world.owner()
-    id = await world.prepared(zombie)
+    zombie = await harness.owner()
+    id = await harness.prepared(zombie)
     zombie.suspend()
-    heir = await world.owner()
+    heir = await harness.owner()
     await commit(heir, id)
-    await until(lambda: world.visible() == [id])
-    world.proxy.ours = False
+    await until(lambda: harness.visible() == [id])
+    harness.proxy.ours = False
     zombie.resume()
-    await world.committed(zombie)
-    await until(lambda: world.stops)
-    await until(lambda: len(world.visible()) == 2)
-    assert world.visible()[0] == id
+    await harness.committed(zombie)
+    await until(lambda: harness.stops)
+    await until(lambda: len(harness.visible()) == 2)
+    assert harness.visible()[0] == id
 
 
 async def test_promotion_of_another_owner_is_not_repeated(
-    world: World, monkeypatch: pytest.MonkeyPatch
+    harness: Harness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # It does not happen to read what the other wrote before its turn is fenced.
     monkeypatch.setattr(owner_module, "IDLE_S", 60.0)
-    first = await world.owner()
-    mine = await world.committed(first)
+    first = await harness.owner()
+    mine = await harness.committed(first)
     first.suspend()
-    second = await world.owner()
-    too_large = await world.prepared(second, message("x" * 500, topic="u"))
-    world.kafka.set_message_bytes_max("u", 200)
-    theirs = await world.committed(second)
+    second = await harness.owner()
+    too_large = await harness.prepared(second, message("x" * 500, topic="u"))
+    harness.kafka.set_message_bytes_max("u", 200)
+    theirs = await harness.committed(second)
     await commit(second, too_large)
-    await until(lambda: world.told.refusals == [too_large])
+    await until(lambda: harness.events.refusals == [too_large])
     await until(lambda: len(second.ledger.index.settled) == 2)
-    standing, copies = world.progress(), world.parked()
+    standing, copies = harness.progress(), harness.parked()
     await second.close()
     first.resume()
     await until(lambda: len(first.ledger.index.settled) == 2)
-    last = await world.committed(first)
-    await until(lambda: last in world.visible())
-    assert world.visible() == [mine, theirs, last]
+    last = await harness.committed(first)
+    await until(lambda: last in harness.visible())
+    assert harness.visible() == [mine, theirs, last]
     assert first.ledger.index.refused.keys() == {too_large}
-    assert world.parked() == copies
-    progress = world.progress()
+    assert harness.parked() == copies
+    progress = harness.progress()
     assert (progress.op, progress.half) >= (standing.op, standing.half)
 
 
@@ -440,35 +440,35 @@ async def test_promotion_of_another_owner_is_not_repeated(
 
 
 @pytest.mark.rule(27)
-async def test_newer_copy_is_kept_and_stops_partition(world: World) -> None:
-    await (await world.owner()).close()
-    (record,) = encode_kept(ParkedCopy(world.half(), 0, 0, State.PARKED))
+async def test_newer_copy_is_kept_and_stops_partition(harness: Harness) -> None:
+    await (await harness.owner()).close()
+    (record,) = encode_kept(ParkedCopy(harness.half(), 0, 0, State.PARKED))
     newer = structs.replace(record, headers=(("txb-v", b"9 check kept"), *record.headers[1:]))
-    world.kafka.transact("txbroker.parked", 0, [newer])
+    harness.kafka.transact("txbroker.parked", 0, [newer])
     with pytest.raises(NewerRecord, match="upgrade"):
-        await world.owner()
-    assert len(world.kafka.visible("txbroker.parked")) == 1
+        await harness.owner()
+    assert len(harness.kafka.visible("txbroker.parked")) == 1
 
 
 @pytest.mark.rule(27)
-async def test_newer_half_message_stops_takeover(world: World) -> None:
-    await (await world.owner()).close()
-    (record,) = encode_half(world.half())
+async def test_newer_half_message_stops_takeover(harness: Harness) -> None:
+    await (await harness.owner()).close()
+    (record,) = encode_half(harness.half())
     newer = structs.replace(record, headers=(("txb-v", b"9 check"), *record.headers[1:]))
-    world.kafka.topics["txbroker.half"].partitions[0].append([newer], world.clock.now_ms())
+    harness.kafka.topics["txbroker.half"].partitions[0].append([newer], harness.clock.now_ms())
     with pytest.raises(NewerRecord):
-        await world.owner()
+        await harness.owner()
 
 
-async def test_one_group_cannot_fill_partition(world: World) -> None:
-    owner = await world.owner(pending_group_max=3)
-    halves = [world.half() for _ in range(10)]
+async def test_one_group_cannot_fill_partition(harness: Harness) -> None:
+    owner = await harness.owner(pending_group_max=3)
+    halves = [harness.half() for _ in range(10)]
     done = await asyncio.gather(*[prepare(owner, h) for h in halves], return_exceptions=True)
     refused = [each for each in done if isinstance(each, Overloaded)]
     assert len(done) - len(refused) == 3
     assert all(GROUP in str(each) and each.details["group"] == GROUP for each in refused)
-    other = world.half(group="another")
+    other = harness.half(group="another")
     assert (await prepare(owner, other)).id == other.id
     await commit(owner, next(iter(owner.ledger.index.transactions)))
-    await until(lambda: world.told.promotions)
-    assert (await prepare(owner, world.half())).state is State.PENDING
+    await until(lambda: harness.events.promotions)
+    assert (await prepare(owner, harness.half())).state is State.PENDING

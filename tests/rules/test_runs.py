@@ -8,18 +8,15 @@ from collections.abc import Collection, Sequence
 
 import pytest
 
-from tests.rules.rules_world import (
-    START_MS,
+from tests.rules.fakes import (
     Append,
     Gate,
-    World,
     lost_unanswered,
-    message,
-    settled,
     stored_unanswered,
     without_offset,
     without_time,
 )
+from tests.rules.harness import START_MS, Harness, message, settled
 from txbroker.contract.service import Answer, DecideRequest, TransactionStatus
 from txbroker.core.records import Decision, Half, Record, State
 from txbroker.core.routing import make_id
@@ -55,9 +52,9 @@ def refusing(bad: Collection[str]) -> Append:
     return append
 
 
-def halves(world: World, count: int) -> list[Half]:
+def halves(harness: Harness, count: int) -> list[Half]:
     """Return so many half messages of now."""
-    return [world.half() for _ in range(count)]
+    return [harness.half() for _ in range(count)]
 
 
 async def prepare(owner: PartitionOwner, run: Sequence[Half]) -> list[Answer]:
@@ -76,9 +73,9 @@ async def decide(owner: PartitionOwner, ids: Sequence[str], decision: Decision) 
     return await owner.api.decide([DecideRequest(id, decision) for id in ids])
 
 
-def stored(world: World, topic: str = "half") -> list[str]:
+def stored(harness: Harness, topic: str = "half") -> list[str]:
     """Return the ids of what lies in one of our logs, in order."""
-    return [id_of(record) for record in world.kafka.visible(f"txbroker.{topic}")]
+    return [id_of(record) for record in harness.kafka.visible(f"txbroker.{topic}")]
 
 
 def kinds(answers: Sequence[Answer]) -> list[str]:
@@ -91,22 +88,22 @@ def kinds(answers: Sequence[Answer]) -> list[str]:
 
 @pytest.mark.rule(29)
 @pytest.mark.parametrize("bad", [{0}, {255}, {100}, {3, 4, 200}, {*range(0, 256, 5)}])
-async def test_refused_run_is_split_down_to_bad_row(world: World, bad: set[int]) -> None:
-    owner, run = await world.owner(), halves(world, FRAME)
+async def test_refused_run_is_split_down_to_bad_row(harness: Harness, bad: set[int]) -> None:
+    owner, run = await harness.owner(), halves(harness, FRAME)
     ids = [half.id for half in run]
     taken = [id for number, id in enumerate(ids) if number not in bad]
     poison = refusing([ids[number] for number in bad])
-    world.partition.half.script.extend([poison] * 10_000)
+    harness.partition.half.script.extend([poison] * 10_000)
     answers = await prepare(owner, run)
     assert {n for n, each in enumerate(answers) if isinstance(each, TooLarge)} == bad
     assert [each for each in answers if isinstance(each, TransactionStatus)] == [
         TransactionStatus(id, State.PENDING, None, True) for id in taken
     ]
-    assert stored(world) == taken
+    assert stored(harness) == taken
     assert list(owner.ledger.index.transactions) == taken
 
     # Of markers the same: their ids' half messages are there now.
-    world.partition.op.script.extend([refusing(taken[1:3])] * 10_000)
+    harness.partition.op.script.extend([refusing(taken[1:3])] * 10_000)
     answers = await decide(owner, taken, Decision.ROLLBACK)
     assert kinds(answers) == [
         "rolled_back",
@@ -114,21 +111,21 @@ async def test_refused_run_is_split_down_to_bad_row(world: World, bad: set[int])
         "too_large",
         *["rolled_back"] * (len(taken) - 3),
     ]
-    assert stored(world, "op") == [taken[0], *taken[3:]]
+    assert stored(harness, "op") == [taken[0], *taken[3:]]
 
 
 @pytest.mark.rule(29)
-async def test_oversized_row_spoils_no_other_of_run(world: World) -> None:
-    owner, run = await world.owner(), halves(world, FRAME)
+async def test_oversized_row_spoils_no_other_of_run(harness: Harness) -> None:
+    owner, run = await harness.owner(), halves(harness, FRAME)
     large = "x" * owner._half._log.batch_bytes_max
     for number in (0, 100, 101, 255):
-        run[number] = world.half(message(large))
+        run[number] = harness.half(message(large))
     answers = await prepare(owner, run)
     assert [n for n, kind in enumerate(kinds(answers)) if kind == "too_large"] == [0, 100, 101, 255]
     assert kinds(answers).count("pending") == FRAME - 4
     # The broker was not troubled with them.
     assert all("fit a batch" in str(each) for each in answers if isinstance(each, TooLarge))
-    assert stored(world) == [
+    assert stored(harness) == [
         half.id for half, kind in zip(run, kinds(answers), strict=True) if kind == "pending"
     ]
 
@@ -147,7 +144,7 @@ async def test_oversized_row_spoils_no_other_of_run(world: World) -> None:
     ],
 )
 async def test_run_refuses_as_many_as_single_calls(
-    world: World,
+    harness: Harness,
     monkeypatch: pytest.MonkeyPatch,
     settings: dict[str, int],
     queue_bytes_max: int | None,
@@ -159,8 +156,8 @@ async def test_run_refuses_as_many_as_single_calls(
     for ask in (prepare, one_by_one):
         # Some are larger: what does not fit keeps out nothing smaller behind it.
         bodies = ["x" * (5000 if number % 50 == 49 else 10) for number in range(FRAME)]
-        owner = await world.owner(**settings)
-        run = [world.half(message(body)) for body in bodies]
+        owner = await harness.owner(**settings)
+        run = [harness.half(message(body)) for body in bodies]
         told.append(kinds(await ask(owner, run)))
         for half in list(owner.ledger.index.transactions):
             await decide(owner, [half], Decision.ROLLBACK)
@@ -172,14 +169,14 @@ async def test_run_refuses_as_many_as_single_calls(
 
 
 @pytest.mark.rule(29)
-async def test_stored_part_of_long_run_counts_once(world: World) -> None:
-    owner = await world.owner(pending_max=1500, pending_group_max=1500)
+async def test_stored_part_of_long_run_counts_once(harness: Harness) -> None:
+    owner = await harness.owner(pending_max=1500, pending_group_max=1500)
     gate = Gate()
-    world.partition.half.script.extend([as_it_is, gate.append])
-    going = asyncio.create_task(prepare(owner, halves(world, 1200)))
+    harness.partition.half.script.extend([as_it_is, gate.append])
+    going = asyncio.create_task(prepare(owner, halves(harness, 1200)))
     await gate.reached.wait()
     # A thousand are stored, two hundred on their way.
-    beside = asyncio.create_task(prepare(owner, halves(world, 400)))
+    beside = asyncio.create_task(prepare(owner, halves(harness, 400)))
     await settled()
     gate.open()
     assert kinds(await going) == ["pending"] * 1200
@@ -192,44 +189,44 @@ async def test_stored_part_of_long_run_counts_once(world: World) -> None:
 
 @pytest.mark.rule(29)
 @pytest.mark.parametrize("middle", [as_it_is, without_offset, without_time])
-async def test_run_of_several_batches_is_stored_in_order(world: World, middle: Append) -> None:
-    owner = await world.owner(**ROOM)
-    run = [world.half(*[message(str(n))] * (1 + n % 2)) for n in range(LONG)]
+async def test_run_of_several_batches_is_stored_in_order(harness: Harness, middle: Append) -> None:
+    owner = await harness.owner(**ROOM)
+    run = [harness.half(*[message(str(n))] * (1 + n % 2)) for n in range(LONG)]
     ids = [half.id for half in run]
     # Somebody who does not know that it was fenced writes two of them before the second batch.
     zombies = [ids[1501], ids[2200]]
 
     async def between(log: Log, records: Sequence[Record]) -> Appended:
-        world.zombie_half(run[1501])
-        world.zombie_half(run[2200])
+        harness.zombie_half(run[1501])
+        harness.zombie_half(run[2200])
         return await middle(log, records)
 
-    world.partition.half.script.extend([as_it_is, between, middle, as_it_is])
+    harness.partition.half.script.extend([as_it_is, between, middle, as_it_is])
     answers = await prepare(owner, run)
     assert [(each.id, each.state) for each in answers if isinstance(each, TransactionStatus)] == [
         (id, State.PENDING) for id in ids
     ]
-    found = stored(world)
+    found = stored(harness)
     assert Counter(found) == Counter(
         {half.id: len(half.messages) * (1 + (half.id in zombies)) for half in run}
     )
     assert list(owner.ledger.index.transactions) == list(dict.fromkeys(found))
     ours = [id for id in dict.fromkeys(found) if id not in zombies]
     assert ours == [id for id in ids if id not in zombies]
-    world.partition.op.script.extend([as_it_is, middle, middle])
+    harness.partition.op.script.extend([as_it_is, middle, middle])
     answers = await decide(owner, ids, Decision.ROLLBACK)
     assert kinds(answers) == ["rolled_back"] * LONG
-    assert stored(world, "op") == ids
+    assert stored(harness, "op") == ids
 
 
 @pytest.mark.rule(29)
 @pytest.mark.parametrize("middle", [stored_unanswered, lost_unanswered])
-async def test_unanswered_part_of_run_can_be_repeated(world: World, middle: Append) -> None:
-    owner = await world.owner(**ROOM)
-    run = halves(world, LONG)
+async def test_unanswered_part_of_run_can_be_repeated(harness: Harness, middle: Append) -> None:
+    owner = await harness.owner(**ROOM)
+    run = halves(harness, LONG)
     ids = [half.id for half in run]
     second = slice(appender.BATCH_RECORDS_MAX, 2 * appender.BATCH_RECORDS_MAX)
-    world.partition.half.script.extend([as_it_is, middle])
+    harness.partition.half.script.extend([as_it_is, middle])
     answers = await prepare(owner, run)
     expected = ["pending"] * LONG
     expected[second] = ["owner_unavailable"] * appender.BATCH_RECORDS_MAX
@@ -237,7 +234,7 @@ async def test_unanswered_part_of_run_can_be_repeated(world: World, middle: Appe
     assert kinds(await prepare(owner, run)) == ["pending"] * LONG
     assert set(owner.ledger.index.transactions) == set(ids)
 
-    world.partition.op.script.extend([as_it_is, middle])
+    harness.partition.op.script.extend([as_it_is, middle])
     answers = await decide(owner, ids, Decision.COMMIT)
     assert kinds(answers)[second] == ["owner_unavailable"] * appender.BATCH_RECORDS_MAX
     again = await decide(owner, ids, Decision.COMMIT)
@@ -250,10 +247,10 @@ async def test_unanswered_part_of_run_can_be_repeated(world: World, middle: Appe
 
 
 @pytest.mark.rule(29)
-async def test_cancelled_run_drops_unsent_rows(world: World) -> None:
-    owner = await world.owner(**ROOM)
-    gate, run = Gate(), halves(world, LONG)
-    world.partition.half.script.append(gate.append)
+async def test_cancelled_run_drops_unsent_rows(harness: Harness) -> None:
+    owner = await harness.owner(**ROOM)
+    gate, run = Gate(), halves(harness, LONG)
+    harness.partition.half.script.append(gate.append)
     going = asyncio.create_task(prepare(owner, run))
     await gate.reached.wait()
     going.cancel()
@@ -261,16 +258,16 @@ async def test_cancelled_run_drops_unsent_rows(world: World) -> None:
     gate.open()
     assert kinds(await prepare(owner, run[-1:])) == ["pending"]
     first = appender.BATCH_RECORDS_MAX
-    assert stored(world) == [half.id for half in (*run[:first], run[-1])]
+    assert stored(harness) == [half.id for half in (*run[:first], run[-1])]
     assert owner.api._preparing.total == 0
     assert [queue.size for queue in owner._half._queues.values()] == [0, 0]
 
 
 @pytest.mark.rule(29)
-async def test_suspended_owner_cuts_run(world: World) -> None:
-    owner = await world.owner(**ROOM)
-    gate, run = Gate(), halves(world, LONG)
-    world.partition.half.script.append(gate.append)
+async def test_suspended_owner_cuts_run(harness: Harness) -> None:
+    owner = await harness.owner(**ROOM)
+    gate, run = Gate(), halves(harness, LONG)
+    harness.partition.half.script.append(gate.append)
     going = asyncio.create_task(prepare(owner, run))
     await gate.reached.wait()
     owner.suspend()
@@ -286,7 +283,7 @@ async def test_suspended_owner_cuts_run(world: World) -> None:
         *[False] * first,
         *[True] * (LONG - first),
     ]
-    assert stored(world)[:first] == [half.id for half in run[:first]]
+    assert stored(harness)[:first] == [half.id for half in run[:first]]
 
 
 # --- runs that share a batch --------------------------------------------------------------------
@@ -294,14 +291,14 @@ async def test_suspended_owner_cuts_run(world: World) -> None:
 
 @pytest.mark.rule(29)
 @pytest.mark.parametrize("append", [as_it_is, without_offset, without_time, refusing(["nobody"])])
-async def test_each_operation_of_batch_gets_its_answer(world: World, append: Append) -> None:
-    owner, gate = await world.owner(), Gate()
-    world.partition.half.script.extend([gate.append, append])
-    ahead = asyncio.create_task(prepare(owner, halves(world, 1)))
+async def test_each_operation_of_batch_gets_its_answer(harness: Harness, append: Append) -> None:
+    owner, gate = await harness.owner(), Gate()
+    harness.partition.half.script.extend([gate.append, append])
+    ahead = asyncio.create_task(prepare(owner, halves(harness, 1)))
     await gate.reached.wait()
-    a, b, c, d = halves(world, 4)
-    other = world.half(message("other"), id=a.id)
-    runs = [[a, b], [other, c], [d, b], [world.half(id=make_id(1, START_MS, 1)), a]]
+    a, b, c, d = halves(harness, 4)
+    other = harness.half(message("other"), id=a.id)
+    runs = [[a, b], [other, c], [d, b], [harness.half(id=make_id(1, START_MS, 1)), a]]
     tasks = [asyncio.create_task(prepare(owner, run)) for run in runs]
     await settled()
     gate.open()
@@ -323,7 +320,7 @@ async def test_each_operation_of_batch_gets_its_answer(world: World, append: App
     ]
 
     gate = Gate()
-    world.partition.op.script.extend([gate.append, append])
+    harness.partition.op.script.extend([gate.append, append])
     ahead = asyncio.create_task(decide(owner, [c.id], Decision.ROLLBACK))
     await gate.reached.wait()
     says = [
@@ -339,4 +336,4 @@ async def test_each_operation_of_batch_gets_its_answer(world: World, append: App
     assert found[1][0] == found[2][0] == "already_decided"
     assert found[1][1] in ("committed", "promoted")
     assert found[2][1] == "rolled_back"
-    assert len(stored(world, "op")) == 7
+    assert len(stored(harness, "op")) == 7

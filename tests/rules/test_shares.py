@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.rules.rules_world import WINDOW_MS, World, commit, message, prepare, roll_back, until
+from tests.rules.harness import WINDOW_MS, Harness, commit, message, prepare, roll_back, until
 from txbroker.core import settled
 from txbroker.core.promotion import PromotionLimits
 from txbroker.core.segment import SEGMENT_BYTES
@@ -18,80 +18,80 @@ def directory(*names: str) -> Directory:
     return Directory(Principal(name, Role.PRODUCER, Patterns((f"{name}*",))) for name in names)
 
 
-async def refused(world: World, owner: PartitionOwner, group: str) -> str:
+async def refused(harness: Harness, owner: PartitionOwner, group: str) -> str:
     with pytest.raises(Overloaded) as caught:
-        await prepare(owner, world.half(group=group))
+        await prepare(owner, harness.half(group=group))
     assert caught.value.details["group"] == group
     return str(caught.value)
 
 
-async def test_groups_of_one_principal_share_one_limit(world: World) -> None:
-    world.proxy.principals = lambda: directory("shop", "bank")
-    owner = await world.owner(pending_group_max=3)
-    ids = [await world.prepared(owner, group=f"shop-{number}") for number in range(3)]
-    assert "the principal of group 'shop-9'" in await refused(world, owner, "shop-9")
-    await world.prepared(owner, group="bank")
+async def test_groups_of_one_principal_share_one_limit(harness: Harness) -> None:
+    harness.proxy.principals = lambda: directory("shop", "bank")
+    owner = await harness.owner(pending_group_max=3)
+    ids = [await harness.prepared(owner, group=f"shop-{number}") for number in range(3)]
+    assert "the principal of group 'shop-9'" in await refused(harness, owner, "shop-9")
+    await harness.prepared(owner, group="bank")
     await roll_back(owner, ids[0])
-    await world.prepared(owner, group="shop-9")
+    await harness.prepared(owner, group="shop-9")
     # The next owner counts the same, from the logs.
     await owner.close()
-    again = await world.owner(pending_group_max=3)
-    await refused(world, again, "shop-10")
-    await world.prepared(again, group="bank")
+    again = await harness.owner(pending_group_max=3)
+    await refused(harness, again, "shop-10")
+    await harness.prepared(again, group="bank")
     # By another file each group is its own share; and it is back.
-    world.proxy.principals = lambda: Directory()
+    harness.proxy.principals = lambda: Directory()
     await until(lambda: again.ledger.index.unsettled.of("shop-9") == 1)
-    await world.prepared(again, group="shop-10")
-    world.proxy.principals = lambda: directory("shop")
+    await harness.prepared(again, group="shop-10")
+    harness.proxy.principals = lambda: directory("shop")
     await until(lambda: again.ledger.index.unsettled.of("shop-9") == 0)
-    await refused(world, again, "shop-11")
+    await refused(harness, again, "shop-11")
 
 
 @pytest.mark.parametrize("trouble", ["no leader", "refused"])
-async def test_refused_transactions_count_in_share(world: World, trouble: str) -> None:
-    world.proxy.principals = lambda: directory("shop", "bank")
-    owner = await world.owner(pending_group_max=3)
-    ids = [await world.prepared(owner, group=f"shop-{number}") for number in range(3)]
+async def test_refused_transactions_count_in_share(harness: Harness, trouble: str) -> None:
+    harness.proxy.principals = lambda: directory("shop", "bank")
+    owner = await harness.owner(pending_group_max=3)
+    ids = [await harness.prepared(owner, group=f"shop-{number}") for number in range(3)]
     if trouble == "refused":
-        world.kafka.delete_topic("t")
+        harness.kafka.delete_topic("t")
     else:
-        world.kafka.set_leaderless("t", 0)
+        harness.kafka.set_leaderless("t", 0)
     for id in ids:
         await commit(owner, id)
     if trouble == "refused":
         await until(lambda: len(owner.ledger.index.refused) == 3)
     assert owner.ledger.index.undecided_count == 0
-    await refused(world, owner, "shop-9")
-    await world.prepared(owner, message("other", topic="u"), group="bank")
+    await refused(harness, owner, "shop-9")
+    await harness.prepared(owner, message("other", topic="u"), group="bank")
 
 
-async def test_one_share_cannot_fill_deferred_list(world: World) -> None:
-    world.proxy.principals = lambda: directory("shop", "bank")
-    owner = await world.owner(turns=PromotionLimits(deferred_max=5))
-    world.kafka.set_leaderless("t", 0)
+async def test_one_share_cannot_fill_deferred_list(harness: Harness) -> None:
+    harness.proxy.principals = lambda: directory("shop", "bank")
+    owner = await harness.owner(turns=PromotionLimits(deferred_max=5))
+    harness.kafka.set_leaderless("t", 0)
     for number in range(4):
-        await world.committed(owner, group=f"shop-{number}")
+        await harness.committed(owner, group=f"shop-{number}")
     await until(lambda: owner._promoter.waiting.total == 4)
-    assert "wait for target partitions" in await refused(world, owner, "shop-9")
-    visible = await world.committed(owner, message("goes", topic="u"), group="bank")
-    await until(lambda: visible in world.told.promotions)
-    world.kafka.set_leaderless("t")
-    await until(lambda: len(world.told.promotions) == 5)
+    assert "wait for target partitions" in await refused(harness, owner, "shop-9")
+    visible = await harness.committed(owner, message("goes", topic="u"), group="bank")
+    await until(lambda: visible in harness.events.promotions)
+    harness.kafka.set_leaderless("t")
+    await until(lambda: len(harness.events.promotions) == 5)
     await until(lambda: not owner._promoter.waiting.total)
-    await world.prepared(owner, group="shop-9")
+    await harness.prepared(owner, group="shop-9")
 
 
 async def test_one_share_cannot_fill_settled_memory(
-    world: World, monkeypatch: pytest.MonkeyPatch
+    harness: Harness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(settled, "SEGMENT_ENTRIES", 2)
-    world.proxy.principals = lambda: directory("shop", "bank")
-    world.proxy.settled = 2 * SEGMENT_BYTES + 600
-    owner = await world.owner()
+    harness.proxy.principals = lambda: directory("shop", "bank")
+    harness.proxy.settled = 2 * SEGMENT_BYTES + 600
+    owner = await harness.owner()
     for number in range(4):
-        await roll_back(owner, await world.prepared(owner, group=f"shop-{number}"))
-    assert "bytes of settled transactions" in await refused(world, owner, "shop-9")
-    await world.prepared(owner, group="bank")
+        await roll_back(owner, await harness.prepared(owner, group=f"shop-{number}"))
+    assert "bytes of settled transactions" in await refused(harness, owner, "shop-9")
+    await harness.prepared(owner, group="bank")
     # Half's log clock may stand still: by our time they are past.
-    world.advance(WINDOW_MS / 1000 + 1)
-    await world.prepared(owner, group="shop-9")
+    harness.advance(WINDOW_MS / 1000 + 1)
+    await harness.prepared(owner, group="shop-9")

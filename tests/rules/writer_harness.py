@@ -67,7 +67,7 @@ class FakeProducer:
         self.log.append(f"{self.name} seen")
 
 
-class Twins:
+class WriterHarness:
     """A twin writer on two fake producers, and what they did."""
 
     def __init__(self) -> None:
