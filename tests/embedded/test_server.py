@@ -75,7 +75,7 @@ def read(bootstrap: str, topic: str, count: int) -> list[bytes | None]:
     return [message.value() for message in messages]
 
 
-def test_it_takes_transactions_and_creates_no_topic_by_itself(kafka: EmbeddedKafka) -> None:
+def test_kafka_takes_transactions_and_creates_no_topics(kafka: EmbeddedKafka) -> None:
     assert kafka.running
     create_topic(kafka.bootstrap, "embedded-plain")
     write(kafka.bootstrap, "embedded-plain", "embedded-plain", b"one")
@@ -85,7 +85,7 @@ def test_it_takes_transactions_and_creates_no_topic_by_itself(kafka: EmbeddedKaf
     assert "embedded-mistyped" not in admin.list_topics(timeout=PATIENCE_S).topics
 
 
-def test_data_survive_kill_9_and_a_half_format(
+def test_data_survive_kill_and_incomplete_format(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(datadir, "_RELEASE_ALIVE_S", 0.1)
@@ -155,7 +155,7 @@ def parent_of(process_id: int) -> int:
     return int(Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()[1])
 
 
-def test_kafka_goes_with_its_parent_killed(tmp_path: Path) -> None:
+def test_kafka_dies_with_killed_parent(tmp_path: Path) -> None:
     parent, _, java, data_dir = start_parent()
     try:
         supervisor = parent_of(java)
@@ -166,7 +166,7 @@ def test_kafka_goes_with_its_parent_killed(tmp_path: Path) -> None:
         reap(parent)
 
 
-def test_everything_killed_starts_again_on_the_same_data(
+def test_killed_processes_restart_on_same_data(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     parent, bootstrap, java, _ = start_parent(str(tmp_path / "data"))
@@ -201,7 +201,7 @@ def test_everything_killed_starts_again_on_the_same_data(
         ("metric.reporters", "no.such.Reporter", "ended .exit code 1. while starting"),
     ],
 )
-def test_a_kafka_that_dies_shows_its_last_words(name: str, value: str, when: str) -> None:
+def test_failed_start_shows_end_of_log(name: str, value: str, when: str) -> None:
     kafka = EmbeddedKafka(properties={name: value})
     with pytest.raises(KafkaStartError, match=rf"(?s){when}.*last lines of kafka\.log.*{value}"):
         kafka.start()
@@ -210,7 +210,7 @@ def test_a_kafka_that_dies_shows_its_last_words(name: str, value: str, when: str
         _ = kafka.log_path  # the temporary folder is gone
 
 
-def test_a_port_that_was_just_taken_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_taken_port_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     free_ports = server._free_ports
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
@@ -225,7 +225,7 @@ def test_a_port_that_was_just_taken_is_given_up(monkeypatch: pytest.MonkeyPatch)
             assert kafka.bootstrap != f"127.0.0.1:{taken}"
 
 
-def test_a_start_is_broken_off_by_stop(tmp_path: Path) -> None:
+def test_stop_cancels_start(tmp_path: Path) -> None:
     kafka = EmbeddedKafka(tmp_path)
     errors: list[BaseException] = []
 
@@ -244,13 +244,13 @@ def test_a_start_is_broken_off_by_stop(tmp_path: Path) -> None:
     assert not kafka.running
 
 
-def test_a_data_dir_that_is_a_file_is_refused(tmp_path: Path) -> None:
+def test_file_as_data_dir_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(DataDirError, match="cannot be used"):
         EmbeddedKafka(tmp_path / "file").start()
 
 
-def test_before_the_start_there_is_nothing_to_connect_to() -> None:
+def test_addresses_need_a_start() -> None:
     kafka = EmbeddedKafka(listeners={"LOGIN": "SASL_PLAINTEXT"})
     assert not kafka.running
     with pytest.raises(EmbeddedKafkaError, match="call start"):

@@ -50,7 +50,7 @@ class Following:
                 await self._more.wait()
 
 
-async def test_a_topic_that_is_missing_is_waited_for_and_one_made_anew_is_read_again(
+async def test_feed_waits_for_missing_topic_and_rereads_recreated_one(
     world: KafkaHarness,
 ) -> None:
     audit = world.name("audit")
@@ -68,7 +68,7 @@ async def test_a_topic_that_is_missing_is_waited_for_and_one_made_anew_is_read_a
         await following.until(b"anew")
 
 
-async def test_records_that_another_client_wrote_are_followed_whatever_their_time(
+async def test_feed_follows_records_with_any_timestamp(
     world: KafkaHarness,
 ) -> None:
     await world.create_topic("audit", message_timestamp_type="CreateTime")
@@ -77,7 +77,7 @@ async def test_records_that_another_client_wrote_are_followed_whatever_their_tim
         await following.until(b"mine")
 
 
-async def test_what_cannot_be_written_is_said_in_a_sentence(world: KafkaHarness) -> None:
+async def test_refused_audit_record_is_explained(world: KafkaHarness) -> None:
     async with KafkaAuditWriter(world.settings()) as writer:
         with pytest.raises(ConfigurationError, match=r"does not exist.*topics apply"):
             await writer.put(world.name("nowhere"), "batch", b"{}")
@@ -88,7 +88,7 @@ async def test_what_cannot_be_written_is_said_in_a_sentence(world: KafkaHarness)
     assert [r.value for r in await world.visible(world.name("small"))] == [b"{}"]
 
 
-def test_a_proxy_stands_by_its_own_topics_whatever_becomes_of_the_audits() -> None:
+def test_proxy_needs_no_audit_topics() -> None:
     settings = KafkaSettings(bootstrap_servers=("127.0.0.1:9092",), instance_id="one")
     wanted = wanted_topics(settings, 1, None)
     found = {
@@ -107,7 +107,7 @@ def test_a_proxy_stands_by_its_own_topics_whatever_becomes_of_the_audits() -> No
     assert len(made.remarks) == 1
 
 
-def test_topics_of_the_audits_need_names_of_their_own() -> None:
+def test_audit_topics_need_unique_names() -> None:
     settings = KafkaSettings(
         bootstrap_servers=("127.0.0.1:9092",), instance_id="one", audit_topic="txbroker.groups"
     )

@@ -65,7 +65,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> None:
 @example([Record(b"k", b"v", (), n % 3 - 1) for n in range(300)], EDGES[1], True)
 @example([Record(b"k", None, (), (1 << 63) - 1), Record(None, b"v", (), 0)], EDGES[0], False)
 @example([Record(b"k" * 8191, b"v" * 8192), Record(b"k" * 63, b"v" * 64)], EDGES[0], False)
-def test_a_batch_is_byte_for_byte_the_client_librarys(
+def test_batch_equals_that_of_client_library(
     run: list[Record], producer: tuple[int, int, int], transactional: bool
 ) -> None:
     body = batch_body(run)
@@ -75,9 +75,7 @@ def test_a_batch_is_byte_for_byte_the_client_librarys(
 
 
 @given(runs | long_runs, st.integers(HEADER_BYTES, 5000))
-def test_cut_batches_hold_all_records_in_order_and_fit_as_closely_as_they_can(
-    run: list[Record], bytes_max: int
-) -> None:
+def test_split_batches_keep_order_and_fill_limit(run: list[Record], bytes_max: int) -> None:
     bodies = batch_bodies(run, bytes_max)
     first = 0
     for body in bodies:
@@ -90,14 +88,14 @@ def test_cut_batches_hold_all_records_in_order_and_fit_as_closely_as_they_can(
     assert first == len(run)
 
 
-def test_names_of_headers_are_not_remembered_without_bound() -> None:
+def test_header_name_cache_is_bounded() -> None:
     for number in range(3000):
         batch_body([Record(b"k", b"v", ((f"name-{number}", b"x"), (f"{number}" * 1000, b"x")))])
     assert len(_names) <= 1024
     assert max(map(len, _names)) < 100
 
 
-def test_a_record_without_a_timestamp_gets_this_machines(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_record_without_timestamp_gets_current_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(batch, "time", time)
     before_ms = int(time.time() * 1000)
     body = batch_body([Record(b"k", b"v"), Record(b"k", b"v", (), 5)])
@@ -105,6 +103,6 @@ def test_a_record_without_a_timestamp_gets_this_machines(monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("wrong", [Record("text", b"v"), Record(b"k", 5)])  # type: ignore[arg-type]
-def test_what_is_not_bytes_is_no_record(wrong: Record) -> None:
+def test_non_bytes_are_refused_as_record(wrong: Record) -> None:
     with pytest.raises(TypeError):
         batch_body([wrong])

@@ -89,7 +89,7 @@ async def _on_both_loops(test: Callable[[], Awaitable[None]]) -> None:
         await asyncio.to_thread(run, factory)
 
 
-async def test_a_request_behind_the_break_was_not_sent_and_closes_the_connection() -> None:
+async def test_request_after_break_is_not_sent_and_closes() -> None:
     async def behind_the_break() -> None:
         async with connected() as (_, connection):
             assert connection._writer is not None
@@ -104,7 +104,7 @@ async def test_a_request_behind_the_break_was_not_sent_and_closes_the_connection
     await _on_both_loops(behind_the_break)
 
 
-async def test_a_version_that_a_broker_does_not_speak_is_no_broken_connection() -> None:
+async def test_unsupported_version_keeps_connection() -> None:
     async with connected() as (broker, connection):
         connection._versions = {METADATA: (99, 99), END: (99, 99)}
         for request in (MetadataRequest(None), REQUEST):
@@ -116,7 +116,7 @@ async def test_a_version_that_a_broker_does_not_speak_is_no_broken_connection() 
         assert await answer == EndTxnResponse(3)
 
 
-async def test_answers_arrive_in_pieces_or_together() -> None:
+async def test_answers_are_split_from_any_chunks() -> None:
     async def in_pieces() -> None:
         async with connected() as (broker, connection):
             answers = [connection.send(REQUEST) for _ in range(4)]
@@ -152,7 +152,7 @@ def futures(connection: LoggedInConnection) -> list[asyncio.Future[Any]]:
     return [answer for _, _, answer in connection._requests]
 
 
-async def test_a_large_answer_is_read_whole() -> None:
+async def test_large_answer_is_read_completely() -> None:
     async with connected() as (broker, connection):
         name = "t" * 30_000
         answer = connection.send(MetadataRequest(None))
@@ -175,7 +175,7 @@ async def test_a_large_answer_is_read_whole() -> None:
     ],
     ids=["of another request", "too short", "of no size", "twice"],
 )
-async def test_behind_an_answer_that_does_not_read_nothing_counts(
+async def test_undecodable_answer_fails_later_requests(
     answer: Callable[[int], bytes],
 ) -> None:
     async with connected() as (broker, connection):
@@ -193,7 +193,7 @@ async def test_behind_an_answer_that_does_not_read_nothing_counts(
 
 
 @pytest.mark.parametrize("abort", [False, True])
-async def test_what_is_on_its_way_when_the_broker_closes_fails(abort: bool) -> None:
+async def test_requests_in_flight_fail_when_broker_closes(abort: bool) -> None:
     async def closed() -> None:
         async with connected() as (broker, connection):
             answers = [connection.send(REQUEST), connection.send(MetadataRequest(None))]
@@ -207,7 +207,7 @@ async def test_what_is_on_its_way_when_the_broker_closes_fails(abort: bool) -> N
     await _on_both_loops(closed)
 
 
-async def test_an_answer_that_does_not_come_in_time_is_told() -> None:
+async def test_unanswered_request_times_out() -> None:
     async with connected(timeout_s=0.05) as (broker, connection):
         late = connection.send(REQUEST)
         number = await broker.number()
@@ -220,7 +220,7 @@ async def test_an_answer_that_does_not_come_in_time_is_told() -> None:
         assert await again == EndTxnResponse(5)
 
 
-async def test_who_gave_up_hears_nothing_and_others_do() -> None:
+async def test_cancelled_request_does_not_affect_others() -> None:
     async with connected() as (broker, connection):
         gone, here = (asyncio.ensure_future(connection.send(REQUEST)) for _ in range(2))
         gone.cancel()
@@ -229,7 +229,7 @@ async def test_who_gave_up_hears_nothing_and_others_do() -> None:
         assert gone.cancelled()
 
 
-async def test_a_connection_whose_unanswered_requests_were_given_up_is_closed() -> None:
+async def test_unanswered_cancelled_request_closes_connection() -> None:
     """Nobody who asked closes it, and with a request under way it is never idle."""
     async with connected(timeout_s=0.05) as (broker, connection):
         gone = asyncio.ensure_future(connection.send(REQUEST))
@@ -241,7 +241,7 @@ async def test_a_connection_whose_unanswered_requests_were_given_up_is_closed() 
 
 
 @pytest.mark.parametrize("late", [False, True], ids=["closed", "not in time"])
-async def test_who_gives_up_just_when_it_fails_leaves_no_error_unseen(late: bool) -> None:
+async def test_cancel_during_failure_leaves_no_unretrieved_error(late: bool) -> None:
     unseen: list[dict[str, Any]] = []
     asyncio.get_running_loop().set_exception_handler(lambda _, context: unseen.append(context))
     async with connected() as (broker, connection):
@@ -262,7 +262,7 @@ async def test_who_gives_up_just_when_it_fails_leaves_no_error_unseen(late: bool
     assert not unseen
 
 
-async def test_what_broke_a_connection_is_named() -> None:
+async def test_cause_of_broken_connection_is_named() -> None:
     async with connected() as (broker, connection):
 
         async def opened(*_: Any, **__: Any) -> LoggedInConnection:
@@ -276,7 +276,7 @@ async def test_what_broke_a_connection_is_named() -> None:
             await ask
 
 
-async def test_a_login_as_before_kafka_1_is_refused() -> None:
+async def test_login_of_kafka_before_1_0_is_refused() -> None:
     """Its answers have no correlation ids."""
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -304,7 +304,7 @@ async def test_a_login_as_before_kafka_1_is_refused() -> None:
             )
 
 
-async def test_a_closed_connection_leaves_nothing_behind() -> None:
+async def test_closed_connection_leaves_no_references() -> None:
     async with connected() as (broker, connection):
         answer = connection.send(REQUEST)
         await broker.number()

@@ -18,7 +18,7 @@ from txbroker.kafka.protocol.schemas import metadata
 METADATA = 3
 
 
-async def test_who_waits_for_a_connection_that_fails_has_failed_with_it() -> None:
+async def test_waiters_fail_with_failed_connection_attempt() -> None:
     """Heartbeats were behind dozens of others that each tried for five seconds: a proxy that was
     cut off from Kafka took itself for the owner for minutes."""
     attempts = 0
@@ -47,7 +47,7 @@ async def test_who_waits_for_a_connection_that_fails_has_failed_with_it() -> Non
     assert attempts == 2
 
 
-async def test_brokers_that_did_not_answer_are_asked_last() -> None:
+async def test_unresponsive_brokers_are_asked_last() -> None:
     """With one of three that hangs, every third first question for a new leader took its whole
     timeout, while the other two knew."""
     up: set[int] = set()
@@ -94,7 +94,7 @@ async def test_brokers_that_did_not_answer_are_asked_last() -> None:
 
 
 @pytest.mark.rule(17)
-async def test_no_question_about_topics_makes_one(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_metadata_requests_create_no_topic(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where brokers make topics of themselves, a mistyped target would be there at once."""
     asked: list[Request[Any]] = []
 

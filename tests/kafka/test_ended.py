@@ -156,7 +156,7 @@ def ended(leaders: Leaders) -> OpenTransactionGuard:
 
 
 @pytest.mark.rule(17)
-async def test_where_a_turn_of_ours_is_open_nothing_may_be_written(
+async def test_open_own_transaction_blocks_partition(
     leaders: Leaders, ended: OpenTransactionGuard
 ) -> None:
     leaders.open[T] = {STRANGER: 2, OURS: 4}
@@ -170,7 +170,7 @@ async def test_where_a_turn_of_ours_is_open_nothing_may_be_written(
     assert ended.unverified([T, U]) == []
 
 
-async def test_what_is_proved_is_not_asked_about_again(
+async def test_verified_partition_is_not_verified_again(
     leaders: Leaders, ended: OpenTransactionGuard
 ) -> None:
     await ended.verify_no_open_txn([T, U])
@@ -180,7 +180,7 @@ async def test_what_is_proved_is_not_asked_about_again(
     assert leaders.asked == [T, U]
 
 
-async def test_a_transaction_of_somebody_else_is_nothing_to_wait_for(
+async def test_foreign_open_transaction_blocks_nothing(
     leaders: Leaders, ended: OpenTransactionGuard
 ) -> None:
     leaders.open[T] = {STRANGER: 0}
@@ -188,7 +188,7 @@ async def test_a_transaction_of_somebody_else_is_nothing_to_wait_for(
 
 
 @pytest.mark.rule(17)
-async def test_without_the_right_to_ask_readers_must_have_come_past_the_end(
+async def test_forbidden_partition_needs_stable_offset_past_its_end(
     leaders: Leaders, ended: OpenTransactionGuard
 ) -> None:
     leaders.codes[T] = Code.TOPIC_AUTHORIZATION_FAILED
@@ -206,7 +206,7 @@ async def test_without_the_right_to_ask_readers_must_have_come_past_the_end(
     assert ended.unverified([T]) == [T]
 
 
-async def test_a_topic_that_was_made_anew_is_not_waited_for_to_its_old_end(
+async def test_recreated_topic_is_not_awaited_to_its_old_end(
     leaders: Leaders, ended: OpenTransactionGuard
 ) -> None:
     leaders.codes[T] = Code.TOPIC_AUTHORIZATION_FAILED
@@ -217,7 +217,7 @@ async def test_a_topic_that_was_made_anew_is_not_waited_for_to_its_old_end(
     assert await ended.verify_no_open_txn([T]) == []
 
 
-async def test_a_kafka_that_cannot_be_asked_is_named(
+async def test_kafka_without_describe_producers_is_named(
     leaders: Leaders, ended: OpenTransactionGuard
 ) -> None:
     leaders.refuses = KafkaRefused(Code.UNSUPPORTED_VERSION)
@@ -226,7 +226,7 @@ async def test_a_kafka_that_cannot_be_asked_is_named(
     assert "DescribeProducers" in cause.message
 
 
-async def test_many_partitions_are_asked_about_in_pieces_and_a_silent_leader_once(
+async def test_partitions_are_chunked_and_timed_out_leader_asked_once(
     leaders: Leaders, ended: OpenTransactionGuard
 ) -> None:
     many = [("t", number) for number in range(20)]
@@ -249,7 +249,7 @@ async def test_many_partitions_are_asked_about_in_pieces_and_a_silent_leader_onc
 
 @pytest.mark.rule(17)
 @pytest.mark.parametrize("how", ["silent", "no leader", "moved", "left out"])
-async def test_no_answer_proves_nothing_and_is_asked_for_again(
+async def test_unanswered_partition_stays_unverified(
     leaders: Leaders, ended: OpenTransactionGuard, how: str
 ) -> None:
     if how == "silent":
@@ -272,7 +272,7 @@ async def test_no_answer_proves_nothing_and_is_asked_for_again(
 
 
 @pytest.mark.rule(17)
-async def test_only_the_leader_that_was_asked_takes_the_first_batch(leaders: Leaders) -> None:
+async def test_only_vouching_leader_receives_first_batch(leaders: Leaders) -> None:
     client = cast(Client, leaders)
     one, other = (Producer(client, side, side) for side in "ab")
     ended = OpenTransactionGuard(client, "ended", [one, other])
@@ -292,7 +292,7 @@ async def test_only_the_leader_that_was_asked_takes_the_first_batch(leaders: Lea
 
 
 @pytest.mark.rule(17)
-async def test_where_another_broker_leads_than_was_asked_nothing_is_put_in(
+async def test_add_fails_when_leader_is_not_vouching_one(
     leaders: Leaders,
 ) -> None:
     client = cast(Client, leaders)
@@ -320,7 +320,7 @@ def unseen(leaders: Leaders, ended: OpenTransactionGuard) -> UnconfirmedWrites:
 
 
 @pytest.mark.rule(14)
-async def test_what_was_seen_is_not_asked_about(
+async def test_confirmed_write_needs_no_request(
     leaders: Leaders, unseen: UnconfirmedWrites
 ) -> None:
     leaders.silent |= {1, 2}
@@ -334,7 +334,7 @@ async def test_what_was_seen_is_not_asked_about(
         await unseen.wait_until_ended([T, U], Backoff(0.0, 0.01))
 
 
-async def test_where_readers_come_past_no_leader_is_asked(
+async def test_stable_offset_past_write_needs_no_leader(
     leaders: Leaders, unseen: UnconfirmedWrites
 ) -> None:
     unseen.add({T: 9})
@@ -344,7 +344,7 @@ async def test_where_readers_come_past_no_leader_is_asked(
 
 
 @pytest.mark.rule(14)
-async def test_what_was_never_ended_gets_no_other_turn(
+async def test_unended_write_blocks_next_transaction(
     leaders: Leaders, unseen: UnconfirmedWrites
 ) -> None:
     unseen.add({T: 8, U: 8})
@@ -357,9 +357,7 @@ async def test_what_was_never_ended_gets_no_other_turn(
     await unseen.wait_until_ended([U], Backoff(0.0, 0.01))
 
 
-async def test_an_end_that_takes_its_time_is_waited_for(
-    leaders: Leaders, unseen: UnconfirmedWrites
-) -> None:
+async def test_slow_end_is_awaited(leaders: Leaders, unseen: UnconfirmedWrites) -> None:
     unseen.add({T: 8})
     leaders.open[T] = {OURS: 7}
     waiting = asyncio.create_task(unseen.wait_until_ended([T], Backoff(30.0, 0.01)))
@@ -373,7 +371,7 @@ async def test_an_end_that_takes_its_time_is_waited_for(
 
 
 @pytest.mark.rule(14)
-async def test_others_that_hold_readers_back_hold_no_turn_back(
+async def test_foreign_transactions_do_not_block_next_transaction(
     leaders: Leaders, ended: OpenTransactionGuard, unseen: UnconfirmedWrites
 ) -> None:
     unseen.add({T: 8})
@@ -390,7 +388,7 @@ async def test_others_that_hold_readers_back_hold_no_turn_back(
 
 @pytest.mark.rule(14)
 @pytest.mark.parametrize("known", [-1, EPOCH - 1], ids=["nothing", "an earlier turn"])
-async def test_a_leader_that_does_not_know_the_turn_is_not_believed(
+async def test_leader_without_our_last_epoch_is_not_trusted(
     leaders: Leaders, unseen: UnconfirmedWrites, known: int
 ) -> None:
     unseen.add({T: 8})
@@ -403,7 +401,7 @@ async def test_a_leader_that_does_not_know_the_turn_is_not_believed(
     await unseen.wait_until_ended([T], Backoff(0.05, 0.01))
 
 
-async def test_what_another_producer_id_has_written_is_ended_by_none_of_ours(
+async def test_writes_of_earlier_producer_id_do_not_block(
     leaders: Leaders, ended: OpenTransactionGuard, unseen: UnconfirmedWrites
 ) -> None:
     unseen.add({T: 8})
@@ -414,7 +412,7 @@ async def test_what_another_producer_id_has_written_is_ended_by_none_of_ours(
 
 
 @pytest.mark.parametrize("tags", [b"\x00", b"\x01\x05\x02xx"])
-def test_producers_are_read_as_they_were_written(tags: bytes) -> None:
+def test_producers_are_decoded_with_and_without_tags(tags: bytes) -> None:
     def told(id: int, first: int, tags: bytes) -> bytes:
         entry = id.to_bytes(8) + bytes(4) + b"\xff" * 4 + bytes(8) + bytes(4)
         return entry + first.to_bytes(8, signed=True) + tags

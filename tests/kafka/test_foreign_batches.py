@@ -66,7 +66,7 @@ async def owned(service: Service) -> bool:
 
 
 @pytest.mark.parametrize("kind", ["producer", "uncompressed"])
-async def test_what_does_not_decode_stops_nothing(
+async def test_undecodable_batches_stop_no_partition(
     world: KafkaHarness, kind: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with FakeEndpoint().serve() as desk:
@@ -103,7 +103,7 @@ async def test_what_does_not_decode_stops_nothing(
 
 
 @pytest.mark.parametrize("policy", ["compact", "delete"])
-async def test_an_installation_has_compacted_topics(world: KafkaHarness, policy: str) -> None:
+async def test_installation_needs_compacted_topics(world: KafkaHarness, policy: str) -> None:
     door = await world.door()
     for name, count in (("half", 2), ("op", 2), ("checkpoint", 2), ("groups", 1)):
         await world.create_topic(f"x.{name}", count, cleanup_policy=policy)
@@ -112,7 +112,7 @@ async def test_an_installation_has_compacted_topics(world: KafkaHarness, policy:
     assert (getattr(found, "code", "") == "reserved") == (policy == "compact")
 
 
-async def test_little_is_read_to_find_an_installation(
+async def test_installation_check_reads_bounded_bytes(
     world: KafkaHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     door = await world.door()

@@ -56,7 +56,7 @@ def turn(name: str, op: int, *promoted: TargetRecord) -> PromotionTxn:
 
 
 @pytest.mark.rule(13)
-async def test_the_first_turn_after_the_ids_are_forgotten_leads_to_a_claim(
+async def test_expired_transactional_ids_lead_to_a_claim(
     world: KafkaHarness, onlooker: Client
 ) -> None:
     topic = await world.create_topic("target")
@@ -87,7 +87,7 @@ async def test_the_first_turn_after_the_ids_are_forgotten_leads_to_a_claim(
     assert keys == [b"1", b"2", b"3", b"4", b"5"]
 
 
-async def test_a_later_owner_fences_an_earlier_one_whose_ids_were_forgotten(
+async def test_later_owner_fences_owner_with_expired_ids(
     world: KafkaHarness, onlooker: Client
 ) -> None:
     topic = await world.create_topic("target")
@@ -111,7 +111,7 @@ async def test_a_later_owner_fences_an_earlier_one_whose_ids_were_forgotten(
 
 
 @pytest.mark.parametrize("before", [1, 3])
-async def test_appends_go_on_after_their_producer_was_forgotten(
+async def test_appends_continue_after_producer_id_expired(
     world: KafkaHarness, onlooker: Client, before: int
 ) -> None:
     partition = (await world.door()).partition(0)

@@ -75,7 +75,7 @@ async def leave_open(world: KafkaHarness, at: Partition, records: Sequence[Recor
 
 
 @pytest.mark.rule(17)
-async def test_a_target_that_was_never_told_is_kept_off(world: KafkaHarness) -> None:
+async def test_target_with_lost_end_marker_is_quarantined(world: KafkaHarness) -> None:
     topic = await world.create_topic("target")
     door = await world.door("one", transactions=1)
     await leave_open(world, (topic, 0), [Record(b"lost", b"")])
@@ -98,7 +98,7 @@ async def test_a_target_that_was_never_told_is_kept_off(world: KafkaHarness) -> 
 
 
 @pytest.mark.rule(8)
-async def test_a_claim_makes_no_progress_count_that_was_left_open(world: KafkaHarness) -> None:
+async def test_claim_does_not_commit_open_progress(world: KafkaHarness) -> None:
     door = await world.door("one")
     checkpoint = world.name("checkpoint")
     lost = encode_progress(Checkpoint(LOG_VERSION, "lost", 5, 5))
@@ -109,7 +109,7 @@ async def test_a_claim_makes_no_progress_count_that_was_left_open(world: KafkaHa
     assert await world.visible(checkpoint) == []
 
 
-async def test_after_a_claim_every_target_is_asked_about_once(world: KafkaHarness) -> None:
+async def test_claim_verifies_every_target_once(world: KafkaHarness) -> None:
     topic = await world.create_topic("target")
     partition = (await world.door("one")).partition(0)
     await partition.claim(claim("first"))

@@ -112,7 +112,7 @@ def three(cut_off: int) -> Brokers:
 
 @pytest.mark.parametrize("cut_off", [1, 2, 3])
 @pytest.mark.parametrize("silent", [set(), {1}, {2}, {3}])
-async def test_one_that_was_deposed_is_not_believed(cut_off: int, silent: set[int]) -> None:
+async def test_deposed_leader_is_outvoted(cut_off: int, silent: set[int]) -> None:
     brokers = three(cut_off)
     brokers.first, brokers.silent = cut_off, silent - {cut_off}
     leader = 3 if cut_off == 2 else 2
@@ -120,14 +120,14 @@ async def test_one_that_was_deposed_is_not_believed(cut_off: int, silent: set[in
     assert brokers.remembered == {T: leader}
 
 
-async def test_one_that_hangs_is_not_waited_for() -> None:
+async def test_hanging_replica_is_not_awaited() -> None:
     brokers = three(3)
     brokers.hanging = {1}
     assert await brokers.confirm() == 2
 
 
 @pytest.mark.rule(3)
-async def test_a_minority_is_not_believed() -> None:
+async def test_minority_is_no_quorum() -> None:
     brokers = three(1)
     brokers.silent = {2, 3}
     with pytest.raises(KafkaUnavailable, match="did not answer"):
@@ -136,7 +136,7 @@ async def test_a_minority_is_not_believed() -> None:
 
 
 @pytest.mark.parametrize("silent", [set(), {1}, {2}])
-async def test_of_two_replicas_who_answers_counts(silent: set[int]) -> None:
+async def test_one_of_two_replicas_is_enough(silent: set[int]) -> None:
     brokers = Brokers({T: [1, 2]})
     brokers.known = {1: {T: (2, 5)}, 2: {T: (2, 5)}}
     brokers.silent = silent
@@ -146,7 +146,7 @@ async def test_of_two_replicas_who_answers_counts(silent: set[int]) -> None:
         await brokers.confirm()
 
 
-async def test_replicas_that_have_moved_are_asked_where_they_are() -> None:
+async def test_moved_replicas_are_asked() -> None:
     brokers = Brokers({T: [1, 2, 3]})
     brokers.known = {1: {T: (1, 4)}, 2: {T: (4, 9)}, 3: {T: (4, 9)}}
     brokers.known |= {node: {T: (5, 10)} for node in (4, 5, 6)}
@@ -161,7 +161,7 @@ async def test_replicas_that_have_moved_are_asked_where_they_are() -> None:
     assert {4, 5, 6} & set(brokers.asked)
 
 
-async def test_several_are_asked_about_in_one_request_to_each_broker() -> None:
+async def test_each_broker_gets_one_request_for_all_partitions() -> None:
     brokers = Brokers({T: [1, 2, 3], U: [1, 2, 3]})
     brokers.known = {node: {T: (2, 7), U: (-1, 3)} for node in (1, 2, 3)}
     brokers.errors = {"v": Code.TOPIC_AUTHORIZATION_FAILED}
@@ -176,7 +176,7 @@ async def test_several_are_asked_about_in_one_request_to_each_broker() -> None:
     assert sorted(brokers.asked) == [0, 1, 2, 3]
 
 
-async def test_known_replicas_are_asked_at_once_and_whoever_where_they_are_gone() -> None:
+async def test_cached_replicas_are_asked_first_then_any_broker() -> None:
     brokers = three(cut_off=1)
     brokers.known_before = {T: (1, 2, 3)}
     assert await brokers.confirm() == 2
@@ -191,7 +191,7 @@ async def test_known_replicas_are_asked_at_once_and_whoever_where_they_are_gone(
     assert refused.value.code == Code.UNKNOWN_TOPIC_OR_PARTITION
 
 
-async def test_it_is_given_up_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_quorum_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(leaders, "_TIMEOUT_S", 0.05)
     brokers = three(cut_off=1)
     brokers.hanging = {1, 2, 3}
@@ -199,7 +199,7 @@ async def test_it_is_given_up_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
         await brokers.confirm()
 
 
-async def test_what_a_deposed_leader_lacks_is_read_from_the_next() -> None:
+async def test_reader_moves_from_deposed_leader_to_next() -> None:
     brokers = three(cut_off=1)
     brokers.ends = {1: 10, 2: 12, 3: 12}
     brokers.remembered = {T: 1}
@@ -216,7 +216,7 @@ async def test_what_a_deposed_leader_lacks_is_read_from_the_next() -> None:
 
 
 @pytest.mark.rule(3)
-async def test_a_sure_end_is_that_of_the_leader_and_another_may_be_older() -> None:
+async def test_confirmed_end_is_the_leaders() -> None:
     brokers = three(cut_off=1)
     brokers.ends = {1: 10, 2: 12, 3: 12}
     brokers.remembered = {T: 1}
@@ -227,7 +227,7 @@ async def test_a_sure_end_is_that_of_the_leader_and_another_may_be_older() -> No
 
 
 @pytest.mark.rule(3)
-async def test_the_bounds_of_a_log_are_sure() -> None:
+async def test_log_bounds_are_confirmed() -> None:
     brokers = three(cut_off=1)
     brokers.ends = {1: 10, 2: 12, 3: 12}
     brokers.remembered = {T: 1}
@@ -236,5 +236,5 @@ async def test_the_bounds_of_a_log_are_sure() -> None:
     assert (await log.bounds())[1] == 12
 
 
-async def test_nothing_is_asked_about_nothing() -> None:
+async def test_no_partitions_need_no_request() -> None:
     assert await confirm_leaders(cast(Client, Brokers({})), []) == {}

@@ -72,7 +72,7 @@ async def joined(
 
 
 @pytest.mark.parametrize("kind", [OldBuild, Rubbish])
-async def test_a_member_of_another_build_shares_with_us(
+async def test_members_of_other_versions_get_shares(
     world: KafkaHarness, kind: type[Member]
 ) -> None:
     ours, other = Heard(), Heard()
@@ -87,7 +87,7 @@ async def test_a_member_of_another_build_shares_with_us(
     assert ours.losses == other.losses == []
 
 
-async def test_the_partitions_of_an_old_member_stay_with_it(world: KafkaHarness) -> None:
+async def test_member_of_first_version_keeps_its_partitions(world: KafkaHarness) -> None:
     ours, old = Heard(), Heard()
     await joined(world, "a", FIRST_URL, ours)
     door = await joined(world, "b", OTHER_URL, old, OldBuild)
@@ -100,7 +100,7 @@ async def test_the_partitions_of_an_old_member_stay_with_it(world: KafkaHarness)
     await door.membership.leave()
 
 
-async def test_under_an_old_leader_we_join_once_and_know_ourselves(world: KafkaHarness) -> None:
+async def test_member_joins_once_under_old_leader(world: KafkaHarness) -> None:
     joins: list[str] = []
 
     class Counted(Member):
@@ -125,7 +125,7 @@ async def test_under_an_old_leader_we_join_once_and_know_ourselves(world: KafkaH
 
 
 @pytest.mark.rule(26)
-async def test_a_leader_that_never_tells_of_us_is_asked_once(world: KafkaHarness) -> None:
+async def test_rebalance_is_requested_once(world: KafkaHarness) -> None:
     joins: list[int] = []
 
     class Misheard(Member):
@@ -147,7 +147,7 @@ async def test_a_leader_that_never_tells_of_us_is_asked_once(world: KafkaHarness
 
 
 @pytest.mark.rule(16)
-async def test_between_the_two_steps_of_a_join_a_question_waits(world: KafkaHarness) -> None:
+async def test_still_ours_waits_during_a_join(world: KafkaHarness) -> None:
     """Kafka knows the new generation then, and calls ours an illegal one."""
     may_sync, halfway = asyncio.Event(), asyncio.Event()
 
@@ -174,7 +174,7 @@ async def test_between_the_two_steps_of_a_join_a_question_waits(world: KafkaHarn
 
 
 @pytest.mark.rule(16)
-async def test_a_question_does_not_wait_for_ever(world: KafkaHarness) -> None:
+async def test_still_ours_times_out(world: KafkaHarness) -> None:
     halfway = asyncio.Event()
 
     class Stuck(Member):
@@ -199,7 +199,7 @@ async def test_a_question_does_not_wait_for_ever(world: KafkaHarness) -> None:
 
 
 @pytest.mark.rule(26)
-async def test_a_member_that_kafka_has_forgotten_says_so_and_joins_anew(
+async def test_unknown_member_reports_loss_and_rejoins(
     world: KafkaHarness,
 ) -> None:
     heard, other = Heard(), Heard()
@@ -219,7 +219,7 @@ async def test_a_member_that_kafka_has_forgotten_says_so_and_joins_anew(
 
 
 @pytest.mark.rule(26)
-async def test_a_member_out_of_touch_for_a_session_says_so_once(world: KafkaHarness) -> None:
+async def test_lost_coordinator_is_reported_once(world: KafkaHarness) -> None:
     reachable = asyncio.Event()
     reachable.set()
 
@@ -256,7 +256,7 @@ async def test_a_member_out_of_touch_for_a_session_says_so_once(world: KafkaHarn
 
 
 @pytest.mark.rule(26)
-async def test_the_instance_id_of_another_is_not_taken_back(world: KafkaHarness) -> None:
+async def test_used_instance_id_is_not_taken_back(world: KafkaHarness) -> None:
     first, second = Heard(), Heard()
     door = await joined(world, "same", FIRST_URL, first)
     tries: list[int] = []
@@ -286,7 +286,7 @@ async def test_the_instance_id_of_another_is_not_taken_back(world: KafkaHarness)
     assert len(first.losses) == 2  # at once, and when it was known who it is
 
 
-async def test_leaving_waits_for_no_broker_that_is_silent(
+async def test_leave_is_bounded_with_unresponsive_broker(
     world: KafkaHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     heard = Heard()
@@ -302,7 +302,7 @@ async def test_leaving_waits_for_no_broker_that_is_silent(
         await door.membership.leave()
 
 
-async def test_a_group_of_other_consumers_is_refused(world: KafkaHarness) -> None:
+async def test_group_of_other_consumers_is_refused(world: KafkaHarness) -> None:
     door = await world.door()
     other = Consumer(
         {
@@ -325,7 +325,7 @@ async def test_a_group_of_other_consumers_is_refused(world: KafkaHarness) -> Non
     assert heard.events == []
 
 
-async def test_a_session_that_kafka_does_not_allow_is_refused(world: KafkaHarness) -> None:
+async def test_session_timeout_outside_limits_is_refused(world: KafkaHarness) -> None:
     heard = Heard()
     door = await world.door(session_timeout_s=0.01)
     with pytest.raises(ConfigurationError, match=r"group\.min\.session\.timeout\.ms"):

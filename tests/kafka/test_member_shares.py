@@ -38,7 +38,7 @@ owned = st.dictionaries(names, own, max_size=6)
 
 @pytest.mark.rule(26)
 @given(st.integers(1, 20), owned)
-def test_shares_are_whole_even_and_sticky(
+def test_shares_are_complete_even_and_sticky(
     partitions: int, owned: dict[str, frozenset[int]]
 ) -> None:
     shares = assign(partitions, owned)
@@ -53,7 +53,7 @@ def test_shares_are_whole_even_and_sticky(
 
 
 @given(st.integers(1, 20), owned.filter(bool), st.integers(1, 3))
-def test_members_that_come_take_no_more_than_their_shares(
+def test_new_members_take_only_their_shares(
     partitions: int, owned: dict[str, frozenset[int]], count: int
 ) -> None:
     before = assign(partitions, owned)
@@ -64,7 +64,7 @@ def test_members_that_come_take_no_more_than_their_shares(
 
 
 @given(st.integers(1, 20), owned.filter(lambda owned: len(owned) > 1))
-def test_of_a_member_that_goes_only_its_own_move(
+def test_only_partitions_of_leaving_member_move(
     partitions: int, owned: dict[str, frozenset[int]]
 ) -> None:
     before = assign(partitions, owned)
@@ -75,7 +75,7 @@ def test_of_a_member_that_goes_only_its_own_move(
 
 @pytest.mark.rule(26)
 @given(st.dictionaries(names, st.builds(OwnedPartitions, own, st.integers(-1, 5)), max_size=5))
-def test_what_several_say_they_own_is_the_one_s_who_got_it_last(
+def test_newest_owner_wins_conflict(
     held: dict[str, OwnedPartitions],
 ) -> None:
     settled = resolve_conflicts(held)
@@ -90,22 +90,22 @@ def test_what_several_say_they_own_is_the_one_s_who_got_it_last(
 
 
 @given(own, st.integers(0, 25))
-def test_numbers_travel_as_runs(own: frozenset[int], below: int) -> None:
+def test_runs_round_trip(own: frozenset[int], below: int) -> None:
     assert from_runs(to_runs(own), below) == {number for number in own if number < below}
 
 
-def test_a_run_without_end_is_cut() -> None:
+def test_endless_run_is_limited() -> None:
     assert from_runs([(-(10**9), 10**18)], 3) == {0, 1, 2}
 
 
-def test_what_is_said_is_read_back() -> None:
+def test_metadata_round_trips() -> None:
     said = MemberMetadata(
         FIRST_URL, 3, [(0, 2), (5, 1)], 7, peer_url="http://peer", admin_url="http://admin"
     )
     assert decode_metadata(encode_metadata(said)) == said
 
 
-def test_another_build_may_say_more() -> None:
+def test_unknown_metadata_fields_are_ignored() -> None:
     said = {
         **msgspec.to_builtins(MemberMetadata(FIRST_URL, 3, [(0, 2)], 7)),
         "v": 9,
@@ -114,7 +114,7 @@ def test_another_build_may_say_more() -> None:
     assert decode_metadata(msgspec.json.encode(said)) == MemberMetadata(FIRST_URL, 3, [(0, 2)], 7)
 
 
-def test_the_build_before_said_a_list() -> None:
+def test_list_metadata_of_first_version_is_read() -> None:
     assert decode_metadata(b"[3, 0, 1]") == MemberMetadata("", 1, [(0, 2), (3, 1)])
 
 
@@ -126,20 +126,20 @@ NONSENSE = [
 
 
 @pytest.mark.parametrize("data", NONSENSE, ids=lambda data: repr(data[:12]))
-def test_who_says_nonsense_owns_nothing(data: bytes) -> None:
+def test_malformed_metadata_own_nothing(data: bytes) -> None:
     assert decode_metadata(data) == MemberMetadata()
     assert decode_assignment(data) is None
 
 
 @given(st.binary())
-def test_no_bytes_break_the_reader(data: bytes) -> None:
+def test_any_bytes_decode(data: bytes) -> None:
     assert decode_metadata(data).record_version >= 1
     assert from_runs(decode_metadata(data).owned, 4) <= ALL
     assert decode_assignment(data) is None
 
 
 @pytest.mark.rule(26)
-def test_one_who_claims_all_in_a_generation_to_come_takes_nothing_from_the_others() -> None:
+def test_future_generation_takes_no_partitions() -> None:
     honest = {"a": MemberMetadata("ua", 2, [(0, 2)], 4), "b": MemberMetadata("ub", 2, [(2, 2)], 4)}
     greedy = MemberMetadata("uc", 2, [(0, 4)], 10**9)
     _told, shares = make_assignment(4, 5, {**honest, "c": greedy}, PreviousAssignment())
@@ -150,7 +150,7 @@ def test_one_who_claims_all_in_a_generation_to_come_takes_nothing_from_the_other
 
 
 @pytest.mark.rule(27)
-def test_all_are_told_who_owns_what() -> None:
+def test_assignment_names_all_owners() -> None:
     said = {
         "a": MemberMetadata("ua", 3, [(0, 4)], 1),
         "b": MemberMetadata("ub", 2),
@@ -168,7 +168,7 @@ def test_all_are_told_who_owns_what() -> None:
     assert known.record_version == 1
 
 
-def test_about_ourselves_we_know_better_than_the_leader() -> None:
+def test_own_data_override_assignment() -> None:
     told = GroupAssignment(
         [GroupMember("a", "old", 3, [(0, 4)]), GroupMember("b", "ub", 3, [(1, 1)])], 3
     )
@@ -179,7 +179,7 @@ def test_about_ourselves_we_know_better_than_the_leader() -> None:
     assert known.record_version == 2
 
 
-def test_it_is_outdated_what_others_know_otherwise_of_us() -> None:
+def test_assignment_with_old_metadata_is_outdated() -> None:
     told = GroupAssignment([GroupMember("a", "ua", 3, [])], 3)
     assert not is_outdated(told, SelfMetadata("a", "ua", 3))
     assert is_outdated(told, SelfMetadata("a", "ub", 3))
@@ -193,7 +193,7 @@ def test_it_is_outdated_what_others_know_otherwise_of_us() -> None:
 
 
 @pytest.mark.rule(26)
-def test_one_restarted_in_a_rebalance_keeps_what_the_leader_gave_it() -> None:
+def test_restarted_member_keeps_assigned_partitions() -> None:
     said = {name: MemberMetadata(f"u{name}", 2) for name in "abcd"}
     # Not what they would get if nobody had anything.
     had = {name: to_runs({6 - 2 * n, 7 - 2 * n}) for n, name in enumerate("abcd")}
@@ -215,7 +215,7 @@ def test_one_restarted_in_a_rebalance_keeps_what_the_leader_gave_it() -> None:
     assert everybody == told
 
 
-def test_what_a_member_got_since_the_leader_knew_counts() -> None:
+def test_newer_generation_of_member_counts() -> None:
     told, _shares = make_assignment(
         2, 1, {"a": MemberMetadata("ua", 2), "b": MemberMetadata("ub", 2)}, PreviousAssignment()
     )

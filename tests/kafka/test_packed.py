@@ -149,7 +149,7 @@ def ours(request: PackedRequest, number: int) -> bytes:
 
 
 @given(st.none() | names, shorts, ints, of_topics(st.tuples(ints, bytes_)), ints)
-def test_writes_are_byte_for_byte_the_client_librarys(
+def test_produce_equals_that_of_client_library(
     id: Any, acks: int, timeout_ms: int, topics: Any, number: int
 ) -> None:
     plain = ProduceV7(id, acks, timeout_ms, topics)
@@ -160,7 +160,7 @@ def test_writes_are_byte_for_byte_the_client_librarys(
 
 
 @given(names, longs, shorts, st.booleans(), ints)
-def test_ends_are_byte_for_byte_the_client_librarys(
+def test_end_txn_equals_that_of_client_library(
     id: str, producer: int, epoch: int, commit: bool, number: int
 ) -> None:
     plain = EndTxnV0(id, producer, epoch, commit)
@@ -170,7 +170,7 @@ def test_ends_are_byte_for_byte_the_client_librarys(
 
 
 @given(st.integers(0, 1), of_topics(st.tuples(ints, longs)), ints)
-def test_questions_about_offsets_are_byte_for_byte_the_client_librarys(
+def test_list_offsets_equals_that_of_client_library(
     isolation: int, topics: Any, number: int
 ) -> None:
     assert ours(ListOffsetsV3(isolation, topics), number) == theirs(
@@ -190,7 +190,7 @@ told = st.tuples(ints, shorts, longs, longs, longs, errors, message, tags)
 
 
 @given(of_topics(st.tuples(ints, shorts, longs, longs, longs)))
-def test_what_is_said_of_writes_is_read(topics: Any) -> None:
+def test_produce_v7_answer_is_decoded(topics: Any) -> None:
     (made,) = [each for each in TheirProduce._CLASSES if each.API_VERSION == 7]
     frame = PLAIN_HEADER + made.RESPONSE_TYPE(topics, 0).encode()
     assert ProduceV7(None, -1, 1, []).read(frame).topics == topics
@@ -201,9 +201,7 @@ def test_what_is_said_of_writes_is_read(topics: Any) -> None:
     st.lists(st.tuples(names, st.lists(told, max_size=3), tags), max_size=3),
     tags,
 )
-def test_what_is_said_of_writes_into_transactions_is_read(
-    header: bytes, topics: Any, more: Any
-) -> None:
+def test_produce_v12_answer_is_decoded(header: bytes, topics: Any, more: Any) -> None:
     frame = header + WrittenAnswer(topics, 0, more).encode()
     assert ProduceV12("id", -1, 1, []).read(frame).topics == [
         (topic, [(*each[:4], each[6]) for each in parts]) for topic, parts, _ in topics
@@ -211,7 +209,7 @@ def test_what_is_said_of_writes_into_transactions_is_read(
 
 
 @given(TAGGED_HEADER, shorts, longs, shorts, tags)
-def test_what_is_said_of_ends_is_read(
+def test_end_txn_answers_are_decoded(
     header: bytes, code: int, producer: int, epoch: int, more: Any
 ) -> None:
     plain = EndTxnV0("id", 1, 1, True)
@@ -222,7 +220,7 @@ def test_what_is_said_of_ends_is_read(
 
 
 @given(of_topics(st.tuples(ints, shorts, longs, longs)))
-def test_what_is_said_of_offsets_is_read(topics: Any) -> None:
+def test_list_offsets_answer_is_decoded(topics: Any) -> None:
     (made,) = [each for each in TheirOffsets._CLASSES if each.API_VERSION == 3]
     frame = PLAIN_HEADER + made.RESPONSE_TYPE(7, topics).encode()
     assert ListOffsetsV3(0, []).read(frame).topics == topics
@@ -239,9 +237,7 @@ REQUESTS: list[PackedRequest] = [
 
 @pytest.mark.parametrize("request_", REQUESTS, ids=lambda each: type(each).__name__)
 @given(st.binary(max_size=60))
-def test_no_bytes_are_taken_for_an_answer_that_they_are_not(
-    request_: PackedRequest, data: bytes
-) -> None:
+def test_other_bytes_are_refused_as_answer(request_: PackedRequest, data: bytes) -> None:
     try:
         request_.read(data)
     except (ValueError, IndexError, struct.error):
@@ -251,7 +247,7 @@ def test_no_bytes_are_taken_for_an_answer_that_they_are_not(
 
 
 @pytest.mark.parametrize("request_", REQUESTS, ids=lambda each: type(each).__name__)
-def test_a_request_goes_out_in_its_version_or_not_at_all(request_: PackedRequest) -> None:
+def test_request_is_sent_only_in_its_version(request_: PackedRequest) -> None:
     key, version = request_.API_KEY, request_.API_VERSION
     for refused in ((version + 1, version + 2), (version - 2, version - 1)):
         with pytest.raises(NotImplementedError):

@@ -39,7 +39,7 @@ def claim(name: str) -> Claim:
 
 
 @pytest.mark.rule(8)
-async def test_an_old_door_closes_its_own_connections_only(world: KafkaHarness) -> None:
+async def test_old_door_closes_only_its_channels(world: KafkaHarness) -> None:
     opened = Opened()
     door = await world.door("one", opened)
 
@@ -66,7 +66,7 @@ async def test_an_old_door_closes_its_own_connections_only(world: KafkaHarness) 
     assert sum(connection.connected() for connection in of_old) <= 3
 
 
-async def test_picking_keeps_few_connections_busy(world: KafkaHarness) -> None:
+async def test_pick_uses_few_channels(world: KafkaHarness) -> None:
     opened = Opened()
     door = await world.door("one", opened)
     log = door.partition(0).half
@@ -81,7 +81,7 @@ async def test_picking_keeps_few_connections_busy(world: KafkaHarness) -> None:
     assert 1 < len(opened.connections) - before <= 8
 
 
-async def test_a_pick_that_is_given_up_leaves_nothing_behind(world: KafkaHarness) -> None:
+async def test_cancelled_pick_leaves_no_task(world: KafkaHarness) -> None:
     log = (await world.door()).partition(0).half
     for _ in range(10):
         await log.append([Record(b"k", bytes(1000)) for _ in range(200)])
@@ -95,7 +95,7 @@ async def test_a_pick_that_is_given_up_leaves_nothing_behind(world: KafkaHarness
     assert len(await log.pick(range(0, 2000, 100))) == 20
 
 
-async def test_a_kafka_that_is_silent_is_not_a_hanging_transaction(world: KafkaHarness) -> None:
+async def test_unresponsive_kafka_is_no_hanging_transaction(world: KafkaHarness) -> None:
     door = await world.door(claim_timeout_s=0.5, write_timeout_s=0.5)
     await door.close()
     with pytest.raises(KafkaUnavailable) as error:
@@ -134,7 +134,7 @@ class Slow(Reader):
         return Fetched(self.name, position, answer(bytes(data), self._end), append_time=False)
 
 
-async def test_one_fetch_is_ahead_of_the_caller_and_no_more(world: KafkaHarness) -> None:
+async def test_one_fetch_is_in_flight_ahead(world: KafkaHarness) -> None:
     reader = Slow(Client(world.settings()), 5)
     seen = []
     async for records in reader.read(0, 5):
@@ -145,7 +145,7 @@ async def test_one_fetch_is_ahead_of_the_caller_and_no_more(world: KafkaHarness)
     assert seen == [0, 1, 2, 3, 4]
 
 
-async def test_what_is_read_ahead_fails_in_its_place(world: KafkaHarness) -> None:
+async def test_failed_fetch_ahead_raises_in_order(world: KafkaHarness) -> None:
     reader = Slow(Client(world.settings()), 5, broken=2)
     reading = aiter(reader.read(0, 5))
     assert [(await anext(reading))[0].offset for _ in range(2)] == [0, 1]
@@ -169,7 +169,7 @@ TAKEN: list[Callable[[Fetched], Any]] = [
 
 @pytest.mark.parametrize("take", TAKEN, ids=["all", "one"])
 @pytest.mark.parametrize("at", [17, 22, 40, 61, 70, len(BATCH) - 1])
-def test_a_damaged_batch_is_never_taken_for_records(at: int, take: Callable[..., Any]) -> None:
+def test_corrupt_batch_yields_no_records(at: int, take: Callable[..., Any]) -> None:
     data = bytearray(BATCH)
     data[at] ^= 0x10
     with pytest.raises(InvariantBroken, match="corrupt"):
@@ -177,7 +177,7 @@ def test_a_damaged_batch_is_never_taken_for_records(at: int, take: Callable[...,
 
 
 @pytest.mark.parametrize("size", [0, 1, 16, 60, len(BATCH) - 1])
-def test_a_batch_that_is_cut_off_is_left_for_the_next_fetch(size: int) -> None:
+def test_truncated_batch_is_fetched_again(size: int) -> None:
     fetched = Fetched("x-0", 0, answer(BATCH + BATCH[:size], 6), append_time=False)
     assert [record.offset for record in fetched.records] == [0, 1, 2]
     assert fetched.next_offset == 3

@@ -40,7 +40,7 @@ records = st.lists(
 
 
 @pytest.mark.rule(2)
-def test_offsets_that_came_in_no_batch_are_a_hole_and_not_skipped() -> None:
+def test_offsets_without_batch_are_not_skipped() -> None:
     batch = encode_batch(batch_body([Record(b"k", b"v")] * 2), producer_id=1, epoch=0, sequence=0)
     data = b"".join(offset.to_bytes(8, "big") + batch[8:] for offset in (3, 5, 9))
     fetched = Fetched("t-0", 3, (0, 0, 11, 11, [], data), append_time=False)
@@ -91,9 +91,7 @@ UNREADABLE: dict[str, Callable[[], bytes]] = {
 
 @pytest.mark.parametrize("reason", UNREADABLE)
 @pytest.mark.parametrize("producers", [False, True])
-def test_a_batch_that_does_not_decode_is_one_record_and_skipped_offsets(
-    reason: str, producers: bool
-) -> None:
+def test_undecodable_batch_becomes_one_record(reason: str, producers: bool) -> None:
     ours = encode_batch(batch_body([Record(b"k", b"ours")]), producer_id=1, epoch=0, sequence=0)
     theirs = UNREADABLE[reason]()
     count = int.from_bytes(theirs[57:61], "big")
@@ -117,7 +115,7 @@ def test_a_batch_that_does_not_decode_is_one_record_and_skipped_offsets(
     assert reason in why
 
 
-def test_a_read_that_begins_or_ends_in_a_batch_that_does_not_decode_leaves_no_gap() -> None:
+def test_read_within_undecodable_batch_leaves_no_gap() -> None:
     data = sealed(foreign(5, attributes=ZSTD), 10)
     fetched = Fetched("t-0", 12, (0, 0, 15, 15, [], data), append_time=False)
     assert [(each.offset, each.skipped) for each in fetched.records] == [(12, 0)]
@@ -134,7 +132,7 @@ def test_undecodable_batch_is_picked_as_it_is_read() -> None:
     assert picked.among([10, 11]) == read.records
 
 
-def test_a_wrong_checksum_stops_whatever_the_batch_says_of_itself() -> None:
+def test_wrong_checksum_stops_for_any_attributes() -> None:
     for attributes in (0, 1, ZSTD):
         batch = foreign(attributes=attributes)
         damaged = batch[:-1] + bytes([batch[-1] ^ 1])
@@ -142,7 +140,7 @@ def test_a_wrong_checksum_stops_whatever_the_batch_says_of_itself() -> None:
             _ = Fetched("t-0", 0, (0, 0, 3, 3, [], damaged), append_time=False).records
 
 
-def test_header_names_that_are_not_utf8_decode_with_replacement() -> None:
+def test_non_utf8_header_names_are_replaced() -> None:
     batch = sealed(foreign().replace(b"zq", b"\xffq"), 7)
     found = Fetched("t-0", 8, (0, 0, 10, 10, [], batch), append_time=False).records
     expected = [Record(b"k", b"v", (("\ufffdq", b"x"),), 1, offset) for offset in (8, 9)]
@@ -150,7 +148,7 @@ def test_header_names_that_are_not_utf8_decode_with_replacement() -> None:
 
 
 @given(records, st.booleans(), st.sampled_from((0, -1 << 63, (1 << 63) - 1, (1 << 63) - (1 << 40))))
-def test_what_others_compress_with_gzip_or_name_as_they_like_reads_like_a_plain_batch(
+def test_gzip_batch_reads_like_uncompressed_one(
     given_: list[Record], append_time: bool, base_ms: int
 ) -> None:
     def read(batch: bytes) -> list[Record]:
@@ -175,7 +173,7 @@ def test_what_others_compress_with_gzip_or_name_as_they_like_reads_like_a_plain_
     assert named[-1].timestamp_ms == read(batch)[-1].timestamp_ms
 
 
-def test_a_gzip_bomb_takes_little_memory() -> None:
+def test_gzip_bomb_takes_little_memory() -> None:
     batch = sealed(foreign(1, gzip=True, value=bytes(200 << 20)), 0)
     assert len(batch) < 1 << 20
     tracemalloc.start()
@@ -188,7 +186,7 @@ def test_a_gzip_bomb_takes_little_memory() -> None:
 
 
 @pytest.mark.parametrize("ours", [True, False])
-def test_what_does_not_decode_in_a_checkpoint_stops_only_if_our_producer_wrote_it(
+def test_only_own_undecodable_checkpoint_stops(
     ours: bool,
 ) -> None:
     claim = encode_claim(Claim(LOG_VERSION, "c", "o", ""))
@@ -208,7 +206,7 @@ def test_what_does_not_decode_in_a_checkpoint_stops_only_if_our_producer_wrote_i
 
 
 @pytest.mark.parametrize("number", [74, 75, 78])
-def test_errors_that_the_client_library_does_not_know_can_pass(number: int) -> None:
+def test_codes_unknown_to_library_are_retriable(number: int) -> None:
     assert number in RETRIABLE
 
 
@@ -223,7 +221,7 @@ def test_errors_that_the_client_library_does_not_know_can_pass(number: int) -> N
         (44, "refused", False),
     ],
 )
-def test_a_refused_batch_becomes_a_cause(code: int, cause: str, passing: bool) -> None:
+def test_refused_batch_becomes_cause(code: int, cause: str, passing: bool) -> None:
     with pytest.raises(PromotionTxnRefused) as raised, translated():
         raise BatchRefused(("target", 3), code, None)
     found = raised.value.cause
@@ -244,12 +242,12 @@ def test_a_refused_batch_becomes_a_cause(code: int, cause: str, passing: bool) -
         BatchRefused(("target", 0), Code.INVALID_TXN_STATE, None),
     ],
 )
-def test_a_producer_that_lost_its_place_is_no_fault_of_a_record(error: Exception) -> None:
+def test_lost_producer_state_blames_no_record(error: Exception) -> None:
     with pytest.raises(PromotionTxnLost), translated():
         raise error
 
 
-def test_a_newer_producer_fences() -> None:
+def test_newer_producer_fences() -> None:
     with pytest.raises(Fenced), translated():
         raise ProducerFenced
 

@@ -41,7 +41,7 @@ MARKER = encode_marker(Marker(NEWER, MarkerKind.COMMIT, ID))
 
 
 @pytest.mark.rule(27)
-async def test_what_stops_is_found_and_passed_over(world: KafkaHarness) -> None:
+async def test_stopping_records_are_found_and_skipped(world: KafkaHarness) -> None:
     door = await world.door()
     repair = door.repair()
     assert await repair.find() == []
@@ -85,7 +85,7 @@ async def test_what_stops_is_found_and_passed_over(world: KafkaHarness) -> None:
     }
 
 
-async def test_unreadable_progress_by_one_of_our_producers_is_found(world: KafkaHarness) -> None:
+async def test_own_unreadable_progress_is_found(world: KafkaHarness) -> None:
     door = await world.door()
     claim = encode_claim(Claim(RECORD_VERSION, "x", "one", ""))
     junk = Record(b"progress", b"junk")
@@ -98,6 +98,6 @@ async def test_unreadable_progress_by_one_of_our_producers_is_found(world: Kafka
     assert await door.repair().find() == []
 
 
-async def test_no_installation_is_an_error(world: KafkaHarness) -> None:
+async def test_repair_fails_without_installation(world: KafkaHarness) -> None:
     with pytest.raises(ConfigurationError, match="topic_prefix"):
         await world.closed_door().repair().find()

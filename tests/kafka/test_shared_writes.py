@@ -58,7 +58,7 @@ async def settle() -> None:
         await asyncio.sleep(0)
 
 
-async def test_what_is_ready_in_one_round_leaves_in_one_request(
+async def test_batches_of_one_iteration_share_a_request(
     brokers: Brokers, shared: SharedWrites
 ) -> None:
     writing = [start(shared, at, data) for at, data in ((A, b"a"), (B, b"b"), (C, b"c"))]
@@ -77,9 +77,7 @@ async def test_what_is_ready_in_one_round_leaves_in_one_request(
     ]
 
 
-async def test_an_answer_takes_one_round_of_the_loop_to_whoever_waits(
-    brokers: Brokers, shared: SharedWrites
-) -> None:
+async def test_answer_resolves_within_one_iteration(brokers: Brokers, shared: SharedWrites) -> None:
     await _done(brokers, shared, A)
     writing = start(shared, A)
     await asyncio.sleep(0)  # it runs, and what is ready meanwhile goes along
@@ -89,14 +87,14 @@ async def test_an_answer_takes_one_round_of_the_loop_to_whoever_waits(
     assert writing.done()
 
 
-async def test_each_partition_hears_its_own_error(brokers: Brokers, shared: SharedWrites) -> None:
+async def test_each_partition_gets_its_error(brokers: Brokers, shared: SharedWrites) -> None:
     first, second = start(shared, A), start(shared, B)
     await settle()
     brokers.sent[0].store(op=TOO_LARGE)
     assert ((await first).code, (await second).code) == (0, TOO_LARGE)
 
 
-async def test_one_alone_leaves_at_once(brokers: Brokers, shared: SharedWrites) -> None:
+async def test_single_batch_is_sent_at_once(brokers: Brokers, shared: SharedWrites) -> None:
     for number in range(3):
         writing = start(shared, A)
         await settle()
@@ -105,7 +103,7 @@ async def test_one_alone_leaves_at_once(brokers: Brokers, shared: SharedWrites) 
         await writing
 
 
-async def test_each_broker_gets_its_own(brokers: Brokers, shared: SharedWrites) -> None:
+async def test_each_broker_gets_its_batches(brokers: Brokers, shared: SharedWrites) -> None:
     writing = [start(shared, A, leader=1), start(shared, B, leader=2)]
     await settle()
     assert [(sent.node, set(sent.batches)) for sent in brokers.sent] == [(1, {A}), (2, {B})]
@@ -114,7 +112,7 @@ async def test_each_broker_gets_its_own(brokers: Brokers, shared: SharedWrites) 
     await asyncio.gather(*writing)
 
 
-async def test_while_enough_are_under_way_others_wait_and_go_together(
+async def test_batches_wait_while_requests_are_in_flight(
     brokers: Brokers, shared: SharedWrites
 ) -> None:
     late = [("late", number) for number in range(3)]
@@ -133,7 +131,7 @@ async def test_while_enough_are_under_way_others_wait_and_go_together(
     await asyncio.gather(*writing)
 
 
-async def test_nobody_waits_long_for_requests_that_do_not_come_through(brokers: Brokers) -> None:
+async def test_wait_for_slow_requests_is_bounded(brokers: Brokers) -> None:
     shared = SharedWrites(brokers.client, at_once=1, wait_max_s=0.001)
     writing = []
     async with asyncio.timeout(LONG_S):
@@ -147,9 +145,7 @@ async def test_nobody_waits_long_for_requests_that_do_not_come_through(brokers: 
     await asyncio.gather(*writing)
 
 
-async def test_a_request_is_bounded_and_what_is_too_large_goes_alone(
-    brokers: Brokers, shared: SharedWrites
-) -> None:
+async def test_request_size_is_bounded(brokers: Brokers, shared: SharedWrites) -> None:
     some = [("some", number) for number in range(3)]
     writing = [start(shared, at, bytes(REQUEST_BYTES_MAX // 2)) for at in some]
     writing.append(start(shared, A, bytes(REQUEST_BYTES_MAX + 1)))
@@ -164,9 +160,7 @@ async def test_a_request_is_bounded_and_what_is_too_large_goes_alone(
     await asyncio.gather(*writing)
 
 
-async def test_a_small_batch_does_not_wait_behind_one_that_does_not_fit(
-    brokers: Brokers, shared: SharedWrites
-) -> None:
+async def test_small_batch_passes_large_one(brokers: Brokers, shared: SharedWrites) -> None:
     writing = [start(shared, at, bytes(REQUEST_BYTES_MAX * 9 // 10)) for at in (A, C)]
     writing.append(start(shared, B, b"a decision"))
     await settle()
@@ -176,9 +170,7 @@ async def test_a_small_batch_does_not_wait_behind_one_that_does_not_fit(
     await asyncio.gather(*writing)
 
 
-async def test_a_partition_is_never_in_one_request_twice(
-    brokers: Brokers, shared: SharedWrites
-) -> None:
+async def test_request_has_one_batch_per_partition(brokers: Brokers, shared: SharedWrites) -> None:
     """As where one who gave up has an heir in the same moment."""
     made = asyncio.get_running_loop().create_future
     batches = [shared_writes._Batch(A, data, made()) for data in (b"1", b"2")]
@@ -194,9 +186,7 @@ async def test_a_partition_is_never_in_one_request_twice(
 
 
 @pytest.mark.rule(1)
-async def test_what_is_given_up_before_it_left_never_leaves(
-    brokers: Brokers, shared: SharedWrites
-) -> None:
+async def test_cancelled_batch_is_not_sent(brokers: Brokers, shared: SharedWrites) -> None:
     brokers.open.clear()
     given_up, stays = start(shared, A), start(shared, B)
     await settle()
@@ -210,7 +200,7 @@ async def test_what_is_given_up_before_it_left_never_leaves(
     assert given_up.cancelled()
 
 
-async def test_what_is_given_up_in_the_very_round_never_leaves(
+async def test_batch_cancelled_in_same_iteration_is_not_sent(
     brokers: Brokers, shared: SharedWrites
 ) -> None:
     assert (await _done(brokers, shared, A)).code == 0
@@ -239,7 +229,7 @@ async def _done(brokers: Brokers, shared: SharedWrites, at: Partition) -> Partit
     return await writing
 
 
-async def test_one_that_gives_up_under_way_takes_nobody_along(
+async def test_cancel_in_flight_does_not_affect_others(
     brokers: Brokers, shared: SharedWrites
 ) -> None:
     given_up, stays = start(shared, A), start(shared, B)
@@ -252,7 +242,7 @@ async def test_one_that_gives_up_under_way_takes_nobody_along(
 
 
 @pytest.mark.parametrize("alone", [False, True])
-async def test_what_failed_is_gone_with_its_bytes(
+async def test_failed_batch_frees_its_bytes(
     brokers: Brokers, shared: SharedWrites, alone: bool
 ) -> None:
     data = bytes(REQUEST_BYTES_MAX + alone)
@@ -279,7 +269,7 @@ async def test_what_failed_is_gone_with_its_bytes(
 
 
 @pytest.mark.rule(1)
-async def test_a_broken_connection_is_no_answer_for_all_that_it_carried(
+async def test_broken_connection_leaves_all_unanswered(
     brokers: Brokers, shared: SharedWrites
 ) -> None:
     lost = [start(shared, A), start(shared, B)]
@@ -299,9 +289,7 @@ async def test_a_broken_connection_is_no_answer_for_all_that_it_carried(
     assert [(await each).code for each in (other, waiting)] == [0, 0]
 
 
-async def test_without_a_connection_nothing_was_sent(
-    brokers: Brokers, shared: SharedWrites
-) -> None:
+async def test_failed_connection_means_not_sent(brokers: Brokers, shared: SharedWrites) -> None:
     brokers.refused = ConnectionRefusedError(111, "connection refused")
     for each in [start(shared, A), start(shared, B)]:
         with pytest.raises(NotSent, match="no connection"):
@@ -309,7 +297,7 @@ async def test_without_a_connection_nothing_was_sent(
     assert not brokers.sent
 
 
-async def test_a_connection_that_breaks_as_it_is_used_has_sent_nothing(
+async def test_connection_broken_on_send_means_not_sent(
     brokers: Brokers, shared: SharedWrites
 ) -> None:
     brokers.send_fails = KafkaConnectionError("broken")
@@ -318,14 +306,14 @@ async def test_a_connection_that_breaks_as_it_is_used_has_sent_nothing(
             await each
 
 
-async def test_everybody_hears_of_a_surprise(brokers: Brokers, shared: SharedWrites) -> None:
+async def test_unexpected_error_fails_all(brokers: Brokers, shared: SharedWrites) -> None:
     brokers.send_fails = IncompatibleBrokerVersion("produce")
     for each in [start(shared, A), start(shared, B)]:
         with pytest.raises(ConfigurationError, match="too old"):
             await each
 
 
-async def test_of_a_surprise_that_stops_partitions_one_hears(
+async def test_unexpected_error_reaches_one_partition(
     brokers: Brokers, shared: SharedWrites
 ) -> None:
     # An answer that does not read, whatever it is.
@@ -341,7 +329,7 @@ async def test_of_a_surprise_that_stops_partitions_one_hears(
         await second
 
 
-async def test_of_a_surprise_one_that_still_waits_hears(
+async def test_unexpected_error_reaches_a_waiting_partition(
     brokers: Brokers, shared: SharedWrites
 ) -> None:
     given_up, other = start(shared, A), start(shared, B)
@@ -353,7 +341,9 @@ async def test_of_a_surprise_one_that_still_waits_hears(
         await other
 
 
-async def test_what_was_not_sent_holds_nobody_back(brokers: Brokers, shared: SharedWrites) -> None:
+async def test_unsent_batch_does_not_isolate_partition(
+    brokers: Brokers, shared: SharedWrites
+) -> None:
     brokers.refused = ConnectionRefusedError(111, "connection refused")
     for each in [start(shared, A), start(shared, B)]:
         with pytest.raises(NotSent):
@@ -368,7 +358,7 @@ async def test_what_was_not_sent_holds_nobody_back(brokers: Brokers, shared: Sha
 
 
 @pytest.mark.rule(1)
-async def test_no_word_about_a_partition_is_no_answer_for_it_alone(
+async def test_missing_result_is_unanswered_for_that_partition(
     brokers: Brokers, shared: SharedWrites
 ) -> None:
     first, second = start(shared, A), start(shared, B)
@@ -379,7 +369,7 @@ async def test_no_word_about_a_partition_is_no_answer_for_it_alone(
         await second
 
 
-async def test_a_partition_in_trouble_writes_alone_until_one_came_through(
+async def test_failed_partition_writes_alone_until_success(
     brokers: Brokers, shared: SharedWrites
 ) -> None:
     for code in (TIMED_OUT, NOT_LEADER, 0):
@@ -399,9 +389,7 @@ async def test_a_partition_in_trouble_writes_alone_until_one_came_through(
     await asyncio.gather(first, second)
 
 
-async def test_a_broker_answers_for_all_before_one_of_them_holds_the_others_up_for_long(
-    brokers: Brokers, shared: SharedWrites
-) -> None:
+async def test_shared_request_has_short_timeout(brokers: Brokers, shared: SharedWrites) -> None:
     writing = [start(shared, A), start(shared, B), start(shared, C, b"x" * REQUEST_BYTES_MAX)]
     await settle()
     waits = sorted((len(sent.batches), sent.request._timeout) for sent in brokers.sent)
@@ -412,7 +400,7 @@ async def test_a_broker_answers_for_all_before_one_of_them_holds_the_others_up_f
     await asyncio.gather(*writing)
 
 
-async def test_who_was_slow_writes_alone_and_holds_nobody_back(
+async def test_slow_partition_writes_alone(
     brokers: Brokers, shared: SharedWrites, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(shared_writes, "SLOW_S", 0.0)
@@ -423,7 +411,7 @@ async def test_who_was_slow_writes_alone_and_holds_nobody_back(
     assert [sent.lane for sent in brokers.sent] == ["shared/0", "own/half-0", "shared/0"]
 
 
-async def test_a_closed_door_leaves_nobody_waiting(brokers: Brokers, shared: SharedWrites) -> None:
+async def test_close_fails_waiting_batches(brokers: Brokers, shared: SharedWrites) -> None:
     under_way = [start(shared, A)]
     await settle()
     under_way.append(start(shared, B))
@@ -455,7 +443,7 @@ async def sent_to(brokers: Brokers, number: int) -> Sent:
     return brokers.sent[number]
 
 
-async def test_one_logs_poison_is_refused_and_the_others_are_stored(
+async def test_refused_batch_does_not_affect_other_logs(
     brokers: Brokers, shared: SharedWrites
 ) -> None:
     half, op = log(brokers, shared, A), log(brokers, shared, B)
@@ -467,7 +455,7 @@ async def test_one_logs_poison_is_refused_and_the_others_are_stored(
     assert len(brokers.sent) == 1
 
 
-async def test_what_was_not_answered_is_sent_again_alone_with_the_same_bytes_and_in_order(
+async def test_unanswered_batch_is_resent_alone_and_identical(
     brokers: Brokers, shared: SharedWrites
 ) -> None:
     half = log(brokers, shared, A)
@@ -503,7 +491,7 @@ async def _same_leader(topics: Any) -> Any:
         (FEW_REPLICAS, AppendRefused),
     ],
 )
-async def test_what_a_broker_may_have_stored_is_never_called_refused(
+async def test_maybe_stored_batch_is_not_refused(
     brokers: Brokers, shared: SharedWrites, first: int, then: type[Exception]
 ) -> None:
     brokers.client.refresh = _same_leader  # type: ignore[method-assign]
@@ -515,7 +503,7 @@ async def test_what_a_broker_may_have_stored_is_never_called_refused(
         await append
 
 
-async def test_without_any_answer_an_append_is_unknown_for_every_log() -> None:
+async def test_unanswered_append_is_unknown_for_every_log() -> None:
     brokers = Brokers(write_timeout_s=0.05)
     brokers.client.refresh = _same_leader  # type: ignore[method-assign]
     shared = SharedWrites(brokers.client)

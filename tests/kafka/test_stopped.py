@@ -59,7 +59,7 @@ def claim(name: str) -> Claim:
     return Claim(LOG_VERSION, name, "one", "http://127.0.0.1:1")
 
 
-async def test_every_call_ends_and_all_goes_on_afterwards(
+async def test_calls_end_while_kafka_is_stopped_and_recover(
     world: KafkaHarness, kafka: EmbeddedKafka
 ) -> None:
     door = await world.door(**SHORT)
@@ -100,7 +100,7 @@ async def test_every_call_ends_and_all_goes_on_afterwards(
     assert keys[1:-1] in ([], [b"during"])
 
 
-async def test_a_door_closes_while_kafka_hangs(world: KafkaHarness, kafka: EmbeddedKafka) -> None:
+async def test_door_closes_while_kafka_hangs(world: KafkaHarness, kafka: EmbeddedKafka) -> None:
     door = await world.door(**SHORT)
     partition = door.partition(0)
     await partition.claim(claim("mine"))
@@ -120,7 +120,7 @@ async def test_a_door_closes_while_kafka_hangs(world: KafkaHarness, kafka: Embed
         await handle.visible()
 
 
-async def test_a_killed_kafka_is_found_again_with_what_it_acknowledged(
+async def test_restarted_kafka_has_acknowledged_records(
     world: KafkaHarness, kafka: EmbeddedKafka
 ) -> None:
     topic = await world.create_topic("target")
@@ -152,14 +152,14 @@ async def test_a_killed_kafka_is_found_again_with_what_it_acknowledged(
     assert [record.key for record in found] == [b"x"]
 
 
-async def test_no_broker_there_is_said_at_once(world: KafkaHarness) -> None:
+async def test_unreachable_broker_fails_at_once(world: KafkaHarness) -> None:
     door = world.closed_door(bootstrap_servers=("127.0.0.1:1",))
     async with asyncio.timeout(BOUND_S):
         with pytest.raises(KafkaUnavailable, match=r"127\.0\.0\.1:1"):
             await door.start()
 
 
-async def test_groups_are_followed_on_behind_a_surprise(world: KafkaHarness) -> None:
+async def test_groups_are_followed_after_unexpected_error(world: KafkaHarness) -> None:
     door = await world.door()
     heard: list[str] = []
 

@@ -37,7 +37,7 @@ def targets(admin: SlowAdmin) -> KafkaTargets:
     return KafkaTargets(client, kafka)
 
 
-async def test_a_crowd_asks_once_and_one_that_gives_up_stops_nobody() -> None:
+async def test_concurrent_examinations_share_one_request() -> None:
     admin = SlowAdmin()
     facts = targets(admin)
     crowd = [asyncio.ensure_future(facts.examine("orders")) for _ in range(50)]
@@ -51,7 +51,7 @@ async def test_a_crowd_asks_once_and_one_that_gives_up_stops_nobody() -> None:
     assert facts.known("orders") == found[1]
 
 
-async def test_what_was_asked_before_a_change_answers_nobody_who_comes_after_it() -> None:
+async def test_request_before_change_does_not_answer_later_calls() -> None:
     admin = SlowAdmin()
     facts = targets(admin)
     before = asyncio.ensure_future(facts.examine("orders"))

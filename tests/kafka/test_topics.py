@@ -44,21 +44,19 @@ def changed(topic: str, **configs: str) -> dict[str, FoundTopic]:
 
 
 @pytest.mark.parametrize(("brokers", "copies", "in_sync"), [(1, 1, 1), (2, 2, 1), (5, 3, 2)])
-def test_copies_are_as_many_as_the_cluster_has_up_to_three(
-    brokers: int, copies: int, in_sync: int
-) -> None:
+def test_replication_is_up_to_three(brokers: int, copies: int, in_sync: int) -> None:
     for topic in wanted_topics(SETTINGS, brokers, None):
         assert topic.replication == copies
         assert topic.configs["min.insync.replicas"] == str(in_sync)
 
 
-def test_topics_as_they_should_be_need_nothing() -> None:
+def test_correct_topics_need_no_changes() -> None:
     found = as_wanted()
     assert plan(wanted_topics(SETTINGS, 3, found.get(HALF)), found).empty
     assert contradictions(SETTINGS, found) == []
 
 
-def test_the_plan_names_what_is_missing_what_differs_and_what_it_cannot_change() -> None:
+def test_plan_names_missing_changed_and_unchangeable() -> None:
     found = changed(HALF, retention_bytes="1000")
     del found[GROUPS]
     found[OP] = msgspec.structs.replace(found[OP], partitions=3, replication=1)
@@ -101,13 +99,13 @@ def test_settings_that_cannot_work_are_refused(
 
 
 @pytest.mark.parametrize("topic", [OP, CHECKPOINT, PARKED, GROUPS])
-def test_numbers_of_partitions_that_do_not_go_together_are_refused(topic: str) -> None:
+def test_mismatched_partition_counts_are_refused(topic: str) -> None:
     found = as_wanted()
     found[topic] = msgspec.structs.replace(found[topic], partitions=5)
     assert len(contradictions(SETTINGS, found)) == 1
 
 
-def test_the_other_topics_follow_a_half_topic_that_takes_and_keeps_more() -> None:
+def test_topics_follow_limits_of_half_topic() -> None:
     found = changed(HALF, retention_ms="-1", max_message_bytes=str(16 << 20))
     made = plan(wanted_topics(SETTINGS, 3, found[HALF]), found)
     assert {(change.topic, change.name) for change in made.change} == {
@@ -121,7 +119,7 @@ def test_the_other_topics_follow_a_half_topic_that_takes_and_keeps_more() -> Non
 
 
 @pytest.mark.parametrize("topics", [(HALF, OP, CHECKPOINT, PARKED), (HALF,)])
-def test_another_number_than_it_was_made_with_is_refused_once(topics: tuple[str, ...]) -> None:
+def test_changed_partition_count_is_refused_once(topics: tuple[str, ...]) -> None:
     found = as_wanted()
     made_with = Layout(1, found[HALF].partitions)
     assert contradictions(SETTINGS, found, made_with) == []
@@ -133,7 +131,7 @@ def test_another_number_than_it_was_made_with_is_refused_once(topics: tuple[str,
 
 
 @pytest.mark.parametrize(("count", "remedy"), [(7, "--partitions 8"), (9, "begin anew")])
-def test_a_number_that_differs_is_refused_with_what_to_do(count: int, remedy: str) -> None:
+def test_changed_partition_count_names_next_step(count: int, remedy: str) -> None:
     found = as_wanted()
     found[OP] = msgspec.structs.replace(found[OP], partitions=count)
     for layout in (None, Layout(1, 8)):
@@ -142,7 +140,7 @@ def test_a_number_that_differs_is_refused_with_what_to_do(count: int, remedy: st
         assert remedy in sentence
 
 
-def test_pieces_of_snapshots_fit_however_small_half_batches_are() -> None:
+def test_checkpoint_topic_takes_snapshots_at_any_batch_size() -> None:
     small = msgspec.structs.replace(SETTINGS, message_bytes_max=1000)
     sizes = {
         t.name: int(t.configs.get("max.message.bytes", 0)) for t in wanted_topics(small, 1, None)
@@ -151,7 +149,7 @@ def test_pieces_of_snapshots_fit_however_small_half_batches_are() -> None:
     assert sizes[HALF] == 1000
 
 
-def test_missing_topics_are_refused_by_name() -> None:
+def test_missing_topics_are_named() -> None:
     found = as_wanted()
     del found[OP], found[PARKED]
     (sentence,) = contradictions(SETTINGS, found)
@@ -168,7 +166,7 @@ def test_markers_outlive_half_messages() -> None:
 # --- on a real Kafka -------------------------------------------------------------------------
 
 
-async def test_a_door_creates_its_topics_as_they_should_be(world: KafkaHarness) -> None:
+async def test_door_creates_correct_topics(world: KafkaHarness) -> None:
     door = await world.door()
     assert door.partitions == 4
     assert [f"{host}:{port}" for host, port in door.brokers()] == world.bootstrap.split(",")
@@ -179,7 +177,7 @@ async def test_a_door_creates_its_topics_as_they_should_be(world: KafkaHarness) 
     assert again.partitions == 4, "topics that exist keep their number of partitions"
 
 
-async def test_apply_mends_what_differs_and_then_finds_nothing_to_do(world: KafkaHarness) -> None:
+async def test_apply_changes_settings_and_is_idempotent(world: KafkaHarness) -> None:
     await world.create_topic(
         "half", 4, retention_bytes="1000", flush_ms="12345", compression_type="producer"
     )
@@ -194,7 +192,7 @@ async def test_apply_mends_what_differs_and_then_finds_nothing_to_do(world: Kafk
     await door.start()
 
 
-async def test_settings_that_stop_working_are_noticed_while_running(world: KafkaHarness) -> None:
+async def test_broken_settings_are_detected_while_running(world: KafkaHarness) -> None:
     door = await world.door()
     assert await door.check_topics() == []
     half = world.name("half")
@@ -213,13 +211,13 @@ async def test_settings_that_stop_working_are_noticed_while_running(world: Kafka
         assert await backoff.pause(), "the changed setting does not show"
 
 
-async def test_start_refuses_settings_that_cannot_work(world: KafkaHarness) -> None:
+async def test_start_refuses_unusable_settings(world: KafkaHarness) -> None:
     await world.create_topic("half", 4)
     with pytest.raises(ConfigurationError, match=r"half needs message.timestamp.type"):
         await world.door()
 
 
-async def test_start_creates_nothing_where_it_must_not(world: KafkaHarness) -> None:
+async def test_start_creates_no_topics_if_disabled(world: KafkaHarness) -> None:
     with pytest.raises(ConfigurationError, match="topics apply"):
         await world.door(create_topics=False)
     with pytest.raises(ConfigurationError, match="topics apply"):
@@ -237,6 +235,6 @@ async def test_start_creates_nothing_where_it_must_not(world: KafkaHarness) -> N
         {"op_topic": "same", "half_topic": "same"},
     ],
 )
-def test_contradictions_of_the_settings_are_refused(changes: dict[str, object]) -> None:
+def test_contradicting_settings_are_refused(changes: dict[str, object]) -> None:
     with pytest.raises(ConfigurationError):
         msgspec.structs.replace(SETTINGS, **changes).validate()

@@ -65,7 +65,7 @@ def producer(client: Client, world: KafkaHarness) -> Producer:
 
 
 @pytest.mark.parametrize("newest", [1, 2])
-async def test_a_turn_takes_as_few_requests_as_this_kafka_allows(
+async def test_transaction_takes_minimal_requests(
     world: KafkaHarness, make_relay: MakeRelay, spoken: int, newest: int
 ) -> None:
     topic = await world.create_topic("target")
@@ -169,17 +169,17 @@ async def begun(brokers: Brokers) -> Producer:
         (Brokers(LEVEL_2, {0: 12, 22: 5}), 1),
     ],
 )
-async def test_the_version_is_chosen_by_what_brokers_offer(brokers: Brokers, version: int) -> None:
+async def test_version_is_negotiated(brokers: Brokers, version: int) -> None:
     assert (await begun(brokers)).protocol == version
 
 
-async def test_a_kafka_that_knows_no_features_gets_the_first_version() -> None:
+async def test_kafka_without_features_gets_version_1() -> None:
     brokers = Brokers()
     brokers.told = KafkaRefused(35)
     assert (await begun(brokers)).protocol == 1
 
 
-async def test_without_an_answer_no_version_is_guessed() -> None:
+async def test_unanswered_negotiation_fails() -> None:
     brokers = Brokers()
     brokers.told = NotSent("nobody there")
     made = Producer(brokers, "lane", "id")  # type: ignore[arg-type]
@@ -194,7 +194,7 @@ async def test_without_an_answer_no_version_is_guessed() -> None:
     [({"a": 1, "b": 1}, 0), ({"a": 1, "b": 2}, 1), ({"a": 1}, 1)],
     ids=["one", "several", "unknown"],
 )
-async def test_one_request_puts_partitions_of_several_brokers_in(
+async def test_partitions_of_several_brokers_are_added_at_once(
     leaders: dict[str, int], adds: int
 ) -> None:
     brokers = Brokers()
@@ -205,7 +205,7 @@ async def test_one_request_puts_partitions_of_several_brokers_in(
 
 
 @pytest.mark.rule(15)
-async def test_right_behind_an_end_the_coordinator_is_asked_beforehand(
+async def test_partitions_are_added_explicitly_right_after_an_end(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     brokers = Brokers()
@@ -225,7 +225,7 @@ async def test_right_behind_an_end_the_coordinator_is_asked_beforehand(
 @pytest.mark.parametrize(
     ("seen", "waited_s", "adds"), [("this", -1, 0), ("this", 60, 1), ("before", -1, 1)]
 )
-async def test_what_readers_have_seen_is_over_for_the_coordinator_a_little_later(
+async def test_visible_transaction_completes_soon_after(
     monkeypatch: pytest.MonkeyPatch, seen: str, waited_s: float, adds: int
 ) -> None:
     brokers = Brokers()
@@ -247,7 +247,7 @@ async def test_what_readers_have_seen_is_over_for_the_coordinator_a_little_later
 
 
 @pytest.mark.parametrize("features", [LEVEL_1, LEVEL_2])
-async def test_only_the_second_version_asks_again_without_an_answer(features: bytes) -> None:
+async def test_only_version_2_retries_unanswered_requests(features: bytes) -> None:
     brokers = Brokers(features)
     brokers.leaders = {"a": 1, "b": 2}
     own = await begun(brokers)
@@ -269,7 +269,7 @@ async def test_only_the_second_version_asks_again_without_an_answer(features: by
 
 @pytest.mark.rule(15)
 @pytest.mark.parametrize(("epoch", "renewals"), [(EPOCH_MAX - 4, 0), (EPOCH_MAX - 3, 3)])
-async def test_no_transaction_is_opened_in_the_last_epochs(epoch: int, renewals: int) -> None:
+async def test_no_transaction_begins_in_last_epochs(epoch: int, renewals: int) -> None:
     brokers = Brokers()
     brokers.epoch = epoch
     brokers.leaders = {"a": 1}
@@ -279,7 +279,7 @@ async def test_no_transaction_is_opened_in_the_last_epochs(epoch: int, renewals:
     assert (own._producer_id, own._epoch) == ((8, 0) if renewals else (7, epoch))
 
 
-async def test_who_has_lost_the_transactional_id_does_not_renew_it() -> None:
+async def test_fenced_producer_cannot_renew_its_epoch() -> None:
     brokers = Brokers()
     brokers.epoch = EPOCH_MAX - 2
     own = await begun(brokers)
@@ -289,16 +289,14 @@ async def test_who_has_lost_the_transactional_id_does_not_renew_it() -> None:
 
 
 @pytest.mark.parametrize("code", [35, 48, 120])
-def test_a_producer_that_must_not_go_on_leads_to_a_claim(code: int) -> None:
+def test_unusable_producer_leads_to_a_claim(code: int) -> None:
     with pytest.raises(PromotionTxnLost), translated():
         raise BatchRefused(("a", 0), code, None)
 
 
 @pytest.mark.rule(15)
 @second_protocol
-async def test_a_version_that_is_taken_back_while_running_is_spoken_no_more(
-    world: KafkaHarness, client: Client
-) -> None:
+async def test_withdrawn_version_is_not_used(world: KafkaHarness, client: Client) -> None:
     topic = await world.create_topic("target")
     own = producer(client, world)
     partition = (await world.door("one")).partition(0)
@@ -336,7 +334,7 @@ async def test_a_version_that_is_taken_back_while_running_is_spoken_no_more(
 
 @pytest.mark.rule(15)
 @second_protocol
-async def test_every_end_raises_the_epoch_and_sequences_begin_anew(
+async def test_every_end_raises_epoch_and_resets_sequences(
     world: KafkaHarness, client: Client
 ) -> None:
     topic = await world.create_topic("target")
@@ -376,7 +374,7 @@ def several(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     [(Fate.HOLD_AND_RESET, {}), (Fate.HOLD, {"request_timeout_s": 0.4})],
     ids=["reset", "timeout"],
 )
-async def test_an_unanswered_commit_is_asked_for_again_and_its_ghost_ends_no_later_turn(
+async def test_v2_late_commit_ends_no_later_transaction(
     world: KafkaHarness,
     make_relay: MakeRelay,
     several: bool,
@@ -409,7 +407,7 @@ async def test_an_unanswered_commit_is_asked_for_again_and_its_ghost_ends_no_lat
 
 @second_protocol
 @pytest.mark.usefixtures("several")
-async def test_a_commit_whose_answer_is_lost_is_asked_for_again(
+async def test_v2_commit_with_lost_answer_is_retried(
     world: KafkaHarness, make_relay: MakeRelay
 ) -> None:
     topic = await world.create_topic("target")
@@ -427,7 +425,7 @@ async def test_a_commit_whose_answer_is_lost_is_asked_for_again(
 
 @second_protocol
 @pytest.mark.parametrize("fate", [Fate.HOLD_AND_RESET, Fate.LOSE_ANSWER])
-async def test_an_unanswered_add_is_sent_again(
+async def test_v2_unanswered_add_is_retried(
     world: KafkaHarness, make_relay: MakeRelay, several: bool, fate: Fate
 ) -> None:
     topic = await world.create_topic("target")
@@ -448,9 +446,7 @@ async def test_an_unanswered_add_is_sent_again(
 
 @pytest.mark.rule(15)
 @second_protocol
-async def test_a_commit_that_is_never_answered_is_lost(
-    world: KafkaHarness, make_relay: MakeRelay
-) -> None:
+async def test_v2_never_answered_commit_is_lost(world: KafkaHarness, make_relay: MakeRelay) -> None:
     topic = await world.create_topic("target")
     relay = make_relay(fates(-1))
     times = {"request_timeout_s": 0.3, "transaction_timeout_s": 1.0}
@@ -471,9 +467,7 @@ async def test_a_commit_that_is_never_answered_is_lost(
 
 @pytest.mark.rule(15)
 @second_protocol
-async def test_a_write_that_arrives_after_its_turn_was_aborted_is_refused(
-    world: KafkaHarness, make_relay: MakeRelay
-) -> None:
+async def test_v2_write_after_abort_is_refused(world: KafkaHarness, make_relay: MakeRelay) -> None:
     topic = await world.create_topic("target")
     relay = make_relay(fates(-1))
     partition = (await world.door("one", relay.open, request_timeout_s=0.4)).partition(0)
@@ -492,9 +486,7 @@ async def test_a_write_that_arrives_after_its_turn_was_aborted_is_refused(
 
 
 @second_protocol
-async def test_a_turn_without_an_answer_holds_back_the_end_of_the_next(
-    world: KafkaHarness, make_relay: MakeRelay
-) -> None:
+async def test_unanswered_end_delays_next_end(world: KafkaHarness, make_relay: MakeRelay) -> None:
     topic = await world.create_topic("target")
     relay = make_relay(fates(-1))
     partition = (await world.door("one", relay.open)).partition(0)
@@ -514,7 +506,7 @@ async def test_a_turn_without_an_answer_holds_back_the_end_of_the_next(
 @second_protocol
 @pytest.mark.long
 @pytest.mark.timeout(900)
-async def test_a_producer_whose_epochs_are_used_up_goes_on_with_a_new_id(
+async def test_exhausted_epochs_lead_to_a_new_producer_id(
     world: KafkaHarness, client: Client
 ) -> None:
     topic = await world.create_topic("target")

@@ -28,7 +28,7 @@ FIRST = {"transactions": 1}
     [(Fate.HOLD_AND_RESET, FIRST), (Fate.HOLD, {"request_timeout_s": 0.4, **FIRST})],
     ids=["reset", "timeout"],
 )
-async def test_an_unanswered_commit_is_lost_and_its_ghost_ends_no_later_turn(
+async def test_v1_late_commit_ends_no_later_transaction(
     world: KafkaHarness, make_relay: MakeRelay, fate: Fate, changes: dict[str, Any]
 ) -> None:
     topic = await world.create_topic("target")
@@ -57,7 +57,7 @@ async def test_an_unanswered_commit_is_lost_and_its_ghost_ends_no_later_turn(
 
 
 @pytest.mark.rule(15)
-async def test_a_commit_whose_answer_is_lost_is_found_by_the_claim(
+async def test_claim_finds_commit_with_lost_answer(
     world: KafkaHarness, make_relay: MakeRelay
 ) -> None:
     topic = await world.create_topic("target")
@@ -75,7 +75,7 @@ async def test_a_commit_whose_answer_is_lost_is_found_by_the_claim(
 
 
 @pytest.mark.rule(14)
-async def test_a_turn_behind_one_with_unknown_outcome_is_aborted(
+async def test_transaction_after_unknown_outcome_is_aborted(
     world: KafkaHarness, make_relay: MakeRelay
 ) -> None:
     topic = await world.create_topic("target")
@@ -96,7 +96,7 @@ async def test_a_turn_behind_one_with_unknown_outcome_is_aborted(
 
 
 @pytest.mark.rule(14)
-async def test_a_turn_behind_a_fenced_one_is_never_committed(
+async def test_transaction_after_fenced_one_is_not_committed(
     world: KafkaHarness, make_relay: MakeRelay
 ) -> None:
     topic = await world.create_topic("target")
@@ -119,7 +119,7 @@ async def test_a_turn_behind_a_fenced_one_is_never_committed(
 
 @pytest.mark.rule(15)
 @pytest.mark.parametrize("fate", [Fate.HOLD_AND_RESET, Fate.LOSE_ANSWER])
-async def test_an_unanswered_begin_is_lost(
+async def test_v1_unanswered_begin_is_lost(
     world: KafkaHarness, make_relay: MakeRelay, fate: Fate
 ) -> None:
     topic = await world.create_topic("target")
@@ -135,7 +135,7 @@ async def test_an_unanswered_begin_is_lost(
 
 
 @pytest.mark.parametrize("fate", [Fate.HOLD_AND_RESET, Fate.LOSE_ANSWER])
-async def test_an_append_is_sent_again_and_stored_once(
+async def test_append_is_retried_and_stored_once(
     world: KafkaHarness, make_relay: MakeRelay, fate: Fate
 ) -> None:
     relay = make_relay(fates(PRODUCE, fate))
@@ -146,7 +146,7 @@ async def test_an_append_is_sent_again_and_stored_once(
     assert await log.bounds() == (0, 3)
 
 
-async def test_an_append_that_is_never_answered_is_unknown_and_the_log_goes_on(
+async def test_never_answered_append_is_unknown_and_log_continues(
     world: KafkaHarness, make_relay: MakeRelay
 ) -> None:
     relay = make_relay(lambda key: Fate.HOLD if key == PRODUCE else Fate.PASS)
@@ -158,7 +158,7 @@ async def test_an_append_that_is_never_answered_is_unknown_and_the_log_goes_on(
     assert (await log.append([Record(b"b", b"")])).base_offset == 0
 
 
-async def test_a_write_that_is_given_up_breaks_the_writer(
+async def test_cancelled_write_breaks_the_writer(
     world: KafkaHarness, make_relay: MakeRelay
 ) -> None:
     topic = await world.create_topic("target")
@@ -180,7 +180,7 @@ async def test_a_write_that_is_given_up_breaks_the_writer(
 
 @pytest.mark.rule(8)
 @pytest.mark.parametrize("held", [1, 2])
-async def test_a_claim_that_is_overtaken_fails_and_leaves_one_owner(
+async def test_overtaken_claim_fails_and_leaves_one_owner(
     world: KafkaHarness, make_relay: MakeRelay, held: int
 ) -> None:
     topic = await world.create_topic("target")

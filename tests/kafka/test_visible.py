@@ -78,7 +78,7 @@ def stable(kafka: Kafka) -> StableEnds:
     return StableEnds(cast(Client, kafka))
 
 
-async def test_turns_that_come_while_a_leader_is_looked_up_are_seen_with_the_others(
+async def test_waits_during_leader_lookup_join_the_request(
     kafka: Kafka, stable: StableEnds
 ) -> None:
     kafka.known.clear()
@@ -93,7 +93,7 @@ async def test_turns_that_come_while_a_leader_is_looked_up_are_seen_with_the_oth
         await asyncio.gather(first, second)
 
 
-async def test_turns_of_several_half_partitions_are_seen_by_one_question(
+async def test_one_request_serves_several_half_partitions(
     kafka: Kafka, stable: StableEnds, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await stable.pass_by({A: 9}, 60.0)
@@ -108,7 +108,7 @@ async def test_turns_of_several_half_partitions_are_seen_by_one_question(
 
 
 @pytest.mark.parametrize("late", [False, True])
-async def test_a_turn_that_waits_for_another_to_be_seen_waits_for_no_company(
+async def test_hurried_wait_is_not_delayed(
     kafka: Kafka, stable: StableEnds, monkeypatch: pytest.MonkeyPatch, late: bool
 ) -> None:
     await stable.pass_by({A: 9}, 60.0)
@@ -122,7 +122,7 @@ async def test_a_turn_that_waits_for_another_to_be_seen_waits_for_no_company(
     assert [sorted(asked) for _, asked in kafka.asked] == [[A], [B, C]]
 
 
-async def test_what_does_not_show_yet_is_asked_about_again_without_waiting_for_company(
+async def test_invisible_offset_is_polled_without_delay(
     kafka: Kafka, stable: StableEnds, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(visible, "BATCH_WAIT_S", 3600.0)
@@ -134,9 +134,7 @@ async def test_what_does_not_show_yet_is_asked_about_again_without_waiting_for_c
         await waiting
 
 
-async def test_a_broker_that_hangs_holds_up_nobody_who_waits_for_others(
-    kafka: Kafka, stable: StableEnds
-) -> None:
+async def test_hanging_broker_delays_no_other_waits(kafka: Kafka, stable: StableEnds) -> None:
     kafka.known[B] = kafka.leaders[B] = 2
     kafka.hung = {2}
     hanging = asyncio.create_task(stable.pass_by({B: 9}, 0.2))
@@ -149,9 +147,7 @@ async def test_a_broker_that_hangs_holds_up_nobody_who_waits_for_others(
 
 
 @pytest.mark.parametrize("others", [False, True])
-async def test_who_waits_goes_along_to_another_leader(
-    kafka: Kafka, stable: StableEnds, others: bool
-) -> None:
+async def test_waits_move_to_new_leader(kafka: Kafka, stable: StableEnds, others: bool) -> None:
     kafka.silent = {1}
     kafka.leaders[B] = 2
     waiting = [asyncio.create_task(stable.pass_by({B: 9}, 60.0))]
@@ -164,9 +160,7 @@ async def test_who_waits_goes_along_to_another_leader(
     assert kafka.asked[-1] == (2, [B])
 
 
-async def test_nothing_is_asked_about_that_nobody_waits_for(
-    kafka: Kafka, stable: StableEnds
-) -> None:
+async def test_polling_stops_without_waits(kafka: Kafka, stable: StableEnds) -> None:
     kafka.leaders[C] = kafka.known[C] = 2
     assert await stable.left({A: 10, B: 9, C: 10}, 0.05) == [A, C]
     asked = len(kafka.asked)

@@ -61,7 +61,7 @@ async def doctor(world: AllowedWorld) -> CheckResult:
     return report.outcomes[0]
 
 
-async def test_with_exactly_these_rights_a_proxy_works(
+async def test_proxy_works_with_exactly_the_listed_rights(
     world: AllowedWorld, desk: FakeEndpoint
 ) -> None:
     target = await world.create_topic("target")
@@ -105,7 +105,7 @@ async def healthy(world: AllowedWorld) -> bool:
     return (await doctor(world)).level == "ok"
 
 
-async def test_each_right_that_is_taken_away_is_named_by_the_doctor(world: AllowedWorld) -> None:
+async def test_doctor_names_each_missing_right(world: AllowedWorld) -> None:
     allowed = rights(world, Role.PROXY)
     await world.allow(allowed)
     await until(lambda: healthy(world))
@@ -124,7 +124,7 @@ async def test_each_right_that_is_taken_away_is_named_by_the_doctor(world: Allow
     await until(lambda: healthy(world))
 
 
-async def test_targets_without_rights_are_refused_at_prepare(
+async def test_prepare_refuses_targets_without_rights(
     world: AllowedWorld, desk: FakeEndpoint
 ) -> None:
     forbidden = await world.create_topic("forbidden")
@@ -155,7 +155,7 @@ async def test_targets_without_rights_are_refused_at_prepare(
         await service.stop()
 
 
-async def test_a_right_that_is_taken_away_behind_a_prepare_refuses_until_it_is_back(
+async def test_revoked_right_refuses_until_granted_again(
     world: AllowedWorld, desk: FakeEndpoint
 ) -> None:
     target, other = await world.create_topic("target"), await world.create_topic("other")
@@ -200,7 +200,7 @@ async def may_not_write(world: AllowedWorld, topic: str) -> bool:
     return seen.rights is not None and "Write" not in seen.rights
 
 
-async def test_strangers_transactions_in_a_target_keep_nobody_off(
+async def test_foreign_transactions_do_not_quarantine_target(
     world: AllowedWorld, desk: FakeEndpoint
 ) -> None:
     target = await world.create_topic("target")
@@ -219,7 +219,7 @@ async def test_strangers_transactions_in_a_target_keep_nobody_off(
         await service.stop()
 
 
-async def test_without_read_they_must_end_before_a_target_is_written(
+async def test_without_read_foreign_transactions_must_end_first(
     world: AllowedWorld, desk: FakeEndpoint
 ) -> None:
     target = await world.create_topic("target")
@@ -257,7 +257,7 @@ async def holds_more(world: AllowedWorld, topic: str, offset: int) -> bool:
     return found[topic, 0] > offset
 
 
-async def test_what_the_audit_needs(world: AllowedWorld) -> None:
+async def test_audit_works_with_its_rights(world: AllowedWorld) -> None:
     target = await world.create_topic("target", cleanup_policy="compact")
     settings = world.settings()
     topics = (settings.half_topic, settings.op_topic, settings.parked_topic, target)
@@ -285,7 +285,7 @@ async def bounds(settings: KafkaSettings, topics: tuple[str, ...]) -> set[str]:
         return there
 
 
-async def test_what_apply_needs(secure_kafka: SecureKafka) -> None:
+async def test_apply_works_with_its_rights(secure_kafka: SecureKafka) -> None:
     world = AllowedWorld(secure_kafka)
     try:
         await world.allow(rights(world, Role.APPLY))
@@ -303,7 +303,7 @@ async def test_what_apply_needs(secure_kafka: SecureKafka) -> None:
         await world.close()
 
 
-def test_commands_of_kafka() -> None:
+def test_kafka_acls_commands_grant_the_rights() -> None:
     needed = rights_needed(KafkaSettings(bootstrap_servers=("b:1",), instance_id=""), ["a", "b.*"])
     lines = [kafka_acls_command(right, "User:CN=it's me", "b:1") for right in needed]
     start = "kafka-acls.sh --bootstrap-server b:1 --add --allow-principal 'User:CN=it'\"'\"'s me'"

@@ -53,7 +53,7 @@ async def test_each_config_logs_in(number: int, root: Path, tmp_path: Path) -> N
     assert login_options(settings)["kafka.security.protocol"] == given["security_protocol"]
 
 
-def test_the_page_shows_every_way() -> None:
+def test_page_shows_every_login() -> None:
     assert len(CONFIGS) == 4
     for mechanism in ("PLAIN", "SCRAM-SHA-256", "SCRAM-SHA-512", "OAUTHBEARER", "SSL"):
         assert mechanism in PAGE
@@ -61,6 +61,6 @@ def test_the_page_shows_every_way() -> None:
         assert f"| `{name}_file` | `TXBROKER_{name.upper()}` |" in PAGE
 
 
-def test_the_commands_are_ones() -> None:
+def test_commands_of_page_exist() -> None:
     lines = re.findall(r"^txbroker (.*)$", PAGE, re.MULTILINE)
     assert [parsed(shlex.split(line))[0] for line in lines] == ["topics plan", "topics plan"]

@@ -57,7 +57,7 @@ def refused(options: dict[str, Any], environ: dict[str, str] | None = None) -> s
         ),
     ],
 )
-def test_contradictions_are_refused_in_a_sentence(options: dict[str, Any], words: str) -> None:
+def test_contradicting_login_settings_are_explained(options: dict[str, Any], words: str) -> None:
     assert words in refused(options)
 
 
@@ -72,7 +72,7 @@ def test_contradictions_are_refused_in_a_sentence(options: dict[str, Any], words
         ("http://login.example.org/token", "in the clear: use https"),
     ],
 )
-def test_token_urls_that_are_refused(url: str, words: str) -> None:
+def test_unsafe_token_urls_are_refused(url: str, words: str) -> None:
     message = refused(
         {**BY_URL, "kafka_oauth_token_url": url}, {"TXBROKER_KAFKA_OAUTH_CLIENT_SECRET": "x"}
     )
@@ -81,7 +81,7 @@ def test_token_urls_that_are_refused(url: str, words: str) -> None:
     assert "=secret" not in message
 
 
-def test_secrets_may_come_from_the_environment_and_are_never_shown() -> None:
+def test_environment_secrets_are_never_shown() -> None:
     settings = load_settings(SASL, environ={"TXBROKER_KAFKA_SASL_PASSWORD": PASSWORD})
     assert settings.kafka_secret("kafka_sasl_password") == PASSWORD
     assert SettingsLogin(settings).arguments()["sasl_plain_password"] == PASSWORD
@@ -96,11 +96,11 @@ def test_secrets_may_come_from_the_environment_and_are_never_shown() -> None:
     assert PASSWORD in known_secrets(settings, "")
 
 
-def test_an_empty_variable_is_no_secret() -> None:
+def test_empty_variable_is_no_secret() -> None:
     assert "kafka_sasl_password_file" in refused(SASL, {"TXBROKER_KAFKA_SASL_PASSWORD": ""})
 
 
-def test_a_secret_is_given_once(tmp_path: Path) -> None:
+def test_secret_has_one_source(tmp_path: Path) -> None:
     file = tmp_path / "password"
     file.write_text("x")
     options = {**SASL, "kafka_sasl_password_file": file}
@@ -108,7 +108,7 @@ def test_a_secret_is_given_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(SECRET_SETTINGS))
-def test_neither_config_file_nor_option_takes_a_secret(
+def test_config_file_and_options_take_no_secret(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "txbroker.toml"
@@ -147,7 +147,7 @@ def why(settings: Settings) -> str:
     return str(raised.value)
 
 
-def test_files_that_do_not_hold_what_they_should(authority: Authority, tmp_path: Path) -> None:
+def test_wrong_tls_files_are_explained(authority: Authority, tmp_path: Path) -> None:
     empty = tmp_path / "empty.pem"
     empty.touch()
     assert f"kafka_ssl_ca_file {empty} contains no certificate" in why(
@@ -163,7 +163,7 @@ def test_files_that_do_not_hold_what_they_should(authority: Authority, tmp_path:
     assert "do not contain both" in why(swapped)
 
 
-def test_keys_with_a_password(authority: Authority, tmp_path: Path) -> None:
+def test_key_password_is_used(authority: Authority, tmp_path: Path) -> None:
     cert, key = authority.certificate("locked", password=KEY_PASSWORD)
     given = {"kafka_ssl_cert_file": cert, "kafka_ssl_key_file": key}
     assert "has a password: set kafka_ssl_key_password_file" in why(tls(authority, **given))
@@ -176,12 +176,12 @@ def test_keys_with_a_password(authority: Authority, tmp_path: Path) -> None:
     assert (context.verify_mode, context.check_hostname) == (ssl.CERT_REQUIRED, True)
 
 
-def test_only_the_authority_that_is_named_is_trusted(authority: Authority) -> None:
+def test_only_configured_authority_is_trusted(authority: Authority) -> None:
     context: ssl.SSLContext = SettingsLogin(tls(authority)).arguments()["ssl_context"]
     assert [one["subject"] for one in context.get_ca_certs()] == [((("commonName", "ca"),),)]
 
 
-def test_certificates_that_changed_are_read_again(authority: Authority, tmp_path: Path) -> None:
+def test_changed_certificates_are_reloaded(authority: Authority, tmp_path: Path) -> None:
     first, second = authority.certificate("first"), authority.certificate("second")
     cert, key = tmp_path / "tls.crt", tmp_path / "tls.key"
     cert.write_bytes(first[0].read_bytes())
@@ -199,7 +199,7 @@ def test_certificates_that_changed_are_read_again(authority: Authority, tmp_path
     assert login.arguments()["ssl_context"] is after
 
 
-def test_an_audit_on_a_cluster_takes_no_secret_of_this_machine(
+def test_cluster_audit_takes_no_local_secret(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("TXBROKER_KAFKA_SASL_PASSWORD", PASSWORD)

@@ -43,7 +43,9 @@ async def why_not(settings: Settings) -> str:
 
 
 @pytest.mark.parametrize("way", WAYS)
-async def test_every_way_in(secure_kafka: SecureKafka, endpoint: TokenEndpoint, way: str) -> None:
+async def test_every_login_works(
+    secure_kafka: SecureKafka, endpoint: TokenEndpoint, way: str
+) -> None:
     settings = secure_kafka.settings(way)
     await opened(settings)
     async with KafkaExamination(KafkaSettings.from_configuration(settings)) as kafka:
@@ -133,7 +135,7 @@ REFUSED: dict[str, tuple[str, Wrong, str]] = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-async def test_what_fails_is_told_plainly(
+async def test_failed_login_is_explained(
     secure_kafka: SecureKafka, endpoint: TokenEndpoint, tmp_path: Path, case: str
 ) -> None:
     way, wrong, words = REFUSED[case]
@@ -148,7 +150,7 @@ async def test_what_fails_is_told_plainly(
     assert time.monotonic() - began < PATIENCE_S
 
 
-async def test_a_new_password_counts_for_the_next_connection(
+async def test_new_password_applies_to_next_connection(
     secure_kafka: SecureKafka, tmp_path: Path
 ) -> None:
     file = tmp_path / "password"
@@ -169,7 +171,7 @@ async def test_a_new_password_counts_for_the_next_connection(
         await client.close()
 
 
-async def test_a_login_that_ends_interrupts_nothing(secure_kafka: SecureKafka) -> None:
+async def test_expired_login_interrupts_nothing(secure_kafka: SecureKafka) -> None:
     opened: list[float] = []
     clock = asyncio.get_running_loop().time
 

@@ -17,7 +17,7 @@ LOGINS = 3
 
 
 @pytest.mark.long
-async def test_no_turn_and_no_partition_is_lost_when_logins_end(
+async def test_expired_logins_lose_no_transaction_or_partition(
     secure_kafka: SecureKafka,
 ) -> None:
     world = AllowedWorld(secure_kafka, "SHORT")

@@ -60,7 +60,7 @@ def count(spark: SparkSession, settings: Settings, topic: str) -> int:
 
 
 @pytest.mark.parametrize("way", [*WAYS, "locked key"])
-async def test_spark_logs_in_every_way(
+async def test_spark_uses_every_login(
     spark: SparkSession,
     secure_kafka: SecureKafka,
     endpoint: TokenEndpoint,
@@ -85,7 +85,7 @@ async def test_spark_logs_in_every_way(
     assert bool(endpoint.asked) == (way == "OAUTHBEARER-URL")
 
 
-async def test_an_audit_needs_no_other_rights(
+async def test_audit_needs_only_the_listed_rights(
     secure_kafka: SecureKafka, world: AllowedWorld, tmp_path: Path
 ) -> None:
     target = await world.create_topic("target")

@@ -34,7 +34,7 @@ async def no_token(source: FetchedToken | TokenInFile) -> str:
     return said
 
 
-async def test_a_file_is_read_again(tmp_path: Path) -> None:
+async def test_token_file_is_reread(tmp_path: Path) -> None:
     file = tmp_path / "token"
     source = TokenInFile(file)
     assert "kafka_oauth_token_file" in await no_token(source)
@@ -44,23 +44,19 @@ async def test_a_file_is_read_again(tmp_path: Path) -> None:
     assert await source.token() == "second"
 
 
-async def test_a_token_is_fetched_once_for_all(
-    endpoint: TokenEndpoint, authority: Authority
-) -> None:
+async def test_token_is_fetched_once(endpoint: TokenEndpoint, authority: Authority) -> None:
     source = FetchedToken(credentials(endpoint, authority))
     tokens = await asyncio.gather(*(source.token() for _ in range(20)))
     assert len(set(tokens)) == 1
     assert endpoint.asked == [{"grant_type": "client_credentials", "scope": "kafka write"}]
 
 
-async def test_no_scope_is_asked_for_unless_told(
-    endpoint: TokenEndpoint, authority: Authority
-) -> None:
+async def test_scope_is_sent_only_if_set(endpoint: TokenEndpoint, authority: Authority) -> None:
     await FetchedToken(credentials(endpoint, authority, scope="")).token()
     assert endpoint.asked == [{"grant_type": "client_credentials"}]
 
 
-async def test_a_token_is_renewed_before_it_ends(
+async def test_token_is_renewed_before_expiry(
     endpoint: TokenEndpoint, authority: Authority, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = FetchedToken(credentials(endpoint, authority))
@@ -103,7 +99,7 @@ async def test_a_token_is_renewed_before_it_ends(
         ((200, json.dumps({"access_token": ""})), "answers without access_token"),
     ],
 )
-async def test_answers_that_are_no_token(
+async def test_invalid_token_answers_are_refused(
     endpoint: TokenEndpoint, authority: Authority, answer: tuple[int, str], words: str
 ) -> None:
     endpoint.answer = answer
@@ -111,7 +107,7 @@ async def test_answers_that_are_no_token(
 
 
 @pytest.mark.parametrize("life", [None, "soon", "3600", 3600])
-async def test_a_life_that_is_not_told_is_short(
+async def test_unknown_lifetime_is_short(
     endpoint: TokenEndpoint, authority: Authority, life: Any
 ) -> None:
     endpoint.answer = (200, json.dumps({"access_token": "t", "expires_in": life}))
@@ -119,14 +115,14 @@ async def test_a_life_that_is_not_told_is_short(
     assert await oauth.fetch_token(credentials(endpoint, authority)) == ("t", wanted)
 
 
-async def test_a_wrong_secret_is_told_plainly(
+async def test_wrong_client_secret_is_explained(
     endpoint: TokenEndpoint, authority: Authority
 ) -> None:
     wrong = credentials(endpoint, authority, secret=lambda: "wrong")
     assert "(401 invalid_client): see kafka_oauth_client_id" in await no_token(FetchedToken(wrong))
 
 
-async def test_an_endpoint_that_is_somebody_else_gets_no_secret(
+async def test_endpoint_with_wrong_certificate_gets_no_secret(
     endpoint: TokenEndpoint, authority: Authority, tmp_path: Path
 ) -> None:
     stranger = Authority(tmp_path, "stranger")
@@ -138,7 +134,7 @@ async def test_an_endpoint_that_is_somebody_else_gets_no_secret(
     assert endpoint.asked == []
 
 
-async def test_an_endpoint_that_is_not_there(authority: Authority, tmp_path: Path) -> None:
+async def test_unreachable_endpoint_is_explained(authority: Authority, tmp_path: Path) -> None:
     given = Credentials("https://127.0.0.1:9/token", "id", lambda: "s", ca_file=authority.file)
     assert "cannot be reached (Connection refused)" in await no_token(FetchedToken(given))
     given = structs.replace(given, ca_file=tmp_path / "none")

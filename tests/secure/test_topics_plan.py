@@ -24,7 +24,7 @@ def password(tmp_path: Path) -> tuple[str, str]:
     return ("--kafka-sasl-password-file", str(file))
 
 
-def test_a_plan_names_topics_and_rights(
+def test_plan_names_topics_and_rights(
     secure_kafka: SecureKafka, capsys: pytest.CaptureFixture[str]
 ) -> None:
     where = [*words_of(secure_kafka.options("SCRAM-SHA-512")), "--topic-prefix", "planned"]
@@ -44,7 +44,9 @@ def test_a_plan_names_topics_and_rights(
     assert json.loads(capsys.readouterr().out) == created
 
 
-def test_a_table_of_both(secure_kafka: SecureKafka, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_table_shows_topics_and_rights(
+    secure_kafka: SecureKafka, capsys: pytest.CaptureFixture[str]
+) -> None:
     where = [*words_of(secure_kafka.options("MUTUAL")), "--topic-prefix", "tabled"]
     assert run(cli, ["topics", "plan", *where, "--role", "proxy"]) == 0
     out, err = capsys.readouterr()
@@ -70,7 +72,7 @@ def test_commands_need_no_kafka(
     assert err == ""
 
 
-def test_who_creates_targets_needs_the_right_to(
+def test_creating_targets_needs_create(
     password: tuple[str, str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     options = (*NOWHERE, *LOGIN, *password, "--role", "proxy", "--acl-commands", "--target", "new")

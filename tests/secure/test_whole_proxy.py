@@ -137,7 +137,7 @@ def ways() -> Iterator[Any]:
 
 
 @pytest.mark.parametrize("way", list(ways()))
-async def test_a_transaction_goes_through_and_nothing_secret_is_said(
+async def test_transaction_succeeds_without_leaking_secrets(
     secure_kafka: SecureKafka, endpoint: TokenEndpoint, tmp_path: Path, way: str
 ) -> None:
     prefix = f"whole.{way.lower()}"
@@ -164,7 +164,7 @@ def in_environment(options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, s
 
 
 @pytest.mark.parametrize("command", [["proxy"], ["topics", "plan"], ["doctor"]])
-def test_a_wrong_password_is_one_sentence(
+def test_wrong_password_is_one_sentence(
     secure_kafka: SecureKafka, tmp_path: Path, command: list[str]
 ) -> None:
     file = tmp_path / "password"
