@@ -154,7 +154,7 @@ def test_calls_that_fail_are_told(
     done = call("bench", *SHORT, *where)
     assert (done.code, done.json["failed"], done.json["lost"]) == (1, 3, 0)
     assert done.err.startswith(
-        "Error: 3 transactions failed, the first ones with: it is overloaded"
+        "Error: 3 transactions failed, the first with: it is overloaded"
     )
 
 
