@@ -67,7 +67,7 @@ def test_added_calls_count_on_their_side_and_fail(side: str, tmp_path: Path) -> 
     assert f"{side} at 64 in flight: " in done.stderr
 
 
-def test_tables_name_what_is_called_in_each_file() -> None:
+def test_tables_name_the_calls_of_each_file() -> None:
     done = run(*CALLS, *SHORT[:-1], "--by-module", "--modules")
     for title in (
         "calls of a transaction in the proxy, 64 in flight",

@@ -47,7 +47,7 @@ def data() -> Any:
     }
 
 
-def test_the_page_says_medians_and_what_is_missing(data: Any) -> None:
+def test_page_has_medians_and_missing_peers(data: Any) -> None:
     from benchmarks.peers.page import page
 
     text = page(data, "comparison")
@@ -62,7 +62,7 @@ def test_the_page_says_medians_and_what_is_missing(data: Any) -> None:
     assert "(comparison.svg)" in text
 
 
-def test_a_machine_that_was_not_quiet_is_told(data: Any) -> None:
+def test_busy_machine_is_noted(data: Any) -> None:
     from benchmarks.peers.page import page
 
     data["busy_before"] = [0.02, 0.6, 0.5]
@@ -84,7 +84,7 @@ def test_the_plot_has_a_bar_for_each_figure(data: Any) -> None:
     assert described.text == "txbroker: 1,200 at 64; RocketMQ <5>: 800 at 64"
 
 
-def test_nothing_measured_yet_is_no_error(data: Any) -> None:
+def test_page_without_figures_is_valid(data: Any) -> None:
     from benchmarks.peers.page import page
     from benchmarks.peers.plot import plot
 
@@ -95,9 +95,7 @@ def test_nothing_measured_yet_is_no_error(data: Any) -> None:
     ET.fromstring(plot(data))
 
 
-def test_a_peer_that_fails_leaves_the_others(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failed_peer_does_not_stop_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from benchmarks import compare
     from benchmarks.peers.base import Figure, Missing, Plan
 
@@ -147,7 +145,7 @@ def test_every_jar_of_rocketmq_is_locked() -> None:
     assert len(names) == len(set(names))
 
 
-def test_what_rocketmqs_benchmark_tells_is_understood() -> None:
+def test_rocketmq_reports_are_parsed() -> None:
     from benchmarks.peers.rocketmq import _REPORT
 
     for line in (

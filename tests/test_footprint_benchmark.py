@@ -39,7 +39,7 @@ def test_requests_stay_within_their_bounds() -> None:
 
 @pytest.mark.parametrize(("added", "count"), [(-0.01, 0), (0.001, 1)])
 @pytest.mark.parametrize("in_flight", [64, 512])
-def test_bounds_bite(in_flight: int, added: float, count: int) -> None:
+def test_exceeded_bounds_are_reported(in_flight: int, added: float, count: int) -> None:
     script = runpy.run_module("benchmarks.footprint")
     asked = {script["phase_of"](in_flight): {"Produce": script["BOUNDS"][in_flight], "End": added}}
     told = script["exceeded"](asked)

@@ -10,7 +10,7 @@ import pytest
 
 
 @pytest.mark.parametrize("more", [[], ["--principals"], ["--http"]])
-def test_each_round_tells_what_a_transaction_takes_of_the_processor(more: list[str]) -> None:
+def test_each_round_reports_cpu_time(more: list[str]) -> None:
     command = [
         sys.executable,
         "-m",

@@ -36,7 +36,7 @@ def topics(dev: Dev) -> set[str]:
     return set(AdminClient({"bootstrap.servers": dev.kafka}).list_topics(timeout=10).topics)
 
 
-def test_sessions_of_the_sdk(bench: Call, dev: Dev) -> None:
+def test_bench_over_sdk_sessions_adds_up(bench: Call, dev: Dev) -> None:
     before = topics(dev)
     options = ("--messages-per-transaction", 3, "--rollback-share", 0.25, "--unknown-share", 0.1)
     done = bench(*SHORT, *options, "--groups", 2, "--read-along", "all")
@@ -67,7 +67,7 @@ def test_http(bench: Call) -> None:
 
 
 @pytest.mark.parametrize("api", [(), ("--http",)], ids=["sdk", "http"])
-def test_messages_without_keys_are_recognised(bench: Call, api: tuple[str, ...]) -> None:
+def test_keyless_messages_are_recognised(bench: Call, api: tuple[str, ...]) -> None:
     options = ("--rollback-share", 0.5, "--messages-per-transaction", 2)
     done = bench(*SHORT, *api, "--keyless", *options, "--read-along", "all")
     assert (done.code, done.err) == (0, "")
@@ -76,7 +76,7 @@ def test_messages_without_keys_are_recognised(bench: Call, api: tuple[str, ...])
     assert done.json["visible"] > 0
 
 
-def test_people_get_a_table_and_a_histogram(bench: Call) -> None:
+def test_text_output_has_table_and_histogram(bench: Call) -> None:
     done = bench("--warmup-s", 0, "--duration-s", 0.5, "--in-flight", 2, "--size", 10)
     assert (done.code, done.err) == (0, "")
     assert "transactions by SDK, 2 in flight, 1 of 10 bytes each" in done.out
@@ -121,7 +121,7 @@ class Liar:
         (1, "rollback", 1, "0 messages lost, 0 duplicated, 41 visible after a rollback"),
     ],
 )
-def test_a_proxy_that_lies(
+def test_lost_and_duplicated_messages_are_detected(
     call: Call,
     dev: Dev,
     stub: Stub,
@@ -138,7 +138,7 @@ def test_a_proxy_that_lies(
     assert (done.code, done.err) == (1, f"Error: {says}\n")
 
 
-def test_calls_that_fail_are_told(
+def test_failed_calls_are_reported(
     call: Call, dev: Dev, stub: Stub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     liar = Liar(dev.kafka, 1, "commit")
@@ -153,15 +153,13 @@ def test_calls_that_fail_are_told(
     where = ("--url", stub.url, "--kafka", dev.kafka, "--http", "--in-flight", 1)
     done = call("bench", *SHORT, *where)
     assert (done.code, done.json["failed"], done.json["lost"]) == (1, 3, 0)
-    assert done.err.startswith(
-        "Error: 3 transactions failed, the first with: it is overloaded"
-    )
+    assert done.err.startswith("Error: 3 transactions failed, the first with: it is overloaded")
 
 
 # --- what cannot be measured -----------------------------------------------------------------
 
 
-def test_what_cannot_be_reached(call: Call, dev: Dev) -> None:
+def test_unreachable_server_is_reported(call: Call, dev: Dev) -> None:
     nobody = call("bench", "--http", "--url", "http://127.0.0.1:9", "--kafka", dev.kafka)
     assert (nobody.code, nobody.out) == (1, "")
     assert nobody.err.startswith("Error: no answer to an HTTP call: ")
@@ -171,22 +169,22 @@ def test_what_cannot_be_reached(call: Call, dev: Dev) -> None:
     no_topic = call("bench", "--url", dev.url, "--kafka", dev.kafka, "--topic", "nowhere")
     assert (no_topic.code, no_topic.err) == (
         1,
-        f"Error: Kafka at {dev.kafka} has no topic nowhere\n",
+        f"Error: topic nowhere does not exist on Kafka at {dev.kafka}\n",
     )
 
 
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["--url", "http://x"], "--url and --kafka go together"),
-        (["--kafka", "x:1"], "--url and --kafka go together"),
-        (["--duration-s", "1", "--transactions", "1"], "one of them says when it ends"),
-        (["--rollback-share", "0.6", "--unknown-share", "0.6"], "more than 1 together"),
-        (["--http", "--unknown-share", "0.1"], "--unknown-share needs sessions"),
+        (["--url", "http://x"], "--url and --kafka belong together"),
+        (["--kafka", "x:1"], "--url and --kafka belong together"),
+        (["--duration-s", "1", "--transactions", "1"], "not both"),
+        (["--rollback-share", "0.6", "--unknown-share", "0.6"], "exceed 1 together"),
+        (["--http", "--unknown-share", "0.1"], "--unknown-share needs SDK sessions"),
         (["--in-flight", "0"], "0 is not in the range"),
     ],
 )
-def test_what_makes_no_sense(call: Call, arguments: list[str], says: str) -> None:
+def test_invalid_options_are_refused(call: Call, arguments: list[str], says: str) -> None:
     done = call("bench", *arguments)
     assert (done.code, done.out) == (2, "")
     assert says in done.err
@@ -218,7 +216,7 @@ def start(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
         process.communicate()
 
 
-def test_its_own_kafka_and_proxy(
+def test_bench_starts_its_own_kafka_and_proxy(
     start: Callable[..., subprocess.Popen[str]], tmp_path: Path
 ) -> None:
     process = start("--warmup-s", "0", "--transactions", "20", "--partitions", "1")
@@ -231,7 +229,7 @@ def test_its_own_kafka_and_proxy(
 
 @pytest.mark.long
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
-def test_an_end_at_any_time_leaves_nothing_running(
+def test_stop_at_any_time_leaves_no_process(
     start: Callable[..., subprocess.Popen[str]], number: signal.Signals
 ) -> None:
     process = start("--duration-s", "1000")
@@ -262,7 +260,7 @@ class CancellingConsumer:
         await task
 
 
-async def test_a_consumer_whose_own_task_was_cancelled_ends_nothing_else() -> None:
+async def test_cancelled_consumer_task_ends_nothing_else() -> None:
     consumers = [CancellingConsumer(), CancellingConsumer()]
     await counting.stop_consumer(consumers[0])
     task = asyncio.ensure_future(counting.stop_consumer(consumers[1]))
@@ -273,9 +271,9 @@ async def test_a_consumer_whose_own_task_was_cancelled_ends_nothing_else() -> No
     assert all(each.closed for each in consumers)
 
 
-async def test_work_that_cancels_itself_has_not_ended_well() -> None:
+async def test_work_that_cancels_itself_raises_error() -> None:
     async def work() -> None:
         raise asyncio.CancelledError
 
-    with pytest.raises(RuntimeError, match="was cancelled"):
+    with pytest.raises(RuntimeError, match="cancelled itself"):
         await until_signal(work())

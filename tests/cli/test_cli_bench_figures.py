@@ -59,7 +59,7 @@ def measured(of: Job, times: list[tuple[float, float, float]], count: Count) -> 
     return figures(counted(of, times), count, TimeWindow(1.0, 3.0), TAKEN)
 
 
-def test_only_what_was_decided_in_the_window_counts() -> None:
+def test_only_decisions_in_the_window_count() -> None:
     times = [(0.0, 0.1, 0.9), (0.8, 0.9, 1.5), (1.0, 1.1, 2.0), (2.9, 3.0, 3.1)]
     count = seen((0, 0.95), (1, 1.7), (2, 2.2), (3, 3.2))
     found = measured(job(), times, count)
@@ -74,7 +74,7 @@ def test_only_what_was_decided_in_the_window_counts() -> None:
     assert found.cpu_s_per_1000 == {"proxy": 250.0, "broker": None, "client": 125.0}
 
 
-def test_what_was_not_read_along_has_no_time_and_counts_all_the_same() -> None:
+def test_messages_read_later_count_without_time() -> None:
     times = [(1.0, 1.1, 1.2)] * 4
     found = measured(job(), times, seen((0, 1.3), (1, 0.0), (2, 0.0), (3, 0.0)))
     assert (found.promoted_per_s, found.visible, found.lost) == (2.0, 4, 0)
@@ -92,14 +92,16 @@ def test_what_was_not_read_along_has_no_time_and_counts_all_the_same() -> None:
         (2, [0, 2, 2], 2, 1),
     ],
 )
-def test_loss_and_doubles(messages: int, numbers: list[int], lost: int, duplicated: int) -> None:
+def test_lost_and_duplicated_messages_are_counted(
+    messages: int, numbers: list[int], lost: int, duplicated: int
+) -> None:
     times = [(1.0, 1.1, 1.2)] * 2
     found = measured(job(messages=messages), times, seen(*((number, 1.3) for number in numbers)))
     assert (found.lost, found.duplicated, found.wrong) == (lost, duplicated, 0)
     assert found.whole is not bool(lost or duplicated)
 
 
-def test_what_was_rolled_back_must_not_show_and_what_failed_may() -> None:
+def test_rolled_back_messages_must_be_invisible() -> None:
     rolled = measured(job(rollback_share=1.0), [(1.0, 1.1, 1.2)] * 2, seen((1, 1.3)))
     assert (rolled.wrong, rolled.lost, rolled.whole) == (1, 0, False)
     failed = [(1.0, 0.0, 0.0)] * 2
@@ -107,7 +109,7 @@ def test_what_was_rolled_back_must_not_show_and_what_failed_may() -> None:
     assert not measured(job(), failed, seen((1, 1.3), (1, 1.4))).whole
 
 
-def test_what_is_left_to_the_check_is_owed() -> None:
+def test_undecided_transactions_must_become_visible() -> None:
     undecided = [(1.0, 1.1, 0.0)]
     found = measured(job(unknown_share=1.0), undecided, seen())
     assert (found.lost, found.transactions) == (1, 0)
@@ -115,7 +117,7 @@ def test_what_is_left_to_the_check_is_owed() -> None:
     assert "-" in "\n".join(text(found, job(unknown_share=1.0)))
 
 
-def test_shares_are_kept_in_any_stretch() -> None:
+def test_any_range_has_the_shares() -> None:
     of = job(rollback_share=0.25, unknown_share=0.1)
     for first in (0, 777, 100_000):
         fates = [of.fate(number) for number in range(first, first + 1000)]
@@ -124,7 +126,7 @@ def test_shares_are_kept_in_any_stretch() -> None:
     assert {job().fate(number) for number in range(1000)} == {PlannedEnd.COMMIT}
 
 
-def test_keys_are_recognised_and_strangers_are_not() -> None:
+def test_only_own_keys_are_recognised() -> None:
     count = Count(TAG)
     of = job(messages=2)
     count.note([key.encode() for number in (0, 5000) for key in of.names(number)], 1.0)
@@ -133,11 +135,11 @@ def test_keys_are_recognised_and_strangers_are_not() -> None:
     assert (count.total, count.strangers) == (4, 5)
 
 
-def test_the_first_copy_says_when_it_was_visible() -> None:
+def test_first_copy_sets_the_visible_time() -> None:
     assert seen((3, 1.0), (3, 2.0)).seen_at[3] == 1.0
 
 
-def test_a_message_that_came_a_thousand_times_is_no_overflow() -> None:
+def test_thousand_copies_do_not_overflow() -> None:
     assert seen(*[(0, 1.0)] * 1000).of(0) == 255
 
 
@@ -147,7 +149,7 @@ def test_percentiles() -> None:
     assert latency([0.002]) == Latency(2.0, 2.0, 2.0, 2.0, 2.0)
 
 
-def test_every_time_is_in_the_histogram_once() -> None:
+def test_histogram_has_every_time_once() -> None:
     times_s = [0.0, 0.0001, 0.00011, 0.003, 0.0031, 500.0]
     found = histogram(times_s)
     assert found == [(0.1, 2), (0.15, 1), (3.0, 1), (5.0, 1), (BOUNDS_MS[-1], 1)]
@@ -156,7 +158,7 @@ def test_every_time_is_in_the_histogram_once() -> None:
 # --- CPU -------------------------------------------------------------------------------------
 
 
-def test_the_process_that_listens_is_found() -> None:
+def test_listening_process_is_found() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         listener = ListeningProcess("127.0.0.1", server.getsockname()[1])
     before = listener.cpu_s()
@@ -173,13 +175,13 @@ def test_the_process_that_listens_is_found() -> None:
 
 
 @pytest.mark.parametrize("host", ["192.0.2.1", "no.such.host.invalid"])
-def test_nothing_is_known_of_another_machine(host: str) -> None:
+def test_process_on_another_machine_is_unknown(host: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         listener = ListeningProcess(host, server.getsockname()[1])
     assert (listener.cpu_s(), listener.memory_mib()) == (None, None)
 
 
-def test_nothing_is_known_where_nobody_listens() -> None:
+def test_port_without_listener_is_unknown() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     assert ListeningProcess("127.0.0.1", port).cpu_s() is None
@@ -226,7 +228,7 @@ def test_workers_of_one_parent_count_together() -> None:
 
 
 @pytest.mark.parametrize("terminal", [True, False])
-def test_the_bar_is_drawn_on_a_terminal_only(terminal: bool) -> None:
+def test_progress_bar_needs_a_terminal(terminal: bool) -> None:
     console = Console(file=io.StringIO(), force_terminal=terminal, width=100)
     with progress_bar(console) as shown:
         shown.step("warming up", 1.0)

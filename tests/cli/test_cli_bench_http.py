@@ -47,13 +47,13 @@ async def server(answers: Callable[[int], list[bytes] | None]) -> AsyncIterator[
             connection.close()
 
 
-async def test_an_answer_in_pieces_is_one_answer() -> None:
+async def test_answer_in_pieces_is_parsed() -> None:
     async with server(lambda _: [OK[cut : cut + 1] for cut in range(len(OK))]) as connection:
         for _ in range(3):
             assert await connection.post("/v1/x", {}) == {"a": 1}
 
 
-async def test_what_the_proxy_refuses_is_told() -> None:
+async def test_refusal_is_raised_as_error() -> None:
     body = b'{"error": {"code": "overloaded", "message": "too much"}}'
     refused = b"HTTP/1.1 429 Too Many\r\ncontent-length: %d\r\n\r\n" % len(body) + body
     async with server(lambda number: [refused] if number == 0 else [OK]) as connection:
@@ -67,7 +67,7 @@ async def test_what_the_proxy_refuses_is_told() -> None:
     [None, [b"HTTP/1.1 200 OK\r\n\r\n"], [OK[:-8] + b"no json!"], [OK.replace(b"8", b"x")]],
     ids=["hung up", "no length", "no JSON", "length is no number"],
 )
-async def test_what_is_no_answer_is_told_and_the_next_call_connects_anew(
+async def test_invalid_answer_fails_and_next_call_reconnects(
     broken: list[bytes] | None,
 ) -> None:
     async with server(lambda number: broken if number == 1 else [OK]) as connection:
@@ -77,7 +77,7 @@ async def test_what_is_no_answer_is_told_and_the_next_call_connects_anew(
         assert await connection.post("/v1/x", {}) == {"a": 1}
 
 
-async def test_an_answer_that_never_comes_is_waited_for_so_long(
+async def test_missing_answer_times_out(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(bench_http, "ANSWER_TIMEOUT_S", 0.05)
@@ -88,7 +88,7 @@ async def test_an_answer_that_never_comes_is_waited_for_so_long(
         assert await connection.post("/v1/x", {}) == {"a": 1}
 
 
-async def test_a_proxy_that_is_not_there_is_told() -> None:
+async def test_missing_proxy_raises_error() -> None:
     async with server(lambda _: [OK]) as connection:
         pass
     with pytest.raises(TxbrokerError, match="no answer to an HTTP call"):

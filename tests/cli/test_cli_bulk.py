@@ -69,7 +69,9 @@ def test_2500_are_committed_once_and_in_order(
     ]
 
 
-def test_what_is_shown_before(there: Call, memory: InMemoryBroker, answer: Answer) -> None:
+def test_selection_is_shown_before_the_change(
+    there: Call, memory: InMemoryBroker, answer: Answer
+) -> None:
     ids = prepare(memory, 9, group="billing") + prepare(memory, 3, topic="u")
     for typed in ("", "y", "yes", "1", "120", "-12"):
         answer(typed)
@@ -89,7 +91,9 @@ def test_what_is_shown_before(there: Call, memory: InMemoryBroker, answer: Answe
     assert set(states(memory, ids)) == {"pending"}
 
 
-def test_a_few_need_only_a_yes(there: Call, memory: InMemoryBroker, answer: Answer) -> None:
+def test_few_transactions_need_only_yes(
+    there: Call, memory: InMemoryBroker, answer: Answer
+) -> None:
     ids = prepare(memory, 10)
     answer("n")
     assert there("tx", "rollback", "--state", "pending", "--group", "orders").code == 1
@@ -100,7 +104,7 @@ def test_a_few_need_only_a_yes(there: Call, memory: InMemoryBroker, answer: Answ
     assert set(states(memory, ids)) == {"rolled_back"}
 
 
-def test_who_and_why_are_recorded(there: Call, memory: InMemoryBroker) -> None:
+def test_author_and_reason_are_recorded(there: Call, memory: InMemoryBroker) -> None:
     which = ("--state", "pending", "--group", "orders")
     for verb in ("commit", "rollback"):
         ids = prepare(memory, 3)
@@ -110,7 +114,7 @@ def test_who_and_why_are_recorded(there: Call, memory: InMemoryBroker) -> None:
             assert view.by == f"{who()} via http 127.0.0.1"
 
 
-def test_every_condition_has_to_fit(there: Call, memory: InMemoryBroker) -> None:
+def test_all_filters_have_to_match(there: Call, memory: InMemoryBroker) -> None:
     wanted = prepare(memory, 3, group="a", topic="x")
     others = prepare(memory, 2, group="a", topic="y") + prepare(memory, 2, group="b", topic="x")
     memory.advance(100)
@@ -121,7 +125,7 @@ def test_every_condition_has_to_fit(there: Call, memory: InMemoryBroker) -> None
     assert set(states(memory, others)) == {"pending"}
 
 
-def test_the_oldest_come_first_where_there_is_a_limit(there: Call, memory: InMemoryBroker) -> None:
+def test_limit_selects_the_oldest(there: Call, memory: InMemoryBroker) -> None:
     ids = []
     for _ in range(7):  # of those of one millisecond, none is older
         ids += prepare(memory, 1, order_key="one half partition")
@@ -131,7 +135,7 @@ def test_the_oldest_come_first_where_there_is_a_limit(there: Call, memory: InMem
     assert [row["id"] for row in there("tx", "rollback", *which).json] == ids[3:6]
 
 
-def test_the_limit_is_one_for_all_states(stub: Stub, call: Call) -> None:
+def test_limit_covers_all_states_together(stub: Stub, call: Call) -> None:
     ids = stub.add(3) + stub.add(3, state="refused")
     which = ("--group", "orders", "--limit", "4", "--yes", "-o", "json")
     done = call("tx", "revive", *which, "--url", stub.url)
@@ -139,7 +143,7 @@ def test_the_limit_is_one_for_all_states(stub: Stub, call: Call) -> None:
     assert len(stub.posts()) == 4
 
 
-def test_only_parked_ones_are_decided_unasked(stub: Stub, call: Call) -> None:
+def test_default_selects_only_parked_transactions(stub: Stub, call: Call) -> None:
     parked = stub.add(2)
     stub.add(2, state="pending")
     done = call("tx", "commit", "--group", "orders", "--yes", "-o", "json", "--url", stub.url)
@@ -147,7 +151,7 @@ def test_only_parked_ones_are_decided_unasked(stub: Stub, call: Call) -> None:
     assert sorted(row["state"] for row in stub.rows.values()) == ["pending"] * 2 + ["promoted"] * 2
 
 
-def test_nothing_fits(there: Call) -> None:
+def test_empty_selection_changes_nothing(there: Call) -> None:
     empty = there("tx", "commit", "--group", "nobody", "--yes")
     assert empty == (0, "", "There are no such transactions.\n")
     assert there("tx", "revive", "--group", "nobody", "--yes", "-o", "json").json == []
@@ -171,14 +175,18 @@ def test_nothing_fits(there: Call) -> None:
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_what_is_no_choice(call: Call, stub: Stub, arguments: list[str], says: str) -> None:
+def test_invalid_selection_is_refused(
+    call: Call, stub: Stub, arguments: list[str], says: str
+) -> None:
     yes = [] if arguments[-1] == "g" and "ID" not in arguments else ["--yes"]
     refused = call("tx", *arguments, *yes, "--url", stub.url)
     assert (refused.code, refused.out, stub.calls) == (2, "", [])
     assert says in refused.err
 
 
-def test_many_ids_are_counted_before(there: Call, memory: InMemoryBroker, answer: Answer) -> None:
+def test_many_ids_need_their_number_typed(
+    there: Call, memory: InMemoryBroker, answer: Answer
+) -> None:
     ids = prepare(memory, 12)
     answer("12")
     done = there("tx", "rollback", *ids, "0" * 26, "-o", "json")
@@ -194,7 +202,7 @@ def test_many_ids_are_counted_before(there: Call, memory: InMemoryBroker, answer
 # --- while it is done ---------------------------------------------------------------------------
 
 
-def test_what_has_moved_on_since_is_left_alone(
+def test_changed_transactions_are_not_touched(
     there: Call, memory: InMemoryBroker, answer: Answer, stub: Stub
 ) -> None:
     ids = prepare(memory, 6)
@@ -216,7 +224,9 @@ def test_what_has_moved_on_since_is_left_alone(
     assert [str(view.state) for view in memory.pending()] == ["pending"]
 
 
-def test_one_that_was_revived_since_is_not_decided(stub: Stub, call: Call, answer: Answer) -> None:
+def test_meanwhile_revived_transaction_is_not_decided(
+    stub: Stub, call: Call, answer: Answer
+) -> None:
     ids = stub.add(3)
     answer("y", lambda: stub.rows[ids[1]].update(state="pending"))
     partly = call("tx", "commit", "--group", "orders", "-o", "json", "--url", stub.url)
@@ -229,7 +239,9 @@ def test_one_that_was_revived_since_is_not_decided(stub: Stub, call: Call, answe
     assert stub.rows[ids[1]]["state"] == "pending"
 
 
-def test_one_that_got_there_by_itself_is_done(stub: Stub, call: Call, answer: Answer) -> None:
+def test_transaction_already_in_result_state_counts_as_done(
+    stub: Stub, call: Call, answer: Answer
+) -> None:
     ids = stub.add(2)
     answer("y", lambda: stub.rows[ids[0]].update(state="promoted", decision="commit"))
     done = call("tx", "commit", "--group", "orders", "-o", "json", "--url", stub.url)
@@ -237,7 +249,7 @@ def test_one_that_got_there_by_itself_is_done(stub: Stub, call: Call, answer: An
     assert [asked.path.split("/")[3] for asked in stub.posts()] == [ids[1]]
 
 
-def test_refused_ones_are_tried_again(there: Call, memory: InMemoryBroker) -> None:
+def test_revive_retries_refused_transactions(there: Call, memory: InMemoryBroker) -> None:
     ids = prepare(memory, 4, topic="gone")
     memory.delete_topic("gone")
     assert there("tx", "commit", *ids, "--yes").code == 0
@@ -254,7 +266,7 @@ def test_refused_ones_are_tried_again(there: Call, memory: InMemoryBroker) -> No
     ]  # fmt: skip
 
 
-def test_hostile_ids(there: Call, memory: InMemoryBroker) -> None:
+def test_hostile_ids_are_refused(there: Call, memory: InMemoryBroker) -> None:
     (id,) = prepare(memory, 1)
     hostile = [
         "../groups",
@@ -279,7 +291,7 @@ def test_hostile_ids(there: Call, memory: InMemoryBroker) -> None:
     assert len(rows) == len(hostile)
 
 
-def test_calls_under_way_are_bounded(stub: Stub, call: Call) -> None:
+def test_calls_in_flight_are_bounded(stub: Stub, call: Call) -> None:
     stub.add(40)
     full, under_way, most = threading.Event(), [0], [0]
     lock = threading.Lock()
@@ -302,7 +314,7 @@ def test_calls_under_way_are_bounded(stub: Stub, call: Call) -> None:
     assert most[0] == crew.PARALLEL
 
 
-def test_commits_of_one_half_partition_go_one_after_another(stub: Stub, call: Call) -> None:
+def test_commits_of_a_half_partition_are_sequential(stub: Stub, call: Call) -> None:
     ids = stub.add(30, partitions=3)
     assert call("tx", "commit", "--group", "orders", "--yes", "--url", stub.url).code == 0
     sent = [asked.path.split("/")[3] for asked in stub.posts()]
@@ -314,7 +326,7 @@ def test_commits_of_one_half_partition_go_one_after_another(stub: Stub, call: Ca
 # --- trouble -------------------------------------------------------------------------------------
 
 
-def test_who_is_overloaded_is_asked_again(stub: Stub, call: Call) -> None:
+def test_overloaded_proxy_is_called_again(stub: Stub, call: Call) -> None:
     ids, refused = stub.add(5), set[str]()
 
     def busy(asked: Asked) -> Reply | None:
@@ -329,7 +341,7 @@ def test_who_is_overloaded_is_asked_again(stub: Stub, call: Call) -> None:
     assert len(stub.posts()) == 10
 
 
-def test_a_partition_without_owner_holds_up_no_other(stub: Stub, call: Call) -> None:
+def test_partition_without_owner_blocks_no_other(stub: Stub, call: Call) -> None:
     ids = stub.add(60, partitions=2)
     stub.answer = lambda asked: (
         error(503, "owner_unavailable")
@@ -350,7 +362,7 @@ def test_a_partition_without_owner_holds_up_no_other(stub: Stub, call: Call) -> 
     assert sum(partition_of(asked) == 1 for asked in stub.posts()) <= crew.PARALLEL * 4
 
 
-def test_the_proxy_dies_midway_and_the_same_is_done_again(
+def test_bulk_commit_resumes_after_proxy_death(
     call: Call, memory: InMemoryBroker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ids = prepare(memory, 200, topic="died")
@@ -384,7 +396,7 @@ def test_the_proxy_dies_midway_and_the_same_is_done_again(
 
 
 @pytest.mark.parametrize("verb", ["commit", "revive"])
-def test_a_lost_answer_is_asked_for_again(
+def test_call_with_lost_answer_is_retried(
     stub: Stub, call: Call, monkeypatch: pytest.MonkeyPatch, verb: str
 ) -> None:
     ids = stub.add(6, partitions=2)
@@ -404,7 +416,7 @@ def test_a_lost_answer_is_asked_for_again(
     assert len(stub.posts()) == 6
 
 
-def test_a_check_that_may_have_been_made_is_not_made_again_blindly(stub: Stub, call: Call) -> None:
+def test_check_with_unknown_result_is_not_repeated(stub: Stub, call: Call) -> None:
     ids = stub.add(3, state="pending")
     stub.answer = lambda asked: (0, None) if asked.method == "POST" else None
     failed = call("tx", "check", *ids, "--yes", "-o", "json", "--url", stub.url)
@@ -413,7 +425,7 @@ def test_a_check_that_may_have_been_made_is_not_made_again_blindly(stub: Stub, c
     assert len({asked.path for asked in stub.posts()}) == len(stub.posts())
 
 
-def test_ctrl_c_tells_what_was_done(stub: Stub, call: Call) -> None:
+def test_ctrl_c_reports_results_so_far(stub: Stub, call: Call) -> None:
     stub.add(300)
     gate = threading.Event()
 
@@ -434,7 +446,7 @@ def test_ctrl_c_tells_what_was_done(stub: Stub, call: Call) -> None:
     assert stopped.err.strip() == "Stopped."
 
 
-def test_a_question_that_is_read_for_long_outlives_the_connection(
+def test_slow_confirmation_outlives_the_connection(
     stub: Stub, call: Call, answer: Answer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (id,) = stub.add(1)
@@ -445,7 +457,7 @@ def test_a_question_that_is_read_for_long_outlives_the_connection(
 
 
 @pytest.mark.parametrize("error_kind", [OSError, KeyError, ImportError])
-def test_somebody_whom_the_system_does_not_know(
+def test_unknown_system_user_gets_a_name(
     monkeypatch: pytest.MonkeyPatch, error_kind: type[Exception]
 ) -> None:
     def unknown() -> str:
@@ -459,7 +471,7 @@ def test_somebody_whom_the_system_does_not_know(
 
 
 @pytest.mark.parametrize("count", [1, 3])
-def test_nothing_that_a_proxy_says_moves_the_terminal(stub: Stub, call: Call, count: int) -> None:
+def test_proxy_text_cannot_control_the_terminal(stub: Stub, call: Call, count: int) -> None:
     ids = stub.add(count)
     evil = {"error": {"code": "\x1b[2J", "message": "a\x1b[2Jb\rc"}}
     stub.answer = lambda asked: (409, evil)
@@ -471,7 +483,7 @@ def test_nothing_that_a_proxy_says_moves_the_terminal(stub: Stub, call: Call, co
     assert "\x1b" not in call("tx", "show", *ids, "\x1b[2J", "--url", stub.url).err
 
 
-def test_an_answer_that_makes_no_sense_is_one_sentence(stub: Stub, call: Call) -> None:
+def test_invalid_answer_is_one_sentence(stub: Stub, call: Call) -> None:
     stub.add(30)
     stub.answer = lambda asked: (200, {}) if asked.method == "POST" else None
     failed = call("tx", "revive", "--group", "orders", "--yes", "--url", stub.url)

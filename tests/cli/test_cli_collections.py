@@ -7,7 +7,7 @@ import gc
 from txbroker.cli.proxy.serving import rare_collections
 
 
-def test_garbage_is_looked_for_rarely_while_a_proxy_runs_and_as_before_behind_it() -> None:
+def test_collections_are_rare_only_while_proxy_runs() -> None:
     before = gc.get_threshold()
     with rare_collections():
         assert gc.isenabled()

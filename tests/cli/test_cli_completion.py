@@ -77,7 +77,7 @@ def test_live_values(memory: InMemoryBroker, call: Call, environ: dict[str, str]
     assert offered(environ, "txbroker tx revive ") == []
 
 
-def test_the_proxy_of_the_line_is_asked(
+def test_completion_queries_the_proxy_of_the_line(
     call: Call, stub: Stub, environ: dict[str, str], tmp_path: Path
 ) -> None:
     stub.answer = lambda asked: (200, {"groups": [{"group": "here"}]})
@@ -118,7 +118,7 @@ HOSTILE = [
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_names_that_a_shell_would_obey_are_not_offered(
+def test_names_with_shell_syntax_are_not_offered(
     stub: Stub, environ: dict[str, str], shell: str
 ) -> None:
     def answer(asked: Asked) -> tuple[int, object]:
@@ -137,7 +137,7 @@ def test_names_that_a_shell_would_obey_are_not_offered(
     assert [line for line in topics if line not in ("plain", "_")] == ["fine-topic"]
 
 
-def test_what_is_said_of_a_value_cannot_pose_as_one(stub: Stub, environ: dict[str, str]) -> None:
+def test_help_of_a_value_cannot_pose_as_a_value(stub: Stub, environ: dict[str, str]) -> None:
     (id,) = stub.add(1)
     stub.rows[id]["group"] = "x\nplain\nrm\n_"
     environ["TXBROKER_URL"] = stub.url
@@ -145,7 +145,7 @@ def test_what_is_said_of_a_value_cannot_pose_as_one(stub: Stub, environ: dict[st
     assert (lines[:2], len(lines)) == (["plain", id], 3)
 
 
-def test_nobody_there(environ: dict[str, str]) -> None:
+def test_without_a_proxy_nothing_is_offered(environ: dict[str, str]) -> None:
     environ["TXBROKER_URL"] = "http://127.0.0.1:9"
     started = time.monotonic()
     for line in ("tx list --group ", "tx commit ", "tx list --topic ", "groups show "):
@@ -153,7 +153,7 @@ def test_nobody_there(environ: dict[str, str]) -> None:
     assert time.monotonic() - started < 4 * START_S
 
 
-def test_somebody_who_does_not_answer_is_not_waited_for(environ: dict[str, str]) -> None:
+def test_completion_times_out_without_an_answer(environ: dict[str, str]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         environ["TXBROKER_URL"] = f"http://127.0.0.1:{silent.getsockname()[1]}"
         started = time.monotonic()
@@ -161,7 +161,7 @@ def test_somebody_who_does_not_answer_is_not_waited_for(environ: dict[str, str])
         assert time.monotonic() - started < WITHIN_S + START_S
 
 
-def test_somebody_who_answers_drop_by_drop_is_not_waited_for(environ: dict[str, str]) -> None:
+def test_completion_times_out_on_a_slow_answer(environ: dict[str, str]) -> None:
     """Each read is short of its timeout, all together are not."""
     over = threading.Event()
     with socket.create_server(("127.0.0.1", 0)) as dripping:
@@ -187,9 +187,7 @@ def test_somebody_who_answers_drop_by_drop_is_not_waited_for(environ: dict[str, 
         thread.join()
 
 
-def test_nothing_that_is_wrong_is_said_in_the_middle_of_a_line(
-    environ: dict[str, str], stub: Stub, tmp_path: Path
-) -> None:
+def test_completion_prints_no_errors(environ: dict[str, str], stub: Stub, tmp_path: Path) -> None:
     for answer in ((500, {}), (200, []), (200, {"groups": None}), (200, {"groups": [{}]})):
         stub.answer = lambda asked, answer=answer: answer  # type: ignore[misc]
         assert offered(environ, f"txbroker tx list --url {stub.url} --group ") == []
@@ -204,7 +202,7 @@ def test_nothing_that_is_wrong_is_said_in_the_middle_of_a_line(
     assert offered(environ, "txbroker context use ") == []
 
 
-def test_offering_commands_imports_nothing_of_a_proxy(environ: dict[str, str]) -> None:
+def test_completion_imports_nothing_of_a_proxy(environ: dict[str, str]) -> None:
     code = (
         "import sys; from txbroker.cli.main import cli; from txbroker.cli.run import run\n"
         "try: run(cli, [])\n"

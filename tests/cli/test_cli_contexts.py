@@ -58,7 +58,7 @@ def test_set_use_list_show_and_remove(call: Call, store: Path, tokens: dict[str,
     assert call("context", "show", "-o", "json").json["source"] == "default"
 
 
-def test_the_file_is_its_owners_and_holds_no_secret(
+def test_context_file_is_private_and_has_no_secret(
     call: Call, store: Path, tokens: dict[str, Path]
 ) -> None:
     os.umask(0)
@@ -75,7 +75,7 @@ def test_the_file_is_its_owners_and_holds_no_secret(
     assert [path.name for path in store.parent.iterdir()] == ["contexts.json"]
 
 
-def test_a_relative_path_still_holds_elsewhere(
+def test_relative_token_path_is_stored_absolute(
     call: Call, tmp_path: Path, tokens: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -84,7 +84,7 @@ def test_a_relative_path_still_holds_elsewhere(
     assert call("context", "show", "prod", "-o", "json").json["token_file"] == str(tokens["own"])
 
 
-def test_the_certificates_are_kept_and_go_along(
+def test_context_keeps_and_uses_certificates(
     call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     words: list[str | Path] = []
@@ -102,15 +102,13 @@ def test_the_certificates_are_kept_and_go_along(
     }
 
 
-def test_a_key_without_its_certificate_is_refused(call: Call, tmp_path: Path) -> None:
+def test_key_without_certificate_is_refused(call: Call, tmp_path: Path) -> None:
     (tmp_path / "key").write_text("PEM")
     done = call("context", "set", "prod", "--url", HERE, "--client-key-file", tmp_path / "key")
     assert (done.code, "--client-key-file needs --client-cert-file" in done.err) == (2, True)
 
 
-def test_a_new_address_does_not_keep_the_old_ones_token(
-    call: Call, tokens: dict[str, Path]
-) -> None:
+def test_new_url_drops_the_old_token(call: Call, tokens: dict[str, Path]) -> None:
     call("context", "set", "prod", "--url", HERE, "--token-file", tokens["own"])
     call("context", "set", "prod", "--url", THERE)
     assert call("context", "show", "prod", "-o", "json").json["token_file"] is None
@@ -135,7 +133,7 @@ def test_a_new_address_does_not_keep_the_old_ones_token(
     ],
     ids=lambda value: "+".join(value) if isinstance(value, list) else None,
 )
-def test_which_proxy_is_called_with_which_token(
+def test_precedence_of_proxy_and_token(
     call: Call,
     stub: Stub,
     tokens: dict[str, Path],
@@ -169,7 +167,7 @@ def test_which_proxy_is_called_with_which_token(
     assert asked.authorization == (f"Bearer {token}" if token else "")
 
 
-def test_without_anything_it_is_the_proxy_of_this_machine(
+def test_default_is_the_local_proxy(
     call: Call, tokens: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TXBROKER_TOKEN_FILE", str(tokens["environ"]))
@@ -183,7 +181,7 @@ def test_without_anything_it_is_the_proxy_of_this_machine(
     }
 
 
-def test_the_question_names_the_installation(call: Call, stub: Stub, answer: object) -> None:
+def test_question_names_the_installation(call: Call, stub: Stub, answer: object) -> None:
     assert callable(answer)
     stub.add(1)
     call("context", "set", "prod", "--url", stub.url, "--use")
@@ -221,7 +219,7 @@ def test_wrong_usage_changes_nothing(
     assert not store.exists()
 
 
-def test_url_and_context_together(call: Call) -> None:
+def test_url_and_context_exclude_each_other(call: Call) -> None:
     refused = call("tx", "list", "--url", HERE, "--context", "x")
     assert (refused.code, "--url and --context exclude each other" in refused.err) == (2, True)
 
@@ -245,7 +243,7 @@ def test_url_and_context_together(call: Call) -> None:
     ],
     ids=range(13),
 )
-def test_a_damaged_file_is_named_and_in_nobodys_way(call: Call, store: Path, text: str) -> None:
+def test_damaged_file_is_named_only_where_needed(call: Call, store: Path, text: str) -> None:
     store.parent.mkdir(parents=True)
     store.write_bytes(text.encode(errors="surrogateescape"))
     refused = call("tx", "list")
@@ -256,7 +254,7 @@ def test_a_damaged_file_is_named_and_in_nobodys_way(call: Call, store: Path, tex
     assert "nothing listens" in call("tx", "list", "--url", "http://127.0.0.1:9").err
 
 
-def test_a_file_that_others_may_write_to_is_not_trusted(call: Call, store: Path) -> None:
+def test_file_writable_for_others_is_refused(call: Call, store: Path) -> None:
     call("context", "set", "prod", "--url", HERE, "--use")
     store.chmod(0o666)
     refused = call("tx", "list")
@@ -264,7 +262,7 @@ def test_a_file_that_others_may_write_to_is_not_trusted(call: Call, store: Path)
     assert f"other users may write to {store}" in refused.err
 
 
-def test_a_folder_that_takes_no_file(call: Call, store: Path) -> None:
+def test_unwritable_folder_is_reported(call: Call, store: Path) -> None:
     store.parent.parent.mkdir(parents=True)
     store.parent.write_text("in the way")
     refused = call("context", "set", "prod", "--url", HERE)
@@ -272,9 +270,7 @@ def test_a_folder_that_takes_no_file(call: Call, store: Path) -> None:
     assert str(store) in refused.err
 
 
-def test_a_token_is_read_for_each_call_of_a_command(
-    call: Call, stub: Stub, tokens: dict[str, Path]
-) -> None:
+def test_each_command_reads_the_token_file(call: Call, stub: Stub, tokens: dict[str, Path]) -> None:
     seen: list[Asked] = stub.calls
     stub.answer = lambda asked: (200, {"groups": []})
     call("context", "set", "prod", "--url", stub.url, "--token-file", tokens["own"], "--use")

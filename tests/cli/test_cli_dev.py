@@ -15,7 +15,7 @@ from tests.kit.cli import Call, Dev, until_gone
 
 
 @pytest.mark.needs_tool("curl")
-def test_it_takes_transactions_from_curl(dev: Dev) -> None:
+def test_dev_accepts_transactions_from_curl(dev: Dev) -> None:
     body = '{"group": "curl", "messages": [{"topic": "curl", "key": "k", "value": "v"}]}'
     curl = ["curl", "--silent", "--fail", "-H", "content-type: application/json"]
     done = subprocess.run(
@@ -24,7 +24,7 @@ def test_it_takes_transactions_from_curl(dev: Dev) -> None:
     assert b'"state":"pending"' in done.stdout
 
 
-def test_its_whole_life(tmp_path: Path, call: Call) -> None:
+def test_dev_keeps_data_over_a_restart(tmp_path: Path, call: Call) -> None:
     """Start, kill -9 everything, start again on the same data, end in order."""
     dev = Dev(tmp_path / "data")
     dev.start()
@@ -64,7 +64,7 @@ def test_several_workers(tmp_path: Path, call: Call) -> None:
     assert "Traceback" not in dev.stderr
 
 
-def test_ctrl_c_while_it_starts(tmp_path: Path) -> None:
+def test_ctrl_c_during_start_leaves_nothing(tmp_path: Path) -> None:
     dev = Dev(tmp_path / "data")
     dev.launch()
     below: list[int] = []
@@ -76,7 +76,7 @@ def test_ctrl_c_while_it_starts(tmp_path: Path) -> None:
     assert "Traceback" not in dev.stderr
 
 
-def test_a_port_that_is_taken(tmp_path: Path, call: Call) -> None:
+def test_port_in_use_is_reported(tmp_path: Path, call: Call) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         listen = f"127.0.0.1:{taken.getsockname()[1]}"
         done = call("dev", "--data-dir", tmp_path, "--listen", listen)
@@ -84,20 +84,20 @@ def test_a_port_that_is_taken(tmp_path: Path, call: Call) -> None:
     assert f"Error: cannot listen on {listen}: address already in use" in done.err
 
 
-def test_a_data_directory_that_is_in_use(dev: Dev, call: Call) -> None:
+def test_data_directory_in_use_is_reported(dev: Dev, call: Call) -> None:
     result = call("dev", "--data-dir", dev.data_dir, "--listen", "127.0.0.1:0")
     assert (result.code, result.out) == (1, "")
     assert "is in use by a Kafka of process" in result.err
 
 
-def test_a_data_directory_that_cannot_be(tmp_path: Path, call: Call) -> None:
+def test_impossible_data_directory_is_reported(tmp_path: Path, call: Call) -> None:
     (tmp_path / "file").touch()
     result = call("dev", "--data-dir", tmp_path / "file")
     assert (result.code, result.out) == (1, "")
     assert "Give another --data-dir" in result.err
 
 
-def test_the_loss_of_kafka_ends_it(tmp_path: Path) -> None:
+def test_end_of_kafka_ends_dev(tmp_path: Path) -> None:
     dev = Dev(tmp_path / "data")
     dev.start()
     below = dev.children()

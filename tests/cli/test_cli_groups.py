@@ -21,14 +21,14 @@ def test_register_show_list_and_remove(ask: Call) -> None:
     assert ask("groups", "list") == (0, "", "No group is registered.\n")
 
 
-def test_what_cannot_be_registered(ask: Call) -> None:
+def test_invalid_registration_is_refused(ask: Call) -> None:
     refused = ask("groups", "register", "g3", "--check-url", "nowhere", "--yes")
     assert (refused.code, refused.out) == (1, "")
     assert "(bad_request)" in refused.err
     assert ask("groups", "show", "g3").code == 1
 
 
-def test_the_name_may_hold_anything_printable(ask: Call) -> None:
+def test_group_name_may_have_any_printable_text(ask: Call) -> None:
     assert ask("groups", "register", "a/b ?#ü", "--yes").code == 0
     assert ask("groups", "show", "a/b ?#ü", "-o", "json").json["group"] == "a/b ?#ü"
     assert ask("groups", "remove", "a/b ?#ü", "--yes").out == "a/b ?#ü\n"

@@ -33,7 +33,7 @@ def named_once(data_dir: Path, listen: str = ONE) -> str:
         return begin(held, data_dir, listen)
 
 
-def test_each_address_has_an_id_that_it_keeps(tmp_path: Path) -> None:
+def test_each_address_keeps_its_id(tmp_path: Path) -> None:
     with ExitStack() as held:
         one, other = begin(held, tmp_path, ONE), begin(held, tmp_path, OTHER)
     assert one != other
@@ -41,7 +41,7 @@ def test_each_address_has_an_id_that_it_keeps(tmp_path: Path) -> None:
     assert named_once(tmp_path / "elsewhere") != one
 
 
-def test_proxies_on_free_ports_have_ids_of_their_own_and_keep_them(tmp_path: Path) -> None:
+def test_proxies_on_free_ports_keep_distinct_ids(tmp_path: Path) -> None:
     with ExitStack() as held:
         ids = [begin(held, tmp_path, FREE) for _ in range(3)]
     assert len(set(ids)) == 3
@@ -50,7 +50,7 @@ def test_proxies_on_free_ports_have_ids_of_their_own_and_keep_them(tmp_path: Pat
 
 
 @pytest.mark.parametrize("given", ["", "shop-1", "odd/name é"], ids=["made", "given", "odd"])
-def test_an_id_is_of_one_process_at_a_time(tmp_path: Path, given: str) -> None:
+def test_id_is_used_by_one_process_at_a_time(tmp_path: Path, given: str) -> None:
     with ExitStack() as held:
         name = begin(held, tmp_path, instance=given)
         with pytest.raises(ConfigurationError) as caught, ExitStack() as second:
@@ -65,7 +65,7 @@ def test_an_id_is_of_one_process_at_a_time(tmp_path: Path, given: str) -> None:
         assert begin(held, tmp_path, instance=given) == name
 
 
-def test_the_id_of_an_older_txbroker_is_kept_by_the_first(tmp_path: Path) -> None:
+def test_first_proxy_keeps_the_older_versions_id(tmp_path: Path) -> None:
     (tmp_path / "instance").write_text("proxy-before\n")
     with ExitStack() as held:
         assert begin(held, tmp_path, ONE) == "proxy-before"
@@ -75,7 +75,7 @@ def test_the_id_of_an_older_txbroker_is_kept_by_the_first(tmp_path: Path) -> Non
     assert named_once(tmp_path, ONE) == "proxy-before"
 
 
-def test_the_id_of_an_older_txbroker_that_is_in_use_is_left_alone(tmp_path: Path) -> None:
+def test_older_versions_id_in_use_is_not_taken(tmp_path: Path) -> None:
     (tmp_path / "instance").write_text("proxy-before\n")
     with ExitStack() as held:
         begin(held, tmp_path, OTHER, "proxy-before")
@@ -89,7 +89,7 @@ def test_a_given_id_needs_no_data_directory(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["instance", "instances/127.0.0.1_8470.id"])
-def test_a_kept_id_that_does_not_read_is_named(tmp_path: Path, name: str) -> None:
+def test_damaged_id_file_is_named(tmp_path: Path, name: str) -> None:
     (tmp_path / "instances").mkdir()
     (tmp_path / name).write_bytes(b"\xffproxy")
     with pytest.raises(CommandFailed) as caught:
@@ -101,7 +101,7 @@ def test_a_kept_id_that_does_not_read_is_named(tmp_path: Path, name: str) -> Non
         assert begin(held, tmp_path, instance="shop-1") == "shop-1"
 
 
-def test_a_lock_that_does_not_read_is_held_all_the_same(tmp_path: Path) -> None:
+def test_damaged_lock_file_still_locks(tmp_path: Path) -> None:
     with ExitStack() as held:
         name = begin(held, tmp_path)
         (tmp_path / "instances" / f"{name}.lock").write_bytes(b"\xff")
@@ -109,7 +109,7 @@ def test_a_lock_that_does_not_read_is_held_all_the_same(tmp_path: Path) -> None:
             named_once(tmp_path)
 
 
-def test_a_file_system_without_locks_is_named(
+def test_file_system_without_locks_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refused(file: int, flags: int) -> None:
@@ -152,7 +152,7 @@ async def problems_of(url: str) -> tuple[int, list[str]]:
         return answer.status, found.get("problems", [])
 
 
-async def test_a_replaced_proxy_says_by_whom(dev: Dev, tmp_path: Path) -> None:
+async def test_replaced_proxy_logs_its_successor(dev: Dev, tmp_path: Path) -> None:
     words = ("--topic-prefix", "replaced", "--partitions", "8", "--instance", "same")
     async with proxy_process(tmp_path / "first", dev.kafka, *words) as first:
         url = await first.ready()

@@ -22,7 +22,7 @@ DATA = st.recursive(
 @given(DATA)
 @example(5e-324)
 @example([1e16, -1.5e-7])
-def test_what_is_written_as_yaml_reads_back(data: Any) -> None:
+def test_yaml_output_parses_back(data: Any) -> None:
     assert yaml.safe_load("\n".join(yaml_lines(data))) == data
 
 
@@ -41,7 +41,7 @@ def test_times() -> None:
 
 
 @given(st.text())
-def test_nothing_that_is_shown_moves_the_cursor(text: str) -> None:
+def test_output_cannot_move_the_cursor(text: str) -> None:
     assert printable(text).isprintable()
 
 
@@ -49,7 +49,7 @@ def test_nothing_that_is_shown_moves_the_cursor(text: str) -> None:
     st.lists(st.lists(st.text(max_size=40), min_size=3, max_size=3), min_size=1, max_size=5),
     st.integers(1, 200),
 )
-def test_a_narrow_table_cuts_what_may_be_cut_first(rows: list[list[str]], width: int) -> None:
+def test_narrow_table_shortens_only_allowed_columns(rows: list[list[str]], width: int) -> None:
     columns = [TableColumn(str(n), lambda row, n=n: row[str(n)], keep=n == 0) for n in range(3)]  # type: ignore[misc]
     data = [{str(n): value for n, value in enumerate(row)} for row in rows]
     with pytest.MonkeyPatch.context() as patch:
@@ -62,5 +62,5 @@ def test_a_narrow_table_cuts_what_may_be_cut_first(rows: list[list[str]], width:
         assert all(line.startswith(text) for line, text in zip(lines[1:], kept, strict=True))
 
 
-def test_a_table_of_nothing() -> None:
+def test_table_without_rows_is_empty() -> None:
     assert table([], [TableColumn("X", str)], io.StringIO()) == []

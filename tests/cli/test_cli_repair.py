@@ -19,7 +19,7 @@ def write(dev: Dev, topic: str, key: str, value: bytes) -> None:
     assert producer.flush(60) == 0
 
 
-def test_a_record_that_stops_is_shown_and_passed_over(call: Call, dev: Dev) -> None:
+def test_stopping_record_is_shown_and_skipped(call: Call, dev: Dev) -> None:
     where = ("--kafka", dev.kafka, "--topic-prefix", "repair")
     missing = call("repair", "show", *where)
     assert missing.code == 1

@@ -65,7 +65,7 @@ def test_from_files_and_stdin(ask: Call, tmp_path: Path, monkeypatch: pytest.Mon
     assert [message["value"] for message in shown["messages"]] == ["typed"]
 
 
-def test_the_same_dedup_key_sends_once(ask: Call) -> None:
+def test_same_dedup_key_sends_once(ask: Call) -> None:
     first = ask("send", "once", "v", "--dedup-key", "d1")
     second = ask("send", "once", "v", "--dedup-key", "d1")
     assert first.out == second.out
@@ -73,7 +73,7 @@ def test_the_same_dedup_key_sends_once(ask: Call) -> None:
     assert (other.code, "(id_conflict)" in other.err) == (1, True)
 
 
-def test_what_the_proxy_refuses(ask: Call) -> None:
+def test_refusal_of_the_proxy_is_shown(ask: Call) -> None:
     refused = ask("send", "bad topic!", "v")
     assert (refused.code, refused.out) == (1, "")
     assert refused.err.startswith("Error: ")

@@ -26,7 +26,7 @@ def test_plan_apply_and_nothing_left_to_do(call: Call, dev: Dev) -> None:
     assert call("topics", "apply", *where, "--yes", "-o", "json").json == []
 
 
-def test_settings_that_differ_are_mended(call: Call, dev: Dev) -> None:
+def test_apply_corrects_differing_settings(call: Call, dev: Dev) -> None:
     where = ("--kafka", dev.kafka, "--topic-prefix", "mend")
     call("topics", "apply", *where, "--half-retention-s", "86400", "--yes")
     planned = call("topics", "plan", *where, "--partitions", "9")
@@ -36,7 +36,7 @@ def test_settings_that_differ_are_mended(call: Call, dev: Dev) -> None:
 
 
 @pytest.mark.needs_tool("kcat")
-def test_the_topics_are_really_there(call: Call, dev: Dev) -> None:
+def test_applied_topics_exist(call: Call, dev: Dev) -> None:
     call("topics", "apply", "--kafka", dev.kafka, "--topic-prefix", "there", "--yes")
     listed = subprocess.run(
         ["kcat", "-b", dev.kafka, "-L"], capture_output=True, text=True, check=True

@@ -37,14 +37,14 @@ def test_list(ask: Call, prepared: str) -> None:
     assert f"id: {prepared}" in ask("tx", "list", "-o", "yaml", "--all").out.replace('"', "")
 
 
-def test_list_of_nothing(ask: Call) -> None:
+def test_empty_list_is_reported(ask: Call) -> None:
     empty = ask("tx", "list", "--group", "nobody")
     assert empty == (0, "", "There are no such transactions.\n")
     assert ask("tx", "list", "--group", "nobody", "-o", "json").json == []
     assert ask("tx", "list", "--group", "nobody", "-o", "yaml").out == "[]\n"
 
 
-def test_list_says_when_it_is_cut(ask: Call) -> None:
+def test_cut_list_is_reported(ask: Call) -> None:
     for _ in range(3):
         ask("send", "cut", "v", "--group", "cut", "--decision", "none")
     cut = ask("tx", "list", "--group", "cut", "--limit", "2", "-o", "json")
@@ -81,13 +81,13 @@ def test_commit_and_its_reason(ask: Call, prepared: str) -> None:
     assert "(already_decided). Nothing was changed" in contrary.err
 
 
-def test_another_groups_decision(ask: Call, prepared: str) -> None:
+def test_decision_for_another_group_is_refused(ask: Call, prepared: str) -> None:
     refused = ask("tx", "commit", prepared, "--yes", "--group", "thieves")
     assert (refused.code, "(wrong_group)" in refused.err) == (1, True)
     assert ask("tx", "show", prepared, "-o", "json").json["state"] == "pending"
 
 
-def test_several_of_which_some_fail(ask: Call, prepared: str) -> None:
+def test_partial_failure_exits_with_3(ask: Call, prepared: str) -> None:
     partly = ask("tx", "rollback", prepared, STRANGER, prepared, "--yes", "-o", "json")
     done, failed = partly.json
     assert (partly.code, done["id"], done["state"]) == (3, prepared, "rolled_back")
@@ -102,9 +102,7 @@ def test_several_of_which_some_fail(ask: Call, prepared: str) -> None:
     assert none.err.endswith("Error: none of 2 rolled back\n")
 
 
-def test_a_question_that_is_answered_no(
-    ask: Call, prepared: str, answer: Callable[..., None]
-) -> None:
+def test_answer_no_changes_nothing(ask: Call, prepared: str, answer: Callable[..., None]) -> None:
     answer("n")
     refused = ask("tx", "commit", prepared)
     assert (refused.code, refused.out) == (1, "")
@@ -113,9 +111,7 @@ def test_a_question_that_is_answered_no(
     assert ask("tx", "show", prepared, "-o", "json").json["state"] == "pending"
 
 
-def test_a_question_that_is_answered_yes(
-    ask: Call, prepared: str, answer: Callable[..., None]
-) -> None:
+def test_answer_yes_commits(ask: Call, prepared: str, answer: Callable[..., None]) -> None:
     answer("y")
     done = ask("tx", "rollback", prepared, "-o", "json")
     assert (done.code, done.json[0]["state"]) == (0, "rolled_back")
@@ -145,7 +141,7 @@ class Unsure(BaseHTTPRequestHandler):
         """Say nothing."""
 
 
-def test_what_nobody_knows_is_parked_listed_and_revived(ask: Call) -> None:
+def test_unknown_transaction_is_parked_listed_and_revived(ask: Call) -> None:
     with HTTPServer(("127.0.0.1", 0), Unsure) as server:
         thread = threading.Thread(target=server.serve_forever, args=(0.01,))
         thread.start()
@@ -167,7 +163,7 @@ def test_what_nobody_knows_is_parked_listed_and_revived(ask: Call) -> None:
     ask("groups", "remove", "unsure", "--yes")
 
 
-def test_nothing_of_a_transaction_moves_the_terminal(ask: Call) -> None:
+def test_transaction_text_cannot_control_the_terminal(ask: Call) -> None:
     evil = "\x1b[2J"
     sent = ask("send", "tx", evil, "--key", evil, "--order-key", evil, "--decision", "none")
     shown = ask("tx", "show", sent.out.strip(), "--bodies").out

@@ -33,7 +33,7 @@ def test_every_command_explains_itself(call: Call, path: str) -> None:
     assert call(*path.split()[1:], "-h") == help_text
 
 
-def test_the_summaries_are_those_of_the_commands(call: Call) -> None:
+def test_help_lists_command_summaries(call: Call) -> None:
     assert [command.name for command in COMMANDS] == cli.list_commands(click.Context(cli))
     listed = call("--help").out
     assert all(f"{command.name} " in listed and command.summary in listed for command in COMMANDS)
@@ -131,7 +131,7 @@ def test_wrong_usage(call: Call, arguments: list[str], says: str) -> None:
     assert says in result.err
 
 
-def test_a_config_file_is_read_and_its_slips_are_named(call: Call, tmp_path: Path) -> None:
+def test_misspelt_setting_in_config_is_named(call: Call, tmp_path: Path) -> None:
     config = tmp_path / "txbroker.toml"
     config.write_text("partitons = 3\n")
     result = call("topics", "plan", "--config", config)
@@ -140,13 +140,13 @@ def test_a_config_file_is_read_and_its_slips_are_named(call: Call, tmp_path: Pat
 
 
 @pytest.mark.parametrize("command", ["tx list", "tx show x", "groups list", "send t v"])
-def test_no_proxy(call: Call, command: str) -> None:
+def test_missing_proxy_is_reported(call: Call, command: str) -> None:
     result = call(*command.split(), "--url", "http://127.0.0.1:9")
     assert (result.code, result.out) == (1, "")
     assert "nothing listens at http://127.0.0.1:9. Start a proxy" in result.err
 
 
-def test_no_kafka(call: Call) -> None:
+def test_missing_kafka_is_reported(call: Call) -> None:
     result = call("topics", "plan", "--kafka", "127.0.0.1:9")
     assert (result.code, result.out) == (1, "")
     assert result.err.startswith("Error: no connection to Kafka at 127.0.0.1:9")
@@ -180,13 +180,13 @@ def stranger() -> Iterator[str]:
 
 
 @pytest.mark.parametrize("command", ["tx list", "groups list"])
-def test_not_a_proxy(call: Call, stranger: str, command: str) -> None:
+def test_server_that_is_no_proxy_is_reported(call: Call, stranger: str, command: str) -> None:
     result = call(*command.split(), "--url", stranger)
     assert (result.code, result.out) == (1, "")
     assert "is it a txbroker proxy?" in result.err
 
 
-def test_an_unexpected_error_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+def test_unexpected_error_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
     @click.command()
     @click.option("--debug", is_flag=True)
     def broken(debug: bool) -> None:
@@ -201,7 +201,7 @@ def test_an_unexpected_error_is_one_sentence(capsys: pytest.CaptureFixture[str])
     assert "raise RuntimeError" in capsys.readouterr().err
 
 
-def test_the_exit_code_is_what_the_command_says() -> None:
+def test_exit_code_is_the_commands() -> None:
     @click.command()
     @click.pass_context
     def drifted(context: click.Context) -> None:
@@ -219,7 +219,7 @@ def test_ctrl_c_is_no_error(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().err.strip() == "Stopped."
 
 
-def test_a_reader_that_has_seen_enough() -> None:
+def test_closed_pipe_ends_quietly() -> None:
     reading, writing = os.pipe()
     os.close(reading)
     done = subprocess.run(

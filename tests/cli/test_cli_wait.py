@@ -56,7 +56,7 @@ async def relayed(bound: socket.socket, to: str) -> AsyncIterator[None]:
         server.close()
 
 
-async def test_a_kafka_that_comes_later_is_waited_for(
+async def test_proxy_waits_for_kafka_that_starts_later(
     dev: Dev, tmp_path: Path, closed_port: socket.socket
 ) -> None:
     words = ("--topic-prefix", "later", "--partitions", "1")
@@ -73,7 +73,7 @@ async def test_a_kafka_that_comes_later_is_waited_for(
             assert await proxy.ended() == 0
 
 
-async def test_a_kafka_that_never_comes_is_given_up(
+async def test_proxy_gives_up_on_kafka_that_never_starts(
     tmp_path: Path, closed_port: socket.socket
 ) -> None:
     began = time.monotonic()
@@ -87,7 +87,7 @@ async def test_a_kafka_that_never_comes_is_given_up(
         assert proxy.events(THERE) == []
 
 
-async def test_no_wait(tmp_path: Path, closed_port: socket.socket) -> None:
+async def test_proxy_does_not_wait_by_default(tmp_path: Path, closed_port: socket.socket) -> None:
     kafka = address_of(closed_port)
     async with proxy_process(tmp_path, kafka, "--wait-for-kafka-s", "0") as proxy:
         assert await proxy.ended() == 1
@@ -97,7 +97,7 @@ async def test_no_wait(tmp_path: Path, closed_port: socket.socket) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-async def test_a_signal_ends_the_wait(
+async def test_signal_ends_the_wait_for_kafka(
     tmp_path: Path, closed_port: socket.socket, number: signal.Signals
 ) -> None:
     async with proxy_process(tmp_path, address_of(closed_port)) as proxy:
@@ -110,7 +110,7 @@ async def test_a_signal_ends_the_wait(
         assert proxy.error == ""
 
 
-async def test_a_server_without_an_answer_is_waited_for(
+async def test_proxy_waits_for_server_that_does_not_answer(
     tmp_path: Path, closed_port: socket.socket
 ) -> None:
     async def close(_reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -122,7 +122,7 @@ async def test_a_server_without_an_answer_is_waited_for(
     server.close()
 
 
-async def test_a_certificate_that_is_not_trusted_is_not_waited_for(
+async def test_untrusted_certificate_fails_without_waiting(
     tmp_path: Path, closed_port: socket.socket
 ) -> None:
     ours, others = Authority(tmp_path, "ours"), Authority(tmp_path, "others")

@@ -52,7 +52,7 @@ def nothing() -> None:
 # --- lines ---------------------------------------------------------------------------------------
 
 
-def test_what_is_new_or_changed_is_a_line(call: Call, stub: Stub, steps: Any) -> None:
+def test_new_and_changed_rows_are_lines(call: Call, stub: Stub, steps: Any) -> None:
     ids = stub.add(2, state="pending")
     steps(
         nothing,
@@ -80,20 +80,20 @@ def test_each_line_is_json(call: Call, stub: Stub, steps: Any) -> None:
     assert [json.loads(line)["id"] for line in shown.out.splitlines()] == list(stub.rows)
 
 
-def test_yaml_is_one_document_for_each(call: Call, stub: Stub, steps: Any) -> None:
+def test_each_row_is_a_yaml_document(call: Call, stub: Stub, steps: Any) -> None:
     stub.answer = lambda asked: (200, {"groups": [{"group": "a", "sessions": 1}]})
     steps(nothing, nothing)
     shown = call("groups", "list", "--watch", "-o", "yaml", "--url", stub.url)
     assert shown.out == "---\ngroup: a\nsessions: 1\n"
 
 
-def test_nothing_at_first(call: Call, stub: Stub, steps: Any) -> None:
+def test_watch_begins_with_no_rows(call: Call, stub: Stub, steps: Any) -> None:
     steps(nothing, lambda: stub.add(1))
     shown = call("tx", "list", "--watch", "--url", stub.url)
     assert [line.split()[0] for line in shown.out.splitlines()] == ["ID", next(iter(stub.rows))]
 
 
-def test_trouble_is_told_once_and_then_it_goes_on(call: Call, stub: Stub, steps: Any) -> None:
+def test_error_is_shown_once_and_watch_continues(call: Call, stub: Stub, steps: Any) -> None:
     stub.add(1)
 
     def away() -> None:
@@ -109,7 +109,7 @@ def test_trouble_is_told_once_and_then_it_goes_on(call: Call, stub: Stub, steps:
     assert shown.err.count("it is owner_unavailable (owner_unavailable)\n") == 2
 
 
-def test_a_first_look_that_fails_ends_it(call: Call, steps: Any) -> None:
+def test_failure_of_first_query_ends_watch(call: Call, steps: Any) -> None:
     steps()
     for command in (["tx", "list", "--watch"], ["groups", "list", "--watch"], ["top"]):
         failed = call(*command, "--url", "http://127.0.0.1:9")
@@ -117,7 +117,7 @@ def test_a_first_look_that_fails_ends_it(call: Call, steps: Any) -> None:
         assert "nothing listens" in failed.err
 
 
-def test_looking_too_often(call: Call) -> None:
+def test_too_short_interval_is_refused(call: Call) -> None:
     for option in (["tx", "list", "--watch", "0"], ["top", "--every-s", "0.01"]):
         refused = call(*option)
         assert (refused.code, "is not in the range x>=0.2" in refused.err) == (2, True)
@@ -177,7 +177,7 @@ def test_top_once(call: Call, stub: Stub) -> None:
     assert call("top", "--once", "-o", "json", "--url", stub.url).json == overview()
 
 
-def test_top_of_a_whole_one_says_no_at_least(call: Call, stub: Stub) -> None:
+def test_top_of_complete_overview_has_exact_counts(call: Call, stub: Stub) -> None:
     whole = overview(complete=True, groups_left_off=0, groups=[], refused_topics={})
     stub.answer = lambda asked: (200, whole)
     shown = call("top", "--once", "--url", stub.url).out
@@ -194,7 +194,7 @@ def test_top_shows_the_first_groups_and_wide_all(call: Call, stub: Stub) -> None
     assert call("top", "--once", "-o", "wide", "--url", stub.url).out.count("group-") == 40
 
 
-def test_top_of_a_real_one(there: Call, memory: InMemoryBroker) -> None:
+def test_top_shows_a_running_proxy(there: Call, memory: InMemoryBroker) -> None:
     for group in ("orders", "orders", "billing"):
         assert there("send", "t", "v", "--group", group, "--decision", "none").code == 0
     found = there("top", "--once", "-o", "json").json
@@ -205,7 +205,7 @@ def test_top_of_a_real_one(there: Call, memory: InMemoryBroker) -> None:
     assert f"txbroker at {memory.url}, 1 of 1 proxy ready" in text
 
 
-def test_top_goes_on_as_lines(call: Call, stub: Stub, steps: Any) -> None:
+def test_top_appends_lines_without_a_terminal(call: Call, stub: Stub, steps: Any) -> None:
     stub.answer = lambda asked: (200, overview())
     steps(nothing, nothing)
     lines = call("top", "-o", "json", "--url", stub.url).out.splitlines()
@@ -280,7 +280,7 @@ def on_terminal(tmp_path: Path) -> Iterator[Run]:
             os.waitpid(terminal.pid, 0)
 
 
-def test_a_screen_is_drawn_anew_and_given_back(stub: Stub, on_terminal: Run) -> None:
+def test_screen_is_redrawn_and_restored(stub: Stub, on_terminal: Run) -> None:
     (first,) = stub.add(1, state="pending")
     shown = on_terminal("tx", "list", "--watch", "0.2", "--url", stub.url)
     shown.until(first)

@@ -39,7 +39,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return found
 
 
-def test_it_holds_every_module_once(wheel: Path) -> None:
+def test_wheel_has_every_module_once(wheel: Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
     code = sorted(name for name in names if ".dist-info/" not in name)
     wanted = set()

@@ -84,7 +84,7 @@ async def two_workers(data_dir: Path, dev: Dev, *words: object) -> AsyncIterator
 @pytest.mark.parametrize(
     "way", ["SIGKILL", pytest.param("SIGSTOP", marks=pytest.mark.long)]
 )  # one that hangs is killed by the parent half a minute later
-async def test_transactions_go_on_while_a_worker_is_away(
+async def test_transactions_continue_while_a_worker_restarts(
     dev: Dev, tmp_path: Path, way: str
 ) -> None:
     first = free_ports(2)
@@ -129,7 +129,7 @@ async def test_workers_end_in_order_when_their_parent_is_killed(dev: Dev, tmp_pa
         assert sorted(line["worker"] for line in proxy.events("stopped")) == [1, 2]
 
 
-async def test_signal_to_everybody_ends_all_in_order(dev: Dev, tmp_path: Path) -> None:
+async def test_signal_to_all_processes_ends_them_in_order(dev: Dev, tmp_path: Path) -> None:
     # As Ctrl-C does it, and systemd.
     async with two_workers(tmp_path, dev, "--topic-prefix", "together") as proxy:
         below = descendants(proxy.process.pid)
@@ -158,7 +158,7 @@ async def test_workers_that_cannot_start_end_the_command(tmp_path: Path) -> None
         async with proxy_process(tmp_path, kafka, *words) as proxy:
             assert await proxy.ended() == 1
     assert re.search(rf"Error: worker [12]: .*{kafka}", proxy.error)
-    assert re.search(r"Error: worker [12] could not start, so all have ended", proxy.error)
+    assert re.search(r"Error: worker [12] failed to start: .* all were stopped", proxy.error)
     assert "Traceback" not in proxy.error
 
 
@@ -173,7 +173,7 @@ async def test_workers_that_wait_for_kafka_end_by_a_signal(tmp_path: Path) -> No
     assert proxy.error == ""
 
 
-def test_port_of_the_second_worker_that_is_taken(call: Call, tmp_path: Path) -> None:
+def test_port_in_use_of_second_worker_is_reported(call: Call, tmp_path: Path) -> None:
     first = free_ports(2)
     with socket.create_server(("127.0.0.1", first + 1)):
         words = ("--workers", 2, "--listen", f"127.0.0.1:{first}", "--data-dir", tmp_path)
@@ -181,8 +181,8 @@ def test_port_of_the_second_worker_that_is_taken(call: Call, tmp_path: Path) -> 
     assert (done.code, done.out) == (1, "")
     assert (
         f"Error: worker 2 cannot listen on 127.0.0.1:{first + 1}: address already in use. Each "
-        "worker has the ports after those of the one before: stop what listens there, or choose a "
-        "listen from whose port on 2 are free"
+        "worker uses the port after the previous worker's: stop the process that listens there, or "
+        "choose a listen with 2 free ports from its port on"
     ) in done.err
 
 
@@ -196,7 +196,7 @@ def test_port_of_the_second_worker_that_is_taken(call: Call, tmp_path: Path) -> 
         ("1.5", "must be a valid integer"),
     ],
 )
-def test_number_that_makes_no_sense_is_refused(call: Call, given: str, why: str) -> None:
+def test_invalid_number_of_workers_is_refused(call: Call, given: str, why: str) -> None:
     done = call("proxy", "--workers", given)
     assert (done.code, done.out) == (2, "")
     assert f"workers (option --workers) {why}" in done.err
@@ -316,7 +316,7 @@ async def line_of(process: asyncio.subprocess.Process) -> bytes:
     [["stop", "end"], ["SIGTERM", "end"], ["SIGINT", "stop", "end"], ["end", "SIGTERM"]],
     ids=" ".join,
 )
-async def test_first_wish_is_obeyed_in_order_and_a_second_at_once(ways: list[str]) -> None:
+async def test_first_stop_is_orderly_and_second_is_immediate(ways: list[str]) -> None:
     process = await tied_process(SLOW_TO_END)
     assert process.stdin is not None
     async with asyncio.timeout(DEADLINE_S):
@@ -400,7 +400,7 @@ async def until(condition: Callable[[], object]) -> Any:
 
 
 @pytest.mark.usefixtures("quick")
-async def test_worker_that_dies_again_and_again_waits_longer_each_time(
+async def test_repeated_deaths_lengthen_the_pause(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     behaving(
@@ -431,7 +431,7 @@ async def test_ready_lines_come_together_and_in_order(
 
 
 @pytest.mark.usefixtures("quick")
-async def test_worker_that_does_not_stop_is_killed_and_told(
+async def test_worker_that_does_not_stop_is_killed(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     behaving(
@@ -445,13 +445,13 @@ async def test_worker_that_does_not_stop_is_killed_and_told(
         await until(lambda: capsys.readouterr().out)
         below = set(descendants(os.getpid())) - before
         assert len(below) == 2
-    with pytest.raises(CommandFailed, match="worker 2 did not end in order: SIGKILL"):
+    with pytest.raises(CommandFailed, match="worker 2 did not stop in order: SIGKILL"):
         task.result()
     until_gone(list(below))
 
 
 @pytest.mark.usefixtures("quick")
-async def test_worker_that_hangs_says_where_and_is_replaced(
+async def test_hanging_worker_writes_stacks_and_is_replaced(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     monkeypatch.setattr(workers, "BEAT_S", 0.1)
@@ -481,7 +481,7 @@ async def test_worker_that_hangs_says_where_and_is_replaced(
 
 
 @pytest.mark.usefixtures("quick")
-async def test_worker_that_has_not_begun_may_take_longer_and_a_stop_kills_it_at_once(
+async def test_starting_worker_has_longer_and_stop_kills_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(workers, "BEAT_S", 0.01)
@@ -501,7 +501,7 @@ async def test_worker_that_has_not_begun_may_take_longer_and_a_stop_kills_it_at_
 
 
 @pytest.mark.usefixtures("quick")
-async def test_worker_that_cannot_start_ends_the_others_in_order(
+async def test_worker_that_cannot_start_stops_the_others(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     told = tmp_path / "told"
@@ -510,7 +510,7 @@ async def test_worker_that_cannot_start_ends_the_others_in_order(
         "if told['worker'] == 2: sys.exit(1)\n"
         f"open({str(told)!r}, 'w').write(sys.stdin.readline())\n",
     )
-    with pytest.raises(CommandFailed, match="worker 2 could not start, so all have ended"):
+    with pytest.raises(CommandFailed, match="worker 2 failed to start"):
         await workers.run_workers(two())
     assert told.read_text() == "stop\n"
 
@@ -518,7 +518,7 @@ async def test_worker_that_cannot_start_ends_the_others_in_order(
 # --- what each is given ----------------------------------------------------------------------
 
 
-def test_workers_have_the_ports_in_a_row() -> None:
+def test_workers_have_consecutive_ports() -> None:
     given = Settings(
         workers=3,
         instance="shop",
@@ -537,7 +537,7 @@ def test_workers_have_the_ports_in_a_row() -> None:
     assert Settings(workers=3).of_worker(3).instance == ""
 
 
-def test_what_a_worker_is_told_is_all_that_was_set(tmp_path: Path) -> None:
+def test_worker_receives_all_explicit_settings(tmp_path: Path) -> None:
     given = Settings(
         workers=2,
         data_dir=tmp_path,
@@ -575,7 +575,7 @@ def test_what_a_worker_is_told_is_all_that_was_set(tmp_path: Path) -> None:
         ({"token_file": "token"}, "set peer_secret_file or peer_names"),
     ],
 )
-def test_settings_that_workers_cannot_have(
+def test_settings_unusable_with_workers_are_refused(
     call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: dict[str, str], why: str
 ) -> None:
     monkeypatch.chdir(tmp_path)

@@ -60,7 +60,7 @@ def planted(world: World, tmp_path: Path) -> World:
     return world
 
 
-async def test_no_secret_is_in_it(planted: World, tmp_path: Path) -> None:
+async def test_bundle_has_no_secret(planted: World, tmp_path: Path) -> None:
     report = await planted.examine()
     path = tmp_path / "bundle.tar.gz"
     subject = planted.subject()
@@ -75,7 +75,7 @@ async def test_no_secret_is_in_it(planted: World, tmp_path: Path) -> None:
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
 
 
-async def test_all_that_helps_is_in_it(world: World, tmp_path: Path) -> None:
+async def test_bundle_has_all_files(world: World, tmp_path: Path) -> None:
     world.proxies.partition(2, parked=3)
     report = await world.examine()
     path = tmp_path / "bundle.tar.gz"
@@ -103,7 +103,7 @@ async def test_all_that_helps_is_in_it(world: World, tmp_path: Path) -> None:
     assert "half_retention_seconds 1000.0" in files["proxies/01/metrics.txt"]
 
 
-async def test_it_is_packed_also_where_nothing_answers(world: World, tmp_path: Path) -> None:
+async def test_bundle_is_packed_without_any_answer(world: World, tmp_path: Path) -> None:
     world.kafka.failure = KafkaUnavailable("no broker")
     world.proxies.gone()
     report = await world.examine()
@@ -114,7 +114,7 @@ async def test_it_is_packed_also_where_nothing_answers(world: World, tmp_path: P
     assert json.loads(files["doctor.json"])["healthy"] is False
 
 
-async def test_nothing_is_written_over(world: World, tmp_path: Path) -> None:
+async def test_bundle_overwrites_no_file(world: World, tmp_path: Path) -> None:
     path = tmp_path / "kept"
     path.write_text("mine")
     report = await world.examine()
@@ -123,7 +123,7 @@ async def test_nothing_is_written_over(world: World, tmp_path: Path) -> None:
     assert path.read_text() == "mine"
 
 
-def test_settings_that_hide_their_value_are_found_too() -> None:
+def test_secret_typed_settings_are_struck_out() -> None:
     class Hiding(Settings):
         kafka_oauth_client_secret: SecretStr = SecretStr("")
         kafka_ssl_key_passphrase: str = ""
@@ -148,13 +148,13 @@ SECRETS = [
 
 
 @pytest.mark.parametrize("name", SECRETS)
-def test_what_a_secrets_file_holds_is_known(tmp_path: Path, name: str) -> None:
+def test_content_of_secret_files_is_known(tmp_path: Path, name: str) -> None:
     path = tmp_path / "file"
     path.write_text("wh4t it holds\n")
     assert known_secrets(settings(**{name: path}), "") == ["wh4t it holds"]
 
 
-def test_tokens_and_peer_secret_are_among_the_secrets() -> None:
+def test_tokens_and_peer_secret_are_secrets() -> None:
     wanted = {"token_file", "admin_token_file", "peer_secret_file", "tls_key_file"}
     assert set(SECRETS) >= wanted | {"kafka_ssl_key_file", "kafka_oauth_token_file"}
 
@@ -202,5 +202,5 @@ async def test_peer_secret_and_tokens_are_not_in_it(world: World, tmp_path: Path
         ("", ""),
     ],
 )
-def test_what_is_struck_out(text: str, expected: str) -> None:
+def test_redactor_strikes_secrets_out(text: str, expected: str) -> None:
     assert Redactor(["abc", "abcabcd", ""])(text) == expected

@@ -58,7 +58,7 @@ async def test_all_is_well(world: World) -> None:
 # --- Kafka -----------------------------------------------------------------------------------
 
 
-async def test_without_kafka_only_what_needs_it_is_unknown(world: World) -> None:
+async def test_without_kafka_only_its_dependents_are_unknown(world: World) -> None:
     world.kafka.failure = KafkaUnavailable("no connection to Kafka at x")
     report = await world.examine()
     by_name = {one.name: one for one in report.outcomes}
@@ -71,20 +71,20 @@ async def test_without_kafka_only_what_needs_it_is_unknown(world: World) -> None
     assert not report.healthy
 
 
-async def test_a_silent_broker(world: World) -> None:
+async def test_unreachable_broker_fails(world: World) -> None:
     world.kafka.nodes[1] = BrokerFacts(2, "kafka-2:9092", why="no route")
     found = await world.outcome("kafka-brokers")
     assert (found.level, found.details) == (FAILS, ("broker 2 at kafka-2:9092: no route",))
     assert (await world.outcome("kafka-version")).level is OK
 
 
-async def test_an_old_broker(world: World) -> None:
+async def test_old_broker_fails(world: World) -> None:
     world.kafka.nodes[2] = BrokerFacts(3, "kafka-3:9092", 16)
     found = await world.outcome("kafka-version")
     assert (found.level, found.details) == (FAILS, ("broker 3 at kafka-3:9092",))
 
 
-async def test_rights_that_are_missing_are_named(world: World) -> None:
+async def test_missing_rights_are_named(world: World) -> None:
     world.kafka.see("half", rights=ALL - {"Write"})
     world.kafka.see("op", error=Code.TOPIC_AUTHORIZATION_FAILED, rights=None)
     world.kafka.see("parked", rights=None)  # brokers that do not say
@@ -103,9 +103,7 @@ async def test_rights_that_are_missing_are_named(world: World) -> None:
 @pytest.mark.parametrize(
     ("ahead_ms", "level"), [(900, OK), (1001, FAILS), (-60_000, OK), (86_400_000, FAILS)]
 )
-async def test_a_brokers_clock_that_is_ahead(
-    world: World, ahead_ms: int, level: CheckLevel
-) -> None:
+async def test_broker_clock_ahead_fails(world: World, ahead_ms: int, level: CheckLevel) -> None:
     world.kafka.newest = {("txbroker.half", 1): NOW_MS + ahead_ms}
     found = await world.outcome("kafka-clocks")
     assert found.level is level
@@ -122,7 +120,7 @@ async def test_a_brokers_clock_that_is_ahead(
         (-400, 500, []),
     ],
 )
-async def test_clocks_by_what_is_appended_while_looking(
+async def test_records_appended_meanwhile_bound_clocks(
     world: World, second_ms: int, third_ms: int, lines: list[str]
 ) -> None:
     """What was there before may be old; what comes between two looks is of now."""
@@ -138,7 +136,7 @@ async def test_clocks_by_what_is_appended_while_looking(
 @pytest.mark.parametrize(
     ("ahead_ms", "words"), [(-5000, "5.0 s behind"), (5000, "5.0 s ahead"), (900, ""), (-900, "")]
 )
-async def test_the_brokers_clock_as_proxies_know_it(
+async def test_clock_reported_by_proxies_is_compared(
     world: World, ahead_ms: int, words: str
 ) -> None:
     world.proxies.proxy(TWO, now_ms=NOW_MS + ahead_ms)
@@ -147,7 +145,7 @@ async def test_the_brokers_clock_as_proxies_know_it(
     assert not words or (len(found.details) == 1 and words in found.details[0])
 
 
-async def test_clocks_of_which_nothing_is_known(world: World) -> None:
+async def test_unknown_clocks_are_a_warning(world: World) -> None:
     world.kafka.newest = {}
     world.proxies.gone()
     assert (await world.outcome("kafka-clocks")).level is WARNING
@@ -156,7 +154,7 @@ async def test_clocks_of_which_nothing_is_known(world: World) -> None:
 # --- topics ----------------------------------------------------------------------------------
 
 
-async def test_a_missing_topic(world: World) -> None:
+async def test_missing_topic_fails(world: World) -> None:
     world.kafka.remove("parked")
     found = await world.outcome("topics-there")
     assert (found.level, found.details) == (FAILS, ("txbroker.parked",))
@@ -165,7 +163,7 @@ async def test_a_missing_topic(world: World) -> None:
     assert (settings.level, "missing: txbroker.parked" in settings.details[0]) == (FAILS, True)
 
 
-async def test_topics_of_audits_are_no_must(world: World) -> None:
+async def test_missing_audit_topics_are_a_warning(world: World) -> None:
     world.kafka.remove("audit.drift")
     found = await world.outcome("topics-there")
     assert (found.level, found.details) == (WARNING, ("txbroker.audit.drift",))
@@ -184,7 +182,7 @@ async def test_topics_of_audits_are_no_must(world: World) -> None:
         ("parked", {"unclean_leader_election_enable": "true"}, "can be lost"),
     ],
 )
-async def test_settings_that_cannot_work(
+async def test_unsafe_topic_settings_fail(
     world: World, topic: str, changes: dict[str, str], words: str
 ) -> None:
     world.kafka.configure(topic, **changes)
@@ -194,14 +192,14 @@ async def test_settings_that_cannot_work(
     assert words in " ".join(found.details)
 
 
-async def test_settings_that_are_not_as_planned(world: World) -> None:
+async def test_unplanned_topic_settings_are_a_warning(world: World) -> None:
     world.kafka.configure("checkpoint", segment_bytes="1073741824")
     found = await world.outcome("topics-settings")
     assert found.level is WARNING
     assert found.details == ("txbroker.checkpoint: segment.bytes is 1073741824, not 16777216",)
 
 
-async def test_settings_that_may_not_be_read(world: World) -> None:
+async def test_unreadable_topic_settings_are_a_warning(world: World) -> None:
     topic = world.kafka.topics["txbroker.op"]
     world.kafka.topics["txbroker.op"] = structs.replace(topic, configs={})
     found = await world.outcome("topics-settings")
@@ -211,7 +209,7 @@ async def test_settings_that_may_not_be_read(world: World) -> None:
     )
 
 
-async def test_too_few_copies(world: World) -> None:
+async def test_too_few_replicas_are_a_warning(world: World) -> None:
     topic = world.kafka.topics["txbroker.op"]
     world.kafka.topics["txbroker.op"] = structs.replace(topic, replication=2)
     world.kafka.configure("half", min_insync_replicas="3")
@@ -226,13 +224,13 @@ async def test_too_few_copies(world: World) -> None:
     )
 
 
-async def test_copies_that_are_behind(world: World) -> None:
+async def test_replica_out_of_sync_is_a_warning(world: World) -> None:
     world.kafka.copies("op", 1, PartitionCopies(1, (1, 2, 3), (1, 3)))
     found = await world.outcome("topics-in-sync")
     assert (found.level, found.details) == (WARNING, ("txbroker.op-1 is not in sync on broker 2",))
 
 
-async def test_partitions_that_stand_still(world: World) -> None:
+async def test_unavailable_partitions_fail(world: World) -> None:
     world.kafka.copies("op", 1, PartitionCopies(-1, (1, 2), (), (1, 2)))
     world.kafka.copies("half", 0, PartitionCopies(1, (1, 2, 3), (1,)))
     found = await world.outcome("topics-in-sync")
@@ -243,7 +241,9 @@ async def test_partitions_that_stand_still(world: World) -> None:
     )
 
 
-async def test_records_of_other_clients(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_records_of_other_clients_are_a_warning(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
     stop = Stop("parked", Record(b"k", b"v", offset=7), "set_aside", "junk", "nothing")
     world.kafka.foreign = [Found("txbroker.parked", 2, stop)]
     found = await world.outcome("topics-foreign")
@@ -254,7 +254,7 @@ async def test_records_of_other_clients(world: World, monkeypatch: pytest.Monkey
     assert (found.level, "not read within 0 s" in found.found) == (OK, True)
 
 
-async def test_a_topic_that_may_not_be_seen(world: World) -> None:
+async def test_topic_without_rights_is_named(world: World) -> None:
     world.kafka.failure = ConfigurationError("no right to see topic x")
     assert (await world.outcome("kafka-reachable")).found == "no right to see topic x"
 
@@ -262,7 +262,7 @@ async def test_a_topic_that_may_not_be_seen(world: World) -> None:
 # --- proxies ---------------------------------------------------------------------------------
 
 
-async def test_no_proxy_answers(world: World) -> None:
+async def test_without_proxies_their_checks_fail(world: World) -> None:
     world.proxies.gone()
     report = await world.examine()
     by_name = {one.name: one for one in report.outcomes}
@@ -273,14 +273,14 @@ async def test_no_proxy_answers(world: World) -> None:
     assert by_name["hanging-transactions"].level is OK
 
 
-async def test_trouble_of_proxies_that_are_ready(world: World) -> None:
+async def test_problems_of_ready_proxies_are_a_warning(world: World) -> None:
     world.proxies.proxy(TWO, problems=("principals_file cannot be used",))
     found = await world.outcome("proxies-ready")
     assert found.level is WARNING
     assert found.details == (f"{TWO}: principals_file cannot be used",)
 
 
-async def test_a_proxy_that_is_not_ready_says_why(world: World) -> None:
+async def test_unready_proxy_has_its_reason(world: World) -> None:
     world.proxies.readiness[ONE] = ReadyAnswer(False, {"0": "owned", "1": "hanging: x"}, ["y"])
     found = await world.outcome("proxies-ready")
     assert found.level is FAILS
@@ -295,7 +295,7 @@ async def test_a_proxy_that_is_not_ready_says_why(world: World) -> None:
         ({"ready": False}, "not ready: it has not caught up"),
     ],
 )
-async def test_another_proxy_that_is_not_well(
+async def test_problem_of_a_peer_proxy_fails(
     world: World, changes: dict[str, object], words: str
 ) -> None:
     world.proxies.proxy(TWO, **changes)
@@ -305,14 +305,14 @@ async def test_another_proxy_that_is_not_well(
     assert words in found.details[0]
 
 
-async def test_a_named_proxy_that_is_dead(world: World) -> None:
+async def test_named_proxy_without_answer_fails(world: World) -> None:
     world.proxies.named = (ONE, "http://three:8470")
     world.proxies.readiness["http://three:8470"] = Unavailable("nothing listens at three")
     found = await world.outcome("proxies-ready")
     assert (found.level, found.details) == (FAILS, ("nothing listens at three",))
 
 
-async def test_a_partition_of_nobody_and_one_of_two(world: World) -> None:
+async def test_partition_with_no_or_two_owners_fails(world: World) -> None:
     world.proxies.partition(3, state="none", owner="")
     world.proxies.partition(1, state="hanging", why="open since noon")
     world.proxies.proxy(TWO, partitions=(0, 2))
@@ -325,12 +325,12 @@ async def test_a_partition_of_nobody_and_one_of_two(world: World) -> None:
     )
 
 
-async def test_proxies_that_know_of_no_partition(world: World) -> None:
+async def test_no_reported_partition_fails(world: World) -> None:
     world.proxies.view = structs.replace(world.proxies.seen, partitions=())
     assert (await world.outcome("proxies-owners")).level is FAILS
 
 
-async def test_more_proxies_than_half_partitions(world: World) -> None:
+async def test_more_proxies_than_partitions_is_a_warning(world: World) -> None:
     world.proxies.proxy(TWO, partitions=())
     assert (await world.outcome("proxies-partitions")).level is OK
     view = world.proxies.seen
@@ -339,7 +339,7 @@ async def test_more_proxies_than_half_partitions(world: World) -> None:
     assert (found.level, found.details) == (WARNING, (f"{TWO} owns none",))
 
 
-async def test_two_versions(world: World) -> None:
+async def test_two_versions_are_a_warning(world: World) -> None:
     world.proxies.proxy(TWO, version="0.9")
     found = await world.outcome("proxies-version")
     assert (found.level, found.details) == (WARNING, (f"0.9: {TWO}", f"1.0: {ONE}"))
@@ -348,31 +348,31 @@ async def test_two_versions(world: World) -> None:
 # --- groups ----------------------------------------------------------------------------------
 
 
-async def test_a_dead_group(world: World) -> None:
+async def test_unreachable_group_fails(world: World) -> None:
     world.proxies.tests["web"] = TestCall("web", False, "http://web/check", None, "refused")
     found = await world.outcome("groups-reachable")
     assert (found.level, found.details) == (FAILS, ("web: http://web/check: refused",))
 
 
 @pytest.mark.parametrize("status", [401, 403, 404, 405])
-async def test_an_endpoint_that_would_not_take_a_check(world: World, status: int) -> None:
+async def test_endpoint_that_refuses_checks_fails(world: World, status: int) -> None:
     world.proxies.tests["web"] = TestCall("web", False, "http://web/check", status, "no")
     assert (await world.outcome("groups-reachable")).level is FAILS
 
 
 @pytest.mark.parametrize("status", [400, 422, 500])
-async def test_an_endpoint_that_knows_no_test_calls_is_reached(world: World, status: int) -> None:
+async def test_endpoint_without_test_calls_is_reachable(world: World, status: int) -> None:
     world.proxies.tests["web"] = TestCall("web", False, "http://web/check", status, "reached")
     assert (await world.outcome("groups-reachable")).level is WARNING
 
 
-async def test_a_dead_url_of_a_connected_group_is_a_remark(world: World) -> None:
+async def test_dead_url_of_connected_group_is_a_warning(world: World) -> None:
     world.proxies.tests["web"] = TestCall("web", False, "http://web/check", None, "refused")
     world.proxies.group("web", sessions=1)
     assert (await world.outcome("groups-reachable")).level is WARNING
 
 
-async def test_a_group_with_neither_session_nor_url(world: World) -> None:
+async def test_group_without_session_and_url_is_reported(world: World) -> None:
     since_ms = NOW_MS - 120_000
     world.proxies.group("orders", sessions=0, unreachable_since_ms=since_ms)
     found = await world.outcome("groups-reachable")
@@ -385,7 +385,7 @@ async def test_a_group_with_neither_session_nor_url(world: World) -> None:
     assert (await world.outcome("groups-reachable")).level is WARNING
 
 
-async def test_groups_get_their_own_time(world: World) -> None:
+async def test_test_calls_use_the_groups_timeout(world: World) -> None:
     world.proxies.registered = [
         RegisteredGroup("web", 0, "http://web/check", timeout_s=9.0),
         RegisteredGroup("shop", 0, "http://shop/check"),
@@ -403,7 +403,9 @@ async def test_groups_get_their_own_time(world: World) -> None:
 
 
 @pytest.mark.parametrize(("windows", "level"), [(1.9, OK), (2.1, FAILS)])
-async def test_the_oldest_pending(world: World, windows: float, level: CheckLevel) -> None:
+async def test_old_pending_transaction_fails(
+    world: World, windows: float, level: CheckLevel
+) -> None:
     age_s = windows * world.settings.check_window_s
     world.proxies.partition(2, oldest_pending_age_s=age_s)
     world.proxies.group("orders", oldest_pending_age_s=age_s)
@@ -423,7 +425,7 @@ async def test_the_oldest_pending(world: World, windows: float, level: CheckLeve
         ({}, FAILS),
     ],
 )
-async def test_a_groups_own_times_count(
+async def test_check_policy_of_the_group_counts(
     world: World, policy: dict[str, Any], level: CheckLevel
 ) -> None:
     world.proxies.registered = [RegisteredGroup("orders", 1, **policy)]
@@ -433,13 +435,13 @@ async def test_a_groups_own_times_count(
     assert level is OK or "group orders: 20 pending, the oldest for 1h00m" in found.details[0]
 
 
-async def test_pending_that_cannot_be_counted(world: World) -> None:
+async def test_unknown_pending_is_a_warning(world: World) -> None:
     world.proxies.view = structs.replace(world.proxies.seen, complete=False)
     world.proxies.partition(2, pending=None, oldest_pending_age_s=None)
     assert (await world.outcome("pending-age")).level is WARNING
 
 
-async def test_commits_that_do_not_become_visible(world: World) -> None:
+async def test_old_invisible_commit_fails(world: World) -> None:
     world.proxies.partition(2, committed=8, oldest_committed_age_s=61.0)
     found = await world.outcome("promotion")
     assert (found.level, found.details) == (
@@ -448,7 +450,7 @@ async def test_commits_that_do_not_become_visible(world: World) -> None:
     )
 
 
-async def test_parked_ones(world: World) -> None:
+async def test_parked_transactions_are_a_warning(world: World) -> None:
     world.proxies.partition(2, parked=3)
     groups = (*world.proxies.seen.groups, GroupOverview("shop", parked=3))
     world.proxies.view = structs.replace(world.proxies.seen, groups=groups)
@@ -457,7 +459,7 @@ async def test_parked_ones(world: World) -> None:
     assert "tx list --state parked" in found.hint
 
 
-async def test_refused_ones(world: World) -> None:
+async def test_refused_transactions_fail(world: World) -> None:
     world.proxies.partition(2, refused=3)
     world.proxies.view = structs.replace(world.proxies.seen, refused_topics={"payments": 3})
     found = await world.outcome("refused")
@@ -477,7 +479,7 @@ async def test_a_hanging_transaction(world: World) -> None:
     )
 
 
-async def test_a_transaction_whose_end_was_lost_fails_however_young_it_is(world: World) -> None:
+async def test_young_transaction_with_lost_end_fails(world: World) -> None:
     last_ms = NOW_MS - 1_000
     world.kafka.open = [
         OpenTransaction(
@@ -493,7 +495,7 @@ async def test_a_transaction_whose_end_was_lost_fails_however_young_it_is(world:
 
 
 @pytest.mark.parametrize(("age_s", "level"), [(1, WARNING), (90, FAILS)])
-async def test_a_transaction_that_no_coordinator_knows(
+async def test_transaction_unknown_to_coordinators_is_reported(
     world: World, age_s: int, level: CheckLevel
 ) -> None:
     last_ms = NOW_MS - age_s * 1000
@@ -509,19 +511,19 @@ async def test_retention_headroom(world: World, left: str, level: CheckLevel) ->
     assert (await world.outcome("retention-headroom")).level is level
 
 
-async def test_lost_ones(world: World) -> None:
+async def test_lost_transactions_fail(world: World) -> None:
     world.proxies.pages[TWO] = METRICS.replace("undecided_total 0.0", "undecided_total 2.0")
     found = await world.outcome("undecided-lost")
     assert (found.level, found.details) == (FAILS, (f"{TWO}: 2 since its start",))
 
 
-async def test_metrics_of_one_proxy_are_missed(world: World) -> None:
+async def test_missing_metrics_of_a_proxy_are_a_warning(world: World) -> None:
     world.proxies.pages[TWO] = Unavailable("no route to two")
     found = await world.outcome("undecided-lost")
     assert (found.level, found.details) == (WARNING, (f"{TWO}: no route to two",))
 
 
-async def test_what_is_no_page_of_metrics(world: World) -> None:
+async def test_malformed_metrics_are_reported(world: World) -> None:
     world.proxies.pages = {ONE: "<html>", TWO: "a{ 1"}
     assert (await world.outcome("undecided-lost")).level is FAILS
 
@@ -529,18 +531,18 @@ async def test_what_is_no_page_of_metrics(world: World) -> None:
 # --- audit -----------------------------------------------------------------------------------
 
 
-async def test_no_audit_yet(world: World) -> None:
+async def test_missing_audit_is_a_warning(world: World) -> None:
     assert (await world.outcome("audit-fresh")).level is WARNING
     assert (await world.outcome("audit-drift")).level is OK
 
 
 @pytest.mark.parametrize(("age_s", "level"), [(2 * 86400 - 1, OK), (2 * 86400 + 1, WARNING)])
-async def test_an_old_audit(world: World, age_s: int, level: CheckLevel) -> None:
+async def test_old_audit_is_a_warning(world: World, age_s: int, level: CheckLevel) -> None:
     world.kafka.news = {"batch": news(ended_ms=round((NOW_S - age_s) * 1000))}
     assert (await world.outcome("audit-fresh")).level is level
 
 
-async def test_a_young_stream_does_not_hide_an_old_batch(world: World) -> None:
+async def test_recent_stream_does_not_hide_old_batch(world: World) -> None:
     world.kafka.news = {
         "batch": news(ended_ms=round((NOW_S - 3 * 86400) * 1000)),
         "stream": news(mode="stream"),
@@ -550,13 +552,13 @@ async def test_a_young_stream_does_not_hide_an_old_batch(world: World) -> None:
     assert "the newest (full, r1) ended 3d" in found.found
 
 
-async def test_drift_of_either_audit(world: World) -> None:
+async def test_drift_of_any_audit_fails(world: World) -> None:
     world.kafka.news = {"batch": news(), "stream": news(mode="stream", drift={"doubled": 4})}
     found = await world.outcome("audit-drift")
     assert (found.level, found.details) == (FAILS, ("doubled: 4, by stream r1",))
 
 
-async def test_an_audit_of_a_newer_version(world: World) -> None:
+async def test_audit_record_of_newer_version_is_reported(world: World) -> None:
     world.kafka.news = {"batch": msgspec.json.encode({"v": 99})}
     found = await world.outcome("audit-drift")
     assert (found.level, "version 99" in found.found) == (FAILS, True)

@@ -113,7 +113,7 @@ async def test_one_proxy_needs_no_peer_identity(world: World) -> None:
     assert (await world.outcome("access-peers")).level is OK
 
 
-async def test_settings_of_another_machine_are_not_called_safe(world: World) -> None:
+async def test_loopback_settings_are_not_judged(world: World) -> None:
     for name in ("access-credentials", "access-shared-token", "access-peers"):
         found = await world.outcome(name)
         assert (found.level, "give the doctor the proxy's settings" in found.found) == (OK, True)
@@ -137,7 +137,7 @@ def principals(path: Path, *tables: tuple[str, Role, dict[str, list[str]], int |
     return path
 
 
-async def test_principals_that_expire_or_may_too_much(world: World, tmp_path: Path) -> None:
+async def test_expiring_and_broad_principals_are_warnings(world: World, tmp_path: Path) -> None:
     some = {"groups": ["shop"], "topics": ["orders"]}
     every = {"groups": ["**"], "topics": ["***"]}
     world.settings = settings(
@@ -197,7 +197,7 @@ async def test_secret_variables_of_several_producers(
     )
 
 
-async def test_principals_that_are_in_order(world: World, tmp_path: Path) -> None:
+async def test_valid_principals_are_ok(world: World, tmp_path: Path) -> None:
     some = {"groups": ["shop"], "topics": ["orders"]}
     path = principals(tmp_path / "p", ("shop", Role.PRODUCER, some, 30 * DAY_S))
     world.settings = settings(principals_file=path)
@@ -205,7 +205,7 @@ async def test_principals_that_are_in_order(world: World, tmp_path: Path) -> Non
     assert (found.level, found.found) == (OK, "nothing unsafe")
 
 
-async def test_principals_that_do_not_read_break_nothing_else(world: World, tmp_path: Path) -> None:
+async def test_unreadable_principals_break_no_other_check(world: World, tmp_path: Path) -> None:
     path = tmp_path / "p"
     path.write_text("nonsense")
     world.settings = settings(principals_file=path)
@@ -232,7 +232,7 @@ async def test_principals_that_do_not_read_break_nothing_else(world: World, tmp_
         ("principals_file", 0o644, 0o1777, ""),
     ],
 )
-async def test_files_that_others_can_read_change_or_replace(
+async def test_files_open_to_other_users_are_warnings(
     world: World, tmp_path: Path, name: str, mode: int, folder: int, words: str
 ) -> None:
     (tmp_path / "folder").mkdir()
@@ -248,7 +248,7 @@ async def test_files_that_others_can_read_change_or_replace(
     )
 
 
-async def test_a_file_that_is_not_there_is_told(world: World, tmp_path: Path) -> None:
+async def test_missing_secret_file_is_reported(world: World, tmp_path: Path) -> None:
     world.settings = settings(tls_key_file=tmp_path / "none")
     found = await world.outcome("access-files")
     assert found.level is WARNING
@@ -281,7 +281,9 @@ async def test_a_file_that_is_not_there_is_told(world: World, tmp_path: Path) ->
         ("localhost.example", OK),
     ],
 )
-async def test_check_urls_that_lead_inside(world: World, entry: str, level: CheckLevel) -> None:
+async def test_check_urls_to_inside_are_warnings(
+    world: World, entry: str, level: CheckLevel
+) -> None:
     world.settings = settings(check_url_allow=("10.2.0.1", entry))
     found = await world.outcome("access-check-urls")
     assert found.level is level
@@ -299,7 +301,7 @@ def moved(world: World, proxy: str, url: str) -> None:
     world.proxies.pages[url] = world.proxies.pages[proxy]
 
 
-async def test_pages_that_are_open_to_everybody(world: World) -> None:
+async def test_pages_open_without_credential_are_warnings(world: World) -> None:
     world.proxies.open = {(ONE, "/metrics"), (TWO, "/v1/overview")}
     found = await world.outcome("access-open")
     assert found.level is WARNING
@@ -309,7 +311,7 @@ async def test_pages_that_are_open_to_everybody(world: World) -> None:
     )
 
 
-async def test_pages_on_loopback_are_nobodys_business(world: World) -> None:
+async def test_pages_on_loopback_are_not_tested(world: World) -> None:
     for url, own in ((ONE, "http://127.0.0.1:8470"), (TWO, "http://[::1]:8470")):
         moved(world, url, own)
         world.proxies.open |= {(own, "/metrics")}
@@ -336,7 +338,7 @@ async def test_pages_on_loopback_are_nobodys_business(world: World) -> None:
         ({"peer_secret_file": TOKEN}, TWO, ()),
     ],
 )
-async def test_what_crosses_the_network_in_the_clear(
+async def test_unencrypted_traffic_is_a_warning(
     world: World, given: dict[str, Any], url: str, details: tuple[str, ...]
 ) -> None:
     world.settings = settings(**given)
@@ -348,7 +350,7 @@ async def test_what_crosses_the_network_in_the_clear(
 # --- what a credential does not allow --------------------------------------------------------
 
 
-async def test_what_may_not_be_seen_is_unknown_and_nothing_else_is_blamed(world: World) -> None:
+async def test_missing_role_makes_checks_unknown(world: World) -> None:
     denied = NotAllowed("https://one:8470 answered /v1/overview with 403: (not_permitted)")
     world.proxies.view = denied
     world.proxies.pages = dict.fromkeys(world.proxies.pages, denied)
@@ -362,7 +364,7 @@ async def test_what_may_not_be_seen_is_unknown_and_nothing_else_is_blamed(world:
     assert not report.healthy
 
 
-async def test_a_viewer_makes_no_test_calls_and_says_so(world: World) -> None:
+async def test_viewer_reports_skipped_test_calls(world: World) -> None:
     world.proxies.tests["web"] = NotAllowed("the role viewer (not_permitted)")
     found = await world.outcome("groups-reachable")
     assert (found.level, found.found) == (OK, "2 groups")
@@ -376,7 +378,7 @@ async def test_a_viewer_makes_no_test_calls_and_says_so(world: World) -> None:
     assert found.details[1] == line
 
 
-async def test_policies_that_no_proxy_can_use(world: World) -> None:
+async def test_unusable_policies_fail(world: World) -> None:
     world.proxies.registered = [
         RegisteredGroup("web", 0, "http://web/check", problem="secrets_dir is not set"),
         RegisteredGroup("orders"),

@@ -99,7 +99,7 @@ def test_all_is_well(call: Call, given: Given) -> None:
     assert given.kafka.client_id == "txbroker-doctor"
 
 
-def test_something_fails(call: Call, world: World) -> None:
+def test_failing_check_exits_with_1(call: Call, world: World) -> None:
     world.kafka.remove("op")
     done = call()
     assert done.code == 1
@@ -114,7 +114,7 @@ def test_output_for_programs(call: Call, world: World) -> None:
     assert "txbroker_doctor_healthy 0" in call("-o", "prometheus").out.splitlines()
 
 
-def test_waiting_ends_when_nothing_fails(call: Call, world: World, given: Given) -> None:
+def test_wait_ends_when_nothing_fails(call: Call, world: World, given: Given) -> None:
     world.kafka.failure = KafkaUnavailable("not yet")
     given.heals_at = 3
     done = call("--wait")
@@ -123,14 +123,14 @@ def test_waiting_ends_when_nothing_fails(call: Call, world: World, given: Given)
     assert done.out.count("kafka-reachable") == 1
 
 
-def test_waiting_ends_when_the_time_is_over(call: Call, world: World, given: Given) -> None:
+def test_wait_ends_at_its_timeout(call: Call, world: World, given: Given) -> None:
     world.kafka.failure = KafkaUnavailable("never")
     done = call("--wait", "0.2", "-o", "json")
     assert (done.code, done.json["healthy"]) == (1, False)
     assert given.looked > 1
 
 
-def test_no_waiting_unless_asked_for(call: Call, world: World, given: Given) -> None:
+def test_doctor_does_not_wait_by_default(call: Call, world: World, given: Given) -> None:
     world.kafka.failure = KafkaUnavailable("never")
     assert (call().code, given.looked) == (1, 1)
 
@@ -190,7 +190,7 @@ def test_wrong_usage(call: Call, given: Given, arguments: tuple[str, ...]) -> No
     assert done.out == ""
 
 
-def test_the_token_goes_along_and_is_not_shown(call: Call, given: Given, tmp_path: Path) -> None:
+def test_token_is_sent_and_not_shown(call: Call, given: Given, tmp_path: Path) -> None:
     token = tmp_path / "token"
     secret_file(token, "t0ken-of-16-chars\n")
     done = call("--token-file", token)
@@ -200,7 +200,7 @@ def test_the_token_goes_along_and_is_not_shown(call: Call, given: Given, tmp_pat
     assert given.headers == {}
 
 
-def test_the_token_of_the_settings_is_for_their_proxies_only(
+def test_token_of_settings_is_not_sent_to_contexts(
     call: Call, given: Given, tmp_path: Path
 ) -> None:
     token, config = tmp_path / "token", tmp_path / "config.toml"
@@ -214,7 +214,7 @@ def test_the_token_of_the_settings_is_for_their_proxies_only(
     assert given.headers == {}
 
 
-def test_calls_without_a_credential_show_no_certificate(
+def test_anonymous_calls_have_no_certificate(
     call: Call, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     config = tmp_path / "config.toml"

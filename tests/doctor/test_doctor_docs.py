@@ -24,7 +24,7 @@ def rows() -> list[tuple[str, str, str]]:
     return found
 
 
-def test_the_manual_lists_the_checks_as_they_are() -> None:
+def test_manual_lists_the_checks() -> None:
     assert rows() == [(str(one.section), one.name, one.title) for one in CHECKS]
 
 
@@ -36,7 +36,7 @@ def test_names_are_unique_and_hints_are_sentences() -> None:
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda one: one.name)
-def test_every_link_leads_somewhere(check: DoctorCheck) -> None:
+def test_every_link_exists(check: DoctorCheck) -> None:
     page, _, anchor = check.doc.partition("#")
     text = (ROOT / page).read_text()
     headings = {

@@ -22,7 +22,7 @@ from txbroker.contract.policy import GroupPolicy, encode_policy
 from txbroker.principals import Role, digest_of, format_principal
 
 
-async def test_every_call_is_answered_as_it_is_read() -> None:
+async def test_doctor_reads_every_answer_of_the_api() -> None:
     async with running_api() as api:
         url = "http://127.0.0.1:9/check"
         await api.call("PUT", "/v1/groups/the%20shop", {"check_url": url, "timeout_s": 1})
@@ -39,7 +39,7 @@ async def test_every_call_is_answered_as_it_is_read() -> None:
         assert read_samples(await proxies.metrics(api.url)).values("ready") is not None
 
 
-async def test_the_token_goes_along(tmp_path_factory: pytest.TempPathFactory) -> None:
+async def test_doctor_sends_the_token(tmp_path_factory: pytest.TempPathFactory) -> None:
     token = tmp_path_factory.mktemp("token") / "token"
     secret_file(token, "t0ken-of-16-chars")
     async with running_api(token_file=token) as api:
@@ -79,7 +79,7 @@ def principals(tmp_path: Path) -> Path:
     return path
 
 
-async def test_what_each_role_sees(principals: Path) -> None:
+async def test_roles_limit_what_the_doctor_sees(principals: Path) -> None:
     async with running_api(principals_file=principals) as api:
         operator = {"authorization": "Bearer token of the operator"}
         body = {"check_url": "http://127.0.0.1:9/check", "timeout_s": 1}
@@ -100,7 +100,7 @@ async def test_what_each_role_sees(principals: Path) -> None:
         await producer.ready(api.url)  # everybody may ask
 
 
-async def test_a_registration_that_settings_do_not_allow_any_more_is_named(world: World) -> None:
+async def test_registration_no_longer_allowed_is_named(world: World) -> None:
     """Such as one from before `secrets_dir` and `secret_env_allow`: at rest in the topic."""
     async with running_api() as api:
         for group, ref in (("file", "file:/run/secrets/shop"), ("env", "env:SHOP")):
@@ -118,7 +118,7 @@ async def test_a_registration_that_settings_do_not_allow_any_more_is_named(world
     assert "secrets_dir" in file
 
 
-async def test_a_call_without_a_credential_carries_none(principals: Path) -> None:
+async def test_anonymous_call_has_no_credential(principals: Path) -> None:
     async with running_api(principals_file=principals) as api:
         for path in ("/v1/overview", "/metrics"):
             assert await doctor_of(api.url, "operator").anonymous(api.url, path) == 401
@@ -126,9 +126,7 @@ async def test_a_call_without_a_credential_carries_none(principals: Path) -> Non
         assert await doctor_of(api.url, "operator").anonymous(api.url, "/metrics") == 200
 
 
-async def test_a_producers_doctor_reports_what_it_could_not_see(
-    principals: Path, world: World
-) -> None:
+async def test_producers_doctor_reports_unknown_checks(principals: Path, world: World) -> None:
     async with running_api(principals_file=principals) as api:
         subject = Subject(world.settings, world.kafka, doctor_of(api.url, "producer"))
         report = await examine(subject, [one for one in CHECKS if one.section != "Kafka"])
@@ -162,7 +160,7 @@ def stranger() -> Iterator[str]:
     thread.join()
 
 
-async def test_who_is_no_proxy_is_told(stranger: str) -> None:
+async def test_other_server_is_reported(stranger: str) -> None:
     proxies = HttpProxies([stranger], {})
     with pytest.raises(Unavailable, match="cannot read"):
         await proxies.overview()
@@ -172,7 +170,7 @@ async def test_who_is_no_proxy_is_told(stranger: str) -> None:
         await proxies.groups()
 
 
-async def test_who_is_silent_is_told() -> None:
+async def test_missing_answer_is_reported() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listening:
         url = f"http://127.0.0.1:{listening.getsockname()[1]}"
         proxies = HttpProxies([url], {})

@@ -77,7 +77,7 @@ async def look(dev: Dev, limits: Thresholds, names: Sequence[str]) -> dict[str, 
     return {one.name: one for one in report.outcomes}
 
 
-def test_an_installation_that_is_well(dev: Dev) -> None:
+def test_healthy_installation_has_no_failures(dev: Dev) -> None:
     done = doctor(dev, "--check-after-s", "3600", "-o", "json")
     found = shown(done)
     levels = {name: one["level"] for name, one in found.items()}
@@ -105,7 +105,7 @@ def prefix(dev: Dev) -> str:
     return name
 
 
-def test_planted_settings_and_a_missing_topic(dev: Dev, prefix: str) -> None:
+def test_unsafe_settings_and_missing_topic_fail(dev: Dev, prefix: str) -> None:
     admin = AdminClient({"bootstrap.servers": dev.kafka, "log_level": 0})
     change = ConfigEntry("retention.ms", "60000", incremental_operation=AlterConfigOpType.SET)
     resource = ConfigResource(
@@ -149,13 +149,13 @@ def _until(ask: Callable[[], Result], check: str, level: str = "fails") -> Resul
         assert time.monotonic() < deadline, result
 
 
-def test_a_dead_proxy(dev: Dev) -> None:
+def test_dead_proxy_fails(dev: Dev) -> None:
     found = shown(doctor(dev, "--proxy", "http://127.0.0.1:9", "-o", "json"))
     assert found["proxies-ready"]["details"] == ["nothing listens at http://127.0.0.1:9"]
     assert found["parked"]["level"] == "ok"
 
 
-def test_a_dead_group_and_one_that_answers(dev: Dev) -> None:
+def test_dead_group_fails_and_answering_one_does_not(dev: Dev) -> None:
     calls: list[tuple[bool, str]] = []
 
     class Endpoint(BaseHTTPRequestHandler):
@@ -224,7 +224,7 @@ async def test_a_hanging_transaction(dev: Dev) -> None:
     assert ended["hanging-transactions"].level == "ok"
 
 
-async def test_what_an_examination_tells_of_open_transactions(dev: Dev) -> None:
+async def test_examination_describes_open_transactions(dev: Dev) -> None:
     name = f"open-{time.time_ns()}"
     producer = Producer({"bootstrap.servers": dev.kafka, "transactional.id": name, "log_level": 0})
     await asyncio.to_thread(producer.init_transactions, TIMEOUT_S)
@@ -246,7 +246,7 @@ async def test_what_an_examination_tells_of_open_transactions(dev: Dev) -> None:
     assert found.last_write_ms == 1000
 
 
-async def test_clocks_are_read_from_what_was_appended(dev: Dev) -> None:
+async def test_clocks_come_from_appended_records(dev: Dev) -> None:
     given = settings(kafka=dev.kafka)
     async with KafkaExamination(KafkaSettings.from_configuration(given)) as kafka:
         cluster = await kafka.cluster(kafka.settings.own_topics)
@@ -280,7 +280,7 @@ def _ends(dev: Dev) -> dict[tuple[str, int], int]:
         consumer.close()
 
 
-def test_a_bundle_holds_no_message_and_no_secret(dev: Dev, tmp_path: Path) -> None:
+def test_real_bundle_has_no_message_and_no_secret(dev: Dev, tmp_path: Path) -> None:
     token = secret_file(tmp_path / "token", "t0ken-in-a-file-of-16")
     url = f"http://127.0.0.1:9/check?token={QUERY}"
     assert cli(dev, "groups", "register", "--yes", "--check-url", url, "leaky").code == 0
@@ -299,7 +299,7 @@ def test_a_bundle_holds_no_message_and_no_secret(dev: Dev, tmp_path: Path) -> No
         assert secret.encode() not in everything
 
 
-def test_a_proxy_that_died_a_moment_ago(dev: Dev, tmp_path: Path) -> None:
+def test_recently_killed_proxy_fails(dev: Dev, tmp_path: Path) -> None:
     """Of a proxy that nobody named the doctor learns from the first, and then that it is gone."""
     command = [TXBROKER, "proxy", "--kafka", dev.kafka, "--listen", "127.0.0.1:0"]
     command += ["--data-dir", str(tmp_path), "--session-timeout-s", "6"]

@@ -68,7 +68,7 @@ def grant(bootstrap: str, kind: ResourceType, name: str, *operations: AclOperati
         future.result(TIMEOUT_S)
 
 
-async def test_rights_that_were_taken_away_are_named(guarded: EmbeddedKafka) -> None:
+async def test_revoked_rights_are_named(guarded: EmbeddedKafka) -> None:
     bootstrap = guarded.bootstrap
     door = KafkaDoor.from_configuration(settings(kafka=bootstrap))
     try:

@@ -31,7 +31,7 @@ async def report(world: World) -> DoctorReport:
     return found
 
 
-async def test_words_where_there_is_no_terminal(report: DoctorReport) -> None:
+async def test_report_has_words_without_a_terminal(report: DoctorReport) -> None:
     lines = list(table(report, colours=False))
     text = "\n".join(lines)
     assert [line for line in lines if not line.startswith(" ")] == [f"{s}:" for s in Section]
@@ -46,14 +46,14 @@ async def test_words_where_there_is_no_terminal(report: DoctorReport) -> None:
     assert "  ok      kafka-reachable: Kafka answers: 3 brokers at 127.0.0.1:9092" in lines
 
 
-async def test_signs_for_a_terminal(report: DoctorReport) -> None:
+async def test_report_has_signs_on_a_terminal(report: DoctorReport) -> None:
     text = "\n".join(table(report, colours=True))
     for sign in ("\x1b[32m\x1b[1m✓", "\x1b[33m\x1b[1m!", "\x1b[31m\x1b[1m✗"):
         assert sign in text
     assert "FAILS" not in text
 
 
-async def test_what_others_wrote_moves_no_cursor(world: World) -> None:
+async def test_foreign_text_cannot_move_the_cursor(world: World) -> None:
     world.proxies.proxy("https://two:8470", reached=False, why="\x1b[2J\rall is well")
     lines = list(table(await world.examine(), colours=False))
     assert not any("\x1b" in line or "\r" in line for line in lines)
@@ -68,7 +68,7 @@ async def test_json_has_everything(report: DoctorReport) -> None:
     assert data["at"].endswith("Z")
 
 
-async def test_prometheus_reads_what_is_for_it(report: DoctorReport) -> None:
+async def test_prometheus_parses_the_report(report: DoctorReport) -> None:
     page = "\n".join(as_prometheus(report)) + "\n"
     families = {one.name: one.samples for one in text_string_to_metric_families(page)}
     levels = {one.labels["check"]: one.value for one in families["txbroker_doctor_check"]}
@@ -79,7 +79,7 @@ async def test_prometheus_reads_what_is_for_it(report: DoctorReport) -> None:
     assert len(families["txbroker_doctor_check_seconds"]) == len(CHECKS)
 
 
-async def test_the_summary_counts(report: DoctorReport) -> None:
+async def test_summary_counts_levels(report: DoctorReport) -> None:
     only = [one for one in report.outcomes if one.level is CheckLevel.OK][:2]
     failing = structs.replace(only[0], level=CheckLevel.FAILS)
     assert summary(DoctorReport(0.0, (*only, failing))) == "2 ok, 1 failing."

@@ -49,7 +49,7 @@ def book() -> CheckRegistry:
     return made
 
 
-async def test_each_ends_in_its_own_way(world: World) -> None:
+async def test_checks_end_independently(world: World) -> None:
     report = await examine(world.subject(), book().checks, timeout_s=0.05)
     shown = {one.name: (one.level, one.found) for one in report.outcomes}
     assert shown == {
@@ -65,7 +65,7 @@ async def test_each_ends_in_its_own_way(world: World) -> None:
     }
 
 
-async def test_who_cannot_look_because_of_another_is_not_blamed(world: World) -> None:
+async def test_dependent_check_is_unknown(world: World) -> None:
     async def failing(subject: Subject) -> Finding:
         return Finding(CheckLevel.FAILS, "no")
 
@@ -79,7 +79,7 @@ async def test_who_cannot_look_because_of_another_is_not_blamed(world: World) ->
     assert not report.healthy
 
 
-async def test_they_run_side_by_side(world: World) -> None:
+async def test_checks_run_in_parallel(world: World) -> None:
     met = asyncio.Barrier(3)
     made = CheckRegistry(Section.TOPICS)
 
@@ -97,7 +97,7 @@ async def test_they_run_side_by_side(world: World) -> None:
     assert report.healthy
 
 
-async def test_what_several_want_is_asked_once_and_survives_who_gives_up(world: World) -> None:
+async def test_shared_query_runs_once_and_survives_timeout(world: World) -> None:
     asked, answer = 0, asyncio.Event()
 
     async def slow() -> dict[str, bytes]:
@@ -119,7 +119,7 @@ async def test_what_several_want_is_asked_once_and_survives_who_gives_up(world: 
     assert asked == 1
 
 
-async def test_a_subject_that_is_closed_leaves_nothing_running(world: World) -> None:
+async def test_closed_subject_leaves_no_task(world: World) -> None:
     async def never() -> dict[str, bytes]:
         await asyncio.Event().wait()
         return {}
@@ -131,13 +131,13 @@ async def test_a_subject_that_is_closed_leaves_nothing_running(world: World) -> 
     assert asyncio.all_tasks() == before
 
 
-async def test_failures_of_what_is_shared_reach_everybody(world: World) -> None:
+async def test_failure_of_shared_query_reaches_all(world: World) -> None:
     world.kafka.failure = KafkaUnavailable("gone")
     report = await world.examine()
     assert sum(one.level is CheckLevel.UNKNOWN for one in report.outcomes) > 5
 
 
-def test_long_lists_are_cut_and_say_so() -> None:
+def test_long_details_are_shortened() -> None:
     assert shortened(["a"] * 20) == ("a",) * 20
     assert shortened([str(n) for n in range(100)])[-1] == "… and 81 more"
     assert len(shortened(["a"] * 100)) == 20
