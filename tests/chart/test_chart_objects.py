@@ -58,7 +58,7 @@ def everything(render: Render) -> list[Object]:
 
 
 @every_set
-def test_helm_finds_nothing_to_complain_of(helm: Helm, name: str) -> None:
+def test_helm_lint_passes(helm: Helm, name: str) -> None:
     code, said = helm("lint", "--strict", str(CHART), values=SETS[name])
     assert code == 0, said
     assert "[WARNING]" not in said
@@ -81,7 +81,7 @@ def test_a_field_that_kubernetes_does_not_know_is_found(render: Render) -> None:
         kubernetes_validate.validate({**service, "spec": spec}, NEWEST, strict=True)
 
 
-def test_everything_is_there_only_when_asked_for(render: Render) -> None:
+def test_optional_objects_are_off_by_default(render: Render) -> None:
     always = {"StatefulSet", "Service", "ConfigMap", "Job", "PodDisruptionBudget", "ServiceAccount"}
     more = {"NetworkPolicy", "CronJob", "PersistentVolumeClaim", *OPERATORS}
     assert {found["kind"] for found in render({})} == always
@@ -91,7 +91,7 @@ def test_everything_is_there_only_when_asked_for(render: Render) -> None:
 
 
 @every_set
-def test_names_are_of_one_namespace_and_told_apart(render: Render, name: str) -> None:
+def test_names_stay_in_one_namespace_and_are_unique(render: Render, name: str) -> None:
     names = [(found["kind"], found["metadata"]["name"]) for found in render(SETS[name])]
     assert len(set(names)) == len(names)
     assert all(len(text) <= 52 for _, text in names)
@@ -280,7 +280,7 @@ def test_large_numbers_are_written_as_they_were_given(everything: list[Object]) 
     assert {"check_after_s = 2.5", "create_target_topics = true", 'log_format = "json"'} <= {*lines}
 
 
-def test_a_token_is_asked_for_unless_said_otherwise(render: Render, tmp_path: Path) -> None:
+def test_token_is_required_by_default(render: Render, tmp_path: Path) -> None:
     for name, number in (("defaults", 1), ("spare", 2)):
         objects = render(SETS[name])
         settings = settings_of(pod_of(objects, "StatefulSet"), objects, tmp_path / str(number))
@@ -311,7 +311,7 @@ def test_a_proxy_has_the_time_to_hand_over(render: Render, name: str) -> None:
     assert (hook is None) is (name == "spare")
 
 
-def test_nobody_waits_for_one_that_is_not_ready(render: Render) -> None:
+def test_proxies_start_without_waiting_for_each_other(render: Render) -> None:
     objects = render({})
     assert one(objects, "StatefulSet")["spec"]["podManagementPolicy"] == "Parallel"
     assert one(objects, "Service", "-peers")["spec"]["publishNotReadyAddresses"] is True
@@ -384,7 +384,7 @@ def test_topics_are_made_before_proxies_start(everything: list[Object]) -> None:
     assert config["data"] == plain["data"]
 
 
-def test_the_audit_keeps_what_the_next_one_needs(everything: list[Object]) -> None:
+def test_audit_keeps_state_for_the_next_run(everything: list[Object]) -> None:
     cron = one(everything, "CronJob")["spec"]
     assert cron["concurrencyPolicy"] == "Forbid"
     assert cron["jobTemplate"]["spec"]["backoffLimit"] == 0
@@ -449,7 +449,7 @@ def test_without_a_token_prometheus_brings_none(render: Render) -> None:
     assert "authorization" not in endpoint
 
 
-def test_probes_leave_the_parent_of_workers_the_time_to_replace_the_first(render: Render) -> None:
+def test_probes_leave_time_to_replace_the_first_worker(render: Render) -> None:
     pod = pod_of(render(SETS["workers"]), "StatefulSet").container
     startup, liveness = pod["startupProbe"], pod["livenessProbe"]
     start_s = workers.FIRST_BEAT_MAX * lifeline.BEAT_S

@@ -65,9 +65,7 @@ def test_the_proxies_are_given_their_principals(
     assert [m["readOnly"] for m in mounts if m["name"] == "principals"] == [True]
 
 
-def test_no_token_of_a_command_becomes_one_that_callers_share(
-    render: Render, tmp_path: Path
-) -> None:
+def test_command_tokens_are_never_shared_with_callers(render: Render, tmp_path: Path) -> None:
     """TXBROKER_TOKEN_FILE is the setting `token_file` and the commands' option."""
     for number, values in enumerate((PRINCIPALS, PEER_NAMES)):
         objects = render(values)
@@ -76,9 +74,7 @@ def test_no_token_of_a_command_becomes_one_that_callers_share(
         assert settings_of(pod, objects, tmp_path / str(number)).token_file is None
 
 
-def test_proxies_recognize_each_other_at_a_port_of_their_own(
-    render: Render, tmp_path: Path
-) -> None:
+def test_proxies_recognize_each_other_at_the_peer_port(render: Render, tmp_path: Path) -> None:
     objects = render(PRINCIPALS)
     settings = settings_of(pod_of(objects, "StatefulSet"), objects, tmp_path)
     assert settings.peer_secret_file == tmp_path / "etc/txbroker/peer-secret/shared"
@@ -120,7 +116,7 @@ def test_only_proxies_reach_the_port_of_proxies(render: Render, name: str) -> No
         assert [port["port"] for port in peers["ports"]] == ["https", "admin", "peers"]
 
 
-def test_without_a_port_of_their_own_proxies_have_no_rule_of_their_own(render: Render) -> None:
+def test_without_peer_port_there_is_no_peer_rule(render: Render) -> None:
     policy = one(render({"networkPolicy": {"enabled": True}}), "NetworkPolicy")["spec"]
     assert [rule["ports"][0]["port"] for rule in policy["ingress"]] == ["http"]
 

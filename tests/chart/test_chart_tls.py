@@ -53,7 +53,7 @@ def test_the_proxies_are_given_their_certificate(secured: list[Object], tmp_path
     }
 
 
-def test_without_an_authority_of_its_own_the_systems_count(render: Render, tmp_path: Path) -> None:
+def test_without_an_authority_the_systems_are_trusted(render: Render, tmp_path: Path) -> None:
     objects = render({"tls": {"existingSecret": "a", "caKey": ""}})
     assert secrets(objects)["tls"] == ("a", {"tls.crt", "tls.key"})
     pod = pod_of(objects, "StatefulSet")
@@ -117,7 +117,7 @@ def test_producers_do_not_reach_the_port_of_operators(secured: list[Object]) -> 
     assert [port["port"] for port in peers["ports"]] == ["https", "admin"]
 
 
-def test_prometheus_reads_at_the_port_of_operators_with_its_certificate(
+def test_prometheus_uses_admin_port_with_its_certificate(
     secured: list[Object],
 ) -> None:
     (endpoint,) = one(secured, "ServiceMonitor")["spec"]["endpoints"]

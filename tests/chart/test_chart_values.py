@@ -61,7 +61,7 @@ def test_the_schema_is_the_one_that_is_made() -> None:
     assert current == made.stdout, "renew it: make docs"
 
 
-def test_nothing_can_be_given_that_is_not_listed() -> None:
+def test_unlisted_values_are_refused() -> None:
     found = dict(closed_objects(SCHEMA))
     assert len(found) > 20
     assert [at for at, schema in found.items() if schema["additionalProperties"] is not False] == []
@@ -280,7 +280,7 @@ REFUSED: dict[str, tuple[Object, str]] = {
 
 @needs_helm
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_work_is_refused_in_a_sentence(helm: Helm, name: str) -> None:
+def test_contradictory_values_are_refused_in_a_sentence(helm: Helm, name: str) -> None:
     values, sentence = REFUSED[name]
     values = {**NEEDED, **values}
     code, said = helm("template", "shop", str(CHART), "--kube-version", "1.31.0", values=values)

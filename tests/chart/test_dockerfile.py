@@ -36,7 +36,7 @@ def steps(name: str) -> list[str]:
     return [rest for instruction, rest in instructions(TEXT) if instruction == name]
 
 
-def test_only_what_is_copied_is_sent_along() -> None:
+def test_only_copied_paths_are_in_the_build_context() -> None:
     """What `.dockerignore` keeps back cannot be copied; what nobody copies need not be sent."""
     copied = {
         source
@@ -137,7 +137,7 @@ def test_the_proxys_image_runs_and_writes_nothing(builder: Builder) -> None:
 @pytest.mark.needs_tool("debootstrap")
 @pytest.mark.needs_root
 @pytest.mark.timeout(1800)
-def test_the_audits_image_starts_spark_and_writes_only_to_its_volume(builder: Builder) -> None:
+def test_audit_image_starts_spark_and_writes_only_to_volume(builder: Builder) -> None:
     stage = builder.build("audit")
     volume = stage.folder / VOLUME.lstrip("/")
     cache = volume / "cache/txbroker/ivy"

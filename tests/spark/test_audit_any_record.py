@@ -315,7 +315,7 @@ def test_records_of_others_are_named_and_no_drift(
     assert news_of(found).set_aside[0].why in {each.why for each in found.set_aside}
 
 
-def test_an_own_record_that_does_not_read_is_drift(
+def test_own_unreadable_record_is_drift(
     spark: SparkSession, tmp_path: Path, audit: Callable[..., RunSummary]
 ) -> None:
     half, prepared, marker, promoted = whole(1)
@@ -374,7 +374,7 @@ def test_a_target_that_does_not_exist_is_named_in_any_run(
     assert audit(logs, "young", "full").drift == {}
 
 
-def test_a_target_that_is_not_readable_ends_no_run(
+def test_unreadable_target_ends_no_run(
     spark: SparkSession, tmp_path: Path, audit: Callable[..., RunSummary]
 ) -> None:
     _, prepared, marker, promoted = whole(1)
@@ -406,7 +406,7 @@ def test_a_target_that_is_not_readable_ends_no_run(
 
 
 @pytest.mark.parametrize("taken", [0, 2])
-def test_what_needs_no_half_message_is_found_in_any_run(
+def test_findings_without_half_are_found_in_any_run(
     spark: SparkSession, tmp_path: Path, audit: Callable[..., RunSummary], taken: int
 ) -> None:
     back, twice, good, never = whole(1), whole(2), whole(3), whole(4)

@@ -23,7 +23,7 @@ from txbroker.spark.judge.rows import Content, Horizon, JudgedTransaction, Marke
 TAKEN = Horizon({PARTITION: 5}, {PARTITION: START_MS})
 
 
-def test_what_needs_no_half_message_is_found_where_retention_took_it() -> None:
+def test_findings_without_half_are_found_after_retention() -> None:
     rollback, visible = op_row("rollback", grp="g"), visible_rows(HALF)
     twice = [*visible, visible[0]._replace(offset=70)]
     taken = Horizon({PARTITION: 5}, {PARTITION: START_MS})
@@ -56,7 +56,7 @@ def test_what_needs_no_half_message_is_found_where_retention_took_it() -> None:
     )
 
 
-def test_what_is_visible_twice_is_found_whatever_else_is_wrong() -> None:
+def test_visible_twice_is_found_beside_other_faults() -> None:
     twice = [*visible_rows(HALF), visible_rows(HALF, offset=70)[0]]
     assert judged(visible=twice).findings == ("visible_without_commit", "visible_twice")
     assert judged(op=[op_row("rollback")], visible=twice).findings == (
@@ -66,7 +66,7 @@ def test_what_is_visible_twice_is_found_whatever_else_is_wrong() -> None:
     assert "visible_twice" in judged(half_rows(void="expired"), visible=twice).findings
 
 
-def test_a_record_that_claims_any_number_of_messages_costs_nothing() -> None:
+def test_record_claiming_any_message_count_costs_nothing() -> None:
     many = (1 << 31) - 1
     claimed = [HALF[0]._replace(count=many)]
     assert judged(claimed).findings == ("half_incomplete",)
@@ -80,7 +80,7 @@ def test_a_record_that_claims_any_number_of_messages_costs_nothing() -> None:
 OVERDUE_MS = START_MS + 6000 + TERMS.overdue_after_ms
 
 
-def test_overdue_is_what_was_due_long_ago_and_nobody_was_asked_of() -> None:
+def test_overdue_needs_an_old_due_check_never_made() -> None:
     late = judged(now_ms=OVERDUE_MS + 1)
     assert (late.verdict, late.state, late.carry) == ("overdue", "pending", True)
     assert late.why == "overdue: the first check was due 86400 s ago"
@@ -99,7 +99,7 @@ def test_overdue_is_what_was_due_long_ago_and_nobody_was_asked_of() -> None:
     assert judged(half_rows(void="expired"), now_ms=OVERDUE_MS + 1).findings == ()
 
 
-def test_a_copy_tells_what_is_overdue_once_retention_has_taken_the_half_message() -> None:
+def test_copy_proves_overdue_after_half_was_removed() -> None:
     def found(state: str, *op: MarkerFact, now_ms: int = OVERDUE_MS + 1, **horizon: Any) -> object:
         taken = TAKEN._replace(**horizon)
         copy = copy_rows(HALF, state)
@@ -115,7 +115,7 @@ def test_a_copy_tells_what_is_overdue_once_retention_has_taken_the_half_message(
 
 
 @pytest.mark.parametrize("name", ["secret", "a/b", "..", "x" * 300])
-def test_what_was_committed_to_a_target_that_is_not_readable_is_never_lost(name: str) -> None:
+def test_commit_to_unreadable_target_is_never_lost(name: str) -> None:
     horizon = Horizon(unread=frozenset({"secret"}))
     late_ms = START_MS + 100 + TERMS.lost_after_ms + 1
     for now_ms in (START_MS + 100, late_ms):

@@ -98,7 +98,7 @@ def test_every_end_is_compared_with_its_row(spark: SparkSession, tmp_path: Path)
     }
 
 
-def test_what_is_young_is_no_finding(spark: SparkSession, tmp_path: Path) -> None:
+def test_young_transactions_have_no_findings(spark: SparkSession, tmp_path: Path) -> None:
     """Rows are read after the topics: a row may be younger than all that was read of them."""
     young_ms = NOW_MS - TERMS.late_after_ms + 1
     told = [
@@ -116,7 +116,7 @@ def test_what_is_young_is_no_finding(spark: SparkSession, tmp_path: Path) -> Non
     assert result[1]["rows_young"] == 4
 
 
-def test_the_age_of_a_decision_and_of_an_id_are_counted_to_the_millisecond(
+def test_ages_of_decision_and_id_count_to_the_millisecond(
     spark: SparkSession, tmp_path: Path
 ) -> None:
     at_ms = NOW_MS - TERMS.late_after_ms
@@ -222,7 +222,7 @@ def test_a_missing_table_of_a_database(spark: SparkSession, database: str) -> No
         ),
     ],
 )
-def test_what_cannot_be_read_is_said_in_one_sentence(
+def test_unreadable_business_is_one_sentence(
     spark: SparkSession, business: BusinessTable, said: str
 ) -> None:
     with pytest.raises(ConfigurationError, match=said) as refused:

@@ -175,7 +175,7 @@ def test_targets_that_end_in_an_open_transaction_are_named() -> None:
     assert "open" not in drift_in_words(CLEAN)
 
 
-def test_what_is_set_aside_or_missing_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+def test_set_aside_and_missing_targets_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
     others = (BrokenRecord("orders", 0, number, "no id") for number in range(19))
     found = msgspec.structs.replace(
         CLEAN,
@@ -206,7 +206,7 @@ def test_the_table_in_the_guide_is_what_is_printed(capsys: pytest.CaptureFixture
     assert capsys.readouterr().out == table
 
 
-def test_what_is_not_there(call: Call, tmp_path: Path, data_dir: Path) -> None:
+def test_missing_topics_are_left_out(call: Call, tmp_path: Path, data_dir: Path) -> None:
     none = call("show", "--data-dir", tmp_path / "none")
     assert (none.code, none.out) == (0, "")
     assert "There is no run yet" in none.err
@@ -285,7 +285,7 @@ NEXT = msgspec.structs.replace(CLEAN, run="20260101T020000Z", mode="incremental"
 
 
 @pytest.mark.parametrize("error", [ConfigurationError("a disk is full"), ValueError("of ours")])
-def test_what_was_found_is_told_though_the_report_fails(
+def test_result_is_published_although_the_report_fails(
     played: Played, tmp_path: Path, error: Exception
 ) -> None:
     played.finds, played.report_fails = DRIFTED, error
@@ -297,9 +297,7 @@ def test_what_was_found_is_told_though_the_report_fails(
     assert "lost" in result.out
 
 
-def test_a_report_that_cannot_be_written_is_refused_before_the_run(
-    played: Played, tmp_path: Path
-) -> None:
+def test_unwritable_report_is_refused_before_the_run(played: Played, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     result = played.audit("--report", tmp_path / "file" / "r.html")
     assert (result.code, result.out, played.steps) == (1, "", [])
@@ -308,7 +306,7 @@ def test_a_report_that_cannot_be_written_is_refused_before_the_run(
     assert list((tmp_path / "new").iterdir()) == []
 
 
-def test_what_the_proxies_were_not_told_is_told_by_the_next_run(played: Played) -> None:
+def test_next_run_publishes_unpublished_findings(played: Played) -> None:
     played.finds = msgspec.structs.replace(DRIFTED, drift={"visible_twice": 1})
     played.fails = KafkaUnavailable("no leader")
     first = played.audit()
@@ -323,7 +321,7 @@ def test_what_the_proxies_were_not_told_is_told_by_the_next_run(played: Played) 
     assert (third.code, played.steps) == (0, ["spark", f"told {NEXT.run}"])
 
 
-def test_what_could_not_be_looked_up_is_told_by_the_run_after_it(
+def test_next_run_publishes_findings_that_could_not_be_read(
     played: Played, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     played.finds = msgspec.structs.replace(DRIFTED, drift={"visible_twice": 1})
@@ -342,7 +340,7 @@ def test_what_could_not_be_looked_up_is_told_by_the_run_after_it(
     assert DRIFTED.run in played.steps[-1]
 
 
-def test_what_was_late_when_nobody_was_told_is_no_drift_once_it_is_not_found_again(
+def test_unpublished_late_finding_expires_when_not_repeated(
     played: Played,
 ) -> None:
     played.finds = msgspec.structs.replace(DRIFTED, drift={"late": 3})
@@ -364,7 +362,7 @@ def test_a_run_that_finds_nothing_fails_as_ever(
     assert played.steps == ["spark"]
 
 
-def test_a_full_run_says_that_retention_had_been_there_before_it() -> None:
+def test_full_run_reports_earlier_retention() -> None:
     says = " Retention had removed the beginning of 1 of 4 topics, which was not judged."
     assert says in drift_in_words(summary(0))
     assert says not in drift_in_words(summary(0, mode="incremental"))

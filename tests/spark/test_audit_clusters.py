@@ -60,7 +60,7 @@ def spark_home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.timeout(400)
-def test_executors_in_processes_of_their_own(
+def test_executors_in_separate_processes(
     planted: Planting, bare: tuple[str, ...], spark_home: Path, tmp_path: Path
 ) -> None:
     ended = audit(

@@ -106,7 +106,7 @@ def test_an_end_is_where_the_last_transaction_ended(kafka: EmbeddedKafka) -> Non
         assert time.monotonic() < deadline, "the transaction does not end"
 
 
-def test_what_retention_took_is_counted(kafka: EmbeddedKafka) -> None:
+def test_records_removed_by_retention_are_counted(kafka: EmbeddedKafka) -> None:
     topic = new_topic(kafka)
     produce(kafka, topic, 0, 0, 0, 1)
     access = access_to(kafka.bootstrap)
@@ -127,7 +127,7 @@ def test_what_retention_took_is_counted(kafka: EmbeddedKafka) -> None:
     assert read_on(now, None, first) == whole
 
 
-def test_what_was_taken_is_counted_from_the_last_run_on() -> None:
+def test_removed_records_count_from_the_last_run() -> None:
     last = TopicRead("t", (0, 0, 0), (0, 0, 0), (9, 3, 5))
     now = TopicEnds("t", (10, 2), (12, 9))
     assert read_on(now, None, last) == TopicRead("t", (10, 2), (10, 2), (12, 9), taken=1)
@@ -135,9 +135,7 @@ def test_what_was_taken_is_counted_from_the_last_run_on() -> None:
     assert read_on(old, None).taken == read_on(old, gone("t")).taken == 0
 
 
-def test_the_time_is_told_by_the_broker(
-    kafka: EmbeddedKafka, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_time_comes_from_the_broker(kafka: EmbeddedKafka, monkeypatch: pytest.MonkeyPatch) -> None:
     topic = new_topic(kafka, 1, message_timestamp_type="LogAppendTime")
     access = access_to(kafka.bootstrap, write_timeout_s=30.0)
     before_ms = round(time.time() * 1000)
@@ -149,7 +147,7 @@ def test_the_time_is_told_by_the_broker(
     assert before_ms <= first <= second <= round(time.time() * 1000)
 
 
-def test_a_topic_that_does_not_tell_the_time(kafka: EmbeddedKafka) -> None:
+def test_topic_without_append_times_is_refused(kafka: EmbeddedKafka) -> None:
     access = access_to(kafka.bootstrap, write_timeout_s=30.0)
     stamped = new_topic(kafka, 1, message_timestamp_type="LogAppendTime")
     topic = new_topic(kafka, 1)
@@ -183,7 +181,7 @@ def test_a_topic_that_was_truncated_asks_for_a_full_audit(ends: tuple[int, ...])
         read_on(TopicEnds("t", (0,) * len(ends), ends), before)
 
 
-def test_a_topic_that_was_made_anew_and_has_grown_past_the_old_end_is_not_read_on() -> None:
+def test_recreated_topic_longer_than_old_one_is_refused() -> None:
     before = TopicRead("t", (0,), (0,), (7,), id="one")
     assert read_on(TopicEnds("t", (0,), (9,), id="one"), before).begins == (7,)
     anew = TopicEnds("t", (8,), (9,), id="two")
@@ -211,17 +209,17 @@ def test_a_topic_that_is_gone_has_no_partitions() -> None:
     assert read_on(TopicEnds("t", (0,), (3,)), gone("t")).begins == (0,)
 
 
-def test_a_topic_of_ours_that_is_missing_is_told_in_a_sentence(kafka: EmbeddedKafka) -> None:
+def test_missing_own_topic_is_one_sentence(kafka: EmbeddedKafka) -> None:
     with pytest.raises(AuditError, match=r"topic missing\.half does not exist: check"):
         access_to(kafka.bootstrap).own_ends("missing.half")
 
 
-def test_a_kafka_that_does_not_answer_is_told_in_a_sentence() -> None:
+def test_unavailable_kafka_is_one_sentence() -> None:
     with pytest.raises(AuditError, match="topics cannot be read from Kafka: no connect"):
         access_to("127.0.0.1:1").ends(["t"])
 
 
-def test_spark_is_told_how_to_log_in(tmp_path: Path) -> None:
+def test_spark_gets_login_options(tmp_path: Path) -> None:
     secret = tmp_path / "password"
     secret.write_text('pass"word\\\n')
     secret.chmod(0o600)
@@ -245,6 +243,6 @@ def test_spark_is_told_how_to_log_in(tmp_path: Path) -> None:
     }
 
 
-def test_settings_that_contradict_themselves_are_told() -> None:
+def test_contradictory_settings_are_refused() -> None:
     with pytest.raises(ConfigurationError, match="no bootstrap servers"):
         AuditKafka(KafkaSettings(bootstrap_servers=(), instance_id="audit")).ends(["t"])

@@ -49,7 +49,7 @@ def test_every_finding_is_described_the_gravest_first() -> None:
     assert rows == [(kind.name, kind.title) for kind in schema.ALL_KINDS]
 
 
-def test_every_verdict_without_findings_has_a_meaning_on_the_command_line() -> None:
+def test_each_verdict_without_findings_has_a_meaning_in_the_cli() -> None:
     table = section("Verdicts").partition("without findings")[2]
     named = re.findall(r"^\| `(\w+)` \|", table, re.M)
     assert len(named) == 7

@@ -46,7 +46,7 @@ def test_a_driver_is_fetched_as_a_package(database: Path) -> None:
 
 
 @pytest.mark.timeout(300)
-def test_without_its_driver_a_sentence_says_what_to_do(database: Path) -> None:
+def test_missing_jdbc_driver_names_the_next_step(database: Path) -> None:
     done = run(database, "")
     last = done.stderr.strip().splitlines()[-1]
     assert done.returncode == 1

@@ -328,7 +328,7 @@ def test_each_installation_takes_what_it_promoted_itself(spark: SparkSession) ->
         assert len({row["headers"] for row in rows.values()}) == 1
 
 
-def test_only_records_whose_first_header_is_ours_are_visible_ones(spark: SparkSession) -> None:
+def test_only_records_with_our_first_header_are_visible_facts(spark: SparkSession) -> None:
     from txbroker.spark.facts.messages import visible_facts
 
     id = make_id(PARTITION, AT_MS, 1)
@@ -348,7 +348,7 @@ def test_only_records_whose_first_header_is_ours_are_visible_ones(spark: SparkSe
     }
 
 
-def test_hashes_tell_null_from_empty_and_where_headers_end(spark: SparkSession) -> None:
+def test_hashes_distinguish_null_empty_and_header_ends(spark: SparkSession) -> None:
     from txbroker.spark.facts.messages import visible_facts
 
     id: Header = ("txb-id", make_id(0, AT_MS, 1).encode())

@@ -207,7 +207,7 @@ def test_the_plain_never_come_to_python(spark: SparkSession) -> None:
     assert [row["plain"] for row in grouped.collect()] == [True] * 4
 
 
-def test_no_task_carries_all_where_everything_is_one_group_topic_and_key(
+def test_one_hot_group_topic_and_key_spreads_over_tasks(
     spark: SparkSession,
 ) -> None:
     from pyspark.sql import functions as F
@@ -260,7 +260,7 @@ def out_of_order(spark: SparkSession, *facts: TransactionFacts) -> list[int]:
     return sorted(numbers[row["id"]] for row in late)
 
 
-def test_one_that_is_visible_behind_a_later_decision_is_out_of_order(spark: SparkSession) -> None:
+def test_message_visible_after_later_decision_is_out_of_order(spark: SparkSession) -> None:
     assert out_of_order(
         spark,
         # In order; then 3 is overtaken by 4. Other keys, and none, do not matter.
@@ -278,7 +278,7 @@ def test_one_that_is_visible_behind_a_later_decision_is_out_of_order(spark: Spar
     ) == [3]
 
 
-def test_what_is_judged_in_python_is_in_order_too(spark: SparkSession) -> None:
+def test_transactions_judged_in_python_keep_order(spark: SparkSession) -> None:
     check = check_row(1, START_MS + 6000, 0)
 
     def checked(facts: TransactionFacts) -> TransactionFacts:
@@ -301,7 +301,7 @@ def test_what_is_judged_in_python_is_in_order_too(spark: SparkSession) -> None:
 # --- what retention left ---------------------------------------------------------------------
 
 
-def test_the_horizon_is_told_from_what_is_left(spark: SparkSession) -> None:
+def test_horizon_follows_from_the_records_kept(spark: SparkSession) -> None:
     from txbroker.spark.judge.horizon import horizon_of
 
     facts = [ordered(n, n, 100 + n) for n in range(1, 4)]
@@ -350,7 +350,7 @@ def test_the_horizon_is_told_from_what_is_left(spark: SparkSession) -> None:
     assert whole == Horizon()
 
 
-def test_order_is_judged_where_the_parked_topic_tells_of_refusals(spark: SparkSession) -> None:
+def test_order_is_judged_where_refusals_are_known(spark: SparkSession) -> None:
     facts = [ordered(1, 1, 20), ordered(2, 2, 10)]
     decided_ms = facts[0].op[0].at_ms
     for since_ms, findings in ((decided_ms, ["out_of_order"]), (decided_ms + 1, [])):
@@ -358,7 +358,7 @@ def test_order_is_judged_where_the_parked_topic_tells_of_refusals(spark: SparkSe
         assert judged_by_spark(spark, facts, horizon)[id_of(1)]["findings"] == findings
 
 
-def test_the_parked_topic_tells_from_its_first_dropped_copy_on_that_is_still_there(
+def test_refusals_are_known_from_first_dropped_copy_kept(
     spark: SparkSession,
 ) -> None:
     from txbroker.spark.judge.horizon import horizon_of, parked_from_ms
@@ -398,7 +398,7 @@ def test_the_parked_topic_tells_from_its_first_dropped_copy_on_that_is_still_the
 
 
 @pytest.mark.parametrize("until_ms", [ALWAYS, -1])
-def test_the_horizon_reaches_the_judge(spark: SparkSession, until_ms: int) -> None:
+def test_horizon_reaches_the_judge(spark: SparkSession, until_ms: int) -> None:
     facts = ordered(1, 1, 1)._replace(visible=())
     found = judged_by_spark(spark, [facts], Horizon(taken_ms={("t", 0): until_ms}))
     assert found[id_of(1)]["verdict"] == ("gone" if until_ms == ALWAYS else "lost")

@@ -140,7 +140,7 @@ def test_any_life_in_parts_gets_the_verdicts_of_one_run(
 
 @pytest.mark.long
 @pytest.mark.timeout(600)
-def test_a_run_that_dies_half_way_leaves_nothing_and_changes_nothing(
+def test_run_that_dies_leaves_nothing_and_changes_nothing(
     spark: SparkSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     world = World(7)
@@ -178,7 +178,7 @@ def test_a_run_that_dies_half_way_leaves_nothing_and_changes_nothing(
 
 
 @pytest.mark.timeout(600)
-def test_a_run_goes_by_the_brokers_clock_and_reads_nothing_old_to_which_nothing_new_belongs(
+def test_run_uses_broker_clock_and_skips_unrelated_history(
     spark: SparkSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     world = World(8)
@@ -210,7 +210,7 @@ def test_a_run_goes_by_the_brokers_clock_and_reads_nothing_old_to_which_nothing_
 
 @pytest.mark.long
 @pytest.mark.timeout(600)
-def test_folders_of_earlier_runs_that_were_removed_are_unknown_and_no_fault(
+def test_deleted_folders_of_earlier_runs_cause_no_finding(
     spark: SparkSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     world = World(10)

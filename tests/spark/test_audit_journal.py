@@ -39,7 +39,7 @@ def test_a_run_comes_back_whole(journal: Journal) -> None:
     assert journal.get("another") is None
 
 
-def test_nothing_is_there_before_the_first_run_and_looking_makes_no_file(journal: Journal) -> None:
+def test_reading_a_missing_journal_creates_no_file(journal: Journal) -> None:
     assert (journal.last(), journal.runs(), journal.get("x")) == (None, [], None)
     assert not journal.path.parent.exists()
 
@@ -52,7 +52,7 @@ def test_an_empty_file_is_a_journal_without_runs(tmp_path: Path) -> None:
     assert journal.last() == summary()
 
 
-def test_the_newest_come_first_and_a_stream_is_nothing_to_go_on_from(journal: Journal) -> None:
+def test_runs_are_newest_first_and_streams_not_continued(journal: Journal) -> None:
     for number in (2, 0, 1):
         journal.add(summary(number, mode="incremental" if number else "full"))
     journal.add(summary(9, mode="stream", cut=None))
@@ -62,7 +62,7 @@ def test_the_newest_come_first_and_a_stream_is_nothing_to_go_on_from(journal: Jo
     assert last.run == "run-000002"
 
 
-def test_plain_columns_tell_the_same_to_people_with_sqlite(journal: Journal) -> None:
+def test_plain_columns_agree_with_the_summary(journal: Journal) -> None:
     journal.add(drifted(1))
     journal.add(summary(2))
     assert rows(
@@ -81,7 +81,7 @@ def test_plain_columns_tell_the_same_to_people_with_sqlite(journal: Journal) -> 
     ]
 
 
-def test_a_run_that_is_told_again_replaces_itself(journal: Journal) -> None:
+def test_republished_run_replaces_itself(journal: Journal) -> None:
     journal.add(drifted(1))
     journal.add(drifted(1, drift={"late": 1}, examples=()))
     assert [found.drift for found in journal.runs()] == [{"late": 1}]
@@ -95,7 +95,7 @@ def test_an_example_that_is_named_twice_stands_once(journal: Journal) -> None:
     assert rows(journal, "select count(*) from examples") == [(1,)]
 
 
-def test_drift_that_nobody_was_told_is_known_until_it_is(journal: Journal) -> None:
+def test_unpublished_drift_is_kept_until_published(journal: Journal) -> None:
     assert journal.unpublished() == []
     journal.mark_published("run-000009")  # nothing is there
     for run in (drifted(2), drifted(0), summary(1), drifted(3, mode="stream", cut=None)):
@@ -108,7 +108,7 @@ def test_drift_that_nobody_was_told_is_known_until_it_is(journal: Journal) -> No
     assert len(journal.runs()) == 4
 
 
-def test_runs_of_an_earlier_txbroker_count_as_told(journal: Journal) -> None:
+def test_runs_of_an_earlier_txbroker_count_as_published(journal: Journal) -> None:
     journal.add(drifted(1))
     connection = sqlite3.connect(journal.path)
     with connection:
@@ -153,7 +153,7 @@ def test_several_processes_write_a_new_journal_at_once(tmp_path: Path) -> None:
     assert rows(journal, "select count(*) from drift") == [(60,)]
 
 
-def test_a_file_that_becomes_a_journal_while_it_is_looked_at_is_one(
+def test_file_that_becomes_a_journal_during_a_check_is_accepted(
     journal: Journal, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     others = [drifted(1)]
@@ -205,9 +205,7 @@ def test_a_folder_is_no_journal(tmp_path: Path) -> None:
         Journal(tmp_path / "file" / "audit.db").add(summary())
 
 
-def test_a_journal_that_stays_locked_is_said_to_be(
-    journal: Journal, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_locked_journal_is_one_sentence(journal: Journal, monkeypatch: pytest.MonkeyPatch) -> None:
     journal.add(summary())
     monkeypatch.setattr("txbroker.spark.journal._WAIT_S", 0.05)
     connection = sqlite3.connect(journal.path)

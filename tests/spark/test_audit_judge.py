@@ -157,7 +157,7 @@ def test_a_retry_seen_only_in_the_parked_topic_is_not_lost() -> None:
     assert judged(op=[COMMIT], parked=parked).verdict == "lost"
 
 
-def test_a_void_half_message_may_still_be_followed_by_one_that_counts() -> None:
+def test_valid_half_may_follow_a_void_one() -> None:
     void = half_rows(void="dedup")
     assert judged(void, now_ms=START_MS + WINDOW_MS).carry
     assert not judged(void, now_ms=START_MS + WINDOW_MS + 1).carry
@@ -166,7 +166,7 @@ def test_a_void_half_message_may_still_be_followed_by_one_that_counts() -> None:
     assert (verdict.verdict, verdict.half_offset) == ("settled", 9)
 
 
-def test_a_half_message_in_a_foreign_partition_counts_for_nothing() -> None:
+def test_half_in_a_foreign_partition_does_not_count() -> None:
     foreign = half_rows(partition=PARTITION + 1)
     assert judged(foreign).verdict == "void"
     marker = COMMIT._replace(partition=PARTITION + 1)
@@ -193,7 +193,7 @@ def test_not_visible_is_judged_by_the_age_of_an_early_commit(
     assert (found.verdict, found.state, found.carry) == (verdict, "committed", True)
 
 
-def test_a_part_that_is_not_visible_is_lost() -> None:
+def test_invisible_part_is_lost() -> None:
     half = half_rows(["t", "u"])
     found = judged(half, [COMMIT], visible_rows(half)[:1])
     assert found.findings == ("lost",)
@@ -201,7 +201,7 @@ def test_a_part_that_is_not_visible_is_lost() -> None:
     assert "u-0" in (found.why or "")
 
 
-def test_what_is_visible_must_have_been_committed() -> None:
+def test_visible_messages_must_be_committed() -> None:
     visible = visible_rows(HALF)
     assert judged(visible=visible).findings == ("visible_without_commit",)
     assert judged(op=[op_row("rollback")], visible=visible).findings == ("rolled_back_visible",)
@@ -213,7 +213,7 @@ def test_what_is_visible_must_have_been_committed() -> None:
     assert judged(op=[foreign], visible=visible).findings == ("visible_without_commit",)
 
 
-def test_visible_twice_wherever_it_is() -> None:
+def test_visible_twice_in_any_place() -> None:
     once = visible_rows(HALF)
     again = [once[0]._replace(offset=70)]
     assert judged(op=[COMMIT], visible=once + again).findings == ("visible_twice",)
@@ -234,7 +234,7 @@ def test_visible_twice_wherever_it_is() -> None:
         ({"count": 2}, "wrong_target"),
     ],
 )
-def test_what_is_visible_is_what_was_prepared(change: dict[str, object], finding: str) -> None:
+def test_visible_messages_equal_the_prepared_ones(change: dict[str, object], finding: str) -> None:
     found = judged(op=[COMMIT], visible=[visible_rows(HALF)[0]._replace(**change)])
     assert (found.findings, found.state) == ((finding,), "promoted")
 
@@ -244,7 +244,7 @@ def test_a_message_that_was_never_prepared_is_in_the_wrong_place() -> None:
     assert judged(op=[COMMIT], visible=visible).findings == ("wrong_target",)
 
 
-def test_the_users_timestamp_stands_and_a_brokers_own_is_no_change() -> None:
+def test_user_timestamp_is_kept_and_broker_time_is_no_change() -> None:
     half = half_rows(timestamp_ms=1234)
     assert judged(half, [COMMIT], visible_rows(half)).verdict == "settled"
     decided = [visible_rows(half)[0]._replace(at_ms=DECIDED_MS)]
@@ -254,7 +254,7 @@ def test_the_users_timestamp_stands_and_a_brokers_own_is_no_change() -> None:
     assert (found.verdict, found.visible_at_ms) == ("settled", 99)
 
 
-def test_messages_that_came_with_the_commit_are_what_must_be_visible() -> None:
+def test_messages_of_the_commit_must_be_visible() -> None:
     contents = [Content(0, "t", 0, 55, 66, 77)]
     commit = COMMIT._replace(contents=contents, contents_count=1)
     replaced = visible_rows(HALF)[0]._replace(body=55, headers=66, at_ms=77)
@@ -267,7 +267,7 @@ def test_messages_that_came_with_the_commit_are_what_must_be_visible() -> None:
     assert judged(op=[half_told]).state == "pending"
 
 
-def test_a_contrary_marker_that_changed_nothing_is_told_and_no_drift() -> None:
+def test_harmless_contrary_marker_is_reported_without_drift() -> None:
     visible = visible_rows(HALF)
     same = Content(0, "t", 5, HALF[0].body, HALF[0].headers, None)
     other = same._replace(body=1)
@@ -291,7 +291,7 @@ def test_a_contrary_marker_that_changed_nothing_is_told_and_no_drift() -> None:
     assert (void.verdict, void.why) == ("void", None)
 
 
-def test_what_follows_another_than_the_first_decision_is_drift() -> None:
+def test_following_another_than_first_decision_is_drift() -> None:
     visible = visible_rows(HALF)
     back = [op_row("rollback"), op_row("commit", 1)]
     assert judged(op=back, visible=visible).findings == ("rolled_back_visible", "contrary_markers")
@@ -311,7 +311,7 @@ TRIES = [check_row(n, START_MS + 6000 + (n - 1) * 30_000, n) for n in (1, 2, 3)]
 PARK = op_row("park", 4, TRIES[-1].at_ms + 5000)
 
 
-def test_what_is_parked_has_a_whole_copy_once_that_could_be_written() -> None:
+def test_parked_transaction_has_a_whole_copy_in_time() -> None:
     half = half_rows(["t", "u"])
     copy = copy_rows(half, "parked")
     op = [*TRIES, PARK]
@@ -335,7 +335,7 @@ def test_what_is_parked_has_a_whole_copy_once_that_could_be_written() -> None:
     assert judged(op=op, parked=[parked_row("parked")]).findings == ()
 
 
-def test_a_copy_that_is_still_there_though_all_is_over_is_told_and_no_drift() -> None:
+def test_copy_of_settled_transaction_is_reported_without_drift() -> None:
     half = half_rows(["t", "u"])
     copy, dropped = copy_rows(half, "refused", 7), parked_row(None, 9)
     ends = {"promoted": ([COMMIT], visible_rows(half)), "rolled_back": ([op_row("rollback")], [])}
@@ -348,7 +348,7 @@ def test_a_copy_that_is_still_there_though_all_is_over_is_told_and_no_drift() ->
         assert judged(half, op, shown, over).why is None
 
 
-def test_what_is_refused_is_kept_whole_and_nothing_of_it_is_visible() -> None:
+def test_refused_transaction_is_kept_whole_and_invisible() -> None:
     half = half_rows(["t", "u"])
     copy, shown = copy_rows(half, "refused"), visible_rows(half)
     assert judged(half, [COMMIT], parked=copy).findings == ()
@@ -368,7 +368,7 @@ def test_what_is_refused_is_kept_whole_and_nothing_of_it_is_visible() -> None:
     assert judged(half, [COMMIT], old, copy, horizon=elsewhere).verdict == "refused_visible"
 
 
-def test_a_copy_may_hold_what_came_with_the_commit() -> None:
+def test_copy_may_hold_the_messages_of_the_commit() -> None:
     contents = [Content(0, "t", 0, 55, 66, 77)]
     commit = COMMIT._replace(contents=contents, contents_count=1)
     copy = copy_rows(HALF, "refused")
@@ -408,7 +408,7 @@ def test_checks_before_their_time(early_ms: int, reason: str, findings: tuple[st
     assert found.findings == findings
 
 
-def test_a_not_yet_postpones_and_a_revival_begins_anew() -> None:
+def test_not_yet_postpones_and_revival_restarts_the_policy() -> None:
     first = check_row(1, START_MS + 6000, 0)
     later = op_row("later", 1, START_MS + 7000, round=1, number=1, later_ms=50_000)
     assert judged(op=[first, later, check_row(2, START_MS + 57_000, 2)]).findings == ()
@@ -448,7 +448,7 @@ def test_markers_and_parts_without_a_half_message() -> None:
 # --- what retention took ---------------------------------------------------------------------
 
 
-def test_what_retention_took_is_no_drift() -> None:
+def test_retention_is_no_drift() -> None:
     taken = Horizon({PARTITION: 5}, {PARTITION: START_MS - WINDOW_MS})
     visible = visible_rows(HALF)
     for op, seen in (([COMMIT], visible), ([COMMIT], []), ([], visible)):
@@ -460,7 +460,7 @@ def test_what_retention_took_is_no_drift() -> None:
     assert judged(cut, [COMMIT], horizon=before).verdict == "gone"
 
 
-def test_a_copy_in_the_parked_topic_stands_for_what_retention_took() -> None:
+def test_parked_copy_replaces_half_removed_by_retention() -> None:
     taken = Horizon({PARTITION: 5}, {PARTITION: START_MS})
     for state in ("pending", "parked", "refused"):
         found = judged([], parked=[parked_row(state)], horizon=taken)
@@ -474,7 +474,7 @@ def test_a_copy_in_the_parked_topic_stands_for_what_retention_took() -> None:
 TAKEN = Horizon({PARTITION: 5}, {PARTITION: START_MS})
 
 
-def test_what_is_left_of_a_copy_is_judged_where_retention_took_the_half_message() -> None:
+def test_copy_is_judged_where_retention_removed_the_half() -> None:
     half = half_rows(["t", "u"])
     copy, shown = copy_rows(half, "pending"), visible_rows(half)
 
@@ -503,14 +503,14 @@ def test_what_is_left_of_a_copy_is_judged_where_retention_took_the_half_message(
     assert found([COMMIT], [], dropped).verdict == "gone"
 
 
-def test_a_copy_whose_markers_retention_took_says_nothing() -> None:
+def test_copy_without_its_markers_proves_nothing() -> None:
     copy = copy_rows(HALF, "pending")
     horizon = TAKEN._replace(op_begin_ms={PARTITION: START_MS - WINDOW_MS})
     found = judged([], [], visible_rows(HALF), copy, horizon=horizon)
     assert (found.verdict, found.carry) == ("gone", False)
 
 
-def test_what_may_be_hidden_behind_an_open_transaction_is_late_at_most() -> None:
+def test_message_after_open_transaction_is_late_at_most() -> None:
     hours_later_ms = DECIDED_MS + 10_000_000
     both = Horizon(hidden=frozenset({("t", 0), ("u", 0)}))
     one = Horizon(hidden=frozenset({("t", 0)}))
@@ -541,7 +541,7 @@ def test_a_target_that_may_have_lost_it_proves_nothing() -> None:
     assert judged(op=[COMMIT], horizon=both).verdict == "gone"
 
 
-def test_what_retention_cannot_have_taken_yet_is_lost() -> None:
+def test_message_too_young_for_retention_is_lost() -> None:
     def verdict(kept_from_ms: int, half: list[HalfFact] = HALF, *op: MarkerFact) -> str:
         horizon = Horizon(taken_ms={("t", 0): ALWAYS}, kept_from_ms={"t": kept_from_ms})
         return judged(half, list(op) or [COMMIT], horizon=horizon).verdict

@@ -36,7 +36,7 @@ def test_the_newest_of_each_stage_counts() -> None:
     assert tally.rate(100.0) > 0  # at once: no division by nothing
 
 
-def test_spark_tells_of_stages_that_run(spark: SparkSession) -> None:
+def test_watch_returns_running_stages(spark: SparkSession) -> None:
     from threading import Thread
 
     from pyspark import inheritable_thread_target

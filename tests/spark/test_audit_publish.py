@@ -30,7 +30,7 @@ async def world(kafka: Any) -> Any:
     await made.close()
 
 
-def test_every_kind_is_told_also_those_that_were_not_found() -> None:
+def test_every_kind_is_published_even_with_count_zero() -> None:
     told = news_of(drifted(business={"compared": 5}))
     assert set(KIND_NAMES) < set(told.drift)
     assert {kind: count for kind, count in told.drift.items() if count} == {
@@ -43,7 +43,7 @@ def test_every_kind_is_told_also_those_that_were_not_found() -> None:
     assert (told.taken, told.quarantined, told.carried) == (7, 1, 27)
 
 
-def test_what_was_not_told_before_is_told_with_what_is_found_now() -> None:
+def test_unpublished_findings_are_published_with_new_ones() -> None:
     untold = [
         drifted(1, drift={"visible_twice": 3, "late": 4, "row_without_message": 1}),
         drifted(2, drift={"visible_twice": 2, "lost": 5}),
@@ -59,7 +59,7 @@ def test_what_was_not_told_before_is_told_with_what_is_found_now() -> None:
     assert told.run == now.run
 
 
-def test_what_a_stream_did_not_judge_is_told() -> None:
+def test_records_a_stream_skipped_are_published() -> None:
     # Neither needs Spark to be there.
     stream = AuditStream.__new__(AuditStream)
     stream._unread = {}
@@ -71,7 +71,9 @@ def test_what_a_stream_did_not_judge_is_told() -> None:
     assert news_of(summary()).strangers == 0
 
 
-def test_what_a_stream_did_not_judge_is_told_on_stderr(capsys: pytest.CaptureFixture[str]) -> None:
+def test_records_a_stream_skipped_are_reported_on_stderr(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     class Watched:
         looks = 0
 
@@ -88,7 +90,7 @@ def test_what_a_stream_did_not_judge_is_told_on_stderr(capsys: pytest.CaptureFix
     assert told.count("records came") == 1
 
 
-def test_a_record_stays_small_whatever_a_run_saw() -> None:
+def test_published_record_stays_small_for_any_run() -> None:
     many = {f"topic-{number:05}-{'x' * 200}": number for number in range(5000)}
     example = drifted().examples[0]
     told = news_of(drifted(taken=many, examples=(example,) * 5000))
@@ -97,7 +99,7 @@ def test_a_record_stays_small_whatever_a_run_saw() -> None:
     assert max(many, key=many.__getitem__) in told.taken_topics
 
 
-def test_what_was_set_aside_and_what_is_missing_is_told_and_found_again() -> None:
+def test_set_aside_and_missing_targets_are_published() -> None:
     aside = BrokenRecord("orders", 1, 7, "why", own=True)
     found = drifted(set_aside=(aside,), missing_targets={"gone": 2}, drift={"target_missing": 2})
     told = decode_news(encode_news(news_of(found)))
@@ -146,7 +148,7 @@ async def test_a_proxy_shows_what_was_published(world: KafkaHarness) -> None:
     assert decode_news(told[-1].value or b"").run == "run-000002"
 
 
-async def test_without_the_topic_a_sentence_says_how_to_make_it(world: KafkaHarness) -> None:
+async def test_missing_audit_topic_names_the_next_step(world: KafkaHarness) -> None:
     with pytest.raises(ConfigurationError, match=r"audit does not exist: create it with"):
         await publish(world.settings(), summary())
 

@@ -144,13 +144,13 @@ def test_inserted_values_stay_text(value: str) -> None:
         (drifted(transactions=0), "Not everything ended as it was decided"),
     ],
 )
-def test_the_headline_says_whether_all_is_well(told: RunSummary, headline: str) -> None:
+def test_headline_shows_whether_there_is_drift(told: RunSummary, headline: str) -> None:
     page = render(told, [])
     assert "".join(parsed(page).find(".//h1").itertext()) == headline  # type: ignore[union-attr]
     assert (parsed(page).find(".//div[@class='verdict ok']") is None) == told.has_drift
 
 
-def test_findings_are_told_with_ids_and_why_and_what_was_not_judged() -> None:
+def test_report_shows_findings_and_records_not_judged() -> None:
     told = words(render(drifted(terms=Terms(STARTED_MS, late_after_ms=90_000)), []))
     for example in drifted().examples:
         assert example.id in told
@@ -189,7 +189,7 @@ def test_a_kind_with_many_offenders_hides_none_of_another() -> None:
     assert far == [one.id for one in many[OFFENDERS_SHOWN:]]
 
 
-def test_both_topics_and_groups_have_plots_those_with_most_transactions() -> None:
+def test_largest_topics_and_groups_have_plots() -> None:
     labels = [f"{kind}:n{n}" for kind in ("group", "topic") for n in range(20, 0, -1)]
     told = summary(decide_latency=[Histogram(label, (1, 2), (1, 1, 0)) for label in labels])
     shown = ["".join(one.itertext()) for one in parsed(render(told, [])).iter("h3")]
@@ -211,7 +211,7 @@ def test_every_kind_has_its_row_with_this_run_and_the_one_before() -> None:
     assert set(shown.values()) == {("0", "0")}
 
 
-def test_kinds_of_the_business_and_of_later_versions_are_shown_where_they_are() -> None:
+def test_business_and_unknown_kinds_are_shown_where_found() -> None:
     assert "Message without row" not in words(render(drifted(), []))
     told = words(render(drifted(drift={"row_without_message": 3, "brand_new": 4}), []))
     assert "Row without message 3" in told
@@ -238,7 +238,7 @@ def test_history_ends_with_this_run_and_keeps_streams_apart() -> None:
     assert "stream-1" not in page
 
 
-def test_history_is_bounded_and_a_clean_one_says_so() -> None:
+def test_history_is_bounded_and_shows_no_drift_when_clean() -> None:
     page = render(summary(100), [summary(number) for number in range(100)])
     assert rows_of_history(page) == {
         "Any drift": f"By run, the oldest first: {', '.join('0' * RUNS_SHOWN)}"
@@ -263,7 +263,7 @@ def test_plots_have_names_descriptions_and_tables_beside_them() -> None:
     assert "topic payments 950 24 ms > 1 s" in words(page)
 
 
-def test_without_a_cut_pending_or_latencies_these_parts_are_missing() -> None:
+def test_sections_without_data_are_left_out() -> None:
     told = words(render(summary(cut=None), []))
     assert "Age of pending transactions" not in told
     assert "Prepare, decision, visible" not in told
@@ -383,13 +383,13 @@ def test_plots_beside_each_other_show_the_same_buckets() -> None:
     assert common_buckets([]) == BucketRange(0, 1)
 
 
-def test_p99_beyond_the_bounds_is_said_to_be() -> None:
+def test_p99_beyond_the_bounds_is_shown_so() -> None:
     plot = drawn("distribution", Plot(one_bucket(28), BucketRange(27, 29), "x"))
     assert "p99 &gt; 1.6 d" in plot
     assert "and more" in plot
 
 
-def test_a_run_without_drift_is_green_and_the_smallest_drift_is_seen() -> None:
+def test_clean_run_is_green_and_smallest_drift_is_visible() -> None:
     row = ElementTree.fromstring(drawn("trend", "x", [0, 1, 10**9]))
     bars = list(row.iter("rect"))
     assert [bar.get("class") for bar in bars] == ["ok", "bad", "bad newest"]
@@ -409,7 +409,7 @@ def test_a_report_replaces_the_one_before_as_a_whole(tmp_path: Path) -> None:
     assert [one.name for one in path.parent.iterdir()] == ["audit.html"]
 
 
-def test_a_report_that_cannot_be_written_is_said_in_a_sentence(tmp_path: Path) -> None:
+def test_unwritable_report_is_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     (tmp_path / "folder").mkdir()
     for path in (tmp_path / "file" / "a.html", tmp_path / "folder"):
@@ -418,7 +418,7 @@ def test_a_report_that_cannot_be_written_is_said_in_a_sentence(tmp_path: Path) -
     assert sorted(one.name for one in tmp_path.iterdir()) == ["file", "folder"]
 
 
-def test_the_style_uses_only_classes_that_exist_and_variables_that_are_set() -> None:
+def test_style_uses_only_defined_variables() -> None:
     page = render(drifted(), [summary(1)])
     style = next(parsed(page).iter("style")).text or ""
     used = set(re.findall(r"var\((--[a-z0-9-]+)\)", style))

@@ -55,7 +55,7 @@ DAY = datetime.date(2023, 11, 14)
 # --- one at a time -----------------------------------------------------------------------------
 
 
-def test_a_second_audit_of_a_data_folder_says_who_holds_it(tmp_path: Path) -> None:
+def test_second_audit_of_a_data_folder_names_the_holder(tmp_path: Path) -> None:
     code = (
         "import sys, pathlib; from txbroker.spark.run import alone\n"
         f"with alone(pathlib.Path({str(tmp_path)!r})): print('held', flush=True); sys.stdin.read()"
@@ -76,7 +76,7 @@ def test_a_second_audit_of_a_data_folder_says_who_holds_it(tmp_path: Path) -> No
         assert (tmp_path / "audit.lock").read_text().strip() != str(other.pid)
 
 
-def test_a_data_folder_that_is_a_file_is_told_in_a_sentence(tmp_path: Path) -> None:
+def test_data_folder_that_is_a_file_is_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "data").write_text("")
     with pytest.raises(ConfigurationError, match="cannot be used"), alone(tmp_path / "data"):
         pass
@@ -86,7 +86,7 @@ def summary(run: str, **fields: Any) -> RunSummary:
     return RunSummary(run, "full", NOW_MS, 1.0, None, {}, 0, {}, {}, **fields)
 
 
-def test_what_a_dead_run_wrote_is_removed_and_what_counts_stays(
+def test_output_of_dead_run_is_removed_and_the_rest_stays(
     spark: SparkSession, tmp_path: Path
 ) -> None:
     out, journal = str(tmp_path / "out"), Journal(tmp_path / "audit.db")
@@ -99,7 +99,7 @@ def test_what_a_dead_run_wrote_is_removed_and_what_counts_stays(
     assert tidy_up(spark, tmp_path, journal) == ""
 
 
-def test_a_run_that_counts_but_died_before_it_cleaned_is_cleaned_after(
+def test_counted_run_that_died_before_cleanup_is_cleaned_up(
     spark: SparkSession, tmp_path: Path
 ) -> None:
     out, journal = str(tmp_path / "out"), Journal(tmp_path / "audit.db")
@@ -139,7 +139,7 @@ def test_runs_whose_files_are_there_are_listed(spark: SparkSession, tmp_path: Pa
     assert runs_in(spark, folders.facts("3")) == {"1", "2"}
 
 
-def test_an_output_folder_of_an_unknown_kind_is_told_in_a_sentence(spark: SparkSession) -> None:
+def test_unknown_output_file_system_is_one_sentence(spark: SparkSession) -> None:
     with pytest.raises(
         ConfigurationError, match=r"output folder cannot be used: nofs://x/y: .*nofs"
     ):
@@ -160,9 +160,7 @@ def table(spark: SparkSession, *rows: dict[str, Any]) -> DataFrame:
     return spark.createDataFrame([{"run": None, **row} for row in rows], VERDICT)
 
 
-def test_the_newest_verdict_counts_and_gone_tells_less_than_how_it_ended(
-    spark: SparkSession, tmp_path: Path
-) -> None:
+def test_newest_verdict_counts_unless_it_is_gone(spark: SparkSession, tmp_path: Path) -> None:
     folders = Folders(str(tmp_path / "out"))
     runs: dict[str, list[dict[str, Any]]] = {
         "1": [verdict("a", "pending"), verdict("b"), verdict("c", "pending"), verdict("d")],
@@ -243,7 +241,7 @@ def read(topic: str, starts: tuple[int, ...], ends: tuple[int, ...]) -> TopicRea
     return TopicRead(topic, starts, starts, ends)
 
 
-def test_what_retention_took_between_two_runs_widens_the_horizon() -> None:
+def test_retention_between_two_runs_widens_the_horizon() -> None:
     was = SnapshotBounds(
         read("half", (5, 0), (10, 10)), read("op", (0, 0), (10, 10)), read("parked", (), ()),
         (read("t", (0,), (10,)), read("u", (0,), (10,))), (), (),
@@ -272,7 +270,7 @@ def test_what_retention_took_between_two_runs_widens_the_horizon() -> None:
     assert not gaps_between(was, was)
 
 
-def test_ids_of_the_far_future_are_nobodys_time() -> None:
+def test_ids_of_the_far_future_do_not_widen_the_span() -> None:
     terms = Terms(NOW_MS, dedup_window_ms=500)
 
     def counted(*spans: TimeSpan | None) -> dict[str, TableCount]:
@@ -301,7 +299,7 @@ def test_nothing_before_a_removed_run_is_looked_up() -> None:
     assert left_of((PastRun("0", None, None, ()),), set()) == RemainingRuns((), None)
 
 
-def test_what_was_removed_is_behind_the_horizon() -> None:
+def test_removed_facts_are_beyond_the_horizon() -> None:
     horizon = Horizon({0: 7}, {0: 900, 1: 100}, {1: 5}, {("t", 0): 3})
     assert without_removed(horizon, None, 3) == horizon
     widened = Horizon({0: 7}, {0: 900, 1: 500, 2: 500}, {1: 5}, {("t", 0): 3}, removed_ms=500)

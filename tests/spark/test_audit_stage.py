@@ -81,7 +81,7 @@ def rows_but(id: str, *tables: DataFrame) -> Counter[Any]:
     return Counter(row for table in tables for row in table.where(f"id != '{id}'").collect())
 
 
-async def test_everything_is_read_once_and_what_is_void_or_does_not_read_is_named(
+async def test_each_record_is_read_once_void_and_unreadable_named(
     spark: SparkSession, kafka: EmbeddedKafka, tmp_path: Path
 ) -> None:
     async with Planting(kafka.bootstrap) as planting:
@@ -147,7 +147,7 @@ async def test_everything_is_read_once_and_what_is_void_or_does_not_read_is_name
         assert all(row["early"] for rows in (*half.values(), *op.values()) for row in rows)
 
 
-async def test_what_comes_meanwhile_is_read_but_not_early_and_what_is_gone_keeps_nobody(
+async def test_records_arriving_during_a_run_are_read_but_not_early(
     spark: SparkSession, kafka: EmbeddedKafka, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from txbroker.spark.facts import extract as extract
@@ -247,7 +247,7 @@ async def test_a_second_run_goes_on_where_the_first_has_ended(
 
 
 @pytest.mark.long
-async def test_what_another_producer_hides_is_told(
+async def test_messages_hidden_by_another_producer_are_reported(
     spark: SparkSession, kafka: EmbeddedKafka, tmp_path: Path
 ) -> None:
     async with Planting(kafka.bootstrap) as planting:
@@ -277,7 +277,7 @@ async def test_what_another_producer_hides_is_told(
         assert (after.cut.held, set(by_id(after.visible))) == ((), {half.id})
 
 
-async def test_retention_that_takes_what_is_being_read_is_told_in_a_sentence(
+async def test_retention_during_a_read_is_one_sentence(
     spark: SparkSession, kafka: EmbeddedKafka, tmp_path: Path
 ) -> None:
     async with Planting(kafka.bootstrap) as planting:
@@ -300,7 +300,7 @@ async def test_retention_that_takes_what_is_being_read_is_told_in_a_sentence(
             await staged(spark, planting, tmp_path / "work", Losing(kafka.bootstrap))
 
 
-async def test_a_missing_topic_is_told_in_a_sentence(
+async def test_missing_topic_is_one_sentence(
     spark: SparkSession, kafka: EmbeddedKafka, tmp_path: Path
 ) -> None:
     async with Planting(kafka.bootstrap) as planting:

@@ -122,7 +122,7 @@ async def followed(
 
 
 @pytest.mark.timeout(600)
-async def test_what_was_planted_is_told_once_whatever_breaks_off(
+async def test_planted_findings_are_reported_once_after_any_crash(
     spark: SparkSession, kafka: EmbeddedKafka, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     planting, world, stream = await followed(spark, kafka, tmp_path, Power(monkeypatch), ("after",))

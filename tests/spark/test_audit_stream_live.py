@@ -30,7 +30,7 @@ PROMISED_MS = 60_000
 
 @pytest.mark.long
 @pytest.mark.timeout(600)
-async def test_drift_is_told_within_a_minute_of_its_deadline(
+async def test_drift_is_reported_within_a_minute_of_its_deadline(
     spark: SparkSession, kafka: EmbeddedKafka, tmp_path: Path
 ) -> None:
     async with Planting(kafka.bootstrap) as planting:

@@ -108,7 +108,7 @@ def stream() -> Stream:
     return Stream()
 
 
-def test_what_was_gone_when_it_came_is_what_retention_may_have_taken() -> None:
+def test_manifest_horizon_covers_records_gone_at_start() -> None:
     week_ms = 7 * 86_400_000
     home = StreamManifest(name="n", installation="half", started_ms=T0, buckets=1, slot_ms=1)
     found = [
@@ -123,7 +123,7 @@ def test_what_was_gone_when_it_came_is_what_retention_may_have_taken() -> None:
     assert horizon == Horizon({0: 5}, {0: T0}, {}, places, kept_from_ms={"old": kept_ms})
 
 
-def test_topics_read_in_any_order_raise_no_alarm_while_they_are_under_way(stream: Stream) -> None:
+def test_topics_read_in_any_order_raise_no_alarm(stream: Stream) -> None:
     first, second = Tx(randomness=1), Tx(randomness=2)
     stream.read(first.visible())
     stream.rise(RISES - 1)
@@ -138,7 +138,7 @@ def test_topics_read_in_any_order_raise_no_alarm_while_they_are_under_way(stream
     assert stream.states == {"promoted": 1, "rolled_back": 1, "void": 0}
 
 
-def test_what_one_log_says_alone_is_told_at_the_third_moment_and_once(stream: Stream) -> None:
+def test_one_sided_evidence_is_reported_once_at_third_moment(stream: Stream) -> None:
     tx = Tx()
     stream.read(tx.half(), tx.visible())
     stream.rise(RISES - 1)
@@ -195,7 +195,7 @@ def parked(tx: Tx, stream: Stream) -> list[Fact]:
     return [tx.half(**policy), check, tx.op("park", stream.moment_ms, round=1)]
 
 
-def test_what_is_parked_has_a_copy_before_a_commit_would_be_lost(stream: Stream) -> None:
+def test_parked_transaction_has_a_copy_before_lost_age(stream: Stream) -> None:
     kept, bare = Tx(randomness=1), Tx(randomness=2)
     stream.read(*parked(kept, stream), *parked(bare, stream))
     held = {"grp": "g", "count": 1, "topic": TARGET, "target_partition": 0, "body": 1, "headers": 2}
@@ -210,7 +210,7 @@ def test_what_is_parked_has_a_copy_before_a_commit_would_be_lost(stream: Stream)
     assert stream.told == [(bare.id, "not_kept")]
 
 
-def test_what_is_refused_is_not_visible_for_long(stream: Stream) -> None:
+def test_refused_messages_are_not_visible_for_long(stream: Stream) -> None:
     tx, settled = Tx(randomness=1), Tx(randomness=2)
     held = {"grp": "g", "count": 2, "topic": TARGET, "target_partition": 0, "body": 1, "headers": 2}
     place = {"partition": 0, "at_ms": T0, "state": "refused", "tombstone": False, **held}
@@ -228,7 +228,7 @@ def test_what_is_refused_is_not_visible_for_long(stream: Stream) -> None:
     assert +Counter(stream.states) == {"refused": 1, "promoted": 1}
 
 
-def test_a_second_copy_is_found_until_what_is_over_is_forgotten(stream: Stream) -> None:
+def test_second_copy_is_found_until_transaction_is_forgotten(stream: Stream) -> None:
     tx, other = Tx(randomness=1), Tx(randomness=2)
     stream.read(tx.half(), tx.op(), tx.visible(), other.half(), other.op(), other.visible())
     stream.go(TERMS.keep_ms - 1000)
@@ -243,7 +243,7 @@ def test_a_second_copy_is_found_until_what_is_over_is_forgotten(stream: Stream) 
     assert len(stream.told) == 1
 
 
-def test_a_first_check_that_is_never_made_is_overdue_by_the_moment_and_heals(
+def test_missing_first_check_is_overdue_until_it_is_made(
     stream: Stream,
 ) -> None:
     tx = Tx()
@@ -271,7 +271,7 @@ def test_void_half_messages_name_no_targets(stream: Stream) -> None:
     assert stream.read(Tx(randomness=3, topic="c").half()).targets == {"c"}
 
 
-def test_a_target_that_is_not_readable_is_told_and_lost_once_it_is(stream: Stream) -> None:
+def test_unreadable_target_is_reported_then_lost_once_readable(stream: Stream) -> None:
     readable = stream.terms
     stream.terms = readable._replace(horizon=Horizon(unread=frozenset({TARGET})))
     tx = Tx()
@@ -306,7 +306,7 @@ def test_a_copy_of_the_far_future_asks_for_no_timer(stream: Stream, state: str) 
     assert stream.states == {state: 0, "committed": 1}
 
 
-def test_what_is_pending_is_never_forgotten(stream: Stream) -> None:
+def test_pending_transactions_are_never_forgotten(stream: Stream) -> None:
     tx = Tx()
     stream.read(tx.half())
     stream.go(10 * TERMS.keep_ms, 50_000)
@@ -330,7 +330,7 @@ def test_another_half_with_its_key_is_void_within_the_window(stream: Stream) -> 
     assert stream.states["void"] == 1
 
 
-def test_keys_that_look_like_others_or_are_long_are_their_own(stream: Stream) -> None:
+def test_similar_and_long_dedup_keys_stay_distinct(stream: Stream) -> None:
     keys = ["k", "k\n1", "1 k", "k" * 500_000, "\ud800"]
     transactions = [Tx(T0, randomness, dedup=key) for randomness, key in enumerate(keys, 1)]
     stream.read(*[tx.half() for tx in transactions])
@@ -340,7 +340,7 @@ def test_keys_that_look_like_others_or_are_long_are_their_own(stream: Stream) ->
     assert max(map(len, names)) < 100
 
 
-def test_what_is_due_is_done_one_slot_after_the_other() -> None:
+def test_due_slots_are_examined_one_after_the_other() -> None:
     """At the first moment that is everything: no worker has memory for it."""
 
     class Reading(Shelf):
@@ -376,7 +376,7 @@ def test_an_id_of_the_far_future_is_not_remembered_for_ever(stream: Stream) -> N
     assert set(stream.shelf.texts) <= {"agenda"}
 
 
-def test_a_half_at_the_edge_of_the_window_is_held_against_nobody(stream: Stream) -> None:
+def test_half_at_the_edge_of_the_window_is_no_finding(stream: Stream) -> None:
     tx, old = Tx(randomness=1), Tx(randomness=2)
     window_ms = TERMS.dedup_window_ms
     stream.read(tx.half(T0 + window_ms - 500), tx.op(at_ms=T0 + window_ms - 500))
@@ -386,13 +386,13 @@ def test_a_half_at_the_edge_of_the_window_is_held_against_nobody(stream: Stream)
     assert stream.states["void"] == 1
 
 
-def test_names_of_topics_that_are_not_read_are_told(stream: Stream) -> None:
+def test_names_of_unread_topics_are_reported(stream: Stream) -> None:
     tx = Tx(topic="bills")
     assert stream.read(tx.half()).targets == {"bills"}
     assert stream.read(Tx(randomness=2).half()).targets == set()
 
 
-def test_contents_find_their_marker_and_a_header_of_the_users_own_is_one(stream: Stream) -> None:
+def test_contents_join_their_marker_despite_user_headers(stream: Stream) -> None:
     tx = Tx()
     marker = tx.op(contents_count=1)
     columns = {"seq": 0, "topic": TARGET, "target_partition": 0, "body": 5, "headers": 6}

@@ -106,7 +106,7 @@ def audit(tmp_path: Path, *options: str, **environment: str) -> subprocess.Compl
     )  # fmt: skip
 
 
-def test_the_connector_cannot_be_had(tmp_path: Path) -> None:
+def test_unavailable_connector_is_one_sentence(tmp_path: Path) -> None:
     repository = "http://127.0.0.1:9"
     done = audit(
         tmp_path, XDG_CACHE_HOME=str(tmp_path / "cache"), TXBROKER_MAVEN_REPOSITORY=repository
@@ -152,7 +152,7 @@ def test_the_connector_is_that_of_pyspark(version: str) -> None:
         ("", "exited early"),
     ],
 )
-def test_java_says_why_it_does_not_start(tmp_path: Path, said: str, says: str) -> None:
+def test_java_that_does_not_start_is_one_sentence(tmp_path: Path, said: str, says: str) -> None:
     log = tmp_path / "log"
     log.write_text(said)
     sentence = why_not_launched(log, RuntimeError("exited early"))
@@ -160,7 +160,7 @@ def test_java_says_why_it_does_not_start(tmp_path: Path, said: str, says: str) -
     assert "\n" not in sentence
 
 
-def test_a_master_that_does_not_read(tmp_path: Path) -> None:
+def test_unknown_master_is_one_sentence(tmp_path: Path) -> None:
     done = audit(tmp_path, "--master", "local[many]")
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr == (
@@ -175,7 +175,7 @@ def _no_judge(frames: object) -> Iterator[object]:
     raise ValueError("no judge")
 
 
-def test_what_fails_in_spark_is_one_sentence(
+def test_failure_in_spark_is_one_sentence(
     spark: SparkSession, capfd: pytest.CaptureFixture[str]
 ) -> None:
     from pyspark.sql import functions as F
@@ -196,7 +196,7 @@ def test_what_fails_in_spark_is_one_sentence(
     assert tuple(capfd.readouterr()) == ("", "")  # pyspark logs each of them by itself
 
 
-def test_a_spark_that_has_ended_itself_while_it_started_is_told() -> None:
+def test_spark_that_stops_while_starting_is_one_sentence() -> None:
     class Gone(Exception):
         """What Java raised, when there is no Java to ask any more."""
 
@@ -212,7 +212,7 @@ def test_a_spark_that_has_ended_itself_while_it_started_is_told() -> None:
     assert "logs of the workers" in said
 
 
-def test_a_java_that_has_ended_is_told(tmp_path: Path) -> None:
+def test_ended_java_is_one_sentence(tmp_path: Path) -> None:
     log = tmp_path / "log"
     log.write_text("java.lang.OutOfMemoryError: Java heap space")
     says = r"ended: its memory was too small.*driver\.memory=4g"
@@ -243,7 +243,7 @@ def test_the_end_of_a_session_hides_nothing_where_java_is_gone(
         assert java.poll() == 0
 
 
-def test_a_gap_before_the_first_batch_is_told_and_no_other() -> None:
+def test_only_a_gap_before_the_first_batch_is_refused() -> None:
     from txbroker.spark.stream.stream import _refuse_gaps
 
     def begins(**starts: tuple[int, ...]) -> dict[str, TopicEnds]:
@@ -265,7 +265,7 @@ def test_a_gap_before_the_first_batch_is_told_and_no_other() -> None:
         "Task failed: OffsetOutOfRangeException: Fetch position is out of range",
     ],
 )
-def test_a_stream_that_comes_back_too_late_says_how_to_go_on(said: str) -> None:
+def test_stream_restarted_too_late_names_the_next_step(said: str) -> None:
     from pyspark.errors import StreamingQueryException
 
     from txbroker.spark.stream.stream import gaps_in_words

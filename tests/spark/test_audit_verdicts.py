@@ -88,7 +88,7 @@ def test_every_kind_is_planted(planted: Planted) -> None:
 
 
 @pytest.mark.quick
-def test_what_was_planted_is_found_exactly(planted: Planted, audited: Audited) -> None:
+def test_planted_drift_is_found_exactly(planted: Planted, audited: Audited) -> None:
     expected = planted.planting.expected
     assert not differences(expected.values(), audited.rows)
     strangers = audited.rows.keys() - expected.keys() - {NO_ID}
@@ -125,7 +125,7 @@ def test_the_summary_adds_up(planted: Planted, audited: Audited) -> None:
 
 
 @pytest.mark.timeout(300)
-def test_the_command_tells_everybody_what_it_found(planted: Planted, commanded: Commanded) -> None:
+def test_command_publishes_its_result(planted: Planted, commanded: Commanded) -> None:
     planting, ended, folder = planted.planting, commanded.ended(), commanded.folder
     assert ended.code == 4, ended.err
     summary = ended.summary
