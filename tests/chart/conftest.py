@@ -57,9 +57,9 @@ def render(helm: Helm) -> Render:
         key = yaml.safe_dump(values)
         if key not in known:
             words = ("template", "shop", str(CHART), "--namespace", "pay")
-            code, said = helm(*words, "--kube-version", KUBERNETES, values=values)
-            assert code == 0, said
-            known[key] = [found for found in yaml.safe_load_all(said) if found]
+            code, output = helm(*words, "--kube-version", KUBERNETES, values=values)
+            assert code == 0, output
+            known[key] = [found for found in yaml.safe_load_all(output) if found]
         return known[key]
 
     return rendered

@@ -59,9 +59,9 @@ def everything(render: Render) -> list[Object]:
 
 @every_set
 def test_helm_lint_passes(helm: Helm, name: str) -> None:
-    code, said = helm("lint", "--strict", str(CHART), values=SETS[name])
-    assert code == 0, said
-    assert "[WARNING]" not in said
+    code, output = helm("lint", "--strict", str(CHART), values=SETS[name])
+    assert code == 0, output
+    assert "[WARNING]" not in output
 
 
 @every_set
@@ -98,11 +98,11 @@ def test_names_stay_in_one_namespace_and_are_unique(render: Render, name: str) -
 
 
 def test_a_long_name_of_a_release_is_cut(helm: Helm) -> None:
-    code, said = helm(
+    code, output = helm(
         "template", "a" * 53, str(CHART), "--kube-version", "1.31.0", values=SETS["everything"]
     )
-    assert code == 0, said
-    names = {found["metadata"]["name"] for found in yaml.safe_load_all(said) if found}
+    assert code == 0, output
+    names = {found["metadata"]["name"] for found in yaml.safe_load_all(output) if found}
     # A CronJob adds 11 characters to its name, of 63; a StatefulSet a hash to a label.
     assert max(map(len, names)) <= 52
 
@@ -220,9 +220,9 @@ def test_every_pod_starts_with_settings_that_hold(
     objects = render(SETS[name])
     for number, pod in enumerate(pods(objects)):
         settings = settings_of(pod, objects, tmp_path / str(number))
-        wanted = SETS[name].get("kafka", {})
-        assert settings.kafka == wanted.get("bootstrapServers", "kafka:9092")
-        assert settings.kafka_security_protocol == wanted.get("securityProtocol", "PLAINTEXT")
+        expected = SETS[name].get("kafka", {})
+        assert settings.kafka == expected.get("bootstrapServers", "kafka:9092")
+        assert settings.kafka_security_protocol == expected.get("securityProtocol", "PLAINTEXT")
         for setting, value in SETS[name].get("settings", {}).items():
             assert getattr(settings, setting) == value
         if settings.kafka_security_protocol.startswith("SASL"):
@@ -266,10 +266,10 @@ def test_commands_in_the_pod_find_the_proxy(render: Render, name: str, tmp_path:
     loopback = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}
     settings = settings_of(pod, objects, tmp_path)
     address = settings.admin_address or settings.listen_address
-    wanted = f"http://{loopback[address.host]}:{address.port}"
+    expected = f"http://{loopback[address.host]}:{address.port}"
     if settings.secure:  # the certificate is for names
-        wanted = f"{settings.advertise.rpartition(':')[0]}:{address.port}"
-    assert environment(pod)["TXBROKER_URL"] == wanted
+        expected = f"{settings.advertise.rpartition(':')[0]}:{address.port}"
+    assert environment(pod)["TXBROKER_URL"] == expected
 
 
 def test_large_numbers_are_written_as_they_were_given(everything: list[Object]) -> None:
@@ -415,9 +415,9 @@ def test_an_existing_claim_is_used(render: Render) -> None:
 
 def test_the_rules_are_those_that_were_tried(everything: list[Object]) -> None:
     text = (CHART / "files/alerts.yaml").read_text()
-    wanted = yaml.safe_load(text.replace("docs/runbooks/", "https://example.org/runbooks/"))
-    assert one(everything, "PrometheusRule")["spec"] == wanted
-    assert "https://example.org/runbooks/TxBrokerParking.md" in str(wanted)
+    expected = yaml.safe_load(text.replace("docs/runbooks/", "https://example.org/runbooks/"))
+    assert one(everything, "PrometheusRule")["spec"] == expected
+    assert "https://example.org/runbooks/TxBrokerParking.md" in str(expected)
 
 
 def test_the_dashboard_is_the_one_that_was_made(everything: list[Object]) -> None:
@@ -429,12 +429,12 @@ def test_the_dashboard_is_the_one_that_was_made(everything: list[Object]) -> Non
 
 def test_prometheus_reads_those_too_that_are_not_ready(everything: list[Object]) -> None:
     monitor = one(everything, "ServiceMonitor")
-    wanted = monitor["spec"]["selector"]["matchLabels"]
+    expected = monitor["spec"]["selector"]["matchLabels"]
     assert monitor["metadata"]["labels"]["release"] == "prometheus"
     (service,) = (
         s
         for s in of_kind(everything, "Service")
-        if wanted.items() <= s["metadata"]["labels"].items()
+        if expected.items() <= s["metadata"]["labels"].items()
     )
     assert service["spec"]["publishNotReadyAddresses"] is True
     (endpoint,) = monitor["spec"]["endpoints"]
@@ -494,8 +494,8 @@ def test_the_chart_is_of_this_version() -> None:
 
 
 def test_a_package_holds_what_is_rendered_and_no_tests(helm: Helm, tmp_path: Path) -> None:
-    code, said = helm("package", str(CHART), "--destination", str(tmp_path))
-    assert code == 0, said
+    code, output = helm("package", str(CHART), "--destination", str(tmp_path))
+    assert code == 0, output
     (path,) = tmp_path.glob("*.tgz")
     with tarfile.open(path) as package:
         names = {name.partition("/")[2] for name in package.getnames()}

@@ -122,7 +122,7 @@ def test_without_peer_port_there_is_no_peer_rule(render: Render) -> None:
 
 
 @pytest.mark.parametrize(
-    ("values", "wanted"),
+    ("values", "expected"),
     [
         (PRINCIPALS, {"name": "viewer-token", "key": "token"}),
         (
@@ -132,10 +132,10 @@ def test_without_peer_port_there_is_no_peer_rule(render: Render) -> None:
     ],
 )
 def test_prometheus_may_be_a_viewer(
-    render: Render, values: Mapping[str, Any], wanted: Mapping[str, str]
+    render: Render, values: Mapping[str, Any], expected: Mapping[str, str]
 ) -> None:
     (endpoint,) = one(render(values), "ServiceMonitor")["spec"]["endpoints"]
-    assert endpoint["authorization"]["credentials"] == wanted
+    assert endpoint["authorization"]["credentials"] == expected
 
 
 @pytest.mark.parametrize(

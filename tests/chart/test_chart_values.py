@@ -97,7 +97,7 @@ def test_every_value_is_explained() -> None:
         known = comment or any(known for _, known in above)
         if not known and not line.endswith(":"):
             unexplained.append(line)
-        above = [(at, told) for at, told in above if at < indent] + [(indent, known)]
+        above = [(at, reported) for at, reported in above if at < indent] + [(indent, known)]
         comment = False
     assert unexplained == []
 
@@ -283,17 +283,17 @@ REFUSED: dict[str, tuple[Object, str]] = {
 def test_contradictory_values_are_refused_in_a_sentence(helm: Helm, name: str) -> None:
     values, sentence = REFUSED[name]
     values = {**NEEDED, **values}
-    code, said = helm("template", "shop", str(CHART), "--kube-version", "1.31.0", values=values)
+    code, output = helm("template", "shop", str(CHART), "--kube-version", "1.31.0", values=values)
     assert code != 0
-    assert sentence in said
-    assert "kind: StatefulSet" not in said
+    assert sentence in output
+    assert "kind: StatefulSet" not in output
 
 
 @needs_helm
 def test_a_cluster_that_is_too_old_is_refused(helm: Helm) -> None:
-    code, said = helm("template", "shop", str(CHART), "--kube-version", "1.26.0")
+    code, output = helm("template", "shop", str(CHART), "--kube-version", "1.26.0")
     assert code != 0
-    assert "kubeVersion" in said
+    assert "kubeVersion" in output
 
 
 # --- what is said after an install -----------------------------------------------------------
@@ -311,11 +311,11 @@ def notes(helm: Helm, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str
 
     def shown(name: str) -> str:
         words = ("--show-only", "templates/shown.yaml", "--kube-version", "1.31.0")
-        code, said = helm(
+        code, output = helm(
             "template", "shop", str(chart), "--namespace", "pay", *words, values=SETS[name]
         )
-        assert code == 0, said
-        return str(yaml.safe_load(said)["text"])
+        assert code == 0, output
+        return str(yaml.safe_load(output)["text"])
 
     return shown
 
@@ -338,8 +338,8 @@ def test_the_notes_name_commands_that_are_there(notes: Callable[[str], str], nam
         "principals": " --token-file /etc/txbroker/operator-token/bearer",
         "peer names": " --token-file /etc/txbroker/admin-token/token",
     }.get(name, "")
-    wanted = [f"doctor{token}", f"tx list --state parked{token}"]
-    assert [call for _, call in calls] == wanted
+    expected = [f"doctor{token}", f"tx list --state parked{token}"]
+    assert [call for _, call in calls] == expected
     for pod, call in calls:
         assert pod == f"{service}-0"
         parsed(shlex.split(call))[1].close()
@@ -350,5 +350,7 @@ def test_the_notes_name_commands_that_are_there(notes: Callable[[str], str], nam
 @needs_helm
 def test_the_notes_show_how_to_read_the_token(notes: Callable[[str], str]) -> None:
     key = EVERYTHING["token"]["key"]
-    wanted = f"""get secret our-token -o go-template='{{{{index .data "{key}" | base64decode}}}}'"""
-    assert wanted in notes("everything")
+    expected = (
+        f"""get secret our-token -o go-template='{{{{index .data "{key}" | base64decode}}}}'"""
+    )
+    assert expected in notes("everything")

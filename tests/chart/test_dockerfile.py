@@ -76,9 +76,9 @@ def builder(tmp_path_factory: pytest.TempPathFactory) -> Builder:
     """Builds in folders from a Debian that debootstrap makes, with the same Python."""
     work = tmp_path_factory.mktemp("images")
     context, base = work / "context", work / "debian"
-    wanted = "ca-certificates,python3,python3-venv"
+    expected = "ca-certificates,python3,python3-venv"
     subprocess.run(
-        ["debootstrap", "--variant=minbase", f"--include={wanted}", SUITE, base, MIRROR],
+        ["debootstrap", "--variant=minbase", f"--include={expected}", SUITE, base, MIRROR],
         check=True, capture_output=True, timeout=900,
     )  # fmt: skip
     # The way out of this machine, which Docker would give too.

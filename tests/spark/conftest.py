@@ -73,6 +73,8 @@ def commanded(planted: Planted, tmp_path_factory: pytest.TempPathFactory) -> Ite
 def _begun_early(request: pytest.FixtureRequest) -> None:
     """Begin what takes half a minute of one processor with the first test that needs Spark or
     Kafka. The test that waits for it is in this folder's last file."""
-    wanted = any("commanded" in getattr(item, "fixturenames", ()) for item in request.session.items)
-    if wanted and {"spark", "kafka"} & set(request.fixturenames):
+    expected = any(
+        "commanded" in getattr(item, "fixturenames", ()) for item in request.session.items
+    )
+    if expected and {"spark", "kafka"} & set(request.fixturenames):
         request.getfixturevalue("commanded")

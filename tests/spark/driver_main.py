@@ -25,10 +25,10 @@ def main(database: str, packages: str, *ids: str) -> None:
     if packages:
         conf["spark.jars.packages"] = packages
     with spark_session(SparkSettings("local[2]", conf)) as spark:
-        told = [(id, "promoted", "shop", [], [("orders", 0, 1, 0)], 1, 1) for id in ids]
+        reported = [(id, "promoted", "shop", [], [("orders", 0, 1, 0)], 1, 1) for id in ids]
         business = BusinessTable(f"jdbc:sqlite:{database}", "orders", "id")
         terms = Terms(1_800_000_000_000)
-        table = spark.createDataFrame(told, COLUMNS)
+        table = spark.createDataFrame(reported, COLUMNS)
         found, counts = compare(spark, table, business, terms, half_partitions=3)
         rows = {row["id"]: row["kind"] for row in found.collect()}
     print(json.dumps({"found": rows, "counts": counts}))

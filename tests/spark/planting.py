@@ -331,8 +331,10 @@ class Planting:
         latest = dict.fromkeys(places, OffsetSpec.latest())
         ends = [
             {
-                (place.topic, place.partition): told.result(_TIMEOUT_S).offset
-                for place, told in self._admin.list_offsets(latest, isolation_level=level).items()
+                (place.topic, place.partition): reported.result(_TIMEOUT_S).offset
+                for place, reported in self._admin.list_offsets(
+                    latest, isolation_level=level
+                ).items()
             }
             for level in (IsolationLevel.READ_COMMITTED, IsolationLevel.READ_UNCOMMITTED)
         ]

@@ -77,7 +77,7 @@ class StreamWorld:
         rows = read_verdicts(self._spark, settings.out, (summary.run,)).collect()
         return Batch(summary, {(row["id"], kind) for row in rows for kind in row["findings"]})
 
-    async def told(self) -> list[dict[str, Any]]:
+    async def reported(self) -> list[dict[str, Any]]:
         """Return the values of all records of the drift topic."""
         records = await asyncio.to_thread(read_topics, self.bootstrap, [self.names.drift])
         events = [json.loads(record.value or b"") for record in records]
@@ -86,9 +86,9 @@ class StreamWorld:
 
     async def kinds(self) -> set[tuple[str, str]]:
         """Return which findings were told of which transactions; each was told once."""
-        told = [(each["id"], each["kind"]) for each in await self.told()]
-        assert len(told) == len(set(told)), told
-        return set(told)
+        reported = [(each["id"], each["kind"]) for each in await self.reported()]
+        assert len(reported) == len(set(reported)), reported
+        return set(reported)
 
 
 async def reached(stream: AuditStream, condition: Callable[[], bool]) -> None:

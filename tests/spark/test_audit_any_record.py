@@ -242,8 +242,8 @@ def audit(
 def verdicts(spark: SparkSession, folder: Path, runs: Sequence[RunSummary]) -> dict[str, Any]:
     """Return the verdicts that count, by id; ids of the far future have days beyond Python's."""
     rows = current_verdicts(spark, str(folder / "out"), [each.run for each in runs])
-    told = rows.drop("run", "day", "places").collect()
-    return {row["id"]: row.asDict() for row in told}
+    reported = rows.drop("run", "day", "places").collect()
+    return {row["id"]: row.asDict() for row in reported}
 
 
 @pytest.mark.timeout(600)
@@ -305,8 +305,8 @@ def test_records_of_others_are_named_and_no_drift(
     assert found.quarantined == 204
     places = {(each.topic, each.partition, each.offset): each.why for each in found.set_aside}
     assert places["orders", PARTITION, 0] == "its txb-id is not a transaction id"
-    told = json.loads(json.dumps(as_row(found)))
-    first = next(each for each in told["set_aside"] if each["topic"] == "orders")
+    reported = json.loads(json.dumps(as_row(found)))
+    first = next(each for each in reported["set_aside"] if each["topic"] == "orders")
     assert (first["partition"], first["offset"], first["own"]) == (PARTITION, 0, False)
     page = render(found, [])
     assert "its txb-id is not a transaction id" in page
@@ -431,11 +431,11 @@ def test_findings_without_half_are_found_in_any_run(
         expected |= {"visible_without_half": 1, "marker_without_half": 1}
     assert parts.mode == "incremental"
     assert parts.drift == once.drift == expected
-    told = [
+    reported = [
         verdicts(spark, tmp_path / "parts", [first, parts]),
         verdicts(spark, tmp_path / "once", [once]),
     ]
     for each in (back, twice, *unprepared):
-        found = [(rows[each[0].id]["verdict"], rows[each[0].id]["findings"]) for rows in told]
+        found = [(rows[each[0].id]["verdict"], rows[each[0].id]["findings"]) for rows in reported]
         assert found[0] == found[1]
         assert found[0][1]

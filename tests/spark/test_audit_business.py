@@ -62,11 +62,11 @@ def found(result: tuple[DataFrame, dict[str, int]]) -> dict[str, str]:
 
 def test_every_end_is_compared_with_its_row(spark: SparkSession, tmp_path: Path) -> None:
     def rows_of(state: str, count: int, **fields: Any) -> list[tuple[Any, ...]]:
-        first = len(told)
-        told.extend(verdict(id_of(first + n), state, **fields) for n in range(count))
-        return told[first:]
+        first = len(reported)
+        reported.extend(verdict(id_of(first + n), state, **fields) for n in range(count))
+        return reported[first:]
 
-    told: list[tuple[Any, ...]] = []
+    reported: list[tuple[Any, ...]] = []
     right = rows_of("promoted", 3, visible=True)
     silent = rows_of("promoted", 2, visible=True)
     back = rows_of("rolled_back", 2)
@@ -80,7 +80,7 @@ def test_every_end_is_compared_with_its_row(spark: SparkSession, tmp_path: Path)
     with_row = [row[1] for row in (*right, *back_with_row, *still_open, *gone, *void, lost, late)]
     business = written(spark, tmp_path, [*with_row, unknown, right[0][1], None, None, "no id"])
 
-    result = compare(spark, verdicts(spark, [*told, lost, late]), business, TERMS)
+    result = compare(spark, verdicts(spark, [*reported, lost, late]), business, TERMS)
 
     expected = {row[1]: "message_without_row" for row in silent}
     for row in (*back_with_row, *void, lost, late):
@@ -101,16 +101,16 @@ def test_every_end_is_compared_with_its_row(spark: SparkSession, tmp_path: Path)
 def test_young_transactions_have_no_findings(spark: SparkSession, tmp_path: Path) -> None:
     """Rows are read after the topics: a row may be younger than all that was read of them."""
     young_ms = NOW_MS - TERMS.late_after_ms + 1
-    told = [
+    reported = [
         verdict(id_of(1), "promoted", visible=True, at_ms=young_ms),
         verdict(id_of(2), "rolled_back", at_ms=young_ms),
         verdict(id_of(3, NOW_MS - 1000), "void", at_ms=None),
     ]
     after_cut = id_of(4, NOW_MS + 5000)
     still_counts = id_of(5, NOW_MS - TERMS.dedup_window_ms)
-    business = written(spark, tmp_path, [id_of(2), told[2][1], after_cut, still_counts])
+    business = written(spark, tmp_path, [id_of(2), reported[2][1], after_cut, still_counts])
 
-    result = compare(spark, verdicts(spark, told), business, TERMS)
+    result = compare(spark, verdicts(spark, reported), business, TERMS)
 
     assert found(result) == {}
     assert result[1]["rows_young"] == 4
@@ -120,14 +120,14 @@ def test_ages_of_decision_and_id_count_to_the_millisecond(
     spark: SparkSession, tmp_path: Path
 ) -> None:
     at_ms = NOW_MS - TERMS.late_after_ms
-    told = [
+    reported = [
         verdict(id_of(1), "promoted", visible=True, at_ms=at_ms),
         verdict(id_of(2), "rolled_back", at_ms=at_ms),
     ]
     unknown = id_of(3, NOW_MS - TERMS.dedup_window_ms - 1)
     business = written(spark, tmp_path, [id_of(2), unknown])
 
-    assert found(compare(spark, verdicts(spark, told), business, TERMS)) == {
+    assert found(compare(spark, verdicts(spark, reported), business, TERMS)) == {
         id_of(1): "message_without_row",
         id_of(2): "row_without_message",
         unknown: "row_without_message",
@@ -135,14 +135,17 @@ def test_ages_of_decision_and_id_count_to_the_millisecond(
 
 
 def test_only_groups_that_write_rows_need_them(spark: SparkSession, tmp_path: Path) -> None:
-    told = [
+    reported = [
         verdict(id_of(n), "promoted", visible=True, group=group)
         for n, group in enumerate(("shop", "mail", "bills"))
     ]
     business = written(spark, tmp_path, [])
     both = BusinessTable(business.source, business.table, "tx", groups=("shop", "bills"))
 
-    assert set(found(compare(spark, verdicts(spark, told), both, TERMS))) == {id_of(0), id_of(2)}
+    assert set(found(compare(spark, verdicts(spark, reported), both, TERMS))) == {
+        id_of(0),
+        id_of(2),
+    }
 
 
 def test_rows_from_before_the_logs_begin_are_not_judged(
@@ -191,10 +194,10 @@ def database(spark: SparkSession) -> Iterator[str]:
 
 
 def test_a_table_of_a_database_is_read_in_parts(spark: SparkSession, database: str) -> None:
-    told = [verdict(id_of(n), "promoted", visible=True) for n in range(8)]
+    reported = [verdict(id_of(n), "promoted", visible=True) for n in range(8)]
     business = BusinessTable(database, "orders", "tx id")
 
-    result = compare(spark, verdicts(spark, told), business, TERMS, half_partitions=3)
+    result = compare(spark, verdicts(spark, reported), business, TERMS, half_partitions=3)
 
     assert found(result) == {
         id_of(7): "message_without_row",
@@ -210,7 +213,7 @@ def test_a_missing_table_of_a_database(spark: SparkSession, database: str) -> No
 
 
 @pytest.mark.parametrize(
-    ("business", "said"),
+    ("business", "output"),
     [
         (BusinessTable("mysql://x", "t", "id"), "must be jdbc:URL or parquet:PATH"),
         (BusinessTable("jdbc:nothing:x", "", "id"), "--table"),
@@ -223,9 +226,9 @@ def test_a_missing_table_of_a_database(spark: SparkSession, database: str) -> No
     ],
 )
 def test_unreadable_business_is_one_sentence(
-    spark: SparkSession, business: BusinessTable, said: str
+    spark: SparkSession, business: BusinessTable, output: str
 ) -> None:
-    with pytest.raises(ConfigurationError, match=said) as refused:
+    with pytest.raises(ConfigurationError, match=output) as refused:
         compare(spark, verdicts(spark, []), business, TERMS)
     assert "\n" not in str(refused.value)
     assert "secret" not in str(refused.value)

@@ -82,7 +82,7 @@ def data_dir(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "says"),
+    ("arguments", "reason"),
     [
         ("run --conf driver.memory=1g", "expected a Spark setting, spark.NAME=VALUE"),
         ("run --conf spark.driver.memory", "expected a Spark setting, spark.NAME=VALUE"),
@@ -109,10 +109,10 @@ def data_dir(tmp_path: Path) -> Path:
         ("shw", "Did you mean 'show'?"),
     ],
 )
-def test_wrong_usage(call: Call, arguments: str, says: str) -> None:
+def test_wrong_usage(call: Call, arguments: str, reason: str) -> None:
     result = call(*arguments.split())
     assert (result.code, result.out) == (2, "")
-    assert says in result.err
+    assert reason in result.err
 
 
 def test_help_and_show_need_no_spark(data_dir: Path) -> None:
@@ -191,10 +191,10 @@ def test_set_aside_and_missing_targets_are_shown(capsys: pytest.CaptureFixture[s
     assert any(line.startswith("unreadable 1 yes ") for line in printed)
     assert any(line.startswith("target_missing 2 yes ") for line in printed)
     assert sum(line.endswith("no id") for line in printed) == 9
-    said = drift_in_words(found)
-    assert "30 records are unreadable and were set aside, 1 of them ours." in said
-    assert "Targets that do not exist: bills." in said
-    assert "Own record unreadable: 1, Target missing: 2" in said
+    output_text = drift_in_words(found)
+    assert "30 records are unreadable and were set aside, 1 of them ours." in output_text
+    assert "Targets that do not exist: bills." in output_text
+    assert "Own record unreadable: 1, Target missing: 2" in output_text
 
 
 def test_the_table_in_the_guide_is_what_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
@@ -222,10 +222,12 @@ def test_missing_topics_are_left_out(call: Call, tmp_path: Path, data_dir: Path)
 
 def test_a_run_in_words() -> None:
     assert drift_in_words(CLEAN).endswith("10 transactions in 1m01s, 1 pending. No drift.")
-    said = drift_in_words(DRIFTED)
-    assert said.endswith("Drift! Committed, not visible: lost: 1, Committed, not visible: late: 1.")
-    assert "Retention removed up to 7 records" in said
-    assert "3 records are unreadable" in said
+    output_text = drift_in_words(DRIFTED)
+    assert output_text.endswith(
+        "Drift! Committed, not visible: lost: 1, Committed, not visible: late: 1."
+    )
+    assert "Retention removed up to 7 records" in output_text
+    assert "3 records are unreadable" in output_text
 
 
 # --- a run that is only played ---------------------------------------------------------------
@@ -363,9 +365,9 @@ def test_a_run_that_finds_nothing_fails_as_ever(
 
 
 def test_full_run_reports_earlier_retention() -> None:
-    says = " Retention had removed the beginning of 1 of 4 topics, which was not judged."
-    assert says in drift_in_words(summary(0))
-    assert says not in drift_in_words(summary(0, mode="incremental"))
+    reason = " Retention had removed the beginning of 1 of 4 topics, which was not judged."
+    assert reason in drift_in_words(summary(0))
+    assert reason not in drift_in_words(summary(0, mode="incremental"))
 
 
 @pytest.mark.parametrize("module", ["pyspark", "pandas", "pyarrow", "google.protobuf"])

@@ -100,7 +100,7 @@ def start(spark_home: Path, tmp_path: Path) -> Iterator[Callable[..., Path]]:
         process.wait(30)
 
 
-def said(log: Path, pattern: str) -> str:
+def output(log: Path, pattern: str) -> str:
     """Wait until a log says something; return what the pattern's group matches."""
     deadline = time.monotonic() + DEADLINE_S
     while (found := re.search(pattern, log.read_text())) is None:
@@ -114,12 +114,12 @@ def test_a_standalone_master_and_worker(
     planted: Planting, bare: tuple[str, ...], start: Callable[..., Path], tmp_path: Path
 ) -> None:
     master = start("master.Master", "--host", "127.0.0.1", "--port", "0", "--webui-port", "0")
-    url = said(master, r"Starting Spark master at (spark://\S+)")
+    url = output(master, r"Starting Spark master at (spark://\S+)")
     worker = start(
         "worker.Worker", "--host", "127.0.0.1", "--cores", "2", "--memory", "2g",
         "--webui-port", "0", "--work-dir", str(tmp_path / "work"), url,
     )  # fmt: skip
-    said(worker, r"(Successfully registered with master)")
+    output(worker, r"(Successfully registered with master)")
     ended = audit(
         planted, tmp_path, "--master", url, *bare,
         SPARK_LOCAL_IP="127.0.0.1", PYSPARK_PYTHON=sys.executable,

@@ -118,8 +118,8 @@ def test_records_removed_by_retention_are_counted(kafka: EmbeddedKafka) -> None:
     place = TopicPartition(topic, 0, 4)
     admin.delete_records([place])[place].result(30)
     now = access.ends([topic])[topic]
-    told = first.kept_ms, first.id
-    read = TopicRead(topic, (4, 0), (4, 1), (5, 1), 1, False, (), *told)
+    reported = first.kept_ms, first.id
+    read = TopicRead(topic, (4, 0), (4, 1), (5, 1), 1, False, (), *reported)
     assert read_on(now, first) == read
     whole = msgspec.structs.replace(read, begins=(4, 0))
     # Of what was taken before the first run nobody knows what it was, nor whose.

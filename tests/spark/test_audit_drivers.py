@@ -40,9 +40,9 @@ def database(tmp_path: Path) -> Path:
 def test_a_driver_is_fetched_as_a_package(database: Path) -> None:
     done = run(database, DRIVER)
     assert done.returncode == 0, done.stderr
-    told = json.loads(done.stdout)
-    assert told["found"] == {IDS[0]: "message_without_row", IDS[4]: "row_without_message"}
-    assert told["counts"]["rows"] == 4
+    reported = json.loads(done.stdout)
+    assert reported["found"] == {IDS[0]: "message_without_row", IDS[4]: "row_without_message"}
+    assert reported["counts"]["rows"] == 4
 
 
 @pytest.mark.timeout(300)

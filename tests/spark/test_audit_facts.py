@@ -237,7 +237,7 @@ def test_a_promoted_record_has_the_hashes_of_its_half_message(
     from txbroker.spark.facts.messages import half_facts, visible_facts
 
     rng = random.Random(5)
-    halves, promoted, told = [], [], []
+    halves, promoted, reported = [], [], []
     for _ in range(150):
         half = some_half(rng)
         count = len(half.messages)
@@ -249,11 +249,11 @@ def test_a_promoted_record_has_the_hashes_of_its_half_message(
             )
             halves.append(record)
             promoted.append(Record(message.key, message.value, headers))
-            told.append((half.id, number, count))
+            reported.append((half.id, number, count))
     before = rows_of(half_facts(frame(spark, halves)))
     after = rows_of(visible_facts(frame(spark, promoted, "orders"), prefix))
     assert before.keys() == after.keys()
-    for offset, (id, number, count) in enumerate(told):
+    for offset, (id, number, count) in enumerate(reported):
         row, was = after[offset], before[offset]
         assert (row["why"], row["id"], row["topic"], row["append_time"]) == (
             None,

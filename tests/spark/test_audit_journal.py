@@ -188,10 +188,10 @@ def test_files_of_others_are_left_alone(tmp_path: Path) -> None:
     connection = sqlite3.connect(other)
     connection.execute("create table mine (a)")
     connection.close()
-    for path, said in ((text, "not a SQLite file"), (other, "another application")):
+    for path, output in ((text, "not a SQLite file"), (other, "another application")):
         before = path.read_bytes()
         for call in (Journal(path).last, lambda path=path: Journal(path).add(summary())):
-            with pytest.raises(ConfigurationError, match=said) as raised:
+            with pytest.raises(ConfigurationError, match=output) as raised:
                 call()
             assert "\n" not in str(raised.value)
         assert path.read_bytes() == before

@@ -52,8 +52,8 @@ class Reader(NamedTuple):
         topics = ("half", "op", "parked", "audit", "audit.drift")
         names = TopicNames(*(f"{prefix}.{topic}" for topic in topics))
         settings = load_settings(given, environ={})
-        wanted = AuditSettings(self.out, self.folder, names, TERMS, mode)  # type: ignore[arg-type]
-        return run_audit(self.spark, access_from(settings), wanted)
+        expected = AuditSettings(self.out, self.folder, names, TERMS, mode)  # type: ignore[arg-type]
+        return run_audit(self.spark, access_from(settings), expected)
 
     @property
     def out(self) -> str:
@@ -94,7 +94,7 @@ async def world(kafka: EmbeddedKafka) -> AsyncIterator[ProxyProcess]:
         await made.close()
 
 
-def said(summary: RunSummary) -> str:
+def output(summary: RunSummary) -> str:
     """Return what a run has found, for people."""
     return f"{summary.mode} {summary.run}: {summary.drift} {summary.examples[:5]}"
 
@@ -132,7 +132,7 @@ async def test_audits_of_a_proxy_that_works_and_is_killed_find_nothing(
             mode = "full" if number in FULL else "incremental"
             summary = await asyncio.to_thread(reader.audit, mode)
             print(f"{number} {mode}: {summary.took_s:.0f} s, {load.finished} finished", flush=True)
-            assert not summary.has_drift, said(summary)
+            assert not summary.has_drift, output(summary)
             assert summary.quarantined == 0
             assert summary.taken == {}
             judged += summary.transactions
@@ -147,7 +147,7 @@ async def test_audits_of_a_proxy_that_works_and_is_killed_find_nothing(
     message = {"topic": topics[0], "value": "waits"}
     waiting = [await world.prepare(message, group="slow", check_after_s=600) for _ in range(5)]
     summary = await asyncio.to_thread(reader.audit, "incremental")
-    assert not summary.has_drift, said(summary)
+    assert not summary.has_drift, output(summary)
     states = await asyncio.to_thread(reader.states)
     unsettled = {
         id: state for id, state in states.items() if state not in ("promoted", "rolled_back")

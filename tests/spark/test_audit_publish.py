@@ -31,16 +31,16 @@ async def world(kafka: Any) -> Any:
 
 
 def test_every_kind_is_published_even_with_count_zero() -> None:
-    told = news_of(drifted(business={"compared": 5}))
-    assert set(KIND_NAMES) < set(told.drift)
-    assert {kind: count for kind, count in told.drift.items() if count} == {
+    reported = news_of(drifted(business={"compared": 5}))
+    assert set(KIND_NAMES) < set(reported.drift)
+    assert {kind: count for kind, count in reported.drift.items() if count} == {
         "lost": 2,
         "visible_twice": 1,
     }
-    assert told.drift["message_without_row"] == 0
+    assert reported.drift["message_without_row"] == 0
     assert "message_without_row" not in news_of(summary()).drift
-    assert told.ended_ms == STARTED_MS + 12_500
-    assert (told.taken, told.quarantined, told.carried) == (7, 1, 27)
+    assert reported.ended_ms == STARTED_MS + 12_500
+    assert (reported.taken, reported.quarantined, reported.carried) == (7, 1, 27)
 
 
 def test_unpublished_findings_are_published_with_new_ones() -> None:
@@ -49,14 +49,14 @@ def test_unpublished_findings_are_published_with_new_ones() -> None:
         drifted(2, drift={"visible_twice": 2, "lost": 5}),
     ]
     now = summary(3, drift={"visible_twice": 1, "late": 1})
-    told = news_of(now, untold)
+    reported = news_of(now, untold)
     # Who is late or lost is so in the later run, too, if nothing has mended it.
-    assert {kind: count for kind, count in told.drift.items() if count} == {
+    assert {kind: count for kind, count in reported.drift.items() if count} == {
         "visible_twice": 3,
         "late": 1,
         "row_without_message": 1,
     }
-    assert told.run == now.run
+    assert reported.run == now.run
 
 
 def test_records_a_stream_skipped_are_published() -> None:
@@ -66,8 +66,8 @@ def test_records_a_stream_skipped_are_published() -> None:
     stream._sink = cast(FindingSink, SimpleNamespace(progress=StreamProgress(strangers=3)))
     stream._home = StreamManifest(name="n", installation="half", started_ms=5, buckets=1, slot_ms=1)
     stream._judged_ms = 0
-    told = decode_news(encode_news(news_of(stream.summary())))
-    assert told.strangers == 3
+    reported = decode_news(encode_news(news_of(stream.summary())))
+    assert reported.strangers == 3
     assert news_of(summary()).strangers == 0
 
 
@@ -85,27 +85,27 @@ def test_records_a_stream_skipped_are_reported_on_stderr(
             return summary(mode="stream", strangers=(self.looks - 1) // 2 * 7)
 
     _report_until_end(cast(AuditStream, Watched()))
-    told = capsys.readouterr().err
-    assert told.startswith("7 records arrived after the stream had dropped ")
-    assert told.count("records came") == 1
+    reported = capsys.readouterr().err
+    assert reported.startswith("7 records arrived after the stream had dropped ")
+    assert reported.count("records arrived") == 1
 
 
 def test_published_record_stays_small_for_any_run() -> None:
     many = {f"topic-{number:05}-{'x' * 200}": number for number in range(5000)}
     example = drifted().examples[0]
-    told = news_of(drifted(taken=many, examples=(example,) * 5000))
-    assert told.taken == sum(many.values())
-    assert len(told.taken_topics) == 50
-    assert max(many, key=many.__getitem__) in told.taken_topics
+    reported = news_of(drifted(taken=many, examples=(example,) * 5000))
+    assert reported.taken == sum(many.values())
+    assert len(reported.taken_topics) == 50
+    assert max(many, key=many.__getitem__) in reported.taken_topics
 
 
 def test_set_aside_and_missing_targets_are_published() -> None:
     aside = BrokenRecord("orders", 1, 7, "why", own=True)
     found = drifted(set_aside=(aside,), missing_targets={"gone": 2}, drift={"target_missing": 2})
-    told = decode_news(encode_news(news_of(found)))
-    assert told.set_aside == [UnreadRecord("orders", 1, 7, "why")]
-    assert told.missing_targets == {"gone": 2}
-    assert (told.drift["target_missing"], told.drift["unreadable"]) == (2, 0)
+    reported = decode_news(encode_news(news_of(found)))
+    assert reported.set_aside == [UnreadRecord("orders", 1, 7, "why")]
+    assert reported.missing_targets == {"gone": 2}
+    assert (reported.drift["target_missing"], reported.drift["unreadable"]) == (2, 0)
     untold = [drifted(1, drift={"target_missing": 3, "overdue": 1, "unreadable": 4})]
     later = news_of(summary(2), untold).drift
     assert {kind: count for kind, count in later.items() if count} == {"unreadable": 4}
@@ -143,9 +143,9 @@ async def test_a_proxy_shows_what_was_published(world: KafkaHarness) -> None:
             await until(over)
         finally:
             await service.stop()
-    told = await world.visible(world.name("audit"))
-    assert [record.key for record in told] == [b"batch"] * 3
-    assert decode_news(told[-1].value or b"").run == "run-000002"
+    reported = await world.visible(world.name("audit"))
+    assert [record.key for record in reported] == [b"batch"] * 3
+    assert decode_news(reported[-1].value or b"").run == "run-000002"
 
 
 async def test_missing_audit_topic_names_the_next_step(world: KafkaHarness) -> None:

@@ -133,7 +133,7 @@ def test_inserted_values_stay_text(value: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("told", "headline"),
+    ("reported", "headline"),
     [
         (summary(), "Everything ended as it was decided"),
         (summary(transactions=0, states={}), "There was nothing to judge"),
@@ -144,17 +144,17 @@ def test_inserted_values_stay_text(value: str) -> None:
         (drifted(transactions=0), "Not everything ended as it was decided"),
     ],
 )
-def test_headline_shows_whether_there_is_drift(told: RunSummary, headline: str) -> None:
-    page = render(told, [])
+def test_headline_shows_whether_there_is_drift(reported: RunSummary, headline: str) -> None:
+    page = render(reported, [])
     assert "".join(parsed(page).find(".//h1").itertext()) == headline  # type: ignore[union-attr]
-    assert (parsed(page).find(".//div[@class='verdict ok']") is None) == told.has_drift
+    assert (parsed(page).find(".//div[@class='verdict ok']") is None) == reported.has_drift
 
 
 def test_report_shows_findings_and_records_not_judged() -> None:
-    told = words(render(drifted(terms=Terms(STARTED_MS, late_after_ms=90_000)), []))
+    reported = words(render(drifted(terms=Terms(STARTED_MS, late_after_ms=90_000)), []))
     for example in drifted().examples:
-        assert example.id in told
-        assert example.why in told
+        assert example.id in reported
+        assert example.why in reported
     for expected in (
         "3 findings in 1,100 transactions: Visible twice 1 Committed, not visible: lost 2",
         "Retention removed 7 records before the audit read them.",
@@ -164,16 +164,16 @@ def test_report_shows_findings_and_records_not_judged() -> None:
         "and lost after 10 min",
         "Started 2025-10-09 08:53:20 UTC, took 12 s; 3,806 records read.",
     ):
-        assert expected in told
+        assert expected in reported
 
 
 def test_a_kind_with_many_offenders_hides_none_of_another() -> None:
     many = [Example(f"{'0' * 23}{n:03}", ("late",), "g", "") for n in range(20)]
     grave = Example("G" * 26, ("too_many_attempts", "visible_twice"), "g", "")
-    told = drifted(drift={"late": 20, "visible_twice": 1}, examples=(*many, grave))
+    reported = drifted(drift={"late": 20, "visible_twice": 1}, examples=(*many, grave))
     section = next(
         one
-        for one in parsed(render(told, [])).iter("section")
+        for one in parsed(render(reported, [])).iter("section")
         if one.findtext("h2") == "Top offenders"
     )
     near, far = (
@@ -191,8 +191,8 @@ def test_a_kind_with_many_offenders_hides_none_of_another() -> None:
 
 def test_largest_topics_and_groups_have_plots() -> None:
     labels = [f"{kind}:n{n}" for kind in ("group", "topic") for n in range(20, 0, -1)]
-    told = summary(decide_latency=[Histogram(label, (1, 2), (1, 1, 0)) for label in labels])
-    shown = ["".join(one.itertext()) for one in parsed(render(told, [])).iter("h3")]
+    reported = summary(decide_latency=[Histogram(label, (1, 2), (1, 1, 0)) for label in labels])
+    shown = ["".join(one.itertext()) for one in parsed(render(reported, [])).iter("h3")]
     firsts = [f"n{n}" for n in range(20, 20 - PAIRS_SHOWN, -1)]
     assert shown == [f"{kind} {name}" for kind in ("topic", "group") for name in firsts]
 
@@ -213,9 +213,9 @@ def test_every_kind_has_its_row_with_this_run_and_the_one_before() -> None:
 
 def test_business_and_unknown_kinds_are_shown_where_found() -> None:
     assert "Message without row" not in words(render(drifted(), []))
-    told = words(render(drifted(drift={"row_without_message": 3, "brand_new": 4}), []))
-    assert "Row without message 3" in told
-    assert "brand_new 4" in told
+    reported = words(render(drifted(drift={"row_without_message": 3, "brand_new": 4}), []))
+    assert "Row without message 3" in reported
+    assert "brand_new 4" in reported
 
 
 def rows_of_history(page: str) -> dict[str, str]:
@@ -264,10 +264,10 @@ def test_plots_have_names_descriptions_and_tables_beside_them() -> None:
 
 
 def test_sections_without_data_are_left_out() -> None:
-    told = words(render(summary(cut=None), []))
-    assert "Age of pending transactions" not in told
-    assert "Prepare, decision, visible" not in told
-    assert "Records read" in told
+    reported = words(render(summary(cut=None), []))
+    assert "Age of pending transactions" not in reported
+    assert "Prepare, decision, visible" not in reported
+    assert "Records read" in reported
 
 
 # --- figures ---------------------------------------------------------------------------------
@@ -435,13 +435,13 @@ def test_groups_with_the_most_drift_come_from_the_verdicts(spark: Any, tmp_path:
         known = {"run": run, "grp": grp, "findings": list(findings), "id": "x"}
         return tuple(known.get(name) for name in names)
 
-    told = drifted()
-    rows = [row(told.run, "<orders>", "lost", "late")] * 3 + [
-        row(told.run, None, KIND_NAMES[0]),
-        row(told.run, "clean"),
+    reported = drifted()
+    rows = [row(reported.run, "<orders>", "lost", "late")] * 3 + [
+        row(reported.run, None, KIND_NAMES[0]),
+        row(reported.run, "clean"),
         row("another run", "bills", "lost"),
     ]
-    write_report(tmp_path / "a.html", told, [], spark.createDataFrame(rows, VERDICT))
+    write_report(tmp_path / "a.html", reported, [], spark.createDataFrame(rows, VERDICT))
     page = (tmp_path / "a.html").read_text(encoding="utf-8")
     assert (
         "<orders> Committed, not visible: late 3 <orders> Committed, not visible: lost 3 "

@@ -193,7 +193,7 @@ async def test_a_stream_reads_around_records_that_spark_cannot_read(
                 await confirmed(stream)
         finally:
             await asyncio.to_thread(stream.stop)
-        assert await world.told() == []
+        assert await world.reported() == []
         summary = stream.summary()
         assert (summary.states, summary.drift, summary.quarantined) == ({"promoted": 2}, {}, 4)
         places = {(each.topic, each.partition, each.own) for each in summary.set_aside}

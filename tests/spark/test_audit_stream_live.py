@@ -96,7 +96,7 @@ async def test_a_proxy_at_work_is_followed_without_an_alarm(
             await confirmed(stream)
         finally:
             await asyncio.to_thread(stream.stop)
-        assert await world.told() == []
+        assert await world.reported() == []
         summary = stream.summary()
         assert summary.drift == {}
         assert summary.quarantined == 0

@@ -41,7 +41,7 @@ class Stream:
     def __init__(self, terms: StreamTerms = TERMS) -> None:
         self.shelf, self.terms = Shelf(), terms
         self.moment_ms = T0
-        self.told: list[tuple[str, str]] = []
+        self.reported: list[tuple[str, str]] = []
         self.drift: dict[str, int] = {}
         self.states: dict[str, int] = {}
         self.strangers = 0
@@ -51,7 +51,7 @@ class Stream:
         """Give it records."""
         heard = Bucket(self.shelf, self.terms, self.moment_ms).look(facts)
         self.due_ms = heard.due_ms
-        self.told += [(each.id, each.kind) for each in heard.drift]
+        self.reported += [(each.id, each.kind) for each in heard.drift]
         for (what, name), number in heard.counts.items():
             if what == "stranger":
                 self.strangers += number
@@ -134,7 +134,7 @@ def test_topics_read_in_any_order_raise_no_alarm(stream: Stream) -> None:
     stream.rise(RISES - 1)
     stream.read(second.half())
     stream.go(1_000_000)
-    assert stream.told == []
+    assert stream.reported == []
     assert stream.states == {"promoted": 1, "rolled_back": 1, "void": 0}
 
 
@@ -142,13 +142,13 @@ def test_one_sided_evidence_is_reported_once_at_third_moment(stream: Stream) -> 
     tx = Tx()
     stream.read(tx.half(), tx.visible())
     stream.rise(RISES - 1)
-    assert stream.told == []
+    assert stream.reported == []
     stream.rise(1)
-    assert stream.told == [(tx.id, "visible_without_commit")]
+    assert stream.reported == [(tx.id, "visible_without_commit")]
     stream.rise(10)
     stream.read(tx.op())
     stream.go(1_000_000)
-    assert stream.told == [(tx.id, "visible_without_commit")]
+    assert stream.reported == [(tx.id, "visible_without_commit")]
     assert stream.drift == {"visible_without_commit": 0}
 
 
@@ -157,25 +157,25 @@ def test_the_same_moment_again_does_not_count(stream: Stream) -> None:
     stream.read(tx.half(), tx.op("rollback"), tx.visible())
     for _ in range(10):
         stream.read()
-    assert stream.told == []
+    assert stream.reported == []
     stream.rise(RISES)
-    assert stream.told == [(tx.id, "rolled_back_visible")]
+    assert stream.reported == [(tx.id, "rolled_back_visible")]
 
 
 def test_a_commit_is_late_then_lost_by_the_moment_and_heals(stream: Stream) -> None:
     tx = Tx()
     stream.read(tx.half(), tx.op())
     stream.go(60_000)
-    assert stream.told == []
+    assert stream.reported == []
     stream.go(1)
-    assert stream.told == [(tx.id, "late")]
+    assert stream.reported == [(tx.id, "late")]
     stream.go(540_000)
-    assert stream.told == [(tx.id, "late"), (tx.id, "lost")]
+    assert stream.reported == [(tx.id, "late"), (tx.id, "lost")]
     assert stream.drift == {"late": 0, "lost": 1}
     stream.read(tx.visible())
     assert stream.drift == {"late": 0, "lost": 0}
     stream.go(1_000_000)
-    assert len(stream.told) == 2
+    assert len(stream.reported) == 2
     assert stream.shelf.texts == {}
 
 
@@ -183,9 +183,9 @@ def test_a_marker_waits_for_its_half_as_long_as_that_may_come(stream: Stream) ->
     tx = Tx()
     stream.read(tx.op("check", round=1, number=1, reason="due"))
     stream.go(TERMS.dedup_window_ms)
-    assert stream.told == []
+    assert stream.reported == []
     stream.go(5000)
-    assert stream.told == [(tx.id, "marker_without_half")]
+    assert stream.reported == [(tx.id, "marker_without_half")]
 
 
 def parked(tx: Tx, stream: Stream) -> list[Fact]:
@@ -202,12 +202,12 @@ def test_parked_transaction_has_a_copy_before_lost_age(stream: Stream) -> None:
     place = {"partition": 0, "offset": 1, "at_ms": T0, "seq": 0, "state": "parked"}
     stream.read(Fact("parked", kept.id, {**place, "tombstone": False, **held}))
     stream.go(600_000)
-    assert stream.told == []
+    assert stream.reported == []
     assert stream.states == {"parked": 2}
     stream.go(4000)
-    assert stream.told == [(bare.id, "not_kept")]
+    assert stream.reported == [(bare.id, "not_kept")]
     stream.go(1_000_000, 10_000)
-    assert stream.told == [(bare.id, "not_kept")]
+    assert stream.reported == [(bare.id, "not_kept")]
 
 
 def test_refused_messages_are_not_visible_for_long(stream: Stream) -> None:
@@ -222,9 +222,9 @@ def test_refused_messages_are_not_visible_for_long(stream: Stream) -> None:
     stream.go(30_000)
     stream.read(settled.visible(append_time=True, count=2, seq=1))
     stream.go(30_000)
-    assert stream.told == []
+    assert stream.reported == []
     stream.go(10_000)
-    assert stream.told == [(tx.id, "refused_visible")]
+    assert stream.reported == [(tx.id, "refused_visible")]
     assert +Counter(stream.states) == {"refused": 1, "promoted": 1}
 
 
@@ -234,13 +234,13 @@ def test_second_copy_is_found_until_transaction_is_forgotten(stream: Stream) -> 
     stream.go(TERMS.keep_ms - 1000)
     stream.read(tx.visible())
     stream.rise(RISES)
-    assert stream.told == [(tx.id, "visible_twice")]
+    assert stream.reported == [(tx.id, "visible_twice")]
     stream.go(2 * TERMS.keep_ms)
     assert stream.shelf.texts == {}
     stream.read(other.visible())
     stream.go(1_000_000)
     assert stream.strangers == 1
-    assert len(stream.told) == 1
+    assert len(stream.reported) == 1
 
 
 def test_missing_first_check_is_overdue_until_it_is_made(
@@ -252,9 +252,9 @@ def test_missing_first_check_is_overdue_until_it_is_made(
     assert stream.due_ms == T0 + overdue_ms + 1
     stream.moment_ms = T0 + overdue_ms - 1000
     stream.go(1000)
-    assert stream.told == []
+    assert stream.reported == []
     stream.go(1)
-    assert stream.told == [(tx.id, "overdue")]
+    assert stream.reported == [(tx.id, "overdue")]
     assert stream.drift == {"overdue": 1}
     stream.read(tx.op("check", stream.moment_ms, round=1, number=1, reason="due"))
     assert stream.drift == {"overdue": 0}
@@ -262,7 +262,7 @@ def test_missing_first_check_is_overdue_until_it_is_made(
     stream.moment_ms = T0
     stream.read(asked.half(), asked.op("check", T0 + 6000, round=1, number=1, reason="due"))
     stream.go(overdue_ms + 1, 3_600_000)
-    assert stream.told == [(tx.id, "overdue")]
+    assert stream.reported == [(tx.id, "overdue")]
 
 
 def test_void_half_messages_name_no_targets(stream: Stream) -> None:
@@ -277,10 +277,10 @@ def test_unreadable_target_is_reported_then_lost_once_readable(stream: Stream) -
     tx = Tx()
     stream.read(tx.half(), tx.op())
     stream.go(TERMS.lost_after_ms + 1000)
-    assert stream.told == [(tx.id, "target_unreadable")]
+    assert stream.reported == [(tx.id, "target_unreadable")]
     stream.terms = readable
     stream.go(TERMS.late_after_ms + 1000)
-    assert stream.told == [(tx.id, "target_unreadable"), (tx.id, "lost")]
+    assert stream.reported == [(tx.id, "target_unreadable"), (tx.id, "lost")]
     assert stream.drift == {"target_unreadable": 0, "lost": 1}
 
 
@@ -292,7 +292,7 @@ def test_a_pending_one_that_was_copied_is_overdue(stream: Stream, taken: bool) -
     stream.read(*([] if taken else [tx.half()]), copy)
     stream.moment_ms = T0 + 6000 + TERMS.overdue_after_ms
     stream.go(1)
-    assert stream.told == [(tx.id, "overdue")]
+    assert stream.reported == [(tx.id, "overdue")]
 
 
 @pytest.mark.parametrize("state", ["pending", "parked"])
@@ -312,7 +312,7 @@ def test_pending_transactions_are_never_forgotten(stream: Stream) -> None:
     stream.go(10 * TERMS.keep_ms, 50_000)
     stream.read(tx.op("rollback", at_ms=stream.moment_ms), tx.visible())
     stream.rise(RISES)
-    assert stream.told == [(tx.id, "rolled_back_visible")]
+    assert stream.reported == [(tx.id, "rolled_back_visible")]
 
 
 def test_another_half_with_its_key_is_void_within_the_window(stream: Stream) -> None:
@@ -324,9 +324,9 @@ def test_another_half_with_its_key_is_void_within_the_window(stream: Stream) -> 
     stream.go(115_000)
     stream.read(later.half(offset=702), later.op())
     stream.go(59_000)
-    assert stream.told == []
+    assert stream.reported == []
     stream.go(10_000)
-    assert stream.told == [(later.id, "late")]
+    assert stream.reported == [(later.id, "late")]
     assert stream.states["void"] == 1
 
 
@@ -382,7 +382,7 @@ def test_half_at_the_edge_of_the_window_is_no_finding(stream: Stream) -> None:
     stream.read(tx.half(T0 + window_ms - 500), tx.op(at_ms=T0 + window_ms - 500))
     stream.read(old.half(T0 + window_ms + 5000), old.op(at_ms=T0 + window_ms + 5000))
     stream.go(1_000_000)
-    assert stream.told == []
+    assert stream.reported == []
     assert stream.states["void"] == 1
 
 
@@ -401,7 +401,7 @@ def test_contents_join_their_marker_despite_user_headers(stream: Stream) -> None
     stream.read(tx.half(), marker, shown)
     stream.read(Fact("op", tx.id, content))
     stream.go(1_000_000)
-    assert stream.told == []
+    assert stream.reported == []
     assert stream.states["promoted"] == 1
 
 

@@ -53,7 +53,7 @@ def test_no_java_at_all() -> None:
 
 @pytest.mark.usefixtures("no_java")
 @pytest.mark.parametrize(
-    ("version", "modules", "says"),
+    ("version", "modules", "reason"),
     [
         ("1.8.0_392", "", "is Java 8"),
         ("11.0.2", "jdk.incubator.vector@11.0.2", "is Java 11"),
@@ -63,14 +63,14 @@ def test_no_java_at_all() -> None:
     ],
 )
 def test_a_java_that_cannot_run_spark_is_named(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, version: str, modules: str, says: str
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, version: str, modules: str, reason: str
 ) -> None:
     java = fake_java(tmp_path / "java", version, modules)
     monkeypatch.setenv("JAVA_HOME", str(tmp_path / "java"))
     with pytest.raises(ConfigurationError) as raised:
         java_home()
     assert str(raised.value) == (
-        f"Spark needs Java 17 to 22 (JAVA_HOME: {java} {says}). Install a complete Java 17 or 21 "
+        f"Spark needs Java 17 to 22 (JAVA_HOME: {java} {reason}). Install a complete Java 17 or 21 "
         "(Debian: openjdk-17-jre-headless), or set JAVA_HOME to one"
     )
 
@@ -145,18 +145,18 @@ def test_the_connector_is_that_of_pyspark(version: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("said", "says"),
+    ("output", "reason"),
     [
         ("WARNING: x\nInvalid maximum heap size: -Xmx9z\nError: Could not", "Invalid maximum heap"),
         ('Exception in thread "main" a.b.SparkException: Master must be\n\tat x', "Master must"),
         ("", "exited early"),
     ],
 )
-def test_java_that_does_not_start_is_one_sentence(tmp_path: Path, said: str, says: str) -> None:
+def test_java_that_does_not_start_is_one_sentence(tmp_path: Path, output: str, reason: str) -> None:
     log = tmp_path / "log"
-    log.write_text(said)
+    log.write_text(output)
     sentence = why_not_launched(log, RuntimeError("exited early"))
-    assert sentence.startswith(f"Spark's Java process does not start: {says}")
+    assert sentence.startswith(f"Spark's Java process does not start: {reason}")
     assert "\n" not in sentence
 
 
@@ -207,16 +207,16 @@ def test_spark_that_stops_while_starting_is_one_sentence() -> None:
         def toString(self) -> str:
             raise ConnectionRefusedError(111, "connection refused")
 
-    said = why_not_started("spark://m:7077", Gone())
-    assert said.startswith("Spark stopped while it started on spark://m:7077")
-    assert "logs of the workers" in said
+    output = why_not_started("spark://m:7077", Gone())
+    assert output.startswith("Spark stopped while it started on spark://m:7077")
+    assert "logs of the workers" in output
 
 
 def test_ended_java_is_one_sentence(tmp_path: Path) -> None:
     log = tmp_path / "log"
     log.write_text("java.lang.OutOfMemoryError: Java heap space")
-    says = r"ended: its memory was too small.*driver\.memory=4g"
-    with pytest.raises(SparkFailed, match=says), in_words(log):
+    reason = r"ended: its memory was too small.*driver\.memory=4g"
+    with pytest.raises(SparkFailed, match=reason), in_words(log):
         raise ConnectionResetError
     with pytest.raises(ValueError, match="of ours"), in_words(log):
         raise ValueError("of ours")
@@ -258,14 +258,14 @@ def test_only_a_gap_before_the_first_batch_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    "said",
+    "output",
     [
         "[KAFKA_DATA_LOSS.COULD_NOT_READ_OFFSET_RANGE] Some data may have been lost because they "
         "are not available in Kafka any more",
         "Task failed: OffsetOutOfRangeException: Fetch position is out of range",
     ],
 )
-def test_stream_restarted_too_late_names_the_next_step(said: str) -> None:
+def test_stream_restarted_too_late_names_the_next_step(output: str) -> None:
     from pyspark.errors import StreamingQueryException
 
     from txbroker.spark.stream.stream import gaps_in_words
@@ -274,6 +274,6 @@ def test_stream_restarted_too_late_names_the_next_step(said: str) -> None:
         pytest.raises(AuditError, match=r"another --checkpoint.*run a full audit"),
         gaps_in_words(),
     ):
-        raise StreamingQueryException(said)
+        raise StreamingQueryException(output)
     with pytest.raises(StreamingQueryException, match="a disk"), gaps_in_words():
         raise StreamingQueryException("a disk is full")

@@ -47,11 +47,11 @@ def audit(spark: SparkSession, planting: Planting, terms: Terms, folder: Path) -
         {"kafka": planting.bootstrap, "topic_prefix": planting.prefix, "instance": "audit"},
         environ={},
     )
-    wanted = AuditSettings(str(folder / "out"), folder, planting.names, terms, "full")
+    expected_text = AuditSettings(str(folder / "out"), folder, planting.names, terms, "full")
     held = tables_held(spark)
-    summary = run_audit(spark, access_from(settings), wanted)
+    summary = run_audit(spark, access_from(settings), expected_text)
     assert tables_held(spark) <= held
-    rows = read_verdicts(spark, wanted.out, (summary.run,)).collect()
+    rows = read_verdicts(spark, expected_text.out, (summary.run,)).collect()
     by_id = {row["id"]: row for row in rows}
     assert len(by_id) == len(rows)
     return Audited(summary, by_id)
@@ -73,10 +73,10 @@ def differences(expected: Iterable[Expected], found: Mapping[str, Any]) -> list[
         if row is None:
             wrong.append(f"{each.label}: no verdict")
             continue
-        told = (row["state"], frozenset(row["findings"]))
-        if told != (each.state, each.findings):
+        reported = (row["state"], frozenset(row["findings"]))
+        if reported != (each.state, each.findings):
             wrong.append(
-                f"{each.label}: {told[0]} {sorted(told[1])}, not {each.state} "
+                f"{each.label}: {reported[0]} {sorted(reported[1])}, not {each.state} "
                 f"{sorted(each.findings)} ({row['why']})"
             )
     return wrong
@@ -101,8 +101,8 @@ def test_a_rows_verdict_is_its_gravest_finding(planted: Planted, audited: Audite
         findings = sorted(row["findings"], key=KIND_NAMES.index)
         ended = "settled" if row["state"] in ("promoted", "rolled_back") else row["state"]
         assert row["verdict"] == (findings[0] if findings else ended)
-        told = row["why"] is None or row["why"].startswith("contrary markers, and the first")
-        assert told == (not findings)
+        reported = row["why"] is None or row["why"].startswith("contrary markers, and the first")
+        assert reported == (not findings)
 
 
 def test_the_summary_adds_up(planted: Planted, audited: Audited) -> None:
@@ -138,9 +138,9 @@ def test_command_publishes_its_result(planted: Planted, commanded: Commanded) ->
     assert Journal(folder / JOURNAL_FILE).untold() == []
     assert not list(folder.glob("txbroker-spark-*"))
     assert not (folder / "artifacts").exists()  # Spark's own
-    told = read_topics(planting.bootstrap, [planting.names.audit])
-    assert [record.key for record in told] == [BATCH_TICK_KEY.encode(), BATCH_KEY.encode()]
-    news = decode_news(told[1].value or b"")
+    reported = read_topics(planting.bootstrap, [planting.names.audit])
+    assert [record.key for record in reported] == [BATCH_TICK_KEY.encode(), BATCH_KEY.encode()]
+    news = decode_news(reported[1].value or b"")
     assert (news.run, news.transactions) == (summary.run, summary.transactions)
     assert {kind: count for kind, count in news.drift.items() if count} == summary.drift
 
@@ -166,10 +166,10 @@ async def test_installations_that_share_targets_do_not_see_one_another(
             # One of the default prefix has passed, and it says nothing of itself.
             mine.put(mine.message(), [("txb-id", mine.make().id.encode())], 1)
             await mine.turn()
-    told = await asyncio.to_thread(audit, spark, one, Terms(0), tmp_path / "one")
-    assert told.summary.drift == {}
-    assert told.rows.keys() == one.expected.keys()
-    assert not differences(one.expected.values(), told.rows)
+    reported = await asyncio.to_thread(audit, spark, one, Terms(0), tmp_path / "one")
+    assert reported.summary.drift == {}
+    assert reported.rows.keys() == one.expected.keys()
+    assert not differences(one.expected.values(), reported.rows)
     # What the other one's audit is given; its verdicts follow from that alone.
     access = AuditKafka(KafkaSettings(bootstrap_servers=(kafka.bootstrap,), instance_id="audit"))
     args = (spark, access, two.names, Terms(0), str(tmp_path / "two"))
@@ -186,13 +186,13 @@ async def test_a_clean_history_has_no_findings(
     async with Planting(kafka.bootstrap, partitions=4) as planting:
         filled = await planting.fill_clean(4000, pending=0.01)
         terms = await plant_clean(planting)
-    told = await asyncio.to_thread(audit, spark, planting, terms, tmp_path)
-    assert told.summary.drift == {}
-    assert not told.summary.has_drift
-    assert not differences(planting.expected.values(), told.rows)
-    pending = {id for id, row in told.rows.items() if row["state"] == "pending"}
+    reported = await asyncio.to_thread(audit, spark, planting, terms, tmp_path)
+    assert reported.summary.drift == {}
+    assert not reported.summary.has_drift
+    assert not differences(planting.expected.values(), reported.rows)
+    pending = {id for id, row in reported.rows.items() if row["state"] == "pending"}
     assert pending >= set(filled.pending)
     known = planting.expected.keys() | {NO_ID}
-    assert Counter(row["state"] for id, row in told.rows.items() if id not in known) == {
+    assert Counter(row["state"] for id, row in reported.rows.items() if id not in known) == {
         state: count for state, count in filled.states.items() if count
     }
