@@ -53,24 +53,25 @@ DECIDED_MS = COMMIT.at_ms
 def test_it_comes_to_what_the_ledger_comes_to(logs: Logs) -> None:
     ledger = replayed(logs)
     facts = facts_from(logs)
-    known = {transaction.id for transaction in ledger.transactions.values()}
+    known = {transaction.id for transaction in ledger.index.transactions.values()}
     for id, each in facts.items():
         verdict = judge(each, TERMS)
         # Rows come in any order, and some were read twice.
         twisted = TransactionFacts(id, [*each.half[::-1], *each.half], [*each.op[::-1], *each.op])
         assert judge(twisted, TERMS) == verdict
-        transaction = ledger.get(id)
+        transaction = ledger.index.get(id)
         if transaction is None:
             assert verdict.state in ("void", "gone")
             assert verdict.half_offset is None
             continue
         known.discard(id)
         assert verdict.state == str(transaction.state)
-        assert verdict.decision == (transaction.decision and str(transaction.decision))
-        assert verdict.source == (transaction.source and str(transaction.source))
-        assert (verdict.decided_at_ms or 0) == transaction.decided_at_ms
-        assert (verdict.op_offset if verdict.decision else -1) == transaction.op_offset
-        assert verdict.attempts == len(transaction.counted_ms)
+        decided = transaction.verdict
+        assert verdict.decision == (decided.decision and str(decided.decision))
+        assert verdict.source == (decided.source and str(decided.source))
+        assert (verdict.decided_at_ms or 0) == decided.at_ms
+        assert (verdict.op_offset if verdict.decision else -1) == decided.op_offset
+        assert verdict.attempts == len(transaction.checks.counted_ms)
         assert verdict.prepared_at_ms == transaction.prepared_at_ms
         assert verdict.half_offset == transaction.offset
         assert verdict.messages == len(transaction.places)

@@ -439,7 +439,7 @@ def test_whose_key_counts_is_as_the_ledger_has_it(spark: SparkSession, seed: int
         records = encode_half(half)
         if len(records) > 1 and rng.random() < 0.2:
             records = records[:-1]
-        base, known = offset, ledger.get(half.id) is not None
+        base, known = offset, ledger.index.get(half.id) is not None
         for sequence, record in enumerate(records):
             stored = msgspec.structs.replace(record, timestamp_ms=clock_ms, offset=offset)
             outcome = ledger.apply_half(stored)
