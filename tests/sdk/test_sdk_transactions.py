@@ -75,26 +75,6 @@ async def test_exception_leaves_unknown_and_requests_check(
     assert len(stored.asked_early) == 1
 
 
-async def test_cancelled_block_is_unknown(
-    cluster: FakeCluster, producer: TransactionalProducer
-) -> None:
-    inside = asyncio.Event()
-
-    async def work() -> None:
-        async with producer.transaction(M):
-            inside.set()
-            await asyncio.Event().wait()
-
-    task = asyncio.create_task(work())
-    await inside.wait()
-    task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await task
-    (stored,) = cluster.transactions.values()
-    await cluster.until(lambda: stored.asked_early)
-    assert stored.decisions == []
-
-
 async def test_commit_survives_cancellation(
     cluster: FakeCluster, proxy: FakeProxy, producer: TransactionalProducer
 ) -> None:
