@@ -166,8 +166,8 @@ def test_unknown_names_elsewhere() -> None:
         # what others are told
         ({"listen": "0.0.0.0:8470", "insecure": True}, "set advertise to the URL"),
         ({"listen": "[::]:8470", "insecure": True}, "like http://proxy-1:8470"),
-        ({"advertise": "http://0.0.0.0:8470"}, "no address that anybody could call"),
-        ({"advertise": "http://[::]:8470"}, "no address that anybody could call"),
+        ({"advertise": "http://0.0.0.0:8470"}, "not an address that clients can call"),
+        ({"advertise": "http://[::]:8470"}, "not an address that clients can call"),
         # groups' check URLs and secrets
         *(
             ({name: (entry,)}, f"{name} {entry!r} is not an address, a network")

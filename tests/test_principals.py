@@ -185,7 +185,7 @@ def test_a_principals_token_is_no_other_secret(tmp_path: Path, name: str) -> Non
     secret = secret_file(tmp_path / "secret", "x" * 20)
     path = tmp_path / "principals.toml"
     path.write_text(f"[principals.a]\n{PRODUCER}")
-    with pytest.raises(ConfigurationError, match=f"{name} and principal a must hold different"):
+    with pytest.raises(ConfigurationError, match=f"{name} and principal a hold the same"):
         load_settings({"principals_file": path, name: secret}, environ={})
 
 

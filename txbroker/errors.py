@@ -23,7 +23,7 @@ class NewerRecord(InvariantBroken):
 
 
 class KafkaUnavailable(TxbrokerError):
-    """Kafka does not answer; what was asked may or may not have happened.
+    """Kafka does not answer; the operation may or may not have happened.
 
     Attributes:
         lasting: True where waiting does not help: Kafka answers, and refuses.

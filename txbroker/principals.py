@@ -1,4 +1,4 @@
-"""Principals: who may call a proxy, in which role, for which groups and topics.
+"""Principals: callers of a proxy, with their role, groups and topics.
 
 The principals file is TOML with one table for each principal:
 
@@ -9,8 +9,8 @@ The principals file is TOML with one table for each principal:
     topics = ["orders", "payments.*"]
     deny_topics = ["payments.audit"]
 
-It holds no token, only SHA-256 digests. A token has 256 bits of randomness, so a slow hash would
-add nothing but the cost of each call.
+It holds SHA-256 digests, not tokens. A token has 256 random bits, so a slow hash would only make
+each call more expensive.
 """
 
 import hashlib
@@ -30,19 +30,19 @@ from msgspec import Struct
 from txbroker.errors import ConfigurationError, NotPermitted
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,63}")
-"""Names of principals: they stand in markers, logs and cookies."""
+"""Names of principals: they appear in markers, logs and cookies."""
 FILE_BYTES_MAX = 1024 * 1024
 KNOWN_MAX = 1024
-"""Names whose answer patterns remember: a look-up takes a fifth of matching."""
+"""Names whose match is cached: a look-up takes a fifth of matching."""
 SHARES_KNOWN_MAX = 100_000
-"""Groups whose share is remembered."""
+"""Groups whose share is cached."""
 _RESERVED = ("token_file", "admin_token_file")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _WRITABLE_BY_OTHERS = 0o022
 
 
 class Role(StrEnum):
-    """What a principal may do."""
+    """The role of a principal."""
 
     PRODUCER = "producer"
     """Prepare, decide, register and be asked, for its groups; see their transactions."""
@@ -53,7 +53,7 @@ class Role(StrEnum):
 
 
 class Patterns:
-    """Names that are allowed by a pattern and denied by none; `*` and `?` are wildcards."""
+    """Names that a pattern allows and none denies; `*` and `?` are wildcards."""
 
     def __init__(self, allow: Iterable[str] = ("*",), deny: Iterable[str] = ()) -> None:
         self.allow, self.deny = allow, deny = _normal(allow), _normal(deny)
@@ -64,7 +64,7 @@ class Patterns:
 
     @property
     def everything(self) -> bool:
-        """True where every name is allowed."""
+        """Whether every name is allowed."""
         return self._allow is None and self._deny is None
 
     def __str__(self) -> str:
@@ -90,7 +90,7 @@ def _normal(patterns: Iterable[str]) -> tuple[str, ...]:
 
 
 def _compiled(patterns: tuple[str, ...]) -> re.Pattern[str]:
-    """Return what matches whole names. Other than for a shell, `[` is a letter like others."""
+    """Return a pattern for whole names. Unlike in a shell, `[` is a plain character."""
     translated = (
         "".join({"*": ".*", "?": "."}.get(letter) or re.escape(letter) for letter in pattern)
         for pattern in patterns
@@ -99,12 +99,12 @@ def _compiled(patterns: tuple[str, ...]) -> re.Pattern[str]:
 
 
 class Principal(NamedTuple):
-    """Who calls, and what it may do.
+    """A caller and its rights.
 
     Attributes:
         name: as in markers and logs; "" where the proxy asks for no credential.
-        shared: True where the credential does not identify one caller, as that of `token_file`.
-        expires_s: when its credential ends, seconds since 1970; None for never.
+        shared: whether several callers share the credential, as that of `token_file`.
+        expires_s: when its credential expires, seconds since 1970; None for never.
         digests: SHA-256 of its tokens, in hex.
         certificates: names in client certificates that identify it.
     """
@@ -120,27 +120,26 @@ class Principal(NamedTuple):
 
     @property
     def identified(self) -> bool:
-        """True where the credential says who of all callers this is."""
+        """Whether the credential identifies one caller."""
         return bool(self.name) and not self.shared
 
     @property
     def counted_as(self) -> str:
-        """To whose account its use of a proxy is counted; "" where no limit of one caller applies,
-        as the credential does not say who calls."""
+        """The name to which its use of a proxy is counted; "" if the credential is shared, so that
+        no limit of one caller applies."""
         return "" if self.shared else self.name
 
     @property
     def sees_bodies(self) -> bool:
-        """True where it may read message bodies."""
+        """Whether it may read message bodies."""
         return self.role is not Role.VIEWER
 
     def by(self, way: str, claim: str = "") -> str:
-        """Return who acts, for markers and logs.
+        """Return the name of the actor, for markers and logs.
 
         Args:
-            way: how the call came, such as the caller's address.
-            claim: what the caller says to be; it counts where the credential does not say who
-                of several calls.
+            way: how the call arrived, such as the caller's address.
+            claim: the name that the caller gives; used if the credential is shared.
         """
         if self.identified:
             return self.name
@@ -148,10 +147,10 @@ class Principal(NamedTuple):
         return f"{who} via {way}" if who else way
 
     def check_role(self, roles: Iterable[Role]) -> None:
-        """Refuse what is not for this role.
+        """Refuse a call that this role may not make.
 
         Raises:
-            NotPermitted: names the roles that may.
+            NotPermitted: names the allowed roles.
         """
         if self.role not in roles:
             may = " or ".join(sorted(roles))
@@ -176,7 +175,7 @@ class Principal(NamedTuple):
         """Refuse a transaction of a group that is not this principal's, without naming the group.
 
         Raises:
-            NotPermitted: says what to use.
+            NotPermitted: names the principal.
         """
         if group not in self.groups:
             raise NotPermitted(
@@ -204,7 +203,7 @@ class Principal(NamedTuple):
 
 
 ANYBODY = Principal()
-"""The caller of a proxy that asks for no credential."""
+"""The caller of a proxy without access control."""
 
 
 # --- tokens ----------------------------------------------------------------------------------
@@ -272,28 +271,27 @@ class Directory:
         return iter(self._by_name.values())
 
     def by_digest(self, digest: str) -> Principal | None:
-        """Return whose token has this digest, None where it is nobody's or has expired."""
+        """Return the principal of a token's digest; None if unknown or expired."""
         return _valid(self._by_digest.get(digest))
 
     def by_certificate(self, names: Iterable[str]) -> Principal | None:
-        """Return whom the first of these names of a client certificate identifies."""
+        """Return the principal that the first known of these certificate names identifies."""
         found = (_valid(self._by_certificate.get(name)) for name in names)
         return next((principal for principal in found if principal is not None), None)
 
     def by_name(self, name: str, *, expired: bool = False) -> Principal | None:
-        """Return the principal of this name, None where there is none or, unless `expired` ones
-        count, it has expired."""
-        found = self._by_name.get(name)
-        return found if expired else _valid(found)
+        """Return the principal of this name; None if unknown or, without `expired`, expired."""
+        principal = self._by_name.get(name)
+        return principal if expired else _valid(principal)
 
 
 def share_name(principal: Principal) -> str:
-    """Return what a principal's share is called: as no group can be."""
+    """Return the name of a principal's share, which no group can have."""
     return f"\n{principal.name}"
 
 
 NO_PRINCIPALS = Directory()
-"""Where there is no principals file."""
+"""The directory without a principals file."""
 
 
 def no_principals() -> Directory:
@@ -309,7 +307,7 @@ def _enter(
         if other is not principal:
             raise ConfigurationError(
                 f"principals {other.name} and {principal.name} have the same {field}: give each "
-                "its own"
+                "another one"
             )
 
 

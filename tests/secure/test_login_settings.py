@@ -48,7 +48,7 @@ def refused(options: dict[str, Any], environ: dict[str, str] | None = None) -> s
         (OAUTH, "needs kafka_oauth_token_file, or kafka_oauth_token_url"),
         ({**OAUTH, "kafka_sasl_username": "me"}, "is not for kafka_sasl_mechanism OAUTHBEARER"),
         ({**OAUTH, "kafka_oauth_token_file": "/none"}, "kafka_oauth_token_file /none: No such"),
-        ({**BY_URL, "kafka_oauth_token_file": "/none"}, "exclude one another"),
+        ({**BY_URL, "kafka_oauth_token_file": "/none"}, "exclude each other"),
         (BY_URL, "kafka_oauth_client_secret_file"),
         ({"kafka_ssl_key_password_file": "/none"}, "needs kafka_security_protocol SSL or SASL_SSL"),
         (
@@ -67,9 +67,9 @@ def test_contradicting_login_settings_are_explained(options: dict[str, Any], wor
         ("login.example.org", "is not a URL"),
         ("https://:443/token", "is not a URL"),
         ("https://[::1/token", "is not a URL"),
-        ("https://me:secret@login.example.org/token", "must hold no user"),
-        ("https://login.example.org/token?client_secret=secret", "must hold no user"),
-        ("http://login.example.org/token", "in the clear: use https"),
+        ("https://me:secret@login.example.org/token", "must not have a user"),
+        ("https://login.example.org/token?client_secret=secret", "must not have a user"),
+        ("http://login.example.org/token", "unencrypted: use https"),
     ],
 )
 def test_unsafe_token_urls_are_refused(url: str, words: str) -> None:
@@ -104,7 +104,7 @@ def test_secret_has_one_source(tmp_path: Path) -> None:
     file = tmp_path / "password"
     file.write_text("x")
     options = {**SASL, "kafka_sasl_password_file": file}
-    assert "exclude one another" in refused(options, {"TXBROKER_KAFKA_SASL_PASSWORD": PASSWORD})
+    assert "exclude each other" in refused(options, {"TXBROKER_KAFKA_SASL_PASSWORD": PASSWORD})
 
 
 @pytest.mark.parametrize("name", sorted(SECRET_SETTINGS))

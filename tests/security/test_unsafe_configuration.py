@@ -113,14 +113,14 @@ class Case(NamedTuple):
 CASES: dict[str, Case] = {
     # --- who may call
     "public address without a credential": Case(
-        lambda _: {"listen": "10.1.2.3:8470"}, "so everybody there could decide transactions: set"
+        lambda _: {"listen": "10.1.2.3:8470"}, "so any client could decide transactions: set"
     ),
     "every address without a credential": Case(
         lambda _: {"listen": "0.0.0.0:8470", "advertise": "http://proxy-1:8470"},
-        "so everybody there could decide transactions: set",
+        "so any client could decide transactions: set",
     ),
     "public IPv6 address without a credential": Case(
-        lambda _: {"listen": "[fd00::1]:8470"}, "so everybody there could decide transactions"
+        lambda _: {"listen": "[fd00::1]:8470"}, "so any client could decide transactions"
     ),
     "public admin address without a credential": Case(
         lambda _: {"admin_listen": "10.1.2.3:8471"}, "admin_listen 10.1.2.3:8471 can be reached"
@@ -138,7 +138,7 @@ CASES: dict[str, Case] = {
             "advertise": "http://0.0.0.0:8470",
             "token_file": place.token(),
         },
-        "is no address that anybody could call: name this machine",
+        "is not an address that clients can call: name this machine",
     ),
     "every address without advertise": Case(
         lambda place: {"listen": "0.0.0.0:8470", "token_file": place.token()},
@@ -194,14 +194,14 @@ CASES: dict[str, Case] = {
             "token_file": place.token(),
             "admin_token_file": place.token(f"{TOKEN}\n", name="admin"),
         },
-        "must hold different secrets",
+        "hold the same secret",
     ),
     "peer secret equal to the token": Case(
         lambda place: {
             "token_file": place.token(),
             "peer_secret_file": place.token(name="peers"),
         },
-        "must hold different secrets",
+        "hold the same secret",
     ),
     "peer secret readable by all users": Case(
         lambda place: {"peer_secret_file": place.token(mode=0o644)},
@@ -229,7 +229,7 @@ CASES: dict[str, Case] = {
     ),
     "key with a passphrase": Case(
         lambda place: tls(place, tls_key_file=locked(place.pair, place.folder)),
-        "holds a key with a passphrase: give one without",
+        "holds a key with a passphrase: use one without",
         1,
     ),
     "key of another certificate": Case(
@@ -276,11 +276,11 @@ CASES: dict[str, Case] = {
     ),
     "client secret over plain http": Case(
         lambda place: oauth(place, "http://login.example.org/token"),
-        "would send the client's secret in the clear: use https",
+        "would send the client's secret unencrypted: use https",
     ),
     "password in the token URL": Case(
         lambda place: oauth(place, f"https://shop:{PASSWORD}@login.example.org/token"),
-        "must hold no user, query or fragment",
+        "must not have a user, query or fragment",
     ),
     "token for Kafka from two places": Case(
         lambda place: oauth(
@@ -288,7 +288,7 @@ CASES: dict[str, Case] = {
             "https://login.example.org/token",
             kafka_oauth_token_file=secret_file(place.folder / "jwt", PASSWORD),
         ),
-        "exclude one another",
+        "exclude each other",
     ),
 }
 

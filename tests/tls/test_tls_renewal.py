@@ -134,7 +134,7 @@ def broken(files: Files, folder: Path) -> dict[str, tuple[dict[str, Any], str]]:
         ),
         "locked": (
             {"tls_key_file": locked(files.proxy, folder)},
-            "holds a key with a passphrase: give one without",
+            "holds a key with a passphrase: use one without",
         ),
         "no authority": (
             {"tls_client_ca_file": text},

@@ -1,7 +1,4 @@
-"""The settings by which a proxy is called: addresses, TLS, and who may call.
-
-Secrets stand in files that settings name.
-"""
+"""Settings of the listeners: addresses, TLS and access. Secrets are in files that settings name."""
 
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -22,7 +19,7 @@ from txbroker.principals import digest_of, read_principals
 
 
 class ListenerAccess(BaseSettings):
-    """The settings about being called."""
+    """The settings of the listeners."""
 
     model_config = SettingsConfigDict(frozen=True, extra="forbid")
 
@@ -39,40 +36,40 @@ class ListenerAccess(BaseSettings):
     )
     admin_listen: str = Field(
         "",
-        description="Where operators' calls are taken: `host:port`. The console, `/metrics`, "
+        description="Where the proxy listens for operators: `host:port`. The console, `/metrics`, "
         "`/v1/overview`, listing, check, revive, groups' list, removal and test are then served "
-        "there and no longer at `listen`, so that producers can be kept from them. Empty: all "
+        "there and not at `listen`, so that producers cannot reach them. Empty: all "
         "is at `listen`. Outside loopback it needs what `listen` needs, or `admin_token_file`.",
     )
     allowed_hosts: tuple[str, ...] = Field(
         (),
         description="Further host names by which the HTTP API may be called, beside loopback and "
-        "those of `listen` and `advertise`. Calls for other names are refused, which stops pages "
-        "that point their own name at this machine.",
+        "those of `listen` and `advertise`. Calls for other names are refused, which stops DNS "
+        "rebinding.",
     )
     token_file: Path | None = Field(
         None,
         description="A file that holds the token which every call must carry as `authorization: "
-        "Bearer TOKEN`, of 16 characters at least, and that other users cannot read. Read again "
-        "when it changes.",
+        "Bearer TOKEN`, at least 16 characters, unreadable for other users. Reloaded when it "
+        "changes.",
     )
     admin_token_file: Path | None = Field(
         None,
-        description="A file that holds the token for `admin_listen`, where that of `token_file` "
-        "opens nothing then; and this one opens nothing at `listen`. Read again when it changes. "
-        "Not given: `token_file`.",
+        description="A file that holds the token for `admin_listen`. The token of `token_file` is "
+        "not valid there then, nor this one at `listen`. Reloaded when it changes. Not given: "
+        "`token_file`.",
     )
     principals_file: Path | None = Field(
         None,
         description="A TOML file of principals: who may call, in which role, for which producer "
-        "groups and topics. Written by hand or by `txbroker principals add`. Read again when it "
-        "changes; a principal that is removed loses its sessions at once.",
+        "groups and topics. Written by hand or by `txbroker principals add`. Reloaded when it "
+        "changes; sessions of a removed principal are closed at once.",
     )
     peer_secret_file: Path | None = Field(
         None,
         description="A file that holds the secret by which the proxies of one installation "
         "recognize each other. With `token_file`, `principals_file` or `tls_client_ca_file`, "
-        "several proxies need it, or `peer_names`. Read again when it changes.",
+        "several proxies need it, or `peer_names`. Reloaded when it changes.",
     )
     peer_names: tuple[str, ...] = Field(
         (),
@@ -81,9 +78,9 @@ class ListenerAccess(BaseSettings):
     )
     peer_listen: str = Field(
         "",
-        description="Where other proxies call: `host:port`. Their calls are then served there and "
-        "no longer at `listen`. Outside loopback it needs `peer_secret_file`, `peer_names` or "
-        "`insecure`. Empty: they are at `listen`.",
+        description="Where the proxy listens for other proxies: `host:port`. Their calls are then "
+        "served there and not at `listen`. Outside loopback it needs `peer_secret_file`, "
+        "`peer_names` or `insecure`. Empty: they are at `listen`.",
     )
     peer_advertise: str = Field(
         "",
@@ -98,25 +95,25 @@ class ListenerAccess(BaseSettings):
     )
     tls_cert_file: Path | None = Field(
         None,
-        description="The certificate that the proxy shows, with those between it and its "
-        "authority's behind it (PEM). With it all is served over TLS (`https://`, `wss://`, 1.2 "
-        "and later), and the proxy shows it to other proxies. Read again when it changes.",
+        description="The proxy's certificate, followed by the intermediate ones (PEM). With it all "
+        "is served over TLS (`https://`, `wss://`, 1.2 and later), and the proxy presents it to "
+        "other proxies. Reloaded when it changes.",
     )
     tls_key_file: Path | None = Field(
         None,
         description="The private key of `tls_cert_file`, without a passphrase (PEM), in a file "
-        "that other users cannot read. Read again when it changes.",
+        "that other users cannot read. Reloaded when it changes.",
     )
     tls_client_ca_file: Path | None = Field(
         None,
         description="Certificates of the authorities that may sign clients' (PEM). With it every "
-        "call must come with a client certificate, `/healthz` and `/readyz` excepted. Read again "
-        "when it changes.",
+        "call needs a client certificate, except `/healthz` and `/readyz`. Reloaded when it "
+        "changes.",
     )
     peers_ca_file: Path | None = Field(
         None,
         description="Certificates of the authorities that may sign those of the other proxies "
-        "(PEM). Not given: `tls_client_ca_file`, else the system's. Read again when it changes.",
+        "(PEM). Not given: `tls_client_ca_file`, else the system's. Reloaded when it changes.",
     )
 
     check_url_allow: tuple[str, ...] = Field(
@@ -125,8 +122,8 @@ class ListenerAccess(BaseSettings):
         "that check URLs may lead to although they are refused by default: loopback, link-local, "
         "multicast and reserved addresses, those of cloud metadata services, and, for whole host "
         "names, the installation's own. `*.example` allows neither link-local and metadata "
-        "addresses nor the installation's own: whoever controls a name below it chooses where it "
-        "leads. A proxy that listens on loopback only allows loopback.",
+        "addresses nor the installation's own: the owner of the domain chooses where its names "
+        "lead. A proxy that listens on loopback only allows loopback.",
     )
     check_url_deny: tuple[str, ...] = Field(
         (),
@@ -156,33 +153,33 @@ class ListenerAccess(BaseSettings):
 
     @property
     def listen_address(self) -> Address:
-        """`listen`, taken apart."""
+        """`listen`, parsed."""
         return parse_address(self.listen)
 
     @property
     def admin_address(self) -> Address | None:
-        """`admin_listen`, taken apart; None where it is not set."""
+        """`admin_listen`, parsed; None if not set."""
         return parse_address(self.admin_listen) if self.admin_listen else None
 
     @property
     def peer_address(self) -> Address | None:
-        """`peer_listen`, taken apart; None where it is not set."""
+        """`peer_listen`, parsed; None if not set."""
         return parse_address(self.peer_listen) if self.peer_listen else None
 
     @property
     def guarded(self) -> bool:
-        """True where callers need a credential."""
+        """Whether callers need a credential."""
         files = (self.token_file, self.principals_file, self.tls_client_ca_file)
         return any(path is not None for path in files)
 
     @property
     def peer_identity(self) -> bool:
-        """True where a proxy can prove to be one."""
+        """Whether proxies can authenticate to each other."""
         return self.peer_secret_file is not None or bool(self.peer_names)
 
     @property
     def secure(self) -> bool:
-        """True where the proxy listens with TLS."""
+        """Whether the proxy listens with TLS."""
         return self.tls_cert_file is not None
 
     @property
@@ -192,13 +189,12 @@ class ListenerAccess(BaseSettings):
 
     @property
     def loopback_only(self) -> bool:
-        """True where no other machine can connect to the proxy."""
+        """Whether only this machine can connect to the proxy."""
         addresses = (self.listen_address, self.admin_address, self.peer_address)
         return not any(address is not None and address.public for address in addresses)
 
     def check_secrets(self) -> None:
-        """Refuse secrets that are the same for two roles: a producer could act as an operator or
-        as a proxy.
+        """Refuse equal secrets for two roles: a producer could act as an operator or as a proxy.
 
         Raises:
             ConfigurationError: a file cannot be used, or two hold the same secret.
@@ -214,10 +210,10 @@ class ListenerAccess(BaseSettings):
                     _hold(holders, digest, f"principal {principal.name}")
 
     def check_access(self) -> None:
-        """Refuse what contradicts itself or cannot work.
+        """Refuse contradictory or impossible settings.
 
         Raises:
-            ConfigurationError: says which settings and what to do.
+            ConfigurationError: names the settings and the next step.
         """
         _check_addresses(self)
         _check_files(self)
@@ -271,32 +267,31 @@ def _check_open(name: str, address: Address, given: ListenerAccess) -> None:
             else "token_file, principals_file or tls_client_ca_file"
         )
         raise ConfigurationError(
-            f"{name} {getattr(given, name)} can be reached from other machines, so everybody "
-            f"there could decide transactions: set {needs}, or insecure if the network is closed"
+            f"{name} {getattr(given, name)} can be reached from other machines, so any client "
+            f"could decide transactions: set {needs}, or insecure if the network is closed"
         )
 
 
 def _check_reachable(name: str, url: str, listen: Address, *, secure: bool) -> None:
-    """Refuse an address that others are to call and cannot."""
+    """Refuse an advertised address that other machines cannot call."""
     listen_name = "listen" if name == "advertise" else "peer_listen"
     if not url:
         if listen.wildcard:
             example = listen._replace(host="proxy-1").url_of(secure=secure)
             raise ConfigurationError(
-                f"{listen_name} {listen.host}:{listen.port} means every address of this machine, "
-                f"and none that SDKs and other proxies could call: set {name} to the URL at which "
-                f"they reach this proxy, like {example}"
+                f"{listen_name} {listen.host}:{listen.port} is every address of this machine, "
+                f"which SDKs and other proxies cannot call: set {name} to the URL at which they "
+                f"reach this proxy, like {example}"
             )
         return
     check_url(name, url)
     if secure and urlsplit(url).scheme != "https":
         raise ConfigurationError(
-            f"{name} {url} says that calls come without TLS, and tls_cert_file that they come "
-            "with it: it must begin with https://"
+            f"{name} {url} is without TLS, but tls_cert_file is set: it must begin with https://"
         )
     if Address(urlsplit(url).hostname or "", 0).wildcard:
         raise ConfigurationError(
-            f"{name} {url} is no address that anybody could call: name this machine"
+            f"{name} {url} is not an address that clients can call: name this machine"
         )
 
 
@@ -304,14 +299,14 @@ def _hold(holders: dict[str, str], digest: str, name: str) -> None:
     other = holders.setdefault(digest, name)
     if other != name:
         raise ConfigurationError(
-            f"{other} and {name} must hold different secrets: make another one"
+            f"{other} and {name} hold the same secret: create another one for one of them"
         )
 
 
 def _check_files(given: ListenerAccess) -> None:
     given.check_secrets()
     if (given.tls_cert_file is None) != (given.tls_key_file is None):
-        raise ConfigurationError("tls_cert_file and tls_key_file belong together")
+        raise ConfigurationError("tls_cert_file and tls_key_file belong together: set both")
     if given.tls_client_ca_file is not None and not given.secure:
         raise ConfigurationError("tls_client_ca_file needs tls_cert_file and tls_key_file")
     if given.peer_names and given.tls_client_ca_file is None:
@@ -336,8 +331,8 @@ def _check_groups(given: ListenerAccess) -> None:
             )
         if variable.upper().startswith(_OWN_VARIABLES):
             raise ConfigurationError(
-                f"secret_env_allow {variable} is a variable of the proxy itself: a group needs a "
-                "secret of its own"
+                f"secret_env_allow {variable} is a variable of the proxy itself: give the group a "
+                "separate secret"
             )
     if given.secrets_dir is None:
         return
@@ -346,6 +341,6 @@ def _check_groups(given: ListenerAccess) -> None:
     real = given.secrets_dir.resolve()
     if real == Path("/") or any(real.is_relative_to(place) for place in _NOT_FOR_SECRETS):
         raise ConfigurationError(
-            f"secrets_dir {given.secrets_dir} holds more than secrets of groups: make a folder "
+            f"secrets_dir {given.secrets_dir} holds more than secrets of groups: create a folder "
             "for them"
         )

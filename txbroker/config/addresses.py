@@ -1,4 +1,4 @@
-"""What a value of the configuration must look like: addresses, URLs, files that hold secrets."""
+"""Validation of configuration values: addresses, URLs, files with secrets."""
 
 import ipaddress
 import re
@@ -11,8 +11,7 @@ from urllib.parse import urlsplit
 from txbroker.errors import ConfigurationError
 
 HOST_CHARS_MAX = 253
-"""The longest name that DNS knows. A longer one, or one with an empty or longer label, is no
-unknown host: resolvers refuse to look for it."""
+"""The longest DNS name. Resolvers refuse a longer one, or one with an empty or too long label."""
 _LABEL = r"[A-Za-z0-9_]([A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?"
 _NAME = re.compile(rf"{_LABEL}(\.{_LABEL})*")
 _NUMERIC_END = re.compile(r"(.*\.)?(\d+|0[xX][0-9a-fA-F]*)")
@@ -22,7 +21,7 @@ IpAddress: TypeAlias = ipaddress.IPv4Address | ipaddress.IPv6Address
 IpNetwork: TypeAlias = ipaddress.IPv4Network | ipaddress.IPv6Network
 
 PRIVATE = "private"
-"""The entry that stands for all private networks."""
+"""The entry for all private networks."""
 PRIVATE_NETWORKS: tuple[IpNetwork, ...] = tuple(
     ipaddress.ip_network(text)
     for text in (
@@ -33,9 +32,9 @@ PRIVATE_NETWORKS: tuple[IpNetwork, ...] = tuple(
 
 PORT_MAX = 65535
 TOKEN_CHARS_MIN = 16
-"""A shorter token can be guessed by whoever may try often."""
+"""A shorter token can be guessed with many attempts."""
 OPEN_MODE = stat.S_IRWXO | stat.S_IWGRP
-"""Whoever is in the file's group may read it: so Kubernetes gives a pod its Secrets."""
+"""The file's group may read it: Kubernetes mounts Secrets so."""
 
 
 class Address(NamedTuple):
@@ -46,7 +45,7 @@ class Address(NamedTuple):
 
     @property
     def public(self) -> bool:
-        """True where other machines can connect."""
+        """Whether other machines can connect."""
         if self.host == "localhost":
             return False
         try:
@@ -56,7 +55,7 @@ class Address(NamedTuple):
 
     @property
     def wildcard(self) -> bool:
-        """True for every address of this machine: none that somebody could call."""
+        """Whether it is every address of this machine, which clients cannot call."""
         try:
             return ipaddress.ip_address(self.host).is_unspecified
         except ValueError:
@@ -74,14 +73,13 @@ class Address(NamedTuple):
 
 
 def with_later_port(text: str, later: int) -> str:
-    """Return `host:port`, or a URL that ends so, with a port that is `later` higher; port 0, any
-    free one, stays."""
+    """Return `host:port`, or a URL that ends so, with its port plus `later`; port 0 stays."""
     host, _, port = text.rpartition(":")
     return f"{host}:{int(port) + later}" if int(port) else text
 
 
 def parse_address(text: str) -> Address:
-    """Return the host and port that `text` names.
+    """Return the parsed `host:port`.
 
     Raises:
         ConfigurationError: it is not `host:port`.
@@ -111,21 +109,21 @@ class HostRules(NamedTuple):
     networks: tuple[IpNetwork, ...] = ()
 
     def names(self, host: str) -> bool:
-        """True where an entry names this host, itself or by `*.suffix`."""
+        """Return whether an entry matches this host, exactly or by `*.suffix`."""
         name = plain_host(host)
         return name in self.hosts or name.endswith(self.suffixes)
 
     def lists(self, host: str) -> bool:
-        """True where an entry is this very host name."""
+        """Return whether an entry is exactly this host name."""
         return plain_host(host) in self.hosts
 
     def contains(self, address: IpAddress) -> bool:
-        """True where an entry is this address or a network that it belongs to."""
+        """Return whether an entry is this address or its network."""
         return any(address in network for network in self.networks)
 
 
 def plain_host(host: str) -> str:
-    """Return a host name in its one spelling: lower case, without the root's dot."""
+    """Return a normalized host name: lower case, without the root's dot."""
     return host.lower().rstrip(".")
 
 
@@ -134,7 +132,7 @@ def parse_host_rules(name: str, entries: Iterable[str], *, private: bool = False
 
     Args:
         name: of the setting, for the message.
-        private: whether the entry `private` is known here.
+        private: whether the entry `private` is allowed.
 
     Raises:
         ConfigurationError: an entry is none of address, network, host name and `*.suffix`.
@@ -177,10 +175,10 @@ def _is_name(text: str) -> bool:
 
 
 def check_url(name: str, url: str) -> None:
-    """Refuse what is not the plain http(s) URL of a server.
+    """Refuse anything but the plain http(s) URL of a server.
 
     Raises:
-        ConfigurationError: names the setting and what is wrong with its value.
+        ConfigurationError: names the setting and the problem of its value.
     """
     if "@" in url:  # before any sentence that shows the URL
         raise ConfigurationError(f"{name} must not hold a user name or password")
@@ -203,7 +201,7 @@ def parse_secret_variable(entry: str) -> tuple[str, str]:
 
 
 def read_secret(name: str, path: Path) -> str:
-    """Return the secret in a file, without the line's end.
+    """Return the secret in a file, without white space around it.
 
     Raises:
         ConfigurationError: the file cannot be read or is empty.
@@ -223,7 +221,7 @@ def is_open(path: Path) -> bool:
     """Return whether other users of the machine can read or change a file.
 
     Raises:
-        OSError: it cannot be looked at.
+        OSError: its mode cannot be read.
     """
     return bool(path.stat().st_mode & OPEN_MODE)
 
@@ -232,7 +230,7 @@ def check_private(name: str, path: Path) -> None:
     """Refuse a file that other users of the machine can read or change.
 
     Raises:
-        ConfigurationError: says how to close it.
+        ConfigurationError: names the command that restricts it.
     """
     try:
         mode = stat.S_IMODE(path.stat().st_mode)
@@ -246,7 +244,7 @@ def check_private(name: str, path: Path) -> None:
 
 
 def read_token(name: str, path: Path) -> str:
-    """Return the token in a file that nobody else can read.
+    """Return the token in a file that other users cannot read.
 
     Raises:
         ConfigurationError: the file cannot be read, is open to others, or its token is too short.

@@ -1,7 +1,7 @@
-"""The settings by which Kafka is reached: where it is, TLS, and how to log in.
+"""Settings of the connection to Kafka: addresses, TLS and login.
 
-Secrets stand in files that settings name, or in the environment; never in the config file, which
-ends up in repositories and ConfigMaps, nor among the options, which every user of a machine sees.
+Secrets are in files that settings name, or in the environment; never in the config file, which ends
+up in repositories and ConfigMaps, nor in options, which every user of a machine can see.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ _ONLY_ENVIRONMENT = "Only as an environment variable, in place of"
 
 
 class KafkaAccess(BaseSettings):
-    """What of the settings is about reaching Kafka."""
+    """The settings of the connection to Kafka."""
 
     model_config = SettingsConfigDict(frozen=True, extra="forbid")
 
@@ -33,15 +33,15 @@ class KafkaAccess(BaseSettings):
         description="Kafka's bootstrap servers: `host:port`, several separated by commas.",
     )
     kafka_security_protocol: SecurityProtocol = Field(
-        "PLAINTEXT", description="How to talk to Kafka."
+        "PLAINTEXT", description="The security protocol of the connection to Kafka."
     )
     kafka_sasl_mechanism: SaslMechanism = Field(
-        "PLAIN", description="How to log in to Kafka, with a SASL protocol."
+        "PLAIN", description="The SASL mechanism of the login to Kafka, with a SASL protocol."
     )
     kafka_sasl_username: str = Field("", description="The user name for Kafka.")
     kafka_sasl_password_file: Path | None = Field(
         None,
-        description="A file that holds the password for Kafka. Read anew for every connection.",
+        description="A file that holds the password for Kafka. Read for every connection.",
     )
     kafka_sasl_password: SecretStr | None = Field(
         None,
@@ -49,8 +49,8 @@ class KafkaAccess(BaseSettings):
     )
     kafka_oauth_token_file: Path | None = Field(
         None,
-        description="With OAUTHBEARER: a file that holds the token, which somebody else renews. "
-        "Read anew for every connection.",
+        description="With OAUTHBEARER: a file that holds the token, renewed by another process. "
+        "Read for every connection.",
     )
     kafka_oauth_token_url: str = Field(
         "",
@@ -79,12 +79,12 @@ class KafkaAccess(BaseSettings):
     kafka_ssl_ca_file: Path | None = Field(
         None,
         description="Certificates of the authorities that may sign Kafka's (PEM). Not given: "
-        "those that the system trusts. Read again when it changes.",
+        "those that the system trusts. Reloaded when it changes.",
     )
     kafka_ssl_cert_file: Path | None = Field(
         None,
-        description="The certificate with which the proxy shows itself to Kafka (PEM). Read again "
-        "when it changes.",
+        description="The certificate that the proxy presents to Kafka (PEM). Reloaded when it "
+        "changes.",
     )
     kafka_ssl_key_file: Path | None = Field(
         None,
@@ -118,13 +118,13 @@ class KafkaAccess(BaseSettings):
     def open_kafka_secrets(self) -> list[str]:
         """Return the settings whose secret file other users of this machine can read or change.
 
-        They are taken all the same: Kubernetes mounts Secrets so unless told otherwise.
+        They are used all the same: Kubernetes mounts Secrets so by default.
         """
         found = []
         names = [f"{name}_file" for name in secret_settings(type(self))]
         for name in (*names, "kafka_oauth_token_file"):
             path: Path | None = getattr(self, name)
-            with contextlib.suppress(OSError):  # reading it says so
+            with contextlib.suppress(OSError):  # reading it reports the error
                 if path is not None and is_open(path):
                     found.append(name)
         return found
@@ -133,12 +133,14 @@ class KafkaAccess(BaseSettings):
         """Refuse what contradicts itself or cannot work.
 
         Raises:
-            ConfigurationError: says which settings and what to do.
+            ConfigurationError: names the settings and the next step.
         """
         _check_servers(self.kafka)
         for name in secret_settings(type(self)):
             if getattr(self, name) is not None and getattr(self, f"{name}_file") is not None:
-                raise ConfigurationError(f"{name} and {name}_file exclude one another")
+                raise ConfigurationError(
+                    f"{name} and {name}_file exclude each other: set one of them"
+                )
         _check_tls(self)
         _check_login(self)
         for name in secret_settings(type(self)):
@@ -214,8 +216,8 @@ def _check_oauth(given: KafkaAccess) -> None:
     if given.kafka_oauth_token_file is not None:
         if by_credentials:
             raise ConfigurationError(
-                f"kafka_oauth_token_file and {by_credentials[0]} exclude one another: the token is "
-                "in the file, or is fetched"
+                f"kafka_oauth_token_file and {by_credentials[0]} exclude each other: the "
+                "token is in the file, or is fetched"
             )
         read_secret("kafka_oauth_token_file", given.kafka_oauth_token_file)
         return
@@ -243,11 +245,11 @@ def _check_token_url(url: str) -> None:
         )
     if parts.username or parts.password or parts.query or parts.fragment:
         raise ConfigurationError(
-            "kafka_oauth_token_url must hold no user, query or fragment: only host and path"
+            "kafka_oauth_token_url must not have a user, query or fragment: only host and path"
         )
     if parts.scheme == "http" and Address(host, 0).public:
         raise ConfigurationError(
-            f"kafka_oauth_token_url {url} would send the client's secret in the clear: use https"
+            f"kafka_oauth_token_url {url} would send the client's secret unencrypted: use https"
         )
 
 

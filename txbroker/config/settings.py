@@ -1,9 +1,9 @@
-"""The configuration of a proxy: one frozen object, checked as a whole before anything starts.
+"""The configuration of a proxy: one frozen object, validated as a whole before anything starts.
 
-An option of the command line wins over the environment (`TXBROKER_` and the setting's name in
-capitals), the environment over the config file (TOML, one key per setting), the file over the
-default. Secrets stand in files that settings name, or in the environment, and are never shown: no
-repr, log line or error has them.
+Command line options override the environment (`TXBROKER_` and the setting's name in capitals), the
+environment overrides the config file (TOML, one key per setting), the file overrides the defaults.
+Secrets are in files that settings name, or in the environment, and never in a repr, log line or
+error.
 """
 
 import difflib
@@ -36,43 +36,43 @@ MINUTE_S, HOUR_S, DAY_S = 60.0, 3600.0, 86400.0
 KIB, MIB = 1024, 1024 * 1024
 
 PREPARES_SHARE = 0.75
-"""Of the bytes in flight, in all and per session, prepares may take so much. The rest is for
-decisions and checks, which end what prepares began: without it a flood of prepares that wait for
-Kafka would keep out the very calls that make room."""
+"""The part of the bytes in flight, in all and per session, that prepares may take. The rest is for
+decisions and checks, which complete transactions: otherwise a flood of prepares that wait for Kafka
+would block the calls that free memory."""
 RECEIVING_SHARE = 0.5
-"""So much again may be on its way in, in frames that are not whole yet."""
+"""The further part for frames that are not received completely yet."""
 STUCK_MIN_S = 10.0
-"""Below this an owner would leave while Kafka still ends its predecessor's last turn."""
+"""Below this an owner would leave while Kafka still ends its predecessor's last transaction."""
 SESSION_MIN_S, SESSION_MAX_S = 6.0, 1800.0
-"""What brokers allow unless told otherwise."""
+"""The defaults of the brokers' limits."""
 DEDUP_WINDOW_MIN_S = 10.0
-"""Below this, a client that waits for one request timeout could not repeat its prepare."""
+"""Below this, a client that waits for one request timeout could not retry its prepare."""
 WORKERS_MAX = 64
 PORT_SETTINGS = ("listen", "admin_listen", "peer_listen", "advertise", "peer_advertise")
-"""Each worker has other ports in these."""
+"""Settings with ports, which differ for each worker."""
 SETTLED_BYTES = ROW_BYTES + 1
-"""What a settled transaction takes, its part of a segment's header included."""
+"""The memory of a settled transaction, with its part of a segment's header."""
 FRAME_ROOM_BYTES = 64 * KIB
-"""What a frame or a record batch needs beside the messages in it."""
+"""The overhead of a frame or a record batch."""
 
 
 RENAMED = {"settled_max": "settled_bytes_max"}
-"""Old names that are accepted for one release, and the settings that replace them."""
+"""Old names, accepted for one release, and the settings that replace them."""
 
 
 _PARTITIONS_THEN = 4
-"""The default of `partitions` in releases with `settled_max`: their topics have so many."""
+"""The default of `partitions`, and so of topics, in releases with `settled_max`."""
 
 
 def _settled_bytes(settled_max: int | None, partitions: int) -> int:
-    """Return what the old name stands for: as many in each half partition, all at one proxy."""
+    """Return the bytes for the old setting: that many in each half partition, all at one proxy."""
     if settled_max is None:
         return 512 * MIB
     return settled_max * max(partitions, _PARTITIONS_THEN) * SETTLED_BYTES
 
 
 class Settings(ListenerAccess, KafkaAccess):
-    """Everything that can be set on a proxy. Built by `load_settings`, or by hand in tests."""
+    """All settings of a proxy. Built by `load_settings`, or directly in tests."""
 
     model_config = SettingsConfigDict(frozen=True, extra="forbid", env_prefix=ENV_PREFIX)
 
@@ -90,7 +90,7 @@ class Settings(ListenerAccess, KafkaAccess):
     )
     workers: Annotated[int, Field(ge=1, le=WORKERS_MAX)] = Field(
         1,
-        description="How many proxies `txbroker proxy` runs, each a process of its own: one for "
+        description="How many proxies `txbroker proxy` runs, each in a separate process: one for "
         "each core. The first has the ports of `listen`, `admin_listen`, `peer_listen`, "
         "`advertise` and `peer_advertise`, the second those after them, and so on; limits count "
         "for each.",
@@ -98,8 +98,8 @@ class Settings(ListenerAccess, KafkaAccess):
     wait_for_kafka_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = Field(
         60.0,
         description="How long `txbroker proxy` waits at its start for a Kafka that does not "
-        "answer, seconds, before it exits. 0: not at all. What Kafka refuses, such as a login, is "
-        "not waited for.",
+        "answer, seconds, before it exits. 0: not at all. If Kafka refuses, such as a login, it "
+        "exits at once.",
     )
     log_format: Literal["auto", "console", "json"] = Field(
         "auto", description="How log lines look; `auto` is `console` on a terminal, else `json`."
@@ -147,14 +147,14 @@ class Settings(ListenerAccess, KafkaAccess):
         30.0, description="The time between two checks of a transaction, seconds."
     )
     check_attempts_max: Annotated[int, Field(ge=1, le=1000)] = Field(
-        15, description="After so many attempts without a decision a transaction is parked."
+        15, description="A transaction is parked after this number of attempts without a decision."
     )
     check_timeout_s: Seconds = Field(
         5.0, description="How long a check waits for its answer, seconds."
     )
     checks_parallel_max: Count = Field(
         256,
-        description="Checks under way at once, all groups together; one share takes four fifths "
+        description="Checks in flight at once, all groups together; one share takes four fifths "
         "at most.",
     )
     dedup_window_s: Seconds = Field(
@@ -179,7 +179,7 @@ class Settings(ListenerAccess, KafkaAccess):
     bodies_bytes_max: Count = Field(
         128 * MIB,
         description="Bodies of transactions that are not settled, kept in memory by the whole "
-        "proxy, bytes. What does not fit, the oldest first, is read again from Kafka when it is "
+        "proxy, bytes. Others, the oldest first, are read again from Kafka when they are "
         "needed.",
     )
     snapshot_records_min: Count = Field(
@@ -191,14 +191,14 @@ class Settings(ListenerAccess, KafkaAccess):
     )
     session_timeout_s: Seconds = Field(
         10.0,
-        description="A proxy from which Kafka has not heard for so long loses its partitions to "
-        "the others, seconds: 6 to 1800, and what lies between the brokers' "
-        "`group.min.session.timeout.ms` and `group.max.session.timeout.ms`.",
+        description="A proxy without a heartbeat for this time loses its partitions to the "
+        "others, seconds: 6 to 1800, and within the brokers' `group.min.session.timeout.ms` and "
+        "`group.max.session.timeout.ms`.",
     )
     stuck_after_s: Seconds = Field(
         30.0,
-        description="A proxy that cannot claim a partition or end a turn for so long leaves the "
-        "others' group, so that another one gets its turn, seconds.",
+        description="A proxy that cannot claim a partition or end a promotion transaction for this "
+        "time leaves the group, so that another one takes over, seconds.",
     )
     settled_max: Count | None = Field(
         None,
@@ -211,7 +211,7 @@ class Settings(ListenerAccess, KafkaAccess):
         description="Settled transactions of the dedup window, remembered to answer repeats by "
         "the whole proxy, bytes: some 37 for each, more with a `dedup_key`. Its half partitions "
         "have equal parts; full, prepares are `overloaded`, those of one share with four fifths "
-        "of a part. Not given: 512 MiB, or what `settled_max` says.",
+        "of a part. Not given: 512 MiB, or the value of `settled_max`.",
     )
     in_flight_bytes_max: Count = Field(
         128 * MIB,
@@ -222,8 +222,8 @@ class Settings(ListenerAccess, KafkaAccess):
     )
     session_in_flight_bytes_max: Count = Field(
         32 * MIB,
-        description="The same for one SDK session, so that none takes all; and so much may wait "
-        "for it to be read.",
+        description="The same for one SDK session, so that none takes all; also the limit of "
+        "answers that wait for it to be read.",
     )
     session_answers_max: Count = Field(
         20_000,
@@ -266,7 +266,7 @@ class Settings(ListenerAccess, KafkaAccess):
     )
     group_labels_max: Count = Field(
         200,
-        description="Groups with metrics of their own, at most four fifths of them of one share; "
+        description="Groups with separate metrics, at most four fifths of them of one share; "
         "further ones count as `other`.",
     )
 
@@ -279,12 +279,12 @@ class Settings(ListenerAccess, KafkaAccess):
         dotenv_settings: PydanticBaseSettingsSource,
         file_secret_settings: PydanticBaseSettingsSource,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
-        """Take nothing from the surroundings: `load_settings` brings the sources together."""
+        """Use no other sources: `load_settings` merges them."""
         return (init_settings,)
 
     @property
     def check_window_s(self) -> float:
-        """From a prepare until the transaction would be parked, seconds."""
+        """The time from a prepare until the transaction is parked, seconds."""
         asked_s = self.check_after_s + (self.check_attempts_max - 1) * self.check_interval_s
         return asked_s + self.check_timeout_s
 
@@ -313,10 +313,10 @@ class Settings(ListenerAccess, KafkaAccess):
         return self.model_copy(update=changes)
 
     def validate_whole(self) -> None:
-        """Refuse what contradicts itself or cannot work.
+        """Refuse contradictory or impossible settings.
 
         Raises:
-            ConfigurationError: says which settings and what to do.
+            ConfigurationError: names the settings and the next step.
         """
         self.check_kafka()
         self.check_access()
@@ -325,13 +325,13 @@ class Settings(ListenerAccess, KafkaAccess):
         _check_sizes(self)
         if not re.fullmatch(r"[A-Za-z0-9._-]{1,200}", self.topic_prefix):
             raise ConfigurationError(
-                f"topic_prefix {self.topic_prefix!r} is no start of a topic's name: letters, "
+                f"topic_prefix {self.topic_prefix!r} cannot begin a topic's name: use letters, "
                 "digits, '.', '_' and '-' only"
             )
 
 
 SECRET_SETTINGS = frozenset(secret_settings(Settings))
-"""Settings that are secrets themselves: the environment may hold them, and nothing else."""
+"""Settings that are secrets: they are allowed in the environment only."""
 
 
 # --- loading ---------------------------------------------------------------------------------
@@ -429,7 +429,7 @@ def _in_words(error: ValidationError, given: Mapping[str, tuple[Any, str]]) -> s
         reason = problem["msg"].replace("Input should be", "must be", 1)
         reason = reason.replace("Input is not", "is not", 1)
         if problem["type"] == "default_factory_not_called":
-            continue  # what it is made from is wrong, and named
+            continue  # its source setting is invalid, and reported
         sentences.append(f"{name} ({where}) {reason[0].lower()}{reason[1:]}, not {value!r}")
     return "; ".join(dict.fromkeys(sentences))
 
@@ -443,7 +443,7 @@ def _check_workers(settings: Settings) -> None:
     if settings.guarded and not settings.peer_identity:
         raise ConfigurationError(
             f"workers {settings.workers} call one another, and callers need a credential: set "
-            "peer_secret_file or peer_names, by which they prove to be proxies"
+            "peer_secret_file or peer_names, by which proxies authenticate"
         )
     given_ports = {name: getattr(settings, name) for name in PORT_SETTINGS}
     for name, given in given_ports.items():
@@ -494,7 +494,7 @@ def _check_times(settings: Settings) -> None:
     if settings.stuck_after_s < STUCK_MIN_S:
         raise ConfigurationError(
             f"stuck_after_s {settings.stuck_after_s:g} is too short: a partition is taken over "
-            f"only when Kafka has ended the last owner's turn; at least {STUCK_MIN_S:g} s"
+            f"only after Kafka has ended the last owner's transaction; at least {STUCK_MIN_S:g} s"
         )
     if settings.dedup_window_s > half_s:
         raise ConfigurationError(
