@@ -49,9 +49,9 @@ def test_transaction_stays_within_its_bounds() -> None:
     done = run(*CALLS, "--json")
     assert done.stderr == ""
     assert done.returncode == 0
-    told = json.loads(done.stdout)
-    assert set(told["figures"]) == set(told["bounds"])
-    assert min(told["figures"].values()) > 0
+    measured = json.loads(done.stdout)
+    assert set(measured["figures"]) == set(measured["bounds"])
+    assert min(measured["figures"].values()) > 0
 
 
 @pytest.mark.parametrize("side", ["client", "proxy"])

@@ -153,6 +153,6 @@ def test_rocketmq_reports_are_parsed() -> None:
         "AVG RT(ms): 1.7 | Send Failed: 0 | Check: 0",
         "Current Time: 1795 Send TPS: 2337 Max RT(ms):  194 AVG RT(ms):1.7 Send Failed: 0 check",
     ):
-        told = _REPORT.search(line)
-        assert told is not None
-        assert told.groupdict() == {"per_s": "2337", "max": "194", "mean": "1.7", "failed": "0"}
+        report = _REPORT.search(line)
+        assert report is not None
+        assert report.groupdict() == {"per_s": "2337", "max": "194", "mean": "1.7", "failed": "0"}

@@ -42,6 +42,6 @@ def test_requests_stay_within_their_bounds() -> None:
 def test_exceeded_bounds_are_reported(in_flight: int, added: float, count: int) -> None:
     script = runpy.run_module("benchmarks.footprint")
     asked = {script["phase_of"](in_flight): {"Produce": script["BOUNDS"][in_flight], "End": added}}
-    told = script["exceeded"](asked)
-    assert len(told) == count
-    assert all(line.startswith(f"committed, {in_flight} in flight: ") for line in told)
+    bounds = script["exceeded"](asked)
+    assert len(bounds) == count
+    assert all(line.startswith(f"committed, {in_flight} in flight: ") for line in bounds)

@@ -24,8 +24,8 @@ def test_each_round_reports_cpu_time(more: list[str]) -> None:
     ]
     command += more
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
-    told = [(int(a), int(b)) for a, b in re.findall(r"proxy (\d+), client (\d+)", done.stdout)]
-    assert len(told) == 3
-    least = told.pop()
-    assert least == (min(proxy for proxy, _ in told), min(client for _, client in told))
+    rounds = [(int(a), int(b)) for a, b in re.findall(r"proxy (\d+), client (\d+)", done.stdout)]
+    assert len(rounds) == 3
+    least = rounds.pop()
+    assert least == (min(proxy for proxy, _ in rounds), min(client for _, client in rounds))
     assert min(least) > 0

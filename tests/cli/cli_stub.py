@@ -1,4 +1,4 @@
-"""A web server that answers as a test says: a proxy that is slow, overloaded or half gone."""
+"""A web server with a test's answers, as of a slow, overloaded or failing proxy."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ class Asked(NamedTuple):
 
 
 class Stub:
-    """Calls that came in, and what answers them: set `answer` to say something else."""
+    """The received calls; set `answer` for other answers."""
 
     def __init__(self) -> None:
         self.calls: list[Asked] = []
         self.rows: dict[str, dict[str, Any]] = {}
         self.answer: Callable[[Asked], Reply | None] = lambda asked: None
         self.hangs_up = False
-        """Close each connection behind an answer, without saying so before."""
+        """Close each connection after an answer, without announcing it."""
         self.url = ""
         self._lock = threading.Lock()
 
     def add(self, count: int, *, partitions: int = 1, state: str = "parked") -> list[str]:
-        """Hold so many transactions more; return their ids, oldest first."""
+        """Add `count` transactions; return their ids, oldest first."""
         ids = []
         for number in range(len(self.rows), len(self.rows) + count):
             partition = number % partitions
@@ -128,7 +128,7 @@ def stub() -> Iterator[Stub]:
         do_POST = do_PUT = do_DELETE = do_GET
 
         def log_message(self, *_: object) -> None:
-            """Say nothing."""
+            """Log nothing."""
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     server.daemon_threads = True

@@ -21,7 +21,7 @@ from txbroker.testing.broker import InMemoryBroker
 def call(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> Call:
-    """Call the command line in this process, without contexts and settings of whoever tests."""
+    """Call the command line in this process, without the user's contexts and settings."""
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
     for name in list(os.environ):
         if name.startswith("TXBROKER_"):
@@ -38,14 +38,14 @@ def call(
 
 
 class Terminal(io.StringIO):
-    """Stdin with somebody there, who does something before answering."""
+    """A terminal as stdin, whose user acts before answering."""
 
     def __init__(self, answer: str, meanwhile: Callable[[], object]) -> None:
         super().__init__(f"{answer}\n")
         self._meanwhile = meanwhile
 
     def isatty(self) -> bool:
-        """Say so."""
+        """Return True."""
         return True
 
     def readline(self, *_: object) -> str:
@@ -56,7 +56,7 @@ class Terminal(io.StringIO):
 
 @pytest.fixture
 def answer(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Answer the next question; what happens `meanwhile` can be said too."""
+    """Answer the next question, after calling `meanwhile`."""
 
     def answering(text: str, meanwhile: Callable[[], object] = lambda: None) -> None:
         monkeypatch.setattr(sys, "stdin", Terminal(text, meanwhile))
@@ -83,7 +83,7 @@ def there(call: Call, memory: InMemoryBroker) -> Call:
 
 @pytest.fixture(name="stub")
 def _stub() -> Iterator[Stub]:
-    """A web server that answers as the test says."""
+    """A web server with the test's answers."""
     with stub() as running:
         yield running
 

@@ -1,4 +1,4 @@
-"""A `txbroker proxy` in a process of its own, whose lines a test waits for."""
+"""A `txbroker proxy` process, whose log lines a test waits for."""
 
 from __future__ import annotations
 
@@ -16,40 +16,40 @@ DEADLINE_S = 60.0
 
 
 class ProxyProcess:
-    """A running command; `said` holds the JSON lines of its log so far."""
+    """A running command; `events` has the JSON lines of its log so far."""
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self.process = process
-        self.said: list[dict[str, Any]] = []
+        self.events: list[dict[str, Any]] = []
         self.other: list[str] = []
 
     async def until(self, event: str) -> dict[str, Any]:
-        """Return the next line of its log that tells of an event."""
+        """Return the next log line of an event."""
         async with asyncio.timeout(DEADLINE_S):
             while True:
                 found = await self._line()
-                assert found is not None, (event, self.said, self.other)
+                assert found is not None, (event, self.events, self.other)
                 if found.get("event") == event:
                     return found
 
     async def ready(self) -> str:
-        """Return the URL that it says on stdout once it can take calls."""
+        """Return the URL of its ready line."""
         assert self.process.stdout is not None
         async with asyncio.timeout(DEADLINE_S):
             line = (await self.process.stdout.readline()).decode()
-        assert line.startswith("ready "), (line, self.said, self.other)
+        assert line.startswith("ready "), (line, self.events, self.other)
         return line.split()[1]
 
     async def ended(self) -> int:
-        """Return its exit code, once it has ended by itself."""
+        """Wait for its end, and return its exit code."""
         async with asyncio.timeout(DEADLINE_S):
             while await self._line() is not None:
                 pass
             return await self.process.wait()
 
     def events(self, name: str) -> list[dict[str, Any]]:
-        """Return the lines of its log that tell of an event, as far as they were read."""
-        return [line for line in self.said if line.get("event") == name]
+        """Return the log lines of an event read so far."""
+        return [line for line in self.events if line.get("event") == name]
 
     @property
     def error(self) -> str:
@@ -66,7 +66,7 @@ class ProxyProcess:
         except ValueError:
             self.other.append(text)
             return {}
-        self.said.append(found)
+        self.events.append(found)
         return found
 
 
@@ -74,7 +74,7 @@ class ProxyProcess:
 async def proxy_process(
     data_dir: Path, kafka: str, *words: object, environ: Mapping[str, str] | None = None
 ) -> AsyncIterator[ProxyProcess]:
-    """Run `txbroker proxy` until the block is left, on a free port unless `words` say otherwise."""
+    """Run `txbroker proxy` during the block, by default on a free port."""
     inherited = {k: v for k, v in os.environ.items() if not k.startswith("TXBROKER_")}
     process = await asyncio.create_subprocess_exec(
         str(TXBROKER),

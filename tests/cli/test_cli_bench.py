@@ -1,4 +1,4 @@
-"""`txbroker bench`: what it counts on a real Kafka, and that a proxy that lies is found out."""
+"""`txbroker bench` on a real Kafka, and its detection of lost and duplicated messages."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_bench_over_sdk_sessions_adds_up(bench: Call, dev: Dev) -> None:
     assert (done.code, done.err) == (0, "")
     found = done.json
     assert {found[name] for name in ("lost", "duplicated", "wrong", "failed")} == {0}
-    # Some more than were asked for, for the lanes end what they have begun.
+    # More than requested, because transactions in flight are completed.
     assert found["visible"] % 3 == 0
     assert 40 * 0.7 * 3 <= found["visible"] <= (40 + 1 + 2 * 8) * 0.8 * 3
     for name in ("prepare", "decide", "visible"):
@@ -114,7 +114,7 @@ class Liar:
 
 
 @pytest.mark.parametrize(
-    ("copies", "verb", "rollbacks", "says"),
+    ("copies", "verb", "rollbacks", "message"),
     [
         (0, "commit", 0, "41 messages lost, 0 duplicated, 0 visible after a rollback"),
         (2, "commit", 0, "0 messages lost, 41 duplicated, 0 visible after a rollback"),
@@ -129,13 +129,13 @@ def test_lost_and_duplicated_messages_are_detected(
     copies: int,
     verb: str,
     rollbacks: int,
-    says: str,
+    message: str,
 ) -> None:
     monkeypatch.setattr(counting, "QUIET_S", 0.3)
     stub.answer = Liar(dev.kafka, copies, verb)
     where = ("--url", stub.url, "--kafka", dev.kafka, "--http", "--in-flight", 1)
     done = call("bench", *SHORT, *where, "--rollback-share", rollbacks)
-    assert (done.code, done.err) == (1, f"Error: {says}\n")
+    assert (done.code, done.err) == (1, f"Error: {message}\n")
 
 
 def test_failed_calls_are_reported(
@@ -160,9 +160,9 @@ def test_failed_calls_are_reported(
 
 
 def test_unreachable_server_is_reported(call: Call, dev: Dev) -> None:
-    nobody = call("bench", "--http", "--url", "http://127.0.0.1:9", "--kafka", dev.kafka)
-    assert (nobody.code, nobody.out) == (1, "")
-    assert nobody.err.startswith("Error: no answer to an HTTP call: ")
+    no_proxy = call("bench", "--http", "--url", "http://127.0.0.1:9", "--kafka", dev.kafka)
+    assert (no_proxy.code, no_proxy.out) == (1, "")
+    assert no_proxy.err.startswith("Error: no answer to an HTTP call: ")
     no_kafka = call("bench", "--url", dev.url, "--kafka", "127.0.0.1:9")
     assert (no_kafka.code, no_kafka.out) == (1, "")
     assert no_kafka.err.startswith("Error: no connection to Kafka at 127.0.0.1:9")
@@ -174,7 +174,7 @@ def test_unreachable_server_is_reported(call: Call, dev: Dev) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "says"),
+    ("arguments", "message"),
     [
         (["--url", "http://x"], "--url and --kafka belong together"),
         (["--kafka", "x:1"], "--url and --kafka belong together"),
@@ -184,10 +184,10 @@ def test_unreachable_server_is_reported(call: Call, dev: Dev) -> None:
         (["--in-flight", "0"], "0 is not in the range"),
     ],
 )
-def test_invalid_options_are_refused(call: Call, arguments: list[str], says: str) -> None:
+def test_invalid_options_are_refused(call: Call, arguments: list[str], message: str) -> None:
     done = call("bench", *arguments)
     assert (done.code, done.out) == (2, "")
-    assert says in done.err
+    assert message in done.err
 
 
 # --- on its own ------------------------------------------------------------------------------
@@ -195,7 +195,7 @@ def test_invalid_options_are_refused(call: Call, arguments: list[str], says: str
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
-    """Start a measurement with a Kafka of its own, its temporary files in `tmp_path`."""
+    """Start a measurement with a new Kafka, with temporary files in `tmp_path`."""
     started: list[subprocess.Popen[str]] = []
 
     def starting(*arguments: str) -> subprocess.Popen[str]:

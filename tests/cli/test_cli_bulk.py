@@ -1,4 +1,4 @@
-"""Many transactions at once: what was shown is done, once, and nothing else."""
+"""Bulk actions change exactly the shown transactions, once."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.cli.cli_stub import Asked, Reply, Stub, error, partition_of
 from tests.kit.cli import Call
 from txbroker.cli import client
 from txbroker.cli.client import ApiClient, ApiConnection, ApiError, who
-from txbroker.cli.tx import executor as crew
+from txbroker.cli.tx import executor as executor
 from txbroker.contract.service import PrepareRequest
 from txbroker.core.records import Message
 from txbroker.testing.broker import InMemoryBroker
@@ -25,7 +25,7 @@ Answer = Callable[..., None]
 
 @pytest.fixture(autouse=True)
 def _no_long_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(crew, "PAUSES_S", (0.01, 0.02, 0.05))
+    monkeypatch.setattr(executor, "PAUSES_S", (0.01, 0.02, 0.05))
 
 
 def prepare(memory: InMemoryBroker, count: int, **fields: Any) -> list[str]:
@@ -152,13 +152,13 @@ def test_default_selects_only_parked_transactions(stub: Stub, call: Call) -> Non
 
 
 def test_empty_selection_changes_nothing(there: Call) -> None:
-    empty = there("tx", "commit", "--group", "nobody", "--yes")
+    empty = there("tx", "commit", "--group", "missing", "--yes")
     assert empty == (0, "", "There are no such transactions.\n")
-    assert there("tx", "revive", "--group", "nobody", "--yes", "-o", "json").json == []
+    assert there("tx", "revive", "--group", "missing", "--yes", "-o", "json").json == []
 
 
 @pytest.mark.parametrize(
-    ("arguments", "says"),
+    ("arguments", "message"),
     [
         (["commit"], "select transactions: IDs, or filters"),
         (["commit", "--limit", "3"], "select transactions: IDs, or filters"),
@@ -176,12 +176,12 @@ def test_empty_selection_changes_nothing(there: Call) -> None:
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
 def test_invalid_selection_is_refused(
-    call: Call, stub: Stub, arguments: list[str], says: str
+    call: Call, stub: Stub, arguments: list[str], message: str
 ) -> None:
     yes = [] if arguments[-1] == "g" and "ID" not in arguments else ["--yes"]
     refused = call("tx", *arguments, *yes, "--url", stub.url)
     assert (refused.code, refused.out, stub.calls) == (2, "", [])
-    assert says in refused.err
+    assert message in refused.err
 
 
 def test_many_ids_need_their_number_typed(
@@ -293,25 +293,25 @@ def test_hostile_ids_are_refused(there: Call, memory: InMemoryBroker) -> None:
 
 def test_calls_in_flight_are_bounded(stub: Stub, call: Call) -> None:
     stub.add(40)
-    full, under_way, most = threading.Event(), [0], [0]
+    full, in_flight, most = threading.Event(), [0], [0]
     lock = threading.Lock()
 
     def slow(asked: Asked) -> Reply | None:
         if asked.method != "POST":
             return None
         with lock:
-            under_way[0] += 1
-            most[0] = max(most[0], under_way[0])
-        if under_way[0] >= crew.PARALLEL:
+            in_flight[0] += 1
+            most[0] = max(most[0], in_flight[0])
+        if in_flight[0] >= executor.PARALLEL:
             full.set()
         full.wait(10)
         with lock:
-            under_way[0] -= 1
+            in_flight[0] -= 1
         return None
 
     stub.answer = slow
     assert call("tx", "revive", "--group", "orders", "--yes", "--url", stub.url).code == 0
-    assert most[0] == crew.PARALLEL
+    assert most[0] == executor.PARALLEL
 
 
 def test_commits_of_a_half_partition_are_sequential(stub: Stub, call: Call) -> None:
@@ -355,11 +355,11 @@ def test_partition_without_owner_blocks_no_other(stub: Stub, call: Call) -> None
     assert done == [id for id in ids if stub.rows[id]["partition"] == 0]
     codes = Counter(row["error"]["code"] for row in partly.json if "error" in row)
     assert set(codes) == {"owner_unavailable", "not_tried"}
-    # What was tried is not said to be untried.
+    # Tried transactions are not reported as untried.
     tried = {asked.path for asked in stub.posts() if partition_of(asked) == 1}
     assert codes["owner_unavailable"] == len(tried)
-    # Each of those that were under way is tried four times, and no other one at all.
-    assert sum(partition_of(asked) == 1 for asked in stub.posts()) <= crew.PARALLEL * 4
+    # Each call in flight is tried four times, and no other transaction.
+    assert sum(partition_of(asked) == 1 for asked in stub.posts()) <= executor.PARALLEL * 4
 
 
 def test_bulk_commit_resumes_after_proxy_death(
@@ -412,7 +412,7 @@ def test_call_with_lost_answer_is_retried(
     monkeypatch.setattr(ApiConnection, "exchange", losing)
     done = call("tx", verb, "--group", "orders", "--yes", "-o", "json", "--url", stub.url)
     assert (done.code, sorted(row["id"] for row in done.json)) == (0, sorted(ids))
-    # What was carried out is seen, and so not done a second time.
+    # The result of the lost answer is seen, and the action not repeated.
     assert len(stub.posts()) == 6
 
 

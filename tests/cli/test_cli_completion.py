@@ -1,4 +1,4 @@
-"""What a shell offers on Tab: live, harmless, silent where nobody answers, and soon."""
+"""Shell completion: live values, harmless, silent without a proxy, and fast."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ START_S = 4.0
 
 @pytest.fixture
 def environ(tmp_path: Path) -> dict[str, str]:
-    """The environment of somebody who has configured nothing."""
+    """An environment without configuration."""
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("TXBROKER_", "_TXBROKER"))}
     found = f"{Path(sys.executable).parent}{os.pathsep}{kept.get('PATH', '')}"
     return {**kept, "XDG_CONFIG_HOME": str(tmp_path / "config"), "PATH": found}
 
 
 def offered(environ: dict[str, str], line: str, shell: str = "fish") -> list[str]:
-    """Return what is offered for the last word of a line."""
+    """Return the completions of the last word of a line."""
     words = line.split(" ")
     asked = {
         "_TXBROKER_COMPLETE": f"{shell}_complete",

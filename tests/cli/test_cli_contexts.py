@@ -23,7 +23,7 @@ def store(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def tokens(tmp_path: Path) -> dict[str, Path]:
-    """Files with tokens, by what is in them."""
+    """Files with tokens, by token."""
     found = {}
     for word in ("own", "typed", "environ"):
         found[word] = tmp_path / word
@@ -143,7 +143,7 @@ def test_precedence_of_proxy_and_token(
     source: str,
     token: str,
 ) -> None:
-    """Every address is the same server under a path of its own, which tells who was called."""
+    """Every address is the same server with a separate path, which identifies the call."""
     stub.answer = lambda asked: (200, {"transactions": [], "next_cursor": None})
     call("context", "set", "other", "--url", f"{stub.url}/other", "--token-file", tokens["own"])
     call("context", "set", "current", "--url", f"{stub.url}/current", "--use")
@@ -191,7 +191,7 @@ def test_question_names_the_installation(call: Call, stub: Stub, answer: object)
 
 
 @pytest.mark.parametrize(
-    ("arguments", "says"),
+    ("arguments", "message"),
     [
         (["set", "../x", "--url", HERE], "is no name of a context"),
         (["set", "-x", "--url", HERE], "No such option"),
@@ -211,11 +211,11 @@ def test_question_names_the_installation(call: Call, stub: Stub, answer: object)
     ids=lambda value: " ".join(value)[:30] if isinstance(value, list) else "",
 )
 def test_wrong_usage_changes_nothing(
-    call: Call, store: Path, arguments: list[str], says: str
+    call: Call, store: Path, arguments: list[str], message: str
 ) -> None:
     refused = call("context", *arguments)
     assert (refused.code, refused.out) == (2, "")
-    assert says in refused.err
+    assert message in refused.err
     assert not store.exists()
 
 

@@ -61,8 +61,8 @@ def test_the_check_back_of_the_tutorial(dev: Dev, ask: Call, tmp_path: Path) -> 
         port = probe.getsockname()[1]
     script = tmp_path / "answer.py"
     script.write_text(block("docs/start.md", "python").replace("8471", str(port)))
-    said = tmp_path / "said"
-    with said.open("w") as out:
+    output = tmp_path / "output"
+    with output.open("w") as out:
         answering = subprocess.Popen(
             [sys.executable, "-u", script], stdout=out, stderr=subprocess.DEVNULL, env=os.environ
         )
@@ -74,7 +74,7 @@ def test_the_check_back_of_the_tutorial(dev: Dev, ask: Call, tmp_path: Path) -> 
         state = until(lambda: _state(ask, id) == "promoted")
         assert state
         assert ask("tx", "show", id, "-o", "json").json["source"] == "check"
-        assert f'"id":"{id}"' in said.read_text()
+        assert f'"id":"{id}"' in output.read_text()
     finally:
         answering.kill()
         answering.wait()

@@ -55,10 +55,10 @@ def test_id_is_used_by_one_process_at_a_time(tmp_path: Path, given: str) -> None
         name = begin(held, tmp_path, instance=given)
         with pytest.raises(ConfigurationError) as caught, ExitStack() as second:
             begin(second, tmp_path, instance=given)
-        said = str(caught.value)
-        assert f"process {os.getpid()} on " in said
-        assert f"already runs as instance {name} in {tmp_path}" in said
-        assert "--listen, --instance or --data-dir" in said
+        message = str(caught.value)
+        assert f"process {os.getpid()} on " in message
+        assert f"already runs as instance {name} in {tmp_path}" in message
+        assert "--listen, --instance or --data-dir" in message
         begin(held, tmp_path, OTHER, "another")
         begin(held, tmp_path / "elsewhere", instance=given)
     with ExitStack() as held:
@@ -70,7 +70,7 @@ def test_first_proxy_keeps_the_older_versions_id(tmp_path: Path) -> None:
     with ExitStack() as held:
         assert begin(held, tmp_path, ONE) == "proxy-before"
         assert begin(held, tmp_path, OTHER) != "proxy-before"
-    # It belongs to the address now, whoever comes first.
+    # The id now belongs to the address.
     assert named_once(tmp_path, OTHER) != "proxy-before"
     assert named_once(tmp_path, ONE) == "proxy-before"
 
@@ -94,9 +94,11 @@ def test_damaged_id_file_is_named(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_bytes(b"\xffproxy")
     with pytest.raises(CommandFailed) as caught:
         named_once(tmp_path)
-    said = caught.value.message
-    assert said.startswith(f"{tmp_path / name} should hold the proxy's name but is not UTF-8 text")
-    assert "delete it for a new name, or give the name as --instance" in said
+    message = caught.value.message
+    assert message.startswith(
+        f"{tmp_path / name} should hold the proxy's name but is not UTF-8 text"
+    )
+    assert "delete it for a new name, or give the name as --instance" in message
     with ExitStack() as held:
         assert begin(held, tmp_path, instance="shop-1") == "shop-1"
 
@@ -158,9 +160,9 @@ async def test_replaced_proxy_logs_its_successor(dev: Dev, tmp_path: Path) -> No
         url = await first.ready()
         async with proxy_process(tmp_path / "second", dev.kafka, *words) as second:
             newer = await second.ready()
-            said = await first.until("replaced")
-            assert (said["level"], said["instance"]) == ("error", "same")
-            assert (said["by"], said["host"]) == (newer, "127.0.0.1")
+            message = await first.until("replaced")
+            assert (message["level"], message["instance"]) == ("error", "same")
+            assert (message["by"], message["host"]) == (newer, "127.0.0.1")
             status, problems = await problems_of(url)
             assert status == 503
             assert f"same is now the proxy at {newer}, from host 127.0.0.1" in problems[0]

@@ -36,7 +36,7 @@ def test_stopping_record_is_shown_and_skipped(call: Call, dev: Dev) -> None:
     assert (other.code, "These records do: repair.op/1@0." in other.err) == (1, True)
     dry = call(*skip, "repair.op/1@0", "--dry-run", "-o", "json")
     assert (dry.code, dry.json["reason"], dry.err) == (0, "a test", "Nothing was changed.\n")
-    assert call(*skip, "repair.op/1@0").code == 2  # nobody is there to ask
+    assert call(*skip, "repair.op/1@0").code == 2  # stdin is no terminal
     assert len(call("repair", "show", *where, "-o", "json").json) == 1
     done = call(*skip, "repair.op/1@0", "--yes", "-o", "json")
     assert (done.code, json.loads(done.out)["record"]) == (0, "repair.op/1@0")

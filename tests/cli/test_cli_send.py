@@ -28,7 +28,7 @@ def kcat(dev: Dev, topic: str) -> list[dict[str, object]]:
 
 
 @pytest.mark.needs_tool("kcat")
-def test_kcat_reads_what_was_sent(ask: Call, dev: Dev) -> None:
+def test_kcat_reads_sent_messages(ask: Call, dev: Dev) -> None:
     sent = ask(
         *("send", "sent", "one", "zwei ✓", "--tombstone", "--key", "k", "-H", "a=1", "-H", "a=2"),
         "--wait",

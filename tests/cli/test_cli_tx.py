@@ -38,10 +38,10 @@ def test_list(ask: Call, prepared: str) -> None:
 
 
 def test_empty_list_is_reported(ask: Call) -> None:
-    empty = ask("tx", "list", "--group", "nobody")
+    empty = ask("tx", "list", "--group", "missing")
     assert empty == (0, "", "There are no such transactions.\n")
-    assert ask("tx", "list", "--group", "nobody", "-o", "json").json == []
-    assert ask("tx", "list", "--group", "nobody", "-o", "yaml").out == "[]\n"
+    assert ask("tx", "list", "--group", "missing", "-o", "json").json == []
+    assert ask("tx", "list", "--group", "missing", "-o", "yaml").out == "[]\n"
 
 
 def test_cut_list_is_reported(ask: Call) -> None:
@@ -117,7 +117,7 @@ def test_answer_yes_commits(ask: Call, prepared: str, answer: Callable[..., None
     assert (done.code, done.json[0]["state"]) == (0, "rolled_back")
 
 
-def test_check_and_revive_say_why_not(ask: Call, prepared: str) -> None:
+def test_check_and_revive_report_reasons(ask: Call, prepared: str) -> None:
     assert ask("tx", "check", prepared, "--yes", "-o", "json").json[0]["state"] == "pending"
     pending = ask("tx", "revive", prepared, "--yes")
     assert (pending.code, "(not_pending)" in pending.err) == (1, True)
@@ -130,7 +130,7 @@ class Unsure(BaseHTTPRequestHandler):
     """An instance of a group that never knows."""
 
     def do_POST(self) -> None:
-        """Say that it is unknown."""
+        """Answer unknown."""
         body = b'{"decision": "unknown"}'
         self.send_response(200)
         self.send_header("content-length", str(len(body)))
@@ -138,7 +138,7 @@ class Unsure(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, *_: object) -> None:
-        """Say nothing."""
+        """Log nothing."""
 
 
 def test_unknown_transaction_is_parked_listed_and_revived(ask: Call) -> None:

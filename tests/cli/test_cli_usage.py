@@ -1,4 +1,4 @@
-"""Help, wrong usage, rubbish: always an exit code and a sentence, never a traceback."""
+"""Help and wrong usage: always an exit code and a sentence, never a traceback."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_help_imports_nothing_of_a_proxy() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "says"),
+    ("arguments", "message"),
     [
         (["demmo"], "There is no command 'demmo'. Did you mean 'demo'?"),
         (["xyzzy"], f"There are {', '.join(command.name for command in COMMANDS)}."),
@@ -125,10 +125,10 @@ def test_help_imports_nothing_of_a_proxy() -> None:
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_wrong_usage(call: Call, arguments: list[str], says: str) -> None:
+def test_wrong_usage(call: Call, arguments: list[str], message: str) -> None:
     result = call(*arguments)
     assert (result.code, result.out) == (2, "")
-    assert says in result.err
+    assert message in result.err
 
 
 def test_misspelt_setting_in_config_is_named(call: Call, tmp_path: Path) -> None:
@@ -165,7 +165,7 @@ class Stranger(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, *_: object) -> None:
-        """Say nothing."""
+        """Log nothing."""
 
 
 @pytest.fixture

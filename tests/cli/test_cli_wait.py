@@ -23,7 +23,7 @@ WAITING, THERE = "waiting for kafka", "kafka answers"
 
 @pytest.fixture
 def closed_port() -> Iterator[socket.socket]:
-    """A port of our own on which nobody listens yet."""
+    """A reserved port without a listener."""
     with socket.socket() as bound:
         bound.bind(("127.0.0.1", 0))
         yield bound
@@ -35,7 +35,7 @@ def address_of(bound: socket.socket) -> str:
 
 @asynccontextmanager
 async def relayed(bound: socket.socket, to: str) -> AsyncIterator[None]:
-    """Listen on a port, and pass on what comes to another address."""
+    """Forward connections of a port to another address."""
     host, _, port = to.rpartition(":")
 
     async def pass_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -61,10 +61,10 @@ async def test_proxy_waits_for_kafka_that_starts_later(
 ) -> None:
     words = ("--topic-prefix", "later", "--partitions", "1")
     async with proxy_process(tmp_path, address_of(closed_port), *words) as proxy:
-        said = await proxy.until(WAITING)
-        assert (said["level"], said["kafka"]) == ("warning", address_of(closed_port))
-        assert said["seconds"] == 60.0
-        assert f"no connection to Kafka at {address_of(closed_port)}" in said["why"]
+        event = await proxy.until(WAITING)
+        assert (event["level"], event["kafka"]) == ("warning", address_of(closed_port))
+        assert event["seconds"] == 60.0
+        assert f"no connection to Kafka at {address_of(closed_port)}" in event["why"]
         async with relayed(closed_port, dev.kafka):
             await proxy.until(THERE)
             await proxy.ready()
@@ -106,7 +106,7 @@ async def test_signal_ends_the_wait_for_kafka(
         sent = time.monotonic()
         assert await proxy.ended() == 0
         assert time.monotonic() - sent < 10
-        assert [line["event"] for line in proxy.said][-1] == "stopped"
+        assert [line["event"] for line in proxy.events][-1] == "stopped"
         assert proxy.error == ""
 
 

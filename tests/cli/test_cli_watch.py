@@ -29,7 +29,7 @@ Step = Callable[[], object]
 
 @pytest.fixture
 def steps(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """What happens between two looks; behind the last of it somebody presses Ctrl-C."""
+    """Run a step between two queries, and press Ctrl-C after the last one."""
 
     def between(*happening: Step) -> None:
         left = list(happening)
@@ -127,7 +127,7 @@ def test_too_short_interval_is_refused(call: Call) -> None:
 
 
 def overview(**changes: Any) -> dict[str, Any]:
-    """Return what two proxies say, of which one does not answer."""
+    """Return the overview of two proxies, one of which does not answer."""
     rates = {"prepared_per_s": 1200.4, "decided_per_s": 3.14, "promoted_per_s": 0.0}
     known = {
         "partition": 0, "owner": "http://a:1", "state": "owned", "why": "", "pending": 10_000,
@@ -219,7 +219,7 @@ def test_top_appends_lines_without_a_terminal(call: Call, stub: Stub, steps: Any
 
 
 class Terminal:
-    """A command with a terminal of its own, and what it has written there."""
+    """A command on a terminal, and its output."""
 
     def __init__(self, pid: int, handle: int) -> None:
         self.pid, self._handle = pid, handle
@@ -237,7 +237,7 @@ class Terminal:
         os.write(self._handle, text.encode())
 
     def end(self) -> int:
-        """Read what is left; return the exit code."""
+        """Read the remaining output; return the exit code."""
         while self._read(0.05):
             pass
         return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
@@ -284,7 +284,7 @@ def test_screen_is_redrawn_and_restored(stub: Stub, on_terminal: Run) -> None:
     (first,) = stub.add(1, state="pending")
     shown = on_terminal("tx", "list", "--watch", "0.2", "--url", stub.url)
     shown.until(first)
-    assert "\x1b[?1049h" in shown.text  # a screen of its own
+    assert "\x1b[?1049h" in shown.text  # the alternate screen
     more = stub.add(30, state="pending")
     shown.until(more[0])
     shown.until("more lines")

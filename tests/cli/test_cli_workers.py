@@ -32,7 +32,7 @@ DEADLINE_S = 60.0
 
 
 def free_ports(count: int) -> int:
-    """Return the first of so many free ports in a row."""
+    """Return the first of `count` consecutive free ports."""
     while True:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
@@ -54,7 +54,7 @@ def pid_of(data_dir: Path, instance: str) -> int:
 
 
 async def until_line(proxy: ProxyProcess, event: str, worker: int) -> dict[str, Any]:
-    """Return the next line of one worker that tells of an event."""
+    """Return a worker's next log line of an event."""
     while (line := await proxy.until(event)).get("worker") != worker:
         pass
     return line
@@ -62,7 +62,7 @@ async def until_line(proxy: ProxyProcess, event: str, worker: int) -> dict[str, 
 
 @asynccontextmanager
 async def two_workers(data_dir: Path, dev: Dev, *words: object) -> AsyncIterator[ProxyProcess]:
-    """Run two workers on the shared Kafka, ready; end whatever is left of them."""
+    """Run two ready workers on the shared Kafka, and kill them afterwards."""
     async with proxy_process(
         data_dir, dev.kafka, "--workers", 2, "--partitions", 4, *words
     ) as proxy:
@@ -115,7 +115,7 @@ async def test_transactions_continue_while_a_worker_restarts(
         proxy.process.terminate()
         assert await proxy.ended() == 0
         until_gone(below)
-        assert {line["worker"] for line in proxy.said} == {1, 2}
+        assert {line["worker"] for line in proxy.events} == {1, 2}
         assert proxy.error == ""
 
 
@@ -147,7 +147,7 @@ async def test_one_worker_is_the_process_itself(dev: Dev, tmp_path: Path) -> Non
         assert descendants(proxy.process.pid) == []
         proxy.process.terminate()
         assert await proxy.ended() == 0
-        assert not any("worker" in line for line in proxy.said)
+        assert not any("worker" in line for line in proxy.events)
 
 
 async def test_workers_that_cannot_start_end_the_command(tmp_path: Path) -> None:
@@ -223,7 +223,7 @@ class Committing:
         self.done.sort()
 
     async def more(self, count: int) -> None:
-        """Wait until so many more are committed."""
+        """Wait until `count` more are committed."""
         wanted = len(self.done) + count
         async with asyncio.timeout(DEADLINE_S):
             while len(self.done) < wanted:
@@ -256,7 +256,7 @@ def numbers_in(kafka: str, topic: str) -> list[int]:
     """Return the numbers of the messages that consumers see, in order."""
     settings = {
         "bootstrap.servers": kafka,
-        "group.id": "nobody",
+        "group.id": "unused",
         "isolation.level": "read_committed",
         "enable.partition.eof": True,
     }
@@ -371,7 +371,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def behaving(monkeypatch: pytest.MonkeyPatch, body: str) -> None:
-    """Let the workers be a script: `told` is what they are given."""
+    """Replace the workers by a script, with their settings as `config`."""
     head = "import json, os, signal, sys, time\ntold = json.loads(sys.stdin.readline())\n"
     monkeypatch.setattr(workers, "COMMAND", (sys.executable, "-c", head + body))
 
@@ -392,7 +392,7 @@ async def parent() -> AsyncIterator[asyncio.Task[None]]:
 
 
 async def until(condition: Callable[[], object]) -> Any:
-    """Return what a condition says, once it is true."""
+    """Wait until a condition is true, and return its value."""
     async with asyncio.timeout(DEADLINE_S):
         while not (found := condition()):
             await asyncio.sleep(0.01)
@@ -405,15 +405,15 @@ async def test_repeated_deaths_lengthen_the_pause(
 ) -> None:
     behaving(
         monkeypatch,
-        "print('ready', told['worker'], flush=True)\n"
-        "if told['worker'] == 2: sys.exit(3)\n"
+        "print('ready', config['worker'], flush=True)\n"
+        "if config['worker'] == 2: sys.exit(3)\n"
         "sys.stdin.readline()\n",
     )
     with capture_logs() as lines:
         async with parent():
             await until(lambda: len(lines) >= 4)
-    said = [(line["event"], line["worker"], line["how"]) for line in lines]
-    assert set(said) == {("worker ended", 2, "exit code 3")}
+    events = [(line["event"], line["worker"], line["how"]) for line in lines]
+    assert set(events) == {("worker ended", 2, "exit code 3")}
     assert [line["seconds"] for line in lines[:4]] == [0.01, 0.02, 0.04, 0.04]
 
 
@@ -423,7 +423,7 @@ async def test_ready_lines_come_together_and_in_order(
 ) -> None:
     behaving(
         monkeypatch,
-        "print('ready', told['worker'], flush=True)\nsys.stdin.readline()\n",
+        "print('ready', config['worker'], flush=True)\nsys.stdin.readline()\n",
     )
     async with parent() as task:
         assert await until(lambda: capsys.readouterr().out) == "ready 1\nready 2\n"
@@ -438,7 +438,7 @@ async def test_worker_that_does_not_stop_is_killed(
         monkeypatch,
         "print('ready', flush=True)\n"
         "sys.stdin.readline()\n"
-        "if told['worker'] == 2: time.sleep(1000)\n",
+        "if config['worker'] == 2: time.sleep(1000)\n",
     )
     before = set(descendants(os.getpid()))
     async with parent() as task:
@@ -464,18 +464,18 @@ async def test_hanging_worker_writes_stacks_and_is_replaced(
         "    while True: print(flush=True); time.sleep(0.1)\n"
         "def hang(): time.sleep(1000)\n"
         "faulthandler.register(signal.SIGUSR1)\n"
-        "print('ready', told['worker'], flush=True)\n"
-        f"if told['worker'] == 2 and not os.path.exists({str(once)!r}):\n"
+        "print('ready', config['worker'], flush=True)\n"
+        f"if config['worker'] == 2 and not os.path.exists({str(once)!r}):\n"
         f"    open({str(once)!r}, 'w').close(); hang()\n"
         "threading.Thread(target=beat, daemon=True).start()\n"
-        f"if told['worker'] == 2: open({str(once)!r} + ' more', 'w').close()\n"
+        f"if config['worker'] == 2: open({str(once)!r} + ' more', 'w').close()\n"
         "sys.stdin.readline()\n",
     )
     with capture_logs() as lines:
         async with parent():
             await until((tmp_path / "once more").exists)
-    said = [(line["event"], line["worker"], line.get("how")) for line in lines]
-    assert said == [("worker hangs", 2, None), ("worker ended", 2, "SIGKILL")]
+    events = [(line["event"], line["worker"], line.get("how")) for line in lines]
+    assert events == [("worker hangs", 2, None), ("worker ended", 2, "SIGKILL")]
     assert lines[0]["seconds"] == pytest.approx(3)
     assert "in hang\n" in capfd.readouterr().err
 
@@ -504,15 +504,15 @@ async def test_starting_worker_has_longer_and_stop_kills_it(
 async def test_worker_that_cannot_start_stops_the_others(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    told = tmp_path / "told"
+    config = tmp_path / "config"
     behaving(
         monkeypatch,
-        "if told['worker'] == 2: sys.exit(1)\n"
-        f"open({str(told)!r}, 'w').write(sys.stdin.readline())\n",
+        "if config['worker'] == 2: sys.exit(1)\n"
+        f"open({str(config)!r}, 'w').write(sys.stdin.readline())\n",
     )
     with pytest.raises(CommandFailed, match="worker 2 failed to start"):
         await workers.run_workers(two())
-    assert told.read_text() == "stop\n"
+    assert config.read_text() == "stop\n"
 
 
 # --- what each is given ----------------------------------------------------------------------
@@ -547,9 +547,9 @@ def test_worker_receives_all_explicit_settings(tmp_path: Path) -> None:
         kafka_sasl_username="u",
         kafka_sasl_password=SecretStr("h1dden"),
     ).of_worker(2)
-    told = load_settings(workers.plain_settings(given), environ={})
-    assert told == given
-    assert told.kafka_secret("kafka_sasl_password") == "h1dden"
+    config = load_settings(workers.plain_settings(given), environ={})
+    assert config == given
+    assert config.kafka_secret("kafka_sasl_password") == "h1dden"
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""What is packed for support: all that helps, and not one secret."""
+"""The bundle for support: complete, and without secrets."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ TOKEN, PASSWORD, QUERY, USER = 't0ken-é"x-of-16-or-more', "pa55word", "qu3ry", 
 
 
 def unpacked(path: Path) -> dict[str, str]:
-    """Return what is in a bundle."""
+    """Return the content of a bundle."""
     with tarfile.open(path) as archive:
         files = {}
         for member in archive.getmembers():
@@ -41,7 +41,7 @@ def unpacked(path: Path) -> dict[str, str]:
 
 @pytest.fixture
 def planted(world: World, tmp_path: Path) -> World:
-    """An installation with secrets wherever they might get to."""
+    """An installation with secrets in all its texts."""
     token = secret_file(tmp_path / "token", f"{TOKEN}\n")
     password = secret_file(tmp_path / "password", PASSWORD)
     world.settings = settings(
@@ -52,7 +52,7 @@ def planted(world: World, tmp_path: Path) -> World:
         advertise=f"http://{USER}:{PASSWORD}@proxy/?k={QUERY}",
     )
     url = f"https://{USER}:{PASSWORD}@web.example/check?key={QUERY}#{QUERY}"
-    world.proxies.proxy(TWO, reached=False, why=f"{TOKEN} is no good at {url}, they say")
+    world.proxies.proxy(TWO, reached=False, why=f"{TOKEN} is refused at {url}")
     world.proxies.group("web", unreachable_why=f"refused ({url})")
     page = f'# {TOKEN} {PASSWORD}\ntxbroker_x{{url="{url}"}} 1.0\n'
     world.proxies.pages = {ONE: METRICS + page, TWO: Unavailable(f"no {url}")}

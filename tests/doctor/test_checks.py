@@ -31,8 +31,8 @@ OK, WARNING, UNKNOWN, FAILS = (
 
 
 def news(**changes: object) -> bytes:
-    """What an audit tells, a minute ago and without drift."""
-    told = AuditNews(
+    """Return an audit's record, a minute old and without drift."""
+    record = AuditNews(
         run="r1",
         mode="full",
         started_ms=NOW_MS - 100_000,
@@ -41,7 +41,7 @@ def news(**changes: object) -> bytes:
         states={},
         drift={"lost": 0},
     )
-    return encode_news(structs.replace(told, **changes))
+    return encode_news(structs.replace(record, **changes))
 
 
 async def test_all_is_well(world: World) -> None:
@@ -87,7 +87,7 @@ async def test_old_broker_fails(world: World) -> None:
 async def test_missing_rights_are_named(world: World) -> None:
     world.kafka.see("half", rights=ALL - {"Write"})
     world.kafka.see("op", error=Code.TOPIC_AUTHORIZATION_FAILED, rights=None)
-    world.kafka.see("parked", rights=None)  # brokers that do not say
+    world.kafka.see("parked", rights=None)  # the broker does not return rights
     world.kafka.group_code = Code.GROUP_AUTHORIZATION_FAILED
     world.kafka.id_code = Code.TRANSACTIONAL_ID_AUTHORIZATION_FAILED
     found = await world.outcome("kafka-rights")
@@ -123,7 +123,7 @@ async def test_broker_clock_ahead_fails(world: World, ahead_ms: int, level: Chec
 async def test_records_appended_meanwhile_bound_clocks(
     world: World, second_ms: int, third_ms: int, lines: list[str]
 ) -> None:
-    """What was there before may be old; what comes between two looks is of now."""
+    """Earlier records may be old; those appended between two reads are current."""
     world.kafka.newest = {("txbroker.half", n): NOW_MS - 60_000 for n in range(4)}
     world.kafka.later = {
         ("txbroker.half", 1): NOW_MS + second_ms,

@@ -1,4 +1,4 @@
-"""The doctor names each unsafe default, and says of no safe setting that it is one."""
+"""The doctor reports each unsafe setting, and no safe one."""
 
 from __future__ import annotations
 

@@ -161,7 +161,7 @@ def test_options_are_environment_variables(
     monkeypatch.setenv("TXBROKER_BUNDLE", str(tmp_path / "b"))
     monkeypatch.setenv("TXBROKER_DOCTOR_OUTPUT", "json")
     monkeypatch.setenv("TXBROKER_KAFKA", "k:1")
-    # For lists, which know more ways: at night this must not be what stops somebody.
+    # An output format of lists: the doctor refuses it.
     monkeypatch.setenv("TXBROKER_OUTPUT", "wide")
     done = call()
     assert (done.code, done.json["healthy"], given.looked) == (0, True, 2), done

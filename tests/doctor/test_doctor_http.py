@@ -97,7 +97,7 @@ async def test_roles_limit_what_the_doctor_sees(principals: Path) -> None:
         for call in (producer.overview(), producer.groups(), producer.metrics(api.url)):
             with pytest.raises(NotAllowed, match=r"403: .* \(not_permitted\); .* role viewer"):
                 await call
-        await producer.ready(api.url)  # everybody may ask
+        await producer.ready(api.url)  # any role may call it
 
 
 async def test_registration_no_longer_allowed_is_named(world: World) -> None:

@@ -51,7 +51,7 @@ def dev(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Dev]:
 
 
 def cli(dev: Dev, *arguments: object) -> Result:
-    """Run a command in a process of its own, for this proxy and its Kafka."""
+    """Run a command in a child process, for this proxy and its Kafka."""
     command = [TXBROKER, *map(str, arguments), "--url", dev.url]
     done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
     return Result(done.returncode, done.stdout, done.stderr)
@@ -63,7 +63,7 @@ def doctor(dev: Dev, *arguments: object) -> Result:
 
 
 def shown(result: Result) -> dict[str, dict[str, Any]]:
-    """Return what the doctor said in JSON, by check."""
+    """Return the doctor's JSON results, by check."""
     return {one["name"]: one for one in result.json["checks"]}
 
 
@@ -81,7 +81,7 @@ def test_healthy_installation_has_no_failures(dev: Dev) -> None:
     done = doctor(dev, "--check-after-s", "3600", "-o", "json")
     found = shown(done)
     levels = {name: one["level"] for name, one in found.items()}
-    # Nobody of the group of that pending transaction is there, and no audit has run.
+    # The group of the pending transaction has no instance, and no audit has run.
     assert levels.pop("groups-reachable") == "fails"
     assert levels.pop("audit-fresh") == "warning"
     assert set(levels.values()) == {"ok"}, found
@@ -241,7 +241,7 @@ async def test_examination_describes_open_transactions(dev: Dev) -> None:
     assert isinstance(found, OpenTransaction)
     assert (found.topic, found.partition, found.state) == ("payments", 0, "Ongoing")
     assert found.transactional_id == name
-    # By the coordinator's clock, whatever the record's own time is.
+    # By the coordinator's clock, not the record's timestamp.
     assert abs(time.time() - (found.started_ms or 0) / 1000) < TIMEOUT_S
     assert found.last_write_ms == 1000
 
@@ -300,7 +300,7 @@ def test_real_bundle_has_no_message_and_no_secret(dev: Dev, tmp_path: Path) -> N
 
 
 def test_recently_killed_proxy_fails(dev: Dev, tmp_path: Path) -> None:
-    """Of a proxy that nobody named the doctor learns from the first, and then that it is gone."""
+    """The doctor learns of an unnamed proxy from the first one, and then of its end."""
     command = [TXBROKER, "proxy", "--kafka", dev.kafka, "--listen", "127.0.0.1:0"]
     command += ["--data-dir", str(tmp_path), "--session-timeout-s", "6"]
     with (tmp_path / "log").open("w") as log:

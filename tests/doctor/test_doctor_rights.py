@@ -50,7 +50,7 @@ async def rights(bootstrap: str) -> CheckResult:
 
 
 def grant(bootstrap: str, kind: ResourceType, name: str, *operations: AclOperation) -> None:
-    """Let everybody do so much and no more, nothing at all where nothing is named."""
+    """Allow exactly these operations to all users."""
     admin = AdminClient({"bootstrap.servers": bootstrap, "log_level": 0})
     bindings = [
         AclBinding(

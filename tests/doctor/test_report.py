@@ -19,10 +19,10 @@ from txbroker.contract.audit import AuditNews, encode_news
 @pytest.fixture
 async def report(world: World) -> DoctorReport:
     """One thing fails, one is unknown because of it, one is to be looked at, the rest is fine."""
-    told = AuditNews(
+    record = AuditNews(
         run="r1", mode="full", started_ms=0, ended_ms=NOW_MS, transactions=1, states={}, drift={}
     )
-    world.kafka.news = {"batch": encode_news(told)}
+    world.kafka.news = {"batch": encode_news(record)}
     world.proxies.partition(2, parked=3)
     world.kafka.remove("op")
     found = await world.examine()

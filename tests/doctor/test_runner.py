@@ -1,4 +1,4 @@
-"""Checks run side by side, and none hides another, whatever it does."""
+"""Checks run in parallel, and no error hides another check."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def book() -> CheckRegistry:
     async def base(subject: Subject) -> Finding:
         return fine("yes")
 
-    @made.check("it breaks", hint="Tell us.")
+    @made.check("it breaks", hint="Report it.")
     async def breaks(subject: Subject) -> Finding:
         raise ZeroDivisionError("by nothing")
 
@@ -59,7 +59,7 @@ async def test_checks_end_independently(world: World) -> None:
         "blind": (CheckLevel.FAILS, "nothing to see"),
     }
     assert {one.name: one.hint for one in report.outcomes if one.hint} == {
-        "breaks": "Tell us.",
+        "breaks": "Report it.",
         "hangs": "Wait.",
         "blind": "Help it.",
     }

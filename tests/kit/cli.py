@@ -1,4 +1,4 @@
-"""A `txbroker dev` in a process of its own, and how commands end."""
+"""A `txbroker dev` process, and results of commands."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Result(NamedTuple):
 
     @property
     def json(self) -> Any:
-        """What it wrote to stdout, which is JSON."""
+        """Its JSON output."""
         assert self.out, self.err
         return json.loads(self.out)
 
@@ -37,7 +37,7 @@ Call = Callable[..., Result]
 
 
 class Dev:
-    """A `txbroker dev` in a process of its own."""
+    """A `txbroker dev` process."""
 
     def __init__(self, data_dir: Path, *options: str) -> None:
         self._command = [TXBROKER, "dev", "--data-dir", data_dir, "--listen", "127.0.0.1:0"]
@@ -70,7 +70,7 @@ class Dev:
 
     @property
     def stderr(self) -> str:
-        """What it has said beside its data."""
+        """Its stderr so far."""
         return self._log.read_text()
 
     def children(self) -> list[int]:

@@ -1,4 +1,4 @@
-"""An installation made up for the doctor's tests: all well, until a test says what is not."""
+"""A fake installation for the doctor's tests: healthy, until a test changes it."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ txbroker_promoted_total{topic="other"} 3.0
 
 
 def settings(**given: Any) -> Settings:
-    """The defaults but for what is given."""
+    """Return the default settings with these changes."""
     return Settings(**{"partitions": PARTITIONS} | given)
 
 
@@ -212,7 +212,7 @@ class FakeProxies:
         return _or_raise(self.view)
 
     def partition(self, number: int, **changes: Any) -> None:
-        """Change what is shown of a half partition."""
+        """Change a half partition's overview."""
         shown = [
             structs.replace(one, **changes) if one.partition == number else one
             for one in self.seen.partitions
@@ -220,14 +220,14 @@ class FakeProxies:
         self.view = structs.replace(self.seen, partitions=tuple(shown))
 
     def proxy(self, url: str, **changes: Any) -> None:
-        """Change what is shown of a proxy."""
+        """Change a proxy's overview."""
         shown = [
             structs.replace(one, **changes) if one.url == url else one for one in self.seen.proxies
         ]
         self.view = structs.replace(self.seen, proxies=tuple(shown))
 
     def group(self, group: str, **changes: Any) -> None:
-        """Change what is shown of a group."""
+        """Change a group's overview."""
         shown = [
             structs.replace(one, **changes) if one.group == group else one
             for one in self.seen.groups
