@@ -58,39 +58,25 @@ async def test_a_rollback_is_never_visible(service: Service, client: Client) -> 
     assert await service.values(topic) == [b"later"]
 
 
-async def test_a_commit_repeated_is_one_message(service: Service, client: Client) -> None:
+@pytest.mark.parametrize(
+    ("decision", "state", "values"),
+    [("commit", "promoted", [b"once"]), ("rollback", "rolled_back", [])],
+)
+async def test_decision_stands_repeated_and_contradicted(
+    service: Service, client: Client, decision: str, state: str, values: list[bytes]
+) -> None:
     topic = await service.topic()
     id = await client.prepare(Message(topic, b"k", b"once"))
+    decide, contradict = client.commit, client.rollback
+    if decision == "rollback":
+        decide, contradict = contradict, decide
     for _ in range(3):
-        assert await client.commit(id) == "promoted"
-    assert await service.values(topic) == [b"once"]
-
-
-async def test_a_rollback_can_be_repeated(service: Service, client: Client) -> None:
-    id = await client.prepare(Message(await service.topic(), b"k", b""))
-    for _ in range(3):
-        assert await client.rollback(id) == "rolled_back"
-
-
-async def test_a_commit_after_a_rollback_is_a_conflict(service: Service, client: Client) -> None:
-    topic = await service.topic()
-    id = await client.prepare(Message(topic, b"k", b"never"))
-    await client.rollback(id)
+        assert await decide(id) == state
     with pytest.raises(AlreadyDecided) as error:
-        await client.commit(id)
-    assert error.value.details["decision"] == "rollback"
-    assert error.value.details["state"] == "rolled_back"
-    assert await service.visible(topic) == []
-
-
-async def test_a_rollback_after_a_commit_is_a_conflict(service: Service, client: Client) -> None:
-    topic = await service.topic()
-    id = await client.prepare(Message(topic, b"k", b"stays"))
-    await client.commit(id)
-    with pytest.raises(AlreadyDecided) as error:
-        await client.rollback(id)
-    assert error.value.details["decision"] == "commit"
-    assert await service.values(topic) == [b"stays"]
+        await contradict(id)
+    assert error.value.details["decision"] == decision
+    assert error.value.details["state"] == state
+    assert await service.values(topic) == values
 
 
 async def test_one_of_concurrent_contrary_decisions_wins(service: Service) -> None:

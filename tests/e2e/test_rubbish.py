@@ -11,7 +11,8 @@ import aiohttp
 import msgspec
 import pytest
 
-from tests.kit.proxies import ProxyProcess, error_of
+from tests.kit.http_calls import error_of
+from tests.kit.proxies import ProxyProcess
 from tests.kit.until import unique
 from txbroker.contract import frames as wire
 from txbroker.core.records import Message
@@ -60,7 +61,7 @@ CALLS: dict[str, tuple[str, str, Any, str, str]] = {
         PREPARE,
         message(topic="a b/c"),
         "unknown_topic",
-        "is no name",
+        "is no valid topic name",
     ),
     "a partition that is not there": (
         "POST",

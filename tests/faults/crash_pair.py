@@ -18,7 +18,8 @@ from aiohttp import web
 from tests.faults.forks import Forge
 from tests.faults.judge import Asked, Body, Call, History, Note
 from tests.kit.fleet import owned_by
-from tests.kit.proxies import ProxyProcess, error_of
+from tests.kit.http_calls import error_of
+from tests.kit.proxies import ProxyProcess
 from tests.kit.until import unique, until
 from txbroker.errors import AlreadyDecided, RequestError
 

@@ -13,7 +13,8 @@ from typing import Any
 import aiohttp
 
 from tests.faults.judge import Judge
-from tests.kit.proxies import ProxyProcess, error_of
+from tests.kit.http_calls import error_of
+from tests.kit.proxies import ProxyProcess
 from tests.kit.readers import Along
 from tests.kit.topic_reader import read_all
 from tests.kit.until import DEADLINE_S, unique, until

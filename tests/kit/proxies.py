@@ -20,17 +20,15 @@ from typing import Any
 import aiohttp
 
 from tests.faults.judge import Rec
+from tests.kit.http_calls import HttpCalls, Json
 from tests.kit.topic_reader import create_topic, delete_topic, read_topics
 from tests.kit.until import DEADLINE_S, unique, until
-from txbroker.errors import RequestError, request_errors
 
 HERE = Path(__file__).parent
 RUBBISH = ("Traceback", "Task was destroyed", "never retrieved", "never awaited")
 """Texts that must never appear in the output of a proxy."""
 _PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None)
-
-Json = dict[str, Any]
 
 
 def _free_port() -> int:
@@ -39,7 +37,7 @@ def _free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-class ProxyProcess:
+class ProxyProcess(HttpCalls):
     """One installation of txbroker on a Kafka: its proxy, its topics, the calls of a test.
 
     `program` and `environment` select the build: by default the installed one.
@@ -217,37 +215,13 @@ class ProxyProcess:
             return await response.text()
 
     async def call(self, method: str, path: str, body: Any = None) -> Json:
-        """Return the answer to a call that works.
-
-        Raises:
-            RequestError: the one that the answer names.
-        """
-        status, answer = await self.request(method, path, body)
-        if "error" in answer:
-            raise error_of(status, answer)
-        return answer
+        """Return the answer to a call that succeeds; see `checked`."""
+        return (await self.checked(method, path, body))[1]
 
     async def prepare(self, *messages: Json, group: str = "orders", **fields: Any) -> str:
         """Prepare over HTTP; return the id."""
         body = {"group": group, "messages": list(messages), **fields}
         return str((await self.call("POST", "/v1/transactions", body))["id"])
-
-    async def act(self, id: str, what: str, **fields: Any) -> Json:
-        """POST `commit`, `rollback`, `check` or `revive`."""
-        return await self.call("POST", f"/v1/transactions/{id}/{what}", fields)
-
-    async def show(self, id: str) -> Json:
-        """Return the view of a transaction."""
-        return await self.call("GET", f"/v1/transactions/{id}")
-
-    async def reaches(self, id: str, state: str) -> Json:
-        """Wait until a transaction is in a state; return its view."""
-
-        async def there() -> Json | None:
-            shown = await self.show(id)
-            return shown if shown["state"] == state else None
-
-        return dict(await until(there))
 
     async def unsettled(self, group: str = "") -> list[Json]:
         """Return (the first thousand of) the transactions that are not settled."""
@@ -288,14 +262,6 @@ class ProxyProcess:
         """Return the records of one of txbroker's own topics."""
         names = [f"{self.prefix}.{name}"]
         return await asyncio.to_thread(read_topics, self.bootstrap, names, committed=False)
-
-
-def error_of(status: int, answer: Json) -> RequestError:
-    """Return the error that an answer names; it must be a known one with its own status."""
-    fields = dict(answer["error"])
-    error = request_errors()[fields.pop("code")](fields.pop("message"), **fields)
-    assert status == error.status
-    return error
 
 
 def _die_with_parent() -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import aiohttp
 from aiohttp import web
 
+from tests.kit.http_calls import HttpCalls, Json
 from tests.kit.kafka import KafkaHarness
 from tests.kit.memory import MemoryHarness
 from tests.kit.until import unique, until
@@ -17,13 +18,11 @@ from txbroker.config.settings import Settings
 from txbroker.contract.json import message_to_json
 from txbroker.core.records import Message, Record
 from txbroker.door.protocols import Door
-from txbroker.errors import UnknownGroup, request_errors
+from txbroker.errors import UnknownGroup
 from txbroker.proxy.process import Proxy, run_proxy
 from txbroker.sdk import TransactionalProducer
 
 _PARTITIONS = 2
-
-Json = dict[str, Any]
 
 
 class FakeEndpoint:
@@ -63,7 +62,7 @@ class FakeEndpoint:
         return web.json_response(answer)
 
 
-class Service:
+class Service(HttpCalls):
     """One proxy, its Kafka, and the calls that tests make.
 
     Args:
@@ -130,25 +129,16 @@ class Service:
 
     # --- calls ---------------------------------------------------------------------------
 
-    async def call(self, method: str, path: str, body: Json | None = None) -> tuple[int, Json]:
-        """Return status and answer; raise the error that the answer names.
-
-        Raises:
-            RequestError: with the status that came, and the error's fields as `details`.
-        """
+    async def request(self, method: str, path: str, body: Any = None) -> tuple[int, Json]:
+        """Return status and answer, of errors too."""
         async with self._http.request(method, path, json=body) as response:
-            answer = await response.json()
-        if "error" in answer:
-            error = answer["error"]
-            raised = request_errors()[error.pop("code")](error.pop("message"), **error)
-            assert response.status == raised.status
-            raise raised
-        return response.status, answer
+            return response.status, await response.json()
+
+    call = HttpCalls.checked
 
     async def get(self, path: str) -> Json:
         """Return the answer to a GET, with any status."""
-        async with self._http.get(path) as response:
-            return dict(await response.json())
+        return (await self.request("GET", path))[1]
 
     async def prepare(self, *messages: Message, group: str = "orders", **fields: Any) -> str:
         """Prepare a new transaction and return its id."""
@@ -164,32 +154,13 @@ class Service:
         body = {"group": group, "messages": shown, **fields}
         return await self.call("POST", "/v1/transactions", body)
 
-    async def act(self, id: str, what: str, **fields: Any) -> Json:
-        """POST `commit`, `rollback`, `check` or `revive`; return the answer."""
-        _, answer = await self.call("POST", f"/v1/transactions/{id}/{what}", fields)
-        return answer
-
     async def commit(self, id: str, **fields: Any) -> Json:
         """Commit and wait until consumers can see it."""
         return await self.act(id, "commit", wait="promoted", **fields)
 
-    async def show(self, id: str, *, bodies: bool = False) -> Json:
-        """Return the view of a transaction."""
-        path = f"/v1/transactions/{id}" + ("?bodies=true" if bodies else "")
-        return (await self.call("GET", path))[1]
-
     async def state(self, id: str) -> str:
         """Return a transaction's state."""
         return str((await self.show(id))["state"])
-
-    async def reaches(self, id: str, state: str) -> Json:
-        """Wait until a transaction is in a state; return its view."""
-
-        async def there() -> Json | None:
-            shown = await self.show(id)
-            return shown if shown["state"] == state else None
-
-        return dict(await until(there))
 
     async def listed(self, **query: Any) -> list[Json]:
         """Return one page of transactions."""

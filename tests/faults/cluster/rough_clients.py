@@ -11,7 +11,7 @@ from typing import Any
 
 import aiohttp
 
-from tests.kit.proxies import error_of
+from tests.kit.http_calls import error_of
 from tests.kit.workload import Recorder
 from txbroker.errors import AlreadyDecided, RequestError
 from txbroker.sdk import Message
