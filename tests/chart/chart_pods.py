@@ -27,7 +27,7 @@ topics = ["orders"]
 
 
 class Pod(NamedTuple):
-    """The template of a Pod: whose it is, its labels and what it says."""
+    """The template of a Pod: its owner, its labels and its content."""
 
     owner: Object
     labels: dict[str, str]

@@ -15,7 +15,7 @@ from tests.chart.chart_values import NEEDED
 
 CHART = Path(__file__).parents[2] / "charts/txbroker"
 KUBERNETES = "1.31.0"
-"""Which helm is told, as one that is built from source takes a very old one for granted."""
+"""Kubernetes version passed to helm, because a helm built from source assumes a very old one."""
 
 Object = dict[str, Any]
 Render = Callable[..., list[Object]]
@@ -24,7 +24,7 @@ Helm = Callable[..., tuple[int, str]]
 
 @pytest.fixture(scope="session")
 def helm(tmp_path_factory: pytest.TempPathFactory) -> Helm:
-    """Call helm; return its exit code and all that it said."""
+    """Call helm; return its exit code and its output."""
     home = tmp_path_factory.mktemp("helm")
     numbers = iter(range(1_000_000))
 

@@ -1,4 +1,4 @@
-"""Do what a Dockerfile says in plain folders, so that its steps are tried where there is no Docker.
+"""Run the steps of a Dockerfile in plain folders, so that they are tested without Docker.
 
 Only what our Dockerfile uses is understood; anything else is refused. Needs root, and a folder that
 holds what the first `FROM` names.

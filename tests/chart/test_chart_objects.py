@@ -142,7 +142,7 @@ def test_secrets_are_only_referred_to(render: Render, name: str) -> None:
     assert of_kind(objects, "Secret") == []
     for pod in pods(objects):
         for mount in pod.container["volumeMounts"]:
-            assert "subPath" not in mount  # what is changed would not arrive
+            assert "subPath" not in mount  # changes would not arrive
         for volume in pod.spec["volumes"]:
             if "secret" in volume:
                 assert volume["secret"]["defaultMode"] == 0o440

@@ -106,7 +106,7 @@ def test_only_proxies_reach_the_port_of_proxies(render: Render, name: str) -> No
         "from": [{"podSelector": policy["podSelector"]}],
         "ports": [{"protocol": "TCP", "port": "peers"}],
     }
-    # The others are as the values say, and nothing is said about egress unless it is asked for.
+    # The others follow the values, and egress is unrestricted by default.
     scheme = "https" if name == "peer names" else "http"
     clients = SETS[name]["networkPolicy"].get("clients", [{"podSelector": {}}])
     assert by_port[scheme]["from"][1:] == clients
@@ -180,7 +180,7 @@ def test_the_worked_example_renders(render: Render, tmp_path: Path) -> None:
     assert settings.peer_secret_file is not None
     policy = one(objects, "NetworkPolicy")["spec"]
     assert [rule["ports"][0]["port"] for rule in policy["ingress"]] == ["https", "admin", "peers"]
-    # Every Secret that it names is made by a command above, or by what other sections say.
+    # Every Secret that it names is created by a command above or in another section.
     made = set(re.findall(r"create secret generic (\S+)", text)) | {"txbroker-tls"}
     named = {v["secret"]["secretName"] for v in pod.spec["volumes"] if "secret" in v}
     (endpoint,) = one(objects, "ServiceMonitor")["spec"]["endpoints"]

@@ -1,4 +1,4 @@
-"""What the chart may be told, and what it says to what it may not."""
+"""Values that the chart accepts, and its errors for others."""
 
 from __future__ import annotations
 
@@ -73,12 +73,12 @@ def test_every_value_has_a_default_and_every_default_a_schema() -> None:
         for part in filter(None, at.split(".")):
             there = there.get(part, {})
         if at in ("settings", "resources") or at.endswith(".resources"):
-            continue  # by themselves: txbroker's defaults, Kubernetes' names
+            continue  # free-form: txbroker's defaults, Kubernetes' names
         assert set(there) == set(schema["properties"]) - {"global"}, at
 
 
 def test_every_value_is_explained() -> None:
-    """A comment stands above each, above the neighbours that it ends, or above what it is in."""
+    """A comment stands above each value, above its row of neighbours, or above its block."""
     unexplained = []
     above: list[tuple[int, bool]] = []  # the keys that this one is in, and the one before it
     comment = False
@@ -91,7 +91,7 @@ def test_every_value_is_explained() -> None:
             above = [(at, known and at < indent_of(line)) for at, known in above]
             continue
         indent = indent_of(line)
-        # A neighbour with a block of its own ends the row.
+        # A neighbour with a block ends the row.
         row = indent + (not above or above[-1][0] <= indent)
         above = [(at, known) for at, known in above if at < row]
         known = comment or any(known for _, known in above)
@@ -160,11 +160,11 @@ REFUSED: dict[str, tuple[Object, str]] = {
         {"audit": {"sparkConf": {"driver.memory": "2g"}}},
         "audit.sparkConf: Additional property driver.memory is not allowed",
     ),
-    "nobody asked": (
+    "no caller is asked for a certificate": (
         {"token": {"existingSecret": ""}},
         "set token.existingSecret, principals or tls.clients.caSecret, or insecure if the network",
     ),
-    "several proxies that nobody can tell from producers": (
+    "several proxies without a peer identity": (
         {"peerSecret": {"existingSecret": ""}},
         "3 proxies must prove to one another that they are proxies",
     ),
@@ -188,7 +188,7 @@ REFUSED: dict[str, tuple[Object, str]] = {
         {"workers": 4, "port": 65534},
         "the 4 workers of a Pod would have the port 65536 (http-3), which does not exist",
     ),
-    "several workers that nobody can tell from producers": (
+    "several workers without a peer identity": (
         {"replicas": 1, "workers": 2, "peerSecret": {"existingSecret": ""}},
         "2 proxies must prove to one another that they are proxies",
     ),
@@ -243,7 +243,7 @@ REFUSED: dict[str, tuple[Object, str]] = {
         {"kafka": {**FETCHED, "oauth": {**FETCHED["oauth"], "audience": "a"}}},
         "needs one of kafka.oauth.tokenUrl",
     ),
-    "nobody's token": (
+    "a token without use": (
         {"kafka": {**FETCHED, "oauth": {**FETCHED["oauth"], "clientId": ""}}},
         "kafka.oauth.tokenUrl needs kafka.oauth.clientId",
     ),
@@ -296,7 +296,7 @@ def test_a_cluster_that_is_too_old_is_refused(helm: Helm) -> None:
     assert "kubeVersion" in output
 
 
-# --- what is said after an install -----------------------------------------------------------
+# --- notes after an install ----------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")

@@ -37,7 +37,7 @@ def steps(name: str) -> list[str]:
 
 
 def test_only_copied_paths_are_in_the_build_context() -> None:
-    """What `.dockerignore` keeps back cannot be copied; what nobody copies need not be sent."""
+    """Files in `.dockerignore` cannot be copied; files that no step copies need not be sent."""
     copied = {
         source
         for rest in steps("COPY")
@@ -53,7 +53,7 @@ def test_every_image_ends_as_the_user_that_the_chart_names() -> None:
     assert steps("USER") == [f"{VALUES['runAsUser']}:{VALUES['fsGroup']}"] * 2
     assert steps("ENTRYPOINT") == ['["txbroker"]'] * 2
     stages = [rest.split(" AS ")[1] for rest in steps("FROM")]
-    assert stages[-1] == "proxy"  # what is built where no target is named
+    assert stages[-1] == "proxy"  # the default target
     assert "audit" in stages
     assert str(VALUES["port"]) in steps("EXPOSE")
 

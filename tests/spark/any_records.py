@@ -273,7 +273,7 @@ def nearly_ours(draw: st.DrawFn) -> Record:
 
 
 def any_records(count: int) -> list[Record]:
-    """Return so many records that hypothesis makes up; one Spark job reads them all."""
+    """Return `count` generated records; one Spark job reads them all."""
     found: list[Record] = []
     batch = st.lists(st.one_of(foreign(), nearly_ours()), min_size=50, max_size=50)
 

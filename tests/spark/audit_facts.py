@@ -72,7 +72,7 @@ def half_rows(
 
 
 def op_row(kind: str, offset: int = 0, at_ms: int = START_MS + 100, **fields: object) -> MarkerFact:
-    """Return a marker, early and without a group if nothing else is said."""
+    """Return a marker, by default early and without a group."""
     row = MarkerFact(
         PARTITION, offset, at_ms, at_ms, True, kind, "producer", "", 1, 0, "", 0, None, 0
     )
@@ -150,7 +150,7 @@ def judged(
     now_ms: int = NOW_MS,
     horizon: Horizon | None = None,
 ) -> JudgedTransaction:
-    """Return what is said of a transaction; all is old unless told otherwise."""
+    """Judge a transaction; by default all of it is old."""
     facts = TransactionFacts(ID, half, op or [], visible or [], parked or [])
     return judge(facts, TERMS._replace(now_ms=now_ms), horizon or Horizon())
 
@@ -161,7 +161,7 @@ def judged(
 def facts_from(logs: Logs) -> dict[str, TransactionFacts]:
     """Return the facts of each id in the logs of a partition.
 
-    Which half messages are void is told by a ledger: that is not what a judge decides.
+    A ledger decides which half messages are void: the judge does not.
     """
     halves, markers = _halves(logs), _markers(logs)
     return {

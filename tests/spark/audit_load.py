@@ -1,4 +1,4 @@
-"""Steady load on a real proxy that is killed now and then, while somebody else reads the topics."""
+"""Steady load on a real proxy that is killed now and then, while an audit reads the topics."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Load:
 
     @contextlib.asynccontextmanager
     async def running(self, seed: int) -> AsyncIterator[Load]:
-        """Keep the load up while the block runs; then let every lane come to its end."""
+        """Keep the load up during the block; then let every lane finish."""
         limits = Limits(answer_timeout_s=3, heartbeat_s=3)
         check = answering(self._shop, Recorder())
         async with contextlib.AsyncExitStack() as stack:
@@ -77,7 +77,7 @@ class Load:
             await self._world.all_settled("bills")
 
     async def reached(self, finished: int) -> None:
-        """Wait until so many transactions are finished."""
+        """Wait until `count` transactions are finished."""
 
         async def enough() -> bool:
             return self.finished >= finished
@@ -100,7 +100,7 @@ class Load:
         due = loop.time() + fate.uniform(0, self._pause_s)
         while not self._stopping.is_set():
             try:
-                # What is not known here is known to the check.
+                # Results unknown here are known to the check.
                 with contextlib.suppress(LocalFailure):
                     await self._one(name, producer, fate)
             except RequestError:

@@ -1,4 +1,4 @@
-"""`txbroker audit` in a process of its own, as operators call it."""
+"""`txbroker audit` in a separate process, as operators call it."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Ended(NamedTuple):
 
     @property
     def summary(self) -> RunSummary:
-        """What it wrote to stdout, which is one run as JSON."""
+        """Its stdout, one run as JSON."""
         assert self.out, self.err
         return msgspec.json.decode(self.out, type=RunSummary)
 
@@ -53,7 +53,7 @@ class Commanded(NamedTuple):
 
 
 def command(planting: Planting, data_dir: Path, *options: str) -> list[str]:
-    """Return the command line of an audit of what was planted."""
+    """Return the command line of an audit of the planted topics."""
     return [
         sys.executable, "-m", "txbroker.cli.submit", "run", "--kafka", planting.bootstrap,
         "--topic-prefix", planting.prefix, "--data-dir", str(data_dir), "-o", "json",
@@ -70,7 +70,7 @@ def environment(**more: str) -> dict[str, str]:
 def begun(
     planting: Planting, data_dir: Path, *options: str, **more: str
 ) -> Iterator[Callable[[], Ended]]:
-    """Audit what was planted, called in the data folder, while the block runs: it is given what
+    """Audit the planted topics in the data folder during the block, which gets a function that
     waits for the end."""
     with (
         tempfile.TemporaryFile("w+") as out,
@@ -104,20 +104,20 @@ def begun(
 
 
 def audit(planting: Planting, data_dir: Path, *options: str, **more: str) -> Ended:
-    """Audit what was planted, and wait for the end."""
+    """Audit the planted topics, and wait for the end."""
     with begun(planting, data_dir, *options, **more) as ended:
         return ended()
 
 
 def submitted(planting: Planting, data_dir: Path, *conf: str) -> Ended:
-    """Audit what was planted with a Spark that was there before us, as `spark-submit` starts it.
+    """Audit the planted topics with `spark-submit`.
 
     Args:
         conf: settings of Spark's, as `spark.NAME=VALUE`.
     """
     home = Path(pyspark.__file__).parent
     options = [word for each in (*conf, *QUICK[1::2]) for word in ("--conf", each)]
-    # What comes after the file is ours; how Spark is started is said before it.
+    # The audit's options follow the file; Spark's options precede it.
     ours = command(planting, data_dir)[3 : -len(QUICK)]
     done = subprocess.run(
         [home / "bin/spark-submit", "--master", "local[2]", *options, submit.__file__, *ours],
@@ -135,7 +135,7 @@ def drift_of(planting: Planting) -> dict[str, int]:
     """Return how many transactions have each finding, where nothing is old enough to be late, and
     how many of our records do not read.
 
-    Nor is a copy of a parked one, which follows its marker in a turn of its own.
+    Nor is a copy of a parked one, which follows its marker in a separate Kafka transaction.
     """
     found = Counter(
         name

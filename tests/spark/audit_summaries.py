@@ -1,4 +1,4 @@
-"""Summaries of runs, as audits would give them, for what keeps, tells and shows them."""
+"""Summaries of runs for tests of the journal, the news and the report."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def summary(number: int = 0, **changes: Any) -> RunSummary:
 
 
 def drifted(number: int = 0, **changes: Any) -> RunSummary:
-    """The same with findings, and with all that is told only then."""
+    """The same with findings and the fields that depend on them."""
     given: dict[str, Any] = {
         "drift": {"lost": 2, "visible_twice": 1},
         "quarantined": 1,

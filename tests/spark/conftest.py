@@ -29,7 +29,7 @@ SPARK_CONF = {
     "spark.driver.memory": "1g",
     "spark.sql.shuffle.partitions": "2",
     "spark.default.parallelism": "2",
-    # Nobody reads the plans of tests, which Spark writes down whenever a stage has ended.
+    # Tests need no query plans, which Spark stores at the end of each stage.
     "spark.sql.maxPlanStringLength": "0",
 }
 if not os.environ.get("TXBROKER_TEST_LONG"):

@@ -1,6 +1,6 @@
 """Compares three messages with an SQLite table, in a Spark that fetches the driver itself.
 
-Called with the database and the driver's Maven coordinates; prints what is found, as JSON.
+Called with the database and the driver's Maven coordinates; prints the findings as JSON.
 """
 
 from __future__ import annotations

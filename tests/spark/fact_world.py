@@ -23,9 +23,9 @@ START_MS = 1_700_000_000_000
 NAMES = TopicNames("half", "op", "parked", "audit", "drift")
 TOPICS = {"orders": 2, "bills": 1, "rare": 1}
 STARTS = {("orders", 0): 100, ("rare", 0): 50}
-"""Where targets begin that others had used before: retention has taken what was there."""
+"""First offsets of targets from which retention removed other producers' records."""
 KEPT_MS = 7 * 86_400_000
-"""For so long they keep a record."""
+"""Their retention time."""
 Row = dict[str, Any]
 Life = Iterator[None]
 
@@ -62,7 +62,7 @@ class World:
         self._marks = 0
 
     def live(self, steps: int, starting: float = 0.4) -> None:
-        """Let so many steps of lives happen, of old and new transactions."""
+        """Run `steps` steps of old and new transactions."""
         lives: list[Life] = getattr(self, "_lives", [])
         for _ in range(steps):
             self.now_ms += self.random.choice((1, 5, 50, 2000, 15_000))
@@ -172,7 +172,7 @@ class World:
         return [Moment(*places[n : n + 3]) for n in range(0, 3 * count, 3)]
 
     def naming_late(self, topic: str) -> Moment:
-        """Return a moment at which a topic is first named behind the early end of half."""
+        """Return a moment at which a topic is first named after the early end of half."""
         halves = (n for n, each in enumerate(self.records) if each.table == "half")
         early = next(n for n in halves if self.records[n].row["topic"] == topic)
         return Moment(early, early + 2, early + 4)
@@ -183,7 +183,7 @@ class World:
         return max(each.row["at_ms"] for each in seen)
 
     def ends(self, topic: str, records: int) -> tuple[int, ...]:
-        """Return where a topic ended when there were so many records."""
+        """Return the ends of a topic after `records` records."""
         count = TOPICS.get(topic, self.partitions)
         seen = Counter(r.partition for r in self.records[:records] if r.topic == topic)
         return tuple(seen[p] + STARTS.get((topic, p), 0) for p in range(count))
@@ -271,7 +271,7 @@ class World:
 
 
 def tables_held(spark: SparkSession) -> int:
-    """Return how many tables Spark was told to keep, and was not told to give back."""
+    """Return the number of tables that Spark caches."""
     context: Any = spark.sparkContext
     return int(context._jsc.getPersistentRDDs().size())
 
@@ -400,7 +400,7 @@ def _refused(world: World) -> Life:
 
 
 def _swapped(world: World) -> Life:
-    """Two of one key become visible in the wrong order, or the first one once more behind."""
+    """Two of one key become visible in the wrong order, or the first one again after both."""
     first = world.prepare(mark=1_000_000 + world.now_ms, partition=0)
     second = world.prepare(mark=first[0]["order_mark"], partition=0)
     yield

@@ -1,6 +1,6 @@
 """Every state and every finding, each planted on purpose; `plant_all` plants them all.
 
-A case stores its transactions, and says what an audit has to find of them. What is promoted in a
+A case stores its transactions and the findings expected of an audit. Messages promoted in a
 case becomes visible with the turn that ends it.
 """
 
@@ -39,7 +39,7 @@ from txbroker.spark.schema import Terms
 Case = Callable[[Planting], Awaitable[None]]
 
 _GAP_MS = 40
-"""Between what is lost, what is late and what is young."""
+"""Delays between lost, late and young transactions."""
 _MINUTES_MS = 120_000
 
 
@@ -57,7 +57,7 @@ async def pending(p: Planting) -> None:
 
 
 async def given_back(p: Planting) -> None:
-    """Attempts that reached nobody do not count: there may be more than the policy allows."""
+    """Unreached attempts do not count: there may be more than the policy allows."""
     half = await p.prepare(policy=TWO_ATTEMPTS)
     for number in range(1, 6):
         await p.check(half, number)
@@ -67,7 +67,7 @@ async def given_back(p: Planting) -> None:
 
 
 async def asked(p: Planting) -> None:
-    """An attempt that somebody asked for may come before its time."""
+    """A requested attempt may come before its time."""
     half = await p.prepare(policy=NEVER)
     await p.check(half, 1, reason="asked")
     p.expect(half.id, "asked for", "pending")
@@ -81,7 +81,7 @@ async def illegal(p: Planting) -> None:
     await p.mark(half, MarkerKind.PARK, round=1)
     await p.mark(half, MarkerKind.REVIVE, round=1)
     await p.mark(half, MarkerKind.RETURNED, round=1, number=1)
-    await p.commit(half, group="of-somebody-else")
+    await p.commit(half, group="another-group")
     await p.commit(half, [p.message(p.bills)])
     p.expect(half.id, "only illegal markers", "pending")
 
@@ -120,7 +120,7 @@ async def revived(p: Planting) -> None:
 
 
 async def promoted(p: Planting) -> None:
-    """Committed and visible, whoever decided, whatever its messages hold."""
+    """Committed and visible, for any source of the decision and any messages."""
     now_ms = round(time.time() * 1000)
     odd = (("a", b"1"), ("a", b"1"), ("a", None), ("bin", bytes(range(256))), ("", b""))
     cases: dict[str, tuple[Message, ...]] = {
@@ -163,7 +163,7 @@ async def promoted(p: Planting) -> None:
 
 
 async def replaced(p: Planting) -> None:
-    """The commit brought other values and headers; they are what has to be visible."""
+    """The commit brought other values and headers, which must be visible."""
     half = await p.prepare(p.message(), p.message(p.bills, 1, headers=(("a", b"1"),)))
     contents = [
         msgspec.structs.replace(half.messages[0], key=b"new key", value=None),
@@ -178,7 +178,7 @@ async def replaced(p: Planting) -> None:
 
 
 async def rolled_back(p: Planting) -> None:
-    """Rolled back and never seen, whoever decided."""
+    """Rolled back and never visible, for any source of the decision."""
     for source in (Source.PRODUCER, Source.CHECK, Source.OPERATOR):
         half = await p.prepare()
         await p.roll_back(half, source=source)
@@ -206,7 +206,7 @@ async def refused(p: Planting) -> None:
     await p.turn()
     p.promote(first, at_ms)
     p.release(first)
-    p.expect(first.id, "refused, then promoted behind a later one", "promoted")
+    p.expect(first.id, "refused, then promoted after a later one", "promoted")
     p.expect(second.id, "promoted before an earlier one that was refused", "promoted")
 
 
@@ -226,7 +226,7 @@ async def void(p: Planting) -> None:
 
 
 async def repeated(p: Planting) -> None:
-    """A prepare that was stored twice counts once, whatever the second one holds."""
+    """A prepare that was stored twice counts once, for any content of the second."""
     half = await p.prepare()
     await p.store(half)
     p.promote(half, await p.commit(half))
@@ -289,7 +289,7 @@ async def foreign(p: Planting) -> None:
         (*of("another"), ("txb-id", another)),
         (*of(p.prefix[:-1]), ("txb-id", another)),
         (("x", b"1"), *p.installation, ("txb-id", another)),
-        # Of the default prefix, which says nothing of itself.
+        # Of the default prefix, which no header names.
         (("txb-id", another), ("a", b"b")),
         (("txb-id", another), *p.installation),
         (*p.installation, ("txb-id", None)),
@@ -333,7 +333,7 @@ async def torn(p: Planting) -> None:
 
 
 async def unreadable(p: Planting) -> None:
-    """What was committed to a target that nobody can read; void ones name nothing."""
+    """Commits to an unreadable target; void half messages name no target."""
     half = await p.prepare(p.message("not/a/topic"))
     await p.commit(half)
     p.expect(half.id, "committed to an impossible name", "committed", "target_unreadable")
@@ -383,11 +383,11 @@ class Planted(NamedTuple):
 
 
 async def plant_all(p: Planting) -> Terms:
-    """Plant everything. What is lost comes first, then what is late, in the end what is young;
-    the terms say where one ends and the other begins."""
+    """Plant everything: lost transactions first, then late ones, young ones last;
+    the terms separate them."""
     await unseen(p, "committed", "lost")
     overdue = await p.prepare(policy=AT_ONCE)
-    p.expect(overdue.id, "nobody was ever asked", "pending", "overdue")
+    p.expect(overdue.id, "never checked", "pending", "overdue")
     await planted_faults.parked_badly(p)
     await p.turn()
     lost_ms = await _later()
@@ -406,7 +406,7 @@ async def plant_all(p: Planting) -> Terms:
 
 
 async def plant_clean(p: Planting) -> Terms:
-    """Plant whatever is no drift."""
+    """Plant every case without drift."""
     for case in RIGHT:
         await case(p)
         await p.turn()
@@ -414,7 +414,7 @@ async def plant_clean(p: Planting) -> Terms:
 
 
 async def _later() -> int:
-    """Let a moment pass; return a time in its middle, which tells before from after."""
+    """Wait a moment; return a time in its middle, which separates before from after."""
     middle_ms = round(time.time() * 1000) + _GAP_MS // 2
     while time.time() * 1000 < middle_ms + _GAP_MS // 2:
         await asyncio.sleep(0.005)

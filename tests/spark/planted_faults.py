@@ -31,7 +31,7 @@ from txbroker.core.records import (
 
 
 async def decided_otherwise(p: Planting) -> None:
-    """Visible, though nobody committed it."""
+    """Visible without a commit."""
     back = await p.prepare()
     p.promote(back, await p.roll_back(back))
     p.expect(back.id, "rolled back, visible", "rolled_back", "rolled_back_visible")
@@ -48,7 +48,7 @@ async def decided_otherwise(p: Planting) -> None:
     p.promote(old, await now_by(p, old))
     p.expect(old.id, "void, visible", "void", "visible_without_commit")
     stranger = await p.prepare()
-    p.promote(stranger, await p.commit(stranger, group="of-somebody-else"))
+    p.promote(stranger, await p.commit(stranger, group="another-group"))
     p.expect(stranger.id, "committed by a stranger", "pending", "visible_without_commit")
 
 
@@ -124,13 +124,13 @@ async def wrong_target(p: Planting) -> None:
 
 
 async def out_of_order(p: Planting) -> None:
-    """Decided before, visible behind."""
+    """Decided before another, visible after it."""
     shared = p.message(key=b"out of order", partition=2)
     first, second = await p.prepare(shared, partition=1), await p.prepare(shared, partition=1)
     stamps = await p.commit(first), await p.commit(second)
     p.promote(second, stamps[1])
     p.promote(first, stamps[0])
-    p.expect(first.id, "visible behind a later one", "promoted", "out_of_order")
+    p.expect(first.id, "visible after a later one", "promoted", "out_of_order")
     p.expect(second.id, "visible before an earlier one", "promoted")
 
 

@@ -1,8 +1,8 @@
 """An installation's topics on a real Kafka, written as its owners would, rightly or wrongly.
 
 Nothing runs here but Kafka: half messages, markers, promoted records and copies are written by
-txbroker's own codec, so a test decides what every transaction comes to, and remembers what an
-audit has to say of it. All append times are the broker's; what is to be old is planted first.
+txbroker's codec, so a test decides how every transaction ends, and stores the findings that an
+audit must report. All append times are the broker's; old transactions are planted first.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ from txbroker.kafka.door.door import KafkaDoor
 from txbroker.spark.schema import TopicNames
 
 NEVER = CheckPolicy(after_s=86_400.0)
-"""Nobody is asked while a test lasts."""
+"""No check is due during a test."""
 FAR_MS = 9_300_000_000_000_000
 """A timestamp that is no 64-bit number in microseconds."""
 AT_ONCE = CheckPolicy(after_s=0.0, interval_s=0.0, attempts_max=15, timeout_s=0.0)
@@ -68,7 +68,7 @@ _KEYS = 1000
 
 
 class Expected(msgspec.Struct, frozen=True):
-    """What an audit has to say of a transaction. `label`: what was planted, for people."""
+    """The expected result of a transaction. `label` describes the planted case."""
 
     id: str
     state: str
@@ -104,12 +104,12 @@ class Planting:
         names: its topics.
         orders, bills: target topics with 4 and 2 partitions whose records keep their timestamps.
         stamped: one with 2 partitions, where the broker's clock is the records' timestamp.
-        expected: what is to be found, by id.
+        expected: expected results, by id.
         broken: records that do not read, by topic.
         own_broken: those of them that bear what only ours do.
 
     Args:
-        prefix: of the topics; one of its own if empty.
+        prefix: of the topics; a unique one if empty.
         partitions: of the half topic.
         fresh: False where another process has created the topics; then there are no turns.
     """
@@ -175,10 +175,10 @@ class Planting:
         """Let go of Kafka; the topics stay."""
         await self._door.close()
 
-    # --- what a test says of what it plants --------------------------------------------------
+    # --- expectations -----------------------------------------------------------------------
 
     def expect(self, id: str, label: str, state: str, *findings: str) -> str:
-        """Remember what an audit has to say of a transaction; return its id."""
+        """Store the expected result of a transaction; return its id."""
         assert id not in self.expected, label
         self.expected[id] = Expected(id, state, frozenset(findings), label)
         return id
@@ -186,12 +186,12 @@ class Planting:
     # --- half messages -----------------------------------------------------------------------
 
     def make(self, *messages: Message, age_ms: int = 0, **fields: Any) -> Half:
-        """Return a half message that is not stored yet. Without messages it gets one of its own;
-        its key is nobody else's, so no order is kept with others.
+        """Return a half message that is not stored yet. Without messages it gets a unique one;
+        its key is unique, so no order is kept with others.
 
         Args:
             messages: in the end.
-            age_ms: how old its id says that it is.
+            age_ms: the age of its id.
             fields: of the half message; `partition`: of the half topic.
         """
         number = next(self._numbers)
@@ -203,7 +203,7 @@ class Planting:
         return Half(id=id, messages=messages, **fields)
 
     def message(self, topic: str = "", partition: int = 0, **fields: Any) -> Message:
-        """Return a message with a key of its own, to the orders unless told otherwise."""
+        """Return a message with a unique key, by default to the orders."""
         number = next(self._numbers)
         fields = {"key": f"key-{number}".encode(), "value": f"value {number}".encode(), **fields}
         return Message(topic or self.orders, partition=partition, **fields)
@@ -219,13 +219,13 @@ class Planting:
         return await self.append_half(partition_of(half), encode_half(half))
 
     async def append_half(self, partition: int, records: Sequence[Record]) -> tuple[int, int]:
-        """Append whatever it is as one batch to the half topic."""
+        """Append any records as one batch to the half topic."""
         return await self._doors[partition].half.append(records)
 
     # --- markers -----------------------------------------------------------------------------
 
     async def append_op(self, partition: int, records: Sequence[Record]) -> tuple[int, int]:
-        """Append whatever it is as one batch to the operation topic."""
+        """Append any records as one batch to the operation topic."""
         return await self._doors[partition].op.append(records)
 
     async def mark(
@@ -242,7 +242,7 @@ class Planting:
     async def decide(
         self, half: Half, kind: MarkerKind, contents: Sequence[Message] = (), **fields: Any
     ) -> int:
-        """Append a deciding marker, of its producer unless told otherwise."""
+        """Append a deciding marker, by default of its producer."""
         fields = {"source": Source.PRODUCER, "group": half.group, **fields}
         return await self.mark(half, kind, contents, **fields)
 
@@ -264,7 +264,7 @@ class Planting:
         )
 
     async def checks(self, half: Half, count: int, in_round: int = 1) -> int:
-        """Append the markers of so many attempts; return the append time of the last."""
+        """Append the markers of `count` attempts; return the append time of the last."""
         at_ms = 0
         for number in range(1, count + 1):
             at_ms = await self.check(half, number, in_round)
@@ -279,7 +279,7 @@ class Planting:
 
         Args:
             at_ms: append time of its commit marker.
-            messages: what is written in place of what was prepared.
+            messages: promoted in place of the prepared ones.
             only: numbers of the messages that are written; all of them if empty.
         """
         messages = messages or half.messages
@@ -313,7 +313,7 @@ class Planting:
         self.put_parked(partition_of(half), kept_tombstones(half.id, len(half.messages)))
 
     def put_parked(self, partition: int, records: Sequence[Record]) -> None:
-        """Write whatever it is to the parked topic in the next turn."""
+        """Write any records to the parked topic in the next Kafka transaction."""
         self._turn += [Placed(self.names.parked, partition, record) for record in records]
 
     async def turn(self, *, abort: bool = False, hidden: bool = False) -> None:
@@ -326,7 +326,7 @@ class Planting:
             await until(lambda: asyncio.to_thread(self._is_over, places))
 
     def _is_over(self, places: Iterable[TopicPartition]) -> bool:
-        """Say whether no transaction is open in partitions: the coordinator ends it there only
+        """Return whether no transaction is open in partitions: the coordinator ends it there only
         after it has answered."""
         latest = dict.fromkeys(places, OffsetSpec.latest())
         ends = [
@@ -364,7 +364,7 @@ class Planting:
         batch: int = 500,
         only: Sequence[int] = (),
     ) -> Filled:
-        """Store so many transactions of one message each, all as they should be.
+        """Store `count` faultless transactions of one message each.
 
         Args:
             count: how many.

@@ -1,4 +1,4 @@
-"""Streams over planted topics: started, broken off, and what they have told."""
+"""Streams over planted topics: started, killed, and their findings."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ TERMS = Terms(0, dedup_window_ms=8_000, late_after_ms=2_500, lost_after_ms=600_0
 
 
 class Batch(NamedTuple):
-    """What a batch audit has said: its summary, and every finding with its transaction."""
+    """The result of a batch audit: its summary, and every finding with its transaction."""
 
     summary: RunSummary
     findings: set[tuple[str, str]]
@@ -85,7 +85,7 @@ class StreamWorld:
         return events
 
     async def kinds(self) -> set[tuple[str, str]]:
-        """Return which findings were told of which transactions; each was told once."""
+        """Return the findings by transaction; each was reported once."""
         reported = [(each["id"], each["kind"]) for each in await self.reported()]
         assert len(reported) == len(set(reported)), reported
         return set(reported)

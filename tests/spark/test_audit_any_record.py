@@ -1,4 +1,4 @@
-"""No record ends an audit: whatever it holds, it is read or set aside."""
+"""No record ends an audit: any record is read or set aside."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ Build = Callable[["DataFrame"], "DataFrame"]
 
 
 def is_id(text: bytes | None) -> bool:
-    """Say whether a text is an id of a transaction of this partition."""
+    """Return whether a text is an id of a transaction of this partition."""
     try:
         return parse_id((text or b"").decode()).partition == PARTITION
     except ValueError:
@@ -58,7 +58,7 @@ def is_id(text: bytes | None) -> bool:
 
 
 def has_our_version(record: Record) -> bool:
-    """Say whether the first header is ours, of a version that this txbroker writes."""
+    """Return whether the first header is ours, of a version that this txbroker writes."""
     if not is_content(record):
         return False
     version = re.match(rb"[0-9]{1,18}(?= |\Z)", record.headers[0][1] or b"")
@@ -66,7 +66,7 @@ def has_our_version(record: Record) -> bool:
 
 
 def is_copys_key(key: bytes | None) -> bool:
-    """Say whether a key is that of a copy, ID/NUMBER."""
+    """Return whether a key is that of a copy, ID/NUMBER."""
     id, _, number = (key or b"").partition(b"/")
     return is_id(id) and re.fullmatch(rb"[0-9]{1,19}", number) is not None
 
@@ -85,7 +85,7 @@ def read_promoted(record: Record) -> Any:
 
 
 def is_any_id(text: bytes | None) -> bool:
-    """Say whether a text is an id."""
+    """Return whether a text is an id."""
     try:
         parse_id((text or b"").decode())
     except ValueError:
@@ -94,7 +94,7 @@ def is_any_id(text: bytes | None) -> bool:
 
 
 def built(build: Build, spark: SparkSession, records: Sequence[Record]) -> dict[int, Row]:
-    """Return the rows by offset; where Spark gives up, say of which record."""
+    """Return the rows by offset; where Spark fails, name the record."""
     try:
         return {row["offset"]: row for row in build(frame(spark, records)).collect()}
     except Exception:
@@ -227,7 +227,7 @@ class Logs:
 def audit(
     spark: SparkSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Callable[..., RunSummary]:
-    """Audits of logs, each in a folder of its own."""
+    """Audits of logs, each in a separate folder."""
 
     def audited(logs: Any, name: str, mode: str = "incremental") -> RunSummary:
         load = "txbroker.spark.facts.extract._Extraction._load"
@@ -357,7 +357,7 @@ def test_a_target_that_does_not_exist_is_named_in_any_run(
     logs.ends_at |= {NAMES.half: 1, NAMES.op: 1, NAMES.parked: 0}
     first = audit(logs, "parts")
     assert (first.states, first.drift) == ({"promoted": 1}, {})
-    # Somebody deletes the topic: what was visible there is gone, too.
+    # The topic is deleted, with its visible messages.
     logs.ends_at = {NAMES.half: 4, NAMES.op: 4, NAMES.parked: 1}
     parts, again, once = (
         audit(logs, "parts"), audit(logs, "parts"), audit(logs, "once", "full")
@@ -369,7 +369,7 @@ def test_a_target_that_does_not_exist_is_named_in_any_run(
         assert news_of(found).missing_targets == {"orders": 2}
         assert {each.id for each in found.examples} == {whole(1)[0].id, lost[0].id}
     assert {each.mode for each in (parts, again)} == {"incremental"}
-    # What was committed a moment ago may be refused in the next one.
+    # A fresh commit may be refused in the next moment.
     logs.now_ms = lambda names: AT_MS + 60_000  # type: ignore[method-assign]
     assert audit(logs, "young", "full").drift == {}
 
@@ -411,7 +411,7 @@ def test_findings_without_half_are_found_in_any_run(
 ) -> None:
     back, twice, good, never = whole(1), whole(2), whole(3), whole(4)
     rollback = encode_marker(Marker(1, MarkerKind.ROLLBACK, back[0].id, group="g"))
-    # Where half was truncated, nobody can tell of which ids there was a half message.
+    # Where half was truncated, the ids of its half messages are unknown.
     unprepared = [] if taken else [never]
     topics = {
         NAMES.half: [back[1], twice[1], good[1]],

@@ -40,13 +40,13 @@ def test_findings_without_half_are_found_after_retention() -> None:
     assert found(shown=twice).findings == ("visible_twice",)
     cut = judged(half_rows(["t", "u"], offset=4)[1:], [rollback], visible, horizon=taken)
     assert cut.findings == ("rolled_back_visible",)
-    # An earlier marker may have been taken too, or been in files that somebody has removed.
+    # An earlier marker may have been removed too, or been in deleted files.
     no_markers = taken._replace(op_begin_ms={PARTITION: START_MS - WINDOW_MS})
     removed = taken._replace(removed_ms=START_MS)
     for horizon in (no_markers, removed):
         assert found(rollback, shown=visible, horizon=horizon).findings == ()
         assert found(rollback, shown=twice, horizon=horizon).findings == ("visible_twice",)
-    # One of the two groups had no right to decide, and the half message told which.
+    # One of the two groups had no right to decide; only the half message named the owner.
     other = op_row("commit", 1, grp="another")
     assert (found(rollback, other, shown=visible).findings) == ()
     same = op_row("commit", 1, grp="g")
@@ -90,7 +90,7 @@ def test_overdue_needs_an_old_due_check_never_made() -> None:
     for op in ([asked], [asked, given_back], [asked._replace(number=7)], [COMMIT]):
         visible = visible_rows(HALF) if op == [COMMIT] else []
         assert judged(op=op, visible=visible, now_ms=OVERDUE_MS + 1).findings == ()
-    # A proxy copies what is still pending before retention takes the half message.
+    # A proxy copies pending transactions before retention removes the half message.
     assert judged(parked=copy_rows(HALF, "pending"), now_ms=OVERDUE_MS + 1).findings == ("overdue",)
     assert judged(parked=copy_rows(HALF, "parked"), now_ms=OVERDUE_MS + 1).findings == ()
     # A first check may have been made, and its marker be gone.

@@ -1,4 +1,4 @@
-"""`txbroker audit` on the command line: usage, what is missing, what is shown. Without Spark."""
+"""`txbroker audit` on the command line: usage, errors and output. Without Spark."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from txbroker.spark.schema import BrokenRecord, Example, RunSummary, SnapshotBou
 
 @pytest.fixture
 def call(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Call:
-    """Call the command line in this process, which has no settings of its own."""
+    """Call the command line in this process, which has no settings."""
     for name in ("TXBROKER_OUT", "TXBROKER_MASTER", "TXBROKER_DATA_DIR", "TXBROKER_KAFKA"):
         monkeypatch.delenv(name, raising=False)
 
@@ -234,12 +234,12 @@ def test_a_run_in_words() -> None:
 
 
 class Played:
-    """Runs without Spark and Kafka; what they find is entered in the journal as ever.
+    """Runs without Spark and Kafka; their results are entered in the journal as usual.
 
     Attributes:
         finds: what the next run finds.
-        fails: what the proxies' topic answers, if it does not take what it is told.
-        steps: what was done, in order.
+        fails: the error with which publishing fails, if any.
+        steps: the steps taken, in order.
     """
 
     def __init__(self, call: Call, data_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Executors as processes of their own, which have nothing of txbroker's. Minutes: long tests."""
+"""Executors as separate processes without txbroker. Long tests: they take minutes."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def start(spark_home: Path, tmp_path: Path) -> Iterator[Callable[..., Path]]:
         more = {
             "SPARK_HOME": str(spark_home),
             "SPARK_LOCAL_IP": "127.0.0.1",
-            "SPARK_SCALA_VERSION": "2.13",  # as Spark's own scripts say
+            "SPARK_SCALA_VERSION": "2.13",  # as in Spark's scripts
         }
         with log.open("w") as file:
             running.append(
@@ -101,7 +101,7 @@ def start(spark_home: Path, tmp_path: Path) -> Iterator[Callable[..., Path]]:
 
 
 def output(log: Path, pattern: str) -> str:
-    """Wait until a log says something; return what the pattern's group matches."""
+    """Wait until a log matches a pattern; return its group."""
     deadline = time.monotonic() + DEADLINE_S
     while (found := re.search(pattern, log.read_text())) is None:
         assert time.monotonic() < deadline, log.read_text()

@@ -25,7 +25,7 @@ async def test_spark_submit_runs_the_same(kafka: EmbeddedKafka, tmp_path: Path) 
         await plant_all(planting)
     nothing = submitted(planting, tmp_path)
     assert nothing.code == 1
-    # Spark joins both outputs of what it starts.
+    # Spark joins both outputs of its child.
     assert "Error: Spark has no Kafka connector: run spark-submit with --pack" in nothing.out
     given = ivy_conf(pyspark.__version__, tmp_path)
     ended = submitted(planting, tmp_path, *(f"{name}={value}" for name, value in given.items()))

@@ -34,7 +34,7 @@ def access_to(bootstrap: str, write_timeout_s: float = 0.3) -> AuditKafka:
 
 
 def new_topic(kafka: EmbeddedKafka, partitions: int = 2, **configs: str) -> str:
-    """Make a topic with a name of its own."""
+    """Create a topic with a unique name."""
     name = f"cut-{uuid.uuid4().hex[:12]}"
     create_topic(kafka.bootstrap, name, partitions, **configs)
     return name
@@ -53,7 +53,7 @@ def test_only_what_stays_open_at_one_place_is_held() -> None:
     read = read_on(at_cut, None)
     assert read.open == (0, 1)
     assert to_end(read, TopicEnds("t", (0, 0, 0), (9, 9, 9))).open == (0, 1)
-    # One has gone on to another transaction, one has come to it since.
+    # One now has another open transaction, one is new.
     later = TopicEnds("t", (0, 0, 0), (5, 7, 5), open=(0, 1, 2))
     assert held([read], {"t": later}) == ("t-0",)
     assert held([read], {"t": TopicEnds("t", (0, 0, 0), (9, 9, 9))}) == ()
@@ -122,7 +122,7 @@ def test_records_removed_by_retention_are_counted(kafka: EmbeddedKafka) -> None:
     read = TopicRead(topic, (4, 0), (4, 1), (5, 1), 1, False, (), *reported)
     assert read_on(now, first) == read
     whole = msgspec.structs.replace(read, begins=(4, 0))
-    # Of what was taken before the first run nobody knows what it was, nor whose.
+    # Records removed before the first run are unknown.
     assert read_on(now, None) == msgspec.structs.replace(whole, taken=0)
     assert read_on(now, None, first) == whole
 
@@ -189,7 +189,7 @@ def test_recreated_topic_longer_than_old_one_is_refused() -> None:
     assert read_on(anew, TopicRead("t", (0,), (0,), (0,), id="one")).begins == (8,)
     with pytest.raises(AuditError, match=r"topic t is not the topic .* Run a full audit"):
         read_on(anew, before)
-    # What is gone of it is nothing that a full run has to count.
+    # A full run does not count records that are gone from it.
     assert read_on(anew, None, before) == TopicRead("t", (8,), (8,), (9,), taken=0, id="two")
     assert read_on(anew, msgspec.structs.replace(before, id="")).taken == 1
     assert read_on(anew, gone("t")).begins == (8,)

@@ -20,7 +20,7 @@ IDS = [make_id(number % 3, 1_700_000_000_000, number) for number in range(5)]
 
 
 def run(database: Path, packages: str) -> subprocess.CompletedProcess[str]:
-    """Compare in a process of its own: Spark loads packages only when it starts."""
+    """Compare in a separate process: Spark loads packages only when it starts."""
     command = [sys.executable, str(PROGRAM), str(database), packages, *IDS[:4]]
     return subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
 

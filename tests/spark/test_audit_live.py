@@ -36,7 +36,7 @@ TERMS = Terms(0, late_after_ms=30_000)
 
 
 class Reader(NamedTuple):
-    """One who audits an installation again and again, in a folder of its own."""
+    """Audits an installation repeatedly, in one folder."""
 
     spark: SparkSession
     world: ProxyProcess

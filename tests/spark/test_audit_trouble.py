@@ -96,7 +96,7 @@ def test_a_good_java_on_path_is_taken_after_a_bad_one(
 
 
 def audit(tmp_path: Path, *options: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Call `txbroker audit run` in a process of its own, on a Kafka that is not there."""
+    """Call `txbroker audit run` in a separate process, without a reachable Kafka."""
     inherited = {k: v for k, v in os.environ.items() if not k.startswith("TXBROKER_")}
     return subprocess.run(
         [sys.executable, "-m", "txbroker.cli.submit", "run", "--data-dir", str(tmp_path),
@@ -193,12 +193,12 @@ def test_failure_in_spark_is_one_sentence(
         spark.range(3).select(F.col("no_such_column"))
     with pytest.raises(SparkFailed, match="Spark failed: ValueError: no judge; "), in_words(None):
         spark.range(1).mapInPandas(_no_judge, "id long").collect()
-    assert tuple(capfd.readouterr()) == ("", "")  # pyspark logs each of them by itself
+    assert tuple(capfd.readouterr()) == ("", "")  # by default pyspark logs each of them
 
 
 def test_spark_that_stops_while_starting_is_one_sentence() -> None:
     class Gone(Exception):
-        """What Java raised, when there is no Java to ask any more."""
+        """An error of Java whose process is gone."""
 
         @property
         def java_exception(self) -> Gone:
@@ -252,7 +252,7 @@ def test_only_a_gap_before_the_first_batch_is_refused() -> None:
     sources = [{"startOffset": {"t": {"0": 5, "1": 7}, "new": {"0": 0}}}, {"startOffset": None}]
     first = {"sources": sources}
     _refuse_gaps(first, begins(t=(5, 0), new=(9,)), {"new"})
-    _refuse_gaps(first, begins(t=(5,)), {"new"})  # made anew, with fewer partitions
+    _refuse_gaps(first, begins(t=(5,)), {"new"})  # recreated with fewer partitions
     with pytest.raises(AuditError, match="took records of t before"):
         _refuse_gaps(first, begins(t=(5, 8), new=(9,)), {"new"})
 

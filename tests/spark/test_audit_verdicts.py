@@ -66,7 +66,7 @@ def audited(
 
 
 def differences(expected: Iterable[Expected], found: Mapping[str, Any]) -> list[str]:
-    """Return in words what was found otherwise than it was planted."""
+    """Describe results that differ from the planted ones."""
     wrong = []
     for each in expected:
         row = found.get(each.id)
