@@ -30,7 +30,7 @@ ODD = LOCK[1]
 
 
 class Repository:
-    """A Maven repository on a free port. `faults` maps a path to what it does next, in turn."""
+    """A Maven repository on a free port. `faults` maps a path to its next responses."""
 
     def __init__(self) -> None:
         self.faults: dict[str, list[str]] = {}
@@ -157,7 +157,7 @@ def test_unreachable_repository_names_next_step(
     repository: Repository, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with socket.socket() as unused:
-        unused.bind(("127.0.0.1", 0))  # bound, but nobody listens
+        unused.bind(("127.0.0.1", 0))  # bound, but not listening
         address = f"http://127.0.0.1:{unused.getsockname()[1]}"
         monkeypatch.setenv(jars.REPOSITORY_SETTING, address)
         with pytest.raises(DownloadError, match=r"unreachable.*Check the network"):

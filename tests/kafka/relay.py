@@ -63,7 +63,7 @@ class Held:
 
 
 class Relay:
-    """Listens on a port of its own; `open` opens a broker's connection through it."""
+    """Listens on a free port; `open` opens a broker's connection through it."""
 
     def __init__(self, decide: Callable[[int], Fate]) -> None:
         self.decide = decide
@@ -109,7 +109,7 @@ class Relay:
         self._tasks.discard(task)
 
     async def hold(self, held: Held) -> None:
-        """Keep a request, and tell who waits for it."""
+        """Keep a request, and wake its waiter."""
         async with self._news:
             self.held.append(held)
             self._news.notify_all()

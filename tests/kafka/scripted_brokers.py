@@ -65,8 +65,8 @@ class Scripted:
         lane = next(lane for (_, lane), each in connections if each is self)
         sent = Sent(self._node, lane, request, answer)
         if type(request).__name__ == "InitProducerIdRequest":
-            told = SimpleNamespace(error_code=0, producer_id=7, producer_epoch=0)
-            sent.answer.set_result(told)
+            answer = SimpleNamespace(error_code=0, producer_id=7, producer_epoch=0)
+            sent.answer.set_result(answer)
         else:
             self._brokers.sent.append(sent)
         return sent.answer

@@ -23,10 +23,10 @@ async def world(kafka: Any) -> Any:
 
 
 class Following:
-    """A feed with a short pause, and what it told."""
+    """A feed with a short pause, and its reports."""
 
     def __init__(self, world: KafkaHarness) -> None:
-        self.told: list[tuple[str, bytes | None]] = []
+        self.reported: list[tuple[str, bytes | None]] = []
         self._more = asyncio.Event()
         self._client = Client(world.settings())
         self._feed = KafkaAuditFeed(self._client, pause_s=0.05)
@@ -40,12 +40,12 @@ class Following:
         await self._client.close()
 
     def _note(self, key: str, value: bytes | None) -> None:
-        self.told.append((key, value))
+        self.reported.append((key, value))
         self._more.set()
 
     async def until(self, value: bytes) -> None:
         async with asyncio.timeout(40):
-            while ("batch", value) not in self.told:
+            while ("batch", value) not in self.reported:
                 self._more.clear()
                 await self._more.wait()
 
@@ -64,8 +64,8 @@ async def test_feed_waits_for_missing_topic_and_rereads_recreated_one(
             await world.write_audit("batch", b"%d" % number)
         await following.until(b"2")
         await world.recreate_topic(audit)
-        await world.write_audit("batch", b"anew")
-        await following.until(b"anew")
+        await world.write_audit("batch", b"again")
+        await following.until(b"again")
 
 
 async def test_feed_follows_records_with_any_timestamp(
@@ -82,7 +82,7 @@ async def test_refused_audit_record_is_explained(world: KafkaHarness) -> None:
         with pytest.raises(ConfigurationError, match=r"does not exist.*topics apply"):
             await writer.put(world.name("nowhere"), "batch", b"{}")
         await world.create_topic("small", max_message_bytes="200")
-        with pytest.raises(ConfigurationError, match="does not take"):
+        with pytest.raises(ConfigurationError, match="refused the audit"):
             await writer.put(world.name("small"), "batch", b"x" * 500)
         await writer.put(world.name("small"), "batch", b"{}")
     assert [r.value for r in await world.visible(world.name("small"))] == [b"{}"]

@@ -26,14 +26,14 @@ REQUEST = EndTxnV0("id", 7, 0, True)
 
 
 class Broker:
-    """Tells what it can do, and leaves all other answers to the test."""
+    """Answers ApiVersions, and leaves all other answers to the test."""
 
     def __init__(self) -> None:
         self.asked: asyncio.Queue[Asked] = asyncio.Queue()
         self.writer: asyncio.StreamWriter
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Read what is asked."""
+        """Read requests."""
         self.writer = writer
         while True:
             try:
@@ -42,8 +42,8 @@ class Broker:
             except (asyncio.IncompleteReadError, ConnectionError):
                 return
             if kind == VERSIONS:
-                told = struct.pack(">hihhhhhh", 0, 2, METADATA, 0, 1, END, 0, 5)
-                writer.write(framed(number, told))
+                versions = struct.pack(">hihhhhhh", 0, 2, METADATA, 0, 1, END, 0, 5)
+                writer.write(framed(number, versions))
             else:
                 self.asked.put_nowait((kind, number))
 
@@ -90,10 +90,10 @@ async def _on_both_loops(test: Callable[[], Awaitable[None]]) -> None:
 
 
 async def test_request_after_break_is_not_sent_and_closes() -> None:
-    async def behind_the_break() -> None:
+    async def after_break() -> None:
         async with connected() as (_, connection):
             assert connection._writer is not None
-            # Before anybody has heard of it. asyncio only warns, and tells of it later.
+            # Before the break is reported: asyncio only warns first.
             connection._writer.transport.abort()
             with pytest.raises(KafkaConnectionError):
                 await connection.send(REQUEST)
@@ -101,7 +101,7 @@ async def test_request_after_break_is_not_sent_and_closes() -> None:
             with pytest.raises(KafkaConnectionError):
                 connection.send(REQUEST)
 
-    await _on_both_loops(behind_the_break)
+    await _on_both_loops(after_break)
 
 
 async def test_unsupported_version_keeps_connection() -> None:
@@ -213,7 +213,7 @@ async def test_unanswered_request_times_out() -> None:
         number = await broker.number()
         with pytest.raises(TimeoutError):
             await late
-        # Whoever asked closes the connection then; an answer that comes before hurts nobody.
+        # The caller then closes the connection; an earlier answer is harmless.
         assert connection.connected()
         again = connection.send(REQUEST)
         broker.writer.write(over(number) + over(await broker.number(), 5))
@@ -230,7 +230,7 @@ async def test_cancelled_request_does_not_affect_others() -> None:
 
 
 async def test_unanswered_cancelled_request_closes_connection() -> None:
-    """Nobody who asked closes it, and with a request under way it is never idle."""
+    """No caller closes it, and with a request in flight it is never idle."""
     async with connected(timeout_s=0.05) as (broker, connection):
         gone = asyncio.ensure_future(connection.send(REQUEST))
         await broker.number()

@@ -1,4 +1,4 @@
-"""Whether earlier turns have ended in a partition, on a client that answers as a test says."""
+"""The guard against open transactions, on a scripted client."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ T, U = ("t", 0), ("u", 0)
 
 
 class Leaders:
-    """Brokers that lead two partitions, each by one of its own."""
+    """A scripted client of two brokers, each of which leads one partition."""
 
     settings = KafkaSettings(bootstrap_servers=("127.0.0.1:1",), instance_id="one")
 
@@ -56,7 +56,7 @@ class Leaders:
         return self.leaders[topic, partition]
 
     async def ask_any(self, request: Any, lane: str, timeout_s: float | None = None) -> Any:
-        """Say who leads."""
+        """Return the leaders."""
         return self._leaders(request)
 
     def _leaders(self, request: MetadataV10) -> Any:
@@ -110,14 +110,14 @@ class Leaders:
         topics = []
         for topic, numbers in request.values[0]:
             self.asked += [(topic, number) for number in numbers]
-            told = [self._told((topic, n)) for n in numbers if (topic, n) not in self.left_out]
-            topics.append((topic, told))
+            states = [self._state((topic, n)) for n in numbers if (topic, n) not in self.left_out]
+            topics.append((topic, states))
         return SimpleNamespace(topics=topics)
 
-    def _told(self, partition: Partition) -> tuple[Any, ...]:
+    def _state(self, partition: Partition) -> tuple[Any, ...]:
         code = self.codes.get(partition, 0)
         open_ = {} if code else self.open.get(partition, {})
-        # One that has written, and has nothing open, is told of with -1.
+        # A producer without open transaction has -1.
         found = [(STRANGER + 1, 0, 0, 0, 0, -1)]
         found += [(id, EPOCH, 0, 0, 0, first) for id, first in open_.items()]
         if OURS not in open_ and (epoch := self.epochs.get(partition, -1)) >= 0:
@@ -382,7 +382,7 @@ async def test_foreign_transactions_do_not_block_next_transaction(
     assert leaders.asked == [T]
     await unseen.wait_until_ended([T], Backoff(30.0, 0.01))
     assert leaders.asked == [T]
-    # If the leader that said so was deposed, its word is not enough.
+    # If that leader was deposed, its answer is not enough.
     assert ended._producers[1].vouching_leader == {T: 1}
 
 
@@ -413,7 +413,7 @@ async def test_writes_of_earlier_producer_id_do_not_block(
 
 @pytest.mark.parametrize("tags", [b"\x00", b"\x01\x05\x02xx"])
 def test_producers_are_decoded_with_and_without_tags(tags: bytes) -> None:
-    def told(id: int, first: int, tags: bytes) -> bytes:
+    def producer(id: int, first: int, tags: bytes) -> bytes:
         entry = id.to_bytes(8) + bytes(4) + b"\xff" * 4 + bytes(8) + bytes(4)
         return entry + first.to_bytes(8, signed=True) + tags
 
@@ -421,7 +421,13 @@ def test_producers_are_decoded_with_and_without_tags(tags: bytes) -> None:
         bytes(4)
         + b"\x02\x02t"
         + (b"\x03" + bytes(4) + bytes(2) + b"\x00")
-        + (b"\x04" + told(7, -1, b"\x00") + told(8, 5, tags) + told(9, 6, b"\x00") + b"\x00")
+        + (
+            b"\x04"
+            + producer(7, -1, b"\x00")
+            + producer(8, 5, tags)
+            + producer(9, 6, b"\x00")
+            + b"\x00"
+        )
         + (bytes(3) + b"\x01" + bytes(2) + b"\x00" + b"\x01" + b"\x00")
         + b"\x00"
         + b"\x00"

@@ -94,9 +94,11 @@ async def test_undecodable_batches_stop_no_partition(
             await service.start()
             await works(service)
             assert await service.metric("foreign_records_total", topic="checkpoint") > 0
-            told = [one for one in caplog.messages if "batch of another client set aside" in one]
+            warnings = [
+                one for one in caplog.messages if "batch of another client set aside" in one
+            ]
             # Once for each topic and process that has read it.
-            times = [sum(topic in one for one in told) for topic in topics[:4]]
+            times = [sum(topic in one for one in warnings) for topic in topics[:4]]
             assert all(1 <= each <= 2 for each in times) if kind == "producer" else not any(times)
         finally:
             await service.stop()

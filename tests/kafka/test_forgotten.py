@@ -35,7 +35,7 @@ def kafka() -> Iterator[EmbeddedKafka]:
 
 @pytest.fixture
 async def onlooker(world: KafkaHarness) -> AsyncIterator[Client]:
-    """A connection to ask the broker what it still knows."""
+    """A connection to the broker, for its state."""
     client = Client(world.settings("onlooker"))
     yield client
     await client.close()

@@ -88,7 +88,7 @@ async def test_target_with_lost_end_marker_is_quarantined(world: KafkaHarness) -
     async with KafkaExamination(world.settings("doctor")) as kafka:
         (found,) = await kafka.open_transactions([topic])
     assert (found.lost, found.first, found.state) == (True, 0, "CompleteCommit")
-    # What it is kept off for: the end of the next turn ends what was left open, too.
+    # Why it is quarantined: the next end marker ends the open records, too.
     turn = PromotionTxn(
         (TargetRecord(topic, 0, Record(b"next", b"")),), (), Checkpoint(LOG_VERSION, "next", 1, 1)
     )

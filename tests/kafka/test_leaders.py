@@ -1,4 +1,4 @@
-"""Who leads a partition, on brokers that know what a test says."""
+"""Quorums on the leader of a partition, on a scripted client."""
 
 from __future__ import annotations
 
@@ -88,11 +88,11 @@ class Brokers:
     def remember_leader(
         self, topic: str, partition: int, leader: int, replicas: tuple[int, ...]
     ) -> None:
-        """Keep what was found."""
+        """Keep the result."""
         self.remembered[topic, partition] = leader
 
     def known_replicas(self, topic: str, partition: int) -> tuple[int, ...]:
-        """Return what a test says that was known."""
+        """Return the cached replicas of the test."""
         return self.known_before.get((topic, partition), ())
 
     async def confirm(self, partition: Partition = T) -> int:
@@ -102,7 +102,7 @@ class Brokers:
 
 
 def three(cut_off: int) -> Brokers:
-    """Three brokers; one knows only what was, when it led the partition itself."""
+    """Three brokers; one has old metadata, in which it leads the partition."""
     brokers = Brokers({T: [1, 2, 3]})
     other = 2 if cut_off != 2 else 3
     brokers.known = {node: {T: (other, 7)} for node in (1, 2, 3)}
@@ -150,11 +150,11 @@ async def test_moved_replicas_are_asked() -> None:
     brokers = Brokers({T: [1, 2, 3]})
     brokers.known = {1: {T: (1, 4)}, 2: {T: (4, 9)}, 3: {T: (4, 9)}}
     brokers.known |= {node: {T: (5, 10)} for node in (4, 5, 6)}
-    told = brokers._answer
+    answer_of = brokers._answer
 
     def moved(node: int, request: MetadataV10) -> Any:
         brokers.replicas[T] = [4, 5, 6] if node > 1 else [1, 2, 3]
-        return told(node, request)
+        return answer_of(node, request)
 
     brokers._answer = moved  # type: ignore[method-assign]
     assert await brokers.confirm() == 5

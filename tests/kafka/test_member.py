@@ -30,7 +30,7 @@ FIRST_URL, OTHER_URL = "http://127.0.0.1:1", "http://127.0.0.1:2"
 
 
 class OldBuild(Member):
-    """A member of the build before: it says a list, and as the leader tells nothing."""
+    """A member of the first version: list as metadata, no user data in assignments."""
 
     def _metadata(self) -> bytes:
         data = msgspec.json.encode(sorted(self._held.partitions))
@@ -49,7 +49,7 @@ class OldBuild(Member):
 
 
 class Rubbish(Member):
-    """A member that says what nobody can read."""
+    """A member with malformed metadata."""
 
     def _metadata(self) -> bytes:
         encoded: bytes = ConsumerProtocol.METADATA(0, [self._topic], b"\xff{[").encode()
@@ -95,7 +95,7 @@ async def test_member_of_first_version_keeps_its_partitions(world: KafkaHarness)
     third = Heard()
     await joined(world, "c", "http://127.0.0.1:3", third)
     await third.until_owned(1)
-    before = [told.mine for told in old.events if not isinstance(told, str)]
+    before = [event.mine for event in old.events if not isinstance(event, str)]
     assert all(later <= earlier for earlier, later in itertools.pairwise(before))
     await door.membership.leave()
 
@@ -121,7 +121,7 @@ async def test_member_joins_once_under_old_leader(world: KafkaHarness) -> None:
     assert back.now.mine == ours.now.mine
     for _ in range(20):
         assert await again.membership.still_ours(min(back.now.mine))
-    assert joins == ["b", "b"], "a new generation would tell nobody anything"
+    assert joins == ["b", "b"], "a new generation would not distribute metadata"
 
 
 @pytest.mark.rule(26)
@@ -188,7 +188,7 @@ async def test_still_ours_times_out(world: KafkaHarness) -> None:
     door = await joined(world, "a", FIRST_URL, heard, Stuck)
     other = await world.door("b", session_timeout_s=SESSION_S)
     joining = asyncio.create_task(
-        other.membership.join(OTHER_URL, lambda _told: None, lambda _why: None)
+        other.membership.join(OTHER_URL, lambda _news: None, lambda _why: None)
     )
     async with asyncio.timeout(10):
         await halfway.wait()
@@ -246,7 +246,7 @@ async def test_lost_coordinator_is_reported_once(world: KafkaHarness) -> None:
     assert heard.losses == [], "a moment without an answer is no loss"
     assert door.membership.in_touch()
     await other.until_owned(4)
-    assert not door.membership.in_touch(), "others have what was ours"
+    assert not door.membership.in_touch(), "the partitions were reassigned"
     assert await heard.until_lost() == "cut off"
     reachable.set()
     await heard.until_owned(2)
@@ -274,8 +274,8 @@ async def test_used_instance_id_is_not_taken_back(world: KafkaHarness) -> None:
     member.join = counted
     newer = await joined(world, "same", OTHER_URL, second)
     assert "another process" in await first.until_lost()
-    said = await first.until_lost(f"same is now the proxy at {OTHER_URL}")
-    assert "from host 127.0.0.1" in said
+    reason = await first.until_lost(f"same is now the proxy at {OTHER_URL}")
+    assert "from host 127.0.0.1" in reason
     async with asyncio.timeout(20):
         while len(tries) < 3:
             assert await newer.membership.still_ours(0)

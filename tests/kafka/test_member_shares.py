@@ -1,4 +1,4 @@
-"""Who gets which partition, and what members say and are told."""
+"""Assignment of partitions, and user data of the group."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_newest_owner_wins_conflict(
         assert held[holder].generation == max(claims)
 
 
-# --- what is said and told -----------------------------------------------------------------------
+# --- user data -----------------------------------------------------------------------
 
 
 @given(own, st.integers(0, 25))
@@ -99,19 +99,21 @@ def test_endless_run_is_limited() -> None:
 
 
 def test_metadata_round_trips() -> None:
-    said = MemberMetadata(
+    metadata = MemberMetadata(
         FIRST_URL, 3, [(0, 2), (5, 1)], 7, peer_url="http://peer", admin_url="http://admin"
     )
-    assert decode_metadata(encode_metadata(said)) == said
+    assert decode_metadata(encode_metadata(metadata)) == metadata
 
 
 def test_unknown_metadata_fields_are_ignored() -> None:
-    said = {
+    metadata = {
         **msgspec.to_builtins(MemberMetadata(FIRST_URL, 3, [(0, 2)], 7)),
         "v": 9,
         "more": {"a": [1]},
     }
-    assert decode_metadata(msgspec.json.encode(said)) == MemberMetadata(FIRST_URL, 3, [(0, 2)], 7)
+    assert decode_metadata(msgspec.json.encode(metadata)) == MemberMetadata(
+        FIRST_URL, 3, [(0, 2)], 7
+    )
 
 
 def test_list_metadata_of_first_version_is_read() -> None:
@@ -142,7 +144,7 @@ def test_any_bytes_decode(data: bytes) -> None:
 def test_future_generation_takes_no_partitions() -> None:
     honest = {"a": MemberMetadata("ua", 2, [(0, 2)], 4), "b": MemberMetadata("ub", 2, [(2, 2)], 4)}
     greedy = MemberMetadata("uc", 2, [(0, 4)], 10**9)
-    _told, shares = make_assignment(4, 5, {**honest, "c": greedy}, PreviousAssignment())
+    _group, shares = make_assignment(4, 5, {**honest, "c": greedy}, PreviousAssignment())
     assert shares["c"] < ALL
     assert len(shares["c"]) == 1
     assert shares["a"] <= {0, 1}
@@ -151,15 +153,15 @@ def test_future_generation_takes_no_partitions() -> None:
 
 @pytest.mark.rule(27)
 def test_assignment_names_all_owners() -> None:
-    said = {
+    metadata = {
         "a": MemberMetadata("ua", 3, [(0, 4)], 1),
         "b": MemberMetadata("ub", 2),
         "c": MemberMetadata(),
     }
-    told, shares = make_assignment(4, 2, said, PreviousAssignment())
-    assert decode_assignment(encode_assignment(told)) == told
-    assert told.record_version == 1
-    known = assignment(4, shares["b"], told, SelfMetadata("b", "ub", 2))
+    group, shares = make_assignment(4, 2, metadata, PreviousAssignment())
+    assert decode_assignment(encode_assignment(group)) == group
+    assert group.record_version == 1
+    known = assignment(4, shares["b"], group, SelfMetadata("b", "ub", 2))
     assert known.mine == shares["b"]
     assert [known.owners[p] for p in sorted(shares["a"])] == ["ua"] * len(shares["a"])
     assert [known.owners[p] for p in shares["b"]] == ["ub"] * len(shares["b"])
@@ -169,10 +171,10 @@ def test_assignment_names_all_owners() -> None:
 
 
 def test_own_data_override_assignment() -> None:
-    told = GroupAssignment(
+    group = GroupAssignment(
         [GroupMember("a", "old", 3, [(0, 4)]), GroupMember("b", "ub", 3, [(1, 1)])], 3
     )
-    known = assignment(4, {0, 1, 99}, told, SelfMetadata("a", "new", 2))
+    known = assignment(4, {0, 1, 99}, group, SelfMetadata("a", "new", 2))
     assert known.mine == {0, 1}
     assert known.owners == ("new", "new", "", "")
     assert known.proxies == ("new", "ub")
@@ -180,45 +182,45 @@ def test_own_data_override_assignment() -> None:
 
 
 def test_assignment_with_old_metadata_is_outdated() -> None:
-    told = GroupAssignment([GroupMember("a", "ua", 3, [])], 3)
-    assert not is_outdated(told, SelfMetadata("a", "ua", 3))
-    assert is_outdated(told, SelfMetadata("a", "ub", 3))
-    assert is_outdated(told, SelfMetadata("a", "ua", 2))
-    assert is_outdated(told, SelfMetadata("a", "ua", 3, peer_url="pa"))
-    assert is_outdated(told, SelfMetadata("a", "ua", 3, admin_url="oa"))
-    assert is_outdated(told, SelfMetadata("b", "ua", 3))
+    group = GroupAssignment([GroupMember("a", "ua", 3, [])], 3)
+    assert not is_outdated(group, SelfMetadata("a", "ua", 3))
+    assert is_outdated(group, SelfMetadata("a", "ub", 3))
+    assert is_outdated(group, SelfMetadata("a", "ua", 2))
+    assert is_outdated(group, SelfMetadata("a", "ua", 3, peer_url="pa"))
+    assert is_outdated(group, SelfMetadata("a", "ua", 3, admin_url="oa"))
+    assert is_outdated(group, SelfMetadata("b", "ua", 3))
     assert not is_outdated(None, SelfMetadata("a", "ua", 3)), (
-        "an old leader tells nobody in any generation"
+        "an old leader never distributes metadata"
     )
 
 
 @pytest.mark.rule(26)
 def test_restarted_member_keeps_assigned_partitions() -> None:
-    said = {name: MemberMetadata(f"u{name}", 2) for name in "abcd"}
-    # Not what they would get if nobody had anything.
+    metadata = {name: MemberMetadata(f"u{name}", 2) for name in "abcd"}
+    # Not the assignment without owners.
     had = {name: to_runs({6 - 2 * n, 7 - 2 * n}) for n, name in enumerate("abcd")}
-    begun = {name: MemberMetadata(f"u{name}", 2, had[name], 2) for name in said}
-    told, shares = make_assignment(8, 3, begun, PreviousAssignment())
+    begun = {name: MemberMetadata(f"u{name}", 2, had[name], 2) for name in metadata}
+    group, shares = make_assignment(8, 3, begun, PreviousAssignment())
     assert {name: to_runs(share) for name, share in shares.items()} == had
     for gone in "abcd":
         rest = {
             name: MemberMetadata(f"u{name}", 2, to_runs(shares[name]), 3)
             if name != gone
             else MemberMetadata("new", 2)
-            for name in said
+            for name in metadata
         }
-        again, after = make_assignment(8, 4, rest, PreviousAssignment(3, told))
+        again, after = make_assignment(8, 4, rest, PreviousAssignment(3, group))
         assert after == shares
-        assert {seat.name: seat.url for seat in again.members}[gone] == "new"
-    everybody, after = make_assignment(8, 4, said, PreviousAssignment(3, told))
+        assert {member.name: member.url for member in again.members}[gone] == "new"
+    joined, after = make_assignment(8, 4, metadata, PreviousAssignment(3, group))
     assert after == shares
-    assert everybody == told
+    assert joined == group
 
 
 def test_newer_generation_of_member_counts() -> None:
-    told, _shares = make_assignment(
+    group, _shares = make_assignment(
         2, 1, {"a": MemberMetadata("ua", 2), "b": MemberMetadata("ub", 2)}, PreviousAssignment()
     )
-    assert [seat.owned for seat in told.members] == [[(0, 1)], [(1, 1)]]
-    said = {"a": MemberMetadata("ua", 2), "b": MemberMetadata("ub", 2, [(0, 1)], 6)}
-    assert make_assignment(2, 7, said, PreviousAssignment(1, told))[1] == {"a": {1}, "b": {0}}
+    assert [member.owned for member in group.members] == [[(0, 1)], [(1, 1)]]
+    metadata = {"a": MemberMetadata("ua", 2), "b": MemberMetadata("ub", 2, [(0, 1)], 6)}
+    assert make_assignment(2, 7, metadata, PreviousAssignment(1, group))[1] == {"a": {1}, "b": {0}}

@@ -181,12 +181,12 @@ def test_list_offsets_equals_that_of_client_library(
 # --- answers -------------------------------------------------------------------------------------
 
 PLAIN_HEADER, TAGGED_HEADER = bytes(4), st.sampled_from([bytes(5), bytes(4) + b"\x01\x05\x02xy"])
-# The library leaves the sizes of tags to whoever makes them.
+# The library leaves the sizes of tags to the caller.
 tag = st.binary(max_size=99).map(lambda value: bytes([len(value)]) + value)
 tags = st.just({}) | st.dictionaries(st.integers(1, 300), tag, max_size=2)
 message = st.none() | st.text(max_size=150)
 errors = st.lists(st.tuples(ints, message, tags), max_size=2)
-told = st.tuples(ints, shorts, longs, longs, longs, errors, message, tags)
+results = st.tuples(ints, shorts, longs, longs, longs, errors, message, tags)
 
 
 @given(of_topics(st.tuples(ints, shorts, longs, longs, longs)))
@@ -198,7 +198,7 @@ def test_produce_v7_answer_is_decoded(topics: Any) -> None:
 
 @given(
     TAGGED_HEADER,
-    st.lists(st.tuples(names, st.lists(told, max_size=3), tags), max_size=3),
+    st.lists(st.tuples(names, st.lists(results, max_size=3), tags), max_size=3),
     tags,
 )
 def test_produce_v12_answer_is_decoded(header: bytes, topics: Any, more: Any) -> None:

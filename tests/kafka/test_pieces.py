@@ -60,7 +60,7 @@ def sealed(batch: bytes, offset: int) -> bytes:
 def foreign(
     count: int = 3, *, attributes: int = 0, gzip: bool = False, value: bytes = b"v"
 ) -> bytes:
-    """Return another client's batch of which the attributes say what its body may not be."""
+    """Return another client's batch, whose attributes may not match its body."""
     builder = DefaultRecordBatchBuilder(2, int(gzip), 0, -1, -1, -1, 1 << 30)
     for number in range(count):
         builder.append(number, 1, b"k", value, [("zq", b"x")])
@@ -70,7 +70,7 @@ def foreign(
 
 
 def broken_records() -> bytes:
-    """Return a batch whose first record is longer than it says."""
+    """Return a batch whose first record exceeds its length."""
     batch = bytearray(foreign())
     batch[HEADER_BYTES] += 2
     return bytes(batch)
@@ -97,20 +97,20 @@ def test_undecodable_batch_becomes_one_record(reason: str, producers: bool) -> N
     count = int.from_bytes(theirs[57:61], "big")
     next_ = 4 + count
     data = sealed(ours, 3) + sealed(theirs, 4) + sealed(ours, next_)
-    told: list[tuple[int, str]] = []
+    reported: list[tuple[int, str]] = []
     fetched = Fetched(
         "t-0",
         3,
         (0, 0, next_ + 1, next_ + 1, [], data),
         append_time=False,
         producers=producers,
-        unreadable=lambda offset, reason: told.append((offset, reason)),
+        unreadable=lambda offset, reason: reported.append((offset, reason)),
     )
     found = [(each.offset, each.key, each.value, each.skipped) for each in fetched.records]
     key, value = (PROGRESS_KEY, b"") if producers else (None, None)
     assert found == [(3, b"k", b"ours", 0), (4, key, value, 0), (next_, b"k", b"ours", count - 1)]
     assert fetched.skipped == 0
-    ((offset, why),) = told
+    ((offset, why),) = reported
     assert offset == 4
     assert reason in why
 

@@ -34,7 +34,7 @@ async def brokers() -> Brokers:
 
 @pytest.fixture
 async def shared(brokers: Brokers) -> AsyncIterator[SharedWrites]:
-    """What is tested: two requests at once, and a batch waits for as long as it takes."""
+    """The tested object: two requests at once, and unlimited wait."""
     made = SharedWrites(brokers.client, at_once=2, wait_max_s=LONG_S)
     yield made
     await made.close()
@@ -69,8 +69,8 @@ async def test_batches_of_one_iteration_share_a_request(
     assert (request._required_acks, request._timeout) == (ACKS_ALL, 1000)
     assert request._transactional_id is None
     sent.store()
-    told = [await each for each in writing]
-    assert [(each.topic, each.partition, each.base_offset) for each in told] == [
+    results = [await each for each in writing]
+    assert [(each.topic, each.partition, each.base_offset) for each in results] == [
         (*A, 5),
         (*B, 5),
         (*C, 5),
@@ -80,7 +80,7 @@ async def test_batches_of_one_iteration_share_a_request(
 async def test_answer_resolves_within_one_iteration(brokers: Brokers, shared: SharedWrites) -> None:
     await _done(brokers, shared, A)
     writing = start(shared, A)
-    await asyncio.sleep(0)  # it runs, and what is ready meanwhile goes along
+    await asyncio.sleep(0)  # batches ready meanwhile are combined
     await asyncio.sleep(0)
     brokers.sent[-1].store()
     await asyncio.sleep(0)
@@ -256,9 +256,9 @@ async def test_failed_batch_frees_its_bytes(
             while brokers.sent:
                 brokers.sent.pop().lose()
             brokers.refused = ConnectionRefusedError(111, "connection refused")
-            told = await asyncio.gather(*writing, return_exceptions=True)
-            assert {type(each) for each in told} <= {Unanswered, NotSent}
-            del writing, told
+            results = await asyncio.gather(*writing, return_exceptions=True)
+            assert {type(each) for each in results} <= {Unanswered, NotSent}
+            del writing, results
             await settle()
             assert not [each for each in gc.get_objects() if type(each) is shared_writes._Batch]
     finally:
@@ -316,7 +316,7 @@ async def test_unexpected_error_fails_all(brokers: Brokers, shared: SharedWrites
 async def test_unexpected_error_reaches_one_partition(
     brokers: Brokers, shared: SharedWrites
 ) -> None:
-    # An answer that does not read, whatever it is.
+    # An answer that does not decode.
     first, second = start(shared, A), start(shared, B)
     await settle()
     brokers.sent[0].answer.set_result(SimpleNamespace(topics=[("half",)]))
@@ -412,14 +412,14 @@ async def test_slow_partition_writes_alone(
 
 
 async def test_close_fails_waiting_batches(brokers: Brokers, shared: SharedWrites) -> None:
-    under_way = [start(shared, A)]
+    writes = [start(shared, A)]
     await settle()
-    under_way.append(start(shared, B))
+    writes.append(start(shared, B))
     await settle()
     waiting = start(shared, C)
     await settle()
     await shared.close()
-    for each in under_way:
+    for each in writes:
         with pytest.raises(Unanswered):
             await heard(each)
     with pytest.raises(NotSent):

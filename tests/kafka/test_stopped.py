@@ -96,7 +96,7 @@ async def test_calls_end_while_kafka_is_stopped_and_recover(
     ]
     assert keys[0] == b"before"
     assert keys[-1] == b"after"
-    # What was unknown may have been stored, once.
+    # Unknown appends may have been stored, once.
     assert keys[1:-1] in ([], [b"during"])
 
 
@@ -105,7 +105,7 @@ async def test_door_closes_while_kafka_hangs(world: KafkaHarness, kafka: Embedde
     partition = door.partition(0)
     await partition.claim(claim("mine"))
     await door.groups.load(lambda _group, _value: None)
-    await door.membership.join("http://127.0.0.1:1", lambda _told: None, lambda _why: None)
+    await door.membership.join("http://127.0.0.1:1", lambda _news: None, lambda _why: None)
     turn = PromotionTxn((), (), Checkpoint(LOG_VERSION, "mine", 1, 1))
     handle = await partition.write(turn)
     with stopped(kafka):

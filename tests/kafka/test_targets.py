@@ -1,4 +1,4 @@
-"""What is known of target topics: how often a broker is asked."""
+"""The cache of facts about target topics."""
 
 from __future__ import annotations
 

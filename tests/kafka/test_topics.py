@@ -1,4 +1,4 @@
-"""txbroker's own topics: what is wanted, what differs, and what cannot work."""
+"""txbroker's own topics: required settings, differences, contradictions."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_plan_names_missing_changed_and_unchangeable() -> None:
 
 @pytest.mark.rule("topics")
 @pytest.mark.parametrize(
-    ("topic", "configs", "said"),
+    ("topic", "configs", "reason"),
     [
         (HALF, {"message_timestamp_type": "CreateTime"}, "LogAppendTime"),
         (CHECKPOINT, {"message_timestamp_type": "CreateTime"}, "LogAppendTime"),
@@ -91,11 +91,11 @@ def test_plan_names_missing_changed_and_unchangeable() -> None:
     ],
 )
 def test_settings_that_cannot_work_are_refused(
-    topic: str, configs: dict[str, str], said: str
+    topic: str, configs: dict[str, str], reason: str
 ) -> None:
     refused = contradictions(SETTINGS, changed(topic, **configs))
     assert len(refused) == 1
-    assert said in refused[0]
+    assert reason in refused[0]
 
 
 @pytest.mark.parametrize("topic", [OP, CHECKPOINT, PARKED, GROUPS])

@@ -75,7 +75,7 @@ async def test_transaction_takes_minimal_requests(
     await partition.claim(claim("first"))
     await (await write(partition, "first", 1, topic)).committed()
     counted.seen.clear()
-    # The first turn of the other producer, so that nothing of it can still be under way.
+    # The other producer's first transaction, so that none of its own is in flight.
     await (await write(partition, "first", 2, topic)).committed()
     adds = 1 if min(spoken, newest) == 1 else 0
     assert {key: counted.seen[key] for key in (ADD_PARTITIONS, PRODUCE, END_TXN)} == {
@@ -86,7 +86,7 @@ async def test_transaction_takes_minimal_requests(
     assert await keys(world, topic) == [b"first-1", b"first-2"]
 
 
-# What brokers tell: nothing, an empty list of features, and `transaction.version` at these levels.
+# Brokers' features: none, an empty list, and `transaction.version` at these levels.
 NO_FEATURES, LEVEL_1, LEVEL_2 = (
     b"\x01",
     b"\x02\x14transaction.version\x00\x01\x00\x01\x00",
@@ -103,13 +103,13 @@ class Brokers:
     def __init__(self, features: Any = LEVEL_2, spoken: dict[int, int] | None = None) -> None:
         versions = [(key, 0, last) for key, last in (spoken or SPOKEN).items()]
         tags = {} if features is None else {2: features}
-        self.told: Any = SimpleNamespace(error_code=0, api_versions=versions, tags=tags)
+        self.features: Any = SimpleNamespace(error_code=0, api_versions=versions, tags=tags)
         self.asked: list[str] = []
         self.silent: list[str] = []
         self.leaders: dict[str, int] = {}
         self.epoch = 1
         self.taken = False
-        """Whether somebody else has taken the transactional id meanwhile."""
+        """Whether another producer has taken the transactional id meanwhile."""
 
     async def transaction_coordinator(self, _: str) -> int:
         return 1
@@ -129,9 +129,9 @@ class Brokers:
             self.silent.remove(name)
             raise Unanswered("silence")
         if name == "ApiVersionsV3":
-            if isinstance(self.told, Exception):
-                raise self.told
-            return self.told
+            if isinstance(self.features, Exception):
+                raise self.features
+            return self.features
         if name == "AddPartitionsToTxnRequest":
             errors = [(topic, [(p, 0) for p in parts]) for topic, parts in request._topics]
             return SimpleNamespace(errors=errors)
@@ -175,13 +175,13 @@ async def test_version_is_negotiated(brokers: Brokers, version: int) -> None:
 
 async def test_kafka_without_features_gets_version_1() -> None:
     brokers = Brokers()
-    brokers.told = KafkaRefused(35)
+    brokers.features = KafkaRefused(35)
     assert (await begun(brokers)).protocol == 1
 
 
 async def test_unanswered_negotiation_fails() -> None:
     brokers = Brokers()
-    brokers.told = NotSent("nobody there")
+    brokers.features = NotSent("unreachable")
     made = Producer(brokers, "lane", "id")  # type: ignore[arg-type]
     with pytest.raises(NotSent):
         await made.start(Backoff(0.05, 0.01))
@@ -317,7 +317,7 @@ async def test_withdrawn_version_is_not_used(world: KafkaHarness, client: Client
             await open_turn.committed()
             await own.start(Backoff(10, 0.01))
             assert own.protocol == wanted
-            # Whoever has begun with the other version goes on with it until the next claim.
+            # A started producer keeps its version until the next claim.
             await write_some(f"other{number}")
             taken = await partition.claim(claim(f"claim{number}"))
             assert taken.progress is not None
@@ -436,7 +436,7 @@ async def test_v2_unanswered_add_is_retried(
     for op in (1, 2, 3):
         await (await write(partition, "first", op, topic)).visible()
     for ghost in relay.held:
-        # What is late would begin a transaction that nobody ends.
+        # A late request would begin a hanging transaction.
         await ghost.deliver()
     await (await write(partition, "first", 4, topic)).visible()
     held = int(fate is Fate.HOLD_AND_RESET)
@@ -480,7 +480,7 @@ async def test_v2_write_after_abort_is_refused(world: KafkaHarness, make_relay: 
     assert relay.held
     for ghost in relay.held:
         await ghost.deliver()
-    # What was late began no transaction that nobody ends.
+    # The late request began no hanging transaction.
     await (await write(partition, "second", 1, topic)).visible()
     assert await keys(world, topic) == [b"second-1"]
 

@@ -1,4 +1,4 @@
-"""Waiting for last stable offsets, on a client that answers as a test says."""
+"""Waits for last stable offsets, on a scripted client."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ A, B, C = ("t", 0), ("t", 1), ("u", 0)
 
 
 class Kafka:
-    """A client whose brokers answer as a test says.
+    """A scripted client.
 
     Attributes:
         ends: the last stable offset of each partition.
@@ -54,7 +54,7 @@ class Kafka:
         return self.known.setdefault((topic, partition), self.leaders[topic, partition])
 
     async def ask(self, node: int, request: Any, lane: str) -> Any:
-        """Say where everything ends."""
+        """Return the ends."""
         partitions = [(topic, n) for topic, parts in request._topics for n, _ in parts]
         self.asked.append((node, partitions))
         if node in self.hung:
@@ -97,7 +97,7 @@ async def test_one_request_serves_several_half_partitions(
     kafka: Kafka, stable: StableEnds, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await stable.pass_by({A: 9}, 60.0)
-    assert kafka.asked == [(1, [A])]  # with nobody else about it leaves at once
+    assert kafka.asked == [(1, [A])]  # a single wait is sent at once
     monkeypatch.setattr(visible, "BATCH_WAIT_S", 0.2)
     waiting = [asyncio.create_task(stable.pass_by({each: 9}, 60.0)) for each in (A, B)]
     await asyncio.sleep(0.05)

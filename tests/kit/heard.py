@@ -1,4 +1,4 @@
-"""What a member of the proxies' group was told, to wait for."""
+"""Records the events of a member of the proxies' group."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Heard:
 
     @property
     def now(self) -> Assignment:
-        """The last assignment, behind which nothing was lost."""
+        """The last assignment, unless it was lost since."""
         last = self.events[-1]
         assert isinstance(last, Assignment), f"lost: {last}"
         return last
@@ -47,11 +47,11 @@ class Heard:
         return self.now
 
     async def until_owned(self, count: int) -> Assignment:
-        """Wait until so many partitions are ours."""
+        """Wait until `count` partitions are assigned."""
         return await self.until(lambda last: len(last.mine) == count)
 
     async def until_lost(self, words: str = "") -> str:
-        """Wait until touch is lost, and say why; these words are in it."""
+        """Wait until the assignment is lost, and return the reason, which contains `words`."""
         await self._wait(lambda last: isinstance(last, str) and words in last)
         return self.losses[-1]
 
@@ -62,4 +62,4 @@ class Heard:
                     self._more.clear()
                     await self._more.wait()
         except TimeoutError:
-            raise AssertionError(f"it was told {self.events}") from None
+            raise AssertionError(f"events: {self.events}") from None

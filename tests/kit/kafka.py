@@ -116,7 +116,7 @@ class KafkaHarness:
             assert time.monotonic() < deadline, f"{topic} does not go away"
 
     async def recreate_topic(self, topic: str) -> None:
-        """Delete one of txbroker's own topics (full name) and make it anew."""
+        """Delete and recreate one of txbroker's own topics (full name)."""
         await self.delete_topic(topic)
         door = self.closed_door("recreate")
         await door.apply(await door.plan())
@@ -159,7 +159,7 @@ class KafkaHarness:
         if committed is not None:
             end = producer.commit_transaction if committed else producer.abort_transaction
             end(ADMIN_TIMEOUT_S)
-            # The coordinator answers before it has told the partition.
+            # The coordinator answers before it has written the marker.
             deadline = time.monotonic() + ADMIN_TIMEOUT_S
             ends = (IsolationLevel.READ_COMMITTED, IsolationLevel.READ_UNCOMMITTED)
             while len({self._end(topic, partition, level) for level in ends}) > 1:

@@ -28,7 +28,7 @@ from txbroker.kafka.client.connection import open_connection
 from txbroker.kafka.client.login import NoLogin, SettingsLogin
 
 _NUMBERS = itertools.count()
-_PASSWORD = "a-password-of-somebody"
+_PASSWORD = "a-password-of-a-user"
 _OPERATIONS = {
     "Read": AclOperation.READ,
     "Write": AclOperation.WRITE,
@@ -78,7 +78,7 @@ class AllowedWorld(KafkaHarness):
         return super().closed_door(instance_id, opener, **changes)
 
     async def make_topics(self) -> None:
-        """Make txbroker's topics, as somebody who may."""
+        """Create txbroker's topics, as an authorized user."""
         settings = structs.replace(
             self.settings(partitions=1), bootstrap_servers=(self.bootstrap,), login=NoLogin
         )

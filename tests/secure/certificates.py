@@ -1,4 +1,4 @@
-"""Certificates of a small authority of our own, made by openssl."""
+"""Certificates of a test authority, made by openssl."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Authority:
         """Make a certificate and its key; return their files.
 
         Args:
-            name: what it is called, and its files.
+            name: of the authority and its files.
             hosts: for whom it is, as in `IP:127.0.0.1`.
             days: how long it holds; negative: it has expired.
             password: encrypts the key, if given, by `cipher`.

@@ -1,4 +1,4 @@
-"""An identity provider that signs tokens, as RFC 7519 has them, with a key of its own."""
+"""An identity provider that signs tokens (RFC 7519)."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ class Issuer:
         self.keys = folder / "jwks.json"
         bits = ("-pkeyopt", "rsa_keygen_bits:2048")
         _openssl("genpkey", "-algorithm", "RSA", *bits, "-out", str(self._key))
-        told = _openssl("rsa", "-in", str(self._key), "-noout", "-modulus").decode().strip()
-        modulus = bytes.fromhex(told.removeprefix("Modulus="))
+        output = _openssl("rsa", "-in", str(self._key), "-noout", "-modulus").decode().strip()
+        modulus = bytes.fromhex(output.removeprefix("Modulus="))
         key = {"kty": "RSA", "kid": _KEY_ID, "use": "sig", "alg": "RS256", "e": "AQAB"}
         self.keys.write_text(json.dumps({"keys": [{**key, "n": _coded(modulus)}]}))
 
     def token(self, user: str, life_s: float = 3600.0) -> str:
-        """Return a token that says who somebody is."""
+        """Return a token for a user."""
         now = int(time.time())
         head = {"alg": "RS256", "kid": _KEY_ID, "typ": "JWT"}
         claims: dict[str, str | int] = {
@@ -38,9 +38,9 @@ class Issuer:
             "exp": int(now + life_s),
         }
         claims["jti"] = str(next(_NUMBERS))
-        said = ".".join(_coded(json.dumps(part).encode()) for part in (head, claims))
-        signed = _openssl("dgst", "-sha256", "-sign", str(self._key), given=said.encode())
-        return f"{said}.{_coded(signed)}"
+        payload = ".".join(_coded(json.dumps(part).encode()) for part in (head, claims))
+        signed = _openssl("dgst", "-sha256", "-sign", str(self._key), given=payload.encode())
+        return f"{payload}.{_coded(signed)}"
 
 
 def _coded(content: bytes) -> str:

@@ -1,4 +1,4 @@
-"""A `txbroker proxy` in a process of its own, and everything that it says."""
+"""A `txbroker proxy` in a separate process, and all of its output."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ _LOGIN_MODULES = "org.apache.kafka.common.security"
 
 
 class SecureKafka:
-    """A Kafka that lets nobody in unasked, but for the test itself at `inside`."""
+    """A Kafka that requires a login, except for the test itself at `inside`."""
 
     def __init__(self, folder: Path, authority: Authority, issuer: Issuer, token_url: str) -> None:
         self.folder = folder

@@ -95,13 +95,13 @@ async def test_proxy_works_with_exactly_the_listed_rights(
 
 
 async def has_snapshot(world: AllowedWorld) -> bool:
-    """Say whether a snapshot was written."""
+    """Return whether a snapshot was written."""
     kept = await world.visible(world.name("checkpoint"))
     return any((record.key or b"").startswith(b"snapshot/") for record in kept)
 
 
 async def healthy(world: AllowedWorld) -> bool:
-    """Say whether brokers know of all rights, as the doctor sees it."""
+    """Return whether the doctor sees all rights."""
     return (await doctor(world)).level == "ok"
 
 
@@ -194,7 +194,7 @@ async def test_revoked_right_refuses_until_granted_again(
 
 
 async def may_not_write(world: AllowedWorld, topic: str) -> bool:
-    """Say whether the broker knows by now that this user may not write a topic."""
+    """Return whether the broker denies this user writes to a topic by now."""
     async with KafkaExamination(world.settings()) as kafka:
         seen = (await kafka.cluster([topic])).topics[topic]
     return seen.rights is not None and "Write" not in seen.rights
@@ -248,7 +248,7 @@ async def test_without_read_foreign_transactions_must_end_first(
 
 
 async def holds_more(world: AllowedWorld, topic: str, offset: int) -> bool:
-    """Say whether a topic goes on behind an offset, whatever readers see of it."""
+    """Return whether a topic has records after an offset, visible or not."""
     client = Client(world.settings())
     try:
         found = await end_offsets(client, [(topic, 0)], READ_UNCOMMITTED, "test")
@@ -264,14 +264,14 @@ async def test_audit_works_with_its_rights(world: AllowedWorld) -> None:
     assert await bounds(settings, topics) == set()
     await world.allow(rights(world, Role.AUDIT, target))
 
-    async def told() -> bool:
+    async def denied() -> bool:
         try:
             found = await bounds(settings, topics)
         except ConfigurationError:
             return False
         return found == set(topics)
 
-    await until(told)
+    await until(denied)
     async with KafkaAuditWriter(settings) as writer:
         await writer.put(settings.audit_topic, "batch", b"{}")
 

@@ -127,8 +127,8 @@ def test_help_shows_no_secret_of_the_environment(
         monkeypatch.setenv(variable, secret)
     for command in ("proxy", "topics plan", "doctor", "audit run"):
         assert run(cli, [*command.split(), "--help"]) == 0
-    said = "".join(capsys.readouterr())
-    assert not [secret for secret in IN_ENVIRONMENT.values() if secret in said]
+    output = "".join(capsys.readouterr())
+    assert not [secret for secret in IN_ENVIRONMENT.values() if secret in output]
 
 
 # --- certificates ----------------------------------------------------------------------------
@@ -206,7 +206,7 @@ def test_cluster_audit_takes_no_local_secret(
     words = ["--kafka-security-protocol", "SASL_SSL", "--kafka-sasl-username", "me"]
     words += ["--master", "yarn", "--deploy-mode", "cluster", "--out", "hdfs://x/audit"]
     assert run(cli, ["audit", "run", *words]) == 1
-    said = capsys.readouterr().err
-    assert "TXBROKER_KAFKA_SASL_PASSWORD is not sent to the cluster" in said
-    assert "--kafka-sasl-password-file" in said
-    assert PASSWORD not in said
+    output = capsys.readouterr().err
+    assert "TXBROKER_KAFKA_SASL_PASSWORD is not sent to the cluster" in output
+    assert "--kafka-sasl-password-file" in output
+    assert PASSWORD not in output

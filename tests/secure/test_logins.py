@@ -54,7 +54,7 @@ async def test_every_login_works(
 
 
 Wrong = Callable[[SecureKafka, Path], dict[str, Any]]
-"""What is wrong with settings."""
+"""Returns wrong settings."""
 
 
 def _wrong_password(_kafka: SecureKafka, folder: Path) -> dict[str, Any]:
@@ -142,11 +142,11 @@ async def test_failed_login_is_explained(
     changes = wrong(secure_kafka, tmp_path)
     settings = secure_kafka.settings(way, **changes)
     began = time.monotonic()
-    said = await why_not(settings)
-    assert words in said
-    assert settings.kafka in said
-    assert WRONG not in said
-    assert "Error" not in said
+    reason = await why_not(settings)
+    assert words in reason
+    assert settings.kafka in reason
+    assert WRONG not in reason
+    assert "Error" not in reason
     assert time.monotonic() - began < PATIENCE_S
 
 

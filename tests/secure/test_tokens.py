@@ -29,9 +29,9 @@ async def no_token(source: FetchedToken | TokenInFile) -> str:
     """Return why there is no token."""
     with pytest.raises(NoToken) as raised:
         await source.token()
-    said = str(raised.value)
-    assert CLIENT_SECRET not in said
-    return said
+    reason = str(raised.value)
+    assert CLIENT_SECRET not in reason
+    return reason
 
 
 async def test_token_file_is_reread(tmp_path: Path) -> None:
@@ -70,7 +70,7 @@ async def test_token_is_renewed_before_expiry(
     second = await source.token()
     assert second != first
 
-    # What is valid is used while the endpoint is away, and it is not asked again and again.
+    # A valid token is used while the endpoint is down, without repeated requests.
     endpoint.answer = (503, "")
     ahead_s += 0.9 * 3600
     asked = len(endpoint.asked)

@@ -1,4 +1,4 @@
-"""`txbroker topics plan` on a Kafka that looks at rights: what it would do, and the rights."""
+"""`txbroker topics plan` on a Kafka with an authorizer: changes and rights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whole proxies on a Kafka with logins and TLS: they work, and nothing that they say is secret."""
+"""Whole proxies on a Kafka with logins and TLS: they work and leak no secret."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ async def transaction(url: str, topic: str) -> None:
 
 
 async def pages(url: str) -> dict[str, str]:
-    """Return what a proxy shows to whoever looks."""
+    """Return the public output of a proxy."""
     shown = {}
     async with aiohttp.ClientSession(url) as http:
         for path in ("/", "/metrics", "/readyz", "/v1/overview", "/v1/transactions", "/v1/groups"):
@@ -110,7 +110,7 @@ async def pages(url: str) -> dict[str, str]:
 def bundle(
     options: dict[str, Any], secrets: dict[str, str], proxy: RunningProxy, folder: Path
 ) -> dict[str, str]:
-    """Return what `doctor --bundle` packs, and what it says."""
+    """Return the bundle and the output of `doctor --bundle`."""
     path = folder / "bundle.tar.gz"
     words = ["doctor", *words_of(options), "--url", proxy.url, "--bundle", str(path), "-o", "json"]
     ended = call(words, secrets)
@@ -125,7 +125,7 @@ def bundle(
 
 
 def prefixed(kafka: SecureKafka, way: str, prefix: str) -> dict[str, Any]:
-    """Return the settings of a way in, with topics of their own."""
+    """Return the settings of a way in, with separate topics."""
     return {**kafka.options(way), "topic_prefix": prefix, "partitions": 1}
 
 
@@ -149,10 +149,10 @@ async def test_transaction_succeeds_without_leaking_secrets(
         shown = await pages(proxy.url)
         words = Path(f"/proc/{proxy.pid}/cmdline").read_text()
         packed = bundle(options, secrets, proxy, tmp_path)
-    said = {**shown, **packed, "log": proxy.log.read_text(), "command line": words}
-    assert "Traceback" not in said["log"]
+    output = {**shown, **packed, "log": proxy.log.read_text(), "command line": words}
+    assert "Traceback" not in output["log"]
     tokens = [Path(options["kafka_oauth_token_file"]).read_text()] if way == "OAUTHBEARER" else []
-    assert leaks(said, *tokens) == []
+    assert leaks(output, *tokens) == []
 
 
 def in_environment(options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
@@ -173,8 +173,8 @@ def test_wrong_password_is_one_sentence(
     more = {"data_dir": tmp_path} if command == ["proxy"] else {}
     ended = call([*command, *words_of({**options, **more})])
     assert ended.code == 1
-    said = ended.out + ended.err
-    assert f"refuses the login of {USER} by SCRAM-SHA-256" in " ".join(said.split())
-    assert "waiting for kafka" not in said  # waiting would not help
-    assert "Traceback" not in said
-    assert leaks({"all": said}, WRONG) == []
+    output = ended.out + ended.err
+    assert f"refuses the login of {USER} by SCRAM-SHA-256" in " ".join(output.split())
+    assert "waiting for kafka" not in output  # waiting would not help
+    assert "Traceback" not in output
+    assert leaks({"all": output}, WRONG) == []

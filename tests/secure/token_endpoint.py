@@ -21,11 +21,11 @@ START_TIMEOUT_S = 30.0
 
 
 class TokenEndpoint:
-    """Gives tokens to whom shows the right secret; what it answers may be changed.
+    """Returns tokens for the right secret; tests may change its answers.
 
     Attributes:
         asked: the form of each call.
-        life_s: for how long it says that a token is valid.
+        life_s: the lifetime that it returns.
         answer: status and body in place of a token.
     """
 
