@@ -7,7 +7,15 @@ from collections.abc import Collection, Sequence
 
 import pytest
 
-from tests.checkers.runner_world import DUE, FakeChannel, FakeOwner, Until, World, due, make
+from tests.checkers.runner_harness import (
+    DUE,
+    FakeChannel,
+    FakeOwner,
+    RunnerHarness,
+    Until,
+    due,
+    make,
+)
 from txbroker.checkers.base import (
     Answered,
     AttemptRequest,
@@ -22,17 +30,17 @@ from txbroker.errors import TxbrokerError
 
 
 async def test_check_steps_run_in_order(
-    runner: CheckRunner, owner: FakeOwner, world: World, until: Until
+    runner: CheckRunner, owner: FakeOwner, harness: RunnerHarness, until: Until
 ) -> None:
-    assert due(runner, owner, world, "a-1") == [True]
+    assert due(runner, owner, harness, "a-1") == [True]
     await until(lambda: runner.queued == 0)
-    assert world.log == ["channel to a", "marker a-1", "ask a-1.1", "answered a-1 commit"]
-    assert world.outcomes == [("a", "commit")]
-    assert world.open_channels == 0
+    assert harness.log == ["channel to a", "marker a-1", "ask a-1.1", "answered a-1 commit"]
+    assert harness.outcomes == [("a", "commit")]
+    assert harness.open_channels == 0
 
 
 async def test_preferred_instance_reaches_finder(
-    runner: CheckRunner, owner: FakeOwner, world: World, until: Until
+    runner: CheckRunner, owner: FakeOwner, harness: RunnerHarness, until: Until
 ) -> None:
     endpoints: list[str] = []
     attempt = owner.attempt
@@ -42,7 +50,7 @@ async def test_preferred_instance_reaches_finder(
         return await attempt(checks)
 
     owner.attempt = recorded  # type: ignore[method-assign]
-    world.pending.add("a-1")
+    harness.pending.add("a-1")
     runner.due(owner, "a-1", "a", "pod-7", CheckReason.ASKED)
     await until(lambda: runner.queued == 0)
     assert endpoints == ["session pod-7 asked"]
@@ -50,95 +58,95 @@ async def test_preferred_instance_reaches_finder(
 
 @pytest.mark.rule(21)
 async def test_rejected_marker_prevents_the_call(
-    runner: CheckRunner, owner: FakeOwner, world: World, until: Until
+    runner: CheckRunner, owner: FakeOwner, harness: RunnerHarness, until: Until
 ) -> None:
-    world.refused.add("a-1")
-    world.broken.add("a-2")
-    due(runner, owner, world, "a-1", "a-2", "a-3")
+    harness.refused.add("a-1")
+    harness.broken.add("a-2")
+    due(runner, owner, harness, "a-1", "a-2", "a-3")
     await until(lambda: runner.queued == 0)
-    assert world.count("marker a-1") == world.count("marker a-2") == 1
-    assert [line for line in world.log if line.startswith("ask")] == ["ask a-3.1"]
-    assert world.open_channels == 0
+    assert harness.count("marker a-1") == harness.count("marker a-2") == 1
+    assert [line for line in harness.log if line.startswith("ask")] == ["ask a-3.1"]
+    assert harness.open_channels == 0
 
 
 @pytest.mark.rule(21)
 async def test_decision_prevents_the_call(
-    runner: CheckRunner, owner: FakeOwner, world: World, until: Until
+    runner: CheckRunner, owner: FakeOwner, harness: RunnerHarness, until: Until
 ) -> None:
-    world.markers_held = asyncio.Event()
-    due(runner, owner, world, "a-1")
+    harness.markers_held = asyncio.Event()
+    due(runner, owner, harness, "a-1")
     await until(lambda: owner.markers_waiting == 1)
-    world.pending.discard("a-1")  # decided while the marker was on its way
-    world.markers_held.set()
+    harness.pending.discard("a-1")  # decided while the marker was on its way
+    harness.markers_held.set()
     await until(lambda: runner.queued == 0)
-    assert not any(line.startswith("ask") for line in world.log)
+    assert not any(line.startswith("ask") for line in harness.log)
 
 
 async def test_decided_queued_check_writes_no_marker(
-    runner: CheckRunner, owner: FakeOwner, world: World, until: Until
+    runner: CheckRunner, owner: FakeOwner, harness: RunnerHarness, until: Until
 ) -> None:
-    world.held = {"a-1": asyncio.Event(), "a-2": asyncio.Event()}
-    due(runner, owner, world, "a-1", "a-2", "a-3")
-    await until(lambda: world.asking == {"a-1", "a-2"})
-    world.pending.discard("a-3")
-    for event in world.held.values():
+    harness.held = {"a-1": asyncio.Event(), "a-2": asyncio.Event()}
+    due(runner, owner, harness, "a-1", "a-2", "a-3")
+    await until(lambda: harness.asking == {"a-1", "a-2"})
+    harness.pending.discard("a-3")
+    for event in harness.held.values():
         event.set()
     await until(lambda: runner.queued == 0)
-    assert "marker a-3" not in world.log
+    assert "marker a-3" not in harness.log
 
 
 @pytest.mark.rule(21)
 async def test_pending_test_and_question_are_atomic(
-    runner: CheckRunner, owner: FakeOwner, world: World, until: Until
+    runner: CheckRunner, owner: FakeOwner, harness: RunnerHarness, until: Until
 ) -> None:
     """Other ready callbacks of the loop run before the test or after the question."""
     tested: list[int] = []
     still_pending = owner.still_pending
 
     def recorded(id: str) -> bool:
-        tested.append(len(world.log))
-        asyncio.get_running_loop().call_soon(world.log.append, "the loop went on")
+        tested.append(len(harness.log))
+        asyncio.get_running_loop().call_soon(harness.log.append, "the loop went on")
         return still_pending(id)
 
     owner.still_pending = recorded  # type: ignore[method-assign]
-    due(runner, owner, world, "a-1")
+    due(runner, owner, harness, "a-1")
     await until(lambda: runner.queued == 0)
-    assert world.log[tested[-1]] == "ask a-1.1"
+    assert harness.log[tested[-1]] == "ask a-1.1"
 
 
 async def test_hanging_group_delays_no_other(
-    runner: CheckRunner, owner: FakeOwner, world: World, until: Until
+    runner: CheckRunner, owner: FakeOwner, harness: RunnerHarness, until: Until
 ) -> None:
     slow = [f"slow-{n}" for n in range(20)]
-    world.held = {id: asyncio.Event() for id in slow}
-    due(runner, owner, world, *slow)
-    await until(lambda: len(world.asking) == 2)
-    due(runner, owner, world, *(f"quick-{n}" for n in range(20)))
-    await until(lambda: sum("answered quick" in line for line in world.log) == 20)
-    assert len(world.asking) == 2
-    assert not any("answered slow" in line for line in world.log)
-    for event in world.held.values():
+    harness.held = {id: asyncio.Event() for id in slow}
+    due(runner, owner, harness, *slow)
+    await until(lambda: len(harness.asking) == 2)
+    due(runner, owner, harness, *(f"quick-{n}" for n in range(20)))
+    await until(lambda: sum("answered quick" in line for line in harness.log) == 20)
+    assert len(harness.asking) == 2
+    assert not any("answered slow" in line for line in harness.log)
+    for event in harness.held.values():
         event.set()
     await until(lambda: runner.queued == 0)
-    assert sum("answered slow" in line for line in world.log) == 20
+    assert sum("answered slow" in line for line in harness.log) == 20
 
 
 async def test_total_limit_leaves_each_group_a_first_call(
-    owner: FakeOwner, world: World, until: Until
+    owner: FakeOwner, harness: RunnerHarness, until: Until
 ) -> None:
-    runner = make(world, parallel=4, parallel_total_max=5, first_calls_max=6)
+    runner = make(harness, parallel=4, parallel_total_max=5, first_calls_max=6)
     held = [f"slow-{n}" for n in range(8)] + [f"{group}-{n}" for group in "bcd" for n in (1, 2)]
-    world.held = {id: asyncio.Event() for id in held}
-    due(runner, owner, world, *held)
-    await until(lambda: len(world.asking) == 6)
-    assert world.asking == {"slow-0", "slow-1", "slow-2", "slow-3", "b-1", "c-1"}
-    world.held["slow-0"].set()
-    await until(lambda: "d-1" in world.asking)  # a first call comes before a further one
-    assert len(world.asking) == 6
-    for event in world.held.values():
+    harness.held = {id: asyncio.Event() for id in held}
+    due(runner, owner, harness, *held)
+    await until(lambda: len(harness.asking) == 6)
+    assert harness.asking == {"slow-0", "slow-1", "slow-2", "slow-3", "b-1", "c-1"}
+    harness.held["slow-0"].set()
+    await until(lambda: "d-1" in harness.asking)  # a first call comes before a further one
+    assert len(harness.asking) == 6
+    for event in harness.held.values():
         event.set()
     await until(lambda: runner.queued == 0)
-    assert sum(line.startswith("answered") for line in world.log) == len(held)
+    assert sum(line.startswith("answered") for line in harness.log) == len(held)
     await runner.close()
 
 
@@ -151,32 +159,34 @@ async def test_total_limit_leaves_each_group_a_first_call(
     ],
 )
 async def test_large_share_leaves_room_for_others(
-    owner: FakeOwner, world: World, until: Until, bounds: dict[str, int], at_once: int
+    owner: FakeOwner, harness: RunnerHarness, until: Until, bounds: dict[str, int], at_once: int
 ) -> None:
     """Slow groups of one principal take four fifths of the calls, others' checks go on."""
-    runner = make(world, share_of=lambda group: group[:1], parallel=3, **bounds)
+    runner = make(harness, share_of=lambda group: group[:1], parallel=3, **bounds)
     slow = [f"s{n}-{check}" for n in range(20) for check in range(2)]
     quick = [f"q-{n}" for n in range(20)]
-    world.held = {id: asyncio.Event() for id in slow + quick}
-    due(runner, owner, world, *slow)
+    harness.held = {id: asyncio.Event() for id in slow + quick}
+    due(runner, owner, harness, *slow)
     most = bounds["first_calls_max"] * 4 // 5
-    await until(lambda: len(world.asking) == most)
-    due(runner, owner, world, *quick)
-    await until(lambda: sum(id.startswith("q") for id in world.asking) == at_once)
+    await until(lambda: len(harness.asking) == most)
+    due(runner, owner, harness, *quick)
+    await until(lambda: sum(id.startswith("q") for id in harness.asking) == at_once)
     for id in quick:
-        world.held[id].set()
-    await until(lambda: sum(line.startswith("answered q") for line in world.log) == 20)
-    assert len(world.asking) == most
-    for event in world.held.values():
+        harness.held[id].set()
+    await until(lambda: sum(line.startswith("answered q") for line in harness.log) == 20)
+    assert len(harness.asking) == most
+    for event in harness.held.values():
         event.set()
     await until(lambda: runner.queued == 0)
-    assert sum(line.startswith("answered s") for line in world.log) == len(slow)
+    assert sum(line.startswith("answered s") for line in harness.log) == len(slow)
     await runner.close()
 
 
-async def test_attempts_are_written_in_runs(owner: FakeOwner, world: World, until: Until) -> None:
-    runner = make(world, parallel=16)
-    due(runner, owner, world, *(f"a-{n}" for n in range(16)))
+async def test_attempts_are_written_in_runs(
+    owner: FakeOwner, harness: RunnerHarness, until: Until
+) -> None:
+    runner = make(harness, parallel=16)
+    due(runner, owner, harness, *(f"a-{n}" for n in range(16)))
     await until(lambda: runner.queued == 0)
     # Answers of one iteration of the event loop are reported together, too.
     assert [len(run) for run in owner.runs] == [16]
@@ -185,37 +195,37 @@ async def test_attempts_are_written_in_runs(owner: FakeOwner, world: World, unti
 
 
 async def test_slots_are_freed_while_answers_are_written(
-    owner: FakeOwner, world: World, until: Until
+    owner: FakeOwner, harness: RunnerHarness, until: Until
 ) -> None:
     """An answered call frees its slot, up to the limit of calls in flight."""
-    runner = make(world, parallel=2, parallel_total_max=3)
-    world.reports_held = asyncio.Event()
+    runner = make(harness, parallel=2, parallel_total_max=3)
+    harness.reports_held = asyncio.Event()
     ids = [f"a-{n}" for n in range(12)]
-    due(runner, owner, world, *ids)
+    due(runner, owner, harness, *ids)
     await until(lambda: len(owner.reported) > 0)
     for _ in range(50):
         await asyncio.sleep(0)
     answered = sum(map(len, owner.reported))
     assert 2 < answered <= 3 + 2  # three gave theirs back, two keep it
-    assert sum(world.attempts.values()) == answered
+    assert sum(harness.attempts.values()) == answered
     assert runner.running == answered  # one being written still counts
-    assert due(runner, owner, world, "a-0") == [True]
-    world.reports_held.set()
+    assert due(runner, owner, harness, "a-0") == [True]
+    harness.reports_held.set()
     await until(lambda: runner.queued == 0)
-    assert [world.count(f"marker {id}") for id in ids] == [1] * 12
+    assert [harness.count(f"marker {id}") for id in ids] == [1] * 12
     assert runner.running == 0
     await runner.close()
 
 
 async def test_check_without_messages_in_memory_goes_alone(
-    owner: FakeOwner, world: World, until: Until
+    owner: FakeOwner, harness: RunnerHarness, until: Until
 ) -> None:
     """Messages that are to be read first, an answer with messages, another owner's checks."""
-    runner, other = make(world, parallel=16), FakeOwner(world)
-    world.unread = {"a-2", "a-3"}
-    world.results["a-1"] = Answered(Decision.COMMIT, messages=(Message("t"),), detail="commit")
-    due(runner, owner, world, *(f"a-{n}" for n in range(5)))
-    due(runner, other, world, "b-1")
+    runner, other = make(harness, parallel=16), FakeOwner(harness)
+    harness.unread = {"a-2", "a-3"}
+    harness.results["a-1"] = Answered(Decision.COMMIT, messages=(Message("t"),), detail="commit")
+    due(runner, owner, harness, *(f"a-{n}" for n in range(5)))
+    due(runner, other, harness, "b-1")
     await until(lambda: runner.queued == 0)
     assert sorted(owner.runs) == [["a-0", "a-1", "a-4"], ["a-2", "a-3"]]
     assert ["a-1"] in owner.reported
@@ -224,159 +234,163 @@ async def test_check_without_messages_in_memory_goes_alone(
 
 
 async def test_group_is_asked_in_order_of_due_times(
-    owner: FakeOwner, world: World, until: Until
+    owner: FakeOwner, harness: RunnerHarness, until: Until
 ) -> None:
-    runner = make(world, parallel=1)
-    world.held = {"a-0": asyncio.Event()}
-    due(runner, owner, world, "a-0")
-    await until(lambda: "a-0" in world.asking)
-    world.pending.update({"a-3", "a-1", "a-2"})
+    runner = make(harness, parallel=1)
+    harness.held = {"a-0": asyncio.Event()}
+    due(runner, owner, harness, "a-0")
+    await until(lambda: "a-0" in harness.asking)
+    harness.pending.update({"a-3", "a-1", "a-2"})
     for number in (3, 1, 2):
         runner.due(owner, f"a-{number}", "a", "", DUE, due_s=float(number))
-    world.held["a-0"].set()
+    harness.held["a-0"].set()
     await until(lambda: runner.queued == 0)
-    asked = [line for line in world.log if line.startswith("ask")]
+    asked = [line for line in harness.log if line.startswith("ask")]
     assert asked == ["ask a-0.1", "ask a-1.1", "ask a-2.1", "ask a-3.1"]
     await runner.close()
 
 
 async def test_queued_or_running_check_is_not_queued_again(
-    runner: CheckRunner, owner: FakeOwner, world: World, until: Until
+    runner: CheckRunner, owner: FakeOwner, harness: RunnerHarness, until: Until
 ) -> None:
-    world.held = {"a-1": asyncio.Event()}
-    assert due(runner, owner, world, "a-1", "a-1") == [True, True]
-    await until(lambda: "a-1" in world.asking)
-    assert due(runner, owner, world, "a-1") == [True]
-    world.held["a-1"].set()
+    harness.held = {"a-1": asyncio.Event()}
+    assert due(runner, owner, harness, "a-1", "a-1") == [True, True]
+    await until(lambda: "a-1" in harness.asking)
+    assert due(runner, owner, harness, "a-1") == [True]
+    harness.held["a-1"].set()
     await until(lambda: runner.queued == 0)
-    assert world.count("marker a-1") == 1
+    assert harness.count("marker a-1") == 1
 
 
-async def test_full_queue_refuses_checks(owner: FakeOwner, world: World, until: Until) -> None:
-    runner = make(world, parallel=1, queue_max=2)
-    world.held = {"a-0": asyncio.Event()}
-    assert due(runner, owner, world, "a-0") == [True]
-    await until(lambda: "a-0" in world.asking)
-    assert due(runner, owner, world, "a-1", "a-2", "a-3") == [True, True, False]
-    assert due(runner, owner, world, "b-0") == [True]  # another group has its own
-    world.held["a-0"].set()
+async def test_full_queue_refuses_checks(
+    owner: FakeOwner, harness: RunnerHarness, until: Until
+) -> None:
+    runner = make(harness, parallel=1, queue_max=2)
+    harness.held = {"a-0": asyncio.Event()}
+    assert due(runner, owner, harness, "a-0") == [True]
+    await until(lambda: "a-0" in harness.asking)
+    assert due(runner, owner, harness, "a-1", "a-2", "a-3") == [True, True, False]
+    assert due(runner, owner, harness, "b-0") == [True]  # another group has its own
+    harness.held["a-0"].set()
     await until(lambda: runner.queued == 0)
-    assert "marker a-3" not in world.log
-    assert due(runner, owner, world, "a-3") == [True]
+    assert "marker a-3" not in harness.log
+    assert due(runner, owner, harness, "a-3") == [True]
     await until(lambda: runner.queued == 0)
-    assert "answered a-3 commit" in world.log
+    assert "answered a-3 commit" in harness.log
     await runner.close()
 
 
 @pytest.mark.rule(22)
 async def test_unreachable_group_backs_off_without_attempts(
-    runner: CheckRunner, owner: FakeOwner, world: World, until: Until
+    runner: CheckRunner, owner: FakeOwner, harness: RunnerHarness, until: Until
 ) -> None:
-    world.gone["a"] = "connection refused"
-    due(runner, owner, world, "a-1", "a-2", "a-3")
+    harness.gone["a"] = "connection refused"
+    due(runner, owner, harness, "a-1", "a-2", "a-3")
     rests = []
     for tries in range(1, 8):
-        await until(lambda tries=tries: len(world.timers) == tries)  # type: ignore[misc]
+        await until(lambda tries=tries: len(harness.timers) == tries)  # type: ignore[misc]
         assert runner.unreachable() == {"a": "connection refused"}
-        rests.append(world.fire())
+        rests.append(harness.fire())
     assert rests == [1, 2, 4, 8, 16, 30, 30]
-    await until(lambda: len(world.timers) == 8)
+    await until(lambda: len(harness.timers) == 8)
     # Two went at once before it was known, then one at a time.
-    assert world.count("no channel to a") == 2 + 7
-    assert not any("marker" in line for line in world.log)
-    assert set(world.outcomes) == {("a", "unreachable")}
+    assert harness.count("no channel to a") == 2 + 7
+    assert not any("marker" in line for line in harness.log)
+    assert set(harness.outcomes) == {("a", "unreachable")}
     assert runner.queued == 3
 
 
 async def test_call_within_back_off_does_not_extend_it(
-    runner: CheckRunner, owner: FakeOwner, world: World, until: Until
+    runner: CheckRunner, owner: FakeOwner, harness: RunnerHarness, until: Until
 ) -> None:
-    world.gone["g"] = "no instance"
-    world.pending |= {"a", "b"}
+    harness.gone["g"] = "no instance"
+    harness.pending |= {"a", "b"}
     assert runner.due(owner, "a", "g", "", DUE)
     await asyncio.sleep(0)
     # Started while the first is in flight, it continues when that has failed.
     assert runner.due(owner, "b", "g", "", DUE)
-    await until(lambda: world.count("no channel to g") == 2)
-    assert [timer.cancelled for timer in world.timers] == [False]
-    world.gone.clear()
-    world.fire()
+    await until(lambda: harness.count("no channel to g") == 2)
+    assert [timer.cancelled for timer in harness.timers] == [False]
+    harness.gone.clear()
+    harness.fire()
     await until(lambda: runner.queued == 0)
 
 
-async def test_jitter_up_to_doubles_back_off(owner: FakeOwner, world: World, until: Until) -> None:
-    runner = CheckRunner(world, world, jitter=lambda: 0.75, later=world.later)
-    world.gone["a"] = "gone"
-    due(runner, owner, world, "a-1")
-    await until(lambda: len(world.timers) == 1)
-    assert world.timers[0].delay_s == 1.75
+async def test_jitter_up_to_doubles_back_off(
+    owner: FakeOwner, harness: RunnerHarness, until: Until
+) -> None:
+    runner = CheckRunner(harness, harness, jitter=lambda: 0.75, later=harness.later)
+    harness.gone["a"] = "gone"
+    due(runner, owner, harness, "a-1")
+    await until(lambda: len(harness.timers) == 1)
+    assert harness.timers[0].delay_s == 1.75
     await runner.close()
 
 
 @pytest.mark.rule(22)
 async def test_woken_group_is_retried_at_once(
-    runner: CheckRunner, owner: FakeOwner, world: World, until: Until
+    runner: CheckRunner, owner: FakeOwner, harness: RunnerHarness, until: Until
 ) -> None:
-    world.gone["a"] = "gone"
-    due(runner, owner, world, "a-1", "a-2", "a-3")
-    await until(lambda: len(world.timers) == 1)
-    del world.gone["a"]
+    harness.gone["a"] = "gone"
+    due(runner, owner, harness, "a-1", "a-2", "a-3")
+    await until(lambda: len(harness.timers) == 1)
+    del harness.gone["a"]
     runner.wake("a")
     runner.wake("unknown")
-    assert world.timers[0].cancelled
+    assert harness.timers[0].cancelled
     await until(lambda: runner.queued == 0)
     assert runner.unreachable() == {}
-    assert [world.attempts[f"a-{n}"] for n in (1, 2, 3)] == [1, 1, 1]
+    assert [harness.attempts[f"a-{n}"] for n in (1, 2, 3)] == [1, 1, 1]
 
 
 async def test_returning_group_gets_its_full_limit(
-    owner: FakeOwner, world: World, until: Until
+    owner: FakeOwner, harness: RunnerHarness, until: Until
 ) -> None:
-    runner = make(world, parallel=3)
+    runner = make(harness, parallel=3)
     ids = [f"a-{n}" for n in range(6)]
-    world.held = {id: asyncio.Event() for id in ids}
-    world.gone["a"] = "gone"
-    due(runner, owner, world, *ids)
-    await until(lambda: len(world.timers) == 1)
-    del world.gone["a"]
-    world.fire()
-    await until(lambda: len(world.asking) == 1)
+    harness.held = {id: asyncio.Event() for id in ids}
+    harness.gone["a"] = "gone"
+    due(runner, owner, harness, *ids)
+    await until(lambda: len(harness.timers) == 1)
+    del harness.gone["a"]
+    harness.fire()
+    await until(lambda: len(harness.asking) == 1)
     assert runner.unreachable() == {"a": "gone"}  # one asks; the others wait for its result
-    world.held["a-0"].set()
-    await until(lambda: len(world.asking) == 3)
+    harness.held["a-0"].set()
+    await until(lambda: len(harness.asking) == 3)
     assert runner.unreachable() == {}
-    for event in world.held.values():
+    for event in harness.held.values():
         event.set()
     await until(lambda: runner.queued == 0)
     await runner.close()
 
 
 async def test_unhandled_question_gives_attempt_back(
-    runner: CheckRunner, owner: FakeOwner, world: World, until: Until
+    runner: CheckRunner, owner: FakeOwner, harness: RunnerHarness, until: Until
 ) -> None:
-    world.results["a-1"] = Unreached("answered 503: not handled")
-    due(runner, owner, world, "a-1")
-    await until(lambda: "returned a-1" in world.log and len(world.timers) == 1)
-    assert world.attempts["a-1"] == 0
+    harness.results["a-1"] = Unreached("answered 503: not handled")
+    due(runner, owner, harness, "a-1")
+    await until(lambda: "returned a-1" in harness.log and len(harness.timers) == 1)
+    assert harness.attempts["a-1"] == 0
     assert runner.unreachable() == {"a": "answered 503: not handled"}
-    del world.results["a-1"]
-    world.fire()
+    del harness.results["a-1"]
+    harness.fire()
     await until(lambda: runner.queued == 0)
-    assert world.attempts["a-1"] == 1
-    assert world.outcomes == [("a", "returned"), ("a", "commit")]
+    assert harness.attempts["a-1"] == 1
+    assert harness.outcomes == [("a", "returned"), ("a", "commit")]
 
 
 @pytest.mark.rule(24)
 async def test_refused_question_goes_to_another_instance(
-    runner: CheckRunner, owner: FakeOwner, world: World, until: Until
+    runner: CheckRunner, owner: FakeOwner, harness: RunnerHarness, until: Until
 ) -> None:
     """In the same attempt, which has reached no instance yet."""
-    world.instances["a"] = ["pod-1", "pod-2", "pod-3"]
-    world.results |= {"pod-1": Unreached("no check function"), "pod-3": Unreached("busy")}
-    world.pending.add("a-1")
+    harness.instances["a"] = ["pod-1", "pod-2", "pod-3"]
+    harness.results |= {"pod-1": Unreached("no check function"), "pod-3": Unreached("busy")}
+    harness.pending.add("a-1")
     runner.due(owner, "a-1", "a", "pod-3", DUE)
     await until(lambda: runner.queued == 0)
-    assert world.log == [
+    assert harness.log == [
         "channel to a",
         "marker a-1",
         "ask a-1.1 of pod-3",
@@ -386,143 +400,143 @@ async def test_refused_question_goes_to_another_instance(
         "ask a-1.1 of pod-2",
         "answered a-1 session pod-2: commit",
     ]
-    assert world.outcomes == [("a", "commit")]
-    assert world.timers == []
+    assert harness.outcomes == [("a", "commit")]
+    assert harness.timers == []
     # All within the time of one attempt: it may be parked after that.
-    assert 5.0 >= world.timeouts[0] > world.timeouts[1] > world.timeouts[2] > 0
+    assert 5.0 >= harness.timeouts[0] > harness.timeouts[1] > harness.timeouts[2] > 0
 
 
 async def test_check_url_is_asked_after_all_instances(
-    runner: CheckRunner, owner: FakeOwner, world: World, until: Until
+    runner: CheckRunner, owner: FakeOwner, harness: RunnerHarness, until: Until
 ) -> None:
-    world.instances["a"], world.url = ["pod-1"], True
-    world.results["pod-1"] = Unreached("no check function")
-    due(runner, owner, world, "a-1")
+    harness.instances["a"], harness.url = ["pod-1"], True
+    harness.results["pod-1"] = Unreached("no check function")
+    due(runner, owner, harness, "a-1")
     await until(lambda: runner.queued == 0)
-    asked = [line for line in world.log if line.startswith("ask")]
+    asked = [line for line in harness.log if line.startswith("ask")]
     assert asked == ["ask a-1.1 of pod-1", "ask a-1.1"]
-    assert world.attempts["a-1"] == 1
+    assert harness.attempts["a-1"] == 1
 
 
 async def test_group_without_instances_backs_off(
-    runner: CheckRunner, owner: FakeOwner, world: World, until: Until
+    runner: CheckRunner, owner: FakeOwner, harness: RunnerHarness, until: Until
 ) -> None:
-    world.instances["a"] = ["pod-1", "pod-2"]
-    world.results |= {"pod-1": Unreached("busy"), "pod-2": Unreached("draining")}
-    due(runner, owner, world, "a-1")
-    await until(lambda: "returned a-1" in world.log and len(world.timers) == 1)
-    assert world.count("marker a-1") == world.count("returned a-1") == 1
-    assert world.attempts["a-1"] == 0
+    harness.instances["a"] = ["pod-1", "pod-2"]
+    harness.results |= {"pod-1": Unreached("busy"), "pod-2": Unreached("draining")}
+    due(runner, owner, harness, "a-1")
+    await until(lambda: "returned a-1" in harness.log and len(harness.timers) == 1)
+    assert harness.count("marker a-1") == harness.count("returned a-1") == 1
+    assert harness.attempts["a-1"] == 0
     assert runner.unreachable() == {"a": "session pod-2: draining; no other instance"}
-    assert world.outcomes == [("a", "returned")]
+    assert harness.outcomes == [("a", "returned")]
     # What did not take it then is asked again the next time.
-    del world.results["pod-1"]
-    world.fire()
+    del harness.results["pod-1"]
+    harness.fire()
     await until(lambda: runner.queued == 0)
-    assert "ask a-1.1 of pod-1" in world.log[-2]
+    assert "ask a-1.1 of pod-1" in harness.log[-2]
 
 
 @pytest.mark.rule(24)
 async def test_decision_or_unclear_result_ends_the_attempt(
-    runner: CheckRunner, owner: FakeOwner, world: World, until: Until
+    runner: CheckRunner, owner: FakeOwner, harness: RunnerHarness, until: Until
 ) -> None:
-    world.instances = {"a": ["pod-1", "pod-2"], "b": ["pod-3", "pod-4"]}
-    world.results |= {"pod-1": Unreached("busy"), "pod-3": Unclear("no answer")}
-    world.held["a-1"] = asyncio.Event()
-    due(runner, owner, world, "a-1", "b-1")
-    await until(lambda: world.asking == {"a-1"} and runner.queued == 1)
-    world.pending.discard("a-1")  # decided before pod-1 answered that it is busy
-    world.held["a-1"].set()
+    harness.instances = {"a": ["pod-1", "pod-2"], "b": ["pod-3", "pod-4"]}
+    harness.results |= {"pod-1": Unreached("busy"), "pod-3": Unclear("no answer")}
+    harness.held["a-1"] = asyncio.Event()
+    due(runner, owner, harness, "a-1", "b-1")
+    await until(lambda: harness.asking == {"a-1"} and runner.queued == 1)
+    harness.pending.discard("a-1")  # decided before pod-1 answered that it is busy
+    harness.held["a-1"].set()
     await until(lambda: runner.queued == 0)
-    asked = [line for line in world.log if line.startswith("ask")]
+    asked = [line for line in harness.log if line.startswith("ask")]
     assert asked == ["ask a-1.1 of pod-1", "ask b-1.1 of pod-3"]
 
 
 async def test_unclear_result_counts_without_back_off(
-    runner: CheckRunner, owner: FakeOwner, world: World, until: Until
+    runner: CheckRunner, owner: FakeOwner, harness: RunnerHarness, until: Until
 ) -> None:
-    world.results["a-1"] = Unclear("answered 500")
-    due(runner, owner, world, "a-1", "a-2")
+    harness.results["a-1"] = Unclear("answered 500")
+    due(runner, owner, harness, "a-1", "a-2")
     await until(lambda: runner.queued == 0)
-    assert world.attempts["a-1"] == 1
-    assert "answered a-1 answered 500" in world.log
-    assert world.timers == []
-    assert sorted(world.outcomes) == [("a", "commit"), ("a", "unclear")]
+    assert harness.attempts["a-1"] == 1
+    assert "answered a-1 answered 500" in harness.log
+    assert harness.timers == []
+    assert sorted(harness.outcomes) == [("a", "commit"), ("a", "unclear")]
 
 
 async def test_not_yet_is_counted_as_later(
-    runner: CheckRunner, owner: FakeOwner, world: World, until: Until
+    runner: CheckRunner, owner: FakeOwner, harness: RunnerHarness, until: Until
 ) -> None:
-    world.results["a-1"] = Answered(Decision.UNKNOWN, 5.0)
-    world.results["b-1"] = Answered(Decision.UNKNOWN)
-    due(runner, owner, world, "a-1", "b-1")
+    harness.results["a-1"] = Answered(Decision.UNKNOWN, 5.0)
+    harness.results["b-1"] = Answered(Decision.UNKNOWN)
+    due(runner, owner, harness, "a-1", "b-1")
     await until(lambda: runner.queued == 0)
-    assert sorted(world.outcomes) == [("a", "later"), ("b", "unknown")]
+    assert sorted(harness.outcomes) == [("a", "later"), ("b", "unknown")]
 
 
 async def test_back_off_without_checks_ends_silently(
-    runner: CheckRunner, owner: FakeOwner, world: World, until: Until
+    runner: CheckRunner, owner: FakeOwner, harness: RunnerHarness, until: Until
 ) -> None:
-    world.gone["a"] = "gone"
-    due(runner, owner, world, "a-1")
-    await until(lambda: len(world.timers) == 1)
-    world.pending.clear()  # decided elsewhere
-    world.fire()
+    harness.gone["a"] = "gone"
+    due(runner, owner, harness, "a-1")
+    await until(lambda: len(harness.timers) == 1)
+    harness.pending.clear()  # decided elsewhere
+    harness.fire()
     assert runner.queued == 0
     assert runner.unreachable() == {}
 
 
 async def test_forgotten_owner_asks_no_more(
-    runner: CheckRunner, owner: FakeOwner, world: World, until: Until
+    runner: CheckRunner, owner: FakeOwner, harness: RunnerHarness, until: Until
 ) -> None:
-    other = FakeOwner(world)
-    world.held = {"a-1": asyncio.Event()}
-    world.markers_held = asyncio.Event()
-    due(runner, owner, world, "a-1", "a-2", "a-3")
-    due(runner, other, world, "a-9")
+    other = FakeOwner(harness)
+    harness.held = {"a-1": asyncio.Event()}
+    harness.markers_held = asyncio.Event()
+    due(runner, owner, harness, "a-1", "a-2", "a-3")
+    due(runner, other, harness, "a-9")
     await until(lambda: owner.markers_waiting == 2)
     runner.forget(owner)
     runner.forget(owner)
-    world.markers_held.set()
+    harness.markers_held.set()
     await until(lambda: runner.queued == 0)
-    assert [line for line in world.log if line.startswith(("ask", "answered"))] == [
+    assert [line for line in harness.log if line.startswith(("ask", "answered"))] == [
         "ask a-9.1",
         "answered a-9 commit",
     ]
 
 
 async def test_answer_for_forgotten_owner_is_dropped(
-    runner: CheckRunner, owner: FakeOwner, world: World, until: Until
+    runner: CheckRunner, owner: FakeOwner, harness: RunnerHarness, until: Until
 ) -> None:
-    world.held = {"a-1": asyncio.Event()}
-    due(runner, owner, world, "a-1")
-    await until(lambda: "a-1" in world.asking)
+    harness.held = {"a-1": asyncio.Event()}
+    due(runner, owner, harness, "a-1")
+    await until(lambda: "a-1" in harness.asking)
     runner.forget(owner)
-    world.held["a-1"].set()
-    await until(lambda: world.open_channels == 0)
+    harness.held["a-1"].set()
+    await until(lambda: harness.open_channels == 0)
     await asyncio.sleep(0)
-    assert not any(line.startswith("answered") for line in world.log)
+    assert not any(line.startswith("answered") for line in harness.log)
 
 
 async def test_back_off_of_forgotten_owner_ends(
-    runner: CheckRunner, owner: FakeOwner, world: World, until: Until
+    runner: CheckRunner, owner: FakeOwner, harness: RunnerHarness, until: Until
 ) -> None:
-    world.gone["a"] = "gone"
-    due(runner, owner, world, "a-1")
-    await until(lambda: len(world.timers) == 1)
+    harness.gone["a"] = "gone"
+    due(runner, owner, harness, "a-1")
+    await until(lambda: len(harness.timers) == 1)
     runner.forget(owner)
-    world.fire()
+    harness.fire()
     assert runner.unreachable() == {}
 
 
 async def test_broken_channel_counts_and_runner_continues(
-    runner: CheckRunner, owner: FakeOwner, world: World, until: Until
+    runner: CheckRunner, owner: FakeOwner, harness: RunnerHarness, until: Until
 ) -> None:
     class Breaks(FakeChannel):
         def ask(self, call: CheckCall, timeout_s: float) -> asyncio.Future[CheckResult]:
             raise RuntimeError("a bug")
 
-    acquire = world.acquire
+    acquire = harness.acquire
 
     async def breaking(
         group: str, prefer: str, avoid: Collection[str] = ()
@@ -534,26 +548,26 @@ async def test_broken_channel_counts_and_runner_continues(
         channel.__class__ = Breaks
         return channel
 
-    world.acquire = breaking  # type: ignore[method-assign]
-    world.near = False
-    due(runner, owner, world, "a-1", "b-1")
+    harness.acquire = breaking  # type: ignore[method-assign]
+    harness.near = False
+    due(runner, owner, harness, "a-1", "b-1")
     await until(lambda: runner.queued == 1)
-    assert "answered a-1 the proxy failed while it asked: RuntimeError" in world.log
+    assert "answered a-1 the proxy failed while it asked: RuntimeError" in harness.log
     assert runner.unreachable() == {"b": "the proxy failed to connect: RuntimeError"}
 
 
-async def test_close_ends_all_calls(owner: FakeOwner, world: World, until: Until) -> None:
-    runner = make(world)
-    world.gone["c"] = "gone"
-    world.held = {"a-1": asyncio.Event()}
+async def test_close_ends_all_calls(owner: FakeOwner, harness: RunnerHarness, until: Until) -> None:
+    runner = make(harness)
+    harness.gone["c"] = "gone"
+    harness.held = {"a-1": asyncio.Event()}
     before = asyncio.all_tasks()
-    due(runner, owner, world, "a-1", "a-2", "a-3", "c-1")
-    await until(lambda: "a-1" in world.asking and len(world.timers) == 1)
-    due(runner, owner, world, "d-1")  # its task has not even begun
+    due(runner, owner, harness, "a-1", "a-2", "a-3", "c-1")
+    await until(lambda: "a-1" in harness.asking and len(harness.timers) == 1)
+    due(runner, owner, harness, "d-1")  # its task has not even begun
     await runner.close()
-    assert world.open_channels == 0
-    assert world.asking == set()
+    assert harness.open_channels == 0
+    assert harness.asking == set()
     assert runner.queued == 0
-    assert world.timers[0].cancelled
+    assert harness.timers[0].cancelled
     assert asyncio.all_tasks() == before
-    assert due(runner, owner, world, "e-1") == [False]
+    assert due(runner, owner, harness, "e-1") == [False]

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Collection, Sequence
 
 import pytest
 
-from tests.checkers.runner_world import FakeChannel, FakeOwner, Until, World, due, make
+from tests.checkers.runner_harness import FakeChannel, FakeOwner, RunnerHarness, Until, due, make
 from txbroker import tracing
 from txbroker.checkers import runner as runner_module
 from txbroker.checkers.base import CheckCall, CheckResult, Unreached
@@ -35,33 +35,33 @@ def cancelled() -> asyncio.Future[CheckResult]:
 async def test_cancelled_answer_is_unclear(
     runner: CheckRunner,
     owner: FakeOwner,
-    world: World,
+    harness: RunnerHarness,
     until: Until,
     monkeypatch: pytest.MonkeyPatch,
     loop_faults: list[str],
     of: str,
 ) -> None:
     if of:
-        world.instances["a"] = ["pod-1", "pod-2"]
-    world.results["pod-1"] = Unreached("going away")
+        harness.instances["a"] = ["pod-1", "pod-2"]
+    harness.results["pod-1"] = Unreached("going away")
     asked = FakeChannel.ask
 
     def ask(self: FakeChannel, call: CheckCall, timeout_s: float) -> asyncio.Future[CheckResult]:
         return cancelled() if self.instance == of else asked(self, call, timeout_s)
 
     monkeypatch.setattr(FakeChannel, "ask", ask)
-    due(runner, owner, world, "a-1")
+    due(runner, owner, harness, "a-1")
     await until(lambda: runner.queued == 0)
-    assert world.outcomes == [("a", "unclear")]
+    assert harness.outcomes == [("a", "unclear")]
     # It may have reached an instance, so it counts.
-    assert world.attempts["a-1"] == 1
-    assert (world.open_channels, runner.running, loop_faults) == (0, 0, [])
+    assert harness.attempts["a-1"] == 1
+    assert (harness.open_channels, runner.running, loop_faults) == (0, 0, [])
 
 
 async def test_failing_trace_affects_one_question(
     runner: CheckRunner,
     owner: FakeOwner,
-    world: World,
+    harness: RunnerHarness,
     until: Until,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -72,24 +72,24 @@ async def test_failing_trace_affects_one_question(
             raise faults.pop()
 
     monkeypatch.setattr(tracing, "sampled_context", broken)
-    due(runner, owner, world, "a-1", "a-2")
+    due(runner, owner, harness, "a-1", "a-2")
     await until(lambda: runner.queued == 0)
-    assert sorted(world.outcomes) == [("a", "commit"), ("a", "unclear")]
-    assert [world.attempts[id] for id in ("a-1", "a-2")] == [1, 1]
+    assert sorted(harness.outcomes) == [("a", "commit"), ("a", "unclear")]
+    assert [harness.attempts[id] for id in ("a-1", "a-2")] == [1, 1]
     assert runner.running == 0
 
 
 async def test_failing_release_frees_the_slot(
     runner: CheckRunner,
     owner: FakeOwner,
-    world: World,
+    harness: RunnerHarness,
     until: Until,
     monkeypatch: pytest.MonkeyPatch,
     loop_faults: list[str],
 ) -> None:
-    world.instances["b"] = ["pod-1", "pod-2"]
-    world.results["pod-1"] = Unreached("going away")
-    world.refused.add("c-1")
+    harness.instances["b"] = ["pod-1", "pod-2"]
+    harness.results["pod-1"] = Unreached("going away")
+    harness.refused.add("c-1")
     release = FakeChannel.release
 
     def broken(self: FakeChannel) -> None:
@@ -98,18 +98,18 @@ async def test_failing_release_frees_the_slot(
             raise ValueError("release")
 
     monkeypatch.setattr(FakeChannel, "release", broken)
-    due(runner, owner, world, "a-1", "a-2", "a-3", "b-1", "c-1", "d-1")
+    due(runner, owner, harness, "a-1", "a-2", "a-3", "b-1", "c-1", "d-1")
     await until(lambda: runner.queued == 0)
     assert sorted(id for run in owner.reported for id in run) == [
         "a-1", "a-2", "a-3", "b-1", "d-1",
     ]  # fmt: skip
-    assert world.outcomes.count(("b", "commit")) == 1
-    assert (world.open_channels, runner.running, loop_faults) == (0, 0, [])
+    assert harness.outcomes.count(("b", "commit")) == 1
+    assert (harness.open_channels, runner.running, loop_faults) == (0, 0, [])
 
 
 async def test_cancelled_finder_frees_the_slot(until: Until, loop_faults: list[str]) -> None:
-    world = World(near=False)
-    acquire, given_up = world.acquire, ["a-1"]
+    harness = RunnerHarness(near=False)
+    acquire, given_up = harness.acquire, ["a-1"]
 
     async def once_cancelled(
         group: str, prefer: str, avoid: Collection[str] = ()
@@ -119,27 +119,27 @@ async def test_cancelled_finder_frees_the_slot(until: Until, loop_faults: list[s
             raise asyncio.CancelledError
         return await acquire(group, prefer, avoid)
 
-    world.acquire = once_cancelled  # type: ignore[method-assign]
-    runner, owner = make(world), FakeOwner(world)
-    due(runner, owner, world, "a-1")
-    await until(lambda: bool(world.timers))
-    assert (world.outcomes, runner.running) == ([("a", "unreachable")], 0)
-    world.fire()
+    harness.acquire = once_cancelled  # type: ignore[method-assign]
+    runner, owner = make(harness), FakeOwner(harness)
+    due(runner, owner, harness, "a-1")
+    await until(lambda: bool(harness.timers))
+    assert (harness.outcomes, runner.running) == ([("a", "unreachable")], 0)
+    harness.fire()
     await until(lambda: runner.queued == 0)
-    assert world.outcomes[1:] == [("a", "commit")]
+    assert harness.outcomes[1:] == [("a", "commit")]
     assert loop_faults == []
     await runner.close()
 
 
 async def test_failing_report_frees_the_slot(
-    runner: CheckRunner, owner: FakeOwner, world: World, until: Until
+    runner: CheckRunner, owner: FakeOwner, harness: RunnerHarness, until: Until
 ) -> None:
     def broken(group: str, outcome: str, durations_s: Sequence[float]) -> None:
         raise ValueError("metrics")
 
-    world.checks_ended = broken  # type: ignore[method-assign]
-    world.gone["b"] = "no session"
-    due(runner, owner, world, "a-1", "a-2", "a-3", "b-1")
+    harness.checks_ended = broken  # type: ignore[method-assign]
+    harness.gone["b"] = "no session"
+    due(runner, owner, harness, "a-1", "a-2", "a-3", "b-1")
     await until(lambda: runner.queued == 1)  # b-1 waits until its group has rested
     assert sorted(id for run in owner.reported for id in run) == ["a-1", "a-2", "a-3"]
     assert runner.unreachable() == {"b": "no session"}
@@ -149,13 +149,13 @@ async def test_failing_report_frees_the_slot(
 async def test_fault_while_asking_others_is_unclear(
     runner: CheckRunner,
     owner: FakeOwner,
-    world: World,
+    harness: RunnerHarness,
     until: Until,
     monkeypatch: pytest.MonkeyPatch,
     loop_faults: list[str],
 ) -> None:
-    world.instances["a"] = ["pod-1", "pod-2"]
-    world.results["pod-1"] = Unreached("going away")
+    harness.instances["a"] = ["pod-1", "pod-2"]
+    harness.results["pod-1"] = Unreached("going away")
     ask = runner_module.ask
 
     def broken(channel: FakeChannel, call: CheckCall) -> asyncio.Future[CheckResult]:
@@ -164,7 +164,7 @@ async def test_fault_while_asking_others_is_unclear(
         return ask(channel, call)
 
     monkeypatch.setattr(runner_module, "ask", broken)
-    due(runner, owner, world, "a-1")
+    due(runner, owner, harness, "a-1")
     await until(lambda: runner.queued == 0)
-    assert world.outcomes == [("a", "unclear")]
-    assert (world.open_channels, runner.running, loop_faults) == (0, 0, [])
+    assert harness.outcomes == [("a", "unclear")]
+    assert (harness.open_channels, runner.running, loop_faults) == (0, 0, [])

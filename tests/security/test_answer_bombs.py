@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Callable
 
 import pytest
 
-from tests.checkers import checks_world
+from tests.checkers import check_server
 from tests.kit.http_answers import LOOPBACK, Serve, answering, ask, read_request, response
 from tests.kit.http_api import memory_bytes
 from txbroker.checkers.answers import read_answer
@@ -17,7 +17,7 @@ from txbroker.checkers.base import Answered, CheckCall, Unclear
 from txbroker.checkers.http import HttpChannel, HttpChecks, HttpLimits
 
 CLASS = 9
-call, checks, serve = checks_world.call, checks_world.checks, checks_world.serve
+call, checks, serve = check_server.call, check_server.checks, check_server.serve
 
 MIB = 1024 * 1024
 ANSWER_MAX = 16 * MIB

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.checkers import checks_world
+from tests.checkers import check_server
 from tests.kit.http_answers import COMMIT, Serve, answering, response
 from tests.kit.http_api import running_api
 from tests.kit.memory import MemoryHarness
@@ -21,7 +21,7 @@ from txbroker.core.records import Message
 from txbroker.sdk import BadSignature, verify_webhook
 
 CLASS = 8
-serve = checks_world.serve
+serve = check_server.serve
 
 ENDPOINTS: dict[str, tuple[Callable[[Authority, Authority], Pair], str]] = {
     "another authority": (lambda ours, others: others.sign("good"), "TLS"),

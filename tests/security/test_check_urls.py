@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.checkers import checks_world
+from tests.checkers import check_server
 from tests.kit.http_answers import COMMIT, LOOPBACK, Serve, answering, ask, response
 from tests.kit.http_api import Api, running_api
 from tests.kit.memory import MemoryHarness
@@ -27,7 +27,7 @@ from txbroker.errors import BadRequest
 from txbroker.testing.door import MemoryDoor
 
 CLASS = 7
-call, checks, serve = checks_world.call, checks_world.checks, checks_world.serve
+call, checks, serve = check_server.call, check_server.checks, check_server.serve
 
 SPELLINGS = {
     "loopback": "127.0.0.1",

@@ -1,4 +1,4 @@
-"""The world of a check runner: without a clock. A test fires timers and releases answers,
+"""A check runner with fakes, without a clock. A test fires timers and releases answers,
 so only the order of events counts."""
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ DUE = CheckReason.DUE
 COMMIT = Answered(Decision.COMMIT, detail="commit")
 
 
-class World:
+class RunnerHarness:
     """Finder, owner and metrics in one, with a log of everything in the order it happened."""
 
     def __init__(self, *, near: bool = True) -> None:
@@ -109,125 +109,125 @@ class FakeTimer:
 
 
 class FakeChannel:
-    def __init__(self, world: World, endpoint: str, instance: str = "") -> None:
-        self._world = world
+    def __init__(self, harness: RunnerHarness, endpoint: str, instance: str = "") -> None:
+        self._harness = harness
         self._released = False
         self.endpoint = endpoint
         self.instance = instance
 
     def ask(self, call: CheckCall, timeout_s: float) -> asyncio.Future[CheckResult]:
-        world = self._world
+        harness = self._harness
         whom = f" of {self.instance}" if self.instance else ""
-        world.log.append(f"ask {call.id}.{call.attempt}{whom}")
-        world.timeouts.append(timeout_s)
-        world.asking.add(call.id)
+        harness.log.append(f"ask {call.id}.{call.attempt}{whom}")
+        harness.timeouts.append(timeout_s)
+        harness.asking.add(call.id)
         asked = asyncio.ensure_future(self._result(call))
-        asked.add_done_callback(lambda _: world.asking.discard(call.id))
+        asked.add_done_callback(lambda _: harness.asking.discard(call.id))
         return asked
 
     async def _result(self, call: CheckCall) -> CheckResult:
-        world = self._world
-        if call.id in world.held:
-            await world.held[call.id].wait()
-        return world.results.get(self.instance) or world.results.get(call.id, COMMIT)
+        harness = self._harness
+        if call.id in harness.held:
+            await harness.held[call.id].wait()
+        return harness.results.get(self.instance) or harness.results.get(call.id, COMMIT)
 
     def release(self) -> None:
         assert not self._released
         self._released = True
-        self._world.open_channels -= 1
+        self._harness.open_channels -= 1
 
 
 class FakeOwner:
-    def __init__(self, world: World) -> None:
-        self._world = world
+    def __init__(self, harness: RunnerHarness) -> None:
+        self._harness = harness
         self.markers_waiting = 0
         self.runs: list[list[str]] = []  # the ids of each run of markers
         self.reported: list[list[str]] = []  # and of each run of answers
 
     def in_memory(self, id: str) -> bool:
-        return id not in self._world.unread
+        return id not in self._harness.unread
 
     async def attempt(
         self, checks: Sequence[AttemptRequest]
     ) -> list[CheckCall | TxbrokerError | None]:
-        world = self._world
+        harness = self._harness
         ids = [check.id for check in checks]
         self.runs.append(ids)
-        world.log += [f"marker {id}" for id in ids]
+        harness.log += [f"marker {id}" for id in ids]
         self.markers_waiting += len(ids)
         try:
             await asyncio.sleep(0)
-            if world.markers_held is not None:
-                await world.markers_held.wait()
+            if harness.markers_held is not None:
+                await harness.markers_held.wait()
         finally:
             self.markers_waiting -= len(ids)
         return [self._made(check) for check in checks]
 
     def _made(self, check: AttemptRequest) -> CheckCall | TxbrokerError | None:
-        world, id = self._world, check.id
-        if id in world.broken:
+        harness, id = self._harness, check.id
+        if id in harness.broken:
             return OwnerUnavailable()
-        if id in world.refused:
+        if id in harness.refused:
             return None
-        world.attempts[id] += 1
-        return CheckCall(id, id.split("-")[0], world.attempts[id], 15, check.reason, 0, ())
+        harness.attempts[id] += 1
+        return CheckCall(id, id.split("-")[0], harness.attempts[id], 15, check.reason, 0, ())
 
     def still_pending(self, id: str) -> bool:
-        return id in self._world.pending
+        return id in self._harness.pending
 
     async def answered(self, run: Sequence[AttemptResult]) -> None:
         self.reported.append([attempt.call.id for attempt in run])
         await asyncio.sleep(0)
-        if self._world.reports_held is not None:
-            await self._world.reports_held.wait()
+        if self._harness.reports_held is not None:
+            await self._harness.reports_held.wait()
         for attempt in run:
             self._take(attempt.call, attempt.result)
 
     def _take(self, call: CheckCall, result: CheckResult) -> None:
-        world = self._world
+        harness = self._harness
         if isinstance(result, Unreached):
-            world.attempts[call.id] -= 1
-            world.log.append(f"returned {call.id}")
+            harness.attempts[call.id] -= 1
+            harness.log.append(f"returned {call.id}")
             return
-        world.log.append(f"answered {call.id} {result.detail}")
+        harness.log.append(f"answered {call.id} {result.detail}")
         if isinstance(result, Answered):
-            world.pending.discard(call.id)
+            harness.pending.discard(call.id)
 
 
 def make(
-    world: World, *, parallel: int = 2, share_of: ShareOf = own_share, **limits: int
+    harness: RunnerHarness, *, parallel: int = 2, share_of: ShareOf = own_share, **limits: int
 ) -> CheckRunner:
     return CheckRunner(
-        world,
-        world,
+        harness,
+        harness,
         parallel=lambda group: parallel,
         share_of=share_of,
         limits=RunnerLimits(**limits),
         jitter=lambda: 0.0,
-        later=world.later,
+        later=harness.later,
     )
 
 
-def due(runner: CheckRunner, owner: FakeOwner, world: World, *ids: str) -> list[bool]:
+def due(runner: CheckRunner, owner: FakeOwner, harness: RunnerHarness, *ids: str) -> list[bool]:
     """Offer checks of transactions named `group-number`."""
-    world.pending.update(ids)
+    harness.pending.update(ids)
     return [runner.due(owner, id, id.split("-")[0], "", DUE) for id in ids]
 
 
 @pytest.fixture(params=["near", "far"])
-def world(request: pytest.FixtureRequest) -> World:
+def harness(request: pytest.FixtureRequest) -> RunnerHarness:
     """Near: channels are at hand, so checks go in runs; far: each check waits for its channel."""
-    return World(near=request.param == "near")
+    return RunnerHarness(near=request.param == "near")
 
 
 @pytest.fixture
-def owner(world: World) -> FakeOwner:
-    return FakeOwner(world)
+def owner(harness: RunnerHarness) -> FakeOwner:
+    return FakeOwner(harness)
 
 
 @pytest.fixture
-async def runner(world: World) -> AsyncIterator[CheckRunner]:
-    runner = make(world)
+async def runner(harness: RunnerHarness) -> AsyncIterator[CheckRunner]:
+    runner = make(harness)
     yield runner
     await runner.close()
-    assert world.open_channels == 0
+    assert harness.open_channels == 0
