@@ -34,7 +34,7 @@ from txbroker.checkers.base import (
 )
 from txbroker.checkers.queues import CallBudget, GroupQueue, QueuedCheck, Timer
 from txbroker.core.records import CheckReason
-from txbroker.core.shares import ShareOf, own_share, share_max
+from txbroker.core.settled import ShareOf, own_share, share_max
 from txbroker.errors import TxbrokerError
 from txbroker.failpoints import failpoint
 from txbroker.net.backoff import grown_pause_s

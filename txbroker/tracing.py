@@ -1,7 +1,7 @@
-"""OpenTelemetry, where it is installed and a tracer provider is set; nothing at all otherwise.
+"""Spans through OpenTelemetry, if it is installed and a tracer provider is set; else nothing.
 
-Spans are of the provider that the process has set for itself, see docs/how-to/tracing.md. Names and
-attributes follow OpenTelemetry's conventions for messaging, as far as these have a word for it.
+Spans belong to the provider that the process has set, see docs/how-to/tracing.md. Names and
+attributes follow OpenTelemetry's semantic conventions for messaging where these apply.
 """
 
 import logging
@@ -31,8 +31,8 @@ else:
     _INSTALLED = True
 
 LOOK_S = 1.0
-"""How often to look for a provider while there is none: asking OpenTelemetry takes a microsecond,
-and there are several steps in each transaction."""
+"""The time between two searches for a provider while there is none: a search takes a microsecond,
+and each transaction has several spans."""
 
 Attributes: TypeAlias = Mapping[str, "str | int | bool"]
 
@@ -54,8 +54,8 @@ _log = logging.getLogger("txbroker.tracing")
 _OFF: AbstractContextManager[None] = nullcontext()
 _found: "Tracer | None" = None
 active = False
-"""Whether a tracer provider was there at the last look. Proxies look when they start and a few
-times a second; it spares them a call in each step of a transaction."""
+"""Whether the last search found a tracer provider. Proxies search at their start and a few times a
+second; this spares them a call for each span."""
 _looked_s = -LOOK_S
 
 
@@ -67,13 +67,13 @@ def _tracer() -> "Tracer | None":
 
 
 def look() -> None:
-    """Look for a tracer provider, unless there was one."""
+    """Search for a tracer provider, unless one is known."""
     if _found is None and _INSTALLED:
         look_again()
 
 
 def look_again() -> None:
-    """See at once whether a tracer provider is set: by itself this is seen within a second."""
+    """Search for a tracer provider now; without this call it is found within a second."""
     global _found, _looked_s, active
     provider = _trace.get_tracer_provider()
     unset = isinstance(provider, _trace.ProxyTracerProvider | _trace.NoOpTracerProvider)
@@ -83,7 +83,7 @@ def look_again() -> None:
 
 
 def is_on() -> bool:
-    """Return whether spans can be made: OpenTelemetry is installed and has a tracer provider."""
+    """Return whether OpenTelemetry is installed and has a tracer provider."""
     return _tracer() is not None
 
 
@@ -92,7 +92,7 @@ def is_on() -> bool:
 # promotion. Plain ASCII, so they can be headers of HTTP calls too.
 
 STATE_CHARS_MAX = 512
-"""What W3C asks everybody to carry; a longer one is left out."""
+"""The length that W3C requires every participant to propagate; a longer one is dropped."""
 
 _PARENT = re.compile(r"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})")
 _STATE = re.compile(rf"[\x20-\x7e]{{1,{STATE_CHARS_MAX}}}")
@@ -100,11 +100,11 @@ _SAMPLED = 1
 
 
 class TraceContext(Struct, frozen=True):
-    """Which trace something belongs to.
+    """A W3C trace context.
 
     Attributes:
         parent: a valid `traceparent` of version 00.
-        state: the `tracestate` that goes with it, "" for none.
+        state: its `tracestate`, "" for none.
     """
 
     parent: str
@@ -112,29 +112,29 @@ class TraceContext(Struct, frozen=True):
 
     @property
     def sampled(self) -> bool:
-        """Whether whoever began the trace records it."""
+        """Whether the trace is recorded."""
         return bool(int(self.parent[-2:], 16) & _SAMPLED)
 
     @property
     def trace_id(self) -> int:
-        """The trace's number."""
+        """The trace id."""
         return int(self.parent[3:35], 16)
 
     @property
     def span_id(self) -> int:
-        """The step's number."""
+        """The span id."""
         return int(self.parent[36:52], 16)
 
     def headers(self) -> list[tuple[str, str]]:
-        """Return the headers that hold it."""
+        """Return it as headers."""
         pairs = [(PARENT_HEADER, self.parent)]
         return [*pairs, (STATE_HEADER, self.state)] if self.state else pairs
 
 
 def read_context(parent: str, state: str = "") -> TraceContext | None:
-    """Return the context that two headers hold; None where they hold none.
+    """Return the context in two headers; None if invalid.
 
-    A `traceparent` of a later version is read as far as version 00 goes, as W3C has it.
+    A `traceparent` of a later version is parsed as far as version 00, as W3C requires.
     """
     parent = parent.strip(" \t")
     found = _PARENT.match(parent)
@@ -151,7 +151,7 @@ def read_context(parent: str, state: str = "") -> TraceContext | None:
 
 
 def context_of(messages: Iterable[Message]) -> TraceContext | None:
-    """Return the context of a transaction: that of its first message that has one."""
+    """Return the context of a transaction: the first one among its messages."""
     for message in messages:
         if message.headers:
             found = _of_one(message.headers)
@@ -173,7 +173,7 @@ def _of_one(headers: Sequence[Header]) -> TraceContext | None:
 
 
 def with_context(messages: Sequence[Message], context: TraceContext) -> tuple[Message, ...]:
-    """Return messages that carry a context; those that carry one of their own stay as they are."""
+    """Return messages with a context; those that have one keep it."""
     added = tuple((name, value.encode()) for name, value in context.headers())
     return tuple(
         message if _has_own(message) else structs.replace(message, headers=message.headers + added)
@@ -182,8 +182,7 @@ def with_context(messages: Sequence[Message], context: TraceContext) -> tuple[Me
 
 
 def carried_over(prepared: Sequence[Message], final: Sequence[Message]) -> tuple[Message, ...]:
-    """Return final messages that carry the contexts of the prepared ones that they replace; those
-    that carry one of their own stay as they are."""
+    """Return final messages with the contexts of the prepared ones; those that have one keep it."""
     return tuple(
         new if _has_own(new) else structs.replace(new, headers=new.headers + _ours(old))
         for old, new in zip(prepared, final, strict=True)
@@ -204,12 +203,12 @@ def _has_own(message: Message) -> bool:
 
 
 def current_context() -> TraceContext | None:
-    """Return the context of the caller's own span, None without one or where tracing is off."""
+    """Return the context of the current span; None without one or without tracing."""
     return None if _tracer() is None else _told(_trace.get_current_span())
 
 
 def incoming(headers: Mapping[str, str]) -> TraceContext | None:
-    """Return the context that came with an HTTP call, None where tracing is off, too."""
+    """Return the context in an HTTP call's headers; None without one or without tracing."""
     parent = headers.get(PARENT_HEADER)
     if parent is None or _tracer() is None:
         return None
@@ -225,7 +224,7 @@ def _told(span: "Span") -> TraceContext | None:
 
 
 def _below(parent: TraceContext | None) -> "_Context":
-    """Return a context in which a span continues `parent`, or else the caller's own span."""
+    """Return a context in which a span continues `parent`, or else the current span."""
     if parent is None:
         return _current()
     state = _trace.TraceState.from_header([parent.state]) if parent.state else None
@@ -243,18 +242,18 @@ def _below(parent: TraceContext | None) -> "_Context":
 
 
 class ActiveSpan:
-    """A span that has begun."""
+    """A span in progress."""
 
     def __init__(self, span: "Span") -> None:
         self._span = span
         self.context = _told(span)
 
     def note(self, attributes: Attributes) -> None:
-        """Add what is known by now."""
+        """Add attributes."""
         self._span.set_attributes(dict(attributes))
 
     def failed(self, kind: str) -> None:
-        """It has gone wrong: an error code or the type of an exception."""
+        """Mark the span as failed, with an error code or an exception's type."""
         self._span.set_attribute(ERROR, kind)
         self._span.set_status(_trace.StatusCode.ERROR)
 
@@ -268,15 +267,15 @@ def step(
     parent: TraceContext | None = None,
     current: bool = False,
 ) -> "AbstractContextManager[ActiveSpan | None]":
-    """Return a span to do something in; None where tracing is off.
+    """Return a context manager with a span; its value is None without tracing.
 
     Args:
-        operation: what is done, such as `prepare`.
-        messages: what it is done with.
-        attributes: what else is known of it.
-        kind: of span: `producer`, `consumer`, `client`, `server` or `internal`.
-        parent: what it continues; None: the caller's own span.
-        current: whether it becomes the caller's own span meanwhile.
+        operation: for example `prepare`.
+        messages: of the operation; they give the topic and count.
+        attributes: further attributes.
+        kind: `producer`, `consumer`, `client`, `server` or `internal`.
+        parent: the context that it continues; None: the current span.
+        current: whether it is the current span inside the block.
     """
     tracer = _tracer()
     if tracer is None:
@@ -292,8 +291,7 @@ def continued(
     kind: str = "internal",
     parent: TraceContext | None,
 ) -> "AbstractContextManager[ActiveSpan | None]":
-    """Return a span like `step`; None where there is no trace that is recorded to continue: a
-    proxy begins none."""
+    """Return a span like `step`, if there is a sampled trace to continue: proxies begin none."""
     if parent is None or not parent.sampled:
         return _OFF
     return step(operation, messages, attributes, kind=kind, parent=parent)
@@ -321,7 +319,7 @@ def _step(
         else:
             yield begun
     except BaseException as error:
-        # Not its text: that can quote a message.
+        # Not its text, which can quote a message.
         begun.failed(error.code if isinstance(error, RequestError) else type(error).__name__)
         raise
     finally:
@@ -337,7 +335,7 @@ def _begun(
     parent: TraceContext | None,
     since_ns: int | None = None,
 ) -> "Span | None":
-    """Begin a span; None where the provider fails: what is traced goes on all the same."""
+    """Begin a span; None if the provider fails, which must not fail the operation."""
     name, known = _named(operation, messages)
     try:
         return tracer.start_span(
@@ -361,7 +359,7 @@ def _end(span: "Span") -> None:
 
 @cache
 def _complain(what: str) -> None:
-    """Say it once, not for each span."""
+    """Log it once, not for each span."""
     _log.warning("spans are lost: the tracer provider fails with %s", what)
 
 
@@ -375,7 +373,7 @@ def record(
     since_ns: int,
     failed: str = "",
 ) -> None:
-    """Make a span of something that is over: it began at `since_ns`, ns since 1970."""
+    """Record a span that has ended; it began at `since_ns`, ns since 1970."""
     tracer = _tracer()
     if tracer is None:
         return
@@ -387,8 +385,7 @@ def record(
 
 
 def _named(operation: str, messages: Sequence[Message]) -> tuple[str, dict[str, str | int | bool]]:
-    """Return a span's name and what its messages say: topics are named where there is one only,
-    as there must not be many names."""
+    """Return a span's name and attributes. Several topics are left out: names must be few."""
     known: dict[str, str | int | bool] = {SYSTEM: "txbroker", OPERATION: operation}
     topics = {message.topic for message in messages}
     if len(messages) > 1:
@@ -400,7 +397,7 @@ def _named(operation: str, messages: Sequence[Message]) -> tuple[str, dict[str, 
 
 
 def sampled_context(messages: Iterable[Message]) -> TraceContext | None:
-    """Return the context of messages whose trace is recorded, None where tracing is off, too."""
+    """Return the context of messages of a sampled trace; None without one or without tracing."""
     if _tracer() is None:
         return None
     found = context_of(messages)

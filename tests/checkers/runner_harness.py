@@ -19,7 +19,7 @@ from txbroker.checkers.base import (
 )
 from txbroker.checkers.runner import CheckRunner, RunnerLimits
 from txbroker.core.records import CheckReason, Decision
-from txbroker.core.shares import ShareOf, own_share
+from txbroker.core.settled import ShareOf, own_share
 from txbroker.errors import OwnerUnavailable, TxbrokerError
 
 Until = Callable[[Callable[[], bool]], Awaitable[None]]

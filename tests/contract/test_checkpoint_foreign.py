@@ -138,7 +138,9 @@ def test_snapshot_records_existing_checkpoint(turn_op: int) -> None:
         [("progress_lost", b"snapshot/0")] if turn_op else []
     )
     if turn_op:
-        with pytest.raises(InvariantBroken, match="c-0 at offset 40 is a snapshot that tells"):
+        with pytest.raises(
+            InvariantBroken, match="c-0 at offset 40 is a snapshot with a checkpoint"
+        ):
             scan.claimed(mine)
         (stop,) = scan.stops()
         skip = encode_skip("checkpoint", stop.record, "me", "a test")

@@ -16,9 +16,9 @@ from collections.abc import Callable
 import pytest
 
 from tests.kit.logs import START_MS, WINDOW_MS, Logs, half_of, id_of, marker_of, message, new_ledger
+from txbroker.core.index import due_ms
 from txbroker.core.ledger import ApplyResult, Ledger
 from txbroker.core.records import CheckPolicy, State
-from txbroker.core.schedule import due_ms
 from txbroker.core.transaction import Transaction
 
 SCENARIOS = {

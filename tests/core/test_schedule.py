@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.core.core_fuzz import fuzz
-from txbroker.core.schedule import Schedule
+from txbroker.core.index import Schedule
 
 STEPS = st.lists(
     st.tuples(st.sampled_from("abcdef"), st.none() | st.integers(0, 20))

@@ -9,7 +9,7 @@ from txbroker.core import settled
 from txbroker.core.ledger import Ledger
 from txbroker.core.records import Cause
 from txbroker.core.segment import SEGMENT_BYTES
-from txbroker.core.shares import ShareUse, share_max
+from txbroker.core.settled import ShareUse, share_max
 
 GROUPS = ("shop-1", "shop-2", "bank")
 

@@ -26,11 +26,11 @@ from tests.kit.logs import (
     replayed,
 )
 from txbroker.core import settled, snapshot
+from txbroker.core.index import Schedule, due_ms
 from txbroker.core.ledger import Ledger
 from txbroker.core.lifecycle import SETTLED, MarkerEntry
 from txbroker.core.records import RECORD_VERSION, Cause, Record, State
 from txbroker.core.routing import parse_id
-from txbroker.core.schedule import Schedule, due_ms
 from txbroker.core.segment import MARK_BYTES
 from txbroker.core.settled import SEGMENT_ENTRIES, SHOWN_MAX
 from txbroker.core.snapshot import Capture, chunks_in, find_whole, load, segment_key, segments_in

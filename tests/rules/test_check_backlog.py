@@ -9,9 +9,9 @@ import pytest
 
 from tests.rules.fakes import FakeRunner
 from tests.rules.harness import BodiesHarness, settled, until
-from txbroker.core import schedule
+from txbroker.core import index
+from txbroker.core.index import Schedule
 from txbroker.core.records import CheckReason
-from txbroker.core.schedule import Schedule
 from txbroker.core.transaction import Transaction
 from txbroker.proxy.partition import checkback
 
@@ -44,10 +44,10 @@ async def small() -> AsyncIterator[BodiesHarness]:
 async def counted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What the schedule does: an entry for each heap operation."""
     work: list[str] = []
-    push, pop = schedule.heapq.heappush, schedule.heapq.heappop
+    push, pop = index.heapq.heappush, index.heapq.heappop
 
     class Counting:
-        heapify = staticmethod(schedule.heapq.heapify)
+        heapify = staticmethod(index.heapq.heapify)
 
         @staticmethod
         def heappush(heap: list[object], item: object) -> None:
@@ -59,7 +59,7 @@ async def counted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
             work.append("pop")
             return pop(heap)
 
-    monkeypatch.setattr(schedule, "heapq", Counting)
+    monkeypatch.setattr(index, "heapq", Counting)
     return work
 
 
@@ -164,7 +164,7 @@ async def test_decided_transaction_leaves_backlog(small: BodiesHarness) -> None:
 
 
 def test_backlog_holds_each_transaction_once() -> None:
-    waiting = schedule.CheckBacklog()
+    waiting = index.CheckBacklog()
     waiting.add("g", "a")
     waiting.look("g", 5)
     waiting.add("g", "a")

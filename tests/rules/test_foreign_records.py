@@ -82,7 +82,7 @@ async def test_missing_checkpoint_named_by_snapshot_stops(
     await owner.close()
     # As compaction leaves it some time after a tombstone under the key of the progress.
     harness.kafka.truncate("txbroker.checkpoint", before=end)
-    with pytest.raises(InvariantBroken, match="a snapshot that tells of progress"):
+    with pytest.raises(InvariantBroken, match="a snapshot with a checkpoint"):
         await harness.owner()
     assert second not in harness.visible()
 

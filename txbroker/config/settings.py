@@ -23,7 +23,7 @@ from txbroker.config.kafka import KafkaAccess, secret_settings
 from txbroker.contract.frames import FRAME_BYTES_MAX
 from txbroker.core.encoding import DEFAULT_PREFIX, OWN_TOPICS
 from txbroker.core.segment import ROW_BYTES
-from txbroker.core.shares import share_max
+from txbroker.core.settled import share_max
 from txbroker.errors import ConfigurationError
 
 ENV_PREFIX = "TXBROKER_"

@@ -26,7 +26,6 @@ from txbroker.core.records import (
 )
 from txbroker.core.transaction import (
     ATTEMPTS_KEPT,
-    NO_CHECKS,
     Checks,
     Transaction,
     Verdict,
@@ -178,22 +177,18 @@ def _record_attempt(transaction: Transaction, entry: MarkerEntry) -> None:
     marker, at_ms = entry.marker, entry.at_ms
     if marker.previous:
         transaction.note_outcome(marker.previous)
-    checks = _own_checks(transaction)
+    checks = transaction.checks
     reason = CheckReason(marker.reason)
     attempt = Attempt(checks.round, marker.number, at_ms, reason, intern(marker.endpoint))
     transaction.checks = structs.replace(
         checks,
+        round_started_ms=checks.round_started_ms or transaction.prepared_at_ms,
         number=marker.number,
         counted_ms=(*checks.counted_ms, at_ms),
         last_check_ms=at_ms,
         not_before_ms=0,
         attempts=(*checks.attempts[1 - ATTEMPTS_KEPT :], attempt),
     )
-
-
-def _own_checks(transaction: Transaction) -> Checks:
-    checks = transaction.checks
-    return Checks(1, transaction.prepared_at_ms) if checks is NO_CHECKS else checks
 
 
 def _may_give_back(transaction: Transaction, entry: MarkerEntry) -> str:
@@ -212,7 +207,7 @@ def _may_give_back(transaction: Transaction, entry: MarkerEntry) -> str:
 
 def _give_back(transaction: Transaction, entry: MarkerEntry) -> None:
     """The last attempt does not count."""
-    checks = _own_checks(transaction)
+    checks = transaction.checks
     given_back = structs.replace(checks.attempts[-1], counts=False, outcome=entry.marker.previous)
     transaction.checks = structs.replace(
         checks,

@@ -1,14 +1,14 @@
 """Segments: settled transactions, packed into columns of numbers.
 
-A segment never changes and is named after its content, so a snapshot stores each once. Its value is
-the stored record: a header, and behind it columns in little-endian order, one row for each
-transaction, by the randomness of the ids. A row takes 36 bytes, 35 where few *shapes* (group and
-places) occur: randomness 8, the first 8 bytes of the fingerprint (it is compared only under one
-id); as distances from the segment's own bases the id's time, both offsets and the time of the
-decision, 4 each; the time of preparation as a distance from the id's time, 2; shape and state.
+A segment never changes and is named after its content, so snapshots store each once. Its value is
+the stored record: a header, then little-endian columns with one row for each transaction, ordered
+by the randomness of the ids. A row takes 36 bytes, 35 with few *shapes* (group and places):
+randomness 8, the first 8 bytes of the fingerprint (it is compared only under one id); the id's
+time, both offsets and the time of the decision as distances from the segment's bases, 4 each; the
+time of preparation as a distance from the id's time, 2; shape and state.
 
-What few have stands in the header: a client's own key, the fingerprint of replaced messages, and
-all facts of the *odd* ones, whose numbers do not fit their columns.
+The header holds what few have: a `dedup_key`, the fingerprint of replacing messages, and all facts
+of *odd* transactions, whose numbers do not fit their columns.
 """
 
 from __future__ import annotations
@@ -27,44 +27,44 @@ from txbroker.core.records import State
 from txbroker.core.routing import LENGTH, TIME_MAX_MS, IdParts, make_id, numbers_of, parse_id
 
 ROW_BYTES = 36
-"""What a settled transaction takes, rare facts left out."""
+"""The memory of a settled transaction without rare facts."""
 SEGMENT_BYTES = 1200
-"""What a segment takes beside its rows, shapes and rare facts."""
+"""The memory of a segment without rows, shapes and rare facts."""
 MARK_BYTES = 8
-"""Of a fingerprint, in a row."""
+"""The bytes of a fingerprint in a row."""
 SEGMENT_VERSION = 2
-"""The record version from which on segments are stored as they are in memory."""
+"""The first record version that stores segments as they are in memory."""
 _V1 = 1
 _Code: TypeAlias = Literal["Q", "I", "H", "B"]
 _CODES: tuple[_Code, ...] = ("Q", "Q", "I", "I", "I", "I", "H")
 _SIZES: dict[_Code, int] = {"Q": 8, "I": 4, "H": 2, "B": 1}
 _SWAPPED = array("H", [1]).tobytes() != b"\1\0"
-"""Whether this machine has numbers in the other order than segments."""
+"""Whether this machine is big-endian."""
 _FEW_SHAPES = 128
-"""So many, and the state, fit one byte."""
+"""This number of shapes, and the state, fit one byte."""
 _STATES = (State.PROMOTED, State.ROLLED_BACK)
 _UINT16, _UINT32, _UINT64 = (1 << 16) - 1, (1 << 32) - 1, (1 << 64) - 1
 _AHEAD_MS = 1 << 30
-"""A row's times reach from 37 days before the segment's newest decision to 12 days behind it."""
+"""A row's times reach from 37 days before the segment's newest decision to 12 days after it."""
 _EARLY_MS = 1 << 14
-"""A preparation may be so much earlier than its id's time: clocks differ."""
+"""The most that a preparation may precede its id's time: clocks differ."""
 _ODD_BYTES, _KEY_BYTES, _CONTENTS_BYTES = 400, 350, 20
-"""What each rare fact takes, what finds the transaction by it included."""
+"""The memory of each rare fact, with its index entry."""
 
 
 Fact = TypeVar("Fact")
 
 
 class SettledSummary(Struct, frozen=True, gc=False):
-    """What is remembered of a settled transaction.
+    """The facts that are remembered of a settled transaction.
 
     Attributes:
         fingerprint: of the prepared messages: at least its first `MARK_BYTES` bytes.
-        contents_fingerprint: of the replacing messages; empty where none were replaced.
+        contents_fingerprint: of the replacing messages; empty without.
         offset, op_offset: of the half message and of the deciding marker.
         prepared_at_ms, decided_at_ms: when, by the log clocks.
-        places: where its messages went: topics and partitions.
-        dedup_key: the client's own key, if it gave one.
+        places: topics and partitions of its messages.
+        dedup_key: the client's key, if it gave one.
     """
 
     id: str
@@ -86,7 +86,7 @@ class SettledSummary(Struct, frozen=True, gc=False):
 
 
 class _Shape(Struct, frozen=True, array_like=True, gc=False):
-    """What many transactions have in common."""
+    """What many transactions share."""
 
     group: str
     places: tuple[tuple[str, int], ...]
@@ -104,11 +104,11 @@ class _Odd(Struct, frozen=True, array_like=True, gc=False):
 
 
 class GroupUse(Struct, frozen=True, array_like=True, gc=False):
-    """What one group has in a segment.
+    """The part of one group in a segment.
 
     Attributes:
         newest_ms: the latest of its ids' and append times.
-        size: what its transactions take, and its part of what the segment itself takes, bytes.
+        size: the memory of its transactions, and its part of the segment's overhead, bytes.
     """
 
     group: str
@@ -119,8 +119,8 @@ class GroupUse(Struct, frozen=True, array_like=True, gc=False):
 class _Packed(Struct, array_like=True):
     """A segment as it is stored.
 
-    `low_ms` and `high_ms` are the least and the greatest time of its ids, those of odd ones left
-    out. `keys` and `contents` name rows, in order.
+    `low_ms` and `high_ms` are the least and the greatest time of its ids without odd ones. `keys`
+    and `contents` hold row numbers, in order.
     """
 
     v: int
@@ -159,15 +159,14 @@ class Segment:
     """Settled transactions, packed.
 
     Attributes:
-        value: all there is to it, as it is stored.
-        count: how many transactions it holds.
+        value: as it is stored.
+        count: of its transactions.
         late: whether they were settled long after their ids' times, which are far apart then.
-        newest_ms: the latest of all their ids' and append times: what is older than the dedup
-            window by this can be forgotten.
+        newest_ms: the latest id's or append time: older than the dedup window, it can be forgotten.
         low_ms, high_ms: the least and the greatest time of its ids; see `odd`.
-        groups: what each group has in it.
-        odd: ids that `row_of` does not find, with their rows.
-        tails: the second halves of their fingerprints, row by row, where they are known.
+        groups: the part of each group.
+        odd: rows of ids that `row_of` does not find.
+        tails: the second halves of the fingerprints, row by row, if known.
     """
 
     __slots__ = (
@@ -190,10 +189,10 @@ class Segment:
     )  # fmt: skip
 
     def __init__(self, value: bytes, tails: bytes = b"") -> None:
-        """Take a segment as it is stored.
+        """Decode a stored segment.
 
         Raises:
-            ValueError: it is none, or of another version.
+            ValueError: it is invalid, or of another version.
         """
         packed = _decode(value)
         count = packed.count
@@ -217,43 +216,43 @@ class Segment:
 
     @property
     def memory_bytes(self) -> int:
-        """What it takes in memory."""
+        """Its memory, bytes."""
         return self.size + len(self.tails)
 
     @property
     def name(self) -> str:
-        """Its name; computed when it is asked for first."""
+        """Its name, computed at the first use."""
         self._name = self._name or name_of(self.value)
         return self._name
 
     def row_of(self, id: IdParts) -> int:
-        """Return the row of an id, -1 where it is not in here or odd."""
+        """Return the row of an id; -1 if it is missing or odd."""
         partition, time_ms, randomness = id
         if not self.low_ms <= time_ms <= self.high_ms or partition != self._partition:
             return -1
         keys, count, distance = self._keys, self.count, time_ms - self._base_ms
         row = bisect_left(keys, randomness)
         while row < count and keys[row] == randomness:
-            # An odd one has the distance 0, no other has.
+            # Only odd ones have the distance 0.
             if self._times[row] == distance > 0:
                 return row
             row += 1
         return -1
 
     def summary(self, row: int) -> SettledSummary:
-        """Return what is remembered of the transaction in a row."""
+        """Return the summary of a row."""
         packed = _decode(self.value)
         return _summary(packed, row, [_column(packed, number) for number in range(8)], self.tails)
 
     def summaries(self) -> Iterator[SettledSummary]:
-        """Yield what is remembered of each."""
+        """Yield the summaries of all rows."""
         packed = _decode(self.value)
         columns = [_column(packed, number).tolist() for number in range(8)]
         for row in range(self.count):
             yield _summary(packed, row, columns, self.tails)
 
     def keyed(self) -> list[SettledSummary]:
-        """Return what is remembered of those that have a client's own key."""
+        """Return the summaries with a `dedup_key`."""
         packed = _decode(self.value)
         columns = [_column(packed, number) for number in range(8)] if packed.keys else []
         return [_summary(packed, row, columns, self.tails) for row, _ in packed.keys]
@@ -263,24 +262,24 @@ class Segment:
         return [each.id for each in self.summaries()]
 
     def name_in(self, version: int) -> str:
-        """Return the name under which it is stored in a record version."""
+        """Return its name in a record version."""
         if version >= SEGMENT_VERSION:
             return self.name
         self._name_v1 = self._name_v1 or name_of(self.value_in(version))
         return self._name_v1
 
     def value_in(self, version: int) -> bytes:
-        """Return what is stored of it in a record version; below 2 only while `tails` are there."""
+        """Return its stored value in a record version; below 2 only with `tails`."""
         if version >= SEGMENT_VERSION:
             return self.value
         return _pack_v1(sorted(self.summaries(), key=_by_decision))
 
 
 def read(value: bytes) -> Segment:
-    """Return a segment as it was stored, in either version.
+    """Return the segment of a stored value, in either version.
 
     Raises:
-        ValueError: it is none, or of a newer version.
+        ValueError: it is invalid, or of a newer version.
     """
     if _decode_version(value).v != _V1:
         return Segment(value)
@@ -359,7 +358,7 @@ def _row_of(odd: _Odd) -> int:
 
 
 def _fact(facts: list[tuple[int, Fact]], row: int) -> Fact | None:
-    """Return the fact of a row, among those of few rows."""
+    """Return the rare fact of a row."""
     if not facts:
         return None
     at = bisect_left(facts, row, key=_first)
@@ -377,10 +376,10 @@ def _by_decision(summary: SettledSummary) -> tuple[int, str]:
 def pack(
     summaries: Sequence[SettledSummary], *, late: bool = False, tails: bool = False
 ) -> Segment:
-    """Return what is remembered of some transactions as a segment.
+    """Return summaries as a segment.
 
     Args:
-        summaries: at least one; with `tails`, their whole fingerprints.
+        summaries: at least one; with `tails`, with whole fingerprints.
         late: see `Segment`.
         tails: keep the second halves of the fingerprints in memory.
     """
@@ -438,14 +437,14 @@ def pack(
         ),
     )
     rest = b"".join([each.fingerprint[MARK_BYTES:] for each in summaries]) if tails else b""
-    # The encoder's own bytes keep all the room that it took while they grew.
+    # A copy: the encoder's bytes keep the capacity to which they grew.
     return Segment(bytes(memoryview(_encode(packed))), rest)
 
 
 def _odd_ones(
     summaries: Sequence[SettledSummary], numbers: Sequence[int], bases: tuple[int, int, int]
 ) -> dict[int, _Odd]:
-    """Return those whose numbers do not fit their columns, by row.
+    """Return the odd transactions, by row.
 
     Args:
         numbers: the partitions and times of their ids.
@@ -470,7 +469,7 @@ def _odd_ones(
 
 
 def _shapes_of(summaries: Sequence[SettledSummary]) -> tuple[list[_Shape], list[int]]:
-    """Return the shapes, and of each row its shape's number and its state."""
+    """Return the shapes, and for each row its shape's number and its state."""
     shapes: dict[tuple[str, tuple[tuple[str, int], ...]], int] = {}
     rolled_back = State.ROLLED_BACK
     kinds = [
@@ -483,7 +482,7 @@ def _shapes_of(summaries: Sequence[SettledSummary]) -> tuple[list[_Shape], list[
 def _rare(
     summaries: Sequence[SettledSummary],
 ) -> tuple[list[tuple[int, str]], list[tuple[int, bytes]]]:
-    """Return the clients' own keys and the fingerprints of replaced messages, by row."""
+    """Return `dedup_key`s and fingerprints of replacing messages, by row."""
     return (
         [(row, each.dedup_key) for row, each in enumerate(summaries) if each.dedup_key is not None],
         [
@@ -500,7 +499,7 @@ def _uses(
     rare: tuple[list[tuple[int, str]], list[tuple[int, bytes]], Iterable[int]],
     newest_ms: int,
 ) -> list[GroupUse]:
-    """Return what each group takes, the shapes and the rare facts of its transactions included."""
+    """Return the memory of each group, with the shapes and rare facts of its transactions."""
     row_bytes = _row_bytes(len(shapes))
     sizes = dict.fromkeys([shape.group for shape in shapes], 0)
     newest = dict.fromkeys(sizes, newest_ms)
@@ -525,7 +524,7 @@ def _uses(
     return [GroupUse(group, newest[group], size) for group, size in sizes.items()]
 
 
-# --- version 1: read, and written while a proxy of the group reads no other --------------------
+# --- version 1: decoded, and written while a proxy of the group reads no other -----------------
 
 _NONE = bytes(16)
 _ROW_V1 = Packing(">16s16sqqqqIB")

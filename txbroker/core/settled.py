@@ -11,12 +11,12 @@ otherwise every segment would reach far back.
 
 import heapq
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TypeAlias
 
 from txbroker.core.records import Decision, Half, Place, State, intern
 from txbroker.core.routing import IdParts, parse_id
 from txbroker.core.segment import ROW_BYTES, SEGMENT_VERSION, Segment, SettledSummary, pack
-from txbroker.core.shares import ShareOf, ShareUse, own_share
 from txbroker.core.transaction import Transaction, Verdict, bare
 
 SHOWN_MAX = 1000
@@ -26,6 +26,60 @@ SEGMENT_ENTRIES = 4096
 LATE_MS = 30_000
 """A transaction settled this long after its preparation is *late*."""
 _DECISIONS = {State.PROMOTED: Decision.COMMIT, State.ROLLED_BACK: Decision.ROLLBACK}
+
+
+# --- shares ----------------------------------------------------------------------------------
+# A *share* is one group, or all groups of one principal: no share may use a pooled limit up alone.
+# It follows from the group's name, which is in every half message, so every owner counts the same.
+
+ShareOf: TypeAlias = Callable[[str], str]
+"""Returns the share of a group."""
+
+
+def own_share(group: str) -> str:
+    """Return a group as its own share: the rule without principals."""
+    return group
+
+
+def share_max(pool: int) -> int:
+    """Return how much of a pool one share may use: four fifths.
+
+    A share whose work stands still for hours fills its part. A fifth is then left for the others,
+    while a single busy share still gets nearly everything.
+    """
+    return max(1, pool * 4 // 5)
+
+
+class ShareUse:
+    """How much of a pool each share uses.
+
+    Attributes:
+        total: the use of all shares.
+    """
+
+    __slots__ = ("_of", "total")
+
+    def __init__(self, shares: Iterable[tuple[str, int]] = ()) -> None:
+        self._of: dict[str, int] = {}
+        self.total = 0
+        for share, count in shares:
+            self.add(share, count)
+
+    def of(self, share: str) -> int:
+        """Return the use of one share."""
+        return self._of.get(share, 0)
+
+    def add(self, share: str, count: int = 1) -> None:
+        """Add to the use of a share; a negative count releases."""
+        self.total += count
+        left = self._of.get(share, 0) + count
+        if left:
+            self._of[share] = left
+        else:
+            self._of.pop(share, None)
+
+
+# --- summaries -------------------------------------------------------------------------------
 
 
 def summaries_of(transactions: Iterable[Transaction]) -> list[SettledSummary]:

@@ -1,7 +1,7 @@
-"""What txbroker's own topics say of themselves, read in one way behind every door.
+"""Reading of txbroker's own topics, shared by all implementations of the door.
 
-The checkpoint topic: claims, progress and snapshots of one half partition. The groups topic: beside
-the groups, one record with the number of half partitions, for which ids and order keys were made.
+The checkpoint topic holds claims, checkpoints and snapshots of one half partition. The groups topic
+holds, besides the groups, one record with the number of half partitions.
 """
 
 import contextlib
@@ -29,7 +29,7 @@ from txbroker.door.protocols import Claimed, Fenced, ForeignRecord
 from txbroker.errors import ConfigurationError, InvariantBroken, NewerRecord
 
 LAYOUT_KEY = b"\tlayout"
-"""The key of the layout in the groups topic: no group's name, as it has a control character."""
+"""The key of the layout in the groups topic; with a control character, which no group has."""
 
 _LAYOUT_VERSION = 1
 _ENDS = tuple(f".{name}" for name in OWN_TOPICS)
@@ -37,13 +37,13 @@ CHECKPOINT = "checkpoint"
 _PER_HALF = ("half", "op", CHECKPOINT)
 OUTSIDE = "it was written outside of a Kafka transaction"
 SHOWN_MAX = 10
-"""Records of others that are shown of each kind; the rest is counted."""
+"""Records of other clients that are shown of each kind; the rest is counted."""
 _LOSES_NEWEST = (
-    "what it says of promotion: what was promoted since the progress before it is promoted again"
+    "its checkpoint: everything promoted since the previous checkpoint is promoted again"
 )
 _LOSES_PROGRESS = (
-    "no progress is left: all that was promoted since the newest snapshot, or since the begin of "
-    "the logs without one, is promoted again"
+    "the last checkpoint: everything promoted since the newest snapshot, or without one since the "
+    "start of the logs, is promoted again"
 )
 
 
@@ -53,8 +53,8 @@ class Stop(Struct, frozen=True):
     Attributes:
         log: `half`, `op`, `checkpoint` or `parked`.
         code: `newer`, `unreadable`, or `progress_lost`.
-        why: in a sentence.
-        loses: what passing it over loses, in a sentence.
+        why: as a sentence.
+        loses: what is lost by skipping it.
     """
 
     log: str
@@ -65,35 +65,35 @@ class Stop(Struct, frozen=True):
 
 
 class CheckpointScan:
-    """What counts in a checkpoint partition, as records are read in order.
+    """The valid records of a checkpoint partition, read in offset order.
 
-    Claims and progress are written in Kafka transactions, by producers of the installation. What
-    lies under their keys without one, or was written by a producer that has written neither and
-    does not read, is another client's: it is set aside and counted. What a newer version may have
-    written, or one of our producers and does not read, stops the partition, unless an operator
-    has decided to pass it over.
+    Claims and checkpoints are written in Kafka transactions, by producers of the installation. A
+    record with their keys outside of a transaction, or an unreadable one by a producer that wrote
+    neither, is another client's: it is ignored and counted. A record that a newer version may have
+    written, or an unreadable one of our producers, stops the partition, unless an operator has
+    decided to skip it.
 
     Args:
-        name: the partition as people write it.
+        name: of the partition, for messages.
     """
 
     def __init__(self, name: str) -> None:
         self._name = name
         self._ours: set[int] = set()
-        """Producers that have written claims or progress."""
+        """Producers that have written claims or checkpoints."""
         self._newest: dict[bytes | None, Record] = {}
         self._values: dict[bytes, Claim | Checkpoint] = {}
         self._doubtful: dict[bytes, list[_Doubtful]] = {CLAIM_KEY: [], PROGRESS_KEY: []}
         self._outside = {key: _Outside() for key in self._doubtful}
         self._removed = _Outside()
-        """Tombstones under keys that proxies only ever replace."""
+        """Tombstones of keys whose records proxies only replace."""
         self._skips: dict[bytes, Skip] = {}
         self._next = 0
         self._whole = True
-        """Whether all records are there that were ever written: compaction has taken none."""
+        """Whether no record is missing: compaction has removed none."""
 
     def note(self, records: Sequence[Record]) -> None:
-        """Take records, those of a lower offset first."""
+        """Add records, in offset order."""
         for record in records:
             self._whole = self._whole and record.offset - record.skipped == self._next
             self._next = record.offset + 1
@@ -102,14 +102,14 @@ class CheckpointScan:
             elif record.key is not None and record.key.startswith(SKIPS):
                 self._note_skip(record.key, record)
             elif record.value is None and record.key in CLOSING_KEYS:
-                # A snapshot is only ever replaced.
-                self._removed.note(ForeignRecord(record, "nobody of ours removes it"), copy=False)
+                # Proxies replace a snapshot and never remove it.
+                self._removed.note(ForeignRecord(record, "no proxy removes it"), copy=False)
             else:
                 self._newest[record.key] = record
 
     def _note_skip(self, key: bytes, record: Record) -> None:
         if record.value is None:
-            self._skips.pop(key, None)  # taken back
+            self._skips.pop(key, None)  # revoked
         with contextlib.suppress(Malformed):
             self._skips[key] = decode_skip(record)
 
@@ -131,13 +131,13 @@ class CheckpointScan:
 
     @property
     def foreign(self) -> int:
-        """How many records are set aside that others wrote under our keys."""
+        """The number of ignored records of other clients with our keys."""
         return self._removed.count + sum(
             self._outside[key].count + len(self._unread(key)) for key in (CLAIM_KEY, PROGRESS_KEY)
         )
 
     def set_aside(self) -> list[ForeignRecord]:
-        """Return the newest records that are set aside, a few of each key, by their offsets."""
+        """Return the newest ignored records, a few of each key, in offset order."""
         found = [
             each
             for key in (CLAIM_KEY, PROGRESS_KEY)
@@ -147,7 +147,7 @@ class CheckpointScan:
         return sorted(found, key=lambda each: each.record.offset)
 
     def _unread(self, key: bytes) -> list[ForeignRecord]:
-        """Return what other clients wrote in Kafka transactions."""
+        """Return unreadable records that other clients wrote in Kafka transactions."""
         return [
             ForeignRecord(each.record, each.why) for each in self._doubtful[key] if self._is(each)
         ]
@@ -157,11 +157,11 @@ class CheckpointScan:
         return not found.newer and found.record.producer not in self._ours
 
     def skips(self) -> tuple[Skip, ...]:
-        """Return what operators have decided to pass over."""
+        """Return operators' decisions to skip records."""
         return tuple(self._skips.values())
 
     def stops(self) -> list[Stop]:
-        """Return what stops the partition, all records noted, the newest first."""
+        """Return the records that stop the partition, the newest first, after the last `note`."""
         skips = self.skips()
         left = [each for each in reversed(self._doubtful[PROGRESS_KEY]) if not self._is(each)]
         found = [self._stop(each) for each in left]
@@ -174,31 +174,31 @@ class CheckpointScan:
         return lost[-1:]
 
     def _lost(self) -> list[Stop]:
-        """Return what tells that there was progress of ours, nothing of it being left."""
+        """Return the records that show that our checkpoints are lost."""
         outside = self._outside[PROGRESS_KEY]
         if self._whole:
-            # There never was any here, and a copy of some can only come from another topic.
+            # There was never one, and a copy can only come from another topic.
             copies = [] if outside.copy is None else [outside.copy]
-            what = "a copy of progress: the topic was restored from one, or somebody put it there"
+            what = "a copy of a checkpoint: the topic was restored, or a client wrote it"
             return [self._lost_by(each.record, what) for each in copies]
-        # Compaction keeps the newest record of a key, whoever wrote it, and no tombstone for ever.
+        # Compaction keeps the newest record of a key, also another client's, and drops tombstones.
         newest = self._newest
         closings = [
             newest[closing_key(each.slot)]
             for each in find_whole(self.snapshots())
             if each.closing.progress
         ]
-        what = "a snapshot that tells of progress, and there is none any more"
+        what = "a snapshot with a checkpoint, but there is no checkpoint any more"
         found = [self._lost_by(each, what) for each in closings]
         what = (
-            "another client's record under the key of the progress, and compaction may have "
-            "removed ours for it"
+            "another client's record with the key of the checkpoint, and compaction may have "
+            "removed ours"
         )
         others = [*outside.newest, *self._unread(PROGRESS_KEY)]
         return found + [self._lost_by(each.record, what) for each in others]
 
     def _lost_by(self, record: Record, what: str) -> Stop:
-        why = f"{self._at(record)} is {what}: nobody can tell what was promoted"
+        why = f"{self._at(record)} is {what}: what was promoted is unknown"
         record = structs.replace(record, skipped=0)
         return Stop(CHECKPOINT, record, "progress_lost", why, _LOSES_PROGRESS)
 
@@ -214,18 +214,18 @@ class CheckpointScan:
         return f"{self._name} at offset {record.offset}"
 
     def claimed(self, claim: Claim) -> Claimed:
-        """Return what `claim` has found, all records noted.
+        """Return the result of `claim`; call it after the last `note`.
 
         Raises:
             Fenced: the newest claim is another one.
-            NewerRecord: a newer version wrote the newest progress.
-            InvariantBroken: the progress does not read, or is lost.
+            NewerRecord: a newer version wrote the newest checkpoint.
+            InvariantBroken: the checkpoint is unreadable or lost.
         """
         last = self._last_claim()
         if last != claim.claim:
-            raise Fenced(f"ours is not the newest claim of {self._name}, but {last}")
+            raise Fenced(f"another owner has claimed {self._name}: the newest claim is {last}")
         for stop in self.stops():
-            text = f"{stop.why}. To pass the record over see docs/operate/repair.md"
+            text = f"{stop.why}. To skip the record see docs/operate/repair.md"
             raise NewerRecord(text) if stop.code == "newer" else InvariantBroken(text)
         progress = self._values.get(PROGRESS_KEY)
         return Claimed(
@@ -238,7 +238,7 @@ class CheckpointScan:
         )
 
     def snapshots(self) -> list[Record]:
-        """Return the newest record under each key that is neither a claim's nor progress's."""
+        """Return the newest record of each key other than claims' and checkpoints'."""
         found = [
             record
             for key, record in self._newest.items()
@@ -248,13 +248,13 @@ class CheckpointScan:
 
     def _last_claim(self) -> str:
         if any(each.newer for each in self._doubtful[CLAIM_KEY]):
-            return "one of a newer version"  # so it is not ours, which we can read
+            return "one of a newer version"  # not ours, which is readable
         last = self._values.get(CLAIM_KEY)
         return last.claim if isinstance(last, Claim) else "none"
 
 
 class _Doubtful(Struct, frozen=True):
-    """A record of a Kafka transaction under one of our keys that does not read, and why."""
+    """An unreadable record of a Kafka transaction with one of our keys, and why."""
 
     record: Record
     newer: bool
@@ -262,13 +262,13 @@ class _Doubtful(Struct, frozen=True):
 
 
 class _Outside:
-    """Records under one of our keys that were written outside of Kafka transactions."""
+    """Records with one of our keys that were written outside of Kafka transactions."""
 
     def __init__(self) -> None:
         self.count = 0
         self.newest: deque[ForeignRecord] = deque(maxlen=SHOWN_MAX)
         self.copy: ForeignRecord | None = None
-        """The newest that reads as if it were ours."""
+        """The newest that is a valid claim or checkpoint."""
 
     def note(self, found: ForeignRecord, *, copy: bool) -> None:
         self.count += 1
@@ -278,15 +278,15 @@ class _Outside:
 
 
 class ParkedScan:
-    """What counts in a parked partition, as records are read in order.
+    """The valid records of a parked partition, read in offset order.
 
-    Copies are written in Kafka transactions. What was written without one is another client's and
-    set aside; but a tombstone takes away what a newer version may have written under its key.
+    Copies are written in Kafka transactions. Records outside of one are another client's and
+    ignored; but a tombstone removes what a newer version may have written with its key.
 
     Args:
         partition: the half partition.
-        skips: what operators have decided to pass over.
-        bodies: keep the values of what stops the partition, too.
+        skips: operators' decisions to skip records.
+        bodies: also keep the values of records that stop the partition.
     """
 
     def __init__(self, partition: int, skips: Sequence[Skip] = (), *, bodies: bool = False) -> None:
@@ -298,7 +298,7 @@ class ParkedScan:
         self.set_aside: deque[ForeignRecord] = deque(maxlen=SHOWN_MAX)
 
     def take(self, record: Record) -> KeptPart | None:
-        """Return what a record says, None where it does not count."""
+        """Return the contents of a record; None if it is ignored."""
         try:
             part = decode_kept(record)
         except NewerVersion as error:
@@ -324,24 +324,26 @@ class ParkedScan:
         self.set_aside.append(ForeignRecord(record, why))
 
     def stops(self) -> list[tuple[Record, str]]:
-        """Return, all records taken, those that stop the partition, and how each shows that a
-        newer version wrote it."""
+        """Return the records that stop the partition, and how each shows a newer version.
+
+        Call it after the last `take`.
+        """
         return list(self._newer.values())
 
 
 def foreign_why(log: str, record: Record, partition: int) -> str:
-    """Return how it shows that another client wrote a record that claims a newer version.
+    """Return the evidence that another client wrote a record of a seemingly newer version.
 
     All versions write copies in Kafka transactions, half messages and markers outside of them, and
-    name the transaction in the same place.
+    the transaction's id in the same place.
 
     Args:
         log: `half`, `op` or `parked`.
-        record: one that says which transactional producer wrote it.
+        record: with its transactional producer.
         partition: the half partition.
 
     Returns:
-        "" where it may be a newer version's.
+        "" if a newer version may have written it.
     """
     if log == "parked" and record.producer < 0:
         return OUTSIDE
@@ -362,11 +364,11 @@ def foreign_why(log: str, record: Record, partition: int) -> str:
 
 
 class Layout(Struct, frozen=True):
-    """How an installation was laid out when it first started.
+    """The layout of an installation at its first start.
 
     Attributes:
         v: the version of this record.
-        partitions: half partitions. Ids and order keys are bound to their number for ever.
+        partitions: half partitions. Ids and order keys depend on their number.
     """
 
     v: int
@@ -374,17 +376,17 @@ class Layout(Struct, frozen=True):
 
 
 def encode_layout(partitions: int) -> Record:
-    """Return the record that remembers the number of half partitions."""
+    """Return the record with the number of half partitions."""
     return Record(LAYOUT_KEY, msgspec.json.encode(Layout(_LAYOUT_VERSION, partitions)))
 
 
 def find_layout(records: Sequence[Record]) -> Layout | None:
-    """Return the layout among records of the groups topic, the newest one first asked.
+    """Return the newest valid layout among records of the groups topic; None without any.
 
-    One that does not read is another client's, and passed over where an older one is left.
+    An unreadable one is another client's, and skipped if there is an older one.
 
     Raises:
-        ConfigurationError: none reads.
+        ConfigurationError: none of them is readable.
     """
     unread: tuple[int, Exception] | None = None
     for record in reversed(records):
@@ -395,19 +397,18 @@ def find_layout(records: Sequence[Record]) -> Layout | None:
                 unread = unread or (record.offset, error)
     if unread is not None:
         raise ConfigurationError(
-            f"the layout in the groups topic at offset {unread[0]} does not read: {unread[1]}"
+            f"the layout in the groups topic at offset {unread[0]} is unreadable: {unread[1]}"
         )
     return None
 
 
 def installation_of(topic: str) -> str:
-    """Return the prefix of the installation whose own topic this would be by its name, "" where
-    it is nobody's."""
+    """Return the prefix of the installation that would own a topic of this name, "" if none."""
     return next((topic[: -len(end)] for end in _ENDS if topic.endswith(end)), "")
 
 
 def half_partitions(prefix: str, partitions: Mapping[str, int]) -> int:
-    """Return how many half partitions an installation has by its topics, 0 where these can be none.
+    """Return the half partitions of an installation by its topics, 0 if these do not match.
 
     Args:
         prefix: of the installation.
@@ -419,8 +420,11 @@ def half_partitions(prefix: str, partitions: Mapping[str, int]) -> int:
 
 
 def is_layout(record: Record, partitions: int = 0) -> bool:
-    """Return whether only an installation writes such a record into its groups topic: one with so
-    many half partitions, 0 for any number."""
+    """Return whether a record is the layout of an installation with this number of half partitions.
+
+    Args:
+        partitions: 0 for any number.
+    """
     try:
         layout = find_layout([record])
     except ConfigurationError:
@@ -440,20 +444,20 @@ def is_owners(record: Record) -> bool:
 
 
 def belongs_to(topic: str, prefix: str) -> Cause:
-    """Return why a topic of an installation is no target."""
-    why = f"topic {topic} belongs to the txbroker installation {prefix!r}: it is no target"
+    """Return why a topic of an installation cannot be a target."""
+    why = f"topic {topic} belongs to the txbroker installation {prefix!r}: choose another target"
     return Cause("reserved", why, topic, -1)
 
 
 def partition_problems(
     half: str, partitions: Mapping[str, int], layout: Layout | None
 ) -> list[str]:
-    """Return, as sentences, what is wrong with the number of partitions.
+    """Return problems of the numbers of partitions, as sentences.
 
     Args:
         half: the name of the half topic.
         partitions: of the four topics that have as many as there are half partitions.
-        layout: as it was remembered; None where nothing was yet.
+        layout: None at the first start.
     """
     has = partitions[half]
     if layout is not None and layout.partitions != has:

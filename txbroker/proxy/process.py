@@ -16,7 +16,7 @@ from txbroker.checkers.runner import CheckRunner, RunnerLimits
 from txbroker.checkers.sessions import SessionRegistry
 from txbroker.config.addresses import Address
 from txbroker.config.settings import Settings
-from txbroker.core.shares import ShareOf
+from txbroker.core.settled import ShareOf
 from txbroker.door.protocols import Door
 from txbroker.errors import KafkaUnavailable
 from txbroker.net.backoff import Backoff

@@ -9,9 +9,9 @@ from typing import Any, Self, TypeVar
 from txbroker.config.settings import DAY_S, Settings
 from txbroker.contract.service import ListRequest, TransactionView
 from txbroker.core.encoding import INSTALLATION_HEADER, SEQUENCE_HEADER
+from txbroker.core.index import due_ms
 from txbroker.core.lifecycle import UNDECIDED
 from txbroker.core.records import Message, Record, State
-from txbroker.core.schedule import due_ms
 from txbroker.errors import TxbrokerError
 from txbroker.proxy.process import Proxy, run_proxy
 from txbroker.testing.door import MemoryDoor

@@ -3,10 +3,10 @@
 from msgspec import structs
 
 from txbroker.contract.service import Event, PlacedMessage, TransactionView
+from txbroker.core.index import due_ms
 from txbroker.core.lifecycle import SETTLED
 from txbroker.core.records import Attempt, Message, State
 from txbroker.core.routing import parse_id
-from txbroker.core.schedule import due_ms
 from txbroker.core.transaction import Transaction
 from txbroker.proxy.partition.body_cache import lost_cause, refused_as_lost
 

@@ -10,7 +10,7 @@ from txbroker.contract.policy import PolicyError, check_group_name
 from txbroker.contract.service import DecideRequest, PrepareRequest
 from txbroker.core.records import Message
 from txbroker.core.routing import ALPHABET, LENGTH, parse_id
-from txbroker.core.shares import ShareUse, share_max
+from txbroker.core.settled import ShareUse, share_max
 from txbroker.errors import BadId, BadRequest, TooLarge
 from txbroker.proxy.http.bodies import SECONDS_MAX, TEXT_MAX
 

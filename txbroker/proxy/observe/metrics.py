@@ -28,7 +28,7 @@ from prometheus_client.registry import Collector
 
 from txbroker import __version__
 from txbroker.core.ledger import ApplyResult, Effect
-from txbroker.core.shares import ShareOf, ShareUse, own_share, share_max
+from txbroker.core.settled import ShareOf, ShareUse, own_share, share_max
 from txbroker.core.transaction import Transaction
 
 OTHER = "other"

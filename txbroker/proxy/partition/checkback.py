@@ -23,6 +23,7 @@ from txbroker.checkers.base import (
 )
 from txbroker.contract.service import Answer, DecideRequest
 from txbroker.core.encoding import MarkerRow, headers_bytes
+from txbroker.core.index import CheckBacklog, Schedule, due_ms
 from txbroker.core.ledger import ApplyResult, Effect
 from txbroker.core.lifecycle import ASK_SPACING_MS
 from txbroker.core.records import (
@@ -33,7 +34,6 @@ from txbroker.core.records import (
     Source,
     State,
 )
-from txbroker.core.schedule import CheckBacklog, Schedule, due_ms
 from txbroker.core.transaction import Transaction
 from txbroker.errors import (
     BadRequest,

@@ -22,7 +22,7 @@ from txbroker.core.records import (
     Source,
 )
 from txbroker.core.segment import SEGMENT_VERSION
-from txbroker.core.shares import share_max
+from txbroker.core.settled import share_max
 from txbroker.core.transaction import Transaction
 from txbroker.door.own_topics import foreign_why
 from txbroker.door.protocols import ForeignRecord, PartitionDoor, Targets

@@ -17,7 +17,7 @@ from txbroker.core.records import (
     State,
 )
 from txbroker.core.routing import parse_id
-from txbroker.core.shares import ShareUse, share_max
+from txbroker.core.settled import ShareUse, share_max
 from txbroker.core.transaction import Transaction, fingerprint, same_contents
 from txbroker.door.protocols import LogTruncated
 from txbroker.errors import (

@@ -23,7 +23,7 @@ from txbroker.core.encoding import encode_kept, headers_bytes, kept_tombstones, 
 from txbroker.core.lifecycle import SETTLED
 from txbroker.core.promotion import PromotionPlan, plan_promotion, transaction_bytes
 from txbroker.core.records import Cause, Checkpoint, Header, Place, Record, State
-from txbroker.core.shares import ShareUse
+from txbroker.core.settled import ShareUse
 from txbroker.core.transaction import Transaction
 from txbroker.door.protocols import (
     Fenced,

@@ -6,10 +6,10 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from msgspec import Struct
 
+from txbroker.core.index import Schedule
 from txbroker.core.ledger import Ledger
 from txbroker.core.promotion import PromotionLimits
 from txbroker.core.records import Cause, State
-from txbroker.core.schedule import Schedule
 from txbroker.core.transaction import Transaction
 from txbroker.door.protocols import NotVisible
 from txbroker.errors import InvariantBroken

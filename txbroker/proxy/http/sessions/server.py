@@ -13,7 +13,7 @@ from aiohttp import ClientConnectionResetError, WSCloseCode, web
 from txbroker import tracing
 from txbroker.contract import frames as wire
 from txbroker.contract.policy import PolicyError, check_group_name
-from txbroker.core.shares import ShareUse, share_max
+from txbroker.core.settled import ShareUse, share_max
 from txbroker.errors import (
     BadRequest,
     Overloaded,
