@@ -280,11 +280,11 @@ async def _events(load: asyncio.subprocess.Process) -> AsyncIterator[LoadEvent]:
 
 
 class BenchProgress:
-    """A progress bar on stderr, on a terminal only."""
+    """A progress bar with one step at a time."""
 
-    def __init__(self, bar: bars.Progress | None) -> None:
+    def __init__(self, bar: bars.Progress) -> None:
         self._bar = bar
-        self._task: bars.TaskID | None = None
+        self._task = bar.add_task("", rate="")
         self._count: int | None = None
         self._from = 0
         self._began_s = 0.0
@@ -293,17 +293,12 @@ class BenchProgress:
         self, text: str, seconds: float | None = None, done: int = 0, count: int | None = None
     ) -> None:
         """Start a step of known duration, known count or unknown length."""
-        if self._bar is None:
-            return
-        if self._task is not None:
-            self._bar.remove_task(self._task)
+        self._bar.remove_task(self._task)
         self._count, self._from, self._began_s = count, done, time.monotonic()
         self._task = self._bar.add_task(text, total=count or seconds, rate="")
 
     def done(self, event: LoadEvent) -> None:
         """Move the bar."""
-        if self._bar is None or self._task is None:
-            return
         passed_s = time.monotonic() - self._began_s
         done = event.done - self._from
         self._bar.update(
@@ -316,14 +311,12 @@ class BenchProgress:
 @contextmanager
 def progress_bar(console: Console) -> Iterator[BenchProgress]:
     """Show the progress if the console is a terminal."""
-    if not console.is_terminal:
-        yield BenchProgress(None)
-        return
     columns = (
         bars.TextColumn("{task.description}"),
         bars.BarColumn(),
         bars.TimeElapsedColumn(),
         bars.TextColumn("{task.fields[rate]}"),
     )
-    with bars.Progress(*columns, console=console, transient=True) as bar:
+    hidden = not console.is_terminal
+    with bars.Progress(*columns, console=console, transient=True, disable=hidden) as bar:
         yield BenchProgress(bar)

@@ -6,8 +6,7 @@ import asyncio
 
 from txbroker.cli.doctor.findings import CheckLevel, CheckRegistry, Finding, Section, fine, judged
 from txbroker.cli.doctor.proxies import RegisteredGroup, Unavailable
-from txbroker.cli.doctor.samples import Samples
-from txbroker.cli.doctor.subject import Subject
+from txbroker.cli.doctor.subject import Samples, Subject
 from txbroker.cli.output import duration
 from txbroker.config.settings import Settings
 from txbroker.kafka.tools.examination import OpenTransaction

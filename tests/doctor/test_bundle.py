@@ -175,20 +175,6 @@ def test_secrets_of_groups_are_struck_out(tmp_path: Path, monkeypatch: pytest.Mo
     assert "SHOP_SECRET" in shown["secret_env_allow"]
 
 
-async def test_peer_secret_and_tokens_are_not_in_it(world: World, tmp_path: Path) -> None:
-    planted = {name: f"{name}-pl4nted" for name in ("admin_token_file", "peer_secret_file")}
-    for name, secret in planted.items():
-        (tmp_path / name).write_text(secret)
-    world.settings = settings(**{name: tmp_path / name for name in planted})
-    world.proxies.proxy(TWO, reached=False, why=" and ".join(planted.values()))
-    report = await world.examine()
-    secrets = known_secrets(world.settings, "")
-    await pack(tmp_path / "bundle", world.subject(), report, secrets)
-    everything = "\n".join(unpacked(tmp_path / "bundle").values())
-    assert "pl4nted" not in everything
-    assert f"{STRUCK_OUT} and {STRUCK_OUT}" in everything
-
-
 @pytest.mark.parametrize(
     ("text", "expected"),
     [

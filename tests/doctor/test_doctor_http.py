@@ -16,8 +16,7 @@ from tests.kit.secret_files import secret_file
 from txbroker.cli.doctor.checks import CHECKS
 from txbroker.cli.doctor.proxies import HttpProxies, NotAllowed, Unavailable
 from txbroker.cli.doctor.runner import examine
-from txbroker.cli.doctor.samples import read_samples
-from txbroker.cli.doctor.subject import Subject
+from txbroker.cli.doctor.subject import Subject, read_samples
 from txbroker.contract.policy import GroupPolicy, encode_policy
 from txbroker.principals import Role, digest_of, format_principal
 
