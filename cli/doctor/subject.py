@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, TypeVar
 
 from msgspec import Struct
@@ -18,7 +18,7 @@ from txbroker.kafka.tools.examination import BrokerFacts, Cluster, KafkaExaminat
 
 T = TypeVar("T")
 
-__all__ = ["Subject", "Thresholds", "Unavailable"]
+__all__ = ["Samples", "Subject", "Thresholds", "Unavailable"]
 
 
 _PREFIX = "txbroker_"
