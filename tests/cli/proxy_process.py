@@ -16,11 +16,11 @@ DEADLINE_S = 60.0
 
 
 class ProxyProcess:
-    """A running command; `events` has the JSON lines of its log so far."""
+    """A running command; `lines` has the JSON lines of its log so far."""
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self.process = process
-        self.events: list[dict[str, Any]] = []
+        self.lines: list[dict[str, Any]] = []
         self.other: list[str] = []
 
     async def until(self, event: str) -> dict[str, Any]:
@@ -28,7 +28,7 @@ class ProxyProcess:
         async with asyncio.timeout(DEADLINE_S):
             while True:
                 found = await self._line()
-                assert found is not None, (event, self.events, self.other)
+                assert found is not None, (event, self.lines, self.other)
                 if found.get("event") == event:
                     return found
 
@@ -37,7 +37,7 @@ class ProxyProcess:
         assert self.process.stdout is not None
         async with asyncio.timeout(DEADLINE_S):
             line = (await self.process.stdout.readline()).decode()
-        assert line.startswith("ready "), (line, self.events, self.other)
+        assert line.startswith("ready "), (line, self.lines, self.other)
         return line.split()[1]
 
     async def ended(self) -> int:
@@ -49,7 +49,7 @@ class ProxyProcess:
 
     def events(self, name: str) -> list[dict[str, Any]]:
         """Return the log lines of an event read so far."""
-        return [line for line in self.events if line.get("event") == name]
+        return [line for line in self.lines if line.get("event") == name]
 
     @property
     def error(self) -> str:
@@ -66,7 +66,7 @@ class ProxyProcess:
         except ValueError:
             self.other.append(text)
             return {}
-        self.events.append(found)
+        self.lines.append(found)
         return found
 
 

@@ -106,7 +106,7 @@ async def test_signal_ends_the_wait_for_kafka(
         sent = time.monotonic()
         assert await proxy.ended() == 0
         assert time.monotonic() - sent < 10
-        assert [line["event"] for line in proxy.events][-1] == "stopped"
+        assert [line["event"] for line in proxy.lines][-1] == "stopped"
         assert proxy.error == ""
 
 

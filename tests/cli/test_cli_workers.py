@@ -115,7 +115,7 @@ async def test_transactions_continue_while_a_worker_restarts(
         proxy.process.terminate()
         assert await proxy.ended() == 0
         until_gone(below)
-        assert {line["worker"] for line in proxy.events} == {1, 2}
+        assert {line["worker"] for line in proxy.lines} == {1, 2}
         assert proxy.error == ""
 
 
@@ -147,7 +147,7 @@ async def test_one_worker_is_the_process_itself(dev: Dev, tmp_path: Path) -> Non
         assert descendants(proxy.process.pid) == []
         proxy.process.terminate()
         assert await proxy.ended() == 0
-        assert not any("worker" in line for line in proxy.events)
+        assert not any("worker" in line for line in proxy.lines)
 
 
 async def test_workers_that_cannot_start_end_the_command(tmp_path: Path) -> None:
