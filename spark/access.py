@@ -95,15 +95,15 @@ class AuditKafka:
             ConfigurationError: no right to it, its timestamps are not the broker's, or the settings
                 contradict themselves.
         """
-        found = self.ends((topic,)).get(topic)
-        if found is None:
+        ends = self.ends((topic,)).get(topic)
+        if ends is None:
             raise AuditError(f"topic {topic} does not exist: check --kafka and --topic-prefix")
-        if found.unread:
-            failure = AuditError if found.passing else ConfigurationError
-            raise failure(f"topic {topic} cannot be read: {found.unread}")
-        if not found.append_time:
+        if ends.unread:
+            failure = AuditError if ends.passing else ConfigurationError
+            raise failure(f"topic {topic} cannot be read: {ends.unread}")
+        if not ends.append_time:
             raise _clockless(topic)
-        return found
+        return ends
 
     def now_ms(self, names: TopicNames) -> int:
         """Return the time by the brokers' clocks, ms since 1970: that of a record written now to an

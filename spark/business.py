@@ -131,14 +131,16 @@ def compare(
     )
     joined = rows.join(known, "id", "full_outer").withColumn("id_ms", id_time_ms(F.col("id")))
     kind = _kind(business, terms, known_from_ms)
-    found = joined.select("id", kind.alias("kind"), F.coalesce("rows", F.lit(0)).alias("rows"))
-    found = found.where("kind IS NOT NULL")
+    compared = joined.select("id", kind.alias("kind"), F.coalesce("rows", F.lit(0)).alias("rows"))
+    compared = compared.where("kind IS NOT NULL")
     keep = keep or DataFrame.persist
-    found = keep(found, StorageLevel.DISK_ONLY)
+    compared = keep(compared, StorageLevel.DISK_ONLY)
     with _readable(business):
-        counted = found.groupBy("kind").agg(F.count("*").alias("ids"), F.sum("rows").alias("rows"))
+        counted = compared.groupBy("kind").agg(
+            F.count("*").alias("ids"), F.sum("rows").alias("rows")
+        )
         counts = _counts(counted.collect())
-    return found.where(F.col("kind").isin(*FINDINGS)).select("id", "kind"), counts
+    return compared.where(F.col("kind").isin(*FINDINGS)).select("id", "kind"), counts
 
 
 def _kind(business: BusinessTable, terms: Terms, known_from_ms: int) -> "Column":
@@ -169,10 +171,10 @@ def _kind(business: BusinessTable, terms: Terms, known_from_ms: int) -> "Column"
     )
 
 
-def _counts(found: Sequence[Any]) -> dict[str, int]:
+def _counts(kinds: Sequence[Any]) -> dict[str, int]:
     counts = dict.fromkeys(FINDINGS, 0)
     rows = 0
-    for row in found:
+    for row in kinds:
         rows += row["rows"]
         if row["kind"] != "rows_visible":
             counts[row["kind"]] = row["ids"] if row["kind"] in FINDINGS else row["rows"]
@@ -235,9 +237,9 @@ def _driver(spark: "SparkSession", business: BusinessTable) -> str:
     kind = jvm.java.lang.Class.forName("java.sql.Driver")
     loader = jvm.org.apache.spark.util.Utils.getContextOrSparkClassLoader()
     drivers = jvm.java.util.ServiceLoader.load(kind, loader)
-    found = drivers.iterator()
-    while found.hasNext():
-        driver = found.next()
+    iterator = drivers.iterator()
+    while iterator.hasNext():
+        driver = iterator.next()
         if driver.acceptsURL(business.source):
             return str(driver.getClass().getName())
     raise ConfigurationError(

@@ -343,14 +343,14 @@ class _Audit:
         """Add targets that do not exist although transactions were committed to them."""
         if not missing_topics(chain.cut):
             return summary
-        found = committed_to_missing(self._current_verdicts(chain)[0], chain.cut, self._terms)
-        if not found.transactions:
+        missing = committed_to_missing(self._current_verdicts(chain)[0], chain.cut, self._terms)
+        if not missing.transactions:
             return summary
         return structs.replace(
             summary,
-            drift={**summary.drift, "target_missing": found.transactions},
-            missing_targets=found.topics,
-            examples=(*summary.examples, *found.examples),
+            drift={**summary.drift, "target_missing": missing.transactions},
+            missing_targets=missing.topics,
+            examples=(*summary.examples, *missing.examples),
         )
 
     def _current_verdicts(self, chain: Chain) -> tuple[DataFrame, RemainingRuns]:
@@ -366,7 +366,7 @@ class _Audit:
             return summary
         self._on_stage("comparing with the business")
         current, left = self._current_verdicts(chain)
-        found, counts = compare(
+        findings, counts = compare(
             self._spark,
             current,
             business,
@@ -375,7 +375,7 @@ class _Audit:
             known_from_ms=max(*chain.horizon.half_begin_ms.values(), left.removed_ms or 0, 0),
             half_partitions=len(chain.cut.half.ends),
         )
-        found.write.parquet(self._folders.business(self._run))
+        findings.write.parquet(self._folders.business(self._run))
         drift = {kind: counts[kind] for kind in FINDINGS if counts.get(kind)}
         written = self._spark.read.schema("id string, kind string").parquet(
             self._folders.business(self._run)

@@ -157,8 +157,8 @@ class Plot:
         self.title = title
         self.width, self.right = width, width - self.left
         self._bar = (width - 2 * self.left) / max(1, buckets.last - buckets.first)
-        found = ((name, percentile(histogram, share)) for name, share in _MARKS)
-        self._percentiles = [(name, value) for name, value in found if value]
+        percentiles = ((name, percentile(histogram, share)) for name, share in _MARKS)
+        self._percentiles = [(name, value) for name, value in percentiles if value]
 
     @property
     def description(self) -> str:

@@ -297,7 +297,9 @@ def _latencies(summary: RunSummary) -> dict[str, Any]:
         "From decision to visible": _with_values(summary.visible_latency),
     }
     labels = _ordered([label for histograms in measures.values() for label in histograms])
-    buckets = {title: common_buckets([*found.values()]) for title, found in measures.items()}
+    buckets = {
+        title: common_buckets([*histograms.values()]) for title, histograms in measures.items()
+    }
     shown = [
         label
         for _, of_kind in groupby(labels, key=_kind_of)
@@ -305,7 +307,7 @@ def _latencies(summary: RunSummary) -> dict[str, Any]:
     ]
     rows = []
     for label in labels:
-        cells = [cell for found in measures.values() for cell in _cells(found.get(label))]
+        cells = [cell for histograms in measures.values() for cell in _cells(histograms.get(label))]
         rows.append(_LatencyRow(_parts(label), cells))
     return {"pairs": [_pair(label, measures, buckets) for label in shown], "latencies": rows}
 
@@ -318,9 +320,9 @@ def _pair(
     label: str, measures: dict[str, dict[str, Histogram]], buckets: dict[str, BucketRange]
 ) -> _PlotPair:
     plots = [
-        (title, Plot(found[label], buckets[title], f"{title}, {label}"))
-        for title, found in measures.items()
-        if label in found
+        (title, Plot(histograms[label], buckets[title], f"{title}, {label}"))
+        for title, histograms in measures.items()
+        if label in histograms
     ]
     return _PlotPair(_parts(label), plots)
 

@@ -195,8 +195,8 @@ def _found(verdicts: DataFrame) -> DataFrame:
 
 def _drift(verdicts: DataFrame) -> dict[str, int]:
     kinds = _found(verdicts).select(F.explode("findings").alias("kind"))
-    found = {row["kind"]: row["count"] for row in kinds.groupBy("kind").count().collect()}
-    return {kind: found[kind] for kind in KIND_NAMES if kind in found}
+    counts = {row["kind"]: row["count"] for row in kinds.groupBy("kind").count().collect()}
+    return {kind: counts[kind] for kind in KIND_NAMES if kind in counts}
 
 
 def _examples(verdicts: DataFrame, kinds: Iterable[str]) -> tuple[Example, ...]:
@@ -257,7 +257,7 @@ def committed_to_missing(verdicts: DataFrame, cut: SnapshotBounds, terms: Terms)
         terms: a commit counts once it is late by these.
     """
     starts = F.array(*[F.lit(start).cast("bigint") for start in cut.half.starts])
-    found = verdicts.select(
+    missing = verdicts.select(
         "id",
         F.coalesce("grp", F.lit("")).alias("grp"),
         "decided_at_ms",
@@ -269,13 +269,13 @@ def committed_to_missing(verdicts: DataFrame, cut: SnapshotBounds, terms: Terms)
         & (F.col("half_offset") >= F.get(starts, F.col("half_partition")))
         & (F.size("missing") > 0)
     )
-    found = found.persist()
+    missing = missing.persist()
     try:
-        counts = found.select(F.explode("missing").alias("topic")).groupBy("topic").count()
+        counts = missing.select(F.explode("missing").alias("topic")).groupBy("topic").count()
         most = counts.orderBy(F.col("count").desc(), "topic").head(TOPICS_MAX)
-        oldest = found.orderBy("decided_at_ms", "id").head(EXAMPLES_A_KIND)
+        oldest = missing.orderBy("decided_at_ms", "id").head(EXAMPLES_A_KIND)
         return MissingTargets(
-            found.count(),
+            missing.count(),
             {row["topic"][:TEXT_MAX]: row["count"] for row in most},
             tuple(
                 Example(
@@ -288,7 +288,7 @@ def committed_to_missing(verdicts: DataFrame, cut: SnapshotBounds, terms: Terms)
             ),
         )
     finally:
-        found.unpersist()
+        missing.unpersist()
 
 
 def summary_of(
@@ -303,7 +303,7 @@ def summary_of(
         started_ms=0,
         took_s=0.0,
         cut=cut,
-        records={name: each.rows for name, each in read.items()},
+        records={name: table.rows for name, table in read.items()},
         transactions=tally.transactions,
         states=tally.states,
         drift=tally.drift | ({"unreadable": unread.own} if unread.own else {}),
@@ -311,7 +311,7 @@ def summary_of(
         quarantined=unread.records,
         set_aside=unread.shown,
         unread_targets=unread_topics(cut),
-        taken={each.topic: each.taken for each in reads if each.taken},
+        taken={topic.topic: topic.taken for topic in reads if topic.taken},
         examples=tally.examples,
         pending_age=tally.pending_age,
         decide_latency=tally.decide_latency,

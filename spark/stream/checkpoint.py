@@ -73,27 +73,27 @@ class StreamManifest(Struct, frozen=True, kw_only=True):
         """Return the horizon: records that may have gone before the stream came."""
         halves = {taken.partition: taken for taken in self.taken if taken.topic == half}
         ops = {taken.partition: taken.at_ms for taken in self.taken if taken.topic == op}
-        targets = [each for each in self.taken if each.topic not in (half, op)]
-        at_any_time = {each.topic for each in targets if each.at_ms == ALWAYS}
+        targets = [taken for taken in self.taken if taken.topic not in (half, op)]
+        at_any_time = {taken.topic for taken in targets if taken.at_ms == ALWAYS}
         return Horizon(
-            half_start={number: each.start for number, each in halves.items()},
-            half_begin_ms={number: each.at_ms for number, each in halves.items()},
+            half_start={number: taken.start for number, taken in halves.items()},
+            half_begin_ms={number: taken.at_ms for number, taken in halves.items()},
             op_begin_ms=ops,
-            taken_ms={(each.topic, each.partition): each.at_ms for each in targets},
+            taken_ms={(taken.topic, taken.partition): taken.at_ms for taken in targets},
             kept_from_ms={
-                each.topic: kept_from_ms(each.at_ms, each.kept_ms)
-                for each in targets
-                if each.kept_ms and each.topic not in at_any_time
+                taken.topic: kept_from_ms(taken.at_ms, taken.kept_ms)
+                for taken in targets
+                if taken.kept_ms and taken.topic not in at_any_time
             },
         )
 
-    def with_taken(self, found: "list[TakenPartition]") -> "StreamManifest":
+    def with_taken(self, new: "list[TakenPartition]") -> "StreamManifest":
         """Return the manifest with more such partitions; earlier entries stay."""
-        known = {(each.topic, each.partition): each for each in found}
-        for each in self.taken:
-            place = (each.topic, each.partition)
-            if each.at_ms == ALWAYS or place not in known:
-                known[place] = each
+        known = {(taken.topic, taken.partition): taken for taken in new}
+        for taken in self.taken:
+            place = (taken.topic, taken.partition)
+            if taken.at_ms == ALWAYS or place not in known:
+                known[place] = taken
         return msgspec.structs.replace(self, taken=tuple(known.values()))
 
 
@@ -179,21 +179,21 @@ def read_around(
     failed = _BatchOffsets(spark, folder, number)
     before = _BatchOffsets(spark, folder, number - 1)
     begins = before.sources or [{} for _ in failed.sources]
-    found = False
+    has_far = False
     aside: list[BrokenRecord] = []
     for begin, end in zip(begins, failed.sources, strict=True):
         for topic, partition in [(t, p) for t, of_topic in end.items() for p in of_topic]:
             some = _cut(access, topic, partition, begin, end)
-            found = found or some is not None
+            has_far = has_far or some is not None
             aside += some or []
     if aside:
         set_aside(aside)
-    if found:
+    if has_far:
         # This one first: if the second write fails, the next start fails and returns here.
         failed.write()
         if aside:
             before.write()
-    return found
+    return has_far
 
 
 def _cut(
