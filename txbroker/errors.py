@@ -55,7 +55,7 @@ class RequestError(TxbrokerError):
 
 
 class BadRequest(RequestError):
-    """The request is malformed: correct it as the message says."""
+    """The request is malformed: correct it and send it again."""
 
     code, status = "bad_request", 400
 

@@ -14,6 +14,7 @@ import aiohttp
 
 from tests.kit.memory import MemoryHarness
 from tests.kit.until import until
+from tests.kit.ws_client import Producer
 from txbroker.config.settings import load_settings
 from txbroker.contract import frames as wire
 from txbroker.principals import Role, digest_of, format_principal
@@ -207,20 +208,12 @@ class Installation:
             yield Socket(socket)
 
 
-class Socket:
-    """The producer's side of a session, frame by frame."""
-
-    def __init__(self, socket: aiohttp.ClientWebSocketResponse) -> None:
-        self._socket = socket
-        self._waiting: list[wire.FromProxy] = []
+class Socket(Producer):
+    """The producer's side of a session, without clocks and owners."""
 
     async def hello(self, group: str, instance: str = "worker") -> wire.FromProxy:
         """Send a hello and return the answer."""
         return await self.ask(wire.Hello(wire.SESSION_VERSION, group, instance))
-
-    async def send(self, *operations: wire.FromProducer) -> None:
-        """Send one frame."""
-        await self._socket.send_bytes(wire.encode_frame(list(operations)))
 
     async def ask(self, operation: wire.FromProducer) -> wire.FromProxy:
         """Send an operation and return the next answer."""
@@ -228,18 +221,14 @@ class Socket:
         return await self.next()
 
     async def next(self) -> wire.FromProxy:
-        """Return the next operation that the proxy sent, clocks and owners left out."""
-        while True:
-            while not self._waiting:
-                data = await asyncio.wait_for(self._socket.receive_bytes(), 10)
-                self._waiting.extend(wire.decode_from_proxy(data))
-            found = self._waiting.pop(0)
-            if not isinstance(found, wire.ClockUpdate | wire.Owners):
-                return found
+        """Return the next operation that is no clock and no owners."""
+        while isinstance(operation := await super().next(), wire.ClockUpdate | wire.Owners):
+            pass
+        return operation
 
     async def ended(self) -> bool:
         """Wait until the proxy has ended the connection."""
         while True:
-            message = await asyncio.wait_for(self._socket.receive(), 10)
+            message = await asyncio.wait_for(self.socket.receive(), 10)
             if message.type is not aiohttp.WSMsgType.BINARY:
                 return True

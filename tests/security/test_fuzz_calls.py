@@ -162,10 +162,10 @@ async def test_frames_of_sessions(installation: Installation, record_property: A
                 while left[0] > 0:
                     left[0] -= 1
                     try:
-                        await socket._socket.send_bytes(frame_of(dice, ids))
+                        await socket.socket.send_bytes(frame_of(dice, ids))
                     except (ConnectionError, aiohttp.ClientError):
                         break
-                    if socket._socket.closed or dice.random() < 0.1:
+                    if socket.socket.closed or dice.random() < 0.1:
                         break
 
     await asyncio.gather(*(one_session() for _ in range(AT_ONCE)))
@@ -183,7 +183,7 @@ async def test_a_frame_before_the_hello(
 ) -> None:
     for url in installation.urls:
         async with installation.socket("shop", url) as socket:
-            await socket._socket.send_bytes(bytes(size))
+            await socket.socket.send_bytes(bytes(size))
             failure = await socket.next()
             assert isinstance(failure, wire.Failure)
             assert failure.code == "bad_request"

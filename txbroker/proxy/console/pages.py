@@ -144,17 +144,6 @@ class GroupRow:
     policy: GroupPolicy | None
     problem: str | None
 
-    @property
-    def reach(self) -> str:
-        """How the group can be checked: `away`, `session`, `url` or `nobody`."""
-        if self.overview.unreachable_since_ms is not None:
-            return "away"
-        if self.overview.sessions:
-            return "session"
-        if self.policy is not None and self.policy.check_url:
-            return "url"
-        return "nobody"
-
 
 async def groups(request: PageRequest) -> HtmlPage | Redirect:
     """Show the producer groups: reachability and undecided transactions."""
