@@ -80,7 +80,7 @@ def test_parked_transaction_is_found_and_committed(broker: InMemoryBroker, windo
     with parked(broker) as id:
         window.open("/")
         assert "needs action" in window.text("h1")
-        window.click("Look at them")
+        window.click("Show them")
         window.until(lambda: window.path == "/transactions?state=parked")
         window.click(id)
         window.until(lambda: window.path == f"/transactions/{id}")
@@ -197,7 +197,7 @@ const parts = (s) => s.match(/[\\d.]+/g).map(Number);
 const shine = ([r, g, b]) => 0.2126 * light(r) + 0.7152 * light(g) + 0.0722 * light(b);
 const shade = (e) => {
   for (; e; e = e.parentElement) {
-    const c = parts(getComputedStyle(e).shadeColor);
+    const c = parts(getComputedStyle(e).backgroundColor);
     if (c.length < 4 || c[3] === 1) return c;
   }
   return [255, 255, 255];
@@ -230,7 +230,7 @@ def test_every_page_is_legible(
             assert window.run(CONTRAST) == [], path
             # Tables may be wider than the window, and scroll in themselves; pages never.
             assert window.run("return document.scrollingElement.scrollWidth") <= width, path
-            back = window.run("return getComputedStyle(document.body).shadeColor")
+            back = window.run("return getComputedStyle(document.body).backgroundColor")
             assert (back == "rgb(18, 22, 28)") is dark
     # The browser reports the page that could not be shown.
     assert all("400 (Bad Request)" in line for line in window.complaints())
@@ -311,7 +311,7 @@ def test_form_on_another_site_does_nothing(chromium: Browser) -> None:
         chromium.driver.get(there)
         chromium.run("document.getElementById('f').submit()")
         chromium.until(lambda: "Not possible" in chromium.text("body"))
-        assert "are not taken" in chromium.text("body")
+        assert "cross-site calls" in chromium.text("body")
     with site(f'<iframe id="i" src="{chromium.url}/"></iframe>') as there:
         chromium.driver.get(there)
         framed = chromium.until(chromium.complaints)
