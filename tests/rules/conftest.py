@@ -1,4 +1,4 @@
-"""A harness of its own for each test of a rule."""
+"""A separate harness for each test of a rule."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ class ScriptedLog:
         self._calls = calls
 
     async def append(self, records: Sequence[Record]) -> Appended:
-        """Append as the script says, else as it is."""
+        """Append as scripted, or pass through."""
         self._calls.append(f"{self._name}.append")
         if self.script:
             return await self.script.popleft()(self.inner, records)
@@ -69,7 +69,7 @@ class ScriptedLog:
     async def read(
         self, start: int, end: int, skipped: Callable[[range], None] | None = None
     ) -> AsyncIterator[Sequence[Record]]:
-        """Read as it is."""
+        """Pass through."""
         self._calls.append(f"{self._name}.read")
         async for records in self.inner.read(start, end, skipped):
             yield records
@@ -107,49 +107,49 @@ class ScriptedPartition:
         return await self.inner.checkpoint_end()
 
     async def claimed_before(self) -> bool:
-        """Answer as it is."""
+        """Pass through."""
         return await self.inner.claimed_before()
 
     async def parked_before(self) -> bool:
-        """Answer as it is."""
+        """Pass through."""
         return await self.inner.parked_before()
 
     async def claim(self, claim: Claim) -> Claimed:
-        """Claim as the script says, else as it is."""
+        """Claim as scripted, or pass through."""
         self.calls.append("claim")
         if self.claims:
             return await self.claims.popleft()(self.inner, claim)
         return await self.inner.claim(claim)
 
     async def parked(self) -> AsyncIterator[Sequence[Record]]:
-        """Read as it is."""
+        """Pass through."""
         self.calls.append("parked")
         async for records in self.inner.parked():
             yield records
 
     async def pick_parked(self, offsets: Sequence[int]) -> Sequence[Record]:
-        """Pick as it is."""
+        """Pass through."""
         self.calls.append("pick_parked")
         self.picked_parked.append(list(offsets))
         return await self.inner.pick_parked(offsets)
 
     async def store(self, records: Sequence[Record]) -> None:
-        """Store as the script says, else as it is."""
+        """Store as scripted, or pass through."""
         self.calls.append("store")
         if self.stores:
             return await self.stores.popleft()(self.inner, records)
         return await self.inner.store(records)
 
     def unverified(self, places: Collection[tuple[str, int]]) -> Sequence[tuple[str, int]]:
-        """Answer as it is."""
+        """Pass through."""
         return self.inner.unverified(places)
 
     async def verify_no_open_txn(self, places: Collection[tuple[str, int]]) -> Sequence[Cause]:
-        """Answer as it is."""
+        """Pass through."""
         return await self.inner.verify_no_open_txn(places)
 
     async def write(self, turn: PromotionTxn) -> PromotionTxnHandle:
-        """Write as the script says, else as it is."""
+        """Write as scripted, or pass through."""
         self.calls.append("write")
         self.turns.append(turn)
         if self.writes:
@@ -314,30 +314,30 @@ class RecordedEvents:
 
 
 async def without_offset(log: Log, records: Sequence[Record]) -> Appended:
-    """Stored, and the broker does not say where."""
+    """Store without returning the offset."""
     stored = await log.append(records)
     return Appended(-1, stored.timestamp_ms)
 
 
 async def without_time(log: Log, records: Sequence[Record]) -> Appended:
-    """Stored, and the broker does not say when."""
+    """Store without returning the append time."""
     stored = await log.append(records)
     return Appended(stored.base_offset, -1)
 
 
 async def stored_unanswered(log: Log, records: Sequence[Record]) -> Appended:
-    """Stored, and the answer is lost."""
+    """Store, and lose the answer."""
     await log.append(records)
     raise AppendUnknown("the answer was lost")
 
 
 async def lost_unanswered(log: Log, records: Sequence[Record]) -> Appended:
-    """Lost on its way."""
+    """Lose the request."""
     raise AppendUnknown("the request was lost")
 
 
-def behind(before: Callable[[], None]) -> Append:
-    """Return an append before which somebody else does something."""
+def after(before: Callable[[], None]) -> Append:
+    """Return an append after an action of another client."""
 
     async def append(log: Log, records: Sequence[Record]) -> Appended:
         before()
@@ -347,7 +347,7 @@ def behind(before: Callable[[], None]) -> Append:
 
 
 class Gate:
-    """Holds one call back until it is opened: `reached` says that it is there."""
+    """Holds one call back until opened; `reached` is set when the call arrives."""
 
     def __init__(self) -> None:
         self.reached = asyncio.Event()

@@ -84,7 +84,7 @@ async def until(condition: Callable[[], object], seconds: float = 5.0) -> None:
 
 
 async def settled() -> None:
-    """Let everything that can go on without an answer from outside go on."""
+    """Run everything that needs no answer from outside."""
     for _ in range(50):
         await asyncio.sleep(0)
 
@@ -120,7 +120,7 @@ class Harness:
             await owner.close()
 
     def make(self, **settings: object) -> PartitionOwner:
-        """Return an owner that is not open yet, on a door of its own."""
+        """Return an owner that is not open yet, on a separate door."""
         given = OwnerSettings(
             dedup_window_ms=WINDOW_MS,
             pending_max=1000,
@@ -160,7 +160,7 @@ class Harness:
     # --- a whole broker ----------------------------------------------------------------------
 
     async def broker(self, door: ScriptedDoor) -> Broker:
-        """Return a broker at work on all partitions of a door of its own."""
+        """Return a working broker on all partitions of a door."""
         settings = Settings(instance="one", advertise="http://127.0.0.1:1", data_dir=Path("unused"))
         groups = Groups(door.groups)
         await door.start()
@@ -189,7 +189,7 @@ class Harness:
         await commit(owner, id)
         return id
 
-    # --- as somebody else who writes ---------------------------------------------------------
+    # --- as a fenced owner -------------------------------------------------------------------
 
     def zombie_half(self, half: Half) -> None:
         """Write a half message as an owner that does not know that it was fenced."""
@@ -205,7 +205,7 @@ class Harness:
         """Write any record to the operation topic."""
         self.kafka.topics["txbroker.op"].partitions[0].append([record], self.clock.now_ms())
 
-    # --- what is there -----------------------------------------------------------------------
+    # --- content of topics -------------------------------------------------------------------
 
     def visible(self, topic: str = "t", partition: int = 0) -> list[str]:
         """The values that `read_committed` consumers see."""
@@ -233,7 +233,7 @@ class Harness:
 
 
 class BodiesHarness:
-    """A partition whose bodies get as much memory as `share` says, none to begin with."""
+    """A partition whose bodies get `proxy.share` bytes of memory, none at first."""
 
     def __init__(self, limits: PromotionLimits | None = None) -> None:
         self.clock = AdjustableClock(lambda: START_MS)
@@ -310,7 +310,7 @@ class BodiesHarness:
 
     async def decide(self, requests: Sequence[DecideRequest]) -> list[Answer]:
         """Take no decision."""
-        raise AssertionError("nobody answers here")
+        raise AssertionError("no decision is expected here")
 
     # --- as a client ---------------------------------------------------------------------------
 
@@ -347,7 +347,7 @@ class BodiesHarness:
         """Commit."""
         await self.mark("commit", transaction, *contents)
 
-    # --- what is there -------------------------------------------------------------------------
+    # --- content of topics ---------------------------------------------------------------------
 
     def visible(self, topic: str = "t", partition: int = 0) -> list[str]:
         """The values that `read_committed` consumers see."""
@@ -422,7 +422,7 @@ async def attempt(
 
 
 async def answered(checks: CheckBack, call: CheckCall, result: CheckResult) -> None:
-    """Have what came of one attempt taken, as the runner does."""
+    """Deliver the result of one attempt, as the runner does."""
     await checks.answered([base.AttemptResult(call, "http://group", result)])
 
 

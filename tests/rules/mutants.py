@@ -156,7 +156,7 @@ def copy_of_the_tree(to: Path) -> None:
 
 
 def run(tree: Path, tests: Sequence[str]) -> tuple[int, str]:
-    """Run tests in a copy and return pytest's exit code and what it said."""
+    """Run tests in a copy and return pytest's exit code and output."""
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider"]
     command += ["--timeout", str(TEST_TIMEOUT_S), *tests]
     # Without bytecode: a changed file of the same size and second would be taken for the old.
@@ -184,10 +184,10 @@ def taken_out(mutant: Mutant, tree: Path) -> Iterator[None]:
 def survives(tree: Path, mutant: Mutant) -> str:
     """Try one mutant; return why it was not caught, "" if it was."""
     with taken_out(mutant, tree):
-        code, said = run(tree, [mutant.test])
+        code, output = run(tree, [mutant.test])
     if code == FAILED:
         return ""
-    return "its test passes" if code == PASSED else f"pytest ended with {code}:\n{said[-2000:]}"
+    return "its test passes" if code == PASSED else f"pytest ended with {code}:\n{output[-2000:]}"
 
 
 def main() -> int:
@@ -205,9 +205,9 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         tree = Path(folder)
         copy_of_the_tree(tree)
-        code, said = run(tree, sorted({mutant.test for mutant in chosen}))
+        code, output = run(tree, sorted({mutant.test for mutant in chosen}))
         if code != PASSED:
-            print(f"without any mutant:\n{said[-4000:]}")
+            print(f"without any mutant:\n{output[-4000:]}")
             return 1
         return try_each(
             {f"{mutant.rule}: {mutant.what}": mutant for mutant in chosen},

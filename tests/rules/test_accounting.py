@@ -48,7 +48,7 @@ def _no_snapshots(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def written(harness: Harness, owner: PartitionOwner) -> tuple[int, int] | None:
-    """Return the half position and the progress that the newest snapshot tells of, once no other
+    """Return the half position and the progress that in the newest snapshot, once no other
     one is due."""
     if owner._snapshots.due:
         return None
@@ -78,7 +78,7 @@ async def test_first_records_make_snapshot_due(
 async def test_first_checkpoint_makes_snapshot_due(
     harness: Harness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without it nobody could tell that somebody has removed it."""
+    """Without it a deletion could not be detected."""
     monkeypatch.setattr(snapshots_module, "LOOK_S", 0.001)
     owner = await harness.owner(snapshot_records_min=1000)
     await harness.prepared(owner)
@@ -103,7 +103,7 @@ async def test_empty_partition_makes_no_snapshot_due(harness: Harness) -> None:
     assert not owner._snapshots.due
 
 
-# --- nobody has written anything down --------------------------------------------------------
+# --- without any snapshot --------------------------------------------------------------------
 
 
 @pytest.mark.rule(10)
@@ -136,7 +136,7 @@ async def test_unaccounted_markers_stop_partition(harness: Harness) -> None:
 @pytest.mark.rule(10)
 @pytest.mark.parametrize("days", [1, 20])
 async def test_deleted_markers_after_snapshot_stop_partition(harness: Harness, days: int) -> None:
-    """What is rolled back writes no progress: nobody knows any more what was decided."""
+    """A rollback writes no checkpoint: its decision is unknown afterwards."""
     owner = await harness.owner()
     id = await harness.prepared(owner)
     assert await snapshot(owner)
@@ -176,7 +176,7 @@ async def test_rollback_before_kill_is_accounted_for(
 
 @pytest.mark.rule(28)
 async def test_old_snapshot_is_renewed_before_retention(harness: Harness) -> None:
-    """Also where so many are open that it is not for so little, otherwise."""
+    """Also with many open transactions, where few records make none due."""
     owner = await harness.owner(snapshot_records_min=1)
     for _ in range(8):
         await harness.prepared(owner)
@@ -201,7 +201,7 @@ def _unnoticed(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("_unnoticed")
 @pytest.mark.parametrize("days", [0, 20])
 async def test_checkpoint_alone_does_not_account_for_recent(harness: Harness, days: int) -> None:
-    """Progress says that an owner has read the half messages; what they said is gone with it."""
+    """The checkpoint shows that an owner read the half messages; its memory is lost."""
     owner = await harness.owner()
     for _ in range(8):
         await harness.prepared(owner)
@@ -310,7 +310,7 @@ async def test_copy_accounts_for_nothing_before_it(harness: Harness) -> None:
 async def test_deletion_makes_snapshot_due(
     harness: Harness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also where nothing is lost: whoever prepares it again must be recognised."""
+    """Also without a loss: a repeated prepare must be recognised."""
     monkeypatch.setattr(snapshots_module, "LOOK_S", 0.001)
     owner = await harness.owner(snapshot_records_min=1000)
     first = await harness.committed(owner)
@@ -381,9 +381,9 @@ async def test_lost_transaction_takes_rollback_or_messages(
         await owner.close()
         owner = await harness.owner()
     for half in (first, second):
-        with pytest.raises(BodyLost, match="roll it back") as told:
+        with pytest.raises(BodyLost, match="roll it back") as caught:
             await commit(owner, half.id)
-        assert told.value.details == {"id": half.id, "state": "pending"}
+        assert caught.value.details == {"id": half.id, "state": "pending"}
     for id, key in ((second.id, None), (None, "first")):
         half = second if id else first
         with pytest.raises(BodyLost):
@@ -464,7 +464,7 @@ async def test_restored_records_are_not_lost(harness: Harness) -> None:
 @pytest.mark.rule(28)
 @pytest.mark.usefixtures("_no_snapshots", "_unnoticed")
 async def test_retention_under_older_proxy_stops_nothing(harness: Harness) -> None:
-    """It renewed no snapshot by age, and its progress did not say what it accounts for."""
+    """It renewed no snapshot by age, and its checkpoint does not account for anything."""
     owner = await harness.owner()
     first = await harness.committed(owner)
     await until(lambda: harness.visible() == [first])
@@ -477,7 +477,7 @@ async def test_retention_under_older_proxy_stops_nothing(harness: Harness) -> No
 
 
 async def older(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Prepare a transaction, and write a snapshot that does not say when."""
+    """Prepare a transaction, and write a snapshot without a time."""
     made = Capture.__init__
 
     def without_time(self: Capture, *args: object) -> None:
@@ -534,7 +534,7 @@ async def test_either_log_dates_last_read(harness: Harness) -> None:
         await harness.owner()
 
 
-# --- a checkpoint topic made anew ------------------------------------------------------------
+# --- a recreated checkpoint topic ------------------------------------------------------------
 
 
 @pytest.mark.rule(10)
@@ -556,7 +556,7 @@ async def test_recreated_checkpoint_topic_stops_partition(harness: Harness, topi
     assert harness.kafka.visible("txbroker.checkpoint") == []
 
 
-# --- a parked topic made anew ----------------------------------------------------------------
+# --- a recreated parked topic ----------------------------------------------------------------
 
 
 async def refused(harness: Harness, owner: PartitionOwner) -> str:
@@ -570,10 +570,10 @@ async def refused(harness: Harness, owner: PartitionOwner) -> str:
 
 @pytest.mark.rule(10)
 async def test_recreated_parked_topic_stops_if_refused(harness: Harness) -> None:
-    """Only its copy says that it was not promoted."""
+    """Only its copy shows that it was not promoted."""
     owner = await harness.owner()
     await refused(harness, owner)
-    # Whatever later turns write, this stays known.
+    # Later promotions do not change this.
     await harness.committed(owner, message("other", topic="u"))
     await until(lambda: harness.visible("u") == ["other"])
     await owner.close()
@@ -605,7 +605,7 @@ async def test_lost_promotion_refuses_nothing(harness: Harness) -> None:
     harness.kafka.set_message_bytes_max("t", 100)
 
     async def lost(inner: MemoryPartitionDoor, turn: PromotionTxn) -> PromotionTxnHandle:
-        # Meanwhile somebody mends the target.
+        # In the meantime the target is fixed.
         harness.kafka.set_message_bytes_max("t", 1 << 20)
         harness.door.targets.forget("t")
         raise PromotionTxnLost

@@ -32,7 +32,7 @@ def check(id: str) -> MarkerRow:
 
 
 async def held_up(harness: Harness, owner: PartitionOwner) -> tuple[Gate, list[Sequence[Record]]]:
-    """Let one batch be on its way, and see what is in those behind it."""
+    """Hold one batch in flight, and return the content of the following ones."""
     gate, batches = Gate(), []
 
     async def seen(log: Log, records: Sequence[Record]) -> Appended:
@@ -143,7 +143,7 @@ async def test_suspended_owner_answers_waiting_callers(harness: Harness) -> None
     owner.suspend()
     answers = await asyncio.gather(*waiting, return_exceptions=True)
     assert [type(answer) for answer in answers] == [OwnerUnavailable] * 2
-    # What is on its way is written, whatever anybody says, so its answer is waited for.
+    # A batch in flight is written in any case, so its answer is awaited.
     assert not going.done()
     gate.open()
     await going
@@ -152,8 +152,8 @@ async def test_suspended_owner_answers_waiting_callers(harness: Harness) -> None
     assert len(batches) >= 1
 
 
-class Told:
-    """A log that counts how often it is asked where it ends; `strangers` wrote to it, too."""
+class CountingLog:
+    """A log that counts requests for its end; `strangers` holds records of another client."""
 
     batch_bytes_max = 1 << 20
 
@@ -214,7 +214,7 @@ class Reader:
 
 @pytest.mark.rule(2)
 async def test_end_known_from_append_is_not_requested() -> None:
-    log = Told()
+    log = CountingLog()
     own = appender.Appender(context(), log, Reader())  # type: ignore[arg-type]
     running = asyncio.create_task(own.run())
     await own.look(60.0)
@@ -230,7 +230,7 @@ async def test_end_known_from_append_is_not_requested() -> None:
 
 @pytest.mark.rule(2)
 async def test_append_after_gap_does_not_show_end() -> None:
-    log, reader = Told(), Reader()
+    log, reader = CountingLog(), Reader()
     own = appender.Appender(context(), log, reader)  # type: ignore[arg-type]
     running = asyncio.create_task(own.run())
     log.strangers.append(Record(b"theirs", b""))

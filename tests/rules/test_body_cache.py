@@ -42,7 +42,7 @@ def message(value: str, topic: str = "t", at: int = 0) -> Message:
 
 
 def copies(small: BodiesHarness) -> list[tuple[str, str | None]]:
-    """What the parked topic holds: values, and the state that is told there; None: a tombstone."""
+    """Return the values and states of the parked topic; None for a tombstone."""
     parts = [decode_kept(record) for record in small.kafka.visible("txbroker.parked")]
     return [
         ("", None)
@@ -89,7 +89,7 @@ async def test_messages_are_read_before_promotion_begins(small: BodiesHarness) -
     await small.commit(first)
     await until(lambda: small.door.half.picked)
     small.door.calls.clear()
-    # What comes in meanwhile is not in this turn, nor below its progress.
+    # Decisions in the meantime are neither in this promotion nor below its checkpoint.
     await small.commit(second)
     await settled()
     assert "write" not in small.door.calls
@@ -411,7 +411,7 @@ async def test_impossible_copy_is_dropped_and_reported(small: BodiesHarness) -> 
     assert (lost.lost, lost.kept, lost.state) == (True, False, State.PENDING)
     assert small.lost == [1]
     assert copies(small) == [(whole.id, "pending")]
-    # By itself it makes no turn.
+    # Alone it makes no promotion.
     turns = len(small.door.turns)
     small.ledger.index.to_keep[lost.id] = lost
     small.promoter.wake()
@@ -588,7 +588,7 @@ async def test_stuck_since_shows_first_failed_promotion(
         tried.append(turn)
         now_s[0] += 10.0
         if len(tried) <= 3:
-            raise PromotionTxnLost("nobody answers")
+            raise PromotionTxnLost("no answer")
         return await write(turn)  # type: ignore[arg-type]
 
     monkeypatch.setattr(small.door.inner, "write", failing)

@@ -19,7 +19,7 @@ CROWD = 5000
 
 
 class StepTime:
-    """A clock that moves only when it is told, for `CheckBack.run` too."""
+    """A clock that a test moves, also for `CheckBack.run`."""
 
     def __init__(self, small: BodiesHarness) -> None:
         self.small = small
@@ -155,7 +155,7 @@ async def test_decided_transaction_leaves_backlog(small: BodiesHarness) -> None:
     await small.mark("rollback", made[19])
     await StepTime(small).second()
     assert small.runner.offers == [made[19].id]
-    # The group begins anew, as one that nobody has tried yet.
+    # The group starts again, like one that was not tried yet.
     again = await small.prepare()
     small.clock.advance(6.1)
     small.checks.look_again()

@@ -77,7 +77,7 @@ async def test_transaction_is_shown_though_another_is_unreadable(
 ) -> None:
     unread = await copy_out_of_reach(small, monkeypatch)
     made = [await small.prepare(), await small.prepare(), unread]
-    # The first is read alone, the others together behind it.
+    # The first is read alone, the others together after it.
     shown = [small.bodies.show(each) for each in made]
     *rest, failed = await asyncio.gather(*shown, return_exceptions=True)
     assert rest == [None, None]
@@ -123,7 +123,7 @@ async def test_parking_waits_for_answer_in_flight(harness: Harness) -> None:
     assert isinstance(call, CheckCall)
     harness.partition.calls.clear()
     for _ in range(2):
-        # FakeRunner out so long ago that it would be offered once more.
+        # Handed out long ago: it would be offered again.
         harness.advance(61.0)
         owner.checks.look_again()
         await settled()

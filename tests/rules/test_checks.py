@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Sequence
 import pytest
 from msgspec import structs
 
-from tests.rules.fakes import Gate, behind, lost_unanswered
+from tests.rules.fakes import Gate, after, lost_unanswered
 from tests.rules.harness import (
     GROUP,
     QUICK,
@@ -55,7 +55,7 @@ THREE = CheckPolicy(after_s=0.0, attempts_max=3)
 
 
 class Group:
-    """A group that is always there: it answers as it is told, and remembers what was so then."""
+    """A group that is always reachable: it answers as scripted and records each call."""
 
     endpoint = "http://group"
     instance = ""
@@ -133,7 +133,7 @@ async def test_question_is_sent_after_its_marker(harness: Harness) -> None:
 async def test_attempt_of_another_owner_is_not_asked(harness: Harness) -> None:
     owner = await harness.owner()
     id = await harness.prepared(owner, policy=NOW)
-    first = behind(lambda: harness.zombie_mark("check", id, round=1, number=1, reason="due"))
+    first = after(lambda: harness.zombie_mark("check", id, round=1, number=1, reason="due"))
     harness.partition.op.script.append(first)
     assert await attempt(owner.checks, id, DUE) is None
     assert harness.kinds() == ["check", "check"]
@@ -145,7 +145,7 @@ async def test_attempt_of_another_owner_is_not_asked(harness: Harness) -> None:
 async def test_attempt_after_decision_is_not_asked(harness: Harness, kind: str) -> None:
     owner = await harness.owner()
     id = await harness.prepared(owner, policy=NOW)
-    harness.partition.op.script.append(behind(lambda: harness.zombie_mark(kind, id, group=GROUP)))
+    harness.partition.op.script.append(after(lambda: harness.zombie_mark(kind, id, group=GROUP)))
     assert await attempt(owner.checks, id, DUE) is None
     assert known(owner, id).checks.attempts == ()
 

@@ -1,4 +1,4 @@
-"""Rules 8 and 9: the steps of a claim, of a door to Kafka that only says what it would do."""
+"""Rules 8 and 9: the steps of a claim, on a door to Kafka that records them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PRODUCER_ID = 7
 
 
 class Leaders(Client):
-    """A client whose brokers only say what is open in a partition."""
+    """A client whose brokers only return open transactions."""
 
     steps: list[str]
     open: Mapping[Partition, int]
@@ -45,15 +45,15 @@ class Leaders(Client):
     async def ask(
         self, node: int, request: Any, lane: str, timeout_s: float | None = None
     ) -> SimpleNamespace:
-        """Tell where a transaction of the asker is open."""
+        """Return the open transactions of the requester."""
         if isinstance(request, MetadataV10):
             return await self.ask_any(request, lane)
         assert isinstance(request, DescribeProducersV0)
         topics = []
         for topic, numbers in request.values[0]:
             self.steps += [f"ask about {topic}-{number}" for number in numbers]
-            told = [(n, 0, None, self._found((topic, n))) for n in numbers]
-            topics.append((topic, told))
+            states = [(n, 0, None, self._found((topic, n))) for n in numbers]
+            topics.append((topic, states))
         return SimpleNamespace(topics=topics)
 
     def _found(self, partition: Partition) -> list[tuple[Any, ...]]:
@@ -61,7 +61,7 @@ class Leaders(Client):
 
 
 class WatchedDoor(KafkaPartitionDoor):
-    """A door to Kafka that only says what it would do."""
+    """A door to Kafka that records its steps."""
 
     steps: list[str]
 
@@ -79,7 +79,7 @@ class WatchedDoor(KafkaPartitionDoor):
 
 
 class Started(Producer):
-    """A producer that only says that it was started."""
+    """A producer that records its start."""
 
     def __init__(self, steps: list[str], side: str) -> None:
         self._steps, self._side = steps, side
@@ -110,7 +110,7 @@ async def test_claim_reads_after_own_record_is_visible(
 
     async def pass_by(_: StableEnds, last: Mapping[Partition, int], seconds: float) -> None:
         assert 0 < seconds <= 30.0
-        door.steps.append(f"visible behind {last[settings.checkpoint_topic, 0]}")
+        door.steps.append(f"visible after {last[settings.checkpoint_topic, 0]}")
 
     monkeypatch.setattr(StableEnds, "pass_by", pass_by)
     await door.claim(Claim(1, "c", "one", ""))
@@ -120,7 +120,7 @@ async def test_claim_reads_after_own_record_is_visible(
         "ask about txbroker.checkpoint-0",
         "ask about txbroker.parked-0",
         "claim record",
-        "visible behind 7",
+        "visible after 7",
         "read",
     ]
 

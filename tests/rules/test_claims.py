@@ -10,7 +10,7 @@ from collections.abc import Callable
 import pytest
 from msgspec import structs
 
-from tests.rules.fakes import Gate, ScriptedDoor, ScriptedPartition, behind, raising
+from tests.rules.fakes import Gate, ScriptedDoor, ScriptedPartition, after, raising
 from tests.rules.harness import (
     GROUP,
     Harness,
@@ -243,12 +243,12 @@ async def test_recreated_log_past_checkpoint_is_refused(harness: Harness, topic:
 @pytest.mark.rule(10)
 @pytest.mark.parametrize("topic", ["half", "op"])
 async def test_log_ending_before_last_read_record_is_refused(harness: Harness, topic: str) -> None:
-    """A checkpoint can lie below what was read when it was written: the rest must be read."""
+    """A checkpoint may be below the records read at the time: the rest must be read."""
     owner = await harness.owner()
     ids = [await harness.committed(owner) for _ in range(2)]
     await until(lambda: harness.visible() == ids)
     await owner.close()
-    # As a turn says that had no room for the second transaction, though it was read.
+    # As of a promotion without room for the second transaction, though it was read.
     _commit_progress(harness, structs.replace(harness.progress(), op=1, half=1))
     harness.kafka.truncate(f"txbroker.{topic}", end=1)
     with pytest.raises(LogTruncated, match="it ends at"):
@@ -292,7 +292,7 @@ async def test_damaged_copy_of_refused_stops_partition(harness: Harness) -> None
     messages = (message("small"), message("x" * 500, topic="u"))
     id = await harness.committed(owner, *messages)
     await until(lambda: known(owner, id).state is State.REFUSED)
-    # Somebody deletes half of it.
+    # An operator deletes half of it.
     harness.kafka.truncate("txbroker.parked", before=1)
     harness.partition.writes.append(raising(PromotionTxnLost()))
     await harness.committed(owner)
@@ -510,7 +510,7 @@ async def test_newer_half_message_stops_any_reader(harness: Harness) -> None:
 async def test_newer_marker_in_gap_stops_before_answer(harness: Harness) -> None:
     owner = await harness.owner()
     id = await harness.prepared(owner)
-    harness.partition.op.script.append(behind(lambda: harness.zombie_op(newer_marker(harness, id))))
+    harness.partition.op.script.append(after(lambda: harness.zombie_op(newer_marker(harness, id))))
     with pytest.raises(OwnerUnavailable):
         await commit(owner, id)
     await until(lambda: harness.stops)
@@ -541,7 +541,7 @@ async def _fenced(inner: MemoryPartitionDoor, claim: Claim) -> Claimed:
 async def broker_on(
     harness: Harness, partitions: int, script: Callable[[ScriptedPartition], None] | None = None
 ) -> Broker:
-    """Return a broker on topics of its own, the same ones each time."""
+    """Return a broker on separate topics, the same ones each time."""
     door = ScriptedDoor(
         harness.kafka, topic_prefix="x", half_partitions=partitions, facts_ttl_s=0.01
     )

@@ -31,7 +31,7 @@ LOGS = ["half", "op"]
 async def test_clean_stop_accounts_for_all_records(
     harness: Harness, monkeypatch: pytest.MonkeyPatch, last: str
 ) -> None:
-    """What is rolled back writes no progress, and what is undecided is reported lost by its id."""
+    """A rollback writes no checkpoint; undecided transactions are reported lost by id."""
     monkeypatch.setattr(snapshots_module, "LOOK_S", 0.001)
     owner = await harness.owner(snapshot_records_min=1000)
     first = await harness.committed(owner)
@@ -99,7 +99,7 @@ async def test_suspended_owner_writes_no_last_snapshot(
 async def test_empty_offsets_at_end_are_accounted_for(
     harness: Harness, topic: str, committed: bool, replayed: bool
 ) -> None:
-    """Retention takes them with what lies before, and then nobody can tell that they held none."""
+    """Retention deletes them with earlier records; then nothing shows that they were empty."""
     owner = await harness.owner()
     id = await harness.prepared(owner)
     harness.advance(8 * DAY_MS / 1000)

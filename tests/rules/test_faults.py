@@ -152,7 +152,7 @@ class SlowTargets:
     async def examine(self, topic: str, *, create: bool = False) -> TargetFacts | Cause:
         self.last = topic
         if topic in self.broken:
-            raise KafkaUnavailable(f"nobody tells about {topic}")
+            raise KafkaUnavailable(f"no answer about {topic}")
         found: TargetFacts | Cause = await self.inner.examine(topic, create=create)
         return found
 
@@ -183,7 +183,7 @@ async def test_unexamined_target_delays_only_its_own(harness: Harness) -> None:
 
 
 async def test_invisible_promotion_does_not_stop_partition(harness: Harness) -> None:
-    """Somebody else's transaction is open in a target, and a later turn is lost."""
+    """Another client's transaction is open in a target, and a later promotion is lost."""
     owner = await harness.owner()
     await harness.committed(owner)
     hanging = hold_back(harness, "u")
@@ -247,7 +247,7 @@ async def test_target_with_open_txn_is_quarantined(harness: Harness) -> None:
     held = Held(visible=False)
     harness.partition.writes.append(held.write)
     harness.kafka.unaware.clear()
-    # It waits no more, so that nobody takes its turn for an old one.
+    # It no longer waits, so its promotion does not look old.
     await until(lambda: known(owner, stuck).cause is None, 5)
     assert known(owner, stuck).state is State.COMMITTED
     held.at_visible.open()
@@ -366,7 +366,7 @@ async def test_prepares_continue_after_one_clock_jumps_forward(
         return appends(records, now_ms + 86_400_000, *rest)
 
     harness.kafka.topics[topic].partitions[0].append = a_day_ahead  # type: ignore[method-assign]
-    # What an append says of the time is what the log says.
+    # An append returns the time of the log.
     inner = harness.kafka.append
 
     async def append(name: str, partition: int, records: Sequence[Record]) -> Appended:
@@ -378,7 +378,7 @@ async def test_prepares_continue_after_one_clock_jumps_forward(
     for _ in range(3):
         standing = await broker.prepare(request)
         await broker.decide(DecideRequest(standing.id, Decision.COMMIT, wait=True))
-    # And what sessions make their ids by is what the half topic's broker says.
+    # And sessions make ids by the clock of the half topic's broker.
     last = parse_id(standing.id).time_ms
     assert abs(broker.now_ms() - last) < 60_000
 
@@ -390,16 +390,16 @@ async def test_partition_lost_during_claim_opens_when_reassigned(
     harness: Harness,
 ) -> None:
     door = ScriptedDoor(harness.kafka, half_partitions=1, facts_ttl_s=0.01)
-    told: list[Any] = []
+    callbacks: list[Any] = []
     join = door.membership.join
 
     async def joined(url: str, assigned: Any, lost: Any, **urls: str) -> None:
-        told.append(assigned)
+        callbacks.append(assigned)
         await join(url, assigned, lost, **urls)
 
     async def still_ours(_partition: int) -> bool:
-        # As on Kafka: the group has forgotten us, which is told before the answer is no.
-        told[0](Assignment(frozenset(), ("http://other",), (), 1))
+        # As on Kafka: the group has removed us, which is reported before the negative answer.
+        callbacks[0](Assignment(frozenset(), ("http://other",), (), 1))
         return False
 
     async def fenced(_inner: MemoryPartitionDoor, _claim: Any) -> Any:
@@ -415,7 +415,7 @@ async def test_partition_lost_during_claim_opens_when_reassigned(
     broker = await harness.broker(door)
     await until(lambda: broker.readiness().partitions[0] == "elsewhere", 2)
     await settled()
-    told[0](Assignment(frozenset({0}), ("",), (), 1))
+    callbacks[0](Assignment(frozenset({0}), ("",), (), 1))
     await until(lambda: len(broker.mine()) == 1, 2)
 
 

@@ -1,4 +1,4 @@
-"""Long settled transactions are found in the logs by their id, whatever clocks did since."""
+"""Long settled transactions are found in the logs by id, despite clock changes."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ HOUR_MS = 3_600_000
 
 
 class CountingLog:
-    """A `txbroker.door.protocols.Log` over records in memory that counts what is read."""
+    """A `txbroker.door.protocols.Log` over records in memory that counts reads."""
 
     batch_bytes_max = 1 << 20
 
@@ -46,11 +46,11 @@ class CountingLog:
         self.read_records = 0
 
     async def append(self, records: Sequence[Record]) -> Appended:
-        """Nobody writes while it is searched."""
+        """No writes during a search."""
         raise AssertionError("a search wrote")
 
     async def bounds(self, *, confirmed: bool = True) -> tuple[int, int]:
-        """Return what is kept."""
+        """Return the kept range."""
         return self.partition.begin, self.partition.end
 
     async def read(

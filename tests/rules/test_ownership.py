@@ -60,7 +60,7 @@ async def test_lost_contact_does_not_count_as_stuck_claim(harness: Harness) -> N
     broker = await harness.broker(door)
     await gate.reached.wait()
     manager = broker.partitions
-    manager._lost("nobody answers")
+    manager._lost("no answer")
     manager._slots[0].since -= 60.0
     manager._assigned(MINE)
     assert manager._slots[0].stuck_s() == 0.0
@@ -85,7 +85,7 @@ async def test_cancelled_leave_closes_owners(
         closed.set()
 
     monkeypatch.setattr(door.opened[0], "close", slowly)
-    leaving = asyncio.create_task(broker.partitions._leave("a test says so"))
+    leaving = asyncio.create_task(broker.partitions._leave("requested by a test"))
     await gate.reached.wait()
     leaving.cancel()
     await asyncio.wait([leaving])
@@ -101,12 +101,12 @@ async def test_takeover_during_lost_contact_is_counted(
     fenced: list[str] = []
     monkeypatch.setattr(harness.events, "fenced", lambda: fenced.append("fenced"))
     broker, _, _ = await at_work(harness)
-    # FakeRunner over by the group, as when a proxy joins: nobody was fenced.
+    # Handed over by the group, as when a proxy joins: no owner was fenced.
     broker.partitions._assigned(THEIRS)
     assert fenced == []
     broker.partitions._assigned(MINE)
     await until(lambda: broker.mine())
-    broker.partitions._lost("nobody answers")
+    broker.partitions._lost("no answer")
     broker.partitions._assigned(THEIRS)
     assert fenced == ["fenced"]
 
@@ -120,9 +120,9 @@ async def test_paused_proxy_answers_nothing_from_memory(
     assert (await broker.find(id)).state == "pending"
     with monkeypatch.context() as asleep:
         asleep.setattr(door.membership, "in_touch", lambda: False)
-        with pytest.raises(OwnerUnavailable) as told:
+        with pytest.raises(OwnerUnavailable) as caught:
             await broker.find(id)
-        assert told.value.details["id"] == id
+        assert caught.value.details["id"] == id
         with pytest.raises(OwnerUnavailable):
             await broker.list(ListRequest())
     assert (await broker.find(id)).state == "pending"

@@ -179,12 +179,12 @@ async def test_promotion_waits_for_open_txn_of_its_producer(
 ) -> None:
     monkeypatch.setattr("txbroker.kafka.door.pipelined_writer._ADD_TIMEOUT_S", 0.05)
     writers = WriterHarness()
-    writers.open["a"] = {at: Cause("hanging", f"{at[0]} was never told", *at, True)}
+    writers.open["a"] = {at: Cause("hanging", f"{at[0]} has no end marker", *at, True)}
     first = await writers.write(1)
     await first.committed()
     # The other producer's records end with its own transactions.
     await writers.write(2)
-    with pytest.raises(PromotionTxnLost, match="was never told") as lost:
+    with pytest.raises(PromotionTxnLost, match="has no end marker") as lost:
         await writers.write(3)
     assert lost.value.cause == writers.open["a"][at]
     assert writers.log.count("a begins") == 1

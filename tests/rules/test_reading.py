@@ -1,4 +1,4 @@
-"""Rules 1 to 5: who writes, what is applied when, and what answers follow from."""
+"""Rules 1 to 5: writers, order of application, and the basis of answers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from msgspec import structs
 
 from tests.rules.fakes import (
     Gate,
-    behind,
+    after,
     lost_unanswered,
     stored_unanswered,
     without_offset,
@@ -80,7 +80,7 @@ async def test_gap_is_applied_before_own_marker(harness: Harness) -> None:
     owner = await harness.owner()
     id = await harness.prepared(owner)
     harness.partition.op.script.append(
-        behind(lambda: harness.zombie_mark(MarkerKind.ROLLBACK, id, group=GROUP))
+        after(lambda: harness.zombie_mark(MarkerKind.ROLLBACK, id, group=GROUP))
     )
     with pytest.raises(AlreadyDecided) as raised:
         await commit(owner, id)
@@ -94,7 +94,7 @@ async def test_gap_in_half_is_applied_first(harness: Harness) -> None:
     owner = await harness.owner()
     half = harness.half(message("mine"), dedup_key="d")
     theirs = harness.half(message("theirs"))
-    harness.partition.half.script.append(behind(lambda: harness.zombie_half(theirs)))
+    harness.partition.half.script.append(after(lambda: harness.zombie_half(theirs)))
     assert (await prepare(owner, half)).created
     assert known(owner, theirs.id).offset == 0
     assert known(owner, half.id).offset == 1
@@ -119,11 +119,11 @@ async def test_missing_offset_skips_equal_older_record(harness: Harness) -> None
     half = harness.half(message("mine"), dedup_key="d")
     theirs = harness.half(message("theirs"))
 
-    async def hidden_behind_another(log: object, records: object) -> object:
+    async def hidden_after_another(log: object, records: object) -> object:
         harness.zombie_half(theirs)
         return await without_offset(log, records)  # type: ignore[arg-type]
 
-    harness.partition.half.script.append(hidden_behind_another)  # type: ignore[arg-type]
+    harness.partition.half.script.append(hidden_after_another)  # type: ignore[arg-type]
     assert (await prepare(owner, half)).id == half.id
     assert [known(owner, each.id).offset for each in (theirs, half)] == [0, 1]
 
@@ -189,7 +189,7 @@ async def test_decision_is_not_answered_before_gap_is_read(harness: Harness) -> 
     owner = await harness.owner(half_retention_ms=1 << 60)
     id = await harness.prepared(owner)
     log = harness.partition.op
-    log.script.append(behind(lambda: harness.zombie_mark(MarkerKind.CHECK, id)))
+    log.script.append(after(lambda: harness.zombie_mark(MarkerKind.CHECK, id)))
     log.bounds_gate.clear()
     deciding = asyncio.create_task(commit(owner, id))
     await until(lambda: log.script == type(log.script)())
@@ -383,7 +383,7 @@ async def test_other_content_in_gap_is_a_conflict(harness: Harness) -> None:
     owner = await harness.owner()
     mine, theirs = harness.half(message("mine")), message("theirs")
     harness.partition.half.script.append(
-        behind(lambda: harness.zombie_half(structs.replace(mine, messages=(theirs,))))
+        after(lambda: harness.zombie_half(structs.replace(mine, messages=(theirs,))))
     )
     with pytest.raises(IdConflict):
         await prepare(owner, mine)

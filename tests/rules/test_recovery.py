@@ -1,4 +1,4 @@
-"""Recovery equals a replay from the start, wherever a crash cuts progress and snapshots."""
+"""Recovery equals a replay from the start, at any crash point."""
 
 from __future__ import annotations
 
@@ -118,11 +118,11 @@ class Journal:
     async def world_at(
         self, time_: FakeTime, count: int, *, logs_to: int | None = None, snapshots: bool
     ) -> Harness:
-        """Return a harness of its own in which only the first `count` lines have happened.
+        """Return a separate harness in which only the first `count` lines have happened.
 
         Args:
             time_: the owners' clock.
-            count: lines; what was not ended by then is aborted by the next claim.
+            count: lines; the next claim aborts open transactions.
             logs_to: lines of half and operation topic, where more of those have happened.
             snapshots: whether snapshots are there.
         """
@@ -303,7 +303,7 @@ async def recovered(harness: Harness) -> tuple[Ledger, Recovered]:
 
 
 async def check_moment(journal: Journal, count: int, logs_to: int | None) -> Counter[str]:
-    """Recover from what is there at a moment, with and without snapshots, and go on."""
+    """Recover from the topics at a moment, with and without snapshots, and continue."""
     time_ = journal.harness.time
     plain = await journal.world_at(time_, count, logs_to=logs_to, snapshots=False)
     wanted, _ = await recovered(plain)
@@ -356,7 +356,7 @@ async def test_recovery_equals_replay_at_every_moment(harness: Harness, seed: in
     seen: Counter[str] = Counter()
     for count in work.journal.moments():
         seen += await check_moment(work.journal, count, None)
-    # What is not seen is not tested.
+    # Only states that occur are tested.
     for what in ("snapshots", "pending", "committed", "refused", "parked"):
         assert seen[what], (what, seen)
 

@@ -1,4 +1,4 @@
-"""The logs' edges: records that vanish, topics that are made anew, and touch that is lost."""
+"""The start of the logs: deleted records, recreated topics, and suspension."""
 
 from __future__ import annotations
 
@@ -180,7 +180,7 @@ async def test_next_owner_promotes_copy_made_after_commit(
 
     async def never(door: MemoryPartitionDoor, turn: PromotionTxn) -> PromotionTxnHandle:
         await stuck.wait()
-        raise AssertionError("nobody opens it")
+        raise AssertionError("it must not be opened")
 
     owner = await harness.owner(turns=PromotionLimits(transactions_max=1))
     first, second, third = [await harness.prepared(owner, message(v)) for v in ("1", "2", "3")]
@@ -288,7 +288,7 @@ async def test_snapshot_of_another_log_stops_partition(harness: Harness, topic: 
     await owner.close()
     old = harness.kafka.visible(f"txbroker.{topic}")
     harness.advance(5.0)
-    _made_anew(harness, topic, [*old, *old])
+    _recreated(harness, topic, [*old, *old])
     with pytest.raises(LogTruncated, match="another record"):
         await harness.owner()
 
@@ -303,12 +303,12 @@ async def test_recreated_log_stops_its_owner(harness: Harness, topic: str, more:
     await until(lambda: len(harness.visible()) == 2)
     old = harness.kafka.visible(f"txbroker.{topic}")
     harness.advance(5.0)
-    _made_anew(harness, topic, (old * 2)[:more] if more < 3 else old * 2)
+    _recreated(harness, topic, (old * 2)[:more] if more < 3 else old * 2)
     await until(lambda: harness.stops)
     assert isinstance(harness.stops[0], LogTruncated)
 
 
-def _made_anew(harness: Harness, topic: str, records: list[Record]) -> None:
+def _recreated(harness: Harness, topic: str, records: list[Record]) -> None:
     harness.kafka.recreate_topic(f"txbroker.{topic}")
     bare = [structs.replace(record, timestamp_ms=-1) for record in records]
     harness.kafka.topics[f"txbroker.{topic}"].partitions[0].append(bare, harness.clock.now_ms())
@@ -323,7 +323,7 @@ async def test_hanging_claim_is_shown_until_it_succeeds(harness: Harness) -> Non
     async def hanging(inner: MemoryPartitionDoor, claim: Claim) -> Claimed:
         hangs.set()
         await asyncio.sleep(0)
-        raise Hanging("nobody ends it")
+        raise Hanging("an open transaction")
 
     owner = await harness.owner()
     harness.partition.writes.append(raising(PromotionTxnLost()))

@@ -53,7 +53,7 @@ def refusing(bad: Collection[str]) -> Append:
 
 
 def halves(harness: Harness, count: int) -> list[Half]:
-    """Return so many half messages of now."""
+    """Return `count` half messages of now."""
     return [harness.half() for _ in range(count)]
 
 
@@ -63,7 +63,7 @@ async def prepare(owner: PartitionOwner, run: Sequence[Half]) -> list[Answer]:
 
 
 async def one_by_one(owner: PartitionOwner, run: Sequence[Half]) -> list[Answer]:
-    """Prepare as so many runs of one, all at once."""
+    """Prepare as runs of one, all at once."""
     found = await asyncio.gather(*[prepare(owner, [half]) for half in run])
     return [answer for [answer] in found]
 
@@ -152,20 +152,20 @@ async def test_run_refuses_as_many_as_single_calls(
 ) -> None:
     if queue_bytes_max is not None:
         monkeypatch.setattr(appender, "QUEUE_BYTES_MAX", queue_bytes_max)
-    told = []
+    results = []
     for ask in (prepare, one_by_one):
-        # Some are larger: what does not fit keeps out nothing smaller behind it.
+        # Some are larger: one that does not fit keeps out no smaller one after it.
         bodies = ["x" * (5000 if number % 50 == 49 else 10) for number in range(FRAME)]
         owner = await harness.owner(**settings)
         run = [harness.half(message(body)) for body in bodies]
-        told.append(kinds(await ask(owner, run)))
+        results.append(kinds(await ask(owner, run)))
         for half in list(owner.ledger.index.transactions):
             await decide(owner, [half], Decision.ROLLBACK)
         await owner.close()
-    assert told[0] == told[1]
-    assert set(told[0]) == {"pending", "overloaded"}
+    assert results[0] == results[1]
+    assert set(results[0]) == {"pending", "overloaded"}
     if accepted is not None:
-        assert told[0].count("pending") == accepted
+        assert results[0].count("pending") == accepted
 
 
 @pytest.mark.rule(29)
@@ -184,7 +184,7 @@ async def test_stored_part_of_long_run_counts_once(harness: Harness) -> None:
     assert owner.api._preparing.total == 0
 
 
-# --- several batches, and what comes between ----------------------------------------------------
+# --- several batches, and records in between ----------------------------------------------------
 
 
 @pytest.mark.rule(29)
@@ -193,7 +193,7 @@ async def test_run_of_several_batches_is_stored_in_order(harness: Harness, middl
     owner = await harness.owner(**ROOM)
     run = [harness.half(*[message(str(n))] * (1 + n % 2)) for n in range(LONG)]
     ids = [half.id for half in run]
-    # Somebody who does not know that it was fenced writes two of them before the second batch.
+    # A fenced owner writes two of them before the second batch.
     zombies = [ids[1501], ids[2200]]
 
     async def between(log: Log, records: Sequence[Record]) -> Appended:
@@ -290,7 +290,7 @@ async def test_suspended_owner_cuts_run(harness: Harness) -> None:
 
 
 @pytest.mark.rule(29)
-@pytest.mark.parametrize("append", [as_it_is, without_offset, without_time, refusing(["nobody"])])
+@pytest.mark.parametrize("append", [as_it_is, without_offset, without_time, refusing(["none"])])
 async def test_each_operation_of_batch_gets_its_answer(harness: Harness, append: Append) -> None:
     owner, gate = await harness.owner(), Gate()
     harness.partition.half.script.extend([gate.append, append])
@@ -323,12 +323,12 @@ async def test_each_operation_of_batch_gets_its_answer(harness: Harness, append:
     harness.partition.op.script.extend([gate.append, append])
     ahead = asyncio.create_task(decide(owner, [c.id], Decision.ROLLBACK))
     await gate.reached.wait()
-    says = [
+    calls = [
         decide(owner, [a.id, b.id], Decision.ROLLBACK),
         decide(owner, [b.id, d.id], Decision.COMMIT),
         decide(owner, [d.id, a.id], Decision.ROLLBACK),
     ]
-    tasks = [asyncio.create_task(each) for each in says]
+    tasks = [asyncio.create_task(each) for each in calls]
     await settled()
     gate.open()
     found = [kinds(await task) for task in (*tasks, ahead)]

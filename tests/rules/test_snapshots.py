@@ -46,7 +46,7 @@ async def refused(door: MemoryPartitionDoor, records: Sequence[Record]) -> None:
 
 
 async def some(harness: Harness, owner: PartitionOwner, count: int) -> list[str]:
-    """Prepare so many."""
+    """Prepare `count` transactions."""
     return [await harness.prepared(owner) for _ in range(count)]
 
 
@@ -199,7 +199,7 @@ async def test_damaged_snapshot_costs_longer_replay_only(harness: Harness) -> No
 
 
 async def settled(harness: Harness, owner: PartitionOwner, count: int) -> None:
-    """Prepare and roll back so many."""
+    """Prepare and roll back `count` transactions."""
     for id in await some(harness, owner, count):
         await roll_back(owner, id)
 
@@ -254,7 +254,7 @@ async def test_segments_have_version_that_all_proxies_read(harness: Harness) -> 
         harness.proxy.record_version = version
         assert await snapshot(owner)
         (found, *_) = whole(harness)
-        # What was written for all of the newer version stays: nobody knows the rest any more.
+        # Segments of the newer version stay: their extra fields exist nowhere else.
         assert stored == found.closing.v
         values = [
             record.value or b""

@@ -25,7 +25,7 @@ NAMES = ("one", "two")
 class Stepped:
     """A coroutine that goes on by one step at a time.
 
-    While it waits for something that goes on by itself, a step is a turn of the event loop.
+    While it waits for internal events, a step is one round of the event loop.
     """
 
     def __init__(self, work: Coroutine[Any, Any, str]) -> None:
@@ -43,7 +43,7 @@ class Stepped:
         except StopIteration as done:
             self.result = done.value
         if self._waits_for is not None:
-            # Whoever awaits a future tells so; we do, in its stead.
+            # Awaiting a future sets this flag; this loop sets it instead.
             self._waits_for._asyncio_future_blocking = False
 
 
@@ -54,7 +54,7 @@ def turn(claim: str) -> PromotionTxn:
 
 
 async def own(door: PartitionDoor, name: str) -> str:
-    """Claim, and promote what is not promoted yet."""
+    """Claim, and promote the rest."""
     try:
         claimed = await door.claim(Claim(RECORD_VERSION, name, name, ""))
         if claimed.progress is None:
@@ -65,7 +65,7 @@ async def own(door: PartitionDoor, name: str) -> str:
 
 
 async def can_write(door: PartitionDoor, name: str) -> bool:
-    """Say whether an owner can still get something visible."""
+    """Return whether an owner can still make a record visible."""
     empty = PromotionTxn((), (), Checkpoint(RECORD_VERSION, name, 1, 1))
     try:
         await (await door.write(empty)).committed()
@@ -103,7 +103,7 @@ class Schedules:
 
 
 async def run(schedules: Schedules) -> tuple[list[str | None], list[bool], int]:
-    """Run one order; return what both came to, who can write now, and what is visible how often."""
+    """Run one order; return both results, the writers, and the count of each visible value."""
     kafka = MemoryKafka()
     main = MemoryDoor(kafka, half_partitions=1)
     await main.start()

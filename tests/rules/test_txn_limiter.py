@@ -12,7 +12,7 @@ LONG_S = 60.0
 
 
 async def begun(asked: asyncio.Task[Slot]) -> bool:
-    """Say whether a turn begins without anything else happening."""
+    """Return whether an admission is immediate."""
     for _ in range(5):
         await asyncio.sleep(0)
     return asked.done()
@@ -32,7 +32,7 @@ async def test_release_admits_first_waiting() -> None:
     first.release()
     assert await begun(waiting[0])
     assert not await begun(waiting[1])
-    first.release()  # said again, it lets nobody in
+    first.release()  # repeated: admits none
     assert not await begun(waiting[1])
     waiting[0].result().release()
     assert await begun(waiting[1])
@@ -48,7 +48,7 @@ async def test_slow_promotion_delays_others_briefly() -> None:
     second.release()
     limiter._wait_max_s = LONG_S
     assert await begun(asyncio.create_task(limiter.begin()))
-    # It counts no more, and lets nobody in when it is over at last.
+    # It no longer counts, and its release admits none.
     stuck.release()
     asked = asyncio.create_task(limiter.begin())
     assert not await begun(asked)

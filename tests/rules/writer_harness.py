@@ -1,4 +1,4 @@
-"""A twin writer on two producers that answer when a test says so."""
+"""A pipelined writer on two producers whose answers a test releases."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from txbroker.net.backoff import Backoff
 
 
 class FakeProducer:
-    """A producer that answers when the test says so."""
+    """A producer whose answers a test releases."""
 
     id, epoch = 7, 0
 
@@ -63,12 +63,12 @@ class FakeProducer:
         self.log.append(f"{self.name} {what} acknowledged")
 
     def note_visible(self) -> None:
-        """Readers have come past all of it."""
+        """All of it is visible."""
         self.log.append(f"{self.name} seen")
 
 
 class WriterHarness:
-    """A twin writer on two fake producers, and what they did."""
+    """A pipelined writer on two fake producers, with the log of their steps."""
 
     def __init__(self) -> None:
         self.log: list[str] = []
@@ -93,7 +93,7 @@ class WriterHarness:
         )
 
     async def write(self, number: int) -> KafkaPromotionTxn:
-        """Write a turn."""
+        """Write a promotion transaction."""
         promoted = (TargetRecord("t", 0, Record(b"k", b"v", (), 1)),)
         return await self.writer.write(
             PromotionTxn(promoted, (), Checkpoint(1, "c", number, number))

@@ -3,7 +3,7 @@
 The bugs are rules of the log protocol taken out, those of `tests/rules/mutants.toml`: one line of
 one module is another one, in the memory of a process that is made for it. No file is changed, and
 nothing in txbroker knows of it. Without words the mutants that every suite must catch are tried.
-Ends with 0 where each is caught within so many seeds.
+Exits with 0 if each is caught within this number of seeds.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _CAUGHT, _LEFT = 1, 0
 
 
 def table() -> dict[str, Mutant]:
-    """Return the mutants by what they do wrong."""
+    """Return the mutants by their description."""
     return {mutant.what: mutant for mutant in mutants()}
 
 
@@ -63,7 +63,7 @@ class _Mutated(SourceFileLoader):
     source = ""
 
     def get_code(self, fullname: str) -> CodeType:
-        """Compile that text; what is on disk, or compiled before, stays as it is."""
+        """Compile the text; files and caches stay unchanged."""
         return compile(self.source, self.get_filename(fullname), "exec", dont_inherit=True)
 
 
@@ -107,7 +107,7 @@ def try_one(what: str, seeds: int) -> int:
 
 
 def _tried(whats: Sequence[str], seeds: int, jobs: int) -> Iterator[tuple[str, int, str]]:
-    """Yield each mutant, how its process ended, and what that said."""
+    """Yield each mutant with the exit code and output of its process."""
 
     def run(what: str) -> tuple[str, int, str]:
         command = [sys.executable, "-m", __spec__.name, "--seeds", str(seeds), "--one", what]
@@ -132,8 +132,8 @@ def main() -> int:
     if given.words:
         whats = [what for what in table() if any(word in what for word in given.words)]
     left = 0
-    for what, code, said in _tried(whats, given.seeds, given.jobs):
-        lines = said.splitlines() or [""]
+    for what, code, output in _tried(whats, given.seeds, given.jobs):
+        lines = output.splitlines() or [""]
         left += code != _CAUGHT
         if code == _CAUGHT:
             violated = lines[1].partition(" ")[0] if len(lines) > 1 else ""

@@ -35,7 +35,7 @@ class Shape(Struct, frozen=True):
     settled_bytes_max: int
     half_retention_s: float
     restart: bool
-    """Whether all proxies are begun anew in the end, to compare what they remember then."""
+    """Whether all proxies restart at the end, to compare their recovered ledgers."""
 
 
 _DRAWN = (
@@ -63,11 +63,11 @@ _DRAWN = (
 COMMITS_LOST = "commits lost"
 DELETED = "records deleted"
 _APART = {COMMITS_LOST: 0.15, DELETED: 0.1}
-"""Drawn apart, so that most seeds are what they were without them."""
+"""Drawn separately, so that most seeds keep their events."""
 CHECKPOINT = "txbroker.checkpoint"
 HALF = "txbroker.half"
 SUCCESSION_S = 10.0
-"""It takes less until somebody has claimed the partitions of proxies that were killed, seconds."""
+"""Maximum time until the partitions of killed proxies are claimed, seconds."""
 KINDS = (*_DRAWN, *_APART)
 
 
@@ -93,17 +93,17 @@ def shape_of(seed: int, without: frozenset[str] = frozenset()) -> Shape:
     )
     if {"aborts lost", COMMITS_LOST}.isdisjoint(shape.kinds):
         return shape
-    # A partition of ours that was never told stays closed until somebody ends what is open there:
+    # An own partition without end marker stays closed until an operator ends its transaction:
     # half messages have to be kept for longer.
     return structs.replace(shape, half_retention_s=3600.0)
 
 
 class Faults:
-    """Makes the faults of one run, each of which ends by itself or is healed with all others.
+    """Makes the faults of one run, each of which ends automatically or is healed with all others.
 
     Args:
         draw: the random numbers of the faults.
-        nobody: whose doing they are.
+        operator: the process in which they run.
     """
 
     def __init__(
@@ -113,11 +113,11 @@ class Faults:
         network: Network,
         shop: Shop,
         proxies: list[SimProxy],
-        nobody: Process,
+        operator: Process,
     ) -> None:
         self.made: list[str] = []
         self.deleted: set[int] = set()
-        """Half partitions of which somebody has deleted records."""
+        """Half partitions with deleted records."""
         self.healed = False
         self._closed: list[tuple[SimProxy, int]] = []
         self._hanging: list[tuple[Log, int]] = []
@@ -129,7 +129,7 @@ class Faults:
         self._loop = network.loop
         self._shop = shop
         self._proxies = proxies
-        self._nobody = nobody
+        self._operator = operator
 
     async def make(self) -> None:
         """Make them, one after another."""
@@ -141,9 +141,9 @@ class Faults:
             what = getattr(self, "_" + kind.replace(" ", "_"))(until_s)
             if what:
                 self.made.append(kind)
-                self.tell(kind, f"{what}, {until_s:.2f} s")
+                self.note(kind, f"{what}, {until_s:.2f} s")
 
-    def tell(self, what: str, who: str = "") -> None:
+    def note(self, what: str, who: str = "") -> None:
         """Write down what happened."""
         self._shop.history.notes.append(Note(self._shop.now_s(), what, who))
         self._network.note(f"== {what}: {who}")
@@ -183,13 +183,13 @@ class Faults:
         life = proxy.lives
         self._loop.create_task(proxy.broker.close(), context=proxy.process.context)
 
-        def begin_anew() -> None:
+        def restart() -> None:
             if proxy.up and proxy.lives == life:
                 proxy.kill()
             self._let_live(proxy)
 
-        # If it is not through by then, whoever stops it has no more patience.
-        self._later(until_s + 0.5, begin_anew)
+        # If it has not stopped by then, it is killed.
+        self._later(until_s + 0.5, restart)
         self._closed.append((proxy, life))
         return proxy.name
 
@@ -206,8 +206,8 @@ class Faults:
         process = proxy.process
 
         def at_fuse() -> None:
-            # In the context of nobody: what follows is not the proxy's doing.
-            self._nobody.context.copy().run(act, proxy)
+            # In the operator's context: the effects are not the proxy's.
+            self._operator.context.copy().run(act, proxy)
 
         process.at_fuse = at_fuse
         process.fuse = int(self._random.expovariate(1 / 120))
@@ -358,7 +358,7 @@ class Faults:
         log = self._cluster.logs[name]
         log.delete(below=self._random.choice([log.end, self._random.randint(log.begin, log.end)]))
         self.deleted.add(name[1])
-        # Before or after an owner has noticed, copied what it has in memory and written it down.
+        # Before or after an owner has noticed, copied its bodies and written a snapshot.
         kill = self._random.choice([self._stop_all, self._kill_at_a_step, self._kill_in_a_turn])
         self._later(self._random.choice([0.0, 0.5, 2.0, 12.0]), kill, until_s)
         return f"{name} begins at {log.begin}"
@@ -375,22 +375,22 @@ class Faults:
         return f"in {name}"
 
     def _aborts_lost(self, until_s: float) -> str:
-        # For as long as nobody ends it, what is for such a partition waits: the rest must go on.
+        # Until it is ended, transactions for such a partition wait: the others must continue.
         self._loop.call_later(0.0, self._kill_in_a_turn, until_s)
         return self._ends_lost(2 * until_s + SUCCESSION_S, 0.5, commit=False)
 
     def _kill_in_a_turn(self, until_s: float) -> None:
-        """Kill all proxies in the midst of a turn, which whoever claims next aborts: rare else."""
+        """Kill all proxies during a promotion, which the next claim aborts: rare otherwise."""
         if self.healed:
             return
         if any(log.open for (name, _), log in self._cluster.logs.items() if name == CHECKPOINT):
-            self._nobody.context.copy().run(self._stop_all, until_s)
+            self._operator.context.copy().run(self._stop_all, until_s)
         else:
             self._loop.call_later(0.001, self._kill_in_a_turn, until_s)
 
     def _commits_lost(self, until_s: float) -> str:
         what = self._ends_lost(until_s, self._random.choice([0.1, 0.4]), commit=True)
-        # Only an abort behind it takes a commit back, so one is made likely.
+        # Only a later abort takes a commit back, so one is made likely.
         abort = self._random.choice([self._target_refuses, self._kill_at_a_step])
         return f"{what}, {abort(until_s)}"
 
@@ -406,7 +406,7 @@ class Faults:
     def heal(self) -> None:
         """End them all."""
         self.healed = True
-        self.tell("healed")
+        self.note("healed")
         self._network.weather = Weather()
         self._network.cuts.clear()
         self._network.down.clear()

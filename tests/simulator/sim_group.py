@@ -120,7 +120,7 @@ class SimMembership(Membership):
         await self._hear(assigned)
 
     async def _hear(self, assigned: Callable[[Assignment], None]) -> bool:
-        """Send a heartbeat and take its answer; say whether we are a member."""
+        """Send a heartbeat; return whether we are a member."""
         sent_s = self._group.network.loop.time()
         await self._travel()
         assignment = self._group.beat(self._name, self._member)
@@ -162,14 +162,14 @@ class SimMembership(Membership):
             raise KafkaUnavailable("no answer of the group's coordinator")
 
     async def still_ours(self, partition: int) -> bool:
-        """Say whether a partition is ours; see `txbroker.door.protocols.Membership`."""
+        """Return whether a partition is ours; see `txbroker.door.protocols.Membership`."""
         await self._travel()
         assignment = self._group.beat(self._name, self._member)
         await self._travel()
         return assignment is not None and partition in assignment.mine
 
     def in_touch(self) -> bool:
-        """Say whether the last word of the group is younger than a session."""
+        """Return whether the last heartbeat is younger than a session."""
         return self._group.network.loop.time() - self._heard_s < SESSION_S
 
     async def leave(self) -> None:

@@ -33,7 +33,7 @@ _EARLIEST = -2
 _READ_COMMITTED = 1
 _KEPT_BATCHES = 5
 RETAIN_S = 2.0
-"""How often brokers look for what is too old."""
+"""Interval at which brokers delete old records."""
 
 Name = tuple[str, int]
 """A topic and the number of one of its partitions."""
@@ -68,7 +68,7 @@ class Log:
         self.begin = 0
         self.end = 0
         self.learns = (0.0, 0)
-        """Until when a new leader does not know how far the log reaches; what it shows then."""
+        """Until when a new leader does not know the end of its log, and the end it returns."""
         self.batches: list[Batch] = []
         self._bases: list[int] = []
         self.producers: dict[int, _Sequences] = {}
@@ -171,7 +171,7 @@ class Log:
         return NONE, aborted, b"".join(found)
 
     def hang(self, stranger: int) -> None:
-        """Let somebody else's transaction be open from here on."""
+        """Open another client's transaction at this offset."""
         self.open[-stranger] = self.end
 
     def unhang(self, stranger: int) -> None:
@@ -238,7 +238,7 @@ class TransactionalId:
 
 
 class Cluster:
-    """The brokers, one behind another as far as time goes: each request is dealt with at once.
+    """The brokers, sequential in time: each request is handled at once.
 
     Args:
         loop: gives the time.
@@ -290,7 +290,7 @@ class Cluster:
             self.logs[topic, number] = Log(leader, append_time=append_time, bytes_max=bytes_max)
 
     def retain(self, topic: str, seconds: float) -> None:
-        """Delete what is older, now and from now on. It is hidden only: the judge reads it."""
+        """Delete older records, now and later. They are only hidden: the judge reads them."""
         for (name, _), log in self.logs.items():
             if name == topic:
                 log.delete(self.now_ms(max(log.leader, 0)) - round(seconds * 1000))
@@ -409,14 +409,14 @@ class Cluster:
         return SimpleNamespace(topics=topics, error_code=NONE)
 
     def _describe_producers(self, node: int, request: Any) -> Any:
-        def told(topic: str, number: int) -> tuple[Any, ...]:
+        def states_of(topic: str, number: int) -> tuple[Any, ...]:
             log = self.logs.get((topic, number))
             if log is None or log.leader != node:
                 return number, UNKNOWN_TOPIC if log is None else NOT_LEADER, None, []
             found = [(id, 0, 0, -1, 0, first) for id, first in log.open.items()]
             return number, NONE, None, found
 
-        topics = [(t, [told(t, number) for number in ns]) for t, ns in request.values[0]]
+        topics = [(t, [states_of(t, number) for number in ns]) for t, ns in request.values[0]]
         return SimpleNamespace(topics=topics)
 
     def _metadata(self, _: int, request: Any) -> Any:
@@ -536,7 +536,7 @@ class Cluster:
         return SimpleNamespace(error_code=code)
 
     def _features(self, _: int, __: Any) -> Any:
-        """The feature as brokers tell it, with the requests that belong to it."""
+        """The feature as brokers announce it, with its requests."""
         level = b"\x02\x14transaction.version\x00\x02\x00\x02\x00" if self.second else b"\x01"
         versions = [(key, 0, last) for key, last in ((0, 12), (22, 5), (26, 5))]
         return SimpleNamespace(error_code=NONE, api_versions=versions, tags={2: level})

@@ -65,7 +65,7 @@ class Process:
 
     Args:
         name: of it and its successors.
-        seed: of its own random numbers.
+        seed: of the loop's random numbers.
     """
 
     def __init__(self, name: str, seed: str) -> None:
@@ -76,7 +76,7 @@ class Process:
         """How far this machine's wall clock is off; its monotonic clock is right."""
         self.steps = 0
         self.fuse = -1
-        """After so many more steps `at_fuse` is called, in the middle of whatever goes on."""
+        """After this number of steps `at_fuse` is called, in the middle of any work."""
         self.at_fuse: Callable[[], None] = _nothing
         self.backlog: deque[Handle] = deque()
         self.context = contextvars.copy_context()
@@ -161,7 +161,7 @@ class SimLoop(asyncio.BaseEventLoop):
     def call_later(  # type: ignore[override]
         self, delay: float, callback: Callable[..., object], *args: Any, context: Any = None
     ) -> Handle:
-        """Run a callback so many virtual seconds later."""
+        """Run a callback after `delay` virtual seconds."""
         return self.call_at(self._now_s + delay, callback, *args, context=context)
 
     def call_at(  # type: ignore[override]
@@ -185,7 +185,7 @@ class SimLoop(asyncio.BaseEventLoop):
     # --- running ---------------------------------------------------------------------------------
 
     def run(self, main: Coroutine[Any, Any, Any], process: Process) -> Any:
-        """Run a coroutine of a process to its end, and whatever goes on beside it.
+        """Run a coroutine of a process to its end, with all concurrent work.
 
         Raises:
             Stuck: it never ends.
@@ -216,7 +216,7 @@ class SimLoop(asyncio.BaseEventLoop):
         if process.fuse >= 0:
             process.fuse -= 1
             if process.fuse < 0:
-                # Before this step: it is the first that does not come to pass.
+                # Before this step: it is the first one that does not happen.
                 self._queue.appendleft(handle)
                 process.at_fuse()
                 return
@@ -233,7 +233,7 @@ class SimLoop(asyncio.BaseEventLoop):
         while timers and timers[0][2].cancelled_:
             heapq.heappop(timers)
         if not timers:
-            raise Stuck("nobody waits for anything that could still happen")
+            raise Stuck("no scheduled event is left")
         self._now_s = max(self._now_s, timers[0][0])
         while timers and timers[0][0] <= self._now_s:
             handle = heapq.heappop(timers)[2]
@@ -248,7 +248,7 @@ class SimLoop(asyncio.BaseEventLoop):
             process.backlog.clear()
 
     def _end(self) -> None:
-        """Throw away whatever is not over; none of it runs any more."""
+        """Discard all unfinished work."""
         self._over = True
         self._queue.clear()
         self._timers.clear()

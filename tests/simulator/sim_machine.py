@@ -27,7 +27,7 @@ START_S = 1_700_000_000.0
 
 
 def wall_s() -> float:
-    """Return the wall clock of the machine of whoever asks, seconds since 1970."""
+    """Return the wall clock of the calling process's machine, seconds since 1970."""
     loop = asyncio.get_running_loop()
     return START_S + loop.time() + PROCESS.get().wall_ahead_s
 
@@ -88,7 +88,7 @@ _FUNCTIONS: dict[Any, Any] = {
 
 
 def _key(value: Any) -> Any:
-    """Return what a value is looked up by; None for what is none of ours."""
+    """Return the key of a value; None for a foreign one."""
     kinds = (ModuleType, type, FunctionType, type(time.time), type(random.random))
     return value if isinstance(value, kinds) else None
 
@@ -114,7 +114,7 @@ def simulated_machine(heard: Callable[[str], None] | None = None) -> Iterator[No
     """Let every module of txbroker that is imported by now take all of this from the simulation.
 
     Args:
-        heard: is told every line that txbroker logs; None: nobody is.
+        heard: called with every line that txbroker logs, if given.
     """
     undo: list[Callable[[], None]] = []
     for module in _ours():
@@ -128,13 +128,13 @@ def simulated_machine(heard: Callable[[str], None] | None = None) -> Iterator[No
     settings, disabled = structlog.get_config(), logging.root.manager.disable
     _listen(heard)
     collects = gc.isenabled()
-    # What a run leaves behind is thrown away between runs: it is faster, and comes at no other
+    # Garbage of a run is collected between runs: it is faster, and happens at no other
     # moment when the same run comes again.
     gc.disable()
     gc.freeze()
     unraisable = sys.unraisablehook
-    # What is thrown away in the middle of its work may not like that.
-    sys.unraisablehook = _say_nothing
+    # Objects collected in the middle of their work may raise.
+    sys.unraisablehook = _ignore
     try:
         yield
     finally:
@@ -165,13 +165,13 @@ def _replaced(value: Any) -> Any:
 
 
 class _Silent(structlog.BoundLoggerBase):
-    """A logger that says nothing."""
+    """A logger that drops everything."""
 
     def __getattr__(self, name: str) -> Callable[..., None]:
-        return _say_nothing
+        return _ignore
 
 
-def _say_nothing(*_: Any, **__: Any) -> None:
+def _ignore(*_: Any, **__: Any) -> None:
     return None
 
 
@@ -181,14 +181,14 @@ def _listen(heard: Callable[[str], None] | None) -> None:
         structlog.configure(wrapper_class=_Silent, cache_logger_on_first_use=False)
         return
 
-    def tell(_: Any, level: str, event: dict[str, Any]) -> Any:
-        said = " ".join(f"{name}={value}" for name, value in event.items() if name != "event")
+    def record(_: Any, level: str, event: dict[str, Any]) -> Any:
+        fields = " ".join(f"{name}={value}" for name, value in event.items() if name != "event")
         at_s, who = asyncio.get_running_loop().time(), PROCESS.get().name
-        heard(f"{at_s:10.4f} {who}: {level}: {event.get('event')} {said}")
+        heard(f"{at_s:10.4f} {who}: {level}: {event.get('event')} {fields}")
         raise structlog.DropEvent
 
     structlog.configure(
         wrapper_class=structlog.make_filtering_bound_logger(logging.NOTSET),
-        processors=[tell],
+        processors=[record],
         cache_logger_on_first_use=False,
     )

@@ -24,7 +24,7 @@ class Weather(Struct):
         slow: the share of messages that take up to `slow_s`.
         lost: the share of requests that never arrive.
         unanswered: the share of requests whose answer never arrives.
-        late: the share of requests whose sender is told that the connection is gone, and that
+        late: the share of requests whose sender sees the connection close, and that
             arrive up to `late_s` later all the same.
         only: the kind of requests that these three shares are of, "" for all.
     """
@@ -61,7 +61,7 @@ class Network:
         return delay_s
 
     def reaches(self, process: Process, node: int) -> bool:
-        """Say whether a process and a broker reach one another."""
+        """Return whether a process and a broker reach each other."""
         return node not in self.down and (process.name, node) not in self.cuts
 
     async def open(self, host: str, port: int, **settings: Any) -> Connection:
@@ -83,7 +83,7 @@ class Network:
 
 
 class Connection:
-    """A connection of a process to a broker: what is sent over it arrives in order."""
+    """A connection of a process to a broker: requests arrive in order."""
 
     def __init__(self, network: Network, process: Process, node: int, timeout_s: float) -> None:
         self._network = network
@@ -198,11 +198,11 @@ class Connection:
             timer.cancel()
             if not future.done():
                 future.set_exception(KafkaConnectionError("connection reset"))
-                # Whoever waited may be gone.
+                # The waiting caller may be gone.
                 future.exception()
 
     def close(self, reason: object = None) -> asyncio.Future[None]:
-        """Close it. What is on its way arrives all the same."""
+        """Close it. Requests in flight still arrive."""
         self._break()
         future: asyncio.Future[None] = self._loop.create_future()
         future.set_result(None)

@@ -45,7 +45,7 @@ class SimTargets(Targets):
         """Ask about a topic.
 
         Raises:
-            KafkaUnavailable: nobody is to be reached.
+            KafkaUnavailable: no broker is reachable.
         """
         network, process = self._network, PROCESS.get()
         await network.pass_message()
@@ -81,12 +81,12 @@ class NoGroups:
         """There is nothing."""
 
     async def put(self, group: str, value: bytes | None) -> None:
-        """Nobody registers a group here."""
+        """No groups are registered here."""
         raise KafkaUnavailable("groups are not simulated")
 
 
 class NoAudit:
-    """A `txbroker.door.protocols.AuditFeed` in which nothing is told."""
+    """A `txbroker.door.protocols.AuditFeed` without events."""
 
     def follow(self, changed: Callable[[str, bytes | None], None]) -> None:
         """There is nothing."""
@@ -116,7 +116,7 @@ class SimDoor(Door):
         """The topics are there."""
 
     async def check_topics(self) -> list[str]:
-        """Nobody changes the topics here."""
+        """The topics never change here."""
         return []
 
     def brokers(self) -> Sequence[tuple[str, int]]:
@@ -151,7 +151,7 @@ def _settings(name: str, given: tuple[tuple[str, Any], ...]) -> Settings:
 
 
 class _Unheard:
-    """Events and metrics that nobody reads."""
+    """Discarded events and metrics."""
 
     def __getattr__(self, name: str) -> Callable[..., None]:
         return _ignore
@@ -166,7 +166,7 @@ class SimProxy:
 
     Args:
         name: of the proxy; it keeps it over restarts.
-        finder: makes what finds somebody to ask, for the proxy's process.
+        finder: makes the finder of check endpoints, for the proxy's process.
     """
 
     def __init__(
@@ -205,7 +205,7 @@ class SimProxy:
         self._network.loop.create_task(self._run(), context=self.process.context)
 
     def kill(self) -> None:
-        """End this life, whatever goes on."""
+        """Kill the process in any state."""
         self._network.note(f"{self.name}: killed")
         self.process.life = Life.DEAD
 
@@ -234,6 +234,6 @@ class SimProxy:
                 await broker.start()
                 break
             except KafkaUnavailable:
-                # As whoever runs it starts it again.
+                # As its supervisor restarts it.
                 await asyncio.sleep(1.0)
         self.broker = broker

@@ -41,17 +41,17 @@ TOPICS = ("t", "u")
 
 Request: TypeAlias = PrepareRequest | DecideRequest
 Work = Callable[[Broker], Awaitable[Any]] | Request
-"""What a proxy is asked: a call of its own, or an operation, which may share a frame."""
+"""A request to a proxy: a single call, or an operation that may share a frame."""
 Frame: TypeAlias = list[tuple[Request, asyncio.Future[Any]]]
 GATHER_S = (0.0, 0.0, 0.003, 0.05)
 """For how long operations may wait for others of their frame."""
 BURSTS = (5, 40, 2 * FRAME_OPERATIONS_MAX)
 BURST_SHARE = 0.15
-"""Of the clients that fill frames, so many begin with a burst of transactions."""
+"""Share of the clients with frames that begin with a burst of transactions."""
 
 
 class Silence(Exception):
-    """No answer came; what was asked may or may not have been done."""
+    """No answer came; the request may or may not have been executed."""
 
 
 class Shop:
@@ -79,7 +79,7 @@ class Shop:
         self.repeats: list[asyncio.Task[None]] = []
         self.reachable = True
         self.trouble = True
-        """While faults are made: services are slow and say what they like."""
+        """During the faults: services are slow and answer arbitrarily."""
         self.frames: Random | None = None
         """Decides what shares a frame; None where each operation goes alone."""
         self._gathering: dict[str, Frame] = {}
@@ -137,7 +137,7 @@ class Shop:
             return
         self.network.note(f"{proxy.name}: a frame of {len(frame)}")
         for run in broker.runs([request for request, _ in frame]):
-            # A task of its own: it ends with the proxy, begun or not.
+            # A separate task: it ends with the proxy, begun or not.
             answers = asyncio.ensure_future(run.answers)
 
             async def answered(
@@ -216,7 +216,7 @@ class Shop:
         messages: tuple[Body, ...] | None = None,
         give_up_s: float = GIVE_UP_S,
     ) -> Call:
-        """Call until somebody answers for good, whoever the owner is."""
+        """Call until any owner answers finally."""
         random = self.process.random
         until_s = self.loop.time() + give_up_s
         number = random.randrange(len(self.proxies))
@@ -231,7 +231,7 @@ class Shop:
             await asyncio.sleep(PAUSE_S * (0.5 + random.random()))
 
     async def show(self, partition: int, id: str) -> TransactionView | str:
-        """Return what the owner of a partition says of a transaction, or why it does not."""
+        """Return the owner's view of a transaction, or its error."""
         found: TransactionView | str = "nowhere"
         for proxy in self.proxies:
             if proxy.broker is not None and partition in proxy.broker.mine():
@@ -242,7 +242,7 @@ class Shop:
         return found
 
     async def operate(self, what: str, id: str) -> None:
-        """Decide a parked transaction by hand, as the business database says, or revive it."""
+        """Decide a parked transaction by hand, as the business database shows, or revive it."""
 
         async def revive(broker: Broker) -> TransactionStatus:
             return await broker.revive(id, by="operator", reason="simulated")
@@ -263,7 +263,7 @@ class Shop:
     # --- being asked -----------------------------------------------------------------------------
 
     def check(self, call: CheckCall) -> tuple[float, CheckResult | None]:
-        """A question has arrived: say after how many seconds what is answered, None: nothing."""
+        """Return the answer to a question and its delay, seconds; None for no answer."""
         token = token_of(call.messages)
         temper = self.tempers.get(token, "right") if self.trouble else self._in_the_end(token)
         random = self.process.random
@@ -306,7 +306,7 @@ class Shop:
     # --- the business ----------------------------------------------------------------------------
 
     async def local_transaction(self, id: str, seconds: float) -> bool:
-        """Write the row of a transaction, unless a check was first; say whether it is there."""
+        """Write the row of a transaction unless a check was first; return whether it exists."""
         self.running.add(id)
         await asyncio.sleep(seconds)
         self.running.discard(id)
@@ -322,7 +322,7 @@ def _answer(future: asyncio.Future[Any], result: Any) -> None:
         return
     if isinstance(result, Exception):
         future.set_exception(result)
-        # Whoever asked may have given up.
+        # The caller may have given up.
         future.exception()
     else:
         future.set_result(result)
@@ -418,7 +418,7 @@ class Lane:
         self._ahead_ms = 0
 
     async def run(self, transactions: int, hurry: float) -> None:
-        """Do so many; such a share of them beside those that come next."""
+        """Run `count` transactions; this share of them concurrently with the next ones."""
         await self._learn_time()
         async with asyncio.TaskGroup() as group:
             frames = self._shop.frames
@@ -472,7 +472,7 @@ class Lane:
         order = f"order {self._name}" if random.random() < 0.5 else None
         if order is not None and self._window_s > LONG_S and random.random() < 0.4:
             # Without an order key the dedup key would stand for it, and order be lost on purpose.
-            # And beyond the window, to which a stopped proxy can hold a request, it counts anew.
+            # Beyond the window, to which a stopped proxy can hold a request, it counts again.
             return PrepareRequest("g", messages, dedup_key=token, order_key=order)
         hashed = order_hash(order, messages[0].topic, messages[0].key)
         wanted = random.randrange(self._partitions) if hashed is None else hashed % self._partitions
@@ -514,10 +514,10 @@ class Lane:
         await self._shop.recorded("prepare", token, id, proxy, work)
 
     async def _contrary(self, token: str, id: str) -> None:
-        """Say commit and rollback at once."""
+        """Send commit and rollback at once."""
         async with asyncio.TaskGroup() as group:
             for decision in self._random.sample([Decision.COMMIT, Decision.ROLLBACK], 2):
-                group.create_task(self._say(token, id, decision))
+                group.create_task(self._decide_as(token, id, decision))
 
     async def _decide(
         self, token: str, id: str, temper: str, messages: tuple[Message, ...]
@@ -525,12 +525,12 @@ class Lane:
         random, shop = self._random, self._shop
         draw = random.random()
         if draw < 0.15 and temper != "fickle":
-            # It does not come to its local transaction: only a check can tell.
+            # Its local transaction never runs: only a check finds out.
             return
         slow = random.random() < 0.15
         there = await shop.local_transaction(id, random.random() * (4.0 if slow else 0.05))
         if draw < 0.3:
-            # It ends before it says so, at most it asks to be asked.
+            # It ends before its decision; at most it requests a check.
             if random.random() < 0.4:
                 await self._ask_for_check(token, id)
             return
@@ -542,7 +542,7 @@ class Lane:
         times = 3 if random.random() < 0.1 else 1
         async with asyncio.TaskGroup() as group:
             for _ in range(times):
-                group.create_task(self._say(token, id, decision, replaced))
+                group.create_task(self._decide_as(token, id, decision, replaced))
 
     async def _ask_for_check(self, token: str, id: str) -> None:
         async def work(broker: Broker) -> TransactionStatus:
@@ -550,7 +550,7 @@ class Lane:
 
         await self._shop.insist("check", token, id, work)
 
-    async def _say(
+    async def _decide_as(
         self,
         token: str,
         id: str,

@@ -1,5 +1,5 @@
-"""One run: a cluster, some proxies, clients, and the faults that the seed says; then all is healed,
-everything comes to rest, and what the topics hold is judged."""
+"""One run: a cluster, some proxies, clients, and the faults of the seed; then all is healed,
+everything comes to rest, and the topics are judged."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import gc
 import random
 import time
 from collections.abc import Callable, Iterator
+from operator import attrgetter
 from typing import Any
 
 from msgspec import Struct, field
@@ -30,30 +31,30 @@ from txbroker.proxy.partition.body_cache import BODY_LOST
 from txbroker.proxy.partition.owner import PartitionOwner
 
 QUIET_S = 150.0
-"""How long everything may take to come to rest once all is healed, virtual seconds."""
+"""Time limit for coming to rest after healing, virtual seconds."""
 REMEMBERED = (
     "state",
     "offset",
     "prepared_at_ms",
     "fingerprint",
-    "contents_fingerprint",
+    "verdict.contents_fingerprint",
     "places",
     "order",
-    "decision",
-    "op_offset",
-    "decided_at_ms",
-    "round",
-    "number",
-    "counted_ms",
-    "not_before_ms",
+    "verdict.decision",
+    "verdict.op_offset",
+    "verdict.at_ms",
+    "checks.round",
+    "checks.number",
+    "checks.counted_ms",
+    "checks.not_before_ms",
     "kept",
 )
 """What of a transaction is a function of the log and of acknowledged turns."""
 COLLECT_EVERY = 10
-"""So many runs may leave behind what they do."""
+"""Runs after which garbage is collected."""
 ALONG_S = 0.4
 WORK_S = 40.0
-"""Clients are waited for so long before all is healed, virtual seconds."""
+"""How long clients run before all is healed, virtual seconds."""
 OWN = ("half", "op", "checkpoint", "parked")
 SETTINGS = {
     "check_after_s": 1.5,
@@ -92,7 +93,7 @@ class World:
         brokers = Process("brokers", f"{seed}/brokers")
         self.skew_ms = [self.random.randint(-300, 300) for _ in range(3)]
         self.cluster = Cluster(self.loop, brokers, self._broker_ms)
-        # Drawn apart, so that half of all seeds are what they were with the first version.
+        # Drawn separately, so that half of all seeds keep their events with version 1.
         self.cluster.second = random.Random(f"kafka {seed}").random() < 0.5
         self.network = Network(self.loop, self.cluster)
         if note is not None:
@@ -101,7 +102,7 @@ class World:
         self.main = Process("main", f"{seed}/main")
         self.along: list[Seen] = []
         self.lost: set[str] = set()
-        """Transactions whose messages somebody has deleted."""
+        """Transactions with deleted messages."""
         self.proxies: list[SimProxy] = []
         self.shop = Shop(self.network, Process("shop", f"{seed}/shop"), self.proxies)
         frames = random.Random(f"frames {seed}")
@@ -145,7 +146,7 @@ class World:
     # --- the run ---------------------------------------------------------------------------------
 
     async def run(self) -> list[str]:
-        """Run it; return what was violated."""
+        """Run it; return the violations."""
         shape = self.shape
         for proxy in self.proxies:
             proxy.start()
@@ -165,7 +166,7 @@ class World:
         self.faults.heal()
         for task in [*lanes, *self.shop.repeats]:
             await task
-        rest = await self._come_to_rest()
+        rest = await self._settle()
         if not rest:
             rest = await self._operate() or await self._restart()
         rest = rest or await self._unaccounted()
@@ -206,7 +207,7 @@ class World:
                 yield from ((each.id, each) for _, each in proxy.broker.unsettled())
 
     def _truncated(self) -> set[int]:
-        """The half partitions that stand still because of what was deleted."""
+        """The half partitions that stopped because of deleted records."""
         return {
             number
             for proxy in self.proxies
@@ -216,7 +217,7 @@ class World:
         } & self.faults.deleted
 
     async def _operate(self) -> list[str]:
-        """Let an operator decide or revive some of what is parked, as the truth is by now."""
+        """Let an operator decide or revive some parked transactions, according to the database."""
         parked = sorted(id for id, each in self._unsettled() if each.state is State.PARKED)
         chosen = [id for id in parked if self.random.random() < 0.5]
         if not chosen:
@@ -226,17 +227,17 @@ class World:
             await self.loop.create_task(
                 self.shop.operate(what, id), context=self.shop.process.context
             )
-        return await self._come_to_rest()
+        return await self._settle()
 
     async def _restart(self) -> list[str]:
-        """Kill all proxies and begin anew: what is read back must be what was remembered."""
+        """Kill and restart all proxies: recovery must restore their ledgers."""
         if not self.shape.restart:
             return []
         before = self._remembered()
         for proxy in self.proxies:
             proxy.kill()
             proxy.start(self.faults.wall_ahead_s())
-        rest = await self._come_to_rest()
+        rest = await self._settle()
         if rest:
             return rest
         after = self._remembered()
@@ -251,20 +252,20 @@ class World:
     def _remembered(self) -> dict[str, frozenset[str]]:
         """Return what owners know of all that is not settled."""
         return {
-            id: frozenset(f"{name}={getattr(each, name)!r}" for name in REMEMBERED)
+            id: frozenset(f"{name}={attrgetter(name)(each)!r}" for name in REMEMBERED)
             for id, each in self._unsettled()
         }
 
-    async def _come_to_rest(self) -> list[str]:
-        """Wait until nothing is left to do; say what is if that takes too long."""
+    async def _settle(self) -> list[str]:
+        """Wait until nothing is left to do; return the rest on timeout."""
         until_s = self.loop.time() + QUIET_S
         quiet = False
         while True:
             left = self._unrest()
             if not left and quiet:
-                self.faults.tell("quiet")
+                self.faults.note("quiet")
                 return []
-            # Twice: what was on its way at the first look has arrived at the second.
+            # Twice: requests in flight at the first check have arrived at the second.
             quiet = not left
             if self.loop.time() > until_s:
                 return [f"I12: {QUIET_S:g} s after all was healed: {each}" for each in left]

@@ -1,7 +1,7 @@
 """Try seeds in a simulation, or one of them again: `python -m tests.simulator.simulate --seed N`.
 
-Without `--seed`, so many seeds from `--first` on are tried, on as many cores as there are. Each
-that fails is named, with what was violated. Ends with 0 where none failed, else with 1.
+Without `--seed`, runs a number of seeds from `--first` on, on all cores. Each
+failure is reported with its violations. Exits with 0 if none failed, else with 1.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ STORY_LINES = 60
 _CHUNK = 20
 
 
-def tell(report: Report, lines: int = STORY_LINES) -> str:
+def describe(report: Report, lines: int = STORY_LINES) -> str:
     """Return what to know of a run that failed: its seed, its faults, the first violations."""
-    told = [f"seed {report.seed} failed; its faults: {', '.join(report.faults) or 'none'}"]
+    lines_out = [f"seed {report.seed} failed; its faults: {', '.join(report.faults) or 'none'}"]
     for violation in report.violations[:3]:
-        told += violation.splitlines()[:lines]
+        lines_out += violation.splitlines()[:lines]
     if len(report.violations) > 3:
-        told.append(f"and {len(report.violations) - 3} more violations")
-    told.append(f"again, with all events: make simulate SEED={report.seed}")
-    return "\n".join(told)
+        lines_out.append(f"and {len(report.violations) - 3} more violations")
+    lines_out.append(f"again, with all events: make simulate SEED={report.seed}")
+    return "\n".join(lines_out)
 
 
 def without_most(seed: int) -> list[str]:
@@ -75,7 +75,7 @@ def try_many(seeds: range, jobs: int, failures_max: int) -> int:
             faults.update(report.faults)
             if report.failed:
                 failed += 1
-                print(tell(report), flush=True)
+                print(describe(report), flush=True)
                 if failed >= failures_max:
                     break
     took_s = time.perf_counter() - began_s
@@ -98,7 +98,7 @@ def replay(seed: int) -> int:
         if not report.failed:
             print(f"seed {seed}: all held; faults: {', '.join(report.faults) or 'none'}")
             return 0
-        print(tell(report, lines=1000))
+        print(describe(report, lines=1000))
     with simulated_machine():
         print(f"kinds of faults that it needs: {', '.join(without_most(seed)) or 'none'}")
     return 1
@@ -115,13 +115,15 @@ def digests(seeds: range) -> int:
 
 
 def main() -> int:
-    """Try what the command line says."""
+    """Run the seeds of the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seed", type=int, help="this one only, with all its events")
     parser.add_argument("--seeds", type=int, default=1000, help="how many")
     parser.add_argument("--first", type=int, default=0, help="the first seed")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes")
-    parser.add_argument("--failures", type=int, default=3, help="stop after so many")
+    parser.add_argument(
+        "--failures", type=int, default=3, help="stop after this number of failures"
+    )
     parser.add_argument("--digests", action="store_true", help="print one for each seed's events")
     given = parser.parse_args()
     if given.seed is not None:

@@ -21,7 +21,7 @@ REGRESSIONS = tomllib.loads((HERE / "seeds.toml").read_text())["seed"]
 def simulate(
     *arguments: str, hash_seed: str = "0", timeout_s: float = TIMEOUT_S
 ) -> subprocess.CompletedProcess[str]:
-    """Run the simulator in a process of its own, as nothing of it may touch other tests."""
+    """Run the simulator in a separate process: it must not affect other tests."""
     return subprocess.run(
         [sys.executable, "-m", "tests.simulator.simulate", *arguments],
         env={**os.environ, "PYTHONHASHSEED": hash_seed},
@@ -58,9 +58,9 @@ def test_seed_replays_same_events() -> None:
 
 @pytest.mark.timeout(TIMEOUT_S)
 def test_replay_shows_all_events() -> None:
-    told = simulate("--seed", "3").stdout
+    output = simulate("--seed", "3").stdout
     for words in ("client: prepare lane-", "EndTxn is at broker", "info: owned", "== healed"):
-        assert words in told
+        assert words in output
 
 
 def test_failed_run_shows_seed_and_events() -> None:
