@@ -427,7 +427,7 @@ def committed(*patterns: str) -> list[Path]:
 
 def test_threat_table_names_existing_tests() -> None:
     page = (DOCS / "operate/security.md").read_text()
-    section = page.partition("\n## What each threat meets\n")[2].partition("\n## ")[0]
+    section = page.partition("\n## Mechanism against each threat\n")[2].partition("\n## ")[0]
     _, _, *rows = [line for line in section.splitlines() if line.startswith("|")]
     named = [re.findall(r"`([\w/]+\.py)(?:::(\w+))?`", row.rpartition(" | ")[2]) for row in rows]
     assert [row for row, tests in zip(rows, named, strict=True) if not tests] == []
