@@ -1,7 +1,7 @@
 """A sticky choice among equivalent partitions, which makes batches larger.
 
 Messages for one partition at about the same time share batches, and a batch costs proxy and
-brokers about the same whatever its size. Over time the choice is as even as a random one. Source:
+brokers about the same at any size. Over time the choice is as even as a random one. Source:
 the sticky partitioner of Kafka's clients (KIP-480).
 """
 

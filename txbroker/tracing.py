@@ -204,7 +204,7 @@ def _has_own(message: Message) -> bool:
 
 def current_context() -> TraceContext | None:
     """Return the context of the current span; None without one or without tracing."""
-    return None if _tracer() is None else _told(_trace.get_current_span())
+    return None if _tracer() is None else _context_of_span(_trace.get_current_span())
 
 
 def incoming(headers: Mapping[str, str]) -> TraceContext | None:
@@ -215,7 +215,7 @@ def incoming(headers: Mapping[str, str]) -> TraceContext | None:
     return read_context(parent, headers.get(STATE_HEADER, ""))
 
 
-def _told(span: "Span") -> TraceContext | None:
+def _context_of_span(span: "Span") -> TraceContext | None:
     found = span.get_span_context()
     if not found.is_valid:
         return None
@@ -246,7 +246,7 @@ class ActiveSpan:
 
     def __init__(self, span: "Span") -> None:
         self._span = span
-        self.context = _told(span)
+        self.context = _context_of_span(span)
 
     def note(self, attributes: Attributes) -> None:
         """Add attributes."""

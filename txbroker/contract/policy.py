@@ -1,4 +1,4 @@
-"""What is registered of a producer group: its check URL, its secret's place, its check policy."""
+"""The registered policy of a producer group: check URL, secret reference, check times."""
 
 import re
 from functools import lru_cache
@@ -38,11 +38,11 @@ _SecretRef = Annotated[
 
 
 class PolicyError(ValueError):
-    """A group's policy cannot work; the message says what to change."""
+    """A group's policy cannot work; the message names the change."""
 
 
 class GroupPolicy(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
-    """What is registered of a producer group. A field that is None follows the configuration.
+    """The registered policy of a producer group. A field that is None follows the configuration.
 
     Attributes:
         check_url: where check-backs are sent when no instance of the group is connected.

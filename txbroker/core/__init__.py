@@ -2,5 +2,5 @@
 
 Nothing here does I/O. Modules of this package import neither asyncio nor Kafka, neither clock,
 random, logging nor os (a test asserts it), so that every rule can be tested, replayed and
-simulated by itself.
+simulated alone.
 """

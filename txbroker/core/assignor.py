@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import NamedTuple
 
-NOBODY = ""
+UNKNOWN_OWNER = ""
 """The URL of an unknown owner or proxy."""
 
 
@@ -61,10 +61,10 @@ def assign(partitions: int, owned: Mapping[str, frozenset[int]]) -> dict[str, fr
 def owners(
     partitions: int, shares: Mapping[str, frozenset[int]], urls: Mapping[str, str]
 ) -> tuple[str, ...]:
-    """Return the URL of each partition's owner, `NOBODY` if unknown."""
-    result = [NOBODY] * partitions
+    """Return the URL of each partition's owner, `UNKNOWN_OWNER` if unknown."""
+    result = [UNKNOWN_OWNER] * partitions
     for name, share in shares.items():
         for number in share:
             if number < partitions:
-                result[number] = urls.get(name, NOBODY)
+                result[number] = urls.get(name, UNKNOWN_OWNER)
     return tuple(result)

@@ -220,7 +220,7 @@ class TransactionIndex:
         self._dedup: dict[tuple[str, str], str] = {}
 
     def __iter__(self) -> Iterator[Transaction]:
-        """Yield what is not settled, then the settled ones as far as they are remembered."""
+        """Yield the unsettled transactions, then the settled ones as far as remembered."""
         yield from self.transactions.values()
         yield from self.settled
 
@@ -325,7 +325,7 @@ class TransactionIndex:
         group = self._groups[transaction.half.group]
         group.remove(transaction, State.PENDING)
         group.add(transaction)
-        # Also with an older copy: that one does not say that the transaction is parked.
+        # Also with an older copy, whose state is not `parked`.
         self.to_keep[transaction.id] = transaction
 
     def revive(self, transaction: Transaction) -> None:

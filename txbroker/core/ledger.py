@@ -64,7 +64,7 @@ class Effect(StrEnum):
     REPEATED = "repeated"
     """The same again."""
     CONFLICT = "conflict"
-    """The contrary of what was decided or prepared before."""
+    """It contradicts an earlier decision or prepare."""
     ILLEGAL = "illegal"
     """A step that the state does not allow."""
     VOID = "void"
@@ -319,7 +319,7 @@ class Ledger:
         """Take a transaction from its parked copy: retention has deleted the half message.
 
         To be called before the operation topic is applied, which may have lost markers too: a
-        parked one stays parked until a marker says otherwise, and a committed one stays so.
+        parked one stays parked until the next marker, and a committed one stays so.
         """
         if self.index.get(copy.half.id) is None:
             transaction = transaction_of(copy)
@@ -555,7 +555,7 @@ class Ledger:
                 self._refuse_by_copy(transaction, copy)
         for id, copy in copies.items():
             if id not in index.transactions:
-                # Settled, maybe so long ago that it is forgotten, and the copy was left.
+                # Settled, maybe forgotten since, and the copy was left.
                 index.to_release[id] = index.settled.shown.get(id) or transaction_of(copy)
 
     def _refuse_by_copy(self, transaction: Transaction, copy: ParkedCopy) -> None:

@@ -83,7 +83,7 @@ def plan_promotion(
         ready: committed transactions in the order of their markers, deferred ones among them.
             Only as many as fit are consumed.
         op_position: the operation topic's offset up to which the ledger has applied whole batches.
-        examine: uses what is known already; called again only for a larger message.
+        examine: uses cached facts; called again only for a larger message.
         in_flight: ids in promotion transactions that are not committed yet.
         retried: refused transactions to retry. Their place in the order is lost.
         tried: why a broker refused a transaction, by id, where only trying could show it.

@@ -255,7 +255,7 @@ class SettledWindow:
                 self._seal(lane)
 
     def seal(self) -> None:
-        """Pack what is not packed yet."""
+        """Pack all transactions that are not packed yet."""
         for lane in self._lanes:
             self._seal(lane)
 

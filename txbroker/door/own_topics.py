@@ -465,8 +465,8 @@ def partition_problems(
             f"{half} has {has} partitions, but this installation was made with "
             f"{layout.partitions}: ids and order keys are bound to that number, with another one "
             "transactions would not be found and order would be lost. Proxies that run go on with "
-            f"{layout.partitions}, but none starts; as Kafka takes no partition away, let what is "
-            "open be settled and begin anew under another topic_prefix"
+            f"{layout.partitions}, but none starts; as Kafka cannot remove partitions, let "
+            "open transactions settle and start again with another topic_prefix"
         ]
     return [
         f"{name} has {count} partitions, but {half} has {has}: what belongs to one transaction is "
@@ -480,6 +480,6 @@ def _remedy(name: str, count: int, wanted: int) -> str:
     if count < wanted:
         return f"Add some: kafka-topics.sh --alter --topic {name} --partitions {wanted}"
     return (
-        "Kafka takes no partition away: let what is open be settled and begin anew under another "
+        "Kafka cannot remove partitions: let open transactions settle and start again with another "
         "topic_prefix"
     )

@@ -10,7 +10,7 @@ from aiokafka.coordinator.protocol import ConsumerProtocol
 from aiokafka.protocol.api import Request
 from aiokafka.protocol.group import JoinGroupRequest, SyncGroupRequest
 
-from txbroker.core.assignor import NOBODY, OwnedPartitions
+from txbroker.core.assignor import UNKNOWN_OWNER, OwnedPartitions
 from txbroker.door.protocols import Assignment
 from txbroker.errors import KafkaUnavailable
 from txbroker.kafka.client.client import Client, KafkaRefused, coordinator_moved
@@ -212,7 +212,7 @@ class Member:
         for member in (member for group in answer.groups for member in group[5]):
             _, instance, _, host, metadata, _ = member
             # During a rebalance the coordinator returns no metadata.
-            if instance == self._instance and (url := _decode(metadata).url) != NOBODY:
+            if instance == self._instance and (url := _decode(metadata).url) != UNKNOWN_OWNER:
                 return Holder(url, host.removeprefix("/"))
         return None
 

@@ -12,7 +12,7 @@ from typing import NamedTuple, TypeVar
 import msgspec
 from msgspec import Struct, field
 
-from txbroker.core.assignor import NOBODY, OwnedPartitions, assign, owners, resolve_conflicts
+from txbroker.core.assignor import UNKNOWN_OWNER, OwnedPartitions, assign, owners, resolve_conflicts
 from txbroker.door.protocols import Assignment
 
 _FORMAT = 1
@@ -29,25 +29,25 @@ class MemberMetadata(Struct, frozen=True):
     """The metadata with which a member joins.
 
     Attributes:
-        url: its URL for clients, `NOBODY` if unknown.
+        url: its URL for clients, `UNKNOWN_OWNER` if unknown.
         record_version: the newest record version that it supports.
         owned: the half partitions that it owns.
         generation: the generation of that assignment.
         asks: number of rebalances that it requested. The coordinator rebalances if a member's
             metadata change; otherwise a restarted member gets the old assignment.
         v: version of this format.
-        peer_url: its URL for other proxies, `NOBODY` if it is `url`.
-        admin_url: its URL for operators, `NOBODY` if it is `url`.
+        peer_url: its URL for other proxies, `UNKNOWN_OWNER` if it is `url`.
+        admin_url: its URL for operators, `UNKNOWN_OWNER` if it is `url`.
     """
 
-    url: str = NOBODY
+    url: str = UNKNOWN_OWNER
     record_version: int = _FIRST_RECORD_VERSION
     owned: NumberRuns = field(default_factory=list)
     generation: int = -1
     asks: int = 0
     v: int = _FORMAT
-    peer_url: str = NOBODY
-    admin_url: str = NOBODY
+    peer_url: str = UNKNOWN_OWNER
+    admin_url: str = UNKNOWN_OWNER
 
 
 class GroupMember(Struct, frozen=True):
@@ -57,8 +57,8 @@ class GroupMember(Struct, frozen=True):
     url: str
     record_version: int
     owned: NumberRuns
-    peer_url: str = NOBODY
-    admin_url: str = NOBODY
+    peer_url: str = UNKNOWN_OWNER
+    admin_url: str = UNKNOWN_OWNER
 
 
 class GroupAssignment(Struct, frozen=True):
@@ -98,8 +98,8 @@ def decode_metadata(data: bytes | None) -> MemberMetadata:
 
 
 def _url(value: object) -> str:
-    url = _take(value, str, NOBODY)
-    return url if len(url) <= _URL_LENGTH_MAX else NOBODY
+    url = _take(value, str, UNKNOWN_OWNER)
+    return url if len(url) <= _URL_LENGTH_MAX else UNKNOWN_OWNER
 
 
 def _take(value: object, kind: type[_T], default: _T) -> _T:
@@ -173,8 +173,8 @@ class SelfMetadata(Struct, frozen=True):
     name: str
     url: str
     record_version: int
-    peer_url: str = NOBODY
-    admin_url: str = NOBODY
+    peer_url: str = UNKNOWN_OWNER
+    admin_url: str = UNKNOWN_OWNER
 
 
 def is_outdated(group: GroupAssignment | None, me: SelfMetadata) -> bool:
@@ -205,10 +205,10 @@ def assignment(
     return Assignment(
         own,
         owners(partitions, {**shares, me.name: own}, urls),
-        tuple(urls[name] for name in sorted(urls) if urls[name] != NOBODY),
+        tuple(urls[name] for name in sorted(urls) if urls[name] != UNKNOWN_OWNER),
         min(lowest, me.record_version),
-        {member.url: member.peer_url for member in members if member.peer_url != NOBODY},
-        {member.url: member.admin_url for member in members if member.admin_url != NOBODY},
+        {member.url: member.peer_url for member in members if member.peer_url != UNKNOWN_OWNER},
+        {member.url: member.admin_url for member in members if member.admin_url != UNKNOWN_OWNER},
     )
 
 
