@@ -372,7 +372,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def behaving(monkeypatch: pytest.MonkeyPatch, body: str) -> None:
     """Replace the workers by a script, with their settings as `config`."""
-    head = "import json, os, signal, sys, time\ntold = json.loads(sys.stdin.readline())\n"
+    head = "import json, os, signal, sys, time\nconfig = json.loads(sys.stdin.readline())\n"
     monkeypatch.setattr(workers, "COMMAND", (sys.executable, "-c", head + body))
 
 
