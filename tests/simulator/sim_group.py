@@ -31,7 +31,7 @@ class _Place(Struct):
     owned: frozenset[int] = frozenset()
 
 
-class Group:
+class FakeGroup:
     """The group's coordinator."""
 
     def __init__(self, network: Network, partitions: int) -> None:
@@ -91,7 +91,7 @@ class Group:
 class SimMembership(Membership):
     """A `txbroker.door.protocols.Membership` of one simulated proxy."""
 
-    def __init__(self, group: Group, name: str) -> None:
+    def __init__(self, group: FakeGroup, name: str) -> None:
         self._group = group
         self._name = name
         self._url = ""

@@ -9,7 +9,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from tests.simulator.sim_group import Group, SimMembership
+from tests.simulator.sim_group import FakeGroup, SimMembership
 from tests.simulator.sim_loop import PROCESS, Life, Process
 from tests.simulator.sim_network import Network
 from txbroker.checkers.base import Finder
@@ -96,7 +96,7 @@ class SimDoor(Door):
     """A `Door` on simulated connections: client, producers, twin writer, claims and
     readers are those of the door to a real Kafka."""
 
-    def __init__(self, network: Network, group: Group, name: str, partitions: int) -> None:
+    def __init__(self, network: Network, group: FakeGroup, name: str, partitions: int) -> None:
         self.partitions = partitions
         settings = KafkaSettings(
             bootstrap_servers=("broker:9000",),
@@ -174,7 +174,7 @@ class SimProxy:
         name: str,
         seed: str,
         network: Network,
-        group: Group,
+        group: FakeGroup,
         partitions: int,
         settings: dict[str, Any],
         finder: Callable[[SimProxy], Finder],

@@ -15,7 +15,7 @@ from msgspec import Struct, field
 
 from tests.faults.judge import End, Judge, Rec, Seen, Topics, Tx, Violation, read_log
 from tests.simulator.sim_faults import TARGET_BYTES_MAX, Faults, Shape, shape_of
-from tests.simulator.sim_group import Group
+from tests.simulator.sim_group import FakeGroup
 from tests.simulator.sim_kafka import Cluster
 from tests.simulator.sim_loop import Process, SimLoop, Stuck
 from tests.simulator.sim_machine import START_S
@@ -83,7 +83,7 @@ class Report(Struct):
         return bool(self.violations)
 
 
-class World:
+class Harness:
     """All that takes part in one run."""
 
     def __init__(self, seed: int, shape: Shape, note: Callable[[str], None] | None) -> None:
@@ -98,7 +98,7 @@ class World:
         self.network = Network(self.loop, self.cluster)
         if note is not None:
             self.network.note = self.cluster.note = note
-        self.group = Group(self.network, shape.partitions)
+        self.group = FakeGroup(self.network, shape.partitions)
         self.main = Process("main", f"{seed}/main")
         self.along: list[Seen] = []
         self.lost: set[str] = set()
@@ -414,14 +414,14 @@ def run_seed(
         log: gets every event of the run, one line each.
     """
     shape = shape_of(seed, without)
-    world: World
+    world: Harness
 
     def note(line: str) -> None:
         assert log is not None
         log.append(f"{world.loop.time():10.4f} {line}")
 
     began_s = time.process_time()
-    world = World(seed, shape, None if log is None else note)
+    world = Harness(seed, shape, None if log is None else note)
     report = Report(seed, shape)
     try:
         report.violations = world.loop.run(world.run(), world.main)
