@@ -221,7 +221,7 @@ def test_a_missing_table_of_a_database(spark: SparkSession, database: str) -> No
         (BusinessTable("jdbc:nothing://u:secret@h/x", "t", "id"), "spark.jars.packages"),
         (
             BusinessTable("parquet:/does/not/exist", "rows", "id"),
-            "there is no /does/not/exist/rows",
+            "/does/not/exist/rows does not exist",
         ),
     ],
 )

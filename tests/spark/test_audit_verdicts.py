@@ -135,7 +135,7 @@ def test_command_publishes_its_result(planted: Planted, commanded: Commanded) ->
     assert len(ended.err.splitlines()) == 2  # and where the report is
     assert (folder / REPORT).read_text().startswith("<!doctype html>")
     assert Journal(folder / JOURNAL_FILE).last() == summary
-    assert Journal(folder / JOURNAL_FILE).untold() == []
+    assert Journal(folder / JOURNAL_FILE).unpublished() == []
     assert not list(folder.glob("txbroker-spark-*"))
     assert not (folder / "artifacts").exists()  # Spark's own
     reported = read_topics(planting.bootstrap, [planting.names.audit])
