@@ -10,7 +10,8 @@ from typing import Any, cast
 from prometheus_client.parser import text_string_to_metric_families
 
 from txbroker.contract.service import Readiness
-from txbroker.core.transaction import Transaction
+from txbroker.core.records import Decision
+from txbroker.core.transaction import Transaction, Verdict
 from txbroker.proxy.observe.metrics import Metrics
 from txbroker.proxy.observe.partition_gauges import LOOKED_AT_MAX, PartitionGauges
 
@@ -29,6 +30,10 @@ class Held:
     lost: bool = False
     decided_at_ms: int = 0
     copying: bool = False
+
+    @property
+    def verdict(self) -> Verdict:
+        return Verdict(Decision.COMMIT, at_ms=self.decided_at_ms)
 
     @property
     def kept_at(self) -> tuple[int, ...]:
