@@ -311,7 +311,7 @@ async def test_a_refusal_is_told_by_its_code(broker: InMemoryBroker, spans: Span
     async with TransactionalProducer(broker.url, group="refused") as producer:
         id = await producer.prepare(PAYMENT)
         await producer.rollback(id)
-        with pytest.raises(Exception, match="decided before"):
+        with pytest.raises(Exception, match="already decided"):
             await producer.commit(id)
     failed = [span for span in spans.all() if span.name.startswith("commit")]
     assert {(span.attributes or {})["error.type"] for span in failed} == {"already_decided"}
