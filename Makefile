@@ -1,4 +1,4 @@
-# Everything is done in a virtual environment of its own; nothing is assumed but make and
+# Everything runs in a virtual environment; nothing is required but make and
 # Python 3.11 or newer (PYTHON=… names one).
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c

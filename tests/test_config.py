@@ -163,7 +163,7 @@ def test_unknown_names_elsewhere() -> None:
             "set token_file, principals_file or tls_client_ca_file, or insecure",
         ),
         ({"token_file": "/nonexistent"}, "token_file /nonexistent: No such file"),
-        # what others are told
+        # the advertised address
         ({"listen": "0.0.0.0:8470", "insecure": True}, "set advertise to the URL"),
         ({"listen": "[::]:8470", "insecure": True}, "like http://proxy-1:8470"),
         ({"advertise": "http://0.0.0.0:8470"}, "not an address that clients can call"),
@@ -254,7 +254,7 @@ def test_certificate_needs_its_key(tmp_path: Path) -> None:
     assert load_settings({**options, "kafka_ssl_key_file": pem}, environ={}).kafka_ssl_key_file
 
 
-def test_several_mistakes_are_told_at_once() -> None:
+def test_all_mistakes_are_reported_together() -> None:
     message = refused({"partitions": 0, "pending_max": 0})
     assert "partitions" in message
     assert "pending_max" in message
@@ -282,7 +282,7 @@ def test_a_million_pending_fit_by_default(partitions: int | None, each: int) -> 
         ("[fd00::1]:8470", "http://[fd00::1]:8470"),
     ],
 )
-def test_others_are_told_the_address_listened_on(listen: str, url: str) -> None:
+def test_listen_address_is_advertised(listen: str, url: str) -> None:
     settings = load_settings({"listen": listen, "insecure": True}, environ={})
     assert settings.advertise_url == url
 

@@ -42,7 +42,7 @@ def runs(chosen: list[int]) -> list[int]:
     return lengths
 
 
-def test_the_same_is_chosen_so_many_times_and_then_anew(clock: Clock) -> None:
+def test_choice_is_kept_for_a_number_of_uses(clock: Clock) -> None:
     choice: Sticky[int] = Sticky()
     chosen = [choice.choose(range(5)) for _ in range(200 * TIMES)]
     assert all(length % TIMES == 0 for length in runs(chosen))
@@ -50,7 +50,7 @@ def test_the_same_is_chosen_so_many_times_and_then_anew(clock: Clock) -> None:
     assert len(Counter(chosen)) == 5
 
 
-def test_whoever_chooses_seldom_chooses_anew(clock: Clock) -> None:
+def test_rare_choices_are_made_again(clock: Clock) -> None:
     choice: Sticky[int] = Sticky()
     chosen = []
     for _ in range(1000):

@@ -85,7 +85,7 @@ def command() -> None:
     refused      committed, but a target topic does not accept it: repair the topic;
                  the proxy retries automatically, or immediately after a revive
 
-    The first decision counts, whoever makes it; later ones get an error. Transactions that need an
+    The first decision counts, from any source; later ones get an error. Transactions that need an
     operator: `txbroker tx list --state parked` and `--state refused`; `tx show ID` has the cause.
     """
 

@@ -19,17 +19,17 @@ async def overview(service: Service) -> Json:
 
 
 def of_group(shown: Json, group: str) -> Json | None:
-    """Return what is told of one group."""
+    """Return the overview of one group."""
     return next((one for one in shown["groups"] if one["group"] == group), None)
 
 
 def of_partition(shown: Json, id: str) -> Json:
-    """Return what is told of a transaction's half partition."""
+    """Return the overview of a transaction's half partition."""
     return dict(shown["partitions"][parse_id(id).partition])
 
 
 async def shown_when(service: Service, true: Any) -> Json:
-    """Wait until what is told fulfils a condition."""
+    """Wait until the overview satisfies a condition."""
 
     async def found() -> Json | None:
         shown = await overview(service)

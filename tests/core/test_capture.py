@@ -253,9 +253,9 @@ def _digest_of(chunk: bytes | None, closing: bytes | None) -> bytes:
     import hashlib
     import json
 
-    told = json.loads(closing or b"")
-    told["digest"] = hashlib.blake2b(chunk or b"", digest_size=16).hexdigest()
-    return json.dumps(told).encode()
+    facts = json.loads(closing or b"")
+    facts["digest"] = hashlib.blake2b(chunk or b"", digest_size=16).hexdigest()
+    return json.dumps(facts).encode()
 
 
 def test_loading_goes_in_steps() -> None:

@@ -216,7 +216,7 @@ def test_what_could_not_be_read_back_is_not_written(half: Half) -> None:
 
 
 def outcome(decode: Callable[[Record], object], record: Record) -> object:
-    """Decode; anything but Malformed and NewerVersion fails the test by itself."""
+    """Decode; any other error than Malformed and NewerVersion fails the test."""
     try:
         return decode(record)
     except (Malformed, NewerVersion) as error:
@@ -315,7 +315,7 @@ def test_a_marker_under_a_foreign_key_is_malformed() -> None:
         decode_marker(msgspec.structs.replace(record, key=b"other"))
 
 
-def test_a_newer_version_is_told_from_damage() -> None:
+def test_newer_version_differs_from_damage() -> None:
     half = encode_half(half_with())[0]
     newer = (("txb-v", b"%d what ever" % (RECORD_VERSION + 1)), *half.headers[1:])
     with pytest.raises(NewerVersion):

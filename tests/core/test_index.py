@@ -1,4 +1,4 @@
-"""Transactions by offset, in blocks: whatever comes and goes, as a sorted list would have it."""
+"""Transactions by offset, in blocks, against a sorted list."""
 
 import pytest
 from hypothesis import given
@@ -67,7 +67,7 @@ def test_pages_by_time_and_id_are_whole(prepared: list[tuple[int, int]], count: 
     assert found == every
 
 
-def test_whoever_goes_on_may_change_it_meanwhile() -> None:
+def test_index_may_change_during_iteration() -> None:
     line = OffsetIndex()
     for offset in range(20):
         line.add(at(offset))

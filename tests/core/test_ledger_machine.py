@@ -1,4 +1,4 @@
-"""The ledger against a model of forty lines, whatever happens in whatever order."""
+"""The ledger against a model of forty lines, with any events in any order."""
 
 from collections import Counter
 from dataclasses import dataclass, field

@@ -1,4 +1,4 @@
-"""Turns: what is promoted, in which order, exactly once whatever breaks."""
+"""Plans of promotion transactions: content, order, exactly once after any failure."""
 
 from collections.abc import Callable, Iterable, Iterator
 
@@ -230,7 +230,7 @@ def test_planning_looks_at_no_more_than_the_turn_holds() -> None:
         )
         assert len(plan.promote) == per_turn
         ledger.promote_run(plan.promote)
-        # Not sorted anew, which would make another.
+        # Not sorted again, which would hide a wrong order.
         assert ledger.index.ready is ready
     assert not ledger.index.ready
     assert looked_at <= count + count // per_turn
@@ -267,7 +267,7 @@ def test_a_message_is_never_larger_than_its_bound() -> None:
             assert len(builder.build()) - 61 <= size
 
 
-# --- exactly once, whatever breaks -----------------------------------------------------------
+# --- exactly once after any failure ----------------------------------------------------------
 
 
 class World:
@@ -325,8 +325,8 @@ class World:
         progress = Checkpoint(1, "c", plan.op, ledger.half_whole, deferred=tuple(plan.deferred))
         self.waiting.append((plan, progress))
 
-    def commit_turn(self, *, told: bool) -> None:
-        """The oldest turn on its way takes effect; `told` if its owner learns of it."""
+    def commit_turn(self, *, acked: bool) -> None:
+        """Commit the oldest promotion transaction in flight; `acked` if its owner learns of it."""
         if not self.waiting:
             return
         plan, self.progress = self.waiting.pop(0)
@@ -336,7 +336,7 @@ class World:
             self.copies.pop(transaction.id, None)
         for transaction, cause in plan.refuse:
             self.copies[transaction.id] = transaction.copy(State.REFUSED, cause)
-        if not told:
+        if not acked:
             return
         self.ledger.promote_run(plan.promote)
         for transaction, cause in plan.refuse:
@@ -357,7 +357,7 @@ class World:
         self.read(len(self.logs.half.records), len(self.logs.op.records))
         for _ in range(3 * len(self.order) + 1):
             self.write_turn(PromotionLimits(2))
-            self.commit_turn(told=True)
+            self.commit_turn(acked=True)
 
 
 @st.composite
@@ -376,7 +376,7 @@ def worlds(draw: st.DrawFn) -> tuple[World, set[str]]:
                 PromotionLimits(draw(st.integers(1, 3)), 4096, draw(st.sampled_from([2, 1000])))
             )
         elif action == "C":
-            world.commit_turn(told=True)
+            world.commit_turn(acked=True)
         elif action == "I":
             cause = draw(st.sampled_from([None, PASSING, PASSING, LASTING]))
             topic = draw(st.sampled_from("abc"))
@@ -388,7 +388,7 @@ def worlds(draw: st.DrawFn) -> tuple[World, set[str]]:
         elif action == "Y":
             world.claim(fresh=False)
         elif action == "Z":
-            world.commit_turn(told=False)
+            world.commit_turn(acked=False)
             world.claim(fresh=draw(st.booleans()))
         refused |= world.copies.keys()
     world.heal()

@@ -148,7 +148,7 @@ def test_offsets_that_hold_no_record_are_no_gap(position: int, fits: bool) -> No
 
 
 @pytest.mark.parametrize(("position", "to"), [(0, None), (1, 3), (2, 3), (4, 4)])
-def test_offsets_behind_the_last_record_are_gone_past(position: int, to: int | None) -> None:
+def test_offsets_after_the_last_record_are_skipped(position: int, to: int | None) -> None:
     ledger = new_ledger()
     ledger.start_at(position, position)
     for skip in (ledger.skip_half, ledger.skip_op):

@@ -1,4 +1,4 @@
-"""Runs come to what their records come to, one by one, in whatever state they are applied."""
+"""A run has the result of its records applied one by one, in any state."""
 
 from __future__ import annotations
 

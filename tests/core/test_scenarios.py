@@ -138,7 +138,7 @@ SCENARIOS = {
        2  commit   T                 -> conflict rolled_back
        3  rollback T                 -> repeated rolled_back decided=1
     """,
-    "an answer in flight comes behind a decision": """
+    "an answer in flight arrives after a decision": """
        0  half     T                 -> applied  pending
        6  check    T 1.1   due       -> applied  pending
        7  rollback T                 -> applied  rolled_back
@@ -174,7 +174,7 @@ SCENARIOS = {
      121  commit   U                 -> illegal  -
      121  half     T                 -> repeated pending
     """,
-    "a client's own key holds for the window, whatever became of it": """
+    "a client's own key holds for the window, after any outcome": """
        0  half     T       dedup=d   -> applied  pending
        1  half     U       dedup=d   -> repeated -
        2  rollback T                 -> applied  rolled_back

@@ -34,7 +34,7 @@ def test_it_is_a_sorted_dictionary(steps: list[tuple[str, int | None]]) -> None:
 
 @fuzz
 @given(STEPS, st.data())
-def test_whoever_waits_is_told_of_all_that_comes_earlier(
+def test_waiter_learns_of_every_earlier_time(
     steps: list[tuple[str, int | None]], data: st.DataObject
 ) -> None:
     schedule, model, waits_for = Schedule(), dict[str, int](), None
@@ -44,12 +44,12 @@ def test_whoever_waits_is_told_of_all_that_comes_earlier(
                 del model[each]
             waits_for = schedule.next_ms()
             continue
-        told = schedule.set(id, at_ms)
+        earlier = schedule.set(id, at_ms)
         model.pop(id, None)
         if at_ms is not None:
             model[id] = at_ms
-        # Whoever is told, and now and then for no reason, asks what to wait for.
-        if told or data.draw(st.booleans()):
+        # The waiter asks again if notified, and sometimes without a reason.
+        if earlier or data.draw(st.booleans()):
             waits_for = schedule.next_ms()
         assert not model or (waits_for is not None and waits_for <= min(model.values()))
 

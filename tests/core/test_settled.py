@@ -91,7 +91,7 @@ def steps(draw: st.DrawFn) -> list[Step]:
 
 
 def facts(summary_of: SettledSummary) -> SettledSummary:
-    """Return what is remembered of each, wherever it lies: the start of its fingerprint."""
+    """Return the stored start of the fingerprint of each, in any segment."""
     fields = {name: getattr(summary_of, name) for name in summary_of.__struct_fields__}
     return SettledSummary(**{**fields, "fingerprint": summary_of.fingerprint[:MARK_BYTES]})
 

@@ -1,4 +1,4 @@
-"""A snapshot, and what comes behind it in the logs, make the ledger that a replay makes."""
+"""A snapshot and the records after it give the same ledger as a replay."""
 
 import gc
 import tracemalloc

@@ -28,7 +28,7 @@ class Case(NamedTuple):
 
     @property
     def step(self) -> str:
-        """What is under way: the first word of the moment."""
+        """The operation in progress: the first word of the moment."""
         return self.point.partition(".")[0]
 
 
@@ -91,7 +91,7 @@ _HEAD = """# The moments of a crash
 Between every two steps of txbroker a process can die, hang, or lose an answer. These are the
 moments that the tests try, each with every action and every end of a transaction, on a real Kafka
 (`python -m tests.faults.crash_run`, {cases} cases), judged from [histories](history.md). Nothing
-in txbroker can set them off: only a proxy that a test starts by an entry point of its own has the
+in txbroker can set them off: only a proxy that a test starts by a dedicated entry point has the
 hook, and without it a moment costs one comparison.
 
 - **kill**: the process ends as by `kill -9`, and is started again;

@@ -1,7 +1,7 @@
 """Rules of the protocol taken out one by one: crashes at named moments must show it, by the judge.
 
 Run as `python -m tests.faults.crash_mutants`, or with words of those to try. Each is an entry of
-`tests/rules/mutants.toml`, tried in a copy of the tree, on a Kafka of its own.
+`tests/rules/mutants.toml`, tried in a copy of the tree, on a dedicated Kafka.
 """
 
 from __future__ import annotations

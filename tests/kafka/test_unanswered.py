@@ -16,7 +16,7 @@ from txbroker.door.protocols import AppendUnknown, Fenced, PromotionTxnLost
 
 MakeRelay = Callable[..., Relay]
 # Zero, or "concurrent transactions": a commit is visible a moment before its coordinator has
-# written it down as complete, and until then whoever asks is told to ask again.
+# written it down as complete, and until then it asks every caller to retry.
 TAKEN_CODES = (0, 51)
 FIRST = {"transactions": 1}
 """The first version of the transaction protocol, also where brokers take the second."""

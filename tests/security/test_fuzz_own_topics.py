@@ -1,6 +1,6 @@
 """Noise in txbroker's own topics: any bytes, and records that are nearly valid.
 
-Whatever stands there is read with typed errors only, stops no partition, and takes nothing from the
+Any content is read with typed errors only, stops no partition, and takes nothing from the
 transactions beside it. What says that a newer version wrote it is left out where a proxy reads it:
 that stops a partition on purpose, until it is passed over.
 """

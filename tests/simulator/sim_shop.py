@@ -1,4 +1,4 @@
-"""The clients of the simulation: producers with a business behind them, and services that are asked
+"""The clients of the simulation: producers with a business database, and services that are asked
 back. Both write down what they did for the judge."""
 
 from __future__ import annotations

@@ -179,7 +179,7 @@ class Harness:
 
     async def _unaccounted(self) -> list[str]:
         """Return which transactions whose prepare was acknowledged nobody knows any more, where
-        somebody has deleted half messages; note of which others the messages are lost."""
+        half messages were deleted; note whose messages are lost."""
         left = []
         acked = {c.id for c in self.shop.history.calls if c.what == "prepare" and c.result == "ok"}
         for id in sorted(acked):
@@ -377,7 +377,7 @@ class Harness:
         return [str(each) for each in found] + list(self._more(judge))
 
     def _counts(self, violation: Violation) -> bool:
-        """Say whether something must hold also where somebody has deleted half messages: nothing
+        """Return whether a rule must hold although half messages were deleted: nothing
         is doubled, and no answer is wrong; but what is lost, or stands still, does not end."""
         id = violation.id
         excused = id in self.lost or (parse_id(id).partition in self._truncated() if id else False)

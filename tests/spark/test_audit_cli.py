@@ -266,11 +266,11 @@ class Played:
         return self.finds
 
     async def _publish(
-        self, _: object, news: RunSummary, untold: Sequence[RunSummary] = ()
+        self, _: object, news: RunSummary, unpublished: Sequence[RunSummary] = ()
     ) -> None:
         if self.fails is not None:
             raise self.fails
-        self.steps.append(" ".join(["told", *(run.run for run in (*untold, news))]))
+        self.steps.append(" ".join(["published", *(run.run for run in (*unpublished, news))]))
 
     def _report(self, *_: object) -> None:
         self.steps.append("report")
@@ -292,7 +292,7 @@ def test_result_is_published_although_the_report_fails(
 ) -> None:
     played.finds, played.report_fails = DRIFTED, error
     result = played.audit("--report", tmp_path / "r.html")
-    assert played.steps == ["spark", f"told {DRIFTED.run}", "report"]
+    assert played.steps == ["spark", f"published {DRIFTED.run}", "report"]
     assert result.code == 4
     assert str(error) in result.err
     assert "Drift! " in result.err
@@ -316,11 +316,11 @@ def test_next_run_publishes_unpublished_findings(played: Played) -> None:
     assert "not published to the proxies; the next run will do it: no leader" in first.err
     played.finds, played.fails = NEXT, None
     second = played.audit()
-    assert played.steps == ["spark", f"told {DRIFTED.run} {NEXT.run}"]
+    assert played.steps == ["spark", f"published {DRIFTED.run} {NEXT.run}"]
     assert second.code == 4  # the first may have died before it could end with it
     assert f"Run {DRIFTED.run} (incremental) had not been published to the proxies" in second.err
     third = played.audit()
-    assert (third.code, played.steps) == (0, ["spark", f"told {NEXT.run}"])
+    assert (third.code, played.steps) == (0, ["spark", f"published {NEXT.run}"])
 
 
 def test_next_run_publishes_findings_that_could_not_be_read(

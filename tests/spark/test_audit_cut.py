@@ -184,15 +184,15 @@ def test_a_topic_that_was_truncated_asks_for_a_full_audit(ends: tuple[int, ...])
 def test_recreated_topic_longer_than_old_one_is_refused() -> None:
     before = TopicRead("t", (0,), (0,), (7,), id="one")
     assert read_on(TopicEnds("t", (0,), (9,), id="one"), before).begins == (7,)
-    anew = TopicEnds("t", (8,), (9,), id="two")
+    recreated = TopicEnds("t", (8,), (9,), id="two")
     # Of one that held nothing, nothing was read.
-    assert read_on(anew, TopicRead("t", (0,), (0,), (0,), id="one")).begins == (8,)
+    assert read_on(recreated, TopicRead("t", (0,), (0,), (0,), id="one")).begins == (8,)
     with pytest.raises(AuditError, match=r"topic t is not the topic .* Run a full audit"):
-        read_on(anew, before)
+        read_on(recreated, before)
     # A full run does not count records that are gone from it.
-    assert read_on(anew, None, before) == TopicRead("t", (8,), (8,), (9,), taken=0, id="two")
-    assert read_on(anew, msgspec.structs.replace(before, id="")).taken == 1
-    assert read_on(anew, gone("t")).begins == (8,)
+    assert read_on(recreated, None, before) == TopicRead("t", (8,), (8,), (9,), taken=0, id="two")
+    assert read_on(recreated, msgspec.structs.replace(before, id="")).taken == 1
+    assert read_on(recreated, gone("t")).begins == (8,)
 
 
 def test_a_read_goes_on_to_where_the_topic_ends_now() -> None:

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 class Installation:
-    """Audits of a world, in folders of their own.
+    """Audits of a world, in separate folders.
 
     Attributes:
         summaries: of the runs so far.
@@ -106,7 +106,7 @@ def test_any_life_in_parts_gets_the_verdicts_of_one_run(
     world.prepare()
     world.live(400)
     world.now_ms += 700_000
-    world.prepare()  # by now whatever is not visible is lost
+    world.prepare()  # by now records that are not visible are lost
     many = Installation(spark, world, tmp_path / "many", monkeypatch)
     late = world.naming_late("rare")
     moments = sorted((late, *(each for each in world.moments(2) if each.early > late.rest)))
@@ -223,7 +223,7 @@ def test_deleted_folders_of_earlier_runs_cause_no_finding(
     world.now_ms += 3_600_000
     fresh = world.prepare()
     world.promote(fresh, world.mark(fresh, "commit"))
-    # Something comes late to what the removed files told of.
+    # A late record for a transaction of the removed files.
     world.mark(settled, "check", number=1, reason="due", source="schedule")
     rows = [(half[0]["id"],) for half in (settled, fresh)]
     spark.createDataFrame(rows, "tx string").write.parquet(str(tmp_path / "rows"))

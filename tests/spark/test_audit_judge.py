@@ -264,8 +264,8 @@ def test_messages_of_the_commit_must_be_visible() -> None:
     assert found == ("body_changed", "headers_changed", "timestamp_changed")
     elsewhere = commit._replace(contents=[contents[0]._replace(target_partition=1)])
     assert judged(op=[elsewhere]).state == "pending"
-    half_told = commit._replace(contents_count=2)
-    assert judged(op=[half_told]).state == "pending"
+    incomplete = commit._replace(contents_count=2)
+    assert judged(op=[incomplete]).state == "pending"
 
 
 def test_harmless_contrary_marker_is_reported_without_drift() -> None:
@@ -418,11 +418,11 @@ def test_not_yet_postpones_and_revival_restarts_the_policy() -> None:
     )
     tries = [check_row(n, START_MS + 6000 + (n - 1) * 30_000, n) for n in (1, 2, 3)]
     parked_ms = tries[-1].at_ms + 5000
-    anew = [op_row("park", 4, parked_ms), op_row("revive", 5, parked_ms)]
+    revival = [op_row("park", 4, parked_ms), op_row("revive", 5, parked_ms)]
     due = check_row(1, parked_ms + 6000, 6, turn=2)
-    found = judged(op=[*tries, *anew, due])
+    found = judged(op=[*tries, *revival, due])
     assert (found.state, found.attempts, found.findings) == ("pending", 1, ())
-    assert judged(op=[*tries, anew[1], due]).attempts == 3
+    assert judged(op=[*tries, revival[1], due]).attempts == 3
 
 
 def test_markers_and_parts_without_a_half_message() -> None:

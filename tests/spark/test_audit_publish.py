@@ -1,4 +1,4 @@
-"""What a run found is told to every proxy, through a real Kafka."""
+"""The results of a run reach every proxy through a real Kafka."""
 
 from __future__ import annotations
 

@@ -286,7 +286,7 @@ async def test_retention_during_a_read_is_one_sentence(
             await planting.commit(half)
 
         class Losing(Watched):
-            """Takes records away just after it has told where they are."""
+            """Deletes records just after returning their bounds."""
 
             def ends(self, topics: Iterable[str]) -> dict[str, TopicEnds]:
                 found = super().ends(topics)

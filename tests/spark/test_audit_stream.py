@@ -1,4 +1,4 @@
-"""The audit that follows: what was planted is told once, and nothing else."""
+"""The streaming audit reports planted drift once, and nothing else."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ async def broken_off(stream: Any) -> None:
 
 
 class Followed(NamedTuple):
-    """A stream that has told all that was planted, and was stopped."""
+    """A stream that has reported all planted drift and was stopped."""
 
     planting: Planting
     world: StreamWorld
@@ -134,7 +134,7 @@ async def test_planted_findings_are_reported_once_after_any_crash(
     assert named(expected(planting) - found, planting) == []
     summary = stream.summary()
     assert summary.strangers == 0
-    # A marker and contents that do not find each other read well, each by itself.
+    # A marker and contents that do not find each other can be read separately.
     assert summary.quarantined == planting.broken.total() - 2
     assert {each.topic for each in summary.set_aside if each.own} == planting.own_broken.keys()
     assert {each.own for each in summary.set_aside} == {True, False}

@@ -1,5 +1,5 @@
 """A whole audit over topics in which every state and every finding was planted: found exactly,
-and told by the command as operators call it."""
+and printed by the command as operators call it."""
 
 from __future__ import annotations
 

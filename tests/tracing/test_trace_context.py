@@ -73,7 +73,7 @@ def test_a_transaction_is_of_the_first_context_that_one_of_its_messages_has() ->
     assert context_of([]) is None
 
 
-def test_messages_get_a_context_behind_their_own_headers() -> None:
+def test_context_follows_the_messages_headers() -> None:
     own = Message("a", headers=(("traceparent", b"whatever it is"),))
     plain = Message("b", key=b"k", headers=(("h", b"1"), ("h", None)))
     assert with_context([own, plain], CONTEXT) == (

@@ -1,4 +1,4 @@
-"""The example of docs/how-to/tracing.md, run as it stands, as a process of its own."""
+"""The example of docs/how-to/tracing.md, run unchanged in a separate process."""
 
 import json
 import re

@@ -307,7 +307,7 @@ def test_the_blocking_twin_knows_the_callers_span(broker: InMemoryBroker, spans:
     assert inside == [mine]
 
 
-async def test_a_refusal_is_told_by_its_code(broker: InMemoryBroker, spans: Spans) -> None:
+async def test_refusal_is_named_by_its_code(broker: InMemoryBroker, spans: Spans) -> None:
     async with TransactionalProducer(broker.url, group="refused") as producer:
         id = await producer.prepare(PAYMENT)
         await producer.rollback(id)

@@ -91,13 +91,8 @@ async def run_proxy(door: Door, settings: Settings, *, wait_s: float = 0.0) -> A
         identity = _identity(lambda: broker.partitions, peer_guard)
         elsewhere = PeerSessions(identity, peers_tls)
         stack.push_async_callback(elsewhere.close)
-        runner = CheckRunner(
-            GroupFinder(sessions, groups, checks, elsewhere),
-            metrics,
-            parallel=lambda name: _parallel(groups, name),
-            limits=RunnerLimits(parallel_total_max=settings.checks_parallel_max),
-            share_of=share_of,
-        )
+        finder = GroupFinder(sessions, groups, checks, elsewhere)
+        runner = _check_runner(settings, finder, groups, metrics, share_of)
         stack.push_async_callback(runner.close)
         for appeared in (sessions.on_appeared, elsewhere.on_appeared, groups.on_change):
             appeared(runner.wake)
@@ -133,6 +128,18 @@ async def run_proxy(door: Door, settings: Settings, *, wait_s: float = 0.0) -> A
         await _join(stack, broker, peers, elsewhere)
         url = broker.partitions.url
         yield Proxy(url, admin_url, broker, cluster, groups, sessions, metrics, runner)
+
+
+def _check_runner(
+    settings: Settings, finder: GroupFinder, groups: Groups, metrics: Metrics, share_of: ShareOf
+) -> CheckRunner:
+    return CheckRunner(
+        finder,
+        metrics,
+        parallel=lambda name: _parallel(groups, name),
+        limits=RunnerLimits(parallel_total_max=settings.checks_parallel_max),
+        share_of=share_of,
+    )
 
 
 def _share_of(principals: Callable[[], Directory]) -> ShareOf:

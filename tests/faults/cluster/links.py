@@ -112,7 +112,7 @@ class Link:
             await whole.wait()
 
     def fate_of_end(self) -> Ends:
-        """Draw what becomes of one end; some pass, so that later transactions are under way when a
+        """Draw what becomes of one end; some pass, so that later transactions are in flight when a
         late one arrives."""
         if self.ends is Ends.PASS or self._fate.random() < 0.5:
             return Ends.PASS
