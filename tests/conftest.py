@@ -54,23 +54,25 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "quick: `make test` runs it although it is a full one")
 
 
-@pytest.hookimpl(tryfirst=True)
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Mark full tests, and give each test process whole files."""
+    folder = item.path.parent.name
+    real = "kafka" in getattr(item, "fixturenames", ()) or "[kafka" in item.name
+    tool = item.get_closest_marker("needs_tool") is not None
+    if (folder in _FULL or real or tool) and not item.get_closest_marker("quick"):
+        item.add_marker("full")
+    # Files share fixtures; Spark's tests one Spark, and those of security one table.
+    whole = folder in ("spark", "security")
+    item.add_marker(pytest.mark.xdist_group(folder if whole else str(item.path)))
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out long tests, mark full ones, and give each worker whole files, Spark's first."""
-    if not os.environ.get("TXBROKER_TEST_LONG"):
-        long = [item for item in items if item.get_closest_marker("long")]
-        items[:] = [item for item in items if item not in long]
-        config.hook.pytest_deselected(items=long)
-    for item in items:
-        folder = item.path.parent.name
-        real = "kafka" in getattr(item, "fixturenames", ()) or "[kafka" in item.name
-        tool = item.get_closest_marker("needs_tool") is not None
-        if (folder in _FULL or real or tool) and not item.get_closest_marker("quick"):
-            item.add_marker("full")
-        # Files share fixtures; Spark's tests one Spark, and those of security one table.
-        whole = folder in ("spark", "security")
-        item.add_marker(pytest.mark.xdist_group(folder if whole else str(item.path)))
-    items.sort(key=lambda item: item.path.parent.name != "spark")
+    """Leave tests of minutes to `make test-long`."""
+    if os.environ.get("TXBROKER_TEST_LONG"):
+        return
+    long = [item for item in items if item.get_closest_marker("long")]
+    items[:] = [item for item in items if item not in long]
+    config.hook.pytest_deselected(items=long)
 
 
 def missing(item: pytest.Item) -> Iterator[str]:
