@@ -50,11 +50,11 @@ demo: $(VENV)/.runtime ## Watch transactional messages work on a real Kafka
 
 .PHONY: test
 test: $(VENV)/.dev ## Run the quick tests: everything in memory, and the main job on a real Kafka
-	@$(PYTEST) tests -m "not full" -n $(JOBS) --dist loadgroup
+	@$(PYTEST) tests -m "not full" -n $(JOBS)
 
 .PHONY: test-all
 test-all: lint ## Check style and types, and run all tests but the long ones
-	@$(PYTEST) tests -n $(JOBS) --dist loadgroup
+	@$(PYTEST) tests -n $(JOBS)
 
 .PHONY: test-long
 test-long: $(VENV)/.dev ## Run the long tests too: outages, audits, the simulator's mutants, other Kafka versions

@@ -6,9 +6,12 @@ import logging
 import os
 import shutil
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 import structlog
+from xdist.scheduler import LoadScopeScheduling
 
 from txbroker.embedded import DEFAULT_VERSION, EmbeddedKafka
 
@@ -55,15 +58,12 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
-    """Mark full tests, and give each test process whole files."""
+    """Mark the full tests."""
     folder = item.path.parent.name
     real = "kafka" in getattr(item, "fixturenames", ()) or "[kafka" in item.name
     tool = item.get_closest_marker("needs_tool") is not None
     if (folder in _FULL or real or tool) and not item.get_closest_marker("quick"):
         item.add_marker("full")
-    # Files share fixtures; Spark's tests one Spark, and those of security one table.
-    whole = folder in ("spark", "security")
-    item.add_marker(pytest.mark.xdist_group(folder if whole else str(item.path)))
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -73,6 +73,21 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     long = [item for item in items if item.get_closest_marker("long")]
     items[:] = [item for item in items if item not in long]
     config.hook.pytest_deselected(items=long)
+
+
+class _FileScheduling(LoadScopeScheduling):
+    """Gives test processes whole files, which share fixtures, and two folders whole: Spark's tests
+    share one Spark, and those of security one table."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        file = nodeid.partition("::")[0]
+        folder = Path(file).parent
+        return str(folder) if folder.name in ("spark", "security") else file
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadScopeScheduling:
+    """Distribute files instead of tests."""
+    return _FileScheduling(config, log)
 
 
 def missing(item: pytest.Item) -> Iterator[str]:
