@@ -9,7 +9,7 @@ COMMANDS = (
     Command(
         "demo",
         "demo.command",
-        "Watch an order service and Kafka agree after kills at the worst moments.",
+        "Watch an order service and Kafka agree despite kills.",
     ),
     Command("dev", "proxy.dev", "Run a proxy with an embedded Kafka, for development."),
     Command("proxy", "proxy.command", "Run a proxy on your Kafka."),

@@ -47,6 +47,8 @@ def _own_logging() -> Iterator[None]:
 def pytest_configure(config: pytest.Config) -> None:
     """Declare the markers, and let no user's umask open the files that tests write."""
     os.umask(0o022)
+    # xdist sets it for its processes; commands would take it for a terminal's width.
+    os.environ.pop("COLUMNS", None)
     config.addinivalue_line(
         "markers", "needs_tool(name): calls a program that `make tools` installs"
     )

@@ -21,7 +21,7 @@ from txbroker.proxy.observe.logging import configure_logging
 
 @click.command("demo")
 def command() -> None:
-    """Watch an order service and Kafka agree after kills at the worst moments.
+    """Watch an order service and Kafka agree despite kills.
 
     Runs a real Apache Kafka, a proxy and processes of a small order service on SQLite, kills some
     of these at the worst moments, and then compares the orders in the database with the messages

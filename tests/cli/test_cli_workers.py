@@ -434,6 +434,7 @@ async def test_ready_lines_come_together_and_in_order(
 async def test_worker_that_does_not_stop_is_killed(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.setattr(workers, "BEAT_S", 60)  # the script does not beat: not hanging
     behaving(
         monkeypatch,
         "print('ready', flush=True)\n"

@@ -130,7 +130,7 @@ def test_changed_partition_count_is_refused_once(topics: tuple[str, ...]) -> Non
     assert f"made with {made_with.partitions}" in sentence
 
 
-@pytest.mark.parametrize(("count", "remedy"), [(7, "--partitions 8"), (9, "begin anew")])
+@pytest.mark.parametrize(("count", "remedy"), [(7, "--partitions 8"), (9, "start again")])
 def test_changed_partition_count_names_next_step(count: int, remedy: str) -> None:
     found = as_wanted()
     found[OP] = msgspec.structs.replace(found[OP], partitions=count)
