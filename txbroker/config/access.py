@@ -3,7 +3,7 @@
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from pydantic import Field, field_validator
+from pydantic import field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from txbroker.config.addresses import (
@@ -21,129 +21,84 @@ from txbroker.principals import digest_of, read_principals
 class ListenerAccess(BaseSettings):
     """The settings of the listeners."""
 
-    model_config = SettingsConfigDict(frozen=True, extra="forbid")
+    model_config = SettingsConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
-    listen: str = Field(
-        "127.0.0.1:8470",
-        description="Where the HTTP API listens: `host:port`. Port 0 takes a free one. Outside "
-        "loopback it needs `token_file`, `principals_file`, `tls_client_ca_file` or `insecure`.",
-    )
-    advertise: str = Field(
-        "",
-        description="The URL at which SDKs and other proxies reach this one, for instance "
-        "`http://proxy-1:8470`, with `tls_cert_file` `https://`. Empty: made from `listen`, unless "
-        "that is every address of the machine (`0.0.0.0`, `[::]`): then it must be given.",
-    )
-    admin_listen: str = Field(
-        "",
-        description="Where the proxy listens for operators: `host:port`. The console, `/metrics`, "
-        "`/v1/overview`, listing, check, revive, groups' list, removal and test are then served "
-        "there and not at `listen`, so that producers cannot reach them. Empty: all "
-        "is at `listen`. Outside loopback it needs what `listen` needs, or `admin_token_file`.",
-    )
-    allowed_hosts: tuple[str, ...] = Field(
-        (),
-        description="Further host names by which the HTTP API may be called, beside loopback and "
-        "those of `listen` and `advertise`. Calls for other names are refused, which stops DNS "
-        "rebinding.",
-    )
-    token_file: Path | None = Field(
-        None,
-        description="A file that holds the token which every call must carry as `authorization: "
-        "Bearer TOKEN`, at least 16 characters, unreadable for other users. Reloaded when it "
-        "changes.",
-    )
-    admin_token_file: Path | None = Field(
-        None,
-        description="A file that holds the token for `admin_listen`. The token of `token_file` is "
-        "not valid there then, nor this one at `listen`. Reloaded when it changes. Not given: "
-        "`token_file`.",
-    )
-    principals_file: Path | None = Field(
-        None,
-        description="A TOML file of principals: who may call, in which role, for which producer "
-        "groups and topics. Written by hand or by `txbroker principals add`. Reloaded when it "
-        "changes; sessions of a removed principal are closed at once.",
-    )
-    peer_secret_file: Path | None = Field(
-        None,
-        description="A file that holds the secret by which the proxies of one installation "
-        "recognize each other. With `token_file`, `principals_file` or `tls_client_ca_file`, "
-        "several proxies need it, or `peer_names`. Reloaded when it changes.",
-    )
-    peer_names: tuple[str, ...] = Field(
-        (),
-        description="Names in client certificates that identify a proxy of this installation, as "
-        "patterns (`proxy-*.example`). Needs `tls_client_ca_file`.",
-    )
-    peer_listen: str = Field(
-        "",
-        description="Where the proxy listens for other proxies: `host:port`. Their calls are then "
-        "served there and not at `listen`. Outside loopback it needs `peer_secret_file`, "
-        "`peer_names` or `insecure`. Empty: they are at `listen`.",
-    )
-    peer_advertise: str = Field(
-        "",
-        description="The URL at which other proxies reach `peer_listen`. Empty: made from "
-        "`peer_listen`, unless that is every address of the machine; then it must be given.",
-    )
-    insecure: bool = Field(
-        False,
-        description="Allow a `listen` or `admin_listen` address outside loopback without "
-        "principals, a token or client certificates, and a `peer_listen` address there without "
-        "`peer_secret_file` or `peer_names`.",
-    )
-    tls_cert_file: Path | None = Field(
-        None,
-        description="The proxy's certificate, followed by the intermediate ones (PEM). With it all "
-        "is served over TLS (`https://`, `wss://`, 1.2 and later), and the proxy presents it to "
-        "other proxies. Reloaded when it changes.",
-    )
-    tls_key_file: Path | None = Field(
-        None,
-        description="The private key of `tls_cert_file`, without a passphrase (PEM), in a file "
-        "that other users cannot read. Reloaded when it changes.",
-    )
-    tls_client_ca_file: Path | None = Field(
-        None,
-        description="Certificates of the authorities that may sign clients' (PEM). With it every "
-        "call needs a client certificate, except `/healthz` and `/readyz`. Reloaded when it "
-        "changes.",
-    )
-    peers_ca_file: Path | None = Field(
-        None,
-        description="Certificates of the authorities that may sign those of the other proxies "
-        "(PEM). Not given: `tls_client_ca_file`, else the system's. Reloaded when it changes.",
-    )
+    listen: str = "127.0.0.1:8470"
+    """Where the HTTP API listens: `host:port`. Port 0 takes a free one. Outside loopback it needs
+    `token_file`, `principals_file`, `tls_client_ca_file` or `insecure`."""
+    advertise: str = ""
+    """The URL at which SDKs and other proxies reach this one, for instance `http://proxy-1:8470`,
+    with `tls_cert_file` `https://`. Empty: made from `listen`, unless that is every address of the
+    machine (`0.0.0.0`, `[::]`): then it must be given."""
+    admin_listen: str = ""
+    """Where the proxy listens for operators: `host:port`. The console, `/metrics`, `/v1/overview`,
+    listing, check, revive, groups' list, removal and test are then served there and not at
+    `listen`, so that producers cannot reach them. Empty: all is at `listen`. Outside loopback it
+    needs what `listen` needs, or `admin_token_file`."""
+    allowed_hosts: tuple[str, ...] = ()
+    """Further host names by which the HTTP API may be called, beside loopback and those of `listen`
+    and `advertise`. Calls for other names are refused, which stops DNS rebinding."""
+    token_file: Path | None = None
+    """A file that holds the token which every call must carry as `authorization: Bearer TOKEN`, at
+    least 16 characters, unreadable for other users. Reloaded when it changes."""
+    admin_token_file: Path | None = None
+    """A file that holds the token for `admin_listen`. The token of `token_file` is not valid there
+    then, nor this one at `listen`. Reloaded when it changes. Not given: `token_file`."""
+    principals_file: Path | None = None
+    """A TOML file of principals: who may call, in which role, for which producer groups and topics.
+    Written by hand or by `txbroker principals add`. Reloaded when it changes; sessions of a removed
+    principal are closed at once."""
+    peer_secret_file: Path | None = None
+    """A file that holds the secret by which the proxies of one installation recognize each other.
+    With `token_file`, `principals_file` or `tls_client_ca_file`, several proxies need it, or
+    `peer_names`. Reloaded when it changes."""
+    peer_names: tuple[str, ...] = ()
+    """Names in client certificates that identify a proxy of this installation, as patterns
+    (`proxy-*.example`). Needs `tls_client_ca_file`."""
+    peer_listen: str = ""
+    """Where the proxy listens for other proxies: `host:port`. Their calls are then served there and
+    not at `listen`. Outside loopback it needs `peer_secret_file`, `peer_names` or `insecure`.
+    Empty: they are at `listen`."""
+    peer_advertise: str = ""
+    """The URL at which other proxies reach `peer_listen`. Empty: made from `peer_listen`, unless
+    that is every address of the machine; then it must be given."""
+    insecure: bool = False
+    """Allow a `listen` or `admin_listen` address outside loopback without principals, a token or
+    client certificates, and a `peer_listen` address there without `peer_secret_file` or
+    `peer_names`."""
+    tls_cert_file: Path | None = None
+    """The proxy's certificate, followed by the intermediate ones (PEM). With it all is served over
+    TLS (`https://`, `wss://`, 1.2 and later), and the proxy presents it to other proxies. Reloaded
+    when it changes."""
+    tls_key_file: Path | None = None
+    """The private key of `tls_cert_file`, without a passphrase (PEM), in a file that other users
+    cannot read. Reloaded when it changes."""
+    tls_client_ca_file: Path | None = None
+    """Certificates of the authorities that may sign clients' (PEM). With it every call needs a
+    client certificate, except `/healthz` and `/readyz`. Reloaded when it changes."""
+    peers_ca_file: Path | None = None
+    """Certificates of the authorities that may sign those of the other proxies (PEM). Not given:
+    `tls_client_ca_file`, else the system's. Reloaded when it changes."""
 
-    check_url_allow: tuple[str, ...] = Field(
-        (),
-        description="Addresses, networks (`10.1.0.0/16`) and hosts (`orders.example`, `*.example`) "
-        "that check URLs may lead to although they are refused by default: loopback, link-local, "
-        "multicast and reserved addresses, those of cloud metadata services, and, for whole host "
-        "names, the installation's own. `*.example` allows neither link-local and metadata "
-        "addresses nor the installation's own: the owner of the domain chooses where its names "
-        "lead. A proxy that listens on loopback only allows loopback.",
-    )
-    check_url_deny: tuple[str, ...] = Field(
-        (),
-        description="Addresses, networks and hosts that check URLs must not lead to; wins over "
-        "`check_url_allow`. `private` stands for all private networks (RFC 1918, carrier-grade "
-        "NAT, IPv6 unique local), which are allowed by default. A host name denies this name "
-        "alone: list the addresses, too, so that neither they nor other names for them get there.",
-    )
-    secrets_dir: Path | None = Field(
-        None,
-        description="The folder of groups' secrets. A group's `secret_ref` (`file:/path`) may name "
-        "the file in it that has the group's name, or a file in the folder of that name. The name "
-        "is written as in URL paths, with a leading dot as `%2E`. Not given: no files.",
-    )
-    secret_env_allow: tuple[str, ...] = Field(
-        (),
-        description="The environment variables that groups' `secret_ref` may name (`env:NAME`): "
-        "`GROUP:NAME` for one group, `NAME` for every group. The proxy's own (`TXBROKER_…`) can "
-        "never be among them.",
-    )
+    check_url_allow: tuple[str, ...] = ()
+    """Addresses, networks (`10.1.0.0/16`) and hosts (`orders.example`, `*.example`) that check URLs
+    may lead to although they are refused by default: loopback, link-local, multicast and reserved
+    addresses, those of cloud metadata services, and, for whole host names, the installation's own.
+    `*.example` allows neither link-local and metadata addresses nor the installation's own: the
+    owner of the domain chooses where its names lead. A proxy that listens on loopback only allows
+    loopback."""
+    check_url_deny: tuple[str, ...] = ()
+    """Addresses, networks and hosts that check URLs must not lead to; wins over `check_url_allow`.
+    `private` stands for all private networks (RFC 1918, carrier-grade NAT, IPv6 unique local),
+    which are allowed by default. A host name denies this name alone: list the addresses, too, so
+    that neither they nor other names for them get there."""
+    secrets_dir: Path | None = None
+    """The folder of groups' secrets. A group's `secret_ref` (`file:/path`) may name the file in it
+    that has the group's name, or a file in the folder of that name. The name is written as in URL
+    paths, with a leading dot as `%2E`. Not given: no files."""
+    secret_env_allow: tuple[str, ...] = ()
+    """The environment variables that groups' `secret_ref` may name (`env:NAME`): `GROUP:NAME` for
+    one group, `NAME` for every group. The proxy's own (`TXBROKER_…`) can never be among them."""
 
     @field_validator("advertise", "peer_advertise")
     @classmethod

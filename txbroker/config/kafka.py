@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
-from pydantic import Field, SecretStr
+from pydantic import SecretStr
 from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
@@ -20,85 +20,56 @@ SecurityProtocol = Literal["PLAINTEXT", "SSL", "SASL_PLAINTEXT", "SASL_SSL"]
 SaslMechanism = Literal["PLAIN", "SCRAM-SHA-256", "SCRAM-SHA-512", "OAUTHBEARER"]
 
 _OAUTH = "OAUTHBEARER"
-_ONLY_ENVIRONMENT = "Only as an environment variable, in place of"
 
 
 class KafkaAccess(BaseSettings):
     """The settings of the connection to Kafka."""
 
-    model_config = SettingsConfigDict(frozen=True, extra="forbid")
+    model_config = SettingsConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
-    kafka: str = Field(
-        "127.0.0.1:9092",
-        description="Kafka's bootstrap servers: `host:port`, several separated by commas.",
-    )
-    kafka_security_protocol: SecurityProtocol = Field(
-        "PLAINTEXT", description="The security protocol of the connection to Kafka."
-    )
-    kafka_sasl_mechanism: SaslMechanism = Field(
-        "PLAIN", description="The SASL mechanism of the login to Kafka, with a SASL protocol."
-    )
-    kafka_sasl_username: str = Field("", description="The user name for Kafka.")
-    kafka_sasl_password_file: Path | None = Field(
-        None,
-        description="A file that holds the password for Kafka. Read for every connection.",
-    )
-    kafka_sasl_password: SecretStr | None = Field(
-        None,
-        description=f"The password for Kafka. {_ONLY_ENVIRONMENT} `kafka_sasl_password_file`.",
-    )
-    kafka_oauth_token_file: Path | None = Field(
-        None,
-        description="With OAUTHBEARER: a file that holds the token, renewed by another process. "
-        "Read for every connection.",
-    )
-    kafka_oauth_token_url: str = Field(
-        "",
-        description="With OAUTHBEARER: the token endpoint of an identity provider (https), at "
-        "which tokens are fetched by client credentials and renewed before they expire.",
-    )
-    kafka_oauth_client_id: str = Field(
-        "", description="The client's id at `kafka_oauth_token_url`."
-    )
-    kafka_oauth_client_secret_file: Path | None = Field(
-        None, description="A file that holds the client's secret for `kafka_oauth_token_url`."
-    )
-    kafka_oauth_client_secret: SecretStr | None = Field(
-        None,
-        description="The client's secret for `kafka_oauth_token_url`. "
-        f"{_ONLY_ENVIRONMENT} `kafka_oauth_client_secret_file`.",
-    )
-    kafka_oauth_scope: str = Field(
-        "", description="The scope to ask for at `kafka_oauth_token_url`; several by spaces."
-    )
-    kafka_oauth_ca_file: Path | None = Field(
-        None,
-        description="Certificates of the authorities that may sign that of "
-        "`kafka_oauth_token_url` (PEM). Not given: those that the system trusts.",
-    )
-    kafka_ssl_ca_file: Path | None = Field(
-        None,
-        description="Certificates of the authorities that may sign Kafka's (PEM). Not given: "
-        "those that the system trusts. Reloaded when it changes.",
-    )
-    kafka_ssl_cert_file: Path | None = Field(
-        None,
-        description="The certificate that the proxy presents to Kafka (PEM). Reloaded when it "
-        "changes.",
-    )
-    kafka_ssl_key_file: Path | None = Field(
-        None,
-        description="The private key of `kafka_ssl_cert_file` (PEM), in a file that other users "
-        "cannot read.",
-    )
-    kafka_ssl_key_password_file: Path | None = Field(
-        None, description="A file that holds the password of `kafka_ssl_key_file`, if it has one."
-    )
-    kafka_ssl_key_password: SecretStr | None = Field(
-        None,
-        description="The password of `kafka_ssl_key_file`. "
-        f"{_ONLY_ENVIRONMENT} `kafka_ssl_key_password_file`.",
-    )
+    kafka: str = "127.0.0.1:9092"
+    """Kafka's bootstrap servers: `host:port`, several separated by commas."""
+    kafka_security_protocol: SecurityProtocol = "PLAINTEXT"
+    """The security protocol of the connection to Kafka."""
+    kafka_sasl_mechanism: SaslMechanism = "PLAIN"
+    """The SASL mechanism of the login to Kafka, with a SASL protocol."""
+    kafka_sasl_username: str = ""
+    """The user name for Kafka."""
+    kafka_sasl_password_file: Path | None = None
+    """A file that holds the password for Kafka. Read for every connection."""
+    kafka_sasl_password: SecretStr | None = None
+    """The password for Kafka. Only as an environment variable, in place of
+    `kafka_sasl_password_file`."""
+    kafka_oauth_token_file: Path | None = None
+    """With OAUTHBEARER: a file that holds the token, renewed by another process. Read for every
+    connection."""
+    kafka_oauth_token_url: str = ""
+    """With OAUTHBEARER: the token endpoint of an identity provider (https), at which tokens are
+    fetched by client credentials and renewed before they expire."""
+    kafka_oauth_client_id: str = ""
+    """The client's id at `kafka_oauth_token_url`."""
+    kafka_oauth_client_secret_file: Path | None = None
+    """A file that holds the client's secret for `kafka_oauth_token_url`."""
+    kafka_oauth_client_secret: SecretStr | None = None
+    """The client's secret for `kafka_oauth_token_url`. Only as an environment variable, in place of
+    `kafka_oauth_client_secret_file`."""
+    kafka_oauth_scope: str = ""
+    """The scope to ask for at `kafka_oauth_token_url`; several by spaces."""
+    kafka_oauth_ca_file: Path | None = None
+    """Certificates of the authorities that may sign that of `kafka_oauth_token_url` (PEM). Not
+    given: those that the system trusts."""
+    kafka_ssl_ca_file: Path | None = None
+    """Certificates of the authorities that may sign Kafka's (PEM). Not given: those that the system
+    trusts. Reloaded when it changes."""
+    kafka_ssl_cert_file: Path | None = None
+    """The certificate that the proxy presents to Kafka (PEM). Reloaded when it changes."""
+    kafka_ssl_key_file: Path | None = None
+    """The private key of `kafka_ssl_cert_file` (PEM), in a file that other users cannot read."""
+    kafka_ssl_key_password_file: Path | None = None
+    """A file that holds the password of `kafka_ssl_key_file`, if it has one."""
+    kafka_ssl_key_password: SecretStr | None = None
+    """The password of `kafka_ssl_key_file`. Only as an environment variable, in place of
+    `kafka_ssl_key_password_file`."""
 
     def kafka_secret(self, name: str) -> str:
         """Return a secret, from its file or the environment; "" where there is none.

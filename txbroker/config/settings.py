@@ -74,201 +74,133 @@ def _settled_bytes(settled_max: int | None, partitions: int) -> int:
 class Settings(ListenerAccess, KafkaAccess):
     """All settings of a proxy. Built by `load_settings`, or directly in tests."""
 
-    model_config = SettingsConfigDict(frozen=True, extra="forbid", env_prefix=ENV_PREFIX)
+    model_config = SettingsConfigDict(env_prefix=ENV_PREFIX)
 
     # --- the process ---
-    data_dir: Path = Field(
-        Path(".txbroker"),
-        description="Where proxies keep their names and `txbroker dev` its Kafka. Proxies with "
-        "different names may share it.",
-    )
-    instance: str = Field(
-        "",
-        description="The name of this proxy among the others, the same after a restart, and of "
-        "one process at a time. Empty: made once for each `listen` address, and kept in "
-        "`data_dir`.",
-    )
-    workers: Annotated[int, Field(ge=1, le=WORKERS_MAX)] = Field(
-        1,
-        description="How many proxies `txbroker proxy` runs, each in a separate process: one for "
-        "each core. The first has the ports of `listen`, `admin_listen`, `peer_listen`, "
-        "`advertise` and `peer_advertise`, the second those after them, and so on; limits count "
-        "for each.",
-    )
-    wait_for_kafka_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = Field(
-        60.0,
-        description="How long `txbroker proxy` waits at its start for a Kafka that does not "
-        "answer, seconds, before it exits. 0: not at all. If Kafka refuses, such as a login, it "
-        "exits at once.",
-    )
-    log_format: Literal["auto", "console", "json"] = Field(
-        "auto", description="How log lines look; `auto` is `console` on a terminal, else `json`."
-    )
-    log_level: Literal["debug", "info", "warning", "error"] = Field(
-        "info", description="The least important log lines that are shown."
-    )
+    data_dir: Path = Path(".txbroker")
+    """Where proxies keep their names and `txbroker dev` its Kafka. Proxies with different names may
+    share it."""
+    instance: str = ""
+    """The name of this proxy among the others, the same after a restart, and of one process at a
+    time. Empty: made once for each `listen` address, and kept in `data_dir`."""
+    workers: Annotated[int, Field(ge=1, le=WORKERS_MAX)] = 1
+    """How many proxies `txbroker proxy` runs, each in a separate process: one for each core. The
+    first has the ports of `listen`, `admin_listen`, `peer_listen`, `advertise` and
+    `peer_advertise`, the second those after them, and so on; limits count for each."""
+    wait_for_kafka_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 60.0
+    """How long `txbroker proxy` waits at its start for a Kafka that does not answer, seconds,
+    before it exits. 0: not at all. If Kafka refuses, such as a login, it exits at once."""
+    log_format: Literal["auto", "console", "json"] = "auto"
+    """How log lines look; `auto` is `console` on a terminal, else `json`."""
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    """The least important log lines that are shown."""
 
     # --- topics ---
-    topic_prefix: str = Field(
-        DEFAULT_PREFIX,
-        description="What the names of txbroker's own topics begin with: `PREFIX.half`, "
-        "`PREFIX.op`, `PREFIX.checkpoint`, `PREFIX.parked`, `PREFIX.groups`, `PREFIX.audit` and "
-        "`PREFIX.audit.drift`. Promoted messages of any other than `txbroker` begin with the "
-        "header `txb-installation: PREFIX`.",
-    )
-    partitions: Annotated[int, Field(ge=1, le=1000)] = Field(
-        2,
-        description="How many half partitions there are when the topics are made, and so how many "
-        "proxies can share the work. One proxy does more with few of them.",
-    )
-    half_retention_s: Seconds = Field(
-        14 * DAY_S,
-        description="How long half messages are kept, seconds. Checks must be over within half "
-        "of it.",
-    )
-    create_target_topics: bool = Field(
-        False,
-        description="Create target topics that do not exist when a transaction for them is "
-        "prepared. Otherwise such a prepare is refused (`unknown_topic`).",
-    )
+    topic_prefix: str = DEFAULT_PREFIX
+    """What the names of txbroker's own topics begin with: `PREFIX.half`, `PREFIX.op`,
+    `PREFIX.checkpoint`, `PREFIX.parked`, `PREFIX.groups`, `PREFIX.audit` and `PREFIX.audit.drift`.
+    Promoted messages of any other than `txbroker` begin with the header `txb-installation:
+    PREFIX`."""
+    partitions: Annotated[int, Field(ge=1, le=1000)] = 2
+    """How many half partitions there are when the topics are made, and so how many proxies can
+    share the work. One proxy does more with few of them."""
+    half_retention_s: Seconds = 14 * DAY_S
+    """How long half messages are kept, seconds. Checks must be over within half of it."""
+    create_target_topics: bool = False
+    """Create target topics that do not exist when a transaction for them is prepared. Otherwise
+    such a prepare is refused (`unknown_topic`)."""
 
-    reserved_topics: tuple[str, ...] = Field(
-        (),
-        description="Topics that are never targets: names, or patterns with `*` and `?`. A "
-        "prepare for one is refused (`bad_target`). Kafka's own topics, and those of every "
-        "txbroker installation on this Kafka, are refused without this.",
-    )
+    reserved_topics: tuple[str, ...] = ()
+    """Topics that are never targets: names, or patterns with `*` and `?`. A prepare for one is
+    refused (`bad_target`). Kafka's own topics, and those of every txbroker installation on this
+    Kafka, are refused without this."""
 
     # --- checks ---
-    check_after_s: Seconds = Field(
-        6.0, description="A pending transaction is checked first after this time, seconds."
-    )
-    check_interval_s: Seconds = Field(
-        30.0, description="The time between two checks of a transaction, seconds."
-    )
-    check_attempts_max: Annotated[int, Field(ge=1, le=1000)] = Field(
-        15, description="A transaction is parked after this number of attempts without a decision."
-    )
-    check_timeout_s: Seconds = Field(
-        5.0, description="How long a check waits for its answer, seconds."
-    )
-    checks_parallel_max: Count = Field(
-        256,
-        description="Checks in flight at once, all groups together; one share takes four fifths "
-        "at most.",
-    )
-    dedup_window_s: Seconds = Field(
-        120.0,
-        description="For how long the same prepare may be repeated and counts once, seconds.",
-    )
+    check_after_s: Seconds = 6.0
+    """A pending transaction is checked first after this time, seconds."""
+    check_interval_s: Seconds = 30.0
+    """The time between two checks of a transaction, seconds."""
+    check_attempts_max: Annotated[int, Field(ge=1, le=1000)] = 15
+    """A transaction is parked after this number of attempts without a decision."""
+    check_timeout_s: Seconds = 5.0
+    """How long a check waits for its answer, seconds."""
+    checks_parallel_max: Count = 256
+    """Checks in flight at once, all groups together; one share takes four fifths at most."""
+    dedup_window_s: Seconds = 120.0
+    """For how long the same prepare may be repeated and counts once, seconds."""
 
     # --- limits: each bounds what the process can be made to hold or do ---
     pending_max: Count = Field(
-        default_factory=lambda given: max(250_000, 1_000_000 // given["partitions"]),
-        description="Transactions that one half partition holds and that are not settled: "
-        "undecided, waiting to be promoted, or refused; more prepares are `overloaded`. Each "
-        "costs the owner some 700 bytes beside its body. Not given: a million in all "
-        "`partitions` together, which take 700 MB, but 250,000 in each at least.",
+        default_factory=lambda given: max(250_000, 1_000_000 // given["partitions"])
     )
-    pending_group_max: Count = Field(
-        default_factory=lambda given: share_max(given["pending_max"]),
-        description="The same for one share: one group, or all groups of one principal, so that "
-        "one that never decides leaves room for others; more prepares of it are "
-        "`overloaded`. Not given: four fifths of `pending_max`.",
-    )
-    bodies_bytes_max: Count = Field(
-        128 * MIB,
-        description="Bodies of transactions that are not settled, kept in memory by the whole "
-        "proxy, bytes. Others, the oldest first, are read again from Kafka when they are "
-        "needed.",
-    )
-    snapshot_records_min: Count = Field(
-        10_000,
-        description="A partition writes a snapshot when this number of records has come since the "
-        "last one, or a quarter as many as it has entries, if that is more; after a minute the "
-        "quarter is enough, after an hour, or a quarter of half_retention_s, a single record. "
-        "Fewer: a restart reads less, Kafka is written to more.",
-    )
-    session_timeout_s: Seconds = Field(
-        10.0,
-        description="A proxy without a heartbeat for this time loses its partitions to the "
-        "others, seconds: 6 to 1800, and within the brokers' `group.min.session.timeout.ms` and "
-        "`group.max.session.timeout.ms`.",
-    )
-    stuck_after_s: Seconds = Field(
-        30.0,
-        description="A proxy that cannot claim a partition or end a promotion transaction for this "
-        "time leaves the group, so that another one takes over, seconds.",
-    )
-    settled_max: Count | None = Field(
-        None,
-        description="The old name of `settled_bytes_max`, for one release: the number of settled "
-        "transactions of one half partition. Counts as 37 bytes for each, in all `partitions`, 4 "
-        "at least; the proxy warns at its start.",
-    )
+    """Transactions that one half partition holds and that are not settled: undecided, waiting to be
+    promoted, or refused; more prepares are `overloaded`. Each costs the owner some 700 bytes beside
+    its body. Not given: a million in all `partitions` together, which take 700 MB, but 250,000 in
+    each at least."""
+    pending_group_max: Count = Field(default_factory=lambda given: share_max(given["pending_max"]))
+    """The same for one share: one group, or all groups of one principal, so that one that never
+    decides leaves room for others; more prepares of it are `overloaded`. Not given: four fifths of
+    `pending_max`."""
+    bodies_bytes_max: Count = 128 * MIB
+    """Bodies of transactions that are not settled, kept in memory by the whole proxy, bytes.
+    Others, the oldest first, are read again from Kafka when they are needed."""
+    snapshot_records_min: Count = 10_000
+    """A partition writes a snapshot when this number of records has come since the last one, or a
+    quarter as many as it has entries, if that is more; after a minute the quarter is enough, after
+    an hour, or a quarter of half_retention_s, a single record. Fewer: a restart reads less, Kafka
+    is written to more."""
+    session_timeout_s: Seconds = 10.0
+    """A proxy without a heartbeat for this time loses its partitions to the others, seconds: 6 to
+    1800, and within the brokers' `group.min.session.timeout.ms` and
+    `group.max.session.timeout.ms`."""
+    stuck_after_s: Seconds = 30.0
+    """A proxy that cannot claim a partition or end a promotion transaction for this time leaves the
+    group, so that another one takes over, seconds."""
+    settled_max: Count | None = None
+    """The old name of `settled_bytes_max`, for one release: the number of settled transactions of
+    one half partition. Counts as 37 bytes for each, in all `partitions`, 4 at least; the proxy
+    warns at its start."""
     settled_bytes_max: Count = Field(
-        default_factory=lambda given: _settled_bytes(given["settled_max"], given["partitions"]),
-        description="Settled transactions of the dedup window, remembered to answer repeats by "
-        "the whole proxy, bytes: some 37 for each, more with a `dedup_key`. Its half partitions "
-        "have equal parts; full, prepares are `overloaded`, those of one share with four fifths "
-        "of a part. Not given: 512 MiB, or the value of `settled_max`.",
+        default_factory=lambda given: _settled_bytes(given["settled_max"], given["partitions"])
     )
-    in_flight_bytes_max: Count = Field(
-        128 * MIB,
-        description="Bytes of requests that are being carried out, all callers together; more "
-        "are `overloaded`. Prepares may take three quarters of it, so that decisions and checks "
-        "always find room; one principal takes four fifths of either at most. Half as much again "
-        "may be on its way in, in frames of sessions; further ones wait to be read.",
-    )
-    session_in_flight_bytes_max: Count = Field(
-        32 * MIB,
-        description="The same for one SDK session, so that none takes all; also the limit of "
-        "answers that wait for it to be read.",
-    )
-    session_answers_max: Count = Field(
-        20_000,
-        description="Answers and checks that wait for one SDK session to read them; a session "
-        "that does not read is cut off there.",
-    )
-    sessions_max: Count = Field(
-        10_000,
-        description="Open SDK sessions; more are turned away. One principal has four fifths of "
-        "them at most.",
-    )
-    session_heartbeat_s: Seconds = Field(
-        15.0,
-        description="How often a silent SDK session is asked for a sign of life, seconds. One "
-        "that gives none within half of it is cut off.",
-    )
-    message_bytes_max: Count = Field(
-        4 * MIB, description="The largest message: key, value and headers together, bytes."
-    )
-    transaction_bytes_max: Count = Field(
-        7 * MIB,
-        description="The largest transaction, bytes. It is stored as one batch, so it must stay "
-        "below `max.message.bytes` of the half topic (8 MiB).",
-    )
-    messages_per_transaction_max: Count = Field(
-        1000, description="The most messages in one transaction."
-    )
-    frame_bytes_max: Count = Field(
-        FRAME_BYTES_MAX, description="The largest frame that an SDK session may send, bytes."
-    )
-    request_bytes_max: Count = Field(
-        16 * MIB,
-        description="The largest body of an HTTP request, bytes. JSON and base64 make messages "
-        "larger, so it lies above `transaction_bytes_max`.",
-    )
-    request_timeout_s: Seconds = Field(
-        30.0,
-        description="How long a client may take to send the head of a request, its body, or a "
-        "TLS handshake, and to take in an answer or a frame of its session, seconds.",
-    )
-    group_labels_max: Count = Field(
-        200,
-        description="Groups with separate metrics, at most four fifths of them of one share; "
-        "further ones count as `other`.",
-    )
+    """Settled transactions of the dedup window, remembered to answer repeats by the whole proxy,
+    bytes: some 37 for each, more with a `dedup_key`. Its half partitions have equal parts; full,
+    prepares are `overloaded`, those of one share with four fifths of a part. Not given: 512 MiB, or
+    the value of `settled_max`."""
+    in_flight_bytes_max: Count = 128 * MIB
+    """Bytes of requests that are being carried out, all callers together; more are `overloaded`.
+    Prepares may take three quarters of it, so that decisions and checks always find room; one
+    principal takes four fifths of either at most. Half as much again may be on its way in, in
+    frames of sessions; further ones wait to be read."""
+    session_in_flight_bytes_max: Count = 32 * MIB
+    """The same for one SDK session, so that none takes all; also the limit of answers that wait for
+    it to be read."""
+    session_answers_max: Count = 20_000
+    """Answers and checks that wait for one SDK session to read them; a session that does not read
+    is cut off there."""
+    sessions_max: Count = 10_000
+    """Open SDK sessions; more are turned away. One principal has four fifths of them at most."""
+    session_heartbeat_s: Seconds = 15.0
+    """How often a silent SDK session is asked for a sign of life, seconds. One that gives none
+    within half of it is cut off."""
+    message_bytes_max: Count = 4 * MIB
+    """The largest message: key, value and headers together, bytes."""
+    transaction_bytes_max: Count = 7 * MIB
+    """The largest transaction, bytes. It is stored as one batch, so it must stay below
+    `max.message.bytes` of the half topic (8 MiB)."""
+    messages_per_transaction_max: Count = 1000
+    """The most messages in one transaction."""
+    frame_bytes_max: Count = FRAME_BYTES_MAX
+    """The largest frame that an SDK session may send, bytes."""
+    request_bytes_max: Count = 16 * MIB
+    """The largest body of an HTTP request, bytes. JSON and base64 make messages larger, so it lies
+    above `transaction_bytes_max`."""
+    request_timeout_s: Seconds = 30.0
+    """How long a client may take to send the head of a request, its body, or a TLS handshake, and
+    to take in an answer or a frame of its session, seconds."""
+    group_labels_max: Count = 200
+    """Groups with separate metrics, at most four fifths of them of one share; further ones count as
+    `other`."""
 
     @classmethod
     def settings_customise_sources(
@@ -330,6 +262,8 @@ class Settings(ListenerAccess, KafkaAccess):
             )
 
 
+for _field in Settings.model_fields.values():
+    _field.description = " ".join((_field.description or "").split())
 SECRET_SETTINGS = frozenset(secret_settings(Settings))
 """Settings that are secrets: they are allowed in the environment only."""
 
