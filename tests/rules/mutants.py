@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import ast
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -35,7 +34,7 @@ Tried = TypeVar("Tried")
 
 
 class Edit(NamedTuple):
-    """Lines of a definition, as `ast.unparse` writes it, and those in their place."""
+    """A text in a definition, as `ast.unparse` writes it, and the text in its place."""
 
     file: str
     name: str
@@ -64,7 +63,7 @@ class Mutant(NamedTuple):
         """Return the text of each changed file of a tree, by its path, with the rule taken out.
 
         Raises:
-            ValueError: a definition is missing, or does not hold the lines exactly once.
+            ValueError: a definition is missing, or does not hold the text exactly once.
         """
         sources: dict[str, str] = {}
         for edit in self.edits:
@@ -77,13 +76,10 @@ def edited(edit: Edit, source: str) -> str:
     """Return the source of a module with an edit made."""
     node = definitions(source)[edit.name]
     text = ast.unparse(node)
-    pattern = r"\n".join(rf"([ ]*){re.escape(line.lstrip())}" for line in edit.old.split("\n"))
-    places = list(re.finditer(rf"^{pattern}$", text, re.M))
-    if len(places) != 1:
-        raise ValueError(f"{edit.name} of {edit.file} holds {len(places)} times: {edit.old!r}")
-    first, last = places[0].span()
-    depth = len(places[0][1]) - (len(edit.old) - len(edit.old.lstrip()))
-    text = text[:first] + textwrap.indent(edit.new, " " * depth) + text[last:]
+    if text.count(edit.old) != 1:
+        times = text.count(edit.old)
+        raise ValueError(f"{edit.name} of {edit.file} holds {times} times: {edit.old!r}")
+    text = text.replace(edit.old, edit.new)
     lines = source.splitlines()
     start = min([node.lineno, *(each.lineno for each in getattr(node, "decorator_list", ()))]) - 1
     lines[start : node.end_lineno] = textwrap.indent(text, " " * node.col_offset).splitlines()
@@ -136,14 +132,16 @@ def file_of(where: str) -> tuple[str, str]:
 
 def mutants() -> list[Mutant]:
     """Return the table."""
-    found = []
-    for line in tomllib.loads(TABLE.read_text())["mutant"]:
-        edits = [
-            Edit(*file_of(each["where"]), each["old"].strip("\n"), each["new"].strip("\n"))
-            for each in (line, *line.get("also", ()))
-        ]
-        found.append(Mutant(line["rule"], line["what"], tuple(edits), line["test"]))
-    return found
+    return [
+        Mutant(
+            rule,
+            what,
+            tuple(Edit(*file_of(where), *texts) for where, *texts in edits),
+            f"tests/{test}",
+        )
+        for rule, table in tomllib.loads(TABLE.read_text()).items()
+        for what, (test, *edits) in table.items()
+    ]
 
 
 def copy_of_the_tree(to: Path) -> None:
