@@ -37,7 +37,7 @@ from txbroker.core.records import CheckReason
 from txbroker.core.settled import ShareOf, own_share, share_max
 from txbroker.errors import TxbrokerError
 from txbroker.failpoints import failpoint
-from txbroker.net.backoff import grown_pause_s
+from txbroker.net.timers import grown_pause_s
 
 log = structlog.wrap_logger(logging.getLogger(__name__))
 

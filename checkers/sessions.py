@@ -11,7 +11,7 @@ from txbroker.checkers import base
 from txbroker.checkers.base import Answered, CheckCall, CheckResult, Unclear, Unreached
 from txbroker.contract import frames as wire
 from txbroker.core.records import Decision, bounded_later_s
-from txbroker.net.deadlines import Deadlines
+from txbroker.net.timers import Deadlines
 
 OPEN_CHECKS_MAX = 64
 """Open checks of one instance; more would only wait in its queue."""

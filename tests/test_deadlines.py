@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from txbroker.net.deadlines import Deadlines
+from txbroker.net.timers import Deadlines
 
 LONG_S = 60.0
 

@@ -18,7 +18,7 @@ from aiokafka.protocol.types import (
 
 from txbroker.kafka.client.client import Client
 from txbroker.kafka.protocol.schemas import api_versions, finalized_features
-from txbroker.net.backoff import Backoff
+from txbroker.net.timers import Backoff
 
 FEATURE = "transaction.version"
 _TAGS = ("tags", TaggedFields)

@@ -21,7 +21,7 @@ from txbroker.kafka.protocol.codes import Code
 from txbroker.kafka.protocol.packed import ListOffsetsV3, ProduceV7
 from txbroker.kafka.protocol.schemas import DescribeProducersV0, MetadataV10, describe_producers
 from txbroker.kafka.protocol.transactions import Partition
-from txbroker.net.backoff import Backoff
+from txbroker.net.timers import Backoff
 
 OURS, STRANGER, EPOCH = 7, 8, 4
 T, U = ("t", 0), ("u", 0)

@@ -14,7 +14,7 @@ from txbroker.core.records import LOG_VERSION, Checkpoint, Claim, Record
 from txbroker.door.protocols import PromotionTxn, PromotionTxnLost, TargetRecord
 from txbroker.embedded import DEFAULT_VERSION, EmbeddedKafka
 from txbroker.kafka.client.client import Client
-from txbroker.net.backoff import Backoff
+from txbroker.net.timers import Backoff
 
 FORGETFUL = {
     "transactional.id.expiration.ms": "2000",

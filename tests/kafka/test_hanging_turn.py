@@ -22,7 +22,7 @@ from txbroker.kafka.client.producer import BatchRefused, Producer
 from txbroker.kafka.protocol.batch import batch_body
 from txbroker.kafka.protocol.transactions import Partition
 from txbroker.kafka.tools.examination import KafkaExamination
-from txbroker.net.backoff import Backoff
+from txbroker.net.timers import Backoff
 
 _VERIFICATION = "transaction.partition.verification.enable"
 

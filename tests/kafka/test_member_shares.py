@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from txbroker.core.assignor import OwnedPartitions, assign, resolve_conflicts
+from txbroker.core.routing import OwnedPartitions, assign, resolve_conflicts
 from txbroker.kafka.protocol.generation import (
     GroupAssignment,
     GroupMember,

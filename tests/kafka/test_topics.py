@@ -16,7 +16,7 @@ from txbroker.kafka.door.topics import (
     plan,
     wanted_topics,
 )
-from txbroker.net.backoff import Backoff
+from txbroker.net.timers import Backoff
 
 SETTINGS = KafkaSettings(bootstrap_servers=("127.0.0.1:9092",), instance_id="one")
 HALF, OP = SETTINGS.half_topic, SETTINGS.op_topic

@@ -21,7 +21,7 @@ from txbroker.kafka.client.producer import BatchRefused, Producer, ProducerFence
 from txbroker.kafka.client.settings import KafkaSettings
 from txbroker.kafka.door.promotion_txn import translated
 from txbroker.kafka.protocol.batch import batch_body
-from txbroker.net.backoff import Backoff
+from txbroker.net.timers import Backoff
 
 MakeRelay = Callable[..., Relay]
 EPOCH_MAX = (1 << 15) - 1

@@ -18,7 +18,7 @@ from txbroker.kafka.door.partition import KafkaPartitionDoor
 from txbroker.kafka.door.stable_offset import StableEnds
 from txbroker.kafka.protocol.schemas import DescribeProducersV0, MetadataV10
 from txbroker.kafka.protocol.transactions import Partition
-from txbroker.net.backoff import Backoff
+from txbroker.net.timers import Backoff
 
 PRODUCER_ID = 7
 

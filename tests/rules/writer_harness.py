@@ -18,7 +18,7 @@ from txbroker.kafka.door.promotion_txn import KafkaPromotionTxn
 from txbroker.kafka.door.stable_offset import StableEnds
 from txbroker.kafka.protocol.batch import Body
 from txbroker.kafka.protocol.transactions import Partition
-from txbroker.net.backoff import Backoff
+from txbroker.net.timers import Backoff
 
 
 class FakeProducer:

@@ -13,8 +13,8 @@ from msgspec import Struct
 
 from tests.simulator.sim_loop import PROCESS
 from tests.simulator.sim_network import Network
-from txbroker.core.assignor import assign, owners
 from txbroker.core.records import RECORD_VERSION
+from txbroker.core.routing import assign, owners
 from txbroker.door.protocols import Assignment, Membership
 from txbroker.errors import KafkaUnavailable
 

@@ -321,15 +321,12 @@ class Service(Protocol):
 
         An operation that must be executed alone, or is refused at once, is a run of one.
         """
-        ...
 
     async def prepare(self, request: PrepareRequest) -> TransactionStatus:
         """Store a half message; returns when the brokers have it (acks=all)."""
-        ...
 
     async def decide(self, request: DecideRequest) -> TransactionStatus:
         """Write a marker; returns when the ledger has applied it."""
-        ...
 
     async def check(
         self, id: str, *, by: str = "", reason: str = "", group: str = ""
@@ -339,41 +336,33 @@ class Service(Protocol):
         Args:
             group: the required group of the transaction, "" for any.
         """
-        ...
 
     async def revive(self, id: str, *, by: str = "", reason: str = "") -> TransactionStatus:
         """Make a parked transaction pending again, or retry a refused one at once."""
-        ...
 
     async def find(self, id: str, *, bodies: bool = False) -> TransactionView:
         """Return everything known about a transaction."""
-        ...
 
     async def list(self, request: ListRequest) -> TransactionPage:
         """Return unsettled transactions and those settled within the window.
 
         Checks and timelines are left out; `find` returns them.
         """
-        ...
 
     async def overview(self) -> Overview:
         """Return counts, owners and rates of the installation.
 
         A proxy that does not answer is shown as such, with its partitions.
         """
-        ...
 
     def readiness(self) -> Readiness:
         """Return whether calls can be taken, and if not, why."""
-        ...
 
     def owners(self) -> tuple[str, ...]:
         """Return the URL of each half partition's owner, "" if unknown."""
-        ...
 
     def now_ms(self) -> int:
         """Return the estimated clock of the brokers, by which ids are made."""
-        ...
 
 
 async def alone(service: Service, request: PrepareRequest | DecideRequest) -> Sequence[Answer]:

@@ -96,7 +96,6 @@ class Watcher(Protocol):
 
     def before(self, transaction: Transaction) -> None:
         """The transaction is about to change."""
-        ...
 
 
 class _CommitBatch(Struct):

@@ -2,11 +2,13 @@
 
 `txbroker.kafka` implements them on a real Kafka, `txbroker.testing` in memory; one contract suite
 runs on both. Implementations raise only the errors defined here and `KafkaUnavailable`, never an
-exception of a Kafka client.
+exception of a Kafka client. Every method that asks Kafka raises `KafkaUnavailable` if it does not
+answer.
 """
 
-from collections.abc import AsyncIterator, Callable, Collection, Sequence
-from typing import NamedTuple, Protocol
+import asyncio
+from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Sequence
+from typing import Any, NamedTuple, Protocol
 
 from msgspec import Struct
 
@@ -91,18 +93,13 @@ class Log(Protocol):
             AppendRefused: not stored; the next append may follow.
             AppendUnknown: may be stored, now or later.
         """
-        ...
 
     async def bounds(self, *, confirmed: bool = True) -> tuple[int, int]:
         """Return the log start offset and the offset of the next record.
 
         Unless `confirmed`, which is more expensive, records acknowledged by a newer leader may be
         missing.
-
-        Raises:
-            KafkaUnavailable: Kafka does not answer.
         """
-        ...
 
     def read(
         self, start: int, end: int, skipped: Callable[[range], None] | None = None
@@ -115,19 +112,13 @@ class Log(Protocol):
 
         Raises:
             LogTruncated: `start` is not kept any more, or the log ends before `end`.
-            KafkaUnavailable: Kafka does not answer.
         """
-        ...
 
     async def pick(self, offsets: Sequence[int]) -> Sequence[Record]:
         """Return the records at these ascending offsets; those without a record are left out.
 
         Adjacent offsets are fetched together, distant ones separately.
-
-        Raises:
-            KafkaUnavailable: Kafka does not answer.
         """
-        ...
 
 
 class TargetRecord(NamedTuple):
@@ -160,16 +151,13 @@ class PromotionTxnHandle(Protocol):
         Raises:
             Fenced, PromotionTxnLost: claim again; the progress shows whether it was committed.
         """
-        ...
 
     async def visible(self) -> None:
         """Wait until every `read_committed` reader can see it (the LSO has passed it).
 
         Raises:
             NotVisible: not within 60 s.
-            KafkaUnavailable: Kafka does not answer.
         """
-        ...
 
 
 class ForeignRecord(NamedTuple):
@@ -210,27 +198,13 @@ class PartitionDoor(Protocol):
         """Return whether the partition was ever claimed: the checkpoint topic has held a record.
 
         Writes nothing.
-
-        Raises:
-            KafkaUnavailable: Kafka does not answer.
         """
-        ...
 
     async def checkpoint_end(self) -> int:
-        """Return the next record's offset in the checkpoint topic.
-
-        Raises:
-            KafkaUnavailable: Kafka does not answer.
-        """
-        ...
+        """Return the next record's offset in the checkpoint topic."""
 
     async def parked_before(self) -> bool:
-        """Return whether the parked topic has ever held a record.
-
-        Raises:
-            KafkaUnavailable: Kafka does not answer.
-        """
-        ...
+        """Return whether the parked topic has ever held a record."""
 
     async def claim(self, claim: Claim) -> Claimed:
         """Fence all earlier owners, write the claim record, then read the newest checkpoint.
@@ -243,9 +217,7 @@ class PartitionDoor(Protocol):
             Hanging: an open transaction hides the checkpoint.
             NewerRecord: a newer version wrote the checkpoint.
             InvariantBroken: the checkpoint is unreadable or lost.
-            KafkaUnavailable: Kafka does not answer.
         """
-        ...
 
     async def store(self, records: Sequence[Record]) -> None:
         """Append records of a snapshot to the checkpoint topic, independently of promotion.
@@ -257,27 +229,22 @@ class PartitionDoor(Protocol):
             KafkaUnavailable: they may be stored, which does no harm: only complete snapshots are
                 used.
         """
-        ...
 
     def parked(self) -> AsyncIterator[Sequence[Record]]:
         """Yield all records of this partition of the parked topic, `read_committed`, in order.
 
         Raises:
             Hanging: an open transaction hides some of them.
-            KafkaUnavailable: Kafka does not answer.
         """
-        ...
 
     async def pick_parked(self, offsets: Sequence[int]) -> Sequence[Record]:
         """Return records of this partition of the parked topic, as `Log.pick` does."""
-        ...
 
     def unverified(self, places: Collection[tuple[str, int]]) -> Sequence[tuple[str, int]]:
         """Return the target partitions that may still hold an open transaction of an earlier claim.
 
         Call `verify_no_open_txn` before writing to them.
         """
-        ...
 
     async def verify_no_open_txn(self, places: Collection[tuple[str, int]]) -> Sequence[Cause]:
         """Verify that promotion transactions of earlier claims have ended in target partitions.
@@ -287,7 +254,6 @@ class PartitionDoor(Protocol):
 
         One that never ended there would be ended together with the next one.
         """
-        ...
 
     async def write(self, turn: PromotionTxn) -> PromotionTxnHandle:
         """Write one; return when its records are acknowledged and the next may be written.
@@ -298,11 +264,9 @@ class PartitionDoor(Protocol):
             PromotionTxnRefused: a record was refused; everything is aborted.
             Fenced, PromotionTxnLost: claim again.
         """
-        ...
 
     async def close(self) -> None:
         """Close connections; never waits for a broker that does not answer."""
-        ...
 
 
 class TargetFacts(Struct, frozen=True):
@@ -319,22 +283,16 @@ class Targets(Protocol):
 
     def known(self, topic: str) -> TargetFacts | Cause | None:
         """Return cached facts, or why there are none; None if Kafka must be asked."""
-        ...
 
     async def examine(self, topic: str, *, create: bool = False) -> TargetFacts | Cause:
         """Ask Kafka about a topic, without auto-creating it, and cache the answer.
 
         Args:
             create: create a missing topic through the admin API.
-
-        Raises:
-            KafkaUnavailable: Kafka does not answer.
         """
-        ...
 
     def forget(self, topic: str) -> None:
         """Drop a topic from the cache, after an error that shows that its facts have changed."""
-        ...
 
 
 class GroupStore(Protocol):
@@ -345,11 +303,9 @@ class GroupStore(Protocol):
 
         Returns once everything that was there at the start is read.
         """
-        ...
 
     async def put(self, group: str, value: bytes | None) -> None:
         """Store a group, or remove it with None; returns after `changed` was called with it."""
-        ...
 
 
 class AuditFeed(Protocol):
@@ -364,7 +320,6 @@ class AuditFeed(Protocol):
         Args:
             changed: gets each key's newest JSON or None, and must not raise.
         """
-        ...
 
 
 class Assignment(Struct, frozen=True):
@@ -433,7 +388,6 @@ class Membership(Protocol):
         Raises:
             ConfigurationError: the group cannot be used.
         """
-        ...
 
     async def still_ours(self, partition: int) -> bool:
         """Return whether `partition` is still ours, after a new heartbeat in this generation.
@@ -443,7 +397,6 @@ class Membership(Protocol):
         Raises:
             KafkaUnavailable: no answer; it may still be ours.
         """
-        ...
 
     def in_touch(self) -> bool:
         """Return whether the coordinator's last response is younger than a session.
@@ -451,11 +404,9 @@ class Membership(Protocol):
         Then our partitions cannot have been reassigned. After a long sleep of this process it is
         False before `lost` is called.
         """
-        ...
 
     async def leave(self) -> None:
         """Leave the group, so that other proxies take over at once."""
-        ...
 
 
 class Door(Protocol):
@@ -475,26 +426,58 @@ class Door(Protocol):
             KafkaUnavailable: Kafka does not answer.
             ConfigurationError: the topics' settings contradict the configuration.
         """
-        ...
 
     async def check_topics(self) -> list[str]:
         """Return problems of txbroker's own topics since `start`, as sentences.
 
         These are changed partition counts or settings, and deleted or recreated topics.
-
-        Raises:
-            KafkaUnavailable: Kafka does not answer.
         """
-        ...
 
     def brokers(self) -> Sequence[tuple[str, int]]:
         """Return host and port of each broker by the newest metadata; sends nothing."""
-        ...
 
     def partition(self, partition: int) -> PartitionDoor:
         """Return the door of one half partition; it writes nothing before its `claim`."""
-        ...
 
     async def close(self) -> None:
         """Close everything."""
-        ...
+
+
+# --- the commit of a promotion transaction ------------------------------------------------------
+# A separate task, shared by all implementations: it continues if no caller waits for it.
+
+
+def begin_commit(commit: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+    """Start a commit; wait for it with `commit_outcome`."""
+    task = asyncio.create_task(commit)
+    # A caller that does not wait gets the failure at its next write.
+    task.add_done_callback(_retrieve)
+    return task
+
+
+async def commit_outcome(commit: asyncio.Task[None]) -> None:
+    """Wait for a commit. Several callers may wait; cancelling one does not stop the commit.
+
+    Raises:
+        Fenced, PromotionTxnLost
+    """
+    try:
+        await asyncio.shield(commit)
+    except asyncio.CancelledError:
+        if commit.cancelled():
+            raise PromotionTxnLost("the partition's door was closed") from None
+        raise
+
+
+def raised_again(
+    error: Fenced | PromotionTxnLost | PromotionTxnRefused,
+) -> Fenced | PromotionTxnLost | PromotionTxnRefused:
+    """Return an equal exception; raising one object twice would accumulate tracebacks."""
+    if isinstance(error, PromotionTxnRefused):
+        return PromotionTxnRefused(error.cause)
+    return type(error)(str(error))
+
+
+def _retrieve(task: asyncio.Task[None]) -> None:
+    if not task.cancelled():
+        task.exception()

@@ -19,7 +19,7 @@ from txbroker.config.settings import Settings
 from txbroker.core.settled import ShareOf
 from txbroker.door.protocols import Door
 from txbroker.errors import KafkaUnavailable
-from txbroker.net.backoff import Backoff
+from txbroker.net.timers import Backoff
 from txbroker.net.tls import ClientTls, ServerTls, TlsFiles
 from txbroker.principals import Directory, Role
 from txbroker.proxy.cluster.broker import Broker

@@ -7,7 +7,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from txbroker.errors import ConfigurationError
-from txbroker.net.backoff import grown_pause_s
+from txbroker.net.timers import grown_pause_s
 
 RETRY_SHARE_OF_WINDOW = 0.75
 """A prepare is retried for this share of the dedup window: later its id could be void."""

@@ -17,7 +17,6 @@ from msgspec import structs
 
 from txbroker.core.encoding import encode_claim, encode_progress
 from txbroker.core.records import Cause, Claim, Record
-from txbroker.door.commits import again, begin, outcome
 from txbroker.door.own_topics import (
     CheckpointScan,
     encode_layout,
@@ -41,6 +40,9 @@ from txbroker.door.protocols import (
     PromotionTxnLost,
     PromotionTxnRefused,
     Targets,
+    begin_commit,
+    commit_outcome,
+    raised_again,
 )
 from txbroker.errors import ConfigurationError, KafkaUnavailable
 from txbroker.testing.members import MemoryMembership
@@ -406,7 +408,7 @@ class _Writer:
             except (PromotionTxnRefused, PromotionTxnLost):
                 self._kafka.end(transaction, committed=False)
                 raise
-        self._before = begin(self._commit(transaction, self._before))
+        self._before = begin_commit(self._commit(transaction, self._before))
         return MemoryTxnHandle(self._kafka, written, self._before)
 
     def _write_all(self, txn: PromotionTxn, transaction: KafkaTransaction) -> "_Written":
@@ -436,7 +438,7 @@ class _Writer:
     ) -> None:
         with self._breaking():
             if before is not None:
-                await outcome(before)
+                await commit_outcome(before)
             with _translated():
                 await asyncio.sleep(0)
                 if not self._kafka.holds(self._id, self):
@@ -463,7 +465,7 @@ class _Writer:
 
     def _check(self) -> None:
         if self._broken is not None:
-            raise again(self._broken)
+            raise raised_again(self._broken)
 
 
 class _Written(NamedTuple):
@@ -491,7 +493,7 @@ class MemoryTxnHandle:
 
     async def committed(self) -> None:
         """Wait until the commit is acknowledged."""
-        await outcome(self._commit)
+        await commit_outcome(self._commit)
 
     async def visible(self) -> None:
         """Wait until every `read_committed` reader can see the transaction."""

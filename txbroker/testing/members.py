@@ -10,8 +10,8 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from txbroker.core.assignor import assign, owners
 from txbroker.core.records import RECORD_VERSION
+from txbroker.core.routing import assign, owners
 from txbroker.door.protocols import Assignment, Membership, replaced_by
 from txbroker.errors import KafkaUnavailable
 

@@ -20,7 +20,7 @@ from txbroker.errors import KafkaUnavailable
 from txbroker.kafka.client.client import Client
 from txbroker.kafka.client.producer import Producer
 from txbroker.kafka.protocol.batch import batch_body
-from txbroker.net.backoff import Backoff
+from txbroker.net.timers import Backoff
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 

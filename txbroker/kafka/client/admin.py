@@ -13,7 +13,7 @@ from txbroker.errors import KafkaUnavailable
 from txbroker.kafka.client.client import Client, KafkaRefused, TopicFacts, is_retriable
 from txbroker.kafka.protocol.codes import Code, describe
 from txbroker.kafka.protocol.schemas import alter_configs, metadata
-from txbroker.net.backoff import Backoff
+from txbroker.net.timers import Backoff
 
 _CHANNEL = "admin"
 _TOPIC = 2

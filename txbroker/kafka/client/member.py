@@ -10,7 +10,7 @@ from aiokafka.coordinator.protocol import ConsumerProtocol
 from aiokafka.protocol.api import Request
 from aiokafka.protocol.group import JoinGroupRequest, SyncGroupRequest
 
-from txbroker.core.assignor import UNKNOWN_OWNER, OwnedPartitions
+from txbroker.core.routing import UNKNOWN_OWNER, OwnedPartitions
 from txbroker.door.protocols import Assignment
 from txbroker.errors import KafkaUnavailable
 from txbroker.kafka.client.client import Client, KafkaRefused, coordinator_moved
@@ -29,7 +29,7 @@ from txbroker.kafka.protocol.generation import (
     to_runs,
 )
 from txbroker.kafka.protocol.schemas import DescribeGroupsV4, HeartbeatV3, LeaveGroupV3
-from txbroker.net.backoff import Backoff
+from txbroker.net.timers import Backoff
 
 _PROTOCOL_TYPE = "consumer"
 _PROTOCOL = "txbroker-sticky"

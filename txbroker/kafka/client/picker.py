@@ -14,7 +14,7 @@ from txbroker.door.protocols import LogTruncated
 from txbroker.errors import KafkaUnavailable
 from txbroker.kafka.client.reader import Reader
 from txbroker.kafka.protocol.fetched import Fetched
-from txbroker.net.backoff import Backoff
+from txbroker.net.timers import Backoff
 
 _AT_ONCE = 8
 _NEAR_BYTES = 64 << 10

@@ -32,7 +32,7 @@ from txbroker.kafka.protocol.transactions import (
     ProducerIdentity,
     negotiate,
 )
-from txbroker.net.backoff import Backoff
+from txbroker.net.timers import Backoff
 
 _SEQUENCE_MASK = (1 << 31) - 1
 _TOPIC_CREATION_S = 0.3

@@ -24,7 +24,7 @@ from txbroker.kafka.protocol.codes import LEADER_MOVED, Code
 from txbroker.kafka.protocol.fetched import Fetched
 from txbroker.kafka.protocol.packed import ListOffsetsV3
 from txbroker.kafka.protocol.transactions import Partition
-from txbroker.net.backoff import Backoff
+from txbroker.net.timers import Backoff
 
 log = structlog.wrap_logger(logging.getLogger(__name__))
 

@@ -15,7 +15,7 @@ from txbroker.kafka.client.reader import Reader
 from txbroker.kafka.client.shared_writes import SharedWrites
 from txbroker.kafka.protocol.batch import batch_body
 from txbroker.kafka.protocol.codes import SEQUENCE_LOST
-from txbroker.net.backoff import Backoff
+from txbroker.net.timers import Backoff
 
 _NEW_PRODUCERS_MAX = 2
 

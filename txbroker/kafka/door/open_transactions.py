@@ -29,7 +29,7 @@ from txbroker.kafka.door.stable_offset import StableEnds
 from txbroker.kafka.protocol.codes import LEADER_MOVED, Code, describe
 from txbroker.kafka.protocol.schemas import describe_producers
 from txbroker.kafka.protocol.transactions import Partition
-from txbroker.net.backoff import Backoff
+from txbroker.net.timers import Backoff
 
 HANGING = "hanging"
 """The code of a cause that ends only by an operator's action."""

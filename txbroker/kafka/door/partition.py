@@ -41,7 +41,7 @@ from txbroker.kafka.door.promotion_txn import KafkaPromotionTxn
 from txbroker.kafka.door.stable_offset import StableEnds
 from txbroker.kafka.protocol.batch import batch_body
 from txbroker.kafka.protocol.transactions import Partition
-from txbroker.net.backoff import Backoff
+from txbroker.net.timers import Backoff
 
 _PAUSE_S = 0.002
 _PAUSE_MAX_S = 0.1

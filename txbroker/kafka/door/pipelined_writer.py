@@ -17,8 +17,15 @@ from typing import TypeAlias
 
 from txbroker.core.encoding import encode_progress
 from txbroker.core.records import Record
-from txbroker.door.commits import again, begin, outcome
-from txbroker.door.protocols import Fenced, PromotionTxn, PromotionTxnLost, PromotionTxnRefused
+from txbroker.door.protocols import (
+    Fenced,
+    PromotionTxn,
+    PromotionTxnLost,
+    PromotionTxnRefused,
+    begin_commit,
+    commit_outcome,
+    raised_again,
+)
 from txbroker.errors import KafkaUnavailable
 from txbroker.failpoints import failpoint
 from txbroker.kafka.client.client import Client
@@ -28,7 +35,7 @@ from txbroker.kafka.door.promotion_txn import KafkaPromotionTxn, translated
 from txbroker.kafka.door.stable_offset import StableEnds
 from txbroker.kafka.protocol.batch import Body, batch_bodies
 from txbroker.kafka.protocol.transactions import Partition
-from txbroker.net.backoff import Backoff
+from txbroker.net.timers import Backoff
 
 # The previous transaction's markers on the same transactional id take milliseconds.
 _PAUSE_S = 0.001
@@ -82,7 +89,7 @@ class PipelinedTxnWriter:
         self._writing = True
         try:
             if own is not None:
-                await outcome(own)
+                await commit_outcome(own)
             batches, places = self._batches(txn)
             await self._wait_for_ends(self._unconfirmed[side], batches)
             # The previous commit may have failed meanwhile.
@@ -93,7 +100,7 @@ class PipelinedTxnWriter:
         last = {partition: numbers[-1] for partition, numbers in offsets.items()}
         self._unconfirmed[side].add(last)
         self._written += 1
-        commit = begin(self._commit(producer, self._commits[1 - side]))
+        commit = begin_commit(self._commit(producer, self._commits[1 - side]))
         self._commits[side] = commit
         return KafkaPromotionTxn(
             self._stable,
@@ -192,7 +199,7 @@ class PipelinedTxnWriter:
     async def _commit(self, producer: Producer, before: asyncio.Task[None] | None) -> None:
         try:
             if before is not None:
-                await outcome(before)
+                await commit_outcome(before)
             with translated():
                 backoff = self._backoff(self._settings.transaction_timeout_s)
                 failpoint("turn.ending")
@@ -203,7 +210,7 @@ class PipelinedTxnWriter:
             if before is not None and before.done() and _failed(before):
                 # The previous one may not be committed, so this one must not be either.
                 await self._abort(producer, error)
-            raise again(error) from None
+            raise raised_again(error) from None
 
     async def _abort(self, producer: Producer, error: Exception) -> None:
         """Try to unblock the targets' readers early; the next claim aborts it in any case."""
@@ -215,7 +222,7 @@ class PipelinedTxnWriter:
 
     def _check(self) -> None:
         if self._broken is not None:
-            raise again(self._broken)
+            raise raised_again(self._broken)
 
     def _break(self, error: Fenced | PromotionTxnLost | PromotionTxnRefused) -> None:
         if self._broken is None:

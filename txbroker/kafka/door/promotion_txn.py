@@ -7,12 +7,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from txbroker.core.records import Cause
-from txbroker.door.commits import outcome
 from txbroker.door.protocols import (
     Fenced,
     PromotionTxnHandle,
     PromotionTxnLost,
     PromotionTxnRefused,
+    commit_outcome,
 )
 from txbroker.errors import KafkaUnavailable
 from txbroker.kafka.client.producer import BatchRefused, BatchUnknown, ProducerFenced
@@ -48,7 +48,7 @@ class KafkaPromotionTxn(PromotionTxnHandle):
         Raises:
             Fenced, PromotionTxnLost: claim again; the progress shows whether it was committed.
         """
-        await outcome(self._commit)
+        await commit_outcome(self._commit)
 
     async def visible(self) -> None:
         """Wait until the transaction is visible to every `read_committed` reader.

@@ -11,7 +11,7 @@ from txbroker.door.protocols import NotVisible
 from txbroker.kafka.client.client import Client
 from txbroker.kafka.client.reader import READ_COMMITTED, READ_UNCOMMITTED, end_offsets
 from txbroker.kafka.protocol.transactions import Partition
-from txbroker.net.backoff import Backoff
+from txbroker.net.timers import Backoff
 
 _CHANNEL = "visible"
 _POLL_S = 0.001

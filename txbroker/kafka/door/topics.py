@@ -14,7 +14,7 @@ from txbroker.errors import ConfigurationError, KafkaUnavailable
 from txbroker.kafka.client.admin import Admin, NewTopic
 from txbroker.kafka.client.settings import KafkaSettings
 from txbroker.kafka.protocol.codes import Code
-from txbroker.net.backoff import Backoff
+from txbroker.net.timers import Backoff
 
 _DAY_MS = 24 * 60 * 60 * 1000
 _OVERHEAD_BYTES = 64 * 1024

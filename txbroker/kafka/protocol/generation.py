@@ -12,7 +12,7 @@ from typing import NamedTuple, TypeVar
 import msgspec
 from msgspec import Struct, field
 
-from txbroker.core.assignor import UNKNOWN_OWNER, OwnedPartitions, assign, owners, resolve_conflicts
+from txbroker.core.routing import UNKNOWN_OWNER, OwnedPartitions, assign, owners, resolve_conflicts
 from txbroker.door.protocols import Assignment
 
 _FORMAT = 1

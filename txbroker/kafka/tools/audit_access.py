@@ -16,7 +16,7 @@ from txbroker.kafka.protocol.codes import LEADER_MOVED, Code, describe
 from txbroker.kafka.protocol.packed import ListOffsetsV3
 from txbroker.kafka.protocol.schemas import RIGHTS_NOT_REQUESTED, metadata
 from txbroker.kafka.protocol.transactions import Partition
-from txbroker.net.backoff import Backoff
+from txbroker.net.timers import Backoff
 
 _CHANNEL = "audit"
 _READ = 1 << 3

@@ -15,7 +15,7 @@ from txbroker.kafka.client.settings import KafkaSettings
 from txbroker.kafka.door.log import KafkaLog
 from txbroker.kafka.protocol.batch import batch_body
 from txbroker.kafka.protocol.codes import Code
-from txbroker.net.backoff import Backoff
+from txbroker.net.timers import Backoff
 
 _BYTES_MAX = 1 << 20
 """Kafka's default; these records are far smaller."""

@@ -31,7 +31,7 @@ from txbroker.kafka.protocol.schemas import (
     newest_timestamps,
 )
 from txbroker.kafka.protocol.transactions import Partition
-from txbroker.net.backoff import Backoff
+from txbroker.net.timers import Backoff
 
 _CHANNEL = "examine"
 _ANSWER_S = 3.0

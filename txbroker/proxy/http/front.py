@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, Protocol, cast
 from httptools import HttpParserError, HttpParserUpgrade, HttpRequestParser
 from multidict import CIMultiDict
 
-from txbroker.net.deadlines import Deadlines
+from txbroker.net.timers import Deadlines
 from txbroker.proxy.http.endpoints import ApiEndpoint
 from txbroker.proxy.http.operations import HttpAnswer
 from txbroker.proxy.http.reading import DirectRequest

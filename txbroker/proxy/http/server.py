@@ -10,7 +10,7 @@ from aiohttp.web_protocol import RequestHandler
 
 from txbroker.config.addresses import parse_address
 from txbroker.errors import ConfigurationError
-from txbroker.net.deadlines import Deadlines
+from txbroker.net.timers import Deadlines
 from txbroker.net.tls import ServerTls
 from txbroker.proxy.http.api import CONTEXT, DIRECT
 from txbroker.proxy.http.context import ApiContext

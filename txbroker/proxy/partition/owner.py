@@ -49,7 +49,7 @@ from txbroker.core.segment import SEGMENT_BYTES
 from txbroker.door.protocols import Claimed, Fenced, Hanging, PartitionDoor, Targets
 from txbroker.errors import KafkaUnavailable
 from txbroker.failpoints import failpoint
-from txbroker.net.backoff import Backoff
+from txbroker.net.timers import Backoff
 from txbroker.proxy.observe.logging import get_logger
 from txbroker.proxy.partition.appender import Appender, LogReplica
 from txbroker.proxy.partition.body_cache import BodyCache

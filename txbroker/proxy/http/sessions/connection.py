@@ -15,7 +15,7 @@ from aiohttp.web_protocol import RequestHandler
 
 from txbroker.error_text import raised_at, safe_repr
 from txbroker.errors import BadRequest, RequestError
-from txbroker.net.deadlines import Deadlines
+from txbroker.net.timers import Deadlines
 from txbroker.proxy.http.context import ApiContext
 from txbroker.proxy.http.endpoints import INTERNAL_ERROR
 from txbroker.proxy.http.front import DirectConnection
