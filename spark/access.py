@@ -20,9 +20,8 @@ from txbroker.contract.audit import BATCH_TICK_KEY
 from txbroker.core.records import Record
 from txbroker.errors import ConfigurationError, KafkaUnavailable, TxbrokerError
 from txbroker.kafka.client.settings import KafkaSettings
-from txbroker.kafka.door.audit import KafkaAuditWriter
-from txbroker.kafka.tools.audit_access import AuditAccess, TopicBounds
-from txbroker.kafka.tools.audit_records import some_records
+from txbroker.kafka.tools.audit_access import AuditAccess, TopicBounds, some_records
+from txbroker.kafka.tools.audit_results import KafkaAuditWriter
 from txbroker.spark.judge.rows import can_be_topic
 from txbroker.spark.schema import TopicNames
 

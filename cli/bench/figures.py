@@ -10,7 +10,7 @@ from msgspec import Struct, to_builtins
 from txbroker.cli.bench.load import Job, LoadLog, PlannedEnd
 
 if TYPE_CHECKING:
-    from txbroker.kafka.tools.counting import Count
+    from txbroker.kafka.tools.consumers import Count
 
 BOUNDS_MS = tuple(
     round(step * 10.0**power, 3) for power in range(-1, 5) for step in (1, 1.5, 2, 3, 5, 7)

@@ -26,7 +26,7 @@ from txbroker.cli.run import CommandFailed
 from txbroker.config.addresses import parse_address
 from txbroker.config.settings import Settings, load_settings
 from txbroker.embedded import BarProgress, EmbeddedKafka
-from txbroker.kafka.tools.counting import (
+from txbroker.kafka.tools.consumers import (
     NAME_HEADER,
     TAG_CHARS,
     Reader,

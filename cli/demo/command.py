@@ -15,7 +15,7 @@ from txbroker.cli.demo.stage import DemoEnvironment, set_up
 from txbroker.cli.demo.verdict import compare, table
 from txbroker.cli.proxy.serving import until_signal
 from txbroker.cli.run import CommandFailed, run_async
-from txbroker.kafka.tools.readback import read_back
+from txbroker.kafka.tools.consumers import read_back
 from txbroker.proxy.observe.logging import configure_logging
 
 

@@ -8,7 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from txbroker.cli.demo.shop import Order, messages_of
-from txbroker.kafka.tools.readback import Seen
+from txbroker.kafka.tools.consumers import Seen
 
 
 @dataclass(frozen=True)

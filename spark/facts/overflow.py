@@ -11,7 +11,7 @@ import msgspec
 
 from txbroker.contract.json import TIMESTAMP_MS_MAX
 from txbroker.core.records import Record
-from txbroker.kafka.tools.audit_records import Stored
+from txbroker.kafka.tools.audit_access import Stored
 from txbroker.spark.schema import TopicRead
 
 OVERFLOW = "long overflow"

@@ -11,7 +11,7 @@ from txbroker.contract.audit import (
     encode_news,
 )
 from txbroker.kafka.client.settings import KafkaSettings
-from txbroker.kafka.door.audit import KafkaAuditWriter
+from txbroker.kafka.tools.audit_results import KafkaAuditWriter
 from txbroker.spark.schema import BUSINESS_KINDS, KINDS, TOPIC_KINDS, RunSummary
 
 _FOUND_AGAIN = frozenset(

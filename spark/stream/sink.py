@@ -12,7 +12,7 @@ from pyspark.sql import DataFrame, Row
 from pyspark.sql import functions as F
 
 from txbroker.errors import KafkaUnavailable
-from txbroker.kafka.tools.drift import KafkaDrift
+from txbroker.kafka.tools.audit_results import KafkaDrift
 from txbroker.spark.schema import TEXT_MAX, BrokenRecord, Example
 from txbroker.spark.stream.query import SET_ASIDE_MAX
 

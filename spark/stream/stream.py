@@ -27,7 +27,7 @@ from pyspark.sql import SparkSession
 from pyspark.sql.streaming.query import StreamingQuery
 
 from txbroker.errors import ConfigurationError, KafkaUnavailable, TxbrokerError
-from txbroker.kafka.tools.drift import KafkaDrift
+from txbroker.kafka.tools.audit_results import KafkaDrift
 from txbroker.spark.access import AuditError, AuditKafka, TopicEnds
 from txbroker.spark.facts.extract import TAKEN_BY_RETENTION
 from txbroker.spark.facts.overflow import OVERFLOW

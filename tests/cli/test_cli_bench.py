@@ -17,7 +17,7 @@ from confluent_kafka.admin import AdminClient
 from tests.cli.cli_stub import Asked, Reply, Stub, error
 from tests.kit.cli import TXBROKER, Call, Dev, descendants, until_gone
 from txbroker.cli.proxy.serving import until_signal
-from txbroker.kafka.tools import counting
+from txbroker.kafka.tools.consumers import stop_consumer
 
 SHORT = ("--warmup-s", "0", "--transactions", "40", "--in-flight", "8", "-o", "json")
 
@@ -131,7 +131,7 @@ def test_lost_and_duplicated_messages_are_detected(
     rollbacks: int,
     message: str,
 ) -> None:
-    monkeypatch.setattr(counting, "QUIET_S", 0.3)
+    monkeypatch.setattr("txbroker.kafka.tools.consumers.QUIET_S", 0.3)
     stub.answer = Liar(dev.kafka, copies, verb)
     where = ("--url", stub.url, "--kafka", dev.kafka, "--http", "--in-flight", 1)
     done = call("bench", *SHORT, *where, "--rollback-share", rollbacks)
@@ -262,8 +262,8 @@ class CancellingConsumer:
 
 async def test_cancelled_consumer_task_ends_nothing_else() -> None:
     consumers = [CancellingConsumer(), CancellingConsumer()]
-    await counting.stop_consumer(consumers[0])
-    task = asyncio.ensure_future(counting.stop_consumer(consumers[1]))
+    await stop_consumer(consumers[0])
+    task = asyncio.ensure_future(stop_consumer(consumers[1]))
     await asyncio.sleep(0)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):

@@ -29,7 +29,7 @@ from txbroker.cli.bench.figures import (
 from txbroker.cli.bench.load import Job, LoadEvent, LoadLog, PlannedEnd
 from txbroker.cli.bench.run import progress_bar
 from txbroker.cli.proxy.lifeline import WORKER_MODULE
-from txbroker.kafka.tools.counting import Count
+from txbroker.kafka.tools.consumers import Count
 
 TAG = "0123abcd"
 TAKEN = ResourceUsage(

@@ -18,7 +18,7 @@ from txbroker.cli.demo.scenes import EXPECTED
 from txbroker.cli.demo.shop import Order, messages_of
 from txbroker.cli.demo.verdict import compare
 from txbroker.core.records import Record
-from txbroker.kafka.tools.readback import Seen
+from txbroker.kafka.tools.consumers import Seen
 
 TXBROKER = Path(sys.executable).with_name("txbroker")
 EXISTING = {"A-1", "B-1", "C-1"}

@@ -87,7 +87,7 @@ def repository(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Repo
     repository.server.server_close()
 
 
-class Counter:
+class Counter(jars.Progress):
     """A progress that adds up."""
 
     def __init__(self) -> None:

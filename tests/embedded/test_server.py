@@ -26,7 +26,7 @@ from txbroker.embedded.errors import (
     KafkaStartError,
     StartCancelledError,
 )
-from txbroker.embedded.probe import is_ready
+from txbroker.embedded.server import is_ready
 
 PATIENCE_S = 20.0
 

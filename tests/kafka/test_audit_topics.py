@@ -11,8 +11,9 @@ from tests.kit.kafka import KafkaHarness
 from txbroker.errors import ConfigurationError
 from txbroker.kafka.client.client import Client
 from txbroker.kafka.client.settings import KafkaSettings
-from txbroker.kafka.door.audit import KafkaAuditFeed, KafkaAuditWriter
+from txbroker.kafka.door.followers import KafkaAuditFeed
 from txbroker.kafka.door.topics import FoundTopic, contradictions, plan, wanted_topics
+from txbroker.kafka.tools.audit_results import KafkaAuditWriter
 
 
 @pytest.fixture

@@ -14,8 +14,7 @@ from txbroker.errors import KafkaUnavailable
 from txbroker.kafka.client import leaders
 from txbroker.kafka.client.client import Client, KafkaRefused, Unanswered
 from txbroker.kafka.client.leaders import confirm_leader, confirm_leaders
-from txbroker.kafka.client.picker import Picker
-from txbroker.kafka.client.reader import Reader
+from txbroker.kafka.client.reader import Picker, Reader
 from txbroker.kafka.client.settings import KafkaSettings
 from txbroker.kafka.door.log import KafkaLog
 from txbroker.kafka.protocol.codes import Code

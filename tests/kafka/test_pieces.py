@@ -19,7 +19,7 @@ from txbroker.door.own_topics import CheckpointScan
 from txbroker.door.protocols import Fenced, PromotionTxnLost, PromotionTxnRefused
 from txbroker.errors import InvariantBroken
 from txbroker.kafka.client.producer import BatchRefused, BatchUnknown, ProducerFenced
-from txbroker.kafka.door.promotion_txn import translated
+from txbroker.kafka.door.pipelined_writer import translated
 from txbroker.kafka.protocol.batch import HEADER_BYTES, batch_body, encode_batch
 from txbroker.kafka.protocol.codes import RETRIABLE, Code, describe
 from txbroker.kafka.protocol.fetched import Fetched

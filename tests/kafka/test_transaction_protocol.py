@@ -19,7 +19,7 @@ from txbroker.door.protocols import Fenced, PromotionTxnLost
 from txbroker.kafka.client.client import Client, KafkaRefused, NotSent, Unanswered
 from txbroker.kafka.client.producer import BatchRefused, Producer, ProducerFenced
 from txbroker.kafka.client.settings import KafkaSettings
-from txbroker.kafka.door.promotion_txn import translated
+from txbroker.kafka.door.pipelined_writer import translated
 from txbroker.kafka.protocol.batch import batch_body
 from txbroker.net.timers import Backoff
 

@@ -23,7 +23,7 @@ from confluent_kafka.admin import (
 from txbroker.core.records import Record
 from txbroker.kafka import KafkaDoor, KafkaSettings
 from txbroker.kafka.client.connection import open_connection
-from txbroker.kafka.door.audit import KafkaAuditWriter
+from txbroker.kafka.tools.audit_results import KafkaAuditWriter
 
 _NUMBERS = itertools.count()
 _READ_TIMEOUT_S = 10.0

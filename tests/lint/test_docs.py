@@ -20,7 +20,7 @@ from tests.kit.command_lines import parsed
 from txbroker.cli.main import cli
 from txbroker.config.settings import Settings
 from txbroker.contract.service import PartitionState
-from txbroker.kafka.door.promotion_txn import _CAUSES as CAUSES
+from txbroker.kafka.door.pipelined_writer import _CAUSES as CAUSES
 from txbroker.proxy.observe.metrics import Metrics
 
 ROOT = Path(__file__).parents[2]

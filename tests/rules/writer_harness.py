@@ -13,8 +13,7 @@ from txbroker.kafka.client.client import Client
 from txbroker.kafka.client.producer import Producer, Stored
 from txbroker.kafka.client.settings import KafkaSettings
 from txbroker.kafka.door.open_transactions import OpenTransactionGuard
-from txbroker.kafka.door.pipelined_writer import PipelinedTxnWriter
-from txbroker.kafka.door.promotion_txn import KafkaPromotionTxn
+from txbroker.kafka.door.pipelined_writer import KafkaPromotionTxn, PipelinedTxnWriter
 from txbroker.kafka.door.stable_offset import StableEnds
 from txbroker.kafka.protocol.batch import Body
 from txbroker.kafka.protocol.transactions import Partition

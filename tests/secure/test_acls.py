@@ -23,8 +23,8 @@ from txbroker.kafka.client.acls import Right, Role, kafka_acls_command, rights_n
 from txbroker.kafka.client.client import Client
 from txbroker.kafka.client.reader import READ_UNCOMMITTED, end_offsets
 from txbroker.kafka.client.settings import KafkaSettings
-from txbroker.kafka.door.audit import KafkaAuditWriter
 from txbroker.kafka.tools.audit_access import AuditAccess
+from txbroker.kafka.tools.audit_results import KafkaAuditWriter
 from txbroker.kafka.tools.examination import KafkaExamination
 
 SMALL_BYTES = 10_000

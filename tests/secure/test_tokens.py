@@ -13,8 +13,8 @@ from msgspec import structs
 from tests.secure.certificates import Authority
 from tests.secure.secure_world import CLIENT_ID, CLIENT_SECRET
 from tests.secure.token_endpoint import TokenEndpoint
-from txbroker.kafka.client import oauth
-from txbroker.kafka.client.oauth import Credentials, FetchedToken, NoToken, TokenInFile
+from txbroker.kafka.client import login as oauth
+from txbroker.kafka.client.login import Credentials, FetchedToken, NoToken, TokenInFile
 
 
 def credentials(endpoint: TokenEndpoint, authority: Authority, **changes: Any) -> Credentials:

@@ -33,7 +33,7 @@ from txbroker.core.records import (
     State,
 )
 from txbroker.core.routing import make_id
-from txbroker.kafka.tools.audit_records import Stored
+from txbroker.kafka.tools.audit_access import Stored
 from txbroker.spark.facts.overflow import as_row
 
 if TYPE_CHECKING:

@@ -29,7 +29,7 @@ from txbroker.core.routing import make_id
 from txbroker.embedded import EmbeddedKafka
 from txbroker.kafka.client.settings import KafkaSettings
 from txbroker.kafka.protocol.batch import HEADER_BYTES, Unreadable, batch_body, encode_batch
-from txbroker.kafka.tools import audit_records
+from txbroker.kafka.tools import audit_access
 from txbroker.spark.access import AuditError, AuditKafka, TopicEnds
 from txbroker.spark.schema import Terms, TopicRead
 
@@ -317,7 +317,7 @@ async def test_no_timestamp_ends_a_run(
     monkeypatch: pytest.MonkeyPatch,
     codec: str,
 ) -> None:
-    monkeypatch.setattr(audit_records, "_SOME_RECORDS", 2)
+    monkeypatch.setattr(audit_access, "_SOME_RECORDS", 2)
     async with Planting(kafka.bootstrap) as planting:
         far = f"{planting.prefix}-far"
         bounds = ("message_timestamp_after_max_ms", "message_timestamp_before_max_ms")
@@ -370,12 +370,12 @@ def test_blocks_of_snappy_are_bounded_together(
 
     batch = encode_batch(batch_body([Record(b"k", b"v" * 180)]), producer_id=1, epoch=0, sequence=0)
     plain = batch[HEADER_BYTES:]
-    monkeypatch.setattr(audit_records, "_INFLATED_BYTES_MAX", len(plain) - missing)
+    monkeypatch.setattr(audit_access, "_INFLATED_BYTES_MAX", len(plain) - missing)
     blocks = [Codec("snappy").compress(part, asbytes=True) for part in (plain[:60], plain[60:])]
     body = b"".join(len(each).to_bytes(4, "big") + each for each in blocks)
     packed = batch[:22] + b"\x02" + batch[23:HEADER_BYTES] + b"\x82SNAPPY\x00" + bytes(8) + body
     with pytest.raises(Unreadable, match="MiB") if missing else nullcontext():
-        (found,) = audit_records._decode(DefaultRecordBatch(packed), packed, range(9), 1)
+        (found,) = audit_access._decode(DefaultRecordBatch(packed), packed, range(9), 1)
         assert found.value == b"v" * 180
 
 

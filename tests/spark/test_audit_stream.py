@@ -18,7 +18,7 @@ from tests.spark.stream_world import TERMS, StreamWorld, confirmed, judged, reac
 from txbroker.contract.audit import decode_news
 from txbroker.embedded import EmbeddedKafka
 from txbroker.errors import KafkaUnavailable, TxbrokerError
-from txbroker.kafka.tools.drift import KafkaDrift
+from txbroker.kafka.tools.audit_results import KafkaDrift
 from txbroker.spark.stream.state import NOT_STREAMED
 
 if TYPE_CHECKING:

@@ -19,6 +19,9 @@ from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 
+from rich import progress as bars
+from rich.console import Console
+
 from txbroker.embedded.errors import (
     DiskFullError,
     DownloadError,
@@ -26,7 +29,6 @@ from txbroker.embedded.errors import (
     WrongHashError,
 )
 from txbroker.embedded.lock import Jar, read_lock
-from txbroker.embedded.progress import Progress, SilentProgress
 
 REPOSITORY_SETTING = "TXBROKER_MAVEN_REPOSITORY"
 DEFAULT_REPOSITORY = "https://repo1.maven.org/maven2"
@@ -38,6 +40,53 @@ _CHUNK_BYTES = 1 << 16
 _POLL_S = 0.05
 _STALE_PART_S = 3600.0  # a part this old was left by a process that was killed
 _PASSING_STATUS = frozenset({408, 425, 429, 500, 502, 503, 504})
+
+
+class Progress:
+    """Receives the progress of a download, from the starting thread except for `advance`.
+
+    This one shows nothing."""
+
+    def begin(self, what: str, total_bytes: int) -> None:
+        """A download of `total_bytes` begins; `what` describes it."""
+
+    def advance(self, n_bytes: int) -> None:
+        """`n_bytes` more have arrived (negative before a retry); from any thread."""
+
+    def end(self) -> None:
+        """The download has ended or failed."""
+
+
+class BarProgress(Progress):
+    """A progress bar on stderr, drawn only while something is downloaded."""
+
+    def __init__(self, console: Console | None = None) -> None:
+        self._console = console or Console(stderr=True)
+        self._bar: bars.Progress | None = None
+        self._task = bars.TaskID(0)
+
+    def begin(self, what: str, total_bytes: int) -> None:
+        """Draw the bar."""
+        self._bar = bars.Progress(
+            bars.TextColumn("{task.description}"),
+            bars.BarColumn(),
+            bars.DownloadColumn(),
+            bars.TransferSpeedColumn(),
+            console=self._console,
+        )
+        self._task = self._bar.add_task(what, total=total_bytes)
+        self._bar.start()
+
+    def advance(self, n_bytes: int) -> None:
+        """Move the bar."""
+        if self._bar is not None:
+            self._bar.advance(self._task, n_bytes)
+
+    def end(self) -> None:
+        """Leave the bar as it is."""
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
 
 
 def cache_dir() -> Path:
@@ -72,7 +121,7 @@ def fetch_jars(
     missing = [jar for jar in jars if not _is_whole(folder / jar.path, jar)]
     if missing:
         stop = cancelled or threading.Event()
-        _download_all(what, missing, folder, progress or SilentProgress(), stop)
+        _download_all(what, missing, folder, progress or Progress(), stop)
     return [folder / jar.path for jar in jars]
 
 

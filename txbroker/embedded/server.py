@@ -7,28 +7,27 @@ import os
 import shutil
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import tempfile
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from io import BufferedRWPair
 from pathlib import Path
 from types import TracebackType
 from typing import IO
 
-from txbroker.embedded.datadir import DataDir, new_cluster_id
+from txbroker.embedded.datadir import DataDir, Listener, new_cluster_id, server_properties
 from txbroker.embedded.errors import (
     DataDirError,
     EmbeddedKafkaError,
     KafkaStartError,
     StartCancelledError,
 )
-from txbroker.embedded.jars import ensure_jars
-from txbroker.embedded.java import find_java
-from txbroker.embedded.probe import is_ready
-from txbroker.embedded.progress import Progress
-from txbroker.embedded.settings import Listener, java_flags, server_properties
+from txbroker.embedded.jars import Progress, ensure_jars
+from txbroker.embedded.java import find_java, java_flags
 
 DEFAULT_VERSION = "4.2.1"
 
@@ -40,6 +39,7 @@ _POLL_S = 0.05
 _LOG_LINES = 6
 _PORT_ATTEMPTS = 4  # another process may take a free port before Kafka binds it
 _PORT_TAKEN = "Address already in use"
+_API_VERSIONS, _METADATA = 18, 3  # keys of requests
 _NOT_STARTED = "The embedded Kafka was not started: call start() first"
 
 
@@ -350,3 +350,54 @@ def _tail(log_path: Path) -> str:
     shown = [line for line in lines if line and not line.startswith(("at ", "SLF4J"))]
     last = "\n  ".join(shown[-_LOG_LINES:]) or "the log is empty"
     return f"the last lines of {log_path.name} are\n  {last}"
+
+
+# --- readiness -------------------------------------------------------------------------------
+
+
+def is_ready(port: int, cluster_id: str, timeout_s: float) -> bool:
+    """Return whether the broker at 127.0.0.1:`port` answers and is in service.
+
+    False for a broker of another cluster, which may have taken the port first. Sends ApiVersions 0
+    and Metadata 2 (https://kafka.apache.org/protocol): unlike a client library this needs no event
+    loop and cannot hang.
+    """
+    try:
+        with (
+            socket.create_connection(("127.0.0.1", port), timeout=timeout_s) as connection,
+            connection.makefile("rwb") as stream,
+        ):
+            (error_code,) = struct.unpack_from(">h", _ask(stream, _API_VERSIONS, 0, b""))
+            if error_code != 0:
+                return False
+            no_topics = struct.pack(">i", 0)
+            return _is_served(_ask(stream, _METADATA, 2, no_topics), port, cluster_id)
+    except (OSError, struct.error):
+        return False
+
+
+def _ask(stream: BufferedRWPair, api_key: int, api_version: int, body: bytes) -> bytes:
+    """Return the answer after the correlation id; incomplete if the broker closes before."""
+    client_id = b"txbroker-embedded"
+    header = struct.pack(">hhih", api_key, api_version, 1, len(client_id)) + client_id
+    stream.write(struct.pack(">i", len(header) + len(body)) + header + body)
+    stream.flush()
+    (size,) = struct.unpack(">i", stream.read(4))
+    return stream.read(size)[4:]
+
+
+def _is_served(metadata: bytes, port: int, cluster_id: str) -> bool:
+    (brokers,) = struct.unpack_from(">i", metadata)
+    at = 4
+    ports = []
+    for _ in range(brokers):
+        (host_size,) = struct.unpack_from(">h", metadata, at + 4)
+        at += 6 + host_size
+        (broker_port, rack_size) = struct.unpack_from(">ih", metadata, at)
+        ports.append(broker_port)
+        at += 6 + max(rack_size, 0)
+    (id_size,) = struct.unpack_from(">h", metadata, at)
+    at += 2
+    answered_id = metadata[at : at + max(id_size, 0)].decode("ascii", "replace")
+    (controller_id,) = struct.unpack_from(">i", metadata, at + max(id_size, 0))
+    return port in ports and answered_id == cluster_id and controller_id >= 0

@@ -24,12 +24,10 @@ from confluent_kafka.admin import AdminClient, ClusterMetadata
 from confluent_kafka.cimpl import NewTopic
 
 from tests.faults.cluster.links import Link, Relay
-from txbroker.embedded.datadir import new_cluster_id
+from txbroker.embedded.datadir import new_cluster_id, server_properties
 from txbroker.embedded.jars import ensure_jars
-from txbroker.embedded.java import find_java
-from txbroker.embedded.probe import is_ready
-from txbroker.embedded.server import DEFAULT_VERSION
-from txbroker.embedded.settings import java_flags, server_properties
+from txbroker.embedded.java import find_java, java_flags
+from txbroker.embedded.server import DEFAULT_VERSION, is_ready
 
 NODES = (1, 2, 3)
 REPLICATION, MIN_ISR = 3, 2

@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import random
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 from aiokafka.conn import CloseReason
 from aiokafka.errors import IncompatibleBrokerVersion, KafkaError
@@ -457,6 +457,24 @@ class Client:
     def forget_group_coordinator(self, group_id: str) -> None:
         """Drop the coordinator from the cache."""
         self._coordinators.pop((_GROUP, group_id), None)
+
+
+class ClientOwner:
+    """Has a separate client. Used as `async with`, in a running event loop.
+
+    Raises:
+        ConfigurationError: the settings contradict each other.
+    """
+
+    def __init__(self, settings: KafkaSettings) -> None:
+        settings.validate()
+        self._client = Client(settings)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._client.close()
 
 
 class _Callbacks:

@@ -27,7 +27,7 @@ from aiokafka.errors import (
 from aiokafka.protocol.admin import SaslAuthenticateRequest
 from aiokafka.protocol.api import Request
 
-from txbroker.kafka.client.oauth import NoToken
+from txbroker.kafka.client.login import NoToken
 from txbroker.kafka.protocol.packed import PackedRequest
 
 LOGIN_SHARE = 0.8

@@ -25,8 +25,7 @@ from txbroker.kafka.client.reader import Reader
 from txbroker.kafka.client.settings import KafkaSettings
 from txbroker.kafka.client.shared_writes import SharedWrites
 from txbroker.kafka.door import topics
-from txbroker.kafka.door.audit import KafkaAuditFeed
-from txbroker.kafka.door.groups import KafkaGroupStore
+from txbroker.kafka.door.followers import KafkaAuditFeed, KafkaGroupStore
 from txbroker.kafka.door.membership import KafkaMembership
 from txbroker.kafka.door.partition import KafkaPartitionDoor
 from txbroker.kafka.door.repair import Repair

@@ -9,9 +9,8 @@ from txbroker.door.protocols import Appended, AppendRefused, AppendUnknown, Log
 from txbroker.errors import KafkaUnavailable
 from txbroker.failpoints import failpoint
 from txbroker.kafka.client.client import Client
-from txbroker.kafka.client.picker import Picker
 from txbroker.kafka.client.producer import BatchRefused, BatchUnknown, Producer, ProducerFenced
-from txbroker.kafka.client.reader import Reader
+from txbroker.kafka.client.reader import Picker, Reader
 from txbroker.kafka.client.shared_writes import SharedWrites
 from txbroker.kafka.protocol.batch import batch_body
 from txbroker.kafka.protocol.codes import SEQUENCE_LOST

@@ -24,7 +24,6 @@ from txbroker.door.protocols import (
 from txbroker.errors import KafkaUnavailable
 from txbroker.failpoints import failpoint
 from txbroker.kafka.client.client import Client
-from txbroker.kafka.client.picker import Picker
 from txbroker.kafka.client.producer import (
     BatchRefused,
     BatchUnknown,
@@ -32,12 +31,11 @@ from txbroker.kafka.client.producer import (
     ProducerFenced,
     Stored,
 )
-from txbroker.kafka.client.reader import Reader
+from txbroker.kafka.client.reader import Picker, Reader
 from txbroker.kafka.client.shared_writes import SharedWrites
 from txbroker.kafka.door.log import KafkaLog
 from txbroker.kafka.door.open_transactions import HANGING, OpenTransactionGuard
-from txbroker.kafka.door.pipelined_writer import PipelinedTxnWriter
-from txbroker.kafka.door.promotion_txn import KafkaPromotionTxn
+from txbroker.kafka.door.pipelined_writer import KafkaPromotionTxn, PipelinedTxnWriter
 from txbroker.kafka.door.stable_offset import StableEnds
 from txbroker.kafka.protocol.batch import batch_body
 from txbroker.kafka.protocol.transactions import Partition

@@ -16,7 +16,7 @@ from txbroker.core.records import Record
 from txbroker.door.own_topics import Layout, find_layout
 from txbroker.errors import ConfigurationError, KafkaUnavailable
 from txbroker.kafka.client.admin import Admin
-from txbroker.kafka.client.client import Client, KafkaRefused, is_retriable
+from txbroker.kafka.client.client import ClientOwner, KafkaRefused, is_retriable
 from txbroker.kafka.client.reader import READ_COMMITTED, READ_UNCOMMITTED, Reader, end_offsets
 from txbroker.kafka.client.settings import KafkaSettings
 from txbroker.kafka.door import topics as own
@@ -139,26 +139,15 @@ class OpenTransaction(Struct, frozen=True):
     lost: bool = False
 
 
-class KafkaExamination:
-    """Examines one Kafka cluster. Used as `async with`, in a running event loop.
-
-    Raises:
-        ConfigurationError: the settings contradict each other.
-    """
+class KafkaExamination(ClientOwner):
+    """Examines one Kafka cluster."""
 
     def __init__(self, settings: KafkaSettings) -> None:
-        settings.validate()
         self.settings = structs.replace(
             settings, request_timeout_s=_ANSWER_S, write_timeout_s=_ANSWER_S, retry_backoff_s=0.05
         )
-        self._client = Client(self.settings)
+        super().__init__(self.settings)
         self._admin = Admin(self._client)
-
-    async def __aenter__(self) -> KafkaExamination:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self._client.close()
 
     async def cluster(self, topics: Iterable[str] = ()) -> Cluster:
         """Return the brokers, and metadata of topics.

@@ -1,4 +1,4 @@
-"""Registered producer groups: the newest record of each key in a compacted topic."""
+"""Follow compacted topics: registered producer groups, and results of audits."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import structlog
 
 from txbroker.core.records import Record
 from txbroker.door.own_topics import LAYOUT_KEY
-from txbroker.door.protocols import Appended, AppendUnknown, GroupStore, LogTruncated
+from txbroker.door.protocols import Appended, AppendUnknown, AuditFeed, GroupStore, LogTruncated
 from txbroker.error_text import raised_at, safe_repr
-from txbroker.errors import KafkaUnavailable
+from txbroker.errors import ConfigurationError, InvariantBroken, KafkaUnavailable
 from txbroker.kafka.client.client import Client
 from txbroker.kafka.client.reader import Reader
 from txbroker.kafka.door.log import KafkaLog
@@ -21,23 +21,45 @@ from txbroker.kafka.door.log import KafkaLog
 log = structlog.wrap_logger(logging.getLogger(__name__))
 
 _PAUSE_S = 0.5
+_AUDIT_PAUSE_S = 5.0
+_AUDIT_WAIT_MS = 2000
+"""How long a broker waits for records; less than any request timeout."""
 
 
-class KafkaGroupStore(GroupStore):
-    """A `GroupStore` on a real Kafka."""
+class _Follower:
+    """Follows partition 0 of a topic in a task."""
+
+    def __init__(
+        self, client: Client, topic: str, channel: str, *, append_time: bool = True
+    ) -> None:
+        self._reader, self._bounds = (
+            Reader(client, topic, 0, f"{channel}/{name}", append_time=append_time)
+            for name in ("follow", "bounds")
+        )
+        self._follower: asyncio.Task[None] | None = None
+
+    async def close(self) -> None:
+        """Stop following."""
+        follower, self._follower = self._follower, None
+        if follower is not None:
+            follower.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await follower
+
+
+class KafkaGroupStore(_Follower, GroupStore):
+    """A `GroupStore` on a real Kafka: the newest record of each key."""
 
     def __init__(self, client: Client, bytes_max: Callable[[str], int]) -> None:
         self._client = client
         self._topic = client.settings.groups_topic
+        super().__init__(client, self._topic, "groups")
         self._bytes_max = bytes_max
-        self._reader = Reader(client, self._topic, 0, "groups/follow")
-        self._bounds = Reader(client, self._topic, 0, "groups/bounds")
         self._log: KafkaLog | None = None
         self._append_lock = asyncio.Lock()
         self._moved = asyncio.Condition()
         self._position = 0
         self._changed: Callable[[str, bytes | None], None] | None = None
-        self._follower: asyncio.Task[None] | None = None
 
     async def load(self, changed: Callable[[str, bytes | None], None]) -> None:
         """Read all groups, then follow the topic. Returns once the current end is reached.
@@ -89,14 +111,6 @@ class KafkaGroupStore(GroupStore):
         except AppendUnknown as error:
             raise KafkaUnavailable(str(error)) from None
 
-    async def close(self) -> None:
-        """Stop following."""
-        if self._follower is not None:
-            self._follower.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._follower
-            self._follower = None
-
     async def _follow(self) -> None:
         while True:
             try:
@@ -131,3 +145,64 @@ class KafkaGroupStore(GroupStore):
         async with self._moved:
             self._position = fetched.next_offset
             self._moved.notify_all()
+
+
+class KafkaAuditFeed(_Follower, AuditFeed):
+    """An `AuditFeed` on a real Kafka."""
+
+    def __init__(self, client: Client, pause_s: float = _AUDIT_PAUSE_S) -> None:
+        # The topic may have been created without LogAppendTime.
+        super().__init__(client, client.settings.audit_topic, "audit", append_time=False)
+        self._pause_s = pause_s
+
+    def follow(self, changed: Callable[[str, bytes | None], None]) -> None:
+        """Follow the topic; see `AuditFeed`."""
+        self._follower = asyncio.create_task(self._follow(changed), name="txbroker audit")
+
+    async def _follow(self, changed: Callable[[str, bytes | None], None]) -> None:
+        skip_to_end = False
+        while True:
+            try:
+                bounds = self._bounds
+                start = await (bounds.stable_end() if skip_to_end else bounds.start())
+                skip_to_end = False
+                await self._follow_from(start, changed)
+            except LogTruncated:
+                # The cleaner advanced the log start, or the topic was created again: read all of
+                # it, the newest values count.
+                pass
+            except InvariantBroken:
+                # A corrupt batch. Each record replaces earlier ones, so the next one suffices.
+                skip_to_end = True
+            except (KafkaUnavailable, ConfigurationError):
+                pass
+            await asyncio.sleep(self._pause_s)
+
+    async def _follow_from(
+        self, position: int, changed: Callable[[str, bytes | None], None]
+    ) -> None:
+        """Report records from `position` on, without end.
+
+        Of the records that exist at the start only the newest of each key is reported: an old alarm
+        must not be raised again.
+        """
+        end = await self._bounds.stable_end()
+        newest: dict[bytes, bytes | None] = {}
+
+        def report() -> None:
+            for key, value in newest.items():
+                changed(key.decode(errors="replace"), value)
+            newest.clear()
+
+        while True:
+            if position >= end:
+                report()
+            try:
+                fetched = await self._reader.fetch(position, wait_ms=_AUDIT_WAIT_MS)
+            except InvariantBroken:
+                report()
+                raise
+            for records in fetched.pieces():
+                newest |= {r.key: r.value for r in records if r.key is not None}
+                await asyncio.sleep(0)
+            position = fetched.next_offset

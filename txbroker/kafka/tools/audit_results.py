@@ -1,4 +1,4 @@
-"""Store the findings and the progress of a streaming audit, exactly once."""
+"""Store the results of audits; the findings and the progress of a streaming one exactly once."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from collections.abc import Iterable, Sequence
 from txbroker.core.records import Record
 from txbroker.door.protocols import AppendRefused, AppendUnknown, Hanging
 from txbroker.errors import ConfigurationError, KafkaUnavailable
-from txbroker.kafka.client.client import Client
+from txbroker.kafka.client.client import ClientOwner
 from txbroker.kafka.client.producer import BatchRefused, BatchUnknown, Producer, ProducerFenced
 from txbroker.kafka.client.reader import Reader
 from txbroker.kafka.client.settings import KafkaSettings
 from txbroker.kafka.door.log import KafkaLog
 from txbroker.kafka.protocol.batch import batch_body
-from txbroker.kafka.protocol.codes import Code
+from txbroker.kafka.protocol.codes import Code, describe
 from txbroker.net.timers import Backoff
 
 _BYTES_MAX = 1 << 20
@@ -23,37 +23,64 @@ _RECORDS_MAX = 500
 """Findings per batch, far below the maximum batch size."""
 
 
-class KafkaDrift:
+class KafkaAuditWriter(ClientOwner):
+    """Writes to the topics of the audits."""
+
+    def __init__(self, settings: KafkaSettings) -> None:
+        super().__init__(settings)
+        self._logs: dict[str, KafkaLog] = {}
+
+    async def put(self, topic: str, key: str, value: bytes | None) -> int:
+        """Append a record to partition 0 of a topic. One call at a time.
+
+        Returns:
+            Its append time, ms by the broker's clock; negative without LogAppendTime.
+
+        Raises:
+            ConfigurationError: the topic is missing, forbidden, or refuses the record; nothing was
+                stored.
+            KafkaUnavailable: it may or may not be stored; a retry is safe.
+        """
+        if topic not in self._logs:
+            await self._examine(topic)
+            self._logs[topic] = KafkaLog(self._client, topic, 0, topic, _BYTES_MAX)
+        return await _append(self._logs[topic], topic, key, value)
+
+    async def _examine(self, topic: str) -> None:
+        facts = (await self._client.refresh([topic])).get(topic)
+        if facts is None or facts.error == Code.UNKNOWN_TOPIC_OR_PARTITION:
+            raise ConfigurationError(
+                f"topic {topic} does not exist: create it with `txbroker topics apply`"
+            )
+        if facts.error == Code.TOPIC_AUTHORIZATION_FAILED:
+            raise ConfigurationError(
+                f"not authorized: grant the audit Describe and Write on topic {topic}"
+            )
+        if facts.error not in (Code.NONE, Code.LEADER_NOT_AVAILABLE):
+            raise KafkaUnavailable(f"topic {topic}: {describe(facts.error)}")
+
+
+class KafkaDrift(ClientOwner):
     """Writes to the drift topic and the audit topic for one stream.
 
     Findings and the stream's progress are stored in one Kafka transaction. A restarted stream
     resumes from its progress and repeats no finding.
 
-    Used as `async with`, in a running event loop. One call at a time.
+    One call at a time.
 
     Args:
         settings: how to reach Kafka.
         name: of the stream. A new stream fences earlier ones with its name.
-
-    Raises:
-        ConfigurationError: the settings contradict each other.
     """
 
     def __init__(self, settings: KafkaSettings, name: str) -> None:
-        settings.validate()
+        super().__init__(settings)
         self._settings = settings
         self._name = name
-        self._client = Client(settings)
         self._audit = (settings.audit_topic, 0)
         self._drift = (settings.drift_topic, 0)
         self._log = KafkaLog(self._client, settings.audit_topic, 0, "stream", _BYTES_MAX)
         self._producer: Producer | None = None
-
-    async def __aenter__(self) -> KafkaDrift:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self._client.close()
 
     async def mark(self, key: str, value: bytes) -> int:
         """Append a record to the audit topic; return its append time, ms by the broker's clock.
@@ -62,14 +89,7 @@ class KafkaDrift:
             ConfigurationError: the topic is missing, refuses the record, or lacks LogAppendTime.
             KafkaUnavailable: it may or may not be stored; a retry is safe.
         """
-        try:
-            _offset, at_ms = await self._log.append([Record(key.encode(), value)])
-        except AppendRefused as error:
-            raise ConfigurationError(self._refused(str(error))) from None
-        except AppendUnknown as error:
-            raise KafkaUnavailable(
-                f"cannot write to topic {self._settings.audit_topic} now: {error}"
-            ) from None
+        at_ms = await _append(self._log, self._settings.audit_topic, key, value)
         if at_ms < 0:
             raise ConfigurationError(
                 f"{self._settings.audit_topic} must have message.timestamp.type=LogAppendTime: "
@@ -138,7 +158,7 @@ class KafkaDrift:
                     f"topic {error.partition[0]} does not exist: create it with "
                     "`txbroker topics apply`"
                 ) from None
-            raise ConfigurationError(self._refused(str(error))) from None
+            raise ConfigurationError(_refused(self._settings.audit_topic, error)) from None
         except BatchUnknown as error:
             raise KafkaUnavailable(str(error)) from None
         except ProducerFenced:
@@ -160,5 +180,16 @@ class KafkaDrift:
     def _backoff(self) -> Backoff:
         return Backoff(self._settings.write_timeout_s, self._settings.retry_backoff_s)
 
-    def _refused(self, why: str) -> str:
-        return f"topic {self._settings.audit_topic} refused the audit's record: {why}"
+
+async def _append(log: KafkaLog, topic: str, key: str, value: bytes | None) -> int:
+    """Append a record to a topic; return its append time, negative without LogAppendTime."""
+    try:
+        return (await log.append([Record(key.encode(), value)])).timestamp_ms
+    except AppendRefused as error:
+        raise ConfigurationError(_refused(topic, error)) from None
+    except AppendUnknown as error:
+        raise KafkaUnavailable(f"cannot write to topic {topic} now: {error}") from None
+
+
+def _refused(topic: str, why: Exception) -> str:
+    return f"topic {topic} refused the audit's record: {why}"

@@ -1,4 +1,4 @@
-"""Count a benchmark's messages as any `read_committed` consumer sees them.
+"""Read topics as any `read_committed` consumer does: a benchmark's messages, or all records.
 
 Uses the client library's consumer, like users, and asks no proxy, so that lost and duplicate
 messages show. During the measurement only some partitions are read, because reading costs the
@@ -13,13 +13,14 @@ import time
 from array import array
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 from aiokafka import AIOKafkaConsumer, TopicPartition
 from aiokafka.errors import KafkaError
 from aiokafka.protocol.admin import DeleteTopicsRequest
 
 from txbroker.config.settings import Settings
+from txbroker.core.records import Record
 from txbroker.errors import ConfigurationError, KafkaUnavailable
 from txbroker.kafka.client.admin import Admin, NewTopic
 from txbroker.kafka.client.client import Client
@@ -181,11 +182,8 @@ async def reading(
         ConfigurationError: a file that the settings name cannot be read.
     """
     partitions = [TopicPartition(topic, number) for number in await _partitions(settings, topic)]
-    consumer: Any = AIOKafkaConsumer(  # type: ignore[no-untyped-call]
+    consumer = _consumer(
         bootstrap_servers=[part.strip() for part in settings.kafka.split(",")],
-        isolation_level="read_committed",
-        auto_offset_reset="earliest",
-        enable_auto_commit=False,
         max_partition_fetch_bytes=_FETCH_BYTES,
         **SettingsLogin(settings).arguments(),
     )
@@ -195,6 +193,16 @@ async def reading(
         yield reader
     finally:
         await stop_consumer(consumer)
+
+
+def _consumer(*topics: str, **options: Any) -> Any:
+    return AIOKafkaConsumer(  # type: ignore[no-untyped-call]
+        *topics,
+        isolation_level="read_committed",
+        auto_offset_reset="earliest",
+        enable_auto_commit=False,
+        **options,
+    )
 
 
 async def stop_consumer(consumer: Any) -> None:
@@ -252,3 +260,45 @@ def _translated() -> Iterator[None]:
         yield
     except (KafkaError, OSError) as error:
         raise KafkaUnavailable(f"the consumer that counts messages failed: {error!r}") from None
+
+
+# --- all records of topics -----------------------------------------------------------------------
+
+_WAIT_MS = 500
+
+
+class Seen(NamedTuple):
+    """A record and its place."""
+
+    topic: str
+    partition: int
+    record: Record
+
+
+async def read_back(bootstrap: str, topics: tuple[str, ...]) -> list[Seen]:
+    """Return all visible records of topics; a missing topic has none.
+
+    Raises:
+        KafkaUnavailable: Kafka does not answer.
+    """
+    consumer = _consumer(*topics, bootstrap_servers=bootstrap)
+    try:
+        await consumer.start()
+        return await _read(consumer)
+    except (KafkaError, OSError) as error:
+        raise KafkaUnavailable(f"cannot read topics back from {bootstrap}: {error}") from None
+    finally:
+        await stop_consumer(consumer)
+
+
+async def _read(consumer: Any) -> list[Seen]:
+    records: list[Seen] = []
+    partitions = sorted(consumer.assignment())
+    ends = await consumer.end_offsets(partitions) if partitions else {}
+    for partition in partitions:
+        while await consumer.position(partition) < ends[partition]:
+            batches = await consumer.getmany(partition, timeout_ms=_WAIT_MS)
+            for r in batches.get(partition, ()):
+                record = Record(r.key, r.value, tuple(r.headers), r.timestamp, r.offset)
+                records.append(Seen(partition.topic, partition.partition, record))
+    return records
