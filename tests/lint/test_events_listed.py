@@ -80,11 +80,7 @@ def calls(path: Path, source: str) -> Iterator[LogCall]:
 
 def _product() -> list[LogCall]:
     listed = subprocess.run(
-        ["git", "ls-files", "-z", *FOLDERS],
-        cwd=ROOT,
-        capture_output=True,
-        check=True,
-        text=True,
+        ["git", "ls-files", "-z", *FOLDERS], cwd=ROOT, capture_output=True, check=True, text=True
     )
     paths = [Path(name) for name in listed.stdout.split("\0") if name]
     return [

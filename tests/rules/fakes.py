@@ -8,13 +8,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
 
 from txbroker.core.ledger import ApplyResult, Effect
-from txbroker.core.records import (
-    RECORD_VERSION,
-    Cause,
-    CheckReason,
-    Claim,
-    Record,
-)
+from txbroker.core.records import RECORD_VERSION, Cause, CheckReason, Claim, Record
 from txbroker.core.segment import SEGMENT_VERSION
 from txbroker.core.transaction import Transaction
 from txbroker.door.protocols import (
@@ -69,7 +63,6 @@ class ScriptedLog:
     async def read(
         self, start: int, end: int, skipped: Callable[[range], None] | None = None
     ) -> AsyncIterator[Sequence[Record]]:
-        """Pass through."""
         self._calls.append(f"{self._name}.read")
         async for records in self.inner.read(start, end, skipped):
             yield records
@@ -103,15 +96,12 @@ class ScriptedPartition:
         self.hide_parked_offsets = False
 
     async def checkpoint_end(self) -> int:
-        """Ask."""
         return await self.inner.checkpoint_end()
 
     async def claimed_before(self) -> bool:
-        """Pass through."""
         return await self.inner.claimed_before()
 
     async def parked_before(self) -> bool:
-        """Pass through."""
         return await self.inner.parked_before()
 
     async def claim(self, claim: Claim) -> Claimed:
@@ -122,13 +112,11 @@ class ScriptedPartition:
         return await self.inner.claim(claim)
 
     async def parked(self) -> AsyncIterator[Sequence[Record]]:
-        """Pass through."""
         self.calls.append("parked")
         async for records in self.inner.parked():
             yield records
 
     async def pick_parked(self, offsets: Sequence[int]) -> Sequence[Record]:
-        """Pass through."""
         self.calls.append("pick_parked")
         self.picked_parked.append(list(offsets))
         return await self.inner.pick_parked(offsets)
@@ -141,11 +129,9 @@ class ScriptedPartition:
         return await self.inner.store(records)
 
     def unverified(self, places: Collection[tuple[str, int]]) -> Sequence[tuple[str, int]]:
-        """Pass through."""
         return self.inner.unverified(places)
 
     async def verify_no_open_txn(self, places: Collection[tuple[str, int]]) -> Sequence[Cause]:
-        """Pass through."""
         return await self.inner.verify_no_open_txn(places)
 
     async def write(self, turn: PromotionTxn) -> PromotionTxnHandle:
@@ -160,7 +146,6 @@ class ScriptedPartition:
         return handle
 
     async def close(self) -> None:
-        """Close."""
         await self.inner.close()
 
 
@@ -190,7 +175,6 @@ class FakeRunner:
         self.prefers: list[str] = []
 
     def due(self, owner: CheckBack, id: str, group: str, prefer: str, reason: CheckReason) -> bool:
-        """Take a check if there is room."""
         self.offers.append(id)
         if id not in self.taken and len(self.taken) >= self.room:
             return False
@@ -209,7 +193,6 @@ class FakeTime:
     ahead_s = 0.0
 
     def monotonic(self) -> float:
-        """Return the monotonic clock, put forward."""
         return time.monotonic() + self.ahead_s
 
     def time(self) -> float:
@@ -230,7 +213,6 @@ class FakeProxy(ProxyContext):
         self.settled = 1 << 30
 
     async def still_ours(self, partition: int) -> bool:
-        """Return the answer of the test."""
         return self.ours
 
     def bodies_share(self) -> int:
@@ -260,33 +242,26 @@ class RecordedEvents:
         """Promotions, refusals and failures, in order."""
 
     def outcome(self, outcome: ApplyResult) -> None:
-        """A record changed nothing."""
         self.outcomes.append(outcome)
 
     def prepared(self, transactions: Sequence[Transaction]) -> None:
-        """Half messages were stored."""
         self.prepares.extend(transaction.id for transaction in transactions)
 
     def decided(self, transactions: Sequence[Transaction]) -> None:
-        """Deciding markers took effect."""
         self.decisions.extend(transaction.id for transaction in transactions)
 
     def promoted(self, transactions: list[Transaction]) -> None:
-        """Transactions became visible."""
         self.promotions.extend(transaction.id for transaction in transactions)
         self.log.extend(f"promoted {transaction.id}" for transaction in transactions)
 
     def refused(self, transactions: list[Transaction]) -> None:
-        """Transactions were refused."""
         self.refusals.extend(transaction.id for transaction in transactions)
         self.log.extend(f"refused {transaction.id}" for transaction in transactions)
 
     def lost(self, count: int) -> None:
-        """Half messages were lost."""
         self.losses.append(count)
 
     def snapshot_written(self, seconds: float, entries: int) -> None:
-        """A snapshot was written."""
         self.snapshots.append(entries)
 
     def snapshot_failed(self) -> None:
@@ -297,14 +272,12 @@ class RecordedEvents:
         """A partition was recovered."""
 
     def foreign(self, topic: str, count: int) -> None:
-        """Foreign records were found."""
         self.foreigners.extend([topic] * count)
 
     def fenced(self) -> None:
         """Another owner took over."""
 
     def kafka_failed(self, operation: str) -> None:
-        """A request to Kafka failed."""
         self.failures.append(operation)
         self.log.append(f"{operation} lost")
 
@@ -326,13 +299,11 @@ async def without_time(log: Log, records: Sequence[Record]) -> Appended:
 
 
 async def stored_unanswered(log: Log, records: Sequence[Record]) -> Appended:
-    """Store, and lose the answer."""
     await log.append(records)
     raise AppendUnknown("the answer was lost")
 
 
 async def lost_unanswered(log: Log, records: Sequence[Record]) -> Appended:
-    """Lose the request."""
     raise AppendUnknown("the request was lost")
 
 
@@ -354,11 +325,9 @@ class Gate:
         self._open = asyncio.Event()
 
     def open(self) -> None:
-        """Let the call go on."""
         self._open.set()
 
     async def wait(self) -> None:
-        """Wait at the gate."""
         self.reached.set()
         await self._open.wait()
 
@@ -395,13 +364,11 @@ class Held:
         return self
 
     async def committed(self) -> None:
-        """Wait for the gate."""
         await self.at_commit.wait()
         assert self._inner is not None
         await self._inner.committed()
 
     async def visible(self) -> None:
-        """Wait for the gate."""
         await self.at_visible.wait()
         assert self._inner is not None
         await self._inner.visible()

@@ -53,11 +53,7 @@ from txbroker.proxy.cluster.broker import Broker
 from txbroker.proxy.partition.appender import Appender, LogReplica
 from txbroker.proxy.partition.body_cache import BodyCache
 from txbroker.proxy.partition.checkback import CheckBack
-from txbroker.proxy.partition.context import (
-    CurrentClaim,
-    OwnerSettings,
-    PartitionContext,
-)
+from txbroker.proxy.partition.context import CurrentClaim, OwnerSettings, PartitionContext
 from txbroker.proxy.partition.owner import PartitionOwner
 from txbroker.proxy.partition.promoter import Promoter
 from txbroker.proxy.partition.snapshots import SnapshotWriter
@@ -77,7 +73,6 @@ OWN = ("half", "op", "checkpoint", "parked")
 
 
 async def until(condition: Callable[[], object], seconds: float = 5.0) -> None:
-    """Wait for a condition."""
     async with asyncio.timeout(seconds):
         while not condition():
             await asyncio.sleep(0.001)
@@ -112,7 +107,6 @@ class Harness:
         self.kafka.create_topic("u", 1)
 
     async def close(self) -> None:
-        """Close every owner."""
         for broker, door in self._brokers:
             await broker.close()
             await door.close()
@@ -142,14 +136,17 @@ class Harness:
         return owner
 
     async def owner(self, **settings: object) -> PartitionOwner:
-        """Return an owner at work."""
         owner = self.make(**settings)
         await owner.open()
         return owner
 
+    async def restarted(self, owner: PartitionOwner, **settings: object) -> PartitionOwner:
+        """Close an owner and return the next one at work."""
+        await owner.close()
+        return await self.owner(**settings)
+
     @property
     def partition(self) -> ScriptedPartition:
-        """The door of the owner made last."""
         return self.door.opened[0]
 
     def advance(self, seconds: float) -> None:
@@ -178,7 +175,6 @@ class Harness:
         return structs.replace(plain, **fields)
 
     async def prepared(self, owner: PartitionOwner, *messages: Message, **fields: object) -> str:
-        """Prepare a transaction and return its id."""
         half = self.half(*messages, **fields)
         await prepare(owner, half)
         return half.id
@@ -188,6 +184,18 @@ class Harness:
         id = await self.prepared(owner, *messages, **fields)
         await commit(owner, id)
         return id
+
+    async def new_pending(self, *messages: Message, **fields: object) -> tuple[PartitionOwner, str]:
+        """Return an owner at work and the id of a transaction that it has prepared."""
+        owner = await self.owner()
+        return owner, await self.prepared(owner, *messages, **fields)
+
+    async def new_committed(
+        self, *messages: Message, **fields: object
+    ) -> tuple[PartitionOwner, str]:
+        """Return an owner at work and the id of a transaction that it has committed."""
+        owner = await self.owner()
+        return owner, await self.committed(owner, *messages, **fields)
 
     # --- as a fenced owner -------------------------------------------------------------------
 
@@ -202,7 +210,6 @@ class Harness:
         self.zombie_op(encode_marker(marker(kind, id, **fields)))
 
     def zombie_op(self, record: Record) -> None:
-        """Write any record to the operation topic."""
         self.kafka.topics["txbroker.op"].partitions[0].append([record], self.clock.now_ms())
 
     # --- content of topics -------------------------------------------------------------------
@@ -213,15 +220,12 @@ class Harness:
         return [(record.value or b"").decode() for record in records]
 
     def markers(self) -> list[Marker]:
-        """All markers of the operation topic."""
         return [decode_marker(record) for record in self.kafka.visible("txbroker.op")]
 
     def kinds(self) -> list[str]:
-        """The kinds of all markers."""
         return [str(each.kind) for each in self.markers()]
 
     def progress(self) -> Checkpoint:
-        """The newest progress that was committed."""
         records = self.kafka.visible("txbroker.checkpoint")
         found = [decode_checkpoint(r) for r in records if not is_snapshot(r.key)]
         return [each for each in found if isinstance(each, Checkpoint)][-1]
@@ -282,7 +286,6 @@ class BodiesHarness:
         )
 
     async def close(self) -> None:
-        """Stop."""
         self.checks.close()
         for task in self.tasks:
             task.cancel()
@@ -297,7 +300,6 @@ class BodiesHarness:
             self.stops.append(error)
 
     def changed(self, transactions: Sequence[Transaction]) -> None:
-        """Have the parts follow the ledger."""
         self.bodies.changed(transactions)
         self.checks.changed(transactions)
         self.promoter.wake()
@@ -330,7 +332,6 @@ class BodiesHarness:
     async def mark(
         self, kind: str, transaction: Transaction, *contents: Message, **fields: object
     ) -> None:
-        """Append a marker."""
         marker = Marker(
             RECORD_VERSION,
             MarkerKind(kind),
@@ -344,7 +345,6 @@ class BodiesHarness:
             raise outcome
 
     async def commit(self, transaction: Transaction, *contents: Message) -> None:
-        """Commit."""
         await self.mark("commit", transaction, *contents)
 
     # --- content of topics ---------------------------------------------------------------------
@@ -364,12 +364,10 @@ def message(value: str, topic: str = "t", key: bytes | None = b"k", at: int = 0)
 
 
 def marker(kind: MarkerKind | str, id: str, **fields: object) -> Marker:
-    """Return a marker of this version."""
     return structs.replace(Marker(RECORD_VERSION, MarkerKind(kind), id), **fields)
 
 
 async def prepare(owner: PartitionOwner, half: Half, instance: str = "") -> TransactionStatus:
-    """Store one half message."""
     [answer] = await owner.api.prepare(((half, places(half.messages)),), instance)
     if isinstance(answer, RequestError):
         raise answer
@@ -385,12 +383,10 @@ def standing_of(owner: PartitionOwner, request: PrepareRequest) -> TransactionSt
 
 
 async def commit(owner: PartitionOwner, id: str, **fields: object) -> TransactionStatus:
-    """Commit."""
     return await decide(owner, structs.replace(DecideRequest(id, Decision.COMMIT), **fields))
 
 
 async def decide(owner: PartitionOwner, request: DecideRequest) -> TransactionStatus:
-    """Write one deciding marker."""
     [answer] = await owner.api.decide((request,))
     if request.wait:
         answer = await owner.api.visible_by(request, answer)
@@ -400,7 +396,6 @@ async def decide(owner: PartitionOwner, request: DecideRequest) -> TransactionSt
 
 
 async def roll_back(owner: PartitionOwner, id: str, **fields: object) -> TransactionStatus:
-    """Roll back."""
     return await decide(owner, structs.replace(DecideRequest(id, Decision.ROLLBACK), **fields))
 
 
@@ -418,6 +413,13 @@ async def attempt(
     [call] = await checks.attempt([AttemptRequest(id, reason, endpoint)])
     if isinstance(call, TxbrokerError):
         raise call
+    return call
+
+
+async def asked(checks: CheckBack, id: str, reason: CheckReason) -> CheckCall:
+    """Make one attempt that goes out."""
+    call = await attempt(checks, id, reason)
+    assert call is not None
     return call
 
 
@@ -470,7 +472,6 @@ def remembered(ledger: Ledger) -> dict[str, object]:
 
 
 def positions(ledger: Ledger) -> tuple[object, ...]:
-    """Return where a ledger stands."""
     return (
         ledger.half_position,
         ledger.op_position,
@@ -497,16 +498,9 @@ def records(harness: Harness, name: str) -> list[Record]:
 
 
 async def snapshot(owner: PartitionOwner) -> bool:
-    """Write a snapshot now."""
     return await owner._snapshots.write()
 
 
 def forget_bodies(owner: PartitionOwner) -> None:
-    """Evict all messages."""
     for transaction in list(owner.ledger.index.transactions.values()):
         owner.ledger.index.evict(transaction)
-
-
-def moved(progress: Checkpoint, **fields: object) -> Checkpoint:
-    """Return a progress that differs."""
-    return structs.replace(progress, **fields)

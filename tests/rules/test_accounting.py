@@ -92,8 +92,7 @@ async def test_existing_snapshot_makes_none_due(harness: Harness) -> None:
     await harness.prepared(owner)
     assert owner._snapshots.due
     assert await snapshot(owner)
-    await owner.close()
-    again = await harness.owner(snapshot_records_min=1000)
+    again = await harness.restarted(owner, snapshot_records_min=1000)
     await harness.prepared(again)
     assert not again._snapshots.due
 
@@ -123,8 +122,7 @@ async def test_unaccounted_half_messages_stop_partition(harness: Harness, days: 
 
 @pytest.mark.usefixtures("_no_snapshots")
 async def test_unaccounted_markers_stop_partition(harness: Harness) -> None:
-    owner = await harness.owner()
-    id = await harness.prepared(owner)
+    owner, id = await harness.new_pending()
     harness.zombie_mark("check", id, round=1, number=1, reason="due")
     await until(lambda: owner.ledger.op_position == 1)
     await owner.close()
@@ -137,8 +135,7 @@ async def test_unaccounted_markers_stop_partition(harness: Harness) -> None:
 @pytest.mark.parametrize("days", [1, 20])
 async def test_deleted_markers_after_snapshot_stop_partition(harness: Harness, days: int) -> None:
     """A rollback writes no checkpoint: its decision is unknown afterwards."""
-    owner = await harness.owner()
-    id = await harness.prepared(owner)
+    owner, id = await harness.new_pending()
     assert await snapshot(owner)
     harness.zombie_mark("rollback", id)
     await until(lambda: owner.ledger.op_position == 1)
@@ -274,8 +271,7 @@ async def test_deleted_is_older_than_first_kept_record(
 @pytest.mark.rule(28)
 @pytest.mark.usefixtures("_unnoticed")
 async def test_copy_accounts_for_half_message(harness: Harness) -> None:
-    owner = await harness.owner()
-    id = await harness.prepared(owner, message("kept"), message("too", topic="u"))
+    owner, id = await harness.new_pending(message("kept"), message("too", topic="u"))
     owner._retention._copy_out(known(owner, id))
     await until(lambda: len(harness.parked()) == 2)
     assert harness.progress().accounted == 2
@@ -322,8 +318,7 @@ async def test_deletion_makes_snapshot_due(
     assert not owner._snapshots.due
     harness.kafka.truncate("txbroker.half", before=2)
     await until(lambda: written(harness, owner) == (2, 2))
-    await owner.close()
-    again = await harness.owner(snapshot_records_min=1000)
+    again = await harness.restarted(owner, snapshot_records_min=1000)
     assert (await again.api.get(half.id)).state == "promoted"
     repeated = standing_of(again, PrepareRequest(GROUP, half.messages, half.id, None))
     assert repeated is not None
@@ -400,8 +395,7 @@ async def test_lost_transaction_takes_rollback_or_messages(
 @pytest.mark.rule(28)
 async def test_lost_committed_stays_refused_across_restarts(harness: Harness) -> None:
     harness.kafka.set_leaderless("t", 0)
-    owner = await harness.owner()
-    id = await harness.prepared(owner)
+    owner, id = await harness.new_pending()
     assert await snapshot(owner)
     await commit(owner, id)
     await owner.close()
@@ -465,8 +459,7 @@ async def test_restored_records_are_not_lost(harness: Harness) -> None:
 @pytest.mark.usefixtures("_no_snapshots", "_unnoticed")
 async def test_retention_under_older_proxy_stops_nothing(harness: Harness) -> None:
     """It renewed no snapshot by age, and its checkpoint does not account for anything."""
-    owner = await harness.owner()
-    first = await harness.committed(owner)
+    owner, first = await harness.new_committed()
     await until(lambda: harness.visible() == [first])
     await owner.close()
     newest = structs.replace(harness.progress(), accounted=None)
@@ -520,8 +513,7 @@ async def test_snapshot_of_older_proxy_is_replaced_at_once(
 @pytest.mark.rule(10)
 async def test_either_log_dates_last_read(harness: Harness) -> None:
     """The last half message that was read is old, the last marker is not."""
-    owner = await harness.owner()
-    id = await harness.prepared(owner)
+    owner, id = await harness.new_pending()
     harness.advance(8 * DAY_MS / 1000)
     await until(lambda: len(harness.parked()) == 1)
     harness.advance(8 * DAY_MS / 1000)
@@ -541,8 +533,7 @@ async def test_either_log_dates_last_read(harness: Harness) -> None:
 @pytest.mark.parametrize("topic", LOGS)
 async def test_recreated_checkpoint_topic_stops_partition(harness: Harness, topic: str) -> None:
     """Without the progress all that was promoted would be promoted again."""
-    owner = await harness.owner()
-    id = await harness.committed(owner)
+    owner, id = await harness.new_committed()
     await until(lambda: harness.visible() == [id])
     await owner.close()
     harness.kafka.recreate_topic("txbroker.checkpoint")
@@ -586,8 +577,7 @@ async def test_recreated_parked_topic_stops_if_refused(harness: Harness) -> None
 
 @pytest.mark.rule(10)
 async def test_recreated_parked_topic_without_refused_is_fine(harness: Harness) -> None:
-    owner = await harness.owner()
-    id = await harness.prepared(owner, message("old"))
+    owner, id = await harness.new_pending(message("old"))
     harness.advance(8 * DAY_MS / 1000)
     await until(lambda: len(harness.parked()) == 1)
     await owner.close()
@@ -600,8 +590,7 @@ async def test_recreated_parked_topic_without_refused_is_fine(harness: Harness) 
 @pytest.mark.rule(10)
 async def test_lost_promotion_refuses_nothing(harness: Harness) -> None:
     """Or the next owner would miss a copy that there never was."""
-    owner = await harness.owner()
-    id = await harness.prepared(owner, message("big" * 100))
+    owner, id = await harness.new_pending(message("big" * 100))
     harness.kafka.set_message_bytes_max("t", 100)
 
     async def lost(inner: MemoryPartitionDoor, turn: PromotionTxn) -> PromotionTxnHandle:

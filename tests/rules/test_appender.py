@@ -27,7 +27,6 @@ ID = make_id(0, START_MS, 1)
 
 
 def check(id: str) -> MarkerRow:
-    """Return an attempt's marker."""
     return marker_row(marker(MarkerKind.CHECK, id, round=1, number=1, reason="due"))
 
 
@@ -49,8 +48,7 @@ def _entries() -> list[object]:
 
 
 async def test_failed_append_leaves_no_garbage(harness: Harness) -> None:
-    owner = await harness.owner()
-    id = await harness.prepared(owner)
+    owner, id = await harness.new_pending()
 
     async def fails(_: Log, __: Sequence[Record]) -> Appended:
         raise KafkaUnavailable("no leader")
@@ -196,19 +194,16 @@ class Reader:
         self.position = 0
 
     def apply(self, record: Record) -> ApplyResult:
-        """Count one."""
         assert record.offset == self.position
         self.position += 1
         return ApplyResult(Effect.APPLIED)
 
     def apply_run(self, rows: Sequence[Row], offset: int, timestamp_ms: int) -> list[ApplyResult]:
-        """Count all."""
         assert offset == self.position
         self.position += len(rows)
         return [ApplyResult(Effect.APPLIED)] * len(rows)
 
     def skip(self, offsets: range) -> None:
-        """Go past."""
         self.position = offsets.stop
 
 

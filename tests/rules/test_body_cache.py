@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.rules.harness import NOW, BodiesHarness, attempt, settled, until
+from tests.rules.harness import NOW, BodiesHarness, asked, attempt, settled, until
 from txbroker.checkers.base import AttemptRequest, CheckCall
 from txbroker.core.decoding import decode_kept
 from txbroker.core.encoding import encode_half, encode_kept
@@ -101,9 +101,7 @@ async def test_messages_are_read_before_promotion_begins(small: BodiesHarness) -
 
 
 @pytest.mark.rule(10)
-async def test_half_applied_during_load_is_above_checkpoint(
-    small: BodiesHarness,
-) -> None:
+async def test_half_applied_during_load_is_above_checkpoint(small: BodiesHarness) -> None:
     first = await small.prepare()
     small.door.half.gate = asyncio.Event()
     await small.commit(first)
@@ -251,9 +249,7 @@ async def test_copy_with_unknown_offset_is_found(small: BodiesHarness) -> None:
     assert small.lost == []
 
 
-async def test_copy_of_prepared_is_not_used_for_final_messages(
-    small: BodiesHarness,
-) -> None:
+async def test_copy_of_prepared_is_not_used_for_final_messages(small: BodiesHarness) -> None:
     transaction = await small.prepare(message("a"))
     small.ledger.index.to_keep[transaction.id] = transaction
     small.promoter.wake()
@@ -428,8 +424,7 @@ async def test_impossible_copy_is_dropped_and_reported(small: BodiesHarness) -> 
 async def test_question_carries_its_messages(small: BodiesHarness) -> None:
     transaction = await small.prepare(message("a"), policy=NOW)
     assert not transaction.has_bodies
-    call = await attempt(small.checks, transaction.id, DUE)
-    assert call is not None
+    call = await asked(small.checks, transaction.id, DUE)
     assert [each.value for each in call.messages] == [b"a"]
     assert small.door.calls[-2:] == ["half.pick", "op.append"]
     small.bodies.trim()

@@ -112,12 +112,7 @@ async def test_free_room_goes_to_longest_waiting(small: BodiesHarness) -> None:
 async def test_full_group_delays_no_other(small: BodiesHarness) -> None:
     class OneFull(FakeRunner):
         def due(
-            self,
-            owner: checkback.CheckBack,
-            id: str,
-            group: str,
-            prefer: str,
-            reason: CheckReason,
+            self, owner: checkback.CheckBack, id: str, group: str, prefer: str, reason: CheckReason
         ) -> bool:
             self.room = 0 if group == "full" else 1 << 30
             return super().due(owner, id, group, prefer, reason)

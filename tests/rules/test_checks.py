@@ -14,6 +14,7 @@ from tests.rules.harness import (
     QUICK,
     Harness,
     answered,
+    asked,
     attempt,
     commit,
     known,
@@ -36,14 +37,7 @@ from txbroker.core.decoding import decode_kept
 from txbroker.core.encoding import MarkerRow
 from txbroker.core.ledger import ApplyResult, Effect
 from txbroker.core.lifecycle import ASK_SPACING_MS
-from txbroker.core.records import (
-    LATER_S_MAX,
-    CheckPolicy,
-    CheckReason,
-    Decision,
-    MarkerKind,
-    State,
-)
+from txbroker.core.records import LATER_S_MAX, CheckPolicy, CheckReason, Decision, MarkerKind, State
 from txbroker.door.protocols import PromotionTxn, PromotionTxnHandle
 from txbroker.errors import NotPending, OwnerUnavailable
 from txbroker.proxy.partition.owner import PartitionOwner
@@ -52,6 +46,7 @@ from txbroker.testing.door import MemoryPartitionDoor
 DUE, ASKED = CheckReason.DUE, CheckReason.ASKED
 NOW = CheckPolicy(after_s=0.0)
 THREE = CheckPolicy(after_s=0.0, attempts_max=3)
+ONE = CheckPolicy(after_s=0.0, attempts_max=1, timeout_s=0.0)
 
 
 class Group:
@@ -77,7 +72,6 @@ class Group:
         return self
 
     def ask(self, call: CheckCall, timeout_s: float) -> asyncio.Future[CheckResult]:
-        """Answer."""
         self.asked.append(call)
         self.markers_at_call.append([(str(m.kind), m.number) for m in self._world.markers()])
         assert self.owner is not None
@@ -131,8 +125,7 @@ async def test_question_is_sent_after_its_marker(harness: Harness) -> None:
 
 @pytest.mark.rule(21)
 async def test_attempt_of_another_owner_is_not_asked(harness: Harness) -> None:
-    owner = await harness.owner()
-    id = await harness.prepared(owner, policy=NOW)
+    owner, id = await harness.new_pending(policy=NOW)
     first = after(lambda: harness.zombie_mark("check", id, round=1, number=1, reason="due"))
     harness.partition.op.script.append(first)
     assert await attempt(owner.checks, id, DUE) is None
@@ -143,8 +136,7 @@ async def test_attempt_of_another_owner_is_not_asked(harness: Harness) -> None:
 @pytest.mark.rule(21)
 @pytest.mark.parametrize("kind", ["commit", "rollback"])
 async def test_attempt_after_decision_is_not_asked(harness: Harness, kind: str) -> None:
-    owner = await harness.owner()
-    id = await harness.prepared(owner, policy=NOW)
+    owner, id = await harness.new_pending(policy=NOW)
     harness.partition.op.script.append(after(lambda: harness.zombie_mark(kind, id, group=GROUP)))
     assert await attempt(owner.checks, id, DUE) is None
     assert known(owner, id).checks.attempts == ()
@@ -177,8 +169,7 @@ async def test_attempt_decided_in_its_batch_is_not_asked(harness: Harness) -> No
 
 @pytest.mark.rule(21)
 async def test_early_attempt_is_neither_written_nor_asked(harness: Harness) -> None:
-    owner = await harness.owner()
-    id = await harness.prepared(owner)
+    owner, id = await harness.new_pending()
     assert await attempt(owner.checks, id, DUE) is None
     await commit(owner, id)
     assert await attempt(owner.checks, id, ASKED) is None
@@ -187,13 +178,11 @@ async def test_early_attempt_is_neither_written_nor_asked(harness: Harness) -> N
 
 @pytest.mark.rule(21)
 async def test_attempt_with_unanswered_marker_is_not_asked(harness: Harness) -> None:
-    owner = await harness.owner()
-    id = await harness.prepared(owner, policy=NOW)
+    owner, id = await harness.new_pending(policy=NOW)
     harness.partition.op.script.append(lost_unanswered)
     with pytest.raises(OwnerUnavailable):
         await attempt(owner.checks, id, DUE)
-    call = await attempt(owner.checks, id, DUE)
-    assert call is not None
+    call = await asked(owner.checks, id, DUE)
     assert call.number == 1
 
 
@@ -211,14 +200,10 @@ async def test_marker_holds_outcome_of_previous_attempt(harness: Harness) -> Non
 
 
 @pytest.mark.rule(21, 22)
-async def test_unreached_attempt_is_returned_and_number_not_reused(
-    harness: Harness,
-) -> None:
-    owner = await harness.owner()
-    id = await harness.prepared(owner, policy=NOW)
+async def test_unreached_attempt_is_returned_and_number_not_reused(harness: Harness) -> None:
+    owner, id = await harness.new_pending(policy=NOW)
     for number in (1, 2, 3):
-        call = await attempt(owner.checks, id, DUE)
-        assert call is not None
+        call = await asked(owner.checks, id, DUE)
         assert (call.number, call.attempt) == (number, 1)
         await answered(owner.checks, call, Unreached("refused"))
         assert known(owner, id).checks.counted_ms == ()
@@ -228,10 +213,8 @@ async def test_unreached_attempt_is_returned_and_number_not_reused(
 
 @pytest.mark.rule(22)
 async def test_unclear_attempt_counts(harness: Harness) -> None:
-    owner = await harness.owner()
-    id = await harness.prepared(owner, policy=NOW)
-    call = await attempt(owner.checks, id, DUE)
-    assert call is not None
+    owner, id = await harness.new_pending(policy=NOW)
+    call = await asked(owner.checks, id, DUE)
     await answered(owner.checks, call, Unclear("timeout"))
     assert harness.kinds() == ["check"]
     assert len(known(owner, id).checks.counted_ms) == 1
@@ -274,9 +257,7 @@ async def test_unexpected_error_in_parking_stops_partition(
     await runner.close()
 
 
-async def test_transaction_parked_during_copy_is_copied_again(
-    harness: Harness,
-) -> None:
+async def test_transaction_parked_during_copy_is_copied_again(harness: Harness) -> None:
     async def slowly(door: MemoryPartitionDoor, turn: PromotionTxn) -> PromotionTxnHandle:
         handle = await door.write(turn)
         await written.wait()
@@ -298,8 +279,7 @@ async def test_transaction_parked_during_copy_is_copied_again(
 
 @pytest.mark.rule(22)
 async def test_no_attempt_is_accepted_after_the_last(harness: Harness) -> None:
-    owner = await harness.owner()
-    id = await harness.prepared(owner, policy=CheckPolicy(0.0, 0.0, 2, 60.0))
+    owner, id = await harness.new_pending(policy=CheckPolicy(0.0, 0.0, 2, 60.0))
     for number in (1, 2, 3):
         harness.zombie_mark(MarkerKind.CHECK, id, round=1, number=number, reason="due")
     await until(lambda: harness.events.effects() == [Effect.ILLEGAL])
@@ -308,13 +288,9 @@ async def test_no_attempt_is_accepted_after_the_last(harness: Harness) -> None:
 
 
 @pytest.mark.rule(22)
-async def test_parked_transaction_ignores_answers_in_flight(
-    harness: Harness,
-) -> None:
-    owner = await harness.owner()
-    id = await harness.prepared(owner, policy=structs.replace(NOW, attempts_max=1, timeout_s=0.0))
-    call = await attempt(owner.checks, id, DUE)
-    assert call is not None
+async def test_parked_transaction_ignores_answers_in_flight(harness: Harness) -> None:
+    owner, id = await harness.new_pending(policy=ONE)
+    call = await asked(owner.checks, id, DUE)
     owner.checks.touch(known(owner, id))
     await until(lambda: known(owner, id).state is State.PARKED)
     await answered(owner.checks, call, Answered(Decision.COMMIT))
@@ -324,13 +300,9 @@ async def test_parked_transaction_ignores_answers_in_flight(
 
 
 @pytest.mark.rule(22)
-async def test_revived_transaction_ignores_old_round(
-    harness: Harness,
-) -> None:
-    owner = await harness.owner()
-    id = await harness.prepared(owner, policy=structs.replace(NOW, attempts_max=1, timeout_s=0.0))
-    old = await attempt(owner.checks, id, DUE)
-    assert old is not None
+async def test_revived_transaction_ignores_old_round(harness: Harness) -> None:
+    owner, id = await harness.new_pending(policy=ONE)
+    old = await asked(owner.checks, id, DUE)
     owner.checks.touch(known(owner, id))
     await until(lambda: known(owner, id).state is State.PARKED)
     with pytest.raises(NotPending):
@@ -340,17 +312,14 @@ async def test_revived_transaction_ignores_old_round(
     for result in (Answered(Decision.COMMIT), Unreached("x"), Answered(Decision.UNKNOWN, 9.0)):
         await answered(owner.checks, old, result)
     assert known(owner, id).state is State.PENDING
-    new = await attempt(owner.checks, id, DUE)
-    assert new is not None
+    new = await asked(owner.checks, id, DUE)
     assert (new.round, new.number, new.attempt) == (2, 1, 1)
 
 
 @pytest.mark.rule(22)
 async def test_answer_after_decision_is_ignored(harness: Harness) -> None:
-    owner = await harness.owner()
-    id = await harness.prepared(owner, policy=NOW)
-    call = await attempt(owner.checks, id, DUE)
-    assert call is not None
+    owner, id = await harness.new_pending(policy=NOW)
+    call = await asked(owner.checks, id, DUE)
     await roll_back(owner, id)
     for result in (Answered(Decision.COMMIT), Unreached("x"), Answered(Decision.UNKNOWN, 9.0)):
         await answered(owner.checks, call, result)
@@ -363,12 +332,10 @@ async def test_answer_after_decision_is_ignored(harness: Harness) -> None:
 
 @pytest.mark.rule(23)
 async def test_requested_check_is_immediate_counted_and_spaced(harness: Harness) -> None:
-    owner = await harness.owner()
-    id = await harness.prepared(owner, policy=THREE)
+    owner, id = await harness.new_pending(policy=THREE)
     handed = harness.runner.due_now
     await until(lambda: handed == [(id, DUE)])
-    call = await attempt(owner.checks, id, DUE)
-    assert call is not None
+    call = await asked(owner.checks, id, DUE)
     await answered(owner.checks, call, Unclear("timeout"))
     owner.checks.ask(known(owner, id))
     await settled()
@@ -377,18 +344,15 @@ async def test_requested_check_is_immediate_counted_and_spaced(harness: Harness)
     harness.advance(ASK_SPACING_MS / 1000)
     owner.checks.ask(known(owner, id))
     await until(lambda: handed == [(id, DUE), (id, ASKED)])
-    second = await attempt(owner.checks, id, ASKED)
-    assert second is not None
+    second = await asked(owner.checks, id, ASKED)
     assert (second.attempt, second.reason) == (2, ASKED)
     assert len(known(owner, id).checks.counted_ms) == 2
 
 
 async def test_marker_of_check_names_requester(harness: Harness) -> None:
-    owner = await harness.owner()
-    id = await harness.prepared(owner, policy=THREE)
+    owner, id = await harness.new_pending(policy=THREE)
     await until(lambda: harness.runner.due_now == [(id, DUE)])
-    call = await attempt(owner.checks, id, DUE)
-    assert call is not None
+    call = await asked(owner.checks, id, DUE)
     await answered(owner.checks, call, Unclear("timeout"))
     harness.advance(ASK_SPACING_MS / 1000)
     owner.checks.ask(known(owner, id), "ann@laptop via http 10.0.0.1", "the shop is back")
@@ -402,10 +366,8 @@ async def test_marker_of_check_names_requester(harness: Harness) -> None:
 
 @pytest.mark.rule(23)
 async def test_last_attempt_is_never_pulled_forward(harness: Harness) -> None:
-    owner = await harness.owner()
-    id = await harness.prepared(owner, policy=structs.replace(NOW, attempts_max=2))
-    call = await attempt(owner.checks, id, DUE)
-    assert call is not None
+    owner, id = await harness.new_pending(policy=structs.replace(NOW, attempts_max=2))
+    await asked(owner.checks, id, DUE)
     harness.advance(2.0)
     with pytest.raises(NotPending):
         owner.checks.ask(known(owner, id))
@@ -415,10 +377,8 @@ async def test_last_attempt_is_never_pulled_forward(harness: Harness) -> None:
 
 @pytest.mark.rule(23)
 async def test_not_yet_uses_no_attempt_and_is_obeyed(harness: Harness) -> None:
-    owner = await harness.owner()
-    id = await harness.prepared(owner, policy=NOW)
-    call = await attempt(owner.checks, id, DUE)
-    assert call is not None
+    owner, id = await harness.new_pending(policy=NOW)
+    call = await asked(owner.checks, id, DUE)
     await answered(owner.checks, call, Answered(Decision.UNKNOWN, 60.0))
     transaction, marker = known(owner, id), harness.markers()[-1]
     assert (marker.kind, marker.round, marker.number, marker.later_s) == ("later", 1, 1, 60.0)
@@ -427,8 +387,7 @@ async def test_not_yet_uses_no_attempt_and_is_obeyed(harness: Harness) -> None:
     assert transaction.next_check_ms() == at_ms + 60_000
     assert await attempt(owner.checks, id, DUE) is None
     harness.advance(60.1)
-    again = await attempt(owner.checks, id, DUE)
-    assert again is not None
+    again = await asked(owner.checks, id, DUE)
     assert (again.number, again.attempt) == (2, 1)
     await answered(owner.checks, again, Answered(Decision.UNKNOWN, 1e9))
     assert transaction.next_check_ms() - harness.clock.now_ms() <= LATER_S_MAX * 1000

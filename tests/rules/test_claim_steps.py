@@ -30,7 +30,6 @@ class Leaders(Client):
     open: Mapping[Partition, int]
 
     async def leader(self, topic: str, partition: int) -> int:
-        """Name a broker."""
         return 0
 
     async def ask_any(
@@ -45,7 +44,6 @@ class Leaders(Client):
     async def ask(
         self, node: int, request: Any, lane: str, timeout_s: float | None = None
     ) -> SimpleNamespace:
-        """Return the open transactions of the requester."""
         if isinstance(request, MetadataV10):
             return await self.ask_any(request, lane)
         assert isinstance(request, DescribeProducersV0)
@@ -86,7 +84,6 @@ class Started(Producer):
         self._producer_id = PRODUCER_ID
 
     async def start(self, backoff: Backoff) -> None:
-        """Start."""
         self._steps.append(f"start {self._side}")
 
 
@@ -102,9 +99,7 @@ def watched_door(found_open: Mapping[Partition, int]) -> WatchedDoor:
 
 
 @pytest.mark.rule(8, 9)
-async def test_claim_reads_after_own_record_is_visible(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_claim_reads_after_own_record_is_visible(monkeypatch: pytest.MonkeyPatch) -> None:
     door = watched_door({})
     settings = door._settings
 

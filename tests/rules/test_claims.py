@@ -131,8 +131,7 @@ async def test_records_below_checkpoint_have_no_effect(harness: Harness) -> None
     owner = await harness.owner()
     ids = [await harness.committed(owner) for _ in range(3)]
     await until(lambda: harness.events.promotions == ids)
-    await owner.close()
-    again = await harness.owner()
+    again = await harness.restarted(owner)
     later = await harness.committed(again)
     await until(lambda: later in harness.events.promotions)
     assert harness.visible() == [*ids, later]
@@ -142,9 +141,7 @@ async def test_records_below_checkpoint_have_no_effect(harness: Harness) -> None
 
 
 @pytest.mark.rule(12)
-async def test_next_owner_promotes_committed_transactions(
-    harness: Harness,
-) -> None:
+async def test_next_owner_promotes_committed_transactions(harness: Harness) -> None:
     owner = await harness.owner()
     harness.kafka.set_leaderless("t", 0)
     id = await harness.committed(owner)
@@ -182,16 +179,13 @@ async def test_attempts_count_across_restart(harness: Harness) -> None:
         harness.zombie_mark(MarkerKind.CHECK, half.id, round=1, number=number, reason="due")
     await until(lambda: known(owner, half.id).checks.number == 2)
     before = known(owner, half.id).checks.counted_ms
-    await owner.close()
-    again = await harness.owner()
+    again = await harness.restarted(owner)
     assert known(again, half.id).checks.counted_ms == before
     assert known(again, half.id).checks.number == 2
 
 
 @pytest.mark.rule(10)
-async def test_truncated_or_recreated_topic_stops_one_partition(
-    harness: Harness,
-) -> None:
+async def test_truncated_or_recreated_topic_stops_one_partition(harness: Harness) -> None:
     broker = await broker_on(harness, 2)
     await until(lambda: broker.readiness().ready)
     for partition in (0, 1):
@@ -268,14 +262,12 @@ async def test_truncation_stops_owned_partition(harness: Harness) -> None:
 
 @pytest.mark.rule(10)
 async def test_refused_transactions_survive_restart_with_cause(harness: Harness) -> None:
-    owner = await harness.owner()
-    id = await harness.prepared(owner, message("big" * 100))
+    owner, id = await harness.new_pending(message("big" * 100))
     harness.kafka.set_message_bytes_max("t", 100)
     await commit(owner, id)
     await until(lambda: harness.events.refusals == [id])
     decided_at_ms = known(owner, id).verdict.at_ms
-    await owner.close()
-    again = await harness.owner()
+    again = await harness.restarted(owner)
     assert known(again, id).state is State.REFUSED
     cause = known(again, id).cause
     assert cause is not None
@@ -306,8 +298,7 @@ async def test_damaged_copy_of_refused_stops_partition(harness: Harness) -> None
 
 @pytest.mark.rule(10)
 async def test_revived_refused_transaction_is_retried(harness: Harness) -> None:
-    owner = await harness.owner()
-    id = await harness.prepared(owner, message("big" * 100))
+    owner, id = await harness.new_pending(message("big" * 100))
     harness.kafka.set_message_bytes_max("t", 100)
     await commit(owner, id)
     await until(lambda: harness.events.refusals == [id])
@@ -448,8 +439,7 @@ async def test_reassigned_partition_reopens_while_owner_closes(
 
 @pytest.mark.rule(26)
 async def test_call_to_closed_owner_fails_at_once(harness: Harness) -> None:
-    owner = await harness.owner()
-    id = await harness.prepared(owner)
+    owner, id = await harness.new_pending()
     await owner.close()
     async with asyncio.timeout(1.0):
         with pytest.raises(OwnerUnavailable):
@@ -508,8 +498,7 @@ async def test_newer_half_message_stops_any_reader(harness: Harness) -> None:
 
 @pytest.mark.rule(27)
 async def test_newer_marker_in_gap_stops_before_answer(harness: Harness) -> None:
-    owner = await harness.owner()
-    id = await harness.prepared(owner)
+    owner, id = await harness.new_pending()
     harness.partition.op.script.append(after(lambda: harness.zombie_op(newer_marker(harness, id))))
     with pytest.raises(OwnerUnavailable):
         await commit(owner, id)

@@ -78,9 +78,7 @@ async def test_stop_bounds_wait_for_last_snapshot(
     assert (harness.events.snapshots, harness.events.snapshot_failures) == ([], 1)
 
 
-async def test_suspended_owner_writes_no_last_snapshot(
-    harness: Harness,
-) -> None:
+async def test_suspended_owner_writes_no_last_snapshot(harness: Harness) -> None:
     owner = await harness.owner()
     await harness.prepared(owner)
     owner.suspend()
@@ -100,8 +98,7 @@ async def test_empty_offsets_at_end_are_accounted_for(
     harness: Harness, topic: str, committed: bool, replayed: bool
 ) -> None:
     """Retention deletes them with earlier records; then nothing shows that they were empty."""
-    owner = await harness.owner()
-    id = await harness.prepared(owner)
+    owner, id = await harness.new_pending()
     harness.advance(8 * DAY_MS / 1000)
     await until(lambda: known(owner, id).kept_at)
     harness.zombie_mark("check", id, round=1, number=1, reason="due")

@@ -42,8 +42,7 @@ WALL_CLOCKS_S = (0.0, 4_102_444_800.0)
 async def test_wall_clock_is_not_used(
     harness: Harness, monkeypatch: pytest.MonkeyPatch, wall_s: float
 ) -> None:
-    owner = await harness.owner()
-    id = await harness.prepared(owner)
+    owner, id = await harness.new_pending()
     before_ms = owner.now_ms()
     monkeypatch.setattr(time, "time", lambda: wall_s)
     monkeypatch.setattr(time, "time_ns", lambda: round(wall_s * 1e9))
@@ -52,8 +51,7 @@ async def test_wall_clock_is_not_used(
     later = await harness.committed(owner)
     await until(lambda: harness.visible() == [id, later])
     assert abs(known(owner, later).prepared_at_ms - START_MS) < 60_000
-    await owner.close()
-    again = await harness.owner()
+    again = await harness.restarted(owner)
     assert abs(again.now_ms() - harness.clock.now_ms()) < 1000
 
 
@@ -73,9 +71,7 @@ async def test_ids_use_brokers_clock(
 
 
 @pytest.mark.rule(6)
-async def test_clock_starts_at_claim_and_runs_monotonic(
-    harness: Harness,
-) -> None:
+async def test_clock_starts_at_claim_and_runs_monotonic(harness: Harness) -> None:
     owner = await harness.owner()
     stamp_ms = harness.kafka.visible("txbroker.checkpoint")[0].timestamp_ms
     assert 0 <= owner.now_ms() - stamp_ms < 1000
@@ -118,8 +114,7 @@ async def test_restart_takes_time_from_claim(harness: Harness) -> None:
 @pytest.mark.rule(6)
 async def test_ids_expire_by_log_clock_only(harness: Harness) -> None:
     harness.proxy.settled = 0 * ROW_BYTES
-    owner = await harness.owner()
-    id = await harness.committed(owner)
+    owner, id = await harness.new_committed()
     await until(lambda: harness.events.promotions == [id])
     # The owner's clock is far ahead, half's log clock is not: nothing may be forgotten.
     harness.time.ahead_s += WINDOW_MS
@@ -226,8 +221,7 @@ async def test_concurrent_prepares_with_one_key_store_one(harness: Harness) -> N
 
 @pytest.mark.rule(7)
 async def test_key_holds_while_transaction_is_unsettled(harness: Harness) -> None:
-    owner = await harness.owner()
-    id = await harness.prepared(owner, message("same"), dedup_key="d")
+    owner, id = await harness.new_pending(message("same"), dedup_key="d")
     harness.advance(10 * WINDOW_MS / 1000)
     standing = standing_of(owner, PrepareRequest(GROUP, (message("same"),), None, "d"))
     assert standing is not None
@@ -238,8 +232,7 @@ async def test_key_holds_while_transaction_is_unsettled(harness: Harness) -> Non
 
 @pytest.mark.rule(7)
 async def test_known_id_or_key_with_other_body_conflicts(harness: Harness) -> None:
-    owner = await harness.owner()
-    id = await harness.prepared(owner, message("one"), dedup_key="d")
+    owner, id = await harness.new_pending(message("one"), dedup_key="d")
     other = (message("two"),)
     for half_id, key in ((id, None), (None, "d")):
         with pytest.raises(IdConflict):

@@ -13,6 +13,7 @@ from tests.rules.harness import (
     QUICK,
     Harness,
     answered,
+    asked,
     attempt,
     commit,
     known,
@@ -58,9 +59,7 @@ async def refused(_log: Log, _records: Sequence[Record]) -> Appended:
     raise AppendRefused("one of them is poison")
 
 
-async def test_batch_split_during_close_answers_all(
-    harness: Harness,
-) -> None:
+async def test_batch_split_during_close_answers_all(harness: Harness) -> None:
     owner = await harness.owner()
     before, gate = Gate(), Gate()
     harness.partition.half.script.extend([before.append, refused, gate.append])
@@ -121,8 +120,7 @@ async def test_requested_check_survives_previous_answer(harness: Harness) -> Non
     policy = CheckPolicy(after_s=0.0, interval_s=30.0, attempts_max=5, timeout_s=5.0)
     id = await harness.prepared(owner, policy=policy)
     await until(lambda: harness.runner.due_now)
-    call = await attempt(owner.checks, id, CheckReason.DUE)
-    assert call is not None
+    call = await asked(owner.checks, id, CheckReason.DUE)
     owner.checks.ask(known(owner, id))
     # The answer to the attempt before comes now, and moves the transaction to its regular time.
 
@@ -285,8 +283,7 @@ async def test_plan_verifies_slow_target_once(
 
 
 async def test_rejecting_own_topic_stops_partition(harness: Harness) -> None:
-    owner = await harness.owner()
-    id = await harness.prepared(owner, policy=QUICK)
+    owner, id = await harness.new_pending(policy=QUICK)
     harness.kafka.topics["txbroker.parked"].authorized = False
     for number in range(3):
         await until(lambda n=number: len(harness.runner.due_now) > n)  # type: ignore[misc]
@@ -386,9 +383,7 @@ async def test_prepares_continue_after_one_clock_jumps_forward(
 # --- the broker ----------------------------------------------------------------------------------
 
 
-async def test_partition_lost_during_claim_opens_when_reassigned(
-    harness: Harness,
-) -> None:
+async def test_partition_lost_during_claim_opens_when_reassigned(harness: Harness) -> None:
     door = ScriptedDoor(harness.kafka, half_partitions=1, facts_ttl_s=0.01)
     callbacks: list[Any] = []
     join = door.membership.join

@@ -15,14 +15,7 @@ from txbroker.core.encoding import (
     encode_progress,
     encode_skip,
 )
-from txbroker.core.records import (
-    RECORD_VERSION,
-    MarkerKind,
-    Message,
-    ParkedCopy,
-    Record,
-    State,
-)
+from txbroker.core.records import RECORD_VERSION, MarkerKind, Message, ParkedCopy, Record, State
 from txbroker.core.routing import make_id
 from txbroker.door.protocols import LogTruncated, PromotionTxn, PromotionTxnHandle
 from txbroker.errors import InvariantBroken, NewerRecord
@@ -53,8 +46,7 @@ async def write(harness: Harness, log: str, *records: Record, inside: bool) -> N
 
 @pytest.mark.rule(10)
 async def test_foreign_copy_of_checkpoint_repeats_no_promotion(harness: Harness) -> None:
-    owner = await harness.owner()
-    first = await harness.committed(owner)
+    owner, first = await harness.new_committed()
     await until(lambda: harness.visible() == [first])
     stale = harness.progress()
     second = await harness.committed(owner)
@@ -69,11 +61,8 @@ async def test_foreign_copy_of_checkpoint_repeats_no_promotion(harness: Harness)
 
 
 @pytest.mark.rule(10)
-async def test_missing_checkpoint_named_by_snapshot_stops(
-    harness: Harness,
-) -> None:
-    owner = await harness.owner()
-    first = await harness.committed(owner)
+async def test_missing_checkpoint_named_by_snapshot_stops(harness: Harness) -> None:
+    owner, first = await harness.new_committed()
     await until(lambda: harness.visible() == [first])
     await settled()
     end = harness.kafka.partition("txbroker.checkpoint", 0).end
@@ -124,8 +113,7 @@ async def test_snapshot_names_committed_checkpoints_only(harness: Harness) -> No
 async def test_foreign_records_stop_nothing(
     harness: Harness, log: str, inside: bool, partition: int, running: bool
 ) -> None:
-    owner = await harness.owner()
-    first = await harness.committed(owner)
+    owner, first = await harness.new_committed()
     if not running:
         await owner.close()
     await write(harness, log, newer(harness, log, partition), inside=inside)

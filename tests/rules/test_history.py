@@ -50,20 +50,17 @@ class CountingLog:
         raise AssertionError("a search wrote")
 
     async def bounds(self, *, confirmed: bool = True) -> tuple[int, int]:
-        """Return the kept range."""
         return self.partition.begin, self.partition.end
 
     async def read(
         self, start: int, end: int, skipped: Callable[[range], None] | None = None
     ) -> AsyncIterator[Sequence[Record]]:
-        """Read in pieces."""
         for first in range(start, end, 100):
             records = self.partition.read(first, min(first + 100, end))
             self.read_records += len(records)
             yield records
 
     async def pick(self, offsets: Sequence[int]) -> Sequence[Record]:
-        """Pick."""
         return self.partition.pick(offsets)
 
 
@@ -89,7 +86,6 @@ class Past:
         return id
 
     def mark(self, kind: str, id: str, *contents: Message, **fields: object) -> None:
-        """Append a marker."""
         marker = Marker(
             RECORD_VERSION,
             MarkerKind(kind),
@@ -104,12 +100,10 @@ class Past:
         self.op.partition.append(records, self.op_ms)
 
     def settle(self, id: str) -> None:
-        """Check it once, then commit."""
         self.mark("check", id, round=1, number=1, reason="due", endpoint="http://g")
         self.mark("commit", id)
 
     def pass_ms(self, ms: int) -> None:
-        """Let time go by on both brokers."""
         self.half_ms += ms
         self.op_ms += ms
 
@@ -125,7 +119,6 @@ class Past:
             self.settle(id)
 
     async def find(self, id: str) -> Transaction:
-        """Search."""
         return await search(self.half, self.op, id, WINDOW_MS)
 
 
@@ -257,8 +250,7 @@ async def silent(offsets: Sequence[int]) -> Sequence[Record]:
 async def test_silent_kafka_delays_no_answer(
     harness: Harness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    owner = await harness.owner()
-    id = await harness.prepared(owner)
+    owner, id = await harness.new_pending()
     await roll_back(owner, id)
     owner.ledger.index.settled.seal()
     owner.ledger.index.settled.shown.clear()

@@ -22,7 +22,6 @@ THEIRS = Assignment(frozenset(), ("http://other",), ("http://other",), 1)
 
 
 async def at_work(harness: Harness) -> tuple[Broker, ScriptedDoor, PartitionOwner]:
-    """A broker that owns the only partition."""
     door = ScriptedDoor(harness.kafka, half_partitions=1, facts_ttl_s=0.01)
     broker = await harness.broker(door)
     await until(lambda: broker.mine())

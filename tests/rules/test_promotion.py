@@ -217,8 +217,7 @@ async def test_visible_offsets_are_not_verified_again(harness: Harness) -> None:
 
 @pytest.mark.rule(17)
 async def test_targets_are_examined_before_promotion(harness: Harness) -> None:
-    owner = await harness.owner()
-    gone = await harness.prepared(owner, message("gone"), message("with it", topic="u"))
+    owner, gone = await harness.new_pending(message("gone"), message("with it", topic="u"))
     large = await harness.prepared(owner, message("x" * 1000, topic="u"))
     range_ = await harness.prepared(owner, message("far", topic="u", at=5))
     harness.kafka.delete_topic("t")
@@ -240,9 +239,7 @@ async def test_targets_are_examined_before_promotion(harness: Harness) -> None:
 
 
 @pytest.mark.rule(17)
-async def test_leaderless_target_defers_order_key(
-    harness: Harness,
-) -> None:
+async def test_leaderless_target_defers_order_key(harness: Harness) -> None:
     owner = await harness.owner()
     harness.kafka.set_leaderless("t", 0)
     order = {"order_key": "k"}
@@ -264,9 +261,7 @@ async def test_leaderless_target_defers_order_key(
 
 
 @pytest.mark.rule(17)
-async def test_next_owner_promotes_deferred_once(
-    harness: Harness,
-) -> None:
+async def test_next_owner_promotes_deferred_once(harness: Harness) -> None:
     owner = await harness.owner()
     harness.kafka.set_leaderless("t", 0)
     waits = await harness.committed(owner)
@@ -416,9 +411,7 @@ async def test_promoted_is_reported_when_visible(harness: Harness, step: str) ->
 
 
 @pytest.mark.rule(19)
-async def test_committed_invisible_promotion_is_not_rewritten(
-    harness: Harness,
-) -> None:
+async def test_committed_invisible_promotion_is_not_rewritten(harness: Harness) -> None:
     owner = await harness.owner()
     tries = 0
 
@@ -459,8 +452,7 @@ async def test_promoted_records_have_user_or_marker_timestamp(harness: Harness) 
 
 @pytest.mark.rule(20)
 async def test_decision_time_survives_half_and_marker(harness: Harness) -> None:
-    owner = await harness.owner()
-    id = await harness.prepared(owner, message("x" * 500))
+    owner, id = await harness.new_pending(message("x" * 500))
     harness.kafka.set_message_bytes_max("t", 300)
     harness.advance(50.0)
     await commit(owner, id)
@@ -490,9 +482,7 @@ RETENTION_MS = 100_000
 
 
 @pytest.mark.rule(25)
-async def test_pending_body_is_copied_at_half_retention(
-    harness: Harness,
-) -> None:
+async def test_pending_body_is_copied_at_half_retention(harness: Harness) -> None:
     owner = await harness.owner(half_retention_ms=RETENTION_MS)
     id = await harness.prepared(owner, message("kept"), message("kept too", topic="u"))
     await settled()

@@ -30,13 +30,7 @@ from tests.rules.harness import (
 from txbroker.core import ledger as ledger_module
 from txbroker.core.ledger import Effect
 from txbroker.core.records import MarkerKind, State
-from txbroker.errors import (
-    AlreadyDecided,
-    IdConflict,
-    NotFound,
-    OwnerUnavailable,
-    WrongGroup,
-)
+from txbroker.errors import AlreadyDecided, IdConflict, NotFound, OwnerUnavailable, WrongGroup
 from txbroker.proxy.partition import owner as owner_module
 
 # --- 1 -----------------------------------------------------------------------------------------
@@ -63,8 +57,7 @@ async def test_unanswered_prepare_is_not_acked_and_repeatable(
 async def test_unanswered_decision_is_not_acked_and_repeatable(
     harness: Harness, fate: object
 ) -> None:
-    owner = await harness.owner()
-    id = await harness.prepared(owner)
+    owner, id = await harness.new_pending()
     harness.partition.op.script.append(fate)  # type: ignore[arg-type]
     with pytest.raises(OwnerUnavailable):
         await commit(owner, id)
@@ -77,8 +70,7 @@ async def test_unanswered_decision_is_not_acked_and_repeatable(
 
 @pytest.mark.rule(2, 3)
 async def test_gap_is_applied_before_own_marker(harness: Harness) -> None:
-    owner = await harness.owner()
-    id = await harness.prepared(owner)
+    owner, id = await harness.new_pending()
     harness.partition.op.script.append(
         after(lambda: harness.zombie_mark(MarkerKind.ROLLBACK, id, group=GROUP))
     )
@@ -102,8 +94,7 @@ async def test_gap_in_half_is_applied_first(harness: Harness) -> None:
 
 @pytest.mark.rule(2)
 async def test_missing_offset_reads_log_back(harness: Harness) -> None:
-    owner = await harness.owner()
-    id = await harness.prepared(owner)
+    owner, id = await harness.new_pending()
     harness.partition.op.script.append(without_offset)
     assert (await commit(owner, id)).decision == "commit"
     assert known(owner, id).verdict.op_offset == 0
@@ -170,8 +161,7 @@ def test_idle_owner_reads_every_second(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.rule(3)
 async def test_decision_is_answered_after_marker_is_applied(harness: Harness) -> None:
-    owner = await harness.owner()
-    id = await harness.prepared(owner)
+    owner, id = await harness.new_pending()
     gate = Gate()
     harness.partition.op.script.append(gate.append_unheard)
     deciding = asyncio.create_task(commit(owner, id))
@@ -201,8 +191,7 @@ async def test_decision_is_not_answered_before_gap_is_read(harness: Harness) -> 
 
 @pytest.mark.rule(3)
 async def test_repeated_decision_writes_nothing(harness: Harness) -> None:
-    owner = await harness.owner()
-    id = await harness.prepared(owner)
+    owner, id = await harness.new_pending()
     await commit(owner, id)
     await until(lambda: harness.events.promotions == [id])
     assert (await commit(owner, id)).state is State.PROMOTED
@@ -269,8 +258,7 @@ async def test_silent_kafka_never_means_not_found(harness: Harness) -> None:
 async def test_illegal_marker_is_counted_without_effect(
     harness: Harness, kind: str, fields: dict[str, object]
 ) -> None:
-    owner = await harness.owner()
-    id = await harness.prepared(owner)
+    owner, id = await harness.new_pending()
     before = structs.asdict(known(owner, id))
     harness.zombie_mark(kind, id, **fields)
     await until(lambda: harness.events.effects() == [Effect.ILLEGAL])
@@ -279,8 +267,7 @@ async def test_illegal_marker_is_counted_without_effect(
 
 @pytest.mark.rule(4)
 async def test_second_marker_loses_and_is_counted(harness: Harness) -> None:
-    owner = await harness.owner()
-    id = await harness.committed(owner)
+    owner, id = await harness.new_committed()
     harness.zombie_mark(MarkerKind.ROLLBACK, id, group=GROUP)
     await until(lambda: harness.events.effects() == [Effect.CONFLICT])
     await until(lambda: harness.visible() == [id])
@@ -289,8 +276,7 @@ async def test_second_marker_loses_and_is_counted(harness: Harness) -> None:
 
 @pytest.mark.rule(4)
 async def test_first_of_contrary_markers_wins(harness: Harness) -> None:
-    owner = await harness.owner()
-    id = await harness.prepared(owner)
+    owner, id = await harness.new_pending()
     first, second = await asyncio.gather(
         roll_back(owner, id), commit(owner, id), return_exceptions=True
     )
@@ -301,8 +287,7 @@ async def test_first_of_contrary_markers_wins(harness: Harness) -> None:
 
 @pytest.mark.rule(4)
 async def test_owner_checks_state_before_append(harness: Harness) -> None:
-    owner = await harness.owner()
-    id = await harness.prepared(owner)
+    owner, id = await harness.new_pending()
     with pytest.raises(WrongGroup):
         await commit(owner, id, group="another")
     with pytest.raises(NotFound):
@@ -326,8 +311,7 @@ async def test_marker_before_half_waits(harness: Harness) -> None:
 
 @pytest.mark.rule(5)
 async def test_later_commit_waits_for_unread_half(harness: Harness) -> None:
-    owner = await harness.owner()
-    later = await harness.prepared(owner, message("later"), order_key="k")
+    owner, later = await harness.new_pending(message("later"), order_key="k")
     earlier = harness.half(message("earlier"), order_key="k")
     harness.partition.half.bounds_gate.clear()
     # An owner that does not know yet that it was fenced stores both, and acknowledges the commit.

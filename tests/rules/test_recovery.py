@@ -230,13 +230,11 @@ class Work:
         await self.harness.prepared(self.owner, *messages, policy=POLICY)
 
     async def decide(self) -> None:
-        """Commit mostly."""
         found = self._any(State.PENDING, State.PARKED)
         if found is not None:
             await (commit if self.random.random() < 0.75 else roll_back)(self.owner, found.id)
 
     async def check(self) -> None:
-        """Make an attempt, or park."""
         found = self._any(State.PENDING)
         if found is None:
             return
@@ -252,13 +250,11 @@ class Work:
         await self.owner._op.append_one(row)
 
     async def revive(self) -> None:
-        """Revive a parked or refused one."""
         found = self._any(State.PARKED, State.REFUSED)
         if found is not None:
             await self.owner.api.revive(found.id, "ops", "")
 
     async def snapshot(self) -> None:
-        """Write a snapshot, beside everything that follows."""
         if self.random.random() < 0.5:
             forget_bodies(self.owner)
         if not any(not task.done() for task in self.writing):
@@ -277,7 +273,6 @@ class Work:
         self.harness.kafka.set_message_bytes_max("u", SMALL_BYTES)
 
     async def grow(self) -> None:
-        """The target takes large messages again."""
         self.harness.kafka.set_message_bytes_max("u", LARGE_BYTES)
 
     async def let_go(self) -> None:

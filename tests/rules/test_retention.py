@@ -45,8 +45,7 @@ LOGS = ["half", "op"]
 
 @pytest.mark.rule(25)
 async def test_deleted_half_in_memory_is_copied(harness: Harness) -> None:
-    owner = await harness.owner()
-    id = await harness.prepared(owner, message("saved"))
+    owner, id = await harness.new_pending(message("saved"))
     harness.kafka.truncate("txbroker.half", before=1)
     await until(lambda: harness.parked() == [(f"{id}/0".encode(), True)])
     forget_bodies(owner)
@@ -57,8 +56,7 @@ async def test_deleted_half_in_memory_is_copied(harness: Harness) -> None:
 
 
 async def test_body_stays_in_memory_until_copied(harness: Harness) -> None:
-    owner = await harness.owner()
-    id = await harness.prepared(owner, message("saved"))
+    owner, id = await harness.new_pending(message("saved"))
     harness.partition.writes.append(raising(PromotionTxnLost()))
     harness.proxy.share = 0
     harness.kafka.truncate("txbroker.half", before=1)
@@ -84,8 +82,7 @@ async def test_deleted_half_without_body_is_lost_and_reported(harness: Harness) 
 
 
 async def test_snapshot_entry_without_record_is_reported(harness: Harness) -> None:
-    owner = await harness.owner()
-    id = await harness.prepared(owner)
+    owner, id = await harness.new_pending()
     assert await snapshot(owner)
     await owner.close()
     harness.kafka.truncate("txbroker.half", before=1)
@@ -129,8 +126,7 @@ async def test_deleted_unread_half_messages_stop_partition(harness: Harness) -> 
 @pytest.mark.rule(25)
 async def test_retention_may_pass_snapshot(harness: Harness) -> None:
     """A quiet partition writes none for longer than half messages are kept."""
-    owner = await harness.owner()
-    id = await harness.prepared(owner, message("old"))
+    owner, id = await harness.new_pending(message("old"))
     assert await snapshot(owner)
     harness.advance(8 * DAY_MS / 1000)
     await until(lambda: len(harness.parked()) == 1)
@@ -150,8 +146,7 @@ async def test_retention_may_pass_snapshot(harness: Harness) -> None:
 @pytest.mark.rule(25)
 async def test_leftover_copy_is_not_restored(harness: Harness) -> None:
     """The snapshot knows better: it was rolled back before, and forgotten since."""
-    owner = await harness.owner()
-    id = await harness.committed(owner)
+    owner, id = await harness.new_committed()
     await until(lambda: harness.visible() == [id])
     half = harness.half(id=id)
     harness.advance(1000)
@@ -167,9 +162,7 @@ async def test_leftover_copy_is_not_restored(harness: Harness) -> None:
 
 
 @pytest.mark.rule(25)
-async def test_next_owner_promotes_copy_made_after_commit(
-    harness: Harness,
-) -> None:
+async def test_next_owner_promotes_copy_made_after_commit(harness: Harness) -> None:
     """Its half message is gone, its marker lies above the progress of the turn that copied it."""
     begin, stuck = Gate(), Gate()
 
@@ -202,9 +195,7 @@ async def test_next_owner_promotes_copy_made_after_commit(
 
 
 @pytest.mark.rule(25)
-async def test_transaction_decided_before_copy_is_copied(
-    harness: Harness,
-) -> None:
+async def test_transaction_decided_before_copy_is_copied(harness: Harness) -> None:
     """Its target takes nothing for longer than half messages are kept."""
     owner = await harness.owner()
     held = Gate()
@@ -262,8 +253,7 @@ async def test_retention_during_recovery_stops_nothing(harness: Harness, topic: 
 @pytest.mark.rule(10)
 @pytest.mark.parametrize("topic", LOGS)
 async def test_snapshot_beyond_end_stops_partition(harness: Harness, topic: str) -> None:
-    owner = await harness.owner()
-    id = await harness.prepared(owner)
+    owner, id = await harness.new_pending()
     await commit(owner, id)
     await until(lambda: harness.visible() == [id])
     for _ in range(2):
@@ -280,8 +270,7 @@ async def test_snapshot_beyond_end_stops_partition(harness: Harness, topic: str)
 @pytest.mark.rule(10)
 @pytest.mark.parametrize("topic", LOGS)
 async def test_snapshot_of_another_log_stops_partition(harness: Harness, topic: str) -> None:
-    owner = await harness.owner()
-    id = await harness.prepared(owner)
+    owner, id = await harness.new_pending()
     harness.zombie_mark("check", id, round=1, number=1, reason="due")
     await until(lambda: owner.ledger.op_position == 1)
     assert await snapshot(owner)
@@ -340,11 +329,8 @@ async def test_hanging_claim_is_shown_until_it_succeeds(harness: Harness) -> Non
 
 
 @pytest.mark.rule(26)
-async def test_suspended_owner_writes_nothing_and_resumes(
-    harness: Harness,
-) -> None:
-    owner = await harness.owner()
-    id = await harness.prepared(owner)
+async def test_suspended_owner_writes_nothing_and_resumes(harness: Harness) -> None:
+    owner, id = await harness.new_pending()
     owner.suspend()
     assert owner.phase is PartitionState.SUSPENDED
     before = list(harness.partition.calls)
@@ -373,9 +359,7 @@ async def test_suspended_owner_writes_nothing_and_resumes(
     await until(lambda: harness.visible() == [id, again])
 
 
-async def test_call_in_flight_fails_when_owner_is_suspended(
-    harness: Harness,
-) -> None:
+async def test_call_in_flight_fails_when_owner_is_suspended(harness: Harness) -> None:
     owner = await harness.owner()
     half = harness.half()
     harness.partition.half.bounds_gate.clear()
@@ -391,9 +375,7 @@ async def test_call_in_flight_fails_when_owner_is_suspended(
 
 
 @pytest.mark.rule(26)
-async def test_owner_resumed_after_takeover_is_fenced(
-    harness: Harness,
-) -> None:
+async def test_owner_resumed_after_takeover_is_fenced(harness: Harness) -> None:
     zombie = await harness.owner()
     id = await harness.prepared(zombie)
     zombie.suspend()

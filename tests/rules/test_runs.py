@@ -32,7 +32,6 @@ ROOM = {"pending_max": 3 * LONG, "pending_group_max": 3 * LONG}
 
 
 async def as_it_is(log: Log, records: Sequence[Record]) -> Appended:
-    """Append."""
     return await log.append(records)
 
 
@@ -79,7 +78,6 @@ def stored(harness: Harness, topic: str = "half") -> list[str]:
 
 
 def kinds(answers: Sequence[Answer]) -> list[str]:
-    """Return what each answer is."""
     return [each.code if isinstance(each, RequestError) else each.state for each in answers]
 
 

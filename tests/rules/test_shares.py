@@ -34,8 +34,7 @@ async def test_groups_of_one_principal_share_one_limit(harness: Harness) -> None
     await roll_back(owner, ids[0])
     await harness.prepared(owner, group="shop-9")
     # The next owner counts the same, from the logs.
-    await owner.close()
-    again = await harness.owner(pending_group_max=3)
+    again = await harness.restarted(owner, pending_group_max=3)
     await refused(harness, again, "shop-10")
     await harness.prepared(again, group="bank")
     # By another file each group is its own share; and it is back.

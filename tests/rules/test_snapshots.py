@@ -80,8 +80,7 @@ async def test_many_entries_postpone_next_snapshot(harness: Harness) -> None:
 async def test_replayed_records_count_after_restart(harness: Harness) -> None:
     owner = await harness.owner()
     await some(harness, owner, 10)
-    await owner.close()
-    await harness.owner(snapshot_records_min=10)
+    await harness.restarted(owner, snapshot_records_min=10)
     await until(lambda: harness.events.snapshots == [10])
 
 
@@ -179,8 +178,7 @@ async def test_snapshot_does_not_block_other_work(harness: Harness) -> None:
     assert await writing
     # It is as of where it began: the rest is replayed.
     assert (whole(harness)[0].closing.half, whole(harness)[0].closing.op) == (4, 0)
-    await owner.close()
-    again = await harness.owner()
+    again = await harness.restarted(owner)
     assert sorted(again.ledger.index.transactions) == ids[1:]
     assert harness.visible() == [late, ids[0]]
 

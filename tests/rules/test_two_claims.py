@@ -34,7 +34,6 @@ class Stepped:
         self.result: str | None = None
 
     async def step(self) -> None:
-        """Go on."""
         if self._waits_for is not None and not self._waits_for.done():
             await asyncio.sleep(0)
             return
@@ -54,7 +53,6 @@ def turn(claim: str) -> PromotionTxn:
 
 
 async def own(door: PartitionDoor, name: str) -> str:
-    """Claim, and promote the rest."""
     try:
         claimed = await door.claim(Claim(RECORD_VERSION, name, name, ""))
         if claimed.progress is None:

@@ -36,13 +36,11 @@ class FakeProducer:
         self.produce_error: Exception | None = None
 
     async def add(self, partitions: Sequence[Partition], backoff: Backoff) -> None:
-        """Begin."""
         self.log.append(f"{self.name} begins")
 
     async def produce(
         self, batches: Mapping[Partition, Body], backoff: Backoff
     ) -> dict[Partition, Stored]:
-        """Write."""
         self.log.append(f"{self.name} writes")
         await self.produce_now.wait()
         if self.produce_error is not None:
@@ -51,7 +49,6 @@ class FakeProducer:
         return {partition: Stored(0, 0) for partition in batches}
 
     async def end(self, *, commit: bool, backoff: Backoff) -> None:
-        """Commit or abort."""
         what = "commit" if commit else "abort"
         self.log.append(f"{self.name} {what}s")
         if not commit:
@@ -62,7 +59,6 @@ class FakeProducer:
         self.log.append(f"{self.name} {what} acknowledged")
 
     def note_visible(self) -> None:
-        """All of it is visible."""
         self.log.append(f"{self.name} seen")
 
 
@@ -92,7 +88,6 @@ class WriterHarness:
         )
 
     async def write(self, number: int) -> KafkaPromotionTxn:
-        """Write a promotion transaction."""
         promoted = (TargetRecord("t", 0, Record(b"k", b"v", (), 1)),)
         return await self.writer.write(
             PromotionTxn(promoted, (), Checkpoint(1, "c", number, number))

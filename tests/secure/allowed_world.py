@@ -90,7 +90,6 @@ class AllowedWorld(KafkaHarness):
             await door.close()
 
     async def allow(self, rights: Iterable[Right]) -> None:
-        """Grant rights."""
         bindings = [one for right in rights for one in self._bindings(right, right.operations)]
         made = AdminClient({"bootstrap.servers": self.bootstrap, "log_level": 0})
 
@@ -101,7 +100,6 @@ class AllowedWorld(KafkaHarness):
         await asyncio.to_thread(wait)
 
     async def take(self, right: Right, operation: str) -> None:
-        """Take an operation of a right away."""
         (binding,) = self._bindings(right, [operation])
         matching = AclBindingFilter(
             binding.restype,

@@ -14,7 +14,6 @@ from tests.secure.token_endpoint import TokenEndpoint
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Their certificates are made by openssl."""
     for item in items:
         if item.path.is_relative_to(Path(__file__).parent):
             item.add_marker(pytest.mark.needs_tool("openssl"))

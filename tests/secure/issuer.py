@@ -28,7 +28,6 @@ class Issuer:
         self.keys.write_text(json.dumps({"keys": [{**key, "n": _coded(modulus)}]}))
 
     def token(self, user: str, life_s: float = 3600.0) -> str:
-        """Return a token for a user."""
         now = int(time.time())
         head = {"alg": "RS256", "kid": _KEY_ID, "typ": "JWT"}
         claims: dict[str, str | int] = {

@@ -66,7 +66,6 @@ class SecureKafka:
         return self.server.bootstrap
 
     def start(self) -> None:
-        """Start it, with its users."""
         url = self.issuer.keys.as_uri()
         allowed = "-Dorg.apache.kafka.sasl.oauthbearer.allowed"
         with pytest.MonkeyPatch.context() as patch:
@@ -91,7 +90,6 @@ class SecureKafka:
                 future.result(ADMIN_TIMEOUT_S)
 
     def settings(self, way: str, **changes: Any) -> Settings:
-        """Return settings that log in this way."""
         return load_settings({**self.options(way), **changes}, environ={})
 
     def options(self, way: str) -> dict[str, Any]:

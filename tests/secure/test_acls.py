@@ -47,7 +47,6 @@ async def desk() -> AsyncIterator[FakeEndpoint]:
 
 
 def rights(world: AllowedWorld, role: Role, *targets: str) -> list[Right]:
-    """Return the rights of a role."""
     named = rights_needed(world.settings(), targets)
     return [right for right in named if right.role is role]
 

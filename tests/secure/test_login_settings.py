@@ -33,7 +33,6 @@ IN_ENVIRONMENT = {
 
 
 def refused(options: dict[str, Any], environ: dict[str, str] | None = None) -> str:
-    """Return why settings are refused."""
     with pytest.raises(ConfigurationError) as raised:
         load_settings(options, environ=environ or {})
     return str(raised.value)
@@ -135,7 +134,6 @@ def test_help_shows_no_secret_of_the_environment(
 
 
 def tls(authority: Authority, **changes: Any) -> Settings:
-    """Return settings with TLS."""
     given = {"kafka_security_protocol": "SSL", "kafka_ssl_ca_file": authority.file}
     return load_settings({**given, **changes}, environ={})
 

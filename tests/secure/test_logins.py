@@ -36,7 +36,6 @@ async def opened(settings: Settings) -> None:
 
 
 async def why_not(settings: Settings) -> str:
-    """Return why Kafka cannot be asked."""
     with pytest.raises(KafkaUnavailable) as raised:
         await opened(settings)
     return str(raised.value)
@@ -194,5 +193,4 @@ async def test_expired_login_interrupts_nothing(secure_kafka: SecureKafka) -> No
 
 
 def metadata() -> MetadataRequest:
-    """Return a question that any broker answers."""
     return MetadataRequest([], allow_auto_topic_creation=False)

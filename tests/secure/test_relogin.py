@@ -17,9 +17,7 @@ LOGINS = 3
 
 
 @pytest.mark.long
-async def test_expired_logins_lose_no_transaction_or_partition(
-    secure_kafka: SecureKafka,
-) -> None:
+async def test_expired_logins_lose_no_transaction_or_partition(secure_kafka: SecureKafka) -> None:
     world = AllowedWorld(secure_kafka, "SHORT")
     await world.make_topics()
     target = await world.create_topic("target")

@@ -18,7 +18,6 @@ from txbroker.kafka.client.login import Credentials, FetchedToken, NoToken, Toke
 
 
 def credentials(endpoint: TokenEndpoint, authority: Authority, **changes: Any) -> Credentials:
-    """Return what opens the endpoint."""
     given = Credentials(
         endpoint.url, CLIENT_ID, lambda: CLIENT_SECRET, "kafka write", authority.file
     )

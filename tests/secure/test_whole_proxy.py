@@ -36,7 +36,6 @@ GROUP = "orders"
 
 
 def spelled(secret: str) -> set[str]:
-    """Return how a secret may be written."""
     escaped = {json.dumps(secret, ensure_ascii=plain)[1:-1] for plain in (True, False)}
     urls = {quote(secret, safe=""), quote_plus(secret)}
     bytes_ = {repr(text.encode())[2:-1] for text in (secret, *urls)}
@@ -45,7 +44,6 @@ def spelled(secret: str) -> set[str]:
 
 
 def leaks(texts: dict[str, str], *more: str) -> list[tuple[str, str]]:
-    """Return which secrets are in which texts."""
     secrets = (PASSWORD, CLIENT_SECRET, KEY_PASSWORD, *more)
     return [
         (name, written)
@@ -57,7 +55,6 @@ def leaks(texts: dict[str, str], *more: str) -> list[tuple[str, str]]:
 
 
 def create_topic(kafka: SecureKafka, topic: str) -> None:
-    """Create a target topic."""
     admin = AdminClient({"bootstrap.servers": kafka.inside, "log_level": 0})
     admin.create_topics([NewTopic(topic, 1, 1)])[topic].result(ADMIN_TIMEOUT_S)
 
@@ -85,7 +82,6 @@ def visible(kafka: SecureKafka, topic: str) -> bytes:
 
 
 async def transaction(url: str, topic: str) -> None:
-    """Prepare and commit a transaction."""
     message = {"topic": topic, "value": BODY.decode()}
     async with aiohttp.ClientSession(url) as http:
         given = {"group": GROUP, "messages": [message]}
@@ -97,7 +93,6 @@ async def transaction(url: str, topic: str) -> None:
 
 
 async def pages(url: str) -> dict[str, str]:
-    """Return the public output of a proxy."""
     shown = {}
     async with aiohttp.ClientSession(url) as http:
         for path in ("/", "/metrics", "/readyz", "/v1/overview", "/v1/transactions", "/v1/groups"):

@@ -132,7 +132,6 @@ class Faults:
         self._operator = operator
 
     async def make(self) -> None:
-        """Make them, one after another."""
         draw = self._random
         for _ in range(self._shape.faults if self._shape.kinds else 0):
             await asyncio.sleep(draw.expovariate(1 / 1.5))
@@ -144,7 +143,6 @@ class Faults:
                 self.note(kind, f"{what}, {until_s:.2f} s")
 
     def note(self, what: str, who: str = "") -> None:
-        """Write down what happened."""
         self._shop.history.notes.append(Note(self._shop.now_s(), what, who))
         self._network.note(f"== {what}: {who}")
 
@@ -404,7 +402,6 @@ class Faults:
         return f"{share:g} of them"
 
     def heal(self) -> None:
-        """End them all."""
         self.healed = True
         self.note("healed")
         self._network.weather = Weather()

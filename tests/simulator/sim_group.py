@@ -173,7 +173,6 @@ class SimMembership(Membership):
         return self._group.network.loop.time() - self._heard_s < SESSION_S
 
     async def leave(self) -> None:
-        """Leave the group."""
         if self._beating is not None:
             self._beating.cancel()
             self._beating = None

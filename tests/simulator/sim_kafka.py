@@ -77,7 +77,6 @@ class Log:
 
     @property
     def stable_end(self) -> int:
-        """The last stable offset."""
         return min(self.open.values(), default=self.end)
 
     def append(self, data: bytes, now_ms: int, *, in_transaction: Callable[..., bool]) -> Any:
@@ -171,11 +170,9 @@ class Log:
         return NONE, aborted, b"".join(found)
 
     def hang(self, stranger: int) -> None:
-        """Open another client's transaction at this offset."""
         self.open[-stranger] = self.end
 
     def unhang(self, stranger: int) -> None:
-        """End it; it held nothing."""
         self.open.pop(-stranger, None)
 
     def delete(self, older_ms: float = math.inf, below: float = math.inf) -> None:
@@ -284,7 +281,6 @@ class Cluster:
     def create(
         self, topic: str, partitions: int, *, append_time: bool, bytes_max: int = 1 << 20
     ) -> None:
-        """Make a topic."""
         for number in range(partitions):
             leader = (number + len(self.logs)) % len(self.nodes)
             self.logs[topic, number] = Log(leader, append_time=append_time, bytes_max=bytes_max)
@@ -578,7 +574,6 @@ class Cluster:
         return CONCURRENT if how == "prepare" else NONE
 
     def _prepare(self, id: str, known: TransactionalId, *, commit: bool) -> None:
-        """The outcome is certain; the markers follow."""
         known.state = "prepare commit" if commit else "prepare abort"
         random = self.process.random
         left = sorted(known.partitions)

@@ -56,7 +56,6 @@ class Handle:
         return self.cancelled_
 
     def when(self) -> float:
-        """Return its time."""
         return self._when
 
 
@@ -167,7 +166,6 @@ class SimLoop(asyncio.BaseEventLoop):
     def call_at(  # type: ignore[override]
         self, when: float, callback: Callable[..., object], *args: Any, context: Any = None
     ) -> Handle:
-        """Run a callback at a virtual time."""
         handle = Handle(callback, args, context or contextvars.copy_context(), when)
         if not self._over:
             heapq.heappush(self._timers, (when, next(self._numbers), handle))
@@ -248,7 +246,6 @@ class SimLoop(asyncio.BaseEventLoop):
             process.backlog.clear()
 
     def _end(self) -> None:
-        """Discard all unfinished work."""
         self._over = True
         self._queue.clear()
         self._timers.clear()

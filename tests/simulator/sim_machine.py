@@ -33,7 +33,6 @@ def wall_s() -> float:
 
 
 def wall_ms() -> int:
-    """Return the same in milliseconds."""
     return int(wall_s() * 1000)
 
 
@@ -69,17 +68,11 @@ class _Secrets:
 
     @staticmethod
     def randbits(bits: int) -> int:
-        """A random number."""
         return PROCESS.get().random.getrandbits(bits)
 
 
 _time, _random = _Time(), _Random()
-_MODULES: dict[Any, Any] = {
-    time: _time,
-    random: _random,
-    uuid: _Uuid(),
-    secrets: _Secrets(),
-}
+_MODULES: dict[Any, Any] = {time: _time, random: _random, uuid: _Uuid(), secrets: _Secrets()}
 _FUNCTIONS: dict[Any, Any] = {
     time.monotonic: _time.monotonic,
     time.time: _time.time,

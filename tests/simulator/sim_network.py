@@ -150,7 +150,6 @@ class Connection:
             self._loop.call_later(random.random() * 0.002, connection._arrive, late, None, True)
 
     def _arrive(self, request: Any, future: asyncio.Future[Any] | None, answered: bool) -> None:
-        """A request is at the broker."""
         process, network = self._process, self._network
         if not network.reaches(process, self._node):
             return
@@ -202,7 +201,6 @@ class Connection:
                 future.exception()
 
     def close(self, reason: object = None) -> asyncio.Future[None]:
-        """Close it. Requests in flight still arrive."""
         self._break()
         future: asyncio.Future[None] = self._loop.create_future()
         future.set_result(None)

@@ -66,11 +66,9 @@ class SimTargets(Targets):
         return TargetFacts(len(logs), size, logs[0].append_time, leaderless)
 
     def forget(self, topic: str) -> None:
-        """Drop a topic from the cache."""
         self._known.pop(topic, None)
 
     def note(self, cause: Cause) -> None:
-        """Learn from a refusal."""
         self.forget(cause.topic)
 
 
@@ -124,21 +122,14 @@ class SimDoor(Door):
         return ()
 
     def partition(self, partition: int) -> PartitionDoor:
-        """Return the door of one half partition."""
         return KafkaPartitionDoor(
-            self._client,
-            partition,
-            self._bytes_max,
-            self._targets.note,
-            self._shared,
-            self._stable,
+            self._client, partition, self._bytes_max, self._targets.note, self._shared, self._stable
         )
 
     def _bytes_max(self, topic: str) -> int:
         return self._cluster.logs[topic, 0].bytes_max
 
     async def close(self) -> None:
-        """Close the connections."""
         await self._shared.close()
         await self._client.close()
 
@@ -196,7 +187,6 @@ class SimProxy:
         return self.lives > 0 and self.process.life is not Life.DEAD
 
     def start(self, wall_ahead_s: float = 0.0) -> None:
-        """Begin a new life."""
         self.lives += 1
         self.broker = None
         self.process = Process(self.name, f"{self._seed}/{self.name}/{self.lives}")
@@ -205,7 +195,6 @@ class SimProxy:
         self._network.loop.create_task(self._run(), context=self.process.context)
 
     def kill(self) -> None:
-        """Kill the process in any state."""
         self._network.note(f"{self.name}: killed")
         self.process.life = Life.DEAD
 
@@ -215,7 +204,6 @@ class SimProxy:
         self.process.life = Life.PAUSED
 
     def resume(self) -> None:
-        """Go on."""
         if self.process.life is Life.PAUSED:
             self._network.note(f"{self.name}: goes on")
             self._network.loop.resume(self.process)

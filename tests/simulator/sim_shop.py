@@ -13,14 +13,7 @@ from tests.simulator.sim_loop import PROCESS, Process
 from tests.simulator.sim_machine import START_S
 from tests.simulator.sim_network import Network
 from tests.simulator.sim_proxy import SimProxy
-from txbroker.checkers.base import (
-    Answered,
-    CheckCall,
-    CheckResult,
-    Unclear,
-    Unreached,
-    already,
-)
+from txbroker.checkers.base import Answered, CheckCall, CheckResult, Unclear, Unreached, already
 from txbroker.contract.frames import FRAME_OPERATIONS_MAX
 from txbroker.contract.service import (
     DecideRequest,
@@ -216,7 +209,6 @@ class Shop:
         messages: tuple[Body, ...] | None = None,
         give_up_s: float = GIVE_UP_S,
     ) -> Call:
-        """Call until any owner answers finally."""
         random = self.process.random
         until_s = self.loop.time() + give_up_s
         number = random.randrange(len(self.proxies))
@@ -329,7 +321,6 @@ def _answer(future: asyncio.Future[Any], result: Any) -> None:
 
 
 def token_of(messages: tuple[Message, ...]) -> str:
-    """Return what a client calls a transaction."""
     return next(
         ((value or b"").decode() for name, value in messages[0].headers if name == "token"), ""
     )
@@ -341,7 +332,6 @@ def bodies(messages: tuple[Message, ...]) -> tuple[Body, ...]:
 
 
 def replaced_messages(messages: tuple[Message, ...]) -> tuple[Message, ...]:
-    """Return the final messages for these."""
     return tuple(
         Message(m.topic, m.key, b"final " + (m.value or b""), m.headers, None, m.timestamp_ms)
         for m in messages
@@ -364,12 +354,10 @@ class Asker:
     async def acquire(
         self, group: str, prefer: str, avoid: Collection[str] = ()
     ) -> Asker | Unreached:
-        """Connect to the service."""
         await self._shop.network.pass_message()
         return self if self._shop.reachable else Unreached("connection refused")
 
     def ask(self, call: CheckCall, timeout_s: float) -> asyncio.Future[CheckResult]:
-        """Ask the service."""
         shop, asking = self._shop, PROCESS.get()
         network = shop.network
         if not shop.reachable:
@@ -514,7 +502,6 @@ class Lane:
         await self._shop.recorded("prepare", token, id, proxy, work)
 
     async def _contrary(self, token: str, id: str) -> None:
-        """Send commit and rollback at once."""
         async with asyncio.TaskGroup() as group:
             for decision in self._random.sample([Decision.COMMIT, Decision.ROLLBACK], 2):
                 group.create_task(self._decide_as(token, id, decision))
@@ -551,11 +538,7 @@ class Lane:
         await self._shop.insist("check", token, id, work)
 
     async def _decide_as(
-        self,
-        token: str,
-        id: str,
-        decision: Decision,
-        messages: tuple[Message, ...] | None = None,
+        self, token: str, id: str, decision: Decision, messages: tuple[Message, ...] | None = None
     ) -> None:
         wait = self._random.random() < 0.2
         request = DecideRequest(id=id, decision=decision, group="g", messages=messages, wait=wait)

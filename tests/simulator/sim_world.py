@@ -146,7 +146,6 @@ class Harness:
     # --- the run ---------------------------------------------------------------------------------
 
     async def run(self) -> list[str]:
-        """Run it; return the violations."""
         shape = self.shape
         for proxy in self.proxies:
             proxy.start()
@@ -321,7 +320,6 @@ class Harness:
     # --- the judgement ---------------------------------------------------------------------------
 
     def topics(self) -> Topics:
-        """Return all records."""
         return Topics(
             half=self._records("txbroker.half", committed=False),
             op=self._records("txbroker.op", committed=False),

@@ -34,7 +34,6 @@ def apart(files: Files, **more: Any) -> dict[str, Any]:
 
 
 def filled(path: str) -> str:
-    """Return a path with names filled in."""
     return path.replace("{id}", ID).replace("{group}", "orders")
 
 

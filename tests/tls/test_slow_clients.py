@@ -88,10 +88,7 @@ async def proxied(
 async def test_incomplete_head_closes_the_connection(
     world: MemoryHarness, files: Files, scheme: str, begun: bytes, before: bytes
 ) -> None:
-    async with (
-        proxied(world, files, scheme) as url,
-        dialled(url, files.ours) as raw,
-    ):
+    async with proxied(world, files, scheme) as url, dialled(url, files.ours) as raw:
         if before:
             raw.writer.write(before)
             assert (await raw.answer()).startswith(b"HTTP/1.1 ")
@@ -103,10 +100,7 @@ async def test_incomplete_head_closes_the_connection(
 async def test_head_sent_byte_by_byte_gains_no_time(
     world: MemoryHarness, files: Files, scheme: str
 ) -> None:
-    async with (
-        proxied(world, files, scheme) as url,
-        dialled(url, files.ours) as raw,
-    ):
+    async with proxied(world, files, scheme) as url, dialled(url, files.ours) as raw:
         raw.writer.write(b"GET /healthz HTTP/1.1\r\nX: ")
         ending = asyncio.create_task(raw.ended())
         while not ending.done():
@@ -120,19 +114,13 @@ async def test_silent_connection_ends_after_keepalive(
     world: MemoryHarness, files: Files, scheme: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("txbroker.proxy.http.server.KEEPALIVE_S", LIMIT_S)
-    async with (
-        proxied(world, files, scheme, limit_s=60.0) as url,
-        dialled(url, files.ours) as raw,
-    ):
+    async with proxied(world, files, scheme, limit_s=60.0) as url, dialled(url, files.ours) as raw:
         assert await raw.ended() == b""
 
 
 @pytest.mark.parametrize("sent", [b"", b"\x16\x03\x01"], ids=["nothing", "half a hello"])
 async def test_tls_handshake_times_out(world: MemoryHarness, files: Files, sent: bytes) -> None:
-    async with (
-        proxied(world, files, "https") as url,
-        dialled(url, files.ours, plainly=True) as raw,
-    ):
+    async with proxied(world, files, "https") as url, dialled(url, files.ours, plainly=True) as raw:
         raw.writer.write(sent)
         await raw.ended()
 
@@ -141,10 +129,7 @@ async def test_tls_handshake_times_out(world: MemoryHarness, files: Files, sent:
 async def test_many_requests_may_exceed_the_timeout_of_one(
     world: MemoryHarness, files: Files, scheme: str
 ) -> None:
-    async with (
-        proxied(world, files, scheme) as url,
-        dialled(url, files.ours) as raw,
-    ):
+    async with proxied(world, files, scheme) as url, dialled(url, files.ours) as raw:
         loop = asyncio.get_running_loop()
         ends_at = loop.time() + 2 * LIMIT_S
         while loop.time() < ends_at:

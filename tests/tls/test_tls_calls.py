@@ -10,11 +10,7 @@ from tests.kit.memory import MemoryHarness
 from tests.kit.until import until
 from tests.tls.tls_world import TOKEN, Files, curl, mutual, running, secured, trusting
 from txbroker.core.records import Decision
-from txbroker.sdk import (
-    BlockingTransactionalProducer,
-    Message,
-    TransactionalProducer,
-)
+from txbroker.sdk import BlockingTransactionalProducer, Message, TransactionalProducer
 
 pytestmark = [pytest.mark.needs_tool("openssl"), pytest.mark.needs_tool("curl")]
 

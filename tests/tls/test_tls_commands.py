@@ -30,7 +30,6 @@ class Done(NamedTuple):
 
 
 async def command(*words: str | Path, home: Path, **environ: str | Path) -> Done:
-    """Call txbroker with this environment."""
     variables = {f"TXBROKER_{name.upper()}": str(value) for name, value in environ.items()}
     process = await asyncio.create_subprocess_exec(
         TXBROKER, *map(str, words),

@@ -19,7 +19,6 @@ pytestmark = [pytest.mark.needs_tool("openssl")]
 
 @asynccontextmanager
 async def browsing(files: Files, url: str) -> AsyncIterator[Reader]:
-    """Open a browser that trusts our authority."""
     connector = aiohttp.TCPConnector(ssl=ClientTls(TlsFiles(files.ours.cert)).context())
     jar = aiohttp.CookieJar(unsafe=True)
     async with aiohttp.ClientSession(url, cookie_jar=jar, connector=connector) as http:
@@ -51,10 +50,7 @@ async def test_login_with_the_operators_token(world: MemoryHarness, files: Files
 
 
 async def test_plain_http_cookies_are_not_secure(world: MemoryHarness, files: Files) -> None:
-    async with (
-        running(world, listen="127.0.0.1:0") as proxy,
-        browsing(files, proxy.url) as reader,
-    ):
+    async with running(world, listen="127.0.0.1:0") as proxy, browsing(files, proxy.url) as reader:
         assert (await reader.open("/")).status == 200
         (cookie,) = reader.http.cookie_jar
         assert not cookie["secure"]

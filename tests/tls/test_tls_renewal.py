@@ -21,13 +21,11 @@ pytestmark = [pytest.mark.needs_tool("openssl"), pytest.mark.needs_tool("curl")]
 
 
 def served(files: Files, url: str) -> bytes:
-    """Return the certificate that a proxy shows."""
     host, _, port = url.removeprefix("https://").partition(":")
     return ssl.PEM_cert_to_DER_cert(ssl.get_server_certificate((host, int(port))))
 
 
 def der(path: Path) -> bytes:
-    """Return the certificate in a file."""
     return ssl.PEM_cert_to_DER_cert(path.read_text())
 
 
@@ -149,10 +147,7 @@ def broken(files: Files, folder: Path) -> dict[str, tuple[dict[str, Any], str]]:
             {"tls_cert_file": None, "tls_key_file": None, "tls_client_ca_file": text},
             "tls_client_ca_file needs tls_cert_file and tls_key_file",
         ),
-        "advertised without": (
-            {"advertise": "http://proxy-1:8470"},
-            "it must begin with https://",
-        ),
+        "advertised without": ({"advertise": "http://proxy-1:8470"}, "it must begin with https://"),
     }
 
 

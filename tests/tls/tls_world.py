@@ -83,12 +83,10 @@ class Curled(NamedTuple):
 
     @property
     def json(self) -> Json:
-        """The answer."""
         return dict(json.loads(self.body))
 
     @property
     def error(self) -> str:
-        """The code of the error."""
         return str(self.json["error"]["code"])
 
 
@@ -110,7 +108,6 @@ async def curl(url: str, *words: str | Path, body: Json | None = None) -> Curled
 
 
 def trusting(files: Files, *, shown: Pair | None = None, token: str = "") -> list[str | Path]:
-    """Return curl's options to trust our authority."""
     words: list[str | Path] = ["--cacert", files.ours.cert]
     if shown is not None:
         words += ["--cert", shown.cert, "--key", shown.key]
