@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from tests.rules.fakes import FakeTime
-from tests.rules.harness import Harness
+from tests.rules.harness import BodiesHarness, Harness
 from txbroker.proxy.cluster import partition_manager as ownership
 from txbroker.proxy.partition import clock, owner, quarantine
 
@@ -31,3 +31,15 @@ async def harness(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Harness]:
     await made.close()
     left = asyncio.all_tasks() - before - {asyncio.current_task()}
     assert not left, f"still running: {left}"
+
+
+@pytest.fixture
+async def small(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[BodiesHarness]:
+    """The parts of an owner whose bodies get no memory."""
+    monkeypatch.setattr(quarantine, "RETRY_FIRST_S", 0.005)
+    monkeypatch.setattr(quarantine, "RETRY_MAX_S", 0.01)
+    made = BodiesHarness()
+    await made.start()
+    yield made
+    await made.close()
+    assert made.stops == []

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
 from types import SimpleNamespace
 
 import pytest
@@ -19,22 +18,10 @@ from txbroker.errors import NotPending, OwnerUnavailable
 from txbroker.proxy.cluster.views import view
 from txbroker.proxy.partition import body_cache as bodies_module
 from txbroker.proxy.partition import promoter as promoter_module
-from txbroker.proxy.partition import quarantine
 from txbroker.proxy.partition.body_cache import BODY_LOST
 
 DUE, ASKED = CheckReason.DUE, CheckReason.ASKED
 REFUSED_ONCE = Cause("bad_timestamp", "it is ahead", "t", 0)
-
-
-@pytest.fixture
-async def small(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[BodiesHarness]:
-    monkeypatch.setattr(quarantine, "RETRY_FIRST_S", 0.005)
-    monkeypatch.setattr(quarantine, "RETRY_MAX_S", 0.01)
-    made = BodiesHarness()
-    await made.start()
-    yield made
-    await made.close()
-    assert made.stops == [] or made.stops == getattr(made, "expected", None)
 
 
 def message(value: str, topic: str = "t", at: int = 0) -> Message:
