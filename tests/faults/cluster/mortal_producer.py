@@ -18,8 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from tests.faults.judge import Call, History
-from tests.faults.judge.history import lines_of, read_lines
+from tests.faults.judge import Call, History, lines_of, read_lines
 from tests.kit.workload import Lane, Recorder, Shop, answering
 from txbroker.errors import OwnerUnavailable
 from txbroker.sdk import (

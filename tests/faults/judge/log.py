@@ -91,10 +91,8 @@ class Tx:
     @property
     def token(self) -> str:
         """The token of its client."""
-        for name, value in self.prepared[0].headers:
-            if name == "token":
-                return (value or b"").decode()
-        return ""
+        tokens = (value or b"" for name, value in self.prepared[0].headers if name == "token")
+        return next(tokens, b"").decode()
 
     @property
     def order_name(self) -> tuple[Any, ...] | None:
@@ -114,11 +112,7 @@ class Tx:
 
 
 def _id_number(id: str) -> int:
-    """Return the bits of a transaction id.
-
-    Raises:
-        ValueError: it is not an id.
-    """
+    """Return the bits of a transaction id; raises ValueError for another text."""
     if not _ID.fullmatch(id):
         raise ValueError(f"{id!r} is not a transaction id")
     return int(id.translate(_AS_BASE_32), 32)
@@ -138,11 +132,7 @@ def id_partition(id: str) -> int:
 
 
 def _half_part(record: Rec) -> tuple[dict[str, str], Placed]:
-    """Return our headers and the message of a half record.
-
-    Raises:
-        ValueError: it is not a half record.
-    """
+    """Return our headers and the message of a half record; raises ValueError for another one."""
     if not record.headers or record.headers[0][0] != "txb-v":
         raise ValueError("not a half record")
     version, *optional = (record.headers[0][1] or b"").decode().split(" ")
@@ -191,10 +181,11 @@ def _read_half(
         except ValueError:
             building = None
             continue
-        if building is None or building.id != facts["txb-id"]:
-            building = None
-            continue
-        if len(building.prepared) != sequence:
+        follows = building is not None and (building.id, len(building.prepared)) == (
+            facts["txb-id"],
+            sequence,
+        )
+        if building is None or not follows:
             building = None
             continue
         building.prepared.append(message)

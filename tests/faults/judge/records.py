@@ -1,4 +1,4 @@
-"""Records of topics, decoded without code of txbroker."""
+"""The records and the history that a run leaves, decoded without code of txbroker."""
 
 from __future__ import annotations
 
@@ -30,6 +30,11 @@ class Rec:
             if header == name:
                 return None if value is None else value.decode()
         return None
+
+    @property
+    def tx_id(self) -> str:
+        """The transaction of a record of a target; "" without one."""
+        return self.header("txb-id") or ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,3 +113,77 @@ def read_copies(parked: Sequence[Rec]) -> dict[str, Copies]:
                 facts = json.loads(record.header("txb-kept") or "{}")
                 copies.was_refused |= facts.get("state") == "refused"
     return dict(by_id)
+
+
+# --- the history: calls with their answers, check-backs, faults --------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Body:
+    """A message as a client sent it."""
+
+    topic: str
+    key: bytes | None
+    value: bytes | None
+    headers: tuple[Header, ...]
+    timestamp_ms: int | None = None
+
+
+@dataclass(slots=True)
+class Call:
+    """One call of a client.
+
+    Attributes:
+        what: prepare, commit, rollback, show, check or revive.
+        token: the client's name for its transaction.
+        began, ended: seconds since 1970, by the client's clock; `ended` is 0 without an answer.
+        result: invoke (no answer), ok, fail (certainly not done) or unknown.
+        code: of the answered error.
+        messages: the messages of the call; None without any.
+    """
+
+    what: str
+    token: str
+    began: float
+    id: str = ""
+    ended: float = 0.0
+    result: str = "invoke"
+    code: str = ""
+    decision: str = ""
+    state: str = ""
+    messages: tuple[Body, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A check-back that a client received, and its answer. `attempt` is 0 if not recorded."""
+
+    id: str
+    at: float
+    answer: str
+    attempt: int = 0
+    messages: tuple[Body, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """Another event: a fault; `healed`: the last fault has ended; `quiet`: all is settled."""
+
+    at: float
+    what: str
+    who: str = ""
+
+
+@dataclass
+class History:
+    """The history of all clients.
+
+    A token identifies what one client intended; the header `token` of its messages carries it.
+    `business` has the tokens whose local transaction writes a row with the id.
+    """
+
+    sent: dict[str, tuple[Body, ...]] = field(default_factory=dict)
+    calls: list[Call] = field(default_factory=list)
+    asked: list[Asked] = field(default_factory=list)
+    business: set[str] = field(default_factory=set)
+    notes: list[Note] = field(default_factory=list)

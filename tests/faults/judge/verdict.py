@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from .checkpoints import checkpoint_faults
-from .history import Asked, Call, History
 from .log import DECIDING, Tx, read_log
-from .records import Copies, Fault, Rec, Seen, Topics, read_copies
+from .records import (
+    Asked,
+    Body,
+    Call,
+    Copies,
+    Fault,
+    History,
+    Rec,
+    Seen,
+    Topics,
+    by_partition,
+    read_copies,
+)
 from .story import Facts, timeline
-from .visibility import visibility_faults
 
 _ANSWERS = {
     "committed": ("committed", "promoted", "refused"),
@@ -72,10 +83,10 @@ class Judge:
         self.copies = read_copies(topics.parked)
         self.visible: dict[str, list[Rec]] = defaultdict(list)
         for record in topics.targets:
-            self.visible[record.header("txb-id") or ""].append(record)
+            self.visible[record.tx_id].append(record)
         self.seen: dict[str, list[Seen]] = defaultdict(list)
-        for each in topics.along or ():
-            self.seen[each.record.header("txb-id") or ""].append(each)
+        for seen in topics.along or ():
+            self.seen[seen.record.tx_id].append(seen)
         self.calls: dict[str, list[Call]] = defaultdict(list)
         self.asked: dict[str, list[Asked]] = defaultdict(list)
         self.of_token: dict[str, list[Tx]] = defaultdict(list)
@@ -86,40 +97,40 @@ class Judge:
             self.calls[call.id or (meant[-1].id if meant else "")].append(call)
         for asked in history.asked:
             self.asked[asked.id].append(asked)
-        self._found: dict[tuple[str, str, str], Violation] = {}
 
     def judge(self) -> list[Violation]:
         """Return every violation."""
+        return [
+            Violation(invariant, id, why, self.story(id))
+            for invariant, id, why in dict.fromkeys(self._faults())
+        ]
+
+    def _faults(self) -> Iterator[Fault]:
+        rules = (
+            self._contents,
+            self._whole,
+            self._at_rest,
+            self._final_state,
+            self._business,
+            self._not_guessed,
+            self._attempts,
+        )
         for id, records in self.visible.items():
-            self._was_committed(id, records)
-            self._once(id, records)
+            yield from self._was_committed(id, records)
+            yield from self._once(id, records)
         for tx in self.log.values():
-            self._contents(tx)
-            self._whole(tx)
-            self._at_rest(tx)
-            self._final_state(tx)
-            self._business(tx)
-            self._not_guessed(tx)
-            self._attempts(tx)
+            for rule in rules:
+                yield from rule(tx)
         for id, calls in self.calls.items():
-            self._answers(id, calls)
+            yield from self._answers(id, calls)
         for id in self.rows:
             if id not in self.log:
-                self._violated("I6", id, "a business row, but no half message")
-        self._tokens()
-        self._order()
-        for invariant, id, why in (
-            *visibility_faults(self),
-            *checkpoint_faults(self),
-            *self._rest(),
-        ):
-            self._violated(invariant, id, why)
-        return list(self._found.values())
-
-    def _violated(self, invariant: str, id: str, why: str) -> None:
-        key = (invariant, id, why)
-        if key not in self._found:
-            self._found[key] = Violation(invariant, id, why, self.story(id))
+                yield "I6", id, "a business row, but no half message"
+        yield from self._tokens()
+        yield from self._order()
+        yield from self._readers()
+        yield from self._checkpoints()
+        yield from self._rest()
 
     def story(self, id: str) -> str:
         """Return the timeline of a transaction."""
@@ -154,90 +165,82 @@ class Judge:
 
     # --- I1, I2, I3, I4, I10, I12, I15 ---------------------------------------------------
 
-    def _was_committed(self, id: str, records: list[Rec]) -> None:
+    def _was_committed(self, id: str, records: list[Rec]) -> Iterator[Fault]:
         tx = self.log.get(id)
         if tx is None:
-            self._violated("I2", id, f"visible, but never prepared: {records[0]}")
+            yield "I2", id, f"visible, but never prepared: {records[0]}"
         elif tx.decision != "commit":
-            self._violated("I2", id, f"visible, but its decision is {tx.decision or 'none'}")
+            yield "I2", id, f"visible, but its decision is {tx.decision or 'none'}"
 
-    def _once(self, id: str, records: list[Rec]) -> None:
+    def _once(self, id: str, records: list[Rec]) -> Iterator[Fault]:
         places = Counter((r.topic, r.header("txb-seq") or "0/1") for r in records)
         for place, count in places.items():
             if count > 1:
-                self._violated("I3", id, f"{count} copies of {place}")
+                yield "I3", id, f"{count} copies of {place}"
 
-    def _tokens(self) -> None:
+    def _tokens(self) -> Iterator[Fault]:
         """A repeated prepare is one transaction: one token, at most one commit."""
         for token, transactions in self.of_token.items():
             committed = [tx for tx in transactions if tx.decision == "commit"]
             if token and len(committed) > 1:
                 ids = ", ".join(tx.id for tx in committed)
-                self._violated("I3", committed[-1].id, f"{token} was committed under {ids}")
+                yield "I3", committed[-1].id, f"{token} was committed under {ids}"
 
-    def _contents(self, tx: Tx) -> None:
+    def _contents(self, tx: Tx) -> Iterator[Fault]:
         if tx.decision != "commit":
             return
         for record in self.visible.get(tx.id, ()):
             sequence = int((record.header("txb-seq") or "0/1").partition("/")[0])
             if sequence >= len(tx.messages):
-                self._violated("I4", tx.id, f"message {sequence} was never sent")
+                yield "I4", tx.id, f"message {sequence} was never sent"
                 continue
             message = tx.messages[sequence]
             ours = 2 if len(tx.messages) > 1 else 1
             # An installation with another prefix has one more header first.
             ours += record.headers[0][0] == "txb-installation"
             stamp = tx.decided_ms if message.timestamp_ms is None else message.timestamp_ms
-            seen = (record.topic, record.partition, record.key, record.value, record.headers[ours:])
-            expected = (
+            expected = Rec(
                 message.topic,
                 message.partition,
+                record.offset,
+                stamp,
                 message.key,
                 message.value,
-                message.headers,
+                (*record.headers[:ours], *message.headers),
             )
-            if seen != expected or record.timestamp_ms != stamp:
-                self._violated("I4", tx.id, f"{record} should be {message}, timestamp {stamp}")
+            if record != expected:
+                yield "I4", tx.id, f"{record} should be {message}, timestamp {stamp}"
         sent = self.history.sent.get(tx.token)
         if sent is None:
             return
-        offered = [sent, *(other.messages for other in self._replacing(tx) if other.messages)]
-        stored = [(m.topic, m.key, m.value, m.headers, m.timestamp_ms) for m in tx.messages]
-        offers = [
-            [(m.topic, m.key, m.value, m.headers, m.timestamp_ms) for m in bodies]
-            for bodies in offered
-        ]
+        stored = [Body(m.topic, m.key, m.value, m.headers, m.timestamp_ms) for m in tx.messages]
+        commits = (call for call in self.calls.get(tx.id, ()) if call.what == "commit")
+        replacing = (*commits, *self.asked.get(tx.id, ()))
+        offers = [list(sent), *(list(other.messages) for other in replacing if other.messages)]
         if stored not in offers:
-            self._violated("I4", tx.id, f"stored {stored}, sent {offers}")
+            yield "I4", tx.id, f"stored {stored}, sent {offers}"
 
-    def _replacing(self, tx: Tx) -> Iterator[Call | Asked]:
-        yield from (call for call in self.calls.get(tx.id, ()) if call.what == "commit")
-        yield from self.asked.get(tx.id, ())
-
-    def _whole(self, tx: Tx) -> None:
+    def _whole(self, tx: Tx) -> Iterator[Fault]:
         seen = {r.header("txb-seq") or "0/1" for r in self.visible.get(tx.id, ())}
         refused = tx.decision == "commit" and self.kept_state(tx) == "refused"
         if seen and len(seen) < len(tx.messages):
-            self._violated("I10", tx.id, f"{len(seen)} of {len(tx.messages)} messages are visible")
+            yield "I10", tx.id, f"{len(seen)} of {len(tx.messages)} messages are visible"
         if seen and refused:
-            self._violated("I10", tx.id, "visible, but refused")
+            yield "I10", tx.id, "visible, but refused"
         if refused and not self.copies[tx.id].facts(len(tx.messages)).get("cause"):
-            self._violated("I1", tx.id, "refused without a cause")
+            yield "I1", tx.id, "refused without a cause"
         if tx.state == "parked" and self.kept_state(tx) != "parked":
-            self._violated("I7", tx.id, "parked, but without a complete copy")
+            yield "I7", tx.id, "parked, but without a complete copy"
 
-    def _at_rest(self, tx: Tx) -> None:
+    def _at_rest(self, tx: Tx) -> Iterator[Fault]:
         if not self.settled:
             return
-        settled = tx.id in self.visible or self.kept_state(tx) == "refused"
-        if tx.decision == "commit" and not settled and not self._waits_for_a_leader(tx):
-            self._violated("I1", tx.id, "committed, but neither visible nor refused")
-        if tx.state == "pending":
-            self._violated("I12", tx.id, "still undecided")
-
-    def _waits_for_a_leader(self, tx: Tx) -> bool:
         places = {f"{message.topic}-{message.partition}" for message in tx.messages}
-        return bool(places & self.without_leader)
+        settled = tx.id in self.visible or self.kept_state(tx) == "refused"
+        if tx.decision == "commit" and not settled and not places & self.without_leader:
+            yield "I1", tx.id, "committed, but neither visible nor refused"
+        if tx.state == "pending":
+            yield "I12", tx.id, "still undecided"
 
     def _rest(self) -> Iterator[Fault]:
         """No Kafka transaction stays open, and everything settled in bounded time."""
@@ -247,69 +250,62 @@ class Judge:
             name = f"{end.topic}-{end.partition}"
             if end.stable < end.high and name not in self.without_leader:
                 yield "I12", "", f"{name} is open at {end.stable}, its end is {end.high}"
-        healed = max((n.at for n in self.history.notes if n.what == "healed"), default=None)
-        quiet = max((n.at for n in self.history.notes if n.what == "quiet"), default=None)
-        if healed is not None and quiet is not None and quiet - healed > self.settle_max_s:
-            yield "I12", "", f"settled {quiet - healed:.1f} s after the end of the last fault"
+        newest = {note.what: note.at for note in sorted(self.history.notes, key=lambda n: n.at)}
+        if "healed" in newest and "quiet" in newest:
+            took_s = newest["quiet"] - newest["healed"]
+            if took_s > self.settle_max_s:
+                yield "I12", "", f"settled {took_s:.1f} s after the end of the last fault"
 
     # --- I5, I6, I7, I15 -----------------------------------------------------------------
 
-    def _final_state(self, tx: Tx) -> None:
+    def _final_state(self, tx: Tx) -> Iterator[Fault]:
         """The proxies' state after the run equals that of the log."""
         state = self.states.get(tx.id)
         fits = {"committed": ("promoted", "refused")}.get(tx.state, (tx.state,))
         if state is None or state in fits:
             return
         if state == "parked" and not tx.parked_ms:
-            self._violated("I8", tx.id, f"parked after {len(tx.accepted)} attempts, not by the log")
+            yield "I8", tx.id, f"parked after {len(tx.accepted)} attempts, not by the log"
         else:
-            self._violated("I5", tx.id, f"state {state} at the proxy, {tx.state} in the log")
+            yield "I5", tx.id, f"state {state} at the proxy, {tx.state} in the log"
 
-    def _answers(self, id: str, calls: list[Call]) -> None:
+    def _answers(self, id: str, calls: list[Call]) -> Iterator[Fault]:
         tx = self.log.get(id)
         for call in calls:
-            if call.result == "ok" and tx is None:
-                self._violated("I15", id, f"acked, but not in the log: {call}")
-            elif tx is None:
+            if tx is None:
+                if call.result == "ok":
+                    yield "I15", id, f"acked, but not in the log: {call}"
                 continue
-            elif call.what in DECIDING and call.result == "ok":
+            if call.what in DECIDING and call.result == "ok":
                 if not tx.decision:
-                    self._violated("I15", id, f"{call.what} acked, but the log has no decision")
+                    yield "I15", id, f"{call.what} acked, but the log has no decision"
                 elif tx.decision != call.what:
-                    self._violated("I5", id, f"{call.what} acked, but the log has {tx.decision}")
+                    yield "I5", id, f"{call.what} acked, but the log has {tx.decision}"
             elif call.code == "already_decided":
                 if call.decision not in ("", tx.decision) or call.what == tx.decision:
-                    self._violated("I5", id, f"answered {call}, but the log has {tx.decision}")
+                    yield "I5", id, f"answered {call}, but the log has {tx.decision}"
             elif call.what == "prepare" and call.result == "ok" and call.token != tx.token:
-                self._violated("I3", id, f"{call.token} and {tx.token} have one id")
-            self._answered_state(tx, call)
-            self._denied(tx, call, calls)
+                yield "I3", id, f"{call.token} and {tx.token} have one id"
+            # An answered state is that of some prefix of the log.
+            possible = {"", "pending", *_ANSWERS[tx.state], *(["parked"] if tx.parked_ms else [])}
+            if call.state not in possible:
+                yield "I5", id, f"answered {call.state}, but the log has {tx.state}"
+            if call.code == "not_found" and any(
+                other.what == "prepare" and other.result == "ok" and other.ended < call.began
+                for other in calls
+            ):
+                yield "I5", id, f"denied after its prepare was acked: {call}"
 
-    def _answered_state(self, tx: Tx | None, call: Call) -> None:
-        """An answered state is that of some prefix of the log."""
-        if tx is None or call.state in ("", "pending"):
-            return
-        possible = set(_ANSWERS[tx.state]) | ({"parked"} if tx.parked_ms else set())
-        if call.state not in possible:
-            self._violated("I5", tx.id, f"answered {call.state}, but the log has {tx.state}")
-
-    def _denied(self, tx: Tx | None, call: Call, calls: list[Call]) -> None:
-        """No answer denies a transaction after its prepare was acked."""
-        if tx is None or call.code != "not_found":
-            return
-        if any(c.what == "prepare" and c.result == "ok" and c.ended < call.began for c in calls):
-            self._violated("I5", tx.id, f"denied after its prepare was acked: {call}")
-
-    def _business(self, tx: Tx) -> None:
+    def _business(self, tx: Tx) -> Iterator[Fault]:
         if tx.token not in self.history.business or tx.state in ("pending", "parked"):
             return
         rows = self.rows[tx.id]
         if rows > 1:
-            self._violated("I6", tx.id, f"{rows} business rows")
+            yield "I6", tx.id, f"{rows} business rows"
         if bool(rows) != (tx.decision == "commit"):
-            self._violated("I6", tx.id, f"{rows} business rows, but decision {tx.decision}")
+            yield "I6", tx.id, f"{rows} business rows, but decision {tx.decision}"
 
-    def _not_guessed(self, tx: Tx) -> None:
+    def _not_guessed(self, tx: Tx) -> Iterator[Fault]:
         if not tx.decision or tx.source == "operator":
             return
         calls = self.calls.get(tx.id, ())
@@ -318,59 +314,57 @@ class Judge:
         prepared = any(call.what == "prepare" and call.result == "ok" for call in calls)
         never_ran = tx.decision == "rollback" and not prepared
         if tx.source == "schedule" or (not sent and not never_ran):
-            self._violated("I7", tx.id, f"no client sent {tx.decision} (source {tx.source})")
+            yield "I7", tx.id, f"no client sent {tx.decision} (source {tx.source})"
         elif sent and min(sent) * 1000 > tx.decided_ms + self.clock_apart_ms and not never_ran:
-            self._violated("I7", tx.id, f"{tx.decision} before a client sent it")
+            yield "I7", tx.id, f"{tx.decision} before a client sent it"
 
     # --- I8, I9 --------------------------------------------------------------------------
 
-    def _attempts(self, tx: Tx) -> None:
+    def _attempts(self, tx: Tx) -> Iterator[Fault]:
         free = list(tx.accepted)
         asked: Counter[int] = Counter()
         for check in sorted(self.asked.get(tx.id, ()), key=lambda check: check.at):
             by_then = check.at * 1000 + self.clock_apart_ms
             mine = [a for a in free if a.at_ms <= by_then and check.attempt in (0, a.count)]
-            if mine:
-                # The newest: one that was given back freed its count for a later round.
-                free.remove(mine[-1])
-                asked[mine[-1].round] += check.answer != "not yet"
-                if asked[mine[-1].round] > tx.attempts_max:
-                    self._violated("I8", tx.id, f"asked {tx.attempts_max + 1} times in one round")
-                    return
-                continue
-            refused = any(at_ms <= by_then for at_ms in tx.early)
-            self._violated(
-                "I9" if refused else "I8", tx.id, f"asked without an accepted attempt: {check}"
-            )
-            return
+            if not mine:
+                refused = any(at_ms <= by_then for at_ms in tx.early)
+                why = f"asked without an accepted attempt: {check}"
+                yield "I9" if refused else "I8", tx.id, why
+                return
+            # The newest: one that was given back freed its count for a later round.
+            free.remove(mine[-1])
+            asked[mine[-1].round] += check.answer != "not yet"
+            if asked[mine[-1].round] > tx.attempts_max:
+                yield "I8", tx.id, f"asked {tx.attempts_max + 1} times in one round"
+                return
 
     # --- I17 -----------------------------------------------------------------------------
 
-    def _order(self) -> None:
+    def _order(self) -> Iterator[Fault]:
         groups: dict[tuple[object, ...], list[Tx]] = defaultdict(list)
         for tx in self.log.values():
             if tx.decision == "commit" and tx.order_name is not None:
                 groups[tx.order_name].append(tx)
         for name, members in groups.items():
             if len({tx.partition for tx in members}) > 1:
-                self._violated("I17", members[0].id, f"{name} is in several half partitions")
-            self._order_of_one_key(name, sorted(members, key=lambda tx: tx.op_offset))
+                yield "I17", members[0].id, f"{name} is in several half partitions"
+            yield from self._order_of_one_key(name, sorted(members, key=lambda tx: tx.op_offset))
 
-    def _order_of_one_key(self, name: tuple[object, ...], members: list[Tx]) -> None:
+    def _order_of_one_key(self, name: tuple[object, ...], members: list[Tx]) -> Iterator[Fault]:
         last: dict[tuple[str, int], tuple[int, str]] = {}
         newest_sent = 0.0
         for tx in members:
             sent, acked = self._commit_times(tx)
             if 0 < acked < newest_sent:
-                self._violated("I17", tx.id, f"{name}: acked before an earlier decision was sent")
+                yield "I17", tx.id, f"{name}: acked before an earlier decision was sent"
             newest_sent = max(newest_sent, sent)
             if self.copies.get(tx.id, Copies()).was_refused:
                 continue
             for record in sorted(self.visible.get(tx.id, ()), key=lambda r: r.offset):
                 place = (record.topic, record.partition)
-                before = last.get(place)
-                if before is not None and before[1] != tx.id and before[0] > record.offset:
-                    self._violated("I17", tx.id, f"{name}: visible before {before[1]} in {place}")
+                offset, id = last.get(place, (-1, tx.id))
+                if id != tx.id and offset > record.offset:
+                    yield "I17", tx.id, f"{name}: visible before {id} in {place}"
                 last[place] = (record.offset, tx.id)
 
     def _commit_times(self, tx: Tx) -> tuple[float, float]:
@@ -379,3 +373,71 @@ class Judge:
         sent = min((call.began for call in commits), default=0.0)
         acked = min((call.ended for call in commits if call.result == "ok"), default=0.0)
         return (sent if tx.source == "producer" else 0.0), acked
+
+    # --- I2, I11: the concurrent reader against the reader after the run ---------------------
+
+    def _readers(self) -> Iterator[Fault]:
+        if self.topics.along is None:
+            return
+        after_run = {_place(record): record for record in self.topics.targets}
+        read_to: dict[tuple[str, int], int] = defaultdict(lambda: -1)
+        for seen in self.topics.along:
+            record, id = seen.record, seen.record.tx_id
+            part = (record.topic, record.partition)
+            if record.offset <= read_to[part]:
+                yield "I11", id, f"read concurrently after offset {read_to[part]}: {record}"
+            read_to[part] = max(read_to[part], record.offset)
+            if after_run.get(_place(record)) != record:
+                yield "I11", id, f"was visible, but is not after the run: {record}"
+            tx = self.log.get(id)
+            by_then = seen.at * 1000 + self.clock_apart_ms
+            if tx is not None and tx.decision == "commit" and by_then < tx.decided_ms:
+                yield "I2", id, f"visible at {seen.at:.3f}, decided at {tx.decided_ms / 1000:.3f}"
+        along = {_place(seen.record) for seen in self.topics.along}
+        for place, record in after_run.items():
+            if place not in along and record.offset < read_to[place[:2]]:
+                yield "I11", record.tx_id, f"became visible below the offset of a reader: {record}"
+
+    # --- I11: checkpoints --------------------------------------------------------------------
+
+    def _checkpoints(self) -> Iterator[Fault]:
+        """Every promotion transaction writes its records and its checkpoint in one Kafka
+        transaction. Visible transactions therefore lie below the newest checkpoint and are not in
+        its list of deferred ones, and one that a claim aborted leaves no trace."""
+        newest: dict[int, dict[str, Any]] = {}
+        for partition, records in by_partition(self.topics.checkpoint):
+            yield from _goes_forward(partition, records, newest)
+        if not self.topics.checkpoint:
+            return
+        for id, visible in self.visible.items():
+            tx = self.log.get(id)
+            if tx is None or tx.decision != "commit":
+                continue
+            checkpoint = newest.get(tx.partition, {"op": 0, "half": 0})
+            if tx.op_offset >= checkpoint["op"] or tx.offset >= checkpoint["half"]:
+                why = f"visible, but no checkpoint has passed it: {checkpoint}, {visible[0]}"
+                yield "I11", id, why
+            elif id in checkpoint.get("deferred", ()):
+                yield "I11", id, f"visible, but deferred in the newest checkpoint: {checkpoint}"
+
+
+def _place(record: Rec) -> tuple[str, int, int]:
+    return record.topic, record.partition, record.offset
+
+
+def _goes_forward(
+    partition: int, records: list[Rec], newest: dict[int, dict[str, Any]]
+) -> Iterator[Fault]:
+    """A checkpoint never goes back; only the owner of the newest claim writes one."""
+    claim = ""
+    for record in records:
+        if record.key == b"claim":
+            claim = json.loads(record.value or b"{}")["claim"]
+        elif record.key == b"progress" and record.value is not None:
+            value = dict(json.loads(record.value))
+            before = newest.get(partition, value)
+            if value["op"] < before["op"] or value["half"] < before["half"]:
+                yield "I11", "", f"checkpoint of {partition} goes back: {before}, then {value}"
+            if claim and value["claim"] != claim:
+                yield "I11", "", f"checkpoint of {partition} after the claim {claim}: {value}"
+            newest[partition] = value
