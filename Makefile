@@ -125,8 +125,9 @@ bench-audit: $(VENV)/.dev ## Measure an audit of COUNT transactions (2000000) ag
 
 MINUTES ?= 10
 .PHONY: soak
-soak: $(VENV)/.dev ## Kill one of three proxies every 20 s under load, for MINUTES (10)
-	@$(BIN)/python -m benchmarks.soak --minutes $(MINUTES)
+soak: $(VENV)/.dev ## Kill one of three proxies every few seconds under load, for MINUTES (10)
+	@$(BIN)/python -m tests.faults.cluster.soak_faults --minutes $(MINUTES) --only \
+		"proxy killed" "proxy bounced" "proxy stopped"
 
 .PHONY: lint
 lint: $(VENV)/.dev ## Check style and types

@@ -23,9 +23,13 @@ from typing import Any
 
 import uvloop
 
-from benchmarks.in_memory import PROXY_THREAD, in_memory_broker, transactions
-from benchmarks.rig.beside import call
-from benchmarks.rig.http_load import transactions_over_http
+from benchmarks.in_memory import (
+    PROXY_THREAD,
+    in_memory_broker,
+    transactions,
+    transactions_over_http,
+)
+from benchmarks.rig.proxy import call
 from txbroker.sdk import CheckRequest, Decision, Message, TransactionalProducer
 from txbroker.testing.broker import InMemoryBroker
 

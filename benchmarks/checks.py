@@ -19,9 +19,8 @@ from typing import Any
 
 import uvloop
 
-from benchmarks.rig.beside import beside, call
 from benchmarks.rig.filler import GROUPS, Filler
-from benchmarks.rig.proxy import Proxy, cpu_s, make_target, proxy_on
+from benchmarks.rig.proxy import Proxy, beside, call, cpu_s, make_target, proxy_on
 from txbroker.core.records import CheckPolicy
 from txbroker.embedded import EmbeddedKafka
 

@@ -10,23 +10,24 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import platform
 import signal
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import asdict
+from contextlib import suppress
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
 from benchmarks.peers.base import Missing, Peer, Plan
 from benchmarks.peers.ceiling import Ceiling
 from benchmarks.peers.dtm import Dtm
-from benchmarks.peers.machine import Machine, busy_share
+from benchmarks.peers.outbox import SqliteOutbox
 from benchmarks.peers.outbox_postgres import PostgresOutbox
-from benchmarks.peers.outbox_sqlite import SqliteOutbox
-from benchmarks.peers.page import page
-from benchmarks.peers.plot import plot
+from benchmarks.peers.page import page, plot
 from benchmarks.peers.read_process_write import ReadProcessWrite
 from benchmarks.peers.rocketmq import RocketMQ
 from benchmarks.peers.txbroker_itself import Txbroker, TxbrokerHttp, TxbrokerKeyless, TxbrokerTen
@@ -44,6 +45,63 @@ PEERS: tuple[Peer, ...] = (
     Dtm(),
 )
 DOCS = Path(__file__).parents[1] / "docs"
+
+
+_LOOK_S = 1.0
+
+
+@dataclass(frozen=True)
+class Machine:
+    """The description of a machine in a report."""
+
+    processor: str
+    cores: int
+    memory_gib: float
+    system: str
+
+    @classmethod
+    def here(cls) -> Machine:
+        """Return this machine."""
+        pages, size = os.sysconf("SC_PHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
+        return cls(
+            _processor(),
+            len(os.sched_getaffinity(0))
+            if hasattr(os, "sched_getaffinity")
+            else os.cpu_count() or 1,
+            round(pages * size / 2**30, 1),
+            f"{platform.system()} {platform.release()}",
+        )
+
+    def __str__(self) -> str:
+        return f"{self.cores} cores ({self.processor}), {self.memory_gib:g} GiB, {self.system}"
+
+
+def _processor() -> str:
+    with suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def busy_share() -> float | None:
+    """Return the share of all cores that other processes use; None if unknown."""
+    before = _ticks()
+    time.sleep(_LOOK_S)
+    after = _ticks()
+    if before is None or after is None:
+        return None
+    idle, total = (new - old for new, old in zip(after, before, strict=True))
+    return round(1 - idle / max(total, 1), 3)
+
+
+def _ticks() -> tuple[int, int] | None:
+    """Return the idle ticks of all cores, and all ticks."""
+    with suppress(OSError):
+        fields = Path("/proc/stat").read_text().splitlines()[0].split()[1:9]
+        ticks = [int(field) for field in fields]
+        return ticks[3] + ticks[4], sum(ticks)
+    return None
 
 
 class Comparison:

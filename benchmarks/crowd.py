@@ -19,8 +19,7 @@ from typing import Any
 
 import uvloop
 
-from benchmarks.rig.beside import beside, call
-from benchmarks.rig.proxy import make_target, proxy_on
+from benchmarks.rig.proxy import beside, call, make_target, proxy_on
 from txbroker.embedded import EmbeddedKafka
 from txbroker.sdk import TransactionalProducer
 

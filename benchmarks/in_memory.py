@@ -13,14 +13,14 @@ import sys
 import tempfile
 import threading
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any
 
 import structlog
 import uvloop
 
-from benchmarks.rig.http_load import transactions_over_http
+from txbroker.cli.bench.http import HttpConnection
 from txbroker.config.settings import Settings
 from txbroker.principals import Role, digest_of, format_principal, make_token
 from txbroker.sdk import Limits, Message, TransactionalProducer
@@ -93,6 +93,26 @@ async def transactions(url: str, count: int, in_flight: int, size: int, token: s
         url, group="bench", limits=limits, token=token or None
     ) as producer:
         await asyncio.gather(*[lane(producer) for _ in range(in_flight)])
+
+
+async def transactions_over_http(url: str, count: int, in_flight: int, size: int) -> None:
+    """Prepare and commit `count` transactions.
+
+    Raises:
+        TxbrokerError: a call failed.
+    """
+    numbers, value = iter(range(count)), "x" * size
+
+    async def client() -> None:
+        with closing(HttpConnection(url)) as connection:
+            for number in numbers:
+                message = {"topic": "payments", "key": f"key-{number:020}", "value": value}
+                body = {"group": "bench", "messages": [message]}
+                prepared = await connection.post("/v1/transactions", body)
+                path = f"/v1/transactions/{prepared['id']}/commit"
+                await connection.post(path, {"group": "bench"})
+
+    await asyncio.gather(*(client() for _ in range(in_flight)))
 
 
 def main() -> None:

@@ -70,7 +70,7 @@ def test_busy_machine_is_noted(data: Any) -> None:
 
 
 def test_the_plot_has_a_bar_for_each_figure(data: Any) -> None:
-    from benchmarks.peers.plot import plot
+    from benchmarks.peers.page import plot
 
     root = ET.fromstring(plot(data))
     name = "{http://www.w3.org/2000/svg}"
@@ -85,8 +85,7 @@ def test_the_plot_has_a_bar_for_each_figure(data: Any) -> None:
 
 
 def test_page_without_figures_is_valid(data: Any) -> None:
-    from benchmarks.peers.page import page
-    from benchmarks.peers.plot import plot
+    from benchmarks.peers.page import page, plot
 
     for one in data["peers"].values():
         one["figures"] = []

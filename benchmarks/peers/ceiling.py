@@ -17,7 +17,7 @@ from aiokafka import AIOKafkaProducer
 from aiokafka.producer.message_accumulator import BatchBuilder
 
 from benchmarks.peers.base import PARTITIONS, Figure, Plan, body_of, run_lanes, times_of
-from benchmarks.peers.kafka import KAFKA, create_topics, running_kafka
+from benchmarks.peers.kafka import KAFKA, create_topics, producing, running_kafka
 from txbroker.core.encoding import encode_half, encode_marker, promoted_headers
 from txbroker.core.records import Half, Marker, MarkerKind, Message, Record
 from txbroker.core.routing import make_id
@@ -49,30 +49,20 @@ class Ceiling:
 
 
 async def _measure(kafka: str, plan: Plan, in_flight: int) -> Figure:
-    producer = AIOKafkaProducer(
-        bootstrap_servers=kafka,
-        enable_idempotence=True,
-        acks="all",
-        max_batch_size=_BATCH_BYTES,
-        max_request_size=8 * _BATCH_BYTES,
-    )
-    await producer.start()
     lanes = min(PARTITIONS, in_flight)
     records, count = _records(plan), in_flight // lanes
+    async with producing(kafka, _BATCH_BYTES) as producer:
 
-    async def write(partition: int) -> int:
-        """Write the records of some transactions at once."""
-        written = []
-        for topic, record in zip(TOPICS, records, strict=True):
-            batch = _batch(producer, record, count)
-            written.append(await producer.send_batch(batch, topic, partition=partition))
-        await asyncio.gather(*written)
-        return count
+        async def write(partition: int) -> int:
+            """Write the records of some transactions at once."""
+            written = []
+            for topic, record in zip(TOPICS, records, strict=True):
+                batch = _batch(producer, record, count)
+                written.append(await producer.send_batch(batch, topic, partition=partition))
+            await asyncio.gather(*written)
+            return count
 
-    try:
         per_s, times = await run_lanes(plan, lanes, write)
-    finally:
-        await producer.stop()
     return Figure(in_flight, round(per_s, 1), times_of(times))
 
 
@@ -80,10 +70,8 @@ def _batch(producer: AIOKafkaProducer, record: Record, count: int) -> BatchBuild
     batch = producer.create_batch()
     headers = list(record.headers)
     for _ in range(count):
-        if (
-            batch.append(key=record.key, value=record.value, timestamp=None, headers=headers)
-            is None
-        ):
+        stored = batch.append(key=record.key, value=record.value, timestamp=None, headers=headers)
+        if stored is None:
             raise ValueError("the batch is full")
     batch.close()
     return batch

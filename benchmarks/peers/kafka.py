@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from aiokafka import AIOKafkaConsumer, TopicPartition
+from aiokafka import AIOKafkaConsumer, AIOKafkaProducer, TopicPartition
 
 from benchmarks.peers.base import PARTITIONS
 from txbroker.config.settings import load_settings
@@ -40,6 +40,38 @@ async def create_topics(kafka: str, names: Sequence[str]) -> None:
         await Admin(client).create([NewTopic(name, PARTITIONS, 1, {}) for name in names])
     finally:
         await client.close()
+
+
+@asynccontextmanager
+async def producing(
+    kafka: str, batch_bytes: int, **options: Any
+) -> AsyncIterator[AIOKafkaProducer]:
+    """Open an idempotent producer for batches of this size, with acks=all."""
+    producer = AIOKafkaProducer(
+        bootstrap_servers=kafka,
+        enable_idempotence=True,
+        acks="all",
+        max_batch_size=batch_bytes,
+        max_request_size=8 * batch_bytes,
+        **options,
+    )
+    await producer.start()
+    try:
+        yield producer
+    finally:
+        await producer.stop()
+
+
+@asynccontextmanager
+async def running(work: Coroutine[Any, Any, None]) -> AsyncIterator[asyncio.Task[None]]:
+    """Run work in a task until the block is left; the task fails if the work does."""
+    task = asyncio.create_task(work)
+    try:
+        yield task
+    finally:
+        task.cancel()
+        with suppress(asyncio.CancelledError):
+            await task
 
 
 class Watcher:
@@ -94,11 +126,8 @@ async def watching(kafka: str, topic: str) -> AsyncIterator[Watcher]:
     await consumer.start()
     await consumer.seek_to_end()
     watcher = Watcher(consumer)
-    task = asyncio.create_task(watcher.watch())
     try:
-        yield watcher
+        async with running(watcher.watch()):
+            yield watcher
     finally:
-        task.cancel()
-        with suppress(asyncio.CancelledError):
-            await task
         await consumer.stop()

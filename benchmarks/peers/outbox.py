@@ -8,15 +8,27 @@ least once: killed between Kafka's answer and the removal, it publishes again.
 from __future__ import annotations
 
 import asyncio
+import sqlite3
 import time
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Protocol
 
+import uvloop
 from aiokafka import AIOKafkaProducer
 
 from benchmarks.peers.base import PARTITIONS, Figure, Plan, body_of, run_lanes, times_of
-from benchmarks.peers.kafka import Watcher, watching
+from benchmarks.peers.kafka import (
+    KAFKA,
+    Watcher,
+    create_topics,
+    producing,
+    running,
+    running_kafka,
+    watching,
+)
 
 TOPIC = "outbox"
 POLL_S = 0.05
@@ -42,15 +54,7 @@ class RelayStore(Protocol):
         ...
 
 
-class Store(RelayStore, Protocol):
-    """The service's side too."""
-
-    async def insert(self, lane: int, key: bytes, value: bytes) -> None:
-        """Insert an order and its message in one local transaction."""
-        ...
-
-
-async def measure(kafka: str, store: Store, plan: Plan, in_flight: int) -> Figure:
+async def measure(kafka: str, store: SqliteStore, plan: Plan, in_flight: int) -> Figure:
     """Measure with `in_flight` clients, each with sequential orders."""
     value = body_of(plan)
     number = 0
@@ -61,57 +65,44 @@ async def measure(kafka: str, store: Store, plan: Plan, in_flight: int) -> Figur
             number += 1
             key = f"{in_flight}-{number}".encode()
             watcher.began[key] = time.monotonic()
-            await store.insert(lane, key, value)
+            await store.insert(key, value)
             return 1
 
         before = watcher.seen
         began = time.monotonic()
         per_s, times = await run_lanes(plan, in_flight, order)
-        visible = in_window(watcher, began + plan.warmup_s, plan.duration_s)
-        await _drained(watcher, before + number, relay)
-    seconds = [took for _, took in visible]
-    published_per_s = len(visible) / plan.duration_s
+        found = figure(plan, in_flight, (per_s, times), watcher, began + plan.warmup_s)
+        # Everything is published, so that the next measurement begins with nothing.
+        while watcher.seen < before + number:
+            if relay.done():
+                relay.result()
+            await asyncio.sleep(0.05)
+    return found
+
+
+def figure(
+    plan: Plan, in_flight: int, inserted: tuple[float, list[float]], watcher: Watcher, begin: float
+) -> Figure:
+    """Return the figure of orders whose messages were seen during the measurement."""
+    per_s, times = inserted
+    seconds = [took for at, took in watcher.times if begin <= at <= begin + plan.duration_s]
     return Figure(
         in_flight,
-        round(min(per_s, published_per_s), 1),
+        round(min(per_s, len(seconds) / plan.duration_s), 1),
         times_of(times),
         times_of(seconds),
         {"inserted_per_s": round(per_s, 1)},
     )
 
 
-def in_window(watcher: Watcher, begin: float, seconds: float) -> list[tuple[float, float]]:
-    """Return when messages were seen within a stretch of time, and how long each took."""
-    return [one for one in watcher.times if begin <= one[0] <= begin + seconds]
-
-
-async def _drained(watcher: Watcher, wanted: int, relay: asyncio.Task[None]) -> None:
-    """Wait until everything was published, so that the next measurement begins with nothing."""
-    while watcher.seen < wanted:
-        if relay.done():
-            relay.result()
-        await asyncio.sleep(0.05)
-
-
 @asynccontextmanager
 async def relaying(kafka: str, store: RelayStore) -> AsyncIterator[asyncio.Task[None]]:
     """Publish the outbox during the block; the yielded task fails if publishing does."""
-    producer = AIOKafkaProducer(
-        bootstrap_servers=kafka,
-        enable_idempotence=True,
-        acks="all",
-        max_batch_size=_BATCH_BYTES,
-        max_request_size=2 * _BATCH_BYTES,
-    )
-    await producer.start()
-    task = asyncio.create_task(_publish(producer, store))
-    try:
+    async with (
+        producing(kafka, _BATCH_BYTES) as producer,
+        running(_publish(producer, store)) as task,
+    ):
         yield task
-    finally:
-        task.cancel()
-        with suppress(asyncio.CancelledError):
-            await task
-        await producer.stop()
 
 
 async def _publish(producer: AIOKafkaProducer, store: RelayStore) -> None:
@@ -131,3 +122,89 @@ async def _publish(producer: AIOKafkaProducer, store: RelayStore) -> None:
                 sent.append(await producer.send_batch(batch, TOPIC, partition=partition))
         await asyncio.gather(*sent)
         await store.remove(rows)
+
+
+# --- on SQLite ---
+
+_TABLES = """
+CREATE TABLE IF NOT EXISTS orders (id BLOB PRIMARY KEY, state TEXT NOT NULL);
+CREATE TABLE IF NOT EXISTS outbox (
+    number INTEGER PRIMARY KEY AUTOINCREMENT, key BLOB NOT NULL, value BLOB NOT NULL);
+"""
+
+
+class SqliteStore:
+    """One connection that writes, as SQLite has one writer at a time, and one that the relay
+    reads by. A commit is in the system's hands, not yet on disk, like Kafka's."""
+
+    def __init__(self, path: Path) -> None:
+        self._writer, self._reader = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
+        self._writing, self._reading = _open(path), _open(path)
+        self._writing.executescript(_TABLES)
+
+    def close(self) -> None:
+        """Close both."""
+        self._writer.shutdown()
+        self._reader.shutdown()
+        self._writing.close()
+        self._reading.close()
+
+    async def insert(self, key: bytes, value: bytes) -> None:
+        """Insert an order and its message in one local transaction."""
+        loop = asyncio.get_running_loop()
+        await loop.run_in_executor(self._writer, self._insert, key, value)
+
+    async def oldest(self) -> Sequence[Row]:
+        """Return the oldest rows of the outbox."""
+        return await asyncio.get_running_loop().run_in_executor(self._reader, self._oldest)
+
+    async def remove(self, rows: Sequence[Row]) -> None:
+        """Remove rows that were published."""
+        await asyncio.get_running_loop().run_in_executor(self._writer, self._remove, rows)
+
+    def _insert(self, key: bytes, value: bytes) -> None:
+        self._writing.execute("BEGIN IMMEDIATE")
+        self._writing.execute("INSERT INTO orders VALUES (?, 'placed')", (key,))
+        self._writing.execute("INSERT INTO outbox (key, value) VALUES (?, ?)", (key, value))
+        self._writing.execute("COMMIT")
+
+    def _oldest(self) -> Sequence[Row]:
+        asked = "SELECT number, key, value FROM outbox ORDER BY number LIMIT ?"
+        return self._reading.execute(asked, (ROWS,)).fetchall()
+
+    def _remove(self, rows: Sequence[Row]) -> None:
+        # Numbers come in the order of the commits here, so none below the last is missing.
+        self._writing.execute("DELETE FROM outbox WHERE number <= ?", (rows[-1][0],))
+
+
+class SqliteOutbox:
+    """An outbox table in SQLite, polled."""
+
+    name = "outbox-sqlite"
+    title = "polled outbox, SQLite"
+    counts = (
+        "an order and its message inserted in one local transaction, published by a relay that "
+        f"polls every {POLL_S * 1000:.0f} ms, at least once; journal WAL, synchronous NORMAL"
+    )
+
+    def version(self) -> str:
+        """Return name and version of the software."""
+        return f"SQLite {sqlite3.sqlite_version}, {KAFKA}"
+
+    def turn(self, plan: Plan, folder: Path) -> Iterator[Figure]:
+        """Measure on a new database and Kafka."""
+        with running_kafka(folder) as kafka:
+            uvloop.run(create_topics(kafka.bootstrap, [TOPIC]))
+            for in_flight in plan.in_flight:
+                store = SqliteStore(folder / f"outbox-{in_flight}.db")
+                try:
+                    yield uvloop.run(measure(kafka.bootstrap, store, plan, in_flight))
+                finally:
+                    store.close()
+
+
+def _open(path: Path) -> sqlite3.Connection:
+    connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=30)
+    connection.execute("PRAGMA journal_mode = WAL")
+    connection.execute("PRAGMA synchronous = NORMAL")
+    return connection

@@ -20,9 +20,9 @@ from pathlib import Path
 
 import uvloop
 
-from benchmarks.peers.base import Figure, Missing, Plan, child, times_of
+from benchmarks.peers.base import Figure, Missing, Plan, child
 from benchmarks.peers.kafka import KAFKA, create_topics, running_kafka, watching
-from benchmarks.peers.outbox import POLL_S, ROWS, TOPIC, Row, in_window, relaying
+from benchmarks.peers.outbox import POLL_S, ROWS, TOPIC, Row, figure, relaying
 
 ACCOUNT = "postgres"
 """Whom the server runs as where we are root, which it refuses: Debian's package makes it."""
@@ -104,16 +104,8 @@ class _Services:
     async def run(self, seconds: float, name: str) -> tuple[float, list[float]]:
         """Place orders for `seconds`; return the rate, and the duration of each in seconds."""
         log = self._folder / f"{name}-{self.clients}"
-        command = [
-            "pgbench",
-            "-n",
-            "-h",
-            str(self._sockets),
-            "-U",
-            ACCOUNT,
-            "-f",
-            str(self._script),
-        ]
+        command = ["pgbench", "-n", "-h", str(self._sockets), "-U", ACCOUNT]
+        command += ["-f", str(self._script)]
         command += ["-c", str(self.clients), "-j", str(min(2, self.clients))]
         command += ["-T", str(max(1, round(seconds))), "-l", "--log-prefix", str(log), "postgres"]
         process = await asyncio.create_subprocess_exec(
@@ -199,19 +191,11 @@ async def _measure(kafka: str, sockets: Path, plan: Plan, services: _Services) -
         watcher.began = _Stamped()
         await services.run(plan.warmup_s, "warmup")
         begin = time.monotonic()
-        per_s, times = await services.run(plan.duration_s, "measured")
-        visible = in_window(watcher, begin, plan.duration_s)
+        inserted = await services.run(plan.duration_s, "measured")
+        found = figure(plan, services.clients, inserted, watcher, begin)
         while not relay.done() and await _pending(sockets):
             await asyncio.sleep(0.1)
-    seconds = [took for _, took in visible]
-    published_per_s = len(visible) / plan.duration_s
-    return Figure(
-        services.clients,
-        round(min(per_s, published_per_s), 1),
-        times_of(times),
-        times_of(seconds),
-        {"inserted_per_s": round(per_s, 1)},
-    )
+    return found
 
 
 async def _pending(sockets: Path) -> bool:

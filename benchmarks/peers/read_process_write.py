@@ -10,7 +10,7 @@ import asyncio
 import itertools
 import time
 from collections.abc import AsyncIterator, Iterator
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import aiokafka
@@ -18,7 +18,14 @@ import uvloop
 from aiokafka import AIOKafkaConsumer, AIOKafkaProducer
 
 from benchmarks.peers.base import PARTITIONS, Figure, Plan, body_of, run_lanes, times_of
-from benchmarks.peers.kafka import KAFKA, create_topics, running_kafka, watching
+from benchmarks.peers.kafka import (
+    KAFKA,
+    create_topics,
+    producing,
+    running,
+    running_kafka,
+    watching,
+)
 
 SOURCE, TARGET = "source", "target"
 _GROUP = "processor"
@@ -54,10 +61,11 @@ async def _measure(kafka: str, plan: Plan, in_flight: int) -> Figure:
     numbers = itertools.count()
     lanes = min(PARTITIONS, in_flight)
     at_once = in_flight // lanes
-    async with AsyncExitStack() as stack:
-        feeder = await stack.enter_async_context(_producing(kafka))
-        watcher = await stack.enter_async_context(watching(kafka, TARGET))
-        processor = await stack.enter_async_context(_processing(kafka))
+    async with (
+        producing(kafka, _BATCH_BYTES, retry_backoff_ms=_BACKOFF_MS) as feeder,
+        watching(kafka, TARGET) as watcher,
+        _processing(kafka) as processor,
+    ):
 
         async def feed(partition: int) -> int:
             """Send some records, and wait until their outputs are seen."""
@@ -82,26 +90,6 @@ async def _measure(kafka: str, plan: Plan, in_flight: int) -> Figure:
 
 
 @asynccontextmanager
-async def _producing(
-    kafka: str, transactional_id: str | None = None
-) -> AsyncIterator[AIOKafkaProducer]:
-    producer = AIOKafkaProducer(
-        bootstrap_servers=kafka,
-        transactional_id=transactional_id,
-        enable_idempotence=True,
-        acks="all",
-        retry_backoff_ms=_BACKOFF_MS,
-        max_batch_size=_BATCH_BYTES,
-        max_request_size=2 * _BATCH_BYTES,
-    )
-    await producer.start()
-    try:
-        yield producer
-    finally:
-        await producer.stop()
-
-
-@asynccontextmanager
 async def _processing(kafka: str) -> AsyncIterator[asyncio.Task[None]]:
     """Process until the block is left; the task fails where processing does."""
     consumer = AIOKafkaConsumer(
@@ -113,15 +101,15 @@ async def _processing(kafka: str) -> AsyncIterator[asyncio.Task[None]]:
         enable_auto_commit=False,
         max_partition_fetch_bytes=_BATCH_BYTES,
     )
-    async with _producing(kafka, f"{_GROUP}-{time.monotonic_ns()}") as producer:
+    id = f"{_GROUP}-{time.monotonic_ns()}"
+    async with producing(
+        kafka, _BATCH_BYTES, transactional_id=id, retry_backoff_ms=_BACKOFF_MS
+    ) as producer:
         await consumer.start()
-        task = asyncio.create_task(_process(consumer, producer))
         try:
-            yield task
+            async with running(_process(consumer, producer)) as task:
+                yield task
         finally:
-            task.cancel()
-            with suppress(asyncio.CancelledError):
-                await task
             await consumer.stop()
 
 
