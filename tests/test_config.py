@@ -322,7 +322,7 @@ def test_secrets_stand_in_files_and_never_in_repr(tmp_path: Path) -> None:
 
 
 def test_addresses_and_their_urls() -> None:
-    assert parse_address("[::1]:8470").url == "http://[::1]:8470"
+    assert parse_address("[::1]:8470").url_of(secure=False) == "http://[::1]:8470"
     assert parse_address("proxy-1:80") == Address("proxy-1", 80)
 
 

@@ -21,6 +21,7 @@ import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from enum import StrEnum
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -290,13 +291,10 @@ def share_name(principal: Principal) -> str:
     return f"\n{principal.name}"
 
 
-NO_PRINCIPALS = Directory()
-"""The directory without a principals file."""
-
-
+@cache
 def no_principals() -> Directory:
     """Return the directory of a proxy without a principals file."""
-    return NO_PRINCIPALS
+    return Directory()
 
 
 def _enter(

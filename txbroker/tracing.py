@@ -277,10 +277,8 @@ def step(
         parent: the context that it continues; None: the current span.
         current: whether it is the current span inside the block.
     """
-    tracer = _tracer()
-    if tracer is None:
-        return _OFF
-    return _step(tracer, operation, messages, attributes, kind, parent, current)
+    span = _begun(operation, messages, attributes, kind, parent)
+    return _OFF if span is None else _within(span, current=current)
 
 
 def continued(
@@ -298,19 +296,7 @@ def continued(
 
 
 @contextmanager
-def _step(
-    tracer: "Tracer",
-    operation: str,
-    messages: Sequence[Message],
-    attributes: Attributes,
-    kind: str,
-    parent: TraceContext | None,
-    current: bool,
-) -> Iterator[ActiveSpan | None]:
-    span = _begun(tracer, operation, messages, attributes, kind, parent)
-    if span is None:
-        yield None
-        return
+def _within(span: "Span", *, current: bool) -> Iterator[ActiveSpan]:
     begun = ActiveSpan(span)
     try:
         if current:
@@ -327,7 +313,6 @@ def _step(
 
 
 def _begun(
-    tracer: "Tracer",
     operation: str,
     messages: Sequence[Message],
     attributes: Attributes,
@@ -335,7 +320,10 @@ def _begun(
     parent: TraceContext | None,
     since_ns: int | None = None,
 ) -> "Span | None":
-    """Begin a span; None if the provider fails, which must not fail the operation."""
+    """Begin a span; None without a provider or if it fails, which must not fail the operation."""
+    tracer = _tracer()
+    if tracer is None:
+        return None
     name, known = _named(operation, messages)
     try:
         return tracer.start_span(
@@ -374,10 +362,7 @@ def record(
     failed: str = "",
 ) -> None:
     """Record a span that has ended; it began at `since_ns`, ns since 1970."""
-    tracer = _tracer()
-    if tracer is None:
-        return
-    span = _begun(tracer, operation, messages, attributes, kind, parent, since_ns)
+    span = _begun(operation, messages, attributes, kind, parent, since_ns)
     if span is not None:
         if failed:
             ActiveSpan(span).failed(failed)

@@ -280,8 +280,6 @@ class LedgerMachine(RuleBasedStateMachine):
                 if t.state is State.PENDING and t.half.group == group
             ]
             assert ledger.index.oldest_pending_ms(group) == min(times, default=None)
-        times = [t.prepared_at_ms for t in open_ones]
-        assert ledger.index.oldest_unsettled_ms() == min(times, default=None)
 
     @invariant()
     def copies_are_where_they_should_be(self) -> None:

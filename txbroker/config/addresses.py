@@ -61,11 +61,6 @@ class Address(NamedTuple):
         except ValueError:
             return False
 
-    @property
-    def url(self) -> str:
-        """The address as an http URL."""
-        return self.url_of(secure=False)
-
     def url_of(self, *, secure: bool) -> str:
         """Return the address as an https URL, or an http one."""
         host = f"[{self.host}]" if ":" in self.host else self.host

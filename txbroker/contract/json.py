@@ -60,7 +60,6 @@ _decode_raw_object = msgspec.json.Decoder(dict[_Key, msgspec.Raw], dec_hook=_as_
 _decode_raw_list = msgspec.json.Decoder(list[dict[_Key, msgspec.Raw]], dec_hook=_as_key).decode
 _decode_named = msgspec.json.Decoder(dict[_Key, Any], dec_hook=_as_key).decode
 _decode_scalar = msgspec.json.Decoder(str | bool | int | float | None).decode
-_encode_json = msgspec.json.Encoder().encode
 
 
 class MessageError(ValueError):
@@ -131,7 +130,7 @@ def decode_fields(raw: bytes | msgspec.Raw) -> dict[str, msgspec.Raw]:
         RepeatedKey: a key is there twice.
         ValueError, RecursionError: it is not a JSON object.
     """
-    return _plain(_decode_raw_object(raw))
+    return {str(name): value for name, value in _decode_raw_object(raw).items()}
 
 
 def decode_scalar(raw: bytes | msgspec.Raw) -> object:
@@ -149,10 +148,6 @@ def decode_scalar(raw: bytes | msgspec.Raw) -> object:
         if opening == b"{":
             return {}
         raise
-
-
-def _plain(obj: Mapping[_Key, msgspec.Raw]) -> dict[str, msgspec.Raw]:
-    return {str(name): value for name, value in obj.items()}
 
 
 def decode_messages(
@@ -186,10 +181,7 @@ def decode_messages(
 
 
 def _decode_message(obj: Mapping[_Key, msgspec.Raw], path: str) -> Message:
-    fields = {}
-    for key, raw in obj.items():
-        name = str(key)
-        fields[name] = _decode_field(name, raw, path)
+    fields = {str(key): _decode_field(str(key), raw, path) for key, raw in obj.items()}
     return message_from_json(fields, path)
 
 
@@ -222,21 +214,8 @@ def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def messages_from_json(obj: object, path: str = "messages") -> tuple[Message, ...]:
-    """Return the messages of a decoded JSON list.
-
-    Raises:
-        MessageError: it is not a list, or one of the messages is malformed.
-    """
-    if not isinstance(obj, list | tuple):
-        raise MessageError(path, f"must be a list of objects, not {_kind(obj)}")
-    return tuple(message_from_json(item, f"{path}[{n}]") for n, item in enumerate(obj))
-
-
 def message_from_json(obj: object, path: str = "message") -> Message:
-    """Return the message of a decoded JSON object.
-
-    `value_json` may be a `msgspec.Raw`: then its bytes are the value.
+    """Return the message of a decoded JSON object, with `value_json` as a `msgspec.Raw`.
 
     Raises:
         MessageError: a field is missing, unknown, given twice or of a wrong type.
@@ -286,7 +265,7 @@ def _value(obj: Mapping[str, Any], path: str) -> bytes | None:
             'or "value": null for a tombstone',
         )
     if given == "value_json":
-        return _json_bytes(obj[given], f"{path}.{given}")
+        return bytes(obj[given])
     return _bytes(given, obj[given], f"{path}.{given}")
 
 
@@ -306,15 +285,6 @@ def _bytes(name: str, given: object, path: str) -> bytes:
         hint = "; use value_json for it" if name == "value" else ""
         raise MessageError(path, f"must be text, not {_kind(given)}{hint}")
     return _base64(given, path) if name.endswith("_base64") else _utf8(given, path)
-
-
-def _json_bytes(given: object, path: str) -> bytes:
-    if isinstance(given, msgspec.Raw):
-        return bytes(given)
-    try:
-        return _encode_json(given)
-    except (TypeError, ValueError, RecursionError):
-        raise MessageError(path, "cannot be written as JSON") from None
 
 
 def _utf8(text: str, path: str) -> bytes:

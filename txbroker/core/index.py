@@ -8,8 +8,8 @@ from array import array
 from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from heapq import nsmallest
 from itertools import islice
+from operator import attrgetter
 
 from txbroker.core.records import Message, State, intern
 from txbroker.core.segment import Segment
@@ -22,6 +22,7 @@ _BLOCK_MAX = 1024
 """Transactions in one block: few enough that inserting into its middle costs next to nothing."""
 _SMALL = 64
 """Smaller blocks are merged with a neighbour, if the result is not too large."""
+_id, _prepared_at_ms = attrgetter("id"), attrgetter("prepared_at_ms")
 
 
 class OffsetIndex:
@@ -38,11 +39,6 @@ class OffsetIndex:
         # The offsets of each block, and the least of them: bisect searches these in C.
         self._offsets: list[array[int]] = []
         self._firsts: list[int] = []
-
-    def __iter__(self) -> Iterator[Transaction]:
-        """Yield them in order; the index may change meanwhile."""
-        for block in list(self._blocks):
-            yield from list(block)
 
     def __len__(self) -> int:
         return sum(map(len, self._blocks))
@@ -128,13 +124,13 @@ class OffsetIndex:
         same: list[Transaction] = []
         for transaction in self._since(prepared_at_ms):
             if same and transaction.prepared_at_ms != same[0].prepared_at_ms:
-                rows += nsmallest(count - len(rows), same, key=_id)
+                rows += heapq.nsmallest(count - len(rows), same, key=_id)
                 same = []
                 if len(rows) == count:
                     return rows
             if transaction.prepared_at_ms > prepared_at_ms or transaction.id > after_id:
                 same.append(transaction)
-        return rows + nsmallest(count - len(rows), same, key=_id)
+        return rows + heapq.nsmallest(count - len(rows), same, key=_id)
 
     def _since(self, prepared_at_ms: int) -> Iterator[Transaction]:
         firsts = [block[0].prepared_at_ms for block in self._blocks]
@@ -146,22 +142,13 @@ class OffsetIndex:
                 )
 
 
-def _id(transaction: Transaction) -> str:
-    return transaction.id
-
-
-def _prepared_at_ms(transaction: Transaction) -> int:
-    return transaction.prepared_at_ms
-
-
 class GroupIndex:
     """The undecided transactions of one group: pending ones by offset, parked ones counted."""
 
-    __slots__ = ("parked_count", "pending", "pending_count")
+    __slots__ = ("parked_count", "pending")
 
     def __init__(self) -> None:
         self.pending = OffsetIndex()
-        self.pending_count = 0
         self.parked_count = 0
 
     def add(self, transaction: Transaction) -> None:
@@ -169,7 +156,6 @@ class GroupIndex:
         if transaction.state is State.PARKED:
             self.parked_count += 1
         else:
-            self.pending_count += 1
             self.pending.add(transaction)
 
     def remove(self, transaction: Transaction, state: State) -> bool:
@@ -177,9 +163,8 @@ class GroupIndex:
         if state is State.PARKED:
             self.parked_count -= 1
         else:
-            self.pending_count -= 1
             self.pending.remove(transaction)
-        return not self.pending_count and not self.parked_count
+        return not self.parked_count and not self.pending._blocks
 
 
 class TransactionIndex:
@@ -191,6 +176,7 @@ class TransactionIndex:
     Attributes:
         transactions: those that are not settled, by id.
         refused, parked: those in this state, by id.
+        refused_by_topic: how many each target topic has refused.
         body_bytes: the memory that their messages take.
         undecided_count: pending and parked transactions.
         unsettled: how many each share has that are not settled.
@@ -201,6 +187,7 @@ class TransactionIndex:
     def __init__(self, beyond_max: int) -> None:
         self.transactions: dict[str, Transaction] = {}
         self.refused: dict[str, Transaction] = {}
+        self.refused_by_topic: Counter[str] = Counter()
         self.parked: dict[str, Transaction] = {}
         self.settled = SettledWindow()
         self.body_bytes = 0
@@ -215,7 +202,6 @@ class TransactionIndex:
         self._ready_to = -1
         self._by_offset = OffsetIndex()
         self._refused_topic: dict[str, str] = {}
-        self._refused_topics: Counter[str] = Counter()
         self._groups: dict[str, GroupIndex] = {}
         self._dedup: dict[tuple[str, str], str] = {}
 
@@ -293,14 +279,14 @@ class TransactionIndex:
         topic = "" if transaction.cause is None else transaction.cause.topic
         self.refused[transaction.id] = transaction
         self._refused_topic[transaction.id] = topic
-        self._refused_topics[topic] += 1
+        self.refused_by_topic[topic] += 1
 
     def _remove_refused(self, id: str) -> None:
         if self.refused.pop(id, None) is not None:
             topic = self._refused_topic.pop(id)
-            self._refused_topics[topic] -= 1
-            if not self._refused_topics[topic]:
-                del self._refused_topics[topic]
+            self.refused_by_topic[topic] -= 1
+            if not self.refused_by_topic[topic]:
+                del self.refused_by_topic[topic]
 
     @property
     def ready(self) -> Mapping[str, Transaction]:
@@ -410,27 +396,15 @@ class TransactionIndex:
         """Return up to `count` unsettled transactions after (time of preparation, id)."""
         return self._by_offset.since(prepared_at_ms, count, after_id)
 
-    def unsettled_before(self, prepared_ms: int) -> Iterator[Transaction]:
-        """Yield unsettled transactions that were prepared before a time."""
-        for transaction in self._by_offset:
-            if transaction.prepared_at_ms >= prepared_ms:
-                break
-            yield transaction
-
     @property
     def pending_by_group(self) -> Mapping[str, int]:
         """Pending transactions of each group that has some."""
-        return {name: n for name, group in self._groups.items() if (n := group.pending_count)}
+        return {name: n for name, group in self._groups.items() if (n := len(group.pending))}
 
     @property
     def parked_by_group(self) -> Mapping[str, int]:
         """Parked transactions of each group that has some."""
         return {name: n for name, group in self._groups.items() if (n := group.parked_count)}
-
-    @property
-    def refused_by_topic(self) -> Mapping[str, int]:
-        """Refused transactions by the target topic that refused them."""
-        return self._refused_topics
 
     def share_by(self, share_of: ShareOf) -> None:
         """Count groups to these shares from now on, and recount the transactions there are."""
@@ -450,11 +424,6 @@ class TransactionIndex:
         """Return when a group's oldest pending transaction was prepared; None without one."""
         undecided = self._groups.get(group)
         oldest = None if undecided is None else undecided.pending.first()
-        return None if oldest is None else oldest.prepared_at_ms
-
-    def oldest_unsettled_ms(self) -> int | None:
-        """Return when the oldest unsettled transaction was prepared; None without one."""
-        oldest = self._by_offset.first()
         return None if oldest is None else oldest.prepared_at_ms
 
 

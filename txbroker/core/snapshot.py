@@ -75,6 +75,9 @@ class _More(Struct, array_like=True, gc=False):
     lost: bool
 
 
+_NO_MORE = _More(State.PENDING, None, None, None, None, None, False)
+
+
 class _Facts(Struct, array_like=True, gc=False):
     """The fields of an unsettled transaction that differ from the others'."""
 
@@ -549,18 +552,7 @@ def _complete(waiting: bytearray) -> Iterator[MarkerEntry]:
 
 
 def _transaction(facts: _Facts, shape: _Shape, messages: tuple[Message, ...]) -> Transaction:
-    more = facts.more
-    if more is None:
-        return Transaction(
-            Half(facts.id, shape.group, messages, None, None, shape.policy),
-            facts.offset,
-            facts.prepared_at_ms,
-            facts.fingerprint,
-            shape.places,
-            facts.order,
-            has_bodies=False,
-            instance=intern(facts.instance),
-        )
+    more = facts.more or _NO_MORE
     return Transaction(
         Half(facts.id, shape.group, messages, more.order_key, more.dedup_key, shape.policy),
         facts.offset,
