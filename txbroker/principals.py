@@ -148,11 +148,7 @@ class Principal(NamedTuple):
         return f"{who} via {way}" if who else way
 
     def check_role(self, roles: Iterable[Role]) -> None:
-        """Refuse a call that this role may not make.
-
-        Raises:
-            NotPermitted: names the allowed roles.
-        """
+        """Refuse a call that this role may not make."""
         if self.role not in roles:
             may = " or ".join(sorted(roles))
             raise NotPermitted(
@@ -161,11 +157,7 @@ class Principal(NamedTuple):
             )
 
     def check_group(self, group: str) -> None:
-        """Refuse a producer group that is not this principal's.
-
-        Raises:
-            NotPermitted: names both.
-        """
+        """Refuse a producer group that is not this principal's."""
         if group not in self.groups:
             raise NotPermitted(
                 f"{self._who} may not act for group {group!r}: use a principal that may, or have "
@@ -173,22 +165,15 @@ class Principal(NamedTuple):
             )
 
     def check_own(self, group: str) -> None:
-        """Refuse a transaction of a group that is not this principal's, without naming the group.
-
-        Raises:
-            NotPermitted: names the principal.
-        """
+        """Refuse a transaction of a group that is not this principal's, without naming the
+        group."""
         if group not in self.groups:
             raise NotPermitted(
                 f"the transaction is of another producer group than {self._who} may act for"
             )
 
     def check_topics(self, topics: Iterable[str]) -> None:
-        """Refuse target topics that this principal may not write.
-
-        Raises:
-            NotPermitted: names the topic.
-        """
+        """Refuse target topics that this principal may not write."""
         if self.topics.everything:
             return
         for topic in topics:
@@ -316,12 +301,8 @@ def _valid(principal: Principal | None) -> Principal | None:
 
 
 def read_principals(path: Path) -> Directory:
-    """Return the principals of a file.
-
-    Raises:
-        ConfigurationError: the file cannot be read, other users may write it, or a principal is
-            malformed; names the file, the principal and what to change.
-    """
+    """Return the principals of a file. A ConfigurationError names the file, the principal and the
+    change."""
     where = f"principals_file {path}"
     try:
         with path.open("rb") as file:
@@ -407,12 +388,7 @@ def format_principal(
     patterns: Mapping[str, Iterable[str]],
     expires: datetime | None,
 ) -> str:
-    """Return a principal's table as TOML.
-
-    Args:
-        digest: of its token, None where a certificate identifies it.
-        patterns: `groups`, `deny_groups`, `topics` and `deny_topics`; empty ones are left out.
-    """
+    """Return a principal's table as TOML; it has no digest where a certificate identifies it."""
     lines = [f"[principals.{_key(name)}]", f"role = {_text(role)}"]
     if digest is not None:
         lines.append(f"token_sha256 = {_text(digest)}")

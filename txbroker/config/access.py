@@ -149,11 +149,7 @@ class ListenerAccess(BaseSettings):
         return not any(address is not None and address.public for address in addresses)
 
     def check_secrets(self) -> None:
-        """Refuse equal secrets for two roles: a producer could act as an operator or as a proxy.
-
-        Raises:
-            ConfigurationError: a file cannot be used, or two hold the same secret.
-        """
+        """Refuse equal secrets for two roles: a producer could act as an operator or as a proxy."""
         holders: dict[str, str] = {}
         for name in ("token_file", "admin_token_file", "peer_secret_file"):
             path: Path | None = getattr(self, name)
@@ -165,11 +161,7 @@ class ListenerAccess(BaseSettings):
                     _hold(holders, digest, f"principal {principal.name}")
 
     def check_access(self) -> None:
-        """Refuse contradictory or impossible settings.
-
-        Raises:
-            ConfigurationError: names the settings and the next step.
-        """
+        """Refuse contradictory or impossible settings."""
         _check_addresses(self)
         _check_files(self)
         _check_groups(self)

@@ -1,4 +1,7 @@
-"""Validation of configuration values: addresses, URLs, files with secrets."""
+"""Validation of configuration values: addresses, URLs, files with secrets.
+
+An invalid value raises ConfigurationError, which names the setting, the value and the next step.
+"""
 
 import ipaddress
 import re
@@ -74,11 +77,7 @@ def with_later_port(text: str, later: int) -> str:
 
 
 def parse_address(text: str) -> Address:
-    """Return the parsed `host:port`.
-
-    Raises:
-        ConfigurationError: it is not `host:port`.
-    """
+    """Return the parsed `host:port`."""
     host, colon, port = text.rpartition(":")
     bracketed = host.startswith("[") and host.endswith("]")
     host = host[1:-1] if bracketed else host
@@ -123,15 +122,8 @@ def plain_host(host: str) -> str:
 
 
 def parse_host_rules(name: str, entries: Iterable[str], *, private: bool = False) -> HostRules:
-    """Return the hosts and networks that the entries of a setting list.
-
-    Args:
-        name: of the setting, for the message.
-        private: whether the entry `private` is allowed.
-
-    Raises:
-        ConfigurationError: an entry is none of address, network, host name and `*.suffix`.
-    """
+    """Return the hosts and networks that the entries of a setting list; `private` allows that
+    entry."""
     hosts: set[str] = set()
     suffixes: list[str] = []
     networks: list[IpNetwork] = []
@@ -170,11 +162,7 @@ def _is_name(text: str) -> bool:
 
 
 def check_url(name: str, url: str) -> None:
-    """Refuse anything but the plain http(s) URL of a server.
-
-    Raises:
-        ConfigurationError: names the setting and the problem of its value.
-    """
+    """Refuse anything but the plain http(s) URL of a server."""
     if "@" in url:  # before any sentence that shows the URL
         raise ConfigurationError(f"{name} must not hold a user name or password")
     try:
@@ -196,11 +184,7 @@ def parse_secret_variable(entry: str) -> tuple[str, str]:
 
 
 def read_secret(name: str, path: Path) -> str:
-    """Return the secret in a file, without white space around it.
-
-    Raises:
-        ConfigurationError: the file cannot be read or is empty.
-    """
+    """Return the secret in a file, without white space around it."""
     try:
         secret = path.read_text(encoding="utf-8").strip()
     except OSError as error:
@@ -213,20 +197,13 @@ def read_secret(name: str, path: Path) -> str:
 
 
 def is_open(path: Path) -> bool:
-    """Return whether other users of the machine can read or change a file.
-
-    Raises:
-        OSError: its mode cannot be read.
-    """
+    """Return whether other users of the machine can read or change a file; raise OSError without
+    it."""
     return bool(path.stat().st_mode & OPEN_MODE)
 
 
 def check_private(name: str, path: Path) -> None:
-    """Refuse a file that other users of the machine can read or change.
-
-    Raises:
-        ConfigurationError: names the command that restricts it.
-    """
+    """Refuse a file that other users of the machine can read or change."""
     try:
         mode = stat.S_IMODE(path.stat().st_mode)
     except OSError as error:
@@ -239,11 +216,7 @@ def check_private(name: str, path: Path) -> None:
 
 
 def read_token(name: str, path: Path) -> str:
-    """Return the token in a file that other users cannot read.
-
-    Raises:
-        ConfigurationError: the file cannot be read, is open to others, or its token is too short.
-    """
+    """Return the token in a file that other users cannot read."""
     check_private(name, path)
     token = read_secret(name, path)
     if len(token) < TOKEN_CHARS_MIN:

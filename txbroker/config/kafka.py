@@ -72,14 +72,8 @@ class KafkaAccess(BaseSettings):
     `kafka_ssl_key_password_file`."""
 
     def kafka_secret(self, name: str) -> str:
-        """Return a secret, from its file or the environment; "" where there is none.
-
-        Args:
-            name: as in `kafka_sasl_password`.
-
-        Raises:
-            ConfigurationError: the file cannot be read.
-        """
+        """Return a secret such as `kafka_sasl_password`, from its file or the environment; "" where
+        there is none."""
         path: Path | None = getattr(self, f"{name}_file")
         if path is not None:
             return read_secret(f"{name}_file", path)
@@ -101,11 +95,7 @@ class KafkaAccess(BaseSettings):
         return found
 
     def check_kafka(self) -> None:
-        """Refuse what contradicts itself or cannot work.
-
-        Raises:
-            ConfigurationError: names the settings and the next step.
-        """
+        """Refuse contradictory or impossible settings."""
         _check_servers(self.kafka)
         for name in secret_settings(type(self)):
             if getattr(self, name) is not None and getattr(self, f"{name}_file") is not None:

@@ -245,11 +245,7 @@ class Settings(ListenerAccess, KafkaAccess):
         return self.model_copy(update=changes)
 
     def validate_whole(self) -> None:
-        """Refuse contradictory or impossible settings.
-
-        Raises:
-            ConfigurationError: names the settings and the next step.
-        """
+        """Refuse contradictory or impossible settings."""
         self.check_kafka()
         self.check_access()
         _check_workers(self)

@@ -81,12 +81,8 @@ def encode_news(news: AuditNews) -> bytes:
 
 
 def decode_news(value: bytes) -> AuditNews:
-    """Return the result in a record of the audit topic.
-
-    Raises:
-        NewerVersion: a newer version wrote it.
-        Malformed: it is something else.
-    """
+    """Return the result in a record of the audit topic; raise NewerVersion or Malformed if it is
+    none."""
     try:
         version = msgspec.json.decode(value, type=_Version).v
         if version > AUDIT_VERSION:

@@ -67,11 +67,7 @@ class GroupPolicy(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields
     answer_bytes_max: Annotated[int, Meta(ge=1024, le=16 * 1024 * 1024)] | None = None
 
     def validate(self) -> None:
-        """Check all fields.
-
-        Raises:
-            PolicyError: a field cannot work.
-        """
+        """Raise PolicyError if a field cannot work."""
         _converted(structs.asdict(self))
         if self.check_url is not None:
             split_check_url(self.check_url)
@@ -108,11 +104,8 @@ def encode_policy(policy: GroupPolicy) -> bytes:
 
 
 def decode_policy(stored: bytes) -> GroupPolicy:
-    """Return a stored policy.
-
-    Raises:
-        PolicyError: a newer version wrote it, or it cannot be decoded.
-    """
+    """Return a stored policy; raise PolicyError if a newer version wrote it or it cannot be
+    decoded."""
     try:
         fields = msgspec.json.decode(stored)
     except (ValueError, RecursionError):
@@ -130,11 +123,7 @@ def decode_policy(stored: bytes) -> GroupPolicy:
 
 
 def check_group_name(group: str) -> None:
-    """Refuse a group name that cannot be shown, stored or put into a URL.
-
-    Raises:
-        PolicyError: it is empty, too long or has control characters.
-    """
+    """Raise PolicyError for a group name that cannot be shown, stored or put into a URL."""
     if not group:
         raise PolicyError("a group's name must not be empty")
     if len(group) > GROUP_NAME_CHARS_MAX:
@@ -148,11 +137,7 @@ def check_group_name(group: str) -> None:
 
 @lru_cache(maxsize=URLS_CACHED_MAX)
 def split_check_url(url: str) -> SplitResult:
-    """Return the parts of a check URL.
-
-    Raises:
-        PolicyError: it is not an http or https URL that can be called.
-    """
+    """Return the parts of a check URL; raise PolicyError if it cannot be called."""
     if url.endswith(_QUERY_MASKS):
         raise PolicyError(
             "check_url ends with the mask that stands for its query where it is shown; give the "
@@ -182,11 +167,7 @@ def split_check_url(url: str) -> SplitResult:
 
 @lru_cache(maxsize=URLS_CACHED_MAX)
 def host_and_port(url: str) -> tuple[str, int]:
-    """Return the host, without brackets, and the port of a check URL.
-
-    Raises:
-        PolicyError: it is not a check URL.
-    """
+    """Return the host, without brackets, and the port of a check URL."""
     parts = split_check_url(url)
     return parts.hostname or "", parts.port or (443 if parts.scheme == "https" else 80)
 

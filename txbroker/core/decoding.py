@@ -68,12 +68,7 @@ class HalfPart(msgspec.Struct, frozen=True):
 
 
 def decode_half(record: Record) -> HalfPart:
-    """Return the contents of a record of the half topic.
-
-    Raises:
-        NewerVersion: a newer version wrote it.
-        Malformed: it is not a half message.
-    """
+    """Return the contents of a record of the half topic."""
     part, _ = _decode_part(record)
     return part
 
@@ -204,22 +199,12 @@ def is_content(record: Record) -> bool:
 
 
 def decode_log(log: str, record: Record) -> HalfPart | Marker:
-    """Return the contents of a record of a log, `half` or `op`.
-
-    Raises:
-        NewerVersion: a newer version wrote it.
-        Malformed: it is neither.
-    """
+    """Return the contents of a record of a log, `half` or `op`."""
     return decode_half(record) if log == "half" or is_content(record) else decode_marker(record)
 
 
 def decode_marker(record: Record) -> Marker:
-    """Return the marker of a record of the operation topic.
-
-    Raises:
-        NewerVersion: a newer version wrote it.
-        Malformed: it is not a marker.
-    """
+    """Return the marker of a record of the operation topic."""
     if record.value is None:
         raise Malformed("a marker without a value")
     try:
@@ -250,12 +235,7 @@ def _check_newer(value: bytes, what: str) -> None:
 
 
 def decode_checkpoint(record: Record) -> Claim | Checkpoint:
-    """Return the contents of a record of the checkpoint topic.
-
-    Raises:
-        NewerVersion: a newer version wrote it.
-        Malformed: it is neither a claim nor a checkpoint.
-    """
+    """Return the contents of a record of the checkpoint topic."""
     kind: type[Claim] | type[Checkpoint]
     if record.key == CLAIM_KEY:
         kind = Claim
@@ -274,11 +254,7 @@ def decode_checkpoint(record: Record) -> Claim | Checkpoint:
 
 
 def decode_skip(record: Record) -> Skip:
-    """Return an operator's decision to skip a record.
-
-    Raises:
-        Malformed: it is something else.
-    """
+    """Return an operator's decision to skip a record."""
     try:
         return msgspec.json.decode(record.value or b"", type=Skip)
     except _UNREADABLE as error:
@@ -309,12 +285,7 @@ class KeptPart(msgspec.Struct, frozen=True):
 
 
 def decode_kept(record: Record) -> KeptPart:
-    """Return the contents of a record of the parked topic.
-
-    Raises:
-        NewerVersion: a newer version wrote it.
-        Malformed: it is not part of a parked copy.
-    """
+    """Return the contents of a record of the parked topic."""
     try:
         id, _, sequence = (record.key or b"").decode().partition("/")
         number = _natural(sequence)

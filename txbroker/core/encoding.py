@@ -245,11 +245,7 @@ def _encode_policy(policy: CheckPolicy) -> bytes:
 
 
 def check_policy(policy: CheckPolicy) -> CheckPolicy:
-    """Return a valid check policy.
-
-    Raises:
-        ValueError: a duration or the number of attempts is out of range.
-    """
+    """Return a valid check policy; raise ValueError if a number of it is out of range."""
     for seconds in (policy.after_s, policy.interval_s, policy.timeout_s):
         # NaN fails this comparison too.
         if not 0 <= seconds <= DURATION_MAX_S:
@@ -263,10 +259,8 @@ def check_policy(policy: CheckPolicy) -> CheckPolicy:
 
 
 def installation_headers(prefix: str) -> tuple[Header, ...]:
-    """Return the header by which promoted records name their installation, none for the default.
-
-    Several installations may write to the same targets.
-    """
+    """Return the header by which promoted records name their installation, none for the default:
+    several installations may write to the same targets."""
     return () if prefix == DEFAULT_PREFIX else ((INSTALLATION_HEADER, prefix.encode()),)
 
 
@@ -277,11 +271,8 @@ def promoted_headers(
     message: Message,
     installation: tuple[Header, ...] = (),
 ) -> Encoded:
-    """Return the headers of a promoted record: ours, then the user's unchanged.
-
-    Args:
-        installation: see `installation_headers`.
-    """
+    """Return the headers of a promoted record: `installation_headers`, ours, then the user's
+    unchanged."""
     theirs = message.headers
     data = _encode_installation(installation, (count > 1) + len(theirs))
     data += encode_field(ID_HEADER, id.encode())
@@ -343,15 +334,8 @@ Row: TypeAlias = HalfRow | MarkerRow
 
 
 def half_row(half: Half, version: int, fingerprint: bytes, places: tuple[Place, ...]) -> HalfRow:
-    """Return the row of a prepare.
-
-    Args:
-        version: of the records.
-        fingerprint, places: see `txbroker.core.transaction`.
-
-    Raises:
-        ValueError: see `encode_half`.
-    """
+    """Return the row of a prepare with records of a version; raise ValueError as `encode_half`
+    does."""
     records = encode_half(half, version)
     return HalfRow(records, bytes_in_batch(records), half, fingerprint, places)
 
@@ -359,12 +343,7 @@ def half_row(half: Half, version: int, fingerprint: bytes, places: tuple[Place, 
 def marker_row(
     marker: Marker, half: Half | None = None, contents: Sequence[Message] | None = None
 ) -> MarkerRow:
-    """Return the row of a marker.
-
-    Args:
-        half: the half message, if its messages are replaced.
-        contents: the replacing messages, as many as `marker` announces.
-    """
+    """Return the row of a marker, with the messages that replace those of `half`, if any."""
     records: tuple[Record, ...] = (encode_marker(marker),)
     replaced = None
     if half is not None and contents is not None:

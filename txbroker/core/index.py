@@ -116,10 +116,8 @@ class OffsetIndex:
         return rows
 
     def since(self, prepared_at_ms: int, count: int, after_id: str = "") -> list[Transaction]:
-        """Return up to `count` transactions after (time of preparation, id), in that order.
-
-        Log clocks grow with the offsets, so by time they are in order already.
-        """
+        """Return up to `count` transactions after (time of preparation, id), in that order: log
+        clocks grow with the offsets."""
         rows: list[Transaction] = []
         same: list[Transaction] = []
         for transaction in self._since(prepared_at_ms):
@@ -211,10 +209,8 @@ class TransactionIndex:
         yield from self.settled
 
     def get(self, id: str) -> Transaction | None:
-        """Return a transaction that is not settled, or settled recently.
-
-        Of most settled ones only what answers need is remembered.
-        """
+        """Return a transaction that is not settled or settled recently; of most settled ones, only
+        what answers need is remembered."""
         return self.transactions.get(id) or self.settled.get(id)
 
     def by_dedup_key(self, group: str, dedup_key: str) -> Transaction | None:
@@ -375,11 +371,8 @@ class TransactionIndex:
         self.body_bytes -= transaction.evict()
 
     def fill(self, transaction: Transaction, messages: tuple[Message, ...]) -> None:
-        """Put a transaction's messages back that were read again.
-
-        Raises:
-            ValueError: they are another transaction's.
-        """
+        """Put messages back that were read again; raise ValueError if they are another
+        transaction's."""
         self.body_bytes -= transaction.body_bytes
         try:
             transaction.fill(messages)

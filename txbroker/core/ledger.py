@@ -200,11 +200,7 @@ class Ledger:
     # --- half --------------------------------------------------------------------------------
 
     def apply_half(self, record: Record) -> ApplyResult:
-        """Apply the next record of the half topic.
-
-        Raises:
-            Gap: it is not the next one.
-        """
+        """Apply the next record of the half topic; raise Gap if it is not the next one."""
         if record.offset != self.half_position:
             if not record.offset - record.skipped <= self.half_position < record.offset:
                 raise self._gap("half", record.offset, self.half_position)
@@ -239,10 +235,8 @@ class Ledger:
     def apply_halves(
         self, rows: Sequence[HalfRow], offset: int, timestamp_ms: int
     ) -> list[ApplyResult]:
-        """Apply half messages that this proxy has just appended as one batch, from `offset` on.
-
-        Equivalent to `apply_half` of each record.
-        """
+        """Apply half messages that this proxy has just appended as one batch, from `offset` on, as
+        `apply_half` applies each record."""
         if offset != self.half_position:
             raise self._gap("half", offset, self.half_position)
         self._parts = []
@@ -333,11 +327,7 @@ class Ledger:
     # --- operation ---------------------------------------------------------------------------
 
     def apply_op(self, record: Record) -> ApplyResult:
-        """Apply the next record of the operation topic.
-
-        Raises:
-            Gap: it is not the next one.
-        """
+        """Apply the next record of the operation topic; raise Gap if it is not the next one."""
         if record.offset != self.op_position:
             if not record.offset - record.skipped <= self.op_position < record.offset:
                 raise self._gap("op", record.offset, self.op_position)
@@ -383,11 +373,7 @@ class Ledger:
         return results
 
     def skip_op(self, offsets: range) -> None:
-        """Skip offsets of the operation topic; see `skip_half`.
-
-        Raises:
-            Gap: they are not the next ones.
-        """
+        """Skip offsets of the operation topic; see `skip_half`."""
         if offsets.stop > self.op_position:
             if offsets.start > self.op_position:
                 raise self._gap("op", offsets.start, self.op_position)

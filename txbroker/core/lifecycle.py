@@ -94,14 +94,7 @@ class Rule(NamedTuple):
 
 
 def advance(transaction: Transaction, step: Step, event: MarkerEntry | None = None) -> None:
-    """Apply a step.
-
-    Args:
-        event: the marker, for steps that a marker causes.
-
-    Raises:
-        IllegalStep: nothing was changed.
-    """
+    """Apply a step, with the marker that causes it; an IllegalStep changes nothing."""
     rule = RULES.get((transaction.state, step))
     if rule is None:
         raise IllegalStep(transaction.state, step)

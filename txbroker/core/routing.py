@@ -38,11 +38,8 @@ class IdParts(NamedTuple):
 
 
 def make_id(partition: int, time_ms: int, randomness: int) -> str:
-    """Return the id of `partition` at `time_ms` with 64 bits of `randomness`.
-
-    Raises:
-        ValueError: a part is negative or does not fit its bytes.
-    """
+    """Return the id of `partition` at `time_ms` with 64 bits of `randomness`; raise ValueError if
+    one does not fit its bytes."""
     if not 0 <= partition <= PARTITION_MAX:
         raise ValueError(f"partition {partition} does not fit an id")
     if not 0 <= time_ms <= TIME_MAX_MS:
@@ -63,11 +60,7 @@ def make_id(partition: int, time_ms: int, randomness: int) -> str:
 
 @lru_cache(maxsize=2_000)  # a call and its records parse the same id half a dozen times
 def parse_id(text: str) -> IdParts:
-    """Return the parts of a transaction id.
-
-    Raises:
-        ValueError: wrong length, an invalid character or more than 128 bits.
-    """
+    """Return the parts of a transaction id; raise ValueError if it is none."""
     if len(text) != LENGTH:
         raise ValueError(f"a transaction id has {LENGTH} characters, not {len(text)}")
     if not _is_base32(text):
@@ -165,11 +158,8 @@ class Routed(Protocol):
 
 
 def partition_of(id: str, partitions: int) -> int:
-    """Return the half partition that a transaction id names.
-
-    Raises:
-        BadId: it is not an id, or names a partition that does not exist.
-    """
+    """Return the half partition that an id names; raise BadId if it is no id or there is no such
+    partition."""
     try:
         partition = parse_id(id).partition
     except ValueError as error:
@@ -183,12 +173,8 @@ def partition_of(id: str, partitions: int) -> int:
 
 
 def home(request: Routed, partitions: int) -> int | None:
-    """Return the half partition of a transaction; None for any.
-
-    Raises:
-        BadRequest: it holds no message.
-        BadId: the id names another partition than the order key.
-    """
+    """Return the half partition of a transaction, None for any; raise BadRequest without a message,
+    BadId if the id names another partition than the order key."""
     if not request.messages:
         raise BadRequest("messages is empty: a transaction needs at least one message")
     first = request.messages[0]
@@ -223,10 +209,8 @@ class OwnedPartitions(NamedTuple):
 
 
 def resolve_conflicts(held: Mapping[str, OwnedPartitions]) -> dict[str, frozenset[int]]:
-    """Return the owned partitions of each member, every partition with its newest owner only.
-
-    The other members had lost contact when it was reassigned.
-    """
+    """Return the owned partitions of each member, every partition with its newest owner only: the
+    other members had lost contact when it was reassigned."""
     taken: set[int] = set()
     resolved: dict[str, frozenset[int]] = {}
     for name in sorted(held, key=lambda name: (-held[name].generation, name)):
@@ -236,15 +220,9 @@ def resolve_conflicts(held: Mapping[str, OwnedPartitions]) -> dict[str, frozense
 
 
 def assign(partitions: int, owned: Mapping[str, frozenset[int]]) -> dict[str, frozenset[int]]:
-    """Assign partitions evenly to members, moving as few as possible.
-
-    Assignments differ by at most one; the members that own most get the extra ones. With more
-    members than partitions some get none.
-
-    Args:
-        partitions: how many there are.
-        owned: the partitions that each member has now.
-    """
+    """Assign partitions evenly to members, moving as few as possible. Assignments differ by at most
+    one; the members that own most get the extra ones. With more members than partitions some get
+    none."""
     every = frozenset(range(partitions))
     had = {name: own & every for name, own in owned.items()}
     names = sorted(had, key=lambda name: (-len(had[name]), name))

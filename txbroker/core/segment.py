@@ -189,11 +189,7 @@ class Segment:
     )  # fmt: skip
 
     def __init__(self, value: bytes, tails: bytes = b"") -> None:
-        """Decode a stored segment.
-
-        Raises:
-            ValueError: it is invalid, or of another version.
-        """
+        """Decode a stored segment; raise ValueError if it is invalid or of another version."""
         packed = _decode(value)
         count = packed.count
         size = _row_bytes(len(packed.shapes)) * count
@@ -276,11 +272,8 @@ class Segment:
 
 
 def read(value: bytes) -> Segment:
-    """Return the segment of a stored value, in either version.
-
-    Raises:
-        ValueError: it is invalid, or of a newer version.
-    """
+    """Return the segment of a stored value in either version; raise ValueError if it is invalid or
+    newer."""
     if _decode_version(value).v != _V1:
         return Segment(value)
     packed = _decode_v1(value)
@@ -444,12 +437,8 @@ def pack(
 def _odd_ones(
     summaries: Sequence[SettledSummary], numbers: Sequence[int], bases: tuple[int, int, int]
 ) -> dict[int, _Odd]:
-    """Return the odd transactions, by row.
-
-    Args:
-        numbers: the partitions and times of their ids.
-        bases: of times, half offsets and op offsets.
-    """
+    """Return the odd transactions by row, given the partitions and times of their ids, and the
+    bases of times, half offsets and op offsets."""
     base_ms, base_half, base_op = bases
     partition, times_max = numbers[0] >> 48, base_ms + _UINT32
     return {

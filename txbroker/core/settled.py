@@ -288,11 +288,8 @@ class SettledWindow:
             self._recent_use.add(self._share_of(use.group), use.size)
 
     def store_as(self, version: int) -> int:
-        """Prepare segments for storage where this is the lowest record version of all proxies.
-
-        Returns:
-            The version to write: cut fingerprints cannot be restored, so it never goes back.
-        """
+        """Return the version in which to store segments where this is the lowest of all proxies:
+        cut fingerprints cannot be restored, so it never goes back."""
         if version < self.version:
             return self.version
         if version >= SEGMENT_VERSION > self.version:

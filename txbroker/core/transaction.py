@@ -146,11 +146,8 @@ class Transaction(Struct, gc=False):
         return sum(map(_size, self.places))
 
     def fill(self, messages: tuple[Message, ...]) -> None:
-        """Put messages back that were read again.
-
-        Raises:
-            ValueError: they are another transaction's.
-        """
+        """Put messages back that were read again; raise ValueError if they are another
+        transaction's."""
         mark = self.verdict.contents_fingerprint
         read = fingerprint(messages) if mark else fingerprint(messages, self.half.group)
         if not read.startswith(mark or self.fingerprint):

@@ -324,10 +324,8 @@ class ParkedScan:
         self.set_aside.append(ForeignRecord(record, why))
 
     def stops(self) -> list[tuple[Record, str]]:
-        """Return the records that stop the partition, and how each shows a newer version.
-
-        Call it after the last `take`.
-        """
+        """Return the records that stop the partition, after the last `take`, and how each shows a
+        newer version."""
         return list(self._newer.values())
 
 
@@ -381,13 +379,8 @@ def encode_layout(partitions: int) -> Record:
 
 
 def find_layout(records: Sequence[Record]) -> Layout | None:
-    """Return the newest valid layout among records of the groups topic; None without any.
-
-    An unreadable one is another client's, and skipped if there is an older one.
-
-    Raises:
-        ConfigurationError: none of them is readable.
-    """
+    """Return the newest valid layout among records of the groups topic; None without any. An
+    unreadable one is another client's; raise ConfigurationError if there is no older one."""
     unread: tuple[int, Exception] | None = None
     for record in reversed(records):
         if record.key == LAYOUT_KEY and record.value is not None:
@@ -408,23 +401,16 @@ def installation_of(topic: str) -> str:
 
 
 def half_partitions(prefix: str, partitions: Mapping[str, int]) -> int:
-    """Return the half partitions of an installation by its topics, 0 if these do not match.
-
-    Args:
-        prefix: of the installation.
-        partitions: the number of partitions of each topic that exists.
-    """
+    """Return an installation's half partitions by the partition counts of the topics that exist; 0
+    if these do not match."""
     half, op, checkpoint = (partitions.get(f"{prefix}.{name}", 0) for name in _PER_HALF)
     groups = partitions.get(f"{prefix}.groups", 0)
     return half if half == op == checkpoint and groups else 0
 
 
 def is_layout(record: Record, partitions: int = 0) -> bool:
-    """Return whether a record is the layout of an installation with this number of half partitions.
-
-    Args:
-        partitions: 0 for any number.
-    """
+    """Return whether a record is the layout of an installation with this number of half partitions;
+    0 for any number."""
     try:
         layout = find_layout([record])
     except ConfigurationError:

@@ -195,10 +195,7 @@ class PartitionDoor(Protocol):
     op: Log
 
     async def claimed_before(self) -> bool:
-        """Return whether the partition was ever claimed: the checkpoint topic has held a record.
-
-        Writes nothing.
-        """
+        """Return whether the partition was ever claimed: the checkpoint topic has held a record."""
 
     async def checkpoint_end(self) -> int:
         """Return the next record's offset in the checkpoint topic."""
@@ -241,10 +238,8 @@ class PartitionDoor(Protocol):
         """Return records of this partition of the parked topic, as `Log.pick` does."""
 
     def unverified(self, places: Collection[tuple[str, int]]) -> Sequence[tuple[str, int]]:
-        """Return the target partitions that may still hold an open transaction of an earlier claim.
-
-        Call `verify_no_open_txn` before writing to them.
-        """
+        """Return the target partitions that may still hold an open transaction of an earlier claim:
+        call `verify_no_open_txn` before writing to them."""
 
     async def verify_no_open_txn(self, places: Collection[tuple[str, int]]) -> Sequence[Cause]:
         """Verify that promotion transactions of earlier claims have ended in target partitions.
@@ -285,11 +280,8 @@ class Targets(Protocol):
         """Return cached facts, or why there are none; None if Kafka must be asked."""
 
     async def examine(self, topic: str, *, create: bool = False) -> TargetFacts | Cause:
-        """Ask Kafka about a topic, without auto-creating it, and cache the answer.
-
-        Args:
-            create: create a missing topic through the admin API.
-        """
+        """Ask Kafka about a topic and cache the answer; with `create`, create a missing one through
+        the admin API, never automatically."""
 
     def forget(self, topic: str) -> None:
         """Drop a topic from the cache, after an error that shows that its facts have changed."""
@@ -346,13 +338,8 @@ TAKEN = "another process has joined with our instance id"
 
 
 def replaced_by(instance: str, url: str, host: str = "") -> str:
-    """Return the error for an instance id that another process has taken.
-
-    Args:
-        instance: the id.
-        url: of the other process.
-        host: from which the other process connects, if known.
-    """
+    """Return the error for an instance id that another process has taken, at this URL and, if
+    known, host."""
     where = f"{url}, from host {host}" if host else url
     return (
         f"{TAKEN}: {instance} is now the proxy at {where}. This proxy stays out of the group until "
@@ -456,11 +443,8 @@ def begin_commit(commit: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
 
 
 async def commit_outcome(commit: asyncio.Task[None]) -> None:
-    """Wait for a commit. Several callers may wait; cancelling one does not stop the commit.
-
-    Raises:
-        Fenced, PromotionTxnLost
-    """
+    """Wait for a commit, and raise Fenced or PromotionTxnLost if it failed. Several callers may
+    wait; cancelling one does not stop the commit."""
     try:
         await asyncio.shield(commit)
     except asyncio.CancelledError:

@@ -259,11 +259,8 @@ _BY_REASON = (
 
 
 def tls_trouble(error: BaseException | None, ca_name: str = "ca_file") -> str | None:
-    """Return why TLS failed, in words; None if the error has another cause.
-
-    Args:
-        ca_name: the name of the option or setting for trusted authorities.
-    """
+    """Return why TLS failed, in words; None if the error has another cause. `ca_name` is the option
+    or setting for trusted authorities."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))
