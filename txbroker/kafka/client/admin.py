@@ -36,19 +36,11 @@ class Admin:
         self._client = client
 
     async def topics(self, names: Sequence[str]) -> dict[str, TopicFacts]:
-        """Return the metadata of topics; creates none.
-
-        Raises:
-            KafkaUnavailable: no broker answers.
-        """
+        """Return the metadata of topics; creates none."""
         return await self._client.refresh(names)
 
     async def configs(self, names: Iterable[str]) -> dict[str, dict[str, str]]:
-        """Return the settings of topics, without topics that are missing or may not be read.
-
-        Raises:
-            KafkaUnavailable: no broker answers.
-        """
+        """Return the settings of topics, without topics that are missing or may not be read."""
         request = DescribeConfigsRequest([(_TOPIC, name, None) for name in names])
         answer = await self._client.ask_any(request, _CHANNEL)
         configs: dict[str, dict[str, str]] = {}
@@ -61,9 +53,6 @@ class Admin:
         """Return the ids of those topics that exist; creates none.
 
         A topic that was deleted and created again has another id.
-
-        Raises:
-            KafkaUnavailable: no broker answers.
         """
         answer = await self._client.ask_any(metadata(names), _CHANNEL)
         return {topic[1]: topic[2] for topic in answer.topics if topic[0] == Code.NONE}
@@ -121,7 +110,6 @@ class Admin:
 
         Raises:
             KafkaRefused: Kafka rejects a setting; the message holds the reason.
-            KafkaUnavailable: no broker answers.
         """
         answer = await self._client.ask_any(alter_configs(topic, configs), _CHANNEL)
         for code, message, _type, name in answer.resources:

@@ -163,7 +163,6 @@ class Client:
             on_error: called with `Unanswered`.
 
         Raises:
-            NotSent
             KafkaRefused: the broker does not support this version of the request.
         """
         connection = self._connections.get((node, channel))
@@ -194,11 +193,7 @@ class Client:
     async def ask_any(
         self, request: Request[Any] | PackedRequest, channel: str, timeout_s: float | None = None
     ) -> Any:
-        """Send a request to one broker after another until one answers; see `ask`.
-
-        Raises:
-            KafkaUnavailable: no broker answers.
-        """
+        """Send a request to one broker after another until one answers; see `ask`."""
         if not self._brokers:
             await self.refresh(())
         last: KafkaUnavailable = NotSent("no broker is known")
@@ -222,11 +217,7 @@ class Client:
         return connection is not None and connection.connected()
 
     async def connect(self, node: int, channel: str) -> None:
-        """Open a channel to broker `node` unless it is open.
-
-        Raises:
-            NotSent
-        """
+        """Open a channel to broker `node` unless it is open."""
         await self._connection(node, channel, None)
 
     async def _connection(self, node: int, channel: str, timeout_s: float | None) -> Connection:
@@ -319,11 +310,7 @@ class Client:
     # --- metadata ----------------------------------------------------------------------------
 
     async def refresh(self, topics: Iterable[str]) -> dict[str, TopicFacts]:
-        """Return metadata of topics, creating none, and cache the partitions' leaders.
-
-        Raises:
-            KafkaUnavailable: no broker answers.
-        """
+        """Return metadata of topics, creating none, and cache the partitions' leaders."""
         names = list(topics)
         answer = await self._ask_metadata(MetadataRequest(names, allow_auto_topic_creation=False))
         self._brokers = {node: (host, port) for node, host, port, *_ in answer.brokers}
@@ -385,7 +372,6 @@ class Client:
 
         Raises:
             KafkaRefused: the partition is unknown, or has no leader.
-            KafkaUnavailable: no broker answers.
         """
         leader = self._leaders.get((topic, partition), -1)
         if leader >= 0:

@@ -227,11 +227,7 @@ def _mark_retrieved(answer: asyncio.Future[Any]) -> None:
 
 
 async def open_connection(host: str, port: int, **arguments: Any) -> LoggedInConnection:
-    """Open a connection and log in.
-
-    Raises:
-        OSError, KafkaError, TimeoutError
-    """
+    """Open a connection and log in."""
     connection = LoggedInConnection(host, port, **arguments)  # type: ignore[no-untyped-call]
     try:
         await connection.connect()  # type: ignore[no-untyped-call]

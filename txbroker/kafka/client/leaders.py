@@ -45,7 +45,6 @@ async def confirm_leader(client: Client, topic: str, partition: int) -> int:
 
     Raises:
         KafkaRefused: the partition is unknown, or has no leader.
-        KafkaUnavailable: too few replicas answer.
     """
     leader = (await confirm_leaders(client, [(topic, partition)]))[topic, partition]
     if isinstance(leader, KafkaUnavailable):

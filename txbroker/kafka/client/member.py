@@ -105,7 +105,6 @@ class Member:
 
         Raises:
             KafkaRefused: the coordinator's error; call `forget` if it does not know the member.
-            KafkaUnavailable: the coordinator does not answer.
         """
         answer = await self._ask(
             JoinGroupRequest(
@@ -181,11 +180,7 @@ class Member:
         return Joined(generation, known, left_out or is_outdated(group, self._me))
 
     async def heartbeat(self, generation: int, channel: str) -> int:
-        """Send a heartbeat; return the coordinator's error code.
-
-        Raises:
-            KafkaUnavailable: the coordinator does not answer.
-        """
+        """Send a heartbeat; return the coordinator's error code."""
         request = HeartbeatV3(self._group, generation, self._member_id, self._instance)
         node = await self._client.group_coordinator(self._group)
         try:
@@ -200,11 +195,7 @@ class Member:
         return int(answer.error_code)
 
     async def holder(self) -> Holder | None:
-        """Return the process that uses our instance id now; None if unknown.
-
-        Raises:
-            KafkaUnavailable: the coordinator does not answer.
-        """
+        """Return the process that uses our instance id now; None if unknown."""
         node = await self._client.group_coordinator(self._group)
         answer = await self._client.ask(
             node, DescribeGroupsV4([self._group], False), _DESCRIBE_CHANNEL

@@ -143,7 +143,6 @@ class Reader:
         Raises:
             LogTruncated: the log starts after `start`, or ends before `end`.
             InvariantBroken: a batch is corrupt, or lacks the broker's append time.
-            KafkaUnavailable: Kafka does not answer.
         """
         position = start
         # A new leader learns the high watermark from its followers' next fetch.
@@ -197,11 +196,7 @@ class Reader:
         )
 
     async def led_elsewhere(self) -> bool:
-        """Return whether the last request went to a broker that does not lead (any more).
-
-        Raises:
-            KafkaUnavailable: too few replicas answer.
-        """
+        """Return whether the last request went to a broker that does not lead (any more)."""
         asked = self._asked
         return await confirm_leader(self._client, self._topic, self._partition) != asked
 
@@ -219,8 +214,6 @@ class Reader:
 
         Raises:
             LogTruncated: `position` is outside of the log.
-            InvariantBroken: a batch is corrupt.
-            KafkaUnavailable: Kafka does not answer.
         """
         partition = (self._partition, position, bytes_max)
         request = FetchRequest(wait_ms, 1, bytes_max, READ_COMMITTED, [(self._topic, [partition])])
@@ -347,7 +340,6 @@ class Picker:
 
         Raises:
             KafkaUnavailable: Kafka does not answer, or an open transaction hides a record.
-            InvariantBroken: a batch is corrupt.
         """
         runs = self._runs(offsets)
         records: list[list[Record]] = [[] for _ in runs]

@@ -231,7 +231,6 @@ class SharedWrites:
         """Send batches in one request; its answer resolves their futures.
 
         Raises:
-            NotSent
             KafkaRefused: the broker does not support this version of the request.
         """
         batches = request.batches

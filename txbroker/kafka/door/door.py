@@ -76,12 +76,7 @@ class KafkaDoor(Door):
         return cls(KafkaSettings.from_configuration(settings))
 
     async def start(self) -> None:
-        """Connect, create missing topics if configured, and check txbroker's own topics.
-
-        Raises:
-            KafkaUnavailable: Kafka does not answer.
-            ConfigurationError: the topics contradict the configuration.
-        """
+        """Connect, create missing topics if configured, and check txbroker's own topics."""
         if self.settings.create_topics:
             await self._create_missing()
         found = await topics.find(self.admin, self.settings.own_topics)
@@ -116,11 +111,7 @@ class KafkaDoor(Door):
         return await self._read_layout()
 
     async def check_topics(self) -> list[str]:
-        """Return, as sentences, changes of txbroker's own topics since `start` that stop it.
-
-        Raises:
-            KafkaUnavailable: Kafka does not answer.
-        """
+        """Return, as sentences, changes of txbroker's own topics since `start` that stop it."""
         own = self.settings.own_topics
         ids = await self.admin.topic_ids(own)
         recreated = [
@@ -143,11 +134,7 @@ class KafkaDoor(Door):
         return find_layout(records)
 
     async def plan(self) -> topics.Plan:
-        """Return the changes that `txbroker topics apply` would make.
-
-        Raises:
-            ConfigurationError, KafkaUnavailable
-        """
+        """Return the changes that `txbroker topics apply` would make."""
         return await self._plan(self.settings.own_topics + self.settings.audit_topics)
 
     async def _plan(self, names: tuple[str, ...]) -> topics.Plan:
@@ -157,11 +144,7 @@ class KafkaDoor(Door):
         )
 
     async def apply(self, plan: topics.Plan) -> None:
-        """Create and change topics as planned.
-
-        Raises:
-            KafkaUnavailable: Kafka does not answer, or refuses a change.
-        """
+        """Create and change topics as planned."""
         await topics.apply(self.admin, plan)
 
     def repair(self) -> Repair:

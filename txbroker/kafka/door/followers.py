@@ -66,9 +66,6 @@ class KafkaGroupStore(_Follower, GroupStore):
 
         Args:
             changed: called with each group and its JSON, or None for a removed one.
-
-        Raises:
-            KafkaUnavailable: Kafka does not answer.
         """
         self._changed = changed
         self._position, end = await self._bounds.start(), await self._bounds.end(confirmed=True)
@@ -77,12 +74,7 @@ class KafkaGroupStore(_Follower, GroupStore):
         self._follower = asyncio.create_task(self._follow(), name="txbroker groups")
 
     async def put(self, group: str, value: bytes | None) -> None:
-        """Store a group, or remove it with None. Returns once it is stored and read back.
-
-        Raises:
-            AppendRefused: Kafka refused the record, for instance as too large.
-            KafkaUnavailable: it may or may not be stored.
-        """
+        """Store a group, or remove it with None. Returns once it is stored and read back."""
         appended = await self.append(Record(group.encode(), value))
         end = appended.base_offset + 1
         if appended.base_offset < 0:
@@ -96,11 +88,7 @@ class KafkaGroupStore(_Follower, GroupStore):
             ) from None
 
     async def append(self, record: Record) -> Appended:
-        """Append a record to the topic.
-
-        Raises:
-            AppendRefused, KafkaUnavailable: as for `put`.
-        """
+        """Append a record to the topic."""
         if self._log is None:
             self._log = KafkaLog(
                 self._client, self._topic, 0, "groups", self._bytes_max(self._topic)

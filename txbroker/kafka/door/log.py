@@ -44,12 +44,7 @@ class KafkaLog(Log):
         self._producer: Producer | None = None
 
     async def append(self, records: Sequence[Record]) -> Appended:
-        """Append records as one batch: acks=all, idempotent. One call at a time.
-
-        Raises:
-            AppendRefused: certainly not stored; the log takes further appends.
-            AppendUnknown: may or may not be stored, now or a little later.
-        """
+        """Append records as one batch: acks=all, idempotent. One call at a time."""
         body = batch_body(records)
         if body.batch_bytes > self.batch_bytes_max:
             raise AppendRefused(
@@ -84,9 +79,6 @@ class KafkaLog(Log):
         """Return the log start offset and the offset of the next record.
 
         Unless `confirmed`, records acknowledged by a newer leader may be missing.
-
-        Raises:
-            KafkaUnavailable: Kafka does not answer.
         """
         end = await self._reader.end(confirmed=confirmed)
         # After the end, so that the confirmed leader is asked.

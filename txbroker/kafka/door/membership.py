@@ -89,9 +89,6 @@ class KafkaMembership(Membership):
         """Join as the proxy at `url`; return after the first assignment. See `Membership`.
 
         While another process uses the instance id this one retries, and joins once it has gone.
-
-        Raises:
-            ConfigurationError: the group cannot be used.
         """
         await self.close()
         self._assigned, self._lost = assigned, lost
@@ -108,9 +105,6 @@ class KafkaMembership(Membership):
         """Send a heartbeat in the current generation; return whether `partition` is assigned.
 
         After False, `assigned` or `lost` reports the new assignment.
-
-        Raises:
-            KafkaUnavailable: no answer, or the rebalance does not end; it may still be assigned.
         """
         try:
             async with asyncio.timeout(self._session_s):

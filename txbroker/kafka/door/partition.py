@@ -56,9 +56,6 @@ async def read_checkpoint(reader: Reader) -> CheckpointScan:
 
     Args:
         reader: with `producers`.
-
-    Raises:
-        KafkaUnavailable: Kafka does not answer.
     """
     for _attempt in range(_TRUNCATED_RETRIES):
         scan = CheckpointScan(reader.name)
@@ -128,27 +125,15 @@ class KafkaPartitionDoor(PartitionDoor):
     # --- claim -------------------------------------------------------------------------------
 
     async def claimed_before(self) -> bool:
-        """Return whether the checkpoint topic has ever held a record. Writes nothing.
-
-        Raises:
-            KafkaUnavailable: Kafka does not answer.
-        """
+        """Return whether the checkpoint topic has ever held a record. Writes nothing."""
         return await self.checkpoint_end() > 0
 
     async def checkpoint_end(self) -> int:
-        """Return the offset of the next record of the checkpoint topic.
-
-        Raises:
-            KafkaUnavailable: Kafka does not answer.
-        """
+        """Return the offset of the next record of the checkpoint topic."""
         return await self._checkpoint.end(confirmed=True)
 
     async def parked_before(self) -> bool:
-        """Return whether the parked topic has ever held a record.
-
-        Raises:
-            KafkaUnavailable: Kafka does not answer.
-        """
+        """Return whether the parked topic has ever held a record."""
         return await self._parked.end(confirmed=True) > 0
 
     async def claim(self, claim: Claim) -> Claimed:
@@ -157,14 +142,6 @@ class KafkaPartitionDoor(PartitionDoor):
         Both transactional ids are taken, always in the same order, and the claim record is
         committed on the first one. So if two claims succeed, the later one began after the earlier
         one's record, and the earlier owner is fenced on both ids before the later one reads.
-
-        Raises:
-            Fenced: another owner claimed at the same time; retry after a random pause.
-            Hanging: a hanging transaction hides the progress, or would be ended by the commit of
-                the claim record.
-            NewerRecord: a newer version wrote the progress.
-            InvariantBroken: the progress does not read, or is lost.
-            KafkaUnavailable: Kafka does not answer.
         """
         await self._retire()
         failpoint("claim.beginning")
@@ -245,10 +222,6 @@ class KafkaPartitionDoor(PartitionDoor):
         """Append records of a snapshot to the checkpoint topic, by a separate producer.
 
         Then pause, so that promotion is not slowed. One call at a time.
-
-        Raises:
-            AppendRefused: the records are too large; none was stored.
-            KafkaUnavailable: the records may or may not be stored.
         """
         loop = asyncio.get_running_loop()
         began_s = loop.time()
@@ -290,12 +263,7 @@ class KafkaPartitionDoor(PartitionDoor):
             raise
 
     async def parked(self) -> AsyncIterator[Sequence[Record]]:
-        """Yield all committed records of this partition of the parked topic, in order.
-
-        Raises:
-            Hanging: a hanging transaction hides some of them.
-            KafkaUnavailable: Kafka does not answer.
-        """
+        """Yield all committed records of this partition of the parked topic, in order."""
         # To the high watermark: parked records that an open transaction still hides would otherwise
         # count as promoted.
         start, end = await self._parked.start(), await self._parked.end(confirmed=True)

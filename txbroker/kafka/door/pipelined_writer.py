@@ -272,20 +272,11 @@ class KafkaPromotionTxn(PromotionTxnHandle):
         self._on_visible = on_visible
 
     async def committed(self) -> None:
-        """Wait until the commit is acknowledged.
-
-        Raises:
-            Fenced, PromotionTxnLost: claim again; the progress shows whether it was committed.
-        """
+        """Wait until the commit is acknowledged."""
         await commit_outcome(self._commit)
 
     async def visible(self) -> None:
-        """Wait until the transaction is visible to every `read_committed` reader.
-
-        Raises:
-            Fenced, PromotionTxnLost: it may not be committed.
-            NotVisible: not in time.
-        """
+        """Wait until the transaction is visible to every `read_committed` reader."""
         await self.committed()
         await self._stable.pass_by(self._last, self._visible_timeout_s)
         self._on_visible(self._last)

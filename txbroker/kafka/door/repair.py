@@ -68,7 +68,6 @@ class Repair:
 
         Raises:
             ConfigurationError: the installation has no topics.
-            KafkaUnavailable: Kafka does not answer.
         """
         return [
             Found(self._topics[stop.log], number, stop)
@@ -78,11 +77,7 @@ class Repair:
         ]
 
     async def set_aside(self) -> list[Found]:
-        """Return the set-aside records of `find`, without reading the half and op topics.
-
-        Raises:
-            ConfigurationError, KafkaUnavailable: as `find`.
-        """
+        """Return the set-aside records of `find`, without reading the half and op topics."""
         records = []
         for number in await self._partitions():
             scan = await read_checkpoint(self._reader(CHECKPOINT, number))

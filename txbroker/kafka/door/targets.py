@@ -70,9 +70,6 @@ class KafkaTargets(Targets):
 
         Concurrent calls share one request: else every prepare in flight would send one when facts
         expire.
-
-        Raises:
-            KafkaUnavailable: Kafka does not answer.
         """
         task = self._in_flight.get((topic, create))
         if task is None:
@@ -194,9 +191,6 @@ class Installations:
 
         Kafka is asked only about names that an installation's topic could have. Unreadable topics
         belong to none, because a name alone is no proof.
-
-        Raises:
-            KafkaUnavailable: Kafka does not answer.
         """
         prefix = installation_of(topic)
         if not prefix:

@@ -334,7 +334,6 @@ async def find(admin: Admin, names: tuple[str, ...]) -> dict[str, FoundTopic]:
 
     Raises:
         ConfigurationError: no right to describe a topic.
-        KafkaUnavailable: Kafka does not answer.
     """
     facts = await admin.topics(names)
     for name, fact in facts.items():
@@ -368,9 +367,6 @@ async def make_plan(
         brokers: number of brokers.
         read_layout: reads the layout if the groups topic exists.
         names: `own_topics` or `audit_topics` or both.
-
-    Raises:
-        ConfigurationError, KafkaUnavailable
     """
     found = await find(admin, names)
     layout = await read_layout() if settings.groups_topic in found else None
@@ -379,11 +375,7 @@ async def make_plan(
 
 
 async def apply(admin: Admin, wanted: Plan) -> None:
-    """Create and change topics; returns once the brokers return the new settings.
-
-    Raises:
-        KafkaUnavailable: Kafka does not answer, or refuses a change.
-    """
+    """Create and change topics; returns once the brokers return the new settings."""
     await admin.create(wanted.create)
     by_topic: dict[str, dict[str, str]] = {}
     for change in wanted.change:

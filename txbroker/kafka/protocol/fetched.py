@@ -127,11 +127,7 @@ class Fetched:
         yield piece
 
     def among(self, offsets: Sequence[int]) -> list[Record]:
-        """Return the records at ascending offsets, once.
-
-        Raises:
-            InvariantBroken: as for `pieces`.
-        """
+        """Return the records at ascending offsets, once."""
         records: list[Record] = []
         for batch, data in self._batches:
             first = bisect_left(offsets, batch.base_offset)

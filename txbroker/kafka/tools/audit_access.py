@@ -86,9 +86,6 @@ class AuditAccess(ClientOwner):
         Args:
             topics: names.
             patient: whether to wait, up to the write timeout, for a topic without a leader.
-
-        Raises:
-            KafkaUnavailable: Kafka does not answer.
         """
         names = sorted(set(topics))
         if not names:

@@ -88,22 +88,14 @@ class Reader:
         self._enough = False
 
     async def start(self) -> None:
-        """Start at the topic's current end.
-
-        Raises:
-            KafkaUnavailable: Kafka does not answer.
-        """
+        """Start at the topic's current end."""
         with _translated():
             await self._consumer.start()
             self._next = await self._consumer.end_offsets(self._partitions)
             self._go_to(self._along)
 
     async def follow(self) -> None:
-        """Read until `stop`.
-
-        Raises:
-            KafkaUnavailable: Kafka does not answer.
-        """
+        """Read until `stop`."""
         while not self._enough:
             await self._take()
 
@@ -115,9 +107,6 @@ class Reader:
         """Read all partitions until every owed message was seen, or none came for `QUIET_S`.
 
         Then read to the end, where duplicates may be.
-
-        Raises:
-            KafkaUnavailable: Kafka does not answer.
         """
         with _translated():
             for partition in self._along:
@@ -178,7 +167,6 @@ async def reading(
         along: number of partitions to read during the measurement; None for all.
 
     Raises:
-        KafkaUnavailable: Kafka does not answer, or the topic does not exist.
         ConfigurationError: a file that the settings name cannot be read.
     """
     partitions = [TopicPartition(topic, number) for number in await _partitions(settings, topic)]
@@ -234,11 +222,7 @@ async def _partitions(settings: Settings, topic: str) -> list[int]:
 
 @asynccontextmanager
 async def topic_for_a_while(settings: Settings, name: str, partitions: int) -> AsyncIterator[None]:
-    """Create a topic, and delete it afterwards.
-
-    Raises:
-        KafkaUnavailable: Kafka does not answer, or refuses the topic.
-    """
+    """Create a topic, and delete it afterwards."""
     client = Client(KafkaSettings.from_configuration(settings))
     try:
         await client.refresh(())  # fails at once if Kafka is unreachable
@@ -276,11 +260,7 @@ class Seen(NamedTuple):
 
 
 async def read_back(bootstrap: str, topics: tuple[str, ...]) -> list[Seen]:
-    """Return all visible records of topics; a missing topic has none.
-
-    Raises:
-        KafkaUnavailable: Kafka does not answer.
-    """
+    """Return all visible records of topics; a missing topic has none."""
     consumer = _consumer(*topics, bootstrap_servers=bootstrap)
     try:
         await consumer.start()

@@ -150,11 +150,7 @@ class KafkaExamination(ClientOwner):
         self._admin = Admin(self._client)
 
     async def cluster(self, topics: Iterable[str] = ()) -> Cluster:
-        """Return the brokers, and metadata of topics.
-
-        Raises:
-            KafkaUnavailable: no broker answers.
-        """
+        """Return the brokers, and metadata of topics."""
         answer = await self._client.ask_any(metadata(topics, rights=True), _CHANNEL)
         return Cluster(
             answer.cluster_id or "",
@@ -167,11 +163,7 @@ class KafkaExamination(ClientOwner):
         )
 
     async def brokers(self) -> list[BrokerFacts]:
-        """Return each broker as reached at its advertised listener.
-
-        Raises:
-            KafkaUnavailable: no broker answers.
-        """
+        """Return each broker as reached at its advertised listener."""
         cluster = await self.cluster()
         await self._client.refresh(())
         requests = (self._broker(node, address) for node, address in cluster.addresses.items())
@@ -186,19 +178,11 @@ class KafkaExamination(ClientOwner):
         return BrokerFacts(node, address, newest.get(_FETCH, -1))
 
     async def group_error(self) -> int:
-        """Return the error code of describing the proxies' consumer group, 0 for none.
-
-        Raises:
-            KafkaUnavailable: its coordinator does not answer.
-        """
+        """Return the error code of describing the proxies' consumer group, 0 for none."""
         return await self._error_of(self._group_error)
 
     async def transactional_id_error(self) -> int:
-        """Return the error code of looking up the proxies' transactional ids, 0 for none.
-
-        Raises:
-            KafkaUnavailable: Kafka does not answer.
-        """
+        """Return the error code of looking up the proxies' transactional ids, 0 for none."""
         name = f"{self.settings.half_topic}-0-a"
         return await self._error_of(partial(self._client.transaction_coordinator, name))
 
@@ -233,24 +217,15 @@ class KafkaExamination(ClientOwner):
 
         Raises:
             ConfigurationError: no right to describe a topic.
-            KafkaUnavailable: Kafka does not answer.
         """
         return await own.find(self._admin, self.settings.own_topics + self.settings.audit_topics)
 
     async def contradictions(self, found: Mapping[str, own.FoundTopic]) -> list[str]:
-        """Return, as sentences, why txbroker cannot work with its topics.
-
-        Raises:
-            ConfigurationError, KafkaUnavailable
-        """
+        """Return, as sentences, why txbroker cannot work with its topics."""
         return own.contradictions(self.settings, found, await self._layout(found))
 
     async def plan(self, found: Mapping[str, own.FoundTopic]) -> own.Plan:
-        """Return the changes that `txbroker topics apply` would make.
-
-        Raises:
-            ConfigurationError, KafkaUnavailable
-        """
+        """Return the changes that `txbroker topics apply` would make."""
         await self._client.refresh(())
         half = found.get(self.settings.half_topic)
         layout = await self._layout(found)
@@ -262,11 +237,7 @@ class KafkaExamination(ClientOwner):
         return find_layout(await self._records(self.settings.groups_topic))
 
     async def audit_news(self) -> dict[str, bytes]:
-        """Return the newest record of each kind of audit, by its key.
-
-        Raises:
-            KafkaUnavailable: Kafka does not answer, or has no such topic.
-        """
+        """Return the newest record of each kind of audit, by its key."""
         newest: dict[str, bytes] = {}
         for record in await self._records(self.settings.audit_topic):
             key = (record.key or b"").decode(errors="replace")
@@ -289,7 +260,6 @@ class KafkaExamination(ClientOwner):
 
         Raises:
             ConfigurationError: the installation has no topics.
-            KafkaUnavailable: Kafka does not answer.
         """
         repair = Repair(self._client, lambda _topic: self.settings.message_bytes_max)
         return await repair.set_aside()
@@ -301,9 +271,6 @@ class KafkaExamination(ClientOwner):
 
         With LogAppendTime the leader's clock has reached it. Partitions that are empty or have no
         leader are missing.
-
-        Raises:
-            KafkaUnavailable: a leader does not answer.
         """
         newest: dict[Partition, int] = {}
         for leader, topics in _by_leader(cluster).items():
@@ -320,9 +287,6 @@ class KafkaExamination(ClientOwner):
         """Return the transactions that hide the ends of these topics from consumers.
 
         Most are in progress and end a moment later; see `started_ms`.
-
-        Raises:
-            KafkaUnavailable: Kafka does not answer.
         """
         cluster = await self.cluster(topics)
         await self._client.refresh(topics)
