@@ -22,7 +22,7 @@ from txbroker.core.records import LOG_VERSION, Checkpoint, Claim, Record
 from txbroker.door.protocols import PromotionTxn, PromotionTxnHandle, TargetRecord
 from txbroker.embedded import DEFAULT_VERSION, EmbeddedKafka
 from txbroker.kafka import KafkaDoor, KafkaSettings
-from txbroker.kafka.client.admin import Admin, NewTopic
+from txbroker.kafka.client.admin import Admin, TopicSpec
 from txbroker.kafka.client.client import Client
 from txbroker.kafka.client.connection import open_connection
 
@@ -75,7 +75,7 @@ class Side:
         """Create the topics, claim, and write some transactions as warm-up."""
         client = Client(self.settings)
         await client.refresh(())
-        await Admin(client).create([NewTopic(name, 1, -1, {}) for name in self.targets])
+        await Admin(client).create([TopicSpec(name, 1, -1, {}) for name in self.targets])
         await client.close()
         await self.door.start()
         self.partition = self.door.partition(0)

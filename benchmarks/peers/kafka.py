@@ -15,7 +15,7 @@ from aiokafka import AIOKafkaConsumer, AIOKafkaProducer, TopicPartition
 from benchmarks.peers.base import PARTITIONS
 from txbroker.config.settings import load_settings
 from txbroker.embedded import DEFAULT_VERSION, EmbeddedKafka
-from txbroker.kafka.client.admin import Admin, NewTopic
+from txbroker.kafka.client.admin import Admin, TopicSpec
 from txbroker.kafka.client.client import Client
 from txbroker.kafka.client.settings import KafkaSettings
 
@@ -37,7 +37,7 @@ async def create_topics(kafka: str, names: Sequence[str]) -> None:
     """Create topics, each with as many partitions as all peers' have."""
     client = Client(KafkaSettings.from_configuration(load_settings({"kafka": kafka}, environ={})))
     try:
-        await Admin(client).create([NewTopic(name, PARTITIONS, 1, {}) for name in names])
+        await Admin(client).create([TopicSpec(name, PARTITIONS, 1, {}) for name in names])
     finally:
         await client.close()
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from txbroker.cli.doctor.findings import CheckLevel, CheckRegistry, Finding, Section, fine, judged
 from txbroker.cli.doctor.subject import Subject
-from txbroker.kafka.door.topics import FoundTopic
+from txbroker.kafka.client.admin import TopicSpec
 from txbroker.kafka.tools.examination import PartitionCopies
 
 SAFE_COPIES = 3
@@ -84,7 +84,7 @@ async def topics_copies(subject: Subject) -> Finding:
     return fine("three or more")
 
 
-def _too_few(topic: FoundTopic, wanted: int) -> Iterator[str]:
+def _too_few(topic: TopicSpec, wanted: int) -> Iterator[str]:
     if topic.replication < wanted:
         yield f"{topic.name} has {topic.replication} of {wanted} replicas"
     if not topic.configs:

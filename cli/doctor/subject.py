@@ -13,7 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from txbroker.cli.doctor.proxies import HttpProxies, RegisteredGroup, Unavailable
 from txbroker.config.settings import Settings
 from txbroker.contract.service import Overview
-from txbroker.kafka.door.topics import FoundTopic
+from txbroker.kafka.client.admin import TopicSpec
 from txbroker.kafka.tools.examination import BrokerFacts, Cluster, KafkaExamination
 
 T = TypeVar("T")
@@ -114,7 +114,7 @@ class Subject:
         """Return the registered groups."""
         return await self._once("groups", self.proxies.groups)
 
-    async def found(self) -> dict[str, FoundTopic]:
+    async def found(self) -> dict[str, TopicSpec]:
         """Return txbroker's topics with their settings."""
         return await self._once("found", self.kafka.found)
 

@@ -89,7 +89,7 @@ class Brokers:
         self.open.set()
         settings = KafkaSettings(bootstrap_servers=("x:1",), instance_id="one", **changes)
         self.client = Client(settings, self._open)
-        self.client._brokers = {1: ("one", 1), 2: ("two", 2)}
+        self.client.brokers = {1: ("one", 1), 2: ("two", 2)}
         for at in (A, B, C):
             self.client._leaders[at] = 1
 

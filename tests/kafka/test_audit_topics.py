@@ -9,10 +9,11 @@ import pytest
 
 from tests.kit.kafka import KafkaHarness
 from txbroker.errors import ConfigurationError
+from txbroker.kafka.client.admin import TopicSpec
 from txbroker.kafka.client.client import Client
 from txbroker.kafka.client.settings import KafkaSettings
 from txbroker.kafka.door.followers import KafkaAuditFeed
-from txbroker.kafka.door.topics import FoundTopic, contradictions, plan, wanted_topics
+from txbroker.kafka.door.topics import contradictions, plan, wanted_topics
 from txbroker.kafka.tools.audit_results import KafkaAuditWriter
 
 
@@ -93,10 +94,10 @@ def test_proxy_needs_no_audit_topics() -> None:
     settings = KafkaSettings(bootstrap_servers=("127.0.0.1:9092",), instance_id="one")
     wanted = wanted_topics(settings, 1, None)
     found = {
-        topic.name: FoundTopic(topic.name, topic.partitions, 1, topic.configs) for topic in wanted
+        topic.name: TopicSpec(topic.name, topic.partitions, 1, topic.configs) for topic in wanted
     }
     del found[settings.drift_topic]
-    found[settings.audit_topic] = FoundTopic(
+    found[settings.audit_topic] = TopicSpec(
         settings.audit_topic, 3, 1, {"cleanup.policy": "delete"}
     )
     assert contradictions(settings, found) == []

@@ -16,7 +16,7 @@ from aiokafka.protocol.metadata import MetadataRequest
 
 from tests.kit.kafka import KafkaHarness
 from txbroker.kafka.client.client import Client, Unanswered
-from txbroker.kafka.client.connection import LoggedInConnection, open_connection
+from txbroker.kafka.client.connection import Connection, open_connection
 from txbroker.kafka.protocol.packed import EndTxnResponse, EndTxnV0
 
 Asked = tuple[int, int]
@@ -62,7 +62,7 @@ def over(number: int, code: int = 0) -> bytes:
 
 
 @asynccontextmanager
-async def connected(timeout_s: float = 60.0) -> AsyncIterator[tuple[Broker, LoggedInConnection]]:
+async def connected(timeout_s: float = 60.0) -> AsyncIterator[tuple[Broker, Connection]]:
     broker = Broker()
     server = await asyncio.start_server(broker.serve, "127.0.0.1", 0)
     port = server.sockets[0].getsockname()[1]
@@ -140,7 +140,7 @@ async def test_answers_are_split_from_any_chunks() -> None:
     await _on_both_loops(in_pieces)
 
 
-async def connection_turn(connection: LoggedInConnection) -> None:
+async def connection_turn(connection: Connection) -> None:
     """Wait until something of an answer has arrived."""
     assert connection._writer is not None
     frames = connection._writer.transport.get_protocol()
@@ -148,7 +148,7 @@ async def connection_turn(connection: LoggedInConnection) -> None:
         await asyncio.sleep(0.001)
 
 
-def futures(connection: LoggedInConnection) -> list[asyncio.Future[Any]]:
+def futures(connection: Connection) -> list[asyncio.Future[Any]]:
     return [answer for _, _, answer in connection._requests]
 
 
@@ -265,11 +265,11 @@ async def test_cancel_during_failure_leaves_no_unretrieved_error(late: bool) -> 
 async def test_cause_of_broken_connection_is_named() -> None:
     async with connected() as (broker, connection):
 
-        async def opened(*_: Any, **__: Any) -> LoggedInConnection:
+        async def opened(*_: Any, **__: Any) -> Connection:
             return connection
 
         client = Client(KafkaHarness("127.0.0.1:1").settings(), opened)
-        client._brokers = {1: ("127.0.0.1", 1)}
+        client.brokers = {1: ("127.0.0.1", 1)}
         ask = asyncio.create_task(client.ask(1, REQUEST, "test"))
         broker.writer.write(over(await broker.number() + 1))
         with pytest.raises(Unanswered, match="the answer is to"):

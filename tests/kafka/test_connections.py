@@ -31,7 +31,7 @@ async def test_waiters_fail_with_failed_connection_attempt() -> None:
         raise TimeoutError
 
     client = Client(KafkaHarness("127.0.0.1:1").settings(), open_connection)
-    client._brokers = {1: ("127.0.0.1", 1)}
+    client.brokers = {1: ("127.0.0.1", 1)}
     request = MetadataRequest([], allow_auto_topic_creation=False)
     asks = [asyncio.create_task(client.ask(1, request, "metadata")) for _ in range(50)]
     while not attempts:
@@ -76,7 +76,7 @@ async def test_unresponsive_brokers_are_asked_last() -> None:
         return Broker(port)
 
     client = Client(KafkaHarness("127.0.0.1:1").settings(), open_connection)
-    client._brokers = {node: (f"broker-{node}", node) for node in (1, 2, 3)}
+    client.brokers = {node: (f"broker-{node}", node) for node in (1, 2, 3)}
     request = MetadataRequest([], allow_auto_topic_creation=False)
     with pytest.raises(KafkaUnavailable):
         await client.ask_any(request, "test")
@@ -110,7 +110,7 @@ async def test_metadata_requests_create_no_topic(monkeypatch: pytest.MonkeyPatch
         raise OSError
 
     client = Client(KafkaHarness("127.0.0.1:1").settings(), open_connection)
-    client._brokers = {1: ("127.0.0.1", 1)}
+    client.brokers = {1: ("127.0.0.1", 1)}
     monkeypatch.setattr(client, "ask", ask)
     for question in (
         client.refresh(["mistyped"]),

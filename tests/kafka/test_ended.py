@@ -84,7 +84,7 @@ class Leaders:
         """Return a broker."""
         return self.leaders[topic, partition]
 
-    async def transaction_coordinator(self, id: str) -> int:
+    async def coordinator(self, kind: int, id: str) -> int:
         """Return a broker."""
         return 1
 
@@ -406,7 +406,7 @@ async def test_writes_of_earlier_producer_id_do_not_block(
 ) -> None:
     unseen.add({T: 8})
     leaders.open[T] = {OURS: 7}
-    ended._producers[1].id = OURS + 5  # type: ignore[misc]
+    ended._producers[1].id = OURS + 5
     await unseen.wait_until_ended([T], Backoff(0.0, 0.01))
     assert leaders.asked == []
 

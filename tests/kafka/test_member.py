@@ -293,10 +293,10 @@ async def test_leave_is_bounded_with_unresponsive_broker(
     door = await joined(world, "a", FIRST_URL, heard)
     await heard.until_owned(4)
 
-    async def silent(_client: Client, _group: str) -> int:
+    async def silent(_client: Client, _kind: int, _group: str) -> int:
         return await asyncio.Event().wait()
 
-    monkeypatch.setattr(Client, "group_coordinator", silent)
+    monkeypatch.setattr(Client, "coordinator", silent)
     monkeypatch.setattr(member, "_LEAVE_MAX_S", 0.2)
     async with asyncio.timeout(5.0):
         await door.membership.leave()

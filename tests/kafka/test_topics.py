@@ -8,9 +8,9 @@ import pytest
 from tests.kit.kafka import KafkaHarness
 from txbroker.door.own_topics import Layout
 from txbroker.errors import ConfigurationError
+from txbroker.kafka.client.admin import TopicSpec
 from txbroker.kafka.client.settings import KafkaSettings
 from txbroker.kafka.door.topics import (
-    FoundTopic,
     contradictions,
     op_retention_ms,
     plan,
@@ -27,15 +27,15 @@ CHECKPOINT, PARKED, GROUPS = (
 )
 
 
-def as_wanted(brokers: int = 3) -> dict[str, FoundTopic]:
+def as_wanted(brokers: int = 3) -> dict[str, TopicSpec]:
     """Topics as they should be."""
     return {
-        topic.name: FoundTopic(topic.name, topic.partitions, topic.replication, topic.configs)
+        topic.name: TopicSpec(topic.name, topic.partitions, topic.replication, topic.configs)
         for topic in wanted_topics(SETTINGS, brokers, None)
     }
 
 
-def changed(topic: str, **configs: str) -> dict[str, FoundTopic]:
+def changed(topic: str, **configs: str) -> dict[str, TopicSpec]:
     """The same with settings of one topic changed (`_` for `.`)."""
     found = as_wanted()
     new = {name.replace("_", "."): value for name, value in configs.items()}

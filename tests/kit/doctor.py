@@ -14,9 +14,10 @@ from txbroker.cli.doctor.runner import DoctorReport, examine
 from txbroker.cli.doctor.subject import Subject, Thresholds
 from txbroker.config.settings import Settings
 from txbroker.contract.service import GroupOverview, Overview, PartitionOverview, ProxyOverview
+from txbroker.kafka.client.admin import TopicSpec
 from txbroker.kafka.client.settings import KafkaSettings
 from txbroker.kafka.door.repair import Found
-from txbroker.kafka.door.topics import FoundTopic, Plan, contradictions, plan, wanted_topics
+from txbroker.kafka.door.topics import Plan, contradictions, plan, wanted_topics
 from txbroker.kafka.tools.examination import (
     BrokerFacts,
     Cluster,
@@ -60,7 +61,7 @@ class FakeKafka:
         self.nodes = [BrokerFacts(n, f"kafka-{n}:9092", 17) for n in (1, 2, 3)]
         wanted = wanted_topics(self.settings, 3, None)
         self.topics = {
-            topic.name: FoundTopic(topic.name, topic.partitions, 3, dict(topic.configs))
+            topic.name: TopicSpec(topic.name, topic.partitions, 3, dict(topic.configs))
             for topic in wanted
         }
         self.seen = {
@@ -99,15 +100,15 @@ class FakeKafka:
         self._fail()
         return self.group_code
 
-    async def found(self) -> dict[str, FoundTopic]:
+    async def found(self) -> dict[str, TopicSpec]:
         self._fail()
         return self.topics
 
-    async def contradictions(self, found: Mapping[str, FoundTopic]) -> list[str]:
+    async def contradictions(self, found: Mapping[str, TopicSpec]) -> list[str]:
         self._fail()
         return contradictions(self.settings, found)
 
-    async def plan(self, found: Mapping[str, FoundTopic]) -> Plan:
+    async def plan(self, found: Mapping[str, TopicSpec]) -> Plan:
         self._fail()
         half = found.get(self.settings.half_topic)
         return plan(wanted_topics(self.settings, len(self.nodes), half), found)

@@ -92,7 +92,7 @@ class Started(Producer):
 
     def __init__(self, steps: list[str], side: str) -> None:
         self._steps, self._side = steps, side
-        self._producer_id = PRODUCER_ID
+        self.id = PRODUCER_ID
 
     async def start(self, backoff: Backoff) -> None:
         self._steps.append(f"start {self._side}")

@@ -62,7 +62,10 @@ def test_transactional_ids_name_installation_and_time_out() -> None:
     client = Client(settings)
     shared = SharedWrites(client)
     door = KafkaPartitionDoor(client, 7, lambda _: 1000, lambda _: None, shared, StableEnds(client))
-    assert [door._producer(side)._id for side in "ab"] == ["shop.half-7-a", "shop.half-7-b"]
+    assert [door._producer(side)._transactional_id for side in "ab"] == [
+        "shop.half-7-a",
+        "shop.half-7-b",
+    ]
     assert settings.transaction_timeout_s == 15.0
     assert settings.request_timeout_s <= 5.0
 

@@ -84,11 +84,7 @@ class DataDir:
 
     @property
     def cluster_id(self) -> str:
-        """The cluster id of the folder.
-
-        Raises:
-            DataDirError: the id cannot be read.
-        """
+        """The cluster id of the folder."""
         text = (self.path / self.LOGS / "meta.properties").read_text(encoding="latin-1")
         match = re.search(r"^cluster\.id=(.+)$", text, re.MULTILINE)
         if match is None:

@@ -59,11 +59,7 @@ def versions() -> list[str]:
 
 
 def read_lock(version: str) -> list[Jar]:
-    """Return the jars of a Kafka version.
-
-    Raises:
-        UnknownVersionError: there is no lock file for it.
-    """
+    """Return the jars of a Kafka version."""
     if version not in versions():
         raise UnknownVersionError(
             f"Kafka {version} cannot be embedded: choose one of {', '.join(versions())}, or create "
@@ -73,11 +69,7 @@ def read_lock(version: str) -> list[Jar]:
 
 
 def read_lock_file(path: Path) -> list[Jar]:
-    """Return the jars of a lock file.
-
-    Raises:
-        EmbeddedKafkaError: the file is malformed.
-    """
+    """Return the jars of a lock file."""
     lines = path.read_text(encoding="ascii").splitlines()
     return [_parse(line) for line in lines if line and not line.startswith("#")]
 
@@ -92,11 +84,7 @@ def _parse(line: str) -> Jar:
 
 
 def resolve(version: str) -> list[Jar]:
-    """Return the jars that a Kafka version needs, according to Maven.
-
-    Raises:
-        EmbeddedKafkaError: Maven is missing or fails.
-    """
+    """Return the jars that a Kafka version needs, according to Maven."""
     return resolve_pom(_POM.format(version=version))
 
 

@@ -6,7 +6,7 @@ Read and Write imply Describe. Since Kafka 3.0 idempotent writes need no right o
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from enum import StrEnum
 
 from msgspec import Struct
@@ -61,17 +61,63 @@ def rights_needed(
     """Return all rights that txbroker needs.
 
     Args:
-        settings: name the topics.
         targets: the target topics; `orders.*` is a prefix.
         create_targets: whether proxies create missing targets.
     """
     named = [_pattern(target) for target in targets]
-    return [
-        *_proxy(settings, named, create_targets),
-        *_apply(settings),
-        *_doctor(settings),
-        *_audit(settings, named),
+    topic, group, transactional_id = Resource
+    half, op = settings.half_topic, settings.op_topic
+    parked, drift = settings.parked_topic, settings.drift_topic
+    whys = {
+        half: "half messages",
+        op: "markers",
+        settings.checkpoint_topic: "checkpoints and snapshots",
+        parked: "parked transactions",
+        settings.groups_topic: "producer groups",
+    }
+    read_all, write_all = (READ, DESCRIBE_CONFIGS), (READ, WRITE, DESCRIBE_CONFIGS)
+    change = (CREATE, DESCRIBE, DESCRIBE_CONFIGS, ALTER_CONFIGS)
+    # Read only to see whether a transaction of an earlier claim is still open.
+    promote = (*write_all, CREATE) if create_targets else write_all
+    rows: list[tuple[Role, Resource, str, bool, tuple[str, ...], str]] = [
+        *((Role.PROXY, topic, name, False, write_all, why) for name, why in whys.items()),
+        (
+            Role.PROXY,
+            topic,
+            settings.audit_topic,
+            False,
+            (READ,),
+            "audit results, for metrics and console",
+        ),
+        (Role.PROXY, group, settings.group_id, False, (READ,), "partition assignment"),
+        (Role.PROXY, transactional_id, f"{half}-", True, (WRITE,), "promotion"),
+        *((Role.PROXY, topic, *name, promote, "promotion") for name in named),
+        *(
+            (Role.APPLY, topic, name, False, rights, "creating and changing it")
+            for name in settings.own_topics + settings.audit_topics
+            for rights in [(*change, READ) if name == settings.groups_topic else change]
+        ),
+        *(
+            (Role.DOCTOR, topic, name, False, read_all, "age of audits")
+            for name in settings.audit_topics
+        ),
+        *(
+            (Role.AUDIT, topic, n, False, read_all, "records to compare")
+            for n in (half, op, parked)
+        ),
+        *((Role.AUDIT, topic, *name, read_all, "records to compare") for name in named),
+        (Role.AUDIT, topic, settings.audit_topic, False, (READ, WRITE), "results"),
+        (Role.AUDIT, topic, drift, False, (WRITE,), "findings of streams"),
+        (
+            Role.AUDIT,
+            transactional_id,
+            f"{drift}-",
+            True,
+            (WRITE,),
+            "writing findings exactly once",
+        ),
     ]
+    return [Right(*row) for row in rows]
 
 
 def kafka_acls_command(right: Right, principal: str, servers: str) -> str:
@@ -90,84 +136,3 @@ def _pattern(target: str) -> tuple[str, bool]:
     # `*` alone is Kafka's wildcard, no prefix.
     prefixed = target.endswith("*") and target != "*"
     return (target.removesuffix("*") if prefixed else target, prefixed)
-
-
-def _topic(role: Role, name: str, operations: Sequence[str], why: str) -> Right:
-    return Right(role, Resource.TOPIC, name, False, tuple(operations), why)
-
-
-def _on_targets(
-    role: Role, targets: Iterable[tuple[str, bool]], operations: Sequence[str], why: str
-) -> list[Right]:
-    return [
-        Right(role, Resource.TOPIC, name, prefixed, tuple(operations), why)
-        for name, prefixed in targets
-    ]
-
-
-def _proxy(
-    settings: KafkaSettings, targets: list[tuple[str, bool]], create_targets: bool
-) -> list[Right]:
-    role = Role.PROXY
-    whys = (
-        (settings.half_topic, "half messages"),
-        (settings.op_topic, "markers"),
-        (settings.checkpoint_topic, "checkpoints and snapshots"),
-        (settings.parked_topic, "parked transactions"),
-        (settings.groups_topic, "producer groups"),
-    )
-    own = [_topic(role, name, (READ, WRITE, DESCRIBE_CONFIGS), why) for name, why in whys]
-    # Read only to see whether a transaction of an earlier claim is still open.
-    on_targets = (READ, WRITE, DESCRIBE_CONFIGS, *((CREATE,) if create_targets else ()))
-    return [
-        *own,
-        _topic(role, settings.audit_topic, (READ,), "audit results, for metrics and console"),
-        Right(role, Resource.GROUP, settings.group_id, False, (READ,), "partition assignment"),
-        Right(
-            role, Resource.TRANSACTIONAL_ID, f"{settings.half_topic}-", True, (WRITE,), "promotion"
-        ),
-        *_on_targets(role, targets, on_targets, "promotion"),
-    ]
-
-
-def _apply(settings: KafkaSettings) -> list[Right]:
-    operations = (CREATE, DESCRIBE, DESCRIBE_CONFIGS, ALTER_CONFIGS)
-    names = settings.own_topics + settings.audit_topics
-    return [
-        _topic(
-            Role.APPLY,
-            name,
-            (*operations, READ) if name == settings.groups_topic else operations,
-            "creating and changing it",
-        )
-        for name in names
-    ]
-
-
-def _doctor(settings: KafkaSettings) -> list[Right]:
-    return [
-        _topic(Role.DOCTOR, name, (READ, DESCRIBE_CONFIGS), "age of audits")
-        for name in settings.audit_topics
-    ]
-
-
-def _audit(settings: KafkaSettings, targets: list[tuple[str, bool]]) -> list[Right]:
-    role = Role.AUDIT
-    reads = (READ, DESCRIBE_CONFIGS)
-    return [
-        *(
-            _topic(role, name, reads, "records to compare")
-            for name in (settings.half_topic, settings.op_topic, settings.parked_topic)
-        ),
-        *_on_targets(role, targets, reads, "records to compare"),
-        _topic(role, settings.audit_topic, (READ, WRITE), "results"),
-        _topic(role, settings.drift_topic, (WRITE,), "findings of streams"),
-        Right(
-            role,
-            Resource.TRANSACTIONAL_ID,
-            f"{settings.drift_topic}-",
-            True,
-            (WRITE,),
-            "writing findings exactly once",
-        ),
-    ]

@@ -20,8 +20,12 @@ _TOPIC = 2
 _CREATE_TIMEOUT_S = 10.0
 
 
-class NewTopic(Struct, frozen=True):
-    """A topic to create; `partitions` or `replication` -1 is the cluster's default."""
+class TopicSpec(Struct, frozen=True):
+    """A topic, required or existing.
+
+    To create, `partitions` or `replication` -1 is the cluster's default. Of an existing topic
+    `configs` is empty if they may not be read.
+    """
 
     name: str
     partitions: int
@@ -57,7 +61,7 @@ class Admin:
         answer = await self._client.ask_any(metadata(names), _CHANNEL)
         return {topic[1]: topic[2] for topic in answer.topics if topic[0] == Code.NONE}
 
-    async def create(self, topics: Sequence[NewTopic]) -> None:
+    async def create(self, topics: Sequence[TopicSpec]) -> None:
         """Create topics that do not exist yet, and wait until their partitions have leaders.
 
         Raises:

@@ -9,8 +9,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
-from typing import Any, Protocol, Self
+from collections.abc import Awaitable, Callable, Iterable, Iterator
+from typing import Any, Self
 
 from aiokafka.conn import CloseReason
 from aiokafka.errors import IncompatibleBrokerVersion, KafkaError
@@ -20,31 +20,21 @@ from aiokafka.protocol.metadata import MetadataRequest
 from msgspec import Struct
 
 from txbroker.errors import ConfigurationError, KafkaUnavailable
-from txbroker.kafka.client.connection import is_refusal, open_connection, why_not
+from txbroker.kafka.client.connection import (
+    Connection,
+    is_refusal,
+    open_connection,
+    why_not,
+)
 from txbroker.kafka.client.settings import KafkaSettings
 from txbroker.kafka.protocol.codes import COORDINATOR_MOVED, RETRIABLE, Code, describe
 from txbroker.kafka.protocol.packed import PackedRequest
 
 _IDLE_MS = 9 * 60 * 1000  # a minute less than the brokers' default: we close first
-_GROUP, _TRANSACTION = 0, 1
+GROUP, TRANSACTION = 0, 1
+"""Kinds of coordinators."""
 _LOST = (OSError, KafkaError, TimeoutError)
 """Errors of a connection that mean that no answer will come."""
-
-
-class Connection(Protocol):
-    """An open connection to a broker."""
-
-    def connected(self) -> bool:
-        """Return whether it takes requests."""
-        ...
-
-    def send(self, request: Request[Any] | PackedRequest, answer: Any = None) -> Awaitable[Any]:
-        """Send a request; the awaitable, or `answer` instead, gets the answer as a future does."""
-        ...
-
-    def close(self, reason: CloseReason | None = None) -> Awaitable[None]:
-        """Close it; the awaitable ends once the socket is closed."""
-        ...
 
 
 Opener = Callable[..., Awaitable[Connection]]
@@ -100,8 +90,10 @@ class Client:
         self._login = settings.login()
         self._arguments: dict[str, Any] = {}
         self._open = opener
-        self._brokers: dict[int, tuple[str, int]] = {}
-        self._controller = -1
+        self.brokers: dict[int, tuple[str, int]] = {}
+        """Host and port of each broker in the last metadata."""
+        self.controller = -1
+        """The controller in the last metadata, which creates topics."""
         self._connections: dict[tuple[int, str], Connection] = {}
         self._locks: dict[tuple[int, str], asyncio.Lock] = {}
         self._failed: dict[tuple[int, str], tuple[float, str]] = {}
@@ -126,9 +118,6 @@ class Client:
         """Send a request to broker `node` and return its answer.
 
         Args:
-            node: the broker.
-            request: to send.
-            channel: the connection to use.
             timeout_s: seconds until it counts as unanswered. The channel's first request sets it.
 
         Raises:
@@ -156,9 +145,6 @@ class Client:
         """Send a request at once, over a channel that is open (`connect`).
 
         Args:
-            node: the broker.
-            request: to send.
-            channel: the connection to use.
             on_answer: called in the event loop's iteration in which the answer arrives.
             on_error: called with `Unanswered`.
 
@@ -194,22 +180,27 @@ class Client:
         self, request: Request[Any] | PackedRequest, channel: str, timeout_s: float | None = None
     ) -> Any:
         """Send a request to one broker after another until one answers; see `ask`."""
-        if not self._brokers:
+        if not self.brokers:
             await self.refresh(())
+        try:
+            return await self._ask_in_turn(request, channel, timeout_s)
+        except (NotSent, Unanswered):
+            # Brokers may have new addresses; refresh falls back to the bootstrap servers.
+            await self.refresh(())
+            raise
+
+    async def _ask_in_turn(
+        self, request: Request[Any] | PackedRequest, channel: str, timeout_s: float | None = None
+    ) -> Any:
+        """Ask one broker after another: in random order, unresponsive ones last, because each costs
+        a full request timeout."""
         last: KafkaUnavailable = NotSent("no broker is known")
-        for node in self._any_order():
+        for node in sorted(self.brokers, key=lambda n: (n in self._unresponsive, random.random())):
             try:
                 return await self.ask(node, request, channel, timeout_s)
             except (NotSent, Unanswered) as error:
                 last = error
-        # Brokers may have new addresses; refresh falls back to the bootstrap servers.
-        await self.refresh(())
         raise last
-
-    def _any_order(self) -> list[int]:
-        """Return the brokers in random order, unresponsive ones last: each costs a full request
-        timeout."""
-        return sorted(self._brokers, key=lambda node: (node in self._unresponsive, random.random()))
 
     def connected(self, node: int, channel: str) -> bool:
         """Return whether a channel to broker `node` is open."""
@@ -245,10 +236,10 @@ class Client:
             return connection
 
     async def _connect_to(self, node: int, timeout_s: float | None) -> Connection:
-        address = self._brokers.get(node)
+        address = self.brokers.get(node)
         if address is None:
             await self.refresh(())
-            address = self._brokers.get(node)
+            address = self.brokers.get(node)
         if address is None:
             raise NotSent(f"broker {node} is not in the metadata")
         connection = await self._connect(*address, timeout_s)
@@ -313,8 +304,8 @@ class Client:
         """Return metadata of topics, creating none, and cache the partitions' leaders."""
         names = list(topics)
         answer = await self._ask_metadata(MetadataRequest(names, allow_auto_topic_creation=False))
-        self._brokers = {node: (host, port) for node, host, port, *_ in answer.brokers}
-        self._controller = answer.controller_id
+        self.brokers = {node: (host, port) for node, host, port, *_ in answer.brokers}
+        self.controller = answer.controller_id
         topics_found = {}
         for error, topic, _internal, partitions in answer.topics:
             facts = TopicFacts(
@@ -330,12 +321,10 @@ class Client:
         return topics_found
 
     async def _ask_metadata(self, request: MetadataRequest) -> Any:
-        last: KafkaUnavailable = NotSent("no bootstrap server is configured")
-        for node in self._any_order():
-            try:
-                return await self.ask(node, request, "metadata")
-            except (NotSent, Unanswered) as error:
-                last = error
+        try:
+            return await self._ask_in_turn(request, "metadata")
+        except (NotSent, Unanswered) as error:
+            last: KafkaUnavailable = error
         for server in self.settings.bootstrap_servers:
             host, _, port = server.rpartition(":")
             try:
@@ -351,21 +340,6 @@ class Client:
             finally:
                 connection.close(reason=CloseReason.SHUTDOWN)
         raise last
-
-    @property
-    def brokers(self) -> int:
-        """Number of brokers in the last metadata."""
-        return len(self._brokers)
-
-    @property
-    def addresses(self) -> Sequence[tuple[str, int]]:
-        """Host and port of each broker in the last metadata."""
-        return list(self._brokers.values())
-
-    @property
-    def controller(self) -> int:
-        """The controller in the last metadata, which creates topics."""
-        return self._controller
 
     async def leader(self, topic: str, partition: int) -> int:
         """Return the broker that leads a partition.
@@ -407,23 +381,12 @@ class Client:
 
     # --- coordinators ------------------------------------------------------------------------
 
-    async def transaction_coordinator(self, transactional_id: str) -> int:
-        """Return the broker that coordinates a transactional id.
+    async def coordinator(self, kind: int, key: str) -> int:
+        """Return the broker that coordinates a `GROUP` or the transactional id of a `TRANSACTION`.
 
         Raises:
             KafkaUnavailable: none at the moment, or not authorized.
         """
-        return await self._coordinator(_TRANSACTION, transactional_id)
-
-    async def group_coordinator(self, group_id: str) -> int:
-        """Return the broker that coordinates a consumer group.
-
-        Raises:
-            KafkaUnavailable: none at the moment, or not authorized.
-        """
-        return await self._coordinator(_GROUP, group_id)
-
-    async def _coordinator(self, kind: int, key: str) -> int:
         known = self._coordinators.get((kind, key))
         if known is not None:
             return known
@@ -431,18 +394,14 @@ class Client:
         if answer.error_code:
             raise KafkaRefused(answer.error_code)
         node: int = answer.coordinator_id
-        if node not in self._brokers:
+        if node not in self.brokers:
             await self.refresh(())
         self._coordinators[kind, key] = node
         return node
 
-    def forget_transaction_coordinator(self, transactional_id: str) -> None:
-        """Drop the coordinator from the cache."""
-        self._coordinators.pop((_TRANSACTION, transactional_id), None)
-
-    def forget_group_coordinator(self, group_id: str) -> None:
-        """Drop the coordinator from the cache."""
-        self._coordinators.pop((_GROUP, group_id), None)
+    def forget_coordinator(self, kind: int, key: str) -> None:
+        """Drop a coordinator from the cache."""
+        self._coordinators.pop((kind, key), None)
 
 
 class ClientOwner:
@@ -474,15 +433,12 @@ class _Callbacks:
         self._done = False
 
     def done(self) -> bool:
-        """Return whether a callback was called."""
         return self._done
 
     def cancelled(self) -> bool:
-        """Return False: it cannot be cancelled."""
         return False
 
     def set_result(self, result: Any) -> None:
-        """Pass the answer on."""
         self._done = True
         self._on_answer(result)
 
@@ -492,12 +448,11 @@ class _Callbacks:
         asyncio.get_running_loop().call_soon(self._on_error, exception)
 
     def exception(self) -> None:
-        """Return None: the error was passed on."""
+        """Return None, though the error was passed on: nothing is left to retrieve."""
 
 
 @contextlib.contextmanager
 def _sending(node: int) -> Iterator[None]:
-    """Translate the errors of a request that was not sent."""
     try:
         yield
     except IncompatibleBrokerVersion as error:

@@ -57,7 +57,7 @@ class _Authenticator(LibraryAuthenticator):
 class _Frames(asyncio.Protocol):
     """Splits incoming data into answers."""
 
-    def __init__(self, connection: LoggedInConnection, closed: asyncio.Future[None]) -> None:
+    def __init__(self, connection: Connection, closed: asyncio.Future[None]) -> None:
         self._connection = connection
         self._closed = closed
         self._rest = bytearray()
@@ -94,7 +94,7 @@ class _Frames(asyncio.Protocol):
         self._connection.close(reason=CloseReason.CONNECTION_BROKEN, exc=error)
 
 
-class LoggedInConnection(AIOKafkaConnection):
+class Connection(AIOKafkaConnection):
     """A connection that closes before its login expires."""
 
     _expires_at = float("inf")
@@ -127,7 +127,6 @@ class LoggedInConnection(AIOKafkaConnection):
         """Send a request; return an awaitable of its answer, which may raise TimeoutError.
 
         Args:
-            request: to send.
             answer: receives the answer instead of a new future.
 
         Raises:
@@ -162,11 +161,7 @@ class LoggedInConnection(AIOKafkaConnection):
         return awaitable
 
     def take(self, frame: bytes) -> None:
-        """Pass an answer to the oldest request: brokers answer in order.
-
-        Raises:
-            Exception: it does not decode, or no request is in flight.
-        """
+        """Pass an answer to the oldest request: brokers answer in order."""
         number, (asked, timer), answer = self._requests[0]
         (answered,) = _SIZE.unpack_from(frame)
         if answered != number:
@@ -221,14 +216,13 @@ class LoggedInConnection(AIOKafkaConnection):
 
 
 def _mark_retrieved(answer: asyncio.Future[Any]) -> None:
-    """Mark an error as retrieved, for a caller that was cancelled."""
     if answer.done() and not answer.cancelled():
         answer.exception()
 
 
-async def open_connection(host: str, port: int, **arguments: Any) -> LoggedInConnection:
+async def open_connection(host: str, port: int, **arguments: Any) -> Connection:
     """Open a connection and log in."""
-    connection = LoggedInConnection(host, port, **arguments)  # type: ignore[no-untyped-call]
+    connection = Connection(host, port, **arguments)  # type: ignore[no-untyped-call]
     try:
         await connection.connect()  # type: ignore[no-untyped-call]
     except ssl.SSLError:
@@ -252,13 +246,7 @@ def _token_refused(payload: bytes) -> str:
 
 
 def why_not(error: BaseException, host: str, arguments: dict[str, Any]) -> str:
-    """Return why a connection failed, as the end of a sentence. Never contains a secret.
-
-    Args:
-        error: of the connection.
-        host: of the broker.
-        arguments: of the connection, about TLS and login.
-    """
+    """Return why a connection failed, as the end of a sentence. Never contains a secret."""
     for cause in _causes(error):
         if reason := _about(cause, host, arguments):
             return f": {reason}"
@@ -303,7 +291,6 @@ def _about(error: BaseException, host: str, arguments: dict[str, Any]) -> str:
 
 
 def _closed(error: BaseException) -> bool:
-    """Return whether the broker closed the connection, without a TLS error."""
     if not isinstance(error, KafkaConnectionError) or "closed" not in str(error):
         return False
     return not any(isinstance(cause, ssl.SSLError) for cause in _causes(error))

@@ -13,7 +13,7 @@ from aiokafka.protocol.group import JoinGroupRequest, SyncGroupRequest
 from txbroker.core.routing import UNKNOWN_OWNER, OwnedPartitions
 from txbroker.door.protocols import Assignment
 from txbroker.errors import KafkaUnavailable
-from txbroker.kafka.client.client import Client, KafkaRefused, coordinator_moved
+from txbroker.kafka.client.client import GROUP, Client, KafkaRefused, coordinator_moved
 from txbroker.kafka.protocol.codes import COORDINATOR_MOVED, RETRIABLE, Code, describe
 from txbroker.kafka.protocol.generation import (
     MemberMetadata,
@@ -64,13 +64,7 @@ class Joined(NamedTuple):
 
 
 class Member:
-    """A static member of the proxies' group, which keeps its partitions over a restart.
-
-    Args:
-        client: the connections.
-        partitions: number of half partitions to assign.
-        me: this member's metadata.
-    """
+    """A static member of the proxies' group, which keeps its partitions over a restart."""
 
     def __init__(self, client: Client, partitions: int, me: SelfMetadata) -> None:
         settings = client.settings
@@ -182,21 +176,21 @@ class Member:
     async def heartbeat(self, generation: int, channel: str) -> int:
         """Send a heartbeat; return the coordinator's error code."""
         request = HeartbeatV3(self._group, generation, self._member_id, self._instance)
-        node = await self._client.group_coordinator(self._group)
+        node = await self._client.coordinator(GROUP, self._group)
         try:
             answer = await self._client.ask(node, request, channel)
         except KafkaUnavailable:
-            self._client.forget_group_coordinator(self._group)
+            self._client.forget_coordinator(GROUP, self._group)
             raise
         if answer.error_code in RETRIABLE:
             if answer.error_code in COORDINATOR_MOVED:
-                self._client.forget_group_coordinator(self._group)
+                self._client.forget_coordinator(GROUP, self._group)
             raise KafkaRefused(answer.error_code)
         return int(answer.error_code)
 
     async def holder(self) -> Holder | None:
         """Return the process that uses our instance id now; None if unknown."""
-        node = await self._client.group_coordinator(self._group)
+        node = await self._client.coordinator(GROUP, self._group)
         answer = await self._client.ask(
             node, DescribeGroupsV4([self._group], False), _DESCRIBE_CHANNEL
         )
@@ -223,11 +217,11 @@ class Member:
         backoff = Backoff(_LEAVE_TIMEOUT_S, self._client.settings.retry_backoff_s)
         while True:
             with contextlib.suppress(KafkaUnavailable):
-                node = await self._client.group_coordinator(self._group)
+                node = await self._client.coordinator(GROUP, self._group)
                 answer = await self._client.ask(node, request, _LEAVE_CHANNEL)
                 if answer.error_code not in RETRIABLE:
                     return
-            self._client.forget_group_coordinator(self._group)
+            self._client.forget_coordinator(GROUP, self._group)
             if not await backoff.pause():
                 return
 
@@ -238,7 +232,7 @@ class Member:
 
     async def _ask(self, request: Request[Any]) -> Any:
         try:
-            node = await self._client.group_coordinator(self._group)
+            node = await self._client.coordinator(GROUP, self._group)
             answer = await self._client.ask(node, request, _JOIN_CHANNEL, self._join_timeout_s)
             if answer.error_code != Code.NONE:
                 raise KafkaRefused(
@@ -246,7 +240,7 @@ class Member:
                 )
         except KafkaUnavailable as error:
             if coordinator_moved(error):
-                self._client.forget_group_coordinator(self._group)
+                self._client.forget_coordinator(GROUP, self._group)
             raise
         return answer
 

@@ -13,6 +13,7 @@ from aiokafka.protocol.transaction import AddPartitionsToTxnRequest
 
 from txbroker.errors import KafkaUnavailable, TxbrokerError
 from txbroker.kafka.client.client import (
+    TRANSACTION,
     Client,
     KafkaRefused,
     NotSent,
@@ -92,8 +93,6 @@ class Producer:
     Takes one call at a time.
 
     Args:
-        client: the connections.
-        channel: name of the producer's connections.
         transactional_id: None for a producer without transactions.
         shared: combines its writes with those of other producers, outside of transactions.
     """
@@ -109,32 +108,19 @@ class Producer:
         self._settings = client.settings
         self._channel = channel
         # Any, because the library's types lack the null that Kafka takes.
-        self._id: Any = transactional_id
+        self._transactional_id: Any = transactional_id
         self._shared = shared if transactional_id is None else None
         self._protocol = TXN_V1
-        self._producer_id = -1
-        self._epoch = -1
+        self.id = -1
+        """The producer id, -1 before `start`."""
+        self.epoch = -1
+        """The epoch of the open or next transaction, -1 before `start`."""
         self._sequences: dict[Partition, int] = {}
         self._added: set[Partition] = set()
         self._ended_s = float("-inf")
         self._visible_s = float("-inf")
         self.vouching_leader: dict[Partition, int] = {}
         """The broker that vouched for a partition: only it may receive the next batch."""
-
-    @property
-    def started(self) -> bool:
-        """Whether it has a producer id."""
-        return self._producer_id >= 0
-
-    @property
-    def id(self) -> int:
-        """The producer id, -1 before `start`."""
-        return self._producer_id
-
-    @property
-    def epoch(self) -> int:
-        """The epoch of the open or next transaction, -1 before `start`."""
-        return self._epoch
 
     @property
     def protocol(self) -> int:
@@ -158,7 +144,9 @@ class Producer:
             try:
                 if current == NO_PRODUCER:
                     await self._negotiate()
-                request = self._protocol.init_producer_id(self._id, timeout_ms, current)
+                request = self._protocol.init_producer_id(
+                    self._transactional_id, timeout_ms, current
+                )
                 answer = await self._ask_coordinator(request)
             except KafkaUnavailable as error:
                 # A retry is safe even if unanswered: it only raises the epoch once more.
@@ -176,8 +164,7 @@ class Producer:
                 )
 
     async def _negotiate(self) -> None:
-        """Negotiate the version of the transaction protocol."""
-        if self._id is None or self._settings.transactions == TXN_V1.number:
+        if self._transactional_id is None or self._settings.transactions == TXN_V1.number:
             return
         try:
             answer = await self._ask_coordinator(api_versions())
@@ -190,18 +177,18 @@ class Producer:
 
     async def _ask_coordinator(self, request: Any) -> Any:
         """Ask the transaction coordinator, or any broker without a transactional id."""
-        if self._id is None:
+        if self._transactional_id is None:
             return await self._client.ask_any(request, self._channel)
         try:
-            node = await self._client.transaction_coordinator(self._id)
+            node = await self._client.coordinator(TRANSACTION, self._transactional_id)
             answer = await self._client.ask(node, request, f"{self._channel}/coordinator")
         except KafkaUnavailable as error:
             if coordinator_moved(error):
-                self._client.forget_transaction_coordinator(self._id)
+                self._client.forget_coordinator(TRANSACTION, self._transactional_id)
             raise
         code = getattr(answer, "error_code", None)
         if code in (Code.COORDINATOR_NOT_AVAILABLE, Code.NOT_COORDINATOR):
-            self._client.forget_transaction_coordinator(self._id)
+            self._client.forget_coordinator(TRANSACTION, self._transactional_id)
         return answer
 
     # --- produce -----------------------------------------------------------------------------
@@ -233,7 +220,7 @@ class Producer:
                     self.vouching_leader.pop(partition, None)
                     continue
                 reason = message or describe(code)
-                if code in FENCED and self._id is not None:
+                if code in FENCED and self._transactional_id is not None:
                     raise ProducerFenced
                 if code == Code.UNKNOWN:
                     maybe_stored.add(partition)
@@ -246,7 +233,9 @@ class Producer:
                     if partition in maybe_stored:
                         raise BatchUnknown(partition, f"{partition[0]}-{partition[1]}: {reason}")
                     raise BatchRefused(partition, code, message)
-                elif code in _MAYBE_STORED or (self._id is None and code in LEADER_MOVED):
+                elif code in _MAYBE_STORED or (
+                    self._transactional_id is None and code in LEADER_MOVED
+                ):
                     # Not in a transaction: it is aborted, whatever a deposed leader stored.
                     maybe_stored.add(partition)
             if waiting and not await backoff.pause():
@@ -259,10 +248,10 @@ class Producer:
         self._sequences[partition] = (sequence + body.count) & _SEQUENCE_MASK
         return encode_batch(
             body,
-            producer_id=self._producer_id,
-            epoch=self._epoch,
+            producer_id=self.id,
+            epoch=self.epoch,
             sequence=sequence,
-            transactional=self._id is not None,
+            transactional=self._transactional_id is not None,
         )
 
     async def _send(self, batches: Mapping[Partition, bytes]) -> list[_Result]:
@@ -322,7 +311,7 @@ class Producer:
         for (topic, number), batch in batches.items():
             topics.setdefault(topic, []).append((number, batch))
         timeout_ms = round(self._settings.request_timeout_s * 1000)
-        request = self._protocol.produce(self._id, timeout_ms, list(topics.items()))
+        request = self._protocol.produce(self._transactional_id, timeout_ms, list(topics.items()))
         return self._protocol.parse_produce_response(
             await self._client.ask(leader, request, self._channel)
         )
@@ -347,8 +336,8 @@ class Producer:
         # Checked first: an abort writes markers to the true leader, whatever was produced where.
         for partition in [p for p in partitions if p in self.vouching_leader]:
             self._check_vouching_leader(partition, await self._client.leader(*partition))
-        while self._epoch >= self._protocol.epoch_limit:
-            await self._init_producer_id(backoff, (self._producer_id, self._epoch))
+        while self.epoch >= self._protocol.epoch_limit:
+            await self._init_producer_id(backoff, (self.id, self.epoch))
         if (
             not self._protocol.explicit_add_partitions
             and self._previous_completed
@@ -362,7 +351,7 @@ class Producer:
         if not topics:
             return
         request = AddPartitionsToTxnRequest(
-            self._id, self._producer_id, self._epoch, list(topics.items())
+            self._transactional_id, self.id, self.epoch, list(topics.items())
         )
         creation_deadline_s = backoff.left_s - _TOPIC_CREATION_S
         while True:
@@ -413,8 +402,11 @@ class Producer:
         worst: tuple[int, Partition] = (Code.NONE, first)
         for topic, partitions in answer.errors:
             for number, code in partitions:
-                if code in (Code.COORDINATOR_NOT_AVAILABLE, Code.NOT_COORDINATOR) and self._id:
-                    self._client.forget_transaction_coordinator(self._id)
+                if (
+                    code in (Code.COORDINATOR_NOT_AVAILABLE, Code.NOT_COORDINATOR)
+                    and self._transactional_id
+                ):
+                    self._client.forget_coordinator(TRANSACTION, self._transactional_id)
                 if code not in (Code.NONE, Code.OPERATION_NOT_ATTEMPTED):
                     worst = (code, (topic, number))
         return worst
@@ -432,7 +424,7 @@ class Producer:
             KafkaUnavailable: the transaction is still open, or unknown to the coordinator; this
                 producer must not be used again.
         """
-        request = self._protocol.end_txn(self._id, self._producer_id, self._epoch, commit=commit)
+        request = self._protocol.end_txn(self._transactional_id, self.id, self.epoch, commit=commit)
         while True:
             try:
                 answer = await self._ask_coordinator(request)
@@ -457,7 +449,7 @@ class Producer:
     def _adopt(self, identity: ProducerIdentity | None) -> None:
         """Use a new producer id or epoch, which begins new sequences."""
         if identity is not None:
-            self._producer_id, self._epoch = identity
+            self.id, self.epoch = identity
             self._sequences.clear()
 
 

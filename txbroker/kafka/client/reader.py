@@ -39,9 +39,6 @@ class Reader:
     """Reads one partition over a dedicated channel.
 
     Args:
-        client: the connections.
-        topic, partition: to read.
-        channel: name of the connection.
         append_time, producers, decode: see `Fetched`.
     """
 
@@ -326,9 +323,6 @@ class Picker:
 
     Kafka returns whole batches, beginning with the one that holds the offset, and at least one
     whatever the limit. So an offset far from the others costs one batch.
-
-    Args:
-        make_reader: returns a reader with a channel of the given name.
     """
 
     def __init__(self, make_reader: Callable[[str], Reader]) -> None:

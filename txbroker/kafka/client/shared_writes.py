@@ -20,7 +20,7 @@ from msgspec import Struct
 from txbroker.errors import TxbrokerError
 from txbroker.kafka.client.client import Client, NotSent, Unanswered
 from txbroker.kafka.protocol.codes import Code
-from txbroker.kafka.protocol.packed import ProduceResponse
+from txbroker.kafka.protocol.packed import PartitionsResponse
 from txbroker.kafka.protocol.transactions import TXN_V1, Partition, PartitionResult
 
 AT_ONCE = 2
@@ -71,7 +71,6 @@ class SharedWrites:
     Each partition writes one batch at a time.
 
     Args:
-        client: the connections.
         at_once: requests in flight to one broker from which on batches wait.
         wait_max_s: maximum wait of a batch.
     """
@@ -94,9 +93,6 @@ class SharedWrites:
         """Write one batch and return its result. Cancelling withdraws a batch that is not sent yet.
 
         Args:
-            leader: the broker that leads the partition.
-            partition: topic and number.
-            encoded: the batch.
             own_channel: the partition's channel for writing alone.
 
         Raises:
@@ -228,11 +224,7 @@ class SharedWrites:
         self._schedule(broker)
 
     def _send(self, request: _Request) -> None:
-        """Send batches in one request; its answer resolves their futures.
-
-        Raises:
-            KafkaRefused: the broker does not support this version of the request.
-        """
+        """Send batches in one request; its answer resolves their futures."""
         batches = request.batches
         topics: dict[str, list[tuple[int, bytes]]] = {}
         for batch in batches:
@@ -251,7 +243,7 @@ class SharedWrites:
         )
         self._in_flight.add(request)
 
-    def _take_answer(self, request: _Request, answer: ProduceResponse) -> None:
+    def _take_answer(self, request: _Request, answer: PartitionsResponse) -> None:
         try:
             results = {
                 (result.topic, result.partition): result
@@ -299,11 +291,7 @@ def _cancel_timer(broker: _Broker) -> None:
 def _result_of(
     results: Mapping[Partition, PartitionResult], partition: Partition
 ) -> PartitionResult:
-    """Return the result of a partition.
-
-    Raises:
-        Unanswered: the answer lacks it.
-    """
+    """Return the result of a partition."""
     result = results.get(partition)
     if result is None:
         raise Unanswered(f"the broker returned no result for {partition[0]}-{partition[1]}")

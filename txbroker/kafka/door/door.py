@@ -36,10 +36,6 @@ from txbroker.kafka.door.targets import KafkaTargets
 class KafkaDoor(Door):
     """A `Door` on a real Kafka. Created in a running event loop.
 
-    Args:
-        settings: of the connection and the topics.
-        opener: opens connections; tests substitute it.
-
     Raises:
         ConfigurationError: the settings contradict each other.
     """
@@ -140,7 +136,7 @@ class KafkaDoor(Door):
     async def _plan(self, names: tuple[str, ...]) -> topics.Plan:
         await self._client.refresh(())
         return await topics.make_plan(
-            self.admin, self.settings, self._client.brokers, self._read_layout, names
+            self.admin, self.settings, len(self._client.brokers), self._read_layout, names
         )
 
     async def apply(self, plan: topics.Plan) -> None:
@@ -153,7 +149,7 @@ class KafkaDoor(Door):
 
     def brokers(self) -> Sequence[tuple[str, int]]:
         """Return host and port of each broker in the last metadata; sends nothing."""
-        return self._client.addresses
+        return list(self._client.brokers.values())
 
     def partition(self, partition: int) -> PartitionDoor:
         """Return the door of one half partition. It writes nothing before `claim`."""

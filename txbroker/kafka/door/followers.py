@@ -62,11 +62,7 @@ class KafkaGroupStore(_Follower, GroupStore):
         self._changed: Callable[[str, bytes | None], None] | None = None
 
     async def load(self, changed: Callable[[str, bytes | None], None]) -> None:
-        """Read all groups, then follow the topic. Returns once the current end is reached.
-
-        Args:
-            changed: called with each group and its JSON, or None for a removed one.
-        """
+        """Read all groups, then follow the topic. Returns once the current end is reached."""
         self._changed = changed
         self._position, end = await self._bounds.start(), await self._bounds.end(confirmed=True)
         while self._position < end:

@@ -24,6 +24,7 @@ from txbroker.kafka.client.client import Client, KafkaRefused
 from txbroker.kafka.client.member import Holder, Joined, Member
 from txbroker.kafka.protocol.codes import Code, describe
 from txbroker.kafka.protocol.generation import SelfMetadata
+from txbroker.net.timers import grown_pause_s
 
 log = structlog.wrap_logger(logging.getLogger(__name__))
 
@@ -70,7 +71,7 @@ class KafkaMembership(Membership):
         self._rejoin_now = asyncio.Event()
         self._news = asyncio.Event()
         self._answered_at = 0.0
-        self._pause_s = _PAUSE_S
+        self._failures = 0
         self._task: asyncio.Task[None] | None = None
 
     def expect(self, partitions: int) -> None:
@@ -92,7 +93,7 @@ class KafkaMembership(Membership):
         """
         await self.close()
         self._assigned, self._lost = assigned, lost
-        self._why, self._replaced_by, self._requested, self._pause_s = "", None, False, _PAUSE_S
+        self._why, self._replaced_by, self._requested, self._failures = "", None, False, 0
         self._answered_at = asyncio.get_running_loop().time()
         name = self._client.settings.instance_id
         me = SelfMetadata(name, url, self.record_version, peer_url, admin_url)
@@ -196,7 +197,7 @@ class KafkaMembership(Membership):
         if error.code == Code.UNKNOWN_MEMBER:
             # After `TAKEN` this means that the other process has gone.
             member.forget()
-            self._pause_s = _PAUSE_S
+            self._failures = 0
         if error.code in _LOST:
             self._lose(_LOST[Code(error.code)])
         elif error.code in _OLD_GENERATION:
@@ -223,7 +224,7 @@ class KafkaMembership(Membership):
         self._rejoin_now.clear()
         joined = await member.join()
         self._answered_at = asyncio.get_running_loop().time()
-        self._pause_s = _PAUSE_S
+        self._failures = 0
         self._joined, self._why, self._replaced_by = joined, "", None
         self._notify()
         self._assigned(joined.assignment)
@@ -234,12 +235,7 @@ class KafkaMembership(Membership):
         return again
 
     async def _heartbeats(self, member: Member) -> None:
-        """Send heartbeats until a new generation begins.
-
-        Raises:
-            KafkaRefused: the coordinator does not know this member or generation.
-            KafkaUnavailable: it has not answered for a whole session.
-        """
+        """Send heartbeats until a new generation begins."""
         while True:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self._heartbeat_s):
@@ -269,8 +265,8 @@ class KafkaMembership(Membership):
 
     async def _pause(self) -> None:
         """Sleep before the next attempt, longer each time."""
-        await asyncio.sleep(self._pause_s)
-        self._pause_s = min(self._pause_s * 2, _PAUSE_MAX_S)
+        self._failures += 1
+        await asyncio.sleep(grown_pause_s(self._failures, _PAUSE_S, _PAUSE_MAX_S))
 
     @property
     def _unanswered_s(self) -> float:

@@ -29,7 +29,7 @@ from txbroker.kafka.door.stable_offset import StableEnds
 from txbroker.kafka.protocol.codes import LEADER_MOVED, Code, describe
 from txbroker.kafka.protocol.schemas import describe_producers
 from txbroker.kafka.protocol.transactions import Partition
-from txbroker.net.timers import Backoff
+from txbroker.net.timers import Backoff, grown_pause_s
 
 HANGING = "hanging"
 """The code of a cause that ends only by an operator's action."""
@@ -67,13 +67,7 @@ class ProducerState(NamedTuple):
 
 
 class OpenTransactionGuard:
-    """Finds partitions in which earlier producers with our ids have left nothing open.
-
-    Args:
-        client: the connections.
-        channel: name of the connections.
-        producers: of this claim, started.
-    """
+    """Finds partitions in which earlier producers with our ids have left nothing open."""
 
     def __init__(self, client: Client, channel: str, producers: Sequence[Producer]) -> None:
         self._client = client
@@ -103,7 +97,6 @@ class OpenTransactionGuard:
         """Check partitions between two transactions of one producer; return why it must not write.
 
         Args:
-            producer: of this claim.
             epochs: the epoch of the producer's last write to each partition. A leader that does not
                 know of it was deposed before that write, so its answer is outdated.
         """
@@ -235,13 +228,7 @@ class _Write(NamedTuple):
 
 class UnconfirmedWrites:
     """Tracks offsets that one producer wrote since the claim and that the last stable offset has
-    not
-    passed: their end marker may be missing.
-
-    Args:
-        producer: of this claim.
-        guard: asks the leaders.
-        stable: waits for last stable offsets.
+    not passed: their end marker may be missing.
     """
 
     def __init__(self, producer: Producer, guard: OpenTransactionGuard, stable: StableEnds) -> None:
@@ -273,9 +260,11 @@ class UnconfirmedWrites:
             PromotionTxnLost: a transaction is still open, or may be. The next claim quarantines the
                 targets concerned.
         """
-        pause_s = _VISIBLE_S
+        waits = 0
         while last := {p: self._last[p] for p in partitions if p in self._last}:
             offsets = {p: write.offset for p, write in last.items()}
+            waits += 1
+            pause_s = grown_pause_s(waits, _VISIBLE_S, _VISIBLE_MAX_S)
             wait_s = max(0.0, min(pause_s, backoff.left_s))
             left = await self._stable.left(offsets, wait_s, hurry=True)
             # Our markers do not end writes under an earlier producer id.
@@ -287,7 +276,6 @@ class UnconfirmedWrites:
             if causes and backoff.left_s <= 0:
                 cause = next(iter(causes.values()))
                 raise PromotionTxnLost(cause.message, cause)
-            pause_s = min(pause_s * 2, _VISIBLE_MAX_S)
 
 
 def _cause(partition: Partition, state: ProducerState) -> Cause:

@@ -73,12 +73,8 @@ class KafkaPartitionDoor(PartitionDoor):
     """A `PartitionDoor` on a real Kafka.
 
     Args:
-        client: the connections.
-        partition: number of the half partition.
         bytes_max: returns a topic's maximum batch size.
         refused: called with the cause when a target refuses a record.
-        shared: combines appends of all half partitions.
-        stable: polls last stable offsets for all half partitions.
     """
 
     half: Log

@@ -11,7 +11,7 @@ from txbroker.door.protocols import NotVisible
 from txbroker.kafka.client.client import Client
 from txbroker.kafka.client.reader import READ_COMMITTED, READ_UNCOMMITTED, end_offsets
 from txbroker.kafka.protocol.transactions import Partition
-from txbroker.net.timers import Backoff
+from txbroker.net.timers import Backoff, grown_pause_s
 
 _CHANNEL = "visible"
 _POLL_S = 0.001
@@ -158,7 +158,7 @@ class StableEnds:
     async def _poll(self, leader: _Leader) -> None:
         """Poll while waits are left, with growing pauses while none is released."""
         loop = asyncio.get_running_loop()
-        pause_s = _POLL_S
+        failures = 0
         while leader.waiting:
             if (early_s := leader.moved_s + BATCH_WAIT_S - loop.time()) > 0:
                 await _set_within(leader.hurry, early_s)
@@ -171,9 +171,10 @@ class StableEnds:
             self._move(leader)
             if not leader.waiting:
                 return
-            pause_s = _POLL_S if moved else min(pause_s * 2, _POLL_MAX_S)
+            failures = 0 if moved else failures + 1
+            pause_s = grown_pause_s(failures + 1, _POLL_S, _POLL_MAX_S)
             if await _set_within(leader.more, pause_s):
-                pause_s = _POLL_S
+                failures = 0
 
     def _move(self, leader: _Leader) -> None:
         """Move waits for partitions that have another leader now."""

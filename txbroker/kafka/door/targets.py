@@ -16,7 +16,7 @@ from txbroker.door.own_topics import (
 )
 from txbroker.door.protocols import LogTruncated, TargetFacts, Targets
 from txbroker.errors import InvariantBroken, KafkaUnavailable
-from txbroker.kafka.client.admin import Admin, NewTopic
+from txbroker.kafka.client.admin import Admin, TopicSpec
 from txbroker.kafka.client.client import Client, KafkaRefused, TopicFacts, is_retriable
 from txbroker.kafka.client.reader import Reader
 from txbroker.kafka.protocol.codes import Code, describe
@@ -113,7 +113,7 @@ class KafkaTargets(Targets):
 
     async def _create(self, topic: str) -> Cause | None:
         try:
-            await self._admin.create([NewTopic(topic, _BY_DEFAULT, _BY_DEFAULT, {})])
+            await self._admin.create([TopicSpec(topic, _BY_DEFAULT, _BY_DEFAULT, {})])
         except KafkaRefused as error:
             if is_retriable(error):
                 raise

@@ -11,7 +11,7 @@ from msgspec import Struct
 
 from txbroker.door.own_topics import Layout, partition_problems
 from txbroker.errors import ConfigurationError, KafkaUnavailable
-from txbroker.kafka.client.admin import Admin, NewTopic
+from txbroker.kafka.client.admin import Admin, TopicSpec
 from txbroker.kafka.client.settings import KafkaSettings
 from txbroker.kafka.protocol.codes import Code
 from txbroker.net.timers import Backoff
@@ -26,30 +26,17 @@ _CHECKPOINT_BYTES_MIN = 1 << 20
 _REPLICATION_WANTED = 3
 _FOREVER = -1
 _DRIFT_MS = 7 * _DAY_MS
+_CLEANED_OFTEN = {
+    "segment.bytes": str(16 << 20),
+    "segment.ms": str(10 * 60 * 1000),
+    "min.cleanable.dirty.ratio": "0.1",
+}
 _CONFIGS_TIMEOUT_S, _PAUSE_S = 10.0, 0.01
 # An operator may raise these: that is no difference.
 _AT_LEAST = frozenset({"retention.ms", "max.message.bytes"})
 _CODECS = frozenset({"snappy", "lz4", "zstd"})
 """Codecs of brokers that compress. With `producer` our batches stay uncompressed; gzip is
 supported."""
-
-
-class WantedTopic(Struct, frozen=True):
-    """A topic with the required settings."""
-
-    name: str
-    partitions: int
-    replication: int
-    configs: Mapping[str, str]
-
-
-class FoundTopic(Struct, frozen=True):
-    """An existing topic; `configs` is empty if they may not be read."""
-
-    name: str
-    partitions: int
-    replication: int
-    configs: Mapping[str, str]
 
 
 class SettingChange(Struct, frozen=True):
@@ -70,7 +57,7 @@ class Plan(Struct, frozen=True):
         remarks: differences that an operator must resolve, as sentences.
     """
 
-    create: tuple[NewTopic, ...]
+    create: tuple[TopicSpec, ...]
     change: tuple[SettingChange, ...]
     remarks: tuple[str, ...]
 
@@ -92,13 +79,11 @@ def op_retention_ms(half_retention_ms: int, half_segment_ms: int) -> int:
 
 
 def wanted_topics(
-    settings: KafkaSettings, brokers: int, found: FoundTopic | None, layout: Layout | None = None
-) -> list[WantedTopic]:
+    settings: KafkaSettings, brokers: int, found: TopicSpec | None, layout: Layout | None = None
+) -> list[TopicSpec]:
     """Return txbroker's topics with the required settings.
 
     Args:
-        settings: of the proxy.
-        brokers: number of brokers.
         found: the half topic if it exists. Its number of partitions stands, and other topics follow
             its retention and maximum message size if they exceed the settings.
         layout: that the installation was created with. Defines the number of partitions without a
@@ -132,43 +117,25 @@ def wanted_topics(
     }
     checkpoint = {
         **compacted,
-        "segment.bytes": str(16 << 20),
-        "segment.ms": str(10 * 60 * 1000),
-        "min.cleanable.dirty.ratio": "0.1",
+        **_CLEANED_OFTEN,
         "max.message.bytes": str(max(size + _OVERHEAD_BYTES, _CHECKPOINT_BYTES_MIN)),
-    }
-    return [
-        WantedTopic(settings.half_topic, partitions, copies, half),
-        WantedTopic(settings.op_topic, partitions, copies, op),
-        WantedTopic(settings.checkpoint_topic, partitions, copies, checkpoint),
-        WantedTopic(
-            settings.parked_topic, partitions, copies, {**compacted, "max.message.bytes": larger}
-        ),
-        WantedTopic(settings.groups_topic, 1, copies, compacted),
-        *_audit_topics(settings, copies, common),
-    ]
-
-
-def _audit_topics(
-    settings: KafkaSettings, copies: int, common: Mapping[str, str]
-) -> list[WantedTopic]:
-    """Return the topics of the audits: the newest summaries, and the findings of streams."""
-    summaries = {
-        **common,
-        "cleanup.policy": "compact",
-        # Streams write often, and every proxy reads the topic at its start.
-        "segment.bytes": str(16 << 20),
-        "segment.ms": str(10 * 60 * 1000),
-        "min.cleanable.dirty.ratio": "0.1",
     }
     drift = {**common, "cleanup.policy": "delete", "retention.ms": str(_DRIFT_MS)}
     return [
-        WantedTopic(settings.audit_topic, 1, copies, summaries),
-        WantedTopic(settings.drift_topic, 1, copies, drift),
+        TopicSpec(settings.half_topic, partitions, copies, half),
+        TopicSpec(settings.op_topic, partitions, copies, op),
+        TopicSpec(settings.checkpoint_topic, partitions, copies, checkpoint),
+        TopicSpec(
+            settings.parked_topic, partitions, copies, {**compacted, "max.message.bytes": larger}
+        ),
+        TopicSpec(settings.groups_topic, 1, copies, compacted),
+        # Streams write often, and every proxy reads the topic at its start.
+        TopicSpec(settings.audit_topic, 1, copies, {**compacted, **_CLEANED_OFTEN}),
+        TopicSpec(settings.drift_topic, 1, copies, drift),
     ]
 
 
-def _larger(required: int, found: FoundTopic | None, name: str) -> int:
+def _larger(required: int, found: TopicSpec | None, name: str) -> int:
     """Return the larger of a required and an existing limit; -1 is unlimited."""
     existing = None if found is None else _number(found, name)
     if existing is None:
@@ -176,17 +143,15 @@ def _larger(required: int, found: FoundTopic | None, name: str) -> int:
     return _FOREVER if _FOREVER in (required, existing) else max(required, existing)
 
 
-def plan(wanted: list[WantedTopic], found: Mapping[str, FoundTopic]) -> Plan:
+def plan(wanted: list[TopicSpec], found: Mapping[str, TopicSpec]) -> Plan:
     """Return the difference between required and existing topics. Pure."""
-    create: list[NewTopic] = []
+    create: list[TopicSpec] = []
     change: list[SettingChange] = []
     remarks: list[str] = []
     for topic in wanted:
         existing = found.get(topic.name)
         if existing is None:
-            create.append(
-                NewTopic(topic.name, topic.partitions, topic.replication, dict(topic.configs))
-            )
+            create.append(topic)
             continue
         if existing.partitions != topic.partitions:
             remarks.append(
@@ -216,7 +181,7 @@ def _fits(name: str, found: str | None, wanted: str) -> bool:
 
 
 def contradictions(
-    settings: KafkaSettings, found: Mapping[str, FoundTopic], layout: Layout | None = None
+    settings: KafkaSettings, found: Mapping[str, TopicSpec], layout: Layout | None = None
 ) -> list[str]:
     """Return, as sentences, why txbroker cannot work with the existing topics. Pure."""
     missing = [name for name in settings.own_topics if name not in found]
@@ -235,7 +200,7 @@ def contradictions(
 
 
 def _partition_contradictions(
-    settings: KafkaSettings, found: Mapping[str, FoundTopic], layout: Layout | None
+    settings: KafkaSettings, found: Mapping[str, TopicSpec], layout: Layout | None
 ) -> list[str]:
     half = settings.half_topic
     names = (half, settings.op_topic, settings.checkpoint_topic, settings.parked_topic)
@@ -245,7 +210,7 @@ def _partition_contradictions(
     return lines
 
 
-def _topic_contradictions(settings: KafkaSettings, topic: FoundTopic) -> list[str]:
+def _topic_contradictions(settings: KafkaSettings, topic: TopicSpec) -> list[str]:
     configs = topic.configs
     if not configs:
         return []
@@ -281,7 +246,7 @@ def _topic_contradictions(settings: KafkaSettings, topic: FoundTopic) -> list[st
     return lines
 
 
-def _size_contradictions(settings: KafkaSettings, found: Mapping[str, FoundTopic]) -> list[str]:
+def _size_contradictions(settings: KafkaSettings, found: Mapping[str, TopicSpec]) -> list[str]:
     half = _number(found[settings.half_topic], "max.message.bytes")
     if half is None:
         return []
@@ -296,9 +261,7 @@ def _size_contradictions(settings: KafkaSettings, found: Mapping[str, FoundTopic
     return lines
 
 
-def _retention_contradictions(
-    settings: KafkaSettings, found: Mapping[str, FoundTopic]
-) -> list[str]:
+def _retention_contradictions(settings: KafkaSettings, found: Mapping[str, TopicSpec]) -> list[str]:
     half = _number(found[settings.half_topic], "retention.ms")
     segment = _number(found[settings.half_topic], "segment.ms")
     op = _number(found[settings.op_topic], "retention.ms")
@@ -321,7 +284,7 @@ def _retention_contradictions(
     return lines
 
 
-def _number(topic: FoundTopic, name: str) -> int | None:
+def _number(topic: TopicSpec, name: str) -> int | None:
     value = topic.configs.get(name)
     return None if value is None else int(value)
 
@@ -329,7 +292,7 @@ def _number(topic: FoundTopic, name: str) -> int | None:
 # --- on a real Kafka -------------------------------------------------------------------------
 
 
-async def find(admin: Admin, names: tuple[str, ...]) -> dict[str, FoundTopic]:
+async def find(admin: Admin, names: tuple[str, ...]) -> dict[str, TopicSpec]:
     """Return those of the named topics that exist.
 
     Raises:
@@ -342,7 +305,7 @@ async def find(admin: Admin, names: tuple[str, ...]) -> dict[str, FoundTopic]:
     existing = [name for name in names if name in facts and facts[name].partitions]
     configs = await admin.configs(existing) if existing else {}
     return {
-        name: FoundTopic(
+        name: TopicSpec(
             name,
             len(facts[name].partitions),
             min(fact.replicas for fact in facts[name].partitions.values()),
@@ -359,15 +322,7 @@ async def make_plan(
     read_layout: Callable[[], Awaitable[Layout | None]],
     names: tuple[str, ...],
 ) -> Plan:
-    """Return the changes that `apply` would make.
-
-    Args:
-        admin: of the cluster.
-        settings: of the proxy.
-        brokers: number of brokers.
-        read_layout: reads the layout if the groups topic exists.
-        names: `own_topics` or `audit_topics` or both.
-    """
+    """Return the changes that `apply` would make."""
     found = await find(admin, names)
     layout = await read_layout() if settings.groups_topic in found else None
     wanted = wanted_topics(settings, brokers, found.get(settings.half_topic), layout)

@@ -152,12 +152,6 @@ def decode_batch(
 
     Invalid UTF-8 in a header's name becomes U+FFFD, as in Kafka's Java client.
 
-    Args:
-        batch: the client library's batch, with verified checksum.
-        data: the batch's bytes.
-        offsets: of the records to return.
-        producer: the producer id to set in each record.
-
     Raises:
         Unreadable: the codec is not gzip, the batch exceeds 16 MiB, or it is malformed.
     """
@@ -178,7 +172,6 @@ def decode_batch(
 
 
 def _inflated(batch: Any, data: bytes | memoryview) -> bytes:
-    """Return a gzip batch uncompressed."""
     codec = batch.compression_type
     if codec != _GZIP:
         raise Unreadable(f"it is compressed with {_CODECS.get(codec, f'codec {codec}')}")

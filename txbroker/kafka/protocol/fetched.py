@@ -93,9 +93,6 @@ class Fetched:
     def pieces(self, skipped: int = 0) -> Iterator[list[Record]]:
         """Yield the records, once, in pieces that take a few milliseconds; some may be empty.
 
-        Args:
-            skipped: number of offsets right before the position without record.
-
         Raises:
             InvariantBroken: a batch is corrupt, or lacks the broker's append time.
         """

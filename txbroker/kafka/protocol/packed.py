@@ -51,7 +51,6 @@ class _Names(dict[str, bytes]):
 
 
 def _varint(number: int) -> bytes:
-    """Return an unsigned varint."""
     encoded = bytearray()
     while number > 0x7F:
         encoded.append(number & 0x7F | 0x80)
@@ -72,11 +71,6 @@ class PackedRequest:
 
     def frame(self, versions: Versions, correlation_id: int, client: bytes) -> bytes:
         """Return all bytes of the request.
-
-        Args:
-            versions: supported by the broker.
-            correlation_id: returned in the answer.
-            client: the client id.
 
         Raises:
             IncompatibleBrokerVersion: the broker does not support this API.
@@ -112,12 +106,13 @@ class PackedRequest:
 # --- writing -------------------------------------------------------------------------------------
 
 
-class ProduceResponse(Struct, frozen=True):
-    """A decoded answer to a Produce request.
+class PartitionsResponse(Struct, frozen=True):
+    """A decoded answer to a Produce or ListOffsets request.
 
     Attributes:
-        topics: name and partitions of each topic: number, error, base offset, timestamp and, from
-            version 12 on, an error message.
+        topics: name and partitions of each topic. A partition of Produce: number, error, base
+            offset, timestamp and, from version 12 on, an error message. Of ListOffsets: number,
+            error, timestamp, offset.
     """
 
     topics: list[tuple[str, list[tuple[Any, ...]]]]
@@ -149,9 +144,8 @@ class ProduceV7(PackedRequest):
             for number, batch in batches:
                 parts += _PARTITION_SIZE.pack(number, len(batch)), batch
 
-    def read(self, frame: bytes) -> ProduceResponse:
-        """Return each partition's result."""
-        return ProduceResponse(_read_topics(frame, _INT.size, _PRODUCE_RESULT))
+    def read(self, frame: bytes) -> PartitionsResponse:
+        return PartitionsResponse(_read_topics(frame, _INT.size, _PRODUCE_RESULT))
 
 
 class ProduceV12(ProduceV7):
@@ -174,8 +168,7 @@ class ProduceV12(ProduceV7):
             parts.append(_NO_TAGS)
         parts.append(_NO_TAGS)
 
-    def read(self, frame: bytes) -> ProduceResponse:
-        """Return each partition's result."""
+    def read(self, frame: bytes) -> PartitionsResponse:
         topics = []
         count, at = _read_varint(frame, _skip_tags(frame, _INT.size))
         for _ in range(count - 1):
@@ -193,7 +186,7 @@ class ProduceV12(ProduceV7):
                 partitions.append((number, code, offset, timestamp, message))
             topics.append((name or "", partitions))
             at = _skip_tags(frame, at)
-        return ProduceResponse(topics)
+        return PartitionsResponse(topics)
 
 
 # --- ends of transactions ------------------------------------------------------------------------
@@ -232,7 +225,6 @@ class EndTxnV0(PackedRequest):
         parts += _names[self._transactional_id], producer
 
     def read(self, frame: bytes) -> EndTxnResponse:
-        """Return the coordinator's answer."""
         return EndTxnResponse(*_SHORT.unpack_from(frame, _INT.size * 2))
 
 
@@ -246,23 +238,12 @@ class EndTxnV5(EndTxnV0):
         parts += _NO_TAGS, _compact_names[self._transactional_id], producer, _NO_TAGS
 
     def read(self, frame: bytes) -> EndTxnResponse:
-        """Return the coordinator's answer."""
         at = _skip_tags(frame, _INT.size) + _INT.size
         (code,) = _SHORT.unpack_from(frame, at)
         return EndTxnResponse(code, *_IDENTITY.unpack_from(frame, at + _SHORT.size))
 
 
 # --- offsets -------------------------------------------------------------------------------------
-
-
-class ListOffsetsResponse(Struct, frozen=True):
-    """A decoded answer to a ListOffsets request.
-
-    Attributes:
-        topics: name and partitions of each topic: number, error, timestamp, offset.
-    """
-
-    topics: list[tuple[str, list[tuple[Any, ...]]]]
 
 
 class ListOffsetsV3(PackedRequest):
@@ -283,9 +264,8 @@ class ListOffsetsV3(PackedRequest):
             parts += _names[topic], _INT.pack(len(partitions))
             parts += [_PARTITION_TIMESTAMP.pack(number, time) for number, time in partitions]
 
-    def read(self, frame: bytes) -> ListOffsetsResponse:
-        """Return each partition's result."""
-        return ListOffsetsResponse(_read_topics(frame, _INT.size * 2, _OFFSET_RESULT))
+    def read(self, frame: bytes) -> PartitionsResponse:
+        return PartitionsResponse(_read_topics(frame, _INT.size * 2, _OFFSET_RESULT))
 
 
 # --- reading -------------------------------------------------------------------------------------
@@ -312,7 +292,6 @@ def _read_topics(
 
 
 def _read_varint(frame: bytes, at: int) -> tuple[int, int]:
-    """Return an unsigned varint, and the position of the next field."""
     number = shift = 0
     while (byte := frame[at]) > 0x7F:
         number |= (byte & 0x7F) << shift

@@ -168,11 +168,7 @@ class SchemaRequest(PackedRequest):
         parts += (_NO_TAGS, body, _NO_TAGS) if self.FLEXIBLE else (body,)
 
     def read(self, frame: bytes) -> Any:
-        """Return the answer's fields as attributes, `tags` among them.
-
-        Raises:
-            ValueError, struct.error: the bytes are not an answer to this request.
-        """
+        """Return the answer's fields as attributes, `tags` among them."""
         data = BytesIO(frame)
         data.seek(_CORRELATION_ID_BYTES)
         if self.FLEXIBLE and self.HEADER_TAGS:

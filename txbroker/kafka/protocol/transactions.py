@@ -18,7 +18,7 @@ from txbroker.kafka.protocol.packed import (
     EndTxnV0,
     EndTxnV5,
     PackedRequest,
-    ProduceResponse,
+    PartitionsResponse,
     ProduceV7,
     ProduceV12,
 )
@@ -77,7 +77,7 @@ class TxnProtocolV1:
         """Return the request that writes batches."""
         return ProduceV7(transactional_id, ACKS_ALL, timeout_ms, batches)
 
-    def parse_produce_response(self, response: ProduceResponse) -> Iterator[PartitionResult]:
+    def parse_produce_response(self, response: PartitionsResponse) -> Iterator[PartitionResult]:
         """Yield the result of each partition."""
         for topic, partitions in response.topics:
             for number, code, offset, timestamp, *_rest in partitions:
@@ -95,7 +95,7 @@ class TxnProtocolV1:
 
 
 class TxnProtocolV2(TxnProtocolV1):
-    """Version 2: KIP-890."""
+    """Version 2, KIP-890: Produce adds partitions to the transaction, EndTxn raises the epoch."""
 
     number = 2
     explicit_add_partitions = False
@@ -115,11 +115,9 @@ class TxnProtocolV2(TxnProtocolV1):
         return InitProducerIdV5(transactional_id, timeout_ms, *current)
 
     def produce(self, transactional_id: Any, timeout_ms: int, batches: Batches) -> PackedRequest:
-        """Return the request that writes batches and adds their partitions to the transaction."""
         return ProduceV12(transactional_id, ACKS_ALL, timeout_ms, batches)
 
-    def parse_produce_response(self, response: ProduceResponse) -> Iterator[PartitionResult]:
-        """Yield the result of each partition."""
+    def parse_produce_response(self, response: PartitionsResponse) -> Iterator[PartitionResult]:
         for topic, partitions in response.topics:
             for number, code, offset, timestamp, message in partitions:
                 yield PartitionResult(topic, number, code, offset, timestamp, message)
@@ -127,11 +125,9 @@ class TxnProtocolV2(TxnProtocolV1):
     def end_txn(
         self, transactional_id: Any, producer_id: int, epoch: int, *, commit: bool
     ) -> PackedRequest:
-        """Return the request that commits or aborts a transaction and raises the epoch."""
         return EndTxnV5(transactional_id, producer_id, epoch, commit)
 
     def next_identity(self, response: EndTxnResponse) -> ProducerIdentity | None:
-        """Return the identity for the next transaction."""
         return response.producer_id, response.producer_epoch
 
 

@@ -84,7 +84,6 @@ class AuditAccess(ClientOwner):
         of a right or a leader, has `unread` set and does not affect others.
 
         Args:
-            topics: names.
             patient: whether to wait, up to the write timeout, for a topic without a leader.
         """
         names = sorted(set(topics))
@@ -266,11 +265,7 @@ def _size(record: Record) -> int:
 def _decode(
     batch: Any, data: bytes | memoryview, offsets: Container[int], producer: int
 ) -> list[Record]:
-    """Decode a batch like `decode_batch`, of any codec.
-
-    Raises:
-        Unreadable: it exceeds 256 MiB, or is malformed.
-    """
+    """Decode a batch like `decode_batch`, of any codec."""
     append_time = bool(batch.timestamp_type)
     if batch.compression_type:
         data = _inflated(batch.compression_type, bytes(data))
@@ -282,7 +277,6 @@ def _decode(
 
 
 def _inflated(codec: int, data: bytes) -> bytes:
-    """Return a compressed batch uncompressed."""
     body = data[HEADER_BYTES:]
     try:
         inflated = _snappy(body) if codec == _SNAPPY else _streamed(codec, body)

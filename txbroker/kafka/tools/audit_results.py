@@ -69,7 +69,6 @@ class KafkaDrift(ClientOwner):
     One call at a time.
 
     Args:
-        settings: how to reach Kafka.
         name: of the stream. A new stream fences earlier ones with its name.
     """
 

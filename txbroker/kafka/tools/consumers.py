@@ -22,7 +22,7 @@ from aiokafka.protocol.admin import DeleteTopicsRequest
 from txbroker.config.settings import Settings
 from txbroker.core.records import Record
 from txbroker.errors import ConfigurationError, KafkaUnavailable
-from txbroker.kafka.client.admin import Admin, NewTopic
+from txbroker.kafka.client.admin import Admin, TopicSpec
 from txbroker.kafka.client.client import Client
 from txbroker.kafka.client.login import SettingsLogin
 from txbroker.kafka.client.settings import KafkaSettings
@@ -161,8 +161,6 @@ async def reading(
     """Read a topic from its current end on.
 
     Args:
-        settings: of the connection to Kafka.
-        topic: exists.
         tag: prefix of the messages' names.
         along: number of partitions to read during the measurement; None for all.
 
@@ -226,7 +224,7 @@ async def topic_for_a_while(settings: Settings, name: str, partitions: int) -> A
     client = Client(KafkaSettings.from_configuration(settings))
     try:
         await client.refresh(())  # fails at once if Kafka is unreachable
-        await Admin(client).create([NewTopic(name, partitions, -1, {})])
+        await Admin(client).create([TopicSpec(name, partitions, -1, {})])
         try:
             yield
         finally:

@@ -15,8 +15,8 @@ from txbroker.contract.audit import BATCH_KEY, STREAM_KEY
 from txbroker.core.records import Record
 from txbroker.door.own_topics import Layout, find_layout
 from txbroker.errors import ConfigurationError, KafkaUnavailable
-from txbroker.kafka.client.admin import Admin
-from txbroker.kafka.client.client import ClientOwner, KafkaRefused, is_retriable
+from txbroker.kafka.client.admin import Admin, TopicSpec
+from txbroker.kafka.client.client import GROUP, TRANSACTION, ClientOwner, KafkaRefused, is_retriable
 from txbroker.kafka.client.reader import READ_COMMITTED, READ_UNCOMMITTED, Reader, end_offsets
 from txbroker.kafka.client.settings import KafkaSettings
 from txbroker.kafka.door import topics as own
@@ -184,7 +184,7 @@ class KafkaExamination(ClientOwner):
     async def transactional_id_error(self) -> int:
         """Return the error code of looking up the proxies' transactional ids, 0 for none."""
         name = f"{self.settings.half_topic}-0-a"
-        return await self._error_of(partial(self._client.transaction_coordinator, name))
+        return await self._error_of(partial(self._client.coordinator, TRANSACTION, name))
 
     async def _error_of(self, request: Callable[[], Awaitable[int | None]]) -> int:
         """Retry a request; return 0, or its error code where it is not authorized."""
@@ -202,17 +202,17 @@ class KafkaExamination(ClientOwner):
 
     async def _group_error(self) -> int:
         group = self.settings.group_id
-        node = await self._client.group_coordinator(group)
+        node = await self._client.coordinator(GROUP, group)
         answer = await self._client.ask(node, DescribeGroupsRequest([group]), _CHANNEL)
         code: int = answer.groups[0][0]
         if code in COORDINATOR_MOVED:
-            self._client.forget_group_coordinator(group)
+            self._client.forget_coordinator(GROUP, group)
             raise KafkaRefused(code)
         return code
 
     # --- topics ------------------------------------------------------------------------------
 
-    async def found(self) -> dict[str, own.FoundTopic]:
+    async def found(self) -> dict[str, TopicSpec]:
         """Return those of txbroker's own topics that exist, with their settings.
 
         Raises:
@@ -220,18 +220,20 @@ class KafkaExamination(ClientOwner):
         """
         return await own.find(self._admin, self.settings.own_topics + self.settings.audit_topics)
 
-    async def contradictions(self, found: Mapping[str, own.FoundTopic]) -> list[str]:
+    async def contradictions(self, found: Mapping[str, TopicSpec]) -> list[str]:
         """Return, as sentences, why txbroker cannot work with its topics."""
         return own.contradictions(self.settings, found, await self._layout(found))
 
-    async def plan(self, found: Mapping[str, own.FoundTopic]) -> own.Plan:
+    async def plan(self, found: Mapping[str, TopicSpec]) -> own.Plan:
         """Return the changes that `txbroker topics apply` would make."""
         await self._client.refresh(())
         half = found.get(self.settings.half_topic)
         layout = await self._layout(found)
-        return own.plan(own.wanted_topics(self.settings, self._client.brokers, half, layout), found)
+        return own.plan(
+            own.wanted_topics(self.settings, len(self._client.brokers), half, layout), found
+        )
 
-    async def _layout(self, found: Mapping[str, own.FoundTopic]) -> Layout | None:
+    async def _layout(self, found: Mapping[str, TopicSpec]) -> Layout | None:
         if self.settings.groups_topic not in found:
             return None
         return find_layout(await self._records(self.settings.groups_topic))
