@@ -33,8 +33,8 @@ from txbroker.cli.proxy import lifeline, workers
 from txbroker.config.settings import CONFIG_VARIABLE, ENV_PREFIX, Settings
 from txbroker.embedded.jars import REPOSITORY_SETTING
 from txbroker.errors import Forbidden
+from txbroker.proxy.http.api import OPERATIONS
 from txbroker.proxy.http.guards import Guard
-from txbroker.proxy.http.system import OPERATIONS
 
 ROOT = Path(__file__).parents[2]
 CHART = ROOT / "charts/txbroker"

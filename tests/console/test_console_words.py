@@ -130,6 +130,8 @@ WELL = Overview(
         PartitionOverview(n, "http://a:1", "owned", "", 5, 0, 0, 0, 3.0, 0.1) for n in range(3)
     ),
     groups=(GroupOverview("g", pending=5, oldest_pending_age_s=3.0),),
+    groups_left_off=0,
+    refused_topics={},
 )
 
 

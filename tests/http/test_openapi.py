@@ -35,7 +35,7 @@ from txbroker.core.routing import make_id
 from txbroker.errors import request_errors
 from txbroker.proxy.http.api import operations
 from txbroker.proxy.http.bodies import NoQuery
-from txbroker.proxy.http.openapi import describe
+from txbroker.proxy.http.operations import describe
 from txbroker.testing.broker import InMemoryBroker
 
 EXAMPLES = 12

@@ -23,7 +23,8 @@ A, B = "http://a:8470", "http://b:8470"
 
 def reported(url: str, *partitions: PartitionOverview, **fields: Any) -> Overview:
     """Return the report of one proxy."""
-    return Overview(1, True, (ProxyOverview(url),), partitions, **fields)
+    given = {"groups": (), "groups_left_off": 0, "refused_topics": {}, **fields}
+    return Overview(1, True, (ProxyOverview(url),), partitions, **given)
 
 
 def owned(number: int, url: str, pending: int = 0) -> PartitionOverview:

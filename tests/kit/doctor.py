@@ -177,6 +177,8 @@ class FakeProxies:
                 for n in range(PARTITIONS)
             ),
             groups=(GroupOverview("orders", 20, 0, 3.0, 2), GroupOverview("web", 0, 0, None, 0)),
+            groups_left_off=0,
+            refused_topics={},
         )
         self.registered = [RegisteredGroup("web", 0, "http://web/check")]
         self.tests: dict[str, TestCall | Exception] = {

@@ -42,7 +42,7 @@ class FakeService:
         self.views: dict[str, TransactionView] = {}
         self.requests: list[object] = []
         self.ready = Readiness(ready=True, partitions={0: "owned"})
-        self.overviewed = Overview(NOW_MS, complete=True)
+        self.overviewed = Overview(NOW_MS, True, (), (), (), 0, {})
         self.owner_urls: tuple[str, ...] = ("http://127.0.0.1:8470",)
         self.failure: BaseException | None = None
         self.gate: asyncio.Event | None = None

@@ -27,7 +27,7 @@ from txbroker.contract.signing import sign
 from txbroker.core import encoding, records
 from txbroker.errors import request_errors
 from txbroker.proxy.http.api import operations
-from txbroker.proxy.http.openapi import describe
+from txbroker.proxy.http.operations import describe
 from txbroker.proxy.observe.metrics import Metrics
 
 SURFACE = Path(__file__).with_name("surface.txt")

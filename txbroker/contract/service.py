@@ -296,21 +296,23 @@ class ProxyOverview(Struct, frozen=True):
 
 
 class Overview(Struct, frozen=True):
-    """The state of the whole installation.
+    """The state of proxies, half partitions and groups. Ages are seconds, times milliseconds since
+    1970.
 
     Attributes:
-        complete: False if a proxy or a half partition did not answer: sums are lower bounds.
+        complete: False if a proxy or a half partition did not answer: the counts of its half
+            partitions are null, and sums are lower bounds.
         groups: those that need attention first; `groups_left_off` further ones are left out.
         refused_topics: refused transactions by the topic that refuses them.
     """
 
     at_ms: int
     complete: bool
-    proxies: tuple[ProxyOverview, ...] = ()
-    partitions: tuple[PartitionOverview, ...] = ()
-    groups: tuple[GroupOverview, ...] = ()
-    groups_left_off: int = 0
-    refused_topics: dict[str, int] = {}
+    proxies: tuple[ProxyOverview, ...]
+    partitions: tuple[PartitionOverview, ...]
+    groups: tuple[GroupOverview, ...]
+    groups_left_off: int
+    refused_topics: dict[str, int]
 
 
 class Service(Protocol):

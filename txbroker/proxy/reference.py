@@ -13,8 +13,7 @@ from pydantic.fields import FieldInfo
 from txbroker.config.settings import ENV_PREFIX, Settings
 from txbroker.errors import request_errors
 from txbroker.proxy.http.api import SESSION_PATH, operations
-from txbroker.proxy.http.openapi import describe
-from txbroker.proxy.http.operations import Operation
+from txbroker.proxy.http.operations import Operation, describe
 from txbroker.proxy.observe.metrics import Metrics
 
 _NOTICE = "<!-- Written by `python -m txbroker.proxy.reference`; edit the code instead. -->\n"

@@ -29,11 +29,11 @@ from txbroker.errors import (
     OwnerUnavailable,
     RequestError,
 )
+from txbroker.sdk.checks import LocalTransactions
 from txbroker.sdk.limits import RETRY_SHARE_OF_WINDOW, InFlightLimit, Limits
-from txbroker.sdk.local import LocalTransactions
-from txbroker.sdk.messages import size_of
 from txbroker.sdk.router import Router
 from txbroker.sdk.session import AnsweredOperation, Session, SessionLost
+from txbroker.sdk.types import size_of
 
 _log = logging.getLogger("txbroker.sdk")
 
@@ -112,11 +112,7 @@ class _RetryState:
         return min(self.until_s, self._time_s() + self._limits.answer_timeout_s)
 
     def failed(self, error: SessionLost | RequestError) -> None:
-        """Note a failed attempt.
-
-        Raises:
-            RequestError: a retry cannot succeed.
-        """
+        """Note a failed attempt; raise its error if a retry cannot succeed."""
         if isinstance(error, SessionLost):
             self.sent = self.sent or error.sent
             if error.moved:

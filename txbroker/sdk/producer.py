@@ -20,10 +20,8 @@ from txbroker.core.records import Decision, Message
 from txbroker.errors import ConfigurationError
 from txbroker.net.tls import ClientTls, TlsFiles
 from txbroker.sdk.calls import Calls, Draft
-from txbroker.sdk.checks import CheckAnswerer, is_coroutine_function
+from txbroker.sdk.checks import CheckAnswerer, LocalTransactions, is_coroutine_function
 from txbroker.sdk.limits import Limits
-from txbroker.sdk.local import LocalTransactions
-from txbroker.sdk.messages import checked, checked_seconds, checked_text
 from txbroker.sdk.router import Router
 from txbroker.sdk.session import Session, open_session
 from txbroker.sdk.transaction import (
@@ -35,7 +33,16 @@ from txbroker.sdk.transaction import (
     outcome_of,
     prepared,
 )
-from txbroker.sdk.types import CheckFunction, Outcome, ProducerClosed, Rollback, Wait
+from txbroker.sdk.types import (
+    CheckFunction,
+    Outcome,
+    ProducerClosed,
+    Rollback,
+    Wait,
+    checked,
+    checked_seconds,
+    checked_text,
+)
 
 START_TIMEOUT_S = 15.0
 """How long the first session may take by default."""

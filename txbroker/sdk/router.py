@@ -146,10 +146,7 @@ class Router:
         return owners[partition] if partition < len(owners) else None
 
     async def place(self, order: int | None) -> tuple[Session, int]:
-        """Wait for the result of `open_place`.
-
-        Raises: as `owner`.
-        """
+        """Wait for the result of `open_place`; raises as `owner`."""
         while not self._views:
             await self._wait_for_change()
         if (place := self.open_place(order)) is not None:

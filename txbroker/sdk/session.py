@@ -211,11 +211,7 @@ class Session:
             call.encoded = b""
 
     def post(self, operation: FromProducer) -> None:
-        """Send an operation that has no answer; dropped silently if the session is lost.
-
-        Raises:
-            TooLarge: it is larger than a frame.
-        """
+        """Send an operation that has no answer; dropped silently if the session is lost."""
         if self._lost is None:
             encoded = encode_frame(operation)
             if len(encoded) > OPERATION_BYTES_MAX:

@@ -12,9 +12,8 @@ from txbroker.contract.frames import Decide, Status
 from txbroker.core.records import Decision, Message, State
 from txbroker.errors import AlreadyDecided, BadRequest, BodyLost, Overloaded, OwnerUnavailable
 from txbroker.sdk.calls import Calls, Draft
-from txbroker.sdk.local import LocalTransactions
-from txbroker.sdk.messages import checked_replacement
-from txbroker.sdk.types import Answer, Commit, Outcome, Rollback, Wait
+from txbroker.sdk.checks import LocalTransactions
+from txbroker.sdk.types import Answer, Commit, Outcome, Rollback, Wait, checked_replacement
 from txbroker.tracing import carried_over, context_of, with_context
 
 REASON_LENGTH_MAX = 200
@@ -269,22 +268,14 @@ def outcome_of(status: Status) -> Outcome:
 
 
 def checked_wait(wait: str) -> bool:
-    """Return True for "promoted", False for "decided".
-
-    Raises:
-        BadRequest: it is another value.
-    """
+    """Return True for "promoted", False for "decided"."""
     if wait not in _WAITS:
         raise BadRequest(f"wait is one of {', '.join(_WAITS)}, not {wait!r}")
     return wait == "promoted"
 
 
 def checked_decision(decision: object) -> Decision | None:
-    """Return the decision that a local transaction returned.
-
-    Raises:
-        TypeError: it is neither a Decision nor None.
-    """
+    """Return the decision that a local transaction returned; raise TypeError for another value."""
     if decision is None or isinstance(decision, Decision):
         return decision
     raise TypeError(

@@ -1,12 +1,19 @@
-"""The SDK's types, besides `Message`, `Decision` and `State`."""
+"""The SDK's types, besides `Message`, `Decision` and `State`, and the checks of arguments.
+
+They are checked before they are sent: a message of a wrong type would end the whole session.
+"""
 
 import math
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-from txbroker.core.records import LATER_S_MAX, CheckReason, Decision, Message, State
+from txbroker.core.records import LATER_S_MAX, CheckReason, Decision, Header, Message, State
 from txbroker.errors import BadRequest, OwnerUnavailable, TxbrokerError
+
+_INT32_MAX = 2**31 - 1
+_INT64_MAX = 2**63 - 1
+_BYTES_LIKE = (bytes, bytearray, memoryview)
 
 Wait: TypeAlias = Literal["decided", "promoted"]
 """When a commit returns: once it is durable, or once consumers can see the messages."""
@@ -92,3 +99,101 @@ Answer: TypeAlias = Decision | Commit | NotYet
 
 CheckFunction: TypeAlias = Callable[[CheckRequest], Answer | Awaitable[Answer]]
 """A coroutine function, or a plain one (which is called in a thread)."""
+
+
+# --- checks of arguments ---------------------------------------------------------------------
+
+
+def checked(messages: Iterable[Message]) -> tuple[Message, ...]:
+    """Return the messages of one transaction as they can be sent.
+
+    Raises:
+        BadRequest: there is none, or one has a field of a wrong type or range.
+    """
+    result = []
+    # Inlined for speed: only fields of unusual types need a function call.
+    for message in messages:
+        if not isinstance(message, Message):
+            raise BadRequest(f"a message is a txbroker.sdk.Message, not {type(message).__name__}")
+        topic, key, value = message.topic, message.key, message.value
+        headers, partition, timestamp_ms = message.headers, message.partition, message.timestamp_ms
+        if type(topic) is not str or not topic or not topic.isascii():
+            topic = checked_text("topic", topic)
+        if key is not None and type(key) is not bytes:
+            key = _bytes("key", key)
+        if value is not None and type(value) is not bytes:
+            value = _bytes("value", value)
+        if headers != ():
+            headers = tuple(_header(header) for header in headers)
+        if partition is not None:
+            partition = _whole("partition", partition, _INT32_MAX)
+        if timestamp_ms is not None:
+            timestamp_ms = _whole("timestamp_ms", timestamp_ms, _INT64_MAX)
+        result.append(Message(topic, key, value, headers, partition, timestamp_ms))
+    if not result:
+        raise BadRequest("a transaction needs at least one message")
+    return tuple(result)
+
+
+def checked_replacement(
+    prepared: Sequence[Message], messages: Iterable[Message]
+) -> tuple[Message, ...]:
+    """Return final messages, which must have the number and topics of the prepared ones."""
+    result = checked(messages)
+    if [message.topic for message in result] != [message.topic for message in prepared]:
+        raise BadRequest("final messages must be as many as the prepared ones, for the same topics")
+    return result
+
+
+def checked_seconds(name: str, value: float) -> float:
+    """Return a finite number of seconds above 0, or raise BadRequest."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise BadRequest(f"{name} is a number of seconds, not {value!r}")
+    if not (math.isfinite(value) and value > 0):
+        raise BadRequest(f"{name} is a number of seconds above 0, not {value!r}")
+    return float(value)
+
+
+def checked_text(name: str, value: object) -> str:
+    """Return text that is not empty and can be written as UTF-8, or raise BadRequest."""
+    if not isinstance(value, str) or not value:
+        raise BadRequest(f"{name} is a text that is not empty, not {value!r}")
+    if not value.isascii():
+        try:
+            value.encode()
+        except UnicodeEncodeError:
+            raise BadRequest(f"{name} {value!r} cannot be written as UTF-8") from None
+    return value
+
+
+def size_of(messages: Iterable[Message]) -> int:
+    """Return the approximate size of messages in memory and on the wire, bytes."""
+    total = 0
+    for message in messages:
+        total += 64 + len(message.topic) + len(message.key or b"") + len(message.value or b"")
+        for name, value in message.headers:
+            total += len(name) + len(value or b"") + 8
+    return total
+
+
+def _bytes(name: str, value: object) -> bytes | None:
+    if value is None or type(value) is bytes:
+        return value
+    if isinstance(value, _BYTES_LIKE):
+        return bytes(value)
+    raise BadRequest(f"a message's {name} is bytes or None, not {type(value).__name__}")
+
+
+def _header(header: object) -> Header:
+    if not isinstance(header, (tuple, list)) or len(header) != 2:
+        raise BadRequest(f"a header is a pair of name and bytes, not {header!r}")
+    name, value = header
+    if name == "":
+        return "", _bytes("header", value)
+    return checked_text("a header's name", name), _bytes("header", value)
+
+
+def _whole(name: str, value: object, largest: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= largest:
+        raise BadRequest(f"{name} is a whole number from 0 to {largest}, not {value!r}")
+    return value

@@ -17,7 +17,7 @@ from collections.abc import Awaitable, Callable
 
 from aiohttp import web
 
-from txbroker.proxy.console import actions, login, pages
+from txbroker.proxy.console import actions, pages
 from txbroker.proxy.console.site import Console
 from txbroker.proxy.http.context import ApiContext
 from txbroker.proxy.http.guards import Guard
@@ -34,4 +34,4 @@ def console_pages(
         context: its service answers for all proxies.
         guard: admits callers.
     """
-    return Console(context, guard, (*pages.ROUTES, *actions.ROUTES, *login.ROUTES)).routes()
+    return Console(context, guard, (*pages.ROUTES, *actions.ROUTES)).routes()

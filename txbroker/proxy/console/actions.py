@@ -128,11 +128,7 @@ def _narrowed(action: Action, chosen: Filter) -> Filter:
 async def _matching(
     request: PageRequest, action: Action, chosen: Filter
 ) -> AsyncIterator[TransactionView]:
-    """Yield the matching transactions of the principal's groups in a state for the action.
-
-    Raises:
-        RequestError: an owner does not answer, or an id is malformed or another group's.
-    """
+    """Yield the matching transactions of the principal's groups in a state for the action."""
     service = request.context.service
     if chosen.ids:
         for id in chosen.ids:

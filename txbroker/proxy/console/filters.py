@@ -98,11 +98,7 @@ class Listing:
 
 
 def read_listing(fields: Mapping[str, str]) -> Listing:
-    """Return the listing that a link or form selects; blank fields are ignored.
-
-    Raises:
-        BadRequest, BadId: names the field.
-    """
+    """Return the listing that a link or form selects; blank fields are ignored."""
     unknown = sorted(set(fields) - _KNOWN)
     if unknown:
         raise BadRequest(
@@ -140,11 +136,7 @@ def _shortest(seconds: float) -> str:
 
 
 def convert(fields: Mapping[str, object], kind: type[T]) -> T:
-    """Return the fields of a form as a struct.
-
-    Raises:
-        BadRequest: names the wrong field.
-    """
+    """Return the fields of a form as a struct; the error of a wrong field names it."""
     try:
         return msgspec.convert(fields, kind, strict=False)
     except msgspec.ValidationError as error:

@@ -1,22 +1,28 @@
-"""The pages that only show: overview, lists, one transaction, groups."""
+"""The pages that only show (overview, lists, one transaction, groups), and the login."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
+from aiohttp import web
 from msgspec import structs
 
 from txbroker.contract.policy import GroupPolicy
 from txbroker.contract.service import GroupOverview, Overview, Rates, TransactionView
 from txbroker.core.lifecycle import SETTLED
 from txbroker.core.records import State
+from txbroker.errors import Unauthorized
 from txbroker.principals import Role
 from txbroker.proxy.console.actions import Action, allowed
 from txbroker.proxy.console.concerns import concerns_of
-from txbroker.proxy.console.filters import PAGE_ROWS, read_listing
+from txbroker.proxy.console.filters import PAGE_ROWS, AuditNote, convert, read_listing
 from txbroker.proxy.console.formatting import link, with_query
 from txbroker.proxy.console.site import HtmlPage, PageRequest, Redirect, Route
+from txbroker.proxy.console.visitors import NAME_MAX
 from txbroker.proxy.http.context import within_groups
 from txbroker.proxy.http.limits import plain_id
+from txbroker.proxy.observe.logging import get_logger
+
+log = get_logger(__name__)
 
 GROUPS_FIRST = 8
 """Groups on the overview."""
@@ -170,9 +176,57 @@ def _rows(request: PageRequest, stats: Overview) -> Iterator[GroupRow]:
         yield GroupRow(GroupOverview(name), policy, request.context.groups.problem(name))
 
 
+# --- login -----------------------------------------------------------------------------------
+
+
+async def show_login(request: PageRequest) -> HtmlPage | Redirect:
+    """Show the login form; redirect a visitor who is logged in or needs no login."""
+    onward = _local(request.query.get("next", "/"))
+    if request.visitor.admitted:
+        return Redirect(onward)
+    return _form(onward, request.visitor.name)
+
+
+async def do_login(request: PageRequest) -> HtmlPage | Redirect:
+    """Log in."""
+    onward = _local(request.form.get("next", "/"))
+    name = convert({"by": request.form.get("name", "").strip()}, AuditNote).by[:NAME_MAX]
+    principal = request.cookies.principal_of(request.form.get("token", "").strip())
+    if principal is None:
+        log.warning("console login refused", name=name, remote=request.http.remote or "")
+        return _form(onward, name, "This token is not valid at this proxy.")
+    if not principal.shared:
+        name = principal.name  # the credential names its owner: ignore the claimed name
+    log.info("console login", by=principal.name, name=name, remote=request.http.remote or "")
+
+    def log_in(response: web.Response) -> None:
+        request.cookies.log_in(response, principal, name, secure=request.secure)
+
+    return Redirect(onward, log_in)
+
+
+def _form(onward: str, name: str, problem: str = "") -> HtmlPage:
+    values = {"next": onward, "name": name, "problem": problem}
+    return HtmlPage("login.html", values, Unauthorized.status if problem else 200)
+
+
+async def do_logout(request: PageRequest) -> HtmlPage | Redirect:
+    """Log out."""
+    return Redirect("/login", request.cookies.log_out)
+
+
+def _local(path: str) -> str:
+    """Return a local path, so that a login link cannot redirect to another site."""
+    plain = path.startswith("/") and not path.startswith("//")
+    return path if plain and path.isprintable() and "\\" not in path else "/"
+
+
 ROUTES = (
     Route("GET", "/", overview),
     Route("GET", "/transactions", transactions),
     Route("GET", "/transactions/{id}", transaction),
     Route("GET", "/groups", groups),
+    Route("GET", "/login", show_login, open=True),
+    Route("POST", "/login", do_login, open=True),
+    Route("POST", "/logout", do_logout, open=True),
 )

@@ -279,11 +279,7 @@ def _is_secure(request: web.BaseRequest) -> bool:
 
 
 async def _read_form(request: web.Request, body: BodyReader) -> dict[str, str]:
-    """Return the fields of a form.
-
-    Raises:
-        RequestError: it is no form, too large or incomplete.
-    """
+    """Return the fields of a form."""
     if request.content_type != _FORM:
         raise UnsupportedMediaType("not a form: send the form from the console's own page")
     if (request.content_length or 0) > FORM_BYTES_MAX:

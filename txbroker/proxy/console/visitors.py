@@ -62,11 +62,7 @@ class Visitor:
         return hmac.digest(self.secret.encode(), b"form", hashlib.sha256).hex()
 
     def check_form(self, given: str) -> None:
-        """Refuse a form that was not rendered for this visitor.
-
-        Raises:
-            Forbidden: with the next step.
-        """
+        """Refuse a form that was not rendered for this visitor."""
         if self.new or not hmac.compare_digest(given.encode(), self.form_secret.encode()):
             raise Forbidden(
                 "this form belongs to another visit, or cookies are off: "

@@ -8,13 +8,14 @@ from urllib.parse import unquote
 
 from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
+from msgspec import structs
 
 from txbroker.checkers.groups import Groups
 from txbroker.checkers.http import HttpChecks
 from txbroker.checkers.leases import Leases
 from txbroker.checkers.sessions import SessionRegistry
 from txbroker.config.settings import Settings
-from txbroker.contract.service import Service
+from txbroker.contract.service import Overview, Service
 from txbroker.errors import (
     AdminOnly,
     BadRequest,
@@ -26,7 +27,8 @@ from txbroker.errors import (
 from txbroker.principals import Directory
 from txbroker.proxy.cluster.forwarding import CALLER, CALLER_HEADER, PREFIX
 from txbroker.proxy.http import groups as group_operations
-from txbroker.proxy.http import system, transactions
+from txbroker.proxy.http import transactions
+from txbroker.proxy.http.bodies import HealthBody, ReadyBody
 from txbroker.proxy.http.context import ApiContext, CallBatcher
 from txbroker.proxy.http.endpoints import ApiEndpoint, failure_answer
 from txbroker.proxy.http.front import DirectCalls
@@ -37,11 +39,12 @@ from txbroker.proxy.http.guards import (
     is_page,
     load_principals,
 )
-from txbroker.proxy.http.openapi import describe
 from txbroker.proxy.http.operations import (
+    READERS,
     ApiCall,
     ApiReply,
     Operation,
+    describe,
     encode_json,
     error_answer,
 )
@@ -82,9 +85,75 @@ class _Parts:
 _PARTS: web.AppKey[_Parts] = web.AppKey("parts", _Parts)
 
 
+# --- operations on the proxy itself ----------------------------------------------------------
+
+
+async def health(call: ApiCall) -> ApiReply:
+    """Confirm that the process is alive."""
+    return ApiReply(200, HealthBody(status="alive"))
+
+
+async def ready(call: ApiCall) -> ApiReply:
+    """Return whether the proxy takes calls, with the problems if not."""
+    readiness = call.context.service.readiness()
+    body = ReadyBody(
+        ready=readiness.ready,
+        partitions={str(number): state for number, state in readiness.partitions.items()},
+        problems=list(readiness.problems),
+    )
+    return ApiReply(200 if readiness.ready else 503, body)
+
+
+async def overview(call: ApiCall) -> ApiReply:
+    """Return owners, counts, rates and groups of all proxies."""
+    overview = await call.context.service.overview()
+    groups = tuple(group for group in overview.groups if group.group in call.principal.groups)
+    return ApiReply(200, structs.replace(overview, groups=groups))
+
+
+async def metrics(call: ApiCall) -> ApiReply:
+    """Return the metrics in Prometheus' text format."""
+    return ApiReply(200, call.context.metrics.text())
+
+
+OPERATIONS = (
+    Operation("health", "GET", "/healthz", "Liveness", health, {200: HealthBody}, open=True),
+    Operation(
+        "ready",
+        "GET",
+        "/readyz",
+        "Readiness: the proxy takes calls and has read the log of all its half partitions",
+        ready,
+        {200: ReadyBody, 503: ReadyBody},
+        open=True,
+    ),
+    Operation(
+        "overview",
+        "GET",
+        "/v1/overview",
+        "Proxies, half partitions, groups, and rates over the last ten seconds",
+        overview,
+        {200: Overview},
+        roles=READERS,
+        admin=True,
+    ),
+    Operation(
+        "metrics",
+        "GET",
+        "/metrics",
+        "Metrics for Prometheus",
+        metrics,
+        {200: None},
+        media="text/plain",
+        roles=READERS,
+        admin=True,
+    ),
+)
+
+
 def operations() -> tuple[Operation, ...]:
     """Return every operation of the HTTP API but the session's."""
-    declared = (*transactions.OPERATIONS, *group_operations.OPERATIONS, *system.OPERATIONS)
+    declared = (*transactions.OPERATIONS, *group_operations.OPERATIONS, *OPERATIONS)
     document = b""
 
     async def openapi(_: ApiCall) -> ApiReply:
@@ -155,22 +224,14 @@ def make_app(
 
 def make_admin_app(app: web.Application) -> web.Application:
     """Return the application of the admin address of `app`'s proxy: the whole HTTP API and the
-    pages, without sessions and calls of other proxies.
-
-    Raises:
-        ConfigurationError: the token file cannot be read.
-    """
+    pages, without sessions and calls of other proxies."""
     parts = app[_PARTS]
     guard = Guard(parts.local.settings, admin=True, principals=parts.local.principals)
     return _application(parts, guard, admin=True)
 
 
 def make_peer_app(app: web.Application) -> web.Application:
-    """Return the application of the peer address of `app`'s proxy: only calls of other proxies.
-
-    Raises:
-        ConfigurationError: the token file cannot be read.
-    """
+    """Return the application of the peer address of `app`'s proxy: only calls of other proxies."""
     parts = app[_PARTS]
     guard = Guard(parts.local.settings, principals=parts.local.principals)
     return _web_application(parts, guard, frozenset(), internal=True)

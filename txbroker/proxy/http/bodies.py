@@ -11,13 +11,7 @@ from msgspec import UNSET, Meta, Struct, UnsetType
 
 from txbroker.contract.json import TARGET_PARTITION_MAX, TIMESTAMP_MS_MAX
 from txbroker.contract.policy import GROUP_NAME_CHARS_MAX, GroupPolicy
-from txbroker.contract.service import (
-    LIST_LIMIT_MAX,
-    GroupOverview,
-    PartitionOverview,
-    ProxyOverview,
-    TransactionView,
-)
+from txbroker.contract.service import LIST_LIMIT_MAX, TransactionView
 from txbroker.core.records import Decision, State
 
 TEXT_MAX = 1000
@@ -183,12 +177,22 @@ class PrepareBody(RequestBody, frozen=True):
     check_interval_s: Seconds | None = None
 
 
-class CommitBody(RequestBody, frozen=True):
-    """Commit a transaction. Without a group an operator decides."""
+class ReasonBody(RequestBody, frozen=True):
+    """Reason and author of an action."""
 
-    group: Group | None = None
     reason: Reason | None = None
     by: By | None = None
+
+
+class RollbackBody(ReasonBody, frozen=True):
+    """Roll a transaction back. Without a group an operator decides."""
+
+    group: Group | None = None
+
+
+class CommitBody(RollbackBody, frozen=True):
+    """Commit a transaction. Without a group an operator decides."""
+
     messages: MaybeMessages = msgspec.field(default_factory=_no_messages)
     wait: (
         Annotated[
@@ -200,21 +204,6 @@ class CommitBody(RequestBody, frozen=True):
         ]
         | None
     ) = None
-
-
-class RollbackBody(RequestBody, frozen=True):
-    """Roll a transaction back. Without a group an operator decides."""
-
-    group: Group | None = None
-    reason: Reason | None = None
-    by: By | None = None
-
-
-class ReasonBody(RequestBody, frozen=True):
-    """Reason and author of an action."""
-
-    reason: Reason | None = None
-    by: By | None = None
 
 
 class GroupBody(GroupPolicy, frozen=True):
@@ -284,20 +273,6 @@ class PageBody(AnswerBody, frozen=True):
 
     transactions: list[TransactionBody]
     next_cursor: str | None
-
-
-class OverviewBody(AnswerBody, frozen=True, omit_defaults=False):
-    """The state of proxies, half partitions and groups. If a proxy did not answer, the counts of
-    its half partitions are null and `complete` is false. Ages are seconds, times milliseconds
-    since 1970."""
-
-    at_ms: int
-    complete: bool
-    proxies: tuple[ProxyOverview, ...]
-    partitions: tuple[PartitionOverview, ...]
-    groups: tuple[GroupOverview, ...]
-    groups_left_off: int
-    refused_topics: dict[str, int]
 
 
 class GroupAnswer(AnswerBody, frozen=True):

@@ -85,11 +85,7 @@ async def list_groups(call: ApiCall) -> ApiReply:
 
 
 def _registered(call: ApiCall) -> tuple[str, GroupPolicy]:
-    """Return the group of the path and its policy.
-
-    Raises:
-        NotPermitted, UnknownGroup: with the reason.
-    """
+    """Return the group of the path and its policy."""
     group = call.path["group"]
     call.principal.check_group(group)
     policy = call.context.groups.policies.get(group)
@@ -105,11 +101,7 @@ def _refuse(why: str | None) -> None:
 
 def _check_room(call: ApiCall, group: str) -> None:
     """Refuse a new group if its principal's groups, with registrations in flight, reach the limit.
-    Operators have no limit.
-
-    Raises:
-        NotPermitted: the limit is reached.
-    """
+    Operators have no limit."""
     groups, share_of = call.context.groups, call.context.principals().share_of
     share = share_of(group)
     if share == group or group in groups or call.principal.role is Role.OPERATOR:

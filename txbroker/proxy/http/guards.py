@@ -127,20 +127,12 @@ class ReloadedFile(Generic[T]):
 
 
 def load_secret(name: str, path: Path) -> ReloadedFile[str]:
-    """Return the secret of a file, reloaded when the file changes.
-
-    Raises:
-        ConfigurationError: the file cannot be read.
-    """
+    """Return the secret of a file, reloaded when the file changes."""
     return ReloadedFile(name, path, lambda path: read_token(name, path))
 
 
 def load_principals(settings: Settings) -> Callable[[], Directory]:
-    """Return a function that returns the current principals, none without a file.
-
-    Raises:
-        ConfigurationError: the file cannot be used.
-    """
+    """Return a function that returns the current principals, none without a file."""
     if settings.principals_file is None:
         return no_principals
 
@@ -169,9 +161,6 @@ class Guard:
     Args:
         admin: True for the guard of the admin address.
         principals: returns the current principals; None: created here.
-
-    Raises:
-        ConfigurationError: a file of tokens or principals cannot be read.
     """
 
     def __init__(
@@ -199,7 +188,8 @@ class Guard:
         self._anybody = ANYBODY._replace(role=self._role)
         self._token = _token_of(settings, self._role, admin=admin)
         self._principals = principals or load_principals(settings)
-        self._asks = self._token is not None or settings.principals_file is not None
+        self.asks = self._token is not None or settings.principals_file is not None
+        """True if callers need a token or a named certificate."""
         self._form_key = _form_key(settings)
 
     @property
@@ -209,27 +199,14 @@ class Guard:
             file for file in (self._token, self._principals) if isinstance(file, ReloadedFile)
         )
 
-    @property
-    def asks(self) -> bool:
-        """True if callers need a token or a named certificate."""
-        return self._asks
-
     def admit(self, request: AnyRequest) -> Principal:
-        """Return the caller; refuse a cross-site call, an unknown host name or no credential.
-
-        Raises:
-            Forbidden, CertificateRequired, Unauthorized: with the next step.
-        """
+        """Return the caller; refuse a cross-site call, an unknown host name or no credential."""
         self.admit_page(request)
         return self.known(credential_of(request))
 
     def admit_page(self, request: AnyRequest) -> None:
         """Refuse a cross-site call, an unknown host name or a missing client certificate. A token
-        is not required here: the console has a login.
-
-        Raises:
-            Forbidden, CertificateRequired: with the next step.
-        """
+        is not required here: the console has a login."""
         if self._needs_certificate and not certificate_names(request):
             raise CertificateRequired
         host = request.headers.get("Host", "")
@@ -245,24 +222,20 @@ class Guard:
             )
 
     def known(self, credential: Credential) -> Principal:
-        """Return the principal of a credential.
-
-        Raises:
-            Unauthorized: it has none, or no longer one.
-        """
+        """Return the principal of a credential; raise `Unauthorized` without one."""
         principal = self._find(credential)
         if principal is None:
             raise Unauthorized(_NO_CREDENTIAL)
         return principal
 
     def _find(self, credential: Credential) -> Principal | None:
-        if credential.digest is not None and self._asks:
+        if credential.digest is not None and self.asks:
             token = None if self._token is None else self._token()
             # By digest: the time of a look-up reveals nothing about the tokens.
             if token is not None and hmac.compare_digest(token.digests[0], credential.digest):
                 return token
             return self._principals().by_digest(credential.digest)
-        if self._asks:
+        if self.asks:
             return self._principals().by_certificate(credential.certificates)
         if credential.certificates:
             name = credential.certificates[0]
@@ -289,11 +262,7 @@ class Guard:
 
 
 class PeerGuard:
-    """Recognizes the other proxies of the installation.
-
-    Raises:
-        ConfigurationError: the peer secret cannot be read.
-    """
+    """Recognizes the other proxies of the installation."""
 
     def __init__(self, settings: Settings) -> None:
         path = settings.peer_secret_file
@@ -311,11 +280,7 @@ class PeerGuard:
         return None if self._secret is None else self._secret()
 
     def admit(self, request: web.BaseRequest) -> None:
-        """Refuse a call that does not come from a proxy of this installation.
-
-        Raises:
-            NotAPeer: with the next step.
-        """
+        """Refuse a call that does not come from a proxy of this installation."""
         if self._secret is None and self._names is None:
             if self._optional:
                 return

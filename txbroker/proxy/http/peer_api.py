@@ -197,11 +197,7 @@ class PeerApi:
         return handle
 
     def _admit(self, request: web.Request) -> None:
-        """Refuse a call that does not come from a proxy of this proxy's group.
-
-        Raises:
-            Forbidden, UnsupportedMediaType, BadRequest, OwnerUnavailable: with the reason.
-        """
+        """Refuse a call that does not come from a proxy of this proxy's group."""
         if "Origin" in request.headers:
             raise Forbidden("web pages must not call this path: only proxies may")
         if request.method != "GET" and request.content_type != CONTENT_TYPE:

@@ -52,11 +52,7 @@ AnyRequest: TypeAlias = web.BaseRequest | DirectRequest
 
 
 def check_media_type(request: AnyRequest) -> None:
-    """Refuse a call not declared as JSON, which a web page's form cannot be.
-
-    Raises:
-        UnsupportedMediaType: with what to send.
-    """
+    """Refuse a call not declared as JSON, which a web page's form cannot be."""
     given = request.headers.get("Content-Type")
     if given == "application/json":
         return  # the common case, without parsing
@@ -114,11 +110,7 @@ class BodyReader:
         return b"".join(chunks)
 
     def take(self, body: bytes) -> None:
-        """Count a body that has arrived.
-
-        Raises:
-            TooLarge, Overloaded: as `read`.
-        """
+        """Count a body that has arrived; refuse one that is too large."""
         if len(body) > self._bytes_max:
             raise self._too_large()
         self._reserve(CALL_BYTES + len(body))
@@ -147,11 +139,7 @@ class BodyReader:
 
 
 def decode_body(raw: bytes, kind: type[T], *, optional: bool) -> T:
-    """Return the decoded body.
-
-    Raises:
-        BadRequest: it is not JSON, or not as declared; `path` names the field.
-    """
+    """Return the decoded body; the error of a malformed one names the field in `path`."""
     if not raw.strip():
         if optional:
             return kind()
@@ -172,11 +160,7 @@ def decode_body(raw: bytes, kind: type[T], *, optional: bool) -> T:
 
 
 def decode_query(request: web.BaseRequest, kind: type[T]) -> T:
-    """Return the decoded query.
-
-    Raises:
-        BadRequest: a field is unknown, repeated or malformed.
-    """
+    """Return the decoded query; refuse an unknown, repeated or malformed field."""
     query = request.query
     fields = dict(query)
     if len(fields) != len(query):
@@ -195,12 +179,8 @@ def decode_query(request: web.BaseRequest, kind: type[T]) -> T:
 
 
 def decode_content(raw: msgspec.Raw, messages_max: int) -> tuple[Message, ...] | None:
-    """Return the messages of a request, None for JSON null.
-
-    Raises:
-        BadRequest: a message is malformed; `path` names it.
-        TooLarge: there are more than `messages_max`.
-    """
+    """Return the messages of a request, None for JSON null; refuse a malformed message or more
+    than `messages_max`."""
     if bytes(raw) == b"null":
         return None
     try:

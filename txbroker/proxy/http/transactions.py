@@ -123,7 +123,7 @@ def rollback(call: ApiCall) -> Awaitable[ApiReply]:
 def _decide(
     call: ApiCall,
     decision: Decision,
-    body: CommitBody | RollbackBody,
+    body: RollbackBody,
     messages: tuple[Message, ...] | None = None,
     *,
     wait: bool = False,
@@ -195,12 +195,7 @@ def _author(by: str | None, call: ApiCall) -> str:
 
 async def _check_own(call: ApiCall, id: str) -> None:
     """Refuse a transaction of another principal's group. A transaction never changes its group, so
-    the result still holds for the call that follows.
-
-    Raises:
-        NotPermitted: names the group.
-        NotFound, TooOld, OwnerUnavailable: the transaction cannot be read.
-    """
+    the result still holds for the call that follows."""
     if not call.principal.groups.everything:
         view = await call.context.service.find(id)
         call.principal.check_own(view.group)

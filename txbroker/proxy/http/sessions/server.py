@@ -103,11 +103,7 @@ class SessionServer:
         return socket
 
     def _check_room(self, principal: Principal) -> None:
-        """Refuse a session beyond the limits of all callers and of one principal.
-
-        Raises:
-            Overloaded: a limit is reached.
-        """
+        """Refuse a session beyond the limits of all callers and of one principal."""
         most = self._settings.sessions_max
         why = ""
         if len(self._sockets) >= most:

@@ -233,11 +233,7 @@ class SdkSession:
     # --- in ---
 
     async def read(self, first: Sequence[wire.Received]) -> None:
-        """Take these operations, then frames until the connection ends.
-
-        Raises:
-            ProtocolError: a frame cannot be decoded, or holds an unexpected operation.
-        """
+        """Take these operations, then frames until the connection ends."""
         self.take(first)
         # A session that was cut off may have frames left that had arrived before.
         while (frame := await receive(self._socket)) is not None and not self.closed:
@@ -247,13 +243,8 @@ class SdkSession:
             await asyncio.sleep(0)
 
     def take(self, operations: Sequence[wire.Received]) -> None:
-        """Start the operations of a frame.
-
-        Raises:
-            ProtocolError: an operation is unexpected.
-        """
-        prepares = _FrameCalls("prepare")
-        decides = _FrameCalls("decide")
+        """Start the operations of a frame."""
+        prepares, decides, checks = map(_FrameCalls, ("prepare", "decide", "check"))
         for operation in operations:
             kind = type(operation)
             if kind is wire.Prepare:
@@ -264,14 +255,14 @@ class SdkSession:
                 answer = operation if operation.messages is None else self._in_bounds(operation)
                 self._context.sessions.answer(self.group, self, answer)
             elif isinstance(operation, wire.AskEarly):
-                self._start_check(operation)
+                self._check(checks, operation, _early_check)
             elif kind is wire.Drain:
                 self.draining = True
             elif isinstance(operation, wire.UnreadableCall):
                 self._fail((operation.call,), BadRequest(operation.why), "operation")
             else:
                 raise ProtocolError("a second hello: send one hello per session")
-        for frame_calls in (prepares, decides):
+        for frame_calls in (prepares, decides, checks):
             if frame_calls.requests:
                 self._start(frame_calls)
 
@@ -297,17 +288,20 @@ class SdkSession:
     def _start(self, frame_calls: _FrameCalls) -> None:
         """Start the operations of one kind of a frame that fit into the byte budgets."""
         reserved = self._reserved(frame_calls)
-        for run in self._runs(reserved.requests):
+        for run in self._runs(reserved):
             self._begun = number = self._begun + 1
             self._tasks[number] = self._loop.create_task(self._carry_out(number, reserved, run))
 
-    def _runs(self, requests: list[Any]) -> Sequence[contract.Run]:
-        if not tracing.active:
-            return self._service.runs(requests)
-        return [
-            contract.Run((number,), traced_alone(self._service, request))
-            for number, request in enumerate(requests)
-        ]
+    def _runs(self, frame_calls: _FrameCalls) -> Sequence[contract.Run]:
+        requests = frame_calls.requests
+        if frame_calls.name == "check":
+            return [contract.Run((n,), self._ask_early(asked)) for n, asked in enumerate(requests)]
+        if tracing.active:
+            return [
+                contract.Run((n,), traced_alone(self._service, request))
+                for n, request in enumerate(requests)
+            ]
+        return self._service.runs(requests)
 
     def _reserved(self, frame_calls: _FrameCalls) -> _FrameCalls:
         """Reserve the bytes of operations; return those that fit, and answer the others.
@@ -414,28 +408,12 @@ class SdkSession:
         )
         return request, self._limits.check_decide(request)
 
-    def _start_check(self, operation: wire.AskEarly) -> None:
-        why = self._reserve_bytes(OPERATION_BYTES, prepare=False)
-        if why is not None:
-            self._fail((operation.call,), Overloaded(f"{why}: retry later"), "check")
-            return
-        self._begun = number = self._begun + 1
-        self._tasks[number] = self._loop.create_task(self._ask_early(number, operation))
-
-    async def _ask_early(self, number: int, operation: wire.AskEarly) -> None:
-        call = operation.call
-        try:
-            check_id(operation.id)
-            check_reason(operation.reason)
-            status = await self._service.check(
+    async def _ask_early(self, operation: wire.AskEarly) -> Sequence[contract.Answer]:
+        return (
+            await self._service.check(
                 operation.id, group=self.group, by=self._by, reason=operation.reason
-            )
-            self.send(wire.Status(call, status.id, status.state, status.decision))
-        except Exception as error:
-            self._fail((call,), error, "check")
-        finally:
-            del self._tasks[number]
-            self._release(OPERATION_BYTES, prepare=False)
+            ),
+        )
 
     async def finish(self, timeout_s: float) -> None:
         """Let operations in flight end; cancel them after `timeout_s`."""
@@ -445,6 +423,12 @@ class SdkSession:
                 task.cancel()
 
 
+def _early_check(operation: wire.AskEarly) -> tuple[wire.AskEarly, int]:
+    check_id(operation.id)
+    check_reason(operation.reason)
+    return operation, 0
+
+
 def failure(call: int, error: RequestError) -> wire.Failure:
     """Return an error as an operation."""
     details = {name: str(value) for name, value in error.details.items()}
@@ -452,11 +436,7 @@ def failure(call: int, error: RequestError) -> wire.Failure:
 
 
 async def receive(socket: web.WebSocketResponse) -> bytes | None:
-    """Return the next frame, None if the connection has ended.
-
-    Raises:
-        ProtocolError: it is text.
-    """
+    """Return the next frame, None if the connection has ended."""
     message = await socket.receive()
     if message.type is WSMsgType.BINARY:
         frame: bytes = message.data
@@ -467,11 +447,7 @@ async def receive(socket: web.WebSocketResponse) -> bytes | None:
 
 
 def decoded(frame: bytes) -> Sequence[wire.Received]:
-    """Return the operations of a frame.
-
-    Raises:
-        ProtocolError: it cannot be decoded.
-    """
+    """Return the operations of a frame."""
     try:
         return wire.decode_from_producer(frame)
     except (msgspec.DecodeError, ValueError, RecursionError):
