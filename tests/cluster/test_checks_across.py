@@ -13,20 +13,19 @@ import itertools
 import random
 import time
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 
-import aiohttp
 import pytest
 from aiohttp import web
 
 from tests.faults.judge import Asked
 from tests.kit.evidence import convict
-from tests.kit.fleet import Fleet, Web
+from tests.kit.fleet import Fleet
+from tests.kit.http_calls import attempted, calling, listening
 from tests.kit.proxies import ProxyProcess
 from tests.kit.until import until
 from tests.kit.workload import Recorder
 from txbroker.embedded import EmbeddedKafka
-from txbroker.errors import RequestError
 from txbroker.sdk import CheckRequest, Decision, Limits, Message, NotYet, TransactionalProducer
 
 LANES, EACH = 5, 16
@@ -94,40 +93,32 @@ async def serving(truth: Truth) -> AsyncIterator[str]:
     """Serve the check URL."""
     app = web.Application()
     app.router.add_post("/check", truth.post)
-    runner = web.AppRunner(app, shutdown_timeout=0.1)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    try:
-        yield f"http://127.0.0.1:{runner.addresses[0][1]}/check"
-    finally:
-        await runner.cleanup()
+    async with listening(app) as url:
+        yield f"{url}/check"
 
 
-class Undecided(Web):
-    """Prepares, and never decides."""
+async def undecided(
+    name: str, urls: Sequence[str], topic: str, recorder: Recorder, count: int, fate: random.Random
+) -> None:
+    """Prepare `count` transactions, of one group after the other, and never decide."""
+    groups = itertools.cycle(GROUPS)
+    async with calling(urls, recorder, fate) as caller:
+        for number in range(count):
+            key = f"key-{fate.randrange(50)}"
+            await attempted(caller.prepare(f"{name}/{number}", next(groups), topic, key=key))
+            recorder.finished += 1
 
-    async def run(self, count: int, fate: random.Random) -> None:
-        """Prepare `count` transactions, of one group after the other."""
-        groups = itertools.cycle(GROUPS)
-        timeout = aiohttp.ClientTimeout(total=5)
-        async with aiohttp.ClientSession(timeout=timeout) as http:
-            for number in range(count):
-                token = f"{self._name}/{number}"
-                with contextlib.suppress(RequestError):
-                    await self._prepare(http, token, next(groups), fate)
-                self._recorder.finished += 1
 
-    async def _prepare(
-        self, http: aiohttp.ClientSession, token: str, group: str, fate: random.Random
-    ) -> None:
-        key = f"key-{fate.randrange(50)}"
-        headers = (("token", token.encode()),)
-        message = Message(self._topic, key.encode(), token.encode(), headers)
-        self._recorder.means(token, [message], business=False)
-        shown = {"topic": self._topic, "key": key, "value": token, "headers": {"token": token}}
-        body = {"group": group, "messages": [shown]}
-        with self._recorder.call("prepare", token) as call:
-            call.id = str((await self._answer(http, "", body, fate))["id"])
+def lanes(
+    name: str, urls: Sequence[str], topic: str, recorder: Recorder
+) -> asyncio.Future[list[None]]:
+    """Start `LANES` clients that prepare."""
+    return asyncio.gather(
+        *[
+            undecided(f"{name}-{n}", urls, topic, recorder, EACH, random.Random(n))
+            for n in range(LANES)
+        ]
+    )
 
 
 async def registered(proxy: ProxyProcess, url: str) -> None:
@@ -158,20 +149,14 @@ async def test_checks_find_group_while_proxies_die_and_leave(
                 proxy.url, group=group, check=truth.check, limits=limits
             )
             await stack.enter_async_context(producer)
-        lanes = [Undecided(f"lane-{n}", fleet.urls, topic, recorder) for n in range(LANES)]
-        preparing = asyncio.gather(
-            *[lane.run(EACH, random.Random(n)) for n, lane in enumerate(lanes)]
-        )
+        preparing = lanes("lane", fleet.urls, topic, recorder)
         await asked(recorder, 5)
         await dies.kill()
         await preparing
         await fleet.whole([home, leaves])
         await dies.launch()
         await fleet.whole(fleet.proxies)
-        lanes = [Undecided(f"more-{n}", fleet.urls, topic, recorder) for n in range(LANES)]
-        preparing = asyncio.gather(
-            *[lane.run(EACH, random.Random(n)) for n, lane in enumerate(lanes)]
-        )
+        preparing = lanes("more", fleet.urls, topic, recorder)
         await asked(recorder, 5)
         assert await leaves.stop() == 0
         await preparing

@@ -13,12 +13,12 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import suppress
 from urllib.parse import urlsplit
 
-import aiohttp
 import pytest
 
 from tests.faults.judge import Rec
 from tests.kit.evidence import claims, convict
-from tests.kit.fleet import PARTITIONS, Fleet, Web, owned_by
+from tests.kit.fleet import PARTITIONS, Fleet, owned_by, transact
+from tests.kit.http_calls import attempted, calling
 from tests.kit.proxies import Json, ProxyProcess
 from tests.kit.topic_reader import read_all
 from tests.kit.until import DEADLINE_S, unique, until
@@ -129,18 +129,20 @@ async def rest(proxy: ProxyProcess, recorder: Recorder) -> None:
     await proxy.all_settled()
 
 
-class Busy(Web):
-    """Works until it is stopped, with short timeouts for a proxy that hangs."""
-
-    async def work(self, over: asyncio.Event, fate: random.Random) -> None:
-        """Do one transaction after the other."""
-        timeout = aiohttp.ClientTimeout(total=1)
-        async with aiohttp.ClientSession(timeout=timeout) as http:
-            for number in itertools.count():
-                if over.is_set():
-                    return
-                with suppress(RequestError):
-                    await self._one(http, f"{self._name}/{number}", fate)
+async def busy(
+    urls: Sequence[str],
+    topic: str,
+    recorder: Recorder,
+    over: asyncio.Event,
+    fate: random.Random,
+) -> None:
+    """Do one transaction after the other, with short timeouts for a proxy that hangs."""
+    name = unique("lane")
+    async with calling(urls, recorder, fate, timeout_s=1) as caller:
+        for number in itertools.count():
+            if over.is_set():
+                return
+            await attempted(transact(caller, f"{name}/{number}", topic, name, fate))
 
 
 async def work_until_it_hangs(
@@ -151,12 +153,8 @@ async def work_until_it_hangs(
     (other,) = (proxy for proxy in fleet.proxies if proxy is not hung)
     over = asyncio.Event()
     urls = fleet.urls
-    lanes = []
-    for _ in range(LANES):
-        name = unique("lane")
-        lane = Busy(name, urls, topic, recorder)
-        lanes.append(lane.work(over, random.Random(f"{fate.random()}")))
-    working = asyncio.gather(*lanes)
+    fates = [random.Random(f"{fate.random()}") for _ in range(LANES)]
+    working = asyncio.gather(*[busy(urls, topic, recorder, over, own) for own in fates])
     try:
         await more_calls(recorder, fate.randint(*BEFORE))
         hung.pause()

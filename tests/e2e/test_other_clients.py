@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
+from tests.kit.http_calls import listening
 from tests.kit.proxies import ProxyProcess
 from tests.kit.service import FakeEndpoint
 from tests.kit.topic_reader import read_topics
@@ -89,13 +90,8 @@ async def service_of(answer: Callable[[web.Request, bytes], Json]) -> AsyncItera
 
     app = web.Application()
     app.router.add_post("/check", check)
-    runner = web.AppRunner(app, shutdown_timeout=0.1)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    try:
-        yield f"http://127.0.0.1:{runner.addresses[0][1]}/check"
-    finally:
-        await runner.cleanup()
+    async with listening(app) as url:
+        yield f"{url}/check"
 
 
 def signature(secret: bytes, request: web.Request, body: bytes) -> str:

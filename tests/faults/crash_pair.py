@@ -6,9 +6,9 @@ import asyncio
 import contextlib
 import itertools
 import json
+import random
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,23 +16,21 @@ import aiohttp
 from aiohttp import web
 
 from tests.faults.forks import Forge
-from tests.faults.judge import Asked, Body, Call, History, Note
+from tests.faults.judge import Asked
 from tests.kit.fleet import owned_by
-from tests.kit.http_calls import error_of
+from tests.kit.http_calls import GIVE_UP_S, Caller, listening
 from tests.kit.proxies import ProxyProcess
 from tests.kit.until import unique, until
-from txbroker.errors import AlreadyDecided, RequestError
+from tests.kit.workload import Recorder
+from txbroker.errors import AlreadyDecided
 
 PARTITIONS = 2
 SESSION_S = 2.0
 CALL_S = 1.0
 """Timeout of a call, seconds; then the client retries."""
-HEAL_S = GIVE_UP_S = 120.0
-"""How long a pair may take to be whole again, or a call to be answered, on a busy machine."""
+HEAL_S = GIVE_UP_S
 _PAUSE_S = 0.15
 FINAL = ("promoted", "rolled_back", "parked")
-
-Json = dict[str, Any]
 
 
 class FailingProxy(ProxyProcess):
@@ -46,11 +44,6 @@ class FailingProxy(ProxyProcess):
     async def _spawn(self, environment: Mapping[str, str]) -> Any:
         return await self._forge.fork([str(self._armed), "proxy"], environment)
 
-    async def again(self) -> None:
-        """Start it again; it has been killed, or is killed now."""
-        await self.kill()
-        await self.launch()
-
     async def owned(self) -> list[int]:
         """Return the partitions that it reports as owned; none without an answer."""
         try:
@@ -58,36 +51,6 @@ class FailingProxy(ProxyProcess):
                 return await owned_by(self)
         except TimeoutError:
             return []
-
-
-class Answers:
-    """The check endpoint of the business, with answers set in advance by token."""
-
-    def __init__(self, history: History) -> None:
-        self._history = history
-        self.decisions: dict[str, str] = {}
-        self.url = ""
-
-    async def start(self) -> None:
-        """Listen."""
-        app = web.Application()
-        app.router.add_post("/check", self._check)
-        self._runner = web.AppRunner(app, access_log=None)
-        await self._runner.setup()
-        await web.TCPSite(self._runner, "127.0.0.1", 0).start()
-        host, port = self._runner.addresses[0][:2]
-        self.url = f"http://{host}:{port}/check"
-
-    async def close(self) -> None:
-        """Listen no more."""
-        await self._runner.cleanup()
-
-    async def _check(self, request: web.Request) -> web.Response:
-        asked = await request.json()
-        token = dict(asked["messages"][0]["headers"])["token"]
-        decision = self.decisions.get(token, "unknown")
-        self._history.asked.append(Asked(asked["id"], time.time(), decision, asked["attempt"]))
-        return web.json_response({"decision": decision})
 
 
 class Pair:
@@ -98,8 +61,10 @@ class Pair:
         self.prefix = unique("crash")
         self.armed = folder / f"{self.prefix}.armed"
         self.fired = self.armed.with_suffix(".fired")
-        self.history = History()
-        self.answers = Answers(self.history)
+        self.recorder = Recorder()
+        self.decisions: dict[str, str] = {}
+        """Answers to check-backs, by token; unknown by default."""
+        self._stack = contextlib.AsyncExitStack()
         self.rows: list[str] = []
         self.topics: list[str] = []
         self.gave_up: list[str] = []
@@ -127,17 +92,19 @@ class Pair:
 
     async def start(self) -> None:
         """Start both and register the group."""
-        await self.answers.start()
+        app = web.Application()
+        app.router.add_post("/check", self._check)
+        url = await self._stack.enter_async_context(listening(app))
         for proxy in self.proxies:
             await proxy.launch()
         await self.whole()
         first = self.proxies[0]
         self.topics = [await first.topic(2), await first.topic(1)]
-        await first.call("PUT", "/v1/groups/shop", {"check_url": self.answers.url})
+        await first.call("PUT", "/v1/groups/shop", {"check_url": f"{url}/check"})
 
     async def close(self) -> None:
         """End both; their terminals must be clean."""
-        await self.answers.close()
+        await self._stack.aclose()
         for proxy in self.proxies:
             await proxy.close()
 
@@ -151,9 +118,13 @@ class Pair:
 
         await until(owned, HEAL_S)
 
-    def note(self, what: str, who: str = "") -> None:
-        """Write down what happened."""
-        self.history.notes.append(Note(time.time(), what, who))
+    async def _check(self, request: web.Request) -> web.Response:
+        asked = await request.json()
+        token = dict(asked["messages"][0]["headers"])["token"]
+        decision = self.decisions.get(token, "unknown")
+        answered = Asked(asked["id"], time.time(), decision, asked["attempt"])
+        self.recorder.history.asked.append(answered)
+        return web.json_response({"decision": decision})
 
     # --- trouble -------------------------------------------------------------------------
 
@@ -179,7 +150,7 @@ class Pair:
 
         lines = await until(done, HEAL_S)
         step = json.loads(lines[-1])
-        self.note(step["action"], f"{step['point']} {step['pid']}")
+        self.recorder.note(step["action"], f"{step['point']} {step['pid']}")
         return next(proxy for proxy in self.proxies if proxy.pid == step["pid"])
 
     def mend(self) -> None:
@@ -203,14 +174,12 @@ class Pair:
 
 
 class Client:
-    """One transaction of a service without the SDK: each call goes to any proxy of the pair, and
-    is sent again until it is answered."""
-
-    _turns = itertools.count()
+    """One transaction of a service without the SDK."""
 
     def __init__(self, pair: Pair, http: aiohttp.ClientSession, token: str, outcome: str) -> None:
         self._pair = pair
-        self._http = http
+        urls = [proxy.url for proxy in pair.proxies]
+        self._caller = Caller(http, urls, pair.recorder, random.Random(token))
         self.token = token
         self.outcome = outcome
         self.id = ""
@@ -218,93 +187,30 @@ class Client:
     async def prepare(self, *topics: str, business: bool = False) -> None:
         """Prepare a message for each topic."""
         token = self.token
-        headers = (("token", token.encode()),)
-        self._pair.history.sent[token] = tuple(
-            Body(topic, token.encode(), b"%d" % number, headers)
-            for number, topic in enumerate(topics)
+        self.id = await self._caller.prepare(
+            token, "shop", *topics, business=business, dedup_key=token
         )
-        if business:
-            self._pair.history.business.add(token)
-        messages = [
-            {"topic": topic, "key": token, "value": str(number), "headers": {"token": token}}
-            for number, topic in enumerate(topics)
-        ]
-        body = {"group": "shop", "messages": messages, "dedup_key": token}
-        answer = await self._ask("prepare", "/v1/transactions", body)
-        self.id = str(answer["id"])
         if business and self.outcome == "commit":
             self._pair.rows.append(self.id)
 
     async def decide(self, *, by_operator: bool = False) -> None:
         """Send commit or rollback; without a decision the check decides."""
         if self.outcome != "unknown":
-            body = {} if by_operator else {"group": "shop"}
-            path = f"/v1/transactions/{self.id}/{self.outcome}"
-            await self._ask(self.outcome, path, body)
+            group = "" if by_operator else "shop"
+            await self._caller.decide(self.outcome, self.token, self.id, group)
 
     async def contradict(self) -> None:
         """Send the contrary decision, which every proxy must refuse."""
         what = "rollback" if self.outcome == "commit" else "commit"
         with contextlib.suppress(AlreadyDecided):
-            await self._ask(what, f"/v1/transactions/{self.id}/{what}", {"group": "shop"})
+            await self._caller.decide(what, self.token, self.id, "shop")
 
     async def ends(self, *states: str) -> None:
         """Wait until any proxy reports one of these states."""
         end = time.monotonic() + GIVE_UP_S
         while True:
-            answer = await self._ask("show", f"/v1/transactions/{self.id}")
-            if answer["state"] in states:
+            shown = await self._caller.until_answered("show", self.token, self.id, None)
+            if shown["state"] in states:
                 return
-            assert time.monotonic() < end, f"{self.token} stays {answer}"
+            assert time.monotonic() < end, f"{self.token} stays {shown}"
             await asyncio.sleep(_PAUSE_S)
-
-    async def _ask(self, what: str, path: str, body: Json | None = None) -> Json:
-        """Send a call until it is answered.
-
-        Raises:
-            RequestError: it can never be.
-        """
-        end = time.monotonic() + GIVE_UP_S
-        while True:
-            proxy = self._pair.proxies[next(self._turns) % 2]
-            answer: Json = {}
-            with contextlib.suppress(aiohttp.ClientError, TimeoutError):
-                with _recorded(self._pair.history, what, self.token, self.id) as call:
-                    answer = await self._once(proxy, path, body, call)
-                return answer
-            assert time.monotonic() < end, f"{what} {self.token} is not answered"
-            await asyncio.sleep(_PAUSE_S)
-
-    async def _once(self, proxy: ProxyProcess, path: str, body: Json | None, call: Call) -> Json:
-        """Send it once; what may be tried again is a TimeoutError."""
-        method = "GET" if body is None else "POST"
-        async with self._http.request(method, proxy.url + path, json=body) as response:
-            answer = dict(await response.json())
-            status = response.status
-        if "error" not in answer:
-            call.id = str(answer["id"])
-            call.state = str(answer["state"])
-            return answer
-        error = error_of(status, answer)
-        call.code, call.id = error.code, call.id or str(error.details.get("id", ""))
-        call.decision = str(error.details.get("decision", ""))
-        if error.retryable:
-            raise TimeoutError
-        raise error
-
-
-@contextmanager
-def _recorded(history: History, what: str, token: str, id: str) -> Iterator[Call]:
-    """Write a call down, and how it ended."""
-    call = Call(what, token, time.time(), id)
-    history.calls.append(call)
-    call.result = "unknown"
-    try:
-        yield call
-    except RequestError:
-        call.result = "fail"
-        raise
-    else:
-        call.result = "ok"
-    finally:
-        call.ended = time.time()

@@ -55,12 +55,12 @@ class Crash:
             try:
                 await self._provoke(clients)
                 await self._heal(await pair.went_off(len(steps)))
-                pair.note("healed")
+                pair.recorder.note("healed")
                 await working
             finally:
                 working.cancel()
         await pair.whole()
-        pair.note("quiet")
+        pair.recorder.note("quiet")
         assert not pair.armed.exists(), f"{case.name} is armed still"
 
     def _steps(self) -> list[tuple[str, int, str]]:
@@ -99,7 +99,7 @@ class Crash:
             await client.ends(*FINAL if client.outcome == "unknown" else FINAL[:2])
             return
         if role == "asked":
-            pair.answers.decisions[client.token] = client.outcome
+            pair.decisions[client.token] = client.outcome
             await client.prepare(pair.topics[0], business=True)
         else:
             await client.prepare(*pair.topics, business=True)
@@ -127,11 +127,11 @@ class Crash:
         if self._moves:
             await second.launch()
         elif self._case.step in RESTARTED:
-            await _some(lambda: all(client.id for client in clients))
+            await until(lambda: all(client.id for client in clients), HEAL_S)
             await first.again()
         elif self._case.point == "handover.suspended":
             first.pause()
-            pair.note("pause", "to lose touch")
+            pair.recorder.note("pause", "to lose touch")
             await pair.taken_over(second)
             first.resume()
 
@@ -142,15 +142,7 @@ class Crash:
         elif action == "pause":
             await pair.taken_over(pair.other(failed))
             failed.resume()
-            pair.note("woken", failed.url)
-
-
-async def _some(condition: object) -> None:
-    async def there() -> bool:
-        assert callable(condition)
-        return bool(condition())
-
-    await until(there, HEAL_S)
+            pair.recorder.note("woken", failed.url)
 
 
 # --- many -------------------------------------------------------------------------------------
@@ -208,8 +200,8 @@ async def _judge(pair: Pair, along: Along, folder: Path, result: Result) -> None
     read = await asyncio.to_thread(read_all, pair.bootstrap, pair.prefix, pair.topics)
     read.along = seen
     states = lists[0] if lists else {}
-    judge.save(judge.Case(pair.history, read, pair.rows, states), folder / pair.prefix)
-    looking = judge.Judge(pair.history, read, pair.rows, states)
+    judge.save(judge.Case(pair.recorder.history, read, pair.rows, states), folder / pair.prefix)
+    looking = judge.Judge(pair.recorder.history, read, pair.rows, states)
     result.transactions = len(looking.log)
     if result.failed:
         return

@@ -6,21 +6,19 @@ import asyncio
 import contextlib
 import os
 import random
-import time
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 import aiohttp
 
 from tests.faults.judge import Judge
-from tests.kit.http_calls import error_of
+from tests.kit.http_calls import Caller, attempted, calling
 from tests.kit.proxies import ProxyProcess
 from tests.kit.readers import Along
 from tests.kit.topic_reader import read_all
 from tests.kit.until import DEADLINE_S, unique, until
 from tests.kit.workload import Recorder, Shop, answering, work
-from txbroker.errors import RequestError
-from txbroker.sdk import Limits, Message, TransactionalProducer
+from txbroker.sdk import Limits, TransactionalProducer
 
 PARTITIONS = 4
 SESSION_S = 6.0
@@ -96,66 +94,19 @@ async def owned_by(proxy: ProxyProcess) -> list[int]:
 # --- load over plain HTTP --------------------------------------------------------------------
 
 
-class Web:
-    """A service without the SDK: each call goes to any proxy, and is retried until answered."""
+async def transact(caller: Caller, token: str, topic: str, key: str, fate: random.Random) -> None:
+    """Prepare a transaction and decide it."""
+    id = await caller.prepare(token, "web", topic, key=key, check_after_s=600)
+    await caller.decide("rollback" if fate.random() < 0.2 else "commit", token, id, "web")
 
-    def __init__(self, name: str, urls: Sequence[str], topic: str, recorder: Recorder) -> None:
-        self._name = name
-        self._urls = urls
-        self._topic = topic
-        self._recorder = recorder
 
-    async def run(self, count: int, fate: random.Random) -> None:
-        """Run a number of transactions."""
-        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=5)) as http:
-            for number in range(count):
-                with contextlib.suppress(RequestError):
-                    await self._one(http, f"{self._name}/{number}", fate)
-
-    async def _one(self, http: aiohttp.ClientSession, token: str, fate: random.Random) -> None:
-        message = Message(
-            self._topic, self._name.encode(), token.encode(), (("token", token.encode()),)
-        )
-        self._recorder.means(token, [message], business=False)
-        body: dict[str, Any] = {
-            "group": "web",
-            "messages": [
-                {
-                    "topic": self._topic,
-                    "key": self._name,
-                    "value": token,
-                    "headers": {"token": token},
-                }
-            ],
-            "check_after_s": 600,
-        }
-        with self._recorder.call("prepare", token) as call:
-            answer = await self._answer(http, "", body, fate)
-            call.id = str(answer["id"])
-        what = "rollback" if fate.random() < 0.2 else "commit"
-        with self._recorder.call(what, token, call.id):
-            await self._answer(http, f"/{call.id}/{what}", {"group": "web"}, fate)
-
-    async def _answer(
-        self, http: aiohttp.ClientSession, path: str, body: dict[str, Any], fate: random.Random
-    ) -> dict[str, Any]:
-        """Send a call to any proxy until one answers; the 503 of a prepare has its id."""
-        end = time.monotonic() + DEADLINE_S
-        while True:
-            status, answer = 0, {}
-            with contextlib.suppress(aiohttp.ClientError, TimeoutError):
-                url = f"{fate.choice(self._urls)}/v1/transactions{path}"
-                async with http.post(url, json=body) as response:
-                    status, answer = response.status, await response.json()
-            if status in (200, 201):
-                return dict(answer)
-            if status:
-                error = error_of(status, answer)
-                if not error.retryable or time.monotonic() > end:
-                    raise error
-                if not path and "id" in error.details:
-                    body["id"] = error.details["id"]
-            await asyncio.sleep(0.05)
+async def web_load(
+    name: str, urls: Sequence[str], topic: str, recorder: Recorder, count: int, fate: random.Random
+) -> None:
+    """Run a number of transactions over plain HTTP, one after the other."""
+    async with calling(urls, recorder, fate) as caller:
+        for number in range(count):
+            await attempted(transact(caller, f"{name}/{number}", topic, name, fate))
 
 
 # --- load, trouble, judgement ----------------------------------------------------------------
@@ -194,8 +145,13 @@ async def judged(fleet: Fleet, shop: Shop, disturb: Disturb, transactions: int) 
                 )
             )
         web = [
-            Web(f"web-{number}", fleet.urls, topics[1], recorder).run(
-                transactions // 20, random.Random(f"{seed}/web/{number}")
+            web_load(
+                f"web-{number}",
+                fleet.urls,
+                topics[1],
+                recorder,
+                transactions // 20,
+                random.Random(f"{seed}/web/{number}"),
             )
             for number in range(WEB_LANES)
         ]

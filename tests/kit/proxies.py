@@ -146,6 +146,11 @@ class ProxyProcess(HttpCalls):
         """End the proxy as kill -9 does."""
         await self._end(signal.SIGKILL)
 
+    async def again(self) -> None:
+        """Restart the proxy, in any state."""
+        await self.kill()
+        await self.launch()
+
     def pause(self) -> None:
         """Let the proxy hang, as a machine does that swaps or migrates."""
         assert self._process is not None

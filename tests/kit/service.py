@@ -10,7 +10,7 @@ from typing import Any
 import aiohttp
 from aiohttp import web
 
-from tests.kit.http_calls import HttpCalls, Json
+from tests.kit.http_calls import HttpCalls, Json, listening
 from tests.kit.kafka import KafkaHarness
 from tests.kit.memory import MemoryHarness
 from tests.kit.until import unique, until
@@ -40,14 +40,8 @@ class FakeEndpoint:
         """Listen until the block is left."""
         app = web.Application()
         app.router.add_post("/check/{group}", self._answer)
-        runner = web.AppRunner(app, shutdown_timeout=0.1)
-        await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        self.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
-        try:
+        async with listening(app) as self.url:
             yield self
-        finally:
-            await runner.cleanup()
 
     async def _answer(self, request: web.Request) -> web.Response:
         group = request.match_info["group"]

@@ -12,8 +12,8 @@ from typing import Any
 
 from aiohttp import web
 
-from tests.faults.cluster.rough_clients import Caller
 from tests.faults.judge import Asked
+from tests.kit.http_calls import Caller, attempted, listening
 from tests.kit.workload import Recorder
 
 SLOW_S, TOO_LATE_S, HANGING_S = 1.0, 3.0, 30.0
@@ -24,37 +24,34 @@ Json = dict[str, Any]
 Answer = Callable[["EvilChecks", web.Request, Json], Awaitable[web.StreamResponse]]
 
 
-async def _slow(checks: EvilChecks, request: web.Request, asked: Json) -> web.StreamResponse:
-    await asyncio.sleep(SLOW_S)
-    return checks.answer(asked, "commit")
+def _after(answer: str, *, before_s: float = 0.0, after_s: float = 0.0) -> Answer:
+    """Answer late; the answer is recorded `after_s` before it goes out."""
+
+    async def late(checks: EvilChecks, request: web.Request, asked: Json) -> web.StreamResponse:
+        await asyncio.sleep(before_s)
+        response = checks.answer(asked, answer)
+        await asyncio.sleep(after_s)
+        return response
+
+    return late
 
 
-async def _too_late(checks: EvilChecks, request: web.Request, asked: Json) -> web.StreamResponse:
-    answer = checks.answer(asked, "commit")
-    await asyncio.sleep(TOO_LATE_S)
-    return answer
+def _fixed(noted: str, status: int = 200, body: bytes = b"", **headers: str) -> Answer:
+    """Answer with these bytes; a status of 503 and "ask again" give back the attempt."""
+
+    async def fixed(checks: EvilChecks, request: web.Request, asked: Json) -> web.StreamResponse:
+        checks.note(asked, noted)
+        return web.Response(
+            status=status, body=body, headers=headers, content_type="application/json"
+        )
+
+    return fixed
 
 
 async def _hanging(checks: EvilChecks, request: web.Request, asked: Json) -> web.StreamResponse:
     checks.note(asked, "unknown")
     await asyncio.sleep(HANGING_S)
     return web.Response(status=500)
-
-
-def _status(status: int, **headers: str) -> Answer:
-    async def answer(checks: EvilChecks, request: web.Request, asked: Json) -> web.StreamResponse:
-        checks.note(asked, "unknown")
-        return web.Response(status=status, headers=headers)
-
-    return answer
-
-
-def _text(text: bytes) -> Answer:
-    async def answer(checks: EvilChecks, request: web.Request, asked: Json) -> web.StreamResponse:
-        checks.note(asked, "unknown")
-        return web.Response(body=text, content_type="application/json")
-
-    return answer
 
 
 async def _huge(checks: EvilChecks, request: web.Request, asked: Json) -> web.StreamResponse:
@@ -77,40 +74,25 @@ async def _cut_off(checks: EvilChecks, request: web.Request, asked: Json) -> web
     return response
 
 
-async def _not_handled(checks: EvilChecks, request: web.Request, asked: Json) -> web.StreamResponse:
-    """By contract the attempt is given back, as after a deliberate "not yet"."""
-    checks.note(asked, "not yet")
-    return web.Response(status=503)
-
-
-async def _unknown(checks: EvilChecks, request: web.Request, asked: Json) -> web.StreamResponse:
-    return checks.answer(asked, "unknown")
-
-
-async def _not_yet(checks: EvilChecks, request: web.Request, asked: Json) -> web.StreamResponse:
-    checks.note(asked, "not yet")
-    return web.json_response({"decision": "unknown", "ask_again_s": 2})
-
-
 async def _changing(checks: EvilChecks, request: web.Request, asked: Json) -> web.StreamResponse:
-    """Alternate between commit and rollback."""
     return checks.answer(asked, ("commit", "rollback")[next(checks.turns) % 2])
 
 
 KINDS: dict[str, Answer] = {
-    "slow": _slow,
-    "too-late": _too_late,
+    "slow": _after("commit", before_s=SLOW_S),
+    "too-late": _after("commit", after_s=TOO_LATE_S),
     "hanging": _hanging,
-    "500": _status(500),
-    "404": _status(404),
-    "503": _not_handled,
-    "redirect": _status(302, location="http://127.0.0.1:1/elsewhere"),
-    "garbage": _text(b"\xff\x00{]"),
-    "other-decision": _text(b'{"decision": "maybe"}'),
+    "500": _fixed("unknown", 500),
+    "404": _fixed("unknown", 404),
+    # By contract the attempt is given back, as after a deliberate "not yet".
+    "503": _fixed("not yet", 503),
+    "redirect": _fixed("unknown", 302, location="http://127.0.0.1:1/elsewhere"),
+    "garbage": _fixed("unknown", body=b"\xff\x00{]"),
+    "other-decision": _fixed("unknown", body=b'{"decision": "maybe"}'),
     "cut-off": _cut_off,
     "huge": _huge,
-    "unknown": _unknown,
-    "not-yet": _not_yet,
+    "unknown": _after("unknown"),
+    "not-yet": _fixed("not yet", body=b'{"decision": "unknown", "ask_again_s": 2}'),
     "changing": _changing,
 }
 
@@ -124,7 +106,7 @@ class EvilChecks:
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
-        self._runner: web.AppRunner | None = None
+        self._stack = contextlib.AsyncExitStack()
         self.good = False
         self.turns = itertools.count()
         self.url = ""
@@ -133,16 +115,12 @@ class EvilChecks:
         """Listen."""
         app = web.Application()
         app.router.add_post("/{kind}", self._answer)
-        self._runner = web.AppRunner(app, access_log=None, handler_cancellation=True)
-        await self._runner.setup()
-        await web.TCPSite(self._runner, "127.0.0.1", 0, backlog=512).start()
-        host, port = self._runner.addresses[0][:2]
-        self.url = f"http://{host}:{port}"
+        serving = listening(app, handler_cancellation=True)
+        self.url = await self._stack.enter_async_context(serving)
 
     async def close(self) -> None:
-        """Listen no more."""
-        assert self._runner is not None
-        await self._runner.cleanup()
+        """Stop listening."""
+        await self._stack.aclose()
 
     def note(self, asked: Json, answer: str) -> None:
         """Record the question and the answer."""
@@ -176,7 +154,8 @@ async def leave_to_checks(caller: Caller, name: str, topic: str, over: asyncio.E
                 return
             group = group_of(fate.choice(list(KINDS)))
             token = f"{name}/{number}"
-            id = await caller.prepare(token, group, topic, check_after_s=0.5)
+            call = caller.prepare(token, group, topic, dedup_key=token, check_after_s=0.5)
+            id = await attempted(call)
             if id and fate.random() < 0.3:
                 after_s, decision = fate.uniform(0, 20), fate.choice(["commit", "rollback"])
                 late.create_task(_decide_late(caller, over, after_s, decision, token, id, group))
@@ -191,4 +170,4 @@ async def _decide_late(
 ) -> None:
     with contextlib.suppress(TimeoutError):
         await asyncio.wait_for(over.wait(), after_s)
-    await caller.decide(*decided)
+    await attempted(caller.decide(*decided))

@@ -35,11 +35,6 @@ class PlacedProxy(ProxyProcess):
         self._output_before = (len(self.stdout), len(self.stderr))
         await super().launch()
 
-    async def again(self) -> None:
-        """Restart it, in any state."""
-        await self.kill()
-        await self.launch()
-
     @property
     def died(self) -> int | None:
         """The exit code of a proxy that ended unexpectedly; otherwise None."""

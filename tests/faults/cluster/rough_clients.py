@@ -5,96 +5,17 @@ from __future__ import annotations
 import asyncio
 import itertools
 import random
-import time
 from collections.abc import Sequence
-from typing import Any
 
 import aiohttp
 
-from tests.kit.http_calls import error_of
-from tests.kit.workload import Recorder
+from tests.kit.http_calls import Caller, attempted
 from txbroker.errors import AlreadyDecided, RequestError
-from txbroker.sdk import Message
 
 CALL_S = 3.0
-GIVE_UP_S = 90.0
-_PAUSE_S = 0.2
 TIMES = 10
 SMALL_BYTES = 20_000
 """The largest message that the small topic takes."""
-
-Json = dict[str, Any]
-
-
-class Caller:
-    """Sends calls to any proxy, and writes each of them down.
-
-    Args:
-        fate: which proxy is called.
-    """
-
-    def __init__(
-        self,
-        http: aiohttp.ClientSession,
-        urls: Sequence[str],
-        recorder: Recorder,
-        fate: random.Random,
-    ) -> None:
-        self._http = http
-        self._urls = list(urls)
-        self._recorder = recorder
-        self._fate = fate
-
-    async def prepare(
-        self, token: str, group: str, *topics: str, value: str = "", **fields: Any
-    ) -> str:
-        """Prepare a message for each topic, asking until it is answered; return the id, "" where
-        it was refused or not answered."""
-        messages = [
-            Message(topic, token.encode(), (value or token).encode(), (("token", token.encode()),))
-            for topic in topics
-        ]
-        self._recorder.means(token, messages, business=False)
-        sent = [
-            {"topic": m.topic, "key": token, "value": value or token, "headers": {"token": token}}
-            for m in messages
-        ]
-        body = {"group": group, "messages": sent, "dedup_key": token, **fields}
-        answer = await self._until_answered("prepare", token, "", body)
-        return str(answer["id"]) if answer else ""
-
-    async def decide(self, decision: str, token: str, id: str, group: str) -> None:
-        """Repeat a call until it is answered."""
-        await self._until_answered(decision, token, id, {"group": group})
-
-    async def _until_answered(self, what: str, token: str, id: str, body: Json) -> Json | None:
-        end = time.monotonic() + GIVE_UP_S
-        while time.monotonic() < end:
-            try:
-                return await self.once(what, token, id, body)
-            except RequestError as error:
-                if not error.retryable:
-                    return None
-            except (aiohttp.ClientError, TimeoutError):
-                pass
-            await asyncio.sleep(_PAUSE_S)
-        return None
-
-    async def once(self, what: str, token: str, id: str, body: Json) -> Json:
-        """Send a call once.
-
-        Raises:
-            RequestError: that was the answer.
-            ClientError, TimeoutError: there was none.
-        """
-        path = f"/v1/transactions/{id}/{what}" if id else "/v1/transactions"
-        with self._recorder.call(what, token, id) as call:
-            async with self._http.post(self._fate.choice(self._urls) + path, json=body) as response:
-                answer = await response.json()
-                if "error" in answer:
-                    raise error_of(response.status, answer)
-                call.id, call.state = str(answer["id"]), str(answer["state"])
-                return dict(answer)
 
 
 class Rough:
@@ -130,21 +51,21 @@ class Rough:
 
     async def _ten_times(self, token: str) -> None:
         """The same decision from ten connections to all proxies."""
-        if id := await self._caller.prepare(token, "rough", self._topic):
+        if id := await self._prepare(token, self._topic):
             decision = self._fate.choice(["commit", "rollback"])
             await asyncio.gather(*[self._decide(decision, token, id) for _ in range(TIMES)])
-            await self._caller.decide(decision, token, id, "rough")
+            await self._settle(decision, token, id)
 
     async def _both_at_once(self, token: str) -> None:
-        if id := await self._caller.prepare(token, "rough", self._topic, self._small):
+        if id := await self._prepare(token, self._topic, self._small):
             both = self._fate.sample(["commit", "rollback"], 2)
             await asyncio.gather(*[self._decide(decision, token, id) for decision in both])
-            await self._caller.decide(both[0], token, id, "rough")
+            await self._settle(both[0], token, id)
 
     async def _the_contrary(self, token: str) -> None:
-        if id := await self._caller.prepare(token, "rough", self._topic):
+        if id := await self._prepare(token, self._topic):
             first, second = self._fate.sample(["commit", "rollback"], 2)
-            await self._caller.decide(first, token, id, "rough")
+            await self._settle(first, token, id)
             await self._decide(second, token, id)
 
     async def _too_large(self, token: str) -> None:
@@ -163,8 +84,15 @@ class Rough:
         await self._commit(token, (f"{self._topic}-not-there",), "lost")
 
     async def _commit(self, token: str, topics: Sequence[str], value: str) -> None:
-        if id := await self._caller.prepare(token, "rough", *topics, value=value):
-            await self._caller.decide("commit", token, id, "rough")
+        if id := await self._prepare(token, *topics, value=value):
+            await self._settle("commit", token, id)
+
+    async def _prepare(self, token: str, *topics: str, value: str = "") -> str | None:
+        call = self._caller.prepare(token, "rough", *topics, value=value, dedup_key=token)
+        return await attempted(call)
+
+    async def _settle(self, decision: str, token: str, id: str) -> None:
+        await attempted(self._caller.decide(decision, token, id, "rough"))
 
     async def _decide(self, decision: str, token: str, id: str) -> None:
         """Send a decision once, with any answer."""

@@ -36,11 +36,12 @@ from tests.faults.cluster.evil_checks import KINDS, EvilChecks, group_of, leave_
 from tests.faults.cluster.linked_fleet import PROTOCOLS, LinkedFleet
 from tests.faults.cluster.mortal_producer import GROUP, MortalProducer, add
 from tests.faults.cluster.nemesis import FAULTS, HOLD_MAX_S, HOLD_MIN_S, OVER, Field, Nemesis
-from tests.faults.cluster.rough_clients import CALL_S, SMALL_BYTES, Caller, Rough
+from tests.faults.cluster.rough_clients import CALL_S, SMALL_BYTES, Rough
 from tests.faults.cluster.three_nodes import ThreeNodes
 from tests.faults.judge import Case, History, Judge, Seen, Topics, save
 from tests.kit.evidence import listed
-from tests.kit.fleet import Web
+from tests.kit.fleet import web_load
+from tests.kit.http_calls import Caller
 from tests.kit.proxies import ProxyProcess
 from tests.kit.readers import Along
 from tests.kit.topic_reader import read_all
@@ -255,7 +256,7 @@ class Soak:
         while not self._over.is_set():
             round_ += 1
             name = f"web-{number}-{round_}"
-            await Web(name, self._fleet.urls, topic, self._recorder).run(5, fate)
+            await web_load(name, self._fleet.urls, topic, self._recorder, 5, fate)
             await asyncio.sleep(fate.uniform(0, 0.5))
 
     async def _watch(self) -> None:
@@ -428,6 +429,9 @@ def report(verdict: Verdict, results: Path) -> bool:
     ends = ", ".join(f"{how} {n}" for how, n in verdict.late_ends.items()) or "none"
     print(f"ends of turns that were late or unanswered: {ends}")
     print("transactions: " + ", ".join(f"{name} {n}" for name, n in verdict.states.items()))
+    broken = dict(Counter(text.split()[0] for text in verdict.violations))
+    for invariant, times in broken.items():
+        print(f"BROKEN: {invariant} {times} times")
     for violation in verdict.violations[:SHOWN_MAX]:
         print(f"BROKEN: {violation}")
     for wrong in verdict.wrong:
@@ -441,7 +445,7 @@ def report(verdict: Verdict, results: Path) -> bool:
     )
     line = asdict(verdict)
     line["violations"] = len(verdict.violations)
-    line["broken"] = dict(Counter(text.split()[0] for text in verdict.violations))
+    line["broken"] = broken
     with results.open("a") as file:
         file.write(json.dumps({"at": time.strftime("%Y-%m-%d %H:%M"), **line}) + "\n")
     return not verdict.violations and not verdict.wrong and verdict.transactions > 0
