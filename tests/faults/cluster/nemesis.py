@@ -89,48 +89,51 @@ Draw = Callable[[Field, random.Random], Fault | None]
 # --- proxies ----------------------------------------------------------------------------------
 
 
-def _proxies(field: Field, proxies: Sequence[ProxyProcess], inject: str, heal: str) -> Fault:
-    """Faults of proxies by the methods that begin and end each; the second may be empty."""
-
-    async def all_of_them(what: str) -> None:
-        for proxy in proxies if what else ():
-            # Who has just ended because Kafka was away can neither hang nor wake up.
-            with contextlib.suppress(ProcessLookupError):
-                done = getattr(proxy, what)()
-                if done is not None:
-                    await done
-
-    names = [field.name(proxy) for proxy in proxies]
-    return Fault(
-        " ".join(names), frozenset(names), lambda: all_of_them(inject), lambda: all_of_them(heal)
-    )
+def _one_proxy(field: Field, fate: random.Random) -> list[ProxyProcess]:
+    return [fate.choice(field.fleet.proxies)]
 
 
-def _proxy_killed(field: Field, fate: random.Random) -> Fault:
-    return _proxies(field, [fate.choice(field.fleet.proxies)], "kill", "launch")
+def _two_proxies(field: Field, fate: random.Random) -> list[ProxyProcess]:
+    return fate.sample(field.fleet.proxies, 2)
 
 
-def _proxies_all_killed(field: Field, fate: random.Random) -> Fault:
-    return _proxies(field, field.fleet.proxies, "kill", "launch")
+def _all_proxies(field: Field, fate: random.Random) -> list[ProxyProcess]:
+    return field.fleet.proxies
 
 
-def _proxy_hangs(field: Field, fate: random.Random) -> Fault:
-    """It wakes up when another one has its place: a zombie owner."""
-    return _proxies(field, [fate.choice(field.fleet.proxies)], "pause", "resume")
+def _proxies(choose: Callable[..., list[ProxyProcess]], inject: str, heal: str) -> Draw:
+    """Faults of proxies by the methods that begin and end each."""
+
+    def draw(field: Field, fate: random.Random) -> Fault:
+        proxies = choose(field, fate)
+        names = [field.name(proxy) for proxy in proxies]
+
+        async def all_of_them(what: str) -> None:
+            for proxy in proxies:
+                # One that has just ended because Kafka was away can neither hang nor wake up.
+                with contextlib.suppress(ProcessLookupError):
+                    await _call(proxy, what)
+
+        return Fault(
+            " ".join(names),
+            frozenset(names),
+            lambda: all_of_them(inject),
+            lambda: all_of_them(heal),
+        )
+
+    return draw
 
 
-def _proxies_two_hang(field: Field, fate: random.Random) -> Fault:
-    return _proxies(field, fate.sample(field.fleet.proxies, 2), "pause", "resume")
+async def _call(what: object, method: str) -> None:
+    done = getattr(what, method)()
+    if done is not None:
+        await done
 
 
 def _proxy_stopped(field: Field, fate: random.Random) -> Fault:
     proxy = fate.choice(field.fleet.placed)
-    return Fault(
-        field.name(proxy),
-        frozenset([field.name(proxy)]),
-        lambda: _stop(field, proxy),
-        proxy.launch,
-    )
+    name = field.name(proxy)
+    return Fault(name, frozenset([name]), lambda: _stop(field, proxy), proxy.launch)
 
 
 async def _stop(field: Field, proxy: PlacedProxy) -> None:
@@ -177,45 +180,31 @@ def _rolling_restart(field: Field, fate: random.Random) -> Fault:
 # --- brokers ----------------------------------------------------------------------------------
 
 
-def _nodes(field: Field, numbers: Sequence[int], inject: str, heal: str) -> Fault:
-    nodes = [field.kafka.nodes[number] for number in numbers]
-
-    async def broken() -> None:
-        for node in nodes:
-            done = getattr(node, inject)()
-            if done is not None:
-                await done
-
-    async def healed() -> None:
-        for node in nodes:
-            done = getattr(node, heal)()
-            if done is not None:
-                await done
-        for node in nodes:
-            await node.ready()
-
-    names = [f"node-{number}" for number in numbers]
-    return Fault(" ".join(names), frozenset(names), broken, healed)
+def _one(fate: random.Random) -> Sequence[int]:
+    return [fate.choice(NODES)]
 
 
-def _broker_killed(field: Field, fate: random.Random) -> Fault:
-    return _nodes(field, [fate.choice(NODES)], "kill", "launch")
+def _nodes(choose: Callable[[random.Random], Sequence[int]], inject: str, heal: str) -> Draw:
+    """Faults of brokers by the methods that begin and end each."""
 
+    def draw(field: Field, fate: random.Random) -> Fault:
+        numbers = choose(fate)
+        nodes = [field.kafka.nodes[number] for number in numbers]
 
-def _brokers_two_killed(field: Field, fate: random.Random) -> Fault:
-    return _nodes(field, fate.sample(NODES, 2), "kill", "launch")
+        async def broken() -> None:
+            for node in nodes:
+                await _call(node, inject)
 
+        async def healed() -> None:
+            for node in nodes:
+                await _call(node, heal)
+            for node in nodes:
+                await node.ready()
 
-def _brokers_all_killed(field: Field, fate: random.Random) -> Fault:
-    return _nodes(field, NODES, "kill", "launch")
+        names = [f"node-{number}" for number in numbers]
+        return Fault(" ".join(names), frozenset(names), broken, healed)
 
-
-def _broker_hangs(field: Field, fate: random.Random) -> Fault:
-    return _nodes(field, [fate.choice(NODES)], "pause", "resume")
-
-
-def _broker_stopped(field: Field, fate: random.Random) -> Fault:
-    return _nodes(field, [fate.choice(NODES)], "stop", "launch")
+    return draw
 
 
 def _disk_full(field: Field, fate: random.Random) -> Fault | None:
@@ -269,19 +258,6 @@ def _coordinator_killed(field: Field, fate: random.Random) -> Fault:
 # --- links ------------------------------------------------------------------------------------
 
 
-def _links(links: Sequence[Link], breaks: Callable[[Link], None]) -> Fault:
-    async def broken() -> None:
-        for link in links:
-            breaks(link)
-
-    async def healed() -> None:
-        for link in links:
-            link.heal()
-
-    names = [link.name for link in links]
-    return Fault(" ".join(names), frozenset(names), broken, healed)
-
-
 def _one_link(field: Field, fate: random.Random) -> list[Link]:
     """From one proxy to one broker."""
     proxy = field.name(fate.choice(field.fleet.proxies))
@@ -297,65 +273,57 @@ def _some_links(field: Field, fate: random.Random) -> list[Link]:
     return fate.choice([_one_link, _all_links])(field, fate)
 
 
-def _link_cut(field: Field, fate: random.Random) -> Fault:
-    return _links(_one_link(field, fate), Link.cut)
+def _links_of_proxies(field: Field, fate: random.Random) -> list[Link]:
+    """Of all proxies: each ends few transactions before it has to claim again."""
+    names = [field.name(proxy) for proxy in field.fleet.proxies]
+    return [link for name in names for link in field.kafka.links_of(name)]
 
 
-def _proxy_cut_off(field: Field, fate: random.Random) -> Fault:
-    return _links(_all_links(field, fate), Link.cut)
+def _broker_cut_off(field: Field, fate: random.Random) -> list[Link]:
+    """From the majority, not from the proxies."""
+    number = fate.choice(NODES)
+    return [*field.kafka.links_of(str(number)), *field.kafka.links_to(number)]
 
 
-def _requests_lost(field: Field, fate: random.Random) -> Fault:
-    return _links(_some_links(field, fate), lambda link: link.cut(answers=False))
+def _to_one_broker(field: Field, fate: random.Random) -> list[Link]:
+    """It reaches the others; none reaches it."""
+    return field.kafka.links_to(fate.choice(NODES))
 
 
-def _answers_lost(field: Field, fate: random.Random) -> Fault:
-    return _links(_some_links(field, fate), lambda link: link.cut(requests=False))
+def _between_two_brokers(field: Field, fate: random.Random) -> list[Link]:
+    """Two cannot see each other, the third sees both."""
+    one, other = fate.sample(NODES, 2)
+    links = field.kafka.links
+    return [links[str(one), other], links[str(other), one]]
 
 
-def _link_slow(field: Field, fate: random.Random) -> Fault:
-    def slow(link: Link) -> None:
-        link.delay_s = SLOW_S
-
-    return _links(_some_links(field, fate), slow)
-
-
-def _connections_reset(field: Field, fate: random.Random) -> Fault:
-    return _links(_some_links(field, fate), Link.reset)
-
-
-def _ends(how: Ends) -> Draw:
+def _links(choose: Callable[..., list[Link]], breaks: Callable[[Link], None]) -> Draw:
     def draw(field: Field, fate: random.Random) -> Fault:
-        """Across all proxies: each ends few transactions before it has to claim again."""
+        links = choose(field, fate)
 
-        def meet(link: Link) -> None:
-            link.ends = how
+        async def broken() -> None:
+            for link in links:
+                breaks(link)
 
-        names = [field.name(proxy) for proxy in field.fleet.proxies]
-        return _links([link for name in names for link in field.kafka.links_of(name)], meet)
+        async def healed() -> None:
+            for link in links:
+                link.heal()
+
+        names = [link.name for link in links]
+        return Fault(" ".join(names), frozenset(names), broken, healed)
 
     return draw
 
 
-def _broker_cut_off(field: Field, fate: random.Random) -> Fault:
-    """From the majority, not from the proxies."""
-    number = fate.choice(NODES)
-    return _links(
-        [*field.kafka.links_of(str(number)), *field.kafka.links_to(number)],
-        Link.cut,
-    )
+def _slow(link: Link) -> None:
+    link.delay_s = SLOW_S
 
 
-def _broker_not_reached(field: Field, fate: random.Random) -> Fault:
-    """It reaches the others; none reaches it."""
-    return _links(field.kafka.links_to(fate.choice(NODES)), Link.cut)
+def _ends(how: Ends) -> Draw:
+    def meet(link: Link) -> None:
+        link.ends = how
 
-
-def _brokers_link_cut(field: Field, fate: random.Random) -> Fault:
-    """Two cannot see each other, the third sees both."""
-    one, other = fate.sample(NODES, 2)
-    links = field.kafka.links
-    return _links([links[str(one), other], links[str(other), one]], Link.cut)
+    return _links(_links_of_proxies, meet)
 
 
 # --- producers, records -----------------------------------------------------------------------
@@ -385,32 +353,33 @@ def _records_deleted(field: Field, fate: random.Random) -> Fault:
 
 
 FAULTS: dict[str, Draw] = {
-    "proxy killed": _proxy_killed,
-    "all proxies killed": _proxies_all_killed,
-    "proxy hangs": _proxy_hangs,
-    "two proxies hang": _proxies_two_hang,
+    "proxy killed": _proxies(_one_proxy, "kill", "launch"),
+    "all proxies killed": _proxies(_all_proxies, "kill", "launch"),
+    # It wakes up when another one has its place: a zombie owner.
+    "proxy hangs": _proxies(_one_proxy, "pause", "resume"),
+    "two proxies hang": _proxies(_two_proxies, "pause", "resume"),
     "proxy stopped": _proxy_stopped,
     "proxy bounced": _proxy_bounced,
     "rolling restart": _rolling_restart,
-    "broker killed": _broker_killed,
-    "two brokers killed": _brokers_two_killed,
-    "all brokers killed": _brokers_all_killed,
+    "broker killed": _nodes(_one, "kill", "launch"),
+    "two brokers killed": _nodes(lambda fate: fate.sample(NODES, 2), "kill", "launch"),
+    "all brokers killed": _nodes(lambda fate: NODES, "kill", "launch"),
     "coordinator or leader killed": _coordinator_killed,
-    "broker hangs": _broker_hangs,
-    "broker stopped": _broker_stopped,
+    "broker hangs": _nodes(_one, "pause", "resume"),
+    "broker stopped": _nodes(_one, "stop", "launch"),
     "disk full": _disk_full,
-    "link cut": _link_cut,
-    "proxy cut off": _proxy_cut_off,
-    "requests held back": _requests_lost,
-    "answers held back": _answers_lost,
-    "link slow": _link_slow,
-    "connections reset": _connections_reset,
+    "link cut": _links(_one_link, Link.cut),
+    "proxy cut off": _links(_all_links, Link.cut),
+    "requests held back": _links(_some_links, lambda link: link.cut(answers=False)),
+    "answers held back": _links(_some_links, lambda link: link.cut(requests=False)),
+    "link slow": _links(_some_links, _slow),
+    "connections reset": _links(_some_links, Link.reset),
     "end of a turn late": _ends(Ends.LATE),
     "end of a turn late, connection reset": _ends(Ends.LATE_AND_RESET),
     "end of a turn unanswered": _ends(Ends.UNANSWERED),
-    "broker cut off from brokers": _broker_cut_off,
-    "broker not reached by brokers": _broker_not_reached,
-    "two brokers cut off from each other": _brokers_link_cut,
+    "broker cut off from brokers": _links(_broker_cut_off, Link.cut),
+    "broker not reached by brokers": _links(_to_one_broker, Link.cut),
+    "two brokers cut off from each other": _links(_between_two_brokers, Link.cut),
     "producer killed": _producer_killed,
     "target records deleted": _records_deleted,
 }
