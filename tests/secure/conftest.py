@@ -7,10 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.secure.certificates import Authority
-from tests.secure.issuer import Issuer
-from tests.secure.secure_world import SecureKafka
+from tests.secure.secure_world import Issuer, SecureKafka
 from tests.secure.token_endpoint import TokenEndpoint
+from tests.tls.tls_files import Authority
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -22,7 +21,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="session")
 def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
     """Who signs all that is to be trusted."""
-    return Authority(tmp_path_factory.mktemp("authority"))
+    return Authority(tmp_path_factory.mktemp("authority"), "ca")
 
 
 @pytest.fixture(scope="session")
@@ -33,7 +32,7 @@ def issuer(tmp_path_factory: pytest.TempPathFactory) -> Issuer:
 
 @pytest.fixture(scope="session")
 def _listening(authority: Authority, issuer: Issuer) -> Iterator[TokenEndpoint]:
-    pair = authority.certificate("of-endpoint", "IP:127.0.0.1")
+    pair = authority.sign("of-endpoint", "IP:127.0.0.1")
     with TokenEndpoint(issuer).served(*pair) as listening:
         yield listening
 

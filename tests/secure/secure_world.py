@@ -2,22 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import asyncio
+import base64
+import itertools
+import json
+import subprocess
+import time
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 from confluent_kafka.admin import (  # type: ignore[attr-defined]
+    AclBinding,
+    AclBindingFilter,
+    AclOperation,
+    AclPermissionType,
     AdminClient,
+    ResourcePatternType,
+    ResourceType,
     ScramCredentialInfo,
     ScramMechanism,
     UserScramCredentialUpsertion,
 )
+from msgspec import structs
 
-from tests.secure.certificates import Authority, keystore
-from tests.secure.issuer import AUDIENCE, Issuer
+from tests.kit.kafka import KafkaHarness
+from tests.tls.tls_files import HOSTS, Authority, Pair
 from txbroker.config.settings import Settings, load_settings
 from txbroker.embedded import EmbeddedKafka
+from txbroker.kafka import KafkaDoor, KafkaSettings
+from txbroker.kafka.client.acls import Right
+from txbroker.kafka.client.login import NoLogin, SettingsLogin
 
 USER = "txbroker"
 PASSWORD = "pa\"ss\\word, ='ö %7B"
@@ -55,7 +72,7 @@ class SecureKafka:
         self.authority = authority
         self.issuer = issuer
         self.token_url = token_url
-        self.client = self.authority.certificate(USER)
+        self.client = self.authority.sign(USER)
         self.server = EmbeddedKafka(properties=self._properties(), listeners=LISTENERS)
         self.password = self._file("password", PASSWORD)
         self.client_secret = self._file("client-secret", CLIENT_SECRET)
@@ -100,7 +117,7 @@ class SecureKafka:
             "kafka_security_protocol": LISTENERS[listener],
         }
         if given["kafka_security_protocol"].endswith("SSL"):
-            given["kafka_ssl_ca_file"] = self.authority.file
+            given["kafka_ssl_ca_file"] = self.authority.cert
         if way == "MUTUAL":
             cert, key = self.client
             return {**given, "kafka_ssl_cert_file": cert, "kafka_ssl_key_file": key}
@@ -114,7 +131,7 @@ class SecureKafka:
                 "kafka_oauth_token_url": self.token_url,
                 "kafka_oauth_client_id": CLIENT_ID,
                 "kafka_oauth_client_secret_file": self.client_secret,
-                "kafka_oauth_ca_file": self.authority.file,
+                "kafka_oauth_ca_file": self.authority.cert,
                 "kafka_oauth_scope": "kafka write",
             }
         if LISTENERS[listener].startswith("SASL"):
@@ -141,17 +158,17 @@ class SecureKafka:
         return found
 
     def _listener(self, name: str) -> dict[str, str]:
-        hosts = {"ELSEWHERE": "DNS:kafka.example.org"}.get(name, "IP:127.0.0.1,DNS:localhost")
+        hosts = {"ELSEWHERE": "DNS:kafka.example.org"}.get(name, HOSTS)
         days = -1 if name == "EXPIRED" else 2
         given: dict[str, str] = {}
         if LISTENERS[name].endswith("SSL"):
-            store = keystore(*self.authority.certificate(f"of-{name.lower()}", hosts, days=days))
+            store = _keystore(self.authority.sign(f"of-{name.lower()}", hosts, days=days))
             given |= {"ssl.keystore.type": "PEM", "ssl.keystore.location": str(store)}
         if name == "MUTUAL":
             given |= {
                 "ssl.client.auth": "required",
                 "ssl.truststore.type": "PEM",
-                "ssl.truststore.location": str(self.authority.file),
+                "ssl.truststore.location": str(self.authority.cert),
             }
         if LISTENERS[name].startswith("SASL"):
             mechanisms = MECHANISMS if name == "LOGIN" else ("SCRAM-SHA-256",)
@@ -166,6 +183,13 @@ class SecureKafka:
         return given
 
 
+def _keystore(pair: Pair) -> Path:
+    """Return a file with both, as Kafka's PEM keystores are."""
+    both = pair.cert.with_suffix(".store")
+    both.write_text(pair.key.read_text() + pair.cert.read_text())
+    return both
+
+
 def _under(listener: str, properties: Mapping[str, str]) -> dict[str, str]:
     return {f"listener.name.{listener.lower()}.{key}": text for key, text in properties.items()}
 
@@ -177,3 +201,145 @@ def _jaas(mechanism: str) -> str:
     if mechanism == "OAUTHBEARER":
         return f"{_LOGIN_MODULES}.oauthbearer.OAuthBearerLoginModule required;"
     return f"{_LOGIN_MODULES}.scram.ScramLoginModule required;"
+
+
+# --- tokens --------------------------------------------------------------------------------------
+
+AUDIENCE = "kafka"
+_KEY_ID = "one"
+_TOKENS = itertools.count()
+
+
+class Issuer:
+    """Signs tokens; `keys` is the file by which they are verified."""
+
+    def __init__(self, folder: Path) -> None:
+        self._key = folder / "issuer.key"
+        self.keys = folder / "jwks.json"
+        bits = ("-pkeyopt", "rsa_keygen_bits:2048")
+        _signed("genpkey", "-algorithm", "RSA", *bits, "-out", str(self._key))
+        output = _signed("rsa", "-in", str(self._key), "-noout", "-modulus").decode().strip()
+        modulus = bytes.fromhex(output.removeprefix("Modulus="))
+        key = {"kty": "RSA", "kid": _KEY_ID, "use": "sig", "alg": "RS256", "e": "AQAB"}
+        self.keys.write_text(json.dumps({"keys": [{**key, "n": _coded(modulus)}]}))
+
+    def token(self, user: str, life_s: float = 3600.0) -> str:
+        now = int(time.time())
+        head = {"alg": "RS256", "kid": _KEY_ID, "typ": "JWT"}
+        claims: dict[str, str | int] = {
+            "sub": user,
+            "aud": AUDIENCE,
+            "iat": now - 60,
+            "exp": int(now + life_s),
+        }
+        claims["jti"] = str(next(_TOKENS))
+        payload = ".".join(_coded(json.dumps(part).encode()) for part in (head, claims))
+        signed = _signed("dgst", "-sha256", "-sign", str(self._key), given=payload.encode())
+        return f"{payload}.{_coded(signed)}"
+
+
+def _coded(content: bytes) -> str:
+    return base64.urlsafe_b64encode(content).decode().rstrip("=")
+
+
+def _signed(*arguments: str, given: bytes = b"") -> bytes:
+    done = subprocess.run(["openssl", *arguments], input=given, capture_output=True, check=True)
+    return done.stdout
+
+
+# --- a user with some rights ---------------------------------------------------------------------
+
+_NUMBERS = itertools.count()
+_USERS_PASSWORD = "a-password-of-a-user"
+_OPERATIONS = {
+    "Read": AclOperation.READ,
+    "Write": AclOperation.WRITE,
+    "Create": AclOperation.CREATE,
+    "Describe": AclOperation.DESCRIBE,
+    "DescribeConfigs": AclOperation.DESCRIBE_CONFIGS,
+    "AlterConfigs": AclOperation.ALTER_CONFIGS,
+}
+_RESOURCES = {
+    "topic": ResourceType.TOPIC,
+    "group": ResourceType.GROUP,
+    "transactional-id": ResourceType.TRANSACTIONAL_ID,
+}
+
+
+class AllowedWorld(KafkaHarness):
+    """Doors log in as a user of this test's; the test itself may do everything."""
+
+    def __init__(self, kafka: SecureKafka, way: str = "CLEAR") -> None:
+        super().__init__(kafka.inside)
+        self.user = f"user-{next(_NUMBERS)}"
+        kafka.add_user(self.user, _USERS_PASSWORD)
+        password = kafka.folder / f"{self.user}.password"
+        password.write_text(_USERS_PASSWORD)
+        self.login: Settings = kafka.settings(
+            way,
+            kafka_sasl_username=self.user,
+            kafka_sasl_password_file=password,
+            topic_prefix=self.prefix,
+        )
+
+    def settings(self, instance_id: str = "one", **changes: Any) -> KafkaSettings:
+        """Settings that log in, and wait for nothing for long."""
+        given: dict[str, Any] = {
+            "bootstrap_servers": (self.login.kafka,),
+            "login": partial(SettingsLogin, self.login),
+            # As KafkaSettings.from_configuration names it.
+            "group_id": self.prefix,
+            "watermark_timeout_s": 5.0,
+        }
+        return super().settings(instance_id, **{**given, **changes})
+
+    async def make_topics(self) -> None:
+        """Create txbroker's topics, as an authorized user."""
+        settings = structs.replace(
+            self.settings(partitions=1), bootstrap_servers=(self.bootstrap,), login=NoLogin
+        )
+        door = KafkaDoor(settings)
+        try:
+            await door.apply(await door.plan())
+            await door.start()  # which remembers how they were made
+        finally:
+            await door.close()
+
+    async def allow(self, rights: Iterable[Right]) -> None:
+        """Grant rights."""
+        bindings = [one for right in rights for one in self._bindings(right, right.operations)]
+        await asyncio.to_thread(self._wait, lambda admin: admin.create_acls(bindings))
+
+    async def take(self, right: Right, operation: str) -> None:
+        """Take an operation of a right away."""
+        (one,) = self._bindings(right, [operation])
+        matching = AclBindingFilter(
+            one.restype,
+            one.name,
+            one.resource_pattern_type,
+            one.principal,
+            one.host,
+            one.operation,
+            one.permission_type,
+        )
+        (found,) = await asyncio.to_thread(self._wait, lambda admin: admin.delete_acls([matching]))
+        assert len(found) == 1
+
+    def _wait(self, change: Callable[[AdminClient], Mapping[Any, Any]]) -> list[Any]:
+        admin = AdminClient({"bootstrap.servers": self.bootstrap, "log_level": 0})
+        return [future.result(ADMIN_TIMEOUT_S) for future in change(admin).values()]
+
+    def _bindings(self, right: Right, operations: Iterable[str]) -> list[AclBinding]:
+        pattern = ResourcePatternType.PREFIXED if right.prefixed else ResourcePatternType.LITERAL
+        return [
+            AclBinding(
+                _RESOURCES[right.resource],
+                right.name,
+                pattern,
+                f"User:{self.user}",
+                "*",
+                _OPERATIONS[operation],
+                AclPermissionType.ALLOW,
+            )
+            for operation in operations
+        ]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
+from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
@@ -11,8 +12,7 @@ from msgspec import structs
 from tests.kit.doctor import FakeProxies
 from tests.kit.service import FakeEndpoint, Service
 from tests.kit.until import until
-from tests.secure.allowed_world import AllowedWorld
-from tests.secure.secure_world import SecureKafka
+from tests.secure.secure_world import AllowedWorld, SecureKafka
 from txbroker.cli.doctor.checks import CHECKS
 from txbroker.cli.doctor.findings import CheckResult
 from txbroker.cli.doctor.runner import examine
@@ -64,11 +64,8 @@ async def test_proxy_works_with_exactly_the_listed_rights(
     world: AllowedWorld, desk: FakeEndpoint
 ) -> None:
     target = await world.create_topic("target")
-    await world.allow(rights(world, Role.PROXY, target))
-    await until(lambda: healthy(world))
-    service = Service(world, desk, partitions=1, snapshot_records_min=1)
-    await service.start()
-    try:
+    allowed = rights(world, Role.PROXY, target)
+    async with serving(world, desk, allowed, snapshot_records_min=1) as service:
         id = await service.prepare(Message(target, b"", b"committed"))
         assert (await service.commit(id))["state"] == "promoted"
         asked = await service.group({"decision": "commit"})
@@ -87,8 +84,6 @@ async def test_proxy_works_with_exactly_the_listed_rights(
             assert (await other.commit(parked))["state"] == "promoted"
         finally:
             await other.stop()
-    finally:
-        await service.stop()
     values = [record.value for record in await world.visible(target)]
     assert values == [b"committed", b"checked", b"parked"]
 
@@ -97,6 +92,21 @@ async def has_snapshot(world: AllowedWorld) -> bool:
     """Return whether a snapshot was written."""
     kept = await world.visible(world.name("checkpoint"))
     return any((record.key or b"").startswith(b"snapshot/") for record in kept)
+
+
+@asynccontextmanager
+async def serving(
+    world: AllowedWorld, desk: FakeEndpoint, allowed: Iterable[Right], **settings: Any
+) -> AsyncIterator[Service]:
+    """Grant rights, and run a proxy of this user until the block is left."""
+    await world.allow(allowed)
+    await until(lambda: healthy(world))
+    service = Service(world, desk, partitions=1, **settings)
+    await service.start()
+    try:
+        yield service
+    finally:
+        await service.stop()
 
 
 async def healthy(world: AllowedWorld) -> bool:
@@ -128,12 +138,8 @@ async def test_prepare_refuses_targets_without_rights(
 ) -> None:
     forbidden = await world.create_topic("forbidden")
     small = await world.create_topic("small", max_message_bytes=str(SMALL_BYTES))
-    await world.allow(rights(world, Role.PROXY, small))
-    await until(lambda: healthy(world))
-    service = Service(world, desk, partitions=1)
-    await service.start()
     too_large = Message(small, b"", b"x" * 2 * SMALL_BYTES)
-    try:
+    async with serving(world, desk, rights(world, Role.PROXY, small)) as service:
         with pytest.raises(BadTarget, match="grant this proxy Describe and Write"):
             await service.send(Message(forbidden, b"", b"x"))
         with pytest.raises(TooLarge):
@@ -150,8 +156,6 @@ async def test_prepare_refuses_targets_without_rights(
                 return False
 
         await until(prepared)
-    finally:
-        await service.stop()
 
 
 async def test_revoked_right_refuses_until_granted_again(
@@ -160,11 +164,7 @@ async def test_revoked_right_refuses_until_granted_again(
     target, other = await world.create_topic("target"), await world.create_topic("other")
     allowed = rights(world, Role.PROXY, target, other)
     (on_target,) = [right for right in allowed if right.name == target]
-    await world.allow(allowed)
-    await until(lambda: healthy(world))
-    service = Service(world, desk, partitions=1)
-    await service.start()
-    try:
+    async with serving(world, desk, allowed) as service:
         id = await service.prepare(Message(other, b"k", b"whole"), Message(target, b"k", b"whole"))
         await world.take(on_target, "Write")
         await until(lambda: may_not_write(world, target))
@@ -186,8 +186,6 @@ async def test_revoked_right_refuses_until_granted_again(
             return state == "promoted"
 
         await until(revived)
-    finally:
-        await service.stop()
     assert [record.value for record in await world.visible(other)] == [b"flows", b"whole"]
     assert [record.value for record in await world.visible(target)] == [b"whole"]
 
@@ -203,33 +201,25 @@ async def test_foreign_transactions_do_not_quarantine_target(
     world: AllowedWorld, desk: FakeEndpoint
 ) -> None:
     target = await world.create_topic("target")
-    await world.allow(rights(world, Role.PROXY, target))
-    await until(lambda: healthy(world))
     end = await world.hang(target, 0)
-    service = Service(world, desk, partitions=1)
-    await service.start()
-    try:
+    async with serving(world, desk, rights(world, Role.PROXY, target)) as service:
         id = await service.prepare(Message(target, b"", b"ours"))
         await service.act(id, "commit")
         await until(lambda: holds_more(world, target, 1))
         await end()
         await service.reaches(id, "promoted")
-    finally:
-        await service.stop()
 
 
 async def test_without_read_foreign_transactions_must_end_first(
     world: AllowedWorld, desk: FakeEndpoint
 ) -> None:
     target = await world.create_topic("target")
+    allowed = []
     for right in rights(world, Role.PROXY, target):
         left = tuple(one for one in right.operations if one != "Read" or right.name != target)
-        await world.allow([structs.replace(right, operations=left)])
-    await until(lambda: healthy(world))
+        allowed.append(structs.replace(right, operations=left))
     end = await world.hang(target, 0)
-    service = Service(world, desk, partitions=1)
-    await service.start()
-    try:
+    async with serving(world, desk, allowed) as service:
         id = await service.prepare(Message(target, b"", b"ours"))
         await service.act(id, "commit")
 
@@ -242,8 +232,6 @@ async def test_without_read_foreign_transactions_must_end_first(
         assert not await holds_more(world, target, 1)
         await end()
         await service.reaches(id, "promoted")
-    finally:
-        await service.stop()
 
 
 async def holds_more(world: AllowedWorld, topic: str, offset: int) -> bool:

@@ -10,8 +10,8 @@ import pytest
 
 from tests.kit.command_lines import parsed
 from tests.kit.secret_files import secret_file
-from tests.secure.certificates import Authority
 from tests.secure.secure_world import KEY_PASSWORD
+from tests.tls.tls_files import Authority
 from txbroker.config.settings import SECRET_SETTINGS, load_settings
 from txbroker.kafka.client.login import SettingsLogin
 from txbroker.spark.access import login_options
@@ -24,10 +24,10 @@ CONFIGS = re.findall(r"```toml\n(.*?)```", PAGE, re.DOTALL)
 def root(tmp_path_factory: pytest.TempPathFactory, authority: Authority) -> Path:
     """The files that the page names, below a folder."""
     folder = tmp_path_factory.mktemp("root")
-    cert, key = authority.certificate("of-the-page", password=KEY_PASSWORD)
+    cert, key = authority.sign("of-the-page", password=KEY_PASSWORD)
     content = {
-        "etc/txbroker/ca.pem": authority.file.read_text(),
-        "etc/txbroker/login-ca.pem": authority.file.read_text(),
+        "etc/txbroker/ca.pem": authority.cert.read_text(),
+        "etc/txbroker/login-ca.pem": authority.cert.read_text(),
         "etc/txbroker/client.pem": cert.read_text(),
         "etc/txbroker/client.key": key.read_text(),
         "etc/txbroker/client-key-password": KEY_PASSWORD,

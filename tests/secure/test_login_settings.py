@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from tests.secure.certificates import Authority
 from tests.secure.secure_world import CLIENT_SECRET, KEY_PASSWORD, PASSWORD
+from tests.tls.tls_files import Authority
 from txbroker.cli.doctor.bundle import STRUCK_OUT, known_secrets, settings_shown
 from txbroker.cli.main import cli
 from txbroker.cli.run import run
@@ -134,7 +134,7 @@ def test_help_shows_no_secret_of_the_environment(
 
 
 def tls(authority: Authority, **changes: Any) -> Settings:
-    given = {"kafka_security_protocol": "SSL", "kafka_ssl_ca_file": authority.file}
+    given = {"kafka_security_protocol": "SSL", "kafka_ssl_ca_file": authority.cert}
     return load_settings({**given, **changes}, environ={})
 
 
@@ -151,8 +151,8 @@ def test_wrong_tls_files_are_explained(authority: Authority, tmp_path: Path) -> 
     assert f"kafka_ssl_ca_file {empty} contains no certificate" in why(
         tls(authority, kafka_ssl_ca_file=empty)
     )
-    cert, key = authority.certificate("pair")
-    _, other = authority.certificate("other")
+    cert, key = authority.sign("pair")
+    _, other = authority.sign("other")
     of_another = tls(authority, kafka_ssl_cert_file=cert, kafka_ssl_key_file=other)
     assert "is not the key of" in why(of_another)
     no_key = tls(authority, kafka_ssl_cert_file=cert, kafka_ssl_key_file=cert)
@@ -162,7 +162,7 @@ def test_wrong_tls_files_are_explained(authority: Authority, tmp_path: Path) -> 
 
 
 def test_key_password_is_used(authority: Authority, tmp_path: Path) -> None:
-    cert, key = authority.certificate("locked", password=KEY_PASSWORD)
+    cert, key = authority.sign("locked", password=KEY_PASSWORD)
     given = {"kafka_ssl_cert_file": cert, "kafka_ssl_key_file": key}
     assert "has a password: set kafka_ssl_key_password_file" in why(tls(authority, **given))
     file = tmp_path / "key-password"
@@ -180,7 +180,7 @@ def test_only_configured_authority_is_trusted(authority: Authority) -> None:
 
 
 def test_changed_certificates_are_reloaded(authority: Authority, tmp_path: Path) -> None:
-    first, second = authority.certificate("first"), authority.certificate("second")
+    first, second = authority.sign("first"), authority.sign("second")
     cert, key = tmp_path / "tls.crt", tmp_path / "tls.key"
     cert.write_bytes(first[0].read_bytes())
     key.touch(0o600)

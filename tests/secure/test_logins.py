@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 from aiokafka.protocol.metadata import MetadataRequest
 
-from tests.secure.certificates import Authority
 from tests.secure.secure_world import REAUTH_MS, USER, WAYS, WRONG, SecureKafka
 from tests.secure.token_endpoint import TokenEndpoint
+from tests.tls.tls_files import Authority
 from txbroker.config.settings import Settings
 from txbroker.errors import KafkaUnavailable
 from txbroker.kafka.client.client import Client, Connection
@@ -63,7 +63,7 @@ def _wrong_password(_kafka: SecureKafka, folder: Path) -> dict[str, Any]:
 
 
 def _unknown_authority(_kafka: SecureKafka, folder: Path) -> dict[str, Any]:
-    return {"kafka_ssl_ca_file": Authority(folder, "stranger").file}
+    return {"kafka_ssl_ca_file": Authority(folder, "stranger").cert}
 
 
 def _expired_token(kafka: SecureKafka, folder: Path) -> dict[str, Any]:
@@ -73,12 +73,12 @@ def _expired_token(kafka: SecureKafka, folder: Path) -> dict[str, Any]:
 
 
 def _strangers_certificate(_kafka: SecureKafka, folder: Path) -> dict[str, Any]:
-    cert, key = Authority(folder, "stranger").certificate(USER)
+    cert, key = Authority(folder, "stranger").sign(USER)
     return {"kafka_ssl_cert_file": cert, "kafka_ssl_key_file": key}
 
 
 def _expired_certificate(kafka: SecureKafka, _folder: Path) -> dict[str, Any]:
-    cert, key = kafka.authority.certificate("late", days=-1)
+    cert, key = kafka.authority.sign("late", days=-1)
     return {"kafka_ssl_cert_file": cert, "kafka_ssl_key_file": key}
 
 

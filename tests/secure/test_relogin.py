@@ -8,8 +8,7 @@ import pytest
 
 from tests.kit.service import FakeEndpoint, Service
 from tests.kit.until import until
-from tests.secure.allowed_world import AllowedWorld
-from tests.secure.secure_world import REAUTH_MS, SecureKafka
+from tests.secure.secure_world import REAUTH_MS, AllowedWorld, SecureKafka
 from txbroker.core.records import Message
 from txbroker.kafka.client.acls import Role, rights_needed
 

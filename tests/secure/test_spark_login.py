@@ -10,11 +10,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tests.kit.service import FakeEndpoint, Service
-from tests.secure.allowed_world import AllowedWorld
-from tests.secure.certificates import PBES1
 from tests.secure.secret_proxy import call, words_of
-from tests.secure.secure_world import KEY_PASSWORD, USER, WAYS, SecureKafka
+from tests.secure.secure_world import KEY_PASSWORD, USER, WAYS, AllowedWorld, SecureKafka
 from tests.secure.token_endpoint import TokenEndpoint
+from tests.tls.tls_files import PBES1
 from txbroker.config.settings import Settings
 from txbroker.core.records import Message
 from txbroker.kafka.client.acls import Role, rights_needed
@@ -71,7 +70,7 @@ async def test_spark_uses_every_login(
     changes: dict[str, Any] = {}
     if way == "locked key":
         way = "MUTUAL"
-        cert, key = secure_kafka.authority.certificate(USER, password=KEY_PASSWORD, cipher=PBES1)
+        cert, key = secure_kafka.authority.sign(USER, password=KEY_PASSWORD, cipher=PBES1)
         password = tmp_path / "key-password"
         password.write_text(KEY_PASSWORD)
         changes = {

@@ -10,16 +10,16 @@ from typing import Any
 import pytest
 from msgspec import structs
 
-from tests.secure.certificates import Authority
 from tests.secure.secure_world import CLIENT_ID, CLIENT_SECRET
 from tests.secure.token_endpoint import TokenEndpoint
+from tests.tls.tls_files import Authority
 from txbroker.kafka.client import login as oauth
 from txbroker.kafka.client.login import Credentials, FetchedToken, NoToken, TokenInFile
 
 
 def credentials(endpoint: TokenEndpoint, authority: Authority, **changes: Any) -> Credentials:
     given = Credentials(
-        endpoint.url, CLIENT_ID, lambda: CLIENT_SECRET, "kafka write", authority.file
+        endpoint.url, CLIENT_ID, lambda: CLIENT_SECRET, "kafka write", authority.cert
     )
     return structs.replace(given, **changes)
 
@@ -125,7 +125,7 @@ async def test_endpoint_with_wrong_certificate_gets_no_secret(
     endpoint: TokenEndpoint, authority: Authority, tmp_path: Path
 ) -> None:
     stranger = Authority(tmp_path, "stranger")
-    given = credentials(endpoint, authority, ca_file=stranger.file)
+    given = credentials(endpoint, authority, ca_file=stranger.cert)
     assert "is invalid: " in await no_token(FetchedToken(given))
     elsewhere = endpoint.url.replace("127.0.0.1", "localhost")
     given = credentials(endpoint, authority, url=elsewhere)
@@ -134,7 +134,7 @@ async def test_endpoint_with_wrong_certificate_gets_no_secret(
 
 
 async def test_unreachable_endpoint_is_explained(authority: Authority, tmp_path: Path) -> None:
-    given = Credentials("https://127.0.0.1:9/token", "id", lambda: "s", ca_file=authority.file)
+    given = Credentials("https://127.0.0.1:9/token", "id", lambda: "s", ca_file=authority.cert)
     assert "cannot be reached (Connection refused)" in await no_token(FetchedToken(given))
     given = structs.replace(given, ca_file=tmp_path / "none")
     assert "kafka_oauth_ca_file" in await no_token(FetchedToken(given))

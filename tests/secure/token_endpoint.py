@@ -14,8 +14,7 @@ from urllib.parse import unquote_plus
 
 from aiohttp import web
 
-from tests.secure.issuer import Issuer
-from tests.secure.secure_world import CLIENT_ID, CLIENT_SECRET, USER
+from tests.secure.secure_world import CLIENT_ID, CLIENT_SECRET, USER, Issuer
 
 START_TIMEOUT_S = 30.0
 

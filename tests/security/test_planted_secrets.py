@@ -19,10 +19,9 @@ from urllib.parse import quote
 import pytest
 
 from tests.kit.secret_files import secret_file
-from tests.secure.certificates import Authority
-from tests.secure.issuer import Issuer
 from tests.secure.secret_proxy import Ended, RunningProxy, call, running_proxy, wait_until
-from tests.secure.secure_world import PASSWORD, USER, SecureKafka
+from tests.secure.secure_world import PASSWORD, USER, Issuer, SecureKafka
+from tests.tls.tls_files import Authority
 
 CLASS = 11
 PLANTED = {
@@ -198,7 +197,7 @@ class Planted:
 def planted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Planted]:
     """The installation, when everything has been looked at."""
     folder = tmp_path_factory.mktemp("planted")
-    authority, issuer = Authority(folder), Issuer(folder)
+    authority, issuer = Authority(folder, "ca"), Issuer(folder)
     kafka = SecureKafka(folder, authority, issuer, "https://127.0.0.1:9/token")
     with contextlib.ExitStack() as stack:
         stack.callback(kafka.server.stop)

@@ -6,10 +6,9 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from tests.kit.memory import MemoryHarness
 from tests.kit.secret_files import secret_file
 from tests.tls.tls_files import Authority
-from tests.tls.tls_world import ADMIN_TOKEN, TOKEN, Files
+from tests.tls.tls_world import ADMIN_TOKEN, TOKEN, Files, TlsHarness
 
 
 @pytest.fixture(scope="session")
@@ -32,9 +31,9 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Files:
 
 
 @pytest.fixture
-async def world() -> AsyncIterator[MemoryHarness]:
-    """A Kafka in memory."""
-    made = MemoryHarness()
+async def world(files: Files) -> AsyncIterator[TlsHarness]:
+    """A Kafka in memory for proxies with TLS."""
+    made = TlsHarness(files)
     await made.create_topic("payments")
     yield made
     await made.close()

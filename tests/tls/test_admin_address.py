@@ -6,13 +6,12 @@ from typing import Any
 
 import pytest
 
-from tests.kit.memory import MemoryHarness
-from tests.tls.tls_world import ADMIN_TOKEN, BODY, TOKEN, Files, curl, running, secured, trusting
+from tests.tls.tls_world import ADMIN_TOKEN, BODY, TOKEN, Files, TlsHarness
 from txbroker.config.settings import load_settings
 from txbroker.core.records import Decision
 from txbroker.errors import ConfigurationError
 from txbroker.proxy.http.api import operations
-from txbroker.sdk import Message, TransactionalProducer
+from txbroker.sdk import Message
 
 pytestmark = [pytest.mark.needs_tool("openssl"), pytest.mark.needs_tool("curl")]
 
@@ -20,17 +19,6 @@ PRODUCERS = {
     "prepare", "find", "commit", "rollback", "put_group", "get_group", "health", "ready", "openapi",
 }  # fmt: skip
 ID = "0" * 26
-
-
-def apart(files: Files, **more: Any) -> dict[str, Any]:
-    """Return the settings of a proxy with two addresses and two tokens."""
-    return secured(
-        files,
-        token_file=files.token,
-        admin_token_file=files.admin_token,
-        admin_listen="127.0.0.1:0",
-        **more,
-    )
 
 
 def filled(path: str) -> str:
@@ -41,74 +29,64 @@ def test_producer_calls_are_listed() -> None:
     assert {one.name for one in operations() if not one.admin} == PRODUCERS
 
 
-async def test_operator_calls_are_refused_at_the_main_address(
-    world: MemoryHarness, files: Files
-) -> None:
-    async with running(world, **apart(files)) as proxy:
+async def test_operator_calls_are_refused_at_the_main_address(world: TlsHarness) -> None:
+    async with world.proxy(**world.apart) as proxy:
         for one in operations():
-            words = [*trusting(files, token=TOKEN), "-X", one.method]
+            words = ["-X", one.method]
             body: dict[str, Any] | None = {} if one.changes else None
-            answer = await curl(proxy.url + filled(one.path), *words, body=body)
+            answer = await world.curl(proxy.url + filled(one.path), *words, token=TOKEN, body=body)
             refused = answer.status == 403 and answer.error == "admin_only"
             assert refused == one.admin, (one.name, answer)
-            admin = await curl(
+            admin = await world.curl(
                 proxy.admin_url + filled(one.path),
-                *trusting(files, token=ADMIN_TOKEN), "-X", one.method, body=body,
+                *words, token=ADMIN_TOKEN, body=body,
             )  # fmt: skip
             assert admin.status not in (401, 403), (one.name, admin)
         for page in ("/", "/transactions", "/static/x/y.css", "/login"):
-            assert (await curl(proxy.url + page, *trusting(files, token=TOKEN))).status == 403
+            assert (await world.curl(proxy.url + page, token=TOKEN)).status == 403
 
 
-async def test_each_token_is_valid_at_its_address_only(world: MemoryHarness, files: Files) -> None:
-    async with running(world, **apart(files)) as proxy:
+async def test_each_token_is_valid_at_its_address_only(world: TlsHarness) -> None:
+    async with world.proxy(**world.apart) as proxy:
         path = "/v1/transactions"
         for url, token in ((proxy.url, ADMIN_TOKEN), (proxy.admin_url, TOKEN)):
-            answer = await curl(url + path, *trusting(files, token=token), body=BODY)
+            answer = await world.curl(url + path, token=token, body=BODY)
             assert (answer.status, answer.error) == (401, "unauthorized")
         body = {"group": "orders", "messages": [{"topic": "test.payments", "value": "1"}]}
-        prepared = await curl(proxy.url + path, *trusting(files, token=TOKEN), body=body)
+        prepared = await world.curl(proxy.url + path, token=TOKEN, body=body)
         assert prepared.status == 201
         # The operator sees it, and decides it.
-        known = trusting(files, token=ADMIN_TOKEN)
-        listed = await curl(proxy.admin_url + path, *known)
+        listed = await world.curl(proxy.admin_url + path, token=ADMIN_TOKEN)
         assert [one["id"] for one in listed.json["transactions"]] == [prepared.json["id"]]
         one = f"{proxy.admin_url}{path}/{prepared.json['id']}"
-        assert (await curl(f"{one}/rollback", *known, body={"reason": "by hand"})).status == 200
+        done = await world.curl(f"{one}/rollback", token=ADMIN_TOKEN, body={"reason": "by hand"})
+        assert done.status == 200
 
 
-async def test_probes_answer_at_both_addresses(world: MemoryHarness, files: Files) -> None:
-    async with running(world, **apart(files)) as proxy:
+async def test_probes_answer_at_both_addresses(world: TlsHarness) -> None:
+    async with world.proxy(**world.apart) as proxy:
         for url in (proxy.url, proxy.admin_url):
             for path in ("/healthz", "/readyz"):
-                assert (await curl(url + path, *trusting(files))).status == 200
+                assert (await world.curl(url + path)).status == 200
 
 
-async def test_admin_address_refuses_sessions_and_proxies(
-    world: MemoryHarness, files: Files
-) -> None:
-    async with running(world, **apart(files)) as proxy:
+async def test_admin_address_refuses_sessions_and_proxies(world: TlsHarness) -> None:
+    async with world.proxy(**world.apart) as proxy:
         for path in ("/v1/session", "/internal/v1/sessions"):
-            words = [*trusting(files, token=ADMIN_TOKEN), "-H", "txb-proxy: https://other:1"]
-            assert (await curl(proxy.admin_url + path, *words)).status == 404
+            words = ["-H", "txb-proxy: https://other:1"]
+            answer = await world.curl(proxy.admin_url + path, *words, token=ADMIN_TOKEN)
+            assert answer.status == 404
 
 
-async def test_single_token_is_valid_at_both_addresses(world: MemoryHarness, files: Files) -> None:
-    settings = apart(files) | {"admin_token_file": None}
-    async with running(world, **settings) as proxy:
-        metrics = await curl(f"{proxy.admin_url}/metrics", *trusting(files, token=TOKEN))
+async def test_single_token_is_valid_at_both_addresses(world: TlsHarness) -> None:
+    async with world.proxy(**{**world.apart, "admin_token_file": None}) as proxy:
+        metrics = await world.curl(f"{proxy.admin_url}/metrics", token=TOKEN)
         assert (metrics.status, "txbroker_" in metrics.body) == (200, True)
 
 
-async def test_sdk_needs_no_admin_address(world: MemoryHarness, files: Files) -> None:
-    async with running(world, **apart(files)) as proxy:
-        producer = TransactionalProducer(
-            proxy.url,
-            group="orders",
-            check=lambda _: Decision.COMMIT,
-            token=TOKEN,
-            ca_file=files.ours.cert,
-        )
+async def test_sdk_needs_no_admin_address(world: TlsHarness) -> None:
+    async with world.proxy(**world.apart) as proxy:
+        producer = world.producer(proxy.url, check=lambda _: Decision.COMMIT, token=TOKEN)
         async with producer:
             outcome = await producer.send_in_transaction(
                 Message("test.payments", b"k", b"1"), lambda _: None, wait="promoted"
@@ -116,10 +94,10 @@ async def test_sdk_needs_no_admin_address(world: MemoryHarness, files: Files) ->
         assert outcome.decision is Decision.COMMIT
 
 
-async def test_overview_names_the_admin_address(world: MemoryHarness, files: Files) -> None:
-    async with running(world, **apart(files)) as proxy:
-        words = trusting(files, token=ADMIN_TOKEN)
-        (proxies,) = (await curl(f"{proxy.admin_url}/v1/overview", *words)).json["proxies"]
+async def test_overview_names_the_admin_address(world: TlsHarness) -> None:
+    async with world.proxy(**world.apart) as proxy:
+        overview = await world.curl(f"{proxy.admin_url}/v1/overview", token=ADMIN_TOKEN)
+        (proxies,) = overview.json["proxies"]
         assert (proxies["url"], proxies["admin_url"]) == (proxy.url, proxy.admin_url)
 
 

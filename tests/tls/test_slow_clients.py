@@ -10,9 +10,8 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from tests.kit.memory import MemoryHarness
 from tests.tls.tls_files import Authority
-from tests.tls.tls_world import Files, running, secured
+from tests.tls.tls_world import TlsHarness
 
 LIMIT_S = 0.4
 CLOSED_WITHIN_S = 10.0
@@ -63,11 +62,9 @@ async def dialled(url: str, authority: Authority, *, plainly: bool = False) -> A
 
 
 @asynccontextmanager
-async def proxied(
-    world: MemoryHarness, files: Files, scheme: str, limit_s: float = LIMIT_S
-) -> AsyncIterator[str]:
-    given = secured(files) if scheme == "https" else {"listen": "127.0.0.1:0"}
-    async with running(world, request_timeout_s=limit_s, **given) as proxy:
+async def proxied(world: TlsHarness, scheme: str, limit_s: float = LIMIT_S) -> AsyncIterator[str]:
+    given = world.secured if scheme == "https" else {"listen": "127.0.0.1:0"}
+    async with world.running(request_timeout_s=limit_s, **given) as proxy:
         yield proxy.url
 
 
@@ -86,9 +83,9 @@ async def proxied(
     "before", [b"", GET, DIRECT], ids=["first request", "second request", "after a direct call"]
 )
 async def test_incomplete_head_closes_the_connection(
-    world: MemoryHarness, files: Files, scheme: str, begun: bytes, before: bytes
+    world: TlsHarness, scheme: str, begun: bytes, before: bytes
 ) -> None:
-    async with proxied(world, files, scheme) as url, dialled(url, files.ours) as raw:
+    async with proxied(world, scheme) as url, dialled(url, world.ours) as raw:
         if before:
             raw.writer.write(before)
             assert (await raw.answer()).startswith(b"HTTP/1.1 ")
@@ -97,10 +94,8 @@ async def test_incomplete_head_closes_the_connection(
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
-async def test_head_sent_byte_by_byte_gains_no_time(
-    world: MemoryHarness, files: Files, scheme: str
-) -> None:
-    async with proxied(world, files, scheme) as url, dialled(url, files.ours) as raw:
+async def test_head_sent_byte_by_byte_gains_no_time(world: TlsHarness, scheme: str) -> None:
+    async with proxied(world, scheme) as url, dialled(url, world.ours) as raw:
         raw.writer.write(b"GET /healthz HTTP/1.1\r\nX: ")
         ending = asyncio.create_task(raw.ended())
         while not ending.done():
@@ -111,25 +106,29 @@ async def test_head_sent_byte_by_byte_gains_no_time(
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 async def test_silent_connection_ends_after_keepalive(
-    world: MemoryHarness, files: Files, scheme: str, monkeypatch: pytest.MonkeyPatch
+    world: TlsHarness, scheme: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("txbroker.proxy.http.server.KEEPALIVE_S", LIMIT_S)
-    async with proxied(world, files, scheme, limit_s=60.0) as url, dialled(url, files.ours) as raw:
+    async with (
+        proxied(world, scheme, limit_s=60.0) as url,
+        dialled(url, world.ours) as raw,
+    ):
         assert await raw.ended() == b""
 
 
 @pytest.mark.parametrize("sent", [b"", b"\x16\x03\x01"], ids=["nothing", "half a hello"])
-async def test_tls_handshake_times_out(world: MemoryHarness, files: Files, sent: bytes) -> None:
-    async with proxied(world, files, "https") as url, dialled(url, files.ours, plainly=True) as raw:
+async def test_tls_handshake_times_out(world: TlsHarness, sent: bytes) -> None:
+    async with (
+        proxied(world, "https") as url,
+        dialled(url, world.ours, plainly=True) as raw,
+    ):
         raw.writer.write(sent)
         await raw.ended()
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
-async def test_many_requests_may_exceed_the_timeout_of_one(
-    world: MemoryHarness, files: Files, scheme: str
-) -> None:
-    async with proxied(world, files, scheme) as url, dialled(url, files.ours) as raw:
+async def test_many_requests_may_exceed_the_timeout_of_one(world: TlsHarness, scheme: str) -> None:
+    async with proxied(world, scheme) as url, dialled(url, world.ours) as raw:
         loop = asyncio.get_running_loop()
         ends_at = loop.time() + 2 * LIMIT_S
         while loop.time() < ends_at:

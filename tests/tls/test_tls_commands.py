@@ -10,8 +10,7 @@ from typing import NamedTuple
 
 import pytest
 
-from tests.kit.memory import MemoryHarness
-from tests.tls.tls_world import ADMIN_TOKEN, Files, mutual, running, secured
+from tests.tls.tls_world import ADMIN_TOKEN, TlsHarness
 from txbroker.cli.doctor.proxies import HttpProxies, Unavailable
 from txbroker.net.tls import ClientTls, TlsFiles
 
@@ -40,25 +39,17 @@ async def command(*words: str | Path, home: Path, **environ: str | Path) -> Done
     return Done(process.returncode or 0, out.decode(), " ".join(err.decode().split()))
 
 
-async def test_commands_find_certificates_in_each_source(
-    world: MemoryHarness, files: Files, tmp_path: Path
-) -> None:
-    settings = mutual(
-        files,
-        token_file=files.token,
-        admin_token_file=files.admin_token,
-        admin_listen="127.0.0.1:0",
-    )
+async def test_commands_find_certificates_in_each_source(world: TlsHarness, tmp_path: Path) -> None:
     own: dict[str, str | Path] = {
-        "ca_file": files.ours.cert,
-        "client_cert_file": files.client.cert,
-        "client_key_file": files.client.key,
-        "token_file": files.admin_token,
+        "ca_file": world.ours.cert,
+        "client_cert_file": world.client.cert,
+        "client_key_file": world.client.key,
+        "token_file": world.files.admin_token,
     }
     options: list[str | Path] = []
     for name, value in own.items():
         options += [f"--{name.replace('_', '-')}", value]
-    async with running(world, **settings) as proxy:
+    async with world.mutual(**world.apart) as proxy:
         where = ("--url", proxy.admin_url)
         listing = ("tx", "list", "-o", "json")
         by_option, by_variable, made = await asyncio.gather(
@@ -83,14 +74,14 @@ async def test_commands_find_certificates_in_each_source(
     ids=["none", "other", "no certificate", "missing"],
 )
 async def test_command_reports_reason_and_next_step(
-    world: MemoryHarness, files: Files, tmp_path: Path, own: dict[str, str], expected: str
+    world: TlsHarness, tmp_path: Path, own: dict[str, str], expected: str
 ) -> None:
     named = {
-        "others": files.others.cert,
-        "ours": files.ours.cert,
+        "others": world.others.cert,
+        "ours": world.ours.cert,
         "missing": Path("/nowhere/ca.crt"),
     }
-    async with running(world, **mutual(files)) as proxy:
+    async with world.mutual() as proxy:
         done = await command(
             "tx", "list", home=tmp_path, url=proxy.url,
             **{name: named[value] for name, value in own.items()},
@@ -101,25 +92,18 @@ async def test_command_reports_reason_and_next_step(
 
 
 async def test_command_at_main_address_names_the_admin_address(
-    world: MemoryHarness, files: Files, tmp_path: Path
+    world: TlsHarness, tmp_path: Path
 ) -> None:
-    settings = secured(files, admin_listen="127.0.0.1:0")
-    async with running(world, **settings) as proxy:
-        done = await command("tx", "list", home=tmp_path, url=proxy.url, ca_file=files.ours.cert)
+    async with world.proxy(admin_listen="127.0.0.1:0") as proxy:
+        done = await command("tx", "list", home=tmp_path, url=proxy.url, ca_file=world.ours.cert)
         assert done.code == 1
         assert "(admin_only). Name the admin address by --url" in done.err
 
 
-async def test_doctor_uses_every_admin_address(world: MemoryHarness, files: Files) -> None:
-    settings = mutual(
-        files,
-        token_file=files.token,
-        admin_token_file=files.admin_token,
-        admin_listen="127.0.0.1:0",
-    )
-    async with running(world, **settings) as proxy:
+async def test_doctor_uses_every_admin_address(world: TlsHarness) -> None:
+    async with world.mutual(**world.apart) as proxy:
         headers = {"authorization": f"Bearer {ADMIN_TOKEN}"}
-        tls = ClientTls(TlsFiles(files.ours.cert, *files.client))
+        tls = ClientTls(TlsFiles(world.ours.cert, *world.client))
         seen = HttpProxies([proxy.admin_url], headers, tls)
         blind = HttpProxies([proxy.admin_url], headers)
         try:

@@ -9,8 +9,7 @@ import aiohttp
 import pytest
 
 from tests.console.console_world import Reader
-from tests.kit.memory import MemoryHarness
-from tests.tls.tls_world import ADMIN_TOKEN, TOKEN, Files, running, secured
+from tests.tls.tls_world import ADMIN_TOKEN, TOKEN, Files, TlsHarness
 from txbroker.net.tls import ClientTls, TlsFiles
 from txbroker.proxy.console.visitors import SESSION_COOKIE, VISIT_COOKIE
 
@@ -25,14 +24,11 @@ async def browsing(files: Files, url: str) -> AsyncIterator[Reader]:
         yield Reader(http)
 
 
-async def test_login_with_the_operators_token(world: MemoryHarness, files: Files) -> None:
-    settings = secured(
-        files,
-        token_file=files.token,
-        admin_token_file=files.admin_token,
-        admin_listen="127.0.0.1:0",
-    )
-    async with running(world, **settings) as proxy, browsing(files, proxy.admin_url) as reader:
+async def test_login_with_the_operators_token(world: TlsHarness) -> None:
+    async with (
+        world.proxy(**world.apart) as proxy,
+        browsing(world.files, proxy.admin_url) as reader,
+    ):
         asked = await reader.open("/")
         assert asked.url.path == "/login"
         form = asked.form("/login")
@@ -49,8 +45,11 @@ async def test_login_with_the_operators_token(world: MemoryHarness, files: Files
         assert (await reader.open("/")).status == 200
 
 
-async def test_plain_http_cookies_are_not_secure(world: MemoryHarness, files: Files) -> None:
-    async with running(world, listen="127.0.0.1:0") as proxy, browsing(files, proxy.url) as reader:
+async def test_plain_http_cookies_are_not_secure(world: TlsHarness) -> None:
+    async with (
+        world.running(listen="127.0.0.1:0") as proxy,
+        browsing(world.files, proxy.url) as reader,
+    ):
         assert (await reader.open("/")).status == 200
         (cookie,) = reader.http.cookie_jar
         assert not cookie["secure"]

@@ -11,10 +11,9 @@ from typing import Any
 import pytest
 
 from tests.kit.command_lines import parsed
-from tests.kit.memory import MemoryHarness
 from tests.kit.secret_files import secret_file
 from tests.kit.until import until
-from tests.tls.tls_world import curl, running
+from tests.tls.tls_world import TlsHarness, curl
 from txbroker.config.settings import Settings
 from txbroker.proxy.http.api import operations
 
@@ -52,7 +51,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-async def test_page_commands_complete_a_transaction(world: MemoryHarness, folder: Path) -> None:
+async def test_page_commands_complete_a_transaction(world: TlsHarness, folder: Path) -> None:
     world.kafka.create_topic("payments", 1)
     token = (folder / "token").read_text().strip()
     program: dict[str, Any] = {}
@@ -66,17 +65,13 @@ async def test_page_commands_complete_a_transaction(world: MemoryHarness, folder
         given["listen"] = "127.0.0.1:0"
         if given.pop("admin_listen", None):
             given["admin_listen"] = "127.0.0.1:0"
-        async with running(world, f"docs-{number}", **given) as proxy:
+        async with world.running(f"docs-{number}", **given) as proxy:
             await program["send"](proxy.url, token)
             bearer = "of-operators-alone" if proxy.admin_url else token
             words = ["--cacert", "ca.crt", "-H", f"authorization: Bearer {bearer}"]
             listed = await curl(f"{proxy.admin_url or proxy.url}/v1/transactions", *words)
             assert listed.status == 200
-
-    async def seen() -> bool:
-        return len(world.kafka.visible("payments", 0)) == len(proxies)
-
-    await until(seen)
+    await until(lambda: len(world.kafka.visible("payments", 0)) == len(proxies))
 
 
 def test_table_of_addresses_matches_operations() -> None:

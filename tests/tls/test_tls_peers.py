@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
 
 import pytest
 
-from tests.kit.memory import MemoryHarness
 from tests.kit.until import until
-from tests.tls.tls_world import TOKEN, Files, curl, mutual, running, secured, trusting
+from tests.tls.tls_world import TOKEN, Files, TlsHarness
 from txbroker.checkers.leases import PeerIdentity
 from txbroker.contract.service import PrepareRequest
 from txbroker.core.records import Decision
@@ -18,7 +18,7 @@ from txbroker.errors import OwnerUnavailable
 from txbroker.net.tls import ClientTls, TlsFiles
 from txbroker.proxy.cluster.peers import Peers, Unsent
 from txbroker.proxy.process import Proxy
-from txbroker.sdk import CheckRequest, Message, TransactionalProducer
+from txbroker.sdk import CheckRequest, Message
 
 pytestmark = [pytest.mark.needs_tool("openssl"), pytest.mark.needs_tool("curl")]
 
@@ -36,49 +36,48 @@ async def share(proxies: list[Proxy]) -> dict[int, Proxy]:
     return dict(await until(shared))
 
 
-async def test_calls_and_checks_pass_through_another_proxy(
-    world: MemoryHarness, files: Files
-) -> None:
+async def test_calls_and_checks_pass_through_another_proxy(world: TlsHarness) -> None:
     asked: list[str] = []
 
     def check(request: CheckRequest) -> Decision:
         asked.append(request.id)
         return Decision.COMMIT
 
-    settings = mutual(files, token_file=files.token, peer_names=("proxy*",), check_after_s=0.3)
+    settings = {"token_file": world.files.token, "peer_names": ("proxy*",), "check_after_s": 0.3}
     async with AsyncExitStack() as stack:
-        one = await stack.enter_async_context(running(world, "one", **settings))
-        two = await stack.enter_async_context(running(world, "two", **settings))
+        one = await stack.enter_async_context(world.mutual("one", **settings))
+        two = await stack.enter_async_context(world.mutual("two", **settings))
         owners = await share([one, two])
-        producer = TransactionalProducer(
-            one.url,
-            group="orders",
-            check=check,
-            token=TOKEN,
-            ca_file=files.ours.cert,
-            client_cert_file=files.client.cert,
-            client_key_file=files.client.key,
-        )
+        producer = world.producer(one.url, shown=world.client, check=check, token=TOKEN)
         await stack.enter_async_context(producer)
         # Its only session is with `one`, so what `two` owns is asked for through `one`.
-        words = trusting(files, shown=files.client, token=TOKEN)
         ids: list[str] = []
         while {owners[parse_id(id).partition].url for id in ids} != {one.url, two.url}:
             key = str(len(ids))
             message = {"topic": "test.payments", "key": key, "value": key}
             body = {"group": "orders", "messages": [message]}
-            prepared = await curl(f"{one.url}/v1/transactions", *words, body=body)
+            prepared = await world.curl(
+                f"{one.url}/v1/transactions", shown=world.client, token=TOKEN, body=body
+            )
             assert prepared.status == 201, prepared
             ids.append(prepared.json["id"])
 
-        async def seen() -> bool:
-            return len(await world.visible("test.payments")) == len(ids)
-
-        await until(seen)
+        await until(lambda: len(world.kafka.visible("test.payments", 0)) == len(ids))
         assert sorted(asked) == sorted(ids)
         # A list is made of what both have.
-        listed = await curl(f"{two.url}/v1/transactions?state=promoted", *words)
+        listed = await world.curl(
+            f"{two.url}/v1/transactions?state=promoted", shown=world.client, token=TOKEN
+        )
         assert {view["id"] for view in listed.json["transactions"]} == set(ids)
+
+
+@asynccontextmanager
+async def peers_with(tls: TlsFiles) -> AsyncIterator[Peers]:
+    peers = Peers(PeerIdentity(lambda: "https://other:1"), tls=ClientTls(tls))
+    try:
+        yield peers
+    finally:
+        await peers.close()
 
 
 @pytest.mark.parametrize(
@@ -87,42 +86,20 @@ async def test_calls_and_checks_pass_through_another_proxy(
         (lambda files: TlsFiles(), "is not trusted"),
         (lambda files: TlsFiles(files.others.cert, *files.proxy), "peers_ca_file"),
         (lambda files: TlsFiles(files.ours.cert, *files.stranger), "does not trust the authority"),
+        (lambda files: TlsFiles(files.ours.cert), "answered 403"),
     ],
-    ids=["system", "authority", "certificate"],
+    ids=["system", "authority", "certificate", "no certificate"],
 )
 async def test_proxy_reports_why_a_peer_is_unreachable(
-    world: MemoryHarness, files: Files, known: object, expected: str
+    world: TlsHarness, known: Callable[[Files], TlsFiles], expected: str
 ) -> None:
-    assert callable(known)
-    async with running(world, **mutual(files)) as proxy:
-        peers = Peers(PeerIdentity(lambda: "https://other:1"), tls=ClientTls(known(files)))
-        try:
-            with pytest.raises(OwnerUnavailable, match=expected):
-                await peers.sessions(proxy.url)
-        finally:
-            await peers.close()
+    async with world.mutual() as proxy, peers_with(known(world.files)) as peers:
+        with pytest.raises(OwnerUnavailable, match=expected):
+            await peers.overview(proxy.url)
 
 
-async def test_proxy_without_a_certificate_is_refused(world: MemoryHarness, files: Files) -> None:
-    async with running(world, **mutual(files)) as proxy:
-        peers = Peers(
-            PeerIdentity(lambda: "https://other:1"), tls=ClientTls(TlsFiles(files.ours.cert))
-        )
-        try:
-            with pytest.raises(OwnerUnavailable, match="answered 403"):
-                await peers.overview(proxy.url)
-        finally:
-            await peers.close()
-
-
-async def test_untrusted_proxy_gets_no_call(world: MemoryHarness, files: Files) -> None:
+async def test_untrusted_proxy_gets_no_call(world: TlsHarness) -> None:
     request = PrepareRequest("orders", (Message("test.payments", b"k", b"v"),))
-    async with running(world, **secured(files)) as proxy:
-        peers = Peers(
-            PeerIdentity(lambda: "https://other:1"), tls=ClientTls(TlsFiles(files.others.cert))
-        )
-        try:
-            with pytest.raises(Unsent, match="is not trusted"):
-                await asyncio.wait_for(peers.prepare(proxy.url, request), 20)
-        finally:
-            await peers.close()
+    async with world.proxy() as proxy, peers_with(TlsFiles(world.others.cert)) as peers:
+        with pytest.raises(Unsent, match="is not trusted"):
+            await asyncio.wait_for(peers.prepare(proxy.url, request), 20)

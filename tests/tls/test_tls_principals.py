@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.kit.memory import MemoryHarness
-from tests.tls.tls_world import BODY, Files, curl, mutual, running, trusting
+from tests.tls.tls_files import Pair
+from tests.tls.tls_world import TlsHarness
 from txbroker.principals import Role, digest_of, format_principal
-from txbroker.sdk import Message, TransactionalProducer
+from txbroker.sdk import Message
 
 pytestmark = [pytest.mark.needs_tool("openssl"), pytest.mark.needs_tool("curl")]
 
@@ -31,88 +31,69 @@ def principals(folder: Path, *certificates: str) -> Path:
     return path
 
 
+async def author(world: TlsHarness, url: str, shown: Pair) -> tuple[str, str]:
+    """Prepare and roll back with a certificate; return the transaction's URL and who decided."""
+    body = {"group": "orders", "messages": [{"topic": "test.payments", "value": "42"}]}
+    prepared = await world.curl(f"{url}/v1/transactions", shown=shown, body=body)
+    assert prepared.status == 201
+    one = f"{url}/v1/transactions/{prepared.json['id']}"
+    done = await world.curl(f"{one}/rollback", shown=shown, body={"by": "ada"})
+    assert done.status == 200
+    return one, (await world.curl(one, shown=shown)).json["by"]
+
+
 @pytest.mark.parametrize("name", ["orders.example.org", "client"], ids=["DNS name", "common name"])
 async def test_a_certificate_identifies_its_principal(
-    world: MemoryHarness, files: Files, tmp_path: Path, name: str
+    world: TlsHarness, tmp_path: Path, name: str
 ) -> None:
-    settings = mutual(files, principals_file=principals(tmp_path, name))
-    async with running(world, **settings) as proxy:
-        words = trusting(files, shown=files.client)
-        prepared = await curl(
-            f"{proxy.url}/v1/transactions",
-            *words,
-            body={**BODY, "messages": [{"topic": "test.payments", "value": "42"}]},
-        )
-        assert prepared.status == 201
-        one = f"{proxy.url}/v1/transactions/{prepared.json['id']}"
-        assert (await curl(f"{one}/rollback", *words, body={"by": "ada"})).status == 200
-        assert (await curl(one, *words)).json["by"] == "orders-team"
-        assert (await curl(f"{proxy.url}/metrics", *words)).error == "not_permitted"
+    async with world.mutual(principals_file=principals(tmp_path, name)) as proxy:
+        one, by = await author(world, proxy.url, world.client)
+        assert by == "orders-team"
+        metrics = await world.curl(f"{proxy.url}/metrics", shown=world.client)
+        assert metrics.error == "not_permitted"
         # The token counts where both are shown; a wrong one is refused.
-        operator = trusting(files, shown=files.client, token="the token of ada")
-        assert (await curl(f"{proxy.url}/metrics", *operator)).status == 200
-        wrong = trusting(files, shown=files.client, token="the token of eve")
-        assert (await curl(one, *wrong)).error == "unauthorized"
+        ada, eve = "the token of ada", "the token of eve"
+        operator = await world.curl(f"{proxy.url}/metrics", shown=world.client, token=ada)
+        assert operator.status == 200
+        assert (await world.curl(one, shown=world.client, token=eve)).error == "unauthorized"
         # Sessions too.
-        producer = TransactionalProducer(
-            proxy.url,
-            group="orders",
-            ca_file=files.ours.cert,
-            client_cert_file=files.client.cert,
-            client_key_file=files.client.key,
-        )
+        producer = world.producer(proxy.url, shown=world.client)
         async with producer, producer.transaction(Message("test.payments", value=b"x")):
             pass
 
 
-async def test_certificate_without_principal_is_refused(
-    world: MemoryHarness, files: Files, tmp_path: Path
-) -> None:
-    settings = mutual(files, principals_file=principals(tmp_path, "other.name"))
-    async with running(world, **settings) as proxy:
-        words = trusting(files, shown=files.client)
-        assert (await curl(f"{proxy.url}/v1/groups/orders", *words)).error == "unauthorized"
-        assert (await curl(f"{proxy.url}/healthz", *words)).status == 200
+async def test_certificate_without_principal_is_refused(world: TlsHarness, tmp_path: Path) -> None:
+    async with world.mutual(principals_file=principals(tmp_path, "other.name")) as proxy:
+        refused = await world.curl(f"{proxy.url}/v1/groups/orders", shown=world.client)
+        assert refused.error == "unauthorized"
+        assert (await world.curl(f"{proxy.url}/healthz", shown=world.client)).status == 200
 
 
-async def test_certificate_is_a_principal_without_a_file(
-    world: MemoryHarness, files: Files
-) -> None:
-    async with running(world, **mutual(files)) as proxy:
-        words = trusting(files, shown=files.client)
-        prepared = await curl(
-            f"{proxy.url}/v1/transactions",
-            *words,
-            body={**BODY, "messages": [{"topic": "test.payments", "value": "42"}]},
-        )
-        one = f"{proxy.url}/v1/transactions/{prepared.json['id']}"
-        assert (await curl(f"{one}/rollback", *words, body={"by": "ada"})).status == 200
-        assert (await curl(one, *words)).json["by"] == "orders.example.org"
+async def test_certificate_is_a_principal_without_a_file(world: TlsHarness) -> None:
+    async with world.mutual() as proxy:
+        _, by = await author(world, proxy.url, world.client)
+        assert by == "orders.example.org"
 
 
 @pytest.mark.parametrize("kind", ["email:{}", "dirName:other", "otherName:1.2.3.4;UTF8:{}"])
-async def test_other_kind_of_name_is_no_proxy(
-    world: MemoryHarness, files: Files, kind: str
-) -> None:
+async def test_other_kind_of_name_is_no_proxy(world: TlsHarness, kind: str) -> None:
     hosts = f"DNS:harmless.example, {kind.format('proxy@example')}\n[other]\nCN = proxy@example"
-    shown = files.ours.sign(f"odd-{kind[:5]}", hosts)
-    async with running(world, **mutual(files, peer_names=("proxy*",))) as proxy:
-        words = ["-X", "POST", "-H", f"txb-proxy: {proxy.url}", *trusting(files, shown=shown)]
-        answer = await curl(f"{proxy.url}/internal/v1/overview", *words)
+    shown = world.ours.sign(f"odd-{kind[:5]}", hosts)
+    async with world.mutual(peer_names=("proxy*",)) as proxy:
+        words = ["-X", "POST", "-H", f"txb-proxy: {proxy.url}"]
+        answer = await world.curl(f"{proxy.url}/internal/v1/overview", *words, shown=shown)
         assert answer.error == "not_a_peer"
-        body = {**BODY, "messages": [{"topic": "test.payments", "value": "42"}]}
-        words = trusting(files, shown=shown)
-        prepared = await curl(f"{proxy.url}/v1/transactions", *words, body=body)
-        one = f"{proxy.url}/v1/transactions/{prepared.json['id']}"
-        assert (await curl(f"{one}/rollback", *words, body={"by": "ada"})).status == 200
-        assert (await curl(one, *words)).json["by"] == "harmless.example"
+        _, by = await author(world, proxy.url, shown)
+        assert by == "harmless.example"
 
 
-async def test_client_certificate_is_no_proxy(world: MemoryHarness, files: Files) -> None:
-    async with running(world, **mutual(files, peer_names=("proxy",))) as proxy:
-        # Who passes learns that this path takes no POST.
-        path, named = "/internal/v1/overview", ["-X", "POST", "-H", f"txb-proxy: {proxy.url}"]
-        words = trusting(files, shown=files.client)
-        assert (await curl(proxy.url + path, *words, *named)).error == "not_a_peer"
-        words = trusting(files, shown=files.proxy)
-        assert (await curl(proxy.url + path, *words, *named)).error == "method_not_allowed"
+async def test_client_certificate_is_no_proxy(world: TlsHarness) -> None:
+    async with world.mutual(peer_names=("proxy",)) as proxy:
+        words = ["-X", "POST", "-H", f"txb-proxy: {proxy.url}"]
+        for shown, error in (
+            (world.client, "not_a_peer"),
+            # Who passes learns that this path takes no POST.
+            (world.files.proxy, "method_not_allowed"),
+        ):
+            answer = await world.curl(f"{proxy.url}/internal/v1/overview", *words, shown=shown)
+            assert answer.error == error

@@ -5,13 +5,11 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 
-from tests.kit.memory import MemoryHarness
 from tests.tls.tls_files import Pair
-from tests.tls.tls_world import BODY, TOKEN, Files, curl, mutual, running, secured, trusting
+from tests.tls.tls_world import BODY, TOKEN, Files, TlsHarness
 from txbroker.errors import CertificateRequired, Unauthorized
 from txbroker.sdk import Limits, Message, TransactionalProducer, Untrusted
 
@@ -19,11 +17,6 @@ pytestmark = [pytest.mark.needs_tool("openssl"), pytest.mark.needs_tool("curl")]
 
 NEVER_S = 100.0
 """Longer than a test may take: a test that waits this long for a session fails."""
-
-
-def producer(files: Files, url: str, **options: Any) -> TransactionalProducer:
-    """Return a producer that trusts our authority by default."""
-    return TransactionalProducer(url, group="orders", **{"ca_file": files.ours.cert, **options})
 
 
 async def refused(made: TransactionalProducer) -> Exception:
@@ -49,60 +42,58 @@ async def refused(made: TransactionalProducer) -> Exception:
     ids=["authority", "expired", "name"],
 )
 async def test_sdk_refuses_an_untrusted_proxy(
-    world: MemoryHarness, files: Files, certificate: Callable[[Files], Pair], expected: str
+    world: TlsHarness, certificate: Callable[[Files], Pair], expected: str
 ) -> None:
-    pair = certificate(files)
-    settings = secured(files, tls_cert_file=pair.cert, tls_key_file=pair.key)
-    async with running(world, **settings) as proxy:
-        error = await refused(producer(files, proxy.url))
+    pair = certificate(world.files)
+    async with world.proxy(tls_cert_file=pair.cert, tls_key_file=pair.key) as proxy:
+        error = await refused(world.producer(proxy.url))
         assert isinstance(error, Untrusted)
         assert expected in str(error)
-        assert (await curl(f"{proxy.url}/healthz", *trusting(files))).code == 60
+        assert (await world.curl(f"{proxy.url}/healthz")).code == 60
 
 
-async def test_system_authorities_apply_without_ca_file(world: MemoryHarness, files: Files) -> None:
-    async with running(world, **secured(files)) as proxy:
-        error = await refused(producer(files, proxy.url, ca_file=None))
+async def test_system_authorities_apply_without_ca_file(world: TlsHarness) -> None:
+    async with world.proxy() as proxy:
+        error = await refused(world.producer(proxy.url, ca_file=None))
         assert "name its authority's with ca_file" in str(error)
 
 
 async def test_running_producer_retries_and_reports_the_reason(
-    world: MemoryHarness, files: Files, caplog: pytest.LogCaptureFixture
+    world: TlsHarness, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.WARNING, "txbroker.sdk")
-    pair = files.ours.sign("replaced")
-    settings = secured(files, tls_cert_file=pair.cert, tls_key_file=pair.key)
+    pair = world.ours.sign("replaced")
+    settings = {"tls_cert_file": pair.cert, "tls_key_file": pair.key}
     limits = Limits(retry_s=1.0, backoff_max_s=0.05)
-    async with running(world, **settings) as first:
-        made = producer(files, first.url, limits=limits)
+    async with world.proxy(**settings) as first:
+        made = world.producer(first.url, limits=limits)
         await made.start()
         await made.prepare(Message("test.payments", b"k", b"1"))
-    bad = files.others.sign("bad")
-    settings["listen"] = first.url.removeprefix("https://")
+    bad = world.others.sign("bad")
     bad.copy_to(pair)
-    async with running(world, **settings):
+    async with world.proxy(listen=first.url.removeprefix("https://"), **settings):
         with pytest.raises(Untrusted, match="is not trusted"):
             await made.prepare(Message("test.payments", b"k", b"2"))
         assert sum("is not trusted" in line for line in caplog.messages) == 1
-        files.proxy.copy_to(pair)
+        world.files.proxy.copy_to(pair)
         # The certificate is fixed, and the producer recovers.
         await made.prepare(Message("test.payments", b"k", b"3"))
     await made.aclose()
 
 
-async def test_plain_http_proxy_is_reported(world: MemoryHarness, files: Files) -> None:
-    async with running(world, listen="127.0.0.1:0") as proxy:
+async def test_plain_http_proxy_is_reported(world: TlsHarness) -> None:
+    async with world.running(listen="127.0.0.1:0") as proxy:
         url = proxy.url.replace("http:", "https:")
-        assert "it does not speak TLS" in str(await refused(producer(files, url)))
+        assert "it does not speak TLS" in str(await refused(world.producer(url)))
 
 
 # --- plain HTTP to a port with TLS -----------------------------------------------------------
 
 
 async def test_plain_http_connection_is_closed(
-    world: MemoryHarness, files: Files, caplog: pytest.LogCaptureFixture
+    world: TlsHarness, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async with running(world, **secured(files)) as proxy:
+    async with world.proxy() as proxy:
         host, _, port = proxy.url.removeprefix("https://").partition(":")
         reader, writer = await asyncio.open_connection(host, int(port))
         writer.write(b"GET /healthz HTTP/1.1\r\nhost: localhost\r\n\r\n")
@@ -110,14 +101,14 @@ async def test_plain_http_connection_is_closed(
         assert b"HTTP" not in answer
         writer.close()
         assert not [line for line in caplog.records if line.levelno >= logging.ERROR]
-        assert (await curl(f"{proxy.url}/healthz", *trusting(files))).status == 200
+        assert (await world.curl(f"{proxy.url}/healthz")).status == 200
 
 
-async def test_versions_before_1_2_are_refused(world: MemoryHarness, files: Files) -> None:
-    async with running(world, **secured(files)) as proxy:
-        old = await curl(f"{proxy.url}/healthz", *trusting(files), "--tls-max", "1.1")
+async def test_versions_before_1_2_are_refused(world: TlsHarness) -> None:
+    async with world.proxy() as proxy:
+        old = await world.curl(f"{proxy.url}/healthz", "--tls-max", "1.1")
         assert (old.code, old.status) == (35, 0)
-        two = await curl(f"{proxy.url}/healthz", *trusting(files), "--tls-max", "1.2")
+        two = await world.curl(f"{proxy.url}/healthz", "--tls-max", "1.2")
         assert two.status == 200
 
 
@@ -125,24 +116,23 @@ async def test_versions_before_1_2_are_refused(world: MemoryHarness, files: File
 
 
 async def test_calls_without_a_certificate_are_refused_and_probes_are_not(
-    world: MemoryHarness, files: Files
+    world: TlsHarness,
 ) -> None:
-    async with running(world, **mutual(files)) as proxy:
+    async with world.mutual() as proxy:
         for path in ("/v1/transactions", "/v1/overview", "/metrics", "/", "/transactions"):
-            answer = await curl(proxy.url + path, *trusting(files))
+            answer = await world.curl(proxy.url + path)
             assert answer.status == 403, (path, answer)
-        body = await curl(f"{proxy.url}/v1/transactions", *trusting(files), body=BODY)
+        body = await world.curl(f"{proxy.url}/v1/transactions", body=BODY)
         assert (body.status, body.error) == (403, "certificate_required")
         for path in ("/healthz", "/readyz"):
-            assert (await curl(proxy.url + path, *trusting(files))).status == 200
-        known = trusting(files, shown=files.client)
-        assert (await curl(f"{proxy.url}/v1/transactions", *known)).status == 200
-        assert (await curl(f"{proxy.url}/", *known)).status == 200
+            assert (await world.curl(proxy.url + path)).status == 200
+        assert (await world.curl(f"{proxy.url}/v1/transactions", shown=world.client)).status == 200
+        assert (await world.curl(f"{proxy.url}/", shown=world.client)).status == 200
 
 
-async def test_sdk_reports_a_required_certificate(world: MemoryHarness, files: Files) -> None:
-    async with running(world, **mutual(files)) as proxy:
-        error = await refused(producer(files, proxy.url))
+async def test_sdk_reports_a_required_certificate(world: TlsHarness) -> None:
+    async with world.mutual() as proxy:
+        error = await refused(world.producer(proxy.url))
         assert isinstance(error, CertificateRequired)
         assert "client_cert_file" in str(error)
 
@@ -156,34 +146,29 @@ async def test_sdk_reports_a_required_certificate(world: MemoryHarness, files: F
     ids=["authority", "expired"],
 )
 async def test_untrusted_certificate_is_refused(
-    world: MemoryHarness, files: Files, certificate: Callable[[Files], Pair], expected: str
+    world: TlsHarness, certificate: Callable[[Files], Pair], expected: str
 ) -> None:
-    pair = certificate(files)
-    async with running(world, **mutual(files)) as proxy:
-        made = producer(files, proxy.url, client_cert_file=pair.cert, client_key_file=pair.key)
+    pair = certificate(world.files)
+    async with world.mutual() as proxy:
+        made = world.producer(proxy.url, shown=pair)
         error = await refused(made)
         assert isinstance(error, Untrusted)
         assert expected in str(error)
         # Not even open calls: the certificate is false.
-        assert (await curl(f"{proxy.url}/healthz", *trusting(files, shown=pair))).status == 0
+        assert (await world.curl(f"{proxy.url}/healthz", shown=pair)).status == 0
 
 
-async def test_certificate_does_not_replace_the_token(world: MemoryHarness, files: Files) -> None:
-    async with running(world, **mutual(files, token_file=files.token)) as proxy:
+async def test_certificate_does_not_replace_the_token(world: TlsHarness) -> None:
+    async with world.mutual(token_file=world.files.token) as proxy:
         url = f"{proxy.url}/v1/transactions"
-        known = trusting(files, shown=files.client)
-        assert (await curl(url, *known)).error == "unauthorized"
-        wrong = trusting(files, shown=files.client, token="guessed")
-        assert (await curl(url, *wrong)).error == "unauthorized"
-        assert (await curl(url, *trusting(files, token=TOKEN))).error == "certificate_required"
-        both = trusting(files, shown=files.client, token=TOKEN)
-        assert (await curl(url, *both)).status == 200
+        assert (await world.curl(url, shown=world.client)).error == "unauthorized"
+        assert (await world.curl(url, shown=world.client, token="guessed")).error == "unauthorized"
+        assert (await world.curl(url, token=TOKEN)).error == "certificate_required"
+        assert (await world.curl(url, shown=world.client, token=TOKEN)).status == 200
 
 
 @pytest.mark.parametrize("token", [None, "guessed"])
-async def test_sdk_with_wrong_token_is_refused(
-    world: MemoryHarness, files: Files, token: str | None
-) -> None:
-    async with running(world, **secured(files, token_file=files.token)) as proxy:
-        error = await refused(producer(files, proxy.url, token=token))
+async def test_sdk_with_wrong_token_is_refused(world: TlsHarness, token: str | None) -> None:
+    async with world.proxy(token_file=world.files.token) as proxy:
+        error = await refused(world.producer(proxy.url, token=token))
         assert isinstance(error, Unauthorized)

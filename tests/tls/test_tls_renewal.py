@@ -10,17 +10,16 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
-from tests.kit.memory import MemoryHarness
 from tests.tls.tls_files import Pair, locked
-from tests.tls.tls_world import Files, curl, mutual, running, secured, trusting
+from tests.tls.tls_world import Files, TlsHarness
 from txbroker.errors import ConfigurationError
 from txbroker.net.tls import ClientTls, ServerTls, TlsFiles
-from txbroker.sdk import Message, TransactionalProducer
+from txbroker.sdk import Message
 
 pytestmark = [pytest.mark.needs_tool("openssl"), pytest.mark.needs_tool("curl")]
 
 
-def served(files: Files, url: str) -> bytes:
+def served(url: str) -> bytes:
     host, _, port = url.removeprefix("https://").partition(":")
     return ssl.PEM_cert_to_DER_cert(ssl.get_server_certificate((host, int(port))))
 
@@ -29,65 +28,57 @@ def der(path: Path) -> bytes:
     return ssl.PEM_cert_to_DER_cert(path.read_text())
 
 
-async def test_renewed_certificate_keeps_sessions_open(world: MemoryHarness, files: Files) -> None:
-    pair, renewed = files.ours.sign("first"), files.ours.sign("second")
-    settings = secured(files, tls_cert_file=pair.cert, tls_key_file=pair.key)
+async def test_renewed_certificate_keeps_sessions_open(world: TlsHarness) -> None:
+    pair, renewed = world.ours.sign("first"), world.ours.sign("second")
     async with (
-        running(world, **settings) as proxy,
-        TransactionalProducer(proxy.url, group="orders", ca_file=files.ours.cert) as producer,
+        world.proxy(tls_cert_file=pair.cert, tls_key_file=pair.key) as proxy,
+        world.producer(proxy.url) as producer,
     ):
         (session,) = producer._router.sessions
-        assert await asyncio.to_thread(served, files, proxy.url) == der(pair.cert)
+        assert await asyncio.to_thread(served, proxy.url) == der(pair.cert)
         renewed.copy_to(pair)
-        assert await asyncio.to_thread(served, files, proxy.url) == der(renewed.cert)
+        assert await asyncio.to_thread(served, proxy.url) == der(renewed.cert)
         # The one that was open is still the same, and still works.
         await producer.prepare(Message("test.payments", b"k", b"1"))
         assert producer._router.sessions == (session,)
 
 
-async def test_mismatched_files_keep_the_last_certificate(
-    world: MemoryHarness, files: Files
-) -> None:
-    pair, renewed = files.ours.sign("third"), files.ours.sign("fourth")
-    settings = secured(files, tls_cert_file=pair.cert, tls_key_file=pair.key)
-    async with running(world, **settings) as proxy:
+async def test_mismatched_files_keep_the_last_certificate(world: TlsHarness) -> None:
+    pair, renewed = world.ours.sign("third"), world.ours.sign("fourth")
+    async with world.proxy(tls_cert_file=pair.cert, tls_key_file=pair.key) as proxy:
         url = f"{proxy.url}/healthz"
         pair.cert.write_bytes(renewed.cert.read_bytes())
-        assert (await curl(url, *trusting(files))).status == 200
+        assert (await world.curl(url)).status == 200
         pair.key.unlink()
-        assert (await curl(url, *trusting(files))).status == 200
+        assert (await world.curl(url)).status == 200
         pair.key.touch(0o600)
         pair.key.write_bytes(renewed.key.read_bytes())
-        assert (await curl(url, *trusting(files))).status == 200
+        assert (await world.curl(url)).status == 200
 
 
-async def test_key_readable_by_others_is_not_loaded(world: MemoryHarness, files: Files) -> None:
-    pair, renewed = files.ours.sign("closed"), files.ours.sign("open")
+async def test_key_readable_by_others_is_not_loaded(world: TlsHarness) -> None:
+    pair, renewed = world.ours.sign("closed"), world.ours.sign("open")
     renewed.key.chmod(0o644)
-    settings = secured(files, tls_cert_file=pair.cert, tls_key_file=pair.key)
-    async with running(world, **settings) as proxy:
+    async with world.proxy(tls_cert_file=pair.cert, tls_key_file=pair.key) as proxy:
         first = der(pair.cert)
         with capture_logs() as logs:
             renewed.copy_to(pair)
-            assert await asyncio.to_thread(served, files, proxy.url) == first
+            assert await asyncio.to_thread(served, proxy.url) == first
         (entry,) = [line for line in logs if line["event"] == "tls files not taken"]
         assert "is open to other users of this machine (mode 0644)" in entry["why"]
         pair.key.chmod(0o600)
-        assert await asyncio.to_thread(served, files, proxy.url) == der(renewed.cert)
+        assert await asyncio.to_thread(served, proxy.url) == der(renewed.cert)
 
 
-async def test_removed_authority_admits_no_client(
-    world: MemoryHarness, files: Files, tmp_path: Path
-) -> None:
+async def test_removed_authority_admits_no_client(world: TlsHarness, tmp_path: Path) -> None:
     trusted = tmp_path / "ca.crt"
-    trusted.write_bytes(files.ours.cert.read_bytes() + files.others.cert.read_bytes())
-    async with running(world, **mutual(files, tls_client_ca_file=trusted)) as proxy:
+    trusted.write_bytes(world.ours.cert.read_bytes() + world.others.cert.read_bytes())
+    async with world.mutual(tls_client_ca_file=trusted) as proxy:
         url = f"{proxy.url}/v1/transactions"
-        stranger = trusting(files, shown=files.stranger)
-        assert (await curl(url, *stranger)).status == 200
-        trusted.write_bytes(files.ours.cert.read_bytes())
-        assert (await curl(url, *stranger)).status == 0
-        assert (await curl(url, *trusting(files, shown=files.client))).status == 200
+        assert (await world.curl(url, shown=world.stranger)).status == 200
+        trusted.write_bytes(world.ours.cert.read_bytes())
+        assert (await world.curl(url, shown=world.stranger)).status == 0
+        assert (await world.curl(url, shown=world.client)).status == 200
 
 
 def test_client_uses_its_renewed_certificate(files: Files, tmp_path: Path) -> None:
@@ -151,12 +142,10 @@ def broken(files: Files, folder: Path) -> dict[str, tuple[dict[str, Any], str]]:
     }
 
 
-async def test_invalid_tls_files_are_refused_at_start(
-    world: MemoryHarness, files: Files, tmp_path: Path
-) -> None:
-    for name, (changes, expected) in broken(files, tmp_path).items():
+async def test_invalid_tls_files_are_refused_at_start(world: TlsHarness, tmp_path: Path) -> None:
+    for name, (changes, expected) in broken(world.files, tmp_path).items():
         with pytest.raises(ConfigurationError) as caught:
-            async with running(world, **{**secured(files), **changes}):
+            async with world.proxy(**changes):
                 pass
         assert expected in str(caught.value), name
         assert "PRIVATE" not in str(caught.value)

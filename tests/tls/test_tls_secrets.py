@@ -8,8 +8,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from tests.kit.memory import MemoryHarness
-from tests.tls.tls_world import ADMIN_TOKEN, TOKEN, Files, curl, mutual, running, trusting
+from tests.tls.tls_world import ADMIN_TOKEN, TOKEN, TlsHarness
 from txbroker.cli.doctor.bundle import known_secrets, settings_shown
 from txbroker.config.settings import load_settings
 from txbroker.proxy.http.guards import Guard, load_secret
@@ -19,46 +18,34 @@ pytestmark = [pytest.mark.needs_tool("openssl"), pytest.mark.needs_tool("curl")]
 
 
 async def test_log_and_answers_have_no_token_or_key(
-    world: MemoryHarness, files: Files, capsys: pytest.CaptureFixture[str]
+    world: TlsHarness, capsys: pytest.CaptureFixture[str]
 ) -> None:
     configure_logging("json", "debug")
     logging.getLogger("aiohttp").setLevel(logging.DEBUG)
-    settings = mutual(
-        files,
-        token_file=files.token,
-        admin_token_file=files.admin_token,
-        admin_listen="127.0.0.1:0",
-    )
     shown = []
-    async with running(world, **settings) as proxy:
-        own = trusting(files, shown=files.client, token=ADMIN_TOKEN)
+    async with world.mutual(**world.apart) as proxy:
+
+        async def show(url: str, token: str = ADMIN_TOKEN) -> None:
+            shown.append((await world.curl(url, shown=world.client, token=token)).body)
+
         for path in ("/metrics", "/v1/overview", "/readyz", "/v1/openapi.json", "/", "/nowhere"):
-            shown.append((await curl(proxy.admin_url + path, *own)).body)
-        swapped = trusting(files, shown=files.client, token=TOKEN)
-        shown.append((await curl(f"{proxy.admin_url}/metrics", *swapped)).body)
-        shown.append((await curl(f"{proxy.url}/v1/groups/orders", *own)).body)
+            await show(proxy.admin_url + path)
+        await show(f"{proxy.admin_url}/metrics", TOKEN)
+        await show(f"{proxy.url}/v1/groups/orders")
         shown.append(repr(proxy))
-        files.admin_token.write_text(f"{ADMIN_TOKEN}\n")
-        shown.append((await curl(f"{proxy.admin_url}/metrics", *own)).body)
+        world.files.admin_token.write_text(f"{ADMIN_TOKEN}\n")
+        await show(f"{proxy.admin_url}/metrics")
     output = capsys.readouterr()
     assert '"event": "ready"' in output.err  # the log was captured
     shown += [output.out, output.err]
-    key_lines = files.proxy.key.read_text().splitlines()[1:-1]
+    key_lines = world.files.proxy.key.read_text().splitlines()[1:-1]
     for secret in (TOKEN, ADMIN_TOKEN, *key_lines):
         assert not [text for text in shown if secret in text]
 
 
-def test_repr_of_settings_and_guards_has_no_token(files: Files) -> None:
-    settings = load_settings(
-        mutual(
-            files,
-            token_file=files.token,
-            admin_token_file=files.admin_token,
-            admin_listen="127.0.0.1:0",
-        ),
-        environ={},
-    )
-    token = load_secret("admin_token_file", files.admin_token)
+async def test_repr_of_settings_and_guards_has_no_token(world: TlsHarness) -> None:
+    settings = load_settings({**world.secured, **world.apart}, environ={})
+    token = load_secret("admin_token_file", world.files.admin_token)
     texts = [repr(settings), str(settings), settings.model_dump_json(), repr(token)]
     texts += [repr(vars(Guard(settings, admin=True)))]
     texts += [msgspec.json.encode(settings_shown(settings)).decode()]

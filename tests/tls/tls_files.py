@@ -24,6 +24,7 @@ extendedKeyUsage = serverAuth, clientAuth
 subjectAltName = {names}
 """
 HOSTS = "DNS:localhost, IP:127.0.0.1"
+PBES2, PBES1 = ("-v2", "aes-256-cbc"), ("-v1", "PBE-SHA1-3DES")
 
 
 class Pair(NamedTuple):
@@ -57,18 +58,34 @@ class Authority:
         """Its own certificate, by which it is trusted."""
         return self._pair.cert
 
-    def sign(self, name: str, hosts: str = HOSTS, *, days: int = 30) -> Pair:
-        """Return a certificate for these hosts; one for less than no days has expired."""
+    def sign(
+        self,
+        name: str,
+        hosts: str = HOSTS,
+        *,
+        days: int = 30,
+        password: str = "",
+        cipher: tuple[str, str] = PBES2,
+    ) -> Pair:
+        """Return a certificate for these hosts; one for less than no days has expired.
+
+        Args:
+            password: encrypts the key, if given, by `cipher`.
+        """
         pair = self._request(name, hosts)
         csr, config = pair.cert.with_suffix(".csr"), pair.cert.with_suffix(".cnf")
         _openssl("x509", "-req", "-in", csr, "-CA", self.cert, "-CAkey", self._pair.key, "-days",
                  str(days), "-out", pair.cert, "-extfile", config, "-extensions", "leaf",
                  "-CAcreateserial")  # fmt: skip
+        if password:
+            plain = pair.key.rename(pair.key.with_suffix(".plain"))
+            _openssl("pkcs8", "-topk8", *cipher, "-in", plain, "-out", pair.key, "-passout",
+                     f"pass:{password}")  # fmt: skip
         return pair
 
     def _request(self, name: str, hosts: str) -> Pair:
         folder = self._folder / f"{self.name}-{name}"
-        folder.mkdir()
+        folder.mkdir(exist_ok=True)
         pair = Pair(folder / "tls.crt", folder / "tls.key")
         config = folder / "tls.cnf"
         config.write_text(_CONFIG.format(name=name, names=hosts or "DNS:none"))

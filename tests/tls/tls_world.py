@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,6 +14,7 @@ from tests.kit.until import until
 from tests.tls.tls_files import Authority, Pair
 from txbroker.config.settings import load_settings
 from txbroker.proxy.process import Proxy, run_proxy
+from txbroker.sdk import TransactionalProducer
 
 Json = dict[str, Any]
 BODY = {"group": "orders", "messages": [{"topic": "payments", "value": "42"}]}
@@ -38,38 +39,6 @@ class Files(NamedTuple):
 
 
 TOKEN, ADMIN_TOKEN = "planted-token-of-producers", "planted-token-of-operators"
-
-
-def secured(files: Files, **more: Any) -> Json:
-    """Return the settings of a proxy with TLS."""
-    return {
-        "listen": "127.0.0.1:0",
-        "tls_cert_file": files.proxy.cert,
-        "tls_key_file": files.proxy.key,
-        "peers_ca_file": files.ours.cert,
-        **more,
-    }
-
-
-def mutual(files: Files, **more: Any) -> Json:
-    """Return the settings of a proxy that asks for client certificates."""
-    return secured(files, **{"tls_client_ca_file": files.ours.cert, **more})
-
-
-@asynccontextmanager
-async def running(
-    world: MemoryHarness, instance: str = "one", partitions: int = 2, **settings: Any
-) -> AsyncIterator[Proxy]:
-    """Run a proxy until the block is left; it can take calls."""
-    door = world.closed_door(instance, half_partitions=partitions, facts_ttl_s=0.2)
-    given = load_settings({"instance": instance, **settings}, environ={})
-    async with run_proxy(door, given) as proxy:
-
-        async def ready() -> bool:
-            return proxy.broker.readiness().ready
-
-        await until(ready)
-        yield proxy
 
 
 class Curled(NamedTuple):
@@ -107,10 +76,68 @@ async def curl(url: str, *words: str | Path, body: Json | None = None) -> Curled
     return Curled(process.returncode or 0, int(status or 0), answer, complaint, errors)
 
 
-def trusting(files: Files, *, shown: Pair | None = None, token: str = "") -> list[str | Path]:
-    words: list[str | Path] = ["--cacert", files.ours.cert]
-    if shown is not None:
-        words += ["--cert", shown.cert, "--key", shown.key]
-    if token:
-        words += ["-H", f"authorization: Bearer {token}"]
-    return words
+class TlsHarness(MemoryHarness):
+    """A Kafka in memory, proxies with TLS on it, and calls by curl."""
+
+    def __init__(self, files: Files) -> None:
+        super().__init__()
+        self.files = files
+        self.ours, self.others = files.ours, files.others
+        self.client, self.stranger = files.client, files.stranger
+        self.secured: Json = {
+            "listen": "127.0.0.1:0",
+            "tls_cert_file": files.proxy.cert,
+            "tls_key_file": files.proxy.key,
+            "peers_ca_file": files.ours.cert,
+        }
+        """Settings of a proxy with TLS."""
+        self.apart: Json = {
+            "token_file": files.token,
+            "admin_token_file": files.admin_token,
+            "admin_listen": "127.0.0.1:0",
+        }
+        """Settings of two addresses and two tokens."""
+
+    @asynccontextmanager
+    async def running(
+        self, instance: str = "one", partitions: int = 2, **settings: Any
+    ) -> AsyncIterator[Proxy]:
+        """Run a proxy until the block is left; it can take calls."""
+        door = self.closed_door(instance, half_partitions=partitions, facts_ttl_s=0.2)
+        given = load_settings({"instance": instance, **settings}, environ={})
+        async with run_proxy(door, given) as proxy:
+            await until(lambda: proxy.broker.readiness().ready)
+            yield proxy
+
+    def proxy(self, instance: str = "one", **more: Any) -> AbstractAsyncContextManager[Proxy]:
+        """Run a proxy with TLS."""
+        return self.running(instance, **{**self.secured, **more})
+
+    def mutual(self, instance: str = "one", **more: Any) -> AbstractAsyncContextManager[Proxy]:
+        """Run a proxy that asks for client certificates."""
+        return self.proxy(instance, **{"tls_client_ca_file": self.files.ours.cert, **more})
+
+    def producer(
+        self, url: str, *, shown: Pair | None = None, **options: Any
+    ) -> TransactionalProducer:
+        """Return a producer that trusts our authority by default."""
+        given = {"ca_file": self.files.ours.cert, **options}
+        if shown is not None:
+            given |= {"client_cert_file": shown.cert, "client_key_file": shown.key}
+        return TransactionalProducer(url, group="orders", **given)
+
+    async def curl(
+        self,
+        url: str,
+        *words: str | Path,
+        shown: Pair | None = None,
+        token: str = "",
+        body: Json | None = None,
+    ) -> Curled:
+        """Call by curl, which trusts our authority."""
+        given: list[str | Path] = ["--cacert", self.files.ours.cert, *words]
+        if shown is not None:
+            given += ["--cert", shown.cert, "--key", shown.key]
+        if token:
+            given += ["-H", f"authorization: Bearer {token}"]
+        return await curl(url, *given, body=body)
