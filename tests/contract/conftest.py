@@ -66,6 +66,12 @@ async def service(request: pytest.FixtureRequest, desk: FakeEndpoint) -> AsyncIt
     await made.close()
 
 
+@pytest.fixture
+async def topic(service: Service) -> str:
+    """A target of the test's own, with one partition."""
+    return await service.topic()
+
+
 @pytest.fixture(params=["http", "sdk"])
 async def client(request: pytest.FixtureRequest, service: Service) -> AsyncIterator[Client]:
     """A client of a separate group."""

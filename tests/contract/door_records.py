@@ -6,8 +6,9 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
+from tests.kit.kafka import now_ms
 from txbroker.core.records import LOG_VERSION, Checkpoint, Claim, Record
-from txbroker.door.protocols import PartitionDoor, PromotionTxn, TargetRecord
+from txbroker.door.protocols import Door, PartitionDoor, PromotionTxn, TargetRecord
 
 _CLAIMS = itertools.count()
 
@@ -27,6 +28,18 @@ def turn(
 ) -> PromotionTxn:
     """A turn up to `op`."""
     return PromotionTxn(promoted, parked, progress(claim.claim, op))
+
+
+async def claimed(door: Door, number: int = 0) -> tuple[PartitionDoor, Claim]:
+    """A half partition with a new claim, and the claim."""
+    partition, mine = door.partition(number), new_claim()
+    await partition.claim(mine)
+    return partition, mine
+
+
+def to(topic: str, key: bytes, value: bytes = b"") -> TargetRecord:
+    """A record of now for the first partition of a target."""
+    return TargetRecord(topic, 0, Record(key, value, (), now_ms()))
 
 
 def bare(records: Sequence[Record]) -> list[tuple[bytes | None, bytes | None, tuple[Any, ...]]]:

@@ -91,9 +91,7 @@ async def test_foreign_records_under_our_keys_are_set_aside(
 
 
 @pytest.mark.rule(10)
-async def test_checkpoint_copy_outside_transaction_is_set_aside(
-    checkpoint: Checkpoint,
-) -> None:
+async def test_checkpoint_copy_outside_transaction_is_set_aside(checkpoint: Checkpoint) -> None:
     await checkpoint.promoted(7)
     stale = encode_progress(progress("mine", 3))
     forged = encode_claim(new_claim())
@@ -109,9 +107,7 @@ async def test_checkpoint_copy_outside_transaction_is_set_aside(
 
 
 @pytest.mark.rule(10)
-async def test_checkpoint_topic_filled_from_copy_stops(
-    checkpoint: Checkpoint,
-) -> None:
+async def test_checkpoint_topic_filled_from_copy_stops(checkpoint: Checkpoint) -> None:
     claim, copy = encode_claim(new_claim()), encode_progress(progress("mine", 3))
     _, stored = await checkpoint.foreign(claim, copy)
     with pytest.raises(InvariantBroken, match="restored"):
@@ -204,9 +200,7 @@ async def test_possibly_compacted_checkpoint_stops_partition(
 
 
 @pytest.mark.rule(27)
-async def test_newer_record_stops_partition_until_skipped(
-    checkpoint: Checkpoint,
-) -> None:
+async def test_newer_record_stops_partition_until_skipped(checkpoint: Checkpoint) -> None:
     await checkpoint.promoted(7)
     first, second = await checkpoint.foreign(NEWER, NEWER, committed=True)
     with pytest.raises(NewerRecord, match=f"checkpoint-0 at offset {second.offset}"):

@@ -197,14 +197,8 @@ async def test_contrary_decisions_at_two_proxies_agree_with_log(two: Proxies, to
     assert {pair for pair in answers if logged[pair[0]] != pair[1]} == set()
     committed = {id for id in ids if logged[id] == "commit"}
     assert 0 < len(committed) < RACED
-
-    async def all_visible() -> bool:
-        return len(await two.running["one"].visible(topic)) >= len(committed)
-
-    await until(all_visible)
-    seen = Counter(
-        dict(record.headers)["txb-id"] for record in await two.running["one"].visible(topic)
-    )
+    records = await two.running["one"].sees(topic, len(committed))
+    seen = Counter(dict(record.headers)["txb-id"] for record in records)
     assert seen == Counter(id.encode() for id in committed)
 
 

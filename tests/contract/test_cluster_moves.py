@@ -149,12 +149,7 @@ async def test_nothing_is_lost_while_proxies_join_and_leave(proxies: Proxies) ->
     await proxies.settled()
     ends.set()
     await asyncio.gather(*working)
-
-    async def all_visible() -> bool:
-        return len(await one.visible(topic)) >= len(committed)
-
-    await until(all_visible)
-    ids = [dict(record.headers)["txb-id"] for record in await one.visible(topic)]
+    ids = [dict(record.headers)["txb-id"] for record in await one.sees(topic, len(committed))]
     assert Counter(ids) == Counter(id.encode() for id in committed)
 
 
@@ -278,11 +273,7 @@ async def test_zombie_makes_nothing_visible(in_memory: Proxies) -> None:
     coordinator = coordinator_of(in_memory)
     coordinator.silence("one")
     coordinator.forget("one")
-
-    async def taken_over() -> bool:
-        return len(await two.owned()) == in_memory.partitions
-
-    await until(taken_over)
+    await two.owns(in_memory.partitions)
     for id in ids:
         with pytest.raises(OwnerUnavailable):
             await one.act(id, "commit")
@@ -458,9 +449,7 @@ async def test_session_is_found_after_takeover(proxies: Proxies) -> None:
 
 
 @pytest.mark.rule(22)
-async def test_session_holder_lost_during_check_costs_one_attempt(
-    proxies: Proxies,
-) -> None:
+async def test_session_holder_lost_during_check_costs_one_attempt(proxies: Proxies) -> None:
     one, two = await proxies.add("one", "two")
     topic, group = await two.topic(), unique("group")
     asked, never = asyncio.Event(), asyncio.Event()

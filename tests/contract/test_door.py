@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.contract.door_records import bare, commit, new_claim, progress, turn
-from tests.kit.kafka import now_ms
+from tests.contract.door_records import bare, claimed, commit, new_claim, progress, to, turn
 from txbroker.core.records import Cause, Record
 from txbroker.door.protocols import (
     AppendRefused,
@@ -180,8 +179,7 @@ async def test_claim_finds_newest_checkpoint(door: Door) -> None:
 
 async def test_promotion_is_visible_as_written(world: Any, door: Door) -> None:
     one, two = await world.create_topic("one"), await world.create_topic("two", partitions=3)
-    partition, mine = door.partition(0), new_claim()
-    await partition.claim(mine)
+    partition, mine = await claimed(door)
     at = 1_700_000_000_000
     records = [Record(r.key, r.value, r.headers, at + n) for n, r in enumerate(ODD)]
     promoted = [TargetRecord(one, 0, record) for record in records]
@@ -198,8 +196,7 @@ async def test_promotion_is_visible_as_written(world: Any, door: Door) -> None:
 
 async def test_pipelined_promotions_keep_their_order(world: Any, door: Door) -> None:
     topic = await world.create_topic("target")
-    partition, mine = door.partition(0), new_claim()
-    await partition.claim(mine)
+    partition, mine = await claimed(door)
     handles = [
         await partition.write(turn(mine, n, TargetRecord(topic, 0, Record(b"%d" % n, b"", (), n))))
         for n in range(20)
@@ -213,11 +210,8 @@ async def test_pipelined_promotions_keep_their_order(world: Any, door: Door) -> 
 async def test_promotion_larger_than_batch_is_atomic(world: Any, door: Door) -> None:
     topic = await world.create_topic("target", max_message_bytes="2000")
     assert isinstance(await door.targets.examine(topic), TargetFacts)
-    partition, mine = door.partition(0), new_claim()
-    await partition.claim(mine)
-    targets = [
-        TargetRecord(topic, 0, Record(b"%d" % n, bytes(900), (), now_ms())) for n in range(9)
-    ]
+    partition, mine = await claimed(door)
+    targets = [to(topic, b"%d" % n, bytes(900)) for n in range(9)]
     handle = await partition.write(turn(mine, 1, *targets))
     await handle.visible()
     assert list(handle.offsets) == list(range(9))
@@ -244,11 +238,9 @@ async def test_later_claim_fences_both_producers(world: Any, turns_before: int) 
         with pytest.raises(Fenced):
             await commit(
                 earlier,
-                turn(first, 9, TargetRecord(topic, 0, Record(b"zombie", b"", (), now_ms()))),
+                turn(first, 9, to(topic, b"zombie")),
             )
-    await (
-        await later.write(turn(second, 1, TargetRecord(topic, 0, Record(b"x", b"", (), now_ms()))))
-    ).visible()
+    await (await later.write(turn(second, 1, to(topic, b"x")))).visible()
     assert [record.key for record in await world.visible(topic)] == [b"x"]
     assert (await later.claim(new_claim())).progress == progress(second.claim, 1)
 
@@ -295,18 +287,15 @@ async def test_door_reports_whether_partition_was_claimed(world: Any, door: Door
 async def test_refused_record_aborts_its_promotion(world: Any, door: Door) -> None:
     good = await world.create_topic("good")
     small = await world.create_topic("small", max_message_bytes="1000")
-    partition, mine = door.partition(0), new_claim()
-    await partition.claim(mine)
-    await commit(
-        partition, turn(mine, 1, TargetRecord(good, 0, Record(b"before", b"", (), now_ms())))
-    )
+    partition, mine = await claimed(door)
+    await commit(partition, turn(mine, 1, to(good, b"before")))
     with pytest.raises(PromotionTxnRefused) as refused:
         await partition.write(
             turn(
                 mine,
                 2,
-                TargetRecord(good, 0, Record(b"with it", b"", (), now_ms())),
-                TargetRecord(small, 0, Record(b"large", bytes(2000), (), now_ms())),
+                to(good, b"with it"),
+                to(small, b"large", bytes(2000)),
                 parked=(Record(b"id/0", b"kept"),),
             )
         )
@@ -317,8 +306,8 @@ async def test_refused_record_aborts_its_promotion(world: Any, door: Door) -> No
     again = new_claim()
     assert (await partition.claim(again)).progress == progress(mine.claim, 1)
     promoted = (
-        TargetRecord(small, 0, Record(b"fits", b"", (), now_ms())),
-        TargetRecord(good, 0, Record(b"after", b"", (), now_ms())),
+        to(small, b"fits"),
+        to(good, b"after"),
     )
     await (await partition.write(turn(again, 2, *promoted))).visible()
     assert [record.key for record in await world.visible(good)] == [b"before", b"after"]
@@ -327,8 +316,7 @@ async def test_refused_record_aborts_its_promotion(world: Any, door: Door) -> No
 
 
 async def test_parked_copies_are_read_back(door: Door) -> None:
-    partition, mine = door.partition(3), new_claim()
-    await partition.claim(mine)
+    partition, mine = await claimed(door, 3)
     records = (Record(b"id/0", b"body", (("h", None),)), Record(b"id/1", None))
     await (await partition.write(turn(mine, 1, parked=records))).visible()
     assert bare(await parked(partition)) == bare(records)
@@ -336,8 +324,7 @@ async def test_parked_copies_are_read_back(door: Door) -> None:
 
 @pytest.mark.rule(10)
 async def test_door_reports_whether_anything_was_parked(door: Door) -> None:
-    partition, mine = door.partition(3), new_claim()
-    await partition.claim(mine)
+    partition, mine = await claimed(door, 3)
     assert not await partition.parked_before()
     for records in ((Record(b"id/0", b"body"),), (Record(b"id/0", None),)):
         await commit(partition, turn(mine, 1, parked=records))
@@ -346,8 +333,7 @@ async def test_door_reports_whether_anything_was_parked(door: Door) -> None:
 
 
 async def test_closed_partition_refuses_writes(door: Door) -> None:
-    partition, mine = door.partition(0), new_claim()
-    await partition.claim(mine)
+    partition, mine = await claimed(door)
     await partition.close()
     with pytest.raises(PromotionTxnLost):
         await partition.write(turn(mine, 1))
@@ -444,9 +430,7 @@ class Heard:
                 await self._more.wait()
 
 
-async def test_every_door_follows_audit_news_once(
-    world: Any,
-) -> None:
+async def test_every_door_follows_audit_news_once(world: Any) -> None:
     one, heard = await world.door("one"), Heard()
     one.audit.follow(heard)
     for value in (b"alarm", b"over"):

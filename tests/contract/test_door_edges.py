@@ -10,8 +10,7 @@ import msgspec
 import pytest
 from msgspec import structs
 
-from tests.contract.door_records import bare, commit, new_claim, progress, turn
-from tests.kit.kafka import now_ms
+from tests.contract.door_records import bare, claimed, commit, new_claim, progress, to, turn
 from txbroker.core.encoding import encode_claim
 from txbroker.core.records import RECORD_VERSION, Record
 from txbroker.door.own_topics import CheckpointScan
@@ -25,7 +24,6 @@ from txbroker.door.protocols import (
     PromotionTxn,
     PromotionTxnLost,
     PromotionTxnRefused,
-    TargetRecord,
 )
 from txbroker.errors import ConfigurationError, KafkaUnavailable, NewerRecord
 
@@ -82,8 +80,7 @@ async def test_picked_records_are_complete(door: Door) -> None:
 
 
 async def test_pick_finds_parked_copies_by_offset(door: Door) -> None:
-    partition, mine = door.partition(2), new_claim()
-    await partition.claim(mine)
+    partition, mine = await claimed(door, 2)
     records = tuple(Record(b"id/%d" % n, b"body %d" % n) for n in range(5))
     handle = await partition.write(turn(mine, 1, parked=records[:3]))
     assert list(handle.offsets) == []
@@ -99,9 +96,8 @@ async def test_pick_finds_parked_copies_by_offset(door: Door) -> None:
 
 async def test_pick_omits_copies_of_aborted_promotion(world: Any, door: Door) -> None:
     small = await world.create_topic("small", max_message_bytes="1000")
-    partition, mine = door.partition(0), new_claim()
-    await partition.claim(mine)
-    large = TargetRecord(small, 0, Record(b"large", bytes(2000), (), now_ms()))
+    partition, mine = await claimed(door)
+    large = to(small, b"large", bytes(2000))
     with pytest.raises(PromotionTxnRefused):
         await partition.write(turn(mine, 1, large, parked=(Record(b"id/0", b"lost"),)))
     again = new_claim()
@@ -113,8 +109,7 @@ async def test_pick_omits_copies_of_aborted_promotion(world: Any, door: Door) ->
 
 
 async def test_records_hidden_by_open_transaction_are_not_lost(world: Any, door: Door) -> None:
-    partition, mine = door.partition(0), new_claim()
-    await partition.claim(mine)
+    partition, mine = await claimed(door)
     release = await world.hang(world.name("parked"), 0)
     handle = await partition.write(turn(mine, 1, parked=(Record(b"id/0", b"kept"),)))
     await handle.committed()
@@ -168,8 +163,7 @@ async def test_too_large_snapshot_is_refused_next_is_stored(door: Door) -> None:
 
 
 async def test_promotions_and_snapshots_run_concurrently(door: Door) -> None:
-    partition, mine = door.partition(0), new_claim()
-    await partition.claim(mine)
+    partition, mine = await claimed(door)
 
     async def store() -> None:
         for number in range(20):
@@ -185,8 +179,7 @@ async def test_promotions_and_snapshots_run_concurrently(door: Door) -> None:
 
 
 async def test_checkpoint_of_newer_version_is_reported(door: Door) -> None:
-    partition, mine = door.partition(0), new_claim()
-    await partition.claim(mine)
+    partition, mine = await claimed(door)
     newer = structs.replace(progress(mine.claim, 1), v=RECORD_VERSION + 1)
     await commit(partition, PromotionTxn((), (), newer))
     with pytest.raises(NewerRecord, match="checkpoint-0 at offset"):
@@ -232,9 +225,7 @@ async def test_hanging_transaction_hides_checkpoint(world: Any) -> None:
     await commit(partition, turn(mine, 1))
 
 
-async def test_closing_old_door_keeps_new_one_working(
-    door: Door,
-) -> None:
+async def test_closing_old_door_keeps_new_one_working(door: Door) -> None:
     old, mine = door.partition(0), new_claim()
     await old.claim(new_claim())
     await old.half.append([Record(b"old", b"")])

@@ -16,10 +16,10 @@ from tests.kit.cluster import Proxies
 from tests.kit.kafka import now_ms
 from tests.kit.memory import MemoryHarness
 from tests.kit.service import FakeEndpoint, Service
-from tests.kit.until import unique, until
+from tests.kit.until import unique
 from tests.kit.ws_client import Producer
 from txbroker.contract import frames as wire
-from txbroker.core.records import Decision, Message, Record
+from txbroker.core.records import Decision, Message
 from txbroker.core.routing import make_id, parse_id
 from txbroker.errors import KafkaUnavailable
 from txbroker.testing.members import MemberSlot
@@ -96,14 +96,15 @@ def codes(found: Answers) -> list[str]:
     ]
 
 
-async def see_once_each(read: Callable[[], Any], ids: Sequence[str]) -> None:
+async def sent(producer: Producer, *frame: Any) -> list[str]:
+    """Send a frame and return the state or the error's code of each of its operations."""
+    await producer.send(*frame)
+    return codes(await answers(producer, len(frame)))
+
+
+async def see_once_each(service: Service, topic: str, ids: Sequence[str]) -> None:
     """Wait until all are visible; each is once, those of one half partition in order."""
-
-    async def there() -> list[Record] | None:
-        records: list[Record] = await read()
-        return records if len(records) >= len(ids) else None
-
-    seen = [(record.value or b"").decode() for record in await until(there)]
+    seen = [(record.value or b"").decode() for record in await service.sees(topic, len(ids))]
     for partition in {parse_id(id).partition for id in ids}:
         here = [id for id in ids if parse_id(id).partition == partition]
         assert [id for id in seen if parse_id(id).partition == partition] == here
@@ -150,9 +151,8 @@ async def test_bad_prepare_in_frame_fails_alone(service: Service, code: str) -> 
         await producer.send(*frame)
         found = await answers(producer, FRAME)
         assert codes(found) == [*["pending"] * BAD, code, *["pending"] * (FRAME - BAD - 1)]
-        await producer.send(*decides(good))
-        assert set(codes(await answers(producer, len(good)))) <= {"committed", "promoted"}
-    await see_once_each(lambda: service.visible(topic), good)
+        assert set(await sent(producer, *decides(good))) <= {"committed", "promoted"}
+    await see_once_each(service, topic, good)
 
 
 @pytest.mark.rule(29)
@@ -185,23 +185,18 @@ async def test_bad_decision_in_frame_fails_alone(service: Service, code: str) ->
         connected(service, group) as producer,
         connected(service, unique("group")) as stranger,
     ):
-        await stranger.send(*prepares([strange], topic))
-        assert codes(await answers(stranger, 1)) == ["pending"]
-        await producer.send(*prepares(ids, topic))
-        assert codes(await answers(producer, FRAME)) == ["pending"] * FRAME
-        await producer.send(*frame)
-        found = codes(await answers(producer, FRAME))
+        assert await sent(stranger, *prepares([strange], topic)) == ["pending"]
+        assert await sent(producer, *prepares(ids, topic)) == ["pending"] * FRAME
+        found = await sent(producer, *frame)
         assert set(found[:BAD] + found[BAD + 1 :]) <= {"committed", "promoted"}
         if code == "repeated":
             assert found[BAD] in ("committed", "promoted")
         else:
             assert found[BAD] == code
-        await see_once_each(lambda: service.visible(topic), good)
+        await see_once_each(service, topic, good)
         # What its own frame did not decide is still to be decided.
-        await producer.send(*decides([ids[BAD]], Decision.ROLLBACK))
-        assert codes(await answers(producer, 1)) == ["rolled_back"]
-        await stranger.send(*decides([strange], Decision.ROLLBACK))
-        assert codes(await answers(stranger, 1)) == ["rolled_back"]
+        assert await sent(producer, *decides([ids[BAD]], Decision.ROLLBACK)) == ["rolled_back"]
+        assert await sent(stranger, *decides([strange], Decision.ROLLBACK)) == ["rolled_back"]
 
 
 async def test_mixed_frames_equal_their_single_operations(service: Service) -> None:
@@ -239,19 +234,14 @@ async def test_mixed_frames_equal_their_single_operations(service: Service) -> N
                     expected.append({*STATES} if repeated else {"pending"})
                     if not repeated:
                         undecided.append(id)
-            await producer.send(*frame)
-            found = codes(await answers(producer, size))
+            found = await sent(producer, *frame)
             assert [
                 code for code, these in zip(found, expected, strict=True) if code not in these
             ] == []
     wanted = sorted(value for id in committed for value in values[id])
     assert len(wanted) > FRAME
-
-    async def all_promoted() -> bool:
-        return len(await service.visible(topic)) >= len(wanted)
-
-    await until(all_promoted)
-    assert sorted(record.value or b"" for record in await service.visible(topic)) == wanted
+    seen = await service.sees(topic, len(wanted))
+    assert sorted(record.value or b"" for record in seen) == wanted
 
 
 # --- runs that are cut ---------------------------------------------------------------------------
@@ -264,19 +254,12 @@ async def test_frame_cut_by_disconnect_is_resent(service: Service) -> None:
     async with connected(service, group) as producer:
         await producer.send(*prepares(ids, topic))
     async with connected(service, group) as producer:
-        await producer.send(*prepares(ids, topic))
-        assert codes(await answers(producer, FRAME)) == ["pending"] * FRAME
+        assert await sent(producer, *prepares(ids, topic)) == ["pending"] * FRAME
         await producer.send(*decides(ids))
     async with connected(service, group) as producer:
-        await producer.send(*decides(ids))
-        assert set(codes(await answers(producer, FRAME))) <= {"committed", "promoted"}
-
-    async def all_promoted() -> bool:
-        return len(await service.visible(topic)) >= FRAME
-
-    await until(all_promoted)
-    seen = [record.value for record in await service.visible(topic)]
-    assert sorted(seen, key=bytes) == sorted(id.encode() for id in ids)
+        assert set(await sent(producer, *decides(ids))) <= {"committed", "promoted"}
+    seen = [record.value or b"" for record in await service.sees(topic, FRAME)]
+    assert sorted(seen) == sorted(id.encode() for id in ids)
 
 
 @pytest.mark.rule(29)
@@ -293,17 +276,13 @@ async def test_frame_is_overloaded_exactly_at_the_limit(
     try:
         topic, ids = await known_topic(service), ids_of([0])
         async with connected(service, "g") as producer:
-            await producer.send(*prepares(ids, topic))
-            found = codes(await answers(producer, FRAME))
+            found = await sent(producer, *prepares(ids, topic))
             assert found == ["pending"] * 100 + ["overloaded"] * (FRAME - 100)
             # A retry: stored prepares stay stored, and there is no room for others.
-            await producer.send(*prepares(ids, topic))
-            assert codes(await answers(producer, FRAME)) == found
-            await producer.send(*decides(ids[:100]))
-            await answers(producer, 100)
-            await see_once_each(lambda: service.visible(topic), ids[:100])
-            await producer.send(*prepares(ids[100:], topic))
-            found = codes(await answers(producer, FRAME - 100))
+            assert await sent(producer, *prepares(ids, topic)) == found
+            await sent(producer, *decides(ids[:100]))
+            await see_once_each(service, topic, ids[:100])
+            found = await sent(producer, *prepares(ids[100:], topic))
             assert found == ["pending"] * 100 + ["overloaded"] * (FRAME - 200)
     finally:
         await service.stop()
@@ -328,13 +307,11 @@ async def test_each_proxy_runs_its_part_of_a_frame(two: Proxies) -> None:
             for pair in zip(*found, strict=True):
                 assert "owner_unavailable" in pair
                 assert set(pair) & done
-        await see_once_each(lambda: one.visible(topic), ids)
+        await see_once_each(one, topic, ids)
 
 
 @pytest.mark.rule(29)
-async def test_moved_partition_fails_only_its_operations(
-    in_memory: Proxies,
-) -> None:
+async def test_moved_partition_fails_only_its_operations(in_memory: Proxies) -> None:
     (one,) = await in_memory.add("one")
     assert isinstance(in_memory.world, MemoryHarness)
     topic, ids = await known_topic(one), ids_of(range(in_memory.partitions))
@@ -350,62 +327,45 @@ async def test_moved_partition_fails_only_its_operations(
         ]
         coordinator.leave(gone)
         await in_memory.settled()
-        await producer.send(*prepares(ids, topic))
-        assert codes(await answers(producer, FRAME)) == ["pending"] * FRAME
-        await producer.send(*decides(ids))
-        await answers(producer, FRAME)
-        await see_once_each(lambda: one.visible(topic), ids)
+        assert await sent(producer, *prepares(ids, topic)) == ["pending"] * FRAME
+        await sent(producer, *decides(ids))
+        await see_once_each(one, topic, ids)
 
 
 @pytest.mark.rule(29)
-async def test_frame_to_fenced_owner_is_done_by_next(
-    in_memory: Proxies,
-) -> None:
+async def test_frame_to_fenced_owner_is_done_by_next(in_memory: Proxies) -> None:
     one, two = await in_memory.add("one", "two")
     assert isinstance(in_memory.world, MemoryHarness)
     topic, ids = await known_topic(one), ids_of(sorted(await one.owned()))
     coordinator = in_memory.world.kafka.coordinator("test")
     async with connected(one, "g") as here, connected(two, "g") as there:
-        await here.send(*prepares(ids, topic))
-        assert codes(await answers(here, FRAME)) == ["pending"] * FRAME
+        assert await sent(here, *prepares(ids, topic)) == ["pending"] * FRAME
         coordinator.silence("one")
         coordinator.forget("one")
-
-        async def taken_over() -> bool:
-            return len(await two.owned()) == in_memory.partitions
-
-        await until(taken_over)
-        await here.send(*decides(ids))
-        assert codes(await answers(here, FRAME)) == ["owner_unavailable"] * FRAME
-        await here.send(*prepares(ids_of([parse_id(ids[0]).partition]), topic))
-        assert codes(await answers(here, FRAME)) == ["owner_unavailable"] * FRAME
-        await there.send(*decides(ids))
-        assert set(codes(await answers(there, FRAME))) <= {"committed", "promoted"}
-        await see_once_each(lambda: two.visible(topic), ids)
+        await two.owns(in_memory.partitions)
+        assert await sent(here, *decides(ids)) == ["owner_unavailable"] * FRAME
+        others = prepares(ids_of([parse_id(ids[0]).partition]), topic)
+        assert await sent(here, *others) == ["owner_unavailable"] * FRAME
+        assert set(await sent(there, *decides(ids))) <= {"committed", "promoted"}
+        await see_once_each(two, topic, ids)
     coordinator.let_back("one")
     await in_memory.settled()
 
 
 @pytest.mark.rule(29)
-async def test_frame_without_kafka_is_answered_and_retryable(
-    in_memory: Proxies,
-) -> None:
+async def test_frame_without_kafka_is_answered_and_retryable(in_memory: Proxies) -> None:
     (one,) = await in_memory.add("one")
     assert isinstance(in_memory.world, MemoryHarness)
     topic, ids = await known_topic(one), ids_of(range(in_memory.partitions))
     async with connected(one, "g") as producer:
-        await producer.send(*prepares(ids[:4], topic))
-        await answers(producer, 4)
+        await sent(producer, *prepares(ids[:4], topic))
         in_memory.world.kafka.go_down(LostReply.DONE)
-        await producer.send(*prepares(ids, topic))
-        found = codes(await answers(producer, FRAME))
+        found = await sent(producer, *prepares(ids, topic))
         assert found == ["pending"] * 4 + ["owner_unavailable"] * (FRAME - 4)
         in_memory.world.kafka.come_up()
-        await producer.send(*prepares(ids, topic))
-        assert codes(await answers(producer, FRAME)) == ["pending"] * FRAME
-        await producer.send(*decides(ids))
-        await answers(producer, FRAME)
-        await see_once_each(lambda: one.visible(topic), ids)
+        assert await sent(producer, *prepares(ids, topic)) == ["pending"] * FRAME
+        await sent(producer, *decides(ids))
+        await see_once_each(one, topic, ids)
 
 
 @pytest.mark.rule(29)
@@ -425,8 +385,7 @@ async def test_topic_lookup_delays_no_other_operation(
         return await examine(name, create=create)
 
     async with connected(one, "g") as producer:
-        await producer.send(*prepares(ids[:1], topic))
-        await answers(producer, 1)
+        await sent(producer, *prepares(ids[:1], topic))
         monkeypatch.setattr(one.door.targets, "examine", slow)
         frame = prepares(ids, topic)
         frame[BAD] = prepares([ids[BAD]], new)[0]

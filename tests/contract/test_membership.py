@@ -81,6 +81,13 @@ async def settled(*members: Member) -> None:
         assert member.mine == owned
 
 
+async def pair(world: Any) -> tuple[Member, Member]:
+    """Two members that share the partitions."""
+    one, two = await started(world, "one", 1), await started(world, "two", 2)
+    await settled(one, two)
+    return one, two
+
+
 async def test_one_member_owns_all(world: Any) -> None:
     one = await started(world, "one", 1)
     assert one.heard.now.mine == ALL
@@ -91,17 +98,14 @@ async def test_one_member_owns_all(world: Any) -> None:
 
 @pytest.mark.rule(26)
 async def test_second_member_takes_half_and_urls_are_known(world: Any) -> None:
-    one, two = await started(world, "one", 1), await started(world, "two", 2)
-    await settled(one, two)
+    one, two = await pair(world)
     assert len(one.mine) == len(two.mine) == 2
     assert one.mine | two.mine == ALL
     for member in (one, two):
         assert [await member.still_ours(p) for p in range(4)] == [p in member.mine for p in ALL]
 
 
-async def test_members_know_peer_and_admin_addresses(
-    world: Any,
-) -> None:
+async def test_members_know_peer_and_admin_addresses(world: Any) -> None:
     one = Member(world, "one", URL(1), peer_url=URL(11), admin_url=URL(21))
     two = Member(world, "two", URL(2), admin_url=URL(22))
     three = Member(world, "three", URL(3))
@@ -127,8 +131,7 @@ async def test_members_without_partition_know_all_members(world: Any) -> None:
 
 @pytest.mark.rule(26)
 async def test_leaving_member_hands_over_and_rejoins(world: Any) -> None:
-    one, two = await started(world, "one", 1), await started(world, "two", 2)
-    await settled(one, two)
+    one, two = await pair(world)
     begun = time.monotonic()
     await two.leave()
     await one.heard.until_owned(4)
@@ -145,8 +148,7 @@ async def test_leaving_member_hands_over_and_rejoins(world: Any) -> None:
 
 
 async def test_silent_member_is_replaced_within_session(world: Any) -> None:
-    one, two = await started(world, "one", 1), await started(world, "two", 2)
-    await settled(one, two)
+    one, two = await pair(world)
     begun = time.monotonic()
     await two.die()
     await one.heard.until_owned(4)
@@ -158,9 +160,7 @@ async def test_silent_member_is_replaced_within_session(world: Any) -> None:
 @pytest.mark.rule(26)
 async def test_kept_partitions_are_neither_lost_nor_moved(world: Any) -> None:
     """While members join and leave, no assignment omits a kept partition."""
-    one = await started(world, "one", 1)
-    two = await started(world, "two", 2)
-    await settled(one, two)
+    one, two = await pair(world)
     first, second = one.mine, two.mine
     three = await started(world, "three", 3)
     await settled(one, two, three)
@@ -208,8 +208,7 @@ async def test_kept_partition_stays_ours_through_rebalance(world: Any) -> None:
 
 
 async def test_restarted_member_gets_its_partitions_at_once(world: Any) -> None:
-    one, two = await started(world, "one", 1), await started(world, "two", 2)
-    await settled(one, two)
+    one, two = await pair(world)
     for member in (one, two):
         await member.door.close()
         back = Member(world, member.name, member.url)
@@ -223,8 +222,7 @@ async def test_restarted_member_gets_its_partitions_at_once(world: Any) -> None:
 @pytest.mark.parametrize("restarted", ["one", "two"])
 async def test_member_returning_at_new_url_is_known_there(world: Any, restarted: str) -> None:
     """Also where it is the one that shares out: the first."""
-    members = {"one": await started(world, "one", 1), "two": await started(world, "two", 2)}
-    await settled(*members.values())
+    members = dict(zip(("one", "two"), await pair(world), strict=True))
     before = members[restarted].mine
     await members[restarted].door.close()
     members[restarted] = await started(world, restarted, 9)
@@ -234,9 +232,7 @@ async def test_member_returning_at_new_url_is_known_there(world: Any, restarted:
     assert [member.heard.losses for member in members.values()] == [[], []]
 
 
-async def test_duplicate_instance_id_suspends_the_first_process(
-    world: Any,
-) -> None:
+async def test_duplicate_instance_id_suspends_the_first_process(world: Any) -> None:
     first, other = await started(world, "same", 1), await started(world, "other", 3)
     await settled(first, other)
     second = await started(world, "same", 2)

@@ -10,6 +10,7 @@ import pytest
 from tests.kit.kafka import now_ms
 from tests.kit.service import Client, Json, Service
 from tests.kit.until import unique, until
+from txbroker.contract.audit import AuditNews, encode_news
 from txbroker.core.records import Header, Message
 from txbroker.core.routing import make_id, parse_id
 from txbroker.errors import (
@@ -38,8 +39,7 @@ HEADERS: tuple[Header, ...] = (
 # --- commit and rollback ---------------------------------------------------------------------
 
 
-async def test_a_commit_is_promoted(service: Service, client: Client) -> None:
-    topic = await service.topic()
+async def test_a_commit_is_promoted(service: Service, client: Client, topic: str) -> None:
     id = await client.prepare(Message(topic, b"key", b"value"))
     assert await service.state(id) == "pending"
     assert await service.visible(topic) == []
@@ -49,8 +49,7 @@ async def test_a_commit_is_promoted(service: Service, client: Client) -> None:
     assert record.headers == (("txb-id", id.encode()),)
 
 
-async def test_a_rollback_is_never_visible(service: Service, client: Client) -> None:
-    topic = await service.topic()
+async def test_a_rollback_is_never_visible(service: Service, client: Client, topic: str) -> None:
     rolled_back = await client.prepare(Message(topic, b"k", b"never"))
     committed = await client.prepare(Message(topic, b"k", b"later"))
     assert await client.rollback(rolled_back) == "rolled_back"
@@ -63,9 +62,8 @@ async def test_a_rollback_is_never_visible(service: Service, client: Client) -> 
     [("commit", "promoted", [b"once"]), ("rollback", "rolled_back", [])],
 )
 async def test_decision_stands_repeated_and_contradicted(
-    service: Service, client: Client, decision: str, state: str, values: list[bytes]
+    service: Service, client: Client, topic: str, decision: str, state: str, values: list[bytes]
 ) -> None:
-    topic = await service.topic()
     id = await client.prepare(Message(topic, b"k", b"once"))
     decide, contradict = client.commit, client.rollback
     if decision == "rollback":
@@ -79,8 +77,7 @@ async def test_decision_stands_repeated_and_contradicted(
     assert await service.values(topic) == values
 
 
-async def test_one_of_concurrent_contrary_decisions_wins(service: Service) -> None:
-    topic = await service.topic()
+async def test_one_of_concurrent_contrary_decisions_wins(service: Service, topic: str) -> None:
     id = await service.prepare(Message(topic, b"k", b"v"))
     results = await asyncio.gather(
         *[service.act(id, what) for what in ["commit", "rollback"] * 8], return_exceptions=True
@@ -114,8 +111,7 @@ async def test_an_operator_decides_with_a_reason(service: Service) -> None:
 # --- what comes out --------------------------------------------------------------------------
 
 
-async def test_message_is_promoted_unchanged(service: Service, client: Client) -> None:
-    topic = await service.topic()
+async def test_message_is_promoted_unchanged(service: Service, client: Client, topic: str) -> None:
     messages = [
         Message(topic, b"k", b"v", HEADERS, timestamp_ms=1_700_000_000_000),
         Message(topic, b"\x00\xff", bytes(range(256)), timestamp_ms=0),
@@ -133,8 +129,9 @@ async def test_message_is_promoted_unchanged(service: Service, client: Client) -
     assert [record.timestamp_ms for record in seen[:2]] == [1_700_000_000_000, 0]
 
 
-async def test_default_timestamp_is_the_markers(service: Service, client: Client) -> None:
-    topic = await service.topic()
+async def test_default_timestamp_is_the_markers(
+    service: Service, client: Client, topic: str
+) -> None:
     id = await client.prepare(Message(topic, b"k", b"v"))
     await client.commit(id)
     (record,) = await service.visible(topic)
@@ -192,8 +189,7 @@ async def test_commits_of_one_key_keep_their_order(service: Service) -> None:
         assert own_values == [b"%d.%d" % (key, n) for n in reversed(range(10))]
 
 
-async def test_an_order_key_keeps_order_over_several_keys(service: Service) -> None:
-    topic = await service.topic()
+async def test_an_order_key_keeps_order_over_several_keys(service: Service, topic: str) -> None:
     ids = [
         await service.prepare(Message(topic, b"%d" % n, b"%d" % n), order_key="customer-7")
         for n in range(8)
@@ -218,8 +214,9 @@ async def test_a_commit_can_bring_final_content(service: Service, client: Client
     assert (second.value, second.headers[2:]) == (None, ())
 
 
-async def test_committed_final_content_is_final(service: Service, client: Client) -> None:
-    topic = await service.topic()
+async def test_committed_final_content_is_final(
+    service: Service, client: Client, topic: str
+) -> None:
     id = await client.prepare(Message(topic, b"k", b"draft"))
     final = [Message(topic, b"k", b"final")]
     await client.commit(id, final)
@@ -231,9 +228,8 @@ async def test_committed_final_content_is_final(service: Service, client: Client
 
 
 async def test_final_content_equal_to_prepared_is_no_conflict(
-    service: Service, client: Client
+    service: Service, client: Client, topic: str
 ) -> None:
-    topic = await service.topic()
     prepared = Message(topic, b"k", b"prepared", HEADERS)
     id = await client.prepare(prepared)
     await client.commit(id)
@@ -243,8 +239,8 @@ async def test_final_content_equal_to_prepared_is_no_conflict(
     assert await service.values(topic) == [b"prepared"]
 
 
-async def test_final_content_keeps_topics_and_count(service: Service) -> None:
-    topic, other = await service.topic(), await service.topic()
+async def test_final_content_keeps_topics_and_count(service: Service, topic: str) -> None:
+    other = await service.topic()
     id = await service.prepare(Message(topic, b"k", b"draft"))
     two = [{"topic": topic, "value": "1"}, {"topic": topic, "value": "2"}]
     for messages in (two, [{"topic": other, "value": "1"}], []):
@@ -265,8 +261,7 @@ async def test_final_content_that_is_too_large_decides_nothing(service: Service)
 # --- the same prepare again ------------------------------------------------------------------
 
 
-async def test_repeated_id_is_the_same_transaction(service: Service) -> None:
-    topic = await service.topic()
+async def test_repeated_id_is_the_same_transaction(service: Service, topic: str) -> None:
     message = Message(topic, b"k", b"v")
     first = await service.prepare(message)
     status, answer = await service.send(message, id=first)
@@ -277,8 +272,7 @@ async def test_repeated_id_is_the_same_transaction(service: Service) -> None:
     assert await service.values(topic) == [b"v"]
 
 
-async def test_repeated_id_with_other_content_conflicts(service: Service) -> None:
-    topic = await service.topic()
+async def test_repeated_id_with_other_content_conflicts(service: Service, topic: str) -> None:
     first = await service.prepare(Message(topic, b"k", b"v"))
     for other in (Message(topic, b"k", b"w"), Message(topic, b"k", b"v", HEADERS)):
         with pytest.raises(IdConflict):
@@ -287,31 +281,30 @@ async def test_repeated_id_with_other_content_conflicts(service: Service) -> Non
         await service.send(Message(topic, b"k", b"v"), id=first, group="another")
 
 
-async def test_callers_id_is_accepted(service: Service) -> None:
-    topic = await service.topic()
+async def test_callers_id_is_accepted(service: Service, topic: str) -> None:
     id = make_id(1, now_ms(), 42)
     status, answer = await service.send(Message(topic, None, b"v", partition=0), id=id.lower())
     assert (status, answer["id"]) == (201, id)
 
 
-async def test_an_id_too_far_from_now_is_expired(service: Service) -> None:
-    topic = await service.topic()
+async def test_an_id_too_far_from_now_is_expired(service: Service, topic: str) -> None:
     for age_s in (300, -300):
         id = make_id(0, now_ms() - age_s * 1000, 1)
         with pytest.raises(IdExpired):
             await service.send(Message(topic, None, b"v"), id=id)
 
 
-async def test_an_id_in_another_partition_than_its_order_key_is_bad(service: Service) -> None:
-    topic = await service.topic()
+async def test_an_id_in_another_partition_than_its_order_key_is_bad(
+    service: Service, topic: str
+) -> None:
     right = parse_id(await service.prepare(Message(topic, b"k", b"v")))
     wrong = make_id(1 - right.partition, right.time_ms, 7)
     with pytest.raises(BadId):
         await service.send(Message(topic, b"k", b"v"), id=wrong)
 
 
-async def test_one_dedup_key_is_one_transaction(service: Service) -> None:
-    topic, key = await service.topic(), unique("key")
+async def test_one_dedup_key_is_one_transaction(service: Service, topic: str) -> None:
+    key = unique("key")
     message = Message(topic, b"k", b"v")
     first = await service.prepare(message, dedup_key=key)
     status, answer = await service.send(message, dedup_key=key)
@@ -330,8 +323,8 @@ async def test_a_dedup_key_belongs_to_its_group(service: Service) -> None:
     assert len(ids) == 2
 
 
-async def test_duplicates_at_once_are_one_transaction(service: Service) -> None:
-    topic, key = await service.topic(), unique("key")
+async def test_duplicates_at_once_are_one_transaction(service: Service, topic: str) -> None:
+    key = unique("key")
     message = Message(topic, b"k", b"v")
     answers = await asyncio.gather(*[service.send(message, dedup_key=key) for _ in range(12)])
     (id,) = {answer["id"] for _, answer in answers}
@@ -363,16 +356,17 @@ async def test_a_message_too_large_for_its_topic_is_refused(
     await client.commit(await client.prepare(Message(topic, b"k", bytes(1000))))
 
 
-async def test_a_timestamp_over_an_hour_ahead_is_refused(service: Service, client: Client) -> None:
-    topic = await service.topic()
+async def test_a_timestamp_over_an_hour_ahead_is_refused(
+    service: Service, client: Client, topic: str
+) -> None:
     with pytest.raises(BadTarget):
         await client.prepare(Message(topic, b"k", b"v", timestamp_ms=now_ms() + 3_700_000))
     soon = Message(topic, b"k", b"v", timestamp_ms=now_ms() + 3_500_000)
     assert await client.commit(await client.prepare(soon)) == "promoted"
 
 
-async def test_one_bad_message_refuses_the_whole_prepare(service: Service) -> None:
-    topic, group = await service.topic(), unique("group")
+async def test_one_bad_message_refuses_the_whole_prepare(service: Service, topic: str) -> None:
+    group = unique("group")
     bad = Message(topic, b"k", b"v", partition=7)
     with pytest.raises(BadTarget):
         await service.send(Message(topic, b"k", b"v"), bad, group=group)
@@ -402,8 +396,7 @@ async def test_malformed_id_is_bad(service: Service) -> None:
 # --- looking ---------------------------------------------------------------------------------
 
 
-async def test_show_returns_timeline(service: Service) -> None:
-    topic = await service.topic()
+async def test_show_returns_timeline(service: Service, topic: str) -> None:
     message = Message(topic, b"\xff", b"text", HEADERS, timestamp_ms=5)
     id = await service.prepare(message, order_key="o", check_after_s=60, check_interval_s=30)
     shown = await service.show(id, bodies=True)
@@ -425,8 +418,8 @@ async def test_bodies_are_shown_only_on_request(service: Service) -> None:
     assert "value" not in listed["messages"][0]
 
 
-async def test_lists_are_filtered(service: Service) -> None:
-    topic, other, group = await service.topic(), await service.topic(), unique("group")
+async def test_lists_are_filtered(service: Service, topic: str) -> None:
+    other, group = await service.topic(), unique("group")
     first = await service.prepare(Message(topic, b"1", b""), group=group)
     second = await service.prepare(Message(other, b"2", b""), Message(topic, b"", b""), group=group)
     third = await service.prepare(Message(topic, b"3", b""))
@@ -443,8 +436,8 @@ async def test_lists_are_filtered(service: Service) -> None:
     assert await ids(group=group, older_than_s=3600) == []
 
 
-async def test_lists_are_paged_oldest_first(service: Service) -> None:
-    topic, group = await service.topic(), unique("group")
+async def test_lists_are_paged_oldest_first(service: Service, topic: str) -> None:
+    group = unique("group")
     ids = {await service.prepare(Message(topic, b"%d" % n, b""), group=group) for n in range(7)}
     found: list[Json] = []
     cursor: str | None = None
@@ -460,21 +453,41 @@ async def test_lists_are_paged_oldest_first(service: Service) -> None:
     assert times == sorted(times)
 
 
-async def test_metrics_count_service_calls(service: Service) -> None:
-    topic, group = await service.topic(), unique("group")
+async def test_metrics_count_service_calls(service: Service, topic: str) -> None:
+    group = unique("group")
     before = await service.metric("decisions_total", decision="commit", source="operator")
     ids = [await service.prepare(Message(topic, b"%d" % n, b""), group=group) for n in range(3)]
     assert await service.metric("prepared_total", topic=topic) == 3
     assert await service.metric("pending", group=group) == 3
     await service.commit(ids[0])
     await service.act(ids[1], "rollback")
-
-    async def counted() -> bool:
-        return await service.metric("promoted_total", topic=topic) == 1
-
-    await until(counted)
+    await service.counts("promoted_total", 1, topic=topic)
     assert await service.metric("pending", group=group) == 1
     after = await service.metric("decisions_total", decision="commit", source="operator")
     assert after == before + 1
     owned = await service.metric("owned_partitions")
     assert await service.metric("recovery_seconds_count") >= owned > 0
+
+
+async def test_proxy_shows_newest_audit_despite_broken_record(service: Service) -> None:
+    assert await service.metric("audit_last_success_timestamp_seconds", mode="batch") == 0
+    for value in (b"\xff", _news(1000, lost=0, late=3)):
+        await service.world.write_audit("batch", value)
+    await service.counts("audit_drift", 3, kind="late")
+    await service.world.write_audit("batch", _news(2000, lost=2, late=0))
+    await service.counts("audit_drift", 2, kind="lost")
+    assert await service.metric("audit_drift", kind="late") == 0
+    assert await service.metric("audit_last_success_timestamp_seconds", mode="batch") == 2
+    await service.world.write_audit("batch", None)
+
+    async def no_alarm() -> bool:
+        return await service.metric("audit_drift", kind="lost") == 0
+
+    await until(no_alarm)
+
+
+def _news(ended_ms: int, **drift: int) -> bytes:
+    times = {"started_ms": 0, "ended_ms": ended_ms}
+    return encode_news(
+        AuditNews(run="r", mode="full", transactions=5, states={}, drift=drift, **times)
+    )

@@ -9,7 +9,7 @@ import time
 import pytest
 
 from tests.kit.service import Json, Service
-from tests.kit.until import unique, until
+from tests.kit.until import unique
 from txbroker.core.records import Message
 from txbroker.errors import NotPending
 from txbroker.sdk import CheckRequest, Decision
@@ -59,8 +59,7 @@ async def test_check_describes_its_transaction(service: Service) -> None:
     await service.reaches(id, "promoted")
 
 
-async def test_a_check_can_bring_final_content(service: Service) -> None:
-    topic = await service.topic()
+async def test_a_check_can_bring_final_content(service: Service, topic: str) -> None:
     final = [{"topic": topic, "key": "k", "value": "final", "headers": {"a": "b"}}]
     group = await service.group({"decision": "commit", "messages": final})
     id = await service.prepare(Message(topic, b"k", b"draft"), group=group)
@@ -198,12 +197,7 @@ async def test_a_returned_check_uses_no_attempt(service: Service) -> None:
 async def test_an_unreachable_group_is_never_parked(service: Service) -> None:
     group = await service.group(COMMIT, check_url="http://127.0.0.1:9/", attempts_max=1)
     id = await pending(service, group)
-
-    async def tried_twice() -> bool:
-        count = await service.metric("checks_total", group=group, outcome="unreachable")
-        return count >= 2
-
-    await until(tried_twice)
+    await service.counts("checks_total", 2, group=group, outcome="unreachable")
     shown = await service.show(id)
     assert (shown["state"], shown["attempts"], shown.get("checks", [])) == ("pending", 0, [])
     assert await service.metric("unreachable_groups") >= 1
@@ -213,29 +207,23 @@ async def test_an_unreachable_group_is_never_parked(service: Service) -> None:
 async def test_group_is_asked_at_once_when_session_opens(service: Service) -> None:
     group = unique("group")
     id = await pending(service, group, check_after_s=0)
-
-    async def tried(times: int) -> bool:
-        return await service.metric("checks_total", group=group, outcome="unreachable") >= times
-
-    await until(lambda: tried(2))
+    unreachable = {"group": group, "outcome": "unreachable"}
+    await service.counts("checks_total", 2, **unreachable)
 
     async def check(request: CheckRequest) -> Decision:
         return Decision.COMMIT
 
     async with service.producer(group, check=check):
         shown = await service.reaches(id, "promoted")
-    assert not await tried(3)  # which would have been two seconds later at least
+    # The third attempt would have been two seconds later at least.
+    assert await service.metric("checks_total", **unreachable) < 3
     assert (shown["source"], shown["attempts"]) == ("check", 1)
 
 
 async def test_a_new_check_url_is_asked_at_once(service: Service) -> None:
     group = await service.group(COMMIT, check_url="http://127.0.0.1:9/")
     id = await pending(service, group)
-
-    async def tried() -> bool:
-        return await service.metric("checks_total", group=group, outcome="unreachable") >= 2
-
-    await until(tried)
+    await service.counts("checks_total", 2, group=group, outcome="unreachable")
     url = f"{service.desk.url}/check/{group}"
     await service.call("PUT", f"/v1/groups/{group}", {"check_url": url})
     await service.reaches(id, "promoted")

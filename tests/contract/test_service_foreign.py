@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+from typing import Any
 
 import pytest
 
-from tests.kit.service import Service
+from tests.kit.service import FakeEndpoint, Service
 from tests.kit.until import until
 from txbroker.core.encoding import encode_progress, encode_skip
 from txbroker.core.records import RECORD_VERSION, Checkpoint, Message, Record
@@ -32,9 +33,8 @@ async def goes_through(service: Service, topic: str, count: int = 6) -> None:
 @pytest.mark.parametrize("committed", [True, False, None])
 @pytest.mark.parametrize("name", ["half", "op"])
 async def test_records_of_other_clients_leave_no_gap(
-    service: Service, name: str, committed: bool | None
+    service: Service, topic: str, name: str, committed: bool | None
 ) -> None:
-    topic = await service.topic()
     await goes_through(service, topic)
     for _ in range(2):
         for partition in (0, 1):
@@ -59,8 +59,9 @@ async def test_records_of_other_clients_leave_no_gap(
 @pytest.mark.rule(27)
 async def test_stopped_partition_resumes_after_skip(
     service: Service,
+    topic: str,
 ) -> None:
-    topic, world = await service.topic(), service.world
+    world = service.world
     await goes_through(service, topic)
     checkpoint, op = world.name("checkpoint"), world.name("op")
     newer = encode_progress(Checkpoint(RECORD_VERSION + 1, "theirs", 0, 0))
@@ -89,8 +90,8 @@ async def states(service: Service, *wanted: str) -> bool:
     return [found[str(n)].partition(":")[0] for n in range(len(wanted))] == list(wanted)
 
 
-async def test_noise_in_the_checkpoint_topic_is_counted(service: Service) -> None:
-    topic, world = await service.topic(), service.world
+async def test_noise_in_the_checkpoint_topic_is_counted(service: Service, topic: str) -> None:
+    world = service.world
     for partition in (0, 1):
         await goes_through(service, topic)
         for key in (b"progress", b"claim", b"skip/op/1", b"snapshot/0", b""):
@@ -101,8 +102,10 @@ async def test_noise_in_the_checkpoint_topic_is_counted(service: Service) -> Non
 
 
 @pytest.mark.parametrize("name", ["half", "op"])
-async def test_open_foreign_transaction_delays_nothing(service: Service, name: str) -> None:
-    topic, world = await service.topic(), service.world
+async def test_open_foreign_transaction_delays_nothing(
+    service: Service, topic: str, name: str
+) -> None:
+    world = service.world
     release = await world.hang(world.name(name), 0)
     try:
         # Any answer is right: the outcome of the open transaction is unknown.
@@ -115,3 +118,35 @@ async def test_open_foreign_transaction_delays_nothing(service: Service, name: s
     await goes_through(service, fresh)
     await service.restart()
     await goes_through(service, fresh)
+
+
+EARLY_NOISE = (
+    Record(b"key", b"value"),
+    Record(None, None),
+    Record(b"\xff", b"{", (("txb-v", b"?"),)),
+    # As if by a newer version, but no version of ours writes it.
+    Record(b"key", b'{"v": 99}'),
+    Record(b"key", b"value", (("txb-v", b"99"),)),
+)
+
+
+@pytest.mark.rule(10)
+@pytest.mark.parametrize("committed", [True, False, None])
+async def test_noise_before_first_claim_stops_no_partition(
+    world: Any, desk: FakeEndpoint, committed: bool | None
+) -> None:
+    await (await world.door(partitions=2)).close()
+    for name in ("half", "op"):
+        for partition in (0, 1):
+            await world.foreign(world.name(name), partition, *EARLY_NOISE, committed=committed)
+    first = Service(world, desk)
+    await first.start()
+    try:
+        topic = await first.topic()
+        for number in range(6):
+            value = b"%d" % number
+            id = await first.prepare(Message(topic, value, value))
+            assert (await first.commit(id))["state"] == "promoted"
+        assert await first.owned() == {0, 1}
+    finally:
+        await first.stop()

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 from random import Random
+from typing import Any
 
 import pytest
 
-from tests.kit.service import Service
+from tests.kit.service import FakeEndpoint, Service
 from tests.kit.until import unique, until
-from txbroker.core.records import Message
-from txbroker.sdk import CheckRequest, Decision
+from txbroker.core.records import Decision, Message, State
+from txbroker.errors import BodyLost
+from txbroker.proxy.partition import owner
+from txbroker.sdk import CheckRequest
 
 UNKNOWN = {"decision": "unknown"}
 NEVER_S = 3600
@@ -31,8 +34,8 @@ async def one_of_each_state(service: Service, topic: str, gone: str) -> dict[str
     return ids
 
 
-async def test_every_state_survives(service: Service) -> None:
-    topic, gone = await service.topic(), await service.topic()
+async def test_every_state_survives(service: Service, topic: str) -> None:
+    gone = await service.topic()
     ids = await one_of_each_state(service, topic, gone)
     await service.restart()
     assert {state: await service.state(id) for state, id in ids.items()} == {s: s for s in ids}
@@ -44,8 +47,8 @@ async def test_every_state_survives(service: Service) -> None:
     assert await service.values(gone) == [b"refused"]
 
 
-async def test_committed_is_promoted_once_after_restart(service: Service) -> None:
-    topic, group = await service.topic(), unique("group")
+async def test_committed_is_promoted_once_after_restart(service: Service, topic: str) -> None:
+    group = unique("group")
     ids = await asyncio.gather(
         *[service.prepare(Message(topic, b"%d" % n, b"%d" % n), group=group) for n in range(60)]
     )
@@ -102,8 +105,8 @@ async def test_attempts_and_rounds_survive_restart(service: Service) -> None:
     assert [call["attempt"] for call in await service.asked_times(group, 2)] == [1, 2]
 
 
-async def test_keys_decisions_and_groups_survive_restart(service: Service) -> None:
-    topic, key, group = await service.topic(), unique("key"), unique("group")
+async def test_keys_decisions_and_groups_survive_restart(service: Service, topic: str) -> None:
+    key, group = unique("key"), unique("group")
     message = Message(topic, b"k", b"v")
     id = await service.prepare(message, dedup_key=key, group=group, order_key="o")
     url = "http://127.0.0.1:9/"
@@ -129,8 +132,8 @@ async def test_final_content_survives(service: Service) -> None:
     assert await service.values(one) == await service.values(gone) == [b"final"]
 
 
-async def test_producer_continues_after_restart(service: Service) -> None:
-    topic, group = await service.topic(), unique("group")
+async def test_producer_continues_after_restart(service: Service, topic: str) -> None:
+    group = unique("group")
 
     async def check(request: CheckRequest) -> Decision:
         return Decision.COMMIT
@@ -146,3 +149,44 @@ async def test_producer_continues_after_restart(service: Service) -> None:
         await service.act(checked, "check")
         await service.reaches(checked, "promoted")
     assert await service.values(topic) == [b"before", b"after", b"checked"]
+
+
+LOST_HEADERS = (("h", b"1"), ("h", None))
+
+
+async def lose(service: Service, id: str, before: int) -> None:
+    """Delete the half messages below an offset, and wait until the proxy has noticed."""
+    await service.world.truncate(service.world.name("half"), 0, before)
+
+    async def noticed() -> bool:
+        cause = (await service.show(id)).get("cause") or {}
+        return bool(cause.get("code") == "body_lost")
+
+    await until(noticed)
+
+
+async def test_a_block_of_the_sdk_commits_with_its_messages(
+    world: Any, desk: FakeEndpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A commit by the id alone has none."""
+    monkeypatch.setattr(owner, "EDGES_S", 0.1)
+    service = Service(world, desk, partitions=1, bodies_bytes_max=1)
+    await service.start()
+    try:
+        topic = await service.topic()
+        message = Message(topic, b"k", b"v", headers=LOST_HEADERS)
+        async with service.producer(unique("group")) as producer:
+            async with producer.transaction(message) as transaction:
+                await lose(service, transaction.id, 1)
+            assert transaction.outcome.decision is Decision.COMMIT
+            assert (await transaction.commit("promoted")).state is State.PROMOTED
+            id = await producer.prepare(Message(topic, b"k", b"w"))
+            await lose(service, id, 2)
+            with pytest.raises(BodyLost):
+                await producer.commit(id)
+            assert (await producer.rollback(id)).state is State.ROLLED_BACK
+        (record,) = await service.visible(topic)
+        assert (record.key, record.value) == (b"k", b"v")
+        assert set(LOST_HEADERS) <= set(record.headers)
+    finally:
+        await service.stop()

@@ -39,8 +39,7 @@ class Checker:
         return self._answers.pop(0) if len(self._answers) > 1 else self._answers[0]
 
 
-async def test_leaving_a_block_commits(service: Service) -> None:
-    topic = await service.topic()
+async def test_leaving_a_block_commits(service: Service, topic: str) -> None:
     async with service.producer(unique("group")) as producer:
         async with producer.transaction(Message(topic, b"k", b"v")) as transaction:
             assert await service.state(transaction.id) == "pending"
@@ -49,8 +48,7 @@ async def test_leaving_a_block_commits(service: Service) -> None:
     assert await service.values(topic) == [b"v"]
 
 
-async def test_raising_rollback_rolls_back(service: Service) -> None:
-    topic = await service.topic()
+async def test_raising_rollback_rolls_back(service: Service, topic: str) -> None:
     async with service.producer(unique("group")) as producer:
         async with producer.transaction(Message(topic, b"k", b"v")) as transaction:
             raise Rollback("no money")
@@ -59,8 +57,8 @@ async def test_raising_rollback_rolls_back(service: Service) -> None:
     assert await service.visible(topic) == []
 
 
-async def test_exception_decides_nothing_and_checks_early(service: Service) -> None:
-    topic, check = await service.topic(), Checker(Decision.COMMIT)
+async def test_exception_decides_nothing_and_checks_early(service: Service, topic: str) -> None:
+    check = Checker(Decision.COMMIT)
     message = Message(topic, b"k", b"v")
     async with service.producer(unique("group"), check=check) as producer:
         with pytest.raises(OSError, match="disk full"):
@@ -84,17 +82,15 @@ async def in_a_coroutine(request: CheckRequest) -> Decision:
 
 @pytest.mark.parametrize("check", [plainly, in_a_coroutine])
 async def test_checks_are_functions_or_coroutines(
-    service: Service, check: Callable[[CheckRequest], Answer]
+    service: Service, topic: str, check: Callable[[CheckRequest], Answer]
 ) -> None:
-    topic = await service.topic()
     async with service.producer(unique("group"), check=check) as producer:
         id = await producer.prepare(Message(topic, b"k", b"v"), check_after_s=SOON_S)
         shown = await service.reaches(id, "promoted")
     assert (shown["source"], shown["attempts"]) == ("check", 1)
 
 
-async def test_check_answers_not_yet_then_commits_new_content(service: Service) -> None:
-    topic = await service.topic()
+async def test_check_answers_not_yet_then_commits_new_content(service: Service, topic: str) -> None:
     check = Checker(NotYet(1), Commit([Message(topic, b"k", b"final")]))
     async with service.producer(unique("group"), check=check) as producer:
         id = await producer.prepare(Message(topic, b"k", b"draft"), check_after_s=SOON_S)
@@ -104,8 +100,8 @@ async def test_check_answers_not_yet_then_commits_new_content(service: Service) 
     assert await service.values(topic) == [b"final"]
 
 
-async def test_running_block_is_not_checked(service: Service) -> None:
-    topic, check = await service.topic(), Checker(Decision.ROLLBACK)
+async def test_running_block_is_not_checked(service: Service, topic: str) -> None:
+    check = Checker(Decision.ROLLBACK)
     producer = service.producer(unique("group"), check=check, limits=Limits(running_again_s=1.0))
     message = Message(topic, b"k", b"v")
     async with producer, producer.transaction(message, check_after_s=SOON_S) as transaction:
@@ -119,8 +115,7 @@ async def test_running_block_is_not_checked(service: Service) -> None:
     assert (await service.reaches(transaction.id, "promoted"))["attempts"] == 0
 
 
-async def test_block_replaces_content(service: Service) -> None:
-    topic = await service.topic()
+async def test_block_replaces_content(service: Service, topic: str) -> None:
     async with (
         service.producer(unique("group")) as producer,
         producer.transaction(Message(topic, b"k", b"draft")) as transaction,
@@ -130,8 +125,7 @@ async def test_block_replaces_content(service: Service) -> None:
     assert await service.values(topic) == [b"final"]
 
 
-async def test_wait_promoted_waits_until_visible(service: Service) -> None:
-    topic = await service.topic()
+async def test_wait_promoted_waits_until_visible(service: Service, topic: str) -> None:
     async with service.producer(unique("group")) as producer:
         for number in range(5):
             async with producer.transaction(Message(topic, b"k", b"%d" % number)) as transaction:
@@ -154,8 +148,8 @@ async def test_function_decides(service: Service, decision: Decision | None, sta
     assert str(outcome.state) == await service.state(outcome.id) == state
 
 
-async def test_any_instance_of_a_group_answers(service: Service) -> None:
-    topic, group, check = await service.topic(), unique("group"), Checker(Decision.COMMIT)
+async def test_any_instance_of_a_group_answers(service: Service, topic: str) -> None:
+    group, check = unique("group"), Checker(Decision.COMMIT)
     async with service.producer(group) as leaving:
         id = await leaving.prepare(Message(topic, b"k", b"v"), check_after_s=NEVER_S)
     async with service.producer(group, check=check):
@@ -166,8 +160,9 @@ async def test_any_instance_of_a_group_answers(service: Service) -> None:
 
 async def test_instance_without_check_defers_to_others(
     service: Service,
+    topic: str,
 ) -> None:
-    topic, group, check = await service.topic(), unique("group"), Checker(Decision.COMMIT)
+    group, check = unique("group"), Checker(Decision.COMMIT)
     message = Message(topic, b"k", b"v")
     async with service.producer(group) as web, service.producer(group, check=check):
         with pytest.raises(OSError, match="disk full"):
@@ -178,8 +173,8 @@ async def test_instance_without_check_defers_to_others(
     assert (shown["source"], shown["attempts"]) == ("check", 1)
 
 
-async def test_instance_without_check_does_not_hide_check_url(service: Service) -> None:
-    topic, group = await service.topic(), await service.group({"decision": "commit"})
+async def test_instance_without_check_does_not_hide_check_url(service: Service, topic: str) -> None:
+    group = await service.group({"decision": "commit"})
     message = Message(topic, b"k", b"v")
     async with service.producer(group) as web:
         with pytest.raises(OSError, match="disk full"):
@@ -193,8 +188,8 @@ async def test_instance_without_check_does_not_hide_check_url(service: Service) 
     assert (shown["source"], shown["attempts"]) == ("check", 1)
 
 
-async def test_check_goes_to_another_instance_if_one_is_busy(service: Service) -> None:
-    topic, group, go = await service.topic(), unique("group"), asyncio.Event()
+async def test_check_goes_to_another_instance_if_one_is_busy(service: Service, topic: str) -> None:
+    group, go = unique("group"), asyncio.Event()
 
     async def slow(request: CheckRequest) -> Decision:
         await go.wait()
@@ -217,8 +212,7 @@ async def test_check_goes_to_another_instance_if_one_is_busy(service: Service) -
     assert shown["attempts"] == 1
 
 
-async def test_blocking_producer_behaves_alike(service: Service) -> None:
-    topic = await service.topic()
+async def test_blocking_producer_behaves_alike(service: Service, topic: str) -> None:
     url = service.proxy.url
 
     def blocking() -> None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import pytest
 
-from tests.kit.service import Service
+from tests.kit.service import FakeEndpoint, Service
 from tests.kit.until import unique
 from txbroker.core.encoding import encode_claim
 from txbroker.core.records import RECORD_VERSION, Claim, Message, Record
@@ -25,8 +26,7 @@ async def without_topic(service: Service) -> tuple[str, str]:
 
 
 @pytest.mark.rule(17)
-async def test_deleted_topic_refuses_and_others_continue(service: Service) -> None:
-    topic = await service.topic()
+async def test_deleted_topic_refuses_and_others_continue(service: Service, topic: str) -> None:
     id = await service.prepare(Message(topic, b"k", b"v"))
     await service.world.delete_topic(topic)  # and the proxy does not know it yet
     healthy = await service.topic()
@@ -58,8 +58,7 @@ async def test_recreated_topic_receives_revived_messages(service: Service) -> No
     assert await service.values(topic) == [b"v"]
 
 
-async def test_refused_transaction_is_revived_by_operator(service: Service) -> None:
-    topic = await service.topic()
+async def test_refused_transaction_is_revived_by_operator(service: Service, topic: str) -> None:
     id = await service.prepare(Message(topic, b"k", bytes(ROOM)))
     await service.set_max_message_bytes(topic, ROOM // 2)
     assert (await service.commit(id))["state"] == "refused"
@@ -93,8 +92,9 @@ async def test_one_bad_target_refuses_the_whole_transaction(service: Service) ->
     [f"txbroker.{name}" for name in ("half", "op", "checkpoint", "parked", "groups")]
     + ["__consumer_offsets", "__transaction_state"],
 )
-async def test_own_and_internal_topics_are_no_targets(service: Service, own: str) -> None:
-    topic = await service.topic()
+async def test_own_and_internal_topics_are_no_targets(
+    service: Service, topic: str, own: str
+) -> None:
     with pytest.raises(BadTarget, match="own: it is no target"):
         await service.prepare(Message(topic, b"k", b"v"), Message(own, b"k", b"v"))
     id = await service.prepare(Message(topic, b"k", b"next"))
@@ -170,3 +170,26 @@ async def test_promotion_refuses_new_installation_topic(service: Service, eviden
     shown = await service.show(id)
     assert (shown["cause"]["code"], shown["cause"]["topic"]) == ("reserved", half)
     assert await service.values(half) == []
+
+
+@pytest.mark.rule(17)
+async def test_a_reserved_topic_is_refused_by_name_and_by_pattern(
+    world: Any, desk: FakeEndpoint
+) -> None:
+    settings = {"reserved_topics": (world.name("a"), "*.internal-?")}
+    service = Service(world, desk, **settings)
+    await service.start()
+    try:
+        for name in ("a", "internal-1"):
+            topic = await world.create_topic(name)
+            with pytest.raises(BadTarget, match=r"is reserved \(reserved_topics\)"):
+                await service.prepare(Message(topic, b"k", b"v"))
+        free = await world.create_topic("internal-10")
+        id = await service.prepare(Message(free, b"k", b"v"))
+        await service.stop()
+        service = Service(world, desk, reserved_topics=("*-10",))
+        await service.start()
+        assert (await service.commit(id))["state"] == "refused"
+        assert await service.values(free) == []
+    finally:
+        await service.stop()

@@ -121,6 +121,14 @@ class Service(HttpCalls):
         states = (await self.get("/readyz"))["partitions"]
         return frozenset(int(number) for number, text in states.items() if text == "owned")
 
+    async def owns(self, count: int) -> None:
+        """Wait until this proxy can answer for `count` half partitions."""
+
+        async def owned() -> bool:
+            return len(await self.owned()) == count
+
+        await until(owned)
+
     # --- calls ---------------------------------------------------------------------------
 
     async def request(self, method: str, path: str, body: Any = None) -> tuple[int, Json]:
@@ -176,6 +184,14 @@ class Service(HttpCalls):
             if found == f"txbroker_{name}" and wanted <= set(inner.rstrip("}").split(",")):
                 return float(value)
         return 0.0
+
+    async def counts(self, name: str, least: float, **labels: str) -> None:
+        """Wait until a metric has reached a value."""
+
+        async def counted() -> bool:
+            return await self.metric(name, **labels) >= least
+
+        await until(counted)
 
     # --- groups --------------------------------------------------------------------------
 
@@ -244,6 +260,15 @@ class Service(HttpCalls):
     async def visible(self, topic: str, partition: int = 0) -> list[Record]:
         """Return the records that a `read_committed` consumer sees."""
         return await self.world.visible(topic, partition)
+
+    async def sees(self, topic: str, count: int) -> list[Record]:
+        """Wait until a `read_committed` consumer sees at least `count` records; return them."""
+
+        async def seen() -> list[Record] | None:
+            records = await self.visible(topic)
+            return records if len(records) >= count else None
+
+        return await until(seen)
 
     async def values(self, topic: str, partition: int = 0) -> list[bytes | None]:
         """Return the visible values, in order."""
