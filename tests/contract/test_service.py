@@ -4,6 +4,7 @@ a real Kafka."""
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 
 import pytest
 
@@ -22,6 +23,7 @@ from txbroker.errors import (
     IdConflict,
     IdExpired,
     NotFound,
+    RequestError,
     TooLarge,
     UnknownTopic,
     WrongGroup,
@@ -146,12 +148,6 @@ async def test_key_goes_to_partition_of_java_client(service: Service, client: Cl
     # Kafka's own tests give murmur2("foobar") as -790332482 and murmur2("abc") as 479470107.
     assert [record.key for record in await service.visible(topic, 1)] == [b"foobar"]
     assert [record.key for record in await service.visible(topic, 2)] == [b"abc"]
-
-
-async def test_a_given_partition_is_kept(service: Service, client: Client) -> None:
-    topic = await service.topic(partitions=3)
-    await client.commit(await client.prepare(Message(topic, b"k", b"v", partition=2)))
-    assert [len(await service.visible(topic, number)) for number in range(3)] == [0, 0, 1]
 
 
 async def test_several_topics_become_visible_together(service: Service, client: Client) -> None:
@@ -336,32 +332,23 @@ async def test_duplicates_at_once_are_one_transaction(service: Service, topic: s
 # --- what is refused at once -----------------------------------------------------------------
 
 
-async def test_an_unknown_topic_is_refused(service: Service, client: Client) -> None:
-    with pytest.raises(UnknownTopic):
-        await client.prepare(Message(service.world.name(unique("missing")), b"k", b"v"))
+REFUSED: dict[str, tuple[type[RequestError], Callable[[str], Message]]] = {
+    "unknown topic": (UnknownTopic, lambda topic: Message(f"{topic}-missing", b"k", b"v")),
+    "partition out of range": (BadTarget, lambda topic: Message(topic, b"k", b"v", partition=1)),
+    "too large for its topic": (TooLarge, lambda topic: Message(topic, b"k", bytes(3000))),
+    "over an hour ahead": (
+        BadTarget,
+        lambda topic: Message(topic, b"k", b"v", timestamp_ms=now_ms() + 3_700_000),
+    ),
+}
 
 
-async def test_a_partition_out_of_range_is_refused(service: Service, client: Client) -> None:
-    topic = await service.topic(partitions=2)
-    with pytest.raises(BadTarget):
-        await client.prepare(Message(topic, b"k", b"v", partition=2))
-
-
-async def test_a_message_too_large_for_its_topic_is_refused(
-    service: Service, client: Client
-) -> None:
-    topic = await service.topic(max_message_bytes="2000")
-    with pytest.raises(TooLarge):
-        await client.prepare(Message(topic, b"k", bytes(3000)))
-    await client.commit(await client.prepare(Message(topic, b"k", bytes(1000))))
-
-
-async def test_a_timestamp_over_an_hour_ahead_is_refused(
-    service: Service, client: Client, topic: str
-) -> None:
-    with pytest.raises(BadTarget):
-        await client.prepare(Message(topic, b"k", b"v", timestamp_ms=now_ms() + 3_700_000))
-    soon = Message(topic, b"k", b"v", timestamp_ms=now_ms() + 3_500_000)
+@pytest.mark.parametrize("why", REFUSED)
+async def test_impossible_message_is_refused(service: Service, client: Client, why: str) -> None:
+    topic, (error, refused) = await service.topic(max_message_bytes="2000"), REFUSED[why]
+    with pytest.raises(error):
+        await client.prepare(refused(topic))
+    soon = Message(topic, b"k", bytes(1000), partition=0, timestamp_ms=now_ms() + 3_500_000)
     assert await client.commit(await client.prepare(soon)) == "promoted"
 
 

@@ -128,9 +128,7 @@ class LedgerMachine(RuleBasedStateMachine):
 
     @rule(
         number=st.integers(0, 5),
-        kind=st.sampled_from(
-            ["check", "check", "check", "returned", "later", "park", "revive", "rollback", "commit"]
-        ),
+        kind=KINDS,
         off=st.sampled_from([0, 0, 0, 0, 0, 1, -1]),
         round_off=st.sampled_from([0, 0, 0, 0, 0, 1, -1]),
         group=st.sampled_from(["", "g", "h"]),

@@ -395,22 +395,17 @@ def worlds(draw: st.DrawFn) -> tuple[World, set[str]]:
     return world, refused
 
 
+@pytest.mark.rule(11)
 @fuzz
 @given(worlds())
-def test_every_committed_transaction_is_promoted_exactly_once(
+def test_promotion_is_exactly_once_in_order_and_replayed_alike(
     drawn: tuple[World, set[str]],
 ) -> None:
-    world, _ = drawn
+    world, refused = drawn
     expected = sorted((half.id, m.topic) for half in world.order for m in half.messages)
     assert sorted((id, topic) for id, _, topic in world.visible) == expected
     assert world.copies == {}
     assert all(transaction.state is State.PROMOTED for transaction in world.ledger.index)
-
-
-@fuzz
-@given(worlds())
-def test_one_order_key_is_visible_in_decision_order(drawn: tuple[World, set[str]]) -> None:
-    world, refused = drawn
     for key in "kl":
         for topic in "abc":
             decided = [
@@ -422,15 +417,7 @@ def test_one_order_key_is_visible_in_decision_order(drawn: tuple[World, set[str]
             ]
             seen = [id for id, *place in world.visible if place == [key, topic]]
             assert [id for id in seen if id not in refused] == decided
-
-
-@pytest.mark.rule(11)
-@fuzz
-@given(worlds())
-def test_replay_and_reconcile_equal_the_continuous_run(drawn: tuple[World, set[str]]) -> None:
-    world, _ = drawn
     lived = {t.id: structs.replace(t, offsets=(), cause=None) for t in world.ledger.index}
     world.claim(fresh=True)
     assert {t.id: t for t in world.ledger.index} == lived
-    assert world.ledger.index.ready == {}
-    assert world.ledger.index.refused == {}
+    assert world.ledger.index.ready == world.ledger.index.refused == {}

@@ -49,20 +49,11 @@ def orders(draw: st.DrawFn, logs: Logs) -> list[bool]:
 @fuzz
 @given(histories(), st.data())
 def test_every_interleaving_comes_to_the_same(logs: Logs, data: st.DataObject) -> None:
-    expected = picture(replayed(logs))
-    ledger = new_ledger()
-    read_in_order(logs, ledger, data.draw(orders(logs)))
-    assert picture(ledger) == expected
-
-
-@fuzz
-@given(histories(), st.data())
-def test_no_interleaving_changes_what_is_to_be_done(logs: Logs, data: st.DataObject) -> None:
     expected, ledger = replayed(logs), new_ledger()
     read_in_order(logs, ledger, data.draw(orders(logs)))
-    assert ledger.index.ready.keys() == expected.index.ready.keys()
-    assert ledger.index.to_keep.keys() == expected.index.to_keep.keys()
-    assert ledger.index.to_release.keys() == expected.index.to_release.keys()
+    assert picture(ledger) == picture(expected)
+    for name in ("ready", "to_keep", "to_release"):
+        assert getattr(ledger.index, name).keys() == getattr(expected.index, name).keys()
     assert ledger.index.undecided_count == expected.index.undecided_count
     assert ledger.index.undecided_count == sum(
         transaction.state in (State.PENDING, State.PARKED) for transaction in ledger.index

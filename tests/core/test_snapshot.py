@@ -1,6 +1,8 @@
 """A snapshot and the records after it give the same ledger as a replay."""
 
 import gc
+import hashlib
+import json
 import tracemalloc
 from collections.abc import Iterator
 from random import Random
@@ -29,11 +31,27 @@ from txbroker.core import settled, snapshot
 from txbroker.core.index import Schedule, due_ms
 from txbroker.core.ledger import Ledger
 from txbroker.core.lifecycle import SETTLED, MarkerEntry
-from txbroker.core.records import RECORD_VERSION, Cause, Record, State
+from txbroker.core.records import (
+    RECORD_VERSION,
+    Cause,
+    Checkpoint,
+    CheckPolicy,
+    ParkedCopy,
+    Record,
+    State,
+)
 from txbroker.core.routing import parse_id
 from txbroker.core.segment import MARK_BYTES
-from txbroker.core.settled import SEGMENT_ENTRIES, SHOWN_MAX
-from txbroker.core.snapshot import Capture, chunks_in, find_whole, load, segment_key, segments_in
+from txbroker.core.settled import SHOWN_MAX
+from txbroker.core.snapshot import (
+    CHUNK_BYTES,
+    Capture,
+    chunks_in,
+    find_whole,
+    load,
+    segment_key,
+    segments_in,
+)
 from txbroker.core.transaction import Transaction
 
 CAUSE = Cause("too_large", "too large", "t", 0)
@@ -41,6 +59,7 @@ PENDING_BYTES_MAX = 700
 """What one pending transaction may take in the ledger without its messages; its place in the
 schedule and all strings and numbers of its own included."""
 SETTLED_BYTES_MAX = 350
+CHUNK_ENTRIES = snapshot.CHUNK_ENTRIES
 
 
 def step(logs: Logs, ledger: Ledger, *, half: bool) -> None:
@@ -185,17 +204,19 @@ def test_a_snapshot_and_the_rest_are_a_replay(logs: Logs, seed: int) -> None:
 
 def many(count: int = 5, logs: Logs | None = None) -> Ledger:
     """Return a ledger with some pending transactions, of several chunks."""
-    logs = logs or Logs()
-    first = len(logs.half.records)
-    for number in range(first, first + count):
-        logs.prepare(half_of(id_of(number)), START_MS + number)
-    return replayed(logs)
+    return prepared(count, logs)[1]
 
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunks of two, so that a few transactions make several."""
     monkeypatch.setattr(snapshot, "CHUNK_ENTRIES", 2)
+
+
+@pytest.fixture
+def full_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks that only their bytes limit."""
+    monkeypatch.setattr(snapshot, "CHUNK_ENTRIES", CHUNK_ENTRIES)
 
 
 @pytest.mark.parametrize("missing", range(4))
@@ -395,25 +416,221 @@ def test_a_transaction_takes_no_more_memory_than_is_said(finish: bool) -> None:
     assert count > 2 * SHOWN_MAX
 
 
-def test_briefs_answer_like_whole_ones() -> None:
-    logs = Logs()
-    count = SEGMENT_ENTRIES + SHOWN_MAX
-    for number in range(count):
-        half = half_of(id_of(number), message(f"v{number}"), dedup_key=f"d{number}")
-        logs.prepare(half, START_MS + number)
-        logs.mark(marker_of("rollback", half.id, group="g"), START_MS + number)
+POLICY = CheckPolicy(after_s=0.0, interval_s=0.0, attempts_max=1000, timeout_s=5.0)
+
+
+def states(ledger: Ledger) -> dict[str, State]:
+    return {transaction.id: transaction.state for transaction in ledger.index.transactions.values()}
+
+
+def prepared(count: int, logs: Logs | None = None, *, dedup: bool = False) -> tuple[Logs, Ledger]:
+    """Return logs with more pending transactions, and their ledger."""
+    logs = logs or Logs()
+    first = len(logs.half.records)
+    for number in range(first, first + count):
+        key = f"d{number}" if dedup else None
+        logs.prepare(half_of(id_of(number), dedup_key=key, policy=POLICY), START_MS + number)
+    return logs, replayed(logs)
+
+
+def begun(ledger: Ledger) -> Iterator[Record]:
+    return Capture(ledger, "one", 0, RECORD_VERSION).records()
+
+
+# --- bounds of a capture ---------------------------------------------------------------------
+
+
+@pytest.mark.rule(11)
+@pytest.mark.usefixtures("full_chunks")
+def test_no_chunk_is_larger_than_it_may_be() -> None:
+    logs, _ = prepared(300)
+    # Long lives: sixteen attempts each, whose answers fill a page.
+    for number in range(300):
+        for attempt in range(1, 18):
+            marker = marker_of(
+                "check", id_of(number), round=1, number=attempt, reason="due",
+                endpoint=f"https://producer-{number}/check", previous=f"{number} " + "x" * 300,
+            )  # fmt: skip
+            logs.mark(marker, START_MS + 1000)
     ledger = replayed(logs)
-    whole = {t.id: end_of(t) for t in ledger.index}
-    again = Ledger(PARTITION, WINDOW_MS, 10_000)
-    for record in logs.half.records:
-        again.apply_half(record)
-    ends = {}
-    for record in logs.op.records:
-        transaction = again.apply_op(record).transaction
-        assert transaction is not None
-        ends[transaction.id] = end_of(transaction)
-    assert whole == ends
-    assert id_of(0) in ledger.index.settled
-    assert id_of(0) not in ledger.index.settled.shown
-    assert ledger.index.by_dedup_key("g", "d0") is not None
-    assert all(t.state in SETTLED for t in ledger.index)
+    records = capture(ledger)
+    sizes = [len(record.value or b"") for record in records]
+    assert len(records) > 5
+    assert max(sizes) <= CHUNK_BYTES + 1024
+    assert loaded(records).index.get(id_of(7)) == _evicted(ledger, id_of(7))
+
+
+def _evicted(ledger: Ledger, id: str) -> object:
+    transaction = ledger.index.get(id)
+    assert transaction is not None
+    ledger.index.evict(transaction)
+    return transaction
+
+
+@pytest.mark.usefixtures("full_chunks")
+def test_many_shapes_count_too() -> None:
+    logs = Logs()
+    for number in range(3000):
+        half = half_of(id_of(number), message("v", f"{number:0200}"), group=f"{number:0100}")
+        logs.prepare(half, START_MS)
+    ledger = replayed(logs)
+    records = capture(ledger)
+    assert max(len(record.value or b"") for record in records) <= CHUNK_BYTES + 1024
+    assert states(loaded(records)) == states(ledger)
+
+
+@pytest.mark.usefixtures("full_chunks")
+def test_waiting_markers_may_be_larger_than_a_chunk() -> None:
+    logs = Logs()
+    large = [message("x" * 300_000 + str(number)) for number in range(3)]
+    halves = [half_of(id_of(n), *[message(str(k)) for k in range(3)]) for n in range(2)]
+    logs.commit_with(halves[0], large, START_MS)
+    logs.mark(marker_of("rollback", id_of(1), group="g"), START_MS)
+    ledger = replayed(logs)
+    records = capture(ledger)
+    assert max(len(record.value or b"") for record in records) <= CHUNK_BYTES + 1024
+    found = loaded(records)
+    assert found.waiting == ledger.waiting
+    for half in halves:
+        logs.prepare(half, START_MS + 1)
+    apply_all(found, logs, len(logs.half.records), len(logs.op.records))
+    committed = found.index.get(id_of(0))
+    assert committed is not None
+    assert committed.messages == tuple(large)
+    rolled_back = found.index.get(id_of(1))
+    assert rolled_back is not None
+    assert rolled_back.state is State.ROLLED_BACK
+
+
+# --- what comes in between -------------------------------------------------------------------
+
+
+@pytest.mark.rule(11)
+def test_what_turns_do_in_between_is_not_in_it() -> None:
+    logs, ledger = prepared(200)
+    for number in range(150):
+        logs.mark(marker_of("commit", id_of(number)), START_MS)
+    apply_all(ledger, logs, 200, 150)
+    expected, order = states(ledger), list(ledger.index.ready)
+    taken = begun(ledger)
+    records = [next(taken), next(taken)]
+    ledger.promote_run([ledger.index.transactions[id_of(number)] for number in range(0, 150, 2)])
+    for number in range(1, 50, 2):
+        ledger.refuse(id_of(number), CAUSE)
+    found = loaded([*records, *taken])
+    assert states(found) == expected
+    assert list(found.index.ready) == order
+
+
+@pytest.mark.rule(11)
+def test_what_a_claim_in_between_finds_is_not_in_it() -> None:
+    logs, ledger = prepared(3)
+    copies = [
+        ParkedCopy(
+            half_of(id_of(n), policy=POLICY), n, START_MS + n, State.REFUSED, CAUSE, START_MS
+        )
+        for n in range(2)
+    ]
+    logs.mark(marker_of("commit", id_of(1)), START_MS)
+    apply_all(ledger, logs, 3, 1)
+    expected = states(ledger)
+    taken = begun(ledger)
+    # Of the first one even the marker is gone.
+    ledger.reconcile(Checkpoint(1, "c", 0, 0), copies)
+    assert states(ledger) == {
+        id_of(0): State.REFUSED, id_of(1): State.REFUSED, id_of(2): State.PENDING
+    }  # fmt: skip
+    found = loaded(list(taken))
+    assert states(found) == expected
+    pending = found.index.get(id_of(0))
+    assert pending is not None
+    assert pending.verdict.decision is None
+
+
+def test_messages_may_come_and_go_meanwhile() -> None:
+    _, ledger = prepared(50)
+    for transaction in ledger.index.transactions.values():
+        ledger.index.evict(transaction)
+    chance = Random(7)
+    records = []
+    for record in begun(ledger):
+        records.append(record)
+        for number in chance.sample(range(50), 5):
+            transaction = ledger.index.transactions[id_of(number)]
+            if transaction.has_bodies:
+                ledger.index.evict(transaction)
+            else:
+                ledger.index.fill(transaction, (message(),))
+    assert ledger.index.body_bytes == sum(t.body_bytes for t in ledger.index.transactions.values())
+    found = loaded(records)
+    assert states(found) == states(ledger)
+    assert found.index.body_bytes == 0
+
+
+@pytest.mark.rule(11)
+def test_what_is_forgotten_while_it_is_taken_is_in_it() -> None:
+    logs, _ = prepared(20, dedup=True)
+    for number in range(10):
+        logs.mark(marker_of("rollback", id_of(number), group="g"), START_MS)
+    ledger = new_ledger(beyond_max=0)
+    apply_all(ledger, logs, 20, 10)
+    taken = begun(ledger)
+    late_ms = START_MS + 2 * WINDOW_MS
+    logs.prepare(half_of(id_of(99, late_ms)), late_ms)
+    logs.mark(marker_of("rollback", id_of(11), group="g"), late_ms)
+    apply_all(ledger, logs, 21, 11)
+    assert len(ledger.index.settled) == 0
+    found = loaded(list(taken))
+    assert len(found.index.settled) == 10
+    for number in range(10):
+        held = found.index.by_dedup_key("g", f"d{number}")
+        assert held is not None
+        assert held.state is State.ROLLED_BACK
+
+
+def test_only_one_at_a_time() -> None:
+    _, ledger = prepared(1)
+    first = Capture(ledger, "one", 0, RECORD_VERSION)
+    with pytest.raises(ValueError, match="one snapshot at a time"):
+        Capture(ledger, "two", 1, RECORD_VERSION)
+    first.abandon()
+    assert list(Capture(ledger, "two", 1, RECORD_VERSION).records())
+
+
+# --- what it leaves --------------------------------------------------------------------------
+
+
+def test_a_repeat_of_what_was_settled_before_the_snapshot_counts_once() -> None:
+    logs, _ = prepared(3, dedup=True)
+    for number in range(3):
+        logs.mark(marker_of("rollback", id_of(number), group="g"), START_MS)
+    found = loaded(capture(replayed(logs)))
+    logs.prepare(half_of(id_of(1), dedup_key="d1", policy=POLICY), START_MS + 50)
+    logs.prepare(half_of(id_of(50), dedup_key="d2", policy=POLICY), START_MS + 50)
+    apply_all(found, logs, 5, 3)
+    assert not found.index.transactions
+    assert all(transaction.state in SETTLED for transaction in found.index)
+
+
+def test_the_newest_version_of_a_chunk_counts_as_well() -> None:
+    _, ledger = prepared(1)
+    records = capture(ledger)
+    chunk, closing = records
+    assert find_whole([chunk, closing])
+    newer = Capture(prepared(1)[1], "one", 0, RECORD_VERSION + 1).records()
+    forged = structs.replace(closing, value=_digest_of(next(newer).value, closing.value))
+    assert find_whole([next(Capture(ledger, "one", 0, RECORD_VERSION + 1).records()), forged]) == []
+
+
+def _digest_of(chunk: bytes | None, closing: bytes | None) -> bytes:
+    """Return a closing record that vouches for a chunk."""
+    facts = json.loads(closing or b"")
+    facts["digest"] = hashlib.blake2b(chunk or b"", digest_size=16).hexdigest()
+    return json.dumps(facts).encode()
+
+
+def test_loading_goes_in_steps() -> None:
+    _, ledger = prepared(40)
+    found, (whole, *_) = new_ledger(), find_whole(capture(ledger))
+    counts = [len(found.index.transactions) for _ in load(whole, found)]
+    assert counts == list(range(2, 41, 2))
