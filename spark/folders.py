@@ -9,7 +9,7 @@ A folder counts once the run's entry is in the journal; until then it is incompl
 """
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from msgspec import Struct
 from pyspark.sql import DataFrame, SparkSession
@@ -18,9 +18,6 @@ from pyspark.sql import functions as F
 from txbroker.errors import ConfigurationError
 from txbroker.spark.schema import VERDICT
 from txbroker.spark.session import setting
-
-if TYPE_CHECKING:
-    from pyspark.sql import SparkSession
 
 
 class Folders(Struct, frozen=True):
@@ -53,7 +50,7 @@ class Folders(Struct, frozen=True):
         return f"{self.out.rstrip('/')}/{kind}/run={run}"
 
 
-def remove(spark: "SparkSession", path: str) -> None:
+def remove(spark: SparkSession, path: str) -> None:
     """Remove a folder with its contents, if it exists.
 
     Raises:
@@ -66,7 +63,7 @@ def remove(spark: "SparkSession", path: str) -> None:
         raise _unusable(path, error) from None
 
 
-def exists(spark: "SparkSession", path: str) -> bool:
+def exists(spark: SparkSession, path: str) -> bool:
     """Return whether a file or folder exists.
 
     Raises:
@@ -79,7 +76,7 @@ def exists(spark: "SparkSession", path: str) -> bool:
         raise _unusable(path, error) from None
 
 
-def runs_in(spark: "SparkSession", folder: str) -> frozenset[str]:
+def runs_in(spark: SparkSession, folder: str) -> frozenset[str]:
     """Return the runs that have a folder of a kind; none where there is no such folder.
 
     Args:
@@ -92,7 +89,7 @@ def runs_in(spark: "SparkSession", folder: str) -> frozenset[str]:
     return frozenset(name.removeprefix("run=") for name in names)
 
 
-def names_in(spark: "SparkSession", path: str) -> list[str]:
+def names_in(spark: SparkSession, path: str) -> list[str]:
     """Return the names in a folder; none where it does not exist.
 
     Raises:
@@ -107,7 +104,7 @@ def names_in(spark: "SparkSession", path: str) -> list[str]:
         raise _unusable(path, error) from None
 
 
-def replace(spark: "SparkSession", path: str, old: str) -> None:
+def replace(spark: SparkSession, path: str, old: str) -> None:
     """Move a folder to the place of another one, which is removed.
 
     Raises:
@@ -124,7 +121,7 @@ def replace(spark: "SparkSession", path: str, old: str) -> None:
         raise ConfigurationError(f"the output folder cannot be used: {path} cannot be renamed")
 
 
-def write_bytes(spark: "SparkSession", path: str, content: bytes) -> None:
+def write_bytes(spark: SparkSession, path: str, content: bytes) -> None:
     """Write a small file.
 
     Raises:
@@ -141,7 +138,7 @@ def write_bytes(spark: "SparkSession", path: str, content: bytes) -> None:
         raise _unusable(path, error) from None
 
 
-def read_bytes(spark: "SparkSession", path: str) -> bytes | None:
+def read_bytes(spark: SparkSession, path: str) -> bytes | None:
     """Read a small file; None where it does not exist.
 
     Raises:
@@ -161,7 +158,7 @@ def read_bytes(spark: "SparkSession", path: str) -> bytes | None:
         raise _unusable(path, error) from None
 
 
-def _located(spark: "SparkSession", path: str) -> tuple[Any, Any]:
+def _located(spark: SparkSession, path: str) -> tuple[Any, Any]:
     jvm: Any = spark.sparkContext._jvm
     hadoop: Any = spark.sparkContext._jsc
     try:

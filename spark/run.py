@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import msgspec
 from msgspec import Struct, structs
@@ -25,23 +25,21 @@ from pyspark.sql import DataFrame, SparkSession
 from txbroker.errors import ConfigurationError
 from txbroker.spark.access import AuditKafka
 from txbroker.spark.business import FINDINGS, BusinessTable, compare
-from txbroker.spark.facts.carry import (
-    CarriedState,
-    Chain,
-    keys_in_window,
-    read_carried,
-    write_carried,
-)
 from txbroker.spark.facts.extract import Extract, extract
 from txbroker.spark.facts.history import (
+    CarriedState,
+    Chain,
     EarlierFacts,
     Facts,
     PastRun,
     RemainingRuns,
     TableCount,
     counted,
+    keys_in_window,
     left_of,
+    read_carried,
     times_of,
+    write_carried,
 )
 from txbroker.spark.folders import (
     Folders,
@@ -71,9 +69,6 @@ from txbroker.spark.report.summary import (
 )
 from txbroker.spark.schema import RunSummary, SnapshotBounds, Terms, TopicNames
 from txbroker.spark.session import spread
-
-if TYPE_CHECKING:
-    from pyspark.sql import SparkSession
 
 _DAY_MS = 86_400_000
 
@@ -500,7 +495,7 @@ def note_down(data_dir: Path, note: RunNote) -> None:
     fresh.replace(path)
 
 
-def tidy_up(spark: "SparkSession", data_dir: Path, journal: Journal) -> str:
+def tidy_up(spark: SparkSession, data_dir: Path, journal: Journal) -> str:
     """Finish the cleanup of the last run; return its name if it died, else an empty text.
      A run that is not in the journal loses its folders; one that is loses the folders it made
     obsolete.

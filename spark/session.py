@@ -6,8 +6,10 @@ for them.
 """
 
 import contextlib
+import fcntl
 import importlib.util
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -16,13 +18,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import unquote, urlsplit
+from xml.sax.saxutils import quoteattr
 
 from msgspec import Struct
 
+from txbroker.embedded.jars import DEFAULT_REPOSITORY, REPOSITORY_SETTING, cache_dir
 from txbroker.embedded.java import candidates, major_version
-from txbroker.errors import ConfigurationError
-from txbroker.spark import connector, daemon
-from txbroker.spark.trouble import in_words, why_not_launched, why_not_started
+from txbroker.errors import ConfigurationError, TxbrokerError
+from txbroker.spark import daemon
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -154,7 +158,7 @@ def _started(settings: SparkSettings, folder: Path) -> Iterator["SparkSession"]:
     conf = _conf(settings, master, folder)
     artifacts = _Artifacts()
     environment = launch_environment(master)
-    with connector.first_download(), _variables(environment), log.open("wb") as errors:
+    with first_download(), _variables(environment), log.open("wb") as errors:
         output = {} if settings.verbose else {"stdout": errors, "stderr": subprocess.STDOUT}
         try:
             given = SparkConf(loadDefaults=False).setAll(list(conf.items()))
@@ -208,14 +212,14 @@ def _conf(settings: SparkSettings, master: str, folder: Path) -> dict[str, str]:
         **(_LOOPBACK if master.startswith("local") else {}),
         **(_QUICK_TASKS if _runs_our_python(master) else {}),
         "spark.sql.warehouse.dir": str(folder / "warehouse"),
-        **connector.ivy_conf(pyspark.__version__, folder),
+        **ivy_conf(pyspark.__version__, folder),
         "spark.app.name": "txbroker audit",
         **settings.conf,
         "spark.master": master,
     }
     if settings.conf.get("spark.jars.packages"):
         packages = settings.conf["spark.jars.packages"]
-        conf["spark.jars.packages"] = f"{connector.coordinates(pyspark.__version__)},{packages}"
+        conf["spark.jars.packages"] = f"{coordinates(pyspark.__version__)},{packages}"
     # The caller's options come last, so they win.
     given = settings.conf.get("spark.driver.extraJavaOptions", "")
     options = (log_conf(settings.verbose, folder), _COMPILE_LONG, given)
@@ -317,7 +321,7 @@ def _submitted(settings: SparkSettings) -> Iterator["SparkSession"]:
         if not _has_connector(spark):
             raise ConfigurationError(
                 "Spark has no Kafka connector: run spark-submit with --packages "
-                f"{connector.coordinates(pyspark.__version__)}"
+                f"{coordinates(pyspark.__version__)}"
             )
         with in_words(None):
             yield spark
@@ -330,7 +334,7 @@ def _has_connector(spark: "SparkSession") -> bool:
     jvm: Any = spark.sparkContext._jvm
     loader = jvm.java.lang.Thread.currentThread().getContextClassLoader()
     try:
-        jvm.java.lang.Class.forName(connector.KAFKA_SOURCE, False, loader)
+        jvm.java.lang.Class.forName(KAFKA_SOURCE, False, loader)
     except Exception:
         return False
     return True
@@ -454,7 +458,7 @@ def submit(settings: SparkSettings, script: Path, arguments: Sequence[str]) -> i
     folder = Path(tempfile.mkdtemp(prefix="txbroker-spark-"))
     try:
         conf = {
-            **connector.ivy_conf(pyspark.__version__, folder),
+            **ivy_conf(pyspark.__version__, folder),
             "spark.app.name": "txbroker audit",
             **settings.conf,
         }
@@ -472,3 +476,246 @@ def submit(settings: SparkSettings, script: Path, arguments: Sequence[str]) -> i
         return subprocess.run(command, env=environment, check=False).returncode
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+# --- failures in words ---------------------------------------------------------------------------
+
+_LENGTH_MAX = 300
+_CAUSES_MAX = 20
+_VERBOSE = "--verbose shows Spark's own messages"
+
+
+class SparkFailed(TxbrokerError):
+    """Spark failed."""
+
+
+def why_not_launched(log: Path, error: Exception) -> str:
+    """Return why Spark's Java process did not start, from its log."""
+    import pyspark
+
+    text = log.read_text(errors="replace")
+    if re.search(r"unresolved dependenc|download failed", text, re.IGNORECASE):
+        return (
+            f"Spark's Kafka connector {coordinates(pyspark.__version__)} could not be downloaded "
+            f"from {repository_shown()}: check the network, or set {REPOSITORY_SETTING} to another "
+            f"Maven repository; {_VERBOSE}"
+        )
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    errors = [line for line in lines if re.search(r"error|exception|invalid", line, re.IGNORECASE)]
+    reason = _plain((errors or lines or [str(error)])[0])
+    return f"Spark's Java process does not start: {reason}; {_VERBOSE}"
+
+
+def why_not_started(master: str, error: Exception) -> str:
+    """Return why Spark did not start although its Java process did."""
+    from py4j.protocol import Py4JNetworkError
+
+    try:
+        causes = list(_causes(error))
+    except (Py4JNetworkError, ConnectionError):  # Java is gone, with the causes
+        return (
+            f"Spark stopped while it started on {master}, as it does when executors keep failing: "
+            f"see the logs of the workers; {_VERBOSE}"
+        )
+    text = "\n".join(causes)
+    reason = _plain(causes[0])
+    if "parse Master URL" in text:
+        return (
+            f"Spark does not know the master {master!r}: name local[*], local[2], "
+            "spark://HOST:PORT, yarn or k8s://URL with --master"
+        )
+    if "sparkDriver" in text or "BindException" in text:
+        return (
+            f"Spark's driver cannot listen ({reason}): set --conf spark.driver.bindAddress=… to an "
+            "address of this machine, or --conf spark.driver.port=… to a free port"
+        )
+    if "UnknownHostException" in text or "Expected hostname" in text:
+        return f"Spark cannot resolve a host name ({reason}): set SPARK_LOCAL_IP"
+    if "All masters are unresponsive" in text or "stopped SparkContext" in text:
+        return f"no Spark master answers at {master}: check that it runs and is reachable from here"
+    return f"Spark does not start on {master}: {reason}; {_VERBOSE}"
+
+
+@contextmanager
+def in_words(log: Path | None) -> Iterator[None]:
+    """Turn errors that Spark raises in the block into `SparkFailed`.
+
+    Args:
+        log: the file with Java's stderr, if it is kept.
+    """
+    from py4j.protocol import Py4JError, Py4JNetworkError
+    from pyspark.errors import PySparkException
+
+    try:
+        yield
+    except (Py4JNetworkError, ConnectionError, EOFError) as error:
+        output = log.read_text(errors="replace") if log is not None and log.exists() else ""
+        hint = (
+            "its memory was too small" if "OutOfMemory" in output else "its memory may be too small"
+        )
+        raise SparkFailed(
+            f"Spark's Java process ended: {hint}; give it more with --conf spark.driver.memory=4g"
+        ) from error
+    except (Py4JError, PySparkException) as error:
+        raise SparkFailed(_why_it_failed(error)) from error
+
+
+def _why_it_failed(error: Exception) -> str:
+    causes = list(_causes(error))
+    text = "\n".join(causes)
+    if "OutOfMemoryError" in text:
+        return (
+            "Spark ran out of memory: give it more with --conf spark.driver.memory=4g "
+            "(spark.executor.memory on a cluster)"
+        )
+    if "No space left on device" in text:
+        return "a disk is full: free some room, or set --conf spark.local.dir=… to another disk"
+    reason = _of_python(text) or _plain(causes[-1])
+    return f"Spark failed: {reason}; {_VERBOSE}"
+
+
+def _of_python(text: str) -> str | None:
+    """Return the last line of a Python traceback from an executor, if there is one."""
+    _, begun, trace = text.rpartition("Traceback (most recent call last):")
+    ends = re.findall(r"^(?!\s)(?:[\w.]+: .+|[\w.]*(?:Error|Exception))$", trace, re.MULTILINE)
+    return ends[0][:_LENGTH_MAX] if begun and ends else None
+
+
+def _causes(error: BaseException) -> Iterator[str]:
+    """Yield the text of an error, then of each of its causes in Java."""
+    raised = getattr(error, "java_exception", None) or getattr(error, "_origin", None)
+    if raised is None:
+        yield str(error)
+        return
+    for _ in range(_CAUSES_MAX):
+        yield str(raised.toString())
+        raised = raised.getCause()
+        if raised is None:
+            return
+
+
+def _plain(text: str) -> str:
+    """Return the first line of a Java message without the names of its classes."""
+    first = text.strip().partition("\n")[0]
+    first = first.removeprefix('Exception in thread "main" ')
+    first = re.sub(r"^(?:[\w.$]+(?:Exception|Error): )+", "", first)
+    return first[:_LENGTH_MAX].rstrip(" .;:")
+
+
+# --- the Kafka connector -------------------------------------------------------------------------
+
+SCALA = "2.13"
+KAFKA_SOURCE = "org.apache.spark.sql.kafka010.KafkaSourceProvider"
+"""The connector's class that every Kafka query loads first."""
+
+_IN_SPARK = (
+    # Spark includes these: without the exclusions Ivy would download 52 MB again, and Spark would
+    # send them to every executor.
+    "org.apache.hadoop:hadoop-client-api",
+    "org.apache.hadoop:hadoop-client-runtime",
+    "org.slf4j:slf4j-api",
+    "org.lz4:lz4-java",
+    "org.xerial.snappy:snappy-java",
+    "com.google.code.findbugs:jsr305",
+    f"org.scala-lang.modules:scala-parallel-collections_{SCALA}",
+)
+# Exactly one repository: Ivy's default list begins with ~/.m2, where Maven may have left a POM
+# without its jar, and ends with a host that most networks cannot resolve.
+_IVY_SETTINGS = """\
+<ivysettings>
+  <settings defaultResolver="repository"/>
+  <caches lockStrategy="artifact-lock-nio"/>
+  {login}
+  <resolvers>
+    <ibiblio name="repository" m2compatible="true" usepoms="true" root={root}/>
+  </resolvers>
+</ivysettings>
+"""
+
+
+def coordinates(spark_version: str) -> str:
+    """Return the connector's Maven coordinates for a version of pyspark, as `4.0.0`."""
+    release = re.match(r"\d+(?:\.\d+)*", spark_version)
+    assert release is not None
+    return f"org.apache.spark:spark-sql-kafka-0-10_{SCALA}:{release[0]}"
+
+
+def ivy_conf(spark_version: str, folder: Path) -> dict[str, str]:
+    """Return the Spark settings that load the connector.
+
+    Args:
+        spark_version: of pyspark.
+        folder: folder for Ivy's settings file; it must exist until Spark has started.
+
+    Raises:
+        ConfigurationError: the Maven repository's setting is no URL.
+    """
+    settings = folder / "ivysettings.xml"
+    settings.touch(mode=0o600)  # it may hold a password
+    settings.write_text(_settings_text(repository()))
+    return {
+        "spark.jars.packages": coordinates(spark_version),
+        "spark.jars.excludes": ",".join(_IN_SPARK),
+        "spark.jars.ivy": str(ivy_dir()),
+        "spark.jars.ivySettings": str(settings),
+    }
+
+
+def repository() -> str:
+    """Return the URL of the Maven repository.
+
+    Raises:
+        ConfigurationError: the setting is no URL.
+    """
+    url = (os.environ.get(REPOSITORY_SETTING) or DEFAULT_REPOSITORY).rstrip("/")
+    if urlsplit(url).scheme not in ("http", "https", "file"):
+        raise ConfigurationError(
+            f"{REPOSITORY_SETTING} must be a URL that begins with https://, http:// or file://"
+        )
+    return url
+
+
+def repository_shown() -> str:
+    """Return the URL of the Maven repository without login."""
+    parts = urlsplit(repository())
+    return parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl()
+
+
+def ivy_dir() -> Path:
+    """Return Ivy's folder of jars."""
+    return cache_dir() / "ivy"
+
+
+@contextmanager
+def first_download() -> Iterator[None]:
+    """Block other processes of this machine while the connector is downloaded the first time.
+
+    Ivy locks its cache, but not the folder to which it copies the jars.
+
+    Raises:
+        ConfigurationError: the cache cannot be written.
+    """
+    try:
+        ivy_dir().mkdir(parents=True, exist_ok=True)
+        lock = open(ivy_dir() / ".lock", "w")  # noqa: SIM115 - closed below
+    except OSError as error:
+        raise ConfigurationError(
+            f"{ivy_dir()} cannot be written ({error.strerror}): make {cache_dir()} writable, or "
+            "set XDG_CACHE_HOME to another folder"
+        ) from None
+    with lock:
+        there = any((ivy_dir() / "jars").glob("org.apache.spark_spark-sql-kafka-*.jar"))
+        fcntl.flock(lock, fcntl.LOCK_SH if there else fcntl.LOCK_EX)
+        yield
+
+
+def _settings_text(url: str) -> str:
+    parts = urlsplit(url)
+    login, _, host = parts.netloc.rpartition("@")
+    user, _, password = login.partition(":")
+    credentials = (
+        f"<credentials host={quoteattr(parts.hostname or '')} username={quoteattr(unquote(user))} "
+        f"passwd={quoteattr(unquote(password))}/>"
+    )
+    root = parts._replace(netloc=host).geturl() + "/"
+    return _IVY_SETTINGS.format(login=credentials if login else "", root=quoteattr(root))

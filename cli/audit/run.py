@@ -257,7 +257,7 @@ class AuditResult(NamedTuple):
     @property
     def has_drift(self) -> bool:
         """True if any drift is published now."""
-        from txbroker.spark.report.news import news_of
+        from txbroker.spark.access import news_of
 
         return any(news_of(self.summary, self.unpublished).drift.values())
 
@@ -386,7 +386,7 @@ def _report(
 def _publish(settings: Settings, journal: "Journal", summary: "RunSummary") -> AuditResult:
     """Publish a run to the proxies, and earlier ones that ended before publishing."""
     from txbroker.kafka.client.settings import KafkaSettings
-    from txbroker.spark.report.news import publish
+    from txbroker.spark.access import publish
 
     unpublished: list[RunSummary] | None = None
     try:

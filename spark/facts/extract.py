@@ -25,11 +25,27 @@ from pyspark.sql.types import StructType
 
 from txbroker.spark import schema
 from txbroker.spark.access import AuditError, AuditKafka, TopicEnds
-from txbroker.spark.facts.bounds import held, read_on, read_target, to_end
+from txbroker.spark.facts.bounds import (
+    OVERFLOW,
+    FarRanges,
+    around,
+    as_row,
+    chunks,
+    find_far,
+    held,
+    read_on,
+    read_target,
+    to_end,
+)
 from txbroker.spark.facts.log_rules import ClockSurvey, LogClock, dedup_voids, survey, with_clock
-from txbroker.spark.facts.markers import op_facts, with_contents
-from txbroker.spark.facts.messages import half_facts, parked_facts, visible_facts, with_at_ms
-from txbroker.spark.facts.overflow import OVERFLOW, FarRanges, around, as_row, chunks, find_far
+from txbroker.spark.facts.messages import (
+    half_facts,
+    op_facts,
+    parked_facts,
+    visible_facts,
+    with_at_ms,
+    with_contents,
+)
 from txbroker.spark.folders import exists, names_in, remove, replace
 from txbroker.spark.schema import SnapshotBounds, Terms, TopicNames, TopicRead
 from txbroker.spark.session import setting, spread

@@ -4,7 +4,7 @@ to the number of transactions."""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from pyspark.sql import Column, DataFrame, Row, Window
 from pyspark.sql import functions as F
@@ -24,9 +24,6 @@ from txbroker.spark.schema import (
     SnapshotBounds,
     Terms,
 )
-
-if TYPE_CHECKING:
-    pass
 
 LATENCY_BOUNDS_MS = (
     5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 30_000, 60_000, 300_000, 1_800_000,

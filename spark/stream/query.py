@@ -15,8 +15,13 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
 from pyspark.sql.streaming.stateful_processor import StatefulProcessor, StatefulProcessorHandle
 
-from txbroker.spark.facts.markers import op_facts
-from txbroker.spark.facts.messages import half_facts, parked_facts, visible_facts, with_at_ms
+from txbroker.spark.facts.messages import (
+    half_facts,
+    op_facts,
+    parked_facts,
+    visible_facts,
+    with_at_ms,
+)
 from txbroker.spark.judge import fold, judge, rows
 from txbroker.spark.schema import TopicNames
 from txbroker.spark.stream import state

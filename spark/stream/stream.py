@@ -28,24 +28,23 @@ from pyspark.sql.streaming.query import StreamingQuery
 
 from txbroker.errors import ConfigurationError, KafkaUnavailable, TxbrokerError
 from txbroker.kafka.tools.audit_results import KafkaDrift
-from txbroker.spark.access import AuditError, AuditKafka, TopicEnds
+from txbroker.spark.access import AuditError, AuditKafka, TopicEnds, publish
+from txbroker.spark.facts.bounds import OVERFLOW
 from txbroker.spark.facts.extract import TAKEN_BY_RETENTION
-from txbroker.spark.facts.overflow import OVERFLOW
 from txbroker.spark.judge.rows import ALWAYS, can_be_topic
-from txbroker.spark.report.news import publish
 from txbroker.spark.schema import RunSummary, Terms, TopicNames
-from txbroker.spark.session import spread
-from txbroker.spark.stream.checkpoint import (
+from txbroker.spark.session import in_words, spread
+from txbroker.spark.stream.query import STATE_CONF, Sources, plan, ship_by_value
+from txbroker.spark.stream.state import StreamTerms
+from txbroker.spark.stream.stored import (
+    EventLoopThread,
+    FindingSink,
     StreamManifest,
     TakenPartition,
     read_around,
     read_home,
     write_home,
 )
-from txbroker.spark.stream.query import STATE_CONF, Sources, plan, ship_by_value
-from txbroker.spark.stream.sink import EventLoopThread, FindingSink
-from txbroker.spark.stream.state import StreamTerms
-from txbroker.spark.trouble import in_words
 
 _LOOK_S = 0.1
 _NO_BATCH = -2

@@ -14,7 +14,7 @@ import yaml
 
 import txbroker
 from tests.chart.dockerfile import Builder, Stage, call, instructions
-from txbroker.spark.connector import ivy_dir
+from txbroker.spark.session import ivy_dir
 
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "Dockerfile").read_text()

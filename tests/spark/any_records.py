@@ -34,7 +34,7 @@ from txbroker.core.records import (
 )
 from txbroker.core.routing import make_id
 from txbroker.kafka.tools.audit_access import Stored
-from txbroker.spark.facts.overflow import as_row
+from txbroker.spark.facts.bounds import as_row
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, Row, SparkSession

@@ -33,9 +33,8 @@ from txbroker.core.records import (
     State,
 )
 from txbroker.core.routing import make_id, parse_id
-from txbroker.spark.access import TopicEnds
+from txbroker.spark.access import TopicEnds, news_of
 from txbroker.spark.folders import current_verdicts
-from txbroker.spark.report.news import news_of
 from txbroker.spark.report.report import render
 from txbroker.spark.run import AuditSettings, run_audit
 from txbroker.spark.schema import RunSummary, TopicNames
@@ -108,8 +107,7 @@ def built(build: Build, spark: SparkSession, records: Sequence[Record]) -> dict[
 @pytest.mark.parametrize("count", [10_000, pytest.param(100_000, marks=pytest.mark.long)])
 @pytest.mark.timeout(900)
 def test_every_record_is_read_or_set_aside(spark: SparkSession, count: int) -> None:
-    from txbroker.spark.facts.markers import op_facts
-    from txbroker.spark.facts.messages import half_facts, parked_facts, visible_facts
+    from txbroker.spark.facts.messages import half_facts, op_facts, parked_facts, visible_facts
 
     assert spark.conf.get("spark.sql.ansi.enabled") == "true"
     records = any_records(count // 4)  # each is a case of each of four topics

@@ -249,7 +249,7 @@ class Played:
         self._call, self._data_dir = call, data_dir
         monkeypatch.setattr(audit_run, "started", self._started)
         monkeypatch.setattr("txbroker.spark.run.run_audit", self._run)
-        monkeypatch.setattr("txbroker.spark.report.news.publish", self._publish)
+        monkeypatch.setattr("txbroker.spark.access.publish", self._publish)
         monkeypatch.setattr("txbroker.cli.audit.run._report", self._report)
 
     def audit(self, *options: object) -> Result:

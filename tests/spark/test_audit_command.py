@@ -14,8 +14,8 @@ from tests.spark.audit_process import command, drift_of, environment, submitted
 from tests.spark.planted_cases import Planted, plant_all
 from tests.spark.planting import Planting
 from txbroker.embedded import EmbeddedKafka
-from txbroker.spark.connector import ivy_conf
 from txbroker.spark.journal import JOURNAL_FILE, Journal
+from txbroker.spark.session import ivy_conf
 
 
 @pytest.mark.long

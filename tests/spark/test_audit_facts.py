@@ -137,7 +137,7 @@ def assert_void(row: Row, id: str) -> None:
 
 @pytest.mark.parametrize("seed", [1, 2])
 def test_op_facts_are_what_the_codec_reads(spark: SparkSession, seed: int) -> None:
-    from txbroker.spark.facts.markers import op_facts
+    from txbroker.spark.facts.messages import op_facts
 
     rng = random.Random(seed)
     id = make_id(PARTITION, AT_MS, seed)

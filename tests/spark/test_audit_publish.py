@@ -16,10 +16,9 @@ from tests.spark.audit_summaries import STARTED_MS, drifted, summary
 from txbroker.cli.audit.run import _report_until_end
 from txbroker.contract.audit import UnreadRecord, decode_news, encode_news
 from txbroker.errors import ConfigurationError
-from txbroker.spark.report.news import key_of, news_of, publish
+from txbroker.spark.access import key_of, news_of, publish
 from txbroker.spark.schema import KIND_NAMES, BrokenRecord, RunSummary
-from txbroker.spark.stream.checkpoint import StreamManifest
-from txbroker.spark.stream.sink import FindingSink, StreamProgress
+from txbroker.spark.stream.stored import FindingSink, StreamManifest, StreamProgress
 from txbroker.spark.stream.stream import AuditStream
 
 
@@ -153,7 +152,7 @@ async def test_missing_audit_topic_names_the_next_step(world: KafkaHarness) -> N
         await publish(world.settings(), summary())
 
 
-@pytest.mark.parametrize("module", ["txbroker.spark.journal", "txbroker.spark.report.news"])
+@pytest.mark.parametrize("module", ["txbroker.spark.journal", "txbroker.spark.access"])
 def test_neither_journal_nor_publishing_loads_spark(module: str) -> None:
     code = f"import sys, {module}; sys.exit('pyspark' in sys.modules)"
     assert run([sys.executable, "-c", code], check=False).returncode == 0

@@ -423,7 +423,7 @@ WINDOW_MS = 100
 def test_whose_key_counts_is_as_the_ledger_has_it(spark: SparkSession, seed: int) -> None:
     from pyspark.sql import functions as F
 
-    from txbroker.spark.facts.carry import keys_in_window
+    from txbroker.spark.facts.history import keys_in_window
     from txbroker.spark.facts.log_rules import dedup_voids
 
     rng = random.Random(seed)

