@@ -25,7 +25,7 @@ async def harness(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Harness]:
     monkeypatch.setattr(quarantine, "RETRY_FIRST_S", 0.005)
     monkeypatch.setattr(quarantine, "RETRY_MAX_S", 0.01)
     before = asyncio.all_tasks()
-    made = Harness(time_)
+    made = Harness(time_, monkeypatch)
     await made.start()
     yield made
     await made.close()
@@ -38,7 +38,7 @@ async def small(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[BodiesHarness]
     """The parts of an owner whose bodies get no memory."""
     monkeypatch.setattr(quarantine, "RETRY_FIRST_S", 0.005)
     monkeypatch.setattr(quarantine, "RETRY_MAX_S", 0.01)
-    made = BodiesHarness()
+    made = BodiesHarness(monkeypatch)
     await made.start()
     yield made
     await made.close()

@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from typing import Any
 
 from txbroker.core.ledger import ApplyResult, Effect
-from txbroker.core.records import RECORD_VERSION, Cause, CheckReason, Claim, Record
+from txbroker.core.records import RECORD_VERSION, CheckReason, Claim, Record
 from txbroker.core.segment import SEGMENT_VERSION
 from txbroker.core.transaction import Transaction
 from txbroker.door.protocols import (
@@ -95,14 +96,8 @@ class ScriptedPartition:
         self.picked_parked: list[list[int]] = []
         self.hide_parked_offsets = False
 
-    async def checkpoint_end(self) -> int:
-        return await self.inner.checkpoint_end()
-
-    async def claimed_before(self) -> bool:
-        return await self.inner.claimed_before()
-
-    async def parked_before(self) -> bool:
-        return await self.inner.parked_before()
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
 
     async def claim(self, claim: Claim) -> Claimed:
         """Claim as scripted, or pass through."""
@@ -128,12 +123,6 @@ class ScriptedPartition:
             return await self.stores.popleft()(self.inner, records)
         return await self.inner.store(records)
 
-    def unverified(self, places: Collection[tuple[str, int]]) -> Sequence[tuple[str, int]]:
-        return self.inner.unverified(places)
-
-    async def verify_no_open_txn(self, places: Collection[tuple[str, int]]) -> Sequence[Cause]:
-        return await self.inner.verify_no_open_txn(places)
-
     async def write(self, turn: PromotionTxn) -> PromotionTxnHandle:
         """Write as scripted, or pass through."""
         self.calls.append("write")
@@ -144,9 +133,6 @@ class ScriptedPartition:
         if self.hide_parked_offsets:
             handle.parked_offsets = [-1] * len(handle.parked_offsets)
         return handle
-
-    async def close(self) -> None:
-        await self.inner.close()
 
 
 class ScriptedDoor(MemoryDoor):

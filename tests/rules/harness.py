@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from time import monotonic
 
+import pytest
 from msgspec import structs
 
 from tests.rules.fakes import (
@@ -44,10 +45,12 @@ from txbroker.core.records import (
     MarkerKind,
     Message,
     Record,
+    State,
 )
 from txbroker.core.routing import make_id
 from txbroker.core.snapshot import is_snapshot
 from txbroker.core.transaction import Transaction, fingerprint, places
+from txbroker.door.protocols import LogTruncated
 from txbroker.errors import RequestError, TxbrokerError
 from txbroker.proxy.cluster.broker import Broker
 from txbroker.proxy.partition.appender import Appender, LogReplica
@@ -87,8 +90,9 @@ async def settled() -> None:
 class Harness:
     """A Kafka, a door, and any number of owners of partition 0 one after another."""
 
-    def __init__(self, time: FakeTime) -> None:
+    def __init__(self, time: FakeTime, monkeypatch: pytest.MonkeyPatch) -> None:
         began = monotonic()
+        self.monkeypatch = monkeypatch
         self.time = time
         self.clock = AdjustableClock(lambda: START_MS + int((monotonic() - began) * 1000))
         self.kafka = MemoryKafka(self.clock)
@@ -145,6 +149,23 @@ class Harness:
         await owner.close()
         return await self.owner(**settings)
 
+    async def truncated(self, match: str) -> None:
+        """See that the next owner does not start, because records are missing."""
+        with pytest.raises(LogTruncated, match=match):
+            await self.owner()
+
+    async def stopped(self, error: type[Exception]) -> None:
+        """Wait until an owner has stopped because of an error."""
+        await until(lambda: self.stops)
+        assert isinstance(self.stops[0], error)
+
+    async def delete(self, owner: PartitionOwner, *, days: float = 0, **before: int) -> None:
+        """Close an owner; then days pass, and records of the named logs below offsets go."""
+        await owner.close()
+        self.advance(days * DAY_MS / 1000)
+        for name, offset in before.items():
+            self.kafka.truncate(f"txbroker.{name}", before=offset)
+
     @property
     def partition(self) -> ScriptedPartition:
         return self.door.opened[0]
@@ -197,6 +218,20 @@ class Harness:
         owner = await self.owner()
         return owner, await self.committed(owner, *messages, **fields)
 
+    async def promoted(self, owner: PartitionOwner, count: int) -> None:
+        """Commit the first `count` transactions, and wait until they are visible."""
+        for _ in range(count):
+            await self.committed(owner)
+        await until(lambda: len(self.visible()) == count)
+
+    async def refused(self, owner: PartitionOwner) -> str:
+        """Commit a transaction that its target does not take; return its id."""
+        id = await self.prepared(owner, message("big" * 100))
+        self.kafka.set_message_bytes_max("t", 100)
+        await commit(owner, id)
+        await until(lambda: self.events.refusals == [id])
+        return id
+
     # --- as a fenced owner -------------------------------------------------------------------
 
     def zombie_half(self, half: Half) -> None:
@@ -239,7 +274,10 @@ class Harness:
 class BodiesHarness:
     """A partition whose bodies get `proxy.share` bytes of memory, none at first."""
 
-    def __init__(self, limits: PromotionLimits | None = None) -> None:
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, limits: PromotionLimits | None = None
+    ) -> None:
+        self.monkeypatch = monkeypatch
         self.clock = AdjustableClock(lambda: START_MS)
         self.kafka = MemoryKafka(self.clock)
         self.whole = MemoryDoor(self.kafka, half_partitions=1, facts_ttl_s=0.0001)
@@ -346,6 +384,16 @@ class BodiesHarness:
 
     async def commit(self, transaction: Transaction, *contents: Message) -> None:
         await self.mark("commit", transaction, *contents)
+
+    async def promoted(self, transaction: Transaction) -> None:
+        """Commit, and wait until it is promoted."""
+        await self.commit(transaction)
+        await until(lambda: transaction.state is State.PROMOTED)
+
+    def keep(self, *transactions: Transaction) -> None:
+        """Have the next promotion write copies."""
+        self.ledger.index.to_keep |= {each.id: each for each in transactions}
+        self.promoter.wake()
 
     # --- content of topics ---------------------------------------------------------------------
 

@@ -29,7 +29,7 @@ from txbroker.contract.service import PrepareRequest
 from txbroker.core.encoding import encode_progress
 from txbroker.core.records import Half, Message, Record, State
 from txbroker.core.snapshot import Capture, find_whole
-from txbroker.door.protocols import LogTruncated, PromotionTxn, PromotionTxnHandle, PromotionTxnLost
+from txbroker.door.protocols import PromotionTxn, PromotionTxnHandle, PromotionTxnLost
 from txbroker.errors import BodyLost, KafkaUnavailable
 from txbroker.proxy.cluster.views import view
 from txbroker.proxy.partition import owner as owner_module
@@ -60,29 +60,24 @@ def written(harness: Harness, owner: PartitionOwner) -> tuple[int, int] | None:
 
 
 @pytest.mark.rule(11)
-async def test_first_records_make_snapshot_due(
-    harness: Harness, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(snapshots_module, "LOOK_S", 0.001)
+async def test_first_records_make_snapshot_due(harness: Harness) -> None:
+    harness.monkeypatch.setattr(snapshots_module, "LOOK_S", 0.001)
     owner = await harness.owner(snapshot_records_min=1000)
     id = await harness.prepared(owner)
     await until(lambda: harness.events.snapshots == [1])
     assert not owner._snapshots.due
     await harness.prepared(owner)
     assert not owner._snapshots.due
-    await owner.close()
-    harness.kafka.truncate("txbroker.half", before=1)
+    await harness.delete(owner, half=1)
     again = await harness.owner()
     assert harness.events.losses == [1]
     assert known(again, id).lost
 
 
 @pytest.mark.rule(10)
-async def test_first_checkpoint_makes_snapshot_due(
-    harness: Harness, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_first_checkpoint_makes_snapshot_due(harness: Harness) -> None:
     """Without it a deletion could not be detected."""
-    monkeypatch.setattr(snapshots_module, "LOOK_S", 0.001)
+    harness.monkeypatch.setattr(snapshots_module, "LOOK_S", 0.001)
     owner = await harness.owner(snapshot_records_min=1000)
     await harness.prepared(owner)
     await until(lambda: harness.events.snapshots == [1])
@@ -115,12 +110,9 @@ async def test_unaccounted_half_messages_stop_partition(harness: Harness, days: 
     """Also when they are old: no owner has lived to copy them before retention took them."""
     owner = await harness.owner()
     await harness.prepared(owner)
-    await owner.close()
-    harness.advance(days * DAY_MS / 1000)
-    harness.kafka.truncate("txbroker.half", before=1)
+    await harness.delete(owner, half=1, days=days)
     for _ in range(2):
-        with pytest.raises(LogTruncated, match=r"half topic begins at offset 1.*only to 0"):
-            await harness.owner()
+        await harness.truncated(r"half topic begins at offset 1.*only to 0")
 
 
 @pytest.mark.usefixtures("_no_snapshots")
@@ -128,10 +120,8 @@ async def test_unaccounted_markers_stop_partition(harness: Harness) -> None:
     owner, id = await harness.new_pending()
     harness.zombie_mark("check", id, round=1, number=1, reason="due")
     await until(lambda: owner.ledger.op_position == 1)
-    await owner.close()
-    harness.kafka.truncate("txbroker.op", before=1)
-    with pytest.raises(LogTruncated, match=r"op topic begins at offset 1.*only to 0"):
-        await harness.owner()
+    await harness.delete(owner, op=1)
+    await harness.truncated(r"op topic begins at offset 1.*only to 0")
 
 
 @pytest.mark.rule(10)
@@ -142,21 +132,15 @@ async def test_deleted_markers_after_snapshot_stop_partition(harness: Harness, d
     assert await snapshot(owner)
     harness.zombie_mark("rollback", id)
     await until(lambda: owner.ledger.op_position == 1)
-    await owner.close()
-    harness.advance(days * DAY_MS / 1000)
-    for name in LOGS:
-        harness.kafka.truncate(f"txbroker.{name}", before=1)
+    await harness.delete(owner, half=1, op=1, days=days)
     why = "no owner has read" if days == 1 else "their transactions are unknown"
-    with pytest.raises(LogTruncated, match=why):
-        await harness.owner()
+    await harness.truncated(why)
 
 
 @pytest.mark.rule(28)
-async def test_rollback_before_kill_is_accounted_for(
-    harness: Harness, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_rollback_before_kill_is_accounted_for(harness: Harness) -> None:
     """It writes no progress; a snapshot is due all the same once a minute is over."""
-    monkeypatch.setattr(snapshots_module, "LOOK_S", 0.001)
+    harness.monkeypatch.setattr(snapshots_module, "LOOK_S", 0.001)
     owner = await harness.owner(snapshot_records_min=1000)
     id = await harness.prepared(owner)
     await until(lambda: harness.events.snapshots == [1])
@@ -166,10 +150,7 @@ async def test_rollback_before_kill_is_accounted_for(
     assert not owner._snapshots.due
     harness.advance(1)
     await until(lambda: harness.events.snapshots == [1, 0])
-    await owner.close()
-    harness.advance(20 * DAY_MS / 1000)
-    for name in LOGS:
-        harness.kafka.truncate(f"txbroker.{name}", before=1)
+    await harness.delete(owner, half=1, op=1, days=20)
     late = await harness.committed(await harness.owner())
     await until(lambda: harness.visible() == [late])
 
@@ -215,8 +196,7 @@ async def test_checkpoint_alone_does_not_account_for_recent(harness: Harness, da
     await owner.close()
     harness.advance(days * DAY_MS / 1000)
     for _ in range(2):
-        with pytest.raises(LogTruncated, match=r"begins at offset 11.*account only for .* below 8"):
-            await harness.owner()
+        await harness.truncated(r"begins at offset 11.*account only for .* below 8")
 
 
 @pytest.mark.rule(28)
@@ -235,12 +215,10 @@ async def test_settled_is_accounted_for_during_dedup_window(
     await commit(owner, half.id)
     await until(lambda: harness.visible() == [half.id])
     assert harness.progress().accounted == 2
-    await owner.close()
-    harness.kafka.truncate("txbroker.half", before=2)
+    await harness.delete(owner, half=2)
     harness.advance(windows * WINDOW_MS / 1000)
     if stops:
-        with pytest.raises(LogTruncated, match="their transactions are unknown"):
-            await harness.owner()
+        await harness.truncated("their transactions are unknown")
     else:
         await harness.owner()
         assert harness.events.losses == []
@@ -261,11 +239,9 @@ async def test_deleted_is_older_than_first_kept_record(
     harness.advance(3 * WINDOW_MS / 1000)
     ids.append(await harness.committed(owner))
     await until(lambda: harness.visible() == ids)
-    await owner.close()
-    harness.kafka.truncate("txbroker.half", before=before)
+    await harness.delete(owner, half=before)
     if stops:
-        with pytest.raises(LogTruncated, match="their transactions are unknown"):
-            await harness.owner()
+        await harness.truncated("their transactions are unknown")
     else:
         await harness.owner()
         assert harness.events.losses == []
@@ -279,15 +255,12 @@ async def test_copy_accounts_for_half_message(harness: Harness) -> None:
     await until(lambda: len(harness.parked()) == 2)
     assert harness.progress().accounted == 2
     await harness.prepared(owner)
-    await owner.close()
-    harness.kafka.truncate("txbroker.half", before=2)
+    await harness.delete(owner, half=2)
     again = await harness.owner()
     await commit(again, id)
     await until(lambda: harness.visible() == ["kept"])
-    await again.close()
-    harness.kafka.truncate("txbroker.half", before=3)
-    with pytest.raises(LogTruncated, match="their transactions are unknown"):
-        await harness.owner()
+    await harness.delete(again, half=3)
+    await harness.truncated("their transactions are unknown")
 
 
 @pytest.mark.rule(28)
@@ -299,18 +272,14 @@ async def test_copy_accounts_for_nothing_before_it(harness: Harness) -> None:
     owner._retention._copy_out(known(owner, id))
     await until(lambda: len(harness.parked()) == 1)
     assert harness.progress().accounted == 0
-    await owner.close()
-    harness.kafka.truncate("txbroker.half", before=2)
-    with pytest.raises(LogTruncated, match="account only for offsets below 0"):
-        await harness.owner()
+    await harness.delete(owner, half=2)
+    await harness.truncated("account only for offsets below 0")
 
 
 @pytest.mark.rule(28)
-async def test_deletion_makes_snapshot_due(
-    harness: Harness, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_deletion_makes_snapshot_due(harness: Harness) -> None:
     """Also without a loss: a repeated prepare must be recognised."""
-    monkeypatch.setattr(snapshots_module, "LOOK_S", 0.001)
+    harness.monkeypatch.setattr(snapshots_module, "LOOK_S", 0.001)
     owner = await harness.owner(snapshot_records_min=1000)
     first = await harness.committed(owner)
     await until(lambda: written(harness, owner) == (1, 1))
@@ -330,10 +299,8 @@ async def test_deletion_makes_snapshot_due(
 
 
 @pytest.mark.rule(28)
-async def test_loss_makes_snapshot_due_and_counts_once(
-    harness: Harness, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(snapshots_module, "LOOK_S", 0.001)
+async def test_loss_makes_snapshot_due_and_counts_once(harness: Harness) -> None:
+    harness.monkeypatch.setattr(snapshots_module, "LOOK_S", 0.001)
     owner = await harness.owner(snapshot_records_min=1)
     ids = [await harness.prepared(owner)]
     await until(lambda: harness.events.snapshots == [1])
@@ -401,8 +368,7 @@ async def test_lost_committed_stays_refused_across_restarts(harness: Harness) ->
     owner, id = await harness.new_pending()
     assert await snapshot(owner)
     await commit(owner, id)
-    await owner.close()
-    harness.kafka.truncate("txbroker.half", before=1)
+    await harness.delete(owner, half=1)
     harness.kafka.set_leaderless("t")
     for _ in range(2):
         again = await harness.owner()
@@ -437,8 +403,7 @@ async def test_deletion_during_recovery_is_judged_again(harness: Harness) -> Non
     with pytest.raises(KafkaUnavailable, match="retention deleted"):
         await again.open()
     log.inner.bounds = bounds  # type: ignore[method-assign]
-    with pytest.raises(LogTruncated, match="their transactions are unknown"):
-        await harness.owner()
+    await harness.truncated("their transactions are unknown")
 
 
 @pytest.mark.rule(28)
@@ -472,7 +437,7 @@ async def test_retention_under_older_proxy_stops_nothing(harness: Harness) -> No
     await until(lambda: harness.visible() == [first, later])
 
 
-async def older(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
+async def older(harness: Harness) -> None:
     """Prepare a transaction, and write a snapshot without a time."""
     made = Capture.__init__
 
@@ -481,7 +446,7 @@ async def older(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
 
     owner = await harness.owner()
     await harness.prepared(owner)
-    with monkeypatch.context() as patch:
+    with harness.monkeypatch.context() as patch:
         patch.setattr(Capture, "__init__", without_time)
         assert await snapshot(owner)
     await owner.close()
@@ -489,11 +454,9 @@ async def older(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.rule(28)
 @pytest.mark.usefixtures("_no_snapshots", "_unnoticed")
-async def test_new_snapshot_after_older_proxy_accounts(
-    harness: Harness, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_new_snapshot_after_older_proxy_accounts(harness: Harness) -> None:
     """Killed before its first snapshot, it has written progress."""
-    await older(harness, monkeypatch)
+    await older(harness)
     owner = await harness.owner()
     for _ in range(5):
         await harness.prepared(owner)
@@ -501,14 +464,11 @@ async def test_new_snapshot_after_older_proxy_accounts(
     late = await harness.committed(owner)
     await until(lambda: harness.visible() == [late])
     await owner.close()
-    with pytest.raises(LogTruncated, match="their transactions are unknown"):
-        await harness.owner()
+    await harness.truncated("their transactions are unknown")
 
 
-async def test_snapshot_of_older_proxy_is_replaced_at_once(
-    harness: Harness, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    await older(harness, monkeypatch)
+async def test_snapshot_of_older_proxy_is_replaced_at_once(harness: Harness) -> None:
+    await older(harness)
     again = await harness.owner(snapshot_records_min=1000)
     assert again._snapshots.due
 
@@ -525,8 +485,7 @@ async def test_either_log_dates_last_read(harness: Harness) -> None:
     await owner.close()
     harness.zombie_half(harness.half())
     harness.kafka.truncate("txbroker.half", before=2)
-    with pytest.raises(LogTruncated, match="no owner has read"):
-        await harness.owner()
+    await harness.truncated("no owner has read")
 
 
 # --- a recreated checkpoint topic ------------------------------------------------------------
@@ -544,8 +503,7 @@ async def test_recreated_checkpoint_topic_stops_partition(harness: Harness, topi
     harness.kafka.recreate_topic(f"txbroker.{other}")
     # It stays so: nothing is written that would make it look like an old one.
     for _ in range(2):
-        with pytest.raises(LogTruncated, match="the checkpoint topic has no record"):
-            await harness.owner()
+        await harness.truncated("the checkpoint topic has no record")
     assert harness.visible() == [id]
     assert harness.kafka.visible("txbroker.checkpoint") == []
 
@@ -553,20 +511,11 @@ async def test_recreated_checkpoint_topic_stops_partition(harness: Harness, topi
 # --- a recreated parked topic ----------------------------------------------------------------
 
 
-async def refused(harness: Harness, owner: PartitionOwner) -> str:
-    """Commit a transaction that its target does not take."""
-    id = await harness.prepared(owner, message("big" * 100))
-    harness.kafka.set_message_bytes_max("t", 100)
-    await commit(owner, id)
-    await until(lambda: harness.events.refusals == [id])
-    return id
-
-
 @pytest.mark.rule(10)
 async def test_recreated_parked_topic_stops_if_refused(harness: Harness) -> None:
     """Only its copy shows that it was not promoted."""
     owner = await harness.owner()
-    await refused(harness, owner)
+    await harness.refused(owner)
     # Later promotions do not change this.
     await harness.committed(owner, message("other", topic="u"))
     await until(lambda: harness.visible("u") == ["other"])
@@ -574,8 +523,7 @@ async def test_recreated_parked_topic_stops_if_refused(harness: Harness) -> None
     await (await harness.owner()).close()
     harness.kafka.recreate_topic("txbroker.parked")
     for _ in range(2):
-        with pytest.raises(LogTruncated, match="the parked topic has no record"):
-            await harness.owner()
+        await harness.truncated("the parked topic has no record")
 
 
 @pytest.mark.rule(10)
@@ -618,11 +566,9 @@ async def test_lost_promotion_refuses_nothing(harness: Harness) -> None:
 
 @pytest.mark.rule(28)
 @pytest.mark.parametrize("last", ["rollback", "check"])
-async def test_clean_stop_accounts_for_all_records(
-    harness: Harness, monkeypatch: pytest.MonkeyPatch, last: str
-) -> None:
+async def test_clean_stop_accounts_for_all_records(harness: Harness, last: str) -> None:
     """A rollback writes no checkpoint; undecided transactions are reported lost by id."""
-    monkeypatch.setattr(snapshots_module, "LOOK_S", 0.001)
+    harness.monkeypatch.setattr(snapshots_module, "LOOK_S", 0.001)
     owner = await harness.owner(snapshot_records_min=1000)
     first = await harness.committed(owner)
     await until(lambda: harness.visible() == [first] and not owner._snapshots.due)
@@ -652,10 +598,8 @@ async def test_clean_stop_without_records_writes_no_snapshot(harness: Harness) -
     assert harness.events.snapshots == [1]
 
 
-async def test_stop_bounds_wait_for_last_snapshot(
-    harness: Harness, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(snapshots_module, "LAST_S", 0.01)
+async def test_stop_bounds_wait_for_last_snapshot(harness: Harness) -> None:
+    harness.monkeypatch.setattr(snapshots_module, "LAST_S", 0.01)
 
     async def hangs(inner: MemoryPartitionDoor, records: Sequence[Record]) -> None:
         await asyncio.Event().wait()
@@ -701,9 +645,7 @@ async def test_empty_offsets_at_end_are_accounted_for(
     half, op = partition(harness, "half").end, partition(harness, "op").end
     await until(lambda: (owner.ledger.half_position, owner.ledger.op_position) == (half, op))
     assert await snapshot(owner)
-    await owner.close()
-    harness.advance(40 * DAY_MS / 1000)
-    harness.kafka.truncate("txbroker.half", before=half)
+    await harness.delete(owner, half=half, days=40)
     harness.kafka.truncate("txbroker.op", before=op)
     again = await harness.owner()
     assert known(again, id).checks.number == 1

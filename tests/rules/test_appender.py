@@ -322,10 +322,8 @@ async def test_one_share_cannot_fill_deferred_list(harness: Harness) -> None:
     await harness.prepared(owner, group="shop-9")
 
 
-async def test_one_share_cannot_fill_settled_memory(
-    harness: Harness, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(core_settled, "SEGMENT_ENTRIES", 2)
+async def test_one_share_cannot_fill_settled_memory(harness: Harness) -> None:
+    harness.monkeypatch.setattr(core_settled, "SEGMENT_ENTRIES", 2)
     harness.proxy.principals = lambda: directory("shop", "bank")
     harness.proxy.settled = 2 * SEGMENT_BYTES + 600
     owner = await harness.owner()

@@ -11,6 +11,7 @@ from tests.rules.harness import NOW, BodiesHarness, asked, attempt, settled, unt
 from txbroker.checkers.base import AttemptRequest, CheckCall
 from txbroker.core.decoding import decode_kept
 from txbroker.core.encoding import encode_half, encode_kept
+from txbroker.core.promotion import PromotionLimits
 from txbroker.core.records import Cause, CheckReason, Decision, Half, Message, State
 from txbroker.core.transaction import Transaction
 from txbroker.door.protocols import LogTruncated, PromotionTxnLost
@@ -56,8 +57,7 @@ async def test_evicted_messages_are_promoted_unchanged(small: BodiesHarness) -> 
     transaction = await small.prepare(*sent)
     assert not transaction.has_bodies
     assert small.ledger.index.body_bytes == 0
-    await small.commit(transaction)
-    await until(lambda: transaction.state is State.PROMOTED)
+    await small.promoted(transaction)
     assert small.visible() == ["one"]
     assert small.visible("t", 1) == ["two"]
     (tombstone,) = small.kafka.visible("u")
@@ -111,8 +111,8 @@ async def test_promotion_of_thousand_takes_few_requests(small: BodiesHarness) ->
     assert small.ledger.index.body_bytes == 0
 
 
-async def test_one_read_is_bounded(small: BodiesHarness, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bodies_module, "BATCH_BYTES_MAX", 10_000)
+async def test_one_read_is_bounded(small: BodiesHarness) -> None:
+    small.monkeypatch.setattr(bodies_module, "BATCH_BYTES_MAX", 10_000)
     made = [await small.prepare(message("x" * 3000)) for _ in range(10)]
     with small.bodies.hold(made):
         assert await small.bodies.load(made) == []
@@ -150,8 +150,7 @@ async def test_messages_replaced_during_load_are_reloaded(small: BodiesHarness) 
 async def test_rollback_during_load_skips_the_copy(small: BodiesHarness) -> None:
     transaction = await small.prepare()
     small.door.half.gate = asyncio.Event()
-    small.ledger.index.to_keep[transaction.id] = transaction
-    small.promoter.wake()
+    small.keep(transaction)
     await until(lambda: small.door.half.picked)
     await small.mark("rollback", transaction)
     small.door.half.gate.set()
@@ -209,9 +208,7 @@ async def test_foreign_record_at_offset_stops_partition(small: BodiesHarness) ->
 @pytest.mark.rule(25)
 async def test_copy_replaces_deleted_half_message(small: BodiesHarness) -> None:
     made = [await small.prepare(message(str(n)), message(f"{n}b", at=1)) for n in range(5)]
-    for each in made:
-        small.ledger.index.to_keep[each.id] = each
-    small.promoter.wake()
+    small.keep(*made)
     await until(lambda: all(each.kept_at for each in made))
     assert [each.kept_at for each in made] == [(2 * n, 2 * n + 1) for n in range(5)]
     small.delete_half(10)
@@ -226,20 +223,17 @@ async def test_copy_replaces_deleted_half_message(small: BodiesHarness) -> None:
 async def test_copy_with_unknown_offset_is_found(small: BodiesHarness) -> None:
     small.door.hide_parked_offsets = True
     transaction = await small.prepare(message("a"))
-    small.ledger.index.to_keep[transaction.id] = transaction
-    small.promoter.wake()
+    small.keep(transaction)
     await until(lambda: transaction.kept_at == (-1,))
     small.delete_half(1)
-    await small.commit(transaction)
-    await until(lambda: transaction.state is State.PROMOTED)
+    await small.promoted(transaction)
     assert small.visible() == ["a"]
     assert small.lost == []
 
 
 async def test_copy_of_prepared_is_not_used_for_final_messages(small: BodiesHarness) -> None:
     transaction = await small.prepare(message("a"))
-    small.ledger.index.to_keep[transaction.id] = transaction
-    small.promoter.wake()
+    small.keep(transaction)
     await until(lambda: transaction.kept_at)
     small.kafka.topics["t"].leaderless = frozenset({0})
     await small.commit(transaction, message("A"))
@@ -262,14 +256,13 @@ async def test_refused_transaction_is_copied_as_refused(small: BodiesHarness) ->
     assert copies(small)[-1] == ("a", "refused")
 
 
-async def test_copies_of_one_promotion_are_bounded_by_bytes() -> None:
-    small = BodiesHarness()
-    small.limits = type(small.limits)(bytes_max=5000)
+async def test_copies_of_one_promotion_are_bounded_by_bytes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    small = BodiesHarness(monkeypatch, PromotionLimits(bytes_max=5000))
     await small.start()
     made = [await small.prepare(message("x" * 2000)) for _ in range(9)]
-    for each in made:
-        small.ledger.index.to_keep[each.id] = each
-    small.promoter.wake()
+    small.keep(*made)
     await until(lambda: all(each.kept_at for each in made))
     assert [len(turn.parked) for turn in small.door.turns] == [2, 2, 2, 2, 1]
     await small.close()
@@ -336,8 +329,7 @@ async def test_lost_transaction_is_retried_by_revive_only(small: BodiesHarness) 
     await refused(small, transaction)
     before = len(small.door.half.picked)
     other = await small.prepare()
-    await small.commit(other)
-    await until(lambda: other.state is State.PROMOTED)
+    await small.promoted(other)
     assert [each for each in small.door.half.picked[before:] if 0 in each] == []
     small.promoter.retry_refused(transaction.id)
     await until(lambda: sum(small.lost) == 2)
@@ -386,9 +378,7 @@ async def test_lost_marker_record_is_never_promoted(small: BodiesHarness) -> Non
 async def test_impossible_copy_is_dropped_and_reported(small: BodiesHarness) -> None:
     lost, whole = await small.prepare(), await small.prepare()
     small.delete_half(1)
-    for each in (lost, whole):
-        small.ledger.index.to_keep[each.id] = each
-    small.promoter.wake()
+    small.keep(lost, whole)
     await until(lambda: not small.ledger.index.to_keep)
     await until(lambda: whole.kept_at)
     assert (lost.lost, lost.kept, lost.state) == (True, False, State.PENDING)
@@ -396,8 +386,7 @@ async def test_impossible_copy_is_dropped_and_reported(small: BodiesHarness) -> 
     assert copies(small) == [(whole.id, "pending")]
     # Alone it makes no promotion.
     turns = len(small.door.turns)
-    small.ledger.index.to_keep[lost.id] = lost
-    small.promoter.wake()
+    small.keep(lost)
     await until(lambda: not small.ledger.index.to_keep)
     await settled()
     assert len(small.door.turns) == turns
@@ -522,10 +511,8 @@ async def test_final_messages_of_evicted_are_evicted_too(small: BodiesHarness) -
     await until(lambda: small.visible() == ["new"] * 10)
 
 
-async def test_large_eviction_takes_several_steps(
-    small: BodiesHarness, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(bodies_module, "STEP_MAX", 200)
+async def test_large_eviction_takes_several_steps(small: BodiesHarness) -> None:
+    small.monkeypatch.setattr(bodies_module, "STEP_MAX", 200)
     small.proxy.share = 1 << 30
     made = [await small.prepare() for _ in range(1000)]
     small.proxy.share = 0
@@ -543,13 +530,11 @@ async def test_records_have_version_that_all_proxies_read(small: BodiesHarness) 
     small.proxy.record_version = 1
     transaction = await small.prepare(policy=NOW)
     assert await attempt(small.checks, transaction.id, DUE) is not None
-    await small.commit(transaction)
-    await until(lambda: transaction.state is State.PROMOTED)
+    await small.promoted(transaction)
     assert small.door.turns[-1].progress.v == 1
     small.proxy.record_version = 7
     other = await small.prepare()
-    await small.commit(other)
-    await until(lambda: other.state is State.PROMOTED)
+    await small.promoted(other)
     assert small.door.turns[-1].progress.v == 7
     refused_one = await small.prepare(message("x", topic="gone"))
     await refused(small, refused_one)
@@ -558,11 +543,9 @@ async def test_records_have_version_that_all_proxies_read(small: BodiesHarness) 
 
 
 @pytest.mark.rule(16)
-async def test_stuck_since_shows_first_failed_promotion(
-    small: BodiesHarness, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_stuck_since_shows_first_failed_promotion(small: BodiesHarness) -> None:
     now_s = [100.0]
-    monkeypatch.setattr(promoter_module, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
+    small.monkeypatch.setattr(promoter_module, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
     assert small.promoter.stuck_since is None
     write, tried = small.door.inner.write, []
 
@@ -573,7 +556,7 @@ async def test_stuck_since_shows_first_failed_promotion(
             raise PromotionTxnLost("no answer")
         return await write(turn)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(small.door.inner, "write", failing)
+    small.monkeypatch.setattr(small.door.inner, "write", failing)
     seen = []
     reclaim = small.reclaim
 
@@ -581,10 +564,9 @@ async def test_stuck_since_shows_first_failed_promotion(
         seen.append(small.promoter.stuck_since)
         await reclaim(unseen)
 
-    monkeypatch.setattr(small, "reclaim", watched)
+    small.monkeypatch.setattr(small, "reclaim", watched)
     transaction = await small.prepare()
-    await small.commit(transaction)
-    await until(lambda: transaction.state is State.PROMOTED)
+    await small.promoted(transaction)
     # From when the first of them began; that a claim comes through ends nothing.
     assert seen == [100.0] * 3
     assert small.promoter.stuck_since is None

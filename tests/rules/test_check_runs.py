@@ -25,27 +25,26 @@ def run_of(transactions: Sequence[Transaction]) -> list[AttemptRequest]:
     return [AttemptRequest(each.id, DUE, "http://g") for each in transactions]
 
 
-async def copy_out_of_reach(small: BodiesHarness, monkeypatch: pytest.MonkeyPatch) -> Transaction:
+async def copy_out_of_reach(small: BodiesHarness) -> Transaction:
     """Return a transaction whose only messages lie in a parked topic that does not answer."""
     transaction = await small.prepare(policy=NOW)
-    small.ledger.index.to_keep[transaction.id] = transaction
-    small.promoter.wake()
+    small.keep(transaction)
     await until(lambda: transaction.kept_at)
     small.delete_half(transaction.offset + 1)
 
     async def silent(offsets: Sequence[int]) -> Sequence[Record]:
         raise KafkaUnavailable("the parked topic is silent")
 
-    monkeypatch.setattr(small.door, "pick_parked", silent)
+    small.monkeypatch.setattr(small.door, "pick_parked", silent)
     return transaction
 
 
 @pytest.mark.rule(21)
 @pytest.mark.parametrize("together", [True, False])
 async def test_unreadable_messages_delay_no_other_check(
-    small: BodiesHarness, monkeypatch: pytest.MonkeyPatch, together: bool
+    small: BodiesHarness, together: bool
 ) -> None:
-    unread = await copy_out_of_reach(small, monkeypatch)
+    unread = await copy_out_of_reach(small)
     made = [await small.prepare(policy=NOW, group=f"g{n}") for n in range(3)] + [unread]
     running = asyncio.create_task(small.checks.run())
     await until(lambda: len(small.runner.taken) == 4)
@@ -65,10 +64,8 @@ async def test_unreadable_messages_delay_no_other_check(
     running.cancel()
 
 
-async def test_transaction_is_shown_though_another_is_unreadable(
-    small: BodiesHarness, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    unread = await copy_out_of_reach(small, monkeypatch)
+async def test_transaction_is_shown_though_another_is_unreadable(small: BodiesHarness) -> None:
+    unread = await copy_out_of_reach(small)
     made = [await small.prepare(), await small.prepare(), unread]
     # The first is read alone, the others together after it.
     shown = [small.bodies.show(each) for each in made]
@@ -79,14 +76,10 @@ async def test_transaction_is_shown_though_another_is_unreadable(
 
 
 @pytest.mark.parametrize("copies", [True, False])
-async def test_callers_share_reads_of_silent_topic(
-    small: BodiesHarness, monkeypatch: pytest.MonkeyPatch, copies: bool
-) -> None:
+async def test_callers_share_reads_of_silent_topic(small: BodiesHarness, copies: bool) -> None:
     made = [await small.prepare(policy=NOW) for _ in range(12)]
     if copies:
-        for each in made:
-            small.ledger.index.to_keep[each.id] = each
-        small.promoter.wake()
+        small.keep(*made)
         await until(lambda: all(each.kept_at for each in made))
         small.delete_half(made[-1].offset + 1)
     for each in made:
@@ -99,9 +92,9 @@ async def test_callers_share_reads_of_silent_topic(
         raise KafkaUnavailable("the topic is silent")
 
     if copies:
-        monkeypatch.setattr(small.door, "pick_parked", silent)
+        small.monkeypatch.setattr(small.door, "pick_parked", silent)
     else:
-        monkeypatch.setattr(small.door.half, "pick", silent)
+        small.monkeypatch.setattr(small.door.half, "pick", silent)
     callers = [made[:1], made[1:2], made[2:]]
     found = await asyncio.gather(*[small.checks.attempt(run_of(each)) for each in callers])
     assert all(isinstance(each, OwnerUnavailable) for answers in found for each in answers)
@@ -127,10 +120,8 @@ async def test_parking_waits_for_answer_in_flight(harness: Harness) -> None:
 
 
 @pytest.mark.rule(22)
-async def test_run_is_asked_before_any_is_parked(
-    harness: Harness, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(appender, "BATCH_RECORDS_MAX", 2)
+async def test_run_is_asked_before_any_is_parked(harness: Harness) -> None:
+    harness.monkeypatch.setattr(appender, "BATCH_RECORDS_MAX", 2)
     owner = await harness.owner()
     last = CheckPolicy(after_s=0.0, attempts_max=1, timeout_s=5.0)
     ids = [await harness.prepared(owner, policy=last) for _ in range(5)]

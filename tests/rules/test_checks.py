@@ -239,9 +239,7 @@ async def test_transaction_is_parked_after_last_timeout(harness: Harness) -> Non
     await runner.close()
 
 
-async def test_unexpected_error_in_parking_stops_partition(
-    harness: Harness, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_unexpected_error_in_parking_stops_partition(harness: Harness) -> None:
     owner, _, runner = await asking(harness, silent)
     write = owner._op.append_one
 
@@ -250,7 +248,7 @@ async def test_unexpected_error_in_parking_stops_partition(
             raise ValueError("a surprise")
         return await write(row)
 
-    monkeypatch.setattr(owner._op, "append_one", surprised)
+    harness.monkeypatch.setattr(owner._op, "append_one", surprised)
     await harness.prepared(owner, policy=QUICK)
     await until(lambda: bool(harness.stops))
     assert str(harness.stops[0]) == "a surprise"

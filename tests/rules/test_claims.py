@@ -209,22 +209,17 @@ async def test_truncated_or_recreated_topic_stops_one_partition(harness: Harness
 @pytest.mark.parametrize("topic", ["half", "op"])
 async def test_log_ending_before_checkpoint_is_refused(harness: Harness, topic: str) -> None:
     owner = await harness.owner()
-    for _ in range(3):
-        await harness.committed(owner)
-    await until(lambda: len(harness.visible()) == 3)
+    await harness.promoted(owner, 3)
     await owner.close()
     harness.kafka.truncate(f"txbroker.{topic}", end=2)
-    with pytest.raises(LogTruncated, match="it ends at"):
-        await harness.owner()
+    await harness.truncated("it ends at")
 
 
 @pytest.mark.rule(10)
 @pytest.mark.parametrize("topic", ["half", "op"])
 async def test_recreated_log_past_checkpoint_is_refused(harness: Harness, topic: str) -> None:
     owner = await harness.owner()
-    for _ in range(3):
-        await harness.committed(owner)
-    await until(lambda: len(harness.visible()) == 3)
+    await harness.promoted(owner, 3)
     await owner.close()
     old = harness.kafka.visible(f"txbroker.{topic}")
     harness.kafka.truncate(f"txbroker.{topic}", end=0)
@@ -247,8 +242,7 @@ async def test_log_ending_before_last_read_record_is_refused(harness: Harness, t
     # As of a promotion without room for the second transaction, though it was read.
     _commit_progress(harness, structs.replace(harness.progress(), op=1, half=1))
     harness.kafka.truncate(f"txbroker.{topic}", end=1)
-    with pytest.raises(LogTruncated, match="it ends at"):
-        await harness.owner()
+    await harness.truncated("it ends at")
 
 
 @pytest.mark.rule(10)
@@ -258,16 +252,13 @@ async def test_truncation_stops_owned_partition(harness: Harness) -> None:
     harness.kafka.truncate("txbroker.half", before=1)
     harness.zombie_half(harness.half())
     harness.kafka.truncate("txbroker.half", before=2)
-    await until(lambda: harness.stops)
-    assert isinstance(harness.stops[0], LogTruncated)
+    await harness.stopped(LogTruncated)
 
 
 @pytest.mark.rule(10)
 async def test_refused_transactions_survive_restart_with_cause(harness: Harness) -> None:
-    owner, id = await harness.new_pending(message("big" * 100))
-    harness.kafka.set_message_bytes_max("t", 100)
-    await commit(owner, id)
-    await until(lambda: harness.events.refusals == [id])
+    owner = await harness.owner()
+    id = await harness.refused(owner)
     decided_at_ms = known(owner, id).verdict.at_ms
     again = await harness.restarted(owner)
     assert known(again, id).state is State.REFUSED
@@ -290,8 +281,7 @@ async def test_damaged_copy_of_refused_stops_partition(harness: Harness) -> None
     harness.kafka.truncate("txbroker.parked", before=1)
     harness.partition.writes.append(raising(PromotionTxnLost()))
     await harness.committed(owner)
-    await until(lambda: harness.stops)
-    assert isinstance(harness.stops[0], InvariantBroken)
+    await harness.stopped(InvariantBroken)
     assert id not in harness.events.promotions
     await owner.close()
     with pytest.raises(InvariantBroken, match="parked topic is damaged"):
@@ -300,10 +290,8 @@ async def test_damaged_copy_of_refused_stops_partition(harness: Harness) -> None
 
 @pytest.mark.rule(10)
 async def test_revived_refused_transaction_is_retried(harness: Harness) -> None:
-    owner, id = await harness.new_pending(message("big" * 100))
-    harness.kafka.set_message_bytes_max("t", 100)
-    await commit(owner, id)
-    await until(lambda: harness.events.refusals == [id])
+    owner = await harness.owner()
+    id = await harness.refused(owner)
     owner._promoter._retries._retries.set(id, None)
     assert (await owner.api.revive(id, "ops", "again")).state is State.REFUSED
     assert known(owner, id).checks.round == 1
@@ -324,8 +312,7 @@ async def test_fenced_owner_drops_moved_partition(harness: Harness) -> None:
     harness.proxy.ours = False
     harness.partition.writes.append(raising(Fenced()))
     id = await harness.committed(owner)
-    await until(lambda: harness.stops)
-    assert isinstance(harness.stops[0], Fenced)
+    await harness.stopped(Fenced)
     assert harness.partition.calls.count("claim") == 1
     assert harness.visible() == []
     assert known(owner, id).state is State.COMMITTED
@@ -387,8 +374,7 @@ async def test_zombie_answers_correctly_and_promotes_nothing(harness: Harness) -
     assert (await commit(zombie, id)).decision == "commit"
     mine = await harness.committed(zombie)
     await until(lambda: len(harness.visible()) == 2)
-    await until(lambda: harness.stops)
-    assert isinstance(harness.stops[0], Fenced)
+    await harness.stopped(Fenced)
     assert harness.visible() == [id, mine]
 
 
@@ -413,12 +399,10 @@ async def test_assignment_does_not_wait_for_recovery(harness: Harness) -> None:
     await until(lambda: set(broker.readiness().partitions.values()) == {"owned"})
 
 
-async def test_reassigned_partition_reopens_while_owner_closes(
-    harness: Harness, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_reassigned_partition_reopens_while_owner_closes(harness: Harness) -> None:
     def lose(partition: ScriptedPartition) -> None:
         partition.claims.append(_fenced)
-        monkeypatch.setattr(partition, "close", closing.wait)
+        harness.monkeypatch.setattr(partition, "close", closing.wait)
 
     async def moved(_partition: int) -> bool:
         return False
@@ -428,7 +412,7 @@ async def test_reassigned_partition_reopens_while_owner_closes(
     _, door = harness._brokers[-1]
     manager = broker.partitions
     await until(lambda: broker.readiness().partitions[0] == "owned")
-    with monkeypatch.context() as elsewhere:
+    with harness.monkeypatch.context() as elsewhere:
         elsewhere.setattr(door, "prepare_partition", lose)
         elsewhere.setattr(manager, "still_ours", moved)
         manager._assigned(Assignment(frozenset(), ("http://other",), (), 1))
@@ -494,8 +478,7 @@ async def test_newer_half_message_stops_any_reader(harness: Harness) -> None:
     half.append([structs.replace(record, headers=headers)], harness.clock.now_ms())
     with pytest.raises(OwnerUnavailable):
         await commit(owner, harness.half().id)
-    await until(lambda: harness.stops)
-    assert isinstance(harness.stops[0], InvariantBroken)
+    await harness.stopped(InvariantBroken)
 
 
 @pytest.mark.rule(27)
@@ -504,8 +487,7 @@ async def test_newer_marker_in_gap_stops_before_answer(harness: Harness) -> None
     harness.partition.op.script.append(after(lambda: harness.zombie_op(newer_marker(harness, id))))
     with pytest.raises(OwnerUnavailable):
         await commit(owner, id)
-    await until(lambda: harness.stops)
-    assert isinstance(harness.stops[0], InvariantBroken)
+    await harness.stopped(InvariantBroken)
     assert harness.visible() == []
 
 
@@ -577,9 +559,7 @@ async def at_work(harness: Harness) -> tuple[Broker, ScriptedDoor, PartitionOwne
 
 @pytest.mark.rule(16)
 @pytest.mark.parametrize("error", [ConfigurationError("the group is full"), RuntimeError("odd")])
-async def test_proxy_that_left_rejoins_after_any_error(
-    harness: Harness, monkeypatch: pytest.MonkeyPatch, error: Exception
-) -> None:
+async def test_proxy_that_left_rejoins_after_any_error(harness: Harness, error: Exception) -> None:
     broker, door, _ = await at_work(harness)
     join, errors = door.membership.join, [error]
 
@@ -588,8 +568,8 @@ async def test_proxy_that_left_rejoins_after_any_error(
             raise errors.pop()
         await join(*args, **urls)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(door.membership, "join", full)
-    monkeypatch.setattr(broker.partitions, "_rejoin_s", 0.001)
+    harness.monkeypatch.setattr(door.membership, "join", full)
+    harness.monkeypatch.setattr(broker.partitions, "_rejoin_s", 0.001)
     await broker.partitions._leave_and_join(60.0)
     await until(lambda: broker.readiness().ready)
 
@@ -618,9 +598,7 @@ async def test_lost_contact_does_not_count_as_stuck_claim(harness: Harness) -> N
     await until(lambda: broker.readiness().ready)
 
 
-async def test_cancelled_leave_closes_owners(
-    harness: Harness, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_cancelled_leave_closes_owners(harness: Harness) -> None:
     broker, door, _ = await at_work(harness)
     gate, closed = Gate(), asyncio.Event()
     close = door.opened[0].close
@@ -630,7 +608,7 @@ async def test_cancelled_leave_closes_owners(
         await close()
         closed.set()
 
-    monkeypatch.setattr(door.opened[0], "close", slowly)
+    harness.monkeypatch.setattr(door.opened[0], "close", slowly)
     leaving = asyncio.create_task(broker.partitions._leave("requested by a test"))
     await gate.reached.wait()
     leaving.cancel()
@@ -641,11 +619,9 @@ async def test_cancelled_leave_closes_owners(
 
 
 @pytest.mark.rule(26)
-async def test_takeover_during_lost_contact_is_counted(
-    harness: Harness, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_takeover_during_lost_contact_is_counted(harness: Harness) -> None:
     fenced: list[str] = []
-    monkeypatch.setattr(harness.events, "fenced", lambda: fenced.append("fenced"))
+    harness.monkeypatch.setattr(harness.events, "fenced", lambda: fenced.append("fenced"))
     broker, _, _ = await at_work(harness)
     # Handed over by the group, as when a proxy joins: no owner was fenced.
     broker.partitions._assigned(THEIRS)
@@ -658,13 +634,11 @@ async def test_takeover_during_lost_contact_is_counted(
 
 
 @pytest.mark.rule(26)
-async def test_paused_proxy_answers_nothing_from_memory(
-    harness: Harness, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_paused_proxy_answers_nothing_from_memory(harness: Harness) -> None:
     broker, door, owner = await at_work(harness)
     id = await harness.prepared(owner)
     assert (await broker.find(id)).state == "pending"
-    with monkeypatch.context() as asleep:
+    with harness.monkeypatch.context() as asleep:
         asleep.setattr(door.membership, "in_touch", lambda: False)
         with pytest.raises(OwnerUnavailable) as caught:
             await broker.find(id)

@@ -39,13 +39,11 @@ WALL_CLOCKS_S = (0.0, 4_102_444_800.0)
 
 @pytest.mark.rule(6)
 @pytest.mark.parametrize("wall_s", WALL_CLOCKS_S)
-async def test_wall_clock_is_not_used(
-    harness: Harness, monkeypatch: pytest.MonkeyPatch, wall_s: float
-) -> None:
+async def test_wall_clock_is_not_used(harness: Harness, wall_s: float) -> None:
     owner, id = await harness.new_pending()
     before_ms = owner.now_ms()
-    monkeypatch.setattr(time, "time", lambda: wall_s)
-    monkeypatch.setattr(time, "time_ns", lambda: round(wall_s * 1e9))
+    harness.monkeypatch.setattr(time, "time", lambda: wall_s)
+    harness.monkeypatch.setattr(time, "time_ns", lambda: round(wall_s * 1e9))
     assert before_ms <= owner.now_ms() < before_ms + 60_000
     await commit(owner, id)
     later = await harness.committed(owner)
@@ -57,10 +55,8 @@ async def test_wall_clock_is_not_used(
 
 @pytest.mark.rule(6)
 @pytest.mark.parametrize("wall_s", WALL_CLOCKS_S)
-async def test_ids_use_brokers_clock(
-    harness: Harness, monkeypatch: pytest.MonkeyPatch, wall_s: float
-) -> None:
-    monkeypatch.setattr(time, "time", lambda: wall_s)
+async def test_ids_use_brokers_clock(harness: Harness, wall_s: float) -> None:
+    harness.monkeypatch.setattr(time, "time", lambda: wall_s)
     broker = await harness.broker(ScriptedDoor(harness.kafka, topic_prefix="x", half_partitions=1))
     await until(lambda: broker.readiness().ready)
     assert abs(broker.now_ms() - harness.clock.now_ms()) < 1000
@@ -194,15 +190,13 @@ async def test_repeated_prepare_returns_current_state(
     assert harness.visible() == ([half.id] if state is State.PROMOTED else [])
 
 
-async def test_repeated_prepare_does_not_examine_targets(
-    harness: Harness, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_repeated_prepare_does_not_examine_targets(harness: Harness) -> None:
     broker = await harness.broker(ScriptedDoor(harness.kafka, half_partitions=1))
     await until(lambda: broker.mine())
     request = PrepareRequest(GROUP, (message("same"),), dedup_key="d")
     first = await broker.prepare(request)
     looks: list[object] = []
-    monkeypatch.setattr(broker._targets, "known", looks.append)
+    harness.monkeypatch.setattr(broker._targets, "known", looks.append)
     again = await broker.prepare(request)
     assert (again.id, again.created, looks) == (first.id, False, [])
 

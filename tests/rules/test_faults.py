@@ -108,8 +108,7 @@ async def test_truncated_end_stops_partition_at_next_append(harness: Harness) ->
     harness.partition.half.script.append(from_the_start)
     with pytest.raises(OwnerUnavailable):
         await harness.prepared(owner)
-    await until(lambda: harness.stops)
-    assert isinstance(harness.stops[0], LogTruncated)
+    await harness.stopped(LogTruncated)
 
 
 # --- checks --------------------------------------------------------------------------------------
@@ -254,9 +253,7 @@ async def test_target_with_open_txn_is_quarantined(harness: Harness) -> None:
 
 
 @pytest.mark.rule(17)
-async def test_plan_verifies_slow_target_once(
-    harness: Harness, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_plan_verifies_slow_target_once(harness: Harness) -> None:
     owner = await harness.owner()
     prove, take_due = harness.partition.inner.verify_no_open_txn, RetryQueue.take_due
     plans, asked = 0, []
@@ -272,10 +269,10 @@ async def test_plan_verifies_slow_target_once(
             harness.kafka.unaware.clear()
         return await prove(places)
 
-    monkeypatch.setattr(RetryQueue, "take_due", planned)
-    monkeypatch.setattr(harness.partition, "verify_no_open_txn", noted)
+    harness.monkeypatch.setattr(RetryQueue, "take_due", planned)
+    harness.monkeypatch.setattr(harness.partition, "verify_no_open_txn", noted)
     # By the time that there is an answer the pause is over.
-    monkeypatch.setattr("txbroker.proxy.partition.quarantine.RETRY_FIRST_S", 0.0)
+    harness.monkeypatch.setattr("txbroker.proxy.partition.quarantine.RETRY_FIRST_S", 0.0)
     harness.kafka.unaware.add(("u", 0))
     id = await harness.committed(owner, message("kept off", "u", b"x"))
     await until(lambda: known(owner, id).state is State.PROMOTED, 5)
@@ -291,8 +288,7 @@ async def test_rejecting_own_topic_stops_partition(harness: Harness) -> None:
         while await attempt(owner.checks, id, CheckReason.DUE) is None:
             await asyncio.sleep(0.001)
         owner.checks.touch(known(owner, id))
-    await until(lambda: harness.stops, 2)
-    assert isinstance(harness.stops[0], InvariantBroken)
+    await harness.stopped(InvariantBroken)
     assert "txbroker.parked" in str(harness.stops[0])
 
 

@@ -247,15 +247,13 @@ async def silent(offsets: Sequence[int]) -> Sequence[Record]:
     raise KafkaUnavailable("no answer")
 
 
-async def test_silent_kafka_delays_no_answer(
-    harness: Harness, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_silent_kafka_delays_no_answer(harness: Harness) -> None:
     owner, id = await harness.new_pending()
     await roll_back(owner, id)
     owner.ledger.index.settled.seal()
     owner.ledger.index.settled.shown.clear()
     assert (await owner.api.find(id)).verdict.source is Source.PRODUCER
-    monkeypatch.setattr(answers, "VERDICT_S", 0.01)
-    monkeypatch.setattr(owner.api._logs[1], "pick", lambda _: asyncio.Event().wait())
+    harness.monkeypatch.setattr(answers, "VERDICT_S", 0.01)
+    harness.monkeypatch.setattr(owner.api._logs[1], "pick", lambda _: asyncio.Event().wait())
     found = await owner.api.find(id)
     assert (found.state, found.verdict.source) == (State.ROLLED_BACK, None)

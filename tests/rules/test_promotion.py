@@ -185,9 +185,9 @@ async def test_promotion_after_aborted_one_is_not_committed(harness: Harness) ->
 @pytest.mark.rule(14)
 @pytest.mark.parametrize("at", [("t", 0), ("txbroker.checkpoint", 0)])
 async def test_promotion_waits_for_open_txn_of_its_producer(
-    harness: Harness, at: tuple[str, int], monkeypatch: pytest.MonkeyPatch
+    harness: Harness, at: tuple[str, int]
 ) -> None:
-    monkeypatch.setattr("txbroker.kafka.door.pipelined_writer._ADD_TIMEOUT_S", 0.05)
+    harness.monkeypatch.setattr("txbroker.kafka.door.pipelined_writer._ADD_TIMEOUT_S", 0.05)
     writers = WriterHarness()
     writers.open["a"] = {at: Cause("hanging", f"{at[0]} has no end marker", *at, True)}
     first = await writers.write(1)
@@ -468,8 +468,7 @@ async def test_decision_time_survives_half_and_marker(harness: Harness) -> None:
     await commit(owner, id)
     decided_at_ms = known(owner, id).verdict.at_ms
     await until(lambda: harness.events.refusals == [id])
-    await owner.close()
-    harness.kafka.truncate("txbroker.half", before=1)
+    await harness.delete(owner, half=1)
     harness.kafka.truncate("txbroker.op", before=1)
     harness.advance(20 * DAY_MS / 1000)
     harness.kafka.set_message_bytes_max("t", 3000)
@@ -513,17 +512,14 @@ async def test_pending_transaction_outlives_half_message(harness: Harness) -> No
     id = await harness.prepared(owner, message("kept"), message("kept too", topic="u"))
     harness.advance(0.6 * RETENTION_MS / 1000)
     await until(lambda: len(harness.parked()) == 2)
-    await owner.close()
-    harness.kafka.truncate("txbroker.half", before=2)
+    await harness.delete(owner, half=2)
     again = await harness.owner(half_retention_ms=RETENTION_MS)
     assert known(again, id).state is State.PENDING
     assert (await commit(again, id)).decision == "commit"
     await until(lambda: harness.events.promotions == [id])
     assert (harness.visible("t"), harness.visible("u")) == (["kept"], ["kept too"])
     await until(lambda: [copy for _, copy in harness.parked()] == [True, True, False, False])
-    await again.close()
-    harness.advance(20 * DAY_MS / 1000)
-    harness.kafka.truncate("txbroker.op", before=1)
+    await harness.delete(again, op=1, days=20)
     await harness.owner()
     await settled()
     assert (harness.visible("t"), harness.visible("u")) == (["kept"], ["kept too"])
@@ -536,8 +532,7 @@ async def test_deferred_transaction_outlives_half_message(harness: Harness) -> N
     id = await harness.committed(owner, message("kept"))
     harness.advance(0.6 * RETENTION_MS / 1000)
     await until(lambda: len(harness.parked()) == 1)
-    await owner.close()
-    harness.kafka.truncate("txbroker.half", before=1)
+    await harness.delete(owner, half=1)
     harness.kafka.set_leaderless("t")
     again = await harness.owner(half_retention_ms=RETENTION_MS)
     await until(lambda: harness.events.promotions == [id])

@@ -40,7 +40,7 @@ from txbroker.core.encoding import (
 from txbroker.core.ledger import Effect
 from txbroker.core.records import RECORD_VERSION, MarkerKind, Message, ParkedCopy, Record, State
 from txbroker.core.routing import make_id
-from txbroker.door.protocols import LogTruncated, PromotionTxn, PromotionTxnHandle
+from txbroker.door.protocols import PromotionTxn, PromotionTxnHandle
 from txbroker.errors import (
     AlreadyDecided,
     IdConflict,
@@ -173,7 +173,7 @@ async def test_idle_owner_applies_records_of_others(harness: Harness) -> None:
 
 
 @pytest.mark.rule(2)
-def test_idle_owner_reads_every_second(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_idle_owner_reads_every_second() -> None:
     assert owner_module.IDLE_S <= 1.0
 
 
@@ -358,10 +358,8 @@ async def test_commit_without_half_delays_nothing(harness: Harness) -> None:
 
 
 @pytest.mark.rule(5)
-async def test_waiting_marker_expires_by_half_log_clock(
-    harness: Harness, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(ledger_module, "WAITING_SWEEP_MIN", 0)
+async def test_waiting_marker_expires_by_half_log_clock(harness: Harness) -> None:
+    harness.monkeypatch.setattr(ledger_module, "WAITING_SWEEP_MIN", 0)
     owner = await harness.owner()
     late = harness.half(message("late"))
     harness.zombie_mark(MarkerKind.COMMIT, late.id, group=GROUP)
@@ -512,8 +510,7 @@ async def test_foreign_records_before_first_claim_stop_nothing(
 ) -> None:
     await write(harness, log, newer(harness, log, partition), inside=inside)
     if stops:
-        with pytest.raises(LogTruncated, match="the checkpoint topic has no record"):
-            await harness.owner()
+        await harness.truncated("the checkpoint topic has no record")
     else:
         first = await harness.committed(await harness.owner())
         await until(lambda: harness.visible() == [first])

@@ -126,7 +126,7 @@ class Journal:
             logs_to: lines of half and operation topic, where more of those have happened.
             snapshots: whether snapshots are there.
         """
-        made = Harness(time_)
+        made = Harness(time_, self.harness.monkeypatch)
         made.clock = made.kafka.clock = self.harness.clock
         await made.start()
         for topic in made.kafka.topics.values():

@@ -84,8 +84,7 @@ async def test_deleted_half_without_body_is_lost_and_reported(harness: Harness) 
 async def test_snapshot_entry_without_record_is_reported(harness: Harness) -> None:
     owner, id = await harness.new_pending()
     assert await snapshot(owner)
-    await owner.close()
-    harness.kafka.truncate("txbroker.half", before=1)
+    await harness.delete(owner, half=1)
     again = await harness.owner()
     assert harness.events.losses == [1]
     assert known(again, id).lost
@@ -95,16 +94,10 @@ async def test_snapshot_entry_without_record_is_reported(harness: Harness) -> No
 @pytest.mark.parametrize("days", [1, 20])
 async def test_deleted_young_markers_stop_partition(harness: Harness, days: int) -> None:
     owner = await harness.owner()
-    for _ in range(3):
-        await harness.committed(owner)
-    await until(lambda: len(harness.visible()) == 3)
-    await owner.close()
-    harness.advance(days * DAY_MS / 1000)
-    for name in LOGS:
-        harness.kafka.truncate(f"txbroker.{name}", before=3)
+    await harness.promoted(owner, 3)
+    await harness.delete(owner, half=3, op=3, days=days)
     if days == 1:
-        with pytest.raises(LogTruncated, match="younger than its retention"):
-            await harness.owner()
+        await harness.truncated("younger than its retention")
     else:
         id = await harness.committed(await harness.owner())
         await until(lambda: harness.visible()[3:] == [id])
@@ -119,8 +112,7 @@ async def test_deleted_unread_half_messages_stop_partition(harness: Harness) -> 
     for _ in range(2):
         harness.zombie_half(harness.half())
     harness.kafka.truncate("txbroker.half", before=2)
-    with pytest.raises(LogTruncated, match="no owner has read"):
-        await harness.owner()
+    await harness.truncated("no owner has read")
 
 
 @pytest.mark.rule(25)
@@ -133,8 +125,7 @@ async def test_retention_may_pass_snapshot(harness: Harness) -> None:
     late = await harness.prepared(owner, message("late"))
     harness.advance(8 * DAY_MS / 1000)
     await until(lambda: len(harness.parked()) == 2)
-    await owner.close()
-    harness.kafka.truncate("txbroker.half", before=2)
+    await harness.delete(owner, half=2)
     again = await harness.owner()
     assert {known(again, each).state for each in (id, late)} == {State.PENDING}
     assert harness.events.losses == []
@@ -226,9 +217,7 @@ async def test_transaction_decided_before_copy_is_copied(harness: Harness) -> No
 @pytest.mark.parametrize("topic", LOGS)
 async def test_retention_during_recovery_stops_nothing(harness: Harness, topic: str) -> None:
     owner = await harness.owner()
-    for _ in range(3):
-        await harness.committed(owner)
-    await until(lambda: len(harness.visible()) == 3)
+    await harness.promoted(owner, 3)
     await owner.close()
     harness.advance(30 * DAY_MS / 1000)
     again = harness.make()
@@ -263,8 +252,7 @@ async def test_snapshot_beyond_end_stops_partition(harness: Harness, topic: str)
     assert await snapshot(owner)
     await owner.close()
     harness.kafka.truncate(f"txbroker.{topic}", end=1)
-    with pytest.raises(LogTruncated, match="truncated or recreated"):
-        await harness.owner()
+    await harness.truncated("truncated or recreated")
 
 
 @pytest.mark.rule(10)
@@ -278,8 +266,7 @@ async def test_snapshot_of_another_log_stops_partition(harness: Harness, topic: 
     old = harness.kafka.visible(f"txbroker.{topic}")
     harness.advance(5.0)
     _recreated(harness, topic, [*old, *old])
-    with pytest.raises(LogTruncated, match="another record"):
-        await harness.owner()
+    await harness.truncated("another record")
 
 
 @pytest.mark.rule(10)
@@ -287,14 +274,11 @@ async def test_snapshot_of_another_log_stops_partition(harness: Harness, topic: 
 @pytest.mark.parametrize("topic", LOGS)
 async def test_recreated_log_stops_its_owner(harness: Harness, topic: str, more: int) -> None:
     owner = await harness.owner()
-    for _ in range(2):
-        await harness.committed(owner)
-    await until(lambda: len(harness.visible()) == 2)
+    await harness.promoted(owner, 2)
     old = harness.kafka.visible(f"txbroker.{topic}")
     harness.advance(5.0)
     _recreated(harness, topic, (old * 2)[:more] if more < 3 else old * 2)
-    await until(lambda: harness.stops)
-    assert isinstance(harness.stops[0], LogTruncated)
+    await harness.stopped(LogTruncated)
 
 
 def _recreated(harness: Harness, topic: str, records: list[Record]) -> None:
@@ -390,11 +374,9 @@ async def test_owner_resumed_after_takeover_is_fenced(harness: Harness) -> None:
     assert harness.visible()[0] == id
 
 
-async def test_promotion_of_another_owner_is_not_repeated(
-    harness: Harness, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_promotion_of_another_owner_is_not_repeated(harness: Harness) -> None:
     # It does not happen to read what the other wrote before its turn is fenced.
-    monkeypatch.setattr(owner_module, "IDLE_S", 60.0)
+    harness.monkeypatch.setattr(owner_module, "IDLE_S", 60.0)
     first = await harness.owner()
     mine = await harness.committed(first)
     first.suspend()

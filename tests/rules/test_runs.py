@@ -142,14 +142,10 @@ async def test_oversized_row_spoils_no_other_of_run(harness: Harness) -> None:
     ],
 )
 async def test_run_refuses_as_many_as_single_calls(
-    harness: Harness,
-    monkeypatch: pytest.MonkeyPatch,
-    settings: dict[str, int],
-    queue_bytes_max: int | None,
-    accepted: int | None,
+    harness: Harness, settings: dict[str, int], queue_bytes_max: int | None, accepted: int | None
 ) -> None:
     if queue_bytes_max is not None:
-        monkeypatch.setattr(appender, "QUEUE_BYTES_MAX", queue_bytes_max)
+        harness.monkeypatch.setattr(appender, "QUEUE_BYTES_MAX", queue_bytes_max)
     results = []
     for ask in (prepare, one_by_one):
         # Some are larger: one that does not fit keeps out no smaller one after it.
