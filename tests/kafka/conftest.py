@@ -8,9 +8,12 @@ from collections.abc import AsyncIterator, Callable
 
 import pytest
 
-from tests.kafka.relay import Relay
+from tests.kafka.relay import Fate, Relay, fates
+from tests.kafka.small_turns import Relayed
 from tests.kit.kafka import KafkaHarness
 from txbroker.embedded import DEFAULT_VERSION, EmbeddedKafka
+
+ALL_PASS = fates(-1)
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -49,10 +52,16 @@ async def make_relay(world: KafkaHarness) -> AsyncIterator[Callable[..., Relay]]
     """Makes relays; closed after the test, before its world."""
     relays: list[Relay] = []
 
-    def make(decide: Callable[[int], object]) -> Relay:
-        relays.append(Relay(decide))  # type: ignore[arg-type]
+    def make(decide: Callable[[int], Fate] = ALL_PASS) -> Relay:
+        relays.append(Relay(decide))
         return relays[-1]
 
     yield make
     for relay in relays:
         await relay.close()
+
+
+@pytest.fixture
+def relayed(world: KafkaHarness, make_relay: Callable[..., Relay]) -> Relayed:
+    """Half partition 0 behind a relay."""
+    return Relayed(world, make_relay())

@@ -2,71 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
-
-from aiokafka.protocol.api import Request, RequestStruct, Response
-from aiokafka.protocol.types import (
-    Boolean,
-    CompactArray,
-    CompactString,
-    Int8,
-    Int16,
-    Int32,
-    Schema,
-    TaggedFields,
-)
-
 from txbroker.kafka.client.client import Client
-from txbroker.kafka.protocol.schemas import api_versions, finalized_features
+from txbroker.kafka.protocol.schemas import SchemaRequest, api_versions, finalized_features
 from txbroker.net.timers import Backoff
 
 FEATURE = "transaction.version"
-_TAGS = ("tags", TaggedFields)
-_TEXT = CompactString("utf-8")
 _UPGRADE, _UNSAFE_DOWNGRADE = 1, 3
 
 
-class _UpdateResponse(Response):
-    API_KEY = 57
-    API_VERSION = 1
-    SCHEMA = Schema(
-        ("throttle_time_ms", Int32),
-        ("error_code", Int16),
-        ("error_message", _TEXT),
-        (
-            "results",
-            CompactArray(
-                ("feature", _TEXT), ("error_code", Int16), ("error_message", _TEXT), _TAGS
-            ),
-        ),
-        _TAGS,
-    )
-
-
-class _UpdateStruct(RequestStruct):
-    API_KEY = 57
-    API_VERSION = 1
-    FLEXIBLE_VERSION = True
-    RESPONSE_TYPE = _UpdateResponse
-    SCHEMA = Schema(
-        ("timeout_ms", Int32),
-        (
-            "updates",
-            CompactArray(("feature", _TEXT), ("level", Int16), ("upgrade_type", Int8), _TAGS),
-        ),
-        ("validate_only", Boolean),
-        _TAGS,
-    )
-
-
-class _Update(Request[_UpdateStruct]):
-    API_KEY: ClassVar[int] = 57
-
-    def __init__(self, level: int, upgrade_type: int) -> None:
-        self._update: Any = (FEATURE, level, upgrade_type, {})
-
-    def build(self, request_struct_class: type[_UpdateStruct]) -> _UpdateStruct:
-        return request_struct_class(10_000, [self._update], False, {})
+class _UpdateFeaturesV1(SchemaRequest):
+    API_KEY, API_VERSION = 57, 1
+    REQUEST = """timeout_ms:i32 updates[feature:str level:i16 upgrade_type:i8]
+        validate_only:bool"""
+    RESPONSE = """throttle_time_ms:i32 error_code:i16 error_message:str
+        results[feature:str error_code:i16 error_message:str]"""
 
 
 async def level(client: Client) -> int:
@@ -78,7 +27,8 @@ async def level(client: Client) -> int:
 async def set_level(client: Client, wanted: int) -> None:
     """Change the level of the feature, and wait until the only broker has heard of it."""
     change = _UPGRADE if wanted > await level(client) else _UNSAFE_DOWNGRADE
-    answer = await client.ask_any(_Update(wanted, change), "features")
+    request = _UpdateFeaturesV1(10_000, [(FEATURE, wanted, change)], False)
+    answer = await client.ask_any(request, "features")
     assert answer.error_code == 0, (answer.error_code, answer.error_message)
     backoff = Backoff(10, 0.02)
     while await level(client) != wanted:

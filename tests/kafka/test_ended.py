@@ -27,12 +27,11 @@ OURS, STRANGER, EPOCH = 7, 8, 4
 T, U = ("t", 0), ("u", 0)
 
 
-class Leaders:
-    """A scripted client of two brokers, each of which leads one partition."""
-
-    settings = KafkaSettings(bootstrap_servers=("127.0.0.1:1",), instance_id="one")
+class Leaders(Client):
+    """A scripted client of two brokers, each of which leads one partition; all know the same."""
 
     def __init__(self) -> None:
+        super().__init__(KafkaSettings(bootstrap_servers=("127.0.0.1:1",), instance_id="one"))
         self.leaders: dict[Partition, int] = {T: 1, U: 2}
         self.open: dict[Partition, dict[int, int]] = {}
         self.epochs: dict[Partition, int] = {}
@@ -48,50 +47,38 @@ class Leaders:
         self.refuses: KafkaRefused | None = None
         self.taken: list[tuple[str, int, int]] = []
         self.forgotten: list[Partition] = []
+        producers = [cast(Producer, SimpleNamespace(id=id, epoch=EPOCH)) for id in (OURS - 1, OURS)]
+        self.guard = OpenTransactionGuard(self, "ended", producers)
+        self.unseen = UnconfirmedWrites(producers[1], self.guard, StableEnds(self))
+
+    async def verify(self, *partitions: Partition) -> list[str]:
+        """Return the codes of causes why partitions must not be written."""
+        return [cause.code for cause in await self.guard.verify_no_open_txn(partitions)]
 
     async def leader(self, topic: str, partition: int) -> int:
-        """Return a broker."""
         if self.leaders[topic, partition] < 0:
             raise KafkaRefused(Code.LEADER_NOT_AVAILABLE)
         return self.leaders[topic, partition]
 
-    async def ask_any(self, request: Any, lane: str, timeout_s: float | None = None) -> Any:
-        """Return the leaders."""
-        return self._leaders(request)
-
-    def _leaders(self, request: MetadataV10) -> Any:
-        """All brokers know the same."""
+    async def ask_any(self, request: Any, *_: Any) -> Any:
         topics = [
             (0, topic, bytes(16), False, [(0, number, leader, 0, [1, 2, 3])])
             for (topic, number), leader in self.leaders.items()
         ]
         return SimpleNamespace(topics=topics)
 
-    def remember_leader(
-        self, topic: str, partition: int, leader: int, replicas: tuple[int, ...]
-    ) -> None:
-        """It is known already."""
-
-    def known_replicas(self, topic: str, partition: int) -> tuple[int, ...]:
-        """Nothing is known."""
-        return ()
-
     def forget_leader(self, topic: str, partition: int) -> None:
-        """Remember that it was forgotten."""
         self.forgotten.append((topic, partition))
 
     def known_leader(self, topic: str, partition: int) -> int:
-        """Return a broker."""
         return self.leaders[topic, partition]
 
-    async def coordinator(self, kind: int, id: str) -> int:
-        """Return a broker."""
+    async def coordinator(self, *_: Any) -> int:
         return 1
 
     async def ask(self, node: int, request: Any, lane: str, timeout_s: float | None = None) -> Any:
-        """Answer about producers, or about ends."""
         if isinstance(request, MetadataV10):
-            return self._leaders(request)
+            return await self.ask_any(request)
         if node in self.silent:
             self.backoff.append(timeout_s)
             raise Unanswered(f"broker {node} did not answer")
@@ -149,92 +136,72 @@ def leaders() -> Leaders:
     return Leaders()
 
 
-@pytest.fixture
-def ended(leaders: Leaders) -> OpenTransactionGuard:
-    producers = [cast(Producer, SimpleNamespace(id=id, epoch=EPOCH)) for id in (OURS - 1, OURS)]
-    return OpenTransactionGuard(cast(Client, leaders), "ended", producers)
-
-
 @pytest.mark.rule(17)
-async def test_open_own_transaction_blocks_partition(
-    leaders: Leaders, ended: OpenTransactionGuard
-) -> None:
+async def test_open_own_transaction_blocks_partition(leaders: Leaders) -> None:
     leaders.open[T] = {STRANGER: 2, OURS: 4}
-    (cause,) = await ended.verify_no_open_txn([T, U])
+    (cause,) = await leaders.guard.verify_no_open_txn([T, U])
     assert (cause.code, cause.topic, cause.partition, cause.passing) == (HANGING, "t", 0, True)
     assert "t-0" in cause.message
     assert "offset 4" in cause.message
-    assert ended.unverified([T, U, T]) == [T]
+    assert leaders.guard.unverified([T, U, T]) == [T]
     del leaders.open[T][OURS]
-    assert await ended.verify_no_open_txn([T]) == []
-    assert ended.unverified([T, U]) == []
+    assert await leaders.verify(T) == []
+    assert leaders.guard.unverified([T, U]) == []
 
 
-async def test_verified_partition_is_not_verified_again(
-    leaders: Leaders, ended: OpenTransactionGuard
-) -> None:
-    await ended.verify_no_open_txn([T, U])
+async def test_verified_partition_is_not_verified_again(leaders: Leaders) -> None:
+    await leaders.guard.verify_no_open_txn([T, U])
     # Open now is a turn of this very claim.
     leaders.open[T] = {OURS: 10}
-    assert await ended.verify_no_open_txn([T, U]) == []
+    assert await leaders.verify(T, U) == []
     assert leaders.asked == [T, U]
 
 
-async def test_foreign_open_transaction_blocks_nothing(
-    leaders: Leaders, ended: OpenTransactionGuard
-) -> None:
+async def test_foreign_open_transaction_blocks_nothing(leaders: Leaders) -> None:
     leaders.open[T] = {STRANGER: 0}
-    assert await ended.verify_no_open_txn([T]) == []
+    assert await leaders.verify(T) == []
 
 
 @pytest.mark.rule(17)
-async def test_forbidden_partition_needs_stable_offset_past_its_end(
-    leaders: Leaders, ended: OpenTransactionGuard
-) -> None:
+async def test_forbidden_partition_needs_stable_offset_past_its_end(leaders: Leaders) -> None:
     leaders.codes[T] = Code.TOPIC_AUTHORIZATION_FAILED
     leaders.open[T] = {OURS: 4}
-    (cause,) = await ended.verify_no_open_txn([T])
+    (cause,) = await leaders.guard.verify_no_open_txn([T])
     assert (cause.code, cause.passing) == ("not_known", True)
     # A busy topic has always some transaction open, but later ones.
     leaders.ends[T] = 30
     leaders.open[T] = {STRANGER: 9}
-    assert [cause.code for cause in await ended.verify_no_open_txn([T])] == ["not_known"]
+    assert await leaders.verify(T) == ["not_known"]
     leaders.open[T] = {STRANGER: 10}
-    assert await ended.verify_no_open_txn([T]) == []
+    assert await leaders.verify(T) == []
     # Only that broker may take the first batch.
     leaders.leaders[T] = 2
-    assert ended.unverified([T]) == [T]
+    assert leaders.guard.unverified([T]) == [T]
 
 
-async def test_recreated_topic_is_not_awaited_to_its_old_end(
-    leaders: Leaders, ended: OpenTransactionGuard
-) -> None:
+async def test_recreated_topic_is_not_awaited_to_its_old_end(leaders: Leaders) -> None:
     leaders.codes[T] = Code.TOPIC_AUTHORIZATION_FAILED
     leaders.open[T] = {STRANGER: 4}
-    assert [cause.code for cause in await ended.verify_no_open_txn([T])] == ["not_known"]
+    assert await leaders.verify(T) == ["not_known"]
     leaders.ends[T] = 3
     leaders.open.clear()
-    assert await ended.verify_no_open_txn([T]) == []
+    assert await leaders.verify(T) == []
 
 
-async def test_kafka_without_describe_producers_is_named(
-    leaders: Leaders, ended: OpenTransactionGuard
-) -> None:
+async def test_kafka_without_describe_producers_is_named(leaders: Leaders) -> None:
     leaders.refuses = KafkaRefused(Code.UNSUPPORTED_VERSION)
-    (cause,) = await ended.verify_no_open_txn([T])
+    (cause,) = await leaders.guard.verify_no_open_txn([T])
     assert cause.code == "no_answer"
     assert "DescribeProducers" in cause.message
 
 
-async def test_partitions_are_chunked_and_timed_out_leader_asked_once(
-    leaders: Leaders, ended: OpenTransactionGuard
-) -> None:
+async def test_partitions_are_chunked_and_timed_out_leader_asked_once(leaders: Leaders) -> None:
     many = [("t", number) for number in range(20)]
     leaders.leaders |= dict.fromkeys(many, 1)
     leaders.open[many[15]] = {OURS: 3}
-    assert [(cause.code, cause.partition) for cause in await ended.verify_no_open_txn(many)] == [
-        (HANGING, 15)
-    ]
+    assert [
+        (cause.code, cause.partition) for cause in await leaders.guard.verify_no_open_txn(many)
+    ] == [(HANGING, 15)]
     assert leaders.asked == many
     assert leaders.requests == [8, 8, 4]
     # It waits for a plan, so that it must not wait for long.
@@ -243,40 +210,33 @@ async def test_partitions_are_chunked_and_timed_out_leader_asked_once(
     leaders.leaders |= dict.fromkeys(again, 1)
     leaders.silent.add(1)
     leaders.backoff.clear()
-    assert [cause.code for cause in await ended.verify_no_open_txn(again)] == ["no_answer"] * 20
+    assert await leaders.verify(*again) == ["no_answer"] * 20
     assert len(leaders.backoff) == 1
 
 
 @pytest.mark.rule(17)
 @pytest.mark.parametrize("how", ["silent", "no leader", "moved", "left out"])
-async def test_unanswered_partition_stays_unverified(
-    leaders: Leaders, ended: OpenTransactionGuard, how: str
-) -> None:
-    if how == "silent":
-        leaders.silent.add(1)
-    elif how == "no leader":
-        leaders.leaders[T] = -1
-    elif how == "moved":
-        leaders.codes[T] = Code.NOT_LEADER
-    else:
-        leaders.left_out.add(T)
-    (cause,) = await ended.verify_no_open_txn([T, U])
+async def test_unanswered_partition_stays_unverified(leaders: Leaders, how: str) -> None:
+    leaders.silent = {1} if how == "silent" else set()
+    leaders.leaders[T] = -1 if how == "no leader" else 1
+    leaders.codes = {T: Code.NOT_LEADER} if how == "moved" else {}
+    leaders.left_out = {T} if how == "left out" else set()
+    (cause,) = await leaders.guard.verify_no_open_txn([T, U])
     assert (cause.code, cause.topic, cause.passing) == ("no_answer", "t", True)
-    assert ended.unverified([T, U]) == [T]
+    assert leaders.guard.unverified([T, U]) == [T]
     assert leaders.forgotten == ([T] if how in ("silent", "moved") else [])
     leaders.silent.clear()
     leaders.codes.clear()
     leaders.left_out.clear()
     leaders.leaders[T] = 1
-    assert await ended.verify_no_open_txn([T]) == []
+    assert await leaders.verify(T) == []
 
 
 @pytest.mark.rule(17)
 async def test_only_vouching_leader_receives_first_batch(leaders: Leaders) -> None:
-    client = cast(Client, leaders)
-    one, other = (Producer(client, side, side) for side in "ab")
-    ended = OpenTransactionGuard(client, "ended", [one, other])
-    assert await ended.verify_no_open_txn([T]) == []
+    one, other = (Producer(leaders, side, side) for side in "ab")
+    leaders.guard = OpenTransactionGuard(leaders, "ended", [one, other])
+    assert await leaders.verify(T) == []
     batch, backoff = {T: batch_body([Record(b"k", b"")])}, Backoff(1.0, 0.01)
     # It had been deposed long ago, and did not know.
     leaders.leaders[T] = 2
@@ -292,21 +252,18 @@ async def test_only_vouching_leader_receives_first_batch(leaders: Leaders) -> No
 
 
 @pytest.mark.rule(17)
-async def test_add_fails_when_leader_is_not_vouching_one(
-    leaders: Leaders,
-) -> None:
-    client = cast(Client, leaders)
-    producer = Producer(client, "a", "a")
-    ended = OpenTransactionGuard(client, "ended", [producer])
-    assert await ended.verify_no_open_txn([T, U]) == []
+async def test_add_fails_when_leader_is_not_vouching_one(leaders: Leaders) -> None:
+    producer = Producer(leaders, "a", "a")
+    leaders.guard = OpenTransactionGuard(leaders, "ended", [producer])
+    assert await leaders.verify(T, U) == []
     # What aborts the transaction then reaches the one that leads in truth.
     leaders.leaders[T] = 2
     with pytest.raises(NotSent, match="leader of t-0 has changed"):
         await producer.add([U, T], Backoff(1.0, 0.01))
     assert leaders.taken == []
     # So it is found out before, where there is time to ask again.
-    assert ended.unverified([T, U]) == [T]
-    assert await ended.verify_no_open_txn([T, U]) == []
+    assert leaders.guard.unverified([T, U]) == [T]
+    assert await leaders.verify(T, U) == []
     await producer.add([U, T], Backoff(1.0, 0.01))
     assert leaders.taken == [("u", 0, -1), ("t", 0, -1)]
 
@@ -314,53 +271,42 @@ async def test_add_fails_when_leader_is_not_vouching_one(
 # --- between turns -------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def unseen(leaders: Leaders, ended: OpenTransactionGuard) -> UnconfirmedWrites:
-    return UnconfirmedWrites(ended._producers[1], ended, StableEnds(cast(Client, leaders)))
-
-
 @pytest.mark.rule(14)
-async def test_confirmed_write_needs_no_request(
-    leaders: Leaders, unseen: UnconfirmedWrites
-) -> None:
+async def test_confirmed_write_needs_no_request(leaders: Leaders) -> None:
     leaders.silent |= {1, 2}
-    unseen.add({T: 9, U: 3})
-    unseen.add({U: 5})
-    unseen.confirm({T: 9})
-    await unseen.wait_until_ended([T], Backoff(0.0, 0.01))
+    leaders.unseen.add({T: 9, U: 3})
+    leaders.unseen.add({U: 5})
+    leaders.unseen.confirm({T: 9})
+    await leaders.unseen.wait_until_ended([T], Backoff(0.0, 0.01))
     # The turn before that one was seen, and it was not.
-    unseen.confirm({U: 3})
+    leaders.unseen.confirm({U: 3})
     with pytest.raises(PromotionTxnLost, match="u-0"):
-        await unseen.wait_until_ended([T, U], Backoff(0.0, 0.01))
+        await leaders.unseen.wait_until_ended([T, U], Backoff(0.0, 0.01))
 
 
-async def test_stable_offset_past_write_needs_no_leader(
-    leaders: Leaders, unseen: UnconfirmedWrites
-) -> None:
-    unseen.add({T: 9})
+async def test_stable_offset_past_write_needs_no_leader(leaders: Leaders) -> None:
+    leaders.unseen.add({T: 9})
     leaders.open[T] = {STRANGER: 10}
-    await unseen.wait_until_ended([T], Backoff(5.0, 0.01))
+    await leaders.unseen.wait_until_ended([T], Backoff(5.0, 0.01))
     assert leaders.asked == []
 
 
 @pytest.mark.rule(14)
-async def test_unended_write_blocks_next_transaction(
-    leaders: Leaders, unseen: UnconfirmedWrites
-) -> None:
-    unseen.add({T: 8, U: 8})
+async def test_unended_write_blocks_next_transaction(leaders: Leaders) -> None:
+    leaders.unseen.add({T: 8, U: 8})
     leaders.open[T] = {OURS: 7}
     with pytest.raises(PromotionTxnLost, match="offset 7") as lost:
-        await unseen.wait_until_ended([T, U], Backoff(0.05, 0.01))
+        await leaders.unseen.wait_until_ended([T, U], Backoff(0.05, 0.01))
     assert lost.value.cause is not None
     assert (lost.value.cause.code, lost.value.cause.topic) == (HANGING, "t")
     # A turn that does not write there does not end it either.
-    await unseen.wait_until_ended([U], Backoff(0.0, 0.01))
+    await leaders.unseen.wait_until_ended([U], Backoff(0.0, 0.01))
 
 
-async def test_slow_end_is_awaited(leaders: Leaders, unseen: UnconfirmedWrites) -> None:
-    unseen.add({T: 8})
+async def test_slow_end_is_awaited(leaders: Leaders) -> None:
+    leaders.unseen.add({T: 8})
     leaders.open[T] = {OURS: 7}
-    waiting = asyncio.create_task(unseen.wait_until_ended([T], Backoff(30.0, 0.01)))
+    waiting = asyncio.create_task(leaders.unseen.wait_until_ended([T], Backoff(30.0, 0.01)))
     async with asyncio.timeout(30):
         while not leaders.asked:
             await asyncio.sleep(0.001)
@@ -371,67 +317,50 @@ async def test_slow_end_is_awaited(leaders: Leaders, unseen: UnconfirmedWrites) 
 
 
 @pytest.mark.rule(14)
-async def test_foreign_transactions_do_not_block_next_transaction(
-    leaders: Leaders, ended: OpenTransactionGuard, unseen: UnconfirmedWrites
-) -> None:
-    unseen.add({T: 8})
+async def test_foreign_transactions_do_not_block_next_transaction(leaders: Leaders) -> None:
+    leaders.unseen.add({T: 8})
     # The other producer of the claim may rightly have something open.
     leaders.open[T] = {STRANGER: 2, OURS - 1: 9}
     leaders.epochs[T] = EPOCH
-    await unseen.wait_until_ended([T], Backoff(30.0, 0.01))
+    await leaders.unseen.wait_until_ended([T], Backoff(30.0, 0.01))
     assert leaders.asked == [T]
-    await unseen.wait_until_ended([T], Backoff(30.0, 0.01))
+    await leaders.unseen.wait_until_ended([T], Backoff(30.0, 0.01))
     assert leaders.asked == [T]
     # If that leader was deposed, its answer is not enough.
-    assert ended._producers[1].vouching_leader == {T: 1}
+    assert leaders.guard._producers[1].vouching_leader == {T: 1}
 
 
 @pytest.mark.rule(14)
 @pytest.mark.parametrize("known", [-1, EPOCH - 1], ids=["nothing", "an earlier turn"])
-async def test_leader_without_our_last_epoch_is_not_trusted(
-    leaders: Leaders, unseen: UnconfirmedWrites, known: int
-) -> None:
-    unseen.add({T: 8})
+async def test_leader_without_our_last_epoch_is_not_trusted(leaders: Leaders, known: int) -> None:
+    leaders.unseen.add({T: 8})
     leaders.open[T] = {STRANGER: 2}
     leaders.epochs[T] = known
     with pytest.raises(PromotionTxnLost, match="promotion transactions in t-0 have ended"):
-        await unseen.wait_until_ended([T], Backoff(0.05, 0.01))
+        await leaders.unseen.wait_until_ended([T], Backoff(0.05, 0.01))
     assert T in leaders.forgotten
     leaders.epochs[T] = EPOCH
-    await unseen.wait_until_ended([T], Backoff(0.05, 0.01))
+    await leaders.unseen.wait_until_ended([T], Backoff(0.05, 0.01))
 
 
-async def test_writes_of_earlier_producer_id_do_not_block(
-    leaders: Leaders, ended: OpenTransactionGuard, unseen: UnconfirmedWrites
-) -> None:
-    unseen.add({T: 8})
+async def test_writes_of_earlier_producer_id_do_not_block(leaders: Leaders) -> None:
+    leaders.unseen.add({T: 8})
     leaders.open[T] = {OURS: 7}
-    ended._producers[1].id = OURS + 5
-    await unseen.wait_until_ended([T], Backoff(0.0, 0.01))
+    leaders.guard._producers[1].id = OURS + 5
+    await leaders.unseen.wait_until_ended([T], Backoff(0.0, 0.01))
     assert leaders.asked == []
 
 
 @pytest.mark.parametrize("tags", [b"\x00", b"\x01\x05\x02xx"])
 def test_producers_are_decoded_with_and_without_tags(tags: bytes) -> None:
-    def producer(id: int, first: int, tags: bytes) -> bytes:
+    def producer(id: int, first: int, tags: bytes = b"\x00") -> bytes:
         entry = id.to_bytes(8) + bytes(4) + b"\xff" * 4 + bytes(8) + bytes(4)
         return entry + first.to_bytes(8, signed=True) + tags
 
-    answer = (
-        bytes(4)
-        + b"\x02\x02t"
-        + (b"\x03" + bytes(4) + bytes(2) + b"\x00")
-        + (
-            b"\x04"
-            + producer(7, -1, b"\x00")
-            + producer(8, 5, tags)
-            + producer(9, 6, b"\x00")
-            + b"\x00"
-        )
-        + (bytes(3) + b"\x01" + bytes(2) + b"\x00" + b"\x01" + b"\x00")
-        + b"\x00"
-        + b"\x00"
-    )
+    producers = b"\x04" + producer(7, -1) + producer(8, 5, tags) + producer(9, 6)
+    zero_bytes = bytes(4) + bytes(2) + b"\x00" + producers + b"\x00"
+    one_bytes = bytes(3) + b"\x01" + bytes(2) + b"\x00" + b"\x01" + b"\x00"
+    answer = bytes(4) + b"\x02\x02t" + b"\x03" + zero_bytes + one_bytes + b"\x00" + b"\x00"
     found = describe_producers({"t": [0, 1]}).read(bytes(4) + b"\0" + answer)
     ((topic, (zero, one)),) = found.topics
     assert (topic, zero[0], one[0]) == ("t", 0, 1)

@@ -23,16 +23,16 @@ from txbroker.kafka.protocol.schemas import MetadataV10
 from txbroker.kafka.protocol.transactions import Partition
 
 T, U = ("t", 0), ("u", 3)
+SETTINGS = KafkaSettings(
+    bootstrap_servers=("127.0.0.1:1",), instance_id="one", watermark_timeout_s=0.05
+)
 
 
-class Brokers:
+class Brokers(Client):
     """Brokers, each with its own knowledge: of each partition the leader and its epoch."""
 
-    settings = KafkaSettings(
-        bootstrap_servers=("127.0.0.1:1",), instance_id="one", watermark_timeout_s=0.05
-    )
-
     def __init__(self, replicas: dict[Partition, list[int]]) -> None:
+        super().__init__(SETTINGS)
         self.replicas = replicas
         self.known: dict[int, dict[Partition, tuple[int, int]]] = {}
         self.errors: dict[str, int] = {}
@@ -41,8 +41,6 @@ class Brokers:
         self.first = 1
         """Who answers what any broker answers."""
         self.asked: list[int] = []
-        self.known_before: dict[Partition, tuple[int, ...]] = {}
-        self.remembered: dict[Partition, int] = {}
         self.ends: dict[int, int] = {}
         """Where the partition asked about ends, by who is asked."""
 
@@ -50,10 +48,6 @@ class Brokers:
         """Answer as the first broker."""
         self.asked.append(0)
         return self._answer(self.first, request)
-
-    async def leader(self, topic: str, partition: int) -> int:
-        """Return who leads as far as is remembered."""
-        return self.remembered[topic, partition]
 
     async def ask(self, node: int, request: Any, lane: str, timeout_s: float | None = None) -> Any:
         """Answer as one broker."""
@@ -84,20 +78,10 @@ class Brokers:
             topics.append((self.errors.get(topic, Code.NONE), topic, bytes(16), False, parts, 0))
         return SimpleNamespace(topics=topics)
 
-    def remember_leader(
-        self, topic: str, partition: int, leader: int, replicas: tuple[int, ...]
-    ) -> None:
-        """Keep the result."""
-        self.remembered[topic, partition] = leader
-
-    def known_replicas(self, topic: str, partition: int) -> tuple[int, ...]:
-        """Return the cached replicas of the test."""
-        return self.known_before.get((topic, partition), ())
-
     async def confirm(self, partition: Partition = T) -> int:
         """Confirm the leader of a partition."""
         async with asyncio.timeout(5.0):
-            return await confirm_leader(cast(Client, self), *partition)
+            return await confirm_leader(self, *partition)
 
 
 def three(cut_off: int) -> Brokers:
@@ -116,7 +100,7 @@ async def test_deposed_leader_is_outvoted(cut_off: int, silent: set[int]) -> Non
     brokers.first, brokers.silent = cut_off, silent - {cut_off}
     leader = 3 if cut_off == 2 else 2
     assert await brokers.confirm() == leader
-    assert brokers.remembered == {T: leader}
+    assert brokers._leaders == {T: leader}
 
 
 async def test_hanging_replica_is_not_awaited() -> None:
@@ -131,7 +115,7 @@ async def test_minority_is_no_quorum() -> None:
     brokers.silent = {2, 3}
     with pytest.raises(KafkaUnavailable, match="did not answer"):
         await brokers.confirm()
-    assert brokers.remembered == {}
+    assert brokers._leaders == {}
 
 
 @pytest.mark.parametrize("silent", [set(), {1}, {2}])
@@ -164,7 +148,7 @@ async def test_each_broker_gets_one_request_for_all_partitions() -> None:
     brokers = Brokers({T: [1, 2, 3], U: [1, 2, 3]})
     brokers.known = {node: {T: (2, 7), U: (-1, 3)} for node in (1, 2, 3)}
     brokers.errors = {"v": Code.TOPIC_AUTHORIZATION_FAILED}
-    found = await confirm_leaders(cast(Client, brokers), [T, U, ("v", 0), ("t", 9)])
+    found = await confirm_leaders(brokers, [T, U, ("v", 0), ("t", 9)])
     assert found[T] == 2
     refused = [found[each] for each in (U, ("v", 0), ("t", 9))]
     assert [cast(KafkaRefused, each).code for each in refused] == [
@@ -177,13 +161,13 @@ async def test_each_broker_gets_one_request_for_all_partitions() -> None:
 
 async def test_cached_replicas_are_asked_first_then_any_broker() -> None:
     brokers = three(cut_off=1)
-    brokers.known_before = {T: (1, 2, 3)}
+    brokers._replicas = {T: (1, 2, 3)}
     assert await brokers.confirm() == 2
     assert sorted(brokers.asked) == [1, 2, 3]
-    brokers.known_before = {T: (7, 8, 9)}
+    brokers._replicas = {T: (7, 8, 9)}
     brokers.silent = {7, 8, 9}
     assert await brokers.confirm() == 2
-    brokers.known_before, brokers.errors = {T: (1, 2, 3)}, {"t": Code.UNKNOWN_TOPIC_OR_PARTITION}
+    brokers._replicas, brokers.errors = {T: (1, 2, 3)}, {"t": Code.UNKNOWN_TOPIC_OR_PARTITION}
     brokers.known = {1: {}, 2: {}, 3: {}}
     with pytest.raises(KafkaRefused) as refused:
         await brokers.confirm()
@@ -201,25 +185,25 @@ async def test_quorum_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
 async def test_reader_moves_from_deposed_leader_to_next() -> None:
     brokers = three(cut_off=1)
     brokers.ends = {1: 10, 2: 12, 3: 12}
-    brokers.remembered = {T: 1}
-    reader = Reader(cast(Client, brokers), "t", 0, "lane")
+    brokers._leaders = {T: 1}
+    reader = Reader(brokers, "t", 0, "lane")
     assert (await reader.fetch(11)).high_watermark == 12
     with pytest.raises(LogTruncated):
         await reader.fetch(13)
-    brokers.remembered = {T: 1}
-    picker = Picker(lambda name: Reader(cast(Client, brokers), "t", 0, name))
+    brokers._leaders = {T: 1}
+    picker = Picker(lambda name: Reader(brokers, "t", 0, name))
     # Not missing, as the deposed one would have it: the next leader has it, hidden here.
     with pytest.raises(KafkaUnavailable, match="hides the record at offset 10"):
         await picker.pick([10])
-    assert brokers.remembered == {T: 2}
+    assert brokers._leaders == {T: 2}
 
 
 @pytest.mark.rule(3)
 async def test_confirmed_end_is_the_leaders() -> None:
     brokers = three(cut_off=1)
     brokers.ends = {1: 10, 2: 12, 3: 12}
-    brokers.remembered = {T: 1}
-    reader = Reader(cast(Client, brokers), "t", 0, "lane")
+    brokers._leaders = {T: 1}
+    reader = Reader(brokers, "t", 0, "lane")
     assert await reader.end() == 10
     assert await reader.end(confirmed=True) == 12
     assert await reader.end() == 12
@@ -229,11 +213,11 @@ async def test_confirmed_end_is_the_leaders() -> None:
 async def test_log_bounds_are_confirmed() -> None:
     brokers = three(cut_off=1)
     brokers.ends = {1: 10, 2: 12, 3: 12}
-    brokers.remembered = {T: 1}
-    log = KafkaLog(cast(Client, brokers), "t", 0, "lane/half", 1 << 20)
+    brokers._leaders = {T: 1}
+    log = KafkaLog(brokers, "t", 0, "lane/half", 1 << 20)
     assert (await log.bounds(confirmed=False))[1] == 10
     assert (await log.bounds())[1] == 12
 
 
 async def test_no_partitions_need_no_request() -> None:
-    assert await confirm_leaders(cast(Client, Brokers({})), []) == {}
+    assert await confirm_leaders(Brokers({}), []) == {}

@@ -1,4 +1,4 @@
-"""The small parts that need no Kafka: batches and causes."""
+"""Fetched batches, and causes of refusals."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import struct
 import tracemalloc
 import zlib
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 from aiokafka.record.default_records import DefaultRecordBatchBuilder
@@ -24,6 +25,22 @@ from txbroker.kafka.protocol.batch import HEADER_BYTES, batch_body, encode_batch
 from txbroker.kafka.protocol.codes import RETRIABLE, Code, describe
 from txbroker.kafka.protocol.fetched import Fetched
 
+
+def fetched(data: bytes, position: int = 0, end: int = 99, **options: Any) -> Fetched:
+    """Return what a reader gets from a broker's answer to a fetch."""
+    return Fetched("t-0", position, (0, 0, end, end, [], data), append_time=False, **options)
+
+
+def ours(*batch: Record, producer_id: int = 1, transactional: bool = False) -> bytes:
+    return encode_batch(
+        batch_body(batch),
+        producer_id=producer_id,
+        epoch=0,
+        sequence=0,
+        transactional=transactional,
+    )
+
+
 records = st.lists(
     st.builds(
         Record,
@@ -41,14 +58,14 @@ records = st.lists(
 
 @pytest.mark.rule(2)
 def test_offsets_without_batch_are_not_skipped() -> None:
-    batch = encode_batch(batch_body([Record(b"k", b"v")] * 2), producer_id=1, epoch=0, sequence=0)
+    batch = ours(*[Record(b"k", b"v")] * 2)
     data = b"".join(offset.to_bytes(8, "big") + batch[8:] for offset in (3, 5, 9))
-    fetched = Fetched("t-0", 3, (0, 0, 11, 11, [], data), append_time=False)
-    found = [record for piece in fetched.pieces(2) for record in piece]
+    read = fetched(data, 3, 11)
+    found = [record for piece in read.pieces(2) for record in piece]
     assert [(record.offset, record.skipped) for record in found] == [
         (3, 2), (4, 0), (5, 0), (6, 0), (9, 0), (10, 0)
     ]  # fmt: skip
-    assert (fetched.next_offset, fetched.skipped) == (11, 0)
+    assert (read.next_offset, read.skipped) == (11, 0)
 
 
 def sealed(batch: bytes, offset: int) -> bytes:
@@ -92,24 +109,21 @@ UNREADABLE: dict[str, Callable[[], bytes]] = {
 @pytest.mark.parametrize("reason", UNREADABLE)
 @pytest.mark.parametrize("producers", [False, True])
 def test_undecodable_batch_becomes_one_record(reason: str, producers: bool) -> None:
-    ours = encode_batch(batch_body([Record(b"k", b"ours")]), producer_id=1, epoch=0, sequence=0)
-    theirs = UNREADABLE[reason]()
+    own, theirs = ours(Record(b"k", b"ours")), UNREADABLE[reason]()
     count = int.from_bytes(theirs[57:61], "big")
     next_ = 4 + count
-    data = sealed(ours, 3) + sealed(theirs, 4) + sealed(ours, next_)
+    data = sealed(own, 3) + sealed(theirs, 4) + sealed(own, next_)
     reported: list[tuple[int, str]] = []
-    fetched = Fetched(
-        "t-0",
+    read = fetched(
+        data,
         3,
-        (0, 0, next_ + 1, next_ + 1, [], data),
-        append_time=False,
         producers=producers,
         unreadable=lambda offset, reason: reported.append((offset, reason)),
     )
-    found = [(each.offset, each.key, each.value, each.skipped) for each in fetched.records]
+    found = [(each.offset, each.key, each.value, each.skipped) for each in read.records]
     key, value = (PROGRESS_KEY, b"") if producers else (None, None)
     assert found == [(3, b"k", b"ours", 0), (4, key, value, 0), (next_, b"k", b"ours", count - 1)]
-    assert fetched.skipped == 0
+    assert read.skipped == 0
     ((offset, why),) = reported
     assert offset == 4
     assert reason in why
@@ -117,19 +131,15 @@ def test_undecodable_batch_becomes_one_record(reason: str, producers: bool) -> N
 
 def test_read_within_undecodable_batch_leaves_no_gap() -> None:
     data = sealed(foreign(5, attributes=ZSTD), 10)
-    fetched = Fetched("t-0", 12, (0, 0, 15, 15, [], data), append_time=False)
-    assert [(each.offset, each.skipped) for each in fetched.records] == [(12, 0)]
-    assert (fetched.next_offset, fetched.skipped) == (15, 2)
-    picked = Fetched("t-0", 12, (0, 0, 15, 15, [], data), append_time=False)
-    assert picked.among([12, 13]) == []
+    read = fetched(data, 12)
+    assert [(each.offset, each.skipped) for each in read.records] == [(12, 0)]
+    assert (read.next_offset, read.skipped) == (15, 2)
+    assert fetched(data, 12).among([12, 13]) == []
 
 
 def test_undecodable_batch_is_picked_as_it_is_read() -> None:
     data = sealed(foreign(5, attributes=ZSTD), 10)
-    read, picked = (
-        Fetched("t-0", 10, (0, 0, 15, 15, [], data), append_time=False) for _ in range(2)
-    )
-    assert picked.among([10, 11]) == read.records
+    assert fetched(data, 10).among([10, 11]) == fetched(data, 10).records
 
 
 def test_wrong_checksum_stops_for_any_attributes() -> None:
@@ -137,14 +147,13 @@ def test_wrong_checksum_stops_for_any_attributes() -> None:
         batch = foreign(attributes=attributes)
         damaged = batch[:-1] + bytes([batch[-1] ^ 1])
         with pytest.raises(InvariantBroken, match="checksum"):
-            _ = Fetched("t-0", 0, (0, 0, 3, 3, [], damaged), append_time=False).records
+            _ = fetched(damaged).records
 
 
 def test_non_utf8_header_names_are_replaced() -> None:
     batch = sealed(foreign().replace(b"zq", b"\xffq"), 7)
-    found = Fetched("t-0", 8, (0, 0, 10, 10, [], batch), append_time=False).records
     expected = [Record(b"k", b"v", (("\ufffdq", b"x"),), 1, offset) for offset in (8, 9)]
-    assert found == expected
+    assert fetched(batch, 8).records == expected
 
 
 @given(records, st.booleans(), st.sampled_from((0, -1 << 63, (1 << 63) - 1, (1 << 63) - (1 << 40))))
@@ -158,7 +167,7 @@ def test_gzip_batch_reads_like_uncompressed_one(
         answer = (0, 0, 99, 99, [], sealed(batch, 5))
         return Fetched("t-0", 5, answer, append_time=append_time).records
 
-    plain = encode_batch(batch_body(given_), producer_id=1, epoch=0, sequence=0)
+    plain = ours(*given_)
     compress = zlib.compressobj(wbits=31)
     body = compress.compress(plain[HEADER_BYTES:]) + compress.flush()
     size = (len(body) + HEADER_BYTES - 12).to_bytes(4, "big")
@@ -166,7 +175,7 @@ def test_gzip_batch_reads_like_uncompressed_one(
     packed = plain[:8] + size + plain[12:22] + attributes + plain[23:HEADER_BYTES] + body
     assert read(packed) == read(plain)
     odd = [*given_, Record(b"", None, (("zzqzz", None),), 1 << 41)]
-    batch = encode_batch(batch_body(odd), producer_id=1, epoch=0, sequence=0)
+    batch = ours(*odd)
     named = read(batch.replace(b"zzqzz", b"zz\xffzz"))
     assert named[:-1] == read(batch)[:-1]
     assert named[-1].headers == (("zz\ufffdzz", None),)
@@ -178,36 +187,27 @@ def test_gzip_bomb_takes_little_memory() -> None:
     assert len(batch) < 1 << 20
     tracemalloc.start()
     try:
-        fetched = Fetched("t-0", 0, (0, 0, 1, 1, [], batch), append_time=False)
-        assert [each.value for each in fetched.records] == [None]
+        assert [each.value for each in fetched(batch).records] == [None]
         assert tracemalloc.get_traced_memory()[1] < 64 << 20
     finally:
         tracemalloc.stop()
 
 
-@pytest.mark.parametrize("ours", [True, False])
-def test_only_own_undecodable_checkpoint_stops(
-    ours: bool,
-) -> None:
-    claim = encode_claim(Claim(LOG_VERSION, "c", "o", ""))
-    batch = encode_batch(
-        batch_body([claim]), producer_id=7, epoch=0, sequence=0, transactional=True
-    )
-    builder = DefaultRecordBatchBuilder(2, 0, 1, 7 if ours else 8, 0, 1, 1 << 20)
+@pytest.mark.parametrize("is_ours", [True, False])
+def test_only_own_undecodable_checkpoint_stops(is_ours: bool) -> None:
+    claim = ours(encode_claim(Claim(LOG_VERSION, "c", "o", "")), producer_id=7, transactional=True)
+    builder = DefaultRecordBatchBuilder(2, 0, 1, 7 if is_ours else 8, 0, 1, 1 << 20)
     builder.append(0, 1, b"progress", b"{}", [])
     packed = bytearray(builder.build())
     packed[22] |= ZSTD
-    data = sealed(batch, 0) + sealed(bytes(packed), 1)
     scan = CheckpointScan("checkpoint-0")
-    answer = (0, 0, 2, 2, [], data)
-    scan.note(Fetched("checkpoint-0", 0, answer, append_time=False, producers=True).records)
-    assert [stop.code for stop in scan.stops()] == (["unreadable"] if ours else [])
-    assert scan.foreign == (0 if ours else 1)
+    scan.note(fetched(sealed(claim, 0) + sealed(bytes(packed), 1), producers=True).records)
+    assert [stop.code for stop in scan.stops()] == (["unreadable"] if is_ours else [])
+    assert scan.foreign == (0 if is_ours else 1)
 
 
-@pytest.mark.parametrize("number", [74, 75, 78])
-def test_codes_unknown_to_library_are_retriable(number: int) -> None:
-    assert number in RETRIABLE
+def test_codes_unknown_to_library_are_retriable() -> None:
+    assert {74, 75, 78} <= RETRIABLE
 
 
 @pytest.mark.parametrize(
@@ -225,31 +225,31 @@ def test_refused_batch_becomes_cause(code: int, cause: str, passing: bool) -> No
     with pytest.raises(PromotionTxnRefused) as raised, translated():
         raise BatchRefused(("target", 3), code, None)
     found = raised.value.cause
-    assert (found.code, found.topic, found.partition, found.passing) == (
-        cause,
-        "target",
-        3,
-        passing,
-    )
+    expected = (cause, "target", 3, passing)
+    assert (found.code, found.topic, found.partition, found.passing) == expected
     assert "target-3" in found.message
 
 
-@pytest.mark.parametrize(
-    "error",
-    [
-        BatchUnknown(("t", 0), "no answer"),
-        BatchRefused(("target", 0), Code.OUT_OF_ORDER_SEQUENCE, None),
-        BatchRefused(("target", 0), Code.INVALID_TXN_STATE, None),
-    ],
-)
-def test_lost_producer_state_blames_no_record(error: Exception) -> None:
-    with pytest.raises(PromotionTxnLost), translated():
+LOST = PromotionTxnLost
+ERRORS: list[tuple[Exception, type[Exception]]] = [
+    (BatchUnknown(("t", 0), "no answer"), LOST),
+    *(
+        (BatchRefused(("target", 0), code, None), LOST)
+        for code in (
+            Code.OUT_OF_ORDER_SEQUENCE,
+            Code.INVALID_TXN_STATE,
+            Code.UNSUPPORTED_VERSION,
+            Code.TRANSACTION_ABORTABLE,
+        )
+    ),
+    (ProducerFenced(), Fenced),
+]
+
+
+@pytest.mark.parametrize(("error", "raised"), ERRORS)
+def test_lost_producer_state_blames_no_record(error: Exception, raised: type[Exception]) -> None:
+    with pytest.raises(raised), translated():
         raise error
-
-
-def test_newer_producer_fences() -> None:
-    with pytest.raises(Fenced), translated():
-        raise ProducerFenced
 
 
 def test_codes_are_described_in_words() -> None:

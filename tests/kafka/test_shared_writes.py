@@ -1,10 +1,11 @@
-"""Batches of several partitions in one request: who goes along, who waits, and who hears what."""
+"""Batches of several partitions in one request."""
 
 from __future__ import annotations
 
 import asyncio
 import gc
-from collections.abc import AsyncIterator
+import itertools
+from collections.abc import AsyncIterator, Iterable
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +14,7 @@ from aiokafka.errors import IncompatibleBrokerVersion, KafkaConnectionError
 
 from tests.kafka.scripted_brokers import A, B, Brokers, C, Sent
 from txbroker.core.records import Record
-from txbroker.door.protocols import AppendRefused, AppendUnknown
+from txbroker.door.protocols import Appended, AppendRefused, AppendUnknown
 from txbroker.errors import ConfigurationError
 from txbroker.kafka.client import shared_writes
 from txbroker.kafka.client.client import NotSent, Unanswered
@@ -26,30 +27,64 @@ TOO_LARGE, NOT_LEADER, TIMED_OUT, OUT_OF_ORDER = 10, 6, 7, 45
 FEW_REPLICAS, FEW_REPLICAS_AFTER_APPEND = 19, 20
 
 
-@pytest.fixture
-async def brokers() -> Brokers:
-    """Brokers whose answers the test gives."""
-    return Brokers()
-
-
-@pytest.fixture
-async def shared(brokers: Brokers) -> AsyncIterator[SharedWrites]:
-    """The tested object: two requests at once, and unlimited wait."""
-    made = SharedWrites(brokers.client, at_once=2, wait_max_s=LONG_S)
-    yield made
-    await made.close()
-
-
 Writing = asyncio.Task[PartitionResult]
 
 
-def start(shared: SharedWrites, at: Partition, data: bytes = b"x", leader: int = 1) -> Writing:
-    return asyncio.create_task(shared.write(leader, at, data, f"own/{at[0]}-{at[1]}"))
+class Writes(Brokers):
+    """The scripted brokers, and shared writes to them: two requests at once, unlimited wait."""
+
+    def __init__(self, at_once: int = 2, wait_max_s: float = LONG_S, **changes: Any) -> None:
+        super().__init__(**changes)
+        self.shared = SharedWrites(self.client, at_once, wait_max_s)
+
+    async def start(self, *places: Partition, data: bytes = b"x", leader: int = 1) -> list[Writing]:
+        """Start writes in one iteration; return once nothing is left to do but to answer."""
+        writes = [self.write(at, data, leader) for at in places]
+        await settle()
+        return writes
+
+    def write(self, at: Partition, data: bytes = b"x", leader: int = 1) -> Writing:
+        own_channel = f"own/{at[0]}-{at[1]}"
+        return asyncio.create_task(self.shared.write(leader, at, data, own_channel))
+
+    async def store_all(self, writes: Iterable[Writing], first: int = 0) -> list[int]:
+        """Store what was sent from request `first` on; return the codes that the writes get."""
+        for sent in self.sent[first:]:
+            sent.store()
+        return [result.code for result in await asyncio.gather(*writes)]
+
+    async def done(self, at: Partition) -> None:
+        """Write to a partition."""
+        writes = await self.start(at)
+        assert await self.store_all(writes, len(self.sent) - 1) == [0]
+
+    def log(self, at: Partition) -> KafkaLog:
+        return KafkaLog(self.client, *at, f"p/{at[0]}", 1 << 20, self.shared)
+
+    def append(self, *places: Partition) -> list[asyncio.Task[Appended]]:
+        """Start to append a record to the log of each partition."""
+        return [asyncio.create_task(self.log(at).append([Record(b"k", b"v")])) for at in places]
+
+    async def sent_to(self, number: int) -> Sent:
+        """Wait for a request."""
+        async with asyncio.timeout(LONG_S):
+            while len(self.sent) <= number:
+                await asyncio.sleep(0.001)
+        return self.sent[number]
 
 
-async def heard(writing: Writing) -> PartitionResult:
-    """Wait for what a writer hears; one that hears nothing fails its test."""
-    return await asyncio.wait_for(writing, 5.0)
+@pytest.fixture
+async def brokers() -> AsyncIterator[Writes]:
+    made = Writes()
+    yield made
+    await made.shared.close()
+
+
+async def fail(writes: Iterable[Writing], error: type[Exception], match: str | None = None) -> None:
+    """See each write fail."""
+    for write in writes:
+        with pytest.raises(error, match=match):
+            await asyncio.wait_for(write, 5.0)
 
 
 async def settle() -> None:
@@ -58,10 +93,8 @@ async def settle() -> None:
         await asyncio.sleep(0)
 
 
-async def test_batches_of_one_iteration_share_a_request(
-    brokers: Brokers, shared: SharedWrites
-) -> None:
-    writing = [start(shared, at, data) for at, data in ((A, b"a"), (B, b"b"), (C, b"c"))]
+async def test_batches_of_one_iteration_share_a_request(brokers: Writes) -> None:
+    writing = [brokers.write(at, data) for at, data in ((A, b"a"), (B, b"b"), (C, b"c"))]
     await settle()
     (sent,) = brokers.sent
     assert sent.batches == {A: b"a", B: b"b", C: b"c"}
@@ -77,9 +110,9 @@ async def test_batches_of_one_iteration_share_a_request(
     ]
 
 
-async def test_answer_resolves_within_one_iteration(brokers: Brokers, shared: SharedWrites) -> None:
-    await _done(brokers, shared, A)
-    writing = start(shared, A)
+async def test_answer_resolves_within_one_iteration(brokers: Writes) -> None:
+    await brokers.done(A)
+    writing = brokers.write(A)
     await asyncio.sleep(0)  # batches ready meanwhile are combined
     await asyncio.sleep(0)
     brokers.sent[-1].store()
@@ -87,94 +120,71 @@ async def test_answer_resolves_within_one_iteration(brokers: Brokers, shared: Sh
     assert writing.done()
 
 
-async def test_each_partition_gets_its_error(brokers: Brokers, shared: SharedWrites) -> None:
-    first, second = start(shared, A), start(shared, B)
-    await settle()
+async def test_each_partition_gets_its_error(brokers: Writes) -> None:
+    writes = await brokers.start(A, B)
     brokers.sent[0].store(op=TOO_LARGE)
-    assert ((await first).code, (await second).code) == (0, TOO_LARGE)
+    assert [(await each).code for each in writes] == [0, TOO_LARGE]
 
 
-async def test_single_batch_is_sent_at_once(brokers: Brokers, shared: SharedWrites) -> None:
+async def test_single_batch_is_sent_at_once(brokers: Writes) -> None:
     for number in range(3):
-        writing = start(shared, A)
-        await settle()
+        await brokers.done(A)
         assert len(brokers.sent) == number + 1
-        brokers.sent[number].store()
-        await writing
 
 
-async def test_each_broker_gets_its_batches(brokers: Brokers, shared: SharedWrites) -> None:
-    writing = [start(shared, A, leader=1), start(shared, B, leader=2)]
+async def test_each_broker_gets_its_batches(brokers: Writes) -> None:
+    writing = [brokers.write(A, leader=1), brokers.write(B, leader=2)]
     await settle()
     assert [(sent.node, set(sent.batches)) for sent in brokers.sent] == [(1, {A}), (2, {B})]
-    for sent in brokers.sent:
-        sent.store()
-    await asyncio.gather(*writing)
+    await brokers.store_all(writing)
 
 
-async def test_batches_wait_while_requests_are_in_flight(
-    brokers: Brokers, shared: SharedWrites
-) -> None:
+async def test_batches_wait_while_requests_are_in_flight(brokers: Writes) -> None:
     late = [("late", number) for number in range(3)]
-    writing = []
-    for at in (A, B, *late):
-        writing.append(start(shared, at))
-        await settle()
+    writing = [write for at in (A, B, *late) for write in await brokers.start(at)]
     assert [set(sent.batches) for sent in brokers.sent] == [{A}, {B}]
     assert [sent.lane for sent in brokers.sent] == ["shared/0", "shared/1"]
     brokers.sent[0].store()
     await settle()
-    assert set(brokers.sent[2].batches) == set(late)
-    assert brokers.sent[2].lane == "shared/0"
-    for sent in brokers.sent[1:]:
-        sent.store()
-    await asyncio.gather(*writing)
+    assert (set(brokers.sent[2].batches), brokers.sent[2].lane) == (set(late), "shared/0")
+    await brokers.store_all(writing, 1)
 
 
-async def test_wait_for_slow_requests_is_bounded(brokers: Brokers) -> None:
-    shared = SharedWrites(brokers.client, at_once=1, wait_max_s=0.001)
+async def test_wait_for_slow_requests_is_bounded() -> None:
+    brokers = Writes(at_once=1, wait_max_s=0.001)
     writing = []
-    async with asyncio.timeout(LONG_S):
-        for number, at in enumerate((A, B, C), 1):
-            writing.append(start(shared, at))
-            while len(brokers.sent) < number:
-                await asyncio.sleep(0.001)
-    assert [sent.lane for sent in brokers.sent] == ["shared/0", "shared/1", "shared/2"]
-    for sent in brokers.sent:
-        sent.store()
-    await asyncio.gather(*writing)
+    for number, at in enumerate((A, B, C)):
+        writing.append(brokers.write(at))
+        assert (await brokers.sent_to(number)).lane == f"shared/{number}"
+    await brokers.store_all(writing)
 
 
-async def test_request_size_is_bounded(brokers: Brokers, shared: SharedWrites) -> None:
+async def test_request_size_is_bounded(brokers: Writes) -> None:
     some = [("some", number) for number in range(3)]
-    writing = [start(shared, at, bytes(REQUEST_BYTES_MAX // 2)) for at in some]
-    writing.append(start(shared, A, bytes(REQUEST_BYTES_MAX + 1)))
+    writing = [brokers.write(at, bytes(REQUEST_BYTES_MAX // 2)) for at in some]
+    writing.append(brokers.write(A, bytes(REQUEST_BYTES_MAX + 1)))
     await settle()
     assert [(sent.lane, set(sent.batches)) for sent in brokers.sent] == [
         ("own/half-0", {A}),
         ("shared/0", set(some[:2])),
         ("shared/1", {some[2]}),
     ]
-    for sent in brokers.sent:
-        sent.store()
-    await asyncio.gather(*writing)
+    await brokers.store_all(writing)
 
 
-async def test_small_batch_passes_large_one(brokers: Brokers, shared: SharedWrites) -> None:
-    writing = [start(shared, at, bytes(REQUEST_BYTES_MAX * 9 // 10)) for at in (A, C)]
-    writing.append(start(shared, B, b"a decision"))
+async def test_small_batch_passes_large_one(brokers: Writes) -> None:
+    writing = [brokers.write(at, bytes(REQUEST_BYTES_MAX * 9 // 10)) for at in (A, C)]
+    writing.append(brokers.write(B, b"a decision"))
     await settle()
     assert [set(sent.batches) for sent in brokers.sent] == [{A, B}, {C}]
-    for sent in brokers.sent:
-        sent.store()
-    await asyncio.gather(*writing)
+    await brokers.store_all(writing)
 
 
-async def test_request_has_one_batch_per_partition(brokers: Brokers, shared: SharedWrites) -> None:
-    """As where one who gave up has an heir in the same moment."""
+async def test_request_has_one_batch_per_partition(brokers: Writes) -> None:
+    """As where a write is cancelled and repeated in the same moment."""
     made = asyncio.get_running_loop().create_future
     batches = [shared_writes._Batch(A, data, made()) for data in (b"1", b"2")]
-    writing = [asyncio.create_task(shared._write(1, each, "")) for each in batches]
+    writing = [asyncio.create_task(brokers.shared._write(1, each, "")) for each in batches]
     await settle()
     assert [sent.batches for sent in brokers.sent] == [{A: b"1"}, {A: b"2"}]
     for number, sent in enumerate(brokers.sent):
@@ -182,77 +192,53 @@ async def test_request_has_one_batch_per_partition(brokers: Brokers, shared: Sha
     assert [(await each).base_offset for each in writing] == [0, 1]
 
 
-# --- who gives up --------------------------------------------------------------------------------
+# --- cancelled writes ----------------------------------------------------------------------------
 
 
 @pytest.mark.rule(1)
-async def test_cancelled_batch_is_not_sent(brokers: Brokers, shared: SharedWrites) -> None:
+async def test_cancelled_batch_is_not_sent(brokers: Writes) -> None:
     brokers.open.clear()
-    given_up, stays = start(shared, A), start(shared, B)
-    await settle()
+    given_up, stays = await brokers.start(A, B)
     given_up.cancel()
     brokers.open.set()
     await settle()
     (sent,) = brokers.sent
     assert set(sent.batches) == {B}
-    sent.store()
-    assert (await stays).code == 0
+    assert await brokers.store_all([stays]) == [0]
     assert given_up.cancelled()
 
 
-async def test_batch_cancelled_in_same_iteration_is_not_sent(
-    brokers: Brokers, shared: SharedWrites
-) -> None:
-    assert (await _done(brokers, shared, A)).code == 0
+async def test_batch_cancelled_in_same_iteration_is_not_sent(brokers: Writes) -> None:
+    await brokers.done(A)
     brokers.sent.clear()
-    given_up = start(shared, A)
+    given_up = brokers.write(A)
     await asyncio.sleep(0)
     given_up.cancel()
     await settle()
     assert not brokers.sent
-    assert not shared._brokers[1].waiting
-    assert not shared._in_flight
-    assert not shared._brokers[1].channels
-    again = start(shared, A)
-    await settle()
+    broker = brokers.shared._brokers[1]
+    assert (broker.waiting, broker.channels, brokers.shared._in_flight) == ({}, set(), set())
+    await brokers.done(A)
     # It did not come through as far as is known, so the next one goes alone.
-    (sent,) = brokers.sent
-    assert sent.lane == "own/half-0"
-    sent.store()
-    await again
+    assert [sent.lane for sent in brokers.sent] == ["own/half-0"]
 
 
-async def _done(brokers: Brokers, shared: SharedWrites, at: Partition) -> PartitionResult:
-    writing = start(shared, at)
-    await settle()
-    brokers.sent[-1].store()
-    return await writing
-
-
-async def test_cancel_in_flight_does_not_affect_others(
-    brokers: Brokers, shared: SharedWrites
-) -> None:
-    given_up, stays = start(shared, A), start(shared, B)
-    await settle()
+async def test_cancel_in_flight_does_not_affect_others(brokers: Writes) -> None:
+    given_up, stays = await brokers.start(A, B)
     given_up.cancel()
     await settle()
-    brokers.sent[0].store()
-    assert (await stays).code == 0
+    assert await brokers.store_all([stays]) == [0]
     assert given_up.cancelled()
 
 
 @pytest.mark.parametrize("alone", [False, True])
-async def test_failed_batch_frees_its_bytes(
-    brokers: Brokers, shared: SharedWrites, alone: bool
-) -> None:
+async def test_failed_batch_frees_its_bytes(brokers: Writes, alone: bool) -> None:
     data = bytes(REQUEST_BYTES_MAX + alone)
     gc.collect()
     gc.disable()
     try:
         for node in (1, 2):  # a connection that breaks, and one that does not come about
-            some = [("x", node), ("y", node)]
-            writing = [start(shared, at, data, leader=node) for at in some]
-            await settle()
+            writing = await brokers.start(("x", node), ("y", node), data=data, leader=node)
             while brokers.sent:
                 brokers.sent.pop().lose()
             brokers.refused = ConnectionRefusedError(111, "connection refused")
@@ -265,116 +251,73 @@ async def test_failed_batch_frees_its_bytes(
         gc.enable()
 
 
-# --- trouble -------------------------------------------------------------------------------------
+# --- errors --------------------------------------------------------------------------------------
 
 
 @pytest.mark.rule(1)
-async def test_broken_connection_leaves_all_unanswered(
-    brokers: Brokers, shared: SharedWrites
-) -> None:
-    lost = [start(shared, A), start(shared, B)]
-    await settle()
-    other = start(shared, C)
-    await settle()
-    waiting = start(shared, ("late", 0))
-    await settle()
+async def test_broken_connection_leaves_all_unanswered(brokers: Writes) -> None:
+    lost = await brokers.start(A, B)
+    others = [*await brokers.start(C), *await brokers.start(("late", 0))]
     brokers.sent[0].lose()
-    for each in lost:
-        with pytest.raises(Unanswered, match="reset"):
-            await heard(each)
+    await fail(lost, Unanswered, "reset")
     await settle()
     assert [set(sent.batches) for sent in brokers.sent[1:]] == [{C}, {("late", 0)}]
-    for sent in brokers.sent[1:]:
-        sent.store()
-    assert [(await each).code for each in (other, waiting)] == [0, 0]
+    assert await brokers.store_all(others, 1) == [0, 0]
 
 
-async def test_failed_connection_means_not_sent(brokers: Brokers, shared: SharedWrites) -> None:
-    brokers.refused = ConnectionRefusedError(111, "connection refused")
-    for each in [start(shared, A), start(shared, B)]:
-        with pytest.raises(NotSent, match="no connection"):
-            await heard(each)
+@pytest.mark.parametrize(
+    ("refused", "on_send", "error", "match"),
+    [
+        (ConnectionRefusedError(111, "connection refused"), None, NotSent, "no connection"),
+        (None, KafkaConnectionError("broken"), NotSent, "broken"),
+        (None, IncompatibleBrokerVersion("produce"), ConfigurationError, "too old"),
+    ],
+    ids=["no connection", "broken on send", "unexpected"],
+)
+async def test_unsent_request_fails_all_and_isolates_no_partition(
+    brokers: Writes,
+    refused: Exception | None,
+    on_send: Exception | None,
+    error: type[Exception],
+    match: str,
+) -> None:
+    brokers.refused, brokers.send_fails = refused, on_send
+    await fail([brokers.write(A), brokers.write(B)], error, match)
     assert not brokers.sent
+    if error is NotSent:
+        brokers.refused = brokers.send_fails = None
+        both = await brokers.start(A, B)
+        assert [set(sent.batches) for sent in brokers.sent] == [{A, B}]
+        assert await brokers.store_all(both) == [0, 0]
 
 
-async def test_connection_broken_on_send_means_not_sent(
-    brokers: Brokers, shared: SharedWrites
-) -> None:
-    brokers.send_fails = KafkaConnectionError("broken")
-    for each in [start(shared, A), start(shared, B)]:
-        with pytest.raises(NotSent, match="broken"):
-            await each
-
-
-async def test_unexpected_error_fails_all(brokers: Brokers, shared: SharedWrites) -> None:
-    brokers.send_fails = IncompatibleBrokerVersion("produce")
-    for each in [start(shared, A), start(shared, B)]:
-        with pytest.raises(ConfigurationError, match="too old"):
-            await each
-
-
-async def test_unexpected_error_reaches_one_partition(
-    brokers: Brokers, shared: SharedWrites
-) -> None:
+@pytest.mark.parametrize("first_waits", [True, False])
+async def test_unexpected_error_reaches_one_partition(brokers: Writes, first_waits: bool) -> None:
+    first, second = await brokers.start(A, B)
+    if not first_waits:
+        first.cancel()
+        await settle()
     # An answer that does not decode.
-    first, second = start(shared, A), start(shared, B)
-    await settle()
     brokers.sent[0].answer.set_result(SimpleNamespace(topics=[("half",)]))
     with pytest.raises(ValueError, match="unpack") as raised:
-        await first
-    assert "parse_produce_response" in [
-        entry.name for entry in raised.traceback
-    ]  # where it came up
-    with pytest.raises(Unanswered, match="several partitions"):
-        await second
-
-
-async def test_unexpected_error_reaches_a_waiting_partition(
-    brokers: Brokers, shared: SharedWrites
-) -> None:
-    given_up, other = start(shared, A), start(shared, B)
-    await settle()
-    given_up.cancel()
-    await settle()
-    brokers.sent[0].answer.set_result(SimpleNamespace(topics=[("half",)]))
-    with pytest.raises(ValueError, match="unpack"):
-        await other
-
-
-async def test_unsent_batch_does_not_isolate_partition(
-    brokers: Brokers, shared: SharedWrites
-) -> None:
-    brokers.refused = ConnectionRefusedError(111, "connection refused")
-    for each in [start(shared, A), start(shared, B)]:
-        with pytest.raises(NotSent):
-            await heard(each)
-    brokers.refused = None
-    both = [start(shared, A), start(shared, B)]
-    await settle()
-    (sent,) = brokers.sent
-    assert set(sent.batches) == {A, B}
-    sent.store()
-    assert [(await each).code for each in both] == [0, 0]
+        await (first if first_waits else second)
+    # Where it came up.
+    assert "parse_produce_response" in [entry.name for entry in raised.traceback]
+    if first_waits:
+        await fail([second], Unanswered, "several partitions")
 
 
 @pytest.mark.rule(1)
-async def test_missing_result_is_unanswered_for_that_partition(
-    brokers: Brokers, shared: SharedWrites
-) -> None:
-    first, second = start(shared, A), start(shared, B)
-    await settle()
+async def test_missing_result_is_unanswered_for_that_partition(brokers: Writes) -> None:
+    first, second = await brokers.start(A, B)
     brokers.sent[0].store(leave_out=B)
     assert (await first).code == 0
-    with pytest.raises(Unanswered, match="op-0"):
-        await second
+    await fail([second], Unanswered, "op-0")
 
 
-async def test_failed_partition_writes_alone_until_success(
-    brokers: Brokers, shared: SharedWrites
-) -> None:
+async def test_failed_partition_writes_alone_until_success(brokers: Writes) -> None:
     for code in (TIMED_OUT, NOT_LEADER, 0):
-        first, second = start(shared, A), start(shared, B)
-        await settle()
+        first, second = await brokers.start(A, B)
         lanes = {sent.lane: sent for sent in brokers.sent}
         brokers.sent.clear()
         for sent in lanes.values():
@@ -382,97 +325,65 @@ async def test_failed_partition_writes_alone_until_success(
         assert ((await first).code, (await second).code) == (code, 0)
         together = code == TIMED_OUT
         assert set(lanes) == ({"shared/0"} if together else {"own/half-0", "shared/0"})
-    first, second = start(shared, A), start(shared, B)
-    await settle()
+    both = await brokers.start(A, B)
     assert [set(sent.batches) for sent in brokers.sent] == [{A, B}]
-    brokers.sent[0].store()
-    await asyncio.gather(first, second)
+    await brokers.store_all(both)
 
 
-async def test_shared_request_has_short_timeout(brokers: Brokers, shared: SharedWrites) -> None:
-    writing = [start(shared, A), start(shared, B), start(shared, C, b"x" * REQUEST_BYTES_MAX)]
+async def test_shared_request_has_short_timeout(brokers: Writes) -> None:
+    writing = [brokers.write(A), brokers.write(B), brokers.write(C, b"x" * REQUEST_BYTES_MAX)]
     await settle()
     waits = sorted((len(sent.batches), sent.request._timeout) for sent in brokers.sent)
     patience_ms = round(brokers.client.settings.request_timeout_s * 1000)
     assert waits == [(1, patience_ms), (2, 1000)]
-    for sent in brokers.sent:
-        sent.store()
-    await asyncio.gather(*writing)
+    await brokers.store_all(writing)
 
 
 async def test_slow_partition_writes_alone(
-    brokers: Brokers, shared: SharedWrites, monkeypatch: pytest.MonkeyPatch
+    brokers: Writes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(shared_writes, "SLOW_S", 0.0)
-    await _done(brokers, shared, A)
-    monkeypatch.setattr(shared_writes, "SLOW_S", LONG_S)
-    await _done(brokers, shared, A)
-    await _done(brokers, shared, A)
+    for slow_s in (0.0, LONG_S, LONG_S):
+        monkeypatch.setattr(shared_writes, "SLOW_S", slow_s)
+        await brokers.done(A)
     assert [sent.lane for sent in brokers.sent] == ["shared/0", "own/half-0", "shared/0"]
 
 
-async def test_close_fails_waiting_batches(brokers: Brokers, shared: SharedWrites) -> None:
-    writes = [start(shared, A)]
-    await settle()
-    writes.append(start(shared, B))
-    await settle()
-    waiting = start(shared, C)
-    await settle()
-    await shared.close()
-    for each in writes:
-        with pytest.raises(Unanswered):
-            await heard(each)
-    with pytest.raises(NotSent):
-        await heard(waiting)
-    with pytest.raises(NotSent):
-        await heard(start(shared, A))
+async def test_close_fails_waiting_batches(brokers: Writes) -> None:
+    sent = [*await brokers.start(A), *await brokers.start(B)]
+    waiting = await brokers.start(C)
+    await brokers.shared.close()
+    await fail(sent, Unanswered)
+    await fail([*waiting, brokers.write(A)], NotSent)
 
 
 # --- as the logs see it --------------------------------------------------------------------------
 
 
-def log(brokers: Brokers, shared: SharedWrites, at: Partition) -> KafkaLog:
-    return KafkaLog(brokers.client, *at, f"p/{at[0]}", 1 << 20, shared)
-
-
-async def sent_to(brokers: Brokers, number: int) -> Sent:
-    """Wait for a request."""
-    async with asyncio.timeout(LONG_S):
-        while len(brokers.sent) <= number:
-            await asyncio.sleep(0.001)
-    return brokers.sent[number]
-
-
-async def test_refused_batch_does_not_affect_other_logs(
-    brokers: Brokers, shared: SharedWrites
-) -> None:
-    half, op = log(brokers, shared, A), log(brokers, shared, B)
-    appends = [asyncio.create_task(each.append([Record(b"k", b"v")])) for each in (half, op)]
-    (await sent_to(brokers, 0)).store(half=TOO_LARGE)
+async def test_refused_batch_does_not_affect_other_logs(brokers: Writes) -> None:
+    half, op = brokers.append(A, B)
+    (await brokers.sent_to(0)).store(half=TOO_LARGE)
     with pytest.raises(AppendRefused, match="too large"):
-        await appends[0]
-    assert await appends[1] == (5, 77)
+        await half
+    assert await op == (5, 77)
     assert len(brokers.sent) == 1
 
 
-async def test_unanswered_batch_is_resent_alone_and_identical(
-    brokers: Brokers, shared: SharedWrites
-) -> None:
-    half = log(brokers, shared, A)
+async def test_unanswered_batch_is_resent_alone_and_identical(brokers: Writes) -> None:
+    half = brokers.log(A)
     first = asyncio.create_task(half.append([Record(b"1", b"")]))
-    lost = await sent_to(brokers, 0)
+    lost = await brokers.sent_to(0)
     lost.lose()
     brokers.client._leaders[A] = 1
     # The leader is looked up again; its answer is the same.
     brokers.client.refresh = _same_leader  # type: ignore[method-assign]
-    again = await sent_to(brokers, 1)
+    again = await brokers.sent_to(1)
     assert (again.lane, again.batches) == ("p/half/append", lost.batches)
     await settle()
     assert len(brokers.sent) == 2
     again.store(8)
     assert (await first).base_offset == 8
     second = asyncio.create_task(half.append([Record(b"2", b"")]))
-    (await sent_to(brokers, 2)).store(9)
+    (await brokers.sent_to(2)).store(9)
     assert (await second).base_offset == 9
     assert brokers.sent[2].lane == "shared/0"
 
@@ -492,33 +403,29 @@ async def _same_leader(topics: Any) -> Any:
     ],
 )
 async def test_maybe_stored_batch_is_not_refused(
-    brokers: Brokers, shared: SharedWrites, first: int, then: type[Exception]
+    brokers: Writes, first: int, then: type[Exception]
 ) -> None:
     brokers.client.refresh = _same_leader  # type: ignore[method-assign]
-    append = asyncio.create_task(log(brokers, shared, A).append([Record(b"k", b"v")]))
-    (await sent_to(brokers, 0)).store(half=first)
-    (await sent_to(brokers, 1)).store(half=TOO_LARGE)
+    (append,) = brokers.append(A)
+    (await brokers.sent_to(0)).store(half=first)
+    (await brokers.sent_to(1)).store(half=TOO_LARGE)
     assert brokers.sent[1].batches == brokers.sent[0].batches
     with pytest.raises(then, match="too large"):
         await append
 
 
 async def test_unanswered_append_is_unknown_for_every_log() -> None:
-    brokers = Brokers(write_timeout_s=0.05)
+    brokers = Writes(write_timeout_s=0.05)
     brokers.client.refresh = _same_leader  # type: ignore[method-assign]
-    shared = SharedWrites(brokers.client)
-    logs = [log(brokers, shared, at) for at in (A, B)]
-    appends = [asyncio.create_task(each.append([Record(b"k", b"v")])) for each in logs]
-    losing = asyncio.create_task(_lose_all(brokers))
+
+    async def lose_all() -> None:
+        for number in itertools.count():
+            (await brokers.sent_to(number)).lose()
+
+    appends = brokers.append(A, B)
+    losing = asyncio.create_task(lose_all())
     for append in appends:
         with pytest.raises(AppendUnknown, match="reset"):
             await append
     losing.cancel()
     assert set(brokers.sent[0].batches) == {A, B}
-
-
-async def _lose_all(brokers: Brokers) -> None:
-    number = 0
-    while True:
-        (await sent_to(brokers, number)).lose()
-        number += 1

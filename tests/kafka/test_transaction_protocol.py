@@ -4,26 +4,24 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from tests.kafka.features import level, set_level
-from tests.kafka.relay import ADD_PARTITIONS, END_TXN, PRODUCE, Fate, Relay, fates
-from tests.kafka.small_turns import FENCED_CODES, claim, keys, write
+from tests.kafka.relay import ADD_PARTITIONS, END_TXN, PRODUCE, Fate
+from tests.kafka.small_turns import FENCED_CODES, Relayed, claim, keys, progress, write
 from tests.kit.kafka import KafkaHarness
-from txbroker.core.records import LOG_VERSION, Checkpoint, Record
+from txbroker.core.records import Record
 from txbroker.door.protocols import Fenced, PromotionTxnLost
 from txbroker.kafka.client.client import Client, KafkaRefused, NotSent, Unanswered
-from txbroker.kafka.client.producer import BatchRefused, Producer, ProducerFenced
+from txbroker.kafka.client.producer import Producer, ProducerFenced
 from txbroker.kafka.client.settings import KafkaSettings
-from txbroker.kafka.door.pipelined_writer import translated
 from txbroker.kafka.protocol.batch import batch_body
 from txbroker.net.timers import Backoff
 
-MakeRelay = Callable[..., Relay]
 EPOCH_MAX = (1 << 15) - 1
 second_protocol = pytest.mark.second_protocol
 
@@ -39,8 +37,8 @@ class Counted:
         return Fate.PASS
 
 
-def hold_ends(key: int) -> Fate:
-    return Fate.HOLD if key == END_TXN else Fate.PASS
+HOLD_ALL = [Fate.HOLD] * 100
+FOUR_TURNS = [b"first-%d" % op for op in (1, 2, 3, 4)]
 
 
 @pytest.fixture
@@ -66,24 +64,20 @@ def producer(client: Client, world: KafkaHarness) -> Producer:
 
 @pytest.mark.parametrize("newest", [1, 2])
 async def test_transaction_takes_minimal_requests(
-    world: KafkaHarness, make_relay: MakeRelay, spoken: int, newest: int
+    relayed: Relayed, spoken: int, newest: int
 ) -> None:
-    topic = await world.create_topic("target")
-    counted = Counted()
-    relay = make_relay(counted)
-    partition = (await world.door("one", relay.open, transactions=newest)).partition(0)
-    await partition.claim(claim("first"))
-    await (await write(partition, "first", 1, topic)).committed()
-    counted.seen.clear()
+    await relayed.first(transactions=newest)
+    await (await relayed.write(1)).committed()
+    relayed.relay.decide = counted = Counted()
     # The other producer's first transaction, so that none of its own is in flight.
-    await (await write(partition, "first", 2, topic)).committed()
+    await (await relayed.write(2)).committed()
     adds = 1 if min(spoken, newest) == 1 else 0
     assert {key: counted.seen[key] for key in (ADD_PARTITIONS, PRODUCE, END_TXN)} == {
         ADD_PARTITIONS: adds,
         PRODUCE: 1,
         END_TXN: 1,
     }
-    assert await keys(world, topic) == [b"first-1", b"first-2"]
+    assert await relayed.keys() == [b"first-1", b"first-2"]
 
 
 # Brokers' features: none, an empty list, and `transaction.version` at these levels.
@@ -95,18 +89,17 @@ NO_FEATURES, LEVEL_1, LEVEL_2 = (
 SPOKEN = {0: 12, 22: 5, 26: 5}
 
 
-class Brokers:
-    """Stands for a client: answers what a producer asks, and remembers it."""
-
-    settings = KafkaSettings(bootstrap_servers=("x:1",), instance_id="one")
+class Brokers(Client):
+    """Answers what a producer asks, and remembers it."""
 
     def __init__(self, features: Any = LEVEL_2, spoken: dict[int, int] | None = None) -> None:
+        super().__init__(KafkaSettings(bootstrap_servers=("x:1",), instance_id="one"))
         versions = [(key, 0, last) for key, last in (spoken or SPOKEN).items()]
         tags = {} if features is None else {2: features}
         self.features: Any = SimpleNamespace(error_code=0, api_versions=versions, tags=tags)
         self.asked: list[str] = []
         self.silent: list[str] = []
-        self.leaders: dict[str, int] = {}
+        self.leaders: dict[str, int] = {"a": 1}
         self.epoch = 1
         self.taken = False
         """Whether another producer has taken the transactional id meanwhile."""
@@ -114,15 +107,12 @@ class Brokers:
     async def coordinator(self, *_: Any) -> int:
         return 1
 
-    def forget_coordinator(self, *_: Any) -> None:
-        self.asked.append("forgotten")
-
-    async def leader(self, topic: str, _: int) -> int:
+    async def leader(self, topic: str, _partition: int) -> int:
         if topic not in self.leaders:
             raise KafkaRefused(3)
         return self.leaders[topic]
 
-    async def ask(self, _: int, request: Any, __: str) -> Any:
+    async def ask(self, _node: int, request: Any, *_: Any) -> Any:
         name = type(request).__name__
         self.asked.append(name)
         if name in self.silent:
@@ -149,40 +139,38 @@ class Brokers:
         self.epoch += 1
         return SimpleNamespace(error_code=0, producer_id=7, producer_epoch=self.epoch)
 
-
-async def begun(brokers: Brokers) -> Producer:
-    made = Producer(brokers, "lane", "id")  # type: ignore[arg-type]
-    await made.start(Backoff(1, 0.001))
-    brokers.asked.clear()
-    return made
+    async def begun(self) -> Producer:
+        """Return a started producer."""
+        made = Producer(self, "lane", "id")
+        await made.start(Backoff(1, 0.001))
+        self.asked.clear()
+        return made
 
 
 @pytest.mark.parametrize(
-    ("brokers", "version"),
+    ("features", "spoken", "version"),
     [
-        (Brokers(LEVEL_2), 2),
-        (Brokers(LEVEL_1), 1),
-        (Brokers(NO_FEATURES), 1),
-        (Brokers(None), 1),
+        (LEVEL_2, SPOKEN, 2),
+        (LEVEL_1, SPOKEN, 1),
+        (NO_FEATURES, SPOKEN, 1),
+        (None, SPOKEN, 1),
         # As Kafka 3.9 with the feature switched on before its time.
-        (Brokers(LEVEL_2, {0: 11, 22: 5, 26: 4}), 1),
-        (Brokers(LEVEL_2, {0: 12, 22: 5}), 1),
+        (LEVEL_2, {0: 11, 22: 5, 26: 4}, 1),
+        (LEVEL_2, {0: 12, 22: 5}, 1),
+        (KafkaRefused(35), SPOKEN, 1),
     ],
 )
-async def test_version_is_negotiated(brokers: Brokers, version: int) -> None:
-    assert (await begun(brokers)).protocol == version
-
-
-async def test_kafka_without_features_gets_version_1() -> None:
-    brokers = Brokers()
-    brokers.features = KafkaRefused(35)
-    assert (await begun(brokers)).protocol == 1
+async def test_version_is_negotiated(features: Any, spoken: dict[int, int], version: int) -> None:
+    brokers = Brokers(features, spoken)
+    if isinstance(features, Exception):
+        brokers.features = features
+    assert (await brokers.begun()).protocol == version
 
 
 async def test_unanswered_negotiation_fails() -> None:
     brokers = Brokers()
     brokers.features = NotSent("unreachable")
-    made = Producer(brokers, "lane", "id")  # type: ignore[arg-type]
+    made = Producer(brokers, "lane", "id")
     with pytest.raises(NotSent):
         await made.start(Backoff(0.05, 0.01))
     assert made.id < 0
@@ -199,7 +187,7 @@ async def test_partitions_of_several_brokers_are_added_at_once(
 ) -> None:
     brokers = Brokers()
     brokers.leaders = leaders
-    own = await begun(brokers)
+    own = await brokers.begun()
     await own.add([("a", 0), ("b", 0)], Backoff(1, 0.001))
     assert brokers.asked == ["AddPartitionsToTxnRequest"] * adds
 
@@ -209,8 +197,7 @@ async def test_partitions_are_added_explicitly_right_after_an_end(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     brokers = Brokers()
-    brokers.leaders = {"a": 1}
-    own = await begun(brokers)
+    own = await brokers.begun()
     backoff = Backoff(1, 0.001)
     monkeypatch.setattr("txbroker.kafka.client.producer._MARKERS_S", 60)
     for _ in range(2):
@@ -229,8 +216,7 @@ async def test_visible_transaction_completes_soon_after(
     monkeypatch: pytest.MonkeyPatch, seen: str, waited_s: float, adds: int
 ) -> None:
     brokers = Brokers()
-    brokers.leaders = {"a": 1}
-    own = await begun(brokers)
+    own = await brokers.begun()
     backoff = Backoff(1, 0.001)
     monkeypatch.setattr("txbroker.kafka.client.producer._MARKERS_S", 60)
     monkeypatch.setattr("txbroker.kafka.client.producer._COMPLETION_S", waited_s)
@@ -250,21 +236,19 @@ async def test_visible_transaction_completes_soon_after(
 async def test_only_version_2_retries_unanswered_requests(features: bytes) -> None:
     brokers = Brokers(features)
     brokers.leaders = {"a": 1, "b": 2}
-    own = await begun(brokers)
-    brokers.silent = ["AddPartitionsToTxnRequest", "EndTxnV0", "EndTxnV5"]
+    own = await brokers.begun()
+    ends = "EndTxnV0" if features == LEVEL_1 else "EndTxnV5"
+    brokers.silent = ["AddPartitionsToTxnRequest", ends]
     backoff = Backoff(1, 0.001)
-    if features == LEVEL_1:
-        with pytest.raises(Unanswered):
-            await own.add([("a", 0), ("b", 0)], backoff)
-        with pytest.raises(Unanswered):
-            await own.end(commit=True, backoff=backoff)
-        assert brokers.asked.count("AddPartitionsToTxnRequest") == 1
-        assert brokers.asked.count("EndTxnV0") == 1
-        return
-    await own.add([("a", 0), ("b", 0)], backoff)
-    await own.end(commit=True, backoff=backoff)
-    assert brokers.asked.count("AddPartitionsToTxnRequest") == 2
-    assert brokers.asked.count("EndTxnV5") == 2
+    requests = (own.add([("a", 0), ("b", 0)], backoff), own.end(commit=True, backoff=backoff))
+    for request in requests:
+        if features == LEVEL_1:
+            with pytest.raises(Unanswered):
+                await request
+        else:
+            await request
+    times = 1 if features == LEVEL_1 else 2
+    assert Counter(brokers.asked) == {"AddPartitionsToTxnRequest": times, ends: times}
 
 
 @pytest.mark.rule(15)
@@ -272,8 +256,7 @@ async def test_only_version_2_retries_unanswered_requests(features: bytes) -> No
 async def test_no_transaction_begins_in_last_epochs(epoch: int, renewals: int) -> None:
     brokers = Brokers()
     brokers.epoch = epoch
-    brokers.leaders = {"a": 1}
-    own = await begun(brokers)
+    own = await brokers.begun()
     await own.add([("a", 0)], Backoff(1, 0.001))
     assert brokers.asked == ["InitProducerIdV5"] * renewals
     assert (own.id, own.epoch) == ((8, 0) if renewals else (7, epoch))
@@ -282,16 +265,10 @@ async def test_no_transaction_begins_in_last_epochs(epoch: int, renewals: int) -
 async def test_fenced_producer_cannot_renew_its_epoch() -> None:
     brokers = Brokers()
     brokers.epoch = EPOCH_MAX - 2
-    own = await begun(brokers)
+    own = await brokers.begun()
     brokers.taken = True
     with pytest.raises(ProducerFenced):
         await own.add([("a", 0)], Backoff(1, 0.001))
-
-
-@pytest.mark.parametrize("code", [35, 48, 120])
-def test_unusable_producer_leads_to_a_claim(code: int) -> None:
-    with pytest.raises(PromotionTxnLost), translated():
-        raise BatchRefused(("a", 0), code, None)
 
 
 @pytest.mark.rule(15)
@@ -375,132 +352,104 @@ def several(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     ids=["reset", "timeout"],
 )
 async def test_v2_late_commit_ends_no_later_transaction(
-    world: KafkaHarness,
-    make_relay: MakeRelay,
-    several: bool,
-    fate: Fate,
-    changes: dict[str, Any],
+    relayed: Relayed, several: bool, fate: Fate, changes: dict[str, Any]
 ) -> None:
-    topic = await world.create_topic("target")
-    relay = make_relay(fates(-1))
-    partition = (await world.door("one", relay.open, **changes)).partition(0)
-    await partition.claim(claim("first"))
-    relay.decide = fates(END_TXN, fate)
-    first = await write(partition, "first", 1, topic)
-    ghost = await relay.caught()
+    await relayed.first(**changes)
+    relayed.decide(END_TXN, fate)
+    first = await relayed.write(1)
+    ghost = await relayed.relay.caught()
     await first.visible()
-    relay.decide = counted = Counted()
-    await (await write(partition, "first", 2, topic)).visible()
+    relayed.relay.decide = counted = Counted()
+    await (await relayed.write(2)).visible()
     assert counted.seen[ADD_PARTITIONS] == several
     # The next turn of the ghost's own producer is written, and not yet ended.
-    relay.decide = hold_ends
-    third = await write(partition, "first", 3, topic)
-    await relay.caught(2)
+    relayed.decide(END_TXN, *HOLD_ALL)
+    third = await relayed.write(3)
+    await relayed.relay.caught(2)
     assert await ghost.release() in FENCED_CODES
-    assert await keys(world, topic) == [b"first-1", b"first-2"]
-    relay.decide = fates(-1)
-    relay.held[-1].reset()
+    assert await relayed.keys() == [b"first-1", b"first-2"]
+    relayed.decide(-1)
+    relayed.relay.held[-1].reset()
     await third.visible()
-    await (await write(partition, "first", 4, topic)).visible()
-    assert await keys(world, topic) == [b"first-%d" % op for op in (1, 2, 3, 4)]
+    await (await relayed.write(4)).visible()
+    assert await relayed.keys() == FOUR_TURNS
 
 
 @second_protocol
 @pytest.mark.usefixtures("several")
-async def test_v2_commit_with_lost_answer_is_retried(
-    world: KafkaHarness, make_relay: MakeRelay
-) -> None:
-    topic = await world.create_topic("target")
-    relay = make_relay(fates(-1))
-    partition = (await world.door("one", relay.open)).partition(0)
-    await partition.claim(claim("first"))
+async def test_v2_commit_with_lost_answer_is_retried(relayed: Relayed) -> None:
+    await relayed.first()
     for op in (1, 2, 3, 4):
-        relay.decide = fates(END_TXN, Fate.LOSE_ANSWER, Fate.LOSE_ANSWER)
-        await (await write(partition, "first", op, topic)).visible()
-    assert (await partition.claim(claim("second"))).progress == Checkpoint(
-        LOG_VERSION, "first", 4, 4
-    )
-    assert await keys(world, topic) == [b"first-%d" % op for op in (1, 2, 3, 4)]
+        relayed.decide(END_TXN, Fate.LOSE_ANSWER, Fate.LOSE_ANSWER)
+        await (await relayed.write(op)).visible()
+    assert await relayed.taken_over() == progress("first", 4)
+    assert await relayed.keys() == FOUR_TURNS
 
 
 @second_protocol
 @pytest.mark.parametrize("fate", [Fate.HOLD_AND_RESET, Fate.LOSE_ANSWER])
-async def test_v2_unanswered_add_is_retried(
-    world: KafkaHarness, make_relay: MakeRelay, several: bool, fate: Fate
-) -> None:
-    topic = await world.create_topic("target")
-    relay = make_relay(fates(-1))
-    partition = (await world.door("one", relay.open)).partition(0)
-    await partition.claim(claim("first"))
-    relay.decide = fates(ADD_PARTITIONS, fate)
+async def test_v2_unanswered_add_is_retried(relayed: Relayed, several: bool, fate: Fate) -> None:
+    await relayed.first()
+    relayed.decide(ADD_PARTITIONS, fate)
     for op in (1, 2, 3):
-        await (await write(partition, "first", op, topic)).visible()
-    for ghost in relay.held:
+        await (await relayed.write(op)).visible()
+    for ghost in relayed.relay.held:
         # A late request would begin a hanging transaction.
         await ghost.deliver()
-    await (await write(partition, "first", 4, topic)).visible()
+    await (await relayed.write(4)).visible()
     held = int(fate is Fate.HOLD_AND_RESET)
-    assert len(relay.held) == held or (not several and not relay.held)
-    assert await keys(world, topic) == [b"first-%d" % op for op in (1, 2, 3, 4)]
+    count = len(relayed.relay.held)
+    assert count == held or (not several and not count)
+    assert await relayed.keys() == FOUR_TURNS
 
 
 @pytest.mark.rule(15)
 @second_protocol
-async def test_v2_never_answered_commit_is_lost(world: KafkaHarness, make_relay: MakeRelay) -> None:
-    topic = await world.create_topic("target")
-    relay = make_relay(fates(-1))
-    times = {"request_timeout_s": 0.3, "transaction_timeout_s": 1.0}
-    partition = (await world.door("one", relay.open, **times)).partition(0)
-    await partition.claim(claim("first"))
-    relay.decide = hold_ends
-    handle = await write(partition, "first", 1, topic)
-    await relay.caught(2)
+async def test_v2_never_answered_commit_is_lost(relayed: Relayed) -> None:
+    await relayed.first(request_timeout_s=0.3, transaction_timeout_s=1.0)
+    relayed.decide(END_TXN, *HOLD_ALL)
+    handle = await relayed.write(1)
+    await relayed.relay.caught(2)
     with pytest.raises((PromotionTxnLost, Fenced)):
         await handle.committed()
-    relay.decide = fates(-1)
-    assert (await partition.claim(claim("second"))).progress is None
-    for ghost in relay.held:
+    relayed.decide(-1)
+    assert await relayed.taken_over() is None
+    for ghost in relayed.relay.held:
         assert await ghost.release() in FENCED_CODES
-    await (await write(partition, "second", 1, topic)).visible()
-    assert await keys(world, topic) == [b"second-1"]
+    await (await relayed.write(1, "second")).visible()
+    assert await relayed.keys() == [b"second-1"]
 
 
 @pytest.mark.rule(15)
 @second_protocol
-async def test_v2_write_after_abort_is_refused(world: KafkaHarness, make_relay: MakeRelay) -> None:
-    topic = await world.create_topic("target")
-    relay = make_relay(fates(-1))
-    partition = (await world.door("one", relay.open, request_timeout_s=0.4)).partition(0)
-    await partition.claim(claim("first"))
-    relay.decide = lambda key: Fate.HOLD if key == PRODUCE else Fate.PASS
+async def test_v2_write_after_abort_is_refused(relayed: Relayed) -> None:
+    await relayed.first(request_timeout_s=0.4)
+    relayed.decide(PRODUCE, *HOLD_ALL)
     with pytest.raises(PromotionTxnLost):
-        await write(partition, "first", 1, topic)
-    relay.decide = fates(-1)
-    assert (await partition.claim(claim("second"))).progress is None
-    assert relay.held
-    for ghost in relay.held:
+        await relayed.write(1)
+    relayed.decide(-1)
+    assert await relayed.taken_over() is None
+    assert relayed.relay.held
+    for ghost in relayed.relay.held:
         await ghost.deliver()
     # The late request began no hanging transaction.
-    await (await write(partition, "second", 1, topic)).visible()
-    assert await keys(world, topic) == [b"second-1"]
+    await (await relayed.write(1, "second")).visible()
+    assert await relayed.keys() == [b"second-1"]
 
 
 @second_protocol
-async def test_unanswered_end_delays_next_end(world: KafkaHarness, make_relay: MakeRelay) -> None:
-    topic = await world.create_topic("target")
-    relay = make_relay(fates(-1))
-    partition = (await world.door("one", relay.open)).partition(0)
-    await partition.claim(claim("first"))
-    relay.decide = hold_ends
-    first = await write(partition, "first", 1, topic)
-    ghost = await relay.caught()
-    second = await write(partition, "first", 2, topic)
-    relay.decide = fates(-1)
+async def test_unanswered_end_delays_next_end(relayed: Relayed) -> None:
+    await relayed.first()
+    relayed.decide(END_TXN, *HOLD_ALL)
+    first = await relayed.write(1)
+    ghost = await relayed.relay.caught()
+    second = await relayed.write(2)
+    relayed.decide(-1)
     ghost.reset()
     await asyncio.gather(first.visible(), second.visible())
     assert await ghost.release() in (0, *FENCED_CODES)
-    assert len(relay.held) == 1
-    assert await keys(world, topic) == [b"first-1", b"first-2"]
+    assert len(relayed.relay.held) == 1
+    assert await relayed.keys() == [b"first-1", b"first-2"]
 
 
 @second_protocol

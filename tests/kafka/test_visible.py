@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
 from txbroker.door.protocols import NotVisible
 from txbroker.kafka.client.client import Client, Unanswered
+from txbroker.kafka.client.settings import KafkaSettings
 from txbroker.kafka.door import stable_offset as visible
 from txbroker.kafka.door.stable_offset import StableEnds
 from txbroker.kafka.protocol.transactions import Partition
@@ -18,7 +18,7 @@ from txbroker.kafka.protocol.transactions import Partition
 A, B, C = ("t", 0), ("t", 1), ("u", 0)
 
 
-class Kafka:
+class Kafka(Client):
     """A scripted client.
 
     Attributes:
@@ -26,26 +26,20 @@ class Kafka:
         leaders: the leader of each, by what the brokers know.
         known: the same by what the client knows.
         asked: the questions, each with its broker and partitions.
-        hung: brokers that do not answer before `answer` is set.
+        hung: brokers that do not answer.
     """
 
     def __init__(self, ends: dict[Partition, int]) -> None:
+        super().__init__(KafkaSettings(bootstrap_servers=("127.0.0.1:1",), instance_id="one"))
         self.ends = ends
         self.leaders = dict.fromkeys(ends, 1)
-        self.known = dict(self.leaders)
+        self.known = self._leaders = dict(self.leaders)
         self.asked: list[tuple[int, list[Partition]]] = []
         self.asking, self.found = asyncio.Event(), asyncio.Event()
         self.found.set()
         self.hung: set[int] = set()
         self.silent: set[int] = set()
-
-    def known_leader(self, topic: str, partition: int) -> int:
-        """Return the leader."""
-        return self.known.get((topic, partition), -1)
-
-    def forget_leader(self, topic: str, partition: int) -> None:
-        """Look it up the next time."""
-        self.known.pop((topic, partition), None)
+        self.stable = StableEnds(self)
 
     async def leader(self, topic: str, partition: int) -> int:
         """Look the leader up."""
@@ -53,7 +47,7 @@ class Kafka:
         await self.found.wait()
         return self.known.setdefault((topic, partition), self.leaders[topic, partition])
 
-    async def ask(self, node: int, request: Any, lane: str) -> Any:
+    async def ask(self, node: int, request: Any, *_: Any) -> Any:
         """Return the ends."""
         partitions = [(topic, n) for topic, parts in request._topics for n, _ in parts]
         self.asked.append((node, partitions))
@@ -61,11 +55,10 @@ class Kafka:
             await asyncio.Event().wait()
         if node in self.silent:
             raise Unanswered("no answer")
-        return SimpleNamespace(topics=list(self._answers(partitions)))
-
-    def _answers(self, partitions: Iterable[Partition]) -> Iterable[Any]:
-        for topic, number in partitions:
-            yield topic, [(number, 0, -1, self.ends[topic, number])]
+        topics = [
+            (topic, [(number, 0, -1, self.ends[topic, number])]) for topic, number in partitions
+        ]
+        return SimpleNamespace(topics=topics)
 
 
 @pytest.fixture
@@ -73,19 +66,12 @@ def kafka() -> Kafka:
     return Kafka({A: 10, B: 10, C: 10})
 
 
-@pytest.fixture
-def stable(kafka: Kafka) -> StableEnds:
-    return StableEnds(cast(Client, kafka))
-
-
-async def test_waits_during_leader_lookup_join_the_request(
-    kafka: Kafka, stable: StableEnds
-) -> None:
+async def test_waits_during_leader_lookup_join_the_request(kafka: Kafka) -> None:
     kafka.known.clear()
     kafka.found.clear()
-    first = asyncio.create_task(stable.pass_by({A: 9, B: 9}, 60.0))
+    first = asyncio.create_task(kafka.stable.pass_by({A: 9, B: 9}, 60.0))
     await kafka.asking.wait()
-    second = asyncio.create_task(stable.pass_by({C: 9}, 60.0))
+    second = asyncio.create_task(kafka.stable.pass_by({C: 9}, 60.0))
     await asyncio.sleep(0)
     await asyncio.sleep(0)
     kafka.found.set()
@@ -94,14 +80,14 @@ async def test_waits_during_leader_lookup_join_the_request(
 
 
 async def test_one_request_serves_several_half_partitions(
-    kafka: Kafka, stable: StableEnds, monkeypatch: pytest.MonkeyPatch
+    kafka: Kafka, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    await stable.pass_by({A: 9}, 60.0)
+    await kafka.stable.pass_by({A: 9}, 60.0)
     assert kafka.asked == [(1, [A])]  # a single wait is sent at once
     monkeypatch.setattr(visible, "BATCH_WAIT_S", 0.2)
-    waiting = [asyncio.create_task(stable.pass_by({each: 9}, 60.0)) for each in (A, B)]
+    waiting = [asyncio.create_task(kafka.stable.pass_by({each: 9}, 60.0)) for each in (A, B)]
     await asyncio.sleep(0.05)
-    waiting.append(asyncio.create_task(stable.pass_by({C: 9}, 60.0)))
+    waiting.append(asyncio.create_task(kafka.stable.pass_by({C: 9}, 60.0)))
     async with asyncio.timeout(10.0):
         await asyncio.gather(*waiting)
     assert kafka.asked[1:] == [(1, [A, B, C])]
@@ -109,24 +95,24 @@ async def test_one_request_serves_several_half_partitions(
 
 @pytest.mark.parametrize("late", [False, True])
 async def test_hurried_wait_is_not_delayed(
-    kafka: Kafka, stable: StableEnds, monkeypatch: pytest.MonkeyPatch, late: bool
+    kafka: Kafka, monkeypatch: pytest.MonkeyPatch, late: bool
 ) -> None:
-    await stable.pass_by({A: 9}, 60.0)
+    await kafka.stable.pass_by({A: 9}, 60.0)
     monkeypatch.setattr(visible, "BATCH_WAIT_S", 3600.0)
-    waiting = asyncio.create_task(stable.pass_by({B: 9}, 60.0))
+    waiting = asyncio.create_task(kafka.stable.pass_by({B: 9}, 60.0))
     if late:  # the question waits already
         await asyncio.sleep(0.01)
     async with asyncio.timeout(10.0):
-        assert await stable.left({C: 9}, 5.0, hurry=True) == []
+        assert await kafka.stable.left({C: 9}, 5.0, hurry=True) == []
         await waiting
     assert [sorted(asked) for _, asked in kafka.asked] == [[A], [B, C]]
 
 
 async def test_invisible_offset_is_polled_without_delay(
-    kafka: Kafka, stable: StableEnds, monkeypatch: pytest.MonkeyPatch
+    kafka: Kafka, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(visible, "BATCH_WAIT_S", 3600.0)
-    waiting = asyncio.create_task(stable.pass_by({A: 10}, 60.0))
+    waiting = asyncio.create_task(kafka.stable.pass_by({A: 10}, 60.0))
     async with asyncio.timeout(10.0):
         while len(kafka.asked) < 3:
             await asyncio.sleep(0)
@@ -134,35 +120,35 @@ async def test_invisible_offset_is_polled_without_delay(
         await waiting
 
 
-async def test_hanging_broker_delays_no_other_waits(kafka: Kafka, stable: StableEnds) -> None:
+async def test_hanging_broker_delays_no_other_waits(kafka: Kafka) -> None:
     kafka.known[B] = kafka.leaders[B] = 2
     kafka.hung = {2}
-    hanging = asyncio.create_task(stable.pass_by({B: 9}, 0.2))
+    hanging = asyncio.create_task(kafka.stable.pass_by({B: 9}, 0.2))
     async with asyncio.timeout(10.0):
         for _ in range(3):
-            await stable.pass_by({A: 9}, 60.0)
+            await kafka.stable.pass_by({A: 9}, 60.0)
         with pytest.raises(NotVisible, match="t-1"):
             await hanging
     assert kafka.asked.count((2, [B])) == 1
 
 
 @pytest.mark.parametrize("others", [False, True])
-async def test_waits_move_to_new_leader(kafka: Kafka, stable: StableEnds, others: bool) -> None:
+async def test_waits_move_to_new_leader(kafka: Kafka, others: bool) -> None:
     kafka.silent = {1}
     kafka.leaders[B] = 2
-    waiting = [asyncio.create_task(stable.pass_by({B: 9}, 60.0))]
+    waiting = [asyncio.create_task(kafka.stable.pass_by({B: 9}, 60.0))]
     if others:
         kafka.leaders[C] = kafka.known[C] = 2
-        waiting.append(asyncio.create_task(stable.pass_by({C: 9}, 60.0)))
+        waiting.append(asyncio.create_task(kafka.stable.pass_by({C: 9}, 60.0)))
     async with asyncio.timeout(10.0):
         await asyncio.gather(*waiting)
     assert kafka.asked[0] == (1, [B])
     assert kafka.asked[-1] == (2, [B])
 
 
-async def test_polling_stops_without_waits(kafka: Kafka, stable: StableEnds) -> None:
+async def test_polling_stops_without_waits(kafka: Kafka) -> None:
     kafka.leaders[C] = kafka.known[C] = 2
-    assert await stable.left({A: 10, B: 9, C: 10}, 0.05) == [A, C]
+    assert await kafka.stable.left({A: 10, B: 9, C: 10}, 0.05) == [A, C]
     asked = len(kafka.asked)
-    await stable.pass_by({B: 9}, 60.0)
+    await kafka.stable.pass_by({B: 9}, 60.0)
     assert kafka.asked[asked:] == [(1, [B])]
