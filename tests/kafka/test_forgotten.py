@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator
 
 import pytest
 
 from tests.kafka.producer_states import producer_ids, transactional_ids
-from tests.kit.kafka import KafkaHarness, now_ms
-from txbroker.core.records import LOG_VERSION, Checkpoint, Claim, Record
-from txbroker.door.protocols import PromotionTxn, PromotionTxnLost, TargetRecord
+from tests.kafka.small_turns import claim, keys, progress, write
+from tests.kit.kafka import KafkaHarness
+from txbroker.core.records import Record
+from txbroker.door.protocols import PromotionTxnLost
 from txbroker.embedded import DEFAULT_VERSION, EmbeddedKafka
 from txbroker.kafka.client.client import Client
 from txbroker.net.timers import Backoff
@@ -41,18 +42,11 @@ async def onlooker(world: KafkaHarness) -> AsyncIterator[Client]:
     await client.close()
 
 
-async def until(holds: Callable[[], Awaitable[bool]]) -> None:
+async def until_forgotten(known: Callable[[], Awaitable[Collection[object]]]) -> None:
+    """Wait until Kafka knows none of these any more."""
     backoff = Backoff(BOUND_S, 0.05)
-    while not await holds():
+    while await known():
         assert await backoff.pause(), "Kafka does not forget"
-
-
-def claim(name: str) -> Claim:
-    return Claim(LOG_VERSION, name, "one", "http://127.0.0.1:1")
-
-
-def turn(name: str, op: int, *promoted: TargetRecord) -> PromotionTxn:
-    return PromotionTxn(promoted, (), Checkpoint(LOG_VERSION, name, op, op))
 
 
 @pytest.mark.rule(13)
@@ -63,28 +57,24 @@ async def test_expired_transactional_ids_lead_to_a_claim(
     partition = (await world.door()).partition(0)
     await partition.claim(claim("before"))
     for op in (1, 2):
-        target = TargetRecord(topic, 0, Record(b"%d" % op, b"", (), now_ms()))
-        await (await partition.write(turn("before", op, target))).visible()
+        await (await write(partition, "before", op, topic)).visible()
     ours = {f"{world.name('half')}-0-{side}" for side in "ab"}
     assert ours <= await transactional_ids(onlooker)
 
-    async def forgotten() -> bool:
-        return not ours & await transactional_ids(onlooker)
+    async def known() -> set[str]:
+        return ours & await transactional_ids(onlooker)
 
-    await until(forgotten)
+    await until_forgotten(known)
     async with asyncio.timeout(BOUND_S):
         for _ in range(2):
             with pytest.raises(PromotionTxnLost):
-                await partition.write(
-                    turn("before", 3, TargetRecord(topic, 0, Record(b"lost", b"")))
-                )
+                await write(partition, "before", 3, topic)
         found = await partition.claim(claim("after"))
-        assert found.progress == turn("before", 2).progress
+        assert found.progress == progress("before", 2)
         for op in (3, 4, 5):
-            target = TargetRecord(topic, 0, Record(b"%d" % op, b"", (), now_ms()))
-            await (await partition.write(turn("after", op, target))).visible()
-    keys = [record.key for record in await world.visible(topic)]
-    assert keys == [b"1", b"2", b"3", b"4", b"5"]
+            await (await write(partition, "after", op, topic)).visible()
+    written = [b"before-1", b"before-2", b"after-3", b"after-4", b"after-5"]
+    assert await keys(world, topic) == written
 
 
 async def test_later_owner_fences_owner_with_expired_ids(
@@ -94,20 +84,18 @@ async def test_later_owner_fences_owner_with_expired_ids(
     earlier = (await world.door("one")).partition(0)
     later = (await world.door("two")).partition(0)
     await earlier.claim(claim("earlier"))
-    await (await earlier.write(turn("earlier", 1))).visible()
+    await (await write(earlier, "earlier", 1)).visible()
 
-    async def forgotten() -> bool:
-        return not any(id.startswith(world.prefix) for id in await transactional_ids(onlooker))
+    async def known() -> list[str]:
+        return [id for id in await transactional_ids(onlooker) if id.startswith(world.prefix)]
 
-    await until(forgotten)
+    await until_forgotten(known)
     await later.claim(claim("later"))
-    zombie = TargetRecord(topic, 0, Record(b"zombie", b"", (), now_ms()))
     for _ in range(2):
         with pytest.raises(PromotionTxnLost):
-            await earlier.write(turn("earlier", 2, zombie))
-    good = TargetRecord(topic, 0, Record(b"good", b"", (), now_ms()))
-    await (await later.write(turn("later", 2, good))).visible()
-    assert [record.key for record in await world.visible(topic)] == [b"good"]
+            await write(earlier, "earlier", 2, topic)
+    await (await write(later, "later", 2, topic)).visible()
+    assert await keys(world, topic) == [b"later-2"]
 
 
 @pytest.mark.parametrize("before", [1, 3])
@@ -115,22 +103,22 @@ async def test_appends_continue_after_producer_id_expired(
     world: KafkaHarness, onlooker: Client, before: int
 ) -> None:
     partition = (await world.door()).partition(0)
-    for number in range(before):
-        await partition.half.append([Record(b"%d" % number, b"")])
-        await partition.store([Record(b"snapshot/0/%d" % number, b"")])
 
-    async def forgotten() -> bool:
-        return not (
-            await producer_ids(onlooker, world.name("half"), 0)
-            or await producer_ids(onlooker, world.name("checkpoint"), 0)
-        )
-
-    assert not await forgotten()
-    await until(forgotten)
-    for number in range(before, before + 3):
+    async def append(number: int) -> None:
         where = await partition.half.append([Record(b"%d" % number, b"")])
         assert where.base_offset == number
         await partition.store([Record(b"snapshot/0/%d" % number, b"")])
-    keys = [record.key for record in await world.visible(world.name("half"))]
-    assert keys == [b"%d" % number for number in range(before + 3)]
+
+    async def known() -> set[int]:
+        half = await producer_ids(onlooker, world.name("half"), 0)
+        return half or await producer_ids(onlooker, world.name("checkpoint"), 0)
+
+    for number in range(before):
+        await append(number)
+    assert await known()
+    await until_forgotten(known)
+    for number in range(before, before + 3):
+        await append(number)
+    stored = [b"%d" % number for number in range(before + 3)]
+    assert await keys(world, world.name("half")) == stored
     assert len((await partition.claim(claim("reader"))).snapshots) == before + 3

@@ -13,10 +13,11 @@ from contextlib import asynccontextmanager
 import pytest
 from confluent_kafka.admin import AdminClient, AlterConfigOpType, ConfigEntry, ConfigResource
 
+from tests.kafka.small_turns import claim, keys, progress, write
 from tests.kit.kafka import ADMIN_TIMEOUT_S, KafkaHarness
 from txbroker.core.encoding import encode_progress
-from txbroker.core.records import LOG_VERSION, Checkpoint, Claim, Record
-from txbroker.door.protocols import Hanging, PromotionTxn, TargetRecord
+from txbroker.core.records import Record
+from txbroker.door.protocols import Hanging
 from txbroker.kafka.client.client import Client
 from txbroker.kafka.client.producer import BatchRefused, Producer
 from txbroker.kafka.protocol.batch import batch_body
@@ -25,10 +26,6 @@ from txbroker.kafka.tools.examination import KafkaExamination
 from txbroker.net.timers import Backoff
 
 _VERIFICATION = "transaction.partition.verification.enable"
-
-
-def claim(name: str) -> Claim:
-    return Claim(LOG_VERSION, name, "one", "http://127.0.0.1:1")
 
 
 @asynccontextmanager
@@ -89,20 +86,15 @@ async def test_target_with_lost_end_marker_is_quarantined(world: KafkaHarness) -
         (found,) = await kafka.open_transactions([topic])
     assert (found.lost, found.first, found.state) == (True, 0, "CompleteCommit")
     # Why it is quarantined: the next end marker ends the open records, too.
-    turn = PromotionTxn(
-        (TargetRecord(topic, 0, Record(b"next", b"")),), (), Checkpoint(LOG_VERSION, "next", 1, 1)
-    )
-    handle = await partition.write(turn)
-    await handle.visible()
-    assert [record.key for record in await world.visible(topic)] == [b"lost", b"next"]
+    await (await write(partition, "next", 1, topic)).visible()
+    assert await keys(world, topic) == [b"lost", b"next-1"]
 
 
 @pytest.mark.rule(8)
 async def test_claim_does_not_commit_open_progress(world: KafkaHarness) -> None:
     door = await world.door("one")
     checkpoint = world.name("checkpoint")
-    lost = encode_progress(Checkpoint(LOG_VERSION, "lost", 5, 5))
-    await leave_open(world, (checkpoint, 0), [lost])
+    await leave_open(world, (checkpoint, 0), [encode_progress(progress("lost", 5))])
     partition = door.partition(0)
     with pytest.raises(Hanging, match=r"checkpoint-0 .*offset 0"):
         await partition.claim(claim("next"))
@@ -112,10 +104,8 @@ async def test_claim_does_not_commit_open_progress(world: KafkaHarness) -> None:
 async def test_claim_verifies_every_target_once(world: KafkaHarness) -> None:
     topic = await world.create_topic("target")
     partition = (await world.door("one")).partition(0)
-    await partition.claim(claim("first"))
-    assert partition.unverified([(topic, 0)]) == [(topic, 0)]
-    assert await partition.verify_no_open_txn([(topic, 0)]) == []
-    assert partition.unverified([(topic, 0)]) == []
-    await partition.claim(claim("second"))
-    assert partition.unverified([(topic, 0)]) == [(topic, 0)]
-    assert await partition.verify_no_open_txn([(topic, 0)]) == []
+    for name in ("first", "second"):
+        await partition.claim(claim(name))
+        assert partition.unverified([(topic, 0)]) == [(topic, 0)]
+        assert await partition.verify_no_open_txn([(topic, 0)]) == []
+        assert partition.unverified([(topic, 0)]) == []

@@ -146,56 +146,43 @@ async def test_rebalance_is_requested_once(world: KafkaHarness) -> None:
 # --- touch lost, and found again -----------------------------------------------------------------
 
 
+class Halted(Member):
+    """A member whose second join waits half way; set `halfway` and `may_sync` first."""
+
+    halfway: asyncio.Event
+    may_sync: asyncio.Event
+
+    async def _ask(self, request: Any) -> Any:
+        if type(request).__name__ == "SyncGroupRequest" and self._held.generation >= 0:
+            self.halfway.set()
+            await self.may_sync.wait()
+        return await super()._ask(request)
+
+
 @pytest.mark.rule(16)
-async def test_still_ours_waits_during_a_join(world: KafkaHarness) -> None:
+@pytest.mark.parametrize("ends", [True, False])
+async def test_still_ours_waits_during_a_join_or_times_out(world: KafkaHarness, ends: bool) -> None:
     """Kafka knows the new generation then, and calls ours an illegal one."""
-    may_sync, halfway = asyncio.Event(), asyncio.Event()
-
-    class Halted(Member):
-        async def _ask(self, request: Any) -> Any:
-            if type(request).__name__ == "SyncGroupRequest" and self._held.generation >= 0:
-                halfway.set()
-                await may_sync.wait()
-            return await super()._ask(request)
-
+    Halted.halfway, Halted.may_sync = asyncio.Event(), asyncio.Event()
     heard, other = Heard(), Heard()
     door = await joined(world, "a", FIRST_URL, heard, Halted)
     joining = asyncio.create_task(joined(world, "b", OTHER_URL, other))
     async with asyncio.timeout(10):
-        await halfway.wait()
+        await Halted.halfway.wait()
+        if not ends:
+            with pytest.raises(KafkaUnavailable, match="rebalance"):
+                await door.membership.still_ours(0)
+            joining.cancel()
+            await asyncio.gather(joining, return_exceptions=True)
+            return
     questions = [asyncio.create_task(door.membership.still_ours(p)) for p in range(4)]
     _done, waiting = await asyncio.wait(questions, timeout=0.3)
     assert waiting == set(questions)
-    may_sync.set()
+    Halted.may_sync.set()
     await joining
     await heard.until_owned(2)
     assert [await question for question in questions] == [p in heard.now.mine for p in range(4)]
     assert heard.losses == []
-
-
-@pytest.mark.rule(16)
-async def test_still_ours_times_out(world: KafkaHarness) -> None:
-    halfway = asyncio.Event()
-
-    class Stuck(Member):
-        async def _ask(self, request: Any) -> Any:
-            if type(request).__name__ == "SyncGroupRequest" and self._held.generation >= 0:
-                halfway.set()
-                await asyncio.Event().wait()
-            return await super()._ask(request)
-
-    heard = Heard()
-    door = await joined(world, "a", FIRST_URL, heard, Stuck)
-    other = await world.door("b", session_timeout_s=SESSION_S)
-    joining = asyncio.create_task(
-        other.membership.join(OTHER_URL, lambda _news: None, lambda _why: None)
-    )
-    async with asyncio.timeout(10):
-        await halfway.wait()
-        with pytest.raises(KafkaUnavailable, match="rebalance"):
-            await door.membership.still_ours(0)
-    joining.cancel()
-    await asyncio.gather(joining, return_exceptions=True)
 
 
 @pytest.mark.rule(26)

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
+from tests.kafka.small_turns import claim, progress
 from tests.kit.kafka import KafkaHarness
-from txbroker.core.records import LOG_VERSION, Checkpoint, Claim, Record
+from txbroker.core.records import Record
 from txbroker.door.protocols import Hanging, PromotionTxn
 from txbroker.errors import InvariantBroken, KafkaUnavailable
 from txbroker.kafka.client.client import Client
@@ -31,10 +32,6 @@ class Opened:
         return self.connections[-1]
 
 
-def claim(name: str) -> Claim:
-    return Claim(LOG_VERSION, name, "one", "http://127.0.0.1:1")
-
-
 # --- connections -----------------------------------------------------------------------------
 
 
@@ -49,7 +46,7 @@ async def test_old_door_closes_only_its_channels(world: KafkaHarness) -> None:
         await partition.half.append([Record(b"k", b"")])
         await partition.half.pick([0])
         await partition.store([Record(b"snapshot/0/0", b"")])
-        turn = PromotionTxn((), (Record(b"id/0", b""),), Checkpoint(LOG_VERSION, name, 1, 1))
+        turn = PromotionTxn((), (Record(b"id/0", b""),), progress(name, 1))
         await (await partition.write(turn)).visible()
         return partition
 
@@ -111,6 +108,10 @@ def answer(data: bytes, end: int) -> tuple[Any, ...]:
     return (0, 0, end, end, [], data)
 
 
+def encoded(*records: Record) -> bytes:
+    return encode_batch(batch_body(records), producer_id=1, epoch=0, sequence=0)
+
+
 class Slow(Reader):
     """Reads a log of one record a fetch, and remembers which fetches were asked for."""
 
@@ -123,11 +124,7 @@ class Slow(Reader):
     async def fetch(self, position: int, *_: Any, **__: Any) -> Fetched:
         self.asked.append(position)
         await asyncio.sleep(0)
-        data = bytearray(
-            encode_batch(
-                batch_body([Record(b"%d" % position, b"")]), producer_id=1, epoch=0, sequence=0
-            )
-        )
+        data = bytearray(encoded(Record(b"%d" % position, b"")))
         data[:8] = position.to_bytes(8, "big")
         if position == self._broken:
             data[-1] ^= 1
@@ -155,12 +152,7 @@ async def test_failed_fetch_ahead_raises_in_order(world: KafkaHarness) -> None:
 
 # --- damaged batches -------------------------------------------------------------------------
 
-BATCH = encode_batch(
-    batch_body([Record(b"%d" % n, b"value", (("h", b"x"),)) for n in range(3)]),
-    producer_id=1,
-    epoch=0,
-    sequence=0,
-)
+BATCH = encoded(*(Record(b"%d" % n, b"value", (("h", b"x"),)) for n in range(3)))
 TAKEN: list[Callable[[Fetched], Any]] = [
     lambda fetched: fetched.records,
     lambda fetched: fetched.among([1]),

@@ -11,9 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.kit.kafka import KafkaHarness, now_ms
-from txbroker.core.records import LOG_VERSION, Checkpoint, Claim, Record
-from txbroker.door.protocols import AppendUnknown, PromotionTxn, PromotionTxnLost, TargetRecord
+from tests.kafka.small_turns import claim, progress, write
+from tests.kit.kafka import KafkaHarness
+from txbroker.core.records import Record
+from txbroker.door.protocols import AppendUnknown, PromotionTxnLost
 from txbroker.embedded import DEFAULT_VERSION, EmbeddedKafka
 from txbroker.errors import KafkaUnavailable
 
@@ -55,10 +56,6 @@ def _is_stopped(pid: int) -> bool:
     return {stat.rpartition(")")[2].split()[0] for stat in threads} == {"T"}
 
 
-def claim(name: str) -> Claim:
-    return Claim(LOG_VERSION, name, "one", "http://127.0.0.1:1")
-
-
 async def test_calls_end_while_kafka_is_stopped_and_recover(
     world: KafkaHarness, kafka: EmbeddedKafka
 ) -> None:
@@ -66,7 +63,6 @@ async def test_calls_end_while_kafka_is_stopped_and_recover(
     partition = door.partition(0)
     await partition.claim(claim("before"))
     await partition.half.append([Record(b"before", b"")])
-    turn = PromotionTxn((), (), Checkpoint(LOG_VERSION, "before", 1, 1))
     with stopped(kafka):
         async with asyncio.timeout(BOUND_S):
             with pytest.raises(AppendUnknown):
@@ -74,7 +70,7 @@ async def test_calls_end_while_kafka_is_stopped_and_recover(
             with pytest.raises(KafkaUnavailable):
                 await partition.half.bounds()
             with pytest.raises(PromotionTxnLost):
-                await partition.write(turn)
+                await write(partition, "before", 1)
             with pytest.raises(KafkaUnavailable):
                 await partition.claim(claim("during"))
             with pytest.raises(KafkaUnavailable):
@@ -106,8 +102,7 @@ async def test_door_closes_while_kafka_hangs(world: KafkaHarness, kafka: Embedde
     await partition.claim(claim("mine"))
     await door.groups.load(lambda _group, _value: None)
     await door.membership.join("http://127.0.0.1:1", lambda _news: None, lambda _why: None)
-    turn = PromotionTxn((), (), Checkpoint(LOG_VERSION, "mine", 1, 1))
-    handle = await partition.write(turn)
+    handle = await write(partition, "mine", 1)
     with stopped(kafka):
         appending = asyncio.create_task(partition.half.append([Record(b"during", b"")]))
         async with asyncio.timeout(BOUND_S):
@@ -130,9 +125,7 @@ async def test_restarted_kafka_has_acknowledged_records(
     await door.groups.load(groups.__setitem__)
     await partition.claim(claim("before"))
     await partition.half.append([Record(b"before", b"")])
-    target = TargetRecord(topic, 0, Record(b"x", b"", (), now_ms()))
-    progress = Checkpoint(LOG_VERSION, "before", 1, 1)
-    await (await partition.write(PromotionTxn((target,), (), progress))).committed()
+    await (await write(partition, "before", 1, topic)).committed()
     await asyncio.to_thread(kafka.kill)
     try:
         with pytest.raises(AppendUnknown):
@@ -140,7 +133,7 @@ async def test_restarted_kafka_has_acknowledged_records(
     finally:
         await asyncio.to_thread(kafka.start)
     claimed = await partition.claim(claim("after"))
-    assert claimed.progress == progress
+    assert claimed.progress == progress("before", 1)
     appended = await partition.half.append([Record(b"after", b"")])
     assert appended.base_offset == 1
     await door.groups.put("orders", b"{}")
@@ -149,7 +142,7 @@ async def test_restarted_kafka_has_acknowledged_records(
     async with asyncio.timeout(4 * BOUND_S):
         while not (found := await world.visible(topic)):
             continue
-    assert [record.key for record in found] == [b"x"]
+    assert [record.key for record in found] == [b"before-1"]
 
 
 async def test_unreachable_broker_fails_at_once(world: KafkaHarness) -> None:
