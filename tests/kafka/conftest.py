@@ -63,5 +63,5 @@ async def make_relay(world: KafkaHarness) -> AsyncIterator[Callable[..., Relay]]
 
 @pytest.fixture
 def relayed(world: KafkaHarness, make_relay: Callable[..., Relay]) -> Relayed:
-    """Half partition 0 behind a relay."""
+    """Half partition 0 reached through a relay."""
     return Relayed(world, make_relay())

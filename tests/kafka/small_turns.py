@@ -43,7 +43,7 @@ async def keys(world: KafkaHarness, topic: str) -> list[bytes | None]:
 
 
 class Relayed:
-    """Half partition 0 of a door behind a relay, and a target topic."""
+    """Half partition 0 of a door reached through a relay, and a target topic."""
 
     def __init__(self, world: KafkaHarness, relay: Relay) -> None:
         self.world = world
