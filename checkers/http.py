@@ -1,8 +1,8 @@
 """Check-backs over HTTP/1.1.
 
-A separate client on h11 (`txbroker.checkers.exchange`), because it must be certain whether anything
-of a question was sent: the connection stands before the attempt's marker is written, and the
-request is handed to the socket in the call that asks.
+A separate client on h11 (`txbroker.checkers.connections`), because it must be certain whether
+anything of a question was sent: the connection stands before the attempt's marker is written, and
+the request is handed to the socket in the call that asks.
 """
 
 import asyncio
@@ -19,13 +19,16 @@ from txbroker.checkers.base import CheckCall, CheckResult, Unclear, Unreached, a
 from txbroker.checkers.connections import (
     CannotConnect,
     Connection,
+    Exchange,
+    Headers,
     HostResolver,
     LookUp,
+    NoAnswer,
+    NotSent,
     connect,
     literal,
     look_up,
 )
-from txbroker.checkers.exchange import Exchange, Headers, NoAnswer, NotSent
 from txbroker.checkers.group_secrets import GroupSecrets, SecretRefused, SecretUnavailable
 from txbroker.checkers.url_guard import OwnEndpoints, UrlGuard
 from txbroker.config.addresses import Address

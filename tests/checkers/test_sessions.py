@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from txbroker.checkers.base import Answered, CheckCall, CheckResult, Unclear, Unreached
-from txbroker.checkers.finder import GroupFinder
 from txbroker.checkers.groups import Groups
 from txbroker.checkers.http import HttpChannel, HttpChecks
+from txbroker.checkers.leases import GroupFinder
 from txbroker.checkers.sessions import SessionChannel, SessionRegistry
 from txbroker.contract.frames import CheckAnswer, CheckQuestion
 from txbroker.contract.policy import GroupPolicy

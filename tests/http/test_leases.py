@@ -12,10 +12,10 @@ import pytest
 from tests.kit.http_answers import LOOPBACK
 from tests.kit.http_api import Api, running_api
 from txbroker.checkers.base import Answered, CheckCall, CheckResult, Unclear, Unreached
-from txbroker.checkers.finder import GroupFinder
 from txbroker.checkers.groups import Groups
 from txbroker.checkers.http import HttpChecks
 from txbroker.checkers.leases import (
+    GroupFinder,
     GroupsConnected,
     LeaseChannel,
     LeaseGranted,

@@ -9,9 +9,8 @@ from aiohttp import web
 from msgspec import Struct
 
 from txbroker import __version__
-from txbroker.checkers.finder import GroupFinder
 from txbroker.checkers.groups import Groups
-from txbroker.checkers.leases import Leases, PeerIdentity, PeerSessions
+from txbroker.checkers.leases import GroupFinder, Leases, PeerIdentity, PeerSessions
 from txbroker.checkers.runner import CheckRunner, RunnerLimits
 from txbroker.checkers.sessions import SessionRegistry
 from txbroker.config.addresses import Address

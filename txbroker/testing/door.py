@@ -9,8 +9,9 @@ The protocols in `txbroker.door.protocols` document the methods and their errors
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Collection, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import NamedTuple
 
 from msgspec import structs
@@ -18,9 +19,15 @@ from msgspec import structs
 from txbroker.core.encoding import encode_claim, encode_progress
 from txbroker.core.records import Cause, Claim, Record
 from txbroker.door.own_topics import (
+    LAYOUT_KEY,
     CheckpointScan,
+    belongs_to,
     encode_layout,
     find_layout,
+    half_partitions,
+    installation_of,
+    is_layout,
+    is_owners,
     partition_problems,
 )
 from txbroker.door.protocols import (
@@ -39,6 +46,7 @@ from txbroker.door.protocols import (
     PromotionTxnHandle,
     PromotionTxnLost,
     PromotionTxnRefused,
+    TargetFacts,
     Targets,
     begin_commit,
     commit_outcome,
@@ -51,9 +59,8 @@ from txbroker.testing.memory import (
     MemoryKafka,
     MemoryPartition,
     RecordRefused,
+    valid_name,
 )
-from txbroker.testing.stores import MemoryAuditFeed, MemoryGroupStore
-from txbroker.testing.targets import MemoryTargets
 
 MESSAGE_BYTES_MAX = 8 << 20
 """The largest half batch by default, as on a real Kafka."""
@@ -62,6 +69,11 @@ _READ_MAX = 500
 _VISIBLE_TIMEOUT_S = 60.0
 _ROOM_BYTES = 64 * 1024
 _CHECKPOINT_BYTES_MIN = 1 << 20
+_CAUSE_TTL_S = 1.0
+"""A missing topic may be created at any time."""
+
+Changed = Callable[[str, bytes | None], None]
+"""Gets a key's JSON, or None for a removed one."""
 
 
 class MemoryDoor:
@@ -520,3 +532,114 @@ def _translated() -> Iterator[None]:
         raise PromotionTxnRefused(error.cause) from None
     except KafkaUnavailable as error:
         raise PromotionTxnLost(str(error)) from None
+
+
+# --- the topics of groups and audits, and the properties of targets ---------------------------
+
+
+class _Follower:
+    """Follows the only partition of a topic."""
+
+    def __init__(self, kafka: MemoryKafka, topic: str) -> None:
+        self._kafka = kafka
+        self._topic = topic
+        self._close: Callable[[], None] | None = None
+
+    def _follow(self, records: Iterable[Record], changed: Changed) -> None:
+        def follower(record: Record) -> None:
+            if record.key not in (None, LAYOUT_KEY):
+                changed(record.key.decode(errors="replace"), record.value)
+
+        for record in records:
+            follower(record)
+        self._close = self._kafka.topics[self._topic].partitions[0].follow(follower)
+
+    def close(self) -> None:
+        """Stop following."""
+        close, self._close = self._close, None
+        if close is not None:
+            close()
+
+
+class MemoryGroupStore(_Follower):
+    """A `txbroker.door.protocols.GroupStore` in memory."""
+
+    async def load(self, changed: Changed) -> None:
+        """Read all groups, then keep following."""
+        await self._kafka.reach()
+        self._follow(self._kafka.visible(self._topic), changed)
+
+    async def put(self, group: str, value: bytes | None) -> None:
+        """Store a group, or remove it with None; returns after every follower was called."""
+        try:
+            await self._kafka.append(self._topic, 0, [Record(group.encode(), value)])
+        except AppendUnknown as error:
+            raise KafkaUnavailable(str(error)) from None
+
+
+class MemoryAuditFeed(_Follower):
+    """A `txbroker.door.protocols.AuditFeed` in memory. Does not wait for a missing topic."""
+
+    def follow(self, changed: Changed) -> None:
+        """Report each key's newest record, then keep following."""
+        if self._topic in self._kafka.topics:
+            newest = {record.key: record for record in self._kafka.visible(self._topic)}
+            self._follow(newest.values(), changed)
+
+
+class MemoryTargets:
+    """A `txbroker.door.protocols.Targets` in memory."""
+
+    def __init__(self, kafka: MemoryKafka, ttl_s: float) -> None:
+        self._kafka = kafka
+        self._ttl_s = ttl_s
+        self._known: dict[str, tuple[float, TargetFacts | Cause]] = {}
+
+    def known(self, topic: str) -> TargetFacts | Cause | None:
+        """Return cached facts, or the cached cause of a failure, or None if `examine` must ask."""
+        until, facts = self._known.get(topic, (0.0, None))
+        return facts if asyncio.get_running_loop().time() < until else None
+
+    async def examine(self, topic: str, *, create: bool = False) -> TargetFacts | Cause:
+        """Return a topic's facts and cache them; with `create`, create a missing topic."""
+        await self._kafka.reach()
+        prefix = installation_of(topic)
+        if prefix and self._exists(prefix):
+            cause = belongs_to(topic, prefix)
+            self._remember(topic, cause)
+            return cause
+        if create and topic not in self._kafka.topics and valid_name(topic):
+            self._kafka.create_topic(topic)
+        facts = self._kafka.facts(topic)
+        self._remember(topic, facts)
+        return facts
+
+    def _exists(self, prefix: str) -> bool:
+        count = half_partitions(
+            prefix, {name: len(topic.partitions) for name, topic in self._kafka.topics.items()}
+        )
+        return count > 0 and (
+            self._holds(prefix, "groups", partial(is_layout, partitions=count))
+            or self._holds(prefix, "checkpoint", is_owners)
+        )
+
+    def _holds(self, prefix: str, name: str, test: Callable[[Record], bool]) -> bool:
+        """Return True if a topic of that prefix holds such a record."""
+        topic = self._kafka.topics.get(f"{prefix}.{name}")
+        return topic is not None and any(
+            test(record)
+            for partition in topic.partitions
+            for record in partition.read(partition.begin, partition.stable_end)
+        )
+
+    def forget(self, topic: str) -> None:
+        """Drop a topic from the cache."""
+        self._known.pop(topic, None)
+
+    def note(self, cause: Cause) -> None:
+        """Drop the facts of a topic that refused a record: they are out of date."""
+        self.forget(cause.topic)
+
+    def _remember(self, topic: str, facts: TargetFacts | Cause) -> None:
+        ttl_s = min(self._ttl_s, _CAUSE_TTL_S) if isinstance(facts, Cause) else self._ttl_s
+        self._known[topic] = (asyncio.get_running_loop().time() + ttl_s, facts)
