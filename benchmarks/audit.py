@@ -146,7 +146,6 @@ def _times(steps: list[tuple[str, float]]) -> str:
 
 
 def progress(text: str) -> None:
-    """Show the progress."""
     print(text, end="", file=sys.stderr, flush=True)
 
 
@@ -200,7 +199,6 @@ def whole(cut: SnapshotBounds) -> SnapshotBounds:
 
 
 def main() -> int:
-    """Measure and print a table, and JSON with --json."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--count", type=int, default=2_000_000, help="transactions in all")
     parser.add_argument("--part", type=int, default=100_000, help="new ones, for `incremental`")
@@ -232,7 +230,6 @@ def main() -> int:
 
 
 def show(found: dict[str, Any], as_json: bool) -> None:
-    """Print the figures."""
     if as_json:
         print(json.dumps(found))
         return

@@ -272,7 +272,6 @@ def figures(found: dict[str, Any]) -> dict[str, float]:
 
 
 def exceeded(measured: dict[str, float]) -> list[str]:
-    """Return the exceeded bounds."""
     return [
         f"{name}: {measured[name]:g} is more than {bound}"
         for name, bound in BOUNDS.items()
@@ -292,7 +291,6 @@ def measure(in_flight: list[int], count: int, rounds: int) -> dict[str, Any]:
 
 
 def show(found: dict[str, Any], *, files: bool, modules: bool) -> None:
-    """Print tables."""
     for name, value in figures(found).items():
         bound = f"   at most {BOUNDS[name]}" if name in BOUNDS else ""
         print(f"{name:<32}{value:>8g}{bound}")

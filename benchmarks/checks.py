@@ -141,7 +141,6 @@ def _watch(proxy: Proxy, count: int, began: float, way: str) -> float:
 
 
 def main() -> None:
-    """Measure each way and print the figures."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--count", type=int, default=100_000)
     parser.add_argument("--ways", nargs="+", choices=sorted(ANSWERING), default=list(ANSWERING))

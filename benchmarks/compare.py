@@ -61,7 +61,6 @@ class Machine:
 
     @classmethod
     def here(cls) -> Machine:
-        """Return this machine."""
         pages, size = os.sysconf("SC_PHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
         return cls(
             _processor(),
@@ -158,7 +157,6 @@ class Comparison:
             self.write()
 
     def write(self) -> None:
-        """Write data, page and plot."""
         written = json.dumps(self._data, indent=1) + "\n"
         self._output.with_suffix(".json").write_text(written, encoding="utf-8")
         self._output.with_suffix(".md").write_text(
@@ -168,7 +166,6 @@ class Comparison:
 
 
 def show(text: str) -> None:
-    """Show the progress."""
     print(f"{time.strftime('%H:%M:%S')} {text}", file=sys.stderr, flush=True)
 
 
@@ -177,7 +174,6 @@ def _ended(number: int, frame: object) -> NoReturn:
 
 
 def main() -> int:
-    """Compare the peers."""
     parser = argparse.ArgumentParser(description=__doc__)
     names = [peer.name for peer in PEERS]
     parser.add_argument("--peers", nargs="+", choices=names, default=names, metavar="NAME")

@@ -89,7 +89,6 @@ def measure(arguments: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
 
 
 def main() -> None:
-    """Measure and print the figures."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--producers", type=int, default=1000)
     parser.add_argument("--groups", type=int, default=100)

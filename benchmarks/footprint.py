@@ -50,7 +50,6 @@ class Counting:
         self.requests: Counter[str] = Counter()
 
     async def open(self, host: str, port: int, **arguments: Any) -> Any:
-        """Open a connection that counts."""
         connection = await open_connection(host, port, **arguments)
         send = connection.send
 
@@ -93,7 +92,6 @@ class Footprint:
         return {name: requests for name, _, _, requests in self.rows}
 
     def show(self) -> None:
-        """Print both tables."""
         topics = (*OWN, TARGET)
         print("bytes a transaction".ljust(30) + "".join(f"{topic:>12}" for topic in topics))
         for name, count, sizes, _ in self.rows:
@@ -156,7 +154,6 @@ def phase_of(in_flight: int) -> str:
 
 
 def exceeded(requests: dict[str, dict[str, float]]) -> list[str]:
-    """Return the exceeded bounds."""
     taken = {each: sum(requests.get(phase_of(each), {}).values()) for each in BOUNDS}
     return [
         f"{phase_of(each)}: {taken[each]:.4f} requests a transaction are more than {bound}"
@@ -224,7 +221,6 @@ async def _idle() -> None:
 
 
 def main() -> int:
-    """Measure and print; return 1 where a bound does not hold."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--count", type=int, default=5000, help="transactions in a phase")
     parser.add_argument("--size", type=int, default=1024, help="bytes of each message")

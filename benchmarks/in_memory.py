@@ -39,7 +39,6 @@ def processor_us(thread: int) -> float:
 
 
 def thread_of_proxy() -> int:
-    """Return the id of the proxy's thread."""
     found = [thread.native_id for thread in threading.enumerate() if thread.name == PROXY_THREAD]
     assert found[0] is not None
     return found[0]
@@ -116,7 +115,6 @@ async def transactions_over_http(url: str, count: int, in_flight: int, size: int
 
 
 def main() -> None:
-    """Measure, and print each round."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--count", type=int, default=20_000, help="transactions of a round")
     parser.add_argument("--in-flight", type=int, default=256)

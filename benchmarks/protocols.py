@@ -110,7 +110,6 @@ class Side:
         self.together_s.append((time.perf_counter() - began_s) / turns)
 
     def figures(self) -> dict[str, float]:
-        """Return the figures."""
         turns = self._turns
         return {
             "requests": sum(self.requests.values()) / turns,
@@ -143,7 +142,6 @@ async def run(bootstrap: str, turns: int, rounds: int, targets: int, pause_s: fl
 
 
 def main() -> None:
-    """Start Kafka and measure."""
     parser = argparse.ArgumentParser(description="both versions of Kafka's transactions")
     parser.add_argument("--turns", type=int, default=400, help="of a round, each way")
     parser.add_argument("--rounds", type=int, default=6)

@@ -66,7 +66,6 @@ def measure(
 
 
 def main() -> int:
-    """Measure and print a table, and JSON with --json."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--pending", type=int, default=1_000_000)
     parser.add_argument("--settled", type=int, nargs="*", default=[1_000_000, 5_000_000])
@@ -104,7 +103,6 @@ def main() -> int:
 
 
 def show(found: list[dict[str, Any]], as_json: bool) -> None:
-    """Print figures."""
     for each in found:
         if as_json:
             print(json.dumps(each), flush=True)

@@ -26,7 +26,6 @@ LOOKED_UP = 2000
 
 
 def resident_bytes() -> int:
-    """Return the resident memory of this process."""
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * os.sysconf("SC_PAGE_SIZE")
 
@@ -91,7 +90,6 @@ def calls_of(work: Callable[[], None]) -> int:
 
 
 def main() -> None:
-    """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--count", type=int, default=1_000_000)
     parser.add_argument("--rate", type=int, default=5, help="settled in a millisecond")

@@ -31,7 +31,6 @@ class Nowhere(SpanExporter):
     """Discards spans."""
 
     def export(self, spans: object) -> SpanExportResult:
-        """Discard them."""
         return SpanExportResult.SUCCESS
 
 
@@ -81,7 +80,6 @@ async def transaction_us(url: str, count: int) -> float:
 
 
 def main() -> None:
-    """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--transactions", type=int, default=1000)
     count = parser.parse_args().transactions

@@ -93,7 +93,6 @@ def shortened(detail: str) -> str:
 
 
 def already(result: CheckResult) -> "asyncio.Future[CheckResult]":
-    """Return a future that is done."""
     future: asyncio.Future[CheckResult] = asyncio.get_running_loop().create_future()
     future.set_result(result)
     return future

@@ -92,7 +92,6 @@ class HostResolver:
         return await self._threads.run(host, lambda: self._look_up(host), asker)
 
     async def close(self) -> None:
-        """Stop waiting for look-ups."""
         await self._threads.close()
 
 

@@ -80,7 +80,6 @@ class DaemonThreads(Generic[T]):
         return await asyncio.shield(task)
 
     async def close(self) -> None:
-        """Stop waiting for the calls in progress."""
         tasks = list(self._open.values())
         for task in tasks:
             task.cancel()

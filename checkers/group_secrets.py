@@ -123,7 +123,6 @@ class GroupSecrets:
             raise SecretUnavailable(f"{where} does not hold a secret: {error}") from None
 
     async def close(self) -> None:
-        """Stop waiting for files."""
         await self._threads.close()
 
     async def _file(self, path: str) -> bytes:

@@ -237,7 +237,6 @@ class HttpChecks:
 
     @property
     def idle_connections(self) -> int:
-        """How many idle connections are kept."""
         return self._idle_count
 
     def _context(self, scheme: str) -> ssl.SSLContext | None:
@@ -332,7 +331,6 @@ class HttpChannel:
         self.endpoint = request.endpoint
 
     def ask(self, call: CheckCall, timeout_s: float) -> "asyncio.Future[CheckResult]":
-        """Ask, once; see `Channel.ask`."""
         # Also a proxy without tracing passes the trace on.
         trace = call.trace or context_of(call.messages)
         headers = [] if trace is None else trace.headers()

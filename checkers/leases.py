@@ -199,7 +199,6 @@ class Leases:
             channel.release()
 
     def close(self) -> None:
-        """Release all sessions."""
         for lease in list(self._held):
             self._give_back(lease)
 
@@ -258,7 +257,6 @@ class PeerSessions:
             self.forget(url)
 
     async def close(self) -> None:
-        """Stop waiting for look-ups of names."""
         await self._names.close()
 
     async def acquire(

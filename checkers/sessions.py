@@ -254,13 +254,11 @@ class SessionChannel:
         self.endpoint = f"session {self.instance}{f' of {principal}' if principal else ''}"
 
     def ask(self, call: CheckCall, timeout_s: float) -> _Answer:
-        """Ask the instance, once."""
         entry = self._entry
         answer = None if entry.lost else self._questions.send(entry, call, timeout_s)
         return answer or base.already(Unreached("the session closed before the question was sent"))
 
     def release(self) -> None:
-        """Release the session."""
         if not self._released:
             self._released = True
             self._entry.taken -= 1

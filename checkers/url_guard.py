@@ -205,7 +205,6 @@ class OwnEndpoints:
         return frozenset(own)
 
     async def close(self) -> None:
-        """Stop waiting for look-ups."""
         await self._names.close()
 
     async def _shared(

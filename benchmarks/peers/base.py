@@ -195,5 +195,4 @@ def wait_for_port(port: int, alive: Callable[[], bool], deadline_s: float, what:
 
 
 def body_of(plan: Plan) -> bytes:
-    """Return a message's value."""
     return os.urandom(plan.size)

@@ -68,7 +68,6 @@ class Dtm:
         return f"{MODULE} {VERSION}"
 
     def turn(self, plan: Plan, folder: Path) -> Iterator[Figure]:
-        """Measure on a new server."""
         http, grpc, rpc = free_ports(3)
         ports = f"HttpPort: {http}\nGrpcPort: {grpc}\nJsonRpcPort: {rpc}\n"
         (folder / "dtm.yml").write_text(f"{ports}LogLevel: error\n")

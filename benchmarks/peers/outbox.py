@@ -45,13 +45,9 @@ Row = tuple[int, bytes, bytes]
 class RelayStore(Protocol):
     """The relay's side of the database."""
 
-    async def oldest(self) -> Sequence[Row]:
-        """Return the oldest rows of the outbox."""
-        ...
+    async def oldest(self) -> Sequence[Row]: ...
 
-    async def remove(self, rows: Sequence[Row]) -> None:
-        """Remove rows that were published."""
-        ...
+    async def remove(self, rows: Sequence[Row]) -> None: ...
 
 
 async def measure(kafka: str, store: SqliteStore, plan: Plan, in_flight: int) -> Figure:
@@ -143,7 +139,6 @@ class SqliteStore:
         self._writing.executescript(_TABLES)
 
     def close(self) -> None:
-        """Close both."""
         self._writer.shutdown()
         self._reader.shutdown()
         self._writing.close()
@@ -155,11 +150,9 @@ class SqliteStore:
         await loop.run_in_executor(self._writer, self._insert, key, value)
 
     async def oldest(self) -> Sequence[Row]:
-        """Return the oldest rows of the outbox."""
         return await asyncio.get_running_loop().run_in_executor(self._reader, self._oldest)
 
     async def remove(self, rows: Sequence[Row]) -> None:
-        """Remove rows that were published."""
         await asyncio.get_running_loop().run_in_executor(self._writer, self._remove, rows)
 
     def _insert(self, key: bytes, value: bytes) -> None:
@@ -188,11 +181,9 @@ class SqliteOutbox:
     )
 
     def version(self) -> str:
-        """Return name and version of the software."""
         return f"SQLite {sqlite3.sqlite_version}, {KAFKA}"
 
     def turn(self, plan: Plan, folder: Path) -> Iterator[Figure]:
-        """Measure on a new database and Kafka."""
         with running_kafka(folder) as kafka:
             uvloop.run(create_topics(kafka.bootstrap, [TOPIC]))
             for in_flight in plan.in_flight:

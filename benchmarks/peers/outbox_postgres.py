@@ -145,7 +145,6 @@ class PsqlStore:
         self._psql = psql
 
     async def oldest(self) -> Sequence[Row]:
-        """Return the oldest rows of the outbox."""
         rows = []
         for line in await self._ask(_OLDEST):
             number, key, value = line.split(b"|")
@@ -153,7 +152,6 @@ class PsqlStore:
         return rows
 
     async def remove(self, rows: Sequence[Row]) -> None:
-        """Remove rows that were published."""
         # By their numbers: one that is smaller may be committed later.
         numbers = ",".join(str(number) for number, _, _ in rows)
         await self._ask(f"DELETE FROM outbox WHERE number IN ({numbers});")

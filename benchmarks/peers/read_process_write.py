@@ -45,11 +45,9 @@ class ReadProcessWrite:
     )
 
     def version(self) -> str:
-        """Return name and version of the software."""
         return f"{KAFKA}, aiokafka {aiokafka.__version__}"
 
     def turn(self, plan: Plan, folder: Path) -> Iterator[Figure]:
-        """Measure on a new Kafka."""
         with running_kafka(folder) as kafka:
             uvloop.run(create_topics(kafka.bootstrap, [SOURCE, TARGET]))
             for in_flight in plan.in_flight:

@@ -28,7 +28,6 @@ class Txbroker:
     options: tuple[str, ...] = ()
 
     def version(self) -> str:
-        """Return name and version of the software."""
         return f"txbroker {__version__}, {KAFKA}, Python {sys.version.partition(' ')[0]}"
 
     def turn(self, plan: Plan, folder: Path) -> Iterator[Figure]:

@@ -58,7 +58,6 @@ class Proxy:
         return time.monotonic() - began
 
     def end(self, how: signal.Signals) -> None:
-        """End it."""
         if self._process is not None:
             self._process.send_signal(how)
             self._process.wait()
@@ -66,12 +65,10 @@ class Proxy:
 
     @property
     def pid(self) -> int:
-        """Its process id."""
         assert self._process is not None
         return self._process.pid
 
     def resident_bytes(self) -> int:
-        """Return its resident memory in bytes."""
         assert self._process is not None
         status = Path(f"/proc/{self._process.pid}/status").read_text()
         line = next(line for line in status.splitlines() if line.startswith("VmRSS"))
@@ -148,7 +145,6 @@ def cpu_s(pid: int) -> float:
 
 
 def make_target(kafka: str, **configs: str) -> None:
-    """Create the target topic."""
     from confluent_kafka.admin import AdminClient
     from confluent_kafka.cimpl import NewTopic
 

@@ -109,7 +109,6 @@ Serve = Callable[..., Awaitable[Served]]
 
 @pytest.fixture
 async def serve() -> AsyncIterator[Serve]:
-    """Start servers; they end with the test."""
     servers: list[Served] = []
 
     async def start(handler: Handler, tls: ssl.SSLContext | None = None) -> Served:

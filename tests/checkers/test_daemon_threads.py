@@ -96,7 +96,6 @@ class Hanging:
         self._go_on = threading.Event()
 
     def begin(self, count: int) -> list[asyncio.Task[bool]]:
-        """Make calls with the keys 0, 1, …, each for another asker."""
         self.running.clear()
         self._go_on.clear()
         keys = [f"{n}" for n in range(count)]
@@ -106,13 +105,11 @@ class Hanging:
         ]
 
     async def wait_running(self, count: int) -> None:
-        """Wait until `count` calls run."""
         async with asyncio.timeout(30):
             while len(self.running) < count:
                 await asyncio.sleep(0)
 
     async def end(self, calls: list[asyncio.Task[bool]]) -> None:
-        """Let them go on."""
         self._go_on.set()
         assert await asyncio.gather(*calls) == [True] * len(calls)
 

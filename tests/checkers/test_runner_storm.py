@@ -63,7 +63,6 @@ class Storm:
         return self.timers[-1]
 
     def fire(self) -> None:
-        """Let some of the back-offs end, in any order."""
         self.dice.random.shuffle(self.timers)
         for timer in [self.timers.pop() for _ in range(len(self.timers) // 2 + 1) if self.timers]:
             if not timer.cancelled:

@@ -22,7 +22,6 @@ class Case(NamedTuple):
 
     @property
     def name(self) -> str:
-        """As it is shown, and chosen by."""
         again = f"#{self.skip + 1}" if self.skip else ""
         return f"{self.point}{again}:{self.action}:{self.outcome}"
 
@@ -33,7 +32,6 @@ class Case(NamedTuple):
 
 
 def all_cases() -> list[Case]:
-    """Return every case there is."""
     return [
         Case(name, skip, action, outcome)
         for name, point in POINTS.items()
@@ -80,7 +78,6 @@ CHOSEN = (
 
 
 def chosen_cases() -> list[Case]:
-    """Return the named subset."""
     by_name = {case.name: case for case in all_cases()}
     return [by_name[name] for name in CHOSEN]
 
@@ -105,7 +102,6 @@ hook, and without it a moment costs one comparison.
 
 
 def page() -> str:
-    """Return the reference page."""
     rows = [
         f"| `{name}`{' (twice)' if point.times > 1 else ''} | {point.behind} | {point.answer} |"
         for name, point in POINTS.items()

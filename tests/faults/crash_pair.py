@@ -91,7 +91,6 @@ class Pair:
     # --- life ----------------------------------------------------------------------------
 
     async def start(self) -> None:
-        """Start both and register the group."""
         app = web.Application()
         app.router.add_post("/check", self._check)
         url = await self._stack.enter_async_context(listening(app))
@@ -161,11 +160,9 @@ class Pair:
                 proxy.resume()
 
     def other(self, proxy: FailingProxy) -> FailingProxy:
-        """Return the other one of the two."""
         return next(each for each in self.proxies if each is not proxy)
 
     async def taken_over(self, by: FailingProxy) -> None:
-        """Wait until one proxy owns everything."""
 
         async def all_of_it() -> bool:
             return len(await by.owned()) == PARTITIONS
@@ -185,7 +182,6 @@ class Client:
         self.id = ""
 
     async def prepare(self, *topics: str, business: bool = False) -> None:
-        """Prepare a message for each topic."""
         token = self.token
         self.id = await self._caller.prepare(
             token, "shop", *topics, business=business, dedup_key=token
@@ -206,7 +202,6 @@ class Client:
             await self._caller.decide(what, self.token, self.id, "shop")
 
     async def ends(self, *states: str) -> None:
-        """Wait until any proxy reports one of these states."""
         end = time.monotonic() + GIVE_UP_S
         while True:
             shown = await self._caller.until_answered("show", self.token, self.id, None)

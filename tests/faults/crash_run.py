@@ -43,7 +43,6 @@ class Crash:
         self._name = unique(case.name)
 
     async def run(self) -> None:
-        """Run a case under load, heal, and wait until everything has settled."""
         pair, case = self._pair, self._case
         await self._before()
         timeout = aiohttp.ClientTimeout(total=CALL_S)
@@ -215,7 +214,6 @@ async def _judge(pair: Pair, along: Along, folder: Path, result: Result) -> None
 async def run_cases(
     bootstrap: str, cases: Sequence[Case], folder: Path, pairs: int, *, loud: bool = False
 ) -> list[Result]:
-    """Run cases on several pairs of proxies at once."""
     queue: asyncio.Queue[Case] = asyncio.Queue()
     for case in cases:
         queue.put_nowait(case)
@@ -234,7 +232,6 @@ async def run_cases(
 
 
 def main() -> int:
-    """Run, print the results, and return 1 on any violation."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("words", nargs="*", help="only cases that hold one of these")
     parser.add_argument("--chosen", action="store_true", help="only those of every test run")

@@ -51,7 +51,6 @@ class Armed:
         self._passed: dict[str, int] = {}
 
     def __call__(self, name: str) -> None:
-        """A moment is reached."""
         if not any(step["point"] == name for step in self._steps()[:1]):
             return
         # Two proxies may be here at once, and only one of them may take the step.
@@ -62,7 +61,6 @@ class Armed:
             _act(step)
 
     def _steps(self) -> list[Step]:
-        """Return the armed steps."""
         try:
             return list(json.loads(self._file.read_text()))
         except (FileNotFoundError, ValueError):

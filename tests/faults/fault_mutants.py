@@ -95,7 +95,6 @@ def broken_in(output: str) -> set[str]:
 
 
 def main() -> int:
-    """Try the chosen ones; return 1 if one is not caught."""
     words = sys.argv[1:]
     chosen = [each for each in SHOWN if not words or any(word in each.what for word in words)]
     with tempfile.TemporaryDirectory() as folder:

@@ -44,7 +44,6 @@ class Fork:
         self._line[1].close()
 
     async def wait(self) -> int:
-        """Wait until it ends; return its exit code, as subprocess has it."""
         await asyncio.shield(self._watching)
         assert self.returncode is not None
         return self.returncode
@@ -60,7 +59,6 @@ class Fork:
         os.kill(self.pid, number)
 
     def kill(self) -> None:
-        """Send SIGKILL."""
         self.send_signal(signal.SIGKILL)
 
 
@@ -77,7 +75,6 @@ class Forge:
         self._parent = subprocess.Popen([sys.executable, "-m", __spec__.name, str(self._path)])
 
     def close(self) -> None:
-        """End it, and its forks."""
         self._parent.kill()
         self._parent.wait()
 

@@ -29,13 +29,11 @@ CAUSE = {"code": "unknown_topic", "message": "gone", "topic": "a", "partition": 
 
 
 def make_id(number: int, at_ms: int = T0_MS) -> str:
-    """The id of a transaction by its number."""
     bits = at_ms << 64 | number
     return "".join(_LETTERS[bits >> shift & 31] for shift in range(125, -1, -5))
 
 
 def at(ms: int) -> float:
-    """Milliseconds of the run as a client's time."""
     return (T0_MS + ms) / 1000
 
 
@@ -77,7 +75,6 @@ class Run:
         return make_id(number)
 
     def store(self, number: int, token: str, at_ms: int, order: str = "", dedup: str = "") -> None:
-        """A half message."""
         bodies = self.history.sent[token]
         for sequence, body in enumerate(bodies):
             optional = [("check", POLICY)]
@@ -92,7 +89,6 @@ class Run:
         self.history.calls.append(Call(what, began=at(at_ms), id=make_id(number), **given))
 
     def mark(self, tx: int, kind: str, at_ms: int, **fields: Any) -> None:
-        """A marker."""
         id = make_id(tx)
         value = json.dumps({"v": 1, "kind": kind, "id": id, **fields}).encode()
         self.append(self.topics.op, "op", at_ms, id.encode(), value, ())
@@ -103,7 +99,6 @@ class Run:
         self.mark(number, kind, at_ms, group="g")
 
     def show(self, number: int, decided_ms: int, bodies: tuple[Body, ...] = ()) -> None:
-        """What consumers see of a transaction."""
         id, bodies = make_id(number), bodies or self.history.sent[f"t{number}"]
         for sequence, body in enumerate(bodies):
             ours: list[Header] = [("txb-id", id.encode())]
@@ -121,7 +116,6 @@ class Run:
         self.history.asked.append(Asked(make_id(number), at(at_ms + 1), answer))
 
     def keep(self, number: int, state: str, cause: dict[str, Any] | None = None) -> None:
-        """A whole copy in the parked topic."""
         for sequence, body in enumerate(self.history.sent[f"t{number}"]):
             facts = {"state": state} | ({"cause": cause} if cause else {})
             headers = (("txb-kept", json.dumps(facts).encode()),) if sequence == 0 else ()
@@ -137,7 +131,6 @@ class Run:
         value: bytes | None,
         headers: tuple[Header, ...],
     ) -> None:
-        """One more record."""
         offset = sum(record.topic == topic for record in log)
         log.append(Rec(topic, 0, offset, T0_MS + at_ms, key, value, headers))
 
@@ -149,7 +142,6 @@ class Run:
         return "progress", {"v": 1, "claim": "c", **ends, "deferred": self.deferred, **fields}
 
     def case(self) -> Case:
-        """The run, as it is saved and judged."""
         claim = ("claim", {"v": 1, "claim": "c", "owner": "one", "url": ""})
         records = [claim, self.progress()] if self.turns is None else self.turns
         topics = replace(self.topics, checkpoint=[])
@@ -165,19 +157,16 @@ class Run:
         return Case(self.history, topics, self.rows, self.states, self.options)
 
     def judge(self) -> list[tuple[str, str]]:
-        """The violations: invariant and transaction."""
         return [(each.invariant, each.id) for each in judged(self.case()).judge()]
 
 
 def judged(case: Case) -> Judge:
-    """The judge of a case."""
     return Judge(case.history, case.topics, case.rows, case.states, **case.options)
 
 
 def half_headers(
     number: int, body: Body, sequence: int, count: int, optional: list[tuple[str, str]]
 ) -> tuple[Header, ...]:
-    """The headers of a half record."""
     optional = optional if sequence == 0 else []
     ours = {
         "txb-v": " ".join(["1", *(name for name, _ in optional)]),

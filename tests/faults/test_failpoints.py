@@ -21,7 +21,6 @@ PAIRS = 3
 
 
 def sources() -> list[Path]:
-    """The files of the package."""
     names = ["txbroker/*.py", "checkers/*.py", "cli/*.py", "spark/*.py"]
     listed = subprocess.run(
         ["git", "ls-files", *names], cwd=ROOT, capture_output=True, check=True, text=True
@@ -105,7 +104,6 @@ def test_chosen_cases_cover_steps_actions_and_ends() -> None:
 
 
 def report(results: list[Result], cases: int) -> None:
-    """Print the results; every case must have run without a violation."""
     done = sum(len(result.took) for result in results)
     print(f"{done} of {cases} cases, {sum(r.transactions for r in results)} transactions")
     failed = [why for result in results for why in result.failed]

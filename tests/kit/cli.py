@@ -28,7 +28,6 @@ class Result(NamedTuple):
 
     @property
     def json(self) -> Any:
-        """Its JSON output."""
         assert self.out, self.err
         return json.loads(self.out)
 
@@ -59,7 +58,6 @@ class Dev:
             )
 
     def start(self) -> None:
-        """Start it, and wait for its line on stdout."""
         self.launch()
         assert self.process.stdout is not None
         readable, _, _ = select.select([self.process.stdout], [], [], START_TIMEOUT_S)
@@ -70,11 +68,9 @@ class Dev:
 
     @property
     def stderr(self) -> str:
-        """Its stderr so far."""
         return self._log.read_text()
 
     def children(self) -> list[int]:
-        """Its children and theirs, by process id."""
         return descendants(self.process.pid)
 
     def end(self, number: int = signal.SIGTERM) -> tuple[int, str]:

@@ -52,12 +52,10 @@ class Proxies:
         await self.running.pop(name).stop()
 
     async def close(self) -> None:
-        """Let all leave."""
         while self.running:
             await self.stop(next(iter(self.running)))
 
     async def shares(self) -> dict[str, frozenset[int]]:
-        """Return what each proxy can answer for."""
         return {name: await service.owned() for name, service in self.running.items()}
 
     async def settled(self) -> dict[str, frozenset[int]]:
@@ -80,14 +78,12 @@ class Proxies:
         return dict(await until(so, TAKEOVER_S))
 
     async def wrong_for(self, partition: int) -> Service:
-        """Return a proxy that does not own a partition."""
         for name, share in (await self.shares()).items():
             if partition not in share:
                 return self.running[name]
         raise AssertionError(f"every proxy owns partition {partition}")
 
     async def right_for(self, partition: int) -> Service:
-        """Return the proxy that owns a partition."""
         for name, share in (await self.shares()).items():
             if partition in share:
                 return self.running[name]
@@ -115,7 +111,6 @@ class Proxies:
         return sum(record.key == CLAIM_KEY for record in records)
 
     async def all_listed(self, service: Service, limit: int, **query: Any) -> list[Json]:
-        """Return a whole list, page by page."""
         found: list[Json] = []
         page = await service.page(limit=limit, **query)
         while True:

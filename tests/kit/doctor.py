@@ -140,16 +140,13 @@ class FakeKafka:
         self.topics[name] = structs.replace(self.topics[name], configs=configs)
 
     def copies(self, topic: str, partition: int, copies: PartitionCopies) -> None:
-        """Change where the copies of a partition are."""
         self.seen[f"txbroker.{topic}"].partitions[partition] = copies
 
     def see(self, topic: str, **changes: Any) -> None:
-        """Change how a topic is seen."""
         name = f"txbroker.{topic}"
         self.seen[name] = structs.replace(self.seen[name], **changes)
 
     def remove(self, topic: str) -> None:
-        """Let a topic not be there."""
         del self.topics[f"txbroker.{topic}"], self.seen[f"txbroker.{topic}"]
 
     def _fail(self) -> None:
@@ -215,7 +212,6 @@ class FakeProxies:
         return _or_raise(self.view)
 
     def partition(self, number: int, **changes: Any) -> None:
-        """Change a half partition's overview."""
         shown = [
             structs.replace(one, **changes) if one.partition == number else one
             for one in self.seen.partitions
@@ -223,14 +219,12 @@ class FakeProxies:
         self.view = structs.replace(self.seen, partitions=tuple(shown))
 
     def proxy(self, url: str, **changes: Any) -> None:
-        """Change a proxy's overview."""
         shown = [
             structs.replace(one, **changes) if one.url == url else one for one in self.seen.proxies
         ]
         self.view = structs.replace(self.seen, proxies=tuple(shown))
 
     def group(self, group: str, **changes: Any) -> None:
-        """Change a group's overview."""
         shown = [
             structs.replace(one, **changes) if one.group == group else one
             for one in self.seen.groups
@@ -241,7 +235,6 @@ class FakeProxies:
         """There is nothing to close."""
 
     def gone(self) -> None:
-        """Let no proxy answer."""
         self.view = Unavailable(f"nothing listens at {ONE}")
         self.readiness = dict.fromkeys(self.readiness, self.view)
         self.pages = dict.fromkeys(self.pages, self.view)
@@ -263,7 +256,6 @@ class World:
         self.settings = settings()
 
     def subject(self) -> Subject:
-        """What checks ask, at this moment."""
 
         async def at_once(_seconds: float) -> None:
             pass
@@ -271,7 +263,6 @@ class World:
         return Subject(self.settings, self.kafka, self.proxies, self.limits, lambda: NOW_S, at_once)
 
     async def examine(self, **options: Any) -> DoctorReport:
-        """Run all checks."""
         subject = self.subject()
         report = await examine(subject, CHECKS, **options)
         await subject.close()

@@ -50,11 +50,9 @@ class Fleet:
 
     @property
     def urls(self) -> list[str]:
-        """Where they are."""
         return [proxy.url for proxy in self.proxies]
 
     async def start(self) -> None:
-        """Start all of them and wait until every partition has an owner."""
         for proxy in self.proxies:
             await proxy.launch()
         await self.whole(self.proxies)
@@ -95,7 +93,6 @@ async def owned_by(proxy: ProxyProcess) -> list[int]:
 
 
 async def transact(caller: Caller, token: str, topic: str, key: str, fate: random.Random) -> None:
-    """Prepare a transaction and decide it."""
     id = await caller.prepare(token, "web", topic, key=key, check_after_s=600)
     await caller.decide("rollback" if fate.random() < 0.2 else "commit", token, id, "web")
 
@@ -113,7 +110,6 @@ async def web_load(
 
 
 async def reached(recorder: Recorder, finished: int) -> None:
-    """Wait until a number of transactions are finished."""
 
     async def enough() -> bool:
         return recorder.finished >= finished

@@ -18,11 +18,9 @@ class Heard:
         self._more = asyncio.Event()
 
     def assigned(self, assignment: Assignment) -> None:
-        """Take an assignment."""
         self._take(assignment)
 
     def lost(self, why: str) -> None:
-        """Take a loss."""
         self._take(why)
 
     def _take(self, event: Assignment | str) -> None:
@@ -42,12 +40,10 @@ class Heard:
         return [event for event in self.events if isinstance(event, str)]
 
     async def until(self, wanted: Callable[[Assignment], bool]) -> Assignment:
-        """Wait for an assignment that is as wanted."""
         await self._wait(lambda last: isinstance(last, Assignment) and wanted(last))
         return self.now
 
     async def until_owned(self, count: int) -> Assignment:
-        """Wait until `count` partitions are assigned."""
         return await self.until(lambda last: len(last.mine) == count)
 
     async def until_lost(self, words: str = "") -> str:

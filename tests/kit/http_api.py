@@ -42,13 +42,11 @@ class Api:
         return int(self.url.rpartition(":")[2])
 
     def in_flight(self) -> int:
-        """Return how many bytes of calls are being carried out now."""
         return self.app[CONTEXT].limits.in_flight.bytes
 
     async def call(
         self, method: str, path: str, body: Any = None, *, raw: bytes | None = None, **headers: str
     ) -> tuple[int, Any]:
-        """Call with JSON; return status and decoded answer."""
         sent: dict[str, str] = {} if method == "GET" else dict(JSON)
         sent.update({name.replace("_", "-"): value for name, value in headers.items()})
         options: dict[str, Any] = {"data": raw} if raw is not None else {}
@@ -60,7 +58,6 @@ class Api:
             return answer.status, await answer.json()
 
     async def prepare(self, **fields: Any) -> str:
-        """Prepare one transaction and return its id."""
         status, answer = await self.call("POST", "/v1/transactions", transaction(**fields))
         assert status == 201, answer
         return str(answer["id"])
@@ -73,7 +70,6 @@ def memory_bytes() -> int:
 
 
 def transaction(**fields: Any) -> dict[str, Any]:
-    """Return the body of a prepare."""
     return {"group": "orders", "messages": [{"topic": "payments", "value": "42"}], **fields}
 
 

@@ -48,12 +48,10 @@ class HttpCalls:
         return (await self.checked("POST", f"/v1/transactions/{id}/{what}", fields))[1]
 
     async def show(self, id: str, *, bodies: bool = False) -> Json:
-        """Return the view of a transaction."""
         path = f"/v1/transactions/{id}" + ("?bodies=true" if bodies else "")
         return (await self.checked("GET", path))[1]
 
     async def reaches(self, id: str, state: str) -> Json:
-        """Wait until a transaction is in a state; return its view."""
 
         async def there() -> Json | None:
             shown = await self.show(id)
@@ -100,7 +98,6 @@ class Caller:
         business: bool = False,
         **fields: Any,
     ) -> str:
-        """Prepare a message for each topic; return the id."""
         headers = (("token", token.encode()),)
         key, value = key or token, value or token
         messages = [Message(topic, key.encode(), value.encode(), headers) for topic in topics]
@@ -109,7 +106,6 @@ class Caller:
         return str((await self.until_answered("prepare", token, "", body))["id"])
 
     async def decide(self, decision: str, token: str, id: str, group: str) -> None:
-        """Commit or roll back."""
         body = {"group": group} if group else {}
         await self.until_answered(decision, token, id, body)
 
@@ -166,7 +162,6 @@ async def attempted(call: Awaitable[T]) -> T | None:
 async def calling(
     urls: Sequence[str], recorder: Recorder, fate: random.Random, timeout_s: float = 5.0
 ) -> AsyncIterator[Caller]:
-    """Open connections of a caller."""
     timeout = aiohttp.ClientTimeout(total=timeout_s)
     connector = aiohttp.TCPConnector(limit=0)
     async with aiohttp.ClientSession(timeout=timeout, connector=connector) as http:

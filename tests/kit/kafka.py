@@ -46,7 +46,6 @@ class KafkaHarness:
         self._doors: list[KafkaDoor] = []
 
     def name(self, topic: str) -> str:
-        """The name of a topic that belongs to this test."""
         return f"{self.prefix}.{topic}"
 
     def settings(self, instance_id: str = "one", **changes: Any) -> KafkaSettings:
@@ -106,7 +105,6 @@ class KafkaHarness:
             assert time.monotonic() < deadline, f"{new.topic} does not appear"
 
     async def delete_topic(self, topic: str) -> None:
-        """Delete a topic (full name)."""
         await asyncio.to_thread(self._delete, topic)
 
     def _delete(self, topic: str) -> None:
@@ -194,7 +192,6 @@ class KafkaHarness:
         await door.close()
 
     async def set_max_message_bytes(self, topic: str, size: int) -> None:
-        """Change the largest batch that a topic (full name) takes."""
         await self._set(topic, "max.message.bytes", str(size))
 
     async def _set(self, topic: str, name: str, value: str) -> None:
@@ -213,7 +210,6 @@ class KafkaHarness:
         await asyncio.to_thread(lambda: futures[change].result(ADMIN_TIMEOUT_S))
 
     async def truncate(self, topic: str, partition: int, before: int) -> None:
-        """Delete the records of a topic (full name) below an offset."""
         at = TopicPartition(topic, partition, before)
         await asyncio.to_thread(
             lambda: self._admin.delete_records([at])[at].result(ADMIN_TIMEOUT_S)
@@ -273,6 +269,5 @@ class KafkaHarness:
             await writer.put(settings.audit_topic, key, value)
 
     async def close(self) -> None:
-        """Close every door of the test."""
         for door in self._doors:
             await door.close()

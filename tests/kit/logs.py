@@ -24,12 +24,10 @@ START_MS = 1_700_000_000_000
 
 
 def id_of(number: int, time_ms: int = START_MS, partition: int = PARTITION) -> str:
-    """Return the transaction id number `number` of a test."""
     return make_id(partition, time_ms, number)
 
 
 def message(value: str = "v", topic: str = "t", key: bytes | None = b"k", at: int = 0) -> Message:
-    """Return a message for partition `at` of a target topic."""
     return Message(topic, key, value.encode(), (("h", b"1"),), partition=at)
 
 
@@ -46,7 +44,6 @@ def half_of(
 
 
 def marker_of(kind: MarkerKind | str, id: str, **fields: object) -> Marker:
-    """Return a marker of this version."""
     return structs.replace(Marker(RECORD_VERSION, MarkerKind(kind), id), **fields)
 
 
@@ -57,7 +54,6 @@ class Log:
         self.records: list[Record] = []
 
     def append(self, records: Iterable[Record], at_ms: int) -> None:
-        """Append a batch."""
         for record in records:
             self.records.append(
                 structs.replace(record, offset=len(self.records), timestamp_ms=at_ms)
@@ -72,11 +68,9 @@ class Logs:
         self.op = Log()
 
     def prepare(self, half: Half, at_ms: int) -> None:
-        """Append a half message."""
         self.half.append(encode_half(half), at_ms)
 
     def mark(self, marker: Marker, at_ms: int) -> None:
-        """Append a marker without contents."""
         self.op.append([encode_marker(marker)], at_ms)
 
     def commit_with(self, half: Half, contents: Sequence[Message], at_ms: int) -> None:
@@ -86,7 +80,6 @@ class Logs:
 
 
 def new_ledger(beyond_max: int = 10_000) -> Ledger:
-    """Return an empty ledger of the test partition."""
     return Ledger(PARTITION, WINDOW_MS, beyond_max)
 
 
@@ -99,7 +92,6 @@ def apply_all(ledger: Ledger, logs: Logs, half_end: int, op_end: int) -> None:
 
 
 def replayed(logs: Logs) -> Ledger:
-    """Return the ledger of both logs."""
     ledger = new_ledger()
     apply_all(ledger, logs, len(logs.half.records), len(logs.op.records))
     return ledger
@@ -119,5 +111,4 @@ def picture(ledger: Ledger) -> dict[str, dict[str, object]]:
 
 
 def effects(outcomes: Iterable[ApplyResult]) -> list[Effect]:
-    """Return only what records did."""
     return [outcome.effect for outcome in outcomes]

@@ -18,7 +18,6 @@ class MemoryHarness:
         self._doors: list[MemoryDoor] = []
 
     def name(self, topic: str) -> str:
-        """The name of a topic that belongs to this test."""
         return f"test.{topic}"
 
     async def door(self, instance_id: str = "one", **changes: Any) -> MemoryDoor:
@@ -48,11 +47,9 @@ class MemoryHarness:
         return self.name(topic)
 
     async def delete_topic(self, topic: str) -> None:
-        """Delete a topic (full name)."""
         self.kafka.delete_topic(topic)
 
     async def recreate_topic(self, topic: str) -> None:
-        """Delete a topic (full name) and create it again with the same settings."""
         self.kafka.recreate_topic(topic)
 
     async def add_partitions(self, topic: str, total: int) -> None:
@@ -79,15 +76,12 @@ class MemoryHarness:
         return end
 
     async def lose(self, door: MemoryDoor) -> None:
-        """Take Kafka away from a door."""
         self.kafka.go_down()
 
     async def set_max_message_bytes(self, topic: str, size: int) -> None:
-        """Change the largest batch that a topic (full name) takes."""
         self.kafka.set_message_bytes_max(topic, size)
 
     async def truncate(self, topic: str, partition: int, before: int) -> None:
-        """Delete the records of a topic (full name) below an offset."""
         self.kafka.truncate(topic, partition, before=before)
 
     async def compact(self, topic: str, partition: int, before: int) -> None:
@@ -106,6 +100,5 @@ class MemoryHarness:
         await self.kafka.append(self.name("audit"), 0, [Record(key.encode(), value)])
 
     async def close(self) -> None:
-        """Close every door of the test."""
         for door in self._doors:
             await door.close()

@@ -78,7 +78,6 @@ class ProxyProcess(HttpCalls):
 
     @property
     def pid(self) -> int:
-        """The proxy's process."""
         assert self._process is not None
         return self._process.pid
 
@@ -117,12 +116,10 @@ class ProxyProcess(HttpCalls):
         )
 
     async def start(self) -> None:
-        """Start the proxy and wait until it is ready."""
         await self.launch()
         await self.ready()
 
     async def ready(self) -> None:
-        """Wait until the proxy is ready."""
         await until(self.is_ready)
 
     async def is_ready(self) -> bool:
@@ -143,7 +140,6 @@ class ProxyProcess(HttpCalls):
         return status == 200
 
     async def kill(self) -> None:
-        """End the proxy as kill -9 does."""
         await self._end(signal.SIGKILL)
 
     async def again(self) -> None:
@@ -157,7 +153,6 @@ class ProxyProcess(HttpCalls):
         self._process.send_signal(signal.SIGSTOP)
 
     def resume(self) -> None:
-        """Let a hanging proxy go on."""
         assert self._process is not None
         self._process.send_signal(signal.SIGCONT)
 
@@ -166,7 +161,6 @@ class ProxyProcess(HttpCalls):
         return await self._end(signal.SIGTERM)
 
     async def ended(self) -> int:
-        """Wait until the proxy exits; return its exit code."""
         assert self._process is not None
         code = await asyncio.wait_for(self._process.wait(), DEADLINE_S)
         await self._end(signal.SIGKILL)
@@ -224,7 +218,6 @@ class ProxyProcess(HttpCalls):
         return (await self.checked(method, path, body))[1]
 
     async def prepare(self, *messages: Json, group: str = "orders", **fields: Any) -> str:
-        """Prepare over HTTP; return the id."""
         body = {"group": group, "messages": list(messages), **fields}
         return str((await self.call("POST", "/v1/transactions", body))["id"])
 
@@ -252,11 +245,9 @@ class ProxyProcess(HttpCalls):
         return await asyncio.to_thread(create_topic, self.bootstrap, name, partitions, **configs)
 
     async def create_again(self, name: str) -> None:
-        """Create a topic by its name."""
         await asyncio.to_thread(create_topic, self.bootstrap, name)
 
     async def delete_topic(self, name: str) -> None:
-        """Delete a topic."""
         await asyncio.to_thread(delete_topic, self.bootstrap, name)
 
     async def visible(self, *names: str) -> list[Rec]:
@@ -264,7 +255,6 @@ class ProxyProcess(HttpCalls):
         return await asyncio.to_thread(read_topics, self.bootstrap, names)
 
     async def own(self, name: str) -> list[Rec]:
-        """Return the records of one of txbroker's own topics."""
         names = [f"{self.prefix}.{name}"]
         return await asyncio.to_thread(read_topics, self.bootstrap, names, committed=False)
 

@@ -44,7 +44,6 @@ class Along:
         return found
 
     def end(self) -> list[Seen]:
-        """Stop; return the records read."""
         self._over.set()
         self._thread.join(_END_S)
         # The client library does not always return from this after broken connections.

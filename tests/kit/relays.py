@@ -26,7 +26,6 @@ class Relay:
         self.address = ""
 
     async def start(self) -> Relay:
-        """Listen."""
         self._server = await asyncio.start_server(self._serve, self._host, 0)
         self.address = f"{self._host}:{self._own_port()}"
         return self
@@ -40,12 +39,10 @@ class Relay:
         self._open.set()
 
     def reset(self) -> None:
-        """Break the open connections; their data is lost."""
         for task in self._tasks:
             task.cancel()
 
     async def close(self) -> None:
-        """End every connection."""
         assert self._server is not None
         self._server.close()
         self.reset()

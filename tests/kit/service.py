@@ -108,7 +108,6 @@ class Service(HttpCalls):
         return (await self.get("/readyz"))["ready"] is True
 
     async def stop(self) -> None:
-        """End the proxy; its Kafka stays."""
         await self._stack.aclose()
 
     async def restart(self) -> None:
@@ -132,7 +131,6 @@ class Service(HttpCalls):
     # --- calls ---------------------------------------------------------------------------
 
     async def request(self, method: str, path: str, body: Any = None) -> tuple[int, Json]:
-        """Return status and answer, of errors too."""
         async with self._http.request(method, path, json=body) as response:
             return response.status, await response.json()
 
@@ -151,7 +149,6 @@ class Service(HttpCalls):
     async def send(
         self, *messages: Message, group: str = "orders", **fields: Any
     ) -> tuple[int, Json]:
-        """Send a prepare; return status and answer."""
         shown = [message_to_json(message) for message in messages]
         body = {"group": group, "messages": shown, **fields}
         return await self.call("POST", "/v1/transactions", body)
@@ -161,15 +158,12 @@ class Service(HttpCalls):
         return await self.act(id, "commit", wait="promoted", **fields)
 
     async def state(self, id: str) -> str:
-        """Return a transaction's state."""
         return str((await self.show(id))["state"])
 
     async def listed(self, **query: Any) -> list[Json]:
-        """Return one page of transactions."""
         return list((await self.page(**query))["transactions"])
 
     async def page(self, **query: Any) -> Json:
-        """Return the answer to a listing."""
         text = "&".join(f"{name}={value}" for name, value in query.items())
         return (await self.call("GET", f"/v1/transactions?{text}"))[1]
 
@@ -222,7 +216,6 @@ class Service(HttpCalls):
         await until(there)
 
     def asked(self, group: str) -> list[Json]:
-        """Return the check-backs that a group's endpoint has got."""
         return self.desk.calls.get(group, [])
 
     async def asked_times(self, group: str, count: int) -> list[Json]:
@@ -235,7 +228,6 @@ class Service(HttpCalls):
         return self.asked(group)
 
     def producer(self, group: str, **options: Any) -> TransactionalProducer:
-        """Return a producer of the SDK."""
         return TransactionalProducer(self.proxy.url, group=group, **options)
 
     # --- topics --------------------------------------------------------------------------
@@ -250,7 +242,6 @@ class Service(HttpCalls):
         self.door.targets.forget(topic)
 
     async def set_max_message_bytes(self, topic: str, size: int) -> None:
-        """Change the largest batch that a topic takes."""
         await self.world.set_max_message_bytes(topic, size)
 
     async def create_again(self, topic: str) -> None:
@@ -258,7 +249,6 @@ class Service(HttpCalls):
         await self.world.create_topic(topic.removeprefix(self.world.name("")))
 
     async def visible(self, topic: str, partition: int = 0) -> list[Record]:
-        """Return the records that a `read_committed` consumer sees."""
         return await self.world.visible(topic, partition)
 
     async def sees(self, topic: str, count: int) -> list[Record]:
@@ -271,7 +261,6 @@ class Service(HttpCalls):
         return await until(seen)
 
     async def values(self, topic: str, partition: int = 0) -> list[bytes | None]:
-        """Return the visible values, in order."""
         return [record.value for record in await self.visible(topic, partition)]
 
 

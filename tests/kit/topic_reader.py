@@ -31,7 +31,6 @@ def create_topic(bootstrap: str, name: str, partitions: int = 1, **configs: str)
 
 
 def delete_topic(bootstrap: str, name: str) -> None:
-    """Delete a topic, and wait until it is gone."""
     admin = AdminClient({"bootstrap.servers": bootstrap, "log_level": 0})
     admin.delete_topics([name])[name].result(15)
     deadline = time.monotonic() + 15

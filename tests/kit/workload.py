@@ -53,11 +53,9 @@ class Shop:
             self._connection.execute("INSERT INTO orders VALUES (?, ?)", (id, token))
 
     def rows(self) -> list[str]:
-        """The ids of all orders."""
         return [id for (id,) in self._connection.execute("SELECT id FROM orders")]
 
     def close(self) -> None:
-        """Close the database."""
         self._connection.close()
 
 
@@ -95,7 +93,6 @@ class Recorder:
             call.ended = time.time()
 
     def asked(self, request: CheckRequest, answer: Decision | NotYet) -> None:
-        """A check-back was answered."""
         text = str(answer) if isinstance(answer, Decision) else "not yet"
         self.history.asked.append(Asked(request.id, time.time(), text, request.attempt))
 
@@ -129,7 +126,6 @@ class Lane:
         self._numbers = itertools.count()
 
     async def run(self, transactions: int) -> None:
-        """Run a number of transactions."""
         for _ in range(transactions):
             # The check decides unknown outcomes; the judge verifies all of them.
             with suppress(RequestError, LocalFailure):

@@ -28,14 +28,12 @@ class Producer:
         await self.socket.send_bytes(wire.encode_frame(list(operations)))
 
     async def next(self) -> wire.FromProxy:
-        """Return the next operation that the proxy sent."""
         while not self._waiting:
             frame = await self.next_frame()
             self._waiting.extend(frame)
         return self._waiting.pop(0)
 
     async def next_frame(self) -> list[wire.FromProxy]:
-        """Return the operations of the next frame."""
         data = await asyncio.wait_for(self.socket.receive_bytes(), 10)
         frame = wire.decode_from_proxy(data)
         self.frames.append(frame)
@@ -50,7 +48,6 @@ class Producer:
 
 @asynccontextmanager
 async def connected(api: Api, **options: object) -> AsyncIterator[Producer]:
-    """Connect without a hello."""
     async with api.client.ws_connect(f"{api.url}/v1/session", **options) as socket:  # type: ignore[arg-type]
         yield Producer(socket)
 
@@ -59,7 +56,6 @@ async def connected(api: Api, **options: object) -> AsyncIterator[Producer]:
 async def session(
     api: Api, group: str = "orders", instance: str = "worker-1", *, checks: bool = True
 ) -> AsyncIterator[Producer]:
-    """Connect and be welcomed."""
     async with connected(api) as producer:
         await producer.send(wire.Hello(wire.SESSION_VERSION, group, instance, checks))
         welcome = await producer.next()

@@ -22,7 +22,6 @@ from txbroker.testing.memory import LostReply
 
 @pytest.fixture
 async def service() -> AsyncIterator[Service]:
-    """A proxy on a Kafka of the test's own."""
     world = MemoryHarness()
     async with FakeEndpoint().serve() as desk:
         running = Service(world, desk)
@@ -168,7 +167,6 @@ async def test_kafka_outage_loses_nothing(service: Service, outcome: LostReply) 
 
 
 def proxy(service: Service, instance: str) -> AbstractAsyncContextManager[Proxy]:
-    """Another proxy on the same Kafka."""
     door = memory(service).closed_door(instance, half_partitions=2)
     return run_proxy(door, Settings(listen="127.0.0.1:0", instance=instance))
 

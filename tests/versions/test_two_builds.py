@@ -74,7 +74,6 @@ class Fleet:
         return world
 
     async def close(self) -> None:
-        """End all of them."""
         for world in self._made:
             await world.kill()
 
@@ -87,7 +86,6 @@ async def fleet(kafka: EmbeddedKafka, newer_build: Path) -> AsyncIterator[Fleet]
 
 
 def versions(records: list[Rec]) -> set[str]:
-    """The record versions of half messages."""
     return {str(record.header("txb-v")).split()[0] for record in records}
 
 

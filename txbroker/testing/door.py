@@ -165,7 +165,6 @@ class MemoryDoor:
         return [f"{self._prefix}.{name}" for name in names]
 
     async def check_topics(self) -> list[str]:
-        """Return problems with txbroker's own topics that stop it."""
         await self._kafka.reach()
         recreated = [
             f"{name} was deleted and recreated: its records are lost"
@@ -193,7 +192,6 @@ class MemoryDoor:
         return ()
 
     def partition(self, partition: int) -> PartitionDoor:
-        """Return the door of one half partition; nothing is written before its `claim`."""
         return MemoryPartitionDoor(
             self._kafka, self._prefix, partition, self._targets.note, self._claim_timeout_s
         )
@@ -219,11 +217,9 @@ class MemoryLog:
         return self._kafka.partition(self._topic, self._number)
 
     async def append(self, records: Sequence[Record]) -> Appended:
-        """Append records as one batch."""
         return await self._kafka.append(self._topic, self._number, records)
 
     async def bounds(self, *, confirmed: bool = True) -> tuple[int, int]:
-        """Return the first kept offset and the offset that the next record will get."""
         await self._kafka.reach()
         return self._partition.begin, self._partition.end
 
@@ -245,7 +241,6 @@ class MemoryLog:
             skipped(trailing)
 
     async def pick(self, offsets: Sequence[int]) -> Sequence[Record]:
-        """Return the records at these offsets; offsets without a record are left out."""
         await self._kafka.reach()
         return self._partition.pick(offsets)
 
@@ -285,21 +280,17 @@ class MemoryPartitionDoor:
         self._writer: _Writer | None = None
 
     async def claimed_before(self) -> bool:
-        """Return True if the checkpoint topic has ever held a record. Writes nothing."""
         return await self.checkpoint_end() > 0
 
     async def checkpoint_end(self) -> int:
-        """Return the offset that the next record of the checkpoint topic will get."""
         await self._kafka.reach()
         return self._kafka.partition(self._checkpoint, self.partition).end
 
     async def parked_before(self) -> bool:
-        """Return True if the parked topic has ever held a record."""
         await self._kafka.reach()
         return self._kafka.partition(self._parked, self.partition).end > 0
 
     async def claim(self, claim: Claim) -> Claimed:
-        """Fence every earlier owner, write the claim record, then read the checkpoint."""
         await self._retire()
         await self._kafka.reach()
         writer = _Writer(self._kafka, self._id, (self._checkpoint, self._parked), self.partition)
@@ -334,14 +325,12 @@ class MemoryPartitionDoor:
             ) from None
 
     async def store(self, records: Sequence[Record]) -> None:
-        """Append records of a snapshot to the checkpoint topic."""
         try:
             await self._kafka.append(self._checkpoint, self.partition, records)
         except AppendUnknown as error:
             raise KafkaUnavailable(str(error)) from None
 
     async def parked(self) -> AsyncIterator[Sequence[Record]]:
-        """Yield all records of this partition of the parked topic, `read_committed`, in order."""
         await self._kafka.reach()
         log = self._kafka.partition(self._parked, self.partition)
         if log.stable_end < log.end:
@@ -351,7 +340,6 @@ class MemoryPartitionDoor:
             yield records[first : first + _READ_MAX]
 
     async def pick_parked(self, offsets: Sequence[int]) -> Sequence[Record]:
-        """Return the records of the parked topic at these offsets, `read_committed`."""
         await self._kafka.reach()
         log = self._kafka.partition(self._parked, self.partition)
         if any(log.stable_end <= offset < log.end for offset in offsets):
@@ -359,11 +347,9 @@ class MemoryPartitionDoor:
         return log.pick(offsets)
 
     def unverified(self, places: Collection[tuple[str, int]]) -> Sequence[tuple[str, int]]:
-        """Return the target partitions with an open promotion transaction of an earlier claim."""
         return [place for place in places if place in self._kafka.unaware]
 
     async def verify_no_open_txn(self, places: Collection[tuple[str, int]]) -> Sequence[Cause]:
-        """Return why target partitions must not be written now."""
         return [
             Cause(
                 "hanging", f"{topic}-{number} has an open transaction", topic, number, passing=True
@@ -372,7 +358,6 @@ class MemoryPartitionDoor:
         ]
 
     async def write(self, txn: PromotionTxn) -> PromotionTxnHandle:
-        """Write one promotion transaction; return when the next may be written."""
         if self._writer is None:
             raise PromotionTxnLost(f"partition {self.partition} is not claimed")
         try:
@@ -504,11 +489,9 @@ class MemoryTxnHandle:
         self._commit = commit
 
     async def committed(self) -> None:
-        """Wait until the commit is acknowledged."""
         await commit_outcome(self._commit)
 
     async def visible(self) -> None:
-        """Wait until every `read_committed` reader can see the transaction."""
         await self.committed()
         try:
             async with asyncio.timeout(_VISIBLE_TIMEOUT_S):
@@ -565,12 +548,10 @@ class MemoryGroupStore(_Follower):
     """A `txbroker.door.protocols.GroupStore` in memory."""
 
     async def load(self, changed: Changed) -> None:
-        """Read all groups, then keep following."""
         await self._kafka.reach()
         self._follow(self._kafka.visible(self._topic), changed)
 
     async def put(self, group: str, value: bytes | None) -> None:
-        """Store a group, or remove it with None; returns after every follower was called."""
         try:
             await self._kafka.append(self._topic, 0, [Record(group.encode(), value)])
         except AppendUnknown as error:
@@ -581,7 +562,6 @@ class MemoryAuditFeed(_Follower):
     """A `txbroker.door.protocols.AuditFeed` in memory. Does not wait for a missing topic."""
 
     def follow(self, changed: Changed) -> None:
-        """Report each key's newest record, then keep following."""
         if self._topic in self._kafka.topics:
             newest = {record.key: record for record in self._kafka.visible(self._topic)}
             self._follow(newest.values(), changed)
@@ -596,12 +576,10 @@ class MemoryTargets:
         self._known: dict[str, tuple[float, TargetFacts | Cause]] = {}
 
     def known(self, topic: str) -> TargetFacts | Cause | None:
-        """Return cached facts, or the cached cause of a failure, or None if `examine` must ask."""
         until, facts = self._known.get(topic, (0.0, None))
         return facts if asyncio.get_running_loop().time() < until else None
 
     async def examine(self, topic: str, *, create: bool = False) -> TargetFacts | Cause:
-        """Return a topic's facts and cache them; with `create`, create a missing topic."""
         await self._kafka.reach()
         prefix = installation_of(topic)
         if prefix and self._exists(prefix):
@@ -633,7 +611,6 @@ class MemoryTargets:
         )
 
     def forget(self, topic: str) -> None:
-        """Drop a topic from the cache."""
         self._known.pop(topic, None)
 
     def note(self, cause: Cause) -> None:

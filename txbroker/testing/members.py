@@ -52,7 +52,6 @@ class MemberSlot:
             self.assigned(assignment)
 
     def lose(self, why: str) -> None:
-        """Notify the member of the lost contact, unless it is cut off."""
         if not self.silent:
             self.lost(why)
 

@@ -41,7 +41,6 @@ _NAME = re.compile(r"[A-Za-z0-9._-]{1,249}")
 
 
 def wall_clock_ms() -> int:
-    """Return the wall clock, ms since 1970."""
     return round(time.time() * 1000)
 
 
@@ -57,11 +56,9 @@ class AdjustableClock:
         self._ahead_ms = 0
 
     def now_ms(self) -> int:
-        """Return the time, ms since 1970."""
         return self._now_ms() + self._ahead_ms
 
     def advance(self, seconds: float) -> None:
-        """Advance the clock."""
         self._ahead_ms += round(seconds * 1000)
 
 
@@ -309,7 +306,6 @@ class MemoryKafka:
         self._down = unanswered
 
     def come_up(self) -> None:
-        """Answer again."""
         self._down = None
 
     def lose_answer_of_next_append(self, outcome: LostReply) -> None:
@@ -375,7 +371,6 @@ class MemoryKafka:
         )
 
     def coordinator(self, group: str) -> MemoryCoordinator:
-        """Return the coordinator of a group."""
         return self._members.setdefault(group, MemoryCoordinator())
 
     def fence(self, transactional_id: str, holder: object) -> None:

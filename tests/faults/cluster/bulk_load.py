@@ -102,7 +102,6 @@ async def _work(spec: Spec, history: Path) -> None:
 
 
 async def _watch(recorder: Recorder) -> None:
-    """Report progress."""
     while True:
         await asyncio.sleep(_REPORT_EVERY_S)
         # A history only grows: collecting garbage is useless.
@@ -144,13 +143,11 @@ class BulkLoad:
         self._process.stdin.write(b"\n")
 
     async def kill(self) -> None:
-        """End it, if it has not ended."""
         if self._process is not None and self._process.returncode is None:
             self._process.kill()
             await self._process.wait()
 
     async def ended(self) -> History:
-        """End it and return its history."""
         process = self._process
         assert process is not None
         assert process.stdin is not None
@@ -164,7 +161,6 @@ class BulkLoad:
         return found
 
     def rows(self) -> list[str]:
-        """The ids of all orders in its database."""
         shop = Shop(Path(self._spec.database))
         try:
             return shop.rows()

@@ -112,23 +112,19 @@ class EvilChecks:
         self.url = ""
 
     async def start(self) -> None:
-        """Listen."""
         app = web.Application()
         app.router.add_post("/{kind}", self._answer)
         serving = listening(app, handler_cancellation=True)
         self.url = await self._stack.enter_async_context(serving)
 
     async def close(self) -> None:
-        """Stop listening."""
         await self._stack.aclose()
 
     def note(self, asked: Json, answer: str) -> None:
-        """Record the question and the answer."""
         found = Asked(str(asked["id"]), time.time(), answer, int(asked["attempt"]))
         self._recorder.history.asked.append(found)
 
     def answer(self, asked: Json, decision: str) -> web.StreamResponse:
-        """Answer with a decision."""
         self.note(asked, decision)
         return web.json_response({"decision": decision})
 
@@ -140,7 +136,6 @@ class EvilChecks:
 
 
 def group_of(kind: str) -> str:
-    """The group whose checks are of this kind."""
     return f"evil-{kind}"
 
 

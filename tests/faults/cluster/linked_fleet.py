@@ -31,7 +31,6 @@ class PlacedProxy(ProxyProcess):
         self._output_before = (0, 0)
 
     async def launch(self) -> None:
-        """Start it, without waiting for anything."""
         self._output_before = (len(self.stdout), len(self.stderr))
         await super().launch()
 
@@ -92,7 +91,6 @@ class LinkedFleet(Fleet):
         self.proxies = list(self.placed)
 
     async def start(self) -> None:
-        """Start all of them and wait until every partition has an owner."""
         for proxy in self.placed:
             await proxy.launch()
         end = time.monotonic() + START_S

@@ -85,24 +85,19 @@ class Link:
         return self._requests.is_set(), self._answers.is_set(), self.delay_s, self.ends
 
     def reset(self) -> None:
-        """Break existing connections; bytes in transit are lost."""
         for connection in tuple(self._connections):
             connection.abort()
 
     def join(self, connection: Connection) -> None:
-        """A connection begins."""
         self._connections.add(connection)
 
     def leave(self, connection: Connection) -> None:
-        """A connection has ended."""
         self._connections.discard(connection)
 
     async def requests_pass(self) -> None:
-        """Wait until a request gets through."""
         await self._pass(self._requests)
 
     async def answers_pass(self) -> None:
-        """Wait until an answer gets through."""
         await self._pass(self._answers)
 
     async def _pass(self, whole: asyncio.Event) -> None:
@@ -141,7 +136,6 @@ class Connection:
         self._tasks: list[asyncio.Task[None]] = []
 
     def abort(self) -> None:
-        """Break both ends."""
         for each in (self._to_client, self._to_broker):
             each.transport.abort()
         for task in self._tasks:
@@ -235,7 +229,6 @@ class Relay:
         self.port = int(self._server.sockets[0].getsockname()[1])
 
     async def close(self) -> None:
-        """End every connection."""
         if self._server is not None:
             self._server.close()
         for task in self._tasks:

@@ -49,14 +49,12 @@ class WrittenDown(Recorder):
         self._numbers = itertools.count()
 
     def means(self, token: str, messages: Sequence[Message], *, business: bool) -> None:
-        """See `Recorder`."""
         super().means(token, messages, business=business)
         meant = {token: self.history.sent.pop(token)}
         self._write(lines_of(History(sent=meant, business={token} if business else set())))
 
     @contextmanager
     def call(self, what: str, token: str, id: str = "") -> Iterator[Call]:
-        """See `Recorder`."""
         number = next(self._numbers)
         calls: list[Call] = []
         try:
@@ -71,7 +69,6 @@ class WrittenDown(Recorder):
                 self._write_call(number, call, answer_only=True)
 
     def asked(self, request: CheckRequest, answer: Decision | NotYet) -> None:
-        """See `Recorder`."""
         super().asked(request, answer)
         self._write(lines_of(History(asked=[self.history.asked.pop()])))
 
@@ -147,7 +144,6 @@ class MortalProducer:
         self._process: asyncio.subprocess.Process | None = None
 
     async def launch(self) -> None:
-        """Start it."""
         life = f"{self.name}-{next(self._lives)}"
         self._histories.append(self._folder / f"{life}.jsonl")
         self._process = await asyncio.create_subprocess_exec(
@@ -161,7 +157,6 @@ class MortalProducer:
         )
 
     async def kill(self) -> None:
-        """End it as kill -9 does."""
         process, self._process = self._process, None
         if process is not None:
             with contextlib.suppress(ProcessLookupError):
@@ -174,13 +169,11 @@ class MortalProducer:
             self._process.stdin.write(b"\n")
 
     async def ended(self) -> None:
-        """Wait until it has ended in order."""
         assert self._process is not None
         code = await asyncio.wait_for(self._process.wait(), _END_S)
         assert code == 0, f"{self.name} ended with {code}"
 
     def history(self) -> History:
-        """Return the history of all its lives."""
         return written(self._histories)
 
 

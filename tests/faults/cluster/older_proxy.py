@@ -13,7 +13,6 @@ from txbroker.kafka.client.settings import KafkaSettings
 
 
 def run(version: int, *arguments: str) -> None:
-    """Run such a proxy."""
     from_configuration = KafkaSettings.from_configuration
 
     def older(settings: Settings) -> KafkaSettings:

@@ -34,7 +34,6 @@ class Rough:
         self._fate = fate
 
     async def run(self, over: asyncio.Event) -> None:
-        """Run until stopped."""
         ways = (
             self._ten_times,
             self._both_at_once,
@@ -80,7 +79,6 @@ class Rough:
         await self._commit(f"{token}/good", (self._small,), "good")
 
     async def _nowhere(self, token: str) -> None:
-        """A topic that is not there."""
         await self._commit(token, (f"{self._topic}-not-there",), "lost")
 
     async def _commit(self, token: str, topics: Sequence[str], value: str) -> None:

@@ -37,7 +37,6 @@ second table can be run again with the command in it, after `{SOAK}`.
 
 
 def table(runs: Sequence[Run]) -> str:
-    """Return a line for each kind of fault, and one for all runs together."""
     times: Counter[str] = Counter()
     in_runs: Counter[str] = Counter()
     transactions: Counter[str] = Counter()
@@ -66,7 +65,6 @@ def table(runs: Sequence[Run]) -> str:
 
 
 def together(runs: Sequence[Run]) -> str:
-    """Return the sums of all runs, in words."""
     transactions, violations = (
         sum(run[word] for run in runs) for word in ("transactions", "violations")
     )
@@ -79,7 +77,6 @@ def together(runs: Sequence[Run]) -> str:
 
 
 def command(run: Run) -> str:
-    """Return the options with which a run was made."""
     words = [f"--seed {run['seed']} --minutes {run['minutes']:g}", f"--kafka {run['kafka']}"]
     words += [f"--protocol {run['protocol']}"] if run["protocol"] == 1 else []
     hold_max_s = run.get("hold_max_s")
@@ -89,7 +86,6 @@ def command(run: Run) -> str:
 
 
 def each_run(runs: Sequence[Run]) -> str:
-    """Return a line for each run."""
     lines = [
         "| run | transactions | faults | kinds | rest after | violations |",
         "| --- | --: | --: | --: | --: | --: |",
@@ -104,7 +100,6 @@ def each_run(runs: Sequence[Run]) -> str:
 
 
 def late_ends(runs: Sequence[Run]) -> str:
-    """Return how often the end of a Kafka transaction was late, by version of the protocol."""
     found: dict[int, Counter[str]] = {1: Counter(), 2: Counter()}
     for run in runs:
         found[run["protocol"]].update(run["late_ends"])
@@ -123,7 +118,6 @@ def late_ends(runs: Sequence[Run]) -> str:
 
 
 def page(runs: Sequence[Run]) -> str:
-    """Return the page."""
     return f"""\
 {_INTRODUCTION}
 Together: {together(runs)}.
@@ -145,7 +139,6 @@ gone on with the same transactional id.
 
 
 def main() -> int:
-    """Print the page, or the lines of the file."""
     *options, name = sys.argv[1:]
     runs = [json.loads(line) for line in Path(name).read_text().splitlines()]
     if options == ["--compact"]:

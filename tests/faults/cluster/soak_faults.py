@@ -186,7 +186,6 @@ class Soak:
         self._rows = [*self._shop.rows(), *bulk.rows()]
 
     def broke_off(self, error: Exception) -> None:
-        """Record that the run was interrupted."""
         self._broken_off = True
         traceback.print_exception(error)
         self.verdict.wrong.append(f"broke off: {error!r}")
@@ -260,7 +259,6 @@ class Soak:
             await asyncio.sleep(fate.uniform(0, 0.5))
 
     async def _watch(self) -> None:
-        """Report progress."""
         began = time.monotonic()
         while True:
             await asyncio.sleep(REPORT_EVERY_S)
@@ -302,7 +300,6 @@ class Soak:
     # --- rest ------------------------------------------------------------------------------
 
     async def _rest(self) -> None:
-        """Wait until all is whole and at rest."""
         began = time.monotonic()
         first = self._fleet.proxies[0]
         try:
@@ -413,12 +410,10 @@ def spoken(kafka: str, newest: int) -> int:
 
 
 def progress(text: str) -> None:
-    """Print progress to stderr; stdout is for results."""
     print(text, file=sys.stderr, flush=True)
 
 
 def report(verdict: Verdict, results: Path) -> bool:
-    """Print it and add it to the results; return whether all is well."""
     print("| fault | times | prepared meanwhile |\n| --- | --: | --: |")
     for kind, times in verdict.faults.items():
         print(f"| {kind} | {times} | {verdict.during.get(kind, 0)} |")
@@ -485,7 +480,6 @@ async def soak(folder: Path, given: argparse.Namespace) -> Verdict:
 
 
 def main() -> int:
-    """Run, print the sums, and fail if anything is wrong."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--seed", type=int, default=random.randrange(1 << 32))

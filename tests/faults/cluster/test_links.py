@@ -62,7 +62,6 @@ class Broker:
         self.got: asyncio.Queue[int] = asyncio.Queue()
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Serve one connection."""
         while True:
             try:
                 frame = await read_frame(reader)
@@ -83,18 +82,15 @@ class Way:
         self.relay = Relay(lambda source: self.link)
 
     async def start(self) -> None:
-        """Listen."""
         self.server = await asyncio.start_server(self.broker.serve, "127.0.0.1", 0)
         await self.relay.start()
         self.relay.target_port = self.server.sockets[0].getsockname()[1]
 
     async def close(self) -> None:
-        """Listen no more."""
         await self.relay.close()
         self.server.close()
 
     async def line(self) -> Line:
-        """Open a client's connection."""
         return await asyncio.open_connection("127.0.0.1", self.relay.port)
 
 
@@ -107,12 +103,10 @@ async def way() -> AsyncIterator[Way]:
 
 
 async def arrived(way: Way) -> int:
-    """Wait for the next request at the broker."""
     return await asyncio.wait_for(way.broker.got.get(), _SOON_S)
 
 
 async def answered(line: Line) -> int:
-    """Wait for the next answer."""
     frame = await asyncio.wait_for(read_frame(line[0]), _SOON_S)
     return cast(int, struct.unpack_from(">i", frame, 4)[0])
 
@@ -124,7 +118,6 @@ async def nothing_comes(line: Line) -> None:
 
 
 async def broken(line: Line) -> None:
-    """Wait until the connection is broken."""
     try:
         assert await asyncio.wait_for(line[0].read(), _SOON_S) == b""
     except ConnectionError:

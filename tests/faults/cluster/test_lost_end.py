@@ -31,7 +31,6 @@ _POLL_S = 0.1
 
 @pytest.fixture(params=[LOSING, SENDING])
 async def nodes(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[ThreeNodes]:
-    """Three nodes of a version."""
     made = ThreeNodes(tmp_path, [], version=request.param)
     try:
         await made.start()
@@ -150,11 +149,9 @@ async def test_no_transaction_begins_after_a_lost_commit(
 
 
 def turn(number: int, topic: str = "", key: bytes = b"") -> PromotionTxn:
-    """Return a turn, with a message for a topic or without."""
     promoted = (TargetRecord(topic, 0, Record(key, b"")),) if topic else ()
     return PromotionTxn(promoted, (), Checkpoint(RECORD_VERSION, "next", number, number))
 
 
 def claim(name: str) -> Claim:
-    """Return a claim record."""
     return Claim(RECORD_VERSION, name, "one", "http://127.0.0.1:1")

@@ -37,7 +37,6 @@ class Kafka:
 
 
 def field() -> Field:
-    """Return all that a draw looks at."""
     proxies = [SimpleNamespace(prefix="txbroker", launch=None) for _ in range(3)]
     made = SimpleNamespace(
         kafka=Kafka(),
@@ -50,7 +49,6 @@ def field() -> Field:
 
 
 def draws(seed: int) -> list[list[tuple[str, Fault]]]:
-    """Return many draws from one seed."""
     nemesis = Nemesis(field(), seed, list(FAULTS))
     return [nemesis.draw() for _ in range(_DRAWS)]
 

@@ -83,7 +83,6 @@ class Node:
         return self._process is not None and self._process.returncode is None
 
     async def format(self, cluster_id: str, properties: str) -> None:
-        """Make its settings and its data."""
         self._cluster_id = cluster_id
         self._folder.mkdir(parents=True, exist_ok=True)
         (self._folder / "server.properties").write_text(properties, encoding="ascii")
@@ -97,7 +96,6 @@ class Node:
         self._process = await self._spawn(["kafka.Kafka", "server.properties"])
 
     async def ready(self) -> None:
-        """Wait until it is in service."""
         end = time.monotonic() + START_S
         while not await asyncio.to_thread(is_ready, self.port, self._cluster_id, 2.0):
             assert self.running, self.output()
@@ -105,7 +103,6 @@ class Node:
             await asyncio.sleep(_POLL_S)
 
     async def kill(self) -> None:
-        """End it as kill -9 does."""
         await self._end(signal.SIGKILL)
 
     async def stop(self) -> None:
@@ -113,15 +110,12 @@ class Node:
         await self._end(signal.SIGTERM)
 
     def pause(self) -> None:
-        """Let it hang."""
         self._signal(signal.SIGSTOP)
 
     def resume(self) -> None:
-        """Let it go on."""
         self._signal(signal.SIGCONT)
 
     async def ended(self, timeout_s: float) -> bool:
-        """Wait until it has ended; return whether it has."""
         assert self._process is not None
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._process.wait(), timeout_s)
@@ -143,7 +137,6 @@ class Node:
         return admin.list_topics(timeout=START_S)
 
     def output(self) -> str:
-        """The end of its output."""
         lines = (self._folder / "kafka.log").read_text(errors="replace").splitlines()
         return "\n".join(lines[-20:])
 
@@ -191,7 +184,6 @@ class SmallDisk:
         )
 
     def fill(self) -> None:
-        """Leave no room."""
         block = bytes(1 << 20)
         with contextlib.suppress(OSError), self._filler.open("wb", buffering=0) as file:
             while True:
@@ -199,11 +191,9 @@ class SmallDisk:
                     block = bytes(1 << 12)
 
     def empty(self) -> None:
-        """Give the room back."""
         self._filler.unlink(missing_ok=True)
 
     def close(self) -> None:
-        """Take it away."""
         if self.mounted:
             subprocess.run(["umount", "-l", str(self.folder)], check=False)
 
@@ -251,7 +241,6 @@ class ThreeNodes:
     # --- life ----------------------------------------------------------------------------
 
     async def start(self) -> None:
-        """Format and start all, and wait until they are in service."""
         for number in NODES:
             for name in ("INTERNAL", "CONTROLLER", *self._listeners):
                 relay = Relay(functools.partial(self._link_of, number, name))
@@ -267,17 +256,14 @@ class ThreeNodes:
             await node.ready()
 
     async def kill(self) -> None:
-        """End all nodes as kill -9 does."""
         for node in self.nodes.values():
             await node.kill()
 
     def keep(self, folder: Path) -> None:
-        """Copy what the nodes have stored."""
         for number, node in self.nodes.items():
             shutil.copytree(node.data, folder / f"node-{number}")
 
     async def close(self) -> None:
-        """End everything, and remove what the nodes have stored."""
         await self.kill()
         for relay in self._relays.values():
             await relay.close()

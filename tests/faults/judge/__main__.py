@@ -14,7 +14,6 @@ from .verdict import Judge
 
 
 def main() -> int:
-    """Judge a run and print every violation with its timeline."""
     parser = argparse.ArgumentParser(prog="judge", description=__doc__)
     parser.add_argument("folder", type=Path)
     folder = parser.parse_args().folder

@@ -30,7 +30,6 @@ class Case:
 
 
 def save(case: Case, folder: Path) -> None:
-    """Write a run into a new folder."""
     topics = folder / "topics"
     topics.mkdir(parents=True, exist_ok=True)
     (folder / "history.jsonl").write_text("".join(f"{line}\n" for line in lines_of(case.history)))

@@ -90,7 +90,6 @@ class Tx:
 
     @property
     def token(self) -> str:
-        """The token of its client."""
         tokens = (value or b"" for name, value in self.prepared[0].headers if name == "token")
         return next(tokens, b"").decode()
 
@@ -119,12 +118,10 @@ def _id_number(id: str) -> int:
 
 
 def id_time_ms(id: str) -> int:
-    """Return the milliseconds in a transaction id."""
     return _id_number(id) >> 64 & ((1 << 48) - 1)
 
 
 def id_partition(id: str) -> int:
-    """Return the half partition in a transaction id."""
     return _id_number(id) >> 112
 
 
@@ -156,7 +153,6 @@ def _half_part(record: Rec) -> tuple[dict[str, str], Placed]:
 
 
 def read_log(topics: Topics, dedup_window_ms: int = 120_000) -> dict[str, Tx]:
-    """Return every transaction of the half topic after all markers."""
     found: dict[str, Tx] = {}
     for partition, records in by_partition(topics.half):
         _read_half(partition, records, found, dedup_window_ms)

@@ -25,7 +25,6 @@ class Rec:
     headers: tuple[Header, ...]
 
     def header(self, name: str) -> str | None:
-        """Return the first header of a name as text."""
         for header, value in self.headers:
             if header == name:
                 return None if value is None else value.decode()

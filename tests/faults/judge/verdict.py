@@ -99,7 +99,6 @@ class Judge:
             self.asked[asked.id].append(asked)
 
     def judge(self) -> list[Violation]:
-        """Return every violation."""
         return [
             Violation(invariant, id, why, self.story(id))
             for invariant, id, why in dict.fromkeys(self._faults())
@@ -133,7 +132,6 @@ class Judge:
         yield from self._rest()
 
     def story(self, id: str) -> str:
-        """Return the timeline of a transaction."""
         tx = self.log.get(id)
         partition = None if tx is None else tx.partition
         ours = f"{id}/".encode()
