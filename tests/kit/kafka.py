@@ -9,26 +9,29 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Any, ClassVar
 
-from confluent_kafka import Consumer, IsolationLevel, KafkaError, Producer, TopicPartition
+from confluent_kafka import IsolationLevel, Producer, TopicPartition
 from confluent_kafka.admin import (
-    AdminClient,
     AlterConfigOpType,
     ConfigEntry,
     ConfigResource,
     NewPartitions,
-    NewTopic,
     OffsetSpec,
 )
 
+from tests.kit.topic_reader import (
+    ADMIN_TIMEOUT_S,
+    admin_of,
+    create_topic,
+    delete_topic,
+    read_topics,
+)
+from tests.kit.until import until
 from txbroker.core.records import Record
 from txbroker.kafka import KafkaDoor, KafkaSettings
 from txbroker.kafka.client.connection import open_connection
 from txbroker.kafka.tools.audit_results import KafkaAuditWriter
 
 _NUMBERS = itertools.count()
-_READ_TIMEOUT_S = 10.0
-ADMIN_TIMEOUT_S = 60.0
-"""A Kafka that was stopped for a moment may take longer than ten seconds over its first answer."""
 
 
 def now_ms() -> int:
@@ -42,7 +45,7 @@ class KafkaHarness:
     def __init__(self, bootstrap: str) -> None:
         self.bootstrap = bootstrap
         self.prefix = f"t{os.getpid()}-{next(_NUMBERS)}"
-        self._admin = AdminClient({"bootstrap.servers": bootstrap, "log_level": 0})
+        self._admin = admin_of(bootstrap)
         self._doors: list[KafkaDoor] = []
 
     def name(self, topic: str) -> str:
@@ -91,27 +94,11 @@ class KafkaHarness:
     async def create_topic(self, topic: str, partitions: int = 1, **configs: str) -> str:
         """Create a topic with settings (`_` for `.`); returns its full name."""
         name = self.name(topic)
-        new = NewTopic(
-            name, partitions, 1, config={k.replace("_", "."): v for k, v in configs.items()}
-        )
-        await asyncio.to_thread(self._create, new)
-        return name
-
-    def _create(self, new: NewTopic) -> None:
-        self._admin.create_topics([new])[new.topic].result(ADMIN_TIMEOUT_S)
-        deadline = time.monotonic() + ADMIN_TIMEOUT_S
-        # Created is decided by the controller; the broker hears of it a little later.
-        while new.topic not in self._admin.list_topics(timeout=ADMIN_TIMEOUT_S).topics:
-            assert time.monotonic() < deadline, f"{new.topic} does not appear"
+        return await asyncio.to_thread(create_topic, self.bootstrap, name, partitions, **configs)
 
     async def delete_topic(self, topic: str) -> None:
-        await asyncio.to_thread(self._delete, topic)
-
-    def _delete(self, topic: str) -> None:
-        self._admin.delete_topics([topic])[topic].result(ADMIN_TIMEOUT_S)
-        deadline = time.monotonic() + ADMIN_TIMEOUT_S
-        while topic in self._admin.list_topics(timeout=ADMIN_TIMEOUT_S).topics:
-            assert time.monotonic() < deadline, f"{topic} does not go away"
+        """Delete a topic (full name)."""
+        await asyncio.to_thread(delete_topic, self.bootstrap, topic)
 
     async def recreate_topic(self, topic: str) -> None:
         """Delete and recreate one of txbroker's own topics (full name)."""
@@ -121,16 +108,14 @@ class KafkaHarness:
 
     async def add_partitions(self, topic: str, total: int) -> None:
         """Give a topic (full name) more partitions, `total` in all."""
-        await asyncio.to_thread(self._add_partitions, topic, total)
+        done = self._admin.create_partitions([NewPartitions(topic, total)])[topic]
+        await asyncio.to_thread(done.result, ADMIN_TIMEOUT_S)
 
-    def _add_partitions(self, topic: str, total: int) -> None:
-        self._admin.create_partitions([NewPartitions(topic, total)])[topic].result(ADMIN_TIMEOUT_S)
-        deadline = time.monotonic() + ADMIN_TIMEOUT_S
-        while (
-            len(self._admin.list_topics(topic, timeout=ADMIN_TIMEOUT_S).topics[topic].partitions)
-            != total
-        ):
-            assert time.monotonic() < deadline, f"{topic} does not get {total} partitions"
+        def has_all() -> bool:
+            found = self._admin.list_topics(topic, ADMIN_TIMEOUT_S)
+            return len(found.topics[topic].partitions) == total
+
+        await until(lambda: asyncio.to_thread(has_all), ADMIN_TIMEOUT_S)
 
     async def foreign(
         self, topic: str, partition: int, *records: Record, committed: bool | None = None
@@ -195,17 +180,8 @@ class KafkaHarness:
         await self._set(topic, "max.message.bytes", str(size))
 
     async def _set(self, topic: str, name: str, value: str) -> None:
-        change = ConfigResource(
-            ConfigResource.Type.TOPIC,
-            topic,
-            incremental_configs=[
-                ConfigEntry(
-                    name,
-                    value,
-                    incremental_operation=AlterConfigOpType.SET,
-                )
-            ],
-        )
+        entry = ConfigEntry(name, value, incremental_operation=AlterConfigOpType.SET)
+        change = ConfigResource(ConfigResource.Type.TOPIC, topic, incremental_configs=[entry])
         futures = self._admin.incremental_alter_configs([change])
         await asyncio.to_thread(lambda: futures[change].result(ADMIN_TIMEOUT_S))
 
@@ -223,42 +199,12 @@ class KafkaHarness:
 
     async def visible(self, topic: str, partition: int = 0) -> list[Record]:
         """What a `read_committed` consumer sees of a topic (full name), from begin to end."""
-        return await asyncio.to_thread(self._read, topic, partition)
-
-    def _read(self, topic: str, partition: int) -> list[Record]:
-        consumer = Consumer(
-            {
-                "bootstrap.servers": self.bootstrap,
-                "group.id": "reader",
-                "isolation.level": "read_committed",
-                "enable.auto.commit": False,
-                "enable.partition.eof": True,
-                "auto.offset.reset": "earliest",
-                "fetch.wait.max.ms": 20,
-            }
-        )
-        # Not OFFSET_BEGINNING: to look that up the client waits half a second.
-        consumer.assign([TopicPartition(topic, partition, 0)])
-        records = []
-        try:
-            while True:
-                message = consumer.poll(_READ_TIMEOUT_S)
-                assert message is not None, f"{topic}-{partition} does not answer"
-                error = message.error()
-                if error is not None:
-                    assert error.code() == KafkaError._PARTITION_EOF, error
-                    return records
-                records.append(
-                    Record(
-                        message.key(),
-                        message.value(),
-                        tuple(message.headers() or ()),
-                        message.timestamp()[1],
-                        message.offset(),
-                    )
-                )
-        finally:
-            consumer.close()
+        records = await asyncio.to_thread(read_topics, self.bootstrap, [topic])
+        return [
+            Record(record.key, record.value, record.headers, record.timestamp_ms, record.offset)
+            for record in records
+            if record.partition == partition
+        ]
 
     without_creating: ClassVar[dict[str, Any]] = {"create_topics": False}
 

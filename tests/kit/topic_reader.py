@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterable, Sequence
+from functools import cache
 from typing import Any
 
 from confluent_kafka import Consumer, KafkaError, TopicPartition
@@ -14,27 +15,36 @@ from confluent_kafka.cimpl import NewTopic
 from tests.faults.judge import End, Header, Rec, Topics
 
 _READ_TIMEOUT_S = 15.0
+ADMIN_TIMEOUT_S = 60.0
+"""A Kafka that was stopped for a moment may take longer than ten seconds over its first answer."""
 _KNOWN_MAX = 10_000
 _known: dict[Header, Header] = {}
 
 
+@cache
+def admin_of(bootstrap: str) -> AdminClient:
+    """Return a client of a Kafka, always the same one: results are lost with the client."""
+    return AdminClient({"bootstrap.servers": bootstrap, "log_level": 0})
+
+
 def create_topic(bootstrap: str, name: str, partitions: int = 1, **configs: str) -> str:
     """Create a topic with settings (`_` for `.`), and wait until it is there."""
-    admin = AdminClient({"bootstrap.servers": bootstrap, "log_level": 0})
+    admin = admin_of(bootstrap)
     config = {key.replace("_", "."): value for key, value in configs.items()}
-    admin.create_topics([NewTopic(name, partitions, 1, config=config)])[name].result(15)
-    deadline = time.monotonic() + 15
+    new = NewTopic(name, partitions, 1, config=config)
+    admin.create_topics([new])[name].result(ADMIN_TIMEOUT_S)
+    deadline = time.monotonic() + ADMIN_TIMEOUT_S
     # Created is decided by the controller; the broker hears of it a little later.
-    while name not in admin.list_topics(timeout=15).topics:
+    while name not in admin.list_topics(timeout=ADMIN_TIMEOUT_S).topics:
         assert time.monotonic() < deadline, f"{name} does not appear"
     return name
 
 
 def delete_topic(bootstrap: str, name: str) -> None:
-    admin = AdminClient({"bootstrap.servers": bootstrap, "log_level": 0})
-    admin.delete_topics([name])[name].result(15)
-    deadline = time.monotonic() + 15
-    while name in admin.list_topics(timeout=15).topics:
+    admin = admin_of(bootstrap)
+    admin.delete_topics([name])[name].result(ADMIN_TIMEOUT_S)
+    deadline = time.monotonic() + ADMIN_TIMEOUT_S
+    while name in admin.list_topics(timeout=ADMIN_TIMEOUT_S).topics:
         assert time.monotonic() < deadline, f"{name} does not go away"
 
 

@@ -9,11 +9,11 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
-from confluent_kafka.admin import AdminClient
 from confluent_kafka.cimpl import NewTopic
 
 from tests.faults.cluster.three_nodes import START_S, ThreeNodes
-from tests.kit.kafka import ADMIN_TIMEOUT_S, KafkaHarness
+from tests.kit.kafka import KafkaHarness
+from tests.kit.topic_reader import ADMIN_TIMEOUT_S, admin_of
 from txbroker.core.records import RECORD_VERSION, Checkpoint, Claim, Record
 from txbroker.door.protocols import PromotionTxn, PromotionTxnLost, TargetRecord
 from txbroker.errors import KafkaUnavailable
@@ -39,13 +39,6 @@ async def nodes(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator
         await made.close()
 
 
-def create_on(nodes: ThreeNodes, topic: str) -> None:
-    """Create a topic that only one node holds."""
-    admin = AdminClient({"bootstrap.servers": nodes.bootstrap, "log_level": 0})
-    new = NewTopic(topic, num_partitions=1, replica_assignment=[[NODE]])
-    admin.create_topics([new])[topic].result(ADMIN_TIMEOUT_S)
-
-
 async def leads(nodes: ThreeNodes, topic: str, node: int) -> None:
     """Wait until every running broker reports this leader of a topic's partition; -1: none."""
     end = time.monotonic() + START_S
@@ -55,14 +48,28 @@ async def leads(nodes: ThreeNodes, topic: str, node: int) -> None:
             await asyncio.sleep(_POLL_S)
 
 
+@pytest.fixture
+async def world(nodes: ThreeNodes) -> AsyncIterator[KafkaHarness]:
+    made = KafkaHarness(nodes.bootstrap)
+    yield made
+    await made.close()
+
+
+@pytest.fixture
+async def topic(nodes: ThreeNodes, world: KafkaHarness) -> str:
+    """A topic that only one node holds."""
+    name = world.name("target")
+    new = NewTopic(name, num_partitions=1, replica_assignment=[[NODE]])
+    created = admin_of(nodes.bootstrap).create_topics([new])[name]
+    await asyncio.to_thread(created.result, ADMIN_TIMEOUT_S)
+    await leads(nodes, name, NODE)
+    return name
+
+
 async def test_next_transaction_ends_no_lost_one(
-    nodes: ThreeNodes, request: pytest.FixtureRequest
+    nodes: ThreeNodes, world: KafkaHarness, topic: str, request: pytest.FixtureRequest
 ) -> None:
     loses = request.node.callspec.params["nodes"] == LOSING
-    world = KafkaHarness(nodes.bootstrap)
-    topic = world.name("target")
-    await asyncio.to_thread(create_on, nodes, topic)
-    await leads(nodes, topic, NODE)
     servers = tuple(nodes.bootstrap.split(","))
     door = await world.door("one", bootstrap_servers=servers, claim_timeout_s=10.0)
     partition = door.partition(0)
@@ -96,17 +103,12 @@ async def test_next_transaction_ends_no_lost_one(
         assert seen == [*[b"lost"] * loses, b"next"]
     finally:
         await client.close()
-        await world.close()
 
 
 @pytest.mark.parametrize("nodes", [LOSING], indirect=True)
 async def test_no_transaction_begins_after_a_lost_commit(
-    nodes: ThreeNodes, monkeypatch: pytest.MonkeyPatch
+    nodes: ThreeNodes, world: KafkaHarness, topic: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    world = KafkaHarness(nodes.bootstrap)
-    topic = world.name("target")
-    await asyncio.to_thread(create_on, nodes, topic)
-    await leads(nodes, topic, NODE)
     # As long as it takes to stop a node and to notice it.
     door = await world.door(
         "one", bootstrap_servers=tuple(nodes.bootstrap.split(",")), transaction_timeout_s=120.0
@@ -118,34 +120,31 @@ async def test_no_transaction_begins_after_a_lost_commit(
         await may_end.wait()
         await end(producer, commit=commit, backoff=backoff)
 
-    try:
-        await partition.claim(claim("first"))
-        assert await partition.verify_no_open_txn([(topic, 0)]) == []
-        monkeypatch.setattr(Producer, "end", held_back)
-        first = await partition.write(turn(1, topic, b"first"))
-        await nodes.nodes[NODE].stop()
-        await leads(nodes, topic, -1)
-        may_end.set()
-        await first.committed()
-        # The third is of the same producer: its coordinator reports that the first has ended.
-        for number in (2, 3, 4):
-            await (await partition.write(turn(number))).committed()
-        await nodes.nodes[NODE].launch()
-        await nodes.nodes[NODE].ready()
-        await leads(nodes, topic, NODE)
-        with pytest.raises(PromotionTxnLost) as lost:
-            await partition.write(turn(5, topic, b"fifth"))
-        assert lost.value.cause is not None
-        assert (lost.value.cause.code, lost.value.cause.topic) == ("hanging", topic)
-        await partition.claim(claim("second"))
-        (cause,) = await partition.verify_no_open_txn([(topic, 0)])
-        assert cause.code == "hanging"
-        # It is not aborted: the next commit makes it visible.
-        assert await world.visible(topic) == []
-        await (await partition.write(turn(5, topic, b"fifth"))).visible()
-        assert [record.key for record in await world.visible(topic)] == [b"first", b"fifth"]
-    finally:
-        await world.close()
+    await partition.claim(claim("first"))
+    assert await partition.verify_no_open_txn([(topic, 0)]) == []
+    monkeypatch.setattr(Producer, "end", held_back)
+    first = await partition.write(turn(1, topic, b"first"))
+    await nodes.nodes[NODE].stop()
+    await leads(nodes, topic, -1)
+    may_end.set()
+    await first.committed()
+    # The third is of the same producer: its coordinator reports that the first has ended.
+    for number in (2, 3, 4):
+        await (await partition.write(turn(number))).committed()
+    await nodes.nodes[NODE].launch()
+    await nodes.nodes[NODE].ready()
+    await leads(nodes, topic, NODE)
+    with pytest.raises(PromotionTxnLost) as lost:
+        await partition.write(turn(5, topic, b"fifth"))
+    assert lost.value.cause is not None
+    assert (lost.value.cause.code, lost.value.cause.topic) == ("hanging", topic)
+    await partition.claim(claim("second"))
+    (cause,) = await partition.verify_no_open_txn([(topic, 0)])
+    assert cause.code == "hanging"
+    # It is not aborted: the next commit makes it visible.
+    assert await world.visible(topic) == []
+    await (await partition.write(turn(5, topic, b"fifth"))).visible()
+    assert [record.key for record in await world.visible(topic)] == [b"first", b"fifth"]
 
 
 def turn(number: int, topic: str = "", key: bytes = b"") -> PromotionTxn:
