@@ -49,16 +49,11 @@ async def checks(tmp_path: Path) -> AsyncIterator[HttpChecks]:
     await checks.close()
 
 
-@pytest.fixture
-def until() -> Callable[[Callable[[], bool]], object]:
+async def until(condition: Callable[[], bool]) -> None:
     """Wait, turn by turn of the event loop, until a condition holds."""
-
-    async def wait(condition: Callable[[], bool]) -> None:
-        async with asyncio.timeout(10):
-            while not condition():
-                await asyncio.sleep(0)
-
-    return wait
+    async with asyncio.timeout(10):
+        while not condition():
+            await asyncio.sleep(0)
 
 
 Handler = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]

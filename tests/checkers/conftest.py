@@ -1,6 +1,6 @@
 """The fixtures of the tests of check-backs; those of other folders name the plugin themselves."""
 
-from tests.checkers.check_server import call, checks, serve, until
-from tests.checkers.runner_harness import harness, owner, runner
+from tests.checkers.check_server import call, checks, serve
+from tests.checkers.runner_harness import harness
 
-__all__ = ["call", "checks", "harness", "owner", "runner", "serve", "until"]
+__all__ = ["call", "checks", "harness", "serve"]

@@ -5,10 +5,11 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
 
 import pytest
 
+from tests.checkers.check_server import until
 from txbroker.checkers.base import (
     Answered,
     AttemptRequest,
@@ -21,8 +22,6 @@ from txbroker.checkers.runner import CheckRunner, RunnerLimits
 from txbroker.core.records import CheckReason, Decision
 from txbroker.core.settled import ShareOf, own_share
 from txbroker.errors import OwnerUnavailable, TxbrokerError
-
-Until = Callable[[Callable[[], bool]], Awaitable[None]]
 
 DUE = CheckReason.DUE
 COMMIT = Answered(Decision.COMMIT, detail="commit")
@@ -51,6 +50,38 @@ class RunnerHarness:
         self.outcomes: list[tuple[str, str]] = []
         self.timers: list[FakeTimer] = []
         self.timeouts: list[float] = []
+        self.owner = FakeOwner(self)
+        self.runner: CheckRunner
+        self.use()
+
+    def use(
+        self,
+        *,
+        parallel: int = 2,
+        share_of: ShareOf = own_share,
+        jitter: float = 0.0,
+        **limits: int,
+    ) -> None:
+        """Replace the runner by one with these limits."""
+        self.runner = CheckRunner(
+            self,
+            self,
+            parallel=lambda group: parallel,
+            share_of=share_of,
+            limits=RunnerLimits(**limits),
+            jitter=lambda: jitter,
+            later=self.later,
+        )
+
+    def due(self, *ids: str, owner: FakeOwner | None = None) -> list[bool]:
+        """Offer checks of transactions named `group-number`."""
+        self.pending.update(ids)
+        by = owner or self.owner
+        return [self.runner.due(by, id, id.split("-")[0], "", DUE) for id in ids]
+
+    async def settled(self) -> None:
+        """Wait until no check is left."""
+        await until(lambda: self.runner.queued == 0)
 
     # Finder
     def at_hand(self, group: str, prefer: str) -> FakeChannel | None:
@@ -194,40 +225,10 @@ class FakeOwner:
             harness.pending.discard(call.id)
 
 
-def make(
-    harness: RunnerHarness, *, parallel: int = 2, share_of: ShareOf = own_share, **limits: int
-) -> CheckRunner:
-    return CheckRunner(
-        harness,
-        harness,
-        parallel=lambda group: parallel,
-        share_of=share_of,
-        limits=RunnerLimits(**limits),
-        jitter=lambda: 0.0,
-        later=harness.later,
-    )
-
-
-def due(runner: CheckRunner, owner: FakeOwner, harness: RunnerHarness, *ids: str) -> list[bool]:
-    """Offer checks of transactions named `group-number`."""
-    harness.pending.update(ids)
-    return [runner.due(owner, id, id.split("-")[0], "", DUE) for id in ids]
-
-
 @pytest.fixture(params=["near", "far"])
-def harness(request: pytest.FixtureRequest) -> RunnerHarness:
+async def harness(request: pytest.FixtureRequest) -> AsyncIterator[RunnerHarness]:
     """Near: channels are at hand, so checks go in runs; far: each check waits for its channel."""
-    return RunnerHarness(near=request.param == "near")
-
-
-@pytest.fixture
-def owner(harness: RunnerHarness) -> FakeOwner:
-    return FakeOwner(harness)
-
-
-@pytest.fixture
-async def runner(harness: RunnerHarness) -> AsyncIterator[CheckRunner]:
-    runner = make(harness)
-    yield runner
-    await runner.close()
-    assert harness.open_channels == 0
+    made = RunnerHarness(near=request.param == "near")
+    yield made
+    await made.runner.close()
+    assert made.open_channels == 0

@@ -12,11 +12,11 @@ from typing import cast
 import pytest
 from msgspec import structs
 
+from tests.checkers.check_server import until
 from tests.kit.http_answers import (
     COMMIT,
     LOOPBACK,
     Serve,
-    Until,
     answering,
     ask,
     read_request,
@@ -413,7 +413,7 @@ async def test_connections_are_separate_by_group(
 
 
 async def test_closed_idle_connection_is_not_reused(
-    serve: Serve, checks: HttpChecks, call: CheckCall, until: Until
+    serve: Serve, checks: HttpChecks, call: CheckCall
 ) -> None:
     server = await serve(answering(response(COMMIT), then_close=True))
     await ask(checks, server.url, call)
@@ -423,7 +423,7 @@ async def test_closed_idle_connection_is_not_reused(
 
 
 async def test_half_closed_idle_connection_is_not_reused(
-    serve: Serve, checks: HttpChecks, call: CheckCall, until: Until
+    serve: Serve, checks: HttpChecks, call: CheckCall
 ) -> None:
     async def handler(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await read_request(reader)
@@ -455,7 +455,7 @@ async def test_connection_with_unclear_state_is_not_kept(
     assert checks.idle_connections == 0
 
 
-async def test_idle_connection_expires(serve: Serve, call: CheckCall, until: Until) -> None:
+async def test_idle_connection_expires(serve: Serve, call: CheckCall) -> None:
     server = await serve(answering(response(COMMIT)))
     checks = HttpChecks(guard=LOOPBACK, limits=HttpLimits(idle_s=0.01))
     await ask(checks, server.url, call)

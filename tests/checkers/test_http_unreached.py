@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.kit.http_answers import COMMIT, LOOPBACK, Serve, Until, answering, ask, reset, response
+from tests.checkers.check_server import until
+from tests.kit.http_answers import COMMIT, LOOPBACK, Serve, answering, ask, reset, response
 from txbroker.checkers.base import Answered, CheckCall, Unreached
 from txbroker.checkers.http import HttpChannel, HttpChecks, HttpLimits
 
@@ -21,7 +22,7 @@ from txbroker.checkers.http import HttpChannel, HttpChecks, HttpLimits
 
 
 async def test_connection_lost_before_request_is_unreached(
-    serve: Serve, checks: HttpChecks, call: CheckCall, until: Until
+    serve: Serve, checks: HttpChecks, call: CheckCall
 ) -> None:
     async def handler(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         reset(writer)

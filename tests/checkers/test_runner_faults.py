@@ -7,11 +7,10 @@ from collections.abc import AsyncIterator, Collection, Sequence
 
 import pytest
 
-from tests.checkers.runner_harness import FakeChannel, FakeOwner, RunnerHarness, Until, due, make
+from tests.checkers.runner_harness import FakeChannel, RunnerHarness, until
 from txbroker import tracing
 from txbroker.checkers import runner as runner_module
 from txbroker.checkers.base import CheckCall, CheckResult, Unreached
-from txbroker.checkers.runner import CheckRunner
 
 
 @pytest.fixture(autouse=True)
@@ -33,13 +32,7 @@ def cancelled() -> asyncio.Future[CheckResult]:
 
 @pytest.mark.parametrize("of", ["", "pod-1", "pod-2"])
 async def test_cancelled_answer_is_unclear(
-    runner: CheckRunner,
-    owner: FakeOwner,
-    harness: RunnerHarness,
-    until: Until,
-    monkeypatch: pytest.MonkeyPatch,
-    loop_faults: list[str],
-    of: str,
+    harness: RunnerHarness, monkeypatch: pytest.MonkeyPatch, loop_faults: list[str], of: str
 ) -> None:
     if of:
         harness.instances["a"] = ["pod-1", "pod-2"]
@@ -50,20 +43,16 @@ async def test_cancelled_answer_is_unclear(
         return cancelled() if self.instance == of else asked(self, call, timeout_s)
 
     monkeypatch.setattr(FakeChannel, "ask", ask)
-    due(runner, owner, harness, "a-1")
-    await until(lambda: runner.queued == 0)
+    harness.due("a-1")
+    await harness.settled()
     assert harness.outcomes == [("a", "unclear")]
     # It may have reached an instance, so it counts.
     assert harness.attempts["a-1"] == 1
-    assert (harness.open_channels, runner.running, loop_faults) == (0, 0, [])
+    assert (harness.open_channels, harness.runner.running, loop_faults) == (0, 0, [])
 
 
 async def test_failing_trace_affects_one_question(
-    runner: CheckRunner,
-    owner: FakeOwner,
-    harness: RunnerHarness,
-    until: Until,
-    monkeypatch: pytest.MonkeyPatch,
+    harness: RunnerHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     faults = [ValueError("trace")]
 
@@ -72,20 +61,15 @@ async def test_failing_trace_affects_one_question(
             raise faults.pop()
 
     monkeypatch.setattr(tracing, "sampled_context", broken)
-    due(runner, owner, harness, "a-1", "a-2")
-    await until(lambda: runner.queued == 0)
+    harness.due("a-1", "a-2")
+    await harness.settled()
     assert sorted(harness.outcomes) == [("a", "commit"), ("a", "unclear")]
     assert [harness.attempts[id] for id in ("a-1", "a-2")] == [1, 1]
-    assert runner.running == 0
+    assert harness.runner.running == 0
 
 
 async def test_failing_release_frees_the_slot(
-    runner: CheckRunner,
-    owner: FakeOwner,
-    harness: RunnerHarness,
-    until: Until,
-    monkeypatch: pytest.MonkeyPatch,
-    loop_faults: list[str],
+    harness: RunnerHarness, monkeypatch: pytest.MonkeyPatch, loop_faults: list[str]
 ) -> None:
     harness.instances["b"] = ["pod-1", "pod-2"]
     harness.results["pod-1"] = Unreached("going away")
@@ -98,17 +82,19 @@ async def test_failing_release_frees_the_slot(
             raise ValueError("release")
 
     monkeypatch.setattr(FakeChannel, "release", broken)
-    due(runner, owner, harness, "a-1", "a-2", "a-3", "b-1", "c-1", "d-1")
-    await until(lambda: runner.queued == 0)
-    assert sorted(id for run in owner.reported for id in run) == [
+    harness.due("a-1", "a-2", "a-3", "b-1", "c-1", "d-1")
+    await harness.settled()
+    assert sorted(id for run in harness.owner.reported for id in run) == [
         "a-1", "a-2", "a-3", "b-1", "d-1",
     ]  # fmt: skip
     assert harness.outcomes.count(("b", "commit")) == 1
-    assert (harness.open_channels, runner.running, loop_faults) == (0, 0, [])
+    assert (harness.open_channels, harness.runner.running, loop_faults) == (0, 0, [])
 
 
-async def test_cancelled_finder_frees_the_slot(until: Until, loop_faults: list[str]) -> None:
-    harness = RunnerHarness(near=False)
+async def test_cancelled_finder_frees_the_slot(
+    harness: RunnerHarness, loop_faults: list[str]
+) -> None:
+    harness.near = False
     acquire, given_up = harness.acquire, ["a-1"]
 
     async def once_cancelled(
@@ -120,39 +106,30 @@ async def test_cancelled_finder_frees_the_slot(until: Until, loop_faults: list[s
         return await acquire(group, prefer, avoid)
 
     harness.acquire = once_cancelled  # type: ignore[method-assign]
-    runner, owner = make(harness), FakeOwner(harness)
-    due(runner, owner, harness, "a-1")
+    harness.due("a-1")
     await until(lambda: bool(harness.timers))
-    assert (harness.outcomes, runner.running) == ([("a", "unreachable")], 0)
+    assert (harness.outcomes, harness.runner.running) == ([("a", "unreachable")], 0)
     harness.fire()
-    await until(lambda: runner.queued == 0)
+    await harness.settled()
     assert harness.outcomes[1:] == [("a", "commit")]
     assert loop_faults == []
-    await runner.close()
 
 
-async def test_failing_report_frees_the_slot(
-    runner: CheckRunner, owner: FakeOwner, harness: RunnerHarness, until: Until
-) -> None:
+async def test_failing_report_frees_the_slot(harness: RunnerHarness) -> None:
     def broken(group: str, outcome: str, durations_s: Sequence[float]) -> None:
         raise ValueError("metrics")
 
     harness.checks_ended = broken  # type: ignore[method-assign]
     harness.gone["b"] = "no session"
-    due(runner, owner, harness, "a-1", "a-2", "a-3", "b-1")
-    await until(lambda: runner.queued == 1)  # b-1 waits until its group has rested
-    assert sorted(id for run in owner.reported for id in run) == ["a-1", "a-2", "a-3"]
-    assert runner.unreachable() == {"b": "no session"}
-    assert runner.running == 0
+    harness.due("a-1", "a-2", "a-3", "b-1")
+    await until(lambda: harness.runner.queued == 1)  # b-1 waits until its group has rested
+    assert sorted(id for run in harness.owner.reported for id in run) == ["a-1", "a-2", "a-3"]
+    assert harness.runner.unreachable() == {"b": "no session"}
+    assert harness.runner.running == 0
 
 
 async def test_fault_while_asking_others_is_unclear(
-    runner: CheckRunner,
-    owner: FakeOwner,
-    harness: RunnerHarness,
-    until: Until,
-    monkeypatch: pytest.MonkeyPatch,
-    loop_faults: list[str],
+    harness: RunnerHarness, monkeypatch: pytest.MonkeyPatch, loop_faults: list[str]
 ) -> None:
     harness.instances["a"] = ["pod-1", "pod-2"]
     harness.results["pod-1"] = Unreached("going away")
@@ -164,7 +141,7 @@ async def test_fault_while_asking_others_is_unclear(
         return ask(channel, call)
 
     monkeypatch.setattr(runner_module, "ask", broken)
-    due(runner, owner, harness, "a-1")
-    await until(lambda: runner.queued == 0)
+    harness.due("a-1")
+    await harness.settled()
     assert harness.outcomes == [("a", "unclear")]
-    assert (harness.open_channels, runner.running, loop_faults) == (0, 0, [])
+    assert (harness.open_channels, harness.runner.running, loop_faults) == (0, 0, [])

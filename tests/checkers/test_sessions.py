@@ -18,7 +18,6 @@ from txbroker.contract.policy import GroupPolicy
 from txbroker.core.records import Decision, Message
 
 Serve = Callable[..., Awaitable[Any]]
-Until = Callable[[Callable[[], bool]], Awaitable[None]]
 
 
 class Session:

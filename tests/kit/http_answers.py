@@ -15,7 +15,6 @@ from txbroker.checkers.url_guard import UrlGuard
 LOOPBACK = UrlGuard(loopback=True)
 """As of a proxy that listens on loopback only: the tests' servers do."""
 Serve = Callable[..., Awaitable[Any]]
-Until = Callable[[Callable[[], bool]], Awaitable[None]]
 COMMIT = b'{"decision": "commit"}'
 
 
