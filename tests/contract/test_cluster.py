@@ -27,7 +27,7 @@ from txbroker.errors import (
     WrongGroup,
 )
 from txbroker.proxy.cluster.cluster import Cluster
-from txbroker.sdk import CheckRequest, Decision
+from txbroker.sdk import Decision
 
 UNKNOWN = {"decision": "unknown"}
 RACED = 5000
@@ -279,18 +279,12 @@ async def test_invalid_cursor_is_refused(two: Proxies) -> None:
 async def test_check_reaches_session_at_another_proxy(two: Proxies, topic: str) -> None:
     holder = two.running["one"]
     (partition, *_) = await two.running["two"].owned()
-    group, asked = unique("group"), asyncio.Event()
-
-    async def answer(call: CheckRequest) -> Decision:
-        asked.set()
-        return Decision.COMMIT
-
-    async with holder.producer(group, check=answer):
+    group = unique("group")
+    async with holder.producer(group, check=lambda _: Decision.COMMIT):
         assert group in holder.proxy.sessions.counts()
         assert group not in two.running["two"].proxy.sessions.counts()
         id = await two.prepare_in(partition, topic, holder, group=group, check_after_s=0)
         shown = await holder.reaches(id, "promoted")
-    assert asked.is_set()
     assert shown["source"] == "check"
     (check,) = shown["checks"]
     assert check["endpoint"].endswith(f" at {holder.proxy.url}")
@@ -303,15 +297,7 @@ async def test_group_appearing_at_another_proxy_is_asked_at_once(two: Proxies, t
     id = await two.prepare_in(
         partition, topic, holder, group=group, check_after_s=0, check_interval_s=3600
     )
-
-    async def rests() -> bool:
-        return group in owner.proxy.checks.unreachable()
-
-    await until(rests)
-
-    async def answer(call: CheckRequest) -> Decision:
-        return Decision.ROLLBACK
-
-    async with holder.producer(group, check=answer):
+    await until(lambda: group in owner.proxy.checks.unreachable())
+    async with holder.producer(group, check=lambda _: Decision.ROLLBACK):
         shown = await holder.reaches(id, "rolled_back")
     assert shown["attempts"] == 1

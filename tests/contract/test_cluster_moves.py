@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.kit.cluster import TAKEOVER_S, Proxies
+from tests.kit.cluster import CLOSED_URL, TAKEOVER_S, Proxies
 from tests.kit.memory import MemoryHarness
 from tests.kit.service import Service
 from tests.kit.until import unique, until
@@ -21,10 +21,7 @@ from txbroker.core.routing import make_id, parse_id
 from txbroker.errors import OwnerUnavailable, RequestError, TooOld
 from txbroker.sdk import CheckRequest, Decision
 from txbroker.testing.door import MemoryDoor
-from txbroker.testing.members import MemberSlot, MemoryCoordinator
 
-CLOSED_URL = "http://127.0.0.1:9"
-"""A URL without a listener."""
 PAUSE_MAX_S = 1.0
 """How long promotion of a partition that stays may pause while proxies come and go."""
 
@@ -197,21 +194,12 @@ async def test_id_older_than_the_log_is_expired(proxies: Proxies) -> None:
 # --- owners that are not there ---------------------------------------------------------------
 
 
-def coordinator_of(proxies: Proxies) -> MemoryCoordinator:
-    """Return the group's coordinator, controlled by the test."""
-    assert isinstance(proxies.world, MemoryHarness)
-    return proxies.world.kafka.coordinator("test")
-
-
 @pytest.mark.rule(1)
 async def test_unreachable_owner_is_never_an_ack(in_memory: Proxies) -> None:
     (one,) = await in_memory.add("one")
     topic = await one.topic()
     ids = [await in_memory.prepare_in(number, topic, one) for number in range(in_memory.partitions)]
-    gone = MemberSlot("gone", CLOSED_URL, 1, lambda _: None, lambda _: None)
-    coordinator = coordinator_of(in_memory)
-    coordinator.join(gone, in_memory.partitions)
-    theirs = coordinator.owned(gone)
+    gone, theirs = in_memory.absent()
     assert 0 < len(theirs) < in_memory.partitions
     for number, id in enumerate(ids):
         if number not in theirs:
@@ -235,7 +223,7 @@ async def test_unreachable_owner_is_never_an_ack(in_memory: Proxies) -> None:
         await one.listed()
     states = (await one.get("/readyz"))["partitions"]
     assert {states[str(number)] for number in theirs} == {"elsewhere"}
-    coordinator.leave(gone)
+    in_memory.coordinator.leave(gone)
     await in_memory.settled()
     for id in ids:
         await one.commit(id)
@@ -249,7 +237,7 @@ async def test_lost_group_contact_suspends_without_claim(in_memory: Proxies) -> 
     mine = sorted(await one.owned())
     claims = [await in_memory.claims(number) for number in mine]
     id = await in_memory.prepare_in(mine[0], topic, one)
-    coordinator_of(in_memory).silence("one")
+    in_memory.coordinator.silence("one")
     ready = await one.get("/readyz")
     assert ready["ready"] is False
     assert {ready["partitions"][str(number)] for number in mine} == {"suspended"}
@@ -258,7 +246,7 @@ async def test_lost_group_contact_suspends_without_claim(in_memory: Proxies) -> 
             await service.act(id, "commit")
         with pytest.raises(OwnerUnavailable):
             await service.send(Message(topic, in_memory.key(topic, mine[0]), b"v"))
-    coordinator_of(in_memory).let_back("one")
+    in_memory.coordinator.let_back("one")
     await in_memory.settled()
     assert [await in_memory.claims(number) for number in mine] == claims
     assert (await two.commit(id))["state"] == "promoted"
@@ -270,7 +258,7 @@ async def test_zombie_makes_nothing_visible(in_memory: Proxies) -> None:
     topic = await one.topic()
     mine = sorted(await one.owned())
     ids = [await in_memory.prepare_in(number, topic, one) for number in mine]
-    coordinator = coordinator_of(in_memory)
+    coordinator = in_memory.coordinator
     coordinator.silence("one")
     coordinator.forget("one")
     await two.owns(in_memory.partitions)
@@ -322,9 +310,9 @@ async def test_stuck_proxy_without_others_stays(in_memory: Proxies) -> None:
     await in_memory.add("two")
     assert manager._should_leave(3600.0)
     assert not manager._should_leave(29.0)
-    coordinator_of(in_memory).silence("one")
+    in_memory.coordinator.silence("one")
     assert not manager._should_leave(3600.0)
-    coordinator_of(in_memory).let_back("one")
+    in_memory.coordinator.let_back("one")
     await in_memory.settled()
 
 
@@ -361,16 +349,14 @@ async def test_proxy_with_wrong_clock_uses_owners_time(
 async def test_unsent_prepare_goes_to_another_owner(in_memory: Proxies) -> None:
     in_memory.partitions = 2
     await in_memory.add("one")
-    coordinator = coordinator_of(in_memory)
-    gone = MemberSlot("gone", CLOSED_URL, 1, lambda _: None, lambda _: None)
-    coordinator.join(gone, 2)
+    gone, _ = in_memory.absent()
     (idle,) = await in_memory.start("two")
     assert not await idle.owned()
     assert CLOSED_URL in idle.proxy.broker.partitions.assigned()
     topic = await idle.topic()
     for _ in range(10):
         await idle.prepare(Message(topic, None, b"v"))
-    coordinator.leave(gone)
+    in_memory.coordinator.leave(gone)
     await in_memory.settled()
 
 
@@ -384,11 +370,8 @@ async def test_sent_prepare_goes_to_no_other_owner(in_memory: Proxies) -> None:
     url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
     in_memory.partitions = 2
     await in_memory.add("one")
-    coordinator = coordinator_of(in_memory)
-    gone = MemberSlot("gone", url, 1, lambda _: None, lambda _: None)
-    coordinator.join(gone, 2)
+    gone, (theirs,) = in_memory.absent(url)
     (idle,) = await in_memory.start("two")
-    (theirs,) = coordinator.owned(gone)
     topic = await idle.topic()
     # Each prepare goes to one of two owners by chance.
     refused: list[OwnerUnavailable] = []
@@ -401,7 +384,7 @@ async def test_sent_prepare_goes_to_no_other_owner(in_memory: Proxies) -> None:
     (refusal,) = refused
     assert parse_id(refusal.details["id"]).partition == theirs
     server.close()
-    coordinator.leave(gone)
+    in_memory.coordinator.leave(gone)
     await in_memory.settled()
 
 
@@ -433,11 +416,7 @@ async def test_session_is_found_after_takeover(proxies: Proxies) -> None:
         id = await proxies.prepare_in(
             number, topic, one, group=group, check_after_s=0, check_interval_s=0.2
         )
-
-        async def unknown() -> bool:
-            return bool(asked)
-
-        await until(unknown)
+        await until(lambda: asked)
         await proxies.add("three")
         await proxies.stop("two")
         known.set()
@@ -459,9 +438,6 @@ async def test_session_holder_lost_during_check_costs_one_attempt(proxies: Proxi
         await never.wait()
         return Decision.COMMIT
 
-    async def roll_back(call: CheckRequest) -> Decision:
-        return Decision.ROLLBACK
-
     number = min(await two.owned())
     producer = one.producer(group, check=hang)
     async with producer:
@@ -472,7 +448,7 @@ async def test_session_holder_lost_during_check_costs_one_attempt(proxies: Proxi
         assert (await two.show(id))["attempts"] == 1
         await proxies.stop("one")
         never.set()
-    async with two.producer(group, check=roll_back):
+    async with two.producer(group, check=lambda _: Decision.ROLLBACK):
         shown = await two.reaches(id, "rolled_back")
     assert [each["number"] for each in shown["checks"]] == list(range(1, len(shown["checks"]) + 1))
     assert shown["checks"][0]["counts"] is True

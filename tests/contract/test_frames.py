@@ -22,13 +22,11 @@ from txbroker.contract import frames as wire
 from txbroker.core.records import Decision, Message
 from txbroker.core.routing import make_id, parse_id
 from txbroker.errors import KafkaUnavailable
-from txbroker.testing.members import MemberSlot
 from txbroker.testing.memory import LostReply
 
 FRAME = wire.FRAME_OPERATIONS_MAX
 BAD = 100
 """Which operation of a frame is another one than the others."""
-CLOSED_URL = "http://127.0.0.1:9"
 
 STATES = ("pending", "committed", "promoted", "rolled_back")
 
@@ -315,17 +313,14 @@ async def test_moved_partition_fails_only_its_operations(in_memory: Proxies) -> 
     (one,) = await in_memory.add("one")
     assert isinstance(in_memory.world, MemoryHarness)
     topic, ids = await known_topic(one), ids_of(range(in_memory.partitions))
-    gone = MemberSlot("gone", CLOSED_URL, 1, lambda _: None, lambda _: None)
-    coordinator = in_memory.world.kafka.coordinator("test")
-    coordinator.join(gone, in_memory.partitions)
-    theirs = coordinator.owned(gone)
+    gone, theirs = in_memory.absent()
     async with connected(one, "g") as producer:
         await producer.send(*prepares(ids, topic))
         found = await answers(producer, FRAME)
         assert codes(found) == [
             "owner_unavailable" if parse_id(id).partition in theirs else "pending" for id in ids
         ]
-        coordinator.leave(gone)
+        in_memory.coordinator.leave(gone)
         await in_memory.settled()
         assert await sent(producer, *prepares(ids, topic)) == ["pending"] * FRAME
         await sent(producer, *decides(ids))
@@ -337,7 +332,7 @@ async def test_frame_to_fenced_owner_is_done_by_next(in_memory: Proxies) -> None
     one, two = await in_memory.add("one", "two")
     assert isinstance(in_memory.world, MemoryHarness)
     topic, ids = await known_topic(one), ids_of(sorted(await one.owned()))
-    coordinator = in_memory.world.kafka.coordinator("test")
+    coordinator = in_memory.coordinator
     async with connected(one, "g") as here, connected(two, "g") as there:
         assert await sent(here, *prepares(ids, topic)) == ["pending"] * FRAME
         coordinator.silence("one")

@@ -12,7 +12,7 @@ from tests.kit.service import Json, Service
 from tests.kit.until import unique
 from txbroker.core.records import Message
 from txbroker.errors import NotPending
-from txbroker.sdk import CheckRequest, Decision
+from txbroker.sdk import Decision
 
 COMMIT: Json = {"decision": "commit"}
 ROLLBACK: Json = {"decision": "rollback"}
@@ -209,11 +209,7 @@ async def test_group_is_asked_at_once_when_session_opens(service: Service) -> No
     id = await pending(service, group, check_after_s=0)
     unreachable = {"group": group, "outcome": "unreachable"}
     await service.counts("checks_total", 2, **unreachable)
-
-    async def check(request: CheckRequest) -> Decision:
-        return Decision.COMMIT
-
-    async with service.producer(group, check=check):
+    async with service.producer(group, check=lambda _: Decision.COMMIT):
         shown = await service.reaches(id, "promoted")
     # The third attempt would have been two seconds later at least.
     assert await service.metric("checks_total", **unreachable) < 3

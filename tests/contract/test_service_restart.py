@@ -13,7 +13,6 @@ from tests.kit.until import unique, until
 from txbroker.core.records import Decision, Message, State
 from txbroker.errors import BodyLost
 from txbroker.proxy.partition import owner
-from txbroker.sdk import CheckRequest
 
 UNKNOWN = {"decision": "unknown"}
 NEVER_S = 3600
@@ -79,13 +78,13 @@ async def test_any_mixture_ends_as_decided_after_restart(service: Service, seed:
     for start in (0, 20, 40):
         await asyncio.gather(*[one(number) for number in range(start, start + 20)])
         await service.restart()
-    await until(lambda: nothing_committed(service, group))
+
+    async def nothing_committed() -> bool:
+        return await service.listed(group=group, state="committed") == []
+
+    await until(nothing_committed)
     found = [(topic, value) for topic in topics for value in await service.values(topic)]
     assert sorted(found, key=str) == sorted(expected, key=str)
-
-
-async def nothing_committed(service: Service, group: str) -> bool:
-    return await service.listed(group=group, state="committed") == []
 
 
 async def test_attempts_and_rounds_survive_restart(service: Service) -> None:
@@ -134,11 +133,7 @@ async def test_final_content_survives(service: Service) -> None:
 
 async def test_producer_continues_after_restart(service: Service, topic: str) -> None:
     group = unique("group")
-
-    async def check(request: CheckRequest) -> Decision:
-        return Decision.COMMIT
-
-    async with service.producer(group, check=check) as producer:
+    async with service.producer(group, check=lambda _: Decision.COMMIT) as producer:
         before = await producer.prepare(Message(topic, b"k", b"before"))
         checked = await producer.prepare(Message(topic, b"k", b"checked"), check_after_s=NEVER_S)
         await service.restart()

@@ -12,7 +12,10 @@ from tests.kit.until import unique, until
 from txbroker.core.encoding import CLAIM_KEY
 from txbroker.core.records import Message
 from txbroker.core.routing import order_hash, parse_id
+from txbroker.testing.members import MemberSlot, MemoryCoordinator
 
+CLOSED_URL = "http://127.0.0.1:9"
+"""A URL without a listener."""
 TAKEOVER_S = 40.0
 """How long a change of the group may take on a busy machine with a real Kafka."""
 
@@ -76,6 +79,18 @@ class Proxies:
             return shares if known == {right} else None
 
         return dict(await until(so, TAKEOVER_S))
+
+    @property
+    def coordinator(self) -> MemoryCoordinator:
+        """The coordinator of the group on a Kafka in memory, which the test controls."""
+        assert isinstance(self.world, MemoryHarness)
+        return self.world.kafka.coordinator("test")
+
+    def absent(self, url: str = CLOSED_URL) -> tuple[MemberSlot, frozenset[int]]:
+        """Let a member join that runs no proxy; return it and its half partitions."""
+        gone = MemberSlot("gone", url, 1, lambda _: None, lambda _: None)
+        self.coordinator.join(gone, self.partitions)
+        return gone, self.coordinator.owned(gone)
 
     async def wrong_for(self, partition: int) -> Service:
         for name, share in (await self.shares()).items():
