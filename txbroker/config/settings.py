@@ -17,9 +17,8 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, ValidationError
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
-from txbroker.config.access import ListenerAccess
+from txbroker.config.access import KafkaAccess, ListenerAccess, secret_settings
 from txbroker.config.addresses import PORT_MAX, Address, with_later_port
-from txbroker.config.kafka import KafkaAccess, secret_settings
 from txbroker.contract.frames import FRAME_BYTES_MAX
 from txbroker.core.encoding import DEFAULT_PREFIX, OWN_TOPICS
 from txbroker.core.segment import ROW_BYTES

@@ -17,6 +17,7 @@ import hashlib
 from array import array
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from operator import attrgetter, itemgetter
 from struct import Struct as Packing
 from typing import Literal, TypeAlias, TypeVar
 
@@ -53,6 +54,8 @@ _ODD_BYTES, _KEY_BYTES, _CONTENTS_BYTES = 400, 350, 20
 
 
 Fact = TypeVar("Fact")
+_row_of, _first = attrgetter("row"), itemgetter(0)
+_by_decision = attrgetter("op_offset", "id")
 
 
 class SettledSummary(Struct, frozen=True, gc=False):
@@ -253,10 +256,6 @@ class Segment:
         columns = [_column(packed, number) for number in range(8)] if packed.keys else []
         return [_summary(packed, row, columns, self.tails) for row, _ in packed.keys]
 
-    def ids(self) -> list[str]:
-        """Return the ids."""
-        return [each.id for each in self.summaries()]
-
     def name_in(self, version: int) -> str:
         """Return its name in a record version."""
         if version >= SEGMENT_VERSION:
@@ -346,24 +345,12 @@ def _summary(
     )
 
 
-def _row_of(odd: _Odd) -> int:
-    return odd.row
-
-
 def _fact(facts: list[tuple[int, Fact]], row: int) -> Fact | None:
     """Return the rare fact of a row."""
     if not facts:
         return None
     at = bisect_left(facts, row, key=_first)
     return facts[at][1] if at < len(facts) and facts[at][0] == row else None
-
-
-def _first(fact: tuple[int, object]) -> int:
-    return fact[0]
-
-
-def _by_decision(summary: SettledSummary) -> tuple[int, str]:
-    return summary.op_offset, summary.id
 
 
 def pack(

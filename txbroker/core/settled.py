@@ -219,10 +219,7 @@ class SettledWindow:
     def __iter__(self) -> Iterator[Transaction]:
         for summaries in self.parts():
             for summary in summaries:
-                yield self._whole(summary.id) or to_transaction(summary)
-
-    def __contains__(self, id: str) -> bool:
-        return self._whole(id) is not None or self._packed(id) is not None
+                yield self.get(summary.id) or to_transaction(summary)
 
     @property
     def segments(self) -> list[Segment]:
@@ -327,9 +324,6 @@ class SettledWindow:
             segment, row = packed
             return to_transaction(segment.summary(row))
         return shown
-
-    def _whole(self, id: str) -> Transaction | None:
-        return self.shown.get(id) or self._usual.loose.get(id) or self._late.loose.get(id)
 
     def _packed(self, id: str) -> tuple[Segment, int] | None:
         if (segment := self._odd.get(id)) is not None:
