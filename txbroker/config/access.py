@@ -1,8 +1,8 @@
 """Settings of the listeners and of the connection to Kafka: addresses, TLS, access and login.
 
 Secrets are in files that settings name, those of Kafka also in the environment; never in the config
-file, which ends up in repositories and ConfigMaps, nor in options, which every user of a machine can
-see.
+file, which ends up in repositories and ConfigMaps, nor in options, which every user of a machine
+can see.
 """
 
 import contextlib
