@@ -272,6 +272,10 @@ class RecordedEvents:
         return [outcome.effect for outcome in self.outcomes]
 
 
+async def as_it_is(log: Log, records: Sequence[Record]) -> Appended:
+    return await log.append(records)
+
+
 async def without_offset(log: Log, records: Sequence[Record]) -> Appended:
     """Store without returning the offset."""
     stored = await log.append(records)
@@ -321,6 +325,16 @@ class Gate:
         """An append that waits at the gate before it reaches the broker."""
         await self.wait()
         return await log.append(records)
+
+    async def write(self, door: MemoryPartitionDoor, turn: PromotionTxn) -> PromotionTxnHandle:
+        """A turn that waits at the gate before it is written."""
+        await self.wait()
+        return await door.write(turn)
+
+    async def store(self, door: MemoryPartitionDoor, records: Sequence[Record]) -> None:
+        """A part of a snapshot that waits at the gate before it is stored."""
+        await self.wait()
+        await door.store(records)
 
     async def append_unheard(self, log: Log, records: Sequence[Record]) -> Appended:
         """An append whose answer waits at the gate."""

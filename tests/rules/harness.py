@@ -187,6 +187,12 @@ class Harness:
         await broker.start()
         return broker
 
+    async def new_broker(self) -> Broker:
+        """Return a broker that owns the only partition."""
+        broker = await self.broker(ScriptedDoor(self.kafka, half_partitions=1, facts_ttl_s=0.01))
+        await until(broker.mine)
+        return broker
+
     # --- as a client -------------------------------------------------------------------------
 
     def half(self, *messages: Message, id: str = "", **fields: object) -> Half:
@@ -351,6 +357,12 @@ class BodiesHarness:
     async def decide(self, requests: Sequence[DecideRequest]) -> list[Answer]:
         """Take no decision."""
         raise AssertionError("no decision is expected here")
+
+    async def new_broker(self) -> Broker:
+        """Return a broker that owns the only partition."""
+        broker = await self.broker(ScriptedDoor(self.kafka, half_partitions=1, facts_ttl_s=0.01))
+        await until(broker.mine)
+        return broker
 
     # --- as a client ---------------------------------------------------------------------------
 

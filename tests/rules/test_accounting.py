@@ -199,6 +199,15 @@ async def test_checkpoint_alone_does_not_account_for_recent(harness: Harness, da
         await harness.truncated(r"begins at offset 11.*account only for .* below 8")
 
 
+async def judged(harness: Harness, stops: bool) -> None:
+    """See that the next owner stops, or that nothing is lost."""
+    if stops:
+        await harness.truncated("their transactions are unknown")
+    else:
+        await harness.owner()
+        assert harness.events.losses == []
+
+
 @pytest.mark.rule(28)
 @pytest.mark.usefixtures("_unnoticed")
 @pytest.mark.parametrize(("windows", "stops"), [(0, True), (1.5, True), (2.1, False)])
@@ -217,11 +226,7 @@ async def test_settled_is_accounted_for_during_dedup_window(
     assert harness.progress().accounted == 2
     await harness.delete(owner, half=2)
     harness.advance(windows * WINDOW_MS / 1000)
-    if stops:
-        await harness.truncated("their transactions are unknown")
-    else:
-        await harness.owner()
-        assert harness.events.losses == []
+    await judged(harness, stops)
 
 
 @pytest.mark.rule(28)
@@ -240,11 +245,7 @@ async def test_deleted_is_older_than_first_kept_record(
     ids.append(await harness.committed(owner))
     await until(lambda: harness.visible() == ids)
     await harness.delete(owner, half=before)
-    if stops:
-        await harness.truncated("their transactions are unknown")
-    else:
-        await harness.owner()
-        assert harness.events.losses == []
+    await judged(harness, stops)
 
 
 @pytest.mark.rule(28)

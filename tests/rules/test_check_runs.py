@@ -7,14 +7,13 @@ from collections.abc import Sequence
 
 import pytest
 
-from tests.rules.fakes import FakeRunner, Gate
+from tests.rules.fakes import FakeRunner, Gate, as_it_is
 from tests.rules.harness import NOW, BodiesHarness, Harness, settled, until
 from txbroker.checkers.base import AttemptRequest, CheckCall
 from txbroker.core import index
 from txbroker.core.index import Schedule
 from txbroker.core.records import CheckPolicy, CheckReason, Record, State
 from txbroker.core.transaction import Transaction
-from txbroker.door.protocols import Appended, Log
 from txbroker.errors import KafkaUnavailable, OwnerUnavailable
 from txbroker.proxy.partition import appender, checkback
 
@@ -127,10 +126,6 @@ async def test_run_is_asked_before_any_is_parked(harness: Harness) -> None:
     ids = [await harness.prepared(owner, policy=last) for _ in range(5)]
     made = [owner.ledger.index.transactions[id] for id in ids]
     gate = Gate()
-
-    async def as_it_is(log: Log, records: Sequence[Record]) -> Appended:
-        return await log.append(records)
-
     harness.partition.op.script += [as_it_is, gate.append]
     attempting = asyncio.create_task(owner.checks.attempt(run_of(made)))
     await gate.reached.wait()

@@ -551,10 +551,8 @@ THEIRS = Assignment(frozenset(), ("http://other",), ("http://other",), 1)
 
 
 async def at_work(harness: Harness) -> tuple[Broker, ScriptedDoor, PartitionOwner]:
-    door = ScriptedDoor(harness.kafka, half_partitions=1, facts_ttl_s=0.01)
-    broker = await harness.broker(door)
-    await until(lambda: broker.mine())
-    return broker, door, broker.partitions.open()[0]
+    broker = await harness.new_broker()
+    return broker, harness._brokers[-1][1], broker.partitions.open()[0]
 
 
 @pytest.mark.rule(16)

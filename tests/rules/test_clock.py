@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.rules.fakes import Gate, ScriptedDoor
+from tests.rules.fakes import Gate
 from tests.rules.harness import (
     GROUP,
     START_MS,
@@ -57,8 +57,7 @@ async def test_wall_clock_is_not_used(harness: Harness, wall_s: float) -> None:
 @pytest.mark.parametrize("wall_s", WALL_CLOCKS_S)
 async def test_ids_use_brokers_clock(harness: Harness, wall_s: float) -> None:
     harness.monkeypatch.setattr(time, "time", lambda: wall_s)
-    broker = await harness.broker(ScriptedDoor(harness.kafka, topic_prefix="x", half_partitions=1))
-    await until(lambda: broker.readiness().ready)
+    broker = await harness.new_broker()
     assert abs(broker.now_ms() - harness.clock.now_ms()) < 1000
     made = await broker.prepare(PrepareRequest(GROUP, (message("v"),)))
     assert abs(parse_id(made.id).time_ms - harness.clock.now_ms()) < 1000
@@ -191,8 +190,7 @@ async def test_repeated_prepare_returns_current_state(
 
 
 async def test_repeated_prepare_does_not_examine_targets(harness: Harness) -> None:
-    broker = await harness.broker(ScriptedDoor(harness.kafka, half_partitions=1))
-    await until(lambda: broker.mine())
+    broker = await harness.new_broker()
     request = PrepareRequest(GROUP, (message("same"),), dedup_key="d")
     first = await broker.prepare(request)
     looks: list[object] = []

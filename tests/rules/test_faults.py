@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.rules.fakes import Gate, Held, ScriptedDoor
+from tests.rules.fakes import Gate, Held, ScriptedDoor, raising
 from tests.rules.harness import (
     QUICK,
     Harness,
@@ -185,12 +185,8 @@ async def test_invisible_promotion_does_not_stop_partition(harness: Harness) -> 
     await harness.committed(owner)
     hanging = hold_back(harness, "u")
     unseen = await harness.committed(owner, message("unseen", "u", b"x"))
-
-    async def lost(_inner: MemoryPartitionDoor, _turn: PromotionTxn) -> PromotionTxnHandle:
-        raise PromotionTxnLost("silence")
-
     await settled()
-    harness.partition.writes.append(lost)
+    harness.partition.writes.append(raising(PromotionTxnLost("silence")))
     id = await harness.committed(owner, message("a"))
     await until(lambda: known(owner, id).state is State.PROMOTED, 2)
     assert known(owner, unseen).state is State.COMMITTED
@@ -332,9 +328,7 @@ async def test_wait_at_closed_owner_fails(harness: Harness) -> None:
 
 
 async def test_prepares_continue_after_clock_jumps_back(harness: Harness) -> None:
-    door = ScriptedDoor(harness.kafka, half_partitions=1, facts_ttl_s=0.01)
-    broker = await harness.broker(door)
-    await until(lambda: len(broker.mine()) == 1)
+    broker = await harness.new_broker()
     request = PrepareRequest("g", (Message("t", b"k", b"v"),))
     await broker.prepare(request)
     harness.clock.advance(-3600)
@@ -348,9 +342,7 @@ async def test_prepares_continue_after_clock_jumps_back(harness: Harness) -> Non
 async def test_prepares_continue_after_one_clock_jumps_forward(
     harness: Harness, topic: str
 ) -> None:
-    door = ScriptedDoor(harness.kafka, half_partitions=1, facts_ttl_s=0.01)
-    broker = await harness.broker(door)
-    await until(lambda: len(broker.mine()) == 1)
+    broker = await harness.new_broker()
     request = PrepareRequest("g", (Message("t", b"k", b"v"),))
     await broker.prepare(request)
     appends = harness.kafka.topics[topic].partitions[0].append

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -112,12 +112,18 @@ async def _batch(harness: Harness, owner: object) -> tuple[str, str]:
     return bad, good.id
 
 
+@pytest.fixture
+async def writers() -> AsyncIterator[WriterHarness]:
+    made = WriterHarness()
+    yield made
+    await made.writer.close()
+
+
 # --- 14 ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.rule(14)
-async def test_promotion_writes_after_previous_writes(harness: Harness) -> None:
-    writers = WriterHarness()
+async def test_promotion_writes_after_previous_writes(writers: WriterHarness) -> None:
     writers.a.produce_now.clear()
     first = asyncio.create_task(writers.write(1))
     await settled()
@@ -126,12 +132,10 @@ async def test_promotion_writes_after_previous_writes(harness: Harness) -> None:
     assert writers.log == ["a begins", "a writes"]
     writers.a.produce_now.set()
     await (await first).committed()
-    await writers.writer.close()
 
 
 @pytest.mark.rule(14)
-async def test_promotion_ends_after_previous_commit(harness: Harness) -> None:
-    writers = WriterHarness()
+async def test_promotion_ends_after_previous_commit(writers: WriterHarness) -> None:
     writers.a.end_now.clear()
     await writers.write(1)
     second = await writers.write(2)
@@ -141,7 +145,6 @@ async def test_promotion_ends_after_previous_commit(harness: Harness) -> None:
     writers.a.end_now.set()
     await second.committed()
     assert writers.log.index("a commit acknowledged") < writers.log.index("b commits")
-    await writers.writer.close()
 
 
 @pytest.mark.rule(14)
@@ -150,9 +153,8 @@ async def test_promotion_ends_after_previous_commit(harness: Harness) -> None:
     [(ProducerFenced(), Fenced), (KafkaUnavailable("no answer"), PromotionTxnLost)],
 )
 async def test_promotion_after_failed_one_is_not_committed(
-    harness: Harness, error: Exception, raised: type[Exception]
+    writers: WriterHarness, error: Exception, raised: type[Exception]
 ) -> None:
-    writers = WriterHarness()
     writers.a.end_now.clear()
     first, second = await writers.write(1), await writers.write(2)
     writers.a.end_error = error
@@ -163,12 +165,10 @@ async def test_promotion_after_failed_one_is_not_committed(
     with pytest.raises(raised):
         await writers.write(3)
     assert "b commits" not in writers.log
-    await writers.writer.close()
 
 
 @pytest.mark.rule(14)
-async def test_promotion_after_aborted_one_is_not_committed(harness: Harness) -> None:
-    writers = WriterHarness()
+async def test_promotion_after_aborted_one_is_not_committed(writers: WriterHarness) -> None:
     writers.a.end_now.clear()
     await writers.write(1)
     writers.b.produce_error = KafkaUnavailable("no answer")
@@ -179,16 +179,14 @@ async def test_promotion_after_aborted_one_is_not_committed(harness: Harness) ->
         await writers.write(3)
     assert writers.log.count("a begins") == 1
     writers.a.end_now.set()
-    await writers.writer.close()
 
 
 @pytest.mark.rule(14)
 @pytest.mark.parametrize("at", [("t", 0), ("txbroker.checkpoint", 0)])
 async def test_promotion_waits_for_open_txn_of_its_producer(
-    harness: Harness, at: tuple[str, int]
+    writers: WriterHarness, at: tuple[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    harness.monkeypatch.setattr("txbroker.kafka.door.pipelined_writer._ADD_TIMEOUT_S", 0.05)
-    writers = WriterHarness()
+    monkeypatch.setattr("txbroker.kafka.door.pipelined_writer._ADD_TIMEOUT_S", 0.05)
     writers.open["a"] = {at: Cause("hanging", f"{at[0]} has no end marker", *at, True)}
     first = await writers.write(1)
     await first.committed()
@@ -202,12 +200,10 @@ async def test_promotion_waits_for_open_txn_of_its_producer(
     writers.open.clear()
     with pytest.raises(PromotionTxnLost):
         await writers.write(3)
-    await writers.writer.close()
 
 
 @pytest.mark.rule(14)
-async def test_visible_offsets_are_not_verified_again(harness: Harness) -> None:
-    writers = WriterHarness()
+async def test_visible_offsets_are_not_verified_again(writers: WriterHarness) -> None:
     writers.stable = 1
     for number in range(1, 5):
         turn = await writers.write(number)
@@ -219,7 +215,6 @@ async def test_visible_offsets_are_not_verified_again(harness: Harness) -> None:
     await writers.write(6)
     await writers.write(7)
     assert writers.asked == [("a", ("t", 0)), ("a", ("txbroker.checkpoint", 0))]
-    await writers.writer.close()
 
 
 # --- 17 ------------------------------------------------------------------------------------------

@@ -25,14 +25,7 @@ from txbroker.contract.service import PartitionState
 from txbroker.core.encoding import encode_half, encode_kept
 from txbroker.core.promotion import PromotionLimits
 from txbroker.core.records import Claim, MarkerKind, ParkedCopy, Record, Source, State
-from txbroker.door.protocols import (
-    Claimed,
-    Hanging,
-    LogTruncated,
-    PromotionTxn,
-    PromotionTxnHandle,
-    PromotionTxnLost,
-)
+from txbroker.door.protocols import Claimed, Hanging, LogTruncated, PromotionTxnLost
 from txbroker.errors import KafkaUnavailable, NewerRecord, Overloaded, OwnerUnavailable
 from txbroker.proxy.partition import owner as owner_module
 from txbroker.testing.door import MemoryPartitionDoor
@@ -79,15 +72,6 @@ async def test_deleted_half_without_body_is_lost_and_reported(harness: Harness) 
     assert {known(owner, id).state for id in lost} == {State.PENDING}
     await commit(owner, kept)
     await until(lambda: harness.visible() == [kept])
-
-
-async def test_snapshot_entry_without_record_is_reported(harness: Harness) -> None:
-    owner, id = await harness.new_pending()
-    assert await snapshot(owner)
-    await harness.delete(owner, half=1)
-    again = await harness.owner()
-    assert harness.events.losses == [1]
-    assert known(again, id).lost
 
 
 @pytest.mark.rule(10)
@@ -155,20 +139,11 @@ async def test_leftover_copy_is_not_restored(harness: Harness) -> None:
 @pytest.mark.rule(25)
 async def test_next_owner_promotes_copy_made_after_commit(harness: Harness) -> None:
     """Its half message is gone, its marker lies above the progress of the turn that copied it."""
+    # The others are committed meanwhile, so the next turn takes only one of them.
     begin, stuck = Gate(), Gate()
-
-    async def slowly(door: MemoryPartitionDoor, turn: PromotionTxn) -> PromotionTxnHandle:
-        # The others are committed meanwhile, so the next turn takes only one of them.
-        await begin.wait()
-        return await door.write(turn)
-
-    async def never(door: MemoryPartitionDoor, turn: PromotionTxn) -> PromotionTxnHandle:
-        await stuck.wait()
-        raise AssertionError("it must not be opened")
-
     owner = await harness.owner(turns=PromotionLimits(transactions_max=1))
     first, second, third = [await harness.prepared(owner, message(v)) for v in ("1", "2", "3")]
-    harness.partition.writes.extend([slowly, MemoryPartitionDoor.write, never])
+    harness.partition.writes.extend([begin.write, MemoryPartitionDoor.write, stuck.write])
     await commit(owner, first)
     await begin.reached.wait()
     for id in (second, third):
@@ -188,16 +163,10 @@ async def test_next_owner_promotes_copy_made_after_commit(harness: Harness) -> N
 @pytest.mark.rule(25)
 async def test_transaction_decided_before_copy_is_copied(harness: Harness) -> None:
     """Its target takes nothing for longer than half messages are kept."""
-    owner = await harness.owner()
-    held = Gate()
-
-    async def slowly(door: MemoryPartitionDoor, turn: PromotionTxn) -> PromotionTxnHandle:
-        await held.wait()
-        return await door.write(turn)
-
+    owner, held = await harness.owner(), Gate()
     old = await harness.prepared(owner, message("old", topic="u"))
     other = await harness.prepared(owner)
-    harness.partition.writes.append(slowly)
+    harness.partition.writes.append(held.write)
     await commit(owner, other)
     await held.reached.wait()
     harness.kafka.set_leaderless("u", 0)

@@ -11,6 +11,7 @@ import pytest
 from tests.rules.fakes import (
     Append,
     Gate,
+    as_it_is,
     lost_unanswered,
     stored_unanswered,
     without_offset,
@@ -29,10 +30,6 @@ from txbroker.proxy.partition.owner import PartitionOwner
 FRAME = 256
 LONG = 2 * appender.BATCH_RECORDS_MAX + 300
 ROOM = {"pending_max": 3 * LONG, "pending_group_max": 3 * LONG}
-
-
-async def as_it_is(log: Log, records: Sequence[Record]) -> Appended:
-    return await log.append(records)
 
 
 def id_of(record: Record) -> str:

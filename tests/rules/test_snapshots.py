@@ -122,12 +122,7 @@ async def test_lost_promotion_abandons_snapshot(harness: Harness) -> None:
     owner = await harness.owner()
     id = (await some(harness, owner, 5))[0]
     gate = Gate()
-
-    async def held(door: MemoryPartitionDoor, records: Sequence[Record]) -> None:
-        await gate.wait()
-        await door.store(records)
-
-    harness.partition.stores.append(held)
+    harness.partition.stores.append(gate.store)
     writing = asyncio.create_task(snapshot(owner))
     await gate.reached.wait()
     harness.partition.writes.append(raising(PromotionTxnLost()))
@@ -143,11 +138,7 @@ async def test_lost_promotion_abandons_snapshot(harness: Harness) -> None:
 async def test_close_detaches_capture_from_ledger(harness: Harness) -> None:
     owner = await harness.owner(snapshot_records_min=1)
     gate = Gate()
-
-    async def held(door: MemoryPartitionDoor, records: Sequence[Record]) -> None:
-        await gate.wait()
-
-    harness.partition.stores.append(held)
+    harness.partition.stores.append(gate.store)
     await some(harness, owner, 3)
     await gate.reached.wait()
     # Never two at once, however much is due.
@@ -163,12 +154,7 @@ async def test_snapshot_does_not_block_other_work(harness: Harness) -> None:
     owner = await harness.owner()
     ids = await some(harness, owner, 4)
     gate = Gate()
-
-    async def held(door: MemoryPartitionDoor, records: Sequence[Record]) -> None:
-        await gate.wait()
-        await door.store(records)
-
-    harness.partition.stores.append(held)
+    harness.partition.stores.append(gate.store)
     writing = asyncio.create_task(snapshot(owner))
     await gate.reached.wait()
     late = await harness.committed(owner)
