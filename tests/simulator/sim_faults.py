@@ -10,7 +10,7 @@ from typing import Any
 from msgspec import Struct, structs
 
 from tests.faults.judge import Note
-from tests.simulator.sim_kafka import Cluster, Log
+from tests.simulator.sim_kafka import SWIFT_S, Cluster, Log
 from tests.simulator.sim_loop import Process
 from tests.simulator.sim_network import Network, Weather
 from tests.simulator.sim_proxy import SimProxy
@@ -158,10 +158,13 @@ class Faults:
         return self._random.choice(up) if up else None
 
     def _kill(self, until_s: float) -> str:
+        return self._to_some_proxy(lambda proxy: self._kill_it(proxy, until_s))
+
+    def _to_some_proxy(self, act: Callable[[SimProxy], None]) -> str:
         proxy = self._some_proxy()
         if proxy is None:
             return ""
-        self._kill_it(proxy, until_s)
+        act(proxy)
         return proxy.name
 
     def _kill_it(self, proxy: SimProxy, until_s: float) -> None:
@@ -212,11 +215,7 @@ class Faults:
         return f"{proxy.name} after {process.fuse} steps"
 
     def _pause(self, until_s: float) -> str:
-        proxy = self._some_proxy()
-        if proxy is None:
-            return ""
-        self._pause_it(proxy, until_s)
-        return proxy.name
+        return self._to_some_proxy(lambda proxy: self._pause_it(proxy, until_s))
 
     def _pause_it(self, proxy: SimProxy, until_s: float) -> None:
         proxy.pause()
@@ -253,11 +252,10 @@ class Faults:
         name = self._random.choice(list(self._cluster.logs))
         log = self._cluster.logs[name]
         log.leader = -1
-
-        def lead() -> None:
-            self._cluster.lead(log, self._random.randrange(3), self._random.choice([0.0, 0.5]))
-
-        self._later(until_s, lead)
+        draw = self._random
+        self._later(
+            until_s, lambda: self._cluster.lead(log, draw.randrange(3), draw.choice([0.0, 0.5]))
+        )
         return f"{name}"
 
     def _coordinator_moves(self, until_s: float) -> str:
@@ -315,20 +313,12 @@ class Faults:
 
     def _services_away(self, until_s: float) -> str:
         self._shop.reachable = False
-
-        def back() -> None:
-            self._shop.reachable = True
-
-        self._later(until_s, back)
+        self._later(until_s, setattr, self._shop, "reachable", True)
         return "services"
 
     def _slow_markers(self, until_s: float) -> str:
         self._cluster.marker_s = (0.05, self._random.choice([0.5, 3.0]))
-
-        def swift() -> None:
-            self._cluster.marker_s = (0.001, 0.01)
-
-        self._later(until_s, swift)
+        self._later(until_s, setattr, self._cluster, "marker_s", SWIFT_S)
         return "markers"
 
     def _target_refuses(self, until_s: float) -> str:
@@ -394,11 +384,7 @@ class Faults:
 
     def _ends_lost(self, until_s: float, share: float, *, commit: bool) -> str:
         self._cluster.lost[commit] = share
-
-        def keep() -> None:
-            self._cluster.lost[commit] = 0.0
-
-        self._later(until_s, keep)
+        self._later(until_s, self._cluster.lost.update, {commit: 0.0})
         return f"{share:g} of them"
 
     def heal(self) -> None:
@@ -409,7 +395,7 @@ class Faults:
         self._network.down.clear()
         self._shop.reachable = True
         self._shop.trouble = False
-        self._cluster.marker_s = (0.001, 0.01)
+        self._cluster.marker_s = SWIFT_S
         self._cluster.lost = {False: 0.0, True: 0.0}
         for log, producer, commit in self._cluster.left_open:
             if producer in log.open:

@@ -35,6 +35,9 @@ _KEPT_BATCHES = 5
 RETAIN_S = 2.0
 """Interval at which brokers delete old records."""
 
+SWIFT_S = (0.001, 0.01)
+"""How long a coordinator takes at least and at most to write markers, when nothing is slow."""
+
 Name = tuple[str, int]
 """A topic and the number of one of its partitions."""
 
@@ -254,8 +257,7 @@ class Cluster:
         self.logs: dict[Name, Log] = {}
         self.ids: dict[str, TransactionalId] = {}
         self.coordinators: dict[str, int] = {}
-        self.marker_s = (0.001, 0.01)
-        """How long the coordinator takes at least and at most to write the markers."""
+        self.marker_s = SWIFT_S
         self.second = False  # whether it takes the second version of the transaction protocol
         self.lost = {False: 0.0, True: 0.0}  # the share of markers that are dropped (KAFKA-20734)
         self.left_open: list[tuple[Log, int, bool]] = []

@@ -80,10 +80,10 @@ _FUNCTIONS: dict[Any, Any] = {
 }
 
 
-def _key(value: Any) -> Any:
-    """Return the key of a value; None for a foreign one."""
+def _replaced(value: Any, by: dict[Any, Any]) -> Any:
+    """Return what stands for a value; the value itself for a foreign one."""
     kinds = (ModuleType, type, FunctionType, type(time.time), type(random.random))
-    return value if isinstance(value, kinds) else None
+    return by.get(value, value) if isinstance(value, kinds) else value
 
 
 def _ours() -> list[ModuleType]:
@@ -112,9 +112,9 @@ def simulated_machine(heard: Callable[[str], None] | None = None) -> Iterator[No
     undo: list[Callable[[], None]] = []
     for module in _ours():
         for name, value in list(vars(module).items()):
-            key = _key(value)
-            if key is not None and key in _MODULES:
-                setattr(module, name, _MODULES[key])
+            instead = _replaced(value, _MODULES)
+            if instead is not value:
+                setattr(module, name, instead)
                 undo.append(partial(setattr, module, name, value))
         for function in _functions(module):
             undo.extend(_replace_defaults(function))
@@ -143,18 +143,16 @@ def simulated_machine(heard: Callable[[str], None] | None = None) -> Iterator[No
 
 
 def _replace_defaults(function: FunctionType) -> Iterator[Callable[[], None]]:
-    plain, named = function.__defaults__, function.__kwdefaults__
-    if plain and any(_key(value) in _FUNCTIONS for value in plain if _key(value) is not None):
-        function.__defaults__ = tuple(_replaced(value) for value in plain)
-        yield lambda: setattr(function, "__defaults__", plain)
-    if named and any(_key(v) in _FUNCTIONS for v in named.values() if _key(v) is not None):
-        function.__kwdefaults__ = {name: _replaced(value) for name, value in named.items()}
-        yield lambda: setattr(function, "__kwdefaults__", named)
-
-
-def _replaced(value: Any) -> Any:
-    key = _key(value)
-    return value if key is None else _FUNCTIONS.get(key, value)
+    plain, named = function.__defaults__ or (), function.__kwdefaults__ or {}
+    new_plain = tuple(_replaced(value, _FUNCTIONS) for value in plain)
+    new_named = {name: _replaced(value, _FUNCTIONS) for name, value in named.items()}
+    for name, old, new in (
+        ("__defaults__", plain, new_plain),
+        ("__kwdefaults__", named, new_named),
+    ):
+        if new != old:
+            setattr(function, name, new)
+            yield partial(setattr, function, name, old)
 
 
 class _Silent(structlog.BoundLoggerBase):

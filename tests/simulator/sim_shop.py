@@ -235,22 +235,14 @@ class Shop:
 
     async def operate(self, what: str, id: str) -> None:
         """Decide a parked transaction by hand, as the business database shows, or revive it."""
-
-        async def revive(broker: Broker) -> TransactionStatus:
-            return await broker.revive(id, by="operator", reason="simulated")
-
         if what == "revive":
-            await self.insist("revive", "", id, revive)
+            by, why = "operator", "simulated"
+            await self.insist("revive", "", id, lambda broker: broker.revive(id, by=by, reason=why))
             return
         there = self.rows.setdefault(id, "barrier") == "row"
         decision = Decision.COMMIT if there else Decision.ROLLBACK
-
-        async def decide(broker: Broker) -> TransactionStatus:
-            return await broker.decide(
-                DecideRequest(id=id, decision=decision, source=Source.OPERATOR, by="operator")
-            )
-
-        await self.insist(str(decision), "", id, decide)
+        request = DecideRequest(id=id, decision=decision, source=Source.OPERATOR, by="operator")
+        await self.insist(str(decision), "", id, lambda broker: broker.decide(request))
 
     # --- being asked -----------------------------------------------------------------------------
 
@@ -532,10 +524,7 @@ class Lane:
                 group.create_task(self._decide_as(token, id, decision, replaced))
 
     async def _ask_for_check(self, token: str, id: str) -> None:
-        async def work(broker: Broker) -> TransactionStatus:
-            return await broker.check(id, by="client")
-
-        await self._shop.insist("check", token, id, work)
+        await self._shop.insist("check", token, id, lambda broker: broker.check(id, by="client"))
 
     async def _decide_as(
         self, token: str, id: str, decision: Decision, messages: tuple[Message, ...] | None = None
