@@ -46,7 +46,6 @@ def name_of(page: Path) -> str:
 
 
 def blocks(text: str) -> Iterator[str]:
-    """Yield the fenced blocks of a page."""
     for block in re.findall(r"^ *```[a-z]*\n(.*?)^ *```$", text, re.M | re.S):
         yield re.sub(r"\\\n\s*", "", str(block))
 

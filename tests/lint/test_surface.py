@@ -36,7 +36,6 @@ ID = "7ZZZ0000000000000000000000"
 
 
 def lines() -> Iterator[str]:
-    """Yield the surface, a fact a line."""
     for part in (command_line, settings, http, errors, metrics, python, stored, framed):
         yield from (f"{part.__name__}: {line}" for line in part())
 

@@ -100,9 +100,6 @@ def silent(_: CheckCall) -> CheckResult:
     return Unclear("timeout")
 
 
-# --- 21 ------------------------------------------------------------------------------------------
-
-
 @pytest.mark.rule(21)
 async def test_question_is_sent_after_its_marker(harness: Harness) -> None:
     owner, group, runner = await asking(harness, lambda _: Answered(Decision.COMMIT))
@@ -194,9 +191,6 @@ async def test_marker_holds_outcome_of_previous_attempt(harness: Harness) -> Non
     checks = [each for each in harness.markers() if each.kind == "check"]
     assert [each.previous for each in checks] == ["", "no answer 1", "no answer 2"]
     await runner.close()
-
-
-# --- 22 ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.rule(21, 22)
@@ -323,9 +317,6 @@ async def test_answer_after_decision_is_ignored(harness: Harness) -> None:
         await answered(owner.checks, call, result)
     assert harness.kinds() == ["check", "rollback"]
     assert known(owner, id).verdict.decision is Decision.ROLLBACK
-
-
-# --- 23 ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.rule(23)

@@ -47,8 +47,6 @@ from txbroker.testing.memory import LostReply
 
 _NUMBERS = itertools.count()
 
-# --- 8, 9 ----------------------------------------------------------------------------------------
-
 
 @pytest.mark.rule(8)
 async def test_owner_claims_before_reading_or_writing(harness: Harness) -> None:
@@ -108,9 +106,6 @@ async def test_hanging_claim_is_shown_and_retried(harness: Harness) -> None:
     assert not broker.readiness().ready
     hangs = False
     await until(lambda: broker.readiness().ready)
-
-
-# --- 10, 12 --------------------------------------------------------------------------------------
 
 
 @pytest.mark.rule(10)
@@ -303,9 +298,6 @@ async def test_revived_refused_transaction_is_retried(harness: Harness) -> None:
     assert known(await harness.owner(), id).state is State.PROMOTED
 
 
-# --- 16 ------------------------------------------------------------------------------------------
-
-
 @pytest.mark.rule(16)
 async def test_fenced_owner_drops_moved_partition(harness: Harness) -> None:
     owner = await harness.owner()
@@ -378,9 +370,6 @@ async def test_zombie_answers_correctly_and_promotes_nothing(harness: Harness) -
     assert harness.visible() == [id, mine]
 
 
-# --- 26 ------------------------------------------------------------------------------------------
-
-
 @pytest.mark.rule(26)
 async def test_assignment_does_not_wait_for_recovery(harness: Harness) -> None:
     async def claim(inner: MemoryPartitionDoor, claim: Claim) -> Claimed:
@@ -432,9 +421,6 @@ async def test_call_to_closed_owner_fails_at_once(harness: Harness) -> None:
             await prepare(owner, harness.half())
         with pytest.raises(OwnerUnavailable):
             await commit(owner, id)
-
-
-# --- 27 ------------------------------------------------------------------------------------------
 
 
 def newer_marker(harness: Harness, id: str, kind: str = "commit") -> Record:
@@ -489,9 +475,6 @@ async def test_newer_marker_in_gap_stops_before_answer(harness: Harness) -> None
         await commit(owner, id)
     await harness.stopped(InvariantBroken)
     assert harness.visible() == []
-
-
-# --- section 6 -----------------------------------------------------------------------------------
 
 
 @pytest.mark.rule("topics")

@@ -34,8 +34,6 @@ from txbroker.proxy.partition.clock import LogTime
 WALL_CLOCKS_S = (0.0, 4_102_444_800.0)
 """1970 and 2100."""
 
-# --- 6 -----------------------------------------------------------------------------------------
-
 
 @pytest.mark.rule(6)
 @pytest.mark.parametrize("wall_s", WALL_CLOCKS_S)
@@ -121,9 +119,6 @@ async def test_ids_expire_by_log_clock_only(harness: Harness) -> None:
     harness.zombie_half(harness.half())
     await until(lambda: owner.ledger.half_position == 3)
     assert owner.ledger.index.get(id) is None
-
-
-# --- 7 -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.rule(7)

@@ -51,8 +51,6 @@ from txbroker.testing.door import MemoryPartitionDoor
 
 HOUR_MS = 3_600_000
 
-# --- 13 ------------------------------------------------------------------------------------------
-
 
 @pytest.mark.rule(13)
 def test_transactional_ids_name_installation_and_time_out() -> None:
@@ -117,9 +115,6 @@ async def writers() -> AsyncIterator[WriterHarness]:
     made = WriterHarness()
     yield made
     await made.writer.close()
-
-
-# --- 14 ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.rule(14)
@@ -217,9 +212,6 @@ async def test_visible_offsets_are_not_verified_again(writers: WriterHarness) ->
     assert writers.asked == [("a", ("t", 0)), ("a", ("txbroker.checkpoint", 0))]
 
 
-# --- 17 ------------------------------------------------------------------------------------------
-
-
 @pytest.mark.rule(17)
 async def test_targets_are_examined_before_promotion(harness: Harness) -> None:
     owner, gone = await harness.new_pending(message("gone"), message("with it", topic="u"))
@@ -301,9 +293,6 @@ async def test_full_deferred_list_stops_promotion_and_prepares(harness: Harness)
     assert harness.visible() == ids
     await until(lambda: not owner._promoter.full)
     await prepare(owner, harness.half())
-
-
-# --- 18 ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.rule(18)
@@ -393,9 +382,6 @@ async def test_oversized_transaction_is_refused_before_send(harness: Harness) ->
     assert "half.append" not in harness.partition.calls
 
 
-# --- 19 ------------------------------------------------------------------------------------------
-
-
 @pytest.mark.rule(19)
 @pytest.mark.parametrize("step", ["committed", "visible"])
 async def test_promoted_is_reported_when_visible(harness: Harness, step: str) -> None:
@@ -439,9 +425,6 @@ async def test_committed_invisible_promotion_is_not_rewritten(harness: Harness) 
     assert harness.partition.calls.count("claim") == 1
 
 
-# --- 20 ------------------------------------------------------------------------------------------
-
-
 @pytest.mark.rule(20)
 async def test_promoted_records_have_user_or_marker_timestamp(harness: Harness) -> None:
     owner = await harness.owner()
@@ -479,8 +462,6 @@ def test_timestamp_over_one_hour_ahead_is_refused() -> None:
     with pytest.raises(BadTarget):
         check_timestamps([Message("t", timestamp_ms=now_ms + HOUR_MS + 1)], now_ms)
 
-
-# --- 25 ------------------------------------------------------------------------------------------
 
 RETENTION_MS = 100_000
 

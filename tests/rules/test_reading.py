@@ -54,8 +54,6 @@ from txbroker.proxy.partition import owner as owner_module
 from txbroker.proxy.partition.parked_copies import read_copies
 from txbroker.testing.door import MemoryPartitionDoor
 
-# --- 1 -----------------------------------------------------------------------------------------
-
 
 @pytest.mark.rule(1)
 @pytest.mark.parametrize("fate", [stored_unanswered, lost_unanswered])
@@ -84,9 +82,6 @@ async def test_unanswered_decision_is_not_acked_and_repeatable(
         await commit(owner, id)
     assert (await commit(owner, id)).decision == "commit"
     await until(lambda: harness.visible() == [id])
-
-
-# --- 2 -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.rule(2, 3)
@@ -177,9 +172,6 @@ def test_idle_owner_reads_every_second() -> None:
     assert owner_module.IDLE_S <= 1.0
 
 
-# --- 3 -----------------------------------------------------------------------------------------
-
-
 @pytest.mark.rule(3)
 async def test_decision_is_answered_after_marker_is_applied(harness: Harness) -> None:
     owner, id = await harness.new_pending()
@@ -260,9 +252,6 @@ async def test_silent_kafka_never_means_not_found(harness: Harness) -> None:
     harness.kafka.come_up()
 
 
-# --- 4 -----------------------------------------------------------------------------------------
-
-
 @pytest.mark.rule(4)
 @pytest.mark.parametrize(
     ("kind", "fields"),
@@ -314,9 +303,6 @@ async def test_owner_checks_state_before_append(harness: Harness) -> None:
     with pytest.raises(NotFound):
         await commit(owner, harness.half().id)
     assert harness.kinds() == []
-
-
-# --- 5 -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.rule(5)

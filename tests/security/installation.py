@@ -121,7 +121,6 @@ class Installation:
         return len(views) == 1 and set(views.pop()) == {proxy.url for proxy in self.proxies}
 
     async def close(self) -> None:
-        """End everything."""
         await self._http.close()
         await self._stack.aclose()
 
@@ -135,7 +134,6 @@ class Installation:
 
     @property
     def urls(self) -> list[str]:
-        """The URL of each proxy."""
         return [proxy.url for proxy in self.proxies]
 
     async def call(
@@ -212,7 +210,6 @@ class Socket(Producer):
     """The producer's side of a session, without clocks and owners."""
 
     async def hello(self, group: str, instance: str = "worker") -> wire.FromProxy:
-        """Send a hello and return the answer."""
         return await self.ask(wire.Hello(wire.SESSION_VERSION, group, instance))
 
     async def ask(self, operation: wire.FromProducer) -> wire.FromProxy:

@@ -65,7 +65,6 @@ def _cell(text: str) -> str:
 
 
 def page_of(rows: Iterable[Row]) -> str:
-    """Return the page that shows these rows."""
     lines = [
         "<!-- Written by `make security-table`; edit the tests instead. -->",
         "# Security tests",

@@ -421,9 +421,7 @@ async def test_running_proxies_refuse_one_anothers_addresses() -> None:
             assert (await service.call("PUT", "/v1/groups/orders", fine))[0] == 200
 
 
-async def test_all_brokers_are_the_installations_own(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_all_brokers_are_the_installations_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those that Kafka's metadata name, as soon as they do."""
     brokers: list[tuple[str, int]] = []
     monkeypatch.setattr(MemoryDoor, "brokers", lambda _: brokers)

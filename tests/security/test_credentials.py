@@ -115,9 +115,7 @@ async def test_session_of_a_revoked_principal(installation: Installation) -> Non
         installation.allow(*TABLES)
 
 
-async def test_hello_of_principal_revoked_after_the_upgrade(
-    installation: Installation,
-) -> None:
+async def test_hello_of_principal_revoked_after_the_upgrade(installation: Installation) -> None:
     """The hello gets unauthorized; no session begins."""
     installation.allow(*TABLES)
     for url in installation.urls:

@@ -22,7 +22,6 @@ CLASS = 5
 
 
 def ids(installation: Installation) -> dict[str, str]:
-    """Return malformed and unknown ids by kind."""
     now_ms = installation.proxies[0].broker.now_ms()
     right = make_id(0, now_ms, 77)
     return {

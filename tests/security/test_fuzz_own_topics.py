@@ -70,7 +70,6 @@ OWN = ("half", "op", "checkpoint", "parked", "groups", "audit")
 
 
 def templates() -> list[Record]:
-    """Return records of every kind."""
     half = half_of(id_of(1), Message("t", b"k", b"v", (("h", b"x"),), 0, 7), Message("u", None))
     half = structs.replace(
         half,
@@ -125,7 +124,6 @@ def noise(random: Random) -> Record:
 
 
 def changed(random: Random, record: Record) -> Record:
-    """Return a record with one thing changed."""
     what = random.randrange(6)
     if what == 0:
         return structs.replace(record, value=spoilt(random, record.value))

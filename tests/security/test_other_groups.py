@@ -9,7 +9,6 @@ import msgspec
 import pytest
 
 from tests.console.console_world import Reader, reader_of
-from tests.kit.until import until
 from tests.security.installation import TOKENS, Installation
 from txbroker.contract import frames as wire
 from txbroker.core.records import Decision, Message
@@ -209,11 +208,7 @@ async def test_answers_to_another_groups_checks(installation: Installation) -> N
             assert isinstance(await shop.ask(wire.AskEarly(1, id)), wire.Failure)
             assert (await installation.view(id))["state"] == "pending"
             await bank.send(wire.CheckAnswer(check.call, Decision.ROLLBACK))
-
-            async def rolled_back(id: str = id) -> bool:
-                return (await installation.view(id))["state"] == "rolled_back"
-
-            await until(rolled_back)
+            await installation.reaches(id, "rolled_back")
             # Who was asked, and who answered: the instance, and whose credential it came with.
             view = await installation.view(id)
             assert {event["text"] for event in view["timeline"] if "session" in event["text"]}

@@ -51,11 +51,9 @@ async def test_proxy_without_peer_identity_among_others(
     with pytest.raises(ConfigurationError, match=r"no peer identity.*peer_secret_file.*peer_names"):
         async with run_proxy(alone.world.closed_door("other", half_partitions=4), settings):
             pass
-
-    async def all_back() -> bool:
-        return set(first.broker.owners()) == {first.url} and first.broker.readiness().ready
-
-    await until(all_back)
+    await until(
+        lambda: set(first.broker.owners()) == {first.url} and first.broker.readiness().ready
+    )
     record_property("result", "does not start and names the setting; the others go on")
 
 
@@ -65,7 +63,7 @@ async def test_the_first_of_two_without_peer_identity(alone: Installation) -> No
     doors = [alone.world.closed_door(name, half_partitions=4) for name in ("one", "two")]
     async with run_proxy(doors[0], load_settings({"instance": "one", **given}, environ={})) as one:
 
-        async def ready() -> bool:
+        def ready() -> bool:
             return one.broker.readiness().ready and set(one.broker.owners()) == {one.url}
 
         await until(ready)

@@ -59,7 +59,6 @@ Json = dict[str, Any]
 
 
 def spelled(secret: str) -> set[str]:
-    """Return how a secret may be written."""
     escaped = {json.dumps(secret, ensure_ascii=plain)[1:-1] for plain in (True, False)}
     coded = base64.b64encode(secret.encode()).decode().rstrip("=")
     return {secret, repr(secret)[1:-1], quote(secret), quote(secret, safe=""), coded, *escaped}
@@ -175,7 +174,6 @@ class Planted:
             )
 
     def fail(self) -> None:
-        """Start proxies that cannot start."""
         name = "Kafka password in a file"
         wrong = secret_file(self.folder / "kafka-password", PLANTED[name])
         refused = self._start(kafka_sasl_password_file=wrong)

@@ -117,17 +117,12 @@ async def test_a_call_between_proxies(installation: Installation, record_propert
     owner = installation.proxies[0].broker.partitions.assigned()[
         (await installation.view(id))["partition"]
     ]
-    headers = {
-        "txb-proxy": installation.urls[-1],
-        "content-type": "application/msgpack",
-    }
+    headers = {"txb-proxy": installation.urls[-1], "content-type": "application/msgpack"}
 
     async def decide(what: str, secret: str = PEER_SECRET) -> int:
         body = msgspec.msgpack.encode({"id": id, "decision": what, "by": "shop"})
         async with installation._http.post(
-            f"{owner}/internal/v1/decide",
-            data=body,
-            headers={**headers, "txb-peer-secret": secret},
+            f"{owner}/internal/v1/decide", data=body, headers={**headers, "txb-peer-secret": secret}
         ) as answer:
             return answer.status
 

@@ -37,7 +37,6 @@ class Place(NamedTuple):
     ca: Path
 
     def token(self, text: str = TOKEN, mode: int = 0o600, name: str = "token") -> Path:
-        """Return a file with a token."""
         return secret_file(self.folder / name, text, mode)
 
     def open_key(self, mode: int = 0o644) -> Path:
@@ -173,10 +172,7 @@ CASES: dict[str, Case] = {
         "is open to other users of this machine (mode 0660)",
     ),
     "admin token readable by all users": Case(
-        lambda place: {
-            "admin_listen": "127.0.0.1:0",
-            "admin_token_file": place.token(mode=0o644),
-        },
+        lambda place: {"admin_listen": "127.0.0.1:0", "admin_token_file": place.token(mode=0o644)},
         "is open to other users of this machine (mode 0644)",
     ),
     "token of 15 characters": Case(
@@ -197,10 +193,7 @@ CASES: dict[str, Case] = {
         "hold the same secret",
     ),
     "peer secret equal to the token": Case(
-        lambda place: {
-            "token_file": place.token(),
-            "peer_secret_file": place.token(name="peers"),
-        },
+        lambda place: {"token_file": place.token(), "peer_secret_file": place.token(name="peers")},
         "hold the same secret",
     ),
     "peer secret readable by all users": Case(
