@@ -79,7 +79,7 @@ class Forge:
         self._parent.wait()
 
     async def fork(self, arguments: Sequence[str], environment: Mapping[str, str]) -> Fork:
-        """Run `failing_proxy.py` with these arguments, nothing else in its environment."""
+        """Run `patched_proxy.py` with these arguments, nothing else in its environment."""
         asking = await self._connected()
         pipes = [os.pipe(), os.pipe()]
         request = json.dumps([list(arguments), dict(environment)]).encode()
@@ -116,10 +116,10 @@ async def _reading(pipe: int) -> asyncio.StreamReader:
 
 def main(path: str) -> None:
     """Fork whenever asked, for as long as the parent lives."""
-    from tests.faults import failing_proxy
+    from tests.faults import patched_proxy
 
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    failing_proxy.import_all()
+    patched_proxy.import_all()
     listening = socket.socket(socket.AF_UNIX)
     listening.bind(path)
     listening.listen(64)
@@ -161,7 +161,7 @@ def _reap(children: dict[int, socket.socket]) -> None:
 
 def _become(arguments: list[str], environment: dict[str, str], files: list[int]) -> None:
     """Be a proxy, and end with its exit code."""
-    from tests.faults import failing_proxy
+    from tests.faults import patched_proxy
 
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -173,7 +173,7 @@ def _become(arguments: list[str], environment: dict[str, str], files: list[int])
     os.environ.update(environment)
     code: object = 1
     try:
-        failing_proxy.run(arguments)
+        patched_proxy.run(arguments)
     except SystemExit as end:
         code = end.code
     finally:

@@ -85,7 +85,8 @@ class LinkedFleet(Fleet):
             for name, port in zip(names, free_ports(len(names)), strict=True)
         ]
         if protocol != PROTOCOLS[-1]:
-            older = (sys.executable, str(Path(__file__).with_name("older_proxy.py")), str(protocol))
+            patched = Path(__file__).parents[1] / "patched_proxy.py"
+            older = (sys.executable, str(patched), "older", str(protocol))
             for proxy in self.placed:
                 proxy.program = older
         self.proxies = list(self.placed)

@@ -15,7 +15,7 @@ from confluent_kafka import KafkaException
 
 from tests.faults.cluster.linked_fleet import LinkedFleet, PlacedProxy
 from tests.faults.cluster.links import Ends, Link
-from tests.faults.cluster.mortal_producer import MortalProducer
+from tests.faults.cluster.services import MortalProducer
 from tests.faults.cluster.three_nodes import NODES, ThreeNodes
 from tests.kit.proxies import ProxyProcess
 from tests.kit.readers import Along

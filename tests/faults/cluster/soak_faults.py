@@ -31,12 +31,18 @@ from typing import Any
 import aiohttp
 import uvloop
 
-from tests.faults.cluster.bulk_load import BulkLoad, Spec
-from tests.faults.cluster.evil_checks import KINDS, EvilChecks, group_of, leave_to_checks
+from tests.faults.cluster.hostile import (
+    CALL_S,
+    KINDS,
+    SMALL_BYTES,
+    EvilChecks,
+    Rough,
+    group_of,
+    leave_to_checks,
+)
 from tests.faults.cluster.linked_fleet import PROTOCOLS, LinkedFleet
-from tests.faults.cluster.mortal_producer import GROUP, MortalProducer, add
 from tests.faults.cluster.nemesis import FAULTS, HOLD_MAX_S, HOLD_MIN_S, OVER, Field, Nemesis
-from tests.faults.cluster.rough_clients import CALL_S, SMALL_BYTES, Rough
+from tests.faults.cluster.services import GROUP, BulkLoad, MortalProducer, Spec, add
 from tests.faults.cluster.three_nodes import ThreeNodes
 from tests.faults.judge import Case, History, Judge, Seen, Topics, save
 from tests.kit.evidence import listed

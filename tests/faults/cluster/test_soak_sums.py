@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from tests.faults.cluster import runs_table
-from tests.faults.cluster.mortal_producer import WrittenDown, add, written
 from tests.faults.cluster.nemesis import OVER
+from tests.faults.cluster.services import WrittenDown, add, written
 from tests.faults.cluster.soak_faults import Verdict, during, report, shared, spoken, with_deleted
 from tests.faults.cluster.three_nodes import free_ports
 from tests.faults.judge import Asked, Call, History, Note, Rec, Seen, Topics

@@ -1,4 +1,8 @@
-"""A proxy that does what a test has armed, once, at a named moment: `failing_proxy.py ARMED proxy`.
+"""Proxies with what no setting can do.
+
+`patched_proxy.py older VERSION proxy` is limited to an older version of Kafka's transaction
+protocol.
+`patched_proxy.py failing ARMED proxy` does what a test has armed, once, at a named moment.
 
 ARMED is a file that a test writes when it wants to: steps as JSON, each of `point`, `skip` (the
 number of times it is passed first) and `action`. A process that reaches the first step removes it
@@ -21,12 +25,15 @@ import time
 from pathlib import Path
 from typing import Any, NoReturn, TypeAlias
 
+from msgspec import structs
+
 from txbroker import failpoints
 from txbroker.cli.main import main
 from txbroker.config import settings as config
 from txbroker.errors import KafkaUnavailable
 from txbroker.kafka.client.client import Unanswered
 from txbroker.kafka.client.producer import BatchUnknown
+from txbroker.kafka.client.settings import KafkaSettings
 
 Step: TypeAlias = dict[str, Any]
 """Take the next step if this is its point."""
@@ -120,13 +127,30 @@ def import_all() -> None:
 
 
 def run(arguments: list[str]) -> NoReturn:
-    """Be a proxy: ARMED, then the command line of txbroker."""
+    """Be a failing proxy: ARMED, then the command line of txbroker."""
     failpoints.hook = Armed(Path(arguments[0]))
     config.SESSION_MIN_S = SESSION_MIN_S
-    sys.argv = ["txbroker", *arguments[1:]]
+    _be_txbroker(arguments[1:])
+
+
+def _run_older(version: int, arguments: list[str]) -> NoReturn:
+    from_configuration = KafkaSettings.from_configuration
+
+    def older(settings: config.Settings) -> KafkaSettings:
+        return structs.replace(from_configuration(settings), transactions=version)
+
+    KafkaSettings.from_configuration = older  # type: ignore[method-assign, assignment]
+    _be_txbroker(arguments)
+
+
+def _be_txbroker(arguments: list[str]) -> NoReturn:
+    sys.argv = ["txbroker", *arguments]
     main()
     raise AssertionError("the command line always ends the process")
 
 
 if __name__ == "__main__":
-    run(sys.argv[1:])
+    kind, patch, *given = sys.argv[1:]
+    if kind == "older":
+        _run_older(int(patch), given)
+    run([patch, *given])
