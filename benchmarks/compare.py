@@ -30,13 +30,10 @@ from benchmarks.peers.outbox_postgres import PostgresOutbox
 from benchmarks.peers.page import page, plot
 from benchmarks.peers.read_process_write import ReadProcessWrite
 from benchmarks.peers.rocketmq import RocketMQ
-from benchmarks.peers.txbroker_itself import Txbroker, TxbrokerHttp, TxbrokerKeyless, TxbrokerTen
+from benchmarks.peers.txbroker_itself import TXBROKERS
 
 PEERS: tuple[Peer, ...] = (
-    Txbroker(),
-    TxbrokerKeyless(),
-    TxbrokerHttp(),
-    TxbrokerTen(),
+    *TXBROKERS,
     RocketMQ(),
     Ceiling(),
     ReadProcessWrite(),

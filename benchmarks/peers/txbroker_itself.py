@@ -19,13 +19,11 @@ _DEADLINE_S = 300.0
 class Txbroker:
     """A proxy in a separate process, on a new Kafka."""
 
-    name = "txbroker"
-    title = "txbroker"
-    counts = (
-        "prepare and commit both confirmed by Kafka (acks=all); every message counted by a "
-        "read_committed consumer, none lost, none doubled"
-    )
-    options: tuple[str, ...] = ()
+    def __init__(self, name: str, title: str, counts: str, *options: str) -> None:
+        self.name = name
+        self.title = title
+        self.counts = counts
+        self._options = options
 
     def version(self) -> str:
         return f"txbroker {__version__}, {KAFKA}, Python {sys.version.partition(' ')[0]}"
@@ -48,7 +46,7 @@ class Txbroker:
 
     def _bench(self, plan: Plan, folder: Path, in_flight: int) -> dict[str, Any]:
         code = "from txbroker.cli.main import main; main()"
-        command = [sys.executable, "-c", code, "bench", "-o", "json", *self.options]
+        command = [sys.executable, "-c", code, "bench", "-o", "json", *self._options]
         command += ["--in-flight", str(in_flight), "--size", str(plan.size)]
         command += ["--duration-s", str(plan.duration_s), "--warmup-s", str(plan.warmup_s)]
         command += ["--topic-partitions", str(PARTITIONS)]
@@ -62,28 +60,30 @@ class Txbroker:
         return found
 
 
-class TxbrokerKeyless(Txbroker):
-    """Messages without keys."""
-
-    name = "txbroker-keyless"
-    title = "txbroker, messages without keys"
-    counts = "as the first, without order, as in RocketMQ's benchmark"
-    options = ("--keyless",)
-
-
-class TxbrokerHttp(Txbroker):
-    """The same by plain HTTP."""
-
-    name = "txbroker-http"
-    title = "txbroker, plain HTTP/JSON"
-    counts = "as the first, by two HTTP calls"
-    options = ("--http",)
-
-
-class TxbrokerTen(Txbroker):
-    """Ten messages a transaction."""
-
-    name = "txbroker-10"
-    title = "txbroker, 10 messages a transaction"
-    counts = "as the first; transactions, so ten times as many messages a second"
-    options = ("--messages-per-transaction", "10")
+TXBROKERS = (
+    Txbroker(
+        "txbroker",
+        "txbroker",
+        "prepare and commit both confirmed by Kafka (acks=all); every message counted by a "
+        "read_committed consumer, none lost, none doubled",
+    ),
+    Txbroker(
+        "txbroker-keyless",
+        "txbroker, messages without keys",
+        "as the first, without order, as in RocketMQ's benchmark",
+        "--keyless",
+    ),
+    Txbroker(
+        "txbroker-http",
+        "txbroker, plain HTTP/JSON",
+        "as the first, by two HTTP calls",
+        "--http",
+    ),
+    Txbroker(
+        "txbroker-10",
+        "txbroker, 10 messages a transaction",
+        "as the first; transactions, so ten times as many messages a second",
+        "--messages-per-transaction",
+        "10",
+    ),
+)

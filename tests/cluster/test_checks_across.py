@@ -19,8 +19,7 @@ import pytest
 from aiohttp import web
 
 from tests.faults.judge import Asked
-from tests.kit.evidence import convict
-from tests.kit.fleet import Fleet
+from tests.kit.fleet import Fleet, convict
 from tests.kit.http_calls import attempted, calling, listening
 from tests.kit.proxies import ProxyProcess
 from tests.kit.until import until

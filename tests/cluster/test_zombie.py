@@ -16,8 +16,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from tests.faults.judge import Rec
-from tests.kit.evidence import claims, convict
-from tests.kit.fleet import PARTITIONS, Fleet, owned_by, transact
+from tests.kit.fleet import PARTITIONS, Fleet, claims, convict, owned_by, transact
 from tests.kit.http_calls import attempted, calling
 from tests.kit.proxies import Json, ProxyProcess
 from tests.kit.topic_reader import read_all

@@ -15,8 +15,7 @@ import pytest
 
 from tests.faults.judge import Judge
 from tests.kit.proxies import ProxyProcess
-from tests.kit.readers import Along
-from tests.kit.topic_reader import read_all
+from tests.kit.topic_reader import Along, read_all
 from tests.kit.until import until
 from tests.kit.workload import Recorder, Shop, answering, work
 from txbroker.embedded import EmbeddedKafka

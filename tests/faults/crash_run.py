@@ -27,12 +27,10 @@ from tests.faults import judge
 from tests.faults.crash_cases import RESTARTED, Case, all_cases, chosen_cases
 from tests.faults.forks import Forge
 from tests.faults.judge import Asked
-from tests.kit.evidence import listed
-from tests.kit.fleet import owned_by
+from tests.kit.fleet import listed, owned_by
 from tests.kit.http_calls import GIVE_UP_S, Caller, listening
 from tests.kit.proxies import ProxyProcess
-from tests.kit.readers import Along
-from tests.kit.topic_reader import read_all
+from tests.kit.topic_reader import Along, read_all
 from tests.kit.until import unique, until
 from tests.kit.workload import Recorder
 from txbroker.embedded import EmbeddedKafka

@@ -6,18 +6,20 @@ import asyncio
 import contextlib
 import os
 import random
+from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
+from urllib.parse import quote
 
 import aiohttp
 
 from tests.faults.judge import Judge
 from tests.kit.http_calls import Caller, attempted, calling
 from tests.kit.proxies import ProxyProcess
-from tests.kit.readers import Along
-from tests.kit.topic_reader import read_all
+from tests.kit.topic_reader import Along, read_all, read_topics
 from tests.kit.until import DEADLINE_S, unique, until
 from tests.kit.workload import Recorder, Shop, answering, work
+from txbroker.errors import OwnerUnavailable
 from txbroker.sdk import Limits, TransactionalProducer
 
 PARTITIONS = 4
@@ -25,6 +27,7 @@ SESSION_S = 6.0
 """The shortest session timeout that brokers allow by default, seconds."""
 SEED_VARIABLE = "TXBROKER_TEST_SEED"
 WEB_LANES = 6
+_PAGE = 37
 
 Disturb = Callable[["Fleet", Recorder, random.Random], Coroutine[Any, Any, None]]
 
@@ -183,3 +186,55 @@ async def judged(fleet: Fleet, shop: Shop, disturb: Disturb, transactions: int) 
     assert recorder.finished == transactions
     assert len({record.header("txb-id") for record in read.targets}) > transactions / 2
     return recorder
+
+
+# --- the topics, compared with the answers of the proxies --------------------------------------
+
+
+async def listed(proxy: ProxyProcess) -> dict[str, str]:
+    """Return the state of everything that one proxy lists as not settled, page by page.
+
+    A list that fails with `owner_unavailable` is read again: a shorter one is never an answer.
+    """
+
+    async def whole() -> list[dict[str, str]] | None:
+        found: list[dict[str, str]] = []
+        cursor = ""
+        try:
+            while True:
+                page = await proxy.call("GET", f"/v1/transactions?limit={_PAGE}{cursor}")
+                found.append({t["id"]: t["state"] for t in page["transactions"]})
+                if page["next_cursor"] is None:
+                    return found
+                cursor = f"&cursor={quote(page['next_cursor'])}"
+        except OwnerUnavailable:
+            return None
+
+    pages = await until(whole)
+    together = {id: state for page in pages for id, state in page.items()}
+    assert len(together) == sum(map(len, pages)), "listed twice"
+    return together
+
+
+async def claims(proxy: ProxyProcess) -> Counter[int]:
+    """Return how often each partition was claimed so far, as far as compaction has left it."""
+    names = [f"{proxy.prefix}.checkpoint"]
+    found = await asyncio.to_thread(read_topics, proxy.bootstrap, names)
+    return Counter(record.partition for record in found if record.key == b"claim")
+
+
+async def convict(
+    fleet: Fleet, recorder: Recorder, topics: Sequence[str], shop: Shop | None = None
+) -> Judge:
+    """Judge an installation at rest: only undecided transactions may be left, and every proxy must
+    list exactly those in the topics."""
+    first = fleet.proxies[0]
+    read = await asyncio.to_thread(read_all, first.bootstrap, first.prefix, topics)
+    judge = Judge(recorder.history, read, shop.rows() if shop else (), settled=False)
+    found = judge.judge()
+    assert not found, "\n".join(map(str, found[:5]))
+    held = judge.unsettled()
+    assert "committed" not in held.values(), "committed, neither visible nor refused"
+    for proxy in fleet.proxies:
+        assert await listed(proxy) == held
+    return judge

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 import time
 from collections.abc import Iterable, Sequence
 from functools import cache
@@ -12,9 +13,11 @@ from confluent_kafka import Consumer, KafkaError, TopicPartition
 from confluent_kafka.admin import AdminClient
 from confluent_kafka.cimpl import NewTopic
 
-from tests.faults.judge import End, Header, Rec, Topics
+from tests.faults.judge import End, Header, Rec, Seen, Topics
 
 _READ_TIMEOUT_S = 15.0
+_CLOSE_S = 30.0
+_POLL_S = 0.1
 ADMIN_TIMEOUT_S = 60.0
 """A Kafka that was stopped for a moment may take longer than ten seconds over its first answer."""
 _KNOWN_MAX = 10_000
@@ -143,3 +146,44 @@ def read_all(bootstrap: str, prefix: str, targets: Sequence[str]) -> Topics:
         targets=read_topics(bootstrap, targets),
         ends=read_ends(bootstrap, [*targets, f"{prefix}.checkpoint", f"{prefix}.parked"]),
     )
+
+
+class Along:
+    """Reads as a consumer does that is there all the time: read_committed, and assigned."""
+
+    def __init__(self, bootstrap: str, topics: Sequence[str]) -> None:
+        self._consumer, _ = assigned(bootstrap, topics)
+        self._seen: list[Seen] = []
+        self._over = threading.Event()
+        self._wrong: list[str] = []
+        self._thread = threading.Thread(target=self._read, daemon=True)
+        self._thread.start()
+
+    def _read(self) -> None:
+        while not self._over.is_set():
+            message = self._consumer.poll(_POLL_S)
+            if message is None:
+                continue
+            error = message.error()
+            if error is None:
+                self._seen.append(Seen(record_of(message), time.time()))
+            elif error.fatal():
+                self._wrong.append(str(error))
+
+    def read_to(self) -> dict[tuple[str, int], int]:
+        """Return the offset after the last record read, for each partition."""
+        found: dict[tuple[str, int], int] = {}
+        for seen in tuple(self._seen):
+            record = seen.record
+            found[record.topic, record.partition] = record.offset + 1
+        return found
+
+    def end(self) -> list[Seen]:
+        self._over.set()
+        self._thread.join(_CLOSE_S)
+        # The client library does not always return from this after broken connections.
+        closing = threading.Thread(target=self._consumer.close, daemon=True)
+        closing.start()
+        closing.join(_CLOSE_S)
+        assert not self._wrong, self._wrong
+        return self._seen

@@ -1,5 +1,5 @@
 """Hostile clients over plain HTTP, which repeat calls ten times, contradict themselves and send
-poison; and check endpoints of every evil kind, with clients that leave their transactions to them."""
+poison; and evil check endpoints of every kind, with clients that leave transactions to them."""
 
 from __future__ import annotations
 

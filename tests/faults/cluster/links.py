@@ -63,7 +63,7 @@ class Link:
         self._fate = fate
         self._requests = asyncio.Event()
         self._answers = asyncio.Event()
-        self._connections: set[Connection] = set()
+        self.connections: set[Connection] = set()
         self.heal()
 
     def cut(self, *, requests: bool = True, answers: bool = True) -> None:
@@ -85,14 +85,8 @@ class Link:
         return self._requests.is_set(), self._answers.is_set(), self.delay_s, self.ends
 
     def reset(self) -> None:
-        for connection in tuple(self._connections):
+        for connection in tuple(self.connections):
             connection.abort()
-
-    def join(self, connection: Connection) -> None:
-        self._connections.add(connection)
-
-    def leave(self, connection: Connection) -> None:
-        self._connections.discard(connection)
 
     async def requests_pass(self) -> None:
         await self._pass(self._requests)
@@ -143,7 +137,7 @@ class Connection:
 
     async def run(self, first: bytes) -> None:
         """Pass everything on; `first` is the first request, which has been read already."""
-        self._link.join(self)
+        self._link.connections.add(self)
         self._tasks = [
             asyncio.create_task(self._pass_requests(first)),
             asyncio.create_task(self._pass_answers()),
@@ -157,7 +151,7 @@ class Connection:
             for task in (*self._tasks, *self._late):
                 task.cancel()
             await asyncio.gather(*self._tasks, *self._late, return_exceptions=True)
-            self._link.leave(self)
+            self._link.connections.discard(self)
             for each in (self._to_client, self._to_broker):
                 each.close()
 

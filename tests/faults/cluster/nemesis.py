@@ -18,7 +18,7 @@ from tests.faults.cluster.links import Ends, Link
 from tests.faults.cluster.services import MortalProducer
 from tests.faults.cluster.three_nodes import NODES, ThreeNodes
 from tests.kit.proxies import ProxyProcess
-from tests.kit.readers import Along
+from tests.kit.topic_reader import Along
 from tests.kit.workload import Recorder
 
 HOLD_MIN_S, HOLD_MAX_S = 5.0, 30.0

@@ -47,21 +47,23 @@ def table(runs: Sequence[Run]) -> str:
             in_runs[kind] += 1
             transactions[kind] += run["during"].get(kind, 0)
             violations[kind] += run["violations"]
-    lines = [
-        "| fault | times | runs | prepared meanwhile | violations in these runs |",
-        "| --- | --: | --: | --: | --: |",
-    ]
-    lines += [
-        f"| {kind} | {times[kind]} | {in_runs[kind]} | {transactions[kind]:,} "
-        f"| {violations[kind]} |"
+    rows = [
+        (kind, times[kind], in_runs[kind], f"{transactions[kind]:,}", violations[kind])
         for kind in sorted(times)
     ]
-    lines.append(
-        f"| **{len(times)} kinds** | {times.total()} | {len(runs)} "
-        f"| {sum(run['transactions'] for run in runs):,} in all "
-        f"| {sum(run['violations'] for run in runs)} |"
+    transactions_all, violations_all = (
+        sum(run[word] for run in runs) for word in ("transactions", "violations")
     )
-    return "\n".join(lines)
+    last = f"{transactions_all:,} in all"
+    rows.append((f"**{len(times)} kinds**", times.total(), len(runs), last, violations_all))
+    head = ("fault", "times", "runs", "prepared meanwhile", "violations in these runs")
+    return markdown(head, rows)
+
+
+def markdown(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    """Return a table with the first column aligned to the left."""
+    lines = [head, ["---", *["--:"] * (len(head) - 1)], *rows]
+    return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)
 
 
 def together(runs: Sequence[Run]) -> str:
@@ -86,35 +88,32 @@ def command(run: Run) -> str:
 
 
 def each_run(runs: Sequence[Run]) -> str:
-    lines = [
-        "| run | transactions | faults | kinds | rest after | violations |",
-        "| --- | --: | --: | --: | --: | --: |",
-    ]
-    lines += [
-        f"| `{command(run)}` | {run['transactions']:,} | {sum(run['faults'].values())} "
-        f"| {len(run['faults'])} | {run['rest_s']:.0f} s | {run['violations']} |"
+    rows = [
+        (
+            f"`{command(run)}`",
+            f"{run['transactions']:,}",
+            sum(run["faults"].values()),
+            len(run["faults"]),
+            f"{run['rest_s']:.0f} s",
+            run["violations"],
+        )
         for run in runs
     ]
+    head = ("run", "transactions", "faults", "kinds", "rest after", "violations")
     notes = [f"Seed {run['seed']}: {run['note']}" for run in runs if run.get("note")]
-    return "\n\n".join(["\n".join(lines), *notes])
+    return "\n\n".join([markdown(head, rows), *notes])
 
 
 def late_ends(runs: Sequence[Run]) -> str:
     found: dict[int, Counter[str]] = {1: Counter(), 2: Counter()}
     for run in runs:
         found[run["protocol"]].update(run["late_ends"])
-    lines = [
-        "| protocol | late | late, connection reset | unanswered | overtaken |",
-        "| --- | --: | --: | --: | --: |",
-    ]
     ways = ("late", "late and reset", "unanswered", "overtaken")
-    lines += [
-        f"| {'first' if version == 1 else 'second'} | "
-        + " | ".join(f"{counts[way]:,}" for way in ways)
-        + " |"
-        for version, counts in found.items()
+    rows = [
+        (name, *[f"{found[version][way]:,}" for way in ways])
+        for version, name in ((1, "first"), (2, "second"))
     ]
-    return "\n".join(lines)
+    return markdown(("protocol", "late", "late, connection reset", *ways[2:]), rows)
 
 
 def page(runs: Sequence[Run]) -> str:

@@ -45,12 +45,10 @@ from tests.faults.cluster.nemesis import FAULTS, HOLD_MAX_S, HOLD_MIN_S, OVER, F
 from tests.faults.cluster.services import GROUP, BulkLoad, MortalProducer, Spec, add
 from tests.faults.cluster.three_nodes import ThreeNodes
 from tests.faults.judge import Case, History, Judge, Seen, Topics, save
-from tests.kit.evidence import listed
-from tests.kit.fleet import web_load
+from tests.kit.fleet import listed, web_load
 from tests.kit.http_calls import Caller
 from tests.kit.proxies import ProxyProcess
-from tests.kit.readers import Along
-from tests.kit.topic_reader import read_all
+from tests.kit.topic_reader import Along, read_all
 from tests.kit.workload import Recorder, Shop, answering
 from txbroker.embedded.server import DEFAULT_VERSION
 from txbroker.errors import RequestError
