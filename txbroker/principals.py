@@ -18,10 +18,10 @@ import re
 import secrets
 import time
 import tomllib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import UTC, datetime
 from enum import StrEnum
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -58,10 +58,10 @@ class Patterns:
 
     def __init__(self, allow: Iterable[str] = ("*",), deny: Iterable[str] = ()) -> None:
         self.allow, self.deny = allow, deny = _normal(allow), _normal(deny)
-        self._known: dict[str, bool] = {}
         self._text = ", ".join([*allow, *(f"not {pattern}" for pattern in deny)])
         self._allow = None if "*" in allow else _compiled(allow)
         self._deny = _compiled(deny) if deny else None
+        self._matches = lru_cache(maxsize=KNOWN_MAX)(self._match)
 
     @property
     def everything(self) -> bool:
@@ -72,14 +72,9 @@ class Patterns:
         return self._text
 
     def __contains__(self, name: str) -> bool:
-        found = self._known.get(name)
-        if found is None:
-            if len(self._known) >= KNOWN_MAX:
-                self._known.clear()
-            found = self._known[name] = self._matches(name)
-        return found
+        return self._matches(name)
 
-    def _matches(self, name: str) -> bool:
+    def _match(self, name: str) -> bool:
         if self._deny is not None and self._deny.match(name):
             return False
         return self._allow is None or self._allow.match(name) is not None
@@ -219,21 +214,6 @@ class _Table(Struct, forbid_unknown_fields=True, frozen=True):
     expires: datetime | None = None
 
 
-class _Shares(dict[str, str]):
-    """Shares by group. Remembers some: every prepare and every turn asks."""
-
-    def __init__(self, producers: Sequence[Principal]) -> None:
-        super().__init__()
-        self._producers = producers
-
-    def __missing__(self, group: str) -> str:
-        if len(self) >= SHARES_KNOWN_MAX:
-            self.clear()
-        names = (share_name(each) for each in self._producers if group in each.groups)
-        found = self[group] = next(names, group)
-        return found
-
-
 class Directory:
     """The principals of a file, by credential and by name."""
 
@@ -248,13 +228,17 @@ class Directory:
         producers = [each for each in self if each.role is Role.PRODUCER]
         # One for all groups comes last, or no other would have any.
         self._producers = sorted(producers, key=lambda each: "*" in each.groups.allow)
-        self.share_of: Callable[[str], str] = _Shares(self._producers).__getitem__
+        self.share_of: Callable[[str], str] = lru_cache(SHARES_KNOWN_MAX)(self._share_of)
         """Returns to whose account a group's use of shared pools is counted: the first producer's
         of the file that may act for it, expired or not; those with `*` among their groups come
         last. A group of no producer is a separate share."""
 
     def __iter__(self) -> Iterator[Principal]:
         return iter(self._by_name.values())
+
+    def _share_of(self, group: str) -> str:
+        names = (share_name(each) for each in self._producers if group in each.groups)
+        return next(names, group)
 
     def by_digest(self, digest: str) -> Principal | None:
         """Return the principal of a token's digest; None if unknown or expired."""

@@ -69,27 +69,25 @@ async def test_both_proxies_refuse_bad_calls_alike(two: Proxies, topic: str) -> 
         other = make_id((partition + 1) % two.partitions, now_ms(), 1)
         missing = make_id(partition, now_ms(), 2)
         old = make_id(partition, now_ms() - 300_000, 3)
+        beyond = make_id(two.partitions, now_ms(), 4)
+        nowhere = Message(unknown, two.key(unknown, partition), b"")
         for service in (right, wrong):
-            with pytest.raises(WrongGroup):
-                await service.act(id, "rollback", group="theirs")
-            with pytest.raises(NotFound):
-                await service.show(missing)
-            with pytest.raises(NotFound):
-                await service.act(missing, "commit")
-            with pytest.raises(IdConflict):
-                await service.send(Message(topic, key, b"w"), id=id, group="mine")
-            with pytest.raises(BadId):
-                await service.send(Message(topic, key, b"v"), id=other)
-            with pytest.raises(BadId):
-                await service.act(make_id(two.partitions, now_ms(), 4), "commit")
-            with pytest.raises(IdExpired):
-                await service.send(Message(topic, key, b"v"), id=old)
-            with pytest.raises(NotPending):
-                await service.act(id, "revive")
-            with pytest.raises(UnknownTopic):
-                await service.send(Message(unknown, two.key(unknown, partition), b""), id=missing)
-            with pytest.raises(BadRequest):
-                await service.act(id, "commit", messages=[])
+            act, send = service.act, service.send
+            for error, call in (
+                (WrongGroup, act(id, "rollback", group="theirs")),
+                (WrongGroup, act(id, "commit", group="theirs")),
+                (NotFound, service.show(missing)),
+                (NotFound, act(missing, "commit")),
+                (IdConflict, send(Message(topic, key, b"w"), id=id, group="mine")),
+                (BadId, send(Message(topic, key, b"v"), id=other)),
+                (BadId, act(beyond, "commit")),
+                (IdExpired, send(Message(topic, key, b"v"), id=old)),
+                (NotPending, act(id, "revive")),
+                (UnknownTopic, send(nowhere, id=missing)),
+                (BadRequest, act(id, "commit", messages=[])),
+            ):
+                with pytest.raises(error):
+                    await call
         await right.act(id, "rollback", reason="enough")
         for service in (wrong, right):
             with pytest.raises(AlreadyDecided) as error:

@@ -26,7 +26,6 @@ from txbroker.errors import (
     RequestError,
     TooLarge,
     UnknownTopic,
-    WrongGroup,
 )
 
 HEADERS: tuple[Header, ...] = (
@@ -49,6 +48,7 @@ async def test_a_commit_is_promoted(service: Service, client: Client, topic: str
     (record,) = await service.visible(topic)
     assert (record.key, record.value) == (b"key", b"value")
     assert record.headers == (("txb-id", id.encode()),)
+    assert record.timestamp_ms == (await service.show(id))["decided_at_ms"]
 
 
 async def test_a_rollback_is_never_visible(service: Service, client: Client, topic: str) -> None:
@@ -94,14 +94,6 @@ async def test_one_of_concurrent_contrary_decisions_wins(service: Service, topic
     assert len(await service.visible(topic)) == (decision == "commit")
 
 
-async def test_wrong_group_decides_nothing(service: Service) -> None:
-    id = await service.prepare(Message(await service.topic(), b"k", b""), group="mine")
-    for what in ("commit", "rollback"):
-        with pytest.raises(WrongGroup):
-            await service.act(id, what, group="theirs")
-    assert await service.state(id) == "pending"
-
-
 async def test_an_operator_decides_with_a_reason(service: Service) -> None:
     id = await service.prepare(Message(await service.topic(), b"k", b""))
     answer = await service.act(id, "rollback", reason="the order was a test")
@@ -129,15 +121,6 @@ async def test_message_is_promoted_unchanged(service: Service, client: Client, t
         ours = (("txb-id", id.encode()), ("txb-seq", b"%d/5" % number))
         assert record.headers == (*ours, *message.headers)
     assert [record.timestamp_ms for record in seen[:2]] == [1_700_000_000_000, 0]
-
-
-async def test_default_timestamp_is_the_markers(
-    service: Service, client: Client, topic: str
-) -> None:
-    id = await client.prepare(Message(topic, b"k", b"v"))
-    await client.commit(id)
-    (record,) = await service.visible(topic)
-    assert record.timestamp_ms == (await service.show(id))["decided_at_ms"]
 
 
 async def test_key_goes_to_partition_of_java_client(service: Service, client: Client) -> None:
@@ -200,27 +183,18 @@ async def test_an_order_key_keeps_order_over_several_keys(service: Service, topi
 # --- final content ---------------------------------------------------------------------------
 
 
-async def test_a_commit_can_bring_final_content(service: Service, client: Client) -> None:
+async def test_committed_final_content_is_final(service: Service, client: Client) -> None:
     one, two = await service.topic(), await service.topic()
     id = await client.prepare(Message(one, b"k", b"draft"), Message(two, b"k", b"draft"))
     final = [Message(one, b"k", b"final", HEADERS), Message(two, b"k", None)]
-    await client.commit(id, final)
+    for _ in range(2):
+        assert await client.commit(id, final) == "promoted"
+    assert await client.commit(id) == "promoted"
+    with pytest.raises(AlreadyDecided):
+        await client.commit(id, [Message(one, b"k", b"other"), final[1]])
     (first,), (second,) = await service.visible(one), await service.visible(two)
     assert (first.value, first.headers[2:]) == (b"final", HEADERS)
     assert (second.value, second.headers[2:]) == (None, ())
-
-
-async def test_committed_final_content_is_final(
-    service: Service, client: Client, topic: str
-) -> None:
-    id = await client.prepare(Message(topic, b"k", b"draft"))
-    final = [Message(topic, b"k", b"final")]
-    await client.commit(id, final)
-    assert await client.commit(id, final) == "promoted"
-    assert await client.commit(id) == "promoted"
-    with pytest.raises(AlreadyDecided):
-        await client.commit(id, [Message(topic, b"k", b"other")])
-    assert await service.values(topic) == [b"final"]
 
 
 async def test_final_content_equal_to_prepared_is_no_conflict(
@@ -290,43 +264,10 @@ async def test_an_id_too_far_from_now_is_expired(service: Service, topic: str) -
             await service.send(Message(topic, None, b"v"), id=id)
 
 
-async def test_an_id_in_another_partition_than_its_order_key_is_bad(
-    service: Service, topic: str
-) -> None:
-    right = parse_id(await service.prepare(Message(topic, b"k", b"v")))
-    wrong = make_id(1 - right.partition, right.time_ms, 7)
-    with pytest.raises(BadId):
-        await service.send(Message(topic, b"k", b"v"), id=wrong)
-
-
-async def test_one_dedup_key_is_one_transaction(service: Service, topic: str) -> None:
-    key = unique("key")
-    message = Message(topic, b"k", b"v")
-    first = await service.prepare(message, dedup_key=key)
-    status, answer = await service.send(message, dedup_key=key)
-    assert (status, answer["id"]) == (200, first)
-    with pytest.raises(IdConflict):
-        await service.send(Message(topic, b"k", b"w"), dedup_key=key)
-    await service.commit(first)
-    status, answer = await service.send(message, dedup_key=key)
-    assert (status, answer["id"], answer["state"]) == (200, first, "promoted")
-    assert await service.values(topic) == [b"v"]
-
-
 async def test_a_dedup_key_belongs_to_its_group(service: Service) -> None:
     message, key = Message(await service.topic(), b"k", b"v"), unique("key")
     ids = {await service.prepare(message, dedup_key=key, group=g) for g in ("one", "two")}
     assert len(ids) == 2
-
-
-async def test_duplicates_at_once_are_one_transaction(service: Service, topic: str) -> None:
-    key = unique("key")
-    message = Message(topic, b"k", b"v")
-    answers = await asyncio.gather(*[service.send(message, dedup_key=key) for _ in range(12)])
-    (id,) = {answer["id"] for _, answer in answers}
-    assert sorted(status for status, _ in answers) == [200] * 11 + [201]
-    await service.commit(id)
-    assert await service.values(topic) == [b"v"]
 
 
 # --- what is refused at once -----------------------------------------------------------------

@@ -34,10 +34,14 @@ async def seen(service: Service, id: str) -> list[bytes | None]:
 # --- answers ---------------------------------------------------------------------------------
 
 
-async def test_a_checks_commit_is_promoted(service: Service) -> None:
-    group = await service.group(COMMIT)
+async def test_check_describes_its_transaction_and_commits(service: Service) -> None:
+    group = await service.group(COMMIT, attempts_max=7)
     id = await pending(service, group)
     shown = await service.reaches(id, "promoted")
+    (call, *_) = service.asked(group)
+    assert (call["id"], call["group"], call["reason"]) == (id, group, "due")
+    assert (call["attempt"], call["attempts_max"]) == (1, 7)
+    assert [message["value"] for message in call["messages"]] == ["v"]
     assert (shown["source"], shown["attempts"]) == ("check", 1)
     assert shown["by"].endswith(f"/check/{group}")
     assert await seen(service, id) == [b"v"]
@@ -49,25 +53,6 @@ async def test_a_checks_rollback_is_never_visible(service: Service) -> None:
     assert await seen(service, id) == []
 
 
-async def test_check_describes_its_transaction(service: Service) -> None:
-    group = await service.group(COMMIT, attempts_max=7)
-    id = await pending(service, group, b"prepared")
-    (call, *_) = await service.asked_times(group, 1)
-    assert (call["id"], call["group"], call["reason"]) == (id, group, "due")
-    assert (call["attempt"], call["attempts_max"]) == (1, 7)
-    assert [message["value"] for message in call["messages"]] == ["prepared"]
-    await service.reaches(id, "promoted")
-
-
-async def test_a_check_can_bring_final_content(service: Service, topic: str) -> None:
-    final = [{"topic": topic, "key": "k", "value": "final", "headers": {"a": "b"}}]
-    group = await service.group({"decision": "commit", "messages": final})
-    id = await service.prepare(Message(topic, b"k", b"draft"), group=group)
-    await service.reaches(id, "promoted")
-    (record,) = await service.visible(topic)
-    assert (record.value, record.headers[1:]) == (b"final", (("a", b"b"),))
-
-
 @pytest.mark.rule(20)
 async def test_unacceptable_final_content_decides_nothing(service: Service) -> None:
     topic = await service.topic(max_message_bytes="2000")
@@ -76,7 +61,7 @@ async def test_unacceptable_final_content_decides_nothing(service: Service) -> N
     group = await service.group(
         {"decision": "commit", "messages": [{**draft, "value": "x" * 3000}]},
         {"decision": "commit", "messages": [{**draft, "value": "v", "timestamp_ms": ahead_ms}]},
-        {"decision": "commit", "messages": [{**draft, "value": "final"}]},
+        {"decision": "commit", "messages": [{**draft, "value": "final", "headers": {"a": "b"}}]},
     )
     id = await service.prepare(Message(topic, b"k", b"draft"), group=group)
     shown = await service.reaches(id, "promoted")
@@ -84,7 +69,8 @@ async def test_unacceptable_final_content_decides_nothing(service: Service) -> N
     large, late, _ = [check["outcome"] for check in shown["checks"]]
     assert large.startswith("commit, but the message takes up to ")
     assert late.startswith("commit, but timestamp_ms is ")
-    assert await service.values(topic) == [b"final"]
+    (record,) = await service.visible(topic)
+    assert (record.value, record.headers[1:]) == (b"final", (("a", b"b"),))
 
 
 async def test_final_content_for_other_topics_decides_nothing(service: Service) -> None:
@@ -152,14 +138,6 @@ async def test_fifteen_unknowns_park(service: Service) -> None:
     assert len(service.asked(group)) == 15
 
 
-async def test_parked_transaction_can_be_rolled_back(service: Service) -> None:
-    id = await pending(service, await service.group(UNKNOWN, attempts_max=2, timeout_s=0.1))
-    await service.reaches(id, "parked")
-    await service.act(id, "rollback")
-    assert await service.state(id) == "rolled_back"
-    assert await seen(service, id) == []
-
-
 async def test_revived_transaction_begins_new_round(service: Service) -> None:
     group = await service.group(*[UNKNOWN] * 6, COMMIT, attempts_max=3, timeout_s=0.1)
     id = await pending(service, group)
@@ -172,13 +150,16 @@ async def test_revived_transaction_begins_new_round(service: Service) -> None:
     assert await seen(service, id) == [b"v"]
 
 
-async def test_only_parked_or_refused_is_revived(service: Service) -> None:
-    id = await pending(service, "nobody", check_after_s=NEVER_S)
+async def test_only_parked_is_revived_and_only_pending_checked(service: Service) -> None:
+    group = await service.group(ROLLBACK)
+    id = await pending(service, group, check_after_s=NEVER_S)
     with pytest.raises(NotPending):
         await service.act(id, "revive")
     await service.commit(id)
-    with pytest.raises(NotPending):
-        await service.act(id, "revive")
+    for what in ("revive", "check"):
+        with pytest.raises(NotPending):
+            await service.act(id, what)
+    assert service.asked(group) == []
 
 
 # --- unreachable groups -----------------------------------------------------------------------
@@ -267,12 +248,3 @@ async def test_the_last_check_is_never_pulled_forward(service: Service) -> None:
     with pytest.raises(NotPending):
         await service.act(id, "check")
     assert (await service.show(id))["attempts"] == 1
-
-
-async def test_decided_transaction_is_not_checked(service: Service) -> None:
-    group = await service.group(ROLLBACK)
-    id = await pending(service, group, check_after_s=NEVER_S)
-    await service.commit(id)
-    with pytest.raises(NotPending):
-        await service.act(id, "check")
-    assert service.asked(group) == []

@@ -201,25 +201,16 @@ class Transaction(Struct, gc=False):
 _CACHED_MAX = 10_000
 _place = attrgetter("topic", "partition")
 _size = attrgetter("size")
-_places: dict[tuple[tuple[str, int | None, int], ...], tuple[Place, ...]] = {}
 
 
 def bare(messages: Sequence[Message] | Sequence[Place]) -> tuple[Message, ...]:
     """Return messages, or those for these places, without key, value and headers; cached."""
-    return _bare[tuple(map(_place, messages))]
+    return _bare(tuple(map(_place, messages)))
 
 
-class _Bare(dict[tuple[tuple[str, int | None], ...], tuple[Message, ...]]):
-    """A cache of bare messages by their topics and partitions."""
-
-    def __missing__(self, shape: tuple[tuple[str, int | None], ...]) -> tuple[Message, ...]:
-        if len(self) >= _CACHED_MAX:
-            self.clear()
-        made = self[shape] = tuple([Message(intern(topic), partition=at) for topic, at in shape])
-        return made
-
-
-_bare = _Bare()
+@lru_cache(maxsize=_CACHED_MAX)
+def _bare(shape: tuple[tuple[str, int | None], ...]) -> tuple[Message, ...]:
+    return tuple([Message(intern(topic), partition=at) for topic, at in shape])
 
 
 def places(messages: Sequence[Message]) -> tuple[Place, ...]:
@@ -230,15 +221,10 @@ def places(messages: Sequence[Message]) -> tuple[Place, ...]:
     return places_of(shape)
 
 
+@lru_cache(maxsize=_CACHED_MAX)
 def places_of(shape: tuple[tuple[str, int | None, int], ...]) -> tuple[Place, ...]:
-    """Return places by topic, partition and size in a batch; cached."""
-    cached = _places.get(shape)
-    if cached is None:
-        if len(_places) >= _CACHED_MAX:
-            _places.clear()
-        cached = tuple([Place(intern(t), -1 if p is None else p, size) for t, p, size in shape])
-        _places[shape] = cached
-    return cached
+    """Return places by topic, partition and size in a batch."""
+    return tuple([Place(intern(t), -1 if p is None else p, size) for t, p, size in shape])
 
 
 # --- comparing content -----------------------------------------------------------------------
