@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from tests.kit.logs import PARTITION, START_MS
 from txbroker.core import settled
@@ -90,10 +90,10 @@ def steps(draw: st.DrawFn) -> list[Step]:
     return found
 
 
-def facts(summary_of: SettledSummary) -> SettledSummary:
-    """Return the stored start of the fingerprint of each, in any segment."""
-    fields = {name: getattr(summary_of, name) for name in summary_of.__struct_fields__}
-    return SettledSummary(**{**fields, "fingerprint": summary_of.fingerprint[:MARK_BYTES]})
+def facts(transaction: Transaction) -> SettledSummary:
+    """Return a transaction's summary with the stored start of its fingerprint."""
+    summary = summary_of(transaction)
+    return structs.replace(summary, fingerprint=summary.fingerprint[:MARK_BYTES])
 
 
 def agrees(window: SettledWindow, model: dict[str, Transaction], never: Sequence[str]) -> None:
@@ -103,11 +103,9 @@ def agrees(window: SettledWindow, model: dict[str, Transaction], never: Sequence
     for id, transaction in model.items():
         found = window.get(id)
         assert found is not None
-        assert facts(summary_of(found)) == facts(summary_of(transaction))
+        assert facts(found) == facts(transaction)
         assert transaction.fingerprint.startswith(found.fingerprint)
-        assert facts(summary_of(to_transaction(summary_of(found)))) == facts(
-            summary_of(transaction)
-        )
+        assert facts(to_transaction(summary_of(found))) == facts(transaction)
     for id in never:
         assert window.get(id) is None
     if model:
