@@ -254,7 +254,7 @@ class LedgerMachine(RuleBasedStateMachine):
         ledger = self.ledger
         open_ones = [t for t in ledger.index if t.state not in SETTLED]
         assert set(ledger.index.transactions) == {t.id for t in open_ones}
-        assert ledger.index.in_order(-1, 100) == sorted(open_ones, key=lambda t: t.offset)
+        assert ledger.index.by_offset.after(-1, 100) == sorted(open_ones, key=lambda t: t.offset)
         assert ledger.index.body_bytes == sum(t.body_bytes for t in open_ones)
         assert ledger.index.unsettled.total == len(open_ones)
         by_state = {

@@ -75,7 +75,7 @@ def _state(ledger: Ledger) -> dict[str, object]:
             len(ledger.index.settled),
         ),
         "bytes": ledger.index.body_bytes,
-        "order": [each.id for each in ledger.index.in_order(-1, 1000)],
+        "order": [each.id for each in ledger.index.by_offset.after(-1, 1000)],
         "keys": {key: ledger.index.by_dedup_key(*key) is not None for key in ledger.index._dedup},
     }
 

@@ -117,7 +117,7 @@ def view(ledger: Ledger) -> dict[str, object]:
         "refused": index.refused.keys(),
         "parked": index.parked.keys(),
         "undecided": (index.undecided_count, index.pending_by_group, index.parked_by_group),
-        "order": [t.id for t in index.in_order(-1, 1000)],
+        "order": [t.id for t in index.by_offset.after(-1, 1000)],
         "clocks": (clock_ms, ledger.op_clock_ms),
         "whole": (ledger.half_whole, ledger.op_whole),
         "anchors": (ledger.half_whole_anchor, ledger.op_whole_anchor),

@@ -54,8 +54,10 @@ class HeldLedger:
 
     @property
     def index(self) -> HeldLedger:
-        """The fake is its own index."""
+        """The fake is its own index, also by offset."""
         return self
+
+    by_offset = index
 
     @property
     def ready(self) -> dict[str, Transaction]:
@@ -64,7 +66,7 @@ class HeldLedger:
     def oldest_pending_ms(self, group: str) -> int | None:
         return self.oldest.get(group)
 
-    def in_order(self, after_offset: int, count: int) -> Sequence[Transaction]:
+    def after(self, after_offset: int, count: int) -> Sequence[Transaction]:
         found = [one for one in self.held if one.offset > after_offset][:count]
         self.looked_at += len(found)
         return cast(Sequence[Transaction], found)

@@ -173,6 +173,7 @@ class TransactionIndex:
 
     Attributes:
         transactions: those that are not settled, by id.
+        by_offset: the same in offset order.
         refused, parked: those in this state, by id.
         refused_by_topic: how many each target topic has refused.
         body_bytes: the memory that their messages take.
@@ -184,6 +185,7 @@ class TransactionIndex:
 
     def __init__(self, beyond_max: int) -> None:
         self.transactions: dict[str, Transaction] = {}
+        self.by_offset = OffsetIndex()
         self.refused: dict[str, Transaction] = {}
         self.refused_by_topic: Counter[str] = Counter()
         self.parked: dict[str, Transaction] = {}
@@ -198,7 +200,6 @@ class TransactionIndex:
         self._ready: dict[str, Transaction] = {}
         self._ready_in_order = True
         self._ready_to = -1
-        self._by_offset = OffsetIndex()
         self._refused_topic: dict[str, str] = {}
         self._groups: dict[str, GroupIndex] = {}
         self._dedup: dict[tuple[str, str], str] = {}
@@ -218,10 +219,6 @@ class TransactionIndex:
         id = self._dedup.get((group, dedup_key))
         return None if id is None else self.get(id)
 
-    def pending(self) -> list[Transaction]:
-        """Return the pending transactions."""
-        return [t for t in self.transactions.values() if t.state is State.PENDING]
-
     # --- adding ------------------------------------------------------------------------------
 
     def add(self, transaction: Transaction) -> None:
@@ -231,7 +228,7 @@ class TransactionIndex:
         self.transactions[half.id] = transaction
         self.unsettled.add(self.share_of(group))
         self.body_bytes += transaction.body_bytes
-        self._by_offset.add(transaction)
+        self.by_offset.add(transaction)
         if half.dedup_key is not None:
             self._hold_key((group, half.dedup_key), half.id, transaction.offset)
         if state is State.PENDING or state is State.PARKED:
@@ -349,7 +346,7 @@ class TransactionIndex:
             if half.id in self.refused:
                 self._remove_refused(half.id)
             by_group[half.group] = by_group.get(half.group, 0) + 1
-            self._by_offset.remove(transaction)
+            self.by_offset.remove(transaction)
             self.body_bytes -= transaction.evict()
         self.settled.settle_many(transactions)
         for group, count in by_group.items():
@@ -380,14 +377,6 @@ class TransactionIndex:
             self.body_bytes += transaction.body_bytes
 
     # --- queries -----------------------------------------------------------------------------
-
-    def in_order(self, after_offset: int, count: int) -> list[Transaction]:
-        """Return up to `count` unsettled transactions after an offset, in offset order."""
-        return self._by_offset.after(after_offset, count)
-
-    def since(self, prepared_at_ms: int, count: int, after_id: str = "") -> list[Transaction]:
-        """Return up to `count` unsettled transactions after (time of preparation, id)."""
-        return self._by_offset.since(prepared_at_ms, count, after_id)
 
     @property
     def pending_by_group(self) -> Mapping[str, int]:

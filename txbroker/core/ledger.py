@@ -188,7 +188,7 @@ class Ledger:
         enough, it returns a lower offset.
         """
         all_kept = True
-        rows = self.index.in_order(self._kept_to, ACCOUNTED_LOOK)
+        rows = self.index.by_offset.after(self._kept_to, ACCOUNTED_LOOK)
         for transaction in rows:
             if not transaction.kept and transaction.id not in besides:
                 return transaction.offset

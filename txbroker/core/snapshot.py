@@ -365,7 +365,7 @@ class Capture:
                 yield _Piece(data[at : at + CHUNK_BYTES])
 
     def _ahead(self) -> list[Transaction]:
-        ahead = self._ledger.index.in_order(self._taken_to, _LOOK_AHEAD)
+        ahead = self._ledger.index.by_offset.after(self._taken_to, _LOOK_AHEAD)
         return [transaction for transaction in ahead if transaction.offset < self._half]
 
     def _saved(self) -> Iterator[_Piece]:

@@ -41,7 +41,7 @@ async def page_of(ledger: Ledger, request: ListRequest, now_ms: int) -> Transact
     at_ms, id = decode_cursor(request.cursor)
     page = _Page(request.limit)
     while True:
-        part = ledger.index.since(at_ms, SLICE, id)
+        part = ledger.index.by_offset.since(at_ms, SLICE, id)
         for transaction in part:
             matches = _matches(transaction, request, before_ms, visible)
             if matches and not page.take(transaction):

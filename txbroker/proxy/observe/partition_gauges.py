@@ -80,7 +80,7 @@ class PartitionGauges:
         the true headroom.
         """
         after = self._copied_to.get(owner, -1)
-        unsettled = owner.ledger.index.in_order(after, LOOKED_AT_MAX)
+        unsettled = owner.ledger.index.by_offset.after(after, LOOKED_AT_MAX)
         for transaction in unsettled:
             if not transaction.kept_at:
                 break

@@ -103,7 +103,7 @@ class BodyCache:
             self._evict(self._loaded.pop(next(iter(self._loaded))))
         looked_at = 0
         while ledger.index.body_bytes > share and looked_at < STEP_MAX:
-            batch = ledger.index.in_order(self._hand, 100)
+            batch = ledger.index.by_offset.after(self._hand, 100)
             if not batch:
                 if self._hand < 0 or ledger.index.body_bytes - self._held_bytes() <= share:
                     return

@@ -69,7 +69,7 @@ class RetentionGuard:
     async def _keep_older_than(self, before_ms: int, yielder: Yielder) -> int:
         """Copy all transactions prepared before a time; return how many were not copied yet."""
         ledger, copied = self._ledger, 0
-        while batch := ledger.index.in_order(self._old_to, BATCH_MAX):
+        while batch := ledger.index.by_offset.after(self._old_to, BATCH_MAX):
             for transaction in batch:
                 if transaction.prepared_at_ms >= before_ms:
                     return copied
@@ -113,7 +113,7 @@ class RetentionGuard:
         self._let_go()
         self._snapshots.deleted_before(half_start)
         yielder = Yielder()
-        while batch := self._ledger.index.in_order(self._deleted_to, BATCH_MAX):
+        while batch := self._ledger.index.by_offset.after(self._deleted_to, BATCH_MAX):
             below = [one for one in batch if one.offset < half_start]
             bare = [one for one in below if not one.kept and not one.lost]
             with self._bodies.hold(bare):
