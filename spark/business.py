@@ -199,7 +199,6 @@ def _rows(spark: "SparkSession", business: BusinessTable, half_partitions: int) 
 
 
 def _column(table: "DataFrame", business: BusinessTable) -> str:
-    """Return the name of the id's column as the table spells it."""
     for name in table.columns:
         if name.lower() == business.id_column.lower():
             return name

@@ -5,10 +5,12 @@
     carry/run=RUN                              its state for the next run
     business/run=RUN                           ids with or without a row of the business
 
-A folder counts once the run's entry is in the journal; until then it is incomplete.
+A folder counts once the run's entry is in the journal; until then it is incomplete. Every function
+raises a `ConfigurationError` where the file system does not answer or refuses.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from msgspec import Struct
@@ -51,29 +53,15 @@ class Folders(Struct, frozen=True):
 
 
 def remove(spark: SparkSession, path: str) -> None:
-    """Remove a folder with its contents, if it exists.
-
-    Raises:
-        ConfigurationError: the file system does not answer or refuses.
-    """
-    where, files = _located(spark, path)
-    try:
+    """Remove a folder with its contents, if it exists."""
+    with _located(spark, path) as (where, files):
         files.delete(where, True)
-    except Exception as error:
-        raise _unusable(path, error) from None
 
 
 def exists(spark: SparkSession, path: str) -> bool:
-    """Return whether a file or folder exists.
-
-    Raises:
-        ConfigurationError: the file system does not answer or refuses.
-    """
-    where, files = _located(spark, path)
-    try:
+    """Return whether a file or folder exists."""
+    with _located(spark, path) as (where, files):
         return bool(files.exists(where))
-    except Exception as error:
-        raise _unusable(path, error) from None
 
 
 def runs_in(spark: SparkSession, folder: str) -> frozenset[str]:
@@ -81,96 +69,64 @@ def runs_in(spark: SparkSession, folder: str) -> frozenset[str]:
 
     Args:
         folder: that of any run, as `Folders` returns it; it need not exist.
-
-    Raises:
-        ConfigurationError: the file system does not answer or refuses.
     """
     names = names_in(spark, folder.rpartition("/")[0])
     return frozenset(name.removeprefix("run=") for name in names)
 
 
 def names_in(spark: SparkSession, path: str) -> list[str]:
-    """Return the names in a folder; none where it does not exist.
-
-    Raises:
-        ConfigurationError: the file system does not answer or refuses.
-    """
-    if not exists(spark, path):
-        return []
-    where, files = _located(spark, path)
-    try:
-        return [str(status.getPath().getName()) for status in files.listStatus(where)]
-    except Exception as error:
-        raise _unusable(path, error) from None
+    """Return the names in a folder; none where it does not exist."""
+    with _located(spark, path) as (where, files):
+        found = files.listStatus(where) if files.exists(where) else ()
+        return [str(status.getPath().getName()) for status in found]
 
 
 def replace(spark: SparkSession, path: str, old: str) -> None:
-    """Move a folder to the place of another one, which is removed.
-
-    Raises:
-        ConfigurationError: the file system does not answer or refuses.
-    """
+    """Move a folder to the place of another one, which is removed."""
     remove(spark, old)
-    where, files = _located(spark, path)
     jvm: Any = spark.sparkContext._jvm
-    try:
+    with _located(spark, path) as (where, files):
         renamed = bool(files.rename(where, jvm.org.apache.hadoop.fs.Path(old)))
-    except Exception as error:
-        raise _unusable(path, error) from None
     if not renamed:
         raise ConfigurationError(f"the output folder cannot be used: {path} cannot be renamed")
 
 
 def write_bytes(spark: SparkSession, path: str, content: bytes) -> None:
-    """Write a small file.
-
-    Raises:
-        ConfigurationError: the file system does not answer or refuses.
-    """
-    where, files = _located(spark, path)
-    try:
+    """Write a small file."""
+    with _located(spark, path) as (where, files):
         stream = files.create(where, True)
         try:
             stream.write(bytearray(content))
         finally:
             stream.close()
-    except Exception as error:
-        raise _unusable(path, error) from None
 
 
 def read_bytes(spark: SparkSession, path: str) -> bytes | None:
-    """Read a small file; None where it does not exist.
-
-    Raises:
-        ConfigurationError: the file system does not answer or refuses.
-    """
-    if not exists(spark, path):
-        return None
-    where, files = _located(spark, path)
+    """Read a small file; None where it does not exist."""
     jvm: Any = spark.sparkContext._jvm
-    try:
+    with _located(spark, path) as (where, files):
+        if not files.exists(where):
+            return None
         stream = files.open(where)
         try:
             return bytes(jvm.org.apache.commons.io.IOUtils.toByteArray(stream))
         finally:
             stream.close()
-    except Exception as error:
-        raise _unusable(path, error) from None
 
 
-def _located(spark: SparkSession, path: str) -> tuple[Any, Any]:
+@contextmanager
+def _located(spark: SparkSession, path: str) -> Iterator[tuple[Any, Any]]:
+    """Yield Hadoop's path and file system; turn their errors into a `ConfigurationError`."""
     jvm: Any = spark.sparkContext._jvm
     hadoop: Any = spark.sparkContext._jsc
     try:
         where = jvm.org.apache.hadoop.fs.Path(path)
-        return where, where.getFileSystem(hadoop.hadoopConfiguration())
+        yield where, where.getFileSystem(hadoop.hadoopConfiguration())
     except Exception as error:
-        raise _unusable(path, error) from None
-
-
-def _unusable(path: str, error: Exception) -> ConfigurationError:
-    reason = str(getattr(error, "java_exception", None) or error).partition("\n")[0]
-    return ConfigurationError(f"the output folder cannot be used: {path}: {reason[:300]}")
+        reason = str(getattr(error, "java_exception", None) or error).partition("\n")[0]
+        raise ConfigurationError(
+            f"the output folder cannot be used: {path}: {reason[:300]}"
+        ) from None
 
 
 PARTITIONED_BY = ("day", "verdict")

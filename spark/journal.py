@@ -32,6 +32,9 @@ _BATCH = "mode in ('full', 'incremental')"
 class Journal:
     """Results of audits in a SQLite file, opened for each call, so that nothing stays locked.
 
+    Every method raises a `ConfigurationError` where the file is no journal, is of a newer version,
+    or cannot be used.
+
     Args:
         path: the file; the first `add` creates it and its folder.
     """
@@ -40,11 +43,7 @@ class Journal:
         self.path = Path(path)
 
     def add(self, summary: RunSummary) -> None:
-        """Store a run; one of the same name is replaced.
-
-        Raises:
-            ConfigurationError: the file is no journal, of a newer version, or cannot be written.
-        """
+        """Store a run; one of the same name is replaced."""
         with self._opened() as db:
             # Before any read, or two processes could deadlock.
             db.execute("begin immediate")
@@ -59,47 +58,27 @@ class Journal:
             db.conn.commit()
 
     def unpublished(self) -> list[RunSummary]:
-        """Return the batch runs with drift that were not published yet, the oldest first.
-
-        Raises:
-            ConfigurationError: as `last`.
-        """
+        """Return the batch runs with drift that were not published yet, the oldest first."""
         which = "where drift > 0 and run in (select run from untold) order by run"
         return self._select(which, needs="untold")
 
     def mark_published(self, run: str) -> None:
-        """Note that a run, and all before it, were published to the proxies.
-
-        Raises:
-            ConfigurationError: as `add`.
-        """
+        """Note that a run, and all before it, were published to the proxies."""
         with self._opened() as db:
             if "untold" in db.table_names():
                 db.execute("delete from untold where run <= ?", [run])
                 db.conn.commit()
 
     def last(self) -> RunSummary | None:
-        """Return the newest batch run, full or incremental, which the next one continues.
-
-        Raises:
-            ConfigurationError: the file is no journal, of a newer version, or cannot be read.
-        """
+        """Return the newest batch run, full or incremental, which the next one continues."""
         return next(iter(self._select(f"where {_BATCH} order by run desc limit 1")), None)
 
     def runs(self, limit: int = 50) -> list[RunSummary]:
-        """Return the newest runs of all modes, the newest first.
-
-        Raises:
-            ConfigurationError: as `last`.
-        """
+        """Return the newest runs of all modes, the newest first."""
         return self._select("order by started_ms desc, run desc limit ?", limit)
 
     def get(self, run: str) -> RunSummary | None:
-        """Return a run by name, None where there is none.
-
-        Raises:
-            ConfigurationError: as `last`.
-        """
+        """Return a run by name, None where there is none."""
         return next(iter(self._select("where run = ?", run)), None)
 
     # --- the file ----------------------------------------------------------------------------

@@ -30,7 +30,6 @@ from txbroker.spark.facts.history import (
     CarriedState,
     Chain,
     EarlierFacts,
-    Facts,
     PastRun,
     RemainingRuns,
     TableCount,
@@ -59,7 +58,7 @@ from txbroker.spark.judge.horizon import (
     with_gaps,
     without_removed,
 )
-from txbroker.spark.judge.rows import Horizon, kept_from_ms
+from txbroker.spark.judge.rows import Horizon, JudgeTerms, kept_from_ms
 from txbroker.spark.report.summary import (
     add_up,
     business_examples,
@@ -67,7 +66,7 @@ from txbroker.spark.report.summary import (
     missing_topics,
     summary_of,
 )
-from txbroker.spark.schema import RunSummary, SnapshotBounds, Terms, TopicNames
+from txbroker.spark.schema import Facts, RunSummary, SnapshotBounds, Terms, TopicNames
 from txbroker.spark.session import spread
 
 _DAY_MS = 86_400_000
@@ -146,8 +145,6 @@ class _Judging(NamedTuple):
 
 
 class _Audit:
-    """One run."""
-
     def __init__(
         self,
         spark: SparkSession,
@@ -190,7 +187,6 @@ class _Audit:
         return summary
 
     def _stale(self, last: RunSummary | None) -> tuple[str, ...]:
-        """Return the folders that are obsolete once this run counts."""
         if last is None:
             return ()
         stale = (self._folders.carry(last.run),)
@@ -204,28 +200,32 @@ class _Audit:
 
     def _audit(self, before: CarriedState | None) -> RunSummary:
         self._on_stage("reading the topics")
-        staged = self._stage(before)
-        new = Facts(staged.half, staged.op, staged.visible, staged.parked)
-        read = counted(new)
+        staged = extract(
+            self._spark,
+            self._access,
+            self._settings.names,
+            self._terms,
+            self._folders.facts(self._run),
+            None if before is None else before.chain.cut,
+            None if before is None else before.keys,
+            self._last_cut,
+        )
+        read = counted(staged.facts)
         rows = sum(table.rows for table in read.values())
         if before is not None:
             rows += len(read) * before.chain.carried
         with spread(self._spark, rows):
-            return self._look(staged, new, read, before)
+            return self._look(staged, read, before)
 
     def _look(
-        self,
-        staged: Extract,
-        new: Facts,
-        read: Mapping[str, TableCount],
-        before: CarriedState | None,
+        self, staged: Extract, read: Mapping[str, TableCount], before: CarriedState | None
     ) -> RunSummary:
         """Judge the facts, and write the verdicts and the state for the next run."""
-        judging = self._to_judge(staged, new, before)
+        judging = self._to_judge(staged, before)
         self._on_stage("judging")
         times = times_of(read, staged.cut.half_clock_ms, self._terms)
         days = 1 if times is None else (times.last_ms - times.first_ms) // _DAY_MS + 1
-        self._judge(staged, judging, days)
+        self._judge(staged.cut, judging, days)
         written = read_verdicts(self._spark, self._settings.out, (self._run,))
         self._on_stage("summing up")
         tally = add_up(written, self._terms.now_ms)
@@ -238,47 +238,37 @@ class _Audit:
         chain = Chain(
             self._settings.names, staged.cut, horizon, (*runs, this), tally.carried, keyed
         )
-        self._write_carried(chain, judging.facts, written, new, before)
+        known = None if before is None else before.keys
+        window_ms = self._terms.dedup_window_ms
+        keys = keys_in_window(staged.facts.half, known, chain.cut.half_clock_ms, window_ms)
+        write_carried(self._spark, self._folders, self._run, chain, judging.facts, written, keys)
         mode = "full" if before is None else "incremental"
         summary = summary_of(self._run, mode, staged, read, tally)
         return self._compared(self._with_missing(summary, chain), chain)
 
-    def _stage(self, before: CarriedState | None) -> Extract:
-        settings = self._settings
-        cut = None if before is None else before.chain.cut
-        return extract(
-            self._spark,
-            self._access,
-            settings.names,
-            self._terms,
-            self._folders.facts(self._run),
-            cut,
-            None if before is None else before.keys,
-            self._last_cut,
-        )
-
-    def _to_judge(self, staged: Extract, new: Facts, before: CarriedState | None) -> _Judging:
+    def _to_judge(self, staged: Extract, before: CarriedState | None) -> _Judging:
         """Add the facts of earlier runs that are judged along with the new ones."""
         if before is None:
-            return _Judging(new, horizon_of(staged), None)
+            return _Judging(staged.facts, horizon_of(staged.facts, staged.cut), None)
+        new, cut = staged.facts, staged.cut
         self._on_stage("looking up earlier runs")
         left = left_of(before.chain.runs, self._there(self._folders.facts))
         history = EarlierFacts(self._spark, self._folders, left.runs)
         horizon = before.chain.horizon.read()
-        gaps = gaps_between(before.chain.cut, staged.cut)
+        gaps = gaps_between(before.chain.cut, cut)
         if gaps:
             # Markers that this run has not read are older than all that it has read.
             decided_ms = max(before.chain.cut.op_clock_ms, default=-1)
-            horizon = with_gaps(horizon, horizon_of(staged, decided_ms), gaps)
+            horizon = with_gaps(horizon, horizon_of(new, cut, decided_ms), gaps)
         last_ms = max((*before.chain.cut.op_clock_ms, *before.chain.cut.half_clock_ms), default=0)
-        horizon = horizon._replace(parked_from_ms=parked_from_ms(staged, last_ms))
+        horizon = horizon._replace(parked_from_ms=parked_from_ms(new.parked, cut, last_ms))
         old, judged = before.facts, before.ids
         strangers = history.strangers(new, before.ids)
         if strangers is not None:
             strangers = self._kept(strangers)
             judged = judged.union(strangers.select("id"))
             known = history.facts(strangers)
-            old = old if known is None else old | self._all_kept(known)
+            old = old if known is None else old | Facts(*map(self._kept, known))
         near = history.neighbours(old, new | old)
         if near is None:
             return _Judging(new | old, horizon, None, left.removed_ms)
@@ -288,7 +278,6 @@ class _Audit:
         return _Judging(facts, horizon, near, left.removed_ms)
 
     def _there(self, folder: Callable[[str], str]) -> frozenset[str]:
-        """Return the runs that have a folder of a kind."""
         return runs_in(self._spark, folder(self._run))
 
     def _kept(
@@ -298,44 +287,26 @@ class _Audit:
         self._cached.append(table.persist(where))
         return table
 
-    def _all_kept(self, facts: Facts) -> Facts:
-        return Facts(*map(self._kept, facts))
-
-    def _judge(self, staged: Extract, judging: _Judging, days: int) -> None:
-        facts = judging.facts
-        whole = structs.replace(staged, **facts._asdict())
-        partitions = len(staged.cut.half.ends)
+    def _judge(self, cut: SnapshotBounds, judging: _Judging, days: int) -> None:
+        partitions = len(cut.half.ends)
         horizon = without_removed(judging.horizon, judging.removed_ms, partitions)
         # For this run only: such a transaction may have ended by the next one.
         horizon = horizon._replace(
-            open=_open(staged.cut),
-            hidden=_hidden(staged.cut),
-            kept_from_ms=_kept_from_ms(staged.cut),
-            unread=frozenset(target.topic for target in staged.cut.targets if target.unread),
+            open=_open(cut),
+            hidden=_hidden(cut),
+            kept_from_ms=_kept_from_ms(cut),
+            unread=frozenset(target.topic for target in cut.targets if target.unread),
         )
         try:
-            rows = verdicts(self._spark, whole, self._terms, horizon)
+            terms = JudgeTerms(**structs.asdict(self._terms))
+            rows = verdicts(self._spark, judging.facts, terms, horizon)
             if judging.context is not None:
                 rows = rows.join(judging.context.select("id"), "id", "left_anti")
             write_verdicts(rows, self._folders, self._run, days)
         finally:
             release(self._spark)
 
-    def _write_carried(
-        self,
-        chain: Chain,
-        facts: Facts,
-        written: DataFrame,
-        new: Facts,
-        before: CarriedState | None,
-    ) -> None:
-        known = None if before is None else before.keys
-        window_ms = self._terms.dedup_window_ms
-        keys = keys_in_window(new.half, known, chain.cut.half_clock_ms, window_ms)
-        write_carried(self._spark, self._folders, self._run, chain, facts, written, keys)
-
     def _with_missing(self, summary: RunSummary, chain: Chain) -> RunSummary:
-        """Add targets that do not exist although transactions were committed to them."""
         if not missing_topics(chain.cut):
             return summary
         missing = committed_to_missing(self._current_verdicts(chain)[0], chain.cut, self._terms)
@@ -355,7 +326,6 @@ class _Audit:
         return current_verdicts(self._spark, self._settings.out, runs), left
 
     def _compared(self, summary: RunSummary, chain: Chain) -> RunSummary:
-        """Compare visible messages with the rows of the business, where configured."""
         business = self._settings.business
         if business is None:
             return summary
@@ -407,7 +377,6 @@ def check_goes_on(chain: Chain, names: TopicNames) -> None:
 
 
 def _kept_from_ms(cut: SnapshotBounds) -> dict[str, int]:
-    """Return the timestamps from which on targets have lost no record."""
     return {
         target.topic: kept_from_ms(cut.asked_ms, target.kept_ms)
         for target in cut.targets
@@ -416,7 +385,6 @@ def _kept_from_ms(cut: SnapshotBounds) -> dict[str, int]:
 
 
 def _open(cut: SnapshotBounds) -> frozenset[tuple[str, int]]:
-    """Return the target partitions that ended in an open transaction."""
     return frozenset((target.topic, p) for target in cut.targets for p in target.open)
 
 

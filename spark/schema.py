@@ -4,9 +4,12 @@ Tables are given as Spark DDL, so that this module needs no Spark. No table hold
 are compared by 64-bit hashes. Times are milliseconds since 1970 by the brokers' clocks.
 """
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from msgspec import Struct
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame
 
 HALF = """
     id string, id_ms bigint, partition int, offset bigint, at_ms bigint, clock_ms bigint,
@@ -54,6 +57,28 @@ PARKED = """
 """
 """One row for each record of the parked topic. The columns after `tombstone` are those of the copy,
 as in `HALF`, and when its first check was due; null in a tombstone."""
+
+TABLES = {"half": HALF, "op": OP, "visible": VISIBLE, "parked": PARKED}
+"""The tables of facts."""
+
+
+class Facts(NamedTuple):
+    """The tables of facts, read from the topics or from files of earlier runs."""
+
+    half: "DataFrame"
+    op: "DataFrame"
+    visible: "DataFrame"
+    parked: "DataFrame"
+
+    def __or__(self, other: "Facts") -> "Facts":
+        """Return the rows of both."""
+        pairs = zip(self, other, strict=True)
+        return Facts(*(mine.unionByName(theirs) for mine, theirs in pairs))
+
+    def of(self, ids: "DataFrame") -> "Facts":
+        """Return the rows of these transactions. `ids`: one column `id`, each once."""
+        return Facts(*(table.join(ids.select("id"), "id", "left_semi") for table in self))
+
 
 BROKEN = """
     topic string, partition int, offset bigint, at_ms bigint, why string, own boolean
@@ -145,6 +170,11 @@ class TopicNames(Struct, frozen=True):
     parked: str
     audit: str
     drift: str
+
+    @classmethod
+    def of(cls, prefix: str) -> "TopicNames":
+        """Return the topics of the installation with a `topic_prefix`."""
+        return cls(*(f"{prefix}.{n}" for n in ("half", "op", "parked", "audit", "audit.drift")))
 
     @property
     def prefix(self) -> str:

@@ -31,6 +31,7 @@ from txbroker.spark import daemon
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
+
 _COMPILE_LONG = "-XX:-DontCompileHugeMethods"
 """Spark generates one long method for a wide row; by default Java would interpret it for ever."""
 _DEFAULTS = {
@@ -192,7 +193,6 @@ class _Artifacts:
         self._was_there = self._folder.exists()
 
     def remove(self) -> None:
-        """Remove it if it is new and empty."""
         if not self._was_there:
             with contextlib.suppress(OSError):
                 self._folder.rmdir()
@@ -254,7 +254,6 @@ def launch_environment(master: str) -> dict[str, str | None]:
 
 @contextlib.contextmanager
 def _variables(variables: Mapping[str, str | None]) -> Iterator[None]:
-    """Set environment variables while Spark starts."""
     before = {name: os.environ.get(name) for name in variables}
     try:
         _set(variables)
@@ -575,7 +574,6 @@ def _why_it_failed(error: Exception) -> str:
 
 
 def _of_python(text: str) -> str | None:
-    """Return the last line of a Python traceback from an executor, if there is one."""
     _, begun, trace = text.rpartition("Traceback (most recent call last):")
     ends = re.findall(r"^(?!\s)(?:[\w.]+: .+|[\w.]*(?:Error|Exception))$", trace, re.MULTILINE)
     return ends[0][:_LENGTH_MAX] if begun and ends else None

@@ -355,8 +355,7 @@ def names_of(settings: Settings) -> "TopicNames":
     """Return the topics that an audit reads and writes."""
     from txbroker.spark.schema import TopicNames
 
-    topics = ("half", "op", "parked", "audit", "audit.drift")
-    return TopicNames(*(settings.topic(name) for name in topics))
+    return TopicNames.of(settings.topic_prefix)
 
 
 def terms_of(settings: Settings, ages: AgeLimits) -> "Terms":

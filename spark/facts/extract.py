@@ -47,7 +47,7 @@ from txbroker.spark.facts.messages import (
     with_contents,
 )
 from txbroker.spark.folders import exists, names_in, remove, replace
-from txbroker.spark.schema import SnapshotBounds, Terms, TopicNames, TopicRead
+from txbroker.spark.schema import Facts, SnapshotBounds, Terms, TopicNames, TopicRead
 from txbroker.spark.session import setting, spread
 
 _V1_SOURCES = "spark.sql.sources.useV1SourceList"
@@ -66,12 +66,9 @@ KAFKA = """
 
 
 class Extract(Struct, frozen=True):
-    """Extracted tables, as `txbroker.spark.schema` describes them, and their snapshot bounds."""
+    """Facts, unreadable records, and the snapshot bounds of both."""
 
-    half: DataFrame
-    op: DataFrame
-    visible: DataFrame
-    parked: DataFrame
+    facts: Facts
     broken: DataFrame
     cut: SnapshotBounds
 
@@ -168,12 +165,9 @@ class _Extraction:
             self._held(targets),
             asked_ms,
         )
-        tables = {name: self._table(name) for name in ("half", "op", "visible", "parked")}
-        return Extract(**tables, broken=self._table("broken"), cut=cut)
+        return Extract(Facts(*map(self._table, Facts._fields)), self._table("broken"), cut)
 
     def _target_reads(self, half_clock: LogClock) -> tuple[TopicRead, ...]:
-        """Return the bounds of the targets: those that half messages name, and those of
-        earlier runs."""
         topics = self._named(half_clock)
         if self._before is not None:
             topics |= {target.topic for target in self._before.targets}
@@ -276,7 +270,6 @@ class _Extraction:
                 yield self._spark.createDataFrame(rows, KAFKA)
 
     def _records(self, reads: Sequence[TopicRead]) -> DataFrame:
-        """Return the records of topics within their bounds."""
         reads = [read for read in reads if read.ends != read.begins]
         if not reads:
             return self._spark.createDataFrame([], KAFKA)
@@ -361,7 +354,6 @@ class _Extraction:
         return surveyed.ends
 
     def _settle_plain(self, name: str, topic: str | None) -> None:
-        """Set unreadable records aside."""
         rows = self._raw(name)
         with _in_words():
             if rows.where("why IS NOT NULL").isEmpty():
@@ -376,7 +368,6 @@ class _Extraction:
         broken.write.mode("append").parquet(self._path("broken"))
 
     def _replace(self, name: str, rows: DataFrame) -> None:
-        """Rewrite a table."""
         new = f"{self._path(name)}.new"
         rows.select(*_types(name).names).write.options(**_CODEC).parquet(new)
         replace(self._spark, new, self._path(name))
@@ -403,12 +394,10 @@ def _mark_void(half: DataFrame, voids: DataFrame, count: int) -> DataFrame:
 
 
 def _count(read: TopicRead) -> int:
-    """Return the number of offsets that are read of a topic."""
     return sum(read.ends) - sum(read.begins)
 
 
 def _by_topic(cut: SnapshotBounds | None) -> dict[str, TopicRead]:
-    """Return the bounds of each topic."""
     if cut is None:
         return {}
     return {read.topic: read for read in (cut.half, cut.op, cut.parked, *cut.targets)}

@@ -21,20 +21,12 @@ from pyspark.sql import Column, DataFrame, SparkSession
 from pyspark.sql import functions as F
 
 from txbroker.errors import ConfigurationError
-from txbroker.spark import schema
 from txbroker.spark.facts.log_rules import whole_with_key
 from txbroker.spark.facts.messages import id_time_ms
 from txbroker.spark.folders import Folders, read_bytes, write_bytes
 from txbroker.spark.judge.horizon import SavedHorizon
-from txbroker.spark.schema import SnapshotBounds, TopicNames
+from txbroker.spark.schema import TABLES, Facts, SnapshotBounds, Terms, TopicNames
 
-TABLES = {
-    "half": schema.HALF,
-    "op": schema.OP,
-    "visible": schema.VISIBLE,
-    "parked": schema.PARKED,
-}
-"""The tables of facts, with their columns."""
 _BUCKET_MS = 60_000
 _BUCKETS_MAX = 2000
 """Minutes with stragglers that are searched one by one; beyond, the whole span from first to
@@ -43,24 +35,6 @@ _BROADCAST_MAX = 200_000
 """Maximum number of ids that are broadcast to every executor."""
 _SPANS_MAX = 30
 """Time spans in one search; the nearest ones are joined down to this number."""
-
-
-class Facts(NamedTuple):
-    """The tables of facts; columns as in `schema`."""
-
-    half: DataFrame
-    op: DataFrame
-    visible: DataFrame
-    parked: DataFrame
-
-    def __or__(self, other: "Facts") -> "Facts":
-        """Return the rows of both."""
-        pairs = zip(self, other, strict=True)
-        return Facts(*(mine.unionByName(theirs) for mine, theirs in pairs))
-
-    def of(self, ids: DataFrame) -> "Facts":
-        """Return the rows of these transactions. `ids`: one column `id`, each once."""
-        return Facts(*(table.join(ids.select("id"), "id", "left_semi") for table in self))
 
 
 class PastRun(Struct, frozen=True):
@@ -257,7 +231,7 @@ def counted(facts: Facts) -> dict[str, TableCount]:
 
 
 def times_of(
-    read: Mapping[str, TableCount], half_clock_ms: Sequence[int], terms: schema.Terms
+    read: Mapping[str, TableCount], half_clock_ms: Sequence[int], terms: Terms
 ) -> TimeSpan | None:
     """Return the first and last time in the ids of a run's records, None without any.
 
@@ -320,7 +294,6 @@ def _either(one: Column, other: Column) -> Column:
 
 
 def _marks(half: DataFrame) -> DataFrame:
-    """Return the order marks of half messages."""
     first = half.where("seq = 0 and void is null and order_mark is not null")
     return first.select("id", "partition", "order_mark").distinct()
 

@@ -151,7 +151,6 @@ class MessageColumns:
         self._policy = F.col("_policy")
 
     def _header_names(self) -> Column:
-        """Return the names of our headers."""
         # ` ts order` becomes ` txb-ts txb-order`.
         optional = F.substring(self._first, F.length(self._version) + 1, F.length(self._first))
         named = F.replace(optional, F.lit(" "), F.lit(" txb-"))
@@ -305,9 +304,6 @@ def half_facts(records: DataFrame) -> DataFrame:
         .withColumn("own", is_own(F.col("why"), F.col("_ours")))
         .drop("_ours")
     )
-
-
-# --- the operation topic ---------------------------------------------------------------------
 
 
 # --- target topics ---------------------------------------------------------------------------
@@ -495,12 +491,6 @@ _NUMBERS = ("BIGINT", "DOUBLE", "DECIMAL", "FLOAT")
 _MARKER = (
     "v bigint, kind string, id string, source string, `group` string, reason string, "
     "round bigint, number bigint, later_s double, contents bigint"
-)
-
-
-_CONTENT = (
-    "struct<seq: int, topic: string, target_partition: int, body: bigint, headers: bigint, "
-    "timestamp_ms: bigint>"
 )
 
 

@@ -20,12 +20,12 @@ from pyspark.sql.window import Window
 from txbroker.spark import schema
 from txbroker.spark.facts.messages import id_partition, id_time_ms
 from txbroker.spark.judge import fold, judge, rows
-from txbroker.spark.judge.horizon import FactTables, SnapshotTables, horizon_of
 from txbroker.spark.judge.judge import judge_rows
-from txbroker.spark.judge.rows import Horizon, JudgeTerms, TermsLike
+from txbroker.spark.judge.rows import NOTHING_TAKEN, Horizon, JudgeTerms
+from txbroker.spark.schema import Facts
 from txbroker.spark.session import setting
 
-_SIDES = ("half", "op", "visible", "parked")
+_SIDES = Facts._fields
 _LEFT_OUT = frozenset({"id", "id_ms", "dedup", "cause"})
 """Columns that no verdict needs."""
 _FIRST = {"half": "seq", "visible": "seq"}
@@ -61,22 +61,19 @@ _cached: WeakKeyDictionary[SparkSession, list[DataFrame]] = WeakKeyDictionary()
 
 
 def verdicts(
-    spark: SparkSession, staged: FactTables, terms: TermsLike, horizon: Horizon | None = None
+    spark: SparkSession, facts: Facts, terms: JudgeTerms, horizon: Horizon = NOTHING_TAKEN
 ) -> DataFrame:
     """Return a row for each transaction: the columns of `schema.VERDICT` without `run`.
 
     Intermediate tables stay on the executors' disks until `release` or the next call.
 
     Args:
-        staged: the facts.
         terms: the terms of the judgement.
-        horizon: what retention left; None: derived from `staged.cut`, if there is one.
+        horizon: what retention left.
     """
-    if horizon is None:
-        horizon = horizon_of(cast(SnapshotTables, staged)) if hasattr(staged, "cut") else Horizon()
     release(spark)
     # The order check reads each table a second time; grouping again would cost more.
-    grouped = _by_sql(_grouped(staged), terms)
+    grouped = _by_sql(_grouped(facts), terms)
     # Sort-based aggregates: Spark would first collect arrays in a hash table and give up after a
     # few ids, which costs half as much work again.
     with setting(spark, _HASH_FIRST, "false"):
@@ -96,9 +93,9 @@ def release(spark: SparkSession) -> None:
 # --- one shuffle -----------------------------------------------------------------------------
 
 
-def _grouped(staged: FactTables) -> DataFrame:
+def _grouped(facts: Facts) -> DataFrame:
     """Return a row for each id: arrays of the rows of each table."""
-    tables = {side: getattr(staged, side) for side in _SIDES}
+    tables = facts._asdict()
     structs = {side: _struct(side, table) for side, table in tables.items()}
     kinds = {
         side: table.select(structs[side].alias("s")).schema["s"].dataType
@@ -139,7 +136,7 @@ def _struct(side: str, table: DataFrame) -> Column:
 # ----------------------------------------------------------------------
 
 
-def _by_sql(grouped: DataFrame, terms: TermsLike = _BEFORE_ALL) -> DataFrame:
+def _by_sql(grouped: DataFrame, terms: JudgeTerms = _BEFORE_ALL) -> DataFrame:
     """Return `plain`, the verdicts of plain transactions, and the facts of the others.
 
     Args:
@@ -160,7 +157,7 @@ def _by_sql(grouped: DataFrame, terms: TermsLike = _BEFORE_ALL) -> DataFrame:
     )
 
 
-def _is_plain(terms: TermsLike) -> Column:
+def _is_plain(terms: JudgeTerms) -> Column:
     """Return whether all expected records are there and no others; see `judge` for every rule."""
     half, marker = F.get("half", F.lit(0)), F.get("op", F.lit(0))
     size = F.size("half")
@@ -220,7 +217,6 @@ def _shows(seq: Column) -> Column:
 
 
 def _plain_verdict() -> dict[str, Column]:
-    """Return the columns of a plain transaction's verdict, by name."""
     half, marker = F.get("half", F.lit(0)), F.get("op", F.lit(0))
     commit = marker["kind"].eqNullSafe(F.lit("commit"))
     state = F.when(marker.isNull(), "pending").when(commit, "promoted").otherwise("rolled_back")
@@ -279,27 +275,25 @@ def _day(id_ms: Column) -> Column:
 # --- the others, by the judge ------------------------------------------------------------------
 
 
-def _by_judge(rest: DataFrame, terms: TermsLike, horizon: Horizon) -> DataFrame:
-    """Judge transactions one by one in Python on the executors."""
+def _by_judge(rest: DataFrame, terms: JudgeTerms, horizon: Horizon) -> DataFrame:
     kind = StructType([field for field in _judged() if field.name not in ("run", "day")])
     rows = rest.select("id", *_SIDES).mapInArrow(_judging(kind, terms, horizon), kind)
     return rows.withColumn("day", _day(F.col("id_ms"))).select(*_judged_columns())
 
 
 def _judging(
-    kind: StructType, terms: TermsLike, horizon: Horizon
+    kind: StructType, terms: JudgeTerms, horizon: Horizon
 ) -> Callable[[Iterable[Any]], Iterable[Any]]:
     """Return the function that judges record batches of grouped rows on an executor."""
     for module in (judge, fold, rows):
         cloudpickle.register_pickle_by_value(module)  # type: ignore[no-untyped-call]
-    limits = JudgeTerms(*(getattr(terms, name) for name in JudgeTerms._fields))
     types = to_arrow_schema(kind)
 
     def judging(batches: Iterable[Any]) -> Iterable[Any]:
         from pyarrow import RecordBatch
 
         for batch in batches:
-            judged = judge_rows(batch.to_pylist(), limits, horizon)
+            judged = judge_rows(batch.to_pylist(), terms, horizon)
             yield RecordBatch.from_pylist(judged, types)
 
     return judging
@@ -371,6 +365,3 @@ def _order_known_ms(horizon: Horizon) -> Column:
         for column in (F.lit(partition).cast("int"), F.lit(ms).cast("bigint"))
     ]
     return F.coalesce(F.try_element_at(F.create_map(*pairs), F.col("half_partition")), F.lit(0))
-
-
-# --- what retention has left -----------------------------------------------------------------

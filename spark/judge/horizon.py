@@ -1,14 +1,14 @@
 """How far back the topics can prove anything: what retention or compaction removed."""
 
 from collections.abc import Hashable, Mapping, Set
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from msgspec import Struct
 from pyspark.sql import DataFrame
 from pyspark.sql import functions as F
 
 from txbroker.spark.judge.rows import ALWAYS, Horizon
-from txbroker.spark.schema import SnapshotBounds, TopicRead
+from txbroker.spark.schema import Facts, SnapshotBounds, TopicRead
 
 _FIRST_OFFSETS = 1000
 """Records examined to find when a target partition's oldest messages were decided."""
@@ -19,27 +19,7 @@ _TOMBSTONES_MS = 86_400_000
 """Minimum time that tombstones stay in the parked topic (`delete.retention.ms`)."""
 
 
-class FactTables(Protocol):
-    """The tables of facts; columns as in `schema`."""
-
-    @property
-    def half(self) -> DataFrame: ...
-    @property
-    def op(self) -> DataFrame: ...
-    @property
-    def visible(self) -> DataFrame: ...
-    @property
-    def parked(self) -> DataFrame: ...
-
-
-class SnapshotTables(FactTables, Protocol):
-    """The tables of facts with the bounds of their snapshot."""
-
-    @property
-    def cut(self) -> SnapshotBounds: ...
-
-
-def horizon_of(staged: SnapshotTables, decided_ms: int = -1) -> Horizon:
+def horizon_of(facts: Facts, cut: SnapshotBounds, decided_ms: int = -1) -> Horizon:
     """Return the horizon of a run that reads all topics from their starts.
 
     The driver collects one row a partition.
@@ -48,15 +28,14 @@ def horizon_of(staged: SnapshotTables, decided_ms: int = -1) -> Horizon:
         decided_ms: no marker outside this run is younger than this; -1 where the run has read all
             relevant markers.
     """
-    cut = staged.cut
     half = {p: start for p, start in enumerate(cut.half.starts) if start > 0}
     op = {p: start for p, start in enumerate(cut.op.starts) if start > 0}
     return Horizon(
         half,
-        _begins_ms(staged.half, half),
-        _begins_ms(staged.op, op),
-        _taken_ms(staged, decided_ms),
-        _parked_from_ms(staged),
+        _begins_ms(facts.half, half),
+        _begins_ms(facts.op, op),
+        _taken_ms(facts, cut, decided_ms),
+        _parked_from_ms(facts.parked, cut),
     )
 
 
@@ -70,26 +49,26 @@ def _begins_ms(table: DataFrame, starts: Mapping[int, int]) -> dict[int, int]:
     return {p: begins.get(p, ALWAYS >> 1) for p in starts}
 
 
-def parked_from_ms(staged: SnapshotTables, last_ms: int) -> dict[int, int]:
+def parked_from_ms(parked: DataFrame, cut: SnapshotBounds, last_ms: int) -> dict[int, int]:
     """Return since when the parked topic shows every refusal, by partition, for a run that
     continues one that ended at `last_ms`: tombstones of copies dropped in between stay for a
     while."""
-    now_ms = max((*staged.cut.op_clock_ms, *staged.cut.half_clock_ms), default=0)
-    return _parked_from_ms(staged) if now_ms - last_ms > _TOMBSTONES_MS else {}
+    now_ms = max((*cut.op_clock_ms, *cut.half_clock_ms), default=0)
+    return _parked_from_ms(parked, cut) if now_ms - last_ms > _TOMBSTONES_MS else {}
 
 
-def _parked_from_ms(staged: SnapshotTables) -> dict[int, int]:
+def _parked_from_ms(parked: DataFrame, cut: SnapshotBounds) -> dict[int, int]:
     """Return since when the parked topic shows every refusal, by partition; always, where nothing
     was ever written to it.
 
     Compaction removes a copy before the tombstone that drops it. Where both are present, compaction
     has not reached the records after them.
     """
-    written = [p for p, end in enumerate(staged.cut.parked.ends) if end > 0]
+    written = [p for p, end in enumerate(cut.parked.ends) if end > 0]
     if not written:
         return {}
-    now_ms = max((*staged.cut.op_clock_ms, *staged.cut.half_clock_ms), default=0)
-    pairs = staged.parked.groupBy("partition", "id", "seq").agg(
+    now_ms = max((*cut.op_clock_ms, *cut.half_clock_ms), default=0)
+    pairs = parked.groupBy("partition", "id", "seq").agg(
         F.min(F.when(~F.col("tombstone"), F.col("offset"))).alias("copy"),
         F.max(F.when(F.col("tombstone"), F.col("offset"))).alias("dropped"),
         F.max(F.when(F.col("tombstone"), F.col("at_ms"))).alias("at_ms"),
@@ -100,7 +79,7 @@ def _parked_from_ms(staged: SnapshotTables) -> dict[int, int]:
     return {p: min(first_ms.get(p, latest_ms), latest_ms) for p in written}
 
 
-def _taken_ms(staged: SnapshotTables, decided_ms: int) -> dict[tuple[str, int], int]:
+def _taken_ms(facts: Facts, cut: SnapshotBounds, decided_ms: int) -> dict[tuple[str, int], int]:
     """Return, by target partition, up to which decision time messages may be visible no more.
 
     Targets may carry users' timestamps, so the decisions of the oldest messages are looked up.
@@ -108,7 +87,7 @@ def _taken_ms(staged: SnapshotTables, decided_ms: int) -> dict[tuple[str, int], 
     """
     taken: dict[tuple[str, int], int] = {}
     cut_short: list[tuple[str, int]] = []
-    for target in staged.cut.targets:
+    for target in cut.targets:
         if target.compacted or not (target.starts or target.unread):
             taken[target.topic, -1] = ALWAYS
         else:
@@ -117,12 +96,12 @@ def _taken_ms(staged: SnapshotTables, decided_ms: int) -> dict[tuple[str, int], 
         return taken
     taken.update(dict.fromkeys(cut_short, ALWAYS))
     topics = sorted({topic for topic, _ in cut_short})
-    visible = staged.visible.where(F.col("topic").isin(topics))
+    visible = facts.visible.where(F.col("topic").isin(topics))
     first = visible.groupBy("topic", "partition").agg(F.min("offset").alias("first"))
     oldest = visible.join(F.broadcast(first), ["topic", "partition"]).where(
         F.col("offset") < F.col("first") + _FIRST_OFFSETS
     )
-    decided = staged.op.where("kind = 'commit'").select("id", F.col("at_ms").alias("decided_ms"))
+    decided = facts.op.where("kind = 'commit'").select("id", F.col("at_ms").alias("decided_ms"))
     until = oldest.select("id", "topic", "partition").join(decided, "id", "left")
     # Messages without a marker are older than everything that was read.
     rows = until.groupBy("topic", "partition").agg(

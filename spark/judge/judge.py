@@ -16,11 +16,11 @@ from txbroker.spark.judge.rows import (
     HalfFact,
     Horizon,
     JudgedTransaction,
+    JudgeTerms,
     MarkerFact,
     MessagePosition,
     ParkedFact,
     ParsedId,
-    TermsLike,
     TransactionFacts,
     VisibleFact,
     facts_of,
@@ -157,7 +157,6 @@ def _hold_contrary(fold: TransactionFold, visible: Sequence[VisibleFact]) -> Non
 
 
 def _is_from(marker: MarkerFact, visible: Sequence[VisibleFact]) -> bool:
-    """Return whether a marker brought one of the visible messages."""
     brought = {(content.seq, content.body, content.headers) for content in marker.contents or ()}
     return any((row.seq, row.body, row.headers) in brought for row in visible)
 
@@ -201,8 +200,6 @@ def _kept(rows: Sequence[ParkedFact]) -> CopiedMessages | None:
 
 
 def _hold_copy(fold: TransactionFold, copy: _Copy) -> None:
-    """Check that the parked topic keeps the messages as they were prepared or came with a
-    commit."""
     prepared = fold.prepared or ()
     count = len(prepared)
     for number, message in enumerate(prepared):
@@ -239,7 +236,7 @@ def _hold_refused(
     fold: TransactionFold,
     visible: Sequence[VisibleFact],
     copy: _Copy,
-    terms: TermsLike,
+    terms: JudgeTerms,
     horizon: Horizon,
 ) -> None:
     """Check that a refused transaction is kept whole, and that none of its messages is visible."""
@@ -264,7 +261,7 @@ def _hold_refused(
 
 
 def _end(
-    fold: TransactionFold, facts: TransactionFacts, terms: TermsLike, horizon: Horizon
+    fold: TransactionFold, facts: TransactionFacts, terms: JudgeTerms, horizon: Horizon
 ) -> tuple[str, bool]:
     """Return state and `carry` of a committed transaction; find whether it is late or lost."""
     half, decided = fold.contents or fold.prepared, fold.decided
@@ -316,7 +313,7 @@ def _may_be_gone(horizon: Horizon, decided: MarkerFact, row: HalfFact | Content)
 
 
 def judge(
-    facts: TransactionFacts, terms: TermsLike, horizon: Horizon = NOTHING_TAKEN
+    facts: TransactionFacts, terms: JudgeTerms, horizon: Horizon = NOTHING_TAKEN
 ) -> JudgedTransaction:
     """Judge a transaction.
      Records that were read after `facts` can only settle an open transaction: a transaction in
@@ -359,7 +356,9 @@ def judge(
     return _judged(facts, parts, fold, visible, state, carry)
 
 
-def _has_all_markers(parts: ParsedId, prepared_ms: int, terms: TermsLike, horizon: Horizon) -> bool:
+def _has_all_markers(
+    parts: ParsedId, prepared_ms: int, terms: JudgeTerms, horizon: Horizon
+) -> bool:
     """Return whether retention cannot have removed a marker of a transaction.
 
     Args:
@@ -370,7 +369,7 @@ def _has_all_markers(parts: ParsedId, prepared_ms: int, terms: TermsLike, horizo
 
 
 def _hold_overdue(
-    fold: TransactionFold, facts: TransactionFacts, due_ms: int | None, terms: TermsLike
+    fold: TransactionFold, facts: TransactionFacts, due_ms: int | None, terms: JudgeTerms
 ) -> None:
     """Find that the first check is long overdue, and that the transaction was neither checked nor
     parked.
@@ -386,7 +385,6 @@ def _hold_overdue(
 
 
 def _sorted(facts: TransactionFacts) -> TransactionFacts:
-    """Return the facts in the order of their logs, without duplicates."""
     half = {(row.partition, row.offset): row for row in facts.half}
     op = {(row.partition, row.offset): row for row in facts.op}
     parked = {(row.partition, row.offset): row for row in facts.parked}
@@ -405,7 +403,7 @@ def _without_half(
     fold: TransactionFold,
     parts: ParsedId,
     halves: _Halves,
-    terms: TermsLike,
+    terms: JudgeTerms,
     horizon: Horizon,
 ) -> tuple[str, bool]:
     """Return state and `carry` where no half message counts; find the fault in that."""
@@ -456,7 +454,7 @@ def _is_disputed(fold: TransactionFold) -> bool:
 
 
 def _from_copy(
-    facts: TransactionFacts, fold: TransactionFold, copy: _Copy, terms: TermsLike, horizon: Horizon
+    facts: TransactionFacts, fold: TransactionFold, copy: _Copy, terms: JudgeTerms, horizon: Horizon
 ) -> tuple[str, bool]:
     """Return state and `carry` where retention removed the half message and a copy is known."""
     visible = facts.visible
@@ -476,7 +474,7 @@ def _from_copy(
 
 
 def _undecided_copy(
-    facts: TransactionFacts, fold: TransactionFold, copy: _Copy, terms: TermsLike, horizon: Horizon
+    facts: TransactionFacts, fold: TransactionFold, copy: _Copy, terms: JudgeTerms, horizon: Horizon
 ) -> tuple[str, bool]:
     """Return state and `carry` of a copy without a known decision."""
     state, visible = copy.state or "gone", facts.visible
@@ -579,7 +577,7 @@ def order_mark(facts: TransactionFacts, judged: JudgedTransaction) -> int | None
 
 
 def judge_rows(
-    rows: Iterable[Mapping[str, Any]], terms: TermsLike, horizon: Horizon
+    rows: Iterable[Mapping[str, Any]], terms: JudgeTerms, horizon: Horizon
 ) -> list[dict[str, Any]]:
     """Judge rows of `group`.
 

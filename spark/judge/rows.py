@@ -5,7 +5,7 @@ Only the standard library is imported: Spark ships this module to its executors 
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 ALWAYS = (1 << 63) - 1
 """A time that never passes."""
@@ -41,21 +41,6 @@ def read_id(id: str) -> ParsedId | None:
     if number >> 128:
         return None
     return ParsedId(number >> 112, number >> 64 & (1 << 48) - 1)
-
-
-class TermsLike(Protocol):
-    """The terms of a judgement; see `schema.Terms`."""
-
-    @property
-    def now_ms(self) -> int: ...
-    @property
-    def dedup_window_ms(self) -> int: ...
-    @property
-    def late_after_ms(self) -> int: ...
-    @property
-    def lost_after_ms(self) -> int: ...
-    @property
-    def overdue_after_ms(self) -> int: ...
 
 
 class JudgeTerms(NamedTuple):

@@ -177,7 +177,6 @@ class Plot:
         return self._range.last > len(self._histogram.bounds)
 
     def _x(self, place: float) -> float:
-        """Return the x coordinate after `place` buckets."""
         return self.left + (place - self._range.first) * self._bar
 
     def buckets(self) -> Iterator[tuple[str, int]]:

@@ -141,7 +141,6 @@ def write_report(
 
 
 def _drift_by_group(verdicts: "DataFrame", run: str) -> list[GroupDrift]:
-    """Return the groups with the most findings, a bounded number."""
     rows = (
         verdicts.where(verdicts["run"] == run)
         .where("size(findings) > 0")
@@ -291,7 +290,6 @@ class _LatencyRow(NamedTuple):
 
 
 def _latencies(summary: RunSummary) -> dict[str, Any]:
-    """Return plots of the largest topics and groups, and a table row for each."""
     measures = {
         "From prepare to decision": _with_values(summary.decide_latency),
         "From decision to visible": _with_values(summary.visible_latency),
@@ -344,7 +342,6 @@ def _ordered(labels: Sequence[str]) -> list[str]:
 
 
 def _cells(histogram: Histogram | None) -> Iterator[str]:
-    """Yield count, p50 and p99."""
     yield count(sum(histogram.counts)) if histogram else "–"
     for share in (0.5, 0.99):
         value = percentile(histogram, share) if histogram else None
@@ -362,7 +359,6 @@ class _ReadTopic(NamedTuple):
 
 
 def _reads(bounds: SnapshotBounds) -> dict[str, Any]:
-    """Return the topics that were read, with their roles, and the offsets of each partition."""
     reads = [
         *zip(
             ("half messages", "markers", "parked copies"),

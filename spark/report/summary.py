@@ -294,6 +294,8 @@ def summary_of(
     """Return a run's summary without its times and the business."""
     cut, unread = staged.cut, count_unread(staged.broken)
     reads = (cut.half, cut.op, cut.parked, *cut.targets)
+    drift = tally.drift | ({"unreadable": unread.own} if unread.own else {})
+    totals = tally._asdict() | {"drift": drift}
     return RunSummary(
         run=run,
         mode=mode,
@@ -301,18 +303,11 @@ def summary_of(
         took_s=0.0,
         cut=cut,
         records={name: table.rows for name, table in read.items()},
-        transactions=tally.transactions,
-        states=tally.states,
-        drift=tally.drift | ({"unreadable": unread.own} if unread.own else {}),
-        carried=tally.carried,
         quarantined=unread.records,
         set_aside=unread.shown,
         unread_targets=unread_topics(cut),
         taken={topic.topic: topic.taken for topic in reads if topic.taken},
-        examples=tally.examples,
-        pending_age=tally.pending_age,
-        decide_latency=tally.decide_latency,
-        visible_latency=tally.visible_latency,
+        **totals,
     )
 
 

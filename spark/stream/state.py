@@ -51,7 +51,6 @@ NOT_STREAMED = frozenset({"out_of_order"})
 _BY_AGE = frozenset({"late", "lost", "overdue"})
 _OVER = frozenset({"promoted", "rolled_back", "void", "gone"})
 _HALF_VOID, _HALF_DEDUP = HalfFact._fields.index("void"), HalfFact._fields.index("dedup")
-_OP_CONTENTS = MarkerFact._fields.index("contents")
 
 
 class StreamTerms(NamedTuple):
@@ -174,18 +173,15 @@ class _TransactionEntry:
         ]
 
     def add(self, table: str, row: list[Any]) -> None:
-        """Add a row."""
         self.rows.setdefault(table, []).append(row)
 
     def dedup(self) -> tuple[str, str] | None:
-        """Return group and key of a `dedup_key`, where there is one."""
         for row in self.rows.get("half", ()):
             if row[_HALF_DEDUP] is not None:
                 return HalfFact(*row).grp, row[_HALF_DEDUP]
         return None
 
     def facts(self) -> TransactionFacts:
-        """Return the rows as facts to judge."""
         half = [HalfFact(*row) for row in self.rows.get("half", ())]
         parked = [ParkedFact(*row) for row in self.rows.get("parked", ())]
         visible = self._visible(is_alone(half, parked))
@@ -209,7 +205,6 @@ class _TransactionEntry:
 
 
 def _row(fact: Fact) -> tuple[str, list[Any]]:
-    """Return table and row of a fact."""
     given = fact.columns
     # A partition's append times differ from its log clock by as much as its leaders' clocks did.
     given.setdefault("clock_ms", given.get("at_ms"))

@@ -91,7 +91,6 @@ class EventLoopThread:
         self._thread.start()
 
     def __call__(self, work: Coroutine[Any, Any, _Result]) -> _Result:
-        """Run a coroutine and return its result."""
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
 
     def close(self) -> None:
@@ -174,7 +173,6 @@ class FindingSink:
             rows.unpersist()
 
     def _store(self, rows: DataFrame, changes: Iterable[Row], batch: int) -> None:
-        """Store the results of a batch, once."""
         has_findings = any(row["what"] == "drift" and row["number"] > 0 for row in changes)
         new = rows.where(F.col("what") == "finding")
 

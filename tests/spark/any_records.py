@@ -70,17 +70,14 @@ def stored(records: Iterable[Record]) -> list[Stored]:
 
 
 def rows_of(facts: DataFrame) -> dict[int, Row]:
-    """Return the rows by offset."""
     return {row["offset"]: row for row in facts.collect()}
 
 
 def some_headers(rng: random.Random) -> tuple[Header, ...]:
-    """Return some of a user's headers."""
     return tuple((rng.choice(NAMES), rng.choice(BYTES)) for _ in range(rng.choice((0, 0, 1, 3))))
 
 
 def some_message(rng: random.Random) -> Message:
-    """Return any message."""
     return Message(
         rng.choice(("orders", "bills", "o.p-q_r")),
         rng.choice(BYTES),
@@ -92,7 +89,6 @@ def some_message(rng: random.Random) -> Message:
 
 
 def some_half(rng: random.Random) -> Half:
-    """Return any half message."""
     policy = CheckPolicy(
         rng.choice((6.0, 0.0, 0.5, 1e9, 1e-07, 0.1 + 0.2)), 30.0, rng.choice((1, 15, 1000)), 5.0
     )
@@ -109,7 +105,6 @@ def some_half(rng: random.Random) -> Half:
 
 
 def some_marker(rng: random.Random) -> Marker:
-    """Return any marker that the codec reads."""
     kind = rng.choice(list(MarkerKind))
     return Marker(
         1,
@@ -229,7 +224,6 @@ def _small() -> st.SearchStrategy[bytes | None]:
 
 @st.composite
 def foreign(draw: st.DrawFn) -> Record:
-    """Return a record with any key, value and headers."""
     names = st.one_of(st.sampled_from(_OUR_NAMES), st.text(max_size=5))
     headers = draw(st.lists(st.tuples(names, _small()), max_size=4))
     if draw(st.booleans()):

@@ -82,14 +82,12 @@ def op_row(kind: str, offset: int = 0, at_ms: int = START_MS + 100, **fields: ob
 def check_row(
     number: int, at_ms: int, offset: int, reason: str = "due", turn: int = 1
 ) -> MarkerFact:
-    """Return the marker of an attempt."""
     return op_row("check", offset, at_ms, round=turn, number=number, reason=reason)
 
 
 def visible_rows(
     half: Sequence[HalfFact], decided_ms: int = START_MS + 100, offset: int = 50
 ) -> list[VisibleFact]:
-    """Return what becomes visible of a half message that is committed."""
     return [
         VisibleFact(
             row.topic,

@@ -32,8 +32,6 @@ REPORT = "report.html"
 
 
 class Ended(NamedTuple):
-    """How it ended."""
-
     code: int
     out: str
     err: str
@@ -53,7 +51,6 @@ class Commanded(NamedTuple):
 
 
 def command(planting: Planting, data_dir: Path, *options: str) -> list[str]:
-    """Return the command line of an audit of the planted topics."""
     return [
         sys.executable, "-m", "txbroker.cli.submit", "run", "--kafka", planting.bootstrap,
         "--topic-prefix", planting.prefix, "--data-dir", str(data_dir), "-o", "json",
@@ -104,7 +101,6 @@ def begun(
 
 
 def audit(planting: Planting, data_dir: Path, *options: str, **more: str) -> Ended:
-    """Audit the planted topics, and wait for the end."""
     with begun(planting, data_dir, *options, **more) as ended:
         return ended()
 

@@ -11,7 +11,6 @@ DAY_MS = 86_400_000
 
 
 def cut() -> SnapshotBounds:
-    """How far two half partitions and one target were read."""
     return SnapshotBounds(
         TopicRead("txbroker.half", (0, 0), (0, 10), (500, 620)),
         TopicRead("txbroker.op", (0, 0), (0, 0), (800, 910)),

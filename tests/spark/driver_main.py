@@ -20,7 +20,6 @@ COLUMNS = """
 
 
 def main(database: str, packages: str, *ids: str) -> None:
-    """Compare."""
     conf = {"spark.driver.memory": "1g", "spark.sql.shuffle.partitions": "1"}
     if packages:
         conf["spark.jars.packages"] = packages

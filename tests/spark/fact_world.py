@@ -17,7 +17,7 @@ from pyspark.sql import SparkSession
 from txbroker.core.routing import make_id, parse_id
 from txbroker.spark import schema
 from txbroker.spark.facts.extract import Extract
-from txbroker.spark.schema import SnapshotBounds, Terms, TopicNames, TopicRead
+from txbroker.spark.schema import Facts, SnapshotBounds, Terms, TopicNames, TopicRead
 
 START_MS = 1_700_000_000_000
 NAMES = TopicNames("half", "op", "parked", "audit", "drift")
@@ -39,8 +39,6 @@ class Moment(NamedTuple):
 
 
 class Written(NamedTuple):
-    """A record of one of the topics."""
-
     table: str
     topic: str
     partition: int
@@ -84,7 +82,6 @@ class World:
         void: str | None = None,
         again: list[Row] | None = None,
     ) -> list[Row]:
-        """Store a half message; return its rows."""
         if again is not None:
             return [self._put("half", NAMES.half, row["partition"], row) for row in again]
         home = self.random.randrange(self.partitions) if partition is None else partition
@@ -109,7 +106,6 @@ class World:
         return rows
 
     def mark(self, half: list[Row], kind: str, **fields: Any) -> Row:
-        """Store a marker."""
         row = {
             "id": half[0]["id"], "kind": kind, "source": "producer", "grp": half[0]["grp"],
             "round": 1, "number": 0, "reason": "", "later_ms": 0, "contents": None,
@@ -120,7 +116,6 @@ class World:
     def promote(
         self, half: list[Row], marker: Row, only: tuple[int, ...] = (), **fields: Any
     ) -> None:
-        """Make messages visible."""
         for each in half:
             if only and each["seq"] not in only:
                 continue
@@ -183,13 +178,11 @@ class World:
         return max(each.row["at_ms"] for each in seen)
 
     def ends(self, topic: str, records: int) -> tuple[int, ...]:
-        """Return the ends of a topic after `records` records."""
         count = TOPICS.get(topic, self.partitions)
         seen = Counter(r.partition for r in self.records[:records] if r.topic == topic)
         return tuple(seen[p] + STARTS.get((topic, p), 0) for p in range(count))
 
     def cut(self, moment: Moment, before: SnapshotBounds | None) -> SnapshotBounds:
-        """Return how far a run reads."""
         was = {} if before is None else {t.topic: t.ends for t in before.targets}
         named = self._named(moment.early) | was.keys() | set(before.named_late if before else ())
 
@@ -267,11 +260,10 @@ class World:
             path = f"{folder}/{name}"
             spark.createDataFrame(some, ddl).coalesce(1).write.parquet(path)
             tables[name] = spark.read.schema(ddl).parquet(path)
-        return Extract(**tables, broken=spark.createDataFrame([], schema.BROKEN), cut=cut)
+        return Extract(Facts(**tables), spark.createDataFrame([], schema.BROKEN), cut)
 
 
 def tables_held(spark: SparkSession) -> int:
-    """Return the number of tables that Spark caches."""
     context: Any = spark.sparkContext
     return int(context._jsc.getPersistentRDDs().size())
 

@@ -8,29 +8,39 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
-from tests.spark import planted_faults
 from tests.spark.planting import (
     AT_ONCE,
     HOUR_MS,
     NEVER,
+    ONE_ATTEMPT,
     TWO_ATTEMPTS,
     Planting,
     now_by,
     park,
     partition_of,
 )
-from txbroker.core.encoding import encode_contents, encode_marker, installation_headers
+from txbroker.core.encoding import (
+    encode_contents,
+    encode_half,
+    encode_kept,
+    encode_marker,
+    installation_headers,
+)
 from txbroker.core.records import (
     RECORD_VERSION,
+    CheckPolicy,
     Half,
     Marker,
     MarkerKind,
     Message,
+    ParkedCopy,
+    Record,
     Source,
     State,
 )
@@ -47,7 +57,6 @@ _MINUTES_MS = 120_000
 
 
 async def pending(p: Planting) -> None:
-    """Undecided, with and without attempts."""
     for attempts in (0, 1, 3):
         half = await p.prepare(policy=AT_ONCE)
         await p.checks(half, attempts)
@@ -67,7 +76,6 @@ async def given_back(p: Planting) -> None:
 
 
 async def asked(p: Planting) -> None:
-    """A requested attempt may come before its time."""
     half = await p.prepare(policy=NEVER)
     await p.check(half, 1, reason="asked")
     p.expect(half.id, "asked for", "pending")
@@ -87,7 +95,6 @@ async def illegal(p: Planting) -> None:
 
 
 async def parked(p: Planting) -> None:
-    """Undecided after the last attempt, and kept."""
     half = await park(p)
     p.expect(half.id, "parked", "parked")
     cut_out = p.make()
@@ -120,7 +127,6 @@ async def revived(p: Planting) -> None:
 
 
 async def promoted(p: Planting) -> None:
-    """Committed and visible, for any source of the decision and any messages."""
     now_ms = round(time.time() * 1000)
     odd = (("a", b"1"), ("a", b"1"), ("a", None), ("bin", bytes(range(256))), ("", b""))
     cases: dict[str, tuple[Message, ...]] = {
@@ -163,7 +169,6 @@ async def promoted(p: Planting) -> None:
 
 
 async def replaced(p: Planting) -> None:
-    """The commit brought other values and headers, which must be visible."""
     half = await p.prepare(p.message(), p.message(p.bills, 1, headers=(("a", b"1"),)))
     contents = [
         msgspec.structs.replace(half.messages[0], key=b"new key", value=None),
@@ -178,7 +183,6 @@ async def replaced(p: Planting) -> None:
 
 
 async def rolled_back(p: Planting) -> None:
-    """Rolled back and never visible, for any source of the decision."""
     for source in (Source.PRODUCER, Source.CHECK, Source.OPERATOR):
         half = await p.prepare()
         await p.roll_back(half, source=source)
@@ -211,7 +215,6 @@ async def refused(p: Planting) -> None:
 
 
 async def void(p: Planting) -> None:
-    """Half messages that count for nothing."""
     old = await p.prepare(age_ms=HOUR_MS)
     p.expect(old.id, "appended an hour after its id's time", "void")
     ahead = await p.prepare(age_ms=-HOUR_MS)
@@ -247,7 +250,6 @@ async def before_half(p: Planting) -> None:
 
 
 async def aborted(p: Planting) -> None:
-    """What an aborted Kafka transaction wrote was never visible."""
     undecided, back = await p.prepare(), await p.prepare()
     p.promote(undecided, await now_by(p, undecided))
     await p.roll_back(back)
@@ -306,7 +308,6 @@ async def foreign(p: Planting) -> None:
 
 
 async def unseen(p: Planting, state: str, *findings: str) -> None:
-    """Committed, but nothing of it, or not all, is visible."""
     none, some, replaced = (
         await p.prepare(),
         await p.prepare(p.message(), p.message(p.bills)),
@@ -339,6 +340,251 @@ async def unreadable(p: Planting) -> None:
     p.expect(half.id, "committed to an impossible name", "committed", "target_unreadable")
 
 
+# --- something is wrong ----------------------------------------------------------------------
+
+
+async def decided_otherwise(p: Planting) -> None:
+    back = await p.prepare()
+    p.promote(back, await p.roll_back(back))
+    p.expect(back.id, "rolled back, visible", "rolled_back", "rolled_back_visible")
+    never = await p.prepare()
+    p.promote(never, await now_by(p, never))
+    p.expect(never.id, "undecided, visible", "pending", "visible_without_commit")
+    nothing = p.make()
+    p.promote(nothing, round(time.time() * 1000))
+    p.expect(nothing.id, "visible, nothing else", "void", "visible_without_commit")
+    lain = await park(p)
+    p.promote(lain, await now_by(p, lain))
+    p.expect(lain.id, "parked, visible", "parked", "visible_without_commit")
+    old = await p.prepare(age_ms=HOUR_MS)
+    p.promote(old, await now_by(p, old))
+    p.expect(old.id, "void, visible", "void", "visible_without_commit")
+    stranger = await p.prepare()
+    p.promote(stranger, await p.commit(stranger, group="another-group"))
+    p.expect(stranger.id, "committed by a stranger", "pending", "visible_without_commit")
+
+
+async def twice(p: Planting) -> None:
+    half = await p.prepare(p.message(), p.message(p.bills))
+    at_ms = await p.commit(half)
+    p.promote(half, at_ms)
+    await p.turn()
+    p.promote(half, at_ms, only=[1])
+    p.expect(half.id, "one of two is visible twice", "promoted", "visible_twice")
+    single = await p.prepare()
+    at_ms = await p.commit(single)
+    p.promote(single, at_ms)
+    p.promote(single, at_ms)
+    p.expect(single.id, "visible twice", "promoted", "visible_twice")
+
+
+async def incomplete(p: Planting) -> None:
+    three = p.make(*(p.message() for _ in range(3)))
+    records = encode_half(three)
+    await p.append_half(partition_of(three), records[:2])
+    p.expect(three.id, "2 of 3 are stored", "void", "half_incomplete")
+    headless = p.make(p.message(), p.message())
+    await p.append_half(partition_of(headless), encode_half(headless)[1:])
+    p.expect(headless.id, "the first is missing", "void", "half_incomplete")
+
+
+async def changed(p: Planting) -> None:
+    headers = (("a", b"1"), ("b", b""))
+    stamp_ms = round(time.time() * 1000) - HOUR_MS
+    changes: dict[str, tuple[str, dict[str, object]]] = {
+        "another value": ("body_changed", {"value": b"another"}),
+        "another key": ("body_changed", {"key": b"another"}),
+        "a null value": ("body_changed", {"value": None}),
+        "a null key": ("body_changed", {"key": None}),
+        "a header less": ("headers_changed", {"headers": headers[:1]}),
+        "a header more": ("headers_changed", {"headers": (*headers, ("c", b"1"))}),
+        "headers in another order": ("headers_changed", {"headers": headers[::-1]}),
+        "a null header": ("headers_changed", {"headers": (("a", b"1"), ("b", None))}),
+        "another timestamp": ("timestamp_changed", {"timestamp_ms": stamp_ms + 1}),
+    }
+    for label, (finding, fields) in changes.items():
+        half = await p.prepare(p.message(value=b"", headers=headers, timestamp_ms=stamp_ms))
+        wrong = msgspec.structs.replace(half.messages[0], **fields)
+        p.promote(half, await p.commit(half), [wrong])
+        p.expect(half.id, f"promoted with {label}", "promoted", finding)
+    cut = await p.prepare(p.message(key=b"ab", value=b"c"))
+    wrong = msgspec.structs.replace(cut.messages[0], key=b"a", value=b"bc")
+    p.promote(cut, await p.commit(cut), [wrong])
+    p.expect(cut.id, "key and value cut elsewhere", "promoted", "body_changed")
+    stamped = await p.prepare()
+    p.promote(stamped, await p.commit(stamped) + 1)
+    p.expect(stamped.id, "not its marker's append time", "promoted", "timestamp_changed")
+    half = await p.prepare()
+    contents = [msgspec.structs.replace(half.messages[0], value=b"final")]
+    p.promote(half, await p.commit(half, contents))
+    p.expect(half.id, "the prepared, not the replaced body", "promoted", "body_changed")
+    two = await p.prepare(p.message(), p.message())
+    p.promote(two, await p.commit(two), two.messages[::-1])
+    p.expect(two.id, "two messages exchanged", "promoted", "body_changed")
+
+
+async def wrong_target(p: Planting) -> None:
+    for label, topic, partition in (("partition", p.orders, 2), ("topic", p.bills, 1)):
+        half = await p.prepare(p.message(partition=1))
+        moved = msgspec.structs.replace(half.messages[0], topic=topic, partition=partition)
+        p.promote(half, await p.commit(half), [moved])
+        p.expect(half.id, f"promoted to another {label}", "promoted", "wrong_target")
+
+
+async def out_of_order(p: Planting) -> None:
+    shared = p.message(key=b"out of order", partition=2)
+    first, second = await p.prepare(shared, partition=1), await p.prepare(shared, partition=1)
+    stamps = await p.commit(first), await p.commit(second)
+    p.promote(second, stamps[1])
+    p.promote(first, stamps[0])
+    p.expect(first.id, "visible after a later one", "promoted", "out_of_order")
+    p.expect(second.id, "visible before an earlier one", "promoted")
+
+
+async def checked_wrongly(p: Planting) -> None:
+    often = await p.prepare(policy=TWO_ATTEMPTS)
+    await p.checks(often, 3)
+    p.expect(often.id, "3 attempts of 2", "pending", "too_many_attempts")
+    usual = await p.prepare(policy=AT_ONCE)
+    await p.checks(usual, 16)
+    p.promote(usual, await p.commit(usual))
+    p.expect(usual.id, "the 16th attempt", "promoted", "too_many_attempts")
+    early = await p.prepare(policy=CheckPolicy())
+    await p.check(early, 1)
+    p.expect(early.id, "asked at once, not after 6 s", "pending", "check_too_early")
+    soon = await p.prepare(policy=CheckPolicy(after_s=0.0))
+    await p.checks(soon, 2)
+    p.expect(soon.id, "asked again at once, not after 30 s", "pending", "check_too_early")
+    later = await p.prepare(policy=AT_ONCE)
+    await p.check(later, 1)
+    await p.mark(later, MarkerKind.LATER, round=1, number=1, later_s=600.0)
+    await p.check(later, 2)
+    p.expect(later.id, "asked again before the time it named", "pending", "check_too_early")
+
+
+async def contrary(p: Planting) -> None:
+    half = await p.prepare()
+    at_ms = await p.commit(half)
+    await p.roll_back(half)
+    p.promote(half, at_ms)
+    p.expect(half.id, "committed, then rolled back", "promoted")
+    back = await p.prepare()
+    await p.roll_back(back)
+    await p.commit(back)
+    p.expect(back.id, "rolled back, then committed", "rolled_back")
+    seen = await p.prepare()
+    await p.roll_back(seen)
+    p.promote(seen, await p.commit(seen))
+    p.expect(
+        seen.id,
+        "rolled back, then committed, and visible",
+        "rolled_back",
+        "rolled_back_visible",
+        "contrary_markers",
+    )
+    for label, which, findings in (
+        ("first", 0, ()),
+        ("second", 1, ("body_changed", "contrary_markers")),
+    ):
+        other = await p.prepare()
+        contents = [
+            [msgspec.structs.replace(other.messages[0], value=value)] for value in (b"1", b"2")
+        ]
+        at_ms = await p.commit(other, contents[0])
+        await p.commit(other, contents[1])
+        p.promote(other, at_ms, contents[which])
+        p.expect(
+            other.id, f"committed with other contents, the {label} visible", "promoted", *findings
+        )
+
+
+async def parked_badly(p: Planting) -> None:
+    nowhere = await p.prepare(policy=ONE_ATTEMPT)
+    await p.checks(nowhere, 1)
+    await p.mark(nowhere, MarkerKind.PARK, round=1)
+    p.expect(nowhere.id, "parked without a copy", "parked", "not_kept")
+    changes: dict[str, dict[str, Any]] = {
+        "another key": {"key": b"another"}, "another topic": {"topic": p.bills},
+        "another timestamp": {"timestamp_ms": 1},
+    }  # fmt: skip
+    for label, change in changes.items():
+        changed = await park(p)
+        wrong = msgspec.structs.replace(changed.messages[0], **change)
+        p.keep(msgspec.structs.replace(changed, messages=(wrong,)), (0, 0), State.PARKED)
+        p.expect(changed.id, f"parked, {label} is kept", "parked", "not_kept")
+
+
+async def refused_badly(p: Planting) -> None:
+    torn = p.make(p.message(), p.message(p.bills))
+    offset, at_ms = await p.store(torn)
+    kept = ParkedCopy(torn, offset, at_ms, State.REFUSED, None, await p.commit(torn))
+    p.put_parked(partition_of(torn), encode_kept(kept)[:1])
+    p.expect(torn.id, "refused, half of it is kept", "refused", "not_kept")
+    shown = p.make(p.message(), p.message(p.bills))
+    stored = await p.store(shown)
+    at_ms = await p.commit(shown)
+    p.keep(shown, stored, State.REFUSED, at_ms)
+    p.promote(shown, at_ms, only=[0])
+    p.expect(shown.id, "refused, half of it is visible", "refused", "refused_visible")
+
+
+async def without_half(p: Planting) -> None:
+    for kind in (MarkerKind.COMMIT, MarkerKind.ROLLBACK, MarkerKind.CHECK):
+        half = p.make()
+        await p.mark(half, kind, round=1, number=1, reason="due", group=half.group)
+        p.expect(half.id, f"a {kind} of nothing", "void", "marker_without_half")
+    shown = p.make()
+    p.promote(shown, await p.commit(shown))
+    findings = ("visible_without_half", "marker_without_half")
+    p.expect(shown.id, "committed and visible, never prepared", "void", *findings)
+
+
+async def several(p: Planting) -> None:
+    half = await p.prepare(p.message(headers=(("a", b"1"),)))
+    at_ms = await p.commit(half)
+    wrong = msgspec.structs.replace(half.messages[0], value=b"another", headers=(), partition=3)
+    await p.commit(half, [wrong])
+    p.promote(half, at_ms, [wrong])
+    p.promote(half, at_ms)
+    p.expect(
+        half.id,
+        "five things at once",
+        "promoted",
+        "visible_twice",
+        "body_changed",
+        "headers_changed",
+        "wrong_target",
+        "contrary_markers",
+    )
+
+
+async def broken(p: Planting) -> None:
+    half = p.make(partition=0)
+    good = encode_half(half)[0]
+    rest = good.headers[1:]
+    for headers in ((), (("txb-v", b"1"),), (("txb-v", b"99"), *rest), (("txb-v", None), *rest)):
+        await p.append_half(0, [Record(b"k", b"v", headers)])
+        p.broken[p.names.half] += 1
+    await p.append_half(0, [msgspec.structs.replace(good, headers=_without(good, "txb-seq"))])
+    p.broken[p.names.half] += 1
+    marker = encode_marker(Marker(RECORD_VERSION, MarkerKind.COMMIT, half.id))
+    for value in (None, b"", b"{", b"[]", b'{"v": 1}', (marker.value or b"") + b"}"):
+        await p.append_op(0, [Record(marker.key, value)])
+        p.broken[p.names.op] += 1
+    await p.append_op(0, [Record(b"another key", marker.value)])
+    await p.append_op(0, [encode_marker(Marker(99, MarkerKind.COMMIT, half.id))])
+    p.broken[p.names.op] += 2
+    p.put_parked(0, [Record(key, b"v") for key in (b"no key of ours", b"a/b", b"\xff/0")])
+    p.put_parked(0, [Record(f"{half.id}/0".encode(), b"v")])
+    p.broken[p.names.parked] += 4
+    # Of a version that is known, or under the id of a transaction.
+    p.own_broken += Counter({p.names.half: 2, p.names.op: 6, p.names.parked: 1})
+
+
+def _without(record: Record, name: str) -> tuple[tuple[str, bytes | None], ...]:
+    return tuple(header for header in record.headers if header[0] != name)
+
+
 RIGHT: tuple[Case, ...] = (
     pending,
     given_back,
@@ -359,18 +605,18 @@ RIGHT: tuple[Case, ...] = (
     foreign,
 )
 WRONG: tuple[Case, ...] = (
-    planted_faults.decided_otherwise,
-    planted_faults.twice,
-    planted_faults.incomplete,
-    planted_faults.changed,
-    planted_faults.wrong_target,
-    planted_faults.out_of_order,
-    planted_faults.checked_wrongly,
-    planted_faults.contrary,
-    planted_faults.refused_badly,
-    planted_faults.without_half,
-    planted_faults.several,
-    planted_faults.broken,
+    decided_otherwise,
+    twice,
+    incomplete,
+    changed,
+    wrong_target,
+    out_of_order,
+    checked_wrongly,
+    contrary,
+    refused_badly,
+    without_half,
+    several,
+    broken,
     unreadable,
 )
 
@@ -388,7 +634,7 @@ async def plant_all(p: Planting) -> Terms:
     await unseen(p, "committed", "lost")
     overdue = await p.prepare(policy=AT_ONCE)
     p.expect(overdue.id, "never checked", "pending", "overdue")
-    await planted_faults.parked_badly(p)
+    await parked_badly(p)
     await p.turn()
     lost_ms = await _later()
     await unseen(p, "committed", "late")
@@ -406,7 +652,6 @@ async def plant_all(p: Planting) -> Terms:
 
 
 async def plant_clean(p: Planting) -> Terms:
-    """Plant every case without drift."""
     for case in RIGHT:
         await case(p)
         await p.turn()

@@ -50,6 +50,7 @@ from txbroker.core.records import (
 from txbroker.core.routing import make_id, parse_id
 from txbroker.door.protocols import PartitionDoor
 from txbroker.kafka.door.door import KafkaDoor
+from txbroker.spark.access import AuditKafka, access_from
 from txbroker.spark.schema import TopicNames
 
 NEVER = CheckPolicy(after_s=86_400.0)
@@ -77,16 +78,8 @@ class Expected(msgspec.Struct, frozen=True):
 
 
 class Filled(msgspec.Struct):
-    """What a bulk fill wrote."""
-
     states: Counter[str] = msgspec.field(default_factory=Counter)
     pending: list[str] = msgspec.field(default_factory=list)
-    visible: int = 0
-
-    @property
-    def transactions(self) -> int:
-        """How many transactions."""
-        return self.states.total()
 
 
 class Placed(msgspec.Struct, frozen=True):
@@ -122,9 +115,7 @@ class Planting:
         self.prefix = prefix or f"planted-{os.getpid()}-{next(_NUMBERS)}"
         self.installation = installation_headers(self.prefix)
         self.partitions = partitions
-        self.names = TopicNames(
-            *(f"{self.prefix}.{name}" for name in ("half", "op", "parked", "audit", "audit.drift"))
-        )
+        self.names = TopicNames.of(self.prefix)
         self.orders = f"{self.prefix}-orders"
         self.bills = f"{self.prefix}-bills"
         self.stamped = f"{self.prefix}-stamped"
@@ -152,7 +143,6 @@ class Planting:
         )
 
     async def __aenter__(self) -> Planting:
-        """Create the topics."""
         self._door = KafkaDoor.from_configuration(self._settings)
         await self._door.start()
         self._doors = [self._door.partition(number) for number in range(self.partitions)]
@@ -209,7 +199,6 @@ class Planting:
         return Message(topic or self.orders, partition=partition, **fields)
 
     async def prepare(self, *messages: Message, **fields: Any) -> Half:
-        """Store a half message as `make` makes it."""
         half = self.make(*messages, **fields)
         await self.store(half)
         return half
@@ -219,13 +208,11 @@ class Planting:
         return await self.append_half(partition_of(half), encode_half(half))
 
     async def append_half(self, partition: int, records: Sequence[Record]) -> tuple[int, int]:
-        """Append any records as one batch to the half topic."""
         return await self._doors[partition].half.append(records)
 
     # --- markers -----------------------------------------------------------------------------
 
     async def append_op(self, partition: int, records: Sequence[Record]) -> tuple[int, int]:
-        """Append any records as one batch to the operation topic."""
         return await self._doors[partition].op.append(records)
 
     async def mark(
@@ -247,17 +234,14 @@ class Planting:
         return await self.mark(half, kind, contents, **fields)
 
     async def commit(self, half: Half, contents: Sequence[Message] = (), **fields: Any) -> int:
-        """Append a commit marker; return its append time."""
         return await self.decide(half, MarkerKind.COMMIT, contents, **fields)
 
     async def roll_back(self, half: Half, **fields: Any) -> int:
-        """Append a rollback marker; return its append time."""
         return await self.decide(half, MarkerKind.ROLLBACK, **fields)
 
     async def check(
         self, half: Half, number: int, in_round: int = 1, reason: str = "due", **fields: Any
     ) -> int:
-        """Append the marker of an attempt; return its append time."""
         fields = {"endpoint": "http://127.0.0.1:1/check", **fields}
         return await self.mark(
             half, MarkerKind.CHECK, round=in_round, number=number, reason=reason, **fields
@@ -291,7 +275,6 @@ class Planting:
             self.put(message, headers, stamp_ms)
 
     def headers(self, half: Half, number: int, count: int, message: Message) -> tuple[Header, ...]:
-        """Return the headers of a promoted record of this installation."""
         return promoted_headers(half.id, number, count, message, self.installation)
 
     def put(self, message: Message, headers: Sequence[Header], stamp_ms: int) -> None:
@@ -309,7 +292,6 @@ class Planting:
         self.put_parked(partition_of(half), encode_kept(kept))
 
     def release(self, half: Half) -> None:
-        """Write the tombstones of a settled transaction's copy in the next turn."""
         self.put_parked(partition_of(half), kept_tombstones(half.id, len(half.messages)))
 
     def put_parked(self, partition: int, records: Sequence[Record]) -> None:
@@ -434,7 +416,12 @@ class Planting:
             produce(producer, Placed(message.topic, message.partition or 0, record), wrong)
         filled.states.update(rolled_back=back, promoted=rest - back, pending=undecided)
         filled.pending += [half.id for half in halves[rest:]]
-        filled.visible += rest - back
+
+
+def access_to(bootstrap: str, prefix: str) -> AuditKafka:
+    """Return an audit's access to an installation on a Kafka without logins."""
+    given = {"kafka": bootstrap, "topic_prefix": prefix, "instance": "audit"}
+    return access_from(load_settings(given, environ={}))
 
 
 async def park(planting: Planting, *messages: Message) -> Half:
@@ -453,7 +440,6 @@ async def now_by(planting: Planting, half: Half) -> int:
 
 
 def partition_of(half: Half) -> int:
-    """Return the half partition of a transaction."""
     return parse_id(half.id).partition
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import msgspec
 
 from tests.kit.topic_reader import read_topics
-from txbroker.config.settings import load_settings
+from tests.spark.planting import access_to
 from txbroker.spark.schema import RunSummary, Terms, TopicNames
 from txbroker.spark.stream.state import RISES
 
@@ -33,20 +33,15 @@ class Batch(NamedTuple):
 
 
 class StreamWorld:
-    """One installation's stream, on one checkpoint."""
-
     def __init__(
         self, spark: SparkSession, bootstrap: str, prefix: str, folder: Path, terms: Terms = TERMS
     ) -> None:
-        from txbroker.spark.access import access_from
         from txbroker.spark.stream.stream import StreamSettings
 
-        topics = ("half", "op", "parked", "audit", "audit.drift")
-        self.names = TopicNames(*(f"{prefix}.{topic}" for topic in topics))
-        given = {"kafka": bootstrap, "topic_prefix": prefix, "instance": "audit"}
+        self.names = TopicNames.of(prefix)
         self.bootstrap = bootstrap
         self._spark = spark
-        self._access = access_from(load_settings(given, environ={}))
+        self._access = access_to(bootstrap, prefix)
         self.settings = StreamSettings(
             str(folder / "checkpoint"),
             self.names,
@@ -59,7 +54,6 @@ class StreamWorld:
         )
 
     async def start(self, **changes: Any) -> AuditStream:
-        """Start the stream, or go on."""
         from txbroker.spark.stream.stream import start_stream
 
         settings = msgspec.structs.replace(self.settings, **changes)
@@ -78,7 +72,6 @@ class StreamWorld:
         return Batch(summary, {(row["id"], kind) for row in rows for kind in row["findings"]})
 
     async def reported(self) -> list[dict[str, Any]]:
-        """Return the values of all records of the drift topic."""
         records = await asyncio.to_thread(read_topics, self.bootstrap, [self.names.drift])
         events = [json.loads(record.value or b"") for record in records]
         assert [record.key for record in records] == [each["event"].encode() for each in events]
@@ -100,7 +93,6 @@ async def reached(stream: AuditStream, condition: Callable[[], bool]) -> None:
 
 
 async def judged(stream: AuditStream, at_ms: float) -> None:
-    """Wait until all is judged up to a time."""
     await reached(stream, lambda: stream.judged_ms > at_ms)
 
 

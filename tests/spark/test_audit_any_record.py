@@ -42,9 +42,7 @@ from txbroker.spark.schema import RunSummary, TopicNames
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, Row, SparkSession
 
-NAMES = TopicNames(
-    *(f"txbroker.{name}" for name in ("half", "op", "parked", "audit", "audit.drift"))
-)
+NAMES = TopicNames.of("txbroker")
 Build = Callable[["DataFrame"], "DataFrame"]
 
 
@@ -71,7 +69,6 @@ def is_copys_key(key: bytes | None) -> bool:
 
 
 def read_op(record: Record) -> Any:
-    """Return what the codec reads in the operation topic."""
     read = outcome(decode_half if is_content(record) else decode_marker, record)
     if isinstance(read, type) or is_content(record):
         return read
@@ -84,7 +81,6 @@ def read_promoted(record: Record) -> Any:
 
 
 def is_any_id(text: bytes | None) -> bool:
-    """Return whether a text is an id."""
     try:
         parse_id((text or b"").decode())
     except ValueError:
@@ -179,7 +175,6 @@ class Logs:
         self._folder = folder / "logs"
 
     def ends(self, topics: Iterable[str]) -> dict[str, TopicEnds]:
-        """Return the ends of those that there are."""
         known = self.ends_at.keys() & set(topics)
         zeros = (0,) * PARTITION
         found = {
@@ -189,7 +184,6 @@ class Logs:
         return found | {t: TopicEnds(t, (), (), unread="no right") for t in known & self.unread}
 
     def own_ends(self, topic: str) -> TopicEnds:
-        """Return the ends of one."""
         return self.ends((topic,))[topic]
 
     def now_ms(self, names: TopicNames) -> int:
@@ -199,7 +193,6 @@ class Logs:
     def some(
         self, topic: str, partition: int, position: int, end: int
     ) -> tuple[Sequence[Record], int]:
-        """Return a few records, and where to go on."""
         assert partition == PARTITION
         last = min(position + 100, end)
         return self._stored[topic][position:last], last
@@ -225,8 +218,6 @@ class Logs:
 def audit(
     spark: SparkSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Callable[..., RunSummary]:
-    """Audits of logs, each in a separate folder."""
-
     def audited(logs: Any, name: str, mode: str = "incremental") -> RunSummary:
         load = "txbroker.spark.facts.extract._Extraction._load"
         monkeypatch.setattr(load, lambda stage, options: logs.load(options))

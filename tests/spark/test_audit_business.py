@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import sqlite3
+import subprocess
+import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,6 +19,7 @@ from txbroker.spark.schema import Terms
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
+
 
 NOW_MS = 1_800_000_000_000
 OLD_MS = NOW_MS - 3_600_000
@@ -37,17 +41,14 @@ def verdict(
     id: str, state: str, *findings: str, visible: bool = False, at_ms: int | None = OLD_MS,
     group: str = "shop", run: str = "1",
 ) -> tuple[Any, ...]:  # fmt: skip
-    """Return a row of verdicts, as far as it is looked at."""
     return run, id, state, group, list(findings), _PLACE if visible else [], OLD_MS, at_ms
 
 
 def verdicts(spark: SparkSession, rows: Iterable[tuple[Any, ...]]) -> DataFrame:
-    """Return a table of verdicts."""
     return spark.createDataFrame(list(rows), COLUMNS)
 
 
 def written(spark: SparkSession, folder: Path, ids: Iterable[str | None]) -> BusinessTable:
-    """Write rows as Parquet."""
     path = folder / "rows"
     spark.createDataFrame([(id, 1) for id in ids], "tx string, amount int").write.parquet(str(path))
     return BusinessTable(f"parquet:{folder}", "rows", "tx")
@@ -241,3 +242,48 @@ def test_a_missing_column_is_named_with_those_that_are_there(
     wrong = BusinessTable(business.source, business.table, "order_id")
     with pytest.raises(ConfigurationError, match=r"no column order_id; it has tx, amount"):
         compare(spark, verdicts(spark, []), wrong, TERMS)
+
+
+# --- a driver from Maven Central -----------------------------------------------------------------
+
+
+DRIVER = "org.xerial:sqlite-jdbc:3.46.1.3"
+PROGRAM = Path(__file__).with_name("driver_main.py")
+IDS = [make_id(number % 3, 1_700_000_000_000, number) for number in range(5)]
+
+
+def run(database: Path, packages: str) -> subprocess.CompletedProcess[str]:
+    """Compare in a separate process: Spark loads packages only when it starts."""
+    command = [sys.executable, str(PROGRAM), str(database), packages, *IDS[:4]]
+    return subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
+
+
+@pytest.fixture
+def shop_db(tmp_path: Path) -> Path:
+    """The rows of all messages but the first, and one more."""
+    path = tmp_path / "shop.db"
+    with sqlite3.connect(path) as base:
+        base.execute("CREATE TABLE orders (id TEXT PRIMARY KEY)")
+        base.executemany("INSERT INTO orders VALUES (?)", [(id,) for id in IDS[1:]])
+    base.close()
+    return path
+
+
+@pytest.mark.long
+@pytest.mark.timeout(300)
+def test_a_driver_is_fetched_as_a_package(shop_db: Path) -> None:
+    done = run(shop_db, DRIVER)
+    assert done.returncode == 0, done.stderr
+    reported = json.loads(done.stdout)
+    assert reported["found"] == {IDS[0]: "message_without_row", IDS[4]: "row_without_message"}
+    assert reported["counts"]["rows"] == 4
+
+
+@pytest.mark.long
+@pytest.mark.timeout(300)
+def test_missing_jdbc_driver_names_the_next_step(shop_db: Path) -> None:
+    done = run(shop_db, "")
+    last = done.stderr.strip().splitlines()[-1]
+    assert done.returncode == 1
+    assert "no JDBC driver" in last
+    assert "spark.jars.packages" in last

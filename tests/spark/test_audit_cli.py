@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
+import sqlite3
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -19,12 +21,13 @@ import pytest
 from tests.kit.cli import Call, Result
 from tests.spark.audit_summaries import summary
 from txbroker.cli.audit import run as audit_run
-from txbroker.cli.audit.output import drift_in_words, show_run
+from txbroker.cli.audit.output import STATES, drift_in_words, show_run
 from txbroker.cli.audit.run import arguments_again
 from txbroker.cli.main import cli
 from txbroker.cli.run import run
 from txbroker.cli.setting_options import settings_from
 from txbroker.errors import ConfigurationError, KafkaUnavailable
+from txbroker.spark import schema
 from txbroker.spark.journal import JOURNAL_FILE, Journal
 from txbroker.spark.schema import BrokenRecord, Example, RunSummary, SnapshotBounds, TopicRead
 
@@ -74,7 +77,6 @@ DRIFTED = RunSummary(
 
 @pytest.fixture
 def data_dir(tmp_path: Path) -> Path:
-    """A folder with a journal of two runs."""
     journal = Journal(tmp_path / JOURNAL_FILE)
     journal.add(CLEAN)
     journal.add(DRIFTED)
@@ -417,3 +419,61 @@ def test_the_file_for_spark_submit() -> None:
         [sys.executable, str(script), "show", "--help"], capture_output=True, text=True, check=True
     )
     assert json.dumps(shown.stdout).startswith('"Usage: txbroker audit show ')
+
+
+# --- the pages about the audit -------------------------------------------------------------------
+
+DOCS = Path(__file__).parents[2] / "docs"
+PAGE = (DOCS / "reference" / "audit-tables.md").read_text()
+
+
+def section(title: str) -> str:
+    """Return what stands between a heading, or a table's name, and the next."""
+    found = re.search(
+        rf"(?:^## {title}$|^`{title}`, a row)(.*?)(?=^## |^`\w+`, a row|\Z)", PAGE, re.M | re.S
+    )
+    assert found is not None, title
+    return found[1]
+
+
+@pytest.mark.parametrize(
+    ("title", "ddl"),
+    [
+        ("Verdicts", schema.VERDICT),
+        ("half", schema.HALF),
+        ("op", schema.OP),
+        ("visible", schema.VISIBLE),
+        ("parked", schema.PARKED),
+        ("broken", schema.BROKEN),
+    ],
+)
+def test_every_column_is_described(title: str, ddl: str) -> None:
+    flat = re.sub(r"struct<[^>]*>", "struct", ddl)
+    columns = re.findall(r"(\w+) (?:string|int|bigint|boolean|date|array)", flat)
+    assert len(columns) == len(flat.split(","))
+    described = set(re.findall(r"`(\w+)`", section(title)))
+    assert [column for column in columns if column not in described] == []
+
+
+def test_every_finding_is_described_the_gravest_first() -> None:
+    rows = re.findall(r"^\| `(\w+)` \| ([^|]+) \| ", section("Findings"), re.M)
+    assert rows == [(kind.name, kind.title) for kind in schema.ALL_KINDS]
+
+
+def test_each_verdict_without_findings_has_a_meaning_in_the_cli() -> None:
+    table = section("Verdicts").partition("without findings")[2]
+    named = re.findall(r"^\| `(\w+)` \|", table, re.M)
+    assert len(named) == 7
+    assert [name for name in named if name not in STATES] == []
+
+
+def test_the_journal_is_described(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "audit.db")
+    journal.add(schema.RunSummary("r", "full", 0, 0.0, None, {}, 0, {}, {"late": 1}))
+    with sqlite3.connect(journal.path) as db:
+        columns = {
+            column[1]
+            for (table,) in db.execute("select name from sqlite_master where type = 'table'")
+            for column in db.execute(f"pragma table_info({table})")
+        }
+    assert columns - set(re.findall(r"`(\w+)`", section("Journal"))) == set()

@@ -2,27 +2,29 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pyspark
 import pytest
 
 from tests.kit.cli import until_gone
-from tests.spark.audit_process import command, drift_of, environment, submitted
-from tests.spark.planted_cases import Planted, plant_all
-from tests.spark.planting import Planting
-from txbroker.embedded import EmbeddedKafka
+from tests.spark.audit_process import audit, command, drift_of, environment, submitted
+from tests.spark.planted_cases import Planted
+from txbroker.embedded.java import find_java
 from txbroker.spark.journal import JOURNAL_FILE, Journal
 from txbroker.spark.session import ivy_conf
 
 
 @pytest.mark.long
 @pytest.mark.timeout(300)
-async def test_spark_submit_runs_the_same(kafka: EmbeddedKafka, tmp_path: Path) -> None:
-    async with Planting(kafka.bootstrap) as planting:
-        await plant_all(planting)
+def test_spark_submit_runs_the_same(planted: Planted, tmp_path: Path) -> None:
+    planting = planted.planting
     nothing = submitted(planting, tmp_path)
     assert nothing.code == 1
     # Spark joins both outputs of its child.
@@ -51,3 +53,113 @@ def test_a_run_that_is_ended_leaves_nothing(planted: Planted, tmp_path: Path) ->
     until_gone([int(pid) for pid in found])
     assert not list(tmp_path.glob("txbroker-spark-*"))
     assert Journal(tmp_path / JOURNAL_FILE).last() is None
+
+
+# --- executors as separate processes without txbroker --------------------------------------------
+
+
+PYSPARK = Path(pyspark.__file__).parent
+DEADLINE_S = 90.0
+BLOCK = """
+import sys
+
+class Nothing:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in ("txbroker", "msgspec", "aiokafka"):
+            raise ImportError(f"executors have no {name}")
+
+sys.meta_path.insert(0, Nothing())
+"""
+
+
+@pytest.fixture(scope="module")
+def bare(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
+    """Options by which executors' Pythons can import nothing of ours."""
+    folder = tmp_path_factory.mktemp("bare")
+    (folder / "sitecustomize.py").write_text(BLOCK)
+    return ("--conf", f"spark.executorEnv.PYTHONPATH={folder}")
+
+
+@pytest.fixture(scope="module")
+def spark_home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Spark in a folder of the tests' own, as its workers write below it."""
+    home = tmp_path_factory.mktemp("spark")
+    for path in PYSPARK.iterdir():
+        (home / path.name).symlink_to(path)
+    return home
+
+
+@pytest.mark.long
+@pytest.mark.timeout(400)
+def test_executors_in_separate_processes(
+    planted: Planted, bare: tuple[str, ...], spark_home: Path, tmp_path: Path
+) -> None:
+    ended = audit(
+        planted.planting,
+        tmp_path,
+        "--master",
+        "local-cluster[2,1,2048]",
+        *bare,
+        SPARK_HOME=str(spark_home),
+    )
+    assert ended.code == 4, ended.err
+    assert ended.summary.drift == drift_of(planted.planting)
+
+
+@pytest.fixture
+def start(spark_home: Path, tmp_path: Path) -> Iterator[Callable[..., Path]]:
+    """Starts a process of a standalone cluster; returns its log. Ended after the test."""
+    running = []
+
+    def starting(name: str, *arguments: str) -> Path:
+        log = tmp_path / f"{name}.log"
+        command = [
+            find_java().path, "-Xmx512m", "-cp", f"{spark_home}/jars/*",
+            f"org.apache.spark.deploy.{name}", *arguments,
+        ]  # fmt: skip
+        more = {
+            "SPARK_HOME": str(spark_home),
+            "SPARK_LOCAL_IP": "127.0.0.1",
+            "SPARK_SCALA_VERSION": "2.13",  # as in Spark's scripts
+        }
+        with log.open("w") as file:
+            running.append(
+                subprocess.Popen(
+                    command, stdout=file, stderr=file, env=environment(**more), cwd=tmp_path
+                )
+            )
+        return log
+
+    yield starting
+    for process in reversed(running):
+        process.terminate()
+        process.wait(30)
+
+
+def output(log: Path, pattern: str) -> str:
+    """Wait until a log matches a pattern; return its group."""
+    deadline = time.monotonic() + DEADLINE_S
+    while (found := re.search(pattern, log.read_text())) is None:
+        assert time.monotonic() < deadline, log.read_text()
+        time.sleep(0.05)
+    return found[1]
+
+
+@pytest.mark.long
+@pytest.mark.timeout(400)
+def test_a_standalone_master_and_worker(
+    planted: Planted, bare: tuple[str, ...], start: Callable[..., Path], tmp_path: Path
+) -> None:
+    master = start("master.Master", "--host", "127.0.0.1", "--port", "0", "--webui-port", "0")
+    url = output(master, r"Starting Spark master at (spark://\S+)")
+    worker = start(
+        "worker.Worker", "--host", "127.0.0.1", "--cores", "2", "--memory", "2g",
+        "--webui-port", "0", "--work-dir", str(tmp_path / "work"), url,
+    )  # fmt: skip
+    output(worker, r"(Successfully registered with master)")
+    ended = audit(
+        planted.planting, tmp_path, "--master", url, *bare,
+        SPARK_LOCAL_IP="127.0.0.1", PYSPARK_PYTHON=sys.executable,
+    )  # fmt: skip
+    assert ended.code == 4, ended.err
+    assert ended.summary.drift == drift_of(planted.planting)

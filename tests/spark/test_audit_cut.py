@@ -22,7 +22,7 @@ from txbroker.spark.access import AuditError, AuditKafka, TopicEnds, access_from
 from txbroker.spark.facts.bounds import gone, held, read_on, to_end
 from txbroker.spark.schema import TopicNames, TopicRead
 
-NAMES = TopicNames("no.half", "no.op", "no.parked", "no.audit", "no.audit.drift")
+NAMES = TopicNames.of("no")
 
 
 def access_to(bootstrap: str, write_timeout_s: float = 0.3) -> AuditKafka:
@@ -34,14 +34,12 @@ def access_to(bootstrap: str, write_timeout_s: float = 0.3) -> AuditKafka:
 
 
 def new_topic(kafka: EmbeddedKafka, partitions: int = 2, **configs: str) -> str:
-    """Create a topic with a unique name."""
     name = f"cut-{uuid.uuid4().hex[:12]}"
     create_topic(kafka.bootstrap, name, partitions, **configs)
     return name
 
 
 def produce(kafka: EmbeddedKafka, topic: str, *partitions: int) -> None:
-    """Write one record to each of these partitions."""
     producer = Producer({"bootstrap.servers": kafka.bootstrap})
     for partition in partitions:
         producer.produce(topic, b"v", partition=partition)

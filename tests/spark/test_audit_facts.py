@@ -72,7 +72,6 @@ class Hashes:
         self._by_hash: dict[int, object] = {}
 
     def see(self, thing: object, value: int) -> None:
-        """Take in what a thing's hash is."""
         assert self._by_thing.setdefault(thing, value) == value, thing
         assert self._by_hash.setdefault(value, thing) == thing, thing
 

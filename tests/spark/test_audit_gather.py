@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 from datetime import UTC, datetime
 from random import Random
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from tests.kit.logs import PARTITION, START_MS, id_of
 from tests.spark.audit_facts import TERMS as USUAL_TERMS
 from tests.spark.audit_facts import check_row, half_rows, op_row, parked_row, visible_rows
-from txbroker.spark import schema
 from txbroker.spark.judge.judge import judge
 from txbroker.spark.judge.rows import (
     ALWAYS,
@@ -25,10 +24,10 @@ from txbroker.spark.judge.rows import (
     VisibleFact,
     read_id,
 )
-from txbroker.spark.schema import SnapshotBounds, TopicRead
+from txbroker.spark.schema import TABLES, Facts, SnapshotBounds, TopicRead
 
 if TYPE_CHECKING:
-    from pyspark.sql import DataFrame, SparkSession
+    from pyspark.sql import SparkSession
 
 SEED = 20
 LIVES = 600
@@ -36,42 +35,27 @@ TERMS = USUAL_TERMS._replace(overdue_after_ms=9_700_000)
 """Half of the random lives that nobody was asked of are overdue."""
 
 
-class Tables(NamedTuple):
-    """What `verdicts` takes."""
-
-    half: DataFrame
-    op: DataFrame
-    visible: DataFrame
-    parked: DataFrame
-    cut: SnapshotBounds | None = None
-
-
-def tables(spark: SparkSession, facts: Iterable[TransactionFacts]) -> Tables:
-    """Return the tables that hold these facts."""
+def tables(spark: SparkSession, facts: Iterable[TransactionFacts]) -> Facts:
     from pyspark.sql.types import StructType
 
-    kinds = {name: StructType.fromDDL(getattr(schema, name.upper())) for name in FACTS}
-    rows: dict[str, list[tuple[Any, ...]]] = {name: [] for name in FACTS}
+    kinds = {name: StructType.fromDDL(ddl) for name, ddl in TABLES.items()}
+    rows: dict[str, list[tuple[Any, ...]]] = {name: [] for name in TABLES}
     for each in facts:
         parts = read_id(each.id)
         known = {"id": each.id, "id_ms": None if parts is None else parts.time_ms}
-        for name in FACTS:
+        for name in TABLES:
             for row in getattr(each, name):
                 values = {**known, **row._asdict()}
                 rows[name].append(tuple(map(values.get, kinds[name].names)))
-    return Tables(*(spark.createDataFrame(rows[name], kinds[name]) for name in FACTS))
-
-
-FACTS = ("half", "op", "visible", "parked")
+    return Facts(*(spark.createDataFrame(rows[name], kinds[name]) for name in TABLES))
 
 
 def judged_by_spark(
     spark: SparkSession, facts: Iterable[TransactionFacts], horizon: Horizon | None = None
 ) -> dict[str, dict[str, Any]]:
-    """Return the verdicts that Spark comes to, by id."""
     from txbroker.spark.judge.group import release, verdicts
 
-    table = verdicts(spark, tables(spark, facts)._replace(cut=None), TERMS, horizon or Horizon())
+    table = verdicts(spark, tables(spark, facts), TERMS, horizon or Horizon())
     rows = [row.asDict(recursive=True) for row in table.collect()]
     release(spark)
     found = {row["id"]: row for row in rows}
@@ -112,7 +96,6 @@ def _spoil(
     visible: list[VisibleFact],
     parked: list[ParkedFact],
 ) -> None:
-    """Change one thing that may matter."""
     rows: Any = random.choice([half, op, visible])
     place = random.randrange(len(rows)) if rows else 0
     what = random.choice(["drop", "change", "change", "change", "again", "more"])
@@ -328,7 +311,7 @@ def test_horizon_follows_from_the_records_kept(spark: SparkSession) -> None:
         op_early=starts,
         half_early=starts,
     )
-    horizon = horizon_of(tables(spark, facts)._replace(cut=cut), START_MS + 7)
+    horizon = horizon_of(tables(spark, facts), cut, START_MS + 7)
     assert horizon.half_start == {PARTITION: 5}
     assert horizon.half_begin_ms == {PARTITION: START_MS}
     assert horizon.op_begin_ms == {PARTITION: START_MS + 100}
@@ -340,14 +323,10 @@ def test_horizon_follows_from_the_records_kept(spark: SparkSession) -> None:
         ("newest", -1): ALWAYS,
         ("deleted", -1): ALWAYS,
     }
-    whole = horizon_of(
-        tables(spark, facts)._replace(
-            cut=SnapshotBounds(
-                read("half", 0), read("op", 0), read("parked", 0), (read("t", 0),), (0,), (0,)
-            )
-        )
+    cut = SnapshotBounds(
+        read("half", 0), read("op", 0), read("parked", 0), (read("t", 0),), (0,), (0,)
     )
-    assert whole == Horizon()
+    assert horizon_of(tables(spark, facts), cut) == Horizon()
 
 
 def test_order_is_judged_where_refusals_are_known(spark: SparkSession) -> None:
@@ -379,11 +358,10 @@ def test_refusals_are_known_from_first_dropped_copy_kept(
             op_clock_ms=(0, now_ms),
         )
         staged = tables(spark, [TransactionFacts(id_of(1), half, parked=parked)])
-        staged = staged._replace(cut=cut)
-        found = dict(horizon_of(staged).parked_from_ms)
+        found = dict(horizon_of(staged, cut).parked_from_ms)
         # And for a run that goes on after a while.
-        assert parked_from_ms(staged, now_ms - day_ms - 1) == found
-        assert parked_from_ms(staged, now_ms - day_ms) == {}
+        assert parked_from_ms(staged.parked, cut, now_ms - day_ms - 1) == found
+        assert parked_from_ms(staged.parked, cut, now_ms - day_ms) == {}
         return found
 
     copy = parked_row("refused", 4, START_MS)

@@ -13,11 +13,9 @@ import pytest
 
 from tests.spark.fact_world import NAMES, Moment, World, tables_held
 from tests.spark.planted_cases import plant_all, plant_clean
-from tests.spark.planting import Planting
-from txbroker.config.settings import load_settings
+from tests.spark.planting import Planting, access_to
 from txbroker.core.records import Half
 from txbroker.errors import ConfigurationError
-from txbroker.spark.access import access_from
 from txbroker.spark.business import BusinessTable
 from txbroker.spark.folders import current_verdicts, read_verdicts
 from txbroker.spark.journal import Journal
@@ -59,12 +57,10 @@ class Installation:
         return self.summaries[-1]
 
     def verdicts(self) -> dict[str, dict[str, Any]]:
-        """Return the verdicts that count, by id."""
         runs = [each.run for each in self.summaries]
         return by_id(current_verdicts(self.spark, self.settings.out, runs))
 
     def kept(self, kind: str) -> list[str]:
-        """Return the runs that have a folder of a kind."""
         found = (self.folder / "out" / kind).glob("run=*")
         return sorted(path.name.removeprefix("run=") for path in found)
 
@@ -287,11 +283,7 @@ async def test_on_kafka_a_second_run_finds_what_one_run_finds(
     async with Planting(kafka.bootstrap) as p:
         terms = await plant_clean(p)
         halves = await _first_part(p)
-        access = access_from(
-            load_settings(
-                {"kafka": p.bootstrap, "topic_prefix": p.prefix, "instance": "audit"}, environ={}
-            )
-        )
+        access = access_to(p.bootstrap, p.prefix)
         settings = AuditSettings(str(tmp_path / "out"), tmp_path / "data", p.names, terms)
         first = run_audit(spark, access, settings)
         assert (first.mode, first.drift) == ("full", {}), first.examples

@@ -323,7 +323,6 @@ def test_nothing_has_no_percentile() -> None:
 
 
 def drawn(macro: str, *values: object) -> str:
-    """Return the SVG of a macro of `plots.html`."""
     module = TEMPLATES.get_template("plots.html").module
     return str(getattr(module, macro)(*values))
 

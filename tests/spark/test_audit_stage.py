@@ -43,8 +43,6 @@ _COMMITTER = "mapreduce.fileoutputcommitter.algorithm.version"
 
 
 class Watched(AuditKafka):
-    """An access that does something at certain questions."""
-
     def __init__(self, bootstrap: str, before: Callable[[int], None] = lambda _: None) -> None:
         super().__init__(KafkaSettings(bootstrap_servers=(bootstrap,), instance_id="audit"))
         self.asked: list[tuple[str, ...]] = []
@@ -69,7 +67,6 @@ async def staged(
 
 
 def by_id(table: DataFrame) -> dict[str, list[dict[str, Any]]]:
-    """Return the rows of each id, in order."""
     rows: dict[str, list[dict[str, Any]]] = {}
     for row in table.orderBy("partition", "offset").collect():
         rows.setdefault(row["id"], []).append(row.asDict(recursive=True))
@@ -110,7 +107,7 @@ async def test_each_record_is_read_once_void_and_unreadable_named(
         await planting.append_op(partition_of(kept), [encode_marker(announced)])
         read = await staged(spark, planting, tmp_path / "work", Watched(kafka.bootstrap))
 
-        half, op, visible = by_id(read.half), by_id(read.op), by_id(read.visible)
+        half, op, visible = by_id(read.facts.half), by_id(read.facts.op), by_id(read.facts.visible)
         counting, void = (one, two, kept), {old.id: "expired", ahead.id: "expired", astray.id: "id"}
         assert {id: len(rows) for id, rows in half.items()} == {
             **{each.id: len(each.messages) for each in counting},
@@ -134,7 +131,7 @@ async def test_each_record_is_read_once_void_and_unreadable_named(
         assert [by_seq[n]["append_time"] for n in (0, 1)] == [False, True]
         assert by_seq[0]["at_ms"] == at_ms
         assert visible[one.id][0]["body"] == half[one.id][0]["body"]
-        assert [row["state"] for row in by_id(read.parked)[kept.id]] == ["parked"]
+        assert [row["state"] for row in by_id(read.facts.parked)[kept.id]] == ["parked"]
         whys = Counter((row["topic"], row["why"]) for row in read.broken.collect())
         names = planting.names
         assert whys == {
@@ -180,11 +177,11 @@ async def test_records_arriving_during_a_run_are_read_but_not_early(
         assert [sorted(topics) for topics in access.asked] == [
             [names.op], [names.half], [bills, orders], [names.parked], [names.op], [names.half],
         ]  # fmt: skip
-        early = {id: rows[0]["early"] for id, rows in by_id(read.half).items()}
+        early = {id: rows[0]["early"] for id, rows in by_id(read.facts.half).items()}
         assert early == {half.id: True, first.id: True, late.id: False}
-        early = {id: rows[0]["early"] for id, rows in by_id(read.op).items()}
+        early = {id: rows[0]["early"] for id, rows in by_id(read.facts.op).items()}
         assert early == {half.id: True, first.id: False, late.id: False}
-        seen = {id: [row["seq"] for row in rows] for id, rows in by_id(read.visible).items()}
+        seen = {id: [row["seq"] for row in rows] for id, rows in by_id(read.facts.visible).items()}
         assert seen == {half.id: [0], first.id: [0], late.id: [0]}
         partitions = {target.topic: len(target.ends) for target in read.cut.targets}
         assert partitions == {orders: 4, bills: 0}
@@ -218,29 +215,29 @@ async def test_a_second_run_goes_on_where_the_first_has_ended(
         access = Watched(kafka.bootstrap)
         second = await staged(
             spark, planting, tmp_path / "two", access,
-            before=first.cut, keys_before=first.half.where("dedup IS NOT NULL"),
+            before=first.cut, keys_before=first.facts.half.where("dedup IS NOT NULL"),
         )  # fmt: skip
         whole = await staged(spark, planting, tmp_path / "whole", access)
         for name in ("half", "op", "visible", "parked"):
-            parts = rows_but(late.id, *(getattr(run, name) for run in (first, second)))
-            assert parts == rows_but(late.id, getattr(whole, name)), name
+            parts = rows_but(late.id, *(getattr(run.facts, name) for run in (first, second)))
+            assert parts == rows_but(late.id, getattr(whole.facts, name)), name
         assert second.cut.half.begins == first.cut.half.ends
         assert second.cut.half_clock_ms == whole.cut.half_clock_ms
-        void = {id: rows[0]["void"] for id, rows in by_id(second.half).items()}
+        void = {id: rows[0]["void"] for id, rows in by_id(second.facts.half).items()}
         assert void[again.id] == "dedup"
         assert {why for id, why in void.items() if id != again.id} == {None}
-        halves = by_id(first.half)
+        halves = by_id(first.facts.half)
         assert halves[held.id][0]["void"] is None
         assert halves[late.id][0]["early"] is False
-        assert by_id(whole.half)[late.id][0]["early"] is True
+        assert by_id(whole.facts.half)[late.id][0]["early"] is True
 
         # A target that was first named meanwhile is read by the second run, though nothing that
         # comes later names it.
         assert late.id in halves
-        assert late.id not in by_id(first.visible)
+        assert late.id not in by_id(first.facts.visible)
         assert [target.topic for target in first.cut.targets] == [planting.orders]
         assert first.cut.named_late == (planting.bills,)
-        assert late.id in by_id(second.visible)
+        assert late.id in by_id(second.facts.visible)
         assert second.cut.named_late == ()
         targets = sorted((planting.bills, planting.orders))
         assert [target.topic for target in second.cut.targets] == targets
@@ -264,7 +261,7 @@ async def test_messages_hidden_by_another_producer_are_reported(
         before = await staged(spark, planting, tmp_path / "before", Watched(kafka.bootstrap))
         assert before.cut.held == (f"{planting.orders}-1",)
         assert [target.open for target in before.cut.targets] == [(1,)]
-        assert before.visible.count() == 0
+        assert before.facts.visible.count() == 0
         await asyncio.to_thread(other.abort_transaction, 60)
 
         async def there() -> bool:
@@ -274,7 +271,7 @@ async def test_messages_hidden_by_another_producer_are_reported(
         after = await staged(
             spark, planting, tmp_path / "after", Watched(kafka.bootstrap), before=before.cut
         )
-        assert (after.cut.held, set(by_id(after.visible))) == ((), {half.id})
+        assert (after.cut.held, set(by_id(after.facts.visible))) == ((), {half.id})
 
 
 async def test_retention_during_a_read_is_one_sentence(
@@ -350,15 +347,15 @@ async def test_no_timestamp_ends_a_run(
             found = await staged(spark, planting, tmp_path / "all", access)
         finally:
             hadoop.hadoopConfiguration().unset(_COMMITTER)
-        visible = found.visible.orderBy("partition", "offset").collect()
+        visible = found.facts.visible.orderBy("partition", "offset").collect()
         assert visible.pop()["id"] == other.id
         rows = [(row["id"], row["at_ms"]) for row in visible]
         assert rows == [*((id, 5) for id in ids), (half.id, FAR_MS)]
-        assert found.visible.where("append_time").isEmpty()
+        assert found.facts.visible.where("append_time").isEmpty()
         assert found.broken.isEmpty()
         before = structs.replace(found.cut, targets=(_half_read(found.cut.targets[0]),))
         more = await staged(spark, planting, tmp_path / "more", access, before=before)
-        visible = more.visible.orderBy("partition", "offset").collect()
+        visible = more.facts.visible.orderBy("partition", "offset").collect()
         assert [row["id"] for row in visible] == [*ids[1:], half.id, other.id]
 
 

@@ -69,7 +69,6 @@ def expected(planting: Planting) -> set[tuple[str, str]]:
 
 
 async def broken_off(stream: Any) -> None:
-    """Wait until a power cut has ended a stream."""
     with pytest.raises(TxbrokerError, match="power cut"):
         await asyncio.to_thread(stream.wait, 200)
 
@@ -160,7 +159,6 @@ async def test_a_batch_over_the_same_topics_comes_to_the_same(
 
 
 def named(found: set[tuple[str, str]], planting: Planting) -> list[str]:
-    """Return findings in words."""
     labels = {id: each.label for id, each in planting.expected.items()}
     return sorted(f"{labels.get(id, id)}: {kind}" for id, kind in found)
 

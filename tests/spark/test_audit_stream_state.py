@@ -20,8 +20,6 @@ TERMS = StreamTerms(keep_ms=200_000, targets=frozenset({TARGET}))
 
 
 class Shelf:
-    """Texts in memory."""
-
     def __init__(self) -> None:
         self.texts: dict[str, str] = {}
 
@@ -48,7 +46,6 @@ class Stream:
         self.due_ms: int | None = None
 
     def read(self, *facts: Fact) -> BucketChanges:
-        """Give it records."""
         heard = Bucket(self.shelf, self.terms, self.moment_ms).look(facts)
         self.due_ms = heard.due_ms
         self.reported += [(each.id, each.kind) for each in heard.drift]
@@ -69,7 +66,6 @@ class Stream:
                 self.read()
 
     def rise(self, times: int) -> None:
-        """Let the moment move on so many times."""
         self.go(times * 100, 100)
 
 
@@ -413,7 +409,6 @@ class Store(dict[tuple[str], tuple[str]]):
     removeKey = dict.__delitem__
 
     def updateValue(self, key: tuple[str], value: tuple[str]) -> None:
-        """Set it."""
         assert len(value[0]) <= 8_192
         self[key] = value
 

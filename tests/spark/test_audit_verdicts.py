@@ -15,11 +15,9 @@ from tests.kit.topic_reader import read_topics
 from tests.spark.audit_process import REPORT, Commanded, drift_of
 from tests.spark.fact_world import tables_held
 from tests.spark.planted_cases import Planted, plant_clean
-from tests.spark.planting import Expected, Planting
-from txbroker.config.settings import load_settings
+from tests.spark.planting import Expected, Planting, access_to
 from txbroker.contract.audit import BATCH_KEY, BATCH_TICK_KEY, decode_news
 from txbroker.embedded import EmbeddedKafka
-from txbroker.kafka.client.settings import KafkaSettings
 from txbroker.spark.journal import JOURNAL_FILE, Journal
 from txbroker.spark.schema import KIND_NAMES, RunSummary, Terms
 
@@ -31,27 +29,20 @@ NO_ID = "no id at all"
 
 
 class Audited(NamedTuple):
-    """What a run said: its summary, and its rows by id."""
-
     summary: RunSummary
     rows: Mapping[str, Any]
 
 
 def audit(spark: SparkSession, planting: Planting, terms: Terms, folder: Path) -> Audited:
     """Audit everything from the start of the logs; no id has two rows."""
-    from txbroker.spark.access import access_from
     from txbroker.spark.folders import read_verdicts
     from txbroker.spark.run import AuditSettings, run_audit
 
-    settings = load_settings(
-        {"kafka": planting.bootstrap, "topic_prefix": planting.prefix, "instance": "audit"},
-        environ={},
-    )
-    expected_text = AuditSettings(str(folder / "out"), folder, planting.names, terms, "full")
+    settings = AuditSettings(str(folder / "out"), folder, planting.names, terms, "full")
     held = tables_held(spark)
-    summary = run_audit(spark, access_from(settings), expected_text)
+    summary = run_audit(spark, access_to(planting.bootstrap, planting.prefix), settings)
     assert tables_held(spark) <= held
-    rows = read_verdicts(spark, expected_text.out, (summary.run,)).collect()
+    rows = read_verdicts(spark, settings.out, (summary.run,)).collect()
     by_id = {row["id"]: row for row in rows}
     assert len(by_id) == len(rows)
     return Audited(summary, by_id)
@@ -61,12 +52,10 @@ def audit(spark: SparkSession, planting: Planting, terms: Terms, folder: Path) -
 def audited(
     spark: SparkSession, planted: Planted, tmp_path_factory: pytest.TempPathFactory
 ) -> Audited:
-    """What a full audit says of it."""
     return audit(spark, *planted, tmp_path_factory.mktemp("audit"))
 
 
 def differences(expected: Iterable[Expected], found: Mapping[str, Any]) -> list[str]:
-    """Describe results that differ from the planted ones."""
     wrong = []
     for each in expected:
         row = found.get(each.id)
@@ -150,7 +139,6 @@ def test_command_publishes_its_result(planted: Planted, commanded: Commanded) ->
 async def test_installations_that_share_targets_do_not_see_one_another(
     spark: SparkSession, kafka: EmbeddedKafka, tmp_path: Path
 ) -> None:
-    from txbroker.spark.access import AuditKafka
     from txbroker.spark.facts.extract import extract
 
     async with Planting(kafka.bootstrap) as one, Planting(kafka.bootstrap) as two:
@@ -171,12 +159,12 @@ async def test_installations_that_share_targets_do_not_see_one_another(
     assert reported.rows.keys() == one.expected.keys()
     assert not differences(one.expected.values(), reported.rows)
     # What the other one's audit is given; its verdicts follow from that alone.
-    access = AuditKafka(KafkaSettings(bootstrap_servers=(kafka.bootstrap,), instance_id="audit"))
+    access = access_to(kafka.bootstrap, two.prefix)
     args = (spark, access, two.names, Terms(0), str(tmp_path / "two"))
     read = await asyncio.to_thread(lambda: extract(*args))
     promoted = {each.id for each in two.expected.values() if each.state == "promoted"}
     assert {target.topic for target in read.cut.targets} == {one.orders, one.bills, two.orders}
-    assert {row["id"] for row in read.visible.collect()} == promoted
+    assert {row["id"] for row in read.facts.visible.collect()} == promoted
 
 
 @pytest.mark.long
