@@ -160,7 +160,7 @@ class Program:
         random = self.random
         return tuple(
             structs.replace(
-                random.choice(MESSAGES), value=random.choice([None, random.randbytes(3)])
+                random.choice(MESSAGES), value=random.choice([None, b"", random.randbytes(3)])
             )
             for _ in range(random.choice([1, 1, 3]))
         )
