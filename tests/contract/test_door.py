@@ -236,10 +236,7 @@ async def test_later_claim_fences_both_producers(world: Any, turns_before: int) 
     await later.claim(second)
     for _ in range(2):
         with pytest.raises(Fenced):
-            await commit(
-                earlier,
-                turn(first, 9, to(topic, b"zombie")),
-            )
+            await commit(earlier, turn(first, 9, to(topic, b"zombie")))
     await (await later.write(turn(second, 1, to(topic, b"x")))).visible()
     assert [record.key for record in await world.visible(topic)] == [b"x"]
     assert (await later.claim(new_claim())).progress == progress(second.claim, 1)
@@ -305,10 +302,7 @@ async def test_refused_record_aborts_its_promotion(world: Any, door: Door) -> No
         await partition.write(turn(mine, 3))
     again = new_claim()
     assert (await partition.claim(again)).progress == progress(mine.claim, 1)
-    promoted = (
-        to(small, b"fits"),
-        to(good, b"after"),
-    )
+    promoted = (to(small, b"fits"), to(good, b"after"))
     await (await partition.write(turn(again, 2, *promoted))).visible()
     assert [record.key for record in await world.visible(good)] == [b"before", b"after"]
     assert [record.key for record in await world.visible(small)] == [b"fits"]

@@ -57,10 +57,7 @@ async def test_records_of_other_clients_leave_no_gap(
 
 
 @pytest.mark.rule(27)
-async def test_stopped_partition_resumes_after_skip(
-    service: Service,
-    topic: str,
-) -> None:
+async def test_stopped_partition_resumes_after_skip(service: Service, topic: str) -> None:
     world = service.world
     await goes_through(service, topic)
     checkpoint, op = world.name("checkpoint"), world.name("op")

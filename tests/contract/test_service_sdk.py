@@ -151,10 +151,7 @@ async def test_any_instance_of_a_group_answers(service: Service, topic: str) -> 
     assert [request.id for request in check.requests] == [id]
 
 
-async def test_instance_without_check_defers_to_others(
-    service: Service,
-    topic: str,
-) -> None:
+async def test_instance_without_check_defers_to_others(service: Service, topic: str) -> None:
     group, check = unique("group"), Checker(Decision.COMMIT)
     message = Message(topic, b"k", b"v")
     async with service.producer(group) as web, service.producer(group, check=check):

@@ -152,10 +152,7 @@ def test_a_users_headers_like_ours_stay_the_users() -> None:
 def test_promoted_headers_start_with_ours() -> None:
     message = Message("t", headers=(("txb-id", b"theirs"), ("a", None), ("a", b"2")))
     assert promoted_headers(ID, 0, 1, message) == (("txb-id", ID.encode()), *message.headers)
-    assert promoted_headers(ID, 1, 3, message)[:2] == (
-        ("txb-id", ID.encode()),
-        ("txb-seq", b"1/3"),
-    )
+    assert promoted_headers(ID, 1, 3, message)[:2] == (("txb-id", ID.encode()), ("txb-seq", b"1/3"))
 
 
 @pytest.mark.rule("topics")

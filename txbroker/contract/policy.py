@@ -32,7 +32,7 @@ _SecretRef = Annotated[
     Meta(
         description="Where the secret that signs them is: `env:NAME` or `file:/path`, as "
         "the proxy's `secret_env_allow` and `secrets_dir` allow this group. One that "
-        "begins with `whsec_` is base64 of the key.",
+        "begins with `whsec_` is base64 of the key."
     ),
 ]
 

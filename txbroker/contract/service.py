@@ -10,14 +10,7 @@ from typing import NamedTuple, Protocol, TypeAlias
 
 from msgspec import Struct
 
-from txbroker.core.records import (
-    Attempt,
-    Cause,
-    Decision,
-    Message,
-    Source,
-    State,
-)
+from txbroker.core.records import Attempt, Cause, Decision, Message, Source, State
 from txbroker.errors import RequestError
 
 

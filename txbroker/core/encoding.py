@@ -160,9 +160,7 @@ def headers_bytes(headers: Iterable[Header]) -> int:
 
 
 def encode_half(
-    half: Half,
-    version: int = LOG_VERSION,
-    extra: Sequence[Sequence[tuple[str, bytes]]] = (),
+    half: Half, version: int = LOG_VERSION, extra: Sequence[Sequence[tuple[str, bytes]]] = ()
 ) -> tuple[Record, ...]:
     """Return the records of a half message, to be written in one batch.
 
@@ -265,11 +263,7 @@ def installation_headers(prefix: str) -> tuple[Header, ...]:
 
 
 def promoted_headers(
-    id: str,
-    sequence: int,
-    count: int,
-    message: Message,
-    installation: tuple[Header, ...] = (),
+    id: str, sequence: int, count: int, message: Message, installation: tuple[Header, ...] = ()
 ) -> Encoded:
     """Return the headers of a promoted record: `installation_headers`, ours, then the user's
     unchanged."""

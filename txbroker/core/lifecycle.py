@@ -203,9 +203,7 @@ def _give_back(transaction: Transaction, entry: MarkerEntry) -> None:
     checks = transaction.checks
     given_back = structs.replace(checks.attempts[-1], counts=False, outcome=entry.marker.previous)
     transaction.checks = structs.replace(
-        checks,
-        counted_ms=checks.counted_ms[:-1],
-        attempts=(*checks.attempts[:-1], given_back),
+        checks, counted_ms=checks.counted_ms[:-1], attempts=(*checks.attempts[:-1], given_back)
     )
 
 

@@ -157,10 +157,7 @@ def _cut(
 
 
 def _cause(
-    transaction: Transaction,
-    examine: Examine,
-    blocked: _Blocked,
-    accepted: _Accepted,
+    transaction: Transaction, examine: Examine, blocked: _Blocked, accepted: _Accepted
 ) -> Cause | None:
     """Return why a transaction cannot be promoted now; a lasting cause wins over a passing one."""
     passing: Cause | None = None
