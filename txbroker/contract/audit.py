@@ -5,7 +5,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta, Struct
 
-from txbroker.core.decoding import Malformed, NewerVersion
+from txbroker.core.decoding import Malformed, NewerVersion, version_of
 
 BATCH_KEY, STREAM_KEY = "batch", "stream"
 """The keys of the newest batch and stream audit results."""
@@ -71,10 +71,6 @@ class AuditNews(Struct, frozen=True, kw_only=True):
     missing_targets: dict[str, _Count] = {}
 
 
-class _Version(Struct):
-    v: int
-
-
 def encode_news(news: AuditNews) -> bytes:
     """Return a record's value."""
     return msgspec.json.encode(news)
@@ -84,7 +80,7 @@ def decode_news(value: bytes) -> AuditNews:
     """Return the result in a record of the audit topic; raise NewerVersion or Malformed if it is
     none."""
     try:
-        version = msgspec.json.decode(value, type=_Version).v
+        version = version_of(value)
         if version > AUDIT_VERSION:
             raise NewerVersion(f"an audit's record of version {version}")
         return msgspec.json.decode(value, type=AuditNews)

@@ -32,15 +32,15 @@ from txbroker.core.records import (
 )
 
 _marker_decoder = msgspec.json.Decoder(Marker)
-# What msgspec raises on invalid bytes; deep nesting is a RecursionError.
-_UNREADABLE = (msgspec.DecodeError, ValueError, RecursionError)
+UNREADABLE = (msgspec.DecodeError, ValueError, RecursionError)
+"""What msgspec raises on invalid bytes; deep nesting is a RecursionError."""
 
 
 class _Versioned(msgspec.Struct):
     v: int
 
 
-_version_decoder = msgspec.json.Decoder(_Versioned)
+_decode_version = msgspec.json.Decoder(_Versioned).decode
 
 
 class Malformed(ValueError):
@@ -49,6 +49,11 @@ class Malformed(ValueError):
 
 class NewerVersion(ValueError):
     """A record of a newer version of txbroker: it must be kept, never dropped."""
+
+
+def version_of(value: bytes) -> int:
+    """Return the version of a record in JSON; raise ValueError or RecursionError without one."""
+    return _decode_version(value).v
 
 
 class HalfPart(msgspec.Struct, frozen=True):
@@ -209,7 +214,7 @@ def decode_marker(record: Record) -> Marker:
         raise Malformed("a marker without a value")
     try:
         marker = _marker_decoder.decode(record.value)
-    except _UNREADABLE as error:
+    except UNREADABLE as error:
         _check_newer(record.value, "marker")
         raise Malformed(f"not a marker: {error}") from None
     if marker.v > RECORD_VERSION:
@@ -224,8 +229,8 @@ def decode_marker(record: Record) -> Marker:
 def _check_newer(value: bytes, what: str) -> None:
     """Raise NewerVersion if an undecodable record has a newer version."""
     try:
-        version = _version_decoder.decode(value).v
-    except _UNREADABLE:
+        version = version_of(value)
+    except UNREADABLE:
         return
     if version > RECORD_VERSION:
         raise NewerVersion(f"{what} of version {version}")
@@ -244,12 +249,12 @@ def decode_checkpoint(record: Record) -> Claim | Checkpoint:
     else:
         raise Malformed(f"unknown key {record.key!r}")
     try:
-        if _version_decoder.decode(record.value or b"").v > RECORD_VERSION:
+        if version_of(record.value or b"") > RECORD_VERSION:
             raise NewerVersion("checkpoint record of a newer version")
         return msgspec.json.decode(record.value or b"", type=kind)
     except NewerVersion:
         raise
-    except _UNREADABLE as error:
+    except UNREADABLE as error:
         raise Malformed(f"invalid checkpoint record: {error}") from None
 
 
@@ -257,7 +262,7 @@ def decode_skip(record: Record) -> Skip:
     """Return an operator's decision to skip a record."""
     try:
         return msgspec.json.decode(record.value or b"", type=Skip)
-    except _UNREADABLE as error:
+    except UNREADABLE as error:
         raise Malformed(f"not a decision to skip a record: {error}") from None
 
 
@@ -302,7 +307,7 @@ def decode_kept(record: Record) -> KeptPart:
         )
         text = values.get("txb-kept")
         facts = None if text is None else msgspec.json.decode(text, type=KeptFacts)
-    except _UNREADABLE as error:
+    except UNREADABLE as error:
         raise Malformed(f"an invalid parked copy: {error}") from None
     if (part.id, part.sequence) != (id, number):
         raise Malformed(f"{part.id}/{part.sequence} under the key {record.key!r}")

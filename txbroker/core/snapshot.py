@@ -22,6 +22,7 @@ from collections.abc import Collection, Iterable, Iterator
 import msgspec
 from msgspec import Struct
 
+from txbroker.core.decoding import UNREADABLE, version_of
 from txbroker.core.ledger import Ledger
 from txbroker.core.lifecycle import SETTLED, MarkerEntry
 from txbroker.core.records import (
@@ -157,10 +158,6 @@ class Whole(Struct, frozen=True):
     segments: tuple[Segment, ...]
 
 
-class _Version(Struct):
-    v: int = 0
-
-
 class _ChunkHead(Struct, array_like=True):
     v: int = 0
     snapshot: str = ""
@@ -170,9 +167,7 @@ _encode = msgspec.msgpack.Encoder().encode
 _decode_chunk = msgspec.msgpack.Decoder(_Chunk).decode
 _decode_waiting = msgspec.msgpack.Decoder(MarkerEntry).decode
 _decode_head = msgspec.msgpack.Decoder(_ChunkHead).decode
-_decode_version = msgspec.json.Decoder(_Version).decode
 _decode_closing = msgspec.json.Decoder(Closing).decode
-_UNREADABLE = (ValueError, msgspec.DecodeError, RecursionError)
 
 
 def is_snapshot(key: bytes | None) -> bool:
@@ -461,7 +456,7 @@ def _whole(
 ) -> Whole | None:
     value = newest.get(closing_key(slot))
     try:
-        if value is None or _decode_version(value).v > RECORD_VERSION:
+        if value is None or version_of(value) > RECORD_VERSION:
             return None
         closing = _decode_closing(value)
         chunks = []
@@ -476,7 +471,7 @@ def _whole(
             digest.update(chunk)
             chunks.append(chunk)
         segments = [_segment(name, newest, known) for name in closing.segments]
-    except _UNREADABLE:
+    except UNREADABLE:
         return None
     if digest.hexdigest() != closing.digest:
         return None
