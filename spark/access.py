@@ -55,7 +55,9 @@ class TopicEnds(Struct, frozen=True):
 class AuditKafka:
     """One Kafka cluster, as this process and as Spark reach it.
 
-    All methods may be called from any thread, also from one that runs an event loop.
+    All methods may be called from any thread, also from one that runs an event loop. They raise an
+    `AuditError` where a topic is missing or Kafka does not answer, and a `ConfigurationError` where
+    a setting, a right or a topic's configuration is wrong.
 
     Attributes:
         settings: the connection of this process.
@@ -76,13 +78,7 @@ class AuditKafka:
     def ends(self, topics: Iterable[str], *, patient: bool = True) -> dict[str, TopicEnds]:
         """Return the readable ranges of topics; topics that do not exist are left out.
 
-        Args:
-            topics: their names.
-            patient: whether to wait for a topic without a leader.
-
-        Raises:
-            ConfigurationError: the settings contradict themselves.
-            AuditError: Kafka does not answer.
+        `patient`: whether to wait for a topic without a leader.
         """
         # Half messages may name topics that no Kafka request can hold.
         names = tuple(filter(can_be_topic, topics))
@@ -95,13 +91,7 @@ class AuditKafka:
         }
 
     def own_ends(self, topic: str) -> TopicEnds:
-        """Return the readable range of one of txbroker's own topics.
-
-        Raises:
-            AuditError: it does not exist, or Kafka does not answer.
-            ConfigurationError: no right to it, its timestamps are not the broker's, or the settings
-                contradict themselves.
-        """
+        """Return the readable range of one of txbroker's own topics."""
         ends = self.ends((topic,)).get(topic)
         if ends is None:
             raise AuditError(f"topic {topic} does not exist: check --kafka and --topic-prefix")
@@ -114,13 +104,7 @@ class AuditKafka:
 
     def now_ms(self, names: TopicNames) -> int:
         """Return the time by the brokers' clocks, ms since 1970: that of a record written now to an
-        installation's audit topic.
-
-        Raises:
-            ConfigurationError: the topic does not exist or is not writable, or its timestamps are
-                not the broker's.
-            AuditError: there is no such installation, or Kafka does not answer.
-        """
+        installation's audit topic."""
         self.own_ends(names.op)
         try:
             at_ms = _run(self._tick(names.audit))
@@ -131,11 +115,7 @@ class AuditKafka:
         return at_ms
 
     def some(self, topic: str, partition: int, position: int, end: int) -> tuple[list[Record], int]:
-        """Return committed records from an offset on, some tens of MiB, and the next offset.
-
-        Raises:
-            AuditError: Kafka does not answer, or retention removed them.
-        """
+        """Return committed records from an offset on, some tens of MiB, and the next offset."""
         try:
             return _run(some_records(self.settings, topic, partition, position, end))
         except KafkaUnavailable as error:
@@ -160,11 +140,7 @@ def _clockless(topic: str) -> ConfigurationError:
 
 
 def access_from(settings: Settings) -> AuditKafka:
-    """Return the access to the Kafka cluster of a configuration.
-
-    Raises:
-        ConfigurationError: one of its files cannot be read.
-    """
+    """Return the access to the Kafka cluster of a configuration."""
     return AuditKafka(KafkaSettings.from_configuration(settings), login_options(settings))
 
 
@@ -186,11 +162,7 @@ _PREFIX = "kafka."
 
 
 def login_options(settings: Settings) -> dict[str, str]:
-    """Return the TLS and login options of Spark's Kafka source, by their names there.
-
-    Raises:
-        ConfigurationError: a file cannot be read.
-    """
+    """Return the TLS and login options of Spark's Kafka source, by their names there."""
     protocol = settings.kafka_security_protocol
     options = {"security.protocol": str(protocol)}
     if protocol.endswith("SSL"):
@@ -323,9 +295,7 @@ async def publish(
 ) -> None:
     """Publish a run to all proxies, with earlier runs that were not published.
 
-    Raises:
-        ConfigurationError: the audit topic does not exist, or is not writable.
-        KafkaUnavailable: it may or may not be published; a repetition is harmless.
+    Without an answer of Kafka it may be published; a repetition is harmless.
     """
     async with KafkaAuditWriter(settings) as writer:
         news = encode_news(news_of(summary, unpublished))

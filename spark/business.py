@@ -53,11 +53,7 @@ class BusinessTable(Struct, frozen=True):
     groups: tuple[str, ...] = ()
 
     def validate(self) -> None:
-        """Refuse settings that name no table.
-
-        Raises:
-            ConfigurationError: a part is missing or wrong.
-        """
+        """Raise a `ConfigurationError` where a part is missing or wrong."""
         if not self.source.startswith(("jdbc:", "parquet:")):
             raise ConfigurationError(
                 f"the business must be jdbc:URL or parquet:PATH, not {self.shown}"
@@ -103,13 +99,9 @@ def compare(
 
     Returns:
         Ids and kinds of the findings, and counts: of both findings; of `rows`; of those that are
-            not
-        compared: `rows_open` (their transaction is not settled), `rows_young` (too young to judge),
-        `rows_gone` (retention removed the evidence) and `rows_without_id` (null, or no
+        not compared: `rows_open` (their transaction is not settled), `rows_young` (too young to
+        judge), `rows_gone` (retention removed the evidence) and `rows_without_id` (null, or no
         transaction's id).
-
-    Raises:
-        ConfigurationError: the rows cannot be read.
     """
     from pyspark import StorageLevel
     from pyspark.sql import DataFrame

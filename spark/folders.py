@@ -67,8 +67,7 @@ def exists(spark: SparkSession, path: str) -> bool:
 def runs_in(spark: SparkSession, folder: str) -> frozenset[str]:
     """Return the runs that have a folder of a kind; none where there is no such folder.
 
-    Args:
-        folder: that of any run, as `Folders` returns it; it need not exist.
+    `folder`: that of any run, as `Folders` returns it; it need not exist.
     """
     names = names_in(spark, folder.rpartition("/")[0])
     return frozenset(name.removeprefix("run=") for name in names)
@@ -139,7 +138,7 @@ _WRITERS_MAX = 64
 
 def write_verdicts(rows: DataFrame, folders: Folders, run: str, days: int) -> None:
     """Write a run's verdicts, by day and verdict.
-     Every task writes a file into each folder that it has rows for. Where that would be too many,
+    Every task writes a file into each folder that it has rows for. Where that would be too many,
     rows are redistributed first, so that one task has most of a folder but no more rows than
     others.
 
@@ -173,7 +172,7 @@ def read_verdicts(spark: SparkSession, out: str, runs: Iterable[str]) -> DataFra
 
 def current_verdicts(spark: SparkSession, out: str, runs: Iterable[str]) -> DataFrame:
     """Return the valid verdict of each transaction: that of the newest of these runs.
-     Where that is `gone`, retention has removed the evidence since, and an earlier run's verdict
+    Where that is `gone`, retention has removed the evidence since, and an earlier run's verdict
     wins."""
     rows = read_verdicts(spark, out, runs)
     row, run = F.struct(*rows.columns), F.col("run")

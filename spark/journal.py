@@ -1,5 +1,5 @@
 """The audit's journal: one SQLite file with the result of every run.
- A row for each run holds the whole summary as JSON, beside plain columns for `sqlite3` and
+A row for each run holds the whole summary as JSON, beside plain columns for `sqlite3` and
 Datasette; two more tables hold drift by kind, and examples. Another names the runs that the proxies
 do not know yet. A run's rows are written in one transaction, so several processes may share a file.
 """

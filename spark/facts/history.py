@@ -100,15 +100,8 @@ class EarlierFacts:
         return max((run.last_ms for run in self._runs if run.last_ms is not None), default=None)
 
     def strangers(self, new: Facts, carried: DataFrame) -> DataFrame | None:
-        """Return ids with new facts that earlier runs may know and did not carry on.
-
-        Args:
-            new: the facts of this run.
-            carried: ids that are carried; column `id`.
-
-        Returns:
-            columns `id` and `id_ms`, each id once; None where there are none.
-        """
+        """Return ids with new facts that earlier runs may know and did not carry on: columns `id`
+        and `id_ms`, each id once; None where there are none."""
         if self.last_ms is None:
             return None
         old = [t.select("id", "id_ms").where(F.col("id_ms") <= self.last_ms) for t in new]
@@ -118,8 +111,7 @@ class EarlierFacts:
     def facts(self, ids: DataFrame) -> Facts | None:
         """Return the known facts of these transactions; None where there are none.
 
-        Args:
-            ids: columns `id` and `id_ms`, each id once; read several times, so cache it.
+        `ids`: columns `id` and `id_ms`, each id once; read several times, so cache it.
         """
         spans = spans_of(ids)
         runs = [run.run for run in self._runs if any(_meets(run, span) for span in spans)]
@@ -130,16 +122,13 @@ class EarlierFacts:
 
     def neighbours(self, old: Facts, whole: Facts) -> DataFrame | None:
         """Return transactions that may have been overtaken in the order of their key.
-         A message is out of order if one that was decided later is visible before it. For a message
+
+        A message is out of order if one that was decided later is visible before it. For a message
         decided before this run and visible now, an earlier run may have read that other one.
         Messages decided in this run can only be overtaken by others decided in this run.
 
-        Args:
-            old: facts from earlier runs of transactions that this run judges.
-            whole: all facts that this run judges.
-
-        Returns:
-            columns `id` and `id_ms`, each id once; None where there are none.
+        `old`: facts from earlier runs of transactions that this run judges. `whole`: all facts that
+        it judges. The result is that of `strangers`.
         """
         first = old.op.where("kind = 'commit'").groupBy("id", "partition")
         decided = first.agg(F.min("offset").alias("since")).persist()
@@ -188,14 +177,10 @@ class EarlierFacts:
 
 
 def left_of(runs: Sequence[PastRun], there: Set[str]) -> RemainingRuns:
-    """Return the runs that can be looked up where folders of earlier runs were deleted.
+    """Return the runs of a chain that can be looked up where folders of earlier runs were deleted.
 
     Later facts of a transaction prove nothing without its earlier ones, so a deleted run hides all
-    runs before it.
-
-    Args:
-        runs: the runs of a chain, in order.
-        there: names of runs whose folders are there.
+    runs before it. `there`: names of runs whose folders are there.
     """
     first = max((n + 1 for n, run in enumerate(runs) if run.run not in there), default=0)
     removed = [run.last_ms for run in runs[:first] if run.last_ms is not None]
@@ -350,11 +335,7 @@ class CarriedState(Struct, frozen=True):
 
 
 def read_carried(spark: SparkSession, folders: Folders, run: str) -> CarriedState:
-    """Read the state that a run left.
-
-    Raises:
-        ConfigurationError: it is missing, or another version wrote it.
-    """
+    """Read the state that a run left."""
     folder = folders.carry(run)
     written = read_bytes(spark, f"{folder}/{_CHAIN}")
     if written is None:
@@ -411,11 +392,7 @@ def keys_in_window(
 ) -> DataFrame:
     """Return half messages with a `dedup_key` that may still void a later one.
 
-    Args:
-        half: half facts of this run.
-        before: the last run's result, or None.
-        clock_ms: the half topic's log clock at the end of this run, by partition.
-        dedup_window_ms: how long a key is held.
+    `before`: the last run's result. `clock_ms`: the half topic's log clock at the end of this run.
     """
     keyed = whole_with_key(half)
     if before is not None:

@@ -111,13 +111,10 @@ _COLUMNS = (*_KEY, "offset", "clock_ms", "id")
 
 def dedup_voids(half: DataFrame, before: DataFrame | None, window_ms: int) -> DataFrame:
     """Return partition and offset of first records that are void by their `dedup_key`.
-     The ledger's rule: the last half message of a group with a key that counted holds the key;
-    another one counts only after more than the dedup window on the log clock. A repeated id is not
-    decided by the key.
 
-    Args:
-        half: the half table; `void` marks rows that are void for other reasons.
-        before: rows of an earlier run that hold a key, or None.
+    The ledger's rule: the last half message of a group with a key that counted holds the key;
+    another one counts only after more than the dedup window on the log clock. A repeated id is not
+    decided by the key. `before`: rows of an earlier run that hold a key.
     """
     of_now = whole_with_key(half).select(*_COLUMNS, F.lit(True).alias("now"))
     rows = of_now

@@ -119,7 +119,7 @@ def _order_mark(order: Column, topic: Column, key: Column) -> Column:
 
 class MessageColumns:
     """Columns of records in the form of half messages.
-     `records`: the records with every shared expression as a column, so that Spark evaluates it
+    `records`: the records with every shared expression as a column, so that Spark evaluates it
     once."""
 
     def __init__(self, records: DataFrame) -> None:
@@ -311,12 +311,10 @@ def half_facts(records: DataFrame) -> DataFrame:
 
 def visible_facts(records: DataFrame, prefix: str) -> DataFrame:
     """Return the facts of the records of target topics that an installation has promoted.
-     Their first header is `txb-id`; for a prefix other than the default, `txb-installation` comes
+
+    Their first header is `txb-id`; for a prefix other than the default, `txb-installation` comes
     first and `txb-id` second. Columns: those of `schema.VISIBLE`, `why` and `own`, which is always
     false: any producer may write to a target.
-
-    Args:
-        prefix: prefix of the installation's topics.
     """
     headers = F.col("headers")
     of_installation = F.lit(True)
@@ -645,11 +643,7 @@ class JoinedMarkers(NamedTuple):
 
 
 def with_contents(rows: DataFrame) -> JoinedMarkers:
-    """Join markers with the messages that follow them.
-
-    Args:
-        rows: `op_facts` without records that do not parse.
-    """
+    """Join markers with the messages that follow them. `rows`: of `op_facts`, none broken."""
     messages = rows.where(F.col("content").isNotNull())
     base = F.col("offset") - F.col("content")["seq"] - 1
     batches = (

@@ -27,7 +27,7 @@ class CopiedMessages(NamedTuple):
 
 class TransactionFold:
     """The state of a transaction after its markers.
-     Without a half message (`half` is None) only the first decision counts; a copy supplies group
+    Without a half message (`half` is None) only the first decision counts; a copy supplies group
     and messages if there is one."""
 
     def __init__(self, half: Sequence[HalfFact] | None, kept: CopiedMessages | None = None) -> None:

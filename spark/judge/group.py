@@ -66,10 +66,6 @@ def verdicts(
     """Return a row for each transaction: the columns of `schema.VERDICT` without `run`.
 
     Intermediate tables stay on the executors' disks until `release` or the next call.
-
-    Args:
-        terms: the terms of the judgement.
-        horizon: what retention left.
     """
     release(spark)
     # The order check reads each table a second time; grouping again would cost more.
@@ -139,8 +135,7 @@ def _struct(side: str, table: DataFrame) -> Column:
 def _by_sql(grouped: DataFrame, terms: JudgeTerms = _BEFORE_ALL) -> DataFrame:
     """Return `plain`, the verdicts of plain transactions, and the facts of the others.
 
-    Args:
-        terms: decide which pending transactions may be overdue; none by default.
+    `terms` decide which pending transactions may be overdue; none by default.
     """
     flagged = grouped.withColumn("plain", F.coalesce(_is_plain(terms), F.lit(False)))
     plain = F.col("plain")

@@ -22,11 +22,8 @@ _TOMBSTONES_MS = 86_400_000
 def horizon_of(facts: Facts, cut: SnapshotBounds, decided_ms: int = -1) -> Horizon:
     """Return the horizon of a run that reads all topics from their starts.
 
-    The driver collects one row a partition.
-
-    Args:
-        decided_ms: no marker outside this run is younger than this; -1 where the run has read all
-            relevant markers.
+    `decided_ms`: no marker outside this run is younger than this; -1 where the run has read all
+    relevant markers.
     """
     half = {p: start for p, start in enumerate(cut.half.starts) if start > 0}
     op = {p: start for p, start in enumerate(cut.op.starts) if start > 0}
@@ -137,7 +134,7 @@ class SavedHorizon(Struct, frozen=True):
     @classmethod
     def of(cls, horizon: Horizon, now_ms: int) -> "SavedHorizon":
         """Return the horizon of a run for later runs.
-         Where nothing was kept, the past is unknown only up to `now_ms`; all later records were
+        Where nothing was kept, the past is unknown only up to `now_ms`; all later records were
         read. Compacted and missing topics may change, so each run examines them again."""
         return cls(
             dict(horizon.half_start),
@@ -158,8 +155,7 @@ class SavedHorizon(Struct, frozen=True):
 def without_removed(horizon: Horizon, removed_ms: int | None, half_partitions: int) -> Horizon:
     """Return a horizon for which the facts of removed runs are unknown.
 
-    Args:
-        removed_ms: greatest time in the ids of removed facts; None where none were removed.
+    `removed_ms`: greatest time in the ids of removed facts; None where none were removed.
     """
     if removed_ms is None:
         return horizon

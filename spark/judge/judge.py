@@ -316,7 +316,7 @@ def judge(
     facts: TransactionFacts, terms: JudgeTerms, horizon: Horizon = NOTHING_TAKEN
 ) -> JudgedTransaction:
     """Judge a transaction.
-     Records that were read after `facts` can only settle an open transaction: a transaction in
+    Records that were read after `facts` can only settle an open transaction: a transaction in
     flight has no findings."""
     parts = read_id(facts.id)
     facts = _sorted(facts)
@@ -359,11 +359,8 @@ def judge(
 def _has_all_markers(
     parts: ParsedId, prepared_ms: int, terms: JudgeTerms, horizon: Horizon
 ) -> bool:
-    """Return whether retention cannot have removed a marker of a transaction.
-
-    Args:
-        prepared_ms: when it was prepared, or the time in its id.
-    """
+    """Return whether retention cannot have removed a marker of a transaction that was prepared at
+    `prepared_ms`, or whose id has that time."""
     begin_ms = horizon.op_begin_ms.get(parts.partition)
     return begin_ms is None or prepared_ms > begin_ms + terms.dedup_window_ms
 

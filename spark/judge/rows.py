@@ -99,9 +99,7 @@ NOTHING_TAKEN = Horizon()
 def kept_from_ms(now_ms: int, kept_ms: int) -> int:
     """Return the timestamp from which on retention has removed nothing from a target.
 
-    Args:
-        now_ms: when the topic's start offsets were read.
-        kept_ms: the retention time.
+    `now_ms`: when its start offsets were read. `kept_ms`: its retention time.
     """
     return now_ms - kept_ms + _RESERVE_MS
 
@@ -277,14 +275,8 @@ def _visible(row: Mapping[str, Any], alone: bool) -> VisibleFact:
 
 
 def as_promoted(row: VisibleFact, if_alone: int | None, alone: bool) -> VisibleFact:
-    """Return a visible row as it was promoted.
-
-    In a transaction of one message, the sequence header is the user's own header.
-
-    Args:
-        if_alone: the column `headers_if_alone`.
-        alone: whether the transaction has one message.
-    """
+    """Return a visible row as it was promoted: in a transaction of one message (`alone`), the
+    sequence header is the user's own, and `if_alone` the hash of the headers."""
     if not alone or if_alone is None:
         return row
     return row._replace(seq=0, count=1, headers=if_alone)

@@ -86,11 +86,7 @@ class GroupDrift(NamedTuple):
 
 
 def check_writable(path: Path) -> None:
-    """Check that a report can be written, before any work is done for it.
-
-    Raises:
-        ConfigurationError: it cannot.
-    """
+    """Refuse a path where no report can be written, before any work is done for it."""
     temporary = _temporary(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -123,9 +119,6 @@ def write_report(
         history: earlier runs in any order; the run itself may be among them.
         verdicts: the run's verdict rows, for the groups with the most drift; a summary from the
             journal does not hold them.
-
-    Raises:
-        ConfigurationError: the file cannot be written.
     """
     groups = [] if verdicts is None else _drift_by_group(verdicts, summary.run)
     page = render(summary, history, groups)

@@ -1,5 +1,5 @@
 """The summary of a run, added up from its verdicts.
- Spark adds up; the driver receives data in proportion to the groups and topics that are shown, not
+Spark adds up; the driver receives data in proportion to the groups and topics that are shown, not
 to the number of transactions."""
 
 from collections import Counter
@@ -54,12 +54,7 @@ class VerdictTotals(NamedTuple):
 
 
 def add_up(verdicts: DataFrame, now_ms: int) -> VerdictTotals:
-    """Add up the verdicts of a run.
-
-    Args:
-        verdicts: as written; read twice, and the rows with findings once more.
-        now_ms: reference time for the age of pending transactions.
-    """
+    """Add up the verdicts of a run; pending transactions have their age at `now_ms`."""
     drift = _drift(verdicts)
     counts = _counts(verdicts, now_ms).persist()
     try:
@@ -242,16 +237,11 @@ def unread_topics(cut: SnapshotBounds) -> dict[str, str]:
 
 
 def committed_to_missing(verdicts: DataFrame, cut: SnapshotBounds, terms: Terms) -> MissingTargets:
-    """Return the transactions that were committed to topics that do not exist.
+    """Return the transactions that were committed, and are late, to topics that do not exist.
 
     Whether a message was visible before its topic was deleted makes no difference: a run that reads
     everything again cannot know. For the same reason only transactions with a half message that is
     still there count. Refused ones are left out, because their copy is kept.
-
-    Args:
-        verdicts: the valid row of each transaction.
-        cut: the run's snapshot bounds.
-        terms: a commit counts once it is late by these.
     """
     starts = F.array(*[F.lit(start).cast("bigint") for start in cut.half.starts])
     missing = verdicts.select(

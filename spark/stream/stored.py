@@ -102,7 +102,7 @@ class EventLoopThread:
 
 class FindingSink:
     """Stores the results of Spark's batches one after the other.
-     Spark repeats a batch when it does not know whether it was stored. The results of a batch are
+    Spark repeats a batch when it does not know whether it was stored. The results of a batch are
     the same each time, and its number is stored with them, so each batch counts once.
 
     Args:
@@ -128,33 +128,19 @@ class FindingSink:
         self.progress = StreamProgress()
 
     def begin(self) -> None:
-        """Fence every earlier stream of this name, and read its progress.
-
-        Raises:
-            ConfigurationError: a topic is missing, or there is no right to it.
-            KafkaUnavailable: Kafka does not answer.
-        """
+        """Fence every earlier stream of this name, and read its progress."""
         value = self._call(self._kafka.begin(self._key))
         if value is not None:
             self.progress = msgspec.json.decode(value, type=StreamProgress)
         self._confirmed = True
 
     def set_aside(self, records: Sequence[BrokenRecord]) -> None:
-        """Store records that no batch will read; repeated ones count once.
-
-        Raises:
-            KafkaUnavailable: Kafka does not answer.
-        """
+        """Store records that no batch will read; repeated ones count once."""
         with self._one_at_a_time:
             self._write(lambda before: (_passed(before, records), ()))
 
     def take(self, rows: DataFrame, batch: int) -> None:
-        """Store a batch; Spark's `foreachBatch` calls this.
-
-        Raises:
-            ConfigurationError: a topic refuses the findings, or another stream has begun.
-            KafkaUnavailable: Kafka does not answer.
-        """
+        """Store a batch; Spark's `foreachBatch` calls this."""
         # The last call of a stopped query may still run when the next query begins.
         with self._one_at_a_time:
             self._take(rows, batch)
@@ -355,11 +341,7 @@ class StreamManifest(Struct, frozen=True, kw_only=True):
 
 
 def read_home(spark: SparkSession, checkpoint: str) -> StreamManifest | None:
-    """Return a checkpoint's manifest, None where no stream has begun there.
-
-    Raises:
-        ConfigurationError: it does not parse, or the folder cannot be used.
-    """
+    """Return a checkpoint's manifest, None where no stream has begun there."""
     content = read_bytes(spark, _path(checkpoint))
     if content is None:
         return None
@@ -375,11 +357,7 @@ def read_home(spark: SparkSession, checkpoint: str) -> StreamManifest | None:
 
 
 def write_home(spark: SparkSession, checkpoint: str, home: StreamManifest) -> None:
-    """Store the manifest.
-
-    Raises:
-        ConfigurationError: the folder cannot be used.
-    """
+    """Store the manifest."""
     write_bytes(spark, _path(checkpoint), msgspec.json.encode(home))
 
 
@@ -422,12 +400,7 @@ def read_around(
 ) -> bool:
     """Make the failed batch skip records that Spark cannot hold; return whether it has any.
 
-    Args:
-        set_aside: stores records that no batch will read any more, before the offsets move.
-
-    Raises:
-        ConfigurationError: the checkpoint cannot be used.
-        AuditError, KafkaUnavailable: Kafka does not answer.
+    `set_aside` stores records that no batch will read any more, before the offsets move.
     """
     folder = f"{checkpoint.rstrip('/')}/offsets"
     number = max((int(name) for name in names_in(spark, folder) if name.isdigit()), default=-1)

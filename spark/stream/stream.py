@@ -1,5 +1,5 @@
 """`txbroker audit stream`: judge every transaction as its records arrive.
- Spark reads all topics at once and independently, so at any time one topic is ahead of another. The
+Spark reads all topics at once and independently, so at any time one topic is ahead of another. The
 *tick* relates them: a record of the audit topic, written by the stream. Its append time is the
 brokers' now. After it, the stream reads the ends of all topics; once Spark has read past those
 ends, the next tick records that, and Spark's watermark moves there. All rules about time and about
@@ -92,11 +92,7 @@ class StreamSettings(Struct, frozen=True):
     targets: frozenset[str] = frozenset()
 
     def validate(self) -> None:
-        """Refuse contradictions.
-
-        Raises:
-            ConfigurationError: settings contradict one another.
-        """
+        """Raise a `ConfigurationError` where settings contradict one another."""
         if self.keep_s * 1000 <= self.terms.dedup_window_ms + self.terms.late_after_ms:
             raise ConfigurationError(
                 "keep_s must exceed the dedup window plus the time after which a commit is late: "
@@ -167,11 +163,7 @@ class AuditStream:
         self._thread.join(timeout_s)
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait until it has ended; return whether it has.
-
-        Raises:
-            TxbrokerError: it failed.
-        """
+        """Wait until it has ended; return whether it has. Raise its error if it failed."""
         self._thread.join(timeout_s)
         if self._failure is not None:
             raise self._failure
@@ -263,11 +255,7 @@ class AuditStream:
     def _ends(
         self, read: Iterable[str], others: Iterable[str]
     ) -> tuple[dict[str, TopicEnds], dict[str, str]]:
-        """Return the ends of readable topics, and why others are not readable.
-
-        Raises:
-            AuditError: a topic that was read is readable no longer, or Kafka does not answer.
-        """
+        """Return the ends of readable topics, and why others are not readable."""
         ends = self._access.ends(read)
         for topic, topic_ends in ends.items():
             if topic_ends.unread:
@@ -470,10 +458,8 @@ def _refuse_gaps(
 ) -> None:
     """Check that Spark skipped no record while it was configured to tolerate gaps.
 
-    Args:
-        first: Spark's progress of the first batch.
-        begins: the topics' start offsets before it.
-        new: targets that are read for the first time.
+    `first`: Spark's progress of the first batch. `begins`: the topics' start offsets before it.
+    `new`: targets that are read for the first time.
     """
     for (topic, number), offset in _offsets(first, "startOffset").items():
         starts = begins[topic].starts if topic in begins and topic not in new else ()
