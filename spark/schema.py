@@ -123,9 +123,7 @@ KINDS = (
         "consumers see a message that was rolled back",
     ),
     Kind(
-        "visible_without_commit",
-        "Visible without a commit",
-        "consumers see an undecided message",
+        "visible_without_commit", "Visible without a commit", "consumers see an undecided message"
     ),
     Kind("visible_without_half", "Visible without a half message", "committed, never prepared"),
     Kind("visible_twice", "Visible twice", "a message was promoted more than once"),

@@ -118,7 +118,7 @@ def spark_session(settings: SparkSettings) -> Iterator["SparkSession"]:
         return
     folder = Path(tempfile.mkdtemp(prefix="txbroker-spark-"))
     try:
-        with _started(settings, folder) as spark:
+        with _without_artifacts(), _started(settings, folder) as spark:
             yield spark
     finally:
         shutil.rmtree(folder, ignore_errors=True)
@@ -157,7 +157,6 @@ def _started(settings: SparkSettings, folder: Path) -> Iterator["SparkSession"]:
     master = settings.master or settings.conf.get("spark.master") or "local[*]"
     log = folder / "jvm.log"
     conf = _conf(settings, master, folder)
-    artifacts = _Artifacts()
     environment = launch_environment(master)
     with first_download(), _variables(environment), log.open("wb") as errors:
         output = {} if settings.verbose else {"stdout": errors, "stderr": subprocess.STDOUT}
@@ -182,20 +181,19 @@ def _started(settings: SparkSettings, folder: Path) -> Iterator["SparkSession"]:
             yield spark
     finally:
         _end(gateway)
-        artifacts.remove()
 
 
-class _Artifacts:
-    """The empty folder that Spark 4 creates and leaves in the working directory."""
-
-    def __init__(self) -> None:
-        self._folder = Path("artifacts").absolute()
-        self._was_there = self._folder.exists()
-
-    def remove(self) -> None:
-        if not self._was_there:
+@contextlib.contextmanager
+def _without_artifacts() -> Iterator[None]:
+    """Remove the empty folder that Spark 4 creates and leaves in the working directory."""
+    folder = Path("artifacts").absolute()
+    was_there = folder.exists()
+    try:
+        yield
+    finally:
+        if not was_there:
             with contextlib.suppress(OSError):
-                self._folder.rmdir()
+                folder.rmdir()
 
 
 def _known_to(gateway: Any, conf: Mapping[str, str]) -> Any:

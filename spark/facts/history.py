@@ -21,7 +21,7 @@ from pyspark.sql import Column, DataFrame, SparkSession
 from pyspark.sql import functions as F
 
 from txbroker.errors import ConfigurationError
-from txbroker.spark.facts.log_rules import whole_with_key
+from txbroker.spark.facts.extract import whole_with_key
 from txbroker.spark.facts.messages import id_time_ms
 from txbroker.spark.folders import Folders, read_bytes, write_bytes
 from txbroker.spark.judge.horizon import SavedHorizon

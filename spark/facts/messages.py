@@ -394,10 +394,7 @@ def parked_facts(records: DataFrame) -> DataFrame:
     )
     why = first_reason(
         [
-            (
-                not_true(F.is_valid_utf8(key) & number.rlike(_NATURAL)),
-                "its key is not ID/NUMBER",
-            ),
+            (not_true(F.is_valid_utf8(key) & number.rlike(_NATURAL)), "its key is not ID/NUMBER"),
             (~tombstone & part.why().isNotNull(), ""),
             (
                 ~tombstone & not_true((part.id == id) & (part.seq == number.try_cast("int"))),

@@ -10,9 +10,7 @@ from pyspark.sql import Column, DataFrame, Row, Window
 from pyspark.sql import functions as F
 
 from txbroker.spark.facts.extract import Extract
-from txbroker.spark.facts.history import (
-    TableCount,
-)
+from txbroker.spark.facts.history import TableCount
 from txbroker.spark.schema import (
     BUSINESS_KINDS,
     KIND_NAMES,

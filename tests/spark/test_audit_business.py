@@ -200,10 +200,7 @@ def test_a_table_of_a_database_is_read_in_parts(spark: SparkSession, database: s
 
     result = compare(spark, verdicts(spark, reported), business, TERMS, half_partitions=3)
 
-    assert found(result) == {
-        id_of(7): "message_without_row",
-        id_of(70): "row_without_message",
-    }
+    assert found(result) == {id_of(7): "message_without_row", id_of(70): "row_without_message"}
     assert result[1]["rows"] == 9
     assert result[1]["rows_without_id"] == 1
 

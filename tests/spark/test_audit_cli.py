@@ -344,9 +344,7 @@ def test_next_run_publishes_findings_that_could_not_be_read(
     assert DRIFTED.run in played.steps[-1]
 
 
-def test_unpublished_late_finding_expires_when_not_repeated(
-    played: Played,
-) -> None:
+def test_unpublished_late_finding_expires_when_not_repeated(played: Played) -> None:
     played.finds = msgspec.structs.replace(DRIFTED, drift={"late": 3})
     played.fails = KafkaUnavailable("no leader")
     assert played.audit().code == 4

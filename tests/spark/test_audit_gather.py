@@ -190,9 +190,7 @@ def test_the_plain_never_come_to_python(spark: SparkSession) -> None:
     assert [row["plain"] for row in grouped.collect()] == [True] * 4
 
 
-def test_one_hot_group_topic_and_key_spreads_over_tasks(
-    spark: SparkSession,
-) -> None:
+def test_one_hot_group_topic_and_key_spreads_over_tasks(spark: SparkSession) -> None:
     from pyspark.sql import functions as F
 
     from txbroker.spark.judge.group import _grouped
@@ -337,9 +335,7 @@ def test_order_is_judged_where_refusals_are_known(spark: SparkSession) -> None:
         assert judged_by_spark(spark, facts, horizon)[id_of(1)]["findings"] == findings
 
 
-def test_refusals_are_known_from_first_dropped_copy_kept(
-    spark: SparkSession,
-) -> None:
+def test_refusals_are_known_from_first_dropped_copy_kept(spark: SparkSession) -> None:
     from txbroker.spark.judge.horizon import horizon_of, parked_from_ms
 
     day_ms = 86_400_000

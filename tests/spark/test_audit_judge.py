@@ -46,6 +46,11 @@ from txbroker.spark.judge.rows import (
 from txbroker.spark.schema import KIND_NAMES
 
 DECIDED_MS = COMMIT.at_ms
+ROLLBACK = op_row("rollback")
+VOID = half_rows(void="expired")
+VISIBLE = visible_rows(HALF)
+TRIES = [check_row(n, START_MS + 6000 + (n - 1) * 30_000, n) for n in (1, 2, 3)]
+PARK = op_row("park", 4, TRIES[-1].at_ms + 5000)
 
 
 # --- the ledger's rules ----------------------------------------------------------------------
@@ -101,7 +106,7 @@ def test_it_runs_where_nothing_of_ours_is_installed() -> None:
     for module in (judge_module, life, rows):
         cloudpickle.register_pickle_by_value(module)
     try:
-        facts = TransactionFacts(ID, HALF, [COMMIT], visible_rows(HALF))
+        facts = TransactionFacts(ID, HALF, [COMMIT], VISIBLE)
         shipped = cloudpickle.dumps((judge, facts, TERMS))
     finally:
         for module in (judge_module, life, rows):
@@ -122,18 +127,14 @@ def test_it_runs_where_nothing_of_ours_is_installed() -> None:
 
 
 def test_states_without_findings() -> None:
-    rollback = op_row("rollback")
-    void = half_rows(void="expired")
-    tries = [check_row(n, START_MS + 6000 + (n - 1) * 30_000, n) for n in (1, 2, 3)]
-    park = op_row("park", 4, tries[-1].at_ms + 5000)
     young_ms = DECIDED_MS + 60_000
     cases = {
         "pending": judged(),
-        "settled": judged(op=[COMMIT], visible=visible_rows(HALF)),
+        "settled": judged(op=[COMMIT], visible=VISIBLE),
         "committed": judged(op=[COMMIT], now_ms=young_ms),
-        "parked": judged(op=[*tries, park], parked=copy_rows(HALF, "parked")),
+        "parked": judged(op=[*TRIES, PARK], parked=copy_rows(HALF, "parked")),
         "refused": judged(op=[COMMIT], parked=copy_rows(HALF, "refused")),
-        "void": judged(void),
+        "void": judged(VOID),
         "gone": judged([], parked=[parked_row(None)]),
     }
     assert {name: case.verdict for name, case in cases.items()} == {name: name for name in cases}
@@ -144,13 +145,13 @@ def test_states_without_findings() -> None:
         "parked",
         "refused",
     ]
-    assert judged(op=[rollback]).state == "rolled_back"
+    assert judged(op=[ROLLBACK]).state == "rolled_back"
     assert cases["parked"].attempts == 3
 
 
 def test_one_that_was_refused_and_then_taken_is_promoted() -> None:
     parked = [parked_row("refused"), parked_row(None, 1)]
-    verdict = judged(op=[COMMIT], visible=visible_rows(HALF), parked=parked)
+    verdict = judged(op=[COMMIT], visible=VISIBLE, parked=parked)
     assert (verdict.verdict, verdict.state, verdict.carry) == ("settled", "promoted", False)
 
 
@@ -206,19 +207,16 @@ def test_invisible_part_is_lost() -> None:
 
 
 def test_visible_messages_must_be_committed() -> None:
-    visible = visible_rows(HALF)
-    assert judged(visible=visible).findings == ("visible_without_commit",)
-    assert judged(op=[op_row("rollback")], visible=visible).findings == ("rolled_back_visible",)
-    assert judged(half_rows(void="expired"), [COMMIT], visible).findings == (
-        "visible_without_commit",
-    )
-    assert judged([], visible=visible).findings == ("visible_without_commit",)
+    assert judged(visible=VISIBLE).findings == ("visible_without_commit",)
+    assert judged(op=[ROLLBACK], visible=VISIBLE).findings == ("rolled_back_visible",)
+    assert judged(VOID, [COMMIT], VISIBLE).findings == ("visible_without_commit",)
+    assert judged([], visible=VISIBLE).findings == ("visible_without_commit",)
     foreign = op_row("commit", grp="stranger")
-    assert judged(op=[foreign], visible=visible).findings == ("visible_without_commit",)
+    assert judged(op=[foreign], visible=VISIBLE).findings == ("visible_without_commit",)
 
 
 def test_visible_twice_in_any_place() -> None:
-    once = visible_rows(HALF)
+    once = VISIBLE
     again = [once[0]._replace(offset=70)]
     assert judged(op=[COMMIT], visible=once + again).findings == ("visible_twice",)
     elsewhere = [once[0]._replace(topic="u")]
@@ -239,12 +237,12 @@ def test_visible_twice_in_any_place() -> None:
     ],
 )
 def test_visible_messages_equal_the_prepared_ones(change: dict[str, object], finding: str) -> None:
-    found = judged(op=[COMMIT], visible=[visible_rows(HALF)[0]._replace(**change)])
+    found = judged(op=[COMMIT], visible=[VISIBLE[0]._replace(**change)])
     assert (found.findings, found.state) == ((finding,), "promoted")
 
 
 def test_a_message_that_was_never_prepared_is_in_the_wrong_place() -> None:
-    visible = [*visible_rows(HALF), visible_rows(HALF, offset=60)[0]._replace(seq=1, count=2)]
+    visible = [*VISIBLE, visible_rows(HALF, offset=60)[0]._replace(seq=1, count=2)]
     assert judged(op=[COMMIT], visible=visible).findings == ("wrong_target",)
 
 
@@ -261,9 +259,9 @@ def test_user_timestamp_is_kept_and_broker_time_is_no_change() -> None:
 def test_messages_of_the_commit_must_be_visible() -> None:
     contents = [Content(0, "t", 0, 55, 66, 77)]
     commit = COMMIT._replace(contents=contents, contents_count=1)
-    replaced = visible_rows(HALF)[0]._replace(body=55, headers=66, at_ms=77)
+    replaced = VISIBLE[0]._replace(body=55, headers=66, at_ms=77)
     assert judged(op=[commit], visible=[replaced]).verdict == "settled"
-    found = judged(op=[commit], visible=visible_rows(HALF)).findings
+    found = judged(op=[commit], visible=VISIBLE).findings
     assert found == ("body_changed", "headers_changed", "timestamp_changed")
     elsewhere = commit._replace(contents=[contents[0]._replace(target_partition=1)])
     assert judged(op=[elsewhere]).state == "pending"
@@ -272,12 +270,11 @@ def test_messages_of_the_commit_must_be_visible() -> None:
 
 
 def test_harmless_contrary_marker_is_reported_without_drift() -> None:
-    visible = visible_rows(HALF)
     same = Content(0, "t", 5, HALF[0].body, HALF[0].headers, None)
     other = same._replace(body=1)
 
     def why(*more: MarkerFact) -> str | None:
-        found = judged(op=[COMMIT, *more], visible=visible)
+        found = judged(op=[COMMIT, *more], visible=VISIBLE)
         assert (found.verdict, found.findings) == ("settled", ())
         return found.why
 
@@ -291,28 +288,24 @@ def test_harmless_contrary_marker_is_reported_without_drift() -> None:
     assert "commit at 2" in (first.why or "")
     young = judged(op=[COMMIT, op_row("rollback", 1)], now_ms=DECIDED_MS + 60_000)
     assert (young.verdict, young.findings) == ("committed", ())
-    void = judged(half_rows(void="expired"), [COMMIT, op_row("rollback", 1)])
+    void = judged(VOID, [COMMIT, op_row("rollback", 1)])
     assert (void.verdict, void.why) == ("void", None)
 
 
 def test_following_another_than_first_decision_is_drift() -> None:
-    visible = visible_rows(HALF)
     back = [op_row("rollback"), op_row("commit", 1)]
-    assert judged(op=back, visible=visible).findings == ("rolled_back_visible", "contrary_markers")
+    assert judged(op=back, visible=VISIBLE).findings == ("rolled_back_visible", "contrary_markers")
     unseen = judged(op=[COMMIT, op_row("rollback", 1)])
     assert unseen.findings == ("lost", "contrary_markers")
     other = Content(0, "t", 0, 1, HALF[0].headers, None)
     two = [COMMIT, op_row("commit", 1, contents=[other], contents_count=1)]
-    second = [visible[0]._replace(body=1)]
+    second = [VISIBLE[0]._replace(body=1)]
     assert judged(op=two, visible=second).findings == ("body_changed", "contrary_markers")
-    neither = [visible[0]._replace(body=2)]
+    neither = [VISIBLE[0]._replace(body=2)]
     assert judged(op=two, visible=neither).findings == ("body_changed",)
 
 
 # --- what is kept ----------------------------------------------------------------------------
-
-TRIES = [check_row(n, START_MS + 6000 + (n - 1) * 30_000, n) for n in (1, 2, 3)]
-PARK = op_row("park", 4, TRIES[-1].at_ms + 5000)
 
 
 def test_parked_transaction_has_a_whole_copy_in_time() -> None:
@@ -342,7 +335,7 @@ def test_parked_transaction_has_a_whole_copy_in_time() -> None:
 def test_copy_of_settled_transaction_is_reported_without_drift() -> None:
     half = half_rows(["t", "u"])
     copy, dropped = copy_rows(half, "refused", 7), parked_row(None, 9)
-    ends = {"promoted": ([COMMIT], visible_rows(half)), "rolled_back": ([op_row("rollback")], [])}
+    ends = {"promoted": ([COMMIT], visible_rows(half)), "rolled_back": ([ROLLBACK], [])}
     for state, (op, shown) in ends.items():
         for parked, offset in ((copy, 7), ([*copy, dropped], 8)):
             left = judged(half, op, shown, parked)
@@ -400,12 +393,7 @@ def test_more_attempts_than_allowed() -> None:
 
 @pytest.mark.parametrize(
     ("early_ms", "reason", "findings"),
-    [
-        (0, "due", ()),
-        (1000, "due", ()),
-        (1001, "due", ("check_too_early",)),
-        (5000, "asked", ()),
-    ],
+    [(0, "due", ()), (1000, "due", ()), (1001, "due", ("check_too_early",)), (5000, "asked", ())],
 )
 def test_checks_before_their_time(early_ms: int, reason: str, findings: tuple[str, ...]) -> None:
     found = judged(op=[check_row(1, START_MS + 6000 - early_ms, 0, reason)])
@@ -419,23 +407,18 @@ def test_not_yet_postpones_and_revival_restarts_the_policy() -> None:
     assert judged(op=[first, later, check_row(2, START_MS + 55_999, 2)]).findings == (
         "check_too_early",
     )
-    tries = [check_row(n, START_MS + 6000 + (n - 1) * 30_000, n) for n in (1, 2, 3)]
-    parked_ms = tries[-1].at_ms + 5000
+    parked_ms = TRIES[-1].at_ms + 5000
     revival = [op_row("park", 4, parked_ms), op_row("revive", 5, parked_ms)]
     due = check_row(1, parked_ms + 6000, 6, turn=2)
-    found = judged(op=[*tries, *revival, due])
+    found = judged(op=[*TRIES, *revival, due])
     assert (found.state, found.attempts, found.findings) == ("pending", 1, ())
-    assert judged(op=[*tries, revival[1], due]).attempts == 3
+    assert judged(op=[*TRIES, revival[1], due]).attempts == 3
 
 
 def test_markers_and_parts_without_a_half_message() -> None:
     assert judged([], [COMMIT]).findings == ("marker_without_half",)
-    visible = visible_rows(HALF)
-    assert judged([], [COMMIT], visible).findings == (
-        "visible_without_half",
-        "marker_without_half",
-    )
-    assert judged([], [op_row("rollback")], visible).findings == (
+    assert judged([], [COMMIT], VISIBLE).findings == ("visible_without_half", "marker_without_half")
+    assert judged([], [ROLLBACK], VISIBLE).findings == (
         "rolled_back_visible",
         "marker_without_half",
     )
@@ -446,7 +429,7 @@ def test_markers_and_parts_without_a_half_message() -> None:
     assert shown.findings == ("visible_without_half", "half_incomplete")
     assert "2 of 3" in (found.why or "")
     assert judged([HALF[0]._replace(seq=1, offset=5)]).findings == ("half_incomplete",)
-    assert judged(half_rows(void="expired"), [COMMIT]).verdict == "void"
+    assert judged(VOID, [COMMIT]).verdict == "void"
 
 
 # --- what retention took ---------------------------------------------------------------------
@@ -454,8 +437,7 @@ def test_markers_and_parts_without_a_half_message() -> None:
 
 def test_retention_is_no_drift() -> None:
     taken = Horizon({PARTITION: 5}, {PARTITION: START_MS - WINDOW_MS})
-    visible = visible_rows(HALF)
-    for op, seen in (([COMMIT], visible), ([COMMIT], []), ([], visible)):
+    for op, seen in (([COMMIT], VISIBLE), ([COMMIT], []), ([], VISIBLE)):
         found = judged([], op, seen, horizon=taken)
         assert (found.verdict, found.findings, found.carry) == ("gone", (), False)
     before = Horizon({PARTITION: 5}, {PARTITION: START_MS - WINDOW_MS - 1})
@@ -469,7 +451,7 @@ def test_parked_copy_replaces_half_removed_by_retention() -> None:
     for state in ("pending", "parked", "refused"):
         found = judged([], parked=[parked_row(state)], horizon=taken)
         assert (found.verdict, found.carry) == (state, True)
-    found = judged([], [op_row("rollback")], parked=[parked_row("parked")], horizon=taken)
+    found = judged([], [ROLLBACK], parked=[parked_row("parked")], horizon=taken)
     assert (found.state, found.carry) == ("rolled_back", False)
     found = judged([], [COMMIT], parked=[parked_row("parked")], horizon=taken)
     assert (found.verdict, found.carry) == ("committed", True)
@@ -510,7 +492,7 @@ def test_copy_is_judged_where_retention_removed_the_half() -> None:
 def test_copy_without_its_markers_proves_nothing() -> None:
     copy = copy_rows(HALF, "pending")
     horizon = TAKEN._replace(op_begin_ms={PARTITION: START_MS - WINDOW_MS})
-    found = judged([], [], visible_rows(HALF), copy, horizon=horizon)
+    found = judged([], [], VISIBLE, copy, horizon=horizon)
     assert (found.verdict, found.carry) == ("gone", False)
 
 
@@ -565,15 +547,15 @@ def test_message_too_young_for_retention_is_lost() -> None:
 
 def test_markers_that_retention_took_may_have_decided() -> None:
     horizon = Horizon(op_begin_ms={PARTITION: START_MS - WINDOW_MS})
-    assert judged(visible=visible_rows(HALF), horizon=horizon).verdict == "gone"
-    assert judged(visible=visible_rows(HALF)).verdict == "visible_without_commit"
+    assert judged(visible=VISIBLE, horizon=horizon).verdict == "gone"
+    assert judged(visible=VISIBLE).verdict == "visible_without_commit"
 
 
 # --- the half message, any check, or what a record claims is missing -----------------------------
 
 
 def test_findings_without_half_are_found_after_retention() -> None:
-    rollback, visible = op_row("rollback", grp="g"), visible_rows(HALF)
+    rollback, visible = op_row("rollback", grp="g"), VISIBLE
     twice = [*visible, visible[0]._replace(offset=70)]
     taken = Horizon({PARTITION: 5}, {PARTITION: START_MS})
 
@@ -606,13 +588,10 @@ def test_findings_without_half_are_found_after_retention() -> None:
 
 
 def test_visible_twice_is_found_beside_other_faults() -> None:
-    twice = [*visible_rows(HALF), visible_rows(HALF, offset=70)[0]]
+    twice = [*VISIBLE, visible_rows(HALF, offset=70)[0]]
     assert judged(visible=twice).findings == ("visible_without_commit", "visible_twice")
-    assert judged(op=[op_row("rollback")], visible=twice).findings == (
-        "rolled_back_visible",
-        "visible_twice",
-    )
-    assert "visible_twice" in judged(half_rows(void="expired"), visible=twice).findings
+    assert judged(op=[ROLLBACK], visible=twice).findings == ("rolled_back_visible", "visible_twice")
+    assert "visible_twice" in judged(VOID, visible=twice).findings
 
 
 def test_record_claiming_any_message_count_costs_nothing() -> None:
@@ -637,7 +616,7 @@ def test_overdue_needs_an_old_due_check_never_made() -> None:
     asked = check_row(1, START_MS + 6000, 1)
     given_back = op_row("returned", 2, asked.at_ms, round=1, number=1)
     for op in ([asked], [asked, given_back], [asked._replace(number=7)], [COMMIT]):
-        visible = visible_rows(HALF) if op == [COMMIT] else []
+        visible = VISIBLE if op == [COMMIT] else []
         assert judged(op=op, visible=visible, now_ms=OVERDUE_MS + 1).findings == ()
     # A proxy copies pending transactions before retention removes the half message.
     assert judged(parked=copy_rows(HALF, "pending"), now_ms=OVERDUE_MS + 1).findings == ("overdue",)
@@ -645,7 +624,7 @@ def test_overdue_needs_an_old_due_check_never_made() -> None:
     # A first check may have been made, and its marker be gone.
     horizon = Horizon(op_begin_ms={PARTITION: START_MS - WINDOW_MS})
     assert judged(now_ms=OVERDUE_MS + 1, horizon=horizon).findings == ()
-    assert judged(half_rows(void="expired"), now_ms=OVERDUE_MS + 1).findings == ()
+    assert judged(VOID, now_ms=OVERDUE_MS + 1).findings == ()
 
 
 def test_copy_proves_overdue_after_half_was_removed() -> None:

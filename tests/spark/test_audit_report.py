@@ -14,13 +14,17 @@ from hypothesis import strategies as st
 
 from tests.spark.audit_summaries import STARTED_MS, cut, drifted, summary
 from txbroker.errors import ConfigurationError
-from txbroker.spark.report.figures import BucketRange, Plot, common_buckets, duration, percentile
 from txbroker.spark.report.report import (
     OFFENDERS_SHOWN,
     PAIRS_SHOWN,
     RUNS_SHOWN,
     TEMPLATES,
+    BucketRange,
     GroupDrift,
+    Plot,
+    common_buckets,
+    duration,
+    percentile,
     render,
     write_report,
 )

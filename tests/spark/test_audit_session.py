@@ -31,16 +31,6 @@ from txbroker.spark.session import (
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
-    from txbroker.embedded import EmbeddedKafka
-
-
-def test_spark_reads_kafka(spark: SparkSession, kafka: EmbeddedKafka) -> None:
-    read = spark.read.format("kafka").options(
-        **{"kafka.bootstrap.servers": kafka.bootstrap, "subscribePattern": "no-such-.*"}
-    )
-    assert read.load().count() == 0
-    assert spark.range(10).mapInPandas(lambda frames: frames, "id long").count() == 10
-
 
 def test_a_task_does_not_read_the_directories_of_archives_again(spark: SparkSession) -> None:
     def directories(_number: int) -> list[bool]:
@@ -291,10 +281,7 @@ def test_failure_in_spark_is_one_sentence(
         spark.sql("select raise_error('the flux is off')").collect()
     assert "the flux is off" in str(raised.value)
     assert str(raised.value).startswith("Spark failed: ")
-    with (
-        pytest.raises(SparkFailed, match=r"Spark failed: .*no_such_table"),
-        in_words(None),
-    ):
+    with pytest.raises(SparkFailed, match=r"Spark failed: .*no_such_table"), in_words(None):
         spark.sql("select * from no_such_table")
     with pytest.raises(SparkFailed, match="no_such_column"), in_words(None):
         spark.range(3).select(F.col("no_such_column"))

@@ -386,7 +386,7 @@ def _half_read(read: TopicRead) -> TopicRead:
 
 @pytest.mark.parametrize("step", [0, 3, 40])
 def test_the_log_clock_is_the_running_maximum(spark: SparkSession, step: int) -> None:
-    from txbroker.spark.facts.log_rules import LogClock, survey, with_clock
+    from txbroker.spark.facts.extract import LogClock, survey, with_clock
 
     rng = random.Random(step)
     rows, expected, ends = [], {}, []
@@ -420,8 +420,8 @@ WINDOW_MS = 100
 def test_whose_key_counts_is_as_the_ledger_has_it(spark: SparkSession, seed: int) -> None:
     from pyspark.sql import functions as F
 
+    from txbroker.spark.facts.extract import dedup_voids
     from txbroker.spark.facts.history import keys_in_window
-    from txbroker.spark.facts.log_rules import dedup_voids
 
     rng = random.Random(seed)
     ledger = Ledger(0, WINDOW_MS)

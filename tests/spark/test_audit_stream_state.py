@@ -239,9 +239,7 @@ def test_second_copy_is_found_until_transaction_is_forgotten(stream: Stream) -> 
     assert len(stream.reported) == 1
 
 
-def test_missing_first_check_is_overdue_until_it_is_made(
-    stream: Stream,
-) -> None:
+def test_missing_first_check_is_overdue_until_it_is_made(stream: Stream) -> None:
     tx = Tx()
     stream.read(tx.half())
     overdue_ms = 6000 + TERMS.overdue_after_ms
