@@ -105,23 +105,16 @@ async def test_empty_partition_makes_no_snapshot_due(harness: Harness) -> None:
 
 @pytest.mark.rule(10)
 @pytest.mark.usefixtures("_no_snapshots")
-@pytest.mark.parametrize("days", [0, 30])
-async def test_unaccounted_half_messages_stop_partition(harness: Harness, days: int) -> None:
+@pytest.mark.parametrize(("topic", "days"), [("half", 0), ("half", 30), ("op", 0)])
+async def test_unaccounted_records_stop_partition(harness: Harness, topic: str, days: int) -> None:
     """Also when they are old: no owner has lived to copy them before retention took them."""
-    owner = await harness.owner()
-    await harness.prepared(owner)
-    await harness.delete(owner, half=1, days=days)
-    for _ in range(2):
-        await harness.truncated(r"half topic begins at offset 1.*only to 0")
-
-
-@pytest.mark.usefixtures("_no_snapshots")
-async def test_unaccounted_markers_stop_partition(harness: Harness) -> None:
     owner, id = await harness.new_pending()
-    harness.zombie_mark("check", id, round=1, number=1, reason="due")
-    await until(lambda: owner.ledger.op_position == 1)
-    await harness.delete(owner, op=1)
-    await harness.truncated(r"op topic begins at offset 1.*only to 0")
+    if topic == "op":
+        harness.zombie_mark("check", id, round=1, number=1, reason="due")
+        await until(lambda: owner.ledger.op_position == 1)
+    await harness.delete(owner, days=days, **{topic: 1})
+    for _ in range(2):
+        await harness.truncated(rf"{topic} topic begins at offset 1.*only to 0")
 
 
 @pytest.mark.rule(10)

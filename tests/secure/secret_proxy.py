@@ -6,22 +6,14 @@ import contextlib
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-TXBROKER = Path(sys.executable).with_name("txbroker")
+from tests.kit.cli import TXBROKER, Result
+
 TIMEOUT_S = 60.0
-
-
-class Ended(NamedTuple):
-    """How a command ended."""
-
-    code: int
-    out: str
-    err: str
 
 
 def words_of(options: Mapping[str, Any]) -> list[str]:
@@ -37,18 +29,18 @@ def environment(more: Mapping[str, str]) -> dict[str, str]:
 
 
 def call(
-    words: Sequence[str], more: Mapping[str, str] | None = None, timeout_s: float = TIMEOUT_S
-) -> Ended:
+    words: Sequence[object], more: Mapping[str, str] | None = None, timeout_s: float = TIMEOUT_S
+) -> Result:
     """Run a command of txbroker's to its end."""
     done = subprocess.run(
-        [TXBROKER, *words],
+        [TXBROKER, *map(str, words)],
         capture_output=True,
         text=True,
         timeout=timeout_s,
         check=False,
         env=environment(more or {}),
     )
-    return Ended(done.returncode, done.stdout, done.stderr)
+    return Result(done.returncode, done.stdout, done.stderr)
 
 
 class RunningProxy(NamedTuple):

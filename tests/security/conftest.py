@@ -12,7 +12,7 @@ from tests.security.security_table import ROWS, row_of
 
 
 @pytest.fixture(params=[1, 2], ids=["one proxy", "two proxies"], scope="module")
-async def installation(
+async def site(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> AsyncIterator[Installation]:
     """An installation for the tests of one file."""

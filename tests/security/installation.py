@@ -163,6 +163,18 @@ class Installation:
             content = await answer.json() if json else raw.decode(errors="replace")
             return Answer(answer.status, content, {k.lower(): v for k, v in answer.headers.items()})
 
+    async def get(self, path: str, **options: Any) -> Answer:
+        """Read by GET, as `call` does."""
+        return await self.call("GET", path, **options)
+
+    async def post(self, path: str, body: Json, **options: Any) -> Answer:
+        """Change by POST, as `call` does."""
+        return await self.call("POST", path, body, **options)
+
+    async def put(self, path: str, body: Json, **options: Any) -> Answer:
+        """Change by PUT, as `call` does."""
+        return await self.call("PUT", path, body, **options)
+
     def prepare_body(self, group: str, topic: str = "", **fields: Any) -> Json:
         """Return a prepare with a key that no other has, so that ids lie in every partition."""
         self._numbers += 1

@@ -42,13 +42,13 @@ CREDENTIALS: dict[str, dict[str, str]] = {
 
 
 @contextmanager
-def without_kafka(installation: Installation) -> Iterator[None]:
+def without_kafka(site: Installation) -> Iterator[None]:
     """Take Kafka away, so that a call that needs it cannot be answered as if it did not."""
-    installation.world.kafka.go_down()
+    site.world.kafka.go_down()
     try:
         yield
     finally:
-        installation.world.kafka.come_up()
+        site.world.kafka.come_up()
 
 
 def shown(answer: Answer) -> tuple[Any, ...]:
@@ -58,18 +58,16 @@ def shown(answer: Answer) -> tuple[Any, ...]:
 
 
 @pytest.mark.parametrize("credential", CREDENTIALS)
-async def test_every_call(
-    installation: Installation, credential: str, record_property: Any
-) -> None:
-    installation.allow(*(name for name in TABLES if name != "revoked"))
+async def test_every_call(site: Installation, credential: str, record_property: Any) -> None:
+    site.allow(*(name for name in TABLES if name != "revoked"))
     first = None
-    with without_kafka(installation):
-        for url in installation.urls:
+    with without_kafka(site):
+        for url in site.urls:
             for operation in operations():
                 if operation.open:
                     continue
                 path = operation.path.format(id=ID, group="shop")
-                answer = await installation.call(
+                answer = await site.call(
                     operation.method,
                     path,
                     {} if operation.changes else None,
@@ -83,10 +81,10 @@ async def test_every_call(
 
 
 @pytest.mark.parametrize("credential", CREDENTIALS)
-async def test_sessions(installation: Installation, credential: str, record_property: Any) -> None:
-    installation.allow(*(name for name in TABLES if name != "revoked"))
-    with without_kafka(installation):
-        for url in installation.urls:
+async def test_sessions(site: Installation, credential: str, record_property: Any) -> None:
+    site.allow(*(name for name in TABLES if name != "revoked"))
+    with without_kafka(site):
+        for url in site.urls:
             async with aiohttp.ClientSession() as http:
                 headers = CREDENTIALS[credential]
                 with pytest.raises(aiohttp.WSServerHandshakeError) as refused:
@@ -95,61 +93,58 @@ async def test_sessions(installation: Installation, credential: str, record_prop
     record_property("result", "401 at the upgrade, no call of Kafka")
 
 
-async def test_session_of_a_revoked_principal(installation: Installation) -> None:
+async def test_session_of_a_revoked_principal(site: Installation) -> None:
     """The open session is cut off, and a new one gets 401; sessions of others stay."""
-    installation.allow(*TABLES)
-    for url in installation.urls:
-        async with (
-            installation.socket("shop", url) as shop,
-            installation.socket("bank", url) as bank,
-        ):
+    site.allow(*TABLES)
+    for url in site.urls:
+        async with site.socket("shop", url) as shop, site.socket("bank", url) as bank:
             assert isinstance(await shop.hello("shop"), wire.Welcome)
             assert isinstance(await bank.hello("bank"), wire.Welcome)
-            installation.allow(*(name for name in TABLES if name != "shop"))
+            site.allow(*(name for name in TABLES if name != "shop"))
             assert await shop.ended()
             # The others stay.
             answer = await bank.ask(wire.AskEarly(1, ID))
             assert isinstance(answer, wire.Failure)
         path = f"/v1/transactions/{ID}"
-        assert (await installation.call("GET", path, by="shop", at=url)).status == 401
-        installation.allow(*TABLES)
+        assert (await site.get(path, by="shop", at=url)).status == 401
+        site.allow(*TABLES)
 
 
-async def test_hello_of_principal_revoked_after_the_upgrade(installation: Installation) -> None:
+async def test_hello_of_principal_revoked_after_the_upgrade(site: Installation) -> None:
     """The hello gets unauthorized; no session begins."""
-    installation.allow(*TABLES)
-    for url in installation.urls:
-        async with installation.socket("shop", url) as shop:
-            installation.allow(*(name for name in TABLES if name != "shop"))
+    site.allow(*TABLES)
+    for url in site.urls:
+        async with site.socket("shop", url) as shop:
+            site.allow(*(name for name in TABLES if name != "shop"))
             refused = await shop.hello("shop")
             assert isinstance(refused, wire.Failure)
             assert refused.code == "unauthorized"
             assert await shop.ended()
-        installation.allow(*TABLES)
+        site.allow(*TABLES)
 
 
-async def test_session_of_a_principal_that_loses_its_group(installation: Installation) -> None:
+async def test_session_of_a_principal_that_loses_its_group(site: Installation) -> None:
     """The open session is cut off; a new hello for the group gets not_permitted."""
-    installation.allow(*TABLES)
-    for url in installation.urls:
-        async with installation.socket("shop", url) as shop:
+    site.allow(*TABLES)
+    for url in site.urls:
+        async with site.socket("shop", url) as shop:
             assert isinstance(await shop.hello("shop"), wire.Welcome)
             narrower = TABLES["shop"].replace('"shop", "shop-*"', '"shop-2"')
-            installation.principals.write_text("\n".join([narrower, TABLES["operator"]]))
+            site.principals.write_text("\n".join([narrower, TABLES["operator"]]))
             assert await shop.ended()
-        async with installation.socket("shop", url) as shop:
+        async with site.socket("shop", url) as shop:
             refused = await shop.hello("shop")
             assert isinstance(refused, wire.Failure)
             assert refused.code == "not_permitted"
-        installation.allow(*TABLES)
+        site.allow(*TABLES)
 
 
-async def unread(installation: Installation) -> set[str]:
+async def unread(site: Installation) -> set[str]:
     """Return the settings whose files each proxy reports as unusable, in both places."""
     found = set()
-    overview = await installation.call("GET", "/v1/overview", by="operator")
+    overview = await site.get("/v1/overview", by="operator")
     for proxy in overview.body["proxies"]:
-        metrics = (await installation.call("GET", "/metrics", by="operator", at=proxy["url"])).body
+        metrics = (await site.get("/metrics", by="operator", at=proxy["url"])).body
         shown = set(re.findall(r'^txbroker_files_not_read{setting="(\w+)"} 1.0$', metrics, re.M))
         assert shown == set(re.findall(r"the file of (\w+)", "\n".join(proxy["problems"])))
         assert proxy["ready"]
@@ -170,24 +165,22 @@ BROKEN: dict[str, tuple[str, str | None, int]] = {
 
 
 @pytest.mark.parametrize("case", BROKEN)
-async def test_broken_credential_file(
-    installation: Installation, case: str, record_property: Any
-) -> None:
+async def test_broken_credential_file(site: Installation, case: str, record_property: Any) -> None:
     name, rubbish, mode = BROKEN[case]
-    installation.allow(*TABLES)
-    path, good = installation.folder / name, installation.folder / "good"
+    site.allow(*TABLES)
+    path, good = site.folder / name, site.folder / "good"
     setting = {"principals.toml": "principals_file", "peer-secret": "peer_secret_file"}[name]
-    assert await unread(installation) == set()
+    assert await unread(site) == set()
     content = path.read_text()
     path.rename(good)
-    assert setting in await unread(installation)
+    assert setting in await unread(site)
     path.write_text(content if rubbish is None else rubbish)
     path.chmod(mode)
-    for url in installation.urls:
-        assert (await installation.call("GET", "/v1/groups", by="operator", at=url)).status == 200
-    assert setting in await unread(installation)
+    for url in site.urls:
+        assert (await site.get("/v1/groups", by="operator", at=url)).status == 200
+    assert setting in await unread(site)
     good.rename(path)  # a file that was read before
-    assert await unread(installation) == set()
+    assert await unread(site) == set()
     record_property("result", "The last content stays in force; overview and metric name the file")
 
 

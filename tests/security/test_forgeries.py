@@ -21,8 +21,8 @@ from txbroker.sdk import BadSignature, verify_webhook
 CLASS = 5
 
 
-def ids(installation: Installation) -> dict[str, str]:
-    now_ms = installation.proxies[0].broker.now_ms()
+def ids(site: Installation) -> dict[str, str]:
+    now_ms = site.proxies[0].broker.now_ms()
     right = make_id(0, now_ms, 77)
     return {
         "empty": "%20",
@@ -44,12 +44,12 @@ def ids(installation: Installation) -> dict[str, str]:
     "not ASCII", "a path", "of a half partition that is not there", "of nobody", "of another time",
     "of the future",
 ])  # fmt: skip
-async def test_an_id(installation: Installation, name: str, record_property: Any) -> None:
-    id = ids(installation)[name]
+async def test_an_id(site: Installation, name: str, record_property: Any) -> None:
+    id = ids(site)[name]
     outcomes = set()
-    for url in installation.urls:
+    for url in site.urls:
         for method, path in (("GET", ""), ("POST", "/commit"), ("POST", "/rollback")):
-            answer = await installation.call(
+            answer = await site.call(
                 method,
                 f"/v1/transactions/{id}{path}",
                 {} if method == "POST" else None,
@@ -62,12 +62,12 @@ async def test_an_id(installation: Installation, name: str, record_property: Any
     record_property("result", outcomes.pop())
 
 
-async def test_an_id_in_a_session(installation: Installation, record_property: Any) -> None:
+async def test_an_id_in_a_session(site: Installation, record_property: Any) -> None:
     codes = set()
-    for url in installation.urls:
-        async with installation.socket("shop", url) as socket:
+    for url in site.urls:
+        async with site.socket("shop", url) as socket:
             assert isinstance(await socket.hello("shop"), wire.Welcome)
-            for number, id in enumerate(ids(installation).values(), 1):
+            for number, id in enumerate(ids(site).values(), 1):
                 failure = await socket.ask(wire.Decide(number, id, Decision.COMMIT))
                 assert isinstance(failure, wire.Failure), id
                 codes.add(failure.code)
@@ -78,18 +78,18 @@ async def test_an_id_in_a_session(installation: Installation, record_property: A
 @pytest.mark.parametrize(
     "cursor", ["x", "1.x", "-1.", "1" * 400, "NaN.0", "1.{id}'--", "0.00000000000000000000000000x"]
 )
-async def test_a_cursor(installation: Installation, cursor: str, record_property: Any) -> None:
-    for url in installation.urls:
+async def test_a_cursor(site: Installation, cursor: str, record_property: Any) -> None:
+    for url in site.urls:
         path = f"/v1/transactions?cursor={cursor}"
-        answer = await installation.call("GET", path, by="operator", at=url)
+        answer = await site.get(path, by="operator", at=url)
         assert answer.outcome == "400 bad_request"
     record_property("result", "400 bad_request")
 
 
-async def login(installation: Installation, by: str) -> str:
+async def login(site: Installation, by: str) -> str:
     """Log in at the console and return the cookie."""
-    http = installation._http
-    url = installation.urls[0]
+    http = site._http
+    url = site.urls[0]
     async with http.get(f"{url}/login") as page:
         cookies = SimpleCookie("; ".join(page.headers.getall("Set-Cookie")))
         text = await page.text()
@@ -103,18 +103,16 @@ async def login(installation: Installation, by: str) -> str:
         return SimpleCookie(answer.headers["Set-Cookie"])["txbroker_session"].value
 
 
-async def status_with(installation: Installation, cookie: str) -> int:
+async def status_with(site: Installation, cookie: str) -> int:
     """Return the status of the console's first page with a login's cookie."""
     headers = {"cookie": f"txbroker_session={cookie}"}
-    async with installation._http.get(
-        installation.urls[0] + "/", headers=headers, allow_redirects=False
-    ) as answer:
+    async with site._http.get(site.urls[0] + "/", headers=headers, allow_redirects=False) as answer:
         return answer.status
 
 
-async def test_a_login(installation: Installation, record_property: Any) -> None:
-    cookie = await login(installation, "viewer")
-    assert await status_with(installation, cookie) == 200
+async def test_a_login(site: Installation, record_property: Any) -> None:
+    cookie = await login(site, "viewer")
+    assert await status_with(site, cookie) == 200
     until_s, secret, name, principal, signature = cookie.split(".")
     operator = base64.urlsafe_b64encode(b"operator").decode().rstrip("=")
     forged = {
@@ -124,20 +122,20 @@ async def test_a_login(installation: Installation, record_property: Any) -> None
         "cut off": [until_s, secret, name, principal, signature[:-1]],
     }
     for parts in forged.values():
-        assert await status_with(installation, ".".join(parts)) == 303
+        assert await status_with(site, ".".join(parts)) == 303
     record_property("result", "303 to the login, for another principal, end or signature")
 
 
-async def test_a_login_made_from_the_principals_file(installation: Installation) -> None:
+async def test_a_login_made_from_the_principals_file(site: Installation) -> None:
     """Who has read the digests can sign nothing: 303 to the login."""
-    guard = Guard(installation.proxies[0].broker._settings)
+    guard = Guard(site.proxies[0].broker._settings)
     principal = guard.named("operator")
     assert principal is not None
-    cookie = await login(installation, "operator")
+    cookie = await login(site, "operator")
     content = cookie.rpartition(".")[0]
     for key in (b"", principal.digests[0].encode(), bytes.fromhex(principal.digests[0])):
         signature = hmac.digest(key, content.encode(), hashlib.sha256).hex()
-        assert await status_with(installation, f"{content}.{signature}") == 303
+        assert await status_with(site, f"{content}.{signature}") == 303
 
 
 @pytest.mark.parametrize(

@@ -46,12 +46,12 @@ def body_of(dice: random.Random) -> bytes:
     return raw[: dice.randrange(len(raw))] if dice.random() < 0.1 else raw
 
 
-async def test_http(installation: Installation, record_property: Any) -> None:
+async def test_http(site: Installation, record_property: Any) -> None:
     dice = random.Random(SEED)
     declared = operations()
-    installation.allow(*(name for name in TABLES if name != "revoked"))
-    own = [await installation.prepared("shop") for _ in range(8)]
-    theirs = [await installation.prepared("bank") for _ in range(8)]
+    site.allow(*(name for name in TABLES if name != "revoked"))
+    own = [await site.prepared("shop") for _ in range(8)]
+    theirs = [await site.prepared("bank") for _ in range(8)]
     ids = [*own, *theirs, "0" * 26, "x", "%00", make_id(3, 1, 1)]
     seen: set[str] = set()
     gate = asyncio.Semaphore(AT_ONCE)
@@ -67,12 +67,10 @@ async def test_http(installation: Installation, record_property: Any) -> None:
             "content-type": "application/json" if dice.random() < 0.9 else "text/xml",
         }
         data = body_of(dice) if operation.changes else None
-        url = dice.choice(installation.urls)
+        url = dice.choice(site.urls)
         async with (
             gate,
-            installation._http.request(
-                operation.method, url + path, data=data, headers=headers
-            ) as answer,
+            site._http.request(operation.method, url + path, data=data, headers=headers) as answer,
         ):
             raw = await answer.read()
             assert answer.status < 500 or operation.name == "ready", (operation.name, data, raw)
@@ -84,10 +82,10 @@ async def test_http(installation: Installation, record_property: Any) -> None:
     await asyncio.gather(*(one() for _ in range(CASES)))
     # What one team may do it may do to its own; the other's is as it was.
     for id in theirs:
-        view = await installation.view(id)
+        view = await site.view(id)
         assert view.get("by") in (None, "", "bank"), view
     assert {"unauthorized", "not_permitted", "bad_request", "unsupported_media_type"} <= seen
-    assert (await installation.call("GET", "/healthz")).status == 200
+    assert (await site.get("/healthz")).status == 200
     record_property("result", "typed errors, none above 499; nothing of another team was changed")
 
 
@@ -103,14 +101,14 @@ HEADER_LINES = (
 )  # fmt: skip
 
 
-async def test_bytes_on_the_socket(installation: Installation, record_property: Any) -> None:
+async def test_bytes_on_the_socket(site: Installation, record_property: Any) -> None:
     dice = random.Random(SEED)
     gate = asyncio.Semaphore(AT_ONCE)
 
     async def one() -> None:
         lines = [dice.choice(REQUEST_LINES), *dice.choices(HEADER_LINES, k=dice.randrange(6))]
         data = b"\r\n".join(lines) + b"\r\n\r\n" + dice.randbytes(dice.randrange(64))
-        address = urlsplit(dice.choice(installation.urls))
+        address = urlsplit(dice.choice(site.urls))
         async with gate:
             reader, writer = await asyncio.open_connection(address.hostname, address.port)
             try:
@@ -125,7 +123,7 @@ async def test_bytes_on_the_socket(installation: Installation, record_property: 
                 writer.close()
 
     await asyncio.gather(*(one() for _ in range(CASES // 3)))
-    assert (await installation.call("GET", "/healthz")).status == 200
+    assert (await site.get("/healthz")).status == 200
     record_property("result", "answered with a 4xx or dropped; the proxy serves on")
 
 
@@ -149,15 +147,15 @@ def frame_of(dice: random.Random, ids: list[str]) -> bytes:
     return raw[: dice.randrange(len(raw))] if dice.random() < 0.2 else raw
 
 
-async def test_frames_of_sessions(installation: Installation, record_property: Any) -> None:
+async def test_frames_of_sessions(site: Installation, record_property: Any) -> None:
     dice = random.Random(SEED)
-    theirs = [await installation.prepared("bank") for _ in range(8)]
+    theirs = [await site.prepared("bank") for _ in range(8)]
     ids = [*theirs, "0" * 26, "", "x" * 26, make_id(999, 1, 1)]
     left = [CASES // 3]
 
     async def one_session() -> None:
         while left[0] > 0:
-            async with installation.socket("shop", dice.choice(installation.urls)) as socket:
+            async with site.socket("shop", dice.choice(site.urls)) as socket:
                 assert isinstance(await socket.hello("shop"), wire.Welcome)
                 while left[0] > 0:
                     left[0] -= 1
@@ -170,19 +168,19 @@ async def test_frames_of_sessions(installation: Installation, record_property: A
 
     await asyncio.gather(*(one_session() for _ in range(AT_ONCE)))
     for id in theirs:
-        view = await installation.view(id)
+        view = await site.view(id)
         assert (view["state"], view.get("by")) in (("pending", None), ("pending", ""))
-    async with installation.socket("bank") as socket:
+    async with site.socket("bank") as socket:
         assert isinstance(await socket.hello("bank"), wire.Welcome)
     record_property("result", "nothing foreign was changed; new sessions are taken")
 
 
 @pytest.mark.parametrize("size", [0, 1, 1 << 20])
 async def test_a_frame_before_the_hello(
-    installation: Installation, size: int, record_property: Any
+    site: Installation, size: int, record_property: Any
 ) -> None:
-    for url in installation.urls:
-        async with installation.socket("shop", url) as socket:
+    for url in site.urls:
+        async with site.socket("shop", url) as socket:
             await socket.socket.send_bytes(bytes(size))
             failure = await socket.next()
             assert isinstance(failure, wire.Failure)

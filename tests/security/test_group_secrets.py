@@ -279,13 +279,13 @@ async def test_team_cannot_sign_with_another_teams_secret(
     world: MemoryHarness, tmp_path: Path, folder: Path, group: str, status: int
 ) -> None:
     """Only the group whose name the file has can register it."""
-    installation = Installation(world, tmp_path)
+    site = Installation(world, tmp_path)
     try:
-        await installation.start(2, secrets_dir=folder)
-        for url in installation.urls:
+        await site.start(2, secrets_dir=folder)
+        for url in site.urls:
             policy = {"secret_ref": f"file:{folder}/bank"}
             path = f"/v1/groups/{group}"
-            answer = await installation.call("PUT", path, policy, by=group, at=url)
+            answer = await site.put(path, policy, by=group, at=url)
             assert answer.status == status, answer.body
     finally:
-        await installation.close()
+        await site.close()

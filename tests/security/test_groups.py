@@ -31,49 +31,47 @@ UNKNOWN = {
 
 @pytest.mark.parametrize("name", [*MALFORMED, *UNKNOWN])
 async def test_malformed_or_foreign_group_name(
-    installation: Installation, name: str, record_property: Any
+    site: Installation, name: str, record_property: Any
 ) -> None:
     by, code, group = "operator", "400 bad_request", MALFORMED.get(name)
     if group is None:
         by, code, group = "shop", "403 not_permitted", UNKNOWN[name]
-    for url in installation.urls:
-        body = installation.prepare_body(group, "shop.orders")
-        answer = await installation.call("POST", "/v1/transactions", body, by=by, at=url)
+    for url in site.urls:
+        body = site.prepare_body(group, "shop.orders")
+        answer = await site.post("/v1/transactions", body, by=by, at=url)
         assert answer.outcome == code
         # No path leads to a name that is empty.
         path = f"/v1/groups/{quote(group, safe='')}"
-        answer = await installation.call("PUT", path, {}, by=by, at=url)
+        answer = await site.put(path, {}, by=by, at=url)
         assert answer.outcome == (code if group else "404 not_found")
-        id = await installation.prepared("shop")
+        id = await site.prepared("shop")
         commit = f"/v1/transactions/{id}/commit"
-        answer = await installation.call("POST", commit, {"group": group}, by=by, at=url)
+        answer = await site.post(commit, {"group": group}, by=by, at=url)
         assert answer.outcome == code
-        async with installation.socket(by, url) as socket:
+        async with site.socket(by, url) as socket:
             refused = await socket.hello(group)
             assert isinstance(refused, wire.Failure)
             assert refused.code == code.partition(" ")[2]
     record_property("result", f"{code}; a hello too")
 
 
-async def test_no_name(installation: Installation, record_property: Any) -> None:
-    for url in installation.urls:
-        body = installation.prepare_body("shop")
+async def test_no_name(site: Installation, record_property: Any) -> None:
+    for url in site.urls:
+        body = site.prepare_body("shop")
         del body["group"]
-        answer = await installation.call("POST", "/v1/transactions", body, by="shop", at=url)
+        answer = await site.post("/v1/transactions", body, by="shop", at=url)
         assert answer.outcome == "400 bad_request"
         for wrong in (None, 7, ["shop"], {"shop": 1}):
             body["group"] = wrong
-            answer = await installation.call("POST", "/v1/transactions", body, by="shop", at=url)
+            answer = await site.post("/v1/transactions", body, by="shop", at=url)
             assert answer.outcome == "400 bad_request"
     record_property("result", "400 bad_request")
 
 
-async def test_an_unknown_group_of_an_operator(
-    installation: Installation, record_property: Any
-) -> None:
-    for url in installation.urls:
+async def test_an_unknown_group_of_an_operator(site: Installation, record_property: Any) -> None:
+    for url in site.urls:
         for method in ("GET", "DELETE"):
-            answer = await installation.call(
+            answer = await site.call(
                 method,
                 "/v1/groups/nobody",
                 by="operator",

@@ -17,9 +17,9 @@ CLASS = 2
 MSGPACK = "application/msgpack"
 
 
-async def pending(installation: Installation, id: str) -> bool:
+async def pending(site: Installation, id: str) -> bool:
     """Return True if a transaction is unchanged since its prepare, without a check."""
-    view = await installation.view(id)
+    view = await site.view(id)
     return view["state"] == "pending" and not view.get("by") and not view.get("attempts")
 
 
@@ -39,33 +39,28 @@ async def pending(installation: Installation, id: str) -> bool:
     ids=lambda value: str(value) if value is not None else "no body",
 )
 async def test_a_call_by_id(
-    installation: Installation,
-    method: str,
-    path: str,
-    body: Any,
-    expected: str,
-    record_property: Any,
+    site: Installation, method: str, path: str, body: Any, expected: str, record_property: Any
 ) -> None:
     for _ in range(4):
-        id = await installation.prepared("bank")
-        for url in installation.urls:
-            answer = await installation.call(
+        id = await site.prepared("bank")
+        for url in site.urls:
+            answer = await site.call(
                 method, f"/v1/transactions/{id}{path}", body, by="shop", at=url
             )
             assert answer.outcome == expected
             assert "payments" not in str(answer.body)
             assert ("bank" in str(answer.body)) is (body == {"group": "bank"})
-        assert await pending(installation, id)
+        assert await pending(site, id)
     record_property("result", expected)
 
 
-async def test_listing(installation: Installation) -> None:
+async def test_listing(site: Installation) -> None:
     """A producer's list only has transactions of its own groups, for every query."""
-    theirs = await installation.prepared("bank")
-    own = await installation.prepared("shop")
-    for url in installation.urls:
+    theirs = await site.prepared("bank")
+    own = await site.prepared("shop")
+    for url in site.urls:
         for query in ("", "?group=bank", "?topic=bank.payments", "?state=pending"):
-            page = await installation.call("GET", f"/v1/transactions{query}", by="shop", at=url)
+            page = await site.get(f"/v1/transactions{query}", by="shop", at=url)
             assert page.status == 200
             groups = {view["group"] for view in page.body["transactions"]}
             assert groups <= {"shop"}
@@ -74,34 +69,34 @@ async def test_listing(installation: Installation) -> None:
             assert (own in ids) is (query in ("", "?state=pending"))
 
 
-async def test_cursors_of_lists(installation: Installation) -> None:
+async def test_cursors_of_lists(site: Installation) -> None:
     """No cursor of a list names another group's transaction, through any proxy."""
-    theirs = {await installation.prepared("bank") for _ in range(6)}
-    own = {await installation.prepared("shop") for _ in range(6)}
-    for url in installation.urls:
+    theirs = {await site.prepared("bank") for _ in range(6)}
+    own = {await site.prepared("shop") for _ in range(6)}
+    for url in site.urls:
         for query in ("", "&group=bank", "&topic=bank.payments"):
             cursor: str | None = ""
             seen = set()
             while cursor is not None:
                 path = f"/v1/transactions?limit=1{query}{cursor and f'&cursor={cursor}'}"
-                page = (await installation.call("GET", path, by="shop", at=url)).body
+                page = (await site.get(path, by="shop", at=url)).body
                 seen |= {view["id"] for view in page["transactions"]}
                 cursor = page.get("next_cursor")
                 assert not any(id in (cursor or "") for id in theirs)
             assert not seen if query else seen >= own
 
 
-async def test_decisions_by_role(installation: Installation) -> None:
+async def test_decisions_by_role(site: Installation) -> None:
     """An operator's decision is an operator's, also where its body names the group."""
-    for url in installation.urls:
-        id = await installation.prepared("shop")
+    for url in site.urls:
+        id = await site.prepared("shop")
         path = f"/v1/transactions/{id}/rollback"
-        await installation.call("POST", path, {"group": "shop"}, by="operator", at=url)
-        assert (await installation.view(id))["source"] == "operator"
+        await site.post(path, {"group": "shop"}, by="operator", at=url)
+        assert (await site.view(id))["source"] == "operator"
 
 
-async def test_operators_calls(installation: Installation, record_property: Any) -> None:
-    for url in installation.urls:
+async def test_operators_calls(site: Installation, record_property: Any) -> None:
+    for url in site.urls:
         for method, path in (
             ("GET", "/v1/overview"),
             ("GET", "/metrics"),
@@ -111,59 +106,59 @@ async def test_operators_calls(installation: Installation, record_property: Any)
         ):
             body = {} if method == "POST" else None
             headers = {"content-type": "application/json"}
-            answer = await installation.call(method, path, body, by="shop", at=url, headers=headers)
+            answer = await site.call(method, path, body, by="shop", at=url, headers=headers)
             assert answer.outcome == "403 not_permitted", (method, path)
-        page = await installation.call("GET", "/", by="shop", at=url)
+        page = await site.get("/", by="shop", at=url)
         assert page.status == 403
     record_property("result", "403 not_permitted; the console too")
 
 
-async def test_registering(installation: Installation, record_property: Any) -> None:
+async def test_registering(site: Installation, record_property: Any) -> None:
     body = {"check_after_s": 1}
-    for url in installation.urls:
+    for url in site.urls:
         for group in ("bank", "bank-2", "other"):
-            put = await installation.call("PUT", f"/v1/groups/{group}", body, by="shop", at=url)
+            put = await site.put(f"/v1/groups/{group}", body, by="shop", at=url)
             assert put.outcome == "403 not_permitted"
-            got = await installation.call("GET", f"/v1/groups/{group}", by="shop", at=url)
+            got = await site.get(f"/v1/groups/{group}", by="shop", at=url)
             assert got.outcome == "403 not_permitted"
-        denied = await installation.call("PUT", "/v1/groups/bank-closed", body, by="bank", at=url)
+        denied = await site.put("/v1/groups/bank-closed", body, by="bank", at=url)
         assert denied.outcome == "403 not_permitted"
-        allowed = await installation.call("PUT", "/v1/groups/bank-2", body, by="bank", at=url)
+        allowed = await site.put("/v1/groups/bank-2", body, by="bank", at=url)
         assert allowed.status == 200
     record_property("result", "403 not_permitted; an explicit deny wins")
 
 
-async def test_preparing(installation: Installation, record_property: Any) -> None:
-    for url in installation.urls:
+async def test_preparing(site: Installation, record_property: Any) -> None:
+    for url in site.urls:
         for group, topic in (
             ("bank", "shop.orders"),
             ("shop", "bank.payments"),
             ("shop", "closed"),
             ("bank-closed", "bank.payments"),
         ):
-            body = installation.prepare_body(group, topic)
-            answer = await installation.call("POST", "/v1/transactions", body, by="shop", at=url)
+            body = site.prepare_body(group, topic)
+            answer = await site.post("/v1/transactions", body, by="shop", at=url)
             assert answer.outcome == "403 not_permitted", (group, topic)
-        denied = installation.prepare_body("bank", "closed")
-        answer = await installation.call("POST", "/v1/transactions", denied, by="bank", at=url)
+        denied = site.prepare_body("bank", "closed")
+        answer = await site.post("/v1/transactions", denied, by="bank", at=url)
         assert answer.outcome == "403 not_permitted"
-        mixed = installation.prepare_body("shop")
+        mixed = site.prepare_body("shop")
         mixed["messages"].append({"topic": "bank.payments", "value": "x"})
-        answer = await installation.call("POST", "/v1/transactions", mixed, by="shop", at=url)
+        answer = await site.post("/v1/transactions", mixed, by="shop", at=url)
         assert answer.outcome == "403 not_permitted"
     record_property("result", "403 not_permitted for a foreign group or topic; a deny wins")
 
 
-async def test_a_session(installation: Installation, record_property: Any) -> None:
-    ids = [await installation.prepared("bank") for _ in range(8)]
-    for url in installation.urls:
-        async with installation.socket("shop", url) as socket:
+async def test_a_session(site: Installation, record_property: Any) -> None:
+    ids = [await site.prepared("bank") for _ in range(8)]
+    for url in site.urls:
+        async with site.socket("shop", url) as socket:
             refused = await socket.hello("bank")
             assert isinstance(refused, wire.Failure)
             assert refused.code == "not_permitted"
-        async with installation.socket("shop", url) as socket:
+        async with site.socket("shop", url) as socket:
             assert isinstance(await socket.hello("shop"), wire.Welcome)
-            owned = [id for id in ids if await owned_at(installation, id, url)]
+            owned = [id for id in ids if await owned_at(site, id, url)]
             assert owned
             for operation in (
                 wire.Decide(1, owned[0], Decision.COMMIT),
@@ -178,26 +173,23 @@ async def test_a_session(installation: Installation, record_property: Any) -> No
             assert isinstance(failure, wire.Failure)
             assert failure.code == "not_permitted"
     for id in ids:
-        assert await pending(installation, id)
+        assert await pending(site, id)
     record_property("result", "not_permitted at the hello and for topics, wrong_group by id")
 
 
-async def owned_at(installation: Installation, id: str, url: str) -> bool:
+async def owned_at(site: Installation, id: str, url: str) -> bool:
     """Return True if the proxy at `url` owns a transaction."""
-    owners = installation.proxies[0].broker.partitions.assigned()
-    return owners[(await installation.view(id))["partition"]] == url
+    owners = site.proxies[0].broker.partitions.assigned()
+    return owners[(await site.view(id))["partition"]] == url
 
 
-async def test_answers_to_another_groups_checks(installation: Installation) -> None:
+async def test_answers_to_another_groups_checks(site: Installation) -> None:
     """An answer for a check that another group was asked counts for nothing."""
-    for url in installation.urls:
-        async with (
-            installation.socket("shop", url) as shop,
-            installation.socket("bank", url) as bank,
-        ):
+    for url in site.urls:
+        async with site.socket("shop", url) as shop, site.socket("bank", url) as bank:
             assert isinstance(await shop.hello("shop"), wire.Welcome)
             assert isinstance(await bank.hello("bank"), wire.Welcome)
-            id = await installation.prepared("bank", check_after_s=0.1)
+            id = await site.prepared("bank", check_after_s=0.1)
             check = await bank.next()
             assert isinstance(check, wire.CheckQuestion)
             assert check.id == id
@@ -206,11 +198,11 @@ async def test_answers_to_another_groups_checks(installation: Installation) -> N
             )
             # The frame was read when a later operation of the same session is answered.
             assert isinstance(await shop.ask(wire.AskEarly(1, id)), wire.Failure)
-            assert (await installation.view(id))["state"] == "pending"
+            assert (await site.view(id))["state"] == "pending"
             await bank.send(wire.CheckAnswer(check.call, Decision.ROLLBACK))
-            await installation.reaches(id, "rolled_back")
+            await site.reaches(id, "rolled_back")
             # Who was asked, and who answered: the instance, and whose credential it came with.
-            view = await installation.view(id)
+            view = await site.view(id)
             assert {event["text"] for event in view["timeline"] if "session" in event["text"]}
             assert all(
                 "of bank" in event["text"]
@@ -220,10 +212,8 @@ async def test_answers_to_another_groups_checks(installation: Installation) -> N
 
 
 @pytest.mark.parametrize("proof", ["none", "producer's token", "operator's token", "wrong secret"])
-async def test_calls_of_proxies(
-    installation: Installation, proof: str, record_property: Any
-) -> None:
-    id = await installation.prepared("bank")
+async def test_calls_of_proxies(site: Installation, proof: str, record_property: Any) -> None:
+    id = await site.prepared("bank")
     headers = {
         "none": {},
         "producer's token": {"authorization": f"Bearer {TOKENS['shop']}"},
@@ -239,63 +229,61 @@ async def test_calls_of_proxies(
         "prepare": {"group": "bank", "messages": [{"topic": "bank.payments"}]},
         "leases": {"group": "bank", "prefer": ""},
     }
-    for url in installation.urls:
+    for url in site.urls:
         for name, body in calls.items():
             sent = {**headers, "txb-proxy": url, "content-type": MSGPACK}
-            async with installation._http.post(
+            async with site._http.post(
                 f"{url}/internal/v1/{name}", data=msgspec.msgpack.encode(body), headers=sent
             ) as answer:
                 assert answer.status == 403
                 assert (await answer.json())["error"]["code"] == "not_a_peer"
         for name in ("sessions", "overview"):
             sent = {**headers, "txb-proxy": url}
-            answer_ = await installation.call("GET", f"/internal/v1/{name}", at=url, headers=sent)
+            answer_ = await site.get(f"/internal/v1/{name}", at=url, headers=sent)
             assert answer_.outcome == "403 not_a_peer"
-    assert await pending(installation, id)
+    assert await pending(site, id)
     record_property("result", "403 not_a_peer")
 
 
-async def test_decision_records_the_principal(installation: Installation) -> None:
+async def test_decision_records_the_principal(site: Installation) -> None:
     """The marker names the principal, not the body's author; through any proxy."""
     for _ in range(4):
-        for url in installation.urls:
-            id = await installation.prepared("shop")
+        for url in site.urls:
+            id = await site.prepared("shop")
             body = {"group": "shop", "by": "operator, by anybody"}
-            done = await installation.call(
-                "POST", f"/v1/transactions/{id}/commit", body, by="shop", at=url
-            )
+            done = await site.post(f"/v1/transactions/{id}/commit", body, by="shop", at=url)
             assert done.status == 200
-            view = await installation.view(id)
+            view = await site.view(id)
             assert (view["by"], view["source"]) == ("shop", "producer")
-            id = await installation.prepared("shop")
+            id = await site.prepared("shop")
             body = {"by": "operator, by anybody"}
             path = f"/v1/transactions/{id}/rollback"
-            await installation.call("POST", path, body, by="shop", at=url)
-            view = await installation.view(id)
+            await site.post(path, body, by="shop", at=url)
+            view = await site.view(id)
             assert (view["by"], view["source"]) == ("shop", "producer")
-            id = await installation.prepared("bank")
+            id = await site.prepared("bank")
             path = f"/v1/transactions/{id}/rollback"
-            await installation.call("POST", path, body, by="operator", at=url)
-            view = await installation.view(id)
+            await site.post(path, body, by="operator", at=url)
+            view = await site.view(id)
             assert (view["by"], view["source"]) == ("operator", "operator")
 
 
-async def test_session_decides_as_its_principal(installation: Installation) -> None:
+async def test_session_decides_as_its_principal(site: Installation) -> None:
     """The marker names the principal of the session."""
-    url = installation.urls[0]
-    async with installation.socket("shop", url) as socket:
+    url = site.urls[0]
+    async with site.socket("shop", url) as socket:
         assert isinstance(await socket.hello("shop", "an instance of mine"), wire.Welcome)
-        ids = [await installation.prepared("shop") for _ in range(8)]
-        id = [id for id in ids if await owned_at(installation, id, url)][0]  # noqa: RUF015
+        ids = [await site.prepared("shop") for _ in range(8)]
+        id = [id for id in ids if await owned_at(site, id, url)][0]  # noqa: RUF015
         standing = await socket.ask(wire.Decide(1, id, Decision.COMMIT))
         assert isinstance(standing, wire.Status)
-        assert (await installation.view(id))["by"] == "shop"
+        assert (await site.view(id))["by"] == "shop"
 
 
-async def test_a_viewer(installation: Installation, record_property: Any) -> None:
-    id = await installation.prepared("bank")
-    for url in installation.urls:
-        seen = await installation.call("GET", f"/v1/transactions/{id}", by="viewer", at=url)
+async def test_a_viewer(site: Installation, record_property: Any) -> None:
+    id = await site.prepared("bank")
+    for url in site.urls:
+        seen = await site.get(f"/v1/transactions/{id}", by="viewer", at=url)
         assert seen.status == 200
         assert "value_base64" not in str(seen.body)
         for method, path, body in (
@@ -305,40 +293,40 @@ async def test_a_viewer(installation: Installation, record_property: Any) -> Non
             ("POST", f"/v1/transactions/{id}/check", {}),
             ("POST", f"/v1/transactions/{id}/revive", {}),
             ("PUT", "/v1/groups/bank", {}),
-            ("POST", "/v1/transactions", installation.prepare_body("bank")),
+            ("POST", "/v1/transactions", site.prepare_body("bank")),
         ):
-            answer = await installation.call(method, path, body, by="viewer", at=url)
+            answer = await site.call(method, path, body, by="viewer", at=url)
             assert answer.outcome == "403 not_permitted", path
-        page = await installation.call("GET", f"/transactions/{id}?bodies=1", by="viewer", at=url)
+        page = await site.get(f"/transactions/{id}?bodies=1", by="viewer", at=url)
         assert page.status == 200
         assert "Viewers cannot see content" in page.body
         assert "/actions/" not in page.body
-        act = await installation.call("GET", f"/actions/commit?id={id}", by="viewer", at=url)
+        act = await site.get(f"/actions/commit?id={id}", by="viewer", at=url)
         assert act.status == 403
-    assert await pending(installation, id)
+    assert await pending(site, id)
     record_property("result", "sees states; 403 not_permitted for bodies and actions, console too")
 
 
-async def test_a_viewer_of_the_console(installation: Installation, record_property: Any) -> None:
-    kafka = installation.world.kafka
+async def test_a_viewer_of_the_console(site: Installation, record_property: Any) -> None:
+    kafka = site.world.kafka
     policy = {"attempts_max": 1, "check_after_s": 0}
-    put = await installation.call("PUT", "/v1/groups/bank-viewed", policy, by="operator")
+    put = await site.put("/v1/groups/bank-viewed", policy, by="operator")
     assert put.status == 200, put.body
-    waiting = await installation.prepared("bank", group="bank-viewed", check_after_s=3600)
-    async with installation.socket("bank") as bank:
+    waiting = await site.prepared("bank", group="bank-viewed", check_after_s=3600)
+    async with site.socket("bank") as bank:
         assert isinstance(await bank.hello("bank-viewed"), wire.Welcome)
-        parked = await installation.prepared("bank", group="bank-viewed")
+        parked = await site.prepared("bank", group="bank-viewed")
         check = await bank.next()
         assert isinstance(check, wire.CheckQuestion)
         await bank.send(wire.CheckAnswer(check.call, Decision.UNKNOWN))
-        await installation.reaches(parked, "parked")
-    refused = await installation.prepared("bank", group="bank-viewed")
+        await site.reaches(parked, "parked")
+    refused = await site.prepared("bank", group="bank-viewed")
     kafka.set_authorized("bank.payments", authorized=False)
     try:
         path = f"/v1/transactions/{refused}/commit"
-        assert (await installation.call("POST", path, {}, by="bank")).status == 200
-        await installation.reaches(refused, "refused")
-        for url in installation.urls:
+        assert (await site.post(path, {}, by="bank")).status == 200
+        await site.reaches(refused, "refused")
+        for url in site.urls:
             for by in ("viewer", "operator"):
                 async with reader_of(url, Authorization=f"Bearer {TOKENS[by]}") as reader:
                     seen = await targets_of_pages(reader)

@@ -73,8 +73,8 @@ async def test_the_first_of_two_without_peer_identity(alone: Installation) -> No
                 pass
         await until(ready)
         headers = {"txb-proxy": one.url, "txb-peer-secret": PEER_SECRET}
-        answer = await alone.call(
-            "GET", "/internal/v1/overview", at=one.url, by="operator", headers=headers
+        answer = await alone.get(
+            "/internal/v1/overview", at=one.url, by="operator", headers=headers
         )
         assert answer.outcome == "403 not_a_peer"
         assert "peer_secret_file or peer_names" in answer.body["error"]["message"]
@@ -98,7 +98,7 @@ async def test_without_any_credential(alone: Installation) -> None:
         return len(proxies) == 2 and len(views) == 1 and len(set(views.pop())) == 2
 
     await until(shared)
-    overview = await alone.call("GET", "/v1/overview", at=proxies[0].url)
+    overview = await alone.get("/v1/overview", at=proxies[0].url)
     assert overview.body["complete"] is True
     stop.set()
     await asyncio.gather(*tasks)
@@ -112,19 +112,17 @@ async def test_an_address_for_peers(alone: Installation) -> None:
     for url in alone.urls:
         # Each proxy is asked for what the other one owns.
         for id in ids:
-            found = await alone.call("GET", f"/v1/transactions/{id}", by="shop", at=url)
+            found = await alone.get(f"/v1/transactions/{id}", by="shop", at=url)
             assert found.status == 200
-        public = await alone.call("GET", "/internal/v1/overview", at=url, headers=headers)
+        public = await alone.get("/internal/v1/overview", at=url, headers=headers)
         assert public.status == 401
-        named = await alone.call(
-            "GET", "/internal/v1/overview", by="operator", at=url, headers=headers
-        )
+        named = await alone.get("/internal/v1/overview", by="operator", at=url, headers=headers)
         assert named.status == 404
         peer_url = alone.proxies[0].broker.partitions.peer_url(url)
         if url != alone.urls[0]:
             assert peer_url != url
-            right = await alone.call("GET", "/internal/v1/overview", at=peer_url, headers=headers)
+            right = await alone.get("/internal/v1/overview", at=peer_url, headers=headers)
             assert right.status == 200
             for path in ("/v1/overview", "/healthz", "/v1/transactions", "/"):
-                other = await alone.call("GET", path, by="operator", at=peer_url)
+                other = await alone.get(path, by="operator", at=peer_url)
                 assert other.status in (403, 404), path

@@ -18,8 +18,9 @@ from urllib.parse import quote
 
 import pytest
 
+from tests.kit.cli import Result
 from tests.kit.secret_files import secret_file
-from tests.secure.secret_proxy import Ended, RunningProxy, call, running_proxy, wait_until
+from tests.secure.secret_proxy import RunningProxy, call, running_proxy, wait_until
 from tests.secure.secure_world import PASSWORD, USER, Issuer, SecureKafka
 from tests.tls.tls_files import Authority
 
@@ -184,7 +185,7 @@ class Planted:
         assert "is open to other users" in unsafe.err, unsafe
         self.output["start with a bad file"] = unsafe.out + unsafe.err
 
-    def _start(self, **more: Any) -> Ended:
+    def _start(self, **more: Any) -> Result:
         words = self.config(listen="127.0.0.1:0", data_dir=self.folder / "failing", **more)
         ended = call(["--debug", "proxy", *words, "--log-level", "debug"])
         assert ended.code != 0, ended
@@ -193,7 +194,7 @@ class Planted:
 
 @pytest.fixture(scope="module")
 def planted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Planted]:
-    """The installation, when everything has been looked at."""
+    """The site, when everything has been looked at."""
     folder = tmp_path_factory.mktemp("planted")
     authority, issuer = Authority(folder, "ca"), Issuer(folder)
     kafka = SecureKafka(folder, authority, issuer, "https://127.0.0.1:9/token")

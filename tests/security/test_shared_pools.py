@@ -50,7 +50,7 @@ async def start(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator
 async def prepared_by(made: Installation, team: str, group: str) -> tuple[str, str]:
     """Prepare a transaction; return the outcome and its id."""
     body = made.prepare_body(group)
-    answer = await made.call("POST", "/v1/transactions", body, by=team)
+    answer = await made.post("/v1/transactions", body, by=team)
     return answer.outcome, str((answer.body or {}).get("id", ""))
 
 
@@ -59,7 +59,7 @@ async def others_go_on(made: Installation) -> None:
     for _ in range(8):
         id = await made.prepared("bank")
         path = f"/v1/transactions/{id}/commit"
-        assert (await made.call("POST", path, {"group": "bank"}, by="bank")).status == 200
+        assert (await made.post(path, {"group": "bank"}, by="bank")).status == 200
 
 
 async def test_undecided_transactions_of_many_groups(start: Start, record_property: Any) -> None:
@@ -97,7 +97,7 @@ async def test_settled_transactions_of_many_groups(
         outcomes.append(outcome)
         if outcome == "201":
             path = f"/v1/transactions/{id}/rollback"
-            await made.call("POST", path, {"group": f"shop-{number}"}, by="shop")
+            await made.post(path, {"group": f"shop-{number}"}, by="shop")
     assert outcomes.count("201") == 4 * PART
     assert set(outcomes) == {"201", "429 overloaded"}
     await others_go_on(made)
@@ -141,7 +141,7 @@ async def test_bytes_of_stuck_prepares(
     async def call(team: str, group: str, size: int, url: str) -> str:
         body = made.prepare_body(group)
         body["messages"][0]["value_base64"] = "eHh4" * (size // 3)
-        return (await made.call("POST", "/v1/transactions", body, by=team, at=url)).outcome
+        return (await made.post("/v1/transactions", body, by=team, at=url)).outcome
 
     floods = [(f"shop-{number}", url) for number in range(100) for url in made.urls]
     tasks = [asyncio.create_task(call("shop", group, 6_000, url)) for group, url in floods]
@@ -155,7 +155,7 @@ async def test_bytes_of_stuck_prepares(
         for url in made.urls * 4:
             assert await call("bank", "bank", 20_000, url) == "201"
             path = f"/v1/transactions/{decided}/commit"
-            answer = await made.call("POST", path, {"group": "shop"}, by="shop", at=url)
+            answer = await made.post(path, {"group": "shop"}, by="shop", at=url)
             assert answer.status == 200
     finally:
         gate.set()
@@ -169,11 +169,11 @@ async def test_labels_of_metrics(start: Start) -> None:
     for number in range(40):
         assert (await prepared_by(made, "shop", f"shop-{number}"))[0] == "201"
     for url in made.urls:
-        await made.call("GET", "/metrics", by="operator", at=url)
+        await made.get("/metrics", by="operator", at=url)
     for _ in range(8):
         await made.prepared("bank")
     for url in made.urls:
-        shown = (await made.call("GET", "/metrics", by="operator", at=url)).body
+        shown = (await made.get("/metrics", by="operator", at=url)).body
         lines = [line for line in shown.splitlines() if line.startswith("txbroker_pending{")]
         assert sum("shop" in line for line in lines) == 4
         assert any('group="bank"' in line for line in lines)
@@ -188,7 +188,7 @@ async def test_registering_many_groups(
 
     async def register(team: str, group: str, after_s: float = 1) -> str:
         path = f"/v1/groups/{group}"
-        return (await made.call("PUT", path, {"check_after_s": after_s}, by=team)).outcome
+        return (await made.put(path, {"check_after_s": after_s}, by=team)).outcome
 
     groups = [f"shop-{number}" for number in range(20)]
     outcomes = await asyncio.gather(*(register("shop", group) for group in groups * 2))

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 
-from tests.kit.cli import TXBROKER
+from tests.kit.cli import Result
 from tests.kit.secret_files import secret_file
+from tests.secure.secret_proxy import call, words_of
 from tests.tls.tls_files import Authority, Pair, locked
 from txbroker.config.settings import load_settings
 from txbroker.errors import ConfigurationError
@@ -310,18 +309,9 @@ async def test_unsafe_configuration_is_refused(case: Case, place: Place) -> None
         assert secret not in message
 
 
-def proxy(folder: Path, *words: object, **environ: str) -> subprocess.CompletedProcess[str]:
+def proxy(*words: object) -> Result:
     """Call `txbroker proxy` on a Kafka that is away."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("TXBROKER_")}
-    return subprocess.run(
-        [TXBROKER, "proxy", "--kafka", NO_KAFKA, "--wait-for-kafka-s", "0", *map(str, words)],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-        cwd=folder,
-        env={**kept, **environ},
-    )
+    return call(["proxy", "--kafka", NO_KAFKA, "--wait-for-kafka-s", "0", *words])
 
 
 COMMANDS = (
@@ -340,18 +330,13 @@ COMMANDS = (
 def test_command_exits_before_any_action(name: str, place: Place) -> None:
     """The command exits at once, with the sentence."""
     case = CASES[name]
-    words = [
-        word
-        for setting, value in case.settings(place).items()
-        for word in (f"--{setting.replace('_', '-')}", value)
-    ]
-    ended = proxy(place.folder, *words)
-    assert (ended.returncode, ended.stdout) == (case.code, ""), ended.stderr
-    assert case.expected in ended.stderr
-    assert "Traceback" not in ended.stderr
-    assert '"event": "listening"' not in ended.stderr
+    ended = proxy(*words_of(case.settings(place)))
+    assert (ended.code, ended.out) == (case.code, ""), ended.err
+    assert case.expected in ended.err
+    assert "Traceback" not in ended.err
+    assert '"event": "listening"' not in ended.err
     for secret in (TOKEN, OTHER_TOKEN, PASSWORD):
-        assert secret not in ended.stderr
+        assert secret not in ended.err
 
 
 SECRETS = ("kafka_sasl_password", "kafka_oauth_client_secret", "kafka_ssl_key_password")
@@ -362,15 +347,15 @@ SECRETS = ("kafka_sasl_password", "kafka_oauth_client_secret", "kafka_ssl_key_pa
 def test_exposed_secret_is_refused(name: str, where: str, tmp_path: Path) -> None:
     """Refused at start."""
     if where == "option":
-        ended = proxy(tmp_path, f"--{name.replace('_', '-')}", PASSWORD)
-        assert "No such option" in ended.stderr
+        ended = proxy(f"--{name.replace('_', '-')}", PASSWORD)
+        assert "No such option" in ended.err
     else:
         config = tmp_path / "txbroker.toml"
         config.write_text(f'{name} = "{PASSWORD}"\n')
-        ended = proxy(tmp_path, "--config", config)
-        assert f"{name} is a secret, which config files do not keep" in ended.stderr
-    assert (ended.returncode, ended.stdout) == (2, "")
-    assert PASSWORD not in ended.stderr
+        ended = proxy("--config", config)
+        assert f"{name} is a secret, which config files do not keep" in ended.err
+    assert (ended.code, ended.out) == (2, "")
+    assert PASSWORD not in ended.err
 
 
 def test_safe_configuration_reaches_kafka(place: Place) -> None:
@@ -382,7 +367,6 @@ def test_safe_configuration_reaches_kafka(place: Place) -> None:
         "admin_token_file": place.token(OTHER_TOKEN, name="admin"),
         "listen": "127.0.0.1:0",
     }
-    words = [w for name, value in settings.items() for w in (f"--{name.replace('_', '-')}", value)]
-    ended = proxy(place.folder, *words)
-    assert ended.returncode == 1
-    assert f"no connection to Kafka at {NO_KAFKA}" in ended.stderr
+    ended = proxy(*words_of(settings))
+    assert ended.code == 1
+    assert f"no connection to Kafka at {NO_KAFKA}" in ended.err

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import os
-import sys
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 
+from tests.kit.cli import TXBROKER, Result
 from tests.tls.tls_world import ADMIN_TOKEN, TlsHarness
 from txbroker.cli.doctor.proxies import HttpProxies, Unavailable
 from txbroker.net.tls import ClientTls, TlsFiles
@@ -17,18 +16,7 @@ from txbroker.net.tls import ClientTls, TlsFiles
 pytestmark = [pytest.mark.needs_tool("openssl")]
 
 
-TXBROKER = Path(sys.executable).with_name("txbroker")
-
-
-class Done(NamedTuple):
-    """How a command has ended."""
-
-    code: int
-    out: str
-    err: str
-
-
-async def command(*words: str | Path, home: Path, **environ: str | Path) -> Done:
+async def command(*words: str | Path, home: Path, **environ: str | Path) -> Result:
     variables = {f"TXBROKER_{name.upper()}": str(value) for name, value in environ.items()}
     process = await asyncio.create_subprocess_exec(
         TXBROKER, *map(str, words),
@@ -36,7 +24,7 @@ async def command(*words: str | Path, home: Path, **environ: str | Path) -> Done
         env={"PATH": os.environ["PATH"], "HOME": str(home), **variables},
     )  # fmt: skip
     out, err = await process.communicate()
-    return Done(process.returncode or 0, out.decode(), " ".join(err.decode().split()))
+    return Result(process.returncode or 0, out.decode(), " ".join(err.decode().split()))
 
 
 async def test_commands_find_certificates_in_each_source(world: TlsHarness, tmp_path: Path) -> None:
