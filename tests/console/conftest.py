@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.console.console_token import TOKEN
-from tests.console.console_world import Reader, reader_of
+from tests.console.console_world import TOKEN, Reader, reader_of
 from tests.kit.memory import MemoryHarness
 from tests.kit.secret_files import secret_file
 from tests.kit.service import FakeEndpoint, Service

@@ -12,9 +12,8 @@ from typing import Any
 import pytest
 from selenium.webdriver.common.keys import Keys
 
-from tests.console import plain_calls
 from tests.console.chromium import Browser, browser
-from tests.console.console_token import TOKEN
+from tests.console.console_world import TOKEN, post
 from tests.kit.secret_files import secret_file
 from txbroker.core.records import State
 from txbroker.sdk import Decision
@@ -60,7 +59,7 @@ def prepare(broker: InMemoryBroker, group: str = "orders", value: str = "v", cou
     """Prepare transactions; return the id of the last one."""
     for _ in range(count):
         body = {"group": group, "messages": [{"topic": "orders", "value": value}]}
-        id = plain_calls.post(broker.url + "/v1/transactions", body)["id"]
+        id = post(broker.url + "/v1/transactions", body)["id"]
     return id
 
 

@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.console.console_token import TOKEN
-from tests.console.console_world import Reader, Seen, reader_of
+from tests.console.console_world import TOKEN, Reader, Seen, reader_of
 from tests.kit.service import Service
 from tests.kit.until import unique, until
 from txbroker.config.settings import Settings

@@ -1,4 +1,5 @@
-"""The OpenAPI document matches the API: a fuzzer reads the one and calls the other.
+"""The OpenAPI document matches the API: a fuzzer reads the one and calls the other. Also: the
+committed reference pages are those that the code makes.
 
 It calls a service of two dictionaries, which keeps every call simple, and a whole proxy on a Kafka
 in memory, in which the same calls reach ledger, owner and targets.
@@ -13,6 +14,7 @@ import time
 import urllib.request
 from collections import Counter
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
@@ -30,12 +32,14 @@ from schemathesis.specs.openapi.checks import (
 )
 
 from tests.kit.http_api import Api, running_api
+from txbroker.config.settings import Settings
 from txbroker.contract.json import MessageError, decode_messages
 from txbroker.core.routing import make_id
 from txbroker.errors import request_errors
 from txbroker.proxy.http.api import operations
 from txbroker.proxy.http.bodies import NoQuery
 from txbroker.proxy.http.operations import describe
+from txbroker.proxy.reference import pages, write
 from txbroker.testing.broker import InMemoryBroker
 
 EXAMPLES = 12
@@ -266,3 +270,23 @@ def test_every_error_of_an_operation_is_described() -> None:
 def test_names_are_unique() -> None:
     names = [operation.name for operation in operations()]
     assert len(set(names)) == len(names)
+
+
+# --- reference pages ---------------------------------------------------------------------------
+
+
+REFERENCE = Path(__file__).parents[2] / "docs" / "reference"
+
+
+@pytest.mark.parametrize("name", sorted(pages()))
+def test_page_is_current(name: str) -> None:
+    committed = (REFERENCE / name).read_text(encoding="utf-8")
+    assert committed == pages()[name], "run python -m txbroker.proxy.reference"
+
+
+def test_reference_is_complete(tmp_path: Path) -> None:
+    write(tmp_path / "reference")
+    made = {path.name: path.read_text() for path in (tmp_path / "reference").iterdir()}
+    assert all(f"`{name}`" in made["settings.md"] for name in Settings.model_fields)
+    assert all(f"`{code}`" in made["errors.md"] for code in request_errors())
+    assert all(f"{one.method} {one.path}" in made["http.md"] for one in operations())

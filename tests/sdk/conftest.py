@@ -4,7 +4,8 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from tests.sdk.fake_proxy import FakeCluster, FakeProxy
+from tests.sdk.fake_proxy import QUICK, FakeCluster, FakeProxy
+from txbroker.sdk import TransactionalProducer
 
 
 @pytest.fixture
@@ -19,3 +20,10 @@ async def cluster() -> AsyncIterator[FakeCluster]:
 async def proxy(cluster: FakeCluster) -> FakeProxy:
     """A cluster's only proxy, which owns everything."""
     return await cluster.proxy()
+
+
+@pytest.fixture
+async def producer(proxy: FakeProxy) -> AsyncIterator[TransactionalProducer]:
+    """A started producer of the group "g"."""
+    async with TransactionalProducer(proxy.url, group="g", limits=QUICK) as producer:
+        yield producer

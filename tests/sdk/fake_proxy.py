@@ -36,7 +36,7 @@ from txbroker.contract.frames import (
 )
 from txbroker.core.records import CheckReason, Decision, Message, State
 from txbroker.core.routing import parse_id
-from txbroker.sdk import Limits
+from txbroker.sdk import Answer, CheckRequest, Limits
 
 QUICK = Limits(
     retry_s=5.0,
@@ -85,6 +85,25 @@ class SendRaw:
     """Send these bytes instead of an answer."""
 
     frame: bytes
+
+
+class GatedCheck:
+    """A check function that answers when `go` is set."""
+
+    def __init__(self, answer: Answer = Decision.COMMIT) -> None:
+        self._answer = answer
+        self.asked: list[CheckRequest] = []
+        self.go = asyncio.Event()
+
+    async def __call__(self, request: CheckRequest) -> Answer:
+        self.asked.append(request)
+        await self.go.wait()
+        return self._answer
+
+    async def asked_times(self, count: int) -> None:
+        async with asyncio.timeout(5):
+            while len(self.asked) < count:
+                await asyncio.sleep(0)
 
 
 Action = Refuse | DropBefore | DropAfter | Ignore | AnswerAfter | SendRaw

@@ -10,7 +10,14 @@ from dataclasses import replace
 
 import pytest
 
-from tests.sdk.fake_proxy import QUICK, AnswerAfter, FakeCluster, FakeProxy, FakeSession
+from tests.sdk.fake_proxy import (
+    QUICK,
+    AnswerAfter,
+    FakeCluster,
+    FakeProxy,
+    FakeSession,
+    GatedCheck,
+)
 from txbroker.contract.frames import CheckAnswer, Decide, Drain
 from txbroker.core.records import CheckReason, Decision, Message
 from txbroker.errors import BadRequest, ConfigurationError
@@ -199,21 +206,13 @@ async def test_non_callable_check_is_refused(proxy: FakeProxy) -> None:
 
 
 async def test_repeated_question_calls_function_once(proxy: FakeProxy) -> None:
-    asked, go = [], asyncio.Event()
-
-    async def check(request: CheckRequest) -> Decision:
-        asked.append(request.attempt)
-        await go.wait()
-        return Decision.COMMIT
-
+    check = GatedCheck()
     async with checked(proxy, check) as (_, session):
-        first = asyncio.create_task(session.check(ID, attempt=1))
-        second = asyncio.create_task(session.check(ID, attempt=2))
-        other = await_count(asked, 1)
-        await other
-        go.set()
+        first, second = (asyncio.create_task(session.check(ID, attempt=n)) for n in (1, 2))
+        await check.asked_times(1)
+        check.go.set()
         assert (await first).decision is (await second).decision is Decision.COMMIT
-    assert asked == [1]
+    assert [request.attempt for request in check.asked] == [1]
 
 
 async def test_cancelled_function_is_unknown_and_called_again(proxy: FakeProxy) -> None:
@@ -244,21 +243,14 @@ async def await_count(seen: list[int], count: int) -> None:
 
 
 async def test_concurrent_checks_are_limited(proxy: FakeProxy) -> None:
-    asked: list[int] = []
-    go = asyncio.Event()
-
-    async def check(request: CheckRequest) -> Decision:
-        asked.append(1)
-        await go.wait()
-        return Decision.COMMIT
-
+    check = GatedCheck()
     async with checked(proxy, check, replace(QUICK, checks_max=2)) as (_, session):
         tasks = [asyncio.create_task(session.check(f"{n:026}")) for n in range(2)]
-        await await_count(asked, 2)
+        await check.asked_times(2)
         answer = await session.check(f"{9:026}")
         assert answer.decision is None
         assert "busy" in answer.detail
-        go.set()
+        check.go.set()
         assert [(await task).decision for task in tasks] == [Decision.COMMIT] * 2
         assert (await session.check(f"{9:026}")).decision is Decision.COMMIT
 
@@ -289,43 +281,29 @@ async def test_check_threads_are_limited(proxy: FakeProxy) -> None:
 
 
 async def test_answer_to_lost_session_is_dropped(cluster: FakeCluster, proxy: FakeProxy) -> None:
-    asked: list[int] = []
-    go = asyncio.Event()
-
-    async def check(request: CheckRequest) -> Decision:
-        asked.append(1)
-        await go.wait()
-        return Decision.COMMIT
-
+    check = GatedCheck()
     async with checked(proxy, check) as (producer, session):
         task = asyncio.create_task(session.check(ID))
-        await await_count(asked, 1)
+        await check.asked_times(1)
         await session.drop()
         await cluster.until(lambda: session not in proxy.sessions)
-        go.set()
+        check.go.set()
         await producer.prepare(M)
         assert (await proxy.sessions[0].check(ID)).decision is Decision.COMMIT
         task.cancel()
 
 
 async def test_drain_answers_running_checks_only(cluster: FakeCluster, proxy: FakeProxy) -> None:
-    asked: list[int] = []
-    go = asyncio.Event()
-
-    async def check(request: CheckRequest) -> Decision:
-        asked.append(1)
-        await go.wait()
-        return Decision.COMMIT
-
+    check = GatedCheck()
     async with checked(proxy, check) as (producer, session):
         task = asyncio.create_task(session.check(ID))
-        await await_count(asked, 1)
+        await check.asked_times(1)
         draining = asyncio.create_task(producer.drain())
         await cluster.until(lambda: session.drained)
         late = await session.check(f"{1:026}")
         assert late.decision is None
         assert "draining" in late.detail
-        go.set()
+        check.go.set()
         assert (await task).decision is Decision.COMMIT
         assert await draining is True
     assert any(isinstance(op, Drain) for frame in session.frames for op in frame)

@@ -15,13 +15,15 @@ from tests.sdk.fake_proxy import (
     DropBefore,
     FakeCluster,
     FakeProxy,
+    GatedCheck,
     Ignore,
     Refuse,
 )
+from txbroker import batching as sticky
 from txbroker.contract.frames import Decide, FromProducer, Prepare
 from txbroker.core.records import Decision, Message
 from txbroker.core.routing import order_hash, parse_id
-from txbroker.sdk import Answer, CheckRequest, TransactionalProducer
+from txbroker.sdk import TransactionalProducer
 
 PATIENT = replace(QUICK, retry_s=30.0, heartbeat_s=0.4, session_idle_s=0.2, answer_timeout_s=0.2)
 KEYLESS = Message("payments", value=b"body")
@@ -156,9 +158,7 @@ async def test_calls_count_once_while_proxies_crash(cluster: FakeCluster, seed: 
 # --- one by one ---------------------------------------------------------------------------------
 
 
-async def test_call_at_hanging_proxy_moves_to_new_owner(
-    cluster: FakeCluster,
-) -> None:
+async def test_call_at_hanging_proxy_moves_to_new_owner(cluster: FakeCluster) -> None:
     a, b, _ = await three(cluster)
     limits = replace(QUICK, retry_s=60.0, answer_timeout_s=3600.0, heartbeat_s=3600.0)
     async with TransactionalProducer([a.url, b.url], group="g", limits=limits) as producer:
@@ -174,9 +174,7 @@ async def test_call_at_hanging_proxy_moves_to_new_owner(
         a.awake.set()
 
 
-async def test_unsent_prepare_takes_another_partition(
-    cluster: FakeCluster,
-) -> None:
+async def test_unsent_prepare_takes_another_partition(cluster: FakeCluster) -> None:
     a, b, _ = await three(cluster)
     async with TransactionalProducer(a.url, group="g", limits=PATIENT) as producer:
         await producer.prepare(keyed(1))
@@ -232,12 +230,7 @@ async def test_unused_sessions_are_closed_except_one(cluster: FakeCluster) -> No
 
 async def test_open_check_keeps_its_session(cluster: FakeCluster) -> None:
     a, b, _ = await three(cluster)
-    gate = asyncio.Event()
-
-    async def check(request: CheckRequest) -> Answer:
-        await gate.wait()
-        return Decision.COMMIT
-
+    check = GatedCheck()
     async with TransactionalProducer(a.url, group="g", check=check, limits=PATIENT) as producer:
         id = await producer.prepare(keyed(1))
         await producer.prepare(keyed(0))
@@ -245,50 +238,77 @@ async def test_open_check_keeps_its_session(cluster: FakeCluster) -> None:
         await cluster.own(a)
         await asyncio.wait([asked], timeout=0.6)
         assert len(b.sessions) == 1
-        gate.set()
+        check.go.set()
         assert (await asked).decision is Decision.COMMIT
         await cluster.until(lambda: not b.sessions)
 
 
-async def test_check_on_two_sessions_calls_function_once(
-    cluster: FakeCluster,
-) -> None:
+async def test_check_on_two_sessions_calls_function_once(cluster: FakeCluster) -> None:
     a, b, _ = await three(cluster)
-    asked: list[str] = []
-    gate = asyncio.Event()
-
-    async def check(request: CheckRequest) -> Answer:
-        asked.append(request.id)
-        await gate.wait()
-        return Decision.ROLLBACK
-
+    check = GatedCheck(Decision.ROLLBACK)
     async with TransactionalProducer(a.url, group="g", check=check, limits=PATIENT) as producer:
         id = await producer.prepare(keyed(0))
         await producer.prepare(keyed(1))
         both = [asyncio.create_task(p.sessions[0].check(id)) for p in (a, b)]
         await asyncio.wait(both, timeout=0.05)
-        gate.set()
+        check.go.set()
         assert {(await one).decision for one in both} == {Decision.ROLLBACK}
-        assert asked == [id]
+        assert [request.id for request in check.asked] == [id]
 
 
 async def test_check_of_lost_session_is_answered_on_the_next(cluster: FakeCluster) -> None:
     a, b, _ = await three(cluster)
-    gate, began = asyncio.Event(), asyncio.Event()
-
-    async def check(request: CheckRequest) -> Answer:
-        began.set()
-        await gate.wait()
-        return Decision.COMMIT
-
+    check = GatedCheck()
     async with TransactionalProducer(a.url, group="g", check=check, limits=PATIENT) as producer:
         id = await producer.prepare(keyed(0))
         await producer.prepare(keyed(1))
         lost = asyncio.create_task(a.sessions[0].check(id))
-        await began.wait()
+        await check.asked_times(1)
         await a.stop()
-        gate.set()
+        check.go.set()
         assert (await b.sessions[0].check(id, attempt=2)).decision is Decision.COMMIT
         lost.cancel()
         await cluster.own(b)
         assert (await producer.commit(id)).decision is Decision.COMMIT
+
+
+# --- prepares without a key --------------------------------------------------------------------
+
+
+async def test_choice_stays_until_partition_moves(
+    cluster: FakeCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sticky, "SECONDS", 3600.0)
+    proxy = await cluster.proxy()
+
+    async def where(producer: TransactionalProducer) -> int:
+        return parse_id(await producer.prepare(KEYLESS)).partition
+
+    async with TransactionalProducer(proxy.url, group="g", limits=QUICK) as producer:
+        first = await where(producer)
+        assert {await where(producer) for _ in range(20)} == {first}
+        await cluster.own(*[None if partition == first else proxy for partition in range(4)])
+        # Its answer arrives after the news.
+        await producer.prepare(keyed((first + 1) % 4))
+        second = await where(producer)
+        assert second != first
+        assert {await where(producer) for _ in range(20)} == {second}
+
+
+async def test_choice_moves_when_proxy_dies(
+    cluster: FakeCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sticky, "SECONDS", 3600.0)
+    proxies = [await cluster.proxy() for _ in range(2)]
+    await cluster.own(*proxies)
+    async with TransactionalProducer(
+        [proxy.url for proxy in proxies], group="g", limits=QUICK
+    ) as producer:
+        for partition in range(2):  # now both are connected
+            await producer.prepare(keyed(partition))
+        chosen = proxies[parse_id(await producer.prepare(KEYLESS)).partition % 2]
+        await chosen.stop()
+        ids = [await producer.prepare(KEYLESS) for _ in range(20)]
+        # Until it is known whose its partitions are, the other one's own will do.
+        (left,) = set(proxies) - {chosen}
+        assert {proxies[parse_id(id).partition % 2] for id in ids} == {left}

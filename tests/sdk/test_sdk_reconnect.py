@@ -2,7 +2,6 @@
 
 import asyncio
 import random
-from collections.abc import AsyncIterator
 from dataclasses import replace
 
 import pytest
@@ -27,12 +26,6 @@ from txbroker.sdk import TransactionalProducer
 
 M = Message("payments", key=b"42", value=b"body")
 KEYLESS = Message("payments", value=b"body")
-
-
-@pytest.fixture
-async def producer(proxy: FakeProxy) -> AsyncIterator[TransactionalProducer]:
-    async with TransactionalProducer(proxy.url, group="g", limits=QUICK) as producer:
-        yield producer
 
 
 def committed_once(cluster: FakeCluster, transaction_id: str) -> bool:
@@ -269,9 +262,7 @@ async def test_call_waits_without_owner(cluster: FakeCluster, proxy: FakeProxy) 
         assert len(await asyncio.gather(*tasks)) == 2
 
 
-async def test_stale_view_does_not_mislead(
-    cluster: FakeCluster,
-) -> None:
+async def test_stale_view_does_not_mislead(cluster: FakeCluster) -> None:
     a, b = await cluster.proxy(), await cluster.proxy()
     async with TransactionalProducer(a.url, group="g", limits=QUICK) as producer:
         await producer.prepare(M)
@@ -356,9 +347,7 @@ async def test_answer_of_lost_session_is_not_mismatched(
     assert await producer.prepare(M)
 
 
-async def test_broken_connections_lose_and_double_nothing(
-    cluster: FakeCluster,
-) -> None:
+async def test_broken_connections_lose_and_double_nothing(cluster: FakeCluster) -> None:
     chance = random.Random(20240607)
     proxies = [await cluster.proxy() for _ in range(3)]
     await cluster.own(*proxies)

@@ -1,14 +1,20 @@
-"""A session's calls without a socket: frames and deadlines."""
+"""Parts of the SDK without a proxy: a session's calls, limits, the first dial, imports."""
 
 from __future__ import annotations
 
 import asyncio
+import logging
+import subprocess
+import sys
 from typing import Any, cast
 
 import pytest
 
 from txbroker.contract.frames import Prepare, Status, Welcome, decode_from_producer
 from txbroker.core.records import Message, State
+from txbroker.errors import OwnerUnavailable
+from txbroker.sdk.limits import InFlightLimit, Limits
+from txbroker.sdk.router import Router
 from txbroker.sdk.session import Session, SessionLost
 
 M = Message("payments", value=b"body")
@@ -92,3 +98,104 @@ async def test_lost_session_reports_sent_calls() -> None:
     with pytest.raises(SessionLost) as lost:
         session.send(prepare(3), 0, due_s)
     assert not lost.value.sent
+
+
+async def test_unexpected_connect_error_is_logged_and_paused(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.ERROR, "txbroker.sdk")
+    dialled: list[str] = []
+
+    async def dial(address: str) -> Session:
+        dialled.append(address)
+        raise AttributeError("unexpected")
+
+    router = Router(["http://127.0.0.1:1"], dial, Limits())
+    try:
+        with pytest.raises(OwnerUnavailable, match="AttributeError"):
+            await router.start(0.5)
+    finally:
+        await router.close()
+    assert 1 <= len(dialled) < 20
+    assert len(caplog.records) == len(dialled)
+
+
+# --- calls in flight ---------------------------------------------------------------------------
+
+
+async def rounds() -> None:
+    """Let everything go as far as it can."""
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
+async def test_concurrently_cancelled_waiters_leave_no_trace() -> None:
+    """Cancelled in one round, who had the room passed those by who waited; these then failed with
+    a ValueError, and a decision that was made was not sent."""
+    room = InFlightLimit(calls_max=1, bytes_max=100)
+
+    async def call() -> None:
+        if not room.enter(10):
+            await room.wait(10)
+        try:
+            await asyncio.Event().wait()
+        finally:
+            room.leave(10)
+
+    calls = [asyncio.create_task(call()) for _ in range(4)]
+    await rounds()
+    assert room.calls == 1
+    for each in calls:
+        each.cancel()
+    await asyncio.wait(calls)
+    assert [each.cancelled() for each in calls] == [True] * 4
+    assert room.calls == 0
+    assert room.enter(100)
+    assert room.calls == 1
+
+
+async def test_waiter_cancelled_on_admission_passes_room_on() -> None:
+    room = InFlightLimit(calls_max=1, bytes_max=100)
+    assert room.enter(10)
+    assert not room.enter(10)
+    gone, next_one = (asyncio.create_task(room.wait(10)) for _ in range(2))
+    await rounds()
+    room.leave(10)
+    gone.cancel()
+    await asyncio.wait([gone, next_one])
+    assert gone.cancelled()
+    assert room.calls == 1
+    room.leave(10)
+    assert room.calls == 0
+
+
+async def test_later_call_waits_after_a_large_one() -> None:
+    room = InFlightLimit(calls_max=5, bytes_max=100)
+    assert room.enter(60)
+    large, small = (asyncio.create_task(room.wait(size)) for size in (70, 10))
+    await rounds()
+    assert not room.enter(10)
+    assert not large.done()
+    assert not small.done()
+    room.leave(60)
+    await asyncio.wait([large, small])
+    assert room.calls == 2
+
+
+def test_sdk_imports_neither_kafka_nor_spark() -> None:
+    program = (
+        "import sys, txbroker.sdk\n"
+        "heavy = ('aiokafka', 'pyspark', 'kafka', 'txbroker.kafka', 'txbroker.proxy',"
+        " 'txbroker.embedded', 'txbroker.checkers', 'txbroker.cli')\n"
+        "print([name for name in heavy if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "[]"
+
+
+def test_every_public_name_exists() -> None:
+    import txbroker.sdk
+
+    missing = [name for name in txbroker.sdk.__all__ if not hasattr(txbroker.sdk, name)]
+    assert missing == []

@@ -2,7 +2,6 @@
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator
 
 import pytest
 
@@ -32,12 +31,6 @@ from txbroker.sdk import (
 )
 
 M = Message("payments", key=b"42", value=b"body", headers=(("h", b"1"), ("h", None)))
-
-
-@pytest.fixture
-async def producer(proxy: FakeProxy) -> AsyncIterator[TransactionalProducer]:
-    async with TransactionalProducer(proxy.url, group="g", limits=QUICK) as producer:
-        yield producer
 
 
 async def test_leaving_the_block_commits(
@@ -226,12 +219,9 @@ async def test_step_by_step(cluster: FakeCluster, producer: TransactionalProduce
     assert (await producer.commit(first, wait="promoted")).state is State.PROMOTED
     assert (await producer.commit(first)).decision is Decision.COMMIT
     assert (await producer.rollback(second, reason="cancelled")).state is State.ROLLED_BACK
-    with pytest.raises(AlreadyDecided):
-        await producer.commit(second)
-    with pytest.raises(NotFound):
-        await producer.commit("0" * 26)
-    with pytest.raises(BadId):
-        await producer.commit("nonsense")
+    for id, error in ((second, AlreadyDecided), ("0" * 26, NotFound), ("nonsense", BadId)):
+        with pytest.raises(error):
+            await producer.commit(id)
     assert cluster.transactions[second].prepare.order_key == "customer 7"
 
 
@@ -243,9 +233,7 @@ async def test_transaction_of_other_group_is_refused(
             await other.commit(await producer.prepare(M))
 
 
-async def test_ids_hold_partition_and_proxy_time(
-    cluster: FakeCluster,
-) -> None:
+async def test_ids_hold_partition_and_proxy_time(cluster: FakeCluster) -> None:
     proxy = await cluster.proxy(clock_ahead_ms=86_400_000)
     async with TransactionalProducer(proxy.url, group="g", limits=QUICK) as producer:
         ids = [await producer.prepare(M), await producer.prepare(M, order_key="k")]
@@ -431,10 +419,7 @@ async def test_drain_waits_for_the_early_check(
 
 async def test_use_before_start_is_refused(proxy: FakeProxy) -> None:
     producer = TransactionalProducer(proxy.url, group="g", limits=QUICK)
-    with pytest.raises(ProducerClosed, match="not started"):
-        await producer.prepare(M)
-    with pytest.raises(ProducerClosed, match="not started"):
-        await producer.commit("0" * 26)
-    with pytest.raises(ProducerClosed, match="not started"):
-        async with producer.transaction(M):
-            pytest.fail("the block ran")
+    calls = (producer.prepare(M), producer.commit("0" * 26), producer.transaction(M).__aenter__())
+    for call in calls:
+        with pytest.raises(ProducerClosed, match="not started"):
+            await call
