@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
-from collections.abc import Sequence
-from contextlib import AsyncExitStack, closing
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, closing
 
 import pytest
 
@@ -23,57 +23,77 @@ PREPARE = json.dumps(transaction(dedup_key="k")).encode()
 NO_TOPIC = json.dumps(transaction(messages=[{"topic": "missing", "value": "1"}])).encode()
 
 
-def post(path: str, body: bytes, headers: bytes = HOST + TYPE, version: bytes = b"1.1") -> bytes:
+def post(path: str, body: bytes, headers: bytes = HOST + TYPE) -> bytes:
     length = b"Content-Length: %d\r\n\r\n" % len(body)
-    return b"POST " + path.encode() + b" HTTP/" + version + b"\r\n" + headers + length + body
+    return b"POST " + path.encode() + b" HTTP/1.1\r\n" + headers + length + body
 
 
-async def read_answer(reader: asyncio.StreamReader) -> tuple[list[bytes], bytes]:
-    """Return the lines of an answer's head, and its body."""
-    head = await reader.readuntil(b"\r\n\r\n")
-    length = int(head.partition(b"Content-Length: ")[2].split()[0])
-    return head.split(b"\r\n"), await reader.readexactly(length)
+PREPARING = post("/v1/transactions", PREPARE)
+
+
+class Line:
+    """A client's end of a connection; it waits for each answer for a bounded time."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader = reader
+        self.write = writer.write
+        self.transport = writer.transport
+
+    async def head(self) -> list[bytes]:
+        """Return the lines of the next head."""
+        async with asyncio.timeout(30):
+            return (await self._reader.readuntil(b"\r\n\r\n")).split(b"\r\n")
+
+    async def answer(self) -> tuple[list[bytes], bytes]:
+        """Return the lines of an answer's head, and its body."""
+        head = await self.head()
+        (length,) = [line for line in head if line.startswith(b"Content-Length: ")]
+        return head, await self._reader.readexactly(int(length.split()[1]))
+
+    async def status(self) -> bytes:
+        """Return the status line of the next answer, without the version."""
+        return (await self.answer())[0][0].removeprefix(b"HTTP/1.1 ")
+
+    async def rest(self) -> bytes:
+        """Return all bytes until the proxy closes the connection."""
+        async with asyncio.timeout(10):
+            return await self._reader.read()
+
+
+@asynccontextmanager
+async def dialled(api: Api) -> AsyncIterator[Line]:
+    reader, writer = await asyncio.open_connection("127.0.0.1", api.port)
+    with closing(writer):
+        yield Line(reader, writer)
 
 
 async def test_answers_keep_the_order_of_requests(api: Api) -> None:
     id = await api.prepare(dedup_key="k")
-    reader, writer = await asyncio.open_connection("127.0.0.1", api.port)
-    with closing(writer):
-        writer.write(
-            post("/v1/transactions", PREPARE)
+    async with dialled(api) as line:
+        line.write(
+            PREPARING
             + b"GET /healthz HTTP/1.1\r\n" + HOST + b"\r\n"
             + post(f"/v1/transactions/{id}/commit", b"{}")
             + post("/v1/transactions?", PREPARE)
-            + post("/v1/transactions", PREPARE)
+            + PREPARING
         )  # fmt: skip
-        async with asyncio.timeout(10):
-            answers = [(await read_answer(reader))[1] for _ in range(5)]
+        answers = [(await line.answer())[1] for _ in range(5)]
     found = [json.loads(answer).get("state") for answer in answers]
     assert found == ["pending", None, "committed", "committed", "committed"]
 
 
 async def test_body_may_arrive_in_pieces_and_after_100_continue(api: Api) -> None:
-    reader, writer = await asyncio.open_connection("127.0.0.1", api.port)
-    with closing(writer):
+    async with dialled(api) as line:
         raw = post("/v1/transactions", PREPARE, HOST + TYPE + b"Expect: 100-continue\r\n")
-        writer.write(raw[: -len(PREPARE)])
-        async with asyncio.timeout(10):
-            assert await reader.readuntil(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
-            writer.write(PREPARE)
-            assert (await read_answer(reader))[0][0] == b"HTTP/1.1 201 Created"
-            raw = post("/v1/transactions", PREPARE)
-            for piece in (raw[:20], raw[20:-5]):
-                writer.write(piece)
-                await api.call("GET", "/healthz")  # the piece before it was read by now
-            writer.write(raw[-5:])
-            assert (await read_answer(reader))[0][0] == b"HTTP/1.1 200 OK"
-
-
-@pytest.mark.parametrize("action", ["commit", "rollback"])
-async def test_other_methods_get_an_allow_header(api: Api, action: str) -> None:
-    url = f"{api.url}/v1/transactions/{UNKNOWN_ID}/{action}"
-    async with api.client.get(url) as answer:
-        assert (answer.status, answer.headers["Allow"]) == (405, "POST")
+        line.write(raw[: -len(PREPARE)])
+        assert await line.head() == [b"HTTP/1.1 100 Continue", b"", b""]
+        line.write(PREPARE)
+        assert await line.status() == b"201 Created"
+        for piece in (PREPARING[:20], PREPARING[20:-5]):
+            line.write(piece)
+            await api.call("GET", "/healthz")  # the piece before it was read by now
+        line.write(PREPARING[-5:])
+        assert await line.status() == b"200 OK"
 
 
 async def test_client_that_reads_no_answers_is_dropped() -> None:
@@ -108,14 +128,10 @@ def fronts(monkeypatch: pytest.MonkeyPatch) -> list[DirectConnection]:
     return made
 
 
-async def dialled(api: Api) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    return await asyncio.open_connection("127.0.0.1", api.port)
-
-
 @pytest.mark.parametrize(
     "raw",
     [
-        post("/v1/transactions", PREPARE),
+        PREPARING,
         post(f"/v1/transactions/{UNKNOWN_ID}/commit", b"{}"),
         post(f"/v1/transactions/{UNKNOWN_ID}/rollback", b""),
         post("/v1/transactions", b"{"),
@@ -126,20 +142,18 @@ async def dialled(api: Api) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]
 async def test_only_direct_calls_stay_in_front(
     api: Api, fronts: list[DirectConnection], raw: bytes
 ) -> None:
-    reader, writer = await dialled(api)
-    with closing(writer):
-        async with asyncio.timeout(10):
-            for piece in (raw, raw + raw, raw[:30], raw[30:]):
-                writer.write(piece)
-                await asyncio.sleep(0.01)
-            for _ in range(4):
-                await read_answer(reader)
-            [front] = fronts
-            assert front.transport is not None
-            writer.write(b"GET /healthz HTTP/1.1\r\n" + HOST + b"\r\n" + raw)
-            assert (await read_answer(reader))[0][0] == b"HTTP/1.1 200 OK"
-            await read_answer(reader)
-            assert front.transport is None
+    async with dialled(api) as line:
+        for piece in (raw, raw + raw, raw[:30], raw[30:]):
+            line.write(piece)
+            await asyncio.sleep(0.01)
+        for _ in range(4):
+            await line.answer()
+        [front] = fronts
+        assert front.transport is not None
+        line.write(b"GET /healthz HTTP/1.1\r\n" + HOST + b"\r\n" + raw)
+        assert await line.status() == b"200 OK"
+        await line.answer()
+        assert front.transport is None
 
 
 async def test_calls_of_many_connections_make_one_run(
@@ -155,11 +169,10 @@ async def test_calls_of_many_connections_make_one_run(
     api.service.runs = counted  # type: ignore[method-assign]
     async with AsyncExitStack() as stack:
         for _ in range(8):
-            _, writer = await dialled(api)
-            stack.callback(writer.close)
+            await stack.enter_async_context(dialled(api))
         await until(lambda: len(fronts) == 8)
         for front in fronts:  # as one turn of the loop reads them
-            front.data_received(post("/v1/transactions", PREPARE))
+            front.data_received(PREPARING)
         await until(lambda: bool(counts))
     assert counts == [8]
 
@@ -168,21 +181,18 @@ async def test_calls_in_flight_are_answered_at_shutdown() -> None:
     async with AsyncExitStack() as stack:
         api = await stack.enter_async_context(running_api())
         gate = api.service.gate = asyncio.Event()
-        busy, writer = await dialled(api)
-        idle, other = await dialled(api)
-        writer.write(post("/v1/transactions", PREPARE) * 2)
-        await until(lambda: bool(api.service.requests))
-        stopping = asyncio.create_task(stack.aclose())
-        async with asyncio.timeout(4):
-            assert await idle.read() == b""
-            assert not stopping.done()
-            gate.set()
-            assert (await read_answer(busy))[0][0] == b"HTTP/1.1 201 Created"
-            assert await busy.read() == b""  # no further one is begun
-            await stopping
+        async with dialled(api) as busy, dialled(api) as idle:
+            busy.write(PREPARING * 2)
+            await until(lambda: bool(api.service.requests))
+            stopping = asyncio.create_task(stack.aclose())
+            async with asyncio.timeout(4):
+                assert await idle.rest() == b""
+                assert not stopping.done()
+                gate.set()
+                assert await busy.status() == b"201 Created"
+                assert await busy.rest() == b""  # no further one is begun
+                await stopping
         assert len(api.service.requests) == 1
-        for each in (writer, other):
-            each.close()
 
 
 async def test_shutdown_wait_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -190,24 +200,23 @@ async def test_shutdown_wait_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None
     async with AsyncExitStack() as stack:
         api = await stack.enter_async_context(running_api())
         api.service.gate = asyncio.Event()
-        reader, writer = await dialled(api)
-        writer.write(post("/v1/transactions", PREPARE))
-        await until(lambda: bool(api.service.requests))
-        async with asyncio.timeout(4):
-            await stack.aclose()
-            assert await reader.read() == b""
-        writer.close()
+        async with dialled(api) as line:
+            line.write(PREPARING)
+            await until(lambda: bool(api.service.requests))
+            async with asyncio.timeout(4):
+                await stack.aclose()
+                assert await line.rest() == b""
         api.service.gate.set()
 
 
 async def test_gone_client_releases_its_bytes(api: Api, fronts: list[DirectConnection]) -> None:
     gate = api.service.gate = asyncio.Event()
-    _, writer = await dialled(api)
-    writer.write(post("/v1/transactions", PREPARE))
-    await until(lambda: bool(api.service.requests))
-    assert api.in_flight() > len(PREPARE)
-    writer.transport.abort()
-    await until(lambda: fronts[0].transport is None)
+    async with dialled(api) as line:
+        line.write(PREPARING)
+        await until(lambda: bool(api.service.requests))
+        assert api.in_flight() > len(PREPARE)
+        line.transport.abort()
+        await until(lambda: fronts[0].transport is None)
     gate.set()
     await until(lambda: api.in_flight() == 0)
     assert len(api.service.views) == 1  # the call went on
@@ -215,47 +224,38 @@ async def test_gone_client_releases_its_bytes(api: Api, fronts: list[DirectConne
 
 async def test_cancelled_call_closes_its_connection(api: Api) -> None:
     api.service.failure = asyncio.CancelledError()
-    reader, writer = await dialled(api)
-    with closing(writer):
-        writer.write(post("/v1/transactions", PREPARE))
-        async with asyncio.timeout(10):
-            assert await reader.read() == b""
+    async with dialled(api) as line:
+        line.write(PREPARING)
+        assert await line.rest() == b""
     assert api.in_flight() == 0
 
 
 async def test_read_ahead_is_bounded(api: Api, fronts: list[DirectConnection]) -> None:
     gate = api.service.gate = asyncio.Event()
-    raw, count = post("/v1/transactions", PREPARE), 5_000
-    reader, writer = await dialled(api)
-    with closing(writer):
-        writer.write(raw * count)
+    count = 5_000
+    async with dialled(api) as line:
+        line.write(PREPARING * count)
         await until(lambda: len(fronts[0]._held) > HELD_BYTES_MAX)
         await asyncio.sleep(0.05)
         assert len(fronts[0]._held) <= HELD_BYTES_MAX + 256 * 1024  # what one read brings
         gate.set()
-        async with asyncio.timeout(30):
-            for number in range(count):
-                lines, _ = await read_answer(reader)
-                assert lines[0] == b"HTTP/1.1 20%d %s" % (
-                    (1, b"Created") if not number else (0, b"OK")
-                )
+        assert await line.status() == b"201 Created"
+        for _ in range(count - 1):
+            assert await line.status() == b"200 OK"
     assert fronts[0]._held == b""
 
 
 @pytest.mark.parametrize("answered", [False, True])
 async def test_idle_connection_is_closed(answered: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("txbroker.proxy.http.server.KEEPALIVE_S", 0.2)
-    async with running_api() as api:
-        reader, writer = await dialled(api)
-        with closing(writer):
-            async with asyncio.timeout(10):
-                if answered:
-                    gate = api.service.gate = asyncio.Event()
-                    writer.write(post("/v1/transactions", PREPARE))
-                    await asyncio.sleep(0.5)  # a call is no idle time
-                    gate.set()
-                    assert (await read_answer(reader))[0][0] == b"HTTP/1.1 201 Created"
-                assert await reader.read() == b""
+    async with running_api() as api, dialled(api) as line:
+        if answered:
+            gate = api.service.gate = asyncio.Event()
+            line.write(PREPARING)
+            await asyncio.sleep(0.5)  # a call is no idle time
+            gate.set()
+            assert await line.status() == b"201 Created"
+        assert await line.rest() == b""
 
 
 async def test_incomplete_request_is_not_idle(
@@ -263,16 +263,12 @@ async def test_incomplete_request_is_not_idle(
 ) -> None:
     monkeypatch.setattr("txbroker.proxy.http.server.KEEPALIVE_S", 0.2)
     monkeypatch.setattr("txbroker.proxy.http.server.HELD_S", 10.0)
-    async with running_api() as api:
-        reader, writer = await dialled(api)
-        with closing(writer):
-            raw = post("/v1/transactions", PREPARE)
-            writer.write(raw[:-5])
-            await until(lambda: fronts[0]._is_unfinished)
-            await asyncio.sleep(0.5)
-            writer.write(raw[-5:])
-            async with asyncio.timeout(10):
-                assert (await read_answer(reader))[0][0] == b"HTTP/1.1 201 Created"
+    async with running_api() as api, dialled(api) as line:
+        line.write(PREPARING[:-5])
+        await until(lambda: fronts[0]._is_unfinished)
+        await asyncio.sleep(0.5)
+        line.write(PREPARING[-5:])
+        assert await line.status() == b"201 Created"
 
 
 @pytest.mark.parametrize("path", ["/v1/transactions", "/v1/transactions?"])
@@ -283,29 +279,24 @@ async def test_unencodable_error_is_answered(
         raise OwnerUnavailable("the proxy answered \udcff")
 
     monkeypatch.setattr(api.service, "runs", runs)
-    reader, writer = await dialled(api)
-    with closing(writer):
-        writer.write(post(path, PREPARE))
-        async with asyncio.timeout(10):
-            head, body = await read_answer(reader)
+    async with dialled(api) as line:
+        line.write(post(path, PREPARE))
+        head, body = await line.answer()
     assert head[0] == b"HTTP/1.1 500 Internal Server Error"
     assert json.loads(body)["error"]["code"] == "failed"
 
 
 async def test_overload_is_answered_and_counted() -> None:
-    async with running_api(in_flight_bytes_max=100_000) as api:
+    async with running_api(in_flight_bytes_max=100_000) as api, AsyncExitStack() as stack:
         api.service.gate = asyncio.Event()
-        writers = [await dialled(api) for _ in range(6)]
-        for _, writer in writers:
-            writer.write(post("/v1/transactions", PREPARE))
-        refused = [asyncio.create_task(read_answer(reader)) for reader, _ in writers]
-        async with asyncio.timeout(10):
-            done, _ = await asyncio.wait(refused, return_when=asyncio.FIRST_COMPLETED)
-            api.service.gate.set()
-            await asyncio.gather(*refused)
-        lines = done.pop().result()[0]
-        assert lines[0] == b"HTTP/1.1 429 Too Many Requests"
-        assert b"Retry-After: 1" in lines
+        lines = [await stack.enter_async_context(dialled(api)) for _ in range(6)]
+        for line in lines:
+            line.write(PREPARING)
+        refused = [asyncio.create_task(line.answer()) for line in lines]
+        done, _ = await asyncio.wait(refused, return_when=asyncio.FIRST_COMPLETED)
+        api.service.gate.set()
+        await asyncio.gather(*refused)
+        head = done.pop().result()[0]
+        assert head[0] == b"HTTP/1.1 429 Too Many Requests"
+        assert b"Retry-After: 1" in head
         assert b'overloaded_total{operation="prepare"}' in api.metrics.text()
-        for _, writer in writers:
-            writer.close()

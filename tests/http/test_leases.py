@@ -158,20 +158,29 @@ async def test_question_is_sent_before_any_await(
 # --- certainly not asked ---------------------------------------------------------------------
 
 
+def lease_is_lost(session: Asked, channel: LeaseChannel) -> None:
+    channel._target = "/internal/v1/leases/0123/ask"
+
+
 @pytest.mark.rule(22)
-async def test_ended_session_was_not_asked(api: Api, elsewhere: PeerSessions) -> None:
+@pytest.mark.parametrize(
+    "lose",
+    [
+        lambda session, channel: session.leave(),
+        lambda session, channel: setattr(session, "open", False),
+        lease_is_lost,
+        lambda session, channel: channel._connection.close(abort=True),
+    ],
+    ids=["ended session", "closed socket", "lost lease", "closed connection"],
+)
+async def test_lost_lease_was_not_asked(
+    api: Api, elsewhere: PeerSessions, lose: Callable[[Asked, LeaseChannel], None]
+) -> None:
     session = Asked(api.sessions, "pod-1")
     channel = await leased(api, elsewhere)
-    session.leave()
+    lose(session, channel)
     assert isinstance(await ask(channel), Unreached)
     assert session.sent == []
-
-
-async def test_closed_socket_was_not_asked(api: Api, elsewhere: PeerSessions) -> None:
-    session = Asked(api.sessions, "pod-1")
-    channel = await leased(api, elsewhere)
-    session.open = False
-    assert isinstance(await ask(channel), Unreached)
 
 
 async def test_lease_expires(elsewhere: PeerSessions) -> None:
@@ -208,22 +217,6 @@ async def test_leases_are_bounded() -> None:
     leases.close()
     assert leases.take(LeaseRequest("orders")) is not None
     leases.close()
-
-
-@pytest.mark.rule(22)
-async def test_lost_lease_was_not_asked(api: Api, elsewhere: PeerSessions) -> None:
-    Asked(api.sessions, "pod-1")
-    channel = await leased(api, elsewhere)
-    channel._target = "/internal/v1/leases/0123/ask"
-    assert isinstance(await ask(channel), Unreached)
-
-
-async def test_closed_connection_was_not_asked(api: Api, elsewhere: PeerSessions) -> None:
-    session = Asked(api.sessions, "pod-1")
-    channel = await leased(api, elsewhere)
-    channel._connection.close(abort=True)
-    assert isinstance(await ask(channel), Unreached)
-    assert session.sent == []
 
 
 async def test_wrong_peer_secret_reaches_no_session(tmp_path: Path) -> None:

@@ -9,13 +9,13 @@ import random
 from collections.abc import Callable
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.kit.fake_service import NOW_MS, FakeService
 from tests.kit.http_api import JSON, Api, memory_bytes, running_api, transaction
 from tests.kit.until import until
-from tests.kit.ws_client import MESSAGES, UPGRADE, Producer, masked, session, socket_to
+from tests.kit.ws_client import MESSAGES, UPGRADE, Producer, ask, masked, session, socket_to
 from txbroker.checkers.base import Answered, CheckCall, Unreached
 from txbroker.config.settings import PREPARES_SHARE
 from txbroker.contract import frames as wire
@@ -53,8 +53,7 @@ async def refused_before_last(producer: Producer) -> int:
     await producer.send(wire.AskEarly(-1, IDS[-1]))
     refused = 0
     while True:
-        answer = await producer.next()
-        assert isinstance(answer, wire.Failure)
+        answer = await producer.failure()
         if answer.call == -1:
             return refused
         assert answer.code == "overloaded"
@@ -89,13 +88,10 @@ async def test_stuck_prepares_do_not_block_decisions_and_checks(
                 assert await producer.next() == answered
             await flood.send(wire.AskEarly(102, decided[2]))
             assert await flood.next() == wire.Status(102, decided[2], State.PENDING)
-            channel = api.sessions.acquire("orders", "worker-1")
-            assert channel is not None
-            asked = channel.ask(CALL, 10.0)
-            check = await flood.next()
-            assert isinstance(check, wire.CheckQuestion)
+            asking = ask(api, CALL, "worker-1")
+            check = await flood.question()
             await flood.send(wire.CheckAnswer(check.call, Decision.COMMIT))
-            assert isinstance(await asked, Answered)
+            assert isinstance(await asking, Answered)
         text = api.metrics.text()
         assert b'overloaded_total{operation="prepare"}' in text
         assert b'overloaded_total{operation="decide"}' not in text
@@ -160,14 +156,11 @@ async def test_overloaded_of_the_service_is_counted_by_operation(api: Api) -> No
 
 async def test_check_answer_with_too_large_messages_is_unknown(api: Api) -> None:
     async with session(api) as producer:
-        channel = api.sessions.acquire("orders", "")
-        assert channel is not None
-        asked = channel.ask(CALL, 10.0)
-        check = await producer.next()
-        assert isinstance(check, wire.CheckQuestion)
+        asking = ask(api, CALL)
+        check = await producer.question()
         huge = (Message("payments", value=b"x" * 5_000_000),)
         await producer.send(wire.CheckAnswer(check.call, Decision.COMMIT, messages=huge))
-        result = await asked
+        result = await asking
         assert isinstance(result, Answered)
         assert (result.decision, result.messages) == (Decision.UNKNOWN, None)
 
@@ -384,6 +377,7 @@ def meter(room: FrameBudget, line: Wire) -> FrameMeter:
     return FrameMeter(room, 100_000, 3600.0, line, lambda: None)
 
 
+@settings(deadline=None)  # a busy machine
 @given(seed=st.integers(), sizes=st.lists(st.integers(0, 70_000), min_size=1, max_size=6))
 async def test_frames_cut_anywhere_return_their_bytes(seed: int, sizes: list[int]) -> None:
     chance = random.Random(seed)

@@ -46,8 +46,7 @@ RUBBISH = {
 
 
 async def refused(producer: Producer) -> str:
-    failure = await producer.next()
-    assert isinstance(failure, wire.Failure), failure
+    failure = await producer.failure()
     assert (failure.call, failure.code) == (0, "bad_request")
     assert "Traceback" not in failure.message
     assert await producer.closed() == 1002
@@ -106,8 +105,7 @@ async def test_bytes_in_flight_of_a_session_are_bounded() -> None:
     async with running_api(session_in_flight_bytes_max=100_000) as api, session(api) as producer:
         api.service.gate = asyncio.Event()
         await producer.send(*[wire.Prepare(n, make_id(0, NOW_MS, n), MESSAGES) for n in range(100)])
-        failure = await producer.next()
-        assert isinstance(failure, wire.Failure)
+        failure = await producer.failure()
         assert failure.code == "overloaded"
         assert b'overloaded_total{operation="prepare"}' in api.metrics.text()
         api.service.gate.set()

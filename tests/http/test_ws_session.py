@@ -10,7 +10,7 @@ import pytest
 from tests.kit.fake_service import NOW_MS
 from tests.kit.http_api import Api, running_api
 from tests.kit.until import until
-from tests.kit.ws_client import MESSAGES, connected, session
+from tests.kit.ws_client import MESSAGES, ask, connected, session
 from txbroker.checkers.base import Answered, CheckCall, Unclear, Unreached
 from txbroker.contract import frames as wire
 from txbroker.contract.service import DecideRequest, PrepareRequest
@@ -59,8 +59,7 @@ async def test_operations_go_to_the_service_and_answers_come_back(api: Api) -> N
 async def test_failures_carry_code_and_details(api: Api) -> None:
     async with session(api) as producer:
         await producer.send(wire.Decide(1, ID, Decision.COMMIT))
-        failure = await producer.next()
-        assert isinstance(failure, wire.Failure)
+        failure = await producer.failure()
         assert (failure.call, failure.code, failure.details) == (1, "not_found", {"id": ID})
 
 
@@ -74,8 +73,7 @@ async def test_internal_error_fails_the_call_not_the_session(
     async with session(api) as producer:
         api.service.failure = failure
         await producer.send(wire.Prepare(1, ID, MESSAGES))
-        answer = await producer.next()
-        assert isinstance(answer, wire.Failure)
+        answer = await producer.failure()
         assert answer.code == code
         assert "secret" not in answer.message
         api.service.failure = None
@@ -106,8 +104,7 @@ async def test_out_of_bounds_operation_is_refused(
 ) -> None:
     async with session(api) as producer:
         await producer.send(operation)
-        failure = await producer.next()
-        assert isinstance(failure, wire.Failure)
+        failure = await producer.failure()
         assert (failure.call, failure.code) == (1, code)
     assert api.service.requests == []
 
@@ -160,14 +157,11 @@ async def test_slow_operation_delays_no_other(api: Api) -> None:
 
 async def test_check_and_answer_travel_over_the_session(api: Api) -> None:
     async with session(api) as producer:
-        channel = api.sessions.acquire("orders", "worker-1")
-        assert channel is not None
-        asked = channel.ask(CALL, 10.0)
-        check = await producer.next()
-        assert isinstance(check, wire.CheckQuestion)
+        asking = ask(api, CALL, "worker-1")
+        check = await producer.question()
         assert (check.id, check.attempt, check.messages) == (ID, 1, MESSAGES)
         await producer.send(wire.CheckAnswer(check.call, Decision.COMMIT, detail="row found"))
-        assert await asked == Answered(Decision.COMMIT, None, None, "row found")
+        assert await asking == Answered(Decision.COMMIT, None, None, "row found")
 
 
 async def test_session_reports_its_check_function(api: Api) -> None:
@@ -221,11 +215,9 @@ async def test_draining_session_is_not_asked(api: Api) -> None:
 
 async def test_ended_session_leaves_its_check_unclear(api: Api) -> None:
     async with session(api) as producer:
-        channel = api.sessions.acquire("orders", "")
-        assert channel is not None
-        asked = channel.ask(CALL, 10.0)
+        asking = ask(api, CALL)
         await producer.next()
-    assert isinstance(await asked, Unclear)
+    assert isinstance(await asking, Unclear)
     assert api.sessions.counts() == {}
 
 

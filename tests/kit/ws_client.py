@@ -10,6 +10,7 @@ from contextlib import asynccontextmanager
 import aiohttp
 
 from tests.kit.http_api import Api
+from txbroker.checkers.base import CheckCall, CheckResult
 from txbroker.contract import frames as wire
 from txbroker.core.records import Message
 
@@ -39,11 +40,30 @@ class Producer:
         self.frames.append(frame)
         return frame
 
+    async def failure(self) -> wire.Failure:
+        """Return the next operation, a failure."""
+        answer = await self.next()
+        assert isinstance(answer, wire.Failure), answer
+        return answer
+
+    async def question(self) -> wire.CheckQuestion:
+        """Return the next operation, a check."""
+        check = await self.next()
+        assert isinstance(check, wire.CheckQuestion), check
+        return check
+
     async def closed(self) -> int | None:
         """Wait for the proxy to close and return its code."""
         message = await asyncio.wait_for(self.socket.receive(), 10)
         assert message.type in (aiohttp.WSMsgType.CLOSE, aiohttp.WSMsgType.CLOSED), message
         return self.socket.close_code
+
+
+def ask(api: Api, call: CheckCall, instance: str = "") -> asyncio.Future[CheckResult]:
+    """Ask a session of the group "orders"; return the future of the result."""
+    channel = api.sessions.acquire("orders", instance)
+    assert channel is not None
+    return channel.ask(call, 10.0)
 
 
 @asynccontextmanager
