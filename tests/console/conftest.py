@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.console.console_world import TOKEN, Reader, reader_of
+from tests.kit.cluster import Proxies
 from tests.kit.memory import MemoryHarness
 from tests.kit.secret_files import secret_file
 from tests.kit.service import FakeEndpoint, Service
@@ -20,15 +23,21 @@ async def desk() -> AsyncIterator[FakeEndpoint]:
         yield running
 
 
+@asynccontextmanager
+async def running(desk: FakeEndpoint, **settings: Any) -> AsyncIterator[Service]:
+    world = MemoryHarness()
+    service = Service(world, desk, **settings)
+    await service.start()
+    yield service
+    await service.stop()
+    await world.close()
+
+
 @pytest.fixture
 async def service(desk: FakeEndpoint) -> AsyncIterator[Service]:
     """A running proxy of the test's own."""
-    world = MemoryHarness()
-    running = Service(world, desk)
-    await running.start()
-    yield running
-    await running.stop()
-    await world.close()
+    async with running(desk) as service:
+        yield service
 
 
 @pytest.fixture
@@ -40,11 +49,17 @@ def token_file(tmp_path: Path) -> Path:
 @pytest.fixture
 async def guarded(desk: FakeEndpoint, token_file: Path) -> AsyncIterator[Service]:
     """A running proxy that requires the token."""
+    async with running(desk, token_file=token_file) as service:
+        yield service
+
+
+@pytest.fixture
+async def proxies(desk: FakeEndpoint) -> AsyncIterator[Proxies]:
+    """Proxies of one installation, none yet."""
     world = MemoryHarness()
-    running = Service(world, desk, token_file=token_file)
-    await running.start()
-    yield running
-    await running.stop()
+    proxies = Proxies(world, desk)
+    yield proxies
+    await proxies.close()
     await world.close()
 
 

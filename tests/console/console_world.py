@@ -13,6 +13,9 @@ from urllib.request import Request, urlopen
 import aiohttp
 from yarl import URL
 
+from tests.kit.service import Service
+from tests.kit.until import unique
+
 TOKEN = "a-token-of-the-tests"
 _VOID = frozenset(
     {"area", "base", "br", "col", "embed", "hr", "img", "input", "link", "meta", "source", "wbr"}
@@ -185,3 +188,8 @@ def post(url: str, body: dict[str, Any]) -> dict[str, Any]:
     request = Request(url, json.dumps(body).encode(), headers)
     with urlopen(request, timeout=20) as answer:
         return dict(json.load(answer))
+
+
+async def topic_of(service: Service) -> str:
+    """Make a topic."""
+    return await service.world.create_topic(unique("topic"))

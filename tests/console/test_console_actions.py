@@ -6,10 +6,9 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from tests.console.console_world import Reader, reader_of
+from tests.console.console_world import Reader, Seen, reader_of, topic_of
 from tests.kit.cluster import Proxies
-from tests.kit.memory import MemoryHarness
-from tests.kit.service import FakeEndpoint, Service
+from tests.kit.service import Service
 from tests.kit.until import unique
 from txbroker.contract.service import DecideRequest, TransactionStatus
 from txbroker.core.records import Message
@@ -17,15 +16,17 @@ from txbroker.errors import OwnerUnavailable
 from txbroker.proxy.console import actions
 
 
-async def topic_of(service: Service) -> str:
-    """Make a topic."""
-    return await service.world.create_topic(unique("topic"))
-
-
 async def pending(service: Service, count: int, group: str) -> list[str]:
     """Prepare `count` transactions of a group."""
     topic = await topic_of(service)
     return [await service.prepare(Message(topic, b"k", b"v"), group=group) for _ in range(count)]
+
+
+async def confirmed(reader: Reader, asked: Seen, reason: str = "a test", **fields: str) -> Seen:
+    """Send the form of a preview."""
+    return await reader.send(
+        asked.url.path, {**asked.form("/actions/"), "reason": reason, **fields}
+    )
 
 
 # --- one -------------------------------------------------------------------------------------
@@ -40,9 +41,7 @@ async def test_transaction_is_committed_after_a_preview(service: Service, reader
     assert "cannot be undone" in asked.text
     assert asked.listed() == [id]
     assert await service.state(id) == "pending"
-    done = await reader.send(
-        asked.url.path, {**asked.form("/actions/"), "reason": "in the books", "by": "Ada"}
-    )
+    done = await confirmed(reader, asked, "in the books", by="Ada")
     assert (done.status, done.url.path) == (200, f"/transactions/{id}")
     await service.reaches(id, "promoted")
     record = await service.show(id)
@@ -79,7 +78,7 @@ async def test_transaction_decided_meanwhile_is_unchanged(service: Service, read
     (id,) = await pending(service, 1, unique("group"))
     asked = await reader.open(f"/actions/commit?id={id}")
     await service.act(id, "rollback")
-    done = await reader.send(asked.url.path, {**asked.form("/actions/"), "reason": "late"})
+    done = await confirmed(reader, asked, "late")
     assert done.main.one("h1").text == "Nothing left to do"
     assert await service.state(id) == "rolled_back"
     again = await reader.open(f"/actions/commit?id={id}")
@@ -97,7 +96,7 @@ async def test_only_matching_transactions_are_rolled_back(service: Service, read
     asked = await reader.open(listed.link("Roll back…"))
     assert asked.main.one("h1").text == "Roll back 12 transactions"
     assert len(set(asked.listed()) & set(ids)) == 10
-    done = await reader.send(asked.url.path, {**asked.form("/actions/"), "reason": "a test"})
+    done = await confirmed(reader, asked)
     assert done.main.one("h1").text == "Rolled back 12 transactions"
     assert {await service.state(id) for id in ids} == {"rolled_back"}
     assert {await service.state(id) for id in left} == {"pending"}
@@ -110,9 +109,8 @@ async def test_transaction_prepared_after_preview_is_unchanged(
     group, topic = unique("group"), await topic_of(service)
     id = await service.prepare(Message(topic, b"k", b"v"), group=group)
     asked = await reader.open(f"/actions/rollback?state=pending&group={group}")
-    form = asked.form("/actions/")
     late = await service.prepare(Message(topic, b"k", b"v"), group=group)
-    done = await reader.send(asked.url.path, {**form, "reason": "a test"})
+    done = await confirmed(reader, asked)
     assert await service.state(id) == "rolled_back"
     assert await service.state(late) == "pending"
     assert "More transactions match than the preview covered" in done.text
@@ -133,7 +131,7 @@ async def test_transaction_parked_after_preview_is_unchanged(
     assert asked.listed() == [id]
     service.desk.answers[away] = [knows_not]
     await service.reaches(late, "parked")
-    await reader.send(asked.url.path, {**asked.form("/actions/"), "reason": "a test"})
+    await confirmed(reader, asked)
     assert await service.state(id) == "rolled_back"
     assert await service.state(late) == "parked"
 
@@ -147,9 +145,7 @@ async def test_bulk_decision_excludes_pending(service: Service, reader: Reader) 
     asked = await reader.open(f"/actions/commit?group={group}")
     assert asked.listed() == [id]
     assert "Pending transactions are excluded" in asked.text
-    form = {**asked.form("/actions/"), "reason": "a test"}
-    # Nor does a form that leaves the state out.
-    await reader.send(asked.url.path, {**form, "state": ""})
+    await confirmed(reader, asked, state="")  # nor does a form that leaves the state out
     assert await service.state(id) in ("committed", "promoted")
     assert await service.state(left) == "pending"
 
@@ -200,24 +196,19 @@ async def test_untried_transactions_are_counted(
     assert {await service.state(id) for id in ids} == {"pending"}
 
 
-async def test_any_proxy_acts_on_all_partitions(desk: FakeEndpoint) -> None:
-    world = MemoryHarness()
-    proxies = Proxies(world, desk)
+async def test_any_proxy_acts_on_all_partitions(proxies: Proxies) -> None:
     one, _ = await proxies.add("one", "two")
     topic, group = await topic_of(one), unique("group")
     ids = [await proxies.prepare_in(p, topic, one, group=group) for p in range(proxies.partitions)]
     async with reader_of(one.proxy.url) as reader:
         asked = await reader.open(f"/actions/commit?state=pending&group={group}")
         assert set(asked.listed()) == set(ids)
-        form = {**asked.form("/actions/"), "reason": "a test"}
         late = await proxies.prepare_in(0, topic, one, group=group)
-        done = await reader.send(asked.url.path, form)
+        done = await confirmed(reader, asked)
     assert done.main.one("h1").text == "Committed 4 transactions"
     for id in ids:
         await one.reaches(id, "promoted")
     assert await one.state(late) == "pending"
-    await proxies.close()
-    await world.close()
 
 
 async def test_unknown_filter_is_refused_by_actions(service: Service, reader: Reader) -> None:

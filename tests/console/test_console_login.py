@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.console.console_world import TOKEN, Reader, Seen, reader_of
+from tests.console.console_world import TOKEN, Reader, Seen, reader_of, topic_of
 from tests.kit.service import Service
 from tests.kit.until import unique, until
 from txbroker.config.settings import Settings
@@ -35,7 +35,7 @@ async def log_in(reader: Reader, token: str = TOKEN, path: str = "/", **fields: 
 
 async def prepared(service: Service) -> str:
     """Prepare a transaction past the API, which wants a token."""
-    topic = await service.world.create_topic(unique("topic"))
+    topic = await topic_of(service)
     request = PrepareRequest(unique("group"), (Message(topic, b"k", b"v"),))
     return (await service.proxy.cluster.prepare(request)).id
 

@@ -7,19 +7,13 @@ from urllib.parse import quote, urlsplit
 
 import pytest
 
-from tests.console.console_world import Reader, reader_of
+from tests.console.console_world import Reader, reader_of, topic_of
 from tests.kit.cluster import Proxies
-from tests.kit.memory import MemoryHarness
-from tests.kit.service import FakeEndpoint, Service
+from tests.kit.service import Service
 from tests.kit.until import unique, until
 from txbroker.core.records import Decision, Message
 
 HOSTILE = """"><script>alert('x')</script><b a='"""
-
-
-async def topic_of(service: Service) -> str:
-    """Make a topic."""
-    return await service.world.create_topic(unique("topic"))
 
 
 async def parked(service: Service, topic: str, count: int = 1) -> tuple[str, list[str]]:
@@ -83,9 +77,7 @@ async def test_refused_are_shown_with_their_topic(service: Service, reader: Read
     assert not shown.links("Commit…")
 
 
-async def test_silent_proxy_is_shown(desk: FakeEndpoint, monkeypatch: pytest.MonkeyPatch) -> None:
-    world = MemoryHarness()
-    proxies = Proxies(world, desk)
+async def test_silent_proxy_is_shown(proxies: Proxies, monkeypatch: pytest.MonkeyPatch) -> None:
     one, other = await proxies.add("one", "two")
 
     async def refuse() -> None:
@@ -97,8 +89,6 @@ async def test_silent_proxy_is_shown(desk: FakeEndpoint, monkeypatch: pytest.Mon
     assert f"The proxy at {other.proxy.url} does not answer" in seen.text
     assert "unreachable" in seen.text
     assert "lower bounds" in seen.text
-    await proxies.close()
-    await world.close()
 
 
 # --- lists -----------------------------------------------------------------------------------

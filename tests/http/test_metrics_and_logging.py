@@ -1,27 +1,34 @@
-"""Metrics of one proxy, and log lines that never hold a secret."""
+"""Metrics of one proxy and its partitions, and log lines that never hold a secret."""
 
 from __future__ import annotations
 
 import json
 import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
 
 import pytest
 import structlog
 from prometheus_client.parser import text_string_to_metric_families
 
+from txbroker.contract.service import Readiness
 from txbroker.core.ledger import ApplyResult, Effect
 from txbroker.core.records import Decision, Half, Message, Source
 from txbroker.core.transaction import Transaction, Verdict, places
 from txbroker.proxy.observe import metrics as metrics_module
 from txbroker.proxy.observe.logging import configure_logging, get_logger
 from txbroker.proxy.observe.metrics import Gauges, Metrics
+from txbroker.proxy.observe.partition_gauges import LOOKED_AT_MAX, PartitionGauges
 
 
 def samples(metrics: Metrics) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
     return {
-        (sample.name, tuple(sorted(sample.labels.items()))): sample.value
+        (sample.name.removeprefix("txbroker_"), tuple(sorted(sample.labels.items()))): sample.value
         for family in text_string_to_metric_families(metrics.text().decode())
         for sample in family.samples
+        if sample.name.startswith("txbroker_")
     }
 
 
@@ -47,17 +54,17 @@ def test_events_are_counted() -> None:
     metrics.kafka_failed("append")
     found = samples(metrics)
 
-    assert found["txbroker_prepared_total", (("topic", "payments"),)] == 3
+    assert found["prepared_total", (("topic", "payments"),)] == 3
     decided = (("decision", "commit"), ("source", "producer"))
-    assert found["txbroker_decisions_total", decided] == 1
-    assert found["txbroker_promoted_total", (("topic", "payments"),)] == 3
+    assert found["decisions_total", decided] == 1
+    assert found["promoted_total", (("topic", "payments"),)] == 3
     checked = (("group", "orders"), ("outcome", "commit"))
-    assert found["txbroker_checks_total", checked] == 1
-    assert found["txbroker_check_duration_seconds_count", (("group", "orders"),)] == 1
-    assert found["txbroker_conflicts_total", ()] == 1
-    assert found["txbroker_fenced_total", ()] == 1
-    assert found["txbroker_overloaded_total", (("operation", "prepare"),)] == 1
-    assert found["txbroker_kafka_errors_total", (("operation", "append"),)] == 1
+    assert found["checks_total", checked] == 1
+    assert found["check_duration_seconds_count", (("group", "orders"),)] == 1
+    assert found["conflicts_total", ()] == 1
+    assert found["fenced_total", ()] == 1
+    assert found["overloaded_total", (("operation", "prepare"),)] == 1
+    assert found["kafka_errors_total", (("operation", "append"),)] == 1
 
 
 def test_latencies_fall_into_buckets() -> None:
@@ -69,13 +76,13 @@ def test_latencies_fall_into_buckets() -> None:
     found = samples(metrics)
 
     for name in ("decision", "promotion"):
-        bucket = f"txbroker_{name}_latency_seconds_bucket"
+        bucket = f"{name}_latency_seconds_bucket"
         assert found[bucket, (("le", "0.001"),)] == 1
         assert found[bucket, (("le", "0.005"),)] == 2
         assert found[bucket, (("le", "10.0"),)] == 2
         assert found[bucket, (("le", "+Inf"),)] == 3
-        assert found[f"txbroker_{name}_latency_seconds_sum", ()] == pytest.approx(99.004)
-    assert found["txbroker_recovery_seconds_count", ()] == 1
+        assert found[f"{name}_latency_seconds_sum", ()] == pytest.approx(99.004)
+    assert found["recovery_seconds_count", ()] == 1
 
 
 def test_gauges_are_read_and_merged_at_the_scrape() -> None:
@@ -93,13 +100,13 @@ def test_gauges_are_read_and_merged_at_the_scrape() -> None:
     metrics.watch(lambda: Gauges(half_retention_headroom_seconds=90.0, ready=True))
     found = samples(metrics)
 
-    assert found["txbroker_pending", (("group", "a"),)] == 3
-    assert found["txbroker_pending", (("group", "b"),)] == 3
-    assert found["txbroker_pending_oldest_age_seconds", (("group", "a"),)] == 7
-    assert found["txbroker_owned_partitions", ()] == 3
-    assert found["txbroker_half_retention_headroom_seconds", ()] == 60
-    assert found["txbroker_ready", ()] == 0
-    assert any(name == "txbroker_build_info" for name, _ in found)
+    assert found["pending", (("group", "a"),)] == 3
+    assert found["pending", (("group", "b"),)] == 3
+    assert found["pending_oldest_age_seconds", (("group", "a"),)] == 7
+    assert found["owned_partitions", ()] == 3
+    assert found["half_retention_headroom_seconds", ()] == 60
+    assert found["ready", ()] == 0
+    assert any(name == "build_info" for name, _ in found)
 
 
 def test_groups_beyond_the_limit_count_as_other() -> None:
@@ -109,15 +116,13 @@ def test_groups_beyond_the_limit_count_as_other() -> None:
     metrics.watch(lambda: Gauges(pending={"c": 1, "d": 1}))
     found = samples(metrics)
 
-    counted = {
-        labels: value for (name, labels), value in found.items() if name == "txbroker_checks_total"
-    }
+    counted = {labels: value for (name, labels), value in found.items() if name == "checks_total"}
     assert counted == {
         (("group", "a"), ("outcome", "commit")): 2,
         (("group", "b"), ("outcome", "commit")): 1,
         (("group", "other"), ("outcome", "commit")): 2,
     }
-    assert found["txbroker_pending", (("group", "other"),)] == 2
+    assert found["pending", (("group", "other"),)] == 2
 
 
 def test_one_share_cannot_take_all_labels() -> None:
@@ -125,7 +130,7 @@ def test_one_share_cannot_take_all_labels() -> None:
     for number in range(9):
         metrics.checks_ended(f"shop-{number}", "commit", [0.1])
     metrics.checks_ended("bank", "commit", [0.1])
-    checks = [labels for name, labels in samples(metrics) if name == "txbroker_checks_total"]
+    checks = [labels for name, labels in samples(metrics) if name == "checks_total"]
     shown = {dict(labels)["group"] for labels in checks}
     assert shown == {"shop-0", "shop-1", "shop-2", "shop-3", "bank", "other"}
 
@@ -147,8 +152,8 @@ def test_share_of_a_group_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
     metrics.checks_ended("bank", "commit", [0.1])
     assert "bank" not in asked
     for found in (first, second):
-        assert found["txbroker_pending", (("group", "shop-3"),)] == 1
-        assert found["txbroker_pending", (("group", "other"),)] == 56
+        assert found["pending", (("group", "shop-3"),)] == 1
+        assert found["pending", (("group", "other"),)] == 56
 
 
 def test_no_share_is_read_when_all_labels_are_taken() -> None:
@@ -160,7 +165,7 @@ def test_no_share_is_read_when_all_labels_are_taken() -> None:
 
     metrics = Metrics(group_labels_max=5, share_of=share_of)
     metrics.watch(lambda: Gauges(pending={f"g{number}": 1.0 for number in range(60)}))
-    assert samples(metrics)["txbroker_pending", (("group", "other"),)] == 55
+    assert samples(metrics)["pending", (("group", "other"),)] == 55
     assert asked == [f"g{number}" for number in range(5)]
 
 
@@ -218,3 +223,234 @@ def test_lines_for_people(capsys: pytest.CaptureFixture[str]) -> None:
     assert "partition=3" in err
     assert "unseen" not in err
     assert "\x1b" not in err
+
+
+# --- gauges of partitions ----------------------------------------------------------------------
+
+
+NOW_MS = 1_700_000_000_000
+DAY_MS = 86_400_000
+
+
+@dataclass(eq=False)
+class Held:
+    """A transaction, as far as a scrape looks at it."""
+
+    offset: int
+    prepared_at_ms: int
+    kept: bool = False
+    lost: bool = False
+    decided_at_ms: int = 0
+    copying: bool = False
+
+    @property
+    def verdict(self) -> Verdict:
+        return Verdict(Decision.COMMIT, at_ms=self.decided_at_ms)
+
+    @property
+    def kept_at(self) -> tuple[int, ...]:
+        return (self.offset,) if self.kept and not self.copying else ()
+
+
+@dataclass
+class HeldLedger:
+    """A ledger's counters, and its transactions by offset."""
+
+    pending_by_group: dict[str, int] = field(default_factory=dict)
+    parked_by_group: dict[str, int] = field(default_factory=dict)
+    refused_by_topic: dict[str, int] = field(default_factory=dict)
+    oldest: dict[str, int] = field(default_factory=dict)
+    committed: list[Held] = field(default_factory=list)
+    held: list[Held] = field(default_factory=list)
+    looked_at: int = 0
+
+    @property
+    def index(self) -> HeldLedger:
+        """The fake is its own index, also by offset."""
+        return self
+
+    by_offset = index
+
+    @property
+    def ready(self) -> dict[str, Transaction]:
+        return {str(one.offset): cast(Transaction, one) for one in self.committed}
+
+    def oldest_pending_ms(self, group: str) -> int | None:
+        return self.oldest.get(group)
+
+    def after(self, after_offset: int, count: int) -> Sequence[Transaction]:
+        found = [one for one in self.held if one.offset > after_offset][:count]
+        self.looked_at += len(found)
+        return cast(Sequence[Transaction], found)
+
+
+@dataclass(eq=False)
+class HeldOwner:
+    """An owner that reports its ledger."""
+
+    ledger: HeldLedger = field(default_factory=HeldLedger)
+
+    def now_ms(self) -> int:
+        return NOW_MS
+
+
+@dataclass
+class HeldBroker:
+    """A broker of these owners."""
+
+    owners: list[HeldOwner]
+    partitions: dict[int, str] = field(default_factory=dict)
+    problems: tuple[str, ...] = ()
+
+    def ledgers(self) -> list[HeldOwner]:
+        return self.owners
+
+    def readiness(self) -> Readiness:
+        return Readiness(True, self.partitions)
+
+    def topic_problems(self) -> tuple[str, ...]:
+        return self.problems
+
+
+def watching(broker: HeldBroker) -> Metrics:
+    metrics = Metrics()
+    metrics.watch(PartitionGauges(broker, lambda: ["silent"], 14 * 86400.0).read)
+    return metrics
+
+
+def test_counters_are_summed_and_the_oldest_counts() -> None:
+    committed = [Held(n, 0, decided_at_ms=NOW_MS - 7000 + n) for n in range(2)]
+    one = HeldLedger({"a": 1}, {"a": 2}, {"t": 1}, {"a": NOW_MS - 5000}, committed)
+    two = HeldLedger({"a": 3, "b": 4}, {}, {"t": 2}, {"a": NOW_MS - 9000, "b": NOW_MS})
+    two.committed = [Held(3, 0, decided_at_ms=NOW_MS + 500)]
+    broker = HeldBroker(
+        [HeldOwner(one), HeldOwner(two)],
+        {0: "owned", 1: "owned", 2: "elsewhere", 3: "hanging: since 10:00"},
+        ("txbroker.half has 5 partitions",),
+    )
+    metrics = watching(broker)
+    found = samples(metrics)
+
+    assert found["pending", (("group", "a"),)] == 4
+    assert found["pending", (("group", "b"),)] == 4
+    assert found["pending_oldest_age_seconds", (("group", "a"),)] == 9
+    assert found["parked", (("group", "a"),)] == 2
+    assert found["refused", (("topic", "t"),)] == 3
+    assert found["promotion_lag_markers", ()] == 3
+    assert found["promotion_oldest_age_seconds", ()] == 7
+    assert found["half_retention_seconds", ()] == 14 * 86400
+    assert found["owned_partitions", ()] == 2
+    assert found["unreachable_groups", ()] == 1
+    assert found["topic_problems", ()] == 1
+    states = {
+        labels[0][1]: value for (name, labels), value in found.items() if name == "partitions"
+    }
+    assert states == {"owned": 2, "elsewhere": 1, "hanging": 1}
+
+
+def test_gauges_of_a_partition_vanish_when_it_moves() -> None:
+    held = HeldLedger(
+        {"a": 1}, {"a": 1}, {"t": 1}, {"a": NOW_MS}, [Held(1, NOW_MS)], held=[Held(0, NOW_MS)]
+    )
+    broker = HeldBroker([HeldOwner(held)])
+    metrics = watching(broker)
+    gone = {
+        "pending",
+        "parked",
+        "refused",
+        "pending_oldest_age_seconds",
+        "promotion_oldest_age_seconds",
+        "half_retention_headroom_seconds",
+    }
+    assert gone <= {name for name, _ in samples(metrics)}
+    broker.owners = []
+    found = samples(metrics)
+    assert gone & {name for name, _ in found} == set()
+    assert found["owned_partitions", ()] == 0
+    assert found["promotion_lag_markers", ()] == 0
+
+
+def headroom_days(metrics: Metrics) -> float:
+    return samples(metrics)["half_retention_headroom_seconds", ()] / 86400
+
+
+def test_headroom_is_that_of_the_oldest_without_a_copy() -> None:
+    held = [Held(n, NOW_MS - (10 - n) * DAY_MS, kept=n < 4) for n in range(8)]
+    owner, metrics = HeldOwner(HeldLedger(held=held)), Metrics()
+    broker = HeldBroker([owner, HeldOwner()])
+    metrics.watch(PartitionGauges(broker, list, 14 * 86400.0).read)
+
+    assert headroom_days(metrics) == 14 - 6
+    held[4].kept = True
+    assert headroom_days(metrics) == 14 - 5
+    del held[5]
+    assert headroom_days(metrics) == 14 - 4
+    for one in held:
+        one.kept = True
+    assert ("half_retention_headroom_seconds", ()) not in samples(metrics)
+    held.append(Held(100, NOW_MS - DAY_MS))
+    assert headroom_days(metrics) == 13
+
+
+def test_copy_is_at_risk_until_its_transaction_commits() -> None:
+    held = [Held(0, NOW_MS - 9 * DAY_MS), Held(1, NOW_MS - 3 * DAY_MS)]
+    metrics = watching(HeldBroker([HeldOwner(HeldLedger(held=held))]))
+
+    held[0].kept = held[0].copying = True
+    assert headroom_days(metrics) == 5
+    held[0].kept = held[0].copying = False  # The turn was lost.
+    assert headroom_days(metrics) == 5
+    held[0].kept = True
+    assert headroom_days(metrics) == 11
+
+
+def test_lost_body_is_not_at_risk_until_revived() -> None:
+    held = [Held(0, NOW_MS - 20 * DAY_MS, lost=True), Held(1, NOW_MS - 3 * DAY_MS)]
+    metrics = watching(HeldBroker([HeldOwner(HeldLedger(held=held))]))
+    assert headroom_days(metrics) == 11
+    held[0].lost = False
+    assert headroom_days(metrics) == -6
+
+
+def test_headroom_is_never_overstated() -> None:
+    copied = 3 * LOOKED_AT_MAX
+    held = [Held(n, NOW_MS - 2 * DAY_MS + n, kept=n < copied) for n in range(copied + 10)]
+    owner = HeldOwner(HeldLedger(held=held))
+    metrics = watching(HeldBroker([owner]))
+    true_s = 12 * 86400 + copied / 1000
+    seen = [samples(metrics)["half_retention_headroom_seconds", ()] for _ in range(5)]
+    assert seen == sorted(seen)
+    assert seen[0] < true_s
+    assert seen[-1] == true_s
+    before = owner.ledger.looked_at
+    samples(metrics)
+    assert owner.ledger.looked_at - before == 10
+
+
+def test_reports_of_owners_are_counted() -> None:
+    metrics = Metrics()
+    metrics.lost(3)
+    metrics.snapshot_written(0.2, 1000)
+    metrics.snapshot_written(0.3, 900)
+    metrics.snapshot_failed()
+    found = samples(metrics)
+    assert found["lost_undecided_total", ()] == 3
+    assert found["snapshot_seconds_count", ()] == 2
+    assert found["snapshot_entries", ()] == 900
+    assert found["snapshot_failed_total", ()] == 1
+
+
+def test_scrape_time_is_independent_of_pending() -> None:
+    pending = {f"g{n}": 1000 for n in range(1000)}
+    ledgers = [HeldLedger(dict(pending), oldest=dict.fromkeys(pending, NOW_MS)) for _ in range(4)]
+    metrics = watching(HeldBroker([HeldOwner(ledger) for ledger in ledgers]))
+    took_s = min(_timed(metrics.text) for _ in range(3))
+    assert took_s < 0.2
+    text = samples(metrics)
+    assert sum(value for (name, _), value in text.items() if name == "pending") == 4_000_000
+
+
+def _timed(work: Any) -> float:
+    started = time.perf_counter()
+    work()
+    return time.perf_counter() - started
