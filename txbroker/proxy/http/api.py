@@ -89,12 +89,12 @@ _PARTS: web.AppKey[_Parts] = web.AppKey("parts", _Parts)
 
 
 async def health(call: ApiCall) -> ApiReply:
-    """Confirm that the process is alive."""
+    """Liveness."""
     return ApiReply(200, HealthBody(status="alive"))
 
 
 async def ready(call: ApiCall) -> ApiReply:
-    """Return whether the proxy takes calls, with the problems if not."""
+    """Readiness: the proxy takes calls and has read the log of all its half partitions."""
     readiness = call.context.service.readiness()
     body = ReadyBody(
         ready=readiness.ready,
@@ -105,44 +105,35 @@ async def ready(call: ApiCall) -> ApiReply:
 
 
 async def overview(call: ApiCall) -> ApiReply:
-    """Return owners, counts, rates and groups of all proxies."""
+    """Proxies, half partitions, groups, and rates over the last ten seconds."""
     overview = await call.context.service.overview()
     groups = tuple(group for group in overview.groups if group.group in call.principal.groups)
     return ApiReply(200, structs.replace(overview, groups=groups))
 
 
 async def metrics(call: ApiCall) -> ApiReply:
-    """Return the metrics in Prometheus' text format."""
+    """Metrics for Prometheus."""
     return ApiReply(200, call.context.metrics.text())
 
 
 OPERATIONS = (
-    Operation("health", "GET", "/healthz", "Liveness", health, {200: HealthBody}, open=True),
+    Operation(health, "GET /healthz", {200: HealthBody}, open=True),
     Operation(
-        "ready",
-        "GET",
-        "/readyz",
-        "Readiness: the proxy takes calls and has read the log of all its half partitions",
         ready,
+        "GET /readyz",
         {200: ReadyBody, 503: ReadyBody},
         open=True,
     ),
     Operation(
-        "overview",
-        "GET",
-        "/v1/overview",
-        "Proxies, half partitions, groups, and rates over the last ten seconds",
         overview,
+        "GET /v1/overview",
         {200: Overview},
         roles=READERS,
         admin=True,
     ),
     Operation(
-        "metrics",
-        "GET",
-        "/metrics",
-        "Metrics for Prometheus",
         metrics,
+        "GET /metrics",
         {200: None},
         media="text/plain",
         roles=READERS,
@@ -157,9 +148,10 @@ def operations() -> tuple[Operation, ...]:
     document = b""
 
     async def openapi(_: ApiCall) -> ApiReply:
+        """This document."""
         return ApiReply(200, document)
 
-    own = Operation("openapi", "GET", OPENAPI_PATH, "This document", openapi, {200: None})
+    own = Operation(openapi, f"GET {OPENAPI_PATH}", {200: None})
     document = encode_json(describe((*declared, own)))
     return (*declared, own)
 

@@ -27,7 +27,7 @@ GROUPS_OF_SHARE_MAX = 1000
 
 
 async def put_group(call: ApiCall) -> ApiReply:
-    """Register a group, or replace its policy."""
+    """Register a producer group, or replace its policy."""
     group, context = call.path["group"], call.context
     check_group(group)
     call.principal.check_group(group)
@@ -49,13 +49,13 @@ async def put_group(call: ApiCall) -> ApiReply:
 
 
 async def get_group(call: ApiCall) -> ApiReply:
-    """Return a group's policy."""
+    """Return the policy of a registered group."""
     group, policy = _registered(call)
     return ApiReply(200, _group_answer(call, group, policy))
 
 
 async def delete_group(call: ApiCall) -> ApiReply:
-    """Remove a group's policy."""
+    """Remove the policy of a group."""
     group = call.path["group"]
     call.principal.check_group(group)
     if not await call.context.groups.remove(group):
@@ -65,7 +65,7 @@ async def delete_group(call: ApiCall) -> ApiReply:
 
 
 async def test_group(call: ApiCall) -> ApiReply:
-    """Send a test call, not a check-back, to a group's check URL."""
+    """Send a test call to a group's check URL to see whether it can be reached."""
     group, policy = _registered(call)
     context = call.context
     result = await try_group(context.checks, group, policy, context.settings.check_timeout_s)
@@ -127,53 +127,38 @@ def _group_answer(call: ApiCall, group: str, policy: GroupPolicy) -> GroupAnswer
 
 OPERATIONS = (
     Operation(
-        "put_group",
-        "PUT",
-        "/v1/groups/{group}",
-        "Register a producer group, or replace its policy",
         put_group,
+        "PUT /v1/groups/{group}",
         {200: GroupAnswer},
         body=GroupBody,
         roles=WRITERS,
         errors=(KafkaDown,),
     ),
     Operation(
-        "get_group",
-        "GET",
-        "/v1/groups/{group}",
-        "Return the policy of a registered group",
         get_group,
+        "GET /v1/groups/{group}",
         {200: GroupAnswer},
         errors=(UnknownGroup,),
     ),
     Operation(
-        "delete_group",
-        "DELETE",
-        "/v1/groups/{group}",
-        "Remove the policy of a group",
         delete_group,
+        "DELETE /v1/groups/{group}",
         {200: RemovedBody},
         errors=(UnknownGroup, KafkaDown),
         roles=ONLY_OPERATORS,
         admin=True,
     ),
     Operation(
-        "test_group",
-        "POST",
-        "/v1/groups/{group}/test",
-        "Send a test call to a group's check URL to see whether it can be reached",
         test_group,
+        "POST /v1/groups/{group}/test",
         {200: TestedBody},
         errors=(UnknownGroup,),
         roles=ONLY_OPERATORS,
         admin=True,
     ),
     Operation(
-        "list_groups",
-        "GET",
-        "/v1/groups",
-        "List registered groups by name",
         list_groups,
+        "GET /v1/groups",
         {200: GroupsBody},
         roles=READERS,
         admin=True,

@@ -2,11 +2,11 @@
 document of the declared operations."""
 
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from http import HTTPStatus
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 from aiohttp import web
@@ -76,7 +76,14 @@ class ApiReply(Struct, frozen=True):
     content: Struct | bytes
 
 
-Handler = Callable[[ApiCall], Awaitable[ApiReply]]
+class Handler(Protocol):
+    """A function that carries out the calls of one operation."""
+
+    __name__: str
+
+    def __call__(self, call: ApiCall, /) -> Awaitable[ApiReply]:
+        """Return the reply."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -84,7 +91,8 @@ class Operation:
     """One operation of the HTTP API.
 
     Attributes:
-        name: unique, for OpenAPI and `overloaded_total{operation}`.
+        run: its name and the first line of its docstring are the operation's name and summary.
+        route: method and path.
         answers: the body by status; None for bytes of `media`.
         body: the request body; with `body_optional` it may be empty.
         errors: the errors specific to this operation.
@@ -96,11 +104,8 @@ class Operation:
             transaction.
     """
 
-    name: str
-    method: str
-    path: str
-    summary: str
     run: Handler
+    route: str
     answers: Mapping[int, type[Struct] | None]
     body: type[Struct] | None = None
     body_optional: bool = False
@@ -112,6 +117,26 @@ class Operation:
     admin: bool = False
     prepares: bool = False
     direct: bool = False
+
+    @property
+    def name(self) -> str:
+        """Unique, for OpenAPI and `overloaded_total{operation}`."""
+        return self.run.__name__.removesuffix("_")
+
+    @property
+    def method(self) -> str:
+        """The HTTP method."""
+        return self.route.partition(" ")[0]
+
+    @property
+    def path(self) -> str:
+        """The path, with names in braces."""
+        return self.route.partition(" ")[2]
+
+    @property
+    def summary(self) -> str:
+        """What it does, without a full stop."""
+        return _first_line(self.run.__doc__).removesuffix(".")
 
     @property
     def changes(self) -> bool:

@@ -72,7 +72,7 @@ _VIEW_FIELDS = tuple(
 
 
 def prepare(call: ApiCall) -> Awaitable[ApiReply]:
-    """Store a half message."""
+    """Store messages, invisible until they are committed."""
     body = cast(PrepareBody, call.body)
     request = PrepareRequest(
         group=body.group,
@@ -109,7 +109,7 @@ def _prepared(status: TransactionStatus) -> ApiReply:
 
 
 def commit(call: ApiCall) -> Awaitable[ApiReply]:
-    """Commit a transaction, optionally with final messages."""
+    """Commit a transaction."""
     body = cast(CommitBody, call.body)
     messages, wait = _messages(call, body.messages), body.wait is not None
     return _decide(call, Decision.COMMIT, body, messages, wait=wait)
@@ -172,7 +172,7 @@ async def check(call: ApiCall) -> ApiReply:
 
 
 async def revive(call: ApiCall) -> ApiReply:
-    """Begin a new round of checks, or retry a refused transaction."""
+    """Make a parked transaction pending again, or retry a refused one."""
     return await _act(call, call.context.service.revive)
 
 
@@ -211,8 +211,8 @@ async def find(call: ApiCall) -> ApiReply:
     return ApiReply(200, _view_body(view, bodies=bodies))
 
 
-async def list_all(call: ApiCall) -> ApiReply:
-    """List transactions, oldest first."""
+async def list_(call: ApiCall) -> ApiReply:
+    """List transactions, oldest first: those in `state`, else all unsettled."""
     query = cast(ListQuery, call.query)
     given = ListRequest(**{name: getattr(query, name) for name in query.__struct_fields__})
     request = within_groups(given, call.principal)
@@ -260,11 +260,8 @@ def _message_body(placed: PlacedMessage, *, bodies: bool) -> PlacedBody:
 
 OPERATIONS = (
     Operation(
-        "prepare",
-        "POST",
-        "/v1/transactions",
-        "Store messages, invisible until they are committed",
         prepare,
+        "POST /v1/transactions",
         {201: StandingBody, 200: StandingBody},
         body=PrepareBody,
         errors=(
@@ -276,32 +273,23 @@ OPERATIONS = (
         direct=True,
     ),
     Operation(
-        "list",
-        "GET",
-        "/v1/transactions",
-        "List transactions, oldest first: those in `state`, else all unsettled",
-        list_all,
+        list_,
+        "GET /v1/transactions",
         {200: PageBody},
         query=ListQuery,
         errors=_UNREACHABLE,
         admin=True,
     ),
     Operation(
-        "find",
-        "GET",
-        "/v1/transactions/{id}",
-        "Return one transaction",
         find,
+        "GET /v1/transactions/{id}",
         {200: TransactionBody},
         query=FindQuery,
         errors=_BY_ID,
     ),
     Operation(
-        "commit",
-        "POST",
-        "/v1/transactions/{id}/commit",
-        "Commit a transaction",
         commit,
+        "POST /v1/transactions/{id}/commit",
         {200: StandingBody},
         body=CommitBody,
         body_optional=True,
@@ -310,11 +298,8 @@ OPERATIONS = (
         errors=(WrongGroup, AlreadyDecided, BodyLost, UnknownTopic, BadTarget, *_BY_ID),
     ),
     Operation(
-        "rollback",
-        "POST",
-        "/v1/transactions/{id}/rollback",
-        "Roll a transaction back",
         rollback,
+        "POST /v1/transactions/{id}/rollback",
         {200: StandingBody},
         body=RollbackBody,
         body_optional=True,
@@ -323,11 +308,8 @@ OPERATIONS = (
         errors=(WrongGroup, AlreadyDecided, *_BY_ID),
     ),
     Operation(
-        "check",
-        "POST",
-        "/v1/transactions/{id}/check",
-        "Make the next check due now",
         check,
+        "POST /v1/transactions/{id}/check",
         {200: StandingBody},
         body=ReasonBody,
         body_optional=True,
@@ -336,11 +318,8 @@ OPERATIONS = (
         admin=True,
     ),
     Operation(
-        "revive",
-        "POST",
-        "/v1/transactions/{id}/revive",
-        "Make a parked transaction pending again, or retry a refused one",
         revive,
+        "POST /v1/transactions/{id}/revive",
         {200: StandingBody},
         body=ReasonBody,
         body_optional=True,
