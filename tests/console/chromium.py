@@ -77,19 +77,11 @@ def _png(width: int, palette: list[int], pixels: bytes) -> bytes:
 
 
 class Browser:
-    """One window.
-
-    Args:
-        driver: the browser, started.
-        url: where the console is.
-    """
-
     def __init__(self, driver: Chrome, url: str) -> None:
         self.driver = driver
         self.url = url
 
     def open(self, path: str) -> None:
-        """Go to a page of the console."""
         self.driver.get(self.url + path)
 
     @property
@@ -102,17 +94,13 @@ class Browser:
         return self.until(lambda: next(iter(self.all(selector)), None))
 
     def all(self, selector: str) -> list[WebElement]:
-        """Return all that are there now."""
         return self.driver.find_elements(By.CSS_SELECTOR, selector)
 
     def text(self, selector: str = "main") -> str:
-        """Return the text shown there, blanks collapsed."""
         found = self.until(lambda: (self.find(selector).text,))
         return " ".join(found[0].split())
 
     def click(self, text: str) -> None:
-        """Follow the first link, or press the first button, with this text."""
-
         def clicked() -> tuple[bool]:
             for element in self.all("a, button"):
                 if element.text.strip() == text:
@@ -123,7 +111,6 @@ class Browser:
         assert self.until(clicked)[0], f"nothing is called {text!r}: {self.text('body')}"
 
     def fill(self, selector: str, text: str) -> None:
-        """Put text into a field."""
         field = self.find(selector)
         field.clear()
         field.send_keys(text)
@@ -139,11 +126,9 @@ class Browser:
         return waiting.until(lambda _: condition())
 
     def run(self, script: str, *values: object) -> Any:
-        """Run a script in the page, as with the developer tools."""
         return self.driver.execute_script(script, *values)
 
     def complaints(self) -> list[str]:
-        """Return what the browser has complained of since the last call."""
         return [
             entry["message"]
             for entry in self.driver.get_log("browser")
@@ -164,11 +149,9 @@ class Browser:
         )  # fmt: skip
 
     def scripts(self, *, on: bool) -> None:
-        """Let pages run scripts, or not."""
         self._command("Emulation.setScriptExecutionDisabled", value=not on)
 
     def picture(self, path: Path, height_max: int = 1400) -> None:
-        """Take a picture of the page, from its top."""
         size = self._command("Page.getLayoutMetrics")["cssContentSize"]
         clip = {
             "x": 0, "y": 0, "scale": 1,

@@ -18,7 +18,6 @@ from tests.kit.service import FakeEndpoint, Service
 
 @pytest.fixture(scope="session")
 async def desk() -> AsyncIterator[FakeEndpoint]:
-    """The endpoints of all groups."""
     async with FakeEndpoint().serve() as running:
         yield running
 
@@ -35,27 +34,23 @@ async def running(desk: FakeEndpoint, **settings: Any) -> AsyncIterator[Service]
 
 @pytest.fixture
 async def service(desk: FakeEndpoint) -> AsyncIterator[Service]:
-    """A running proxy of the test's own."""
     async with running(desk) as service:
         yield service
 
 
 @pytest.fixture
 def token_file(tmp_path: Path) -> Path:
-    """A file with the token."""
     return secret_file(tmp_path / "token", TOKEN)
 
 
 @pytest.fixture
 async def guarded(desk: FakeEndpoint, token_file: Path) -> AsyncIterator[Service]:
-    """A running proxy that requires the token."""
     async with running(desk, token_file=token_file) as service:
         yield service
 
 
 @pytest.fixture
 async def proxies(desk: FakeEndpoint) -> AsyncIterator[Proxies]:
-    """Proxies of one installation, none yet."""
     world = MemoryHarness()
     proxies = Proxies(world, desk)
     yield proxies
@@ -65,6 +60,5 @@ async def proxies(desk: FakeEndpoint) -> AsyncIterator[Proxies]:
 
 @pytest.fixture
 async def reader(service: Service) -> AsyncIterator[Reader]:
-    """A client of the pages of `service`, without scripts."""
     async with reader_of(service.proxy.url) as client:
         yield client

@@ -25,8 +25,6 @@ _UNSEEN = frozenset({"script", "style", "title", "datalist", "template"})
 
 @dataclass
 class Element:
-    """A tag with its content."""
-
     tag: str
     attributes: dict[str, str]
     children: list[Element | str] = field(default_factory=list)
@@ -43,13 +41,11 @@ class Element:
         return found
 
     def one(self, tag: str = "", **attributes: str) -> Element:
-        """Return the only such element."""
         (found,) = self.all(tag, **attributes)
         return found
 
     @property
     def text(self) -> str:
-        """What a reader sees, blanks as one."""
         if self.tag in _UNSEEN:
             return ""
         parts = [c if isinstance(c, str) else f" {c.text} " for c in self.children]
@@ -57,7 +53,6 @@ class Element:
 
     @property
     def raw(self) -> str:
-        """The characters inside as they are."""
         return "".join(c if isinstance(c, str) else c.raw for c in self.children)
 
 
@@ -94,8 +89,6 @@ class _Parser(HTMLParser):
 
 @dataclass
 class Seen:
-    """A page as it came."""
-
     status: int
     url: URL
     headers: Any
@@ -109,15 +102,12 @@ class Seen:
 
     @property
     def text(self) -> str:
-        """What a reader sees of it."""
         return self.main.text
 
     def links(self, text: str) -> list[str]:
-        """Return where the links with this text lead."""
         return [a.attributes["href"] for a in self.main.all("a") if a.text == text]
 
     def link(self, text: str) -> str:
-        """Return where the only link with this text leads."""
         found = set(self.links(text))
         assert len(found) == 1, f"links called {text!r}: {found}"
         return found.pop()
@@ -144,7 +134,6 @@ class Reader:
         self.http = http
 
     async def open(self, path: str, *, follow: bool = True, **headers: str) -> Seen:
-        """Follow a link."""
         sent = {name.replace("_", "-"): value for name, value in headers.items()}
         async with self.http.get(path, headers=sent, allow_redirects=follow) as answer:
             return await _seen(answer)
@@ -152,7 +141,6 @@ class Reader:
     async def send(
         self, path: str, fields: dict[str, str], *, follow: bool = True, **headers: str
     ) -> Seen:
-        """Send a form."""
         sent = {name.replace("_", "-"): value for name, value in headers.items()}
         async with self.http.post(
             path, data=fields, headers=sent, allow_redirects=follow
@@ -176,7 +164,6 @@ async def _seen(answer: aiohttp.ClientResponse) -> Seen:
 
 @asynccontextmanager
 async def reader_of(url: str, **headers: str) -> AsyncIterator[Reader]:
-    """Open a browser with its own cookies."""
     jar = aiohttp.CookieJar(unsafe=True)
     async with aiohttp.ClientSession(url, cookie_jar=jar, headers=headers) as http:
         yield Reader(http)
@@ -191,5 +178,4 @@ def post(url: str, body: dict[str, Any]) -> dict[str, Any]:
 
 
 async def topic_of(service: Service) -> str:
-    """Make a topic."""
     return await service.world.create_topic(unique("topic"))

@@ -41,7 +41,6 @@ SHOWN = {
 
 
 async def prepare(url: str, group: str, topic: str, count: int) -> list[str]:
-    """Prepare `count` transactions of a group, several at a time."""
     limit = asyncio.Semaphore(64)
 
     async def one(http: aiohttp.ClientSession, number: int) -> str:
@@ -60,7 +59,6 @@ async def prepare(url: str, group: str, topic: str, count: int) -> list[str]:
 
 
 async def call(url: str, method: str, path: str, body: dict[str, Any]) -> None:
-    """Call the API."""
     async with (
         aiohttp.ClientSession(url) as http,
         http.request(method, path, json=body) as answer,
@@ -93,7 +91,6 @@ def traffic(url: str, group: str) -> Iterator[None]:
 
 
 def steady(broker: InMemoryBroker) -> bool:
-    """Return True if all prepared transactions are promoted."""
     with urlopen(f"{broker.url}/v1/overview", timeout=20) as answer:
         rates = [p["rates"] for p in json.load(answer)["partitions"]]
     prepared, promoted = (
@@ -132,7 +129,6 @@ def plant(broker: InMemoryBroker, stack: ExitStack) -> dict[str, str]:
 
 
 def take(window: Browser, folder: Path, name: str, path: str, *, every: bool) -> None:
-    """Take a page in each look that is wanted."""
     for look, options in LOOKS.items():
         if every or name + look in SHOWN:
             window.look(**options)
@@ -142,7 +138,6 @@ def take(window: Browser, folder: Path, name: str, path: str, *, every: bool) ->
 
 
 def main() -> None:
-    """Take all pictures."""
     arguments = argparse.ArgumentParser(description=__doc__)
     arguments.add_argument("folder", type=Path)
     arguments.add_argument("--every", action="store_true")

@@ -17,13 +17,11 @@ from txbroker.proxy.console import actions
 
 
 async def pending(service: Service, count: int, group: str) -> list[str]:
-    """Prepare `count` transactions of a group."""
     topic = await topic_of(service)
     return [await service.prepare(Message(topic, b"k", b"v"), group=group) for _ in range(count)]
 
 
 async def confirmed(reader: Reader, asked: Seen, reason: str = "a test", **fields: str) -> Seen:
-    """Send the form of a preview."""
     return await reader.send(
         asked.url.path, {**asked.form("/actions/"), "reason": reason, **fields}
     )

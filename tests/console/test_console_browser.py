@@ -29,14 +29,12 @@ HOSTILE = f'"><script>{_RUN}</script><img src="/x" onerror="{_RUN}">'
 
 @pytest.fixture(scope="module")
 def chromium() -> Iterator[Browser]:
-    """One browser for all tests."""
     with browser() as running:
         yield running
 
 
 @pytest.fixture
 def broker() -> Iterator[InMemoryBroker]:
-    """A proxy of the test's own."""
     with InMemoryBroker(partitions=2) as running:
         running.create_topic("orders")
         yield running
@@ -56,7 +54,6 @@ def window(chromium: Browser, broker: InMemoryBroker) -> Iterator[Browser]:
 
 
 def prepare(broker: InMemoryBroker, group: str = "orders", value: str = "v", count: int = 1) -> Any:
-    """Prepare transactions; return the id of the last one."""
     for _ in range(count):
         body = {"group": group, "messages": [{"topic": "orders", "value": value}]}
         id = post(broker.url + "/v1/transactions", body)["id"]
@@ -240,8 +237,6 @@ def test_every_page_is_legible(
 
 @contextmanager
 def site(html: str) -> Iterator[str]:
-    """Serve a page at another address, which is another site."""
-
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             self.send_response(200)
@@ -276,7 +271,6 @@ def guarded(tmp_path: Path, chromium: Browser) -> Iterator[InMemoryBroker]:
 
 
 def log_in(window: Browser) -> None:
-    """Log in."""
     window.fill("#name", "Ada")
     window.fill("#token", TOKEN)
     window.click("Log in")

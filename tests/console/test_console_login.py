@@ -21,13 +21,11 @@ from txbroker.proxy.http.guards import Guard
 
 @pytest.fixture
 async def stranger(guarded: Service) -> AsyncIterator[Reader]:
-    """A client that is not logged in."""
     async with reader_of(guarded.proxy.url) as client:
         yield client
 
 
 async def log_in(reader: Reader, token: str = TOKEN, path: str = "/", **fields: str) -> Seen:
-    """Ask for a page, and log in where that is asked for."""
     asked = await reader.open(path)
     assert asked.url.path == "/login"
     return await reader.send("/login", {**asked.form("/login"), "token": token, **fields})
@@ -169,8 +167,6 @@ class Request:
 
 
 class Response:
-    """Keeps the cookies that are set."""
-
     def __init__(self) -> None:
         self.cookies: dict[str, str] = {}
 

@@ -273,7 +273,6 @@ async def test_hostile_names_are_escaped(service: Service, reader: Reader) -> No
 
 
 async def every_page(service: Service, reader: Reader) -> list[tuple[str, Any]]:
-    """Return one page of each kind."""
     group, (id,) = await parked(service, await topic_of(service))
     paths = [
         "/", "/transactions", "/transactions?state=parked", f"/transactions/{id}",

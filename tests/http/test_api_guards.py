@@ -95,7 +95,6 @@ async def test_json_media_type_is_parsed(api: Api, media: str) -> None:
 
 
 async def status_with(api: Api, given: str = "", path: str = "/v1/groups") -> int:
-    """Return the status of a call with this authorization."""
     headers = {"Authorization": given} if given else {}
     return (await api.call("GET", path, **headers))[0]
 

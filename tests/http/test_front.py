@@ -40,7 +40,6 @@ class Line:
         self.transport = writer.transport
 
     async def head(self) -> list[bytes]:
-        """Return the lines of the next head."""
         async with asyncio.timeout(30):
             return (await self._reader.readuntil(b"\r\n\r\n")).split(b"\r\n")
 

@@ -5,12 +5,15 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
+from msgspec import structs
 
 from tests.kit.http_answers import LOOPBACK
 from tests.kit.http_api import Api, running_api
+from tests.kit.secret_files import secret_file
 from txbroker.checkers.base import Answered, CheckCall, CheckResult, Unclear, Unreached
 from txbroker.checkers.groups import Groups
 from txbroker.checkers.http import HttpChecks
@@ -62,13 +65,7 @@ class Asked:
         self.sent.append(check)
         self.got.set()
         if self._answer is not None:
-            answer = CheckAnswer(
-                check.call,
-                self._answer.decision,
-                self._answer.ask_again_s,
-                self._answer.messages,
-                self._answer.detail,
-            )
+            answer = structs.replace(self._answer, call=check.call)
             asyncio.get_running_loop().call_soon(self._sessions.answer, "orders", self, answer)
         return True
 
@@ -76,28 +73,46 @@ class Asked:
         self._sessions.remove("orders", self)
 
 
+class Elsewhere:
+    """The sessions at the proxy at `api`, as another proxy knows them."""
+
+    def __init__(self, api: Api, secret: Callable[[], str | None] = lambda: None) -> None:
+        self.api = api
+        self.known = PeerSessions(PeerIdentity(lambda: ME, secret))
+
+    def session(
+        self, name: str, answer: CheckAnswer | None = None, *, checks: bool = True
+    ) -> Asked:
+        return Asked(self.api.sessions, name, answer, checks=checks)
+
+    def look(self, url: str = "") -> None:
+        sessions = self.api.sessions
+        connected = GroupsConnected(sessions.instances(), sessions.instances_without_function())
+        self.known.saw(url or self.api.url, connected)
+
+    def saw(self, groups: dict[str, tuple[str, ...]], url: str = "http://a") -> None:
+        self.known.saw(url, GroupsConnected(groups))
+
+    async def leased(self, prefer: str = "", **how: Any) -> LeaseChannel:
+        channel = await self.known.acquire("orders", prefer, **how)
+        assert isinstance(channel, LeaseChannel), channel
+        return channel
+
+    async def lease_of(self, prefer: str = "", **how: Any) -> str:
+        """Lease a session and return it; return its instance."""
+        channel = await self.leased(prefer, **how)
+        channel.release()
+        return channel.instance
+
+    async def unreached(self, prefer: str = "", **how: Any) -> bool:
+        return isinstance(await self.known.acquire("orders", prefer, **how), Unreached)
+
+
 @pytest.fixture
-async def elsewhere(api: Api) -> AsyncIterator[PeerSessions]:
-    """The sessions known of the proxy at `api`."""
-    known = PeerSessions(PeerIdentity(lambda: ME))
-    yield known
-    await known.close()
-
-
-def connected(api: Api) -> GroupsConnected:
-    """Return the sessions that the proxy at `api` reports."""
-    return GroupsConnected(api.sessions.instances(), api.sessions.instances_without_function())
-
-
-def look(api: Api, elsewhere: PeerSessions) -> None:
-    elsewhere.saw(api.url, connected(api))
-
-
-async def leased(api: Api, elsewhere: PeerSessions, prefer: str = "") -> LeaseChannel:
-    look(api, elsewhere)
-    channel = await elsewhere.acquire("orders", prefer)
-    assert isinstance(channel, LeaseChannel), channel
-    return channel
+async def elsewhere(api: Api) -> AsyncIterator[Elsewhere]:
+    there = Elsewhere(api)
+    yield there
+    await there.known.close()
 
 
 async def ask(channel: LeaseChannel, timeout_s: float = 5.0) -> CheckResult:
@@ -105,6 +120,15 @@ async def ask(channel: LeaseChannel, timeout_s: float = 5.0) -> CheckResult:
         return await channel.ask(CALL, timeout_s)
     finally:
         channel.release()
+
+
+async def asked(
+    elsewhere: Elsewhere, answer: CheckAnswer | None = None
+) -> tuple[Asked, LeaseChannel]:
+    """Return the only session, and a lease of it."""
+    session = elsewhere.session("pod-1", answer)
+    elsewhere.look()
+    return session, await elsewhere.leased()
 
 
 # --- answers ---------------------------------------------------------------------------------
@@ -129,11 +153,10 @@ async def ask(channel: LeaseChannel, timeout_s: float = 5.0) -> CheckResult:
     ],
 )
 async def test_an_answer_comes_back_whole(
-    api: Api, elsewhere: PeerSessions, answer: CheckAnswer, result: CheckResult
+    elsewhere: Elsewhere, answer: CheckAnswer, result: CheckResult
 ) -> None:
-    session = Asked(api.sessions, "pod-1", answer)
-    channel = await leased(api, elsewhere)
-    assert channel.endpoint == f"session pod-1 at {api.url}"
+    session, channel = await asked(elsewhere, answer)
+    assert channel.endpoint == f"session pod-1 at {elsewhere.api.url}"
     assert session.sent == []
     assert await ask(channel) == result
     (check,) = session.sent
@@ -143,10 +166,9 @@ async def test_an_answer_comes_back_whole(
 
 @pytest.mark.rule(21)
 async def test_question_is_sent_before_any_await(
-    api: Api, elsewhere: PeerSessions, monkeypatch: pytest.MonkeyPatch
+    elsewhere: Elsewhere, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    Asked(api.sessions, "pod-1", CheckAnswer(0, Decision.COMMIT))
-    channel = await leased(api, elsewhere)
+    _, channel = await asked(elsewhere, CheckAnswer(0, Decision.COMMIT))
     sent: list[bytes] = []
     monkeypatch.setattr(channel._connection, "send", sent.append)
     asking = channel.ask(CALL, 5.0)
@@ -174,16 +196,15 @@ def lease_is_lost(session: Asked, channel: LeaseChannel) -> None:
     ids=["ended session", "closed socket", "lost lease", "closed connection"],
 )
 async def test_lost_lease_was_not_asked(
-    api: Api, elsewhere: PeerSessions, lose: Callable[[Asked, LeaseChannel], None]
+    elsewhere: Elsewhere, lose: Callable[[Asked, LeaseChannel], None]
 ) -> None:
-    session = Asked(api.sessions, "pod-1")
-    channel = await leased(api, elsewhere)
+    session, channel = await asked(elsewhere)
     lose(session, channel)
     assert isinstance(await ask(channel), Unreached)
     assert session.sent == []
 
 
-async def test_lease_expires(elsewhere: PeerSessions) -> None:
+async def test_lease_expires() -> None:
     sessions = SessionRegistry(open_checks_max=1)
     leases = Leases(sessions, lease_s=0.05)
     session = Asked(sessions, "pod-1")
@@ -220,53 +241,44 @@ async def test_leases_are_bounded() -> None:
 
 
 async def test_wrong_peer_secret_reaches_no_session(tmp_path: Path) -> None:
-    (tmp_path / "secret").write_text("the secret there")
-    (tmp_path / "secret").chmod(0o600)
-    async with running_api(peer_secret_file=tmp_path / "secret") as api:
-        Asked(api.sessions, "pod-1", CheckAnswer(0, Decision.COMMIT))
-        for secret, kind in (("another", Unreached), ("the secret there", LeaseChannel)):
-            known = PeerSessions(PeerIdentity(lambda: ME, lambda: secret))  # noqa: B023
-            look(api, known)
-            channel = await known.acquire("orders", "")
-            assert isinstance(channel, kind)
-            if isinstance(channel, LeaseChannel):
-                assert isinstance(await ask(channel), Answered)
+    file = secret_file(tmp_path / "secret", "the secret there")
+    async with running_api(peer_secret_file=file) as api:
+        stranger, member = Elsewhere(api, lambda: "another"), Elsewhere(api, file.read_text)
+        stranger.session("pod-1", CheckAnswer(0, Decision.COMMIT))
+        for one in (stranger, member):
+            one.look()
+        assert await stranger.unreached()
+        assert isinstance(await ask(await member.leased()), Answered)
 
 
 # --- unclear ----------------------------------------------------------------------------
 
 
-async def test_session_that_ends_during_question_is_unclear(
-    api: Api, elsewhere: PeerSessions
-) -> None:
-    session = Asked(api.sessions, "pod-1")
-    asking = asyncio.ensure_future(ask(await leased(api, elsewhere)))
+async def test_session_that_ends_during_question_is_unclear(elsewhere: Elsewhere) -> None:
+    session, channel = await asked(elsewhere)
+    asking = asyncio.ensure_future(ask(channel))
     await asyncio.wait_for(session.got.wait(), 5)
     session.leave()
     assert isinstance(await asking, Unclear)
 
 
-async def test_no_answer_in_time_is_unclear(api: Api, elsewhere: PeerSessions) -> None:
-    session = Asked(api.sessions, "pod-1")
-    assert isinstance(await ask(await leased(api, elsewhere), 0.2), Unclear)
+async def test_no_answer_in_time_is_unclear(elsewhere: Elsewhere) -> None:
+    session, channel = await asked(elsewhere)
+    assert isinstance(await ask(channel, 0.2), Unclear)
     assert len(session.sent) == 1
     session.leave()
 
 
 @pytest.mark.rule(22)
-async def test_proxy_that_dies_during_question_is_unclear() -> None:
-    known = PeerSessions(PeerIdentity(lambda: ME))
-    async with running_api() as api:
-        session = Asked(api.sessions, "pod-1")
-        relay, cut = await relayed(api.port)
-        known.saw(relay, connected(api))
-        channel = await known.acquire("orders", "")
-        assert isinstance(channel, LeaseChannel)
-        asking = asyncio.ensure_future(ask(channel))
-        await asyncio.wait_for(session.got.wait(), 5)
-        cut()
-        assert isinstance(await asking, Unclear)
-        session.leave()
+async def test_proxy_that_dies_during_question_is_unclear(elsewhere: Elsewhere) -> None:
+    session = elsewhere.session("pod-1")
+    relay, cut = await relayed(elsewhere.api.port)
+    elsewhere.look(relay)
+    asking = asyncio.ensure_future(ask(await elsewhere.leased()))
+    await asyncio.wait_for(session.got.wait(), 5)
+    cut()
+    assert isinstance(await asking, Unclear)
+    session.leave()
 
 
 async def relayed(port: int) -> tuple[str, Callable[[], None]]:
@@ -298,41 +310,38 @@ async def relayed(port: int) -> tuple[str, Callable[[], None]]:
 # --- whom ------------------------------------------------------------------------------------
 
 
-async def test_gone_proxy_is_tried_once(api: Api, elsewhere: PeerSessions) -> None:
-    Asked(api.sessions, "pod-1")
-    elsewhere.saw("http://127.0.0.1:9", GroupsConnected({"orders": ("pod-9",)}))
-    look(api, elsewhere)
-    channel = await elsewhere.acquire("orders", "pod-9")
-    assert isinstance(channel, LeaseChannel)
-    channel.release()
-    gone = await elsewhere.acquire("orders", "pod-9", only=True)
+async def test_gone_proxy_is_tried_once(elsewhere: Elsewhere) -> None:
+    elsewhere.session("pod-1")
+    elsewhere.saw({"orders": ("pod-9",)}, "http://127.0.0.1:9")
+    elsewhere.look()
+    assert await elsewhere.lease_of("pod-9") == "pod-1"
+    gone = await elsewhere.known.acquire("orders", "pod-9", only=True)
     assert gone == Unreached("no instance of group orders is connected to another proxy")
 
 
-async def test_only_the_named_instance_is_leased(api: Api, elsewhere: PeerSessions) -> None:
-    one, two = (Asked(api.sessions, name) for name in ("pod-1", "pod-2"))
+async def test_only_the_named_instance_is_leased(elsewhere: Elsewhere) -> None:
+    one, two = (elsewhere.session(name) for name in ("pod-1", "pod-2"))
+    elsewhere.look()
     for prefer in ("pod-1", "pod-2", "pod-1"):
-        channel = await leased(api, elsewhere, prefer)
-        assert channel.endpoint == f"session {prefer} at {api.url}"
-        channel.release()
+        assert await elsewhere.lease_of(prefer) == prefer
     one.draining = True
-    assert isinstance(await elsewhere.acquire("orders", "pod-1", only=True), Unreached)
+    assert await elsewhere.unreached("pod-1", only=True)
     two.leave()
 
 
-async def test_group_appears_once_until_gone(elsewhere: PeerSessions) -> None:
+async def test_group_appears_once_until_gone(elsewhere: Elsewhere) -> None:
     appeared: list[str] = []
-    elsewhere.on_appeared(appeared.append)
-    elsewhere.saw("http://a", GroupsConnected({"orders": ("x",)}))
-    elsewhere.saw("http://a", GroupsConnected({"orders": ("x", "y"), "other": ("z",)}))
+    elsewhere.known.on_appeared(appeared.append)
+    elsewhere.saw({"orders": ("x",)})
+    elsewhere.saw({"orders": ("x", "y"), "other": ("z",)})
     assert appeared == ["orders", "other"]
-    elsewhere.saw("http://a", GroupsConnected({"other": ("z",)}))
-    elsewhere.saw("http://a", GroupsConnected({"orders": ("x",)}))
+    elsewhere.saw({"other": ("z",)})
+    elsewhere.saw({"orders": ("x",)})
     assert appeared == ["orders", "other", "orders"]
-    elsewhere.forget("http://a")
-    elsewhere.saw("http://a", GroupsConnected({"orders": ("x",)}))
-    elsewhere.only(["http://b"])
-    elsewhere.saw("http://a", GroupsConnected({"orders": ("x",)}))
+    elsewhere.known.forget("http://a")
+    elsewhere.saw({"orders": ("x",)})
+    elsewhere.known.only(["http://b"])
+    elsewhere.saw({"orders": ("x",)})
     assert appeared == ["orders", "other", "orders", "orders", "orders"]
 
 
@@ -343,13 +352,11 @@ async def test_draining_instances_are_not_offered(api: Api) -> None:
     assert api.sessions.instances() == {}
 
 
-async def test_finder_prefers_preparing_then_local_instances(
-    api: Api, elsewhere: PeerSessions
-) -> None:
-    own = SessionRegistry()
+async def test_finder_prefers_preparing_then_local_instances(elsewhere: Elsewhere) -> None:
+    api, own = elsewhere.api, SessionRegistry()
     groups, checks = Groups(api.store), HttpChecks(guard=LOOPBACK)
     await groups.load()
-    finder = GroupFinder(own, groups, checks, elsewhere)
+    finder = GroupFinder(own, groups, checks, elsewhere.known)
 
     async def found(prefer: str) -> str:
         channel = await finder.acquire("orders", prefer)
@@ -358,9 +365,9 @@ async def test_finder_prefers_preparing_then_local_instances(
         channel.release()
         return channel.endpoint if isinstance(channel, SessionChannel | LeaseChannel) else "url"
 
-    far = Asked(api.sessions, "far")
+    far = elsewhere.session("far")
     near = Asked(own, "near")
-    look(api, elsewhere)
+    elsewhere.look()
     assert await found("far") == f"session far at {api.url}"
     assert await found("near") == "session near"
     assert await found("unknown") == await found("") == "session near"
@@ -378,50 +385,36 @@ async def test_finder_prefers_preparing_then_local_instances(
     await checks.close()
 
 
-async def test_instance_that_refused_is_not_offered_again(
-    api: Api, elsewhere: PeerSessions
-) -> None:
+async def test_instance_that_refused_is_not_offered_again(elsewhere: Elsewhere) -> None:
     for name in ("pod-1", "pod-2"):
-        Asked(api.sessions, name)
-    look(api, elsewhere)
+        elsewhere.session(name)
+    elsewhere.look()
     for avoid, other in (("pod-1", "pod-2"), ("pod-2", "pod-1")):
-        channel = await elsewhere.acquire("orders", "", avoid={avoid})
-        assert isinstance(channel, LeaseChannel)
-        assert channel.instance == other
-        channel.release()
-    assert isinstance(await elsewhere.acquire("orders", "", avoid={"pod-1", "pod-2"}), Unreached)
-    # Nothing is forgotten of it.
-    assert isinstance(await elsewhere.acquire("orders", ""), LeaseChannel)
+        assert await elsewhere.lease_of(avoid={avoid}) == other
+    assert await elsewhere.unreached(avoid={"pod-1", "pod-2"})
+    assert await elsewhere.leased()  # nothing of it is forgotten
 
 
-async def test_instance_without_function_gets_own_checks_only(
-    api: Api, elsewhere: PeerSessions
-) -> None:
+async def test_instance_without_function_gets_own_checks_only(elsewhere: Elsewhere) -> None:
     appeared: list[str] = []
-    elsewhere.on_appeared(appeared.append)
-    Asked(api.sessions, "web", checks=False)
-    look(api, elsewhere)
+    elsewhere.known.on_appeared(appeared.append)
+    elsewhere.session("web", checks=False)
+    elsewhere.look()
     assert appeared == []
-    assert isinstance(await elsewhere.acquire("orders", "web"), Unreached)
-    channel = await elsewhere.acquire("orders", "web", only=True)
-    assert isinstance(channel, LeaseChannel)
-    assert channel.instance == "web"
-    channel.release()
-    elsewhere.forget(api.url)
-    assert isinstance(await elsewhere.acquire("orders", "web", only=True), Unreached)
+    assert await elsewhere.unreached("web")
+    assert await elsewhere.lease_of("web", only=True) == "web"
+    elsewhere.known.forget(elsewhere.api.url)
+    assert await elsewhere.unreached("web", only=True)
 
 
-async def test_unavailable_instance_hides_no_other(api: Api, elsewhere: PeerSessions) -> None:
-    gone = Asked(api.sessions, "web", checks=False)
-    Asked(api.sessions, "worker", CheckAnswer(0, Decision.COMMIT))
-    look(api, elsewhere)
+async def test_unavailable_instance_hides_no_other(elsewhere: Elsewhere) -> None:
+    gone = elsewhere.session("web", checks=False)
+    elsewhere.session("worker", CheckAnswer(0, Decision.COMMIT))
+    elsewhere.look()
     gone.leave()
-    assert isinstance(await elsewhere.acquire("orders", "web", only=True), Unreached)
-    assert isinstance(await elsewhere.acquire("orders", "web", only=True), Unreached)
-    channel = await elsewhere.acquire("orders", "web")
-    assert isinstance(channel, LeaseChannel)
-    assert channel.instance == "worker"
-    channel.release()
+    for _ in range(2):
+        assert await elsewhere.unreached("web", only=True)
+    assert await elsewhere.lease_of("web") == "worker"
 
 
 def test_older_proxies_are_understood() -> None:

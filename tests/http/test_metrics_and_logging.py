@@ -136,7 +136,6 @@ def test_one_share_cannot_take_all_labels() -> None:
 
 
 def test_share_of_a_group_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A scrape holds up all else, and groups are as many as producers make."""
     monkeypatch.setattr(metrics_module, "LABELS_KNOWN_MAX", 50)
     asked: list[str] = []
 
@@ -286,8 +285,6 @@ class HeldLedger:
 
 @dataclass(eq=False)
 class HeldOwner:
-    """An owner that reports its ledger."""
-
     ledger: HeldLedger = field(default_factory=HeldLedger)
 
     def now_ms(self) -> int:
@@ -296,8 +293,6 @@ class HeldOwner:
 
 @dataclass
 class HeldBroker:
-    """A broker of these owners."""
-
     owners: list[HeldOwner]
     partitions: dict[int, str] = field(default_factory=dict)
     problems: tuple[str, ...] = ()

@@ -22,13 +22,11 @@ A, B = "http://a:8470", "http://b:8470"
 
 
 def reported(url: str, *partitions: PartitionOverview, **fields: Any) -> Overview:
-    """Return the report of one proxy."""
     given = {"groups": (), "groups_left_off": 0, "refused_topics": {}, **fields}
     return Overview(1, True, (ProxyOverview(url),), partitions, **given)
 
 
 def owned(number: int, url: str, pending: int = 0) -> PartitionOverview:
-    """Return a half partition reported by its owner."""
     return PartitionOverview(number, url, "owned", "", pending, 0, 0, 0)
 
 
@@ -102,8 +100,6 @@ def test_refused_are_summed_by_topic() -> None:
 
 
 class Clock:
-    """A clock that a test sets."""
-
     def __init__(self) -> None:
         self.now_s = 100.0
 

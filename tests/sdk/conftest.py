@@ -10,7 +10,6 @@ from txbroker.sdk import TransactionalProducer
 
 @pytest.fixture
 async def cluster() -> AsyncIterator[FakeCluster]:
-    """A cluster without proxies."""
     cluster = FakeCluster()
     yield cluster
     await cluster.close()
@@ -24,6 +23,5 @@ async def proxy(cluster: FakeCluster) -> FakeProxy:
 
 @pytest.fixture
 async def producer(proxy: FakeProxy) -> AsyncIterator[TransactionalProducer]:
-    """A started producer of the group "g"."""
     async with TransactionalProducer(proxy.url, group="g", limits=QUICK) as producer:
         yield producer

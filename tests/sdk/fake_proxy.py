@@ -112,8 +112,6 @@ Rule = Callable[[FromProducer], Action | None]
 
 @dataclass
 class Stored:
-    """A transaction as the fake keeps it."""
-
     prepare: Prepare
     group: str
     decision: Decision | None = None
@@ -128,8 +126,6 @@ class Stored:
 
 
 class FakeSession:
-    """The proxy's end of a session."""
-
     def __init__(self, proxy: "FakeProxy", socket: web.WebSocketResponse) -> None:
         self.proxy = proxy
         self.socket = socket
@@ -143,7 +139,6 @@ class FakeSession:
             await self.socket.send_bytes(encode_frame(list(operations)))
 
     async def drop(self) -> None:
-        """Cut the connection without a goodbye."""
         transport = self.socket._req.transport if self.socket._req else None
         if transport is not None:
             transport.abort()
@@ -151,7 +146,6 @@ class FakeSession:
     async def check(
         self, transaction_id: str, *, attempt: int = 1, messages: tuple[Message, ...] | None = None
     ) -> CheckAnswer:
-        """Ask what became of a transaction."""
         stored = self.proxy.cluster.transactions.get(transaction_id)
         if messages is None:
             messages = stored.messages if stored else (Message("t", value=b"v"),)
@@ -293,7 +287,6 @@ class FakeProxy:
         self.port = self._runner.addresses[0][1]
 
     async def stop(self) -> None:
-        """Go away at once, as when killed."""
         for session in list(self.sessions):
             await session.drop()
         if self._runner is not None:

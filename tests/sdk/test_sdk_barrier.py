@@ -160,7 +160,6 @@ def test_old_rows_are_deleted(barrier: SqliteBarrier, path: Path) -> None:
 
 
 def decided(barrier: SqliteBarrier, transaction_id: str) -> Decision:
-    """Ask until the database is not locked."""
     answer = barrier.check(transaction_id)
     while isinstance(answer, NotYet):
         answer = barrier.check(transaction_id)

@@ -30,14 +30,12 @@ KEYLESS = Message("payments", value=b"body")
 
 
 async def three(cluster: FakeCluster) -> list[FakeProxy]:
-    """Start three proxies that share the half partitions out."""
     proxies = [await cluster.proxy() for _ in range(3)]
     await cluster.own(*proxies)
     return proxies
 
 
 def keyed(partition: int, partitions: int = 4) -> Message:
-    """Return a message of which the half partition is this one."""
     numbers = (n for n in range(1000))
     return next(
         Message("t", key=b"%d" % n, value=b"body")

@@ -21,8 +21,6 @@ M = Message("payments", value=b"body")
 
 
 class Losses:
-    """Takes note of sessions that end."""
-
     def __init__(self) -> None:
         self.why: list[str] = []
 
@@ -41,7 +39,6 @@ def prepare(number: int) -> Prepare:
 
 
 def sent(session: Session) -> list[int]:
-    """Return the numbers of the calls in the next frame."""
     frame = session._next_frame()
     if frame is None:
         return []
@@ -66,7 +63,6 @@ async def test_forgotten_call_is_not_sent() -> None:
 
 
 async def test_each_call_has_its_own_deadline() -> None:
-    """Calls of one session may differ in how long their answers may take."""
     session = opened()
     loop = asyncio.get_running_loop()
     began_s = loop.time()

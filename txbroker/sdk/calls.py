@@ -243,7 +243,6 @@ class Calls:
             room.leave(size)
 
     def _draw(self, draft: Draft, session: Session, partition: int) -> Prepare:
-        """Return a draft as an operation with a new id."""
         try:
             randomness = _randomness_left.pop()
         except IndexError:  # not tested before: another thread may take the last one

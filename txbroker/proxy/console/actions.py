@@ -234,7 +234,6 @@ def _action(request: PageRequest) -> Action:
 
 
 def _covered(request: PageRequest) -> set[bytes]:
-    """Return the marks of the previewed transactions."""
     try:
         raw = base64.urlsafe_b64decode(request.form.get(COVERED_FIELD, ""))
     except (binascii.Error, ValueError):

@@ -62,7 +62,6 @@ def sums_of(overview: Overview) -> Sums:
 
 
 async def _overview(request: PageRequest) -> Overview:
-    """Return the overview with only the principal's groups."""
     overview = await request.context.service.overview()
     groups = tuple(group for group in overview.groups if group.group in request.principal.groups)
     return structs.replace(overview, groups=groups)
@@ -127,7 +126,6 @@ async def transaction(request: PageRequest) -> HtmlPage | Redirect:
 
 
 def _actions(request: PageRequest) -> Iterable[Action]:
-    """Return the actions the principal may take."""
     return Action if request.principal.role is Role.OPERATOR else ()
 
 

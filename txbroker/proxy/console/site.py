@@ -235,7 +235,6 @@ class Console:
     def _failed(
         self, request: web.Request, visitor: Visitor, error: RequestError | KafkaUnavailable
     ) -> web.Response:
-        """Return the error page."""
         if isinstance(error, KafkaUnavailable):
             error = KafkaDown(str(error))
         values = {"error": error, "retry": request.method == "GET" and error.retryable}
@@ -245,7 +244,6 @@ class Console:
         return response
 
     def _to_login(self, request: web.Request, visitor: Visitor) -> web.Response:
-        """Redirect to the login."""
         here = request.path_qs if request.method in ("GET", "HEAD") else "/"
         if request.method == "GET" and request.headers.get("Sec-Fetch-Site") == "cross-site":
             # After a link on another site the browser withholds our cookie. A redirect page of ours
@@ -279,7 +277,6 @@ def _is_secure(request: web.BaseRequest) -> bool:
 
 
 async def _read_form(request: web.Request, body: BodyReader) -> dict[str, str]:
-    """Return the fields of a form."""
     if request.content_type != _FORM:
         raise UnsupportedMediaType("not a form: send the form from the console's own page")
     if (request.content_length or 0) > FORM_BYTES_MAX:

@@ -175,7 +175,6 @@ class DirectConnection(asyncio.Protocol):
         """Done when the last call is answered, while the server stops."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Register the connection."""
         self.transport = cast(asyncio.Transport, transport)  # uvloop's is no subclass of it
         peer = transport.get_extra_info("peername")
         self._remote = str(peer[0] if isinstance(peer, list | tuple) else peer or "")
@@ -183,13 +182,11 @@ class DirectConnection(asyncio.Protocol):
         self._server.idle.begin(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Unregister the connection; a call in flight continues."""
         self._leave()
         if self._idle is not None and not self._idle.done():
             self._idle.set_result(None)
 
     def data_received(self, data: bytes) -> None:
-        """Handle incoming bytes."""
         self._held = self._held + data if self._held else data
         self._continue()
         if len(self._held) > HELD_BYTES_MAX and not self._reading_paused:
@@ -283,7 +280,6 @@ class DirectConnection(asyncio.Protocol):
         return _Parsed(endpoint, names, request, size, size + int(fields.get("Content-Length", 0)))
 
     def _wait(self) -> None:
-        """Wait for the rest of a request."""
         if not self._is_unfinished:
             self._is_unfinished = True
             self._server.idle.end(self)

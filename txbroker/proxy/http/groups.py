@@ -85,7 +85,6 @@ async def list_groups(call: ApiCall) -> ApiReply:
 
 
 def _registered(call: ApiCall) -> tuple[str, GroupPolicy]:
-    """Return the group of the path and its policy."""
     group = call.path["group"]
     call.principal.check_group(group)
     policy = call.context.groups.policies.get(group)

@@ -331,7 +331,6 @@ def certificate_names(request: AnyRequest) -> tuple[str, ...]:
 
 
 def _token_of(settings: Settings, role: Role, *, admin: bool) -> ReloadedFile[Principal] | None:
-    """Return the principal of the token that all callers of an address share, if any."""
     name, path = "token_file", settings.token_file
     if admin and settings.admin_token_file is not None:
         name, path = "admin_token_file", settings.admin_token_file

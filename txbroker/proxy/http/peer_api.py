@@ -213,7 +213,6 @@ class PeerApi:
             )
 
     async def _respond(self, name: str, answer: Answer) -> web.Response:
-        """Return the answer or the error, encoded."""
         try:
             body = encode(await answer())
         except ConnectionError:

@@ -335,7 +335,6 @@ class SdkSession:
         self._limits.in_flight.release(size, prepare=prepare, who=self._who)
 
     def _fail(self, calls: Iterable[int], error: Exception, name: str) -> None:
-        """Answer calls that failed."""
         known = known_error(error)
         if known is None:
             log.error(
@@ -351,7 +350,6 @@ class SdkSession:
         self.send(*[failure(call, known) for call in calls])
 
     async def _carry_out(self, number: int, frame_calls: _FrameCalls, run: contract.Run) -> None:
-        """Carry out a run, and answer its operations together."""
         started, calls = time.monotonic(), frame_calls.calls
         try:
             answers = await run.answers
