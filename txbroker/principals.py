@@ -53,6 +53,11 @@ class Role(StrEnum):
     """Everything, for its groups."""
 
 
+WRITERS = (Role.PRODUCER, Role.OPERATOR)
+READERS = (Role.VIEWER, Role.OPERATOR)
+ONLY_OPERATORS = (Role.OPERATOR,)
+
+
 class Patterns:
     """Names that a pattern allows and none denies; `*` and `?` are wildcards."""
 

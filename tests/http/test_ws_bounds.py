@@ -24,8 +24,8 @@ from txbroker.core.records import CheckReason, Decision, Message, State
 from txbroker.core.routing import make_id
 from txbroker.errors import Overloaded
 from txbroker.proxy.http.api import CONTEXT
+from txbroker.proxy.http.connection import SMALL_BYTES, FrameMeter
 from txbroker.proxy.http.limits import OPERATION_BYTES, ByteBudget, FrameBudget, message_bytes
-from txbroker.proxy.http.sessions.connection import SMALL_BYTES, FrameMeter
 
 IDS = [make_id(0, NOW_MS, n) for n in range(10_000)]
 CALL = CheckCall(IDS[0], "orders", 1, 15, CheckReason.DUE, NOW_MS, MESSAGES)
@@ -447,7 +447,7 @@ async def test_small_frames_need_no_budget_but_many_pieces_do() -> None:
 async def test_owner_notification_reaches_sessions_at_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("txbroker.proxy.http.sessions.server.OWNERS_POLL_S", 3600.0)
+    monkeypatch.setattr("txbroker.proxy.http.sessions.OWNERS_POLL_S", 3600.0)
     listeners: list[Callable[[], None]] = []
     monkeypatch.setattr(
         FakeService, "on_owners", lambda _, heard: listeners.append(heard), raising=False

@@ -228,7 +228,7 @@ async def test_changed_owners_are_sent(api: Api) -> None:
 
 
 async def test_clock_is_sent(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("txbroker.proxy.http.sessions.server.CLOCK_S", 0.0)
+    monkeypatch.setattr("txbroker.proxy.http.sessions.CLOCK_S", 0.0)
     async with running_api() as quick, session(quick) as producer:
         assert await producer.next() == wire.ClockUpdate(NOW_MS)
 

@@ -14,11 +14,11 @@ from aiohttp import web
 from txbroker.contract.service import DecideRequest, TransactionView
 from txbroker.core.records import Decision, Source, State
 from txbroker.errors import BadRequest, KafkaUnavailable, RequestError
+from txbroker.principals import ONLY_OPERATORS
 from txbroker.proxy.console.filters import AuditNote, Filter, convert, read_listing
 from txbroker.proxy.console.formatting import link
 from txbroker.proxy.console.site import HtmlPage, PageRequest, Redirect, Route
 from txbroker.proxy.http.context import ApiContext, within_groups
-from txbroker.proxy.http.operations import ONLY_OPERATORS
 from txbroker.proxy.observe.logging import get_logger
 
 log = get_logger(__name__)

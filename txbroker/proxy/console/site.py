@@ -21,14 +21,13 @@ from txbroker.errors import (
     TooLarge,
     UnsupportedMediaType,
 )
-from txbroker.principals import ANYBODY, Principal, Role
+from txbroker.principals import ANYBODY, READERS, Principal, Role
 from txbroker.proxy.console import formatting
 from txbroker.proxy.console.filters import Filter
 from txbroker.proxy.console.visitors import FORM_FIELD, Visitor, VisitorCookies
 from txbroker.proxy.http.context import ApiContext
 from txbroker.proxy.http.endpoints import INTERNAL_ERROR
 from txbroker.proxy.http.guards import Guard
-from txbroker.proxy.http.operations import READERS
 from txbroker.proxy.http.reading import BodyReader
 from txbroker.proxy.observe.logging import get_logger
 

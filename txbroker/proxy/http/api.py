@@ -24,7 +24,7 @@ from txbroker.errors import (
     RequestError,
     TooLarge,
 )
-from txbroker.principals import Directory
+from txbroker.principals import READERS, Directory
 from txbroker.proxy.cluster.forwarding import CALLER, CALLER_HEADER, PREFIX
 from txbroker.proxy.http import groups as group_operations
 from txbroker.proxy.http import transactions
@@ -40,7 +40,6 @@ from txbroker.proxy.http.guards import (
     load_principals,
 )
 from txbroker.proxy.http.operations import (
-    READERS,
     ApiCall,
     ApiReply,
     Operation,
@@ -49,7 +48,7 @@ from txbroker.proxy.http.operations import (
     error_answer,
 )
 from txbroker.proxy.http.peer_api import PeerApi
-from txbroker.proxy.http.sessions.server import SessionServer
+from txbroker.proxy.http.sessions import SessionServer
 from txbroker.proxy.observe.logging import get_logger
 from txbroker.proxy.observe.metrics import Gauges, Metrics
 

@@ -7,17 +7,10 @@ from msgspec import structs
 from txbroker.checkers.http import try_group
 from txbroker.contract.policy import QUERY_MASK, GroupPolicy, PolicyError, without_query
 from txbroker.errors import BadRequest, KafkaDown, NotPermitted, UnknownGroup
-from txbroker.principals import Role
+from txbroker.principals import ONLY_OPERATORS, READERS, WRITERS, Role
 from txbroker.proxy.http.bodies import GroupAnswer, GroupBody, GroupsBody, RemovedBody, TestedBody
 from txbroker.proxy.http.limits import check_group
-from txbroker.proxy.http.operations import (
-    ONLY_OPERATORS,
-    READERS,
-    WRITERS,
-    ApiCall,
-    ApiReply,
-    Operation,
-)
+from txbroker.proxy.http.operations import ApiCall, ApiReply, Operation
 from txbroker.proxy.observe.logging import get_logger
 
 log = get_logger(__name__)

@@ -44,10 +44,6 @@ from txbroker.tracing import TraceContext
 JSON = "application/json"
 encode_json = msgspec.json.Encoder().encode
 
-WRITERS = (Role.PRODUCER, Role.OPERATOR)
-READERS = (Role.VIEWER, Role.OPERATOR)
-ONLY_OPERATORS = (Role.OPERATOR,)
-
 Errors = tuple[type[RequestError], ...]
 _ALWAYS: Errors = (BadRequest, Forbidden, CertificateRequired, Unauthorized, RequestError)
 _WITH_BODY: Errors = (TooSlow, TooLarge, UnsupportedMediaType, Overloaded)

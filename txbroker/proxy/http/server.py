@@ -13,9 +13,9 @@ from txbroker.errors import ConfigurationError
 from txbroker.net.timers import Deadlines
 from txbroker.net.tls import ServerTls
 from txbroker.proxy.http.api import CONTEXT, DIRECT
+from txbroker.proxy.http.connection import HttpConnection, drop
 from txbroker.proxy.http.context import ApiContext
 from txbroker.proxy.http.front import HELD_S, DirectCalls, DirectConnection
-from txbroker.proxy.http.sessions.connection import HttpConnection, drop
 from txbroker.proxy.observe.logging import get_logger
 
 log = get_logger(__name__)

@@ -40,7 +40,7 @@ from txbroker.errors import (
     UnknownTopic,
     WrongGroup,
 )
-from txbroker.principals import Role
+from txbroker.principals import ONLY_OPERATORS, WRITERS, Role
 from txbroker.proxy.http.bodies import (
     CommitBody,
     FindQuery,
@@ -55,7 +55,7 @@ from txbroker.proxy.http.bodies import (
 )
 from txbroker.proxy.http.context import within_groups
 from txbroker.proxy.http.limits import check_group, plain_id
-from txbroker.proxy.http.operations import ONLY_OPERATORS, WRITERS, ApiCall, ApiReply, Operation
+from txbroker.proxy.http.operations import ApiCall, ApiReply, Operation
 from txbroker.proxy.http.reading import decode_content
 from txbroker.proxy.observe.metrics import Metrics
 from txbroker.proxy.observe.tracing import note_id, preparing, within

@@ -1,1 +1,0 @@
-"""SDK sessions: WebSockets that carry many operations a frame."""
