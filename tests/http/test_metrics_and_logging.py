@@ -1,4 +1,4 @@
-"""Metrics of one proxy and its partitions, and log lines that never hold a secret."""
+"""Metrics of one proxy, its partitions and audits; log lines that never hold a secret."""
 
 from __future__ import annotations
 
@@ -9,18 +9,26 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
+import msgspec
 import pytest
 import structlog
 from prometheus_client.parser import text_string_to_metric_families
 
+from txbroker.contract.audit import AuditNews, UnreadRecord, decode_news, encode_news
 from txbroker.contract.service import Readiness
 from txbroker.core.ledger import ApplyResult, Effect
 from txbroker.core.records import Decision, Half, Message, Source
 from txbroker.core.transaction import Transaction, Verdict, places
 from txbroker.proxy.observe import metrics as metrics_module
+from txbroker.proxy.observe.audit_metrics import AuditMetrics
 from txbroker.proxy.observe.logging import configure_logging, get_logger
 from txbroker.proxy.observe.metrics import Gauges, Metrics
 from txbroker.proxy.observe.partition_gauges import LOOKED_AT_MAX, PartitionGauges
+
+
+@pytest.fixture
+def metrics() -> Metrics:
+    return Metrics()
 
 
 def samples(metrics: Metrics) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
@@ -40,8 +48,7 @@ def visible_after(milliseconds: int, messages: int = 1) -> Transaction:
     return found
 
 
-def test_events_are_counted() -> None:
-    metrics = Metrics()
+def test_events_are_counted(metrics: Metrics) -> None:
     metrics.prepared([visible_after(0, messages=2)])
     metrics.prepared([visible_after(0)])
     metrics.decided([visible_after(0)])
@@ -67,8 +74,7 @@ def test_events_are_counted() -> None:
     assert found["kafka_errors_total", (("operation", "append"),)] == 1
 
 
-def test_latencies_fall_into_buckets() -> None:
-    metrics = Metrics()
+def test_latencies_fall_into_buckets(metrics: Metrics) -> None:
     for seconds in (0.001, 0.003, 99.0):
         metrics.decisions_took(seconds)
     metrics.promoted([visible_after(milliseconds) for milliseconds in (1, 3, 99_000)])
@@ -85,8 +91,7 @@ def test_latencies_fall_into_buckets() -> None:
     assert found["recovery_seconds_count", ()] == 1
 
 
-def test_gauges_are_read_and_merged_at_the_scrape() -> None:
-    metrics = Metrics()
+def test_gauges_are_read_and_merged_at_the_scrape(metrics: Metrics) -> None:
     one = Gauges(pending={"a": 1}, pending_oldest_age_seconds={"a": 5.0}, owned_partitions=1)
     two = Gauges(
         pending={"a": 2, "b": 3},
@@ -168,8 +173,7 @@ def test_no_share_is_read_when_all_labels_are_taken() -> None:
     assert asked == [f"g{number}" for number in range(5)]
 
 
-def test_every_metric_is_described() -> None:
-    metrics = Metrics()
+def test_every_metric_is_described(metrics: Metrics) -> None:
     metrics.watch(lambda: Gauges(half_retention_headroom_seconds=1.0, ready=True))
     described = {one.name.removesuffix("_total") for one in metrics.described()}
     shown = {
@@ -422,8 +426,7 @@ def test_headroom_is_never_overstated() -> None:
     assert owner.ledger.looked_at - before == 10
 
 
-def test_reports_of_owners_are_counted() -> None:
-    metrics = Metrics()
+def test_reports_of_owners_are_counted(metrics: Metrics) -> None:
     metrics.lost(3)
     metrics.snapshot_written(0.2, 1000)
     metrics.snapshot_written(0.3, 900)
@@ -449,3 +452,124 @@ def _timed(work: Any) -> float:
     started = time.perf_counter()
     work()
     return time.perf_counter() - started
+
+
+# --- audits ------------------------------------------------------------------------------------
+
+
+DRIFT = "audit_drift"
+SUCCESS = "audit_last_success_timestamp_seconds"
+BATCH, STREAM = f"{SUCCESS}/batch", f"{SUCCESS}/stream"
+
+
+def news(ended_ms: int = 1000, **drift: int) -> bytes:
+    return encode_news(
+        AuditNews(
+            run="r",
+            mode="full",
+            started_ms=0,
+            ended_ms=ended_ms,
+            transactions=5,
+            states={},
+            drift={"lost": 0, "late": 0, **drift},
+        )
+    )
+
+
+def shown(metrics: Metrics) -> dict[str, float]:
+    return {
+        dict(labels).get("kind") or f"{SUCCESS}/{dict(labels)['mode']}": value
+        for (name, labels), value in samples(metrics).items()
+        if name in (DRIFT, SUCCESS)
+    }
+
+
+@pytest.fixture
+def audit(metrics: Metrics) -> AuditMetrics:
+    return AuditMetrics(metrics)
+
+
+def test_no_series_before_the_first_audit(metrics: Metrics, audit: AuditMetrics) -> None:
+    assert shown(metrics) == {}
+    audit.changed("batch", news(1_700_000_000_500))
+    assert shown(metrics) == {"lost": 0, "late": 0, BATCH: 1_700_000_000.5}
+
+
+def test_worse_of_batch_and_stream_counts(metrics: Metrics, audit: AuditMetrics) -> None:
+    audit.changed("batch", news(5000, lost=3))
+    audit.changed("stream", news(9000, lost=1, late=2))
+    assert shown(metrics) == {"lost": 3, "late": 2, BATCH: 5, STREAM: 9}
+    audit.changed("batch", news(7000))
+    assert shown(metrics) == {"lost": 1, "late": 2, BATCH: 7, STREAM: 9}
+    audit.changed("stream", None)
+    assert shown(metrics) == {"lost": 0, "late": 0, BATCH: 7}
+    audit.changed("batch", None)
+    assert shown(metrics) == {}
+
+
+def test_quarantined_records_are_counted_by_kind(metrics: Metrics, audit: AuditMetrics) -> None:
+    def counts() -> dict[str, float]:
+        name = "audit_set_aside_records"
+        found = samples(metrics).items()
+        return {dict(labels)["mode"]: value for (each, labels), value in found if each == name}
+
+    assert counts() == {}
+    read = decode_news(news())
+    found = UnreadRecord("orders", 3, 7, "its txb-id is no transaction id")
+    result = msgspec.structs.replace(
+        read, quarantined=5, set_aside=[found], missing_targets={"gone": 2}
+    )
+    assert decode_news(encode_news(result)) == result
+    audit.changed("batch", encode_news(result))
+    # A record of an older version does not count quarantined records.
+    old = msgspec.json.decode(news())
+    for name in ("set_aside", "missing_targets"):
+        del old[name]
+    audit.changed("stream", msgspec.json.encode(old))
+    assert counts() == {"batch": 5, "stream": 0}
+
+
+def test_newer_version_is_logged_and_skipped(metrics: Metrics, audit: AuditMetrics) -> None:
+    audit.changed("batch", news(lost=4))
+    with structlog.testing.capture_logs() as lines:
+        audit.changed("batch", b'{"v":2,"drift":"otherwise"}')
+    assert [line["log_level"] for line in lines] == ["warning"]
+    assert "newer" in lines[0]["event"]
+    assert shown(metrics)["lost"] == 4
+
+
+def broken() -> dict[str, bytes]:
+    good = msgspec.json.decode(news())
+    return {
+        "empty": b"",
+        "binary": b"\xff\xfe\x00",
+        "no object": b"[1]",
+        "no version": b"{}",
+        "version of another type": b'{"v":"1"}',
+        "deep": b'{"v":1,"x":' + b"[" * 100_000,
+        "negative": msgspec.json.encode({**good, "drift": {"lost": -1}}),
+        "huge": msgspec.json.encode({**good, "drift": {"lost": 0}}).replace(
+            b'"ended_ms":1000', b'"ended_ms":' + b"9" * 400
+        ),
+        "no number": msgspec.json.encode({**good, "drift": {"lost": None}}),
+        "a kind that is no label": msgspec.json.encode({**good, "drift": {'a"}\n': 1}}),
+        "too many kinds": msgspec.json.encode({**good, "drift": {f"k{n}": 1 for n in range(999)}}),
+    }
+
+
+@pytest.mark.parametrize("value", broken().values(), ids=broken().keys())
+def test_undecodable_audit_record_changes_nothing(
+    metrics: Metrics, audit: AuditMetrics, value: bytes
+) -> None:
+    audit.changed("batch", news(lost=1))
+    with structlog.testing.capture_logs() as lines:
+        audit.changed("batch", value)
+        audit.changed("stream", value)
+    assert len(lines) == 2
+    assert shown(metrics) == {"lost": 1, "late": 0, BATCH: 1}
+
+
+def test_unknown_audit_keys_are_skipped(metrics: Metrics, audit: AuditMetrics) -> None:
+    with structlog.testing.capture_logs() as lines:
+        audit.changed("unknown", news(lost=1))
+    assert (lines, shown(metrics)) == ([], {})
