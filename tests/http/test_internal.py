@@ -12,7 +12,9 @@ import msgspec
 import pytest
 from structlog.testing import capture_logs
 
+from tests.kit.http_answers import answering, response
 from tests.kit.http_api import Api, running_api
+from tests.kit.secret_files import secret_file
 from tests.kit.until import until
 from txbroker.checkers.leases import (
     CONTENT_TYPE,
@@ -49,10 +51,7 @@ SECRET = "the-secret-of-proxies"
 def proved(folder: Path) -> dict[str, Path]:
     """Return the settings of a proxy that asks for a token, and of peers for their secret."""
     files = {"token_file": TOKEN, "peer_secret_file": SECRET}
-    for name, secret in files.items():
-        (folder / name).write_text(secret)
-        (folder / name).chmod(0o600)
-    return {name: folder / name for name in files}
+    return {name: secret_file(folder / name, secret) for name, secret in files.items()}
 
 
 @asynccontextmanager
@@ -151,7 +150,7 @@ async def test_failure_of_other_proxy_is_reported(
 
 async def test_error_of_newer_build_is_a_failure(peer: Peers) -> None:
     failure = msgspec.msgpack.encode({"code": "brand_new", "message": "new", "more": 1})
-    async with server(answering(http(CONTENT_TYPE, failure, "409 Conflict"))) as url:
+    async with server(answering(packed(failure, "409 Conflict"), then_close=True)) as url:
         with pytest.raises(RequestError, match="new") as error:
             await peer.find(url, ID, bodies=False)
     assert error.value.code == "failed"
@@ -310,20 +309,8 @@ async def server(talk: Talk) -> AsyncIterator[str]:
         listening.close()
 
 
-def answering(text: bytes) -> Talk:
-    async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await reader.readuntil(b"\r\n\r\n")
-        writer.write(text)
-        await writer.drain()
-
-    return talk
-
-
-def http(content_type: str, body: bytes, status: str = "200 OK") -> bytes:
-    head = (
-        f"HTTP/1.1 {status}\r\ncontent-type: {content_type}\r\ncontent-length: {len(body)}\r\n\r\n"
-    )
-    return head.encode() + body
+def packed(body: bytes, status: str = "200 OK") -> bytes:
+    return response(body, status, f"content-type: {CONTENT_TYPE}\r\n")
 
 
 @pytest.mark.parametrize("host", ["a..b", "a" * 64])
@@ -333,7 +320,7 @@ async def test_invalid_proxy_name_counts_as_unreachable(peer: Peers, host: str) 
 
 
 async def test_refused_connection_is_known_as_not_sent(peer: Peers) -> None:
-    async with server(answering(b"")) as url:
+    async with server(answering(b"", then_close=True)) as url:
         pass
     with pytest.raises(Unsent) as error:
         await peer.prepare(url, msgspec.structs.replace(PREPARE, id=ID))
@@ -343,23 +330,23 @@ async def test_refused_connection_is_known_as_not_sent(peer: Peers) -> None:
 ODD_ANSWERS = {
     "none": b"",
     "half a head": b"HTTP/1.1 200 OK\r\ncontent-ty",
-    "half a body": http(CONTENT_TYPE, b"\x83" * 50)[:-20],
+    "half a body": packed(b"\x83" * 50)[:-20],
     "no http": b"\x00\x01\x02\r\n\r\n",
-    "an ack in json": http("application/json", b'{"id": "x", "state": "committed"}'),
-    "an ack of nothing": http(CONTENT_TYPE, b""),
-    "an ack without a state": http(CONTENT_TYPE, msgspec.msgpack.encode({"id": ID})),
-    "an unknown state": http(
-        CONTENT_TYPE, msgspec.msgpack.encode({"id": ID, "state": "levitating"})
+    "an ack in json": response(
+        b'{"id": "x", "state": "committed"}', extra="content-type: application/json\r\n"
     ),
+    "an ack of nothing": packed(b""),
+    "an ack without a state": packed(msgspec.msgpack.encode({"id": ID})),
+    "an unknown state": packed(msgspec.msgpack.encode({"id": ID, "state": "levitating"})),
     "elsewhere": b"HTTP/1.1 307 Away\r\nlocation: http://127.0.0.1:1/\r\ncontent-length: 0\r\n\r\n",
-    "an error that does not read": http(CONTENT_TYPE, b"\xc1", "500 Oh"),
+    "an error that does not read": packed(b"\xc1", "500 Oh"),
 }
 
 
 @pytest.mark.rule(1)
 @pytest.mark.parametrize("answer", ODD_ANSWERS.values(), ids=ODD_ANSWERS.keys())
 async def test_malformed_answer_is_never_an_ack(peer: Peers, answer: bytes) -> None:
-    async with server(answering(answer)) as url:
+    async with server(answering(answer, then_close=True)) as url:
         with pytest.raises(OwnerUnavailable) as error:
             await peer.decide(url, DecideRequest(ID, Decision.COMMIT))
     assert not isinstance(error.value, Unsent)
@@ -411,9 +398,7 @@ async def test_calls_to_a_removed_proxy_end(api: Api, peer: Peers) -> None:
 
 
 async def test_proxy_with_wrong_peer_secret_is_logged_once(tmp_path: Path) -> None:
-    file = tmp_path / "secret"
-    file.write_text("the secret there")
-    file.chmod(0o600)
+    file = secret_file(tmp_path / "secret", "the secret there")
     secret = "another"
     async with running_api(peer_secret_file=file) as api:
         others = [api.url]
