@@ -59,10 +59,8 @@ async def desk() -> AsyncIterator[FakeEndpoint]:
 async def service(request: pytest.FixtureRequest, desk: FakeEndpoint) -> AsyncIterator[Service]:
     """A running proxy, shared by a module, whose tests use separate topics and groups."""
     made = WORLDS[request.param](request)
-    running = Service(made, desk)
-    await running.start()
-    yield running
-    await running.stop()
+    async with Service(made, desk) as running:
+        yield running
     await made.close()
 
 

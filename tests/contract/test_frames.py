@@ -269,9 +269,7 @@ async def test_frame_cut_by_disconnect_is_resent(service: Service) -> None:
 async def test_frame_is_overloaded_exactly_at_the_limit(
     world: Any, desk: FakeEndpoint, bounds: dict[str, int]
 ) -> None:
-    service = Service(world, desk, partitions=1, **bounds)
-    await service.start()
-    try:
+    async with Service(world, desk, partitions=1, **bounds) as service:
         topic, ids = await known_topic(service), ids_of([0])
         async with connected(service, "g") as producer:
             found = await sent(producer, *prepares(ids, topic))
@@ -282,8 +280,6 @@ async def test_frame_is_overloaded_exactly_at_the_limit(
             await see_once_each(service, topic, ids[:100])
             found = await sent(producer, *prepares(ids[100:], topic))
             assert found == ["pending"] * 100 + ["overloaded"] * (FRAME - 200)
-    finally:
-        await service.stop()
 
 
 # --- partitions that moved -----------------------------------------------------------------------

@@ -29,6 +29,12 @@ async def goes_through(service: Service, topic: str, count: int = 6) -> None:
     ]
 
 
+async def noise(world: Any, name: str, *records: Record, committed: bool | None) -> None:
+    """Write as another client to each partition of one of our topics."""
+    for partition in (0, 1):
+        await world.foreign(world.name(name), partition, *records, committed=committed)
+
+
 @pytest.mark.rule(2)
 @pytest.mark.parametrize("committed", [True, False, None])
 @pytest.mark.parametrize("name", ["half", "op"])
@@ -37,15 +43,9 @@ async def test_records_of_other_clients_leave_no_gap(
 ) -> None:
     await goes_through(service, topic)
     for _ in range(2):
-        for partition in (0, 1):
-            await service.world.foreign(
-                service.world.name(name), partition, *NOISE, committed=committed
-            )
+        await noise(service.world, name, *NOISE, committed=committed)
         await goes_through(service, topic)
-    for partition in (0, 1):
-        await service.world.foreign(
-            service.world.name(name), partition, *NOISE, committed=committed
-        )
+    await noise(service.world, name, *NOISE, committed=committed)
     await service.restart()
     await goes_through(service, topic)
     assert await service.owned() == {0, 1}
@@ -118,9 +118,7 @@ async def test_open_foreign_transaction_delays_nothing(
 
 
 EARLY_NOISE = (
-    Record(b"key", b"value"),
-    Record(None, None),
-    Record(b"\xff", b"{", (("txb-v", b"?"),)),
+    *NOISE,
     # As if by a newer version, but no version of ours writes it.
     Record(b"key", b'{"v": 99}'),
     Record(b"key", b"value", (("txb-v", b"99"),)),
@@ -134,16 +132,7 @@ async def test_noise_before_first_claim_stops_no_partition(
 ) -> None:
     await (await world.door(partitions=2)).close()
     for name in ("half", "op"):
-        for partition in (0, 1):
-            await world.foreign(world.name(name), partition, *EARLY_NOISE, committed=committed)
-    first = Service(world, desk)
-    await first.start()
-    try:
-        topic = await first.topic()
-        for number in range(6):
-            value = b"%d" % number
-            id = await first.prepare(Message(topic, value, value))
-            assert (await first.commit(id))["state"] == "promoted"
-        assert await first.owned() == {0, 1}
-    finally:
-        await first.stop()
+        await noise(world, name, *EARLY_NOISE, committed=committed)
+    async with Service(world, desk) as service:
+        await goes_through(service, await service.topic())
+        assert await service.owned() == {0, 1}

@@ -165,9 +165,7 @@ async def test_a_block_of_the_sdk_commits_with_its_messages(
 ) -> None:
     """A commit by the id alone has none."""
     monkeypatch.setattr(owner, "EDGES_S", 0.1)
-    service = Service(world, desk, partitions=1, bodies_bytes_max=1)
-    await service.start()
-    try:
+    async with Service(world, desk, partitions=1, bodies_bytes_max=1) as service:
         topic = await service.topic()
         message = Message(topic, b"k", b"v", headers=LOST_HEADERS)
         async with service.producer(unique("group")) as producer:
@@ -183,5 +181,3 @@ async def test_a_block_of_the_sdk_commits_with_its_messages(
         (record,) = await service.visible(topic)
         assert (record.key, record.value) == (b"k", b"v")
         assert set(LOST_HEADERS) <= set(record.headers)
-    finally:
-        await service.stop()

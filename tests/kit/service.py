@@ -110,6 +110,13 @@ class Service(HttpCalls):
     async def stop(self) -> None:
         await self._stack.aclose()
 
+    async def __aenter__(self) -> Service:
+        await self.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.stop()
+
     async def restart(self) -> None:
         """End the proxy and start another one at the same address, on the same Kafka."""
         await self.stop()

@@ -68,11 +68,9 @@ def impostor(heard: list[bytes]) -> Any:
 async def service(tmp_path: Path) -> AsyncIterator[Service]:
     """A proxy on a Kafka in memory, whose groups' secrets are in `tmp_path`."""
     world, desk = MemoryHarness(), FakeEndpoint()
-    async with desk.serve():
-        service = Service(world, desk, secrets_dir=tmp_path, check_after_s=0.01)
-        await service.start()
+    settings = {"secrets_dir": tmp_path, "check_after_s": 0.01}
+    async with desk.serve(), Service(world, desk, **settings) as service:
         yield service
-        await service.stop()
     await world.close()
 
 

@@ -401,8 +401,7 @@ async def test_running_proxies_refuse_one_anothers_addresses() -> None:
         one = Service(world, desk, "one", admin_listen="127.0.0.1:0")
         two = Service(world, desk, "two", admin_listen="127.0.0.1:0", peer_listen="127.0.0.1:0")
         for service in (one, two):
-            stack.push_async_callback(service.stop)
-            await service.start()
+            await stack.enter_async_context(service)
 
         async def both_known() -> bool:
             return all(

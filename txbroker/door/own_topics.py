@@ -132,25 +132,20 @@ class CheckpointScan:
     @property
     def foreign(self) -> int:
         """The number of ignored records of other clients with our keys."""
-        return self._removed.count + sum(
-            self._outside[key].count + len(self._unread(key)) for key in (CLAIM_KEY, PROGRESS_KEY)
-        )
+        counts = (one.count + len(self._unread(key)) for key, one in self._outside.items())
+        return self._removed.count + sum(counts)
 
     def set_aside(self) -> list[ForeignRecord]:
         """Return the newest ignored records, a few of each key, in offset order."""
-        found = [
-            each
-            for key in (CLAIM_KEY, PROGRESS_KEY)
-            for each in (*self._outside[key].newest, *self._unread(key)[-SHOWN_MAX:])
-        ]
-        found += self._removed.newest
+        found = [*self._removed.newest]
+        for key, outside in self._outside.items():
+            found += (*outside.newest, *self._unread(key)[-SHOWN_MAX:])
         return sorted(found, key=lambda each: each.record.offset)
 
     def _unread(self, key: bytes) -> list[ForeignRecord]:
         """Return unreadable records that other clients wrote in Kafka transactions."""
-        return [
-            ForeignRecord(each.record, each.why) for each in self._doubtful[key] if self._is(each)
-        ]
+        foreign = filter(self._is, self._doubtful[key])
+        return [ForeignRecord(each.record, each.why) for each in foreign]
 
     def _is(self, found: "_Doubtful") -> bool:
         """Return whether another client wrote a record."""
@@ -178,9 +173,8 @@ class CheckpointScan:
         outside = self._outside[PROGRESS_KEY]
         if self._whole:
             # There was never one, and a copy can only come from another topic.
-            copies = [] if outside.copy is None else [outside.copy]
             what = "a copy of a checkpoint: the topic was restored, or a client wrote it"
-            return [self._lost_by(each.record, what) for each in copies]
+            return [self._lost_by(outside.copy.record, what)] if outside.copy else []
         # Compaction keeps the newest record of a key, also another client's, and drops tombstones.
         newest = self._newest
         closings = [
@@ -204,11 +198,11 @@ class CheckpointScan:
 
     def _stop(self, found: "_Doubtful") -> Stop:
         loses = _LOSES_NEWEST if PROGRESS_KEY in self._values else _LOSES_PROGRESS
+        at, code = self._at(found.record), "newer" if found.newer else "unreadable"
+        why = f"{at} was written by one of our producers: {found.why}"
         if found.newer:
-            why = f"{self._at(found.record)}: {found.why}: upgrade this proxy"
-            return Stop(CHECKPOINT, found.record, "newer", why, loses)
-        why = f"{self._at(found.record)} was written by one of our producers: {found.why}"
-        return Stop(CHECKPOINT, found.record, "unreadable", why, loses)
+            why = f"{at}: {found.why}: upgrade this proxy"
+        return Stop(CHECKPOINT, found.record, code, why, loses)
 
     def _at(self, record: Record) -> str:
         return f"{self._name} at offset {record.offset}"
