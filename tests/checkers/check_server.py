@@ -6,13 +6,14 @@ import asyncio
 import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.kit.http_answers import LOOPBACK
-from txbroker.checkers.base import CheckCall
+from tests.kit.http_answers import LOOPBACK, answering, ask
+from txbroker.checkers.base import CheckCall, CheckResult, Unreached
 from txbroker.checkers.group_secrets import GroupSecrets
-from txbroker.checkers.http import HttpChecks, HttpLimits
+from txbroker.checkers.http import HttpChannel, HttpChecks, HttpLimits
 from txbroker.core.records import CheckReason, Message
 
 
@@ -115,3 +116,55 @@ async def serve() -> AsyncIterator[Serve]:
     yield start
     for server in servers:
         await server.stop()
+
+
+class HttpHarness:
+    """A local server, and the checks that call it."""
+
+    def __init__(self, serve: Serve, checks: HttpChecks, call: CheckCall) -> None:
+        self._serve = serve
+        self._used = [checks]
+        self.call = call
+        self.server: Served
+
+    @property
+    def checks(self) -> HttpChecks:
+        return self._used[-1]
+
+    def use(self, **options: Any) -> None:
+        """Replace the checks."""
+        self._used.append(HttpChecks(guard=LOOPBACK, **options))
+
+    async def serve(self, handler: Handler, tls: ssl.SSLContext | None = None) -> None:
+        self.server = await self._serve(handler, tls)
+
+    async def reply(
+        self, *raw: bytes, then_close: bool = False, tls: ssl.SSLContext | None = None
+    ) -> None:
+        """Serve these answers; see `answering`."""
+        await self.serve(answering(*raw, then_close=then_close), tls)
+
+    async def ask(self, call: CheckCall | None = None, timeout_s: float = 5.0) -> CheckResult:
+        return await ask(self.checks, self.server.url, call or self.call, timeout_s)
+
+    async def channel(self, query: str = "", **options: Any) -> HttpChannel:
+        channel = await self.checks.acquire("orders", self.server.url + query, **options)
+        assert isinstance(channel, HttpChannel), channel
+        return channel
+
+    async def unreached(self, url: str) -> str:
+        """Return why a URL is not reached."""
+        result = await self.checks.acquire("orders", url)
+        assert isinstance(result, Unreached), result
+        return result.detail
+
+    async def close(self) -> None:
+        for checks in self._used:
+            await checks.close()
+
+
+@pytest.fixture
+async def http(serve: Serve, checks: HttpChecks, call: CheckCall) -> AsyncIterator[HttpHarness]:
+    made = HttpHarness(serve, checks, call)
+    yield made
+    await made.close()

@@ -7,32 +7,28 @@ import base64
 import hashlib
 import hmac
 import json
+import shutil
+import socket
+import ssl
+import subprocess
+import threading
+from collections.abc import Sequence
+from pathlib import Path
 from typing import cast
 
 import pytest
 from msgspec import structs
 
-from tests.checkers.check_server import until
-from tests.kit.http_answers import (
-    COMMIT,
-    LOOPBACK,
-    Serve,
-    answering,
-    ask,
-    read_request,
-    reset,
-    response,
-)
-from txbroker.checkers.base import Answered, CheckCall, CheckResult, Unclear, Unreached
-from txbroker.checkers.http import HttpChannel, HttpChecks, HttpLimits
+from tests.checkers.check_server import HttpHarness, until
+from tests.kit.http_answers import COMMIT, read_request, reset, response
+from txbroker.checkers.base import Answered, CheckResult, Unclear, Unreached
+from txbroker.checkers.http import HttpLimits
 from txbroker.core.records import Decision, Message
 
 # --- the question ----------------------------------------------------------------------------
 
 
-async def test_question_follows_contract_and_is_signed(
-    serve: Serve, checks: HttpChecks, call: CheckCall
-) -> None:
+async def test_question_follows_contract_and_is_signed(http: HttpHarness) -> None:
     seen: list[tuple[dict[str, str], bytes]] = []
 
     async def handler(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -40,20 +36,19 @@ async def test_question_follows_contract_and_is_signed(
         writer.write(response(COMMIT))
         await writer.drain()
 
-    server = await serve(handler)
-    channel = await checks.acquire("orders", server.url + "?token=t", secret=b"open sesame")
-    assert isinstance(channel, HttpChannel)
-    result = await channel.ask(call, 5.0)
+    await http.serve(handler)
+    channel = await http.channel("?token=t", secret=b"open sesame")
+    result = await channel.ask(http.call, 5.0)
     channel.release()
 
     assert result == Answered(Decision.COMMIT, detail="commit")
-    assert channel.endpoint == server.url  # the query may hold a token
+    assert channel.endpoint == http.server.url  # the query may hold a token
     ((headers, body),) = seen
     assert headers["request-line"] == "POST /check?token=t HTTP/1.1"
-    assert headers["host"] == f"localhost:{server.port}"
+    assert headers["host"] == f"localhost:{http.server.port}"
     assert headers["content-type"] == "application/json"
     assert json.loads(body) == {
-        "id": call.id,
+        "id": http.call.id,
         "group": "orders",
         "attempt": 3,
         "attempts_max": 15,
@@ -77,16 +72,14 @@ async def test_question_follows_contract_and_is_signed(
             },
         ],
     }
-    assert headers["webhook-id"] == f"{call.id}.2.7".lower()
+    assert headers["webhook-id"] == f"{http.call.id}.2.7".lower()
     assert headers["webhook-timestamp"] == "1770091600"
-    signed = f"{call.id}.2.7.1770091600.".encode() + body
+    signed = f"{http.call.id}.2.7.1770091600.".encode() + body
     digest = hmac.new(b"open sesame", signed, hashlib.sha256).digest()
     assert headers["webhook-signature"] == f"v1,{base64.b64encode(digest).decode()}".lower()
 
 
-async def test_question_without_secret_is_unsigned(
-    serve: Serve, checks: HttpChecks, call: CheckCall
-) -> None:
+async def test_question_without_secret_is_unsigned(http: HttpHarness) -> None:
     seen: list[dict[str, str]] = []
 
     async def handler(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -94,17 +87,16 @@ async def test_question_without_secret_is_unsigned(
         seen.append(headers)
         writer.write(response(COMMIT))
 
-    server = await serve(handler)
-    await ask(checks, server.url, call)
+    await http.serve(handler)
+    await http.ask()
     assert not [name for name in seen[0] if name.startswith("webhook")]
 
 
 async def test_question_reaches_socket_before_first_suspension(
-    serve: Serve, checks: HttpChecks, call: CheckCall, monkeypatch: pytest.MonkeyPatch
+    http: HttpHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    server = await serve(answering(response(COMMIT)))
-    channel = await checks.acquire("orders", server.url)
-    assert isinstance(channel, HttpChannel)
+    await http.reply(response(COMMIT))
+    channel = await http.channel()
     sent: list[bytes] = []
     connection = channel._connection
     send = connection.send
@@ -114,7 +106,7 @@ async def test_question_reaches_socket_before_first_suspension(
         send(data)
 
     monkeypatch.setattr(connection, "send", recorded)
-    asking = channel.ask(call, 5.0)
+    asking = channel.ask(http.call, 5.0)
     assert len(sent) == 1
     assert sent[0].startswith(b"POST /check HTTP/1.1\r\n")
     asking.cancel()
@@ -125,7 +117,7 @@ async def test_question_reaches_socket_before_first_suspension(
 
 
 @pytest.mark.parametrize(
-    ("body", "expected"),
+    ("answer", "expected"),
     [
         (b'{"decision": "rollback"}', Answered(Decision.ROLLBACK, detail="rollback")),
         (b'{"decision": "unknown"}', Answered(Decision.UNKNOWN, detail="unknown")),
@@ -158,20 +150,28 @@ async def test_question_reaches_socket_before_first_suspension(
             ),
         ),
         (b'{"decision": "commit", "messages": null}', Answered(Decision.COMMIT, detail="commit")),
+        (
+            b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
+            b'5\r\n{"dec\r\n11;x=y\r\nision": "commit"}\r\n0\r\n\r\n',
+            Answered(Decision.COMMIT, detail="commit"),
+        ),
+        (
+            b"HTTP/1.1 100 Continue\r\n\r\n" + response(COMMIT),
+            Answered(Decision.COMMIT, detail="commit"),
+        ),
+        (b"HTTP/1.0 200 OK\r\n\r\n" + COMMIT, Answered(Decision.COMMIT, detail="commit")),
     ],
 )
-async def test_good_answers(
-    serve: Serve, checks: HttpChecks, call: CheckCall, body: bytes, expected: CheckResult
-) -> None:
-    server = await serve(answering(response(body)))
-    assert await ask(checks, server.url, call) == expected
+async def test_good_answers(http: HttpHarness, answer: bytes, expected: CheckResult) -> None:
+    await http.reply(answer if answer.startswith(b"HTTP") else response(answer), then_close=True)
+    assert await http.ask() == expected
 
 
 SECRET = "s3cr3t-of-the-body"
 
 
 @pytest.mark.parametrize(
-    ("body", "words"),
+    ("answer", "words"),
     [
         (b"", "not a JSON object"),
         (b"commit " + SECRET.encode(), "not a JSON object"),
@@ -209,59 +209,13 @@ SECRET = "s3cr3t-of-the-body"
     ],
 )
 async def test_answers_outside_the_contract_are_unclear(
-    serve: Serve, checks: HttpChecks, call: CheckCall, body: bytes, words: str
+    http: HttpHarness, answer: bytes, words: str
 ) -> None:
-    server = await serve(answering(response(body)))
-    result = await ask(checks, server.url, call)
+    await http.reply(response(answer), then_close=True)
+    result = await http.ask()
     assert isinstance(result, Unclear)
     assert words in result.detail
     assert SECRET not in result.detail
-
-
-@pytest.mark.rule(22)
-@pytest.mark.parametrize("status", [429, 502, 503])
-async def test_not_handled_by_contract(
-    serve: Serve, checks: HttpChecks, call: CheckCall, status: int
-) -> None:
-    hanging = f"HTTP/1.1 {status} No\r\ncontent-length: 1000000\r\n\r\nbusy".encode()
-    server = await serve(answering(hanging))  # the status is enough; its body never ends
-    assert await ask(checks, server.url, call) == Unreached(f"answered {status}: not handled")
-
-
-@pytest.mark.parametrize("status", [201, 204, 301, 302, 307, 400, 401, 403, 404, 500, 504, 599])
-async def test_other_statuses_are_unclear_and_redirects_not_followed(
-    serve: Serve, checks: HttpChecks, call: CheckCall, status: int
-) -> None:
-    elsewhere = await serve(answering(response(COMMIT)))
-    raw = response(COMMIT, f"{status} Other", f"location: {elsewhere.url}\r\n")
-    server = await serve(answering(raw))
-    result = await ask(checks, server.url, call)
-    assert isinstance(result, Unclear)
-    assert result.detail.startswith(f"answered {status}")
-    assert elsewhere.connections == 0
-
-
-@pytest.mark.parametrize(
-    ("raw", "expected"),
-    [
-        (
-            b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
-            b'5\r\n{"dec\r\n11;x=y\r\nision": "commit"}\r\n0\r\n\r\n',
-            Answered(Decision.COMMIT, detail="commit"),
-        ),
-        (
-            b"HTTP/1.1 100 Continue\r\n\r\n" + response(COMMIT),
-            Answered(Decision.COMMIT, detail="commit"),
-        ),
-        (b"HTTP/1.0 200 OK\r\n\r\n" + COMMIT, Answered(Decision.COMMIT, detail="commit")),
-    ],
-    ids=["chunked", "continue", "until the end"],
-)
-async def test_framings(
-    serve: Serve, checks: HttpChecks, call: CheckCall, raw: bytes, expected: CheckResult
-) -> None:
-    server = await serve(answering(raw, then_close=True))
-    assert await ask(checks, server.url, call) == expected
 
 
 @pytest.mark.parametrize(
@@ -279,13 +233,33 @@ async def test_framings(
         (b"HTTP/1.1 100 Continue\r\n\r\n" * 2000 + response(COMMIT), "too many pieces"),
     ],
 )
-async def test_malformed_http_is_unclear(
-    serve: Serve, checks: HttpChecks, call: CheckCall, raw: bytes, words: str
-) -> None:
-    server = await serve(answering(raw, then_close=True))
-    result = await ask(checks, server.url, call)
+async def test_malformed_http_is_unclear(http: HttpHarness, raw: bytes, words: str) -> None:
+    await http.reply(raw, then_close=True)
+    result = await http.ask()
     assert isinstance(result, Unclear)
     assert words in result.detail
+
+
+@pytest.mark.rule(22)
+@pytest.mark.parametrize("status", [429, 502, 503])
+async def test_not_handled_by_contract(http: HttpHarness, status: int) -> None:
+    hanging = f"HTTP/1.1 {status} No\r\ncontent-length: 1000000\r\n\r\nbusy".encode()
+    await http.reply(hanging)  # the status is enough; its body never ends
+    assert await http.ask() == Unreached(f"answered {status}: not handled")
+
+
+@pytest.mark.parametrize("status", [201, 204, 301, 302, 307, 400, 401, 403, 404, 500, 504, 599])
+async def test_other_statuses_are_unclear_and_redirects_not_followed(
+    http: HttpHarness, status: int
+) -> None:
+    await http.reply(response(COMMIT))
+    elsewhere = http.server
+    raw = response(COMMIT, f"{status} Other", f"location: {elsewhere.url}\r\n")
+    await http.reply(raw)
+    result = await http.ask()
+    assert isinstance(result, Unclear)
+    assert result.detail.startswith(f"answered {status}")
+    assert elsewhere.connections == 0
 
 
 async def endless(writer: asyncio.StreamWriter, sent: list[int], piece: bytes) -> None:
@@ -306,9 +280,7 @@ async def endless(writer: asyncio.StreamWriter, sent: list[int], piece: bytes) -
     ],
     ids=["100 MB", "until closed", "tiny chunks", "headers", "informational"],
 )
-async def test_endless_answers_are_cut_off(
-    serve: Serve, checks: HttpChecks, call: CheckCall, head: bytes, piece: bytes
-) -> None:
+async def test_endless_answers_are_cut_off(http: HttpHarness, head: bytes, piece: bytes) -> None:
     sent = [0]
 
     async def handler(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -316,24 +288,21 @@ async def test_endless_answers_are_cut_off(
         writer.write(head)
         await endless(writer, sent, piece)
 
-    server = await serve(handler)
-    result = await ask(checks, server.url, call)
+    await http.serve(handler)
+    result = await http.ask()
     assert isinstance(result, Unclear)
     assert "large" in result.detail or "too many pieces" in result.detail
     assert sent[0] < 32 * 1024 * 1024  # the sockets' own buffers, never the whole
 
 
-async def test_group_can_raise_answer_limit(
-    serve: Serve, checks: HttpChecks, call: CheckCall
-) -> None:
+async def test_group_can_raise_answer_limit(http: HttpHarness) -> None:
     body = (
         b'{"decision": "commit", "messages": [{"topic": "t", "value": "' + b"v" * 300_000 + b'"}]}'
     )
-    server = await serve(answering(response(body)))
-    assert isinstance(await ask(checks, server.url, call), Unclear)
-    channel = await checks.acquire("orders", server.url, answer_bytes_max=1_000_000)
-    assert isinstance(channel, HttpChannel)
-    result = await channel.ask(call, 5.0)
+    await http.reply(response(body))
+    assert isinstance(await http.ask(), Unclear)
+    channel = await http.channel(answer_bytes_max=1_000_000)
+    result = await channel.ask(http.call, 5.0)
     channel.release()
     assert isinstance(result, Answered)
     assert result.messages == (Message("t", value=b"v" * 300_000),)
@@ -342,21 +311,19 @@ async def test_group_can_raise_answer_limit(
 @pytest.mark.parametrize(
     "head", [b"", b"HTTP/1.1 200", b"HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\n{"]
 )
-async def test_hanging_server_times_out(
-    serve: Serve, checks: HttpChecks, call: CheckCall, head: bytes
-) -> None:
+async def test_hanging_server_times_out(http: HttpHarness, head: bytes) -> None:
     async def handler(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await read_request(reader)
         writer.write(head)
         await reader.read()  # until the other side gives up
 
-    server = await serve(handler)
-    result = await ask(checks, server.url, call, timeout_s=0.05)
+    await http.serve(handler)
+    result = await http.ask(timeout_s=0.05)
     assert result == Unclear("no answer within 0.05 s")
-    assert checks.idle_connections == 0
+    assert http.checks.idle_connections == 0
 
 
-async def test_dripping_answer_times_out(serve: Serve, checks: HttpChecks, call: CheckCall) -> None:
+async def test_dripping_answer_times_out(http: HttpHarness) -> None:
     async def handler(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await read_request(reader)
         writer.write(b"HTTP/1.1 200 OK\r\nx: ")
@@ -365,77 +332,67 @@ async def test_dripping_answer_times_out(serve: Serve, checks: HttpChecks, call:
             await writer.drain()
             await asyncio.sleep(0)
 
-    server = await serve(handler)
-    assert isinstance(await ask(checks, server.url, call, timeout_s=0.05), Unclear)
+    await http.serve(handler)
+    assert isinstance(await http.ask(timeout_s=0.05), Unclear)
 
 
-async def test_server_that_never_reads_times_out(
-    serve: Serve, checks: HttpChecks, call: CheckCall
-) -> None:
+async def test_server_that_never_reads_times_out(http: HttpHarness) -> None:
     async def handler(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         cast(asyncio.Transport, writer.transport).pause_reading()
         await asyncio.Event().wait()
 
-    server = await serve(handler)
-    large = structs.replace(call, messages=(Message("t", value=b"x" * 20_000_000),))
-    assert isinstance(await ask(checks, server.url, large, timeout_s=0.2), Unclear)
+    await http.serve(handler)
+    large = structs.replace(http.call, messages=(Message("t", value=b"x" * 20_000_000),))
+    assert isinstance(await http.ask(large, timeout_s=0.2), Unclear)
 
 
-async def test_reset_after_request_is_unclear(
-    serve: Serve, checks: HttpChecks, call: CheckCall
-) -> None:
+async def test_reset_after_request_is_unclear(http: HttpHarness) -> None:
     async def handler(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await read_request(reader)
         reset(writer)
 
-    server = await serve(handler)
-    assert await ask(checks, server.url, call) == Unclear("the connection ended before an answer")
+    await http.serve(handler)
+    assert await http.ask() == Unclear("the connection ended before an answer")
 
 
 # --- connections that are kept -----------------------------------------------------------------
 
 
-async def test_connection_is_reused(serve: Serve, checks: HttpChecks, call: CheckCall) -> None:
-    server = await serve(answering(response(COMMIT)))
+async def test_connection_is_reused(http: HttpHarness) -> None:
+    await http.reply(response(COMMIT))
     for _ in range(3):
-        assert isinstance(await ask(checks, server.url, call), Answered)
-    assert server.connections == 1
-    assert checks.idle_connections == 1
+        assert isinstance(await http.ask(), Answered)
+    assert http.server.connections == 1
+    assert http.checks.idle_connections == 1
 
 
-async def test_connections_are_separate_by_group(
-    serve: Serve, checks: HttpChecks, call: CheckCall
-) -> None:
-    server = await serve(answering(response(COMMIT)))
-    await ask(checks, server.url, call)
-    await ask(checks, server.url, structs.replace(call, group="billing"))
-    assert server.connections == 2
+async def test_connections_are_separate_by_group(http: HttpHarness) -> None:
+    await http.reply(response(COMMIT))
+    await http.ask()
+    await http.ask(structs.replace(http.call, group="billing"))
+    assert http.server.connections == 2
 
 
-async def test_closed_idle_connection_is_not_reused(
-    serve: Serve, checks: HttpChecks, call: CheckCall
-) -> None:
-    server = await serve(answering(response(COMMIT), then_close=True))
-    await ask(checks, server.url, call)
-    await until(lambda: checks.idle_connections == 0)
-    assert isinstance(await ask(checks, server.url, call), Answered)
-    assert server.connections == 2
+async def test_closed_idle_connection_is_not_reused(http: HttpHarness) -> None:
+    await http.reply(response(COMMIT), then_close=True)
+    await http.ask()
+    await until(lambda: http.checks.idle_connections == 0)
+    assert isinstance(await http.ask(), Answered)
+    assert http.server.connections == 2
 
 
-async def test_half_closed_idle_connection_is_not_reused(
-    serve: Serve, checks: HttpChecks, call: CheckCall
-) -> None:
+async def test_half_closed_idle_connection_is_not_reused(http: HttpHarness) -> None:
     async def handler(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await read_request(reader)
         writer.write(response(COMMIT))
         writer.write_eof()
         await reader.read()
 
-    server = await serve(handler)
+    await http.serve(handler)
     for n in range(1, 3):
-        assert isinstance(await ask(checks, server.url, call), Answered)
-        await until(lambda: checks.idle_connections == 0)
-        assert server.connections == n
+        assert isinstance(await http.ask(), Answered)
+        await until(lambda: http.checks.idle_connections == 0)
+        assert http.server.connections == n
 
 
 @pytest.mark.parametrize(
@@ -447,35 +404,29 @@ async def test_half_closed_idle_connection_is_not_reused(
     ],
     ids=["more than the answer", "connection: close", "not read to its end"],
 )
-async def test_connection_with_unclear_state_is_not_kept(
-    serve: Serve, checks: HttpChecks, call: CheckCall, raw: bytes
-) -> None:
-    server = await serve(answering(raw))
-    await ask(checks, server.url, call)
-    assert checks.idle_connections == 0
+async def test_connection_with_unclear_state_is_not_kept(http: HttpHarness, raw: bytes) -> None:
+    await http.reply(raw)
+    await http.ask()
+    assert http.checks.idle_connections == 0
 
 
-async def test_idle_connection_expires(serve: Serve, call: CheckCall) -> None:
-    server = await serve(answering(response(COMMIT)))
-    checks = HttpChecks(guard=LOOPBACK, limits=HttpLimits(idle_s=0.01))
-    await ask(checks, server.url, call)
-    assert checks.idle_connections == 1
-    await until(lambda: checks.idle_connections == 0)
-    await checks.close()
+async def test_idle_connection_expires(http: HttpHarness) -> None:
+    await http.reply(response(COMMIT))
+    http.use(limits=HttpLimits(idle_s=0.01))
+    await http.ask()
+    assert http.checks.idle_connections == 1
+    await until(lambda: http.checks.idle_connections == 0)
 
 
-async def test_unused_connection_is_kept(serve: Serve, checks: HttpChecks) -> None:
-    server = await serve(answering(response(COMMIT)))
-    channel = await checks.acquire("orders", server.url)
-    assert isinstance(channel, HttpChannel)
+async def test_unused_connection_is_kept(http: HttpHarness) -> None:
+    await http.reply(response(COMMIT))
+    channel = await http.channel()
     channel.release()
     channel.release()
-    assert checks.idle_connections == 1
+    assert http.checks.idle_connections == 1
 
 
-async def test_cancelled_question_closes_its_connection(
-    serve: Serve, checks: HttpChecks, call: CheckCall
-) -> None:
+async def test_cancelled_question_closes_its_connection(http: HttpHarness) -> None:
     asked = asyncio.Event()
     ended = asyncio.Event()
 
@@ -485,23 +436,164 @@ async def test_cancelled_question_closes_its_connection(
         await reader.read()
         ended.set()
 
-    server = await serve(handler)
-    task = asyncio.create_task(ask(checks, server.url, call))
+    await http.serve(handler)
+    task = asyncio.create_task(http.ask())
     await asked.wait()
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
     await asyncio.wait_for(ended.wait(), 5)
-    assert checks.idle_connections == 0
+    assert http.checks.idle_connections == 0
 
 
-async def test_close_ends_idle_connections(
-    serve: Serve, checks: HttpChecks, call: CheckCall
-) -> None:
-    server = await serve(answering(response(COMMIT)))
-    await ask(checks, server.url, call)
-    channel = await checks.acquire("orders", server.url)
-    assert isinstance(channel, HttpChannel)
-    await checks.close()
+async def test_close_ends_idle_connections(http: HttpHarness) -> None:
+    await http.reply(response(COMMIT))
+    await http.ask()
+    channel = await http.channel()
+    await http.checks.close()
     channel.release()
-    assert checks.idle_connections == 0
+    assert http.checks.idle_connections == 0
+
+
+# --- certainly unreached -----------------------------------------------------------------------
+
+
+async def test_connection_lost_before_request_is_unreached(http: HttpHarness) -> None:
+    async def handler(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        reset(writer)
+
+    await http.serve(handler)
+    channel = await http.channel()
+    await until(lambda: not channel._connection.fresh)
+    result = await channel.ask(http.call, 5.0)
+    channel.release()
+    assert result == Unreached("the connection closed before the question was sent")
+
+
+@pytest.mark.parametrize("host", ["orders..svc", "o" * 64])
+async def test_invalid_host_name_is_unknown(http: HttpHarness, host: str) -> None:
+    url = f"http://{host}:8080/check"
+    assert await http.checks.acquire("orders", url) == Unreached(
+        f"{host}:8080: the name is unknown"
+    )
+
+
+async def test_closed_port_is_unreached(http: HttpHarness) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))  # bound, not listening
+        port = taken.getsockname()[1]
+        result = await http.checks.acquire("orders", f"http://127.0.0.1:{port}/")
+    assert result == Unreached(f"127.0.0.1:{port}: connection refused")
+
+
+async def test_unknown_host_is_unreached(http: HttpHarness) -> None:
+    def unknown(host: str) -> Sequence[str]:
+        raise socket.gaierror(-2, "Name or service not known")
+
+    http.use(look_up=unknown)
+    assert await http.unreached("http://nowhere.example/") == (
+        "nowhere.example:80: the name is unknown"
+    )
+
+
+async def test_hanging_lookup_delays_only_its_name(http: HttpHarness) -> None:
+    hang = threading.Event()
+    asked: list[str] = []
+
+    def look_up(host: str) -> Sequence[str]:
+        asked.append(host)
+        if host == "slow.example":
+            hang.wait(10)
+        return ["127.0.0.1"]
+
+    await http.reply(response(COMMIT))
+    http.use(limits=HttpLimits(connect_timeout_s=0.05), look_up=look_up)
+    slow = await asyncio.gather(
+        *(http.checks.acquire(f"g{n}", "http://slow.example/") for n in range(50))
+    )
+    assert {type(result) for result in slow} == {Unreached}
+    assert "no look-up of the name within 0.05 s" in str(slow[0])
+    assert asked.count("slow.example") == 1  # one thread for fifty groups
+    assert isinstance(await http.ask(), Answered)
+    await http.checks.close()
+    hang.set()
+
+
+async def test_next_address_is_tried(http: HttpHarness) -> None:
+    await http.reply(response(COMMIT))
+    http.use(look_up=lambda host: ["127.0.0.2", "127.0.0.1"])
+    assert isinstance(await http.ask(), Answered)
+
+
+@pytest.mark.parametrize(
+    "url", ["ftp://x/", "http://", "http://u:p@x/", "http://x/#f", "http://x:99999/", "http://x y/"]
+)
+async def test_invalid_urls_are_unreached(http: HttpHarness, url: str) -> None:
+    detail = await http.unreached(url)
+    assert "check_url" in detail
+
+
+# --- TLS -------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="session")
+def certificate(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A key and a self-signed certificate for `localhost`, in one file."""
+    openssl = shutil.which("openssl")
+    assert openssl, "openssl makes the certificate of the TLS tests; install it"
+    path = tmp_path_factory.mktemp("tls") / "localhost.pem"
+    command = [openssl, "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256"]
+    command += ["-nodes", "-days", "1", "-subj", "/CN=localhost", "-addext"]
+    command += ["subjectAltName=DNS:localhost", "-keyout", str(path), "-out", f"{path}.crt"]
+    subprocess.run(command, check=True, capture_output=True)
+    path.write_text(path.read_text() + Path(f"{path}.crt").read_text())
+    return path
+
+
+def server_tls(certificate: Path) -> ssl.SSLContext:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(certificate)
+    return context
+
+
+async def test_https_with_a_trusted_certificate(http: HttpHarness, certificate: Path) -> None:
+    await http.reply(response(COMMIT), tls=server_tls(certificate))
+    http.use(tls=ssl.create_default_context(cafile=str(certificate)))
+    assert isinstance(await http.ask(), Answered)
+    assert isinstance(await http.ask(), Answered)
+    assert http.server.connections == 1
+
+
+async def test_https_with_untrusted_certificate_is_unreached(
+    http: HttpHarness, certificate: Path
+) -> None:
+    await http.reply(response(COMMIT), tls=server_tls(certificate))
+    detail = await http.unreached(http.server.url)
+    assert "TLS: self-signed certificate" in detail
+
+
+async def test_https_for_another_name(http: HttpHarness, certificate: Path) -> None:
+    await http.reply(response(COMMIT), tls=server_tls(certificate))
+    http.use(tls=ssl.create_default_context(cafile=str(certificate)))
+    detail = await http.unreached(http.server.url.replace("localhost", "127.0.0.1"))
+    assert "TLS: " in detail
+
+
+async def test_https_to_a_port_without_tls(http: HttpHarness) -> None:
+    async def handler(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read(1)
+        writer.write(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+
+    await http.serve(handler)
+    detail = await http.unreached(http.server.url.replace("http:", "https:"))
+    assert "TLS" in detail or "reset" in detail
+
+
+async def test_https_to_silent_port_is_unreached(http: HttpHarness) -> None:
+    async def handler(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read()
+
+    await http.serve(handler)
+    http.use(limits=HttpLimits(connect_timeout_s=0.05))
+    detail = await http.unreached(http.server.url.replace("http:", "https:"))
+    assert "no TLS handshake" in detail or "timed out" in detail.lower()
