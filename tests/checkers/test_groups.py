@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 
+from tests.kit.fake_service import FakeStore
 from txbroker.checkers.groups import Groups
 from txbroker.contract.policy import (
     GroupPolicy,
@@ -28,26 +28,6 @@ FULL = {
     "parallel": 4,
     "answer_bytes_max": 1_000_000,
 }
-
-
-class Store:
-    """A group store in memory; `changed` is called as the topic's reader would."""
-
-    def __init__(self, **stored: bytes) -> None:
-        self.stored: dict[str, bytes] = stored
-        self._changed: Callable[[str, bytes | None], None] = lambda group, value: None
-
-    async def load(self, changed: Callable[[str, bytes | None], None]) -> None:
-        self._changed = changed
-        for group, value in self.stored.items():
-            changed(group, value)
-
-    async def put(self, group: str, value: bytes | None) -> None:
-        if value is None:
-            self.stored.pop(group, None)
-        else:
-            self.stored[group] = value
-        self._changed(group, value)
 
 
 def decode(fields: dict[str, Any]) -> GroupPolicy:
@@ -151,7 +131,7 @@ def test_malformed_stored_policies_are_refused(stored: bytes, sentence: str) -> 
 
 
 async def test_groups_follow_the_store() -> None:
-    store = Store(old=encode_policy(GroupPolicy(parallel=2)), newer=b'{"v": 9}')
+    store = FakeStore(old=encode_policy(GroupPolicy(parallel=2)), newer=b'{"v": 9}')
     groups = Groups(store)
     changed: list[str] = []
     groups.on_change(changed.append)
@@ -175,7 +155,7 @@ async def test_groups_follow_the_store() -> None:
 
 
 async def test_invalid_policy_is_not_stored() -> None:
-    store = Store()
+    store = FakeStore()
     groups = Groups(store)
     await groups.load()
     with pytest.raises(PolicyError):

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests.kit.fake_service import FakeStore
 from txbroker.checkers.base import Answered, CheckCall, CheckResult, Unclear, Unreached
 from txbroker.checkers.groups import Groups
 from txbroker.checkers.http import HttpChannel, HttpChecks
@@ -260,20 +261,9 @@ def test_returning_group_calls_its_listeners(sessions: SessionRegistry) -> None:
 # --- the finder --------------------------------------------------------------------------------
 
 
-class NoStore:
-    def __init__(self) -> None:
-        self.changed: Callable[[str, bytes | None], None] = lambda group, value: None
-
-    async def load(self, changed: Callable[[str, bytes | None], None]) -> None:
-        self.changed = changed
-
-    async def put(self, group: str, value: bytes | None) -> None:
-        self.changed(group, value)
-
-
 @pytest.fixture
 async def groups() -> Groups:
-    groups = Groups(NoStore())
+    groups = Groups(FakeStore())
     await groups.load()
     return groups
 
@@ -281,6 +271,10 @@ async def groups() -> Groups:
 @pytest.fixture
 def finder(sessions: SessionRegistry, groups: Groups, checks: HttpChecks) -> GroupFinder:
     return GroupFinder(sessions, groups, checks)
+
+
+async def silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    await reader.read()
 
 
 async def test_group_without_instance_and_url_is_unreached(finder: GroupFinder) -> None:
@@ -311,10 +305,7 @@ async def test_malformed_policy_is_reported(finder: GroupFinder, groups: Groups)
 async def test_sessions_come_before_the_url(
     finder: GroupFinder, sessions: SessionRegistry, groups: Groups, serve: Serve
 ) -> None:
-    async def handler(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await reader.read()
-
-    server = await serve(handler)
+    server = await serve(silent)
     await groups.put("orders", GroupPolicy(check_url=server.url))
     channel = await finder.acquire("orders", "")
     assert isinstance(channel, HttpChannel)
@@ -333,10 +324,7 @@ async def test_sessions_come_before_the_url(
 async def test_session_without_function_does_not_hide_url(
     finder: GroupFinder, sessions: SessionRegistry, groups: Groups, serve: Serve
 ) -> None:
-    async def handler(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await reader.read()
-
-    server = await serve(handler)
+    server = await serve(silent)
     await groups.put("orders", GroupPolicy(check_url=server.url))
     sessions.add("orders", Session("web", checks=False))
     for prefer, avoid, endpoint in (
@@ -365,10 +353,7 @@ async def test_missing_secret_is_unreached(
 async def test_secret_is_never_shown(
     finder: GroupFinder, groups: Groups, serve: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def handler(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await reader.read()
-
-    server = await serve(handler)
+    server = await serve(silent)
     monkeypatch.setenv("ORDERS_SECRET", "hunter2")
     await groups.put("orders", GroupPolicy(server.url, "env:ORDERS_SECRET"))
     channel = await finder.acquire("orders", "")

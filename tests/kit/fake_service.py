@@ -172,13 +172,15 @@ class FakeService:
 class FakeStore:
     """A `GroupStore` in a dictionary."""
 
-    def __init__(self) -> None:
-        self.stored: dict[str, bytes] = {}
+    def __init__(self, **stored: bytes) -> None:
+        self.stored: dict[str, bytes] = stored
         self.failure: BaseException | None = None
         self._changed: Callable[[str, bytes | None], None] = lambda _group, _value: None
 
     async def load(self, changed: Callable[[str, bytes | None], None]) -> None:
         self._changed = changed
+        for group, value in self.stored.items():
+            changed(group, value)
 
     async def put(self, group: str, value: bytes | None) -> None:
         if self.failure is not None:
