@@ -4,7 +4,6 @@ promotion transactions and calls in flight: not a byte of them may become visibl
 from __future__ import annotations
 
 import asyncio
-import itertools
 import json
 import os
 import random
@@ -16,8 +15,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from tests.faults.judge import Rec
-from tests.kit.fleet import PARTITIONS, Fleet, claims, convict, owned_by, transact
-from tests.kit.http_calls import attempted, calling
+from tests.kit.fleet import PARTITIONS, Fleet, claims, convict, owned_by, web_load
 from tests.kit.proxies import Json, ProxyProcess
 from tests.kit.topic_reader import read_all
 from tests.kit.until import DEADLINE_S, unique, until
@@ -128,22 +126,6 @@ async def rest(proxy: ProxyProcess, recorder: Recorder) -> None:
     await proxy.all_settled()
 
 
-async def busy(
-    urls: Sequence[str],
-    topic: str,
-    recorder: Recorder,
-    over: asyncio.Event,
-    fate: random.Random,
-) -> None:
-    """Do one transaction after the other, with short timeouts for a proxy that hangs."""
-    name = unique("lane")
-    async with calling(urls, recorder, fate, timeout_s=1) as caller:
-        for number in itertools.count():
-            if over.is_set():
-                return
-            await attempted(transact(caller, f"{name}/{number}", topic, name, fate))
-
-
 async def work_until_it_hangs(
     fleet: Fleet, hung: ProxyProcess, topic: str, recorder: Recorder, fate: random.Random
 ) -> None:
@@ -153,7 +135,13 @@ async def work_until_it_hangs(
     over = asyncio.Event()
     urls = fleet.urls
     fates = [random.Random(f"{fate.random()}") for _ in range(LANES)]
-    working = asyncio.gather(*[busy(urls, topic, recorder, over, own) for own in fates])
+    working = asyncio.gather(
+        *[
+            # With a short timeout, as one proxy hangs.
+            web_load(unique("lane"), urls, topic, recorder, own, over=over, timeout_s=1)
+            for own in fates
+        ]
+    )
     try:
         await more_calls(recorder, fate.randint(*BEFORE))
         hung.pause()

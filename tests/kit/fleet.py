@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import os
 import random
+import sys
 from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
@@ -101,11 +102,21 @@ async def transact(caller: Caller, token: str, topic: str, key: str, fate: rando
 
 
 async def web_load(
-    name: str, urls: Sequence[str], topic: str, recorder: Recorder, count: int, fate: random.Random
+    name: str,
+    urls: Sequence[str],
+    topic: str,
+    recorder: Recorder,
+    fate: random.Random,
+    *,
+    count: int = sys.maxsize,
+    over: asyncio.Event | None = None,
+    timeout_s: float = 5.0,
 ) -> None:
-    """Run a number of transactions over plain HTTP, one after the other."""
-    async with calling(urls, recorder, fate) as caller:
+    """Run a number of transactions over plain HTTP, one after the other, or until `over`."""
+    async with calling(urls, recorder, fate, timeout_s) as caller:
         for number in range(count):
+            if over is not None and over.is_set():
+                return
             await attempted(transact(caller, f"{name}/{number}", topic, name, fate))
 
 
@@ -149,8 +160,8 @@ async def judged(fleet: Fleet, shop: Shop, disturb: Disturb, transactions: int) 
                 fleet.urls,
                 topics[1],
                 recorder,
-                transactions // 20,
                 random.Random(f"{seed}/web/{number}"),
+                count=transactions // 20,
             )
             for number in range(WEB_LANES)
         ]

@@ -42,17 +42,17 @@ from tests.faults.cluster.hostile import (
 )
 from tests.faults.cluster.linked_fleet import PROTOCOLS, LinkedFleet
 from tests.faults.cluster.nemesis import FAULTS, HOLD_MAX_S, HOLD_MIN_S, OVER, Field, Nemesis
-from tests.faults.cluster.services import GROUP, BulkLoad, MortalProducer, Spec, add
+from tests.faults.cluster.services import GROUP, LIMITS, BulkLoad, MortalProducer, Spec, add
 from tests.faults.cluster.three_nodes import ThreeNodes
 from tests.faults.judge import Case, History, Judge, Seen, Topics, save
 from tests.kit.fleet import listed, web_load
-from tests.kit.http_calls import Caller
+from tests.kit.http_calls import Caller, calling
 from tests.kit.proxies import ProxyProcess
 from tests.kit.topic_reader import Along, read_all
 from tests.kit.workload import Recorder, Shop, answering
 from txbroker.embedded.server import DEFAULT_VERSION
 from txbroker.errors import RequestError
-from txbroker.sdk import Limits, TransactionalProducer
+from txbroker.sdk import TransactionalProducer
 
 PROXIES = 3
 WEB_LANES, ROUGH_LANES, EVIL_LANES, MORTALS = 3, 3, 3, 2
@@ -198,11 +198,6 @@ class Soak:
         self, stack: contextlib.AsyncExitStack, field: Field, bulk: BulkLoad, small: str
     ) -> None:
         topics = field.topics
-        timeout = aiohttp.ClientTimeout(total=CALL_S)
-        connector = aiohttp.TCPConnector(limit=0)
-        http = await stack.enter_async_context(
-            aiohttp.ClientSession(timeout=timeout, connector=connector)
-        )
         await self._register()
         nemesis = Nemesis(
             field,
@@ -215,16 +210,18 @@ class Soak:
         try:
             async with asyncio.TaskGroup() as group:
                 for n in range(WEB_LANES):
-                    group.create_task(self._web(n, topics[1]))
+                    name = f"web-{n}"
+                    urls, fate = self._fleet.urls, self._fate(name)
+                    load = web_load(name, urls, topics[1], self._recorder, fate, over=self._over)
+                    group.create_task(load)
                 for n in range(ROUGH_LANES):
                     name = f"rough-{n}"
-                    rough = Rough(
-                        name, self._caller(http, name), (topics[0], small), self._fate(name)
-                    )
+                    caller = await self._caller(stack, name)
+                    rough = Rough(name, caller, (topics[0], small), self._fate(name))
                     group.create_task(rough.run(self._over))
                 for n in range(EVIL_LANES):
                     name = f"evil-{n}"
-                    caller = self._caller(http, name)
+                    caller = await self._caller(stack, name)
                     group.create_task(leave_to_checks(caller, name, topics[0], self._over))
                 await nemesis.run(time.monotonic() + self._given.minutes * 60)
                 self._recorder.note("healed")
@@ -244,23 +241,17 @@ class Soak:
     def _fate(self, name: str) -> random.Random:
         return random.Random(f"{self._seed}/{name}")
 
-    def _caller(self, http: aiohttp.ClientSession, name: str) -> Caller:
-        return Caller(http, self._fleet.urls, self._recorder, self._fate(f"{name}/caller"))
+    async def _caller(self, stack: contextlib.AsyncExitStack, name: str) -> Caller:
+        fate = self._fate(f"{name}/caller")
+        return await stack.enter_async_context(
+            calling(self._fleet.urls, self._recorder, fate, CALL_S)
+        )
 
     async def _register(self) -> None:
         for kind in KINDS:
             group = group_of(kind)
             body = {"check_url": f"{self._evil.url}/{kind}"}
             await self._fleet.proxies[0].call("PUT", f"/v1/groups/{group}", body)
-
-    async def _web(self, number: int, topic: str) -> None:
-        fate = self._fate(f"web-{number}")
-        round_ = 0
-        while not self._over.is_set():
-            round_ += 1
-            name = f"web-{number}-{round_}"
-            await web_load(name, self._fleet.urls, topic, self._recorder, 5, fate)
-            await asyncio.sleep(fate.uniform(0, 0.5))
 
     async def _watch(self) -> None:
         began = time.monotonic()
@@ -295,7 +286,7 @@ class Soak:
                 self._fleet.urls,
                 group=GROUP,
                 check=answering(self._shop, self._recorder),
-                limits=Limits(answer_timeout_s=3, heartbeat_s=3),
+                limits=LIMITS,
             )
         )
         for mortal in mortals:
