@@ -1,9 +1,111 @@
-"""The `txbroker` command and the list of its subcommands."""
+"""The `txbroker` command, whose subcommands are imported only when they are called."""
 
+from __future__ import annotations
+
+import difflib
+import importlib
 import sys
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
-from txbroker.cli.lazy import Command, LazyGroup
+import click
+from click.shell_completion import CompletionItem
+
+from txbroker import __version__
 from txbroker.cli.run import run
+
+
+class Command(NamedTuple):
+    """A command: its name, the module below `txbroker.cli` that defines it, a one-line summary."""
+
+    name: str
+    module: str
+    summary: str
+
+
+class SuggestingGroup(click.Group):
+    """A group that suggests the likely command for a mistyped one."""
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Return the command at the head of the arguments."""
+        name = args[0]
+        if not name.startswith("-") and self.get_command(ctx, name) is None:
+            known = self.list_commands(ctx)
+            likely = self.elsewhere(ctx, name) or near(name, known)
+            hint = f"There are {', '.join(known)}."
+            if likely:
+                hint = f"Did you mean {' or '.join(map(repr, likely))}?"
+            ctx.fail(f"There is no command {name!r}. {hint}")
+        return super().resolve_command(ctx, args)
+
+    def elsewhere(self, ctx: click.Context, name: str) -> list[str]:
+        """Return the commands with this name in subgroups."""
+        return []
+
+
+def near(name: str, known: Sequence[str]) -> list[str]:
+    """Return the known name most similar to a mistyped one, if any is similar."""
+    return difflib.get_close_matches(name, known, 1, cutoff=0.5)
+
+
+class LazyGroup(SuggestingGroup):
+    """The top level: commands by name, imported when they are called."""
+
+    def __init__(self, name: str, commands: Sequence[Command], **options: Any) -> None:
+        super().__init__(
+            name,
+            params=[
+                click.Option(
+                    ["--debug"],
+                    is_flag=True,
+                    envvar="TXBROKER_DEBUG",
+                    help="Show the traceback of an unexpected error.",
+                ),
+            ],
+            context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+            **options,
+        )
+        click.version_option(__version__, prog_name="txbroker")(self)
+        self._lazy = {command.name: command for command in commands}
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """Return the names of all commands, in the help's order."""
+        return list(self._lazy)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """Import and return a command."""
+        command = self._lazy.get(cmd_name)
+        if command is None:
+            return None
+        imported = importlib.import_module(f"txbroker.cli.{command.module}").command
+        assert isinstance(imported, click.Command)
+        return imported
+
+    def elsewhere(self, ctx: click.Context, name: str) -> list[str]:
+        """Return the commands with this name in subgroups."""
+        return [
+            f"{group_name} {name}"
+            for group_name in self._lazy
+            if isinstance(group := self.get_command(ctx, group_name), click.Group)
+            and group.get_command(ctx, name) is not None
+        ]
+
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem[str]]:
+        """Return matching options, and matching commands without importing them."""
+        commands = [
+            CompletionItem(command.name, help=command.summary)
+            for command in self._lazy.values()
+            if command.name.startswith(incomplete)
+        ]
+        return commands + click.Command.shell_complete(self, ctx, incomplete)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the list of commands without importing them."""
+        with formatter.section("Commands"):
+            formatter.write_dl([(command.name, command.summary) for command in self._lazy.values()])
+
 
 COMMANDS = (
     Command(
@@ -20,7 +122,7 @@ COMMANDS = (
     Command("principals", "ops.principals", "Manage who may call a proxy, and for which groups."),
     Command("top", "ops.top", "Show the state of all proxies, refreshed."),
     Command("doctor", "doctor.command", "Diagnose an installation; name a remedy per problem."),
-    Command("context", "context", "Name installations, and choose the one to call."),
+    Command("context", "contexts", "Name installations, and choose the one to call."),
     Command("completion", "completion", "Print a script for shell completion, with live values."),
     Command("send", "tx.send", "Send a whole transaction from the command line."),
     Command("bench", "bench.command", "Measure throughput and latency, and detect lost messages."),

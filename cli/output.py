@@ -1,11 +1,14 @@
-"""Output to stdout: rows as a table, wide table, JSON or YAML."""
+"""Output: rows to stdout as a table, wide table, JSON or YAML; files that are replaced whole."""
 
 import json
 import os
 import re
 import sys
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any, NamedTuple, TextIO, TypeVar
 
 import click
@@ -188,3 +191,24 @@ def _scalar(value: Any) -> str:
     if isinstance(value, float) and "e" in text and "." not in text:
         text = text.replace("e", ".0e")  # YAML 1.1 would read 1e-05 as text
     return _UNPRINTABLE.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
+
+
+@contextmanager
+def replacing(path: Path, text: str) -> Iterator[Path]:
+    """Yield a new file that only its owner may read; replace `path` by it when the block succeeds.
+
+    Raises:
+        OSError: it cannot be written.
+        UnicodeEncodeError: `text` is not UTF-8.
+    """
+    descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    new = Path(name)
+    try:
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        yield new
+        new.replace(path)
+    finally:
+        new.unlink(missing_ok=True)

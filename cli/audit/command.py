@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 
 import click
 
-from txbroker.cli.lazy import SuggestingGroup
+from txbroker.cli.main import SuggestingGroup
 from txbroker.cli.options import FILE, env_option, with_options
 from txbroker.cli.output import output_option
 from txbroker.cli.run import DRIFT, CommandFailed

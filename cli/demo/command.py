@@ -1,22 +1,134 @@
-"""`txbroker demo`."""
+"""`txbroker demo`: its scenes, and the comparison of the database with Kafka."""
 
 import asyncio
 import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import click
+from rich import box
 from rich.console import Console
+from rich.table import Table
 from rich.text import Text
 
-from txbroker.cli.demo.life import Timeline
-from txbroker.cli.demo.scenes import EXPECTED, play
-from txbroker.cli.demo.shop import ORDERS, PAYMENTS, orders_in
-from txbroker.cli.demo.stage import DemoEnvironment, set_up
-from txbroker.cli.demo.verdict import compare, table
+from txbroker.cli.demo.shop import ORDERS, PAYMENTS, Order, messages_of, orders_in
+from txbroker.cli.demo.stage import DemoEnvironment, Timeline, set_up
 from txbroker.cli.proxy.serving import until_signal
 from txbroker.cli.run import CommandFailed, run_async
-from txbroker.kafka.tools.consumers import read_back
+from txbroker.kafka.tools.consumers import Seen, read_back
 from txbroker.proxy.observe.logging import configure_logging
+
+EXPECTED = {
+    "A-1": "commits",
+    "A-2": "rolled back by the shop",
+    "B-1": "killed after the local commit",
+    "B-2": "killed before the local commit",
+    "C-1": "slower than the check",
+}
+"""Every order, with its description in the table."""
+
+_SLOW_S = 2.5
+"""Longer than the time until the first check."""
+
+
+async def play(stage: DemoEnvironment) -> None:
+    """Place orders and kill workers.
+
+    Raises:
+        Failed: a worker does not reach a step.
+    """
+    timeline = stage.timeline
+    timeline.title("1. An order that commits, and one that the shop refuses")
+    first, second = await asyncio.gather(stage.worker("shop-1"), stage.worker("shop-2"))
+    await first.place(Order("A-1", "lamp", 40))
+    await first.until("over", "A-1")
+    await first.place(Order("A-2", "piano", 9000))
+    await first.until("over", "A-2")
+    await stage.show_new_steps()
+
+    timeline.title("2. A process killed between its local commit and its decision")
+    await first.place(Order("B-1", "chair", 120), stop_at="after the local commit")
+    await first.until("after the local commit", "B-1")
+    await first.kill()
+    timeline.show("shop-1", "killed", "kill -9: the order exists, and has no commit")
+
+    timeline.title("3. A process killed before its local commit")
+    await second.place(Order("B-2", "table", 300), stop_at="before the local commit")
+    await second.until("before the local commit", "B-2")
+    await second.kill()
+    timeline.show("shop-2", "killed", "kill -9: the order does not exist, and has no rollback")
+
+    timeline.title("4. The proxy checks with a new instance, which reads the database")
+    third = await stage.worker("shop-3")
+    await third.place(Order("C-1", "clock", 75), stop_at="prepared")
+    await third.until("prepared", "C-1")
+    timeline.show("C-1", "slow", f"its local transaction starts {_SLOW_S:g} s later")
+    await asyncio.sleep(_SLOW_S)
+    await third.go_on()
+    await third.until("over", "C-1")
+    await stage.settled()
+    await third.finish()
+
+
+@dataclass(frozen=True)
+class OrderComparison:
+    """One order in the database and in Kafka."""
+
+    number: str
+    story: str
+    exists: bool
+    messages: tuple[str, ...]
+    agree: bool
+
+
+def compare(
+    stories: Mapping[str, str], orders: Sequence[Order], seen: Sequence[Seen]
+) -> list[OrderComparison]:
+    """Return a comparison for each order that is expected, in the database, or in Kafka.
+
+    They agree if an existing order has each of its messages exactly once, unchanged, and a missing
+    order has none.
+    """
+    by_number = {order.number: order for order in orders}
+    messages: dict[str, list[Seen]] = {}
+    for message in seen:
+        key = "" if message.record.key is None else message.record.key.decode(errors="replace")
+        messages.setdefault(key, []).append(message)
+    numbers = sorted({*stories, *by_number, *messages})
+    return [
+        OrderComparison(
+            number,
+            stories.get(number, "not an order of this demo"),
+            number in by_number,
+            tuple(f"{one.topic}@{one.record.offset}" for one in messages.get(number, [])),
+            _agree(by_number.get(number), messages.get(number, [])),
+        )
+        for number in numbers
+    ]
+
+
+def _agree(order: Order | None, seen: Sequence[Seen]) -> bool:
+    expected = [] if order is None else [(m.topic, m.key, m.value) for m in messages_of(order)]
+    return sorted(expected, key=repr) == sorted(
+        ((one.topic, one.record.key, one.record.value) for one in seen), key=repr
+    )
+
+
+def table(lines: Sequence[OrderComparison]) -> Table:
+    """Return the comparison as a table."""
+    shown = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for title in ("order", "what happened", "in the database", "visible in Kafka", ""):
+        shown.add_column(title, overflow="fold")
+    for line in lines:
+        shown.add_row(
+            line.number,
+            line.story,
+            "yes" if line.exists else "no",
+            "\n".join(line.messages) or "nothing",
+            Text("agree", "green") if line.agree else Text("DIFFER", "bold red"),
+        )
+    return shown
 
 
 @click.command("demo")

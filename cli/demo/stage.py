@@ -8,19 +8,83 @@ import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import asdict
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from txbroker.cli.demo.life import Timeline
+from rich.console import Console
+from rich.text import Text
+
 from txbroker.cli.demo.shop import Order, create_tables
 from txbroker.cli.proxy.serving import until_owned
 from txbroker.cli.run import CommandFailed
 from txbroker.config.settings import load_settings
+from txbroker.contract.service import TransactionView
 from txbroker.core.records import State
 from txbroker.embedded import BarProgress, EmbeddedKafka
 from txbroker.errors import RequestError
 from txbroker.kafka.door.door import KafkaDoor
 from txbroker.proxy.process import Proxy, run_proxy
+
+_STYLES = {
+    "prepared": "cyan",
+    "check": "yellow",
+    "commit": "green",
+    "promoted": "bold green",
+    "rollback": "magenta",
+    "killed": "bold red",
+    "database": "blue",
+}
+_WHO_WIDTH, _EVENT_WIDTH = 7, 9
+
+
+class Timeline:
+    """Prints each step of each transaction once."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._orders: dict[str, str] = {}
+        self._shown: dict[str, set[tuple[int, str, str]]] = {}
+
+    @property
+    def ids(self) -> list[str]:
+        """The transactions so far."""
+        return list(self._orders)
+
+    def title(self, text: str) -> None:
+        """Begin a scene."""
+        self._console.print()
+        self._console.print(Text(text, "bold"))
+
+    def begin(self, id: str, order: str) -> None:
+        """Register an order's transaction."""
+        self._orders[id] = order
+        self._shown[id] = set()
+
+    def show(self, who: str, event: str, text: str, at: datetime | None = None) -> None:
+        """Print one step."""
+        moment = at or datetime.now()
+        line = Text()
+        line.append(f"{moment:%H:%M:%S}.{moment.microsecond // 1000:03}  ", "dim")
+        line.append(f"{who:<{_WHO_WIDTH}} ", "bold")
+        line.append(f"{event:<{_EVENT_WIDTH}} ", _STYLES.get(event, ""))
+        line.append(text)
+        self._console.print(line, soft_wrap=True)
+
+    def follow(self, view: TransactionView) -> None:
+        """Print the new events of a transaction."""
+        shown = self._shown[view.id]
+        in_flight = {check.at_ms for check in view.checks if not check.outcome}
+        for event in view.timeline:
+            is_check = event.event == "check"
+            if is_check and event.at_ms in in_flight and view.decision is None:
+                continue  # printed together with its answer
+            step = (event.at_ms, event.event, "" if is_check else event.text)
+            if step not in shown:
+                shown.add(step)
+                at = datetime.fromtimestamp(event.at_ms / 1000)
+                self.show(self._orders[view.id], event.event, event.text, at)
+
 
 STEP_TIMEOUT_S = 30.0
 SETTLE_TIMEOUT_S = 60.0

@@ -24,10 +24,8 @@ import click
 import msgspec
 
 from txbroker import __version__
-from txbroker.cli.doctor.proxies import HttpProxies, Unavailable
-from txbroker.cli.doctor.report import as_json
-from txbroker.cli.doctor.runner import DoctorReport
-from txbroker.cli.doctor.subject import Subject
+from txbroker.cli.doctor.report import DoctorReport, as_json
+from txbroker.cli.doctor.subject import HttpProxies, Subject, Unavailable
 from txbroker.config.addresses import parse_secret_variable, read_secret
 from txbroker.config.settings import Settings
 from txbroker.errors import TxbrokerError

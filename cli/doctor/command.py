@@ -16,11 +16,16 @@ from msgspec import structs
 from txbroker.cli.client import ApiClient, client_options, tls_of
 from txbroker.cli.contexts import CredentialFiles, target_of
 from txbroker.cli.doctor.bundle import known_secrets, pack
-from txbroker.cli.doctor.checks import CHECKS
-from txbroker.cli.doctor.proxies import HttpProxies
-from txbroker.cli.doctor.report import as_json, as_prometheus, summary, table
-from txbroker.cli.doctor.runner import DoctorReport, examine
-from txbroker.cli.doctor.subject import Subject
+from txbroker.cli.doctor.report import (
+    CHECKS,
+    DoctorReport,
+    as_json,
+    as_prometheus,
+    examine,
+    summary,
+    table,
+)
+from txbroker.cli.doctor.subject import HttpProxies, Subject
 from txbroker.cli.options import FILE, env_option
 from txbroker.cli.run import FAILED
 from txbroker.cli.setting_options import TOPIC_SETTINGS, setting_options, settings_from

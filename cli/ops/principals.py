@@ -2,7 +2,6 @@
 
 import fcntl
 import os
-import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import datetime
@@ -11,9 +10,9 @@ from typing import Any, TypeVar
 
 import click
 
-from txbroker.cli.lazy import SuggestingGroup
+from txbroker.cli.main import SuggestingGroup
 from txbroker.cli.options import FILE, env_option
-from txbroker.cli.output import Row, TableColumn, output_option, show_rows
+from txbroker.cli.output import Row, TableColumn, output_option, replacing, show_rows
 from txbroker.cli.run import CommandFailed
 from txbroker.errors import ConfigurationError
 from txbroker.principals import (
@@ -151,11 +150,7 @@ def _replace(path: Path, content: str) -> None:
         ConfigurationError: it is not.
         OSError: the file cannot be written.
     """
-    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    new = Path(name)
-    try:
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            file.write(content)
+    with replacing(path, content) as new:
         if path.exists():
             status = path.stat()
             new.chmod(status.st_mode & 0o777)
@@ -164,9 +159,6 @@ def _replace(path: Path, content: str) -> None:
             read_principals(new)
         except ConfigurationError as error:
             raise ConfigurationError(str(error).replace(str(new), str(path))) from None
-        new.replace(path)
-    finally:
-        new.unlink(missing_ok=True)
 
 
 @command.command("list")

@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from txbroker.cli.asking import confirm, require_terminal, yes_option
-from txbroker.cli.lazy import SuggestingGroup
+from txbroker.cli.main import SuggestingGroup
 from txbroker.cli.options import env_option
 from txbroker.cli.output import Row, TableColumn, output_option, show_data, show_rows
 from txbroker.cli.setting_options import TOPIC_SETTINGS, setting_options, settings_from

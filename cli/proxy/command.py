@@ -5,8 +5,7 @@ from typing import Any
 
 import click
 
-from txbroker.cli.proxy.instance import named
-from txbroker.cli.proxy.serving import serve, until_signal
+from txbroker.cli.proxy.serving import run_one, until_signal
 from txbroker.cli.proxy.workers import run_workers
 from txbroker.cli.run import run_async
 from txbroker.cli.setting_options import setting_options, settings_from
@@ -30,19 +29,3 @@ def command(config: Path | None, **options: Any) -> None:
         run_async(until_signal(run_workers(settings)))
     else:
         run_one(settings)
-
-
-def run_one(settings: Settings, *, worker: int = 0, parent: int | None = None) -> None:
-    """Run one proxy in this process, until a signal or a byte from the `parent`'s pipe stops it."""
-    with named(settings) as settings:
-        configure_logging(settings.log_format, settings.log_level, worker=worker)
-        run_async(
-            until_signal(
-                serve(
-                    settings,
-                    lambda proxy: proxy.broker.readiness().ready,
-                    wait_s=settings.wait_for_kafka_s,
-                ),
-                parent,
-            )
-        )

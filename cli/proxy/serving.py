@@ -2,19 +2,73 @@
 
 import asyncio
 import gc
+import os
 import signal
 import socket
 import sys
+import threading
+import time
 from collections.abc import Callable, Coroutine, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 
 import click
 
-from txbroker.cli.proxy.lifeline import lifeline
+from txbroker.cli.proxy.instance import named
+from txbroker.cli.run import run_async
 from txbroker.config.addresses import Address
 from txbroker.config.settings import Settings
 from txbroker.kafka.door.door import KafkaDoor
+from txbroker.proxy.observe.logging import configure_logging
 from txbroker.proxy.process import Proxy, run_proxy
+
+WORKER_MODULE = "txbroker.cli.proxy.workers"
+BEAT_S = 1.0
+END_TIMEOUT_S = 40.0
+"""Longer than a proxy takes to finish the calls in flight."""
+STACKS_SIGNAL = signal.SIGUSR1
+"""Makes a worker write the stacks of its threads to stderr, even when its event loop hangs."""
+
+_READ_BYTES = 1024
+
+
+@contextmanager
+def lifeline(pipe: int, stop: Callable[[], None]) -> Iterator[None]:
+    """Tie a worker to its parent while the block runs, even when its event loop hangs.
+
+    The parent holds the other ends of two pipes. `pipe` carries the request to stop, and ends when
+    the parent does; a thread reads it, because a hanging event loop would not. On stdout the event
+    loop writes a heartbeat, an empty line, every `BEAT_S`: when heartbeats stop, the parent
+    replaces the worker.
+
+    Each write of the parent makes the event loop call `stop`. The pipe's end acts as SIGTERM; if
+    the process still runs after `END_TIMEOUT_S`, it exits.
+    """
+    loop = asyncio.get_running_loop()
+    threading.Thread(target=_obey, args=(pipe, loop, stop), name="lifeline", daemon=True).start()
+    beating = loop.create_task(_beat(sys.stdout.fileno()))
+    try:
+        yield
+    finally:
+        beating.cancel()
+
+
+def _obey(pipe: int, loop: asyncio.AbstractEventLoop, stop: Callable[[], None]) -> None:
+    with suppress(OSError):
+        while os.read(pipe, _READ_BYTES):
+            with suppress(RuntimeError):  # the loop is closed
+                loop.call_soon_threadsafe(stop)
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(END_TIMEOUT_S)
+    os._exit(1)
+
+
+async def _beat(out: int) -> None:
+    os.set_blocking(out, False)  # a parent that does not read must not block the worker
+    while True:
+        with suppress(OSError):
+            os.write(out, b"\n")
+        await asyncio.sleep(BEAT_S)
+
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _LOOK_S = 0.02
@@ -43,7 +97,7 @@ def stop_event(parent: int | None = None) -> Iterator[asyncio.Event]:
     """Yield an event that the first SIGINT or SIGTERM sets; a second one kills the process.
 
     The watcher of an embedded Kafka then ends its Java. A `parent`'s pipe has the same effect as a
-    signal: `txbroker.cli.proxy.lifeline`.
+    signal, see `lifeline`.
     """
     loop = asyncio.get_running_loop()
     stop = asyncio.Event()
@@ -112,6 +166,22 @@ async def serve(settings: Settings, ready: Callable[[Proxy], bool], *, wait_s: f
             click.echo(f"ready {proxy.url} kafka {settings.kafka}{admin}")
             sys.stdout.flush()
             await asyncio.get_running_loop().create_future()
+
+
+def run_one(settings: Settings, *, worker: int = 0, parent: int | None = None) -> None:
+    """Run one proxy in this process, until a signal or a byte from the `parent`'s pipe stops it."""
+    with named(settings) as settings:
+        configure_logging(settings.log_format, settings.log_level, worker=worker)
+        run_async(
+            until_signal(
+                serve(
+                    settings,
+                    lambda proxy: proxy.broker.readiness().ready,
+                    wait_s=settings.wait_for_kafka_s,
+                ),
+                parent,
+            )
+        )
 
 
 def why_not_free(address: Address) -> str:

@@ -3,10 +3,14 @@
 Each worker is a separate process and a regular member of the proxies' group. The parent starts
 workers, restarts those that end or hang, and stops them. It uses two pipes for each: the worker's
 stdin carries the settings and later the request to stop, and ends when the parent dies; its stdout
-carries the ready line and heartbeats (`txbroker.cli.proxy.lifeline`).
+carries the ready line and heartbeats (`lifeline` in `serving.py`).
+
+`python -m txbroker.cli.proxy.workers` runs a worker, which reads its number and settings as one
+line of JSON. On SIGUSR1 it writes the stacks of its threads to stderr.
 """
 
 import asyncio
+import faulthandler
 import json
 import signal
 import sys
@@ -18,11 +22,18 @@ from typing import Any, NoReturn
 import click
 from pydantic import SecretStr
 
-from txbroker.cli.proxy.lifeline import BEAT_S, END_TIMEOUT_S, STACKS_SIGNAL, WORKER_MODULE
-from txbroker.cli.proxy.serving import why_not_free
-from txbroker.cli.run import CommandFailed
+from txbroker.cli.proxy.serving import (
+    BEAT_S,
+    END_TIMEOUT_S,
+    STACKS_SIGNAL,
+    WORKER_MODULE,
+    run_one,
+    why_not_free,
+)
+from txbroker.cli.run import CommandFailed, run
 from txbroker.config.addresses import parse_address
-from txbroker.config.settings import Settings
+from txbroker.config.settings import Settings, load_settings
+from txbroker.errors import TxbrokerError
 from txbroker.proxy.observe.logging import get_logger
 
 COMMAND = (sys.executable, "-m", WORKER_MODULE)
@@ -208,3 +219,24 @@ def _value(value: Any) -> Any:
 
 def _how(code: int) -> str:
     return signal.Signals(-code).name if code < 0 else f"exit code {code}"
+
+
+@click.command()
+def command() -> None:
+    """Run one worker."""
+    faulthandler.register(STACKS_SIGNAL)
+    # Unbuffered: the lifeline reads the bytes after this line.
+    with open(sys.stdin.fileno(), "rb", buffering=0, closefd=False) as stdin:
+        line = stdin.readline()
+    if not line:
+        return
+    config = json.loads(line)
+    try:
+        settings = load_settings(config["settings"], environ={})
+        run_one(settings, worker=config["worker"], parent=sys.stdin.fileno())
+    except (TxbrokerError, CommandFailed) as error:
+        raise CommandFailed(f"worker {config['worker']}: {error}") from None
+
+
+if __name__ == "__main__":
+    sys.exit(run(command, []))

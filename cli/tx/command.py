@@ -15,7 +15,7 @@ from txbroker.cli.asking import (
 )
 from txbroker.cli.client import ApiClient, client_options
 from txbroker.cli.completion import complete_groups, complete_ids, complete_topics
-from txbroker.cli.lazy import SuggestingGroup
+from txbroker.cli.main import SuggestingGroup
 from txbroker.cli.options import with_options
 from txbroker.cli.output import (
     Row,
@@ -28,7 +28,13 @@ from txbroker.cli.output import (
     show_rows,
 )
 from txbroker.cli.tx.bulk import (
+    CHECK,
+    COMMIT,
+    REVIVE,
+    ROLLBACK,
     STANDING,
+    BulkAction,
+    Item,
     carry_out,
     confirm_all,
     from_row,
@@ -36,7 +42,6 @@ from txbroker.cli.tx.bulk import (
     named,
     preview,
 )
-from txbroker.cli.tx.executor import CHECK, COMMIT, REVIVE, ROLLBACK, BulkAction, Item
 from txbroker.cli.watching import watch_option, watch_rows
 
 STATES = ("pending", "committed", "promoted", "rolled_back", "parked", "refused")

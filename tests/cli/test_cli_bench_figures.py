@@ -13,7 +13,6 @@ from array import array
 import pytest
 from rich.console import Console
 
-from txbroker.cli.bench.cpu import ListeningProcess
 from txbroker.cli.bench.figures import (
     BOUNDS_MS,
     Figures,
@@ -27,8 +26,8 @@ from txbroker.cli.bench.figures import (
     text,
 )
 from txbroker.cli.bench.load import Job, LoadEvent, LoadLog, PlannedEnd
-from txbroker.cli.bench.run import progress_bar
-from txbroker.cli.proxy.lifeline import WORKER_MODULE
+from txbroker.cli.bench.run import ListeningProcess, progress_bar
+from txbroker.cli.proxy.serving import WORKER_MODULE
 from txbroker.kafka.tools.consumers import Count
 
 TAG = "0123abcd"

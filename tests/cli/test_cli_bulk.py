@@ -15,7 +15,7 @@ from tests.cli.cli_stub import Asked, Reply, Stub, error, partition_of
 from tests.kit.cli import Call
 from txbroker.cli import client
 from txbroker.cli.client import ApiClient, ApiConnection, ApiError, who
-from txbroker.cli.tx import executor as executor
+from txbroker.cli.tx import bulk
 from txbroker.contract.service import PrepareRequest
 from txbroker.core.records import Message
 from txbroker.testing.broker import InMemoryBroker
@@ -25,7 +25,7 @@ Answer = Callable[..., None]
 
 @pytest.fixture(autouse=True)
 def _no_long_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(executor, "PAUSES_S", (0.01, 0.02, 0.05))
+    monkeypatch.setattr(bulk, "PAUSES_S", (0.01, 0.02, 0.05))
 
 
 def prepare(memory: InMemoryBroker, count: int, **fields: Any) -> list[str]:
@@ -302,7 +302,7 @@ def test_calls_in_flight_are_bounded(stub: Stub, call: Call) -> None:
         with lock:
             in_flight[0] += 1
             most[0] = max(most[0], in_flight[0])
-        if in_flight[0] >= executor.PARALLEL:
+        if in_flight[0] >= bulk.PARALLEL:
             full.set()
         full.wait(10)
         with lock:
@@ -311,7 +311,7 @@ def test_calls_in_flight_are_bounded(stub: Stub, call: Call) -> None:
 
     stub.answer = slow
     assert call("tx", "revive", "--group", "orders", "--yes", "--url", stub.url).code == 0
-    assert most[0] == executor.PARALLEL
+    assert most[0] == bulk.PARALLEL
 
 
 def test_commits_of_a_half_partition_are_sequential(stub: Stub, call: Call) -> None:
@@ -359,7 +359,7 @@ def test_partition_without_owner_blocks_no_other(stub: Stub, call: Call) -> None
     tried = {asked.path for asked in stub.posts() if partition_of(asked) == 1}
     assert codes["owner_unavailable"] == len(tried)
     # Each call in flight is tried four times, and no other transaction.
-    assert sum(partition_of(asked) == 1 for asked in stub.posts()) <= executor.PARALLEL * 4
+    assert sum(partition_of(asked) == 1 for asked in stub.posts()) <= bulk.PARALLEL * 4
 
 
 def test_bulk_commit_resumes_after_proxy_death(

@@ -337,10 +337,10 @@ async def test_first_stop_is_orderly_and_second_is_immediate(ways: list[str]) ->
 
 HANGING = """
 import asyncio, time
-from txbroker.cli.proxy import lifeline
+from txbroker.cli.proxy import serving
 from txbroker.cli.proxy.serving import until_signal
 
-lifeline.END_TIMEOUT_S = 0.2
+serving.END_TIMEOUT_S = 0.2
 
 async def work():
     print("working", flush=True)

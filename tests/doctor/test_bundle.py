@@ -21,7 +21,7 @@ from txbroker.cli.doctor.bundle import (
     pack,
     settings_shown,
 )
-from txbroker.cli.doctor.proxies import Unavailable
+from txbroker.cli.doctor.subject import Unavailable
 from txbroker.config.settings import Settings
 from txbroker.errors import KafkaUnavailable
 

@@ -10,9 +10,9 @@ import pytest
 from msgspec import structs
 
 from tests.kit.doctor import ALL, METRICS, NOW_MS, NOW_S, ONE, TWO, World
-from txbroker.cli.doctor import checks_topics
+from txbroker.cli.doctor import checks_kafka
 from txbroker.cli.doctor.findings import CheckLevel
-from txbroker.cli.doctor.proxies import ReadyAnswer, RegisteredGroup, TestCall, Unavailable
+from txbroker.cli.doctor.subject import ReadyAnswer, RegisteredGroup, TestCall, Unavailable
 from txbroker.contract.audit import AuditNews, encode_news
 from txbroker.contract.service import GroupOverview
 from txbroker.core.records import Record
@@ -248,7 +248,7 @@ async def test_records_of_other_clients_are_a_warning(
     world.kafka.foreign = [Found("txbroker.parked", 2, stop)]
     found = await world.outcome("topics-foreign")
     assert (found.level, found.details) == (WARNING, ("txbroker.parked/2@7: junk",))
-    monkeypatch.setattr(checks_topics, "SCAN_S", 0.0)
+    monkeypatch.setattr(checks_kafka, "SCAN_S", 0.0)
     monkeypatch.setattr(world.kafka, "set_aside", asyncio.Event().wait)
     found = await world.outcome("topics-foreign")
     assert (found.level, "not read within 0 s" in found.found) == (OK, True)

@@ -11,7 +11,7 @@ from msgspec import structs
 
 from tests.kit.doctor import NOW_S, ONE, TWO, World, settings
 from txbroker.cli.doctor.findings import CheckLevel
-from txbroker.cli.doctor.proxies import NotAllowed, RegisteredGroup
+from txbroker.cli.doctor.subject import NotAllowed, RegisteredGroup
 from txbroker.principals import Role, format_principal
 
 OK, WARNING, UNKNOWN, FAILS = (

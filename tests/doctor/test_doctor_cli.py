@@ -14,7 +14,7 @@ from tests.kit.doctor import ONE, TWO, World
 from tests.kit.secret_files import secret_file
 from txbroker.cli.contexts import CredentialFiles
 from txbroker.cli.doctor import checks_kafka, command
-from txbroker.cli.doctor.checks import CHECKS
+from txbroker.cli.doctor.report import CHECKS
 from txbroker.cli.main import cli
 from txbroker.cli.run import run
 from txbroker.errors import KafkaUnavailable

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from txbroker.cli.doctor.checks import CHECKS
 from txbroker.cli.doctor.findings import MANUAL, DoctorCheck
+from txbroker.cli.doctor.report import CHECKS
 
 ROOT = Path(__file__).parents[2]
 

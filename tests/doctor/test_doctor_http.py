@@ -13,10 +13,8 @@ import pytest
 from tests.kit.doctor import World
 from tests.kit.http_api import running_api
 from tests.kit.secret_files import secret_file
-from txbroker.cli.doctor.checks import CHECKS
-from txbroker.cli.doctor.proxies import HttpProxies, NotAllowed, Unavailable
-from txbroker.cli.doctor.runner import examine
-from txbroker.cli.doctor.subject import Subject, read_samples
+from txbroker.cli.doctor.report import CHECKS, examine
+from txbroker.cli.doctor.subject import HttpProxies, NotAllowed, Subject, Unavailable, read_samples
 from txbroker.contract.policy import GroupPolicy, encode_policy
 from txbroker.principals import Role, digest_of, format_principal
 

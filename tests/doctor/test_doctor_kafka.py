@@ -20,11 +20,9 @@ from confluent_kafka.admin import AdminClient, AlterConfigOpType, ConfigEntry, C
 from tests.kit.cli import TXBROKER, Dev, Result
 from tests.kit.doctor import settings
 from tests.kit.secret_files import secret_file
-from txbroker.cli.doctor.checks import CHECKS
 from txbroker.cli.doctor.findings import CheckResult
-from txbroker.cli.doctor.proxies import HttpProxies
-from txbroker.cli.doctor.runner import examine
-from txbroker.cli.doctor.subject import Subject, Thresholds
+from txbroker.cli.doctor.report import CHECKS, examine
+from txbroker.cli.doctor.subject import HttpProxies, Subject, Thresholds
 from txbroker.kafka.client.settings import KafkaSettings
 from txbroker.kafka.tools.examination import KafkaExamination, OpenTransaction
 from txbroker.sdk import is_test_call, verify_webhook

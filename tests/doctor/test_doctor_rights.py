@@ -16,9 +16,8 @@ from confluent_kafka.admin import (
 )
 
 from tests.kit.doctor import FakeProxies, settings
-from txbroker.cli.doctor.checks import CHECKS
 from txbroker.cli.doctor.findings import CheckResult
-from txbroker.cli.doctor.runner import examine
+from txbroker.cli.doctor.report import CHECKS, examine
 from txbroker.cli.doctor.subject import Subject
 from txbroker.embedded import EmbeddedKafka
 from txbroker.kafka.client.settings import KafkaSettings

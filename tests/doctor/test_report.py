@@ -9,10 +9,8 @@ from msgspec import structs
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.kit.doctor import NOW_MS, World
-from txbroker.cli.doctor.checks import CHECKS
 from txbroker.cli.doctor.findings import CheckLevel, Section
-from txbroker.cli.doctor.report import as_json, as_prometheus, summary, table
-from txbroker.cli.doctor.runner import DoctorReport
+from txbroker.cli.doctor.report import CHECKS, DoctorReport, as_json, as_prometheus, summary, table
 from txbroker.contract.audit import AuditNews, encode_news
 
 

@@ -16,7 +16,7 @@ from txbroker.cli.doctor.findings import (
     fine,
     shortened,
 )
-from txbroker.cli.doctor.runner import examine
+from txbroker.cli.doctor.report import examine
 from txbroker.cli.doctor.subject import Subject, Unavailable
 from txbroker.errors import KafkaUnavailable
 

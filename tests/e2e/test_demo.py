@@ -14,9 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from txbroker.cli.demo.scenes import EXPECTED
+from txbroker.cli.demo.command import EXPECTED, compare
 from txbroker.cli.demo.shop import Order, messages_of
-from txbroker.cli.demo.verdict import compare
 from txbroker.core.records import Record
 from txbroker.kafka.tools.consumers import Seen
 

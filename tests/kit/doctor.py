@@ -7,11 +7,16 @@ from typing import Any, TypeVar
 
 from msgspec import structs
 
-from txbroker.cli.doctor.checks import CHECKS
 from txbroker.cli.doctor.findings import CheckResult
-from txbroker.cli.doctor.proxies import ReadyAnswer, RegisteredGroup, TestCall, Unavailable
-from txbroker.cli.doctor.runner import DoctorReport, examine
-from txbroker.cli.doctor.subject import Subject, Thresholds
+from txbroker.cli.doctor.report import CHECKS, DoctorReport, examine
+from txbroker.cli.doctor.subject import (
+    ReadyAnswer,
+    RegisteredGroup,
+    Subject,
+    TestCall,
+    Thresholds,
+    Unavailable,
+)
 from txbroker.config.settings import Settings
 from txbroker.contract.service import GroupOverview, Overview, PartitionOverview, ProxyOverview
 from txbroker.kafka.client.admin import TopicSpec

@@ -13,9 +13,8 @@ from tests.kit.doctor import FakeProxies
 from tests.kit.service import FakeEndpoint, Service
 from tests.kit.until import until
 from tests.secure.secure_world import AllowedWorld, SecureKafka
-from txbroker.cli.doctor.checks import CHECKS
 from txbroker.cli.doctor.findings import CheckResult
-from txbroker.cli.doctor.runner import examine
+from txbroker.cli.doctor.report import CHECKS, examine
 from txbroker.cli.doctor.subject import Subject
 from txbroker.core.records import Message
 from txbroker.errors import BadTarget, ConfigurationError, NotPending, TooLarge

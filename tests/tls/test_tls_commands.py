@@ -10,7 +10,7 @@ import pytest
 
 from tests.kit.cli import TXBROKER, Result
 from tests.tls.tls_world import ADMIN_TOKEN, TlsHarness
-from txbroker.cli.doctor.proxies import HttpProxies, Unavailable
+from txbroker.cli.doctor.subject import HttpProxies, Unavailable
 from txbroker.net.tls import ClientTls, TlsFiles
 
 pytestmark = [pytest.mark.needs_tool("openssl")]
