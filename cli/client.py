@@ -6,7 +6,7 @@ import http.client
 import json
 import platform
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial, wraps
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -164,9 +164,6 @@ class ApiClient:
         credentials: the files with token and certificates.
         shown: how questions name the proxy; "" for the URL.
         timeout_s: for one call.
-
-    Raises:
-        click.UsageError: the URL is invalid, or a file cannot be read.
     """
 
     def __init__(
@@ -200,29 +197,17 @@ class ApiClient:
         self._connection.close()
 
     def get(self, *path: str, **query: Any) -> Any:
-        """Return the answer to a GET; values of `query` that are None are left out.
-
-        Raises:
-            ApiError: with the reason and the next step.
-        """
+        """Return the answer to a GET; values of `query` that are None are left out."""
         given = {name: value for name, value in query.items() if value is not None}
         return self._call("GET", path, query=given)
 
     def change(self, method: str, *path: str, body: dict[str, Any] | None = None) -> Any:
-        """Return the answer to a call that changes data.
-
-        Raises:
-            ApiError: with the reason and the next step.
-        """
+        """Return the answer to a call that changes data."""
         given = {name: value for name, value in (body or {}).items() if value is not None}
         return self._call(method, path, body=given)
 
     def transactions(self, limit: int | None, **query: Any) -> Iterator[dict[str, Any]]:
-        """Yield transactions page by page, at most `limit`.
-
-        Raises:
-            ApiError
-        """
+        """Yield transactions page by page, at most `limit`."""
         cursor, left = None, limit
         while left is None or left > 0:
             size = _PAGE if left is None else min(left, _PAGE)
@@ -281,11 +266,7 @@ def who() -> str:
 
 
 def client_of(context: click.Context, timeout_s: float = TIMEOUT_S) -> ApiClient:
-    """Return the client of a command with `client_options`.
-
-    Raises:
-        click.UsageError: the options contradict one another, or a file cannot be read.
-    """
+    """Return the client of a command with `client_options`."""
     target = target_of(context)
     return ApiClient(target.url, target.credentials, shown=str(target), timeout_s=timeout_s)
 
@@ -323,11 +304,7 @@ _CLIENT_OPTIONS: Callable[[F], F] = with_options(
 
 
 def tls_of(credentials: CredentialFiles) -> ClientTls:
-    """Return the TLS contexts of these files.
-
-    Raises:
-        click.UsageError: a file cannot be read, or the files contradict one another.
-    """
+    """Return the TLS contexts of these files."""
     names = ("--ca-file", "--client-cert-file", "--client-key-file")
     try:
         return ClientTls(TlsFiles(*credentials[1:], names))
@@ -354,3 +331,20 @@ def _read_token(path: Path) -> str:
     if not token or not token.isascii() or not token.isprintable():
         raise click.UsageError(f"--token-file {path} holds no token")
     return token
+
+
+def for_all(names: Sequence[str], act: Callable[[str], dict[str, Any]]) -> list[dict[str, Any]]:
+    """Call `act` for each name and return the results; failures go to stderr.
+
+    Raises:
+        ApiError: the only call failed.
+    """
+    if len(names) == 1:
+        return [act(names[0])]
+    results = []
+    for name in names:
+        try:
+            results.append(act(name))
+        except ApiError as error:
+            click.echo(f"{printable(name)}: {error.format_message()}", err=True)
+    return results

@@ -106,11 +106,7 @@ class ProxyTarget(NamedTuple):
 
 
 class Contexts:
-    """The contexts in the user's file.
-
-    Raises:
-        click.UsageError: the file cannot be read, is damaged, or writable for others.
-    """
+    """The contexts in the user's file."""
 
     def __init__(self, path: Path | None = None) -> None:
         self.path = path or Path(click.get_app_dir("txbroker")) / "contexts.json"
@@ -121,11 +117,7 @@ class Contexts:
         return sorted(self._by_name)
 
     def get(self, name: str) -> Context:
-        """Return a context.
-
-        Raises:
-            click.UsageError: no context has that name.
-        """
+        """Return a context."""
         context = self._by_name.get(name)
         if context is None:
             known = ", ".join(self.names())
@@ -138,29 +130,17 @@ class Contexts:
         self._by_name[context.name] = context
 
     def use(self, name: str) -> None:
-        """Make a context the current one.
-
-        Raises:
-            click.UsageError: no context has that name.
-        """
+        """Make a context the current one."""
         self.current = self.get(name).name
 
     def remove(self, name: str) -> None:
-        """Remove a context.
-
-        Raises:
-            click.UsageError: no context has that name.
-        """
+        """Remove a context."""
         del self._by_name[self.get(name).name]
         if self.current == name:
             self.current = ""
 
     def save(self) -> None:
-        """Replace the file atomically; only its owner may read it.
-
-        Raises:
-            click.ClickException: the file cannot be written.
-        """
+        """Replace the file atomically; only its owner may read it."""
         contexts: dict[str, dict[str, str]] = {}
         for name in self.names():
             context = self._by_name[name]
@@ -176,11 +156,7 @@ class Contexts:
 
 
 def check_name(name: str) -> str:
-    """Return a valid name of a context.
-
-    Raises:
-        click.UsageError: the name is invalid.
-    """
+    """Return a valid name of a context."""
     if not _NAME.fullmatch(name):
         raise click.UsageError(
             f"{name!r} is no name of a context: use up to {NAME_CHARS_MAX} letters, digits, "
@@ -190,11 +166,7 @@ def check_name(name: str) -> str:
 
 
 def check_url(url: str) -> str:
-    """Return a proxy's URL without a slash at its end.
-
-    Raises:
-        click.UsageError: the URL is invalid, or holds a password.
-    """
+    """Return a proxy's URL without a slash at its end."""
     try:
         parts = urlsplit(url)
         host, _ = parts.hostname, parts.port
@@ -217,9 +189,6 @@ def choose(typed: ProxyOptions, environ: ProxyOptions, path: Path | None = None)
         typed: the options of the command line.
         environ: those of environment variables.
         path: the file of contexts; None for the user's.
-
-    Raises:
-        click.UsageError: both a URL and a context are given, or the context does not exist.
     """
     credentials = typed.credentials.before(environ.credentials)
     if typed.url and typed.context:
@@ -239,11 +208,7 @@ def choose(typed: ProxyOptions, environ: ProxyOptions, path: Path | None = None)
 
 
 def target_of(context: click.Context) -> ProxyTarget:
-    """Return the proxy that a command with `client_options` calls.
-
-    Raises:
-        click.UsageError: both a URL and a context are given, or the context does not exist.
-    """
+    """Return the proxy that a command with `client_options` calls."""
     typed: dict[str, Any] = {}
     environ: dict[str, Any] = {}
     for name in ("url", "context", *CredentialFiles._fields):

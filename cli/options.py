@@ -1,10 +1,13 @@
-"""Options whose help names their environment variable and default."""
+"""Options whose help names their environment variable and default; confirmations of changes."""
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
 import click
+
+from txbroker.cli.run import CommandFailed, PartlyDone
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -40,3 +43,47 @@ def with_options(*options: Callable[[F], F]) -> Callable[[F], F]:
         return function
 
     return decorate
+
+
+def yes_option(function: F) -> F:
+    """Give a command `--yes`."""
+    return click.option(
+        "-y", "--yes", is_flag=True, envvar="TXBROKER_YES", help="Do not ask for confirmation."
+    )(function)
+
+
+def reason_option(*, required: bool = False) -> Callable[[F], F]:
+    """Return the decorator that gives a command `--reason`."""
+    return env_option(
+        "--reason", "The reason, recorded with the change.", metavar="TEXT", required=required
+    )
+
+
+def require_terminal(yes: bool) -> None:
+    """Refuse to ask for confirmation where stdin is no terminal.
+
+    Raises:
+        click.UsageError: stdin is no terminal, and --yes is missing.
+    """
+    if not yes and not sys.stdin.isatty():
+        raise click.UsageError("stdin is no terminal, so you cannot confirm: give --yes to go on")
+
+
+def confirm(question: str, yes: bool) -> None:
+    """Ask on stderr unless `yes`."""
+    if not yes and not click.confirm(question, err=True):
+        raise CommandFailed("nothing was changed: you did not confirm")
+
+
+def conclude(done: int, total: int, verb: str) -> None:
+    """End a command by the number of its successes.
+
+    Raises:
+        CommandFailed: nothing succeeded.
+        PartlyDone: some did.
+    """
+    if done == total:
+        return
+    if done == 0:
+        raise CommandFailed(f"none of {total} {verb}")
+    raise PartlyDone(f"{done} of {total} {verb}")

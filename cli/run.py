@@ -65,7 +65,6 @@ def run_async(main: Coroutine[None, None, T]) -> T:
 
 
 def _report(error: click.ClickException) -> None:
-    """Write an expected error to stderr."""
     if isinstance(error, click.exceptions.NoArgsIsHelpError):
         click.echo(error.format_message(), err=True)
         return

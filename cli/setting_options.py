@@ -51,11 +51,7 @@ def setting_options(names: Collection[str]) -> Callable[[F], F]:
 
 
 def settings_from(config: Path | None, options: dict[str, Any]) -> Settings:
-    """Return the settings from a command's options, environment and config file.
-
-    Raises:
-        click.UsageError: a setting is unknown or malformed, or contradicts another.
-    """
+    """Return the settings from a command's options, environment and config file."""
     given = {name: value for name, value in options.items() if value not in (None, ())}
     try:
         return load_settings(given, config=config)

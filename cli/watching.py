@@ -99,11 +99,7 @@ def write_again(query: Callable[[], T], show: Callable[[T], None], every_s: floa
 
 
 def _repeat(query: Callable[[], T], every_s: float) -> Iterator[tuple[T, str]]:
-    """Yield the last result, and the newest query's error, "" if it succeeded.
-
-    Raises:
-        ApiError: the first query failed.
-    """
+    """Yield the last result, and the newest query's error, "" if it succeeded."""
     result, failure = query(), ""
     while True:
         yield result, failure

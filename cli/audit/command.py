@@ -116,21 +116,28 @@ _AGE_OPTIONS: Callable[[F], F] = with_options(
 @output_option
 @click.pass_context
 def run_command(
-    context: click.Context, /, config: Path | None, output: str, **options: Any
+    context: click.Context,
+    /,
+    config: Path | None,
+    output: str,
+    out: str | None,
+    full: bool,
+    report: Path | None,
+    **options: Any,
 ) -> None:
     """Audit all transactions up to now, once.
 
     Exit code 4: a transaction did not end as it was decided.
     """
+    from txbroker.cli.audit import run as audits
     from txbroker.cli.audit.output import drift_in_words, show_run, unpublished_in_words
-    from txbroker.cli.audit.run import run_once, run_options, send_to_cluster, spark_settings
 
-    spark, where = spark_settings(options)
-    audit_options = run_options(options)
+    spark, where = audits.spark_settings(options)
+    ages_ms, business = audits.age_limits(options), audits.business_table(options)
     settings = settings_from(config, options)
     if where == "cluster":
-        context.exit(send_to_cluster(spark, settings, context))
-    result = run_once(settings, spark, audit_options)
+        context.exit(audits.send_to_cluster(spark, settings, context))
+    result = audits.run_once(settings, spark, ages_ms, business, out=out, full=full, report=report)
     show_run(result.summary, output)
     for run in result.unpublished:
         click.echo(unpublished_in_words(run), err=True)
@@ -152,19 +159,21 @@ def run_command(
 @_AGE_OPTIONS
 @_SPARK_OPTIONS
 @click.pass_context
-def stream_command(context: click.Context, /, config: Path | None, **options: Any) -> None:
+def stream_command(
+    context: click.Context, /, config: Path | None, checkpoint: str | None, **options: Any
+) -> None:
     """Audit transactions continuously, until SIGINT or SIGTERM.
 
     Findings go to the topic `PREFIX.audit.drift`, the summary to the proxies' metrics.
     """
-    from txbroker.cli.audit.run import follow, send_to_cluster, spark_settings, stream_options
+    from txbroker.cli.audit import run as audits
 
-    spark, where = spark_settings(options)
-    audit_options = stream_options(options)
+    spark, where = audits.spark_settings(options)
+    every_s, ages_ms = audits.seconds(options, "every_s"), audits.age_limits(options)
     settings = settings_from(config, options)
     if where == "cluster":
-        context.exit(send_to_cluster(spark, settings, context))
-    follow(settings, spark, audit_options)
+        context.exit(audits.send_to_cluster(spark, settings, context))
+    audits.follow(settings, spark, ages_ms, checkpoint=checkpoint, every_s=every_s)
 
 
 @command.command("show")

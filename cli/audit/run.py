@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 from click.core import ParameterSource
-from msgspec import Struct
 
 from txbroker.cli import submit
 from txbroker.cli.run import CommandFailed
@@ -36,38 +35,8 @@ _SPARKS_OWN = frozenset({"master", "deploy_mode", "conf", "config"})
 """Options for `spark-submit`, or resolved here; not passed on to the cluster."""
 
 
-class AgeLimits(Struct, frozen=True):
-    """Ages at which an invisible commit is late or lost, and a first check overdue."""
-
-    late_after_ms: int
-    lost_after_ms: int
-    overdue_after_ms: int
-
-
-class RunOptions(Struct, frozen=True):
-    """The options of `txbroker audit run`."""
-
-    out: str | None
-    full: bool
-    ages: AgeLimits
-    business: "BusinessTable | None"
-    report: Path | None
-
-
-class StreamOptions(Struct, frozen=True):
-    """The options of `txbroker audit stream`."""
-
-    checkpoint: str | None
-    every_s: float
-    ages: AgeLimits
-
-
 def spark_settings(options: dict[str, Any]) -> tuple[SparkSettings, str]:
-    """Remove Spark's options from `options`; return them and the deploy mode.
-
-    Raises:
-        click.UsageError: they are malformed, or contradict one another.
-    """
+    """Remove Spark's options from `options`; return them and the deploy mode."""
     conf = dict(_setting(text) for text in options.pop("conf"))
     settings = SparkSettings(options.pop("master"), conf, options.pop("verbose"))
     where = options.pop("deploy_mode")
@@ -83,40 +52,29 @@ def _setting(text: str) -> tuple[str, str]:
     return name, value
 
 
-def _seconds(options: dict[str, Any], name: str) -> float:
+def seconds(options: dict[str, Any], name: str) -> float:
+    """Remove an option from `options`; return its value, positive and finite."""
     value = float(options.pop(name))
     if not 0 < value <= SECONDS_MAX:  # also refuses NaN
         raise click.UsageError(f"--{name.replace('_', '-')} {value:g}: expected 0 to 1e9 seconds")
     return value
 
 
-def _ages(options: dict[str, Any]) -> AgeLimits:
-    late_s, lost_s = _seconds(options, "late_after_s"), _seconds(options, "lost_after_s")
+def age_limits(options: dict[str, Any]) -> dict[str, int]:
+    """Remove the ages from `options`; return them in milliseconds, as `Terms` names them."""
+    late_s, lost_s = seconds(options, "late_after_s"), seconds(options, "lost_after_s")
     if late_s > lost_s:
         raise click.UsageError(
             f"--late-after-s {late_s:g} exceeds --lost-after-s {lost_s:g}: a transaction is late "
             "before it is lost"
         )
-    overdue_s = _seconds(options, "overdue_after_s")
-    return AgeLimits(*(round(seconds * 1000) for seconds in (late_s, lost_s, overdue_s)))
+    overdue_s = seconds(options, "overdue_after_s")
+    ages_s = {"late_after_ms": late_s, "lost_after_ms": lost_s, "overdue_after_ms": overdue_s}
+    return {name: round(age_s * 1000) for name, age_s in ages_s.items()}
 
 
-def run_options(options: dict[str, Any]) -> RunOptions:
-    """Remove the options of an audit from `options`, and return them.
-
-    Raises:
-        click.UsageError: they contradict one another.
-    """
-    return RunOptions(
-        out=options.pop("out"),
-        full=options.pop("full"),
-        ages=_ages(options),
-        business=_business(options),
-        report=options.pop("report"),
-    )
-
-
-def _business(options: dict[str, Any]) -> "BusinessTable | None":
+def business_table(options: dict[str, Any]) -> "BusinessTable | None":
+    """Remove the options of --business from `options`; return the table, if one is given."""
     from txbroker.spark.business import BusinessTable
 
     source = options.pop("business")
@@ -142,21 +100,8 @@ def _business(options: dict[str, Any]) -> "BusinessTable | None":
     return business
 
 
-def stream_options(options: dict[str, Any]) -> StreamOptions:
-    """Remove the options of a stream from `options`, and return them.
-
-    Raises:
-        click.UsageError: they contradict one another.
-    """
-    return StreamOptions(options.pop("checkpoint"), _seconds(options, "every_s"), _ages(options))
-
-
 def journal_of(settings: Settings) -> "Journal":
-    """Return the journal of runs; its file need not exist.
-
-    Raises:
-        CommandFailed: a Python package is missing.
-    """
+    """Return the journal of runs; its file need not exist."""
     try:
         from txbroker.spark.journal import JOURNAL_FILE, Journal
     except ModuleNotFoundError as error:
@@ -167,11 +112,7 @@ def journal_of(settings: Settings) -> "Journal":
 
 
 def send_to_cluster(spark: SparkSettings, settings: Settings, context: click.Context) -> int:
-    """Run this command in the cluster, and return its exit code.
-
-    Raises:
-        CommandFailed: a secret setting is set here, and would not reach the cluster.
-    """
+    """Run this command in the cluster, and return its exit code."""
     from txbroker.spark.session import submit as send
 
     for secret in sorted(SECRET_SETTINGS & settings.model_fields_set):
@@ -224,11 +165,7 @@ def ended_by_sigterm() -> Iterator[None]:
 
 @contextmanager
 def started(settings: SparkSettings) -> Iterator[tuple["SparkSession", "SparkProgress"]]:
-    """Run Spark within the block, with its progress on stderr; SIGTERM acts as Ctrl-C.
-
-    Raises:
-        TxbrokerError: Spark fails; the message names the next step.
-    """
+    """Run Spark within the block, with its progress on stderr; SIGTERM acts as Ctrl-C."""
     from rich.console import Console
 
     from txbroker.spark.progress import SparkProgress
@@ -262,7 +199,16 @@ class AuditResult(NamedTuple):
         return any(news_of(self.summary, self.unpublished).drift.values())
 
 
-def run_once(settings: Settings, spark: SparkSettings, options: RunOptions) -> AuditResult:
+def run_once(
+    settings: Settings,
+    spark: SparkSettings,
+    ages_ms: dict[str, int],
+    business: "BusinessTable | None",
+    *,
+    out: str | None,
+    full: bool,
+    report: Path | None,
+) -> AuditResult:
     """Audit once, publish the result to the proxies, write the report; return the result.
 
     A failure after the audit itself is reported, and does not hide its result.
@@ -271,10 +217,10 @@ def run_once(settings: Settings, spark: SparkSettings, options: RunOptions) -> A
         TxbrokerError: the audit failed; the message names the next step.
     """
     journal = journal_of(settings)
-    if options.report is not None:
+    if report is not None:
         from txbroker.spark.report.report import check_writable
 
-        check_writable(options.report)
+        check_writable(report)
     result = None
     try:
         with started(spark) as (session, bar):
@@ -282,18 +228,18 @@ def run_once(settings: Settings, spark: SparkSettings, options: RunOptions) -> A
             from txbroker.spark.run import AuditSettings, run_audit
 
             audit = AuditSettings(
-                out=options.out or str(settings.data_dir / "audit"),
+                out=out or str(settings.data_dir / "audit"),
                 data_dir=settings.data_dir,
                 names=names_of(settings),
-                terms=terms_of(settings, options.ages),
-                mode="full" if options.full else "incremental",
-                business=options.business,
+                terms=terms_of(settings, ages_ms),
+                mode="full" if full else "incremental",
+                business=business,
             )
             result = AuditResult(run_audit(session, access_from(settings), audit, bar.stage))
             result = _publish(settings, journal, result.summary)
-            if options.report is not None:
+            if report is not None:
                 bar.stage("writing the report")
-                _report(session, options.report, result.summary, journal, audit.out)
+                _report(session, report, result.summary, journal, audit.out)
     except Exception as error:
         if result is None:
             raise
@@ -303,22 +249,25 @@ def run_once(settings: Settings, spark: SparkSettings, options: RunOptions) -> A
     return result
 
 
-def follow(settings: Settings, spark: SparkSettings, options: StreamOptions) -> None:
-    """Audit continuously until SIGINT or SIGTERM; findings go to stderr too.
-
-    Raises:
-        TxbrokerError: Spark fails; the message names the next step.
-    """
+def follow(
+    settings: Settings,
+    spark: SparkSettings,
+    ages_ms: dict[str, int],
+    *,
+    checkpoint: str | None,
+    every_s: float,
+) -> None:
+    """Audit continuously until SIGINT or SIGTERM; findings go to stderr too."""
     with started(spark) as (session, bar):
         from txbroker.spark.access import access_from
         from txbroker.spark.stream.stream import StreamSettings, start_stream
 
-        terms = terms_of(settings, options.ages)
+        terms = terms_of(settings, ages_ms)
         audit = StreamSettings(
-            checkpoint=options.checkpoint or str(settings.data_dir / "audit-stream"),
+            checkpoint=checkpoint or str(settings.data_dir / "audit-stream"),
             names=names_of(settings),
             terms=terms,
-            every_s=options.every_s,
+            every_s=every_s,
             keep_s=max(KEEP_MIN_S, (terms.dedup_window_ms + terms.late_after_ms) / 1000 * 2),
         )
         stream = start_stream(session, access_from(settings), audit)
@@ -358,17 +307,11 @@ def names_of(settings: Settings) -> "TopicNames":
     return TopicNames.of(settings.topic_prefix)
 
 
-def terms_of(settings: Settings, ages: AgeLimits) -> "Terms":
+def terms_of(settings: Settings, ages_ms: dict[str, int]) -> "Terms":
     """Return the terms of judgement."""
     from txbroker.spark.schema import Terms
 
-    return Terms(
-        now_ms=0,
-        dedup_window_ms=round(settings.dedup_window_s * 1000),
-        late_after_ms=ages.late_after_ms,
-        lost_after_ms=ages.lost_after_ms,
-        overdue_after_ms=ages.overdue_after_ms,
-    )
+    return Terms(now_ms=0, dedup_window_ms=round(settings.dedup_window_s * 1000), **ages_ms)
 
 
 def _report(

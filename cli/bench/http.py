@@ -90,9 +90,6 @@ class HttpConnection:
         url: address of the proxy.
         token: the bearer token, if any.
         ca_file, client_cert_file, client_key_file: as for the SDK.
-
-    Raises:
-        ConfigurationError: a file is invalid.
     """
 
     def __init__(
@@ -124,11 +121,7 @@ class HttpConnection:
             self._stream = None
 
     async def post(self, path: str, body: object) -> Any:
-        """Return the answer to a POST.
-
-        Raises:
-            TxbrokerError: the proxy refuses the call, or does not answer.
-        """
+        """Return the answer to a POST."""
         try:
             async with asyncio.timeout(ANSWER_TIMEOUT_S):
                 status, raw = await self._exchange(path, _encode(body))

@@ -197,11 +197,7 @@ class LoadRunner:
         self._stop = False
 
     async def run(self, senders: Sequence[Sender]) -> None:
-        """Warm up, measure, write the log; one task for each of `senders`.
-
-        Raises:
-            TxbrokerError: the first transaction fails.
-        """
+        """Warm up, measure, write the log; one task for each of `senders`."""
         await self._one(senders[0])
         if self._errors:
             raise TxbrokerError(next(iter(self._errors)))
@@ -265,11 +261,7 @@ def write_event(event: LoadEvent) -> None:
 
 @asynccontextmanager
 async def senders_of(job: Job) -> AsyncIterator[list[Sender]]:
-    """Connect, and yield a sender for each transaction in flight.
-
-    Raises:
-        TxbrokerError, OSError: the connection fails.
-    """
+    """Connect, and yield a sender for each transaction in flight."""
     async with AsyncExitStack() as stack:
         if job.http:
             senders: list[Sender] = []

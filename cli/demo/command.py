@@ -33,11 +33,7 @@ _SLOW_S = 2.5
 
 
 async def play(stage: DemoEnvironment) -> None:
-    """Place orders and kill workers.
-
-    Raises:
-        Failed: a worker does not reach a step.
-    """
+    """Place orders and kill workers."""
     timeline = stage.timeline
     timeline.title("1. An order that commits, and one that the shop refuses")
     first, second = await asyncio.gather(stage.worker("shop-1"), stage.worker("shop-2"))

@@ -130,11 +130,7 @@ class Worker:
         await self._write({})
 
     async def until(self, step: str, order: str = "") -> None:
-        """Wait until it reaches a step.
-
-        Raises:
-            CommandFailed: it ended before, or needs longer than 30 s.
-        """
+        """Wait until it reaches a step."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(STEP_TIMEOUT_S), self._changed:
                 await self._changed.wait_for(
@@ -249,11 +245,7 @@ class DemoEnvironment:
             self._all_settled.clear()
 
     async def settled(self) -> None:
-        """Wait until every transaction is promoted or rolled back.
-
-        Raises:
-            CommandFailed: this takes longer than a minute.
-        """
+        """Wait until every transaction is promoted or rolled back."""
         try:
             async with asyncio.timeout(SETTLE_TIMEOUT_S):
                 await self._all_settled.wait()
@@ -270,11 +262,7 @@ class DemoEnvironment:
 
 @asynccontextmanager
 async def set_up(folder: Path, timeline: Timeline) -> AsyncIterator[DemoEnvironment]:
-    """Run Kafka, a proxy on it, and a database.
-
-    Raises:
-        EmbeddedKafkaError, KafkaUnavailable, ConfigurationError
-    """
+    """Run Kafka, a proxy on it, and a database."""
     kafka = EmbeddedKafka(folder / "kafka", progress=BarProgress())
     try:
         await asyncio.to_thread(kafka.start)

@@ -47,9 +47,6 @@ async def pack(
 
     Args:
         secrets: texts to strike out.
-
-    Raises:
-        click.ClickException: the archive exists, or cannot be written.
     """
     redact = Redactor(secrets)
     files = {

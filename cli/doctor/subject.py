@@ -156,7 +156,6 @@ class HttpProxies:
     async def _first(
         self, method: str, path: str, body: bytes | None = None, timeout_s: float = TIMEOUT_S
     ) -> tuple[ProxyReply, str]:
-        """Return the first named proxy's answer with status 200."""
         failure = Unavailable("no proxy is named: give one by --url")
         for url in self.named:
             try:
@@ -372,7 +371,6 @@ class Subject:
             return error
 
     async def _once(self, name: str, ask: Callable[[], Awaitable[T]]) -> T:
-        """Return the result of `ask`, called once for all checks."""
         task = self._asked.get(name)
         if task is None:
             task = self._asked[name] = asyncio.ensure_future(ask())

@@ -4,10 +4,10 @@ from typing import Any
 
 import click
 
-from txbroker.cli.asking import conclude, confirm, for_all, require_terminal, yes_option
-from txbroker.cli.client import ApiClient, ApiError, client_options
+from txbroker.cli.client import ApiClient, ApiError, client_options, for_all
 from txbroker.cli.completion import complete_groups
 from txbroker.cli.main import SuggestingGroup
+from txbroker.cli.options import conclude, confirm, require_terminal, yes_option
 from txbroker.cli.output import Row, TableColumn, output_option, show_one, show_rows
 from txbroker.cli.watching import watch_option, watch_rows
 

@@ -129,13 +129,6 @@ def _alone_in(folder: Path) -> Iterator[None]:
 
 
 def _add(path: Path, name: str, table: str) -> None:
-    """Add a principal's table to a file.
-
-    Raises:
-        CommandFailed: the principal exists.
-        ConfigurationError: the file is invalid, or becomes invalid with this principal.
-        OSError: the file cannot be written.
-    """
     if path.exists():
         if read_principals(path).by_name(name, expired=True) is not None:
             raise CommandFailed(f"principal {name} is already in {path}: remove its table first")
@@ -144,12 +137,7 @@ def _add(path: Path, name: str, table: str) -> None:
 
 
 def _replace(path: Path, content: str) -> None:
-    """Replace the file atomically, if the new content is valid.
-
-    Raises:
-        ConfigurationError: it is not.
-        OSError: the file cannot be written.
-    """
+    """Replace the file atomically, if the new content is valid."""
     with replacing(path, content) as new:
         if path.exists():
             status = path.stat()

@@ -7,9 +7,9 @@ from typing import Any, TypeVar
 
 import click
 
-from txbroker.cli.asking import confirm, reason_option, require_terminal, yes_option
 from txbroker.cli.client import who
 from txbroker.cli.main import SuggestingGroup
+from txbroker.cli.options import confirm, reason_option, require_terminal, yes_option
 from txbroker.cli.output import Row, TableColumn, output_option, show_data, show_rows
 from txbroker.cli.run import CommandFailed
 from txbroker.cli.setting_options import KAFKA_SETTINGS, setting_options, settings_from

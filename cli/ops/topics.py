@@ -7,9 +7,8 @@ from typing import Any
 
 import click
 
-from txbroker.cli.asking import confirm, require_terminal, yes_option
 from txbroker.cli.main import SuggestingGroup
-from txbroker.cli.options import env_option
+from txbroker.cli.options import confirm, env_option, require_terminal, yes_option
 from txbroker.cli.output import Row, TableColumn, output_option, show_data, show_rows
 from txbroker.cli.setting_options import TOPIC_SETTINGS, setting_options, settings_from
 from txbroker.config.settings import Settings

@@ -54,11 +54,7 @@ def command(kafka_version: str, config: Path | None, **options: Any) -> None:
 
 
 def require_free(address: Address) -> None:
-    """Check that an address can be listened on, before Kafka starts.
-
-    Raises:
-        CommandFailed: it is in use, or belongs to another machine.
-    """
+    """Check that an address can be listened on, before Kafka starts."""
     if reason := why_not_free(address):
         raise CommandFailed(
             f"cannot listen on {address.host}:{address.port}: {reason}. "
@@ -87,11 +83,6 @@ async def develop(kafka: EmbeddedKafka, settings: Settings) -> None:
 
 
 async def _watch(kafka: EmbeddedKafka) -> NoReturn:
-    """Wait for Kafka's end.
-
-    Raises:
-        CommandFailed: Kafka ended.
-    """
     while True:
         if not kafka.running:
             raise CommandFailed(

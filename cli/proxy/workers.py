@@ -57,11 +57,7 @@ log = get_logger(__name__)
 
 
 async def run_workers(settings: Settings) -> None:
-    """Run `settings.workers` proxies until this is cancelled.
-
-    Raises:
-        CommandFailed: an address is in use, or a worker failed to start or to stop in order.
-    """
+    """Run `settings.workers` proxies until this is cancelled."""
     _require_free(settings)
     first_lines: dict[int, str] = {}
 
@@ -80,11 +76,6 @@ async def run_workers(settings: Settings) -> None:
 
 
 def _require_free(settings: Settings) -> None:
-    """Check that every worker can listen on its addresses.
-
-    Raises:
-        CommandFailed: one cannot.
-    """
     for number in range(1, settings.workers + 1):
         of_worker = settings.of_worker(number)
         for name in ("listen", "admin_listen", "peer_listen"):
@@ -111,11 +102,7 @@ class _Worker:
         self._was_ready = False
 
     async def run(self) -> NoReturn:
-        """Run it until this is cancelled.
-
-        Raises:
-            CommandFailed: the worker failed to start, or to stop in order.
-        """
+        """Run it until this is cancelled."""
         loop = asyncio.get_running_loop()
         pause_s = PAUSE_S
         while True:
@@ -184,11 +171,7 @@ class _Worker:
             await process.wait()
 
     async def _end(self, process: asyncio.subprocess.Process) -> None:
-        """Stop a process, which finishes the calls in flight.
-
-        Raises:
-            CommandFailed: its exit code is an error.
-        """
+        """Stop a process, which finishes the calls in flight."""
         assert process.stdin is not None
         with suppress(ConnectionError):  # already ended
             process.stdin.write(b"stop\n")

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 import click
 
-from txbroker.cli.asking import conclude, confirm
 from txbroker.cli.client import ApiClient, ApiError, who
+from txbroker.cli.options import conclude, confirm
 from txbroker.cli.output import (
     Row,
     TableColumn,
@@ -279,11 +279,7 @@ def named(ids: Iterable[str]) -> list[Item]:
 def matching(
     client: ApiClient, action: BulkAction, state: str | None, limit: int | None, **query: Any
 ) -> list[Item]:
-    """Return the transactions that match a filter, oldest first, at most `limit`.
-
-    Raises:
-        ApiError: the proxy could not list them completely.
-    """
+    """Return the transactions that match a filter, oldest first, at most `limit`."""
     items: list[Item] = []
     for listed_state in (state,) if state else action.default_states:
         rows = client.transactions(limit, state=listed_state, **query)
@@ -334,11 +330,7 @@ def preview(items: Sequence[Item], now_s: float) -> Iterator[str]:
 
 
 def confirm_all(items: Sequence[Item], action: BulkAction, where: str, yes: bool) -> None:
-    """Ask for confirmation unless `yes`; for many transactions the user types their number.
-
-    Raises:
-        CommandFailed: the answer is no.
-    """
+    """Ask for confirmation unless `yes`; for many transactions the user types their number."""
     if yes:
         return
     which = "this transaction" if len(items) == 1 else f"these {len(items):,} transactions"

@@ -6,17 +6,10 @@ from typing import Any
 
 import click
 
-from txbroker.cli.asking import (
-    conclude,
-    for_all,
-    reason_option,
-    require_terminal,
-    yes_option,
-)
-from txbroker.cli.client import ApiClient, client_options
+from txbroker.cli.client import ApiClient, client_options, for_all
 from txbroker.cli.completion import complete_groups, complete_ids, complete_topics
 from txbroker.cli.main import SuggestingGroup
-from txbroker.cli.options import with_options
+from txbroker.cli.options import conclude, reason_option, require_terminal, with_options, yes_option
 from txbroker.cli.output import (
     Row,
     TableColumn,
@@ -96,7 +89,6 @@ def command() -> None:
 
 
 def _filters(state: Any, subject: str, group_note: str = "") -> tuple[Any, ...]:
-    """Return the options that filter transactions."""
     return (
         state,
         click.option(
@@ -185,7 +177,6 @@ def show_command(client: ApiClient, output: str, ids: tuple[str, ...], bodies: b
 
 
 def _resolving(action: BulkAction, *extra: Any) -> Callable[[Callable[..., None]], click.Command]:
-    """Return the decorator that makes a command of an action on selected transactions."""
     default = " or ".join(action.default_states)
     note = ""
     if action.verb in ("commit", "rollback"):
@@ -302,7 +293,6 @@ def _act(
 
 
 def _show_before(client: ApiClient, items: Sequence[Item]) -> None:
-    """Show the selected transactions on stderr."""
     if items[0].state is None:
         rows = for_all([item.id for item in items], lambda id: dict(client.get("transactions", id)))
         if len(rows) <= STORIES_MAX:
@@ -314,7 +304,6 @@ def _show_before(client: ApiClient, items: Sequence[Item]) -> None:
 
 
 def _story(row: Row) -> Iterable[str]:
-    """Yield the lines that show one transaction with its timeline."""
     yield f"{row['id']}  {row['state']}"
     facts = {
         "group": row["group"],
