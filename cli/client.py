@@ -23,10 +23,9 @@ from txbroker.cli.contexts import (
     complete_contexts,
     target_of,
 )
-from txbroker.cli.options import FILE, env_option, with_options
+from txbroker.cli.options import FILE, env_option, usage_errors, with_options
 from txbroker.cli.output import printable
 from txbroker.cli.run import CommandFailed
-from txbroker.errors import ConfigurationError
 from txbroker.net.tls import ClientTls, TlsFiles, tls_trouble
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -306,10 +305,8 @@ _CLIENT_OPTIONS: Callable[[F], F] = with_options(
 def tls_of(credentials: CredentialFiles) -> ClientTls:
     """Return the TLS contexts of these files."""
     names = ("--ca-file", "--client-cert-file", "--client-key-file")
-    try:
+    with usage_errors():
         return ClientTls(TlsFiles(*credentials[1:], names))
-    except ConfigurationError as error:
-        raise click.UsageError(str(error)) from None
 
 
 def _json(body: dict[str, Any]) -> bytes:

@@ -27,7 +27,7 @@ import click
 
 from txbroker.cli.main import SuggestingGroup
 from txbroker.cli.options import with_options
-from txbroker.cli.output import Row, TableColumn, output_option, replacing, show_data, show_rows
+from txbroker.cli.output import Row, TableColumn, output_option, replacing, show_one, show_rows
 
 DEFAULT_URL = "http://127.0.0.1:8470"
 NAME_CHARS_MAX = 64
@@ -337,10 +337,7 @@ def show_command(name: str | None, output: str) -> None:
     else:
         contexts = Contexts()
         chosen, columns = _row(contexts.get(name), contexts.current), COLUMNS
-    if output in ("json", "yaml"):
-        show_data(chosen, output)
-    else:
-        show_rows([chosen], columns, output, "")
+    show_one(chosen, columns, output)
 
 
 @command.command("use")

@@ -71,7 +71,6 @@ class LazyGroup(SuggestingGroup):
         self._lazy = {command.name: command for command in commands}
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """Return the names of all commands, in the help's order."""
         return list(self._lazy)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
@@ -140,5 +139,4 @@ cli = LazyGroup(
 
 
 def main() -> None:
-    """Run the command line and exit with its code."""
     sys.exit(run(cli, sys.argv[1:]))

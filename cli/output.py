@@ -127,7 +127,6 @@ def _widths(columns: Sequence[TableColumn], full_widths: Sequence[int], total: i
 
 
 def cell(value: object) -> str:
-    """Return the text of a table's cell."""
     if value is None or value == "":
         return "-"
     return printable(str(value))

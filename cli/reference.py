@@ -46,7 +46,6 @@ def commands(
 
 
 def page() -> str:
-    """Return the page as Markdown."""
     parts = [_HEAD]
     for command, context in commands():
         if command is not cli:

@@ -7,7 +7,7 @@ from typing import Any, Literal, TypeVar, get_args, get_origin
 import click
 from pydantic.fields import FieldInfo
 
-from txbroker.cli.options import FILE, with_options
+from txbroker.cli.options import FILE, usage_errors, with_options
 from txbroker.config.settings import (
     CONFIG_VARIABLE,
     ENV_PREFIX,
@@ -15,7 +15,6 @@ from txbroker.config.settings import (
     Settings,
     load_settings,
 )
-from txbroker.errors import ConfigurationError
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -53,10 +52,8 @@ def setting_options(names: Collection[str]) -> Callable[[F], F]:
 def settings_from(config: Path | None, options: dict[str, Any]) -> Settings:
     """Return the settings from a command's options, environment and config file."""
     given = {name: value for name, value in options.items() if value not in (None, ())}
-    try:
+    with usage_errors():
         return load_settings(given, config=config)
-    except ConfigurationError as error:
-        raise click.UsageError(str(error)) from None
 
 
 def _option(name: str, field: FieldInfo) -> Callable[[F], F]:

@@ -85,23 +85,18 @@ def show_run(run: RunSummary, output: str, *, heading: bool = False) -> None:
     if heading:
         print(f"{clock(run.started_ms)}  {drift_in_words(run)}\n")
     show_rows(list(_counts(run)), ONE, output, "There was no transaction.")
-    if run.examples:
-        shown = run.examples if output == "wide" else run.examples[:EXAMPLES_SHOWN]
-        print()
-        show_rows([msgspec.to_builtins(example) for example in shown], EXAMPLES, output, "")
-    if run.missing_targets:
-        print()
-        missing = run.missing_targets.items()
-        rows: list[Row] = [{"topic": topic, "transactions": n} for topic, n in missing]
-        show_rows(rows, MISSING, output, "")
-    if run.unread_targets:
-        print()
-        unread: list[Row] = [{"topic": t, "why": why} for t, why in run.unread_targets.items()]
-        show_rows(unread, UNREAD, output, "")
-    if run.set_aside:
-        aside = run.set_aside if output == "wide" else run.set_aside[:EXAMPLES_SHOWN]
-        print()
-        show_rows([msgspec.to_builtins(record) for record in aside], SET_ASIDE, output, "")
+    most = None if output == "wide" else EXAMPLES_SHOWN
+    missing = [{"topic": topic, "transactions": n} for topic, n in run.missing_targets.items()]
+    unread = [{"topic": topic, "why": why} for topic, why in run.unread_targets.items()]
+    for rows, columns in (
+        (msgspec.to_builtins(run.examples[:most]), EXAMPLES),
+        (missing, MISSING),
+        (unread, UNREAD),
+        (msgspec.to_builtins(run.set_aside[:most]), SET_ASIDE),
+    ):
+        if rows:
+            print()
+            show_rows(rows, columns, output, "")
 
 
 def as_row(run: RunSummary) -> dict[str, Any]:

@@ -12,10 +12,11 @@ import click
 from click.core import ParameterSource
 
 from txbroker.cli import submit
+from txbroker.cli.options import usage_errors
 from txbroker.cli.run import CommandFailed
 from txbroker.config.addresses import read_secret
 from txbroker.config.settings import ENV_PREFIX, SECRET_SETTINGS, Settings
-from txbroker.errors import ConfigurationError, TxbrokerError
+from txbroker.errors import TxbrokerError
 from txbroker.spark.session import SparkSettings, spark_session
 
 if TYPE_CHECKING:
@@ -85,7 +86,7 @@ def business_table(options: dict[str, Any]) -> "BusinessTable | None":
                 raise click.UsageError(f"--{name.replace('_', '-')} needs --business")
         return None
     password_file = given["business_password_file"]
-    try:
+    with usage_errors():
         business = BusinessTable(
             source,
             given["table"] or "",
@@ -95,8 +96,6 @@ def business_table(options: dict[str, Any]) -> "BusinessTable | None":
             tuple(given["group"]),
         )
         business.validate()
-    except ConfigurationError as error:
-        raise click.UsageError(str(error)) from None
     return business
 
 

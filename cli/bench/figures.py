@@ -30,7 +30,6 @@ class TimeWindow(NamedTuple):
 
     @property
     def seconds(self) -> float:
-        """Its length."""
         return self.end - self.begin
 
 
@@ -131,7 +130,6 @@ class LoadResult(NamedTuple):
                 yield from self.messages(number)
 
     def messages(self, number: int) -> range:
-        """Return the numbers of a transaction's messages."""
         return range(number * self.job.messages, (number + 1) * self.job.messages)
 
     def forbidden(self) -> Iterator[int]:

@@ -40,18 +40,15 @@ class _Stream(asyncio.Protocol):
         return self._answer
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Keep the transport."""
         self._transport = cast(asyncio.Transport, transport)
 
     def data_received(self, data: bytes) -> None:
-        """Parse a part of an answer."""
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserError as error:
             self._fail(ValueError(str(error)))
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Note that the answer has a length."""
         self._has_length = self._has_length or name.lower() == b"content-length"
 
     def on_headers_complete(self) -> None:
@@ -60,21 +57,17 @@ class _Stream(asyncio.Protocol):
             self._fail(ValueError("the answer has no content-length"))
 
     def on_body(self, body: bytes) -> None:
-        """Keep a part of the body."""
         self._body += body
 
     def on_message_complete(self) -> None:
-        """Return the answer."""
         if self._answer is not None and not self._answer.done():
             self._answer.set_result((self._parser.get_status_code(), self._body))
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Fail the call in flight."""
         self._transport = None
         self._fail(exc or ConnectionError("the connection was closed"))
 
     def close(self) -> None:
-        """Close the connection."""
         if self._transport is not None:
             self._transport.close()
 
@@ -115,7 +108,6 @@ class HttpConnection:
         self._stream: _Stream | None = None
 
     def close(self) -> None:
-        """Close the connection."""
         if self._stream is not None:
             self._stream.close()
             self._stream = None

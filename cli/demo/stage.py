@@ -48,7 +48,6 @@ class Timeline:
 
     @property
     def ids(self) -> list[str]:
-        """The transactions so far."""
         return list(self._orders)
 
     def title(self, text: str) -> None:
@@ -118,7 +117,6 @@ class Worker:
 
     @property
     def pid(self) -> int:
-        """The process id."""
         return self._process.pid
 
     async def place(self, order: Order, stop_at: str = "") -> None:
@@ -126,7 +124,6 @@ class Worker:
         await self._write({**asdict(order), "stop_at": stop_at})
 
     async def go_on(self) -> None:
-        """Resume it."""
         await self._write({})
 
     async def until(self, step: str, order: str = "") -> None:
@@ -140,12 +137,10 @@ class Worker:
             raise CommandFailed(f"{self.name} did not reach {step!r} {order}".rstrip())
 
     async def kill(self) -> None:
-        """Kill it with SIGKILL, and wait for its end."""
         self._process.kill()
         await self.gone()
 
     async def kill_if_alive(self) -> None:
-        """Kill it if it is running."""
         if self._process.returncode is None:
             await self.kill()
 
@@ -256,7 +251,6 @@ class DemoEnvironment:
             ) from None
 
     async def close(self) -> None:
-        """Kill all running workers."""
         await asyncio.gather(*(worker.kill_if_alive() for worker in self._workers))
 
 

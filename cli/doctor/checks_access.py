@@ -85,7 +85,6 @@ def _check(
     public=True,
 )
 async def access_credentials(subject: Subject) -> AsyncIterator[str]:
-    """Whether a listener that others reach asks for a credential."""
     settings = subject.settings
     for name, address in _public_listeners(settings):
         guarded = settings.peer_identity if name == "peer_listen" else settings.guarded
@@ -102,7 +101,6 @@ async def access_credentials(subject: Subject) -> AsyncIterator[str]:
     public=True,
 )
 async def access_shared_token(subject: Subject) -> AsyncIterator[str]:
-    """Whether all callers share one token, and whether it grants the operator role."""
     settings = subject.settings
     shared = settings.guarded and settings.principals_file is None
     if shared and settings.token_file is not None:
@@ -173,7 +171,6 @@ def _counted_to_others(found: Directory, one: Principal) -> Iterator[str]:
     "and an fsGroup.",
 )
 async def access_files(subject: Subject) -> AsyncIterator[str]:
-    """Whether other users can read a token, key or password, or replace the principals file."""
     settings = subject.settings
     for name in type(settings).model_fields:
         path = getattr(settings, name)
@@ -204,7 +201,6 @@ def _open_why(name: str, path: Path) -> str:
     doc="docs/how-to/connect-to-kafka.md",
 )
 async def access_kafka(subject: Subject) -> AsyncIterator[str]:
-    """Whether messages or the login to Kafka can be read on the network."""
     settings = subject.settings
     protocol: str = settings.kafka_security_protocol
     why = _UNPROTECTED.get(protocol)
@@ -226,7 +222,6 @@ async def access_kafka(subject: Subject) -> AsyncIterator[str]:
     doc="docs/how-to/write-a-check.md",
 )
 async def access_check_urls(subject: Subject) -> AsyncIterator[str]:
-    """Whether a registered group can make a proxy call its own machine."""
     for entry in subject.settings.check_url_allow:
         if leads_inside(parse_host_rules("check_url_allow", (entry,))):
             yield f"check_url_allow has {entry}"
@@ -239,7 +234,6 @@ async def access_check_urls(subject: Subject) -> AsyncIterator[str]:
     doc="docs/operate/security.md",
 )
 async def access_secret_variables(subject: Subject) -> AsyncIterator[str]:
-    """Whether a producer can get its checks signed with another's secret."""
     settings = subject.settings
     shared = [name for name in settings.secret_env_allow if not parse_secret_variable(name)[0]]
     if settings.principals_file is None or not shared:
@@ -261,7 +255,6 @@ async def access_secret_variables(subject: Subject) -> AsyncIterator[str]:
     "restrict the network to operators.",
 )
 async def access_open(subject: Subject) -> AsyncIterator[str]:
-    """Whether a proxy that other machines reach answers a call without any credential."""
     asked = [(url, path) for url in await subject.urls() if _is_public(url) for path in _PAGES]
     answers = await asyncio.gather(*(subject.proxies.anonymous(*one) for one in asked))
     for (url, path), status in zip(asked, answers, strict=True):
@@ -276,7 +269,6 @@ async def access_open(subject: Subject) -> AsyncIterator[str]:
     "`advertise`.",
 )
 async def access_tls(subject: Subject) -> AsyncIterator[str]:
-    """Whether messages, tokens and the peer secret can be read between machines."""
     proxies = (await subject.overview()).proxies
     urls = [url for one in proxies for url in (one.url, one.admin_url) if url]
     for url in dict.fromkeys([*subject.proxies.named, *urls]):
@@ -297,7 +289,6 @@ async def access_tls(subject: Subject) -> AsyncIterator[str]:
     public=True,
 )
 async def access_peers(subject: Subject) -> AsyncIterator[str]:
-    """Whether callers can impersonate a proxy, if there are several."""
     count = len((await subject.overview()).proxies)
     if count > 1 and not subject.settings.peer_identity:
         yield f"{count} proxies, and neither peer_secret_file nor peer_names"

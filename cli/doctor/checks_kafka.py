@@ -41,7 +41,6 @@ book = CheckRegistry(Section.KAFKA, needs=("kafka-reachable",))
     doc="docs/how-to/run-a-proxy.md",
 )
 async def kafka_reachable(subject: Subject) -> Finding:
-    """Whether any of the bootstrap servers answers."""
     cluster = await subject.cluster()
     return fine(f"{_brokers(len(cluster.addresses))} at {subject.settings.kafka}")
 
@@ -51,7 +50,6 @@ async def kafka_reachable(subject: Subject) -> Finding:
     hint="Start the broker, or correct its advertised.listeners: clients go to that address.",
 )
 async def kafka_brokers(subject: Subject) -> Finding:
-    """Whether each broker answers this machine."""
     brokers = await subject.brokers()
     silent = [broker for broker in brokers if broker.why]
     if not silent:
@@ -66,7 +64,6 @@ async def kafka_brokers(subject: Subject) -> Finding:
     doc="docs/how-to/run-a-proxy.md",
 )
 async def kafka_version(subject: Subject) -> Finding:
-    """Whether txbroker supports each broker's version."""
     brokers = [one for one in await subject.brokers() if not one.why]
     if not brokers:
         raise Unavailable("no broker answers with its version")
@@ -232,7 +229,6 @@ topics_book = CheckRegistry(Section.TOPICS, needs=("kafka-reachable", "topics-th
     doc="docs/how-to/run-a-proxy.md",
 )
 async def topics_there(subject: Subject) -> Finding:
-    """Whether all of txbroker's own topics exist."""
     topics = await subject.found()
     missing = [name for name in subject.own_topics if name not in topics]
     audit = [name for name in subject.kafka.settings.audit_topics if name not in topics]
@@ -249,7 +245,6 @@ async def topics_there(subject: Subject) -> Finding:
     doc="docs/how-to/choose-times.md",
 )
 async def topics_settings(subject: Subject) -> Finding:
-    """Whether the topics' settings are safe, and as planned."""
     topics = await subject.found()
     lines = await subject.kafka.contradictions(topics)
     unread = [name for name, topic in topics.items() if not topic.configs]
@@ -273,7 +268,6 @@ async def topics_settings(subject: Subject) -> Finding:
     hint="Add replicas with kafka-reassign-partitions, and set min.insync.replicas to one less.",
 )
 async def topics_copies(subject: Subject) -> Finding:
-    """Whether the loss of one broker loses no data and stops nothing."""
     topics = await subject.found()
     brokers = len((await subject.cluster()).addresses)
     lines = [
@@ -310,7 +304,6 @@ def _too_few(topic: TopicSpec, wanted: int) -> Iterator[str]:
     "few replicas in sync accept no writes.",
 )
 async def topics_in_sync(subject: Subject) -> Finding:
-    """Whether each partition has a leader and enough replicas in sync."""
     cluster, topics = await subject.cluster(), await subject.found()
     fatal: list[str] = []
     lagging: list[str] = []
@@ -349,7 +342,6 @@ async def topics_in_sync(subject: Subject) -> Finding:
     doc="docs/operate/repair.md",
 )
 async def topics_foreign(subject: Subject) -> Finding:
-    """Whether the checkpoint and parked topics contain records that proxies set aside."""
     try:
         async with asyncio.timeout(SCAN_S):
             records = await subject.kafka.set_aside()

@@ -38,7 +38,6 @@ groups_book = CheckRegistry(Section.GROUPS, needs=("proxies-ready",))
     doc="docs/runbooks/TxBrokerNotReady.md",
 )
 async def proxies_ready(subject: Subject) -> Finding:
-    """Whether every known proxy answers and has caught up on its partitions."""
     named = subject.proxies.named
     problems: dict[str, str] = {}
     answers = await asyncio.gather(
@@ -85,7 +84,6 @@ def _why(partitions: dict[str, str], problems: list[str]) -> str:
     doc="docs/how-to/run-several-proxies.md",
 )
 async def proxies_owners(subject: Subject) -> Finding:
-    """Whether each half partition has its owner, and only one."""
     overview = await subject.overview()
     owners: dict[int, list[str]] = defaultdict(list)
     for proxy in overview.proxies:
@@ -116,7 +114,6 @@ async def proxies_owners(subject: Subject) -> Finding:
     doc="docs/operate/partition-count.md",
 )
 async def proxies_partitions(subject: Subject) -> Finding:
-    """Whether proxies, including `workers`, are idle for lack of half partitions."""
     overview = await subject.overview()
     proxies, partitions = len(overview.proxies), len(overview.partitions)
     if proxies > partitions:
@@ -132,7 +129,6 @@ async def proxies_partitions(subject: Subject) -> Finding:
     hint="Finish the upgrade, or return to one version on all.",
 )
 async def proxies_version(subject: Subject) -> Finding:
-    """Whether an upgrade is incomplete."""
     by_version: dict[str, list[str]] = defaultdict(list)
     for proxy in (await subject.overview()).proxies:
         if proxy.reached:
@@ -226,7 +222,6 @@ async def _test_calls(
     doc="docs/how-to/write-a-check.md",
 )
 async def groups_usable(subject: Subject) -> Finding:
-    """Whether the settings allow each group's check URL and secret reference."""
     groups = await subject.groups()
     lines = [f"{one.group}: {one.problem}" for one in groups if one.problem]
     if lines:
@@ -266,7 +261,6 @@ kafka_book = CheckRegistry(Section.TRANSACTIONS, needs=("kafka-reachable",))
     doc="docs/runbooks/TxBrokerPendingTooOld.md",
 )
 async def pending_age(subject: Subject) -> Finding:
-    """Whether the oldest undecided transaction is past the time of its decision or parking."""
     overview, registered = await asyncio.gather(subject.overview(), subject.groups())
     policies = {one.group: one for one in registered}
     lines = []
@@ -309,7 +303,6 @@ def _given(value: float | None, default: float) -> float:
     doc="docs/runbooks/TxBrokerPromotionStalled.md",
 )
 async def promotion(subject: Subject) -> Finding:
-    """Whether every commit becomes visible in time."""
     overview = await subject.overview()
     limit_s = subject.limits.promotion_s
     lines = [
@@ -331,7 +324,6 @@ async def promotion(subject: Subject) -> Finding:
     doc="docs/runbooks/TxBrokerParking.md",
 )
 async def parked(subject: Subject) -> Finding:
-    """Whether transactions stayed undecided after their last check."""
     overview = await subject.overview()
     total = sum(one.parked or 0 for one in overview.partitions)
     if not total:
@@ -347,7 +339,6 @@ async def parked(subject: Subject) -> Finding:
     doc="docs/runbooks/TxBrokerRefusing.md",
 )
 async def refused(subject: Subject) -> Finding:
-    """Whether committed transactions are refused by their target topic."""
     overview = await subject.overview()
     total = sum(one.refused or 0 for one in overview.partitions)
     if not total:
@@ -364,7 +355,6 @@ async def refused(subject: Subject) -> Finding:
     doc="docs/operate/lost-end.md",
 )
 async def hanging_transactions(subject: Subject) -> Finding:
-    """Whether a long open transaction hides the end of an own topic or a target."""
     limit_s = subject.limits.transaction_s
     topics = sorted({*subject.own_topics, *await _targets(subject)})
     cluster = await subject.kafka.cluster(topics)
@@ -426,7 +416,6 @@ def _open(one: OpenTransaction, now_s: float) -> str:
     doc="docs/runbooks/TxBrokerHalfRetentionAtRisk.md",
 )
 async def retention_headroom(subject: Subject) -> Finding:
-    """Whether unsettled transactions are copied long before retention removes them."""
     seen = [one for one in (await subject.metrics()).values() if isinstance(one, Samples)]
     kept = [value for one in seen for value in one.values("half_retention_seconds")]
     headroom = [value for one in seen for value in one.values("half_retention_headroom_seconds")]
@@ -448,7 +437,6 @@ async def retention_headroom(subject: Subject) -> Finding:
     doc="docs/runbooks/TxBrokerUndecidedLost.md",
 )
 async def undecided_lost(subject: Subject) -> Finding:
-    """Whether half messages vanished before they were settled."""
     metrics = (await subject.metrics()).items()
     seen = {url: one for url, one in metrics if isinstance(one, Samples)}
     lost = {url: sum(one.values("lost_undecided_total")) for url, one in seen.items()}
@@ -474,7 +462,6 @@ audit_book = CheckRegistry(Section.AUDIT, needs=("kafka-reachable",))
     doc="docs/runbooks/TxBrokerAuditStale.md",
 )
 async def audit_fresh(subject: Subject) -> Finding:
-    """Whether the newest audit of each mode is recent."""
     news = await _news(subject)
     if not news:
         return judged(CheckLevel.WARNING, "no audit has run yet")
@@ -493,7 +480,6 @@ async def audit_fresh(subject: Subject) -> Finding:
     doc="docs/runbooks/TxBrokerAuditDrift.md",
 )
 async def audit_drift(subject: Subject) -> Finding:
-    """Whether every transaction ended as decided, by the newest audits."""
     news = await _news(subject)
     lines = [
         f"{kind}: {count}, by {one.mode} {one.run}"

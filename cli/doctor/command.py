@@ -26,12 +26,11 @@ from txbroker.cli.doctor.report import (
     table,
 )
 from txbroker.cli.doctor.subject import HttpProxies, Subject
-from txbroker.cli.options import FILE, env_option
+from txbroker.cli.options import FILE, env_option, usage_errors
 from txbroker.cli.run import FAILED
 from txbroker.cli.setting_options import TOPIC_SETTINGS, setting_options, settings_from
 from txbroker.config.addresses import check_url, read_secret
 from txbroker.config.settings import Settings
-from txbroker.errors import ConfigurationError
 from txbroker.kafka.client.settings import KafkaSettings
 from txbroker.kafka.tools.examination import KafkaExamination
 from txbroker.net.tls import ClientTls
@@ -94,8 +93,9 @@ def command(
     Exit code 0: nothing fails, there may be warnings. 1: a check fails or is unknown.
     """
     settings = settings_from(config, options)
-    for url in proxies:
-        _checked(url)
+    with usage_errors():
+        for url in proxies:
+            check_url("--proxy", url)
     credentials = _credentials(settings)
     token = _token(credentials)
     anonymous = credentials._replace(token_file=None, client_cert_file=None, client_key_file=None)
@@ -176,14 +176,5 @@ def _credentials(settings: Settings) -> CredentialFiles:
 
 def _token(credentials: CredentialFiles) -> str:
     path = credentials.token_file
-    try:
+    with usage_errors():
         return "" if path is None else read_secret("token_file", path)
-    except ConfigurationError as error:
-        raise click.UsageError(str(error)) from None
-
-
-def _checked(url: str) -> None:
-    try:
-        check_url("--proxy", url)
-    except ConfigurationError as error:
-        raise click.UsageError(str(error)) from None

@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
+from typing import NamedTuple
 
 import click
+import msgspec
 from msgspec import Struct
 
 from txbroker import __version__
@@ -113,30 +115,28 @@ def _unknown_if_needs_fail(
     outcome: CheckResult, check: DoctorCheck, by_name: Mapping[str, CheckResult]
 ) -> CheckResult:
     """Return the result as unknown if a check that it depends on fails."""
-    failing = _failing(check.needs, by_name)
-    if not failing:
-        return outcome
-    finding = Finding(CheckLevel.UNKNOWN, f"could not be checked, see {failing[0]}")
-    return _outcome(check, finding, outcome.seconds)
+    for name in check.needs:
+        if name in by_name and by_name[name].level is CheckLevel.FAILS:
+            finding = Finding(CheckLevel.UNKNOWN, f"could not be checked, see {name}")
+            return _outcome(check, finding, outcome.seconds)
+    return outcome
 
 
-def _failing(needs: Iterable[str], by_name: Mapping[str, CheckResult]) -> list[str]:
-    return [name for name in needs if name in by_name and by_name[name].level is CheckLevel.FAILS]
+class _Shown(NamedTuple):
+    """How a level is shown: sign and colour on a terminal, word elsewhere, number in metrics."""
+
+    sign: str
+    colour: str
+    word: str
+    number: int
 
 
-_MARKS = {
-    CheckLevel.OK: ("✓", "green"),
-    CheckLevel.WARNING: ("!", "yellow"),
-    CheckLevel.UNKNOWN: ("?", "magenta"),
-    CheckLevel.FAILS: ("✗", "red"),
+_SHOWN = {
+    CheckLevel.OK: _Shown("✓", "green", "ok     ", 0),
+    CheckLevel.WARNING: _Shown("!", "yellow", "warning", 1),
+    CheckLevel.FAILS: _Shown("✗", "red", "FAILS  ", 2),
+    CheckLevel.UNKNOWN: _Shown("?", "magenta", "unknown", 3),
 }
-_WORDS = {
-    CheckLevel.OK: "ok     ",
-    CheckLevel.WARNING: "warning",
-    CheckLevel.UNKNOWN: "unknown",
-    CheckLevel.FAILS: "FAILS  ",
-}
-_NUMBERS = {CheckLevel.OK: 0, CheckLevel.WARNING: 1, CheckLevel.FAILS: 2, CheckLevel.UNKNOWN: 3}
 
 
 def table(report: DoctorReport, *, colours: bool) -> Iterator[str]:
@@ -148,11 +148,11 @@ def table(report: DoctorReport, *, colours: bool) -> Iterator[str]:
 
 
 def _lines(one: CheckResult, colours: bool) -> Iterator[str]:
+    shown = _SHOWN[one.level]
     if colours:
-        sign, colour = _MARKS[one.level]
-        mark, hint, see = click.style(sign, fg=colour, bold=True), "→ ", "  "
+        mark, hint, see = click.style(shown.sign, fg=shown.colour, bold=True), "→ ", "  "
     else:
-        mark, hint, see = _WORDS[one.level], "hint: ", "see:  "
+        mark, hint, see = shown.word, "hint: ", "see:  "
     indent = " " * 4 if colours else " " * 10
     asked = ":" if one.level is CheckLevel.OK else "?"
     yield f"  {mark} {one.name}: {one.title}{asked} {printable(one.found)}"
@@ -175,25 +175,13 @@ def summary(report: DoctorReport) -> str:
 
 
 def as_json(report: DoctorReport) -> str:
-    """Return the report as JSON."""
     data = {
         "healthy": report.healthy,
         "at": clock(round(report.at_s * 1000)),
         "version": __version__,
         "counts": {level.value: report.count(level) for level in CheckLevel},
         "checks": [
-            {
-                "name": one.name,
-                "section": one.section.value,
-                "title": one.title,
-                "level": one.level.value,
-                "found": one.found,
-                "details": list(one.details),
-                "hint": one.hint,
-                "doc": one.doc,
-                "seconds": round(one.seconds, 3),
-            }
-            for one in report.outcomes
+            msgspec.to_builtins(one) | {"seconds": round(one.seconds, 3)} for one in report.outcomes
         ],
     }
     return json.dumps(data, indent=2, ensure_ascii=False)
@@ -204,7 +192,7 @@ def as_prometheus(report: DoctorReport) -> Iterator[str]:
     yield ("# HELP txbroker_doctor_check Result of a check: 0 ok, 1 warning, 2 fails, 3 unknown.")
     yield "# TYPE txbroker_doctor_check gauge"
     for one in report.outcomes:
-        yield f"txbroker_doctor_check{_labels(one)} {_NUMBERS[one.level]}"
+        yield f"txbroker_doctor_check{_labels(one)} {_SHOWN[one.level].number}"
     yield "# HELP txbroker_doctor_check_seconds Duration of a check."
     yield "# TYPE txbroker_doctor_check_seconds gauge"
     for one in report.outcomes:

@@ -118,7 +118,6 @@ class HttpProxies:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     async def ready(self, url: str) -> ReadyAnswer:
-        """Return a proxy's readiness."""
         reply = await self._ask(url, "GET", "/readyz")
         if reply.status not in (200, 503):
             raise Unavailable(
@@ -143,7 +142,6 @@ class HttpProxies:
         return (await self._ask(url, "GET", path, anonymous=True)).status
 
     async def groups(self) -> list[RegisteredGroup]:
-        """Return the registered groups."""
         reply, url = await self._first("GET", "/v1/groups")
         return _decoded(url, reply, _Groups).groups
 
@@ -311,11 +309,9 @@ class Subject:
         return await self._once("cluster", lambda: self.kafka.cluster(names))
 
     async def brokers(self) -> list[BrokerFacts]:
-        """Return the facts of each broker."""
         return await self._once("brokers", self.kafka.brokers)
 
     async def groups(self) -> list[RegisteredGroup]:
-        """Return the registered groups."""
         return await self._once("groups", self.proxies.groups)
 
     async def found(self) -> dict[str, TopicSpec]:
@@ -323,7 +319,6 @@ class Subject:
         return await self._once("found", self.kafka.found)
 
     async def audit_news(self) -> dict[str, bytes]:
-        """Return the newest records of audits."""
         return await self._once("audit", self.kafka.audit_news)
 
     async def overview(self) -> Overview:

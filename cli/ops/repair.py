@@ -1,23 +1,19 @@
 """`txbroker repair`: find records that stop half partitions, and skip them."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import click
 
 from txbroker.cli.client import who
 from txbroker.cli.main import SuggestingGroup
+from txbroker.cli.ops.topics import with_door
 from txbroker.cli.options import confirm, reason_option, require_terminal, yes_option
 from txbroker.cli.output import Row, TableColumn, output_option, show_data, show_rows
 from txbroker.cli.run import CommandFailed
 from txbroker.cli.setting_options import KAFKA_SETTINGS, setting_options, settings_from
-from txbroker.config.settings import Settings
-from txbroker.kafka.door.door import KafkaDoor
-from txbroker.kafka.door.repair import SET_ASIDE, Found, Repair
-
-T = TypeVar("T")
+from txbroker.kafka.door.repair import SET_ASIDE, Found
 
 COLUMNS = (
     TableColumn("RECORD", lambda row: row["record"]),
@@ -51,7 +47,7 @@ def show_command(config: Path | None, output: str, **options: Any) -> None:
     code `set_aside`: these stop nothing. Changes nothing.
     """
     settings = settings_from(config, options)
-    records = asyncio.run(_with_repair(settings, lambda repair: repair.find(set_aside=True)))
+    records = asyncio.run(with_door(settings, lambda door: door.repair().find(set_aside=True)))
     show_rows([_row(record) for record in records], COLUMNS, output, _NONE)
     if records and all(record.stop.code == SET_ASIDE for record in records):
         click.echo(_NONE, err=True)
@@ -81,7 +77,7 @@ def skip_command(
     if not dry_run:
         require_terminal(yes)
     settings = settings_from(config, options)
-    stopping = asyncio.run(_with_repair(settings, lambda repair: repair.find()))
+    stopping = asyncio.run(with_door(settings, lambda door: door.repair().find()))
     chosen = next((found for found in stopping if found.at == record), None)
     if chosen is None:
         names = ", ".join(found.at for found in stopping)
@@ -94,16 +90,9 @@ def skip_command(
         click.echo("Nothing was changed.", err=True)
         return
     confirm(f"Skip {record} permanently?", yes)
-    asyncio.run(_with_repair(settings, lambda repair: repair.skip(chosen, row["by"], reason)))
+    skip = with_door(settings, lambda door: door.repair().skip(chosen, row["by"], reason))
+    asyncio.run(skip)
     click.echo(f"{record} is skipped.", err=True)
-
-
-async def _with_repair(settings: Settings, act: Callable[[Repair], Awaitable[T]]) -> T:
-    door = KafkaDoor.from_configuration(settings)
-    try:
-        return await act(door.repair())
-    finally:
-        await door.close()
 
 
 def _row(found: Found) -> Row:

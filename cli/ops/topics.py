@@ -1,9 +1,9 @@
 """`txbroker topics`: plan and create txbroker's own topics."""
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import click
 
@@ -22,6 +22,8 @@ from txbroker.kafka.client.acls import (
 from txbroker.kafka.client.settings import KafkaSettings
 from txbroker.kafka.door.door import KafkaDoor
 from txbroker.kafka.door.topics import Plan
+
+T = TypeVar("T")
 
 COLUMNS = (
     TableColumn("ACTION", lambda row: row["action"]),
@@ -97,7 +99,7 @@ def plan_command(
     else:
         shown = settings.kafka_security_protocol != "PLAINTEXT" if acls is None else acls
         allowed = [_acl_row(right, grantee) for right in rights] if shown else []
-        plan = asyncio.run(_plan(settings))
+        plan = asyncio.run(with_door(settings, KafkaDoor.plan))
         _show_plan(_rows(plan), allowed, output)
         _remark(plan)
         if not shown:
@@ -116,35 +118,35 @@ def apply_command(config: Path | None, output: str, yes: bool, **options: Any) -
     """Create missing topics and correct settings that differ."""
     require_terminal(yes)
     settings = settings_from(config, options)
-    plan = asyncio.run(_plan(settings))
+    plan = asyncio.run(with_door(settings, KafkaDoor.plan))
     if plan.empty:
         show_rows([], COLUMNS, output, "All topics are as planned.")
     elif yes:
-        asyncio.run(_apply(settings, plan))
+        _apply(settings, plan)
         show_rows(_rows(plan), COLUMNS, output, "")
     else:
         show_rows(_rows(plan), COLUMNS, output, "")
         confirm(f"Make these changes on {settings.kafka}?", yes)
-        asyncio.run(_apply(settings, plan))
+        _apply(settings, plan)
         click.echo("Done.", err=True)
     _remark(plan)
 
 
-async def _plan(settings: Settings) -> Plan:
+async def with_door(settings: Settings, act: Callable[[KafkaDoor], Awaitable[T]]) -> T:
+    """Return the result of `act` with a connection to Kafka."""
     door = KafkaDoor.from_configuration(settings)
     try:
-        return await door.plan()
+        return await act(door)
     finally:
         await door.close()
 
 
-async def _apply(settings: Settings, plan: Plan) -> None:
-    door = KafkaDoor.from_configuration(settings)
-    try:
+def _apply(settings: Settings, plan: Plan) -> None:
+    async def apply(door: KafkaDoor) -> None:
         await door.plan()  # connects to the brokers
         await door.apply(plan)
-    finally:
-        await door.close()
+
+    asyncio.run(with_door(settings, apply))
 
 
 def _show_plan(planned: list[Row], allowed: list[Row], output: str) -> None:

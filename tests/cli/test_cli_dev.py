@@ -1,7 +1,8 @@
-"""`txbroker dev`: its one line, its end, and what outlives kill -9."""
+"""`txbroker dev`: its one line, its end, what outlives kill -9, and its garbage collections."""
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 import signal
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.kit.cli import Call, Dev, until_gone
+from txbroker.cli.proxy.serving import rare_collections
 
 
 @pytest.mark.needs_tool("curl")
@@ -108,3 +110,14 @@ def test_end_of_kafka_ends_dev(tmp_path: Path) -> None:
     assert "Error: the embedded Kafka has ended" in dev.stderr
     assert "Traceback" not in dev.stderr
     until_gone(below)
+
+
+def test_collections_are_rare_only_while_proxy_runs() -> None:
+    before = gc.get_threshold()
+    with rare_collections():
+        assert gc.isenabled()
+        assert gc.get_threshold()[0] >= 20 * before[0]
+        assert gc.get_threshold()[1:] == before[1:]
+        assert gc.get_freeze_count() > 0
+    assert gc.get_threshold() == before
+    assert gc.get_freeze_count() == 0
