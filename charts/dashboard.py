@@ -299,12 +299,7 @@ OVERVIEW = [
         "s",
         red_from=900,
     ),
-    stat(
-        "Parked",
-        "Waiting for an operator.",
-        or_zero(f"sum({own('parked')})"),
-        red_from=1,
-    ),
+    stat("Parked", "Waiting for an operator.", or_zero(f"sum({own('parked')})"), red_from=1),
     stat(
         "Unreachable groups",
         "Groups without a reachable instance; the highest count of all proxies.",

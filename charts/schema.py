@@ -61,11 +61,7 @@ def choice(setting: str) -> Json:
 
 def image() -> Json:
     """Return the schema of an image."""
-    return closed(
-        repository={"type": "string", "minLength": 1},
-        tag=TEXT,
-        pullPolicy=PULL,
-    )
+    return closed(repository={"type": "string", "minLength": 1}, tag=TEXT, pullPolicy=PULL)
 
 
 def resources() -> Json:
@@ -221,10 +217,7 @@ def schema() -> Json:
             caKey=KEY_OR_NONE,
             clients=closed(caSecret=NAME_OR_NONE, caKey=KEY),
         ),
-        admin=closed(
-            port=PORT_OR_NONE,
-            token=closed(existingSecret=NAME_OR_NONE, key=KEY),
-        ),
+        admin=closed(port=PORT_OR_NONE, token=closed(existingSecret=NAME_OR_NONE, key=KEY)),
         groups=closed(existingSecret=NAME_OR_NONE),
         allowedHosts={"type": "array", "items": NAME},
         settings=settings(),

@@ -62,7 +62,7 @@ class LazyGroup(SuggestingGroup):
                     is_flag=True,
                     envvar="TXBROKER_DEBUG",
                     help="Show the traceback of an unexpected error.",
-                ),
+                )
             ],
             context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
             **options,
@@ -107,11 +107,7 @@ class LazyGroup(SuggestingGroup):
 
 
 COMMANDS = (
-    Command(
-        "demo",
-        "demo.command",
-        "Watch an order service and Kafka agree despite kills.",
-    ),
+    Command("demo", "demo.command", "Watch an order service and Kafka agree despite kills."),
     Command("dev", "proxy.dev", "Run a proxy with an embedded Kafka, for development."),
     Command("proxy", "proxy.command", "Run a proxy on your Kafka."),
     Command("topics", "ops.topics", "Plan and create txbroker's own topics."),

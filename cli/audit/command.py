@@ -188,11 +188,7 @@ def stream_command(
 )
 @output_option
 def show_command(
-    run: str | None,
-    config: Path | None,
-    limit: int,
-    output: str,
-    **options: Any,
+    run: str | None, config: Path | None, limit: int, output: str, **options: Any
 ) -> None:
     """Show past runs, newest first, or one of them.
 

@@ -125,8 +125,7 @@ async def proxies_partitions(subject: Subject) -> Finding:
 
 
 @proxies_book.check(
-    "all proxies run the same version",
-    hint="Finish the upgrade, or return to one version on all.",
+    "all proxies run the same version", hint="Finish the upgrade, or return to one version on all."
 )
 async def proxies_version(subject: Subject) -> Finding:
     by_version: dict[str, list[str]] = defaultdict(list)

@@ -15,13 +15,7 @@ from txbroker.cli.options import FILE, env_option
 from txbroker.cli.output import Row, TableColumn, output_option, replacing, show_rows
 from txbroker.cli.run import CommandFailed
 from txbroker.errors import ConfigurationError
-from txbroker.principals import (
-    Role,
-    digest_of,
-    format_principal,
-    make_token,
-    read_principals,
-)
+from txbroker.principals import Role, digest_of, format_principal, make_token, read_principals
 
 F = TypeVar("F", bound=Callable[..., Any])
 

@@ -121,9 +121,7 @@ class _Worker:
     async def _once(self) -> int:
         """Run one process and return its exit code; for a signal, its negative number."""
         process = await asyncio.create_subprocess_exec(
-            *COMMAND,
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
+            *COMMAND, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE
         )
         assert process.stdin is not None
         with closing(process.stdin) as stdin:

@@ -132,12 +132,7 @@ def _filters(state: Any, subject: str, group_note: str = "") -> tuple[Any, ...]:
 @output_option
 @client_options
 def list_command(
-    client: ApiClient,
-    output: str,
-    limit: int,
-    everything: bool,
-    watch: float | None,
-    **query: Any,
+    client: ApiClient, output: str, limit: int, everything: bool, watch: float | None, **query: Any
 ) -> None:
     """List transactions, oldest first.
 

@@ -29,11 +29,7 @@ from txbroker.cli.run import PartlyDone
 )
 @click.option("--lines", is_flag=True, help="Each line of the files is a value.")
 @click.option("--tombstone", is_flag=True, help="Send a message without value.")
-@click.option(
-    "--order-key",
-    metavar="TEXT",
-    help="Commits of one key stay in order.",
-)
+@click.option("--order-key", metavar="TEXT", help="Commits of one key stay in order.")
 @click.option("--dedup-key", metavar="TEXT", help="The same key again sends nothing.")
 @click.option("--check-after-s", type=float, metavar="SECONDS", help="Time until the first check.")
 @click.option(

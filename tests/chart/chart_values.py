@@ -9,11 +9,7 @@ Values = dict[str, Any]
 LOGIN: Values = {
     "bootstrapServers": "kafka-1:9093,kafka-2:9093",
     "securityProtocol": "SASL_SSL",
-    "sasl": {
-        "mechanism": "SCRAM-SHA-512",
-        "existingSecret": "kafka-login",
-        "usernameKey": "user",
-    },
+    "sasl": {"mechanism": "SCRAM-SHA-512", "existingSecret": "kafka-login", "usernameKey": "user"},
     "tls": {"caSecret": "kafka-ca", "clientSecret": "kafka-client"},
 }
 EVERYTHING: Values = {
@@ -84,7 +80,7 @@ PASSWORD_ONLY: Values = {
     "kafka": {
         "securityProtocol": "SASL_PLAINTEXT",
         "sasl": {"existingSecret": "kafka-login", "username": "txbroker"},
-    },
+    }
 }
 TOKENS: Values = {"securityProtocol": "SASL_SSL", "sasl": {"mechanism": "OAUTHBEARER"}}
 FETCHED: Values = {
@@ -98,16 +94,9 @@ FETCHED: Values = {
     },
     "tls": {"clientSecret": "kafka-client", "keyPasswordKey": "pass"},
 }
-RENEWED: Values = {
-    **FETCHED,
-    "oauth": {"tokenKey": "jwt"},
-    "tls": {},
-}
+RENEWED: Values = {**FETCHED, "oauth": {"tokenKey": "jwt"}, "tls": {}}
 PROJECTED: Values = {**TOKENS, "oauth": {"audience": "kafka", "expirationSeconds": 7200}}
-TLS: Values = {
-    "tls": {"existingSecret": "txbroker-tls"},
-    "serviceMonitor": {"enabled": True},
-}
+TLS: Values = {"tls": {"existingSecret": "txbroker-tls"}, "serviceMonitor": {"enabled": True}}
 SECURED: Values = {
     "tls": {
         "existingSecret": "txbroker-tls",

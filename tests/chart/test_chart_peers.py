@@ -46,12 +46,7 @@ def volume(objects: list[Object], name: str) -> dict[str, Any]:
     ],
 )
 def test_the_proxies_are_given_their_principals(
-    render: Render,
-    tmp_path: Path,
-    values: Mapping[str, Any],
-    kind: str,
-    field: str,
-    key: str,
+    render: Render, tmp_path: Path, values: Mapping[str, Any], kind: str, field: str, key: str
 ) -> None:
     objects = render(values)
     mounted = volume(objects, "principals")[kind]

@@ -117,9 +117,7 @@ def test_producers_do_not_reach_the_port_of_operators(secured: list[Object]) -> 
     assert [port["port"] for port in peers["ports"]] == ["https", "admin"]
 
 
-def test_prometheus_uses_admin_port_with_its_certificate(
-    secured: list[Object],
-) -> None:
+def test_prometheus_uses_admin_port_with_its_certificate(secured: list[Object]) -> None:
     (endpoint,) = one(secured, "ServiceMonitor")["spec"]["endpoints"]
     assert (endpoint["port"], endpoint["scheme"]) == ("admin", "https")
     assert endpoint["authorization"]["credentials"] == {"name": "operators-token", "key": "bearer"}

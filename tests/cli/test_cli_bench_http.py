@@ -67,9 +67,7 @@ async def test_refusal_is_raised_as_error() -> None:
     [None, [b"HTTP/1.1 200 OK\r\n\r\n"], [OK[:-8] + b"no json!"], [OK.replace(b"8", b"x")]],
     ids=["hung up", "no length", "no JSON", "length is no number"],
 )
-async def test_invalid_answer_fails_and_next_call_reconnects(
-    broken: list[bytes] | None,
-) -> None:
+async def test_invalid_answer_fails_and_next_call_reconnects(broken: list[bytes] | None) -> None:
     async with server(lambda number: broken if number == 1 else [OK]) as connection:
         assert await connection.post("/v1/x", {}) == {"a": 1}
         with pytest.raises(TxbrokerError, match="no answer to an HTTP call"):
@@ -77,9 +75,7 @@ async def test_invalid_answer_fails_and_next_call_reconnects(
         assert await connection.post("/v1/x", {}) == {"a": 1}
 
 
-async def test_missing_answer_times_out(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_missing_answer_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench_http, "ANSWER_TIMEOUT_S", 0.05)
     async with server(lambda number: [OK] if number else [OK[:20]]) as connection:
         with pytest.raises(TxbrokerError, match="TimeoutError"):

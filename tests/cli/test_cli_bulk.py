@@ -168,10 +168,7 @@ def test_empty_selection_changes_nothing(there: Call) -> None:
         (["check", "ID", "--group", "g"], "give IDs or filters such as --group, not both"),
         (["commit", "--state", "refused"], "'refused' is not one of 'parked', 'pending'"),
         (["check", "--state", "parked"], "'parked' is not 'pending'"),
-        (
-            ["commit", "--group", "g"],
-            "stdin is no terminal, so you cannot confirm",
-        ),
+        (["commit", "--group", "g"], "stdin is no terminal, so you cannot confirm"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )

@@ -104,10 +104,7 @@ def test_help_imports_nothing_of_a_proxy() -> None:
         (["send", "t", "v", "--check-after-s", "nan"], "a number has to be finite"),
         (["tx", "list", "--token-file", "/no/such"], "/no/such: No such file or directory"),
         (["tx", "commit", "x"], "stdin is no terminal, so you cannot confirm"),
-        (
-            ["groups", "remove", "x"],
-            "stdin is no terminal, so you cannot confirm",
-        ),
+        (["groups", "remove", "x"], "stdin is no terminal, so you cannot confirm"),
         (["topics", "apply"], "stdin is no terminal, so you cannot confirm"),
         (["send", "t", "v", "--header", "a"], "--header 'a': expected NAME=TEXT"),
         (["send", "t", "--file", "/no/such"], "--file /no/such: No such file or directory"),

@@ -400,9 +400,7 @@ async def until(condition: Callable[[], object]) -> Any:
 
 
 @pytest.mark.usefixtures("quick")
-async def test_repeated_deaths_lengthen_the_pause(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_repeated_deaths_lengthen_the_pause(monkeypatch: pytest.MonkeyPatch) -> None:
     behaving(
         monkeypatch,
         "print('ready', config['worker'], flush=True)\n"
@@ -421,10 +419,7 @@ async def test_repeated_deaths_lengthen_the_pause(
 async def test_ready_lines_come_together_and_in_order(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    behaving(
-        monkeypatch,
-        "print('ready', config['worker'], flush=True)\nsys.stdin.readline()\n",
-    )
+    behaving(monkeypatch, "print('ready', config['worker'], flush=True)\nsys.stdin.readline()\n")
     async with parent() as task:
         assert await until(lambda: capsys.readouterr().out) == "ready 1\nready 2\n"
     assert task.cancelled()

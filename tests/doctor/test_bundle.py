@@ -14,13 +14,7 @@ from pydantic import SecretStr
 
 from tests.kit.doctor import METRICS, ONE, TWO, World, settings
 from tests.kit.secret_files import secret_file
-from txbroker.cli.doctor.bundle import (
-    STRUCK_OUT,
-    Redactor,
-    known_secrets,
-    pack,
-    settings_shown,
-)
+from txbroker.cli.doctor.bundle import STRUCK_OUT, Redactor, known_secrets, pack, settings_shown
 from txbroker.cli.doctor.subject import Unavailable
 from txbroker.config.settings import Settings
 from txbroker.errors import KafkaUnavailable

@@ -393,10 +393,7 @@ async def test_test_calls_use_the_groups_timeout(world: World) -> None:
     world.proxies.tests["shop"] = Unavailable("the proxy went away")
     found = await world.outcome("groups-reachable")
     assert world.proxies.times_s == {"web": 9.0, "shop": world.settings.check_timeout_s}
-    assert (found.level, found.details) == (
-        FAILS,
-        ("shop: its check URL: the proxy went away",),
-    )
+    assert (found.level, found.details) == (FAILS, ("shop: its check URL: the proxy went away",))
 
 
 # --- transactions ----------------------------------------------------------------------------

@@ -76,11 +76,7 @@ NO_ADMIN = "token_file without admin_listen"
             {"kafka": "k1:9092, k2:9092", "kafka_security_protocol": "SASL_PLAINTEXT"},
             [f"SASL_PLAINTEXT with PLAIN to {one}:9092: messages" for one in ("k1", "k2")],
         ),
-        (
-            "kafka",
-            {"kafka": "localhost:9092", "kafka_security_protocol": "SASL_PLAINTEXT"},
-            [],
-        ),
+        ("kafka", {"kafka": "localhost:9092", "kafka_security_protocol": "SASL_PLAINTEXT"}, []),
         ("kafka", {"kafka": "k1:9092", "kafka_security_protocol": "SASL_SSL"}, []),
         (
             "kafka",

@@ -32,9 +32,7 @@ async def both(kafka: EmbeddedKafka) -> AsyncIterator[tuple[Service, Service]]:
             await service.world.close()
 
 
-async def test_old_installation_drains_while_new_one_works(
-    both: tuple[Service, Service],
-) -> None:
+async def test_old_installation_drains_while_new_one_works(both: tuple[Service, Service]) -> None:
     old, new = both
     topic = await old.topic()
     left = await old.prepare(Message(topic, None, b"1"), order_key="a")
@@ -60,9 +58,7 @@ async def test_old_installation_drains_while_new_one_works(
     await new.commit(ids[1])
 
 
-async def test_added_half_partitions_are_undone_by_moving(
-    both: tuple[Service, Service],
-) -> None:
+async def test_added_half_partitions_are_undone_by_moving(both: tuple[Service, Service]) -> None:
     """After an alteration of the topics the running proxies drain the installation."""
     old, _ = both
     topic = await old.topic()

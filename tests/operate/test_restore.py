@@ -213,9 +213,7 @@ async def test_lost_parked_topic_keeps_messages_still_in_half(service: Installat
     assert await service.values(topic) == [b"kept"]
 
 
-async def test_lost_parked_topic_reports_deleted_messages_lost(
-    service: Installation,
-) -> None:
+async def test_lost_parked_topic_reports_deleted_messages_lost(service: Installation) -> None:
     topic = await service.begin()
     group = await service.group({"decision": "unknown"}, attempts_max=1)
     id = await service.prepare(Message(topic, None, b"gone"), group=group)
@@ -230,9 +228,7 @@ async def test_lost_parked_topic_reports_deleted_messages_lost(
     assert await service.state(id) == "parked"
 
 
-async def test_lost_parked_topic_stops_partition_with_refused(
-    service: Installation,
-) -> None:
+async def test_lost_parked_topic_stops_partition_with_refused(service: Installation) -> None:
     """Only its copy shows that a refused transaction was not promoted."""
     topic = await service.begin()
     id = await service.prepare(Message(topic, None, b"refused"))
