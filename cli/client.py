@@ -104,11 +104,7 @@ class ApiConnection:
     def exchange(
         self, method: str, path: str, body: bytes | None = None, bytes_max: int | None = None
     ) -> tuple[int, bytes]:
-        """Return status and body of the answer, at most `bytes_max` bytes of it.
-
-        Raises:
-            ApiError: no answer.
-        """
+        """Return status and body of the answer, at most `bytes_max` bytes of it."""
         headers = dict(self._headers)
         if body is not None:
             headers["content-type"] = "application/json"
@@ -156,14 +152,7 @@ class ApiConnection:
 
 
 class ApiClient:
-    """The API of one proxy.
-
-    Args:
-        url: the proxy's address.
-        credentials: the files with token and certificates.
-        shown: how questions name the proxy; "" for the URL.
-        timeout_s: for one call.
-    """
+    """The API of one proxy; questions name it by `shown`, else by its URL."""
 
     def __init__(
         self,
@@ -331,11 +320,7 @@ def _read_token(path: Path) -> str:
 
 
 def for_all(names: Sequence[str], act: Callable[[str], dict[str, Any]]) -> list[dict[str, Any]]:
-    """Call `act` for each name and return the results; failures go to stderr.
-
-    Raises:
-        ApiError: the only call failed.
-    """
+    """Call `act` for each name and return the results; failures of several go to stderr."""
     if len(names) == 1:
         return [act(names[0])]
     results = []

@@ -183,13 +183,7 @@ def check_url(url: str) -> str:
 
 
 def choose(typed: ProxyOptions, environ: ProxyOptions, path: Path | None = None) -> ProxyTarget:
-    """Return the proxy to call.
-
-    Args:
-        typed: the options of the command line.
-        environ: those of environment variables.
-        path: the file of contexts; None for the user's.
-    """
+    """Return the proxy to call, by the command line and the environment."""
     credentials = typed.credentials.before(environ.credentials)
     if typed.url and typed.context:
         raise click.UsageError("--url and --context exclude each other: give one of them")
@@ -257,11 +251,6 @@ def _load(path: Path) -> tuple[str, dict[str, Context]]:
 
 
 def _decode(data: Mapping[str, Any]) -> tuple[str, dict[str, Context]]:
-    """Return the current context and all contexts.
-
-    Raises:
-        ValueError, TypeError, KeyError, AttributeError: the file is damaged.
-    """
     contexts = {}
     for name, fields in data["contexts"].items():
         url = fields["url"]

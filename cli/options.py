@@ -62,11 +62,7 @@ def reason_option(*, required: bool = False) -> Callable[[F], F]:
 
 
 def require_terminal(yes: bool) -> None:
-    """Refuse to ask for confirmation where stdin is no terminal.
-
-    Raises:
-        click.UsageError: stdin is no terminal, and --yes is missing.
-    """
+    """Refuse to ask for confirmation where stdin is no terminal."""
     if not yes and not sys.stdin.isatty():
         raise click.UsageError("stdin is no terminal, so you cannot confirm: give --yes to go on")
 
@@ -78,12 +74,7 @@ def confirm(question: str, yes: bool) -> None:
 
 
 def conclude(done: int, total: int, verb: str) -> None:
-    """End a command by the number of its successes.
-
-    Raises:
-        CommandFailed: nothing succeeded.
-        PartlyDone: some did.
-    """
+    """End a command by the number of its successes: all, some or none."""
     if done == total:
         return
     if done == 0:

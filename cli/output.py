@@ -194,12 +194,7 @@ def _scalar(value: Any) -> str:
 
 @contextmanager
 def replacing(path: Path, text: str) -> Iterator[Path]:
-    """Yield a new file that only its owner may read; replace `path` by it when the block succeeds.
-
-    Raises:
-        OSError: it cannot be written.
-        UnicodeEncodeError: `text` is not UTF-8.
-    """
+    """Yield a new file, closed to other users; replace `path` by it when the block succeeds."""
     descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     new = Path(name)
     try:

@@ -43,14 +43,9 @@ def watch_rows(
     every_s: float,
     key: Callable[[Row], object],
 ) -> NoReturn:
-    """Query and show rows until Ctrl-C.
+    """Query and show rows until Ctrl-C; a row counts as changed when its `key` does.
 
-    Args:
-        key: returns the part of a row that makes it count as changed.
-
-    Raises:
-        ApiError: the first query failed; later failures are shown, and the query is repeated.
-        KeyboardInterrupt: on Ctrl-C.
+    Only the first query's failure ends this; later ones are shown, and the query is repeated.
     """
     if output in ("table", "wide") and sys.stdout.isatty():
         _draw_rows(query, shown_columns(columns, output), every_s)

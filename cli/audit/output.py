@@ -74,11 +74,7 @@ def show_runs(runs: Sequence[RunSummary], output: str, empty: str) -> None:
 
 
 def show_run(run: RunSummary, output: str, *, heading: bool = False) -> None:
-    """Write one run to stdout; as a table its counts, and examples of findings.
-
-    Args:
-        heading: begin with the run's time and summary.
-    """
+    """Write one run to stdout; as a table its counts and examples, after a `heading`."""
     if output in ("json", "yaml"):
         show_data(as_row(run), output)
         return

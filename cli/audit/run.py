@@ -180,12 +180,7 @@ def started(settings: SparkSettings) -> Iterator[tuple["SparkSession", "SparkPro
 
 
 class AuditResult(NamedTuple):
-    """The result of an audit.
-
-    Attributes:
-        summary: of the run.
-        unpublished: earlier runs whose drift was published only now.
-    """
+    """A run's summary, and earlier runs whose drift was published only now."""
 
     summary: "RunSummary"
     unpublished: "Sequence[RunSummary]" = ()
@@ -211,9 +206,6 @@ def run_once(
     """Audit once, publish the result to the proxies, write the report; return the result.
 
     A failure after the audit itself is reported, and does not hide its result.
-
-    Raises:
-        TxbrokerError: the audit failed; the message names the next step.
     """
     journal = journal_of(settings)
     if report is not None:

@@ -44,12 +44,8 @@ class Latency(Struct, frozen=True):
 
 
 class ResourceUsage(NamedTuple):
-    """The use of this machine within the window; None for processes on other machines.
-
-    Attributes:
-        cpu_s: CPU seconds of proxy, broker, client and reader.
-        memory_mib: memory of proxy and broker at the window's begin and end.
-    """
+    """CPU seconds of each process within the window, and memory of proxy and broker at its begin
+    and end; None for processes on other machines."""
 
     cpu_s: dict[str, float | None]
     memory_mib: dict[str, tuple[float | None, float | None]]

@@ -77,13 +77,7 @@ class _Stream(asyncio.Protocol):
 
 
 class HttpConnection:
-    """A connection that is reused, and reopened after an error.
-
-    Args:
-        url: address of the proxy.
-        token: the bearer token, if any.
-        ca_file, client_cert_file, client_key_file: as for the SDK.
-    """
+    """A connection that is reused, and reopened after an error; its files are as for the SDK."""
 
     def __init__(
         self,

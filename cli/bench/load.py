@@ -9,11 +9,11 @@ import os
 import sys
 import time
 from array import array
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from enum import IntEnum
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 from msgspec import Struct
@@ -113,12 +113,9 @@ class LoadLog(Struct, frozen=True):
     errors: dict[str, int]
 
 
-class Sender(Protocol):
-    """Executes transactions, one after another."""
-
-    async def transact(self, number: int) -> tuple[float, float]:
-        """Prepare and decide one; return the time of each acknowledgement, 0: none."""
-        ...
+Transact = Callable[[int], Awaitable[tuple[float, float]]]
+"""Prepares and decides the transaction of a number; returns the time of each acknowledgement, 0:
+none. One call at a time."""
 
 
 class _LeftUnknown(Exception):
@@ -134,7 +131,6 @@ class SdkSender:
         self._body = os.urandom(job.size)
 
     async def transact(self, number: int) -> tuple[float, float]:
-        """See `Sender`."""
         job = self._job
         messages = [self._message(name.encode()) for name in job.names(number)]
         producer = self._producers[number % len(self._producers)]
@@ -166,7 +162,6 @@ class HttpSender:
         self._body = os.urandom(job.size).hex()[: job.size]
 
     async def transact(self, number: int) -> tuple[float, float]:
-        """See `Sender`."""
         job = self._job
         group = job.group(number)
         messages = [self._message(name) for name in job.names(number)]
@@ -196,7 +191,7 @@ class LoadRunner:
         self._all_ended = asyncio.Event()
         self._stop = False
 
-    async def run(self, senders: Sequence[Sender]) -> None:
+    async def run(self, senders: Sequence[Transact]) -> None:
         """Warm up, measure, write the log; one task for each of `senders`."""
         await self._one(senders[0])
         if self._errors:
@@ -219,18 +214,18 @@ class LoadRunner:
         await asyncio.to_thread(Path(self._job.book).write_bytes, written)
         self._report("written")
 
-    async def _repeat(self, sender: Sender) -> None:
+    async def _repeat(self, sender: Transact) -> None:
         while not (self._stop or self._all_ended.is_set()):
             if not await self._one(sender):
                 await asyncio.sleep(AFTER_ERROR_S)
 
-    async def _one(self, sender: Sender) -> bool:
+    async def _one(self, sender: Transact) -> bool:
         number = len(self._began)
         self._began.append(time.monotonic())
         self._prepared.append(0.0)
         self._decided.append(0.0)
         try:
-            times = await sender.transact(number)
+            times = await sender(number)
         except (TxbrokerError, OSError) as error:
             text = str(error) or type(error).__name__
             self._errors[text] = self._errors.get(text, 0) + 1
@@ -260,22 +255,22 @@ def write_event(event: LoadEvent) -> None:
 
 
 @asynccontextmanager
-async def senders_of(job: Job) -> AsyncIterator[list[Sender]]:
+async def senders_of(job: Job) -> AsyncIterator[list[Transact]]:
     """Connect, and yield a sender for each transaction in flight."""
     async with AsyncExitStack() as stack:
         if job.http:
-            senders: list[Sender] = []
+            senders: list[Transact] = []
             for _ in range(job.in_flight):
                 connection = HttpConnection(
                     job.url, job.token, job.ca_file, job.client_cert_file, job.client_key_file
                 )
                 stack.callback(connection.close)
-                senders.append(HttpSender(job, connection))
+                senders.append(HttpSender(job, connection).transact)
             yield senders
             return
         producers = [await stack.enter_async_context(_producer(job, n)) for n in range(job.groups)]
         sender = SdkSender(job, producers)
-        yield [sender] * job.in_flight
+        yield [sender.transact] * job.in_flight
 
 
 def _producer(job: Job, number: int) -> TransactionalProducer:

@@ -76,12 +76,7 @@ class MeasuredProxy(Struct, frozen=True):
 
 
 async def measure(plan: BenchPlan, progress: "BenchProgress") -> tuple[Figures, Job]:
-    """Run one measurement, and stop everything that it started.
-
-    Raises:
-        TxbrokerError, EmbeddedKafkaError: proxy or Kafka cannot be started or reached.
-        CommandFailed: no transaction succeeds, or a started process ended early.
-    """
+    """Run one measurement, and stop everything that it started."""
     tag = secrets.token_hex(TAG_CHARS // 2)
     async with AsyncExitStack() as stack:
         folder = Path(

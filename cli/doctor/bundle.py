@@ -43,11 +43,7 @@ _LIBRARIES = ("aiokafka", "aiohttp", "msgspec", "h11", "pydantic", "click", "uvl
 async def pack(
     path: Path, subject: Subject, report: DoctorReport, secrets: Iterable[str]
 ) -> list[str]:
-    """Write the archive, and return the names of its files.
-
-    Args:
-        secrets: texts to strike out.
-    """
+    """Write the archive with `secrets` struck out, and return the names of its files."""
     redact = Redactor(secrets)
     files = {
         "versions.json": _json(await _versions(subject)),

@@ -56,11 +56,8 @@ Remarks = Callable[[Subject], AsyncIterator[str]]
 def _check(
     book: CheckRegistry, title: str, *, hint: str, doc: str = _MANUAL, public: bool = False
 ) -> Callable[[Remarks], Look]:
-    """Return the decorator that makes a check of a function that yields remarks.
-
-    Args:
-        public: judge only settings that listen on more than loopback.
-    """
+    """Make a check of a function that yields remarks; a `public` one judges only settings that
+    listen on more than loopback."""
 
     def register(remarks: Remarks) -> Look:
         @functools.wraps(remarks)

@@ -92,13 +92,7 @@ class CheckRegistry:
         self.checks: list[DoctorCheck] = []
 
     def check(self, title: str, *, hint: str, doc: str = "") -> Callable[[Look], Look]:
-        """Return the decorator that registers a function as the check of its name.
-
-        Args:
-            title: the condition that should hold.
-            hint: the remedy.
-            doc: page with more information; default: the manual's section.
-        """
+        """Return the decorator that registers a function as the check of its name."""
 
         def register(look: Look) -> Look:
             name = look.__name__.replace("_", "-")

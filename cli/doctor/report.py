@@ -38,11 +38,7 @@ TIMEOUT_S = 15.0
 
 
 class DoctorReport(Struct, frozen=True):
-    """The results of all checks.
-
-    Attributes:
-        at_s: time of the run, seconds since 1970.
-    """
+    """The results of all checks, and the time of the run in seconds since 1970."""
 
     at_s: float
     outcomes: tuple[CheckResult, ...]

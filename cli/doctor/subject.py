@@ -73,12 +73,7 @@ class RegisteredGroup(Struct, frozen=True):
 
 
 class TestCall(Struct, frozen=True):
-    """The result of a test call to a group's check URL.
-
-    Attributes:
-        status: of the answer; None: no answer.
-        why: the error, "" for a status 2xx.
-    """
+    """A test call to a group's check URL: the answer's status, and the error unless it was 2xx."""
 
     __test__ = False
 

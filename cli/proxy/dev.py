@@ -63,12 +63,7 @@ def require_free(address: Address) -> None:
 
 
 async def develop(kafka: EmbeddedKafka, settings: Settings) -> None:
-    """Run Kafka and its proxies until this is cancelled.
-
-    Raises:
-        EmbeddedKafkaError, KafkaUnavailable, ConfigurationError: one cannot start.
-        CommandFailed: Kafka ended unexpectedly, or a worker cannot start.
-    """
+    """Run Kafka and its proxies until this is cancelled, or one of them fails."""
     try:
         await asyncio.to_thread(kafka.start)
         settings = settings.model_copy(update={"kafka": kafka.bootstrap})

@@ -139,11 +139,7 @@ def _locked(path: Path, flags: int = fcntl.LOCK_EX) -> Iterator[int]:
 
 @contextmanager
 def _held(folder: Path, name: str) -> Iterator[None]:
-    """Hold the lock of an id.
-
-    Raises:
-        _Taken: another process holds it.
-    """
+    """Hold the lock of an id, or raise `_Taken`."""
     path = folder / f"{quote(name, safe='')}.lock"
     with contextlib.ExitStack() as stack:
         try:

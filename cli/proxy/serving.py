@@ -147,12 +147,7 @@ async def until_signal(work: Coroutine[None, None, None], parent: int | None = N
 async def serve(settings: Settings, ready: Callable[[Proxy], bool], *, wait_s: float = 0.0) -> None:
     """Run a proxy until this is cancelled; print a line to stdout when it is ready.
 
-    Args:
-        ready: the condition.
-        wait_s: maximum wait for a Kafka that does not answer at the start.
-
-    Raises:
-        KafkaUnavailable, ConfigurationError: the proxy cannot start.
+    `wait_s` limits the wait for a Kafka that does not answer at the start.
     """
     with rare_collections():
         async with run_proxy(

@@ -129,10 +129,7 @@ class BulkExecutor:
     def execute(self, items: Sequence[Item], report: Callable[[ItemResult], None]) -> None:
         """Execute the action, and call `report` with each result as it arrives.
 
-        On Ctrl-C the calls in flight finish, and the other transactions are not tried.
-
-        Raises:
-            KeyboardInterrupt: on Ctrl-C, after all results were reported.
+        On Ctrl-C the calls in flight finish and are reported; the other transactions are not tried.
         """
         runs = self._split(items)
         for run in runs:
@@ -364,13 +361,9 @@ def _counted(names: Iterable[str]) -> str:
 def carry_out(
     client: ApiClient, action: BulkAction, items: Sequence[Item], body: dict[str, Any], output: str
 ) -> None:
-    """Execute the action, report the results, and end the command accordingly.
+    """Execute the action, report the results, and end the command by the number of successes.
 
-    Raises:
-        ApiError: the only transaction, given by its id, failed.
-        CommandFailed: all failed.
-        PartlyDone: some failed.
-        KeyboardInterrupt: on Ctrl-C, after the report.
+    A transaction given alone by its id raises its own error; Ctrl-C ends after the report.
     """
     if len(items) == 1 and items[0].state is None:
         with_caller = {"by": who(), **body}
@@ -410,11 +403,7 @@ def _progress(total: int) -> Iterator[Callable[[], None]]:
 def _report(
     results: Sequence[ItemResult], action: BulkAction, output: str, *, list_all: bool
 ) -> None:
-    """Write results to stdout; in table formats write failures to stderr.
-
-    Args:
-        list_all: list successes individually even if they are many.
-    """
+    """Write results to stdout, all with `list_all`; in table formats write failures to stderr."""
     if output in ("json", "yaml"):
         show_data([result.row for result in results], output)
         return
