@@ -73,15 +73,13 @@ async def test_without_kafka_only_its_dependents_are_unknown(world: World) -> No
 
 async def test_unreachable_broker_fails(world: World) -> None:
     world.kafka.nodes[1] = BrokerFacts(2, "kafka-2:9092", why="no route")
-    found = await world.outcome("kafka-brokers")
-    assert (found.level, found.details) == (FAILS, ("broker 2 at kafka-2:9092: no route",))
+    assert await world.seen("kafka-brokers") == (FAILS, ("broker 2 at kafka-2:9092: no route",))
     assert (await world.outcome("kafka-version")).level is OK
 
 
 async def test_old_broker_fails(world: World) -> None:
     world.kafka.nodes[2] = BrokerFacts(3, "kafka-3:9092", 16)
-    found = await world.outcome("kafka-version")
-    assert (found.level, found.details) == (FAILS, ("broker 3 at kafka-3:9092",))
+    assert await world.seen("kafka-version") == (FAILS, ("broker 3 at kafka-3:9092",))
 
 
 async def test_missing_rights_are_named(world: World) -> None:
@@ -165,8 +163,7 @@ async def test_missing_topic_fails(world: World) -> None:
 
 async def test_missing_audit_topics_are_a_warning(world: World) -> None:
     world.kafka.remove("audit.drift")
-    found = await world.outcome("topics-there")
-    assert (found.level, found.details) == (WARNING, ("txbroker.audit.drift",))
+    assert await world.seen("topics-there") == (WARNING, ("txbroker.audit.drift",))
 
 
 @pytest.mark.parametrize(
@@ -202,8 +199,7 @@ async def test_unplanned_topic_settings_are_a_warning(world: World) -> None:
 async def test_unreadable_topic_settings_are_a_warning(world: World) -> None:
     topic = world.kafka.topics["txbroker.op"]
     world.kafka.topics["txbroker.op"] = structs.replace(topic, configs={})
-    found = await world.outcome("topics-settings")
-    assert (found.level, found.details) == (
+    assert await world.seen("topics-settings") == (
         WARNING,
         ("txbroker.op: no right to read its settings",),
     )
@@ -226,8 +222,10 @@ async def test_too_few_replicas_are_a_warning(world: World) -> None:
 
 async def test_replica_out_of_sync_is_a_warning(world: World) -> None:
     world.kafka.copies("op", 1, PartitionCopies(1, (1, 2, 3), (1, 3)))
-    found = await world.outcome("topics-in-sync")
-    assert (found.level, found.details) == (WARNING, ("txbroker.op-1 is not in sync on broker 2",))
+    assert await world.seen("topics-in-sync") == (
+        WARNING,
+        ("txbroker.op-1 is not in sync on broker 2",),
+    )
 
 
 async def test_unavailable_partitions_fail(world: World) -> None:
@@ -246,8 +244,7 @@ async def test_records_of_other_clients_are_a_warning(
 ) -> None:
     stop = Stop("parked", Record(b"k", b"v", offset=7), "set_aside", "junk", "nothing")
     world.kafka.foreign = [Found("txbroker.parked", 2, stop)]
-    found = await world.outcome("topics-foreign")
-    assert (found.level, found.details) == (WARNING, ("txbroker.parked/2@7: junk",))
+    assert await world.seen("topics-foreign") == (WARNING, ("txbroker.parked/2@7: junk",))
     monkeypatch.setattr(checks_kafka, "SCAN_S", 0.0)
     monkeypatch.setattr(world.kafka, "set_aside", asyncio.Event().wait)
     found = await world.outcome("topics-foreign")
@@ -308,8 +305,7 @@ async def test_problem_of_a_peer_proxy_fails(
 async def test_named_proxy_without_answer_fails(world: World) -> None:
     world.proxies.named = (ONE, "http://three:8470")
     world.proxies.readiness["http://three:8470"] = Unavailable("nothing listens at three")
-    found = await world.outcome("proxies-ready")
-    assert (found.level, found.details) == (FAILS, ("nothing listens at three",))
+    assert await world.seen("proxies-ready") == (FAILS, ("nothing listens at three",))
 
 
 async def test_partition_with_no_or_two_owners_fails(world: World) -> None:
@@ -335,14 +331,12 @@ async def test_more_proxies_than_partitions_is_a_warning(world: World) -> None:
     assert (await world.outcome("proxies-partitions")).level is OK
     view = world.proxies.seen
     world.proxies.view = structs.replace(view, partitions=view.partitions[:1])
-    found = await world.outcome("proxies-partitions")
-    assert (found.level, found.details) == (WARNING, (f"{TWO} owns none",))
+    assert await world.seen("proxies-partitions") == (WARNING, (f"{TWO} owns none",))
 
 
 async def test_two_versions_are_a_warning(world: World) -> None:
     world.proxies.proxy(TWO, version="0.9")
-    found = await world.outcome("proxies-version")
-    assert (found.level, found.details) == (WARNING, (f"0.9: {TWO}", f"1.0: {ONE}"))
+    assert await world.seen("proxies-version") == (WARNING, (f"0.9: {TWO}", f"1.0: {ONE}"))
 
 
 # --- groups ----------------------------------------------------------------------------------
@@ -350,8 +344,7 @@ async def test_two_versions_are_a_warning(world: World) -> None:
 
 async def test_unreachable_group_fails(world: World) -> None:
     world.proxies.tests["web"] = TestCall("web", False, "http://web/check", None, "refused")
-    found = await world.outcome("groups-reachable")
-    assert (found.level, found.details) == (FAILS, ("web: http://web/check: refused",))
+    assert await world.seen("groups-reachable") == (FAILS, ("web: http://web/check: refused",))
 
 
 @pytest.mark.parametrize("status", [401, 403, 404, 405])
@@ -440,8 +433,7 @@ async def test_unknown_pending_is_a_warning(world: World) -> None:
 
 async def test_old_invisible_commit_fails(world: World) -> None:
     world.proxies.partition(2, committed=8, oldest_committed_age_s=61.0)
-    found = await world.outcome("promotion")
-    assert (found.level, found.details) == (
+    assert await world.seen("promotion") == (
         FAILS,
         (f"partition 2 ({TWO}): 8 waiting, the oldest for 1m01s",),
     )
@@ -459,8 +451,7 @@ async def test_parked_transactions_are_a_warning(world: World) -> None:
 async def test_refused_transactions_fail(world: World) -> None:
     world.proxies.partition(2, refused=3)
     world.proxies.view = structs.replace(world.proxies.seen, refused_topics={"payments": 3})
-    found = await world.outcome("refused")
-    assert (found.level, found.details) == (FAILS, ("topic payments: 3",))
+    assert await world.seen("refused") == (FAILS, ("topic payments: 3",))
 
 
 async def test_a_hanging_transaction(world: World) -> None:
@@ -469,8 +460,7 @@ async def test_a_hanging_transaction(world: World) -> None:
         OpenTransaction("payments", 1, 7, 12, "billing-1", "Ongoing", started),
         OpenTransaction("payments", 2, 8, 1, "billing-2", "Ongoing", NOW_MS - 500),
     ]
-    found = await world.outcome("hanging-transactions")
-    assert (found.level, found.details) == (
+    assert await world.seen("hanging-transactions") == (
         FAILS,
         ("payments-1: transactional id billing-1, for 1m01s, hides 12 offsets",),
     )
@@ -510,14 +500,12 @@ async def test_retention_headroom(world: World, left: str, level: CheckLevel) ->
 
 async def test_lost_transactions_fail(world: World) -> None:
     world.proxies.pages[TWO] = METRICS.replace("undecided_total 0.0", "undecided_total 2.0")
-    found = await world.outcome("undecided-lost")
-    assert (found.level, found.details) == (FAILS, (f"{TWO}: 2 since its start",))
+    assert await world.seen("undecided-lost") == (FAILS, (f"{TWO}: 2 since its start",))
 
 
 async def test_missing_metrics_of_a_proxy_are_a_warning(world: World) -> None:
     world.proxies.pages[TWO] = Unavailable("no route to two")
-    found = await world.outcome("undecided-lost")
-    assert (found.level, found.details) == (WARNING, (f"{TWO}: no route to two",))
+    assert await world.seen("undecided-lost") == (WARNING, (f"{TWO}: no route to two",))
 
 
 async def test_malformed_metrics_are_reported(world: World) -> None:
@@ -551,8 +539,7 @@ async def test_recent_stream_does_not_hide_old_batch(world: World) -> None:
 
 async def test_drift_of_any_audit_fails(world: World) -> None:
     world.kafka.news = {"batch": news(), "stream": news(mode="stream", drift={"doubled": 4})}
-    found = await world.outcome("audit-drift")
-    assert (found.level, found.details) == (FAILS, ("doubled: 4, by stream r1",))
+    assert await world.seen("audit-drift") == (FAILS, ("doubled: 4, by stream r1",))
 
 
 async def test_audit_record_of_newer_version_is_reported(world: World) -> None:

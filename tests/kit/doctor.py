@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 from msgspec import structs
 
-from txbroker.cli.doctor.findings import CheckResult
+from txbroker.cli.doctor.findings import CheckLevel, CheckResult
 from txbroker.cli.doctor.report import CHECKS, DoctorReport, examine
 from txbroker.cli.doctor.subject import (
     ReadyAnswer,
@@ -279,3 +279,8 @@ class World:
         assert not [one for one in report.outcomes if "broken" in one.found], report
         (found,) = [one for one in report.outcomes if one.name == name]
         return found
+
+    async def seen(self, name: str) -> tuple[CheckLevel, tuple[str, ...]]:
+        """Return level and details of one check's outcome."""
+        found = await self.outcome(name)
+        return found.level, found.details
