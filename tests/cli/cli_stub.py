@@ -13,6 +13,7 @@ from urllib.parse import parse_qs, urlsplit
 from txbroker.core.routing import make_id, parse_id
 
 Reply = tuple[int, Any]
+"""Status and body of an answer: JSON data, or bytes as they are; status 0: no answer."""
 
 
 class Asked(NamedTuple):
@@ -118,7 +119,7 @@ def stub() -> Iterator[Stub]:
             if status == 0:  # no answer at all
                 self.close_connection = True
                 return
-            body = json.dumps(answer).encode()
+            body = answer if isinstance(answer, bytes) else json.dumps(answer).encode()
             self.send_response(status)
             self.send_header("content-length", str(len(body)))
             self.end_headers()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import socket
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -109,3 +110,11 @@ def ask(call: Call, dev: Dev) -> Call:
         return call(*arguments, "--url", dev.url)
 
     return asking
+
+
+@pytest.fixture
+def closed_port() -> Iterator[socket.socket]:
+    """A reserved port without a listener."""
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))
+        yield bound

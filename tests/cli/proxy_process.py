@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import socket
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -93,3 +94,7 @@ async def proxy_process(
         if process.returncode is None:
             process.kill()
         await process.communicate()
+
+
+def address_of(bound: socket.socket) -> str:
+    return f"127.0.0.1:{bound.getsockname()[1]}"

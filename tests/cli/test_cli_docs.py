@@ -8,14 +8,12 @@ import re
 import socket
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.kit.cli import Call, Dev
+from tests.kit.until import until
 
 ROOT = Path(__file__).parents[2]
 
@@ -24,14 +22,6 @@ def block(page: str, language: str) -> str:
     """Return the one block of a language in a page."""
     (found,) = re.findall(rf"```{language}\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
     return str(found)
-
-
-def until(condition: Callable[[], Any], deadline_s: float = 30.0) -> Any:
-    """Ask again and again until the answer is true; return it."""
-    deadline = time.monotonic() + deadline_s
-    while not (found := condition()):
-        assert time.monotonic() < deadline, condition
-    return found
 
 
 @pytest.mark.needs_tool("curl")
@@ -56,7 +46,7 @@ def test_the_python_example(dev: Dev, ask: Call, tmp_path: Path) -> None:
     assert (shown["decision"], shown["source"]) == ("commit", "producer")
 
 
-def test_the_check_back_of_the_tutorial(dev: Dev, ask: Call, tmp_path: Path) -> None:
+async def test_the_check_back_of_the_tutorial(dev: Dev, ask: Call, tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
     script = tmp_path / "answer.py"
@@ -71,8 +61,7 @@ def test_the_check_back_of_the_tutorial(dev: Dev, ask: Call, tmp_path: Path) -> 
         assert ask("groups", "register", "asked", "--check-url", url, "--yes").code == 0
         sent = ask("send", "asked", "20 EUR", "--group", "asked", "--decision", "none")
         id = sent.out.strip()
-        state = until(lambda: _state(ask, id) == "promoted")
-        assert state
+        await until(lambda: _state(ask, id) == "promoted")
         assert ask("tx", "show", id, "-o", "json").json["source"] == "check"
         assert f'"id":"{id}"' in output.read_text()
     finally:

@@ -7,16 +7,15 @@ import json
 import re
 import subprocess
 import sys
-import threading
-import time
 from collections.abc import Callable
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
+from tests.cli.cli_stub import Stub
 from tests.kit.cli import Call, Dev
+from tests.kit.until import until
 
 Answer = Callable[..., None]
 ID = re.compile(r"[0-9A-Z]{26}")
@@ -132,35 +131,13 @@ def test_check_and_revive_report_reasons(ask: Call, prepared: str) -> None:
     assert (settled.code, "(not_pending)" in settled.err) == (1, True)
 
 
-class Unsure(BaseHTTPRequestHandler):
-    """An instance of a group that never knows."""
-
-    def do_POST(self) -> None:
-        """Answer unknown."""
-        body = b'{"decision": "unknown"}'
-        self.send_response(200)
-        self.send_header("content-length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, *_: object) -> None:
-        """Log nothing."""
-
-
-def test_unknown_transaction_is_parked_listed_and_revived(ask: Call) -> None:
-    with HTTPServer(("127.0.0.1", 0), Unsure) as server:
-        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
-        thread.start()
-        url = f"http://127.0.0.1:{server.server_address[1]}"
-        policy = ("--attempts-max", 2, "--check-after-s", 0.1, "--check-interval-s", 0.1)
-        ask("groups", "register", "unsure", "--check-url", url, *policy, "--timeout-s", 0.2, "-y")
-        id = ask("send", "tx", "v", "--group", "unsure", "--decision", "none").out.strip()
-        listing = ("tx", "list", "--state", "parked", "--group", "unsure", "-o", "json")
-        deadline = time.monotonic() + 30
-        while not (parked := ask(*listing).json):
-            assert time.monotonic() < deadline
-        server.shutdown()
-        thread.join()
+async def test_unknown_transaction_is_parked_listed_and_revived(ask: Call, stub: Stub) -> None:
+    stub.answer = lambda asked: (200, {"decision": "unknown"})
+    policy = ("--attempts-max", 2, "--check-after-s", 0.1, "--check-interval-s", 0.1)
+    ask("groups", "register", "unsure", "--check-url", stub.url, *policy, "--timeout-s", 0.2, "-y")
+    id = ask("send", "tx", "v", "--group", "unsure", "--decision", "none").out.strip()
+    listing = ("tx", "list", "--state", "parked", "--group", "unsure", "-o", "json")
+    parked = await until(lambda: ask(*listing).json)
     assert [(row["id"], row["attempts"]) for row in parked] == [(id, 2)]
     assert "undecided after the last attempt" in ask("tx", "show", id).out
     revived = ask("tx", "revive", id, "--yes", "--reason", "asked the shop", "-o", "json").json

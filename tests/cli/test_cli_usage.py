@@ -6,14 +6,12 @@ import os
 import re
 import subprocess
 import sys
-import threading
-from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import click
 import pytest
 
+from tests.cli.cli_stub import Stub
 from tests.kit.cli import TXBROKER, Call
 from txbroker import __version__
 from txbroker.cli.main import COMMANDS, cli
@@ -150,35 +148,10 @@ def test_missing_kafka_is_reported(call: Call) -> None:
     assert len(result.err.splitlines()) == 1
 
 
-class Stranger(BaseHTTPRequestHandler):
-    """A web server that is no proxy."""
-
-    def do_GET(self) -> None:
-        """Answer with a page, or with JSON of another kind."""
-        body = b"[]" if "groups" in self.path else b"<html>"
-        self.send_response(404)
-        self.send_header("content-length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, *_: object) -> None:
-        """Log nothing."""
-
-
-@pytest.fixture
-def stranger() -> Iterator[str]:
-    """The URL of a web server that is no proxy."""
-    with HTTPServer(("127.0.0.1", 0), Stranger) as server:
-        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
-        thread.start()
-        yield f"http://127.0.0.1:{server.server_address[1]}"
-        server.shutdown()
-        thread.join()
-
-
 @pytest.mark.parametrize("command", ["tx list", "groups list"])
-def test_server_that_is_no_proxy_is_reported(call: Call, stranger: str, command: str) -> None:
-    result = call(*command.split(), "--url", stranger)
+def test_server_that_is_no_proxy_is_reported(call: Call, stub: Stub, command: str) -> None:
+    stub.answer = lambda asked: (404, [] if "groups" in asked.path else b"<html>")
+    result = call(*command.split(), "--url", stub.url)
     assert (result.code, result.out) == (1, "")
     assert "is it a txbroker proxy?" in result.err
 

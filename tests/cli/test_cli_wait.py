@@ -8,29 +8,17 @@ import signal
 import socket
 import ssl
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
 
-from tests.cli.proxy_process import proxy_process
+from tests.cli.proxy_process import address_of, proxy_process
 from tests.kit.cli import Dev
 from tests.tls.tls_files import Authority
 
 WAITING, THERE = "waiting for kafka", "kafka answers"
-
-
-@pytest.fixture
-def closed_port() -> Iterator[socket.socket]:
-    """A reserved port without a listener."""
-    with socket.socket() as bound:
-        bound.bind(("127.0.0.1", 0))
-        yield bound
-
-
-def address_of(bound: socket.socket) -> str:
-    return f"127.0.0.1:{bound.getsockname()[1]}"
 
 
 @asynccontextmanager

@@ -9,7 +9,7 @@ import re
 import signal
 import socket
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, closing
 from pathlib import Path
 from typing import Any
@@ -20,8 +20,9 @@ from confluent_kafka import OFFSET_BEGINNING, Consumer, TopicPartition
 from pydantic import SecretStr
 from structlog.testing import capture_logs
 
-from tests.cli.proxy_process import ProxyProcess, proxy_process
+from tests.cli.proxy_process import ProxyProcess, address_of, proxy_process
 from tests.kit.cli import Call, Dev, descendants, until_gone
+from tests.kit.until import until
 from txbroker.cli.proxy import workers
 from txbroker.cli.run import CommandFailed
 from txbroker.config.settings import Settings, load_settings
@@ -150,26 +151,25 @@ async def test_one_worker_is_the_process_itself(dev: Dev, tmp_path: Path) -> Non
         assert not any("worker" in line for line in proxy.lines)
 
 
-async def test_workers_that_cannot_start_end_the_command(tmp_path: Path) -> None:
+async def test_workers_that_cannot_start_end_the_command(
+    tmp_path: Path, closed_port: socket.socket
+) -> None:
     words = ("--workers", 2, "--wait-for-kafka-s", 0)
-    with socket.socket() as closed:
-        closed.bind(("127.0.0.1", 0))
-        kafka = f"127.0.0.1:{closed.getsockname()[1]}"
-        async with proxy_process(tmp_path, kafka, *words) as proxy:
-            assert await proxy.ended() == 1
+    kafka = address_of(closed_port)
+    async with proxy_process(tmp_path, kafka, *words) as proxy:
+        assert await proxy.ended() == 1
     assert re.search(rf"Error: worker [12]: .*{kafka}", proxy.error)
     assert re.search(r"Error: worker [12] failed to start: .* all were stopped", proxy.error)
     assert "Traceback" not in proxy.error
 
 
-async def test_workers_that_wait_for_kafka_end_by_a_signal(tmp_path: Path) -> None:
-    with socket.socket() as closed:
-        closed.bind(("127.0.0.1", 0))
-        kafka = f"127.0.0.1:{closed.getsockname()[1]}"
-        async with proxy_process(tmp_path, kafka, "--workers", 2) as proxy:
-            await proxy.until("waiting for kafka")
-            proxy.process.terminate()
-            assert await proxy.ended() == 0
+async def test_workers_that_wait_for_kafka_end_by_a_signal(
+    tmp_path: Path, closed_port: socket.socket
+) -> None:
+    async with proxy_process(tmp_path, address_of(closed_port), "--workers", 2) as proxy:
+        await proxy.until("waiting for kafka")
+        proxy.process.terminate()
+        assert await proxy.ended() == 0
     assert proxy.error == ""
 
 
@@ -389,14 +389,6 @@ async def parent() -> AsyncIterator[asyncio.Task[None]]:
     finally:
         task.cancel()
         await asyncio.wait([task])
-
-
-async def until(condition: Callable[[], object]) -> Any:
-    """Wait until a condition is true, and return its value."""
-    async with asyncio.timeout(DEADLINE_S):
-        while not (found := condition()):
-            await asyncio.sleep(0.01)
-    return found
 
 
 @pytest.mark.usefixtures("quick")

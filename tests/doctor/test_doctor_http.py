@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import socket
-import threading
-from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
 
+from tests.cli.cli_stub import stub
 from tests.kit.doctor import World
 from tests.kit.http_api import running_api
 from tests.kit.secret_files import secret_file
@@ -135,36 +133,17 @@ async def test_producers_doctor_reports_unknown_checks(principals: Path, world: 
     assert not [one for one in report.outcomes if "broken" in one.found]
 
 
-@pytest.fixture
-def stranger() -> Iterator[str]:
-    """A server that is no proxy."""
-
-    class Stranger(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self.send_response(200 if self.path == "/v1/overview" else 404)
-            self.end_headers()
-            self.wfile.write(b"<html>hello</html>")
-
-        def log_message(self, *_: object) -> None:
-            pass
-
-    server = HTTPServer(("127.0.0.1", 0), Stranger)
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    yield f"http://127.0.0.1:{server.server_port}"
-    server.shutdown()
-    server.server_close()
-    thread.join()
-
-
-async def test_other_server_is_reported(stranger: str) -> None:
-    proxies = HttpProxies([stranger], {})
-    with pytest.raises(Unavailable, match="cannot read"):
-        await proxies.overview()
-    with pytest.raises(Unavailable, match="404: is it a txbroker proxy"):
-        await proxies.ready(stranger)
-    with pytest.raises(Unavailable, match="404: is it a txbroker proxy"):
-        await proxies.groups()
+async def test_other_server_is_reported() -> None:
+    with stub() as other:
+        page = b"<html>hello</html>"
+        other.answer = lambda asked: (200 if asked.path == "/v1/overview" else 404, page)
+        proxies = HttpProxies([other.url], {})
+        with pytest.raises(Unavailable, match="cannot read"):
+            await proxies.overview()
+        with pytest.raises(Unavailable, match="404: is it a txbroker proxy"):
+            await proxies.ready(other.url)
+        with pytest.raises(Unavailable, match="404: is it a txbroker proxy"):
+            await proxies.groups()
 
 
 async def test_missing_answer_is_reported() -> None:
