@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,6 +14,8 @@ from tests.kit.secret_files import secret_file
 from txbroker.config.settings import CONFIG_VARIABLE, Settings, load_settings
 
 Object = dict[str, Any]
+Render = Callable[..., list[Object]]
+Helm = Callable[..., tuple[int, str]]
 FOLDER = "/etc/txbroker"
 POD = "shop-txbroker-0"
 SECRET = "a secret of the cluster"

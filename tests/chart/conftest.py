@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import os
 import subprocess
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
+from tests.chart.chart_pods import Helm, Object, Render
 from tests.chart.chart_values import NEEDED
 
 CHART = Path(__file__).parents[2] / "charts/txbroker"
 KUBERNETES = "1.31.0"
 """Kubernetes version passed to helm, because a helm built from source assumes a very old one."""
-
-Object = dict[str, Any]
-Render = Callable[..., list[Object]]
-Helm = Callable[..., tuple[int, str]]
 
 
 @pytest.fixture(scope="session")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import tarfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,9 @@ import txbroker
 from tests.chart.chart_pods import (
     POD,
     SECRET,
+    Helm,
     Object,
+    Render,
     called,
     environment,
     expanded,
@@ -45,8 +46,6 @@ FILES = {"TXBROKER_CA_FILE", "TXBROKER_CLIENT_CERT_FILE", "TXBROKER_CLIENT_KEY_F
 """Variables of the commands that call a proxy."""
 OLDEST, NEWEST = "1.27", kubernetes_validate.latest_version()
 
-Render = Callable[..., list[Object]]
-Helm = Callable[..., tuple[int, str]]
 
 pytestmark = pytest.mark.needs_tool("helm")
 every_set = pytest.mark.parametrize("name", SETS)

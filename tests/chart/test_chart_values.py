@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import yaml
 
+from tests.chart.chart_pods import Helm, Object
 from tests.chart.chart_values import (
     EVERYTHING,
     FETCHED,
@@ -39,8 +40,6 @@ MADE_BY_TEMPLATES = {
     "peers_ca_file", "secrets_dir", "workers",
 }  # fmt: skip
 
-Object = dict[str, Any]
-Helm = Callable[..., tuple[int, str]]
 
 needs_helm = pytest.mark.needs_tool("helm")
 
