@@ -74,6 +74,8 @@ def settings() -> Json:
     """Return the schema of txbroker's own settings, those left out that the chart makes."""
     properties = {
         name: {key: value for key, value in schema.items() if key not in ("default", "title")}
+        # The model's schema keeps the line breaks of the docstrings.
+        | {"description": Settings.model_fields[name].description}
         for name, schema in Settings.model_json_schema()["properties"].items()
         if name not in MADE_HERE and not name.startswith("kafka")
     }
