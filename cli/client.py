@@ -23,9 +23,9 @@ from txbroker.cli.contexts import (
     complete_contexts,
     target_of,
 )
-from txbroker.cli.options import FILE, env_option, usage_errors, with_options
+from txbroker.cli.options import FILE, env_option, with_options
 from txbroker.cli.output import printable
-from txbroker.cli.run import CommandFailed
+from txbroker.cli.run import CommandFailed, usage_errors
 from txbroker.net.tls import ClientTls, TlsFiles, tls_trouble
 
 F = TypeVar("F", bound=Callable[..., Any])

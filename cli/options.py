@@ -1,15 +1,13 @@
 """Options whose help names their environment variable and default; confirmations of changes."""
 
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
 import click
 
 from txbroker.cli.run import CommandFailed, PartlyDone
-from txbroker.errors import ConfigurationError
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -80,12 +78,3 @@ def conclude(done: int, total: int, verb: str) -> None:
     if done == 0:
         raise CommandFailed(f"none of {total} {verb}")
     raise PartlyDone(f"{done} of {total} {verb}")
-
-
-@contextmanager
-def usage_errors() -> Iterator[None]:
-    """Report a wrong configuration as wrong usage."""
-    try:
-        yield
-    except ConfigurationError as error:
-        raise click.UsageError(str(error)) from None

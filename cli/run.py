@@ -4,7 +4,8 @@ import difflib
 import os
 import sys
 import traceback
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TypeVar
 
 import click
@@ -62,6 +63,17 @@ def run_async(main: Coroutine[None, None, T]) -> T:
 
         return asyncio.run(main)
     return uvloop.run(main)
+
+
+@contextmanager
+def usage_errors() -> Iterator[None]:
+    """Report a wrong configuration as wrong usage."""
+    from txbroker.errors import ConfigurationError
+
+    try:
+        yield
+    except ConfigurationError as error:
+        raise click.UsageError(str(error)) from None
 
 
 def _report(error: click.ClickException) -> None:

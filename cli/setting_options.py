@@ -7,7 +7,8 @@ from typing import Any, Literal, TypeVar, get_args, get_origin
 import click
 from pydantic.fields import FieldInfo
 
-from txbroker.cli.options import FILE, usage_errors, with_options
+from txbroker.cli.options import FILE, with_options
+from txbroker.cli.run import usage_errors
 from txbroker.config.settings import (
     CONFIG_VARIABLE,
     ENV_PREFIX,

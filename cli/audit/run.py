@@ -12,8 +12,7 @@ import click
 from click.core import ParameterSource
 
 from txbroker.cli import submit
-from txbroker.cli.options import usage_errors
-from txbroker.cli.run import CommandFailed
+from txbroker.cli.run import CommandFailed, usage_errors
 from txbroker.config.addresses import read_secret
 from txbroker.config.settings import ENV_PREFIX, SECRET_SETTINGS, Settings
 from txbroker.errors import TxbrokerError

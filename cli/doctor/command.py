@@ -26,8 +26,8 @@ from txbroker.cli.doctor.report import (
     table,
 )
 from txbroker.cli.doctor.subject import HttpProxies, Subject
-from txbroker.cli.options import FILE, env_option, usage_errors
-from txbroker.cli.run import FAILED
+from txbroker.cli.options import FILE, env_option
+from txbroker.cli.run import FAILED, usage_errors
 from txbroker.cli.setting_options import TOPIC_SETTINGS, setting_options, settings_from
 from txbroker.config.addresses import check_url, read_secret
 from txbroker.config.settings import Settings
