@@ -22,12 +22,8 @@ def secrets_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 async def shared(kafka: EmbeddedKafka, secrets_dir: Path) -> AsyncIterator[ProxyProcess]:
     """A proxy for the tests of a module, which use separate topics and groups. A test may
     kill it if it starts it again."""
-    made = ProxyProcess(kafka.bootstrap, secrets_dir=secrets_dir)
-    try:
-        await made.start()
+    async with ProxyProcess(kafka.bootstrap, secrets_dir=secrets_dir) as made:
         yield made
-    finally:
-        await made.close()
 
 
 @pytest.fixture(scope="session")

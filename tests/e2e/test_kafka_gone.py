@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
 import os
 import signal
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -15,14 +14,14 @@ from typing import Any
 import aiohttp
 import pytest
 
-from tests.faults.judge import Body, History, Judge
+from tests.e2e.judged_load import judged_load
+from tests.faults.judge import Body, History
 from tests.kit.proxies import ProxyProcess
-from tests.kit.topic_reader import read_all
 from tests.kit.until import until
-from tests.kit.workload import Recorder, Shop, answering, work
+from tests.kit.workload import Recorder, Shop
 from txbroker.embedded import EmbeddedKafka
 from txbroker.errors import OwnerUnavailable
-from txbroker.sdk import Limits, TransactionalProducer
+from txbroker.sdk import Limits
 
 GONE_S = 60.0 if os.environ.get("TXBROKER_TEST_LONG") else 15.0
 """How long Kafka hangs: longer than a session, and than a write is tried, so that calls do fail."""
@@ -38,12 +37,8 @@ def own_kafka() -> Iterator[EmbeddedKafka]:
 
 @pytest.fixture
 async def world(own_kafka: EmbeddedKafka) -> AsyncIterator[ProxyProcess]:
-    made = ProxyProcess(own_kafka.bootstrap, check_after_s=2.0, check_interval_s=2.0)
-    try:
-        await made.start()
+    async with ProxyProcess(own_kafka.bootstrap, check_after_s=2.0, check_interval_s=2.0) as made:
         yield made
-    finally:
-        await made.close()
 
 
 @contextmanager
@@ -57,12 +52,10 @@ def stopped(kafka: EmbeddedKafka) -> Iterator[None]:
         os.kill(kafka.pid, signal.SIGCONT)
 
 
-async def http_calls(
-    world: ProxyProcess, topic: str, recorder: Recorder, over: asyncio.Event
-) -> None:
+async def http_calls(world: ProxyProcess, topic: str, recorder: Recorder) -> None:
     """Prepare and commit over plain HTTP, one after the other, each repeated until it works."""
     for number in itertools.count():
-        if over.is_set():
+        if recorder.finished == TRANSACTIONS:
             return
         token = f"http/{number}"
         body = Body(topic, None, token.encode(), (("token", token.encode()),))
@@ -85,48 +78,33 @@ async def http_calls(
                 break
 
 
-async def work_through(world: ProxyProcess, shop: Shop, trouble: Callable[[], Any]) -> History:
+async def work_through(
+    world: ProxyProcess, shop: Shop, trouble: Callable[[], Coroutine[Any, Any, None]]
+) -> History:
     """Work, run into `trouble` in the middle of it, work on to the end, and be judged."""
-    topics = [await world.topic(2), await world.topic(1)]
     plain = await world.topic()
-    recorder = Recorder()
-    check = answering(shop, recorder)
-    over = asyncio.Event()
-    patient = Limits(retry_s=20.0 + 2 * GONE_S)
-    async with contextlib.AsyncExitStack() as stack:
-        producers = [
-            await stack.enter_async_context(
-                TransactionalProducer(world.url, group=group, check=check, limits=patient)
-            )
-            for group in ("orders", "bills")
-        ]
-        working = asyncio.create_task(
-            work(producers, shop, recorder, topics, seed=1, lanes=30, transactions=TRANSACTIONS)
-        )
-        calling = asyncio.create_task(http_calls(world, plain, recorder, over))
-        try:
-            await until(lambda: some(recorder.finished > TRANSACTIONS // 5))
+
+    async def disturb(recorder: Recorder) -> None:
+        async with asyncio.TaskGroup() as group:
+            group.create_task(http_calls(world, plain, recorder))
+            await until(lambda: recorder.finished > TRANSACTIONS // 5)
             await trouble()
             await world.ready()
-            await working
-            over.set()
-            await calling
-        finally:
-            working.cancel()
-            calling.cancel()
-        await world.all_settled()
-    topics.append(plain)
-    read = await asyncio.to_thread(read_all, world.bootstrap, world.prefix, topics)
-    found = Judge(recorder.history, read, shop.rows()).judge()
-    assert not found, "\n".join(map(str, found[:5]))
-    assert recorder.finished == TRANSACTIONS
+
+    recorder, _read = await judged_load(
+        world,
+        shop,
+        disturb,
+        groups=("orders", "bills"),
+        seed=1,
+        lanes=30,
+        transactions=TRANSACTIONS,
+        limits=Limits(retry_s=20.0 + 2 * GONE_S),
+        plain_topic=plain,
+    )
     codes = {call.code for call in recorder.history.calls}
     assert codes <= {"", "owner_unavailable", "overloaded", "already_decided"}
     return recorder.history
-
-
-async def some(truth: bool) -> bool:
-    return truth
 
 
 async def test_kafka_hang_under_load_loses_nothing(
@@ -151,7 +129,7 @@ async def test_kafka_killed_under_load_restarts_without_loss(
     async def die() -> None:
         await asyncio.to_thread(own_kafka.kill)
         try:
-            await until(lambda: some(not own_kafka.running))
+            await until(lambda: not own_kafka.running)
         finally:
             await asyncio.to_thread(own_kafka.start)
         assert own_kafka.bootstrap == before

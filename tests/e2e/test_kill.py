@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import random
 import sys
@@ -13,11 +12,10 @@ from typing import Any
 
 import pytest
 
-from tests.faults.judge import Judge
+from tests.e2e.judged_load import judged_load
 from tests.kit.proxies import ProxyProcess
-from tests.kit.topic_reader import Along, read_all
 from tests.kit.until import until
-from tests.kit.workload import Recorder, Shop, answering, work
+from tests.kit.workload import Recorder, Shop
 from txbroker.embedded import EmbeddedKafka
 from txbroker.sdk import Limits, TransactionalProducer
 
@@ -29,12 +27,8 @@ KILLS = 4
 @pytest.fixture
 async def world(kafka: EmbeddedKafka) -> AsyncIterator[ProxyProcess]:
     """A proxy that checks back soon."""
-    made = ProxyProcess(kafka.bootstrap, check_after_s=1.0, check_interval_s=1.0)
-    try:
-        await made.start()
+    async with ProxyProcess(kafka.bootstrap, check_after_s=1.0, check_interval_s=1.0) as made:
         yield made
-    finally:
-        await made.close()
 
 
 @pytest.fixture
@@ -44,12 +38,7 @@ def shop(tmp_path: Path) -> Shop:
 
 
 async def reached(recorder: Recorder, finished: int) -> None:
-    """Wait until a number of transactions are finished."""
-
-    async def enough() -> bool:
-        return recorder.finished >= finished
-
-    await until(enough)
+    await until(lambda: recorder.finished >= finished)
 
 
 async def kill_now_and_then(world: ProxyProcess, recorder: Recorder, fate: random.Random) -> None:
@@ -72,39 +61,22 @@ async def judged(
     shop: Shop,
     disturb: Callable[[ProxyProcess, Recorder, random.Random], Coroutine[Any, Any, None]],
     transactions: int,
-) -> Recorder:
-    """Work while the proxy is disturbed, until all is settled; the judge must find nothing."""
+) -> None:
     seed = int(os.environ.get(SEED_VARIABLE, random.randrange(1 << 32)))
     print(f"{SEED_VARIABLE}={seed}")
-    topics = [await world.topic(3), await world.topic(1)]
-    along = Along(world.bootstrap, topics)
-    recorder = Recorder()
-    check = answering(shop, recorder)
-    limits = Limits(answer_timeout_s=3, heartbeat_s=3)
-    async with contextlib.AsyncExitStack() as stack:
-        producers = [
-            await stack.enter_async_context(
-                TransactionalProducer(urls, group=group, check=check, limits=limits)
-            )
-            for group in ("orders", "orders", "bills")
-        ]
-        disturbing = asyncio.create_task(disturb(world, recorder, random.Random(seed)))
-        try:
-            await work(
-                producers, shop, recorder, topics, seed=seed, lanes=60, transactions=transactions
-            )
-            await disturbing
-        finally:
-            disturbing.cancel()
-        await world.all_settled()
-    read = await asyncio.to_thread(read_all, world.bootstrap, world.prefix, topics)
-    read.along = await asyncio.to_thread(along.end)
-    found = Judge(recorder.history, read, shop.rows()).judge()
-    assert not found, "\n".join(map(str, found[:5]))
-    assert recorder.finished == transactions
+    recorder, read = await judged_load(
+        world,
+        shop,
+        lambda recorder: disturb(world, recorder, random.Random(seed)),
+        groups=("orders", "orders", "bills"),
+        seed=seed,
+        lanes=60,
+        transactions=transactions,
+        limits=Limits(answer_timeout_s=3, heartbeat_s=3),
+        urls=urls,
+    )
     assert len({record.header("txb-id") for record in read.targets}) > transactions / 2
     assert recorder.history.asked
-    return recorder
 
 
 @pytest.mark.quick

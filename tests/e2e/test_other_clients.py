@@ -187,12 +187,8 @@ class Curl:
 @pytest.fixture
 async def dev(tmp_path: Path) -> AsyncIterator[ProxyProcess]:
     """`txbroker dev`, as a new user starts it."""
-    made = ProxyProcess("", command="dev", data_dir=tmp_path)
-    try:
-        await made.start()
+    async with ProxyProcess("", command="dev", data_dir=tmp_path) as made:
         yield made
-    finally:
-        await made.close()
 
 
 @pytest.mark.needs_tool("curl")

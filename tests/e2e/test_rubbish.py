@@ -32,59 +32,42 @@ def message(**changes: Any) -> Json:
     return good(messages=[{"topic": "t", "value": "v", **changes}])
 
 
+def real(**changes: Any) -> Json:
+    """Return a prepare for the topic that is there."""
+    return message(topic="TOPIC", **changes)
+
+
 PREPARE = "/v1/transactions"
-CALLS: dict[str, tuple[str, str, Any, str, str]] = {
-    # what: (method, path, body, code, a word of the message)
-    "no JSON": ("POST", PREPARE, b"{", "bad_request", "JSON"),
-    "bytes that are no text": ("POST", PREPARE, b"\xff\xfe{}", "bad_request", ""),
-    "nested without end": ("POST", PREPARE, b"[" * 100_000, "bad_request", ""),
-    "an array": ("POST", PREPARE, [], "bad_request", ""),
-    "no group": ("POST", PREPARE, {"messages": GOOD["messages"]}, "bad_request", "group"),
-    "an empty group": ("POST", PREPARE, good(group=""), "bad_request", "group"),
-    "no messages": ("POST", PREPARE, good(messages=[]), "bad_request", "message"),
-    "a field too many": ("POST", PREPARE, good(colour="red"), "bad_request", "colour"),
-    "a number for a value": ("POST", PREPARE, message(value=1), "bad_request", "value"),
-    "two values": ("POST", PREPARE, message(value_base64="AA=="), "bad_request", "value"),
-    "broken base64": ("POST", PREPARE, message(key_base64="?"), "bad_request", "key_base64"),
-    "a partition below 0": ("POST", PREPARE, message(partition=-1), "bad_request", "partition"),
-    "an id that is none": ("POST", PREPARE, good(id="x" * 26), "bad_id", ""),
-    "checks for years": (
-        "POST",
-        PREPARE,
-        message(topic="TOPIC") | {"check_interval_s": 86400 * 365},
-        "bad_schedule",
-        "",
-    ),
-    "a topic that is not there": ("POST", PREPARE, message(topic="no-such"), "unknown_topic", ""),
+# What is wrong: (body of a prepare, code, a word of the message).
+BODIES: dict[str, tuple[Any, str, str]] = {
+    "no JSON": (b"{", "bad_request", "JSON"),
+    "bytes that are no text": (b"\xff\xfe{}", "bad_request", ""),
+    "nested without end": (b"[" * 100_000, "bad_request", ""),
+    "an array": ([], "bad_request", ""),
+    "no group": ({"messages": GOOD["messages"]}, "bad_request", "group"),
+    "an empty group": (good(group=""), "bad_request", "group"),
+    "no messages": (good(messages=[]), "bad_request", "message"),
+    "a field too many": (good(colour="red"), "bad_request", "colour"),
+    "a number for a value": (message(value=1), "bad_request", "value"),
+    "two values": (message(value_base64="AA=="), "bad_request", "value"),
+    "broken base64": (message(key_base64="?"), "bad_request", "key_base64"),
+    "a partition below 0": (message(partition=-1), "bad_request", "partition"),
+    "an id that is none": (good(id="x" * 26), "bad_id", ""),
+    "checks for years": (real() | {"check_interval_s": 86400 * 365}, "bad_schedule", ""),
+    "a topic that is not there": (message(topic="no-such"), "unknown_topic", ""),
     "a topic's name that cannot be": (
-        "POST",
-        PREPARE,
         message(topic="a b/c"),
         "unknown_topic",
         "is no valid topic name",
     ),
-    "a partition that is not there": (
-        "POST",
-        PREPARE,
-        message(topic="TOPIC", partition=7),
-        "bad_target",
-        "partition",
-    ),
-    "an hour from now": (
-        "POST",
-        PREPARE,
-        message(topic="TOPIC", timestamp_ms=4_000_000_000_000),
-        "bad_target",
-        "",
-    ),
-    "too large a message": (
-        "POST",
-        PREPARE,
-        message(topic="TOPIC", value="x" * 5_000_000),
-        "too_large",
-        "",
-    ),
-    "too large a body": ("POST", PREPARE, b"x" * 17_000_000, "too_large", ""),
+    "a partition that is not there": (real(partition=7), "bad_target", "partition"),
+    "an hour from now": (real(timestamp_ms=4_000_000_000_000), "bad_target", ""),
+    "too large a message": (real(value="x" * 5_000_000), "too_large", ""),
+    "too large a body": (b"x" * 17_000_000, "too_large", ""),
+}
+# What is wrong: (method, path, body, code, a word of the message).
+CALLS: dict[str, tuple[str, str, Any, str, str]] = {
+    **{what: ("POST", PREPARE, *rest) for what, rest in BODIES.items()},
     "commit of nothing": ("POST", f"{PREPARE}/NEW/commit", {}, "not_found", ""),
     "commit of an id of 1970": ("POST", f"{PREPARE}/{NOWHERE}/commit", {}, "not_found", ""),
     "commit of no id": ("POST", f"{PREPARE}/rubbish/commit", {}, "bad_id", ""),
@@ -96,20 +79,20 @@ CALLS: dict[str, tuple[str, str, Any, str, str]] = {
     "another path": ("GET", "/v2", None, "not_found", ""),
     "an unknown group": ("GET", "/v1/groups/nobody", None, "unknown_group", ""),
     "a check URL that is none": (
-        "PUT",
-        "/v1/groups/x",
-        {"check_url": "ftp://a"},
-        "bad_request",
-        "check_url",
+        "PUT", "/v1/groups/x", {"check_url": "ftp://a"}, "bad_request", "check_url"
     ),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("what", CALLS)
 async def test_bad_calls_get_a_typed_error(shared: ProxyProcess, what: str, topic: str) -> None:
     method, path, body, code, word = CALLS[what]
-    path = path.replace("NEW", id_of_now())
-    body = body if isinstance(body, bytes) else with_topic(body, topic)
+    path = path.replace("NEW", make_id(0, time.time_ns() // 1_000_000, secrets.randbits(64)))
+    if isinstance(body, dict) and body.get("messages"):
+        there = [
+            {**each, "topic": each["topic"].replace("TOPIC", topic)} for each in body["messages"]
+        ]
+        body = {**body, "messages": there}
     headers = {"content-type": "application/json"}
     options = {"data": body, "headers": headers} if isinstance(body, bytes) else {"body": body}
     status, answer = await shared.request(method, path, **options)
@@ -122,26 +105,10 @@ async def test_bad_calls_get_a_typed_error(shared: ProxyProcess, what: str, topi
     assert await shared.is_ready()
 
 
-def id_of_now() -> str:
-    """Return an unused id."""
-    return make_id(0, time.time_ns() // 1_000_000, secrets.randbits(64))
-
-
 @pytest.fixture(scope="module")
 async def topic(shared: ProxyProcess) -> str:
     """A topic that is there."""
     return await shared.topic()
-
-
-def with_topic(body: Any, topic: str) -> Any:
-    """Put the name of the real topic where a call asks for it."""
-    if isinstance(body, dict) and body.get("messages"):
-        messages = [
-            {**each, "topic": topic if each["topic"] == "TOPIC" else each["topic"]}
-            for each in body["messages"]
-        ]
-        return {**body, "messages": messages}
-    return body
 
 
 async def test_another_groups_transaction_cannot_be_decided(

@@ -35,92 +35,60 @@ from txbroker.kafka.protocol.packed import (
     ProduceV12,
 )
 
-_TAGS = ("tags", TaggedFields)
+_TEXT, _TAGS = CompactString("utf-8"), ("tags", TaggedFields)
+
+
+def array(**fields: Any) -> CompactArray:
+    """A compact array of structs with tags."""
+    return CompactArray(*fields.items(), _TAGS)
+
+
+def schema(**fields: Any) -> Schema:
+    return Schema(*fields.items(), _TAGS)
 
 
 class WrittenAnswer(Response):
-    API_KEY = 0
-    API_VERSION = 12
-    SCHEMA = Schema(
-        (
-            "topics",
-            CompactArray(
-                ("topic", CompactString("utf-8")),
-                (
-                    "partitions",
-                    CompactArray(
-                        ("partition", Int32),
-                        ("error_code", Int16),
-                        ("offset", Int64),
-                        ("timestamp", Int64),
-                        ("log_start_offset", Int64),
-                        (
-                            "record_errors",
-                            CompactArray(
-                                ("batch_index", Int32),
-                                ("batch_index_error_message", CompactString("utf-8")),
-                                _TAGS,
-                            ),
-                        ),
-                        ("error_message", CompactString("utf-8")),
-                        _TAGS,
-                    ),
-                ),
-                _TAGS,
+    API_KEY, API_VERSION = 0, 12
+    SCHEMA = schema(
+        topics=array(
+            topic=_TEXT,
+            partitions=array(
+                partition=Int32,
+                error_code=Int16,
+                offset=Int64,
+                timestamp=Int64,
+                log_start_offset=Int64,
+                record_errors=array(batch_index=Int32, batch_index_error_message=_TEXT),
+                error_message=_TEXT,
             ),
         ),
-        ("throttle_time_ms", Int32),
-        _TAGS,
+        throttle_time_ms=Int32,
     )
 
 
 class WriteStruct(RequestStruct):
-    API_KEY = 0
-    API_VERSION = 12
-    FLEXIBLE_VERSION = True
+    API_KEY, API_VERSION, FLEXIBLE_VERSION = 0, 12, True
     RESPONSE_TYPE = WrittenAnswer
-    SCHEMA = Schema(
-        ("transactional_id", CompactString("utf-8")),
-        ("required_acks", Int16),
-        ("timeout_ms", Int32),
-        (
-            "topics",
-            CompactArray(
-                ("topic", CompactString("utf-8")),
-                (
-                    "partitions",
-                    CompactArray(("partition", Int32), ("records", CompactBytes), _TAGS),
-                ),
-                _TAGS,
-            ),
-        ),
-        _TAGS,
+    SCHEMA = schema(
+        transactional_id=_TEXT,
+        required_acks=Int16,
+        timeout_ms=Int32,
+        topics=array(topic=_TEXT, partitions=array(partition=Int32, records=CompactBytes)),
     )
 
 
 class OverAnswer(Response):
-    API_KEY = 26
-    API_VERSION = 5
-    SCHEMA = Schema(
-        ("throttle_time_ms", Int32),
-        ("error_code", Int16),
-        ("producer_id", Int64),
-        ("producer_epoch", Int16),
-        _TAGS,
+    API_KEY, API_VERSION = 26, 5
+    SCHEMA = schema(
+        throttle_time_ms=Int32, error_code=Int16, producer_id=Int64, producer_epoch=Int16
     )
 
 
 class EndStruct(RequestStruct):
-    API_KEY = 26
-    API_VERSION = 5
-    FLEXIBLE_VERSION = True
+    API_KEY, API_VERSION, FLEXIBLE_VERSION = 26, 5, True
     RESPONSE_TYPE = OverAnswer
-    SCHEMA = Schema(
-        ("transactional_id", CompactString("utf-8")),
-        ("producer_id", Int64),
-        ("producer_epoch", Int16),
-        ("committed", Boolean),
-        _TAGS,
+    SCHEMA = schema(
+        transactional_id=_TEXT, producer_id=Int64, producer_epoch=Int16, committed=Boolean
     )
 
 

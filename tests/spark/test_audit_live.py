@@ -203,12 +203,8 @@ class Reader(NamedTuple):
 @pytest.fixture
 async def world(kafka: EmbeddedKafka) -> AsyncIterator[ProxyProcess]:
     """A proxy that checks back soon."""
-    made = ProxyProcess(kafka.bootstrap, check_after_s=1.0, check_interval_s=1.0)
-    try:
-        await made.start()
+    async with ProxyProcess(kafka.bootstrap, check_after_s=1.0, check_interval_s=1.0) as made:
         yield made
-    finally:
-        await made.close()
 
 
 def output(summary: RunSummary) -> str:
