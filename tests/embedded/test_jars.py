@@ -123,10 +123,26 @@ def test_jars_are_downloaded_once(repository: Repository, tmp_path: Path) -> Non
     assert files_in_cache(tmp_path) == set(CONTENT)
 
 
-def test_wrong_hash_names_jar_and_leaves_no_file(repository: Repository, tmp_path: Path) -> None:
-    repository.faults[ODD.path] = ["corrupt"] * 9
-    with pytest.raises(WrongHashError, match=rf"{ODD.name}.*SHA-256 is wrong.*{ODD.sha256}"):
+@pytest.mark.parametrize(
+    ("fault", "error", "match", "attempts"),
+    [
+        ("corrupt", WrongHashError, rf"SHA-256 is wrong.*{ODD.sha256}", 3),
+        ("truncate", DownloadError, "could not be downloaded", 3),
+        ("404", DownloadError, "404", 1),
+    ],
+)
+def test_failed_download_names_jar_and_leaves_no_file(
+    repository: Repository,
+    tmp_path: Path,
+    fault: str,
+    error: type[Exception],
+    match: str,
+    attempts: int,
+) -> None:
+    repository.faults[ODD.path] = [fault] * 9
+    with pytest.raises(error, match=rf"{ODD.name}.*{match}"):
         jars.ensure_jars("x")
+    assert repository.asked.count(ODD.path) == attempts
     assert not [name for name in files_in_cache(tmp_path) if "bb" in name or ".part" in name]
 
 
@@ -137,20 +153,6 @@ def test_transient_failure_is_retried(repository: Repository, fault: str) -> Non
     assert_whole(jars.ensure_jars("x", progress))
     assert repository.asked.count(ODD.path) == 3
     assert progress.done == progress.total
-
-
-def test_truncated_download_is_refused(repository: Repository, tmp_path: Path) -> None:
-    repository.faults[ODD.path] = ["truncate"] * 9
-    with pytest.raises(DownloadError, match=rf"{ODD.name} could not be downloaded"):
-        jars.ensure_jars("x")
-    assert ODD.path not in files_in_cache(tmp_path)
-
-
-def test_missing_jar_is_not_retried(repository: Repository) -> None:
-    repository.faults[ODD.path] = ["404"] * 9
-    with pytest.raises(DownloadError, match=rf"{ODD.name}.*404"):
-        jars.ensure_jars("x")
-    assert repository.asked.count(ODD.path) == 1
 
 
 def test_unreachable_repository_names_next_step(

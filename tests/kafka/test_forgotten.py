@@ -8,13 +8,13 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iter
 
 import pytest
 
-from tests.kafka.producer_states import producer_ids, transactional_ids
 from tests.kafka.small_turns import claim, keys, progress, write
 from tests.kit.kafka import KafkaHarness
 from txbroker.core.records import Record
 from txbroker.door.protocols import PromotionTxnLost
 from txbroker.embedded import DEFAULT_VERSION, EmbeddedKafka
 from txbroker.kafka.client.client import Client
+from txbroker.kafka.protocol.schemas import ListTransactionsV0, describe_producers
 from txbroker.net.timers import Backoff
 
 FORGETFUL = {
@@ -40,6 +40,22 @@ async def onlooker(world: KafkaHarness) -> AsyncIterator[Client]:
     client = Client(world.settings("onlooker"))
     yield client
     await client.close()
+
+
+async def producer_ids(client: Client, topic: str, partition: int) -> set[int]:
+    """Return the producers whose last sequence the only broker still knows."""
+    answer = await client.ask_any(describe_producers({topic: [partition]}), "states")
+    ((_name, partitions),) = answer.topics
+    ((_number, code, _message, producers),) = partitions
+    assert code == 0
+    return {producer[0] for producer in producers}
+
+
+async def transactional_ids(client: Client) -> set[str]:
+    """Return the transactional ids that the only broker still knows."""
+    answer = await client.ask_any(ListTransactionsV0([], []), "states")
+    assert answer.error_code == 0
+    return {each[0] for each in answer.transaction_states}
 
 
 async def until_forgotten(known: Callable[[], Awaitable[Collection[object]]]) -> None:

@@ -10,14 +10,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from aiokafka.conn import CloseReason
 from aiokafka.errors import IncompatibleBrokerVersion, KafkaConnectionError
 
-from tests.kafka.scripted_brokers import A, B, Brokers, C, Sent
 from txbroker.core.records import Record
 from txbroker.door.protocols import Appended, AppendRefused, AppendUnknown
 from txbroker.errors import ConfigurationError
 from txbroker.kafka.client import shared_writes
-from txbroker.kafka.client.client import NotSent, Unanswered
+from txbroker.kafka.client.client import Client, NotSent, Unanswered
+from txbroker.kafka.client.settings import KafkaSettings
 from txbroker.kafka.client.shared_writes import REQUEST_BYTES_MAX, SharedWrites
 from txbroker.kafka.door.log import KafkaLog
 from txbroker.kafka.protocol.transactions import ACKS_ALL, Partition, PartitionResult
@@ -28,14 +29,92 @@ FEW_REPLICAS, FEW_REPLICAS_AFTER_APPEND = 19, 20
 
 
 Writing = asyncio.Task[PartitionResult]
+A, B, C = ("half", 0), ("op", 0), ("half", 1)
 
 
-class Writes(Brokers):
-    """The scripted brokers, and shared writes to them: two requests at once, unlimited wait."""
+class Sent:
+    """A request on its way to a broker."""
+
+    def __init__(self, node: int, lane: str, request: Any, answer: Any) -> None:
+        self.node = node
+        self.lane = lane
+        self.request = request
+        self.answer = answer or asyncio.get_running_loop().create_future()
+
+    @property
+    def batches(self) -> dict[Partition, bytes]:
+        """What it writes."""
+        topics = self.request._topics
+        pairs = [((topic, number), data) for topic, some in topics for number, data in some]
+        assert len(dict(pairs)) == len(pairs), "a partition is there twice"
+        return dict(pairs)
+
+    def store(self, offset: int = 5, leave_out: Partition | None = None, **codes: int) -> None:
+        """Answer it; `codes` are those of topics whose batches are not stored."""
+        topics = [
+            (topic, [(number, codes.get(topic, 0), offset, 77)])
+            for topic, number in self.batches
+            if (topic, number) != leave_out
+        ]
+        self.answer.set_result(SimpleNamespace(topics=topics))
+
+    def lose(self) -> None:
+        """Break its connection."""
+        self.answer.set_exception(KafkaConnectionError("reset"))
+
+
+class Scripted:
+    """A connection that leaves answers to the test."""
+
+    def __init__(self, brokers: Writes, node: int) -> None:
+        self._brokers = brokers
+        self._node = node
+        self._up = True
+
+    def connected(self) -> bool:
+        return self._up
+
+    def send(self, request: Any, answer: Any = None) -> Any:
+        if self._brokers.send_fails is not None:
+            raise self._brokers.send_fails
+        connections = self._brokers.client._connections.items()
+        lane = next(lane for (_, lane), each in connections if each is self)
+        sent = Sent(self._node, lane, request, answer)
+        if type(request).__name__ == "InitProducerIdRequest":
+            answer = SimpleNamespace(error_code=0, producer_id=7, producer_epoch=0)
+            sent.answer.set_result(answer)
+        else:
+            self._brokers.sent.append(sent)
+        return sent.answer
+
+    def close(self, reason: CloseReason | None = None) -> asyncio.Future[None]:
+        self._up = False
+        closed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        closed.set_result(None)
+        return closed
+
+
+class Writes:
+    """Brokers 1 and 2, whose answers the test gives, and shared writes to them."""
 
     def __init__(self, at_once: int = 2, wait_max_s: float = LONG_S, **changes: Any) -> None:
-        super().__init__(**changes)
+        self.sent: list[Sent] = []
+        self.send_fails: Exception | None = None
+        self.refused: Exception | None = None
+        self.open = asyncio.Event()
+        self.open.set()
+        settings = KafkaSettings(bootstrap_servers=("x:1",), instance_id="one", **changes)
+        self.client = Client(settings, self._open)
+        self.client.brokers = {1: ("one", 1), 2: ("two", 2)}
+        for at in (A, B, C):
+            self.client._leaders[at] = 1
         self.shared = SharedWrites(self.client, at_once, wait_max_s)
+
+    async def _open(self, _host: str, port: int, **_: Any) -> Any:
+        await self.open.wait()
+        if self.refused is not None:
+            raise self.refused
+        return Scripted(self, port)
 
     async def start(self, *places: Partition, data: bytes = b"x", leader: int = 1) -> list[Writing]:
         """Start writes in one iteration; return once nothing is left to do but to answer."""

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-import msgspec
 import pytest
+from msgspec.structs import replace
 
 from tests.kit.kafka import KafkaHarness
+from tests.kit.until import until
 from txbroker.door.own_topics import Layout
 from txbroker.errors import ConfigurationError
 from txbroker.kafka.client.admin import TopicSpec
 from txbroker.kafka.client.settings import KafkaSettings
 from txbroker.kafka.door.topics import (
+    Plan,
+    SettingChange,
     contradictions,
     op_retention_ms,
     plan,
     wanted_topics,
 )
-from txbroker.net.timers import Backoff
 
 SETTINGS = KafkaSettings(bootstrap_servers=("127.0.0.1:9092",), instance_id="one")
 HALF, OP = SETTINGS.half_topic, SETTINGS.op_topic
@@ -29,18 +31,20 @@ CHECKPOINT, PARKED, GROUPS = (
 
 def as_wanted(brokers: int = 3) -> dict[str, TopicSpec]:
     """Topics as they should be."""
-    return {
-        topic.name: TopicSpec(topic.name, topic.partitions, topic.replication, topic.configs)
-        for topic in wanted_topics(SETTINGS, brokers, None)
-    }
+    return {topic.name: topic for topic in wanted_topics(SETTINGS, brokers, None)}
 
 
 def changed(topic: str, **configs: str) -> dict[str, TopicSpec]:
     """The same with settings of one topic changed (`_` for `.`)."""
     found = as_wanted()
     new = {name.replace("_", "."): value for name, value in configs.items()}
-    found[topic] = msgspec.structs.replace(found[topic], configs={**found[topic].configs, **new})
+    found[topic] = replace(found[topic], configs={**found[topic].configs, **new})
     return found
+
+
+def planned(found: dict[str, TopicSpec]) -> Plan:
+    """Return what `txbroker topics apply` would change."""
+    return plan(wanted_topics(SETTINGS, 3, found.get(HALF)), found)
 
 
 @pytest.mark.parametrize(("brokers", "copies", "in_sync"), [(1, 1, 1), (2, 2, 1), (5, 3, 2)])
@@ -51,20 +55,17 @@ def test_replication_is_up_to_three(brokers: int, copies: int, in_sync: int) -> 
 
 
 def test_correct_topics_need_no_changes() -> None:
-    found = as_wanted()
-    assert plan(wanted_topics(SETTINGS, 3, found.get(HALF)), found).empty
-    assert contradictions(SETTINGS, found) == []
+    assert planned(as_wanted()).empty
+    assert contradictions(SETTINGS, as_wanted()) == []
 
 
 def test_plan_names_missing_changed_and_unchangeable() -> None:
     found = changed(HALF, retention_bytes="1000")
     del found[GROUPS]
-    found[OP] = msgspec.structs.replace(found[OP], partitions=3, replication=1)
-    made = plan(wanted_topics(SETTINGS, 3, found.get(HALF)), found)
+    found[OP] = replace(found[OP], partitions=3, replication=1)
+    made = planned(found)
     assert [topic.name for topic in made.create] == [GROUPS]
-    assert [(c.topic, c.name, c.found, c.wanted) for c in made.change] == [
-        (HALF, "retention.bytes", "1000", "-1")
-    ]
+    assert made.change == (SettingChange(HALF, "retention.bytes", "1000", "-1"),)
     assert len(made.remarks) == 2
     assert all(OP in remark for remark in made.remarks)
 
@@ -101,20 +102,20 @@ def test_settings_that_cannot_work_are_refused(
 @pytest.mark.parametrize("topic", [OP, CHECKPOINT, PARKED, GROUPS])
 def test_mismatched_partition_counts_are_refused(topic: str) -> None:
     found = as_wanted()
-    found[topic] = msgspec.structs.replace(found[topic], partitions=5)
+    found[topic] = replace(found[topic], partitions=5)
     assert len(contradictions(SETTINGS, found)) == 1
 
 
 def test_topics_follow_limits_of_half_topic() -> None:
     found = changed(HALF, retention_ms="-1", max_message_bytes=str(16 << 20))
-    made = plan(wanted_topics(SETTINGS, 3, found[HALF]), found)
+    made = planned(found)
     assert {(change.topic, change.name) for change in made.change} == {
         (OP, "retention.ms"),
         *((topic, "max.message.bytes") for topic in (OP, CHECKPOINT, PARKED)),
     }
     for change in made.change:
         configs = {**found[change.topic].configs, change.name: change.wanted}
-        found[change.topic] = msgspec.structs.replace(found[change.topic], configs=configs)
+        found[change.topic] = replace(found[change.topic], configs=configs)
     assert contradictions(SETTINGS, found) == []
 
 
@@ -124,7 +125,7 @@ def test_changed_partition_count_is_refused_once(topics: tuple[str, ...]) -> Non
     made_with = Layout(1, found[HALF].partitions)
     assert contradictions(SETTINGS, found, made_with) == []
     for topic in topics:
-        found[topic] = msgspec.structs.replace(found[topic], partitions=11)
+        found[topic] = replace(found[topic], partitions=11)
     (sentence,) = contradictions(SETTINGS, found, made_with)
     assert sentence.startswith(f"{HALF} has 11 partitions")
     assert f"made with {made_with.partitions}" in sentence
@@ -133,7 +134,7 @@ def test_changed_partition_count_is_refused_once(topics: tuple[str, ...]) -> Non
 @pytest.mark.parametrize(("count", "remedy"), [(7, "--partitions 8"), (9, "start again")])
 def test_changed_partition_count_names_next_step(count: int, remedy: str) -> None:
     found = as_wanted()
-    found[OP] = msgspec.structs.replace(found[OP], partitions=count)
+    found[OP] = replace(found[OP], partitions=count)
     for layout in (None, Layout(1, 8)):
         (sentence,) = contradictions(SETTINGS, found, layout)
         assert sentence.startswith(f"{OP} has {count} partitions, but {HALF} has 8")
@@ -141,7 +142,7 @@ def test_changed_partition_count_names_next_step(count: int, remedy: str) -> Non
 
 
 def test_checkpoint_topic_takes_snapshots_at_any_batch_size() -> None:
-    small = msgspec.structs.replace(SETTINGS, message_bytes_max=1000)
+    small = replace(SETTINGS, message_bytes_max=1000)
     sizes = {
         t.name: int(t.configs.get("max.message.bytes", 0)) for t in wanted_topics(small, 1, None)
     }
@@ -198,17 +199,12 @@ async def test_broken_settings_are_detected_while_running(world: KafkaHarness) -
     half = world.name("half")
     await door.admin.alter(half, {"retention.ms": "1000"})
 
-    async def problems() -> list[str]:
-        backoff = Backoff(10.0, 0.05)
-        while not (found := await door.check_topics()):
-            assert await backoff.pause(), "the changed setting does not show"
-        return found
+    async def found(sentence: str) -> bool:
+        return any(sentence in line for line in await door.check_topics())
 
-    assert any(f"{half} keeps messages for 1 s" in line for line in await problems())
+    await until(lambda: found(f"{half} keeps messages for 1 s"))
     await door.admin.alter(half, {"retention.ms": "-1", "message.timestamp.type": "CreateTime"})
-    backoff = Backoff(10.0, 0.05)
-    while not any("LogAppendTime" in line for line in await problems()):
-        assert await backoff.pause(), "the changed setting does not show"
+    await until(lambda: found("LogAppendTime"))
 
 
 async def test_start_refuses_unusable_settings(world: KafkaHarness) -> None:
@@ -237,4 +233,4 @@ async def test_start_creates_no_topics_if_disabled(world: KafkaHarness) -> None:
 )
 def test_contradicting_settings_are_refused(changes: dict[str, object]) -> None:
     with pytest.raises(ConfigurationError):
-        msgspec.structs.replace(SETTINGS, **changes).validate()
+        replace(SETTINGS, **changes).validate()

@@ -38,14 +38,7 @@ class Resource(StrEnum):
 
 
 class Right(Struct, frozen=True):
-    """Operations that a role needs on a resource.
-
-    Attributes:
-        role, resource, operations: who, what type, which ACL operations.
-        name: of the resource.
-        prefixed: whether `name` is a prefix.
-        why: its purpose.
-    """
+    """Operations that a role needs on a resource; `prefixed`: its name is a prefix."""
 
     role: Role
     resource: Resource

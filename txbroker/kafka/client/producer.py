@@ -31,6 +31,7 @@ from txbroker.kafka.protocol.transactions import (
     Partition,
     PartitionResult,
     ProducerIdentity,
+    by_topic,
     negotiate,
 )
 from txbroker.net.timers import Backoff
@@ -307,9 +308,7 @@ class Producer:
         if self._shared is not None and len(batches) == 1:
             ((partition, batch),) = batches.items()
             return [await self._shared.write(leader, partition, batch, self._channel)]
-        topics: dict[str, list[tuple[int, bytes]]] = {}
-        for (topic, number), batch in batches.items():
-            topics.setdefault(topic, []).append((number, batch))
+        topics = by_topic((topic, (number, batch)) for (topic, number), batch in batches.items())
         timeout_ms = round(self._settings.request_timeout_s * 1000)
         request = self._protocol.produce(self._transactional_id, timeout_ms, list(topics.items()))
         return self._protocol.parse_produce_response(
@@ -345,14 +344,10 @@ class Producer:
         ):
             return
         new = [partition for partition in partitions if partition not in self._added]
-        topics: dict[str, list[int]] = {}
-        for topic, number in new:
-            topics.setdefault(topic, []).append(number)
-        if not topics:
+        if not new:
             return
-        request = AddPartitionsToTxnRequest(
-            self._transactional_id, self.id, self.epoch, list(topics.items())
-        )
+        topics = list(by_topic(new).items())
+        request = AddPartitionsToTxnRequest(self._transactional_id, self.id, self.epoch, topics)
         creation_deadline_s = backoff.left_s - _TOPIC_CREATION_S
         while True:
             code, partition = await self._try_add(request, new[0])

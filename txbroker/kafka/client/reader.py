@@ -23,7 +23,7 @@ from txbroker.kafka.protocol.batch import Decode, decode_batch
 from txbroker.kafka.protocol.codes import LEADER_MOVED, Code
 from txbroker.kafka.protocol.fetched import Fetched
 from txbroker.kafka.protocol.packed import ListOffsetsV3
-from txbroker.kafka.protocol.transactions import Partition
+from txbroker.kafka.protocol.transactions import Partition, by_topic
 from txbroker.net.timers import Backoff
 
 log = structlog.wrap_logger(logging.getLogger(__name__))
@@ -175,6 +175,13 @@ class Reader:
         if trailing and skipped is not None:
             skipped(trailing)
 
+    async def read_all(self, end: int) -> list[Record]:
+        """Return all committed records before offset `end`."""
+        records: list[Record] = []
+        async for some in self.read(await self.start(), end):
+            records += some
+        return records
+
     def _ahead(self, position: int, end: int) -> asyncio.Task[Fetched] | None:
         if position >= end:
             return None
@@ -287,9 +294,7 @@ async def end_offsets(
 async def _end_offsets_at(
     client: Client, leader: int, partitions: list[Partition], isolation: int, channel: str
 ) -> dict[Partition, int]:
-    topics: dict[str, list[tuple[int, int]]] = {}
-    for topic, number in partitions:
-        topics.setdefault(topic, []).append((number, LATEST))
+    topics = by_topic((topic, (number, LATEST)) for topic, number in partitions)
     try:
         answer = await client.ask(leader, ListOffsetsV3(isolation, list(topics.items())), channel)
     except (NotSent, Unanswered):

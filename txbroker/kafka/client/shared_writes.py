@@ -21,7 +21,7 @@ from txbroker.errors import TxbrokerError
 from txbroker.kafka.client.client import Client, NotSent, Unanswered
 from txbroker.kafka.protocol.codes import Code
 from txbroker.kafka.protocol.packed import PartitionsResponse
-from txbroker.kafka.protocol.transactions import TXN_V1, Partition, PartitionResult
+from txbroker.kafka.protocol.transactions import TXN_V1, Partition, PartitionResult, by_topic
 
 AT_ONCE = 2
 """Requests in flight to one broker from which on batches wait to be combined."""
@@ -226,10 +226,7 @@ class SharedWrites:
     def _send(self, request: _Request) -> None:
         """Send batches in one request; its answer resolves their futures."""
         batches = request.batches
-        topics: dict[str, list[tuple[int, bytes]]] = {}
-        for batch in batches:
-            topic, number = batch.partition
-            topics.setdefault(topic, []).append((number, batch.encoded))
+        topics = by_topic((b.partition[0], (b.partition[1], b.encoded)) for b in batches)
         timeout_s = self._client.settings.request_timeout_s
         if len(batches) > 1:
             # The broker answers by then, so that a slow partition delays no others.

@@ -6,7 +6,6 @@ import contextlib
 from collections.abc import Sequence
 
 from txbroker.config.settings import Settings
-from txbroker.core.records import Record
 from txbroker.door.own_topics import Layout, encode_layout, find_layout
 from txbroker.door.protocols import (
     AppendRefused,
@@ -124,10 +123,7 @@ class KafkaDoor(Door):
 
     async def _read_layout(self) -> Layout | None:
         reader = Reader(self._client, self.settings.groups_topic, 0, "groups/layout")
-        records: list[Record] = []
-        async for some in reader.read(await reader.start(), await reader.end()):
-            records += some
-        return find_layout(records)
+        return find_layout(await reader.read_all(await reader.end()))
 
     async def plan(self) -> topics.Plan:
         """Return the changes that `txbroker topics apply` would make."""
@@ -135,9 +131,11 @@ class KafkaDoor(Door):
 
     async def _plan(self, names: tuple[str, ...]) -> topics.Plan:
         await self._client.refresh(())
-        return await topics.make_plan(
-            self.admin, self.settings, len(self._client.brokers), self._read_layout, names
-        )
+        found = await topics.find(self.admin, names)
+        layout = await self._read_layout() if self.settings.groups_topic in found else None
+        half, brokers = found.get(self.settings.half_topic), len(self._client.brokers)
+        wanted = topics.wanted_topics(self.settings, brokers, half, layout)
+        return topics.plan([topic for topic in wanted if topic.name in names], found)
 
     async def apply(self, plan: topics.Plan) -> None:
         """Create and change topics as planned."""

@@ -28,7 +28,7 @@ from txbroker.kafka.client.reader import READ_COMMITTED, READ_UNCOMMITTED, end_o
 from txbroker.kafka.door.stable_offset import StableEnds
 from txbroker.kafka.protocol.codes import LEADER_MOVED, Code, describe
 from txbroker.kafka.protocol.schemas import describe_producers
-from txbroker.kafka.protocol.transactions import Partition
+from txbroker.kafka.protocol.transactions import Partition, by_topic
 from txbroker.net.timers import Backoff, grown_pause_s
 
 HANGING = "hanging"
@@ -171,14 +171,14 @@ class OpenTransactionGuard:
     async def _request(
         self, leader: int, partitions: Sequence[Partition], ours: Collection[int]
     ) -> dict[Partition, ProducerState]:
-        topics: dict[str, list[int]] = {}
-        for topic, number in partitions:
-            topics.setdefault(topic, []).append(number)
         # A partition that is missing in the answer is not verified.
         states = dict.fromkeys(partitions, ProducerState(Code.UNKNOWN))
         try:
             answer = await self._client.ask(
-                leader, describe_producers(topics), f"{self._channel}/producers", _REQUEST_TIMEOUT_S
+                leader,
+                describe_producers(by_topic(partitions)),
+                f"{self._channel}/producers",
+                _REQUEST_TIMEOUT_S,
             )
         except KafkaRefused as error:
             return dict.fromkeys(partitions, ProducerState(error.code))

@@ -5,7 +5,7 @@ The settings are data, the plan is a pure function; only `apply` changes anythin
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Mapping
 
 from msgspec import Struct
 
@@ -214,36 +214,26 @@ def _topic_contradictions(settings: KafkaSettings, topic: TopicSpec) -> list[str
     configs = topic.configs
     if not configs:
         return []
-    lines = []
-    if configs.get("message.timestamp.type") != "LogAppendTime":
-        lines.append(
-            f"{topic.name} needs message.timestamp.type=LogAppendTime: txbroker relies on the "
-            "brokers' clock"
-        )
-    if configs.get("unclean.leader.election.enable") == "true":
-        lines.append(
-            f"{topic.name} needs unclean.leader.election.enable=false, or acknowledged records "
-            "can be lost"
-        )
-    if configs.get("compression.type") in _CODECS:
-        lines.append(
-            f"{topic.name} needs compression.type=uncompressed: txbroker does not decode "
-            f"{configs['compression.type']}, so it could not read its own records"
-        )
     in_sync = int(configs.get("min.insync.replicas", "1"))
-    if in_sync > topic.replication:
-        lines.append(
-            f"{topic.name} has min.insync.replicas={in_sync} but {topic.replication} replicas: "
-            "no write could succeed"
-        )
     policy = "delete" if topic.name in (settings.half_topic, settings.op_topic) else "compact"
-    if configs.get("cleanup.policy") != policy:
-        lines.append(f"{topic.name} needs cleanup.policy={policy}")
-    if policy == "delete" and int(configs.get("retention.bytes", "-1")) != _FOREVER:
-        lines.append(
-            f"{topic.name} needs retention.bytes=-1: a limit by size deletes undecided messages"
-        )
-    return lines
+    codec = configs.get("compression.type")
+    wrong = {
+        "needs message.timestamp.type=LogAppendTime: txbroker relies on the brokers' clock": (
+            configs.get("message.timestamp.type") != "LogAppendTime"
+        ),
+        "needs unclean.leader.election.enable=false, or acknowledged records can be lost": (
+            configs.get("unclean.leader.election.enable") == "true"
+        ),
+        f"needs compression.type=uncompressed: txbroker does not decode {codec}, so it could not "
+        "read its own records": codec in _CODECS,
+        f"has min.insync.replicas={in_sync} but {topic.replication} replicas: no write could "
+        "succeed": in_sync > topic.replication,
+        f"needs cleanup.policy={policy}": configs.get("cleanup.policy") != policy,
+        "needs retention.bytes=-1: a limit by size deletes undecided messages": (
+            policy == "delete" and int(configs.get("retention.bytes", "-1")) != _FOREVER
+        ),
+    }
+    return [f"{topic.name} {sentence}" for sentence, applies in wrong.items() if applies]
 
 
 def _size_contradictions(settings: KafkaSettings, found: Mapping[str, TopicSpec]) -> list[str]:
@@ -313,20 +303,6 @@ async def find(admin: Admin, names: tuple[str, ...]) -> dict[str, TopicSpec]:
         )
         for name in existing
     }
-
-
-async def make_plan(
-    admin: Admin,
-    settings: KafkaSettings,
-    brokers: int,
-    read_layout: Callable[[], Awaitable[Layout | None]],
-    names: tuple[str, ...],
-) -> Plan:
-    """Return the changes that `apply` would make."""
-    found = await find(admin, names)
-    layout = await read_layout() if settings.groups_topic in found else None
-    wanted = wanted_topics(settings, brokers, found.get(settings.half_topic), layout)
-    return plan([topic for topic in wanted if topic.name in names], found)
 
 
 async def apply(admin: Admin, wanted: Plan) -> None:

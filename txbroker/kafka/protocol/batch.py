@@ -57,14 +57,7 @@ class Unreadable(Exception):
 
 
 class Body(Struct, frozen=True):
-    """The encoded records of a batch, without the header, which depends on the producer.
-
-    Attributes:
-        encoded: the records.
-        count: number of records.
-        first_ms: timestamp of the first record.
-        largest_ms: largest timestamp.
-    """
+    """The encoded records of a batch, without the header, which depends on the producer."""
 
     encoded: bytes
     count: int

@@ -7,8 +7,8 @@ requests, EndTxn may be retried until answered, and Produce adds its partition t
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any, NamedTuple, TypeAlias
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 from aiokafka.protocol.transaction import InitProducerIdRequest
 
@@ -36,9 +36,19 @@ _EPOCH_MAX = (1 << 15) - 1
 Partition: TypeAlias = tuple[str, int]
 """A topic and the number of one of its partitions."""
 
+_T = TypeVar("_T")
+
 ProducerIdentity = tuple[int, int]
 """A producer id and its epoch."""
 NO_PRODUCER: ProducerIdentity = (-1, -1)
+
+
+def by_topic(entries: Iterable[tuple[str, _T]]) -> dict[str, list[_T]]:
+    """Group entries by their topics, as requests need them."""
+    topics: dict[str, list[_T]] = {}
+    for topic, entry in entries:
+        topics.setdefault(topic, []).append(entry)
+    return topics
 
 
 class PartitionResult(NamedTuple):
@@ -53,19 +63,14 @@ class PartitionResult(NamedTuple):
 
 
 class TxnProtocolV1:
-    """Version 1: AddPartitionsToTxn comes before Produce.
-
-    Attributes:
-        number: of the version.
-        explicit_add_partitions: whether AddPartitionsToTxn is required.
-        retries_unanswered: whether a request that the coordinator did not answer may be resent.
-        epoch_limit: the first epoch in which no transaction may begin.
-    """
+    """Version 1: AddPartitionsToTxn comes before Produce."""
 
     number = 1
     explicit_add_partitions = True
     retries_unanswered = False
+    """Whether a request that the coordinator did not answer may be resent."""
     epoch_limit = _EPOCH_MAX + 1
+    """The first epoch in which no transaction may begin."""
 
     def init_producer_id(
         self, transactional_id: Any, timeout_ms: int, current: ProducerIdentity = NO_PRODUCER

@@ -63,11 +63,9 @@ _OPERATIONS = {
 
 
 class BrokerFacts(Struct, frozen=True):
-    """A broker as reached from this machine.
+    """A broker as reached from this machine at its advertised listener.
 
     Attributes:
-        node: its id.
-        address: its advertised listener.
         fetch_version: newest supported version of Fetch, which identifies the release; -1 without
             an answer.
         why: why it did not answer, else "".
@@ -89,13 +87,7 @@ class PartitionCopies(Struct, frozen=True):
 
 
 class TopicSeen(Struct, frozen=True):
-    """A topic as the caller may see it.
-
-    Attributes:
-        error: Kafka's error code, 0 for none.
-        partitions: by number.
-        rights: the caller's rights on it, as ACL operations; None if brokers do not return them.
-    """
+    """A topic as the caller may see it; `rights` are ACL operations, None if not returned."""
 
     error: int
     partitions: dict[int, PartitionCopies]
@@ -115,7 +107,6 @@ class OpenTransaction(Struct, frozen=True):
     """A Kafka transaction that blocks `read_committed` readers of a partition.
 
     Attributes:
-        topic, partition: where.
         producer_id: -1 if the leader may not be asked.
         hidden: number of offsets that it hides.
         transactional_id: "" if no coordinator returned it.
@@ -251,10 +242,7 @@ class KafkaExamination(ClientOwner):
 
     async def _records(self, topic: str) -> list[Record]:
         reader = Reader(self._client, topic, 0, f"{_CHANNEL}/{topic}", append_time=False)
-        records: list[Record] = []
-        async for some in reader.read(await reader.start(), await reader.stable_end()):
-            records += some
-        return records
+        return await reader.read_all(await reader.stable_end())
 
     async def set_aside(self) -> list[Found]:
         """Return the newest records of other clients in txbroker's own topics that stop no
