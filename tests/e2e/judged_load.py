@@ -7,9 +7,8 @@ import contextlib
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
-from tests.faults.judge import Judge
+from tests.faults.judge import Judge, Topics
 from tests.kit.proxies import ProxyProcess
-from tests.faults.judge import Topics
 from tests.kit.topic_reader import Along, read_all
 from tests.kit.workload import Recorder, Shop, answering, work
 from txbroker.sdk import Limits, TransactionalProducer
