@@ -25,14 +25,16 @@ TERMS = JudgeTerms(NOW_MS, WINDOW_MS)
 ID = id_of(1)
 
 
-def body_hash(message: Message) -> int:
-    """Return a stand-in for the hash of key and value."""
-    return crc32(repr((message.key, message.value)).encode())
+_HALF = HalfFact(PARTITION, 0, 0, 0, True, None, "g", 0, 1, "t", 0, 100, 200, None, *[None] * 6)
+_CONTENT = slice(HalfFact._fields.index("topic"), HalfFact._fields.index("order_mark"))
+"""The columns of a half message that a copy and a replacing message have too."""
 
 
-def headers_hash(message: Message) -> int:
-    """Return a stand-in for the hash of the user's headers."""
-    return crc32(repr(message.headers).encode())
+def content_of(message: Message) -> tuple[str, int, int, int, int | None]:
+    """Return the columns `_CONTENT` of a message, with stand-ins for the hashes."""
+    parts = ((message.key, message.value), message.headers)
+    body, headers = (crc32(repr(part).encode()) for part in parts)
+    return message.topic, message.partition or 0, body, headers, message.timestamp_ms
 
 
 def half_rows(
@@ -47,28 +49,14 @@ def half_rows(
     order_mark: int | None = 7,
 ) -> list[HalfFact]:
     """Return the rows of a half message with one message for partition 0 of each topic."""
-    return [
-        HalfFact(
-            partition,
-            offset + seq,
-            at_ms,
-            at_ms,
-            True,
-            void,
-            grp,
-            seq,
-            len(topics),
-            topic,
-            0,
-            100 + seq,
-            200 + seq,
-            timestamp_ms,
-            order_mark if seq == 0 else None,
-            None,
-            *((6000, 30_000, 3, 5000) if seq == 0 else (None, None, None, None)),
-        )
+    row = _HALF._replace(partition=partition, at_ms=at_ms, clock_ms=at_ms, void=void, grp=grp)
+    rows = [
+        row._replace(offset=offset + seq, seq=seq, topic=topic, body=100 + seq, headers=200 + seq)
         for seq, topic in enumerate(topics)
     ]
+    rows = [row._replace(count=len(topics), timestamp_ms=timestamp_ms) for row in rows]
+    policy = {"after_ms": 6000, "interval_ms": 30_000, "attempts_max": 3, "timeout_ms": 5000}
+    return [rows[0]._replace(order_mark=order_mark, **policy), *rows[1:]]
 
 
 def op_row(kind: str, offset: int = 0, at_ms: int = START_MS + 100, **fields: object) -> MarkerFact:
@@ -124,11 +112,7 @@ def copy_rows(
             False,
             row.grp,
             row.count,
-            row.topic,
-            row.target_partition,
-            row.body,
-            row.headers,
-            row.timestamp_ms,
+            *row[_CONTENT],
             row.clock_ms + (row.after_ms or 0) if row.seq == 0 else None,
         )
         for row in half
@@ -189,11 +173,7 @@ def _halves(logs: Logs) -> dict[str, list[HalfFact]]:
             part.group,
             part.sequence,
             part.count,
-            message.topic,
-            message.partition or 0,
-            body_hash(message),
-            headers_hash(message),
-            message.timestamp_ms,
+            *content_of(message),
             None,
             part.dedup_key,
             round(policy.after_s * 1000),
@@ -245,17 +225,6 @@ def _op_row(marker: Marker, record: Record, clock_ms: int, following: list[Recor
         marker.number,
         marker.reason,
         round(marker.later_s * 1000),
-        [
-            Content(
-                seq,
-                message.topic,
-                message.partition or 0,
-                body_hash(message),
-                headers_hash(message),
-                message.timestamp_ms,
-            )
-            for seq, message in enumerate(messages)
-        ]
-        or None,
+        [Content(seq, *content_of(message)) for seq, message in enumerate(messages)] or None,
         marker.contents,
     )
