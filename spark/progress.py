@@ -75,11 +75,7 @@ def short(number: float) -> str:
 
 
 class SparkProgress:
-    """The bar, shown inside a `with` block. `stage` may be called from any thread.
-
-    Args:
-        console: where to draw; stderr by default.
-    """
+    """The bar, on stderr by default, inside a `with` block. Any thread may call `stage`."""
 
     def __init__(self, spark: "SparkSession", console: Console | None = None) -> None:
         self._watch = StageWatch(spark)

@@ -406,13 +406,7 @@ _LOCK, _NOTE = "audit.lock", "audit.running"
 
 
 class RunNote(Struct, frozen=True):
-    """The folders that a run writes, and those that it makes obsolete.
-
-    Attributes:
-        run: its name.
-        out: its output folder.
-        stale: folders to remove once the run is in the journal.
-    """
+    """The name and output folder of a run, and folders to remove once it is in the journal."""
 
     run: str
     out: str

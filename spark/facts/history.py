@@ -40,11 +40,8 @@ _SPANS_MAX = 30
 class PastRun(Struct, frozen=True):
     """A run whose facts may be looked up.
 
-    Attributes:
-        run: its name.
-        first_ms, last_ms: least and greatest time in the ids of its valid facts; None without
-            facts.
-        op_ends: end of its read of the operation topic.
+    `first_ms`, `last_ms`: least and greatest time in the ids of its valid facts, if it has any.
+    `op_ends`: end of its read of the operation topic.
     """
 
     run: str
@@ -56,10 +53,8 @@ class PastRun(Struct, frozen=True):
 class RemainingRuns(NamedTuple):
     """The runs of a chain whose files remain.
 
-    Attributes:
-        runs: runs whose files, and the files of all later runs, are there.
-        removed_ms: facts with ids no later than this may have been in deleted files; None where
-            none were deleted.
+    `runs`: runs whose files, and the files of all later runs, are there. `removed_ms`: facts with
+    ids no later than this may have been in deleted files; None where none were deleted.
     """
 
     runs: tuple[PastRun, ...]
@@ -82,12 +77,7 @@ class TableCount(NamedTuple):
 
 
 class EarlierFacts:
-    """The facts of the runs since the last full run, including that run's.
-
-    Args:
-        folders: the folders of the runs.
-        runs: the runs to search.
-    """
+    """The facts of the runs since the last full run, including that run's."""
 
     def __init__(self, spark: SparkSession, folders: Folders, runs: Sequence[PastRun]) -> None:
         self._spark = spark
@@ -321,11 +311,8 @@ class Chain(Struct, frozen=True):
 class CarriedState(Struct, frozen=True):
     """The state that a run left, as the next one reads it.
 
-    Attributes:
-        chain: where to continue.
-        facts: facts of open transactions.
-        ids: their ids; column `id`.
-        keys: half messages whose `dedup_key` may void later ones; None where there are none.
+    `facts`: of open transactions. `ids`: their ids; column `id`. `keys`: half messages whose
+    `dedup_key` may void later ones; None where there are none.
     """
 
     chain: Chain

@@ -75,10 +75,8 @@ def _utc(ms: int) -> datetime:
 class Percentile(NamedTuple):
     """The value below which a share of all values lies.
 
-    Attributes:
-        place: number of buckets below it, with a fraction.
-        ms: the value; None beyond the last bound.
-        over_ms: the last bound.
+    `place`: number of buckets below it, with a fraction. `ms`: the value; None beyond the last
+    bound, `over_ms`.
     """
 
     place: float

@@ -210,13 +210,8 @@ TOPICS_MAX = 50
 
 
 class MissingTargets(NamedTuple):
-    """Transactions that were committed to topics that do not exist.
-
-    Attributes:
-        transactions: their number.
-        topics: their number by topic, the largest first, a bounded number of topics.
-        examples: the oldest of them, a bounded number.
-    """
+    """Number of transactions that were committed to topics that do not exist, also by topic, the
+    largest first, and the oldest of them; a bounded number of both."""
 
     transactions: int
     topics: dict[str, int]

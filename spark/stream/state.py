@@ -83,13 +83,7 @@ class Fact(NamedTuple):
 
 
 class StreamFinding(NamedTuple):
-    """A finding, reported once.
-
-    Attributes:
-        id, kind, group, why: of the finding.
-        first_seen_ms: the moment at which it was first suspected.
-        at_ms: the moment at which it was certain.
-    """
+    """A finding, reported once, with the moments at which it was first suspected, and certain."""
 
     id: str
     kind: str

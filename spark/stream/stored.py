@@ -36,13 +36,8 @@ _Step = tuple["StreamProgress", Iterable[tuple[str, bytes]]]
 class DriftEvent(Struct, frozen=True, kw_only=True):
     """The value of a record of the drift topic, as JSON; its key is `event`.
 
-    Attributes:
-        v: version of this record.
-        event: its name, `ID:KIND`; each occurs once.
-        id, kind, group, why: the finding.
-        at: when it was certain, by the brokers' clocks.
-        first_seen: when it was first suspected.
-        stream: name of the stream that found it.
+    `event`: `ID:KIND`; each occurs once. `at`: when the finding was certain, `first_seen`: when it
+    was first suspected, both by the brokers' clocks. `v`: version of this record.
     """
 
     v: int = 1
