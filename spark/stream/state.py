@@ -23,6 +23,7 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 from txbroker.spark.judge.fold import CLOCKS_APART_MS
@@ -119,6 +120,7 @@ class TextStore(Protocol):
         """Store a text; None removes it."""
 
 
+@dataclass(slots=True)
 class _TransactionEntry:
     """A transaction: its rows, and the findings so far.
 
@@ -134,37 +136,21 @@ class _TransactionEntry:
         due_ms: when to examine it again; `ALWAYS`: at the next record.
     """
 
-    __slots__ = (
-        "due_ms",
-        "findings",
-        "id",
-        "moment_ms",
-        "reported",
-        "rises",
-        "row_ms",
-        "rows",
-        "state",
-        "suspected_ms",
-    )
-
-    def __init__(self, id: str, fields: Sequence[Any] | None = None) -> None:
-        self.id = id
-        self.rows: dict[str, list[list[Any]]] = {}
-        self.state = ""
-        self.findings: list[str] = []
-        self.reported: list[str] = []
-        self.suspected_ms = self.rises = self.moment_ms = self.row_ms = 0
-        self.due_ms = ALWAYS
-        if fields is not None:
-            self.rows, self.state, self.findings, self.reported = fields[:4]
-            self.suspected_ms, self.rises, self.moment_ms, self.row_ms, self.due_ms = fields[4:]
+    id: str
+    # The other fields are stored in this order.
+    rows: dict[str, list[list[Any]]] = field(default_factory=dict)
+    state: str = ""
+    findings: list[str] = field(default_factory=list)
+    reported: list[str] = field(default_factory=list)
+    suspected_ms: int = 0
+    rises: int = 0
+    moment_ms: int = 0
+    row_ms: int = 0
+    due_ms: int = ALWAYS
 
     def fields(self) -> list[Any]:
-        """Return the arguments of `__init__`."""
-        return [
-            *(self.rows, self.state, self.findings, self.reported),
-            *(self.suspected_ms, self.rises, self.moment_ms, self.row_ms, self.due_ms),
-        ]
+        """Return all fields but the id."""
+        return [getattr(self, name) for name in self.__slots__[1:]]
 
     def add(self, table: str, row: list[Any]) -> None:
         self.rows.setdefault(table, []).append(row)
@@ -254,7 +240,7 @@ class Bucket:
         if slot not in self._slots:
             entries = json.loads(self._texts.read(slot) or "{}")
             self._slots[slot] = {
-                id: _TransactionEntry(id, fields) for id, fields in entries.items()
+                id: _TransactionEntry(id, *fields) for id, fields in entries.items()
             }
         return self._slots[slot]
 
