@@ -15,6 +15,7 @@ from typing import NamedTuple
 import msgspec
 import pyspark
 
+from tests.kit.cli import Result
 from tests.spark.planting import Planting
 from txbroker.cli import submit
 from txbroker.spark.schema import RunSummary
@@ -31,22 +32,16 @@ OLD = ("--late-after-s", "3600", "--lost-after-s", "7200")
 REPORT = "report.html"
 
 
-class Ended(NamedTuple):
-    code: int
-    out: str
-    err: str
-
-    @property
-    def summary(self) -> RunSummary:
-        """Its stdout, one run as JSON."""
-        assert self.out, self.err
-        return msgspec.json.decode(self.out, type=RunSummary)
+def summary_of(ended: Result) -> RunSummary:
+    """Return the summary of a run that was printed as JSON."""
+    assert ended.out, ended.err
+    return msgspec.json.decode(ended.out, type=RunSummary)
 
 
 class Commanded(NamedTuple):
     """One that was begun: what waits for its end, and the folder where it works."""
 
-    ended: Callable[[], Ended]
+    ended: Callable[[], Result]
     folder: Path
 
 
@@ -66,7 +61,7 @@ def environment(**more: str) -> dict[str, str]:
 @contextlib.contextmanager
 def begun(
     planting: Planting, data_dir: Path, *options: str, **more: str
-) -> Iterator[Callable[[], Ended]]:
+) -> Iterator[Callable[[], Result]]:
     """Audit the planted topics in the data folder during the block, which gets a function that
     waits for the end."""
     with (
@@ -78,7 +73,7 @@ def begun(
         ) as running,
     ):  # fmt: skip
 
-        def ended() -> Ended:
+        def ended() -> Result:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 running.wait(TIMEOUT_S)
             written = []
@@ -88,7 +83,7 @@ def begun(
             code = running.poll()
             assert code is not None, f"it has not ended within {TIMEOUT_S:g} s: {written[1]}"
             assert "Traceback" not in written[1], written[1]
-            return Ended(code, *written)
+            return Result(code, *written)
 
         try:
             yield ended
@@ -100,12 +95,12 @@ def begun(
                 running.kill()
 
 
-def audit(planting: Planting, data_dir: Path, *options: str, **more: str) -> Ended:
+def audit(planting: Planting, data_dir: Path, *options: str, **more: str) -> Result:
     with begun(planting, data_dir, *options, **more) as ended:
         return ended()
 
 
-def submitted(planting: Planting, data_dir: Path, *conf: str) -> Ended:
+def submitted(planting: Planting, data_dir: Path, *conf: str) -> Result:
     """Audit the planted topics with `spark-submit`.
 
     Args:
@@ -124,7 +119,7 @@ def submitted(planting: Planting, data_dir: Path, *conf: str) -> Ended:
         ),
     )  # fmt: skip
     assert "Traceback" not in done.stderr, done.stderr
-    return Ended(done.returncode, done.stdout, done.stderr)
+    return Result(done.returncode, done.stdout, done.stderr)
 
 
 def drift_of(planting: Planting) -> dict[str, int]:

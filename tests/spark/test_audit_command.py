@@ -14,7 +14,7 @@ import pyspark
 import pytest
 
 from tests.kit.cli import until_gone
-from tests.spark.audit_process import audit, command, drift_of, environment, submitted
+from tests.spark.audit_process import audit, command, drift_of, environment, submitted, summary_of
 from tests.spark.planted_cases import Planted
 from txbroker.embedded.java import find_java
 from txbroker.spark.journal import JOURNAL_FILE, Journal
@@ -103,7 +103,7 @@ def test_executors_in_separate_processes(
         SPARK_HOME=str(spark_home),
     )
     assert ended.code == 4, ended.err
-    assert ended.summary.drift == drift_of(planted.planting)
+    assert summary_of(ended).drift == drift_of(planted.planting)
 
 
 @pytest.fixture
@@ -162,4 +162,4 @@ def test_a_standalone_master_and_worker(
         SPARK_LOCAL_IP="127.0.0.1", PYSPARK_PYTHON=sys.executable,
     )  # fmt: skip
     assert ended.code == 4, ended.err
-    assert ended.summary.drift == drift_of(planted.planting)
+    assert summary_of(ended).drift == drift_of(planted.planting)

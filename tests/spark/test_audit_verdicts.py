@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import pytest
 
 from tests.kit.topic_reader import read_topics
-from tests.spark.audit_process import REPORT, Commanded, drift_of
+from tests.spark.audit_process import REPORT, Commanded, drift_of, summary_of
 from tests.spark.fact_world import tables_held
 from tests.spark.planted_cases import Planted, plant_clean
 from tests.spark.planting import Expected, Planting, access_to
@@ -117,7 +117,7 @@ def test_the_summary_adds_up(planted: Planted, audited: Audited) -> None:
 def test_command_publishes_its_result(planted: Planted, commanded: Commanded) -> None:
     planting, ended, folder = planted.planting, commanded.ended(), commanded.folder
     assert ended.code == 4, ended.err
-    summary = ended.summary
+    summary = summary_of(ended)
     assert summary.drift == drift_of(planting)
     assert ended.err.splitlines()[-1].startswith(f"Run {summary.run} (full): ")
     assert "Drift! Rolled back but visible: " in ended.err
