@@ -46,11 +46,7 @@ def row_of(half: Half) -> HalfRow:
 
 def _seen(outcome: ApplyResult) -> tuple[object, ...]:
     transaction = outcome.transaction
-    return (outcome.effect, outcome.why, None if transaction is None else _shown(transaction))
-
-
-def _shown(transaction: object) -> dict[str, object]:
-    return {name: getattr(transaction, name) for name in transaction.__struct_fields__}  # type: ignore[attr-defined]
+    return (outcome.effect, outcome.why, transaction and structs.asdict(transaction))
 
 
 def _state(ledger: Ledger) -> dict[str, object]:
@@ -61,7 +57,7 @@ def _state(ledger: Ledger) -> dict[str, object]:
         "clocks": (ledger.half_clock_ms, ledger.op_clock_ms),
         "anchors": (ledger.half_anchor, ledger.op_anchor),
         "whole anchors": (ledger.half_whole_anchor, ledger.op_whole_anchor),
-        "transactions": [_shown(each) for each in ledger.index],
+        "transactions": list(map(structs.asdict, ledger.index)),
         "ready": list(ledger.index.ready),
         "waiting": {id: list(each) for id, each in ledger.waiting.items()},
         "waited": ledger.commits_waited,

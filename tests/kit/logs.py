@@ -16,7 +16,6 @@ from txbroker.core.records import (
     Record,
 )
 from txbroker.core.routing import make_id
-from txbroker.core.transaction import Transaction
 
 PARTITION = 3
 WINDOW_MS = 120_000
@@ -97,17 +96,9 @@ def replayed(logs: Logs) -> Ledger:
     return ledger
 
 
-def shown(transaction: Transaction) -> dict[str, object]:
-    """Return all that the logs say of a transaction."""
-    facts = structs.asdict(transaction)
-    facts["attempts"] = list(transaction.checks.attempts)
-    facts["counted_ms"] = list(transaction.checks.counted_ms)
-    return facts
-
-
 def picture(ledger: Ledger) -> dict[str, dict[str, object]]:
     """Return all that a ledger knows of its transactions, for comparing ledgers."""
-    return {transaction.id: shown(transaction) for transaction in ledger.index}
+    return {transaction.id: structs.asdict(transaction) for transaction in ledger.index}
 
 
 def effects(outcomes: Iterable[ApplyResult]) -> list[Effect]:
