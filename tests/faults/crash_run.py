@@ -17,6 +17,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -344,18 +345,13 @@ class Crash:
 # --- many -------------------------------------------------------------------------------------
 
 
+@dataclass
 class Result:
-    """The results of the cases of one pair.
+    """The results of the cases of one pair: the seconds of each by name, and the failures."""
 
-    Attributes:
-        took: the seconds of each case, by name.
-        failed: what went wrong, in words.
-    """
-
-    def __init__(self) -> None:
-        self.took: dict[str, float] = {}
-        self.failed: list[str] = []
-        self.transactions = 0
+    took: dict[str, float] = field(default_factory=dict)
+    failed: list[str] = field(default_factory=list)
+    transactions: int = 0
 
 
 async def run_pair(
