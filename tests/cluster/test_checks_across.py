@@ -181,10 +181,7 @@ async def asked(recorder: Recorder, count: int) -> None:
     """Wait until `count` more checks were answered."""
     wanted = len(recorder.history.asked) + count
 
-    async def enough() -> bool:
-        return len(recorder.history.asked) >= wanted
-
-    await until(enough)
+    await until(lambda: len(recorder.history.asked) >= wanted)
 
 
 async def test_proxy_death_during_check_counts_as_attempt(

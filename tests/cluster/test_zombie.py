@@ -167,10 +167,7 @@ async def more_calls(recorder: Recorder, count: int) -> None:
 
     wanted = answered() + count
 
-    async def enough() -> bool:
-        return answered() >= wanted
-
-    await until(enough)
+    await until(lambda: answered() >= wanted)
 
 
 def check_answers(

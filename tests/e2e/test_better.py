@@ -304,10 +304,7 @@ async def test_partitions_run_in_parallel_despite_slow_group(
         held = [{"topic": topic, "key": str(n), "value": "slow"} for n in range(40)]
         await asyncio.gather(*[shared.prepare(message, group=slow) for message in held])
 
-        async def slow_ones_are_asked() -> bool:
-            return bool(desk.calls.get(slow))
-
-        await until(slow_ones_are_asked)
+        await until(lambda: bool(desk.calls.get(slow)))
         began = time.monotonic()
         ids = await asyncio.gather(
             *[shared.prepare({"topic": topic, "value": "q"}, group=quick) for _ in range(20)]

@@ -176,7 +176,6 @@ class Pair:
         return next(each for each in self.proxies if each is not proxy)
 
     async def taken_over(self, by: FailingProxy) -> None:
-
         async def all_of_it() -> bool:
             return len(await by.owned()) == PARTITIONS
 

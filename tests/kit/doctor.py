@@ -261,7 +261,6 @@ class World:
         self.settings = settings()
 
     def subject(self) -> Subject:
-
         async def at_once(_seconds: float) -> None:
             pass
 

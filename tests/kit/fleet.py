@@ -124,11 +124,7 @@ async def web_load(
 
 
 async def reached(recorder: Recorder, finished: int) -> None:
-
-    async def enough() -> bool:
-        return recorder.finished >= finished
-
-    await until(enough, 2 * DEADLINE_S)
+    await until(lambda: recorder.finished >= finished, 2 * DEADLINE_S)
 
 
 async def judged(fleet: Fleet, shop: Shop, disturb: Disturb, transactions: int) -> Recorder:

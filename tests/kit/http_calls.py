@@ -52,7 +52,6 @@ class HttpCalls:
         return (await self.checked("GET", path))[1]
 
     async def reaches(self, id: str, state: str) -> Json:
-
         async def there() -> Json | None:
             shown = await self.show(id)
             return shown if shown["state"] == state else None

@@ -228,10 +228,7 @@ class Service(HttpCalls):
     async def asked_times(self, group: str, count: int) -> list[Json]:
         """Wait until a group's endpoint has received `count` check-backs."""
 
-        async def enough() -> bool:
-            return len(self.asked(group)) >= count
-
-        await until(enough)
+        await until(lambda: len(self.asked(group)) >= count)
         return self.asked(group)
 
     def producer(self, group: str, **options: Any) -> TransactionalProducer:
