@@ -72,10 +72,7 @@ async def promoting(service: Service, topic: str, key: bytes) -> AsyncIterator[l
 
     work = asyncio.ensure_future(promote())
 
-    async def begun() -> bool:
-        return len(seen) > 3 or work.done()
-
-    await until(begun)
+    await until(lambda: len(seen) > 3 or work.done())
     try:
         yield seen
     finally:

@@ -67,7 +67,7 @@ class InMemoryBroker:
         }
         self._settings = Settings(**chosen)
         self._settings.validate_whole()
-        self._kafka: MemoryKafka
+        self._kafka = MemoryKafka()
         self._door: MemoryDoor
         self._proxy: Proxy
         self._stack = AsyncExitStack()
@@ -84,7 +84,7 @@ class InMemoryBroker:
         """
         self._thread.start()
         try:
-            self._run(self._begin())
+            self._run(self._start_proxy())
         except BaseException:
             self._end()
             raise
@@ -206,10 +206,6 @@ class InMemoryBroker:
         self._do(lambda: self._kafka.come_up())
 
     # --- in the loop ---------------------------------------------------------------------
-
-    async def _begin(self) -> None:
-        self._kafka = MemoryKafka()
-        await self._start_proxy()
 
     async def _start_proxy(self) -> None:
         settings = self._settings
