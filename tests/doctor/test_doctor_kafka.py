@@ -7,7 +7,8 @@ import json
 import subprocess
 import tarfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from threading import Thread
@@ -177,18 +178,9 @@ def test_dead_group_fails_and_answering_one_does_not(dev: Dev) -> None:
     url = f"http://127.0.0.1:{server.server_port}/check?token={QUERY}"
     register = ("groups", "register", "--yes", "--check-url")
     try:
-        assert cli(dev, *register, url, "live", "--secret-ref", f"file:{secrets}/live").code == 0
-        assert (
-            cli(
-                dev,
-                *register,
-                "http://127.0.0.1:9/",
-                "dead",
-                "--secret-ref",
-                f"file:{secrets}/dead",
-            ).code
-            == 0
-        )
+        for group, at in (("live", url), ("dead", "http://127.0.0.1:9/")):
+            secret = f"file:{secrets}/{group}"
+            assert cli(dev, *register, at, group, "--secret-ref", secret).code == 0
         found = shown(doctor(dev, "-o", "json"))["groups-reachable"]
         names = [line.partition(":")[0] for line in found["details"]]
         assert (found["level"], names) == ("fails", ["dead", "shop"])
@@ -200,42 +192,40 @@ def test_dead_group_fails_and_answering_one_does_not(dev: Dev) -> None:
         assert cli(dev, "groups", "remove", "--yes", "live", "dead").code == 0
 
 
-async def test_a_hanging_transaction(dev: Dev) -> None:
-    name = f"hanging-{time.time_ns()}"
+@asynccontextmanager
+async def open_transaction(dev: Dev, timestamp_ms: int) -> AsyncIterator[str]:
+    """Keep a transaction with one message open, and yield its transactional id."""
+    name = f"open-{time.time_ns()}"
     producer = Producer({"bootstrap.servers": dev.kafka, "transactional.id": name, "log_level": 0})
     await asyncio.to_thread(producer.init_transactions, TIMEOUT_S)
     producer.begin_transaction()
-    producer.produce("payments", b"never committed", partition=0)
+    producer.produce("payments", b"never committed", partition=0, timestamp=timestamp_ms)
     assert await asyncio.to_thread(producer.flush, TIMEOUT_S) == 0
     try:
-        young = await look(dev, Thresholds(), ["hanging-transactions"])
+        yield name
+    finally:
+        await asyncio.to_thread(producer.abort_transaction, TIMEOUT_S)
+
+
+async def test_a_hanging_transaction(dev: Dev) -> None:
+    check = ["hanging-transactions"]
+    async with open_transaction(dev, round(time.time() * 1000)) as name:
+        young = await look(dev, Thresholds(), check)
         assert young["hanging-transactions"].level == "ok"
-        strict = await look(dev, Thresholds(transaction_s=-5.0), ["hanging-transactions"])
+        strict = await look(dev, Thresholds(transaction_s=-5.0), check)
         found = strict["hanging-transactions"]
         assert found.level == "fails"
         (line,) = found.details
         assert line.startswith(f"payments-0: transactional id {name}, for ")
         assert line.endswith("hides 1 offsets")
-    finally:
-        await asyncio.to_thread(producer.abort_transaction, TIMEOUT_S)
-    ended = await look(dev, Thresholds(transaction_s=-5.0), ["hanging-transactions"])
+    ended = await look(dev, Thresholds(transaction_s=-5.0), check)
     assert ended["hanging-transactions"].level == "ok"
 
 
 async def test_examination_describes_open_transactions(dev: Dev) -> None:
-    name = f"open-{time.time_ns()}"
-    producer = Producer({"bootstrap.servers": dev.kafka, "transactional.id": name, "log_level": 0})
-    await asyncio.to_thread(producer.init_transactions, TIMEOUT_S)
-    producer.begin_transaction()
-    producer.produce("payments", b"never committed", partition=0, timestamp=1000)
-    assert await asyncio.to_thread(producer.flush, TIMEOUT_S) == 0
-    try:
-        async with KafkaExamination(
-            KafkaSettings.from_configuration(settings(kafka=dev.kafka))
-        ) as kafka:
-            (found,) = await kafka.open_transactions(["payments", "txbroker.op"])
-    finally:
-        await asyncio.to_thread(producer.abort_transaction, TIMEOUT_S)
+    kafka_settings = KafkaSettings.from_configuration(settings(kafka=dev.kafka))
+    async with open_transaction(dev, 1000) as name, KafkaExamination(kafka_settings) as kafka:
+        (found,) = await kafka.open_transactions(["payments", "txbroker.op"])
     assert isinstance(found, OpenTransaction)
     assert (found.topic, found.partition, found.state) == ("payments", 0, "Ongoing")
     assert found.transactional_id == name
