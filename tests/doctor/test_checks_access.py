@@ -290,9 +290,7 @@ async def test_check_urls_to_inside_are_warnings(
 
 def moved(world: World, proxy: str, url: str) -> None:
     """Let a proxy be called at another URL."""
-    view = world.proxies.seen
-    proxies = [structs.replace(one, url=url) if one.url == proxy else one for one in view.proxies]
-    world.proxies.view = structs.replace(view, proxies=tuple(proxies))
+    world.proxies.proxy(proxy, url=url)
     world.proxies.pages[url] = world.proxies.pages[proxy]
 
 

@@ -216,25 +216,22 @@ class FakeProxies:
         """The overview, which a test may replace."""
         return _or_raise(self.view)
 
-    def partition(self, number: int, **changes: Any) -> None:
-        shown = [
-            structs.replace(one, **changes) if one.partition == number else one
-            for one in self.seen.partitions
-        ]
-        self.view = structs.replace(self.seen, partitions=tuple(shown))
+    def partition(self, number: int, /, **changes: Any) -> None:
+        self._change("partitions", "partition", number, changes)
 
-    def proxy(self, url: str, **changes: Any) -> None:
-        shown = [
-            structs.replace(one, **changes) if one.url == url else one for one in self.seen.proxies
-        ]
-        self.view = structs.replace(self.seen, proxies=tuple(shown))
+    def proxy(self, url: str, /, **changes: Any) -> None:
+        self._change("proxies", "url", url, changes)
 
-    def group(self, group: str, **changes: Any) -> None:
-        shown = [
-            structs.replace(one, **changes) if one.group == group else one
-            for one in self.seen.groups
-        ]
-        self.view = structs.replace(self.seen, groups=tuple(shown))
+    def group(self, group: str, /, **changes: Any) -> None:
+        self._change("groups", "group", group, changes)
+
+    def _change(self, kind: str, key: str, value: object, changes: dict[str, Any]) -> None:
+        """Change the part of the overview whose `key` has this value."""
+        shown = tuple(
+            structs.replace(one, **changes) if getattr(one, key) == value else one
+            for one in getattr(self.seen, kind)
+        )
+        self.view = structs.replace(self.seen, **{kind: shown})
 
     def close(self) -> None:
         """There is nothing to close."""
