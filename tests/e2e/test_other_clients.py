@@ -166,6 +166,12 @@ class Curl:
         answer, _, status = run.stdout.decode().rpartition("\n")
         return int(status), json.loads(answer)
 
+    async def ok(self, method: str, path: str, body: Json | None = None) -> Json:
+        """Return the answer of a call that succeeds."""
+        status, answer = await self(method, path, body)
+        assert status == 200
+        return answer
+
     async def prepare(self, group: str, value: str, **fields: Any) -> str:
         """Prepare one message and return the id."""
         messages = [{"topic": "payments", "value": value}]
@@ -206,14 +212,12 @@ async def test_curl_completes_the_walk_through_dev(dev: ProxyProcess, desk: Fake
         desk.answers[group] = [{"decision": decision}]
         check = {"check_url": f"{desk.url}/check/{group}", "check_after_s": 0.2}
         policy = {"check_interval_s": 0.1, "timeout_s": 0.5} if group == "mute" else {}
-        status, _ = await curl("PUT", f"/v1/groups/{group}", {**check, **policy})
-        assert status == 200
+        await curl.ok("PUT", f"/v1/groups/{group}", {**check, **policy})
 
     id = await curl.prepare("shop", "committed", check_after_s=60)
-    status, answer = await curl("POST", f"/v1/transactions/{id}/commit", {"group": "shop"})
-    assert (status, answer["decision"]) == (200, "commit")
-    status, _ = await curl("POST", f"/v1/transactions/{id}/commit", {"group": "shop"})
-    assert status == 200
+    answer = await curl.ok("POST", f"/v1/transactions/{id}/commit", {"group": "shop"})
+    assert answer["decision"] == "commit"
+    await curl.ok("POST", f"/v1/transactions/{id}/commit", {"group": "shop"})
     await curl.reaches(id, "promoted")
 
     silent = await curl.prepare("shop", "checked")
@@ -221,19 +225,17 @@ async def test_curl_completes_the_walk_through_dev(dev: ProxyProcess, desk: Fake
     assert (shown["source"], shown["attempts"]) == ("check", 1)
 
     never = await curl.prepare("shop", "rolled back", check_after_s=60)
-    status, _ = await curl("POST", f"/v1/transactions/{never}/rollback", {"group": "shop"})
-    assert status == 200
+    await curl.ok("POST", f"/v1/transactions/{never}/rollback", {"group": "shop"})
     status, answer = await curl("POST", f"/v1/transactions/{never}/commit", {"group": "shop"})
     assert (status, answer["error"]["code"]) == (409, "already_decided")
 
     unknown = await curl.prepare("mute", "parked")
     shown = await curl.reaches(unknown, "parked")
     assert (shown["attempts"], len(shown["checks"])) == (15, 15)
-    _, page = await curl("GET", "/v1/transactions?state=parked")
+    page = await curl.ok("GET", "/v1/transactions?state=parked")
     assert [each["id"] for each in page["transactions"]] == [unknown]
     desk.answers["mute"] = [{"decision": "commit"}]
-    status, _ = await curl("POST", f"/v1/transactions/{unknown}/revive", {"reason": "fixed"})
-    assert status == 200
+    await curl.ok("POST", f"/v1/transactions/{unknown}/revive", {"reason": "fixed"})
     await curl.reaches(unknown, "promoted")
 
     visible = await asyncio.to_thread(read_topics, servers, ["payments"])

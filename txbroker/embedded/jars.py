@@ -126,7 +126,7 @@ def fetch_jars(
 
 
 def _is_whole(path: Path, jar: Jar) -> bool:
-    # Jars get their name after their hash was verified, so the size is cancellation.
+    # Jars get their name after their hash was verified, so the size is enough.
     try:
         return path.stat().st_size == jar.size_bytes
     except OSError:

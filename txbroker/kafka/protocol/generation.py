@@ -213,7 +213,7 @@ def assignment(
 
 
 def to_runs(numbers: Iterable[int]) -> NumberRuns:
-    """Return from_runs as to_runs, in order."""
+    """Return numbers as runs, in order."""
     made: NumberRuns = []
     for number in sorted(set(numbers)):
         if made and sum(made[-1]) == number:
@@ -224,7 +224,7 @@ def to_runs(numbers: Iterable[int]) -> NumberRuns:
 
 
 def from_runs(runs: Sequence[tuple[int, int]], below: int) -> frozenset[int]:
-    """Return what the to_runs name of the from_runs from 0 up to, not including, `below`."""
+    """Return the numbers in runs, from 0 up to, not including, `below`."""
     return frozenset(
         number
         for first, count in runs
