@@ -5,18 +5,64 @@ from __future__ import annotations
 import asyncio
 import os
 import random
+from collections.abc import Callable, Iterator, Sequence
+from random import Random
 from typing import Any
 from urllib.parse import urlsplit
 
 import aiohttp
 import msgspec
 import pytest
+from msgspec import structs
 
+from tests.kit.logs import START_MS, half_of, id_of, marker_of, new_ledger
+from tests.kit.memory import MemoryHarness
+from tests.kit.service import FakeEndpoint, Service
 from tests.security.installation import TABLES, TOKENS, Installation
 from txbroker.contract import frames as wire
-from txbroker.core.records import Decision, Message
+from txbroker.core.decoding import (
+    Malformed,
+    NewerVersion,
+    decode_checkpoint,
+    decode_half,
+    decode_kept,
+    decode_marker,
+    decode_skip,
+    is_content,
+)
+from txbroker.core.encoding import (
+    CLAIM_KEY,
+    PROGRESS_KEY,
+    encode_claim,
+    encode_contents,
+    encode_half,
+    encode_kept,
+    encode_marker,
+    encode_progress,
+    encode_skip,
+)
+from txbroker.core.records import (
+    RECORD_VERSION,
+    Anchor,
+    Checkpoint,
+    Claim,
+    Decision,
+    Message,
+    ParkedCopy,
+    Record,
+    State,
+)
 from txbroker.core.routing import make_id
-from txbroker.errors import request_errors
+from txbroker.core.snapshot import chunk_key, chunks_in, closing_key, find_whole, segments_in
+from txbroker.door.own_topics import (
+    CheckpointScan,
+    encode_layout,
+    find_layout,
+    is_layout,
+    is_owners,
+)
+from txbroker.door.protocols import Fenced
+from txbroker.errors import ConfigurationError, request_errors
 from txbroker.proxy.http.api import operations
 
 CLASS = 10
@@ -187,3 +233,262 @@ async def test_a_frame_before_the_hello(
             assert failure.code == "bad_request"
             assert await socket.ended()
     record_property("result", "bad_request, and the session's end")
+
+
+# --- noise in the own topics ---------------------------------------------------------------------
+
+RECORDS = 100_000 if LONG else 10_000
+SEEDS = range(8 if LONG else 2)
+"""One test takes all of them, so that a long run has the same rows as a short one."""
+MINE = Claim(RECORD_VERSION, "mine", "one", "")
+PROGRESS = Checkpoint(RECORD_VERSION, "mine", 5, 5, Anchor(4, START_MS), Anchor(4, START_MS))
+OWN = ("half", "op", "checkpoint", "parked", "groups", "audit")
+
+
+def templates() -> list[Record]:
+    half = half_of(id_of(1), Message("t", b"k", b"v", (("h", b"x"),), 0, 7), Message("u", None))
+    half = structs.replace(
+        half,
+        messages=tuple(structs.replace(each, partition=0) for each in half.messages),
+        order_key="o",
+        dedup_key="d",
+    )
+    kept = [ParkedCopy(half, 0, START_MS, state) for state in State]
+    return [
+        *encode_half(half),
+        *encode_contents(half, half.messages),
+        *[record for each in kept for record in encode_kept(each)],
+        *[
+            encode_marker(marker_of(kind, id_of(1)))
+            for kind in ("commit", "rollback", "check", "park", "revive", "later", "returned")
+        ],
+        encode_marker(structs.replace(marker_of("commit", id_of(1)), contents=2)),
+        encode_claim(MINE),
+        encode_progress(PROGRESS),
+        encode_layout(4),
+        encode_skip("op", Record(b"k", b"v", offset=3), "me", "why"),
+        Record(closing_key(0), b'{"v": 1, "chunks": 3, "segments": ["x"]}'),
+        Record(chunk_key(0, 3), b"\x93\x01\x02\x03"),
+        Record(b"orders", b'{"check_url": "http://127.0.0.1:1"}'),
+    ]
+
+
+TEMPLATES = templates()
+TEXTS = (b"", b"\x00", b"\xff\xfe", b"{", b"[" * 100_000, b'{"v":1e999}', b'{"v":99}', b"9" * 5000)
+KEYS = (
+    CLAIM_KEY,
+    PROGRESS_KEY,
+    b"skip/op/3",
+    b"\tlayout",
+    closing_key(0),
+    closing_key(1) + b"/" + b"9" * 30,
+    closing_key(1) + b"/" + b"9" * 5000,
+    id_of(1).encode(),
+    f"{id_of(1)}/0".encode(),
+    None,
+)
+
+
+def noise(random: Random) -> Record:
+    """Return any record: bytes of any kind, or one of ours with something changed."""
+    record = random.choice(TEMPLATES)
+    if random.random() < 0.2:
+        record = Record(some_bytes(random), some_bytes(random), tuple(headers(random)))
+    for _ in range(random.randrange(3)):
+        record = changed(random, record)
+    return record
+
+
+def changed(random: Random, record: Record) -> Record:
+    what = random.randrange(6)
+    if what == 0:
+        return structs.replace(record, value=spoilt(random, record.value))
+    if what == 1:
+        return structs.replace(record, key=random.choice(KEYS))
+    if what == 2:
+        return structs.replace(record, value=some_bytes(random))
+    if what == 3:
+        return structs.replace(record, key=spoilt(random, record.key))
+    found = list(record.headers)
+    if what == 4 or not found:
+        found[random.randrange(len(found) + 1) :] = headers(random)
+    else:
+        at = random.randrange(len(found))
+        name, value = found[at]
+        found[at] = (name, spoilt(random, value) if random.random() < 0.8 else None)
+    return structs.replace(record, headers=tuple(found))
+
+
+def spoilt(random: Random, data: bytes | None) -> bytes | None:
+    """Return bytes with one changed, taken out or put in."""
+    if not data:
+        return some_bytes(random)
+    at = random.randrange(len(data))
+    new = random.choice((b"", bytes([random.randrange(256)]), b"9", b"-", b'"', b"}"))
+    return data[:at] + new + data[at + random.randrange(2) :]
+
+
+def some_bytes(random: Random) -> bytes | None:
+    if random.random() < 0.3:
+        return random.choice((None, *TEXTS))
+    return random.randbytes(random.randrange(60))
+
+
+def headers(random: Random) -> Iterator[tuple[str, bytes | None]]:
+    for _ in range(random.randrange(4)):
+        name = random.choice(("txb-v", "txb-id", "txb-seq", "txb-kept", "txb-check", "", "x"))
+        yield name, some_bytes(random)
+
+
+DECODERS: tuple[Callable[[Record], object], ...] = (
+    decode_half,
+    decode_marker,
+    decode_checkpoint,
+    decode_kept,
+    decode_skip,
+    is_layout,
+    is_owners,
+    is_content,
+)
+
+
+def test_decoders_raise_typed_errors_only() -> None:
+    """Typed errors alone."""
+    random = Random(0)
+    for _ in range(RECORDS):
+        record = noise(random)
+        for decode in DECODERS:
+            try:
+                decode(record)
+            except (Malformed, NewerVersion):
+                pass
+            except Exception as error:
+                raise AssertionError(f"{decode.__name__} of {record!r}"[:2000]) from error
+
+
+def test_ledger_ignores_any_noise() -> None:
+    """Void or stepped over; the transactions beside it settle."""
+    for seed in SEEDS:
+        a_ledger_goes_on(Random(seed))
+
+
+def a_ledger_goes_on(random: Random) -> None:
+    ledger = new_ledger()
+    ids = [id_of(number) for number in range(1000, 1050)]
+
+    def apply(half: bool, *records: Record) -> None:
+        skipped = random.choice((0, 0, 3))
+        for record in records:
+            position = ledger.half_position if half else ledger.op_position
+            offset = position + skipped
+            stored = structs.replace(
+                record, offset=offset, skipped=skipped, timestamp_ms=START_MS, producer=-1
+            )
+            (ledger.apply_half if half else ledger.apply_op)(stored)
+            skipped = 0
+
+    for id in ids:
+        for _ in range(RECORDS // len(SEEDS) // len(ids)):
+            apply(random.random() < 0.5, noise(random))
+        apply(True, *encode_half(half_of(id, Message("t", b"k", b"v", partition=0))))
+        apply(False, encode_marker(marker_of("commit", id)))
+    assert [ledger.index.transactions[id].state for id in ids] == [State.COMMITTED] * len(ids)
+
+
+def test_claim_reads_any_noise() -> None:
+    """Set aside; the claim comes through."""
+    random = Random(0)
+    for _ in range(RECORDS // 50):
+        scan = CheckpointScan("x-0")
+        records = [structs.replace(noise(random), producer=-1) for _ in range(48)]
+        ours = [encode_progress(PROGRESS), encode_claim(MINE)]
+        at = random.randrange(len(records))
+        records[at:at] = [structs.replace(each, producer=7) for each in ours]
+        scan.note([structs.replace(each, offset=n) for n, each in enumerate(records)])
+        try:
+            claimed = scan.claimed(MINE)
+        except Fenced:
+            # A forged, decodable claim.
+            assert [r for r in records[at + 2 :] if r.key == CLAIM_KEY]
+            continue
+        assert claimed.progress is not None
+        find_whole(claimed.snapshots)
+        segments_in(claimed.snapshots)
+        assert all(0 <= chunks_in(slot, claimed.snapshots) <= 200_000 for slot in range(2))
+        try:
+            find_layout(records)
+        except ConfigurationError:
+            assert not any(is_layout(record) for record in records)
+
+
+def harmless(random: Random, topic: str) -> Record:
+    """Return noise for a topic that no newer version could have written, and that forges nothing:
+    what reads as ours counts as ours."""
+    while True:
+        record = noise(random)
+        if len(record.value or b"") + len(record.key or b"") > 50_000:
+            continue
+        if not forged(record, topic):
+            return record
+
+
+def forged(record: Record, topic: str) -> bool:
+    decoders: dict[str, Sequence[Callable[[Record], object]]] = {
+        "half": (decode_half,),
+        "op": (decode_marker, decode_half),
+        "parked": (decode_kept,),
+        "checkpoint": (decode_checkpoint,),
+    }
+    for decode in decoders.get(topic, ()):
+        try:
+            decode(record)
+        except NewerVersion:
+            return topic != "checkpoint"
+        except Malformed:
+            continue
+        return True
+    return topic == "groups" and is_layout(record)
+
+
+@pytest.mark.parametrize(
+    "committed", [None, True, False], ids=["without a transaction", "committed", "aborted"]
+)
+async def test_proxy_survives_noise_in_all_its_topics(committed: bool | None) -> None:
+    """Set aside; no partition stops, transactions settle."""
+    for seed in SEEDS:
+        await a_proxy_goes_on(Random(seed), committed)
+
+
+async def a_proxy_goes_on(random: Random, committed: bool | None) -> None:
+    world = MemoryHarness()
+    rounds, together = (40, 50) if LONG else (8, 25)
+    async with FakeEndpoint().serve() as desk:
+        service = Service(world, desk)
+        await service.start()
+        try:
+            topic = await service.topic()
+            expected, counted = [], 0.0
+            for number in range(rounds):
+                for name in OWN:
+                    for partition in range(1 if name in ("groups", "audit") else 2):
+                        records = [harmless(random, name) for _ in range(together)]
+                        if name == "groups" and committed is not None:
+                            continue  # its followers in memory know no transactions
+                        await world.foreign(
+                            world.name(name), partition, *records, committed=committed
+                        )
+                for one in range(4):
+                    value = b"%d-%d" % (number, one)
+                    id = await service.prepare(Message(topic, value, value))
+                    assert (await service.commit(id))["state"] == "promoted"
+                    expected.append(value)
+                # Each process counts the records it read, and a stop stores the position.
+                counted += await service.metric("foreign_records_total", topic="half")
+                if number % 2:
+                    await service.restart()
+                assert await service.owned() == {0, 1}
+            assert await service.values(topic) == expected
+            assert counted > 0 or not committed
+        finally:
+            await service.stop()
+            await world.close()

@@ -108,6 +108,12 @@ class Case(NamedTuple):
     code: int = 2
 
 
+OPEN_MODES = {
+    "token readable by all users": 0o604,
+    "token readable by all users, as umask leaves it": 0o644,
+    "token writable by all users": 0o602,
+    "token writable by the group": 0o660,
+}
 CASES: dict[str, Case] = {
     # --- who may call
     "public address without a credential": Case(
@@ -154,22 +160,13 @@ CASES: dict[str, Case] = {
         lambda place: tls(place, advertise="http://proxy-1:8470"), "it must begin with https://"
     ),
     # --- token files
-    "token readable by all users": Case(
-        lambda place: {"token_file": place.token(mode=0o604)},
-        "is open to other users of this machine (mode 0604): run `chmod 600",
-    ),
-    "token readable by all users, as umask leaves it": Case(
-        lambda place: {"token_file": place.token(mode=0o644)},
-        "is open to other users of this machine (mode 0644)",
-    ),
-    "token writable by all users": Case(
-        lambda place: {"token_file": place.token(mode=0o602)},
-        "is open to other users of this machine (mode 0602)",
-    ),
-    "token writable by the group": Case(
-        lambda place: {"token_file": place.token(mode=0o660)},
-        "is open to other users of this machine (mode 0660)",
-    ),
+    **{
+        name: Case(
+            lambda place, mode=mode: {"token_file": place.token(mode=mode)},
+            f"is open to other users of this machine (mode {mode:04o}): run `chmod 600",
+        )
+        for name, mode in OPEN_MODES.items()
+    },
     "admin token readable by all users": Case(
         lambda place: {"admin_listen": "127.0.0.1:0", "admin_token_file": place.token(mode=0o644)},
         "is open to other users of this machine (mode 0644)",
@@ -285,11 +282,6 @@ CASES: dict[str, Case] = {
 }
 
 
-def unsafe() -> list[Any]:
-    """Return the cases as parameters."""
-    return [pytest.param(case, id=name) for name, case in CASES.items()]
-
-
 async def start(settings: Json) -> None:
     """Start a proxy, as far as it comes without a Kafka."""
     given = load_settings({"listen": "127.0.0.1:0", "kafka": NO_KAFKA, **settings}, environ={})
@@ -297,7 +289,7 @@ async def start(settings: Json) -> None:
         pass
 
 
-@pytest.mark.parametrize("case", unsafe())
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 async def test_unsafe_configuration_is_refused(case: Case, place: Place) -> None:
     """Refused at start, in a sentence that names the setting."""
     with pytest.raises(ConfigurationError) as caught:

@@ -9,8 +9,7 @@ from random import Random
 from typing import Any, TypeAlias, cast
 
 from tests.faults.judge import Asked, Body, Call, History
-from tests.simulator.sim_loop import PROCESS, Process
-from tests.simulator.sim_machine import START_S
+from tests.simulator.sim_loop import PROCESS, START_S, Process
 from tests.simulator.sim_network import Network
 from tests.simulator.sim_proxy import SimProxy
 from txbroker.checkers.base import Answered, CheckCall, CheckResult, Unclear, Unreached, already

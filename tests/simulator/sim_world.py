@@ -15,12 +15,10 @@ from msgspec import Struct, field
 
 from tests.faults.judge import End, Judge, Rec, Seen, Topics, Tx, Violation, read_log
 from tests.simulator.sim_faults import TARGET_BYTES_MAX, Faults, Shape, shape_of
-from tests.simulator.sim_group import FakeGroup
 from tests.simulator.sim_kafka import Cluster
-from tests.simulator.sim_loop import Process, SimLoop, Stuck
-from tests.simulator.sim_machine import START_S
+from tests.simulator.sim_loop import START_S, Process, SimLoop, Stuck
 from tests.simulator.sim_network import Network
-from tests.simulator.sim_proxy import SimProxy
+from tests.simulator.sim_proxy import FakeGroup, SimProxy
 from tests.simulator.sim_shop import TOPICS, Asker, Lane, Shop
 from txbroker.contract.service import PartitionState
 from txbroker.core.records import State

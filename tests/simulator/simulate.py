@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from tests.simulator.sim_faults import KINDS
-from tests.simulator.sim_machine import simulated_machine
+from tests.simulator.sim_loop import simulated_machine
 from tests.simulator.sim_world import Report, run_seed
 
 STORY_LINES = 60
