@@ -35,7 +35,7 @@ from txbroker.errors import (
     request_errors,
 )
 from txbroker.proxy.cluster.forwarding import PREFIX
-from txbroker.proxy.cluster.peer_watcher import SILENT_LOOKS, PeerWatcher
+from txbroker.proxy.cluster.watchers import SILENT_LOOKS, PeerWatcher
 from txbroker.proxy.cluster.peers import Peers, Unsent
 
 ME = "http://proxy-b:8470"

@@ -15,8 +15,7 @@ from txbroker.contract.service import (
     ProxyOverview,
     Rates,
 )
-from txbroker.proxy.observe.overview import UNREACHABLE, joined
-from txbroker.proxy.observe.rates import WINDOW_S, RateCounter
+from txbroker.proxy.observe.overview import UNREACHABLE, WINDOW_S, RateCounter, joined
 
 A, B = "http://a:8470", "http://b:8470"
 

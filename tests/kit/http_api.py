@@ -16,10 +16,10 @@ from tests.kit.fake_service import FakeService, FakeStore
 from txbroker.checkers.groups import Groups
 from txbroker.checkers.sessions import SessionRegistry
 from txbroker.config.settings import Settings
-from txbroker.proxy.cluster.check_urls import make_checks
 from txbroker.proxy.http import make_app, serve
 from txbroker.proxy.http.api import CONTEXT
 from txbroker.proxy.observe.metrics import Metrics
+from txbroker.proxy.process import make_checks
 
 JSON = {"content-type": "application/json"}
 

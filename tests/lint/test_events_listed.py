@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from txbroker.proxy.observe.line_bounds import LINES_MAX, WINDOW_S
+from txbroker.proxy.observe.logging import LINES_MAX, WINDOW_S
 
 ROOT = Path(__file__).parents[2]
 LEVELS = frozenset({"debug", "info", "warning", "error", "exception", "critical", "log", "msg"})

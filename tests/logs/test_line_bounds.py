@@ -7,8 +7,13 @@ from collections.abc import Callable, Iterator
 import pytest
 import structlog
 
-from txbroker.proxy.observe.line_bounds import LINES_MAX, LineBounds
-from txbroker.proxy.observe.logging import configure_logging, flush_lines, get_logger
+from txbroker.proxy.observe.logging import (
+    LINES_MAX,
+    LineBounds,
+    configure_logging,
+    flush_lines,
+    get_logger,
+)
 
 
 class Time:

@@ -14,8 +14,8 @@ import structlog
 from txbroker.contract.service import Readiness
 from txbroker.error_text import raised_at, safe_repr, user_message
 from txbroker.errors import KafkaUnavailable
+from txbroker.proxy.cluster.watchers import ReadinessLog
 from txbroker.proxy.observe.logging import configure_logging, get_logger, printable
-from txbroker.proxy.observe.readiness import ReadinessLog
 
 FORGED = '2026-01-01T00:00:00Z [info ] forged [txbroker] {"event": "forged"}'
 HOSTILE = [

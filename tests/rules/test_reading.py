@@ -51,7 +51,7 @@ from txbroker.errors import (
     WrongGroup,
 )
 from txbroker.proxy.partition import owner as owner_module
-from txbroker.proxy.partition.parked_copies import read_copies
+from txbroker.proxy.partition.recovery import read_copies
 from txbroker.testing.door import MemoryPartitionDoor
 
 

@@ -1,19 +1,24 @@
 """Assembles one proxy: door, broker, checks and HTTP server."""
 
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
+from functools import lru_cache
+from pathlib import Path
 from urllib.parse import urlsplit
 
 from aiohttp import web
 from msgspec import Struct
 
 from txbroker import __version__
+from txbroker.checkers.group_secrets import GroupSecrets
 from txbroker.checkers.groups import Groups
+from txbroker.checkers.http import HttpChecks, HttpLimits
 from txbroker.checkers.leases import GroupFinder, Leases, PeerIdentity, PeerSessions
 from txbroker.checkers.runner import CheckRunner, RunnerLimits
 from txbroker.checkers.sessions import SessionRegistry
-from txbroker.config.addresses import Address
+from txbroker.checkers.url_guard import UrlGuard
+from txbroker.config.addresses import Address, parse_address, parse_host_rules
 from txbroker.config.settings import Settings
 from txbroker.core.settled import ShareOf
 from txbroker.door.protocols import Door
@@ -22,21 +27,18 @@ from txbroker.net.timers import Backoff
 from txbroker.net.tls import ClientTls, ServerTls, TlsFiles
 from txbroker.principals import Directory, Role
 from txbroker.proxy.cluster.broker import Broker
-from txbroker.proxy.cluster.check_urls import make_checks
 from txbroker.proxy.cluster.cluster import Cluster
 from txbroker.proxy.cluster.partition_manager import PartitionManager
-from txbroker.proxy.cluster.peer_watcher import PeerWatcher
 from txbroker.proxy.cluster.peers import Peers
+from txbroker.proxy.cluster.watchers import PeerWatcher, ReadinessLog
 from txbroker.proxy.console import console_pages
 from txbroker.proxy.http import make_admin_app, make_app, make_peer_app, serve
 from txbroker.proxy.http.api import CONTEXT
 from txbroker.proxy.http.guards import PeerGuard, load_principals
-from txbroker.proxy.observe.audit_metrics import AuditMetrics
+from txbroker.proxy.observe.gauges import AuditMetrics, PartitionGauges
 from txbroker.proxy.observe.logging import get_logger
 from txbroker.proxy.observe.metrics import Metrics
 from txbroker.proxy.observe.overview import GroupStatus
-from txbroker.proxy.observe.partition_gauges import PartitionGauges
-from txbroker.proxy.observe.readiness import ReadinessLog
 
 RECONNECT_S, RECONNECT_MAX_S = 0.1, 1.0
 """First and longest pause between attempts to reach Kafka at the start, seconds."""
@@ -129,34 +131,40 @@ async def run_proxy(door: Door, settings: Settings, *, wait_s: float = 0.0) -> A
         yield Proxy(url, admin_url, broker, cluster, groups, sessions, metrics, runner)
 
 
-def _check_runner(
-    settings: Settings, finder: GroupFinder, groups: Groups, metrics: Metrics, share_of: ShareOf
-) -> CheckRunner:
-    return CheckRunner(
-        finder,
-        metrics,
-        parallel=lambda name: _parallel(groups, name),
-        limits=RunnerLimits(parallel_total_max=settings.checks_parallel_max),
-        share_of=share_of,
-    )
-
-
 def _share_of(principals: Callable[[], Directory]) -> ShareOf:
     """Return a function from a group to its share, by the principals at the time of the call."""
     return lambda group: principals().share_of(group)
 
 
+def _identity(partitions: Callable[[], PartitionManager], guard: PeerGuard) -> PeerIdentity:
+    return PeerIdentity(
+        lambda: partitions().url, guard.secret, lambda url: partitions().peer_url(url)
+    )
+
+
+def _check_runner(
+    settings: Settings, finder: GroupFinder, groups: Groups, metrics: Metrics, share_of: ShareOf
+) -> CheckRunner:
+    def parallel(name: str) -> int | None:
+        policy = groups.policies.get(name)
+        return None if policy is None else policy.parallel
+
+    limits = RunnerLimits(parallel_total_max=settings.checks_parallel_max)
+    return CheckRunner(finder, metrics, parallel=parallel, limits=limits, share_of=share_of)
+
+
 async def _join(
     stack: AsyncExitStack, broker: Broker, peers: Peers, elsewhere: PeerSessions
 ) -> None:
-    """Join the other proxies, and watch them and the readiness of this one until the stack ends.
-
-    Raises:
-        ConfigurationError: the group cannot be used, or not by this proxy.
-    """
+    """Join the other proxies, and watch them and the readiness of this one until the stack ends."""
     readiness = ReadinessLog(broker.readiness)
     broker.on_owners(readiness.look)
-    watcher = PeerWatcher(peers, elsewhere, lambda: _others(broker.partitions))
+    partitions = broker.partitions
+    watcher = PeerWatcher(
+        peers,
+        elsewhere,
+        lambda: [url for url in partitions.proxies() if url and url != partitions.url],
+    )
     broker.on_owners(watcher.changed)
     stack.push_async_callback(broker.close)
     stack.callback(log.info, "stopping")
@@ -177,16 +185,12 @@ def _log_start(settings: Settings) -> None:
         listen=settings.listen,
     )
     if settings.token_file is not None:
-        log.info("one token for all", role=_shared_role(settings), groups="*")
+        role = Role.PRODUCER if settings.admin_listen else Role.OPERATOR
+        log.info("one token for all", role=role, groups="*")
     for old, new in settings.renamed.items():
         log.warning("setting renamed", setting=old, by=new, value=getattr(settings, new))
     for name in settings.open_kafka_secrets():
         log.warning("secret file open to others", setting=name, path=str(getattr(settings, name)))
-
-
-def _shared_role(settings: Settings) -> Role:
-    """Return the role of the token of `token_file` at `listen`."""
-    return Role.PRODUCER if settings.admin_listen else Role.OPERATOR
 
 
 async def _reach_kafka(door: Door, groups: Groups, settings: Settings, wait_s: float) -> None:
@@ -253,20 +257,10 @@ async def _listen(
     return admin_url
 
 
-def _identity(partitions: Callable[[], PartitionManager], guard: PeerGuard) -> PeerIdentity:
-    return PeerIdentity(
-        lambda: partitions().url, guard.secret, lambda url: partitions().peer_url(url)
-    )
-
-
 def _known(partitions: PartitionManager) -> Iterator[str]:
     """Yield every URL at which the proxies of the group take calls of any kind."""
     for url in partitions.proxies():
         yield from {url, partitions.peer_url(url), partitions.admin_url(url)}
-
-
-def _others(partitions: PartitionManager) -> list[str]:
-    return [url for url in partitions.proxies() if url and url != partitions.url]
 
 
 def _callable(admin_url: str, url: str) -> str:
@@ -315,6 +309,39 @@ def _log_files(files: str, why: str) -> None:
         log.info("tls files read again", files=files)
 
 
-def _parallel(groups: Groups, name: str) -> int | None:
-    policy = groups.policies.get(name)
-    return None if policy is None else policy.parallel
+def make_checks(
+    settings: Settings,
+    urls: Callable[[], Iterable[str]],
+    brokers: Callable[[], Iterable[tuple[str, int]]] = tuple,
+) -> HttpChecks:
+    """Return the caller of check URLs.
+
+    Args:
+        urls: returns the URLs of this proxy and the others, which no check URL may lead to.
+        brokers: returns host and port of each Kafka broker, in addition to `settings.kafka`.
+    """
+    kafka = [parse_address(server.strip()) for server in settings.kafka.split(",")]
+
+    def own() -> Iterable[Address]:
+        members = (Address(*broker) for broker in brokers())
+        return (*kafka, *members, *map(_address, filter(None, urls())))
+
+    values = (getattr(settings, name) for name in type(settings).model_fields)
+    files = [value for value in values if isinstance(value, Path)]
+    guard = UrlGuard(
+        allow=parse_host_rules("check_url_allow", settings.check_url_allow),
+        deny=parse_host_rules("check_url_deny", settings.check_url_deny, private=True),
+        loopback=settings.loopback_only,
+    )
+    return HttpChecks(
+        guard=guard,
+        own=own,
+        secrets=GroupSecrets(settings.secrets_dir, settings.secret_env_allow, files),
+        limits=HttpLimits(messages_max=settings.messages_per_transaction_max),
+    )
+
+
+@lru_cache(maxsize=256)
+def _address(url: str) -> Address:
+    parts = urlsplit(url)
+    return Address(parts.hostname or "", parts.port or (443 if parts.scheme == "https" else 80))

@@ -41,9 +41,8 @@ from txbroker.errors import (
 )
 from txbroker.principals import Directory, no_principals
 from txbroker.proxy.cluster.forwarding import merge, new_id
-from txbroker.proxy.cluster.listing import page_of
 from txbroker.proxy.cluster.partition_manager import PartitionManager
-from txbroker.proxy.cluster.views import view
+from txbroker.proxy.cluster.views import page_of, view
 from txbroker.proxy.observe.logging import get_logger
 from txbroker.proxy.observe.overview import GroupStatus, local_overview
 from txbroker.proxy.observe.tracing import deciding
@@ -77,11 +76,7 @@ class _Calls:
         self.stopping = False
 
     def check_open(self) -> None:
-        """Raise if the proxy stops.
-
-        Raises:
-            OwnerUnavailable: it stops.
-        """
+        """Raise `OwnerUnavailable` if the proxy stops."""
         if self.stopping:
             raise OwnerUnavailable(
                 "this proxy is stopping; another one takes over its half partitions: retry"
@@ -89,11 +84,7 @@ class _Calls:
 
     @contextmanager
     def take(self, count: int = 1) -> Iterator[None]:
-        """Count calls as in flight for the duration of the block.
-
-        Raises:
-            OwnerUnavailable: the proxy stops.
-        """
+        """Count calls as in flight for the duration of the block."""
         self.check_open()
         self.count += count
         self.idle.clear()
@@ -110,18 +101,8 @@ class Broker:
 
     It refuses calls for other proxies' partitions; `Cluster` forwards those.
 
-    Args:
-        door: access to Kafka.
-        settings: the proxy's configuration.
-        groups: the registered groups, for their check policies.
-        runner: runs checks.
-        events: receives the events of every partition.
-        status: sessions, unreachable groups and unread files, for overviews.
-        principals: returns the current principals.
-
     `partitions` holds the half partitions, and the addresses of all proxies; this proxy's own
-    addresses are set there before `start`.
-    """
+    addresses are set there before `start`."""
 
     def __init__(
         self,
@@ -365,11 +346,7 @@ class Broker:
         return self._keyless.choose(running or list(owners))
 
     def _policy(self, request: PrepareRequest) -> CheckPolicy:
-        """Return the check policy of a transaction: the request's values, else its group's.
-
-        Raises:
-            BadSchedule: the checks might end after retention has removed the half message.
-        """
+        """Return the check policy of a transaction: the request's values, else its group's."""
         settings = self._settings
         default = CheckPolicy(
             settings.check_after_s,
@@ -428,12 +405,7 @@ class Broker:
     async def _final_messages(
         self, owner: PartitionOwner, transaction: Transaction, messages: Sequence[Message]
     ) -> tuple[Message, ...]:
-        """Return final messages with the partitions of the prepared ones.
-
-        Raises:
-            BadRequest: other topics or another number of messages.
-            TooLarge, BadTarget: a target will never accept its message.
-        """
+        """Return final messages with the partitions of the prepared ones."""
         prepared = transaction.half.messages
         try:
             if transaction.verdict.decision is not None:
@@ -549,11 +521,7 @@ async def _refused(error: RequestError) -> Sequence[Answer]:
 
 
 def _only(answers: Sequence[Answer]) -> TransactionStatus:
-    """Return the answer of a run of one operation.
-
-    Raises:
-        RequestError: the operation failed.
-    """
+    """Return the answer of a run of one operation, or raise its error."""
     [answer] = answers
     if isinstance(answer, RequestError):
         raise answer

@@ -31,12 +31,7 @@ from txbroker.proxy.observe.overview import joined
 
 
 class Cluster:
-    """The transactions of every proxy: a `txbroker.contract.service.Service`.
-
-    Args:
-        broker: serves this proxy's own partitions.
-        peers: the other proxies.
-    """
+    """The transactions of every proxy: a `txbroker.contract.service.Service`."""
 
     def __init__(self, broker: Broker, peers: Peers) -> None:
         self._broker = broker
@@ -46,11 +41,7 @@ class Cluster:
     # --- where -------------------------------------------------------------------------------
 
     def _owner_url(self, assigned: Sequence[str], partition: int, id: str | None) -> str | None:
-        """Return the URL of the proxy that owns a partition, None if it is this proxy.
-
-        Raises:
-            OwnerUnavailable: no owner is known, or this proxy stops.
-        """
+        """Return the URL of the proxy that owns a partition, None if it is this proxy."""
         self._broker.check_open()
         url = assigned[partition]
         if url == self._partitions.url:
@@ -181,13 +172,7 @@ class Cluster:
     # --- list --------------------------------------------------------------------------------
 
     async def list(self, request: ListRequest) -> TransactionPage:
-        """Return transactions of all owners, oldest first.
-
-        Raises:
-            OwnerUnavailable: the owner of a partition does not answer; a shorter list would
-                mislead.
-            BadRequest: the cursor is invalid.
-        """
+        """Return transactions of all owners, oldest first."""
         decode_cursor(request.cursor)
         assigned = self._partitions.assigned()
         numbers = range(len(assigned)) if request.partitions is None else request.partitions

@@ -76,11 +76,7 @@ def encode_cursor(view: TransactionView) -> str:
 
 
 def decode_cursor(cursor: str | None) -> tuple[int, str]:
-    """Return the time and id after which a list continues.
-
-    Raises:
-        BadRequest: no list returns such a cursor.
-    """
+    """Return the time and id after which a list continues."""
     if cursor is None:
         return (-1, "")
     at_ms, _, id = cursor.partition(".")

@@ -95,15 +95,6 @@ class PartitionSlot:
 class PartitionManager:
     """Opens and closes the owners of this proxy's half partitions.
 
-    Args:
-        door: access to Kafka, started.
-        targets: facts about target topics.
-        settings: the proxy's configuration.
-        runner: runs checks.
-        events: receives the events of every partition.
-        principals: returns the current principals.
-        rejoin_s: how long a stuck proxy stays out of the group, seconds.
-
     Attributes:
         url: this proxy's URL; like the next two set before `join`.
         own_peer_url: where it takes calls of other proxies, "" if at `url`.
@@ -157,11 +148,7 @@ class PartitionManager:
     # --- life --------------------------------------------------------------------------------
 
     async def join(self) -> None:
-        """Join the other proxies; partitions are opened as they are assigned.
-
-        Raises:
-            ConfigurationError: there are other proxies, and this one has no peer identity.
-        """
+        """Join the other proxies; partitions are opened as they are assigned."""
         await self._join()
         watchers = (self._watch_stuck, self._watch_stopped, self._watch_topics)
         self._watching = [asyncio.create_task(watch()) for watch in watchers]
@@ -233,11 +220,7 @@ class PartitionManager:
 
     def check_in_touch(self, id: str | None = None) -> None:
         """Raise if other proxies may own our partitions without our noticing, as after this
-        process was paused: then the memory here is out of date.
-
-        Raises:
-            OwnerUnavailable: the last heartbeat is older than a session.
-        """
+        process was paused: then the memory here is out of date."""
         if not self._door.membership.in_touch():
             raise OwnerUnavailable(
                 "this proxy lost contact with the group coordinator; partition ownership is "

@@ -59,15 +59,7 @@ class Unsent(OwnerUnavailable):
 
 
 class Peers:
-    """Calls other proxies. Needs a running event loop.
-
-    Args:
-        identity: authenticates this proxy to the others.
-        tls: trusted authorities and own certificate; None: the system's authorities, no
-            certificate.
-        call_s: timeout of a call, seconds.
-        wait_s: timeout of a commit that waits until consumers can see it, seconds.
-    """
+    """Calls other proxies. Needs a running event loop."""
 
     def __init__(
         self,
@@ -139,19 +131,11 @@ class Peers:
         return await self._post(url, "list", request, TransactionPage, None)
 
     async def sessions(self, url: str) -> GroupsConnected:
-        """Return the groups with sessions at the proxy at `url`, and their instances.
-
-        Raises:
-            OwnerUnavailable: it does not answer.
-        """
+        """Return the groups with sessions at the proxy at `url`, and their instances."""
         return await self._look(url, SESSIONS_PATH, GroupsConnected)
 
     async def overview(self, url: str) -> Overview:
-        """Return the overview of the proxy at `url`.
-
-        Raises:
-            OwnerUnavailable: it does not answer.
-        """
+        """Return the overview of the proxy at `url`."""
         return await self._look(url, OVERVIEW_PATH, Overview)
 
     # --- transport ---------------------------------------------------------------------------
@@ -193,11 +177,7 @@ class Peers:
 
     @asynccontextmanager
     async def _talk(self, url: str, limit_s: float, id: str | None) -> AsyncIterator[None]:
-        """Limit the time of a call, and translate its errors.
-
-        Raises:
-            Unsent, OwnerUnavailable: with the id.
-        """
+        """Limit the time of a call, and translate its errors."""
         calls = self._open.setdefault(url, set())
         try:
             async with asyncio.timeout(limit_s) as deadline:
@@ -232,12 +212,7 @@ class Peers:
 
 
 async def _read(url: str, response: aiohttp.ClientResponse, kind: type[T]) -> T:
-    """Return the answer of another proxy.
-
-    Raises:
-        RequestError: the error that it answered.
-        OwnerUnavailable: the response does not come from a proxy that accepts this one.
-    """
+    """Return the answer of another proxy, or raise the error that it answered."""
     status = response.status
     raw = bytearray()
     async for chunk in response.content.iter_any():

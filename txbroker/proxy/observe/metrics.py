@@ -178,12 +178,7 @@ class _Labels:
 
 
 class _Latency(Collector):
-    """A histogram of every transaction, at a fifth of the cost of prometheus_client's.
-
-    Args:
-        bounds: upper bounds of the buckets.
-        label: name of the label, "" for none.
-    """
+    """A histogram of every transaction, at a fifth of the cost of prometheus_client's."""
 
     def __init__(self, name: str, text: str, bounds: Sequence[float], label: str = "") -> None:
         self._name = name
@@ -217,11 +212,7 @@ class _Latency(Collector):
 
 
 class Metrics:
-    """All metrics of one proxy, in a separate registry: a `PartitionEvents`.
-
-    Args:
-        share_of: returns the share of a group; no share can use all labels.
-    """
+    """All metrics of one proxy, in a separate registry: a `PartitionEvents`."""
 
     def __init__(
         self,

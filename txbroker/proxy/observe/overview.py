@@ -1,10 +1,12 @@
 """Overviews: each proxy reports its own half partitions, and the called proxy joins the reports.
 
-See `txbroker.proxy.observe.observed` for why this takes milliseconds only.
-"""
+Overviews and gauges read counters that the ledgers keep, and walk no transactions, so that a scrape
+takes milliseconds even with a million pending transactions."""
 
-from collections import Counter
+import time
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import NamedTuple, Protocol
 
 from msgspec import Struct, structs
 
@@ -17,9 +19,88 @@ from txbroker.contract.service import (
     PartitionOverview,
     PartitionState,
     ProxyOverview,
+    Rates,
     Readiness,
 )
-from txbroker.proxy.observe.observed import ObservedPartition
+from txbroker.core.ledger import Ledger
+
+WINDOW_S = 10.0
+"""Rates are averages over about this time, seconds."""
+
+
+class _Sample(NamedTuple):
+    at_s: float
+    prepared: int
+    decided: int
+    promoted: int
+
+
+class RateCounter:
+    """Counts the transactions of one half partition.
+
+    Attributes:
+        prepared, decided, promoted: transactions so far; the caller adds to them.
+    """
+
+    def __init__(self, clock_s: Callable[[], float] = time.monotonic) -> None:
+        self.prepared = self.decided = self.promoted = 0
+        self._clock_s = clock_s
+        self._samples: deque[_Sample] = deque([self._now()])
+
+    def sample(self) -> None:
+        """Store the current counts."""
+        now = self._now()
+        self._samples.append(now)
+        # The first sample kept is the last one before the window.
+        while len(self._samples) > 1 and self._samples[1].at_s <= now.at_s - WINDOW_S:
+            self._samples.popleft()
+
+    def per_second(self) -> Rates:
+        """Return the rates of the last seconds."""
+        now = self._now()
+        # Samples are late while Kafka does not answer; the newest one before the window is the
+        # most accurate start.
+        before = self._samples[0]
+        for sample in self._samples:
+            if sample.at_s > now.at_s - WINDOW_S:
+                break
+            before = sample
+        passed_s = now.at_s - before.at_s
+        if passed_s <= 0:
+            return Rates()
+        return Rates(
+            (now.prepared - before.prepared) / passed_s,
+            (now.decided - before.decided) / passed_s,
+            (now.promoted - before.promoted) / passed_s,
+        )
+
+    def _now(self) -> _Sample:
+        return _Sample(self._clock_s(), self.prepared, self.decided, self.promoted)
+
+
+class ObservedPartition(Protocol):
+    """The owner of a half partition."""
+
+    partition: int
+    ledger: Ledger
+    rates: RateCounter
+
+    def now_ms(self) -> int:
+        """Return the time by the brokers' clock, ms."""
+
+
+class ObservedBroker(Protocol):
+    """The broker of one proxy."""
+
+    def ledgers(self) -> Iterable[ObservedPartition]:
+        """Return the owners of the half partitions that are certainly this proxy's."""
+
+    def readiness(self) -> Readiness:
+        """Return the state of each half partition."""
+
+    def topic_problems(self) -> Sequence[str]:
+        """Return the problems of txbroker's own topics."""
+
 
 UNREACHABLE = "unreachable"
 """The state of a half partition whose proxy did not answer."""

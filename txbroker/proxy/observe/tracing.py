@@ -80,22 +80,13 @@ def deciding(
 
 
 class PromotionSpans(Struct, frozen=True):
-    """The spans of the sampled transactions of one promotion transaction.
-
-    Attributes:
-        since_ns: when the promotion transaction began, ns since 1970.
-        sampled: the transactions with their contexts.
-    """
+    """The spans of the sampled transactions of one promotion transaction."""
 
     since_ns: int
     sampled: tuple[tuple[Transaction, TraceContext], ...]
 
     def record(self, refused: Mapping[str, str]) -> None:
-        """Record the spans, once the promotion transaction is visible.
-
-        Args:
-            refused: the code of the cause of each refused transaction, by id.
-        """
+        """Record the spans, once the promotion transaction is visible."""
         for transaction, context in self.sampled:
             tracing.record(
                 "promote",

@@ -53,12 +53,7 @@ class Priority(Enum):
 
 
 class LogReplica:
-    """Applies one log to the ledger, in offset order, and notifies the partition's followers.
-
-    Args:
-        context: shared by the parts of the partition.
-        topic: `half` or `op`.
-    """
+    """Applies one log to the ledger, in offset order, and notifies the partition's followers."""
 
     def __init__(self, context: PartitionContext, topic: str) -> None:
         self.topic = topic
@@ -86,11 +81,7 @@ class LogReplica:
         return self._ledger.half_anchor if self.topic == "half" else self._ledger.op_anchor
 
     def apply(self, record: Record) -> ApplyResult:
-        """Apply the next record as it was read.
-
-        Raises:
-            NewerRecord: a newer version wrote it.
-        """
+        """Apply the next record as it was read."""
         outcome = self._apply(record)
         if outcome.effect is Effect.APPLIED and outcome.transaction is not None:
             self._context.changed((outcome.transaction,))
@@ -202,13 +193,7 @@ class _Queue:
 
 
 class Appender:
-    """Appends runs to one log and applies it to the ledger.
-
-    Args:
-        context: shared by the parts of the partition; while its gate is closed nothing is sent.
-        log: one partition of the half or operation topic.
-        replica: applies every record of the log, in order.
-    """
+    """Appends runs to one log and applies it to the ledger."""
 
     def __init__(self, context: PartitionContext, log: Log, replica: LogReplica) -> None:
         self._log = log
@@ -264,11 +249,7 @@ class Appender:
         return [result for result in results if result is not None]
 
     async def append_one(self, row: Row) -> ApplyResult:
-        """Append one row and return the outcome of applying it.
-
-        Raises:
-            RequestError: it was not applied; see `append`.
-        """
+        """Append one row and return the outcome of applying it; raise its error."""
         [outcome] = await self.append((row,))
         if isinstance(outcome, RequestError):
             raise outcome
@@ -309,11 +290,7 @@ class Appender:
         return [result for result in results if result is not None]
 
     async def catch_up(self) -> None:
-        """Read and apply the log up to an end offset that is requested after this call.
-
-        Raises:
-            KafkaUnavailable, LogTruncated: reading failed.
-        """
+        """Read and apply the log up to an end offset that is requested after this call."""
         self._asked += 1
         mine = self._asked
         async with self._lock:
@@ -326,21 +303,13 @@ class Appender:
             self._answered = asked
 
     async def look(self, seconds: float) -> None:
-        """Catch up, unless an append of the last `seconds` showed the end of the log.
-
-        Raises:
-            KafkaUnavailable, LogTruncated: reading failed.
-        """
+        """Catch up, unless an append of the last `seconds` showed the end of the log."""
         if asyncio.get_running_loop().time() - self._end_known_s >= seconds:
             async with self._lock:
                 await self._catch_up(confirmed=False)
 
     async def run(self) -> None:
-        """Write queued rows, batch after batch, until cancelled.
-
-        Raises:
-            LogTruncated, InvariantBroken: the partition cannot go on.
-        """
+        """Write queued rows, batch after batch, until cancelled."""
         try:
             while True:
                 await self._wake.wait()
@@ -507,11 +476,7 @@ class Appender:
 
 
 def _check_same(record: Record, anchor: Anchor | None) -> None:
-    """Raise if the last applied record was replaced by another one.
-
-    Raises:
-        LogTruncated: it was.
-    """
+    """Raise `LogTruncated` if the last applied record was replaced by another one."""
     read_ms = None if anchor is None or anchor.offset != record.offset else anchor.timestamp_ms
     if read_ms is not None and read_ms != record.timestamp_ms:
         raise LogTruncated(

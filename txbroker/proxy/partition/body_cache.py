@@ -218,21 +218,13 @@ class BodyCache:
             self._ledger.index.evict(transaction)
 
     async def show(self, transaction: Transaction) -> None:
-        """Load the messages of a transaction, to be shown at once.
-
-        Raises:
-            OwnerUnavailable: the parked topic does not answer; or see `at_hand`.
-        """
+        """Load the messages of a transaction, to be shown at once."""
         async with self.at_hand((transaction,)) as failed:
             if transaction.id in failed:
                 raise failed[transaction.id]
 
     async def _load_together(self, transaction: Transaction) -> dict[str, OwnerUnavailable]:
-        """Load a transaction and other requested ones; return the errors of those not read.
-
-        Raises:
-            KafkaUnavailable: half or operation topic does not answer.
-        """
+        """Load a transaction and other requested ones; return the errors of those not read."""
         async with self._gathering:
             if _missing(transaction):
                 waiting = islice(self._requested.values(), BATCH_MAX)
@@ -373,11 +365,7 @@ def _batches(transactions: Iterable[Transaction]) -> Iterator[list[Transaction]]
 
 
 def _messages(transaction: Transaction, records: dict[int, Record]) -> tuple[Message, ...] | None:
-    """Return the messages of a transaction from its records; None if one was deleted.
-
-    Raises:
-        LogTruncated: the log holds another record at one of the offsets.
-    """
+    """Return the messages of a transaction from its records; None if one was deleted."""
     messages = []
     for sequence, offset in enumerate(_at(transaction)):
         record = records.get(offset)

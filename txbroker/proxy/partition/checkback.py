@@ -67,7 +67,6 @@ class Decider(Protocol):
 
     async def decide(self, requests: Sequence[DecideRequest]) -> list[Answer]:
         """Write deciding markers; return the answer to each."""
-        ...
 
 
 class Runner(Protocol):
@@ -77,11 +76,9 @@ class Runner(Protocol):
         self, owner: "CheckBack", id: str, group: str, prefer: str, reason: CheckReason
     ) -> bool:
         """Take a check; return False if the group's queue is full."""
-        ...
 
     def forget(self, owner: "CheckBack") -> None:
         """Drop the queued checks of this owner."""
-        ...
 
 
 class _Asked(NamedTuple):
@@ -101,15 +98,7 @@ class _Attempt(Struct, frozen=True):
 
 
 class CheckBack:
-    """The checks of one half partition: a `txbroker.checkers.runner.CheckOwner`.
-
-    Args:
-        context: shared by the parts of the partition.
-        op: writes the markers of checks.
-        runner: carries out the checks.
-        bodies: loads the messages of a question.
-        decider: takes the decisions that groups return.
-    """
+    """The checks of one half partition: a `txbroker.checkers.runner.CheckOwner`."""
 
     def __init__(
         self,
@@ -178,11 +167,7 @@ class CheckBack:
             self._changed.set()
 
     async def run(self) -> None:
-        """Hand out checks and park, each at its time, until cancelled.
-
-        Raises:
-            Exception: parking failed unexpectedly; the partition cannot go on.
-        """
+        """Hand out checks and park, each at its time, until cancelled."""
         while True:
             if self._failure is not None:
                 raise self._failure

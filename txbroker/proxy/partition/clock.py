@@ -44,12 +44,7 @@ class LogTime:
 
 
 class LogClockFollower:
-    """Keeps a clock at or after the clocks of both logs.
-
-    Args:
-        clock: is put forward.
-        ledger: has applied the logs.
-    """
+    """Keeps a clock at or after the clocks of both logs."""
 
     def __init__(self, clock: LogTime, ledger: Ledger) -> None:
         self._clock = clock

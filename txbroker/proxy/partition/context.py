@@ -29,7 +29,7 @@ from txbroker.door.protocols import ForeignRecord, PartitionDoor, Targets
 from txbroker.errors import NewerRecord, OwnerUnavailable
 from txbroker.principals import Directory, no_principals
 from txbroker.proxy.observe.logging import get_logger
-from txbroker.proxy.observe.rates import RateCounter
+from txbroker.proxy.observe.overview import RateCounter
 from txbroker.proxy.partition.clock import LogTime, TxnLimiter
 
 log = get_logger(__name__)
@@ -66,51 +66,39 @@ class PartitionEvents(Protocol):
 
     def outcome(self, outcome: ApplyResult) -> None:
         """A record or decision changed nothing: it is repeated, contrary, illegal or void."""
-        ...
 
     def prepared(self, transactions: Sequence[Transaction]) -> None:
         """This owner stored half messages."""
-        ...
 
     def decided(self, transactions: Sequence[Transaction]) -> None:
         """Deciding markers took effect."""
-        ...
 
     def promoted(self, transactions: list[Transaction]) -> None:
         """Transactions became visible."""
-        ...
 
     def refused(self, transactions: list[Transaction]) -> None:
         """Transactions were set aside, because a target rejects them."""
-        ...
 
     def lost(self, count: int) -> None:
         """Half messages of unsettled transactions no longer exist."""
-        ...
 
     def snapshot_written(self, seconds: float, entries: int) -> None:
         """A snapshot with `entries` transactions was written."""
-        ...
 
     def snapshot_failed(self) -> None:
         """A snapshot could not be written."""
-        ...
 
     def recovered(self, seconds: float) -> None:
         """A partition was claimed and replayed."""
-        ...
 
     def foreign(self, topic: str, count: int) -> None:
         """Another client wrote records into an own topic (such as `half`)."""
-        ...
 
     def fenced(self) -> None:
         """Another owner took over a partition."""
-        ...
 
     def kafka_failed(self, operation: str) -> None:
         """Kafka failed an `append`, a `turn` or a `claim`."""
-        ...
 
 
 class Follower(Protocol):
@@ -118,30 +106,17 @@ class Follower(Protocol):
 
     def changed(self, transactions: Sequence[Transaction]) -> None:
         """Records changed these transactions."""
-        ...
 
 
 class OwnershipCheck(Protocol):
     """Asks the proxies' group who owns a partition (implemented by the partition manager)."""
 
     async def still_ours(self, partition: int) -> bool:
-        """Return, after a fresh heartbeat, whether this proxy still owns the partition.
-
-        Raises:
-            KafkaUnavailable: the group does not answer.
-        """
-        ...
+        """Return, after a fresh heartbeat, whether this proxy still owns the partition."""
 
 
 class ProxyContext:
     """What the owners of one proxy share.
-
-    Args:
-        name: of this proxy, for claim records.
-        group: confirms ownership.
-        partitions: the partitions of this proxy, which share its memory equally.
-        bodies_bytes_max, settled_bytes_max: limits of the whole proxy, bytes.
-        principals: returns the current principals, whose shares are counted.
 
     Attributes:
         url: of this proxy, for claim records.
@@ -210,11 +185,7 @@ class VisibilityWaiters:
         self._waiting.clear()
 
     async def wait(self, id: str) -> None:
-        """Wait until a transaction is visible, or cannot become so without help.
-
-        Raises:
-            OwnerUnavailable: this owner closes.
-        """
+        """Wait until a transaction is visible, or cannot become so without help."""
         if self._closed:
             raise OwnerUnavailable(id=id)
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -353,11 +324,7 @@ class PartitionContext(Struct, frozen=True):
             follower.changed(transactions)
 
     def unchanged(self, topic: str, outcome: ApplyResult, record: Record) -> None:
-        """Count a record that changed nothing; log it if another client wrote it.
-
-        Raises:
-            NewerRecord: a newer version wrote it, and no operator decided to pass it over.
-        """
+        """Count a record that changed nothing; log it if another client wrote it."""
         if outcome.effect is Effect.NEWER:
             why = foreign_why(topic, record, self.partition)
             if why:

@@ -61,10 +61,9 @@ from txbroker.proxy.partition.context import (
     PartitionEvents,
     ProxyContext,
 )
-from txbroker.proxy.partition.parked_copies import read_copies
 from txbroker.proxy.partition.partition_api import PartitionApi
 from txbroker.proxy.partition.promoter import Promoter
-from txbroker.proxy.partition.recovery import Recovered, check_checkpoint, recover
+from txbroker.proxy.partition.recovery import Recovered, check_checkpoint, read_copies, recover
 from txbroker.proxy.partition.retention import RetentionGuard
 from txbroker.proxy.partition.snapshots import SnapshotWriter
 
@@ -81,15 +80,6 @@ log = get_logger(__name__)
 
 class PartitionOwner:
     """One half partition, from its claim until it moves away.
-
-    Args:
-        door: logs, claims and promotion transactions of the partition.
-        targets: facts about target topics.
-        runner: carries out the checks that are due.
-        events: observes the partition.
-        settings: limits and windows.
-        proxy: shared by all owners of the proxy.
-        stopped: called once with the error that stops the partition.
 
     Attributes:
         gate: set unless this owner is suspended.
@@ -289,11 +279,6 @@ class PartitionOwner:
 class Claims:
     """Claims one half partition: a `txbroker.proxy.partition.promoter.Claimer`.
 
-    Args:
-        context: shared by the parts of the partition.
-        half, op: the appenders, which read the records of other owners.
-        snapshots: a snapshot in progress is abandoned before the ledger is reconciled.
-
     Attributes:
         hanging: whether an open transaction hid the checkpoint at the last attempt.
     """
@@ -308,13 +293,7 @@ class Claims:
         self._snapshots = snapshots
 
     async def first(self) -> Claimed:
-        """Claim a partition before its recovery; return what the claim found.
-
-        Raises:
-            Fenced: another proxy owns the partition.
-            LogTruncated: the checkpoint topic was recreated.
-            KafkaUnavailable: Kafka does not answer.
-        """
+        """Claim a partition before its recovery; return what the claim found."""
         backoff = _backoff()
         while True:
             try:
@@ -334,20 +313,12 @@ class Claims:
         return await context.door.claim(claim)
 
     async def _pause(self, backoff: Backoff) -> None:
-        """Pause before the next claim.
-
-        Raises:
-            Fenced: the partition has moved.
-        """
+        """Pause before the next claim; raise `Fenced` if the partition has moved."""
         await backoff.pause()
         await self._check_ours()
 
     async def _check_ours(self) -> None:
-        """Ask the group whether the partition is ours, until it answers.
-
-        Raises:
-            Fenced: it is not.
-        """
+        """Ask the group whether the partition is ours, until it answers."""
         partition, backoff = self._context.partition, _backoff()
         while True:
             await self._context.gate.wait()
@@ -363,14 +334,7 @@ class Claims:
                 return
 
     async def reclaim(self, unseen: frozenset[str]) -> None:
-        """Reclaim after a lost promotion transaction, and take over its result if committed.
-
-        Args:
-            unseen: transactions whose promotion is known to be committed; they become visible.
-
-        Raises:
-            Fenced: the partition has another owner.
-        """
+        """Reclaim after a lost promotion transaction, and take over its result if committed."""
         context, backoff = self._context, _backoff()
         while True:
             try:

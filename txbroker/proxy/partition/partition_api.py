@@ -53,13 +53,7 @@ VERDICTS_MAX = 8
 
 
 class PartitionApi:
-    """Answers the calls for one half partition.
-
-    Args:
-        context: shared by the parts of the partition.
-        half, op: write half messages and markers.
-        promoter: counts transactions that wait for their targets, and retries refused ones.
-    """
+    """Answers the calls for one half partition."""
 
     def __init__(
         self, context: PartitionContext, half: Appender, op: Appender, promoter: Promoter
@@ -216,14 +210,7 @@ class PartitionApi:
         return BadRequest(f"the half message is void: {outcome.why}", id=half.id)
 
     def _check_room(self, half: Half, share: str, ahead: int) -> int:
-        """Return how many prepares, this one included, fit the limits of partition and share.
-
-        Args:
-            ahead: number of prepares of the same run before it.
-
-        Raises:
-            Overloaded: none fits; the message names the remedy.
-        """
+        """Return how many prepares, this one included, fit the limits of partition and share."""
         ledger, settings = self._ledger, self._settings
         held = len(ledger.index.transactions) + self._preparing.total + ahead
         held_of = ledger.index.unsettled.of(share) + self._preparing.of(share) + ahead
@@ -249,11 +236,7 @@ class PartitionApi:
         return min(settings.pending_max - held, settings.pending_group_max - held_of)
 
     def _check_remembered(self, half: Half, share: str) -> None:
-        """Refuse a prepare while the settled transactions of the dedup window fill the memory.
-
-        Raises:
-            Overloaded: they do; the message names the remedy.
-        """
+        """Refuse a prepare while the settled transactions of the dedup window fill the memory."""
         ledger, window_ms = self._ledger, self._settings.dedup_window_ms
         # By our time, not the log's clock: that stands still while prepares are refused.
         now_ms = self._id_clock.now_ms()
@@ -410,12 +393,7 @@ class PartitionApi:
         return standing(transaction)
 
     def _check_repeated(self, transaction: Transaction, request: DecideRequest) -> None:
-        """Raise unless a request repeats the decision of the transaction.
-
-        Raises:
-            WrongGroup: the transaction belongs to another group.
-            AlreadyDecided: it was decided otherwise.
-        """
+        """Raise unless a request repeats the decision of the transaction."""
         check_group(transaction, request.group)
         try:
             _check_same(transaction, request)
@@ -425,11 +403,7 @@ class PartitionApi:
             raise
 
     async def visible_by(self, request: DecideRequest, answer: Answer) -> Answer:
-        """Return the status of a transaction when its messages are visible, or on timeout.
-
-        Raises:
-            OwnerUnavailable: this owner closes.
-        """
+        """Return the status of a transaction when its messages are visible, or on timeout."""
         if isinstance(answer, RequestError) or answer.state is not State.COMMITTED:
             return answer
         transaction = await self.get(request.id)
@@ -440,11 +414,7 @@ class PartitionApi:
         return standing(transaction)
 
     async def revive(self, id: str, by: str, reason: str) -> TransactionStatus:
-        """Start a new round of checks for a parked transaction, or retry a refused one now.
-
-        Raises:
-            NotPending: it is neither parked nor refused.
-        """
+        """Start a new round of checks for a parked transaction, or retry a refused one now."""
         self._check_open(id)
         transaction = await self.get(id)
         if transaction.state not in (State.PARKED, State.REFUSED):
@@ -464,11 +434,7 @@ class PartitionApi:
 
 
 def _check_same(transaction: Transaction, request: DecideRequest) -> None:
-    """Raise unless a request equals the decision of the transaction.
-
-    Raises:
-        AlreadyDecided: the decision, or its messages, differ.
-    """
+    """Raise `AlreadyDecided` unless a request equals the decision of the transaction."""
     if transaction.verdict.decision is not request.decision:
         why = f"the transaction was already decided: {transaction.verdict.decision}"
     elif not same_contents(transaction, request.messages):
@@ -492,11 +458,7 @@ def _share_full(half: Half, share: str, ledger: Ledger, what: str, remedy: str) 
 
 
 def check_group(transaction: Transaction, group: str) -> None:
-    """Raise if a transaction belongs to another group; "" matches any.
-
-    Raises:
-        WrongGroup: it does.
-    """
+    """Raise `WrongGroup` if a transaction belongs to another group; "" matches any."""
     if group and group != transaction.half.group:
         raise WrongGroup("the transaction belongs to another producer group", id=transaction.id)
 

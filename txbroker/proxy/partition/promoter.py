@@ -61,11 +61,7 @@ class Claimer(Protocol):
 
         Args:
             unseen: transactions whose promotion is known to be committed; they become visible.
-
-        Raises:
-            Fenced: the partition has another owner.
         """
-        ...
 
 
 class _Txn(Struct, eq=False):
@@ -99,12 +95,6 @@ class _Txn(Struct, eq=False):
 
 class Promoter:
     """Promotes the committed transactions of one half partition.
-
-    Args:
-        context: shared by the parts of the partition.
-        bodies: loads the messages to promote.
-        half: reads the half topic when another owner's commit arrives before its half message.
-        claimer: reclaims the partition after a lost promotion transaction.
 
     Attributes:
         full: whether the list of deferred transactions is full, so that promotion stops.
@@ -178,11 +168,7 @@ class Promoter:
         return min(times_s, default=None)
 
     async def run(self) -> None:
-        """Write promotion transactions until cancelled, or until the partition is lost.
-
-        Raises:
-            Fenced: the partition has another owner.
-        """
+        """Write promotion transactions until cancelled, or until the partition is lost."""
         self._retries.retry_all()
         # Recovery requested the end of half after the end of op.
         self._half_read_for = self._ledger.commits_waited

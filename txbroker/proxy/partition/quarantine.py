@@ -56,11 +56,7 @@ def _next_retry(retry: _Retry | None, now_s: float) -> _Retry:
 
 
 class TargetQuarantine:
-    """Target partitions that could not be written although their facts look well.
-
-    Args:
-        monotonic_s: a monotonic clock, seconds.
-    """
+    """Target partitions that could not be written although their facts look well."""
 
     def __init__(self, monotonic_s: Callable[[], float] = time.monotonic) -> None:
         self._monotonic_s = monotonic_s
@@ -90,14 +86,7 @@ class TargetQuarantine:
 
 
 class RetryQueue:
-    """Schedules retries of deferred and refused transactions, and isolates suspects.
-
-    Args:
-        ledger: read only, for ready and refused transactions.
-        limits: of a promotion transaction that holds no suspect.
-        quarantine: gets target partitions that cannot be written for the moment.
-        monotonic_s: a monotonic clock, seconds.
-    """
+    """Schedules retries of deferred and refused transactions, and isolates suspects."""
 
     def __init__(
         self,
@@ -173,11 +162,7 @@ class RetryQueue:
             self._retries.set(id, self._monotonic_ms())
 
     def take_due(self, in_flight: Collection[str]) -> list[Transaction]:
-        """Return the refused transactions that are due, and schedule the next retry of each.
-
-        Args:
-            in_flight: ids that a promotion transaction in flight decides; not returned.
-        """
+        """Return the refused transactions that are due, and schedule the next retry of each."""
         due = []
         for id in list(self._retries.pop_due(self._monotonic_ms())):
             transaction = self._index.refused.get(id)
@@ -204,15 +189,7 @@ class RetryQueue:
     # --- records that spoil a promotion transaction ---------------------------------------------
 
     def isolate(self, transactions: Sequence[Transaction], cause: Cause) -> None:
-        """Retry a spoiled promotion transaction in halves, until one transaction fails alone.
-
-        Args:
-            transactions: those that it was to promote.
-            cause: why a target partition rejected it.
-
-        Raises:
-            InvariantBroken: the record was rejected by a topic of txbroker.
-        """
+        """Retry a spoiled promotion transaction in halves, until one transaction fails alone."""
         if cause.passing:
             self._quarantine.add(cause)
         elif not any(m.topic == cause.topic for t in transactions for m in t.messages):
@@ -230,11 +207,7 @@ class RetryQueue:
             self._suspects_limit = max(1, len(transactions) // 2)
 
     def limits(self, retried: Iterable[Transaction]) -> PromotionLimits:
-        """Return the limits of the next promotion transaction: smaller while suspects remain.
-
-        Args:
-            retried: the refused transactions that it may hold besides all ready ones.
-        """
+        """Return the limits of the next promotion transaction: smaller while suspects remain."""
         if not self._suspects:
             return self._limits
         self._suspects = frozenset([id for id in self._suspects if self._may_be_tried(id)])

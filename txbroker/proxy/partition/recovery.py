@@ -4,21 +4,157 @@ import asyncio
 import sys
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 
-from msgspec import Struct
+from msgspec import Struct, structs
 
-from txbroker.core.decoding import Malformed, NewerVersion, decode_log
+from txbroker.core.decoding import (
+    HalfPart,
+    KeptPart,
+    Malformed,
+    NewerVersion,
+    decode_kept,
+    decode_log,
+    join_parts,
+)
 from txbroker.core.ledger import Ledger
 from txbroker.core.lifecycle import UNDECIDED
-from txbroker.core.records import Anchor, Checkpoint, ParkedCopy, Record
+from txbroker.core.records import Anchor, Checkpoint, ParkedCopy, Record, Skip, State
 from txbroker.core.snapshot import Closing, Whole, find_whole, load
-from txbroker.door.own_topics import foreign_why
-from txbroker.door.protocols import Claimed, Log, LogTruncated, PartitionDoor
-from txbroker.errors import KafkaUnavailable
+from txbroker.core.transaction import Transaction, bare
+from txbroker.door.own_topics import ParkedScan, foreign_why
+from txbroker.door.protocols import Claimed, ForeignRecord, Log, LogTruncated, PartitionDoor
+from txbroker.errors import InvariantBroken, KafkaUnavailable, NewerRecord
 from txbroker.failpoints import failpoint
 from txbroker.proxy.partition.appender import LogReplica
 from txbroker.proxy.partition.clock import Yielder
 from txbroker.proxy.partition.context import PartitionContext
-from txbroker.proxy.partition.parked_copies import ParkedCopies, batches, read_copies, with_messages
+
+PICKED_MAX = 200
+"""Copies that are restored at a time, which bounds memory."""
+
+
+class ParkedCopies(Struct, frozen=True):
+    """The content of the parked topic.
+
+    Attributes:
+        whole: the copies, with bare messages and the offsets of their records.
+        torn: ids of which some records are missing, which no proxy causes.
+        foreign: number of records of other clients.
+        set_aside: the newest of these.
+    """
+
+    whole: list[ParkedCopy]
+    torn: frozenset[str]
+    foreign: int = 0
+    set_aside: tuple[ForeignRecord, ...] = ()
+
+    def check(self, promoted: Iterable[Transaction]) -> None:
+        """Raise if a transaction that counts as promoted, lacking a whole copy, has a torn one."""
+        torn = [transaction.id for transaction in promoted if transaction.id in self.torn]
+        if torn:
+            raise InvariantBroken(
+                f"the parked topic is damaged: {len(torn)} copies of committed transactions are "
+                f"incomplete, such as that of {torn[0]}: it is unknown whether they were promoted"
+            )
+
+
+async def read_copies(door: PartitionDoor, skips: Sequence[Skip]) -> ParkedCopies:
+    """Read the parked topic from its start; compaction bounds its size."""
+    yielder = Yielder()
+    scan = ParkedScan(door.partition, skips)
+    parts: dict[str, dict[int, tuple[int, KeptPart]]] = {}
+    async for records in door.parked():
+        for record in records:
+            part = scan.take(record)
+            if part is None:
+                continue
+            if part.part is None:
+                left = parts.get(part.id, {})
+                left.pop(part.sequence, None)
+                if not left:
+                    parts.pop(part.id, None)
+            else:
+                part = structs.replace(part, part=_bare(part.part))
+                parts.setdefault(part.id, {})[part.sequence] = (record.offset, part)
+            await yielder.step()
+    for record, why in scan.stops():
+        raise NewerRecord(
+            f"a record of the parked topic at offset {record.offset} was written by a newer "
+            f"txbroker ({why}): upgrade this proxy. To pass it over see docs/operate/repair.md"
+        )
+    whole: list[ParkedCopy] = []
+    torn = set()
+    for id, records_of in parts.items():
+        kept = _join(records_of)
+        if kept is None:
+            torn.add(id)
+        else:
+            whole.append(kept)
+        await yielder.step()
+    return ParkedCopies(whole, frozenset(torn), scan.foreign, tuple(scan.set_aside))
+
+
+async def with_messages(door: PartitionDoor, copies: Sequence[ParkedCopy]) -> list[ParkedCopy]:
+    """Read the messages of a few copies by the offsets of their records."""
+    offsets = sorted({offset for copy in copies for offset in copy.at})
+    records = {record.offset: record for record in await door.pick_parked(offsets)}
+    return [_filled(copy, records) for copy in copies]
+
+
+def batches(copies: Sequence[ParkedCopy]) -> Iterable[Sequence[ParkedCopy]]:
+    """Yield a few copies at a time."""
+    for first in range(0, len(copies), PICKED_MAX):
+        yield copies[first : first + PICKED_MAX]
+
+
+def _decode(record: Record) -> KeptPart | None:
+    try:
+        return decode_kept(record)
+    except (NewerVersion, Malformed):
+        return None
+
+
+def _bare(part: HalfPart) -> HalfPart:
+    return structs.replace(part, message=bare([part.message])[0])
+
+
+def _join(parts: dict[int, tuple[int, KeptPart]]) -> ParkedCopy | None:
+    """Return the copy of these records; None if some are missing."""
+    _, first = parts.get(0, (-1, None))
+    if first is None or first.part is None or first.facts is None:
+        return None
+    halves: list[HalfPart] = []
+    at: list[int] = []
+    for sequence in range(first.part.count):
+        offset, part = parts.get(sequence, (-1, None))
+        if part is None or part.part is None:
+            return None
+        halves.append(part.part)
+        at.append(offset)
+    facts = first.facts
+    return ParkedCopy(
+        join_parts(halves),
+        facts.half,
+        facts.at_ms,
+        State(facts.state),
+        facts.cause,
+        facts.decided_ms,
+        tuple(at),
+    )
+
+
+def _filled(copy: ParkedCopy, records: dict[int, Record]) -> ParkedCopy:
+    messages = []
+    for sequence, offset in enumerate(copy.at):
+        record = records.get(offset)
+        part = None if record is None else _decode(record)
+        if (
+            part is None
+            or part.part is None
+            or (part.id, part.sequence) != (copy.half.id, sequence)
+        ):
+            raise KafkaUnavailable(f"the copy of {copy.half.id} moved while it was read")
+        messages.append(part.part.message)
+    return structs.replace(copy, half=structs.replace(copy.half, messages=tuple(messages)))
 
 
 class Recovered(Struct, frozen=True):
@@ -118,12 +254,7 @@ async def check_checkpoint(door: PartitionDoor) -> None:
     """Check, before a claim, that the checkpoint topic was not recreated after the logs.
 
     An owner claims before it appends. A recreated checkpoint topic does not hold the promotions,
-    so all of them would be repeated. After a claim it could no longer be distinguished.
-
-    Raises:
-        LogTruncated: it was recreated.
-        KafkaUnavailable: Kafka does not answer.
-    """
+    so all of them would be repeated. After a claim it could no longer be distinguished."""
     if await door.claimed_before():
         return
     ends = (await door.half.bounds())[1], (await door.op.bounds())[1]
@@ -161,12 +292,7 @@ async def _check_parked(door: PartitionDoor, progress: Checkpoint | None) -> Non
     """Check that the parked topic that holds the refused transactions was not recreated.
 
     Only their copies show that they were not promoted. Other copied transactions are in the half
-    topic, or reported as lost.
-
-    Raises:
-        LogTruncated: it was recreated.
-        KafkaUnavailable: Kafka does not answer.
-    """
+    topic, or reported as lost."""
     if progress is not None and progress.refused and not await door.parked_before():
         raise LogTruncated(
             "the parked topic has no record, but refused transactions were copied into it: it was "
@@ -191,11 +317,7 @@ class _Logs(Struct, frozen=True):
 async def _check_same(
     logs: _Logs, progress: Checkpoint | None, wholes: Sequence[Whole], kept_since_ms: int
 ) -> None:
-    """Compare both logs with the positions and records that earlier owners stored.
-
-    Raises:
-        LogTruncated: one was truncated or recreated.
-    """
+    """Compare both logs with the positions and records that earlier owners stored."""
     door, markers = logs.door, _op_known(progress, wholes)
     _check_kept(markers, logs.op[0], kept_since_ms)
     await _compare(door.op, "op", logs.op, markers, kept_since_ms)
@@ -245,12 +367,7 @@ def _as_of_ms(*anchors: Anchor | None) -> int:
 async def _compare(
     log: Log, name: str, bounds: tuple[int, int], known: Sequence[_Known], kept_since_ms: int
 ) -> None:
-    """Compare a log with the positions and records that earlier owners stored.
-
-    Raises:
-        LogTruncated: it was recreated, or ends before a stored position, or records that no owner
-            had read were deleted before their retention.
-    """
+    """Compare a log with the positions and records that earlier owners stored."""
     start, end = bounds
     furthest = max(known, key=lambda one: one.end, default=_NOTHING_KNOWN)
     if end < furthest.end:
@@ -276,11 +393,7 @@ async def _compare(
 
 
 def _check_kept(known: Iterable[_Known], start: int, kept_since_ms: int) -> None:
-    """Check that no marker was deleted early: its transaction would be undecided again.
-
-    Raises:
-        LogTruncated: markers younger than their retention no longer exist.
-    """
+    """Check that no marker was deleted early: its transaction would be undecided again."""
     for one in known:
         anchor = one.anchor
         if anchor is not None and anchor.offset < start and anchor.timestamp_ms > kept_since_ms:

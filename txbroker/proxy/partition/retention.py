@@ -16,14 +16,7 @@ log = get_logger(__name__)
 
 
 class RetentionGuard:
-    """Keeps unsettled transactions whose half messages may be deleted.
-
-    Args:
-        context: shared by the parts of the partition.
-        bodies: loads messages, and reports lost ones.
-        promoter: copies messages into the parked topic.
-        snapshots: must cover deleted records.
-    """
+    """Keeps unsettled transactions whose half messages may be deleted."""
 
     def __init__(
         self,
@@ -93,23 +86,14 @@ class RetentionGuard:
             self._copy_out(transaction)
 
     async def look(self) -> None:
-        """Verify the logs, and save the transactions of deleted records.
-
-        Raises:
-            LogTruncated: a log was truncated or recreated: promotion could lose or duplicate.
-            KafkaUnavailable: Kafka does not answer.
-        """
+        """Verify the logs, and save the transactions of deleted records."""
         await _compare("half", self._door.half, self._ledger.half_anchor)
         await _compare("op", self._door.op, self._ledger.op_anchor)
         start, _ = await self._door.half.bounds(confirmed=False)
         await self.deleted_before(start)
 
     async def deleted_before(self, half_start: int) -> None:
-        """Handle a new start of the half topic: copy messages in memory, report lost ones.
-
-        Raises:
-            KafkaUnavailable: Kafka does not answer.
-        """
+        """Handle a new start of the half topic: copy messages in memory, report lost ones."""
         self._let_go()
         self._snapshots.deleted_before(half_start)
         yielder = Yielder()
@@ -146,11 +130,7 @@ class RetentionGuard:
 
 
 async def _compare(name: str, at: Log, anchor: Anchor | None) -> None:
-    """Compare the last applied record with the record at its offset now.
-
-    Raises:
-        LogTruncated: it is another one, or missing although the log begins before it.
-    """
+    """Compare the last applied record with the record at its offset now."""
     if anchor is None:
         return
     if await _holds(at, anchor):

@@ -53,11 +53,7 @@ log = get_logger(__name__)
 
 
 class SnapshotWriter:
-    """Writes the snapshots of one half partition.
-
-    Args:
-        context: shared by the parts of the partition.
-    """
+    """Writes the snapshots of one half partition."""
 
     def __init__(self, context: PartitionContext) -> None:
         settings = context.settings
@@ -201,11 +197,7 @@ class SnapshotWriter:
         return whole
 
     async def _store(self, capture: Capture, slot: int) -> bool:
-        """Store the records; return False if the snapshot was abandoned before its end.
-
-        Raises:
-            AppendRefused, KafkaUnavailable: a record was not stored.
-        """
+        """Store the records; return False if the snapshot was abandoned before its end."""
         since_s = time.monotonic()
         for records in _batches(capture.records()):
             if self._capture is not capture:

@@ -44,11 +44,7 @@ class PermittedTargets(Targets):
         return self._refused(topic) or self._inner.known(topic)
 
     async def examine(self, topic: str, *, create: bool = False) -> TargetFacts | Cause:
-        """Ask Kafka about a topic; see `txbroker.door.protocols.Targets`.
-
-        Raises:
-            KafkaUnavailable: Kafka does not answer.
-        """
+        """Ask Kafka about a topic; see `txbroker.door.protocols.Targets`."""
         return self._refused(topic) or await self._inner.examine(topic, create=create)
 
     def forget(self, topic: str) -> None:
@@ -68,13 +64,7 @@ class PermittedTargets(Targets):
 
 
 def takes(topic: str, partition: int | None, size: int, facts: TargetFacts | Cause) -> Cause | None:
-    """Return None if a target accepts a message, else why not.
-
-    Args:
-        topic, partition: the target of the message.
-        size: an upper bound of its size in a batch, bytes.
-        facts: about the topic.
-    """
+    """Return None if a target accepts a message, else why not."""
     if isinstance(facts, Cause):
         return facts
     if partition is None or not 0 <= partition < facts.partitions:
@@ -110,11 +100,7 @@ async def examine_all(
 ) -> dict[str, TargetFacts | Cause]:
     """Return the facts of topics, asking Kafka about those not in the cache.
 
-    With `create` Kafka is asked again about a missing topic.
-
-    Raises:
-        KafkaUnavailable: Kafka does not answer.
-    """
+    With `create` Kafka is asked again about a missing topic."""
     result = {}
     for topic in topics:
         facts = targets.known(topic)
@@ -141,11 +127,7 @@ class TargetPartitioner:
     def place(
         self, messages: Sequence[Message], facts: dict[str, TargetFacts | Cause], now_ms: int
     ) -> tuple[tuple[Message, ...], tuple[Place, ...]]:
-        """Return the messages with their target partitions, and their places.
-
-        Raises:
-            UnknownTopic, TooLarge, BadTarget: a target does not accept its message.
-        """
+        """Return the messages with their target partitions, and their places."""
         placed = []
         shape: tuple[tuple[str, int | None, int], ...] = ()
         keyless: dict[str, int] = {}
@@ -186,11 +168,7 @@ class TargetPartitioner:
 
 
 def place_like(prepared: Sequence[Message], final: Sequence[Message]) -> tuple[Message, ...]:
-    """Return final messages with the partitions and trace contexts of the prepared ones.
-
-    Raises:
-        BadRequest: they have other topics, or another number.
-    """
+    """Return final messages with the partitions and trace contexts of the prepared ones."""
     topics = [message.topic for message in prepared]
     if [message.topic for message in final] != topics:
         raise BadRequest(
@@ -216,13 +194,6 @@ async def accept_replacement(
     Once committed they cannot be changed. Problems of the target itself may pass, so they are no
     reason to refuse.
 
-    Args:
-        prepared: the messages of the half message.
-        final: the messages of the caller.
-        targets: facts about target topics.
-        now_ms: the brokers' clock.
-        overhead_bytes: size of the installation's header in each message.
-
     Raises:
         BadRequest: they have other topics than the prepared ones, or another number.
         TooLarge, BadTarget: a target will never accept its message.
@@ -241,11 +212,7 @@ async def accept_replacement(
 
 
 def check_timestamps(messages: Iterable[Message], now_ms: int) -> None:
-    """Refuse timestamps that brokers would reject.
-
-    Raises:
-        BadTarget: one is over an hour ahead of the brokers' clock.
-    """
+    """Refuse timestamps that brokers would reject: over an hour ahead of their clock."""
     for message in messages:
         ahead_ms = (message.timestamp_ms or 0) - now_ms
         if ahead_ms > TIMESTAMP_AHEAD_MAX_MS:

@@ -1,26 +1,21 @@
-"""The gauges of a proxy's half partitions, read at each scrape.
-
-See `txbroker.proxy.observe.observed` for why this takes milliseconds only.
-"""
+"""Sources of gauges, read at each scrape: a proxy's half partitions, and the results of audits."""
 
 from collections import Counter
 from collections.abc import Callable, Sized
 from weakref import WeakKeyDictionary
 
-from txbroker.proxy.observe.metrics import Gauges
-from txbroker.proxy.observe.observed import ObservedBroker, ObservedPartition
+from txbroker.contract.audit import BATCH_KEY, STREAM_KEY, AuditNews, decode_news
+from txbroker.core.decoding import Malformed, NewerVersion
+from txbroker.proxy.observe.logging import get_logger
+from txbroker.proxy.observe.metrics import Gauges, Metrics
+from txbroker.proxy.observe.overview import ObservedBroker, ObservedPartition
 
 LOOKED_AT_MAX = 2000
 """Transactions that one scrape reads to find the oldest one without a copy."""
 
 
 class PartitionGauges:
-    """Reads the gauges of a broker's half partitions.
-
-    Args:
-        unreachable: returns the unreachable groups.
-        half_retention_s: the retention of half messages.
-    """
+    """Reads the gauges of a broker's half partitions."""
 
     def __init__(
         self, broker: ObservedBroker, unreachable: Callable[[], Sized], half_retention_s: float
@@ -93,3 +88,42 @@ class PartitionGauges:
             return None
         age_ms = owner.now_ms() - (oldest or unsettled[-1]).prepared_at_ms
         return self._half_retention_s - age_ms / 1000
+
+
+log = get_logger(__name__)
+
+
+class AuditMetrics:
+    """Holds the newest results of a batch audit and of a stream."""
+
+    def __init__(self, metrics: Metrics) -> None:
+        self._news: dict[str, AuditNews] = {}
+        metrics.watch(self._gauges)
+
+    def changed(self, key: str, value: bytes | None) -> None:
+        """Take a record of the audit topic; ignore it if it cannot be decoded."""
+        if key not in (BATCH_KEY, STREAM_KEY):
+            return
+        if value is None:
+            self._news.pop(key, None)
+            return
+        try:
+            self._news[key] = decode_news(value)
+        except NewerVersion as error:
+            log.warning("audit is newer", key=key, why=str(error))
+        except Malformed as error:
+            log.warning("audit record not read", key=key, why=str(error))
+
+    def _gauges(self) -> Gauges:
+        drift: dict[str, int] = {}
+        for news in self._news.values():
+            for kind, count in news.drift.items():
+                drift[kind] = max(drift.get(kind, 0), count)
+        # One for each mode: a running stream must not hide that batches no longer run.
+        ended = {mode: news.ended_ms / 1000 for mode, news in self._news.items()}
+        set_aside = {mode: news.quarantined for mode, news in self._news.items()}
+        return Gauges(
+            audit_drift=drift,
+            audit_last_success_timestamp_seconds=ended,
+            audit_set_aside_records=set_aside,
+        )
