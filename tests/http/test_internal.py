@@ -35,8 +35,8 @@ from txbroker.errors import (
     request_errors,
 )
 from txbroker.proxy.cluster.forwarding import PREFIX
-from txbroker.proxy.cluster.watchers import SILENT_LOOKS, PeerWatcher
 from txbroker.proxy.cluster.peers import Peers, Unsent
+from txbroker.proxy.cluster.watchers import SILENT_LOOKS, PeerWatcher
 
 ME = "http://proxy-b:8470"
 MESSAGE = Message("payments", b"\x00k", None, (("h", b"\xff"), ("h", None)), 3, 1_700_000_000_000)

@@ -20,10 +20,9 @@ from txbroker.core.ledger import ApplyResult, Effect
 from txbroker.core.records import Decision, Half, Message, Source
 from txbroker.core.transaction import Transaction, Verdict, places
 from txbroker.proxy.observe import metrics as metrics_module
-from txbroker.proxy.observe.gauges import AuditMetrics
+from txbroker.proxy.observe.gauges import LOOKED_AT_MAX, AuditMetrics, PartitionGauges
 from txbroker.proxy.observe.logging import configure_logging, get_logger
 from txbroker.proxy.observe.metrics import Gauges, Metrics
-from txbroker.proxy.observe.gauges import LOOKED_AT_MAX, PartitionGauges
 
 
 @pytest.fixture
