@@ -152,21 +152,17 @@ class Broker:
         await self.partitions.close()
 
     def on_owners(self, listener: Callable[[], None]) -> None:
-        """Call `listener` whenever partitions or proxies change."""
         self.partitions.on_change(listener)
 
     # --- where -----------------------------------------------------------------------------
 
     def owners(self) -> tuple[str, ...]:
-        """Return the URL of each half partition's owner, "" where none is known."""
         return self.partitions.owners()
 
     def mine(self) -> frozenset[int]:
-        """Return the half partitions that this proxy owns and that can take calls."""
         return frozenset(self.partitions.open())
 
     def knows(self, url: str) -> bool:
-        """Return whether the proxy at `url` is a member of the group."""
         return url in self.partitions.proxies()
 
     def now_ms(self) -> int:
@@ -176,7 +172,6 @@ class Broker:
         return median_low(times) if times else self._clock.now_ms()
 
     def _keep_time(self) -> None:
-        """Keep the brokers' clock running for the time without an owned partition."""
         self._clock = LogTime(self.now_ms())
 
     def clock_at_least(self, now_ms: int) -> None:
@@ -256,7 +251,6 @@ class Broker:
     # --- prepare ---------------------------------------------------------------------------
 
     async def prepare(self, request: PrepareRequest) -> TransactionStatus:
-        """Store a half message; see `txbroker.contract.service.Service`."""
         self.check_open()
         owner = self.partitions.owner(self._home(request), request.id)
         return _only(await self._prepare(owner, (request,)))
@@ -264,7 +258,6 @@ class Broker:
     async def _prepare(
         self, owner: PartitionOwner, requests: Sequence[PrepareRequest]
     ) -> Sequence[Answer]:
-        """Store half messages of one group in one half partition."""
         answers: list[Answer | None] = [None] * len(requests)
         halves: list[tuple[Half, tuple[Place, ...]]] = []
         numbers: list[int] = []
@@ -316,7 +309,6 @@ class Broker:
     async def _facts(
         self, requests: Sequence[PrepareRequest]
     ) -> dict[str, TargetFacts | Cause] | OwnerUnavailable:
-        """Return the facts of all topics of these requests, or the error if Kafka is silent."""
         topics: dict[str, None] = {}
         for request in requests:
             for message in request.messages:
@@ -372,7 +364,6 @@ class Broker:
     # --- decide, check, revive -------------------------------------------------------------
 
     async def decide(self, request: DecideRequest) -> TransactionStatus:
-        """Write a deciding marker; see `txbroker.contract.service.Service`."""
         self.check_open()
         owner = self._owner_of(request.id)
         with deciding(request, owner.ledger.index.transactions.get(request.id)):
@@ -422,7 +413,6 @@ class Broker:
     async def check(
         self, id: str, *, by: str = "", reason: str = "", group: str = ""
     ) -> TransactionStatus:
-        """Pull the next attempt forward; see `txbroker.contract.service.Service`."""
         with self._calls.take():
             owner = self._owner_of(id)
             transaction = await owner.api.get(id)
@@ -432,7 +422,6 @@ class Broker:
             return standing(transaction)
 
     async def revive(self, id: str, *, by: str = "", reason: str = "") -> TransactionStatus:
-        """Begin a new round, or retry a refused one; see `txbroker.contract.service.Service`."""
         with self._calls.take():
             return await self._owner_of(id).api.revive(id, by, reason)
 
@@ -487,7 +476,6 @@ class Broker:
         return merge(pages, request.limit)
 
     async def overview(self) -> Overview:
-        """Return the overview of this proxy's own partitions."""
         return local_overview(
             self.partitions.url,
             self.readiness(),
@@ -498,7 +486,6 @@ class Broker:
         )
 
     def unsettled(self) -> Iterator[tuple[PartitionOwner, Transaction]]:
-        """Yield every unsettled transaction with its owner."""
         for owner in self.partitions.open().values():
             for transaction in owner.ledger.index.transactions.values():
                 yield owner, transaction
@@ -512,7 +499,6 @@ class Broker:
         return tuple(owner for owner in owners if owner.gate.is_set())
 
     def topic_problems(self) -> Sequence[str]:
-        """Return the problems of txbroker's own topics."""
         return self.partitions.topic_problems
 
 
@@ -521,7 +507,6 @@ async def _refused(error: RequestError) -> Sequence[Answer]:
 
 
 def _only(answers: Sequence[Answer]) -> TransactionStatus:
-    """Return the answer of a run of one operation, or raise its error."""
     [answer] = answers
     if isinstance(answer, RequestError):
         raise answer

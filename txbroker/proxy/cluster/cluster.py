@@ -73,7 +73,6 @@ class Cluster:
         ]
 
     def _is_here(self, request: PrepareRequest | DecideRequest, assigned: Sequence[str]) -> bool:
-        """Return whether an operation is for this proxy's partitions."""
         try:
             if isinstance(request, DecideRequest):
                 partition: int | None = partition_of(request.id, len(assigned))
@@ -88,7 +87,6 @@ class Cluster:
     # --- prepare -----------------------------------------------------------------------------
 
     async def prepare(self, request: PrepareRequest) -> TransactionStatus:
-        """Store a half message, here or at its owner; see `txbroker.contract.service.Service`."""
         assigned = self._partitions.assigned()
         partition = home(request, len(assigned))
         if partition is None:
@@ -140,7 +138,6 @@ class Cluster:
     # --- by id -------------------------------------------------------------------------------
 
     async def decide(self, request: DecideRequest) -> TransactionStatus:
-        """Write a deciding marker, here or at the owner; see `Service`."""
         url = self._owner_of(request.id)
         if url is None:
             return await self._broker.decide(request)
@@ -149,21 +146,18 @@ class Cluster:
     async def check(
         self, id: str, *, by: str = "", reason: str = "", group: str = ""
     ) -> TransactionStatus:
-        """Pull the next attempt forward; see `txbroker.contract.service.Service`."""
         url = self._owner_of(id)
         if url is None:
             return await self._broker.check(id, by=by, reason=reason, group=group)
         return await self._peers.check(url, id, by=by, reason=reason, group=group)
 
     async def revive(self, id: str, *, by: str = "", reason: str = "") -> TransactionStatus:
-        """Begin a new round, or retry a refused one; see `txbroker.contract.service.Service`."""
         url = self._owner_of(id)
         if url is None:
             return await self._broker.revive(id, by=by, reason=reason)
         return await self._peers.revive(url, id, by=by, reason=reason)
 
     async def find(self, id: str, *, bodies: bool = False) -> TransactionView:
-        """Return all that is known of a transaction; see `txbroker.contract.service.Service`."""
         url = self._owner_of(id)
         if url is None:
             return await self._broker.find(id, bodies=bodies)
@@ -202,7 +196,6 @@ class Cluster:
     # --- overview ----------------------------------------------------------------------------
 
     async def overview(self) -> Overview:
-        """Return the joined overviews of all proxies; see `Service`."""
         assigned = self._partitions.assigned()
         known = {url for url in (*self._partitions.proxies(), *assigned) if url}
         others = sorted(known - {self._partitions.url})
@@ -218,20 +211,16 @@ class Cluster:
     # --- about this proxy --------------------------------------------------------------------
 
     def readiness(self) -> Readiness:
-        """Return whether this proxy takes calls, and if not, why."""
         return self._broker.readiness()
 
     def owners(self) -> tuple[str, ...]:
-        """Return the URL of each half partition's owner, "" where none is known."""
         return self._partitions.owners()
 
     def now_ms(self) -> int:
-        """Return the clock by which ids are made, ms."""
         return self._broker.now_ms()
 
 
 async def _settled(call: Awaitable[Overview]) -> Overview | RequestError:
-    """Return the answer of a call or its error."""
     try:
         return await call
     except RequestError as error:

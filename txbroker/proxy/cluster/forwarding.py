@@ -46,7 +46,6 @@ class Failed(Struct, frozen=True):
 
 
 def failed(error: RequestError) -> Failed:
-    """Return the wire form of an error."""
     return Failed(error.code, str(error), error.details)
 
 

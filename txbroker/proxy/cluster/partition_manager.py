@@ -60,7 +60,6 @@ class PartitionSlot:
         """Where the checkpoint topic ended when the partition stopped."""
 
     def shown(self) -> tuple[PartitionState, str]:
-        """Return the state and its reason."""
         if self.owner is not None:
             return self.owner.phase, ""
         phase = None if self.candidate is None else self.candidate.phase
@@ -79,7 +78,6 @@ class PartitionSlot:
         return self.opening is None and self.owner is None and self.state in STOPPED
 
     def owners(self) -> list[PartitionOwner]:
-        """Return the owner that works or is being opened, if any."""
         return [owner for owner in (self.owner, self.candidate) if owner is not None]
 
     def stuck_s(self) -> float:
@@ -235,20 +233,15 @@ class PartitionManager:
         return (*known, *[""] * (self._door.partitions - len(known)))
 
     def proxies(self) -> tuple[str, ...]:
-        """Return the URLs of all members of the group, including this one."""
         return self._assignment.proxies
 
     def peer_url(self, url: str) -> str:
-        """Return where the proxy at `url` takes calls of other proxies."""
         return self._assignment.peer_urls.get(url, url)
 
     def admin_url(self, url: str) -> str:
-        """Return where the proxy at `url` takes calls of operators."""
         return self._assignment.admin_urls.get(url, url)
 
     def owners(self) -> tuple[str, ...]:
-        """Return the URL of each half partition's owner, "" where none is known, or where it is
-        this proxy and cannot take calls yet."""
         shown = list(self.assigned())
         for number, url in enumerate(shown):
             if url == self.url or number in self._slots:
@@ -258,7 +251,6 @@ class PartitionManager:
         return tuple(shown)
 
     def on_change(self, listener: Callable[[], None]) -> None:
-        """Call `listener` whenever partitions or proxies change."""
         self._listeners.append(listener)
 
     def _notify(self) -> None:
@@ -292,7 +284,6 @@ class PartitionManager:
     # --- callbacks of the group --------------------------------------------------------------
 
     def _assigned(self, assignment: Assignment) -> None:
-        """Take over the assignment of a new generation."""
         if not self._member:
             return
         others = tuple(url for url in assignment.proxies if url != self.url)
@@ -541,7 +532,6 @@ class PartitionManager:
             self._begin(partition)
 
     async def _checkpoint_end(self, partition: int) -> int | None:
-        """Return the end offset of a partition's checkpoint topic, None if Kafka is silent."""
         door = self._door.partition(partition)
         try:
             return await door.checkpoint_end()
@@ -551,7 +541,6 @@ class PartitionManager:
             await door.close()
 
     async def _watch_topics(self) -> None:
-        """Check txbroker's own topics for changes at run time."""
         while True:
             await asyncio.sleep(TOPICS_LOOK_S)
             await self.look_at_topics()

@@ -106,36 +106,29 @@ class Peers:
         return await self._post(url, "prepare", request, TransactionStatus, request.id)
 
     async def decide(self, url: str, request: DecideRequest) -> TransactionStatus:
-        """Decide at the proxy at `url`; as `Service.decide`."""
         limit_s = self._wait_s if request.wait else self._call_s
         return await self._post(url, "decide", request, TransactionStatus, request.id, limit_s)
 
     async def check(
         self, url: str, id: str, *, by: str, reason: str, group: str
     ) -> TransactionStatus:
-        """Check at the proxy at `url`; as `Service.check`."""
         return await self._post(
             url, "check", ById(id, by, reason, group=group), TransactionStatus, id
         )
 
     async def revive(self, url: str, id: str, *, by: str, reason: str) -> TransactionStatus:
-        """Revive at the proxy at `url`; as `Service.revive`."""
         return await self._post(url, "revive", ById(id, by, reason), TransactionStatus, id)
 
     async def find(self, url: str, id: str, *, bodies: bool) -> TransactionView:
-        """Find at the proxy at `url`; as `Service.find`."""
         return await self._post(url, "find", ById(id, bodies=bodies), TransactionView, id)
 
     async def list(self, url: str, request: ListRequest) -> TransactionPage:
-        """List at the proxy at `url`; as `Service.list`."""
         return await self._post(url, "list", request, TransactionPage, None)
 
     async def sessions(self, url: str) -> GroupsConnected:
-        """Return the groups with sessions at the proxy at `url`, and their instances."""
         return await self._look(url, SESSIONS_PATH, GroupsConnected)
 
     async def overview(self, url: str) -> Overview:
-        """Return the overview of the proxy at `url`."""
         return await self._look(url, OVERVIEW_PATH, Overview)
 
     # --- transport ---------------------------------------------------------------------------

@@ -174,7 +174,6 @@ class _Page:
         return True
 
     def done(self, *, more: bool) -> TransactionPage:
-        """Return the page."""
         return TransactionPage(tuple(self._views), encode_cursor(self._views[-1]) if more else None)
 
 

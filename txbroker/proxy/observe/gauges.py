@@ -26,7 +26,6 @@ class PartitionGauges:
         self._copied_to: WeakKeyDictionary[ObservedPartition, int] = WeakKeyDictionary()
 
     def read(self) -> Gauges:
-        """Return the current gauges of all owners."""
         pending: Counter[str] = Counter()
         parked: Counter[str] = Counter()
         refused: Counter[str] = Counter()

@@ -45,7 +45,6 @@ class _Window:
         self.partitions: set[int] = set()
 
     def takes(self, lines_max: int, partition: int | None) -> bool:
-        """Count a line; return whether it may be written."""
         takes = self.admitted < lines_max
         if partition is not None and partition not in self.partitions:
             self.partitions.add(partition)
@@ -185,8 +184,6 @@ def _plain_traceback(out: TextIO, error: structlog.typing.ExcInfo) -> None:
 
 
 def _naming(worker: int) -> structlog.typing.Processor:
-    """Return a processor that adds the worker's number to each line."""
-
     def name(_: Any, __: str, event: EventDict) -> EventDict:
         return {**event, "worker": worker}
 
@@ -208,7 +205,6 @@ def _limit(_: Any, __: str, event: EventDict) -> EventDict:
 
 
 def _limit_library(record: logging.LogRecord) -> bool:
-    """Drop lines of a library above its rate limit; ours have passed `_limit`."""
     ours = isinstance(record.msg, dict)
     return ours or _bounds is None or _bounds.admit(f"logger {record.name}")
 
@@ -225,7 +221,6 @@ def _begin_bounds() -> None:
 
 
 def flush_lines() -> None:
-    """Report all suppressed lines at once."""
     if _bounds is not None:
         _bounds.flush()
 

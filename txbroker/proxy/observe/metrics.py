@@ -192,7 +192,6 @@ class _Latency(Collector):
         return [0] * (len(self._bounds) + 1)
 
     def observe(self, durations_s: Iterable[float], value: str = "") -> None:
-        """Add durations, for a value of the label."""
         counts, bounds = self._counts.get(value), self._bounds
         if counts is None:
             counts = self._counts[value] = self._zeros()
@@ -305,11 +304,9 @@ class Metrics:
             self._conflicts.inc()
 
     def prepared(self, transactions: Sequence[Transaction]) -> None:
-        """Count the messages of stored prepares."""
         self._count_messages(self._prepared, transactions)
 
     def decided(self, transactions: Sequence[Transaction]) -> None:
-        """Count decisions that took effect."""
         counts: dict[tuple[str, str], int] = {}
         for transaction in transactions:
             verdict = transaction.verdict
@@ -342,38 +339,30 @@ class Metrics:
         """Count nothing: the gauge shows refused transactions."""
 
     def checks_ended(self, group: str, outcome: str, durations_s: Sequence[float]) -> None:
-        """Count checks and record their durations."""
         label = self._group(group)
         self._count(self._checks, len(durations_s), label, outcome)
         self._check_s.observe(durations_s, label)
 
     def foreign(self, topic: str, count: int) -> None:
-        """Count records of other clients in one of our topics, such as `half`."""
         self._count(self._foreign, count, topic)
 
     def fenced(self) -> None:
-        """Count a partition that another proxy claimed."""
         self._fenced.inc()
 
     def overloaded(self, operation: str) -> None:
-        """Count a call rejected by a limit."""
         self._count(self._overloaded, 1, operation)
 
     def kafka_failed(self, operation: str) -> None:
-        """Count an error of Kafka."""
         self._count(self._kafka_errors, 1, operation)
 
     def lost(self, count: int) -> None:
-        """Count unsettled transactions whose messages were deleted."""
         self._lost.inc(count)
 
     def snapshot_written(self, seconds: float, entries: int) -> None:
-        """Record duration and size of a snapshot."""
         self._snapshot_s.observe(seconds)
         self._snapshot_entries.set(entries)
 
     def snapshot_failed(self) -> None:
-        """Count a snapshot that was not written."""
         self._snapshot_failed.inc()
 
     def decisions_took(self, seconds: float, count: int = 1) -> None:
@@ -381,7 +370,6 @@ class Metrics:
         self._decision_s.observe([seconds] * count)
 
     def recovered(self, seconds: float) -> None:
-        """Record the time of the recovery of a partition."""
         self._recovery_s.observe(seconds)
 
     # --- gauges ---
@@ -391,7 +379,6 @@ class Metrics:
         self._sources.append(source)
 
     def collect_gauges(self) -> Iterable[Metric]:
-        """Yield the combined gauges of all sources."""
         sources = [source() for source in self._sources]
         for family in _FAMILIES:
             yield self._family(family, [getattr(gauges, family.name) for gauges in sources])

@@ -48,7 +48,6 @@ class RateCounter:
         self._samples: deque[_Sample] = deque([self._now()])
 
     def sample(self) -> None:
-        """Store the current counts."""
         now = self._now()
         self._samples.append(now)
         # The first sample kept is the last one before the window.
@@ -56,7 +55,6 @@ class RateCounter:
             self._samples.popleft()
 
     def per_second(self) -> Rates:
-        """Return the rates of the last seconds."""
         now = self._now()
         # Samples are late while Kafka does not answer; the newest one before the window is the
         # most accurate start.
@@ -219,7 +217,6 @@ def _age_s(now_ms: int, since_ms: int | None) -> float | None:
 
 
 def _groups(owner: ObservedPartition, now_ms: int) -> Iterable[GroupOverview]:
-    """Yield the undecided transactions of each group in a partition."""
     ledger = owner.ledger
     pending, parked = ledger.index.pending_by_group, ledger.index.parked_by_group
     for name in pending.keys() | parked.keys():
@@ -288,7 +285,6 @@ def _unknown(number: int, url: str, missing: Mapping[str, str]) -> PartitionOver
 
 
 def _add_group(groups: dict[str, GroupOverview], report: GroupOverview) -> None:
-    """Join a report of a group to the earlier ones."""
     known = groups.get(report.group)
     if known is None:
         groups[report.group] = report

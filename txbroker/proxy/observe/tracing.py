@@ -40,7 +40,6 @@ def within(request: PrepareRequest, context: TraceContext | None) -> PrepareRequ
 
 
 def note_id(step: tracing.ActiveSpan | None, id: str) -> None:
-    """Set the transaction's id in the span of its prepare."""
     if step is not None:
         step.note({tracing.ID: id})
 

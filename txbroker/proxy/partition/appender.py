@@ -72,7 +72,6 @@ class LogReplica:
 
     @property
     def position(self) -> int:
-        """The next offset to apply."""
         return self._ledger.half_position if self.topic == "half" else self._ledger.op_position
 
     @property
@@ -81,7 +80,6 @@ class LogReplica:
         return self._ledger.half_anchor if self.topic == "half" else self._ledger.op_anchor
 
     def apply(self, record: Record) -> ApplyResult:
-        """Apply the next record as it was read."""
         outcome = self._apply(record)
         if outcome.effect is Effect.APPLIED and outcome.transaction is not None:
             self._context.changed((outcome.transaction,))
@@ -149,7 +147,6 @@ class _Queue:
             self._took(entry, len(entry.rows))
 
     def clear(self) -> list[_Part]:
-        """Remove and return all rows."""
         parts = []
         for entry in self._entries:
             parts.append(_Part(entry, entry.taken, len(entry.rows)))
@@ -249,7 +246,6 @@ class Appender:
         return [result for result in results if result is not None]
 
     async def append_one(self, row: Row) -> ApplyResult:
-        """Append one row and return the outcome of applying it; raise its error."""
         [outcome] = await self.append((row,))
         if isinstance(outcome, RequestError):
             raise outcome
@@ -379,7 +375,6 @@ class Appender:
             raise
 
     async def _send_halves(self, parts: list[_Part], count: int) -> None:
-        """Send the first `count` rows, then the others."""
         first: list[_Part] = []
         rest: list[_Part] = []
         for part in parts:
@@ -494,7 +489,6 @@ def _moving() -> RequestError:
 
 
 def _fail(parts: Iterable[_Part], error: Callable[[], RequestError]) -> None:
-    """Give each row without a result an error."""
     for entry, start, stop in parts:
         failed = 0
         for number in range(start, stop):
@@ -505,7 +499,6 @@ def _fail(parts: Iterable[_Part], error: Callable[[], RequestError]) -> None:
 
 
 def _account(entry: _Entry, count: int) -> None:
-    """Count rows that got a result."""
     if entry.done.done():
         # The caller has given up, or all rows had a result before.
         return

@@ -129,7 +129,6 @@ class CheckBack:
     # --- the schedule ----------------------------------------------------------------------
 
     def touch(self, transaction: Transaction) -> None:
-        """Reschedule a transaction after a change that may have moved its next check."""
         self.changed((transaction,))
 
     def changed(self, transactions: Sequence[Transaction]) -> None:
@@ -189,7 +188,6 @@ class CheckBack:
                 continue
 
     def _attend(self, ids: Iterable[str]) -> None:
-        """Hand out or park transactions that are due."""
         taken: list[str] = []
         now_ms = self._clock.now_ms()
         for id in list(ids):
@@ -257,7 +255,6 @@ class CheckBack:
             self._set((transaction.id,), self._clock.now_ms() + RETRY_MS)
 
     def close(self) -> None:
-        """Stop handing out checks."""
         self._runner.forget(self)
         for task in self._parking:
             task.cancel()
@@ -297,7 +294,6 @@ class CheckBack:
     # --- for the runner --------------------------------------------------------------------
 
     def in_memory(self, id: str) -> bool:
-        """Return whether the messages of a question are in memory."""
         transaction = self._ledger.index.transactions.get(id)
         return transaction is not None and transaction.has_bodies
 
@@ -421,11 +417,9 @@ class CheckBack:
         return transaction
 
     def still_pending(self, id: str) -> bool:
-        """Return whether a transaction is undecided and not parked."""
         return self._pending(id) is not None
 
     async def answered(self, run: Sequence[AttemptResult]) -> None:
-        """Take the results of attempts."""
         touched: list[Transaction] = []
         decisions: list[tuple[AttemptResult, DecideRequest]] = []
         markers: list[tuple[AttemptResult, MarkerRow]] = []
@@ -524,7 +518,6 @@ class CheckBack:
 
 
 def _log_failed(attempt: AttemptResult, answer: Answer | Applied) -> None:
-    """Log an answer without effect: it was decided otherwise, or the next attempt asks again."""
     if isinstance(answer, RequestError):
         log.debug(
             "answer not taken", id=attempt.call.id, endpoint=attempt.endpoint, why=str(answer)

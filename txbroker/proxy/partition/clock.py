@@ -39,7 +39,6 @@ class LogTime:
             self._base = time.monotonic()
 
     def now_ms(self) -> int:
-        """Return the time, ms since 1970."""
         return self._base_ms + int((time.monotonic() - self._base) * 1000)
 
 
@@ -69,7 +68,6 @@ class Yielder:
         self._steps = 0
 
     async def step(self) -> None:
-        """Count a small step."""
         self._steps += 1
         if self._steps >= LOOK_EVERY:
             await self.piece()

@@ -144,7 +144,6 @@ class ProxyContext:
         self._settled_bytes_max = settled_bytes_max
 
     def limit_version(self, version: int) -> None:
-        """Set the newest record version that every proxy of the group can read."""
         self.record_version = min(LOG_VERSION, version)
         self.segment_version = min(SEGMENT_VERSION, version)
 
@@ -168,7 +167,6 @@ class VisibilityWaiters:
         return iter(list(self._waiting))
 
     def release(self, transactions: Iterable[Transaction]) -> None:
-        """Wake the callers that wait for these transactions."""
         if self._waiting:
             for transaction in transactions:
                 for future in self._waiting.pop(transaction.id, ()):
@@ -261,7 +259,6 @@ class PartitionContext(Struct, frozen=True):
 
     @property
     def partition(self) -> int:
-        """The number of the half partition."""
         return self.ledger.partition
 
     def marker(
@@ -308,7 +305,6 @@ class PartitionContext(Struct, frozen=True):
         )
 
     def promoted(self, transactions: list[Transaction]) -> None:
-        """Report transactions as visible."""
         self.events.promoted(transactions)
         self.rates.promoted += len(transactions)
         self.visible.release(transactions)
@@ -319,7 +315,6 @@ class PartitionContext(Struct, frozen=True):
         self.visible.release(transactions)
 
     def changed(self, transactions: Sequence[Transaction]) -> None:
-        """Notify the followers that records changed these transactions."""
         for follower in self.followers:
             follower.changed(transactions)
 

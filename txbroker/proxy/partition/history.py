@@ -152,7 +152,6 @@ async def _apply(ledger: Ledger, half: Log, begin: int, end: int, id: str) -> bo
 
 
 async def _decided(ledger: Ledger, op: Log, transaction: Transaction, since_ms: int) -> None:
-    """Apply the markers of a transaction until it is decided."""
     start, end = await op.bounds()
     # Checks are judged by op's log clock, which records before `begin` may have put forward.
     ledger.op_clock_ms = transaction.prepared_at_ms

@@ -159,7 +159,6 @@ class PartitionOwner:
         self._promoter.wake()
 
     async def _begin(self, recovered: Recovered) -> None:
-        """Take over the result of the recovery."""
         clock, id_clock = self._context.clock, self._context.id_clock
         clock.at_least(recovered.timestamp_ms)
         id_clock.at_least(recovered.timestamp_ms)
@@ -227,7 +226,6 @@ class PartitionOwner:
 
     @property
     def phase(self) -> PartitionState:
-        """The state of this owner."""
         if not self.gate.is_set():
             return PartitionState.SUSPENDED
         return PartitionState.HANGING if self._claims.hanging else self._phase

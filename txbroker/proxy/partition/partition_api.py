@@ -197,7 +197,6 @@ class PartitionApi:
             failpoint("prepare.applied")
 
     def _not_stored(self, half: Half, outcome: Applied) -> Answer:
-        """Return the answer to a prepare that was not stored as a new transaction."""
         if isinstance(outcome, RequestError):
             return outcome
         transaction = outcome.transaction
@@ -379,7 +378,6 @@ class PartitionApi:
     def _not_marked(
         self, transaction: Transaction, request: DecideRequest, outcome: Applied
     ) -> Answer:
-        """Return the answer to a decision whose marker had no effect."""
         if isinstance(outcome, RequestError):
             return outcome
         if transaction.verdict.decision is None:
@@ -464,7 +462,6 @@ def check_group(transaction: Transaction, group: str) -> None:
 
 
 def _repeated(transaction: Transaction) -> Answer:
-    """Return the answer to a repeated prepare."""
     if transaction.verdict.decision is None and transaction.lost:
         return _body_lost(transaction)
     return standing(transaction)
@@ -477,7 +474,6 @@ def _body_lost(transaction: Transaction) -> BodyLost:
 
 
 def standing(transaction: Transaction, *, created: bool = False) -> TransactionStatus:
-    """Return the status of a transaction."""
     return TransactionStatus(
         transaction.id, transaction.state, transaction.verdict.decision, created
     )

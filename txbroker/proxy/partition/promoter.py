@@ -84,12 +84,10 @@ class _Txn(Struct, eq=False):
     """Set when it is known whether it was committed."""
 
     def written(self) -> list[Transaction]:
-        """The transactions whose messages are written."""
         return [*_decided_by(self.plan), *self.keep]
 
     @property
     def empty(self) -> bool:
-        """Whether there is nothing to write."""
         return self.plan.empty and not self.keep and not self.release
 
 
@@ -135,7 +133,6 @@ class Promoter:
         self._lost = False
 
     def wake(self) -> None:
-        """Look for something to promote or to copy."""
         self._wake.set()
 
     def changed(self, transactions: Sequence[Transaction]) -> None:
@@ -489,7 +486,6 @@ class Promoter:
         self._wake.set()
 
     def _failed(self, txn: _Txn) -> None:
-        """Note that a promotion transaction failed."""
         self._open.discard(txn)
         if self._failing_since_s is None:
             self._failing_since_s = txn.since_s
@@ -533,7 +529,6 @@ def _places(plan: PromotionPlan) -> Collection[tuple[str, int]]:
 
 
 def _decided_by(plan: PromotionPlan) -> list[Transaction]:
-    """Return the transactions that a plan promotes or refuses."""
     return [*plan.promote, *[transaction for transaction, _ in plan.refuse]]
 
 
@@ -560,7 +555,6 @@ def _targets(
 
 
 def _refuse_lost(plan: PromotionPlan, lost: set[str]) -> None:
-    """Let a plan refuse the transactions whose messages no longer exist."""
     plan.refuse = [
         (one, lost_cause(one) if one.id in lost else cause) for one, cause in plan.refuse
     ]

@@ -69,7 +69,6 @@ class TargetQuarantine:
         self._entries[place] = cause, _next_retry(retry, self._monotonic_s())
 
     def cause(self, topic: str, partition: int | None) -> Cause | None:
-        """Return why a target partition is in quarantine; None if it is not."""
         cause, retry = self._entries.get((topic, partition), (None, None))
         if retry is not None and retry.at_s > self._monotonic_s():
             return cause

@@ -101,7 +101,6 @@ async def with_messages(door: PartitionDoor, copies: Sequence[ParkedCopy]) -> li
 
 
 def batches(copies: Sequence[ParkedCopy]) -> Iterable[Sequence[ParkedCopy]]:
-    """Yield a few copies at a time."""
     for first in range(0, len(copies), PICKED_MAX):
         yield copies[first : first + PICKED_MAX]
 
@@ -460,7 +459,6 @@ def _same(record: Record | None, anchor: Anchor) -> bool:
 async def _begin(
     ledger: Ledger, whole: Whole | None, half_start: int, op_start: int
 ) -> tuple[int, int]:
-    """Load the snapshot, if any, and return the offsets at which the replay begins."""
     if whole is None:
         ledger.start_at(half_start, op_start)
         return half_start, op_start
@@ -514,7 +512,6 @@ class _Cursor:
         self._next = 0
 
     async def move(self) -> None:
-        """Move to the next record."""
         while self._next >= len(self._batch):
             batch = await anext(self._batches, None)
             if batch is None:

@@ -116,7 +116,6 @@ class SnapshotWriter:
 
     @property
     def _tail(self) -> int:
-        """Number of records since the newest snapshot."""
         return self._ledger.half_whole + self._ledger.op_whole - self._last
 
     @property

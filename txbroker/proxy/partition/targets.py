@@ -40,7 +40,6 @@ class PermittedTargets(Targets):
         self._reserved = reserved
 
     def known(self, topic: str) -> TargetFacts | Cause | None:
-        """Return cached facts, or why there are none; None if Kafka must be asked."""
         return self._refused(topic) or self._inner.known(topic)
 
     async def examine(self, topic: str, *, create: bool = False) -> TargetFacts | Cause:
@@ -48,7 +47,6 @@ class PermittedTargets(Targets):
         return self._refused(topic) or await self._inner.examine(topic, create=create)
 
     def forget(self, topic: str) -> None:
-        """Drop a topic from the cache."""
         self._inner.forget(topic)
 
     def _refused(self, topic: str) -> Cause | None:
