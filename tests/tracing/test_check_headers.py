@@ -58,40 +58,42 @@ async def asked(server: Server, *headers: Header, trace: TraceContext | None = N
     }
 
 
-async def test_a_messages_own_context_goes_on(server: Server) -> None:
-    found = await asked(
-        server, ("traceparent", PARENT.encode()), ("tracestate", b"vendor=1"), ("evil", b"1")
-    )
-    assert found == {f"traceparent: {PARENT}", "tracestate: vendor=1"}
-
-
-async def test_the_span_of_the_check_goes_before_it(server: Server) -> None:
-    span = TraceContext(f"00-{TRACE}-1111111111111111-01")
-    assert await asked(server, ("traceparent", PARENT.encode()), trace=span) == {
-        f"traceparent: {span.parent}"
-    }
+SPAN = TraceContext(f"00-{TRACE}-1111111111111111-01")
+OWN: Header = ("traceparent", PARENT.encode())
 
 
 @pytest.mark.parametrize(
-    "headers",
+    ("headers", "trace", "sent"),
     [
-        (),
-        (("traceparent", f"{PARENT}\r\nx-evil: 1".encode()),),
-        (("traceparent", b"00-evil\r\n\r\nPOST /evil HTTP/1.1"),),
-        (("traceparent", b"\xff" * 55),),
-        (("traceparent", None),),
-        (("tracestate", b"evil=1"),),
+        pytest.param(
+            (OWN, ("tracestate", b"vendor=1"), ("evil", b"1")),
+            None,
+            {f"traceparent: {PARENT}", "tracestate: vendor=1"},
+            id="context of the message",
+        ),
+        pytest.param((OWN,), SPAN, {f"traceparent: {SPAN.parent}"}, id="span of the check"),
+        pytest.param(
+            (OWN, ("tracestate", b"a=1\r\nx-evil: 1")),
+            None,
+            {f"traceparent: {PARENT}"},
+            id="header in a state",
+        ),
+        pytest.param((), None, set(), id="none"),
+        pytest.param(
+            (("traceparent", f"{PARENT}\r\nx-evil: 1".encode()),), None, set(), id="two lines"
+        ),
+        pytest.param(
+            (("traceparent", b"00-evil\r\n\r\nPOST /evil HTTP/1.1"),), None, set(), id="request"
+        ),
+        pytest.param((("traceparent", b"\xff" * 55),), None, set(), id="no ASCII"),
+        pytest.param((("traceparent", None),), None, set(), id="no value"),
+        pytest.param((("tracestate", b"evil=1"),), None, set(), id="state alone"),
     ],
 )
-async def test_what_is_no_context_does_not(server: Server, headers: tuple[Header, ...]) -> None:
-    assert await asked(server, *headers) == set()
-
-
-async def test_a_state_cannot_add_headers(server: Server) -> None:
-    found = await asked(
-        server, ("traceparent", PARENT.encode()), ("tracestate", b"a=1\r\nx-evil: 1")
-    )
-    assert found == {f"traceparent: {PARENT}"}
+async def test_check_sends_trace_context_only(
+    server: Server, headers: tuple[Header, ...], trace: TraceContext | None, sent: set[str]
+) -> None:
+    assert await asked(server, *headers, trace=trace) == sent
 
 
 async def test_an_answer_is_read_as_before(server: Server) -> None:
