@@ -36,12 +36,8 @@ ATTEMPTS = 3
 @pytest.fixture
 async def fleet(kafka: EmbeddedKafka) -> AsyncIterator[Fleet]:
     """Three proxies."""
-    made = Fleet(kafka.bootstrap, 3)
-    try:
-        await made.start()
+    async with Fleet(kafka.bootstrap, 3) as made:
         yield made
-    finally:
-        await made.close()
 
 
 class Truth:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import os
 import random
 from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
 from pathlib import Path
 
 import pytest
 
-from tests.kit.fleet import PARTITIONS, SESSION_S, Fleet, judged, owned_by, reached
-from tests.kit.proxies import ProxyProcess
+from tests.kit.fleet import Fleet, judged, owned_by, reached
 from tests.kit.relays import Relay
-from tests.kit.until import unique, until
+from tests.kit.until import until
 from tests.kit.workload import Recorder, Shop
 from txbroker.embedded import EmbeddedKafka
 from txbroker.errors import OwnerUnavailable
@@ -25,39 +25,20 @@ class CutFleet(Fleet):
     """Two proxies, each with a separate relay to Kafka."""
 
     def __init__(self, bootstrap: str, relays: list[Relay]) -> None:
-        super().__init__(bootstrap, 0)
+        super().__init__(bootstrap, len(relays), [relay.address for relay in relays])
         self.relays = relays
-        prefix = unique("cut")
-        self.proxies = [
-            ProxyProcess(
-                bootstrap,
-                kafka=relay.address,
-                instance=f"proxy-{number}",
-                topic_prefix=prefix,
-                partitions=PARTITIONS,
-                session_timeout_s=SESSION_S,
-                check_after_s=1.0,
-                check_interval_s=1.0,
-            )
-            for number, relay in enumerate(relays)
-        ]
 
 
 @pytest.fixture
 async def fleet(kafka: EmbeddedKafka) -> AsyncIterator[CutFleet]:
-    relays = [await Relay(kafka.bootstrap).start() for _ in range(2)]
-    made = CutFleet(kafka.bootstrap, relays)
-    try:
-        await made.start()
-        yield made
-    finally:
+    async with AsyncExitStack() as stack:
+        relays = [await Relay(kafka.bootstrap).start() for _ in range(2)]
         for relay in relays:
-            relay.heal()
-        try:
-            await made.close()
-        finally:
-            for relay in relays:
-                await relay.close()
+            stack.push_async_callback(relay.close)
+        made = await stack.enter_async_context(CutFleet(kafka.bootstrap, relays))
+        for relay in relays:
+            stack.callback(relay.heal)
+        yield made
 
 
 @pytest.mark.parametrize("reset", [False, *([True] if LONG else [])])
@@ -75,13 +56,10 @@ async def test_proxy_cut_off_from_kafka_yields_and_returns(
         relay.cut()
         try:
 
-            async def taken() -> bool:
-                return len(await owned_by(other)) == PARTITIONS
-
             async def known() -> bool:
                 return not await owned_by(lonely) and not await lonely.is_ready()
 
-            await until(taken)
+            await fleet.taken_over(other)
             await until(known)
             await reached(recorder, recorder.finished + 50)
             # It knows no proxy to forward a call to.

@@ -24,12 +24,8 @@ HANDOVER_S = SESSION_S * 2 / 3
 @pytest.fixture
 async def fleet(kafka: EmbeddedKafka, request: pytest.FixtureRequest) -> AsyncIterator[Fleet]:
     """Two proxies, or as many as the test asks for."""
-    made = Fleet(kafka.bootstrap, getattr(request, "param", 2))
-    try:
-        await made.start()
+    async with Fleet(kafka.bootstrap, getattr(request, "param", 2)) as made:
         yield made
-    finally:
-        await made.close()
 
 
 @pytest.fixture
@@ -96,11 +92,7 @@ async def test_proxy_hung_past_its_session_corrupts_nothing(fleet: Fleet, shop: 
         hung, other = fate.sample(fleet.proxies, 2)
         hung.pause()
         try:
-
-            async def taken() -> bool:
-                return len(await owned_by(other)) == PARTITIONS
-
-            await until(taken)
+            await fleet.taken_over(other)
             before = await claims(fleet)
             assert before >= PARTITIONS
             await reached(recorder, recorder.finished + 50)

@@ -34,12 +34,8 @@ ROUNDS = 5 if os.environ.get("TXBROKER_TEST_LONG") else 1
 @pytest.fixture
 async def fleet(kafka: EmbeddedKafka) -> AsyncIterator[Fleet]:
     """Two proxies without checks: only calls and promotion transactions have effects."""
-    made = Fleet(kafka.bootstrap, 2)
-    try:
-        await made.start()
+    async with Fleet(kafka.bootstrap, 2) as made:
         yield made
-    finally:
-        await made.close()
 
 
 Line = tuple[asyncio.StreamReader, asyncio.StreamWriter]
@@ -145,11 +141,7 @@ async def work_until_it_hangs(
     try:
         await more_calls(recorder, fate.randint(*BEFORE))
         hung.pause()
-
-        async def taken() -> bool:
-            return len(await owned_by(other)) == PARTITIONS
-
-        await until(taken)
+        await fleet.taken_over(other)
         urls.remove(hung.url)
         await more_calls(recorder, AFTER)
         over.set()

@@ -9,7 +9,7 @@ import random
 import sys
 from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
-from typing import Any
+from typing import Any, Self
 from urllib.parse import quote
 
 import aiohttp
@@ -34,9 +34,12 @@ Disturb = Callable[["Fleet", Recorder, random.Random], Coroutine[Any, Any, None]
 
 
 class Fleet:
-    """Several proxies of one installation."""
+    """Several proxies of one installation, which run inside `async with`; each reaches Kafka at
+    `bootstrap` or at its own one of `addresses`."""
 
-    def __init__(self, bootstrap: str, count: int, **settings: Any) -> None:
+    def __init__(
+        self, bootstrap: str, count: int, addresses: Sequence[str] = (), **settings: Any
+    ) -> None:
         prefix = unique("fleet")
         self.proxies = [
             ProxyProcess(
@@ -47,6 +50,7 @@ class Fleet:
                 session_timeout_s=SESSION_S,
                 check_after_s=1.0,
                 check_interval_s=1.0,
+                **({"kafka": addresses[number]} if addresses else {}),
                 **settings,
             )
             for number in range(count)
@@ -55,6 +59,17 @@ class Fleet:
     @property
     def urls(self) -> list[str]:
         return [proxy.url for proxy in self.proxies]
+
+    async def __aenter__(self) -> Self:
+        try:
+            await self.start()
+        except BaseException:
+            await self.close()
+            raise
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
 
     async def start(self) -> None:
         for proxy in self.proxies:
@@ -71,6 +86,14 @@ class Fleet:
             ) == list(range(PARTITIONS))
 
         await until(owned)
+
+    async def taken_over(self, by: ProxyProcess) -> None:
+        """Wait until a proxy owns all partitions."""
+
+        async def taken() -> bool:
+            return len(await owned_by(by)) == PARTITIONS
+
+        await until(taken)
 
     async def close(self) -> None:
         """Stop all of them, even if one fails; their output must be clean."""
