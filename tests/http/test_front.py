@@ -283,19 +283,3 @@ async def test_unencodable_error_is_answered(
         head, body = await line.answer()
     assert head[0] == b"HTTP/1.1 500 Internal Server Error"
     assert json.loads(body)["error"]["code"] == "failed"
-
-
-async def test_overload_is_answered_and_counted() -> None:
-    async with running_api(in_flight_bytes_max=100_000) as api, AsyncExitStack() as stack:
-        api.service.gate = asyncio.Event()
-        lines = [await stack.enter_async_context(dialled(api)) for _ in range(6)]
-        for line in lines:
-            line.write(PREPARING)
-        refused = [asyncio.create_task(line.answer()) for line in lines]
-        done, _ = await asyncio.wait(refused, return_when=asyncio.FIRST_COMPLETED)
-        api.service.gate.set()
-        await asyncio.gather(*refused)
-        head = done.pop().result()[0]
-        assert head[0] == b"HTTP/1.1 429 Too Many Requests"
-        assert b"Retry-After: 1" in head
-        assert b'overloaded_total{operation="prepare"}' in api.metrics.text()

@@ -1,7 +1,6 @@
 """Connections that break, owners that move, proxies that misbehave: nothing lost or doubled."""
 
 import asyncio
-import random
 from dataclasses import replace
 
 import pytest
@@ -345,47 +344,3 @@ async def test_answer_of_lost_session_is_not_mismatched(
     assert (await task).decision is Decision.COMMIT
     gate.set()
     assert await producer.prepare(M)
-
-
-async def test_broken_connections_lose_and_double_nothing(cluster: FakeCluster) -> None:
-    chance = random.Random(20240607)
-    proxies = [await cluster.proxy() for _ in range(3)]
-    await cluster.own(*proxies)
-
-    def trouble(operation: FromProducer) -> Action | None:
-        draw = chance.random()
-        if draw < 0.03:
-            return DropBefore()
-        if draw < 0.06:
-            return DropAfter()
-        return Refuse("owner_unavailable") if draw < 0.1 else None
-
-    async def one(producer: TransactionalProducer, n: int) -> tuple[str, Decision]:
-        commit = chance.random() < 0.7
-        message = Message("t", key=b"%d" % n if n % 2 else None, value=b"%d" % n)
-        outcome = await producer.send_in_transaction(
-            message, lambda tx: Decision.COMMIT if commit else Decision.ROLLBACK
-        )
-        return outcome.id, outcome.decision
-
-    limits = replace(QUICK, retry_s=20.0)
-    urls = [proxy.url for proxy in proxies]
-    async with TransactionalProducer(urls, group="g", limits=limits) as producer:
-        for proxy in proxies:
-            proxy.rules.append(trouble)
-        work = asyncio.gather(*(one(producer, n) for n in range(200)))
-        while not work.done():
-            chance.shuffle(proxies)
-            await cluster.own(*proxies)
-            await asyncio.wait([work], timeout=0.05)
-        results = await work
-    assert len({transaction_id for transaction_id, _ in results}) == 200
-    values = [
-        cluster.transactions[transaction_id].messages[0].value for transaction_id, _ in results
-    ]
-    assert sorted(values, key=lambda v: int(v or 0)) == [b"%d" % n for n in range(200)]
-    for transaction_id, decision in results:
-        assert set(cluster.transactions[transaction_id].decisions) == {decision}
-    strays = set(cluster.transactions) - {transaction_id for transaction_id, _ in results}
-    assert all(cluster.transactions[stray].decision is None for stray in strays)
-    assert sum(proxy.opened for proxy in proxies) > 3
