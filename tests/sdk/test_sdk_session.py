@@ -126,8 +126,6 @@ async def rounds() -> None:
 
 
 async def test_concurrently_cancelled_waiters_leave_no_trace() -> None:
-    """Cancelled in one round, who had the room passed those by who waited; these then failed with
-    a ValueError, and a decision that was made was not sent."""
     room = InFlightLimit(calls_max=1, bytes_max=100)
 
     async def call() -> None:

@@ -1,6 +1,6 @@
 """Format values for pages: ages, times, numbers, bytes, links."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from functools import partial
 from urllib.parse import quote, urlencode
@@ -131,16 +131,9 @@ def sentence(text: str) -> str:
     return text[:1].upper() + text[1:]
 
 
-FILTERS = {
-    "sentence": sentence,
-    "age": age,
-    "number": number,
-    "rate": rate,
-    "time_of": time_of,
-    "machine_time": machine_time,
+_FILTERS = (sentence, age, number, rate, time_of, machine_time, text_of, kind_of, parts_of)
+FILTERS: dict[str, Callable[..., object]] = {
     "without_query": partial(without_query, mask=QUERY_MASK),
-    "text_of": text_of,
-    "kind_of": kind_of,
-    "parts_of": parts_of,
+    **{function.__name__: function for function in _FILTERS},
 }
 """The filters of templates."""
