@@ -13,9 +13,10 @@ import pytest
 from txbroker.contract.frames import Prepare, Status, Welcome, decode_from_producer
 from txbroker.core.records import Message, State
 from txbroker.errors import OwnerUnavailable
-from txbroker.sdk.limits import InFlightLimit, Limits
+from txbroker.sdk.calls import InFlightLimit
 from txbroker.sdk.router import Router
 from txbroker.sdk.session import Session, SessionLost
+from txbroker.sdk.types import Limits
 
 M = Message("payments", value=b"body")
 

@@ -10,7 +10,6 @@ from txbroker.sdk.blocking import (
     BlockingTransactionalProducer,
     ForkedTransaction,
 )
-from txbroker.sdk.limits import Limits
 from txbroker.sdk.producer import LocalFunction, TransactionalProducer
 from txbroker.sdk.transaction import Transaction
 from txbroker.sdk.types import (
@@ -18,6 +17,7 @@ from txbroker.sdk.types import (
     CheckFunction,
     CheckRequest,
     Commit,
+    Limits,
     NotYet,
     Outcome,
     ProducerClosed,

@@ -12,7 +12,9 @@ import asyncio
 import itertools
 import logging
 import os
+from collections import deque
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from struct import unpack
 from typing import TypeVar
 
@@ -30,10 +32,9 @@ from txbroker.errors import (
     RequestError,
 )
 from txbroker.sdk.checks import LocalTransactions
-from txbroker.sdk.limits import RETRY_SHARE_OF_WINDOW, InFlightLimit, Limits
 from txbroker.sdk.router import Router
 from txbroker.sdk.session import AnsweredOperation, Session, SessionLost
-from txbroker.sdk.types import size_of
+from txbroker.sdk.types import Limits, size_of
 
 _log = logging.getLogger("txbroker.sdk")
 
@@ -52,7 +53,71 @@ _randomness_left: list[int] = []
 if hasattr(os, "register_at_fork"):  # otherwise two processes would create the same ids
     os.register_at_fork(after_in_child=_randomness_left.clear)
 
+RETRY_SHARE_OF_WINDOW = 0.75
+"""A prepare is retried for this share of the dedup window: later its id could be void."""
+
 T = TypeVar("T")
+
+
+class InFlightLimit:
+    """A limit on calls in flight and on their bytes; further calls wait in order of arrival.
+
+    A call larger than the limit on bytes is admitted alone, so that no call waits for ever.
+    """
+
+    def __init__(self, calls_max: int, bytes_max: int) -> None:
+        self._calls_max = calls_max
+        self._bytes_max = bytes_max
+        self._calls = 0
+        self._bytes = 0
+        self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
+
+    @property
+    def calls(self) -> int:
+        """How many calls are in flight."""
+        return self._calls
+
+    def enter(self, size: int) -> bool:
+        """Admit a call of `size` bytes; return False if it must `wait`."""
+        calls, taken = self._calls, self._bytes + size
+        if self._waiting or (calls and (calls >= self._calls_max or taken > self._bytes_max)):
+            return False
+        self._calls, self._bytes = calls + 1, taken
+        return True
+
+    def leave(self, size: int) -> None:
+        """End a call of `size` bytes."""
+        self._calls -= 1
+        self._bytes -= size
+        if self._waiting:
+            self._admit()
+
+    async def wait(self, size: int) -> None:
+        """Wait until a call of `size` bytes is admitted."""
+        admitted = asyncio.get_running_loop().create_future()
+        entry = (size, admitted)
+        self._waiting.append(entry)
+        self._admit()
+        try:
+            await admitted
+        except asyncio.CancelledError:
+            if admitted.done() and not admitted.cancelled():
+                self.leave(size)  # it had just been admitted
+            else:
+                # `_admit` may have removed it already.
+                with suppress(ValueError):
+                    self._waiting.remove(entry)
+                self._admit()
+            raise
+
+    def _admit(self) -> None:
+        """Admit waiting calls, in order, while there is room."""
+        waiting, self._waiting = self._waiting, deque()
+        while waiting and (waiting[0][1].done() or self.enter(waiting[0][0])):
+            _, admitted = waiting.popleft()
+            if not admitted.done():
+                admitted.set_result(None)
+        self._waiting = waiting
 
 
 class Draft(Struct):

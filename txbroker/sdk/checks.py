@@ -16,13 +16,13 @@ from txbroker import tracing
 from txbroker.contract.frames import CheckAnswer, CheckQuestion
 from txbroker.core.records import Decision
 from txbroker.errors import TooLarge, TxbrokerError
-from txbroker.sdk.limits import Limits
 from txbroker.sdk.session import Session
 from txbroker.sdk.types import (
     Answer,
     CheckFunction,
     CheckRequest,
     Commit,
+    Limits,
     NotYet,
     ProducerClosed,
     checked_replacement,

@@ -21,7 +21,6 @@ from txbroker.errors import ConfigurationError
 from txbroker.net.tls import ClientTls, TlsFiles
 from txbroker.sdk.calls import Calls, Draft
 from txbroker.sdk.checks import CheckAnswerer, LocalTransactions, is_coroutine_function
-from txbroker.sdk.limits import Limits
 from txbroker.sdk.router import Router
 from txbroker.sdk.session import Session, open_session
 from txbroker.sdk.transaction import (
@@ -35,6 +34,7 @@ from txbroker.sdk.transaction import (
 )
 from txbroker.sdk.types import (
     CheckFunction,
+    Limits,
     Outcome,
     ProducerClosed,
     Rollback,

@@ -16,9 +16,8 @@ from typing import NamedTuple
 from txbroker.batching import Sticky
 from txbroker.contract.frames import Drain
 from txbroker.errors import OwnerUnavailable, RequestError
-from txbroker.sdk.limits import Limits
 from txbroker.sdk.session import CannotConnect, CannotTrust, Session
-from txbroker.sdk.types import ProducerClosed, Untrusted
+from txbroker.sdk.types import Limits, ProducerClosed, Untrusted
 
 _log = logging.getLogger("txbroker.sdk")
 

@@ -44,7 +44,7 @@ from txbroker.errors import (
     request_errors,
 )
 from txbroker.net.tls import ClientTls, tls_trouble
-from txbroker.sdk.limits import Limits
+from txbroker.sdk.types import Limits
 
 _log = logging.getLogger("txbroker.sdk")
 

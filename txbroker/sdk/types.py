@@ -4,12 +4,14 @@ They are checked before they are sent: a message of a wrong type would end the w
 """
 
 import math
+import random
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 from txbroker.core.records import LATER_S_MAX, CheckReason, Decision, Header, Message, State
-from txbroker.errors import BadRequest, OwnerUnavailable, TxbrokerError
+from txbroker.errors import BadRequest, ConfigurationError, OwnerUnavailable, TxbrokerError
+from txbroker.net.timers import grown_pause_s
 
 _INT32_MAX = 2**31 - 1
 _INT64_MAX = 2**63 - 1
@@ -31,6 +33,59 @@ class Untrusted(OwnerUnavailable):
     """The TLS handshake failed: one side does not trust the other's certificate, or it has expired
     or is for another host name. Nothing was sent. The operator must fix the certificate; calls of a
     running producer are retried until they time out."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """How much a producer holds and how long it waits; all times in seconds.
+
+    Attributes:
+        retry_s: how long a call is retried until it fails as `owner_unavailable`.
+        connect_timeout_s: for one attempt to open a session.
+        answer_timeout_s: how long a call waits for an answer until it is sent again.
+        heartbeat_s: a session whose proxy answers no ping for this long is closed.
+        session_idle_s: an unused session with a proxy that owns nothing is closed after this long;
+            one session is always kept.
+        backoff_first_s, backoff_max_s: pauses between attempts, growing, with jitter.
+        in_flight_max: prepares in flight, and as many decisions; further ones wait.
+        in_flight_bytes_max: the total size of their messages, likewise; limits the memory.
+        checks_max: checks answered at one time; for further ones, other instances of the group are
+            asked, then its check URL.
+        check_threads_max: threads for plain check functions.
+        running_again_s: while a block runs here, its check is postponed by this.
+    """
+
+    retry_s: float = 60.0
+    connect_timeout_s: float = 5.0
+    answer_timeout_s: float = 10.0
+    heartbeat_s: float = 10.0
+    session_idle_s: float = 60.0
+    backoff_first_s: float = 0.05
+    backoff_max_s: float = 5.0
+    in_flight_max: int = 1000
+    in_flight_bytes_max: int = 64 * 1024 * 1024
+    checks_max: int = 64
+    check_threads_max: int = 8
+    running_again_s: float = 10.0
+
+    def validate(self) -> "Limits":
+        """Return self.
+
+        Raises:
+            ConfigurationError: a limit is not above 0.
+        """
+        for name in self.__dataclass_fields__:
+            if not getattr(self, name) > 0:
+                raise ConfigurationError(f"{name} must be above 0, not {getattr(self, name)!r}")
+        return self
+
+    def backoff_s(self, failures: int) -> float:
+        """Return the pause after a number of failures in a row, 0 after none. It doubles each time;
+        jitter of up to half of it spreads the clients."""
+        if failures <= 0:
+            return 0.0
+        pause_s = grown_pause_s(failures, self.backoff_first_s, self.backoff_max_s)
+        return pause_s * random.uniform(0.5, 1.0)
 
 
 @dataclass(frozen=True, slots=True)
