@@ -232,11 +232,7 @@ def _left_open(operation: AnsweredOperation | None) -> str:
 
 
 class Calls:
-    """The calls of one producer.
-
-    Attributes:
-        number: returns the number of a new call.
-    """
+    """The calls of one producer; `number` returns that of a new call."""
 
     def __init__(self, router: Router, local: LocalTransactions, limits: Limits) -> None:
         self._router = router

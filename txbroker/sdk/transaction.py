@@ -23,11 +23,7 @@ _WAITS = ("decided", "promoted")
 
 
 class Transaction:
-    """A prepared transaction.
-
-    Attributes:
-        id: identifies it everywhere; the barrier's row carries it.
-    """
+    """A prepared transaction; `id` identifies it everywhere, also in the barrier's row."""
 
     def __init__(
         self,

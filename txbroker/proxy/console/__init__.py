@@ -28,10 +28,5 @@ __all__ = ["console_pages"]
 def console_pages(
     context: ApiContext, guard: Guard
 ) -> list[tuple[str, str, Callable[[web.Request], Awaitable[web.Response]]]]:
-    """Return method, path and handler of every page of the console.
-
-    Args:
-        context: its service answers for all proxies.
-        guard: admits callers.
-    """
+    """Return method, path and handler of every page of the console."""
     return Console(context, guard, (*pages.ROUTES, *actions.ROUTES)).routes()

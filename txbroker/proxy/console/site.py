@@ -129,13 +129,7 @@ def _assets() -> dict[str, _Asset]:
 
 
 class Console:
-    """The pages of one proxy.
-
-    Args:
-        context: its service answers for all proxies.
-        guard: admits callers.
-        pages: the routes of all pages.
-    """
+    """The pages of one proxy."""
 
     def __init__(self, context: ApiContext, guard: Guard, pages: Sequence[Route]) -> None:
         self._context = context

@@ -71,12 +71,7 @@ class Visitor:
 
 
 class VisitorCookies:
-    """Identifies visitors by their cookies.
-
-    Args:
-        guard: identifies principals.
-        now_s: returns the time, seconds since 1970.
-    """
+    """Identifies visitors by their cookies; `now_s` returns seconds since 1970."""
 
     def __init__(self, guard: Guard, now_s: Callable[[], float] = time.time) -> None:
         self._guard = guard

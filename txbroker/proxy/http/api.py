@@ -66,12 +66,8 @@ Pages = Callable[[ApiContext, Guard], Iterable[tuple[str, str, Handler]]]
 
 @dataclass(frozen=True)
 class _Parts:
-    """The parts that the applications of all addresses share.
-
-    Attributes:
-        local: answers by this proxy alone.
-        context: answers for all proxies.
-    """
+    """The parts that the applications of all addresses share; `local` answers by this proxy alone,
+    `context` for all proxies."""
 
     local: ApiContext
     context: ApiContext
@@ -176,9 +172,7 @@ def make_app(
         service: answers the HTTP API, for all proxies.
         checks: calls check URLs.
         local: answers sessions and other proxies, for this proxy alone; None: `service`.
-        leases: sessions leased to other proxies; None: created here.
-        peers: recognizes other proxies; None: created here.
-        principals: returns the current principals; None: created here.
+        leases, peers, principals: None: created here.
         pages: the console's pages, which do their own admission.
 
     Raises:

@@ -129,11 +129,7 @@ class DirectServer(Protocol):
 
 
 class _Parsed(NamedTuple):
-    """A request whose head is parsed.
-
-    Attributes:
-        body_at, end: where its body begins and ends in the held bytes.
-    """
+    """A request whose head is parsed; its body is from `body_at` to `end` in the held bytes."""
 
     endpoint: ApiEndpoint
     names: Mapping[str, str]

@@ -50,11 +50,7 @@ _WITH_BODY: Errors = (TooSlow, TooLarge, UnsupportedMediaType, Overloaded)
 
 
 class ApiCall(Struct, frozen=True):
-    """One call with its path names, query and body decoded.
-
-    Attributes:
-        trace: the caller's trace context, where spans are recorded.
-    """
+    """One call with its path names, query and body decoded; `trace` is the caller's context."""
 
     context: ApiContext
     path: Mapping[str, str]
@@ -149,11 +145,7 @@ class Operation:
 
 
 class HttpAnswer(Struct, frozen=True):
-    """A complete HTTP answer.
-
-    Attributes:
-        headers: the media type first.
-    """
+    """A complete HTTP answer; the media type is the first header."""
 
     status: int
     headers: tuple[tuple[str, str], ...]

@@ -71,12 +71,7 @@ class PeerDirectory(Protocol):
 
 
 class PeerApi:
-    """Serves the calls of other proxies.
-
-    Args:
-        context: its service answers for this proxy alone.
-        leases: the sessions leased to other proxies.
-    """
+    """Serves the calls of other proxies; the context's service answers for this proxy alone."""
 
     def __init__(self, context: ApiContext, leases: Leases) -> None:
         self._context = context

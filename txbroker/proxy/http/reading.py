@@ -35,11 +35,7 @@ _PATTERN = re.compile(r"matching regex .*", re.DOTALL)
 
 
 class DirectRequest(Struct, frozen=True):
-    """The head of a call that bypasses the router; its body is passed separately.
-
-    Attributes:
-        remote: the caller's address.
-    """
+    """The head of a call that bypasses the router; its body is passed separately."""
 
     method: str
     path: str

@@ -616,11 +616,7 @@ class SessionServer:
 
     def _check_principals(self, *, changed: bool) -> None:
         """Disconnect sessions of removed or expired principals, whose next attempt gets the reason;
-        update the rights of the others.
-
-        Args:
-            changed: False where only time has passed.
-        """
+        update the rights of the others. `changed` is False where only time has passed."""
         for session in tuple(self._open):
             if not (changed or session.principal.expires_s):
                 continue
