@@ -58,7 +58,6 @@ _BROADCAST_ROWS_MAX = 500_000
 _FETCH_BYTES = 8 << 20
 _CODEC = {"compression": "zstd", "parquet.compression.codec.zstd.level": "1"}
 
-
 KAFKA = """
     key binary, value binary, topic string, partition int, offset bigint, at_ms bigint,
     timestampType int, headers array<struct<key: string, value: binary>>
@@ -558,7 +557,6 @@ def _bucket(size: int) -> Column:
 
 _BEFORE = (Window.unboundedPreceding, -1)
 _SO_FAR = (Window.unboundedPreceding, Window.currentRow)
-
 
 _KEY = ("partition", "grp", "dedup")
 _COLUMNS = (*_KEY, "offset", "clock_ms", "id")

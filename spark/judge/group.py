@@ -33,11 +33,6 @@ _FIRST = {"half": "seq", "visible": "seq"}
 _BROADCAST_ROWS_MAX = 500_000
 """Maximum number of out-of-order transactions that are broadcast to all tasks."""
 
-
-_BEFORE_ALL = JudgeTerms(0)
-"""Terms for which no transaction is old."""
-
-
 _ORDERED = "array<struct<topic: string, partition: int, offset: bigint>>"
 _HASH_FIRST = "spark.sql.execution.useObjectHashAggregateExec"
 _DAY_MS = 86_400_000
@@ -132,10 +127,10 @@ def _struct(side: str, table: DataFrame) -> Column:
 # ----------------------------------------------------------------------
 
 
-def _by_sql(grouped: DataFrame, terms: JudgeTerms = _BEFORE_ALL) -> DataFrame:
+def _by_sql(grouped: DataFrame, terms: JudgeTerms) -> DataFrame:
     """Return `plain`, the verdicts of plain transactions, and the facts of the others.
 
-    `terms` decide which pending transactions may be overdue; none by default.
+    `terms` decide which pending transactions may be overdue.
     """
     flagged = grouped.withColumn("plain", F.coalesce(_is_plain(terms), F.lit(False)))
     plain = F.col("plain")

@@ -24,7 +24,6 @@ NOW_MS = START_MS + 10_000_000
 TERMS = JudgeTerms(NOW_MS, WINDOW_MS)
 ID = id_of(1)
 
-
 _HALF = HalfFact(PARTITION, 0, 0, 0, True, None, "g", 0, 1, "t", 0, 100, 200, None, *[None] * 6)
 _CONTENT = slice(HalfFact._fields.index("topic"), HalfFact._fields.index("order_mark"))
 """The columns of a half message that a copy and a replacing message have too."""
