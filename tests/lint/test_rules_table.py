@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import ast
+import builtins
 import re
 from collections.abc import Iterator
 
-from tests.rules.mutants import ROOT, defined, definitions, mutants
+from tests.rules.mutants import ROOT, Edit, defined, definitions, edited, mutants
 
 RULES = [*map(str, range(1, 30)), "Topics"]
 PAGE = (ROOT / "docs/reference/rules.md").read_text()
@@ -59,6 +60,32 @@ def test_every_mutant_can_be_made_and_its_test_is_marked() -> None:
             for rule in mutant.rule.split(", ")
             if rule.capitalize() not in rules
         ]
+    assert faults == []
+
+
+def undefined(edit: Edit) -> Iterator[str]:
+    """Yield the names that an edit adds to a definition, and that its module does not know.
+
+    Such a mutant fails by a NameError or AttributeError, with or without its rule.
+    """
+    source = (ROOT / edit.file).read_text()
+    known = {*re.findall(r"\w+", source), *dir(builtins)}
+    nodes = list(ast.walk(definitions(edited(edit, source))[edit.name]))
+    names = [node for node in nodes if isinstance(node, ast.Name)]
+    known |= {name.id for name in names if isinstance(name.ctx, ast.Store)}
+    yield from {name.id for name in names} - known
+    for node in nodes:
+        if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "self":
+            yield from {node.attr} - known
+
+
+def test_mutants_use_defined_names() -> None:
+    faults = [
+        (mutant.what, *names)
+        for mutant in mutants()
+        for edit in mutant.edits
+        if (names := sorted(undefined(edit)))
+    ]
     assert faults == []
 
 

@@ -280,6 +280,10 @@ class Anchor(Struct, frozen=True, gc=False):
     offset: int
     timestamp_ms: int
 
+    def matches(self, record: "Record | None") -> bool:
+        """Return whether the record at this offset is the one that it was."""
+        return record is not None and record.timestamp_ms == self.timestamp_ms
+
 
 def anchor_of(record: Record) -> Anchor:
     """Return the anchor of a record."""

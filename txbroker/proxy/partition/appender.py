@@ -472,8 +472,7 @@ class Appender:
 
 def _check_same(record: Record, anchor: Anchor | None) -> None:
     """Raise `LogTruncated` if the last applied record was replaced by another one."""
-    read_ms = None if anchor is None or anchor.offset != record.offset else anchor.timestamp_ms
-    if read_ms is not None and read_ms != record.timestamp_ms:
+    if anchor is not None and anchor.offset == record.offset and not anchor.matches(record):
         raise LogTruncated(
             f"offset {record.offset} holds another record than when it was read: the topic was "
             "truncated or recreated"

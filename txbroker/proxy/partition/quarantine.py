@@ -13,6 +13,7 @@ from txbroker.core.records import Cause, State
 from txbroker.core.transaction import Transaction
 from txbroker.door.protocols import NotVisible
 from txbroker.errors import InvariantBroken
+from txbroker.net.timers import grown_pause_s
 from txbroker.proxy.partition.body_cache import refused_as_lost
 
 RETRY_FIRST_S = 0.5
@@ -44,15 +45,15 @@ def note_invisible(transactions: Iterable[Transaction], error: NotVisible) -> No
 
 
 class _Retry(Struct, frozen=True):
-    """When to retry, and the pause before that."""
+    """When to retry, and the number of failures in a row."""
 
     at_s: float
-    pause_s: float
+    failures: int
 
 
 def _next_retry(retry: _Retry | None, now_s: float) -> _Retry:
-    pause_s = RETRY_FIRST_S if retry is None else min(retry.pause_s * 2, RETRY_MAX_S)
-    return _Retry(now_s + pause_s, pause_s)
+    failures = 1 if retry is None else retry.failures + 1
+    return _Retry(now_s + grown_pause_s(failures, RETRY_FIRST_S, RETRY_MAX_S), failures)
 
 
 class TargetQuarantine:
@@ -100,7 +101,7 @@ class RetryQueue:
         self._monotonic_s = monotonic_s
         self._deferred_retry: _Retry | None = None
         self._retries = Schedule()
-        self._retry_pauses_s: dict[str, float] = {}
+        self._failures: dict[str, int] = {}
         self._suspects: frozenset[str] = frozenset()
         self._suspects_limit = 0
         self._refused_alone: set[str] = set()
@@ -135,16 +136,16 @@ class RetryQueue:
     def retry_later(self, id: str) -> None:
         """Schedule the next retry of a refused transaction, unless it takes an operator."""
         if id not in self._tried and id not in self._given_up:
-            pause_s = self._retry_pauses_s.get(id, RETRY_FIRST_S)
+            failures = self._failures[id] = self._failures.get(id, 0) + 1
+            pause_s = grown_pause_s(failures, RETRY_FIRST_S, RETRY_MAX_S)
             self._retries.set(id, self._monotonic_ms() + round(pause_s * 1000))
-            self._retry_pauses_s[id] = min(pause_s * 2, RETRY_MAX_S)
 
     def retry_all(self) -> None:
         """Schedule all refused transactions after the first pause: the owner has recovered."""
         for id, transaction in self._index.refused.items():
             if refused_as_lost(transaction):
                 self.give_up(id)
-            elif id not in self._retry_pauses_s:
+            elif id not in self._failures:
                 self.retry_later(id)
 
     def give_up(self, id: str) -> None:
@@ -157,7 +158,7 @@ class RetryQueue:
         self._refused_alone.discard(id)
         self._given_up.discard(id)
         if id in self._index.refused:
-            self._retry_pauses_s.pop(id, None)
+            self._failures.pop(id, None)
             self._retries.set(id, self._monotonic_ms())
 
     def take_due(self, in_flight: Collection[str]) -> list[Transaction]:
@@ -166,7 +167,7 @@ class RetryQueue:
         for id in list(self._retries.pop_due(self._monotonic_ms())):
             transaction = self._index.refused.get(id)
             if transaction is None:
-                self._retry_pauses_s.pop(id, None)
+                self._failures.pop(id, None)
                 continue
             self.retry_later(id)
             if id not in in_flight and id not in self._tried:
@@ -178,8 +179,8 @@ class RetryQueue:
         ids = [transaction.half.id for transaction in transactions]
         self._refused_alone.difference_update(ids)
         self._given_up.difference_update(ids)
-        for id in self._retry_pauses_s.keys() & ids:
-            del self._retry_pauses_s[id]
+        for id in self._failures.keys() & ids:
+            del self._failures[id]
         self._quarantine.expire()
 
     def _monotonic_ms(self) -> int:

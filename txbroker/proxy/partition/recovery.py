@@ -384,7 +384,7 @@ async def _compare(
     offsets = sorted({anchor.offset for anchor in anchors})
     picked = {record.offset: record for record in await log.pick(offsets)}
     for anchor in sorted(anchors, key=lambda anchor: anchor.offset):
-        if not _same(picked.get(anchor.offset), anchor):
+        if not anchor.matches(picked.get(anchor.offset)):
             raise LogTruncated(
                 f"offset {anchor.offset} of the {name} topic holds another record than when it "
                 "was read: the topic was recreated"
@@ -447,10 +447,6 @@ def _of_older_owner(progress: Checkpoint | None, wholes: Sequence[Whole]) -> boo
     if newest is not None and not newest.at_ms:
         return True
     return progress is not None and (newest is None or progress.half > newest.half)
-
-
-def _same(record: Record | None, anchor: Anchor) -> bool:
-    return record is not None and record.timestamp_ms == anchor.timestamp_ms
 
 
 # --- to the end of the logs ------------------------------------------------------------------

@@ -146,4 +146,4 @@ async def _compare(name: str, at: Log, anchor: Anchor | None) -> None:
 
 async def _holds(at: Log, anchor: Anchor) -> bool:
     records = await at.pick([anchor.offset])
-    return bool(records) and records[0].timestamp_ms == anchor.timestamp_ms
+    return anchor.matches(records[0] if records else None)
