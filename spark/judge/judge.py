@@ -370,7 +370,7 @@ def _hold_overdue(
 ) -> None:
     """Find that the first check is long overdue, and that the transaction was neither checked nor
     parked.
-     The logs do not show whether an instance of the group was reachable, so this waits for longer
+    The logs do not show whether an instance of the group was reachable, so this waits for longer
     than an outage should last. A copy alone proves nothing: a proxy also copies pending
     transactions before retention removes the half message."""
     parked = any(row.state not in (None, "pending") for row in facts.parked)
