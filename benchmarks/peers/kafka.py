@@ -52,8 +52,7 @@ async def producing(
         enable_idempotence=True,
         acks="all",
         max_batch_size=batch_bytes,
-        max_request_size=8 * batch_bytes,
-        **options,
+        **{"max_request_size": 8 * batch_bytes, **options},
     )
     await producer.start()
     try:

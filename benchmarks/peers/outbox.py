@@ -95,7 +95,7 @@ def figure(
 async def relaying(kafka: str, store: RelayStore) -> AsyncIterator[asyncio.Task[None]]:
     """Publish the outbox during the block; the yielded task fails if publishing does."""
     async with (
-        producing(kafka, _BATCH_BYTES) as producer,
+        producing(kafka, _BATCH_BYTES, max_request_size=2 * _BATCH_BYTES) as producer,
         running(_publish(producer, store)) as task,
     ):
         yield task

@@ -101,7 +101,11 @@ async def _processing(kafka: str) -> AsyncIterator[asyncio.Task[None]]:
     )
     id = f"{_GROUP}-{time.monotonic_ns()}"
     async with producing(
-        kafka, _BATCH_BYTES, transactional_id=id, retry_backoff_ms=_BACKOFF_MS
+        kafka,
+        _BATCH_BYTES,
+        max_request_size=2 * _BATCH_BYTES,
+        transactional_id=id,
+        retry_backoff_ms=_BACKOFF_MS,
     ) as producer:
         await consumer.start()
         try:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-import socket
 import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
@@ -15,7 +14,7 @@ from typing import Any
 
 import aiohttp
 
-from tests.kit.until import until
+from tests.kit.until import free_ports, until
 
 _FILES = Path(__file__).parents[2] / "charts/txbroker/files"
 RULES = _FILES / "alerts.yaml"
@@ -126,7 +125,7 @@ async def prometheus(target: str, rules: str, folder: Path) -> AsyncIterator[Pro
 
 async def _start(folder: Path) -> tuple[asyncio.subprocess.Process, str]:
     for _ in range(_STARTS_MAX):
-        address = f"127.0.0.1:{_free_port()}"
+        address = f"127.0.0.1:{free_ports(1)[0]}"
         with (folder / "log").open("ab") as log:
             process = await asyncio.create_subprocess_exec(
                 "prometheus",
@@ -173,9 +172,3 @@ async def _end(process: asyncio.subprocess.Process) -> None:
     except TimeoutError:
         process.kill()
         await process.wait()
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

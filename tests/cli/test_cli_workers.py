@@ -22,7 +22,7 @@ from structlog.testing import capture_logs
 
 from tests.cli.proxy_process import ProxyProcess, address_of, proxy_process
 from tests.kit.cli import Call, Dev, descendants, until_gone
-from tests.kit.until import until
+from tests.kit.until import free_ports, until
 from txbroker.cli.proxy import workers
 from txbroker.cli.run import CommandFailed
 from txbroker.config.settings import Settings, load_settings
@@ -32,12 +32,10 @@ LANES = 8
 DEADLINE_S = 60.0
 
 
-def free_ports(count: int) -> int:
+def consecutive_ports(count: int) -> int:
     """Return the first of `count` consecutive free ports."""
     while True:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            first: int = probe.getsockname()[1]
+        (first,) = free_ports(1)
         try:
             for port in range(first, first + count):
                 socket.create_server(("127.0.0.1", port)).close()
@@ -88,7 +86,7 @@ async def two_workers(data_dir: Path, dev: Dev, *words: object) -> AsyncIterator
 async def test_transactions_continue_while_a_worker_restarts(
     dev: Dev, tmp_path: Path, way: str
 ) -> None:
-    first = free_ports(2)
+    first = consecutive_ports(2)
     words = ("--topic-prefix", way, "--create-target-topics")
     async with two_workers(tmp_path, dev, *words, "--listen", f"127.0.0.1:{first}") as proxy:
         while len(proxy.events("starting")) < 2:
@@ -174,7 +172,7 @@ async def test_workers_that_wait_for_kafka_end_by_a_signal(
 
 
 def test_port_in_use_of_second_worker_is_reported(call: Call, tmp_path: Path) -> None:
-    first = free_ports(2)
+    first = consecutive_ports(2)
     with socket.create_server(("127.0.0.1", first + 1)):
         words = ("--workers", 2, "--listen", f"127.0.0.1:{first}", "--data-dir", tmp_path)
         done = call("proxy", "--kafka", "127.0.0.1:1", *words)
@@ -430,7 +428,7 @@ async def test_worker_that_does_not_stop_is_killed(
     )
     before = set(descendants(os.getpid()))
     async with parent() as task:
-        await until(lambda: capsys.readouterr().out)
+        await until(lambda: "ready" in capsys.readouterr().out)
         below = set(descendants(os.getpid())) - before
         assert len(below) == 2
     with pytest.raises(CommandFailed, match="worker 2 did not stop in order: SIGKILL"):

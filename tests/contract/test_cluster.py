@@ -137,6 +137,8 @@ async def test_dedup_key_is_one_transaction_at_any_proxy(two: Proxies, topic: st
         for service in (one, other):
             with pytest.raises(IdConflict):
                 await service.send(Message(topic, None, b"w"), dedup_key=key)
+        await one.commit(answers[0][1]["id"])
+    assert await one.values(topic) == [b"v"] * 6
 
 
 async def test_keyless_prepare_stays_at_called_proxy(two: Proxies, topic: str) -> None:

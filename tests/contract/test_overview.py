@@ -78,7 +78,8 @@ async def test_parked_transaction_is_counted(service: Service) -> None:
     assert found is not None
     assert (found["pending"], found["parked"], found["oldest_pending_age_s"]) == (0, 1, None)
     assert of_partition(shown, id)["parked"] >= 1
-    await service.act(id, "rollback")
+    assert (await service.act(id, "rollback"))["state"] == "rolled_back"
+    assert await service.values(topic) == []
 
 
 async def test_unreachable_group_has_time_and_reason(service: Service) -> None:

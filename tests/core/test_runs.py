@@ -264,7 +264,7 @@ def test_run_equals_its_records_one_by_one() -> None:
         runs, single = Ledger(0, WINDOW_MS, 3), Ledger(0, WINDOW_MS, 3)
         program = Program(seed, single, reached)
         for _ in range(30):
-            program.at_ms += program.random.choice([0, 1, 60, 200, 5000])
+            program.at_ms += program.random.choice([-2000, 0, 1, 60, 200, 5000])
             captures = None
             if program.random.random() < 0.1:
                 captures = [Capture(each, "one", 0, RECORD_VERSION) for each in (runs, single)]

@@ -203,6 +203,24 @@ def test_failed_start_shows_end_of_log(name: str, value: str, when: str) -> None
         _ = kafka.log_path  # the temporary folder is gone
 
 
+@pytest.mark.parametrize(
+    "answer", [b"", b"\0\0", b"\xff" * 8, b"HTTP/1.1 400 Bad Request\r\n\r\n", b"\0\0\0\1\0"]
+)
+def test_other_server_is_not_ready(answer: bytes) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+
+        def serve() -> None:
+            connection, _ = other.accept()
+            with connection:
+                connection.recv(1000)
+                connection.sendall(answer)
+
+        serving = threading.Thread(target=serve)
+        serving.start()
+        assert not is_ready(other.getsockname()[1], "any", timeout_s=5.0)
+        serving.join()
+
+
 def test_taken_port_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     free_ports = server._free_ports
     with socket.socket() as other:

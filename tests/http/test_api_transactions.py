@@ -180,6 +180,7 @@ async def test_unknown_ids_are_404_and_malformed_ones_400(api: Api, verb: str) -
     assert (malformed[0], malformed[1]["error"]["code"]) == (400, "bad_id")
 
 
+@pytest.mark.parametrize("path", ["", f"/{UNKNOWN_ID}/commit"])
 @pytest.mark.parametrize(
     ("failure", "status", "code"),
     [
@@ -189,12 +190,11 @@ async def test_unknown_ids_are_404_and_malformed_ones_400(api: Api, verb: str) -
     ],
 )
 async def test_failure_has_its_status_and_code(
-    api: Api, failure: Exception, status: int, code: str
+    api: Api, failure: Exception, status: int, code: str, path: str
 ) -> None:
     api.service.failure = failure
-    async with api.client.post(
-        f"{api.url}/v1/transactions", json=transaction(id=UNKNOWN_ID)
-    ) as answer:
+    body = {} if path else transaction(id=UNKNOWN_ID)
+    async with api.client.post(f"{api.url}/v1/transactions{path}", json=body) as answer:
         assert (answer.status, (await answer.json())["error"]["code"]) == (status, code)
         assert answer.headers.get("Retry-After") == ("1" if status == 503 else None)
 

@@ -8,7 +8,6 @@ import ctypes
 import os
 import shutil
 import signal
-import socket
 import sys
 import tempfile
 import weakref
@@ -22,19 +21,13 @@ import aiohttp
 from tests.faults.judge import Rec
 from tests.kit.http_calls import HttpCalls, Json
 from tests.kit.topic_reader import create_topic, delete_topic, read_topics
-from tests.kit.until import DEADLINE_S, unique, until
+from tests.kit.until import DEADLINE_S, free_ports, unique, until
 
 HERE = Path(__file__).parent
 RUBBISH = ("Traceback", "Task was destroyed", "never retrieved", "never awaited")
 """Texts that must never appear in the output of a proxy."""
 _PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 class ProxyProcess(HttpCalls):
@@ -56,7 +49,7 @@ class ProxyProcess(HttpCalls):
         self._given = settings
         self.bootstrap = bootstrap
         self.prefix = str(settings.get("topic_prefix") or unique("e2e"))
-        self.url = f"http://127.0.0.1:{_free_port()}"
+        self.url = f"http://127.0.0.1:{free_ports(1)[0]}"
         # Proxies of different tests may have one name, as on different machines.
         folder = tempfile.mkdtemp(prefix="txbroker-data-")
         weakref.finalize(self, shutil.rmtree, folder, True)

@@ -49,9 +49,12 @@ def test_every_mutant_can_be_made_and_its_test_is_marked() -> None:
     faults = []
     for mutant in mutants():
         name = f"{mutant.rule}: {mutant.what}"
+        if not mutant.edits:
+            faults.append(f"{name}: changes nothing")
         try:
-            for source in mutant.sources(ROOT).values():
-                ast.parse(source)
+            for file, source in mutant.sources(ROOT).items():
+                if ast.dump(ast.parse(source)) == ast.dump(ast.parse((ROOT / file).read_text())):
+                    faults.append(f"{name}: changes nothing in {file}")
         except ValueError as error:
             faults.append(f"{name}: {error}")
         rules = MARKED.get(mutant.test.partition("[")[0], set())

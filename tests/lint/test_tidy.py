@@ -6,6 +6,7 @@ import importlib.util
 import re
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -227,3 +228,15 @@ def test_links_of_docs_resolve() -> None:
         if not (page.parent / target.partition("#")[0]).exists()
     ]
     assert broken == []
+
+
+def test_modules_bind_each_constant_once() -> None:
+    """The second value would also be that of functions above it."""
+    faults = []
+    for path in [*PACKAGE, *committed("benchmarks/*.py", "charts/*.py")]:
+        body = ast.parse(path.read_text()).body
+        targets = [t for node in body if isinstance(node, ast.Assign) for t in node.targets]
+        targets += [node.target for node in body if isinstance(node, ast.AnnAssign)]
+        names = Counter(target.id for target in targets if isinstance(target, ast.Name))
+        faults += [(name_of(path), name) for name, count in names.items() if count > 1]
+    assert faults == []

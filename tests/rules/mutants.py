@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import ast
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -75,11 +76,12 @@ class Mutant(NamedTuple):
 def edited(edit: Edit, source: str) -> str:
     """Return the source of a module with an edit made."""
     node = definitions(source)[edit.name]
-    text = ast.unparse(node)
-    if text.count(edit.old) != 1:
-        times = text.count(edit.old)
+    # Not within a name: `end` is not `append`.
+    start, end = [r"\b" if each.isidentifier() else "" for each in (edit.old[0], edit.old[-1])]
+    pattern = start + re.escape(edit.old) + end
+    text, times = re.subn(pattern, lambda _: edit.new, ast.unparse(node))
+    if times != 1:
         raise ValueError(f"{edit.name} of {edit.file} holds {times} times: {edit.old!r}")
-    text = text.replace(edit.old, edit.new)
     lines = source.splitlines()
     start = min([node.lineno, *(each.lineno for each in getattr(node, "decorator_list", ()))]) - 1
     lines[start : node.end_lineno] = textwrap.indent(text, " " * node.col_offset).splitlines()

@@ -43,7 +43,8 @@ MUST_BE_CAUGHT = (
     "what an owner has read is accounted for",
 )
 SEEDS = 1000
-_CAUGHT, _LEFT = 1, 0
+_CAUGHT, _LEFT = 3, 0
+"""Exit codes of a trial; every other one, as of a crash, is an error of the trial."""
 
 
 def table() -> dict[str, Mutant]:
@@ -134,6 +135,8 @@ def main() -> int:
     left = 0
     for what, code, output in _tried(whats, given.seeds, given.jobs):
         lines = output.splitlines() or [""]
+        if code not in (_CAUGHT, _LEFT):
+            raise RuntimeError(f"{what}: the trial ended with {code}: {output}")
         left += code != _CAUGHT
         if code == _CAUGHT:
             violated = lines[1].partition(" ")[0] if len(lines) > 1 else ""

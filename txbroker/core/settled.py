@@ -219,7 +219,9 @@ class SettledWindow:
     def __iter__(self) -> Iterator[Transaction]:
         for summaries in self.parts():
             for summary in summaries:
-                yield self.get(summary.id) or to_transaction(summary)
+                id = summary.id
+                shown = self.shown.get(id) or self._usual.loose.get(id) or self._late.loose.get(id)
+                yield shown or to_transaction(summary)
 
     @property
     def segments(self) -> list[Segment]:

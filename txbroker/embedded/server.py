@@ -372,7 +372,7 @@ def is_ready(port: int, cluster_id: str, timeout_s: float) -> bool:
                 return False
             no_topics = struct.pack(">i", 0)
             return _is_served(_ask(stream, _METADATA, 2, no_topics), port, cluster_id)
-    except (OSError, struct.error):
+    except (OSError, ValueError, struct.error):
         return False
 
 
@@ -383,6 +383,8 @@ def _ask(stream: BufferedRWPair, api_key: int, api_version: int, body: bytes) ->
     stream.write(struct.pack(">i", len(header) + len(body)) + header + body)
     stream.flush()
     (size,) = struct.unpack(">i", stream.read(4))
+    if size < 0:
+        raise ValueError(f"an answer of {size} bytes: no Kafka broker")
     return stream.read(size)[4:]
 
 

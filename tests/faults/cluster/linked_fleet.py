@@ -12,10 +12,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.faults.cluster.three_nodes import START_S, ThreeNodes, free_ports
+from tests.faults.cluster.three_nodes import START_S, ThreeNodes
 from tests.kit.fleet import PARTITIONS, Fleet, owned_by
 from tests.kit.proxies import ProxyProcess
-from tests.kit.until import unique
+from tests.kit.until import free_ports, unique
 
 _POLL_S = 0.2
 PROTOCOLS = (1, 2)

@@ -13,8 +13,8 @@ from tests.faults.cluster import runs_table
 from tests.faults.cluster.nemesis import OVER
 from tests.faults.cluster.services import WrittenDown, add, written
 from tests.faults.cluster.soak_faults import Verdict, during, report, shared, spoken, with_deleted
-from tests.faults.cluster.three_nodes import free_ports
 from tests.faults.judge import Asked, Call, History, Note, Rec, Seen, Topics
+from tests.kit.until import free_ports
 from txbroker.errors import AlreadyDecided, OwnerUnavailable
 from txbroker.sdk import Message
 

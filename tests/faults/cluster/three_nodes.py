@@ -11,7 +11,6 @@ import os
 import random
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -24,6 +23,7 @@ from confluent_kafka.admin import AdminClient, ClusterMetadata
 from confluent_kafka.cimpl import NewTopic
 
 from tests.faults.cluster.links import Link, Relay
+from tests.kit.until import free_ports
 from txbroker.embedded.datadir import new_cluster_id, server_properties
 from txbroker.embedded.jars import ensure_jars
 from txbroker.embedded.java import find_java, java_flags
@@ -36,8 +36,6 @@ START_S = 300.0
 STOP_S = 40.0
 _POLL_S = 0.2
 _HOST = "127.0.0.1"
-_PORTS = (20_000, 32_000)
-_given: set[int] = set()
 _PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None)
 
@@ -382,24 +380,6 @@ class ThreeNodes:
         }
         data = str(self.nodes[number].data)
         return server_properties(data, ports["PLAINTEXT"], ports["CONTROLLER"], extra)
-
-
-def free_ports(count: int) -> list[int]:
-    """Return so many ports that nobody listens on, and that the system gives to no connection: who
-    keeps trying to reach a port that is down would else come to be connected with itself, and the
-    port be taken when its owner is back."""
-    found: list[int] = []
-    with contextlib.ExitStack() as stack:
-        while len(found) < count:
-            probe = stack.enter_context(socket.socket())
-            port = random.randrange(*_PORTS)
-            with contextlib.suppress(OSError):
-                probe.bind((_HOST, port))
-                # An earlier caller may not listen on it yet.
-                if port not in _given:
-                    found.append(port)
-                    _given.add(port)
-    return found
 
 
 def _die_with_parent() -> None:

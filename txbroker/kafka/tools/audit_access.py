@@ -208,7 +208,6 @@ def _without(why: str, *, passing: bool = False) -> TopicBounds:
 
 # --- records -------------------------------------------------------------------------------------
 
-_CHANNEL = "audit"
 _SOME_BYTES = 32 << 20
 _SOME_RECORDS = 50_000
 """A small record takes many times its bytes in memory."""

@@ -119,9 +119,13 @@ class KafkaDrift(ClientOwner):
         while await reader.stable_end() < end:
             if not await backoff.pause():
                 raise Hanging(f"{reader.name}: an open transaction hides the newest records")
-        newest = {record.key: record.value for record in await reader.read_all(end)}
+        newest = None
+        async for records in reader.read(await reader.start(), end):
+            for record in records:
+                if record.key == key.encode():
+                    newest = record.value
         self._producer = producer
-        return newest.get(key.encode())
+        return newest
 
     async def write(self, findings: Iterable[tuple[str, bytes]], key: str, progress: bytes) -> None:
         """Store findings and progress, all or nothing.

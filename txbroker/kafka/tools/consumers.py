@@ -246,7 +246,7 @@ def _translated() -> Iterator[None]:
 
 # --- all records of topics -----------------------------------------------------------------------
 
-_WAIT_MS = 500
+_READ_BACK_WAIT_MS = 500
 
 
 class Seen(NamedTuple):
@@ -275,7 +275,7 @@ async def _read(consumer: Any) -> list[Seen]:
     ends = await consumer.end_offsets(partitions) if partitions else {}
     for partition in partitions:
         while await consumer.position(partition) < ends[partition]:
-            batches = await consumer.getmany(partition, timeout_ms=_WAIT_MS)
+            batches = await consumer.getmany(partition, timeout_ms=_READ_BACK_WAIT_MS)
             for r in batches.get(partition, ()):
                 record = Record(r.key, r.value, tuple(r.headers), r.timestamp, r.offset)
                 records.append(Seen(partition.topic, partition.partition, record))

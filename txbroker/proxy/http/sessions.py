@@ -268,7 +268,7 @@ class SdkSession:
                 self._fail((operation.call,), BadRequest(operation.why), "operation")
             else:
                 raise BadRequest("a second hello: send one hello per session")
-        for frame_calls in (prepares, decides, checks):
+        for frame_calls in (checks, prepares, decides):
             if frame_calls.requests:
                 self._start(frame_calls)
 
