@@ -65,7 +65,7 @@ def test_replay_shows_all_events() -> None:
 
 def test_failed_run_shows_seed_and_events() -> None:
     done = mutate("progress is left out of the turn", "--one", seeds=40)
-    assert done.returncode == 1, done.stdout + done.stderr
+    assert done.returncode == 3, done.stdout + done.stderr
     assert "failed; its faults:" in done.stdout
     assert "make simulate SEED=" in done.stdout
 
