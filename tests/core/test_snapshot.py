@@ -484,7 +484,7 @@ def test_waiting_markers_may_be_larger_than_a_chunk() -> None:
     assert rolled_back.state is State.ROLLED_BACK
 
 
-# --- what comes in between -------------------------------------------------------------------
+# --- changes in between ----------------------------------------------------------------------
 
 
 @pytest.mark.rule(11)

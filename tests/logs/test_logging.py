@@ -1,4 +1,4 @@
-"""Lines stay whole, few and free of secrets, whatever name or reason they hold."""
+"""Lines stay whole, few and free of secrets, with every name and reason."""
 
 import json
 import logging

@@ -1,7 +1,7 @@
 """Simulated proxies and their group: heartbeats, sessions that run out, shares that change hands.
 
-Nobody waits until who loses a partition has heard of it: two proxies that both think that they own
-one is what claims and fencing are for.
+No proxy waits until the one that loses a partition knows it: two proxies that both think that they
+own one are the reason for claims and fencing.
 """
 
 from __future__ import annotations

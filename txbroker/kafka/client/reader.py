@@ -327,7 +327,7 @@ class Picker:
     """Reads records of one partition by offset: near ones in one fetch, several fetches at once.
 
     Kafka returns whole batches, beginning with the one that holds the offset, and at least one
-    whatever the limit. So an offset far from the others costs one batch.
+    at any limit. So an offset far from the others costs one batch.
     """
 
     def __init__(self, make_reader: Callable[[str], Reader]) -> None:
