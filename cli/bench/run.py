@@ -170,8 +170,7 @@ async def _child(module: str, first_line: bytes) -> AsyncIterator[asyncio.subpro
     finally:
         process.stdin.close()
         try:
-            async with asyncio.timeout(END_TIMEOUT_S):
-                await process.wait()
+            await asyncio.wait_for(process.wait(), END_TIMEOUT_S)
         except (TimeoutError, asyncio.CancelledError):
             process.kill()
             await process.wait()

@@ -173,14 +173,13 @@ class _Worker:
         assert process.stdin is not None
         with suppress(ConnectionError):  # already ended
             process.stdin.write(b"stop\n")
-        # Not `asyncio.timeout`: in a cancelled task, Python 3.11.2's raises no TimeoutError.
-        ended = asyncio.create_task(process.wait())
-        await asyncio.wait([ended], timeout=END_TIMEOUT_S)
-        if not ended.done():
+        try:
+            code = await asyncio.wait_for(process.wait(), END_TIMEOUT_S)
+        except TimeoutError:
             log.error("worker killed", worker=self._number, seconds=END_TIMEOUT_S)
             with suppress(ProcessLookupError):  # already ended
                 process.kill()
-        code = await ended
+            code = await process.wait()
         if code and -code not in _SIGNALS:
             raise CommandFailed(
                 f"worker {self._number} did not stop in order: {_how(code)}; see its log"

@@ -9,7 +9,13 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Any, ClassVar
 
-from confluent_kafka import IsolationLevel, Producer, TopicPartition
+from confluent_kafka import (
+    IsolationLevel,
+    KafkaError,
+    KafkaException,
+    Producer,
+    TopicPartition,
+)
 from confluent_kafka.admin import (
     AlterConfigOpType,
     ConfigEntry,
@@ -194,8 +200,18 @@ class KafkaHarness:
     async def compact(self, topic: str, partition: int, before: int) -> None:
         """Lose the records of a compacted topic (full name) below an offset."""
         await self._set(topic, "cleanup.policy", "compact,delete")
-        await self.truncate(topic, partition, before)
+        # The answer to the change can come before the broker applies it.
+        await until(lambda: self._truncated(topic, partition, before))
         await self._set(topic, "cleanup.policy", "compact")
+
+    async def _truncated(self, topic: str, partition: int, before: int) -> bool:
+        try:
+            await self.truncate(topic, partition, before)
+        except KafkaException as error:
+            if error.args[0].code() == KafkaError.POLICY_VIOLATION:
+                return False
+            raise
+        return True
 
     async def visible(self, topic: str, partition: int = 0) -> list[Record]:
         """What a `read_committed` consumer sees of a topic (full name), from begin to end."""

@@ -226,8 +226,7 @@ class Session:
         """Send the queued operations, then end the session."""
         if self._lost is None:
             with contextlib.suppress(asyncio.TimeoutError):
-                async with asyncio.timeout(CLOSE_TIMEOUT_S):
-                    await self._idle.wait()
+                await asyncio.wait_for(self._idle.wait(), CLOSE_TIMEOUT_S)
         self._lose(why)
         for task in self._tasks:
             task.cancel()
@@ -446,8 +445,7 @@ async def _greet(socket: aiohttp.ClientWebSocketResponse, hello: Hello) -> list[
 
 async def _close_socket(socket: aiohttp.ClientWebSocketResponse) -> None:
     with contextlib.suppress(asyncio.TimeoutError, aiohttp.ClientError, OSError):
-        async with asyncio.timeout(CLOSE_TIMEOUT_S):
-            await socket.close()
+        await asyncio.wait_for(socket.close(), CLOSE_TIMEOUT_S)
 
 
 def _without_slashes(urls: tuple[str, ...]) -> tuple[str, ...]:

@@ -209,8 +209,7 @@ class Member:
             # By the instance id alone Kafka would remove the process that uses it now.
             return
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(_LEAVE_MAX_S):
-                await self._leave(member)
+            await asyncio.wait_for(self._leave(member), _LEAVE_MAX_S)
 
     async def _leave(self, member: str) -> None:
         request = LeaveGroupV3(self._group, [(member, self._instance)])

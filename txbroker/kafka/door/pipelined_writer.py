@@ -225,8 +225,8 @@ class PipelinedTxnWriter:
         if isinstance(error, Fenced):
             return
         with contextlib.suppress(ProducerFenced, KafkaUnavailable, TimeoutError):
-            async with asyncio.timeout(_ABORT_TIMEOUT_S):
-                await producer.end(commit=False, backoff=self._backoff(_ABORT_TIMEOUT_S))
+            ending = producer.end(commit=False, backoff=self._backoff(_ABORT_TIMEOUT_S))
+            await asyncio.wait_for(ending, _ABORT_TIMEOUT_S)
 
     def _check(self) -> None:
         if self._broken is not None:

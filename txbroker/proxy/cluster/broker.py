@@ -145,8 +145,7 @@ class Broker:
         """Refuse new calls, wait for those in flight, hand the partitions over and stop."""
         self._calls.stopping = True
         try:
-            async with asyncio.timeout(LAST_CALLS_S):
-                await self._calls.idle.wait()
+            await asyncio.wait_for(self._calls.idle.wait(), LAST_CALLS_S)
         except TimeoutError:
             log.warning("calls given up", calls=self._calls.count)
         await self.partitions.close()

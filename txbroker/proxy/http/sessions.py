@@ -646,8 +646,7 @@ class SessionServer:
 
     async def _go_away(self, socket: web.WebSocketResponse) -> None:
         with suppress(TimeoutError, ConnectionError, ClientConnectionResetError):
-            async with asyncio.timeout(SHUTDOWN_S):
-                await socket.close(code=WSCloseCode.GOING_AWAY)
+            await asyncio.wait_for(socket.close(code=WSCloseCode.GOING_AWAY), SHUTDOWN_S)
 
 
 def _hello(operations: Sequence[wire.Received]) -> wire.Hello:

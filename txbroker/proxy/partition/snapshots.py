@@ -147,8 +147,7 @@ class SnapshotWriter:
         retention may pass the newest one before the next owner claims."""
         if self._tail > 0 or self.due:
             try:
-                async with asyncio.timeout(LAST_S):
-                    await self.write()
+                await asyncio.wait_for(self.write(), LAST_S)
             except TimeoutError:
                 log.warning("snapshot not written", partition=self._ledger.partition, why="closing")
                 self._events.snapshot_failed()
