@@ -166,9 +166,9 @@ async def test_old_snapshot_is_renewed_before_retention(harness: Harness) -> Non
 
 
 @pytest.fixture
-def _unnoticed(monkeypatch: pytest.MonkeyPatch) -> None:
+def _unnoticed(harness: Harness) -> None:
     """As if owners were killed before they look whether records were deleted."""
-    monkeypatch.setattr(owner_module, "EDGES_S", 600.0)
+    harness.monkeypatch.setattr(owner_module, "EDGES_S", 600.0)
 
 
 @pytest.mark.rule(28)
