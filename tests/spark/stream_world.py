@@ -49,7 +49,6 @@ class StreamWorld:
             every_s=0.2,
             tick_s=0.2,
             summary_s=0.0,
-            keep_s=20.0,
             buckets=2,
         )
 

@@ -292,7 +292,6 @@ async def test_drift_is_reported_within_a_minute_of_its_deadline(
             every_s=usual.every_s,
             tick_s=usual.tick_s,
             summary_s=usual.summary_s,
-            keep_s=usual.keep_s,
         )
         try:
             await judged(stream, 0)
@@ -333,7 +332,7 @@ async def test_a_proxy_at_work_is_followed_without_an_alarm(
         topics = [await installation.topic(3), await installation.topic(1)]
         terms = Terms(0, late_after_ms=30_000)
         world = StreamWorld(spark, kafka.bootstrap, installation.prefix, tmp_path, terms)
-        stream = await world.start(keep_s=200.0)
+        stream = await world.start()
         try:
             shop = Shop(tmp_path / "shop.db")
             async with Load(installation, shop, topics, LIVE_RATE, LIVE_LIVES_S).running(
@@ -343,7 +342,7 @@ async def test_a_proxy_at_work_is_followed_without_an_alarm(
                 # While it is down the topics go on; then it catches up, in several batches.
                 await asyncio.to_thread(stream.stop)
                 await load.reached(load.finished + LIVE)
-                stream = await world.start(keep_s=200.0, records_max=500)
+                stream = await world.start(records_max=500)
                 await confirmed(stream)
             await confirmed(stream)
         finally:
