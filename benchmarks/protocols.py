@@ -22,7 +22,8 @@ from txbroker.core.records import LOG_VERSION, Checkpoint, Claim, Record
 from txbroker.door.protocols import PromotionTxn, PromotionTxnHandle, TargetRecord
 from txbroker.embedded import DEFAULT_VERSION, EmbeddedKafka
 from txbroker.kafka import KafkaDoor, KafkaSettings
-from txbroker.kafka.client.admin import Admin, TopicSpec
+from txbroker.door.consuming import TopicSpec
+from txbroker.kafka.client.admin import Admin
 from txbroker.kafka.client.client import Client
 from txbroker.kafka.client.connection import open_connection
 

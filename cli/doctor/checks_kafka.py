@@ -11,7 +11,7 @@ from typing import NamedTuple
 from txbroker.cli.doctor.findings import CheckLevel, CheckRegistry, Finding, Section, fine, judged
 from txbroker.cli.doctor.subject import Subject, Unavailable
 from txbroker.contract.service import Overview
-from txbroker.kafka.client.admin import TopicSpec
+from txbroker.door.consuming import TopicSpec
 from txbroker.kafka.protocol.codes import Code, describe
 from txbroker.kafka.tools.examination import BrokerFacts, Cluster, PartitionCopies
 

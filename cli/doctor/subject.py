@@ -18,8 +18,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from txbroker.cli.client import ApiConnection, ApiError
 from txbroker.config.settings import Settings
 from txbroker.contract.service import Overview
+from txbroker.door.consuming import TopicSpec
 from txbroker.errors import NotPermitted
-from txbroker.kafka.client.admin import TopicSpec
 from txbroker.kafka.tools.examination import BrokerFacts, Cluster, KafkaExamination
 from txbroker.net.tls import ClientTls
 

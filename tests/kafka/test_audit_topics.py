@@ -7,8 +7,8 @@ import asyncio
 import pytest
 
 from tests.kit.kafka import KafkaHarness
+from txbroker.door.consuming import TopicSpec
 from txbroker.errors import ConfigurationError
-from txbroker.kafka.client.admin import TopicSpec
 from txbroker.kafka.client.client import Client
 from txbroker.kafka.client.settings import KafkaSettings
 from txbroker.kafka.door.followers import KafkaAuditFeed

@@ -7,9 +7,9 @@ from msgspec.structs import replace
 
 from tests.kit.kafka import KafkaHarness
 from tests.kit.until import until
+from txbroker.door.consuming import TopicSpec
 from txbroker.door.own_topics import Layout
 from txbroker.errors import ConfigurationError
-from txbroker.kafka.client.admin import TopicSpec
 from txbroker.kafka.client.settings import KafkaSettings
 from txbroker.kafka.door.topics import (
     Plan,

@@ -19,7 +19,7 @@ from txbroker.cli.doctor.subject import (
 )
 from txbroker.config.settings import Settings
 from txbroker.contract.service import GroupOverview, Overview, PartitionOverview, ProxyOverview
-from txbroker.kafka.client.admin import TopicSpec
+from txbroker.door.consuming import TopicSpec
 from txbroker.kafka.client.settings import KafkaSettings
 from txbroker.kafka.door.repair import Found
 from txbroker.kafka.door.topics import Plan, contradictions, plan, wanted_topics

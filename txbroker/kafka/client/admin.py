@@ -7,8 +7,8 @@ from typing import Any
 
 from aiokafka.protocol.admin import CreateTopicsRequest, DescribeConfigsRequest
 from aiokafka.protocol.api import Request
-from msgspec import Struct
 
+from txbroker.door.consuming import TopicSpec
 from txbroker.errors import KafkaUnavailable
 from txbroker.kafka.client.client import Client, KafkaRefused, TopicFacts, is_retriable
 from txbroker.kafka.protocol.codes import Code, describe
@@ -18,19 +18,6 @@ from txbroker.net.timers import Backoff
 _CHANNEL = "admin"
 _TOPIC = 2
 _CREATE_TIMEOUT_S = 10.0
-
-
-class TopicSpec(Struct, frozen=True):
-    """A topic, required or existing.
-
-    To create, `partitions` or `replication` -1 is the cluster's default. Of an existing topic
-    `configs` is empty if they may not be read.
-    """
-
-    name: str
-    partitions: int
-    replication: int
-    configs: Mapping[str, str]
 
 
 class Admin:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from functools import partial
 
 from txbroker.core.records import Cause, Record
+from txbroker.door.consuming import TopicSpec
 from txbroker.door.own_topics import (
     belongs_to,
     half_partitions,
@@ -16,7 +17,7 @@ from txbroker.door.own_topics import (
 )
 from txbroker.door.protocols import LogTruncated, TargetFacts, Targets
 from txbroker.errors import InvariantBroken, KafkaUnavailable
-from txbroker.kafka.client.admin import Admin, TopicSpec
+from txbroker.kafka.client.admin import Admin
 from txbroker.kafka.client.client import Client, KafkaRefused, TopicFacts, is_retriable
 from txbroker.kafka.client.reader import Reader
 from txbroker.kafka.protocol.codes import Code, describe

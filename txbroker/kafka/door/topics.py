@@ -9,9 +9,10 @@ from collections.abc import Mapping
 
 from msgspec import Struct
 
+from txbroker.door.consuming import TopicSpec
 from txbroker.door.own_topics import Layout, partition_problems
 from txbroker.errors import ConfigurationError, KafkaUnavailable
-from txbroker.kafka.client.admin import Admin, TopicSpec
+from txbroker.kafka.client.admin import Admin
 from txbroker.kafka.client.settings import KafkaSettings
 from txbroker.kafka.protocol.codes import Code
 from txbroker.net.timers import Backoff

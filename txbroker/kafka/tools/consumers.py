@@ -21,8 +21,9 @@ from aiokafka.protocol.admin import DeleteTopicsRequest
 
 from txbroker.config.settings import Settings
 from txbroker.core.records import Record
+from txbroker.door.consuming import TopicSpec
 from txbroker.errors import ConfigurationError, KafkaUnavailable
-from txbroker.kafka.client.admin import Admin, TopicSpec
+from txbroker.kafka.client.admin import Admin
 from txbroker.kafka.client.client import Client
 from txbroker.kafka.client.login import SettingsLogin
 from txbroker.kafka.client.settings import KafkaSettings

@@ -13,9 +13,10 @@ from msgspec import Struct, structs
 
 from txbroker.contract.audit import BATCH_KEY, STREAM_KEY
 from txbroker.core.records import Record
+from txbroker.door.consuming import TopicSpec
 from txbroker.door.own_topics import Layout, find_layout
 from txbroker.errors import ConfigurationError, KafkaUnavailable
-from txbroker.kafka.client.admin import Admin, TopicSpec
+from txbroker.kafka.client.admin import Admin
 from txbroker.kafka.client.client import GROUP, TRANSACTION, ClientOwner, KafkaRefused, is_retriable
 from txbroker.kafka.client.reader import READ_COMMITTED, READ_UNCOMMITTED, Reader, end_offsets
 from txbroker.kafka.client.settings import KafkaSettings

@@ -1,0 +1,1 @@
+"""The rules of consuming: positions, order, failures, and the assignment of partitions."""
