@@ -1,0 +1,102 @@
+"""The set-aside keys of one partition, from the records of the aside topic.
+
+The aside topic holds copies of messages, in order, releases (written by an operator: the owner of
+the partition is to handle the key's copies) and clearances (written by the owner: copies of the key
+up to a message are done). So its records are the whole truth, and a new owner reads them.
+"""
+
+from __future__ import annotations
+
+from msgspec import Struct
+
+from txbroker.core.consuming.copies import (
+    CLEARED_HEADER,
+    RELEASE_HEADER,
+    Partition,
+    Source,
+    parse_source,
+    read_copy,
+)
+from txbroker.core.records import Record
+
+KEYS_MAX = 1000
+"""Set-aside keys of a partition; at this number it waits."""
+
+
+class AsideKey(Struct):
+    """A set-aside key.
+
+    Attributes:
+        first: offset in the aside topic from which its copies are.
+        count: number of copies that are left.
+        cleared: offset in the partition up to which, inclusively, copies are done.
+        released: whether an operator has released it.
+    """
+
+    first: int
+    count: int = 0
+    cleared: int = -1
+    released: bool = False
+
+
+class AsideKeys:
+    """The set-aside keys of one partition.
+
+    A message without a key is set aside alone, under the offset that it had.
+    """
+
+    def __init__(self, partition: Partition) -> None:
+        self._partition = partition
+        self.keys: dict[bytes | int, AsideKey] = {}
+
+    def note(self, record: Record) -> bytes | int | None:
+        """Take the next record of the aside topic; return the key that it concerns, None if it is
+        about another partition or foreign."""
+        for name, value in record.headers[:1]:
+            text = (value or b"").decode(errors="replace")
+            if name == RELEASE_HEADER:
+                return self._release(record, parse_source(text))
+            if name == CLEARED_HEADER:
+                return self._clear(record, parse_source(text))
+        found = read_copy(record)
+        if found is None or found[1].source[:2] != self._partition:
+            return None
+        offset = found[1].source.offset
+        key = offset if record.key is None else record.key
+        entry = self.keys.setdefault(key, AsideKey(record.offset))
+        entry.count += 1
+        return key
+
+    def _release(self, record: Record, source: Source | None) -> bytes | int | None:
+        if source is None or source[:2] != self._partition:
+            return None
+        key = source.offset if record.key is None else record.key
+        if key not in self.keys:
+            return None
+        self.keys[key].released = True
+        return key
+
+    def _clear(self, record: Record, source: Source | None) -> bytes | int | None:
+        if source is None or source[:2] != self._partition or not (record.value or b"").isdigit():
+            return None
+        key = source.offset if record.key is None else record.key
+        entry = self.keys.get(key)
+        if entry is None:
+            return None
+        entry.cleared = source.offset
+        entry.count -= int(record.value or b"")
+        if entry.count <= 0:
+            del self.keys[key]
+        return key
+
+
+def release_record(source: Source, key: bytes | None, reason: str) -> Record:
+    """Return the record that releases a key of the partition of `source`; without a key, the
+    message at its offset."""
+    return Record(key, reason.encode(), ((RELEASE_HEADER, str(source).encode()),))
+
+
+def clearance_record(source: Source, key: bytes | None, count: int) -> Record:
+    """Return the record that marks the next `count` copies of a key, up to the message at `source`,
+    as done."""
+    return Record(key, b"%d" % count, ((CLEARED_HEADER, str(source).encode()),))

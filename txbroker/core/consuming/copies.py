@@ -1,0 +1,130 @@
+"""Copies of messages that failed: in the retry, dead-letter and aside topics of their group.
+
+A copy has the key, value, headers and timestamp of the message; further headers before them give
+its origin, the number of attempts, when it is due, and why it failed. `txb-origin` is reserved for
+links between clusters.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import NamedTuple, TypeAlias
+from zlib import crc32
+
+from msgspec import Struct, structs
+
+from txbroker.core.encoding import ID_HEADER, INSTALLATION_HEADER, SEQUENCE_HEADER
+from txbroker.core.records import Header, Record
+
+SOURCE_HEADER = "txb-source"
+ATTEMPT_HEADER = "txb-attempt"
+DUE_HEADER = "txb-due"
+CAUSE_HEADER = "txb-cause"
+RELEASE_HEADER = "txb-release"
+"""In the aside topic, on a record of an operator: the partition whose key is released."""
+CLEARED_HEADER = "txb-cleared"
+"""In the aside topic, on a record of the owner: up to which message a released key is done."""
+_COPY_HEADERS = (SOURCE_HEADER, ATTEMPT_HEADER, DUE_HEADER, CAUSE_HEADER)
+_CAUSE_LENGTH_MAX = 1000
+_SOURCE = re.compile(r"([A-Za-z0-9._-]{1,249})/(\d{1,10})@(\d{1,19})")
+
+GROUP_NAME_MAX = 200
+RETRY_PARTITIONS, DEAD_PARTITIONS, ASIDE_PARTITIONS = 16, 4, 16
+
+Partition: TypeAlias = tuple[str, int]
+
+
+class GroupTopics(NamedTuple):
+    """The names of a group's topics."""
+
+    retry: str
+    dead: str
+    aside: str
+
+    @classmethod
+    def of(cls, prefix: str, group: str) -> GroupTopics:
+        """Return the names for an installation's prefix."""
+        return cls(*(f"{prefix}.{kind}.{group}" for kind in cls._fields))
+
+
+class Source(NamedTuple):
+    """Where a message was first read."""
+
+    topic: str
+    partition: int
+    offset: int
+
+    def __str__(self) -> str:
+        return f"{self.topic}/{self.partition}@{self.offset}"
+
+
+class Failed(Struct, frozen=True):
+    """The history of a message that failed.
+
+    Attributes:
+        source: where it was first read.
+        attempts: how often a handler was called with it.
+        due_ms: when it is to be handled again, milliseconds since 1970; 0 at once.
+        cause: why it failed.
+    """
+
+    source: Source
+    attempts: int
+    due_ms: int = 0
+    cause: str = ""
+
+
+def make_copy(record: Record, failed: Failed) -> Record:
+    """Return the copy of a message."""
+    cause = failed.cause[:_CAUSE_LENGTH_MAX]
+    headers: list[Header] = [
+        (SOURCE_HEADER, str(failed.source).encode()),
+        (ATTEMPT_HEADER, b"%d" % failed.attempts),
+        (DUE_HEADER, b"%d" % failed.due_ms),
+        (CAUSE_HEADER, cause.encode(errors="backslashreplace")),
+    ]
+    return Record(record.key, record.value, (*headers, *record.headers), record.timestamp_ms)
+
+
+def read_copy(record: Record) -> tuple[Record, Failed] | None:
+    """Return the message of a copy and its history; None if the record is no copy."""
+    headers = tuple(record.headers[: len(_COPY_HEADERS)])
+    if tuple(name for name, _value in headers) != _COPY_HEADERS:
+        return None
+    source, attempts, due_ms, cause = (value or b"" for _name, value in headers)
+    place = parse_source(source.decode(errors="replace"))
+    if place is None or not attempts.isdigit() or not due_ms.isdigit() or len(due_ms) > 15:
+        return None
+    failed = Failed(place, int(attempts[:9]), int(due_ms), cause.decode(errors="replace"))
+    rest = tuple(record.headers[len(_COPY_HEADERS) :])
+    return structs.replace(record, headers=rest), failed
+
+
+def parse_source(text: str) -> Source | None:
+    """Parse `TOPIC/PARTITION@OFFSET`; None if it is none."""
+    match = _SOURCE.fullmatch(text)
+    return Source(match[1], int(match[2]), int(match[3])) if match else None
+
+
+def spread(partition: Partition, partitions: int) -> int:
+    """Return the partition of a group's topic for copies of messages of `partition`."""
+    return crc32(f"{partition[0]}/{partition[1]}".encode()) % partitions
+
+
+def message_id(topic: str, partition: int, offset: int, headers: Sequence[Header]) -> str:
+    """Return the identity of a message: the same for every copy and repeat of it.
+
+    For a message that txbroker promoted: installation, transaction id and number in the
+    transaction. Otherwise topic, partition and offset of its origin.
+    """
+    promoted: dict[str, str] = {}
+    for name, value in headers:
+        if name == SOURCE_HEADER and value:
+            return value.decode(errors="replace")
+        if name in (INSTALLATION_HEADER, ID_HEADER, SEQUENCE_HEADER) and value is not None:
+            promoted.setdefault(name, value.decode(errors="replace"))
+    if ID_HEADER not in promoted:
+        return f"{topic}/{partition}@{offset}"
+    installation = promoted.get(INSTALLATION_HEADER, "")
+    return f"{installation}/{promoted[ID_HEADER]}/{promoted.get(SEQUENCE_HEADER, '0')}"

@@ -1,0 +1,207 @@
+"""The position of a consumer in one partition, and the text in which Kafka keeps it.
+
+Every offset below the low-water mark is done, and so are those in the done ranges above it. With
+both stored, a restart repeats nothing that was done out of order.
+"""
+
+from __future__ import annotations
+
+import re
+from base64 import urlsafe_b64decode, urlsafe_b64encode
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+
+from msgspec import Struct
+
+from txbroker.core.records import Record
+
+METADATA_LENGTH_MAX = 4096
+"""Kafka's default limit of an offset's metadata (`offset.metadata.max.bytes`)."""
+
+_NAME = "txb"
+_FORMAT = f"{_NAME}1"
+_FIELDS = re.compile(rf"{_FORMAT}:(\d{{1,18}}):([0-9a-f]*):(\d{{1,9}}):([A-Za-z0-9_=-]*)")
+
+Ranges = Sequence[tuple[int, int]]
+"""Ranges of offsets as `(first, end)`, ascending, not adjacent; `end` is not included."""
+
+
+class ForeignMetadata(ValueError):
+    """The metadata of an offset are another program's, or a newer version's."""
+
+
+class Position:
+    """The done offsets of one partition.
+
+    Args:
+        low: the low-water mark: every offset below it is done.
+        ranges: done ranges above it.
+    """
+
+    def __init__(self, low: int, ranges: Ranges = ()) -> None:
+        self.low = low
+        self._next = low
+        """Every offset below it has arrived."""
+        self._restored = deque(ranges)
+        """Done ranges of which not everything has arrived yet."""
+        self._ends: dict[int, int] = {}
+        self._firsts: dict[int, int] = {}
+        for first, end in ranges:
+            self.done(first, end)
+
+    def arrive(self, records: Sequence[Record], next_offset: int) -> Sequence[Record]:
+        """Return the records that are not done yet. Offsets without a record become done.
+
+        Args:
+            records: the next ones, in offset order.
+            next_offset: every offset below it has arrived now.
+        """
+        expected, count = self._next, len(records)
+        self._next = max(next_offset, expected)
+        if not count or records[-1].offset - expected + 1 != count:
+            for record in records:
+                if record.offset > expected:
+                    self.done(expected, record.offset)
+                expected = record.offset + 1
+        else:
+            expected += count
+        if next_offset > expected:
+            self.done(expected, next_offset)
+        return self._without_restored(records) if self._restored else records
+
+    def _without_restored(self, records: Sequence[Record]) -> Sequence[Record]:
+        restored, fresh = self._restored, []
+        for record in records:
+            while restored and restored[0][1] <= record.offset:
+                restored.popleft()
+            if not restored or record.offset < restored[0][0]:
+                fresh.append(record)
+        return fresh
+
+    def done(self, first: int, end: int) -> None:
+        """Mark the offsets from `first` up to, not including, `end` as done. They must be above the
+        low-water mark and not be done yet, except for those of restored ranges."""
+        if self._restored:
+            for part in self._undone(first, end):
+                self._add(*part)
+        else:
+            self._add(first, end)
+
+    def _undone(self, first: int, end: int) -> Iterator[tuple[int, int]]:
+        """Yield the parts of a range that are not done, for gaps that overlap restored ranges."""
+        first = max(first, self.low)
+        for done_first, done_end in sorted(self._ends.items()):
+            if done_end <= first or done_first >= end:
+                continue
+            if first < done_first:
+                yield first, done_first
+            first = done_end
+        if first < end:
+            yield first, end
+
+    def _add(self, first: int, end: int) -> None:
+        # Hot path: joins the neighbours by two look-ups, whatever the number of ranges.
+        later = self._ends.pop(end, None)
+        if later is not None:
+            del self._firsts[later]
+            end = later
+        if first == self.low:
+            self.low = end
+            return
+        earlier = self._firsts.pop(first, None)
+        if earlier is not None:
+            first = earlier
+        self._ends[first] = end
+        self._firsts[end] = first
+
+    def ranges(self) -> list[tuple[int, int]]:
+        """Return the done ranges above the low-water mark, in order."""
+        return sorted(self._ends.items())
+
+
+class Metadata(Struct, frozen=True):
+    """What is stored with an offset.
+
+    Attributes:
+        token: rises with each owner of the partition.
+        topic_id: as hexadecimal digits; a topic that was created again has another one.
+        aside: number of set-aside keys.
+        ranges: done ranges above the offset.
+    """
+
+    token: int
+    topic_id: str = ""
+    aside: int = 0
+    ranges: Ranges = ()
+
+
+def encode_metadata(offset: int, metadata: Metadata) -> tuple[str, int]:
+    """Return the metadata of an offset as text of at most 4,096 characters.
+
+    The ranges are base64 of varints: from each end to the next first offset, and the length.
+
+    Returns:
+        The text, and the number of done offsets in the ranges that do not fit.
+    """
+    head = f"{_FORMAT}:{metadata.token}:{metadata.topic_id}:{metadata.aside}:"
+    room = (METADATA_LENGTH_MAX - len(head)) // 4 * 3
+    data, end, left_out = bytearray(), offset, 0
+    for first, last in metadata.ranges:
+        more = _varint(first - end) + _varint(last - first)
+        if left_out or len(data) + len(more) > room:
+            left_out += last - first
+            continue
+        data += more
+        end = last
+    return head + urlsafe_b64encode(data).decode(), left_out
+
+
+def decode_metadata(offset: int, text: str) -> Metadata | None:
+    """Return the metadata of an offset; None if there are none.
+
+    Raises:
+        ForeignMetadata: another program wrote them, or a newer version of this one.
+    """
+    if not text:
+        return None
+    match = _FIELDS.fullmatch(text)
+    if match is None:
+        raise ForeignMetadata(text)
+    token, topic_id, aside, encoded = match.groups()
+    try:
+        numbers = list(_numbers(urlsafe_b64decode(encoded)))
+    except ValueError:
+        raise ForeignMetadata(text) from None
+    if len(numbers) % 2 or 0 in numbers:
+        raise ForeignMetadata(text)
+    ranges, at = [], offset
+    for gap, length in zip(numbers[::2], numbers[1::2], strict=True):
+        ranges.append((at + gap, at + gap + length))
+        at += gap + length
+    return Metadata(int(token), topic_id, int(aside), tuple(ranges))
+
+
+def is_newer_metadata(text: str) -> bool:
+    """Return whether a newer version of txbroker wrote these metadata."""
+    return re.match(rf"{_NAME}\d+:", text) is not None and not text.startswith(f"{_FORMAT}:")
+
+
+def _varint(number: int) -> bytes:
+    data = bytearray()
+    while number > 0x7F:
+        data.append(number & 0x7F | 0x80)
+        number >>= 7
+    data.append(number)
+    return bytes(data)
+
+
+def _numbers(data: Iterable[int]) -> Iterator[int]:
+    number = shift = 0
+    for byte in data:
+        number |= (byte & 0x7F) << shift
+        shift += 7
+        if byte < 0x80:
+            yield number
+            number = shift = 0
+    if shift:
+        raise ValueError("the last number is incomplete")

@@ -1,0 +1,233 @@
+"""Which message is handled next: in offset order, and one at a time of each lane.
+
+A lane is what keeps its order: a key, a partition, or, without order, each message alone. Messages
+are taken in offset order; one whose lane is busy waits in the lane. When the lane is free, its next
+message is taken before new ones, and lanes take turns after every message, so that no key starves
+another one.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections import deque
+from collections.abc import Callable, Hashable, Iterable
+from enum import StrEnum
+from typing import Any, Generic, Protocol, TypeVar
+
+
+class Order(StrEnum):
+    """What keeps its order."""
+
+    NONE = "none"
+    PARTITION = "partition"
+    KEY = "key"
+
+
+class Item(Protocol):
+    """A message, as the queues know it."""
+
+    lane: Lane | None
+    """The lane that it occupies while it is in flight."""
+
+    @property
+    def key(self) -> bytes | None: ...
+
+
+M = TypeVar("M", bound=Item)
+_TURN = 64
+"""Messages that are taken from one partition before the next one."""
+_WHOLE = ""
+"""The lane of all messages of a partition."""
+
+
+class Lane:
+    """Messages that are handled one after another."""
+
+    __slots__ = ("blocked", "delayed", "holder", "in_flight", "key", "queue", "waiting")
+
+    def __init__(self, queue: PartitionQueue[Any], key: Hashable) -> None:
+        self.queue = queue
+        self.key = key
+        self.waiting: deque[Any] = deque()
+        self.in_flight = 0
+        self.holder: object = None
+        """Who has the messages in flight, and may take more of them."""
+        self.delayed = False
+        self.blocked = False
+
+
+class PartitionQueue(Generic[M]):
+    """The messages of one partition that have arrived and are not in flight."""
+
+    def __init__(self, name: Hashable) -> None:
+        self.name = name
+        self.buffer: deque[M] = deque()
+        self.lanes: dict[Hashable, Lane] = {}
+        """Lanes with messages in flight, waiting or delayed, and suspended ones."""
+        self.held: list[Lane] = []
+        """Lanes that were ready while the partition was suspended."""
+        self.suspended = False
+        self.removed = False
+        self.listed = False
+        self.taken = 0
+
+
+class Queues(Generic[M]):
+    """The queues of all partitions."""
+
+    def __init__(self, order: Order) -> None:
+        self._lane_key = _LANE_KEYS[order]
+        self._round: deque[PartitionQueue[M]] = deque()
+        self._ready: deque[Lane] = deque()
+        self._delayed: list[tuple[float, int, Lane]] = []
+        self._numbers = itertools.count()
+
+    def add(self, queue: PartitionQueue[M], messages: Iterable[M]) -> None:
+        """Add messages that arrived, in offset order."""
+        queue.buffer.extend(messages)
+        self._list(queue)
+
+    def _list(self, queue: PartitionQueue[M]) -> None:
+        if queue.buffer and not (queue.listed or queue.suspended or queue.removed):
+            queue.listed = True
+            self._round.append(queue)
+
+    def take(self, holder: object = None) -> M | None:
+        """Return the next message, None if none can be handled now. It is in flight until `settle`,
+        `delay` or `put_back`.
+
+        Args:
+            holder: takes several messages: a lane that it occupies already gives it more.
+        """
+        ready = self._ready
+        while ready:
+            lane = ready.popleft()
+            if lane.waiting and not (lane.in_flight or lane.delayed or lane.blocked):
+                if lane.queue.suspended:
+                    lane.queue.held.append(lane)
+                    continue
+                return self._start(lane, lane.waiting.popleft(), holder)
+        round_ = self._round
+        while round_:
+            queue = round_[0]
+            message = None if queue.suspended or queue.removed else self._from(queue, holder)
+            if message is None:
+                round_.popleft().listed = False
+            else:
+                queue.taken += 1
+                if queue.taken >= _TURN:
+                    queue.taken = 0
+                    round_.rotate(-1)
+                return message
+        return None
+
+    def _from(self, queue: PartitionQueue[M], holder: object) -> M | None:
+        buffer, lanes = queue.buffer, queue.lanes
+        while buffer:
+            message = buffer.popleft()
+            key = self._lane_key(message)
+            if key is None:
+                return message
+            lane = lanes.get(key)
+            if lane is None:
+                lane = lanes[key] = Lane(queue, key)
+                return self._start(lane, message, holder)
+            if holder is not None and lane.holder is holder and not lane.waiting:
+                lane.in_flight += 1
+                message.lane = lane
+                return message
+            lane.waiting.append(message)
+        return None
+
+    def _start(self, lane: Lane, message: M, holder: object) -> M:
+        lane.in_flight = 1
+        lane.holder = holder
+        message.lane = lane
+        return message
+
+    def settle(self, message: M) -> None:
+        """End the flight of a message: its lane continues."""
+        lane = message.lane
+        if lane is not None:
+            message.lane = None
+            lane.in_flight -= 1
+            if not lane.in_flight:
+                self._continue(lane)
+
+    def _continue(self, lane: Lane) -> None:
+        lane.holder = None
+        if lane.queue.removed or lane.delayed or lane.blocked:
+            return
+        if lane.waiting:
+            self._ready.append(lane)
+        elif lane.queue.lanes.get(lane.key) is lane:
+            del lane.queue.lanes[lane.key]
+
+    def delay(self, queue: PartitionQueue[M], message: M, due_s: float) -> None:
+        """Put a message back to the front of its lane, which continues with it at `due_s`."""
+        lane = self.put_back(queue, message)
+        lane.delayed = True
+        heapq.heappush(self._delayed, (due_s, next(self._numbers), lane))
+
+    def put_back(self, queue: PartitionQueue[M], message: M) -> Lane:
+        """Put a message back to the front of its lane."""
+        lane = message.lane or Lane(queue, None)
+        lane.waiting.appendleft(message)
+        if message.lane is None:
+            self._ready.append(lane)
+        else:
+            self.settle(message)
+        return lane
+
+    def wake(self, now_s: float) -> float | None:
+        """Continue with delayed lanes that are due; return when the next one is, None without."""
+        delayed = self._delayed
+        while delayed and delayed[0][0] <= now_s:
+            lane = heapq.heappop(delayed)[2]
+            lane.delayed = False
+            if not lane.in_flight:
+                self._continue(lane)
+        return delayed[0][0] if delayed else None
+
+    def remove(self, queue: PartitionQueue[M]) -> None:
+        """Drop all messages of a partition. Those in flight may still be settled."""
+        queue.removed = True
+        for lane in queue.lanes.values():
+            lane.waiting.clear()
+        queue.lanes.clear()
+        queue.buffer.clear()
+        self._ready = deque(lane for lane in self._ready if lane.queue is not queue)
+        self._delayed = [entry for entry in self._delayed if entry[2].queue is not queue]
+        heapq.heapify(self._delayed)
+
+    def suspend(self, queue: PartitionQueue[M]) -> None:
+        """Give out no message of a partition until `resume`."""
+        queue.suspended = True
+
+    def resume(self, queue: PartitionQueue[M]) -> None:
+        """Give out messages of a partition again."""
+        queue.suspended = False
+        self._list(queue)
+        self._ready.extend(queue.held)
+        queue.held.clear()
+
+    def suspend_key(self, queue: PartitionQueue[M], key: bytes) -> None:
+        """Give out no message with a key until `resume_key`. For order `key` only."""
+        lane = queue.lanes.setdefault(key, Lane(queue, key))
+        lane.blocked = True
+
+    def resume_key(self, queue: PartitionQueue[M], key: bytes) -> None:
+        """Give out messages with a key again."""
+        lane = queue.lanes.get(key)
+        if lane is not None and lane.blocked:
+            lane.blocked = False
+            if not lane.in_flight:
+                self._continue(lane)
+
+
+_LANE_KEYS: dict[Order, Callable[[Item], Hashable]] = {
+    Order.NONE: lambda _message: None,
+    Order.PARTITION: lambda _message: _WHOLE,
+    Order.KEY: lambda message: message.key,
+}
