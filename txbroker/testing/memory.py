@@ -2,8 +2,9 @@
 
 Differences from a real Kafka: no disk and no compaction; no retention except by `truncate`; one
 broker, so leaders do not move and replicas do not lag; a transaction's end takes no offset, except
-by `transact`; no network, so nothing arrives late; a topic is authorized as a whole or not;
-transactional ids expire only by `forget_transactional_ids`. It belongs to one event loop.
+by `transact` and in commits of consumers; no network, so nothing arrives late; a topic is
+authorized as a whole or not; transactional ids expire only by `forget_transactional_ids`. It
+belongs to one event loop.
 """
 
 import asyncio
@@ -26,6 +27,7 @@ from txbroker.door.protocols import (
     TargetFacts,
 )
 from txbroker.errors import KafkaUnavailable
+from txbroker.testing.groups import MemoryGroup
 from txbroker.testing.members import MemoryCoordinator
 
 MESSAGE_BYTES_MAX = 1_048_588
@@ -200,6 +202,7 @@ class MemoryKafka:
     Attributes:
         unaware: target partitions that have not received the end of a promotion transaction of an
             earlier claim.
+        create_refusal: why `ConsumingDoor.create` is refused, "" if it is not.
     """
 
     def __init__(
@@ -207,6 +210,8 @@ class MemoryKafka:
     ) -> None:
         self.clock = clock or AdjustableClock()
         self.topics: dict[str, MemoryTopic] = {}
+        self.groups: dict[str, MemoryGroup] = {}
+        self.create_refusal = ""
         self._ids = itertools.count(1)
         self._members: dict[str, MemoryCoordinator] = {}
         self._transactions: dict[str, tuple[object, list[KafkaTransaction]]] = {}
@@ -216,6 +221,7 @@ class MemoryKafka:
         self._lost_append: LostReply | None = None
         self._lost_commit: LostReply | None = None
         self._waiting: set[asyncio.Future[None]] = set()
+        self._watchers: list[Callable[[], None]] = []
         self.unaware: set[tuple[str, int]] = set()
 
     # --- topics ------------------------------------------------------------------------------
@@ -239,6 +245,7 @@ class MemoryKafka:
         new = [MemoryPartition() for _ in range(count)]
         topic = MemoryTopic(new, message_bytes_max, log_append_time, id=next(self._ids))
         self.topics.setdefault(name, topic)
+        self._changed()
 
     def delete_topic(self, name: str) -> None:
         """Delete a topic with all its records.
@@ -247,6 +254,7 @@ class MemoryKafka:
             KeyError: there is none.
         """
         del self.topics[name]
+        self._changed()
 
     def recreate_topic(self, name: str, partitions: int | None = None) -> None:
         """Delete a topic and create it again, empty, with the same settings.
@@ -258,6 +266,7 @@ class MemoryKafka:
         count = len(old.partitions) if partitions is None else partitions
         new = [MemoryPartition() for _ in range(count)]
         self.topics[name] = structs.replace(old, partitions=new, id=next(self._ids))
+        self._changed()
 
     def add_partitions(self, name: str, total: int) -> None:
         """Increase a topic's partitions to `total`."""
@@ -279,6 +288,7 @@ class MemoryKafka:
     def set_authorized(self, name: str, *, authorized: bool) -> None:
         """Grant or revoke access to a topic."""
         self.topics[name].authorized = authorized
+        self._changed()
 
     def truncate(
         self, name: str, partition: int = 0, *, before: int = 0, end: int | None = None
@@ -289,6 +299,7 @@ class MemoryKafka:
         log.delete_before(before)
         if end is not None:
             log.delete_from(end)
+        self._changed()
 
     def visible(self, name: str, partition: int = 0) -> list[Record]:
         """Return all records of a partition that a `read_committed` consumer sees.
@@ -307,6 +318,7 @@ class MemoryKafka:
 
     def come_up(self) -> None:
         self._down = None
+        self._changed()
 
     def lose_answer_of_next_append(self, outcome: LostReply) -> None:
         """Do not answer the next append to a half or operation topic."""
@@ -340,8 +352,22 @@ class MemoryKafka:
             KafkaUnavailable: it is down.
         """
         await asyncio.sleep(0)
+        self.require_up()
+
+    def require_up(self) -> None:
+        """Raise `KafkaUnavailable` while the broker is down."""
         if self._down is not None:
             raise KafkaUnavailable("the in-memory Kafka is down")
+
+    def watch(self, changed: Callable[[], None]) -> Callable[[], None]:
+        """Call `changed` until the returned function is called: after a transaction has ended, a
+        topic has changed, or the broker has come up."""
+        self._watchers.append(changed)
+        return lambda: self._watchers.remove(changed)
+
+    def _changed(self) -> None:
+        for watcher in list(self._watchers):
+            watcher()
 
     def partition(self, name: str, number: int) -> MemoryPartition:
         """Return a partition.
@@ -372,6 +398,12 @@ class MemoryKafka:
 
     def coordinator(self, group: str) -> MemoryCoordinator:
         return self._members.setdefault(group, MemoryCoordinator())
+
+    def group(self, name: str) -> MemoryGroup:
+        """Return a group of consumers: its members, offsets and faults."""
+        if name not in self.groups:
+            self.groups[name] = MemoryGroup(self)
+        return self.groups[name]
 
     def fence(self, transactional_id: str, holder: object) -> None:
         """Make `holder` the only user of a transactional id, and abort its open transactions."""
@@ -430,9 +462,13 @@ class MemoryKafka:
         return Appended(base, now_ms)
 
     def write(
-        self, name: str, number: int, records: Sequence[Record], transaction: KafkaTransaction
+        self,
+        name: str,
+        number: int,
+        records: Sequence[Record],
+        transaction: KafkaTransaction | None,
     ) -> int:
-        """Write records of a transaction and return the first offset.
+        """Write records, of a transaction or of none, and return the first offset.
 
         Raises:
             RecordRefused: the topic refuses them.
@@ -481,13 +517,17 @@ class MemoryKafka:
         log.mark(now_ms)
 
     def commit(self, transaction: KafkaTransaction) -> None:
-        """Commit a transaction.
+        """Commit a promotion transaction; see `finish`."""
+        lost, self._lost_commit = self._lost_commit, None
+        self.finish(transaction, lost)
+
+    def finish(self, transaction: KafkaTransaction, lost: LostReply | None) -> None:
+        """Commit a transaction; `lost`: do not answer.
 
         Raises:
             KafkaUnavailable: no answer; it may or may not be committed.
         """
-        lost = self._down or self._lost_commit
-        self._lost_commit = None
+        lost = self._down or lost
         if lost is not LostReply.NOT_DONE:
             self.end(transaction, committed=True)
         if lost is not None:
@@ -501,6 +541,7 @@ class MemoryKafka:
             for future in self._waiting:
                 if not future.done():
                     future.set_result(None)
+            self._changed()
 
     async def ended(self) -> None:
         """Wait until any transaction ends."""
