@@ -12,8 +12,10 @@ from txbroker.core.encoding import INSTALLATION_HEADER, SEQUENCE_HEADER
 from txbroker.core.index import due_ms
 from txbroker.core.lifecycle import UNDECIDED
 from txbroker.core.records import Message, Record, State
+from txbroker.door.consuming import ConsumingDoor
 from txbroker.errors import TxbrokerError
 from txbroker.proxy.process import Proxy, run_proxy
+from txbroker.testing.consuming import MemoryConsumingDoor
 from txbroker.testing.door import MemoryDoor
 from txbroker.testing.memory import MESSAGE_BYTES_MAX, LostReply, MemoryKafka
 
@@ -147,6 +149,13 @@ class InMemoryBroker:
         """Return the messages that consumers see, partition by partition; none if the topic does
         not exist (yet)."""
         return self._do(lambda: list(self._promoted(topic)))
+
+    # --- consumers -----------------------------------------------------------------------
+
+    def consuming_door(self) -> ConsumingDoor:
+        """Return a door to this Kafka for one consumer, for any event loop. Close the consumer
+        before the broker."""
+        return MemoryConsumingDoor(self._kafka, self._loop)
 
     # --- transactions --------------------------------------------------------------------
 

@@ -369,6 +369,7 @@ class _Fetch:
     Attributes:
         offset: of the next record; changed by the user's side only.
         asked: whether the Kafka's side has to answer, or waits for records.
+        told: next offset and end of the newest answer: the first one may be without records.
     """
 
     def __init__(self, partition: Partition, offset: int) -> None:
@@ -377,6 +378,7 @@ class _Fetch:
         self.paused = False
         self.removed = False
         self.asked = False
+        self.told: tuple[int, int] | None = None
         self.log: MemoryPartition | None = None
         self.unfollow: Callable[[], None] | None = None
 
@@ -508,7 +510,10 @@ class MemoryFetcher:
                 f"{topic}-{number} holds offsets {log.begin} to {log.end}, not {start}"
             )
         upto = min(end, start + _PIECE_RECORDS)
-        return _Piece(log.read(start, upto), upto, end) if upto > start else None
+        if fetch.told == (upto, end):
+            return None
+        fetch.told = upto, end
+        return _Piece(log.read(start, upto), upto, end)
 
     def _forget(self, fetch: _Fetch) -> None:
         self._waiting.discard(fetch)

@@ -113,7 +113,8 @@ class MemoryGroup:
         self._cut_off(seat)
 
     def expire(self, name: str) -> None:
-        """End the session of a silent member now: the others get its partitions."""
+        """Remove a member, as Kafka does after the session: the others get its partitions. It
+        learns so from its next heartbeat, unless it is silent, and joins again."""
         seat = self.seats.pop(name)
         seat.end_session_timer()
         self._rebalance()
@@ -126,8 +127,7 @@ class MemoryGroup:
         seat.silent = False
         seat.end_session_timer()
         if not self.holds(seat):
-            seat.notices.end(seat, REMOVED)
-            seat.notices.admit(seat)
+            self._send_away(seat)
         elif self._preparing:
             seat.notices.prepare(seat)
 
@@ -170,8 +170,16 @@ class MemoryGroup:
         return self.seats.get(seat.name) is seat
 
     def beat(self, seat: Seat) -> bool:
-        """Return True if a heartbeat is confirmed."""
-        return self._up() and self.holds(seat) and not seat.silent
+        """Return True if a heartbeat is confirmed. A member that was removed learns so."""
+        if seat.silent or not self._up():
+            return False
+        if not self.holds(seat) and seat not in self._replaced.get(seat.name, ()):
+            self._send_away(seat)
+        return self.holds(seat)
+
+    def _send_away(self, seat: Seat) -> None:
+        seat.notices.end(seat, REMOVED)
+        seat.notices.admit(seat)
 
     def rejoin(self, seat: Seat) -> None:
         """Begin a new generation for a member."""

@@ -19,6 +19,7 @@ from msgspec import Struct, structs
 
 from txbroker.core.encoding import encode_headers
 from txbroker.core.records import Cause, Encoded, Record
+from txbroker.door.consuming import ConsumingDoor
 from txbroker.door.protocols import (
     Appended,
     AppendRefused,
@@ -398,6 +399,12 @@ class MemoryKafka:
 
     def coordinator(self, group: str) -> MemoryCoordinator:
         return self._members.setdefault(group, MemoryCoordinator())
+
+    def consuming_door(self) -> ConsumingDoor:
+        """Return a consumer's door, for the loop of this Kafka."""
+        from txbroker.testing.consuming import MemoryConsumingDoor
+
+        return MemoryConsumingDoor(self)
 
     def group(self, name: str) -> MemoryGroup:
         """Return a group of consumers: its members, offsets and faults."""
