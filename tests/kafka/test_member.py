@@ -13,12 +13,14 @@ from confluent_kafka import Consumer
 
 from tests.kit.heard import Heard
 from tests.kit.kafka import KafkaHarness
+from txbroker.door.protocols import Assignment
 from txbroker.errors import ConfigurationError, KafkaUnavailable
 from txbroker.kafka import KafkaDoor
 from txbroker.kafka.client import member
 from txbroker.kafka.client.client import Client, KafkaRefused
-from txbroker.kafka.client.member import Joined, Member
+from txbroker.kafka.client.member import Joined
 from txbroker.kafka.door import membership
+from txbroker.kafka.door.membership import ProxyMember
 from txbroker.kafka.protocol.codes import Code
 
 SESSION_S = 1.5
@@ -29,7 +31,7 @@ FIRST_URL, OTHER_URL = "http://127.0.0.1:1", "http://127.0.0.1:2"
 # --- other builds in the group -------------------------------------------------------------------
 
 
-class OldBuild(Member):
+class OldBuild(ProxyMember):
     """A member of the first version: list as metadata, no user data in assignments."""
 
     def _metadata(self) -> bytes:
@@ -37,10 +39,10 @@ class OldBuild(Member):
         encoded: bytes = ConsumerProtocol.METADATA(0, [self._topic], data).encode()
         return encoded
 
-    def _assign(
+    async def _assign(
         self, generation: int, members: list[tuple[str, str, bytes]]
     ) -> list[tuple[str, bytes]]:
-        shares = super()._assign(generation, members)
+        shares = await super()._assign(generation, members)
         decoded = [(name, ConsumerProtocol.ASSIGNMENT.decode(data)) for name, data in shares]
         return [
             (name, ConsumerProtocol.ASSIGNMENT(0, found.assignment, b"").encode())
@@ -48,7 +50,7 @@ class OldBuild(Member):
         ]
 
 
-class Rubbish(Member):
+class Rubbish(ProxyMember):
     """A member with malformed metadata."""
 
     def _metadata(self) -> bytes:
@@ -61,19 +63,19 @@ async def joined(
     name: str,
     url: str,
     heard: Heard,
-    kind: type[Member] = Member,
+    kind: type[ProxyMember] = ProxyMember,
 ) -> KafkaDoor:
     """A door whose proxy has joined as a member of a kind."""
     door = await world.door(name, session_timeout_s=SESSION_S)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(membership, "Member", kind)
+        patch.setattr(membership, "ProxyMember", kind)
         await door.membership.join(url, heard.assigned, heard.lost)
     return door
 
 
 @pytest.mark.parametrize("kind", [OldBuild, Rubbish])
 async def test_members_of_other_versions_get_shares(
-    world: KafkaHarness, kind: type[Member]
+    world: KafkaHarness, kind: type[ProxyMember]
 ) -> None:
     ours, other = Heard(), Heard()
     await joined(world, "a", FIRST_URL, ours)
@@ -103,8 +105,8 @@ async def test_member_of_first_version_keeps_its_partitions(world: KafkaHarness)
 async def test_member_joins_once_under_old_leader(world: KafkaHarness) -> None:
     joins: list[str] = []
 
-    class Counted(Member):
-        async def join(self) -> Joined:
+    class Counted(ProxyMember):
+        async def join(self) -> Joined[Assignment]:
             joins.append(self._instance)
             return await super().join()
 
@@ -128,8 +130,8 @@ async def test_member_joins_once_under_old_leader(world: KafkaHarness) -> None:
 async def test_rebalance_is_requested_once(world: KafkaHarness) -> None:
     joins: list[int] = []
 
-    class Misheard(Member):
-        async def join(self) -> Joined:
+    class Misheard(ProxyMember):
+        async def join(self) -> Joined[Assignment]:
             found = await super().join()
             joins.append(found.generation)
             return found._replace(outdated=True)
@@ -146,7 +148,7 @@ async def test_rebalance_is_requested_once(world: KafkaHarness) -> None:
 # --- touch lost, and found again -----------------------------------------------------------------
 
 
-class Halted(Member):
+class Halted(ProxyMember):
     """A member whose second join waits half way; set `halfway` and `may_sync` first."""
 
     halfway: asyncio.Event
@@ -210,8 +212,8 @@ async def test_lost_coordinator_is_reported_once(world: KafkaHarness) -> None:
     reachable = asyncio.Event()
     reachable.set()
 
-    class Cut(Member):
-        async def join(self) -> Joined:
+    class Cut(ProxyMember):
+        async def join(self) -> Joined[Assignment]:
             await self._reach()
             return await super().join()
 
@@ -250,9 +252,9 @@ async def test_used_instance_id_is_not_taken_back(world: KafkaHarness) -> None:
     member: Any = door.membership._member  # type: ignore[attr-defined]
     join = member.join
 
-    async def counted() -> Joined:
+    async def counted() -> Joined[Assignment]:
         try:
-            found: Joined = await join()
+            found: Joined[Assignment] = await join()
         except KafkaRefused as error:
             tries.append(error.code)
             raise

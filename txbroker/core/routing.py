@@ -8,10 +8,10 @@ is recognized by the records alone.
 
 import hashlib
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from functools import lru_cache
 from struct import unpack_from
-from typing import NamedTuple, Protocol
+from typing import Generic, NamedTuple, Protocol, TypeVar
 from zlib import crc32
 
 from txbroker.core.records import Message
@@ -200,19 +200,22 @@ def home(request: Routed, partitions: int) -> int | None:
 UNKNOWN_OWNER = ""
 """The URL of an unknown owner or proxy."""
 
+_P = TypeVar("_P", bound=Hashable)
+"""A partition: a number, or a topic and a number."""
 
-class OwnedPartitions(NamedTuple):
+
+class OwnedPartitions(NamedTuple, Generic[_P]):
     """The partitions that a member owns, and the generation in which they were assigned."""
 
-    partitions: frozenset[int] = frozenset()
+    partitions: frozenset[_P] = frozenset()
     generation: int = -1
 
 
-def resolve_conflicts(held: Mapping[str, OwnedPartitions]) -> dict[str, frozenset[int]]:
+def resolve_conflicts(held: Mapping[str, OwnedPartitions[_P]]) -> dict[str, frozenset[_P]]:
     """Return the owned partitions of each member, every partition with its newest owner only: the
     other members had lost contact when it was reassigned."""
-    taken: set[int] = set()
-    resolved: dict[str, frozenset[int]] = {}
+    taken: set[_P] = set()
+    resolved: dict[str, frozenset[_P]] = {}
     for name in sorted(held, key=lambda name: (-held[name].generation, name)):
         resolved[name] = held[name].partitions - taken
         taken |= resolved[name]
@@ -223,25 +226,53 @@ def assign(partitions: int, owned: Mapping[str, frozenset[int]]) -> dict[str, fr
     """Assign partitions evenly to members, moving as few as possible. Assignments differ by at most
     one; the members that own most get the extra ones. With more members than partitions some get
     none."""
-    every = frozenset(range(partitions))
-    had = {name: own & every for name, own in owned.items()}
-    names = sorted(had, key=lambda name: (-len(had[name]), name))
-    if not names:
+    return distribute(range(partitions), owned, {})
+
+
+def distribute(
+    partitions: Sequence[_P], owned: Mapping[str, frozenset[_P]], loads: Mapping[str, int]
+) -> dict[str, frozenset[_P]]:
+    """Assign partitions to members that have other ones already, so that totals are even.
+
+    Args:
+        partitions: in order: a member keeps its first ones, and gets free ones in blocks.
+        owned: of each member; it keeps as many of them as possible.
+        loads: number of other partitions of each member, 0 if missing.
+    """
+    if not owned:
         return {}
-    base, more = divmod(partitions, len(names))
-    free = set(every)
-    shares: dict[str, set[int]] = {}
-    quotas = {name: base + (number < more) for number, name in enumerate(names)}
+    place = {one: number for number, one in enumerate(partitions)}
+    had = {name: own & place.keys() for name, own in owned.items()}
+    had_before = {name: loads.get(name, 0) for name in had}
+    level = _level(sorted(had_before.values()), len(partitions))
+    quotas = {name: max(0, level - load) for name, load in had_before.items()}
+    names = sorted(had, key=lambda name: (quotas[name] - len(had[name]), name))
+    more = len(partitions) - sum(quotas.values())
+    for name in [name for name in names if had_before[name] <= level][:more]:
+        quotas[name] += 1
+    free = set(partitions)
+    shares: dict[str, set[_P]] = {}
     for name in names:
-        kept = sorted(had[name] & free)[: quotas[name]]
+        kept = sorted(had[name] & free, key=place.__getitem__)[: quotas[name]]
         shares[name] = set(kept)
         free.difference_update(kept)
-    rest = sorted(free)
+    rest = sorted(free, key=place.__getitem__)
     for name in names:
         count = quotas[name] - len(shares[name])
         shares[name].update(rest[:count])
         rest = rest[count:]
     return {name: frozenset(share) for name, share in shares.items()}
+
+
+def _level(loads: Sequence[int], count: int) -> int:
+    """Return the highest even level that `count` more can raise the lowest of sorted loads to."""
+    level = total = 0
+    for number, load in enumerate(loads, 1):
+        if number > 1 and level < load:
+            break
+        total += load
+        level = (count + total) // number
+    return level
 
 
 def owners(

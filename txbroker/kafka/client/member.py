@@ -4,36 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
-from aiokafka.coordinator.protocol import ConsumerProtocol
 from aiokafka.protocol.api import Request
 from aiokafka.protocol.group import JoinGroupRequest, SyncGroupRequest
+from msgspec import Struct
 
-from txbroker.core.routing import UNKNOWN_OWNER, OwnedPartitions
-from txbroker.door.protocols import Assignment
 from txbroker.errors import KafkaUnavailable
 from txbroker.kafka.client.client import GROUP, Client, KafkaRefused, coordinator_moved
 from txbroker.kafka.protocol.codes import COORDINATOR_MOVED, RETRIABLE, Code, describe
-from txbroker.kafka.protocol.generation import (
-    MemberMetadata,
-    PreviousAssignment,
-    SelfMetadata,
-    assignment,
-    decode_assignment,
-    decode_metadata,
-    encode_assignment,
-    encode_metadata,
-    is_outdated,
-    make_assignment,
-    to_runs,
-)
 from txbroker.kafka.protocol.schemas import DescribeGroupsV4, HeartbeatV3, LeaveGroupV3
 from txbroker.net.timers import Backoff
 
 _PROTOCOL_TYPE = "consumer"
-_PROTOCOL = "txbroker-sticky"
 _NO_MEMBER = ""
+_NO_GENERATION = -1
 _JOIN_MARGIN_S = 5.0
 _JOIN_CHANNEL = "group/join"
 _LEAVE_CHANNEL = "group/leave"
@@ -43,64 +28,141 @@ _LEAVE_MAX_S = 5.0
 """Limits leaving even if brokers are unresponsive: looking up the coordinator asks one after
 another, and the process that stops waits for it."""
 
+A = TypeVar("A")
+"""What a member knows of its assignment."""
+
 
 class Holder(NamedTuple):
-    """The process that uses an instance id: its URL, and the host it connects from or ""."""
+    """The process that uses an instance id: its address, and the host it connects from or ""."""
 
-    url: str
+    address: str
     host: str
 
 
-class Joined(NamedTuple):
+class Joined(NamedTuple, Generic[A]):
     """A generation of the group, and this member's assignment.
 
-    `outdated`: the other members have old metadata of this one, or it got no assignment. Then call
-    `Member.request_rebalance` and join again.
+    Attributes:
+        outdated: the group does not know this member's newest metadata, or it got no assignment.
+            Then call `Member.request_rebalance` and join again.
+        sent_at: event loop time when the last request of the join was sent.
     """
 
     generation: int
-    assignment: Assignment
+    assignment: A
     outdated: bool
+    sent_at: float
 
 
-class Member:
-    """A static member of the proxies' group, which keeps its partitions over a restart."""
+class Identity(Struct):
+    """A member as the coordinator knows it; updated by each join.
 
-    def __init__(self, client: Client, partitions: int, me: SelfMetadata) -> None:
-        settings = client.settings
+    Attributes:
+        generation: the newest of which the member has its assignment; -1 before the first one.
+        member_id: assigned by the coordinator.
+        instance: the instance id of a static member; None for a dynamic one.
+    """
+
+    generation: int = _NO_GENERATION
+    member_id: str = _NO_MEMBER
+    instance: str | None = None
+
+
+class Member(Generic[A]):
+    """A member of a consumer group: static, which keeps its partitions over a restart, or dynamic.
+
+    Subclasses say what its metadata are, and how a leader assigns partitions.
+
+    Args:
+        instance: the instance id of a static member; None for a dynamic one.
+        protocol: name of the assignment protocol, the same for all members of the group.
+    """
+
+    def __init__(
+        self, client: Client, group: str, instance: str | None, session_s: float, protocol: str
+    ) -> None:
+        self.session_s = session_s
+        self.identity = Identity(instance=instance)
+        self.generation = _NO_GENERATION
+        """The newest generation, for heartbeats; its assignment may be on its way."""
         self._client = client
-        self._group = settings.group_id
-        self._instance = settings.instance_id
-        self._topic = settings.half_topic
-        self._partitions = partitions
-        self._me = me
-        self._session_ms = round(settings.session_timeout_s * 1000)
+        self._group = group
+        self._instance: Any = instance  # the library's types leave out None
+        self._protocol = protocol
+        self._session_ms = round(session_s * 1000)
         # The coordinator answers when all members have joined, or after the session timeout.
-        self._join_timeout_s = settings.session_timeout_s + _JOIN_MARGIN_S
+        self._join_timeout_s = session_s + _JOIN_MARGIN_S
         self._member_id = _NO_MEMBER
-        self._held = OwnedPartitions()
-        self._last = PreviousAssignment()
         self._rebalance_requests = 0
+
+    # --- what subclasses define --------------------------------------------------------------
+
+    def _metadata(self) -> bytes:
+        """Return this member's metadata, which the leader gets."""
+        raise NotImplementedError
+
+    async def _assign(
+        self, generation: int, members: list[tuple[str, str, bytes]]
+    ) -> list[tuple[str, bytes]]:
+        """As the leader, return the assignment of each member.
+
+        Args:
+            members: member id, instance id or None, and metadata of each.
+        """
+        raise NotImplementedError
+
+    def _joined(self, generation: int, encoded: bytes) -> tuple[A, bool]:
+        """Take an assignment, which may be malformed; return it, and whether it is outdated."""
+        raise NotImplementedError
+
+    def _address(self, metadata: bytes) -> str:
+        """Return where the process with these metadata is, "" if unknown."""
+        raise NotImplementedError
+
+    # --- requests ----------------------------------------------------------------------------
 
     def forget(self) -> None:
         """Join as a new member next time: the coordinator does not know the member id."""
-        self._member_id = _NO_MEMBER
+        self._member_id, self.generation = _NO_MEMBER, _NO_GENERATION
 
     def request_rebalance(self) -> None:
         """Make the next join start a new generation, which distributes this member's metadata.
 
-        The coordinator gives a static member that rejoins its old assignment, without a rebalance.
-        It rebalances only if the metadata of a known member id change.
+        The coordinator gives a member that rejoins its old assignment, without a rebalance. It
+        rebalances only if the metadata of a known member id change.
         """
         self._rebalance_requests += 1
 
-    async def join(self) -> Joined:
+    async def join(self) -> Joined[A]:
         """Join the group, or its next generation, with the owned partitions, so as to keep them.
 
         Raises:
             KafkaRefused: the coordinator's error; call `forget` if it does not know the member.
         """
-        answer = await self._ask(
+        answer = await self._ask_to_join()
+        if answer.error_code == Code.MEMBER_ID_REQUIRED:
+            # A dynamic member joins with the id that it is given (KIP-394).
+            self._member_id = answer.member_id
+            answer = await self._ask_to_join()
+        self._check(answer)
+        self._member_id, self.generation = answer.member_id, answer.generation_id
+        shares: list[tuple[str, bytes]] = []
+        if answer.leader_id == answer.member_id:
+            shares = await self._assign(answer.generation_id, answer.members)
+        sent_at = asyncio.get_running_loop().time()
+        sync = await self._ask(
+            SyncGroupRequest(
+                self._group, answer.generation_id, self._member_id, self._instance, shares
+            )
+        )
+        self._check(sync)
+        assignment, outdated = self._joined(answer.generation_id, sync.member_assignment)
+        self.identity.generation = answer.generation_id
+        self.identity.member_id = self._member_id
+        return Joined(answer.generation_id, assignment, outdated, sent_at)
+
+    async def _ask_to_join(self) -> Any:
+        return await self._ask(
             JoinGroupRequest(
                 self._group,
                 self._session_ms,
@@ -108,70 +170,9 @@ class Member:
                 self._member_id,
                 self._instance,
                 _PROTOCOL_TYPE,
-                [(_PROTOCOL, self._metadata())],
+                [(self._protocol, self._metadata())],
             )
         )
-        self._member_id = answer.member_id
-        shares: list[tuple[str, bytes]] = []
-        if answer.leader_id == answer.member_id:
-            shares = self._assign(answer.generation_id, answer.members)
-        sync = await self._ask(
-            SyncGroupRequest(
-                self._group, answer.generation_id, self._member_id, self._instance, shares
-            )
-        )
-        return self._joined(answer.generation_id, sync.member_assignment)
-
-    def _metadata(self) -> bytes:
-        metadata = MemberMetadata(
-            self._me.url,
-            self._me.record_version,
-            to_runs(self._held.partitions),
-            self._held.generation,
-            self._rebalance_requests,
-            peer_url=self._me.peer_url,
-            admin_url=self._me.admin_url,
-        )
-        encoded: bytes = ConsumerProtocol.METADATA(
-            0, [self._topic], encode_metadata(metadata)
-        ).encode()
-        return encoded
-
-    def _assign(
-        self, generation: int, members: list[tuple[str, str, bytes]]
-    ) -> list[tuple[str, bytes]]:
-        metadata = {instance or member: _decode(encoded) for member, instance, encoded in members}
-        group, shares = make_assignment(self._partitions, generation, metadata, self._last)
-        data = encode_assignment(group)
-        return [
-            (
-                member,
-                ConsumerProtocol.ASSIGNMENT(
-                    0, [(self._topic, sorted(shares[instance or member]))], data
-                ).encode(),
-            )
-            for member, instance, _metadata in members
-        ]
-
-    def _joined(self, generation: int, encoded: bytes) -> Joined:
-        group, mine, left_out = None, frozenset[int](), False
-        try:
-            decoded = ConsumerProtocol.ASSIGNMENT.decode(encoded)
-            group = decode_assignment(decoded.user_data)
-            mine = frozenset(
-                number
-                for topic, numbers in decoded.assignment
-                if topic == self._topic
-                for number in numbers
-            )
-        except ValueError:  # empty or malformed
-            left_out = True
-        known = assignment(self._partitions, mine, group, self._me)
-        self._held, self._last = (
-            OwnedPartitions(known.mine, generation),
-            PreviousAssignment(generation, group),
-        )
-        return Joined(generation, known, left_out or is_outdated(group, self._me))
 
     async def heartbeat(self, generation: int, channel: str) -> int:
         """Send a heartbeat; return the coordinator's error code."""
@@ -197,14 +198,14 @@ class Member:
         for member in (member for group in answer.groups for member in group[5]):
             _, instance, _, host, metadata, _ = member
             # During a rebalance the coordinator returns no metadata.
-            if instance == self._instance and (url := _decode(metadata).url) != UNKNOWN_OWNER:
-                return Holder(url, host.removeprefix("/"))
+            if instance == self._instance and (address := self._address(metadata)):
+                return Holder(address, host.removeprefix("/"))
         return None
 
     async def leave(self) -> None:
         """Leave the group now; without an answer the session timeout does the same."""
-        member, self._member_id = self._member_id, _NO_MEMBER
-        self._held, self._last = OwnedPartitions(), PreviousAssignment()
+        member = self._member_id
+        self.forget()
         if member == _NO_MEMBER:
             # By the instance id alone Kafka would remove the process that uses it now.
             return
@@ -233,19 +234,16 @@ class Member:
         try:
             node = await self._client.coordinator(GROUP, self._group)
             answer = await self._client.ask(node, request, _JOIN_CHANNEL, self._join_timeout_s)
-            if answer.error_code != Code.NONE:
-                raise KafkaRefused(
-                    answer.error_code, f"group {self._group}: {describe(answer.error_code)}"
-                )
         except KafkaUnavailable as error:
             if coordinator_moved(error):
                 self._client.forget_coordinator(GROUP, self._group)
             raise
+        if answer.error_code in COORDINATOR_MOVED:
+            self._client.forget_coordinator(GROUP, self._group)
         return answer
 
-
-def _decode(metadata: bytes) -> MemberMetadata:
-    try:
-        return decode_metadata(ConsumerProtocol.METADATA.decode(metadata).user_data)
-    except ValueError:
-        return MemberMetadata()
+    def _check(self, answer: Any) -> None:
+        if answer.error_code != Code.NONE:
+            raise KafkaRefused(
+                answer.error_code, f"group {self._group}: {describe(answer.error_code)}"
+            )

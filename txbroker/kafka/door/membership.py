@@ -1,37 +1,41 @@
-"""The assignment of half partitions: a loop that joins the group, sends heartbeats, and rejoins.
+"""The assignment of half partitions: the proxies are static members of a consumer group.
 
-It only reports changes. Recovery takes seconds and must not delay heartbeats: members that
-recovered within the assignment lost it repeatedly. It uses no consumer: one that is not polled
-leaves the group and still believes that it owns its partitions.
-
-Safety does not depend on this: a claim fences the previous owner.
+It uses no consumer: one that is not polled leaves the group and still believes that it owns its
+partitions. Safety does not depend on this: a claim fences the previous owner.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import logging
 from collections.abc import Callable
 
-import structlog
+from aiokafka.coordinator.protocol import ConsumerProtocol
 
 from txbroker.core.records import RECORD_VERSION
-from txbroker.door.protocols import TAKEN, Assignment, Membership, replaced_by
-from txbroker.error_text import raised_at, safe_repr
-from txbroker.errors import ConfigurationError, KafkaUnavailable
-from txbroker.kafka.client.client import Client, KafkaRefused
-from txbroker.kafka.client.member import Holder, Joined, Member
-from txbroker.kafka.protocol.codes import Code, describe
-from txbroker.kafka.protocol.generation import SelfMetadata
-from txbroker.net.timers import grown_pause_s
+from txbroker.core.routing import OwnedPartitions
+from txbroker.door.protocols import Assignment, Membership, replaced_by
+from txbroker.errors import KafkaUnavailable
+from txbroker.kafka.client.client import Client
+from txbroker.kafka.client.member import Holder, Member
+from txbroker.kafka.client.member_loop import MemberLoop
+from txbroker.kafka.protocol.codes import Code
+from txbroker.kafka.protocol.generation import (
+    MemberMetadata,
+    PreviousAssignment,
+    SelfMetadata,
+    assignment,
+    decode_assignment,
+    decode_metadata,
+    encode_assignment,
+    encode_metadata,
+    is_outdated,
+    make_assignment,
+    to_runs,
+)
 
-log = structlog.wrap_logger(logging.getLogger(__name__))
-
+_PROTOCOL = "txbroker-sticky"
 _HEARTBEATS_PER_SESSION = 10
 _HEARTBEAT_MAX_S = 0.3  # delay until the others notice that a member has left
-_PAUSE_S, _PAUSE_MAX_S = 0.2, 1.0
-_ANSWER_MIN_S = 1.0  # of a heartbeat after this process paused for longer than the session
 _PERMANENT = {
     Code.GROUP_AUTHORIZATION_FAILED: "may not be used by this proxy: grant it Read on the group",
     Code.INCONSISTENT_GROUP_PROTOCOL: "is used by other consumers: set another topic_prefix",
@@ -42,13 +46,86 @@ _PERMANENT = {
 }
 """Errors that a retry does not cure, so that the start fails."""
 
-UNKNOWN_TO_COORDINATOR = "the group coordinator does not know this member any more"
-COORDINATOR_UNRESPONSIVE = "the group coordinator has not answered for a whole session"
-_LOST = {Code.FENCED_INSTANCE_ID: TAKEN, Code.UNKNOWN_MEMBER: UNKNOWN_TO_COORDINATOR}
-"""Errors that end the assignment. An old generation does not: the member keeps its place, and joins
-the new one."""
 
-_OLD_GENERATION = frozenset({Code.ILLEGAL_GENERATION, Code.REBALANCE_IN_PROGRESS})
+class ProxyMember(Member[Assignment]):
+    """A member of the proxies' group, static, so that it keeps its partitions over a restart."""
+
+    def __init__(self, client: Client, partitions: int, me: SelfMetadata) -> None:
+        settings = client.settings
+        super().__init__(
+            client, settings.group_id, settings.instance_id, settings.session_timeout_s, _PROTOCOL
+        )
+        self._topic = settings.half_topic
+        self._partitions = partitions
+        self._me = me
+        self._held = OwnedPartitions[int]()
+        self._last = PreviousAssignment()
+
+    def _metadata(self) -> bytes:
+        metadata = MemberMetadata(
+            self._me.url,
+            self._me.record_version,
+            to_runs(self._held.partitions),
+            self._held.generation,
+            self._rebalance_requests,
+            peer_url=self._me.peer_url,
+            admin_url=self._me.admin_url,
+        )
+        encoded: bytes = ConsumerProtocol.METADATA(
+            0, [self._topic], encode_metadata(metadata)
+        ).encode()
+        return encoded
+
+    async def _assign(
+        self, generation: int, members: list[tuple[str, str, bytes]]
+    ) -> list[tuple[str, bytes]]:
+        metadata = {instance or member: _decode(encoded) for member, instance, encoded in members}
+        group, shares = make_assignment(self._partitions, generation, metadata, self._last)
+        data = encode_assignment(group)
+        return [
+            (
+                member,
+                ConsumerProtocol.ASSIGNMENT(
+                    0, [(self._topic, sorted(shares[instance or member]))], data
+                ).encode(),
+            )
+            for member, instance, _metadata in members
+        ]
+
+    def _joined(self, generation: int, encoded: bytes) -> tuple[Assignment, bool]:
+        group, mine, left_out = None, frozenset[int](), False
+        try:
+            decoded = ConsumerProtocol.ASSIGNMENT.decode(encoded)
+            group = decode_assignment(decoded.user_data)
+            mine = frozenset(
+                number
+                for topic, numbers in decoded.assignment
+                if topic == self._topic
+                for number in numbers
+            )
+        except ValueError:  # empty or malformed
+            left_out = True
+        known = assignment(self._partitions, mine, group, self._me)
+        self._held, self._last = (
+            OwnedPartitions(known.mine, generation),
+            PreviousAssignment(generation, group),
+        )
+        return known, left_out or is_outdated(group, self._me)
+
+    def _address(self, metadata: bytes) -> str:
+        return _decode(metadata).url
+
+    async def leave(self) -> None:
+        """Leave the group, and forget the partitions."""
+        self._held, self._last = OwnedPartitions(), PreviousAssignment()
+        await super().leave()
+
+
+def _decode(metadata: bytes) -> MemberMetadata:
+    try:
+        return decode_metadata(ConsumerProtocol.METADATA.decode(metadata).user_data)
+    except ValueError:
+        return MemberMetadata()
 
 
 class KafkaMembership(Membership):
@@ -59,20 +136,9 @@ class KafkaMembership(Membership):
         """The newest supported record version, for the metadata."""
         self._client = client
         self._session_s = client.settings.session_timeout_s
-        self._heartbeat_s = min(self._session_s / _HEARTBEATS_PER_SESSION, _HEARTBEAT_MAX_S)
         self._partitions = 0
-        self._member: Member | None = None
-        self._assigned: Callable[[Assignment], None] = _ignore
-        self._lost: Callable[[str], None] = _ignore
-        self._joined: Joined | None = None
-        self._why = ""
-        self._replaced_by: Holder | None = None
-        self._requested = False
-        self._rejoin_now = asyncio.Event()
-        self._news = asyncio.Event()
-        self._answered_at = 0.0
-        self._failures = 0
-        self._task: asyncio.Task[None] | None = None
+        self._member: ProxyMember | None = None
+        self._loop: MemberLoop[Assignment] | None = None
 
     def expect(self, partitions: int) -> None:
         """Set the number of partitions to assign."""
@@ -92,52 +158,39 @@ class KafkaMembership(Membership):
         While another process uses the instance id this one retries, and joins once it has gone.
         """
         await self.close()
-        self._assigned, self._lost = assigned, lost
-        self._why, self._replaced_by, self._requested, self._failures = "", None, False, 0
-        self._answered_at = asyncio.get_running_loop().time()
-        name = self._client.settings.instance_id
-        me = SelfMetadata(name, url, self.record_version, peer_url, admin_url)
-        self._member = Member(self._client, self._partitions, me)
-        first = asyncio.get_running_loop().create_future()
-        self._task = asyncio.create_task(self._run(self._member, first), name="txbroker membership")
-        await first
+        settings = self._client.settings
+        me = SelfMetadata(settings.instance_id, url, self.record_version, peer_url, admin_url)
+        self._member = ProxyMember(self._client, self._partitions, me)
+        self._loop = MemberLoop(
+            self._member,
+            min(self._session_s / _HEARTBEATS_PER_SESSION, _HEARTBEAT_MAX_S),
+            {
+                code: f"group {settings.group_id} {why.format(session_s=self._session_s)}"
+                for code, why in _PERMANENT.items()
+            },
+            _Hearer(settings.instance_id, assigned, lost),
+        )
+        await self._loop.start()
 
     async def still_ours(self, partition: int) -> bool:
         """Send a heartbeat in the current generation; return whether `partition` is assigned.
 
         After False, `assigned` or `lost` reports the new assignment.
         """
+        if self._loop is None:
+            return False
         try:
             async with asyncio.timeout(self._session_s):
-                return await self._verify_assigned(partition)
+                joined = await self._loop.confirm()
         except TimeoutError:
             raise KafkaUnavailable(
                 "the rebalance of the proxies' group does not end: retry"
             ) from None
-
-    async def _verify_assigned(self, partition: int) -> bool:
-        while True:
-            joined, news = self._joined, self._news
-            if joined is None or self._member is None:
-                return False
-            code = await self._member.heartbeat(joined.generation, "group/fresh")
-            if self._joined is not joined:
-                continue  # a new generation began meanwhile: verify in that one
-            if code in (Code.NONE, Code.REBALANCE_IN_PROGRESS):
-                return partition in joined.assignment.mine
-            if code in _LOST:
-                self._lose(_LOST[Code(code)])
-                self._rejoin_now.set()
-                return False
-            if code != Code.ILLEGAL_GENERATION:
-                raise KafkaRefused(code)
-            # A new generation has begun: wait for its assignment.
-            self._rejoin_now.set()
-            await news.wait()
+        return joined is not None and partition in joined.assignment.mine
 
     def in_touch(self) -> bool:
         """Return whether the coordinator has answered within the session timeout."""
-        return self._joined is not None and self._unanswered_s <= self._session_s
+        return self._loop is not None and self._loop.in_touch()
 
     async def leave(self) -> None:
         """Leave the group, so that others take over now. `join` works again."""
@@ -148,155 +201,20 @@ class KafkaMembership(Membership):
 
     async def close(self) -> None:
         """Stop without leaving: a member that rejoins within the session keeps its partitions."""
-        task, self._task = self._task, None
-        self._joined = None
-        self._notify()
-        if task is not None:
-            task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await task
-        if self._member is not None:
-            self._member.cancel_join()
-
-    # --- the loop ----------------------------------------------------------------------------
-
-    async def _run(self, member: Member, first: asyncio.Future[None]) -> None:
-        while True:
-            try:
-                again = await self._join_once(member)
-                if not first.done():
-                    first.set_result(None)
-                if not again:
-                    await self._heartbeats(member)
-            except KafkaRefused as error:
-                if not self._survives(member, error, first):
-                    return
-                if error.code == Code.FENCED_INSTANCE_ID:
-                    await self._name_replacer(member)
-                await self._pause()
-            except KafkaUnavailable as error:
-                self._lose_if_unanswered(str(error))
-                await self._pause()
-            except Exception as error:
-                self._lose(safe_repr(error))
-                if not first.done():
-                    # Otherwise `join` would wait without end.
-                    first.set_exception(error)
-                    return
-                # A proxy that stopped here would run without partitions until restarted.
-                log.error("membership failed", error=safe_repr(error), where=raised_at(error))
-                await self._pause()
-
-    def _survives(self, member: Member, error: KafkaRefused, first: asyncio.Future[None]) -> bool:
-        """Handle the coordinator's error; return whether to rejoin."""
-        if error.code in _PERMANENT and not first.done():
-            settings = self._client.settings
-            why = _PERMANENT[Code(error.code)].format(session_s=self._session_s)
-            first.set_exception(ConfigurationError(f"group {settings.group_id} {why}"))
-            return False
-        if error.code == Code.UNKNOWN_MEMBER:
-            # After `TAKEN` this means that the other process has gone.
-            member.forget()
-            self._failures = 0
-        if error.code in _LOST:
-            self._lose(_LOST[Code(error.code)])
-        elif error.code in _OLD_GENERATION:
-            self._answered_at = asyncio.get_running_loop().time()
-        else:
-            self._lose_if_unanswered(str(error))
-        return True
-
-    async def _name_replacer(self, member: Member) -> None:
-        """Report the process that uses our instance id, once it is known."""
-        with contextlib.suppress(KafkaUnavailable):
-            holder = await member.holder()
-            if holder is not None and holder != self._replaced_by:
-                self._replaced_by = holder
-                why = replaced_by(self._instance, *holder)
-                log.error("replaced", instance=self._instance, by=holder.url, host=holder.host)
-                self._lost(why)
-
-    async def _join_once(self, member: Member) -> bool:
-        """Join and report the assignment; return whether to rejoin, so as to update our metadata.
-
-        Only once: with a leader that does not distribute metadata it would never end.
-        """
-        self._rejoin_now.clear()
-        joined = await member.join()
-        self._answered_at = asyncio.get_running_loop().time()
-        self._failures = 0
-        self._joined, self._why, self._replaced_by = joined, "", None
-        self._notify()
-        self._assigned(joined.assignment)
-        again = joined.outdated and not self._requested
-        self._requested = joined.outdated
-        if again:
-            member.request_rebalance()
-        return again
-
-    async def _heartbeats(self, member: Member) -> None:
-        """Send heartbeats until a new generation begins."""
-        while True:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(self._heartbeat_s):
-                    await self._rejoin_now.wait()
-            self._rejoin_now.clear()
-            if self._joined is None:
-                return
-            sent_at = asyncio.get_running_loop().time()
-            try:
-                # Whatever the request timeout: after the session the partitions are reassigned.
-                async with asyncio.timeout(
-                    max(_ANSWER_MIN_S, self._session_s - self._unanswered_s)
-                ):
-                    code = await member.heartbeat(self._joined.generation, "group/heartbeat")
-            except TimeoutError:
-                self._lose(COORDINATOR_UNRESPONSIVE)
-                raise KafkaUnavailable(COORDINATOR_UNRESPONSIVE) from None
-            except KafkaUnavailable:
-                if self._unanswered_s > self._session_s:
-                    raise
-                continue
-            if code in _OLD_GENERATION:
-                return
-            if code != Code.NONE:
-                raise KafkaRefused(code, describe(code))
-            self._answered_at = sent_at
-
-    async def _pause(self) -> None:
-        """Sleep before the next attempt, longer each time."""
-        self._failures += 1
-        await asyncio.sleep(grown_pause_s(self._failures, _PAUSE_S, _PAUSE_MAX_S))
-
-    @property
-    def _unanswered_s(self) -> float:
-        return asyncio.get_running_loop().time() - self._answered_at
-
-    def _lose_if_unanswered(self, reason: str) -> None:
-        if self._unanswered_s > self._session_s:
-            self._lose(reason)
-
-    def _lose(self, reason: str) -> None:
-        """Report that the assignment is lost, once until the next join.
-
-        `TAKEN` is reported in any case, because an operator must act.
-        """
-        self._joined = None
-        self._notify()
-        if not self._why or (reason == TAKEN and self._why != TAKEN):
-            self._why = reason
-            log.warning("out of the group", instance=self._instance, why=reason)
-            self._lost(reason)
-
-    @property
-    def _instance(self) -> str:
-        return self._client.settings.instance_id
-
-    def _notify(self) -> None:
-        """Wake callers that wait for a new assignment."""
-        news, self._news = self._news, asyncio.Event()
-        news.set()
+        loop, self._loop = self._loop, None
+        if loop is not None:
+            await loop.close()
 
 
-def _ignore(_news: object) -> None:
-    pass
+class _Hearer:
+    """Passes on what happens to the member of a proxy."""
+
+    def __init__(
+        self, instance: str, assigned: Callable[[Assignment], None], lost: Callable[[str], None]
+    ) -> None:
+        self.assigned = assigned
+        self.lost = lost
+        self._instance = instance
+
+    def replaced_by(self, holder: Holder) -> str:
+        return replaced_by(self._instance, *holder)

@@ -126,7 +126,7 @@ def make_assignment(
     before = (
         {member.name: member for member in last.group.members} if last.group is not None else {}
     )
-    held: dict[str, OwnedPartitions] = {}
+    held: dict[str, OwnedPartitions[int]] = {}
     for name, member in metadata.items():
         owned, since = member.owned, member.generation
         if since >= generation:
