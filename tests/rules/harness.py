@@ -61,7 +61,8 @@ from txbroker.proxy.partition.owner import PartitionOwner
 from txbroker.proxy.partition.promoter import Promoter
 from txbroker.proxy.partition.snapshots import SnapshotWriter
 from txbroker.testing.door import MemoryDoor, MemoryPartitionDoor
-from txbroker.testing.memory import AdjustableClock, MemoryKafka, MemoryPartition
+from txbroker.testing.memory import AdjustableClock, MemoryKafka
+from txbroker.testing.topics import MemoryPartition
 
 START_MS = 1_700_000_000_000
 WINDOW_MS = 120_000

@@ -29,7 +29,7 @@ from txbroker.door.protocols import Appended
 from txbroker.errors import KafkaUnavailable, NotFound, TooOld
 from txbroker.proxy.partition import partition_api as answers
 from txbroker.proxy.partition.history import read_verdict, search
-from txbroker.testing.memory import MemoryPartition
+from txbroker.testing.topics import MemoryPartition
 
 START_MS = 1_700_000_000_000
 POLICY = CheckPolicy(after_s=0.0, interval_s=0.01, attempts_max=5, timeout_s=0.0)

@@ -17,7 +17,8 @@ from txbroker.errors import TxbrokerError
 from txbroker.proxy.process import Proxy, run_proxy
 from txbroker.testing.consuming import MemoryConsumingDoor
 from txbroker.testing.door import MemoryDoor
-from txbroker.testing.memory import MESSAGE_BYTES_MAX, LostReply, MemoryKafka
+from txbroker.testing.memory import LostReply, MemoryKafka
+from txbroker.testing.topics import MESSAGE_BYTES_MAX
 
 SETTLED_TIMEOUT_S = 10.0
 """The default timeout of waits that should take milliseconds."""
@@ -165,7 +166,12 @@ class InMemoryBroker:
 
     def transactions(self, state: State | None = None) -> list[TransactionView]:
         """Return the transactions in a state; None: all that are not promoted or rolled back."""
-        return self._run(self._list(state))
+
+        async def listed() -> list[TransactionView]:
+            page = await self._proxy.broker.list(ListRequest(state=state, limit=1_000_000))
+            return list(page.transactions)
+
+        return self._run(listed())
 
     def transaction(self, id: str) -> TransactionView:
         """Return a transaction with its messages and history.
@@ -239,10 +245,6 @@ class InMemoryBroker:
         for number in range(len(known.partitions) if known else 0):
             for record in self._kafka.visible(topic, number):
                 yield _as_message(topic, number, record)
-
-    async def _list(self, state: State | None) -> list[TransactionView]:
-        page = await self._proxy.broker.list(ListRequest(state=state, limit=1_000_000))
-        return list(page.transactions)
 
     async def _settled(self, timeout_s: float) -> None:
         def unsettled() -> list[str]:

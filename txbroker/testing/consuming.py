@@ -41,13 +41,8 @@ from txbroker.door.consuming import (
 from txbroker.errors import ConfigurationError, KafkaUnavailable
 from txbroker.testing.assigning import Subscription
 from txbroker.testing.groups import MemoryGroup, Seat
-from txbroker.testing.memory import (
-    MESSAGE_BYTES_MAX,
-    MemoryKafka,
-    MemoryPartition,
-    RecordRefused,
-    valid_name,
-)
+from txbroker.testing.memory import MemoryKafka
+from txbroker.testing.topics import MESSAGE_BYTES_MAX, MemoryPartition, RecordRefused, valid_name
 
 _PIECE_RECORDS = 500
 _NUMBERS = itertools.count(1)
@@ -369,7 +364,7 @@ class _Fetch:
     Attributes:
         offset: of the next record; changed by the user's side only.
         asked: whether the Kafka's side has to answer, or waits for records.
-        told: next offset and end of the newest answer: the first one may be without records.
+        reported: next offset and end of the newest answer, so that only news follow.
     """
 
     def __init__(self, partition: Partition, offset: int) -> None:
@@ -378,7 +373,7 @@ class _Fetch:
         self.paused = False
         self.removed = False
         self.asked = False
-        self.told: tuple[int, int] | None = None
+        self.reported: tuple[int, int] | None = None
         self.log: MemoryPartition | None = None
         self.unfollow: Callable[[], None] | None = None
 
@@ -510,9 +505,9 @@ class MemoryFetcher:
                 f"{topic}-{number} holds offsets {log.begin} to {log.end}, not {start}"
             )
         upto = min(end, start + _PIECE_RECORDS)
-        if fetch.told == (upto, end):
+        if fetch.reported == (upto, end):
             return None
-        fetch.told = upto, end
+        fetch.reported = upto, end
         return _Piece(log.read(start, upto), upto, end)
 
     def _forget(self, fetch: _Fetch) -> None:

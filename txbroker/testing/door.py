@@ -54,13 +54,8 @@ from txbroker.door.protocols import (
 )
 from txbroker.errors import ConfigurationError, KafkaUnavailable
 from txbroker.testing.members import MemoryMembership
-from txbroker.testing.memory import (
-    KafkaTransaction,
-    MemoryKafka,
-    MemoryPartition,
-    RecordRefused,
-    valid_name,
-)
+from txbroker.testing.memory import MemoryKafka
+from txbroker.testing.topics import KafkaTransaction, MemoryPartition, RecordRefused, valid_name
 
 MESSAGE_BYTES_MAX = 8 << 20
 """The largest half batch by default, as on a real Kafka."""

@@ -23,9 +23,10 @@ from txbroker.door.consuming import (
 )
 from txbroker.errors import ConfigurationError, KafkaUnavailable
 from txbroker.testing.assigning import Subscription, assign
+from txbroker.testing.topics import KafkaTransaction, RecordRefused
 
 if TYPE_CHECKING:
-    from txbroker.testing.memory import KafkaTransaction, LostReply, MemoryKafka
+    from txbroker.testing.memory import LostReply, MemoryKafka
 
 METADATA_CHARACTERS_MAX = 4096
 """Kafka's own default of `offset.metadata.max.bytes`, which counts characters."""
@@ -276,9 +277,6 @@ class MemoryGroup:
         self, seat: Seat, offsets: Mapping[Partition, StoredOffset], copies: Sequence[Copy]
     ) -> None:
         """Store offsets and copies together; see `GroupMember.commit`."""
-        # Imported late: the module of `MemoryKafka` imports this one.
-        from txbroker.testing.memory import KafkaTransaction
-
         lost, self._lost_commit = self._lost_commit, None
         if not self.holds(seat):
             raise CommitFenced(f"{seat.name} is no member of the group any more: nothing is stored")
@@ -304,8 +302,6 @@ class MemoryGroup:
     def _copy(
         self, copies: Sequence[Copy], transaction: KafkaTransaction, written: set[Partition]
     ) -> None:
-        from txbroker.testing.memory import RecordRefused
-
         for copy in copies:
             try:
                 self._kafka.write(copy.topic, copy.partition, [copy.record], transaction)
