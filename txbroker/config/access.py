@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 
 from pydantic import SecretStr, field_validator
 from pydantic.fields import FieldInfo
-from pydantic_settings import BaseSettings, SettingsConfigDict
+from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
 from txbroker.config.addresses import (
     Address,
@@ -359,6 +359,18 @@ class KafkaAccess(BaseSettings):
     kafka_ssl_key_password: SecretStr | None = None
     """The password of `kafka_ssl_key_file`. Only as an environment variable, in place of
     `kafka_ssl_key_password_file`."""
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """Use no other sources: `load_settings` and `load_kafka_access` merge them."""
+        return (init_settings,)
 
     def kafka_secret(self, name: str) -> str:
         """Return a secret such as `kafka_sasl_password`, from its file or the environment; "" where

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationError
-from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
+from pydantic_settings import SettingsConfigDict
 
 from txbroker.config.access import KafkaAccess, ListenerAccess, secret_settings
 from txbroker.config.addresses import PORT_MAX, Address, with_later_port
@@ -201,18 +201,6 @@ class Settings(ListenerAccess, KafkaAccess):
     """Groups with separate metrics, at most four fifths of them of one share; further ones count as
     `other`."""
 
-    @classmethod
-    def settings_customise_sources(
-        cls,
-        settings_cls: type[BaseSettings],
-        init_settings: PydanticBaseSettingsSource,
-        env_settings: PydanticBaseSettingsSource,
-        dotenv_settings: PydanticBaseSettingsSource,
-        file_secret_settings: PydanticBaseSettingsSource,
-    ) -> tuple[PydanticBaseSettingsSource, ...]:
-        """Use no other sources: `load_settings` merges them."""
-        return (init_settings,)
-
     @property
     def check_window_s(self) -> float:
         """The time from a prepare until the transaction is parked, seconds."""
@@ -299,6 +287,45 @@ def load_settings(
         raise ConfigurationError(_in_words(error, given)) from None
     settings.validate_whole()
     return settings
+
+
+def load_kafka_access(
+    kafka: str | None = None,
+    options: Mapping[str, Any] | None = None,
+    *,
+    environ: Mapping[str, str] | None = None,
+) -> KafkaAccess:
+    """Return how a client of Kafka that is no proxy connects: from options, the environment and the
+    config file that `TXBROKER_CONFIG` names; other settings of a proxy are ignored.
+
+    Args:
+        kafka: bootstrap servers; None takes those of the environment.
+        options: settings of `KafkaAccess` by name; None as a value means that it was not given.
+        environ: the environment; None takes the process's.
+
+    Raises:
+        ConfigurationError: a setting is unknown, malformed or contradicts another.
+    """
+    environ = os.environ if environ is None else environ
+    given: dict[str, tuple[Any, str]] = {}
+    if path := environ.get(CONFIG_VARIABLE):
+        given.update(_from_file(Path(path)))
+    given.update(_from_environment(environ))
+    known = KafkaAccess.model_fields
+    given = {name: found for name, found in given.items() if name in known}
+    for name, value in {"kafka": kafka, **(options or {})}.items():
+        if name not in known:
+            near = difflib.get_close_matches(name, known, 1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise ConfigurationError(f"{name!r} is no setting of the connection to Kafka{hint}")
+        if value is not None:
+            given[name] = (value, f"argument {name}")
+    try:
+        access = KafkaAccess(**{name: value for name, (value, _) in given.items()})
+    except ValidationError as error:
+        raise ConfigurationError(_in_words(error, given)) from None
+    access.check_kafka()
+    return access
 
 
 def _from_file(path: Path) -> dict[str, tuple[Any, str]]:

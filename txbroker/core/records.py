@@ -87,7 +87,7 @@ Headers: TypeAlias = tuple[Header, ...] | Encoded
 """The headers of a record, in order."""
 
 
-class Record(Struct, frozen=True):
+class Record(Struct, frozen=True, gc=False):
     """A record of a topic.
 
     Attributes:

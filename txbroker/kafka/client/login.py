@@ -22,8 +22,8 @@ from aiokafka.abc import AbstractTokenProvider
 from aiokafka.errors import KafkaError
 from msgspec import Struct
 
+from txbroker.config.access import KafkaAccess
 from txbroker.config.addresses import check_private, read_secret
-from txbroker.config.settings import Settings
 from txbroker.errors import ConfigurationError
 
 Stamp = tuple[tuple[int, int, int, int], ...]
@@ -61,7 +61,7 @@ LoginMaker = Callable[[], Login]
 class SettingsLogin:
     """The login of a configuration."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: KafkaAccess) -> None:
         self._settings = settings
         self._context: tuple[Stamp, ssl.SSLContext] | None = None
         self._rejected: Stamp | None = None
@@ -117,7 +117,7 @@ class SettingsLogin:
         return context
 
 
-def token_provider(settings: Settings) -> AbstractTokenProvider:
+def token_provider(settings: KafkaAccess) -> AbstractTokenProvider:
     """Return the provider of tokens for OAUTHBEARER."""
     if settings.kafka_oauth_token_file is not None:
         return TokenInFile(settings.kafka_oauth_token_file)
@@ -132,7 +132,7 @@ def token_provider(settings: Settings) -> AbstractTokenProvider:
     )
 
 
-def tls_context(settings: Settings) -> ssl.SSLContext:
+def tls_context(settings: KafkaAccess) -> ssl.SSLContext:
     """Return the TLS context. Certificates and host names are always verified.
 
     Raises:
@@ -157,7 +157,7 @@ def _trust(name: str, path: Path) -> ssl.SSLContext:
         raise ConfigurationError(f"{name} {path}: {error.strerror}") from None
 
 
-def _load_certificate(context: ssl.SSLContext, settings: Settings) -> None:
+def _load_certificate(context: ssl.SSLContext, settings: KafkaAccess) -> None:
     cert, key = settings.kafka_ssl_cert_file, settings.kafka_ssl_key_file
     password = settings.kafka_secret("kafka_ssl_key_password")
 

@@ -9,7 +9,7 @@ import asyncio
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from aiokafka.protocol.transaction import AddPartitionsToTxnRequest
+from aiokafka.protocol.transaction import AddOffsetsToTxnRequest, AddPartitionsToTxnRequest
 
 from txbroker.errors import KafkaUnavailable, TxbrokerError
 from txbroker.kafka.client.client import (
@@ -24,6 +24,7 @@ from txbroker.kafka.client.client import (
 from txbroker.kafka.client.shared_writes import SharedWrites
 from txbroker.kafka.protocol.batch import Body, encode_batch
 from txbroker.kafka.protocol.codes import FENCED, LEADER_MOVED, RETRIABLE, Code, describe
+from txbroker.kafka.protocol.packed import PackedRequest
 from txbroker.kafka.protocol.schemas import api_versions
 from txbroker.kafka.protocol.transactions import (
     NO_PRODUCER,
@@ -362,6 +363,39 @@ class Producer:
             if code in RETRIABLE and await backoff.pause():
                 continue
             raise BatchRefused(partition, code, None)
+
+    async def add_group(self, group: str, backoff: Backoff) -> None:
+        """Add a group's offsets to the transaction; send them with `offset_commit`.
+
+        Raises:
+            KafkaRefused: the group cannot be added.
+            ProducerFenced
+            Unanswered: this producer must not be used again.
+        """
+        if not self._protocol.explicit_add_partitions:
+            return
+        request = AddOffsetsToTxnRequest(self._transactional_id, self.id, self.epoch, group)
+        while True:
+            try:
+                code = (await self._ask_coordinator(request)).error_code
+            except NotSent:
+                code = Code.COORDINATOR_NOT_AVAILABLE
+            if code == Code.NONE:
+                return
+            if code in FENCED:
+                raise ProducerFenced
+            if code not in RETRIABLE or not await backoff.pause():
+                raise KafkaRefused(code, f"cannot add group {group}: {describe(code)}")
+
+    def offset_commit(self, group: str, *fields: Any) -> PackedRequest:
+        """Return the request that stores a group's offsets in the transaction; its coordinator
+        takes it.
+
+        Args:
+            fields: generation, member id, instance id, and topics, as in `TxnOffsetCommitV3`.
+        """
+        producer = self.id, self.epoch
+        return self._protocol.offset_commit(self._transactional_id, group, *producer, *fields)
 
     @property
     def _previous_completed(self) -> bool:

@@ -1,11 +1,8 @@
 """Encode and decode record batches, which Kafka stores all or none of."""
 
-import gzip
 import struct
 import time
-import zlib
 from collections.abc import Callable, Container, Iterator, Sequence
-from io import BytesIO
 from typing import Any
 
 import google_crc32c
@@ -16,6 +13,7 @@ from msgspec import Struct
 
 from txbroker.core.encoding import NULL, SMALL, encode_headers, varint
 from txbroker.core.records import Encoded, Header, Record
+from txbroker.kafka.protocol.codecs import CODECS, Unreadable, inflate
 
 if google_crc32c.implementation != "c":
     raise ImportError(
@@ -34,12 +32,10 @@ _LENGTH_BEGINS = 12
 _NO_LEADER_EPOCH = -1
 _UNBOUNDED = (1 << 31) - 1
 _TRANSACTIONAL = 0x10
-_GZIP = 1
-_CODECS = {2: "snappy", 3: "lz4", 4: "zstd"}
 _CODEC_BITS = 0x07
 _ATTRIBUTES_AT = 22
 _COUNT_AT = 57
-_INFLATED_BYTES_MAX = 16 << 20
+INFLATED_BYTES_MAX = 16 << 20
 """Maximum uncompressed size of a batch. txbroker compresses none, but brokers configured to
 compress and tools that copy topics do."""
 _RECORD_BYTES = 256
@@ -50,10 +46,6 @@ HEADER_BYTES = _FRONT.size + _MIDDLE.size
 
 Decode = Callable[[Any, bytes | memoryview, Container[int], int], list[Record]]
 """Decodes a batch, like `decode_batch`."""
-
-
-class Unreadable(Exception):
-    """A batch with a valid checksum does not decode: another client wrote it."""
 
 
 class Body(Struct, frozen=True):
@@ -139,41 +131,63 @@ def encode_batch(
 
 
 def decode_batch(
-    batch: Any, data: bytes | memoryview, offsets: Container[int], producer: int
+    batch: Any,
+    data: bytes | memoryview,
+    offsets: Container[int],
+    producer: int,
+    inflated_bytes_max: int = INFLATED_BYTES_MAX,
 ) -> list[Record]:
     """Return the records of a batch at the given offsets.
 
     Invalid UTF-8 in a header's name becomes U+FFFD, as in Kafka's Java client.
 
+    Args:
+        producer: the records' producer id.
+        inflated_bytes_max: limit of a compressed batch's memory once decoded.
+
     Raises:
-        Unreadable: the codec is not gzip, the batch exceeds 16 MiB, or it is malformed.
+        Unreadable: the batch exceeds the limit, or is malformed.
     """
+    codec = batch.compression_type
     try:
-        if batch.compression_type:
-            data = _inflated(batch, data)
+        if codec:
+            data = _inflated(codec, data, inflated_bytes_max)
             batch = DefaultRecordBatch(data)
         try:
-            return [
-                Record(r.key, r.value, tuple(r.headers), r.timestamp, r.offset, producer=producer)
+            # Hot path: per record it calls only C functions.
+            records = [
+                Record(
+                    r.key,
+                    r.value,
+                    tuple(headers) if (headers := r.headers) else (),
+                    r.timestamp,
+                    r.offset,
+                    0,
+                    producer,
+                )
                 for r in batch
-                if r.offset in offsets
             ]
         except UnicodeDecodeError:
-            return [r for r in _lenient(batch, data, producer) if r.offset in offsets]
-    except (KafkaError, ValueError, IndexError, OSError, EOFError, zlib.error) as error:
-        raise Unreadable(str(error) or type(error).__name__) from None
+            records = list(_lenient(batch, data, producer))
+    except (KafkaError, ValueError, IndexError) as error:
+        how = f" (compressed with {CODECS[codec]})" if codec else ""
+        raise Unreadable(f"{error or type(error).__name__}{how}") from None
+    if isinstance(offsets, range) and _covers(offsets, records):
+        return records
+    return [record for record in records if record.offset in offsets]
 
 
-def _inflated(batch: Any, data: bytes | memoryview) -> bytes:
-    codec = batch.compression_type
-    if codec != _GZIP:
-        raise Unreadable(f"it is compressed with {_CODECS.get(codec, f'codec {codec}')}")
-    room = _INFLATED_BYTES_MAX - int.from_bytes(data[_COUNT_AT:HEADER_BYTES], "big") * _RECORD_BYTES
-    with gzip.GzipFile(fileobj=BytesIO(data[HEADER_BYTES:])) as file:
-        inflated = file.read(max(0, room) + 1)
-    if len(inflated) > room:
-        raise Unreadable(f"it exceeds {_INFLATED_BYTES_MAX >> 20} MiB uncompressed")
-    return plain_batch(data, inflated)
+def _covers(offsets: range, records: list[Record]) -> bool:
+    """Return whether all records are at `offsets`; they ascend, unless a client is at fault."""
+    if not records:
+        return True
+    first, last = records[0].offset, records[-1].offset
+    return offsets.step == 1 and offsets.start <= first and last < offsets.stop
+
+
+def _inflated(codec: int, data: bytes | memoryview, bytes_max: int) -> bytes:
+    room = bytes_max - int.from_bytes(data[_COUNT_AT:HEADER_BYTES], "big") * _RECORD_BYTES
+    return plain_batch(data, inflate(codec, memoryview(data)[HEADER_BYTES:], max(0, room)))
 
 
 def plain_batch(data: bytes | memoryview, inflated: bytes) -> bytes:

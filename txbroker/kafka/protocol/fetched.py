@@ -14,7 +14,8 @@ from msgspec import structs
 from txbroker.core.encoding import PROGRESS_KEY
 from txbroker.core.records import Record
 from txbroker.errors import InvariantBroken
-from txbroker.kafka.protocol.batch import Decode, Unreadable, decode_batch
+from txbroker.kafka.protocol.batch import Decode, decode_batch
+from txbroker.kafka.protocol.codecs import Unreadable
 
 _LOG_APPEND_TIME = 1
 # Decoded in some milliseconds.
@@ -52,6 +53,7 @@ class Fetched:
         high_watermark: according to the leader.
         stable_end: the last stable offset.
         next_offset: of the next fetch; the requested one if the answer is empty.
+        seen: every offset below it is in the pieces so far, or holds no record.
         skipped: number of offsets right before `next_offset` without record, known after `pieces`.
     """
 
@@ -74,7 +76,8 @@ class Fetched:
         self._decode = decode
         self._aborted = _aborted(answer)
         self._hidden: set[int] = set()
-        self._seen = position
+        self.seen = position
+        self._reason = ""
         self.skipped = 0
         self.high_watermark: int = answer[2]
         self.stable_end: int = answer[3]
@@ -103,20 +106,25 @@ class Fetched:
         for batch, data in self._batches:
             before = len(piece)
             visible = self._is_visible(batch)
-            if batch.base_offset > self._seen:
+            if batch.base_offset > self.seen:
                 self.skipped = 0  # the answer has no batch for the offsets between
-            first = max(batch.base_offset, self._seen)
+            first = max(batch.base_offset, self.seen)
             if visible and self._take(batch, data, piece, offsets):
                 self._note_skipped(piece, before)
             elif visible:
+                if piece:
+                    yield piece
+                    piece, size, before = [], 0, 0
+                self._unreadable(batch.base_offset, self._reason)
                 piece.append(self._placeholder(batch, first))
                 self._note_skipped(piece, before)
                 self.skipped = batch.next_offset - first - 1
             else:
                 self.skipped += batch.next_offset - first
-            self._seen = batch.next_offset
-            new = piece[before:]
-            size += sum(len(record.value or b"") for record in new) + _BATCH_BYTES
+            self.seen = batch.next_offset
+            size += len(data) + _BATCH_BYTES
+            if batch.compression_type:
+                size += sum(len(record.value or b"") for record in piece[before:])
             if size >= _PIECE_BYTES or len(piece) >= _PIECE_RECORDS:
                 yield piece
                 piece, size = [], 0
@@ -133,6 +141,7 @@ class Fetched:
                 some = frozenset(offsets[first:last])
                 # As for `pieces`: an owner picks the last record that it read again.
                 if not self._take(batch, data, records, some) and batch.base_offset in some:
+                    self._unreadable(batch.base_offset, self._reason)
                     records.append(self._placeholder(batch, batch.base_offset))
         self._batches = []
         return records
@@ -166,7 +175,8 @@ class Fetched:
     def _take(
         self, batch: Any, data: memoryview, piece: list[Record], offsets: Container[int]
     ) -> bool:
-        """Append the records of a batch at `offsets`; return False if it does not decode."""
+        """Append the records of a batch at `offsets`; return False, and note the reason, if it does
+        not decode."""
         if self._append_time and batch.timestamp_type != _LOG_APPEND_TIME:
             raise InvariantBroken(
                 f"{self._name}: the record at offset {batch.base_offset} lacks the append time: "
@@ -175,7 +185,7 @@ class Fetched:
         try:
             piece += self._decode(batch, data, offsets, self._producer(batch))
         except Unreadable as error:
-            self._unreadable(batch.base_offset, str(error))
+            self._reason = str(error)
             return False
         return True
 

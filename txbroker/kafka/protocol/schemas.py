@@ -195,9 +195,10 @@ class MetadataV10(SchemaRequest):
         cluster_authorized_operations:i32"""
 
 
-def metadata(topics: Iterable[str], *, rights: bool = False) -> MetadataV10:
-    """Return a request for metadata of topics. It creates none of them."""
-    return MetadataV10([(_NO_TOPIC_ID, name) for name in topics], False, False, rights)
+def metadata(topics: Iterable[str] | None, *, rights: bool = False) -> MetadataV10:
+    """Return a request for metadata of topics, None: of all. It creates none of them."""
+    entries = None if topics is None else [(_NO_TOPIC_ID, name) for name in topics]
+    return MetadataV10(entries, False, False, rights)
 
 
 class IncrementalAlterConfigsV0(SchemaRequest):
@@ -349,3 +350,52 @@ class DescribeGroupsV4(SchemaRequest):
             members[member_id:str group_instance_id:str client_id:str client_host:str
                 member_metadata:bytes member_assignment:bytes]
             authorized_operations:i32]"""
+
+
+class ListGroupsV4(SchemaRequest):
+    """The groups that one broker coordinates and the caller may describe."""
+
+    API_KEY, API_VERSION = 16, 4
+    REQUEST = "states_filter[str]"
+    RESPONSE = """throttle_time_ms:i32 error_code:i16
+        groups[group_id:str protocol_type:str group_state:str]"""
+
+
+# --- offsets of groups ---------------------------------------------------------------------------
+
+
+class OffsetFetchV7(SchemaRequest):
+    """Committed offsets; `topics` None is all. `require_stable` refuses them while a transaction
+    with new ones is open (KIP-447)."""
+
+    API_KEY, API_VERSION = 9, 7
+    REQUEST = "group_id:str topics[name:str partitions[i32]] require_stable:bool"
+    RESPONSE = """throttle_time_ms:i32
+        topics[name:str partitions[partition:i32 offset:i64 leader_epoch:i32 metadata:str
+            error_code:i16]]
+        error_code:i16"""
+
+
+class OffsetCommitV7(SchemaRequest):
+    """Stores offsets with a member's generation and instance id."""
+
+    API_KEY, API_VERSION, FLEXIBLE = 8, 7, False
+    REQUEST = """group_id:str generation_id:i32 member_id:str group_instance_id:str
+        topics[name:str partitions[partition:i32 offset:i64 leader_epoch:i32 metadata:str]]"""
+    RESPONSE = """throttle_time_ms:i32 topics[name:str partitions[partition:i32 error_code:i16]]"""
+
+
+class TxnOffsetCommitV3(SchemaRequest):
+    """Stores offsets in a transaction with a member's generation and instance id (KIP-447)."""
+
+    API_KEY, API_VERSION = 28, 3
+    REQUEST = """transactional_id:str group_id:str producer_id:i64 producer_epoch:i16
+        generation_id:i32 member_id:str group_instance_id:str
+        topics[name:str partitions[partition:i32 offset:i64 leader_epoch:i32 metadata:str]]"""
+    RESPONSE = """throttle_time_ms:i32 topics[name:str partitions[partition:i32 error_code:i16]]"""
+
+
+class TxnOffsetCommitV5(TxnOffsetCommitV3):
+    """The same, and adds the group to the transaction if needed (KIP-890)."""
+
+    API_VERSION = 5

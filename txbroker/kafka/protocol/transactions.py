@@ -22,7 +22,12 @@ from txbroker.kafka.protocol.packed import (
     ProduceV7,
     ProduceV12,
 )
-from txbroker.kafka.protocol.schemas import InitProducerIdV5, finalized_features
+from txbroker.kafka.protocol.schemas import (
+    InitProducerIdV5,
+    TxnOffsetCommitV3,
+    TxnOffsetCommitV5,
+    finalized_features,
+)
 
 ACKS_ALL = -1
 _FEATURE = "transaction.version"
@@ -63,7 +68,7 @@ class PartitionResult(NamedTuple):
 
 
 class TxnProtocolV1:
-    """Version 1: AddPartitionsToTxn comes before Produce."""
+    """Version 1: AddPartitionsToTxn comes before Produce, AddOffsetsToTxn before offsets."""
 
     number = 1
     explicit_add_partitions = True
@@ -88,6 +93,10 @@ class TxnProtocolV1:
             for number, code, offset, timestamp, *_rest in partitions:
                 yield PartitionResult(topic, number, code, offset, timestamp, None)
 
+    def offset_commit(self, *fields: Any) -> PackedRequest:
+        """Return the request that stores a group's offsets, see `TxnOffsetCommitV3`."""
+        return TxnOffsetCommitV3(*fields)
+
     def end_txn(
         self, transactional_id: Any, producer_id: int, epoch: int, *, commit: bool
     ) -> PackedRequest:
@@ -100,7 +109,8 @@ class TxnProtocolV1:
 
 
 class TxnProtocolV2(TxnProtocolV1):
-    """Version 2, KIP-890: Produce adds partitions to the transaction, EndTxn raises the epoch."""
+    """Version 2, KIP-890: Produce adds partitions to the transaction, TxnOffsetCommit the group,
+    EndTxn raises the epoch."""
 
     number = 2
     explicit_add_partitions = False
@@ -126,6 +136,9 @@ class TxnProtocolV2(TxnProtocolV1):
         for topic, partitions in response.topics:
             for number, code, offset, timestamp, message in partitions:
                 yield PartitionResult(topic, number, code, offset, timestamp, message)
+
+    def offset_commit(self, *fields: Any) -> PackedRequest:
+        return TxnOffsetCommitV5(*fields)
 
     def end_txn(
         self, transactional_id: Any, producer_id: int, epoch: int, *, commit: bool

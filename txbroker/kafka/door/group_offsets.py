@@ -1,0 +1,329 @@
+"""A group's committed offsets, stored with a member's generation, alone or together with copies.
+
+Copies and offsets are one Kafka transaction (KIP-447). Without the generation, as common clients
+commit, a member that was replaced while it was stopped would move the offset back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+from txbroker.door.consuming import (
+    CommitFenced,
+    Copy,
+    CopyRefused,
+    Partition,
+    StoredOffset,
+)
+from txbroker.errors import InvariantBroken, KafkaUnavailable
+from txbroker.kafka.client.client import (
+    GROUP,
+    Client,
+    KafkaRefused,
+    coordinator_moved,
+    is_retriable,
+)
+from txbroker.kafka.client.producer import BatchRefused, BatchUnknown, Producer, ProducerFenced
+from txbroker.kafka.protocol.batch import Body, batch_bodies
+from txbroker.kafka.protocol.codes import (
+    COORDINATOR_MOVED,
+    MEMBER_FENCED,
+    RETRIABLE,
+    Code,
+    describe,
+)
+from txbroker.kafka.protocol.packed import PackedRequest
+from txbroker.kafka.protocol.schemas import OffsetCommitV7, OffsetFetchV7
+from txbroker.kafka.protocol.transactions import by_topic
+from txbroker.net.timers import Backoff
+
+_CHANNEL = "group/offsets"
+_NO_EPOCH = -1
+_BATCH_BYTES = 1_000_000
+"""A bit less than the default of `max.message.bytes`."""
+_ONE_BY_ONE = 1
+_AGAIN = RETRIABLE | {Code.REBALANCE_IN_PROGRESS}
+"""A member between joining and its assignment may not commit yet."""
+_UNSTABLE_MAX_S = 60.0
+"""Longer than a transaction stays open whose producer has died."""
+_UNSTABLE_PAUSE_S = 0.05
+_NEXT_GENERATION_S = 1.0
+"""Time in which a member learns of its next generation, if it is still in the group."""
+
+
+class Identity(Protocol):
+    """Who commits. Read for every attempt: it changes with each generation.
+
+    Attributes:
+        instance: the instance id; None for a dynamic member.
+    """
+
+    generation: int
+    member_id: str
+    instance: str | None
+
+
+class GroupOffsets:
+    """Loads and commits a group's offsets. One call at a time.
+
+    Args:
+        identity: of the member that commits.
+    """
+
+    def __init__(self, client: Client, group: str, identity: Identity) -> None:
+        self._client = client
+        self._settings = client.settings
+        self._group = group
+        self._identity = identity
+        # The prefix is what rights are granted for.
+        self._transactional_id = f"txbroker.{group}.{secrets.token_hex(8)}"
+        self._producer: Producer | None = None
+        self._unsettled = False
+        """A transaction may still be open, or be completed."""
+
+    # --- load --------------------------------------------------------------------------------
+
+    async def load(self, partitions: Collection[Partition]) -> dict[Partition, StoredOffset]:
+        """Return committed offsets, without partitions that have none; see `GroupMember.load`.
+
+        Raises:
+            KafkaUnavailable: no answer, or a transaction with offsets stays open.
+        """
+        if not partitions:
+            return {}
+        if self._unsettled:
+            # It ends the transaction whose result is unknown.
+            await self._start_producer(self._backoff())
+        request = OffsetFetchV7(self._group, list(by_topic(partitions).items()), True)
+        unstable = Backoff(_UNSTABLE_MAX_S, _UNSTABLE_PAUSE_S)
+        while True:
+            answer = await self._ask_until(request, self._backoff())
+            codes = _codes(answer)
+            if not codes:
+                return stored_offsets(answer)
+            if Code.UNSTABLE_OFFSET_COMMIT not in codes or not await unstable.pause():
+                code = min(codes)
+                raise KafkaRefused(
+                    code, f"cannot load the offsets of group {self._group}: {describe(code)}"
+                )
+
+    # --- commit ------------------------------------------------------------------------------
+
+    async def commit(
+        self, offsets: Mapping[Partition, StoredOffset], copies: Sequence[Copy] = ()
+    ) -> None:
+        """Store offsets, and copies with them or not at all; see `GroupMember.commit`.
+
+        Raises:
+            CommitFenced, CopyRefused
+            KafkaUnavailable: the result is unknown. It is known before the next `load` returns.
+        """
+        if copies:
+            await self._commit_with(offsets, copies, _BATCH_BYTES)
+            return
+        topics = _encoded(offsets)
+
+        def make(*member: Any) -> PackedRequest:
+            return OffsetCommitV7(self._group, *member, topics)
+
+        await self._store(make, self._backoff())
+
+    async def _commit_with(
+        self, offsets: Mapping[Partition, StoredOffset], copies: Sequence[Copy], batch_bytes: int
+    ) -> None:
+        backoff = self._backoff()
+        rounds = _rounds(copies, batch_bytes)
+        # After any error, and a cancelled call, only a producer that has started again is safe.
+        producer, self._producer = self._producer, None
+        self._unsettled = True
+        try:
+            producer = producer or await self._start_producer(backoff)
+            try:
+                await self._write(producer, offsets, rounds, backoff)
+            except (CommitFenced, _Refused) as error:
+                # If this fails, the next producer aborts it.
+                with contextlib.suppress(KafkaUnavailable, ProducerFenced):
+                    await producer.end(commit=False, backoff=self._backoff())
+                    self._keep(producer)
+                if isinstance(error, CommitFenced):
+                    raise
+                refused = error
+            else:
+                await producer.end(commit=True, backoff=backoff)
+                self._keep(producer)
+                return
+        except (BatchUnknown, ProducerFenced) as error:
+            raise KafkaUnavailable(
+                f"the commit of group {self._group} with copies is unknown: {error}"
+            ) from None
+        if len(refused.copies) > 1:
+            # Find the refused one among those of the batch.
+            await self._commit_with(offsets, copies, _ONE_BY_ONE)
+            return
+        raise CopyRefused(f"a copy was refused: {refused}", refused.copies[0])
+
+    async def _write(
+        self,
+        producer: Producer,
+        offsets: Mapping[Partition, StoredOffset],
+        rounds: Sequence[Mapping[Partition, _Batch]],
+        backoff: Backoff,
+    ) -> None:
+        batches = rounds[0]
+        try:
+            await producer.add(list(batches), backoff)
+            for batches in rounds:
+                await producer.produce({at: one.body for at, one in batches.items()}, backoff)
+        except BatchRefused as error:
+            raise _Refused(str(error), batches[error.partition].copies) from None
+        if not offsets:
+            return
+        await producer.add_group(self._group, backoff)
+        topics = _encoded(offsets)
+
+        def make(*member: Any) -> PackedRequest:
+            return producer.offset_commit(self._group, *member, topics)
+
+        await self._store(make, backoff)
+
+    def _keep(self, producer: Producer) -> None:
+        self._producer, self._unsettled = producer, False
+
+    async def _start_producer(self, backoff: Backoff) -> Producer:
+        """Start a producer, which aborts or completes the transaction of the one before."""
+        producer = Producer(self._client, _CHANNEL, self._transactional_id)
+        try:
+            await producer.start(backoff)
+        except ProducerFenced as error:
+            raise KafkaUnavailable(str(error)) from None
+        self._keep(producer)
+        return producer
+
+    # --- requests ----------------------------------------------------------------------------
+
+    async def _store(self, make: Callable[..., PackedRequest], backoff: Backoff) -> None:
+        """Send offsets with the member's generation until they are stored.
+
+        Args:
+            make: makes the request of generation, member id and instance id.
+        """
+        since: Backoff | None = None
+        while True:
+            me = self._identity
+            generation, member_id = me.generation, me.member_id
+            answer = await self._ask_until(make(generation, member_id, me.instance), backoff)
+            codes = _codes(answer)
+            if not codes:
+                return
+            code = min(codes)
+            fenced = codes & MEMBER_FENCED
+            if fenced == {Code.ILLEGAL_GENERATION}:
+                # The coordinator may have begun a generation that this member learns of now.
+                since = since or Backoff(_NEXT_GENERATION_S, self._settings.retry_backoff_s)
+                while (generation, member_id) == (me.generation, me.member_id):
+                    if not await since.pause():
+                        break
+                if me.member_id == member_id and me.generation > generation:
+                    continue
+            if fenced:
+                raise CommitFenced(
+                    f"group {self._group} refused the commit of member {member_id!r}, generation "
+                    f"{generation}: {describe(min(fenced))}"
+                )
+            if code == Code.OFFSET_METADATA_TOO_LARGE:
+                raise InvariantBroken(
+                    f"group {self._group}: the metadata of an offset is too large"
+                )
+            if not codes <= _AGAIN or not await backoff.pause():
+                raise KafkaRefused(
+                    code, f"cannot commit offsets of group {self._group}: {describe(code)}"
+                )
+
+    async def _ask_until(self, request: PackedRequest, backoff: Backoff) -> Any:
+        """Ask the group's coordinator until it answers that it is the coordinator."""
+        while True:
+            try:
+                answer = await self._ask(request)
+            except KafkaUnavailable as error:
+                if not is_retriable(error) or not await backoff.pause():
+                    raise
+                continue
+            moved = _codes(answer) & (COORDINATOR_MOVED | {Code.COORDINATOR_LOADING})
+            if not moved:
+                return answer
+            self._client.forget_coordinator(GROUP, self._group)
+            if not await backoff.pause():
+                raise KafkaRefused(min(moved))
+
+    async def _ask(self, request: PackedRequest) -> Any:
+        try:
+            node = await self._client.coordinator(GROUP, self._group)
+            return await self._client.ask(node, request, _CHANNEL)
+        except KafkaUnavailable as error:
+            if coordinator_moved(error):
+                self._client.forget_coordinator(GROUP, self._group)
+            raise
+
+    def _backoff(self) -> Backoff:
+        return Backoff(self._settings.write_timeout_s, self._settings.retry_backoff_s)
+
+
+class _Batch(NamedTuple):
+    """A batch of copies for one partition."""
+
+    body: Body
+    copies: Sequence[Copy]
+
+
+class _Refused(Exception):
+    """A batch of these copies was refused."""
+
+    def __init__(self, message: str, copies: Sequence[Copy]) -> None:
+        super().__init__(message)
+        self.copies = copies
+
+
+def _rounds(copies: Sequence[Copy], batch_bytes: int) -> list[dict[Partition, _Batch]]:
+    """Return the copies as batches, in order; each round writes at most one to a partition."""
+    rounds: list[dict[Partition, _Batch]] = []
+    for at, entries in _by_partition(copies).items():
+        bodies = batch_bodies([copy.record for copy in entries], batch_bytes)
+        rounds += [{} for _ in bodies[len(rounds) :]]
+        for batches, body in zip(rounds, bodies, strict=False):
+            batches[at] = _Batch(body, entries[: body.count])
+            entries = entries[body.count :]
+    return rounds
+
+
+def _by_partition(copies: Sequence[Copy]) -> dict[Partition, list[Copy]]:
+    found: dict[Partition, list[Copy]] = {}
+    for copy in copies:
+        found.setdefault((copy.topic, copy.partition), []).append(copy)
+    return found
+
+
+def _encoded(offsets: Mapping[Partition, StoredOffset]) -> list[tuple[str, list[Any]]]:
+    entries = (
+        (topic, (number, stored.offset, _NO_EPOCH, stored.metadata))
+        for (topic, number), stored in offsets.items()
+    )
+    return list(by_topic(entries).items())
+
+
+def _codes(answer: Any) -> frozenset[int]:
+    """Return the error codes of an answer with offsets, of the group and of the partitions."""
+    codes = {fields[-1] for _topic, partitions in answer.topics for fields in partitions}
+    return frozenset(codes | {getattr(answer, "error_code", Code.NONE)}) - {Code.NONE}
+
+
+def stored_offsets(answer: Any) -> dict[Partition, StoredOffset]:
+    """Return the offsets in an answer to `OffsetFetchV7`."""
+    return {
+        (topic, number): StoredOffset(offset, metadata or "")
+        for topic, partitions in answer.topics
+        for number, offset, _epoch, metadata, _code in partitions
+        if offset >= 0
+    }
