@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from aiokafka.protocol.admin import CreateTopicsRequest, DescribeConfigsRequest
 from aiokafka.protocol.api import Request
 
-from txbroker.door.consuming import TopicSpec
-from txbroker.errors import KafkaUnavailable
+from txbroker.door.consuming import TopicIdentity, TopicSpec
+from txbroker.errors import ConfigurationError, KafkaUnavailable
 from txbroker.kafka.client.client import Client, KafkaRefused, TopicFacts, is_retriable
 from txbroker.kafka.protocol.codes import Code, describe
-from txbroker.kafka.protocol.schemas import alter_configs, metadata
+from txbroker.kafka.protocol.schemas import RIGHTS_NOT_REQUESTED, alter_configs, metadata
 from txbroker.net.timers import Backoff
 
 _CHANNEL = "admin"
 _TOPIC = 2
+_READ = 3
+"""The bit of the right to read in authorized operations."""
 _CREATE_TIMEOUT_S = 10.0
 
 
@@ -47,6 +49,27 @@ class Admin:
         """
         answer = await self._client.ask_any(metadata(names), _CHANNEL)
         return {topic[1]: topic[2] for topic in answer.topics if topic[0] == Code.NONE}
+
+    async def identities(self, names: Collection[str] | None) -> dict[str, TopicIdentity]:
+        """Return the identities of topics that exist; None: of all that may be read, without
+        Kafka's own.
+
+        Raises:
+            ConfigurationError: a topic of `names` may not be read.
+        """
+        answer = await self._client.ask_any(metadata(names, rights=True), _CHANNEL)
+        found: dict[str, TopicIdentity] = {}
+        for code, name, id, internal, partitions, rights in answer.topics:
+            readable = rights == RIGHTS_NOT_REQUESTED or rights >> _READ & 1
+            if code == Code.TOPIC_AUTHORIZATION_FAILED or (code == Code.NONE and not readable):
+                if names is not None:
+                    raise ConfigurationError(
+                        f"not authorized to read topic {name}: grant Read on it, or correct its "
+                        "name"
+                    )
+            elif code == Code.NONE and not (internal and names is None):
+                found[name] = TopicIdentity(id, len(partitions))
+        return found
 
     async def create(self, topics: Sequence[TopicSpec]) -> None:
         """Create topics that do not exist yet, and wait until their partitions have leaders.

@@ -20,7 +20,7 @@ from txbroker.errors import KafkaUnavailable
 from txbroker.kafka.client.client import Client, KafkaRefused, NotSent, Unanswered, is_retriable
 from txbroker.kafka.client.leaders import confirm_leader
 from txbroker.kafka.protocol.batch import Decode, decode_batch
-from txbroker.kafka.protocol.codes import LEADER_MOVED, Code
+from txbroker.kafka.protocol.codes import LEADER_MOVED, Code, describe
 from txbroker.kafka.protocol.fetched import Fetched
 from txbroker.kafka.protocol.packed import ListOffsetsV3
 from txbroker.kafka.protocol.transactions import Partition, by_topic
@@ -289,6 +289,57 @@ async def end_offsets(
         )
     )
     return {partition: end for answer in answers for partition, end in answer.items()}
+
+
+async def offsets_at(
+    client: Client, partitions: Iterable[Partition], time_ms: int, channel: str
+) -> dict[Partition, int]:
+    """Return the first offsets with this timestamp or a later one, or `EARLIEST` or `LATEST`.
+
+    Without such a record it is the last stable offset.
+
+    Raises:
+        KafkaUnavailable: a partition's leader does not answer before the deadline, or is unknown.
+    """
+    settings = client.settings
+    backoff = Backoff(settings.write_timeout_s, settings.retry_backoff_s)
+    found: dict[Partition, int] = {}
+    left = set(partitions)
+    while left:
+        by_leader: dict[int, list[Partition]] = {}
+        try:
+            for partition in left:
+                by_leader.setdefault(await client.leader(*partition), []).append(partition)
+            for leader, led in by_leader.items():
+                found.update(await _offsets_from(client, leader, led, time_ms, channel))
+        except KafkaUnavailable as error:
+            if not is_retriable(error) or not await backoff.pause():
+                raise
+        left -= found.keys()
+    none = [partition for partition, offset in found.items() if offset < 0]
+    return found | (await offsets_at(client, none, LATEST, channel) if none else {})
+
+
+async def _offsets_from(
+    client: Client, leader: int, partitions: list[Partition], time_ms: int, channel: str
+) -> dict[Partition, int]:
+    topics = by_topic((topic, (number, time_ms)) for topic, number in partitions)
+    request = ListOffsetsV3(READ_COMMITTED, list(topics.items()))
+    try:
+        answer = await client.ask(leader, request, channel)
+    except (NotSent, Unanswered):
+        for partition in partitions:
+            client.forget_leader(*partition)
+        raise
+    found: dict[Partition, int] = {}
+    for topic, entries in answer.topics:
+        for number, code, _timestamp, offset in entries:
+            if code in LEADER_MOVED:
+                client.forget_leader(topic, number)
+            if code != Code.NONE:
+                raise KafkaRefused(code, f"no offset of {topic}-{number}: {describe(code)}")
+            found[topic, number] = offset
+    return found
 
 
 async def _end_offsets_at(

@@ -6,6 +6,7 @@ from functools import partial
 
 from msgspec import Struct
 
+from txbroker.config.access import KafkaAccess
 from txbroker.config.settings import Settings
 from txbroker.errors import ConfigurationError
 from txbroker.kafka.client.login import LoginMaker, NoLogin, SettingsLogin
@@ -102,6 +103,21 @@ class KafkaSettings(Struct, frozen=True, kw_only=True):
             check_window_s=settings.check_window_s,
             dedup_window_s=settings.dedup_window_s,
             session_timeout_s=settings.session_timeout_s,
+        )
+
+    @classmethod
+    def from_access(cls, access: KafkaAccess, client_id: str = "txbroker") -> KafkaSettings:
+        """Return the settings of a client that is no proxy.
+
+        Raises:
+            ConfigurationError: a file that it names cannot be read, or has the wrong content.
+        """
+        SettingsLogin(access).arguments()  # fails early
+        return cls(
+            bootstrap_servers=tuple(part.strip() for part in access.kafka.split(",")),
+            instance_id=client_id,
+            client_id=client_id,
+            login=partial(SettingsLogin, access),
         )
 
     def validate(self) -> None:

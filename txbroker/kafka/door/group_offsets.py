@@ -19,17 +19,11 @@ from txbroker.door.consuming import (
     StoredOffset,
 )
 from txbroker.errors import InvariantBroken, KafkaUnavailable
-from txbroker.kafka.client.client import (
-    GROUP,
-    Client,
-    KafkaRefused,
-    coordinator_moved,
-    is_retriable,
-)
+from txbroker.kafka.client.client import Client, KafkaRefused
+from txbroker.kafka.client.groups import ask_group, error_codes, stored_offsets
 from txbroker.kafka.client.producer import BatchRefused, BatchUnknown, Producer, ProducerFenced
 from txbroker.kafka.protocol.batch import Body, batch_bodies
 from txbroker.kafka.protocol.codes import (
-    COORDINATOR_MOVED,
     MEMBER_FENCED,
     RETRIABLE,
     Code,
@@ -40,7 +34,7 @@ from txbroker.kafka.protocol.schemas import OffsetCommitV7, OffsetFetchV7
 from txbroker.kafka.protocol.transactions import by_topic
 from txbroker.net.timers import Backoff
 
-_CHANNEL = "group/offsets"
+_CHANNEL = "group/copies"
 _NO_EPOCH = -1
 _BATCH_BYTES = 1_000_000
 """A bit less than the default of `max.message.bytes`."""
@@ -100,8 +94,8 @@ class GroupOffsets:
         request = OffsetFetchV7(self._group, list(by_topic(partitions).items()), True)
         unstable = Backoff(_UNSTABLE_MAX_S, _UNSTABLE_PAUSE_S)
         while True:
-            answer = await self._ask_until(request, self._backoff())
-            codes = _codes(answer)
+            answer = await ask_group(self._client, self._group, request, self._backoff())
+            codes = error_codes(answer)
             if not codes:
                 return stored_offsets(answer)
             if Code.UNSTABLE_OFFSET_COMMIT not in codes or not await unstable.pause():
@@ -214,8 +208,9 @@ class GroupOffsets:
         while True:
             me = self._identity
             generation, member_id = me.generation, me.member_id
-            answer = await self._ask_until(make(generation, member_id, me.instance), backoff)
-            codes = _codes(answer)
+            request = make(generation, member_id, me.instance)
+            answer = await ask_group(self._client, self._group, request, backoff)
+            codes = error_codes(answer)
             if not codes:
                 return
             code = min(codes)
@@ -241,31 +236,6 @@ class GroupOffsets:
                 raise KafkaRefused(
                     code, f"cannot commit offsets of group {self._group}: {describe(code)}"
                 )
-
-    async def _ask_until(self, request: PackedRequest, backoff: Backoff) -> Any:
-        """Ask the group's coordinator until it answers that it is the coordinator."""
-        while True:
-            try:
-                answer = await self._ask(request)
-            except KafkaUnavailable as error:
-                if not is_retriable(error) or not await backoff.pause():
-                    raise
-                continue
-            moved = _codes(answer) & (COORDINATOR_MOVED | {Code.COORDINATOR_LOADING})
-            if not moved:
-                return answer
-            self._client.forget_coordinator(GROUP, self._group)
-            if not await backoff.pause():
-                raise KafkaRefused(min(moved))
-
-    async def _ask(self, request: PackedRequest) -> Any:
-        try:
-            node = await self._client.coordinator(GROUP, self._group)
-            return await self._client.ask(node, request, _CHANNEL)
-        except KafkaUnavailable as error:
-            if coordinator_moved(error):
-                self._client.forget_coordinator(GROUP, self._group)
-            raise
 
     def _backoff(self) -> Backoff:
         return Backoff(self._settings.write_timeout_s, self._settings.retry_backoff_s)
@@ -311,19 +281,3 @@ def _encoded(offsets: Mapping[Partition, StoredOffset]) -> list[tuple[str, list[
         for (topic, number), stored in offsets.items()
     )
     return list(by_topic(entries).items())
-
-
-def _codes(answer: Any) -> frozenset[int]:
-    """Return the error codes of an answer with offsets, of the group and of the partitions."""
-    codes = {fields[-1] for _topic, partitions in answer.topics for fields in partitions}
-    return frozenset(codes | {getattr(answer, "error_code", Code.NONE)}) - {Code.NONE}
-
-
-def stored_offsets(answer: Any) -> dict[Partition, StoredOffset]:
-    """Return the offsets in an answer to `OffsetFetchV7`."""
-    return {
-        (topic, number): StoredOffset(offset, metadata or "")
-        for topic, partitions in answer.topics
-        for number, offset, _epoch, metadata, _code in partitions
-        if offset >= 0
-    }

@@ -27,10 +27,10 @@ from txbroker.kafka.client.reader import EARLIEST, LATEST, READ_COMMITTED, READ_
 from txbroker.kafka.client.settings import KafkaSettings
 from txbroker.kafka.protocol.batch import (
     HEADER_BYTES,
-    Unreadable,
     decode_batch,
     plain_batch,
 )
+from txbroker.kafka.protocol.codecs import Unreadable
 from txbroker.kafka.protocol.codes import LEADER_MOVED, Code, describe
 from txbroker.kafka.protocol.packed import ListOffsetsV3
 from txbroker.kafka.protocol.schemas import RIGHTS_NOT_REQUESTED, metadata

@@ -1,0 +1,129 @@
+"""What group coordinators know: members and committed offsets."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from aiokafka.coordinator.protocol import ConsumerProtocol
+
+from txbroker.door.consuming import GroupDescription, Partition, StoredOffset
+from txbroker.errors import KafkaUnavailable
+from txbroker.kafka.client.client import (
+    GROUP,
+    Client,
+    KafkaRefused,
+    coordinator_moved,
+    is_retriable,
+)
+from txbroker.kafka.protocol.codes import COORDINATOR_MOVED, Code, describe
+from txbroker.kafka.protocol.packed import PackedRequest
+from txbroker.kafka.protocol.schemas import DescribeGroupsV4, ListGroupsV4, OffsetFetchV7
+from txbroker.net.timers import Backoff
+
+_CHANNEL = "group/offsets"
+_ELSEWHERE = COORDINATOR_MOVED | {Code.COORDINATOR_LOADING}
+_CONSUMERS = ("consumer", "")
+"""Protocol types of consumers' groups; groups that have only offsets have none."""
+
+
+async def ask_group(client: Client, group: str, request: PackedRequest, backoff: Backoff) -> Any:
+    """Ask a group's coordinator until it answers as the coordinator.
+
+    Raises:
+        KafkaUnavailable: no coordinator before the deadline.
+    """
+    while True:
+        try:
+            node = await client.coordinator(GROUP, group)
+            answer = await client.ask(node, request, _CHANNEL)
+            moved = error_codes(answer) & _ELSEWHERE
+            if not moved:
+                return answer
+            raise KafkaRefused(min(moved))
+        except KafkaUnavailable as error:
+            if coordinator_moved(error):
+                client.forget_coordinator(GROUP, group)
+            if not is_retriable(error) or not await backoff.pause():
+                raise
+
+
+def error_codes(answer: Any) -> frozenset[int]:
+    """Return the error codes of an answer about a group, and about its partitions."""
+    codes = {getattr(answer, "error_code", Code.NONE)}
+    codes.update(fields[0] for fields in getattr(answer, "groups", ()))
+    for _topic, partitions in getattr(answer, "topics", ()):
+        codes.update(fields[-1] for fields in partitions)
+    return frozenset(codes) - {Code.NONE}
+
+
+def stored_offsets(answer: Any) -> dict[Partition, StoredOffset]:
+    """Return the offsets in an answer to `OffsetFetchV7`."""
+    return {
+        (topic, number): StoredOffset(offset, metadata or "")
+        for topic, partitions in answer.topics
+        for number, offset, _epoch, metadata, _code in partitions
+        if offset >= 0
+    }
+
+
+def _refuse(answer: Any, what: str) -> None:
+    if codes := error_codes(answer):
+        code = min(codes)
+        raise KafkaRefused(code, f"cannot {what}: {describe(code)}")
+
+
+async def committed_offsets(client: Client, group: str) -> dict[Partition, StoredOffset]:
+    """Return all committed offsets of a group."""
+    answer = await ask_group(client, group, OffsetFetchV7(group, None, False), _backoff(client))
+    _refuse(answer, f"load the offsets of group {group}")
+    return stored_offsets(answer)
+
+
+async def describe_group(client: Client, group: str) -> GroupDescription:
+    """Return a group as its coordinator describes it."""
+    answer = await ask_group(client, group, DescribeGroupsV4([group], False), _backoff(client))
+    _refuse(answer, f"describe group {group}")
+    ((_code, _group, state, _type, _protocol, members, _rights),) = answer.groups
+    return GroupDescription(
+        state,
+        tuple(
+            (instance or member, host.removeprefix("/"), _assigned(assignment))
+            for member, instance, _client, host, _metadata, assignment in members
+        ),
+    )
+
+
+def _assigned(encoded: bytes) -> frozenset[Partition]:
+    try:
+        assignment = ConsumerProtocol.ASSIGNMENT.decode(encoded).assignment
+    except ValueError:  # empty during a rebalance, or of another kind of client
+        return frozenset()
+    return frozenset((topic, number) for topic, numbers in assignment for number in numbers)
+
+
+async def list_groups(client: Client) -> list[str]:
+    """Return the names of all consumer groups, from every broker."""
+    backoff = _backoff(client)
+    while True:
+        try:
+            await client.refresh(())
+            answers = await asyncio.gather(
+                *(client.ask(node, ListGroupsV4([]), _CHANNEL) for node in client.brokers)
+            )
+            for answer in answers:
+                if answer.error_code:
+                    raise KafkaRefused(
+                        answer.error_code, f"cannot list groups: {describe(answer.error_code)}"
+                    )
+            break
+        except KafkaUnavailable as error:
+            if not is_retriable(error) or not await backoff.pause():
+                raise
+    return sorted(
+        {name for answer in answers for name, kind, _state in answer.groups if kind in _CONSUMERS}
+    )
+
+
+def _backoff(client: Client) -> Backoff:
+    return Backoff(client.settings.write_timeout_s, client.settings.retry_backoff_s)

@@ -1,0 +1,179 @@
+"""The door to a real Kafka for consumers, and for those who operate them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Any
+
+from txbroker.config.access import KafkaAccess
+from txbroker.core.records import Record
+from txbroker.door.consuming import (
+    LATEST,
+    ConsumingDoor,
+    Deliver,
+    Fetcher,
+    FetchFailed,
+    GroupDescription,
+    GroupMember,
+    MemberListener,
+    Partition,
+    StoredOffset,
+    TopicIdentity,
+    TopicSpec,
+)
+from txbroker.door.protocols import AppendRefused, AppendUnknown, LogTruncated
+from txbroker.errors import ConfigurationError, KafkaUnavailable
+from txbroker.kafka.client.admin import Admin
+from txbroker.kafka.client.client import Client, KafkaRefused, LoginRefused, Opener, is_retriable
+from txbroker.kafka.client.connection import open_connection
+from txbroker.kafka.client.fetcher import KafkaFetcher
+from txbroker.kafka.client.groups import committed_offsets, describe_group, list_groups
+from txbroker.kafka.client.reader import Reader, offsets_at
+from txbroker.kafka.client.settings import KafkaSettings
+from txbroker.kafka.door.log import KafkaLog
+from txbroker.kafka.protocol.batch import batch_body
+
+_BATCH_BYTES = 1_000_000
+"""A bit less than the default of `max.message.bytes`."""
+_LARGE_BYTES = (1 << 31) - 1
+_TRUNCATED_RETRIES = 3
+
+
+class RecordsRefused(KafkaUnavailable):
+    """A broker refused records: the message holds its reason."""
+
+    lasting = True
+
+
+class KafkaConsumingDoor(ConsumingDoor):
+    """A `ConsumingDoor` on a real Kafka. Created in a running event loop.
+
+    Raises:
+        ConfigurationError: the settings contradict each other.
+    """
+
+    def __init__(self, settings: KafkaSettings, opener: Opener = open_connection) -> None:
+        settings.validate()
+        self._client = Client(settings, opener)
+        self._admin = Admin(self._client)
+
+    @classmethod
+    def from_access(cls, access: KafkaAccess, client_id: str = "txbroker") -> KafkaConsumingDoor:
+        """Return the door for an address with its login, see `load_kafka_access`. Created in a
+        running event loop.
+
+        Args:
+            client_id: name of the client in the brokers' logs and quotas.
+
+        Raises:
+            ConfigurationError: a file that it names cannot be read, or has the wrong content.
+        """
+        return cls(KafkaSettings.from_access(access, client_id))
+
+    async def start(self) -> None:
+        """Connect.
+
+        Raises:
+            ConfigurationError: a broker refuses the login or the TLS handshake.
+            KafkaUnavailable: no broker can be reached.
+        """
+        try:
+            await self._client.refresh(())
+        except LoginRefused as error:
+            raise ConfigurationError(str(error)) from None
+
+    async def close(self) -> None:
+        """Close all connections. Members and fetchers have to be closed before."""
+        await self._client.close()
+
+    # --- topics ------------------------------------------------------------------------------
+
+    async def topics(self, names: Collection[str] | None = None) -> dict[str, TopicIdentity]:
+        """Return the facts of topics that exist; None: of all that may be read, but Kafka's own.
+
+        Raises:
+            ConfigurationError: a topic of `names` may not be read.
+        """
+        return await self._admin.identities(names) if names is None or names else {}
+
+    async def offsets(
+        self, partitions: Collection[Partition], time_ms: int
+    ) -> dict[Partition, int]:
+        """Return offsets by time, see `ConsumingDoor.offsets`."""
+        return await offsets_at(self._client, partitions, time_ms, "offsets")
+
+    async def create(self, topics: Collection[TopicSpec]) -> None:
+        """Create topics that do not exist.
+
+        Raises:
+            ConfigurationError: Kafka refuses; the message holds its reason and the next step.
+        """
+        try:
+            await self._admin.create(list(topics))
+        except KafkaRefused as error:
+            if is_retriable(error):
+                raise
+            raise ConfigurationError(
+                f"{error}: `txbroker topics plan` shows the topics and rights that are needed"
+            ) from None
+
+    # --- records -----------------------------------------------------------------------------
+
+    def fetcher(self, deliver: Deliver, failed: FetchFailed) -> Fetcher:
+        """Return a fetcher with connections of its own."""
+        return KafkaFetcher(self._client, deliver, failed)
+
+    async def read(self, partition: Partition, start: int, end: int) -> list[Record]:
+        """Return committed records between offsets, see `ConsumingDoor.read`."""
+        topic, number = partition
+        reader = Reader(self._client, topic, number, f"read/{topic}-{number}", append_time=False)
+        end = min(end, (await self.offsets([partition], LATEST))[partition])
+        for _attempt in range(_TRUNCATED_RETRIES):
+            records: list[Record] = []
+            try:
+                async for some in reader.read(max(start, await reader.start()), end):
+                    records += some
+            except LogTruncated:
+                continue  # older records were deleted meanwhile
+            return records
+        raise KafkaUnavailable(f"records of {reader.name} are deleted faster than read: retry")
+
+    async def append(self, topic: str, partition: int, records: Sequence[Record]) -> None:
+        """Append records outside of a transaction.
+
+        Raises:
+            RecordsRefused: a broker refused a batch; earlier ones are stored.
+            KafkaUnavailable: a batch may or may not be stored.
+        """
+        log = KafkaLog(self._client, topic, partition, "append/records", _LARGE_BYTES)
+        while records:
+            count = batch_body(records, _BATCH_BYTES).count
+            try:
+                await log.append(records[:count])
+            except AppendRefused as error:
+                raise RecordsRefused(str(error)) from None
+            except AppendUnknown as error:
+                raise KafkaUnavailable(str(error)) from None
+            records = records[count:]
+
+    # --- groups ------------------------------------------------------------------------------
+
+    def member(
+        self, group: str, instance: str | None, listener: MemberListener, **timing: Any
+    ) -> GroupMember:
+        """Return a member that has not started, see `ConsumingDoor.member`."""
+        from txbroker.kafka.door.group_member import KafkaGroupMember
+
+        return KafkaGroupMember(self._client, group, instance, listener, timing)
+
+    async def groups(self) -> list[str]:
+        """Return the names of all consumer groups."""
+        return await list_groups(self._client)
+
+    async def describe(self, group: str) -> GroupDescription:
+        """Return a group as its coordinator describes it."""
+        return await describe_group(self._client, group)
+
+    async def committed(self, group: str) -> dict[Partition, StoredOffset]:
+        """Return all committed offsets of a group."""
+        return await committed_offsets(self._client, group)
