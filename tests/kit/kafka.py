@@ -24,6 +24,7 @@ from confluent_kafka.admin import (
     OffsetSpec,
 )
 
+from tests.kafka.relay import END_TXN, OFFSET_COMMIT, Fate, Relay, fates
 from tests.kit.topic_reader import (
     ADMIN_TIMEOUT_S,
     admin_of,
@@ -34,7 +35,11 @@ from tests.kit.topic_reader import (
 from tests.kit.until import until
 from txbroker.core.records import Record
 from txbroker.kafka import KafkaDoor, KafkaSettings
+from txbroker.kafka.client.client import GROUP, Client
 from txbroker.kafka.client.connection import open_connection
+from txbroker.kafka.door.consuming import KafkaConsumingDoor
+from txbroker.kafka.protocol.codes import Code
+from txbroker.kafka.protocol.schemas import LeaveGroupV3
 from txbroker.kafka.tools.audit_results import KafkaAuditWriter
 
 _NUMBERS = itertools.count()
@@ -53,6 +58,8 @@ class KafkaHarness:
         self.prefix = f"t{os.getpid()}-{next(_NUMBERS)}"
         self._admin = admin_of(bootstrap)
         self._doors: list[KafkaDoor] = []
+        self._consuming_doors: list[KafkaConsumingDoor] = []
+        self._relays: list[Relay] = []
 
     def name(self, topic: str) -> str:
         return f"{self.prefix}.{topic}"
@@ -96,6 +103,32 @@ class KafkaHarness:
         door = KafkaDoor(self.settings(instance_id, **changes), opener)
         self._doors.append(door)
         return door
+
+    async def consuming_door(
+        self, opener: Callable[..., Any] = open_connection
+    ) -> KafkaConsumingDoor:
+        """A started door of a consumer; closed when the test ends."""
+        door = KafkaConsumingDoor(self.settings(), opener)
+        self._consuming_doors.append(door)
+        await door.start()
+        return door
+
+    async def remove_member(self, group: str, name: str) -> None:
+        """Remove a dynamic member from a group of consumers, as Kafka does after a session."""
+        client = Client(self.settings())
+        try:
+            node = await client.coordinator(GROUP, group)
+            answer = await client.ask(node, LeaveGroupV3(group, [(name, None)]), "leave")
+            assert answer.error_code == Code.NONE
+        finally:
+            await client.close()
+
+    async def losing_door(self, group: str, *, stored: bool, copies: bool) -> KafkaConsumingDoor:
+        """A door that gets no answer to the next commit in a group; `stored`: it takes effect."""
+        fate = Fate.LOSE_ANSWER if stored else Fate.HOLD_AND_RESET
+        relay = Relay(fates(END_TXN if copies else OFFSET_COMMIT, fate))
+        self._relays.append(relay)
+        return await self.consuming_door(relay.open)
 
     async def create_topic(self, topic: str, partitions: int = 1, **configs: str) -> str:
         """Create a topic with settings (`_` for `.`); returns its full name."""
@@ -231,5 +264,7 @@ class KafkaHarness:
             await writer.put(settings.audit_topic, key, value)
 
     async def close(self) -> None:
-        for door in self._doors:
+        for door in (*self._consuming_doors, *self._doors):
             await door.close()
+        for relay in self._relays:
+            await relay.close()

@@ -6,8 +6,9 @@ from collections.abc import Awaitable, Callable
 from typing import Any, ClassVar
 
 from txbroker.core.records import Record
+from txbroker.door.consuming import ConsumingDoor
 from txbroker.testing.door import MemoryDoor
-from txbroker.testing.memory import MemoryKafka
+from txbroker.testing.memory import LostReply, MemoryKafka
 
 
 class MemoryHarness:
@@ -33,6 +34,22 @@ class MemoryHarness:
         door = MemoryDoor(self.kafka, instance=instance_id, topic_prefix="test", **changes)
         self._doors.append(door)
         return door
+
+    async def consuming_door(self) -> ConsumingDoor:
+        """A started door of a consumer."""
+        door = self.kafka.consuming_door()
+        await door.start()
+        return door
+
+    async def remove_member(self, group: str, name: str) -> None:
+        """Remove a member from a group of consumers, as Kafka does after a session."""
+        self.kafka.group(group).expire(name)
+
+    async def losing_door(self, group: str, *, stored: bool, copies: bool) -> ConsumingDoor:
+        """A door that gets no answer to the next commit in a group; `stored`: it takes effect."""
+        outcome = LostReply.DONE if stored else LostReply.NOT_DONE
+        self.kafka.group(group).lose_answer_of_next_commit(outcome)
+        return await self.consuming_door()
 
     async def create_topic(self, topic: str, partitions: int = 1, **configs: str) -> str:
         """Create a topic with settings as Kafka names them (`_` for `.`)."""

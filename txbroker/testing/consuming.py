@@ -20,6 +20,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
+from txbroker.core.consuming.assignment import Subscription
 from txbroker.core.records import Record
 from txbroker.door.consuming import (
     EARLIEST,
@@ -39,14 +40,16 @@ from txbroker.door.consuming import (
     TopicSpec,
 )
 from txbroker.errors import ConfigurationError, KafkaUnavailable
-from txbroker.testing.assigning import Subscription
 from txbroker.testing.groups import MemoryGroup, Seat
+from txbroker.testing.members import CUT_OFF
 from txbroker.testing.memory import MemoryKafka
 from txbroker.testing.topics import MESSAGE_BYTES_MAX, MemoryPartition, RecordRefused, valid_name
 
 _PIECE_RECORDS = 500
 _NUMBERS = itertools.count(1)
 """Of dynamic members."""
+
+_UNREADABLE = "not authorized to read topic {}: grant Read on it, or correct its name"
 
 T = TypeVar("T")
 
@@ -104,9 +107,13 @@ class MemoryConsumingDoor:
     async def topics(self, names: Collection[str] | None = None) -> dict[str, TopicIdentity]:
         def look() -> dict[str, TopicIdentity]:
             self._kafka.require_up()
+            known = self._kafka.topics
+            for name in names or ():
+                if name in known and not known[name].authorized:
+                    raise ConfigurationError(_UNREADABLE.format(name))
             return {
                 name: TopicIdentity(topic.id.to_bytes(16), len(topic.partitions))
-                for name, topic in self._kafka.topics.items()
+                for name, topic in known.items()
                 if topic.authorized and (names is None or name in names)
             }
 
@@ -243,14 +250,16 @@ class MemoryMember:
         self._loop = asyncio.get_running_loop()
         self._topics: frozenset[str] = frozenset()
         self._generation = -1
-        self._deadline_s = 0.0
+        self._share: frozenset[Partition] = frozenset()
+        self._answered_s = 0.0
+        self._lost = False
         self._seat: Seat | None = None
         self._started: asyncio.Future[None] = self._loop.create_future()
         self._beats: asyncio.TimerHandle | None = None
 
     @property
     def deadline_s(self) -> float:
-        return self._deadline_s
+        return 0.0 if self._generation < 0 else self._answered_s + self._timing.lease_s
 
     async def start(self) -> None:
         await self._home.run(self._group.check)
@@ -282,7 +291,7 @@ class MemoryMember:
         self, offsets: Mapping[Partition, StoredOffset], copies: Sequence[Copy] = ()
     ) -> None:
         seat = self._seat
-        if seat is None:
+        if seat is None or self._generation < 0:
             raise CommitFenced("this consumer is not in its group: nothing is stored")
         await self._home.run(partial(self._group.commit, seat, dict(offsets), tuple(copies)))
 
@@ -296,8 +305,13 @@ class MemoryMember:
     def _beat(self) -> None:
         """Send a heartbeat, and the following ones."""
         self._beats = self._loop.call_later(self._timing.heartbeat_s, self._beat)
-        if self._seat is not None:
-            self._home.post(self._ask, self._seat, self._loop.time())
+        if self._seat is None:
+            return
+        now_s = self._loop.time()
+        if self._generation >= 0 and now_s - self._answered_s > self._timing.session_s:
+            self.end(self._seat, CUT_OFF)
+            self.rejoin()
+        self._home.post(self._ask, self._seat, now_s)
 
     def _ask(self, seat: Seat, sent_s: float) -> None:
         """Answer a heartbeat, in the Kafka's loop."""
@@ -307,19 +321,21 @@ class MemoryMember:
     def confirmed(self, seat: Seat, sent_s: float) -> None:
         """Extend the lease."""
         if seat is self._seat:
-            self._deadline_s = max(self._deadline_s, sent_s + self._timing.lease_s)
+            self._answered_s = max(self._answered_s, sent_s)
 
     def prepare(self, seat: Seat) -> None:
         """Join the generation that is prepared."""
         if seat is self._seat:
-            mine = Subscription(self._topics, frozenset(self.owned), self._generation)
+            # The user may still prepare to use what was assigned.
+            mine = Subscription(self._topics, self._share.union(self.owned), self._generation)
             self._home.post(self._group.join, seat, mine)
 
     def begin(self, seat: Seat, generation: int, share: frozenset[Partition]) -> None:
         """Begin a generation."""
         if seat is not self._seat:
             return
-        self._generation = generation
+        self._generation, self._share = generation, share
+        self._lost = False
         self.confirmed(seat, self._loop.time())
         if not self._started.done():
             self._started.set_result(None)
@@ -327,8 +343,8 @@ class MemoryMember:
 
     def end(self, seat: Seat, why: str) -> None:
         """End the membership."""
-        if seat is self._seat:
-            self._generation = -1
+        if seat is self._seat and not self._lost:
+            self._generation, self._share, self._lost = -1, frozenset(), True
             self.owned.clear()
             self._listener.lost(why)
 
@@ -494,7 +510,7 @@ class MemoryFetcher:
         topic, number = fetch.partition
         log = self._kafka.partition(topic, number)
         if not self._kafka.topics[topic].authorized:
-            raise TopicRefused(f"not authorized to read topic {topic}: grant Read to this user")
+            raise TopicRefused(_UNREADABLE.format(topic))
         if log is not fetch.log:
             self._forget(fetch)
             fetch.log = log

@@ -13,6 +13,7 @@ import asyncio
 from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
+from txbroker.core.consuming.assignment import Subscription, assign
 from txbroker.door.consuming import (
     CommitFenced,
     Copy,
@@ -21,8 +22,7 @@ from txbroker.door.consuming import (
     Partition,
     StoredOffset,
 )
-from txbroker.errors import ConfigurationError, KafkaUnavailable
-from txbroker.testing.assigning import Subscription, assign
+from txbroker.errors import ConfigurationError, InvariantBroken, KafkaUnavailable
 from txbroker.testing.topics import KafkaTransaction, RecordRefused
 
 if TYPE_CHECKING:
@@ -32,12 +32,6 @@ METADATA_CHARACTERS_MAX = 4096
 """Kafka's own default of `offset.metadata.max.bytes`, which counts characters."""
 REMOVED = "the group's coordinator has removed this member"
 REPLACED = "another process uses this instance id: give each one its own"
-
-
-class MetadataTooLarge(KafkaUnavailable):
-    """The metadata of an offset is longer than Kafka stores; nothing of the commit was stored."""
-
-    lasting = True
 
 
 class Notices(Protocol):
@@ -283,7 +277,7 @@ class MemoryGroup:
         for partition, stored in offsets.items():
             self._kafka.partition(*partition)
             if len(stored.metadata) > METADATA_CHARACTERS_MAX:
-                raise MetadataTooLarge(
+                raise InvariantBroken(
                     f"the metadata of {partition[0]}-{partition[1]} has {len(stored.metadata)} "
                     f"characters, Kafka takes {METADATA_CHARACTERS_MAX}"
                 )
