@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 import random
 from collections.abc import Coroutine, Iterable
 from functools import partial
 from typing import Any
 
+import structlog
 from aiokafka.protocol.fetch import FetchRequest
 from msgspec import Struct
 
@@ -42,6 +44,8 @@ _INFLATED_BYTES_MAX = 128 << 20
 _PAUSE_S, _PAUSE_MAX_S = 0.05, 1.0
 _LASTING_PAUSE_S = 10.0
 """Pauses between retries; the last one where waiting does not help."""
+
+log = structlog.wrap_logger(logging.getLogger(__name__))
 
 _NUMBERS = itertools.count()
 _decode = partial(decode_batch, inflated_bytes_max=_INFLATED_BYTES_MAX)
@@ -135,7 +139,8 @@ class KafkaFetcher(Fetcher):
 
     async def close(self) -> None:
         """End all requests; nothing is delivered after this call."""
-        self._feeds.clear()
+        for partition in list(self._feeds):
+            self.remove(partition)
         tasks = list(self._tasks)
         for task in tasks:
             task.cancel()
@@ -229,7 +234,7 @@ class KafkaFetcher(Fetcher):
         finally:
             broker.free.append(lane)
             self._schedule(broker)
-        await self._take(broker, await self._read(broker, feeds, answer))
+        await self._take(broker, self._read(broker, feeds, answer))
 
     def _lost(self, feeds: list[_Feed], error: KafkaUnavailable | ConfigurationError) -> None:
         if not isinstance(error, KafkaUnavailable):
@@ -241,7 +246,7 @@ class KafkaFetcher(Fetcher):
 
     # --- answers -----------------------------------------------------------------------------
 
-    async def _read(
+    def _read(
         self, broker: _Broker, feeds: list[_Feed], answer: Any
     ) -> list[tuple[_Feed, Fetched]]:
         """Return what to deliver now; hold answers of paused partitions, retry refused ones."""
@@ -253,49 +258,44 @@ class KafkaFetcher(Fetcher):
                 if feed is None or not self._is_current(feed):
                     continue
                 if fields[1] != Code.NONE:
-                    await self._refused(broker, feed, fields[1])
+                    self._refused(broker, feed, fields[1])
                     continue
-                name = f"{topic}-{fields[0]}"
-                stop = partial(_stop, name)
                 try:
-                    fetched = Fetched(
-                        name,
-                        feed.position,
-                        fields,
-                        append_time=False,
-                        unreadable=stop,
-                        decode=_decode,
-                    )
+                    fetched = _fetched(feed, fields)
                 except InvariantBroken as error:
                     self._retry([feed], BatchUnreadable(str(error)))
                     continue
                 feed.failures = 0
-                if feed.paused and fetched.next_offset > feed.position:
+                if feed.paused and fetched.size_bytes:
                     feed.held = fetched
                 else:
                     found.append((feed, fetched))
-        # A broker answers all partitions; without an answer one would stay busy.
+        # Brokers answer for all partitions; one without an answer must not wait for ever.
         self._retry(asked.values(), KafkaUnavailable(f"broker {broker.node} left it out"))
         return found
 
-    async def _refused(self, broker: _Broker, feed: _Feed, code: int) -> None:
+    def _refused(self, broker: _Broker, feed: _Feed, code: int) -> None:
+        if code == Code.OFFSET_OUT_OF_RANGE:
+            self._spawn(self._check_missing(broker, feed))
+            return
         if code in LEADER_MOVED:
             self._client.forget_leader(*feed.partition)
-        elif code == Code.OFFSET_OUT_OF_RANGE:
-            try:
-                led_here = await confirm_leader(self._client, *feed.partition) == broker.node
-            except KafkaUnavailable as error:
-                self._retry([feed], error)
-                return
-            if led_here and self._is_current(feed):
-                self.remove(feed.partition)
-                topic, number = feed.partition
-                missing = OffsetMissing(
-                    f"{topic}-{number} has no offset {feed.position} (any more)"
-                )
-                self._failed(feed.partition, missing)
-                return
         self._retry([feed], _refusal(feed.partition, code))
+
+    async def _check_missing(self, broker: _Broker, feed: _Feed) -> None:
+        """End fetching, unless a broker that does not lead (any more) misses the offset."""
+        topic, number = feed.partition
+        try:
+            leader = await confirm_leader(self._client, topic, number)
+        except KafkaUnavailable as error:
+            self._retry([feed], error)
+            return
+        if leader != broker.node:
+            self._retry([feed], _refusal(feed.partition, Code.NOT_LEADER))
+        elif self._is_current(feed):
+            self.remove(feed.partition)
+            what = f"{topic}-{number} has no offset {feed.position} (any more)"
+            self._failed(feed.partition, OffsetMissing(what))
 
     async def _take(self, broker: _Broker, found: list[tuple[_Feed, Fetched]]) -> None:
         """Deliver answers, while the next request is in flight."""
@@ -323,13 +323,16 @@ class KafkaFetcher(Fetcher):
                     self._deliver(feed.partition, records, *told)
                     # Decoding and handling take milliseconds: let other tasks run.
                     await asyncio.sleep(0)
-        except (BatchUnreadable, InvariantBroken) as error:
+        except Exception as error:
+            # Whatever it is, records that were not delivered must not be skipped.
+            if not isinstance(error, BatchUnreadable | InvariantBroken):
+                log.exception("delivery failed", partition=feed.partition)
             if self._is_current(feed):
                 _leave(feed)
                 # The next request is in flight: its answer must find no feed.
                 again = _Feed(feed.partition, position, paused=feed.paused, told=feed.told)
                 self._feeds[feed.partition] = again
-                self._retry([again], BatchUnreadable(str(error)))
+                self._retry([again], BatchUnreadable(str(error) or repr(error)))
 
     # --- retries -----------------------------------------------------------------------------
 
@@ -363,6 +366,12 @@ def _leave(feed: _Feed) -> None:
     broker, feed.broker = feed.broker, None
     if broker is not None and broker.feeds.get(feed.partition) is feed:
         del broker.feeds[feed.partition]
+
+
+def _fetched(feed: _Feed, fields: tuple[Any, ...]) -> Fetched:
+    name = "{}-{}".format(*feed.partition)
+    stop = partial(_stop, name)
+    return Fetched(name, feed.position, fields, append_time=False, unreadable=stop, decode=_decode)
 
 
 def _stop(name: str, offset: int, reason: str) -> None:
