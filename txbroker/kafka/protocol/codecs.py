@@ -14,6 +14,7 @@ from typing import Any
 cramjam: Any = None
 with contextlib.suppress(ImportError):  # without it gzip still works
     cramjam = importlib.import_module("cramjam")
+_DECOMPRESSION: type[Exception] = getattr(cramjam, "DecompressionError", ValueError)
 
 CODECS = {1: "gzip", 2: "snappy", 3: "lz4", 4: "zstd"}
 """The codecs by their number in a batch's attributes."""
@@ -26,6 +27,10 @@ _USUAL_RATIO, _USUAL_BYTES = 8, 64 << 10
 
 class Unreadable(Exception):
     """A batch with a valid checksum does not decode: another client wrote it."""
+
+
+class _TooLarge(Exception):
+    """The inflated records exceed the limit."""
 
 
 def inflate(codec: int, data: memoryview, bytes_max: int) -> bytes:
@@ -41,28 +46,29 @@ def inflate(codec: int, data: memoryview, bytes_max: int) -> bytes:
     name = CODECS.get(codec)
     if name is None:
         raise Unreadable(f"it is compressed with the unknown codec {codec}")
-    if name == "gzip":
-        return _gzip(data, bytes_max)
-    if cramjam is None:
-        raise Unreadable(
-            f"it is compressed with {name}, and the package cramjam is missing: install it"
-        )
+    if name != "gzip" and cramjam is None:
+        raise Unreadable(f"it is compressed with {name}: install the package cramjam")
     try:
-        if name == "snappy":
-            return b"".join(_snappy(data, bytes_max))
-        return _framed(cramjam.lz4 if name == "lz4" else cramjam.zstd, data, bytes_max)
-    except (cramjam.DecompressionError, struct.error) as error:
+        if name == "gzip":
+            inflated = _gzip(data, bytes_max)
+        elif name == "snappy":
+            inflated = b"".join(_snappy(data, bytes_max))
+        else:
+            inflated = _framed(cramjam.lz4 if name == "lz4" else cramjam.zstd, data, bytes_max)
+    except _TooLarge:
+        raise Unreadable(
+            f"it exceeds {bytes_max} bytes uncompressed (compressed with {name})"
+        ) from None
+    except (ValueError, OSError, EOFError, zlib.error, struct.error, _DECOMPRESSION) as error:
         raise Unreadable(f"it does not inflate as {name}: {error}") from None
+    return inflated
 
 
 def _gzip(data: memoryview, bytes_max: int) -> bytes:
-    try:
-        with gzip.GzipFile(fileobj=BytesIO(data)) as file:
-            inflated = file.read(bytes_max + 1)
-    except (OSError, EOFError, zlib.error) as error:
-        raise Unreadable(f"it does not inflate as gzip: {error}") from None
+    with gzip.GzipFile(fileobj=BytesIO(data)) as file:
+        inflated = file.read(bytes_max + 1)
     if len(inflated) > bytes_max:
-        raise _too_large(bytes_max)
+        raise _TooLarge
     return inflated
 
 
@@ -75,7 +81,7 @@ def _snappy(data: memoryview, bytes_max: int) -> Iterator[bytes]:
         (size,) = _BLOCK_SIZE.unpack_from(data, at)
         at += _BLOCK_SIZE.size
         if not 0 < size <= len(data) - at:
-            raise Unreadable("it does not inflate as snappy: a block is truncated")
+            raise ValueError("a block is truncated")
         block = _snappy_block(data[at : at + size], bytes_max)
         bytes_max -= len(block)
         at += size
@@ -84,7 +90,7 @@ def _snappy(data: memoryview, bytes_max: int) -> Iterator[bytes]:
 
 def _snappy_block(data: memoryview, bytes_max: int) -> bytes:
     if cramjam.snappy.decompress_raw_len(data) > bytes_max:
-        raise _too_large(bytes_max)
+        raise _TooLarge
     return bytes(cramjam.snappy.decompress_raw(data))
 
 
@@ -96,17 +102,13 @@ def _framed(codec: Any, data: memoryview, bytes_max: int) -> bytes:
         buffer = bytearray(usual)
         try:
             return bytes(memoryview(buffer)[: into(data, buffer)])
-        except cramjam.DecompressionError:
+        except _DECOMPRESSION:
             pass  # too small, or malformed
     buffer = bytearray(bytes_max)
     try:
         size = into(data, buffer)
-    except cramjam.DecompressionError as error:
+    except _DECOMPRESSION as error:
         if "whole buffer" in str(error):
-            raise _too_large(bytes_max) from None
+            raise _TooLarge from None
         raise
     return bytes(memoryview(buffer)[:size])
-
-
-def _too_large(bytes_max: int) -> Unreadable:
-    return Unreadable(f"it exceeds {bytes_max} bytes uncompressed")
