@@ -8,7 +8,7 @@ from typing import Any, Self, TypeVar
 
 from txbroker.config.settings import DAY_S, Settings
 from txbroker.contract.service import ListRequest, TransactionView
-from txbroker.core.encoding import INSTALLATION_HEADER, SEQUENCE_HEADER
+from txbroker.core.encoding import ID_HEADER, INSTALLATION_HEADER, SEQUENCE_HEADER
 from txbroker.core.index import due_ms
 from txbroker.core.lifecycle import UNDECIDED
 from txbroker.core.records import Message, Record, State
@@ -38,7 +38,7 @@ class PromotedMessage(Message, frozen=True, kw_only=True):
 
     Attributes:
         offset: in its partition.
-        transaction_id: of its transaction.
+        transaction_id: of its transaction; "" of what a consumer wrote, such as a dead letter.
     """
 
     offset: int
@@ -336,11 +336,14 @@ async def _until(condition: Callable[[], bool], timeout_s: float) -> bool:
 
 
 def _as_message(topic: str, partition: int, record: Record) -> PromotedMessage:
-    """Return a promoted record as a message, without txbroker's headers, which come first."""
+    """Return a record as a message, without txbroker's headers, which come first if it was
+    promoted."""
     headers = tuple(record.headers)
-    if headers[0][0] == INSTALLATION_HEADER:
-        headers = headers[1:]
-    ours = 2 if [name for name, _ in headers[1:2]] == [SEQUENCE_HEADER] else 1
+    names = [name for name, _ in headers]
+    if names[:1] == [INSTALLATION_HEADER]:
+        headers, names = headers[1:], names[1:]
+    id = headers[0][1] if names[:1] == [ID_HEADER] else None
+    ours = 0 if id is None else 2 if names[1:2] == [SEQUENCE_HEADER] else 1
     return PromotedMessage(
         topic,
         record.key,
@@ -349,5 +352,5 @@ def _as_message(topic: str, partition: int, record: Record) -> PromotedMessage:
         partition,
         record.timestamp_ms,
         offset=record.offset,
-        transaction_id=(headers[0][1] or b"").decode(),
+        transaction_id=(id or b"").decode(),
     )
