@@ -30,6 +30,7 @@ from txbroker.kafka.client.fetcher import KafkaFetcher
 from txbroker.kafka.client.groups import committed_offsets, describe_group, list_groups
 from txbroker.kafka.client.reader import Reader, offsets_at
 from txbroker.kafka.client.settings import KafkaSettings
+from txbroker.kafka.door.group_member import KafkaGroupMember, MemberTiming
 from txbroker.kafka.door.log import KafkaLog
 from txbroker.kafka.protocol.batch import batch_body
 
@@ -162,9 +163,7 @@ class KafkaConsumingDoor(ConsumingDoor):
         self, group: str, instance: str | None, listener: MemberListener, **timing: Any
     ) -> GroupMember:
         """Return a member that has not started, see `ConsumingDoor.member`."""
-        from txbroker.kafka.door.group_member import KafkaGroupMember
-
-        return KafkaGroupMember(self._client, group, instance, listener, timing)
+        return KafkaGroupMember(self._client, group, instance, listener, MemberTiming(**timing))
 
     async def groups(self) -> list[str]:
         """Return the names of all consumer groups."""
