@@ -8,7 +8,7 @@ links between clusters.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable
 from typing import NamedTuple, TypeAlias
 from zlib import crc32
 
@@ -112,7 +112,7 @@ def spread(partition: Partition, partitions: int) -> int:
     return crc32(f"{partition[0]}/{partition[1]}".encode()) % partitions
 
 
-def message_id(topic: str, partition: int, offset: int, headers: Sequence[Header]) -> str:
+def message_id(topic: str, partition: int, offset: int, headers: Iterable[Header]) -> str:
     """Return the identity of a message: the same for every copy and repeat of it.
 
     For a message that txbroker promoted: installation, transaction id and number in the

@@ -40,14 +40,14 @@ class Position:
 
     def __init__(self, low: int, ranges: Ranges = ()) -> None:
         self.low = low
-        self._next = low
+        self.next_offset = low
         """Every offset below it has arrived."""
         self._restored = deque(ranges)
         """Done ranges of which not everything has arrived yet."""
         self._ends: dict[int, int] = {}
         self._firsts: dict[int, int] = {}
         for first, end in ranges:
-            self.done(first, end)
+            self._add(first, end)
 
     def arrive(self, records: Sequence[Record], next_offset: int) -> Sequence[Record]:
         """Return the records that are not done yet. Offsets without a record become done.
@@ -56,8 +56,8 @@ class Position:
             records: the next ones, in offset order.
             next_offset: every offset below it has arrived now.
         """
-        expected, count = self._next, len(records)
-        self._next = max(next_offset, expected)
+        expected, count = self.next_offset, len(records)
+        self.next_offset = max(next_offset, expected)
         if not count or records[-1].offset - expected + 1 != count:
             for record in records:
                 if record.offset > expected:
@@ -113,6 +113,14 @@ class Position:
             first = earlier
         self._ends[first] = end
         self._firsts[end] = first
+
+    def with_done(self, offsets: Sequence[int]) -> Position:
+        """Return a copy in which these offsets are done, too."""
+        position = Position(self.low, self.ranges())
+        position._restored.clear()
+        for offset in offsets:
+            position._add(offset, offset + 1)
+        return position
 
     def ranges(self) -> list[tuple[int, int]]:
         """Return the done ranges above the low-water mark, in order."""

@@ -15,6 +15,8 @@ from collections.abc import Callable, Hashable, Iterable
 from enum import StrEnum
 from typing import Any, Generic, Protocol, TypeVar
 
+from txbroker.core.records import Record
+
 
 class Order(StrEnum):
     """What keeps its order."""
@@ -31,7 +33,7 @@ class Item(Protocol):
     """The lane that it occupies while it is in flight."""
 
     @property
-    def key(self) -> bytes | None: ...
+    def record(self) -> Record: ...
 
 
 M = TypeVar("M", bound=Item)
@@ -67,10 +69,16 @@ class PartitionQueue(Generic[M]):
         """Lanes with messages in flight, waiting or delayed, and suspended ones."""
         self.held: list[Lane] = []
         """Lanes that were ready while the partition was suspended."""
-        self.suspended = False
+        self.suspended: set[str] = set()
+        """Reasons for which no message is given out."""
         self.removed = False
         self.listed = False
         self.taken = 0
+
+    def heads(self) -> list[M]:
+        """Return the first message of the buffer and of each lane."""
+        heads = [lane.waiting[0] for lane in [*self.lanes.values(), *self.held] if lane.waiting]
+        return heads + list(itertools.islice(self.buffer, 1))
 
 
 class Queues(Generic[M]):
@@ -82,6 +90,16 @@ class Queues(Generic[M]):
         self._ready: deque[Lane] = deque()
         self._delayed: list[tuple[float, int, Lane]] = []
         self._numbers = itertools.count()
+
+    @property
+    def more(self) -> bool:
+        """Whether there may be another message to take."""
+        return bool(self._ready or self._round)
+
+    @property
+    def delayed(self) -> int:
+        """The number of delayed lanes."""
+        return len(self._delayed)
 
     def add(self, queue: PartitionQueue[M], messages: Iterable[M]) -> None:
         """Add messages that arrived, in offset order."""
@@ -201,16 +219,17 @@ class Queues(Generic[M]):
         self._delayed = [entry for entry in self._delayed if entry[2].queue is not queue]
         heapq.heapify(self._delayed)
 
-    def suspend(self, queue: PartitionQueue[M]) -> None:
-        """Give out no message of a partition until `resume`."""
-        queue.suspended = True
+    def suspend(self, queue: PartitionQueue[M], reason: str) -> None:
+        """Give out no message of a partition until `resume` with the same reason."""
+        queue.suspended.add(reason)
 
-    def resume(self, queue: PartitionQueue[M]) -> None:
-        """Give out messages of a partition again."""
-        queue.suspended = False
-        self._list(queue)
-        self._ready.extend(queue.held)
-        queue.held.clear()
+    def resume(self, queue: PartitionQueue[M], reason: str) -> None:
+        """Give out messages of a partition again unless it is suspended for another reason."""
+        queue.suspended.discard(reason)
+        if not queue.suspended:
+            self._list(queue)
+            self._ready.extend(queue.held)
+            queue.held.clear()
 
     def suspend_key(self, queue: PartitionQueue[M], key: bytes) -> None:
         """Give out no message with a key until `resume_key`. For order `key` only."""
@@ -229,5 +248,5 @@ class Queues(Generic[M]):
 _LANE_KEYS: dict[Order, Callable[[Item], Hashable]] = {
     Order.NONE: lambda _message: None,
     Order.PARTITION: lambda _message: _WHOLE,
-    Order.KEY: lambda message: message.key,
+    Order.KEY: lambda message: message.record.key,
 }

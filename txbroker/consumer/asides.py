@@ -1,0 +1,246 @@
+"""Set-aside keys: follows the aside topic, and handles the copies of released keys.
+
+A released key stays set aside until all its copies are done: new messages of it are copied
+meanwhile, so its order holds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING, Protocol
+
+import structlog
+
+from txbroker.consumer.committer import Committer
+from txbroker.consumer.message import ReceivedMessage
+from txbroker.consumer.partition import Work, size_of
+from txbroker.core.consuming.aside import AsideKeys, clearance_record
+from txbroker.core.consuming.copies import ASIDE_PARTITIONS, Source, read_copy, spread
+from txbroker.core.records import Record
+from txbroker.door.consuming import EARLIEST, LATEST, Copy, Fetcher, Partition
+
+if TYPE_CHECKING:
+    from txbroker.consumer.engine import Engine
+
+log = structlog.wrap_logger(logging.getLogger(__name__))
+
+_CHUNK = 100
+"""Copies of a released key that are handled between two clearances."""
+_READ_OFFSETS = 5000
+
+
+class AsideReads(Protocol):
+    """How the aside topic is read, see `ConsumingDoor`."""
+
+    async def offsets(
+        self, partitions: Collection[Partition], time_ms: int
+    ) -> dict[Partition, int]: ...
+
+    async def read(self, partition: Partition, start: int, end: int) -> list[Record]: ...
+
+
+class ReleasedKey(Work):
+    """The copies of a released key, as a partition of their own for the engine.
+
+    Attributes:
+        parent: the partition that they come from.
+        done: the number of copies that are done, in order.
+    """
+
+    def __init__(self, parent: Work) -> None:
+        super().__init__(parent.engine, parent.place, parent.lease)
+        self.parent = parent
+        self.token = parent.token
+        self.done = 0
+        self.gave_up = False
+        self.ended = asyncio.Event()
+        self._count = 0
+
+    @property
+    def owner(self) -> Work:
+        return self.parent
+
+    def begin(self, messages: Sequence[ReceivedMessage]) -> None:
+        self._count = len(messages)
+        self.engine.admit(self, messages)
+
+    def finished(self, message: ReceivedMessage) -> None:
+        self.done += 1
+        if self.done == self._count:
+            self.ended.set()
+
+    def fails_again(self) -> bool:
+        """The key stays set aside; return True."""
+        self.gave_up = True
+        self.ended.set()
+        return True
+
+
+class _Parts:
+    """What the engine needs for a released key: nothing is committed or fetched for it alone."""
+
+    def __init__(self, committer: Committer) -> None:
+        self._committer = committer
+        self.copy = committer.copy
+
+    def changed(self, work: Work, count: int = 1) -> None: ...
+
+    def pause(self, partition: Partition) -> None: ...
+
+    def resume(self, partition: Partition) -> None: ...
+
+
+class Asides:
+    """The set-aside keys of a reader's partitions.
+
+    Args:
+        topic: the aside topic.
+    """
+
+    def __init__(
+        self, engine: Engine, committer: Committer, door: AsideReads, fetcher: Fetcher, topic: str
+    ) -> None:
+        self._engine = engine
+        self._committer = committer
+        self._door = door
+        self._fetcher = fetcher
+        self._topic = topic
+        self._works: dict[int, dict[Work, int]] = {}
+        """By partition of the aside topic: the offset from which each work follows it."""
+        self._arrived: dict[Work, list[Record]] = {}
+        """Records that arrived while a work reads the earlier ones."""
+        self._releases: dict[tuple[Work, bytes | int], asyncio.Task[None]] = {}
+        self._noted = asyncio.Event()
+
+    async def open(self, work: Work) -> None:
+        """Learn the set-aside keys of a partition, and follow them."""
+        number = spread(work.place, ASIDE_PARTITIONS)
+        place = (self._topic, number)
+        work.aside = AsideKeys(work.place)
+        self._arrived[work] = []
+        works = self._works.setdefault(number, {})
+        begun = bool(works)
+        works[work] = 0
+        end = (await self._door.offsets([place], LATEST))[place]
+        if not begun:
+            self._fetcher.add(place, end)
+        records: list[Record] = []
+        if work.aside_stored:
+            start = (await self._door.offsets([place], EARLIEST))[place]
+            records = await self._door.read(place, start, end)
+        works[work] = end
+        later = [record for record in self._arrived.pop(work, []) if record.offset >= end]
+        for record in [*records, *later]:
+            self._note(work, record)
+
+    def close(self, work: Work) -> None:
+        """Follow a partition no longer."""
+        number = spread(work.place, ASIDE_PARTITIONS)
+        works = self._works.get(number, {})
+        self._arrived.pop(work, None)
+        if works.pop(work, None) is not None and not works:
+            self._fetcher.remove((self._topic, number))
+        for key in [key for key in self._releases if key[0] is work]:
+            self._releases.pop(key).cancel()
+
+    def deliver(self, partition: Partition, records: Sequence[Record]) -> None:
+        """Take records of the aside topic that arrived."""
+        for work, start in list(self._works.get(partition[1], {}).items()):
+            if work in self._arrived:
+                self._arrived[work] += records
+                continue
+            for record in records:
+                if record.offset >= start:
+                    self._note(work, record)
+        self._noted.set()
+        self._noted = asyncio.Event()
+
+    def _note(self, work: Work, record: Record) -> None:
+        assert work.aside is not None
+        key = work.aside.note(record)
+        if key is None:
+            return
+        work.setting_aside.discard(key)
+        entry = work.aside.keys.get(key)
+        if entry is not None and entry.released and (work, key) not in self._releases:
+            task = asyncio.create_task(self._release(work, key))
+            self._releases[work, key] = task
+
+    async def _release(self, work: Work, key: bytes | int) -> None:
+        """Handle the copies of a released key until there are none."""
+        assert work.aside is not None
+        try:
+            while (entry := work.aside.keys.get(key)) is not None:
+                copies = await self._chunk(work, key)
+                if not copies:
+                    await self._noted.wait()
+                    continue
+                released = ReleasedKey(work)
+                parts = _Parts(self._committer)
+                self._engine.add(released, parts, parts)
+                try:
+                    released.begin(_messages(released, copies))
+                    await released.ended.wait()
+                finally:
+                    self._engine.remove(released)
+                if released.done:
+                    await self._clear(work, key, copies[: released.done])
+                if released.gave_up:
+                    entry.released = False
+                    log.warning("released key failed again", partition=work.place)
+                    return
+            log.info("released key is done", partition=work.place)
+        finally:
+            self._releases.pop((work, key), None)
+
+    async def _chunk(self, work: Work, key: bytes | int) -> list[Record]:
+        """Return the first copies of a key that are not done."""
+        assert work.aside is not None
+        entry = work.aside.keys[key]
+        place = (self._topic, spread(work.place, ASIDE_PARTITIONS))
+        end = (await self._door.offsets([place], LATEST))[place]
+        found: list[Record] = []
+        for start in range(entry.first, end, _READ_OFFSETS):
+            for record in await self._door.read(place, start, min(end, start + _READ_OFFSETS)):
+                copy = read_copy(record)
+                if copy is None or copy[1].source[:2] != work.place:
+                    continue
+                source = copy[1].source
+                mine = source.offset if record.key is None else record.key
+                if mine == key and source.offset > entry.cleared:
+                    if not found:
+                        entry.first = record.offset
+                    found.append(record)
+                    if len(found) == _CHUNK:
+                        return found
+        return found
+
+    async def _clear(self, work: Work, key: bytes | int, copies: Sequence[Record]) -> None:
+        """Store that copies are done, and wait until the aside topic shows it."""
+        assert work.aside is not None
+        last = _source(copies[-1])
+        record = clearance_record(last, copies[-1].key, len(copies))
+        number = spread(work.place, ASIDE_PARTITIONS)
+        self._committer.copy(work, None, Copy(self._topic, number, record), lambda: None)
+        while (entry := work.aside.keys.get(key)) is not None and entry.cleared < last.offset:
+            await self._noted.wait()
+
+
+def _source(record: Record) -> Source:
+    copy = read_copy(record)
+    assert copy is not None
+    return copy[1].source
+
+
+def _messages(released: ReleasedKey, copies: Sequence[Record]) -> list[ReceivedMessage]:
+    messages = []
+    for record in copies:
+        copy = read_copy(record)
+        assert copy is not None
+        message, failed = copy
+        size = size_of(message)
+        attempt = failed.attempts + 1
+        messages.append(ReceivedMessage(message, released, size, attempt, failed_before=failed))
+    return messages

@@ -1,0 +1,276 @@
+"""Stores positions, and copies of failed messages with them: in rounds, one at a time."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import TYPE_CHECKING, Protocol
+
+import structlog
+from msgspec import Struct
+
+from txbroker.consumer.message import ReceivedMessage
+from txbroker.consumer.partition import Work
+from txbroker.door.consuming import CommitFenced, Copy, CopyRefused, Partition, StoredOffset
+from txbroker.error_text import safe_repr
+from txbroker.errors import ConfigurationError, KafkaUnavailable
+from txbroker.net.timers import grown_pause_s
+
+if TYPE_CHECKING:
+    from txbroker.consumer.engine import Engine
+
+log = structlog.wrap_logger(logging.getLogger(__name__))
+
+_COPIES_MAX = 1000
+"""Copies of one round: they are one Kafka transaction."""
+_PAUSE_S, _PAUSE_MAX_S = 0.05, 5.0
+_UNHANDLED_MAX = 2
+"""At most once: batches that count as done and are not handled yet."""
+
+
+class CommitPolicy(Struct, frozen=True):
+    """When positions are stored.
+
+    Attributes:
+        max_batch: messages that are done, after which they are.
+        max_interval_s: the longest time that a done message waits for it, seconds.
+    """
+
+    max_batch: int = 1000
+    max_interval_s: float = 1.0
+
+    def validate(self) -> None:
+        """Raise ConfigurationError if a value is out of range."""
+        if self.max_batch < 1 or not 0 < self.max_interval_s <= 60:
+            raise ConfigurationError(
+                f"{self}: max_batch is at least 1, max_interval_s above 0 and at most 60"
+            )
+
+
+class Store(Protocol):
+    """Keeps positions and copies; see `txbroker.door.consuming.GroupMember`."""
+
+    async def load(self, partitions: Collection[Partition]) -> dict[Partition, StoredOffset]: ...
+
+    async def commit(
+        self, offsets: Mapping[Partition, StoredOffset], copies: Sequence[Copy] = ()
+    ) -> None: ...
+
+
+class _Pending(Struct, eq=False):
+    work: Work
+    message: ReceivedMessage | None
+    copy: Copy
+    stored: Callable[[], None]
+
+
+class _Round(Struct, eq=False):
+    """What is stored together.
+
+    Attributes:
+        pending: the first copies that wait.
+        admitted: at most once: messages that count as done.
+    """
+
+    offsets: dict[Partition, StoredOffset]
+    pending: list[_Pending]
+    admitted: dict[Work, list[ReceivedMessage]]
+    works: list[Work]
+
+
+class Committer:
+    """Stores the positions of the partitions of one store.
+
+    At most once (`before`) it stores the position first and then lets the messages be handled.
+    """
+
+    def __init__(
+        self, engine: Engine, store: Store, policy: CommitPolicy, *, before: bool = False
+    ) -> None:
+        self._engine = engine
+        self._store = store
+        self._policy = policy
+        self._before = before
+        self._dirty: dict[Work, None] = {}
+        self._pending: list[_Pending] = []
+        self._unknown: _Round | None = None
+        """A round with copies whose result is not known."""
+        self._count = 0
+        self._since_s = 0.0
+        self._now = asyncio.Event()
+        self._lock = asyncio.Lock()
+        self._loop = asyncio.get_running_loop()
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Begin to store positions."""
+        self._task = asyncio.create_task(self._run(), name="txbroker consumer commits")
+
+    async def close(self) -> None:
+        """End without a last round; call `flush` before."""
+        if self._task is not None:
+            self._task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._task
+
+    def changed(self, work: Work, count: int = 1) -> None:
+        """Take note that messages of a partition are done or, at most once, have arrived."""
+        if not work.dirty:
+            work.dirty = True
+            if not self._dirty:
+                self._since_s = self._loop.time()
+            self._dirty[work] = None
+        self._count += count
+        if self._count >= self._policy.max_batch or self._before:
+            self._now.set()
+
+    def copy(
+        self,
+        work: Work,
+        message: ReceivedMessage | None,
+        copy: Copy,
+        stored: Callable[[], None],
+    ) -> None:
+        """Store a record with the partition's position, in which the message is done; then call
+        `stored`."""
+        if work.owner not in self._engine.works:
+            return
+        self._pending.append(_Pending(work.owner, message, copy, stored))
+        self.changed(work.owner, 0)
+        self._now.set()
+
+    def forget(self, work: Work) -> None:
+        """Store nothing more of a partition."""
+        work.dirty = False
+        self._dirty.pop(work, None)
+        self._pending = [each for each in self._pending if each.work is not work]
+        if self._unknown is not None:
+            round_ = self._unknown
+            round_.pending = [each for each in round_.pending if each.work is not work]
+
+    async def flush(self, works: Collection[Work]) -> None:
+        """Store the positions and copies of partitions now.
+
+        Raises:
+            KafkaUnavailable: they are not stored, or it is unknown.
+        """
+        while any(work.dirty for work in works):
+            await self._round()
+
+    async def _run(self) -> None:
+        failures = 0
+        while True:
+            await self._until_due()
+            try:
+                await self._round()
+                failures = 0
+            except KafkaUnavailable as error:
+                if isinstance(error, CommitFenced):
+                    self._engine.counts["fenced"] += 1
+                failures += 1
+                log.warning("positions not stored", error=safe_repr(error), attempt=failures)
+                await asyncio.sleep(grown_pause_s(failures, _PAUSE_S, _PAUSE_MAX_S))
+
+    async def _until_due(self) -> None:
+        while not self._now.is_set():
+            left_s = self._policy.max_interval_s
+            if self._dirty:
+                left_s += self._since_s - self._loop.time()
+                if left_s <= 0:
+                    return
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._now.wait(), left_s)
+
+    async def _round(self) -> None:
+        async with self._lock:
+            self._now.clear()
+            if any(work.lease.ended(self._loop.time()) for work in self._dirty):
+                raise CommitFenced("the lease has ended: nothing is stored")
+            if self._unknown is not None and await self._is_stored(self._unknown):
+                stored, self._unknown = self._unknown, None
+                self._finish(stored)
+                return
+            self._unknown = None
+            round_ = self._begin()
+            try:
+                if round_.offsets:
+                    self._unknown = round_ if round_.pending else None
+                    copies = [each.copy for each in round_.pending]
+                    await self._store.commit(round_.offsets, copies)
+            except CopyRefused as error:
+                self._unknown = None
+                self._refuse(round_, error)
+            except CommitFenced:
+                self._unknown = None
+                self._again(round_)
+                raise
+            except BaseException:
+                self._again(round_)
+                raise
+            else:
+                self._unknown = None
+                self._finish(round_)
+
+    async def _is_stored(self, round_: _Round) -> bool:
+        """Return whether a round without an answer was stored: a second attempt would write its
+        copies again. It was stored as a whole or not at all."""
+        mine = {work.place for work in self._engine.works if work.place in round_.offsets}
+        found = await self._store.load(mine)
+        return any(found.get(place) == round_.offsets[place] for place in mine)
+
+    def _begin(self) -> _Round:
+        works, self._dirty, self._count = list(self._dirty), {}, 0
+        pending = self._pending[:_COPIES_MAX]
+        admitted = {work: self._to_admit(work) for work in works} if self._before else {}
+        done_too: dict[Work, list[int]] = {
+            work: [message.record.offset for message in messages]
+            for work, messages in admitted.items()
+        }
+        for each in pending:
+            if each.message is not None and each.message.work is each.work:
+                done_too.setdefault(each.work, []).append(each.message.record.offset)
+        for work in works:
+            work.dirty = False
+        offsets = {work.place: work.stored(done_too.get(work, ())) for work in works}
+        return _Round(offsets, pending, admitted, works)
+
+    def _to_admit(self, work: Work) -> list[ReceivedMessage]:
+        """Return the messages to count as done before they are handled."""
+        room = _UNHANDLED_MAX * self._policy.max_batch - len(work.queue.buffer)
+        count = max(0, min(self._policy.max_batch, room, len(work.gate)))
+        return [work.gate[number] for number in range(count)]
+
+    def _again(self, round_: _Round) -> None:
+        for work in round_.works:
+            if work in self._engine.works:
+                self.changed(work, 0)
+
+    def _refuse(self, round_: _Round, error: CopyRefused) -> None:
+        """Give back the messages of the partition whose copy was refused."""
+        work = next(each.work for each in round_.pending if each.copy is error.copy)
+        mine = [each for each in self._pending if each.work is work]
+        refused = [each.message for each in mine if each.message is not None]
+        self._pending = [each for each in self._pending if each.work is not work]
+        for each in mine:
+            if each.message is None:
+                self._loop.call_later(_PAUSE_MAX_S, self.copy, work, None, each.copy, each.stored)
+        self._engine.refused(work, refused, str(error))
+        self._again(round_)
+
+    def _finish(self, round_: _Round) -> None:
+        del self._pending[: len(round_.pending)]
+        for each in round_.pending:
+            each.stored()
+        for work, messages in round_.admitted.items():
+            for message in messages:
+                work.gate.popleft()
+                work.finished(message)
+            self._engine.admit(work, messages)
+            if work.gate and messages:
+                self.changed(work, 0)
+        for each in self._pending:
+            self.changed(each.work, 0)
+        if self._pending:
+            self._now.set()

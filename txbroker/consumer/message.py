@@ -1,0 +1,130 @@
+"""A message as a handler receives it."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from typing import TYPE_CHECKING, Protocol
+
+from msgspec import Struct
+
+from txbroker.core.consuming.copies import Failed, message_id
+from txbroker.core.consuming.queues import Lane
+from txbroker.core.records import Headers, Record
+
+if TYPE_CHECKING:
+    from txbroker.consumer.partition import Work
+
+
+class Lease(Protocol):
+    """The time for which this consumer certainly owns a partition."""
+
+    @property
+    def deadline_s(self) -> float:
+        """Event loop time at which it ends."""
+
+
+class NoLease:
+    """Without a group no other consumer takes a partition over."""
+
+    deadline_s = math.inf
+
+
+class MessageLease:
+    """How long the consumer certainly owns the message's partition."""
+
+    __slots__ = ("_lease", "_loop")
+
+    def __init__(self, lease: Lease, loop: asyncio.AbstractEventLoop) -> None:
+        self._lease = lease
+        self._loop = loop
+
+    @property
+    def left_s(self) -> float:
+        """Seconds left; 0: another consumer may own the partition. Infinite without a group."""
+        return max(0.0, self._lease.deadline_s - self._loop.time())
+
+    def ended(self, now_s: float) -> bool:
+        """Return whether it has ended at this event loop time."""
+        return self._lease.deadline_s <= now_s
+
+
+class ReceivedMessage(Struct, eq=False):
+    """A message of a topic.
+
+    A message that failed earlier has the topic, partition, offset and headers that it had first.
+
+    Attributes:
+        attempt: 1 for the first call of a handler with it. A crash may lose counted attempts.
+    """
+
+    record: Record
+    work: Work
+    size: int
+    attempt: int = 1
+    lane: Lane | None = None
+    failures: int = 0
+    failed_before: Failed | None = None
+
+    @property
+    def topic(self) -> str:
+        origin = self.failed_before
+        return self.work.place[0] if origin is None else origin.source.topic
+
+    @property
+    def partition(self) -> int:
+        origin = self.failed_before
+        return self.work.place[1] if origin is None else origin.source.partition
+
+    @property
+    def offset(self) -> int:
+        origin = self.failed_before
+        return self.record.offset if origin is None else origin.source.offset
+
+    @property
+    def key(self) -> bytes | None:
+        return self.record.key
+
+    @property
+    def value(self) -> bytes | None:
+        """None is a tombstone."""
+        return self.record.value
+
+    @property
+    def headers(self) -> Headers:
+        """Names and values, in order; names may repeat."""
+        return self.record.headers
+
+    @property
+    def timestamp_ms(self) -> int:
+        """Milliseconds since 1970, as the producer or the broker set it."""
+        return self.record.timestamp_ms
+
+    @property
+    def id(self) -> str:
+        """The identity of the message, the same for every repeat of it: for a message that txbroker
+        promoted its installation, transaction and number; otherwise topic, partition, offset."""
+        return message_id(self.topic, self.partition, self.offset, self.record.headers)
+
+    @property
+    def token(self) -> int:
+        """Rises with each owner of the partition. External systems can refuse a lower one than
+        they have seen: it comes from an owner that was replaced."""
+        return self.work.token
+
+    @property
+    def lease(self) -> MessageLease:
+        return self.work.lease
+
+    def done(self) -> None:
+        """Mark it as done, where messages are pulled. The position is committed later, in batches.
+        Only the first call of `done` or `failed` counts."""
+        self.work.engine.report(self, None)
+
+    def failed(self, error: Exception) -> None:
+        """Report a failure, as a handler does by raising `error` (which may be `Later` or
+        `Reject`), where messages are pulled or handled in batches."""
+        self.work.engine.report(self, error)
+
+    def __repr__(self) -> str:
+        return f"<message {self.topic}/{self.partition}@{self.offset} attempt {self.attempt}>"

@@ -1,0 +1,147 @@
+"""One partition that the consumer owns: its queue, position and set-aside keys."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from txbroker.consumer.message import MessageLease, ReceivedMessage
+from txbroker.core.consuming.aside import AsideKeys
+from txbroker.core.consuming.copies import Partition, Source, read_copy
+from txbroker.core.consuming.position import Metadata, Position, encode_metadata
+from txbroker.core.consuming.queues import PartitionQueue
+from txbroker.core.records import Record
+from txbroker.door.consuming import StoredOffset
+
+if TYPE_CHECKING:
+    from txbroker.consumer.engine import Engine
+
+_OVERHEAD_BYTES = 300
+"""Memory of a message beside its key, value and headers."""
+_HEADER_BYTES = 100
+
+
+class Work:
+    """Messages of one partition in this consumer.
+
+    Attributes:
+        place: topic and partition.
+        token: rises with each owner.
+        bytes: memory of its messages, approximately.
+        end: the end of the partition, as far as known.
+        gate: messages that have arrived and may not be handled yet, in offset order.
+        is_retry: it is a partition of the group's retry topic.
+        aside: set-aside keys; None where none can be.
+        dirty: its position has changed since the last commit.
+    """
+
+    def __init__(
+        self, engine: Engine, place: Partition, lease: MessageLease, *, is_retry: bool = False
+    ) -> None:
+        self.engine = engine
+        self.place = place
+        self.lease = lease
+        self.is_retry = is_retry
+        self.queue: PartitionQueue[ReceivedMessage] = PartitionQueue(place)
+        self.position = Position(0)
+        self.token = 0
+        self.topic_id = ""
+        self.known_topic_id = ""
+        """That of the stored position."""
+        self.aside_stored = 0
+        """The number of set-aside keys, of the stored position."""
+        self.bytes = 0
+        self.end = 0
+        self.gate: deque[ReceivedMessage] = deque()
+        self.aside: AsideKeys | None = None
+        self.setting_aside: set[bytes | int] = set()
+        """Keys whose first copy is not visible in the aside topic yet."""
+        self.dirty = False
+        self.overflow = 0
+        """Done offsets that did not fit into the metadata of the last commit."""
+
+    @property
+    def step(self) -> int | None:
+        """The step of the retry topic; None: it is no partition of it."""
+        return self.place[1] if self.is_retry else None
+
+    @property
+    def owner(self) -> Work:
+        """The partition whose position is stored with copies of its messages."""
+        return self
+
+    def fails_again(self) -> bool:
+        """Return True if a message that is to be set aside is set aside already."""
+        return False
+
+    def wrap(self, records: Sequence[Record]) -> list[ReceivedMessage]:
+        """Return records as messages that have not been handled."""
+        if self.is_retry:
+            return [self._copy(record) for record in records]
+        return [ReceivedMessage(record, self, size_of(record)) for record in records]
+
+    def _copy(self, record: Record) -> ReceivedMessage:
+        message, failed = read_copy(record) or (record, None)
+        attempt = 1 if failed is None else failed.attempts + 1
+        return ReceivedMessage(message, self, size_of(record), attempt, failed_before=failed)
+
+    def admit_due(self) -> list[ReceivedMessage]:
+        """Return the messages of a retry partition that are due, in order: the head is waited
+        for."""
+        now_ms, due = time.time() * 1000, []
+        while self.gate and due_ms(self.gate[0]) <= now_ms:
+            due.append(self.gate.popleft())
+        return due
+
+    def finished(self, message: ReceivedMessage) -> None:
+        """Take note that a message is done, dropped or copied."""
+        offset = message.record.offset
+        self.position.done(offset, offset + 1)
+
+    def is_aside(self, message: ReceivedMessage) -> bool:
+        """Return whether the message's key is set aside."""
+        key = message.record.key
+        return key is not None and (
+            key in self.setting_aside or (self.aside is not None and key in self.aside.keys)
+        )
+
+    @property
+    def aside_count(self) -> int:
+        """The number of set-aside keys."""
+        known = self.aside.keys if self.aside is not None else {}
+        return len(known) + sum(key not in known for key in self.setting_aside)
+
+    def stored(self, done_too: Sequence[int]) -> StoredOffset:
+        """Return what to commit.
+
+        Args:
+            done_too: offsets that are done once the commit has succeeded.
+        """
+        position = self.position.with_done(done_too) if done_too else self.position
+        metadata = Metadata(self.token, self.topic_id, self.aside_count, position.ranges())
+        text, self.overflow = encode_metadata(position.low, metadata)
+        return StoredOffset(position.low, text)
+
+    @property
+    def lag(self) -> int:
+        """Offsets from the low-water mark to the end."""
+        return max(0, self.end - self.position.low)
+
+
+def due_ms(message: ReceivedMessage) -> int:
+    """Return when a message is due, milliseconds since 1970; 0: at once."""
+    return 0 if message.failed_before is None else message.failed_before.due_ms
+
+
+def source_of(message: ReceivedMessage) -> Source:
+    """Return where a message was first read."""
+    return Source(message.topic, message.partition, message.offset)
+
+
+def size_of(record: Record) -> int:
+    """Return the memory that a message takes, bytes, approximately."""
+    size = _OVERHEAD_BYTES + len(record.value or b"") + len(record.key or b"")
+    headers = record.headers
+    return size + _HEADER_BYTES * len(headers) if headers else size

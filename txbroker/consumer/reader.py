@@ -1,0 +1,422 @@
+"""A reader: the partitions of one group member, or, without a group, all partitions.
+
+It claims partitions that are assigned, drains and releases those that are revoked, and drops those
+that are lost. Partitions that stay are not touched.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+import structlog
+from msgspec import Struct
+
+from txbroker.consumer.committer import Committer, Store
+from txbroker.consumer.message import Lease, MessageLease
+from txbroker.consumer.partition import Work
+from txbroker.core.consuming.position import (
+    ForeignMetadata,
+    Metadata,
+    Position,
+    decode_metadata,
+    is_newer_metadata,
+)
+from txbroker.core.records import Record
+from txbroker.door.consuming import (
+    EARLIEST,
+    LATEST,
+    CommitFenced,
+    Fetcher,
+    OffsetMissing,
+    Partition,
+    StoredOffset,
+    TopicIdentity,
+)
+from txbroker.error_text import safe_repr
+from txbroker.errors import ConfigurationError, KafkaUnavailable, TxbrokerError
+from txbroker.net.timers import grown_pause_s
+
+if TYPE_CHECKING:
+    from txbroker.consumer.asides import Asides
+    from txbroker.consumer.engine import Engine
+
+log = structlog.wrap_logger(logging.getLogger(__name__))
+
+_PAUSE_S, _PAUSE_MAX_S = 1.0, 60.0
+_FENCED_PAUSE_S = 0.1
+"""A rebalance may refuse a commit although the partition stays."""
+
+Hook = Callable[[Sequence[Partition]], Awaitable[Mapping[Partition, int] | None]]
+
+
+class RecordsDeleted(TxbrokerError):
+    """Unread records were deleted, or the topic is another one: records were not read."""
+
+
+class Offsets(Protocol):
+    """Where partitions begin and end, see `ConsumingDoor.offsets`."""
+
+    async def offsets(
+        self, partitions: Collection[Partition], time_ms: int
+    ) -> dict[Partition, int]: ...
+
+    async def topics(self, names: Collection[str] | None = None) -> dict[str, TopicIdentity]: ...
+
+
+class ReaderOptions(Struct, frozen=True, kw_only=True):
+    """How a reader treats partitions.
+
+    Attributes:
+        start: a time as for `ConsumingDoor.offsets` where no position is stored.
+        start_at: offsets where no position is stored; they take precedence.
+        skip_gaps: go on after records that were deleted unread, and count them.
+        drain_s: how long a revoked partition finishes the messages in flight, seconds.
+        retry_topic: of the group, "" without one.
+        on_assign: called with the assigned partitions; may return offsets to begin at.
+        on_revoke: called with partitions that are finished and will be released, or are lost.
+    """
+
+    start: int
+    start_at: Mapping[Partition, int]
+    skip_gaps: bool
+    drain_s: float
+    retry_topic: str
+    on_assign: Hook | None
+    on_revoke: Hook | None
+
+
+class Reader:
+    """The partitions of one source.
+
+    Args:
+        engine: hands out the messages.
+        door: for offsets and topics.
+        store: keeps positions.
+        committer: stores them.
+        options: see `ReaderOptions`.
+        asides: of set-aside keys; None where there can be none.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        door: Offsets,
+        store: Store,
+        committer: Committer,
+        options: ReaderOptions,
+        asides: Asides | None,
+    ) -> None:
+        self._engine = engine
+        self._door = door
+        self._store = store
+        self._committer = committer
+        self._options = options
+        self._asides = asides
+        self._loop = asyncio.get_running_loop()
+        self._works: dict[Partition, Work] = {}
+        self._target: frozenset[Partition] = frozenset()
+        self._news = asyncio.Event()
+        self._releasing: set[Partition] = set()
+        self._losses = 0
+        self._background: set[asyncio.Task[Any]] = set()
+        self._task: asyncio.Task[None] | None = None
+        self.fetcher: Fetcher
+        """Set before `start`; calls `deliver` and `failed`."""
+        self.lease: Lease
+        """Set before `start`."""
+        self.released: Callable[[Collection[Partition]], None] = lambda _places: None
+        """Called when revoked partitions may be given to others."""
+        self.claimed: Callable[[Collection[Partition]], None] = lambda _places: None
+        """Called when assigned partitions are about to be used."""
+        self.first_counts: dict[str, int] = {}
+        """Partitions of each topic when the consumer first saw it: later ones are read from their
+        beginning, as they have no older records."""
+
+    def start(self) -> None:
+        self._task = asyncio.create_task(self._run(), name="txbroker consumer reader")
+
+    # --- from the source ---------------------------------------------------------------------
+
+    def assigned(self, partitions: frozenset[Partition]) -> None:
+        """See `MemberListener`."""
+        self._target = partitions
+        self._news.set()
+
+    def lost(self, why: str) -> None:
+        """See `MemberListener`."""
+        lost = list(self._works.values())
+        log.warning("partitions lost", why=why, partitions=len(lost))
+        self._engine.counts["fenced"] += len(lost)
+        self._target = frozenset()
+        self._losses += 1
+        for work in lost:
+            self._drop(work)
+        self._in_background(self._revoked(lost))
+
+    def deliver(
+        self, partition: Partition, records: Sequence[Record], next_offset: int, end: int
+    ) -> None:
+        """See `Deliver`."""
+        work = self._works.get(partition)
+        if work is not None:
+            self._engine.deliver(work, records, next_offset, end)
+        elif self._asides is not None:
+            self._asides.deliver(partition, records)
+
+    def failed(self, partition: Partition, error: KafkaUnavailable) -> None:
+        """See `FetchFailed`."""
+        work = self._works.get(partition)
+        if isinstance(error, OffsetMissing) and work is not None:
+            self._in_background(self._continue_after_gap(work))
+        elif error.lasting:
+            self._engine.fail(error)
+        else:
+            log.warning("fetch failed", partition=partition, error=safe_repr(error))
+
+    def _in_background(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._background.add(task)
+        task.add_done_callback(self._background_done)
+
+    def _background_done(self, task: asyncio.Task[None]) -> None:
+        self._background.discard(task)
+        error = None if task.cancelled() else task.exception()
+        if isinstance(error, Exception):
+            self._engine.fail(error)
+
+    # --- claim -------------------------------------------------------------------------------
+
+    async def _run(self) -> None:
+        failures = 0
+        while True:
+            await self._news.wait()
+            self._news.clear()
+            revoked = [place for place in self._works if place not in self._target]
+            if revoked := [place for place in revoked if place not in self._releasing]:
+                self._releasing.update(revoked)
+                self._in_background(self._release(revoked))
+            held = self._works.keys() | self._releasing
+            try:
+                if new := sorted(self._target - held):
+                    await self._claim(new)
+                failures = 0
+            except Exception as error:
+                if not isinstance(error, KafkaUnavailable) or error.lasting:
+                    self._engine.fail(error)
+                    return
+                failures += 1
+                log.warning("partitions not claimed", error=safe_repr(error), attempt=failures)
+                pause_s = _FENCED_PAUSE_S if isinstance(error, CommitFenced) else _PAUSE_S
+                await asyncio.sleep(grown_pause_s(failures, pause_s, _PAUSE_MAX_S))
+                self._news.set()
+
+    async def _claim(self, places: Sequence[Partition]) -> None:
+        """Take partitions over: raise their tokens in the store, which an earlier owner cannot do
+        any more, then begin at their positions."""
+        losses = self._losses
+        self.claimed(places)
+        stored = await self._store.load(places)
+        identities = await self._door.topics({topic for topic, _number in places})
+        works = [self._work(place, stored.get(place), identities) for place in places]
+        await self._set_positions(works, stored)
+        if self._options.on_assign is not None:
+            chosen = await self._call(self._options.on_assign, works)
+            for work in works:
+                if work.place in chosen:
+                    work.position = Position(chosen[work.place])
+        await self._store.commit({work.place: work.stored(()) for work in works})
+        for work in works:
+            if self._asides is not None and not work.is_retry:
+                await self._asides.open(work)
+        if losses != self._losses:
+            return
+        for work in works:
+            self._works[work.place] = work
+            self._engine.add(work, self._committer, self.fetcher)
+            self.fetcher.add(work.place, work.position.low)
+        log.info("partitions assigned", partitions=[work.place for work in works])
+
+    def _work(
+        self,
+        place: Partition,
+        stored: StoredOffset | None,
+        identities: Mapping[str, TopicIdentity],
+    ) -> Work:
+        lease = MessageLease(self.lease, self._loop)
+        work = Work(self._engine, place, lease, is_retry=place[0] == self._options.retry_topic)
+        metadata = _metadata(place, stored)
+        if metadata is None:
+            # Offsets expire: above any token that was given out before.
+            metadata = Metadata(round(time.time() * 1000))
+        work.token = metadata.token + 1
+        work.known_topic_id = metadata.topic_id
+        identity = identities.get(place[0])
+        work.topic_id = identity.id.hex() if identity is not None else metadata.topic_id
+        work.aside_stored = metadata.aside
+        if stored is not None:
+            work.position = Position(stored.offset, metadata.ranges)
+        return work
+
+    async def _set_positions(
+        self, works: Sequence[Work], stored: Mapping[Partition, StoredOffset]
+    ) -> None:
+        """Set where new partitions begin, and check that stored positions still exist."""
+        first = await self._door.offsets([work.place for work in works], EARLIEST)
+        ends = await self._door.offsets([work.place for work in works], LATEST)
+        timed = [work.place for work in works if self._begins_at_start(work, stored)]
+        start = self._options.start
+        times = await self._door.offsets(timed, start) if start not in (EARLIEST, LATEST) else {}
+        for work in works:
+            place = work.place
+            work.end = ends.get(place, 0)
+            begin = first.get(place, 0)
+            if place in stored:
+                self._check_gap(work, begin, work.end)
+            elif place in timed:
+                at = {EARLIEST: begin, LATEST: work.end}.get(start, times.get(place, work.end))
+                work.position = Position(at)
+            else:
+                work.position = Position(self._options.start_at.get(place, begin))
+
+    def _begins_at_start(self, work: Work, stored: Mapping[Partition, StoredOffset]) -> bool:
+        topic, number = work.place
+        new = number >= self.first_counts.get(topic, number + 1)
+        return not (
+            work.place in stored or work.place in self._options.start_at or new or work.is_retry
+        )
+
+    def _check_gap(self, work: Work, begin: int, end: int) -> None:
+        """Raise RecordsDeleted, or skip, if unread records are missing."""
+        low, name = work.position.low, f"{work.place[0]}-{work.place[1]}"
+        if work.known_topic_id and work.known_topic_id != work.topic_id:
+            self._skip(work, begin, f"{name}: the topic was deleted and created again")
+        elif low > end:
+            self._skip(work, begin, f"{name} ends at {end}, before the stored position {low}")
+        elif low < begin:
+            self._skip(work, begin, f"{name}: offsets {low} to {begin} were deleted unread")
+
+    def _skip(self, work: Work, begin: int, why: str) -> None:
+        if not self._options.skip_gaps:
+            raise RecordsDeleted(
+                f"{why}: check what is missing, then start with on_gap='skip', which continues at "
+                f"offset {begin}"
+            )
+        log.error("gap skipped", why=why, continues_at=begin)
+        self._engine.counts["gap"] += max(1, begin - work.position.low)
+        ranges = [part for part in work.position.ranges() if part[0] > begin]
+        work.position = Position(begin, ranges if begin > work.position.low else ())
+
+    async def _continue_after_gap(self, work: Work) -> None:
+        """Skip records that were deleted while the consumer runs."""
+        begin = (await self._door.offsets([work.place], EARLIEST))[work.place]
+        name = f"{work.place[0]}-{work.place[1]}"
+        if not self._options.skip_gaps:
+            raise RecordsDeleted(
+                f"{name}: unread records before offset {begin} were deleted: check what is "
+                f"missing, then start with on_gap='skip'"
+            )
+        log.error("gap skipped", partition=name, continues_at=begin)
+        self._engine.counts["gap"] += max(1, begin - work.position.next_offset)
+        if self._works.get(work.place) is work:
+            self._engine.deliver(work, (), begin, work.end)
+            self.fetcher.add(work.place, begin)
+
+    def check_topics(self, identities: Mapping[str, TopicIdentity]) -> None:
+        """Stop if a topic was deleted and created again."""
+        for (topic, _number), work in self._works.items():
+            identity = identities.get(topic)
+            if identity is not None and work.topic_id not in ("", identity.id.hex()):
+                self._engine.fail(
+                    RecordsDeleted(
+                        f"topic {topic} was deleted and created again: start the consumer again; "
+                        "with on_gap='skip' it continues at the beginning"
+                    )
+                )
+
+    # --- release -----------------------------------------------------------------------------
+
+    async def _release(self, places: Sequence[Partition]) -> None:
+        """Finish with revoked partitions, store their positions, then let others have them."""
+        losses = self._losses
+        works = [self._works[place] for place in places]
+        await self._finish(works)
+        if losses == self._losses:
+            await self._revoked(works)
+            for work in works:
+                self._drop(work)
+            self.released(places)
+        self._releasing.difference_update(places)
+        self._news.set()
+
+    async def _finish(self, works: Sequence[Work]) -> None:
+        for work in works:
+            self.fetcher.remove(work.place)
+        until_s = self._loop.time() + self._options.drain_s
+        draining = asyncio.gather(*(self._engine.drained(work) for work in works))
+        try:
+            await asyncio.wait_for(draining, self._options.drain_s)
+        except TimeoutError:
+            log.warning("handlers cancelled after drain_s", partitions=[w.place for w in works])
+            for work in works:
+                self._engine.interrupt(work)
+        while True:
+            try:
+                await asyncio.wait_for(
+                    self._committer.flush(works), max(1.0, until_s - self._loop.time())
+                )
+            except (KafkaUnavailable, TimeoutError) as error:
+                if self._loop.time() > until_s or getattr(error, "lasting", False):
+                    log.warning("positions not stored", error=safe_repr(error))
+                    return
+                await asyncio.sleep(_FENCED_PAUSE_S)
+            else:
+                return
+
+    async def _revoked(self, works: Sequence[Work]) -> None:
+        if works and self._options.on_revoke is not None:
+            await self._call(self._options.on_revoke, works)
+
+    async def _call(self, hook: Hook, works: Sequence[Work]) -> Mapping[Partition, int]:
+        return await hook([work.place for work in works if not work.is_retry]) or {}
+
+    def _drop(self, work: Work) -> None:
+        self.fetcher.remove(work.place)
+        self._engine.remove(work)
+        self._committer.forget(work)
+        self._works.pop(work.place, None)
+        if self._asides is not None:
+            self._asides.close(work)
+
+    async def close(self) -> None:
+        """Finish with all partitions and store their positions."""
+        if self._task is not None:
+            self._task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._task
+        works = [work for place, work in self._works.items() if place not in self._releasing]
+        await self._finish(works)
+        if self._background:
+            await asyncio.wait(self._background, timeout=self._options.drain_s)
+        await self._revoked(works)
+        for work in list(self._works.values()):
+            self._drop(work)
+
+
+def _metadata(place: Partition, stored: StoredOffset | None) -> Metadata | None:
+    if stored is None:
+        return None
+    try:
+        return decode_metadata(stored.offset, stored.metadata)
+    except ForeignMetadata:
+        why = "another program wrote them: use another group"
+        if is_newer_metadata(stored.metadata):
+            why = "a newer version of txbroker wrote them: upgrade this one"
+        shown = repr(stored.metadata[:40])
+        raise ConfigurationError(
+            f"the group's offset of {place[0]}-{place[1]} has metadata {shown}: {why}"
+        ) from None
