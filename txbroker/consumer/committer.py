@@ -172,6 +172,9 @@ class Committer:
                 failures += 1
                 log.warning("positions not stored", error=safe_repr(error), attempt=failures)
                 await asyncio.sleep(grown_pause_s(failures, _PAUSE_S, _PAUSE_MAX_S))
+            except Exception as error:
+                self._engine.fail(error)
+                return
 
     async def _until_due(self) -> None:
         while not self._now.is_set():

@@ -9,10 +9,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import structlog
 
@@ -48,8 +49,24 @@ log = structlog.wrap_logger(logging.getLogger(__name__))
 _SWEEP_S = 0.05
 """The time between looks at leases, delays, due times and timeouts."""
 _REFUSED_PAUSE_S = 5.0
-_CALLER, _DRAIN, _LEASE, _REFUSED = "caller", "drain", "lease", "refused"
+_DRAIN, _LEASE, _REFUSED = "drain", "lease", "refused"
 """Reasons for which a partition is suspended."""
+
+
+class Suspension(NamedTuple):
+    """Which messages are not handed out; None matches any."""
+
+    topic: str | None = None
+    partition: int | None = None
+    key: bytes | None = None
+
+    def matches(self, place: Partition) -> bool:
+        """Return whether it concerns a partition, or keys of it."""
+        return self.topic in (None, place[0]) and self.partition in (None, place[1])
+
+    def holds(self, place: Partition, key: bytes) -> bool:
+        """Return whether it suspends this key of a partition."""
+        return self.key == key and self.matches(place)
 
 
 class Commits(Protocol):
@@ -113,6 +130,7 @@ class Engine:
         """Takers that were woken and have not run yet: one at a time, each wakes the next."""
         self._watchers: list[asyncio.Future[int]] = []
         self._loop = asyncio.get_running_loop()
+        self._thread = threading.get_ident()
         self._swept_s = 0.0
         self._expired: set[Work] = set()
         self._resting: dict[Work, float] = {}
@@ -121,7 +139,7 @@ class Engine:
         `fenced`, `overflow`, `gap`."""
         self.abandon: Callable[[Collection[object]], None] = lambda _holders: None
         """Cancels the handlers of these holders; set by the workers."""
-        self.suspended = False
+        self._suspensions: set[Suspension] = set()
         self.stopping = False
         self.error: Exception | None = None
 
@@ -130,6 +148,8 @@ class Engine:
     def add(self, work: Work, commits: Commits, flow: Flow) -> None:
         """Begin with a partition."""
         self._works[work] = (commits, flow)
+        for suspension in self._suspensions:
+            self._suspend(work, suspension)
 
     def remove(self, work: Work) -> None:
         """End with a partition: its messages are dropped, the handlers of those in flight are
@@ -150,23 +170,32 @@ class Engine:
         """The partitions."""
         return self._works.keys()
 
-    def suspend(self, work: Work) -> None:
-        """Hand out no message of a partition until `resume`."""
-        self._queues.suspend(work.queue, _CALLER)
+    def suspend(self, suspension: Suspension) -> None:
+        """Hand out no message that matches until `resume` with an equal argument."""
+        self._suspensions.add(suspension)
+        for work in self._works:
+            self._suspend(work, suspension)
 
-    def resume(self, work: Work) -> None:
-        self._resume(work, _CALLER)
+    def _suspend(self, work: Work, suspension: Suspension) -> None:
+        if suspension.matches(work.place) and suspension.key is not None:
+            self._queues.suspend_key(work.queue, suspension.key)
+        elif suspension.matches(work.place):
+            self._queues.suspend(work.queue, str(suspension))
+
+    def resume(self, suspension: Suspension) -> None:
+        """End a suspension; without an equal `suspend` nothing changes."""
+        self._suspensions.discard(suspension)
+        for work in self._works:
+            if not suspension.matches(work.place):
+                continue
+            if suspension.key is None:
+                self._queues.resume(work.queue, str(suspension))
+            elif not any(each.holds(work.place, suspension.key) for each in self._suspensions):
+                self._queues.resume_key(work.queue, suspension.key)
+        self._wake()
 
     def _resume(self, work: Work, reason: str) -> None:
         self._queues.resume(work.queue, reason)
-        self._wake()
-
-    def suspend_key(self, work: Work, key: bytes) -> None:
-        """Hand out no message of a key until `resume_key`."""
-        self._queues.suspend_key(work.queue, key)
-
-    def resume_key(self, work: Work, key: bytes) -> None:
-        self._queues.resume_key(work.queue, key)
         self._wake()
 
     async def drained(self, work: Work) -> None:
@@ -239,7 +268,7 @@ class Engine:
         if now_s - self._swept_s > _SWEEP_S:
             # Before anything else after a pause of the process: its leases may have ended.
             self.sweep(now_s)
-        if self.suspended or (self.stopping and not self._before):
+        if self.stopping and not self._before:
             return None
         while True:
             message = self._queues.take(holder)
@@ -271,13 +300,15 @@ class Engine:
             self._wake()
 
     def report(self, message: ReceivedMessage, error: Exception | None) -> None:
-        """Take a result from the user's code. While the handler of a batch runs it is kept until
-        the end of the batch, so that the order of its lanes holds."""
+        """Take a result from the user's code, in any thread. While the handler of a batch runs it
+        is kept until the end of the batch, so that the order of its lanes holds."""
         reports = getattr(self._in_flight.get(message), "reports", None)
         if reports is not None:
             reports.setdefault(message, error)
-        else:
+        elif threading.get_ident() == self._thread:
             self.finish(message, error)
+        else:
+            self._loop.call_soon_threadsafe(self.finish, message, error)
 
     def give_back(self, messages: Sequence[ReceivedMessage]) -> None:
         """Put messages in flight, which must be in order, back to be handled again."""

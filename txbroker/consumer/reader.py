@@ -10,14 +10,15 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import structlog
 from msgspec import Struct
 
-from txbroker.consumer.committer import Committer, Store
-from txbroker.consumer.message import Lease, MessageLease
+from txbroker.consumer.asides import Asides
+from txbroker.consumer.committer import CommitPolicy, Committer, Store
+from txbroker.consumer.message import MessageLease
 from txbroker.consumer.partition import Work
 from txbroker.core.consuming.position import (
     ForeignMetadata,
@@ -31,7 +32,7 @@ from txbroker.door.consuming import (
     EARLIEST,
     LATEST,
     CommitFenced,
-    Fetcher,
+    ConsumingDoor,
     OffsetMissing,
     Partition,
     StoredOffset,
@@ -42,7 +43,6 @@ from txbroker.errors import ConfigurationError, KafkaUnavailable, TxbrokerError
 from txbroker.net.timers import grown_pause_s
 
 if TYPE_CHECKING:
-    from txbroker.consumer.asides import Asides
     from txbroker.consumer.engine import Engine
 
 log = structlog.wrap_logger(logging.getLogger(__name__))
@@ -58,16 +58,6 @@ class RecordsDeleted(TxbrokerError):
     """Unread records were deleted, or the topic is another one: records were not read."""
 
 
-class Offsets(Protocol):
-    """Where partitions begin and end, see `ConsumingDoor.offsets`."""
-
-    async def offsets(
-        self, partitions: Collection[Partition], time_ms: int
-    ) -> dict[Partition, int]: ...
-
-    async def topics(self, names: Collection[str] | None = None) -> dict[str, TopicIdentity]: ...
-
-
 class ReaderOptions(Struct, frozen=True, kw_only=True):
     """How a reader treats partitions.
 
@@ -76,7 +66,11 @@ class ReaderOptions(Struct, frozen=True, kw_only=True):
         start_at: offsets where no position is stored; they take precedence.
         skip_gaps: go on after records that were deleted unread, and count them.
         drain_s: how long a revoked partition finishes the messages in flight, seconds.
-        retry_topic: of the group, "" without one.
+        retry_topic, aside_topic: of the group, "" without one.
+        first_counts: partitions of each topic when the consumer first saw it: later ones are read
+            from their beginning, as they have no older records.
+        commit: when positions are stored.
+        before: at most once: they are stored before messages are handed out.
         on_assign: called with the assigned partitions; may return offsets to begin at.
         on_revoke: called with partitions that are finished and will be released, or are lost.
     """
@@ -86,37 +80,38 @@ class ReaderOptions(Struct, frozen=True, kw_only=True):
     skip_gaps: bool
     drain_s: float
     retry_topic: str
+    aside_topic: str
+    first_counts: Mapping[str, int]
+    commit: CommitPolicy
+    before: bool
     on_assign: Hook | None
     on_revoke: Hook | None
 
 
+class Source(Protocol):
+    """Assigns partitions: a group member, or `AllPartitions`."""
+
+    owned: set[Partition]
+
+    @property
+    def deadline_s(self) -> float: ...
+
+    def rejoin(self) -> None: ...
+
+
 class Reader:
-    """The partitions of one source.
+    """The partitions of one source; a `MemberListener`.
 
     Args:
         engine: hands out the messages.
-        door: for offsets and topics.
-        store: keeps positions.
-        committer: stores them.
+        door: to Kafka.
         options: see `ReaderOptions`.
-        asides: of set-aside keys; None where there can be none.
     """
 
-    def __init__(
-        self,
-        engine: Engine,
-        door: Offsets,
-        store: Store,
-        committer: Committer,
-        options: ReaderOptions,
-        asides: Asides | None,
-    ) -> None:
+    def __init__(self, engine: Engine, door: ConsumingDoor, options: ReaderOptions) -> None:
         self._engine = engine
         self._door = door
-        self._store = store
-        self._committer = committer
         self._options = options
-        self._asides = asides
         self._loop = asyncio.get_running_loop()
         self._works: dict[Partition, Work] = {}
         self._target: frozenset[Partition] = frozenset()
@@ -124,20 +119,27 @@ class Reader:
         self._releasing: set[Partition] = set()
         self._losses = 0
         self._background: set[asyncio.Task[Any]] = set()
+        self._fetcher = door.fetcher(self.deliver, self.failed)
+        self._asides: Asides | None = None
         self._task: asyncio.Task[None] | None = None
-        self.fetcher: Fetcher
-        """Set before `start`; calls `deliver` and `failed`."""
-        self.lease: Lease
-        """Set before `start`."""
-        self.released: Callable[[Collection[Partition]], None] = lambda _places: None
-        """Called when revoked partitions may be given to others."""
-        self.claimed: Callable[[Collection[Partition]], None] = lambda _places: None
-        """Called when assigned partitions are about to be used."""
-        self.first_counts: dict[str, int] = {}
-        """Partitions of each topic when the consumer first saw it: later ones are read from their
-        beginning, as they have no older records."""
+        self._source: Source
+        self._store: Store
+        self._committer: Committer
 
-    def start(self) -> None:
+    def start(self, source: Source, store: Store) -> None:
+        """Begin to take partitions of a source over.
+
+        Args:
+            store: keeps positions.
+        """
+        options = self._options
+        self._source, self._store = source, store
+        self._committer = Committer(self._engine, store, options.commit, before=options.before)
+        if options.aside_topic:
+            self._asides = Asides(
+                self._engine, self._committer, self._door, self._fetcher, options.aside_topic
+            )
+        self._committer.start()
         self._task = asyncio.create_task(self._run(), name="txbroker consumer reader")
 
     # --- from the source ---------------------------------------------------------------------
@@ -219,7 +221,7 @@ class Reader:
         """Take partitions over: raise their tokens in the store, which an earlier owner cannot do
         any more, then begin at their positions."""
         losses = self._losses
-        self.claimed(places)
+        self._source.owned.update(places)
         stored = await self._store.load(places)
         identities = await self._door.topics({topic for topic, _number in places})
         works = [self._work(place, stored.get(place), identities) for place in places]
@@ -237,8 +239,8 @@ class Reader:
             return
         for work in works:
             self._works[work.place] = work
-            self._engine.add(work, self._committer, self.fetcher)
-            self.fetcher.add(work.place, work.position.low)
+            self._engine.add(work, self._committer, self._fetcher)
+            self._fetcher.add(work.place, work.position.low)
         log.info("partitions assigned", partitions=[work.place for work in works])
 
     def _work(
@@ -247,7 +249,7 @@ class Reader:
         stored: StoredOffset | None,
         identities: Mapping[str, TopicIdentity],
     ) -> Work:
-        lease = MessageLease(self.lease, self._loop)
+        lease = MessageLease(self._source, self._loop)
         work = Work(self._engine, place, lease, is_retry=place[0] == self._options.retry_topic)
         metadata = _metadata(place, stored)
         if metadata is None:
@@ -285,7 +287,7 @@ class Reader:
 
     def _begins_at_start(self, work: Work, stored: Mapping[Partition, StoredOffset]) -> bool:
         topic, number = work.place
-        new = number >= self.first_counts.get(topic, number + 1)
+        new = number >= self._options.first_counts.get(topic, number + 1)
         return not (
             work.place in stored or work.place in self._options.start_at or new or work.is_retry
         )
@@ -324,7 +326,7 @@ class Reader:
         self._engine.counts["gap"] += max(1, begin - work.position.next_offset)
         if self._works.get(work.place) is work:
             self._engine.deliver(work, (), begin, work.end)
-            self.fetcher.add(work.place, begin)
+            self._fetcher.add(work.place, begin)
 
     def check_topics(self, identities: Mapping[str, TopicIdentity]) -> None:
         """Stop if a topic was deleted and created again."""
@@ -349,13 +351,14 @@ class Reader:
             await self._revoked(works)
             for work in works:
                 self._drop(work)
-            self.released(places)
+            self._source.owned.difference_update(places)
+            self._source.rejoin()
         self._releasing.difference_update(places)
         self._news.set()
 
     async def _finish(self, works: Sequence[Work]) -> None:
         for work in works:
-            self.fetcher.remove(work.place)
+            self._fetcher.remove(work.place)
         until_s = self._loop.time() + self._options.drain_s
         draining = asyncio.gather(*(self._engine.drained(work) for work in works))
         try:
@@ -385,7 +388,7 @@ class Reader:
         return await hook([work.place for work in works if not work.is_retry]) or {}
 
     def _drop(self, work: Work) -> None:
-        self.fetcher.remove(work.place)
+        self._fetcher.remove(work.place)
         self._engine.remove(work)
         self._committer.forget(work)
         self._works.pop(work.place, None)
@@ -394,10 +397,12 @@ class Reader:
 
     async def close(self) -> None:
         """Finish with all partitions and store their positions."""
-        if self._task is not None:
-            self._task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._task
+        if self._task is None:
+            await self._fetcher.close()
+            return
+        self._task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await self._task
         works = [work for place, work in self._works.items() if place not in self._releasing]
         await self._finish(works)
         if self._background:
@@ -405,6 +410,8 @@ class Reader:
         await self._revoked(works)
         for work in list(self._works.values()):
             self._drop(work)
+        await self._committer.close()
+        await self._fetcher.close()
 
 
 def _metadata(place: Partition, stored: StoredOffset | None) -> Metadata | None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import inspect
+import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeAlias
@@ -17,10 +18,12 @@ from txbroker.consumer.message import ReceivedMessage
 from txbroker.errors import ConfigurationError
 
 Handler: TypeAlias = Callable[[Any], Any]
-"""Takes a `ReceivedMessage`, or with `batch` a list of them; a coroutine function or a plain one."""
+"""A coroutine function or a plain one. Takes a `ReceivedMessage`, or with `batch` a list."""
 Before: TypeAlias = Callable[[ReceivedMessage], Awaitable[None] | None]
 After: TypeAlias = Callable[[ReceivedMessage, BaseException | None], Awaitable[None] | None]
 
+_POLL_S = 0.2
+"""The time between looks at timeouts."""
 _BURST_S = 0.002
 """The longest time for which handlers that never wait keep the event loop."""
 
@@ -59,9 +62,10 @@ def check_handler(handler: object) -> None:
         try:
             signature.bind(None)
         except TypeError:
+            name = getattr(handler, "__name__", repr(handler))
             raise ConfigurationError(
-                f"the handler {getattr(handler, '__name__', handler)!s}{signature} cannot be called "
-                "with one argument: it takes a message, or with `batch` a list of messages"
+                f"the handler {name}{signature} cannot be called with one argument: it takes a "
+                "message, or with `batch` a list of messages"
             ) from None
 
 
@@ -117,8 +121,8 @@ class Workers:
         self._engine = engine
         self._options = options
         self._pool: ThreadPoolExecutor | None = None
-        called = getattr(handler, "__call__", None)
-        if not (inspect.iscoroutinefunction(handler) or inspect.iscoroutinefunction(called)):
+        call = type(handler).__call__  # of an object that can be called
+        if not (inspect.iscoroutinefunction(handler) or inspect.iscoroutinefunction(call)):
             self._pool = ThreadPoolExecutor(options.count, "txbroker-handler")
             handler = self._threaded(handler)
         if options.before is not None or options.after is not None:
@@ -152,40 +156,48 @@ class Workers:
 
         return call
 
-    async def run(self) -> None:
-        """Handle messages until the engine stops and nothing is in flight.
+    async def run(self, drain_s: float) -> None:
+        """Handle messages until the engine stops, then those in flight for up to `drain_s`.
 
         Raises: the error that ended the consumer.
         """
         self._engine.abandon = self._abandon
         self._workers = [_Worker(self) for _ in range(self._options.count)]
         tasks = [worker.task for worker in self._workers]
-        if self._options.timeout_s is not None:
-            tasks.append(asyncio.create_task(self._watch(self._options.timeout_s)))
+        timeout_s = self._options.timeout_s
+        poll_s = _POLL_S if timeout_s is None else min(_POLL_S, timeout_s / 4)
+        pending, until_s = set(tasks), math.inf
         try:
-            done, _ = await asyncio.wait(tasks[: self._options.count], return_when="ALL_COMPLETED")
-            for task in done:
-                task.result()
+            while pending and self._loop.time() < until_s:
+                done, pending = await asyncio.wait(
+                    pending, timeout=poll_s, return_when=asyncio.FIRST_EXCEPTION
+                )
+                for task in done:
+                    task.result()
+                self._cancel_overdue()
+                if self._engine.stopping:
+                    until_s = min(until_s, self._loop.time() + drain_s)
         finally:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             if self._pool is not None:
                 self._pool.shutdown(wait=False, cancel_futures=True)
+        if self._engine.error is not None:
+            raise self._engine.error
 
     def _abandon(self, holders: Collection[object]) -> None:
         for holder in holders:
             if isinstance(holder, _Worker):
                 holder.cancel(None)
 
-    async def _watch(self, timeout_s: float) -> None:
-        """Cancel calls that take too long."""
-        while True:
-            await asyncio.sleep(min(timeout_s / 4, 1.0))
-            for worker in self._workers:
-                since_s = worker.since_s
-                if since_s is not None and self._loop.time() - since_s > timeout_s:
-                    worker.cancel(HandlerTimeout(f"no result within {timeout_s:g} s"))
+    def _cancel_overdue(self) -> None:
+        timeout_s, now_s = self._options.timeout_s, self._loop.time()
+        if timeout_s is None:
+            return
+        for worker in self._workers:
+            if worker.since_s is not None and now_s - worker.since_s > timeout_s:
+                worker.cancel(HandlerTimeout(f"no result within {timeout_s:g} s"))
 
 
 class _Worker:

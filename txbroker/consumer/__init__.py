@@ -1,0 +1,31 @@
+"""Consumers: any Kafka topic, in any mode.
+
+`Consumer` for asyncio, `BlockingConsumer` for other code. Handlers raise `Later` or `Reject`.
+"""
+
+from txbroker.consumer.blocking import BlockingConsumer
+from txbroker.consumer.committer import CommitPolicy
+from txbroker.consumer.consumer import Consumer
+from txbroker.consumer.files import InFile
+from txbroker.consumer.message import MessageLease, ReceivedMessage
+from txbroker.consumer.reader import RecordsDeleted
+from txbroker.consumer.settings import ConsumerOptions
+from txbroker.consumer.statistics import ConsumerCollector, Statistics
+from txbroker.consumer.workers import HandlerTimeout
+from txbroker.core.consuming.failure import Later, Reject
+
+__all__ = [
+    "BlockingConsumer",
+    "CommitPolicy",
+    "Consumer",
+    "ConsumerCollector",
+    "ConsumerOptions",
+    "HandlerTimeout",
+    "InFile",
+    "Later",
+    "MessageLease",
+    "ReceivedMessage",
+    "RecordsDeleted",
+    "Reject",
+    "Statistics",
+]

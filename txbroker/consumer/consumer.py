@@ -1,0 +1,313 @@
+"""`Consumer`: consumes Kafka topics in any mode.
+
+A consumer is a source (a group, or all partitions), an order, a store of positions and a failure
+policy; every mode is a combination of them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import re
+from collections.abc import AsyncIterator, Mapping
+from types import TracebackType
+from typing import Protocol, Self, Unpack
+
+import structlog
+
+from txbroker.config.settings import load_kafka_access
+from txbroker.consumer.committer import Store
+from txbroker.consumer.engine import Engine, Suspension
+from txbroker.consumer.message import ReceivedMessage
+from txbroker.consumer.reader import Reader
+from txbroker.consumer.settings import ConsumerOptions, ConsumerSettings
+from txbroker.consumer.source import AllPartitions
+from txbroker.consumer.statistics import ConsumerCollector, Statistics, statistics
+from txbroker.consumer.workers import Handler, HandlerOptions, Workers, iterate
+from txbroker.door.consuming import ConsumingDoor, GroupMember, TopicIdentity
+from txbroker.error_text import safe_repr
+from txbroker.errors import ConfigurationError, KafkaUnavailable
+
+log = structlog.wrap_logger(logging.getLogger(__name__))
+
+_REFRESH_S = 5.0
+"""Between looks for new topics and partitions."""
+_INTERNAL = "__"
+
+
+class HasConsumingDoor(Protocol):
+    """A Kafka that is no address, such as `txbroker.testing.InMemoryBroker`."""
+
+    def consuming_door(self) -> ConsumingDoor:
+        """Return a door for one consumer."""
+
+
+class Consumer:
+    """Consumes topics: `async with Consumer(…) as consumer: await consumer.run(handler)`.
+
+    It reads committed records only, and stores positions itself.
+
+    Example:
+        async with Consumer("kafka:9092", group="stock", topics=["orders"]) as consumer:
+            await consumer.run(book)
+
+    Args:
+        kafka: bootstrap servers, `host:port`, several separated by commas; or a broker of
+            `txbroker.testing`.
+        options: see `ConsumerOptions`.
+
+    Raises:
+        ConfigurationError: the options contradict each other.
+    """
+
+    def __init__(self, kafka: str | HasConsumingDoor, **options: Unpack[ConsumerOptions]) -> None:
+        try:
+            self._settings = ConsumerSettings(**options)
+        except TypeError as error:
+            raise ConfigurationError(f"unknown option of Consumer: {error}") from None
+        self._settings.validate()
+        self._kafka = kafka
+        self._stopped = False
+        self._running = False
+        self._stack = contextlib.AsyncExitStack()
+        self._readers: list[tuple[Reader, GroupMember | AllPartitions]] = []
+        self._door: ConsumingDoor
+        self._engine: Engine
+
+    # --- life --------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """Connect, create missing topics of the group, and join it; `async with` does it.
+
+        Raises:
+            ConfigurationError: something is missing or not permitted; names the next step.
+            KafkaUnavailable: Kafka does not answer.
+        """
+        try:
+            await self._start()
+        except BaseException:
+            await self._stack.aclose()
+            raise
+
+    async def _start(self) -> None:
+        settings = self._settings
+        self._door = self._open_door()
+        self._stack.push_async_callback(self._door.close)
+        await self._door.start()
+        self._engine = Engine(
+            settings.sequence,
+            settings.policy(),
+            settings.own_topics,
+            settings.buffered_bytes_max,
+            before=settings.at_most_once,
+        )
+        if settings.store is not None:
+            settings.store.open()
+            self._stack.callback(settings.store.close)
+        topics = await self._check_topics()
+        self._in_background(self._engine.run())
+        for number in range(settings.readers):
+            await self._start_reader(number, topics)
+        self._in_background(self._watch_topics())
+
+    def _open_door(self) -> ConsumingDoor:
+        if not isinstance(self._kafka, str):
+            return self._kafka.consuming_door()
+        from txbroker.kafka.door.consuming import KafkaConsumingDoor
+
+        access = load_kafka_access(self._kafka, self._settings.security)
+        return KafkaConsumingDoor.from_access(access, "txbroker-consumer")
+
+    def _in_background(self, work: object) -> None:
+        task = asyncio.ensure_future(work)  # type: ignore[call-overload]
+        task.add_done_callback(self._background_done)
+
+        async def end() -> None:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+        self._stack.push_async_callback(end)
+
+    def _background_done(self, task: asyncio.Task[None]) -> None:
+        error = None if task.cancelled() else task.exception()
+        if isinstance(error, Exception):
+            self._engine.fail(error)
+
+    async def _start_reader(self, number: int, topics: Mapping[str, TopicIdentity]) -> None:
+        settings = self._settings
+        reader = Reader(self._engine, self._door, settings.reader_options(topics))
+        source: GroupMember | AllPartitions
+        store: Store | None = settings.store
+        if settings.group is None:
+            source = AllPartitions(reader)
+        else:
+            instance = settings.instance
+            if instance is not None and settings.readers > 1:
+                instance = f"{instance}-{number}"
+            source = store = self._door.member(settings.group, instance, reader, **settings.timing)
+        assert store is not None
+        self._stack.push_async_callback(source.close)
+        self._stack.push_async_callback(reader.close)
+        reader.start(source, store)
+        self._readers.append((reader, source))
+        source.subscribe(topics)
+        await source.start()
+
+    async def aclose(self) -> None:
+        """Finish the messages in flight, store positions, and leave the group."""
+        self.stop()
+        await self._stack.aclose()
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await self.aclose()
+
+    # --- topics ------------------------------------------------------------------------------
+
+    async def _check_topics(self) -> dict[str, TopicIdentity]:
+        """Create the group's topics and return all topics to read."""
+        settings = self._settings
+        needed = settings.needed_topics()
+        have = await self._door.topics([spec.name for spec in needed])
+        await self._door.create([spec for spec in needed if spec.name not in have])
+        for spec in needed:
+            topic = have.get(spec.name)
+            if topic is not None and topic.partitions < spec.partitions:
+                raise ConfigurationError(
+                    f"topic {spec.name} has {topic.partitions} partitions and needs "
+                    f"{spec.partitions}: add some, as `txbroker topics plan` shows"
+                )
+        topics = await self._find_topics()
+        missing = [name for name in settings.topics or () if name not in topics]
+        if missing:
+            raise ConfigurationError(
+                f"topic {missing[0]} does not exist, or may not be described: create it or correct "
+                "its name"
+            )
+        return topics
+
+    async def _find_topics(self) -> dict[str, TopicIdentity]:
+        settings = self._settings
+        if settings.pattern is None:
+            topics = await self._door.topics(settings.topics)
+        else:
+            every = await self._door.topics(None)
+            pattern, own = re.compile(settings.pattern), f"{settings.topic_prefix}."
+            topics = {
+                name: topic
+                for name, topic in every.items()
+                if pattern.fullmatch(name) and not name.startswith((own, _INTERNAL))
+            }
+        retry = settings.own_topics.retry
+        if any(spec.name == retry for spec in settings.needed_topics()):
+            topics |= await self._door.topics([retry])
+        return topics
+
+    async def _watch_topics(self) -> None:
+        """Follow new topics, new partitions and recreated topics."""
+        while True:
+            await asyncio.sleep(_REFRESH_S)
+            try:
+                topics = await self._find_topics()
+            except KafkaUnavailable as error:
+                log.warning("topics not refreshed", error=safe_repr(error))
+                continue
+            for reader, source in self._readers:
+                reader.check_topics(topics)
+                source.subscribe(topics)
+
+    # --- consuming ---------------------------------------------------------------------------
+
+    async def run(self, handler: Handler, *, batch: int = 0, max_wait_s: float = 0.1) -> None:
+        """Call `handler` with each message until `stop`.
+
+        Args:
+            handler: a coroutine function, called on the event loop, or a plain function, called in
+                a thread. Takes a message; with `batch` a list of them. It raises `Later`, `Reject`
+                or any other exception if it fails; of a batch it can report single messages by
+                `message.failed(error)`.
+            batch: messages in one call, at most; 0: one, and not as a list.
+            max_wait_s: how long a batch waits to be full, seconds.
+
+        Raises:
+            ConfigurationError: the handler cannot be called with one argument.
+            KafkaUnavailable, TxbrokerError: the consumer cannot continue.
+        """
+        if self._running:
+            raise ConfigurationError("run is active already: use one Consumer for each handler")
+        settings = self._settings
+        options = HandlerOptions(
+            count=settings.in_flight_max,
+            timeout_s=settings.handler_timeout_s,
+            batch=batch,
+            max_wait_s=max_wait_s,
+            before=settings.before,
+            after=settings.after,
+        )
+        workers = Workers(self._engine, handler, options)
+        self._running = True
+        try:
+            await workers.run(settings.drain_s)
+        finally:
+            self._running = False
+
+    def __aiter__(self) -> AsyncIterator[ReceivedMessage]:
+        """Yield messages until `stop`; call `done` or `failed` of each."""
+        return self._messages()
+
+    async def _messages(self) -> AsyncIterator[ReceivedMessage]:
+        async for messages in self.batches(1, 0):
+            yield messages[0]
+
+    def batches(self, count: int, max_wait_s: float = 0.1) -> AsyncIterator[list[ReceivedMessage]]:
+        """Yield lists of up to `count` messages until `stop`; call `done` or `failed` of each.
+
+        Args:
+            max_wait_s: how long to wait for more than one, seconds.
+        """
+        in_flight_max = max(count, self._settings.in_flight_max)
+        return iterate(self._engine, count, max_wait_s, in_flight_max)
+
+    def stop(self) -> None:
+        """End `run` and iterations after the messages in flight."""
+        if not self._stopped and hasattr(self, "_engine"):
+            self._stopped = True
+            self._engine.stop()
+
+    def suspend(
+        self, topic: str | None = None, partition: int | None = None, key: bytes | None = None
+    ) -> None:
+        """Hand out no message of a topic, partition or key (None: any), until `resume` with the
+        same arguments. Messages in flight are finished.
+
+        Raises:
+            ConfigurationError: a key without order `key`.
+        """
+        if key is not None and self._settings.order != "key":
+            raise ConfigurationError("a key can be suspended with order='key' only")
+        self._engine.suspend(Suspension(topic, partition, key))
+
+    def resume(
+        self, topic: str | None = None, partition: int | None = None, key: bytes | None = None
+    ) -> None:
+        """End a suspension."""
+        self._engine.resume(Suspension(topic, partition, key))
+
+    # --- figures -----------------------------------------------------------------------------
+
+    def statistics(self) -> Statistics:
+        """Return the figures of this consumer."""
+        return statistics(self._engine)
+
+    def collector(self) -> ConsumerCollector:
+        """Return its metrics for `prometheus_client.REGISTRY.register`."""
+        return ConsumerCollector(self._settings.group or "", self._engine)
