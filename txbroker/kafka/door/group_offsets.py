@@ -130,7 +130,8 @@ class GroupOffsets:
     ) -> None:
         backoff = self._backoff()
         rounds = _rounds(copies, batch_bytes)
-        # After any error, and a cancelled call, only a producer that has started again is safe.
+        # Reused only after success: a broker expects the sequence of a refused batch again, and
+        # after other errors, or a cancelled call, the transaction may be open.
         producer, self._producer = self._producer, None
         self._unsettled = True
         try:
@@ -141,7 +142,7 @@ class GroupOffsets:
                 # If this fails, the next producer aborts it.
                 with contextlib.suppress(KafkaUnavailable, ProducerFenced):
                     await producer.end(commit=False, backoff=self._backoff())
-                    self._keep(producer)
+                    self._unsettled = False
                 if isinstance(error, CommitFenced):
                     raise
                 refused = error
