@@ -337,13 +337,13 @@ async def test_new_partitions_and_topics_are_assigned(group: World) -> None:
         return len(first.owned) == len(second.owned) == 5
 
     await until(found)
+    assert kept[0] < first.owned
+    assert kept[1] < second.owned
     topic = await group.harness.create_topic("c", 4)
     group.count = 14
     for one in (first, second):
         one.member.subscribe([*group.topics, topic])
     await group.settled(first, second)
-    assert kept[0] < first.owned
-    assert kept[1] < second.owned
     generations = len(first.assignments)
     first.member.subscribe([*group.topics, topic])
     await asyncio.wait_for(first.member._looking or asyncio.sleep(0), ACCESS_S)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from aiokafka.protocol.api import Request
@@ -20,13 +21,14 @@ _PROTOCOL_TYPE = "consumer"
 _NO_MEMBER = ""
 _NO_GENERATION = -1
 _JOIN_MARGIN_S = 5.0
-_JOIN_CHANNEL = "group/join"
 _LEAVE_CHANNEL = "group/leave"
 _DESCRIBE_CHANNEL = "group/describe"
 _LEAVE_TIMEOUT_S = 2.0
 _LEAVE_MAX_S = 5.0
 """Limits leaving even if brokers are unresponsive: looking up the coordinator asks one after
 another, and the process that stops waits for it."""
+
+_NUMBERS = itertools.count()
 
 A = TypeVar("A")
 """What a member knows of its assignment."""
@@ -92,6 +94,8 @@ class Member(Generic[A]):
         self._session_ms = round(session_s * 1000)
         # The coordinator answers when all members have joined, or after the session timeout.
         self._join_timeout_s = session_s + _JOIN_MARGIN_S
+        # Members that share a client may have to join at the same time, and wait for one another.
+        self._join_channel = f"group/{next(_NUMBERS)}/join"
         self._member_id = _NO_MEMBER
         self._rebalance_requests = 0
 
@@ -228,12 +232,12 @@ class Member(Generic[A]):
     def cancel_join(self) -> None:
         """Close the channel of a join in flight: the broker answers nothing else on it
         meanwhile."""
-        self._client.close_channels(_JOIN_CHANNEL)
+        self._client.close_channels(self._join_channel)
 
     async def _ask(self, request: Request[Any]) -> Any:
         try:
             node = await self._client.coordinator(GROUP, self._group)
-            answer = await self._client.ask(node, request, _JOIN_CHANNEL, self._join_timeout_s)
+            answer = await self._client.ask(node, request, self._join_channel, self._join_timeout_s)
         except KafkaUnavailable as error:
             if coordinator_moved(error):
                 self._client.forget_coordinator(GROUP, self._group)
