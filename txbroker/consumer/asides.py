@@ -29,6 +29,7 @@ log = structlog.wrap_logger(logging.getLogger(__name__))
 _CHUNK = 100
 """Copies of a released key that are handled between two clearances."""
 _READ_OFFSETS = 5000
+_ONE_LANE = ""
 
 
 class AsideReads(Protocol):
@@ -240,7 +241,8 @@ def _messages(released: ReleasedKey, copies: Sequence[Record]) -> list[ReceivedM
         copy = read_copy(record)
         assert copy is not None
         message, failed = copy
-        size = size_of(message)
-        attempt = failed.attempts + 1
-        messages.append(ReceivedMessage(message, released, size, attempt, failed_before=failed))
+        size, attempt = size_of(message), failed.attempts + 1
+        messages.append(
+            ReceivedMessage(message, released, size, _ONE_LANE, attempt, failed_before=failed)
+        )
     return messages

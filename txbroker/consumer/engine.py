@@ -121,8 +121,9 @@ class Engine:
         self._topics = topics
         self._bytes_max = bytes_max
         self._before = before
-        self._queues: Queues[ReceivedMessage] = Queues(order)
-        self._works: dict[Work, tuple[Commits, Flow]] = {}
+        self.order = order
+        self._queues: Queues[ReceivedMessage] = Queues()
+        self._works: dict[Work, None] = {}
         self._paused: set[Work] = set()
         self._in_flight: dict[ReceivedMessage, object] = {}
         self._takers: deque[asyncio.Future[int]] = deque()
@@ -134,8 +135,10 @@ class Engine:
         self._swept_s = 0.0
         self._expired: set[Work] = set()
         self._resting: dict[Work, float] = {}
+        self.handled = 0
+        """Messages that are done since the start."""
         self.counts: Counter[str] = Counter()
-        """Events since the start: `handled`, `failed`, `dropped`, `dead`, `aside`, `retry_N`,
+        """Other events: `failed`, `dropped`, `dead`, `aside`, `retry_N`,
         `fenced`, `overflow`, `gap`."""
         self.abandon: Callable[[Collection[object]], None] = lambda _holders: None
         """Cancels the handlers of these holders; set by the workers."""
@@ -147,15 +150,18 @@ class Engine:
 
     def add(self, work: Work, commits: Commits, flow: Flow) -> None:
         """Begin with a partition."""
-        self._works[work] = (commits, flow)
+        self._works[work] = None
+        work.commits, work.flow = commits, flow
         for suspension in self._suspensions:
             self._suspend(work, suspension)
 
     def remove(self, work: Work) -> None:
         """End with a partition: its messages are dropped, the handlers of those in flight are
         cancelled, and their results are ignored."""
-        if self._works.pop(work, None) is None:
+        if work not in self._works:
             return
+        del self._works[work]
+        work.commits = None
         self._queues.remove(work.queue)
         work.gate.clear()
         self._paused.discard(work)
@@ -222,14 +228,14 @@ class Engine:
         work.end = max(work.end, end)
         low = work.position.low
         fresh = work.position.arrive(records, next_offset)
-        if work.position.low != low:
-            self._works[work][0].changed(work, 0)  # offsets without a record
+        if work.position.low != low and work.commits is not None:
+            work.commits.changed(work, 0)  # offsets without a record
         messages = work.wrap(fresh)
         work.bytes += sum([message.size for message in messages])
         self._limit(work, messages)
-        if self._before:
+        if self._before and work.commits is not None:
             work.gate.extend(messages)
-            self._works[work][0].changed(work, len(messages))
+            work.commits.changed(work, len(messages))
         elif work.is_retry:
             work.gate.extend(messages)
             self.admit(work, work.admit_due())
@@ -243,10 +249,9 @@ class Engine:
             self._wake()
 
     def _limit(self, work: Work, messages: Sequence[ReceivedMessage]) -> None:
-        share = self._bytes_max / max(1, len(self._works))
-        if work.bytes >= share and work not in self._paused:
+        if work.bytes >= self._share and work not in self._paused:
             self._paused.add(work)
-            self._works[work][1].pause(work.place)
+            work.flow.pause(work.place)
         largest = max((message.size for message in messages), default=0)
         if largest > self._bytes_max:
             self.fail(
@@ -258,11 +263,12 @@ class Engine:
 
     # --- hand out and finish -----------------------------------------------------------------
 
-    def next(self, holder: object = None) -> ReceivedMessage | None:
+    def next(self, holder: object, *, together: bool = False) -> ReceivedMessage | None:
         """Return the next message, None if there is none now; `finish` must follow.
 
         Args:
-            holder: who handles it. A lane that it occupies already gives it more messages.
+            holder: who handles it.
+            together: it handles several: a lane that it occupies gives it more messages.
         """
         now_s = self._loop.time()
         if now_s - self._swept_s > _SWEEP_S:
@@ -271,7 +277,7 @@ class Engine:
         if self.stopping and not self._before:
             return None
         while True:
-            message = self._queues.take(holder)
+            message = self._queues.take(holder if together else None)
             if message is None:
                 return None
             if message.work.aside is not None and message.work.is_aside(message):
@@ -292,11 +298,12 @@ class Engine:
         if self._in_flight.pop(message, self) is self:
             return
         if error is None:
-            self.counts["handled"] += 1
-            self._end(message)
+            self.handled += 1
+            self._queues.settle(message.work.queue, message)
+            self._settled(message)
         else:
             self._fail(message, error)
-        if self._watchers or self._takers:
+        if self._watchers or (self._takers and not self._woken and self._queues.more):
             self._wake()
 
     def report(self, message: ReceivedMessage, error: Exception | None) -> None:
@@ -319,28 +326,29 @@ class Engine:
 
     def _end(self, message: ReceivedMessage) -> None:
         """The message needs nothing more: its lane continues, its offset is done."""
-        self._queues.settle(message)
+        self._queues.settle(message.work.queue, message)
         self._settled(message)
 
     def _settled(self, message: ReceivedMessage) -> None:
+        """The message is done: so is its offset, and its memory is free."""
         work = message.work
-        parts = self._works.get(work)
-        if parts is None:
+        commits = work.commits
+        if commits is None:
             return
+        work.bytes -= message.size
         if not self._before:
             work.finished(message)
-            parts[0].changed(work)
+            commits.changed(work)
         elif work.gate:
-            parts[0].changed(work, 0)
-        self._free(work, message.size)
-
-    def _free(self, work: Work, size: int) -> None:
-        work.bytes -= size
-        if not self._paused or work not in self._paused:
-            return
-        if work.bytes < self._bytes_max / max(1, len(self._works)) / 2:
+            commits.changed(work, 0)
+        if self._paused and work in self._paused and work.bytes < self._share / 2:
             self._paused.discard(work)
-            self._works[work][1].resume(work.place)
+            work.flow.resume(work.place)
+
+    @property
+    def _share(self) -> float:
+        """Memory for one partition, bytes."""
+        return self._bytes_max / max(1, len(self._works))
 
     def _fail(self, message: ReceivedMessage, error: BaseException) -> None:
         if not isinstance(error, Later):
@@ -370,7 +378,7 @@ class Engine:
             self.counts["dropped"] += 1
             self._end(message)
         elif isinstance(verdict, SetAside) and work.fails_again():
-            self._queues.settle(message)
+            self._queues.settle(message.work.queue, message)
         elif isinstance(verdict, SetAside):
             key = message.record.key
             work.setting_aside.add(message.offset if key is None else key)
@@ -394,9 +402,11 @@ class Engine:
             self._end(message)
             self._wake()
 
-        self._works[message.work][0].copy(
-            message.work, message, Copy(topic, number, record), stored
-        )
+        self._store(message, Copy(topic, number, record), stored)
+
+    def _store(self, message: ReceivedMessage, copy: Copy, stored: Callable[[], None]) -> None:
+        if message.work.commits is not None:
+            message.work.commits.copy(message.work, message, copy, stored)
 
     def _set_aside(self, message: ReceivedMessage, cause: str) -> None:
         """Copy a message to the aside topic. Its lane continues at once: later messages of the key
@@ -404,14 +414,14 @@ class Engine:
         source = source_of(message)
         number = spread(source[:2], ASIDE_PARTITIONS)
         record = make_copy(message.record, Failed(source, message.attempt, 0, cause))
-        self._queues.settle(message)
+        self._queues.settle(message.work.queue, message)
 
         def stored() -> None:
             self.counts["aside"] += 1
             self._settled(message)
 
         copy = Copy(self._topics.aside, number, record)
-        self._works[message.work][0].copy(message.work, message, copy, stored)
+        self._store(message, copy, stored)
 
     def refused(self, work: Work, messages: Sequence[ReceivedMessage], why: str) -> None:
         """Copies of these messages, in order, cannot be stored: the partition pauses, and then they

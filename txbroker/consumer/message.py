@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+from collections.abc import Hashable
 from typing import TYPE_CHECKING, Protocol
 
 from msgspec import Struct
@@ -49,7 +50,7 @@ class MessageLease:
         return self._lease.deadline_s <= now_s
 
 
-class ReceivedMessage(Struct, eq=False):
+class ReceivedMessage(Struct, eq=False, gc=False):
     """A message of a topic.
 
     A message that failed earlier has the topic, partition, offset and headers that it had first.
@@ -61,6 +62,7 @@ class ReceivedMessage(Struct, eq=False):
     record: Record
     work: Work
     size: int
+    lane_key: Hashable
     attempt: int = 1
     lane: Lane | None = None
     failures: int = 0

@@ -11,12 +11,12 @@ from txbroker.consumer.message import MessageLease, ReceivedMessage
 from txbroker.core.consuming.aside import AsideKeys
 from txbroker.core.consuming.copies import Partition, Source, read_copy
 from txbroker.core.consuming.position import Metadata, Position, encode_metadata
-from txbroker.core.consuming.queues import PartitionQueue
+from txbroker.core.consuming.queues import Order, PartitionQueue, lane_key_of
 from txbroker.core.records import Record
 from txbroker.door.consuming import StoredOffset
 
 if TYPE_CHECKING:
-    from txbroker.consumer.engine import Engine
+    from txbroker.consumer.engine import Commits, Engine, Flow
 
 _OVERHEAD_BYTES = 300
 """Memory of a message beside its key, value and headers."""
@@ -44,8 +44,11 @@ class Work:
         self.place = place
         self.lease = lease
         self.is_retry = is_retry
+        self.order = engine.order
         self.queue: PartitionQueue[ReceivedMessage] = PartitionQueue(place)
-        self.position = Position(0)
+        self._position = Position(0)
+        self._finished: list[int] = []
+        """Offsets of messages that are done and not in the position yet."""
         self.token = 0
         self.topic_id = ""
         self.known_topic_id = ""
@@ -59,6 +62,9 @@ class Work:
         self.setting_aside: set[bytes | int] = set()
         """Keys whose first copy is not visible in the aside topic yet."""
         self.dirty = False
+        self.commits: Commits | None = None
+        """Set while the engine has the partition, as is `flow`."""
+        self.flow: Flow
         self.overflow = 0
         """Done offsets that did not fit into the metadata of the last commit."""
 
@@ -80,12 +86,28 @@ class Work:
         """Return records as messages that have not been handled."""
         if self.is_retry:
             return [self._copy(record) for record in records]
-        return [ReceivedMessage(record, self, size_of(record)) for record in records]
+        # Hot path: `size_of` and `lane_key_of` without calls.
+        if self.order is Order.KEY:
+            return [
+                ReceivedMessage(
+                    r,
+                    self,
+                    _OVERHEAD_BYTES
+                    + len(r.value or b"")
+                    + len(r.key or b"")
+                    + (_HEADER_BYTES * len(r.headers) if r.headers else 0),
+                    r.key,
+                )
+                for r in records
+            ]
+        lane_key = lane_key_of(self.order, None)
+        return [ReceivedMessage(record, self, size_of(record), lane_key) for record in records]
 
     def _copy(self, record: Record) -> ReceivedMessage:
         message, failed = read_copy(record) or (record, None)
         attempt = 1 if failed is None else failed.attempts + 1
-        return ReceivedMessage(message, self, size_of(record), attempt, failed_before=failed)
+        key = lane_key_of(self.order, record.key)
+        return ReceivedMessage(message, self, size_of(record), key, attempt, failed_before=failed)
 
     def admit_due(self) -> list[ReceivedMessage]:
         """Return the messages of a retry partition that are due, in order: the head is waited
@@ -97,8 +119,19 @@ class Work:
 
     def finished(self, message: ReceivedMessage) -> None:
         """Take note that a message is done, dropped or copied."""
-        offset = message.record.offset
-        self.position.done(offset, offset + 1)
+        self._finished.append(message.record.offset)
+
+    @property
+    def position(self) -> Position:
+        """What is done."""
+        if self._finished:
+            offsets, self._finished = self._finished, []
+            self._position.done_all(offsets)
+        return self._position
+
+    @position.setter
+    def position(self, position: Position) -> None:
+        self._position = position
 
     def is_aside(self, message: ReceivedMessage) -> bool:
         """Return whether the message's key is set aside."""

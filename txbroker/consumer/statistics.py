@@ -46,7 +46,7 @@ def statistics(engine: Engine) -> Statistics:
         sum(work.bytes for work in works),
         sum(work.aside_count for work in works),
         sum(work.overflow for work in works),
-        dict(engine.counts),
+        {"handled": engine.handled, **engine.counts},
     )
 
 

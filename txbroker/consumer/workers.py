@@ -80,7 +80,7 @@ async def take(
     loop, until_s = asyncio.get_running_loop(), 0.0
     messages: list[ReceivedMessage] = []
     while len(messages) < count:
-        message = engine.next(holder)
+        message = engine.next(holder, together=True)
         if message is not None:
             messages.append(message)
             until_s = until_s or loop.time() + max_wait_s

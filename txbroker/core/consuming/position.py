@@ -87,6 +87,20 @@ class Position:
         else:
             self._add(first, end)
 
+    def done_all(self, offsets: list[int]) -> None:
+        """Mark offsets as done, as `done`; sorts the list."""
+        offsets.sort()
+        first = end = -1
+        for offset in offsets:
+            if offset == end:
+                end += 1
+                continue
+            if end >= 0:
+                self.done(first, end)
+            first, end = offset, offset + 1
+        if end >= 0:
+            self.done(first, end)
+
     def _undone(self, first: int, end: int) -> Iterator[tuple[int, int]]:
         """Yield the parts of a range that are not done, for gaps that overlap restored ranges."""
         first = max(first, self.low)
@@ -118,8 +132,7 @@ class Position:
         """Return a copy in which these offsets are done, too."""
         position = Position(self.low, self.ranges())
         position._restored.clear()
-        for offset in offsets:
-            position._add(offset, offset + 1)
+        position.done_all(list(offsets))
         return position
 
     def ranges(self) -> list[tuple[int, int]]:

@@ -11,11 +11,9 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Hashable, Iterable
 from enum import StrEnum
 from typing import Any, Generic, Protocol, TypeVar
-
-from txbroker.core.records import Record
 
 
 class Order(StrEnum):
@@ -30,10 +28,11 @@ class Item(Protocol):
     """A message, as the queues know it."""
 
     lane: Lane | None
-    """The lane that it occupies while it is in flight."""
+    """The lane that it occupies in flight; None also where it is alone in its lane."""
 
     @property
-    def record(self) -> Record: ...
+    def lane_key(self) -> Hashable:
+        """Names its lane in its partition, see `lane_key_of`; None: it is alone in any case."""
 
 
 M = TypeVar("M", bound=Item)
@@ -41,6 +40,8 @@ _TURN = 64
 """Messages that are taken from one partition before the next one."""
 _WHOLE = ""
 """The lane of all messages of a partition."""
+_FREE: Any = object()
+"""In place of a lane: there is none."""
 
 
 class Lane:
@@ -65,8 +66,9 @@ class PartitionQueue(Generic[M]):
     def __init__(self, name: Hashable) -> None:
         self.name = name
         self.buffer: deque[M] = deque()
-        self.lanes: dict[Hashable, Lane] = {}
-        """Lanes with messages in flight, waiting or delayed, and suspended ones."""
+        self.lanes: dict[Hashable, Lane | None] = {}
+        """Lanes with messages in flight, waiting or delayed, and suspended ones. None: there is one
+        message in flight and nothing else, as in most lanes."""
         self.held: list[Lane] = []
         """Lanes that were ready while the partition was suspended."""
         self.suspended: set[str] = set()
@@ -77,15 +79,15 @@ class PartitionQueue(Generic[M]):
 
     def heads(self) -> list[M]:
         """Return the first message of the buffer and of each lane."""
-        heads = [lane.waiting[0] for lane in [*self.lanes.values(), *self.held] if lane.waiting]
+        lanes = [*self.lanes.values(), *self.held]
+        heads = [lane.waiting[0] for lane in lanes if lane is not None and lane.waiting]
         return heads + list(itertools.islice(self.buffer, 1))
 
 
 class Queues(Generic[M]):
     """The queues of all partitions."""
 
-    def __init__(self, order: Order) -> None:
-        self._lane_key = _LANE_KEYS[order]
+    def __init__(self) -> None:
         self._round: deque[PartitionQueue[M]] = deque()
         self._ready: deque[Lane] = deque()
         self._delayed: list[tuple[float, int, Lane]] = []
@@ -126,37 +128,51 @@ class Queues(Generic[M]):
                     lane.queue.held.append(lane)
                     continue
                 return self._start(lane, lane.waiting.popleft(), holder)
+        # Hot path: a message that is alone in its lane needs no more than two look-ups.
         round_ = self._round
         while round_:
             queue = round_[0]
-            message = None if queue.suspended or queue.removed else self._from(queue, holder)
-            if message is None:
-                round_.popleft().listed = False
-            else:
-                queue.taken += 1
-                if queue.taken >= _TURN:
-                    queue.taken = 0
-                    round_.rotate(-1)
-                return message
+            if not (queue.suspended or queue.removed):
+                buffer, lanes = queue.buffer, queue.lanes
+                while buffer:
+                    message = buffer.popleft()
+                    key = message.lane_key
+                    if key is not None:
+                        if lanes.get(key, _FREE) is not _FREE or holder is not None:
+                            if not self._join(queue, message, holder):
+                                continue
+                        else:
+                            lanes[key] = None
+                    queue.taken += 1
+                    if queue.taken >= _TURN:
+                        queue.taken = 0
+                        round_.rotate(-1)
+                    return message
+            round_.popleft().listed = False
         return None
 
-    def _from(self, queue: PartitionQueue[M], holder: object) -> M | None:
-        buffer, lanes = queue.buffer, queue.lanes
-        while buffer:
-            message = buffer.popleft()
-            key = self._lane_key(message)
-            if key is None:
-                return message
-            lane = lanes.get(key)
-            if lane is None:
-                lane = lanes[key] = Lane(queue, key)
-                return self._start(lane, message, holder)
-            if holder is not None and lane.holder is holder and not lane.waiting:
-                lane.in_flight += 1
-                message.lane = lane
-                return message
-            lane.waiting.append(message)
-        return None
+    def _join(self, queue: PartitionQueue[M], message: M, holder: object) -> bool:
+        """Put a message that arrived into its lane; return whether it is in flight."""
+        key = message.lane_key
+        if key not in queue.lanes:
+            lane = queue.lanes[key] = Lane(queue, key)
+            self._start(lane, message, holder)
+            return True
+        lane = self._lane(queue, key)
+        if holder is not None and lane.holder is holder and not lane.waiting:
+            lane.in_flight += 1
+            message.lane = lane
+            return True
+        lane.waiting.append(message)
+        return False
+
+    def _lane(self, queue: PartitionQueue[M], key: Hashable) -> Lane:
+        """Return the lane of a message in flight."""
+        lane = queue.lanes.get(key)
+        if lane is None:
+            lane = queue.lanes[key] = Lane(queue, key)
+            lane.in_flight = 1
+        return lane
 
     def _start(self, lane: Lane, message: M, holder: object) -> M:
         lane.in_flight = 1
@@ -164,14 +180,21 @@ class Queues(Generic[M]):
         message.lane = lane
         return message
 
-    def settle(self, message: M) -> None:
+    def settle(self, queue: PartitionQueue[M], message: M) -> None:
         """End the flight of a message: its lane continues."""
         lane = message.lane
-        if lane is not None:
-            message.lane = None
-            lane.in_flight -= 1
-            if not lane.in_flight:
-                self._continue(lane)
+        if lane is None:
+            key = message.lane_key
+            if key is None:
+                return
+            lane = queue.lanes.pop(key, None)
+            if lane is None:
+                return
+            queue.lanes[key] = lane
+        message.lane = None
+        lane.in_flight -= 1
+        if not lane.in_flight:
+            self._continue(lane)
 
     def _continue(self, lane: Lane) -> None:
         lane.holder = None
@@ -190,12 +213,14 @@ class Queues(Generic[M]):
 
     def put_back(self, queue: PartitionQueue[M], message: M) -> Lane:
         """Put a message back to the front of its lane."""
-        lane = message.lane or Lane(queue, None)
-        lane.waiting.appendleft(message)
-        if message.lane is None:
+        if message.lane is None and message.lane_key is None:
+            lane = Lane(queue, None)
+            lane.waiting.append(message)
             self._ready.append(lane)
-        else:
-            self.settle(message)
+            return lane
+        lane = message.lane or self._lane(queue, message.lane_key)
+        lane.waiting.appendleft(message)
+        self.settle(queue, message)
         return lane
 
     def wake(self, now_s: float) -> float | None:
@@ -211,8 +236,6 @@ class Queues(Generic[M]):
     def remove(self, queue: PartitionQueue[M]) -> None:
         """Drop all messages of a partition. Those in flight may still be settled."""
         queue.removed = True
-        for lane in queue.lanes.values():
-            lane.waiting.clear()
         queue.lanes.clear()
         queue.buffer.clear()
         self._ready = deque(lane for lane in self._ready if lane.queue is not queue)
@@ -233,7 +256,11 @@ class Queues(Generic[M]):
 
     def suspend_key(self, queue: PartitionQueue[M], key: bytes) -> None:
         """Give out no message with a key until `resume_key`. For order `key` only."""
-        lane = queue.lanes.setdefault(key, Lane(queue, key))
+        lane = queue.lanes.get(key, _FREE)
+        if lane is _FREE:
+            lane = queue.lanes[key] = Lane(queue, key)
+        elif lane is None:
+            lane = self._lane(queue, key)
         lane.blocked = True
 
     def resume_key(self, queue: PartitionQueue[M], key: bytes) -> None:
@@ -245,8 +272,8 @@ class Queues(Generic[M]):
                 self._continue(lane)
 
 
-_LANE_KEYS: dict[Order, Callable[[Item], Hashable]] = {
-    Order.NONE: lambda _message: None,
-    Order.PARTITION: lambda _message: _WHOLE,
-    Order.KEY: lambda message: message.record.key,
-}
+def lane_key_of(order: Order, key: bytes | None) -> Hashable:
+    """Return the name of a message's lane in its partition; None: it is alone in any case."""
+    if order is Order.KEY:
+        return key
+    return _WHOLE if order is Order.PARTITION else None
