@@ -199,22 +199,6 @@ async def test_commit_waits_for_its_assignment(plain: World, copies: bool) -> No
     assert await plain.stored() == StoredOffset(3, "")
 
 
-@pytest.mark.parametrize("copies", [False, True])
-async def test_commit_follows_its_member_to_the_next_generation(plain: World, copies: bool) -> None:
-    member, offsets = await plain.member()
-    await member.begin(note=False)
-    await member.finish()
-    # The coordinator has the next generation, of which this process learns now.
-    committing = asyncio.create_task(
-        offsets.commit({plain.at: StoredOffset(3, "")}, [plain.copy()] if copies else [])
-    )
-    await asyncio.wait([committing], timeout=0.2)
-    assert not committing.done()
-    member.generation = member.latest
-    await committing
-    assert await plain.stored() == StoredOffset(3, "")
-
-
 # --- members that were replaced ------------------------------------------------------------------
 
 

@@ -44,8 +44,6 @@ _AGAIN = RETRIABLE | {Code.REBALANCE_IN_PROGRESS}
 _UNSTABLE_MAX_S = 60.0
 """Longer than a transaction stays open whose producer has died."""
 _UNSTABLE_PAUSE_S = 0.05
-_NEXT_GENERATION_S = 1.0
-"""Time in which a member learns of its next generation, if it is still in the group."""
 
 
 class Identity(Protocol):
@@ -205,7 +203,6 @@ class GroupOffsets:
         Args:
             make: makes the request of generation, member id and instance id.
         """
-        since: Backoff | None = None
         while True:
             me = self._identity
             generation, member_id = me.generation, me.member_id
@@ -216,14 +213,6 @@ class GroupOffsets:
                 return
             code = min(codes)
             fenced = codes & MEMBER_FENCED
-            if fenced == {Code.ILLEGAL_GENERATION}:
-                # The coordinator may have begun a generation that this member learns of now.
-                since = since or Backoff(_NEXT_GENERATION_S, self._settings.retry_backoff_s)
-                while (generation, member_id) == (me.generation, me.member_id):
-                    if not await since.pause():
-                        break
-                if me.member_id == member_id and me.generation > generation:
-                    continue
             if fenced:
                 raise CommitFenced(
                     f"group {self._group} refused the commit of member {member_id!r}, generation "
