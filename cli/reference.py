@@ -57,7 +57,7 @@ def _section(command: click.Command, context: click.Context) -> Iterator[str]:
     yield f"{'#' * len(context.command_path.split())} `{context.command_path}`"
     yield ""
     yield "\n\n".join(_paragraphs(command.help or ""))
-    if isinstance(command, click.Group):
+    if isinstance(command, click.Group) and not command.invoke_without_command:
         return
     pieces = " ".join(command.collect_usage_pieces(context))
     yield ""

@@ -2,7 +2,7 @@
 
 import asyncio
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,8 +12,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from txbroker.cli.demo import consume
 from txbroker.cli.demo.shop import ORDERS, PAYMENTS, Order, messages_of, orders_in
-from txbroker.cli.demo.stage import DemoEnvironment, Timeline, set_up
+from txbroker.cli.demo.stage import DemoEnvironment, Timeline, run_kafka, set_up
+from txbroker.cli.main import SuggestingGroup
 from txbroker.cli.proxy.serving import until_signal
 from txbroker.cli.run import CommandFailed, run_async
 from txbroker.kafka.tools.consumers import Seen, read_back
@@ -127,20 +129,46 @@ def table(lines: Sequence[OrderComparison]) -> Table:
     return shown
 
 
-@click.command("demo")
-def command() -> None:
+@click.group("demo", cls=SuggestingGroup, invoke_without_command=True)
+@click.pass_context
+def command(context: click.Context) -> None:
     """Watch an order service and Kafka agree despite kills.
 
     Runs a real Apache Kafka, a proxy and processes of a small order service on SQLite, kills some
     of these at the worst moments, and then compares the orders in the database with the messages
     that consumers see. Exit code 1: they differ. All data is in a temporary folder. The first run
-    downloads Kafka (43 MB) into your cache.
+    downloads Kafka (43 MB) into your cache. `txbroker demo consume` shows consumers.
     """
+    if context.invoked_subcommand is None:
+        _run(_show)
+
+
+@command.command("consume")
+def consume_command() -> None:
+    """Watch one message fail for ever while all other keys continue.
+
+    Runs a real Apache Kafka and a consumer that keeps the order of each key, writes messages with
+    5,000 keys of which one always fails, and compares what was handled and what was set aside with
+    the topics. Then it releases the key. Exit code 1: something differs. All data is in a temporary
+    folder.
+    """
+    _run(_show_consuming)
+
+
+def _run(show: Callable[[Path, Console], Coroutine[None, None, None]]) -> None:
     configure_logging("auto", "error")
     console = Console(highlight=False)
     with tempfile.TemporaryDirectory(prefix="txbroker-demo-") as folder:
-        if not run_async(until_signal(_show(Path(folder), console))):
+        if not run_async(until_signal(show(Path(folder), console))):
             raise click.Abort
+
+
+async def _show_consuming(folder: Path, console: Console) -> None:
+    timeline = Timeline(console)
+    timeline.title("0. A real Apache Kafka starts")
+    async with run_kafka(folder) as kafka:
+        timeline.show("kafka", "ready", kafka)
+        await consume.show(kafka, timeline, console, consume.Stock())
 
 
 async def _show(folder: Path, console: Console) -> None:

@@ -34,6 +34,9 @@ _STYLES = {
     "rollback": "magenta",
     "killed": "bold red",
     "database": "blue",
+    "failed": "red",
+    "set aside": "yellow",
+    "booked": "green",
 }
 _WHO_WIDTH, _EVENT_WIDTH = 7, 9
 
@@ -257,19 +260,24 @@ class DemoEnvironment:
 @asynccontextmanager
 async def set_up(folder: Path, timeline: Timeline) -> AsyncIterator[DemoEnvironment]:
     """Run Kafka, a proxy on it, and a database."""
-    kafka = EmbeddedKafka(folder / "kafka", progress=BarProgress())
-    try:
-        await asyncio.to_thread(kafka.start)
-        settings = load_settings(
-            {**SETTINGS, "kafka": kafka.bootstrap, "data_dir": folder}, environ={}
-        )
+    async with run_kafka(folder) as bootstrap:
+        settings = load_settings({**SETTINGS, "kafka": bootstrap, "data_dir": folder}, environ={})
         async with run_proxy(KafkaDoor.from_configuration(settings), settings) as proxy:
             await until_owned(proxy)
-            stage = DemoEnvironment(folder, proxy, kafka.bootstrap, timeline)
+            stage = DemoEnvironment(folder, proxy, bootstrap, timeline)
             create_tables(stage.database)
             try:
                 yield stage
             finally:
                 await stage.close()
+
+
+@asynccontextmanager
+async def run_kafka(folder: Path) -> AsyncIterator[str]:
+    """Run a Kafka with its data in `folder`; yield its bootstrap servers."""
+    kafka = EmbeddedKafka(folder / "kafka", progress=BarProgress())
+    try:
+        await asyncio.to_thread(kafka.start)
+        yield kafka.bootstrap
     finally:
         kafka.kill()  # its data is deleted anyway
