@@ -98,13 +98,13 @@ async def test_revoked_partitions_are_assigned_after_release(world: Any, group: 
     assert len(revoked) == 2
     assert second.member.owned == set()
     third = await group.join(topic)
-    # Nobody gets what the first one still uses.
+    # No member gets partitions that the first one still uses.
     assert second.member.owned | third.member.owned == set()
     assert first.revoked >= revoked
     first.hold = False
     first.release()
     await shared(all_of(topic, 4), first, second, third)
-    # What was retained was in use all the time.
+    # Retained partitions were in use all the time.
     retained = first.member.owned
     assert all(retained <= kept for kept in first.kept)
     assert [each.losses for each in (first, second, third)] == [[], [], []]

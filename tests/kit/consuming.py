@@ -59,7 +59,7 @@ class Consuming:
         return self.member.owned - self.assignments[-1]
 
     def release(self) -> None:
-        """Release what was revoked."""
+        """Release the revoked partitions."""
         revoked = self.revoked
         self.member.owned -= revoked
         if revoked:

@@ -113,6 +113,21 @@ def test_closed_broker_is_unavailable() -> None:
         asyncio.run(door.topics())
 
 
+def test_member_of_an_ended_loop_is_removed_after_its_session(broker: InMemoryBroker) -> None:
+    async def consume(session_s: float, *, close: bool) -> set[Partition]:
+        door = broker.consuming_door()
+        await door.start()
+        made = await Consuming().start(door, "group", ["topic"], session_s=session_s)
+        await until(lambda: len(made.member.owned) == 4)
+        if close:
+            await made.member.close()
+        return made.member.owned
+
+    # As a process that crashes: it does not leave.
+    asyncio.run(consume(0.2, close=False))
+    assert len(asyncio.run(consume(60.0, close=True))) == 4
+
+
 # --- silence ---------------------------------------------------------------------------------
 
 

@@ -326,7 +326,7 @@ class MemoryMember:
     def prepare(self, seat: Seat) -> None:
         """Join the generation that is prepared."""
         if seat is self._seat:
-            # The user may still prepare to use what was assigned.
+            # The user may still prepare to use the newest assignment.
             mine = Subscription(self._topics, self._share.union(self.owned), self._generation)
             self._home.post(self._group.join, seat, mine)
 

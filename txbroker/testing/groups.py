@@ -4,7 +4,7 @@ The proxies' coordinator (`txbroker.testing.members`) shares no code with it: it
 partitions at once, since a claim fences the previous owner, whereas here a partition moves only
 after its owner has released it, and each commit is fenced by membership.
 
-All of it runs in the event loop of the `MemoryKafka`; members live in loops of their own users.
+All of it runs in the event loop of the `MemoryKafka`; members live in their users' loops.
 """
 
 from __future__ import annotations
@@ -104,8 +104,8 @@ class MemoryGroup:
 
     def silence(self, name: str) -> None:
         """Cut a member off: its lease runs out, then its session, and its partitions move on."""
-        seat = self._silenced[name] = self.seats[name]
-        self._cut_off(seat)
+        self._silenced[name] = self.seats[name]
+        self._silenced[name].silent = True
 
     def expire(self, name: str) -> None:
         """Remove a member, as Kafka does after the session: the others get its partitions. It
@@ -120,10 +120,11 @@ class MemoryGroup:
         """End the silence of a member. If its session has ended, it learns so and joins again."""
         seat = self._silenced.pop(name)
         seat.silent = False
-        seat.end_session_timer()
         if not self.holds(seat):
             self._send_away(seat)
-        elif self._preparing:
+            return
+        self._extend_session(seat)
+        if self._preparing:
             seat.notices.prepare(seat)
 
     def lose_answer_of_next_commit(self, outcome: LostReply) -> None:
@@ -149,6 +150,7 @@ class MemoryGroup:
         """Admit a member. A static one replaces one of the same name and gets its share."""
         before = self.seats.get(seat.name)
         self.seats[seat.name] = seat
+        self._extend_session(seat)
         if before is not None:
             before.end_session_timer()
             if not before.closed:
@@ -170,7 +172,10 @@ class MemoryGroup:
             return False
         if not self.holds(seat) and seat not in self._replaced.get(seat.name, ()):
             self._send_away(seat)
-        return self.holds(seat)
+        if not self.holds(seat):
+            return False
+        self._extend_session(seat)
+        return True
 
     def _send_away(self, seat: Seat) -> None:
         seat.notices.end(seat, REMOVED)
@@ -201,20 +206,24 @@ class MemoryGroup:
         if not self.holds(seat):
             return
         if seat.static:
-            self._cut_off(seat)
+            seat.silent = True
         else:
             seat.end_session_timer()
             del self.seats[seat.name]
             self._rebalance()
 
-    def _cut_off(self, seat: Seat) -> None:
-        def end() -> None:
-            if self.holds(seat):
-                self.expire(seat.name)
-
-        seat.silent = True
+    def _extend_session(self, seat: Seat) -> None:
         seat.end_session_timer()
-        seat.session = asyncio.get_running_loop().call_later(seat.session_s, end)
+        loop = asyncio.get_running_loop()
+        seat.session = loop.call_later(seat.session_s, self._end_session, seat)
+
+    def _end_session(self, seat: Seat) -> None:
+        if not self.holds(seat):
+            return
+        if self._up():
+            self.expire(seat.name)
+        else:
+            self._extend_session(seat)  # a coordinator that starts begins all sessions again
 
     # --- generations -------------------------------------------------------------------------
 

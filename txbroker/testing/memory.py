@@ -161,7 +161,8 @@ class MemoryKafka(MemoryTopics):
     def group(self, name: str) -> MemoryGroup:
         """Return a group of consumers: its members, offsets and faults."""
         if name not in self.groups:
-            self.groups[name] = MemoryGroup(self)
+            # Atomic: members in several threads may be the first.
+            self.groups.setdefault(name, MemoryGroup(self))
         return self.groups[name]
 
     def fence(self, transactional_id: str, holder: object) -> None:
