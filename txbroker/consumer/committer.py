@@ -241,6 +241,8 @@ class Committer:
 
     def _to_admit(self, work: Work) -> list[ReceivedMessage]:
         """Return the messages to count as done before they are handled."""
+        if self._engine.stopping:
+            return []
         room = _UNHANDLED_MAX * self._policy.max_batch - len(work.queue.buffer)
         count = max(0, min(self._policy.max_batch, room, len(work.gate)))
         return [work.gate[number] for number in range(count)]

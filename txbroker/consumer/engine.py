@@ -329,6 +329,11 @@ class Engine:
         self._queues.settle(message.work.queue, message)
         self._settled(message)
 
+    def give_back_of(self, holders: Collection[object]) -> None:
+        """Put the messages that these holders have in flight back."""
+        messages = [message for message, holder in self._in_flight.items() if holder in holders]
+        self.give_back(sorted(messages, key=lambda message: message.record.offset))
+
     def _settled(self, message: ReceivedMessage) -> None:
         """The message is done: so is its offset, and its memory is free."""
         work = message.work

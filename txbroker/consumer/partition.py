@@ -143,7 +143,9 @@ class Work:
     @property
     def aside_count(self) -> int:
         """The number of set-aside keys."""
-        known = self.aside.keys if self.aside is not None else {}
+        if self.aside is None:
+            return self.aside_stored  # another consumer of the group may have set some aside
+        known = self.aside.keys
         return len(known) + sum(key not in known for key in self.setting_aside)
 
     def stored(self, done_too: Sequence[int]) -> StoredOffset:

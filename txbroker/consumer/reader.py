@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import structlog
@@ -48,6 +48,8 @@ if TYPE_CHECKING:
 log = structlog.wrap_logger(logging.getLogger(__name__))
 
 _PAUSE_S, _PAUSE_MAX_S = 1.0, 60.0
+_WARNING_S = 10.0
+"""Between warnings of fetches that fail, which are retried."""
 _FENCED_PAUSE_S = 0.1
 """A rebalance may refuse a commit although the partition stays."""
 
@@ -118,6 +120,7 @@ class Reader:
         self._news = asyncio.Event()
         self._releasing: set[Partition] = set()
         self._losses = 0
+        self._warned_s = -_WARNING_S
         self._background: set[asyncio.Task[Any]] = set()
         self._fetcher = door.fetcher(self.deliver, self.failed)
         self._asides: Asides | None = None
@@ -177,7 +180,8 @@ class Reader:
             self._in_background(self._continue_after_gap(work))
         elif error.lasting:
             self._engine.fail(error)
-        else:
+        elif self._loop.time() - self._warned_s > _WARNING_S:
+            self._warned_s = self._loop.time()
             log.warning("fetch failed", partition=partition, error=safe_repr(error))
 
     def _in_background(self, work: Coroutine[Any, Any, None]) -> None:
@@ -203,6 +207,7 @@ class Reader:
                 self._releasing.update(revoked)
                 self._in_background(self._release(revoked))
             held = self._works.keys() | self._releasing
+            self._disown(self._source.owned - held - self._target)
             try:
                 if new := sorted(self._target - held):
                     await self._claim(new)
@@ -214,8 +219,16 @@ class Reader:
                 failures += 1
                 log.warning("partitions not claimed", error=safe_repr(error), attempt=failures)
                 pause_s = _FENCED_PAUSE_S if isinstance(error, CommitFenced) else _PAUSE_S
-                await asyncio.sleep(grown_pause_s(failures, pause_s, _PAUSE_MAX_S))
+                pause_s = grown_pause_s(failures, pause_s, _PAUSE_MAX_S)
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._news.wait(), pause_s)
                 self._news.set()
+
+    def _disown(self, places: Collection[Partition]) -> None:
+        """Let others have partitions."""
+        if places:
+            self._source.owned.difference_update(places)
+            self._source.rejoin()
 
     async def _claim(self, places: Sequence[Partition]) -> None:
         """Take partitions over: raise their tokens in the store, which an earlier owner cannot do
@@ -236,6 +249,9 @@ class Reader:
             if self._asides is not None and not work.is_retry:
                 await self._asides.open(work)
         if losses != self._losses:
+            if self._asides is not None:
+                for work in works:
+                    self._asides.close(work)
             return
         for work in works:
             self._works[work.place] = work
@@ -346,20 +362,20 @@ class Reader:
         """Finish with revoked partitions, store their positions, then let others have them."""
         losses = self._losses
         works = [self._works[place] for place in places]
-        await self._finish(works)
+        await self._drain(works)
+        await self._flush(works)
         if losses == self._losses:
             await self._revoked(works)
             for work in works:
                 self._drop(work)
-            self._source.owned.difference_update(places)
-            self._source.rejoin()
+            self._disown(places)
         self._releasing.difference_update(places)
         self._news.set()
 
-    async def _finish(self, works: Sequence[Work]) -> None:
+    async def _drain(self, works: Sequence[Work]) -> None:
+        """Wait for the messages in flight, for up to `drain_s`; then cancel their handlers."""
         for work in works:
             self._fetcher.remove(work.place)
-        until_s = self._loop.time() + self._options.drain_s
         draining = asyncio.gather(*(self._engine.drained(work) for work in works))
         try:
             await asyncio.wait_for(draining, self._options.drain_s)
@@ -367,13 +383,16 @@ class Reader:
             log.warning("handlers cancelled after drain_s", partitions=[w.place for w in works])
             for work in works:
                 self._engine.interrupt(work)
+
+    async def _flush(self, works: Sequence[Work]) -> None:
+        """Store the positions of partitions, for up to `drain_s`."""
+        until_s = self._loop.time() + max(1.0, self._options.drain_s)
         while True:
+            left_s = until_s - self._loop.time()
             try:
-                await asyncio.wait_for(
-                    self._committer.flush(works), max(1.0, until_s - self._loop.time())
-                )
+                await asyncio.wait_for(self._committer.flush(works), left_s)
             except (KafkaUnavailable, TimeoutError) as error:
-                if self._loop.time() > until_s or getattr(error, "lasting", False):
+                if left_s < _FENCED_PAUSE_S or getattr(error, "lasting", False):
                     log.warning("positions not stored", error=safe_repr(error))
                     return
                 await asyncio.sleep(_FENCED_PAUSE_S)
@@ -396,7 +415,8 @@ class Reader:
             self._asides.close(work)
 
     async def close(self) -> None:
-        """Finish with all partitions and store their positions."""
+        """End with all partitions: store their positions. Messages that are still in flight, such
+        as pulled ones that are not done, are given up."""
         if self._task is None:
             await self._fetcher.close()
             return
@@ -404,7 +424,10 @@ class Reader:
         with contextlib.suppress(asyncio.CancelledError):
             await self._task
         works = [work for place, work in self._works.items() if place not in self._releasing]
-        await self._finish(works)
+        for work in works:
+            self._fetcher.remove(work.place)
+            self._engine.interrupt(work)
+        await self._flush(works)
         if self._background:
             await asyncio.wait(self._background, timeout=self._options.drain_s)
         await self._revoked(works)

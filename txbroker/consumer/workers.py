@@ -181,6 +181,7 @@ class Workers:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+            self._engine.give_back_of(self._workers)
             if self._pool is not None:
                 self._pool.shutdown(wait=False, cancel_futures=True)
         if self._engine.error is not None:
@@ -193,8 +194,8 @@ class Workers:
 
     def _cancel_overdue(self) -> None:
         timeout_s, now_s = self._options.timeout_s, self._loop.time()
-        if timeout_s is None:
-            return
+        if timeout_s is None or self._pool is not None:
+            return  # a thread cannot be cancelled
         for worker in self._workers:
             if worker.since_s is not None and now_s - worker.since_s > timeout_s:
                 worker.cancel(HandlerTimeout(f"no result within {timeout_s:g} s"))
