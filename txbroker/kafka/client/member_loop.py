@@ -41,6 +41,9 @@ _CONFIRMED = frozenset({Code.NONE, Code.REBALANCE_IN_PROGRESS})
 
 A = TypeVar("A")
 _A_contra = TypeVar("_A_contra", contravariant=True)
+_FOLLOWING_S, _FOLLOWING_BEAT_S = 12.0, 0.3
+"""After a generation began, another one often follows, in which partitions that were released are
+assigned. Members learn of it by heartbeats: nobody handles these partitions until then."""
 
 
 class Hearer(Protocol[_A_contra]):
@@ -76,6 +79,7 @@ class MemberLoop(Generic[A]):
         self.answered_at = 0.0
         """Event loop time when the newest heartbeat or join that the coordinator confirmed was
         sent."""
+        self._joined_at = 0.0
         self._member = member
         self._session_s = member.session_s
         self._heartbeat_s = heartbeat_s
@@ -220,6 +224,7 @@ class MemberLoop(Generic[A]):
             await asyncio.gather(beating, return_exceptions=True)
         self.answered_at = max(self.answered_at, joined.sent_at)
         self._failures = 0
+        self._joined_at = asyncio.get_running_loop().time()
         self.joined, self._why, self._replaced_by = joined, "", None
         self._notify()
         self._hearer.assigned(joined.assignment)
@@ -242,7 +247,7 @@ class MemberLoop(Generic[A]):
         """Send heartbeats until a new generation begins."""
         while not self._rejoin:
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(self._heartbeat_s):
+                async with asyncio.timeout(self._pause_s):
                     await self._wake.wait()
             self._wake.clear()
             if self.joined is None or self._rejoin:
@@ -264,6 +269,12 @@ class MemberLoop(Generic[A]):
                 return
             if code != Code.NONE:
                 raise KafkaRefused(code, describe(code))
+
+    @property
+    def _pause_s(self) -> float:
+        """Seconds until the next heartbeat."""
+        soon = asyncio.get_running_loop().time() - self._joined_at < _FOLLOWING_S
+        return min(self._heartbeat_s, _FOLLOWING_BEAT_S) if soon else self._heartbeat_s
 
     async def _beat(self, generation: int) -> int:
         sent_at = asyncio.get_running_loop().time()
