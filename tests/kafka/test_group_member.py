@@ -186,7 +186,8 @@ async def test_member_closed_before_release_gives_partitions_up(group: World) ->
 async def test_rejoin_during_join_begins_another_generation(group: World) -> None:
     first = await group.start()
     member: Any = first.member._member
-    ask, asked = member._ask, []
+    ask = member._ask
+    asked: list[str] = []
 
     async def rejoined(request: Any) -> Any:
         answer = await ask(request)
@@ -465,8 +466,18 @@ async def test_foreign_metadata_do_not_break_the_assignment(group: World, metada
 # --- groups that cannot be used ------------------------------------------------------------------
 
 
-async def test_group_of_other_consumers_is_refused(group: World) -> None:
-    other = Consumer({"bootstrap.servers": group.harness.bootstrap, "group.id": group.group})
+@pytest.mark.parametrize(
+    "protocol", ["classic", pytest.param("consumer", marks=pytest.mark.second_protocol)]
+)
+async def test_group_of_other_consumers_is_refused(group: World, protocol: str) -> None:
+    """With the newer protocol the coordinator assigns partitions."""
+    other = Consumer(
+        {
+            "bootstrap.servers": group.harness.bootstrap,
+            "group.id": group.group,
+            "group.protocol": protocol,
+        }
+    )
     assigned: list[object] = []
     other.subscribe(group.topics, on_assign=lambda _, given: assigned.extend(given))
     try:
