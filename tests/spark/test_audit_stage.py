@@ -28,7 +28,13 @@ from txbroker.core.records import RECORD_VERSION, Half, Marker, MarkerKind, Mess
 from txbroker.core.routing import make_id
 from txbroker.embedded import EmbeddedKafka
 from txbroker.kafka.client.settings import KafkaSettings
-from txbroker.kafka.protocol.batch import HEADER_BYTES, Unreadable, batch_body, encode_batch
+from txbroker.kafka.protocol.batch import (
+    HEADER_BYTES,
+    RECORD_BYTES,
+    batch_body,
+    encode_batch,
+)
+from txbroker.kafka.protocol.codecs import Unreadable
 from txbroker.kafka.tools import audit_access
 from txbroker.spark.access import AuditError, AuditKafka, TopicEnds
 from txbroker.spark.schema import Terms, TopicRead
@@ -367,7 +373,8 @@ def test_blocks_of_snappy_are_bounded_together(
 
     batch = encode_batch(batch_body([Record(b"k", b"v" * 180)]), producer_id=1, epoch=0, sequence=0)
     plain = batch[HEADER_BYTES:]
-    monkeypatch.setattr(audit_access, "_INFLATED_BYTES_MAX", len(plain) - missing)
+    limit = len(plain) + RECORD_BYTES - missing
+    monkeypatch.setattr(audit_access, "_INFLATED_BYTES_MAX", limit)
     blocks = [Codec("snappy").compress(part, asbytes=True) for part in (plain[:60], plain[60:])]
     body = b"".join(len(each).to_bytes(4, "big") + each for each in blocks)
     packed = batch[:22] + b"\x02" + batch[23:HEADER_BYTES] + b"\x82SNAPPY\x00" + bytes(8) + body

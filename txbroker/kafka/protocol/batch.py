@@ -13,7 +13,7 @@ from msgspec import Struct
 
 from txbroker.core.encoding import NULL, SMALL, encode_headers, varint
 from txbroker.core.records import Encoded, Header, Record
-from txbroker.kafka.protocol.codecs import CODECS, Unreadable, inflate
+from txbroker.kafka.protocol.codecs import CODECS, TooLarge, Unreadable, inflate
 
 if google_crc32c.implementation != "c":
     raise ImportError(
@@ -36,9 +36,9 @@ _CODEC_BITS = 0x07
 _ATTRIBUTES_AT = 22
 _COUNT_AT = 57
 INFLATED_BYTES_MAX = 16 << 20
-"""Maximum uncompressed size of a batch. txbroker compresses none, but brokers configured to
-compress and tools that copy topics do."""
-_RECORD_BYTES = 256
+"""Maximum memory of a compressed batch once decoded. txbroker compresses none, but brokers
+configured to compress and tools that copy topics do."""
+RECORD_BYTES = 256
 """Memory of a decoded record without key and value."""
 _SIGN, _BITS = 1 << 63, (1 << 64) - 1
 HEADER_BYTES = _FRONT.size + _MIDDLE.size
@@ -186,12 +186,14 @@ def _covers(offsets: range, records: list[Record]) -> bool:
 
 
 def _inflated(codec: int, data: bytes | memoryview, bytes_max: int) -> bytes:
-    room = bytes_max - int.from_bytes(data[_COUNT_AT:HEADER_BYTES], "big") * _RECORD_BYTES
-    return plain_batch(data, inflate(codec, memoryview(data)[HEADER_BYTES:], max(0, room)))
-
-
-def plain_batch(data: bytes | memoryview, inflated: bytes) -> bytes:
-    """Return a compressed batch uncompressed, from its inflated records."""
+    """Return a compressed batch uncompressed."""
+    room = bytes_max - int.from_bytes(data[_COUNT_AT:HEADER_BYTES], "big") * RECORD_BYTES
+    try:
+        inflated = inflate(codec, memoryview(data)[HEADER_BYTES:], max(0, room))
+    except TooLarge:
+        raise Unreadable(
+            f"it exceeds {bytes_max >> 20} MiB uncompressed (compressed with {CODECS[codec]})"
+        ) from None
     header = bytearray(data[:HEADER_BYTES])
     header[_ATTRIBUTES_AT] &= ~_CODEC_BITS & 0xFF
     return bytes(header) + inflated

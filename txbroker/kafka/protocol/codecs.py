@@ -29,7 +29,7 @@ class Unreadable(Exception):
     """A batch with a valid checksum does not decode: another client wrote it."""
 
 
-class _TooLarge(Exception):
+class TooLarge(Exception):
     """The inflated records exceed the limit."""
 
 
@@ -41,7 +41,8 @@ def inflate(codec: int, data: memoryview, bytes_max: int) -> bytes:
         bytes_max: limit of the inflated size.
 
     Raises:
-        Unreadable: the data are malformed, or exceed the limit.
+        Unreadable: the data are malformed.
+        TooLarge
     """
     name = CODECS.get(codec)
     if name is None:
@@ -55,10 +56,6 @@ def inflate(codec: int, data: memoryview, bytes_max: int) -> bytes:
             inflated = b"".join(_snappy(data, bytes_max))
         else:
             inflated = _framed(cramjam.lz4 if name == "lz4" else cramjam.zstd, data, bytes_max)
-    except _TooLarge:
-        raise Unreadable(
-            f"it exceeds {bytes_max} bytes uncompressed (compressed with {name})"
-        ) from None
     except (ValueError, OSError, EOFError, zlib.error, struct.error, _DECOMPRESSION) as error:
         raise Unreadable(f"it does not inflate as {name}: {error}") from None
     return inflated
@@ -68,7 +65,7 @@ def _gzip(data: memoryview, bytes_max: int) -> bytes:
     with gzip.GzipFile(fileobj=BytesIO(data)) as file:
         inflated = file.read(bytes_max + 1)
     if len(inflated) > bytes_max:
-        raise _TooLarge
+        raise TooLarge
     return inflated
 
 
@@ -90,7 +87,7 @@ def _snappy(data: memoryview, bytes_max: int) -> Iterator[bytes]:
 
 def _snappy_block(data: memoryview, bytes_max: int) -> bytes:
     if cramjam.snappy.decompress_raw_len(data) > bytes_max:
-        raise _TooLarge
+        raise TooLarge
     return bytes(cramjam.snappy.decompress_raw(data))
 
 
@@ -109,6 +106,6 @@ def _framed(codec: Any, data: memoryview, bytes_max: int) -> bytes:
         size = into(data, buffer)
     except _DECOMPRESSION as error:
         if "whole buffer" in str(error):
-            raise _TooLarge from None
+            raise TooLarge from None
         raise
     return bytes(memoryview(buffer)[:size])

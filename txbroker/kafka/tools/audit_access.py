@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import zlib
 from collections import defaultdict
 from collections.abc import Container, Iterable, Mapping
 from contextlib import aclosing
 from typing import Any
 
-from aiokafka.record.default_records import DefaultRecordBatch
 from msgspec import Struct
 
 from txbroker.core.records import Record
@@ -25,12 +23,7 @@ from txbroker.kafka.client.client import (
 )
 from txbroker.kafka.client.reader import EARLIEST, LATEST, READ_COMMITTED, READ_UNCOMMITTED, Reader
 from txbroker.kafka.client.settings import KafkaSettings
-from txbroker.kafka.protocol.batch import (
-    HEADER_BYTES,
-    decode_batch,
-    plain_batch,
-)
-from txbroker.kafka.protocol.codecs import Unreadable
+from txbroker.kafka.protocol.batch import decode_batch
 from txbroker.kafka.protocol.codes import LEADER_MOVED, Code, describe
 from txbroker.kafka.protocol.packed import ListOffsetsV3
 from txbroker.kafka.protocol.schemas import RIGHTS_NOT_REQUESTED, metadata
@@ -212,10 +205,6 @@ _SOME_BYTES = 32 << 20
 _SOME_RECORDS = 50_000
 """A small record takes many times its bytes in memory."""
 _INFLATED_BYTES_MAX = 256 << 20
-_SNAPPY = 2
-_STREAMED = {1: "gzip", 3: "lz4", 4: "zstd"}
-_XERIAL = b"\x82SNAPPY\x00"
-_XERIAL_BYTES = 16
 
 
 class Stored(Record, frozen=True):
@@ -264,58 +253,9 @@ def _size(record: Record) -> int:
 def _decode(
     batch: Any, data: bytes | memoryview, offsets: Container[int], producer: int
 ) -> list[Record]:
-    """Decode a batch like `decode_batch`, of any codec."""
+    """Decode a batch like `decode_batch`, also a large one."""
     append_time = bool(batch.timestamp_type)
-    if batch.compression_type:
-        data = _inflated(batch.compression_type, bytes(data))
-        batch = DefaultRecordBatch(data)
     return [
         Stored(r.key, r.value, r.headers, r.timestamp_ms, r.offset, append_time=append_time)
-        for r in decode_batch(batch, data, offsets, producer)
+        for r in decode_batch(batch, data, offsets, producer, _INFLATED_BYTES_MAX)
     ]
-
-
-def _inflated(codec: int, data: bytes) -> bytes:
-    body = data[HEADER_BYTES:]
-    try:
-        inflated = _snappy(body) if codec == _SNAPPY else _streamed(codec, body)
-    except (OSError, EOFError, ValueError, KeyError, zlib.error) as error:
-        raise Unreadable(str(error)) from None
-    return plain_batch(data, inflated)
-
-
-def _streamed(codec: int, body: bytes) -> bytes:
-    import pyarrow
-
-    with pyarrow.CompressedInputStream(pyarrow.BufferReader(body), _STREAMED[codec]) as stream:
-        inflated = bytes(stream.read(_INFLATED_BYTES_MAX + 1))
-    if len(inflated) > _INFLATED_BYTES_MAX:
-        raise ValueError(f"it exceeds {_INFLATED_BYTES_MAX >> 20} MiB uncompressed")
-    return inflated
-
-
-def _snappy(body: bytes) -> bytes:
-    """Return the uncompressed data of one block, or of the framed blocks of Java's library."""
-    if not body.startswith(_XERIAL):
-        return _block(body, _INFLATED_BYTES_MAX)
-    blocks: list[bytes] = []
-    room, at = _INFLATED_BYTES_MAX, _XERIAL_BYTES
-    while at < len(body):
-        size = int.from_bytes(body[at : at + 4], "big")
-        blocks.append(_block(body[at + 4 : at + 4 + size], room))
-        room -= len(blocks[-1])
-        at += 4 + size
-    return b"".join(blocks)
-
-
-def _block(body: bytes, room: int) -> bytes:
-    from pyarrow import Codec
-
-    size = 0
-    for place, byte in enumerate(body[:5]):
-        size |= (byte & 0x7F) << 7 * place
-        if byte < 0x80:
-            break
-    if size > room:
-        raise ValueError(f"it exceeds {_INFLATED_BYTES_MAX >> 20} MiB uncompressed")
-    return bytes(Codec("snappy").decompress(body, size, asbytes=True))
