@@ -81,10 +81,14 @@ class AsideKeys:
             return None
         key = source.offset if record.key is None else record.key
         entry = self.keys.get(key)
+        count = int(record.value or b"")
         if entry is None:
             return None
-        entry.cleared = source.offset
-        entry.count -= int(record.value or b"")
+        if not count:
+            entry.released = False
+        elif source.offset > entry.cleared:  # a record without an answer may have been repeated
+            entry.cleared = source.offset
+            entry.count -= count
         if entry.count <= 0:
             del self.keys[key]
         return key
@@ -100,3 +104,8 @@ def clearance_record(source: Source, key: bytes | None, count: int) -> Record:
     """Return the record that marks the next `count` copies of a key, up to the message at `source`,
     as done."""
     return Record(key, b"%d" % count, ((CLEARED_HEADER, str(source).encode()),))
+
+
+def failed_again_record(source: Source, key: bytes | None) -> Record:
+    """Return the record that ends a release: a copy of the key failed again."""
+    return clearance_record(source, key, 0)

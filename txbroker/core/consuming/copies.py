@@ -27,7 +27,7 @@ CLEARED_HEADER = "txb-cleared"
 """In the aside topic, on a record of the owner: up to which message a released key is done."""
 _COPY_HEADERS = (SOURCE_HEADER, ATTEMPT_HEADER, DUE_HEADER, CAUSE_HEADER)
 _CAUSE_LENGTH_MAX = 1000
-_SOURCE = re.compile(r"([A-Za-z0-9._-]{1,249})/(\d{1,10})@(\d{1,19})")
+_SOURCE = re.compile(r"([A-Za-z0-9._-]{1,249})/([0-9]{1,10})@([0-9]{1,19})")
 
 GROUP_NAME_MAX = 200
 RETRY_PARTITIONS, DEAD_PARTITIONS, ASIDE_PARTITIONS = 16, 4, 16
@@ -118,13 +118,14 @@ def message_id(topic: str, partition: int, offset: int, headers: Iterable[Header
     For a message that txbroker promoted: installation, transaction id and number in the
     transaction. Otherwise topic, partition and offset of its origin.
     """
+    source = f"{topic}/{partition}@{offset}"
     promoted: dict[str, str] = {}
     for name, value in headers:
         if name == SOURCE_HEADER and value:
-            return value.decode(errors="replace")
+            source = value.decode(errors="replace")
         if name in (INSTALLATION_HEADER, ID_HEADER, SEQUENCE_HEADER) and value is not None:
             promoted.setdefault(name, value.decode(errors="replace"))
     if ID_HEADER not in promoted:
-        return f"{topic}/{partition}@{offset}"
+        return source
     installation = promoted.get(INSTALLATION_HEADER, "")
     return f"{installation}/{promoted[ID_HEADER]}/{promoted.get(SEQUENCE_HEADER, '0')}"

@@ -115,7 +115,7 @@ class FailurePolicy(Struct, frozen=True):
             step: the step of the retry topic that the message was read from; None: of its own
                 topic.
         """
-        cause = f"{type(error).__name__}: {error}"
+        cause = f"{type(error).__name__}: {_text(error)}"
         if self.on_failure is None:
             return Drop(cause)
         if isinstance(error, Reject):
@@ -136,6 +136,13 @@ class FailurePolicy(Struct, frozen=True):
         if following == len(DELAYS_S):
             return Bury(cause)
         return RetryLater(following, DELAYS_S[following], cause)
+
+
+def _text(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception:
+        return "(its text cannot be read)"
 
 
 def make_policy(

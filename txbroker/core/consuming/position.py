@@ -20,7 +20,7 @@ METADATA_LENGTH_MAX = 4096
 
 _NAME = "txb"
 _FORMAT = f"{_NAME}1"
-_FIELDS = re.compile(rf"{_FORMAT}:(\d{{1,18}}):([0-9a-f]*):(\d{{1,9}}):([A-Za-z0-9_=-]*)")
+_FIELDS = re.compile(rf"{_FORMAT}:([0-9]{{1,18}}):([0-9a-f]*):([0-9]{{1,9}}):([A-Za-z0-9_=-]*)")
 
 Ranges = Sequence[tuple[int, int]]
 """Ranges of offsets as `(first, end)`, ascending, not adjacent; `end` is not included."""
@@ -47,7 +47,7 @@ class Position:
         self._ends: dict[int, int] = {}
         self._firsts: dict[int, int] = {}
         for first, end in ranges:
-            self._add(first, end)
+            self.done(first, end)
 
     def arrive(self, records: Sequence[Record], next_offset: int) -> Sequence[Record]:
         """Return the records that are not done yet. Offsets without a record become done.
@@ -61,12 +61,12 @@ class Position:
         if not count or records[-1].offset - expected + 1 != count:
             for record in records:
                 if record.offset > expected:
-                    self.done(expected, record.offset)
+                    self._skip(expected, record.offset)
                 expected = record.offset + 1
         else:
             expected += count
         if next_offset > expected:
-            self.done(expected, next_offset)
+            self._skip(expected, next_offset)
         return self._without_restored(records) if self._restored else records
 
     def _without_restored(self, records: Sequence[Record]) -> Sequence[Record]:
@@ -78,14 +78,13 @@ class Position:
                 fresh.append(record)
         return fresh
 
-    def done(self, first: int, end: int) -> None:
-        """Mark the offsets from `first` up to, not including, `end` as done. They must be above the
-        low-water mark and not be done yet, except for those of restored ranges."""
+    def _skip(self, first: int, end: int) -> None:
+        """Mark offsets without a record as done; some may be in restored ranges."""
         if self._restored:
             for part in self._undone(first, end):
-                self._add(*part)
+                self.done(*part)
         else:
-            self._add(first, end)
+            self.done(first, end)
 
     def done_all(self, offsets: list[int]) -> None:
         """Mark offsets as done, as `done`; sorts the list."""
@@ -102,7 +101,7 @@ class Position:
             self.done(first, end)
 
     def _undone(self, first: int, end: int) -> Iterator[tuple[int, int]]:
-        """Yield the parts of a range that are not done, for gaps that overlap restored ranges."""
+        """Yield the parts of a range that are not done."""
         first = max(first, self.low)
         for done_first, done_end in sorted(self._ends.items()):
             if done_end <= first or done_first >= end:
@@ -113,7 +112,9 @@ class Position:
         if first < end:
             yield first, end
 
-    def _add(self, first: int, end: int) -> None:
+    def done(self, first: int, end: int) -> None:
+        """Mark the offsets from `first` up to, not including, `end` as done. They must be above the
+        low-water mark and not be done yet."""
         # Hot path: joins the neighbours by two look-ups, whatever the number of ranges.
         later = self._ends.pop(end, None)
         if later is not None:
@@ -131,7 +132,6 @@ class Position:
     def with_done(self, offsets: Sequence[int]) -> Position:
         """Return a copy in which these offsets are done, too."""
         position = Position(self.low, self.ranges())
-        position._restored.clear()
         position.done_all(list(offsets))
         return position
 

@@ -223,6 +223,19 @@ class Queues(Generic[M]):
         self.settle(queue, message)
         return lane
 
+    def take_back(self, queue: PartitionQueue[M], message: M) -> None:
+        """Put a message that was settled to the front of its lane."""
+        key = message.lane_key
+        if key is None:
+            lane = Lane(queue, None)
+        elif key in queue.lanes:
+            lane = self._lane(queue, key)
+        else:
+            lane = queue.lanes[key] = Lane(queue, key)
+        lane.waiting.appendleft(message)
+        if not lane.in_flight:
+            self._continue(lane)
+
     def wake(self, now_s: float) -> float | None:
         """Continue with delayed lanes that are due; return when the next one is, None without."""
         delayed = self._delayed
@@ -237,6 +250,7 @@ class Queues(Generic[M]):
         """Drop all messages of a partition. Those in flight may still be settled."""
         queue.removed = True
         queue.lanes.clear()
+        queue.held.clear()
         queue.buffer.clear()
         self._ready = deque(lane for lane in self._ready if lane.queue is not queue)
         self._delayed = [entry for entry in self._delayed if entry[2].queue is not queue]

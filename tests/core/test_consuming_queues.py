@@ -1,0 +1,255 @@
+"""Queues against a model with random schedules, and their single rules."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections import Counter
+
+import pytest
+
+from txbroker.core.consuming.queues import Lane, Order, PartitionQueue, Queues, lane_key_of
+
+
+class Item:
+    def __init__(self, partition: int, offset: int, key: bytes | None, order: Order) -> None:
+        self.partition = partition
+        self.offset = offset
+        self.key = key
+        self.lane: Lane | None = None
+        self.lane_key = lane_key_of(order, key)
+        self.again = False
+
+    @property
+    def name(self) -> tuple[int, object]:
+        return self.partition, self.offset if self.lane_key is None else self.lane_key
+
+    def __repr__(self) -> str:
+        return f"{self.partition}@{self.offset}:{self.key!r}"
+
+
+class World:
+    """Queues, and what must hold of everything that they give out."""
+
+    def __init__(self, order: Order, partitions: int = 1) -> None:
+        self.order = order
+        self.queues: Queues[Item] = Queues()
+        self.partitions = [PartitionQueue[Item](number) for number in range(partitions)]
+        self.flying: dict[Item, object] = {}
+        self.left: dict[tuple[int, object], list[Item]] = {}
+        """Messages of each lane that are neither in flight nor done, in order."""
+        self.offsets = itertools.count()
+        self.suspended: set[tuple[int, str]] = set()
+        self.keys: set[tuple[int, bytes]] = set()
+        self.delayed: dict[tuple[int, object], float] = {}
+
+    def add(self, partition: int, *keys: bytes | None) -> list[Item]:
+        items = [Item(partition, next(self.offsets), key, self.order) for key in keys]
+        for item in items:
+            self.left.setdefault(item.name, []).append(item)
+        self.queues.add(self.partitions[partition], items)
+        return items
+
+    def takeable(self, item: Item, holder: object) -> bool:
+        flying = [(other, by) for other, by in self.flying.items() if other.name == item.name]
+        return (
+            all(holder is not None and by is holder for _other, by in flying)
+            and not any(number == item.partition for number, _why in self.suspended)
+            and (item.partition, item.key) not in self.keys
+            and item.name not in self.delayed
+        )
+
+    def take(self, holder: object = None) -> Item | None:
+        item = self.queues.take(holder)
+        if item is not None:
+            assert self.takeable(item, holder)
+            assert self.left[item.name].pop(0) is item, "the first of its lane"
+            self.flying[item] = holder
+        return item
+
+    def take_all(self, holder: object = None) -> list[Item]:
+        return list(iter(lambda: self.take(holder), None))
+
+    def settle(self, item: Item) -> None:
+        del self.flying[item]
+        self.queues.settle(self.partitions[item.partition], item)
+
+    def put_back(self, item: Item, due_s: float | None = None) -> None:
+        del self.flying[item]
+        self.left[item.name].insert(0, item)
+        if due_s is None:
+            self.queues.put_back(self.partitions[item.partition], item)
+        else:
+            self.delayed[item.name] = due_s
+            self.queues.delay(self.partitions[item.partition], item, due_s)
+
+    def wake(self, now_s: float) -> None:
+        due = self.queues.wake(now_s)
+        self.delayed = {name: at for name, at in self.delayed.items() if at > now_s}
+        assert due == min(self.delayed.values(), default=None)
+
+    def suspend(self, partition: int, why: str) -> None:
+        self.suspended.add((partition, why))
+        self.queues.suspend(self.partitions[partition], why)
+
+    def resume(self, partition: int, why: str) -> None:
+        self.suspended.discard((partition, why))
+        self.queues.resume(self.partitions[partition], why)
+
+    def suspend_key(self, partition: int, key: bytes) -> None:
+        self.keys.add((partition, key))
+        self.queues.suspend_key(self.partitions[partition], key)
+
+    def resume_key(self, partition: int, key: bytes) -> None:
+        self.keys.discard((partition, key))
+        self.queues.resume_key(self.partitions[partition], key)
+
+    def missed(self) -> list[Item]:
+        """Messages that can be given out and were not."""
+        heads = [items[0] for items in self.left.values() if items]
+        return [item for item in heads if self.takeable(item, None)]
+
+
+KEYS = [b"a", b"b", b"c", b"", None]
+
+
+@pytest.mark.parametrize("order", Order)
+@pytest.mark.parametrize("seed", range(20))
+def test_random_schedules(order: Order, seed: int) -> None:
+    rng, world, now_s = random.Random(seed), World(order, 3), 0.0
+    for _ in range(400):
+        step, partition = rng.randrange(10), rng.randrange(3)
+        key = rng.choice((b"a", b"b", b""))
+        flying = rng.choice(list(world.flying)) if world.flying else None
+        if step == 0:
+            world.add(partition, *rng.choices(KEYS, k=rng.randrange(8)))
+        elif step in (1, 2, 3):
+            if world.take() is None:
+                assert not world.missed()
+        elif step in (4, 5) and flying is not None:
+            world.settle(flying)
+        elif step == 6 and flying is not None:
+            world.put_back(flying, rng.choice((None, now_s + rng.randrange(5))))
+        elif step == 7:
+            now_s += rng.random()
+            world.wake(now_s)
+        elif step == 8:
+            rng.choice((world.suspend, world.resume))(partition, rng.choice("xy"))
+        elif order is Order.KEY:
+            rng.choice((world.suspend_key, world.resume_key))(partition, key)
+    for partition, why in list(world.suspended):
+        world.resume(partition, why)
+    for partition, key in list(world.keys):
+        world.resume_key(partition, key)
+    world.wake(now_s + 10)
+    while world.flying or world.take() is not None:
+        world.take_all()
+        world.settle(next(iter(world.flying)))
+    assert not any(world.left.values()), "nothing is lost"
+    assert not any(queue.lanes for queue in world.partitions), "no lane is left"
+
+
+@pytest.mark.parametrize("order", Order)
+def test_offset_order_while_nothing_is_busy(order: Order) -> None:
+    world = World(order)
+    items = world.add(0, b"a", b"b", b"a", None, b"c", b"a", None)
+    for item in items:
+        assert world.take() is item
+        world.settle(item)
+    assert world.take() is None
+    assert not world.queues.more
+
+
+@pytest.mark.parametrize(
+    ("order", "in_flight"), [(Order.NONE, 6), (Order.PARTITION, 1), (Order.KEY, 4)]
+)
+def test_lanes(order: Order, in_flight: int) -> None:
+    """A message without a key is alone in its lane."""
+    world = World(order)
+    world.add(0, b"a", b"a", b"b", None, None, b"a")
+    assert len(world.take_all()) == in_flight
+
+
+@pytest.mark.parametrize("workers", [1, 2, 8])
+def test_no_key_starves(workers: int) -> None:
+    """A key with a long backlog waits for the others after every message."""
+    world = World(Order.KEY)
+    world.add(0, *[b"hot"] * 500, *[b"%d" % number for number in range(50)])
+    served = Counter[bytes | None]()
+    while items := [item for _ in range(workers) if (item := world.take()) is not None]:
+        for item in items:
+            served[item.key] += 1
+            world.settle(item)
+        if workers > 1 and sum(served.values()) >= 60 * workers:
+            assert len(served) == 51
+    assert served[b"hot"] == 500
+
+
+def test_partitions_take_turns() -> None:
+    world = World(Order.NONE, 2)
+    world.add(0, *[None] * 500)
+    world.add(1, *[None] * 500)
+    taken = [item.partition for _ in range(200) if (item := world.take()) is not None]
+    assert 60 <= taken.count(1) <= 140
+
+
+def test_holder_takes_several_of_a_lane() -> None:
+    world, one, two = World(Order.KEY), object(), object()
+    a1, b1, a2, a3 = world.add(0, b"a", b"b", b"a", b"a")
+    assert [world.take(one), world.take(one), world.take(one)] == [a1, b1, a2]
+    assert world.take(two) is None, "the rest of the lane waits for its holder"
+    assert world.take(one) is None, "and is in order"
+    for item in (a1, a2):
+        world.settle(item)
+    assert world.take(two) is a3
+
+
+@pytest.mark.parametrize("order", [Order.KEY, Order.PARTITION, Order.NONE])
+def test_settled_messages_are_taken_back_before_later_ones(order: Order) -> None:
+    world = World(order)
+    first, second, third = world.add(0, b"a", b"a", b"a")
+    for item in (first, second):
+        assert world.take() is item
+        world.settle(item)
+    for item in (second, first):
+        world.left[item.name].insert(0, item)
+        world.queues.take_back(world.partitions[0], item)
+    found = []
+    while (given := world.take()) is not None:
+        found.append(given)
+        world.settle(given)
+    assert len(found) == 3
+    assert order is Order.NONE or found == [first, second, third]
+
+
+@pytest.mark.parametrize("order", Order)
+def test_removed_partition_gives_nothing(order: Order) -> None:
+    world = World(order, 2)
+    world.add(0, b"a", b"a", b"b", b"c", b"d")
+    flying = world.take_all()
+    world.put_back(flying.pop(), due_s=1.0)
+    if flying:
+        world.put_back(flying.pop())
+    world.suspend(0, "x")
+    assert world.take() is None
+    world.queues.remove(world.partitions[0])
+    world.resume(0, "x")
+    world.queues.wake(2.0)
+    assert world.queues.take() is None
+    assert world.queues.delayed == 0
+    for item in flying:
+        world.settle(item)
+    assert world.queues.take() is None
+    (other,) = world.add(1, b"a")
+    assert world.take() is other
+
+
+def test_heads() -> None:
+    world = World(Order.KEY)
+    a1, _a2, b1, c1, _c2 = world.add(0, b"a", b"a", b"b", b"c", b"c")
+    assert world.partitions[0].heads() == [a1]
+    assert world.take() is a1
+    assert world.take() is b1
+    world.put_back(b1, due_s=1.0)
+    assert {item.key for item in world.partitions[0].heads()} == {b"a", b"b", b"c"}
+    assert c1 in world.partitions[0].heads()
