@@ -236,7 +236,10 @@ class Committer:
                 done_too.setdefault(each.work, []).append(each.message.record.offset)
         for work in works:
             work.dirty = False
-        offsets = {work.place: work.stored(done_too.get(work, ())) for work in works}
+        distinct = bool(pending)
+        offsets = {
+            work.place: work.stored(done_too.get(work, ()), distinct=distinct) for work in works
+        }
         return _Round(offsets, pending, admitted, works)
 
     def _to_admit(self, work: Work) -> list[ReceivedMessage]:
@@ -265,6 +268,8 @@ class Committer:
         self._again(round_)
 
     def _finish(self, round_: _Round) -> None:
+        for work in round_.works:
+            work.confirm(round_.offsets[work.place])
         del self._pending[: len(round_.pending)]
         for each in round_.pending:
             each.stored()

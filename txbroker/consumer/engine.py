@@ -215,10 +215,18 @@ class Engine:
             await self._changed(self._watchers)
 
     def interrupt(self, work: Work) -> None:
-        """Cancel the handlers of a partition's messages in flight, and give the messages back."""
+        """Cancel the handlers of a partition's messages in flight, and give the messages back. At
+        most once: they are dropped, because their handlers may have had an effect."""
         flying = [message for message in self._in_flight if message.work.owner is work]
         holders = [self._in_flight[message] for message in flying]
-        self.give_back(sorted(flying, key=lambda message: message.record.offset))
+        if self._before:
+            self.counts["dropped"] += len(flying)
+            for message in flying:
+                del self._in_flight[message]
+                self._end(message)
+            self._wake()
+        else:
+            self.give_back(sorted(flying, key=lambda message: message.record.offset))
         self.abandon(holders)
 
     # --- arrival -----------------------------------------------------------------------------

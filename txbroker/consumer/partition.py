@@ -67,6 +67,9 @@ class Work:
         self.flow: Flow
         self.overflow = 0
         """Done offsets that did not fit into the metadata of the last commit."""
+        self._sent: set[StoredOffset] = set()
+        """What may be stored: the newest position that certainly is, and later attempts."""
+        self._token_steps = 0
 
     @property
     def step(self) -> int | None:
@@ -148,16 +151,28 @@ class Work:
         known = self.aside.keys
         return len(known) + sum(key not in known for key in self.setting_aside)
 
-    def stored(self, done_too: Sequence[int]) -> StoredOffset:
+    def stored(self, done_too: Sequence[int], *, distinct: bool = False) -> StoredOffset:
         """Return what to commit.
 
         Args:
             done_too: offsets that are done once the commit has succeeded.
+            distinct: it must differ from all that may be stored already, by a higher token if
+                nothing else has changed, so that it shows whether this commit was stored.
         """
         position = self.position.with_done(done_too) if done_too else self.position
-        metadata = Metadata(self.token, self.topic_id, self.aside_count, position.ranges())
-        text, self.overflow = encode_metadata(position.low, metadata)
-        return StoredOffset(position.low, text)
+        while True:
+            token = self.token + self._token_steps
+            metadata = Metadata(token, self.topic_id, self.aside_count, position.ranges())
+            text, self.overflow = encode_metadata(position.low, metadata)
+            stored = StoredOffset(position.low, text)
+            if not (distinct and stored in self._sent):
+                self._sent.add(stored)
+                return stored
+            self._token_steps += 1
+
+    def confirm(self, stored: StoredOffset) -> None:
+        """Take note that a position is stored."""
+        self._sent = {stored}
 
     @property
     def lag(self) -> int:

@@ -244,20 +244,34 @@ class Reader:
             for work in works:
                 if work.place in chosen:
                     work.position = Position(chosen[work.place])
-        await self._store.commit({work.place: work.stored(()) for work in works})
-        for work in works:
-            if self._asides is not None and not work.is_retry:
-                await self._asides.open(work)
         if losses != self._losses:
-            if self._asides is not None:
-                for work in works:
-                    self._asides.close(work)
+            # Another owner may have moved the positions: in a new generation the commit would
+            # move them back.
             return
+        await self._store.commit({work.place: work.stored(()) for work in works})
+        try:
+            await self._open_asides(works)
+            if losses != self._losses:
+                self._close_asides(works)
+                return
+        except BaseException:
+            self._close_asides(works)
+            raise
         for work in works:
             self._works[work.place] = work
             self._engine.add(work, self._committer, self._fetcher)
             self._fetcher.add(work.place, work.position.low)
         log.info("partitions assigned", partitions=[work.place for work in works])
+
+    async def _open_asides(self, works: Sequence[Work]) -> None:
+        for work in works:
+            if self._asides is not None and not work.is_retry:
+                await self._asides.open(work)
+
+    def _close_asides(self, works: Sequence[Work]) -> None:
+        for work in works:
+            if self._asides is not None:
+                self._asides.close(work)
 
     def _work(
         self,
@@ -411,8 +425,7 @@ class Reader:
         self._engine.remove(work)
         self._committer.forget(work)
         self._works.pop(work.place, None)
-        if self._asides is not None:
-            self._asides.close(work)
+        self._close_asides([work])
 
     async def close(self) -> None:
         """End with all partitions: store their positions. Messages that are still in flight, such

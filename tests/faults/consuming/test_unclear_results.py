@@ -1,0 +1,200 @@
+"""Results that a consumer does not learn, and partitions that it loses while it is busy."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+import pytest
+
+from tests.kit.until import until
+from txbroker.consumer import CommitPolicy, Consumer, ReceivedMessage
+from txbroker.consumer.committer import Committer
+from txbroker.consumer.engine import Engine
+from txbroker.consumer.message import MessageLease, NoLease
+from txbroker.consumer.partition import Work
+from txbroker.core.consuming.copies import GroupTopics
+from txbroker.core.consuming.failure import make_policy
+from txbroker.core.consuming.queues import Order
+from txbroker.core.records import Record
+from txbroker.door.consuming import Copy, Partition, StoredOffset
+from txbroker.errors import KafkaUnavailable
+from txbroker.testing.memory import LostReply, MemoryKafka
+
+PLACE = ("orders", 0)
+GROUP = "stock"
+SHORT = {"session_s": 0.5, "lease_s": 0.25, "heartbeat_s": 0.05}
+
+
+class UnclearStore:
+    """A store that does not answer commits."""
+
+    def __init__(self) -> None:
+        self.offsets: dict[Partition, StoredOffset] = {}
+        self.copies: list[Copy] = []
+        self.unanswered: list[bool] = []
+        """For each of the next commits, whether it is stored."""
+
+    async def load(self, partitions: Collection[Partition]) -> dict[Partition, StoredOffset]:
+        return {place: self.offsets[place] for place in partitions if place in self.offsets}
+
+    async def commit(
+        self, offsets: Mapping[Partition, StoredOffset], copies: Sequence[Copy] = ()
+    ) -> None:
+        unanswered = bool(self.unanswered)
+        if not unanswered or self.unanswered.pop(0):
+            self.offsets |= offsets
+            self.copies += copies
+        if unanswered:
+            raise KafkaUnavailable("no answer")
+
+
+class NoFlow:
+    def pause(self, partition: Partition) -> None: ...
+
+    def resume(self, partition: Partition) -> None: ...
+
+
+def committing(store: UnclearStore) -> tuple[Committer, Work]:
+    policy = make_policy(Order.KEY, "aside", 3, None, drop=False)
+    engine = Engine(Order.KEY, policy, GroupTopics.of("txbroker", GROUP), 1 << 20)
+    committer = Committer(engine, store, CommitPolicy())
+    work = Work(engine, PLACE, MessageLease(NoLease(), asyncio.get_running_loop()))
+    engine.add(work, committer, NoFlow())
+    return committer, work
+
+
+async def flushed(committer: Committer, work: Work) -> None:
+    while True:
+        try:
+            return await committer.flush([work])
+        except KafkaUnavailable:
+            continue
+
+
+@pytest.mark.parametrize("plain", [None, True, False])
+@pytest.mark.parametrize("stored", [True, False])
+async def test_copy_without_new_position_is_stored_once(plain: bool | None, stored: bool) -> None:
+    """Copies of a released key leave the position of its partition as it is."""
+    store = UnclearStore()
+    committer, work = committing(store)
+    store.offsets[PLACE] = work.stored(())
+    if plain is not None:
+        store.unanswered = [plain]
+        committer.changed(work, 0)
+        with pytest.raises(KafkaUnavailable):
+            await committer.flush([work])
+    store.unanswered = [stored]
+    done: list[int] = []
+    committer.copy(work, None, Copy("aside", 0, Record(b"k", b"1")), lambda: done.append(1))
+    await flushed(committer, work)
+    assert [copy.record.key for copy in store.copies] == [b"k"]
+    assert done == [1]
+
+
+@pytest.fixture
+def memory() -> MemoryKafka:
+    kafka = MemoryKafka()
+    kafka.create_topic("orders", 1)
+    return kafka
+
+
+def write(kafka: MemoryKafka, count: int) -> None:
+    records = [Record(b"%d" % number, b"", timestamp_ms=1) for number in range(count)]
+    kafka.write("orders", 0, records, None)
+
+
+async def running(consumer: Consumer, handler: Callable[[ReceivedMessage], Any]) -> Any:
+    await consumer.start()
+    return asyncio.create_task(consumer.run(handler))
+
+
+async def test_at_most_once_does_not_repeat_after_a_short_silence(memory: MemoryKafka) -> None:
+    """The handler of a message was cancelled at the end of the lease, which then goes on."""
+    write(memory, 1)
+    begun: list[int] = []
+
+    async def handle(message: ReceivedMessage) -> None:
+        begun.append(message.offset)
+        await asyncio.sleep(3600 if message.offset == 0 else 0)
+
+    timing = {**SHORT, "session_s": 30.0}
+    consumer = Consumer(
+        memory, group=GROUP, topics=["orders"], mode="at-most-once", drain_s=0.1, **timing
+    )
+    task = await running(consumer, handle)
+    await until(lambda: begun)
+    (name,) = memory.group(GROUP).seats
+    memory.group(GROUP).silence(name)
+    await until(lambda: consumer.statistics().counts.get("fenced"))
+    memory.group(GROUP).reconnect(name)
+    write(memory, 1)
+    await until(lambda: begun[1:])
+    assert begun == [0, 1]
+    await consumer.aclose()
+    await task
+
+
+async def test_claim_of_a_lost_assignment_moves_no_position_back(memory: MemoryKafka) -> None:
+    """Another owner came and went between the two steps of a claim."""
+    write(memory, 3)
+    group = memory.group(GROUP)
+    reached, go_on = asyncio.Event(), asyncio.Event()
+    calls = 0
+
+    async def on_assign(partitions: Sequence[Partition]) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 1:
+            reached.set()
+            await go_on.wait()
+
+    handled: list[int] = []
+
+    async def handle(message: ReceivedMessage) -> None:
+        handled.append(message.offset)
+
+    consumer = Consumer(
+        memory, group=GROUP, topics=["orders"], order="key", on_assign=on_assign, heartbeat_s=0.05
+    )
+    async with consumer:
+        task = asyncio.create_task(consumer.run(handle))
+        await reached.wait()
+        (name,) = group.seats
+        group.expire(name)
+        group.offsets[PLACE] = StoredOffset(2, "txb1:7::0:")
+        await until(lambda: name in group.seats and group.seats[name].share)
+        go_on.set()
+        await until(lambda: handled)
+        assert handled == [2]
+        assert group.offsets[PLACE].metadata.split(":")[1] == "8"
+        consumer.stop()
+        await task
+
+
+async def test_unanswered_copy_is_written_once(memory: MemoryKafka) -> None:
+    for outcome in LostReply:
+        name = f"{GROUP}-{outcome.name}"
+        write(memory, 1)
+        consumer = Consumer(
+            memory, group=name, topics=["orders"], on_failure="skip", local_attempts_max=1
+        )
+
+        async def fail(message: ReceivedMessage) -> None:
+            raise ValueError("no")
+
+        await consumer.start()
+        await until(lambda n=name: PLACE in memory.group(n).offsets)
+        memory.group(name).lose_answer_of_next_commit(outcome)
+        task = asyncio.create_task(consumer.run(fail))
+
+        def buried(name: str = name) -> list[Record]:
+            dead = f"txbroker.dead.{name}"
+            return [record for number in range(4) for record in memory.visible(dead, number)]
+
+        end = memory.partition("orders", 0).stable_end
+        await until(lambda n=name, e=end: memory.group(n).offsets[PLACE].offset == e)
+        assert len(buried()) == end
+        await consumer.aclose()
+        await task
