@@ -271,7 +271,6 @@ async def _judge(
     ]
     held = set_aside([one for one in seen if one.topic == aside])
     lines = compare(sent, stock.booked, held, released=released)
-    console.print()
     console.print(table(lines))
     if not all(line.agree for line in lines):
         raise CommandFailed("the service and Kafka differ: see the table above")

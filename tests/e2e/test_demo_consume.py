@@ -24,6 +24,7 @@ from txbroker.embedded import EmbeddedKafka
 from txbroker.kafka.tools.consumers import Seen
 
 TXBROKER = Path(sys.executable).with_name("txbroker")
+PAGE = Path(__file__).parents[2] / "docs/how-to/consume.md"
 
 
 def test_one_poisoned_key_and_4999_continue(tmp_path: Path) -> None:
@@ -52,6 +53,13 @@ def test_one_poisoned_key_and_4999_continue(tmp_path: Path) -> None:
     assert re.findall(r"failed +item-0042, attempt (\d):", done.stdout) == ["1", "2", "3"]
     assert re.findall(r"booked +item-0042, (.*)", done.stdout) == ["order 1", "order 2", "order 3"]
     assert list(tmp_path.iterdir()) == []
+    assert lines_of(done.stdout) == lines_of(PAGE.read_text().rpartition("Recorded:")[2])
+
+
+def lines_of(shown: str) -> list[str]:
+    """Return what a run prints, sorted, without times, ports and the width of the table."""
+    lines = (re.sub(r"^[\d:.]{12}|:\d{5}$|─+| +", " ", line) for line in shown.splitlines())
+    return sorted(filter(str.strip, (line.strip() for line in lines if "```" not in line)))
 
 
 class ForgetfulStock(Stock):
