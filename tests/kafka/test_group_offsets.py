@@ -283,9 +283,7 @@ async def test_refused_copy_is_named(both: World) -> None:
     assert await both.stored() == StoredOffset(3, "")
 
 
-async def test_small_records_of_refused_batch_are_told_apart(
-    world: KafkaHarness, plain: World
-) -> None:
+async def test_refused_copy_is_found_in_its_batch(world: KafkaHarness, plain: World) -> None:
     _member, offsets = await plain.member()
     await world.set_max_message_bytes(plain.dead, 1000)
     copies = [plain.copy(b"a"), plain.copy(bytes(2000)), plain.copy(b"b")]

@@ -9,13 +9,11 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import logging
 import random
 from collections.abc import Coroutine, Iterable
 from functools import partial
 from typing import Any
 
-import structlog
 from aiokafka.protocol.fetch import FetchRequest
 from msgspec import Struct
 
@@ -45,8 +43,6 @@ _PAUSE_S, _PAUSE_MAX_S = 0.05, 1.0
 _LASTING_PAUSE_S = 10.0
 """Pauses between retries; the last one where waiting does not help."""
 
-log = structlog.wrap_logger(logging.getLogger(__name__))
-
 _NUMBERS = itertools.count()
 _decode = partial(decode_batch, inflated_bytes_max=_INFLATED_BYTES_MAX)
 
@@ -64,7 +60,7 @@ class _Feed(Struct, eq=False):
         position: the offset of the next fetch.
         busy: a request, its answer or a retry is outstanding.
         held: an answer that arrived while the partition was paused.
-        told: next offset and end of the last delivery.
+        reported: next offset and end of the last delivery.
         failures: in a row.
     """
 
@@ -74,7 +70,7 @@ class _Feed(Struct, eq=False):
     paused: bool = False
     busy: bool = True
     held: Fetched | None = None
-    told: tuple[int, int] = (-1, -1)
+    reported: tuple[int, int] = (-1, -1)
     failures: int = 0
 
 
@@ -317,22 +313,23 @@ class KafkaFetcher(Fetcher):
                 if not self._is_current(feed):
                     return
                 position = fetched.seen
-                told = (position, fetched.stable_end)
-                if records or told != feed.told:
-                    feed.told = told
-                    self._deliver(feed.partition, records, *told)
+                now = (position, fetched.stable_end)
+                if records or now != feed.reported:
+                    feed.reported = now
+                    self._deliver(feed.partition, records, *now)
                     # Decoding and handling take milliseconds: let other tasks run.
                     await asyncio.sleep(0)
         except Exception as error:
             # Whatever it is, records that were not delivered must not be skipped.
             if not isinstance(error, BatchUnreadable | InvariantBroken):
-                log.exception("delivery failed", partition=feed.partition)
+                topic, number = feed.partition
+                error = BatchUnreadable(f"{topic}-{number}: delivery from {position} on: {error!r}")
             if self._is_current(feed):
                 _leave(feed)
                 # The next request is in flight: its answer must find no feed.
-                again = _Feed(feed.partition, position, paused=feed.paused, told=feed.told)
+                again = _Feed(feed.partition, position, paused=feed.paused, reported=feed.reported)
                 self._feeds[feed.partition] = again
-                self._retry([again], BatchUnreadable(str(error) or repr(error)))
+                self._retry([again], BatchUnreadable(str(error)))
 
     # --- retries -----------------------------------------------------------------------------
 
