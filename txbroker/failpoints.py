@@ -1,6 +1,6 @@
-"""Fail points: named places where crash tests stop a proxy or lose an answer of Kafka.
+"""Fail points: named places where crash tests stop a process or lose an answer of Kafka.
 
-txbroker never sets `hook`, and no setting can: only tests that start a proxy by a separate entry
+txbroker never sets `hook`, and no setting can: only tests that start a process by a separate entry
 point do. Without a hook a fail point costs one comparison.
 """
 
@@ -15,7 +15,7 @@ hook: Hook | None = None
 
 
 class Point(NamedTuple):
-    """A place in the life of a transaction or of an owner.
+    """A place in the life of a transaction, of an owner or of a consumer.
 
     Attributes:
         behind: what has just happened.
@@ -71,6 +71,16 @@ POINTS: Mapping[str, Point] = MappingProxyType(
         "handover.dropped": Point("the group has given a partition to another proxy"),
         "handover.closing": Point("an owner is about to let go of its partition"),
         "handover.closed": Point("an owner has let go of its partition"),
+        "consumer.loaded": Point("a consumer has read the positions of partitions assigned to it"),
+        "consumer.claimed": Point("higher tokens are stored, nothing of the partitions is read"),
+        "consumer.committing": Point("positions, with copies or without, are about to be stored"),
+        "consumer.copied": Point("copies are stored, uncommitted, the positions are not"),
+        "consumer.ending": Point("the commit of copies and positions is about to be sent"),
+        "consumer.committed": Point("positions are stored, the consumer has taken no note of it"),
+        "consumer.drained": Point("no message of a revoked partition is in flight any more"),
+        "consumer.flushed": Point("the positions of revoked partitions are stored"),
+        "consumer.released": Point("the next join gives revoked partitions to others"),
+        "consumer.key_handled": Point("copies of a released key are done, no clearance is stored"),
     }
 )
 

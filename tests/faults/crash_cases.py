@@ -10,6 +10,8 @@ ACTIONS = ("kill", "pause", "timeout")
 OUTCOMES = ("commit", "rollback", "unknown")
 RESTARTED = ("claim", "recover")
 """Steps that an owner takes when it comes back."""
+CONSUMER = "consumer."
+"""Moments of consumers, not of proxies: `tests.faults.consuming` tries them."""
 
 
 class Case(NamedTuple):
@@ -35,6 +37,7 @@ def all_cases() -> list[Case]:
     return [
         Case(name, skip, action, outcome)
         for name, point in POINTS.items()
+        if not name.startswith(CONSUMER)
         for skip in range(point.times)
         for action in ACTIONS
         for outcome in OUTCOMES
@@ -87,8 +90,9 @@ def chosen_cases() -> list[Case]:
 _HEAD = """# The moments of a crash
 Between every two steps of txbroker a process can die, hang, or lose an answer. These are the
 moments that the tests try, each with every action and every end of a transaction, on a real Kafka
-(`python -m tests.faults.crash_run`, {cases} cases), judged from [histories](history.md). Nothing
-in txbroker can set them off: only a proxy that a test starts by a dedicated entry point has the
+(`python -m tests.faults.crash_run`, {cases} cases), judged from [histories](history.md). At the
+moments of consumers they are killed under load (`python -m tests.faults.consuming.soak`). Nothing
+in txbroker can set them off: only a process that a test starts by a dedicated entry point has the
 hook, and without it a moment costs one comparison.
 
 - **kill**: the process ends as by `kill -9`, and is started again;

@@ -20,6 +20,7 @@ from txbroker.core.consuming.aside import AsideKeys, clearance_record
 from txbroker.core.consuming.copies import ASIDE_PARTITIONS, Source, read_copy, spread
 from txbroker.core.records import Record
 from txbroker.door.consuming import EARLIEST, LATEST, Copy, Fetcher, Partition
+from txbroker.failpoints import failpoint
 
 if TYPE_CHECKING:
     from txbroker.consumer.engine import Engine
@@ -184,6 +185,7 @@ class Asides:
                 try:
                     released.begin(_messages(released, copies))
                     await released.ended.wait()
+                    failpoint("consumer.key_handled")
                 finally:
                     self._engine.remove(released)
                 if released.done:

@@ -16,6 +16,7 @@ from txbroker.consumer.partition import Work
 from txbroker.door.consuming import CommitFenced, Copy, CopyRefused, Partition, StoredOffset
 from txbroker.error_text import safe_repr
 from txbroker.errors import ConfigurationError, KafkaUnavailable
+from txbroker.failpoints import failpoint
 from txbroker.net.timers import grown_pause_s
 
 if TYPE_CHECKING:
@@ -201,7 +202,9 @@ class Committer:
                 if round_.offsets:
                     self._unknown = round_ if round_.pending else None
                     copies = [each.copy for each in round_.pending]
+                    failpoint("consumer.committing")
                     await self._store.commit(round_.offsets, copies)
+                    failpoint("consumer.committed")
             except CopyRefused as error:
                 self._unknown = None
                 self._refuse(round_, error)

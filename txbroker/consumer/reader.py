@@ -40,6 +40,7 @@ from txbroker.door.consuming import (
 )
 from txbroker.error_text import safe_repr
 from txbroker.errors import ConfigurationError, KafkaUnavailable, TxbrokerError
+from txbroker.failpoints import failpoint
 from txbroker.net.timers import grown_pause_s
 
 if TYPE_CHECKING:
@@ -236,6 +237,7 @@ class Reader:
         losses = self._losses
         self._source.owned.update(places)
         stored = await self._store.load(places)
+        failpoint("consumer.loaded")
         identities = await self._door.topics({topic for topic, _number in places})
         works = [self._work(place, stored.get(place), identities) for place in places]
         await self._set_positions(works, stored)
@@ -249,6 +251,7 @@ class Reader:
             # move them back.
             return
         await self._store.commit({work.place: work.stored(()) for work in works})
+        failpoint("consumer.claimed")
         try:
             await self._open_asides(works)
             if losses != self._losses:
@@ -377,12 +380,15 @@ class Reader:
         losses = self._losses
         works = [self._works[place] for place in places]
         await self._drain(works)
+        failpoint("consumer.drained")
         await self._flush(works)
+        failpoint("consumer.flushed")
         if losses == self._losses:
             await self._revoked(works)
             for work in works:
                 self._drop(work)
             self._disown(places)
+            failpoint("consumer.released")
         self._releasing.difference_update(places)
         self._news.set()
 

@@ -19,6 +19,7 @@ from txbroker.door.consuming import (
     StoredOffset,
 )
 from txbroker.errors import InvariantBroken, KafkaUnavailable
+from txbroker.failpoints import failpoint
 from txbroker.kafka.client.client import Client, KafkaRefused
 from txbroker.kafka.client.groups import ask_group, error_codes, stored_offsets
 from txbroker.kafka.client.producer import BatchRefused, BatchUnknown, Producer, ProducerFenced
@@ -145,6 +146,7 @@ class GroupOffsets:
                     raise
                 refused = error
             else:
+                failpoint("consumer.ending")
                 await producer.end(commit=True, backoff=backoff)
                 self._keep(producer)
                 return
@@ -172,6 +174,7 @@ class GroupOffsets:
                 await producer.produce({at: one.body for at, one in batches.items()}, backoff)
         except BatchRefused as error:
             raise _Refused(str(error), batches[error.partition].copies) from None
+        failpoint("consumer.copied")
         if not offsets:
             return
         await producer.add_group(self._group, backoff)
