@@ -114,6 +114,9 @@ COMMANDS = (
     Command("repair", "ops.repair", "Find records that stop half partitions, and skip them."),
     Command("tx", "tx.command", "Show transactions and resolve them."),
     Command("groups", "ops.groups", "Show producer groups and register them."),
+    Command(
+        "consumers", "ops.consumers", "Show groups of consumers; release keys, retry messages."
+    ),
     Command("principals", "ops.principals", "Manage who may call a proxy, and for which groups."),
     Command("top", "ops.top", "Show the state of all proxies, refreshed."),
     Command("doctor", "doctor.command", "Diagnose an installation; name a remedy per problem."),

@@ -401,10 +401,10 @@ class Engine:
 
     def _copy(self, message: ReceivedMessage, verdict: Bury | RetryLater) -> None:
         """Copy a message to another topic; its lane waits until the copy is stored."""
-        source, due = source_of(message), 0
+        source, due = source_of(message), round(time.time() * 1000)
         if isinstance(verdict, RetryLater):
             topic, number, name = self._topics.retry, verdict.step, f"retry_{verdict.step}"
-            due = round((time.time() + verdict.delay_s) * 1000)
+            due += round(verdict.delay_s * 1000)
         else:
             topic, name = self._topics.dead, "dead"
             number = spread(source[:2], DEAD_PARTITIONS)
@@ -426,7 +426,8 @@ class Engine:
         follow in the same order."""
         source = source_of(message)
         number = spread(source[:2], ASIDE_PARTITIONS)
-        record = make_copy(message.record, Failed(source, message.attempt, 0, cause))
+        now_ms = round(time.time() * 1000)
+        record = make_copy(message.record, Failed(source, message.attempt, now_ms, cause))
         self._queues.settle(message.work.queue, message)
 
         def stored() -> None:

@@ -248,6 +248,14 @@ class ConsumingDoor(Protocol):
     async def append(self, topic: str, partition: int, records: Sequence[Record]) -> None:
         """Append records outside of a transaction."""
 
+    async def store(self, group: str, copies: Sequence[Copy]) -> None:
+        """Append records to topics of a group in one Kafka transaction: all or none.
+
+        Raises:
+            CopyRefused
+            KafkaUnavailable: the result is unknown. An open transaction ends by its timeout.
+        """
+
     async def groups(self) -> list[str]:
         """Return the names of all consumer groups."""
 

@@ -40,10 +40,16 @@ from txbroker.door.consuming import (
     TopicSpec,
 )
 from txbroker.errors import ConfigurationError, KafkaUnavailable
-from txbroker.testing.groups import MemoryGroup, Seat
+from txbroker.testing.groups import MemoryGroup, Seat, store_copies
 from txbroker.testing.members import CUT_OFF
 from txbroker.testing.memory import MemoryKafka
-from txbroker.testing.topics import MESSAGE_BYTES_MAX, MemoryPartition, RecordRefused, valid_name
+from txbroker.testing.topics import (
+    MESSAGE_BYTES_MAX,
+    KafkaTransaction,
+    MemoryPartition,
+    RecordRefused,
+    valid_name,
+)
 
 _PIECE_RECORDS = 500
 _NUMBERS = itertools.count(1)
@@ -176,6 +182,13 @@ class MemoryConsumingDoor:
                 self._kafka.write(topic, partition, records, None)
             except RecordRefused as error:
                 raise TopicRefused(error.cause.message) from None
+
+        await self._home.run(write)
+
+    async def store(self, group: str, copies: Sequence[Copy]) -> None:
+        def write() -> None:
+            self._kafka.require_up()
+            store_copies(self._kafka, copies, KafkaTransaction())
 
         await self._home.run(write)
 

@@ -291,26 +291,11 @@ class MemoryGroup:
                     f"characters, Kafka takes {METADATA_CHARACTERS_MAX}"
                 )
         transaction = KafkaTransaction()
-        written: set[Partition] = set()
         try:
-            self._copy(copies, transaction, written)
-            self._kafka.finish(transaction, lost)
+            store_copies(self._kafka, copies, transaction, lost)
         finally:
-            self._kafka.end(transaction, committed=False)
             if transaction.committed:
                 self.offsets.update(offsets)
-            for partition in written:
-                self._kafka.partition(*partition).mark(self._kafka.clock.now_ms())
-
-    def _copy(
-        self, copies: Sequence[Copy], transaction: KafkaTransaction, written: set[Partition]
-    ) -> None:
-        for copy in copies:
-            try:
-                self._kafka.write(copy.topic, copy.partition, [copy.record], transaction)
-            except RecordRefused as error:
-                raise CopyRefused(error.cause.message, copy) from None
-            written.add((copy.topic, copy.partition))
 
     @property
     def exists(self) -> bool:
@@ -324,3 +309,33 @@ class MemoryGroup:
             state if self.seats else "Empty" if self.offsets else "Dead",
             tuple((name, "in memory", seat.share) for name, seat in self.seats.items()),
         )
+
+
+def store_copies(
+    kafka: MemoryKafka,
+    copies: Sequence[Copy],
+    transaction: KafkaTransaction,
+    lost: LostReply | None = None,
+) -> None:
+    """Write copies in a Kafka transaction, and end it.
+
+    Args:
+        lost: what happens to a commit whose answer is lost.
+
+    Raises:
+        CopyRefused
+        KafkaUnavailable: the answer is lost.
+    """
+    written: set[Partition] = set()
+    try:
+        for copy in copies:
+            try:
+                kafka.write(copy.topic, copy.partition, [copy.record], transaction)
+            except RecordRefused as error:
+                raise CopyRefused(error.cause.message, copy) from None
+            written.add((copy.topic, copy.partition))
+        kafka.finish(transaction, lost)
+    finally:
+        kafka.end(transaction, committed=False)
+        for partition in written:
+            kafka.partition(*partition).mark(kafka.clock.now_ms())

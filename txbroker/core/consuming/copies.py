@@ -25,6 +25,8 @@ RELEASE_HEADER = "txb-release"
 """In the aside topic, on a record of an operator: the partition whose key is released."""
 CLEARED_HEADER = "txb-cleared"
 """In the aside topic, on a record of the owner: up to which message a released key is done."""
+RETRIED_HEADER = "txb-retried"
+"""In the dead-letter topic, on a record of an operator: which dead letter was sent back."""
 _COPY_HEADERS = (SOURCE_HEADER, ATTEMPT_HEADER, DUE_HEADER, CAUSE_HEADER)
 _CAUSE_LENGTH_MAX = 1000
 _SOURCE = re.compile(r"([A-Za-z0-9._-]{1,249})/([0-9]{1,10})@([0-9]{1,19})")
@@ -65,7 +67,8 @@ class Failed(Struct, frozen=True):
     Attributes:
         source: where it was first read.
         attempts: how often a handler was called with it.
-        due_ms: when it is to be handled again, milliseconds since 1970; 0 at once.
+        due_ms: when it is to be handled again, milliseconds since 1970; 0 at once. In the
+            dead-letter and the aside topic: since when it is there.
         cause: why it failed.
     """
 
@@ -105,6 +108,19 @@ def parse_source(text: str) -> Source | None:
     """Parse `TOPIC/PARTITION@OFFSET`; None if it is none."""
     match = _SOURCE.fullmatch(text)
     return Source(match[1], int(match[2]), int(match[3])) if match else None
+
+
+def retried_record(letter: Source, reason: str) -> Record:
+    """Return the record that marks the dead letter at `letter`, in its topic, as sent back."""
+    return Record(None, reason.encode(), ((RETRIED_HEADER, str(letter).encode()),))
+
+
+def read_retried(record: Record) -> Source | None:
+    """Return which dead letter a record marks as sent back; None if it is another record."""
+    for name, value in record.headers[:1]:
+        if name == RETRIED_HEADER:
+            return parse_source((value or b"").decode(errors="replace"))
+    return None
 
 
 def spread(partition: Partition, partitions: int) -> int:

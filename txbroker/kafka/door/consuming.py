@@ -10,6 +10,7 @@ from txbroker.core.records import Record
 from txbroker.door.consuming import (
     LATEST,
     ConsumingDoor,
+    Copy,
     Deliver,
     Fetcher,
     FetchFailed,
@@ -30,7 +31,7 @@ from txbroker.kafka.client.fetcher import KafkaFetcher
 from txbroker.kafka.client.groups import committed_offsets, describe_group, list_groups
 from txbroker.kafka.client.reader import Reader, offsets_at
 from txbroker.kafka.client.settings import KafkaSettings
-from txbroker.kafka.door.group_member import KafkaGroupMember, MemberTiming
+from txbroker.kafka.door.group_member import KafkaGroupMember, MemberTiming, store_copies
 from txbroker.kafka.door.log import KafkaLog
 from txbroker.kafka.protocol.batch import batch_body
 
@@ -107,16 +108,14 @@ class KafkaConsumingDoor(ConsumingDoor):
         """Create topics that do not exist.
 
         Raises:
-            ConfigurationError: Kafka refuses; the message holds its reason and the next step.
+            ConfigurationError: Kafka refuses; the message holds its reason.
         """
         try:
             await self._admin.create(list(topics))
         except KafkaRefused as error:
             if is_retriable(error):
                 raise
-            raise ConfigurationError(
-                f"{error}: `txbroker topics plan` shows the topics and rights that are needed"
-            ) from None
+            raise ConfigurationError(str(error)) from None
 
     # --- records -----------------------------------------------------------------------------
 
@@ -156,6 +155,15 @@ class KafkaConsumingDoor(ConsumingDoor):
             except AppendUnknown as error:
                 raise KafkaUnavailable(str(error)) from None
             records = records[count:]
+
+    async def store(self, group: str, copies: Sequence[Copy]) -> None:
+        """Append records in one Kafka transaction, see `ConsumingDoor.store`.
+
+        Raises:
+            CopyRefused: a broker refused one; none is stored.
+            KafkaUnavailable: the result is unknown.
+        """
+        await store_copies(self._client, group, copies)
 
     # --- groups ------------------------------------------------------------------------------
 

@@ -14,7 +14,7 @@ from txbroker.door.consuming import CommitFenced, Copy, MemberListener, Partitio
 from txbroker.door.protocols import TAKEN
 from txbroker.errors import KafkaUnavailable
 from txbroker.kafka.client.client import Client, KafkaRefused
-from txbroker.kafka.client.member import Holder, Member
+from txbroker.kafka.client.member import Holder, Identity, Member
 from txbroker.kafka.client.member_loop import MemberLoop
 from txbroker.kafka.door.group_offsets import GroupOffsets
 from txbroker.kafka.protocol.codes import RETRIABLE, Code
@@ -275,3 +275,13 @@ class KafkaGroupMember:
             "consumer stays out of the group until the other one ends: stop one of them, or "
             "give it another instance"
         )
+
+
+async def store_copies(client: Client, group: str, copies: Sequence[Copy]) -> None:
+    """Write copies of a group's messages in one Kafka transaction, without a member.
+
+    Raises:
+        CopyRefused
+        KafkaUnavailable: the result is unknown.
+    """
+    await GroupOffsets(client, group, Identity()).commit({}, copies)
