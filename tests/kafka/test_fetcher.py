@@ -17,6 +17,7 @@ from tests.kit.until import until
 from txbroker.core.records import Record
 from txbroker.door.consuming import OffsetMissing, Partition
 from txbroker.errors import KafkaUnavailable
+from txbroker.kafka.client import fetcher as fetcher_module
 from txbroker.kafka.client.client import Client
 from txbroker.kafka.client.fetcher import BatchUnreadable, KafkaFetcher
 from txbroker.kafka.door.consuming import KafkaConsumingDoor
@@ -280,6 +281,29 @@ async def test_unreadable_batch_stops_its_partition(
     assert "gzip" in str(error)
     assert fetching.values(bad) == [b"before"]
     assert fetching.next[bad] == 1
+
+
+async def test_records_of_failed_delivery_come_again(
+    world: KafkaHarness, fetching: Fetching, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fetcher_module, "_LASTING_PAUSE_S", 0.1)
+    at = (await world.create_topic("t"), 0)
+    values = [b"%d" % number for number in range(3000)]
+    for first in range(0, len(values), 1000):  # one batch, and one piece, for each
+        await fetching.append(at, *values[first : first + 1000])
+    seen: list[tuple[int, int]] = []
+
+    def fail_once(_partition: Partition) -> None:
+        seen.append((len(fetching.got[at]), fetching.next[at]))
+        if len(seen) == 2:
+            count, fetching.next[at] = seen[0]
+            del fetching.got[at][count:]
+            raise ValueError("a fault of the consumer")
+
+    fetching.on_deliver = fail_once
+    fetching.fetcher.add(at, 0)
+    await fetching.until_values(at, values)
+    assert "a fault of the consumer" in str(fetching.failures[-1][1])
 
 
 async def test_topic_that_appears_is_fetched(world: KafkaHarness, fetching: Fetching) -> None:

@@ -312,11 +312,11 @@ class KafkaFetcher(Fetcher):
             for records in fetched.pieces():
                 if not self._is_current(feed):
                     return
-                position = fetched.seen
-                now = (position, fetched.stable_end)
+                now = (fetched.seen, fetched.stable_end)
                 if records or now != feed.reported:
                     feed.reported = now
                     self._deliver(feed.partition, records, *now)
+                    position = now[0]
                     # Decoding and handling take milliseconds: let other tasks run.
                     await asyncio.sleep(0)
         except Exception as error:
