@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -212,10 +213,14 @@ async def test_heartbeats_go_on_while_others_join(group: World) -> None:
     joins = len(first.assignments)
     first.member.rejoin()
     lasting = asyncio.get_running_loop().time() + TIMING.lease_s + 1.0
-    while asyncio.get_running_loop().time() < lasting:
+
+    def lasted() -> bool:
         assert len(first.assignments) == joins, "the dead member's session has not ended"
-        assert first.member.deadline_s > asyncio.get_running_loop().time()
-        await asyncio.sleep(0.05)
+        now = asyncio.get_running_loop().time()
+        assert first.member.deadline_s > now
+        return now > lasting
+
+    await until(lasted)
     await group.settled(first)
     assert first.losses == []
     assert not second.revoked
@@ -498,14 +503,22 @@ async def test_session_outside_limits_is_refused(group: World) -> None:
         await group.start(timing=TIMING._replace(session_s=0.01))
 
 
-def test_every_permanent_error_has_a_next_step() -> None:
-    from txbroker.kafka.door.group_member import _PERMANENT
+@pytest.mark.parametrize(
+    ("code", "next_step"),
+    [
+        (Code.GROUP_AUTHORIZATION_FAILED, "grant it Read on the group"),
+        (Code.INVALID_GROUP_ID, "use another group"),
+        (Code.GROUP_MAX_SIZE_REACHED, "group.max.size"),
+    ],
+)
+async def test_refused_start_names_the_next_step(group: World, code: Code, next_step: str) -> None:
+    one = group.make()
+    member: Any = one.member._member
 
-    assert _PERMANENT.keys() == {
-        Code.GROUP_AUTHORIZATION_FAILED,
-        Code.INCONSISTENT_GROUP_PROTOCOL,
-        Code.INVALID_GROUP_ID,
-        Code.INVALID_SESSION_TIMEOUT,
-        Code.GROUP_MAX_SIZE_REACHED,
-    }
-    assert all(": " in why for why in _PERMANENT.values())
+    async def refuse(_request: Any) -> Any:
+        return SimpleNamespace(error_code=code)
+
+    member._ask = refuse
+    with pytest.raises(ConfigurationError, match=next_step):
+        await one.start()
+    assert not one.assignments
