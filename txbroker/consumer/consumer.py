@@ -18,12 +18,13 @@ import structlog
 
 from txbroker.config.settings import load_kafka_access
 from txbroker.consumer.committer import Store
-from txbroker.consumer.engine import Engine, Suspension
+from txbroker.consumer.engine import SWEEP_S, Engine
 from txbroker.consumer.message import ReceivedMessage
 from txbroker.consumer.reader import Reader
 from txbroker.consumer.settings import ConsumerOptions, ConsumerSettings
 from txbroker.consumer.source import AllPartitions
 from txbroker.consumer.statistics import ConsumerCollector, Statistics, statistics
+from txbroker.consumer.suspensions import Suspension
 from txbroker.consumer.workers import Handler, HandlerOptions, Workers, iterate
 from txbroker.door.consuming import ConsumingDoor, GroupMember, TopicIdentity
 from txbroker.error_text import safe_repr
@@ -106,10 +107,16 @@ class Consumer:
             settings.store.open()
             self._stack.callback(settings.store.close)
         topics = await self._check_topics()
-        self._in_background(self._engine.run())
+        self._in_background(self._sweep())
         for number in range(settings.readers):
             await self._start_reader(number, topics)
         self._in_background(self._watch_topics())
+
+    async def _sweep(self) -> None:
+        """Look at leases, delays and due times."""
+        while True:
+            self._engine.sweep(asyncio.get_running_loop().time())
+            await asyncio.sleep(SWEEP_S)
 
     def _open_door(self) -> ConsumingDoor:
         if not isinstance(self._kafka, str):
@@ -294,13 +301,14 @@ class Consumer:
         """
         if key is not None and self._settings.order != "key":
             raise ConfigurationError("a key can be suspended with order='key' only")
-        self._engine.suspend(Suspension(topic, partition, key))
+        self._engine.suspensions.add(Suspension(topic, partition, key))
 
     def resume(
         self, topic: str | None = None, partition: int | None = None, key: bytes | None = None
     ) -> None:
         """End a suspension."""
-        self._engine.resume(Suspension(topic, partition, key))
+        self._engine.suspensions.remove(Suspension(topic, partition, key))
+        self._engine.waiting.wake()
 
     # --- figures -----------------------------------------------------------------------------
 

@@ -9,6 +9,7 @@ from msgspec import Struct
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from txbroker.consumer.engine import Engine
+from txbroker.consumer.partition import due_ms
 from txbroker.door.consuming import Partition
 
 
@@ -37,7 +38,7 @@ class Statistics(Struct, frozen=True):
 def statistics(engine: Engine) -> Statistics:
     """Return the figures of an engine."""
     works = [work for work in engine.works if work.owner is work]
-    oldest_ms = engine.oldest_ms()
+    oldest_ms = _oldest_ms(engine)
     age_s = 0.0 if oldest_ms is None else max(0.0, time.time() - oldest_ms / 1000)
     return Statistics(
         {work.place: work.lag for work in works},
@@ -48,6 +49,17 @@ def statistics(engine: Engine) -> Statistics:
         sum(work.overflow for work in works),
         {"handled": engine.handled, **engine.counts},
     )
+
+
+def _oldest_ms(engine: Engine) -> int | None:
+    """Return the timestamp of the oldest message that is not done, as far as it has arrived."""
+    times = [message.timestamp_ms for message in engine.in_flight]
+    for work in engine.works:
+        heads = work.queue.heads()
+        if work.gate and due_ms(work.gate[0]) <= time.time() * 1000:
+            heads.append(work.gate[0])
+        times += [message.timestamp_ms for message in heads]
+    return min(times, default=None)
 
 
 class ConsumerCollector:

@@ -100,7 +100,7 @@ async def iterate(
     """Yield batches of messages until the consumer stops; the caller calls `done` or `failed`."""
     while True:
         while len(engine.in_flight) >= in_flight_max and not engine.stopping:
-            await engine.room()
+            await engine.waiting.watch()
         # One holder for a batch: messages of one lane may follow each other in it.
         if not (messages := await take(engine, count, max_wait_s, object())):
             return
@@ -181,11 +181,17 @@ class Workers:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-            self._engine.give_back_of(self._workers)
+            self._give_back()
             if self._pool is not None:
                 self._pool.shutdown(wait=False, cancel_futures=True)
         if self._engine.error is not None:
             raise self._engine.error
+
+    def _give_back(self) -> None:
+        """Give back what workers had in flight when they ended."""
+        in_flight = self._engine.in_flight.items()
+        flying = [message for message, holder in in_flight if holder in self._workers]
+        self._engine.give_back(sorted(flying, key=lambda message: message.record.offset))
 
     def _abandon(self, holders: Collection[object]) -> None:
         for holder in holders:
