@@ -8,7 +8,7 @@ from txbroker.consumer.committer import CommitPolicy
 from txbroker.consumer.consumer import Consumer
 from txbroker.consumer.files import InFile
 from txbroker.consumer.message import MessageLease, ReceivedMessage
-from txbroker.consumer.reader import RecordsDeleted
+from txbroker.consumer.positions import RecordsDeleted
 from txbroker.consumer.settings import ConsumerOptions
 from txbroker.consumer.statistics import ConsumerCollector, Statistics
 from txbroker.consumer.workers import HandlerTimeout

@@ -51,8 +51,6 @@ class Work:
         """Offsets of messages that are done and not in the position yet."""
         self.token = 0
         self.topic_id = ""
-        self.known_topic_id = ""
-        """That of the stored position."""
         self.aside_stored = 0
         """The number of set-aside keys, of the stored position."""
         self.bytes = 0

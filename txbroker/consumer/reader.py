@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import time
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -20,26 +19,20 @@ from txbroker.consumer.asides import Asides
 from txbroker.consumer.committer import CommitPolicy, Committer, Store
 from txbroker.consumer.message import MessageLease
 from txbroker.consumer.partition import Work
+from txbroker.consumer.positions import Positions, RecordsDeleted, StartOptions
 from txbroker.core.consuming.position import (
-    ForeignMetadata,
-    Metadata,
     Position,
-    decode_metadata,
-    is_newer_metadata,
 )
 from txbroker.core.records import Record
 from txbroker.door.consuming import (
-    EARLIEST,
-    LATEST,
     CommitFenced,
     ConsumingDoor,
     OffsetMissing,
     Partition,
-    StoredOffset,
     TopicIdentity,
 )
 from txbroker.error_text import safe_repr
-from txbroker.errors import ConfigurationError, KafkaUnavailable, TxbrokerError
+from txbroker.errors import KafkaUnavailable
 from txbroker.failpoints import failpoint
 from txbroker.net.timers import grown_pause_s
 
@@ -57,34 +50,23 @@ _FENCED_PAUSE_S = 0.1
 Hook = Callable[[Sequence[Partition]], Awaitable[Mapping[Partition, int] | None]]
 
 
-class RecordsDeleted(TxbrokerError):
-    """Unread records were deleted, or the topic is another one: records were not read."""
-
-
 class ReaderOptions(Struct, frozen=True, kw_only=True):
     """How a reader treats partitions.
 
     Attributes:
-        start: a time as for `ConsumingDoor.offsets` where no position is stored.
-        start_at: offsets where no position is stored; they take precedence.
-        skip_gaps: go on after records that were deleted unread, and count them.
+        start: where partitions begin.
         drain_s: how long a revoked partition finishes the messages in flight, seconds.
         retry_topic, aside_topic: of the group, "" without one.
-        first_counts: partitions of each topic when the consumer first saw it: later ones are read
-            from their beginning, as they have no older records.
         commit: when positions are stored.
         before: at most once: they are stored before messages are handed out.
         on_assign: called with the assigned partitions; may return offsets to begin at.
         on_revoke: called with partitions that are finished and will be released, or are lost.
     """
 
-    start: int
-    start_at: Mapping[Partition, int]
-    skip_gaps: bool
+    start: StartOptions
     drain_s: float
     retry_topic: str
     aside_topic: str
-    first_counts: Mapping[str, int]
     commit: CommitPolicy
     before: bool
     on_assign: Hook | None
@@ -123,6 +105,7 @@ class Reader:
         self._losses = 0
         self._warned_s = -_WARNING_S
         self._background: set[asyncio.Task[Any]] = set()
+        self._positions = Positions(door, options.start, engine.counts)
         self._fetcher = door.fetcher(self.deliver, self.failed)
         self._asides: Asides | None = None
         self._task: asyncio.Task[None] | None = None
@@ -239,8 +222,8 @@ class Reader:
         stored = await self._store.load(places)
         failpoint("consumer.loaded")
         identities = await self._door.topics({topic for topic, _number in places})
-        works = [self._work(place, stored.get(place), identities) for place in places]
-        await self._set_positions(works, stored)
+        works = [self._work(place) for place in places]
+        await self._positions.restore(works, stored, identities)
         if self._options.on_assign is not None:
             chosen = await self._call(self._options.on_assign, works)
             for work in works:
@@ -266,6 +249,10 @@ class Reader:
             self._fetcher.add(work.place, work.position.low)
         log.info("partitions assigned", partitions=[work.place for work in works])
 
+    def _work(self, place: Partition) -> Work:
+        lease = MessageLease(self._source, self._loop)
+        return Work(self._engine, place, lease, is_retry=place[0] == self._options.retry_topic)
+
     async def _open_asides(self, works: Sequence[Work]) -> None:
         for work in works:
             if self._asides is not None and not work.is_retry:
@@ -275,91 +262,6 @@ class Reader:
         for work in works:
             if self._asides is not None:
                 self._asides.close(work)
-
-    def _work(
-        self,
-        place: Partition,
-        stored: StoredOffset | None,
-        identities: Mapping[str, TopicIdentity],
-    ) -> Work:
-        lease = MessageLease(self._source, self._loop)
-        work = Work(self._engine, place, lease, is_retry=place[0] == self._options.retry_topic)
-        metadata = _metadata(place, stored)
-        if metadata is None:
-            # Offsets expire: above any token that was given out before.
-            metadata = Metadata(round(time.time() * 1000))
-        work.token = metadata.token + 1
-        work.known_topic_id = metadata.topic_id
-        identity = identities.get(place[0])
-        work.topic_id = identity.id.hex() if identity is not None else metadata.topic_id
-        work.aside_stored = metadata.aside
-        if stored is not None:
-            work.position = Position(stored.offset, metadata.ranges)
-        return work
-
-    async def _set_positions(
-        self, works: Sequence[Work], stored: Mapping[Partition, StoredOffset]
-    ) -> None:
-        """Set where new partitions begin, and check that stored positions still exist."""
-        first = await self._door.offsets([work.place for work in works], EARLIEST)
-        ends = await self._door.offsets([work.place for work in works], LATEST)
-        timed = [work.place for work in works if self._begins_at_start(work, stored)]
-        start = self._options.start
-        times = await self._door.offsets(timed, start) if start not in (EARLIEST, LATEST) else {}
-        for work in works:
-            place = work.place
-            work.end = ends.get(place, 0)
-            begin = first.get(place, 0)
-            if place in stored:
-                self._check_gap(work, begin, work.end)
-            elif place in timed:
-                at = {EARLIEST: begin, LATEST: work.end}.get(start, times.get(place, work.end))
-                work.position = Position(at)
-            else:
-                work.position = Position(self._options.start_at.get(place, begin))
-
-    def _begins_at_start(self, work: Work, stored: Mapping[Partition, StoredOffset]) -> bool:
-        topic, number = work.place
-        new = number >= self._options.first_counts.get(topic, number + 1)
-        return not (
-            work.place in stored or work.place in self._options.start_at or new or work.is_retry
-        )
-
-    def _check_gap(self, work: Work, begin: int, end: int) -> None:
-        """Raise RecordsDeleted, or skip, if unread records are missing."""
-        low, name = work.position.low, f"{work.place[0]}-{work.place[1]}"
-        if work.known_topic_id and work.known_topic_id != work.topic_id:
-            self._skip(work, begin, f"{name}: the topic was deleted and created again")
-        elif low > end:
-            self._skip(work, begin, f"{name} ends at {end}, before the stored position {low}")
-        elif low < begin:
-            self._skip(work, begin, f"{name}: offsets {low} to {begin} were deleted unread")
-
-    def _skip(self, work: Work, begin: int, why: str) -> None:
-        if not self._options.skip_gaps:
-            raise RecordsDeleted(
-                f"{why}: check what is missing, then start with on_gap='skip', which continues at "
-                f"offset {begin}"
-            )
-        log.error("gap skipped", why=why, continues_at=begin)
-        self._engine.counts["gap"] += max(1, begin - work.position.low)
-        ranges = [part for part in work.position.ranges() if part[0] > begin]
-        work.position = Position(begin, ranges if begin > work.position.low else ())
-
-    async def _continue_after_gap(self, work: Work) -> None:
-        """Skip records that were deleted while the consumer runs."""
-        begin = (await self._door.offsets([work.place], EARLIEST))[work.place]
-        name = f"{work.place[0]}-{work.place[1]}"
-        if not self._options.skip_gaps:
-            raise RecordsDeleted(
-                f"{name}: unread records before offset {begin} were deleted: check what is "
-                f"missing, then start with on_gap='skip'"
-            )
-        log.error("gap skipped", partition=name, continues_at=begin)
-        self._engine.counts["gap"] += max(1, begin - work.position.next_offset)
-        if self._works.get(work.place) is work:
-            self._engine.deliver(work, (), begin, work.end)
-            self._fetcher.add(work.place, begin)
 
     def check_topics(self, identities: Mapping[str, TopicIdentity]) -> None:
         """Stop if a topic was deleted and created again."""
@@ -372,6 +274,12 @@ class Reader:
                         "with on_gap='skip' it continues at the beginning"
                     )
                 )
+
+    async def _continue_after_gap(self, work: Work) -> None:
+        begin = await self._positions.begin_after_gap(work)
+        if self._works.get(work.place) is work:
+            self._engine.deliver(work, (), begin, work.end)
+            self._fetcher.add(work.place, begin)
 
     # --- release -----------------------------------------------------------------------------
 
@@ -454,18 +362,3 @@ class Reader:
             self._drop(work)
         await self._committer.close()
         await self._fetcher.close()
-
-
-def _metadata(place: Partition, stored: StoredOffset | None) -> Metadata | None:
-    if stored is None:
-        return None
-    try:
-        return decode_metadata(stored.offset, stored.metadata)
-    except ForeignMetadata:
-        why = "another program wrote them: use another group"
-        if is_newer_metadata(stored.metadata):
-            why = "a newer version of txbroker wrote them: upgrade this one"
-        shown = repr(stored.metadata[:40])
-        raise ConfigurationError(
-            f"the group's offset of {place[0]}-{place[1]} has metadata {shown}: {why}"
-        ) from None

@@ -11,6 +11,7 @@ from msgspec import Struct
 
 from txbroker.consumer.committer import CommitPolicy
 from txbroker.consumer.files import InFile
+from txbroker.consumer.positions import StartOptions
 from txbroker.consumer.reader import Hook, ReaderOptions
 from txbroker.consumer.workers import After, Before
 from txbroker.core.consuming.copies import (
@@ -207,13 +208,15 @@ class ConsumerSettings(Struct, frozen=True, kw_only=True):
         needed = {spec.name for spec in self.needed_topics()}
         own = self.own_topics
         return ReaderOptions(
-            start=self.start_time(),
-            start_at=self.start_offsets(),
-            skip_gaps=self.on_gap == "skip",
+            start=StartOptions(
+                time=self.start_time(),
+                offsets=self.start_offsets(),
+                skip_gaps=self.on_gap == "skip",
+                first_counts={name: topic.partitions for name, topic in topics.items()},
+            ),
             drain_s=self.drain_s,
             retry_topic=own.retry if own.retry in needed else "",
             aside_topic=own.aside if own.aside in needed else "",
-            first_counts={name: topic.partitions for name, topic in topics.items()},
             commit=self.commit,
             before=self.at_most_once,
             on_assign=self.on_assign,

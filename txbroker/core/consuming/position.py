@@ -135,6 +135,10 @@ class Position:
         position.done_all(list(offsets))
         return position
 
+    def ranges_from(self, low: int) -> list[tuple[int, int]]:
+        """Return the done ranges above an offset."""
+        return [(max(first, low), end) for first, end in self.ranges() if end > low]
+
     def ranges(self) -> list[tuple[int, int]]:
         """Return the done ranges above the low-water mark, in order."""
         return sorted(self._ends.items())

@@ -1,0 +1,164 @@
+"""Where partitions begin: at stored positions, or at the start that the user chose."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+import structlog
+from msgspec import Struct
+
+from txbroker.consumer.partition import Work
+from txbroker.core.consuming.position import (
+    ForeignMetadata,
+    Metadata,
+    Position,
+    decode_metadata,
+    is_newer_metadata,
+)
+from txbroker.door.consuming import (
+    EARLIEST,
+    LATEST,
+    ConsumingDoor,
+    Partition,
+    StoredOffset,
+    TopicIdentity,
+)
+from txbroker.errors import ConfigurationError, TxbrokerError
+
+log = structlog.wrap_logger(logging.getLogger(__name__))
+
+
+class RecordsDeleted(TxbrokerError):
+    """Unread records were deleted, or the topic is another one: records were not read."""
+
+
+class StartOptions(Struct, frozen=True, kw_only=True):
+    """Where partitions begin.
+
+    Attributes:
+        time: as for `ConsumingDoor.offsets`, where no position is stored.
+        offsets: where no position is stored; they take precedence.
+        skip_gaps: go on after records that were deleted unread, and count them.
+        first_counts: partitions of each topic when the consumer first saw it: later ones are read
+            from their beginning, as they have no older records.
+    """
+
+    time: int
+    offsets: Mapping[Partition, int]
+    skip_gaps: bool
+    first_counts: Mapping[str, int]
+
+
+class Positions:
+    """Restores positions.
+
+    Args:
+        counts: events of the consumer; skipped offsets are counted as `gap`.
+    """
+
+    def __init__(self, door: ConsumingDoor, options: StartOptions, counts: Counter[str]) -> None:
+        self._door = door
+        self._options = options
+        self._counts = counts
+
+    async def restore(
+        self,
+        works: Sequence[Work],
+        stored: Mapping[Partition, StoredOffset],
+        identities: Mapping[str, TopicIdentity],
+    ) -> None:
+        """Set positions and tokens of partitions that were assigned.
+
+        Raises:
+            ConfigurationError: another program wrote the metadata of a stored offset.
+            RecordsDeleted: unread records are missing.
+        """
+        places = [work.place for work in works]
+        first = await self._door.offsets(places, EARLIEST)
+        ends = await self._door.offsets(places, LATEST)
+        timed = [work.place for work in works if self._begins_at_time(work, stored)]
+        at = self._options.time
+        times = await self._door.offsets(timed, at) if at not in (EARLIEST, LATEST) else {}
+        for work in works:
+            place = work.place
+            work.end = ends.get(place, 0)
+            begin = first.get(place, 0)
+            known_topic_id = _restore(work, stored.get(place), identities.get(place[0]))
+            if place in stored:
+                self._check_gap(work, begin, known_topic_id)
+            elif place in timed:
+                at_time = times.get(place, work.end)
+                work.position = Position({EARLIEST: begin, LATEST: work.end}.get(at, at_time))
+            else:
+                work.position = Position(self._options.offsets.get(place, begin))
+
+    def _begins_at_time(self, work: Work, stored: Mapping[Partition, StoredOffset]) -> bool:
+        topic, number = work.place
+        new = number >= self._options.first_counts.get(topic, number + 1)
+        given = work.place in stored or work.place in self._options.offsets
+        return not (given or new or work.is_retry)
+
+    def _check_gap(self, work: Work, begin: int, known_topic_id: str) -> None:
+        low, name = work.position.low, f"{work.place[0]}-{work.place[1]}"
+        if known_topic_id and known_topic_id != work.topic_id:
+            self._skip(work, begin, f"{name}: the topic was deleted and created again")
+            work.position = Position(begin)
+        elif low > work.end:
+            self._skip(work, begin, f"{name} ends at {work.end}, before the stored position {low}")
+            work.position = Position(begin)
+        elif low < begin:
+            self._skip(work, begin, f"{name}: offsets {low} to {begin} were deleted unread")
+            work.position = Position(begin, work.position.ranges_from(begin))
+
+    def _skip(self, work: Work, begin: int, why: str) -> None:
+        """Raise RecordsDeleted, or count a gap before offset `begin`."""
+        if not self._options.skip_gaps:
+            raise RecordsDeleted(
+                f"{why}: check what is missing, then start with on_gap='skip', which continues at "
+                f"offset {begin}"
+            )
+        log.error("gap skipped", why=why, continues_at=begin)
+        self._counts["gap"] += max(1, begin - work.position.next_offset)
+
+    async def begin_after_gap(self, work: Work) -> int:
+        """Return the offset after records that were deleted while the consumer runs.
+
+        Raises:
+            RecordsDeleted: gaps are not skipped.
+        """
+        begin = (await self._door.offsets([work.place], EARLIEST))[work.place]
+        low, name = work.position.next_offset, f"{work.place[0]}-{work.place[1]}"
+        self._skip(work, begin, f"{name}: offsets {low} to {begin} were deleted unread")
+        return begin
+
+
+def _restore(work: Work, stored: StoredOffset | None, identity: TopicIdentity | None) -> str:
+    """Set a partition's token and stored position; return the topic id of that."""
+    metadata = _metadata(work.place, stored)
+    if metadata is None:
+        # Offsets expire: above any token that was given out before.
+        metadata = Metadata(round(time.time() * 1000))
+    work.token = metadata.token + 1
+    work.topic_id = identity.id.hex() if identity is not None else metadata.topic_id
+    work.aside_stored = metadata.aside
+    if stored is not None:
+        work.position = Position(stored.offset, metadata.ranges)
+    return metadata.topic_id
+
+
+def _metadata(place: Partition, stored: StoredOffset | None) -> Metadata | None:
+    if stored is None:
+        return None
+    try:
+        return decode_metadata(stored.offset, stored.metadata)
+    except ForeignMetadata:
+        why = "another program wrote them: use another group"
+        if is_newer_metadata(stored.metadata):
+            why = "a newer version of txbroker wrote them: upgrade this one"
+        shown = repr(stored.metadata[:40])
+        raise ConfigurationError(
+            f"the group's offset of {place[0]}-{place[1]} has metadata {shown}: {why}"
+        ) from None
