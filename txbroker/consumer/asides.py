@@ -16,11 +16,14 @@ import structlog
 from txbroker.consumer.committer import Committer
 from txbroker.consumer.message import ReceivedMessage
 from txbroker.consumer.partition import Work, size_of
-from txbroker.core.consuming.aside import AsideKeys, clearance_record
+from txbroker.core.consuming.aside import AsideKeys, clearance_record, failed_again_record
 from txbroker.core.consuming.copies import ASIDE_PARTITIONS, Source, read_copy, spread
 from txbroker.core.records import Record
 from txbroker.door.consuming import EARLIEST, LATEST, Copy, Fetcher, Partition
+from txbroker.error_text import safe_repr
+from txbroker.errors import KafkaUnavailable
 from txbroker.failpoints import failpoint
+from txbroker.net.timers import grown_pause_s
 
 if TYPE_CHECKING:
     from txbroker.consumer.engine import Engine
@@ -30,6 +33,7 @@ log = structlog.wrap_logger(logging.getLogger(__name__))
 _CHUNK = 100
 """Copies of a released key that are handled between two clearances."""
 _READ_OFFSETS = 5000
+_PAUSE_S, _PAUSE_MAX_S = 1.0, 60.0
 _ONE_LANE = ""
 
 
@@ -66,6 +70,7 @@ class ReleasedKey(Work):
 
     def begin(self, messages: Sequence[ReceivedMessage]) -> None:
         self._count = len(messages)
+        self.bytes = sum(message.size for message in messages)
         self.engine.admit(self, messages)
 
     def finished(self, message: ReceivedMessage) -> None:
@@ -117,7 +122,7 @@ class Asides:
         self._noted = asyncio.Event()
 
     async def open(self, work: Work) -> None:
-        """Learn the set-aside keys of a partition, and follow them."""
+        """Learn the set-aside keys of a partition, and follow them until `close`."""
         number = spread(work.place, ASIDE_PARTITIONS)
         place = (self._topic, number)
         work.aside = AsideKeys(work.place)
@@ -173,9 +178,17 @@ class Asides:
     async def _release(self, work: Work, key: bytes | int) -> None:
         """Handle the copies of a released key until there are none."""
         assert work.aside is not None
+        failures = 0
         try:
             while (entry := work.aside.keys.get(key)) is not None:
-                copies = await self._chunk(work, key)
+                try:
+                    copies = await self._chunk(work, key)
+                except KafkaUnavailable as error:
+                    failures += 1
+                    log.warning("released key not read", error=safe_repr(error), attempt=failures)
+                    await asyncio.sleep(grown_pause_s(failures, _PAUSE_S, _PAUSE_MAX_S))
+                    continue
+                failures = 0
                 if not copies:
                     await self._noted.wait()
                     continue
@@ -191,7 +204,9 @@ class Asides:
                 if released.done:
                     await self._clear(work, key, copies[: released.done])
                 if released.gave_up:
-                    entry.released = False
+                    self._store(work, failed_again_record(_source(copies[0]), copies[0].key))
+                    while entry.released:
+                        await self._noted.wait()
                     log.warning("released key failed again", partition=work.place)
                     return
             log.info("released key is done", partition=work.place)
@@ -221,14 +236,24 @@ class Asides:
         return found
 
     async def _clear(self, work: Work, key: bytes | int, copies: Sequence[Record]) -> None:
-        """Store that copies are done, and wait until the aside topic shows it."""
+        """Store that copies are done, and wait until the aside topic shows it.
+
+        Meanwhile no message is handed out: one of the key would be copied after the clearance that
+        makes the key free, or handled before such a copy.
+        """
         assert work.aside is not None
         last = _source(copies[-1])
-        record = clearance_record(last, copies[-1].key, len(copies))
+        self._engine.hold(work, key)
+        try:
+            self._store(work, clearance_record(last, copies[-1].key, len(copies)))
+            while (entry := work.aside.keys.get(key)) is not None and entry.cleared < last.offset:
+                await self._noted.wait()
+        finally:
+            self._engine.release(work, key)
+
+    def _store(self, work: Work, record: Record) -> None:
         number = spread(work.place, ASIDE_PARTITIONS)
         self._committer.copy(work, None, Copy(self._topic, number, record), lambda: None)
-        while (entry := work.aside.keys.get(key)) is not None and entry.cleared < last.offset:
-            await self._noted.wait()
 
 
 def _source(record: Record) -> Source:

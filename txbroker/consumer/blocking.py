@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterator
 from types import TracebackType
 from typing import Any, Self, TypeVar, Unpack
+
+from msgspec import Struct
 
 from txbroker.consumer.consumer import Consumer, HasConsumingDoor
 from txbroker.consumer.message import ReceivedMessage
@@ -86,16 +88,20 @@ class BlockingConsumer:
         async def following() -> T:
             return await anext(items)
 
-        while True:
-            try:
-                item = self._run(following())
-            except StopAsyncIteration:
-                return
-            yield item
+        try:
+            while True:
+                try:
+                    item = self._run(following())
+                except StopAsyncIteration:
+                    return
+                yield item
+        finally:
+            if self._loop is not None and isinstance(items, AsyncGenerator):
+                self._run(items.aclose())
 
     def stop(self) -> None:
         """As `Consumer.stop`."""
-        self._post(self._consumer.stop)
+        self._consumer.stop()
 
     def suspend(
         self, topic: str | None = None, partition: int | None = None, key: bytes | None = None
@@ -124,22 +130,21 @@ class BlockingConsumer:
         if self._loop is None or threading.current_thread() is self._thread:
             work.close()
             raise ConfigurationError("the consumer is not started: use `with` or `start`")
-        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        future = asyncio.run_coroutine_threadsafe(_kept(work), self._loop)
         try:
-            return future.result()
+            result = future.result()
         except BaseException:
             future.cancel()
             raise
+        if isinstance(result, _Exit):
+            raise result.error
+        return result
 
     def _call(self, call: Callable[[], T]) -> T:
         async def work() -> T:
             return call()
 
         return self._run(work())
-
-    def _post(self, call: Callable[[], None]) -> None:
-        if self._loop is not None and not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(call)
 
     def _end(self) -> None:
         loop, thread = self._loop, self._thread
@@ -148,5 +153,18 @@ class BlockingConsumer:
         self._loop = None
         loop.call_soon_threadsafe(loop.stop)
         thread.join()
+        loop.run_until_complete(loop.shutdown_asyncgens())
         loop.run_until_complete(loop.shutdown_default_executor())
         loop.close()
+
+
+class _Exit(Struct):
+    error: BaseException
+
+
+async def _kept(work: Coroutine[Any, Any, T]) -> T | _Exit:
+    """Return an error that would end the event loop before anybody knows of it."""
+    try:
+        return await work
+    except (KeyboardInterrupt, SystemExit) as error:
+        return _Exit(error)

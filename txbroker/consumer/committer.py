@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
@@ -104,6 +105,7 @@ class Committer:
         self._lock = asyncio.Lock()
         self._loop = asyncio.get_running_loop()
         self._task: asyncio.Task[None] | None = None
+        self._pauses: list[asyncio.TimerHandle] = []
 
     def start(self) -> None:
         """Begin to store positions."""
@@ -111,6 +113,8 @@ class Committer:
 
     async def close(self) -> None:
         """End without a last round; call `flush` before."""
+        for pause in self._pauses:
+            pause.cancel()
         if self._task is not None:
             self._task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
@@ -249,9 +253,9 @@ class Committer:
         """Return the messages to count as done before they are handled."""
         if self._engine.stopping:
             return []
-        room = _UNHANDLED_MAX * self._policy.max_batch - len(work.queue.buffer)
-        count = max(0, min(self._policy.max_batch, room, len(work.gate)))
-        return [work.gate[number] for number in range(count)]
+        room = _UNHANDLED_MAX * self._policy.max_batch - len(work.unhandled)
+        count = 0 if work.draining else max(0, min(self._policy.max_batch, room))
+        return list(itertools.islice(work.gate, count))
 
     def _again(self, round_: _Round) -> None:
         for work in round_.works:
@@ -262,11 +266,15 @@ class Committer:
         """Give back the messages of the partition whose copy was refused."""
         work = next(each.work for each in round_.pending if each.copy is error.copy)
         mine = [each for each in self._pending if each.work is work]
-        refused = [each.message for each in mine if each.message is not None]
+        refused = [(each.message, each.copy) for each in mine if each.message is not None]
         self._pending = [each for each in self._pending if each.work is not work]
         for each in mine:
             if each.message is None:
-                self._loop.call_later(_PAUSE_MAX_S, self.copy, work, None, each.copy, each.stored)
+                pause = self._loop.call_later(
+                    _PAUSE_MAX_S, self.copy, work, None, each.copy, each.stored
+                )
+                self._pauses = [one for one in self._pauses if one.when() > self._loop.time()]
+                self._pauses.append(pause)
         self._engine.refused(work, refused, str(error))
         self._again(round_)
 

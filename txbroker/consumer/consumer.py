@@ -70,11 +70,17 @@ class Consumer:
         self._settings.validate()
         self._kafka = kafka
         self._stopped = False
-        self._running = False
+        self._run_ended: asyncio.Event | None = None
         self._stack = contextlib.AsyncExitStack()
         self._readers: list[tuple[Reader, GroupMember | AllPartitions]] = []
         self._door: ConsumingDoor
-        self._engine: Engine
+        self._started: Engine | None = None
+
+    @property
+    def _engine(self) -> Engine:
+        if self._started is None:
+            raise ConfigurationError("the consumer is not started: use `async with` or `start`")
+        return self._started
 
     # --- life --------------------------------------------------------------------------------
 
@@ -85,6 +91,8 @@ class Consumer:
             ConfigurationError: something is missing or not permitted; names the next step.
             KafkaUnavailable: Kafka does not answer.
         """
+        if self._started is not None:
+            raise ConfigurationError("a consumer starts once: make another one")
         try:
             await self._start()
         except BaseException:
@@ -96,13 +104,15 @@ class Consumer:
         self._door = self._open_door()
         self._stack.push_async_callback(self._door.close)
         await self._door.start()
-        self._engine = Engine(
+        self._started = Engine(
             settings.sequence,
             settings.policy(),
             settings.own_topics,
             settings.buffered_bytes_max,
             before=settings.at_most_once,
         )
+        if self._stopped:
+            self._engine.stop()
         if settings.store is not None:
             settings.store.open()
             self._stack.callback(settings.store.close)
@@ -164,7 +174,11 @@ class Consumer:
     async def aclose(self) -> None:
         """Finish the messages in flight, store positions, and leave the group."""
         self.stop()
-        await self._stack.aclose()
+        try:
+            if self._run_ended is not None:
+                await self._run_ended.wait()
+        finally:
+            await self._stack.aclose()
 
     async def __aenter__(self) -> Self:
         await self.start()
@@ -249,7 +263,7 @@ class Consumer:
             ConfigurationError: the handler cannot be called with one argument.
             KafkaUnavailable, TxbrokerError: the consumer cannot continue.
         """
-        if self._running:
+        if self._run_ended is not None:
             raise ConfigurationError("run is active already: use one Consumer for each handler")
         settings = self._settings
         options = HandlerOptions(
@@ -261,11 +275,12 @@ class Consumer:
             after=settings.after,
         )
         workers = Workers(self._engine, handler, options)
-        self._running = True
+        self._run_ended = ended = asyncio.Event()
         try:
             await workers.run(settings.drain_s)
         finally:
-            self._running = False
+            self._run_ended = None
+            ended.set()
 
     def __aiter__(self) -> AsyncIterator[ReceivedMessage]:
         """Yield messages until `stop`; call `done` or `failed` of each."""
@@ -285,10 +300,10 @@ class Consumer:
         return iterate(self._engine, count, max_wait_s, in_flight_max)
 
     def stop(self) -> None:
-        """End `run` and iterations after the messages in flight."""
-        if not self._stopped and hasattr(self, "_engine"):
-            self._stopped = True
-            self._engine.stop()
+        """End `run` and iterations after the messages in flight. May be called from any thread."""
+        self._stopped = True
+        if self._started is not None:
+            self._started.stop()
 
     def suspend(
         self, topic: str | None = None, partition: int | None = None, key: bytes | None = None
@@ -301,14 +316,19 @@ class Consumer:
         """
         if key is not None and self._settings.order != "key":
             raise ConfigurationError("a key can be suspended with order='key' only")
-        self._engine.suspensions.add(Suspension(topic, partition, key))
+        self._engine.call(self._engine.suspensions.add, Suspension(topic, partition, key))
 
     def resume(
         self, topic: str | None = None, partition: int | None = None, key: bytes | None = None
     ) -> None:
         """End a suspension."""
-        self._engine.suspensions.remove(Suspension(topic, partition, key))
-        self._engine.waiting.wake()
+        engine, suspension = self._engine, Suspension(topic, partition, key)
+
+        def resume() -> None:
+            engine.suspensions.remove(suspension)
+            engine.waiting.wake()
+
+        engine.call(resume)
 
     # --- figures -----------------------------------------------------------------------------
 

@@ -7,17 +7,17 @@ message is in flight and occupies its lane.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Protocol
 
 import structlog
 
 from txbroker.consumer.failures import REFUSED_PAUSE_S, Failures
 from txbroker.consumer.message import ReceivedMessage
-from txbroker.consumer.partition import Work
+from txbroker.consumer.partition import Commits, Flow, Work
 from txbroker.consumer.suspensions import Suspensions
 from txbroker.consumer.waiting import Waiting
 from txbroker.core.consuming.copies import (
@@ -28,39 +28,27 @@ from txbroker.core.consuming.failure import (
 )
 from txbroker.core.consuming.queues import Order, Queues
 from txbroker.core.records import Record
-from txbroker.door.consuming import Copy, Partition
+from txbroker.door.consuming import Copy
 from txbroker.errors import TxbrokerError
 
 log = structlog.wrap_logger(logging.getLogger(__name__))
 
 SWEEP_S = 0.05
 """The time between looks at leases, delays, due times and timeouts."""
-_DRAIN, _LEASE, _REFUSED = "drain", "lease", "refused"
+_DRAIN, _LEASE, _REFUSED, _HELD = "drain", "lease", "refused", "held"
 """Reasons for which a partition is suspended."""
 
 
-class Commits(Protocol):
-    """Where results go: the committer of the partition's reader."""
+class Holder:
+    """Who has messages in flight.
 
-    def changed(self, work: Work, count: int = 1) -> None:
-        """Take note that messages of a partition are done."""
+    Attributes:
+        collecting: it is taking a batch: nobody has begun with its messages.
+        reports: results of single messages that wait for the end of their batch; None: no batch.
+    """
 
-    def copy(
-        self,
-        work: Work,
-        message: ReceivedMessage | None,
-        copy: Copy,
-        stored: Callable[[], None],
-    ) -> None:
-        """Store a copy with the partition's position, together; then call `stored`."""
-
-
-class Flow(Protocol):
-    """The fetching of a partition."""
-
-    def pause(self, partition: Partition) -> None: ...
-
-    def resume(self, partition: Partition) -> None: ...
+    collecting = False
+    reports: dict[ReceivedMessage, BaseException | None] | None = None
 
 
 class MemoryTooSmall(TxbrokerError):
@@ -93,7 +81,7 @@ class Engine:
         self._queues: Queues[ReceivedMessage] = Queues()
         self._works: dict[Work, None] = {}
         self._paused: set[Work] = set()
-        self._in_flight: dict[ReceivedMessage, object] = {}
+        self._in_flight: dict[ReceivedMessage, Holder] = {}
         self.waiting = Waiting()
         self._loop = asyncio.get_running_loop()
         self._thread = threading.get_ident()
@@ -106,7 +94,7 @@ class Engine:
         """Other events: `failed`, `dropped`, `dead`, `aside`, `retry_N`,
         `fenced`, `overflow`, `gap`."""
         self._failures = Failures(policy, topics, self._queues, self)
-        self.abandon: Callable[[Collection[object]], None] = lambda _holders: None
+        self.abandon: Callable[[Collection[Holder]], None] = lambda _holders: None
         """Cancels the handlers of these holders; set by the workers."""
         self.suspensions = Suspensions(self._queues, self._works)
         self.stopping = False
@@ -121,10 +109,17 @@ class Engine:
         self.suspensions.apply(work)
 
     def remove(self, work: Work) -> None:
-        """End with a partition: its messages are dropped, the handlers of those in flight are
-        cancelled, and their results are ignored."""
-        if work not in self._works:
-            return
+        """End with a partition, and with its released keys: its messages are dropped, the handlers
+        of those in flight are cancelled, and their results are ignored."""
+        for each in self._family(work):
+            self._remove(each)
+        self.waiting.wake()
+
+    def _family(self, work: Work) -> list[Work]:
+        """Return a partition and its released keys; of a released key only itself."""
+        return [each for each in self._works if work in (each, each.owner)]
+
+    def _remove(self, work: Work) -> None:
         del self._works[work]
         work.commits = None
         self._queues.remove(work.queue)
@@ -134,7 +129,6 @@ class Engine:
         self._resting.pop(work, None)
         flying = [message for message in self._in_flight if message.work is work]
         self.abandon([self._in_flight.pop(message) for message in flying])
-        self.waiting.wake()
 
     @property
     def works(self) -> Collection[Work]:
@@ -142,29 +136,36 @@ class Engine:
         return self._works.keys()
 
     async def drained(self, work: Work) -> None:
-        """Wait until no message of a partition is in flight; hand out no further ones. At most
-        once: until those that count as done are handled."""
-        if not self._before:
-            self._queues.suspend(work.queue, _DRAIN)
-        while any(message.work.owner is work for message in self._in_flight) or (
-            self._before and work.queue.heads()
-        ):
+        """Wait until no message of a partition is in flight; hand out no further ones."""
+        work.draining = True
+        for each in self._family(work):
+            self._queues.suspend(each.queue, _DRAIN)
+        self._give_back_collected(work)
+        while any(message.work.owner is work for message in self._in_flight):
             await self.waiting.watch()
 
     def interrupt(self, work: Work) -> None:
-        """Cancel the handlers of a partition's messages in flight, and give the messages back. At
-        most once: they are dropped, because their handlers may have had an effect."""
-        flying = [message for message in self._in_flight if message.work.owner is work]
-        holders = [self._in_flight[message] for message in flying]
-        if self._before:
-            self.counts["dropped"] += len(flying)
-            for message in flying:
-                del self._in_flight[message]
-                self.end(message)
-            self.waiting.wake()
-        else:
-            self.give_back(sorted(flying, key=lambda message: message.record.offset))
-        self.abandon(holders)
+        """Cancel the handlers of a partition's messages in flight. Each message is given back when
+        its handler has ended, so that no two run with it."""
+        self._give_back_collected(work)
+        self.abandon([by for message, by in self._in_flight.items() if message.work.owner is work])
+
+    def _give_back_collected(self, work: Work) -> None:
+        flying = self._in_flight.items()
+        self.give_back([m for m, by in flying if by.collecting and m.work.owner is work])
+
+    def cancelled(self, messages: Sequence[ReceivedMessage], holder: Holder) -> None:
+        """The handler of messages was cancelled: they are handled again; at most once: dropped."""
+        mine = [message for message in messages if self.holds(message, holder)]
+        for message in mine:
+            message.attempt += 1
+            if self._before:
+                self.finish(message, asyncio.CancelledError("the handler was cancelled"))
+        self.give_back(mine)
+
+    def holds(self, message: ReceivedMessage, holder: Holder) -> bool:
+        """Return whether a message is in flight with this holder."""
+        return self._in_flight.get(message) is holder
 
     # --- arrival -----------------------------------------------------------------------------
 
@@ -190,6 +191,8 @@ class Engine:
     def admit(self, work: Work, messages: Sequence[ReceivedMessage]) -> None:
         """Let messages that arrived be handled."""
         if messages:
+            if self._before:
+                work.unhandled.update(messages)
             self._queues.add(work.queue, messages)
             self.waiting.wake()
 
@@ -208,7 +211,7 @@ class Engine:
 
     # --- hand out and finish -----------------------------------------------------------------
 
-    def next(self, holder: object, *, together: bool = False) -> ReceivedMessage | None:
+    def next(self, holder: Holder, *, together: bool = False) -> ReceivedMessage | None:
         """Return the next message, None if there is none now; `finish` must follow.
 
         Args:
@@ -219,7 +222,7 @@ class Engine:
         if now_s - self._swept_s > SWEEP_S:
             # Before anything else after a pause of the process: its leases may have ended.
             self.sweep(now_s)
-        if self.stopping and not self._before:
+        if self.stopping:
             return None
         while True:
             message = self._queues.take(holder if together else None)
@@ -229,18 +232,28 @@ class Engine:
                 self._failures.set_aside(message, "an earlier message of its key is set aside")
                 continue
             self._in_flight[message] = holder
+            if self._before:
+                message.work.unhandled.discard(message)
             if self.waiting.idle and self._queues.more:
                 self.waiting.wake()
             return message
 
     @property
-    def in_flight(self) -> Mapping[ReceivedMessage, object]:
+    def in_flight(self) -> Mapping[ReceivedMessage, Holder]:
         """The messages that are being handled, and who handles each."""
         return self._in_flight
 
-    def finish(self, message: ReceivedMessage, error: BaseException | None) -> None:
-        """Take the result of a message: None: it is done. Ignored unless it is in flight."""
-        if self._in_flight.pop(message, self) is self:
+    def finish(
+        self, message: ReceivedMessage, error: BaseException | None, holder: Holder | None = None
+    ) -> None:
+        """Take the result of a message: None: it is done. Ignored unless it is in flight.
+
+        Args:
+            holder: ignored also if it is in flight with another one; None: any.
+        """
+        if holder is not None and self._in_flight.get(message) is not holder:
+            return
+        if self._in_flight.pop(message, None) is None:
             return
         if error is None:
             self.handled += 1
@@ -255,19 +268,36 @@ class Engine:
     def report(self, message: ReceivedMessage, error: Exception | None) -> None:
         """Take a result from the user's code, in any thread. While the handler of a batch runs it
         is kept until the end of the batch, so that the order of its lanes holds."""
-        reports = getattr(self._in_flight.get(message), "reports", None)
-        if reports is not None:
-            reports.setdefault(message, error)
-        elif threading.get_ident() == self._thread:
-            self.finish(message, error)
+        holder = self._in_flight.get(message)
+        if holder is None:
+            return
+        if holder.reports is not None:
+            holder.reports.setdefault(message, error)
         else:
-            self._loop.call_soon_threadsafe(self.finish, message, error)
+            self.call(self.finish, message, error, holder)
+
+    def reported(
+        self, message: ReceivedMessage, error: BaseException | None
+    ) -> BaseException | None:
+        """Return the result of a message in a batch that has ended with `error`."""
+        holder = self._in_flight.get(message)
+        return error if holder is None else (holder.reports or {}).get(message, error)
+
+    def call(self, call: Callable[..., None], *args: object) -> None:
+        """Call a function in the event loop: now if this is its thread."""
+        if threading.get_ident() == self._thread:
+            call(*args)
+        else:
+            with contextlib.suppress(RuntimeError):  # the loop has ended
+                self._loop.call_soon_threadsafe(call, *args)
 
     def give_back(self, messages: Sequence[ReceivedMessage]) -> None:
         """Put messages in flight, which must be in order, back to be handled again."""
         for message in reversed(messages):
-            if self._in_flight.pop(message, self) is not self:
+            if self._in_flight.pop(message, None) is not None:
                 self._queues.put_back(message.work.queue, message)
+                if self._before:
+                    message.work.unhandled.add(message)
         self.waiting.wake()
 
     def end(self, message: ReceivedMessage) -> None:
@@ -297,16 +327,26 @@ class Engine:
         """Memory for one partition, bytes."""
         return self._bytes_max / max(1, len(self._works))
 
-    def refused(self, work: Work, messages: Sequence[ReceivedMessage], why: str) -> None:
-        """Copies of these messages, in order, cannot be stored: the partition pauses, and then they
+    def refused(self, work: Work, copies: Sequence[tuple[ReceivedMessage, Copy]], why: str) -> None:
+        """These copies, in order, cannot be stored: the partition pauses, and then their messages
         are handled again before the others."""
-        log.error("copy refused", partition=work.place, messages=len(messages), why=why)
-        self.counts["copy_refused"] += len(messages)
-        self._queues.suspend(work.queue, _REFUSED)
-        self._resting[work] = self._loop.time() + REFUSED_PAUSE_S
-        for message in messages:
+        log.error("copy refused", partition=work.place, messages=len(copies), why=why)
+        self.counts["copy_refused"] += len(copies)
+        for each in self._family(work):
+            self._queues.suspend(each.queue, _REFUSED)
+            self._resting[each] = self._loop.time() + REFUSED_PAUSE_S
+        for message, copy in reversed(copies):
             message.attempt += 1
-            self._queues.put_back(work.queue, message)
+            self._failures.take_back(message, copy)
+
+    def hold(self, work: Work, key: bytes | int) -> None:
+        """Hand out no message of a partition until `release`, for the sake of a released key."""
+        self._queues.suspend(work.queue, f"{_HELD} {key!r}")
+
+    def release(self, work: Work, key: bytes | int) -> None:
+        """End `hold`."""
+        self._queues.resume(work.queue, f"{_HELD} {key!r}")
+        self.waiting.wake()
 
     # --- time --------------------------------------------------------------------------------
 
@@ -339,7 +379,7 @@ class Engine:
         self.counts["fenced"] += 1
         self._expired.add(work)
         self._queues.suspend(work.queue, _LEASE)
-        self.interrupt(work)
+        self.interrupt(work.owner)
 
     # --- the end -----------------------------------------------------------------------------
 
@@ -354,9 +394,9 @@ class Engine:
             raise self.error
 
     def stop(self) -> None:
-        """Hand out no further message."""
+        """Hand out no further message. For any thread."""
         self.stopping = True
-        self.waiting.wake_all()
+        self.call(self.waiting.wake_all)
 
     def fail(self, error: Exception) -> None:
         """End the consumer with an error."""

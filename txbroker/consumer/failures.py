@@ -107,7 +107,7 @@ class Failures:
             self._results.counts["dropped"] += 1
             self._results.end(message)
         elif isinstance(verdict, SetAside) and work.fails_again():
-            self._queues.settle(message.work.queue, message)
+            return  # its lane stays occupied: nothing of the key is handled any more
         elif isinstance(verdict, SetAside):
             key = message.record.key
             work.setting_aside.add(message.offset if key is None else key)
@@ -135,6 +135,13 @@ class Failures:
     def _store(self, message: ReceivedMessage, copy: Copy, stored: Callable[[], None]) -> None:
         if message.work.commits is not None:
             message.work.commits.copy(message.work, message, copy, stored)
+
+    def take_back(self, message: ReceivedMessage, copy: Copy) -> None:
+        """Let a message be handled again whose copy is not stored."""
+        if copy.topic == self._topics.aside:
+            self._queues.take_back(message.work.queue, message)
+        else:
+            self._queues.put_back(message.work.queue, message)
 
     def set_aside(self, message: ReceivedMessage, cause: str) -> None:
         """Copy a message to the aside topic. Its lane continues at once: later messages of the key

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Protocol
 
 from txbroker.consumer.message import MessageLease, ReceivedMessage
 from txbroker.core.consuming.aside import AsideKeys
@@ -13,14 +13,38 @@ from txbroker.core.consuming.copies import Partition, Source, read_copy
 from txbroker.core.consuming.position import Metadata, Position, encode_metadata
 from txbroker.core.consuming.queues import Order, PartitionQueue, lane_key_of
 from txbroker.core.records import Record
-from txbroker.door.consuming import StoredOffset
+from txbroker.door.consuming import Copy, StoredOffset
 
 if TYPE_CHECKING:
-    from txbroker.consumer.engine import Commits, Engine, Flow
+    from txbroker.consumer.engine import Engine
 
 _OVERHEAD_BYTES = 300
 """Memory of a message beside its key, value and headers."""
 _HEADER_BYTES = 100
+
+
+class Commits(Protocol):
+    """Where results go: the committer of the partition's reader."""
+
+    def changed(self, work: Work, count: int = 1) -> None:
+        """Take note that messages of a partition are done."""
+
+    def copy(
+        self,
+        work: Work,
+        message: ReceivedMessage | None,
+        copy: Copy,
+        stored: Callable[[], None],
+    ) -> None:
+        """Store a copy with the partition's position, together; then call `stored`."""
+
+
+class Flow(Protocol):
+    """The fetching of a partition."""
+
+    def pause(self, partition: Partition) -> None: ...
+
+    def resume(self, partition: Partition) -> None: ...
 
 
 class Work:
@@ -56,6 +80,9 @@ class Work:
         self.bytes = 0
         self.end = 0
         self.gate: deque[ReceivedMessage] = deque()
+        self.unhandled: set[ReceivedMessage] = set()
+        """At most once: messages that count as done and were not handed out."""
+        self.draining = False
         self.aside: AsideKeys | None = None
         self.setting_aside: set[bytes | int] = set()
         """Keys whose first copy is not visible in the aside topic yet."""
@@ -148,6 +175,15 @@ class Work:
             return self.aside_stored  # another consumer of the group may have set some aside
         known = self.aside.keys
         return len(known) + sum(key not in known for key in self.setting_aside)
+
+    def withdraw(self) -> bool:
+        """Take messages that count as done and were not handed out off the position; return
+        whether there are any."""
+        offsets = sorted(message.record.offset for message in self.unhandled)
+        self.unhandled.clear()
+        if offsets:
+            self.position = self.position.without(offsets)
+        return bool(offsets)
 
     def stored(self, done_too: Sequence[int], *, distinct: bool = False) -> StoredOffset:
         """Return what to commit.

@@ -97,7 +97,7 @@ class Positions:
 
     def _begins_at_time(self, work: Work, stored: Mapping[Partition, StoredOffset]) -> bool:
         topic, number = work.place
-        new = number >= self._options.first_counts.get(topic, number + 1)
+        new = number >= self._options.first_counts.get(topic, 0)
         given = work.place in stored or work.place in self._options.offsets
         return not (given or new or work.is_retry)
 
@@ -127,10 +127,15 @@ class Positions:
         """Return the offset after records that were deleted while the consumer runs.
 
         Raises:
-            RecordsDeleted: gaps are not skipped.
+            RecordsDeleted: gaps are not skipped, or the log is another one.
         """
         begin = (await self._door.offsets([work.place], EARLIEST))[work.place]
         low, name = work.position.next_offset, f"{work.place[0]}-{work.place[1]}"
+        if begin <= low:
+            raise RecordsDeleted(
+                f"{name} does not hold offset {low}: the topic was deleted and created again, or "
+                "cut: start the consumer again; with on_gap='skip' it continues at the beginning"
+            )
         self._skip(work, begin, f"{name}: offsets {low} to {begin} were deleted unread")
         return begin
 

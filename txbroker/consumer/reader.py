@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import inspect
 import logging
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import structlog
 from msgspec import Struct
@@ -47,7 +48,8 @@ _WARNING_S = 10.0
 _FENCED_PAUSE_S = 0.1
 """A rebalance may refuse a commit although the partition stays."""
 
-Hook = Callable[[Sequence[Partition]], Awaitable[Mapping[Partition, int] | None]]
+Offsets: TypeAlias = Mapping[Partition, int] | None
+Hook: TypeAlias = Callable[[Sequence[Partition]], Awaitable[Offsets] | Offsets]
 
 
 class ReaderOptions(Struct, frozen=True, kw_only=True):
@@ -313,7 +315,16 @@ class Reader:
                 self._engine.interrupt(work)
 
     async def _flush(self, works: Sequence[Work]) -> None:
-        """Store the positions of partitions, for up to `drain_s`."""
+        """Store the final positions of partitions. At most once: without messages that count as
+        done and were not handed out."""
+        await self._store_positions(works)
+        if withdrawn := [work for work in works if work.withdraw()]:
+            for work in withdrawn:
+                self._committer.changed(work, 0)
+            await self._store_positions(withdrawn)
+
+    async def _store_positions(self, works: Sequence[Work]) -> None:
+        """Store positions, for up to `drain_s`."""
         until_s = self._loop.time() + max(1.0, self._options.drain_s)
         while True:
             left_s = until_s - self._loop.time()
@@ -332,7 +343,9 @@ class Reader:
             await self._call(self._options.on_revoke, works)
 
     async def _call(self, hook: Hook, works: Sequence[Work]) -> Mapping[Partition, int]:
-        return await hook([work.place for work in works if not work.is_retry]) or {}
+        places = [work.place for work in works if not work.is_retry]
+        result = hook(places) if places else None
+        return (await result if inspect.isawaitable(result) else result) or {}
 
     def _drop(self, work: Work) -> None:
         self._fetcher.remove(work.place)
@@ -352,13 +365,18 @@ class Reader:
             await self._task
         works = [work for place, work in self._works.items() if place not in self._releasing]
         for work in works:
+            work.draining = True
             self._fetcher.remove(work.place)
             self._engine.interrupt(work)
-        await self._flush(works)
-        if self._background:
-            await asyncio.wait(self._background, timeout=self._options.drain_s)
-        await self._revoked(works)
-        for work in list(self._works.values()):
-            self._drop(work)
-        await self._committer.close()
-        await self._fetcher.close()
+        try:
+            await self._flush(works)
+            if self._background:
+                await asyncio.wait(self._background, timeout=self._options.drain_s)
+            await self._revoked(works)
+        finally:
+            for task in self._background:
+                task.cancel()
+            for work in list(self._works.values()):
+                self._drop(work)
+            await self._committer.close()
+            await self._fetcher.close()

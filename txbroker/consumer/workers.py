@@ -6,16 +6,21 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import inspect
+import logging
 import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeAlias
 
+import structlog
 from msgspec import Struct
 
-from txbroker.consumer.engine import Engine
+from txbroker.consumer.engine import Engine, Holder
 from txbroker.consumer.message import ReceivedMessage
+from txbroker.error_text import safe_repr
 from txbroker.errors import ConfigurationError
+
+log = structlog.wrap_logger(logging.getLogger(__name__))
 
 Handler: TypeAlias = Callable[[Any], Any]
 """A coroutine function or a plain one. Takes a `ReceivedMessage`, or with `batch` a list."""
@@ -24,6 +29,8 @@ After: TypeAlias = Callable[[ReceivedMessage, BaseException | None], Awaitable[N
 
 _POLL_S = 0.2
 """The time between looks at timeouts."""
+_CANCELLED_S = 2.0
+"""How long cancelled handlers may take to end."""
 _BURST_S = 0.002
 """The longest time for which handlers that never wait keep the event loop."""
 
@@ -57,6 +64,10 @@ def check_handler(handler: object) -> None:
         raise ConfigurationError(
             f"the handler {handler!r} cannot be called: pass a function that takes a message"
         )
+    if _is(inspect.isgeneratorfunction, handler) or _is(inspect.isasyncgenfunction, handler):
+        raise ConfigurationError(
+            f"the handler {handler!r} contains `yield`, so that a call does nothing: remove it"
+        )
     with contextlib.suppress(ValueError):  # built-in functions may have no signature
         signature = inspect.signature(handler)
         try:
@@ -70,28 +81,39 @@ def check_handler(handler: object) -> None:
 
 
 async def take(
-    engine: Engine, count: int, max_wait_s: float, holder: object
+    engine: Engine, count: int, max_wait_s: float, holder: Holder
 ) -> list[ReceivedMessage]:
     """Return up to `count` messages, at least one unless the consumer stops.
+
+    Messages whose partition is lost meanwhile are not among them.
 
     Args:
         max_wait_s: how long to wait for more than one, seconds.
     """
     loop, until_s = asyncio.get_running_loop(), 0.0
-    messages: list[ReceivedMessage] = []
-    while len(messages) < count:
-        message = engine.next(holder, together=True)
-        if message is not None:
-            messages.append(message)
-            until_s = until_s or loop.time() + max_wait_s
-        elif engine.stopping or (messages and loop.time() >= until_s):
-            break
-        elif messages:
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(engine.wait(), until_s - loop.time())
-        else:
-            await engine.wait()
-    return messages
+    messages: dict[ReceivedMessage, None] = {}
+    holder.collecting = True
+    try:
+        while len(messages) < count:
+            message = engine.next(holder, together=True)
+            if message is not None:
+                messages.pop(message, None)  # given back, and taken again
+                messages[message] = None
+                until_s = until_s or loop.time() + max_wait_s
+            elif engine.stopping or (messages and loop.time() >= until_s):
+                break
+            elif messages:
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(engine.wait(), until_s - loop.time())
+            else:
+                await engine.wait()
+            messages = {each: None for each in messages if engine.holds(each, holder)}
+    except BaseException:
+        engine.give_back([each for each in messages if engine.holds(each, holder)])
+        raise
+    finally:
+        holder.collecting = False
+    return list(messages)
 
 
 async def iterate(
@@ -102,7 +124,9 @@ async def iterate(
         while len(engine.in_flight) >= in_flight_max and not engine.stopping:
             await engine.waiting.watch()
         # One holder for a batch: messages of one lane may follow each other in it.
-        if not (messages := await take(engine, count, max_wait_s, object())):
+        if not (messages := await take(engine, count, max_wait_s, Holder())):
+            if engine.error is not None:
+                raise engine.error
             return
         yield messages
 
@@ -121,8 +145,7 @@ class Workers:
         self._engine = engine
         self._options = options
         self._pool: ThreadPoolExecutor | None = None
-        call = type(handler).__call__  # of an object that can be called
-        if not (inspect.iscoroutinefunction(handler) or inspect.iscoroutinefunction(call)):
+        if not _is(inspect.iscoroutinefunction, handler):
             self._pool = ThreadPoolExecutor(options.count, "txbroker-handler")
             handler = self._threaded(handler)
         if options.before is not None or options.after is not None:
@@ -132,8 +155,22 @@ class Workers:
         self._loop = asyncio.get_running_loop()
 
     def _threaded(self, handler: Handler) -> Handler:
+        def in_thread(argument: Any) -> Any:
+            try:
+                return handler(argument)
+            except StopIteration as error:  # no future takes it
+                raise RuntimeError("the handler raised StopIteration") from error
+
         async def call(argument: Any) -> None:
-            await self._loop.run_in_executor(self._pool, handler, argument)
+            # A thread cannot be cancelled: the first attempt waits for it, so that its message is
+            # not handled twice at the same time.
+            future = self._loop.run_in_executor(self._pool, in_thread, argument)
+            try:
+                result = await asyncio.shield(future)
+            except asyncio.CancelledError:
+                result = await future
+            if inspect.isawaitable(result):  # of a function that calls a coroutine function
+                await result
 
         return call
 
@@ -152,7 +189,7 @@ class Workers:
                 raise
             finally:
                 for message in messages if after is not None else ():
-                    await _maybe(after, message, error)
+                    await _after(after, message, self._engine.reported(message, error))
 
         return call
 
@@ -178,22 +215,16 @@ class Workers:
                 if self._engine.stopping:
                     until_s = min(until_s, self._loop.time() + drain_s)
         finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-            self._give_back()
+            await _end(tasks)
             if self._pool is not None:
                 self._pool.shutdown(wait=False, cancel_futures=True)
+        for worker in self._workers:
+            if worker.exit is not None:
+                raise worker.exit
         if self._engine.error is not None:
             raise self._engine.error
 
-    def _give_back(self) -> None:
-        """Give back what workers had in flight when they ended."""
-        in_flight = self._engine.in_flight.items()
-        flying = [message for message, holder in in_flight if holder in self._workers]
-        self._engine.give_back(sorted(flying, key=lambda message: message.record.offset))
-
-    def _abandon(self, holders: Collection[object]) -> None:
+    def _abandon(self, holders: Collection[Holder]) -> None:
         for holder in holders:
             if isinstance(holder, _Worker):
                 holder.cancel(None)
@@ -207,22 +238,26 @@ class Workers:
                 worker.cancel(HandlerTimeout(f"no result within {timeout_s:g} s"))
 
 
-class _Worker:
-    """One task. `since_s` is when it called the handler, None if it does not run."""
+class _Worker(Holder):
+    """One task.
+
+    Attributes:
+        since_s: when it called the handler, None if it does not run.
+        exit: the handler wants the process to end.
+    """
 
     def __init__(self, workers: Workers) -> None:
         self._engine = workers._engine
         self._options = workers._options
         self._handler = workers._handler
         self.since_s: float | None = None
-        self.reports: dict[ReceivedMessage, BaseException | None] | None = None
-        """Results that the handler of a batch reports for single messages."""
+        self.exit: BaseException | None = None
         self._cancelled = False
         self._reason: BaseException | None = None
         self.task = asyncio.create_task(self._run(), name="txbroker handler")
 
     def cancel(self, reason: BaseException | None) -> None:
-        """Cancel the handler. The messages fail for this reason, None: the result is ignored."""
+        """Cancel the handler. The messages fail for this reason, None: they are given back."""
         if not self._cancelled and self.since_s is not None:
             self._cancelled, self._reason = True, reason
             self.task.cancel()
@@ -244,19 +279,29 @@ class _Worker:
             error: BaseException | None = None
             try:
                 await handler(argument)
-            except asyncio.CancelledError:
-                if not self._cancelled:
-                    raise
-                error = self._reason
+            except asyncio.CancelledError as raised:
+                error = self._reason or raised
+            except (KeyboardInterrupt, SystemExit) as raised:
+                # Raised again by `run`: in a task it would end the event loop at once.
+                self.exit = raised
+                engine.stop()
+                return
             except Exception as raised:
                 error = raised
+            interrupted = self._cancelled and self._reason is None
             if self._cancelled:
-                self._uncancel()
+                self._cancelled, self._reason = False, None
+                self.task.uncancel()
             self.since_s = None
-            if batch:
+            ended = self.task.cancelling() > 0
+            if isinstance(error, asyncio.CancelledError) and (ended or interrupted):
+                engine.cancelled(argument if batch else [argument], self)
+            elif batch:
                 self._finish_batch(argument, error)
             else:
-                engine.finish(argument, error)
+                engine.finish(argument, error, self)
+            if ended:
+                raise asyncio.CancelledError
             if now_s - began_s > _BURST_S:
                 await asyncio.sleep(0)
                 began_s = time()
@@ -278,20 +323,42 @@ class _Worker:
         lanes = set()
         for message in messages:
             result = reports.get(message, error)
+            if not self._engine.holds(message, self):
+                continue
             if message.lane is not None and message.lane in lanes:
                 again.append(message)
             elif result is not None:
                 failed.append((message, result))
                 lanes.add(message.lane)
             else:
-                self._engine.finish(message, None)
+                self._engine.finish(message, None, self)
         self._engine.give_back(again)
         for message, result in failed:
-            self._engine.finish(message, result)
+            self._engine.finish(message, result, self)
 
-    def _uncancel(self) -> None:
-        self._cancelled, self._reason = False, None
-        self.task.uncancel()
+
+def _is(kind: Callable[[Any], bool], handler: object) -> bool:
+    """Return whether a function, or an object that can be called, is of a kind."""
+    return kind(handler) or kind(type(handler).__call__)
+
+
+async def _end(tasks: Collection[asyncio.Task[None]]) -> None:
+    """Cancel workers. Handlers that go on after the second time are left alone."""
+    pending = set(tasks)
+    for _ in range(2):
+        for task in pending:
+            task.cancel()
+        if pending:
+            _done, pending = await asyncio.wait(pending, timeout=_CANCELLED_S)
+    if pending:
+        log.error("handlers do not end when cancelled", handlers=len(pending))
+
+
+async def _after(hook: After | None, message: ReceivedMessage, error: BaseException | None) -> None:
+    try:
+        await _maybe(hook, message, error)
+    except Exception as raised:  # the handler's result stands
+        log.exception("the hook `after` failed", message=repr(message), error=safe_repr(raised))
 
 
 async def _maybe(hook: Callable[..., Awaitable[None] | None] | None, *arguments: Any) -> None:

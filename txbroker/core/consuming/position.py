@@ -139,6 +139,17 @@ class Position:
         """Return the done ranges above an offset."""
         return [(max(first, low), end) for first, end in self.ranges() if end > low]
 
+    def without(self, offsets: Sequence[int]) -> Position:
+        """Return a copy in which these offsets, in order, are not done."""
+        low = min(self.low, *offsets[:1])
+        ranges, rest = [], [(low, self.low), *self.ranges()]
+        for first, end in rest:
+            for offset in (*(at for at in offsets if first <= at < end), end):
+                if first < offset:
+                    ranges.append((first, offset))
+                first = offset + 1
+        return Position(low, ranges)
+
     def ranges(self) -> list[tuple[int, int]]:
         """Return the done ranges above the low-water mark, in order."""
         return sorted(self._ends.items())
