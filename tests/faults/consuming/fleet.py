@@ -1,0 +1,420 @@
+"""Consumers of one group as processes on a real Kafka, their load, and what was read afterwards."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import itertools
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+from aiokafka.admin import AIOKafkaAdminClient
+from aiokafka.errors import KafkaError
+from confluent_kafka import KafkaException, Producer
+
+from tests.faults.consuming.instance import COMMIT_S, Given
+from tests.faults.consuming.judge import (
+    History,
+    Judge,
+    Rec,
+    Rules,
+    Stored,
+    Topics,
+    Violation,
+    read_history,
+    source_of,
+)
+from tests.faults.consuming.judge import position as read_position
+from tests.kit.topic_reader import admin_of, create_topic, read_topics
+from tests.kit.until import until
+from txbroker.config.settings import load_kafka_access
+from txbroker.core.consuming.aside import release_record
+from txbroker.core.consuming.copies import GroupTopics, Source
+from txbroker.kafka.client.settings import KafkaSettings
+from txbroker.kafka.door.consuming import KafkaConsumingDoor
+
+PARTITIONS = 4
+KEYS = 60
+DELAYS_S = (0.2, 0.3, *(0.4,) * 14)
+SESSION_S, LEASE_S, HEARTBEAT_S = 6.0, 3.0, 0.5
+SETTLE_S = 90.0
+LAG_S = 3.0
+"""How long a commit may take after its interval, on a busy machine."""
+RUBBISH = ("Traceback", "Task was destroyed", "never retrieved", "never awaited")
+_PR_SET_PDEATHSIG = 1
+_libc = ctypes.CDLL(None)
+
+
+class Case(NamedTuple):
+    """A consumer: its order, failure policy and mode; static members keep their instance ids."""
+
+    order: str
+    on_failure: str | None
+    static: bool = False
+
+    @property
+    def name(self) -> str:
+        failure = self.on_failure or "at-most-once"
+        return f"{self.order}-{failure}{'-static' if self.static else ''}"
+
+    def options(self) -> dict[str, Any]:
+        """Return options of `Consumer`."""
+        if self.on_failure is None:
+            return {"order": self.order, "mode": "at-most-once", "in_flight_max": 16}
+        return {
+            "order": self.order,
+            "on_failure": self.on_failure,
+            "retry_interval_s": 0.05,
+            "local_attempts_max": 2,
+            "in_flight_max": 16,
+        }
+
+
+class Timing(NamedTuple):
+    """Of the members, seconds."""
+
+    session_s: float = SESSION_S
+    lease_s: float = LEASE_S
+    heartbeat_s: float = HEARTBEAT_S
+
+
+class Instance:
+    """A consumer process.
+
+    Attributes:
+        slot: with static members, the number of its instance id.
+    """
+
+    def __init__(self, name: str, slot: int, process: asyncio.subprocess.Process, log: Path):
+        self.name = name
+        self.slot = slot
+        self.process = process
+        self.log = log
+
+    @property
+    def running(self) -> bool:
+        return self.process.returncode is None
+
+    def signal(self, what: signal.Signals) -> None:
+        """Send a signal to it; nothing happens if it has ended."""
+        with contextlib.suppress(ProcessLookupError):
+            self.process.send_signal(what)
+
+
+class Fleet:
+    """One group of consumers.
+
+    Args:
+        folder: for the history and the logs.
+        size: number of instances.
+        rate: messages a second.
+    """
+
+    def __init__(
+        self,
+        bootstrap: str,
+        case: Case,
+        folder: Path,
+        seed: int,
+        *,
+        size: int = 3,
+        rate: float = 150.0,
+    ) -> None:
+        self.bootstrap = bootstrap
+        self.case = case
+        self.fate = random.Random(f"{seed}/{case.name}")
+        self.size = size
+        self.timing = Timing()
+        self.instances: list[Instance] = []
+        self.group = f"faults-{case.name}-{os.getpid()}-{seed}"
+        self.topic = f"{self.group}.source"
+        self.topics = GroupTopics.of("txbroker", self.group)
+        self.wrong: list[str] = []
+        self.produced = 0
+        self._seed = seed
+        self._rate = rate
+        self._folder = folder
+        self._history = folder / "history.jsonl"
+        self._healed = folder / "healed"
+        self._numbers = itertools.count(1)
+        self._stored: list[Stored] = []
+        self._tasks: list[asyncio.Task[None]] = []
+        self._loading = True
+
+    # --- life --------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """Create the topic, and start the instances and the load."""
+        self._folder.mkdir(parents=True, exist_ok=True)
+        await asyncio.to_thread(create_topic, self.bootstrap, self.topic, PARTITIONS)
+        for slot in range(self.size):
+            await self.launch(slot)
+        self._tasks = [
+            asyncio.create_task(self._load()),
+            asyncio.create_task(self._watch()),
+        ]
+
+    async def launch(self, slot: int, point: str = "", skip: int = 0) -> Instance:
+        """Start an instance, which may kill itself at a moment."""
+        name = f"c{next(self._numbers)}"
+        options = {
+            **self.case.options(),
+            **self.timing._asdict(),
+            "group": self.group,
+            "topics": [self.topic],
+            "drain_s": 2.0,
+            **({"instance": f"slot-{slot}"} if self.case.static else {}),
+        }
+        given = Given(
+            bootstrap=self.bootstrap,
+            name=name,
+            history=str(self._history),
+            healed=str(self._healed),
+            seed=self._seed,
+            options=options,
+            delays=list(DELAYS_S),
+            point=point,
+            skip=skip,
+        )
+        log = self._folder / f"{name}.log"
+        with log.open("wb") as out:
+            process = await asyncio.create_subprocess_exec(
+                sys.executable,
+                *("-m", "tests.faults.consuming.instance", msgspec.json.encode(given).decode()),
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=out,
+                preexec_fn=_die_with_parent if sys.platform == "linux" else None,
+            )
+        instance = Instance(name, slot, process, log)
+        self.instances.append(instance)
+        return instance
+
+    def note(self, what: str, instance: str, begin: float, end: float) -> None:
+        """Write a fault to the history."""
+        line = {"event": "fault", "what": what, "instance": instance, "at": begin, "until": end}
+        with self._history.open("a") as file:
+            file.write(json.dumps(line) + "\n")
+
+    async def kill(self, instance: Instance) -> None:
+        """End an instance as by kill -9."""
+        now = time.monotonic()
+        self.note("killed", instance.name, now, now)
+        instance.signal(signal.SIGKILL)
+        await instance.process.wait()
+        self.instances.remove(instance)
+
+    async def stop(self, instance: Instance) -> None:
+        """End an instance in order."""
+        instance.signal(signal.SIGTERM)
+        try:
+            code = await asyncio.wait_for(instance.process.wait(), 30)
+        except TimeoutError:
+            self.wrong.append(f"{instance.name} does not end")
+            await self.kill(instance)
+            return
+        self.instances.remove(instance)
+        self._check(instance, code)
+
+    async def buried(self, instance: Instance) -> None:
+        """Take out an instance that has killed itself."""
+        code = await instance.process.wait()
+        self.instances.remove(instance)
+        if code != -signal.SIGKILL:
+            self._check(instance, code)
+
+    def _check(self, instance: Instance, code: int) -> None:
+        text = instance.log.read_text(errors="replace")
+        if code != 0 or any(word in text for word in RUBBISH):
+            self.wrong.append(f"{instance.name} ended with {code}: {text[-1500:]}")
+
+    def free_slot(self) -> int:
+        """Return the lowest slot without an instance."""
+        taken = {instance.slot for instance in self.instances}
+        return next(slot for slot in itertools.count() if slot not in taken)
+
+    async def fill_up(self) -> None:
+        """Replace instances that are missing."""
+        for instance in list(self.instances):
+            if not instance.running:
+                await self.buried(instance)
+        while len(self.instances) < self.size:
+            await self.launch(self.free_slot())
+
+    # --- load --------------------------------------------------------------------------------
+
+    async def _load(self) -> None:
+        producer = Producer({"bootstrap.servers": self.bootstrap, "log_level": 0, "linger.ms": 5})
+        began = time.monotonic()
+        while self._loading:
+            due = int((time.monotonic() - began) * self._rate)
+            while self.produced < due:
+                key, value = self._message()
+                producer.produce(self.topic, json.dumps(value), key)
+                self.produced += 1
+            producer.poll(0)
+            await asyncio.sleep(0.02)
+        assert await asyncio.to_thread(producer.flush, 60) == 0
+
+    def _message(self) -> tuple[str, dict[str, Any]]:
+        fate = self.fate
+        number = fate.randrange(KEYS)
+        draw = fate.random()
+        value: dict[str, Any] = {"n": self.produced}
+        if number % 20 == 0:
+            # A key that fails: for a moment, or until everything is healed.
+            waits = self.case.on_failure == "wait"
+            for_ever = not waits and fate.random() < 0.5
+            seconds = 1e6 if for_ever else fate.uniform(0.1, 0.6 if waits else 3.0)
+            value["fails_until"] = time.time() + seconds
+        elif draw < 0.03:
+            value["flaky"] = True
+        elif draw < 0.04:
+            value["reject"] = True
+        elif draw < 0.06:
+            value["later_s"] = fate.uniform(0.05, 0.5)
+        elif draw < 0.12:
+            value["takes_s"] = fate.uniform(0.005, 0.03)
+        elif draw < 0.123:
+            value["takes_s"] = 1.0
+        return f"key-{number}", value
+
+    async def _watch(self) -> None:
+        while True:
+            await asyncio.sleep(0.5)
+            with contextlib.suppress(KafkaError, OSError):
+                self._stored.append(await self._look())
+
+    async def _look(self) -> Stored:
+        # Not librdkafka's client: it returns metadata whose memory is free already.
+        admin = AIOKafkaAdminClient(bootstrap_servers=self.bootstrap)
+        await admin.start()  # type: ignore[no-untyped-call]
+        try:
+            found = await admin.list_consumer_group_offsets(self.group)
+        finally:
+            await admin.close()  # type: ignore[no-untyped-call]
+        offsets = {
+            (at.topic, at.partition): (each.offset, each.metadata)
+            for at, each in found.items()
+            if each.offset >= 0
+        }
+        return Stored(time.monotonic(), offsets)
+
+    # --- the end -----------------------------------------------------------------------------
+
+    async def settle(self) -> None:
+        """End the load, heal everything, and wait until all is done, waiting or set aside."""
+        self._loading = False
+        await self._tasks[0]
+        self._healed.touch()
+        await self.fill_up()
+        try:
+            await until(self._is_settled, SETTLE_S)
+        except AssertionError:
+            self.wrong.append(f"not settled: {(await self._open())[:20]}")
+
+    async def _is_settled(self) -> bool:
+        await self.fill_up()
+        await asyncio.sleep(0.3)
+        if self.case.on_failure == "aside":
+            await self.release()
+        return not await self._open()
+
+    async def _open(self) -> list[str]:
+        """Return what is not done."""
+        try:
+            stored = (await self._look()).offsets
+            sources, retries, asides = [
+                await asyncio.to_thread(self._read, topic) for topic in self._names(3)
+            ]
+        except (KafkaException, KafkaError, OSError, AssertionError) as error:
+            return [str(error)]
+        left: list[str] = []
+        for record in (*sources, *retries):
+            low, _ranges = read_position(*stored.get((record.topic, record.partition), (0, "")))
+            if record.offset >= low:
+                left.append(f"{record.topic}-{record.partition}@{record.offset}")
+        return left or [f"key {key} of {place}" for place, key in _uncleared(asides)]
+
+    def _names(self, count: int) -> list[str]:
+        return [self.topic, self.topics.retry, self.topics.aside, self.topics.dead][:count]
+
+    def _read(self, topic: str) -> list[Rec]:
+        if topic not in admin_of(self.bootstrap).list_topics(timeout=10).topics:
+            return []
+        return [
+            Rec(
+                record.topic,
+                record.partition,
+                record.offset,
+                record.key.decode() if record.key is not None else None,
+                tuple((name, (value or b"").decode()) for name, value in record.headers),
+                (record.value or b"").decode(),
+            )
+            for record in read_topics(self.bootstrap, [topic])
+        ]
+
+    async def release(self) -> int:
+        """Release all set-aside keys, as an operator; returns the number."""
+        keys = _uncleared(await asyncio.to_thread(self._read, self.topics.aside))
+        access = load_kafka_access(self.bootstrap, None)
+        door = KafkaConsumingDoor(KafkaSettings.from_access(access, "operator"))
+        await door.start()
+        try:
+            for (source, number), key in keys.items():
+                record = release_record(Source(*source), key.encode() if key else None, "healed")
+                await door.append(self.topics.aside, number, [record])
+        finally:
+            await door.close()
+        return len(keys)
+
+    async def close(self) -> None:
+        """End all instances, and read everything."""
+        for task in self._tasks[1:]:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*(self.stop(instance) for instance in list(self.instances)))
+        self._stored.append(await self._look())
+
+    def judged(self) -> tuple[History, Topics, list[Violation]]:
+        """Read everything and judge it; blocks."""
+        source, retry, aside, dead = (self._read(topic) for topic in self._names(4))
+        topics = Topics(source, retry, dead, aside, self._stored)
+        history = read_history([json.loads(line) for line in self._history.open()])
+        most_once = self.case.on_failure is None
+        faults = len(history.faults) + 2
+        rules = Rules(
+            self.case.order,
+            at_most_once=most_once,
+            lost_max=200 * 2 * PARTITIONS * faults,
+            commit_s=COMMIT_S + LAG_S,
+        )
+        return history, topics, Judge(history, topics, rules).judge()
+
+
+def _uncleared(asides: Sequence[Rec]) -> dict[tuple[tuple[str, int, int], int], str]:
+    """Return the keys that are set aside, by their first copy and its partition."""
+    left: dict[tuple[tuple[str, int], str | None], list[tuple[tuple[str, int, int], int]]] = {}
+    for record in sorted(asides, key=lambda each: (each.partition, each.offset)):
+        source = source_of(record, "txb-source")
+        if source is not None:
+            left.setdefault((source[:2], record.key), []).append((source, record.partition))
+        cleared = source_of(record, "txb-cleared")
+        if cleared is not None:
+            at = (cleared[:2], record.key)
+            left[at] = [each for each in left.get(at, []) if each[0][2] > cleared[2]]
+    return {copies[0]: key or "" for (_place, key), copies in left.items() if copies}
+
+
+def _die_with_parent() -> None:
+    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -1,0 +1,177 @@
+"""Consumers in all modes on a real Kafka, under load, while everything breaks; then the judge.
+
+Run as `python -m tests.faults.consuming.soak`. Every kind of fault strikes each case `--times`
+times; `--real` takes a session of 60 s, a lease of 30 s, and stops of 40 and 90 s. Prints one line
+a case, and each violation; exit code 1 if there is one. A run adds lines to `--results`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+import sys
+import tempfile
+import time
+from collections import Counter
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from tests.faults.consuming.fleet import Case, Fleet, Timing
+from tests.faults.consuming.nemesis import Broken, Nemesis
+from txbroker.embedded import EmbeddedKafka
+
+CASES = (
+    Case("key", "aside"),
+    Case("none", "retry"),
+    Case("key", "skip", static=True),
+    Case("partition", "wait"),
+    Case("key", None),
+    Case("partition", "aside"),
+    Case("key", "wait"),
+    Case("none", "skip", static=True),
+)
+AT_ONCE = 2
+REAL = Timing(60.0, 30.0, 3.0)
+REAL_STOPS_S = (40.0, 90.0)
+SHOWN = 20
+
+
+@dataclass
+class Result:
+    """The results of a case."""
+
+    case: str
+    seed: int
+    at: str = ""
+    real: bool = False
+    seconds: float = 0.0
+    messages: int = 0
+    calls: int = 0
+    copies: int = 0
+    late: int = 0
+    """Effects after a takeover, of a process that was stopped; its token is refused."""
+    faults: dict[str, int] = field(default_factory=dict)
+    violations: list[str] = field(default_factory=list)
+    wrong: list[str] = field(default_factory=list)
+
+
+async def run_case(fleet: Fleet, nemesis: Nemesis, kinds: list[str], seed: int) -> Result:
+    """Run one case with these faults, and judge it."""
+    began = time.monotonic()
+    result = Result(fleet.case.name, seed, time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()))
+    await fleet.start()
+    try:
+        await nemesis.run(kinds)
+        await fleet.settle()
+    finally:
+        await fleet.close()
+    history, topics, violations = await asyncio.to_thread(fleet.judged)
+    result.seconds = round(time.monotonic() - began)
+    result.messages, result.calls = len(topics.source), len(history.tries)
+    result.copies = len(topics.retry) + len(topics.dead) + len(topics.aside)
+    result.faults = dict(nemesis.counts)
+    result.violations = [str(violation) for violation in violations]
+    result.wrong = fleet.wrong
+    return result
+
+
+def shuffled(nemesis: Nemesis, seed: int, times: int) -> list[str]:
+    """Return all kinds of faults, each as often, in random order."""
+    kinds = nemesis.kinds() * times
+    random.Random(seed).shuffle(kinds)
+    return kinds
+
+
+class Brokers:
+    """Restarts the Kafka of several cases: only once at a time."""
+
+    def __init__(self, kafka: EmbeddedKafka, fate: random.Random) -> None:
+        self._kafka = kafka
+        self._fate = fate
+        self._lock = asyncio.Lock()
+        self.fleets: list[Fleet] = []
+
+    async def restart(self) -> None:
+        """Kill the broker or stop it, and start it again."""
+        async with self._lock:
+            begin = time.monotonic()
+            how = self._kafka.kill if self._fate.random() < 0.5 else self._kafka.stop
+            await asyncio.to_thread(how)
+            await asyncio.to_thread(self._kafka.start)
+            for fleet in self.fleets:  # the others see it, too
+                fleet.note("brokers restarted", "", begin, time.monotonic() + 6)
+
+
+async def soak(kafka: EmbeddedKafka, given: argparse.Namespace, folder: Path) -> list[Result]:
+    """Run all chosen cases, several at once."""
+    brokers = Brokers(kafka, random.Random(given.seed))
+    chosen = [case for case in CASES if not given.only or case.name in given.only]
+    room = asyncio.Semaphore(given.at_once)
+
+    async def one(case: Case) -> Result:
+        async with room:
+            fleet = Fleet(kafka.bootstrap, case, folder / case.name, given.seed, rate=given.rate)
+            brokers.fleets.append(fleet)
+            stops_s = (4.0, 9.0)
+            if given.real:
+                fleet.timing, stops_s = REAL, REAL_STOPS_S
+            restart: Broken | None = brokers.restart if not given.real else None
+            nemesis = Nemesis(fleet, restart, stops_s)
+            kinds = shuffled(nemesis, given.seed, given.times)
+            if given.faults:
+                kinds = [kind for kind in kinds if any(word in kind for word in given.faults)]
+            result = await run_case(fleet, nemesis, kinds, given.seed)
+            brokers.fleets.remove(fleet)
+            result.real = given.real
+            show(result)
+            with given.results.open("a") as file:
+                file.write(json.dumps(asdict(result)) + "\n")
+            return result
+
+    return await asyncio.gather(*(one(case) for case in chosen))
+
+
+def show(result: Result) -> None:
+    """Print a case."""
+    faults = sum(count for kind, count in result.faults.items() if kind != "moment not reached")
+    print(
+        f"{result.case}: {result.messages} messages, {result.calls} calls, {result.copies} copies, "
+        f"{faults} faults in {result.seconds:.0f} s, {len(result.violations)} violations",
+        flush=True,
+    )
+    print(f"    {dict(sorted(result.faults.items()))}", flush=True)
+    for line in (*result.violations[:SHOWN], *result.wrong[:SHOWN]):
+        print(f"    BROKEN: {line}", flush=True)
+
+
+def main() -> int:
+    """Run the cases; return 1 if something is broken."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--times", type=int, default=2, help="of each kind of fault")
+    parser.add_argument("--rate", type=float, default=150.0, help="messages a second")
+    parser.add_argument("--at-once", type=int, default=AT_ONCE)
+    parser.add_argument("--real", action="store_true")
+    parser.add_argument("--only", nargs="+", help="names of cases")
+    parser.add_argument("--faults", nargs="+", help="only kinds that hold one of these words")
+    parser.add_argument("--folder", type=Path, help="keeps histories and logs")
+    parser.add_argument("--results", type=Path, default=Path("consumer-faults.jsonl"))
+    given = parser.parse_args()
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = given.folder or Path(scratch)
+        with EmbeddedKafka(Path(scratch) / "kafka") as kafka:
+            results = asyncio.run(soak(kafka, given, folder))
+    faults = sum((Counter(result.faults) for result in results), Counter[str]())
+    broken = sum(len(result.violations) + len(result.wrong) for result in results)
+    missed = faults.pop("moment not reached", 0)
+    print(
+        f"{sum(result.messages for result in results)} messages, {faults.total()} faults of "
+        f"{len(faults)} kinds ({missed} moments not reached), {broken} broken"
+    )
+    return 1 if broken else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,39 @@
+"""Consumers on a real Kafka while processes die, hang and lose answers; judged afterwards."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from tests.faults.consuming.fleet import Case, Fleet
+from tests.faults.consuming.nemesis import Nemesis
+from tests.faults.consuming.soak import Result, run_case
+from txbroker.embedded import EmbeddedKafka
+
+SEED = 7
+CHOSEN = {
+    Case("key", "aside"): (
+        *("consumer.ending", "stopped 9 s", "consumer.key_handled", "consumer.claimed"),
+    ),
+    Case("none", "retry"): (
+        *("consumer.copied", "answers lost", "consumer.flushed", "stopped 4 s", "rebalances"),
+    ),
+    Case("key", None): (*("killed", "consumer.committed", "left and joined", "stopped 9 s"),),
+}
+"""Faults that every test run tries; `make test-faults` has all."""
+
+
+@pytest.mark.timeout(180)
+async def test_chosen_faults_break_no_rule(kafka: EmbeddedKafka, tmp_path: Path) -> None:
+    async def one(case: Case, kinds: tuple[str, ...]) -> Result:
+        fleet = Fleet(kafka.bootstrap, case, tmp_path / case.name, SEED, size=2, rate=80.0)
+        return await run_case(fleet, Nemesis(fleet), list(kinds), SEED)
+
+    results = await asyncio.gather(*(one(case, kinds) for case, kinds in CHOSEN.items()))
+    broken = [
+        f"{result.case}: {why}" for result in results for why in (*result.violations, *result.wrong)
+    ]
+    assert not broken, "\n".join(broken[:10])
+    assert all(result.messages for result in results)
