@@ -18,22 +18,15 @@ from txbroker.cli.demo.stage import Timeline
 from txbroker.cli.run import CommandFailed
 from txbroker.config.settings import load_kafka_access
 from txbroker.consumer import CommitPolicy, Consumer, ReceivedMessage
-from txbroker.core.consuming.aside import release_record
-from txbroker.core.consuming.copies import (
-    ASIDE_PARTITIONS,
-    CLEARED_HEADER,
-    SOURCE_HEADER,
-    GroupTopics,
-    Source,
-    parse_source,
-    spread,
-)
+from txbroker.consumer.operations.copies import release, set_aside_keys
+from txbroker.consumer.operations.groups import Groups
+from txbroker.core.consuming.copies import CLEARED_HEADER, SOURCE_HEADER, GroupTopics, parse_source
 from txbroker.core.records import Record
 from txbroker.door.consuming import TopicSpec
 from txbroker.kafka.door.consuming import KafkaConsumingDoor
 from txbroker.kafka.tools.consumers import Seen, read_back
 
-TOPIC, GROUP = "shop.orders", "stock"
+TOPIC, GROUP, PREFIX = "shop.orders", "stock", "txbroker"
 PARTITIONS = 4
 ITEMS, REPEATED = 5000, 100
 """Every item is ordered once, then the first ones twice more."""
@@ -115,7 +108,7 @@ def set_aside(records: Sequence[Seen]) -> list[Order]:
 def compare(
     sent: Sequence[Order], booked: Sequence[Order], aside: Sequence[Order], *, released: bool
 ) -> list[KeyComparison]:
-    """Compare the topic with what was booked and what is set aside.
+    """Compare the topic with the booked and the set-aside messages.
 
     They agree if each message is booked exactly once and unchanged, in the order of its key, or,
     with the poisoned key before it is released, set aside in the same way.
@@ -197,7 +190,7 @@ async def show(
                     f"3. The item has a price now: an operator releases {_name(POISONED)}"
                 )
                 stock.mended = True
-                await _release(door, topic, group)
+                await _release(door, group)
                 await _until(
                     running, lambda: not consumer.statistics().aside_keys, "handle the released key"
                 )
@@ -250,19 +243,17 @@ async def _until(running: asyncio.Task[None], done: Callable[[], bool], what: st
         await asyncio.sleep(_POLL_S)
 
 
-async def _release(door: KafkaConsumingDoor, topic: str, group: str) -> None:
-    """Write the record that `txbroker consumers release` writes."""
-    number = int(POISONED[-4:]) % PARTITIONS
-    record = release_record(Source(topic, number, 0), POISONED, "it has a price now")
-    aside = GroupTopics.of("txbroker", group).aside
-    await door.append(aside, spread((topic, number), ASIDE_PARTITIONS), [record])
+async def _release(door: KafkaConsumingDoor, group: str) -> None:
+    """Release all set-aside keys, as `txbroker consumers release` does."""
+    view = await Groups(door, PREFIX).view(group)
+    await release(door, view, await set_aside_keys(door, view), "it has a price now")
 
 
 async def _judge(
     kafka: str, topic: str, group: str, stock: Stock, console: Console, *, released: bool
 ) -> None:
     """Read the topics with another client, and compare."""
-    aside = GroupTopics.of("txbroker", group).aside
+    aside = GroupTopics.of(PREFIX, group).aside
     seen = await read_back(kafka, (topic, aside))
     sent = [
         Order(one.record.key, one.partition, one.record.offset, one.record.value)

@@ -7,7 +7,7 @@ import contextlib
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -36,6 +36,11 @@ RESULTS = {
 
 def examples(page: str) -> list[str]:
     return re.findall(r"```python\n(.*?)```", (PAGES / f"{page}.md").read_text(), re.DOTALL)
+
+
+def example_of_readme() -> str:
+    text = (PAGES.parents[1] / "README.md").read_text()
+    return text.partition("## Consume topics")[2].split("```")[1]
 
 
 class Service:
@@ -100,7 +105,11 @@ def broker() -> Iterator[InMemoryBroker]:
 
 
 def run_example(
-    code: str, broker: InMemoryBroker, expected: Mapping[str, int], monkeypatch: pytest.MonkeyPatch
+    code: str,
+    broker: InMemoryBroker,
+    expected: Mapping[str, int],
+    monkeypatch: pytest.MonkeyPatch,
+    other_names: Mapping[str, Any] = MappingProxyType({}),
 ) -> tuple[dict[str, Any], Service]:
     """Run an example until its consumer has these counts; return its names and the service."""
     service = Service()
@@ -128,7 +137,7 @@ def run_example(
 
     for module in ("txbroker.consumer", "txbroker.consumer.blocking"):
         monkeypatch.setattr(f"{module}.Consumer", Sample)
-    names = {"__name__": "example", **service.names()}
+    names = {"__name__": "example", **service.names(), **other_names}
     exec(compile(code, "example", "exec"), names)
     return names, service
 
@@ -151,7 +160,20 @@ def test_example_works(
     if "stock" in names:
         done = [value for (value,) in names["stock"].execute("SELECT value FROM booked")]
         check_fence(names)
-    assert sorted(set(done)) == sorted(VALUES if expected.get("dead") is None else [b"book", b"pen"])
+    assert sorted(set(done)) == sorted(
+        VALUES if expected.get("dead") is None else [b"book", b"pen"]
+    )
+
+
+def test_example_of_readme_works(broker: InMemoryBroker, monkeypatch: pytest.MonkeyPatch) -> None:
+
+    def book(_key: bytes, value: bytes) -> None:
+        booked.append(value)
+
+    booked: list[bytes] = []
+    names = {"in_stock": lambda _key: True, "book": book}
+    run_example(example_of_readme(), broker, ONE_DEAD, monkeypatch, names)
+    assert booked == [b"book", b"pen"]
 
 
 def check_fence(names: Mapping[str, Any]) -> None:

@@ -80,17 +80,17 @@ class Failures:
 
     def fail(self, message: ReceivedMessage, error: BaseException) -> None:
         """Apply the policy to a message whose handler raised `error`."""
-        if not isinstance(error, Later):
-            message.failures += 1
-            self._results.counts["failed"] += 1
+        failed = not isinstance(error, Later)
+        message.failures += failed
+        self._results.counts["failed"] += failed
         verdict = self._policy.decide(error, message.failures, message.work.step)
-        log.log(
-            logging.DEBUG if isinstance(error, Later) else logging.WARNING,
-            "message failed",
-            message=repr(message),
-            error=safe_repr(error),
-            next=type(verdict).__name__,
-        )
+        if failed:
+            log.warning(
+                "message failed",
+                message=repr(message),
+                error=safe_repr(error),
+                next=type(verdict).__name__,
+            )
         self._apply(message, verdict)
 
     def _apply(self, message: ReceivedMessage, verdict: Verdict) -> None:
