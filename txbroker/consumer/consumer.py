@@ -18,13 +18,11 @@ import structlog
 
 from txbroker.config.settings import load_kafka_access
 from txbroker.consumer.committer import Store
-from txbroker.consumer.engine import SWEEP_S, Engine
+from txbroker.consumer.engine import SWEEP_S, Engine, Suspension
 from txbroker.consumer.message import ReceivedMessage
-from txbroker.consumer.reader import Reader
+from txbroker.consumer.reader import AllPartitions, Reader
 from txbroker.consumer.settings import ConsumerOptions, ConsumerSettings
-from txbroker.consumer.source import AllPartitions
 from txbroker.consumer.statistics import ConsumerCollector, Statistics, statistics
-from txbroker.consumer.suspensions import Suspension
 from txbroker.consumer.workers import Handler, HandlerOptions, Workers, iterate
 from txbroker.door.consuming import ConsumingDoor, GroupMember, TopicIdentity
 from txbroker.error_text import safe_repr

@@ -86,7 +86,7 @@ class Positions:
             place = work.place
             work.end = ends.get(place, 0)
             begin = first.get(place, 0)
-            known_topic_id = _restore(work, stored.get(place), identities.get(place[0]))
+            known_topic_id = _take_over(work, stored.get(place), identities.get(place[0]))
             if place in stored:
                 self._check_gap(work, begin, known_topic_id)
             elif place in timed:
@@ -140,7 +140,7 @@ class Positions:
         return begin
 
 
-def _restore(work: Work, stored: StoredOffset | None, identity: TopicIdentity | None) -> str:
+def _take_over(work: Work, stored: StoredOffset | None, identity: TopicIdentity | None) -> str:
     """Set a partition's token and stored position; return the topic id of that."""
     metadata = _metadata(work.place, stored)
     if metadata is None:

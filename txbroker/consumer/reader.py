@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import inspect
 import logging
+import math
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
@@ -28,6 +29,7 @@ from txbroker.core.records import Record
 from txbroker.door.consuming import (
     CommitFenced,
     ConsumingDoor,
+    MemberListener,
     OffsetMissing,
     Partition,
     TopicIdentity,
@@ -84,6 +86,37 @@ class Source(Protocol):
     def deadline_s(self) -> float: ...
 
     def rejoin(self) -> None: ...
+
+
+class AllPartitions:
+    """Assigns all partitions of the topics, with the interface of a group member.
+
+    Args:
+        listener: receives the assignment.
+    """
+
+    deadline_s = math.inf
+
+    def __init__(self, listener: MemberListener) -> None:
+        self.owned: set[Partition] = set()
+        self._listener = listener
+        self._assigned: frozenset[Partition] = frozenset()
+
+    def subscribe(self, topics: Mapping[str, TopicIdentity]) -> None:
+        """Assign all partitions of these topics."""
+        partitions = frozenset(
+            (name, number) for name, topic in topics.items() for number in range(topic.partitions)
+        )
+        if partitions != self._assigned:
+            self._assigned = partitions
+            self._listener.assigned(partitions)
+
+    def rejoin(self) -> None:
+        """Nobody else takes the partitions."""
+
+    async def start(self) -> None: ...
+
+    async def close(self) -> None: ...
 
 
 class Reader:
