@@ -19,10 +19,10 @@ from typing import Any
 from aiokafka.protocol.api import Request
 
 from txbroker.core.records import LOG_VERSION, Checkpoint, Claim, Record
+from txbroker.door.consuming import TopicSpec
 from txbroker.door.protocols import PromotionTxn, PromotionTxnHandle, TargetRecord
 from txbroker.embedded import DEFAULT_VERSION, EmbeddedKafka
 from txbroker.kafka import KafkaDoor, KafkaSettings
-from txbroker.door.consuming import TopicSpec
 from txbroker.kafka.client.admin import Admin
 from txbroker.kafka.client.client import Client
 from txbroker.kafka.client.connection import open_connection

@@ -14,8 +14,8 @@ from aiokafka import AIOKafkaConsumer, AIOKafkaProducer, TopicPartition
 
 from benchmarks.peers.base import PARTITIONS
 from txbroker.config.settings import load_settings
-from txbroker.embedded import DEFAULT_VERSION, EmbeddedKafka
 from txbroker.door.consuming import TopicSpec
+from txbroker.embedded import DEFAULT_VERSION, EmbeddedKafka
 from txbroker.kafka.client.admin import Admin
 from txbroker.kafka.client.client import Client
 from txbroker.kafka.client.settings import KafkaSettings

@@ -63,6 +63,7 @@ class ReleasedKey(Work):
         self.gave_up = False
         self.ended = asyncio.Event()
         self._count = 0
+        self.finished = self._one_more
 
     @property
     def owner(self) -> Work:
@@ -73,7 +74,7 @@ class ReleasedKey(Work):
         self.bytes = sum(message.size for message in messages)
         self.engine.admit(self, messages)
 
-    def finished(self, message: ReceivedMessage) -> None:
+    def _one_more(self, _offset: int) -> None:
         self.done += 1
         if self.done == self._count:
             self.ended.set()

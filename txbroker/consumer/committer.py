@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import itertools
 import logging
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
@@ -100,6 +101,9 @@ class Committer:
         self._unknown: _Round | None = None
         """A round with copies whose result is not known."""
         self._count = 0
+        self._max = 0 if before else policy.max_batch
+        self._due_at: float = self._max
+        """The count with which a round begins; infinite once one is to begin."""
         self._since_s = 0.0
         self._now = asyncio.Event()
         self._lock = asyncio.Lock()
@@ -128,7 +132,8 @@ class Committer:
                 self._since_s = self._loop.time()
             self._dirty[work] = None
         self._count += count
-        if self._count >= self._policy.max_batch or self._before:
+        if self._count >= self._due_at:
+            self._due_at = math.inf
             self._now.set()
 
     def copy(
@@ -194,6 +199,7 @@ class Committer:
     async def _round(self) -> None:
         async with self._lock:
             self._now.clear()
+            self._due_at = self._max
             if any(work.lease.ended(self._loop.time()) for work in self._dirty):
                 raise CommitFenced("the lease has ended: nothing is stored")
             if self._unknown is not None and await self._is_stored(self._unknown):
@@ -287,7 +293,7 @@ class Committer:
         for work, messages in round_.admitted.items():
             for message in messages:
                 work.gate.popleft()
-                work.finished(message)
+                work.finished(message.record.offset)
             self._engine.admit(work, messages)
             if work.gate and messages:
                 self.changed(work, 0)

@@ -139,8 +139,11 @@ class Engine:
         self._works: dict[Work, None] = {}
         self._paused: set[Work] = set()
         self._in_flight: dict[ReceivedMessage, Holder] = {}
-        self.waiting = Waiting()
+        self.waiting = Waiting(lambda: self._queues.more)
         self._loop = asyncio.get_running_loop()
+        self._time = self._loop.time
+        self.now_s = 0.0
+        """Event loop time of the last call of `next`."""
         self._thread = threading.get_ident()
         self._swept_s = 0.0
         self._expired: set[Work] = set()
@@ -234,8 +237,9 @@ class Engine:
         if work.position.low != low and work.commits is not None:
             work.commits.changed(work, 0)  # offsets without a record
         messages = work.wrap(fresh)
-        work.bytes += sum([message.size for message in messages])
-        self._limit(work, messages)
+        sizes = [message.size for message in messages]
+        work.bytes += sum(sizes)
+        self._limit(work, max(sizes, default=0))
         if self._before and work.commits is not None:
             work.gate.extend(messages)
             work.commits.changed(work, len(messages))
@@ -253,11 +257,10 @@ class Engine:
             self._queues.add(work.queue, messages)
             self.waiting.wake()
 
-    def _limit(self, work: Work, messages: Sequence[ReceivedMessage]) -> None:
+    def _limit(self, work: Work, largest: int) -> None:
         if work.bytes >= self._share and work not in self._paused:
             self._paused.add(work)
             work.flow.pause(work.place)
-        largest = max((message.size for message in messages), default=0)
         if largest > self._bytes_max:
             self.fail(
                 MemoryTooSmall(
@@ -275,7 +278,7 @@ class Engine:
             holder: who handles it.
             together: it handles several: a lane that it occupies gives it more messages.
         """
-        now_s = self._loop.time()
+        self.now_s = now_s = self._time()
         if now_s - self._swept_s > SWEEP_S:
             # Before anything else after a pause of the process: its leases may have ended.
             self.sweep(now_s)
@@ -291,8 +294,9 @@ class Engine:
             self._in_flight[message] = holder
             if self._before:
                 message.work.unhandled.discard(message)
-            if self.waiting.idle and self._queues.more:
-                self.waiting.wake()
+            waiting = self.waiting
+            if waiting.takers and not waiting.asked:
+                waiting.ask()
             return message
 
     @property
@@ -319,8 +323,10 @@ class Engine:
         else:
             self._failures.fail(message, error)
         waiting = self.waiting
-        if waiting.watched or (waiting.idle and self._queues.more):
+        if waiting.watchers:
             waiting.wake()
+        elif waiting.takers and not waiting.asked:
+            waiting.ask()
 
     def report(self, message: ReceivedMessage, error: Exception | None) -> None:
         """Take a result from the user's code, in any thread. While the handler of a batch runs it
@@ -371,7 +377,7 @@ class Engine:
             return
         work.bytes -= message.size
         if not self._before:
-            work.finished(message)
+            work.finished(message.record.offset)
             commits.changed(work)
         elif work.gate:
             commits.changed(work, 0)

@@ -73,6 +73,8 @@ class Work:
         self._position = Position(0)
         self._finished: list[int] = []
         """Offsets of messages that are done and not in the position yet."""
+        self.finished: Callable[[int], None] = self._finished.append
+        """Takes note that the message of an offset is done, dropped or copied."""
         self.token = 0
         self.topic_id = ""
         self.aside_stored = 0
@@ -145,16 +147,12 @@ class Work:
             due.append(self.gate.popleft())
         return due
 
-    def finished(self, message: ReceivedMessage) -> None:
-        """Take note that a message is done, dropped or copied."""
-        self._finished.append(message.record.offset)
-
     @property
     def position(self) -> Position:
         """What is done."""
         if self._finished:
-            offsets, self._finished = self._finished, []
-            self._position.done_all(offsets)
+            self._position.done_all(self._finished)
+            self._finished.clear()
         return self._position
 
     @position.setter

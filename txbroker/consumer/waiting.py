@@ -5,39 +5,41 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import deque
+from collections.abc import Callable
 
 
 class Waiting:
     """Those who wait for a message (takers), and those who wait for any change (watchers).
 
-    A woken taker that gets a message wakes the next one if there may be more: when handlers never
-    wait, one taker handles everything and the others sleep.
+    A taker that gets a message asks for the next one. That one is woken when the first waits in its
+    handler: when handlers never wait, one taker handles everything and the others sleep. So an
+    iteration of the event loop has one burst of messages, and the fetcher has its turn.
+
+    Args:
+        more: returns whether there may be another message.
+
+    Attributes:
+        takers, watchers: the sleeping ones.
+        asked: the next taker is asked for.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, more: Callable[[], bool]) -> None:
         self._loop = asyncio.get_running_loop()
-        self._takers: deque[asyncio.Future[int]] = deque()
-        self._watchers: deque[asyncio.Future[int]] = deque()
+        self._more = more
+        self.takers: deque[asyncio.Future[int]] = deque()
+        self.watchers: deque[asyncio.Future[int]] = deque()
+        self.asked = False
         self._woken = 0
         """Takers that were woken and have not run yet."""
-
-    @property
-    def idle(self) -> bool:
-        """Whether a taker sleeps and none is about to run."""
-        return bool(self._takers) and not self._woken
-
-    @property
-    def watched(self) -> bool:
-        """Whether there is a watcher."""
-        return bool(self._watchers)
+        self._yielding = 0
 
     async def take(self) -> None:
         """Wait until there may be a message."""
-        await self._wait(self._takers)
+        await self._wait(self.takers)
 
     async def watch(self) -> None:
         """Wait until anything has changed."""
-        await self._wait(self._watchers)
+        await self._wait(self.watchers)
 
     async def _wait(self, waiters: deque[asyncio.Future[int]]) -> None:
         waiter: asyncio.Future[int] = self._loop.create_future()
@@ -56,17 +58,36 @@ class Waiting:
 
     def wake(self) -> None:
         """Wake one taker, and all watchers."""
-        _end(self._watchers)
-        while self._takers and not self._woken:
-            waiter = self._takers.popleft()
+        _end(self.watchers)
+        while self.takers and not self._woken:
+            waiter = self.takers.popleft()
             if not waiter.done():
                 self._woken += 1
                 waiter.set_result(1)
 
+    def ask(self) -> None:
+        """Wake a taker in the next iteration of the event loop, unless those that run now will take
+        the next message."""
+        self.asked = True
+        self._loop.call_soon(self._answer)
+
+    def _answer(self) -> None:
+        self.asked = False
+        if not self._yielding and self._more():
+            self.wake()
+
+    async def let_others_run(self) -> None:
+        """Give way to other tasks, between two messages."""
+        self._yielding += 1
+        try:
+            await asyncio.sleep(0)
+        finally:
+            self._yielding -= 1
+
     def wake_all(self) -> None:
         """Wake all takers and watchers."""
-        _end(self._takers)
-        _end(self._watchers)
+        _end(self.takers)
+        _end(self.watchers)
 
 
 def _end(waiters: deque[asyncio.Future[int]]) -> None:

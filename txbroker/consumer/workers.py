@@ -275,7 +275,7 @@ class _Worker(Holder):
                 await engine.wait()
                 began_s = time()
                 continue
-            self.since_s = now_s = time()
+            self.since_s = now_s = engine.now_s
             error: BaseException | None = None
             try:
                 await handler(argument)
@@ -303,7 +303,7 @@ class _Worker(Holder):
             if ended:
                 raise asyncio.CancelledError
             if now_s - began_s > _BURST_S:
-                await asyncio.sleep(0)
+                await engine.waiting.let_others_run()
                 began_s = time()
 
     async def _take(self) -> list[ReceivedMessage]:
