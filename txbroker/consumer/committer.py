@@ -166,8 +166,14 @@ class Committer:
         Raises:
             KafkaUnavailable: they are not stored, or it is unknown.
         """
-        while any(work.dirty for work in works):
+        while await self._in_doubt(works):
             await self._round()
+
+    async def _in_doubt(self, works: Collection[Work]) -> bool:
+        """Wait for the round in flight, which may hold these partitions; return whether another
+        one must follow."""
+        async with self._lock:
+            return any(work.dirty for work in works)
 
     async def _run(self) -> None:
         failures = 0
