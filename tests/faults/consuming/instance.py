@@ -7,6 +7,7 @@ handler. Signals: SIGTERM ends it in order, SIGUSR1 lets it lose Kafka's answers
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import json
 import os
@@ -24,6 +25,7 @@ from txbroker import failpoints
 from txbroker.config.settings import load_kafka_access
 from txbroker.consumer import CommitPolicy, Consumer, Later, ReceivedMessage, Reject
 from txbroker.core.consuming import failure
+from txbroker.errors import KafkaUnavailable
 from txbroker.kafka.client.settings import KafkaSettings
 from txbroker.kafka.door.consuming import KafkaConsumingDoor
 
@@ -36,6 +38,8 @@ _LOSABLE = frozenset(
 )
 LOSE_S, LOSE_SHARE = 1.5, 0.5
 COMMIT_S = 0.5
+NO_KAFKA = 3
+"""Exit code: Kafka did not answer at the start."""
 
 
 class Given(msgspec.Struct, kw_only=True):
@@ -180,7 +184,11 @@ async def main(given: Given) -> None:
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGTERM, consumer.stop)
     loop.add_signal_handler(signal.SIGUSR1, losing.lose)
-    async with consumer:
+    try:
+        await consumer.start()
+    except KafkaUnavailable:
+        sys.exit(NO_KAFKA)
+    async with contextlib.aclosing(consumer):
         write("started")
         try:
             await consumer.run(Handling(given, write))

@@ -247,7 +247,8 @@ class Judge:
                 for name, was, is_now in zip(
                     ("token", "offset"), before.get(place, now), now, strict=True
                 ):
-                    if is_now < was:
+                    # At most once, messages that were not handed out are given back.
+                    if is_now < was and not (name == "offset" and self.rules.at_most_once):
                         yield Violation(
                             "I21", f"{place[0]}-{place[1]}", f"stored {name} {is_now} after {was}"
                         )
