@@ -1,7 +1,7 @@
 """`txbroker topics`: plan and create txbroker's own topics."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -12,16 +12,19 @@ from txbroker.cli.options import confirm, env_option, require_terminal, yes_opti
 from txbroker.cli.output import Row, TableColumn, output_option, show_data, show_rows
 from txbroker.cli.setting_options import TOPIC_SETTINGS, setting_options, settings_from
 from txbroker.config.settings import Settings
+from txbroker.consumer.settings import GROUP_NAME, group_topics
+from txbroker.door.consuming import TopicSpec
 from txbroker.kafka.client.acls import (
     UNKNOWN_PRINCIPAL,
     Right,
     Role,
+    consumer_rights,
     kafka_acls_command,
     rights_needed,
 )
 from txbroker.kafka.client.settings import KafkaSettings
 from txbroker.kafka.door.door import KafkaDoor
-from txbroker.kafka.door.topics import Plan
+from txbroker.kafka.door.topics import Plan, plan_for
 
 T = TypeVar("T")
 
@@ -41,6 +44,15 @@ ACL_COLUMNS = (
 )
 
 
+consumer_option = env_option(
+    "--consumer",
+    "Instead of txbroker's topics those of this group of consumers. Repeatable.",
+    param="consumers",
+    multiple=True,
+    metavar="GROUP",
+)
+
+
 @click.group("topics", cls=SuggestingGroup)
 def command() -> None:
     """Plan and create txbroker's own topics."""
@@ -52,6 +64,14 @@ def command() -> None:
     "--target",
     "A target topic, for the rights on it; `orders.*` for a prefix. Repeatable.",
     param="targets",
+    multiple=True,
+    metavar="TOPIC",
+)
+@consumer_option
+@env_option(
+    "--consumer-topic",
+    "A topic that the consumers read, for the rights on it; `orders.*` for a prefix. Repeatable.",
+    param="consumer_topics",
     multiple=True,
     metavar="TOPIC",
 )
@@ -85,6 +105,8 @@ def plan_command(
     roles: tuple[str, ...],
     principal: str | None,
     targets: tuple[str, ...],
+    consumers: tuple[str, ...],
+    consumer_topics: tuple[str, ...],
     **options: Any,
 ) -> None:
     """Show the changes that `apply` would make, and the necessary rights; change nothing.
@@ -92,19 +114,28 @@ def plan_command(
     A Kafka with ACLs has to grant these rights first. --acl-commands works without a connection.
     """
     settings = settings_from(config, options)
-    rights = _rights(settings, roles, targets)
+    if consumer_topics and not consumers:
+        raise click.UsageError("--consumer-topic is for consumers: name their group by --consumer")
+    if consumers:
+        rights = _rights_of(settings, roles, consumers, consumer_topics)
+    else:
+        rights = _rights(settings, roles, targets)
     grantee = principal or _principal(settings)
     if acl_commands:
         click.echo("\n".join(_commands(rights, grantee, settings)))
     else:
         shown = settings.kafka_security_protocol != "PLAINTEXT" if acls is None else acls
         allowed = [_acl_row(right, grantee) for right in rights] if shown else []
-        plan = asyncio.run(with_door(settings, KafkaDoor.plan))
+        plan = asyncio.run(with_door(settings, _planner(settings, consumers)))
         _show_plan(_rows(plan), allowed, output)
         _remark(plan)
         if not shown:
             return
-    if not targets:
+    if consumers and not consumer_topics:
+        click.echo(
+            "Note: for rights on the topics they read, name them by --consumer-topic", err=True
+        )
+    elif not consumers and not targets:
         click.echo("Note: for rights on target topics, name them by --target", err=True)
     if grantee == UNKNOWN_PRINCIPAL:
         click.echo("Note: name the Kafka principal of this login by --principal", err=True)
@@ -112,13 +143,16 @@ def plan_command(
 
 @command.command("apply")
 @setting_options(TOPIC_SETTINGS)
+@consumer_option
 @yes_option
 @output_option
-def apply_command(config: Path | None, output: str, yes: bool, **options: Any) -> None:
+def apply_command(
+    config: Path | None, output: str, yes: bool, consumers: tuple[str, ...], **options: Any
+) -> None:
     """Create missing topics and correct settings that differ."""
     require_terminal(yes)
     settings = settings_from(config, options)
-    plan = asyncio.run(with_door(settings, KafkaDoor.plan))
+    plan = asyncio.run(with_door(settings, _planner(settings, consumers)))
     if plan.empty:
         show_rows([], COLUMNS, output, "All topics are as planned.")
     elif yes:
@@ -141,9 +175,28 @@ async def with_door(settings: Settings, act: Callable[[KafkaDoor], Awaitable[T]]
         await door.close()
 
 
+def _planner(
+    settings: Settings, consumers: Sequence[str]
+) -> Callable[[KafkaDoor], Awaitable[Plan]]:
+    """Return the function that plans txbroker's topics, or those of groups of consumers."""
+    if not consumers:
+        return KafkaDoor.plan
+    wanted = [topic for group in consumers for topic in _topics_of(settings, group)]
+    return lambda door: plan_for(door.admin, wanted)
+
+
+def _topics_of(settings: Settings, group: str) -> list[TopicSpec]:
+    if not GROUP_NAME.fullmatch(group):
+        raise click.UsageError(
+            f"--consumer {group!r} makes no topic names: use 1 to 200 letters, digits, dots, "
+            "dashes and underscores"
+        )
+    return group_topics(settings.topic_prefix, group, aside=True)
+
+
 def _apply(settings: Settings, plan: Plan) -> None:
     async def apply(door: KafkaDoor) -> None:
-        await door.plan()  # connects to the brokers
+        await door.admin.topics(())  # connects to the brokers
         await door.apply(plan)
 
     asyncio.run(with_door(settings, apply))
@@ -167,6 +220,20 @@ def _rights(settings: Settings, roles: tuple[str, ...], targets: tuple[str, ...]
         create_targets=settings.create_target_topics,
     )
     return [right for right in needed if not roles or right.role in roles]
+
+
+def _rights_of(
+    settings: Settings, roles: tuple[str, ...], consumers: Sequence[str], topics: Sequence[str]
+) -> list[Right]:
+    needed = [
+        right
+        for group in consumers
+        for own in [[topic.name for topic in _topics_of(settings, group)]]
+        for right in consumer_rights(group, own, topics)
+    ]
+    wanted = roles or tuple(Role)
+    by_role = [right for role in Role for right in needed if right.role is role]
+    return [right for right in by_role if right.role in wanted]
 
 
 def _principal(settings: Settings) -> str:
@@ -202,7 +269,7 @@ def _rows(plan: Plan) -> list[Row]:
         {
             "action": "create",
             "topic": topic.name,
-            "what": f"{topic.partitions} partitions, {topic.replication} copies",
+            "what": f"{topic.partitions} partitions, {_copies(topic.replication)} copies",
             "settings": " ".join(f"{name}={value}" for name, value in topic.configs.items()),
         }
         for topic in plan.create
@@ -216,6 +283,10 @@ def _rows(plan: Plan) -> list[Row]:
         for change in plan.change
     ]
     return created + changed
+
+
+def _copies(replication: int) -> str:
+    return "default" if replication < 0 else str(replication)
 
 
 def _remark(plan: Plan) -> None:

@@ -196,14 +196,19 @@ class Consumer:
         """Create the group's topics and return all topics to read."""
         settings = self._settings
         needed = settings.needed_topics()
-        have = await self._door.topics([spec.name for spec in needed])
-        await self._door.create([spec for spec in needed if spec.name not in have])
+        try:
+            have = await self._door.topics([spec.name for spec in needed])
+            await self._door.create([spec for spec in needed if spec.name not in have])
+        except ConfigurationError as error:
+            raise ConfigurationError(
+                f"{error}; {self._plan} shows the topics and rights that the group needs"
+            ) from None
         for spec in needed:
             topic = have.get(spec.name)
             if topic is not None and topic.partitions < spec.partitions:
                 raise ConfigurationError(
                     f"topic {spec.name} has {topic.partitions} partitions and needs "
-                    f"{spec.partitions}: add some, as `txbroker topics plan` shows"
+                    f"{spec.partitions}: add some, as {self._plan} shows"
                 )
         topics = await self._find_topics()
         missing = [name for name in settings.topics or () if name not in topics]
@@ -213,6 +218,13 @@ class Consumer:
                 "its name"
             )
         return topics
+
+    @property
+    def _plan(self) -> str:
+        """The command that shows what the group needs."""
+        prefix = self._settings.topic_prefix
+        other = "" if prefix == "txbroker" else f" --topic-prefix {prefix}"
+        return f"`txbroker topics plan --consumer {self._settings.group}{other}`"
 
     async def _find_topics(self) -> dict[str, TopicIdentity]:
         settings = self._settings

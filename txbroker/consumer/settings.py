@@ -31,7 +31,7 @@ OrderName = Literal["none", "partition", "key"]
 Start = Literal["earliest", "latest"] | datetime | Mapping[Partition, int]
 
 _MODES = ("at-least-once", "at-most-once")
-_GROUP_NAME = re.compile(rf"[A-Za-z0-9._-]{{1,{GROUP_NAME_MAX}}}")
+GROUP_NAME = re.compile(rf"[A-Za-z0-9._-]{{1,{GROUP_NAME_MAX}}}")
 _RECORD_BYTES = 16 << 20
 _DAY_MS = 24 * 60 * 60 * 1000
 _RETRY_DAYS = 30
@@ -275,7 +275,7 @@ def _check_source(given: ConsumerSettings) -> None:
             f"group {given.group!r} keeps its positions in Kafka: leave store out, or leave group "
             "out to read all partitions in every instance"
         )
-    elif not _GROUP_NAME.fullmatch(given.group):
+    elif not GROUP_NAME.fullmatch(given.group):
         raise ConfigurationError(
             f"group {given.group[:60]!r} makes no topic names, as {given.topic_prefix}.dead.GROUP: "
             f"use 1 to {GROUP_NAME_MAX} letters, digits, dots, dashes and underscores"

@@ -27,6 +27,8 @@ class Role(StrEnum):
     DOCTOR = "doctor"
     """`txbroker doctor`: in addition to the proxy's rights, whose login it uses."""
     AUDIT = "audit"
+    CONSUMER = "consumer"
+    """Consumers of a group, and `txbroker consumers`."""
 
 
 class Resource(StrEnum):
@@ -111,6 +113,40 @@ def rights_needed(
         ),
     ]
     return [Right(*row) for row in rows]
+
+
+def consumer_rights(group: str, own: Iterable[str], topics: Iterable[str]) -> list[Right]:
+    """Return all rights of a group of consumers, and of `txbroker topics apply` for its topics.
+
+    Args:
+        own: the group's own topics.
+        topics: the topics that it reads; `orders.*` is a prefix.
+    """
+    topic, group_, transactional_id = Resource
+    own = list(own)
+    change = (CREATE, DESCRIBE, DESCRIBE_CONFIGS, ALTER_CONFIGS)
+    created = "creating it at the first start; not after `topics apply`"
+    rows: list[tuple[Role, Resource, str, bool, tuple[str, ...], str]] = [
+        *((Role.CONSUMER, topic, *_pattern(name), (READ,), "messages") for name in topics),
+        (Role.CONSUMER, group_, group, False, (READ,), "membership and positions"),
+        *((Role.CONSUMER, topic, n, False, (READ, WRITE), "messages that failed") for n in own),
+        *((Role.CONSUMER, topic, name, False, (CREATE,), created) for name in own),
+        (
+            Role.CONSUMER,
+            transactional_id,
+            consumers_transactional_id(group),
+            True,
+            (WRITE,),
+            "storing failed messages together with positions",
+        ),
+        *((Role.APPLY, topic, name, False, change, "creating and changing it") for name in own),
+    ]
+    return [Right(*row) for row in rows]
+
+
+def consumers_transactional_id(group: str) -> str:
+    """Return the beginning of the transactional ids of a group's consumers."""
+    return f"txbroker.{group}."
 
 
 def kafka_acls_command(right: Right, principal: str, servers: str) -> str:

@@ -20,6 +20,7 @@ from txbroker.door.consuming import (
 )
 from txbroker.errors import InvariantBroken, KafkaUnavailable
 from txbroker.failpoints import failpoint
+from txbroker.kafka.client.acls import consumers_transactional_id
 from txbroker.kafka.client.client import Client, KafkaRefused
 from txbroker.kafka.client.groups import ask_group, error_codes, stored_offsets
 from txbroker.kafka.client.producer import BatchRefused, BatchUnknown, Producer, ProducerFenced
@@ -71,8 +72,7 @@ class GroupOffsets:
         self._settings = client.settings
         self._group = group
         self._identity = identity
-        # The prefix is what rights are granted for.
-        self._transactional_id = f"txbroker.{group}.{secrets.token_hex(8)}"
+        self._transactional_id = consumers_transactional_id(group) + secrets.token_hex(8)
         self._producer: Producer | None = None
         self._unsettled = False
         """A transaction may still be open, or be completed."""

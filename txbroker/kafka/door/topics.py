@@ -5,7 +5,7 @@ The settings are data, the plan is a pure function; only `apply` changes anythin
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from msgspec import Struct
 
@@ -144,8 +144,14 @@ def _larger(required: int, found: TopicSpec | None, name: str) -> int:
     return _FOREVER if _FOREVER in (required, existing) else max(required, existing)
 
 
-def plan(wanted: list[TopicSpec], found: Mapping[str, TopicSpec]) -> Plan:
-    """Return the difference between required and existing topics. Pure."""
+def plan(
+    wanted: Sequence[TopicSpec], found: Mapping[str, TopicSpec], *, growing: bool = False
+) -> Plan:
+    """Return the difference between required and existing topics. Pure.
+
+    Args:
+        growing: topics may have more partitions than required.
+    """
     create: list[TopicSpec] = []
     change: list[SettingChange] = []
     remarks: list[str] = []
@@ -154,7 +160,12 @@ def plan(wanted: list[TopicSpec], found: Mapping[str, TopicSpec]) -> Plan:
         if existing is None:
             create.append(topic)
             continue
-        if existing.partitions != topic.partitions:
+        if growing and existing.partitions < topic.partitions:
+            remarks.append(
+                f"{topic.name} has {existing.partitions} partitions and needs {topic.partitions}: "
+                f"add some with kafka-topics.sh --alter --partitions {topic.partitions}"
+            )
+        elif not growing and existing.partitions != topic.partitions:
             remarks.append(
                 f"{topic.name} has {existing.partitions} partitions, not {topic.partitions}: the "
                 "number is fixed at creation"
@@ -304,6 +315,12 @@ async def find(admin: Admin, names: tuple[str, ...]) -> dict[str, TopicSpec]:
         )
         for name in existing
     }
+
+
+async def plan_for(admin: Admin, wanted: Sequence[TopicSpec]) -> Plan:
+    """Return the changes that make topics of consumers as wanted."""
+    found = await find(admin, tuple(topic.name for topic in wanted))
+    return plan(wanted, found, growing=True)
 
 
 async def apply(admin: Admin, wanted: Plan) -> None:
