@@ -171,6 +171,16 @@ class Asides:
         if key is None:
             return
         work.setting_aside.discard(key)
+        if work in self._engine.works:
+            self._begin_release(work, key)
+
+    def begin(self, work: Work) -> None:
+        """Handle the released keys of a partition that the engine has now."""
+        for key in work.aside.keys if work.aside is not None else ():
+            self._begin_release(work, key)
+
+    def _begin_release(self, work: Work, key: bytes | int) -> None:
+        assert work.aside is not None
         entry = work.aside.keys.get(key)
         if entry is not None and entry.released and (work, key) not in self._releases:
             task = asyncio.create_task(self._release(work, key))
@@ -181,7 +191,7 @@ class Asides:
         assert work.aside is not None
         failures = 0
         try:
-            while (entry := work.aside.keys.get(key)) is not None:
+            while (entry := work.aside.keys.get(key)) is not None and entry.released:
                 try:
                     copies = await self._chunk(work, key)
                 except KafkaUnavailable as error:
@@ -206,7 +216,7 @@ class Asides:
                     await self._clear(work, key, copies[: released.done])
                 if released.gave_up:
                     self._store(work, failed_again_record(_source(copies[0]), copies[0].key))
-                    while entry.released:
+                    while key in work.aside.keys and work.aside.keys[key].released:
                         await self._noted.wait()
                     log.warning("released key failed again", partition=work.place)
                     return

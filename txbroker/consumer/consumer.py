@@ -297,8 +297,11 @@ class Consumer:
         return self._messages()
 
     async def _messages(self) -> AsyncIterator[ReceivedMessage]:
-        async for messages in self.batches(1, 0):
-            yield messages[0]
+        settings = self._settings
+        batches = iterate(self._engine, 1, 0, settings.in_flight_max)
+        async with contextlib.aclosing(batches):
+            async for messages in batches:
+                yield messages[0]
 
     def batches(self, count: int, max_wait_s: float = 0.1) -> AsyncIterator[list[ReceivedMessage]]:
         """Yield lists of up to `count` messages until `stop`; call `done` or `failed` of each.

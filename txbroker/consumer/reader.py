@@ -282,6 +282,8 @@ class Reader:
             self._works[work.place] = work
             self._engine.add(work, self._committer, self._fetcher)
             self._fetcher.add(work.place, work.position.low)
+            if self._asides is not None:
+                self._asides.begin(work)
         log.info("partitions assigned", partitions=[work.place for work in works])
 
     def _work(self, place: Partition) -> Work:

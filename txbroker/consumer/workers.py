@@ -8,7 +8,7 @@ import contextlib
 import inspect
 import logging
 import math
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeAlias
 
@@ -118,7 +118,7 @@ async def take(
 
 async def iterate(
     engine: Engine, count: int, max_wait_s: float, in_flight_max: int
-) -> AsyncIterator[list[ReceivedMessage]]:
+) -> AsyncGenerator[list[ReceivedMessage], None]:
     """Yield batches of messages until the consumer stops; the caller calls `done` or `failed`."""
     while True:
         while len(engine.in_flight) >= in_flight_max and not engine.stopping:

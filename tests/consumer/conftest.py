@@ -1,0 +1,32 @@
+"""A Kafka in memory with consumers, and short pauses."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import pytest
+
+from tests.consumer.consumer_world import World
+from txbroker.consumer import committer, consumer, engine, failures, reader
+
+
+@pytest.fixture
+def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(consumer, "_REFRESH_S", 0.05)
+    monkeypatch.setattr(reader, "_PAUSE_S", 0.05)
+    monkeypatch.setattr(engine, "REFUSED_PAUSE_S", 0.2)
+    monkeypatch.setattr(failures, "REFUSED_PAUSE_S", 0.2)
+    monkeypatch.setattr(committer, "_PAUSE_MAX_S", 0.2)
+
+
+@pytest.fixture
+async def world(short_pauses: None) -> AsyncIterator[World]:
+    before = asyncio.all_tasks()
+    world = World()
+    yield world
+    await world.close()
+    for _ in range(5):
+        await asyncio.sleep(0)
+    left = asyncio.all_tasks() - before - {asyncio.current_task()}
+    assert not left, "no task is left"

@@ -1,0 +1,194 @@
+"""Set-aside keys: kept in order, released, taken over."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from tests.consumer.consumer_world import Handler, World, counted, text
+from tests.kit.until import until
+from txbroker.consumer import ReceivedMessage, Reject
+from txbroker.consumer import failures as consumer_failures
+
+BUG = ValueError("bug")
+ASIDE: dict[str, Any] = {"order": "key", "on_failure": "aside", "local_attempts_max": 2}
+
+
+def keys(world: World, consumer: Any, count: int) -> Any:
+    return until(lambda: consumer.statistics().aside_keys == count)
+
+
+@pytest.mark.parametrize("order", ["key", "partition"])
+async def test_key_is_set_aside_in_order_and_others_continue(world: World, order: str) -> None:
+    handler = Handler(bad=BUG)
+    world.produce("a=bad", "a=1", "b=2", "a=3", "4")
+    async with world.running(handler, **ASIDE | {"order": order}) as consumer:
+        await handler.does("2", "4")
+        await world.commits(5)
+        world.produce("a=5", "b=6")
+        await handler.does("2", "4", "6")
+        await world.commits(8 if len(world.kafka.visible("orders")) > 7 else 7)
+        await keys(world, consumer, 1)
+    assert world.values("aside") == ["bad", "1", "3", "5"]
+    assert world.committed()[1].aside == 1
+    first, *others = [failed for _record, failed in world.copies("aside")]
+    assert (first.attempts, first.cause) == (2, "ValueError: bug")
+    assert {failed.cause for failed in others} == {"an earlier message of its key is set aside"}
+
+
+async def test_released_key_is_done_in_order_while_messages_arrive(world: World) -> None:
+    handler = Handler(**{"0": [BUG, BUG, None]})
+    number = 1
+    async with world.running(handler, **ASIDE) as consumer:
+        world.produce("a=0")
+        await keys(world, consumer, 1)
+        for _ in range(250):
+            world.produce(f"a={number}")
+            number += 1
+        await until(lambda: len(world.copies("aside")) == number)
+        world.release(b"a")
+        while consumer.statistics().aside_keys:
+            world.produce(f"a={number}", f"b={-number}")
+            number += 1
+            await asyncio.sleep(0.001)
+            assert number < 5000
+        world.produce(f"a={number}")
+        await until(lambda: str(number) in handler.done)
+        await world.commits(world.kafka.partition("orders", 0).end)
+    done = [int(value) for value in handler.done if int(value) >= 0]
+    assert done == list(range(number + 1)), "each once, in order"
+    assert world.committed()[1].aside == 0
+
+
+async def test_released_key_that_fails_again_stays_set_aside(world: World) -> None:
+    handler = Handler(bad=BUG, ugly=BUG)
+    world.produce("a=bad", "a=1", "a=ugly", "a=2")
+    async with world.running(handler, **ASIDE) as consumer:
+        await until(lambda: len(world.copies("aside")) == 4)
+        world.release(b"a")
+        await until(lambda: handler.seen.count("bad") == 4)
+        handler.failing["bad"] = None
+        assert handler.done == []
+        await until(lambda: not consumer.statistics().in_flight)
+        world.release(b"a")
+        await until(lambda: handler.done == ["bad", "1"])
+        # Two releases, a clearance, and twice that a copy failed again.
+        await until(lambda: len(world.records("aside")) == 4 + 5)
+        await keys(world, consumer, 1)
+        seen = len(handler.seen)
+    async with world.running(handler, **ASIDE) as consumer:
+        await keys(world, consumer, 1)
+        world.produce("b=other")
+        await until(lambda: "other" in handler.done)
+        assert len(handler.seen) == seen + 1, "a release counts once, also after a restart"
+        handler.failing["ugly"] = Reject("hopeless")
+        world.release(b"a")
+        await until(lambda: handler.done[-1] == "2")
+        await keys(world, consumer, 0)
+    assert world.values("dead") == ["ugly"]
+
+
+async def test_other_instance_knows_the_keys(world: World) -> None:
+    handler = Handler(bad=BUG)
+    world.produce("a=bad", "a=1")
+    async with world.running(handler, **ASIDE):
+        await until(lambda: len(world.copies("aside")) == 2)
+        await world.commits(2)
+    world.produce("a=2", "b=3")
+    world.release(b"a")
+    handler = Handler()
+    async with world.running(handler, **ASIDE) as consumer:
+        await handler.does("bad", "1", "2", "3")
+        await keys(world, consumer, 0)
+    assert [value for value in handler.done if value != "3"] == ["bad", "1", "2"]
+    assert [message.offset for message in handler.messages if message.key == b"a"] == [0, 1, 2]
+    assert handler.messages[0].token > 0
+
+
+async def test_crash_while_released_repeats_but_keeps_order(world: World) -> None:
+    handler = Handler(bad=BUG)
+    world.produce("a=bad", *(f"a={number}" for number in range(5)))
+    async with world.running(handler, **ASIDE):
+        await until(lambda: len(world.copies("aside")) == 6)
+        await world.commits(6)
+    started = asyncio.Event()
+
+    async def stuck(message: ReceivedMessage) -> None:
+        if text(message) == "1":
+            started.set()
+            await asyncio.Event().wait()
+
+    async with world.running(stuck, **ASIDE | {"drain_s": 0.1}):
+        world.release(b"a")
+        await started.wait()
+    handler = Handler()
+    async with world.running(handler, **ASIDE) as consumer:
+        await until(lambda: handler.done[-1:] == ["4"])
+        await keys(world, consumer, 0)
+    assert handler.done[-4:] == ["1", "2", "3", "4"]
+
+
+async def test_messages_without_a_key_are_released_alone(world: World) -> None:
+    handler = Handler(bad=BUG, worse=BUG)
+    world.produce("bad", "worse", "fine")
+    async with world.running(handler, **ASIDE) as consumer:
+        await handler.does("fine")
+        await keys(world, consumer, 2)
+        await until(lambda: len(world.copies("aside")) == 2)
+        handler.failing.clear()
+        world.release(None, offset=1)
+        await handler.does("fine", "worse")
+        await keys(world, consumer, 1)
+
+
+async def test_at_the_limit_of_keys_the_message_waits(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(consumer_failures, "KEYS_MAX", 2)
+    handler = Handler(**{"0": BUG, "1": BUG, "2": BUG})
+    world.produce("a=0", "b=1")
+    async with world.running(handler, **ASIDE) as consumer:
+        await keys(world, consumer, 2)
+        world.produce("c=2", "d=3")
+        await handler.does("3")
+        await until(lambda: counted(consumer, "aside_full"))
+        assert consumer.statistics().aside_keys == 2
+        handler.failing.clear()
+        world.release(b"a")
+        await handler.does("3", "0", "2")
+
+
+async def test_release_outlasts_kafka_being_down(world: World) -> None:
+    handler = Handler(bad=BUG)
+    world.produce("a=bad", "a=1")
+    async with world.running(handler, **ASIDE) as consumer:
+        await until(lambda: len(world.copies("aside")) == 2)
+        await world.commits(2)
+        handler.failing.clear()
+        world.release(b"a")
+        world.kafka.go_down()
+        for _ in range(10):
+            await asyncio.sleep(0)
+        world.kafka.come_up()
+        await handler.does("bad", "1")
+        await keys(world, consumer, 0)
+
+
+@pytest.mark.parametrize("stored", [True, False])
+async def test_lost_answer_to_a_clearance(world: World, stored: bool) -> None:
+    from txbroker.testing.memory import LostReply
+
+    handler = Handler(bad=BUG)
+    world.produce("a=bad", "a=1")
+    async with world.running(handler, **ASIDE) as consumer:
+        await until(lambda: len(world.copies("aside")) == 2)
+        await world.commits(2)
+        handler.failing["bad"] = None
+        world.group.lose_answer_of_next_commit(LostReply.DONE if stored else LostReply.NOT_DONE)
+        world.release(b"a")
+        await keys(world, consumer, 0)
+        world.produce("a=2")
+        await handler.does("bad", "1", "2")
+    assert handler.done == ["bad", "1", "2"]
