@@ -249,10 +249,11 @@ def release_command(
     left = _with_groups(config, options, group, act)
     show_rows(rows, ASIDE_COLUMNS, output, "")
     if left:
+        again = sum(not each.released for each in left)
         raise PartlyDone(
-            f"{len(left)} of {len(chosen)} keys are still set aside after {wait:g} s: the handler "
-            f"failed again, no consumer runs, or it takes longer; see `txbroker consumers aside "
-            f"{group}`"
+            f"{len(left)} of {_counted(len(chosen), 'key')} still set aside: {again} failed again; "
+            f"{len(left) - again} not done after {wait:g} s, check that consumers run; see "
+            f"`txbroker consumers aside {group}`"
         )
     done = "released" if wait is None else "released, and all their messages are done"
     click.echo(f"{_counted(len(chosen), 'key')} {done}.", err=True)
@@ -394,12 +395,12 @@ def _chosen(
 async def _still_aside(
     groups: Groups, view: GroupView, chosen: Sequence[SetAsideKey], wait_s: float
 ) -> list[SetAsideKey]:
-    """Wait until keys are done; return those that are not, after `wait_s`."""
+    """Wait until keys are done; return those that failed again, or are not done after `wait_s`."""
     ids = {each.id for each in chosen}
     until_s = time.monotonic() + wait_s
     while True:
         left = [each for each in await set_aside_keys(groups.door, view) if each.id in ids]
-        if not left or time.monotonic() >= until_s:
+        if not any(each.released for each in left) or time.monotonic() >= until_s:
             return left
         await asyncio.sleep(_WAIT_PAUSE_S)
 

@@ -163,12 +163,19 @@ async def test_release_of_a_key_that_fails_again_says_so(place: Place) -> None:
         await place.send((b"bad", b"1"))
         await until(lambda: shown(place, "aside"))
         again = ("release", place.group, "--all", "--reason", "try", "--yes")
-        failed = await place.ask(*again, "--wait", 0.5)
+        failed = await place.ask(*again, "--wait", 30)
         assert failed.code == 3
-        assert "1 of 1 keys are still set aside after 0.5 s: the handler failed again" in failed.err
-        assert [row["released"] for row in await place.rows("aside", place.group)] == [True]
+        assert "1 of 1 key still set aside: 1 failed again; 0 not done" in failed.err
+        assert [row["released"] for row in await place.rows("aside", place.group)] == [False]
         place.broken = False
         assert (await place.ask(*again, "--wait", 30)).code == 0
+        place.broken = True
+        await place.send((b"bad", b"2"))
+        await until(lambda: shown(place, "aside"))
+    unread = await place.ask(*again, "--wait", 0.2)  # no consumer runs
+    assert unread.code == 3
+    assert "0 failed again; 1 not done after 0.2 s" in unread.err
+    assert [row["released"] for row in await place.rows("aside", place.group)] == [True]
     assert place.handled == [(b"bad", b"1")]
 
 
