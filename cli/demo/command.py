@@ -148,8 +148,8 @@ def consume_command() -> None:
     """Watch one message fail for ever while all other keys continue.
 
     Runs a real Apache Kafka and a consumer that keeps the order of each key, writes messages with
-    5,000 keys of which one always fails, and compares what was handled and what was set aside with
-    the topics. Then it releases the key. Exit code 1: something differs. All data is in a temporary
+    5,000 keys of which one always fails, and compares handled and set-aside messages with the
+    topics. Then it releases the key. Exit code 1: something differs. All data is in a temporary
     folder.
     """
     _run(_show_consuming)

@@ -422,7 +422,7 @@ def _source(text: str) -> Source:
 
 
 def _preview(rows: Sequence[dict[str, Any]], columns: Sequence[Any], yes: bool) -> None:
-    """Show what is about to change, unless there is nothing to confirm."""
+    """Show the changes, unless there is nothing to confirm."""
     if yes:
         return
     shown = rows[:_PREVIEWED]

@@ -298,7 +298,11 @@ async def test_group_of_other_programs_is_recognised(
 @pytest.mark.parametrize(
     ("arguments", "code", "sentence"),
     [
-        (("show", "nobody"), 1, "no consumer group 'nobody': `txbroker consumers list` lists them"),
+        (
+            ("show", "unknown"),
+            1,
+            "no consumer group 'unknown': `txbroker consumers list` lists them",
+        ),
         (("aside", "plain"), 1, "its consumers need on_failure='aside'"),
         (("dead", "plain"), 1, "has no dead-letter topic"),
         (("retry", "plain", "--all", "--reason", "r", "-y"), 1, "has no dead-letter topic"),

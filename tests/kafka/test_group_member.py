@@ -25,7 +25,7 @@ ACCESS_S = 20.0
 
 
 class One:
-    """A consumer that releases what is revoked, if it may.
+    """A consumer that releases revoked partitions, if it may.
 
     Attributes:
         assignments: all that it was assigned.

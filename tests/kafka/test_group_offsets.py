@@ -53,14 +53,14 @@ class Member:
 
     async def _try_join(self) -> int:
         """Return the generation, or 0."""
-        nobody: Any = None
+        stranger: Any = None
         answer = await self._ask(
             JoinGroupRequest(
                 self._group,
                 SESSION_MS,
                 SESSION_MS,
                 self.member_id,
-                nobody,
+                stranger,
                 "consumer",
                 [("p", b"")],
             )
@@ -70,13 +70,13 @@ class Member:
 
     async def finish(self) -> None:
         """Get the assignment."""
-        nobody: Any = None
+        stranger: Any = None
         answer = await self._ask(
             SyncGroupRequest(
                 self._group,
                 self.latest,
                 self.member_id,
-                nobody,
+                stranger,
                 [(self.member_id, b"")],
             )
         )

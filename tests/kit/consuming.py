@@ -16,7 +16,7 @@ TIMING = {"session_s": 6.0, "heartbeat_s": 0.2, "lease_s": 3.0}
 
 
 class Consuming:
-    """A member that takes what it is assigned, and releases what is revoked.
+    """A member that takes assigned partitions, and releases revoked ones.
 
     Args:
         hold: revoked partitions stay in use until `release`.

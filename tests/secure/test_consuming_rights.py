@@ -16,7 +16,7 @@ from txbroker.kafka.door.consuming import KafkaConsumingDoor
 from txbroker.kafka.door.group_offsets import GroupOffsets
 
 
-class Nobody:
+class Outsider:
     """Commits without being in a group."""
 
     generation, member_id, instance = -1, "", None
@@ -57,7 +57,7 @@ async def test_missing_rights_are_named(world: AllowedWorld) -> None:
         await until(lambda: _sees(door, orders))
         with pytest.raises(ConfigurationError, match=f"read topic {dead}: grant Read"):
             await door.topics([orders, dead])
-        offsets = GroupOffsets(door._client, group, Nobody())
+        offsets = GroupOffsets(door._client, group, Outsider())
         copy = Copy(dead, 0, Record(b"k", b"v"))
         with pytest.raises(CopyRefused, match="topic authorization failed") as caught:
             await offsets.commit({(orders, 0): StoredOffset(1, "")}, [copy])
@@ -68,7 +68,7 @@ async def test_missing_rights_are_named(world: AllowedWorld) -> None:
         assert await offsets.load([(orders, 0)]) == {(orders, 0): StoredOffset(1, "")}
         assert [record.value for record in await world.visible(dead)] == [b"v"]
         with pytest.raises(KafkaUnavailable, match="group authorization failed") as refused:
-            await GroupOffsets(door._client, group + "x", Nobody()).load([(orders, 0)])
+            await GroupOffsets(door._client, group + "x", Outsider()).load([(orders, 0)])
         assert refused.value.lasting
     finally:
         await door.close()

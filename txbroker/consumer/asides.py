@@ -48,7 +48,7 @@ class AsideReads(Protocol):
 
 
 class ReleasedKey(Work):
-    """The copies of a released key, as a partition of their own for the engine.
+    """The copies of a released key, as a separate partition for the engine.
 
     Attributes:
         parent: the partition that they come from.

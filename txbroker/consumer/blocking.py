@@ -163,7 +163,7 @@ class _Exit(Struct):
 
 
 async def _kept(work: Coroutine[Any, Any, T]) -> T | _Exit:
-    """Return an error that would end the event loop before anybody knows of it."""
+    """Return an error that would end the event loop before the caller knows of it."""
     try:
         return await work
     except (KeyboardInterrupt, SystemExit) as error:

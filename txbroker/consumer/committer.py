@@ -70,7 +70,7 @@ class _Pending(Struct, eq=False):
 
 
 class _Round(Struct, eq=False):
-    """What is stored together.
+    """Positions and copies that are stored together.
 
     Attributes:
         pending: the first copies that wait.

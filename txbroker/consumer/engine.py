@@ -43,7 +43,7 @@ class Holder:
     """Who has messages in flight.
 
     Attributes:
-        collecting: it is taking a batch: nobody has begun with its messages.
+        collecting: it is taking a batch: no handler has begun with its messages.
         reports: results of single messages that wait for the end of their batch; None: no batch.
     """
 
@@ -414,7 +414,7 @@ class Engine:
     # --- time --------------------------------------------------------------------------------
 
     def sweep(self, now_s: float) -> None:
-        """Continue with what is due, and stop partitions whose lease has ended."""
+        """Continue with messages that are due, and stop partitions whose lease has ended."""
         self._swept_s = now_s
         waiting = self._queues.delayed
         self._queues.wake(now_s)

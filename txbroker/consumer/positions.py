@@ -117,7 +117,7 @@ class Positions:
         """Raise RecordsDeleted, or count a gap before offset `begin`."""
         if not self._options.skip_gaps:
             raise RecordsDeleted(
-                f"{why}: check what is missing, then start with on_gap='skip', which continues at "
+                f"{why}: check which are missing, then start with on_gap='skip', which continues at "
                 f"offset {begin}"
             )
         log.error("gap skipped", why=why, continues_at=begin)

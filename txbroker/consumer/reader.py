@@ -112,7 +112,7 @@ class AllPartitions:
             self._listener.assigned(partitions)
 
     def rejoin(self) -> None:
-        """Nobody else takes the partitions."""
+        """No other consumer takes the partitions."""
 
     async def start(self) -> None: ...
 

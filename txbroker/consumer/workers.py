@@ -313,7 +313,7 @@ class _Worker(Holder):
     def _finish_batch(
         self, messages: Sequence[ReceivedMessage], error: BaseException | None
     ) -> None:
-        """Take the result of a batch: a message without a result of its own has that of the call.
+        """Take the result of a batch: a message without a separate result has that of the call.
 
         After a message that failed, later ones of its lane are handled again, after it.
         """
@@ -358,7 +358,7 @@ async def _after(hook: After | None, message: ReceivedMessage, error: BaseExcept
     try:
         await _maybe(hook, message, error)
     except Exception as raised:  # the handler's result stands
-        log.exception("the hook `after` failed", message=repr(message), error=safe_repr(raised))
+        log.error("hook failed", message=repr(message), error=safe_repr(raised))
 
 
 async def _maybe(hook: Callable[..., Awaitable[None] | None] | None, *arguments: Any) -> None:

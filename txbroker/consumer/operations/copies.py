@@ -208,7 +208,7 @@ async def send_back(
     """Send dead letters to the retry topic, due at once, in offset order.
 
     A copy, and the note that the dead letter was sent back, are stored together or not at all. A
-    failed call has sent the first ones; what is noted is not sent again.
+    failed call has sent the first ones; noted ones are not sent again.
 
     Returns:
         How many were sent.

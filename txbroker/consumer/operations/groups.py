@@ -74,8 +74,8 @@ class GroupView(Struct, frozen=True):
         members: name and host of each.
         partitions: of the topics that it reads.
         retries: partitions of its retry topic, as far as they were read.
-        topics: those of its own topics that exist.
-        names: the names of its own topics.
+        topics: those of the group that exist.
+        names: the names of the group's topics.
     """
 
     group: str

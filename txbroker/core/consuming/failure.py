@@ -112,8 +112,8 @@ class FailurePolicy(Struct, frozen=True):
         Args:
             error: raised by the handler.
             failures: local failures so far, this one included.
-            step: the step of the retry topic that the message was read from; None: of its own
-                topic.
+            step: the step of the retry topic that the message was read from; None: of the
+                topic that it was written to.
         """
         cause = f"{type(error).__name__}: {_text(error)}"
         if self.on_failure is None:

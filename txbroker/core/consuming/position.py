@@ -156,7 +156,7 @@ class Position:
 
 
 class Metadata(Struct, frozen=True):
-    """What is stored with an offset.
+    """The metadata of an offset.
 
     Attributes:
         token: rises with each owner of the partition.

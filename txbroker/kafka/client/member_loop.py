@@ -43,7 +43,7 @@ A = TypeVar("A")
 _A_contra = TypeVar("_A_contra", contravariant=True)
 _FOLLOWING_S, _FOLLOWING_BEAT_S = 12.0, 0.3
 """After a generation began, another one often follows, in which partitions that were released are
-assigned. Members learn of it by heartbeats: nobody handles these partitions until then."""
+assigned. Members learn of it by heartbeats: no member handles these partitions until then."""
 
 
 class Hearer(Protocol[_A_contra]):

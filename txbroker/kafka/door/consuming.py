@@ -120,7 +120,7 @@ class KafkaConsumingDoor(ConsumingDoor):
     # --- records -----------------------------------------------------------------------------
 
     def fetcher(self, deliver: Deliver, failed: FetchFailed) -> Fetcher:
-        """Return a fetcher with connections of its own."""
+        """Return a fetcher with separate connections."""
         return KafkaFetcher(self._client, deliver, failed)
 
     async def read(self, partition: Partition, start: int, end: int) -> list[Record]:
