@@ -10,6 +10,7 @@ import pytest
 import yaml
 
 from tests.alerts import promql
+from txbroker.consumer.statistics import METRICS, ConsumerMetric
 from txbroker.proxy.observe.metrics import Described, Metrics
 
 ROOT = Path(__file__).parents[2]
@@ -31,6 +32,8 @@ ALERTS = [
     "FileNotRead",
     "AuditDrift",
     "AuditStale",
+    "ConsumerStuck",
+    "ConsumerSetAside",
 ]
 
 
@@ -41,7 +44,7 @@ def rules() -> list[dict[str, Any]]:
 
 RULES = rules()
 NAMES = {rule["alert"] for rule in RULES}
-DESCRIBED: list[Described] = Metrics().described()
+DESCRIBED: list[Described | ConsumerMetric] = [*Metrics().described(), *METRICS]
 KNOWN = promql.series({one.name: (one.kind, one.labels) for one in DESCRIBED})
 PAGES = sorted(path for path in RUNBOOKS.glob("*.md") if path.name != "README.md")
 
@@ -95,7 +98,7 @@ def test_alert_unit_tests_cover_firing_and_silence() -> None:
         alert["exp_labels"].get("scope")
         for check in checks
         for alert in check["exp_alerts"]
-        if check["alertname"] == "TxBrokerNotReady"
+        if check["alertname"] in ("TxBrokerNotReady", "TxBrokerConsumerSetAside")
     }
     assert scopes == {rule["labels"].get("scope") for rule in RULES} - {None}
 

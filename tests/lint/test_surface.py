@@ -22,6 +22,7 @@ import msgspec
 
 from txbroker.cli.reference import commands
 from txbroker.config.settings import Settings
+from txbroker.consumer.statistics import METRICS
 from txbroker.contract import frames
 from txbroker.contract.signing import sign
 from txbroker.core import encoding, records
@@ -96,7 +97,7 @@ def errors() -> Iterator[str]:
 
 def metrics() -> Iterator[str]:
     """Yield each metric with its type and labels."""
-    for one in Metrics().described():
+    for one in (*Metrics().described(), *METRICS):
         yield f"{one.name} {one.kind} {','.join(one.labels)}"
 
 

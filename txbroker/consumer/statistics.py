@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping
+from typing import NamedTuple
 
 from msgspec import Struct
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -11,6 +12,58 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from txbroker.consumer.engine import Engine
 from txbroker.consumer.partition import due_ms
 from txbroker.door.consuming import Partition
+
+_PREFIX = "txbroker_consumer_"
+_RETRY = "retry_"
+_RESULTS = ("handled", "failed", "dropped", "dead", "aside", "aside_full", "copy_refused", "gap")
+
+
+class ConsumerMetric(NamedTuple):
+    """A metric, as the reference lists it."""
+
+    name: str
+    kind: str
+    labels: tuple[str, ...]
+    text: str
+
+
+METRICS = tuple(
+    ConsumerMetric(f"{_PREFIX}{name}", kind, ("group", *labels), text)
+    for name, kind, labels, text in (
+        ("aside_keys", "gauge", (), "Set-aside keys of its partitions."),
+        ("buffered_bytes", "gauge", (), "Memory of messages."),
+        (
+            "fenced_total",
+            "counter",
+            (),
+            "Commits that Kafka refused to a member that was replaced, leases that ended, and "
+            "partitions that were lost.",
+        ),
+        ("in_flight", "gauge", (), "Messages that are being handled."),
+        (
+            "lag",
+            "gauge",
+            ("topic", "partition"),
+            "Offsets that are not done, also in the retry topic.",
+        ),
+        (
+            "messages_total",
+            "counter",
+            ("result",),
+            "Messages by result: `handled`; `failed`, for each attempt; then `dropped`, `dead` or "
+            "`aside`; `aside_full`, for each attempt that found 1,000 set-aside keys; "
+            "`copy_refused`; `gap`, deleted before they were read.",
+        ),
+        (
+            "oldest_unfinished_seconds",
+            "gauge",
+            (),
+            "Age of the oldest message that is not done, without those that wait for a retry.",
+        ),
+        ("overflow", "gauge", (), "Done offsets that a crash would repeat."),
+        ("retries_total", "counter", ("step",), "Copies to the retry topic by step, 0 to 15."),
+    )
+)
 
 
 class Statistics(Struct, frozen=True):
@@ -69,47 +122,39 @@ class ConsumerCollector:
         self._group = group
         self._engine = engine
 
+    def describe(self) -> Iterable[Metric]:
+        """Return nothing: a registry refuses names that it has, and a process may have several
+        consumers, whose series differ by their group."""
+        return []
+
     def collect(self) -> Iterable[Metric]:
         """Return the metrics."""
         now = statistics(self._engine)
-        lag = GaugeMetricFamily(
-            "txbroker_consumer_lag",
-            "Offsets that are not done.",
-            labels=["group", "topic", "partition"],
-        )
-        for (topic, number), value in now.lag.items():
-            lag.add_metric([self._group, topic, str(number)], value)
-        yield lag
-        figures: tuple[tuple[str, str, float], ...] = (
-            (
-                "oldest_unfinished_seconds",
-                "Age of the oldest message that is not done.",
-                now.oldest_unfinished_s,
-            ),
-            ("in_flight", "Messages that are being handled.", now.in_flight),
-            ("buffered_bytes", "Memory of messages.", now.buffered_bytes),
-            ("aside_keys", "Set-aside keys.", now.aside_keys),
-            ("overflow", "Done offsets that a crash would repeat.", now.overflow),
-        )
-        for name, help_, figure in figures:
-            gauge = GaugeMetricFamily(f"txbroker_consumer_{name}", help_, labels=["group"])
-            gauge.add_metric([self._group], figure)
-            yield gauge
-        yield from _counters(self._group, now.counts)
+        counts = dict(now.counts)
+        samples: dict[str, dict[tuple[str, ...], float]] = {
+            "lag": {(topic, str(number)): lag for (topic, number), lag in now.lag.items()},
+            "oldest_unfinished_seconds": {(): now.oldest_unfinished_s},
+            "in_flight": {(): now.in_flight},
+            "buffered_bytes": {(): now.buffered_bytes},
+            "aside_keys": {(): now.aside_keys},
+            "overflow": {(): now.overflow},
+            "fenced_total": {(): counts.pop("fenced", 0)},
+            "retries_total": {
+                (name.removeprefix(_RETRY),): counts.pop(name)
+                for name in list(counts)
+                if name.startswith(_RETRY)
+            },
+            # From the start, or the first increase could not be seen.
+            "messages_total": {(name,): 0 for name in _RESULTS},
+        }
+        samples["messages_total"] |= {(name,): count for name, count in counts.items()}
+        for metric in METRICS:
+            family = _family(metric)
+            for labels, value in samples[metric.name.removeprefix(_PREFIX)].items():
+                family.add_metric([self._group, *labels], value)
+            yield family
 
 
-def _counters(group: str, counts: Mapping[str, int]) -> Iterable[Metric]:
-    events = CounterMetricFamily(
-        "txbroker_consumer_messages", "Messages by result.", labels=["group", "result"]
-    )
-    retries = CounterMetricFamily(
-        "txbroker_consumer_retries", "Copies to the retry topic by step.", labels=["group", "step"]
-    )
-    for name, value in counts.items():
-        kind, _, step = name.partition("_")
-        if kind == "retry":
-            retries.add_metric([group, step], value)
-        else:
-            events.add_metric([group, name], value)
-    yield events
-    yield retries
+def _family(metric: ConsumerMetric) -> CounterMetricFamily | GaugeMetricFamily:
+    kind = CounterMetricFamily if metric.kind == "counter" else GaugeMetricFamily
+    return kind(metric.name, metric.text, labels=metric.labels)

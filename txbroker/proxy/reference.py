@@ -11,10 +11,11 @@ from typing import Any
 from pydantic.fields import FieldInfo
 
 from txbroker.config.settings import ENV_PREFIX, Settings
+from txbroker.consumer.statistics import METRICS, ConsumerMetric
 from txbroker.errors import request_errors
 from txbroker.proxy.http.api import SESSION_PATH, operations
 from txbroker.proxy.http.operations import Operation, describe
-from txbroker.proxy.observe.metrics import Metrics
+from txbroker.proxy.observe.metrics import Described, Metrics
 
 _NOTICE = "<!-- Written by `python -m txbroker.proxy.reference`; edit the code instead. -->\n"
 
@@ -194,10 +195,22 @@ def _metrics() -> str:
         "| metric | type | labels | description |",
         "| --- | --- | --- | --- |",
     ]
-    for metric in Metrics().described():
-        labels = ", ".join(f"`{label}`" for label in metric.labels)
-        lines.append(f"| `{metric.name}` | {metric.kind} | {labels} | {_cell(metric.text)} |")
+    lines += map(_metric, Metrics().described())
+    lines += [
+        "",
+        "## Consumers",
+        "Those that a [consumer](../how-to/consume.md#metrics) exports in its own process.",
+        "",
+        "| metric | type | labels | description |",
+        "| --- | --- | --- | --- |",
+        *map(_metric, METRICS),
+    ]
     return "\n".join(lines) + "\n"
+
+
+def _metric(metric: Described | ConsumerMetric) -> str:
+    labels = ", ".join(f"`{label}`" for label in metric.labels)
+    return f"| `{metric.name}` | {metric.kind} | {labels} | {_cell(metric.text)} |"
 
 
 def _errors() -> str:
