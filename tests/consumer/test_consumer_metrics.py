@@ -63,8 +63,8 @@ async def test_metrics_of_two_consumers_of_a_process(world: World) -> None:
             "two: aside_keys ": 0,
         }
         await until(lambda: expected.items() <= samples(registry).items())
+        shown = {name.split()[1] for name in samples(registry)}
         one.stop()
         two.stop()
         await asyncio.gather(*running)
-    shown = {name.split()[1] for name in samples(registry)}
     assert shown == {metric.name.removeprefix("txbroker_consumer_") for metric in METRICS}
