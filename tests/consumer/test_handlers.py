@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import threading
 import time
@@ -140,10 +141,8 @@ async def test_handler_that_swallows_cancellation(
 
     async def stubborn(_message: ReceivedMessage) -> None:
         while not free.is_set():
-            try:
+            with contextlib.suppress(asyncio.CancelledError):
                 await free.wait()
-            except asyncio.CancelledError:
-                pass
 
     async with world.consumer(drain_s=0.1) as consumer:
         task = asyncio.create_task(consumer.run(stubborn))

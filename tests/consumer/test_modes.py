@@ -48,7 +48,9 @@ async def test_at_most_once_loses_nothing_at_a_clean_stop(world: World, order: s
             mode="at-most-once", order=order, in_flight_max=2, commit=CommitPolicy(max_batch=5)
         ) as consumer:
 
-            async def handle(message: ReceivedMessage, consumer: Any = consumer) -> None:
+            async def handle(
+                message: ReceivedMessage, consumer: Any = consumer, upto: int = upto
+            ) -> None:
                 await asyncio.sleep(0)
                 seen.append(text(message))
                 if len(seen) >= upto:

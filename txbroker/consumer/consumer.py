@@ -168,6 +168,8 @@ class Consumer:
         self._readers.append((reader, source))
         source.subscribe(topics)
         await source.start()
+        # What is written from now on is read, also if it begins at the end.
+        await reader.claimed.wait()
 
     async def aclose(self) -> None:
         """Finish the messages in flight, store positions, and leave the group."""

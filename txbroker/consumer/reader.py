@@ -136,6 +136,9 @@ class Reader:
         self._works: dict[Partition, Work] = {}
         self._target: frozenset[Partition] = frozenset()
         self._news = asyncio.Event()
+        self.claimed = asyncio.Event()
+        """Everything that was assigned has a position, or at least that was tried."""
+        self.claimed.set()
         self._releasing: set[Partition] = set()
         self._losses = 0
         self._warned_s = -_WARNING_S
@@ -170,6 +173,7 @@ class Reader:
         """See `MemberListener`."""
         self._target = partitions
         self._news.set()
+        self.claimed.clear()
 
     def lost(self, why: str) -> None:
         """See `MemberListener`."""
@@ -231,7 +235,10 @@ class Reader:
                 if new := sorted(self._target - held):
                     await self._claim(new)
                 failures = 0
+                if not self._news.is_set():
+                    self.claimed.set()
             except Exception as error:
+                self.claimed.set()
                 if not isinstance(error, KafkaUnavailable) or error.lasting:
                     self._engine.fail(error)
                     return
