@@ -19,7 +19,8 @@ from txbroker.kafka.door.group_offsets import GroupOffsets
 class Outsider:
     """Commits without being in a group."""
 
-    generation, member_id, instance = -1, "", None
+    generation, member_id = -1, ""
+    instance: str | None = None
 
 
 @pytest.fixture

@@ -117,8 +117,8 @@ class Positions:
         """Raise RecordsDeleted, or count a gap before offset `begin`."""
         if not self._options.skip_gaps:
             raise RecordsDeleted(
-                f"{why}: check which are missing, then start with on_gap='skip', which continues at "
-                f"offset {begin}"
+                f"{why}: find out which are lost, then start with on_gap='skip', which continues "
+                f"at offset {begin}"
             )
         log.error("gap skipped", why=why, continues_at=begin)
         self._counts["gap"] += max(1, begin - work.position.next_offset)

@@ -91,8 +91,8 @@ class MemberListener(Protocol):
         """A new generation began with these partitions assigned to this member.
 
         Partitions that it owns (`GroupMember.owned`) and that are missing here were revoked: finish
-        with them, take them out of `owned` and call `rejoin`. No member gets them before. Those that
-        are new are not owned by any other live member."""
+        with them, take them out of `owned` and call `rejoin`. No member gets them before. Those
+        that are new are not owned by any other live member."""
 
     def lost(self, why: str) -> None:
         """The member is out of the group, its partitions may be reassigned; `owned` is empty.
@@ -166,8 +166,8 @@ class Fetcher(Protocol):
     """Fetches partitions continuously and concurrently, `read_committed`, and delivers records in
     pieces that take a few milliseconds.
 
-    A paused partition delivers at most records that are fetched already. Brokers that fail are retried with
-    back-off; each failure is reported.
+    A paused partition delivers at most records that are fetched already. Brokers that fail are
+    retried with back-off; each failure is reported.
     """
 
     def add(self, partition: Partition, offset: int) -> None:

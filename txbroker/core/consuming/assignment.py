@@ -1,7 +1,8 @@
 """The assignment of partitions to the consumers of a group: sticky, even, in two phases.
 
 The first phase revokes: a partition that moves from one live member to another is withheld, so that
-no member gets it. Its owner finishes with it and joins again without it; the second phase assigns it.
+no member gets it. Its owner finishes with it and joins again without it; the second phase assigns
+it.
 """
 
 from __future__ import annotations

@@ -197,7 +197,7 @@ class KafkaFetcher(Fetcher):
     # --- requests ----------------------------------------------------------------------------
 
     def _schedule(self, broker: _Broker) -> None:
-        """Send requests that are ready at the end of this iteration of the event loop, in one request."""
+        """Send ready partitions at the end of this iteration of the event loop, in one request."""
         if not broker.scheduled:
             broker.scheduled = True
             self._loop.call_soon(self._send, broker)
