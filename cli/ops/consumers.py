@@ -222,10 +222,9 @@ def release_command(
     _require_choice(all_, key is not None or topic is not None, sources)
     if partition is not None and topic is None:
         raise click.UsageError("--partition needs --topic")
-    if not yes:
-        require_terminal(yes)
     wanted = None if key is None else parse_key(key)
     places = [_source(text) for text in sources]
+    require_terminal(yes)
 
     async def look(groups: Groups) -> list[SetAsideKey]:
         found = await set_aside_keys(groups.door, await groups.view(group))
@@ -292,10 +291,9 @@ def retry_command(
     one twice. One that fails again becomes a new dead letter.
     """
     _require_choice(all_, key is not None, sources)
-    if not yes:
-        require_terminal(yes)
     wanted = None if key is None else parse_key(key)
     places = {_source(text) for text in sources}
+    require_terminal(yes)
 
     async def look(groups: Groups) -> list[DeadLetter]:
         view = await groups.view(group)
@@ -351,7 +349,7 @@ def _with_groups(
         finally:
             await door.close()
 
-    with _explained(settings, group):
+    with _explained(group):
         return asyncio.run(run())
 
 
@@ -361,17 +359,16 @@ def open_door(settings: Settings) -> ConsumingDoor:
 
 
 @contextmanager
-def _explained(settings: Settings, group: str) -> Iterator[None]:
-    """Name the next step of errors."""
+def _explained(group: str) -> Iterator[None]:
+    """Name the next step where Kafka refuses."""
     try:
         yield
     except KafkaUnavailable as error:
         if not error.lasting:
-            step = f"check that {settings.kafka} is reachable (--kafka), and try again"
-        elif group:
+            raise
+        step = "this login needs Describe on the consumer groups and their topics"
+        if group:
             step = f"`txbroker topics plan --consumer {group} --acls` shows the necessary rights"
-        else:
-            step = "this login needs Describe on the consumer groups and their topics"
         raise CommandFailed(f"{error}; {step}") from None
 
 

@@ -114,6 +114,8 @@ def plan_command(
     A Kafka with ACLs has to grant these rights first. --acl-commands works without a connection.
     """
     settings = settings_from(config, options)
+    if Role.CONSUMER in roles and not consumers:
+        raise click.UsageError("--role consumer: name the group by --consumer")
     if consumer_topics and not consumers:
         raise click.UsageError("--consumer-topic is for consumers: name their group by --consumer")
     if consumers:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -335,14 +336,12 @@ def test_bad_input_gets_a_sentence(
     assert sentence in result.err
 
 
-def test_unreachable_kafka_names_the_next_step(
-    memory: InMemoryBroker, call: Call, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(consumers, "open_door", lambda _settings: memory.consuming_door())
-    memory.kafka_down()
-    result = call("consumers", "list")
-    assert result.code == 1
-    assert "is reachable (--kafka), and try again" in result.err
+def test_unreachable_kafka_names_the_next_step(call: Call, closed_port: socket.socket) -> None:
+    address = f"127.0.0.1:{closed_port.getsockname()[1]}"
+    result = call("consumers", "list", "--kafka", address)
+    assert (result.code, result.out) == (1, "")
+    assert f"no connection to Kafka at {address}" in result.err
+    assert "check that it is running, and its address" in result.err
 
 
 @pytest.mark.parametrize("key", [b"", b"k", "ü".encode(), b"\xff\x00", b"hex:ab", b"a\nb"])
