@@ -305,17 +305,25 @@ def _check_choices(given: ConsumerSettings) -> None:
 
 
 def _check_numbers(given: ConsumerSettings) -> None:
-    for name, least in (
-        ("in_flight_max", 1),
-        ("readers", 1),
-        ("drain_s", 0),
-        ("buffered_bytes_max", 1 << 16),
-        ("heartbeat_s", 0.05),
-        ("handler_timeout_s", 0.01),
+    for name, kind, least in (
+        ("in_flight_max", int, 1),
+        ("local_attempts_max", int, 1),
+        ("readers", int, 1),
+        ("buffered_bytes_max", int, 1 << 16),
+        ("drain_s", float, 0),
+        ("heartbeat_s", float, 0.05),
+        ("lease_s", float, 0),
+        ("session_s", float, 0),
+        ("retry_interval_s", float, 0),
+        ("handler_timeout_s", float, 0.01),
     ):
         value = getattr(given, name)
-        if value is not None and not least <= value < float("inf"):
-            raise ConfigurationError(f"{name} is {value}: it is at least {least}")
+        if value is None and name in ("retry_interval_s", "handler_timeout_s"):
+            continue
+        kinds = (int,) if kind is int else (int, float)
+        if not isinstance(value, kinds) or not least <= value < float("inf"):
+            word = "a whole number" if kind is int else "a number"
+            raise ConfigurationError(f"{name} is {value!r}: it is {word}, at least {least}")
     if not given.heartbeat_s < given.lease_s < given.session_s:
         raise ConfigurationError(
             f"heartbeat_s {given.heartbeat_s:g}, lease_s {given.lease_s:g} and session_s "
