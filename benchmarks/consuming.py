@@ -1,237 +1,242 @@
-"""Speed of consumers as ratios, measured in interleaved rounds of one run on an embedded Kafka.
+"""Figures of consumers, against their aims, on an embedded Kafka.
 
-Cases: `empty` (keyed, empty handler), `busy` (a handler that computes for 50 µs), both against
-aiokafka's `getmany` with the same work; `sleep` (64 handlers that sleep for 10 ms, against one);
-`keys` (100,000 keys against 1,000); `peers` (`empty` of confluent-kafka). A ratio is that of the
-medians; every consumer must have handled every record.
-`python -m benchmarks.consuming --help`.
+Ratios of records a second: contenders consume the same topic in interleaved rounds, and a ratio is
+that of their medians. Records have 200 bytes; every consumer must have handled every one. Times
+and memory: with consumers in processes of their own. The exit code is 1 if an aim is missed.
+`python -m benchmarks.consuming` takes up to 12 minutes; `--help` shows how to measure less.
 """
+
+from __future__ import annotations
 
 import argparse
 import asyncio
 import json
 import statistics
 import sys
+import tempfile
 import time
-import uuid
-from collections.abc import Awaitable, Callable, Iterator
-from typing import Any
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import uvloop
-from aiokafka import AIOKafkaConsumer, TopicPartition
 
-from txbroker.config.settings import load_kafka_access
-from txbroker.consumer import Consumer
-from txbroker.core.records import Record
-from txbroker.door.consuming import TopicSpec
+from benchmarks.consumers import times
+from benchmarks.consumers.load import VALUE_BYTES, fill
+from benchmarks.consumers.rounds import (
+    IN_FLIGHT,
+    Round,
+    with_aiokafka,
+    with_confluent,
+    with_confluent_keyed,
+    with_txbroker,
+)
+from benchmarks.peers.base import Missing
+from benchmarks.peers.rocketmq import RocketMQ
 from txbroker.embedded import EmbeddedKafka
-from txbroker.kafka.door.consuming import KafkaConsumingDoor
 
-PARTITIONS = 8
-VALUE_BYTES = 200
 BUSY_S = 50e-6
 SLEEP_S = 0.01
-_BATCH = 5000
-
-Round = Callable[[str, str, int], Awaitable[float]]
-"""Consumes a topic; returns records a second."""
-
-
-async def fill(kafka: str, topic: str, count: int, keys: int) -> None:
-    """Create a topic with `count` records of `keys` keys."""
-    door = KafkaConsumingDoor.from_access(load_kafka_access(kafka))
-    try:
-        await door.start()
-        await door.create([TopicSpec(topic, PARTITIONS, 1, {})])
-        value, each = bytes(VALUE_BYTES), count // PARTITIONS
-        for partition in range(PARTITIONS):
-            for start in range(0, each, _BATCH):
-                numbers = range(start, min(each, start + _BATCH))
-                records = [
-                    Record(b"%d" % ((n * PARTITIONS + partition) % keys), value) for n in numbers
-                ]
-                await door.append(topic, partition, records)
-    finally:
-        await door.close()
+RECORDS, BUSY_RECORDS, SLEEPS = 320_000, 64_000, 6_400
+KEYS, MANY_KEYS = 1_000, 100_000
+MEMORY_MIB = 96
+"""What is bounded by `buffered_bytes_max` (64 MiB), and a few fetched answers."""
 
 
-# --- rounds --------------------------------------------------------------------------------------
+class Aim(NamedTuple):
+    """What a figure should be.
 
+    Attributes:
+        what: the figure, in words.
+        least: it is at least that; None: no such aim.
+        most: it is at most that.
+    """
 
-def _spend(seconds: float) -> None:
-    until = time.perf_counter() + seconds
-    while time.perf_counter() < until:
-        pass
+    what: str
+    least: float | None = None
+    most: float | None = None
 
-
-def with_txbroker(work: Callable[[], Any] | None = None, **options: Any) -> Round:
-    """Return a round of a keyed consumer that commits at least once."""
-
-    async def consume(kafka: str, topic: str, count: int) -> float:
-        group = f"bench-{uuid.uuid4().hex[:8]}"
-        chosen = {"order": "key", "in_flight_max": 64, **options}
-        left, began = count, 0.0
-        async with Consumer(kafka, group=group, topics=[topic], **chosen) as consumer:
-
-            async def handle(_message: object) -> None:
-                nonlocal left, began
-                began = began or time.perf_counter()
-                if work is not None:
-                    result = work()
-                    if result is not None:
-                        await result
-                left -= 1
-                if not left:
-                    consumer.stop()
-
-            await consumer.run(handle)
-            took_s = time.perf_counter() - began
-        if left:
-            raise SystemExit(f"{left} of {count} records were not handled")
-        return count / took_s
-
-    return consume
-
-
-def with_aiokafka(work: Callable[[], Any] | None = None) -> Round:
-    """Return a round of aiokafka's `getmany`."""
-
-    async def consume(kafka: str, topic: str, count: int) -> float:
-        consumer: Any = AIOKafkaConsumer(  # type: ignore[no-untyped-call]
-            bootstrap_servers=kafka,
-            auto_offset_reset="earliest",
-            isolation_level="read_committed",
-            enable_auto_commit=False,
+    def met(self, figure: float) -> bool:
+        """Return whether a figure meets it."""
+        return (self.least is None or figure >= self.least) and (
+            self.most is None or figure <= self.most
         )
-        await consumer.start()
-        try:
-            consumer.assign([TopicPartition(topic, n) for n in range(PARTITIONS)])
-            left, began = count, 0.0
-            while left:
-                batches = await consumer.getmany(timeout_ms=1000)
-                began = began or time.perf_counter()
-                for records in batches.values():
-                    for _record in records:
-                        if work is not None:
-                            work()
-                    left -= len(records)
-            return count / (time.perf_counter() - began)
-        finally:
-            await consumer.stop()
 
-    return consume
+    def __str__(self) -> str:
+        if self.least is None and self.most is None:
+            return "none"
+        return f"at most {self.most:g}" if self.least is None else f"at least {self.least:g}"
 
 
-async def with_confluent(kafka: str, topic: str, count: int) -> float:
-    """A round of confluent-kafka's `consume`."""
-    from confluent_kafka import Consumer as Librdkafka
-    from confluent_kafka import TopicPartition as Place
-
-    def consume() -> float:
-        options = {"bootstrap.servers": kafka, "group.id": uuid.uuid4().hex}
-        consumer = Librdkafka({**options, "enable.auto.commit": False})
-        consumer.assign([Place(topic, n, 0) for n in range(PARTITIONS)])
-        left, began = count, 0.0
-        while left:
-            records = consumer.consume(1000, 1.0)
-            began = began or time.perf_counter()
-            for record in records:
-                record.value()
-            left -= len(records)
-        took_s = time.perf_counter() - began
-        consumer.close()
-        return count / took_s
-
-    return await asyncio.to_thread(consume)
+_REPLACED = "seconds until a killed member is replaced, session {:g} s"
+AIMS = {
+    "empty": Aim("empty handler, keyed, at least once: times aiokafka's getmany", 0.6),
+    "busy": Aim("handler of 50 µs: times aiokafka's getmany", 0.9),
+    "sleep": Aim("64 handlers that sleep 10 ms: times one", 55.0),
+    "keys": Aim("100,000 keys: times 1,000", 0.9),
+    "moves": Aim("longest pause of a retained partition, two joining and leaving, s", None, 1.0),
+    "killed": Aim(_REPLACED.format(times.SHORT_SESSION_S), None, times.SHORT_SESSION_S + 3),
+    "killed-60": Aim(_REPLACED.format(times.LONG_SESSION_S), None, times.LONG_SESSION_S + 3),
+    "retry": Aim("most seconds from a retry's due time until it begins", None, 1.0),
+    "memory": Aim("growth of memory with a stuck key in each partition, MiB", None, MEMORY_MIB),
+    "peers": Aim("empty handler, keyed: times confluent-kafka's consume(1000)"),
+}
+LONG = ("killed-60",)
+"""Cases that are left out by default: a minute or more each."""
 
 
-# --- cases ---------------------------------------------------------------------------------------
+# --- ratios --------------------------------------------------------------------------------------
 
 
-def cases() -> dict[str, tuple[int, dict[str, tuple[int, Round]]]]:
-    """Return by case: records, and by name: keys and round. The last round is the base."""
+class Contender(NamedTuple):
+    """A consumer of a topic with so many records and keys."""
+
+    name: str
+    consume: Round
+    count: int = RECORDS
+    keys: int = KEYS
+
+    @property
+    def topic(self) -> str:
+        return f"bench-{self.count}-{self.keys}"
+
+
+def contenders(case: str, others: Sequence[Contender]) -> list[Contender]:
+    """Return those of a case; the ratio is that of the first to the second."""
 
     def sleep() -> Awaitable[None]:
         return asyncio.sleep(SLEEP_S)
 
     def busy() -> None:
-        _spend(BUSY_S)
+        until_s = time.perf_counter() + BUSY_S
+        while time.perf_counter() < until_s:
+            pass
 
+    txbroker = Contender("txbroker", with_txbroker())
     return {
-        "empty": (
-            320_000,
-            {"txbroker": (1000, with_txbroker()), "aiokafka": (1000, with_aiokafka())},
-        ),
-        "busy": (
-            64_000,
-            {"txbroker": (1000, with_txbroker(busy)), "aiokafka": (1000, with_aiokafka(busy))},
-        ),
-        "keys": (
-            320_000,
-            {"100,000 keys": (100_000, with_txbroker()), "1,000 keys": (1000, with_txbroker())},
-        ),
-        "peers": (
-            320_000,
-            {"txbroker": (1000, with_txbroker()), "confluent-kafka": (1000, with_confluent)},
-        ),
-    } | {
-        "sleep": (
-            6400,
-            {
-                "64 at a time": (1000, with_txbroker(sleep)),
-                "1 at a time": (1000, _tenth(with_txbroker(sleep, in_flight_max=1))),
-            },
-        )
-    }
+        "empty": [txbroker, Contender("aiokafka", with_aiokafka())],
+        "busy": [
+            Contender("txbroker", with_txbroker(busy), BUSY_RECORDS),
+            Contender("aiokafka", with_aiokafka(busy), BUSY_RECORDS),
+        ],
+        "keys": [Contender("100,000 keys", with_txbroker(), keys=MANY_KEYS), txbroker],
+        "sleep": [
+            Contender(f"{IN_FLIGHT} at a time", with_txbroker(sleep), SLEEPS),
+            Contender("1 at a time", with_txbroker(sleep, in_flight_max=1), SLEEPS // 10),
+        ],
+        "peers": [
+            txbroker,
+            Contender("confluent-kafka", with_confluent),
+            Contender("confluent-kafka, 4 threads by key", with_confluent_keyed),
+            *others,
+        ],
+    }[case]
 
 
-def _tenth(round_: Round) -> Round:
-    """A slow round on a tenth of the records: of the first partition's keys only."""
-
-    async def consume(kafka: str, topic: str, count: int) -> float:
-        return await round_(kafka, f"{topic}-few", count // 10)
-
-    return consume
-
-
-async def measure(kafka: str, name: str, rounds: int) -> dict[str, Any]:
+async def ratio(
+    kafka: str, case: str, rounds: int, others: Sequence[Contender], filled: set[str]
+) -> dict[str, Any]:
     """Return the figures of a case."""
-    count, contenders = cases()[name]
-    topics = {}
-    for keys in {keys for keys, _round in contenders.values()}:
-        topics[keys] = f"{name}-{keys}"
-        await fill(kafka, topics[keys], count, keys)
-        if name == "sleep":
-            await fill(kafka, f"{topics[keys]}-few", count // 10, keys)
-    rates: dict[str, list[float]] = {contender: [] for contender in contenders}
+    mine = contenders(case, others)
+    for each in mine:
+        if each.topic not in filled:
+            await fill(kafka, each.topic, each.count, each.keys)
+            filled.add(each.topic)
+    rates: dict[str, list[float]] = {each.name: [] for each in mine}
     for _ in range(rounds):
-        for contender, (keys, round_) in contenders.items():
-            rates[contender].append(await round_(kafka, topics[keys], count))
-            print(f"{name}: {contender}: {rates[contender][-1]:,.0f}/s", file=sys.stderr)
-    medians = {contender: statistics.median(found) for contender, found in rates.items()}
-    first, base = list(medians.values())
-    ratio = round(first / base, 3)
-    return {"case": name, "rounds": rounds, "per_s": _whole(medians), "ratio": ratio}
+        for each in mine:
+            rates[each.name].append(await each.consume(kafka, each.topic, each.count))
+            show(f"{case}: {each.name}: {rates[each.name][-1]:,.0f} a second")
+    medians = [statistics.median(found) for found in rates.values()]
+    per_s = {name: round(median) for name, median in zip(rates, medians, strict=True)}
+    return {"figure": round(medians[0] / medians[1], 3), "rounds": rounds, "per_s": per_s}
 
 
-def _whole(medians: dict[str, float]) -> dict[str, int]:
-    return {name: round(value) for name, value in medians.items()}
+def with_rocketmq(stack: ExitStack) -> Iterator[Contender]:
+    """Yield RocketMQ's push consumers, on new servers with as many messages.
+
+    Raises:
+        Missing: they cannot run here.
+    """
+    folder = stack.enter_context(
+        tempfile.TemporaryDirectory(prefix="txbroker-peer-", ignore_cleanup_errors=True)
+    )
+    consume = stack.enter_context(RocketMQ().consumers(Path(folder), RECORDS, VALUE_BYTES, KEYS))
+    for mode in ("concurrently", "orderly"):
+
+        async def run(_kafka: str, _topic: str, _count: int, mode: str = mode) -> float:
+            return await asyncio.to_thread(consume, mode)
+
+        yield Contender(f"RocketMQ {mode}", run)
 
 
-def _results(names: list[str], rounds: int) -> Iterator[dict[str, Any]]:
-    with EmbeddedKafka() as kafka:
-        for name in names:
-            yield uvloop.run(measure(kafka.bootstrap, name, rounds))
+# --- all cases -----------------------------------------------------------------------------------
 
 
-def main() -> None:
+def timed(case: str, kafka: str, folder: Path) -> Awaitable[dict[str, Any]]:
+    """Measure a case that is no ratio."""
+    measures: dict[str, Callable[[], Awaitable[dict[str, Any]]]] = {
+        "moves": lambda: times.rebalances(kafka, folder),
+        "killed": lambda: times.replacement(kafka, folder, times.SHORT_SESSION_S),
+        "killed-60": lambda: times.replacement(kafka, folder, times.LONG_SESSION_S),
+        "retry": lambda: times.retries(kafka, folder),
+        "memory": lambda: times.memory(kafka, folder),
+    }
+    return measures[case]()
+
+
+def results(cases: Sequence[str], rounds: int) -> Iterator[dict[str, Any]]:
+    """Measure cases on one Kafka, in the order of `AIMS`."""
+    filled: set[str] = set()
+    with EmbeddedKafka() as kafka, tempfile.TemporaryDirectory() as folder:
+        for case in [name for name in AIMS if name in cases]:
+            began = time.monotonic()
+            with ExitStack() as stack:
+                others: list[Contender] = []
+                missing = {}
+                if case in ("empty", "busy", "sleep", "keys", "peers"):
+                    if case == "peers":
+                        try:
+                            others += with_rocketmq(stack)
+                        except Missing as error:
+                            missing = {"missing": f"RocketMQ: {error}"}
+                    found = uvloop.run(ratio(kafka.bootstrap, case, rounds, others, filled))
+                else:
+                    found = uvloop.run(timed(case, kafka.bootstrap, Path(folder)))
+            aim = AIMS[case]
+            judged = {"case": case, "aim": str(aim), "met": aim.met(found["figure"])}
+            yield judged | found | missing | {"took_s": round(time.monotonic() - began)}
+
+
+def show(text: str) -> None:
+    print(f"{time.strftime('%H:%M:%S')} {text}", file=sys.stderr, flush=True)
+
+
+def main() -> int:
+    """Measure, and print; return 1 if an aim is missed."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--cases", nargs="+", choices=sorted(cases()), default=list(cases()))
+    usual = [name for name in AIMS if name not in LONG]
+    parser.add_argument("--cases", nargs="+", choices=list(AIMS), default=usual, metavar="CASE")
+    parser.add_argument("--long", action="store_true", help=f"also measure {', '.join(LONG)}")
     parser.add_argument("--rounds", type=int, default=5)
-    arguments = parser.parse_args()
-    for result in _results(arguments.cases, arguments.rounds):
-        print(json.dumps(result), flush=True)
+    parser.add_argument("--json", action="store_true", help="print each result as a line of JSON")
+    given = parser.parse_args()
+    missed = 0
+    for result in results([*given.cases, *(LONG if given.long else ())], given.rounds):
+        missed += not result["met"]
+        if given.json:
+            print(json.dumps(result), flush=True)
+            continue
+        verdict = "" if result["aim"] == "none" else ": met" if result["met"] else ": missed"
+        print(f"{result['figure']:>9g}  {AIMS[result['case']].what} (aim {result['aim']}{verdict})")
+        rest = {key: value for key, value in result.items() if key not in _SHOWN}
+        print(f"{'':11}{json.dumps(rest)}", flush=True)
+    return 1 if missed else 0
 
+
+_SHOWN = ("case", "aim", "met", "figure")
 
 if __name__ == "__main__":
-    main()
+    with suppress(KeyboardInterrupt):
+        sys.exit(main())

@@ -12,7 +12,7 @@ import socket
 import subprocess
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
@@ -25,6 +25,7 @@ from txbroker.embedded.lock import read_lock_file, resolve_pom, write_lock_file
 VERSION = "5.5.0"
 LOCK = Path(__file__).with_name(f"rocketmq-{VERSION}.lock")
 COMMIT_TO_CONSUMER = Path(__file__).with_name("CommitToConsumer.java")
+CONSUME_ALL = Path(__file__).with_name("ConsumeAll.java")
 ARTIFACTS = ("rocketmq-namesrv", "rocketmq-broker", "rocketmq-example")
 TOPIC = "Comparison"
 """Created by the first message, with 8 queues. The benchmark's default topic has 1,024 queues, each
@@ -76,6 +77,25 @@ class RocketMQ:
             for threads in plan.in_flight:
                 yield self._throughput(plan, folder, names, threads)
             yield self._commit_to_consumer(plan, folder, names)
+
+    @contextmanager
+    def consumers(
+        self, folder: Path, count: int, size: int, keys: int
+    ) -> Iterator[Callable[[str], float]]:
+        """Run new servers with a topic of `count` messages for the block. Give a function that
+        consumes all of them `concurrently` or `orderly`, and returns the messages a second.
+
+        Raises:
+            Missing: it cannot run here; also from that function.
+        """
+        self.version()
+        if shutil.which("javac") is None:
+            raise Missing("it takes a JDK")
+        with _servers(self._jars, folder) as names:
+            main, arguments = str(CONSUME_ALL), [names, str(count), str(size), str(keys)]
+            with _java(self._jars, folder, "consume", main, arguments, stdin=True) as process:
+                _answer(process, "ready")
+                yield lambda mode: _ask(process, mode)
 
     def _throughput(self, plan: Plan, folder: Path, names: str, threads: int) -> Figure:
         """Run the benchmark until it has reported the time after the warm-up."""
@@ -132,6 +152,24 @@ class RocketMQ:
             Times(float(found["sent_p50"]), float(found["sent_p99"])),
             Times(float(found["visible_p50"]), float(found["visible_p99"])),
         )
+
+
+def _ask(process: subprocess.Popen[str], mode: str) -> float:
+    """Have the consuming program consume once; return its answer."""
+    assert process.stdin is not None
+    process.stdin.write(f"{mode}\n")
+    process.stdin.flush()
+    return float(_answer(process, "per_s"))
+
+
+def _answer(process: subprocess.Popen[str], word: str) -> str:
+    """Return the rest of the next line that begins with a word; other lines are its log's."""
+    assert process.stdout is not None
+    for line in process.stdout:
+        first, _, rest = line.strip().partition(" ")
+        if first == word:
+            return rest
+    raise Missing("its consumer ended")
 
 
 @contextmanager
@@ -191,6 +229,7 @@ def _java(
     arguments: Sequence[str],
     *,
     log: bool = False,
+    stdin: bool = False,
 ) -> Iterator[subprocess.Popen[str]]:
     """Run a class, or a source file, with RocketMQ's jars; end it with its block."""
     home = folder / "home"
@@ -200,6 +239,8 @@ def _java(
     command = [str(find_java().path), heap, f"-Duser.home={home}", f"-Drocketmq.home.dir={home}"]
     command += ["-cp", path, main, *arguments]
     options = {} if log else {"stdout": subprocess.PIPE}
+    if stdin:
+        options["stdin"] = subprocess.PIPE
     with child(command, folder, name, **options) as process:
         yield process
 

@@ -1,0 +1,1 @@
+"""The measurements of consumers; `benchmarks/consuming.py` runs them."""
