@@ -19,6 +19,7 @@ import pytest
 from tests.kit.command_lines import parsed
 from txbroker.cli.main import cli
 from txbroker.config.settings import Settings
+from txbroker.consumer.statistics import METRICS
 from txbroker.contract.service import PartitionState
 from txbroker.kafka.door.pipelined_writer import _CAUSES as CAUSES
 from txbroker.proxy.observe.metrics import Metrics
@@ -171,7 +172,7 @@ def test_make_targets_and_scripts_exist() -> None:
 
 
 def test_metrics_in_pages_exist() -> None:
-    shown = {one.name for one in Metrics().described()}
+    shown = {one.name for one in Metrics().described()} | {one.name for one in METRICS}
     # Those of the doctor, and other things that are called so: fixtures, a table.
     for path in committed("cli/**/*.py", "txbroker/**/*.py"):
         shown |= set(re.findall(r"\btxbroker_[a-z_]+", path.read_text()))
