@@ -206,6 +206,12 @@ class Fleet:
         with self._history.open("a") as file:
             file.write(json.dumps(line) + "\n")
 
+    async def ready(self, instance: Instance, within_s: float) -> None:
+        """Wait until an instance has joined the group, or has ended."""
+        file = self._folder / f"{instance.name}.ready"
+        with contextlib.suppress(AssertionError):
+            await until(lambda: file.exists() or not instance.running, within_s)
+
     async def kill(self, instance: Instance) -> None:
         """End an instance as by kill -9."""
         now = time.monotonic()

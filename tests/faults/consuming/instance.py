@@ -16,6 +16,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -165,6 +166,11 @@ def arm(given: Given, write: Callable[..., None]) -> None:
         failpoints.hook = reached
 
 
+def ready_file(given: Given) -> Path:
+    """Return the file that shows that an instance has joined its group."""
+    return Path(given.history).with_name(f"{given.name}.ready")
+
+
 async def main(given: Given) -> None:
     """Consume until SIGTERM."""
     file = os.open(given.history, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
@@ -190,6 +196,7 @@ async def main(given: Given) -> None:
         sys.exit(NO_KAFKA)
     async with contextlib.aclosing(consumer):
         write("started")
+        ready_file(given).touch()
         try:
             await consumer.run(Handling(given, write))
         finally:

@@ -15,7 +15,7 @@ from txbroker.failpoints import POINTS
 MOMENTS = tuple(name for name in POINTS if name.startswith("consumer."))
 _COPIES = frozenset(("consumer.copied", "consumer.ending"))
 _RELEASES = frozenset(("consumer.drained", "consumer.flushed", "consumer.released"))
-MOMENT_S = 8.0
+MOMENT_S = 15.0
 """How long a moment is waited for."""
 _BACKOFF_S = 6.0
 """The longest pause before a commit is repeated."""
@@ -84,14 +84,15 @@ class Nemesis:
         """Kill a new instance at a moment."""
         fleet = self._fleet
         often = point in ("consumer.committing", "consumer.committed", *_COPIES)
-        skip = fleet.fate.randrange(8) if often else 0
+        skip = fleet.fate.randrange(4) if often else 0
         armed = await fleet.launch(fleet.free_slot(), point, skip)
+        if point in _RELEASES or point == "consumer.key_handled":
+            await fleet.ready(armed, MOMENT_S)
         if point in _RELEASES:
-            # A further instance takes some of its partitions.
-            await asyncio.sleep(2.5)
+            # Further instances take some of its partitions, of which it has one or two.
+            await fleet.launch(fleet.free_slot())
             await fleet.launch(fleet.free_slot())
         if point == "consumer.key_handled":
-            await asyncio.sleep(2.5)
             await fleet.release()
         try:
             await asyncio.wait_for(armed.process.wait(), MOMENT_S)
