@@ -61,6 +61,7 @@ def test_second_generation_is_complete_and_even(
     assert assign(joined(members, shares, 7), partitions) == shares, "it stays"
 
 
+@pytest.mark.rule(32)
 @given(groups, counts)
 def test_partition_in_use_is_given_to_nobody_else(
     members: Members, partitions: dict[str, int]

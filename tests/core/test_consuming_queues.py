@@ -185,6 +185,7 @@ def test_no_key_starves(workers: int) -> None:
     assert served[b"hot"] == 500
 
 
+@pytest.mark.rule(33)
 def test_partitions_take_turns() -> None:
     world = World(Order.NONE, 2)
     world.add(0, *[None] * 500)

@@ -221,6 +221,7 @@ async def test_replaced_member_commits_nothing(both: World, copies: bool) -> Non
     assert await both.copies() == [b"before"]
 
 
+@pytest.mark.rule(31)
 @pytest.mark.parametrize("copies", [False, True])
 async def test_old_generation_commits_nothing(both: World, copies: bool) -> None:
     member, offsets = await both.member()
@@ -337,6 +338,7 @@ BREAKS = [
 ]
 
 
+@pytest.mark.rule(34)
 @pytest.mark.parametrize("transactions", PROTOCOLS)
 @pytest.mark.parametrize(("key", "fate"), BREAKS)
 async def test_load_knows_the_result_of_a_broken_commit(

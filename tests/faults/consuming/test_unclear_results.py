@@ -20,7 +20,7 @@ from txbroker.core.consuming.queues import Order
 from txbroker.core.records import Record
 from txbroker.door.consuming import Copy, Partition, StoredOffset
 from txbroker.errors import KafkaUnavailable
-from txbroker.testing.memory import LostReply, MemoryKafka
+from txbroker.testing.memory import MemoryKafka
 
 PLACE = ("orders", 0)
 GROUP = "stock"
@@ -73,6 +73,7 @@ async def flushed(committer: Committer, work: Work) -> None:
             continue
 
 
+@pytest.mark.rule(34)
 @pytest.mark.parametrize("plain", [None, True, False])
 @pytest.mark.parametrize("stored", [True, False])
 async def test_copy_without_new_position_is_stored_once(plain: bool | None, stored: bool) -> None:
@@ -110,6 +111,7 @@ async def running(consumer: Consumer, handler: Callable[[ReceivedMessage], Any])
     return asyncio.create_task(consumer.run(handler))
 
 
+@pytest.mark.rule(36)
 async def test_at_most_once_does_not_repeat_after_a_short_silence(memory: MemoryKafka) -> None:
     """The handler of a message was cancelled at the end of the lease, which then goes on."""
     write(memory, 1)
@@ -136,6 +138,7 @@ async def test_at_most_once_does_not_repeat_after_a_short_silence(memory: Memory
     await task
 
 
+@pytest.mark.rule(31)
 async def test_claim_of_a_lost_assignment_moves_no_position_back(memory: MemoryKafka) -> None:
     """Another owner came and went between the two steps of a claim."""
     write(memory, 3)
@@ -170,31 +173,4 @@ async def test_claim_of_a_lost_assignment_moves_no_position_back(memory: MemoryK
         assert handled == [2]
         assert group.offsets[PLACE].metadata.split(":")[1] == "8"
         consumer.stop()
-        await task
-
-
-async def test_unanswered_copy_is_written_once(memory: MemoryKafka) -> None:
-    for outcome in LostReply:
-        name = f"{GROUP}-{outcome.name}"
-        write(memory, 1)
-        consumer = Consumer(
-            memory, group=name, topics=["orders"], on_failure="skip", local_attempts_max=1
-        )
-
-        async def fail(message: ReceivedMessage) -> None:
-            raise ValueError("no")
-
-        await consumer.start()
-        await until(lambda n=name: PLACE in memory.group(n).offsets)
-        memory.group(name).lose_answer_of_next_commit(outcome)
-        task = asyncio.create_task(consumer.run(fail))
-
-        def buried(name: str = name) -> list[Record]:
-            dead = f"txbroker.dead.{name}"
-            return [record for number in range(4) for record in memory.visible(dead, number)]
-
-        end = memory.partition("orders", 0).stable_end
-        await until(lambda n=name, e=end: memory.group(n).offsets[PLACE].offset == e)
-        assert len(buried()) == end
-        await consumer.aclose()
         await task
