@@ -241,8 +241,8 @@ class Fleet:
 
     def _check(self, instance: Instance, code: int) -> None:
         text = instance.log.read_text(errors="replace")
-        if code in (-signal.SIGTERM, NO_KAFKA):
-            return  # before it had begun
+        if code in (-signal.SIGTERM, -signal.SIGUSR1, NO_KAFKA):
+            return  # before it had begun, or when it was over
         if code != 0 or any(word in text for word in RUBBISH):
             self.wrong.append(f"{instance.name} ended with {code}: {text[-1500:]}")
 

@@ -15,7 +15,7 @@ from txbroker.failpoints import POINTS
 MOMENTS = tuple(name for name in POINTS if name.startswith("consumer."))
 _COPIES = frozenset(("consumer.copied", "consumer.ending"))
 _RELEASES = frozenset(("consumer.drained", "consumer.flushed", "consumer.released"))
-MOMENT_S = 15.0
+MOMENT_S = 12.0
 """How long a moment is waited for."""
 _BACKOFF_S = 6.0
 """The longest pause before a commit is repeated."""
