@@ -40,6 +40,7 @@ from tests.kit.until import until
 from txbroker.config.settings import load_kafka_access
 from txbroker.core.consuming.aside import release_record
 from txbroker.core.consuming.copies import GroupTopics, Source
+from txbroker.errors import KafkaUnavailable
 from txbroker.kafka.client.settings import KafkaSettings
 from txbroker.kafka.door.consuming import KafkaConsumingDoor
 
@@ -372,23 +373,21 @@ class Fleet:
             for record in read_topics(self.bootstrap, [topic])
         ]
 
-    async def release(self) -> int:
-        """Release all set-aside keys, as an operator; returns the number."""
-        keys = _uncleared(await asyncio.to_thread(self._read, self.topics.aside))
+    async def release(self) -> None:
+        """Release all set-aside keys, as an operator, if Kafka answers."""
         access = load_kafka_access(self.bootstrap, None)
         door = KafkaConsumingDoor(KafkaSettings.from_access(access, "operator"))
-        await door.start()
-        try:
+        with contextlib.suppress(KafkaException, KafkaUnavailable, AssertionError):
+            keys = _uncleared(await asyncio.to_thread(self._read, self.topics.aside))
+            await door.start()
             for (source, number), key in keys.items():
                 record = release_record(Source(*source), key.encode() if key else None, "healed")
                 await door.append(self.topics.aside, number, [record])
-        finally:
-            await door.close()
-        return len(keys)
+        await door.close()
 
     async def close(self) -> None:
         """End all instances, and read everything."""
-        for task in self._tasks[1:]:
+        for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await asyncio.gather(*(self.stop(instance) for instance in list(self.instances)))
