@@ -383,7 +383,7 @@ async def test_stuck_key_pauses_its_partition_and_others_continue(world: World) 
         world.produce(*(f"{number}={number}" for number in range(100)), partition=1)
         await until(lambda: len(handler.done) == 100)
         most = consumer.statistics().buffered_bytes
-        assert most < (1 << 17) + 2 * 500 * 1400, "what was fetched already"
+        assert most < (1 << 17) + 2 * 500 * 1400, "more than the fetched records"
         release.set()
         await until(lambda: len(handler.done) == 2100)
         await until(lambda: consumer.statistics().buffered_bytes == 0)

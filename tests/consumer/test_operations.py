@@ -91,7 +91,7 @@ async def test_many_dead_letters_are_sent_back_once(
     assert [each.failed.source.offset for each in newest] == [1499, 1498, 1497, 1496, 1495]
     assert [each.message.value for each in newest] == [None] * 5
 
-    # Some go back, then Kafka stops within the others; what was sent is not sent again.
+    # Some go back, then Kafka stops within the others; sent ones are not sent again.
     assert await send_back(operator.door, view, newest, "r") == 5
     letters = await dead_letters(operator.door, view, 10_000)
     assert len(letters) == 1495
