@@ -38,6 +38,7 @@ def test_delays() -> None:
     assert len(DELAYS_S) == 16
 
 
+@pytest.mark.rule(37)
 @pytest.mark.parametrize(
     ("order", "on_failure", "error", "failures", "step", "verdict"),
     [
