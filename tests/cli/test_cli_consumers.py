@@ -159,7 +159,7 @@ async def waits(place: Place, messages: int) -> bool:
     return bool((await place.rows("aside", place.group))[0]["messages"] == messages)
 
 
-async def test_release_of_a_key_that_fails_again_says_so(place: Place) -> None:
+async def test_release_reports_a_key_that_fails_again(place: Place) -> None:
     async with place.consuming(order="key", on_failure="aside"):
         await place.send((b"bad", b"1"))
         await until(lambda: shown(place, "aside"))
