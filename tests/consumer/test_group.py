@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.consumer.consumer_world import GROUP, TIMING, Handler, World, counted, text
+from tests.consumer.consumer_world import GROUP, TIMING, Handler, World, counted, text, texts
 from tests.kit.until import until
 from txbroker.consumer import CommitPolicy, ReceivedMessage, RecordsDeleted
 from txbroker.door.consuming import Partition
@@ -476,3 +476,37 @@ async def test_metrics(world: World) -> None:
         text_ = generate_latest(registry).decode()
     assert f'txbroker_consumer_aside_keys{{group="{GROUP}"}} 1.0' in text_
     assert f'txbroker_consumer_lag{{group="{GROUP}",partition="0",topic="orders"}} 0.0' in text_
+
+
+@pytest.mark.parametrize("pulled", [True, False])
+async def test_batch_that_is_being_filled_when_the_lease_ends(world: World, pulled: bool) -> None:
+    world.produce("1")
+    calls: list[tuple[list[str], float]] = []
+
+    def note(messages: list[ReceivedMessage]) -> None:
+        calls.append((texts(messages), min(message.lease.left_s for message in messages)))
+        for message in messages:
+            message.done()
+
+    async def handle(messages: list[ReceivedMessage]) -> None:
+        note(messages)
+
+    async def pull(consumer: Any) -> None:
+        async for messages in consumer.batches(5, max_wait_s=0.5):
+            note(messages)
+
+    async with world.consumer(instance="one", **TIMING) as consumer:
+        task = asyncio.create_task(
+            pull(consumer) if pulled else consumer.run(handle, batch=5, max_wait_s=0.5)
+        )
+        await until(lambda: consumer.statistics().in_flight == 1)
+        world.group.silence("one")
+        await until(lambda: consumer.statistics().in_flight == 0)
+        await asyncio.sleep(0.5)
+        assert not calls, "nothing starts without a lease"
+        world.group.reconnect("one")
+        await until(lambda: calls)
+        consumer.stop()
+        await task
+    assert calls[0][0] == ["1"]
+    assert calls[0][1] > 0

@@ -11,6 +11,7 @@ import pytest
 from tests.consumer.consumer_world import TIMING, World, text
 from tests.kit.until import until
 from txbroker.consumer import CommitPolicy, Later, ReceivedMessage, Reject
+from txbroker.core.consuming.aside import AsideKeys
 from txbroker.errors import KafkaUnavailable
 from txbroker.testing.memory import LostReply
 
@@ -32,11 +33,14 @@ class Storm:
         self.tokens: dict[int, int] = {}
         self.bad = {str(number) for number in range(10_000) if self.rng.random() < 0.03}
         self.active: set[tuple[int, bytes | None]] = set()
+        self.started: list[tuple[int, int]] = []
+        self.ordered = True
 
     async def handle(self, message: ReceivedMessage) -> None:
         lane = (message.partition, message.key)
-        assert lane not in self.active, "one at a time"
+        assert not self.ordered or lane not in self.active, "one at a time"
         self.active.add(lane)
+        self.started.append((message.partition, message.offset))
         try:
             assert message.token >= self.tokens.get(message.partition, 0), "tokens never decrease"
             self.tokens[message.partition] = message.token
@@ -86,7 +90,7 @@ class Storm:
         await asyncio.wait_for(task, 30)
 
     async def step(self) -> None:
-        group, kafka, luck = self.world.group, self.world.kafka, self.rng.randrange(10)
+        group, kafka, luck = self.world.group, self.world.kafka, self.rng.randrange(11)
         if luck < 4:
             partition = self.rng.randrange(PARTITIONS)
             values = [f"{self.rng.randrange(KEYS)}={self.total + n}" for n in range(10)]
@@ -103,12 +107,44 @@ class Storm:
         elif luck == 7 and self.silent:
             group.reconnect(self.silent.pop())
         elif luck == 8:
+            for number, key in self.set_aside()[:2]:
+                self.world.release(key, partition=number)
+        elif luck == 9:
             group.lose_answer_of_next_commit(self.rng.choice(list(LostReply)))
         else:
             kafka.go_down()
             await asyncio.sleep(self.rng.random() * 0.05)
             kafka.come_up()
         await asyncio.sleep(self.rng.random() * 0.05)
+
+    def set_aside(self) -> list[tuple[int, bytes]]:
+        """The set-aside keys, from the records of the aside topic."""
+        found = []
+        for number in range(PARTITIONS):
+            keys = AsideKeys(("orders", number))
+            for record in self.world.records("aside"):
+                keys.note(record)
+            found += [(number, key) for key in keys.keys if isinstance(key, bytes)]
+        return found
+
+    def check(self, world: World) -> None:
+        """Everything is done or a dead letter, in order, and each copy exists once."""
+        for number in range(PARTITIONS):
+            for key in range(KEYS):
+                name = str(key).encode()
+                expected = [
+                    record.offset
+                    for record in world.kafka.visible("orders", number)
+                    if record.key == name and (record.value or b"").decode() not in self.bad
+                ]
+                first = list(dict.fromkeys(self.done.get((number, name), [])))
+                assert sorted(first) == expected, "everything is done"
+                assert not self.ordered or first == expected, "in order"
+        dead = world.values("dead")
+        assert set(dead) == {str(number) for number in range(self.total)} & self.bad
+        aside = [failed.source for _record, failed in world.copies("aside")]
+        for copies in (dead, aside):
+            assert len(copies) == len(set(copies)), "each copy once"
 
     def committed(self) -> bool:
         offsets = self.world.group.offsets
@@ -119,13 +155,20 @@ class Storm:
         )
 
 
-@pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("order", ["key", "none"])
-async def test_storm(world: World, seed: int, order: str) -> None:
+MODES: dict[str, dict[str, Any]] = {
+    "key": {"order": "key", "on_failure": "wait"},
+    "none": {"order": "none", "on_failure": "wait"},
+    "aside": {"order": "key", "on_failure": "aside", "local_attempts_max": 1},
+    "at most once": {"order": "key", "mode": "at-most-once"},
+}
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("mode", MODES)
+async def test_storm(world: World, seed: int, mode: str) -> None:
     world.kafka.add_partitions("orders", PARTITIONS)
-    storm = Storm(world, seed, order=order, on_failure="wait")
-    if order == "none":
-        storm.active = type("Never", (set,), {"add": lambda _self, _lane: None})()
+    storm = Storm(world, seed, **MODES[mode])
+    storm.ordered = mode != "none"
     await storm.begin()
     for _ in range(STEPS):
         await storm.step()
@@ -133,21 +176,17 @@ async def test_storm(world: World, seed: int, order: str) -> None:
         assert not failed, failed[0].exception()
     if storm.silent:
         world.group.reconnect(storm.silent.pop())
+    if not storm.live:
+        await storm.begin()
     await until(storm.committed)
+    while keys := storm.set_aside():
+        for number, key in keys:
+            world.release(key, partition=number)
+        await asyncio.sleep(0.05)
     while storm.live:
         await storm.end()
-    for number in range(PARTITIONS):
-        for key in range(KEYS):
-            name = str(key).encode()
-            mine = [
-                record
-                for record in world.kafka.visible("orders", number)
-                if record.key == name and (record.value or b"").decode() not in storm.bad
-            ]
-            first = list(dict.fromkeys(storm.done.get((number, name), [])))
-            expected = [record.offset for record in mine]
-            assert sorted(first) == expected, "everything is done"
-            assert order == "none" or first == expected, "in order"
-    dead = [value for value in world.values("dead") if value in storm.bad]
-    assert len(dead) == len(set(dead)), "each copy once"
-    assert set(dead) == {str(number) for number in range(storm.total)} & storm.bad
+    if mode == "at most once":
+        assert len(storm.started) == len(set(storm.started)), "each at most once"
+        assert len(storm.started) > storm.total / 2
+    else:
+        storm.check(world)

@@ -100,20 +100,23 @@ async def take(
                 messages.pop(message, None)  # given back, and taken again
                 messages[message] = None
                 until_s = until_s or loop.time() + max_wait_s
-            elif engine.stopping or (messages and loop.time() >= until_s):
+                continue
+            # Some may have been given back, because their lease ended.
+            messages = {each: None for each in messages if engine.holds(each, holder)}
+            if engine.stopping or (messages and loop.time() >= until_s):
                 break
-            elif messages:
+            if messages:
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(engine.wait(), until_s - loop.time())
             else:
+                until_s = 0.0
                 await engine.wait()
-            messages = {each: None for each in messages if engine.holds(each, holder)}
     except BaseException:
         engine.give_back([each for each in messages if engine.holds(each, holder)])
         raise
     finally:
         holder.collecting = False
-    return list(messages)
+    return [each for each in messages if engine.holds(each, holder)]
 
 
 async def iterate(
@@ -124,11 +127,12 @@ async def iterate(
         while len(engine.in_flight) >= in_flight_max and not engine.stopping:
             await engine.waiting.watch()
         # One holder for a batch: messages of one lane may follow each other in it.
-        if not (messages := await take(engine, count, max_wait_s, Holder())):
-            if engine.error is not None:
-                raise engine.error
+        if messages := await take(engine, count, max_wait_s, Holder()):
+            yield messages
+        elif engine.error is not None:
+            raise engine.error
+        elif engine.stopping:
             return
-        yield messages
 
 
 class Workers:
