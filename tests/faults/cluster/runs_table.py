@@ -1,8 +1,9 @@
 """Prints the page of what fault runs came to, from a file of their results.
 
-Run as `python -m tests.faults.cluster.runs_table docs/reference/fault-runs.jsonl`; with `--compact`
-it prints the lines of the file again, without fields that the page does not show. `note`, written
-by hand, explains a run with violations.
+Run as `python -m tests.faults.cluster.runs_table docs/reference/fault-runs.jsonl`; runs of
+consumers are read from `consumer-fault-runs.jsonl` in the same folder. With `--compact` it prints
+the lines of the file again, without fields that the page does not show. `note`, written by hand,
+explains a run with violations.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any
 
 Run = dict[str, Any]
 
+NOT_REACHED = "moment not reached"
 SOAK = "python -m tests.faults.cluster.soak_faults"
 _KEPT = (
     *("at", "seed", "minutes", "kafka", "protocol", "only", "hold_max_s"),
@@ -137,6 +139,41 @@ gone on with the same transactional id.
 """
 
 
+def consumers(runs: Sequence[Run]) -> str:
+    """Return the section of runs with consumers."""
+    kinds: dict[str, Counter[str]] = {}
+    cases: dict[str, Counter[str]] = {}
+    for run in runs:
+        faults = {kind: n for kind, n in run["faults"].items() if kind != NOT_REACHED}
+        for kind, count in faults.items():
+            kinds.setdefault(kind, Counter())["times"] += count
+        broken = len(run["violations"]) + len(run["wrong"])
+        sums = {"runs": 1, "faults": sum(faults.values()), "broken": broken}
+        sums |= {word: run[word] for word in ("messages", "calls", "copies", "seconds")}
+        cases.setdefault(run["case"], Counter()).update(sums)
+    rows = [
+        (
+            f"`{case}`",
+            *(f"{sums[word]:,}" for word in ("runs", "messages", "calls", "copies", "faults")),
+            f"{sums['seconds']:,} s",
+            sums["broken"],
+        )
+        for case, sums in sorted(cases.items())
+    ]
+    head = ("case", "runs", "messages", "calls", "copies", "faults", "duration", "violations")
+    times = [(kind, counts["times"]) for kind, counts in sorted(kinds.items())]
+    return f"""
+## Consumers
+Groups of three [consumers](../how-to/consume.md) as processes, made by
+`python -m tests.faults.consuming.soak`; a case is an order, a failure policy and whether members
+are static. More calls than messages: attempts of messages that failed, and repeats after a crash.
+
+{markdown(head, rows)}
+
+{markdown(("fault", "times"), times)}
+"""
+
+
 def main() -> int:
     *options, name = sys.argv[1:]
     runs = [json.loads(line) for line in Path(name).read_text().splitlines()]
@@ -146,6 +183,9 @@ def main() -> int:
             print(json.dumps(kept, separators=(",", ":")))
     else:
         print(page(runs), end="")
+        others = Path(name).with_name("consumer-fault-runs.jsonl")
+        if others.exists():
+            print(consumers([json.loads(line) for line in others.open()]), end="")
     return 0
 
 
