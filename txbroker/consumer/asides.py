@@ -254,13 +254,14 @@ class Asides:
         """
         assert work.aside is not None
         last = _source(copies[-1])
-        self._engine.hold(work, key)
+        self._engine.suspensions.hold(work, key)
         try:
             self._store(work, clearance_record(last, copies[-1].key, len(copies)))
             while (entry := work.aside.keys.get(key)) is not None and entry.cleared < last.offset:
                 await self._noted.wait()
         finally:
-            self._engine.release(work, key)
+            self._engine.suspensions.release(work, key)
+            self._engine.waiting.wake()
 
     def _store(self, work: Work, record: Record) -> None:
         number = spread(work.place, ASIDE_PARTITIONS)

@@ -331,7 +331,7 @@ class Consumer:
         """
         if key is not None and self._settings.order != "key":
             raise ConfigurationError("a key can be suspended with order='key' only")
-        self._engine.call(self._engine.suspensions.add, Suspension(topic, partition, key))
+        self._engine.waiting.call(self._engine.suspensions.add, Suspension(topic, partition, key))
 
     def resume(
         self, topic: str | None = None, partition: int | None = None, key: bytes | None = None
@@ -343,7 +343,7 @@ class Consumer:
             engine.suspensions.remove(suspension)
             engine.waiting.wake()
 
-        engine.call(resume)
+        engine.waiting.call(resume)
 
     # --- figures -----------------------------------------------------------------------------
 

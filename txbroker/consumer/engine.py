@@ -7,9 +7,7 @@ message is in flight and occupies its lane.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
-import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import NamedTuple
@@ -35,7 +33,7 @@ log = structlog.wrap_logger(logging.getLogger(__name__))
 
 SWEEP_S = 0.05
 """The time between looks at leases, delays, due times and timeouts."""
-_DRAIN, _LEASE, _REFUSED, _HELD = "drain", "lease", "refused", "held"
+_DRAIN, _LEASE, _REFUSED = "drain", "lease", "refused"
 """Reasons for which a partition is suspended."""
 
 
@@ -100,6 +98,14 @@ class Suspensions:
         elif suspension.matches(work.place):
             self._queues.suspend(work.queue, str(suspension))
 
+    def hold(self, work: Work, key: bytes | int) -> None:
+        """Hand out no message of a partition until `release`, for the sake of a released key."""
+        self._queues.suspend(work.queue, f"held for {key!r}")
+
+    def release(self, work: Work, key: bytes | int) -> None:
+        """End `hold`."""
+        self._queues.resume(work.queue, f"held for {key!r}")
+
     def remove(self, suspension: Suspension) -> None:
         """End a suspension; without an equal `add` nothing changes."""
         self._active.discard(suspension)
@@ -144,7 +150,6 @@ class Engine:
         self._time = self._loop.time
         self.now_s = 0.0
         """Event loop time of the last call of `next`."""
-        self._thread = threading.get_ident()
         self._swept_s = 0.0
         self._expired: set[Work] = set()
         self._resting: dict[Work, float] = {}
@@ -167,28 +172,27 @@ class Engine:
         self._works[work] = None
         work.commits, work.flow = commits, flow
         self.suspensions.apply(work)
+        if work.owner.draining:
+            self._queues.suspend(work.queue, _DRAIN)
 
     def remove(self, work: Work) -> None:
         """End with a partition, and with its released keys: its messages are dropped, the handlers
         of those in flight are cancelled, and their results are ignored."""
         for each in self._family(work):
-            self._remove(each)
+            del self._works[each]
+            each.commits = None
+            self._queues.remove(each.queue)
+            each.gate.clear()
+            self._paused.discard(each)
+            self._expired.discard(each)
+            self._resting.pop(each, None)
+            flying = [message for message in self._in_flight if message.work is each]
+            self.abandon([self._in_flight.pop(message) for message in flying])
         self.waiting.wake()
 
     def _family(self, work: Work) -> list[Work]:
         """Return a partition and its released keys; of a released key only itself."""
         return [each for each in self._works if work in (each, each.owner)]
-
-    def _remove(self, work: Work) -> None:
-        del self._works[work]
-        work.commits = None
-        self._queues.remove(work.queue)
-        work.gate.clear()
-        self._paused.discard(work)
-        self._expired.discard(work)
-        self._resting.pop(work, None)
-        flying = [message for message in self._in_flight if message.work is work]
-        self.abandon([self._in_flight.pop(message) for message in flying])
 
     @property
     def works(self) -> Collection[Work]:
@@ -200,32 +204,24 @@ class Engine:
         work.draining = True
         for each in self._family(work):
             self._queues.suspend(each.queue, _DRAIN)
-        self._give_back_collected(work)
         while any(message.work.owner is work for message in self._in_flight):
             await self.waiting.watch()
 
     def interrupt(self, work: Work) -> None:
         """Cancel the handlers of a partition's messages in flight. Each message is given back when
         its handler has ended, so that no two run with it."""
-        self._give_back_collected(work)
-        self.abandon([by for message, by in self._in_flight.items() if message.work.owner is work])
-
-    def _give_back_collected(self, work: Work) -> None:
         flying = self._in_flight.items()
         self.give_back([m for m, by in flying if by.collecting and m.work.owner is work])
+        self.abandon([by for message, by in self._in_flight.items() if message.work.owner is work])
 
     def cancelled(self, messages: Sequence[ReceivedMessage], holder: Holder) -> None:
         """The handler of messages was cancelled: they are handled again; at most once: dropped."""
-        mine = [message for message in messages if self.holds(message, holder)]
+        mine = [message for message in messages if self._in_flight.get(message) is holder]
         for message in mine:
             message.attempt += 1
             if self._before:
                 self.finish(message, asyncio.CancelledError("the handler was cancelled"))
         self.give_back(mine)
-
-    def holds(self, message: ReceivedMessage, holder: Holder) -> bool:
-        """Return whether a message is in flight with this holder."""
-        return self._in_flight.get(message) is holder
 
     # --- arrival -----------------------------------------------------------------------------
 
@@ -337,22 +333,7 @@ class Engine:
         if holder.reports is not None:
             holder.reports.setdefault(message, error)
         else:
-            self.call(self.finish, message, error, holder)
-
-    def reported(
-        self, message: ReceivedMessage, error: BaseException | None
-    ) -> BaseException | None:
-        """Return the result of a message in a batch that has ended with `error`."""
-        holder = self._in_flight.get(message)
-        return error if holder is None else (holder.reports or {}).get(message, error)
-
-    def call(self, call: Callable[..., None], *args: object) -> None:
-        """Call a function in the event loop: now if this is its thread."""
-        if threading.get_ident() == self._thread:
-            call(*args)
-        else:
-            with contextlib.suppress(RuntimeError):  # the loop has ended
-                self._loop.call_soon_threadsafe(call, *args)
+            self.waiting.call(self.finish, message, error, holder)
 
     def give_back(self, messages: Sequence[ReceivedMessage]) -> None:
         """Put messages in flight, which must be in order, back to be handled again."""
@@ -402,15 +383,6 @@ class Engine:
             message.attempt += 1
             self._failures.take_back(message, copy)
 
-    def hold(self, work: Work, key: bytes | int) -> None:
-        """Hand out no message of a partition until `release`, for the sake of a released key."""
-        self._queues.suspend(work.queue, f"{_HELD} {key!r}")
-
-    def release(self, work: Work, key: bytes | int) -> None:
-        """End `hold`."""
-        self._queues.resume(work.queue, f"{_HELD} {key!r}")
-        self.waiting.wake()
-
     # --- time --------------------------------------------------------------------------------
 
     def sweep(self, now_s: float) -> None:
@@ -459,7 +431,7 @@ class Engine:
     def stop(self) -> None:
         """Hand out no further message. For any thread."""
         self.stopping = True
-        self.call(self.waiting.wake_all)
+        self.waiting.call(self.waiting.wake_all)
 
     def fail(self, error: Exception) -> None:
         """End the consumer with an error."""

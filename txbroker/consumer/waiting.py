@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import threading
 from collections import deque
 from collections.abc import Callable
 
@@ -25,6 +26,7 @@ class Waiting:
 
     def __init__(self, more: Callable[[], bool]) -> None:
         self._loop = asyncio.get_running_loop()
+        self._thread = threading.get_ident()
         self._more = more
         self.takers: deque[asyncio.Future[int]] = deque()
         self.watchers: deque[asyncio.Future[int]] = deque()
@@ -55,6 +57,14 @@ class Waiting:
                 self.wake()
             raise
         self._woken -= waiter.result()
+
+    def call(self, call: Callable[..., None], *args: object) -> None:
+        """Call a function in the event loop: now if this is its thread."""
+        if threading.get_ident() == self._thread:
+            call(*args)
+        else:
+            with contextlib.suppress(RuntimeError):  # the loop has ended
+                self._loop.call_soon_threadsafe(call, *args)
 
     def wake(self) -> None:
         """Wake one taker, and all watchers."""

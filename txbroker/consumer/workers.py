@@ -102,7 +102,7 @@ async def take(
                 until_s = until_s or loop.time() + max_wait_s
                 continue
             # Some may have been given back, because their lease ended.
-            messages = {each: None for each in messages if engine.holds(each, holder)}
+            messages = {each: None for each in messages if engine.in_flight.get(each) is holder}
             if engine.stopping or (messages and loop.time() >= until_s):
                 break
             if messages:
@@ -112,11 +112,11 @@ async def take(
                 until_s = 0.0
                 await engine.wait()
     except BaseException:
-        engine.give_back([each for each in messages if engine.holds(each, holder)])
+        engine.give_back([each for each in messages if engine.in_flight.get(each) is holder])
         raise
     finally:
         holder.collecting = False
-    return [each for each in messages if engine.holds(each, holder)]
+    return [each for each in messages if engine.in_flight.get(each) is holder]
 
 
 async def iterate(
@@ -193,7 +193,9 @@ class Workers:
                 raise
             finally:
                 for message in messages if after is not None else ():
-                    await _after(after, message, self._engine.reported(message, error))
+                    holder = self._engine.in_flight.get(message)
+                    reports = holder.reports if holder is not None else None
+                    await _after(after, message, (reports or {}).get(message, error))
 
         return call
 
@@ -327,7 +329,7 @@ class _Worker(Holder):
         lanes = set()
         for message in messages:
             result = reports.get(message, error)
-            if not self._engine.holds(message, self):
+            if self._engine.in_flight.get(message) is not self:
                 continue
             if message.lane is not None and message.lane in lanes:
                 again.append(message)
