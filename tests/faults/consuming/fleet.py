@@ -13,7 +13,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -391,11 +392,25 @@ class Fleet:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await asyncio.gather(*(self.stop(instance) for instance in list(self.instances)))
-        self._stored.append(await self._look())
+        self._stored.append(await self._answered(self._look))
 
-    def judged(self) -> tuple[History, Topics, list[Violation]]:
-        """Read everything and judge it; blocks."""
-        source, retry, aside, dead = (self._read(topic) for topic in self._names(4))
+    async def _answered(self, ask: Callable[[], Awaitable[Any]]) -> Any:
+        """Return an answer of Kafka, which may be restarted meanwhile."""
+        until_s = time.monotonic() + SETTLE_S
+        while True:
+            try:
+                return await ask()
+            except (KafkaException, KafkaError, OSError, AssertionError):
+                if time.monotonic() > until_s:
+                    raise
+                await asyncio.sleep(1)
+
+    async def judged(self) -> tuple[History, Topics, list[Violation]]:
+        """Read everything and judge it."""
+        source, retry, aside, dead = [
+            await self._answered(partial(asyncio.to_thread, self._read, topic))
+            for topic in self._names(4)
+        ]
         topics = Topics(source, retry, dead, aside, self._stored)
         history = read_history([json.loads(line) for line in self._history.open()])
         most_once = self.case.on_failure is None
@@ -406,7 +421,8 @@ class Fleet:
             lost_max=200 * 2 * PARTITIONS * faults,
             commit_s=COMMIT_S + LAG_S,
         )
-        return history, topics, Judge(history, topics, rules).judge()
+        judge = Judge(history, topics, rules)
+        return history, topics, await asyncio.to_thread(judge.judge)
 
 
 def _uncleared(asides: Sequence[Rec]) -> dict[tuple[tuple[str, int, int], int], str]:

@@ -67,7 +67,7 @@ async def run_case(fleet: Fleet, nemesis: Nemesis, kinds: list[str], seed: int) 
         await fleet.settle()
     finally:
         await fleet.close()
-    history, topics, violations = await asyncio.to_thread(fleet.judged)
+    history, topics, violations = await fleet.judged()
     result.seconds = round(time.monotonic() - began)
     result.messages, result.calls = len(topics.source), len(history.tries)
     result.copies = len(topics.retry) + len(topics.dead) + len(topics.aside)
