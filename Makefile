@@ -115,6 +115,10 @@ bench-checks: $(VENV)/.dev ## Measure 100,000 check-backs that are all due, over
 bench-crowd: $(VENV)/.dev ## Measure what 1,000 connected producers cost that do nothing
 	@$(BIN)/python -m benchmarks.crowd
 
+.PHONY: bench-consumers
+bench-consumers: $(VENV)/.dev ## Measure consumers against their aims, and beside other clients (12 minutes)
+	@$(BIN)/python -m benchmarks.consuming
+
 .PHONY: bench-endurance
 bench-endurance: $(VENV)/.dev ## Measure whether ten million transactions slow down or grow (an hour)
 	@$(BIN)/python -m benchmarks.endurance

@@ -16,7 +16,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -213,6 +213,34 @@ def show(text: str) -> None:
     print(f"{time.strftime('%H:%M:%S')} {text}", file=sys.stderr, flush=True)
 
 
+def as_text(result: dict[str, Any]) -> str:
+    """Return a result as two lines for people."""
+    rest = {key: value for key, value in result.items() if key not in _SHOWN}
+    what, judged = AIMS[result["case"]].what, _judged(result)
+    return f"{result['figure']:>9g}  {what} ({judged})\n{'':11}{json.dumps(rest)}"
+
+
+def as_row(result: dict[str, Any]) -> str:
+    """Return a result as a row of the table in `docs/measurements.md`."""
+    rates = ", ".join(f"{name} {per_s:,}" for name, per_s in result.get("per_s", {}).items())
+    figure = f"{result['figure']:g}{f' ({rates} a second)' if rates else ''}"
+    return f"| {AIMS[result['case']].what} | {figure} | {_judged(result)} |"
+
+
+def _judged(result: dict[str, Any]) -> str:
+    if result["aim"] == "none":
+        return "no aim"
+    return f"{result['aim']}: {'met' if result['met'] else 'missed'}"
+
+
+FORMATS: dict[str, Callable[[dict[str, Any]], str]] = {
+    "text": as_text,
+    "json": json.dumps,
+    "table": as_row,
+}
+_SHOWN = ("case", "aim", "met", "figure")
+
+
 def main() -> int:
     """Measure, and print; return 1 if an aim is missed."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -220,23 +248,14 @@ def main() -> int:
     parser.add_argument("--cases", nargs="+", choices=list(AIMS), default=usual, metavar="CASE")
     parser.add_argument("--long", action="store_true", help=f"also measure {', '.join(LONG)}")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--json", action="store_true", help="print each result as a line of JSON")
+    parser.add_argument("-o", "--output", choices=list(FORMATS), default="text")
     given = parser.parse_args()
     missed = 0
     for result in results([*given.cases, *(LONG if given.long else ())], given.rounds):
         missed += not result["met"]
-        if given.json:
-            print(json.dumps(result), flush=True)
-            continue
-        verdict = "" if result["aim"] == "none" else ": met" if result["met"] else ": missed"
-        print(f"{result['figure']:>9g}  {AIMS[result['case']].what} (aim {result['aim']}{verdict})")
-        rest = {key: value for key, value in result.items() if key not in _SHOWN}
-        print(f"{'':11}{json.dumps(rest)}", flush=True)
+        print(FORMATS[given.output](result), flush=True)
     return 1 if missed else 0
 
 
-_SHOWN = ("case", "aim", "met", "figure")
-
 if __name__ == "__main__":
-    with suppress(KeyboardInterrupt):
-        sys.exit(main())
+    sys.exit(main())
