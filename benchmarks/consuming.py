@@ -41,7 +41,7 @@ SLEEP_S = 0.01
 RECORDS, BUSY_RECORDS, SLEEPS = 320_000, 64_000, 6_400
 KEYS, MANY_KEYS = 1_000, 100_000
 MEMORY_MIB = 96
-"""What is bounded by `buffered_bytes_max` (64 MiB), and a few fetched answers."""
+"""The bound `buffered_bytes_max` (64 MiB), and a few fetched answers."""
 
 
 class Aim(NamedTuple):
