@@ -29,6 +29,8 @@ log = structlog.wrap_logger(logging.getLogger(__name__))
 _COPIES_MAX = 1000
 """Copies of one round: they are one Kafka transaction."""
 _PAUSE_S, _PAUSE_MAX_S = 0.05, 5.0
+_LASTING_MAX = 10
+"""Attempts where Kafka answers and refuses, as without a right; then the consumer ends."""
 _UNHANDLED_MAX = 2
 """At most once: batches that count as done and are not handled yet."""
 
@@ -186,6 +188,9 @@ class Committer:
                 if isinstance(error, CommitFenced):
                     self._engine.counts["fenced"] += 1
                 failures += 1
+                if error.lasting and failures >= _LASTING_MAX:
+                    self._engine.fail(error)
+                    return
                 log.warning("positions not stored", error=safe_repr(error), attempt=failures)
                 await asyncio.sleep(grown_pause_s(failures, _PAUSE_S, _PAUSE_MAX_S))
             except Exception as error:

@@ -16,7 +16,7 @@ import structlog
 
 from txbroker.consumer.failures import REFUSED_PAUSE_S, Failures
 from txbroker.consumer.message import ReceivedMessage
-from txbroker.consumer.partition import Commits, Flow, Work
+from txbroker.consumer.partition import Commits, Flow, Memory, Work, too_large
 from txbroker.consumer.waiting import Waiting
 from txbroker.core.consuming.copies import (
     GroupTopics,
@@ -27,7 +27,6 @@ from txbroker.core.consuming.failure import (
 from txbroker.core.consuming.queues import Order, Queues
 from txbroker.core.records import Record
 from txbroker.door.consuming import Copy, Partition
-from txbroker.errors import TxbrokerError
 
 log = structlog.wrap_logger(logging.getLogger(__name__))
 
@@ -47,10 +46,6 @@ class Holder:
 
     collecting = False
     reports: dict[ReceivedMessage, BaseException | None] | None = None
-
-
-class MemoryTooSmall(TxbrokerError):
-    """A record is larger than the memory for messages."""
 
 
 class Suspension(NamedTuple):
@@ -118,6 +113,45 @@ class Suspensions:
                 self._queues.resume_key(work.queue, suspension.key)
 
 
+class Pauses:
+    """Partitions that pause: their lease has ended, or copies of their messages were refused."""
+
+    def __init__(self, queues: Queues[ReceivedMessage]) -> None:
+        self._queues = queues
+        self._expired: set[Work] = set()
+        self._resting: dict[Work, float] = {}
+
+    def rest(self, work: Work, until_s: float) -> None:
+        """Hand out no message of a partition until a time."""
+        self._queues.suspend(work.queue, _REFUSED)
+        self._resting[work] = until_s
+
+    def expire(self, works: Collection[Work], now_s: float) -> list[Work]:
+        """Pause partitions whose lease has ended since the last call; return them."""
+        expired = [w for w in works if w not in self._expired and w.lease.ended(now_s)]
+        for work in expired:
+            self._expired.add(work)
+            self._queues.suspend(work.queue, _LEASE)
+        return expired
+
+    def end(self, now_s: float) -> bool:
+        """Continue with partitions whose pause is over; return whether there were any."""
+        rested = [work for work, until_s in self._resting.items() if until_s <= now_s]
+        for work in rested:
+            del self._resting[work]
+            self._queues.resume(work.queue, _REFUSED)
+        renewed = [work for work in self._expired if not work.lease.ended(now_s)]
+        for work in renewed:
+            self._expired.discard(work)
+            self._queues.resume(work.queue, _LEASE)
+        return bool(rested or renewed)
+
+    def forget(self, work: Work) -> None:
+        """A partition has gone."""
+        self._expired.discard(work)
+        self._resting.pop(work, None)
+
+
 class Engine:
     """The messages of all partitions of a consumer.
 
@@ -138,12 +172,11 @@ class Engine:
         *,
         before: bool = False,
     ) -> None:
-        self._bytes_max = bytes_max
         self._before = before
         self.order = order
         self._queues: Queues[ReceivedMessage] = Queues()
         self._works: dict[Work, None] = {}
-        self._paused: set[Work] = set()
+        self._memory = Memory(bytes_max, self._works)
         self._in_flight: dict[ReceivedMessage, Holder] = {}
         self.waiting = Waiting(lambda: self._queues.more)
         self._loop = asyncio.get_running_loop()
@@ -151,8 +184,7 @@ class Engine:
         self.now_s = 0.0
         """Event loop time of the last call of `next`."""
         self._swept_s = 0.0
-        self._expired: set[Work] = set()
-        self._resting: dict[Work, float] = {}
+        self._pauses = Pauses(self._queues)
         self.handled = 0
         """Messages that are done since the start."""
         self.counts: Counter[str] = Counter()
@@ -183,9 +215,8 @@ class Engine:
             each.commits = None
             self._queues.remove(each.queue)
             each.gate.clear()
-            self._paused.discard(each)
-            self._expired.discard(each)
-            self._resting.pop(each, None)
+            self._memory.paused.discard(each)
+            self._pauses.forget(each)
             flying = [message for message in self._in_flight if message.work is each]
             self.abandon([self._in_flight.pop(message) for message in flying])
         self.waiting.wake()
@@ -235,7 +266,9 @@ class Engine:
         messages = work.wrap(fresh)
         sizes = [message.size for message in messages]
         work.bytes += sum(sizes)
-        self._limit(work, max(sizes, default=0))
+        self._memory.take(work)
+        if max(sizes, default=0) > self._memory.bytes_max:
+            self.fail(too_large(work, max(sizes), self._memory.bytes_max))
         if self._before and work.commits is not None:
             work.gate.extend(messages)
             work.commits.changed(work, len(messages))
@@ -252,18 +285,6 @@ class Engine:
                 work.unhandled.update(messages)
             self._queues.add(work.queue, messages)
             self.waiting.wake()
-
-    def _limit(self, work: Work, largest: int) -> None:
-        if work.bytes >= self._share and work not in self._paused:
-            self._paused.add(work)
-            work.flow.pause(work.place)
-        if largest > self._bytes_max:
-            self.fail(
-                MemoryTooSmall(
-                    f"{work.place[0]}-{work.place[1]} has a record of {largest} bytes, and "
-                    f"buffered_bytes_max is {self._bytes_max}: raise it"
-                )
-            )
 
     # --- hand out and finish -----------------------------------------------------------------
 
@@ -362,14 +383,8 @@ class Engine:
             commits.changed(work)
         elif work.gate:
             commits.changed(work, 0)
-        if self._paused and work in self._paused and work.bytes < self._share / 2:
-            self._paused.discard(work)
-            work.flow.resume(work.place)
-
-    @property
-    def _share(self) -> float:
-        """Memory for one partition, bytes."""
-        return self._bytes_max / max(1, len(self._works))
+        if self._memory.paused:
+            self._memory.free(work)
 
     def refused(self, work: Work, copies: Sequence[tuple[ReceivedMessage, Copy]], why: str) -> None:
         """These copies, in order, cannot be stored: the partition pauses, and then their messages
@@ -377,8 +392,7 @@ class Engine:
         log.error("copy refused", partition=work.place, messages=len(copies), why=why)
         self.counts["copy_refused"] += len(copies)
         for each in self._family(work):
-            self._queues.suspend(each.queue, _REFUSED)
-            self._resting[each] = self._loop.time() + REFUSED_PAUSE_S
+            self._pauses.rest(each, self._time() + REFUSED_PAUSE_S)
         for message, copy in reversed(copies):
             message.attempt += 1
             self._failures.take_back(message, copy)
@@ -394,27 +408,13 @@ class Engine:
         for work in self._works:
             if work.gate and work.is_retry:
                 self.admit(work, work.admit_due())
-            expired = work.lease.ended(now_s)
-            if expired != (work in self._expired):
-                self._expire(work, expired=expired)
-                woken = True
-        for work in [work for work, until_s in self._resting.items() if until_s <= now_s]:
-            del self._resting[work]
-            self._queues.resume(work.queue, _REFUSED)
-            woken = True
+        woken |= self._pauses.end(now_s)
+        for work in self._pauses.expire(self._works, now_s):
+            log.warning("lease ended", partition=work.place)
+            self.counts["fenced"] += 1
+            self.interrupt(work.owner)
         if woken:
             self.waiting.wake()
-
-    def _expire(self, work: Work, *, expired: bool) -> None:
-        if not expired:
-            self._expired.discard(work)
-            self._queues.resume(work.queue, _LEASE)
-            return
-        log.warning("lease ended", partition=work.place)
-        self.counts["fenced"] += 1
-        self._expired.add(work)
-        self._queues.suspend(work.queue, _LEASE)
-        self.interrupt(work.owner)
 
     # --- the end -----------------------------------------------------------------------------
 

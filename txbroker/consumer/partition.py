@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from txbroker.consumer.message import MessageLease, ReceivedMessage
@@ -14,6 +14,7 @@ from txbroker.core.consuming.position import Metadata, Position, encode_metadata
 from txbroker.core.consuming.queues import Order, PartitionQueue, lane_key_of
 from txbroker.core.records import Record
 from txbroker.door.consuming import Copy, StoredOffset
+from txbroker.errors import TxbrokerError
 
 if TYPE_CHECKING:
     from txbroker.consumer.engine import Engine
@@ -227,3 +228,47 @@ def size_of(record: Record) -> int:
     size = _OVERHEAD_BYTES + len(record.value or b"") + len(record.key or b"")
     headers = record.headers
     return size + _HEADER_BYTES * len(headers) if headers else size
+
+
+class MemoryTooSmall(TxbrokerError):
+    """A record is larger than the memory for messages."""
+
+
+def too_large(work: Work, size: int, bytes_max: int) -> MemoryTooSmall:
+    """Return the error for a record that does not fit into the memory."""
+    return MemoryTooSmall(
+        f"{work.place[0]}-{work.place[1]} has a record of {size} bytes, and buffered_bytes_max is "
+        f"{bytes_max}: raise it"
+    )
+
+
+class Memory:
+    """Bounds the memory of messages: a partition that has its share pauses, others continue.
+
+    Args:
+        works: the partitions, kept current by the caller.
+
+    Attributes:
+        paused: partitions that are not fetched.
+    """
+
+    def __init__(self, bytes_max: int, works: Collection[Work]) -> None:
+        self.bytes_max = bytes_max
+        self.paused: set[Work] = set()
+        self._works = works
+
+    @property
+    def _share(self) -> float:
+        return self.bytes_max / max(1, len(self._works))
+
+    def take(self, work: Work) -> None:
+        """Pause a partition if it has its share."""
+        if work.bytes >= self._share and work not in self.paused:
+            self.paused.add(work)
+            work.flow.pause(work.place)
+
+    def free(self, work: Work) -> None:
+        """Continue with a paused partition that has half of its share."""
+        if work in self.paused and work.bytes < self._share / 2:
+            self.paused.discard(work)
+            work.flow.resume(work.place)
