@@ -35,7 +35,7 @@ from txbroker.door.consuming import (
     TopicIdentity,
 )
 from txbroker.error_text import safe_repr
-from txbroker.errors import KafkaUnavailable, TxbrokerError
+from txbroker.errors import KafkaUnavailable
 from txbroker.failpoints import failpoint
 from txbroker.net.timers import grown_pause_s
 
@@ -239,10 +239,9 @@ class Reader:
                     self.claimed.set()
             except Exception as error:
                 self.claimed.set()
-                if isinstance(error, TxbrokerError) and not _passes(error):
+                if not isinstance(error, KafkaUnavailable) or error.lasting:
                     self._engine.fail(error)
                     return
-                # Also if `on_assign` failed: it may succeed later.
                 failures += 1
                 log.warning("partitions not claimed", error=safe_repr(error), attempt=failures)
                 pause_s = _FENCED_PAUSE_S if isinstance(error, CommitFenced) else _PAUSE_S
@@ -423,8 +422,3 @@ class Reader:
                 self._drop(work)
             await self._committer.close()
             await self._fetcher.close()
-
-
-def _passes(error: TxbrokerError) -> bool:
-    """Return whether waiting may help."""
-    return isinstance(error, KafkaUnavailable) and not error.lasting

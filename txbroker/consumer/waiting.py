@@ -99,14 +99,6 @@ class Waiting:
         _end(self.takers)
         _end(self.watchers)
 
-    def call(self, call: Callable[..., None], *args: object) -> None:
-        """Call a function in the event loop: now if this is its thread."""
-        if threading.get_ident() == self._thread:
-            call(*args)
-        else:
-            with contextlib.suppress(RuntimeError):  # the loop has ended
-                self._loop.call_soon_threadsafe(call, *args)
-
 
 def _end(waiters: deque[asyncio.Future[int]]) -> None:
     while waiters:
