@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
@@ -26,15 +26,22 @@ Round = Callable[[str, str, int], Awaitable[float]]
 
 
 def with_txbroker(work: Callable[[], Any] | None = None, **options: Any) -> Round:
-    """Return a round of a keyed consumer that commits at least once."""
+    """Return a round of a keyed consumer that commits at least once.
+
+    All rounds are of one group: creating its topics keeps the broker busy for a while.
+    """
+    group = new_name("bench")
+
+    async def begin(places: Sequence[tuple[str, int]]) -> dict[tuple[str, int], int]:
+        return dict.fromkeys(places, 0)
 
     async def consume(kafka: str, topic: str, count: int) -> float:
-        chosen = {"order": "key", "in_flight_max": IN_FLIGHT, **options}
-        left, began = count, 0.0
-        async with Consumer(kafka, group=new_name("bench"), topics=[topic], **chosen) as consumer:
+        chosen = {"order": "key", "in_flight_max": IN_FLIGHT, "on_assign": begin, **options}
+        left, began, took_s = count, 0.0, 0.0
+        async with Consumer(kafka, group=group, topics=[topic], **chosen) as consumer:
 
             async def handle(_message: object) -> None:
-                nonlocal left, began
+                nonlocal left, began, took_s
                 began = began or time.perf_counter()
                 if work is not None:
                     result = work()
@@ -42,10 +49,10 @@ def with_txbroker(work: Callable[[], Any] | None = None, **options: Any) -> Roun
                         await result
                 left -= 1
                 if not left:
+                    took_s = time.perf_counter() - began
                     consumer.stop()
 
             await consumer.run(handle)
-            took_s = time.perf_counter() - began
         if left:
             raise SystemExit(f"{left} of {count} records were not handled")
         return count / took_s
