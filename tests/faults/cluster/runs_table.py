@@ -143,11 +143,13 @@ def consumers(runs: Sequence[Run]) -> str:
     """Return the section of runs with consumers."""
     kinds: dict[str, Counter[str]] = {}
     cases: dict[str, Counter[str]] = {}
+    notes: list[str] = []
     for run in runs:
         faults = {kind: n for kind, n in run["faults"].items() if kind != NOT_REACHED}
         for kind, count in faults.items():
             kinds.setdefault(kind, Counter())["times"] += count
-        broken = len(run["violations"]) + len(run["wrong"])
+        broken = run["violations"] + run["wrong"]
+        notes += [f"`{run['case']}`, seed {run['seed']}: {run['note']}"] if "note" in run else []
         sums = {"runs": 1, "faults": sum(faults.values()), "broken": broken}
         sums |= {word: run[word] for word in ("messages", "calls", "copies", "seconds")}
         cases.setdefault(run["case"], Counter()).update(sums)
@@ -162,6 +164,7 @@ def consumers(runs: Sequence[Run]) -> str:
     ]
     head = ("case", "runs", "messages", "calls", "copies", "faults", "duration", "violations")
     times = [(kind, counts["times"]) for kind, counts in sorted(kinds.items())]
+    paragraphs = "".join(f"{note}\n\n" for note in notes)
     return f"""
 ## Consumers
 Groups of three [consumers](../how-to/consume.md) as processes, made by
@@ -170,7 +173,7 @@ are static. More calls than messages: attempts of messages that failed, and repe
 
 {markdown(head, rows)}
 
-{markdown(("fault", "times"), times)}
+{paragraphs}{markdown(("fault", "times"), times)}
 """
 
 

@@ -21,7 +21,8 @@ from typing import Any, NamedTuple
 import msgspec
 from aiokafka.admin import AIOKafkaAdminClient
 from aiokafka.errors import KafkaError
-from confluent_kafka import KafkaException, Producer
+from confluent_kafka import IsolationLevel, KafkaException, Producer, TopicPartition
+from confluent_kafka.admin import OffsetSpec
 
 from tests.faults.consuming.instance import COMMIT_S, NO_KAFKA, Given
 from tests.faults.consuming.judge import (
@@ -344,17 +345,38 @@ class Fleet:
         """Return what is not done."""
         try:
             stored = (await self._look()).offsets
+            left = await asyncio.to_thread(self._in_transactions)
             sources, retries, asides = [
                 await asyncio.to_thread(self._read, topic) for topic in self._names(3)
             ]
         except (KafkaException, KafkaError, OSError, AssertionError) as error:
             return [str(error)]
-        left: list[str] = []
         for record in (*sources, *retries):
             low, _ranges = read_position(*stored.get((record.topic, record.partition), (0, "")))
             if record.offset >= low:
                 left.append(f"{record.topic}-{record.partition}@{record.offset}")
         return left or [f"key {key} of {place}" for place, key in _uncleared(asides)]
+
+    def _in_transactions(self) -> list[str]:
+        """Return the partitions with an open transaction: what follows in them is not read."""
+        admin = admin_of(self.bootstrap)
+        known = admin.list_topics(timeout=10).topics
+        places = [
+            TopicPartition(name, number)
+            for name in self._names(4)
+            if name in known
+            for number in known[name].partitions
+        ]
+        ends = []
+        for level in (IsolationLevel.READ_COMMITTED, IsolationLevel.READ_UNCOMMITTED):
+            asked = {place: OffsetSpec.latest() for place in places}
+            found = admin.list_offsets(asked, isolation_level=level)
+            ends.append([found[place].result(10).offset for place in places])
+        return [
+            f"transaction in {place.topic}-{place.partition}"
+            for place, stable, end in zip(places, *ends, strict=True)
+            if stable < end
+        ]
 
     def _names(self, count: int) -> list[str]:
         return [self.topic, self.topics.retry, self.topics.aside, self.topics.dead][:count]

@@ -127,7 +127,8 @@ async def soak(kafka: EmbeddedKafka, given: argparse.Namespace, folder: Path) ->
             result.real = given.real
             show(result)
             with given.results.open("a") as file:
-                file.write(json.dumps(asdict(result)) + "\n")
+                counts = {"violations": len(result.violations), "wrong": len(result.wrong)}
+                file.write(json.dumps({**asdict(result), **counts}) + "\n")
             return result
 
     return await asyncio.gather(*(one(case) for case in chosen))

@@ -14,15 +14,12 @@ from txbroker.embedded import EmbeddedKafka
 
 SEED = 7
 CHOSEN = {
-    Case("key", "aside"): (
-        *("consumer.ending", "stopped 9 s", "consumer.key_handled", "consumer.claimed"),
-    ),
-    Case("none", "retry"): (
-        *("consumer.copied", "answers lost", "consumer.flushed", "stopped 4 s", "rebalances"),
-    ),
-    Case("key", None): (*("killed", "consumer.committed", "left and joined", "stopped 9 s"),),
+    Case("key", "aside"): ("consumer.committed", "consumer.key_handled"),
+    Case("none", "retry"): ("consumer.committing", "answers lost", "stopped 4 s"),
+    Case("key", None): ("stopped 9 s", "consumer.committed"),
 }
-"""Faults that every test run tries; `make test-faults` has all."""
+"""Faults that every test run tries; `make test-faults` has all. None leaves a transaction open: one
+hides what follows for a minute."""
 
 
 @pytest.mark.timeout(180)
