@@ -1,4 +1,4 @@
-"""Consumers of one group as processes on a real Kafka, their load, and what was read afterwards."""
+"""Consumers of one group as processes on a real Kafka, their load, and the records read afterwards."""
 
 from __future__ import annotations
 
@@ -342,7 +342,7 @@ class Fleet:
         return not await self._open()
 
     async def _open(self) -> list[str]:
-        """Return what is not done."""
+        """Return the names of messages that are not done."""
         try:
             stored = (await self._look()).offsets
             left = await asyncio.to_thread(self._in_transactions)

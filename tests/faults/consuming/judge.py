@@ -19,7 +19,7 @@ Source = tuple[str, int, int]
 """Topic, partition and offset: a message."""
 
 RESUMED_S = 1.0
-"""After a process was stopped its next steps may belong to what it did before."""
+"""After a process was stopped its next steps may belong to earlier ones."""
 STARVED_MESSAGES, STARVED_S = 1000, 60.0
 """As many messages, and for as long, may others of the partition go first."""
 
@@ -195,7 +195,7 @@ class Judge:
         their token."""
 
     def judge(self) -> list[Violation]:
-        """Return what is broken."""
+        """Return the broken rules."""
         found: dict[Violation, None] = {}
         for rule in (
             self._tokens,
@@ -388,7 +388,7 @@ class Judge:
                     )  # fmt: skip
 
     def _lanes(self) -> Iterator[Violation]:
-        """One owner handles one message of a lane at a time; what is taken has no gap before."""
+        """One owner handles one message of a lane at a time."""
         running: dict[tuple[Any, ...], Try] = {}
         for each in self.history.tries:
             lane = self._lane(each.source)
@@ -449,7 +449,7 @@ class Judge:
     # --- I22: repeats ------------------------------------------------------------------------
 
     def _repeats(self) -> Iterator[Violation]:
-        """At most once: no second call. At least once: what was done is repeated only if a fault
+        """At most once: no second call. At least once: an effect is repeated only if a fault
         came before its commit, or it did not fit into the metadata."""
         unexplained = []
         for source, tries in self.of.items():
