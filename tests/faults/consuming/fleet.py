@@ -1,4 +1,4 @@
-"""Consumers of one group as processes on a real Kafka, their load, and the records read afterwards."""
+"""Consumers of one group as processes on a real Kafka, their load, and the records afterwards."""
 
 from __future__ import annotations
 
