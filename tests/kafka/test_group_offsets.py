@@ -12,6 +12,7 @@ from aiokafka.protocol.group import JoinGroupRequest, SyncGroupRequest
 from tests.kafka.relay import ADD_PARTITIONS, END_TXN, OFFSET_COMMIT, Fate, Relay, fates
 from tests.kit.kafka import KafkaHarness
 from tests.kit.until import until
+from txbroker import failpoints
 from txbroker.core.records import Record
 from txbroker.door.consuming import CommitFenced, Copy, CopyRefused, Partition, StoredOffset
 from txbroker.errors import InvariantBroken, KafkaUnavailable
@@ -325,6 +326,25 @@ async def test_load_waits_for_open_transactions(both: World) -> None:
     assert not loading.done()
     await producer.end(commit=True, backoff=backoff)
     assert await loading == {both.at: StoredOffset(2, "")}
+
+
+@pytest.mark.rule(34)
+async def test_crash_before_the_end_stores_nothing(
+    plain: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _member, offsets = await plain.member()
+    await offsets.commit({plain.at: StoredOffset(1, "")})
+
+    def crash(name: str) -> None:
+        if name == "consumer.ending":
+            raise KafkaUnavailable("crash")
+
+    monkeypatch.setattr(failpoints, "hook", crash)
+    with pytest.raises(KafkaUnavailable, match="crash"):
+        await offsets.commit({plain.at: StoredOffset(2, "")}, [plain.copy(b"2")])
+    monkeypatch.setattr(failpoints, "hook", None)
+    assert await offsets.load([plain.at]) == {plain.at: StoredOffset(1, "")}
+    assert await plain.copies() == []
 
 
 BREAKS = [
