@@ -71,6 +71,32 @@ async def test_crash_loses_only_the_last_positions(world: World, tmp_path: Path)
         await again.does("3")
 
 
+async def test_full_disk_is_waited_for(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, refused = InFile(tmp_path / "one.db"), 0
+    commit = store._commit
+
+    def full(*arguments: Any) -> None:
+        nonlocal refused
+        if handler.done and refused < 2:
+            refused += 1
+            raise sqlite3.OperationalError("database or disk is full")
+        commit(*arguments)
+
+    monkeypatch.setattr(store, "_commit", full)
+    handler = Handler()
+    async with world.running(handler, group=None, store=store):
+        world.produce("1")
+        await handler.does("1")
+        await until(lambda: refused == 2)
+    again = Handler()
+    async with world.running(again, **instance(tmp_path / "one.db")):
+        world.produce("2")
+        await again.does("2")
+    assert again.done == ["2"]
+
+
 async def test_skipped_messages_are_kept_in_the_file(world: World, tmp_path: Path) -> None:
     handler = Handler(bad=ValueError("bug"))
     async with world.running(handler, **instance(tmp_path / "one.db", order="key")) as consumer:

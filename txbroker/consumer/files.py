@@ -5,13 +5,16 @@ from __future__ import annotations
 import asyncio
 import sqlite3
 import threading
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 
 from txbroker.door.consuming import Copy, Partition, StoredOffset
-from txbroker.errors import ConfigurationError
+from txbroker.errors import ConfigurationError, KafkaUnavailable
+
+T = TypeVar("T")
 
 _APPLICATION_ID = 0x74786263
 _VERSION = 1
@@ -23,6 +26,10 @@ _SCHEMA = f"""
     CREATE TABLE failed (id INTEGER PRIMARY KEY, topic TEXT NOT NULL, key BLOB, value BLOB,
         headers TEXT NOT NULL, timestamp_ms INTEGER NOT NULL);
 """
+
+
+class FileUnavailable(KafkaUnavailable):
+    """The file of positions cannot be read or written now; the consumer tries again."""
 
 
 class InFile:
@@ -98,7 +105,7 @@ class InFile:
 
     async def load(self, partitions: Collection[Partition]) -> dict[Partition, StoredOffset]:
         """See `GroupMember.load`."""
-        return await asyncio.to_thread(self._load, list(partitions))
+        return await self._in_thread(lambda: self._load(list(partitions)))
 
     def _load(self, partitions: Sequence[Partition]) -> dict[Partition, StoredOffset]:
         query = "SELECT next, metadata FROM position WHERE topic = ? AND partition = ?"
@@ -110,7 +117,15 @@ class InFile:
         self, offsets: Mapping[Partition, StoredOffset], copies: Sequence[Copy] = ()
     ) -> None:
         """Store offsets and copies in one transaction, see `GroupMember.commit`."""
-        await asyncio.to_thread(self._commit, dict(offsets), list(copies))
+        await self._in_thread(lambda: self._commit(dict(offsets), list(copies)))
+
+    async def _in_thread(self, access: Callable[[], T]) -> T:
+        try:
+            return await asyncio.to_thread(access)
+        except sqlite3.Error as error:
+            raise FileUnavailable(
+                f"positions cannot be kept in {self._path}: {error}: check disk and rights"
+            ) from None
 
     def _commit(self, offsets: Mapping[Partition, StoredOffset], copies: Sequence[Copy]) -> None:
         rows = [(*place, *stored) for place, stored in offsets.items()]
