@@ -129,7 +129,8 @@ class ConsumerCollector:
 
     def collect(self) -> Iterable[Metric]:
         """Return the metrics."""
-        now = statistics(self._engine)
+        # Registries are read in threads; positions change where they are read.
+        now = self._engine.waiting.result_of(lambda: statistics(self._engine))
         counts = dict(now.counts)
         samples: dict[str, dict[tuple[str, ...], float]] = {
             "lag": {(topic, str(number)): lag for (topic, number), lag in now.lag.items()},

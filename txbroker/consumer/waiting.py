@@ -7,6 +7,11 @@ import contextlib
 import threading
 from collections import deque
 from collections.abc import Callable
+from typing import TypeVar
+
+T = TypeVar("T")
+_BLOCKED_S = 5.0
+"""How long other threads wait for a loop that a handler blocks."""
 
 
 class Waiting:
@@ -65,6 +70,20 @@ class Waiting:
         else:
             with contextlib.suppress(RuntimeError):  # the loop has ended
                 self._loop.call_soon_threadsafe(call, *args)
+
+    def result_of(self, call: Callable[[], T]) -> T:
+        """Call a function in the event loop, from any thread, and return its result.
+
+        Raises:
+            TimeoutError: the loop is blocked.
+        """
+        if threading.get_ident() == self._thread or not self._loop.is_running():
+            return call()
+
+        async def work() -> T:
+            return call()
+
+        return asyncio.run_coroutine_threadsafe(work(), self._loop).result(_BLOCKED_S)
 
     def wake(self) -> None:
         """Wake one taker, and all watchers."""
