@@ -8,8 +8,11 @@ from typing import Any
 
 import pytest
 
-from tests.consumer.consumer_world import World
-from txbroker.consumer import statistics
+from tests.consumer.consumer_world import Handler, World
+from tests.kit.until import until
+from txbroker.consumer import Reject, statistics
+from txbroker.core.consuming.position import decode_metadata
+from txbroker.testing.consuming import MemoryMember
 
 BUG = ValueError("bug")
 
@@ -30,3 +33,52 @@ async def test_scrape_in_a_thread_reads_in_the_loop(
         assert await asyncio.to_thread(lambda: list(collector.collect()))
     assert await asyncio.to_thread(lambda: list(collector.collect())), "after its end, too"
     assert threads == [threading.get_ident()] * 2
+
+
+async def test_position_of_moved_partition_is_not_stored_late(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # With copies a commit takes long, and is made in the generation that is current at its end.
+    commit, going = MemoryMember.commit, asyncio.Event()
+    tokens: dict[Any, list[int]] = {}
+
+    async def late(self: MemoryMember, offsets: Any, copies: Any = ()) -> None:
+        if copies:
+            await going.wait()
+        await commit(self, offsets, copies)
+        for place, stored in offsets.items():
+            metadata = decode_metadata(stored.offset, stored.metadata)
+            assert metadata is not None
+            tokens.setdefault(place, []).append(metadata.token)
+
+    monkeypatch.setattr(MemoryMember, "commit", late)
+    world.produce("bad", partition=0)
+    world.produce("bad", partition=1)
+    handler = Handler(bad=Reject("bad"))
+    options: dict[str, Any] = {"order": "partition", "on_failure": "skip", "drain_s": 0}
+    async with world.running(handler, **options), asyncio.timeout(20):
+        await until(lambda: handler.seen == ["bad", "bad"])
+        other = world.consumer(**options)
+        await other.start()
+        taken = asyncio.create_task(until(lambda: max(map(len, tokens.values())) > 1))
+        await asyncio.wait({taken}, timeout=2.0)  # longer than positions are waited for
+        assert not taken.done()
+        going.set()
+        await taken
+        await until(lambda: len(world.copies("dead")) == 2)
+        await other.aclose()
+    for place, known in tokens.items():
+        assert known == sorted(known), place
+
+
+async def test_partition_lost_as_it_is_revoked_ends_nothing(world: World) -> None:
+    handler = Handler()
+    world.produce("a")
+    async with world.running(handler) as consumer:
+        await handler.does("a")
+        reader, _source = consumer._readers[0]
+        reader.assigned(frozenset())
+        await asyncio.sleep(0)
+        reader.lost("test")
+        for _ in range(5):
+            await asyncio.sleep(0)

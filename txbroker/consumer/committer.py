@@ -111,7 +111,8 @@ class Committer:
         """The count with which a round begins; infinite once one is to begin."""
         self._since_s = 0.0
         self._now = asyncio.Event()
-        self._lock = asyncio.Lock()
+        self.between_rounds = asyncio.Lock()
+        """While it is held no round is in flight."""
         self._loop = asyncio.get_running_loop()
         self._task: asyncio.Task[None] | None = None
         self._pauses: list[asyncio.TimerHandle] = []
@@ -177,7 +178,7 @@ class Committer:
     async def _in_doubt(self, works: Collection[Work]) -> bool:
         """Wait for the round in flight, which may hold these partitions; return whether another
         one must follow."""
-        async with self._lock:
+        async with self.between_rounds:
             return any(work.dirty for work in works)
 
     async def _run(self) -> None:
@@ -213,7 +214,7 @@ class Committer:
                 await asyncio.wait_for(self._now.wait(), left_s)
 
     async def _round(self) -> None:
-        async with self._lock:
+        async with self.between_rounds:
             self._now.clear()
             self._due_at = self._max
             if any(work.lease.ended(self._loop.time()) for work in self._dirty):

@@ -228,7 +228,8 @@ class Reader:
             revoked = [place for place in self._works if place not in self._target]
             if revoked := [place for place in revoked if place not in self._releasing]:
                 self._releasing.update(revoked)
-                self._in_background(self._release(revoked))
+                works = [self._works[place] for place in revoked]
+                self._in_background(self._release(works, self._losses))
             held = self._works.keys() | self._releasing
             self._disown(self._source.owned - held - self._target)
             try:
@@ -327,22 +328,27 @@ class Reader:
 
     # --- release -----------------------------------------------------------------------------
 
-    async def _release(self, places: Sequence[Partition]) -> None:
+    async def _release(self, works: Sequence[Work], losses: int) -> None:
         """Finish with revoked partitions, store their positions, then let others have them."""
-        losses = self._losses
-        works = [self._works[place] for place in places]
         await self._drain(works)
         failpoint("consumer.drained")
         await self._flush(works)
         failpoint("consumer.flushed")
         if losses == self._losses:
             await self._revoked(works)
-            for work in works:
-                self._drop(work)
-            self._disown(places)
+            await self._give_up(works, losses)
             failpoint("consumer.released")
-        self._releasing.difference_update(places)
+        self._releasing.difference_update(work.place for work in works)
         self._news.set()
+
+    async def _give_up(self, works: Sequence[Work], losses: int) -> None:
+        """Let others have partitions, once no round with them is in flight: it would be stored in
+        the generation that follows, over the positions of their next owner."""
+        async with self._committer.between_rounds:
+            if losses == self._losses:
+                for work in works:
+                    self._drop(work)
+                self._disown([work.place for work in works])
 
     async def _drain(self, works: Sequence[Work]) -> None:
         """Wait for the messages in flight, for up to `drain_s`; then cancel their handlers."""
