@@ -82,3 +82,25 @@ async def test_partition_lost_as_it_is_revoked_ends_nothing(world: World) -> Non
         reader.lost("test")
         for _ in range(5):
             await asyncio.sleep(0)
+
+
+async def test_partition_lost_as_its_commit_ends_is_not_handed_out(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commit, calls = MemoryMember.commit, 0
+
+    async def lost(self: MemoryMember, offsets: Any, copies: Any = ()) -> None:
+        nonlocal calls
+        await commit(self, offsets, copies)
+        calls += 1
+        if calls == 2:  # the first one claims
+            self._listener.lost("test")
+
+    monkeypatch.setattr(MemoryMember, "commit", lost)
+    handler = Handler()
+    world.produce("a", "b")
+    async with world.running(handler, mode="at-most-once"):
+        await until(lambda: calls >= 2)
+        for _ in range(5):
+            await asyncio.sleep(0)
+    assert handler.seen == []

@@ -308,6 +308,8 @@ class Committer:
         for each in round_.pending:
             each.stored()
         for work, messages in round_.admitted.items():
+            if work not in self._engine.works:
+                continue  # lost as the commit ended
             for message in messages:
                 work.gate.popleft()
                 work.finished(message.record.offset)
