@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
-from tests.consumer.consumer_world import Handler, World
+from tests.consumer.consumer_world import Handler, World, counted, texts
 from tests.kit.until import until
-from txbroker.consumer import Reject, statistics
+from txbroker.consumer import ReceivedMessage, Reject, statistics
 from txbroker.core.consuming.position import decode_metadata
 from txbroker.testing.consuming import MemoryMember
 
@@ -104,3 +105,22 @@ async def test_partition_lost_as_its_commit_ends_is_not_handed_out(
         for _ in range(5):
             await asyncio.sleep(0)
     assert handler.seen == []
+
+
+async def test_at_most_once_repeats_no_message_of_a_failed_batch(world: World) -> None:
+    world.produce("a", "b", "c", "d")
+    seen: list[str] = []
+
+    async def handle(messages: Sequence[ReceivedMessage]) -> None:
+        seen.extend(texts(messages))
+        if "a" in texts(messages):
+            raise BUG
+
+    run = {"batch": 4}
+    options: dict[str, Any] = {"mode": "at-most-once", "order": "partition"}
+    async with world.running(handle, run=run, **options) as consumer:
+        await until(lambda: len(seen) >= 4)
+        world.produce("e")
+        await until(lambda: "e" in seen)
+        assert seen == ["a", "b", "c", "d", "e"]
+        assert counted(consumer, "dropped") == 4

@@ -172,7 +172,8 @@ class Engine:
         *,
         before: bool = False,
     ) -> None:
-        self._before = before
+        self.before = before
+        """At most once, see the argument."""
         self.order = order
         self._queues: Queues[ReceivedMessage] = Queues()
         self._works: dict[Work, None] = {}
@@ -250,7 +251,7 @@ class Engine:
         mine = [message for message in messages if self._in_flight.get(message) is holder]
         for message in mine:
             message.attempt += 1
-            if self._before:
+            if self.before:
                 self.finish(message, asyncio.CancelledError("the handler was cancelled"))
         self.give_back(mine)
 
@@ -269,7 +270,7 @@ class Engine:
         self._memory.take(work)
         if max(sizes, default=0) > self._memory.bytes_max:
             self.fail(too_large(work, max(sizes), self._memory.bytes_max))
-        if self._before and work.commits is not None:
+        if self.before and work.commits is not None:
             work.gate.extend(messages)
             work.commits.changed(work, len(messages))
         elif work.is_retry:
@@ -281,7 +282,7 @@ class Engine:
     def admit(self, work: Work, messages: Sequence[ReceivedMessage]) -> None:
         """Let messages that arrived be handled."""
         if messages:
-            if self._before:
+            if self.before:
                 work.unhandled.update(messages)
             self._queues.add(work.queue, messages)
             self.waiting.wake()
@@ -309,7 +310,7 @@ class Engine:
                 self._failures.set_aside(message, "an earlier message of its key is set aside")
                 continue
             self._in_flight[message] = holder
-            if self._before:
+            if self.before:
                 message.work.unhandled.discard(message)
             waiting = self.waiting
             if waiting.takers and not waiting.asked:
@@ -361,7 +362,7 @@ class Engine:
         for message in reversed(messages):
             if self._in_flight.pop(message, None) is not None:
                 self._queues.put_back(message.work.queue, message)
-                if self._before:
+                if self.before:
                     message.work.unhandled.add(message)
         self.waiting.wake()
 
@@ -378,7 +379,7 @@ class Engine:
         if commits is None:
             return
         work.bytes -= message.size
-        if not self._before:
+        if not self.before:
             work.finished(message.record.offset)
             commits.changed(work)
         elif work.gate:

@@ -321,7 +321,8 @@ class _Worker(Holder):
     ) -> None:
         """Take the result of a batch: a message without a separate result has that of the call.
 
-        After a message that failed, later ones of its lane are handled again, after it.
+        After a message that failed, later ones of its lane are handled again, after it; nothing is
+        with at most once.
         """
         reports, self.reports = self.reports or {}, None
         failed: list[tuple[ReceivedMessage, BaseException]] = []
@@ -331,7 +332,7 @@ class _Worker(Holder):
             result = reports.get(message, error)
             if self._engine.in_flight.get(message) is not self:
                 continue
-            if message.lane is not None and message.lane in lanes:
+            if message.lane is not None and message.lane in lanes and not self._engine.before:
                 again.append(message)
             elif result is not None:
                 failed.append((message, result))
