@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.consumer.consumer_world import Handler, World, counted, texts
+from tests.consumer.consumer_world import Handler, World, counted, text, texts
 from tests.kit.until import until
 from txbroker.consumer import ReceivedMessage, Reject, statistics
 from txbroker.core.consuming.position import decode_metadata
@@ -124,3 +124,23 @@ async def test_at_most_once_repeats_no_message_of_a_failed_batch(world: World) -
         await until(lambda: "e" in seen)
         assert seen == ["a", "b", "c", "d", "e"]
         assert counted(consumer, "dropped") == 4
+
+
+async def test_pulled_batch_keeps_the_order_of_a_lane_that_fails(world: World) -> None:
+    world.produce("k=1", "k=2", "k=3", "other=4")
+    seen: list[str] = []
+    failing = {"1", "2"}
+    async with world.consumer(order="key", on_failure="wait") as consumer:
+        async for messages in consumer.batches(4, max_wait_s=0.1):
+            for message in messages:
+                seen.append(text(message))
+                if text(message) in failing:
+                    failing.discard(text(message))
+                    message.failed(BUG)
+                else:
+                    message.done()
+            if len([each for each in seen if each == "3"]) == 2:
+                break
+        await world.commits(4)
+    again = seen[seen.index("1", 1) :]
+    assert [each for each in again if each != "4"] == ["1", "2", "3"]

@@ -24,7 +24,7 @@ from txbroker.core.consuming.copies import (
 from txbroker.core.consuming.failure import (
     FailurePolicy,
 )
-from txbroker.core.consuming.queues import Order, Queues
+from txbroker.core.consuming.queues import Lane, Order, Queues
 from txbroker.core.records import Record
 from txbroker.door.consuming import Copy, Partition
 
@@ -339,12 +339,22 @@ class Engine:
             self._queues.settle(message.work.queue, message)
             self.settled(message)
         else:
+            if message.lane is not None and not self.before:
+                self._hold_followers(message, message.lane)
             self._failures.fail(message, error)
         waiting = self.waiting
         if waiting.watchers:
             waiting.wake()
         elif waiting.takers and not waiting.asked:
             waiting.ask()
+
+    def _hold_followers(self, message: ReceivedMessage, lane: Lane) -> None:
+        """Take later messages of a lane back that were pulled with one that failed: they are handed
+        out again, after it."""
+        if lane.in_flight > 1:
+            offset = message.record.offset
+            together = [each for each in self._in_flight if each.lane is lane]
+            self.give_back([each for each in together if each.record.offset > offset])
 
     def report(self, message: ReceivedMessage, error: Exception | None) -> None:
         """Take a result from the user's code, in any thread. While the handler of a batch runs it
