@@ -362,8 +362,9 @@ class Engine:
         holder = self._in_flight.get(message)
         if holder is None:
             return
-        if holder.reports is not None:
-            holder.reports.setdefault(message, error)
+        reports = holder.reports  # other threads may end the batch
+        if reports is not None:
+            reports.setdefault(message, error)
         else:
             self.waiting.call(self.finish, message, error, holder)
 
