@@ -9,8 +9,11 @@ import pytest
 
 from tests.consumer.consumer_world import Handler, World, counted, text
 from tests.kit.until import until
-from txbroker.consumer import ReceivedMessage, Reject
+from txbroker.consumer import ReceivedMessage, Reject, asides
 from txbroker.consumer import failures as consumer_failures
+from txbroker.core.records import Record
+from txbroker.door.consuming import StoredOffset
+from txbroker.testing.consuming import MemoryConsumingDoor
 
 BUG = ValueError("bug")
 ASIDE: dict[str, Any] = {"order": "key", "on_failure": "aside", "local_attempts_max": 2}
@@ -192,3 +195,56 @@ async def test_lost_answer_to_a_clearance(world: World, stored: bool) -> None:
         world.produce("a=2")
         await handler.does("bad", "1", "2")
     assert handler.done == ["bad", "1", "2"]
+
+
+async def test_set_aside_keys_outlive_metadata(world: World) -> None:
+    # Kafka's tools reset offsets without metadata, and offsets expire.
+    handler = Handler(bad=BUG)
+    world.produce("a=bad", "b=1")
+    async with world.running(handler, **ASIDE):
+        await handler.does("1")
+        await world.commits(2)
+    world.group.offsets["orders", 0] = StoredOffset(2, "")
+    world.produce("a=2", "b=3")
+    async with world.running(handler, **ASIDE):
+        await handler.does("1", "3")
+        await until(lambda: world.values("aside") == ["bad", "2"])
+
+
+async def test_aside_topic_is_read_in_pieces(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    handler = Handler(bad=BUG)
+    world.produce(*(f"{number}=bad" for number in range(9)))
+    async with world.running(handler, **ASIDE) as consumer:
+        await keys(world, consumer, 9)
+        await world.commits(9)
+    lengths: list[int] = []
+    real = MemoryConsumingDoor.read
+
+    async def read(self: MemoryConsumingDoor, place: Any, start: int, end: int) -> list[Record]:
+        lengths.append(end - start)
+        return await real(self, place, start, end)
+
+    monkeypatch.setattr(MemoryConsumingDoor, "read", read)
+    monkeypatch.setattr(asides, "_READ_OFFSETS", 4)
+    async with world.running(handler, **ASIDE) as consumer:
+        await keys(world, consumer, 9)
+    assert lengths
+    assert max(lengths) <= 4
+
+
+async def test_failed_release_ends_the_consumer(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    handler = Handler(bad=BUG)
+    world.produce("a=bad")
+    async with world.consumer(**ASIDE) as consumer:
+        running = asyncio.create_task(consumer.run(handler))
+        await until(lambda: len(world.copies("aside")) == 1)
+
+        def broken(*_args: object) -> None:
+            raise RuntimeError("broken")
+
+        monkeypatch.setattr(asides, "_messages", broken)
+        world.release(b"a")
+        with pytest.raises(RuntimeError, match="broken"):
+            await asyncio.wait_for(running, 5)

@@ -134,14 +134,15 @@ class Asides:
         end = (await self._door.offsets([place], LATEST))[place]
         if not begun:
             self._fetcher.add(place, end)
-        records: list[Record] = []
-        if work.aside_stored:
-            start = (await self._door.offsets([place], EARLIEST))[place]
-            records = await self._door.read(place, start, end)
+        if work.aside_stored != 0:
+            begin = (await self._door.offsets([place], EARLIEST))[place]
+            for start in range(begin, end, _READ_OFFSETS):
+                for record in await self._door.read(place, start, min(end, start + _READ_OFFSETS)):
+                    self._note(work, record)
         works[work] = end
-        later = [record for record in self._arrived.pop(work, []) if record.offset >= end]
-        for record in [*records, *later]:
-            self._note(work, record)
+        for record in self._arrived.pop(work, []):
+            if record.offset >= end:
+                self._note(work, record)
 
     def close(self, work: Work) -> None:
         """Follow a partition no longer."""
@@ -185,6 +186,12 @@ class Asides:
         if entry is not None and entry.released and (work, key) not in self._releases:
             task = asyncio.create_task(self._release(work, key))
             self._releases[work, key] = task
+            task.add_done_callback(self._release_ended)
+
+    def _release_ended(self, task: asyncio.Task[None]) -> None:
+        error = None if task.cancelled() else task.exception()
+        if isinstance(error, Exception):
+            self._engine.fail(error)
 
     async def _release(self, work: Work, key: bytes | int) -> None:
         """Handle the copies of a released key until there are none."""

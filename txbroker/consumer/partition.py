@@ -78,8 +78,8 @@ class Work:
         """Takes note that the message of an offset is done, dropped or copied."""
         self.token = 0
         self.topic_id = ""
-        self.aside_stored = 0
-        """The number of set-aside keys, of the stored position."""
+        self.aside_stored: int | None = 0
+        """The number of set-aside keys, of the stored position; None without one."""
         self.bytes = 0
         self.end = 0
         self.gate: deque[ReceivedMessage] = deque()
@@ -171,7 +171,7 @@ class Work:
     def aside_count(self) -> int:
         """The number of set-aside keys."""
         if self.aside is None:
-            return self.aside_stored  # another consumer of the group may have set some aside
+            return self.aside_stored or 0  # another consumer of the group may have set some aside
         known = self.aside.keys
         return len(known) + sum(key not in known for key in self.setting_aside)
 

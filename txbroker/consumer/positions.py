@@ -143,12 +143,12 @@ class Positions:
 def _take_over(work: Work, stored: StoredOffset | None, identity: TopicIdentity | None) -> str:
     """Set a partition's token and stored position; return the topic id of that."""
     metadata = _metadata(work.place, stored)
+    work.aside_stored = metadata.aside if metadata is not None else None
     if metadata is None:
         # Offsets expire: above any token that was given out before.
         metadata = Metadata(round(time.time() * 1000))
     work.token = metadata.token + 1
     work.topic_id = identity.id.hex() if identity is not None else metadata.topic_id
-    work.aside_stored = metadata.aside
     if stored is not None:
         work.position = Position(stored.offset, metadata.ranges)
     return metadata.topic_id
