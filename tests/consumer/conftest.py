@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from tests.consumer.consumer_world import World
+from tests.kit.consumer_world import World
 from txbroker.consumer import committer, consumer, engine, failures, reader
 
 
@@ -25,7 +25,6 @@ async def world(short_pauses: None) -> AsyncIterator[World]:
     before = asyncio.all_tasks()
     world = World()
     yield world
-    await world.close()
     for _ in range(5):
         await asyncio.sleep(0)
     left = asyncio.all_tasks() - before - {asyncio.current_task()}

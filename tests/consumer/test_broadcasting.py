@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.consumer.consumer_world import Handler, World, counted
+from tests.kit.consumer_world import Handler, World, counted
 from tests.kit.until import until
 from txbroker.consumer import Consumer, InFile
 from txbroker.errors import ConfigurationError

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.consumer.consumer_world import TIMING, Handler, text
+from tests.kit.consumer_world import TIMING, Handler, text
 from tests.kit.kafka import KafkaHarness
 from tests.kit.until import until
 from txbroker.consumer import CommitPolicy, Consumer, ReceivedMessage, Reject

@@ -7,7 +7,7 @@ import asyncio
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.consumer.consumer_world import World
+from tests.kit.consumer_world import World
 from tests.kit.until import until
 from txbroker.consumer import Consumer, ReceivedMessage, Reject
 from txbroker.consumer.statistics import METRICS

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.consumer.consumer_world import GROUP, Handler, World, counted, text
+from tests.kit.consumer_world import GROUP, Handler, World, counted, text
 from tests.kit.until import until
 from txbroker.consumer import Later, ReceivedMessage, Reject
 from txbroker.core.consuming import failure
@@ -23,11 +23,7 @@ def short_delays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(failure, "DELAYS_S", tuple(0.05 + 0.01 * step for step in range(16)))
 
 
-@pytest.mark.parametrize(
-    ("order", "calls"),
-    [("none", 8), ("partition", 2), ("key", 5)],
-    ids=["none", "partition", "key"],
-)
+@pytest.mark.parametrize(("order", "calls"), [("none", 8), ("partition", 2), ("key", 6)])
 async def test_calls_at_the_same_time(world: World, order: str, calls: int) -> None:
     for partition in (0, 1):
         world.produce("a=1", "a=2", "b=3", "4", partition=partition)
@@ -41,12 +37,11 @@ async def test_calls_at_the_same_time(world: World, order: str, calls: int) -> N
         await release.wait()
         active -= 1
 
-    expected = 6 if order == "key" else calls
     async with world.running(handle, order=order):
-        await until(lambda: most >= expected)
+        await until(lambda: most >= calls)
         for _ in range(20):
             await asyncio.sleep(0)
-        assert most == expected
+        assert most == calls
         release.set()
         await world.commits(4, 0)
         await world.commits(4, 1)
@@ -78,7 +73,7 @@ async def test_order_holds_through_local_attempts(world: World, order: str) -> N
     mine = [value for value in handler.seen if value != "3"]
     assert mine == ["1", "2", "2", "2", "2", "4"]
     attempts = [message.attempt for message in handler.messages]
-    assert max(attempts) <= 4
+    assert max(attempts) == 4
 
 
 async def test_wait_goes_on_and_others_continue(world: World) -> None:
@@ -266,7 +261,6 @@ async def test_batches_with_single_failures(world: World, order: str) -> None:
     if order == "partition":
         assert done == sorted(done)
     elif order == "key":
-        assert done[:]
         assert [v for v in done if int(v) % 2] == ["1", "3", "5", "7", "9"]
 
 

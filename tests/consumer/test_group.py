@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from tests.consumer.consumer_world import GROUP, TIMING, Handler, World, counted, text, texts
+from tests.kit.consumer_world import TIMING, Handler, World, counted, text, texts
 from tests.kit.until import until
-from txbroker.consumer import CommitPolicy, ReceivedMessage, RecordsDeleted
+from txbroker.consumer import ReceivedMessage, RecordsDeleted
 from txbroker.door.consuming import Partition
 
 BUG = ValueError("bug")
@@ -458,24 +458,6 @@ async def test_start_that_fails_leaves_nothing(world: World) -> None:
     with pytest.raises(Exception, match="down"):
         await world.consumer().start()
     assert not world.group.seats
-
-
-async def test_metrics(world: World) -> None:
-    from prometheus_client import CollectorRegistry, generate_latest
-
-    world.produce("a=1", "a=2", "b=3")
-    handler = Handler(**{"1": BUG})
-    options: dict[str, Any] = {"order": "key", "on_failure": "aside", "local_attempts_max": 1}
-    async with world.running(handler, commit=CommitPolicy(max_interval_s=0.01), **options) as one:
-        registry = CollectorRegistry()
-        registry.register(one.collector())
-        await handler.does("3")
-        await world.commits(3)
-        await until(lambda: one.statistics().aside_keys == 1)
-        await until(lambda: one.statistics().lag["orders", 0] == 0)
-        text_ = generate_latest(registry).decode()
-    assert f'txbroker_consumer_aside_keys{{group="{GROUP}"}} 1.0' in text_
-    assert f'txbroker_consumer_lag{{group="{GROUP}",partition="0",topic="orders"}} 0.0' in text_
 
 
 @pytest.mark.parametrize("pulled", [True, False])

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.consumer.consumer_world import Handler, World, counted, text, texts
+from tests.kit.consumer_world import Handler, World, counted, text, texts
 from tests.kit.until import until
 from txbroker.consumer import HandlerTimeout, ReceivedMessage
 from txbroker.consumer import workers as consumer_workers

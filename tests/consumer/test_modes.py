@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.consumer.consumer_world import GROUP, Handler, World, counted, text
+from tests.kit.consumer_world import GROUP, Handler, World, counted, text
 from tests.kit.until import until
 from txbroker.consumer import CommitPolicy, ReceivedMessage
 

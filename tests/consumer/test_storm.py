@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.consumer.consumer_world import TIMING, World, text
+from tests.kit.consumer_world import TIMING, World, text
 from tests.kit.until import until
 from txbroker.consumer import CommitPolicy, Later, ReceivedMessage, Reject
 from txbroker.core.consuming.aside import AsideKeys

@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import pytest
 
+from tests.kit.consumer_world import GROUP, TIMING, World
 from tests.kit.until import until
 from txbroker.consumer import (
     CommitPolicy,
@@ -18,71 +18,23 @@ from txbroker.consumer import (
     RecordsDeleted,
     Reject,
 )
-from txbroker.core.consuming.aside import release_record
-from txbroker.core.consuming.copies import ASIDE_PARTITIONS, Source, spread
-from txbroker.core.consuming.position import Metadata, decode_metadata
-from txbroker.core.records import Record
 from txbroker.testing.consuming import MemoryMember
-from txbroker.testing.memory import LostReply, MemoryKafka
-
-GROUP = "stock"
-ASIDE = f"txbroker.aside.{GROUP}"
-LEASE_S = 0.3
+from txbroker.testing.memory import LostReply
 
 
-class Orders:
-    """A Kafka with topic `orders`, and consumers of one group."""
+class Orders(World):
+    """Consumers by key, and topic `orders` with one partition."""
 
     def __init__(self) -> None:
-        self.kafka = MemoryKafka()
-        self.kafka.create_topic("orders", 1)
+        super().__init__(partitions=1)
 
-    @contextlib.asynccontextmanager
-    async def consumer(
-        self, handler: Callable[[ReceivedMessage], Any], **options: Any
-    ) -> AsyncIterator[Consumer]:
-        given: dict[str, Any] = {
-            **{"group": GROUP, "topics": ["orders"], "local_attempts_max": 1, "order": "key"},
-            **{"heartbeat_s": 0.05, "lease_s": LEASE_S, "session_s": 30.0, "drain_s": 5.0},
-            "commit": CommitPolicy(max_interval_s=0.02),
-            **options,
-        }
-        async with Consumer(self.kafka, **given) as consumer:
-            task = asyncio.create_task(consumer.run(handler))
-            try:
-                yield consumer
-            finally:
-                consumer.stop()
-                await task
+    def consumer(self, **options: Any) -> Consumer:
+        given: dict[str, Any] = {"order": "key", "local_attempts_max": 1, "drain_s": 5.0}
+        return super().consumer(**given | TIMING | options)
 
-    def write(self, *keys: str, topic: str = "orders", partition: int = 0) -> None:
-        records = [Record(key.encode(), b"", timestamp_ms=1) for key in keys]
-        self.kafka.write(topic, partition, records, None)
-
-    @property
-    def group(self) -> Any:
-        return self.kafka.group(GROUP)
-
-    def stored(self, topic: str = "orders", partition: int = 0) -> tuple[int, Metadata]:
-        found = self.group.offsets.get((topic, partition))
-        if found is None:
-            return -1, Metadata(-1)
-        metadata = decode_metadata(found.offset, found.metadata)
-        assert metadata is not None
-        return found.offset, metadata
-
-    async def stores(self, offset: int, **place: Any) -> None:
-        await until(lambda: self.stored(**place)[0] == offset)
-
-    def copies(self, kind: str, partitions: int = 16) -> list[str]:
-        name = f"txbroker.{kind}.{GROUP}"
-        records = [r for number in range(partitions) for r in self.kafka.visible(name, number)]
-        return [(record.key or b"").decode() for record in records if record.headers]
-
-    def release(self, key: str) -> None:
-        source = Source("orders", 0, 0)
-        number = spread(source[:2], ASIDE_PARTITIONS)
-        self.kafka.write(ASIDE, number, [release_record(source, key.encode(), "checked")], None)
+    def keys(self, kind: str) -> list[str]:
+        """The keys of the copies in a topic of the group."""
+        return [(record.key or b"").decode() for record, _failed in self.copies(kind)]
 
 
 class Recorded:
@@ -121,53 +73,53 @@ def orders() -> Orders:
 @pytest.mark.rule(30)
 async def test_stored_offset_is_that_of_the_next_message(orders: Orders) -> None:
     handler = Recorded()
-    orders.write("a", "b")
-    async with orders.consumer(handler):
+    orders.produce("a=", "b=")
+    async with orders.running(handler):
         await until(lambda: len(handler.done) == 2)
-        await until(lambda: orders.stored()[0] > 0)
-    assert orders.stored()[0] == 2
+        await until(lambda: orders.committed()[0] > 0)
+    assert orders.committed()[0] == 2
 
 
 @pytest.mark.rule(30)
 async def test_positions_of_topics_are_separate(orders: Orders) -> None:
     handler = Recorded()
     orders.kafka.create_topic("returns", 1)
-    orders.write("a", "b", "c")
-    orders.write("a", topic="returns")
-    async with orders.consumer(handler, topics=["orders", "returns"]):
+    orders.produce("a=", "b=", "c=")
+    orders.produce("a=", topic="returns")
+    async with orders.running(handler, topics=["orders", "returns"]):
         await until(lambda: len(handler.done) == 4)
-    assert orders.stored()[0] == 3
-    assert orders.stored("returns")[0] == 1
+    assert orders.committed()[0] == 3
+    assert orders.committed(topic="returns")[0] == 1
 
 
 @pytest.mark.rule(30)
 async def test_done_out_of_order_is_not_repeated(orders: Orders) -> None:
     handler = Recorded()
     gate = handler.shut("slow")
-    orders.write("slow", "a", "b")
-    async with orders.consumer(handler, drain_s=0.05):
+    orders.produce("slow=", "a=", "b=")
+    async with orders.running(handler, drain_s=0.05):
         await until(lambda: len(handler.done) == 2)
-        await until(lambda: orders.stored()[1].ranges)
-    assert orders.stored()[0] == 0
+        await until(lambda: orders.committed()[1].ranges)
+    assert orders.committed()[0] == 0
     gate.set()
-    async with orders.consumer(handler):
-        await orders.stores(3)
+    async with orders.running(handler):
+        await orders.commits(3)
     assert sorted(handler.done) == [("a", 1), ("b", 2), ("slow", 0)]
 
 
 @pytest.mark.rule(30)
 async def test_unread_records_that_were_deleted_stop(orders: Orders) -> None:
     handler = Recorded()
-    orders.write("a", "b")
-    async with orders.consumer(handler):
-        await orders.stores(2)
-    orders.write("c", "d", "e")
+    orders.produce("a=", "b=")
+    async with orders.running(handler):
+        await orders.commits(2)
+    orders.produce("c=", "d=", "e=")
     orders.kafka.truncate("orders", 0, before=4)
     with pytest.raises(RecordsDeleted, match="offsets 2 to 4 were deleted"):
-        async with orders.consumer(handler):
+        async with orders.running(handler):
             await until(lambda: False, 2)
-    async with orders.consumer(handler, on_gap="skip"):
-        await orders.stores(5)
+    async with orders.running(handler, on_gap="skip"):
+        await orders.commits(5)
     assert handler.done[2:] == [("e", 4)]
 
 
@@ -178,9 +130,9 @@ async def test_unread_records_that_were_deleted_stop(orders: Orders) -> None:
 async def test_each_owner_has_a_higher_token(orders: Orders) -> None:
     handler = Recorded()
     for number in range(3):
-        orders.write("a")
-        async with orders.consumer(handler):
-            await orders.stores(number + 1)
+        orders.produce("a=")
+        async with orders.running(handler):
+            await orders.commits(number + 1)
     assert handler.tokens[0] < handler.tokens[1] < handler.tokens[2]
 
 
@@ -189,10 +141,10 @@ async def test_token_is_stored_before_anything_is_handled(orders: Orders) -> Non
     stored: list[int] = []
 
     async def handle(message: ReceivedMessage) -> None:
-        stored.append(orders.stored()[1].token - message.token)
+        stored.append(orders.committed()[1].token - message.token)
 
-    orders.write("a")
-    async with orders.consumer(handle):
+    orders.produce("a=")
+    async with orders.running(handle):
         await until(lambda: stored)
     assert stored == [0]
 
@@ -200,17 +152,17 @@ async def test_token_is_stored_before_anything_is_handled(orders: Orders) -> Non
 @pytest.mark.rule(31)
 async def test_nothing_begins_after_the_lease(orders: Orders) -> None:
     handler = Recorded()
-    orders.write("a")
-    async with orders.consumer(handler) as consumer:
-        await orders.stores(1)
+    orders.produce("a=")
+    async with orders.running(handler) as consumer:
+        await orders.commits(1)
         (name,) = orders.group.seats
         orders.group.silence(name)
         await until(lambda: consumer.statistics().counts.get("fenced"))
-        orders.write("b")
+        orders.produce("b=")
         await until(lambda: consumer.statistics().lag["orders", 0] == 1)
         assert handler.begun == [("a", 0)]
         orders.group.reconnect(name)
-        await orders.stores(2)
+        await orders.commits(2)
 
 
 @pytest.mark.rule(31)
@@ -223,10 +175,10 @@ async def test_nothing_begins_after_the_process_was_stopped(orders: Orders) -> N
         begun.append((message.offset, message.lease.left_s))
         if message.offset == 0:
             await go_on.wait()
-            time.sleep(2 * LEASE_S)  # as by SIGSTOP
+            time.sleep(2 * TIMING["lease_s"])  # as by SIGSTOP
 
-    orders.write("a", "a")
-    async with orders.consumer(handle):
+    orders.produce("a=", "a=")
+    async with orders.running(handle):
         await until(lambda: begun)
         (name,) = orders.group.seats
         orders.group.silence(name)
@@ -241,15 +193,15 @@ async def test_nothing_begins_after_the_process_was_stopped(orders: Orders) -> N
 @pytest.mark.rule(31)
 async def test_nothing_is_stored_after_the_lease(orders: Orders) -> None:
     handler = Recorded()
-    orders.write("a")
-    async with orders.consumer(handler, commit=CommitPolicy(max_interval_s=60)) as consumer:
+    orders.produce("a=")
+    async with orders.running(handler, commit=CommitPolicy(max_interval_s=60)) as consumer:
         await until(lambda: handler.done)
         (name,) = orders.group.seats
         orders.group.silence(name)
         await until(lambda: consumer.statistics().counts.get("fenced"))
         with contextlib.suppress(Exception):
             await consumer._readers[0][0]._committer._round()
-        assert orders.stored()[0] == 0
+        assert orders.committed()[0] == 0
         orders.group.reconnect(name)
 
 
@@ -261,14 +213,14 @@ async def test_revoked_partition_is_stored_before_its_release(orders: Orders) ->
     first, second = Recorded(), Recorded()
     orders.kafka.create_topic("pairs", 2)
     for number in (0, 1):
-        orders.write("a", "b", topic="pairs", partition=number)
+        orders.produce("a=", "b=", topic="pairs", partition=number)
     lazy = CommitPolicy(max_interval_s=60)
-    async with orders.consumer(first, topics=["pairs"], commit=lazy):
+    async with orders.running(first, topics=["pairs"], commit=lazy):
         await until(lambda: len(first.done) == 4)
-        async with orders.consumer(second, topics=["pairs"]) as joined:
+        async with orders.running(second, topics=["pairs"]) as joined:
             await until(lambda: joined.statistics().lag)
             for number in (0, 1):
-                orders.write("c", topic="pairs", partition=number)
+                orders.produce("c=", topic="pairs", partition=number)
             await until(lambda: len(first.done) + len(second.done) == 6)
     assert sorted(first.done + second.done) == sorted(
         [(key, number) for number, key in enumerate("abc")] * 2
@@ -289,10 +241,10 @@ async def test_commit_in_flight_is_waited_for_at_the_end(
         await commit(self, offsets, copies)
 
     monkeypatch.setattr(MemoryMember, "commit", slowly)
-    orders.write("a")
-    async with orders.consumer(handler):
+    orders.produce("a=")
+    async with orders.running(handler):
         await slow.wait()
-    assert orders.stored()[0] == 1
+    assert orders.committed()[0] == 1
 
 
 @pytest.mark.rule(32)
@@ -307,10 +259,10 @@ async def test_revoked_partition_is_released_after_its_handlers(orders: Orders) 
 
     orders.kafka.create_topic("pairs", 2)
     for number in (0, 1):
-        orders.write("a", topic="pairs", partition=number)
-    async with orders.consumer(handle, topics=["pairs"]):
+        orders.produce("a=", topic="pairs", partition=number)
+    async with orders.running(handle, topics=["pairs"]):
         await until(lambda: len(begun) == 2)
-        async with orders.consumer(handle, topics=["pairs"]) as joined:
+        async with orders.running(handle, topics=["pairs"]) as joined:
             await until(lambda: joined.statistics().lag)
             assert (sorted(begun), sorted(done)) == ([0, 1], [0, 1])
 
@@ -322,23 +274,23 @@ async def test_revoked_partition_is_released_after_its_handlers(orders: Orders) 
 async def test_messages_of_a_key_are_handled_one_after_another(orders: Orders) -> None:
     handler = Recorded()
     gate = handler.shut("a")
-    orders.write("a", "a", "b")
-    async with orders.consumer(handler):
+    orders.produce("a=", "a=", "b=")
+    async with orders.running(handler):
         await until(lambda: handler.done)
         assert handler.begun == [("a", 0), ("b", 2)]
         gate.set()
-        await orders.stores(3)
+        await orders.commits(3)
 
 
 @pytest.mark.rule(33)
 async def test_retried_message_waits_until_it_is_due(orders: Orders) -> None:
     handler = Recorded("a")
-    orders.write("a")
-    async with orders.consumer(handler, order="none", on_failure="retry") as consumer:
-        await until(lambda: orders.copies("retry"))
+    orders.produce("a=")
+    async with orders.running(handler, order="none", on_failure="retry") as consumer:
+        await until(lambda: orders.keys("retry"))
         place = (f"txbroker.retry.{GROUP}", 0)
         await until(lambda: consumer.statistics().lag.get(place))
-        orders.write("b")
+        orders.produce("b=")
         await until(lambda: ("b", 1) in handler.done)
         assert handler.begun == [("a", 0), ("b", 1)]
 
@@ -354,10 +306,10 @@ async def test_copy_without_answer_is_written_once(orders: Orders, outcome: Lost
             orders.group.lose_answer_of_next_commit(outcome)
         raise Reject("never")
 
-    orders.write("a", "b")
-    async with orders.consumer(reject, on_failure="skip", in_flight_max=1, order="partition"):
-        await orders.stores(2)
-    assert orders.copies("dead", 4) == ["a", "b"]
+    orders.produce("a=", "b=")
+    async with orders.running(reject, on_failure="skip", in_flight_max=1, order="partition"):
+        await orders.commits(2)
+    assert orders.keys("dead") == ["a", "b"]
 
 
 # --- set-aside keys --------------------------------------------------------------------------
@@ -366,30 +318,30 @@ async def test_copy_without_answer_is_written_once(orders: Orders, outcome: Lost
 @pytest.mark.rule(35)
 async def test_next_owner_knows_set_aside_keys(orders: Orders) -> None:
     handler = Recorded("bad")
-    orders.write("bad", "good")
-    async with orders.consumer(handler, on_failure="aside"):
-        await orders.stores(2)
+    orders.produce("bad=", "good=")
+    async with orders.running(handler, on_failure="aside"):
+        await orders.commits(2)
     handler.failing.clear()
-    orders.write("bad", "good")
-    async with orders.consumer(handler, on_failure="aside"):
-        await orders.stores(4)
+    orders.produce("bad=", "good=")
+    async with orders.running(handler, on_failure="aside"):
+        await orders.commits(4)
     assert handler.done == [("good", 1), ("good", 3)]
-    assert orders.copies("aside") == ["bad", "bad"]
+    assert orders.keys("aside") == ["bad", "bad"]
 
 
 @pytest.mark.rule(35)
 async def test_released_key_is_handled_in_order(orders: Orders) -> None:
     """Also the messages that arrive while its copies are handled."""
     handler = Recorded("bad")
-    orders.write("bad", "bad", "bad")
-    async with orders.consumer(handler, on_failure="aside"):
-        await orders.stores(3)
+    orders.produce("bad=", "bad=", "bad=")
+    async with orders.running(handler, on_failure="aside"):
+        await orders.commits(3)
         handler.failing.clear()
         gate = handler.shut("bad")
         begun = len(handler.begun)
-        orders.release("bad")
+        orders.release(b"bad")
         await until(lambda: len(handler.begun) > begun)
-        orders.write("bad", "good")
+        orders.produce("bad=", "good=")
         await until(lambda: ("good", 4) in handler.done)
         assert len(handler.begun) == begun + 2
         gate.set()
@@ -405,9 +357,9 @@ async def test_at_most_once_stores_before_the_handler(orders: Orders) -> None:
     stored: list[int] = []
 
     async def handle(message: ReceivedMessage) -> None:
-        stored.append(orders.stored()[0] - message.offset)
+        stored.append(orders.committed()[0] - message.offset)
 
-    orders.write("a", "b")
-    async with orders.consumer(handle, mode="at-most-once"):
+    orders.produce("a=", "b=")
+    async with orders.running(handle, mode="at-most-once"):
         await until(lambda: len(stored) == 2)
     assert min(stored) > 0

@@ -13,7 +13,6 @@ from txbroker.core.consuming.aside import release_record
 from txbroker.core.consuming.copies import ASIDE_PARTITIONS, Failed, Source, read_copy, spread
 from txbroker.core.consuming.position import Metadata, decode_metadata
 from txbroker.core.records import Record
-from txbroker.door.consuming import StoredOffset
 from txbroker.testing.memory import MemoryKafka
 
 GROUP = "stock"
@@ -23,10 +22,9 @@ TIMING = {"heartbeat_s": 0.05, "lease_s": 0.3, "session_s": 60.0}
 class World:
     """One test's Kafka with topic `orders`."""
 
-    def __init__(self) -> None:
+    def __init__(self, partitions: int = 2) -> None:
         self.kafka = MemoryKafka()
-        self.kafka.create_topic("orders", 2)
-        self._running: list[asyncio.Task[None]] = []
+        self.kafka.create_topic("orders", partitions)
 
     @property
     def group(self) -> Any:
@@ -67,7 +65,10 @@ class World:
         self.kafka.write(topic, partition, records, None)
 
     def committed(self, partition: int = 0, topic: str = "orders") -> tuple[int, Metadata]:
-        stored: StoredOffset = self.group.offsets[topic, partition]
+        """Return the stored offset and its metadata, -1 without."""
+        stored = self.group.offsets.get((topic, partition))
+        if stored is None:
+            return -1, Metadata(-1)
         metadata = decode_metadata(stored.offset, stored.metadata)
         assert metadata is not None
         return stored.offset, metadata
@@ -98,9 +99,6 @@ class World:
         number = spread(source[:2], ASIDE_PARTITIONS)
         record = release_record(source, key, "checked")
         self.kafka.write(f"txbroker.aside.{GROUP}", number, [record], None)
-
-    async def close(self) -> None:
-        return None
 
 
 class Handler:
