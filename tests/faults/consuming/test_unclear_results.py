@@ -161,16 +161,16 @@ async def test_claim_of_a_lost_assignment_moves_no_position_back(memory: MemoryK
     consumer = Consumer(
         memory, group=GROUP, topics=["orders"], order="key", on_assign=on_assign, heartbeat_s=0.05
     )
-    async with consumer:
-        task = asyncio.create_task(consumer.run(handle))
-        await reached.wait()
-        (name,) = group.seats
-        group.expire(name)
-        group.offsets[PLACE] = StoredOffset(2, "txb1:7::0:")
-        await until(lambda: name in group.seats and group.seats[name].share)
-        go_on.set()
-        await until(lambda: handled)
-        assert handled == [2]
-        assert group.offsets[PLACE].metadata.split(":")[1] == "8"
-        consumer.stop()
-        await task
+    starting = asyncio.create_task(running(consumer, handle))
+    await reached.wait()
+    (name,) = group.seats
+    group.expire(name)
+    group.offsets[PLACE] = StoredOffset(2, "txb1:7::0:")
+    await until(lambda: name in group.seats and group.seats[name].share)
+    go_on.set()
+    task = await starting
+    await until(lambda: handled)
+    assert handled == [2]
+    assert group.offsets[PLACE].metadata.split(":")[1] == "8"
+    await consumer.aclose()
+    await task
