@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 
+import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.kit.consumer_world import World
+from tests.kit.consumer_world import Handler, World
 from tests.kit.until import until
 from txbroker.consumer import Consumer, ReceivedMessage, Reject
 from txbroker.consumer.statistics import METRICS
@@ -68,3 +69,18 @@ async def test_metrics_of_two_consumers_of_a_process(world: World) -> None:
         two.stop()
         await asyncio.gather(*running)
     assert shown == {metric.name.removeprefix("txbroker_consumer_") for metric in METRICS}
+
+
+@pytest.mark.parametrize("order", ["none", "key"])
+async def test_message_that_is_tried_again_later_is_the_oldest(world: World, order: str) -> None:
+    """Those after it are done, and do not count."""
+    world.produce("a=bad", "b=1", "c=2", timestamp_ms=1)
+    handler = Handler(bad=ValueError("no stock"))
+    async with world.running(
+        handler, order=order, on_failure="wait", retry_interval_s=30
+    ) as consumer:
+        await handler.does("1", "2")
+        await until(lambda: "bad" in handler.seen and not consumer.statistics().in_flight)
+        now = consumer.statistics()
+    assert now.oldest_unfinished_s > 1000
+    assert now.lag["orders", 0] == 1

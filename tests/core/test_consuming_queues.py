@@ -254,3 +254,20 @@ def test_heads() -> None:
     world.put_back(b1, due_s=1.0)
     assert {item.key for item in world.partitions[0].heads()} == {b"a", b"b", b"c"}
     assert c1 in world.partitions[0].heads()
+
+
+def test_heads_of_messages_that_are_alone() -> None:
+    world = World(Order.NONE)
+    first, second = world.add(0, b"a", b"a")
+    assert world.take() is first
+    assert world.take() is second
+    for _ in range(2):
+        world.put_back(first, due_s=1.0)
+        assert world.partitions[0].heads() == [first]
+        world.wake(1.0)
+        world.suspend(0, "x")
+        assert world.take() is None
+        assert world.partitions[0].heads() == [first]
+        world.resume(0, "x")
+        assert world.take() is first
+        assert world.partitions[0].heads() == []

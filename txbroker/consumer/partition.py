@@ -209,8 +209,10 @@ class Work:
 
     @property
     def lag(self) -> int:
-        """Offsets from the low-water mark to the end."""
-        return max(0, self.end - self.position.low)
+        """Offsets up to the end that are not done."""
+        position = self.position
+        done = sum(end - first for first, end in position.ranges())
+        return max(0, self.end - position.low - done)
 
 
 def due_ms(message: ReceivedMessage) -> int:

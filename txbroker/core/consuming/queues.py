@@ -69,6 +69,8 @@ class PartitionQueue(Generic[M]):
         self.lanes: dict[Hashable, Lane | None] = {}
         """Lanes with messages in flight, waiting or delayed, and suspended ones. None: there is one
         message in flight and nothing else, as in most lanes."""
+        self.alone: set[Lane] = set()
+        """Lanes of messages that are alone in any case, and were put back."""
         self.held: list[Lane] = []
         """Lanes that were ready while the partition was suspended."""
         self.suspended: set[str] = set()
@@ -79,7 +81,7 @@ class PartitionQueue(Generic[M]):
 
     def heads(self) -> list[M]:
         """Return the first message of the buffer and of each lane."""
-        lanes = [*self.lanes.values(), *self.held]
+        lanes = [*self.lanes.values(), *self.alone]
         heads = [lane.waiting[0] for lane in lanes if lane is not None and lane.waiting]
         return heads + list(itertools.islice(self.buffer, 1))
 
@@ -175,6 +177,8 @@ class Queues(Generic[M]):
         return lane
 
     def _start(self, lane: Lane, message: M, holder: object) -> M:
+        if lane.key is None:
+            lane.queue.alone.discard(lane)
         lane.in_flight = 1
         lane.holder = holder
         message.lane = lane
@@ -215,10 +219,13 @@ class Queues(Generic[M]):
         """Put a message back to the front of its lane."""
         if message.lane is None and message.lane_key is None:
             lane = Lane(queue, None)
+            queue.alone.add(lane)
             lane.waiting.append(message)
             self._ready.append(lane)
             return lane
         lane = message.lane or self._lane(queue, message.lane_key)
+        if lane.key is None:
+            queue.alone.add(lane)
         lane.waiting.appendleft(message)
         self.settle(queue, message)
         return lane
@@ -228,6 +235,7 @@ class Queues(Generic[M]):
         key = message.lane_key
         if key is None:
             lane = Lane(queue, None)
+            queue.alone.add(lane)
         elif key in queue.lanes:
             lane = self._lane(queue, key)
         else:
@@ -250,6 +258,7 @@ class Queues(Generic[M]):
         """Drop all messages of a partition. Those in flight may still be settled."""
         queue.removed = True
         queue.lanes.clear()
+        queue.alone.clear()
         queue.held.clear()
         queue.buffer.clear()
         self._ready = deque(lane for lane in self._ready if lane.queue is not queue)
