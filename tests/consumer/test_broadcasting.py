@@ -200,6 +200,13 @@ async def test_other_metadata_in_the_group(world: World) -> None:
         ({"in_flight_max": 1.5}, "in_flight_max is 1.5: it is a whole number"),
         ({"retry_interval_s": "1"}, "retry_interval_s is '1': it is a number"),
         ({"drain_s": None}, "drain_s is None"),
+        ({"group": b"stock"}, "group is b'stock': it is a name"),
+        ({"topics": None, "pattern": b"o.*"}, "it is a regular expression, as text"),
+        ({"commit": {"max_batch": 1}}, r"write commit=CommitPolicy\(max_batch"),
+        ({"on_assign": 3}, "on_assign is 3, which cannot be called"),
+        ({"start": {"orders": 5}}, "start has 'orders': 5; it is an offset by"),
+        ({"start": {("orders", 0): "7"}}, r"start has \('orders', 0\): '7'"),
+        ({"start": {("orders", 0): -1}}, r"start has \('orders', 0\): -1"),
     ],
 )
 async def test_bad_options(world: World, options: dict[str, Any], says: str) -> None:

@@ -229,6 +229,7 @@ class ConsumerSettings(Struct, frozen=True, kw_only=True):
         Raises:
             ConfigurationError: names the options and the next step.
         """
+        _check_types(self)
         _check_source(self)
         _check_choices(self)
         _check_numbers(self)
@@ -251,6 +252,31 @@ def group_topics(prefix: str, group: str, *, aside: bool) -> list[TopicSpec]:
         TopicSpec(names.dead, DEAD_PARTITIONS, -1, kept),
     ]
     return [*topics, TopicSpec(names.aside, ASIDE_PARTITIONS, -1, kept)] if aside else topics
+
+
+def _check_types(given: ConsumerSettings) -> None:
+    if not isinstance(given.group, str | None):
+        raise ConfigurationError(f"group is {given.group!r}: it is a name, as text")
+    if not isinstance(given.pattern, str | None):
+        raise ConfigurationError(
+            f"pattern is {given.pattern!r}: it is a regular expression, as text"
+        )
+    if not isinstance(given.commit, CommitPolicy):
+        raise ConfigurationError(
+            f"commit is {given.commit!r}: write commit=CommitPolicy(max_batch=…, max_interval_s=…)"
+        )
+    for name in ("on_assign", "on_revoke", "before", "after"):
+        hook = getattr(given, name)
+        if hook is not None and not callable(hook):
+            raise ConfigurationError(f"{name} is {hook!r}, which cannot be called: pass a function")
+    for place, offset in given.start_offsets().items():
+        match place, offset:
+            case (str(), int()), int() if offset >= 0:
+                continue
+        raise ConfigurationError(
+            f"start has {place!r}: {offset!r}; it is an offset by (topic, partition), as "
+            "{('orders', 0): 17}"
+        )
 
 
 def _check_source(given: ConsumerSettings) -> None:
