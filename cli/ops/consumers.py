@@ -103,7 +103,8 @@ def show_command(config: Path | None, output: str, group: str, **options: Any) -
     if output in ("json", "yaml"):
         show_data(row, output)
     else:
-        click.echo(f"{group}: {row['state']}, {len(row['members'])} members, lag {row['lag']:,}")
+        members = _counted(len(row["members"]), "member")
+        click.echo(f"{group}: {row['state']}, {members}, lag {row['lag']:,}")
         show_rows(row["partitions"], PARTITION_COLUMNS, output, "It has no committed offsets.")
         if row["retries"]:
             click.echo()

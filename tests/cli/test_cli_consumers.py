@@ -269,7 +269,7 @@ async def test_show_has_positions_owners_and_retries(place: Place) -> None:
         (step,) = view["retries"]
         assert (step["step"], step["delay_s"], step["messages"]) == (0, 10, 1)
         text = (await place.ask("show", place.group)).out
-        assert text.startswith(f"{place.group}: Stable, 1 members, lag 0\n")
+        assert text.startswith(f"{place.group}: Stable, 1 member, lag 0\n")
         assert "NEXT IS DUE" in text
 
 
