@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.consumer.consumer_world import Handler, World, counted, text, texts
+from tests.kit.consumer_world import Handler, World, counted, text, texts
 from tests.kit.until import until
 from txbroker.consumer import ReceivedMessage, Reject, statistics
 from txbroker.core.consuming.position import decode_metadata
