@@ -9,10 +9,13 @@ from typing import Any
 
 import pytest
 
-from tests.kit.consumer_world import Handler, World, counted, text, texts
+from tests.kit.consumer_world import GROUP, Handler, World, counted, text, texts
 from tests.kit.until import until
-from txbroker.consumer import ReceivedMessage, Reject, statistics
+from txbroker.consumer import ReceivedMessage, Reject, partition, statistics
+from txbroker.core.consuming.copies import Failed, Source, make_copy
+from txbroker.core.consuming.failure import DELAYS_S, Bury, FailurePolicy, OnFailure
 from txbroker.core.consuming.position import decode_metadata
+from txbroker.core.records import Record
 from txbroker.testing.consuming import MemoryMember
 
 BUG = ValueError("bug")
@@ -144,3 +147,19 @@ async def test_pulled_batch_keeps_the_order_of_a_lane_that_fails(world: World) -
         await world.commits(4)
     again = seen[seen.index("1", 1) :]
     assert [each for each in again if each != "4"] == ["1", "2", "3"]
+
+
+async def test_foreign_due_time_holds_up_no_more_than_its_step(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(partition, "DELAYS_S", (0.1,))
+    copies = [
+        make_copy(Record(None, value), Failed(Source("orders", 0, number), 1, due_ms))
+        for number, (value, due_ms) in enumerate([(b"foreign", 10**14), (b"due", 0)])
+    ]
+    handler = Handler()
+    async with world.running(handler, order="none"):
+        world.kafka.write(f"txbroker.retry.{GROUP}", 0, copies, None)
+        await handler.does("foreign", "due")
+    last = FailurePolicy(OnFailure.RETRY, 1, 1.0).decide(BUG, 1, len(DELAYS_S))
+    assert isinstance(last, Bury), "of a partition that was added to the retry topic"

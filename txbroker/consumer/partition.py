@@ -7,9 +7,12 @@ from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Protocol
 
+from msgspec import structs
+
 from txbroker.consumer.message import MessageLease, ReceivedMessage
 from txbroker.core.consuming.aside import AsideKeys
 from txbroker.core.consuming.copies import Partition, Source, read_copy
+from txbroker.core.consuming.failure import DELAYS_S
 from txbroker.core.consuming.position import Metadata, Position, encode_metadata
 from txbroker.core.consuming.queues import Order, PartitionQueue, lane_key_of
 from txbroker.core.records import Record
@@ -136,6 +139,10 @@ class Work:
 
     def _copy(self, record: Record) -> ReceivedMessage:
         message, failed = read_copy(record) or (record, None)
+        if failed is not None:
+            # Other clients write, too: others wait for a copy no longer than its step.
+            latest_ms = (time.time() + DELAYS_S[min(self.place[1], len(DELAYS_S) - 1)]) * 1000
+            failed = structs.replace(failed, due_ms=min(failed.due_ms, round(latest_ms)))
         attempt = 1 if failed is None else failed.attempts + 1
         key = lane_key_of(self.order, record.key)
         return ReceivedMessage(message, self, size_of(record), key, attempt, failed_before=failed)

@@ -133,7 +133,7 @@ class FailurePolicy(Struct, frozen=True):
         if self.on_failure is not OnFailure.RETRY:
             return Bury(cause)
         following = 0 if step is None else step + 1
-        if following == len(DELAYS_S):
+        if following >= len(DELAYS_S):
             return Bury(cause)
         return RetryLater(following, DELAYS_S[following], cause)
 
