@@ -140,7 +140,7 @@ class GroupMember(Protocol):
         self, offsets: Mapping[Partition, StoredOffset], copies: Sequence[Copy] = ()
     ) -> None:
         """Store offsets with this member's generation; copies and offsets are stored together, in
-        one Kafka transaction, or not at all. One call at a time.
+        one Kafka transaction, or not at all. Calls may overlap.
 
         Raises:
             CommitFenced

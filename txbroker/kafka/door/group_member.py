@@ -163,7 +163,8 @@ class KafkaGroupMember:
         self._loop = MemberLoop(self._member, timing.heartbeat_s, permanent, self)
         self._started = False
         self._looking: asyncio.Task[None] | None = None
-        self._commit_limit: asyncio.Timeout | None = None
+        self._commits: set[asyncio.Timeout] = set()
+        """Those in flight: a claim does not wait for a round."""
 
     @property
     def deadline_s(self) -> float:
@@ -227,12 +228,14 @@ class KafkaGroupMember:
         """
         try:
             # Once it has joined again, its generation would fence nothing of before.
-            async with asyncio.timeout(None) as self._commit_limit:
-                await self._commit(offsets, copies)
+            async with asyncio.timeout(None) as limit:
+                self._commits.add(limit)
+                try:
+                    await self._commit(offsets, copies)
+                finally:
+                    self._commits.discard(limit)
         except TimeoutError:
             raise KafkaUnavailable(f"{_OUT}: whether the offsets are stored is unknown") from None
-        finally:
-            self._commit_limit = None
 
     async def _commit(
         self, offsets: Mapping[Partition, StoredOffset], copies: Sequence[Copy]
@@ -264,8 +267,8 @@ class KafkaGroupMember:
     def lost(self, why: str) -> None:
         """Report that the member is out of the group."""
         self._member.lose()
-        if self._commit_limit is not None:
-            self._commit_limit.reschedule(0.0)
+        while self._commits:
+            self._commits.pop().reschedule(0.0)
         self._listener.lost(why)
 
     def replaced_by(self, holder: Holder) -> str:

@@ -6,6 +6,7 @@ commit, a member that was replaced while it was stopped would move the offset ba
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import secrets
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -61,7 +62,7 @@ class Identity(Protocol):
 
 
 class GroupOffsets:
-    """Loads and commits a group's offsets. One call at a time.
+    """Loads and commits a group's offsets.
 
     Args:
         identity: of the member that commits.
@@ -76,6 +77,8 @@ class GroupOffsets:
         self._producer: Producer | None = None
         self._unsettled = False
         """A transaction may still be open, or be completed."""
+        self._turn = asyncio.Lock()
+        """Of the producer: another one would abort the transaction in flight."""
 
     # --- load --------------------------------------------------------------------------------
 
@@ -87,9 +90,10 @@ class GroupOffsets:
         """
         if not partitions:
             return {}
-        if self._unsettled:
-            # It ends the transaction whose result is unknown.
-            await self._start_producer(self._backoff())
+        async with self._turn:
+            if self._unsettled:
+                # It ends the transaction whose result is unknown.
+                await self._start_producer(self._backoff())
         request = OffsetFetchV7(self._group, list(by_topic(partitions).items()), True)
         unstable = Backoff(_UNSTABLE_MAX_S, _UNSTABLE_PAUSE_S)
         while True:
@@ -115,7 +119,8 @@ class GroupOffsets:
             KafkaUnavailable: the result is unknown. It is known before the next `load` returns.
         """
         if copies:
-            await self._commit_with(offsets, copies, _BATCH_BYTES)
+            async with self._turn:
+                await self._commit_with(offsets, copies, _BATCH_BYTES)
             return
         topics = _encoded(offsets)
 
