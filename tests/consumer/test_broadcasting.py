@@ -108,7 +108,15 @@ async def test_skipped_messages_are_kept_in_the_file(world: World, tmp_path: Pat
     connection.close()
     assert (key, value) == (b"a", b"bad")
     names = [name for name, _value in json.loads(headers)]
-    assert names == ["txb-source", "txb-attempt", "txb-due", "txb-cause", "trace"]
+    assert names == [
+        "txb-source",
+        "txb-attempt",
+        "txb-step",
+        "txb-due",
+        "txb-cause",
+        "txb-timestamp",
+        "trace",
+    ]
     assert not [name for name in world.kafka.topics if name.startswith("txbroker.")]
 
 

@@ -44,14 +44,17 @@ def test_delays() -> None:
     [
         ("none", None, BUG, 1, None, RetryHere(0.1)),
         ("none", None, BUG, 2, None, RetryHere(0.1)),
-        ("none", None, BUG, 3, None, RetryLater(0, 10, CAUSE)),
+        ("none", None, BUG, 3, None, RetryLater(0, 10, CAUSE, 0)),
         ("none", None, BUG, 2, 0, RetryHere(0.1)),
-        *(("none", None, BUG, 3, n, RetryLater(n + 1, DELAYS_S[n + 1], CAUSE)) for n in range(15)),
+        *(
+            ("none", None, BUG, 3, n, RetryLater(n + 1, DELAYS_S[n + 1], CAUSE, n + 1))
+            for n in range(15)
+        ),
         ("none", None, BUG, 3, 15, Bury(CAUSE)),
         ("none", None, Later(9.5), 0, None, RetryHere(9.5)),
-        ("none", None, Later(10), 0, None, RetryLater(0, 10, "Later: again in 10 s")),
-        ("none", None, Later(11), 0, 7, RetryLater(1, 30, "Later: again in 11 s")),
-        ("none", None, Later(90_000), 0, None, RetryLater(15, 7200, "Later: again in 90000 s")),
+        ("none", None, Later(10), 0, None, RetryLater(0, 10, "Later: again in 10 s", -1)),
+        ("none", None, Later(11), 0, 7, RetryLater(1, 30, "Later: again in 11 s", 7)),
+        ("none", None, Later(90_000), 0, None, RetryLater(15, 7200, "Later: again in 90000 s", -1)),
         ("none", "skip", BUG, 3, None, Bury(CAUSE)),
         ("none", "skip", Later(60), 0, None, RetryHere(60)),
         ("none", "wait", BUG, 1000, None, RetryHere(0.1)),

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 log = structlog.wrap_logger(logging.getLogger(__name__))
 
-_CHUNK = 100
+_CHUNK = 500
 """Copies of a released key that are handled between two clearances."""
 _READ_OFFSETS = 5000
 _PAUSE_S, _PAUSE_MAX_S = 1.0, 60.0

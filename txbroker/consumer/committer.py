@@ -287,7 +287,10 @@ class Committer:
 
     def _refuse(self, round_: _Round, error: CopyRefused) -> None:
         """Give back the messages of the partition whose copy was refused."""
-        work = next(each.work for each in round_.pending if each.copy is error.copy)
+        work = next((each.work for each in round_.pending if each.copy is error.copy), None)
+        if work is None:  # its partition was lost meanwhile
+            self._again(round_)
+            return
         mine = [each for each in self._pending if each.work is work]
         refused = [(each.message, each.copy) for each in mine if each.message is not None]
         self._pending = [each for each in self._pending if each.work is not work]

@@ -177,7 +177,7 @@ class Engine:
         self.order = order
         self._queues: Queues[ReceivedMessage] = Queues()
         self._works: dict[Work, None] = {}
-        self._memory = Memory(bytes_max, self._works)
+        self.memory = Memory(bytes_max, self._works)
         self._in_flight: dict[ReceivedMessage, Holder] = {}
         self.waiting = Waiting(lambda: self._queues.more)
         self._loop = asyncio.get_running_loop()
@@ -216,7 +216,7 @@ class Engine:
             each.commits = None
             self._queues.remove(each.queue)
             each.gate.clear()
-            self._memory.paused.discard(each)
+            self.memory.paused.discard(each)
             self._pauses.forget(each)
             flying = [message for message in self._in_flight if message.work is each]
             self.abandon([self._in_flight.pop(message) for message in flying])
@@ -267,9 +267,9 @@ class Engine:
         messages = work.wrap(fresh)
         sizes = [message.size for message in messages]
         work.bytes += sum(sizes)
-        self._memory.take(work)
-        if max(sizes, default=0) > self._memory.bytes_max:
-            self.fail(too_large(work, max(sizes), self._memory.bytes_max))
+        self.memory.take(work)
+        if max(sizes, default=0) > self.memory.bytes_max:
+            self.fail(too_large(work, max(sizes), self.memory.bytes_max))
         if self.before and work.commits is not None:
             work.gate.extend(messages)
             work.commits.changed(work, len(messages))
@@ -395,8 +395,8 @@ class Engine:
             commits.changed(work)
         elif work.gate:
             commits.changed(work, 0)
-        if self._memory.paused:
-            self._memory.free(work)
+        if self.memory.paused:
+            self.memory.free(work)
 
     def refused(self, work: Work, copies: Sequence[tuple[ReceivedMessage, Copy]], why: str) -> None:
         """These copies, in order, cannot be stored: the partition pauses, and then their messages
@@ -443,7 +443,7 @@ class Engine:
     def stop(self) -> None:
         """Hand out no further message. For any thread."""
         self.stopping = True
-        self.waiting.call(self.waiting.wake_all)
+        self.waiting.soon(self.waiting.wake_all)
 
     def fail(self, error: Exception) -> None:
         """End the consumer with an error."""

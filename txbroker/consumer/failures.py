@@ -83,7 +83,7 @@ class Failures:
         failed = not isinstance(error, Later)
         message.failures += failed
         self._results.counts["failed"] += failed
-        verdict = self._policy.decide(error, message.failures, message.work.step)
+        verdict = self._policy.decide(error, message.failures, message.step)
         if failed:
             log.warning(
                 "message failed",
@@ -118,13 +118,16 @@ class Failures:
     def _copy(self, message: ReceivedMessage, verdict: Bury | RetryLater) -> None:
         """Copy a message to another topic; its lane waits until the copy is stored."""
         source, due = source_of(message), round(time.time() * 1000)
+        step = -1
         if isinstance(verdict, RetryLater):
+            step = verdict.failed_step
             topic, number, name = self._topics.retry, verdict.step, f"retry_{verdict.step}"
             due += round(verdict.delay_s * 1000)
         else:
             topic, name = self._topics.dead, "dead"
             number = spread(source[:2], DEAD_PARTITIONS)
-        record = make_copy(message.record, Failed(source, message.attempt, due, verdict.cause))
+        failed = Failed(source, message.attempt, due, verdict.cause, step)
+        record = make_copy(message.record, failed)
 
         def stored() -> None:
             self._results.counts[name] += 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import sqlite3
 import threading
+import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
@@ -129,13 +130,14 @@ class InFile:
 
     def _commit(self, offsets: Mapping[Partition, StoredOffset], copies: Sequence[Copy]) -> None:
         rows = [(*place, *stored) for place, stored in offsets.items()]
+        now_ms = round(time.time() * 1000)
         failed = [
             (
                 copy.topic,
                 copy.record.key,
                 copy.record.value,
                 msgspec.json.encode(list(copy.record.headers)).decode(),
-                copy.record.timestamp_ms,
+                now_ms,
             )
             for copy in copies
         ]

@@ -109,6 +109,14 @@ class ReceivedMessage(Struct, eq=False, gc=False):
         return message_id(self.topic, self.partition, self.offset, self.record.headers)
 
     @property
+    def step(self) -> int | None:
+        """The last step of the retry topic that a failure led to; None: it was not read from
+        there."""
+        if not self.work.is_retry:
+            return None
+        return -1 if self.failed_before is None else self.failed_before.step
+
+    @property
     def token(self) -> int:
         """Rises with each owner of the partition. External systems can refuse a lower one than
         they have seen: it comes from an owner that was replaced."""

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 _OVERHEAD_BYTES = 300
 """Memory of a message beside its key, value and headers."""
 _HEADER_BYTES = 100
+_FETCH_BYTES_MIN, _FETCH_BYTES_MAX = 16 << 10, 1 << 20
 
 
 class Commits(Protocol):
@@ -101,11 +102,6 @@ class Work:
         self._sent: set[StoredOffset] = set()
         """What may be stored: the newest position that certainly is, and later attempts."""
         self._token_steps = 0
-
-    @property
-    def step(self) -> int | None:
-        """The step of the retry topic; None: it is no partition of it."""
-        return self.place[1] if self.is_retry else None
 
     @property
     def owner(self) -> Work:
@@ -269,6 +265,11 @@ class Memory:
     @property
     def _share(self) -> float:
         return self.bytes_max / max(1, len(self._works))
+
+    @property
+    def fetch_bytes(self) -> int:
+        """How much of a partition to fetch at once, so that it keeps to its share."""
+        return round(min(_FETCH_BYTES_MAX, max(_FETCH_BYTES_MIN, self._share)))
 
     def take(self, work: Work) -> None:
         """Pause a partition if it has its share."""

@@ -45,6 +45,8 @@ if TYPE_CHECKING:
 log = structlog.wrap_logger(logging.getLogger(__name__))
 
 _PAUSE_S, _PAUSE_MAX_S = 1.0, 60.0
+_CANCEL_S = 1.0
+"""How long cancelled handlers may take to end."""
 _WARNING_S = 10.0
 """Between warnings of fetches that fail, which are retried."""
 _FENCED_PAUSE_S = 0.1
@@ -289,6 +291,7 @@ class Reader:
         for work in works:
             self._works[work.place] = work
             self._engine.add(work, self._committer, self._fetcher)
+            self._fetcher.partition_bytes = self._engine.memory.fetch_bytes
             self._fetcher.add(work.place, work.position.low)
             if self._asides is not None:
                 self._asides.begin(work)
@@ -321,7 +324,16 @@ class Reader:
                 )
 
     async def _continue_after_gap(self, work: Work) -> None:
-        begin = await self._positions.begin_after_gap(work)
+        failures = 0
+        while True:
+            try:
+                begin = await self._positions.begin_after_gap(work)
+                break
+            except KafkaUnavailable as error:
+                if error.lasting:
+                    raise
+                failures += 1
+                await asyncio.sleep(grown_pause_s(failures, _FENCED_PAUSE_S, _PAUSE_MAX_S))
         if self._works.get(work.place) is work:
             self._engine.deliver(work, (), begin, work.end)
             self._fetcher.add(work.place, begin)
@@ -361,6 +373,10 @@ class Reader:
             log.warning("handlers cancelled after drain_s", partitions=[w.place for w in works])
             for work in works:
                 self._engine.interrupt(work)
+            # The next owner should not meet a handler that is about to end.
+            ended = asyncio.gather(*(self._engine.drained(work) for work in works))
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(ended, _CANCEL_S)
 
     async def _flush(self, works: Sequence[Work]) -> None:
         """Store the final positions of partitions. At most once: without messages that count as
@@ -401,6 +417,7 @@ class Reader:
         self._committer.forget(work)
         self._works.pop(work.place, None)
         self._close_asides([work])
+        self._fetcher.partition_bytes = self._engine.memory.fetch_bytes
 
     async def close(self) -> None:
         """End with all partitions: store their positions. Messages that are still in flight, such

@@ -68,8 +68,13 @@ class Waiting:
         if threading.get_ident() == self._thread:
             call(*args)
         else:
-            with contextlib.suppress(RuntimeError):  # the loop has ended
-                self._loop.call_soon_threadsafe(call, *args)
+            self.soon(call, *args)
+
+    def soon(self, call: Callable[..., None], *args: object) -> None:
+        """Call a function in the event loop soon. Also for signal handlers, which may interrupt any
+        function here."""
+        with contextlib.suppress(RuntimeError):  # the loop has ended
+            self._loop.call_soon_threadsafe(call, *args)
 
     def result_of(self, call: Callable[[], T]) -> T:
         """Call a function in the event loop, from any thread, and return its result.

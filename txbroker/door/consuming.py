@@ -168,7 +168,12 @@ class Fetcher(Protocol):
 
     A paused partition delivers at most records that are fetched already. Brokers that fail are
     retried with back-off; each failure is reported.
+
+    Attributes:
+        partition_bytes: what a request fetches of one partition at most, unless a batch is larger.
     """
+
+    partition_bytes: int
 
     def add(self, partition: Partition, offset: int) -> None:
         """Fetch a partition from `offset` on."""

@@ -223,7 +223,7 @@ async def send_back(
     async for letter, record in _reread(door, letters):
         copy = read_copy(record)
         assert copy is not None
-        again = make_copy(copy[0], structs.replace(copy[1], due_ms=0))
+        again = make_copy(copy[0], structs.replace(copy[1], due_ms=0, step=-1))
         topic, number, _offset = letter.place
         copies += [
             Copy(view.names.retry, 0, again),

@@ -19,16 +19,26 @@ from txbroker.core.records import Header, Record
 
 SOURCE_HEADER = "txb-source"
 ATTEMPT_HEADER = "txb-attempt"
+STEP_HEADER = "txb-step"
 DUE_HEADER = "txb-due"
 CAUSE_HEADER = "txb-cause"
+TIMESTAMP_HEADER = "txb-timestamp"
 RELEASE_HEADER = "txb-release"
 """In the aside topic, on a record of an operator: the partition whose key is released."""
 CLEARED_HEADER = "txb-cleared"
 """In the aside topic, on a record of the owner: up to which message a released key is done."""
 RETRIED_HEADER = "txb-retried"
 """In the dead-letter topic, on a record of an operator: which dead letter was sent back."""
-_COPY_HEADERS = (SOURCE_HEADER, ATTEMPT_HEADER, DUE_HEADER, CAUSE_HEADER)
+_COPY_HEADERS = (
+    SOURCE_HEADER,
+    ATTEMPT_HEADER,
+    STEP_HEADER,
+    DUE_HEADER,
+    CAUSE_HEADER,
+    TIMESTAMP_HEADER,
+)
 _CAUSE_LENGTH_MAX = 1000
+_NUMBER = re.compile(rb"-1|\d{1,15}")
 _SOURCE = re.compile(r"([A-Za-z0-9._-]{1,249})/([0-9]{1,10})@([0-9]{1,19})")
 
 GROUP_NAME_MAX = 200
@@ -70,24 +80,29 @@ class Failed(Struct, frozen=True):
         due_ms: when it is to be handled again, milliseconds since 1970; 0 at once. In the
             dead-letter and the aside topic: since when it is there.
         cause: why it failed.
+        step: of the retry topic, to which failures have led it; -1 before the first one.
     """
 
     source: Source
     attempts: int
     due_ms: int = 0
     cause: str = ""
+    step: int = -1
 
 
 def make_copy(record: Record, failed: Failed) -> Record:
-    """Return the copy of a message."""
+    """Return the copy of a message. It is dated when it is written: Kafka's retention counts from
+    then, and the message's timestamp is in a header."""
     cause = failed.cause[:_CAUSE_LENGTH_MAX]
     headers: list[Header] = [
         (SOURCE_HEADER, str(failed.source).encode()),
         (ATTEMPT_HEADER, b"%d" % failed.attempts),
+        (STEP_HEADER, b"%d" % failed.step),
         (DUE_HEADER, b"%d" % failed.due_ms),
         (CAUSE_HEADER, cause.encode(errors="backslashreplace")),
+        (TIMESTAMP_HEADER, b"%d" % record.timestamp_ms),
     ]
-    return Record(record.key, record.value, (*headers, *record.headers), record.timestamp_ms)
+    return Record(record.key, record.value, (*headers, *record.headers))
 
 
 def read_copy(record: Record) -> tuple[Record, Failed] | None:
@@ -95,13 +110,25 @@ def read_copy(record: Record) -> tuple[Record, Failed] | None:
     headers = tuple(record.headers[: len(_COPY_HEADERS)])
     if tuple(name for name, _value in headers) != _COPY_HEADERS:
         return None
-    source, attempts, due_ms, cause = (value or b"" for _name, value in headers)
-    place = parse_source(source.decode(errors="replace"))
-    if place is None or not attempts.isdigit() or not due_ms.isdigit() or len(due_ms) > 15:
+    values = {name: value or b"" for name, value in headers}
+    place = parse_source(values[SOURCE_HEADER].decode(errors="replace"))
+    numbers = [
+        _number(values[name])
+        for name in (ATTEMPT_HEADER, DUE_HEADER, STEP_HEADER, TIMESTAMP_HEADER)
+    ]
+    if place is None or None in numbers:
         return None
-    failed = Failed(place, int(attempts[:9]), int(due_ms), cause.decode(errors="replace"))
+    attempts, due_ms, step, timestamp_ms = (number or 0 for number in numbers)
+    if min(attempts, due_ms) < 0:
+        return None
+    cause = values[CAUSE_HEADER].decode(errors="replace")
     rest = tuple(record.headers[len(_COPY_HEADERS) :])
-    return structs.replace(record, headers=rest), failed
+    message = structs.replace(record, headers=rest, timestamp_ms=timestamp_ms)
+    return message, Failed(place, attempts, due_ms, cause, step)
+
+
+def _number(value: bytes) -> int | None:
+    return int(value) if _NUMBER.fullmatch(value) else None
 
 
 def parse_source(text: str) -> Source | None:

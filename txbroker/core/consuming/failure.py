@@ -21,7 +21,7 @@ class Later(Exception):
 
     Args:
         seconds: at least 0. In order `none` a delay of ten seconds or more is rounded up to a step
-            of the retry topic.
+            of the retry topic, two hours at most.
     """
 
     def __init__(self, seconds: float) -> None:
@@ -65,11 +65,13 @@ class RetryHere(Struct, frozen=True):
 
 
 class RetryLater(Struct, frozen=True):
-    """Copy it to partition `step` of the retry topic, due after `delay_s`."""
+    """Copy it to partition `step` of the retry topic, due after `delay_s`. `failed_step` is the
+    last step that a failure led to; `Later` is none."""
 
     step: int
     delay_s: float
     cause: str
+    failed_step: int
 
 
 class Bury(Struct, frozen=True):
@@ -112,8 +114,8 @@ class FailurePolicy(Struct, frozen=True):
         Args:
             error: raised by the handler.
             failures: local failures so far, this one included.
-            step: the step of the retry topic that the message was read from; None: of the
-                topic that it was written to.
+            step: the last step of the retry topic that a failure led to, -1 before the first one;
+                None: it was not read from the retry topic.
         """
         cause = f"{type(error).__name__}: {_text(error)}"
         if self.on_failure is None:
@@ -125,7 +127,7 @@ class FailurePolicy(Struct, frozen=True):
                 return RetryHere(error.seconds)
             fits = [n for n, delay_s in enumerate(DELAYS_S) if delay_s >= error.seconds]
             later = fits[0] if fits else len(DELAYS_S) - 1
-            return RetryLater(later, DELAYS_S[later], cause)
+            return RetryLater(later, DELAYS_S[later], cause, -1 if step is None else step)
         if failures < self.local_attempts_max or self.on_failure is OnFailure.WAIT:
             return RetryHere(self.interval_s)
         if self.on_failure is OnFailure.ASIDE and step is None:
@@ -135,7 +137,7 @@ class FailurePolicy(Struct, frozen=True):
         following = 0 if step is None else step + 1
         if following >= len(DELAYS_S):
             return Bury(cause)
-        return RetryLater(following, DELAYS_S[following], cause)
+        return RetryLater(following, DELAYS_S[following], cause, following)
 
 
 def _text(error: BaseException) -> str:

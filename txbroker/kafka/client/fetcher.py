@@ -9,15 +9,18 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 import random
 from collections.abc import Coroutine, Iterable
 from functools import partial
 from typing import Any
 
+import structlog
 from aiokafka.protocol.fetch import FetchRequest
 from msgspec import Struct
 
 from txbroker.door.consuming import Deliver, Fetcher, FetchFailed, OffsetMissing
+from txbroker.error_text import raised_at, safe_repr
 from txbroker.errors import ConfigurationError, InvariantBroken, KafkaUnavailable
 from txbroker.kafka.client.client import Client, KafkaRefused
 from txbroker.kafka.client.leaders import confirm_leader
@@ -43,12 +46,20 @@ _PAUSE_S, _PAUSE_MAX_S = 0.05, 1.0
 _LASTING_PAUSE_S = 10.0
 """Pauses between retries; the last one where waiting does not help."""
 
+log = structlog.wrap_logger(logging.getLogger(__name__))
+
 _NUMBERS = itertools.count()
 _decode = partial(decode_batch, inflated_bytes_max=_INFLATED_BYTES_MAX)
 
 
 class BatchUnreadable(KafkaUnavailable):
     """A batch does not decode. The partition stops there: no record is skipped silently."""
+
+    lasting = True
+
+
+class FetchingEnded(KafkaUnavailable):
+    """An unexpected error ended a fetch: the fetcher must not be used any more."""
 
     lasting = True
 
@@ -89,6 +100,7 @@ class KafkaFetcher(Fetcher):
     """A `Fetcher` on a real Kafka. Created in a running event loop."""
 
     def __init__(self, client: Client, deliver: Deliver, failed: FetchFailed) -> None:
+        self.partition_bytes = _PARTITION_BYTES
         self._client = client
         self._deliver = deliver
         self._failed = failed
@@ -216,7 +228,9 @@ class KafkaFetcher(Fetcher):
     async def _fetch(self, broker: _Broker, lane: int, feeds: list[_Feed]) -> None:
         """Send one request, and deliver the answer."""
         wait_ms = _WAIT_MS if broker.free else _LAST_LANE_WAIT_MS
-        entries = ((f.partition[0], (f.partition[1], f.position, _PARTITION_BYTES)) for f in feeds)
+        entries = (
+            (f.partition[0], (f.partition[1], f.position, self.partition_bytes)) for f in feeds
+        )
         topics = list(by_topic(entries).items())
         request = FetchRequest(wait_ms, 1, _REQUEST_BYTES, READ_COMMITTED, topics)
         channel = f"{self._channel}{lane}"
@@ -355,7 +369,16 @@ class KafkaFetcher(Fetcher):
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work, name="fetch")
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        error = None if task.cancelled() else task.exception()
+        if error is not None:
+            # Its partitions would wait for ever; which ones they are is unknown.
+            log.error("fetching failed", error=safe_repr(error), where=raised_at(error))
+            for partition in list(self._feeds):
+                self._failed(partition, FetchingEnded(f"fetching ended: {safe_repr(error)}"))
 
 
 def _leave(feed: _Feed) -> None:
