@@ -87,7 +87,7 @@ def test_help_imports_nothing_of_a_proxy() -> None:
         (["commit", "ID"], "There is no command 'commit'. Did you mean 'tx commit'?"),
         (
             ["list"],
-            "Did you mean 'tx list' or 'groups list' or 'principals list' or 'context list'?",
+            "Did you mean 'tx list' or 'groups list' or 'consumers list' or 'principals list'",
         ),
         (["context", "usse", "x"], "There is no command 'usse'. Did you mean 'use'?"),
         (["completion", "tcsh"], "'tcsh' is not one of 'bash', 'zsh', 'fish'"),

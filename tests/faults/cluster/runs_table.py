@@ -185,10 +185,8 @@ def main() -> int:
             kept = {key: run[key] for key in _KEPT if key in run}
             print(json.dumps(kept, separators=(",", ":")))
     else:
-        print(page(runs), end="")
-        others = Path(name).with_name("consumer-fault-runs.jsonl")
-        if others.exists():
-            print(consumers([json.loads(line) for line in others.open()]), end="")
+        others = Path(name).with_name("consumer-fault-runs.jsonl").read_text().splitlines()
+        print(page(runs) + consumers([json.loads(line) for line in others]), end="")
     return 0
 
 

@@ -133,6 +133,10 @@ def test_old_brokers_get_protocol_version_1() -> None:
 
 def test_page_of_fault_runs_matches_results() -> None:
     results = ROOT / "docs/reference/fault-runs.jsonl"
-    runs = [json.loads(line) for line in results.read_text().splitlines()]
-    assert results.with_suffix(".md").read_text() == runs_table.page(runs)
-    assert all(run.get("note") for run in runs if run["violations"] or run["wrong"])
+    others = results.with_name("consumer-fault-runs.jsonl")
+    runs, consumers = (
+        [json.loads(line) for line in path.read_text().splitlines()] for path in (results, others)
+    )
+    page = runs_table.page(runs) + runs_table.consumers(consumers)
+    assert results.with_suffix(".md").read_text() == page
+    assert all(run.get("note") for run in (*runs, *consumers) if run["violations"] or run["wrong"])
