@@ -266,9 +266,11 @@ def _check_types(given: ConsumerSettings) -> None:
             f"commit is {given.commit!r}: write commit=CommitPolicy(max_batch=…, max_interval_s=…)"
         )
     for name in ("on_assign", "on_revoke", "before", "after"):
-        hook = getattr(given, name)
-        if hook is not None and not callable(hook):
-            raise ConfigurationError(f"{name} is {hook!r}, which cannot be called: pass a function")
+        function = getattr(given, name)
+        if function is not None and not callable(function):
+            raise ConfigurationError(
+                f"{name} is {function!r}, which cannot be called: pass a function"
+            )
     for place, offset in given.start_offsets().items():
         match place, offset:
             case (str(), int()), int() if offset >= 0:
