@@ -123,6 +123,27 @@ async def test_all_records_come_once_and_in_order(world: KafkaHarness, fetching:
     fetching.assert_failures_pass()
 
 
+async def test_added_again_is_fetched_after_an_earlier_answer(
+    world: KafkaHarness, fetching: Fetching
+) -> None:
+    at = (await world.create_topic("t"), 0)
+    fetcher = fetching.fetcher
+    fetcher.add(at, 0)
+    await fetching.append(at, b"1")
+    await fetching.until_values(at, [b"1"])
+    (broker,) = fetcher._brokers.values()
+    earlier = fetcher._feeds[at]
+    async with broker.turn:
+        # An answer waits for its turn while the partition is removed and added.
+        await fetching.append(at, b"2")
+        await until(lambda: broker.turn._waiters)
+        fetcher.remove(at)
+        fetcher.add(at, fetching.next[at])
+        await until(lambda: broker.feeds.get(at) not in (None, earlier))
+    await fetching.append(at, b"3")
+    await fetching.until_values(at, [b"1", b"2", b"3"])
+
+
 async def test_added_again_gets_nothing_of_earlier_fetch(
     world: KafkaHarness, fetching: Fetching
 ) -> None:

@@ -314,7 +314,9 @@ class KafkaFetcher(Fetcher):
         async with broker.turn:
             for feed, fetched in found:
                 feed.position, feed.busy = fetched.next_offset, False
-                if fetched.size_bytes and broker.feeds.pop(feed.partition, None) is feed:
+                # It may have been removed and added since: then another feed has its place.
+                if fetched.size_bytes and broker.feeds.get(feed.partition) is feed:
+                    del broker.feeds[feed.partition]
                     broker.feeds[feed.partition] = feed  # the others come first next time
             self._schedule(broker)
             for feed, fetched in found:
