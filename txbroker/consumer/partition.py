@@ -153,7 +153,7 @@ class Work:
 
     @property
     def position(self) -> Position:
-        """What is done."""
+        """The done offsets."""
         if self._finished:
             self._position.done_all(self._finished)
             self._finished.clear()

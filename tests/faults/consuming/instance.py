@@ -1,4 +1,4 @@
-"""One consumer as a process of its own, for `tests.faults.consuming.fleet`.
+"""One consumer as a separate process, for `tests.faults.consuming.fleet`.
 
 Its argument is `Given` as JSON. It writes a line to its history before and after each call of the
 handler. Signals: SIGTERM ends it in order, SIGUSR1 lets it lose Kafka's answers for a moment.

@@ -46,7 +46,7 @@ class Stored:
 
 @dataclass
 class Topics:
-    """What was read after the run."""
+    """The records read after the run."""
 
     source: Sequence[Rec] = ()
     retry: Sequence[Rec] = ()
@@ -65,7 +65,7 @@ class Rules:
         at_most_once: no message begins twice, and messages may be lost at a fault.
         lost_max: at most once: messages that may be lost in all.
         settled: everything must be done, waiting or set aside at the end.
-        commit_s: the time in which what is done is committed.
+        commit_s: the time in which done messages are committed.
     """
 
     order: str
@@ -110,7 +110,7 @@ class Fault:
 
 @dataclass
 class History:
-    """What the consumers did, and what was done to them."""
+    """The effects of the consumers, and the faults."""
 
     tries: list[Try] = field(default_factory=list)
     faults: list[Fault] = field(default_factory=list)

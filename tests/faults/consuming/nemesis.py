@@ -1,4 +1,4 @@
-"""What is done to a fleet of consumers: one fault after the other, drawn from a seed."""
+"""Faults of a fleet of consumers: one after the other, drawn from a seed."""
 
 from __future__ import annotations
 
