@@ -12,7 +12,9 @@ import pytest
 from tests.kit.consumer_world import TIMING, Handler, World, counted, text, texts
 from tests.kit.until import until
 from txbroker.consumer import ReceivedMessage, RecordsDeleted
+from txbroker.core.consuming.copies import RETRY_PARTITIONS
 from txbroker.door.consuming import Partition
+from txbroker.errors import KafkaUnavailable
 
 BUG = ValueError("bug")
 
@@ -347,6 +349,41 @@ async def test_kafka_down_and_back(world: World) -> None:
             await world.commits(5 * round_ + 5)
     assert sorted(handler.done) == sorted(set(handler.done))
     assert len(handler.done) == 15
+
+
+async def test_refusal_at_the_start_ends_the_consumer(world: World) -> None:
+    def withdraw(_places: Sequence[Partition]) -> None:
+        world.kafka.set_authorized("orders", authorized=False)
+
+    async with world.consumer(on_assign=withdraw) as consumer:
+        with pytest.raises(KafkaUnavailable, match="not authorized to read topic orders"):
+            await consumer.run(Handler())
+
+
+async def test_consumer_restarts_after_refusals(world: World) -> None:
+    """Once Kafka has served it, a right that is withdrawn pauses it: nothing is handled that could
+    not be stored, and it continues when the right is back."""
+    handler = Handler()
+    revoked: list[Sequence[Partition]] = []
+    async with world.running(handler, on_revoke=revoked.append) as consumer:
+        world.produce("0")
+        await world.commits(1)
+        world.group.authorized = False
+        world.produce("1")
+        await until(lambda: not partitions(consumer))
+        world.produce("2")
+        reader, _source = consumer._readers[0]
+        await until(lambda: reader._pause.failures == 2)  # a claim was refused, too
+        assert handler.done == ["0", "1"]
+        world.group.authorized = True
+        await world.commits(3)
+        world.kafka.set_authorized("orders", authorized=False)
+        world.kafka.set_authorized("orders", authorized=True)
+        world.produce("3")
+        await world.commits(4)
+    assert handler.done == ["0", "1", "1", "2", "3"]
+    assert revoked[0] == [("orders", 0), ("orders", 1)]
+    assert counted(consumer, "fenced") == 2 + RETRY_PARTITIONS
 
 
 async def test_claim_outlasts_kafka_being_down(world: World) -> None:

@@ -193,3 +193,40 @@ async def test_withheld_rights_are_named_by_commands(
 
     err = await until(refused)
     assert f"`txbroker topics plan --consumer {world.group} --acls` shows the necessary" in err
+
+
+@pytest.mark.parametrize("resource", ["group", "topic"])
+async def test_consumer_outlasts_a_withdrawn_right(world: World, resource: str) -> None:
+    rights = world.rights()
+    name = world.group if resource == "group" else world.topic
+    withdrawn = next(r for r in rights if (r.resource, r.name) == (resource, name))
+    await world.allow(rights)
+    seen: list[bytes | None] = []
+
+    async def handle(message: ReceivedMessage) -> None:
+        seen.append(message.value)
+
+    producer = Producer({"bootstrap.servers": world.bootstrap})
+
+    def produce(value: bytes) -> None:
+        producer.produce(world.topic, value, partition=0)
+        assert producer.flush(ADMIN_TIMEOUT_S) == 0
+
+    def lag() -> int | None:
+        return consumer.statistics().lag.get((world.topic, 0))
+
+    consumer = await world.started()
+    async with aclosing(consumer):
+        running = asyncio.create_task(consumer.run(handle))
+        produce(b"1")
+        await until(lambda: seen == [b"1"])
+        await world.take(withdrawn, "Read")
+        if resource == "group":
+            await until(lambda: lag() is None)
+        produce(b"2")
+        await world.allow([withdrawn])
+        await until(lambda: b"2" in seen and lag() == 0)
+        consumer.stop()
+        await running
+    # The right may have been withdrawn before the first commit.
+    assert seen in ([b"1", b"2"], [b"1", b"1", b"2"])

@@ -16,6 +16,7 @@ import structlog
 from txbroker.consumer.committer import Committer
 from txbroker.consumer.message import ReceivedMessage
 from txbroker.consumer.partition import Work, size_of
+from txbroker.consumer.waiting import Background
 from txbroker.core.consuming.aside import AsideKeys, clearance_record, failed_again_record
 from txbroker.core.consuming.copies import ASIDE_PARTITIONS, Source, read_copy, spread
 from txbroker.core.records import Record
@@ -120,6 +121,7 @@ class Asides:
         self._arrived: dict[Work, list[Record]] = {}
         """Records that arrived while a work reads the earlier ones."""
         self._releases: dict[tuple[Work, bytes | int], asyncio.Task[None]] = {}
+        self._background = Background(engine.fail)
         self._noted = asyncio.Event()
 
     async def open(self, work: Work) -> None:
@@ -184,14 +186,7 @@ class Asides:
         assert work.aside is not None
         entry = work.aside.keys.get(key)
         if entry is not None and entry.released and (work, key) not in self._releases:
-            task = asyncio.create_task(self._release(work, key))
-            self._releases[work, key] = task
-            task.add_done_callback(self._release_ended)
-
-    def _release_ended(self, task: asyncio.Task[None]) -> None:
-        error = None if task.cancelled() else task.exception()
-        if isinstance(error, Exception):
-            self._engine.fail(error)
+            self._releases[work, key] = self._background.start(self._release(work, key))
 
     async def _release(self, work: Work, key: bytes | int) -> None:
         """Handle the copies of a released key until there are none."""

@@ -32,8 +32,9 @@ _PAUSE_S, _PAUSE_MAX_S = 0.05, 5.0
 _REST_S = 0.01
 """Between rounds: at full speed `max_batch` messages are done in less, and more commits would cost
 the broker and this process a fifth of their time."""
-_LASTING_MAX = 10
-"""Attempts where Kafka answers and refuses, as without a right; then the consumer ends."""
+_FLUSH_MIN_S, _FLUSH_PAUSE_S = 1.0, 0.1
+_LASTING_MAX = 5
+"""Attempts where Kafka answers and refuses, as without a right; then the partitions are lost."""
 _UNHANDLED_MAX = 2
 """At most once: batches that count as done and are not handled yet."""
 
@@ -92,14 +93,24 @@ class Committer:
     """Stores the positions of the partitions of one store.
 
     At most once (`before`) it stores the position first and then lets the messages be handled.
+
+    Args:
+        refused: called when Kafka goes on to answer and to refuse, as without a right.
     """
 
     def __init__(
-        self, engine: Engine, store: Store, policy: CommitPolicy, *, before: bool = False
+        self,
+        engine: Engine,
+        store: Store,
+        policy: CommitPolicy,
+        refused: Callable[[KafkaUnavailable], None],
+        *,
+        before: bool = False,
     ) -> None:
         self._engine = engine
         self._store = store
         self._policy = policy
+        self._refused = refused
         self._before = before
         self._dirty: dict[Work, None] = {}
         self._pending: list[_Pending] = []
@@ -175,6 +186,32 @@ class Committer:
         while await self._in_doubt(works):
             await self._round()
 
+    async def flush_finally(self, works: Collection[Work], within_s: float) -> None:
+        """Store the final positions of partitions, with retries. At most once: without messages
+        that count as done and were not handed out.
+
+        If Kafka refuses, or `within_s` ends, they are not stored.
+        """
+        await self._flush_within(works, within_s)
+        if withdrawn := [work for work in works if work.withdraw()]:
+            for work in withdrawn:
+                self.changed(work, 0)
+            await self._flush_within(withdrawn, within_s)
+
+    async def _flush_within(self, works: Collection[Work], within_s: float) -> None:
+        until_s = self._loop.time() + max(_FLUSH_MIN_S, within_s)
+        while True:
+            left_s = until_s - self._loop.time()
+            try:
+                await asyncio.wait_for(self.flush(works), left_s)
+            except (KafkaUnavailable, TimeoutError) as error:
+                if left_s < _FLUSH_PAUSE_S or getattr(error, "lasting", False):
+                    log.warning("positions not stored", error=safe_repr(error))
+                    return
+                await asyncio.sleep(_FLUSH_PAUSE_S)
+            else:
+                return
+
     async def _in_doubt(self, works: Collection[Work]) -> bool:
         """Wait for the round in flight, which may hold these partitions; return whether another
         one must follow."""
@@ -195,8 +232,9 @@ class Committer:
                     self._engine.counts["fenced"] += 1
                 failures += 1
                 if error.lasting and failures >= _LASTING_MAX:
-                    self._engine.fail(error)
-                    return
+                    self._refused(error)
+                    failures = 0
+                    continue
                 log.warning("positions not stored", error=safe_repr(error), attempt=failures)
                 await asyncio.sleep(grown_pause_s(failures, _PAUSE_S, _PAUSE_MAX_S))
             except Exception as error:

@@ -10,9 +10,9 @@ import asyncio
 import contextlib
 import logging
 import re
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Coroutine, Mapping
 from types import TracebackType
-from typing import Protocol, Self, Unpack
+from typing import Any, Protocol, Self, Unpack
 
 import structlog
 
@@ -23,6 +23,7 @@ from txbroker.consumer.message import ReceivedMessage
 from txbroker.consumer.reader import AllPartitions, Reader
 from txbroker.consumer.settings import ConsumerOptions, ConsumerSettings
 from txbroker.consumer.statistics import ConsumerCollector, Statistics, statistics
+from txbroker.consumer.waiting import Background
 from txbroker.consumer.workers import Handler, HandlerOptions, Workers, iterate
 from txbroker.door.consuming import ConsumingDoor, GroupMember, TopicIdentity
 from txbroker.error_text import safe_repr
@@ -134,20 +135,10 @@ class Consumer:
         access = load_kafka_access(self._kafka, self._settings.security)
         return KafkaConsumingDoor.from_access(access, "txbroker-consumer")
 
-    def _in_background(self, work: object) -> None:
-        task = asyncio.ensure_future(work)  # type: ignore[call-overload]
-        task.add_done_callback(self._background_done)
-
-        async def end() -> None:
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
-
-        self._stack.push_async_callback(end)
-
-    def _background_done(self, task: asyncio.Task[None]) -> None:
-        error = None if task.cancelled() else task.exception()
-        if isinstance(error, Exception):
-            self._engine.fail(error)
+    def _in_background(self, work: Coroutine[Any, Any, None]) -> None:
+        background = Background(self._engine.fail)
+        background.start(work)
+        self._stack.push_async_callback(background.end)
 
     async def _start_reader(self, number: int, topics: Mapping[str, TopicIdentity]) -> None:
         settings = self._settings

@@ -11,8 +11,8 @@ import contextlib
 import inspect
 import logging
 import math
-from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 import structlog
 from msgspec import Struct
@@ -22,6 +22,7 @@ from txbroker.consumer.committer import CommitPolicy, Committer, Store
 from txbroker.consumer.message import MessageLease
 from txbroker.consumer.partition import Work
 from txbroker.consumer.positions import Positions, RecordsDeleted, StartOptions
+from txbroker.consumer.waiting import Background
 from txbroker.core.consuming.position import (
     Position,
 )
@@ -29,6 +30,7 @@ from txbroker.core.records import Record
 from txbroker.door.consuming import (
     CommitFenced,
     ConsumingDoor,
+    FetchingEnded,
     MemberListener,
     OffsetMissing,
     Partition,
@@ -37,14 +39,14 @@ from txbroker.door.consuming import (
 from txbroker.error_text import safe_repr
 from txbroker.errors import KafkaUnavailable
 from txbroker.failpoints import failpoint
-from txbroker.net.timers import grown_pause_s
+from txbroker.net.timers import RestartPause, grown_pause_s
 
 if TYPE_CHECKING:
     from txbroker.consumer.engine import Engine
 
 log = structlog.wrap_logger(logging.getLogger(__name__))
 
-_PAUSE_S, _PAUSE_MAX_S = 1.0, 60.0
+_GAP_PAUSE_MAX_S = 60.0
 _CANCEL_S = 1.0
 """How long cancelled handlers may take to end."""
 _WARNING_S = 10.0
@@ -143,8 +145,12 @@ class Reader:
         self.claimed.set()
         self._releasing: set[Partition] = set()
         self._losses = 0
+        self._delivered = False
+        """Kafka has answered a fetch."""
+        self._pause = RestartPause(self._news.set)
+        """Meanwhile nothing is claimed."""
         self._warned_s = -_WARNING_S
-        self._background: set[asyncio.Task[Any]] = set()
+        self._background = Background(engine.fail)
         self._positions = Positions(door, options.start, engine.counts)
         self._fetcher = door.fetcher(self.deliver, self.failed)
         self._asides: Asides | None = None
@@ -161,7 +167,9 @@ class Reader:
         """
         options = self._options
         self._source, self._store = source, store
-        self._committer = Committer(self._engine, store, options.commit, before=options.before)
+        self._committer = Committer(
+            self._engine, store, options.commit, self._restart, before=options.before
+        )
         if options.aside_topic:
             self._asides = Asides(
                 self._engine, self._committer, self._door, self._fetcher, options.aside_topic
@@ -174,25 +182,38 @@ class Reader:
     def assigned(self, partitions: frozenset[Partition]) -> None:
         """See `MemberListener`."""
         self._target = partitions
-        self._news.set()
         self.claimed.clear()
+        self._pause.end()
 
     def lost(self, why: str) -> None:
         """See `MemberListener`."""
+        self._target = frozenset()
+        self._lose(why)
+
+    def _restart(self, error: KafkaUnavailable) -> None:
+        """Give all partitions up after a refusal, and claim them again after a pause: until the
+        right is back nothing is handled that could not be stored."""
+        if self._may_pass(error):
+            self._lose(safe_repr(error))
+            self._pause.begin()
+        else:
+            self._engine.fail(error)
+
+    def _lose(self, why: str) -> None:
         lost = list(self._works.values())
         log.warning("partitions lost", why=why, partitions=len(lost))
         self._engine.counts["fenced"] += len(lost)
-        self._target = frozenset()
         self._losses += 1
         for work in lost:
             self._drop(work)
-        self._in_background(self._revoked(lost))
+        self._background.start(self._revoked(lost))
 
     def deliver(
         self, partition: Partition, records: Sequence[Record], next_offset: int, end: int
     ) -> None:
         """See `Deliver`."""
         work = self._works.get(partition)
+        self._delivered = True
         if work is not None:
             self._engine.deliver(work, records, next_offset, end)
         elif self._asides is not None:
@@ -202,28 +223,16 @@ class Reader:
         """See `FetchFailed`."""
         work = self._works.get(partition)
         if isinstance(error, OffsetMissing) and work is not None:
-            self._in_background(self._continue_after_gap(work))
-        elif error.lasting:
+            self._background.start(self._continue_after_gap(work))
+        elif not self._may_pass(error):
             self._engine.fail(error)
         elif self._loop.time() - self._warned_s > _WARNING_S:
             self._warned_s = self._loop.time()
             log.warning("fetch failed", partition=partition, error=safe_repr(error))
 
-    def _in_background(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.create_task(work)
-        self._background.add(task)
-        task.add_done_callback(self._background_done)
-
-    def _background_done(self, task: asyncio.Task[None]) -> None:
-        self._background.discard(task)
-        error = None if task.cancelled() else task.exception()
-        if isinstance(error, Exception):
-            self._engine.fail(error)
-
     # --- claim -------------------------------------------------------------------------------
 
     async def _run(self) -> None:
-        failures = 0
         while True:
             await self._news.wait()
             self._news.clear()
@@ -231,27 +240,32 @@ class Reader:
             if revoked := [place for place in revoked if place not in self._releasing]:
                 self._releasing.update(revoked)
                 works = [self._works[place] for place in revoked]
-                self._in_background(self._release(works, self._losses))
+                self._background.start(self._release(works, self._losses))
             held = self._works.keys() | self._releasing
             self._disown(self._source.owned - held - self._target)
+            if self._pause.active:
+                continue
             try:
                 if new := sorted(self._target - held):
                     await self._claim(new)
-                failures = 0
                 if not self._news.is_set():
                     self.claimed.set()
             except Exception as error:
                 self.claimed.set()
-                if not isinstance(error, KafkaUnavailable) or error.lasting:
+                if not self._may_pass(error):
                     self._engine.fail(error)
                     return
-                failures += 1
+                # A fence is followed by another assignment.
+                self._pause.begin(_FENCED_PAUSE_S if isinstance(error, CommitFenced) else None)
+                failures = self._pause.failures
                 log.warning("partitions not claimed", error=safe_repr(error), attempt=failures)
-                pause_s = _FENCED_PAUSE_S if isinstance(error, CommitFenced) else _PAUSE_S
-                pause_s = grown_pause_s(failures, pause_s, _PAUSE_MAX_S)
-                with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self._news.wait(), pause_s)
-                self._news.set()
+
+    def _may_pass(self, error: Exception) -> bool:
+        """Return whether to wait: a refusal at the start is a mistake of the configuration, later
+        ones follow from changes that an operator may take back."""
+        if not isinstance(error, KafkaUnavailable) or isinstance(error, FetchingEnded):
+            return False
+        return self._delivered or not error.lasting
 
     def _disown(self, places: Collection[Partition]) -> None:
         """Let others have partitions."""
@@ -329,11 +343,9 @@ class Reader:
             try:
                 begin = await self._positions.begin_after_gap(work)
                 break
-            except KafkaUnavailable as error:
-                if error.lasting:
-                    raise
+            except KafkaUnavailable:
                 failures += 1
-                await asyncio.sleep(grown_pause_s(failures, _FENCED_PAUSE_S, _PAUSE_MAX_S))
+                await asyncio.sleep(grown_pause_s(failures, _FENCED_PAUSE_S, _GAP_PAUSE_MAX_S))
         if self._works.get(work.place) is work:
             self._engine.deliver(work, (), begin, work.end)
             self._fetcher.add(work.place, begin)
@@ -344,7 +356,7 @@ class Reader:
         """Finish with revoked partitions, store their positions, then let others have them."""
         await self._drain(works)
         failpoint("consumer.drained")
-        await self._flush(works)
+        await self._committer.flush_finally(works, self._options.drain_s)
         failpoint("consumer.flushed")
         if losses == self._losses:
             await self._revoked(works)
@@ -378,30 +390,6 @@ class Reader:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(ended, _CANCEL_S)
 
-    async def _flush(self, works: Sequence[Work]) -> None:
-        """Store the final positions of partitions. At most once: without messages that count as
-        done and were not handed out."""
-        await self._store_positions(works)
-        if withdrawn := [work for work in works if work.withdraw()]:
-            for work in withdrawn:
-                self._committer.changed(work, 0)
-            await self._store_positions(withdrawn)
-
-    async def _store_positions(self, works: Sequence[Work]) -> None:
-        """Store positions, for up to `drain_s`."""
-        until_s = self._loop.time() + max(1.0, self._options.drain_s)
-        while True:
-            left_s = until_s - self._loop.time()
-            try:
-                await asyncio.wait_for(self._committer.flush(works), left_s)
-            except (KafkaUnavailable, TimeoutError) as error:
-                if left_s < _FENCED_PAUSE_S or getattr(error, "lasting", False):
-                    log.warning("positions not stored", error=safe_repr(error))
-                    return
-                await asyncio.sleep(_FENCED_PAUSE_S)
-            else:
-                return
-
     async def _revoked(self, works: Sequence[Work]) -> None:
         if works and self._options.on_revoke is not None:
             await self._call(self._options.on_revoke, works)
@@ -425,6 +413,7 @@ class Reader:
         if self._task is None:
             await self._fetcher.close()
             return
+        self._pause.cancel()
         self._task.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await self._task
@@ -434,13 +423,11 @@ class Reader:
             self._fetcher.remove(work.place)
             self._engine.interrupt(work)
         try:
-            await self._flush(works)
-            if self._background:
-                await asyncio.wait(self._background, timeout=self._options.drain_s)
+            await self._committer.flush_finally(works, self._options.drain_s)
+            await self._background.wait(self._options.drain_s)
             await self._revoked(works)
         finally:
-            for task in self._background:
-                task.cancel()
+            await self._background.end()
             for work in list(self._works.values()):
                 self._drop(work)
             await self._committer.close()

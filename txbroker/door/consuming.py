@@ -48,6 +48,12 @@ class OffsetMissing(KafkaUnavailable):
     lasting = True
 
 
+class FetchingEnded(KafkaUnavailable):
+    """An unexpected error in this process ended a fetch: the fetcher must not be used any more."""
+
+    lasting = True
+
+
 class StoredOffset(NamedTuple):
     """A committed offset: that of the next record to handle, and metadata of at most 4,096
     characters."""

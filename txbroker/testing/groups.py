@@ -79,12 +79,21 @@ class Seat:
             self.session = None
 
 
+_UNAUTHORIZED = "not authorized to use the consumer group: grant Read on it to this user"
+
+
+class GroupRefused(KafkaUnavailable):
+    """The group may not be used."""
+
+    lasting = True
+
+
 class MemoryGroup:
     """Shares partitions among members in two phases, and keeps the group's offsets.
 
     Attributes:
         offsets: the committed ones.
-        authorized: False refuses the group to all members that start.
+        authorized: False refuses the group: members cannot start, nor store offsets.
         seats: the members by name.
     """
 
@@ -142,9 +151,7 @@ class MemoryGroup:
         """
         self._kafka.require_up()
         if not self.authorized:
-            raise ConfigurationError(
-                "not authorized to use the consumer group: grant Read on it to this user"
-            )
+            raise ConfigurationError(_UNAUTHORIZED)
 
     def enter(self, seat: Seat, topics: frozenset[str]) -> None:
         """Admit a member. A static one replaces one of the same name and gets its share."""
@@ -283,6 +290,8 @@ class MemoryGroup:
         lost, self._lost_commit = self._lost_commit, None
         if not self.holds(seat):
             raise CommitFenced(f"{seat.name} is no member of the group any more: nothing is stored")
+        if not self.authorized:
+            raise GroupRefused(_UNAUTHORIZED)
         for partition, stored in offsets.items():
             self._kafka.partition(*partition)
             if len(stored.metadata) > METADATA_CHARACTERS_MAX:

@@ -19,7 +19,7 @@ import structlog
 from aiokafka.protocol.fetch import FetchRequest
 from msgspec import Struct
 
-from txbroker.door.consuming import Deliver, Fetcher, FetchFailed, OffsetMissing
+from txbroker.door.consuming import Deliver, Fetcher, FetchFailed, FetchingEnded, OffsetMissing
 from txbroker.error_text import raised_at, safe_repr
 from txbroker.errors import ConfigurationError, InvariantBroken, KafkaUnavailable
 from txbroker.kafka.client.client import Client, KafkaRefused
@@ -42,9 +42,8 @@ _ANSWER_S = 15.0
 """Maximum time for an answer with megabytes over a slow link."""
 _INFLATED_BYTES_MAX = 128 << 20
 """Limit of one compressed batch. Producers limit batches by their compressed size."""
-_PAUSE_S, _PAUSE_MAX_S = 0.05, 1.0
-_LASTING_PAUSE_S = 10.0
-"""Pauses between retries; the last one where waiting does not help."""
+_PAUSES_S, _LASTING_PAUSES_S = (0.05, 1.0), (1.0, 60.0)
+"""The first and the longest pause between retries; the latter where waiting does not help."""
 
 log = structlog.wrap_logger(logging.getLogger(__name__))
 
@@ -54,12 +53,6 @@ _decode = partial(decode_batch, inflated_bytes_max=_INFLATED_BYTES_MAX)
 
 class BatchUnreadable(KafkaUnavailable):
     """A batch does not decode. The partition stops there: no record is skipped silently."""
-
-    lasting = True
-
-
-class FetchingEnded(KafkaUnavailable):
-    """An unexpected error ended a fetch: the fetcher must not be used any more."""
 
     lasting = True
 
@@ -275,7 +268,6 @@ class KafkaFetcher(Fetcher):
                 except InvariantBroken as error:
                     self._retry([feed], BatchUnreadable(str(error)))
                     continue
-                feed.failures = 0
                 if feed.paused and fetched.size_bytes:
                     feed.held = fetched
                 else:
@@ -328,6 +320,7 @@ class KafkaFetcher(Fetcher):
             for records in fetched.pieces():
                 if not self._is_current(feed):
                     return
+                feed.failures = 0
                 now = (fetched.seen, fetched.stable_end)
                 if records or now != feed.reported:
                     feed.reported = now
@@ -335,17 +328,24 @@ class KafkaFetcher(Fetcher):
                     position = now[0]
                     # Decoding and handling take milliseconds: let other tasks run.
                     await asyncio.sleep(0)
-        except Exception as error:
+        except Exception as raised:
             # Whatever it is, records that were not delivered must not be skipped.
-            if not isinstance(error, BatchUnreadable | InvariantBroken):
+            error: KafkaUnavailable = BatchUnreadable(str(raised))
+            if not isinstance(raised, BatchUnreadable | InvariantBroken):
                 topic, number = feed.partition
-                error = BatchUnreadable(f"{topic}-{number}: delivery from {position} on: {error!r}")
+                error = FetchingEnded(f"{topic}-{number}: delivery from {position} on: {raised!r}")
             if self._is_current(feed):
                 _leave(feed)
                 # The next request is in flight: its answer must find no feed.
-                again = _Feed(feed.partition, position, paused=feed.paused, reported=feed.reported)
+                again = _Feed(
+                    feed.partition,
+                    position,
+                    paused=feed.paused,
+                    reported=feed.reported,
+                    failures=feed.failures,
+                )
                 self._feeds[feed.partition] = again
-                self._retry([again], BatchUnreadable(str(error)))
+                self._retry([again], error)
 
     # --- retries -----------------------------------------------------------------------------
 
@@ -358,8 +358,9 @@ class KafkaFetcher(Fetcher):
             feed.failures += 1
             self._failed(feed.partition, error)
         if feeds:
-            pause_s = grown_pause_s(max(f.failures for f in feeds), _PAUSE_S, _PAUSE_MAX_S)
-            self._spawn(self._place_later(feeds, _LASTING_PAUSE_S if error.lasting else pause_s))
+            first_s, max_s = _LASTING_PAUSES_S if error.lasting else _PAUSES_S
+            failures = max(feed.failures for feed in feeds)
+            self._spawn(self._place_later(feeds, grown_pause_s(failures, first_s, max_s)))
 
     async def _place_later(self, feeds: list[_Feed], pause_s: float) -> None:
         await asyncio.sleep(pause_s * (0.5 + random.random()))
