@@ -45,6 +45,10 @@ class Held:
         """Break the client's connection; the request stays on its way."""
         self._client.transport.abort()
 
+    def send(self) -> None:
+        """Let the broker have it; its answer goes to the client, unless that has gone."""
+        self._upstream.write(self._frame)
+
     async def release(self) -> int:
         """Let the broker have it; returns the error code of its answer to a request of the
         transaction coordinator."""
@@ -56,7 +60,7 @@ class Held:
 
     async def deliver(self) -> bytes:
         """Let the broker have it; returns its answer."""
-        self._upstream.write(self._frame)
+        self.send()
         await self._upstream.drain()
         async with asyncio.timeout(10):
             return await self.answer

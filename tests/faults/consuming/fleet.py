@@ -209,11 +209,13 @@ class Fleet:
         with self._history.open("a") as file:
             file.write(json.dumps(line) + "\n")
 
-    async def ready(self, instance: Instance, within_s: float) -> None:
-        """Wait until an instance has joined the group, or has ended."""
+    async def ready(self, instance: Instance, within_s: float) -> bool:
+        """Wait until an instance has joined the group, or has ended; return whether it has joined
+        and runs."""
         file = self._folder / f"{instance.name}.ready"
         with contextlib.suppress(AssertionError):
             await until(lambda: file.exists() or not instance.running, within_s)
+        return file.exists() and instance.running
 
     async def kill(self, instance: Instance) -> None:
         """End an instance as by kill -9."""
@@ -462,5 +464,6 @@ def _uncleared(asides: Sequence[Rec]) -> dict[tuple[tuple[str, int, int], int], 
 
 
 def _die_with_parent() -> None:
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # until it has begun
+    for each in (signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(each, signal.SIG_IGN)  # until it has begun
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -1,7 +1,8 @@
 """One consumer as a separate process, for `tests.faults.consuming.fleet`.
 
 Its argument is `Given` as JSON. It writes a line to its history before and after each call of the
-handler. Signals: SIGTERM ends it in order, SIGUSR1 lets it lose Kafka's answers for a moment.
+handler. Signals: SIGTERM ends it in order, SIGUSR1 lets it lose Kafka's answers for a moment,
+SIGUSR2 cuts it off from Kafka, and the next one ends that.
 """
 
 from __future__ import annotations
@@ -66,18 +67,30 @@ class Given(msgspec.Struct, kw_only=True):
 
 
 class Losing:
-    """A door to Kafka whose answers are lost on demand."""
+    """A door to Kafka whose answers are lost, and whose requests are late, on demand."""
 
     def __init__(self, bootstrap: str, fate: random.Random) -> None:
         self._bootstrap = bootstrap
         self._fate = fate
         self._until_s = 0.0
+        self._cut = False
         self.relay = Relay(self._decide)
 
     def lose(self) -> None:
         self._until_s = time.monotonic() + LOSE_S
 
+    def cut(self) -> None:
+        """Hold all requests, or let those that are held arrive, also those of connections that this
+        process gave up long since."""
+        self._cut = not self._cut
+        if not self._cut:
+            for held in self.relay.held:
+                held.send()
+            self.relay.held.clear()
+
     def _decide(self, key: int) -> Fate:
+        if self._cut:
+            return Fate.HOLD
         losing = key in _LOSABLE and time.monotonic() < self._until_s
         return Fate.LOSE_ANSWER if losing and self._fate.random() < LOSE_SHARE else Fate.PASS
 
@@ -190,6 +203,7 @@ async def main(given: Given) -> None:
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGTERM, consumer.stop)
     loop.add_signal_handler(signal.SIGUSR1, losing.lose)
+    loop.add_signal_handler(signal.SIGUSR2, losing.cut)
     try:
         await consumer.start()
     except KafkaUnavailable:

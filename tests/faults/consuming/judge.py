@@ -15,6 +15,8 @@ from typing import Any
 
 Place = tuple[str, int]
 """Topic and partition."""
+Lane = tuple[Place, str]
+"""A partition, and what of it is in order."""
 Source = tuple[str, int, int]
 """Topic, partition and offset: a message."""
 
@@ -202,7 +204,7 @@ class Judge:
             self._handover,
             self._all_accounted,
             self._order,
-            self._lanes,
+            self._overlaps,
             self._starvation,
             self._repeats,
             self._copies_once,
@@ -350,25 +352,30 @@ class Judge:
 
     # --- I19: order --------------------------------------------------------------------------
 
-    def _lane(self, source: Source) -> tuple[Place, str] | None:
+    def _lanes(self, source: Source) -> list[Lane]:
+        """Return what keeps a message in order: its key, with order `partition` also its partition,
+        unless the key was set aside: then others of the partition go first."""
         record = self.records.get(source)
         if self.rules.order == "none" or record is None:
-            return None
-        if self.rules.order == "partition":
-            return source[:2], ""
-        return None if record.key is None else (source[:2], record.key)
+            return []
+        lanes: list[Lane] = [] if record.key is None else [(source[:2], f"key {record.key}")]
+        copies = self.copies.get(source, ())
+        if self.rules.order == "partition" and not any(
+            copy.topic in self.aside_topics for copy in copies
+        ):
+            lanes.append((source[:2], "the partition"))
+        return lanes
 
     def _order(self) -> Iterator[Violation]:
         """The first effects of a lane are in offset order; so are all of one owner."""
-        first: dict[tuple[Place, str], list[tuple[float, Source]]] = defaultdict(list)
+        first: dict[Lane, list[tuple[float, Source]]] = defaultdict(list)
         of_owner: dict[tuple[Any, ...], list[Try]] = defaultdict(list)
         for source in self.records:
-            lane, effects = self._lane(source), self._accepted(source)
-            if lane is None or not effects:
-                continue
-            first[lane].append((min(each.end for each in effects), source))
-            for each in effects:
-                of_owner[lane, each.place, each.token].append(each)
+            effects = self._accepted(source)
+            for lane in self._lanes(source) if effects else ():
+                first[lane].append((min(each.end for each in effects), source))
+                for each in effects:
+                    of_owner[lane, each.place, each.token].append(each)
         for lane, ends in first.items():
             highest, last = -1, 0.0
             for at, source in sorted(ends):
@@ -387,25 +394,23 @@ class Judge:
                         f"{before.source[2]} of {lane[1]}"
                     )  # fmt: skip
 
-    def _lanes(self) -> Iterator[Violation]:
+    def _overlaps(self) -> Iterator[Violation]:
         """One owner handles one message of a lane at a time."""
         running: dict[tuple[Any, ...], Try] = {}
         for each in self.history.tries:
-            lane = self._lane(each.source)
-            if lane is None:
-                continue
-            at = (lane, each.place, each.token)
-            before = running.get(at)
-            if (
-                before is not None
-                and before.end > each.begin
-                and before.instance == each.instance
-                and before.result
-            ):
-                yield Violation(
-                    "I19", text(each.source), f"begun while {before.source[2]} was handled"
-                )
-            running[at] = each
+            for lane in self._lanes(each.source):
+                at = (lane, each.place, each.token)
+                before = running.get(at)
+                if (
+                    before is not None
+                    and before.end > each.begin
+                    and before.instance == each.instance
+                    and before.result
+                ):
+                    yield Violation(
+                        "I19", text(each.source), f"begun while {before.source[2]} was handled"
+                    )
+                running[at] = each
 
     def _starvation(self) -> Iterator[Violation]:
         """Others of the partition do not go first for ever."""
@@ -414,15 +419,16 @@ class Judge:
         begins: dict[Place, list[float]] = defaultdict(list)
         for each in self.history.tries:
             begins[each.source[:2]].append(each.begin)
-        progress: dict[tuple[Place, str], float] = {}
+        progress: dict[Lane, float] = {}
         for source in sorted(self.records):
-            lane, tries = self._lane(source), self.of.get(source)
+            tries = self.of.get(source)
             if not tries or self.copies.get(source):
                 continue
             begin = tries[0].begin
             ready = begins[source[:2]][0]
-            if lane is not None:
-                ready = max(ready, progress.get(lane, 0.0))
+            lanes = self._lanes(source)
+            ready = max([ready, *(progress.get(lane, 0.0) for lane in lanes)])
+            for lane in lanes:
                 progress[lane] = max(ready, self._settled_at(source))
             # Only later messages count: earlier ones are due before it.
             others = [

@@ -29,7 +29,7 @@ class Nemesis:
 
     Args:
         restart: restarts the brokers; None: they are never.
-        stops_s: durations of SIGSTOP.
+        stops_s: durations of SIGSTOP, and of links that are cut.
     """
 
     def __init__(
@@ -50,7 +50,8 @@ class Nemesis:
             and (name != "consumer.key_handled" or failure == "aside")
         ]
         others = ["killed", "left and joined", "answers lost", "rebalances"]
-        stops = [f"stopped {seconds:g} s" for seconds in self._stops_s]
+        ways = ("stopped", "cut off")
+        stops = [f"{way} {seconds:g} s" for way in ways for seconds in self._stops_s]
         return [*moments, *others, *stops, *(["brokers restarted"] if self._restart else [])]
 
     async def run(self, kinds: list[str]) -> None:
@@ -74,8 +75,10 @@ class Nemesis:
             await self._rebalances()
         elif kind == "brokers restarted":
             await self._brokers()
+        elif kind.startswith("stopped"):
+            await self._stopped(float(kind.split()[-2]))
         else:
-            await self._stopped(float(kind.split()[1]))
+            await self._cut_off(float(kind.split()[-2]))
 
     def _any(self) -> Instance:
         return self._fleet.fate.choice([each for each in self._fleet.instances if each.running])
@@ -127,6 +130,19 @@ class Nemesis:
         await asyncio.sleep(seconds)
         self._fleet.note("stopped", instance.name, begin, time.monotonic())
         instance.signal(signal.SIGCONT)
+        await asyncio.sleep(1)
+
+    async def _cut_off(self, seconds: float) -> None:
+        """Requests of this time arrive after it, when others own the partitions."""
+        instance = self._any()
+        if not await self._fleet.ready(instance, MOMENT_S):
+            self.counts["moment not reached"] += 1
+            return
+        instance.signal(signal.SIGUSR2)
+        begin = time.monotonic()
+        await asyncio.sleep(seconds)
+        self._fleet.note("cut off", instance.name, begin, time.monotonic() + _BACKOFF_S)
+        instance.signal(signal.SIGUSR2)
         await asyncio.sleep(1)
 
     async def _brokers(self) -> None:

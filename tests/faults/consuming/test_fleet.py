@@ -15,7 +15,7 @@ from txbroker.embedded import EmbeddedKafka
 SEED = 7
 CHOSEN = {
     Case("key", "aside"): ("consumer.committed", "consumer.key_handled"),
-    Case("none", "retry"): ("consumer.committing", "answers lost", "stopped 4 s"),
+    Case("none", "retry"): ("consumer.committing", "answers lost", "cut off 4 s"),
     Case("key", None): ("stopped 9 s", "consumer.committed"),
 }
 """Faults that every test run tries; `make test-faults` has all. None leaves a transaction open: one

@@ -134,6 +134,15 @@ def set_aside(run: Run) -> None:
         run.copy(run.aside, "aside", offset)
 
 
+def released(run: Run) -> None:
+    """The partition is in order but for its set-aside key, which is handled later, in order."""
+    set_aside(run)
+    run.order = "partition"
+    for offset in (1, 3, 5, 7):
+        run.call(offset, 40 + offset)
+    run.aside.append(Rec("aside", 0, 4, "b", (("txb-cleared", "orders/0@7"),), "4"))
+
+
 def waiting(run: Run) -> None:
     """The last message waits in the retry topic."""
     run.lines = [line for line in run.lines if line["at"] < 17]
@@ -163,7 +172,10 @@ def nothing(run: Run) -> None: ...
 
 @pytest.mark.parametrize(
     "change",
-    [nothing, crashed, stopped, resumed, set_aside, waiting, buried, lost_at_most_once, overflowed],
+    [
+        *(nothing, crashed, stopped, resumed, set_aside, released, waiting, buried),
+        *(lost_at_most_once, overflowed),
+    ],
 )
 def test_sound_run_has_no_violation(change: Callable[[Run], None]) -> None:
     run = sound()
@@ -216,6 +228,22 @@ def out_of_order(run: Run) -> None:
     run.stored = []
     run.call(4, 40)
     run.call(2, 41)
+
+
+def partition_out_of_order(run: Run) -> None:
+    run.order = "partition"
+    run.lines = [line for line in run.lines if line.get("call") not in (7, 8)]
+    run.stored = []
+    run.call(7, 40)
+    run.call(6, 41)
+
+
+def released_out_of_order(run: Run) -> None:
+    released(run)
+    swapped = {43.0: 5, 45.0: 3}
+    for line in run.lines:
+        if line["event"] == "begin" and line["at"] in swapped:
+            line["offset"] = swapped[line["at"]]
 
 
 def back_by_one_owner(run: Run) -> None:
@@ -324,6 +352,8 @@ def aside_out_of_order(run: Run) -> None:
         (position_too_high, "I20"),
         (range_too_long, "I20"),
         (out_of_order, "I19"),
+        (partition_out_of_order, "I19"),
+        (released_out_of_order, "I19"),
         (back_by_one_owner, "I19"),
         (two_of_a_key, "I19"),
         (starved, "I19"),
