@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from tests.kit.consumer_world import TIMING, Handler, World, counted, text, texts
+from tests.kit.consumer_world import GROUP, TIMING, Handler, World, counted, text, texts
 from tests.kit.until import until
 from txbroker.consumer import ReceivedMessage, RecordsDeleted
-from txbroker.core.consuming.copies import RETRY_PARTITIONS
-from txbroker.door.consuming import Partition
+from txbroker.core.consuming.copies import ASIDE_PARTITIONS, spread
+from txbroker.door.consuming import OffsetMissing, Partition
 from txbroker.errors import KafkaUnavailable
 
 BUG = ValueError("bug")
@@ -352,38 +352,81 @@ async def test_kafka_down_and_back(world: World) -> None:
 
 
 async def test_refusal_at_the_start_ends_the_consumer(world: World) -> None:
+    """Later it is outlasted: the right may have been withdrawn by mistake."""
+
     def withdraw(_places: Sequence[Partition]) -> None:
-        world.kafka.set_authorized("orders", authorized=False)
+        world.group.authorized = False
 
     async with world.consumer(on_assign=withdraw) as consumer:
-        with pytest.raises(KafkaUnavailable, match="not authorized to read topic orders"):
+        with pytest.raises(KafkaUnavailable, match="not authorized to use the consumer group"):
             await consumer.run(Handler())
 
 
-async def test_consumer_restarts_after_refusals(world: World) -> None:
-    """Once Kafka has served it, a right that is withdrawn pauses it: nothing is handled that could
-    not be stored, and it continues when the right is back."""
+@pytest.mark.parametrize("mode", ["at-least-once", "at-most-once"])
+async def test_refused_commits_hold_messages_back(world: World, mode: str) -> None:
+    """What could not be stored is not handled, and nothing is repeated when the right is back."""
     handler = Handler()
-    revoked: list[Sequence[Partition]] = []
-    async with world.running(handler, on_revoke=revoked.append) as consumer:
+    async with world.running(handler, mode=mode) as consumer:
         world.produce("0")
         await world.commits(1)
         world.group.authorized = False
         world.produce("1")
-        await until(lambda: not partitions(consumer))
-        world.produce("2")
-        reader, _source = consumer._readers[0]
-        await until(lambda: reader._pause.failures == 2)  # a claim was refused, too
-        assert handler.done == ["0", "1"]
+        committer = consumer._readers[0][0]._committer
+        await until(lambda: committer._refusals == 2)
+        world.produce(*"234")
+        await until(lambda: committer._refusals == 4)
+        assert handler.done == ["0", "1"][: 1 + (mode == "at-least-once")]
         world.group.authorized = True
-        await world.commits(3)
+        await world.commits(5)
+        await until(lambda: len(handler.done) == 5)
+    assert handler.done == ["0", "1", "2", "3", "4"]
+    assert not counted(consumer, "fenced")
+
+
+async def test_held_partitions_continue_without_those_that_were_lost(world: World) -> None:
+    """The partition whose position was refused has gone: nothing is left to be stored."""
+    handler = Handler()
+    async with world.running(handler) as consumer:
+        world.produce("0", partition=1)
+        await world.commits(1, partition=1)
+        world.group.authorized = False
+        world.produce("1", partition=1)
+        reader, _source = consumer._readers[0]
+        await until(lambda: reader._committer._refusals)
+        reader._drop(reader._works["orders", 1])
+        world.produce("2")
+        await until(lambda: "2" in handler.done)
+        world.group.authorized = True
+
+
+async def test_withdrawn_topic_is_waited_for(
+    world: World, caplog: pytest.LogCaptureFixture
+) -> None:
+    handler = Handler()
+    async with world.running(handler) as consumer:
+        world.produce("0")
+        await world.commits(1)
         world.kafka.set_authorized("orders", authorized=False)
+        await until(lambda: "topics not refreshed" in caplog.text)
+        world.group.expire(next(iter(world.group.seats)))
+        await until(lambda: "partitions not claimed" in caplog.text)
         world.kafka.set_authorized("orders", authorized=True)
-        world.produce("3")
-        await world.commits(4)
-    assert handler.done == ["0", "1", "1", "2", "3"]
-    assert revoked[0] == [("orders", 0), ("orders", 1)]
-    assert counted(consumer, "fenced") == 2 + RETRY_PARTITIONS
+        world.produce("1")
+        await handler.does("0", "1")
+        await until(lambda: len(partitions(consumer)) == 2)
+
+
+async def test_cut_aside_topic_ends_the_consumer(world: World) -> None:
+    """Releases that it cannot see would hold their keys for ever."""
+    handler = Handler(**{"0": BUG})
+    async with world.consumer(order="key", on_failure="aside") as consumer:
+        running = asyncio.create_task(consumer.run(handler))
+        world.produce("a=0")
+        await until(lambda: world.copies("aside"))
+        place = (f"txbroker.aside.{GROUP}", spread(("orders", 0), ASIDE_PARTITIONS))
+        consumer._readers[0][0].failed(place, OffsetMissing("holds offsets 0 to 0, not 2"))
+        with pytest.raises(OffsetMissing, match="holds offsets"):
+            await running
 
 
 async def test_claim_outlasts_kafka_being_down(world: World) -> None:

@@ -18,6 +18,7 @@ from tests.secure.secure_world import AllowedWorld, SecureKafka
 from txbroker.cli.main import cli
 from txbroker.cli.run import run
 from txbroker.consumer import Consumer
+from txbroker.consumer import consumer as consumer_module
 from txbroker.consumer.message import ReceivedMessage
 from txbroker.consumer.settings import group_topics
 from txbroker.core.consuming.copies import DEAD_PARTITIONS, RETRY_PARTITIONS, GroupTopics
@@ -196,7 +197,13 @@ async def test_withheld_rights_are_named_by_commands(
 
 
 @pytest.mark.parametrize("resource", ["group", "topic"])
-async def test_consumer_outlasts_a_withdrawn_right(world: World, resource: str) -> None:
+async def test_consumer_outlasts_a_withdrawn_right(
+    world: World,
+    resource: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(consumer_module, "_REFRESH_S", 0.2)
     rights = world.rights()
     name = world.group if resource == "group" else world.topic
     withdrawn = next(r for r in rights if (r.resource, r.name) == (resource, name))
@@ -223,6 +230,8 @@ async def test_consumer_outlasts_a_withdrawn_right(world: World, resource: str) 
         await world.take(withdrawn, "Read")
         if resource == "group":
             await until(lambda: lag() is None)
+        else:
+            await until(lambda: "topics not refreshed" in caplog.text)
         produce(b"2")
         await world.allow([withdrawn])
         await until(lambda: b"2" in seen and lag() == 0)

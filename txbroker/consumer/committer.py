@@ -33,8 +33,8 @@ _REST_S = 0.01
 """Between rounds: at full speed `max_batch` messages are done in less, and more commits would cost
 the broker and this process a fifth of their time."""
 _FLUSH_MIN_S, _FLUSH_PAUSE_S = 1.0, 0.1
-_LASTING_MAX = 5
-"""Attempts where Kafka answers and refuses, as without a right; then the partitions are lost."""
+_REFUSED, _REFUSED_PAUSES_S = "refused", (1.0, 60.0)
+"""Pauses where Kafka answers and refuses, as without a right: the first and the longest."""
 _UNHANDLED_MAX = 2
 """At most once: batches that count as done and are not handled yet."""
 
@@ -93,24 +93,14 @@ class Committer:
     """Stores the positions of the partitions of one store.
 
     At most once (`before`) it stores the position first and then lets the messages be handled.
-
-    Args:
-        refused: called when Kafka goes on to answer and to refuse, as without a right.
     """
 
     def __init__(
-        self,
-        engine: Engine,
-        store: Store,
-        policy: CommitPolicy,
-        refused: Callable[[KafkaUnavailable], None],
-        *,
-        before: bool = False,
+        self, engine: Engine, store: Store, policy: CommitPolicy, *, before: bool = False
     ) -> None:
         self._engine = engine
         self._store = store
         self._policy = policy
-        self._refused = refused
         self._before = before
         self._dirty: dict[Work, None] = {}
         self._pending: list[_Pending] = []
@@ -126,6 +116,8 @@ class Committer:
         """While it is held no round is in flight."""
         self._loop = asyncio.get_running_loop()
         self._task: asyncio.Task[None] | None = None
+        self._refusals = 0
+        """In a row: Kafka answers, and stores nothing."""
         self._pauses: list[asyncio.TimerHandle] = []
 
     def start(self) -> None:
@@ -231,18 +223,32 @@ class Committer:
                 if isinstance(error, CommitFenced):
                     self._engine.counts["fenced"] += 1
                 failures += 1
-                if error.lasting and failures >= _LASTING_MAX:
-                    self._refused(error)
-                    failures = 0
-                    continue
                 log.warning("positions not stored", error=safe_repr(error), attempt=failures)
-                await asyncio.sleep(grown_pause_s(failures, _PAUSE_S, _PAUSE_MAX_S))
+                pause_s = grown_pause_s(failures, _PAUSE_S, _PAUSE_MAX_S)
+                await asyncio.sleep(self._hold() if error.lasting else pause_s)
             except Exception as error:
                 self._engine.fail(error)
                 return
 
+    def _hold(self) -> float:
+        """Hand out nothing more while Kafka refuses to store; return the pause."""
+        self._refusals += 1
+        for work in self._works():
+            self._engine.suspensions.hold(work, _REFUSED)
+        return grown_pause_s(self._refusals, *_REFUSED_PAUSES_S)
+
+    def _resume(self) -> None:
+        if self._refusals:
+            self._refusals = 0
+            for work in self._works():
+                self._engine.suspensions.release(work, _REFUSED)
+            self._engine.waiting.wake()
+
+    def _works(self) -> list[Work]:
+        return [work for work in self._engine.works if work.owner.commits is self]
+
     async def _until_due(self) -> None:
-        while not self._now.is_set():
+        while not (self._now.is_set() or self._refusals):
             left_s = self._policy.max_interval_s
             if self._dirty:
                 left_s += self._since_s - self._loop.time()
@@ -260,6 +266,7 @@ class Committer:
             if self._unknown is not None and await self._is_stored(self._unknown):
                 stored, self._unknown = self._unknown, None
                 self._finish(stored)
+                self._resume()
                 return
             self._unknown = None
             round_ = self._begin()
@@ -283,6 +290,7 @@ class Committer:
             else:
                 self._unknown = None
                 self._finish(round_)
+                self._resume()
 
     async def _is_stored(self, round_: _Round) -> bool:
         """Return whether a round without an answer was stored: a second attempt would write its

@@ -242,7 +242,7 @@ class Consumer:
             await asyncio.sleep(_REFRESH_S)
             try:
                 topics = await self._find_topics()
-            except KafkaUnavailable as error:
+            except (KafkaUnavailable, ConfigurationError) as error:
                 log.warning("topics not refreshed", error=safe_repr(error))
                 continue
             for reader, source in self._readers:

@@ -93,13 +93,14 @@ class Suspensions:
         elif suspension.matches(work.place):
             self._queues.suspend(work.queue, str(suspension))
 
-    def hold(self, work: Work, key: bytes | int) -> None:
-        """Hand out no message of a partition until `release`, for the sake of a released key."""
-        self._queues.suspend(work.queue, f"held for {key!r}")
+    def hold(self, work: Work, cause: bytes | int | str) -> None:
+        """Hand out no message of a partition until `release`, for the sake of a released key, or
+        while nothing can be stored."""
+        self._queues.suspend(work.queue, f"held for {cause!r}")
 
-    def release(self, work: Work, key: bytes | int) -> None:
+    def release(self, work: Work, cause: bytes | int | str) -> None:
         """End `hold`."""
-        self._queues.resume(work.queue, f"held for {key!r}")
+        self._queues.resume(work.queue, f"held for {cause!r}")
 
     def remove(self, suspension: Suspension) -> None:
         """End a suspension; without an equal `add` nothing changes."""

@@ -37,16 +37,16 @@ from txbroker.door.consuming import (
     TopicIdentity,
 )
 from txbroker.error_text import safe_repr
-from txbroker.errors import KafkaUnavailable
+from txbroker.errors import ConfigurationError, KafkaUnavailable
 from txbroker.failpoints import failpoint
-from txbroker.net.timers import RestartPause, grown_pause_s
+from txbroker.net.timers import grown_pause_s
 
 if TYPE_CHECKING:
     from txbroker.consumer.engine import Engine
 
 log = structlog.wrap_logger(logging.getLogger(__name__))
 
-_GAP_PAUSE_MAX_S = 60.0
+_PAUSE_S, _PAUSE_MAX_S = 1.0, 60.0
 _CANCEL_S = 1.0
 """How long cancelled handlers may take to end."""
 _WARNING_S = 10.0
@@ -145,10 +145,9 @@ class Reader:
         self.claimed.set()
         self._releasing: set[Partition] = set()
         self._losses = 0
-        self._delivered = False
-        """Kafka has answered a fetch."""
-        self._pause = RestartPause(self._news.set)
-        """Meanwhile nothing is claimed."""
+        self._started = False
+        """It has claimed what it was assigned at first: a later refusal is no mistake of its
+        configuration, but a change that an operator may take back."""
         self._warned_s = -_WARNING_S
         self._background = Background(engine.fail)
         self._positions = Positions(door, options.start, engine.counts)
@@ -167,9 +166,7 @@ class Reader:
         """
         options = self._options
         self._source, self._store = source, store
-        self._committer = Committer(
-            self._engine, store, options.commit, self._restart, before=options.before
-        )
+        self._committer = Committer(self._engine, store, options.commit, before=options.before)
         if options.aside_topic:
             self._asides = Asides(
                 self._engine, self._committer, self._door, self._fetcher, options.aside_topic
@@ -182,27 +179,15 @@ class Reader:
     def assigned(self, partitions: frozenset[Partition]) -> None:
         """See `MemberListener`."""
         self._target = partitions
+        self._news.set()
         self.claimed.clear()
-        self._pause.end()
 
     def lost(self, why: str) -> None:
         """See `MemberListener`."""
-        self._target = frozenset()
-        self._lose(why)
-
-    def _restart(self, error: KafkaUnavailable) -> None:
-        """Give all partitions up after a refusal, and claim them again after a pause: until the
-        right is back nothing is handled that could not be stored."""
-        if self._may_pass(error):
-            self._lose(safe_repr(error))
-            self._pause.begin()
-        else:
-            self._engine.fail(error)
-
-    def _lose(self, why: str) -> None:
         lost = list(self._works.values())
         log.warning("partitions lost", why=why, partitions=len(lost))
         self._engine.counts["fenced"] += len(lost)
+        self._target = frozenset()
         self._losses += 1
         for work in lost:
             self._drop(work)
@@ -213,7 +198,6 @@ class Reader:
     ) -> None:
         """See `Deliver`."""
         work = self._works.get(partition)
-        self._delivered = True
         if work is not None:
             self._engine.deliver(work, records, next_offset, end)
         elif self._asides is not None:
@@ -224,7 +208,7 @@ class Reader:
         work = self._works.get(partition)
         if isinstance(error, OffsetMissing) and work is not None:
             self._background.start(self._continue_after_gap(work))
-        elif not self._may_pass(error):
+        elif isinstance(error, OffsetMissing | FetchingEnded):
             self._engine.fail(error)
         elif self._loop.time() - self._warned_s > _WARNING_S:
             self._warned_s = self._loop.time()
@@ -233,6 +217,7 @@ class Reader:
     # --- claim -------------------------------------------------------------------------------
 
     async def _run(self) -> None:
+        failures = 0
         while True:
             await self._news.wait()
             self._news.clear()
@@ -243,29 +228,24 @@ class Reader:
                 self._background.start(self._release(works, self._losses))
             held = self._works.keys() | self._releasing
             self._disown(self._source.owned - held - self._target)
-            if self._pause.active:
-                continue
             try:
                 if new := sorted(self._target - held):
                     await self._claim(new)
+                failures, self._started = 0, True
                 if not self._news.is_set():
                     self.claimed.set()
             except Exception as error:
                 self.claimed.set()
-                if not self._may_pass(error):
+                if not isinstance(error, KafkaUnavailable) or (error.lasting and not self._started):
                     self._engine.fail(error)
                     return
-                # A fence is followed by another assignment.
-                self._pause.begin(_FENCED_PAUSE_S if isinstance(error, CommitFenced) else None)
-                failures = self._pause.failures
+                failures += 1
                 log.warning("partitions not claimed", error=safe_repr(error), attempt=failures)
-
-    def _may_pass(self, error: Exception) -> bool:
-        """Return whether to wait: a refusal at the start is a mistake of the configuration, later
-        ones follow from changes that an operator may take back."""
-        if not isinstance(error, KafkaUnavailable) or isinstance(error, FetchingEnded):
-            return False
-        return self._delivered or not error.lasting
+                pause_s = _FENCED_PAUSE_S if isinstance(error, CommitFenced) else _PAUSE_S
+                pause_s = grown_pause_s(failures, pause_s, _PAUSE_MAX_S)
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._news.wait(), pause_s)
+                self._news.set()
 
     def _disown(self, places: Collection[Partition]) -> None:
         """Let others have partitions."""
@@ -280,7 +260,7 @@ class Reader:
         self._source.owned.update(places)
         stored = await self._store.load(places)
         failpoint("consumer.loaded")
-        identities = await self._door.topics({topic for topic, _number in places})
+        identities = await self._identities({topic for topic, _number in places})
         works = [self._work(place) for place in places]
         await self._positions.restore(works, stored, identities)
         if self._options.on_assign is not None:
@@ -311,6 +291,14 @@ class Reader:
                 self._asides.begin(work)
         log.info("partitions assigned", partitions=[work.place for work in works])
 
+    async def _identities(self, topics: Collection[str]) -> Mapping[str, TopicIdentity]:
+        try:
+            return await self._door.topics(topics)
+        except ConfigurationError as error:
+            if not self._started:
+                raise
+            raise KafkaUnavailable(str(error)) from None
+
     def _work(self, place: Partition) -> Work:
         lease = MessageLease(self._source, self._loop)
         return Work(self._engine, place, lease, is_retry=place[0] == self._options.retry_topic)
@@ -339,16 +327,18 @@ class Reader:
 
     async def _continue_after_gap(self, work: Work) -> None:
         failures = 0
-        while True:
+        while self._works.get(work.place) is work:
             try:
                 begin = await self._positions.begin_after_gap(work)
-                break
-            except KafkaUnavailable:
+            except KafkaUnavailable as error:
                 failures += 1
-                await asyncio.sleep(grown_pause_s(failures, _FENCED_PAUSE_S, _GAP_PAUSE_MAX_S))
-        if self._works.get(work.place) is work:
-            self._engine.deliver(work, (), begin, work.end)
-            self._fetcher.add(work.place, begin)
+                log.warning("fetch failed", partition=work.place, error=safe_repr(error))
+                await asyncio.sleep(grown_pause_s(failures, _PAUSE_S, _PAUSE_MAX_S))
+            else:
+                if self._works.get(work.place) is work:
+                    self._engine.deliver(work, (), begin, work.end)
+                    self._fetcher.add(work.place, begin)
+                return
 
     # --- release -----------------------------------------------------------------------------
 
@@ -413,7 +403,6 @@ class Reader:
         if self._task is None:
             await self._fetcher.close()
             return
-        self._pause.cancel()
         self._task.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await self._task

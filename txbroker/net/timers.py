@@ -6,7 +6,6 @@ from collections.abc import Callable, Hashable
 from typing import Generic, TypeVar
 
 K = TypeVar("K", bound=Hashable)
-_RESTART_S, _RESTART_MAX_S = 1.0, 60.0
 
 
 class Deadlines(Generic[K]):
@@ -66,51 +65,6 @@ class Deadlines(Generic[K]):
 def grown_pause_s(failures: int, first_s: float, max_s: float) -> float:
     """Return the pause after a number of failures in a row: doubled each time, at most `max_s`."""
     return min(max_s, first_s * 2.0 ** min(failures - 1, 30))
-
-
-class RestartPause:
-    """The pause before something that failed is started again: 1 s, doubled after each failure up
-    to 60 s. A minute without a failure resets it.
-
-    Args:
-        ended: called when it ends.
-    """
-
-    def __init__(self, ended: Callable[[], None]) -> None:
-        self._loop = asyncio.get_running_loop()
-        self._ended = ended
-        self._timer: asyncio.TimerHandle | None = None
-        self._healthy_s = 0.0
-        self.failures = 0
-        """Those that it depends on."""
-
-    @property
-    def active(self) -> bool:
-        """Return whether it has begun and not ended."""
-        return self._timer is not None
-
-    def begin(self, pause_s: float | None = None) -> None:
-        """Begin it after a failure; with `pause_s` after one that does not count."""
-        now_s = self._loop.time()
-        if now_s > self._healthy_s:
-            self.failures = 0
-        if pause_s is None:
-            self.failures += 1
-            pause_s = grown_pause_s(self.failures, _RESTART_S, _RESTART_MAX_S)
-        self._healthy_s = now_s + pause_s + _RESTART_MAX_S
-        self.cancel()
-        self._timer = self._loop.call_later(pause_s, self.end)
-
-    def end(self) -> None:
-        """End it now."""
-        self.cancel()
-        self._ended()
-
-    def cancel(self) -> None:
-        """End it without calling `ended`."""
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
 
 
 class Backoff:

@@ -59,7 +59,7 @@ class NoFlow:
 def committing(store: UnclearStore) -> tuple[Committer, Work]:
     policy = make_policy(Order.KEY, "aside", 3, None, drop=False)
     engine = Engine(Order.KEY, policy, GroupTopics.of("txbroker", GROUP), 1 << 20)
-    committer = Committer(engine, store, CommitPolicy(), engine.fail)
+    committer = Committer(engine, store, CommitPolicy())
     work = Work(engine, PLACE, MessageLease(NoLease(), asyncio.get_running_loop()))
     engine.add(work, committer, NoFlow())
     return committer, work

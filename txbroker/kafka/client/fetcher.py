@@ -42,8 +42,9 @@ _ANSWER_S = 15.0
 """Maximum time for an answer with megabytes over a slow link."""
 _INFLATED_BYTES_MAX = 128 << 20
 """Limit of one compressed batch. Producers limit batches by their compressed size."""
-_PAUSES_S, _LASTING_PAUSES_S = (0.05, 1.0), (1.0, 60.0)
-"""The first and the longest pause between retries; the latter where waiting does not help."""
+_PAUSE_S, _PAUSE_MAX_S = 0.05, 1.0
+_LASTING_PAUSE_S = 10.0
+"""Pauses between retries; the last one where waiting does not help."""
 
 log = structlog.wrap_logger(logging.getLogger(__name__))
 
@@ -268,6 +269,7 @@ class KafkaFetcher(Fetcher):
                 except InvariantBroken as error:
                     self._retry([feed], BatchUnreadable(str(error)))
                     continue
+                feed.failures = 0
                 if feed.paused and fetched.size_bytes:
                     feed.held = fetched
                 else:
@@ -320,7 +322,6 @@ class KafkaFetcher(Fetcher):
             for records in fetched.pieces():
                 if not self._is_current(feed):
                     return
-                feed.failures = 0
                 now = (fetched.seen, fetched.stable_end)
                 if records or now != feed.reported:
                     feed.reported = now
@@ -337,13 +338,7 @@ class KafkaFetcher(Fetcher):
             if self._is_current(feed):
                 _leave(feed)
                 # The next request is in flight: its answer must find no feed.
-                again = _Feed(
-                    feed.partition,
-                    position,
-                    paused=feed.paused,
-                    reported=feed.reported,
-                    failures=feed.failures,
-                )
+                again = _Feed(feed.partition, position, paused=feed.paused, reported=feed.reported)
                 self._feeds[feed.partition] = again
                 self._retry([again], error)
 
@@ -358,9 +353,8 @@ class KafkaFetcher(Fetcher):
             feed.failures += 1
             self._failed(feed.partition, error)
         if feeds:
-            first_s, max_s = _LASTING_PAUSES_S if error.lasting else _PAUSES_S
-            failures = max(feed.failures for feed in feeds)
-            self._spawn(self._place_later(feeds, grown_pause_s(failures, first_s, max_s)))
+            pause_s = grown_pause_s(max(f.failures for f in feeds), _PAUSE_S, _PAUSE_MAX_S)
+            self._spawn(self._place_later(feeds, _LASTING_PAUSE_S if error.lasting else pause_s))
 
     async def _place_later(self, feeds: list[_Feed], pause_s: float) -> None:
         await asyncio.sleep(pause_s * (0.5 + random.random()))

@@ -1,13 +1,10 @@
-"""One timer for the deadlines of all calls; the pause before a restart."""
+"""One timer for the deadlines of all calls."""
 
 from __future__ import annotations
 
 import asyncio
-from unittest.mock import patch
 
-import pytest
-
-from txbroker.net.timers import Deadlines, RestartPause
+from txbroker.net.timers import Deadlines
 
 LONG_S = 60.0
 
@@ -88,42 +85,3 @@ async def test_closed_deadlines_report_nothing() -> None:
     async with asyncio.timeout(LONG_S):
         await other.get()
     assert not reported
-
-
-@pytest.mark.parametrize(
-    ("healthy_s", "expected"),
-    [(59.0, [1.0, 0.1, 2.0, 4.0, 8.0, 16.0, 32.0, 60.0, 60.0]), (61.0, [1.0, 0.1, 1.0, 1.0])],
-)
-async def test_restart_pause_grows_until_a_minute_without_failures(
-    healthy_s: float, expected: list[float]
-) -> None:
-    """A failure follows `healthy_s` after each pause; the second one does not count."""
-    loop = asyncio.get_running_loop()
-    now_s = 1000.0
-    pauses: list[float] = []
-
-    def call_later(pause_s: float, _call: object) -> asyncio.TimerHandle:
-        pauses.append(pause_s)
-        return asyncio.TimerHandle(0.0, lambda: None, (), loop)
-
-    pause = RestartPause(lambda: None)
-    with patch.object(loop, "call_later", call_later), patch.object(loop, "time", lambda: now_s):
-        for number in range(len(expected)):
-            pause.begin(0.1 if number == 1 else None)
-            now_s += pauses[-1] + healthy_s
-    assert pauses == expected
-
-
-async def test_restart_pause_ends_once() -> None:
-    ended: list[str] = []
-    pause = RestartPause(lambda: ended.append("ended"))
-    pause.begin(60.0)
-    pause.begin(0.001)
-    assert not ended
-    async with asyncio.timeout(LONG_S):
-        while pause.active:
-            await asyncio.sleep(0)
-    pause.begin(60.0)
-    pause.cancel()
-    assert not pause.active
-    assert ended == ["ended"]
