@@ -28,7 +28,7 @@ TABLE = Path(__file__).with_name("mutants.toml")
 PACKAGE = ("txbroker", "checkers", "cli")
 COPIED = (*PACKAGE, "tests", "docs")
 FILES = ("pyproject.toml", "setup.cfg")
-TEST_TIMEOUT_S = 30
+TEST_TIMEOUT_S, ENDED_S = 30, 180
 PASSED, FAILED = 0, 1
 
 Tried = TypeVar("Tried")
@@ -161,9 +161,19 @@ def run(tree: Path, tests: Sequence[str]) -> tuple[int, str]:
     command += ["--timeout", str(TEST_TIMEOUT_S), *tests]
     # Without bytecode: a changed file of the same size and second would be taken for the old.
     environment = {**os.environ, "PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"}
-    done = subprocess.run(
-        command, cwd=tree, env=environment, capture_output=True, text=True, check=False
-    )
+    try:
+        done = subprocess.run(
+            command,
+            cwd=tree,
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=ENDED_S,
+        )
+    except subprocess.TimeoutExpired:
+        # The time limit of a test may interrupt its event loop where that cannot end any more.
+        return FAILED, f"pytest did not end within {ENDED_S} s"
     return done.returncode, done.stdout + done.stderr
 
 
