@@ -11,7 +11,7 @@ from typing import Any
 
 from txbroker.kafka.client.connection import open_connection
 
-PRODUCE, OFFSET_COMMIT, INIT_PRODUCER_ID, ADD_PARTITIONS, END_TXN = 0, 8, 22, 24, 26
+PRODUCE, OFFSET_COMMIT, SYNC_GROUP, INIT_PRODUCER_ID, ADD_PARTITIONS, END_TXN = 0, 8, 14, 22, 24, 26
 _SIZE = struct.Struct(">i")
 _HEADER = struct.Struct(">hhi")
 _FLEXIBLE_FROM = {INIT_PRODUCER_ID: 2, ADD_PARTITIONS: 3, END_TXN: 3}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,12 +11,14 @@ import pytest
 from aiokafka.coordinator.protocol import ConsumerProtocol
 from confluent_kafka import Consumer
 
+from tests.kafka.relay import SYNC_GROUP, Fate, Relay, fates
 from tests.kit.kafka import KafkaHarness
 from tests.kit.topic_reader import admin_of
 from tests.kit.until import until
 from txbroker.door.consuming import CommitFenced, Partition, StoredOffset
 from txbroker.errors import ConfigurationError, KafkaUnavailable
-from txbroker.kafka.client.client import Client
+from txbroker.kafka.client.client import Client, Opener
+from txbroker.kafka.client.connection import open_connection
 from txbroker.kafka.door.group_member import KafkaGroupMember, MemberTiming
 from txbroker.kafka.protocol.codes import Code
 
@@ -33,8 +35,10 @@ class One:
         losses: why it lost touch, each time.
     """
 
-    def __init__(self, world: World, instance: str | None, timing: MemberTiming) -> None:
-        self.client = Client(world.harness.settings(retry_backoff_s=0.01))
+    def __init__(
+        self, world: World, instance: str | None, timing: MemberTiming, opener: Opener
+    ) -> None:
+        self.client = Client(world.harness.settings(retry_backoff_s=0.01), opener)
         self.member = KafkaGroupMember(self.client, world.group, instance, self, timing)
         self.member.subscribe(world.topics)
         self.assignments: list[frozenset[Partition]] = []
@@ -95,8 +99,13 @@ class World:
         self.topics: list[str] = []
         self.all: list[One] = []
 
-    def make(self, instance: str | None = None, timing: MemberTiming = TIMING) -> One:
-        self.all.append(One(self, instance, timing))
+    def make(
+        self,
+        instance: str | None = None,
+        timing: MemberTiming = TIMING,
+        opener: Opener = open_connection,
+    ) -> One:
+        self.all.append(One(self, instance, timing, opener))
         return self.all[-1]
 
     async def start(self, instance: str | None = None, timing: MemberTiming = TIMING) -> One:
@@ -405,6 +414,26 @@ async def test_commit_lasts_through_rebalance(group: World) -> None:
     await committing
     assert kept not in first.revoked
     assert await first.member.load([kept]) == {kept: StoredOffset(offset, "")}
+
+
+async def test_commit_does_not_wait_for_an_assignment(
+    group: World, make_relay: Callable[..., Relay]
+) -> None:
+    """It may take a session, if another generation begins and waits for a member that has died."""
+    first = await group.start()
+    relay = make_relay()
+    second = await group.make(opener=relay.open).start()
+    await group.settled(first, second)
+    relay.decide = fates(SYNC_GROUP, Fate.HOLD)
+    first.member.rejoin()
+    held = await relay.caught()
+    count = len(first.assignments)
+    await until(lambda: len(first.assignments) == count + 1)
+    kept = min(second.owned)
+    await second.member.commit({kept: StoredOffset(7, "")})
+    assert await first.member.load([kept]) == {kept: StoredOffset(7, "")}
+    await held.deliver()
+    await group.settled(first, second)
 
 
 async def test_commit_ends_with_membership(group: World) -> None:

@@ -170,6 +170,7 @@ def consumers(runs: Sequence[Run]) -> str:
 Groups of three [consumers](../how-to/consume.md) as processes, made by
 `python -m tests.faults.consuming.soak`; a case is an order, a failure policy and whether members
 are static. More calls than messages: attempts of messages that failed, and repeats after a crash.
+Requests of a consumer that was cut off arrive afterwards.
 
 {markdown(head, rows)}
 

@@ -22,7 +22,15 @@ from typing import Any
 
 import msgspec
 
-from tests.kafka.relay import END_TXN, INIT_PRODUCER_ID, OFFSET_COMMIT, PRODUCE, Fate, Relay
+from tests.kafka.relay import (
+    END_TXN,
+    INIT_PRODUCER_ID,
+    OFFSET_COMMIT,
+    PRODUCE,
+    SYNC_GROUP,
+    Fate,
+    Relay,
+)
 from txbroker import failpoints
 from txbroker.config.settings import load_kafka_access
 from txbroker.consumer import CommitPolicy, Consumer, Later, ReceivedMessage, Reject
@@ -31,11 +39,11 @@ from txbroker.errors import KafkaUnavailable
 from txbroker.kafka.client.settings import KafkaSettings
 from txbroker.kafka.door.consuming import KafkaConsumingDoor
 
-JOIN, HEARTBEAT, SYNC, TXN_OFFSET_COMMIT, ADD_OFFSETS = 11, 12, 14, 28, 25
+JOIN, HEARTBEAT, TXN_OFFSET_COMMIT, ADD_OFFSETS = 11, 12, 28, 25
 _LOSABLE = frozenset(
     (
         *(OFFSET_COMMIT, PRODUCE, INIT_PRODUCER_ID, END_TXN, TXN_OFFSET_COMMIT, ADD_OFFSETS),
-        *(JOIN, HEARTBEAT, SYNC),
+        *(JOIN, HEARTBEAT, SYNC_GROUP),
     )
 )
 LOSE_S, LOSE_SHARE = 1.5, 0.5

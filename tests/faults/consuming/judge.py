@@ -22,6 +22,9 @@ Source = tuple[str, int, int]
 
 RESUMED_S = 1.0
 """After a process was stopped its next steps may belong to earlier ones."""
+COMMITTED_S, LEADER_S = 1.0, 10.0
+"""When done messages are committed if nothing is wrong; and the time after which a leader of a
+group that does not answer is replaced, at most."""
 STARVED_MESSAGES, STARVED_S = 1000, 60.0
 """As many messages, and for as long, may others of the partition go first."""
 
@@ -482,13 +485,21 @@ class Judge:
             )  # fmt: skip
 
     def _disturbed(self, effect: Try) -> bool:
-        """Whether a fault could keep the effect from being committed."""
+        """Whether a fault could keep the effect from being committed: one of the brokers, of its
+        instance, or of another one that leads the group. Nobody commits while a generation waits
+        for the assignments of its leader."""
         until = effect.end + self.rules.commit_s
+        stalled = self._nobody_commits(effect.end + COMMITTED_S, until)
         return any(
-            fault.begin <= until and fault.end >= effect.end - RESUMED_S
+            fault.begin <= until and fault.end + LEADER_S * others >= effect.end - RESUMED_S
             for fault in self.history.faults
-            if fault.instance in ("", effect.instance)
+            for others in [fault.instance not in ("", effect.instance)]
+            if not others or stalled
         )
+
+    def _nobody_commits(self, begin: float, end: float) -> bool:
+        seen = [each.offsets for each in self.topics.stored if begin <= each.at <= end]
+        return len(seen) > 1 and all(offsets == seen[0] for offsets in seen)
 
     # --- I23: copies -------------------------------------------------------------------------
 

@@ -167,6 +167,15 @@ def overflowed(run: Run) -> None:
     run.lines.append({"event": "overflow", "count": 1, "at": 14, "instance": "c1"})
 
 
+def leaderless(run: Run) -> None:
+    """Nobody could commit, as the leader of the group was stopped."""
+    repeated_without_fault(run)
+    run.fault("stopped", 16, 24, by="c3")
+    run.stored[-1:] = []
+    for at in (18.6, 19.6, 30.0):
+        run.store(at, 8 if at > 20 else 4)
+
+
 def nothing(run: Run) -> None: ...
 
 
@@ -174,7 +183,7 @@ def nothing(run: Run) -> None: ...
     "change",
     [
         *(nothing, crashed, stopped, resumed, set_aside, released, waiting, buried),
-        *(lost_at_most_once, overflowed),
+        *(lost_at_most_once, overflowed, leaderless),
     ],
 )
 def test_sound_run_has_no_violation(change: Callable[[Run], None]) -> None:
@@ -310,6 +319,13 @@ def repeated_without_fault(run: Run) -> None:
     run.call(7, 19, token=2, by="c2")
 
 
+def repeated_while_others_commit(run: Run) -> None:
+    """A member that is stopped explains nothing while positions are stored."""
+    leaderless(run)
+    del run.stored[-2]
+    run.store(19.6, 7)
+
+
 def twice_at_most_once(run: Run) -> None:
     run.most_once = True
     run.fault("killed", 17.6, 17.6)
@@ -365,6 +381,7 @@ def aside_out_of_order(run: Run) -> None:
         (stored_offset_back, "I21"),
         (repeated, "I22"),
         (repeated_without_fault, "I22"),
+        (repeated_while_others_commit, "I22"),
         (twice_at_most_once, "I22"),
         (copied_twice, "I23"),
         (retried_twice, "I23"),

@@ -60,7 +60,8 @@ class Identity(Struct):
     """A member as the coordinator knows it; updated by each join.
 
     Attributes:
-        generation: the newest of which the member has its assignment; -1 before the first one.
+        generation: the newest, -1 before the first one; its assignment may be on its way. Until
+            then the member keeps what it has reported as owned.
         member_id: assigned by the coordinator.
         instance: the instance id of a static member; None for a dynamic one.
     """
@@ -149,7 +150,8 @@ class Member(Generic[A]):
             self._member_id = answer.member_id
             answer = await self._ask_to_join()
         self._check(answer)
-        self._member_id, self.generation = answer.member_id, answer.generation_id
+        self._member_id = self.identity.member_id = answer.member_id
+        self.generation = self.identity.generation = answer.generation_id
         shares: list[tuple[str, bytes]] = []
         if answer.leader_id == answer.member_id:
             shares = await self._assign(answer.generation_id, answer.members)
@@ -161,8 +163,6 @@ class Member(Generic[A]):
         )
         self._check(sync)
         assignment, outdated = self._joined(answer.generation_id, sync.member_assignment)
-        self.identity.generation = answer.generation_id
-        self.identity.member_id = self._member_id
         return Joined(answer.generation_id, assignment, outdated, sent_at)
 
     async def _ask_to_join(self) -> Any:

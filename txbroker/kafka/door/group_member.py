@@ -42,6 +42,8 @@ _PERMANENT = {
 }
 """Errors that a retry does not cure, so that the start fails."""
 
+_JOINED_S = 1.0
+"""How long a refused commit waits for the next generation, before the caller tries again."""
 _OUT = "this consumer is out of its group"
 
 
@@ -224,7 +226,8 @@ class KafkaGroupMember:
         """Store offsets and copies; see `GroupMember`.
 
         If a generation begins meanwhile, they are stored in that one: this member keeps what it
-        owns.
+        owns. It does not wait for its assignment, which may take a session if another member has
+        died.
         """
         try:
             # Once it has joined again, its generation would fence nothing of before.
@@ -241,21 +244,22 @@ class KafkaGroupMember:
         self, offsets: Mapping[Partition, StoredOffset], copies: Sequence[Copy]
     ) -> None:
         while True:
-            joined = self._loop.joined
-            if joined is None:
+            if self._loop.joined is None:
                 raise CommitFenced(f"{_OUT}: nothing is stored")
+            generation = self._member.identity.generation
             try:
                 return await self._offsets.commit(offsets, copies)
             except CommitFenced:
-                if not await self._is_in_generation_after(joined.generation):
+                if not await self._joins_after(generation):
                     raise
 
-    async def _is_in_generation_after(self, generation: int) -> bool:
+    async def _joins_after(self, generation: int) -> bool:
+        """Return whether this member joins a newer generation soon."""
+        soon_s = asyncio.get_running_loop().time() + _JOINED_S
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout_at(self.deadline_s):
-                newer = await self._loop.confirm()
-            return newer is not None and newer.generation > generation
-        return False
+            async with asyncio.timeout_at(min(self.deadline_s, soon_s)):
+                await self._loop.confirm()
+        return self._loop.joined is not None and self._member.identity.generation > generation
 
     # --- what happens to the member ----------------------------------------------------------
 
