@@ -12,6 +12,7 @@ import pytest
 from tests.kit.consumer_world import GROUP, TIMING, Handler, World, counted, text, texts
 from tests.kit.until import until
 from txbroker.consumer import ReceivedMessage, RecordsDeleted
+from txbroker.consumer import committer as committer_module
 from txbroker.core.consuming.copies import ASIDE_PARTITIONS, spread
 from txbroker.door.consuming import OffsetMissing, Partition
 from txbroker.errors import KafkaUnavailable
@@ -381,6 +382,41 @@ async def test_refused_commits_hold_messages_back(world: World, mode: str) -> No
         await until(lambda: len(handler.done) == 5)
     assert handler.done == ["0", "1", "2", "3", "4"]
     assert not counted(consumer, "fenced")
+
+
+async def test_released_key_is_held_back_too(world: World) -> None:
+    handler = Handler(**{"0": BUG})
+    async with world.running(handler, order="key", on_failure="aside") as consumer:
+        world.produce("a=0")
+        await until(lambda: world.copies("aside"))
+        world.group.authorized = False
+        world.produce("b=1")
+        committer = consumer._readers[0][0]._committer
+        await until(lambda: committer._refusals == 2)
+        seen = list(handler.seen)
+        world.release(b"a")
+        await until(lambda: committer._refusals == 5)
+        assert handler.seen == seen
+        world.group.authorized = True
+        await until(lambda: len(handler.seen) > len(seen))
+
+
+async def test_commits_go_on_with_the_first_success(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A claim that is stored ends the pause, which may be a minute."""
+    monkeypatch.setattr(committer_module, "_REFUSED_PAUSES_S", (600.0, 600.0))
+    handler = Handler()
+    async with world.running(handler) as consumer:
+        world.produce("0")
+        await world.commits(1)
+        world.group.authorized = False
+        world.produce("1")
+        await until(lambda: consumer._readers[0][0]._committer._refusals)
+        world.group.authorized = True
+        world.group.expire(next(iter(world.group.seats)))
+        world.produce("2")
+        await world.commits(3)
 
 
 async def test_held_partitions_continue_without_those_that_were_lost(world: World) -> None:

@@ -7,11 +7,12 @@ from collections.abc import AsyncIterator, Callable
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 from aiokafka.coordinator.protocol import ConsumerProtocol
 from confluent_kafka import Consumer
 
-from tests.kafka.relay import SYNC_GROUP, Fate, Relay, fates
+from tests.kafka.relay import JOIN_GROUP, SYNC_GROUP, Fate, Relay, fates
 from tests.kit.kafka import KafkaHarness
 from tests.kit.topic_reader import admin_of
 from tests.kit.until import until
@@ -19,6 +20,7 @@ from txbroker.door.consuming import CommitFenced, Partition, StoredOffset
 from txbroker.errors import ConfigurationError, KafkaUnavailable
 from txbroker.kafka.client.client import Client, Opener
 from txbroker.kafka.client.connection import open_connection
+from txbroker.kafka.client.member_loop import UNKNOWN_TO_COORDINATOR
 from txbroker.kafka.door.group_member import KafkaGroupMember, MemberTiming
 from txbroker.kafka.protocol.codes import Code
 
@@ -434,6 +436,51 @@ async def test_commit_does_not_wait_for_an_assignment(
     assert await first.member.load([kept]) == {kept: StoredOffset(7, "")}
     await held.deliver()
     await group.settled(first, second)
+
+
+@pytest.mark.rule(31)
+async def test_static_member_that_missed_a_generation_commits_nothing(
+    group: World, make_relay: Callable[..., Relay]
+) -> None:
+    """Its group goes on without it, and gives away what it was assigned last."""
+    group.take = lambda *_: None  # type: ignore[method-assign]
+    first = await group.start("one")
+    relay = make_relay()
+    second = await group.make("two", opener=relay.open).start()
+    await group.settled(first, second)
+    mine = second.owned
+    relay.decide = fates(JOIN_GROUP, Fate.HOLD)
+    third = await group.start("three")
+    held = await relay.caught()
+    taken = min(await until(lambda: third.owned & mine))
+    await third.member.commit({taken: StoredOffset(9, "")})
+    held.send()
+    await until(lambda: second.losses)
+    assert second.losses == [UNKNOWN_TO_COORDINATOR]
+    await group.settled(first, second, third)
+    assert await first.member.load([taken]) == {taken: StoredOffset(9, "")}
+
+
+async def test_commit_outlasts_a_leader_that_does_not_answer(
+    group: World, make_relay: Callable[..., Relay], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is no refusal: no member can commit before the leader has assigned."""
+    relay = make_relay()
+    leader = await group.make(opener=relay.open).start()
+    other = await group.start()
+    await group.settled(leader, other)
+    short = msgspec.structs.replace(other.client.settings, write_timeout_s=0.2)
+    monkeypatch.setattr(other.member._offsets, "_settings", short)
+    relay.decide = fates(SYNC_GROUP, Fate.HOLD)
+    known = other.member._member.identity.generation
+    other.member.rejoin()
+    held = await relay.caught()
+    await until(lambda: other.member._member.identity.generation > known)
+    with pytest.raises(KafkaUnavailable, match="rebalance in progress") as caught:
+        await other.member.commit({min(other.owned): StoredOffset(7, "")})
+    assert not caught.value.lasting
+    await held.deliver()
+    await group.settled(leader, other)
 
 
 async def test_commit_ends_with_membership(group: World) -> None:

@@ -33,7 +33,7 @@ _REST_S = 0.01
 """Between rounds: at full speed `max_batch` messages are done in less, and more commits would cost
 the broker and this process a fifth of their time."""
 _FLUSH_MIN_S, _FLUSH_PAUSE_S = 1.0, 0.1
-_REFUSED, _REFUSED_PAUSES_S = "refused", (1.0, 60.0)
+_REFUSED_PAUSES_S = (1.0, 60.0)
 """Pauses where Kafka answers and refuses, as without a right: the first and the longest."""
 _UNHANDLED_MAX = 2
 """At most once: batches that count as done and are not handled yet."""
@@ -118,6 +118,8 @@ class Committer:
         self._task: asyncio.Task[None] | None = None
         self._refusals = 0
         """In a row: Kafka answers, and stores nothing."""
+        self._again_now = asyncio.Event()
+        """Ends a pause."""
         self._pauses: list[asyncio.TimerHandle] = []
 
     def start(self) -> None:
@@ -225,7 +227,10 @@ class Committer:
                 failures += 1
                 log.warning("positions not stored", error=safe_repr(error), attempt=failures)
                 pause_s = grown_pause_s(failures, _PAUSE_S, _PAUSE_MAX_S)
-                await asyncio.sleep(self._hold() if error.lasting else pause_s)
+                pause_s = self._hold() if error.lasting else pause_s
+                self._again_now.clear()
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._again_now.wait(), pause_s)
             except Exception as error:
                 self._engine.fail(error)
                 return
@@ -233,19 +238,19 @@ class Committer:
     def _hold(self) -> float:
         """Hand out nothing more while Kafka refuses to store; return the pause."""
         self._refusals += 1
-        for work in self._works():
-            self._engine.suspensions.hold(work, _REFUSED)
+        self._engine.suspensions.hold_all(self)
         return grown_pause_s(self._refusals, *_REFUSED_PAUSES_S)
 
     def _resume(self) -> None:
         if self._refusals:
             self._refusals = 0
-            for work in self._works():
-                self._engine.suspensions.release(work, _REFUSED)
+            self._engine.suspensions.release_all(self)
             self._engine.waiting.wake()
+            self.try_again()
 
-    def _works(self) -> list[Work]:
-        return [work for work in self._engine.works if work.owner.commits is self]
+    def try_again(self) -> None:
+        """End the pause after a failure: Kafka has stored something."""
+        self._again_now.set()
 
     async def _until_due(self) -> None:
         while not (self._now.is_set() or self._refusals):

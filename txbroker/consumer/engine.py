@@ -32,7 +32,7 @@ log = structlog.wrap_logger(logging.getLogger(__name__))
 
 SWEEP_S = 0.05
 """The time between looks at leases, delays, due times and timeouts."""
-_DRAIN, _LEASE, _REFUSED = "drain", "lease", "refused"
+_DRAIN, _LEASE, _REFUSED, _NOT_STORED = "drain", "lease", "refused", "not stored"
 """Reasons for which a partition is suspended."""
 
 
@@ -75,6 +75,7 @@ class Suspensions:
         self._queues = queues
         self._works = works
         self._active: set[Suspension] = set()
+        self._refused: set[Commits] = set()
 
     def add(self, suspension: Suspension) -> None:
         """Hand out no message that matches until `remove` with an equal argument."""
@@ -86,6 +87,22 @@ class Suspensions:
         """Suspend what matches in a new partition."""
         for suspension in self._active:
             self._suspend(work, suspension)
+        if work.owner.commits in self._refused:
+            self._queues.suspend(work.queue, _NOT_STORED)
+
+    def hold_all(self, commits: Commits) -> None:
+        """Hand out nothing whose results go there, until `release_all`."""
+        self._refused.add(commits)
+        for work in self._works:
+            if work.owner.commits is commits:
+                self._queues.suspend(work.queue, _NOT_STORED)
+
+    def release_all(self, commits: Commits) -> None:
+        """End `hold_all`."""
+        self._refused.discard(commits)
+        for work in self._works:
+            if work.owner.commits is commits:
+                self._queues.resume(work.queue, _NOT_STORED)
 
     def _suspend(self, work: Work, suspension: Suspension) -> None:
         if suspension.matches(work.place) and suspension.key is not None:
@@ -93,14 +110,13 @@ class Suspensions:
         elif suspension.matches(work.place):
             self._queues.suspend(work.queue, str(suspension))
 
-    def hold(self, work: Work, cause: bytes | int | str) -> None:
-        """Hand out no message of a partition until `release`, for the sake of a released key, or
-        while nothing can be stored."""
-        self._queues.suspend(work.queue, f"held for {cause!r}")
+    def hold(self, work: Work, key: bytes | int) -> None:
+        """Hand out no message of a partition until `release`, for the sake of a released key."""
+        self._queues.suspend(work.queue, f"held for {key!r}")
 
-    def release(self, work: Work, cause: bytes | int | str) -> None:
+    def release(self, work: Work, key: bytes | int) -> None:
         """End `hold`."""
-        self._queues.resume(work.queue, f"held for {cause!r}")
+        self._queues.resume(work.queue, f"held for {key!r}")
 
     def remove(self, suspension: Suspension) -> None:
         """End a suspension; without an equal `add` nothing changes."""

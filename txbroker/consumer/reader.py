@@ -273,6 +273,7 @@ class Reader:
             # move them back.
             return
         await self._store.commit({work.place: work.stored(()) for work in works})
+        self._committer.try_again()
         failpoint("consumer.claimed")
         try:
             await self._open_asides(works)

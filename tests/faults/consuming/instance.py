@@ -23,11 +23,15 @@ from typing import Any
 import msgspec
 
 from tests.kafka.relay import (
+    ADD_OFFSETS,
     END_TXN,
+    HEARTBEAT,
     INIT_PRODUCER_ID,
+    JOIN_GROUP,
     OFFSET_COMMIT,
     PRODUCE,
     SYNC_GROUP,
+    TXN_OFFSET_COMMIT,
     Fate,
     Relay,
 )
@@ -39,11 +43,10 @@ from txbroker.errors import KafkaUnavailable
 from txbroker.kafka.client.settings import KafkaSettings
 from txbroker.kafka.door.consuming import KafkaConsumingDoor
 
-JOIN, HEARTBEAT, TXN_OFFSET_COMMIT, ADD_OFFSETS = 11, 12, 28, 25
 _LOSABLE = frozenset(
     (
         *(OFFSET_COMMIT, PRODUCE, INIT_PRODUCER_ID, END_TXN, TXN_OFFSET_COMMIT, ADD_OFFSETS),
-        *(JOIN, HEARTBEAT, SYNC_GROUP),
+        *(JOIN_GROUP, HEARTBEAT, SYNC_GROUP),
     )
 )
 LOSE_S, LOSE_SHARE = 1.5, 0.5

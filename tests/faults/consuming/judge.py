@@ -486,10 +486,10 @@ class Judge:
 
     def _disturbed(self, effect: Try) -> bool:
         """Whether a fault could keep the effect from being committed: one of the brokers, of its
-        instance, or of another one that leads the group. Nobody commits while a generation waits
-        for the assignments of its leader."""
+        instance, or of another one that leads the group. No member commits while a generation
+        waits for the assignments of its leader."""
         until = effect.end + self.rules.commit_s
-        stalled = self._nobody_commits(effect.end + COMMITTED_S, until)
+        stalled = self._no_member_commits(effect.end + COMMITTED_S, until)
         return any(
             fault.begin <= until and fault.end + LEADER_S * others >= effect.end - RESUMED_S
             for fault in self.history.faults
@@ -497,7 +497,7 @@ class Judge:
             if not others or stalled
         )
 
-    def _nobody_commits(self, begin: float, end: float) -> bool:
+    def _no_member_commits(self, begin: float, end: float) -> bool:
         seen = [each.offsets for each in self.topics.stored if begin <= each.at <= end]
         return len(seen) > 1 and all(offsets == seen[0] for offsets in seen)
 

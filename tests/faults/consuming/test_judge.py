@@ -168,7 +168,7 @@ def overflowed(run: Run) -> None:
 
 
 def leaderless(run: Run) -> None:
-    """Nobody could commit, as the leader of the group was stopped."""
+    """No member could commit, as the leader of the group was stopped."""
     repeated_without_fault(run)
     run.fault("stopped", 16, 24, by="c3")
     run.stored[-1:] = []

@@ -116,6 +116,13 @@ class Member(Generic[A]):
         """
         raise NotImplementedError
 
+    def _began(self, generation: int) -> None:
+        """Take note of a generation with this member, before its assignment.
+
+        Raises:
+            KafkaRefused: the member must join as a new one.
+        """
+
     def _joined(self, generation: int, encoded: bytes) -> tuple[A, bool]:
         """Take an assignment, which may be malformed; return it, and whether it is outdated."""
         raise NotImplementedError
@@ -150,6 +157,7 @@ class Member(Generic[A]):
             self._member_id = answer.member_id
             answer = await self._ask_to_join()
         self._check(answer)
+        self._began(answer.generation_id)
         self._member_id = self.identity.member_id = answer.member_id
         self.generation = self.identity.generation = answer.generation_id
         shares: list[tuple[str, bytes]] = []

@@ -124,6 +124,13 @@ class ConsumerMember(Member[ConsumerAssignment]):
             for name, member in joined.items()
         ]
 
+    def _began(self, generation: int) -> None:
+        if self._instance is not None and -1 < self.generation < generation - 1:
+            # A static member that does not rejoin in time stays in its group. What it got in its
+            # newest generation is missing in the metadata that the leader has of it: others may
+            # have got the same since.
+            raise KafkaRefused(Code.UNKNOWN_MEMBER, "a generation began without this member")
+
     def _joined(self, generation: int, encoded: bytes) -> tuple[ConsumerAssignment, bool]:
         found = decode_consumer_assignment(encoded)
         if encoded and found.data is None:

@@ -101,11 +101,12 @@ class GroupOffsets:
             codes = error_codes(answer)
             if not codes:
                 return stored_offsets(answer)
-            if Code.UNSTABLE_OFFSET_COMMIT not in codes or not await unstable.pause():
-                code = min(codes)
-                raise KafkaRefused(
-                    code, f"cannot load the offsets of group {self._group}: {describe(code)}"
-                )
+            code = min(codes)
+            why = f"cannot load the offsets of group {self._group}: {describe(code)}"
+            if Code.UNSTABLE_OFFSET_COMMIT not in codes:
+                raise KafkaRefused(code, why)
+            if not await unstable.pause():
+                raise KafkaUnavailable(why)
 
     # --- commit ------------------------------------------------------------------------------
 
@@ -230,10 +231,11 @@ class GroupOffsets:
                 raise InvariantBroken(
                     f"group {self._group}: the metadata of an offset is too large"
                 )
-            if not codes <= _AGAIN or not await backoff.pause():
-                raise KafkaRefused(
-                    code, f"cannot commit offsets of group {self._group}: {describe(code)}"
-                )
+            why = f"cannot commit offsets of group {self._group}: {describe(code)}"
+            if not codes <= _AGAIN:
+                raise KafkaRefused(code, why)
+            if not await backoff.pause():
+                raise KafkaUnavailable(why)
 
     def _backoff(self) -> Backoff:
         return Backoff(self._settings.write_timeout_s, self._settings.retry_backoff_s)
