@@ -24,7 +24,7 @@ from txbroker.kafka.client.member_loop import UNKNOWN_TO_COORDINATOR
 from txbroker.kafka.door.group_member import KafkaGroupMember, MemberTiming
 from txbroker.kafka.protocol.codes import Code
 
-TIMING = MemberTiming(session_s=6.0, heartbeat_s=0.2, lease_s=3.0)
+TIMING = MemberTiming(session_s=3.0, heartbeat_s=0.2, lease_s=1.5)
 ACCESS_S = 20.0
 
 

@@ -329,14 +329,17 @@ async def test_load_waits_for_open_transactions(both: World) -> None:
 
 
 @pytest.mark.rule(34)
+@pytest.mark.parametrize("moment", ["consumer.copied", "consumer.ending"])
+@pytest.mark.parametrize("earlier", [[], [b"1"]])
 async def test_crash_before_the_end_stores_nothing(
-    plain: World, monkeypatch: pytest.MonkeyPatch
+    plain: World, monkeypatch: pytest.MonkeyPatch, earlier: list[bytes], moment: str
 ) -> None:
+    """Nor does the next commit: it takes another producer, which aborts the open transaction."""
     _member, offsets = await plain.member()
-    await offsets.commit({plain.at: StoredOffset(1, "")})
+    await offsets.commit({plain.at: StoredOffset(1, "")}, [plain.copy(each) for each in earlier])
 
     def crash(name: str) -> None:
-        if name == "consumer.ending":
+        if name == moment:
             raise KafkaUnavailable("crash")
 
     monkeypatch.setattr(failpoints, "hook", crash)
@@ -344,7 +347,9 @@ async def test_crash_before_the_end_stores_nothing(
         await offsets.commit({plain.at: StoredOffset(2, "")}, [plain.copy(b"2")])
     monkeypatch.setattr(failpoints, "hook", None)
     assert await offsets.load([plain.at]) == {plain.at: StoredOffset(1, "")}
-    assert await plain.copies() == []
+    await offsets.commit({plain.at: StoredOffset(3, "")}, [plain.copy(b"3")])
+    assert await plain.stored() == StoredOffset(3, "")
+    assert await plain.copies() == [*earlier, b"3"]
 
 
 BREAKS = [

@@ -26,8 +26,8 @@ from txbroker.errors import ConfigurationError
 from txbroker.kafka.client.acls import CREATE, Right, Role, consumer_rights
 
 QUICK: dict[str, Any] = {
-    "session_s": 6.0,
-    "lease_s": 3.0,
+    "session_s": 3.0,
+    "lease_s": 1.5,
     "heartbeat_s": 0.2,
     "local_attempts_max": 1,
 }

@@ -93,7 +93,7 @@ class GroupOffsets:
         async with self._turn:
             if self._unsettled:
                 # It ends the transaction whose result is unknown.
-                await self._start_producer(self._backoff())
+                self._keep(await self._start_producer(self._backoff()))
         request = OffsetFetchV7(self._group, list(by_topic(partitions).items()), True)
         unstable = Backoff(_UNSTABLE_MAX_S, _UNSTABLE_PAUSE_S)
         while True:
@@ -201,7 +201,6 @@ class GroupOffsets:
             await producer.start(backoff)
         except ProducerFenced as error:
             raise KafkaUnavailable(str(error)) from None
-        self._keep(producer)
         return producer
 
     # --- requests ----------------------------------------------------------------------------
