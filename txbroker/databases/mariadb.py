@@ -1,0 +1,76 @@
+"""`MariaDB`: MariaDB through PyMySQL."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+from urllib.parse import parse_qsl, unquote, urlsplit
+
+from txbroker.databases.database import Database
+from txbroker.databases.dialect import MARIADB
+from txbroker.databases.sessions import refuse_control
+from txbroker.errors import ConfigurationError
+
+_STYLE = "pyformat"
+
+
+class MariaDB(Database):
+    """A MariaDB database, 10.6 or newer.
+
+    Args:
+        url: `mariadb://USER:PASSWORD@HOST:PORT/DATABASE`.
+        create_tables: create txbroker's tables at the first use.
+        options: further arguments of `pymysql.connect`, such as `unix_socket` or `ssl`.
+
+    Raises:
+        ConfigurationError: PyMySQL is not installed, or the URL is malformed.
+    """
+
+    def __init__(self, url: str = "", *, create_tables: bool = False, **options: Any) -> None:
+        try:
+            import pymysql
+        except ImportError:
+            raise ConfigurationError(
+                "MariaDB needs PyMySQL: install it with `pip install 'txbroker[mariadb]'`"
+            ) from None
+        given = {**_parsed(url), **options, "autocommit": True, "charset": "utf8mb4"}
+
+        class HandlerConnection(pymysql.connections.Connection):
+            """What a handler receives: the consumer ends the transaction."""
+
+            commit = rollback = begin = refuse_control
+
+        super().__init__(
+            lambda: HandlerConnection(**given),
+            MARIADB,
+            style=_STYLE,
+            name=f"MariaDB {given.get('database', '')}",
+            create_tables=create_tables,
+        )
+
+    def _limits(self, lock_wait_s: float, idle_s: float) -> Collection[str]:
+        waits = f"innodb_lock_wait_timeout = {max(1, round(lock_wait_s))}"
+        return (f"SET {waits}, idle_transaction_timeout = {max(1, round(idle_s))}",)
+
+
+def _parsed(url: str) -> dict[str, Any]:
+    """Return the arguments of `pymysql.connect` in a URL."""
+    if not url:
+        return {}
+    parts = urlsplit(url)
+    try:
+        port = parts.port
+    except ValueError:
+        port = -1
+    if parts.scheme not in ("mariadb", "mysql") or port == -1:
+        raise ConfigurationError(
+            "MariaDB: the URL is malformed: write mariadb://USER:PASSWORD@HOST:PORT/DATABASE"
+        )
+    found = {
+        "host": parts.hostname,
+        "port": port,
+        "user": unquote(parts.username or "") or None,
+        "password": unquote(parts.password or "") or None,
+        "database": unquote(parts.path.lstrip("/")) or None,
+    }
+    return {name: value for name, value in found.items() if value} | dict(parse_qsl(parts.query))

@@ -1,0 +1,136 @@
+"""`Postgres`: PostgreSQL through psycopg, for plain functions and coroutines."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+from txbroker.databases.database import IDLE_S, LOCK_WAIT_S, Database
+from txbroker.databases.dialect import POSTGRESQL
+from txbroker.databases.sessions import in_transaction, refuse_control
+from txbroker.databases.steps import Query, Result, with_placeholders
+from txbroker.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    import psycopg
+
+_STYLE = "pyformat"
+
+
+def _psycopg() -> Any:
+    try:
+        import psycopg
+    except ImportError:
+        raise ConfigurationError(
+            "Postgres needs psycopg: install it with `pip install 'txbroker[postgres]'`"
+        ) from None
+    return psycopg
+
+
+@cache
+def _handler_connection(name: str) -> Any:
+    """Return the class of the connections that handlers receive: the consumer ends the
+    transaction.
+
+    Args:
+        name: of psycopg's class.
+    """
+    methods = {"commit": refuse_control, "rollback": refuse_control}
+    return type("HandlerConnection", (getattr(_psycopg(), name),), methods)
+
+
+class Postgres(Database):
+    """A PostgreSQL database.
+
+    Args:
+        conninfo: as libpq takes it: `dbname=shop host=…` or `postgresql://USER@HOST/shop`.
+        create_tables: create txbroker's tables at the first use.
+        options: further arguments of `psycopg.connect`, such as `password`.
+
+    Raises:
+        ConfigurationError: psycopg is not installed, or `conninfo` is malformed.
+    """
+
+    asynchronous = True
+
+    def __init__(self, conninfo: str = "", *, create_tables: bool = False, **options: Any) -> None:
+        module = _psycopg()
+        try:
+            parts = module.conninfo.conninfo_to_dict(conninfo)
+        except module.Error as error:
+            raise ConfigurationError(f"Postgres: {str(error).strip()}") from None
+        place = {**parts, **options}
+        self._conninfo = conninfo
+        self._options = options
+
+        def connect() -> psycopg.Connection[Any]:
+            connection: psycopg.Connection[Any] = _handler_connection("Connection").connect(
+                conninfo, autocommit=True, **options
+            )
+            return connection
+
+        super().__init__(
+            connect,
+            POSTGRESQL,
+            style=_STYLE,
+            name=f"PostgreSQL {place.get('dbname', '')}",
+            create_tables=create_tables,
+        )
+
+    async def open_async(
+        self, lock_wait_s: float = LOCK_WAIT_S, idle_s: float = IDLE_S
+    ) -> PsycopgAsyncSession:
+        """Open a session for asyncio, see `open`."""
+        connection = await _handler_connection("AsyncConnection").connect(
+            self._conninfo, autocommit=True, **self._options
+        )
+        session = PsycopgAsyncSession(connection)
+        try:
+            for sql in self._limits(lock_wait_s, idle_s):
+                await session.execute(Query(sql))
+        except BaseException:
+            await session.close()
+            raise
+        return session
+
+    def _limits(self, lock_wait_s: float, idle_s: float) -> Collection[str]:
+        return (
+            f"SET lock_timeout = {round(lock_wait_s * 1000)}",
+            f"SET idle_in_transaction_session_timeout = {round(idle_s * 1000)}",
+        )
+
+
+class PsycopgAsyncSession:
+    """An `AsyncSession` on a `psycopg.AsyncConnection`."""
+
+    def __init__(self, connection: psycopg.AsyncConnection[Any]) -> None:
+        self.connection = connection
+
+    @property
+    def in_transaction(self) -> bool:
+        return bool(in_transaction(self.connection))
+
+    async def execute(self, query: Query) -> Result:
+        """Execute a statement."""
+        sql = with_placeholders(query.sql, _STYLE)
+        cursor = await self.connection.execute(sql, query.values or None)
+        rows = await cursor.fetchall() if cursor.description else ()
+        return Result(cursor.rowcount, rows)
+
+    async def begin(self) -> None:
+        """Begin a transaction."""
+        await self.execute(Query(POSTGRESQL.begin))
+
+    async def commit(self) -> None:
+        """Commit it."""
+        await self.execute(Query("COMMIT"))
+
+    async def rollback(self) -> None:
+        """Roll it back, if one is open."""
+        if self.in_transaction:
+            await self.execute(Query("ROLLBACK"))
+
+    async def close(self) -> None:
+        """Close the connection."""
+        await self.connection.close()

@@ -1,0 +1,138 @@
+"""Connections that txbroker opens: they begin and commit its own transactions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from txbroker.databases.dialect import Dialect
+from txbroker.databases.steps import Query, Result, with_placeholders
+from txbroker.errors import ConfigurationError
+
+
+class TransactionControlled(ConfigurationError):
+    """The consumer begins and ends the transaction of a handler: leave commit and rollback out of
+    the handler, and raise an exception to roll back."""
+
+
+def refuse_control(*_arguments: object, **_options: object) -> Any:
+    """Stand in for `commit` and `rollback` of a connection that a handler receives.
+
+    Raises:
+        TransactionControlled
+    """
+    raise TransactionControlled
+
+
+class PlainSession(Protocol):
+    """A connection that the caller's thread uses alone.
+
+    Attributes:
+        connection: what a handler receives.
+    """
+
+    connection: Any
+
+    @property
+    def in_transaction(self) -> bool:
+        """Whether a transaction is open, as the driver knows without asking the server."""
+
+    def execute(self, query: Query) -> Result: ...
+
+    def begin(self) -> None: ...
+
+    def commit(self) -> None: ...
+
+    def rollback(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class AsyncSession(Protocol):
+    """`PlainSession` for asyncio."""
+
+    connection: Any
+
+    @property
+    def in_transaction(self) -> bool: ...
+
+    async def execute(self, query: Query) -> Result: ...
+
+    async def begin(self) -> None: ...
+
+    async def commit(self) -> None: ...
+
+    async def rollback(self) -> None: ...
+
+    async def close(self) -> None: ...
+
+
+class DriverSession:
+    """A DB-API connection that commits every statement, unless a transaction was begun.
+
+    Args:
+        style: the driver's `paramstyle`.
+    """
+
+    def __init__(self, connection: Any, dialect: Dialect, style: str) -> None:
+        self.connection = connection
+        self._dialect = dialect
+        self._style = style
+
+    @property
+    def in_transaction(self) -> bool:
+        return bool(in_transaction(self.connection))
+
+    def execute(self, query: Query) -> Result:
+        """Execute a statement."""
+        cursor = self.connection.cursor()
+        try:
+            cursor.execute(with_placeholders(query.sql, self._style), query.values)
+            rows = cursor.fetchall() if cursor.description else ()
+            return Result(cursor.rowcount, rows)
+        finally:
+            cursor.close()
+
+    def begin(self) -> None:
+        """Begin a transaction that may write."""
+        self.execute(Query(self._dialect.begin))
+
+    def commit(self) -> None:
+        """Commit it."""
+        self.execute(Query("COMMIT"))
+
+    def rollback(self) -> None:
+        """Roll it back, if one is open."""
+        if self.in_transaction:
+            self.execute(Query("ROLLBACK"))
+
+    def close(self) -> None:
+        """Close the connection."""
+        self.connection.close()
+
+
+def in_transaction(connection: Any) -> bool | None:
+    """Return whether a driver's connection has an open transaction; None: the driver does not show
+    it."""
+    driver = driver_of(connection)
+    if driver == "sqlite3":
+        return bool(connection.in_transaction)
+    if driver in ("psycopg", "psycopg2"):
+        return int(connection.info.transaction_status) != 0
+    if driver == "pymysql":
+        return bool(connection.server_status & 1)
+    if driver == "asyncpg":
+        return bool(connection.is_in_transaction())
+    return None
+
+
+def driver_of(connection: Any) -> str:
+    """Return the name of the package that a connection's class comes from, "" if it is unknown."""
+    known: Mapping[str, None] = dict.fromkeys(
+        ("sqlite3", "psycopg", "psycopg2", "pymysql", "asyncpg", "sqlalchemy", "django")
+    )
+    for kind in type(connection).__mro__:
+        package = kind.__module__.partition(".")[0]
+        if package in known:
+            return package
+    return type(connection).__module__.partition(".")[0]

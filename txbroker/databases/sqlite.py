@@ -1,0 +1,54 @@
+"""`SQLite`: a database in a file."""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+from collections.abc import Collection
+from pathlib import Path
+
+from txbroker.databases.database import Database
+from txbroker.databases.dialect import SQLITE
+from txbroker.databases.sessions import refuse_control
+from txbroker.errors import ConfigurationError
+
+
+class HandlerConnection(sqlite3.Connection):
+    """What a handler receives: the consumer ends the transaction."""
+
+    commit = rollback = executescript = __enter__ = refuse_control
+
+
+class SQLite(Database):
+    """An SQLite file.
+
+    Args:
+        file: its path.
+        create_tables: create txbroker's tables at the first use.
+
+    Raises:
+        ConfigurationError: the database is in memory.
+    """
+
+    def __init__(self, file: str | Path, *, create_tables: bool = False) -> None:
+        if not str(file) or str(file).startswith((":memory:", "file:")):
+            raise ConfigurationError(
+                f"SQLite({str(file)!r}): txbroker needs a file, which several connections open: "
+                "give a path"
+            )
+        self._path = os.path.abspath(file)
+
+        def connect() -> sqlite3.Connection:
+            return sqlite3.connect(
+                self._path,
+                isolation_level=None,
+                check_same_thread=False,
+                factory=HandlerConnection,
+            )
+
+        super().__init__(
+            connect, SQLITE, style="qmark", name=f"SQLite {file}", create_tables=create_tables
+        )
+
+    def _limits(self, lock_wait_s: float, idle_s: float) -> Collection[str]:
+        return (f"PRAGMA busy_timeout = {round(lock_wait_s * 1000)}",)
