@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import structlog
 
-from txbroker.consumer.committer import Committer
+from txbroker.consumer.committer import Committer, Pending
 from txbroker.consumer.message import ReceivedMessage
 from txbroker.consumer.partition import Work, size_of
 from txbroker.consumer.waiting import Background
@@ -92,7 +92,9 @@ class _Parts:
 
     def __init__(self, committer: Committer) -> None:
         self._committer = committer
-        self.copy = committer.copy
+        self.store = committer.store
+        self.unavailable = committer.unavailable
+        self.fenced = committer.fenced
 
     def changed(self, work: Work, count: int = 1) -> None: ...
 
@@ -267,7 +269,8 @@ class Asides:
 
     def _store(self, work: Work, record: Record) -> None:
         number = spread(work.place, ASIDE_PARTITIONS)
-        self._committer.copy(work, None, Copy(self._topic, number, record), lambda: None)
+        copies = [Copy(self._topic, number, record)]
+        self._committer.store(Pending(work, None, copies, lambda: None))
 
 
 def _source(record: Record) -> Source:
@@ -282,8 +285,10 @@ def _messages(released: ReleasedKey, copies: Sequence[Record]) -> list[ReceivedM
         copy = read_copy(record)
         assert copy is not None
         message, failed = copy
-        size, attempt = size_of(message), failed.attempts + 1
+        size, attempt, stage = size_of(message), failed.attempts + 1, failed.stage
         messages.append(
-            ReceivedMessage(message, released, size, _ONE_LANE, attempt, failed_before=failed)
+            ReceivedMessage(
+                message, released, size, _ONE_LANE, attempt, failed_before=failed, stage=stage
+            )
         )
     return messages

@@ -15,6 +15,7 @@ from msgspec import Struct
 
 from txbroker.consumer.message import ReceivedMessage
 from txbroker.consumer.partition import Work
+from txbroker.core.consuming.position import METADATA_LENGTH_MAX
 from txbroker.door.consuming import CommitFenced, Copy, CopyRefused, Partition, StoredOffset
 from txbroker.error_text import safe_repr
 from txbroker.errors import ConfigurationError, KafkaUnavailable
@@ -61,30 +62,65 @@ class CommitPolicy(Struct, frozen=True):
 class Store(Protocol):
     """Keeps positions and copies; see `txbroker.door.consuming.GroupMember`."""
 
-    async def load(self, partitions: Collection[Partition]) -> dict[Partition, StoredOffset]: ...
+    async def load(self, partitions: Collection[Partition]) -> dict[Partition, StoredOffset]:
+        """Return stored positions; offset -1: only the token is stored. A store that can refuse
+        commits with a lower token refuses them from now on."""
+        ...
 
     async def commit(
         self, offsets: Mapping[Partition, StoredOffset], copies: Sequence[Copy] = ()
-    ) -> None: ...
+    ) -> Collection[Partition] | None:
+        """Store positions and copies. Return the partitions that another owner has taken over:
+        nothing of them is stored."""
+        ...
 
 
-class _Pending(Struct, eq=False):
+class StoreTraits(Struct, frozen=True, kw_only=True):
+    """How a store differs from another one.
+
+    Attributes:
+        exact: nothing that is stored may be handled again: nothing is handed out while nothing can
+            be stored, and results whose done offsets do not fit into a position wait.
+        repeatable: a commit may be repeated, also if it has succeeded.
+        metadata_max: the length of a position's metadata, characters.
+    """
+
+    exact: bool = False
+    repeatable: bool = False
+    metadata_max: int = METADATA_LENGTH_MAX
+
+
+class Pending(Struct, eq=False):
+    """Copies that are stored with the position in which their message is done.
+
+    Attributes:
+        message: None: the copies are of no message.
+        stored: called once they are.
+        refused: called if one cannot be stored; returns what is stored in its place. None: the
+            message is handled again.
+        settled: the lane of the message has continued.
+        first: the message is not done then, but its first stage.
+    """
+
     work: Work
     message: ReceivedMessage | None
-    copy: Copy
+    copies: Sequence[Copy]
     stored: Callable[[], None]
+    refused: Callable[[str], Sequence[Copy]] | None = None
+    settled: bool = False
+    first: bool = False
 
 
 class _Round(Struct, eq=False):
     """Positions and copies that are stored together.
 
     Attributes:
-        pending: the first copies that wait.
+        pending: copies.
         admitted: at most once: messages that count as done.
     """
 
     offsets: dict[Partition, StoredOffset]
-    pending: list[_Pending]
+    pending: list[Pending]
     admitted: dict[Work, list[ReceivedMessage]]
     works: list[Work]
 
@@ -93,17 +129,29 @@ class Committer:
     """Stores the positions of the partitions of one store.
 
     At most once (`before`) it stores the position first and then lets the messages be handled.
+
+    Args:
+        fenced: called with a partition that another owner has taken over.
     """
 
     def __init__(
-        self, engine: Engine, store: Store, policy: CommitPolicy, *, before: bool = False
+        self,
+        engine: Engine,
+        store: Store,
+        policy: CommitPolicy,
+        fenced: Callable[[Work], None],
+        *,
+        traits: StoreTraits,
+        before: bool = False,
     ) -> None:
         self._engine = engine
         self._store = store
         self._policy = policy
         self._before = before
+        self._traits = traits
+        self.fenced = fenced
         self._dirty: dict[Work, None] = {}
-        self._pending: list[_Pending] = []
+        self._pending: list[Pending] = []
         self._unknown: _Round | None = None
         """A round with copies whose result is not known."""
         self._count = 0
@@ -147,20 +195,32 @@ class Committer:
             self._due_at = math.inf
             self._now.set()
 
-    def copy(
-        self,
-        work: Work,
-        message: ReceivedMessage | None,
-        copy: Copy,
-        stored: Callable[[], None],
-    ) -> None:
-        """Store a record with the partition's position, in which the message is done; then call
-        `stored`."""
-        if work.owner not in self._engine.works:
+    def store(self, pending: Pending, *, soon: bool = True) -> None:
+        """Store copies with the partition's position.
+
+        Args:
+            soon: now, and not with the next positions.
+        """
+        work = pending.work
+        if work not in self._engine.works:
             return
-        self._pending.append(_Pending(work.owner, message, copy, stored))
-        self.changed(work.owner, 0)
-        self._now.set()
+        self._pending.append(pending)
+        self.changed(work, 0 if soon else 1)
+        if soon:
+            self._now.set()
+
+    def unavailable(self, work: Work) -> None:
+        """Hand out nothing more until a round has succeeded."""
+        if not self._refusals and work in self._engine.works:
+            self._hold()
+            self.changed(work, 0)
+            self._now.set()
+
+    @property
+    def waiting(self) -> set[tuple[str, int, int]]:
+        """Topic, partition and offset of the messages whose copies are not stored."""
+        messages = [each.message for each in self._pending if each.message is not None]
+        return {(message.topic, message.partition, message.offset) for message in messages}
 
     def forget(self, work: Work) -> None:
         """Store nothing more of a partition."""
@@ -227,7 +287,10 @@ class Committer:
                 failures += 1
                 log.warning("positions not stored", error=safe_repr(error), attempt=failures)
                 pause_s = grown_pause_s(failures, _PAUSE_S, _PAUSE_MAX_S)
-                pause_s = self._hold() if error.lasting else pause_s
+                if error.lasting or self._traits.exact:
+                    self._hold()
+                if error.lasting:
+                    pause_s = grown_pause_s(self._refusals, *_REFUSED_PAUSES_S)
                 self._again_now.clear()
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self._again_now.wait(), pause_s)
@@ -235,11 +298,10 @@ class Committer:
                 self._engine.fail(error)
                 return
 
-    def _hold(self) -> float:
-        """Hand out nothing more while Kafka refuses to store; return the pause."""
+    def _hold(self) -> None:
+        """Hand out nothing more while nothing is stored."""
         self._refusals += 1
         self._engine.suspensions.hold_all(self)
-        return grown_pause_s(self._refusals, *_REFUSED_PAUSES_S)
 
     def _resume(self) -> None:
         if self._refusals:
@@ -276,11 +338,12 @@ class Committer:
             self._unknown = None
             round_ = self._begin()
             try:
+                fenced: Collection[Partition] = ()
                 if round_.offsets:
-                    self._unknown = round_ if round_.pending else None
-                    copies = [each.copy for each in round_.pending]
+                    self._unknown = round_ if round_.pending and not self._traits.repeatable else None
+                    copies = [copy for each in round_.pending for copy in each.copies]
                     failpoint("consumer.committing")
-                    await self._store.commit(round_.offsets, copies)
+                    fenced = await self._store.commit(round_.offsets, copies) or ()
                     failpoint("consumer.committed")
             except CopyRefused as error:
                 self._unknown = None
@@ -294,6 +357,9 @@ class Committer:
                 raise
             else:
                 self._unknown = None
+                for work in round_.works:
+                    if work.place in fenced:
+                        self.fenced(work)
                 self._finish(round_)
                 self._resume()
 
@@ -306,22 +372,32 @@ class Committer:
 
     def _begin(self) -> _Round:
         works, self._dirty, self._count = list(self._dirty), {}, 0
-        pending = self._pending[:_COPIES_MAX]
         admitted = {work: self._to_admit(work) for work in works} if self._before else {}
-        done_too: dict[Work, list[int]] = {
-            work: [message.record.offset for message in messages]
-            for work, messages in admitted.items()
-        }
-        for each in pending:
-            if each.message is not None and each.message.work is each.work:
-                done_too.setdefault(each.work, []).append(each.message.record.offset)
+        round_ = _Round({}, self._first_pending(), admitted, works)
+        distinct = bool(round_.pending) and not self._traits.repeatable
         for work in works:
             work.dirty = False
-        distinct = bool(pending)
-        offsets = {
-            work.place: work.stored(done_too.get(work, ()), distinct=distinct) for work in works
-        }
-        return _Round(offsets, pending, admitted, works)
+            done_too = [message.record.offset for message in admitted.get(work, ())]
+            ahead_too = []
+            for each in round_.pending:
+                if each.message is not None and each.message.work is work:
+                    (ahead_too if each.first else done_too).append(each.message.record.offset)
+            stored = work.stored(done_too, ahead_too, distinct=distinct)
+            if self._traits.exact and work.overflow:
+                # After a crash messages would be handled again whose outputs are stored.
+                round_.pending = [each for each in round_.pending if each.work is not work]
+                stored = work.stored(distinct=distinct)
+            round_.offsets[work.place] = stored
+        return round_
+
+    def _first_pending(self) -> list[Pending]:
+        count, found = 0, []
+        for each in self._pending:
+            count += len(each.copies)
+            if found and count > _COPIES_MAX:
+                break
+            found.append(each)
+        return found
 
     def _to_admit(self, work: Work) -> list[ReceivedMessage]:
         """Return the messages to count as done before they are handled."""
@@ -337,30 +413,42 @@ class Committer:
                 self.changed(work, 0)
 
     def _refuse(self, round_: _Round, error: CopyRefused) -> None:
-        """Give back the messages of the partition whose copy was refused."""
-        work = next((each.work for each in round_.pending if each.copy is error.copy), None)
-        if work is None:  # its partition was lost meanwhile
+        """Store something else in place of a refused copy, or give back the messages of its
+        partition."""
+        first = next(
+            (each for each in round_.pending if any(copy is error.copy for copy in each.copies)),
+            None,
+        )
+        if first is None or first.work not in self._engine.works:  # its partition was lost
             self._again(round_)
             return
+        if first.refused is not None:
+            replace, first.refused = first.refused, None
+            first.copies = replace(str(error))
+            if not first.copies:
+                self._pending.remove(first)
+            self._again(round_)
+            return
+        work = first.work
         mine = [each for each in self._pending if each.work is work]
-        refused = [(each.message, each.copy) for each in mine if each.message is not None]
         self._pending = [each for each in self._pending if each.work is not work]
         for each in mine:
             if each.message is None:
-                pause = self._loop.call_later(
-                    _PAUSE_MAX_S, self.copy, work, None, each.copy, each.stored
-                )
+                pause = self._loop.call_later(_PAUSE_MAX_S, self.store, each)
                 self._pauses = [one for one in self._pauses if one.when() > self._loop.time()]
                 self._pauses.append(pause)
+        refused = [(each.message, each.settled) for each in mine if each.message is not None]
         self._engine.refused(work, refused, str(error))
         self._again(round_)
 
     def _finish(self, round_: _Round) -> None:
         for work in round_.works:
             work.confirm(round_.offsets[work.place])
-        del self._pending[: len(round_.pending)]
+        ended = set(map(id, round_.pending))
+        self._pending = [each for each in self._pending if id(each) not in ended]
         for each in round_.pending:
-            each.stored()
+            if each.work in self._engine.works:
+                each.stored()
         for work, messages in round_.admitted.items():
             if work not in self._engine.works:
                 continue  # lost as the commit ended
@@ -372,5 +460,5 @@ class Committer:
                 self.changed(work, 0)
         for each in self._pending:
             self.changed(each.work, 0)
-        if self._pending:
+        if self._pending and round_.pending:
             self._now.set()

@@ -42,10 +42,12 @@ class Holder:
     Attributes:
         collecting: it is taking a batch: no handler has begun with its messages.
         reports: results of single messages that wait for the end of their batch; None: no batch.
+        outputs: copies to store with the messages' positions.
     """
 
     collecting = False
     reports: dict[ReceivedMessage, BaseException | None] | None = None
+    outputs: Sequence[Copy] = ()
 
 
 class Suspension(NamedTuple):
@@ -203,6 +205,8 @@ class Engine:
         """Event loop time of the last call of `next`."""
         self._swept_s = 0.0
         self._pauses = Pauses(self._queues)
+        self.staged = False
+        """The handler has later stages, whose messages are done only after them."""
         self.handled = 0
         """Messages that are done since the start."""
         self.counts: Counter[str] = Counter()
@@ -340,21 +344,29 @@ class Engine:
         return self._in_flight
 
     def finish(
-        self, message: ReceivedMessage, error: BaseException | None, holder: Holder | None = None
+        self,
+        message: ReceivedMessage,
+        error: BaseException | None,
+        holder: Holder | None = None,
+        outputs: Sequence[Copy] = (),
     ) -> None:
         """Take the result of a message: None: it is done. Ignored unless it is in flight.
 
         Args:
             holder: ignored also if it is in flight with another one; None: any.
+            outputs: to be stored with its position.
         """
         if holder is not None and self._in_flight.get(message) is not holder:
             return
         if self._in_flight.pop(message, None) is None:
             return
-        if error is None:
+        if error is None and not outputs:
             self.handled += 1
             self._queues.settle(message.work.queue, message)
             self.settled(message)
+        elif error is None:
+            self.handled += 1
+            self._failures.produce(message, outputs)
         else:
             if message.lane is not None and not self.before:
                 self._hold_followers(message, message.lane)
@@ -394,6 +406,13 @@ class Engine:
                     message.work.unhandled.add(message)
         self.waiting.wake()
 
+    def first_stored(self, messages: Sequence[ReceivedMessage]) -> None:
+        """The first stage of messages is stored: after a crash only the later ones follow."""
+        for message in messages if self.staged else ():
+            message.stage = max(1, message.stage)
+            if message.work.owner is message.work:
+                message.work.ahead.add(message.record.offset)
+
     def end(self, message: ReceivedMessage) -> None:
         """The message needs nothing more: its lane continues, its offset is done."""
         self._queues.settle(message.work.queue, message)
@@ -415,16 +434,22 @@ class Engine:
         if self.memory.paused:
             self.memory.free(work)
 
-    def refused(self, work: Work, copies: Sequence[tuple[ReceivedMessage, Copy]], why: str) -> None:
-        """These copies, in order, cannot be stored: the partition pauses, and then their messages
-        are handled again before the others."""
-        log.error("copy refused", partition=work.place, messages=len(copies), why=why)
-        self.counts["copy_refused"] += len(copies)
+    def refused(
+        self, work: Work, messages: Sequence[tuple[ReceivedMessage, bool]], why: str
+    ) -> None:
+        """The copies of these messages, in order, cannot be stored: the partition pauses, and then
+        they are handled again before the others.
+
+        Args:
+            messages: and whether the lane of each has continued.
+        """
+        log.error("copy refused", partition=work.place, messages=len(messages), why=why)
+        self.counts["copy_refused"] += len(messages)
         for each in self._family(work):
             self._pauses.rest(each, self._time() + REFUSED_PAUSE_S)
-        for message, copy in reversed(copies):
+        for message, settled in reversed(messages):
             message.attempt += 1
-            self._failures.take_back(message, copy)
+            self._failures.take_back(message, settled=settled)
 
     # --- time --------------------------------------------------------------------------------
 

@@ -6,11 +6,12 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Protocol
 
 import structlog
 
+from txbroker.consumer.committer import Pending
 from txbroker.consumer.message import ReceivedMessage
 from txbroker.consumer.partition import source_of
 from txbroker.core.consuming.aside import KEYS_MAX
@@ -117,47 +118,71 @@ class Failures:
 
     def _copy(self, message: ReceivedMessage, verdict: Bury | RetryLater) -> None:
         """Copy a message to another topic; its lane waits until the copy is stored."""
-        source, due = source_of(message), round(time.time() * 1000)
-        step = -1
         if isinstance(verdict, RetryLater):
-            step = verdict.failed_step
-            topic, number, name = self._topics.retry, verdict.step, f"retry_{verdict.step}"
-            due += round(verdict.delay_s * 1000)
+            name = f"retry_{verdict.step}"
+            due = round((time.time() + verdict.delay_s) * 1000)
+            copy = Copy(
+                self._topics.retry,
+                verdict.step,
+                make_copy(
+                    message.record, _failed(message, due, verdict.cause, verdict.failed_step)
+                ),
+            )
         else:
-            topic, name = self._topics.dead, "dead"
-            number = spread(source[:2], DEAD_PARTITIONS)
-        failed = Failed(source, message.attempt, due, verdict.cause, step)
-        record = make_copy(message.record, failed)
+            name, copy = "dead", self._dead_letter(message, verdict.cause)
 
         def stored() -> None:
             self._results.counts[name] += 1
             self._results.end(message)
 
-        self._store(message, Copy(topic, number, record), stored)
+        self._store(Pending(message.work.owner, message, [copy], stored))
 
-    def _store(self, message: ReceivedMessage, copy: Copy, stored: Callable[[], None]) -> None:
-        if message.work.commits is not None:
-            message.work.commits.copy(message.work, message, copy, stored)
+    def _dead_letter(self, message: ReceivedMessage, cause: str) -> Copy:
+        failed = _failed(message, round(time.time() * 1000), cause)
+        number = spread(failed.source[:2], DEAD_PARTITIONS)
+        return Copy(self._topics.dead, number, make_copy(message.record, failed))
 
-    def take_back(self, message: ReceivedMessage, copy: Copy) -> None:
-        """Let a message be handled again whose copy is not stored."""
-        if copy.topic == self._topics.aside:
+    def _store(self, pending: Pending, *, soon: bool = True) -> None:
+        if pending.work.commits is not None:
+            pending.work.commits.store(pending, soon=soon)
+
+    def take_back(self, message: ReceivedMessage, *, settled: bool) -> None:
+        """Let a message be handled again whose copies are not stored."""
+        if settled:
             self._queues.take_back(message.work.queue, message)
         else:
             self._queues.put_back(message.work.queue, message)
 
+    def produce(self, message: ReceivedMessage, outputs: Sequence[Copy]) -> None:
+        """Store the outputs of a message with its position. Its lane continues at once."""
+        self._queues.settle(message.work.queue, message)
+
+        def stored() -> None:
+            self._results.settled(message)
+
+        def refused(cause: str) -> Sequence[Copy]:
+            log.error("output refused", message=repr(message), error=cause)
+            self._results.counts["dead"] += 1
+            return [self._dead_letter(message, cause)]
+
+        pending = Pending(message.work.owner, message, outputs, stored, refused, settled=True)
+        self._store(pending, soon=False)
+
     def set_aside(self, message: ReceivedMessage, cause: str) -> None:
         """Copy a message to the aside topic. Its lane continues at once: later messages of the key
         follow in the same order."""
-        source = source_of(message)
-        number = spread(source[:2], ASIDE_PARTITIONS)
-        now_ms = round(time.time() * 1000)
-        record = make_copy(message.record, Failed(source, message.attempt, now_ms, cause))
+        failed = _failed(message, round(time.time() * 1000), cause)
+        number = spread(failed.source[:2], ASIDE_PARTITIONS)
+        record = make_copy(message.record, failed)
         self._queues.settle(message.work.queue, message)
 
         def stored() -> None:
             self._results.counts["aside"] += 1
             self._results.settled(message)
 
-        copy = Copy(self._topics.aside, number, record)
-        self._store(message, copy, stored)
+        copies = [Copy(self._topics.aside, number, record)]
+        self._store(Pending(message.work.owner, message, copies, stored, settled=True))
+
+
+def _failed(message: ReceivedMessage, due_ms: int, cause: str, step: int = -1) -> Failed:
+    return Failed(source_of(message), message.attempt, due_ms, cause, step, message.stage)

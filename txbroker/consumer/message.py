@@ -57,6 +57,7 @@ class ReceivedMessage(Struct, eq=False, gc=False):
 
     Attributes:
         attempt: 1 for the first call of a handler with it. A crash may lose counted attempts.
+        stage: the handler's stages that are done.
     """
 
     record: Record
@@ -67,6 +68,7 @@ class ReceivedMessage(Struct, eq=False, gc=False):
     lane: Lane | None = None
     failures: int = 0
     failed_before: Failed | None = None
+    stage: int = 0
 
     @property
     def topic(self) -> str:

@@ -13,13 +13,20 @@ from txbroker.consumer.message import MessageLease, ReceivedMessage
 from txbroker.core.consuming.aside import AsideKeys
 from txbroker.core.consuming.copies import Partition, Source, read_copy
 from txbroker.core.consuming.failure import DELAYS_S
-from txbroker.core.consuming.position import Metadata, Position, encode_metadata
+from txbroker.core.consuming.position import (
+    METADATA_LENGTH_MAX,
+    Later,
+    Metadata,
+    Position,
+    encode_metadata,
+)
 from txbroker.core.consuming.queues import Order, PartitionQueue, lane_key_of
 from txbroker.core.records import Record
-from txbroker.door.consuming import Copy, StoredOffset
+from txbroker.door.consuming import StoredOffset
 from txbroker.errors import TxbrokerError
 
 if TYPE_CHECKING:
+    from txbroker.consumer.committer import Pending
     from txbroker.consumer.engine import Engine
 
 _OVERHEAD_BYTES = 300
@@ -34,14 +41,15 @@ class Commits(Protocol):
     def changed(self, work: Work, count: int = 1) -> None:
         """Take note that messages of a partition are done."""
 
-    def copy(
-        self,
-        work: Work,
-        message: ReceivedMessage | None,
-        copy: Copy,
-        stored: Callable[[], None],
-    ) -> None:
-        """Store a copy with the partition's position, together; then call `stored`."""
+    def store(self, pending: Pending, *, soon: bool = True) -> None:
+        """Store copies with the partition's position, together."""
+
+    def unavailable(self, work: Work) -> None:
+        """Hand out nothing more until positions can be stored again."""
+
+    @property
+    def fenced(self) -> Callable[[Work], None]:
+        """Takes note that another owner has taken a partition over."""
 
 
 class Flow(Protocol):
@@ -94,6 +102,8 @@ class Work:
         self.setting_aside: set[bytes | int] = set()
         """Keys whose first copy is not visible in the aside topic yet."""
         self.dirty = False
+        self.ahead: set[int] = set()
+        """Offsets whose first stage is stored, while later stages are not done."""
         self.commits: Commits | None = None
         """Set while the engine has the partition, as is `flow`."""
         self.flow: Flow
@@ -102,6 +112,8 @@ class Work:
         self._sent: set[StoredOffset] = set()
         """What may be stored: the newest position that certainly is, and later attempts."""
         self._token_steps = 0
+        self.metadata_max = METADATA_LENGTH_MAX
+        """How long metadata may be, characters."""
 
     @property
     def owner(self) -> Work:
@@ -118,7 +130,7 @@ class Work:
             return [self._copy(record) for record in records]
         # Hot path: `size_of` and `lane_key_of` without calls.
         if self.order is Order.KEY:
-            return [
+            messages = [
                 ReceivedMessage(
                     r,
                     self,
@@ -130,8 +142,12 @@ class Work:
                 )
                 for r in records
             ]
-        lane_key = lane_key_of(self.order, None)
-        return [ReceivedMessage(record, self, size_of(record), lane_key) for record in records]
+        else:
+            lane = lane_key_of(self.order, None)
+            messages = [ReceivedMessage(record, self, size_of(record), lane) for record in records]
+        for message in messages if self.ahead else ():
+            message.stage = int(message.record.offset in self.ahead)
+        return messages
 
     def _copy(self, record: Record) -> ReceivedMessage:
         message, failed = read_copy(record) or (record, None)
@@ -141,7 +157,10 @@ class Work:
             failed = structs.replace(failed, due_ms=min(failed.due_ms, round(latest_ms)))
         attempt = 1 if failed is None else failed.attempts + 1
         key = lane_key_of(self.order, record.key)
-        return ReceivedMessage(message, self, size_of(record), key, attempt, failed_before=failed)
+        stage = 0 if failed is None else failed.stage
+        return ReceivedMessage(
+            message, self, size_of(record), key, attempt, failed_before=failed, stage=stage
+        )
 
     def admit_due(self) -> list[ReceivedMessage]:
         """Return the messages of a retry partition that are due, in order: the head is waited
@@ -187,20 +206,43 @@ class Work:
             self.position = self.position.without(offsets)
         return bool(offsets)
 
-    def stored(self, done_too: Sequence[int], *, distinct: bool = False) -> StoredOffset:
-        """Return what to commit.
+    def saved(
+        self, done_too: Sequence[int] = (), ahead_too: Sequence[int] = ()
+    ) -> tuple[int, Metadata]:
+        """Return the position to store, as the offset and its metadata.
 
         Args:
-            done_too: offsets that are done once the commit has succeeded.
+            done_too: offsets that are done once it is stored.
+            ahead_too: offsets whose first stage is.
+        """
+        position = self.position.with_done(done_too) if done_too else self.position
+        later = None
+        if self.ahead or ahead_too:
+            self.ahead.intersection_update(position.undone(self.ahead))
+            if ahead := self.ahead.union(ahead_too):
+                later = Later(position.low, position.ranges())
+                position = position.with_done(ahead)
+        token = self.token + self._token_steps
+        ranges = position.ranges()
+        return position.low, Metadata(token, self.topic_id, self.aside_count, ranges, later)
+
+    def stored(
+        self,
+        done_too: Sequence[int] = (),
+        ahead_too: Sequence[int] = (),
+        *,
+        distinct: bool = False,
+    ) -> StoredOffset:
+        """Return what to commit, as `saved`.
+
+        Args:
             distinct: it must differ from all that may be stored already, by a higher token if
                 nothing else has changed, so that it shows whether this commit was stored.
         """
-        position = self.position.with_done(done_too) if done_too else self.position
         while True:
-            token = self.token + self._token_steps
-            metadata = Metadata(token, self.topic_id, self.aside_count, position.ranges())
-            text, self.overflow = encode_metadata(position.low, metadata)
-            stored = StoredOffset(position.low, text)
+            low, metadata = self.saved(done_too, ahead_too)
+            text, self.overflow = encode_metadata(low, metadata, self.metadata_max)
+            stored = StoredOffset(low, text)
             if not (distinct and stored in self._sent):
                 self._sent.add(stored)
                 return stored

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import time
 from collections import Counter
@@ -87,7 +88,7 @@ class Positions:
             work.end = ends.get(place, 0)
             begin = first.get(place, 0)
             known_topic_id = _take_over(work, stored.get(place), identities.get(place[0]))
-            if place in stored:
+            if _has_position(stored, place):
                 self._check_gap(work, begin, known_topic_id)
             elif place in timed:
                 at_time = times.get(place, work.end)
@@ -98,7 +99,7 @@ class Positions:
     def _begins_at_time(self, work: Work, stored: Mapping[Partition, StoredOffset]) -> bool:
         topic, number = work.place
         new = number >= self._options.first_counts.get(topic, 0)
-        given = work.place in stored or work.place in self._options.offsets
+        given = _has_position(stored, work.place) or work.place in self._options.offsets
         return not (given or new or work.is_retry)
 
     def _check_gap(self, work: Work, begin: int, known_topic_id: str) -> None:
@@ -140,6 +141,11 @@ class Positions:
         return begin
 
 
+def _has_position(stored: Mapping[Partition, StoredOffset], place: Partition) -> bool:
+    """Return whether there is more than a token."""
+    return place in stored and stored[place].offset >= 0
+
+
 def _take_over(work: Work, stored: StoredOffset | None, identity: TopicIdentity | None) -> str:
     """Set a partition's token and stored position; return the topic id of that."""
     metadata = _metadata(work.place, stored)
@@ -149,9 +155,18 @@ def _take_over(work: Work, stored: StoredOffset | None, identity: TopicIdentity 
         metadata = Metadata(round(time.time() * 1000))
     work.token = metadata.token + 1
     work.topic_id = identity.id.hex() if identity is not None else metadata.topic_id
-    if stored is not None:
+    if stored is not None and metadata.later is None:
         work.position = Position(stored.offset, metadata.ranges)
+    elif stored is not None and metadata.later is not None:
+        work.position = Position(*metadata.later)
+        first = Position(stored.offset, metadata.ranges)
+        done = itertools.chain(range(metadata.later.low, first.low), *map(_offsets, first.ranges()))
+        work.ahead = set(work.position.undone(done))
     return metadata.topic_id
+
+
+def _offsets(limits: tuple[int, int]) -> range:
+    return range(*limits)
 
 
 def _metadata(place: Partition, stored: StoredOffset | None) -> Metadata | None:

@@ -18,7 +18,7 @@ import structlog
 from msgspec import Struct
 
 from txbroker.consumer.asides import Asides
-from txbroker.consumer.committer import CommitPolicy, Committer, Store
+from txbroker.consumer.committer import CommitPolicy, Committer, Store, StoreTraits
 from txbroker.consumer.message import MessageLease
 from txbroker.consumer.partition import Work
 from txbroker.consumer.positions import Positions, RecordsDeleted, StartOptions
@@ -66,6 +66,7 @@ class ReaderOptions(Struct, frozen=True, kw_only=True):
         drain_s: how long a revoked partition finishes the messages in flight, seconds.
         retry_topic, aside_topic: of the group, "" without one.
         commit: when positions are stored.
+        traits: of the store.
         before: at most once: they are stored before messages are handed out.
         on_assign: called with the assigned partitions; may return offsets to begin at.
         on_revoke: called with partitions that are finished and will be released, or are lost.
@@ -76,6 +77,7 @@ class ReaderOptions(Struct, frozen=True, kw_only=True):
     retry_topic: str
     aside_topic: str
     commit: CommitPolicy
+    traits: StoreTraits
     before: bool
     on_assign: Hook | None
     on_revoke: Hook | None
@@ -166,7 +168,14 @@ class Reader:
         """
         options = self._options
         self._source, self._store = source, store
-        self._committer = Committer(self._engine, store, options.commit, before=options.before)
+        self._committer = Committer(
+            self._engine,
+            store,
+            options.commit,
+            self._fenced,
+            traits=options.traits,
+            before=options.before,
+        )
         if options.aside_topic:
             self._asides = Asides(
                 self._engine, self._committer, self._door, self._fetcher, options.aside_topic
@@ -213,6 +222,15 @@ class Reader:
         elif self._loop.time() - self._warned_s > _WARNING_S:
             self._warned_s = self._loop.time()
             log.warning("fetch failed", partition=partition, error=safe_repr(error))
+
+    def _fenced(self, work: Work) -> None:
+        """Another consumer has taken a partition over in the store: drop it. If it is still
+        assigned to this one, claim it again."""
+        if self._works.get(work.place) is work:
+            log.warning("partition fenced", partition=work.place, token=work.token)
+            self._engine.counts["fenced"] += 1
+            self._drop(work)
+            self._loop.call_later(_PAUSE_S, self._news.set)
 
     # --- claim -------------------------------------------------------------------------------
 
@@ -268,6 +286,7 @@ class Reader:
             for work in works:
                 if work.place in chosen:
                     work.position = Position(chosen[work.place])
+                    work.ahead.clear()
         if losses != self._losses:
             # Another owner may have moved the positions: in a new generation the commit would
             # move them back.
@@ -302,7 +321,9 @@ class Reader:
 
     def _work(self, place: Partition) -> Work:
         lease = MessageLease(self._source, self._loop)
-        return Work(self._engine, place, lease, is_retry=place[0] == self._options.retry_topic)
+        work = Work(self._engine, place, lease, is_retry=place[0] == self._options.retry_topic)
+        work.metadata_max = self._options.traits.metadata_max
+        return work
 
     async def _open_asides(self, works: Sequence[Work]) -> None:
         for work in works:

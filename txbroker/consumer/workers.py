@@ -10,7 +10,7 @@ import logging
 import math
 from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias, TypeVar
 
 import structlog
 from msgspec import Struct
@@ -26,6 +26,8 @@ Handler: TypeAlias = Callable[[Any], Any]
 """A coroutine function or a plain one. Takes a `ReceivedMessage`, or with `batch` a list."""
 Before: TypeAlias = Callable[[ReceivedMessage], Awaitable[None] | None]
 After: TypeAlias = Callable[[ReceivedMessage, BaseException | None], Awaitable[None] | None]
+
+T = TypeVar("T")
 
 _POLL_S = 0.2
 """The time between looks at timeouts."""
@@ -48,6 +50,8 @@ class HandlerOptions(Struct, frozen=True, kw_only=True):
         batch: messages in one call; 0: one message, not a list.
         max_wait_s: how long a batch waits to be full, seconds.
         before, after: called before and after each message, the latter with its error.
+        then: later stages, called after the handler.
+        results: stores what the handler did with the position; None: positions are stored later.
     """
 
     count: int
@@ -56,10 +60,51 @@ class HandlerOptions(Struct, frozen=True, kw_only=True):
     max_wait_s: float = 0.0
     before: Before | None = None
     after: After | None = None
+    then: Sequence[Handler] = ()
+    results: Results | None = None
 
 
-def check_handler(handler: object) -> None:
-    """Raise ConfigurationError unless `handler` can be called with one argument."""
+class Results(Protocol):
+    """Stores the results of handlers with positions.
+
+    Attributes:
+        second_argument: what a handler receives beside its message.
+    """
+
+    second_argument: str
+
+    def check(self, handler: Handler, *, batch: bool) -> None:
+        """Raise ConfigurationError if handlers of this kind cannot be called."""
+
+    def around(self, engine: Engine, handler: Handler) -> Call:
+        """Return a function that calls the handler with messages and stores what it did.
+
+        It raises `RolledBack`, the handler's error, or returns after everything is stored, or is
+        an output of the messages' holder.
+        """
+
+    async def finished(self, messages: Sequence[ReceivedMessage]) -> None:
+        """All stages of messages have ended."""
+
+
+Call: TypeAlias = Callable[[list[ReceivedMessage], Any], Awaitable[None]]
+"""Takes messages, and the handler's first argument: one of them or the list."""
+
+
+class RolledBack(Exception):
+    """Nothing of messages is stored, not because of an error of their handler.
+
+    Args:
+        done: those that were stored earlier. The others are handled again.
+    """
+
+    def __init__(self, done: Collection[ReceivedMessage] = ()) -> None:
+        super().__init__()
+        self.done = frozenset(done)
+
+
+def check_handler(handler: object, second_argument: str = "") -> None:
+    """Raise ConfigurationError unless `handler` can be called with its arguments."""
     if not callable(handler):
         raise ConfigurationError(
             f"the handler {handler!r} cannot be called: pass a function that takes a message"
@@ -71,12 +116,15 @@ def check_handler(handler: object) -> None:
     with contextlib.suppress(ValueError):  # built-in functions may have no signature
         signature = inspect.signature(handler)
         try:
-            signature.bind(None)
+            signature.bind(*[None] * (2 if second_argument else 1))
         except TypeError:
             name = getattr(handler, "__name__", repr(handler))
+            wanted = "one argument: it takes a message"
+            if second_argument:
+                wanted = f"two arguments: it takes a message and {second_argument}"
             raise ConfigurationError(
-                f"the handler {name}{signature} cannot be called with one argument: it takes a "
-                "message, or with `batch` a list of messages"
+                f"the handler {name}{signature} cannot be called with {wanted}; with `batch` a "
+                "list of messages"
             ) from None
 
 
@@ -145,20 +193,63 @@ class Workers:
     """
 
     def __init__(self, engine: Engine, handler: Handler, options: HandlerOptions) -> None:
-        check_handler(handler)
+        results = options.results
+        check_handler(handler, "" if results is None else results.second_argument)
+        if results is not None:
+            results.check(handler, batch=options.batch > 0)
+        for stage in options.then:
+            check_handler(stage)
         self._engine = engine
         self._options = options
         self._pool: ThreadPoolExecutor | None = None
-        if not _is(inspect.iscoroutinefunction, handler):
-            self._pool = ThreadPoolExecutor(options.count, "txbroker-handler")
+        self._loop = asyncio.get_running_loop()
+        self._threads = not all(map(is_coroutine_function, (handler, *options.then)))
+        if results is None:
             handler = self._threaded(handler)
+        if results is not None or options.then:
+            handler = self._staged(handler)
         if options.before is not None or options.after is not None:
             handler = self._hooked(handler)
         self._handler = handler
         self._workers: list[_Worker] = []
-        self._loop = asyncio.get_running_loop()
+
+    def _staged(self, handler: Handler) -> Handler:
+        """Return a function that calls the stages that a message has not passed, in order."""
+        engine, results, is_batch = self._engine, self._options.results, self._options.batch > 0
+        later = [self._threaded(stage) for stage in self._options.then]
+        engine.staged = bool(later)
+        first = None if results is None else results.around(engine, handler)
+
+        async def call(argument: Any) -> None:
+            messages = argument if is_batch else [argument]
+            if fresh := [message for message in messages if not message.stage]:
+                given = fresh if is_batch else argument
+                if first is not None:
+                    await first(fresh, given)
+                else:
+                    await handler(given)
+            holder = engine.in_flight.get(messages[0])
+            failed = {} if holder is None else holder.reports or {}
+            for message in fresh if later else ():
+                message.stage = int(failed.get(message) is None)
+            for number, stage in enumerate(later, 1):
+                if due := [message for message in messages if message.stage == number]:
+                    await stage(due if is_batch else argument)
+                for message in due:
+                    message.stage += failed.get(message) is None
+            if results is not None:
+                await results.finished(messages)
+
+        return call
 
     def _threaded(self, handler: Handler) -> Handler:
+        """Return a coroutine function that calls a plain handler in a thread."""
+        if is_coroutine_function(handler):
+            return handler
+        if self._pool is None:
+            self._pool = ThreadPoolExecutor(self._options.count, "txbroker-handler")
+        pool = self._pool
+
         def in_thread(argument: Any) -> Any:
             try:
                 return handler(argument)
@@ -166,13 +257,7 @@ class Workers:
                 raise RuntimeError("the handler raised StopIteration") from error
 
         async def call(argument: Any) -> None:
-            # A thread cannot be cancelled: the first attempt waits for it, so that its message is
-            # not handled twice at the same time.
-            future = self._loop.run_in_executor(self._pool, in_thread, argument)
-            try:
-                result = await asyncio.shield(future)
-            except asyncio.CancelledError:
-                result = await future
+            result = await until_end(self._loop.run_in_executor(pool, in_thread, argument))
             if inspect.isawaitable(result):  # of a function that calls a coroutine function
                 await result
 
@@ -237,7 +322,7 @@ class Workers:
 
     def _cancel_overdue(self) -> None:
         timeout_s, now_s = self._options.timeout_s, self._loop.time()
-        if timeout_s is None or self._pool is not None:
+        if timeout_s is None or self._threads:
             return  # a thread cannot be cancelled
         for worker in self._workers:
             if worker.since_s is not None and now_s - worker.since_s > timeout_s:
@@ -270,6 +355,7 @@ class _Worker(Holder):
 
     async def _run(self) -> None:
         engine, handler, batch = self._engine, self._handler, self._options.batch
+        exact = self._options.results is not None
         time = asyncio.get_running_loop().time
         began_s = time()
         while True:
@@ -282,6 +368,8 @@ class _Worker(Holder):
                 began_s = time()
                 continue
             self.since_s = now_s = engine.now_s
+            if exact and not batch:
+                self.reports = {}  # results count once they are stored
             error: BaseException | None = None
             try:
                 await handler(argument)
@@ -302,8 +390,8 @@ class _Worker(Holder):
             ended = self.task.cancelling() > 0
             if isinstance(error, asyncio.CancelledError) and (ended or interrupted):
                 engine.cancelled(argument if batch else [argument], self)
-            elif batch:
-                self._finish_batch(argument, error)
+            elif batch or exact:
+                self._finish_batch(argument if batch else [argument], error)
             else:
                 engine.finish(argument, error, self)
             if ended:
@@ -325,23 +413,45 @@ class _Worker(Holder):
         with at most once.
         """
         reports, self.reports = self.reports or {}, None
+        outputs, self.outputs = self.outputs, ()
         failed: list[tuple[ReceivedMessage, BaseException]] = []
         again: list[ReceivedMessage] = []
         lanes = set()
         for message in messages:
             result = reports.get(message, error)
+            if result is None and isinstance(error, RolledBack):
+                result = error
             if self._engine.in_flight.get(message) is not self:
                 continue
-            if message.lane is not None and message.lane in lanes and not self._engine.before:
+            if isinstance(result, RolledBack):
+                if message in result.done:
+                    self._engine.finish(message, None, self)
+                else:
+                    again.append(message)
+            elif message.lane is not None and message.lane in lanes and not self._engine.before:
                 again.append(message)
             elif result is not None:
                 failed.append((message, result))
                 lanes.add(message.lane)
             else:
-                self._engine.finish(message, None, self)
+                self._engine.finish(message, None, self, outputs)
         self._engine.give_back(again)
         for message, result in failed:
             self._engine.finish(message, result, self)
+
+
+def is_coroutine_function(handler: object) -> bool:
+    """Return whether a handler is called on the event loop."""
+    return _is(inspect.iscoroutinefunction, handler)
+
+
+async def until_end(future: asyncio.Future[T]) -> T:
+    """Return the result of a call in a thread, which cannot be cancelled: the first attempt waits
+    for it, so that its message is not handled twice at the same time."""
+    try:
+        return await asyncio.shield(future)
+    except asyncio.CancelledError:
+        return await future
 
 
 def _is(kind: Callable[[Any], bool], handler: object) -> bool:

@@ -23,6 +23,8 @@ STEP_HEADER = "txb-step"
 DUE_HEADER = "txb-due"
 CAUSE_HEADER = "txb-cause"
 TIMESTAMP_HEADER = "txb-timestamp"
+STAGE_HEADER = "txb-stage"
+"""After the others, on a copy of a message whose first stages are done."""
 RELEASE_HEADER = "txb-release"
 """In the aside topic, on a record of an operator: the partition whose key is released."""
 CLEARED_HEADER = "txb-cleared"
@@ -81,6 +83,7 @@ class Failed(Struct, frozen=True):
             dead-letter and the aside topic: since when it is there.
         cause: why it failed.
         step: of the retry topic, to which failures have led it; -1 before the first one.
+        stage: the handler's stages that are done; the next attempt begins after them.
     """
 
     source: Source
@@ -88,6 +91,7 @@ class Failed(Struct, frozen=True):
     due_ms: int = 0
     cause: str = ""
     step: int = -1
+    stage: int = 0
 
 
 def make_copy(record: Record, failed: Failed) -> Record:
@@ -102,6 +106,8 @@ def make_copy(record: Record, failed: Failed) -> Record:
         (CAUSE_HEADER, cause.encode(errors="backslashreplace")),
         (TIMESTAMP_HEADER, b"%d" % record.timestamp_ms),
     ]
+    if failed.stage:
+        headers.append((STAGE_HEADER, b"%d" % failed.stage))
     return Record(record.key, record.value, (*headers, *record.headers))
 
 
@@ -122,9 +128,11 @@ def read_copy(record: Record) -> tuple[Record, Failed] | None:
     if min(attempts, due_ms) < 0:
         return None
     cause = values[CAUSE_HEADER].decode(errors="replace")
-    rest = tuple(record.headers[len(_COPY_HEADERS) :])
+    rest, stage = tuple(record.headers[len(_COPY_HEADERS) :]), 0
+    if rest and rest[0][0] == STAGE_HEADER:
+        stage, rest = max(0, _number(rest[0][1] or b"") or 0), rest[1:]
     message = structs.replace(record, headers=rest, timestamp_ms=timestamp_ms)
-    return message, Failed(place, attempts, due_ms, cause, step)
+    return message, Failed(place, attempts, due_ms, cause, step, stage)
 
 
 def _number(value: bytes) -> int | None:

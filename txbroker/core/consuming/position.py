@@ -6,10 +6,13 @@ both stored, a restart repeats nothing that was done out of order.
 
 from __future__ import annotations
 
+import math
 import re
 from base64 import urlsafe_b64decode, urlsafe_b64encode
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 from msgspec import Struct
 
@@ -20,7 +23,10 @@ METADATA_LENGTH_MAX = 4096
 
 _NAME = "txb"
 _FORMAT = f"{_NAME}1"
-_FIELDS = re.compile(rf"{_FORMAT}:([0-9]{{1,18}}):([0-9a-f]*):([0-9]{{1,9}}):([A-Za-z0-9_=-]*)")
+_FIELDS = re.compile(
+    rf"{_FORMAT}:([0-9]{{1,18}}):([0-9a-f]*):([0-9]{{1,9}}):([A-Za-z0-9_=-]*)"
+    r"(?::([A-Za-z0-9_=-]+))?"
+)
 
 Ranges = Sequence[tuple[int, int]]
 """Ranges of offsets as `(first, end)`, ascending, not adjacent; `end` is not included."""
@@ -129,11 +135,21 @@ class Position:
         self._ends[first] = end
         self._firsts[end] = first
 
-    def with_done(self, offsets: Sequence[int]) -> Position:
+    def with_done(self, offsets: Iterable[int]) -> Position:
         """Return a copy in which these offsets are done, too."""
         position = Position(self.low, self.ranges())
         position.done_all(list(offsets))
         return position
+
+    def undone(self, offsets: Iterable[int]) -> list[int]:
+        """Return those of the offsets that are not done, in order."""
+        ranges = self.ranges()
+        found = []
+        for offset in sorted(set(offsets)):
+            before = bisect_right(ranges, (offset, math.inf)) - 1
+            if offset >= self.low and (before < 0 or ranges[before][1] <= offset):
+                found.append(offset)
+        return found
 
     def ranges_from(self, low: int) -> list[tuple[int, int]]:
         """Return the done ranges above an offset."""
@@ -163,33 +179,60 @@ class Metadata(Struct, frozen=True):
         topic_id: as hexadecimal digits; a topic that was created again has another one.
         aside: number of set-aside keys.
         ranges: done ranges above the offset.
+        later: what is done by the later stages of the handler, too; None: the same.
     """
 
     token: int
     topic_id: str = ""
     aside: int = 0
     ranges: Ranges = ()
+    later: Later | None = None
 
 
-def encode_metadata(offset: int, metadata: Metadata) -> tuple[str, int]:
-    """Return the metadata of an offset as text of at most 4,096 characters.
+class Later(NamedTuple):
+    """The low-water mark of the later stages, and the done ranges above it."""
+
+    low: int
+    ranges: Ranges = ()
+
+
+def encode_metadata(
+    offset: int, metadata: Metadata, length_max: int = METADATA_LENGTH_MAX
+) -> tuple[str, int]:
+    """Return the metadata of an offset as text of at most `length_max` characters.
 
     The ranges are base64 of varints: from each end to the next first offset, and the length.
 
     Returns:
-        The text, and the number of done offsets in the ranges that do not fit.
+        The text, and the number of done offsets in the ranges that do not fit. Ranges of later
+        stages that do not fit are left out and not counted.
     """
     head = f"{_FORMAT}:{metadata.token}:{metadata.topic_id}:{metadata.aside}:"
-    room = (METADATA_LENGTH_MAX - len(head)) // 4 * 3
-    data, end, left_out = bytearray(), offset, 0
-    for first, last in metadata.ranges:
+    later = metadata.later
+    low = b"" if later is None else _varint(offset - later.low)
+    room = (length_max - len(head) - len(_base64(low)) - 1) // 4 * 3
+    data, left_out = _encode_ranges(offset, metadata.ranges, room)
+    text = head + _base64(data)
+    if later is not None:
+        data, _left_out = _encode_ranges(later.low, later.ranges, room - len(data) - 3)
+        text += f":{_base64(low + data)}"
+    return text, left_out
+
+
+def _encode_ranges(end: int, ranges: Ranges, room: int) -> tuple[bytes, int]:
+    data, left_out = bytearray(), 0
+    for first, last in ranges:
         more = _varint(first - end) + _varint(last - first)
         if left_out or len(data) + len(more) > room:
             left_out += last - first
             continue
         data += more
         end = last
-    return head + urlsafe_b64encode(data).decode(), left_out
+    return bytes(data), left_out
+
+
+def _base64(data: bytes) -> str:
+    return urlsafe_b64encode(data).decode()
 
 
 def decode_metadata(offset: int, text: str) -> Metadata | None:
@@ -203,18 +246,31 @@ def decode_metadata(offset: int, text: str) -> Metadata | None:
     match = _FIELDS.fullmatch(text)
     if match is None:
         raise ForeignMetadata(text)
-    token, topic_id, aside, encoded = match.groups()
+    token, topic_id, aside, encoded, encoded_later = match.groups()
     try:
-        numbers = list(_numbers(urlsafe_b64decode(encoded)))
+        ranges = _decode_ranges(offset, list(_numbers(urlsafe_b64decode(encoded))))
+        later = None
+        if encoded_later is not None:
+            before, *numbers = _numbers(urlsafe_b64decode(encoded_later))
+            later = Later(offset - before, _decode_ranges(offset - before, numbers))
     except ValueError:
         raise ForeignMetadata(text) from None
+    return Metadata(int(token), topic_id, int(aside), ranges, later)
+
+
+def _decode_ranges(at: int, numbers: Sequence[int]) -> Ranges:
+    """Return ranges after an offset.
+
+    Raises:
+        ValueError: these are not the numbers of ranges.
+    """
     if len(numbers) % 2 or 0 in numbers:
-        raise ForeignMetadata(text)
-    ranges, at = [], offset
+        raise ValueError("ranges are neither empty nor adjacent")
+    ranges = []
     for gap, length in zip(numbers[::2], numbers[1::2], strict=True):
         ranges.append((at + gap, at + gap + length))
         at += gap + length
-    return Metadata(int(token), topic_id, int(aside), tuple(ranges))
+    return tuple(ranges)
 
 
 def is_newer_metadata(text: str) -> bool:

@@ -1,0 +1,216 @@
+"""Messages that failed, as rows of `txbroker_aside`, as steps.
+
+| state | meaning |
+| --- | --- |
+| `retry` | is handled again when it is due |
+| `aside` | its key is set aside: the row waits for a release |
+| `released` | an operator has released its key |
+| `dead` | a dead letter; an operator can send it back |
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import msgspec
+from msgspec import Struct
+
+from txbroker.core.consuming.copies import Failed, Source, make_copy
+from txbroker.core.records import Header, Record
+from txbroker.databases.dialect import Dialect
+from txbroker.databases.steps import Query, Steps
+from txbroker.databases.tables import ASIDE
+
+RETRY, SET_ASIDE, RELEASED, DEAD = "retry", "aside", "released", "dead"
+
+_KEY = "group_name, topic, partition_id, message_offset"
+_FIELDS = (
+    "stage",
+    "step",
+    "attempts",
+    "due_ms",
+    "cause",
+    "timestamp_ms",
+    "message_key",
+    "message_value",
+    "headers",
+)
+_COLUMNS = f"topic, partition_id, message_offset, state, {', '.join(_FIELDS)}"
+_OF_PARTITION = "group_name = ? AND topic = ? AND partition_id = ?"
+_OF_MESSAGE = f"{_OF_PARTITION} AND message_offset = ?"
+
+
+class Kept(Struct, frozen=True):
+    """A message of the table.
+
+    Attributes:
+        failed: where it was first read, and its history.
+        record: the message.
+    """
+
+    state: str
+    failed: Failed
+    record: Record
+
+    @property
+    def copy(self) -> Record:
+        """The message with its history in headers, as in a topic."""
+        return make_copy(self.record, self.failed)
+
+
+class KeptTable:
+    """The messages of one group."""
+
+    def __init__(self, dialect: Dialect, group: str) -> None:
+        self._dialect = dialect
+        self._group = group
+
+    # --- by the owner of the partition -------------------------------------------------------
+
+    def keep(self, kept: Kept) -> Steps[None]:
+        """Store a message, over an earlier row of it."""
+        failed, record = kept.failed, kept.record
+        values = (
+            kept.state,
+            failed.stage,
+            failed.step,
+            failed.attempts,
+            failed.due_ms,
+            failed.cause.replace("\0", "\\0"),
+            record.timestamp_ms,
+            record.key,
+            record.value,
+            msgspec.json.encode(list(record.headers)).decode(),
+        )
+        columns = ("state", *_FIELDS)
+        marks = ", ".join("?" * (5 + len(columns)))
+        changes = ", ".join(f"{column} = ?" for column in columns)
+        yield Query(
+            f"INSERT INTO {ASIDE} ({_KEY}, reason, {', '.join(columns)}) VALUES ({marks})"
+            f"{self._dialect.keep.format(key=_KEY)}{changes}",
+            (self._group, *failed.source, "", *values, *values),
+        )
+
+    def due(
+        self, topic: str, partitions: Collection[int], now_ms: int, count: int
+    ) -> Steps[list[Kept]]:
+        """Return up to `count` messages that are due for a retry, the oldest first."""
+        result = yield Query(
+            f"SELECT {_COLUMNS} FROM {ASIDE} CROSS JOIN {self._dialect.numbers} "
+            "WHERE group_name = ? AND topic = ? AND state = ? AND partition_id = numbers.n "
+            "AND due_ms <= ? ORDER BY due_ms, message_offset LIMIT ?",
+            (json.dumps(sorted(partitions)), self._group, topic, RETRY, now_ms, count),
+        )
+        return [_kept(row) for row in result.rows]
+
+    def keys(self, place: tuple[str, int], state: str) -> Steps[list[tuple[bytes | int, int]]]:
+        """Return the keys of a partition that have rows of a state, and how many. A message without
+        a key is alone: its offset stands for the key."""
+        result = yield Query(
+            "SELECT message_key, min(message_offset), count(*) "
+            f"FROM {ASIDE} WHERE {_OF_PARTITION} AND state = ? "
+            "GROUP BY message_key, CASE WHEN message_key IS NULL THEN message_offset ELSE -1 END",
+            (self._group, *place, state),
+        )
+        return [
+            (int(offset) if key is None else bytes(key), int(count))
+            for key, offset, count in result.rows
+        ]
+
+    def released(self, topic: str, partitions: Collection[int]) -> Steps[list[int]]:
+        """Return the partitions that have released keys."""
+        result = yield Query(
+            f"SELECT DISTINCT partition_id FROM {ASIDE} CROSS JOIN {self._dialect.numbers} "
+            "WHERE group_name = ? AND topic = ? AND state = ? AND partition_id = numbers.n",
+            (json.dumps(sorted(partitions)), self._group, topic, RELEASED),
+        )
+        return [int(row[0]) for row in result.rows]
+
+    def of_key(self, place: tuple[str, int], key: bytes | int, count: int) -> Steps[list[Kept]]:
+        """Return the first `count` set-aside messages of a key, in order."""
+        what, value = _matches(key)
+        result = yield Query(
+            f"SELECT {_COLUMNS} FROM {ASIDE} WHERE {_OF_PARTITION} AND state IN (?, ?) AND {what} "
+            "ORDER BY message_offset LIMIT ?",
+            (self._group, *place, SET_ASIDE, RELEASED, value, count),
+        )
+        return [_kept(row) for row in result.rows]
+
+    def set_aside_again(self, place: tuple[str, int], key: bytes | int) -> Steps[None]:
+        """End the release of a key: a message of it failed again."""
+        what, value = _matches(key)
+        yield Query(
+            f"UPDATE {ASIDE} SET state = ? WHERE {_OF_PARTITION} AND state = ? AND {what}",
+            (SET_ASIDE, self._group, *place, RELEASED, value),
+        )
+
+    def remove(self, source: Source) -> Steps[None]:
+        """Delete the row of a message."""
+        yield Query(f"DELETE FROM {ASIDE} WHERE {_OF_MESSAGE}", (self._group, *source))
+
+    # --- by an operator ----------------------------------------------------------------------
+
+    def list(self, states: Sequence[str], limit: int = -1) -> Steps[list[Kept]]:
+        """Return messages in these states; with a limit the newest, by when they came there."""
+        states = [*states, *states][:2]
+        order = "due_ms DESC" if limit >= 0 else "topic, partition_id, message_offset"
+        query = f"SELECT {_COLUMNS} FROM {ASIDE} WHERE group_name = ? AND state IN (?, ?) "
+        values: list[Any] = [self._group, *states]
+        query += f"ORDER BY {order}"
+        if limit >= 0:
+            query += " LIMIT ?"
+            values.append(limit)
+        result = yield Query(query, values)
+        return [_kept(row) for row in result.rows]
+
+    def release(self, place: tuple[str, int], key: bytes | int, reason: str) -> Steps[int]:
+        """Let the owner of the partition handle a set-aside key; return the number of messages."""
+        what, value = _matches(key)
+        result = yield Query(
+            f"UPDATE {ASIDE} SET state = ?, reason = ? WHERE {_OF_PARTITION} AND state = ? "
+            f"AND {what}",
+            (RELEASED, reason, self._group, *place, SET_ASIDE, value),
+        )
+        return result.count
+
+    def retry(self, source: Source, reason: str) -> Steps[int]:
+        """Send a dead letter back to its handler; return 0 if it is none any more."""
+        result = yield Query(
+            f"UPDATE {ASIDE} SET state = ?, reason = ?, due_ms = 0, step = -1 "
+            f"WHERE {_OF_MESSAGE} AND state = ?",
+            (RETRY, reason, self._group, *source, DEAD),
+        )
+        return result.count
+
+
+def _matches(key: bytes | int) -> tuple[str, bytes | int]:
+    """Return the condition of a key's rows; of a message without a key, alone, of its offset."""
+    if isinstance(key, bytes):
+        return "message_key = ?", key
+    return "message_offset = ?", key
+
+
+def _kept(row: Sequence[Any]) -> Kept:
+    topic, partition, offset, state, *fields = row
+    stage, step, attempts, due_ms, cause, timestamp_ms, key, value, headers = fields
+    failed = Failed(
+        Source(topic, int(partition), int(offset)),
+        int(attempts),
+        int(due_ms),
+        cause,
+        int(step),
+        int(stage),
+    )
+    record = Record(
+        _bytes(key),
+        _bytes(value),
+        tuple(msgspec.json.decode(headers, type=list[Header])),
+        timestamp_ms=int(timestamp_ms),
+    )
+    return Kept(state, failed, record)
+
+
+def _bytes(value: Any) -> bytes | None:
+    return None if value is None else bytes(value)

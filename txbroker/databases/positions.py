@@ -1,0 +1,289 @@
+"""Positions of a consumer group: who owns a partition, and what is done, as steps.
+
+A claim raises the partition's token and reads its position in one transaction. Whoever stores a
+result compares the token in the same transaction, so that an earlier owner stores nothing.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Iterable, Sequence
+from enum import StrEnum
+from itertools import pairwise
+
+from msgspec import Struct
+
+from txbroker.core.consuming.position import Later, Metadata, Position
+from txbroker.databases.dialect import Dialect, Fault
+from txbroker.databases.steps import Query, Steps
+from txbroker.databases.tables import ASIDE, DONE, POSITION
+from txbroker.errors import InvariantBroken
+
+Partition = tuple[str, int]
+
+_OF_PARTITION = "group_name = ? AND topic = ? AND partition_id = ?"
+_COLUMNS = "token, topic_id, next, done_ranges, later_next, later_ranges"
+_KEY = "group_name, topic, partition_id"
+
+
+class Stored(StrEnum):
+    """What happened to a result."""
+
+    NOW = "now"
+    BEFORE = "before"
+    """An earlier transaction has stored it."""
+    FENCED = "fenced"
+    """Another owner has taken the partition over."""
+
+
+class Claimed(Struct, frozen=True):
+    """What a claim found.
+
+    Attributes:
+        next: the offset below which everything is done; -1: no position is stored.
+        metadata: with the token of the owner before.
+        rows: offsets of done rows, which are in the ranges of the metadata.
+    """
+
+    next: int
+    metadata: Metadata
+    rows: Sequence[int]
+
+
+class Settled(Struct, frozen=True):
+    """Messages of one partition that are done, to be stored with their results.
+
+    Attributes:
+        offsets: of messages in the topic, ascending.
+        kept: offsets of messages that are rows of `txbroker_aside`.
+        position: to store in place of done rows: everything below it is done.
+        stages: later stages follow: rows are kept for them.
+    """
+
+    place: Partition
+    token: int
+    offsets: Sequence[int]
+    kept: Sequence[int] = ()
+    position: tuple[int, Metadata] | None = None
+    stages: bool = False
+
+
+class PositionTable:
+    """The positions of one group.
+
+    Args:
+        group: the consumer group's name.
+    """
+
+    def __init__(self, dialect: Dialect, group: str) -> None:
+        self._dialect = dialect
+        self._group = group
+
+    # --- claim -------------------------------------------------------------------------------
+
+    def claim(
+        self, places: Collection[Partition], first_token: int
+    ) -> Steps[dict[Partition, Claimed]]:
+        """Take partitions over: from now on their earlier owners store nothing.
+
+        Args:
+            first_token: of a partition that never had an owner.
+        """
+        places = sorted(places)  # two consumers lock rows in the same order
+        key = self._dialect.keep.format(key=_KEY)
+        for place in places:
+            yield Query(
+                f"INSERT INTO {POSITION} ({_KEY}, {_COLUMNS}) "
+                f"VALUES (?, ?, ?, ?, '', NULL, '[]', NULL, '[]'){key}token = {POSITION}.token + 1",
+                (self._group, *place, first_token),
+            )
+        found = {}
+        for place in places:
+            row = (yield self._select(_COLUMNS, place)).rows[0]
+            rows = yield Query(
+                f"SELECT message_offset FROM {DONE} WHERE {_OF_PARTITION} ORDER BY message_offset",
+                (self._group, *place),
+            )
+            found[place] = _claimed(row, [int(row[0]) for row in rows.rows])
+        return found
+
+    def _select(self, columns: str, place: Partition, lock: str = "") -> Query:
+        return Query(
+            f"SELECT {columns} FROM {POSITION} WHERE {_OF_PARTITION}{lock}", (self._group, *place)
+        )
+
+    # --- results -----------------------------------------------------------------------------
+
+    def settle(self, settled: Settled) -> Steps[Stored]:
+        """Store that messages are done, in the transaction of their results."""
+        if settled.position is not None:
+            stored = yield from self._advance(settled)
+        elif settled.offsets:
+            stored = yield from self._add_rows(settled)
+        else:
+            stored = (
+                yield from self._compare(settled, self._dialect.lock_shared)
+            ) or Stored.NOW
+        for offset in settled.kept if stored is Stored.NOW else ():
+            change = f"UPDATE {ASIDE} SET stage = 1, due_ms = 0" if settled.stages else _DELETE_ASIDE
+            values = (self._group, *settled.place, offset)
+            result = yield Query(f"{change} WHERE {_OF_PARTITION} AND message_offset = ?", values)
+            if not result.count:
+                return Stored.BEFORE
+        return stored
+
+    def _advance(self, settled: Settled) -> Steps[Stored]:
+        assert settled.position is not None
+        low, metadata = settled.position
+        result = yield Query(
+            f"UPDATE {POSITION} SET {_SET_POSITION} "
+            f"WHERE {_OF_PARTITION} AND token = ? AND next <= ?",
+            (
+                *_position_values(low, metadata),
+                self._group,
+                *settled.place,
+                settled.token,
+                settled.offsets[0],
+            ),
+        )
+        if result.count:
+            return Stored.NOW
+        return (yield from self._reason(settled))
+
+    def _add_rows(self, settled: Settled) -> Steps[Stored]:
+        try:
+            result = yield Query(
+                f"INSERT INTO {DONE} ({_KEY}, message_offset) "
+                f"SELECT owned.group_name, owned.topic, owned.partition_id, numbers.n "
+                f"FROM {POSITION} AS owned CROSS JOIN {self._dialect.numbers} "
+                "WHERE owned.group_name = ? AND owned.topic = ? AND owned.partition_id = ? "
+                f"AND owned.token = ? AND owned.next <= ?{self._dialect.lock_shared}",
+                (
+                    json.dumps(list(settled.offsets)),
+                    self._group,
+                    *settled.place,
+                    settled.token,
+                    settled.offsets[0],
+                ),
+            )
+        except Exception as error:
+            if self._dialect.fault(error) is Fault.DUPLICATE:
+                return Stored.BEFORE
+            raise
+        if result.count == len(settled.offsets):
+            return Stored.NOW
+        return (yield from self._reason(settled))
+
+    def _reason(self, settled: Settled) -> Steps[Stored]:
+        """Return why nothing was stored."""
+        reason = yield from self._compare(settled, self._dialect.lock)
+        if reason is None:
+            topic, number = settled.place
+            raise InvariantBroken(
+                f"the row of {topic}-{number} in {POSITION} has no position, but its partition is "
+                "in use: another program changed it; start the consumer again"
+            )
+        return reason
+
+    def _compare(self, settled: Settled, lock: str) -> Steps[Stored | None]:
+        """Return FENCED if the token is another owner's, BEFORE if the messages are done."""
+        result = yield self._select("token, next", settled.place, lock)
+        if not result.rows or int(result.rows[0][0]) != settled.token:
+            return Stored.FENCED
+        passed = settled.offsets and int(result.rows[0][1] or 0) > settled.offsets[0]
+        return Stored.BEFORE if passed else None
+
+    def look(self, settled: Settled) -> Steps[Stored | None]:
+        """Return whether results were stored whose commit was not answered; None: they were not.
+
+        Waits for the transaction that was not answered, if it is still open.
+        """
+        row = (yield self._select("token, next", settled.place, self._dialect.lock)).rows[0]
+        if settled.offsets:
+            first = settled.offsets[0]
+            rows = yield Query(
+                f"SELECT 1 FROM {DONE} WHERE {_OF_PARTITION} AND message_offset = ?",
+                (self._group, *settled.place, first),
+            )
+            if int(row[1] or 0) > first or rows.rows:
+                return Stored.BEFORE
+        elif settled.kept:
+            rows = yield Query(
+                f"SELECT stage FROM {ASIDE} WHERE {_OF_PARTITION} AND message_offset = ?",
+                (self._group, *settled.place, settled.kept[0]),
+            )
+            if not rows.rows or int(rows.rows[0][0]):
+                return Stored.BEFORE
+        return None if int(row[0]) == settled.token else Stored.FENCED
+
+    # --- positions ---------------------------------------------------------------------------
+
+    def save(
+        self, place: Partition, token: int, position: tuple[int, Metadata], rows: Iterable[int]
+    ) -> Steps[bool]:
+        """Store a position, and delete done rows that it includes. Return False if another owner
+        has taken the partition over: nothing is changed.
+
+        Args:
+            rows: their offsets.
+        """
+        result = yield Query(
+            f"UPDATE {POSITION} SET {_SET_POSITION} WHERE {_OF_PARTITION} AND token = ?",
+            (*_position_values(*position), self._group, *place, token),
+        )
+        if not result.count:
+            # MariaDB counts changed rows, and none where the position is the same.
+            now = yield self._select("token", place, self._dialect.lock)
+            if not now.rows or int(now.rows[0][0]) != token:
+                return False
+        for first, last in _runs(rows):
+            yield Query(
+                f"DELETE FROM {DONE} WHERE {_OF_PARTITION} AND message_offset BETWEEN ? AND ?",
+                (self._group, *place, first, last),
+            )
+        return True
+
+
+_DELETE_ASIDE = f"DELETE FROM {ASIDE}"
+_SET_POSITION = "topic_id = ?, next = ?, done_ranges = ?, later_next = ?, later_ranges = ?"
+
+
+def _position_values(low: int, metadata: Metadata) -> tuple[str | int | None, ...]:
+    later = metadata.later
+    return (
+        metadata.topic_id,
+        low,
+        json.dumps(list(metadata.ranges)),
+        None if later is None else later.low,
+        "[]" if later is None else json.dumps(list(later.ranges)),
+    )
+
+
+def _claimed(row: Sequence[object], rows: Sequence[int]) -> Claimed:
+    token, topic_id, next_, ranges, later_next, later_ranges = row
+    owner_before = int(str(token)) - 1
+    if next_ is None:
+        return Claimed(-1, Metadata(owner_before), ())
+    position = Position(int(str(next_)), _ranges(ranges))
+    position = position.with_done(position.undone(rows))
+    if later_next is not None:
+        later = Later(int(str(later_next)), _ranges(later_ranges))
+    else:  # whether later stages followed the done rows is unknown
+        later = Later(int(str(next_)), _ranges(ranges)) if rows else None
+    metadata = Metadata(owner_before, str(topic_id), 0, tuple(position.ranges()), later)
+    return Claimed(position.low, metadata, rows)
+
+
+def _ranges(text: object) -> tuple[tuple[int, int], ...]:
+    return tuple((first, end) for first, end in json.loads(str(text)))
+
+
+def _runs(offsets: Iterable[int]) -> list[tuple[int, int]]:
+    """Return offsets as first and last of adjacent ones."""
+    ordered = sorted(set(offsets))
+    if not ordered:
+        return []
+    breaks = [(a, b) for a, b in pairwise(ordered) if b != a + 1]
+    firsts = [ordered[0], *(b for _a, b in breaks)]
+    lasts = [*(a for a, _b in breaks), ordered[-1]]
+    return list(zip(firsts, lasts, strict=True))
