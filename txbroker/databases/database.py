@@ -33,10 +33,12 @@ class Database:
 
     Attributes:
         plain, asynchronous: which sessions it opens.
+        writers_max: how many transactions may write at the same time without waiting.
     """
 
     plain = True
     asynchronous = False
+    writers_max = 1000
 
     def __init__(
         self,

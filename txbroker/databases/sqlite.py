@@ -30,6 +30,8 @@ class SQLite(Database):
         ConfigurationError: the database is in memory.
     """
 
+    writers_max = 1
+
     def __init__(self, file: str | Path, *, create_tables: bool = False) -> None:
         if not str(file) or str(file).startswith((":memory:", "file:")):
             raise ConfigurationError(

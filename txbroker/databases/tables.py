@@ -76,6 +76,10 @@ def statements(dialect: Dialect) -> Iterable[str]:
     for name in _TABLES:
         yield create_table(name, dialect)
     yield (
+        f"CREATE INDEX IF NOT EXISTS {ASIDE}_due ON {ASIDE} "
+        "(group_name, topic, state, partition_id, due_ms)"
+    )
+    yield (
         f"INSERT INTO {SCHEMA} (version) SELECT {VERSION} FROM (SELECT 1 AS one) AS once "
         f"WHERE NOT EXISTS (SELECT 1 FROM {SCHEMA})"
     )

@@ -41,6 +41,11 @@ class CopyRefused(KafkaUnavailable):
         self.copy = copy
 
 
+class StoreUnavailable(KafkaUnavailable):
+    """A store of positions, outside of Kafka, does not answer or refuses; the consumer tries
+    again."""
+
+
 class OffsetMissing(KafkaUnavailable):
     """A fetch was for an offset that the partition does not hold: it was deleted, or the log is
     another one. Fetching of the partition has ended."""
