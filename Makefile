@@ -11,12 +11,13 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 # Programs that some tests call, each named like its Debian package, or with that behind `=`.
-TOOLS := chromedriver=chromium-driver chromium curl debootstrap kcat openssl prometheus
+TOOLS := chromedriver=chromium-driver chromium curl debootstrap kcat mariadbd=mariadb-server openssl postgres=postgresql \
+	prometheus
 # In no release of Debian, so Go builds it. The newest that Debian 12's Go can; without optimizations,
 # which would cost most of the time.
 HELM := helm.sh/helm/v3/cmd/helm@v3.12.3
 HELM_KEPT := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/txbroker/tools/$(subst /,_,$(HELM))
-# While this says 101, Debian's packages start no service: the tests run prometheus themselves.
+# While this says 101, Debian's packages start no service: the tests run the servers themselves.
 POLICY := /usr/sbin/policy-rc.d
 PYTEST := $(BIN)/python -m pytest
 # Test processes at the same time; 0: in this one.
@@ -38,7 +39,7 @@ $(VENV)/.runtime: $(BIN)/python setup.cfg constraints.txt
 
 $(VENV)/.dev: $(VENV)/.runtime
 	@echo "installing the development tools into $(VENV)" >&2
-	@$(INSTALL) -e '.[embedded,spark,dev]'
+	@$(INSTALL) -e '.[embedded,spark,postgres,mariadb,dev]'
 	@touch $@
 
 .PHONY: install
@@ -157,7 +158,8 @@ security-table: $(VENV)/.dev ## Run the security tests, and write what came of e
 
 .PHONY: tools
 tools: ## Install the system tools that some tests need (Debian, as root)
-	@missing=; for tool in $(TOOLS); do command -v $${tool%%=*} >/dev/null || missing="$$missing $${tool#*=}"; done; \
+	@missing=; for folder in /usr/sbin /usr/lib/postgresql/*/bin; do PATH=$$PATH:$$folder; done; \
+	for tool in $(TOOLS); do command -v $${tool%%=*} >/dev/null || missing="$$missing $${tool#*=}"; done; \
 	command -v helm >/dev/null || test -x $(HELM_KEPT) || command -v go >/dev/null || missing="$$missing golang-go"; \
 	test -n "$$missing" || exit 0; \
 	if test "$$(id -u)" != 0 || ! command -v apt-get >/dev/null; then \
@@ -166,7 +168,8 @@ tools: ## Install the system tools that some tests need (Debian, as root)
 	if ! test -e $(POLICY); then trap 'rm -f $(POLICY)' EXIT; \
 		printf '#!/bin/sh\nexit 101\n' >$(POLICY); chmod 755 $(POLICY); fi; \
 	DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends $$missing >/dev/null; \
-	case "$$missing " in *" prometheus "*) update-rc.d prometheus disable;; esac
+	for package in mariadb-server postgresql prometheus; do \
+		case "$$missing " in *" $$package "*) update-rc.d $${package%-server} disable;; esac; done
 	@command -v helm >/dev/null || $(MAKE) --no-print-directory $(HELM_KEPT)
 	@command -v helm >/dev/null || install $(HELM_KEPT) /usr/local/bin/helm
 
@@ -181,7 +184,7 @@ $(HELM_KEPT):
 .PHONY: lock
 lock: ## Renew constraints.txt with the newest versions that setup.cfg allows
 	@rm -rf $(VENV)-lock && $(PYTHON) -m venv $(VENV)-lock
-	@$(VENV)-lock/bin/python -m pip install --quiet '.[embedded,spark,dev]'
+	@$(VENV)-lock/bin/python -m pip install --quiet '.[embedded,spark,postgres,mariadb,dev]'
 	@{ echo "# Every version that the tests ran with. Renewed by: make lock"; \
 		$(VENV)-lock/bin/python -m pip freeze --exclude txbroker --exclude pip --all; \
 		} > constraints.txt

@@ -7,7 +7,7 @@ import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import structlog
@@ -15,11 +15,16 @@ from xdist.scheduler import LoadScopeScheduling
 
 from txbroker.embedded import DEFAULT_VERSION, EmbeddedKafka
 
+if TYPE_CHECKING:
+    from tests.kit.database_servers import MariaServer, PostgresServer
+
 _FULL = frozenset(
     """alerts chart cluster e2e embedded faults kafka lint operate secure simulator spark
     versions""".split()  # noqa: SIM905
 )
 """Folders whose tests take processes, a cluster, Spark or long: `make test` leaves them out."""
+_SERVERS = ("kafka", "mariadb_server", "postgres_server")
+"""Fixtures, also as parameters, whose tests `make test` leaves out."""
 
 
 @pytest.fixture(scope="session")
@@ -27,6 +32,24 @@ def kafka() -> Iterator[EmbeddedKafka]:
     """One real Kafka for the whole session, started by the first test that asks for it."""
     version = os.environ.get("TXBROKER_TEST_KAFKA_VERSION", DEFAULT_VERSION)
     with EmbeddedKafka(version=version) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def postgres_server() -> Iterator[PostgresServer]:
+    """One PostgreSQL for the whole session; a test that ends or pauses it starts it again."""
+    from tests.kit.database_servers import PostgresServer
+
+    with PostgresServer() as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def mariadb_server() -> Iterator[MariaServer]:
+    """One MariaDB for the whole session; a test that ends or pauses it starts it again."""
+    from tests.kit.database_servers import MariaServer
+
+    with MariaServer() as server:
         yield server
 
 
@@ -62,7 +85,8 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_itemcollected(item: pytest.Item) -> None:
     """Mark the full tests."""
     folder = item.path.parent.name
-    real = "kafka" in getattr(item, "fixturenames", ()) or "[kafka" in item.name
+    fixtures = getattr(item, "fixturenames", ())
+    real = any(name in fixtures or f"[{name}" in item.name for name in _SERVERS)
     tool = item.get_closest_marker("needs_tool") is not None
     if (folder in _FULL or real or tool) and not item.get_closest_marker("quick"):
         item.add_marker("full")
