@@ -248,7 +248,7 @@ async def test_failed_release_ends_the_consumer(
         def broken(*_args: object) -> None:
             raise RuntimeError("broken")
 
-        monkeypatch.setattr(asides, "_messages", broken)
+        monkeypatch.setattr(asides, "messages_of", broken)
         world.release(b"a")
         with pytest.raises(RuntimeError, match="broken"):
             await asyncio.wait_for(running, 5)

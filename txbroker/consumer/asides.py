@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Hashable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 import structlog
@@ -60,6 +60,7 @@ class ReleasedKey(Work):
         super().__init__(parent.engine, parent.place, parent.lease)
         self.parent = parent
         self.token = parent.token
+        self.is_kept = parent.keeps_rows
         self.done = 0
         self.gave_up = False
         self.ended = asyncio.Event()
@@ -70,7 +71,8 @@ class ReleasedKey(Work):
     def owner(self) -> Work:
         return self.parent
 
-    def begin(self, messages: Sequence[ReceivedMessage]) -> None:
+    def begin(self, copies: Sequence[Record]) -> None:
+        messages = messages_of(self, copies)
         self._count = len(messages)
         self.bytes = sum(message.size for message in messages)
         self.engine.admit(self, messages)
@@ -87,7 +89,7 @@ class ReleasedKey(Work):
         return True
 
 
-class _Parts:
+class Parts:
     """What the engine needs for a released key: nothing is committed or fetched for it alone."""
 
     def __init__(self, committer: Committer) -> None:
@@ -103,8 +105,113 @@ class _Parts:
     def resume(self, partition: Partition) -> None: ...
 
 
-class Asides:
-    """The set-aside keys of a reader's partitions.
+class Asides(Protocol):
+    """The set-aside keys of a reader's partitions."""
+
+    async def open(self, work: Work) -> None:
+        """Learn the set-aside keys of a partition, and follow them until `close`."""
+
+    def begin(self, work: Work) -> None:
+        """Handle the released keys of a partition that the engine has now."""
+
+    def close(self, work: Work) -> None:
+        """Follow a partition no longer."""
+
+    def deliver(self, partition: Partition, records: Sequence[Record]) -> None:
+        """Take records of the aside topic that arrived."""
+
+    async def end(self) -> None:
+        """End all tasks."""
+
+
+class KeptCopies(Protocol):
+    """Where the copies of set-aside keys are."""
+
+    async def chunk(self, work: Work, key: bytes | int) -> list[Record]:
+        """Return the first copies of a key that are not done."""
+
+    async def clear(self, work: Work, key: bytes | int, copies: Sequence[Record]) -> None:
+        """Copies are done: store that, and wait until it is known."""
+
+    async def keep(self, work: Work, key: bytes | int, copy: Record) -> None:
+        """A copy failed again: end the release of its key, and wait until that is known."""
+
+    async def changed(self) -> None:
+        """Wait until copies may have changed."""
+
+
+class ReleasedKeys:
+    """Handles the copies of released keys.
+
+    Args:
+        copies: where they are.
+    """
+
+    def __init__(self, engine: Engine, committer: Committer, copies: KeptCopies) -> None:
+        self._engine = engine
+        self._committer = committer
+        self._copies = copies
+        self._tasks: dict[tuple[Work, bytes | int], asyncio.Task[None]] = {}
+        self._background = Background(engine.fail)
+
+    def begin(self, work: Work, key: bytes | int) -> None:
+        """Handle a key if it is released."""
+        assert work.aside is not None
+        entry = work.aside.keys.get(key)
+        if entry is not None and entry.released and (work, key) not in self._tasks:
+            self._tasks[work, key] = self._background.start(self._handle(work, key))
+
+    def end(self, work: Work) -> None:
+        """End with a partition."""
+        for key in [key for key in self._tasks if key[0] is work]:
+            self._tasks.pop(key).cancel()
+
+    async def close(self) -> None:
+        """End all tasks."""
+        await self._background.end()
+
+    async def _handle(self, work: Work, key: bytes | int) -> None:
+        """Handle the copies of a released key until there are none."""
+        assert work.aside is not None
+        failures = 0
+        try:
+            while (entry := work.aside.keys.get(key)) is not None and entry.released:
+                try:
+                    copies = await self._copies.chunk(work, key)
+                    failures = 0
+                    if not copies:
+                        await self._copies.changed()
+                        continue
+                    released = await self._handle_chunk(work, copies)
+                    if released.done:
+                        await self._copies.clear(work, key, copies[: released.done])
+                    if released.gave_up:
+                        await self._copies.keep(work, key, copies[0])
+                        log.warning("released key failed again", partition=work.place)
+                        return
+                except KafkaUnavailable as error:
+                    failures += 1
+                    log.warning("released key not read", error=safe_repr(error), attempt=failures)
+                    await asyncio.sleep(grown_pause_s(failures, _PAUSE_S, _PAUSE_MAX_S))
+            log.info("released key is done", partition=work.place)
+        finally:
+            self._tasks.pop((work, key), None)
+
+    async def _handle_chunk(self, work: Work, copies: Sequence[Record]) -> ReleasedKey:
+        released = ReleasedKey(work)
+        parts = Parts(self._committer)
+        self._engine.add(released, parts, parts)
+        try:
+            released.begin(copies)
+            await released.ended.wait()
+            failpoint("consumer.key_handled")
+        finally:
+            self._engine.remove(released)
+        return released
+
+
+class TopicAsides:
+    """The set-aside keys of a reader's partitions, in the aside topic.
 
     Args:
         topic: the aside topic.
@@ -122,8 +229,7 @@ class Asides:
         """By partition of the aside topic: the offset from which each work follows it."""
         self._arrived: dict[Work, list[Record]] = {}
         """Records that arrived while a work reads the earlier ones."""
-        self._releases: dict[tuple[Work, bytes | int], asyncio.Task[None]] = {}
-        self._background = Background(engine.fail)
+        self._released = ReleasedKeys(engine, committer, self)
         self._noted = asyncio.Event()
 
     async def open(self, work: Work) -> None:
@@ -155,8 +261,7 @@ class Asides:
         self._arrived.pop(work, None)
         if works.pop(work, None) is not None and not works:
             self._fetcher.remove((self._topic, number))
-        for key in [key for key in self._releases if key[0] is work]:
-            self._releases.pop(key).cancel()
+        self._released.end(work)
 
     def deliver(self, partition: Partition, records: Sequence[Record]) -> None:
         """Take records of the aside topic that arrived."""
@@ -177,58 +282,20 @@ class Asides:
             return
         work.setting_aside.discard(key)
         if work in self._engine.works:
-            self._begin_release(work, key)
+            self._released.begin(work, key)
 
     def begin(self, work: Work) -> None:
         """Handle the released keys of a partition that the engine has now."""
         for key in work.aside.keys if work.aside is not None else ():
-            self._begin_release(work, key)
+            self._released.begin(work, key)
 
-    def _begin_release(self, work: Work, key: bytes | int) -> None:
-        assert work.aside is not None
-        entry = work.aside.keys.get(key)
-        if entry is not None and entry.released and (work, key) not in self._releases:
-            self._releases[work, key] = self._background.start(self._release(work, key))
+    async def end(self) -> None:
+        """See `Asides.end`."""
+        await self._released.close()
 
-    async def _release(self, work: Work, key: bytes | int) -> None:
-        """Handle the copies of a released key until there are none."""
-        assert work.aside is not None
-        failures = 0
-        try:
-            while (entry := work.aside.keys.get(key)) is not None and entry.released:
-                try:
-                    copies = await self._chunk(work, key)
-                except KafkaUnavailable as error:
-                    failures += 1
-                    log.warning("released key not read", error=safe_repr(error), attempt=failures)
-                    await asyncio.sleep(grown_pause_s(failures, _PAUSE_S, _PAUSE_MAX_S))
-                    continue
-                failures = 0
-                if not copies:
-                    await self._noted.wait()
-                    continue
-                released = ReleasedKey(work)
-                parts = _Parts(self._committer)
-                self._engine.add(released, parts, parts)
-                try:
-                    released.begin(_messages(released, copies))
-                    await released.ended.wait()
-                    failpoint("consumer.key_handled")
-                finally:
-                    self._engine.remove(released)
-                if released.done:
-                    await self._clear(work, key, copies[: released.done])
-                if released.gave_up:
-                    self._store(work, failed_again_record(_source(copies[0]), copies[0].key))
-                    while key in work.aside.keys and work.aside.keys[key].released:
-                        await self._noted.wait()
-                    log.warning("released key failed again", partition=work.place)
-                    return
-            log.info("released key is done", partition=work.place)
-        finally:
-            self._releases.pop((work, key), None)
+    # --- copies ------------------------------------------------------------------------------
 
-    async def _chunk(self, work: Work, key: bytes | int) -> list[Record]:
+    async def chunk(self, work: Work, key: bytes | int) -> list[Record]:
         """Return the first copies of a key that are not done."""
         assert work.aside is not None
         entry = work.aside.keys[key]
@@ -250,7 +317,7 @@ class Asides:
                         return found
         return found
 
-    async def _clear(self, work: Work, key: bytes | int, copies: Sequence[Record]) -> None:
+    async def clear(self, work: Work, key: bytes | int, copies: Sequence[Record]) -> None:
         """Store that copies are done, and wait until the aside topic shows it.
 
         Meanwhile no message is handed out: one of the key would be copied after the clearance that
@@ -267,6 +334,17 @@ class Asides:
             self._engine.suspensions.release(work, key)
             self._engine.waiting.wake()
 
+    async def keep(self, work: Work, key: bytes | int, copy: Record) -> None:
+        """See `KeptCopies.keep`."""
+        assert work.aside is not None
+        self._store(work, failed_again_record(_source(copy), copy.key))
+        while key in work.aside.keys and work.aside.keys[key].released:
+            await self._noted.wait()
+
+    async def changed(self) -> None:
+        """See `KeptCopies.changed`."""
+        await self._noted.wait()
+
     def _store(self, work: Work, record: Record) -> None:
         number = spread(work.place, ASIDE_PARTITIONS)
         copies = [Copy(self._topic, number, record)]
@@ -279,7 +357,14 @@ def _source(record: Record) -> Source:
     return copy[1].source
 
 
-def _messages(released: ReleasedKey, copies: Sequence[Record]) -> list[ReceivedMessage]:
+def messages_of(
+    work: Work, copies: Sequence[Record], lane: Hashable = _ONE_LANE
+) -> list[ReceivedMessage]:
+    """Return the messages of copies, in order.
+
+    Args:
+        lane: of all of them; None: each is alone.
+    """
     messages = []
     for record in copies:
         copy = read_copy(record)
@@ -287,8 +372,6 @@ def _messages(released: ReleasedKey, copies: Sequence[Record]) -> list[ReceivedM
         message, failed = copy
         size, attempt, stage = size_of(message), failed.attempts + 1, failed.stage
         messages.append(
-            ReceivedMessage(
-                message, released, size, _ONE_LANE, attempt, failed_before=failed, stage=stage
-            )
+            ReceivedMessage(message, work, size, lane, attempt, failed_before=failed, stage=stage)
         )
     return messages

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterator
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Callable,
+    Coroutine,
+    Iterator,
+    Sequence,
+)
 from types import TracebackType
 from typing import Any, Self, TypeVar, Unpack
 
@@ -72,9 +79,16 @@ class BlockingConsumer:
     ) -> None:
         self.close()
 
-    def run(self, handler: Handler, *, batch: int = 0, max_wait_s: float = 0.1) -> None:
+    def run(
+        self,
+        handler: Handler,
+        *,
+        then: Sequence[Handler] = (),
+        batch: int = 0,
+        max_wait_s: float = 0.1,
+    ) -> None:
         """As `Consumer.run`: returns after `stop`."""
-        self._run(self._consumer.run(handler, batch=batch, max_wait_s=max_wait_s))
+        self._run(self._consumer.run(handler, then=then, batch=batch, max_wait_s=max_wait_s))
 
     def __iter__(self) -> Iterator[ReceivedMessage]:
         """Yield messages until `stop`; call `done` or `failed` of each."""

@@ -340,7 +340,9 @@ class Committer:
             try:
                 fenced: Collection[Partition] = ()
                 if round_.offsets:
-                    self._unknown = round_ if round_.pending and not self._traits.repeatable else None
+                    self._unknown = (
+                        round_ if round_.pending and not self._traits.repeatable else None
+                    )
                     copies = [copy for each in round_.pending for copy in each.copies]
                     failpoint("consumer.committing")
                     fenced = await self._store.commit(round_.offsets, copies) or ()
@@ -378,7 +380,7 @@ class Committer:
         for work in works:
             work.dirty = False
             done_too = [message.record.offset for message in admitted.get(work, ())]
-            ahead_too = []
+            ahead_too: list[int] = []
             for each in round_.pending:
                 if each.message is not None and each.message.work is work:
                     (ahead_too if each.first else done_too).append(each.message.record.offset)
@@ -391,7 +393,8 @@ class Committer:
         return round_
 
     def _first_pending(self) -> list[Pending]:
-        count, found = 0, []
+        count = 0
+        found: list[Pending] = []
         for each in self._pending:
             count += len(each.copies)
             if found and count > _COPIES_MAX:

@@ -10,19 +10,19 @@ import asyncio
 import contextlib
 import logging
 import re
-from collections.abc import AsyncIterator, Coroutine, Mapping
+from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Protocol, Self, Unpack
 
 import structlog
 
 from txbroker.config.settings import load_kafka_access
-from txbroker.consumer.committer import Store
 from txbroker.consumer.engine import SWEEP_S, Engine, Suspension
 from txbroker.consumer.message import ReceivedMessage
 from txbroker.consumer.reader import AllPartitions, Reader
 from txbroker.consumer.settings import ConsumerOptions, ConsumerSettings
 from txbroker.consumer.statistics import ConsumerCollector, Statistics, statistics
+from txbroker.consumer.stores.chosen import Stores
 from txbroker.consumer.waiting import Background
 from txbroker.consumer.workers import Handler, HandlerOptions, Workers, iterate
 from txbroker.door.consuming import ConsumingDoor, GroupMember, TopicIdentity
@@ -112,9 +112,7 @@ class Consumer:
         )
         if self._stopped:
             self._engine.stop()
-        if settings.store is not None:
-            settings.store.open()
-            self._stack.callback(settings.store.close)
+        self._stores = await Stores.open(settings, self._door, self._stack)
         topics = await self._check_topics()
         self._in_background(self._sweep())
         for number in range(settings.readers):
@@ -144,18 +142,17 @@ class Consumer:
         settings = self._settings
         reader = Reader(self._engine, self._door, settings.reader_options(topics))
         source: GroupMember | AllPartitions
-        store: Store | None = settings.store
+        member: GroupMember | None = None
         if settings.group is None:
             source = AllPartitions(reader)
         else:
             instance = settings.instance
             if instance is not None and settings.readers > 1:
                 instance = f"{instance}-{number}"
-            source = store = self._door.member(settings.group, instance, reader, **settings.timing)
-        assert store is not None
+            source = member = self._door.member(settings.group, instance, reader, **settings.timing)
         self._stack.push_async_callback(source.close)
         self._stack.push_async_callback(reader.close)
-        reader.start(source, store)
+        reader.start(source, self._stores.of(member), self._stores.asides())
         self._readers.append((reader, source))
         source.subscribe(topics)
         await source.start()
@@ -251,14 +248,25 @@ class Consumer:
 
     # --- consuming ---------------------------------------------------------------------------
 
-    async def run(self, handler: Handler, *, batch: int = 0, max_wait_s: float = 0.1) -> None:
+    async def run(
+        self,
+        handler: Handler,
+        *,
+        then: Sequence[Handler] = (),
+        batch: int = 0,
+        max_wait_s: float = 0.1,
+    ) -> None:
         """Call `handler` with each message until `stop`.
 
         Args:
             handler: a coroutine function, called on the event loop, or a plain function, called in
-                a thread. Takes a message; with `batch` a list of them. It raises `Later`, `Reject`
-                or any other exception if it fails; of a batch it can report single messages by
-                `message.failed(error)`.
+                a thread. Takes a message; with `batch` a list of them. Exactly once it also takes
+                the connection of its transaction (`InDatabase`), or what it sends by (`InKafka`).
+                It raises `Later`, `Reject` or any other exception if it fails; of a batch it can
+                report single messages by `message.failed(error)`.
+            then: later stages: handlers that are called one after another with the same message,
+                after the result of the first one is stored. They take no second argument, and run
+                at least once: a crash repeats those that had not ended.
             batch: messages in one call, at most; 0: one, and not as a list.
             max_wait_s: how long a batch waits to be full, seconds.
 
@@ -268,7 +276,7 @@ class Consumer:
         """
         if self._run_ended is not None:
             raise ConfigurationError("run is active already: use one Consumer for each handler")
-        settings = self._settings
+        settings, engine = self._settings, self._engine
         options = HandlerOptions(
             count=settings.in_flight_max,
             timeout_s=settings.handler_timeout_s,
@@ -276,8 +284,10 @@ class Consumer:
             max_wait_s=max_wait_s,
             before=settings.before,
             after=settings.after,
+            then=tuple(then),
+            results=self._stores.results,
         )
-        workers = Workers(self._engine, handler, options)
+        workers = Workers(engine, handler, options)
         self._run_ended = ended = asyncio.Event()
         try:
             await workers.run(settings.drain_s)
@@ -287,7 +297,15 @@ class Consumer:
 
     def __aiter__(self) -> AsyncIterator[ReceivedMessage]:
         """Yield messages until `stop`; call `done` or `failed` of each."""
+        self._check_pulled()
         return self._messages()
+
+    def _check_pulled(self) -> None:
+        if self._settings.traits.exact:
+            raise ConfigurationError(
+                "exactly once the consumer begins and commits the transaction around a handler: "
+                "use run(handler)"
+            )
 
     async def _messages(self) -> AsyncIterator[ReceivedMessage]:
         settings = self._settings
@@ -302,6 +320,7 @@ class Consumer:
         Args:
             max_wait_s: how long to wait for more than one, seconds.
         """
+        self._check_pulled()
         in_flight_max = max(count, self._settings.in_flight_max)
         return iterate(self._engine, count, max_wait_s, in_flight_max)
 

@@ -14,7 +14,7 @@ import structlog
 from txbroker.consumer.committer import Pending
 from txbroker.consumer.message import ReceivedMessage
 from txbroker.consumer.partition import source_of
-from txbroker.core.consuming.aside import KEYS_MAX
+from txbroker.core.consuming.aside import KEYS_MAX, AsideKey
 from txbroker.core.consuming.copies import (
     ASIDE_PARTITIONS,
     DEAD_PARTITIONS,
@@ -175,6 +175,11 @@ class Failures:
         number = spread(failed.source[:2], ASIDE_PARTITIONS)
         record = make_copy(message.record, failed)
         self._queues.settle(message.work.queue, message)
+        work, key = message.work, message.key
+        if work.keeps_rows and work.aside is not None:  # no topic shows the copy
+            known = message.offset if key is None else key
+            work.aside.keys.setdefault(known, AsideKey(0)).count += 1
+            work.setting_aside.discard(known)
 
         def stored() -> None:
             self._results.counts["aside"] += 1

@@ -88,6 +88,10 @@ class Work:
         """Offsets of messages that are done and not in the position yet."""
         self.finished: Callable[[int], None] = self._finished.append
         """Takes note that the message of an offset is done, dropped or copied."""
+        self.is_kept = False
+        """Its messages are rows of a database."""
+        self.keeps_rows = False
+        """Its failed messages become rows of a database."""
         self.token = 0
         self.topic_id = ""
         self.aside_stored: int | None = 0

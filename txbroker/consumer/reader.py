@@ -30,6 +30,7 @@ from txbroker.core.records import Record
 from txbroker.door.consuming import (
     CommitFenced,
     ConsumingDoor,
+    Fetcher,
     FetchingEnded,
     MemberListener,
     OffsetMissing,
@@ -58,13 +59,16 @@ Offsets: TypeAlias = Mapping[Partition, int] | None
 Hook: TypeAlias = Callable[[Sequence[Partition]], Awaitable[Offsets] | Offsets]
 
 
+MakeAsides: TypeAlias = "Callable[[Engine, Committer, Fetcher], Asides]"
+
+
 class ReaderOptions(Struct, frozen=True, kw_only=True):
     """How a reader treats partitions.
 
     Attributes:
         start: where partitions begin.
         drain_s: how long a revoked partition finishes the messages in flight, seconds.
-        retry_topic, aside_topic: of the group, "" without one.
+        retry_topic: of the group, "" without one.
         commit: when positions are stored.
         traits: of the store.
         before: at most once: they are stored before messages are handed out.
@@ -75,7 +79,6 @@ class ReaderOptions(Struct, frozen=True, kw_only=True):
     start: StartOptions
     drain_s: float
     retry_topic: str
-    aside_topic: str
     commit: CommitPolicy
     traits: StoreTraits
     before: bool
@@ -160,11 +163,12 @@ class Reader:
         self._store: Store
         self._committer: Committer
 
-    def start(self, source: Source, store: Store) -> None:
+    def start(self, source: Source, store: Store, asides: MakeAsides | None) -> None:
         """Begin to take partitions of a source over.
 
         Args:
             store: keeps positions.
+            asides: makes what keeps failed messages; None: nothing is set aside.
         """
         options = self._options
         self._source, self._store = source, store
@@ -176,10 +180,8 @@ class Reader:
             traits=options.traits,
             before=options.before,
         )
-        if options.aside_topic:
-            self._asides = Asides(
-                self._engine, self._committer, self._door, self._fetcher, options.aside_topic
-            )
+        if asides is not None:
+            self._asides = asides(self._engine, self._committer, self._fetcher)
         self._committer.start()
         self._task = asyncio.create_task(self._run(), name="txbroker consumer reader")
 
@@ -291,7 +293,8 @@ class Reader:
             # Another owner may have moved the positions: in a new generation the commit would
             # move them back.
             return
-        await self._store.commit({work.place: work.stored(()) for work in works})
+        if await self._store.commit({work.place: work.stored() for work in works}):
+            raise CommitFenced("another consumer has taken partitions over meanwhile")
         self._committer.try_again()
         failpoint("consumer.claimed")
         try:
@@ -441,5 +444,7 @@ class Reader:
             await self._background.end()
             for work in list(self._works.values()):
                 self._drop(work)
+            if self._asides is not None:
+                await self._asides.end()
             await self._committer.close()
             await self._fetcher.close()

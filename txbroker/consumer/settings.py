@@ -5,14 +5,17 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from datetime import datetime
-from typing import Any, Literal, TypedDict
+from typing import Any, Literal, TypeAlias, TypedDict
 
 from msgspec import Struct
 
-from txbroker.consumer.committer import CommitPolicy
-from txbroker.consumer.files import InFile
+from txbroker.consumer.committer import CommitPolicy, StoreTraits
 from txbroker.consumer.positions import StartOptions
 from txbroker.consumer.reader import Hook, ReaderOptions
+from txbroker.consumer.stores.database import InDatabase
+from txbroker.consumer.stores.files import InFile
+from txbroker.consumer.stores.kafka import InKafka
+from txbroker.consumer.stores.own import OWN_TRAITS, PositionStore
 from txbroker.consumer.workers import After, Before
 from txbroker.core.consuming.copies import (
     ASIDE_PARTITIONS,
@@ -26,12 +29,14 @@ from txbroker.core.consuming.queues import Order
 from txbroker.door.consuming import EARLIEST, LATEST, Partition, TopicIdentity, TopicSpec
 from txbroker.errors import ConfigurationError
 
-Mode = Literal["at-least-once", "at-most-once"]
+Mode = Literal["at-least-once", "at-most-once", "exactly-once"]
 OrderName = Literal["none", "partition", "key"]
 Start = Literal["earliest", "latest"] | datetime | Mapping[Partition, int]
 
-_MODES = ("at-least-once", "at-most-once")
+_MODES = ("at-least-once", "at-most-once", "exactly-once")
+AnyStore: TypeAlias = InFile | InDatabase | InKafka | PositionStore
 GROUP_NAME = re.compile(rf"[A-Za-z0-9._-]{{1,{GROUP_NAME_MAX}}}")
+TRANSACTION_S, TRANSACTION_MESSAGES = 0.1, 1000
 _RECORD_BYTES = 16 << 20
 _DAY_MS = 24 * 60 * 60 * 1000
 _RETRY_DAYS = 30
@@ -48,7 +53,8 @@ class ConsumerOptions(TypedDict, total=False):
     pattern: str | None
     """Instead of `topics`: a regular expression that matches whole names of topics."""
     mode: Mode
-    """`at-least-once` (default) stores the position after the handler, `at-most-once` before it."""
+    """`at-least-once` (default) stores the position after the handler, `at-most-once` before it,
+    `exactly-once` in one transaction with its result, in `store`."""
     order: OrderName
     """What keeps its order: `partition` (default), `key`, or `none`."""
     in_flight_max: int
@@ -64,8 +70,9 @@ class ConsumerOptions(TypedDict, total=False):
     """Between local attempts, 0.01 to 30 seconds; by default 0.1 without order, else 1."""
     commit: CommitPolicy
     """When positions are stored."""
-    store: InFile | None
-    """Where positions are kept without a group."""
+    store: AnyStore | None
+    """Where positions are kept. `InDatabase(…)` and `InKafka()`: with the results of the handler,
+    exactly once. `InFile(…)`: without a group. A `PositionStore`: your own."""
     readers: int
     """Members of the group in this process; 1 by default."""
     instance: str | None
@@ -119,7 +126,7 @@ class ConsumerSettings(Struct, frozen=True, kw_only=True):
     on_failure: str | None = None
     retry_interval_s: float | None = None
     commit: CommitPolicy = CommitPolicy()
-    store: InFile | None = None
+    store: AnyStore | None = None
     readers: int = 1
     instance: str | None = None
     start: Start | None = None
@@ -140,6 +147,18 @@ class ConsumerSettings(Struct, frozen=True, kw_only=True):
     @property
     def at_most_once(self) -> bool:
         return self.mode == "at-most-once"
+
+    @property
+    def traits(self) -> StoreTraits:
+        """Of the store."""
+        if isinstance(self.store, InDatabase | InKafka):
+            return self.store.traits
+        return OWN_TRAITS if self._own_store is not None else StoreTraits()
+
+    @property
+    def _own_store(self) -> PositionStore | None:
+        known = InFile | InDatabase | InKafka | None
+        return None if isinstance(self.store, known) else self.store
 
     @property
     def sequence(self) -> Order:
@@ -197,7 +216,7 @@ class ConsumerSettings(Struct, frozen=True, kw_only=True):
     def needed_topics(self) -> list[TopicSpec]:
         """Return the group's own topics that the policy uses."""
         policy = self.policy()
-        if self.group is None or policy.on_failure is None:
+        if policy.on_failure is None or self.group is None or isinstance(self.store, InDatabase):
             return []
         return group_topics(
             self.topic_prefix, self.group, aside=policy.on_failure is OnFailure.ASIDE
@@ -216,12 +235,18 @@ class ConsumerSettings(Struct, frozen=True, kw_only=True):
             ),
             drain_s=self.drain_s,
             retry_topic=own.retry if own.retry in needed else "",
-            aside_topic=own.aside if own.aside in needed else "",
-            commit=self.commit,
+            commit=self._commit_policy(),
+            traits=self.traits,
             before=self.at_most_once,
             on_assign=self.on_assign,
             on_revoke=self.on_revoke,
         )
+
+    def _commit_policy(self) -> CommitPolicy:
+        if not isinstance(self.store, InKafka):
+            return self.commit
+        interval_s = min(self.commit.max_interval_s, TRANSACTION_S)
+        return CommitPolicy(min(self.commit.max_batch, TRANSACTION_MESSAGES), interval_s)
 
     def validate(self) -> None:
         """Check all options.
@@ -265,6 +290,13 @@ def _check_types(given: ConsumerSettings) -> None:
         raise ConfigurationError(
             f"commit is {given.commit!r}: write commit=CommitPolicy(max_batch=…, max_interval_s=…)"
         )
+    if given.store is not None and not isinstance(
+        given.store, InFile | InDatabase | InKafka | PositionStore
+    ):
+        raise ConfigurationError(
+            f"store is {given.store!r}: give InDatabase(…), InKafka(), InFile(…), or an object "
+            "with the methods load and save, see PositionStore"
+        )
     for name in ("on_assign", "on_revoke", "before", "after"):
         function = getattr(given, name)
         if function is not None and not callable(function):
@@ -298,7 +330,7 @@ def _check_source(given: ConsumerSettings) -> None:
             )
         if given.instance is not None or given.readers != 1:
             raise ConfigurationError("instance and readers need a group: give group")
-    elif given.store is not None:
+    elif isinstance(given.store, InFile):
         raise ConfigurationError(
             f"group {given.group!r} keeps its positions in Kafka: leave store out, or leave group "
             "out to read all partitions in every instance"
@@ -311,11 +343,17 @@ def _check_source(given: ConsumerSettings) -> None:
 
 
 def _check_choices(given: ConsumerSettings) -> None:
-    if given.mode == "exactly-once":
+    exact = isinstance(given.store, InDatabase | InKafka)
+    if given.mode == "exactly-once" and not exact:
         raise ConfigurationError(
             "mode 'exactly-once' needs a store that keeps a result and its position in one "
-            "transaction; Kafka's offsets and InFile cannot: use 'at-least-once' and make the "
-            "handler repeatable by message.id"
+            "transaction: give store=InDatabase(…) or store=InKafka(); or use 'at-least-once' and "
+            "make the handler repeatable by message.id"
+        )
+    if exact and given.mode != "exactly-once":
+        raise ConfigurationError(
+            f"store {type(given.store).__name__} is for mode 'exactly-once', not {given.mode!r}: "
+            "give mode='exactly-once', or leave store out"
         )
     for name, value, choices in (
         ("mode", given.mode, _MODES),

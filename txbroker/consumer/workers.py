@@ -22,8 +22,9 @@ from txbroker.errors import ConfigurationError
 
 log = structlog.wrap_logger(logging.getLogger(__name__))
 
-Handler: TypeAlias = Callable[[Any], Any]
-"""A coroutine function or a plain one. Takes a `ReceivedMessage`, or with `batch` a list."""
+Handler: TypeAlias = Callable[..., Any]
+"""A coroutine function or a plain one. Takes a `ReceivedMessage`, or with `batch` a list; exactly
+once also what it stores results with."""
 Before: TypeAlias = Callable[[ReceivedMessage], Awaitable[None] | None]
 After: TypeAlias = Callable[[ReceivedMessage, BaseException | None], Awaitable[None] | None]
 

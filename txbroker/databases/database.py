@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -114,6 +115,10 @@ class Database:
         self._with_session(
             lambda session: run(tables.check(self.dialect, self.name), session.execute)
         )
+
+    async def prepare_async(self) -> None:
+        """`prepare` for asyncio."""
+        await asyncio.to_thread(self.prepare)
 
     def _with_session(self, use: Callable[[PlainSession], None]) -> None:
         with self.explained():

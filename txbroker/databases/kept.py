@@ -6,6 +6,7 @@
 | `aside` | its key is set aside: the row waits for a release |
 | `released` | an operator has released its key |
 | `dead` | a dead letter; an operator can send it back |
+| `unpublished` | a dead letter that is to go to a topic, too |
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 import msgspec
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from txbroker.core.consuming.copies import Failed, Source, make_copy
 from txbroker.core.records import Header, Record
@@ -23,7 +24,8 @@ from txbroker.databases.dialect import Dialect
 from txbroker.databases.steps import Query, Steps
 from txbroker.databases.tables import ASIDE
 
-RETRY, SET_ASIDE, RELEASED, DEAD = "retry", "aside", "released", "dead"
+RETRY, SET_ASIDE, RELEASED = "retry", "aside", "released"
+DEAD, UNPUBLISHED = "dead", "unpublished"
 
 _KEY = "group_name, topic, partition_id, message_offset"
 _FIELDS = (
@@ -56,8 +58,9 @@ class Kept(Struct, frozen=True):
 
     @property
     def copy(self) -> Record:
-        """The message with its history in headers, as in a topic."""
-        return make_copy(self.record, self.failed)
+        """The message with its history in headers, as in a topic, and its first offset."""
+        copy = make_copy(self.record, self.failed)
+        return structs.replace(copy, offset=self.failed.source.offset)
 
 
 class KeptTable:
@@ -94,14 +97,14 @@ class KeptTable:
         )
 
     def due(
-        self, topic: str, partitions: Collection[int], now_ms: int, count: int
+        self, state: str, topic: str, partitions: Collection[int], now_ms: int, count: int
     ) -> Steps[list[Kept]]:
-        """Return up to `count` messages that are due for a retry, the oldest first."""
+        """Return up to `count` messages of a state that are due, the oldest first."""
         result = yield Query(
             f"SELECT {_COLUMNS} FROM {ASIDE} CROSS JOIN {self._dialect.numbers} "
             "WHERE group_name = ? AND topic = ? AND state = ? AND partition_id = numbers.n "
             "AND due_ms <= ? ORDER BY due_ms, message_offset LIMIT ?",
-            (json.dumps(sorted(partitions)), self._group, topic, RETRY, now_ms, count),
+            (json.dumps(sorted(partitions)), self._group, topic, state, now_ms, count),
         )
         return [_kept(row) for row in result.rows]
 
@@ -150,6 +153,13 @@ class KeptTable:
         """Delete the row of a message."""
         yield Query(f"DELETE FROM {ASIDE} WHERE {_OF_MESSAGE}", (self._group, *source))
 
+    def published(self, source: Source) -> Steps[None]:
+        """A dead letter is in its topic."""
+        yield Query(
+            f"UPDATE {ASIDE} SET state = ? WHERE {_OF_MESSAGE} AND state = ?",
+            (DEAD, self._group, *source, UNPUBLISHED),
+        )
+
     # --- by an operator ----------------------------------------------------------------------
 
     def list(self, states: Sequence[str], limit: int = -1) -> Steps[list[Kept]]:
@@ -179,8 +189,8 @@ class KeptTable:
         """Send a dead letter back to its handler; return 0 if it is none any more."""
         result = yield Query(
             f"UPDATE {ASIDE} SET state = ?, reason = ?, due_ms = 0, step = -1 "
-            f"WHERE {_OF_MESSAGE} AND state = ?",
-            (RETRY, reason, self._group, *source, DEAD),
+            f"WHERE {_OF_MESSAGE} AND state IN (?, ?)",
+            (RETRY, reason, self._group, *source, DEAD, UNPUBLISHED),
         )
         return result.count
 

@@ -121,11 +121,11 @@ class PositionTable:
         elif settled.offsets:
             stored = yield from self._add_rows(settled)
         else:
-            stored = (
-                yield from self._compare(settled, self._dialect.lock_shared)
-            ) or Stored.NOW
+            stored = (yield from self._compare(settled, self._dialect.lock_shared)) or Stored.NOW
         for offset in settled.kept if stored is Stored.NOW else ():
-            change = f"UPDATE {ASIDE} SET stage = 1, due_ms = 0" if settled.stages else _DELETE_ASIDE
+            change = (
+                f"UPDATE {ASIDE} SET stage = 1, due_ms = 0" if settled.stages else _DELETE_ASIDE
+            )
             values = (self._group, *settled.place, offset)
             result = yield Query(f"{change} WHERE {_OF_PARTITION} AND message_offset = ?", values)
             if not result.count:
@@ -219,20 +219,25 @@ class PositionTable:
     # --- positions ---------------------------------------------------------------------------
 
     def save(
-        self, place: Partition, token: int, position: tuple[int, Metadata], rows: Iterable[int]
+        self, place: Partition, position: tuple[int, Metadata], rows: Iterable[int], *, lower: bool
     ) -> Steps[bool]:
         """Store a position, and delete done rows that it includes. Return False if another owner
         has taken the partition over: nothing is changed.
 
         Args:
+            position: with this owner's token.
             rows: their offsets.
+            lower: it may be lower than the stored one. Otherwise a higher one stays, which a
+                handler has stored meanwhile.
         """
+        low, token = position[0], position[1].token
         result = yield Query(
-            f"UPDATE {POSITION} SET {_SET_POSITION} WHERE {_OF_PARTITION} AND token = ?",
-            (*_position_values(*position), self._group, *place, token),
+            f"UPDATE {POSITION} SET {_SET_POSITION} WHERE {_OF_PARTITION} AND token = ?"
+            + ("" if lower else " AND next <= ?"),
+            (*_position_values(*position), self._group, *place, token, *(() if lower else (low,))),
         )
         if not result.count:
-            # MariaDB counts changed rows, and none where the position is the same.
+            # A higher position; or the same one, as MariaDB counts rows that change.
             now = yield self._select("token", place, self._dialect.lock)
             if not now.rows or int(now.rows[0][0]) != token:
                 return False
@@ -266,6 +271,7 @@ def _claimed(row: Sequence[object], rows: Sequence[int]) -> Claimed:
         return Claimed(-1, Metadata(owner_before), ())
     position = Position(int(str(next_)), _ranges(ranges))
     position = position.with_done(position.undone(rows))
+    later: Later | None
     if later_next is not None:
         later = Later(int(str(later_next)), _ranges(later_ranges))
     else:  # whether later stages followed the done rows is unknown

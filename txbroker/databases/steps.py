@@ -11,6 +11,8 @@ from functools import lru_cache
 from itertools import count
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
+from msgspec import Struct
+
 T = TypeVar("T")
 
 
@@ -21,7 +23,7 @@ class Query(NamedTuple):
     values: Sequence[Any] = ()
 
 
-class Result(NamedTuple):
+class Result(Struct, frozen=True):
     """The number of rows that a statement changed or found, and those that it returned."""
 
     count: int

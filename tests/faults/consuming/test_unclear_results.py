@@ -10,7 +10,7 @@ import pytest
 
 from tests.kit.until import until
 from txbroker.consumer import CommitPolicy, Consumer, ReceivedMessage
-from txbroker.consumer.committer import Committer
+from txbroker.consumer.committer import CommitPolicy, Committer, Pending, StoreTraits
 from txbroker.consumer.engine import Engine
 from txbroker.consumer.message import MessageLease, NoLease
 from txbroker.consumer.partition import Work
@@ -59,7 +59,9 @@ class NoFlow:
 def committing(store: UnclearStore) -> tuple[Committer, Work]:
     policy = make_policy(Order.KEY, "aside", 3, None, drop=False)
     engine = Engine(Order.KEY, policy, GroupTopics.of("txbroker", GROUP), 1 << 20)
-    committer = Committer(engine, store, CommitPolicy())
+    committer = Committer(
+        engine, store, CommitPolicy(), lambda _work: None, traits=StoreTraits()
+    )
     work = Work(engine, PLACE, MessageLease(NoLease(), asyncio.get_running_loop()))
     engine.add(work, committer, NoFlow())
     return committer, work
@@ -80,7 +82,7 @@ async def test_copy_without_new_position_is_stored_once(plain: bool | None, stor
     """Copies of a released key leave the position of its partition as it is."""
     store = UnclearStore()
     committer, work = committing(store)
-    store.offsets[PLACE] = work.stored(())
+    store.offsets[PLACE] = work.stored()
     if plain is not None:
         store.unanswered = [plain]
         committer.changed(work, 0)
@@ -88,7 +90,8 @@ async def test_copy_without_new_position_is_stored_once(plain: bool | None, stor
             await committer.flush([work])
     store.unanswered = [stored]
     done: list[int] = []
-    committer.copy(work, None, Copy("aside", 0, Record(b"k", b"1")), lambda: done.append(1))
+    copies = [Copy("aside", 0, Record(b"k", b"1"))]
+    committer.store(Pending(work, None, copies, lambda: done.append(1)))
     await flushed(committer, work)
     assert [copy.record.key for copy in store.copies] == [b"k"]
     assert done == [1]

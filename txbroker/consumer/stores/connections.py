@@ -24,7 +24,6 @@ from txbroker.databases.dialect import Fault
 from txbroker.databases.sessions import AsyncSession, PlainSession
 from txbroker.databases.steps import Steps
 from txbroker.door.consuming import StoreUnavailable
-from txbroker.error_text import safe_repr
 from txbroker.errors import ConfigurationError
 
 log = structlog.wrap_logger(logging.getLogger(__name__))

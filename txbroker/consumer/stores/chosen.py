@@ -1,0 +1,87 @@
+"""The store that a consumer's options name, in use."""
+
+from __future__ import annotations
+
+import contextlib
+
+from txbroker.consumer.asides import TopicAsides
+from txbroker.consumer.committer import Store
+from txbroker.consumer.reader import MakeAsides
+from txbroker.consumer.settings import ConsumerSettings
+from txbroker.consumer.stores.database import InDatabase, OpenDatabase
+from txbroker.consumer.stores.files import InFile
+from txbroker.consumer.stores.kafka import InKafka, KafkaResults
+from txbroker.consumer.stores.kept import TableAsides
+from txbroker.consumer.stores.mirror import Mirrored
+from txbroker.consumer.stores.own import OwnPositions
+from txbroker.consumer.workers import Results
+from txbroker.door.consuming import ConsumingDoor, GroupMember
+
+
+class Stores:
+    """The store of each reader.
+
+    Attributes:
+        results: stores the results of handlers; None: positions are stored later.
+    """
+
+    def __init__(self, settings: ConsumerSettings, door: ConsumingDoor) -> None:
+        self._settings = settings
+        self._door = door
+        self._shared: Store | None = None
+        self._database: OpenDatabase | None = None
+        self.results: Results | None = None
+
+    @classmethod
+    async def open(
+        cls,
+        settings: ConsumerSettings,
+        door: ConsumingDoor,
+        stack: contextlib.AsyncExitStack,
+    ) -> Stores:
+        """Open the store; it is closed with `stack`.
+
+        Raises:
+            ConfigurationError: it cannot be used, see `InDatabase.open` and `InFile.open`.
+        """
+        stores, store, group = cls(settings, door), settings.store, settings.group or ""
+        if isinstance(store, InFile):
+            store.open()
+            stack.callback(store.close)
+            stores._shared = store
+        elif isinstance(store, InDatabase):
+            opened = await store.open(group, settings.own_topics, settings.session_s)
+            stack.push_async_callback(opened.close)
+            stores._shared = stores._database = stores.results = opened
+        elif isinstance(store, InKafka):
+            stores.results = results = KafkaResults(door, settings.in_flight_max)
+            stack.push_async_callback(results.close)
+        elif store is not None:
+            stores._shared = OwnPositions(store, door, group)
+        return stores
+
+    def of(self, member: GroupMember | None) -> Store:
+        """Return the store of a reader.
+
+        Args:
+            member: of the group; None without one.
+        """
+        if self._shared is None:
+            assert member is not None
+            return member
+        return self._shared if member is None else Mirrored(self._shared, member)
+
+    def asides(self) -> MakeAsides | None:
+        """Return what makes the failed messages of a reader; None: nothing is set aside."""
+        door, topic = self._door, self._settings.own_topics.aside
+        database, store = self._database, self._settings.store
+        if database is not None and isinstance(store, InDatabase):
+            published = store.dead_letter_topic or ""
+            return lambda engine, committer, _fetcher: TableAsides(
+                engine, committer, database, door, published
+            )
+        if all(spec.name != topic for spec in self._settings.needed_topics()):
+            return None
+        return lambda engine, committer, fetcher: TopicAsides(
+            engine, committer, door, fetcher, topic
+        )

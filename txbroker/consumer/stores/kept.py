@@ -1,0 +1,210 @@
+"""Failed messages that are rows of a database: retries, and released keys."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Sequence
+from itertools import groupby
+from typing import TypeVar
+
+import structlog
+
+from txbroker.consumer.asides import Parts, ReleasedKeys, messages_of
+from txbroker.consumer.committer import Committer
+from txbroker.consumer.engine import Engine
+from txbroker.consumer.partition import Work
+from txbroker.consumer.stores.database import OpenDatabase
+from txbroker.consumer.waiting import Background
+from txbroker.core.consuming.aside import AsideKey, AsideKeys
+from txbroker.core.consuming.copies import DEAD_PARTITIONS, Source, spread
+from txbroker.core.records import Record
+from txbroker.databases.kept import RELEASED, RETRY, SET_ASIDE, UNPUBLISHED, Kept
+from txbroker.databases.steps import Steps
+from txbroker.door.consuming import ConsumingDoor, Partition
+from txbroker.error_text import safe_repr
+from txbroker.errors import KafkaUnavailable
+
+log = structlog.wrap_logger(logging.getLogger(__name__))
+T = TypeVar("T")
+
+_POLL_S = 1.0
+"""Between looks for messages that are due, and for releases."""
+_TAKEN_MAX = 500
+_CHUNK = 500
+
+
+class RetriedRows(Work):
+    """The rows of a partition that are due, as a separate partition for the engine.
+
+    Attributes:
+        taken: offsets of those that the engine has.
+    """
+
+    def __init__(self, parent: Work) -> None:
+        super().__init__(parent.engine, parent.place, parent.lease, is_retry=True)
+        self.parent = parent
+        self.token = parent.token
+        self.is_kept = True
+        self.taken: set[int] = set()
+        self.finished = self.taken.discard
+
+    @property
+    def owner(self) -> Work:
+        return self.parent
+
+
+class TableAsides:
+    """The failed messages of a reader's partitions.
+
+    Args:
+        dead_letter_topic: "" without one.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        committer: Committer,
+        store: OpenDatabase,
+        door: ConsumingDoor,
+        dead_letter_topic: str,
+    ) -> None:
+        self._engine = engine
+        self._committer = committer
+        self._store = store
+        self._door = door
+        self._dead_letter_topic = dead_letter_topic
+        self._retried: dict[Work, RetriedRows] = {}
+        self._released = ReleasedKeys(engine, committer, self)
+        self._background = Background(engine.fail)
+        self._poll: asyncio.Task[None] | None = None
+
+    async def open(self, work: Work) -> None:
+        """Learn the set-aside keys of a partition."""
+        work.keeps_rows = True
+        work.aside = AsideKeys(work.place)
+        for state in (SET_ASIDE, RELEASED):
+            for key, count in await self._keys(work.place, state):
+                entry = work.aside.keys.setdefault(key, AsideKey(0))
+                entry.count += count
+                entry.released |= state == RELEASED
+
+    def begin(self, work: Work) -> None:
+        """Handle the rows of a partition that the engine has now."""
+        self._retried[work] = rows = RetriedRows(work)
+        parts = Parts(self._committer)
+        self._engine.add(rows, parts, parts)
+        for key in work.aside.keys if work.aside is not None else ():
+            self._released.begin(work, key)
+        if self._poll is None:
+            self._poll = self._background.start(self._look_often())
+
+    def close(self, work: Work) -> None:
+        """End with a partition; the engine has removed its rows with it."""
+        self._retried.pop(work, None)
+        self._released.end(work)
+
+    def deliver(self, partition: Partition, records: Sequence[Record]) -> None:
+        """No topic is followed."""
+
+    async def end(self) -> None:
+        """End all tasks."""
+        await self._released.close()
+        await self._background.end()
+
+    async def _do(self, steps: Callable[[], Steps[T]]) -> T:
+        return await self._store.connections.transaction(steps)
+
+    # --- rows that are due -------------------------------------------------------------------
+
+    async def _look_often(self) -> None:
+        while True:
+            try:
+                await self._look()
+            except KafkaUnavailable as error:
+                log.warning("failed messages not read", error=safe_repr(error))
+            await asyncio.sleep(_POLL_S)
+
+    async def _look(self) -> None:
+        """Take rows that are due, and released keys, of the partitions of each topic."""
+        places = sorted(work.place for work in self._retried)
+        for topic, group in groupby(places, key=lambda place: place[0]):
+            numbers = [number for _topic, number in group]
+            await self._take_due(topic, numbers)
+            await self._find_released(topic, numbers)
+            if self._dead_letter_topic:
+                await self._publish(topic, numbers)
+
+    async def _take_due(self, topic: str, numbers: Sequence[int]) -> None:
+        taken = sum(len(rows.taken) for rows in self._retried.values())
+        if taken >= _TAKEN_MAX:
+            return
+        rows = await self._due(RETRY, topic, numbers, taken + _TAKEN_MAX)
+        unstored = self._committer.waiting
+        by_place = {work.place: each for work, each in self._retried.items()}
+        for kept in rows:
+            source = kept.failed.source
+            mine = by_place.get(source[:2])
+            if mine is not None and source.offset not in mine.taken and source not in unstored:
+                mine.taken.add(source.offset)
+                messages = messages_of(mine, [kept.copy], None)
+                mine.bytes += sum(message.size for message in messages)
+                self._engine.admit(mine, messages)
+
+    async def _due(self, state: str, topic: str, numbers: Sequence[int], count: int) -> list[Kept]:
+        now_ms = round(time.time() * 1000)
+        return await self._do(lambda: self._store.kept.due(state, topic, numbers, now_ms, count))
+
+    async def _find_released(self, topic: str, numbers: Sequence[int]) -> None:
+        for number in await self._do(lambda: self._store.kept.released(topic, numbers)):
+            await self._note_released((topic, number))
+
+    async def _keys(self, place: Partition, state: str) -> list[tuple[bytes | int, int]]:
+        return await self._do(lambda: self._store.kept.keys(place, state))
+
+    async def _note_released(self, place: Partition) -> None:
+        keys = await self._keys(place, RELEASED)
+        work = next((work for work in self._retried if work.place == place), None)
+        if work is None or work.aside is None:
+            return  # lost meanwhile
+        for key, count in keys:
+            entry = work.aside.keys.setdefault(key, AsideKey(0, count))
+            entry.released = True
+            self._released.begin(work, key)
+
+    async def _publish(self, topic: str, numbers: Sequence[int]) -> None:
+        """Copy dead letters to their topic, at least once."""
+        for kept in await self._due(UNPUBLISHED, topic, numbers, _CHUNK):
+            number = spread(kept.failed.source[:2], DEAD_PARTITIONS)
+            await self._door.append(self._dead_letter_topic, number, [kept.copy])
+            await self._mark(kept.failed.source)
+
+    async def _mark(self, source: Source) -> None:
+        await self._do(lambda: self._store.kept.published(source))
+
+    # --- copies of released keys -------------------------------------------------------------
+
+    async def chunk(self, work: Work, key: bytes | int) -> list[Record]:
+        """See `KeptCopies.chunk`."""
+        rows = await self._do(lambda: self._store.kept.of_key(work.place, key, _CHUNK))
+        unstored = self._committer.waiting
+        return [kept.copy for kept in rows if kept.failed.source not in unstored]
+
+    async def clear(self, work: Work, key: bytes | int, copies: Sequence[Record]) -> None:
+        """See `KeptCopies.clear`: their rows were deleted with their results."""
+        assert work.aside is not None
+        entry = work.aside.keys[key]
+        entry.count -= len(copies)
+        if entry.count <= 0:
+            del work.aside.keys[key]
+
+    async def keep(self, work: Work, key: bytes | int, copy: Record) -> None:
+        """See `KeptCopies.keep`."""
+        await self._do(lambda: self._store.kept.set_aside_again(work.place, key))
+        if work.aside is not None and key in work.aside.keys:
+            work.aside.keys[key].released = False
+
+    async def changed(self) -> None:
+        """See `KeptCopies.changed`."""
+        await asyncio.sleep(_POLL_S)
