@@ -95,6 +95,7 @@ class Parts:
     def __init__(self, committer: Committer) -> None:
         self._committer = committer
         self.store = committer.store
+        self.withdraw = committer.withdraw
         self.unavailable = committer.unavailable
         self.fenced = committer.fenced
 

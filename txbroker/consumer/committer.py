@@ -209,6 +209,14 @@ class Committer:
         if soon:
             self._now.set()
 
+    def withdraw(self, pending: Pending) -> bool:
+        """Store copies no more, unless they may be stored already; return whether they are not."""
+        unknown = self._unknown is not None and pending in self._unknown.pending
+        if unknown and pending.work in self._engine.works:
+            return False
+        self._pending = [each for each in self._pending if each is not pending]
+        return True
+
     def unavailable(self, work: Work) -> None:
         """Hand out nothing more until a round has succeeded."""
         if not self._refusals and work in self._engine.works:

@@ -44,6 +44,9 @@ class Commits(Protocol):
     def store(self, pending: Pending, *, soon: bool = True) -> None:
         """Store copies with the partition's position, together."""
 
+    def withdraw(self, pending: Pending) -> bool:
+        """Store copies no more, unless they may be stored already; return whether they are not."""
+
     def unavailable(self, work: Work) -> None:
         """Hand out nothing more until positions can be stored again."""
 

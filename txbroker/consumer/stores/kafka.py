@@ -145,10 +145,17 @@ class KafkaResults:
                 stored.set_exception(Reject(cause))
             return ()
 
-        if work.commits is not None:
-            pending = Pending(work.owner, message, copies, succeeded, refused, first=True)
-            work.commits.store(pending)
-            await stored
+        commits = work.commits
+        if commits is None:
+            return
+        pending = Pending(work.owner, message, copies, succeeded, refused, first=True)
+        commits.store(pending)
+        try:
+            await asyncio.shield(stored)
+        except asyncio.CancelledError:
+            if not commits.withdraw(pending):
+                await stored  # or the message would be handled again
+            raise
 
     async def finished(self, messages: Sequence[ReceivedMessage]) -> None:
         """See `Results.finished`."""
