@@ -30,17 +30,11 @@ from txbroker.cli.output import output_option, show_data, show_rows, shown_colum
 from txbroker.cli.run import CommandFailed, PartlyDone
 from txbroker.cli.setting_options import KAFKA_SETTINGS, setting_options, settings_from
 from txbroker.config.settings import Settings
-from txbroker.consumer.operations.copies import (
-    DeadLetter,
-    SetAsideKey,
-    count_dead_letters,
-    dead_letters,
-    release,
-    send_back,
-    set_aside_keys,
-)
+from txbroker.consumer.operations.copies import DeadLetter, SetAsideKey, count_dead_letters
+from txbroker.consumer.operations.failed import FailedMessages, InTable, InTopics
 from txbroker.consumer.operations.groups import Groups, GroupView
 from txbroker.core.consuming.copies import Source, parse_source
+from txbroker.databases import from_url
 from txbroker.door.consuming import ConsumingDoor
 from txbroker.errors import KafkaUnavailable
 from txbroker.kafka.door.consuming import KafkaConsumingDoor
@@ -53,6 +47,12 @@ _RETRIED_MAX = 10_000
 _WAIT_PAUSE_S = 0.5
 _PREVIEWED = 20
 _settings = setting_options((*KAFKA_SETTINGS, "topic_prefix"))
+_database_option = click.option(
+    "--database",
+    metavar="URL",
+    help="Where consumers with InDatabase keep failed messages: sqlite:///FILE, postgresql://… or "
+    "mariadb://…; Kafka is not used.",
+)
 
 
 @click.group("consumers", cls=SuggestingGroup)
@@ -60,7 +60,8 @@ def command() -> None:
     """Show groups of consumers; release set-aside keys, retry dead letters.
 
     Reads and writes Kafka directly, with the rights of the group's consumers (`txbroker topics plan
-    --consumer GROUP`). A key is text, or `hex:` or `base64:` and its bytes.
+    --consumer GROUP`), or the group's database. A key is text, or `hex:` or `base64:` and its
+    bytes.
     """
 
 
@@ -128,12 +129,14 @@ def _places(function: F) -> F:
 @command.command("aside")
 @click.argument("group")
 @_places
+@_database_option
 @_settings
 @output_option
 def aside_command(
     config: Path | None,
     output: str,
     group: str,
+    database: str | None,
     topic: str | None,
     partition: int | None,
     key: str | None,
@@ -142,11 +145,10 @@ def aside_command(
     """List set-aside keys, with the first message of each."""
     wanted = None if key is None else parse_key(key)
 
-    async def look(groups: Groups) -> list[SetAsideKey]:
-        found = await set_aside_keys(groups.door, await groups.view(group))
-        return _chosen(found, topic, partition, wanted, ())
+    async def look(failed: FailedMessages) -> list[SetAsideKey]:
+        return _chosen(await failed.set_aside_keys(), topic, partition, wanted, ())
 
-    rows = [aside_row(each) for each in _with_groups(config, options, group, look)]
+    rows = [aside_row(each) for each in _with_failed(config, options, group, database, look)]
     show_rows(rows, ASIDE_COLUMNS, output, "No key is set aside.")
 
 
@@ -160,18 +162,25 @@ def aside_command(
     help="Show at most this number. [default: 100]",
 )
 @click.option("--values", is_flag=True, help="Show the messages' values, too.")
+@_database_option
 @_settings
 @output_option
 def dead_command(
-    config: Path | None, output: str, group: str, limit: int, values: bool, **options: Any
+    config: Path | None,
+    output: str,
+    group: str,
+    limit: int,
+    values: bool,
+    database: str | None,
+    **options: Any,
 ) -> None:
     """List dead letters, newest first; not those that were sent back."""
 
-    async def look(groups: Groups) -> list[DeadLetter]:
-        view = await groups.view(group)
-        return await dead_letters(groups.door, view, limit, values=values)
+    async def look(failed: FailedMessages) -> list[DeadLetter]:
+        return await failed.dead_letters(limit, values=values)
 
-    rows = [dead_row(each, values=values) for each in _with_groups(config, options, group, look)]
+    found = _with_failed(config, options, group, database, look)
+    rows = [dead_row(each, values=values) for each in found]
     columns = [column for column in DEAD_COLUMNS if values or column.title != "VALUE"]
     show_rows(rows, columns, output, "There are no dead letters.")
 
@@ -198,6 +207,7 @@ def dead_command(
     metavar="SECONDS",
     help="Wait until all their messages are done, at most this time.",
 )
+@_database_option
 @_settings
 @yes_option
 @output_option
@@ -213,6 +223,7 @@ def release_command(
     reason: str,
     wait: float | None,
     yes: bool,
+    database: str | None,
     **options: Any,
 ) -> None:
     """Let consumers handle the messages of set-aside keys again, in order.
@@ -227,11 +238,10 @@ def release_command(
     places = [_source(text) for text in sources]
     require_terminal(yes)
 
-    async def look(groups: Groups) -> list[SetAsideKey]:
-        found = await set_aside_keys(groups.door, await groups.view(group))
-        return _chosen(found, topic, partition, wanted, places)
+    async def look(failed: FailedMessages) -> list[SetAsideKey]:
+        return _chosen(await failed.set_aside_keys(), topic, partition, wanted, places)
 
-    chosen = _with_groups(config, options, group, look)
+    chosen = _with_failed(config, options, group, database, look)
     if not chosen:
         what = f"key {shown_key(wanted)} is not" if wanted is not None else "no such key is"
         raise CommandFailed(
@@ -241,12 +251,11 @@ def release_command(
     _preview(rows, ASIDE_COLUMNS, yes)
     confirm(f"Release {_counted(len(chosen), 'key')} of group {group}?", yes)
 
-    async def act(groups: Groups) -> list[SetAsideKey]:
-        view = await groups.view(group)
-        await release(groups.door, view, chosen, f"{who()}: {reason}")
-        return [] if wait is None else await _still_aside(groups, view, chosen, wait)
+    async def act(failed: FailedMessages) -> list[SetAsideKey]:
+        await failed.release(chosen, f"{who()}: {reason}")
+        return [] if wait is None else await _still_aside(failed, chosen, wait)
 
-    left = _with_groups(config, options, group, act)
+    left = _with_failed(config, options, group, database, act)
     show_rows(rows, ASIDE_COLUMNS, output, "")
     if left:
         again = sum(not each.released for each in left)
@@ -271,6 +280,7 @@ def release_command(
 @click.option("--key", metavar="KEY", help="The dead letters with this key.")
 @click.option("--all", "all_", is_flag=True, help="All dead letters, the newest 10,000 at a time.")
 @reason_option(required=True)
+@_database_option
 @_settings
 @yes_option
 @output_option
@@ -283,22 +293,22 @@ def retry_command(
     all_: bool,
     reason: str,
     yes: bool,
+    database: str | None,
     **options: Any,
 ) -> None:
     """Send dead letters back to the group's consumers, which handle them again at once.
 
-    They go through the retry topic, so their order is lost. Each is sent once: the copy, and the
-    note that it was sent, are one Kafka transaction; only two `retry` at the same moment could send
-    one twice. One that fails again becomes a new dead letter.
+    They are retried messages, so their order is lost. Each is sent once: the copy, and the note
+    that it was sent, are one Kafka transaction; only two `retry` at the same moment could send one
+    twice, and with a database none. One that fails again becomes a new dead letter.
     """
     _require_choice(all_, key is not None, sources)
     wanted = None if key is None else parse_key(key)
     places = {_source(text) for text in sources}
     require_terminal(yes)
 
-    async def look(groups: Groups) -> list[DeadLetter]:
-        view = await groups.view(group)
-        found = await dead_letters(groups.door, view, _RETRIED_MAX)
+    async def look(failed: FailedMessages) -> list[DeadLetter]:
+        found = await failed.dead_letters(_RETRIED_MAX)
         return [
             each
             for each in found
@@ -306,7 +316,7 @@ def retry_command(
             and (not places or each.failed.source in places)
         ]
 
-    chosen = _with_groups(config, options, group, look)
+    chosen = _with_failed(config, options, group, database, look)
     missing = places - {each.failed.source for each in chosen}
     if missing or not chosen:
         what = f"{min(missing)} has no dead letter" if missing else "there is no such dead letter"
@@ -319,11 +329,10 @@ def retry_command(
     _preview(rows, columns, yes)
     confirm(f"Send {_counted(len(chosen), 'dead letter')} of group {group} back?", yes)
 
-    async def act(groups: Groups) -> int:
-        view = await groups.view(group)
-        return await send_back(groups.door, view, chosen, f"{who()}: {reason}")
+    async def act(failed: FailedMessages) -> int:
+        return await failed.send_back(chosen, f"{who()}: {reason}")
 
-    sent = _with_groups(config, options, group, act)
+    sent = _with_failed(config, options, group, database, act)
     show_rows(rows, columns, output, "")
     if sent < len(chosen):
         raise PartlyDone(f"{sent} of {len(chosen)} sent back: the others were deleted meanwhile")
@@ -352,6 +361,27 @@ def _with_groups(
 
     with _explained(group):
         return asyncio.run(run())
+
+
+def _with_failed(
+    config: Path | None,
+    options: dict[str, Any],
+    group: str,
+    database: str | None,
+    act: Callable[[FailedMessages], Awaitable[T]],
+) -> T:
+    """Return the result of `act` with a group's failed messages."""
+    if database is not None:
+
+        async def in_table() -> T:
+            return await act(InTable(from_url(database), group))
+
+        return asyncio.run(in_table())
+
+    async def in_topics(groups: Groups) -> T:
+        return await act(InTopics(groups.door, await groups.view(group)))
+
+    return _with_groups(config, options, group, in_topics)
 
 
 def open_door(settings: Settings) -> ConsumingDoor:
@@ -391,13 +421,13 @@ def _chosen(
 
 
 async def _still_aside(
-    groups: Groups, view: GroupView, chosen: Sequence[SetAsideKey], wait_s: float
+    failed: FailedMessages, chosen: Sequence[SetAsideKey], wait_s: float
 ) -> list[SetAsideKey]:
     """Wait until keys are done; return those that failed again, or are not done after `wait_s`."""
     ids = {each.id for each in chosen}
     until_s = time.monotonic() + wait_s
     while True:
-        left = [each for each in await set_aside_keys(groups.door, view) if each.id in ids]
+        left = [each for each in await failed.set_aside_keys() if each.id in ids]
         if not any(each.released for each in left) or time.monotonic() >= until_s:
             return left
         await asyncio.sleep(_WAIT_PAUSE_S)
