@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from txbroker.cli.demo import consume
+from txbroker.cli.demo import consume, exactly_once
 from txbroker.cli.demo.shop import ORDERS, PAYMENTS, Order, messages_of, orders_in
 from txbroker.cli.demo.stage import DemoEnvironment, Timeline, run_kafka, set_up
 from txbroker.cli.main import SuggestingGroup
@@ -137,7 +137,8 @@ def command(context: click.Context) -> None:
     Runs a real Apache Kafka, a proxy and processes of a small order service on SQLite, kills some
     of these at the worst moments, and then compares the orders in the database with the messages
     that consumers see. Exit code 1: they differ. All data is in a temporary folder. The first run
-    downloads Kafka (43 MB) into your cache. `txbroker demo consume` shows consumers.
+    Runs a real Apache Kafka and processes that count sales in SQLite, kills them in a transaction
+    show consumers.
     """
     if context.invoked_subcommand is None:
         _run(_show)
@@ -155,6 +156,17 @@ def consume_command() -> None:
     _run(_show_consuming)
 
 
+@command.command("exactly-once")
+def exactly_once_command() -> None:
+    """Watch a killed consumer count every message exactly once.
+
+    Runs a real Apache Kafka and processes that count sales in SQLite, kills them in a transaction
+    and after its commit, and compares the stock in the database with the messages. Exit code 1:
+    they differ. All data is in a temporary folder.
+    """
+    _run(_show_exactly_once)
+
+
 def _run(show: Callable[[Path, Console], Coroutine[None, None, None]]) -> None:
     configure_logging("auto", "error")
     console = Console(highlight=False)
@@ -169,6 +181,14 @@ async def _show_consuming(folder: Path, console: Console) -> None:
     async with run_kafka(folder) as kafka:
         timeline.show("kafka", "ready", kafka)
         await consume.show(kafka, timeline, console, consume.Stock())
+
+
+async def _show_exactly_once(folder: Path, console: Console) -> None:
+    timeline = Timeline(console)
+    timeline.title("0. A real Apache Kafka starts")
+    async with run_kafka(folder) as kafka:
+        timeline.show("kafka", "ready", kafka)
+        await exactly_once.show(kafka, folder, timeline, console)
 
 
 async def _show(folder: Path, console: Console) -> None:
