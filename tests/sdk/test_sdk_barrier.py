@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from txbroker.core.records import CheckReason, Decision
+from txbroker.databases.barrier import BUSY_AGAIN_S
 from txbroker.errors import BadRequest, ConfigurationError
 from txbroker.sdk import AlreadyRecorded, CheckRequest, NotYet, Rollback, SqliteBarrier, TooLate
-from txbroker.sdk.barrier import BUSY_AGAIN_S
 
 ID = "0" * 26
 

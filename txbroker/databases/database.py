@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from txbroker.databases import tables
-from txbroker.databases.dialect import Dialect, Fault
+from txbroker.databases.dialect import Dialect, Fault, original
 from txbroker.databases.sessions import AsyncSession, DriverSession, PlainSession
-from txbroker.databases.steps import Query, Steps, run
+from txbroker.databases.steps import Query, Steps, run, run_async
 from txbroker.errors import ConfigurationError, TxbrokerError
 
 T = TypeVar("T")
 LOCK_WAIT_S = 10.0
 IDLE_S = 60.0
+PREPARE_WAIT_S = 2.0
 
 
 class DatabaseUnavailable(TxbrokerError):
@@ -33,8 +34,11 @@ class Database:
         create_tables: create missing tables at the first use.
 
     Attributes:
+        style: the driver's `paramstyle`.
         plain, asynchronous: which sessions it opens.
         writers_max: how many transactions may write at the same time without waiting.
+        prepared: whether its tables were checked.
+        file: of an SQLite database, once it is prepared.
     """
 
     plain = True
@@ -53,8 +57,10 @@ class Database:
         self.dialect = dialect
         self.name = name
         self.create_tables = create_tables
+        self.prepared = False
+        self.file = ""
         self._connect = connect
-        self._style = style
+        self.style = style
 
     def open(self, lock_wait_s: float = LOCK_WAIT_S, idle_s: float = IDLE_S) -> PlainSession:
         """Open a session.
@@ -66,9 +72,9 @@ class Database:
 
         Raises: the driver's error.
         """
-        session = DriverSession(self._connect(), self.dialect, self._style)
+        session = DriverSession(self._connect(), self.dialect, self.style)
         try:
-            for sql in self._limits(lock_wait_s, idle_s):
+            for sql in self.dialect.limited(lock_wait_s, idle_s):
                 session.execute(Query(sql))
         except BaseException:
             session.close()
@@ -87,9 +93,30 @@ class Database:
             f"{self.name} takes plain functions, which run in threads: write `def`, not `async def`"
         )
 
-    def _limits(self, lock_wait_s: float, idle_s: float) -> Collection[str]:
-        """Return statements that limit the waits of a session."""
-        return ()
+    def open_apart(self, lock_wait_s: float = LOCK_WAIT_S) -> PlainSession:
+        """Open a session on a connection that is part of no transaction of the caller's."""
+        return self.open(lock_wait_s)
+
+    def apart(self, steps: Steps[T], lock_wait_s: float = LOCK_WAIT_S) -> T:
+        """Execute steps on a connection opened for them; each statement commits.
+
+        Raises: the driver's error.
+        """
+        session = self.open_apart(lock_wait_s)
+        try:
+            return run(steps, session.execute)
+        finally:
+            session.close()
+
+    async def apart_async(self, steps: Steps[T], lock_wait_s: float = LOCK_WAIT_S) -> T:
+        """`apart` for asyncio; in a thread if the driver is not asynchronous."""
+        if not self.asynchronous:
+            return await asyncio.to_thread(self.apart, steps, lock_wait_s)
+        session = await self.open_async(lock_wait_s)
+        try:
+            return await run_async(steps, session.execute)
+        finally:
+            await session.close()
 
     # --- tables ------------------------------------------------------------------------------
 
@@ -100,33 +127,34 @@ class Database:
             ConfigurationError: no right, or tables of another version.
             DatabaseUnavailable
         """
-        self._with_session(lambda session: tables.create(session, self.dialect))
+        with self.explained():
+            self.apart(tables.create(self.dialect))
+
+    async def create_async(self) -> None:
+        """`create` for asyncio."""
+        with self.explained():
+            await self.apart_async(tables.create(self.dialect))
 
     def prepare(self) -> None:
-        """Create missing tables if `create_tables`, and check them.
+        """Check the tables; create them if they are missing and `create_tables`.
 
         Raises:
             ConfigurationError: a table is missing, of another version or may not be used; with the
                 next step.
             DatabaseUnavailable
         """
-        if self.create_tables:
-            self.create()
-        self._with_session(
-            lambda session: run(tables.check(self.dialect, self.name), session.execute)
-        )
+        with self.explained():
+            self.file = self.apart(self._preparation(), PREPARE_WAIT_S)
+        self.prepared = True
 
     async def prepare_async(self) -> None:
         """`prepare` for asyncio."""
-        await asyncio.to_thread(self.prepare)
-
-    def _with_session(self, use: Callable[[PlainSession], None]) -> None:
         with self.explained():
-            session = self.open()
-            try:
-                use(session)
-            finally:
-                session.close()
+            self.file = await self.apart_async(self._preparation(), PREPARE_WAIT_S)
+        self.prepared = True
+
+    def _preparation(self) -> Steps[str]:
+        return tables.prepare(self.dialect, self.name, create_tables=self.create_tables)
 
     @contextmanager
     def explained(self) -> Iterator[None]:
@@ -144,7 +172,7 @@ class Database:
 
     def explain(self, error: BaseException) -> BaseException:
         """Return the error to raise for one of the driver; other errors as they are."""
-        text = f"{self.name}: {str(error).strip() or type(error).__name__}"
+        text = f"{self.name}: {_text(original(error))}"
         match self.dialect.fault(error):
             case Fault.UNAVAILABLE | Fault.BUSY:
                 return DatabaseUnavailable(text)
@@ -161,6 +189,12 @@ class Database:
         return error
 
 
+def _text(error: BaseException) -> str:
+    """Return the text of a driver's error on one line; PyMySQL's have a number and a text."""
+    text = error.args[1] if len(error.args) == 2 and isinstance(error.args[0], int) else error
+    return " ".join(str(text).split()) or type(error).__name__
+
+
 def steps_in_transaction(steps: Steps[T], session: PlainSession) -> T:
     """Execute steps in one transaction of a session, and commit it."""
     session.begin()
@@ -175,8 +209,6 @@ def steps_in_transaction(steps: Steps[T], session: PlainSession) -> T:
 
 async def steps_in_transaction_async(steps: Steps[T], session: AsyncSession) -> T:
     """`steps_in_transaction` for asyncio."""
-    from txbroker.databases.steps import run_async
-
     await session.begin()
     try:
         result = await run_async(steps, session.execute)
@@ -185,6 +217,3 @@ async def steps_in_transaction_async(steps: Steps[T], session: AsyncSession) -> 
         await session.rollback()
         raise
     return result
-
-
-Opener = Callable[[], Awaitable[Any]]

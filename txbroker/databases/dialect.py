@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from enum import StrEnum
-from typing import Any
 
 from msgspec import Struct
+
+from txbroker.errors import ConfigurationError
 
 
 class Fault(StrEnum):
@@ -31,6 +32,8 @@ class Dialect(Struct, frozen=True, kw_only=True):
         name: `sqlite`, `postgresql` or `mariadb`.
         begin: begins a transaction that may write.
         lock, lock_shared: end of a SELECT that locks its rows and sees their newest version.
+        newest: end of a SELECT by a duplicate key, which sees the row also if it is newer than the
+            transaction's snapshot; "": not necessary.
         ignore_duplicate: end of an INSERT that skips a row whose key exists; "": it fails instead,
             and its transaction can continue.
         keep: middle of an upsert, before the columns to set.
@@ -39,7 +42,10 @@ class Dialect(Struct, frozen=True, kw_only=True):
         text, key, long_text, blob, whole: types of columns. `key` is a text of at most 255 ASCII
             characters.
         options: end of CREATE TABLE.
-        tables_lock, tables_unlock: one process at a time creates tables; "": not necessary.
+        keyed: in addition, where the rows are hardly longer than their key.
+        limits: statements that limit the waits of a session.
+        in_transaction: a SELECT that returns whether it is part of an open transaction.
+        isolation: the transaction's isolation level; "": no level makes a duplicate key abort it.
         fault_of: returns what an error of a driver means.
     """
 
@@ -47,6 +53,7 @@ class Dialect(Struct, frozen=True, kw_only=True):
     begin: str
     lock: str
     lock_shared: str
+    newest: str
     ignore_duplicate: str
     keep: str
     numbers: str
@@ -56,17 +63,33 @@ class Dialect(Struct, frozen=True, kw_only=True):
     blob: str
     whole: str
     options: str
-    tables_lock: str
-    tables_unlock: str
+    keyed: str
+    limits: tuple[str, ...]
+    in_transaction: str
+    isolation: str
     fault_of: Callable[[BaseException], Fault]
 
     def fault(self, error: BaseException) -> Fault:
         """Return what an error means, also one that SQLAlchemy or Django has wrapped."""
-        found = self.fault_of(error)
-        cause = getattr(error, "orig", None) or error.__cause__
-        if found is Fault.OTHER and isinstance(cause, BaseException):
-            return self.fault(cause)
-        return found
+        return self.fault_of(original(error))
+
+    def limited(self, lock_wait_s: float, idle_s: float) -> Iterator[str]:
+        """Yield the statements that limit how long a session waits for a lock, and how long its
+        transaction may wait for the next statement."""
+        for sql in self.limits:
+            yield sql.format(
+                lock_ms=round(lock_wait_s * 1000),
+                lock_s=max(1, round(lock_wait_s)),
+                idle_ms=round(idle_s * 1000),
+                idle_s=max(1, round(idle_s)),
+            )
+
+
+def original(error: BaseException) -> BaseException:
+    """Return the driver's error in one of SQLAlchemy or Django; others as they are."""
+    wrapped = type(error).__module__.startswith(("sqlalchemy.exc", "django.db.utils"))
+    cause = getattr(error, "orig", None) or error.__cause__
+    return cause if wrapped and isinstance(cause, BaseException) else error
 
 
 # --- errors ----------------------------------------------------------------------------------
@@ -90,6 +113,7 @@ def _sqlite_fault(error: BaseException) -> Fault:
 
 
 _BY_STATE: Mapping[str, Fault] = {
+    **dict.fromkeys(("42P07", "42710"), Fault.DUPLICATE),  # a table, created at the same time
     "40001": Fault.BUSY,  # serialization failure
     "40P01": Fault.BUSY,  # deadlock
     "55P03": Fault.BUSY,  # lock timeout
@@ -122,8 +146,8 @@ _BY_NUMBER: Mapping[int, Fault] = {
     1146: Fault.NO_TABLE,
     **dict.fromkeys((1044, 1045, 1142, 1143, 1227), Fault.DENIED),
     **dict.fromkeys(
-        (0, 1040, 1053, 1129, 1158, 1159, 1160, 1161, 1203, 1290, 1836, 1927, 4031),
-        Fault.UNAVAILABLE,  # no connection, too many of them, shutdown, killed, read only
+        (0, 1040, 1049, 1053, 1129, 1158, 1159, 1160, 1161, 1203, 1290, 1836, 1927, 4031),
+        Fault.UNAVAILABLE,  # no connection, too many, no such database, shutdown, killed, read only
     ),
     **dict.fromkeys((2002, 2003, 2006, 2013, 2014, 2055), Fault.UNAVAILABLE),  # of the client
 }
@@ -143,17 +167,21 @@ SQLITE = Dialect(
     begin="BEGIN IMMEDIATE",
     lock="",
     lock_shared="",
+    newest="",
     ignore_duplicate=" ON CONFLICT DO NOTHING",
     keep=" ON CONFLICT ({key}) DO UPDATE SET ",
     numbers="(SELECT value AS n FROM json_each(?)) AS numbers",
-    now_s="CAST(strftime('%s', 'now') AS INTEGER)",
+    # Without `%`, which some drivers take for a placeholder's.
+    now_s="CAST((julianday('now') - 2440587.5) * 86400 AS INTEGER)",
     text="TEXT",
     key="TEXT",
     blob="BLOB",
     whole="INTEGER",
     options="",
-    tables_lock="",
-    tables_unlock="",
+    keyed=" WITHOUT ROWID",
+    limits=("PRAGMA busy_timeout = {lock_ms}",),
+    in_transaction="",
+    isolation="",
     fault_of=_sqlite_fault,
 )
 POSTGRESQL = Dialect(
@@ -161,6 +189,7 @@ POSTGRESQL = Dialect(
     begin="BEGIN",
     lock=" FOR UPDATE",
     lock_shared=" FOR SHARE",
+    newest="",
     ignore_duplicate=" ON CONFLICT DO NOTHING",
     keep=" ON CONFLICT ({key}) DO UPDATE SET ",
     numbers=(
@@ -173,8 +202,14 @@ POSTGRESQL = Dialect(
     blob="bytea",
     whole="bigint",
     options="",
-    tables_lock="SELECT pg_advisory_xact_lock(8390876194214)",
-    tables_unlock="",
+    keyed="",
+    limits=(
+        "SET lock_timeout = {lock_ms}",
+        "SET idle_in_transaction_session_timeout = {idle_ms}",
+    ),
+    # A statement that is its transaction begins when that does.
+    in_transaction="SELECT now() <> statement_timestamp()",
+    isolation="current_setting('transaction_isolation')",
     fault_of=_postgresql_fault,
 )
 MARIADB = Dialect(
@@ -182,22 +217,34 @@ MARIADB = Dialect(
     begin="START TRANSACTION",
     lock=" FOR UPDATE",
     lock_shared=" LOCK IN SHARE MODE",
+    newest=" LOCK IN SHARE MODE",
     ignore_duplicate="",
     keep=" ON DUPLICATE KEY UPDATE ",
     numbers="JSON_TABLE(?, '$[*]' COLUMNS (n BIGINT PATH '$')) AS numbers",
     now_s="UNIX_TIMESTAMP()",
     text="LONGTEXT CHARACTER SET utf8mb4 COLLATE utf8mb4_bin",
-    key="VARCHAR(255) CHARACTER SET ascii COLLATE ascii_bin",
+    key="VARCHAR(255) CHARACTER SET ascii COLLATE ascii_nopad_bin",
     blob="LONGBLOB",
     whole="BIGINT",
     options=" ENGINE=InnoDB",
-    tables_lock="SELECT GET_LOCK('txbroker tables', 60)",
-    tables_unlock="SELECT RELEASE_LOCK('txbroker tables')",
+    keyed="",
+    limits=("SET innodb_lock_wait_timeout = {lock_s}, idle_transaction_timeout = {idle_s}",),
+    in_transaction="SELECT @@in_transaction OR NOT @@autocommit",
+    isolation="",
     fault_of=_mariadb_fault,
 )
 DIALECTS: Mapping[str, Dialect] = {each.name: each for each in (SQLITE, POSTGRESQL, MARIADB)}
 
 
-def dialect_named(name: str) -> Dialect | Any:
-    """Return the dialect that SQLAlchemy, Django or a URL names; None if there is none."""
-    return DIALECTS.get({"mysql": "mariadb", "postgres": "postgresql"}.get(name, name))
+def dialect_named(name: str) -> Dialect:
+    """Return the dialect that SQLAlchemy, Django or a URL names.
+
+    Raises:
+        ConfigurationError: there is none.
+    """
+    found = DIALECTS.get({"mysql": "mariadb", "postgres": "postgresql"}.get(name, name))
+    if found is None:
+        raise ConfigurationError(
+            f"txbroker has no tables for {name!r}: use PostgreSQL, MariaDB or SQLite"
+        )
+    return found

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from typing import Any
 from urllib.parse import parse_qsl, unquote, urlsplit
 
@@ -47,10 +46,6 @@ class MariaDB(Database):
             name=f"MariaDB {given.get('database', '')}",
             create_tables=create_tables,
         )
-
-    def _limits(self, lock_wait_s: float, idle_s: float) -> Collection[str]:
-        waits = f"innodb_lock_wait_timeout = {max(1, round(lock_wait_s))}"
-        return (f"SET {waits}, idle_transaction_timeout = {max(1, round(idle_s))}",)
 
 
 def _parsed(url: str) -> dict[str, Any]:

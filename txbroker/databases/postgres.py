@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from txbroker.databases.database import IDLE_S, LOCK_WAIT_S, Database
 from txbroker.databases.dialect import POSTGRESQL
-from txbroker.databases.sessions import in_transaction, refuse_control
+from txbroker.databases.sessions import in_transaction, refuse_control, tuple_cursor
 from txbroker.databases.steps import Query, Result, with_placeholders
 from txbroker.errors import ConfigurationError
 
@@ -87,18 +86,12 @@ class Postgres(Database):
         )
         session = PsycopgAsyncSession(connection)
         try:
-            for sql in self._limits(lock_wait_s, idle_s):
+            for sql in self.dialect.limited(lock_wait_s, idle_s):
                 await session.execute(Query(sql))
         except BaseException:
             await session.close()
             raise
         return session
-
-    def _limits(self, lock_wait_s: float, idle_s: float) -> Collection[str]:
-        return (
-            f"SET lock_timeout = {round(lock_wait_s * 1000)}",
-            f"SET idle_in_transaction_session_timeout = {round(idle_s * 1000)}",
-        )
 
 
 class PsycopgAsyncSession:
@@ -113,10 +106,7 @@ class PsycopgAsyncSession:
 
     async def execute(self, query: Query) -> Result:
         """Execute a statement."""
-        sql = with_placeholders(query.sql, _STYLE)
-        cursor = await self.connection.execute(sql, query.values or None)
-        rows = await cursor.fetchall() if cursor.description else ()
-        return Result(cursor.rowcount, rows)
+        return await execute_async(self.connection, query)
 
     async def begin(self) -> None:
         """Begin a transaction."""
@@ -134,3 +124,11 @@ class PsycopgAsyncSession:
     async def close(self) -> None:
         """Close the connection."""
         await self.connection.close()
+
+
+async def execute_async(connection: psycopg.AsyncConnection[Any], query: Query) -> Result:
+    """Execute a statement on an asynchronous connection."""
+    async with tuple_cursor(connection) as cursor:
+        await cursor.execute(with_placeholders(query.sql, _STYLE), tuple(query.values))
+        rows = await cursor.fetchall() if cursor.description else ()
+        return Result(cursor.rowcount, rows)

@@ -85,13 +85,7 @@ class DriverSession:
 
     def execute(self, query: Query) -> Result:
         """Execute a statement."""
-        cursor = self.connection.cursor()
-        try:
-            cursor.execute(with_placeholders(query.sql, self._style), query.values)
-            rows = cursor.fetchall() if cursor.description else ()
-            return Result(cursor.rowcount, rows)
-        finally:
-            cursor.close()
+        return execute(self.connection, query, self._style)
 
     def begin(self) -> None:
         """Begin a transaction that may write."""
@@ -109,6 +103,42 @@ class DriverSession:
     def close(self) -> None:
         """Close the connection."""
         self.connection.close()
+
+
+def execute(connection: Any, query: Query, style: str) -> Result:
+    """Execute a statement on a DB-API connection.
+
+    Args:
+        style: the driver's `paramstyle`.
+    """
+    cursor = tuple_cursor(connection)
+    try:
+        cursor.execute(with_placeholders(query.sql, style), tuple(query.values))
+        rows = cursor.fetchall() if cursor.description else ()
+        return Result(cursor.rowcount, rows)
+    finally:
+        cursor.close()
+
+
+def tuple_cursor(connection: Any) -> Any:
+    """Return a cursor whose rows are tuples, also where the connection's are dictionaries."""
+    driver = driver_of(connection)
+    if driver == "psycopg":
+        from psycopg.rows import tuple_row
+
+        return connection.cursor(row_factory=tuple_row)
+    if driver == "psycopg2":
+        from psycopg2.extensions import cursor as plain_cursor
+
+        return connection.cursor(cursor_factory=plain_cursor)
+    if driver == "pymysql":
+        from pymysql.cursors import Cursor
+
+        return connection.cursor(Cursor)
+    cursor = connection.cursor()
+    if driver == "sqlite3":
+        cursor.row_factory = None
+    return cursor
 
 
 def in_transaction(connection: Any) -> bool | None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sqlite3
-from collections.abc import Collection
 from pathlib import Path
 
 from txbroker.databases.database import Database
@@ -51,6 +50,3 @@ class SQLite(Database):
         super().__init__(
             connect, SQLITE, style="qmark", name=f"SQLite {file}", create_tables=create_tables
         )
-
-    def _limits(self, lock_wait_s: float, idle_s: float) -> Collection[str]:
-        return (f"PRAGMA busy_timeout = {round(lock_wait_s * 1000)}",)

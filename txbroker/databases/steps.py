@@ -17,10 +17,15 @@ T = TypeVar("T")
 
 
 class Query(NamedTuple):
-    """An SQL statement and its values."""
+    """An SQL statement and its values.
+
+    Attributes:
+        apart: to be executed on another connection than the caller's, outside its transaction.
+    """
 
     sql: str
     values: Sequence[Any] = ()
+    apart: bool = False
 
 
 class Result(Struct, frozen=True):
@@ -63,6 +68,11 @@ async def run_async(steps: Steps[T], execute: Callable[[Query], Awaitable[Result
             send, value = steps.send, await execute(query)
         except Exception as error:
             send, value = steps.throw, error
+
+
+def one(query: Query) -> Steps[Result]:
+    """Execute one statement."""
+    return (yield query)
 
 
 @lru_cache(maxsize=512)

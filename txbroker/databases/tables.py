@@ -12,17 +12,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
 
-from txbroker.databases.dialect import Dialect, Fault
-from txbroker.databases.sessions import PlainSession
+from txbroker.databases.dialect import MARIADB, SQLITE, Dialect, Fault
 from txbroker.databases.steps import Query, Steps
-from txbroker.errors import ConfigurationError
+from txbroker.errors import BadRequest, ConfigurationError
 
 VERSION = 1
+KEY_MAX = 255
+FORGET_S_MIN = 86400
+_PIECE = 500
+"""Rows that one statement deletes; SQLite takes at most 999 values."""
 SCHEMA, BARRIER, INBOX = "txbroker_schema", "txbroker_barrier", "txbroker_inbox"
 POSITION, DONE, ASIDE = "txbroker_position", "txbroker_done", "txbroker_aside"
 
+_KEYED = frozenset({DONE, BARRIER, INBOX})
 _PARTITION = "group_name {key} NOT NULL, topic {key} NOT NULL, partition_id {whole} NOT NULL"
 _TABLES = {
     SCHEMA: "version {whole} NOT NULL PRIMARY KEY",
@@ -68,7 +76,8 @@ def create_table(name: str, dialect: Dialect, table: str = "") -> str:
     """
     types = {"key": dialect.key, "text": dialect.text, "whole": dialect.whole, "blob": dialect.blob}
     columns = " ".join(_TABLES[name].format(**types).split())
-    return f"CREATE TABLE IF NOT EXISTS {table or name} ({columns}){dialect.options}"
+    end = dialect.options + (dialect.keyed if name in _KEYED else "")
+    return f"CREATE TABLE IF NOT EXISTS {table or name} ({columns}){end}"
 
 
 def statements(dialect: Dialect) -> Iterable[str]:
@@ -85,38 +94,36 @@ def statements(dialect: Dialect) -> Iterable[str]:
     )
 
 
-def create(session: PlainSession, dialect: Dialect) -> None:
-    """Create the tables that do not exist; several processes may."""
-    session.begin()
-    try:
-        if dialect.tables_lock:
-            session.execute(Query(dialect.tables_lock))
-        for sql in statements(dialect):
-            session.execute(Query(sql))
-        session.commit()
-    except BaseException:
-        session.rollback()
-        raise
-    finally:
-        if dialect.tables_unlock:
-            session.execute(Query(dialect.tables_unlock))
+def create(dialect: Dialect) -> Steps[None]:
+    """Create the tables that do not exist; several processes may at the same time."""
+    for sql in statements(dialect):
+        try:
+            yield Query(sql)
+        except Exception as error:
+            # Another process has created the table, or inserted the version, meanwhile.
+            if dialect.fault(error) is not Fault.DUPLICATE:
+                raise
 
 
-def check(dialect: Dialect, database: str) -> Steps[None]:
-    """Check that the tables exist and have this version.
+def prepare(dialect: Dialect, database: str, *, create_tables: bool) -> Steps[str]:
+    """Check that the tables exist, have this version and take part in transactions; return the
+    file of an SQLite database, else "".
+
+    Args:
+        database: its name for messages.
+        create_tables: create them if they are missing.
 
     Raises:
         ConfigurationError: names the next step.
     """
+    file = (yield from file_of(database)) if dialect is SQLITE else ""
     try:
         result = yield Query(f"SELECT version FROM {SCHEMA}")
     except Exception as error:
-        if dialect.fault(error) is not Fault.NO_TABLE:
+        if dialect.fault(error) is not Fault.NO_TABLE or not create_tables:
             raise
-        raise ConfigurationError(
-            f"{database} has no txbroker tables: create them with `txbroker databases create`, or "
-            "pass create_tables=True"
-        ) from None
+        yield from create(dialect)
+        result = yield Query(f"SELECT version FROM {SCHEMA}")
     versions = [int(row[0]) for row in result.rows]
     if versions != [VERSION]:
         shown = ", ".join(map(str, versions)) or "none"
@@ -124,3 +131,112 @@ def check(dialect: Dialect, database: str) -> Steps[None]:
             f"{database} has txbroker tables of version {shown}; this txbroker uses version "
             f"{VERSION}: upgrade the older of the two"
         )
+    if dialect is MARIADB:
+        yield from _check_engines(database)
+    return file
+
+
+def file_of(database: str) -> Steps[str]:
+    """Return the file of an SQLite database.
+
+    Raises:
+        ConfigurationError: it is in memory.
+    """
+    result = yield Query("PRAGMA database_list")
+    file: str = next(row[2] for row in result.rows if row[1] == "main")
+    if not file:
+        raise ConfigurationError(
+            f"{database} is in memory: txbroker needs a file, which several connections open"
+        )
+    return os.path.realpath(file)
+
+
+def _check_engines(database: str) -> Steps[None]:
+    names = ", ".join(f"'{name}'" for name in _TABLES)
+    result = yield Query(
+        "SELECT table_name, engine FROM information_schema.tables WHERE table_schema = DATABASE() "
+        f"AND table_name IN ({names}) AND engine <> 'InnoDB'"
+    )
+    for name, engine in result.rows:
+        raise ConfigurationError(
+            f"{database}: table {name} is of engine {engine}, which has no transactions: change it "
+            f"with ALTER TABLE {name} ENGINE=InnoDB"
+        )
+
+
+def check_file(database: str, file: str) -> Steps[None]:
+    """Refuse a connection to another SQLite file, where the row would not be found.
+
+    Raises:
+        ConfigurationError
+    """
+    if (yield from file_of(database)) != file:
+        raise ConfigurationError(
+            f"the transaction is in another database than {file}, which has the txbroker tables: "
+            "pass a connection to that file"
+        )
+
+
+# --- rows ------------------------------------------------------------------------------------
+
+
+def is_key(text: str) -> bool:
+    """Return whether a column for keys can hold a text unchanged."""
+    return 0 < len(text) <= KEY_MAX and text.isascii() and text.isprintable()
+
+
+def insert_new(dialect: Dialect, sql: str, values: Sequence[Any]) -> Steps[bool]:
+    """Insert a row; return False if one with this key exists.
+
+    Raises:
+        ConfigurationError: the driver does not report the number of inserted rows.
+    """
+    try:
+        result = yield Query(sql + dialect.ignore_duplicate, values)
+    except Exception as error:
+        if dialect.ignore_duplicate or dialect.fault(error) is not Fault.DUPLICATE:
+            raise
+        return False
+    if result.count not in (0, 1):
+        raise ConfigurationError(
+            "the driver does not report the number of inserted rows: leave its pipeline mode first"
+        )
+    return result.count == 1
+
+
+def forget(
+    dialect: Dialect, table: str, older_than_s: float, of: Mapping[str, str] = MappingProxyType({})
+) -> Steps[int]:
+    """Delete old rows in pieces, each statement committed, and return their number.
+
+    Args:
+        older_than_s: their age, in seconds.
+        of: only rows with these values in these columns.
+
+    Raises:
+        BadRequest: less than a day.
+    """
+    if not FORGET_S_MIN <= older_than_s < math.inf:
+        raise BadRequest(
+            f"older_than_s must be at least {FORGET_S_MIN}, not {older_than_s!r}: rows are kept for "
+            "a day"
+        )
+    old = "".join(f"{column} = ? AND " for column in of) + f"at_s < {dialect.now_s} - ?"
+    values = (*of.values(), int(older_than_s))
+    count, last = 0, ""
+    while True:
+        # A DELETE that looked for them would lock the rows between them, too.
+        found = yield Query(
+            f"SELECT id FROM {table} WHERE {old} AND id > ? ORDER BY id LIMIT {_PIECE}",
+            (*values, last),
+        )
+        ids = [row[0] for row in found.rows]
+        if ids:
+            marks = ", ".join("?" * len(ids))
+            deleted = yield Query(
+                f"DELETE FROM {table} WHERE {old} AND id IN ({marks})", (*values, *ids)
+            )
+            count += deleted.count
+        if len(ids) < _PIECE:
+            return count
+        last = ids[-1]

@@ -3,8 +3,17 @@
 `txbroker.sdk` needs neither a Kafka client nor Spark: it talks to a txbroker proxy.
 """
 
+from txbroker.contract.checks import Answer, CheckFunction, CheckRequest, Commit, NotYet, Rollback
 from txbroker.core.records import CheckReason, Decision, Message, State
-from txbroker.sdk.barrier import AlreadyRecorded, Barrier, SqliteBarrier, TooLate
+from txbroker.databases import (
+    AlreadyRecorded,
+    Barrier,
+    Dialect,
+    MariaDBBarrier,
+    PostgresBarrier,
+    SqliteBarrier,
+    TooLate,
+)
 from txbroker.sdk.blocking import (
     BlockingTransaction,
     BlockingTransactionalProducer,
@@ -12,18 +21,7 @@ from txbroker.sdk.blocking import (
 )
 from txbroker.sdk.producer import LocalFunction, TransactionalProducer
 from txbroker.sdk.transaction import Transaction
-from txbroker.sdk.types import (
-    Answer,
-    CheckFunction,
-    CheckRequest,
-    Commit,
-    Limits,
-    NotYet,
-    Outcome,
-    ProducerClosed,
-    Rollback,
-    Untrusted,
-)
+from txbroker.sdk.types import Limits, Outcome, ProducerClosed, Untrusted
 from txbroker.sdk.webhook import BadSignature, is_test_call, parse_check, verify_webhook
 
 __all__ = [
@@ -38,12 +36,15 @@ __all__ = [
     "CheckRequest",
     "Commit",
     "Decision",
+    "Dialect",
     "ForkedTransaction",
     "Limits",
     "LocalFunction",
+    "MariaDBBarrier",
     "Message",
     "NotYet",
     "Outcome",
+    "PostgresBarrier",
     "ProducerClosed",
     "Rollback",
     "SqliteBarrier",

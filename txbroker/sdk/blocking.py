@@ -16,6 +16,7 @@ from collections.abc import Callable, Coroutine, Iterable
 from types import TracebackType
 from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
+from txbroker.contract.checks import Rollback
 from txbroker.core.records import Decision, Message
 from txbroker.errors import TxbrokerError
 from txbroker.sdk.producer import DRAIN_TIMEOUT_S, START_TIMEOUT_S, TransactionalProducer
@@ -25,7 +26,7 @@ from txbroker.sdk.transaction import (
     checked_decision,
     checked_wait,
 )
-from txbroker.sdk.types import Outcome, ProducerClosed, Rollback, Wait
+from txbroker.sdk.types import Outcome, ProducerClosed, Wait
 
 P = ParamSpec("P")
 T = TypeVar("T")

@@ -13,20 +13,12 @@ from contextlib import AbstractContextManager
 from msgspec import structs
 
 from txbroker import tracing
+from txbroker.contract.checks import Answer, CheckFunction, CheckRequest, Commit, NotYet
 from txbroker.contract.frames import CheckAnswer, CheckQuestion
 from txbroker.core.records import Decision
 from txbroker.errors import TooLarge, TxbrokerError
 from txbroker.sdk.session import Session
-from txbroker.sdk.types import (
-    Answer,
-    CheckFunction,
-    CheckRequest,
-    Commit,
-    Limits,
-    NotYet,
-    ProducerClosed,
-    checked_replacement,
-)
+from txbroker.sdk.types import Limits, ProducerClosed, checked_replacement
 from txbroker.tracing import context_of
 
 _log = logging.getLogger("txbroker.sdk")

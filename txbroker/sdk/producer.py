@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 
 import aiohttp
 
+from txbroker.contract.checks import CheckFunction, Rollback
 from txbroker.contract.frames import SESSION_VERSION, CheckQuestion, Decide, Drain, Hello
 from txbroker.core.records import Decision, Message
 from txbroker.errors import ConfigurationError
@@ -33,11 +34,9 @@ from txbroker.sdk.transaction import (
     prepared,
 )
 from txbroker.sdk.types import (
-    CheckFunction,
     Limits,
     Outcome,
     ProducerClosed,
-    Rollback,
     Wait,
     checked,
     checked_seconds,

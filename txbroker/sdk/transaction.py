@@ -8,12 +8,13 @@ from typing import Any
 from msgspec import structs
 
 from txbroker import tracing
+from txbroker.contract.checks import Answer, Commit, Rollback
 from txbroker.contract.frames import Decide, Status
 from txbroker.core.records import Decision, Message, State
 from txbroker.errors import AlreadyDecided, BadRequest, BodyLost, Overloaded, OwnerUnavailable
 from txbroker.sdk.calls import Calls, Draft
 from txbroker.sdk.checks import LocalTransactions
-from txbroker.sdk.types import Answer, Commit, Outcome, Rollback, Wait, checked_replacement
+from txbroker.sdk.types import Outcome, Wait, checked_replacement
 from txbroker.tracing import carried_over, context_of, with_context
 
 REASON_LENGTH_MAX = 200

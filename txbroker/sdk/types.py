@@ -5,11 +5,11 @@ They are checked before they are sent: a message of a wrong type would end the w
 
 import math
 import random
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-from txbroker.core.records import LATER_S_MAX, CheckReason, Decision, Header, Message, State
+from txbroker.core.records import Decision, Header, Message, State
 from txbroker.errors import BadRequest, ConfigurationError, OwnerUnavailable, TxbrokerError
 from txbroker.net.timers import grown_pause_s
 
@@ -19,10 +19,6 @@ _BYTES_LIKE = (bytes, bytearray, memoryview)
 
 Wait: TypeAlias = Literal["decided", "promoted"]
 """When a commit returns: once it is durable, or once consumers can see the messages."""
-
-
-class Rollback(Exception):
-    """Raise it inside a transaction's block, or function, to roll back."""
 
 
 class ProducerClosed(TxbrokerError):
@@ -101,59 +97,6 @@ class Outcome:
     id: str
     decision: Decision
     state: State
-
-
-@dataclass(frozen=True, slots=True)
-class CheckRequest:
-    """The proxy's question for the decision about a transaction.
-
-    Attributes:
-        id: the transaction, as the local transaction knew it (`tx.id`).
-        group: the producer group that prepared it.
-        attempt: counts from 1; the transaction is parked after `attempts_max` attempts.
-        attempts_max: the maximum number of attempts.
-        reason: the check was due, or it was requested.
-        prepared_at: when the half message was stored, in seconds since 1970, by Kafka's clock.
-        messages: the prepared messages.
-    """
-
-    id: str
-    group: str
-    attempt: int
-    attempts_max: int
-    reason: CheckReason
-    prepared_at: float
-    messages: tuple[Message, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class NotYet:
-    """A check's answer: the local transaction is still in progress; ask again after `after_s`
-    seconds (at most 3600). Uses no attempt."""
-
-    after_s: float
-
-    def __post_init__(self) -> None:
-        if not (math.isfinite(self.after_s) and 0 <= self.after_s <= LATER_S_MAX):
-            raise BadRequest(f"after_s is between 0 and {LATER_S_MAX:g}, not {self.after_s!r}")
-
-
-@dataclass(frozen=True, slots=True, init=False)
-class Commit:
-    """A check's answer: commit, optionally with final `messages` that replace the prepared ones:
-    the same number, for the same topics."""
-
-    messages: tuple[Message, ...] | None
-
-    def __init__(self, messages: Sequence[Message] | None = None) -> None:
-        object.__setattr__(self, "messages", None if messages is None else tuple(messages))
-
-
-Answer: TypeAlias = Decision | Commit | NotYet
-"""The possible answers to a check."""
-
-CheckFunction: TypeAlias = Callable[[CheckRequest], Answer | Awaitable[Answer]]
-"""A coroutine function, or a plain one (which is called in a thread)."""
 
 
 # --- checks of arguments ---------------------------------------------------------------------

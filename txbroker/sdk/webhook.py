@@ -7,6 +7,7 @@ from datetime import datetime
 
 import msgspec
 
+from txbroker.contract.checks import CheckRequest
 from txbroker.contract.json import MessageError, decode_messages
 from txbroker.contract.signing import (
     ID_HEADER,
@@ -18,7 +19,6 @@ from txbroker.contract.signing import (
 )
 from txbroker.core.records import CheckReason
 from txbroker.errors import BadRequest, ConfigurationError, TxbrokerError
-from txbroker.sdk.types import CheckRequest
 
 TOLERANCE_S = 300.0
 """Maximum age of a call, or its lead: allows for clock drift and limits replays."""
