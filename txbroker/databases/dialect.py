@@ -79,7 +79,7 @@ class Dialect(Struct, frozen=True, kw_only=True):
         for sql in self.limits:
             yield sql.format(
                 lock_ms=round(lock_wait_s * 1000),
-                lock_s=max(1, round(lock_wait_s)),
+                lock_s=round(lock_wait_s),
                 idle_ms=round(idle_s * 1000),
                 idle_s=max(1, round(idle_s)),
             )

@@ -34,13 +34,15 @@ class MariaDB(Database):
             ) from None
         given = {**_parsed(url), **options, "autocommit": True, "charset": "utf8mb4"}
 
-        class HandlerConnection(pymysql.connections.Connection):
-            """What a handler receives: the consumer ends the transaction."""
-
-            commit = rollback = begin = refuse_control
+        # What a handler receives: the consumer ends the transaction.
+        handler_connection = type(
+            "HandlerConnection",
+            (pymysql.connections.Connection,),
+            dict.fromkeys(("commit", "rollback", "begin"), refuse_control),
+        )
 
         super().__init__(
-            lambda: HandlerConnection(**given),
+            lambda: handler_connection(**given),
             MARIADB,
             style=_STYLE,
             name=f"MariaDB {given.get('database', '')}",

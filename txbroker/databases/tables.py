@@ -218,8 +218,8 @@ def forget(
     """
     if not FORGET_S_MIN <= older_than_s < math.inf:
         raise BadRequest(
-            f"older_than_s must be at least {FORGET_S_MIN}, not {older_than_s!r}: rows are kept for "
-            "a day"
+            f"older_than_s must be at least {FORGET_S_MIN}, not {older_than_s!r}: rows are kept "
+            "for a day"
         )
     old = "".join(f"{column} = ? AND " for column in of) + f"at_s < {dialect.now_s} - ?"
     values = (*of.values(), int(older_than_s))
