@@ -11,10 +11,12 @@ from txbroker.databases.barrier import (
 )
 from txbroker.databases.database import Database, DatabaseUnavailable
 from txbroker.databases.dialect import Dialect
+from txbroker.databases.django.database import from_django
 from txbroker.databases.inbox import Inbox
 from txbroker.databases.mariadb import MariaDB
 from txbroker.databases.postgres import Postgres
 from txbroker.databases.sessions import TransactionControlled
+from txbroker.databases.sqlalchemy import from_sqlalchemy
 from txbroker.databases.sqlite import SQLite
 from txbroker.databases.urls import from_url
 
@@ -33,6 +35,8 @@ __all__ = [
     "SqliteBarrier",
     "TooLate",
     "TransactionControlled",
+    "from_django",
+    "from_sqlalchemy",
     "from_url",
     "message_id",
 ]

@@ -131,7 +131,7 @@ class Barrier:
 
     def _record(self, transaction_id: str) -> Steps[None]:
         if self._dialect is SQLITE:
-            yield from tables.check_file(self.database.name, self.database.file)
+            yield from tables.check_file(self.database.file)
         try:
             standing = yield from self._insert(transaction_id, _COMMIT)
         except Exception as error:

@@ -17,7 +17,7 @@ from inspect import iscoroutinefunction
 from typing import Any, TypeAlias, TypeVar
 
 from txbroker.databases.database import Database
-from txbroker.databases.dialect import Fault, dialect_named
+from txbroker.databases.dialect import SQLITE, Fault, dialect_named
 from txbroker.databases.sessions import driver_of, execute, in_transaction
 from txbroker.databases.steps import Query, Result, Steps, one, run, run_async, with_placeholders
 from txbroker.errors import ConfigurationError
@@ -173,7 +173,7 @@ def join_sqlalchemy(connection: Any, database: Database) -> None:
         connection.begin()
     driver = connection.connection.driver_connection
     begun = in_transaction(driver)
-    if driver_of(driver) == "sqlite3":
+    if database.dialect is SQLITE:
         alone = not begun and driver.isolation_level is None
     else:
         alone = begun is False and driver_of(driver) != "asyncpg" and autocommits(driver)

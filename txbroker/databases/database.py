@@ -36,6 +36,7 @@ class Database:
     Attributes:
         style: the driver's `paramstyle`.
         plain, asynchronous: which sessions it opens.
+        hint: how to create the tables.
         writers_max: how many transactions may write at the same time without waiting.
         prepared: whether its tables were checked.
         file: of an SQLite database, once it is prepared.
@@ -44,6 +45,7 @@ class Database:
     plain = True
     asynchronous = False
     writers_max = 1000
+    hint = "create the tables with `txbroker databases create`, or pass create_tables=True"
 
     def __init__(
         self,
@@ -177,10 +179,7 @@ class Database:
             case Fault.UNAVAILABLE | Fault.BUSY:
                 return DatabaseUnavailable(text)
             case Fault.NO_TABLE:
-                return ConfigurationError(
-                    f"{text}: create the tables with `txbroker databases create`, or pass "
-                    "create_tables=True"
-                )
+                return ConfigurationError(f"{text}: {self.hint}")
             case Fault.DENIED:
                 return ConfigurationError(
                     f"{text}: grant this user SELECT, INSERT, UPDATE and DELETE on txbroker's "

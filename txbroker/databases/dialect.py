@@ -171,7 +171,7 @@ SQLITE = Dialect(
     ignore_duplicate=" ON CONFLICT DO NOTHING",
     keep=" ON CONFLICT ({key}) DO UPDATE SET ",
     numbers="(SELECT value AS n FROM json_each(?)) AS numbers",
-    # Without `%`, which some drivers take for a placeholder's.
+    # Without `%`, which has a meaning for some drivers.
     now_s="CAST((julianday('now') - 2440587.5) * 86400 AS INTEGER)",
     text="TEXT",
     key="TEXT",

@@ -83,7 +83,7 @@ class Inbox:
 
     def _accept(self, stored: str) -> Steps[bool]:
         if self._dialect is SQLITE:
-            yield from tables.check_file(self.database.name, self.database.file)
+            yield from tables.check_file(self.database.file)
         if not self._dialect.isolation:
             return (yield from self._insert(stored))
         # Elsewhere than at read committed, a newer row with this id would abort the transaction.

@@ -145,7 +145,7 @@ def in_transaction(connection: Any) -> bool | None:
     """Return whether a driver's connection has an open transaction; None: the driver does not show
     it."""
     driver = driver_of(connection)
-    if driver == "sqlite3":
+    if driver in ("sqlite3", "aiosqlite"):
         return bool(connection.in_transaction)
     if driver in ("psycopg", "psycopg2"):
         return int(connection.info.transaction_status) != 0

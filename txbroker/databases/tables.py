@@ -66,6 +66,7 @@ _TABLES = {
         at_s {whole} NOT NULL,
         PRIMARY KEY (consumer, id)""",
 }
+NAMES = tuple(_TABLES)
 
 
 def create_table(name: str, dialect: Dialect, table: str = "") -> str:
@@ -142,13 +143,18 @@ def file_of(database: str) -> Steps[str]:
     Raises:
         ConfigurationError: it is in memory.
     """
-    result = yield Query("PRAGMA database_list")
-    file: str = next(row[2] for row in result.rows if row[1] == "main")
+    file = yield from _main_file()
     if not file:
         raise ConfigurationError(
             f"{database} is in memory: txbroker needs a file, which several connections open"
         )
-    return os.path.realpath(file)
+    return file
+
+
+def _main_file() -> Steps[str]:
+    result = yield Query("PRAGMA database_list")
+    file = next(row[2] for row in result.rows if row[1] == "main")
+    return os.path.realpath(file) if file else ""
 
 
 def _check_engines(database: str) -> Steps[None]:
@@ -164,13 +170,13 @@ def _check_engines(database: str) -> Steps[None]:
         )
 
 
-def check_file(database: str, file: str) -> Steps[None]:
+def check_file(file: str) -> Steps[None]:
     """Refuse a connection to another SQLite file, where the row would not be found.
 
     Raises:
         ConfigurationError
     """
-    if (yield from file_of(database)) != file:
+    if (yield from _main_file()) != file:
         raise ConfigurationError(
             f"the transaction is in another database than {file}, which has the txbroker tables: "
             "pass a connection to that file"

@@ -1,0 +1,118 @@
+"""`from_django`: a database of Django's settings."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import Any
+
+from txbroker.databases.database import IDLE_S, LOCK_WAIT_S, Database, DatabaseUnavailable
+from txbroker.databases.dialect import SQLITE, Dialect, dialect_named
+from txbroker.databases.sessions import PlainSession, execute, in_transaction
+from txbroker.databases.steps import Query, Result
+
+_STYLE = "format"
+
+
+def from_django(alias: str = "default") -> Database:
+    """Return a database of Django's settings; handlers receive `connections[alias]` of their
+    thread, within `transaction.atomic()`.
+
+    Args:
+        alias: its name in DATABASES.
+
+    Raises:
+        ConfigurationError: it is of another kind than SQLite, PostgreSQL and MariaDB.
+        django.db.ConnectionDoesNotExist, django.core.exceptions.ImproperlyConfigured
+    """
+    return DjangoDatabase(alias)
+
+
+class DjangoDatabase(Database):
+    """A database of Django's settings."""
+
+    hint = "add 'txbroker.databases.django' to INSTALLED_APPS and run `manage.py migrate`"
+
+    def __init__(self, alias: str) -> None:
+        from django.db import connections
+
+        super().__init__(
+            lambda: connections.create_connection(alias),
+            dialect_named(connections[alias].vendor),
+            style=_STYLE,
+            name=f"Django's database {alias!r}",
+        )
+        self._alias = alias
+        self.writers_max = 1 if self.dialect is SQLITE else self.writers_max
+
+    def open(self, lock_wait_s: float = LOCK_WAIT_S, idle_s: float = IDLE_S) -> PlainSession:
+        """Open a session on the thread's connection, see `Database.open`."""
+        from django.db import connections
+
+        session = DjangoSession(connections[self._alias], self.dialect)
+        session.connection.close_if_unusable_or_obsolete()
+        for sql in self.dialect.limited(lock_wait_s, idle_s):
+            session.execute(Query(sql))
+        return session
+
+    def open_apart(self, lock_wait_s: float = LOCK_WAIT_S) -> PlainSession:
+        """Open a session on a connection that is not the thread's."""
+        return super().open(lock_wait_s)
+
+
+class DjangoSession:
+    """A `PlainSession` on a thread's connection."""
+
+    def __init__(self, connection: Any, dialect: Dialect) -> None:
+        self.connection = connection
+        self._dialect = dialect
+        self._atomic: AbstractContextManager[Any] | None = None
+
+    @property
+    def in_transaction(self) -> bool:
+        """Whether the transaction that was begun is still open."""
+        driver = self.connection.connection
+        return self._atomic is not None and in_transaction(driver) is not False
+
+    def execute(self, query: Query) -> Result:
+        """Execute a statement."""
+        return execute(self.connection, query, _STYLE)
+
+    def begin(self) -> None:
+        """Begin a transaction that may write."""
+        from django.db import transaction
+
+        if self._dialect is SQLITE:
+            self.connection.transaction_mode = "IMMEDIATE"
+        atomic = transaction.atomic(using=self.connection.alias, durable=True)
+        atomic.__enter__()
+        self._atomic = atomic
+
+    def commit(self) -> None:
+        """Commit it."""
+        assert self._atomic is not None
+        # Of a transaction with a caught error, Django would roll back instead, without a word.
+        self.connection.validate_no_broken_transaction()
+        atomic, self._atomic = self._atomic, None
+        atomic.__exit__(None, None, None)
+
+    def rollback(self) -> None:
+        """Roll it back, if one is open.
+
+        Raises:
+            DatabaseUnavailable: Django has closed the connection, and with it the session's limits.
+        """
+        atomic, self._atomic = self._atomic, None
+        if atomic is not None:
+            self.connection.set_rollback(True)
+            atomic.__exit__(None, None, None)
+        if self.connection.connection is None:
+            raise DatabaseUnavailable("Django has closed the connection of the session")
+
+    def close(self) -> None:
+        """Close the connection; Django opens another one when the thread needs it.
+
+        May be called from another thread or an event loop, where Django's own `close` refuses.
+        """
+        driver, self.connection.connection = self.connection.connection, None
+        if driver is not None:
+            driver.close()

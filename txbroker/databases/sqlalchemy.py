@@ -1,0 +1,218 @@
+"""`from_sqlalchemy`: the database of an SQLAlchemy engine."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from txbroker.databases.connections import execute_sqlalchemy, join_sqlalchemy
+from txbroker.databases.database import IDLE_S, LOCK_WAIT_S, Database
+from txbroker.databases.dialect import SQLITE, Dialect, dialect_named
+from txbroker.databases.sessions import in_transaction, refuse_control
+from txbroker.databases.steps import Query, Result
+from txbroker.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from sqlalchemy.engine import Connection, Engine, RootTransaction
+    from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
+
+
+def from_sqlalchemy(engine: Engine | AsyncEngine, *, create_tables: bool = False) -> Database:
+    """Return the database of an engine; handlers receive SQLAlchemy's `Connection`, coroutines its
+    `AsyncConnection`.
+
+    Args:
+        create_tables: create txbroker's tables at the first use.
+
+    Raises:
+        ConfigurationError: it is no engine, or of another kind of database than SQLite, PostgreSQL
+            and MariaDB.
+    """
+    from sqlalchemy.engine import Engine
+    from sqlalchemy.ext.asyncio import AsyncEngine
+
+    if isinstance(engine, AsyncEngine):
+        return AsyncEngineDatabase(engine, create_tables)
+    if isinstance(engine, Engine):
+        return EngineDatabase(engine, create_tables)
+    raise ConfigurationError(
+        f"from_sqlalchemy takes an Engine or AsyncEngine, not {type(engine).__name__}: pass what "
+        "create_engine or create_async_engine returns"
+    )
+
+
+class EngineDatabase(Database):
+    """The database of an `Engine`."""
+
+    def __init__(self, engine: Engine, create_tables: bool) -> None:
+        super().__init__(
+            engine.connect,
+            dialect_named(engine.dialect.name),
+            style=engine.dialect.paramstyle,
+            name=engine.url.render_as_string(hide_password=True),
+            create_tables=create_tables,
+        )
+        self._engine = engine
+        self.writers_max = 1 if self.dialect is SQLITE else self.writers_max
+
+    def open(self, lock_wait_s: float = LOCK_WAIT_S, idle_s: float = IDLE_S) -> EngineSession:
+        """Open a session, see `Database.open`."""
+        session = EngineSession(self._engine.connect(), self.dialect)
+        try:
+            session.start(self, lock_wait_s, idle_s)
+        except BaseException:
+            session.close()
+            raise
+        return session
+
+
+class AsyncEngineDatabase(Database):
+    """The database of an `AsyncEngine`."""
+
+    plain = False
+    asynchronous = True
+
+    def __init__(self, engine: AsyncEngine, create_tables: bool) -> None:
+        super().__init__(
+            engine.connect,
+            dialect_named(engine.dialect.name),
+            style=engine.dialect.paramstyle,
+            name=engine.url.render_as_string(hide_password=True),
+            create_tables=create_tables,
+        )
+        self._engine = engine
+        self.writers_max = 1 if self.dialect is SQLITE else self.writers_max
+
+    def open(self, lock_wait_s: float = LOCK_WAIT_S, idle_s: float = IDLE_S) -> EngineSession:
+        """Refuse: its connections belong to an event loop.
+
+        Raises:
+            ConfigurationError
+        """
+        raise ConfigurationError(
+            f"{self.name} is of an AsyncEngine: await the method whose name ends with _async, or "
+            "pass an Engine to from_sqlalchemy"
+        )
+
+    async def open_async(
+        self, lock_wait_s: float = LOCK_WAIT_S, idle_s: float = IDLE_S
+    ) -> AsyncEngineSession:
+        """Open a session for asyncio, see `Database.open`."""
+        connection = await self._engine.connect()
+        session = AsyncEngineSession(connection, self.dialect)
+        try:
+            await connection.run_sync(lambda _: session.plain.start(self, lock_wait_s, idle_s))
+        except BaseException:
+            await session.close()
+            raise
+        return session
+
+
+class EngineSession:
+    """A `PlainSession` on SQLAlchemy's `Connection`."""
+
+    def __init__(self, connection: Connection, dialect: Dialect) -> None:
+        self.connection = connection
+        self._dialect = dialect
+        self._transaction: RootTransaction | None = None
+
+    def start(self, database: Database, lock_wait_s: float, idle_s: float) -> None:
+        """Take the connection out of its pool, which must not receive its limits, and set them.
+
+        Raises:
+            ConfigurationError: the engine commits each statement.
+        """
+        self.connection.detach()
+        join_sqlalchemy(self.connection, database)
+        self.connection.rollback()
+        for sql in self._dialect.limited(lock_wait_s, idle_s):
+            self.execute(Query(sql))
+
+    @property
+    def in_transaction(self) -> bool:
+        """Whether the transaction that was begun is still open."""
+        if self._transaction is None or not self._transaction.is_active:
+            return False
+        return in_transaction(self.connection.connection.driver_connection) is not False
+
+    def execute(self, query: Query) -> Result:
+        """Execute a statement; commit it, unless a transaction was begun."""
+        if self._transaction is not None:
+            return execute_sqlalchemy(self.connection, query)
+        try:
+            result = execute_sqlalchemy(self.connection, query)
+            self.connection.commit()
+        except BaseException:
+            self.connection.rollback()
+            raise
+        return result
+
+    def begin(self) -> None:
+        """Begin a transaction that may write."""
+        from sqlalchemy import event
+
+        self._transaction = self.connection.begin()
+        driver = self.connection.connection.driver_connection
+        if not in_transaction(driver):
+            # The driver begins with the first statement, and only then shows it.
+            first = "SELECT 1" if self._dialect.name == "postgresql" else self._dialect.begin
+            execute_sqlalchemy(self.connection, Query(first))
+        event.listen(self.connection, "commit", refuse_control)
+
+    def commit(self) -> None:
+        """Commit it."""
+        assert self._transaction is not None
+        self._allow_commit()
+        transaction, self._transaction = self._transaction, None
+        transaction.commit()
+
+    def rollback(self) -> None:
+        """Roll it back, if one is open."""
+        transaction, self._transaction = self._transaction, None
+        if transaction is not None:
+            self._allow_commit()
+            transaction.rollback()
+            # After a refused commit, SQLAlchemy takes it for ended.
+            self.connection.connection.rollback()
+
+    def close(self) -> None:
+        """Close the connection."""
+        self.connection.close()
+
+    def _allow_commit(self) -> None:
+        from sqlalchemy import event
+
+        if event.contains(self.connection, "commit", refuse_control):
+            event.remove(self.connection, "commit", refuse_control)
+
+
+class AsyncEngineSession:
+    """An `AsyncSession` on SQLAlchemy's `AsyncConnection`."""
+
+    def __init__(self, connection: AsyncConnection, dialect: Dialect) -> None:
+        assert connection.sync_connection is not None
+        self.connection = connection
+        self.plain = EngineSession(connection.sync_connection, dialect)
+
+    @property
+    def in_transaction(self) -> bool:
+        return self.plain.in_transaction
+
+    async def execute(self, query: Query) -> Result:
+        """Execute a statement; commit it, unless a transaction was begun."""
+        return await self.connection.run_sync(lambda _: self.plain.execute(query))
+
+    async def begin(self) -> None:
+        """Begin a transaction that may write."""
+        await self.connection.run_sync(lambda _: self.plain.begin())
+
+    async def commit(self) -> None:
+        """Commit it."""
+        await self.connection.run_sync(lambda _: self.plain.commit())
+
+    async def rollback(self) -> None:
+        """Roll it back, if one is open."""
+        await self.connection.run_sync(lambda _: self.plain.rollback())
+
+    async def close(self) -> None:
+        """Close the connection."""
+        await self.connection.close()
