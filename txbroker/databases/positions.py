@@ -1,7 +1,7 @@
 """Positions of a consumer group: who owns a partition, and what is done, as steps.
 
-A claim raises the partition's token and reads its position in one transaction. Whoever stores a
-result compares the token in the same transaction, so that an earlier owner stores nothing.
+A claim raises the partition's token and reads its position in one transaction. An owner that stores
+a result compares the token in the same transaction, so that an earlier one stores nothing.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.kit.until import until
-from txbroker.consumer import CommitPolicy, Consumer, ReceivedMessage
+from txbroker.consumer import Consumer, ReceivedMessage
 from txbroker.consumer.committer import CommitPolicy, Committer, Pending, StoreTraits
 from txbroker.consumer.engine import Engine
 from txbroker.consumer.message import MessageLease, NoLease
@@ -59,9 +59,7 @@ class NoFlow:
 def committing(store: UnclearStore) -> tuple[Committer, Work]:
     policy = make_policy(Order.KEY, "aside", 3, None, drop=False)
     engine = Engine(Order.KEY, policy, GroupTopics.of("txbroker", GROUP), 1 << 20)
-    committer = Committer(
-        engine, store, CommitPolicy(), lambda _work: None, traits=StoreTraits()
-    )
+    committer = Committer(engine, store, CommitPolicy(), lambda _work: None, traits=StoreTraits())
     work = Work(engine, PLACE, MessageLease(NoLease(), asyncio.get_running_loop()))
     engine.add(work, committer, NoFlow())
     return committer, work

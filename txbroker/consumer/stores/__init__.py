@@ -1,0 +1,1 @@
+"""Where positions are kept, other than in the group's offsets."""
