@@ -31,6 +31,8 @@ _DIALECTS = {
     **dict.fromkeys(("psycopg", "psycopg2", "pg8000", "asyncpg"), "postgresql"),
     **dict.fromkeys(("pymysql", "MySQLdb", "mariadb"), "mariadb"),
 }
+_LOOK_S = 0.4
+"""How long a look from another connection waits for a lock; on MariaDB, in whole seconds, not."""
 _ASYNCPG_STYLE = "numeric_dollar"
 
 
@@ -48,7 +50,7 @@ def run_on(database: Database, connection: Any, steps: Steps[T]) -> T:
     execute = _plain(connection, database)
 
     def step(query: Query) -> Result:
-        return database.apart(one(query)) if query.apart else execute(query)
+        return database.apart(one(query), _LOOK_S) if query.apart else execute(query)
 
     try:
         return run(steps, step)
@@ -65,7 +67,7 @@ async def run_on_async(database: Database, connection: Any, steps: Steps[T]) -> 
     execute = await _asynchronous(connection, database)
 
     async def step(query: Query) -> Result:
-        return await (database.apart_async(one(query)) if query.apart else execute(query))
+        return await (database.apart_async(one(query), _LOOK_S) if query.apart else execute(query))
 
     try:
         return await run_async(steps, step)
