@@ -36,15 +36,22 @@ def _marks(kind: str) -> list[pytest.MarkDecorator]:
     return [] if kind == "sqlite" else [pytest.mark.full]
 
 
-@pytest.fixture(
-    params=[
-        pytest.param((kind, level), id=f"{kind}-{level}", marks=_marks(kind))
-        for kind, levels in LEVELS.items()
-        for level in levels
-    ]
-)
+PLACES = [
+    pytest.param((kind, level), id=f"{kind}-{level}", marks=_marks(kind))
+    for kind, levels in LEVELS.items()
+    for level in levels
+]
+
+
+@pytest.fixture(params=PLACES)
 def place(request: pytest.FixtureRequest, tmp_path: Path) -> Place:
     """Each kind of database at each isolation level."""
+    return _place(request, tmp_path, *request.param)
+
+
+@pytest.fixture(params=[each for each in PLACES if each.marks])
+def server(request: pytest.FixtureRequest, tmp_path: Path) -> Place:
+    """Each server at each isolation level."""
     return _place(request, tmp_path, *request.param)
 
 

@@ -135,3 +135,31 @@ def with_tables(place: Place) -> Place:
     place.database.prepare()
     place.execute(f"CREATE TABLE orders (id {place.dialect.key})")
     return place
+
+
+_aliases: dict[str, str] = {}
+
+
+def django_alias(place: Place) -> str:
+    """Return the alias of a place in Django's settings."""
+    import django
+    from django.conf import settings
+    from django.db import connections
+
+    if not settings.configured:
+        pymysql.install_as_MySQLdb()
+        settings.configure(DATABASES={}, INSTALLED_APPS=["txbroker.databases.django"])
+        django.setup()
+    parts = urlsplit(place.url)
+    alias = _aliases.setdefault(place.url, f"place{len(_aliases)}")
+    engine = {"sqlite": "sqlite3", "mariadb": "mysql"}.get(parts.scheme, parts.scheme)
+    connections.settings[alias] = {
+        **connections.settings["default"],
+        "ENGINE": f"django.db.backends.{engine}",
+        "NAME": parts.path[1:],
+        "USER": parts.username or "",
+        "PASSWORD": parts.password or "",
+        "HOST": parts.hostname or "",
+        "PORT": parts.port or "",
+    }
+    return alias

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from contextlib import closing
-from typing import Any
 
 import pymysql
 import pytest
 
 from tests.databases.places import Place, run
 from tests.kit.until import unique
-from txbroker.core.records import Header
-from txbroker.databases import Inbox, message_id
+from txbroker.databases import Inbox
 from txbroker.errors import BadRequest, ConfigurationError
 
 
@@ -58,20 +56,18 @@ async def test_concurrent_repeat_waits(place: Place, consumer: str, end: str) ->
         assert await repeat is (end == "rollback")
 
 
-def test_repeat_leaves_the_transaction_usable(place: Place, consumer: str) -> None:
+def test_repeat_leaves_the_transaction_usable(server: Place, consumer: str) -> None:
     """Also where the first transaction is newer than the snapshot of the second."""
-    if place.dialect.name == "sqlite":  # has one writer: an older snapshot cannot write at all
-        return
-    inbox = Inbox(place.database, consumer)
-    with place.transaction() as connection:
+    inbox = Inbox(server.database, consumer)
+    with server.transaction() as connection:
         assert inbox.accept(connection, "t/0@1")
         run(connection, f"INSERT INTO orders (id) VALUES ('{consumer}')")
-        assert handle(place, consumer, "t/0@2")
+        assert handle(server, consumer, "t/0@2")
         assert not inbox.accept(connection, "t/0@2")
         assert inbox.accept(connection, "t/0@3")
-    repeats = [handle(place, consumer, f"t/0@{number}") for number in (1, 2, 3)]
+    repeats = [handle(server, consumer, f"t/0@{number}") for number in (1, 2, 3)]
     assert repeats == [False] * 3
-    assert len(effects(place, consumer)) == 2
+    assert len(effects(server, consumer)) == 2
 
 
 def test_lost_transaction_is_no_repeat(mariadb_place: Place, consumer: str) -> None:
@@ -129,28 +125,3 @@ async def test_old_ids_are_deleted_in_pieces(
     assert not handle(kind, names[1], "t/0@1")
     with pytest.raises(BadRequest, match="at least 86400"):
         inbox.forget(3600)
-
-
-@pytest.mark.parametrize(
-    ("headers", "expected"),
-    [
-        ((), "orders/3@7"),
-        ((("txb-source", b"orders/1@5"),), "orders/1@5"),
-        ((("txb-id", b"X"), ("txb-seq", b"2"), ("txb-installation", b"i")), "i/X/2"),
-    ],
-)
-def test_id_of_a_message(headers: tuple[Header, ...], expected: str) -> None:
-    assert message_id("orders", 3, 7, headers) == expected
-
-
-def test_id_is_the_primary_key(kind: Place, consumer: str) -> None:
-    """`accept` looks for one key, however many ids are stored."""
-    sql = "SELECT 1 FROM txbroker_inbox WHERE consumer = 'c' AND id = 'x'"
-    plan: Any = {
-        "sqlite": f"EXPLAIN QUERY PLAN {sql}",
-        "postgresql": f"EXPLAIN {sql}",
-        "mariadb": "SHOW INDEX FROM txbroker_inbox",
-    }
-    handle(kind, consumer, "t/0@1")
-    text = " ".join(map(str, kind.select(plan[kind.dialect.name]))).lower()
-    assert "primary key" in text or "pkey" in text or "primary" in text

@@ -102,8 +102,12 @@ def _plain(connection: Any, database: Database) -> Execute:
 
 
 def _driver(connection: Any, database: Database) -> Execute:
-    driver = driver_of(connection)
-    _check_dialect(connection, _DIALECTS.get(driver), database)
+    if not hasattr(connection, "cursor"):
+        raise ConfigurationError(
+            f"{_name(connection)} is no connection: pass one of a DB-API driver, SQLAlchemy or "
+            "Django"
+        )
+    _check_dialect(connection, _DIALECTS.get(driver_of(connection)), database)
     style = _style(connection, database)
     if not _joins(connection, database, style):
         raise _outside(database, "BEGIN a transaction first")
@@ -113,8 +117,8 @@ def _driver(connection: Any, database: Database) -> Execute:
 def _joins(connection: Any, database: Database, style: str) -> bool:
     """Return whether a statement would be part of a transaction that the caller ends."""
     begun = in_transaction(connection)
-    if begun or (begun is None and not hasattr(connection, "cursor")):
-        return bool(begun)
+    if begun:
+        return True
     if begun is None:
         if not database.dialect.in_transaction:
             return False
@@ -173,7 +177,7 @@ def join_sqlalchemy(connection: Any, database: Database) -> None:
         level = getattr(connection.dialect, "_on_connect_isolation_level", None)
     if not connection.in_transaction():
         connection.begin()
-    driver = connection.connection.driver_connection
+    driver = driver_connection(connection)
     begun = in_transaction(driver)
     if database.dialect is SQLITE:
         alone = not begun and driver.isolation_level is None
@@ -181,6 +185,12 @@ def join_sqlalchemy(connection: Any, database: Database) -> None:
         alone = begun is False and driver_of(driver) != "asyncpg" and autocommits(driver)
     if level == "AUTOCOMMIT" or alone:
         raise _outside(database, 'use an engine without isolation_level="AUTOCOMMIT"')
+
+
+def driver_connection(connection: Any) -> Any:
+    """Return the driver's connection of SQLAlchemy's `Connection`, also of one without a pool."""
+    found = connection.connection.dbapi_connection
+    return getattr(found, "driver_connection", found)
 
 
 def execute_sqlalchemy(connection: Any, query: Query) -> Result:

@@ -31,6 +31,8 @@ class Dialect(Struct, frozen=True, kw_only=True):
     Attributes:
         name: `sqlite`, `postgresql` or `mariadb`.
         begin: begins a transaction that may write.
+        first: begins the transaction of a driver or library that would begin it with the first
+            statement, and show it only then.
         lock, lock_shared: end of a SELECT that locks its rows and sees their newest version.
         newest: end of a SELECT by a duplicate key, which sees the row also if it is newer than the
             transaction's snapshot; "": not necessary.
@@ -51,6 +53,7 @@ class Dialect(Struct, frozen=True, kw_only=True):
 
     name: str
     begin: str
+    first: str
     lock: str
     lock_shared: str
     newest: str
@@ -165,6 +168,7 @@ def _mariadb_fault(error: BaseException) -> Fault:
 SQLITE = Dialect(
     name="sqlite",
     begin="BEGIN IMMEDIATE",
+    first="BEGIN IMMEDIATE",
     lock="",
     lock_shared="",
     newest="",
@@ -187,6 +191,7 @@ SQLITE = Dialect(
 POSTGRESQL = Dialect(
     name="postgresql",
     begin="BEGIN",
+    first="SELECT 1",
     lock=" FOR UPDATE",
     lock_shared=" FOR SHARE",
     newest="",
@@ -215,6 +220,7 @@ POSTGRESQL = Dialect(
 MARIADB = Dialect(
     name="mariadb",
     begin="START TRANSACTION",
+    first="START TRANSACTION",
     lock=" FOR UPDATE",
     lock_shared=" LOCK IN SHARE MODE",
     newest=" LOCK IN SHARE MODE",

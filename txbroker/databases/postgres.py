@@ -57,8 +57,11 @@ class Postgres(Database):
         module = _psycopg()
         try:
             parts = module.conninfo.conninfo_to_dict(conninfo)
-        except module.Error as error:
-            raise ConfigurationError(f"Postgres: {str(error).strip()}") from None
+        except module.Error:  # its text may hold the password
+            raise ConfigurationError(
+                "Postgres: conninfo is malformed: write dbname=DATABASE host=HOST or "
+                "postgresql://USER:PASSWORD@HOST:PORT/DATABASE"
+            ) from None
         place = {**parts, **options}
         self._conninfo = conninfo
         self._options = options

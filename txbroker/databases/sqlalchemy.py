@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from txbroker.databases.connections import execute_sqlalchemy, join_sqlalchemy
+from txbroker.databases.connections import driver_connection, execute_sqlalchemy, join_sqlalchemy
 from txbroker.databases.database import IDLE_S, LOCK_WAIT_S, Database
 from txbroker.databases.dialect import SQLITE, Dialect, dialect_named
 from txbroker.databases.sessions import in_transaction, refuse_control
@@ -132,7 +132,7 @@ class EngineSession:
         """Whether the transaction that was begun is still open."""
         if self._transaction is None or not self._transaction.is_active:
             return False
-        return in_transaction(self.connection.connection.driver_connection) is not False
+        return in_transaction(driver_connection(self.connection)) is not False
 
     def execute(self, query: Query) -> Result:
         """Execute a statement; commit it, unless a transaction was begun."""
@@ -151,11 +151,8 @@ class EngineSession:
         from sqlalchemy import event
 
         self._transaction = self.connection.begin()
-        driver = self.connection.connection.driver_connection
-        if not in_transaction(driver):
-            # The driver begins with the first statement, and only then shows it.
-            first = "SELECT 1" if self._dialect.name == "postgresql" else self._dialect.begin
-            execute_sqlalchemy(self.connection, Query(first))
+        if not in_transaction(driver_connection(self.connection)):
+            execute_sqlalchemy(self.connection, Query(self._dialect.first))
         event.listen(self.connection, "commit", refuse_control)
 
     def commit(self) -> None:

@@ -119,13 +119,14 @@ def prepare(dialect: Dialect, database: str, *, create_tables: bool) -> Steps[st
     """
     file = (yield from file_of(database)) if dialect is SQLITE else ""
     try:
-        result = yield Query(f"SELECT version FROM {SCHEMA}")
+        versions = yield from _versions()
     except Exception as error:
         if dialect.fault(error) is not Fault.NO_TABLE or not create_tables:
             raise
+        versions = []
+    if create_tables and not versions:  # or another process is creating them
         yield from create(dialect)
-        result = yield Query(f"SELECT version FROM {SCHEMA}")
-    versions = [int(row[0]) for row in result.rows]
+        versions = yield from _versions()
     if versions != [VERSION]:
         shown = ", ".join(map(str, versions)) or "none"
         raise ConfigurationError(
@@ -135,6 +136,11 @@ def prepare(dialect: Dialect, database: str, *, create_tables: bool) -> Steps[st
     if dialect is MARIADB:
         yield from _check_engines(database)
     return file
+
+
+def _versions() -> Steps[list[int]]:
+    result = yield Query(f"SELECT version FROM {SCHEMA}")
+    return [int(row[0]) for row in result.rows]
 
 
 def file_of(database: str) -> Steps[str]:

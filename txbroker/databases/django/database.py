@@ -48,8 +48,10 @@ class DjangoDatabase(Database):
         """Open a session on the thread's connection, see `Database.open`."""
         from django.db import connections
 
-        session = DjangoSession(connections[self._alias], self.dialect)
-        session.connection.close_if_unusable_or_obsolete()
+        connection = connections[self._alias]
+        connection.close_if_unusable_or_obsolete()
+        connection.ensure_connection()
+        session = DjangoSession(connection, self.dialect)
         for sql in self.dialect.limited(lock_wait_s, idle_s):
             session.execute(Query(sql))
         return session
@@ -65,13 +67,13 @@ class DjangoSession:
     def __init__(self, connection: Any, dialect: Dialect) -> None:
         self.connection = connection
         self._dialect = dialect
+        self._driver = connection.connection
         self._atomic: AbstractContextManager[Any] | None = None
 
     @property
     def in_transaction(self) -> bool:
         """Whether the transaction that was begun is still open."""
-        driver = self.connection.connection
-        return self._atomic is not None and in_transaction(driver) is not False
+        return self._atomic is not None and in_transaction(self._driver) is not False
 
     def execute(self, query: Query) -> Result:
         """Execute a statement."""
@@ -86,6 +88,8 @@ class DjangoSession:
         atomic = transaction.atomic(using=self.connection.alias, durable=True)
         atomic.__enter__()
         self._atomic = atomic
+        if not self.in_transaction:
+            self.execute(Query(self._dialect.first))
 
     def commit(self) -> None:
         """Commit it."""
@@ -99,14 +103,14 @@ class DjangoSession:
         """Roll it back, if one is open.
 
         Raises:
-            DatabaseUnavailable: Django has closed the connection, and with it the session's limits.
+            DatabaseUnavailable: Django has opened another connection, without the session's limits.
         """
         atomic, self._atomic = self._atomic, None
         if atomic is not None:
             self.connection.set_rollback(True)
             atomic.__exit__(None, None, None)
-        if self.connection.connection is None:
-            raise DatabaseUnavailable("Django has closed the connection of the session")
+        if self.connection.connection is not self._driver:
+            raise DatabaseUnavailable("the connection of Django's session was lost")
 
     def close(self) -> None:
         """Close the connection; Django opens another one when the thread needs it.

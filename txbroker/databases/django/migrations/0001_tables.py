@@ -24,4 +24,5 @@ class Migration(migrations.Migration):  # type: ignore[misc]
     """Create the tables."""
 
     initial = True
+    atomic = False  # MariaDB commits each statement
     operations: ClassVar = [migrations.RunPython(create, drop)]
