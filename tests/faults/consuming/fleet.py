@@ -24,7 +24,7 @@ from aiokafka.errors import KafkaError
 from confluent_kafka import IsolationLevel, KafkaException, Producer, TopicPartition
 from confluent_kafka.admin import OffsetSpec
 
-from tests.faults.consuming.instance import COMMIT_S, NO_KAFKA, Given
+from tests.faults.consuming.instance import COMMIT_S, NO_KAFKA, Exact, Given
 from tests.faults.consuming.judge import (
     History,
     Judge,
@@ -59,16 +59,29 @@ _libc = ctypes.CDLL(None)
 
 
 class Case(NamedTuple):
-    """A consumer: its order, failure policy and mode; static members keep their instance ids."""
+    """A consumer: its order, failure policy and mode; static members keep their instance ids.
+
+    Attributes:
+        store: exactly once: `sqlite`, `postgresql`, `mariadb` or `kafka`; "": at least once.
+        batch: messages of a call; 0: one.
+        later: number of later stages.
+        coroutine: the handler is one.
+    """
 
     order: str
     on_failure: str | None
     static: bool = False
+    store: str = ""
+    batch: int = 0
+    later: int = 0
+    coroutine: bool = False
 
     @property
     def name(self) -> str:
-        failure = self.on_failure or "at-most-once"
-        return f"{self.order}-{failure}{'-static' if self.static else ''}"
+        words = [self.store, self.order, self.on_failure or "at-most-once"]
+        words += ["static"] * self.static + ["batch"] * bool(self.batch)
+        words += ["stages"] * bool(self.later) + ["coroutine"] * self.coroutine
+        return "-".join(filter(None, words))
 
     def options(self) -> dict[str, Any]:
         """Return options of `Consumer`."""
@@ -108,6 +121,14 @@ class Instance:
     def running(self) -> bool:
         return self.process.returncode is None
 
+    @property
+    def stopped(self) -> bool:
+        """Whether SIGSTOP has stopped it."""
+        with contextlib.suppress(OSError):
+            stat = Path(f"/proc/{self.process.pid}/stat").read_text()
+            return stat.rpartition(")")[2].split()[0] == "T"
+        return False
+
     def signal(self, what: signal.Signals) -> None:
         """Send a signal to it; nothing happens if it has ended."""
         with contextlib.suppress(ProcessLookupError):
@@ -141,6 +162,7 @@ class Fleet:
         self.instances: list[Instance] = []
         self.group = f"faults-{case.name}-{os.getpid()}-{seed}"
         self.topic = f"{self.group}.source"
+        self.sources = [self.topic]
         self.topics = GroupTopics.of("txbroker", self.group)
         self.wrong: list[str] = []
         self.produced = 0
@@ -159,7 +181,8 @@ class Fleet:
     async def start(self) -> None:
         """Create the topic, and start the instances and the load."""
         self._folder.mkdir(parents=True, exist_ok=True)
-        await asyncio.to_thread(create_topic, self.bootstrap, self.topic, PARTITIONS)
+        for topic in self.sources:
+            await asyncio.to_thread(create_topic, self.bootstrap, topic, PARTITIONS)
         for slot in range(self.size):
             await self.launch(slot)
         self._tasks = [
@@ -167,14 +190,22 @@ class Fleet:
             asyncio.create_task(self._watch()),
         ]
 
-    async def launch(self, slot: int, point: str = "", skip: int = 0) -> Instance:
-        """Start an instance, which may kill itself at a moment."""
+    async def launch(
+        self,
+        slot: int,
+        point: str = "",
+        skip: int = 0,
+        *,
+        stops: bool = False,
+        deaf_s: float = 0.0,
+    ) -> Instance:
+        """Start an instance, which may kill or stop itself at a moment; see `Given`."""
         name = f"c{next(self._numbers)}"
         options = {
             **self.case.options(),
             **self.timing._asdict(),
             "group": self.group,
-            "topics": [self.topic],
+            "topics": self.sources,
             "drain_s": 2.0,
             **({"instance": f"slot-{slot}"} if self.case.static else {}),
         }
@@ -188,6 +219,9 @@ class Fleet:
             delays=list(DELAYS_S),
             point=point,
             skip=skip,
+            stops=stops,
+            exact=self._exact(),
+            deaf_s=deaf_s,
         )
         log = self._folder / f"{name}.log"
         with log.open("wb") as out:
@@ -202,6 +236,10 @@ class Fleet:
         instance = Instance(name, slot, process, log)
         self.instances.append(instance)
         return instance
+
+    def _exact(self) -> Exact | None:
+        """Return how instances store results."""
+        return None
 
     def note(self, what: str, instance: str, begin: float, end: float) -> None:
         """Write a fault to the history."""
@@ -273,7 +311,8 @@ class Fleet:
             due = int((time.monotonic() - began) * self._rate)
             while self.produced < due:
                 key, value = self._message()
-                producer.produce(self.topic, json.dumps(value), key)
+                topic = self.fate.choice(self.sources) if self.sources[1:] else self.topic
+                producer.produce(topic, json.dumps(value), key)
                 self.produced += 1
             producer.poll(0)
             await asyncio.sleep(0.02)
@@ -349,7 +388,7 @@ class Fleet:
             stored = (await self._look()).offsets
             left = await asyncio.to_thread(self._in_transactions)
             sources, retries, asides = [
-                await asyncio.to_thread(self._read, topic) for topic in self._names(3)
+                await asyncio.to_thread(self._read, *names) for names in self._names()[:3]
             ]
         except (KafkaException, KafkaError, OSError, AssertionError) as error:
             return [str(error)]
@@ -365,7 +404,7 @@ class Fleet:
         known = admin.list_topics(timeout=10).topics
         places = [
             TopicPartition(name, number)
-            for name in self._names(4)
+            for name in itertools.chain(*self._names())
             if name in known
             for number in known[name].partitions
         ]
@@ -380,11 +419,15 @@ class Fleet:
             if stable < end
         ]
 
-    def _names(self, count: int) -> list[str]:
-        return [self.topic, self.topics.retry, self.topics.aside, self.topics.dead][:count]
+    def _names(self) -> list[list[str]]:
+        """Return the names of the sources, and of the topics for retries, set-aside messages and
+        dead letters."""
+        own = self.topics
+        return [self.sources, [own.retry], [own.aside], [own.dead]]
 
-    def _read(self, topic: str) -> list[Rec]:
-        if topic not in admin_of(self.bootstrap).list_topics(timeout=10).topics:
+    def _read(self, *topics: str) -> list[Rec]:
+        known = admin_of(self.bootstrap).list_topics(timeout=10).topics
+        if not all(topic in known for topic in topics):
             return []
         return [
             Rec(
@@ -395,7 +438,7 @@ class Fleet:
                 tuple((name, (value or b"").decode()) for name, value in record.headers),
                 (record.value or b"").decode(),
             )
-            for record in read_topics(self.bootstrap, [topic])
+            for record in read_topics(self.bootstrap, topics)
         ]
 
     async def release(self) -> None:
@@ -429,14 +472,18 @@ class Fleet:
                     raise
                 await asyncio.sleep(1)
 
+    async def _found(self) -> tuple[History, Topics]:
+        """Read the history and all records."""
+        source, retry, aside, dead, *output = [
+            await self._answered(partial(asyncio.to_thread, self._read, *names))
+            for names in self._names()
+        ]
+        history = read_history([json.loads(line) for line in self._history.open()])
+        return history, Topics(source, retry, dead, aside, self._stored, *output)
+
     async def judged(self) -> tuple[History, Topics, list[Violation]]:
         """Read everything and judge it."""
-        source, retry, aside, dead = [
-            await self._answered(partial(asyncio.to_thread, self._read, topic))
-            for topic in self._names(4)
-        ]
-        topics = Topics(source, retry, dead, aside, self._stored)
-        history = read_history([json.loads(line) for line in self._history.open()])
+        history, topics = await self._found()
         most_once = self.case.on_failure is None
         faults = len(history.faults) + 2
         rules = Rules(

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import json
+import math
 import os
 import random
 import signal
@@ -35,10 +35,20 @@ from tests.kafka.relay import (
     Fate,
     Relay,
 )
+from tests.faults.consuming.handling import ExactHandling, Handling, Plans
+from tests.faults.consuming.tables import MARIADB, POSTGRESQL, SQLITE, Tables
 from txbroker import failpoints
 from txbroker.config.settings import load_kafka_access
-from txbroker.consumer import CommitPolicy, Consumer, Later, ReceivedMessage, Reject
+from txbroker.consumer import (
+    CommitPolicy,
+    Consumer,
+    InDatabase,
+    InKafka,
+    MessageLease,
+)
 from txbroker.core.consuming import failure
+from txbroker.databases import MariaDB, Postgres, SQLite
+from txbroker.databases.database import DatabaseUnavailable
 from txbroker.errors import KafkaUnavailable
 from txbroker.kafka.client.settings import KafkaSettings
 from txbroker.kafka.door.consuming import KafkaConsumingDoor
@@ -55,6 +65,28 @@ NO_KAFKA = 3
 """Exit code: Kafka did not answer at the start."""
 
 
+class Exact(msgspec.Struct, kw_only=True):
+    """How results are stored.
+
+    Attributes:
+        kind: `sqlite`, `postgresql`, `mariadb` or `kafka`.
+        url: of the database, for the consumer.
+        direct: the same, past any relay.
+        output: the topic of what handlers send.
+        later: number of later stages.
+        batch: messages of a call; 0: one, not a list.
+        coroutine: the handler is one.
+    """
+
+    kind: str
+    url: str = ""
+    direct: str = ""
+    output: str = ""
+    later: int = 0
+    batch: int = 0
+    coroutine: bool = False
+
+
 class Given(msgspec.Struct, kw_only=True):
     """What an instance is started with.
 
@@ -64,6 +96,10 @@ class Given(msgspec.Struct, kw_only=True):
         options: of `Consumer`.
         delays: of the retry topic, seconds.
         point, skip: the moment at which it kills itself, "" for none, and how often it passes it.
+        stops: it stops itself there instead, by SIGSTOP.
+        exact: how results are stored; None: not with the position.
+        deaf_s: above 0 its lease never ends, so that only its token is left, and each call takes
+            longer by this time, seconds.
     """
 
     bootstrap: str
@@ -75,6 +111,9 @@ class Given(msgspec.Struct, kw_only=True):
     delays: list[float]
     point: str = ""
     skip: int = 0
+    stops: bool = False
+    exact: Exact | None = None
+    deaf_s: float = 0.0
 
 
 class Losing:
@@ -111,83 +150,24 @@ class Losing:
         return KafkaConsumingDoor(settings, self.relay.open)
 
 
-class Handling:
-    """The handler: what the message's value says, once it is not healed.
-
-    Args:
-        write: writes a line to the history.
-    """
+class Moment:
+    """A moment at which this process ends or stops itself."""
 
     def __init__(self, given: Given, write: Callable[..., None]) -> None:
         self._given = given
         self._write = write
-        self._calls = itertools.count()
-        self._healed = False
+        self._left = given.skip
 
-    async def __call__(self, message: ReceivedMessage) -> None:
-        call = next(self._calls)
-        self._write(
-            "begin",
-            call=call,
-            topic=message.topic,
-            partition=message.partition,
-            offset=message.offset,
-            key=message.key.decode() if message.key is not None else None,
-            place=message.work.owner.place,
-            token=message.token,
-            attempt=message.attempt,
-        )
-        result = "cancelled"
-        try:
-            await self._act(message)
-            result = "ok"
-        except Later:
-            result = "later"
-            raise
-        except Reject:
-            result = "reject"
-            raise
-        except ValueError:
-            result = "error"
-            raise
-        finally:
-            self._write("end", call=call, result=result)
-
-    async def _act(self, message: ReceivedMessage) -> None:
-        what = json.loads(message.value or b"{}")
-        if seconds := what.get("takes_s"):
-            await asyncio.sleep(seconds)
-        if not self._healed:
-            self._healed = os.path.exists(self._given.healed)
-        if what.get("reject"):
-            raise Reject("never")
-        if self._healed:
-            return
-        if what.get("fails_until", 0.0) > time.time():
-            raise ValueError("not yet")
-        if what.get("flaky") and message.attempt == 1:
-            raise ValueError("once")
-        if (seconds := what.get("later_s")) and message.attempt == 1:
-            raise Later(seconds)
-
-
-def arm(given: Given, write: Callable[..., None]) -> None:
-    """Kill this process at the moment that was chosen."""
-    left = given.skip
-
-    def reached(name: str) -> None:
-        nonlocal left
+    def reached(self, name: str) -> None:
+        """Take note of a moment. In any thread."""
+        given = self._given
         if name != given.point:
             return
-        if left:
-            left -= 1
-            return
-        now = time.monotonic()
-        write("fault", what=f"killed at {name}", until=now)
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    if given.point:
-        failpoints.hook = reached
+        self._left -= 1
+        if self._left == -1:
+            if not given.stops:  # the fleet notes how long a stop takes
+                self._write("fault", what=f"killed at {name}", until=time.monotonic())
+            os.kill(os.getpid(), signal.SIGSTOP if given.stops else signal.SIGKILL)
 
 
 def ready_file(given: Given) -> Path:
@@ -204,31 +184,77 @@ async def main(given: Given) -> None:
         os.write(file, json.dumps(line).encode() + b"\n")
 
     failure.DELAYS_S = tuple(given.delays)
-    arm(given, write)
+    moment = Moment(given, write)
+    if given.point:
+        failpoints.hook = moment.reached
+    if given.deaf_s:
+        deafen()
     losing = Losing(given.bootstrap, random.Random(f"{given.seed}/{given.name}"))
-    consumer = Consumer(
-        losing,
-        **given.options,
-        commit=CommitPolicy(max_batch=200, max_interval_s=COMMIT_S),
-    )
+    commit = CommitPolicy(max_batch=200, max_interval_s=COMMIT_S)
+    options: dict[str, Any] = {**given.options, "commit": commit}
+    if given.exact is not None:
+        options |= {"mode": "exactly-once", "store": store_of(given.exact)}
+    consumer = Consumer(losing, **options)
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGTERM, consumer.stop)
     loop.add_signal_handler(signal.SIGUSR1, losing.lose)
     loop.add_signal_handler(signal.SIGUSR2, losing.cut)
     try:
         await consumer.start()
-    except KafkaUnavailable:
+    except (KafkaUnavailable, DatabaseUnavailable):
         sys.exit(NO_KAFKA)
     async with contextlib.aclosing(consumer):
         write("started")
         ready_file(given).touch()
         try:
-            await consumer.run(Handling(given, write))
+            await run(consumer, given, write, moment)
         finally:
             counts = consumer.statistics()
             write("counts", **{**counts.counts, "overflow_now": counts.overflow})
     await losing.relay.close()
     write("stopped")
+
+
+async def run(consumer: Consumer, given: Given, write: Callable[..., None], moment: Moment) -> None:
+    """Handle messages as the instance is to."""
+    plans, exact = Plans(given.healed), given.exact
+    if exact is None:
+        await consumer.run(Handling(plans, write))
+        return
+    handling = ExactHandling(
+        given.name,
+        given.options["order"],
+        Tables(exact.kind, exact.direct) if exact.url else None,
+        exact.output,
+        plans,
+        write,
+        moment.reached,
+        given.deaf_s,
+    )
+    handler: Callable[..., Any] = handling.coroutine if exact.coroutine else handling.plain
+    if not exact.url:
+        handler = handling.sending
+    await consumer.run(handler, then=handling.later(exact.later), batch=exact.batch)
+
+
+def store_of(exact: Exact) -> InDatabase | InKafka:
+    """Return where a consumer stores its results."""
+    if exact.kind == SQLITE:
+        return InDatabase(SQLite(exact.url, create_tables=True))
+    if exact.kind == POSTGRESQL:
+        return InDatabase(Postgres(exact.url, create_tables=True))
+    if exact.kind == MARIADB:
+        return InDatabase(MariaDB(exact.url, create_tables=True))
+    return InKafka()
+
+
+def deafen() -> None:
+    """Let leases never end."""
+    for name, value in (
+        ("left_s", property(lambda _lease: math.inf)),
+        ("ended", lambda _lease, _now_s: False),
+    ):
+        setattr(MessageLease, name, value)
 
 
 if __name__ == "__main__":

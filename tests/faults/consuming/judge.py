@@ -59,6 +59,8 @@ class Topics:
     aside: Sequence[Rec] = ()
     stored: Sequence[Stored] = ()
     """In the order of time; the last one after everything else."""
+    output: Sequence[Rec] = ()
+    """What handlers sent, where they do."""
 
 
 @dataclass(frozen=True)
@@ -584,9 +586,22 @@ def position(offset: int, metadata: str) -> Position:
     """
     if not metadata:
         return offset, []
-    name, _token, _topic, _aside, encoded = metadata.split(":")
+    name, _token, _topic, _aside, encoded, *_later = metadata.split(":")
     if name != "txb1":
         raise ValueError(metadata)
+    return offset, _ranges(offset, _numbers(encoded))
+
+
+def later_position(offset: int, metadata: str) -> Position | None:
+    """Return the low-water mark and the done ranges of later stages; None if they are the same."""
+    parts = metadata.split(":")
+    if len(parts) < 6:
+        return None
+    before, *numbers = _numbers(parts[5])
+    return offset - before, _ranges(offset - before, numbers)
+
+
+def _numbers(encoded: str) -> list[int]:
     numbers, number, shift = [], 0, 0
     for byte in base64.urlsafe_b64decode(encoded):
         number |= (byte & 127) << shift
@@ -594,11 +609,15 @@ def position(offset: int, metadata: str) -> Position:
         if byte < 128:
             numbers.append(number)
             number = shift = 0
-    ranges, at = [], offset
+    return numbers
+
+
+def _ranges(at: int, numbers: Sequence[int]) -> list[tuple[int, int]]:
+    ranges = []
     for gap, length in zip(numbers[::2], numbers[1::2], strict=True):
         ranges.append((at + gap, at + gap + length))
         at += gap + length
-    return offset, ranges
+    return ranges
 
 
 def covers(found: Position, offset: int) -> bool:

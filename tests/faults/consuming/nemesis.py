@@ -8,11 +8,17 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
 
-from tests.faults.consuming.fleet import Fleet, Instance
+from tests.faults.consuming.exact_fleet import ExactFleet
+from tests.faults.consuming.fleet import Case, Fleet, Instance
+from tests.faults.consuming.handling import HANDLER
 from tests.faults.consuming.instance import LOSE_S
+from tests.faults.consuming.tables import SQLITE
 from txbroker.failpoints import POINTS
 
-MOMENTS = tuple(name for name in POINTS if name.startswith("consumer."))
+_COMMITS = ("consumer.result_committing", "consumer.result_committed")
+_OUTPUTS = "consumer.outputs_collected"
+_OF_RESULTS = (*_COMMITS, _OUTPUTS)
+MOMENTS = tuple(name for name in POINTS if name.startswith("consumer.") and name not in _OF_RESULTS)
 _COPIES = frozenset(("consumer.copied", "consumer.ending"))
 _RELEASES = frozenset(("consumer.drained", "consumer.flushed", "consumer.released"))
 MOMENT_S = 12.0
@@ -20,8 +26,41 @@ MOMENT_S = 12.0
 _BACKOFF_S = 6.0
 """The longest pause before a commit is repeated."""
 
+STOPS_S = (4.0, 9.0)
+_IN_HANDLER, _IN_COMMIT = "stopped in the handler", "stopped in the commit"
+_RACE = "owners race"
+_DATABASE = (
+    "database killed",
+    "database restarted",
+    "database paused",
+    "database connections reset",
+    "commit answers lost",
+    "commits late",
+)
+_LOCKED = "database locked"
+_LINK_S, _LATE_S = 2.0, 2.0
+_BACKLOG_S = 3.0
+"""How long a slow consumer gathers messages, before it works on them without Kafka."""
+
 Broken = Callable[[], Awaitable[None]]
 """Restarts the brokers."""
+Damage = Callable[[str], Awaitable[None]]
+"""Breaks a database server, as a kind of fault says, and repairs it."""
+
+
+def moments_of(case: Case) -> list[str]:
+    """Return the moments that consumers of a case reach."""
+    in_tables = case.store not in ("", "kafka")
+    copies = case.on_failure not in (None, "wait") or case.store == "kafka"
+    found = [
+        name
+        for name in MOMENTS
+        if (name not in _COPIES or (copies and not in_tables))
+        and (name != "consumer.key_handled" or case.on_failure == "aside")
+    ]
+    if case.store:
+        found += [f"consumer.{HANDLER}", *(_COMMITS if in_tables else [_OUTPUTS])]
+    return found
 
 
 class Nemesis:
@@ -29,30 +68,43 @@ class Nemesis:
 
     Args:
         restart: restarts the brokers; None: they are never.
+        damage: breaks the server of the fleet's database; None: it never is.
         stops_s: durations of SIGSTOP, and of links that are cut.
     """
 
     def __init__(
-        self, fleet: Fleet, restart: Broken | None = None, stops_s: tuple[float, ...] = (4.0, 9.0)
+        self,
+        fleet: Fleet,
+        restart: Broken | None = None,
+        stops_s: tuple[float, ...] = STOPS_S,
+        damage: Damage | None = None,
     ) -> None:
         self._fleet = fleet
         self._restart = restart
         self._stops_s = stops_s
+        self._damage = damage
         self.counts: Counter[str] = Counter()
 
     def kinds(self) -> list[str]:
         """Return the names of all faults that this fleet can have."""
-        failure = self._fleet.case.on_failure
-        moments = [
-            name
-            for name in MOMENTS
-            if (name not in _COPIES or failure not in (None, "wait"))
-            and (name != "consumer.key_handled" or failure == "aside")
-        ]
+        case, longest_s = self._fleet.case, max(self._stops_s)
+        ways = ["stopped", "cut off"]
         others = ["killed", "left and joined", "answers lost", "rebalances"]
-        ways = ("stopped", "cut off")
         stops = [f"{way} {seconds:g} s" for way in ways for seconds in self._stops_s]
-        return [*moments, *others, *stops, *(["brokers restarted"] if self._restart else [])]
+        if case.store:
+            in_tables = case.store != "kafka"
+            held = [_IN_HANDLER, *([_IN_COMMIT, _RACE] if in_tables else [])]
+            stops += [f"{way} {longest_s:g} s" for way in held]
+        if case.store == SQLITE:
+            others += [_LOCKED]
+        if self._damage is not None:
+            others += _DATABASE
+        return [
+            *moments_of(case),
+            *others,
+            *stops,
+            *(["brokers restarted"] if self._restart else []),
+        ]
 
     async def run(self, kinds: list[str]) -> None:
         """Inject these faults in turn."""
@@ -63,8 +115,14 @@ class Nemesis:
             await asyncio.sleep(self._fleet.fate.uniform(0.2, 1.5))
 
     async def _inject(self, kind: str) -> None:
-        if kind in MOMENTS:
+        if kind.startswith("consumer."):
             await self._at(kind)
+        elif kind.startswith((_IN_HANDLER, _IN_COMMIT)):
+            await self._stopped_at(kind)
+        elif kind.startswith(_RACE):
+            await self._race(float(kind.split()[-2]))
+        elif kind == _LOCKED or kind in _DATABASE:
+            await self._break_database(kind)
         elif kind == "killed":
             await self._fleet.kill(self._any())
         elif kind == "left and joined":
@@ -88,6 +146,9 @@ class Nemesis:
         fleet = self._fleet
         often = point in ("consumer.committing", "consumer.committed", *_COPIES)
         skip = fleet.fate.randrange(4) if often else 0
+        if point in (*_OF_RESULTS, f"consumer.{HANDLER}"):
+            skip = fleet.fate.randrange(30)
+        point = point.removeprefix("consumer.") if point.endswith(HANDLER) else point
         armed = await fleet.launch(fleet.free_slot(), point, skip)
         if point in _RELEASES or point == "consumer.key_handled":
             await fleet.ready(armed, MOMENT_S)
@@ -150,4 +211,66 @@ class Nemesis:
         begin = time.monotonic()
         await self._restart()
         self._fleet.note("brokers restarted", "", begin, time.monotonic() + _BACKOFF_S)
+        await asyncio.sleep(2)
+
+    # --- exactly once ------------------------------------------------------------------------
+
+    async def _stopped_at(self, kind: str) -> None:
+        """A new instance stops, its transaction open, until others have taken over."""
+        fleet, seconds = self._fleet, float(kind.split()[-2])
+        point = HANDLER if kind.startswith(_IN_HANDLER) else _COMMITS[0]
+        skip = fleet.fate.randrange(30)
+        armed = await fleet.launch(fleet.free_slot(), point, skip, stops=True)
+        until_s = time.monotonic() + MOMENT_S
+        while armed.running and not armed.stopped:
+            if time.monotonic() > until_s:
+                self.counts["moment not reached"] += 1
+                break
+            await asyncio.sleep(0.02)
+        begin = time.monotonic()
+        await asyncio.sleep(seconds if armed.stopped else 0)
+        fleet.note("stopped", armed.name, begin, time.monotonic())
+        armed.signal(signal.SIGCONT)
+        await asyncio.sleep(1)
+        await self._shrink()
+
+    async def _race(self, seconds: float) -> None:
+        """An owner is cut off from Kafka, not from the database, and its lease does not end: it
+        works on what it has fetched, while others own the same partitions."""
+        fleet = self._fleet
+        assert isinstance(fleet, ExactFleet)
+        deaf = await fleet.launch(fleet.free_slot(), deaf_s=fleet.deaf_s)
+        if await fleet.ready(deaf, MOMENT_S):
+            await asyncio.sleep(_BACKLOG_S)
+            deaf.signal(signal.SIGUSR2)
+            begin = time.monotonic()
+            await asyncio.sleep(seconds)
+            fleet.note("cut off", deaf.name, begin, time.monotonic() + _BACKOFF_S)
+            deaf.signal(signal.SIGUSR2)
+            await asyncio.sleep(1)
+        else:
+            self.counts["moment not reached"] += 1
+        if deaf in fleet.instances:
+            await fleet.kill(deaf)
+
+    async def _break_database(self, kind: str) -> None:
+        fleet, begin = self._fleet, time.monotonic()
+        assert isinstance(fleet, ExactFleet)
+        if kind == _LOCKED:
+            assert fleet.tables is not None
+            await asyncio.to_thread(fleet.tables.lock, fleet.fate.choice((3.0, 12.0)))
+        elif fleet.link is None:
+            return
+        elif kind == "commit answers lost":
+            fleet.link.lose(_LINK_S)
+            await asyncio.sleep(_LINK_S)
+        elif kind == "commits late":
+            fleet.link.delay(_LINK_S, _LATE_S)
+            await asyncio.sleep(_LINK_S + _LATE_S)
+        elif kind == "database connections reset":
+            await fleet.link.reset()
+        else:
+            assert self._damage is not None
+            await self._damage(kind)
+        fleet.note(kind, "", begin, time.monotonic() + _BACKOFF_S)
         await asyncio.sleep(2)

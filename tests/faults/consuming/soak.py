@@ -9,17 +9,22 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 import random
 import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 
+from tests.faults.consuming.exact_fleet import ExactFleet, Servers
 from tests.faults.consuming.fleet import Case, Fleet, Timing
-from tests.faults.consuming.nemesis import Broken, Nemesis
+from tests.faults.consuming.nemesis import STOPS_S, Broken, Damage, Nemesis
+from tests.kit.database_servers import DatabaseServer, MariaServer, PostgresServer
 from txbroker.embedded import EmbeddedKafka
 
 CASES = (
@@ -31,7 +36,19 @@ CASES = (
     Case("partition", "aside"),
     Case("key", "wait"),
     Case("none", "skip", static=True),
+    Case("key", "aside", store="sqlite"),
+    Case("partition", "wait", store="sqlite", batch=20),
+    Case("key", "aside", store="postgresql", later=2, coroutine=True),
+    Case("none", "retry", store="postgresql"),
+    Case("partition", "wait", store="postgresql", coroutine=True),
+    Case("key", "skip", store="mariadb", batch=20),
+    Case("none", "retry", store="mariadb", later=1),
+    Case("key", "aside", store="mariadb"),
+    Case("key", "aside", store="kafka"),
+    Case("none", "retry", store="kafka", later=2),
 )
+_RATES = {"sqlite": 0.4}
+"""Of messages, relative to others: an SQLite file has one writer at a time."""
 AT_ONCE = 2
 REAL = Timing(60.0, 30.0, 3.0)
 REAL_STOPS_S = (40.0, 90.0)
@@ -104,21 +121,59 @@ class Brokers:
                 fleet.note("brokers restarted", "", begin, time.monotonic() + 6)
 
 
-async def soak(kafka: EmbeddedKafka, given: argparse.Namespace, folder: Path) -> list[Result]:
+class Databases:
+    """The servers of several cases; each is broken by one case at a time."""
+
+    def __init__(self, servers: Servers, fate: random.Random) -> None:
+        self.servers = servers
+        self._fate = fate
+        self._lock = asyncio.Lock()
+
+    def damage(self, case: Case) -> Damage | None:
+        """Return what breaks the server of a case."""
+        server = self.servers.of(case)
+        return partial(self._damage, server) if server is not None else None
+
+    async def _damage(self, server: DatabaseServer, kind: str) -> None:
+        async with self._lock:
+            if kind == "database paused":
+                await asyncio.to_thread(server.pause)
+                await asyncio.sleep(self._fate.choice(STOPS_S))
+                await asyncio.to_thread(server.resume)
+                return
+            await asyncio.to_thread(server.kill if kind == "database killed" else server.stop)
+            await asyncio.sleep(self._fate.choice((0.0, 3.0)))
+            await asyncio.to_thread(server.start)
+
+
+@contextlib.contextmanager
+def servers_for(cases: Sequence[Case]) -> Iterator[Servers]:
+    """Run the servers that cases need."""
+    stores = {case.store for case in cases}
+    with contextlib.ExitStack() as stack:
+        yield Servers(
+            stack.enter_context(PostgresServer()) if "postgresql" in stores else None,
+            stack.enter_context(MariaServer()) if "mariadb" in stores else None,
+        )
+
+
+async def soak(
+    kafka: EmbeddedKafka, servers: Servers, given: argparse.Namespace, folder: Path
+) -> list[Result]:
     """Run all chosen cases, several at once."""
     brokers = Brokers(kafka, random.Random(given.seed))
-    chosen = [case for case in CASES if not given.only or case.name in given.only]
+    databases = Databases(servers, random.Random(given.seed))
     room = asyncio.Semaphore(given.at_once)
 
     async def one(case: Case) -> Result:
         async with room:
-            fleet = Fleet(kafka.bootstrap, case, folder / case.name, given.seed, rate=given.rate)
+            fleet = fleet_of(kafka.bootstrap, case, folder, servers, given)
             brokers.fleets.append(fleet)
-            stops_s = (4.0, 9.0)
+            stops_s = STOPS_S
             if given.real:
                 fleet.timing, stops_s = REAL, REAL_STOPS_S
             restart: Broken | None = brokers.restart if not given.real else None
-            nemesis = Nemesis(fleet, restart, stops_s)
+            nemesis = Nemesis(fleet, restart, stops_s, databases.damage(case))
             kinds = shuffled(nemesis, given.seed, given.times)
             if given.faults:
                 kinds = [kind for kind in kinds if any(word in kind for word in given.faults)]
@@ -131,7 +186,27 @@ async def soak(kafka: EmbeddedKafka, given: argparse.Namespace, folder: Path) ->
                 file.write(json.dumps({**asdict(result), **counts}) + "\n")
             return result
 
-    return await asyncio.gather(*(one(case) for case in chosen))
+    return await asyncio.gather(*(one(case) for case in chosen(given)))
+
+
+def chosen(given: argparse.Namespace) -> list[Case]:
+    """Return the cases to run: by name, or all of a store."""
+    return [
+        case
+        for case in CASES
+        if not given.only or {case.name, case.store or "at-least-once"} & set(given.only)
+    ]
+
+
+def fleet_of(
+    bootstrap: str, case: Case, folder: Path, servers: Servers, given: argparse.Namespace
+) -> Fleet:
+    """Return the fleet of a case."""
+    rate = given.rate * _RATES.get(case.store, 1.0)
+    if not case.store:
+        return Fleet(bootstrap, case, folder / case.name, given.seed, rate=rate)
+    server = servers.of(case)
+    return ExactFleet(bootstrap, case, folder / case.name, given.seed, server, rate=rate)
 
 
 def show(result: Result) -> None:
@@ -155,15 +230,18 @@ def main() -> int:
     parser.add_argument("--rate", type=float, default=150.0, help="messages a second")
     parser.add_argument("--at-once", type=int, default=AT_ONCE)
     parser.add_argument("--real", action="store_true")
-    parser.add_argument("--only", nargs="+", help="names of cases")
+    parser.add_argument("--only", nargs="+", help="names of cases, or of stores")
     parser.add_argument("--faults", nargs="+", help="only kinds that hold one of these words")
     parser.add_argument("--folder", type=Path, help="keeps histories and logs")
     parser.add_argument("--results", type=Path, default=Path("consumer-faults.jsonl"))
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         folder = given.folder or Path(scratch)
-        with EmbeddedKafka(Path(scratch) / "kafka") as kafka:
-            results = asyncio.run(soak(kafka, given, folder))
+        with (
+            servers_for(chosen(given)) as servers,
+            EmbeddedKafka(Path(scratch) / "kafka") as kafka,
+        ):
+            results = asyncio.run(soak(kafka, servers, given, folder))
     faults = sum((Counter(result.faults) for result in results), Counter[str]())
     broken = sum(len(result.violations) + len(result.wrong) for result in results)
     missed = faults.pop("moment not reached", 0)

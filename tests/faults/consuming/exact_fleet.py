@@ -1,0 +1,314 @@
+"""A group of consumers that store results exactly once: into a database, or into Kafka."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import random
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from aiokafka.errors import KafkaError
+from confluent_kafka import IsolationLevel, KafkaException, TopicPartition
+from confluent_kafka.admin import OffsetSpec
+
+from tests.faults.consuming.exact_judge import (
+    Effect,
+    ExactJudge,
+    Kept,
+    Outcome,
+    Sample,
+    StageRun,
+    TablePosition,
+)
+from tests.faults.consuming.fleet import PARTITIONS, Case, Fleet
+from tests.faults.consuming.instance import Exact
+from tests.faults.consuming.judge import (
+    History,
+    Place,
+    Rec,
+    Source,
+    Stored,
+    Topics,
+    Violation,
+    later_position,
+    source_of,
+    token_of,
+)
+from tests.faults.consuming.judge import position as read_position
+from tests.faults.consuming.link import DatabaseLink
+from tests.faults.consuming.tables import ERRORS, SQLITE, Tables
+from tests.kit.database_servers import DatabaseServer
+from tests.kit.topic_reader import admin_of, create_topic
+from txbroker.databases import Database, MariaDB, Postgres, SQLite
+from txbroker.databases.dialect import DIALECTS
+from txbroker.databases.kept import KeptTable
+from txbroker.databases.steps import run
+
+STAGE_SHARE, STAGE_FAILS_S = 0.04, 3.0
+DEAF_S, SINGLE_DEAF_S = 1.0, 0.1
+
+
+class Servers(NamedTuple):
+    """The servers that a run needs; None: no case uses it."""
+
+    postgresql: DatabaseServer | None = None
+    mariadb: DatabaseServer | None = None
+
+    def of(self, case: Case) -> DatabaseServer | None:
+        """Return the server of a case; None without one."""
+        found: DatabaseServer | None = getattr(self, case.store, None)
+        return found
+
+
+class ExactFleet(Fleet):
+    """One group of consumers with two topics.
+
+    Args:
+        server: of the database; None: it is a file, or Kafka.
+
+    Attributes:
+        link: through which the consumers reach the server.
+        tables: None: results are stored in Kafka.
+    """
+
+    def __init__(
+        self,
+        bootstrap: str,
+        case: Case,
+        folder: Path,
+        seed: int,
+        server: DatabaseServer | None = None,
+        *,
+        size: int = 3,
+        rate: float = 150.0,
+    ) -> None:
+        super().__init__(bootstrap, case, folder, seed, size=size, rate=rate)
+        self.server = server
+        self.sources = [self.topic, f"{self.group}.other"]
+        self.output = f"{self.group}.output"
+        self.link: DatabaseLink | None = None
+        self.tables: Tables | None = None
+        self.deaf_s = SINGLE_DEAF_S if case.store == SQLITE else DEAF_S
+        self._url = ""
+        self._samples: list[Sample] = []
+
+    # --- life --------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """Create the database, and start everything."""
+        self._folder.mkdir(parents=True, exist_ok=True)
+        if self.server is not None:
+            direct = await asyncio.to_thread(self.server.create_database)
+            self.link = DatabaseLink(self.server.port, random.Random(self.group))
+            await self.link.start()
+            self._url = direct.replace(f":{self.server.port}/", f":{self.link.port}/")
+            self.tables = Tables(self.case.store, direct)
+        elif self.case.store == SQLITE:
+            self._url = str(self._folder / "results.db")
+            self.tables = Tables(SQLITE, self._url)
+        else:
+            await asyncio.to_thread(create_topic, self.bootstrap, self.output, PARTITIONS)
+        if self.tables is not None:
+            await asyncio.to_thread(self.tables.create)
+        await super().start()
+
+    async def close(self) -> None:
+        """See `Fleet.close`; take a last sample."""
+        await super().close()
+        self._samples.append(await self._answered(self._sample))
+        if self.link is not None:
+            await self.link.close()
+
+    def _exact(self) -> Exact | None:
+        case = self.case
+        return Exact(
+            kind=case.store,
+            url=self._url,
+            direct=self.tables.url if self.tables is not None else "",
+            output=self.output,
+            later=case.later,
+            batch=case.batch,
+            coroutine=case.coroutine,
+        )
+
+    def _message(self) -> tuple[str, dict[str, Any]]:
+        key, value = super()._message()
+        fate = self.fate
+        value["early"] = fate.random() < 0.5
+        if self.case.later and fate.random() < STAGE_SHARE:
+            value["stage"] = fate.randrange(2, 2 + self.case.later)
+            if fate.random() < 0.3 and self.case.on_failure != "wait":
+                value["stage_fails_until"] = time.time() + fate.uniform(0.1, STAGE_FAILS_S)
+        return key, value
+
+    # --- what is stored ----------------------------------------------------------------------
+
+    async def _look(self) -> Stored:
+        stored = await super()._look()
+        with contextlib.suppress(*ERRORS):
+            self._samples.append(await self._with_table(stored))
+        return stored
+
+    async def _sample(self) -> Sample:
+        return await self._with_table(await super()._look())
+
+    async def _with_table(self, stored: Stored) -> Sample:
+        mirror = {place: read_position(*found) for place, found in stored.offsets.items()}
+        table = {
+            place: TablePosition(token_of(text), low, mirror[place][1], later_position(low, text))
+            for place, (low, text) in stored.offsets.items()
+            if place[0] in self.sources
+        }
+        if self.tables is not None:
+            table = await asyncio.to_thread(self.tables.positions, self.group)
+        return Sample(stored.at, mirror, table)
+
+    async def _open(self) -> list[str]:
+        if self.tables is None:
+            return await super()._open() or await self._staged()
+        try:
+            ends = await asyncio.to_thread(self._ends)
+            sample = await self._sample()
+            kept = await asyncio.to_thread(self.tables.kept, self.group)
+        except (KafkaException, KafkaError, AssertionError, *ERRORS) as error:
+            return [str(error)]
+        left = []
+        for place, end in ends.items():
+            found = sample.table.get(place)
+            if found is None or found.next < end or (found.later and found.later[0] < end):
+                left.append(f"{place} ends at {end}: {found}")
+            elif sample.mirror.get(place, (0, []))[0] < end:
+                left.append(f"{place} ends at {end}: in Kafka {sample.mirror.get(place)}")
+        return left + [f"{source}: {each}" for source, each in kept.items() if each.waits]
+
+    async def _staged(self) -> list[str]:
+        later = [
+            (place, found.later)
+            for place, found in (await self._sample()).table.items()
+            if found.later is not None and found.later[0] < found.next
+        ]
+        return [f"later stages of {place} are at {at}" for place, at in later]
+
+    def _ends(self) -> dict[Place, int]:
+        places = [TopicPartition(name, n) for name in self.sources for n in range(PARTITIONS)]
+        asked = {place: OffsetSpec.latest() for place in places}
+        admin = admin_of(self.bootstrap)
+        found = admin.list_offsets(asked, isolation_level=IsolationLevel.READ_COMMITTED)
+        ends = {(at.topic, at.partition): found[at].result(10).offset for at in places}
+        return {place: end for place, end in ends.items() if end}
+
+    # --- operators ---------------------------------------------------------------------------
+
+    async def release(self) -> None:
+        """Release all set-aside keys, as an operator, if the store answers."""
+        if self.tables is None:
+            await super().release()
+            return
+        with contextlib.suppress(*ERRORS):
+            await asyncio.to_thread(self._release_rows)
+
+    def _release_rows(self) -> None:
+        tables = self.tables
+        assert tables is not None
+        table = KeptTable(DIALECTS[tables.kind], self.group)
+        keys: dict[tuple[Place, bytes | int], None] = {}
+        for source, each in tables.kept(self.group).items():
+            if each.state == "aside":
+                keys[source[:2], each.key.encode() if each.key is not None else source[2]] = None
+        session = _database(tables).open()
+        try:
+            for place, key in keys:
+                run(table.release(place, key, "healed"), session.execute)
+        finally:
+            session.close()
+
+    # --- the end -----------------------------------------------------------------------------
+
+    def _names(self) -> list[list[str]]:
+        output = [[self.output]] if self.tables is None else []
+        return [*super()._names(), *output]
+
+    async def judged(self) -> tuple[History, Topics, list[Violation]]:
+        """Read everything and judge it."""
+        history, topics = await self._found()
+        tables = self.tables
+        if tables is not None:
+            effects = await asyncio.to_thread(tables.effects)
+            kept = await asyncio.to_thread(tables.kept, self.group)
+        else:
+            effects, kept = self._effects_in(topics.output), _kept_in(topics)
+        outcome = Outcome(
+            topics.source,
+            effects,
+            _stage_runs(self._history),
+            kept,
+            self._samples,
+            self.case.later,
+            mirrored=tables is not None,
+        )
+        return history, topics, await asyncio.to_thread(ExactJudge(outcome).judge)
+
+    def _effects_in(self, output: Sequence[Rec]) -> list[Effect]:
+        """Return the effects in a topic. Those of a key are in one partition."""
+        effects = []
+        counts: dict[str, int] = {}
+        for record in sorted(output, key=lambda each: (each.partition, each.offset)):
+            found = json.loads(record.value)
+            place = (found["topic"], found["partition"])
+            lane = f"{place[0]}/{place[1]}/{record.key}" if self.case.order == "key" else ""
+            counts[lane] = counts.get(lane, 0) + 1
+            effects.append(
+                Effect(
+                    serial=record.offset,
+                    source=(*place, found["offset"]),
+                    key=record.key,
+                    value=found["value"],
+                    lane=lane,
+                    number=counts[lane],
+                    token=found["token"],
+                    instance=found["instance"],
+                    log=record.partition,
+                )
+            )
+        return effects
+
+
+def _database(tables: Tables) -> Database:
+    if tables.kind == SQLITE:
+        return SQLite(tables.url)
+    return Postgres(tables.url) if tables.kind == "postgresql" else MariaDB(tables.url)
+
+
+def _kept_in(topics: Topics) -> dict[Source, Kept]:
+    """Return the messages that copies keep: dead ones, and set-aside ones without a clearance."""
+    cleared: dict[tuple[Place, str | None], int] = {}
+    for record in topics.aside:
+        source = source_of(record, "txb-cleared")
+        if source is not None:
+            at = (source[:2], record.key)
+            cleared[at] = max(cleared.get(at, -1), source[2])
+    kept = {}
+    for copies, state in ((topics.aside, "aside"), (topics.dead, "dead")):
+        for record in copies:
+            source = source_of(record, "txb-source")
+            done = cleared.get((source[:2], record.key), -1) if source is not None else 0
+            if source is not None and (state == "dead" or source[2] > done):
+                kept[source] = Kept(state, _stage_of(record), record.key)
+    return kept
+
+
+def _stage_of(record: Rec) -> int:
+    return next((int(value) for name, value in record.headers if name == "txb-stage"), 0)
+
+
+def _stage_runs(history: Path) -> list[StageRun]:
+    lines = [json.loads(line) for line in history.open()]
+    return [
+        StageRun(line["stage"], (line["topic"], line["partition"], line["offset"]), line["seen"])
+        for line in lines
+        if line["event"] == "stage"
+    ]

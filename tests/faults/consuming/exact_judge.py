@@ -1,0 +1,283 @@
+"""The judge of consumers that store results exactly once: effects against positions.
+
+It imports nothing of txbroker, and reads tables by their documented columns.
+
+| rule | meaning |
+| --- | --- |
+| E1 | a message has one effect if its stored position says so, unless it failed and is kept; else none |
+| E2 | the effects of what is in order are in offset order, by the order of their commits |
+| E3 | tokens never fall, neither those of effects nor the stored ones; nor does a position |
+| E4 | later stages follow an effect at least once and in order; none is lost |
+| E5 | the copy of a position in Kafka is never ahead of the position |
+| E6 | in the end all of each topic is done, under its name |
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+from tests.faults.consuming.judge import Place, Position, Rec, Source, Violation, covers, text
+
+
+@dataclass(frozen=True)
+class Effect:
+    """What a handler stored for a message.
+
+    Attributes:
+        serial: rises from one transaction to a later one that begins after it, within `log`.
+        lane: what is in order; "" for nothing.
+        number: counts the effects of the lane, in the order of their commits.
+    """
+
+    serial: int
+    source: Source
+    key: str | None
+    value: int
+    lane: str
+    number: int
+    token: int
+    instance: str = ""
+    log: int = 0
+
+
+@dataclass(frozen=True)
+class Kept:
+    """A message that failed: its state, and how many of its stages are done."""
+
+    state: str
+    stage: int = 0
+    key: str | None = None
+
+    @property
+    def waits(self) -> bool:
+        return self.state not in ("dead", "unpublished")
+
+
+@dataclass(frozen=True)
+class TablePosition:
+    """A row of `txbroker_position`, with the rows of `txbroker_done`. `next` is -1 without a
+    position."""
+
+    token: int
+    next: int
+    ranges: Sequence[tuple[int, int]] = ()
+    later: Position | None = None
+    done: frozenset[int] = frozenset()
+
+    def covers(self, offset: int) -> bool:
+        """Whether the first stage of an offset is done."""
+        return offset in self.done or covers((self.next, list(self.ranges)), offset)
+
+
+@dataclass(frozen=True)
+class Sample:
+    """What was stored at a time: first the copy in Kafka was read, then the table.
+
+    Attributes:
+        mirror: offsets and done ranges in Kafka.
+    """
+
+    at: float
+    mirror: Mapping[Place, Position]
+    table: Mapping[Place, TablePosition]
+
+
+@dataclass(frozen=True)
+class StageRun:
+    """A later stage that has ended for a message. `seen`: the effects that it saw, if it looked."""
+
+    stage: int
+    source: Source
+    seen: int | None = None
+
+
+@dataclass
+class Outcome:
+    """All that a run left.
+
+    Attributes:
+        effects: by serial.
+        stages: runs of later stages, in order.
+        samples: in the order of time; the last one after everything else.
+        later: number of later stages.
+        mirrored: positions are copied to Kafka.
+    """
+
+    records: Sequence[Rec] = ()
+    effects: Sequence[Effect] = ()
+    stages: Sequence[StageRun] = ()
+    kept: Mapping[Source, Kept] = field(default_factory=dict)
+    samples: Sequence[Sample] = ()
+    later: int = 0
+    mirrored: bool = True
+
+
+class ExactJudge:
+    """Judges one run."""
+
+    def __init__(self, outcome: Outcome) -> None:
+        self._outcome = outcome
+        self._records = {(r.topic, r.partition, r.offset): r for r in outcome.records}
+        self._positions = outcome.samples[-1].table if outcome.samples else {}
+        self._effects: dict[Source, list[Effect]] = defaultdict(list)
+        for effect in outcome.effects:
+            self._effects[effect.source].append(effect)
+
+    def judge(self) -> list[Violation]:
+        """Return the broken rules."""
+        rules = (self._once, self._order, self._tokens, self._stages, self._mirror, self._ends)
+        return list(dict.fromkeys(violation for rule in rules for violation in rule()))
+
+    # --- E1 ----------------------------------------------------------------------------------
+
+    def _once(self) -> Iterator[Violation]:
+        for source in self._effects.keys() | self._outcome.kept.keys() | self._records.keys():
+            why = self._wrong_effects(source)
+            if why:
+                yield Violation("E1", text(source), f"{why}; {self._story(source)}")
+
+    def _wrong_effects(self, source: Source) -> str:
+        """Return what is wrong with the effects of a message, "" if nothing is."""
+        record, effects = self._records.get(source), self._effects.get(source, ())
+        if record is None:
+            return "not in its topic"
+        if len(effects) > 1:
+            return f"{len(effects)} effects"
+        for effect in effects:
+            if (effect.key, f'"n": {effect.value}') != (record.key, _number(record.value)):
+                return "the effect of another message"
+        position = self._positions.get(source[:2])
+        kept = self._outcome.kept.get(source)
+        if position is None or not position.covers(source[2]):
+            return "an effect without its position" if effects else "kept" if kept else ""
+        wanted = kept is None or kept.stage > 0
+        if wanted and not effects:
+            return "done without its effect"
+        return "kept as failed, with its effect" if effects and not wanted else ""
+
+    def _story(self, source: Source) -> str:
+        effects = [f"{e.instance}/{e.token} #{e.serial}" for e in self._effects.get(source, ())]
+        position = self._positions.get(source[:2])
+        at = "no position" if position is None else f"next {position.next}"
+        return f"effects {effects}, {at}, kept {self._outcome.kept.get(source)}"
+
+    # --- E2, E3 ------------------------------------------------------------------------------
+
+    def _order(self) -> Iterator[Violation]:
+        lanes: dict[str, list[Effect]] = defaultdict(list)
+        for effect in self._outcome.effects:
+            if effect.lane and effect.number:
+                lanes[effect.lane].append(effect)
+        for lane, effects in lanes.items():
+            effects.sort(key=lambda each: each.number)
+            numbers = [each.number for each in effects]
+            if numbers != list(range(1, len(numbers) + 1)):
+                yield Violation("E2", lane, "effects are missing, or their numbers are not those")
+            for before, each in pairwise(effects):
+                if each.source[2] <= before.source[2]:
+                    yield Violation(
+                        "E2", text(each.source), f"committed after {before.source[2]} of {lane}"
+                    )
+
+    def _tokens(self) -> Iterator[Violation]:
+        last: dict[tuple[Place, int], Effect] = {}
+        for effect in self._outcome.effects:
+            at = (effect.source[:2], effect.log)
+            before = last.setdefault(at, effect)
+            if effect.token < before.token:
+                yield Violation(
+                    "E3", text(effect.source), f"token {effect.token} after {before.token} of "
+                    f"{text(before.source)}: {effect.instance}"
+                )  # fmt: skip
+            last[at] = max(before, effect, key=lambda each: each.token)
+        stored: dict[Place, TablePosition] = {}
+        for sample in self._outcome.samples:
+            for place, now in sample.table.items():
+                before_ = stored.get(place, now)
+                if now.token < before_.token or now.next < before_.next:
+                    yield Violation(
+                        "E3", f"{place[0]}-{place[1]}", f"stored {now.token}, {now.next} after "
+                        f"{before_.token}, {before_.next}"
+                    )  # fmt: skip
+                stored[place] = now
+            for place in stored.keys() - sample.table.keys():
+                yield Violation("E3", f"{place[0]}-{place[1]}", "its stored position is gone")
+
+    # --- E4 ----------------------------------------------------------------------------------
+
+    def _stages(self) -> Iterator[Violation]:
+        done: dict[Source, set[int]] = defaultdict(set)
+        newest: dict[tuple[str, int], int] = {}
+        lanes = {effect.source: effect.lane for effect in self._outcome.effects if effect.lane}
+        for run in self._outcome.stages:
+            if run.seen == 0:
+                yield Violation("E4", text(run.source), f"stage {run.stage} before its effect")
+            missing = set(range(2, run.stage)) - done[run.source]
+            if missing:
+                yield Violation("E4", text(run.source), f"stage {run.stage} before {missing}")
+            if run.stage in done[run.source]:
+                continue
+            done[run.source].add(run.stage)
+            lane = lanes.get(run.source)
+            if lane is not None:
+                at = (lane, run.stage)
+                if run.source[2] < newest.get(at, -1):
+                    yield Violation(
+                        "E4", text(run.source), f"stage {run.stage} after {newest[at]} of {lane}"
+                    )
+                newest[at] = max(newest.get(at, -1), run.source[2])
+        for source in self._effects.keys() | done.keys():
+            yield from self._lost_stages(source, done[source])
+
+    def _lost_stages(self, source: Source, done: set[int]) -> Iterator[Violation]:
+        kept, last = self._outcome.kept.get(source), 1 + self._outcome.later
+        if source not in self._effects:
+            yield Violation("E4", text(source), f"stages {done} without an effect")
+            return
+        ended = last if kept is None else min(last, kept.stage)
+        lost = set(range(2, ended + 1)) - done
+        if lost:
+            yield Violation("E4", text(source), f"stages {lost} are lost; {self._story(source)}")
+
+    # --- E5, E6 ------------------------------------------------------------------------------
+
+    def _mirror(self) -> Iterator[Violation]:
+        for sample in self._outcome.samples if self._outcome.mirrored else ():
+            for place, (low, ranges) in sample.mirror.items():
+                table = sample.table.get(place, TablePosition(0, 0))
+                ahead = [
+                    offset
+                    for first, end in ((table.next, low), *ranges)
+                    for offset in range(max(first, table.next), end)
+                    if not table.covers(offset)
+                ]
+                if ahead:
+                    yield Violation(
+                        "E5", f"{place[0]}-{place[1]}", f"Kafka has {low}, ahead of {table.next}, "
+                        f"by {ahead[:5]} at {sample.at:.3f}"
+                    )  # fmt: skip
+
+    def _ends(self) -> Iterator[Violation]:
+        ends: dict[Place, int] = {}
+        for topic, number, offset in self._records:
+            ends[topic, number] = max(ends.get((topic, number), 0), offset + 1)
+        for place in ends.keys() | self._positions.keys():
+            name, end = f"{place[0]}-{place[1]}", ends.get(place, 0)
+            found = self._positions.get(place)
+            if place not in ends and found is not None and found.next > 0:
+                yield Violation("E6", name, f"a position {found.next} without a record")
+            elif place in ends and (found is None or found.next != end):
+                yield Violation("E6", name, f"ends at {end}, but its position is {found}")
+            elif found is not None and found.later is not None and found.later[0] < end:
+                yield Violation("E6", name, f"later stages are done up to {found.later[0]} only")
+        for source, kept in self._outcome.kept.items():
+            if kept.waits:
+                yield Violation("E6", text(source), f"still {kept}")
+
+
+def _number(value: str) -> str:
+    """Return the number in the value of a message, as its text begins with it."""
+    return value[1:].split(",")[0].rstrip("}")

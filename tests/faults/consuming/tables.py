@@ -1,0 +1,216 @@
+"""The tables of a run in one database: the effects of handlers, and what txbroker documents."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sqlite3
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+from urllib.parse import urlsplit
+
+import psycopg
+import pymysql
+
+from tests.faults.consuming.exact_judge import Effect, Kept, TablePosition
+from tests.faults.consuming.judge import Place, Source
+
+SQLITE, POSTGRESQL, MARIADB = "sqlite", "postgresql", "mariadb"
+_CONNECT_S = 5
+_ANSWER_S = 20
+_NUMBERED = {
+    SQLITE: "INTEGER PRIMARY KEY AUTOINCREMENT",
+    POSTGRESQL: "bigserial PRIMARY KEY",
+    MARIADB: "BIGINT AUTO_INCREMENT PRIMARY KEY",
+}
+_COLUMNS = (
+    "topic, partition_id, message_offset, message_key, value, lane, number, token, attempt, "
+    "instance"
+)
+ERRORS = (sqlite3.Error, psycopg.Error, pymysql.Error, OSError)
+"""What a database raises that does not answer."""
+
+
+class Tables:
+    """The tables of one group.
+
+    Args:
+        kind: `sqlite`, `postgresql` or `mariadb`.
+        url: of the database; of SQLite the file.
+
+    Attributes:
+        count_up, counted, insert: the statements of handlers.
+    """
+
+    def __init__(self, kind: str, url: str) -> None:
+        self.kind = kind
+        self.url = url
+        self._mark = "?" if kind == SQLITE else "%s"
+        again = "DUPLICATE KEY UPDATE" if kind == MARIADB else "CONFLICT (lane) DO UPDATE SET"
+        self.count_up = self._with_marks(
+            f"INSERT INTO lanes (lane, number) VALUES (?, 1) ON {again} number = lanes.number + 1"
+        )
+        self.counted = self._with_marks("SELECT number FROM lanes WHERE lane = ?")
+        marks = ", ".join("?" * len(_COLUMNS.split()))
+        self.insert = self._with_marks(f"INSERT INTO effects ({_COLUMNS}) VALUES ({marks})")
+
+    def _with_marks(self, sql: str) -> str:
+        return sql.replace("?", self._mark)
+
+    def create(self) -> None:
+        """Create the tables of effects: without any constraint that would refuse a second one."""
+        texts = {name: f"{name} VARCHAR(200)" for name in ("topic", "message_key", "lane")}
+        columns = [texts.get(name, f"{name} BIGINT") for name in _COLUMNS.split(", ")[:-1]]
+        with self.connection() as connection:
+            execute(
+                connection,
+                f"CREATE TABLE effects (serial {_NUMBERED[self.kind]}, {', '.join(columns)}, "
+                "instance VARCHAR(20))",
+            )
+            execute(connection, "CREATE TABLE lanes (lane VARCHAR(200) PRIMARY KEY, number BIGINT)")
+            execute(
+                connection,
+                "CREATE INDEX by_message ON effects (topic, partition_id, message_offset)",
+            )
+
+    @contextlib.contextmanager
+    def connection(self) -> Iterator[Any]:
+        """Open a connection that commits every statement."""
+        opened: Any
+        if self.kind == SQLITE:
+            opened = sqlite3.connect(self.url, isolation_level=None, timeout=_ANSWER_S)
+        elif self.kind == POSTGRESQL:
+            opened = psycopg.connect(self.url, autocommit=True, connect_timeout=_CONNECT_S)
+        else:
+            at = urlsplit(self.url)
+            opened = pymysql.connect(
+                host=at.hostname,
+                port=at.port or 0,
+                user=at.username,
+                password=at.password or "",
+                database=at.path[1:],
+                autocommit=True,
+                connect_timeout=_CONNECT_S,
+                read_timeout=_ANSWER_S,
+            )
+        try:
+            yield opened
+        finally:
+            with contextlib.suppress(*ERRORS):
+                opened.close()
+
+    def lock(self, seconds: float) -> None:
+        """Keep others from writing to an SQLite file for a time."""
+        with self.connection() as connection:
+            execute(connection, "BEGIN IMMEDIATE")
+            time.sleep(seconds)
+            execute(connection, "COMMIT")
+
+    def effects_of(self, source: Source) -> int | None:
+        """Return the number of effects of a message; None: the database does not answer."""
+        where = "topic = ? AND partition_id = ? AND message_offset = ?"
+        try:
+            with self.connection() as connection:
+                rows = execute(
+                    connection,
+                    self._with_marks(f"SELECT count(*) FROM effects WHERE {where}"),
+                    source,
+                )
+        except ERRORS:
+            return None
+        return int(rows[0][0])
+
+    # --- afterwards --------------------------------------------------------------------------
+
+    def effects(self) -> list[Effect]:
+        """Return all effects in the order of their serial numbers."""
+        with self.connection() as connection:
+            rows = execute(connection, f"SELECT serial, {_COLUMNS} FROM effects ORDER BY serial")
+        return [
+            Effect(
+                serial=serial,
+                source=(topic, int(partition), int(offset)),
+                key=key,
+                value=int(value),
+                lane=lane,
+                number=int(number),
+                token=int(token),
+                instance=instance,
+            )
+            for (
+                *(serial, topic, partition, offset, key, value, lane, number, token),
+                _attempt,
+                instance,
+            ) in rows
+        ]
+
+    def positions(self, group: str) -> dict[Place, TablePosition]:
+        """Return the positions of a group, of one moment; none if there are no tables yet."""
+        with self.connection() as connection:
+            begin = {
+                SQLITE: "BEGIN",
+                POSTGRESQL: "BEGIN ISOLATION LEVEL REPEATABLE READ",
+                MARIADB: "START TRANSACTION WITH CONSISTENT SNAPSHOT",
+            }
+            execute(connection, begin[self.kind])
+            rows = execute(
+                connection,
+                self._with_marks(
+                    "SELECT topic, partition_id, token, next, done_ranges, later_next, "
+                    "later_ranges FROM txbroker_position WHERE group_name = ?"
+                ),
+                (group,),
+            )
+            done = execute(
+                connection,
+                self._with_marks(
+                    "SELECT topic, partition_id, message_offset FROM txbroker_done "
+                    "WHERE group_name = ?"
+                ),
+                (group,),
+            )
+        offsets: dict[Place, list[int]] = {}
+        for topic, partition, offset in done:
+            offsets.setdefault((topic, int(partition)), []).append(int(offset))
+        found = {}
+        for topic, partition, token, next_, ranges, later_next, later_ranges in rows:
+            place = (topic, int(partition))
+            later = None if later_next is None else (int(later_next), _ranges(later_ranges))
+            found[place] = TablePosition(
+                token=int(token),
+                next=-1 if next_ is None else int(next_),
+                ranges=_ranges(ranges),
+                later=later,
+                done=frozenset(offsets.get(place, ())),
+            )
+        return found
+
+    def kept(self, group: str) -> dict[Source, Kept]:
+        """Return the messages of a group that failed."""
+        with self.connection() as connection:
+            rows = execute(
+                connection,
+                self._with_marks(
+                    "SELECT topic, partition_id, message_offset, state, stage, message_key "
+                    "FROM txbroker_aside WHERE group_name = ?"
+                ),
+                (group,),
+            )
+        return {
+            (topic, int(partition), int(offset)): Kept(
+                state, int(stage), None if key is None else bytes(key).decode()
+            )
+            for topic, partition, offset, state, stage, key in rows
+        }
+
+
+def execute(connection: Any, sql: str, values: Sequence[Any] = ()) -> list[Any]:
+    """Execute a statement of any of the drivers; return its rows."""
+    cursor = connection.cursor()
+    cursor.execute(sql, values)
+    return list(cursor.fetchall()) if cursor.description else []
+
+
+def _ranges(text: Any) -> tuple[tuple[int, int], ...]:
+    return tuple((int(first), int(end)) for first, end in json.loads(text))
