@@ -4,7 +4,7 @@ It imports nothing of txbroker, and reads tables by their documented columns.
 
 | rule | meaning |
 | --- | --- |
-| E1 | a message has one effect if its stored position says so, unless it failed and is kept; else none |
+| E1 | a message has one effect if its stored position says so and it is not kept as failed |
 | E2 | the effects of what is in order are in offset order, by the order of their commits |
 | E3 | tokens never fall, neither those of effects nor the stored ones; nor does a position |
 | E4 | later stages follow an effect at least once and in order; none is lost |

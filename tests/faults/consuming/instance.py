@@ -22,6 +22,8 @@ from typing import Any
 
 import msgspec
 
+from tests.faults.consuming.handling import ExactHandling, Handling, Plans
+from tests.faults.consuming.tables import MARIADB, POSTGRESQL, SQLITE, Tables
 from tests.kafka.relay import (
     ADD_OFFSETS,
     END_TXN,
@@ -35,8 +37,6 @@ from tests.kafka.relay import (
     Fate,
     Relay,
 )
-from tests.faults.consuming.handling import ExactHandling, Handling, Plans
-from tests.faults.consuming.tables import MARIADB, POSTGRESQL, SQLITE, Tables
 from txbroker import failpoints
 from txbroker.config.settings import load_kafka_access
 from txbroker.consumer import (
