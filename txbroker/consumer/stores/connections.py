@@ -67,19 +67,21 @@ class Connections:
             self._opened.add(session)
         try:
             return use(session)
-        except BaseException:
-            if not self._roll_back(session):
+        except BaseException as error:
+            # PyMySQL does not show that its connection is lost.
+            lost = self.database.dialect.fault(error) is Fault.UNAVAILABLE
+            if lost or not self._roll_back(session):
                 self._of_thread.session = None
                 self._opened.discard(session)
+                with contextlib.suppress(Exception):
+                    session.close()
             raise
 
     def _roll_back(self, session: PlainSession) -> bool:
-        """Roll back; return False if the session cannot be used any more, which is closed then."""
+        """Roll back; return False if the session cannot be used any more."""
         try:
             session.rollback()
         except Exception:
-            with contextlib.suppress(Exception):
-                session.close()
             return False
         return True
 
