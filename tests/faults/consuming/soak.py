@@ -94,10 +94,10 @@ async def run_case(fleet: Fleet, nemesis: Nemesis, kinds: list[str], seed: int) 
     return result
 
 
-def shuffled(nemesis: Nemesis, seed: int, times: int) -> list[str]:
+def shuffled(nemesis: Nemesis, case: Case, seed: int, times: int) -> list[str]:
     """Return all kinds of faults, each as often, in random order."""
     kinds = nemesis.kinds() * times
-    random.Random(seed).shuffle(kinds)
+    random.Random(f"{seed}/{case.name}" if case.store else seed).shuffle(kinds)
     return kinds
 
 
@@ -174,7 +174,7 @@ async def soak(
                 fleet.timing, stops_s = REAL, REAL_STOPS_S
             restart: Broken | None = brokers.restart if not given.real else None
             nemesis = Nemesis(fleet, restart, stops_s, databases.damage(case))
-            kinds = shuffled(nemesis, given.seed, given.times)
+            kinds = shuffled(nemesis, case, given.seed, given.times)
             if given.faults:
                 kinds = [kind for kind in kinds if any(word in kind for word in given.faults)]
             result = await run_case(fleet, nemesis, kinds, given.seed)
