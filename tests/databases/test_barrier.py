@@ -116,6 +116,7 @@ def snapshot(place: Place, connection: Any) -> None:
         run(connection, "SELECT * FROM orders")
 
 
+@pytest.mark.rule(24)
 @ENDS
 def test_running_local_transaction_is_not_yet(place: Place, id: str, end: str) -> None:
     barrier = Barrier(place.database)

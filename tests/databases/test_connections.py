@@ -74,6 +74,7 @@ def test_rows_are_part_of_the_transaction(caller: Caller, place: Place, id: str)
         local_transaction(caller, place, late)
 
 
+@pytest.mark.rule(24)
 @pytest.mark.parametrize("caller", params(CALLERS))
 def test_connection_outside_a_transaction_is_refused(caller: Caller, place: Place, id: str) -> None:
     with caller.outside(place) as connection:

@@ -235,7 +235,7 @@ BAD_URLS = {
     "sqlite://shop.db": "one of the forms",
     "sqlite:///": "one of the forms",
     "sqlite:///:memory:": "needs a file",
-    "postgresql://u:secret @h/d": "malformed",
+    "postgresql://u:secret%zz@h/d": "malformed",
     "mariadb://u:secret@h:x/d": "malformed",
 }
 

@@ -150,8 +150,10 @@ def test_rooms_of_picture_are_described() -> None:
     assert rooms - set(lines.values()) == set()
 
 
-# A dependency of pydantic-settings, and an optional one.
-UNDECLARED = frozenset({"pydantic", "opentelemetry"})
+# A dependency of pydantic-settings, and optional ones.
+UNDECLARED = frozenset(
+    {"pydantic", "opentelemetry", "psycopg", "psycopg2", "pymysql", "sqlalchemy", "django"}
+)
 
 
 @pytest.mark.parametrize("module", ["main", "demo.command", "demo.worker"])
