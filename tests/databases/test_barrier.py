@@ -170,7 +170,7 @@ async def test_checks_agree(place: Place, id: str, end: str) -> None:
 
 def test_one_side_wins(place: Place, id: str) -> None:
     barrier, both = Barrier(place.database), threading.Barrier(2)
-    ids = [f"{id}-{number}" for number in range(8)]
+    ids = [f"{id}-{number}" for number in range(5)]
 
     def check(transaction_id: str) -> Decision:
         both.wait()
@@ -217,7 +217,7 @@ def _local_process(url: str, ids: list[str], meet: Callable[[], object]) -> None
 
 @pytest.mark.rule(24)
 def test_one_side_wins_between_processes(kind: Place, id: str) -> None:
-    barrier, ids = Barrier(kind.database), [f"{id}-{number}" for number in range(15)]
+    barrier, ids = Barrier(kind.database), [f"{id}-{number}" for number in range(10)]
     context = multiprocessing.get_context("spawn")
     meeting = context.Barrier(2)
     other = context.Process(target=_local_process, args=(kind.url, ids, meeting.wait))
