@@ -273,7 +273,7 @@ async def test_refused_copy_stores_nothing(world: Any, group: Group) -> None:
             {(topic, 0): StoredOffset(1, "")},
             [copy(dead, b"fine"), copy(small, b"small"), large],
         )
-    assert refused.value.copy == large
+    assert refused.value.copies == [large]
     assert refused.value.lasting
     assert await member.load([(topic, 0)]) == {}
     assert [*await world.visible(dead), *await world.visible(small)] == []

@@ -62,7 +62,7 @@ async def test_missing_rights_are_named(world: AllowedWorld) -> None:
         copy = Copy(dead, 0, Record(b"k", b"v"))
         with pytest.raises(CopyRefused, match="topic authorization failed") as caught:
             await offsets.commit({(orders, 0): StoredOffset(1, "")}, [copy])
-        assert caught.value.copy is copy
+        assert caught.value.copies == [copy]
         assert await offsets.load([(orders, 0)]) == {}
         await world.allow([right(topic_kind, dead, "Write")])
         await until(lambda: _commits(offsets, orders, copy))

@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Protocol
 
 import structlog
 
-from txbroker.consumer.committer import Committer, Pending
+from txbroker.consumer.committer import Committer
 from txbroker.consumer.message import ReceivedMessage
 from txbroker.consumer.partition import Work, size_of
+from txbroker.consumer.stores.pending import Pending
 from txbroker.consumer.waiting import Background
 from txbroker.core.consuming.aside import AsideKeys, clearance_record, failed_again_record
 from txbroker.core.consuming.copies import ASIDE_PARTITIONS, Source, read_copy, spread
@@ -349,7 +350,7 @@ class TopicAsides:
     def _store(self, work: Work, record: Record) -> None:
         number = spread(work.place, ASIDE_PARTITIONS)
         copies = [Copy(self._topic, number, record)]
-        self._committer.store(Pending(work, None, copies, lambda: None))
+        self._committer.store(Pending(work, None, copies))
 
 
 def _source(record: Record) -> Source:

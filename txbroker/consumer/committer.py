@@ -15,6 +15,7 @@ from msgspec import Struct
 
 from txbroker.consumer.message import ReceivedMessage
 from txbroker.consumer.partition import Work
+from txbroker.consumer.stores.pending import Pending, PendingCopies
 from txbroker.core.consuming.position import METADATA_LENGTH_MAX
 from txbroker.door.consuming import CommitFenced, Copy, CopyRefused, Partition, StoredOffset
 from txbroker.error_text import safe_repr
@@ -27,8 +28,6 @@ if TYPE_CHECKING:
 
 log = structlog.wrap_logger(logging.getLogger(__name__))
 
-_COPIES_MAX = 1000
-"""Copies of one round: they are one Kafka transaction."""
 _PAUSE_S, _PAUSE_MAX_S = 0.05, 5.0
 _REST_S = 0.01
 """Between rounds: at full speed `max_batch` messages are done in less, and more commits would cost
@@ -90,27 +89,6 @@ class StoreTraits(Struct, frozen=True, kw_only=True):
     metadata_max: int = METADATA_LENGTH_MAX
 
 
-class Pending(Struct, eq=False):
-    """Copies that are stored with the position in which their message is done.
-
-    Attributes:
-        message: None: the copies are of no message.
-        stored: called once they are.
-        refused: called if one cannot be stored; returns what is stored in its place. None: the
-            message is handled again.
-        settled: the lane of the message has continued.
-        first: the message is not done then, but its first stage.
-    """
-
-    work: Work
-    message: ReceivedMessage | None
-    copies: Sequence[Copy]
-    stored: Callable[[], None]
-    refused: Callable[[str], Sequence[Copy]] | None = None
-    settled: bool = False
-    first: bool = False
-
-
 class _Round(Struct, eq=False):
     """Positions and copies that are stored together.
 
@@ -120,7 +98,7 @@ class _Round(Struct, eq=False):
     """
 
     offsets: dict[Partition, StoredOffset]
-    pending: list[Pending]
+    pending: dict[Work, list[Pending]]
     admitted: dict[Work, list[ReceivedMessage]]
     works: list[Work]
 
@@ -151,7 +129,9 @@ class Committer:
         self._traits = traits
         self.fenced = fenced
         self._dirty: dict[Work, None] = {}
-        self._pending: list[Pending] = []
+        self._copies = PendingCopies(engine)
+        self._soon = False
+        """Some of the copies are to be stored at once."""
         self._unknown: _Round | None = None
         """A round with copies whose result is not known."""
         self._count = 0
@@ -204,17 +184,18 @@ class Committer:
         work = pending.work
         if work not in self._engine.works:
             return
-        self._pending.append(pending)
+        self._copies.add(pending)
         self.changed(work, 0 if soon else 1)
         if soon:
+            self._soon = True
             self._now.set()
 
     def withdraw(self, pending: Pending) -> bool:
         """Store copies no more, unless they may be stored already; return whether they are not."""
-        unknown = self._unknown is not None and pending in self._unknown.pending
-        if unknown and pending.work in self._engine.works:
+        work = pending.work
+        if self._unknown is not None and pending in self._unknown.pending.get(work, ()):
             return False
-        self._pending = [each for each in self._pending if each is not pending]
+        self._copies.remove([pending])
         return True
 
     def unavailable(self, work: Work) -> None:
@@ -227,17 +208,22 @@ class Committer:
     @property
     def waiting(self) -> set[tuple[str, int, int]]:
         """Topic, partition and offset of the messages whose copies are not stored."""
-        messages = [each.message for each in self._pending if each.message is not None]
-        return {(message.topic, message.partition, message.offset) for message in messages}
+        return {
+            (each.message.topic, each.message.partition, each.message.offset)
+            for work in self._copies.works
+            for each in self._copies.of(work)
+            if each.message is not None
+        }
 
     def forget(self, work: Work) -> None:
         """Store nothing more of a partition."""
         work.dirty = False
         self._dirty.pop(work, None)
-        self._pending = [each for each in self._pending if each.work is not work]
         if self._unknown is not None:
-            round_ = self._unknown
-            round_.pending = [each for each in round_.pending if each.work is not work]
+            self._unknown.pending.pop(work, None)
+        for each in self._copies.drop(work):
+            if each.owner is not None:
+                each.owner.dropped(each)
 
     async def flush(self, works: Collection[Work]) -> None:
         """Store the positions and copies of partitions now.
@@ -287,7 +273,7 @@ class Committer:
             try:
                 await self._round()
                 failures = 0
-                if not self._before:
+                if not (self._before or self._copies.count):
                     await asyncio.sleep(_REST_S)
             except KafkaUnavailable as error:
                 if isinstance(error, CommitFenced):
@@ -351,7 +337,12 @@ class Committer:
                     self._unknown = (
                         round_ if round_.pending and not self._traits.repeatable else None
                     )
-                    copies = [copy for each in round_.pending for copy in each.copies]
+                    copies = [
+                        copy
+                        for pendings in round_.pending.values()
+                        for each in pendings
+                        for copy in each.copies
+                    ]
                     failpoint("consumer.committing")
                     fenced = await self._store.commit(round_.offsets, copies) or ()
                     failpoint("consumer.committed")
@@ -381,34 +372,31 @@ class Committer:
         return any(found.get(place) == round_.offsets[place] for place in mine)
 
     def _begin(self) -> _Round:
-        works, self._dirty, self._count = list(self._dirty), {}, 0
+        works, self._dirty = list(self._dirty), {}
         admitted = {work: self._to_admit(work) for work in works} if self._before else {}
-        round_ = _Round({}, self._first_pending(), admitted, works)
-        distinct = bool(round_.pending) and not self._traits.repeatable
+        pending = self._copies.take(works)
+        round_ = _Round({}, pending, admitted, works)
+        distinct = bool(pending) and not self._traits.repeatable
+        waits = False
         for work in works:
             work.dirty = False
-            done_too = [message.record.offset for message in admitted.get(work, ())]
-            ahead_too: list[int] = []
-            for each in round_.pending:
-                if each.message is not None and each.message.work is work:
-                    (ahead_too if each.first else done_too).append(each.message.record.offset)
-            stored = work.stored(done_too, ahead_too, distinct=distinct)
-            if self._traits.exact and work.overflow:
-                # After a crash messages would be handled again whose outputs are stored.
-                round_.pending = [each for each in round_.pending if each.work is not work]
-                stored = work.stored(distinct=distinct)
+            done = [message.record.offset for message in admitted.get(work, ())]
+            stored = _position(work, pending.get(work, ()), done, distinct=distinct)
+            if self._traits.exact and work.overflow and work in pending:
+                # The position may have fewer gaps with all that waits.
+                pending[work] = list(self._copies.of(work))
+                stored = _position(work, pending[work], (), distinct=distinct)
+                if work.overflow:
+                    # After a crash messages would be handled again whose outputs are stored.
+                    del pending[work]
+                    stored, waits = work.stored(distinct=distinct), True
             round_.offsets[work.place] = stored
+        taken = sum(len(each.copies) for some in pending.values() for each in some)
+        left = self._copies.count - taken
+        self._soon = self._soon and left > 0
+        # Those that cannot be stored yet wait for the interval.
+        self._count = 0 if waits else left
         return round_
-
-    def _first_pending(self) -> list[Pending]:
-        count = 0
-        found: list[Pending] = []
-        for each in self._pending:
-            count += len(each.copies)
-            if found and count > _COPIES_MAX:
-                break
-            found.append(each)
-        return found
 
     def _to_admit(self, work: Work) -> list[ReceivedMessage]:
         """Return the messages to count as done before they are handled."""
@@ -424,42 +412,49 @@ class Committer:
                 self.changed(work, 0)
 
     def _refuse(self, round_: _Round, error: CopyRefused) -> None:
-        """Store something else in place of a refused copy, or give back the messages of its
-        partition."""
-        first = next(
-            (each for each in round_.pending if any(copy is error.copy for copy in each.copies)),
-            None,
-        )
-        if first is None or first.work not in self._engine.works:  # its partition was lost
-            self._again(round_)
-            return
-        if first.refused is not None:
-            replace, first.refused = first.refused, None
-            first.copies = replace(str(error))
-            if not first.copies:
-                self._pending.remove(first)
-            self._again(round_)
-            return
-        work = first.work
-        mine = [each for each in self._pending if each.work is work]
-        self._pending = [each for each in self._pending if each.work is not work]
-        for each in mine:
+        """Store something else in place of refused copies, or give back the messages of their
+        partitions."""
+        refused = set(map(id, error.copies))
+        for work, pendings in round_.pending.items():
+            for each in pendings if work in self._engine.works else ():
+                if refused.isdisjoint(map(id, each.copies)):
+                    continue
+                others: Sequence[Copy] | None = None
+                if each.owner is not None and not each.replaced:
+                    others = each.owner.refused(each, str(error))
+                if others is None:
+                    self._give_back(work, str(error))
+                    break
+                if others:
+                    self._copies.replace(each, others)
+                else:
+                    self._copies.remove([each])
+        self._again(round_)
+
+    def _give_back(self, work: Work, why: str) -> None:
+        """Let the messages of a partition be handled again later, and store copies of no message
+        later."""
+        messages = []
+        for each in self._copies.drop(work):
             if each.message is None:
                 pause = self._loop.call_later(_PAUSE_MAX_S, self.store, each)
                 self._pauses = [one for one in self._pauses if one.when() > self._loop.time()]
                 self._pauses.append(pause)
-        refused = [(each.message, each.settled) for each in mine if each.message is not None]
-        self._engine.refused(work, refused, str(error))
-        self._again(round_)
+            elif each.first:
+                assert each.owner is not None
+                each.owner.dropped(each)
+            else:
+                messages.append((each.message, each.settled))
+        self._engine.refused(work, messages, why)
 
     def _finish(self, round_: _Round) -> None:
         for work in round_.works:
             work.confirm(round_.offsets[work.place])
-        ended = set(map(id, round_.pending))
-        self._pending = [each for each in self._pending if id(each) not in ended]
-        for each in round_.pending:
-            if each.work in self._engine.works:
-                each.stored()
+        for work, pendings in round_.pending.items():
+            self._copies.remove(pendings)
+            for each in pendings if work in self._engine.works else ():
+                if each.owner is not None:
+                    each.owner.stored(each)
         for work, messages in round_.admitted.items():
             if work not in self._engine.works:
                 continue  # lost as the commit ended
@@ -469,7 +464,24 @@ class Committer:
             self._engine.admit(work, messages)
             if work.gate and messages:
                 self.changed(work, 0)
-        for each in self._pending:
-            self.changed(each.work, 0)
-        if self._pending and round_.pending:
+        for work in self._copies.works:
+            self.changed(work, 0)
+        if self._soon:
             self._now.set()
+
+
+def _position(
+    work: Work, pendings: Sequence[Pending], done: Sequence[int], *, distinct: bool
+) -> StoredOffset:
+    """Return the position to store with copies.
+
+    Args:
+        done: offsets that are done, too.
+        distinct: see `Work.stored`.
+    """
+    done_too: list[int] = [*done]
+    ahead_too: list[int] = []
+    for each in pendings:
+        if each.message is not None and each.message.work is work:
+            (ahead_too if each.first else done_too).append(each.message.record.offset)
+    return work.stored(done_too, ahead_too, distinct=distinct)

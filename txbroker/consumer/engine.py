@@ -276,6 +276,12 @@ class Engine:
                 self.finish(message, asyncio.CancelledError("the handler was cancelled"))
         self.give_back(mine)
 
+    def fill(self, work: Work, *, full: bool) -> None:
+        """Hand out no new messages of a partition while it is full of results to store."""
+        self._queues.fill(work.queue, full=full)
+        if not full:
+            self.waiting.wake()
+
     # --- arrival -----------------------------------------------------------------------------
 
     def deliver(self, work: Work, records: Sequence[Record], next_offset: int, end: int) -> None:
@@ -413,13 +419,17 @@ class Engine:
             if message.work.owner is message.work:
                 message.work.ahead.add(message.record.offset)
 
-    def end(self, message: ReceivedMessage) -> None:
-        """The message needs nothing more: its lane continues, its offset is done."""
+    def end(self, message: ReceivedMessage, *, stored: bool = False) -> None:
+        """The message needs nothing more: its lane continues, its offset is done.
+
+        Args:
+            stored: in the stored position, too.
+        """
         self._queues.settle(message.work.queue, message)
-        self.settled(message)
+        self.settled(message, stored=stored)
         self.waiting.wake()
 
-    def settled(self, message: ReceivedMessage) -> None:
+    def settled(self, message: ReceivedMessage, *, stored: bool = False) -> None:
         """The message is done: so is its offset, and its memory is free."""
         work = message.work
         commits = work.commits
@@ -428,7 +438,8 @@ class Engine:
         work.bytes -= message.size
         if not self.before:
             work.finished(message.record.offset)
-            commits.changed(work)
+            if not stored:
+                commits.changed(work)
         elif work.gate:
             commits.changed(work, 0)
         if self.memory.paused:

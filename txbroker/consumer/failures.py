@@ -6,14 +6,14 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import structlog
 
-from txbroker.consumer.committer import Pending
 from txbroker.consumer.message import ReceivedMessage
 from txbroker.consumer.partition import source_of
+from txbroker.consumer.stores.pending import Pending
 from txbroker.core.consuming.aside import KEYS_MAX, AsideKey
 from txbroker.core.consuming.copies import (
     ASIDE_PARTITIONS,
@@ -52,10 +52,14 @@ class Results(Protocol):
 
     counts: Counter[str]
 
-    def end(self, message: ReceivedMessage) -> None:
-        """The message needs nothing more: its lane continues, its offset is done."""
+    def end(self, message: ReceivedMessage, *, stored: bool = False) -> None:
+        """The message needs nothing more: its lane continues, its offset is done.
 
-    def settled(self, message: ReceivedMessage) -> None:
+        Args:
+            stored: in the stored position, too.
+        """
+
+    def settled(self, message: ReceivedMessage, *, stored: bool = False) -> None:
         """The message is done: so is its offset, and its memory is free."""
 
 
@@ -78,6 +82,7 @@ class Failures:
         self._queues = queues
         self._results = results
         self._loop = asyncio.get_running_loop()
+        self._outputs = _Outputs(results, self._dead_letter)
 
     def fail(self, message: ReceivedMessage, error: BaseException) -> None:
         """Apply the policy to a message whose handler raised `error`."""
@@ -131,11 +136,7 @@ class Failures:
         else:
             name, copy = "dead", self._dead_letter(message, verdict.cause)
 
-        def stored() -> None:
-            self._results.counts[name] += 1
-            self._results.end(message)
-
-        self._store(Pending(message.work.owner, message, [copy], stored))
+        self._store(Pending(message.work.owner, message, [copy], _Copied(self._results, name)))
 
     def _dead_letter(self, message: ReceivedMessage, cause: str) -> Copy:
         failed = _failed(message, round(time.time() * 1000), cause)
@@ -155,18 +156,9 @@ class Failures:
 
     def produce(self, message: ReceivedMessage, outputs: Sequence[Copy]) -> None:
         """Store the outputs of a message with its position. Its lane continues at once."""
-        self._queues.settle(message.work.queue, message)
-
-        def stored() -> None:
-            self._results.settled(message)
-
-        def refused(cause: str) -> Sequence[Copy]:
-            log.error("output refused", message=repr(message), error=cause)
-            self._results.counts["dead"] += 1
-            return [self._dead_letter(message, cause)]
-
-        pending = Pending(message.work.owner, message, outputs, stored, refused, settled=True)
-        self._store(pending, soon=False)
+        work = message.work
+        self._queues.settle(work.queue, message)
+        self._store(Pending(work.owner, message, outputs, self._outputs, True), soon=False)
 
     def set_aside(self, message: ReceivedMessage, cause: str) -> None:
         """Copy a message to the aside topic. Its lane continues at once: later messages of the key
@@ -181,12 +173,60 @@ class Failures:
             work.aside.keys.setdefault(known, AsideKey(0)).count += 1
             work.setting_aside.discard(known)
 
-        def stored() -> None:
-            self._results.counts["aside"] += 1
-            self._results.settled(message)
-
         copies = [Copy(self._topics.aside, number, record)]
-        self._store(Pending(message.work.owner, message, copies, stored, settled=True))
+        owner = _Copied(self._results, "aside")
+        self._store(Pending(message.work.owner, message, copies, owner, settled=True))
+
+
+class _Copied:
+    """Takes the result of a copy; see `Storing`.
+
+    Args:
+        name: counts the event.
+    """
+
+    def __init__(self, results: Results, name: str) -> None:
+        self._results = results
+        self._name = name
+
+    def stored(self, pending: Pending) -> None:
+        assert pending.message is not None
+        self._results.counts[self._name] += 1
+        if pending.settled:
+            self._results.settled(pending.message, stored=True)
+        else:
+            self._results.end(pending.message, stored=True)
+
+    def refused(self, pending: Pending, cause: str) -> None:
+        return None
+
+    def dropped(self, pending: Pending) -> None: ...
+
+
+class _Outputs:
+    """Takes the results of outputs; see `Storing`.
+
+    Args:
+        dead_letter: makes the copy that is stored in place of refused outputs.
+    """
+
+    def __init__(
+        self, results: Results, dead_letter: Callable[[ReceivedMessage, str], Copy]
+    ) -> None:
+        self._results = results
+        self._dead_letter = dead_letter
+
+    def stored(self, pending: Pending) -> None:
+        assert pending.message is not None
+        self._results.counts["dead"] += pending.replaced
+        self._results.settled(pending.message, stored=True)
+
+    def refused(self, pending: Pending, cause: str) -> Sequence[Copy]:
+        assert pending.message is not None
+        log.error("output refused", message=repr(pending.message), error=cause)
+        return [self._dead_letter(pending.message, cause)]
+
+    def dropped(self, pending: Pending) -> None: ...
 
 
 def _failed(message: ReceivedMessage, due_ms: int, cause: str, step: int = -1) -> Failed:

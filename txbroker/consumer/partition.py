@@ -21,13 +21,13 @@ from txbroker.core.consuming.position import (
     encode_metadata,
 )
 from txbroker.core.consuming.queues import Order, PartitionQueue, lane_key_of
-from txbroker.core.records import Record
+from txbroker.core.records import NO_HEADERS, Record
 from txbroker.door.consuming import StoredOffset
 from txbroker.errors import TxbrokerError
 
 if TYPE_CHECKING:
-    from txbroker.consumer.committer import Pending
     from txbroker.consumer.engine import Engine
+    from txbroker.consumer.stores.pending import Pending
 
 _OVERHEAD_BYTES = 300
 """Memory of a message beside its key, value and headers."""
@@ -281,7 +281,9 @@ def size_of(record: Record) -> int:
     """Return the memory that a message takes, bytes, approximately."""
     size = _OVERHEAD_BYTES + len(record.value or b"") + len(record.key or b"")
     headers = record.headers
-    return size + _HEADER_BYTES * len(headers) if headers else size
+    if headers is NO_HEADERS or not headers:
+        return size
+    return size + _HEADER_BYTES * len(headers)
 
 
 class MemoryTooSmall(TxbrokerError):
@@ -312,22 +314,23 @@ class Memory:
         self._works = works
 
     @property
-    def _share(self) -> float:
+    def share(self) -> float:
+        """The bytes of one partition."""
         return self.bytes_max / max(1, len(self._works))
 
     @property
     def fetch_bytes(self) -> int:
         """How much of a partition to fetch at once, so that it keeps to its share."""
-        return round(min(_FETCH_BYTES_MAX, max(_FETCH_BYTES_MIN, self._share)))
+        return round(min(_FETCH_BYTES_MAX, max(_FETCH_BYTES_MIN, self.share)))
 
     def take(self, work: Work) -> None:
         """Pause a partition if it has its share."""
-        if work.bytes >= self._share and work not in self.paused:
+        if work.bytes >= self.share and work not in self.paused:
             self.paused.add(work)
             work.flow.pause(work.place)
 
     def free(self, work: Work) -> None:
         """Continue with a paused partition that has half of its share."""
-        if work in self.paused and work.bytes < self._share / 2:
+        if work in self.paused and work.bytes < self.share / 2:
             self.paused.discard(work)
             work.flow.resume(work.place)

@@ -436,7 +436,8 @@ class _Worker(Holder):
                 lanes.add(message.lane)
             else:
                 self._engine.finish(message, None, self, outputs)
-        self._engine.give_back(again)
+        if again:
+            self._engine.give_back(again)
         for message, result in failed:
             self._engine.finish(message, result, self)
 

@@ -28,17 +28,17 @@ class CommitFenced(KafkaUnavailable):
 
 
 class CopyRefused(KafkaUnavailable):
-    """A broker refused a copy, and so the whole commit: nothing of it was stored.
+    """A broker refused copies, and so the whole commit: nothing of it was stored.
 
     Attributes:
-        copy: the refused copy.
+        copies: refused ones, at least one. Of the others some may be refused next time.
     """
 
     lasting = True
 
-    def __init__(self, message: str, copy: Copy) -> None:
+    def __init__(self, message: str, copies: Sequence[Copy]) -> None:
         super().__init__(message)
-        self.copy = copy
+        self.copies = copies
 
 
 class StoreUnavailable(KafkaUnavailable):
@@ -67,7 +67,7 @@ class StoredOffset(NamedTuple):
     metadata: str
 
 
-class Copy(Struct, frozen=True):
+class Copy(Struct, frozen=True, gc=False):
     """A record to write within a commit, for example to a dead-letter topic."""
 
     topic: str
@@ -231,6 +231,10 @@ class ConsumingDoor(Protocol):
 
     async def topics(self, names: Collection[str] | None = None) -> dict[str, TopicIdentity]:
         """Return the facts of topics that exist and may be read; None: of all topics."""
+
+    async def partition_count(self, topic: str) -> int:
+        """Return a topic's number of partitions, to write to it; 0: it does not exist, or may not
+        be described."""
 
     async def offsets(
         self, partitions: Collection[Partition], time_ms: int

@@ -125,6 +125,14 @@ class MemoryConsumingDoor:
 
         return await self._home.run(look)
 
+    async def partition_count(self, topic: str) -> int:
+        def look() -> int:
+            self._kafka.require_up()
+            found = self._kafka.topics.get(topic)
+            return 0 if found is None else len(found.partitions)
+
+        return await self._home.run(look)
+
     async def offsets(
         self, partitions: Collection[Partition], time_ms: int
     ) -> dict[Partition, int]:

@@ -341,7 +341,7 @@ def store_copies(
             try:
                 kafka.write(copy.topic, copy.partition, [copy.record], transaction)
             except RecordRefused as error:
-                raise CopyRefused(error.cause.message, copy) from None
+                raise CopyRefused(error.cause.message, [copy]) from None
             written.add((copy.topic, copy.partition))
         kafka.finish(transaction, lost)
     finally:

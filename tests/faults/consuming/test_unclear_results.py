@@ -50,6 +50,22 @@ class UnclearStore:
             raise KafkaUnavailable("no answer")
 
 
+class Noted:
+    """Notes what becomes of copies."""
+
+    def __init__(self) -> None:
+        self.events: list[str] = []
+
+    def stored(self, pending: Pending) -> None:
+        self.events.append("stored")
+
+    def refused(self, pending: Pending, cause: str) -> None:
+        self.events.append("refused")
+
+    def dropped(self, pending: Pending) -> None:
+        self.events.append("dropped")
+
+
 class NoFlow:
     def pause(self, partition: Partition) -> None: ...
 
@@ -87,12 +103,12 @@ async def test_copy_without_new_position_is_stored_once(plain: bool | None, stor
         with pytest.raises(KafkaUnavailable):
             await committer.flush([work])
     store.unanswered = [stored]
-    done: list[int] = []
+    done = Noted()
     copies = [Copy("aside", 0, Record(b"k", b"1"))]
-    committer.store(Pending(work, None, copies, lambda: done.append(1)))
+    committer.store(Pending(work, None, copies, done))
     await flushed(committer, work)
     assert [copy.record.key for copy in store.copies] == [b"k"]
-    assert done == [1]
+    assert done.events == ["stored"]
 
 
 @pytest.fixture

@@ -4,17 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import structlog
 
-from txbroker.consumer.committer import Pending, StoreTraits
+from txbroker.consumer.committer import StoreTraits
 from txbroker.consumer.message import ReceivedMessage
-from txbroker.consumer.workers import Call, Handler, is_coroutine_function, until_end
+from txbroker.consumer.stores.pending import Pending
+from txbroker.consumer.workers import (
+    Call,
+    Handler,
+    RolledBack,
+    is_coroutine_function,
+    until_end,
+)
 from txbroker.core.consuming.failure import Reject
-from txbroker.core.records import Message, Record
+from txbroker.core.records import NO_HEADERS, Message, Record
 from txbroker.core.routing import murmur2
 from txbroker.door.consuming import ConsumingDoor, Copy
 from txbroker.errors import ConfigurationError, KafkaUnavailable
@@ -26,9 +35,12 @@ if TYPE_CHECKING:
 
 log = structlog.wrap_logger(logging.getLogger(__name__))
 
-_KNOWN_S = 300.0
+_KNOWN_S = 60.0
 """How long the number of a topic's partitions is used."""
 _PAUSE_S, _PAUSE_MAX_S = 0.1, 5.0
+_hash_of = lru_cache(maxsize=10_000)(murmur2)
+_sending = threading.Lock()
+"""Held while `Outputs` change: a thread may send while the handler ends."""
 
 
 class InKafka:
@@ -39,14 +51,16 @@ class InKafka:
 
 
 class Outputs:
-    """What one call of a handler sends: `out.send(message)`.
+    """What one call of a handler sends: `out.send(message)`, in any thread.
 
     It is written after the handler has returned, with the position of its message. If the handler
     fails, it is not written.
     """
 
+    __slots__ = ("_ended", "_messages")
+
     def __init__(self) -> None:
-        self.messages: list[Message] = []
+        self._messages: list[Message] = []
         self._ended = False
 
     def send(self, message: Message) -> None:
@@ -60,16 +74,43 @@ class Outputs:
             raise ConfigurationError(
                 f"out.send({message!r}): give a Message(topic, key=…, value=…) of txbroker.consumer"
             )
-        if self._ended:
-            raise ConfigurationError(
-                "out.send after the end of the handler: wait in the handler for all it sends"
-            )
-        self.messages.append(message)
+        with _sending:
+            if self._ended:
+                raise ConfigurationError(
+                    "out.send after the end of the handler: wait in the handler for all it sends"
+                )
+            self._messages.append(message)
 
     def end(self) -> Sequence[Message]:
         """Accept no further messages; return them."""
-        self._ended = True
-        return self.messages
+        with _sending:
+            self._ended = True
+        return self._messages
+
+
+class _FirstStage:
+    """Takes the result of the first stage's outputs; see `Storing`."""
+
+    def __init__(self, engine: Engine, future: asyncio.Future[None]) -> None:
+        self._engine = engine
+        self._future = future
+
+    def stored(self, pending: Pending) -> None:
+        assert pending.message is not None
+        self._engine.first_stored([pending.message])
+        if not self._future.done():
+            self._future.set_result(None)
+
+    def refused(self, pending: Pending, cause: str) -> Sequence[Copy]:
+        self._end(Reject(cause))
+        return ()
+
+    def dropped(self, pending: Pending) -> None:
+        self._end(RolledBack())
+
+    def _end(self, error: Exception) -> None:
+        if not self._future.done():
+            self._future.set_exception(error)
 
 
 class KafkaResults:
@@ -108,8 +149,14 @@ class KafkaResults:
 
         async def call(messages: list[ReceivedMessage], argument: Any) -> None:
             message, out = messages[0], Outputs()
-            await run(argument, out)
-            copies = [await self._copy(each, message) for each in out.end()]
+            try:
+                await run(argument, out)
+            finally:
+                sent = out.end()
+            copies = []
+            for output in sent:
+                count = self._known_count(output.topic) or await self._count(output.topic)
+                copies.append(_copy(output, message, count))
             failpoint("consumer.outputs_collected")
             holder = engine.in_flight.get(message)
             if engine.staged:
@@ -132,23 +179,14 @@ class KafkaResults:
 
         Raises:
             Reject: Kafka refuses one.
+            RolledBack: they are not stored, or the partition is lost.
         """
         work, stored = message.work, self._loop.create_future()
-
-        def succeeded() -> None:
-            engine.first_stored([message])
-            if not stored.done():
-                stored.set_result(None)
-
-        def refused(cause: str) -> Sequence[Copy]:
-            if not stored.done():
-                stored.set_exception(Reject(cause))
-            return ()
-
         commits = work.commits
         if commits is None:
-            return
-        pending = Pending(work.owner, message, copies, succeeded, refused, first=True)
+            raise RolledBack
+        owner = _FirstStage(engine, stored)
+        pending = Pending(work.owner, message, copies, owner, first=True)
         commits.store(pending)
         try:
             await asyncio.shield(stored)
@@ -162,42 +200,48 @@ class KafkaResults:
 
     # --- outputs -----------------------------------------------------------------------------
 
-    async def _copy(self, output: Message, message: ReceivedMessage) -> Copy:
-        """Return an output with its partition.
-
-        Raises:
-            Reject: its topic or partition does not exist.
-        """
-        count = await self._count(output.topic)
-        partition = output.partition
-        if partition is None:
-            key = output.key
-            partition = message.partition % count if key is None else murmur2(key) % count
-        if not 0 <= partition < count:
-            raise Reject(
-                f"topic {output.topic} has {count} partitions, and no partition {partition}"
-            )
-        timestamp_ms = message.timestamp_ms if output.timestamp_ms is None else output.timestamp_ms
-        record = Record(output.key, output.value, tuple(output.headers), timestamp_ms)
-        return Copy(output.topic, partition, record)
+    def _known_count(self, topic: str) -> int:
+        """Return the number of a topic's partitions, 0 if it has to be looked up."""
+        until_s, count = self._partitions.get(topic, (0.0, 0))
+        return count if self._loop.time() < until_s else 0
 
     async def _count(self, topic: str) -> int:
-        now_s = self._loop.time()
-        until_s, count = self._partitions.get(topic, (0.0, 0))
+        """Look up the number of a topic's partitions.
+
+        Raises:
+            Reject: it does not exist, or may not be described.
+        """
         failures = 0
-        while now_s >= until_s:
+        while True:
             try:
-                found = (await self._door.topics([topic])).get(topic)
-            except ConfigurationError as error:
-                raise Reject(str(error)) from None
+                count = await self._door.partition_count(topic)
+                break
             except KafkaUnavailable as error:
                 failures += 1
                 log.warning("output waits", topic=topic, error=str(error))
                 await asyncio.sleep(grown_pause_s(failures, _PAUSE_S, _PAUSE_MAX_S))
-                continue
-            if found is None:
-                raise Reject(f"topic {topic} does not exist, or this login may not describe it")
-            count = found.partitions
-            until_s = now_s + _KNOWN_S
-            self._partitions[topic] = (until_s, count)
+        if not count:
+            raise Reject(f"topic {topic} does not exist, or this login may not describe it")
+        self._partitions[topic] = (self._loop.time() + _KNOWN_S, count)
         return count
+
+
+def _copy(output: Message, message: ReceivedMessage, count: int) -> Copy:
+    """Return an output with its partition.
+
+    Args:
+        count: the partitions of its topic.
+
+    Raises:
+        Reject: it has no such partition.
+    """
+    partition, key = output.partition, output.key
+    if partition is None:
+        partition = (message.partition if key is None else _hash_of(key)) % count
+    elif not 0 <= partition < count:
+        raise Reject(f"topic {output.topic} has {count} partitions, and no partition {partition}")
+    timestamp_ms = output.timestamp_ms
+    if timestamp_ms is None:
+        timestamp_ms = message.record.timestamp_ms
+    headers = tuple(output.headers) or NO_HEADERS
+    return Copy(output.topic, partition, Record(key, output.value, headers, timestamp_ms))

@@ -75,6 +75,8 @@ class PartitionQueue(Generic[M]):
         """Lanes that were ready while the partition was suspended."""
         self.suspended: set[str] = set()
         """Reasons for which no message is given out."""
+        self.full = False
+        """Only messages that were given out, or wait in a lane, are given out."""
         self.removed = False
         self.listed = False
         self.taken = 0
@@ -111,7 +113,7 @@ class Queues(Generic[M]):
         self._list(queue)
 
     def _list(self, queue: PartitionQueue[M]) -> None:
-        if queue.buffer and not (queue.listed or queue.suspended or queue.removed):
+        if queue.buffer and not (queue.listed or queue.full or queue.suspended or queue.removed):
             queue.listed = True
             self._round.append(queue)
 
@@ -134,7 +136,7 @@ class Queues(Generic[M]):
         round_ = self._round
         while round_:
             queue = round_[0]
-            if not (queue.suspended or queue.removed):
+            if not (queue.full or queue.suspended or queue.removed):
                 buffer, lanes = queue.buffer, queue.lanes
                 while buffer:
                     message = buffer.popleft()
@@ -276,6 +278,11 @@ class Queues(Generic[M]):
             self._list(queue)
             self._ready.extend(queue.held)
             queue.held.clear()
+
+    def fill(self, queue: PartitionQueue[M], *, full: bool) -> None:
+        """Give out no message of a partition that has waited in no lane yet; or do again."""
+        queue.full = full
+        self._list(queue)
 
     def suspend_key(self, queue: PartitionQueue[M], key: bytes) -> None:
         """Give out no message with a key until `resume_key`. For order `key` only."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -11,7 +12,7 @@ from aiokafka.protocol.api import Request
 from txbroker.door.consuming import TopicIdentity, TopicSpec
 from txbroker.errors import ConfigurationError, KafkaUnavailable
 from txbroker.kafka.client.client import Client, KafkaRefused, TopicFacts, is_retriable
-from txbroker.kafka.protocol.codes import Code, describe
+from txbroker.kafka.protocol.codes import RETRIABLE, Code, describe
 from txbroker.kafka.protocol.schemas import RIGHTS_NOT_REQUESTED, alter_configs, metadata
 from txbroker.net.timers import Backoff
 
@@ -20,6 +21,8 @@ _TOPIC = 2
 _READ = 3
 """The bit of the right to read in authorized operations."""
 _CREATE_TIMEOUT_S = 10.0
+TOPIC_CREATION_S = 0.3
+"""All brokers know a new topic within this time."""
 
 
 class Admin:
@@ -70,6 +73,24 @@ class Admin:
             elif code == Code.NONE and not (internal and names is None):
                 found[name] = TopicIdentity(id, len(partitions))
         return found
+
+    async def partition_count(self, topic: str) -> int:
+        """Return a topic's number of partitions; 0: it does not exist, or may not be described.
+
+        Raises:
+            KafkaUnavailable: no broker knows.
+        """
+        for pause_s in (TOPIC_CREATION_S, 0.0):
+            facts = (await self._client.refresh([topic]))[topic]
+            if facts.partitions:
+                return len(facts.partitions)
+            if facts.error == Code.UNKNOWN_TOPIC_OR_PARTITION:
+                await asyncio.sleep(pause_s)
+            elif facts.error in RETRIABLE:
+                raise KafkaRefused(facts.error)
+            else:
+                break
+        return 0
 
     async def create(self, topics: Sequence[TopicSpec]) -> None:
         """Create topics that do not exist yet, and wait until their partitions have leaders.

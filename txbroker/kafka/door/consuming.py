@@ -98,6 +98,10 @@ class KafkaConsumingDoor(ConsumingDoor):
         """
         return await self._admin.identities(names) if names is None or names else {}
 
+    async def partition_count(self, topic: str) -> int:
+        """Return a topic's number of partitions, see `ConsumingDoor.partition_count`."""
+        return await self._admin.partition_count(topic)
+
     async def offsets(
         self, partitions: Collection[Partition], time_ms: int
     ) -> dict[Partition, int]:

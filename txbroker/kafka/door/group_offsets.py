@@ -164,7 +164,7 @@ class GroupOffsets:
             # Find the refused one among those of the batch.
             await self._commit_with(offsets, copies, _ONE_BY_ONE)
             return
-        raise CopyRefused(f"a copy was refused: {refused}", refused.copies[0])
+        raise CopyRefused(f"a copy was refused: {refused}", refused.copies)
 
     async def _write(
         self,
