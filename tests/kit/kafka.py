@@ -37,10 +37,12 @@ from txbroker.core.records import Record
 from txbroker.kafka import KafkaDoor, KafkaSettings
 from txbroker.kafka.client.client import GROUP, Client
 from txbroker.kafka.client.connection import open_connection
+from txbroker.kafka.client.producer import Producer as TransactionalProducer
 from txbroker.kafka.door.consuming import KafkaConsumingDoor
 from txbroker.kafka.protocol.codes import Code
 from txbroker.kafka.protocol.schemas import LeaveGroupV3
 from txbroker.kafka.tools.audit_results import KafkaAuditWriter
+from txbroker.net.timers import Backoff
 
 _NUMBERS = itertools.count()
 
@@ -112,6 +114,20 @@ class KafkaHarness:
         self._consuming_doors.append(door)
         await door.start()
         return door
+
+    def made_door(
+        self, opener: Callable[..., Any] = open_connection, **settings: Any
+    ) -> KafkaConsumingDoor:
+        """A door of a consumer, which starts and closes it."""
+        return KafkaConsumingDoor(self.settings(**settings), opener)
+
+    async def end_transaction(self, transactional_id: str) -> None:
+        """Abort an open transaction, as its coordinator does when it has timed out."""
+        client = Client(self.settings())
+        try:
+            await TransactionalProducer(client, "end", transactional_id).start(Backoff(10, 0.01))
+        finally:
+            await client.close()
 
     async def remove_member(self, group: str, name: str) -> None:
         """Remove a dynamic member from a group of consumers, as Kafka does after a session."""

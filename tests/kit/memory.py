@@ -41,6 +41,10 @@ class MemoryHarness:
         await door.start()
         return door
 
+    def made_door(self) -> ConsumingDoor:
+        """A door of a consumer, which starts and closes it."""
+        return self.kafka.consuming_door()
+
     async def remove_member(self, group: str, name: str) -> None:
         """Remove a member from a group of consumers, as Kafka does after a session."""
         self.kafka.group(group).expire(name)

@@ -12,6 +12,7 @@ from aiokafka.protocol.api import Request
 from txbroker.door.consuming import TopicIdentity, TopicSpec
 from txbroker.errors import ConfigurationError, KafkaUnavailable
 from txbroker.kafka.client.client import Client, KafkaRefused, TopicFacts, is_retriable
+from txbroker.kafka.client.producer import TOPIC_CREATION_S
 from txbroker.kafka.protocol.codes import RETRIABLE, Code, describe
 from txbroker.kafka.protocol.schemas import RIGHTS_NOT_REQUESTED, alter_configs, metadata
 from txbroker.net.timers import Backoff
@@ -21,8 +22,6 @@ _TOPIC = 2
 _READ = 3
 """The bit of the right to read in authorized operations."""
 _CREATE_TIMEOUT_S = 10.0
-TOPIC_CREATION_S = 0.3
-"""All brokers know a new topic within this time."""
 
 
 class Admin:

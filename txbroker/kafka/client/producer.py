@@ -38,7 +38,7 @@ from txbroker.kafka.protocol.transactions import (
 from txbroker.net.timers import Backoff
 
 _SEQUENCE_MASK = (1 << 31) - 1
-_TOPIC_CREATION_S = 0.3
+TOPIC_CREATION_S = 0.3
 """All brokers know a new topic within this time. A deleted one must not delay other topics."""
 _MARKERS_S = 0.02
 """Time to write the markers after EndTxn. Brokers wait as long before they ask the coordinator
@@ -64,13 +64,17 @@ class BatchRefused(TxbrokerError):
     Attributes:
         partition: topic and partition of the batch.
         code: the broker's error code.
+        records: which records of the batch are at fault, as far as known.
     """
 
-    def __init__(self, partition: Partition, code: int, message: str | None) -> None:
+    def __init__(
+        self, partition: Partition, code: int, message: str | None, records: Sequence[int] = ()
+    ) -> None:
         topic, number = partition
         super().__init__(f"{topic}-{number}: {message or describe(code)}")
         self.partition = partition
         self.code = code
+        self.records = records
 
 
 class BatchUnknown(TxbrokerError):
@@ -212,10 +216,10 @@ class Producer:
         maybe_stored: set[Partition] = set()
         stored: dict[Partition, Stored] = {}
         reason = ""
-        creation_deadline_s = backoff.left_s - _TOPIC_CREATION_S
+        creation_deadline_s = backoff.left_s - TOPIC_CREATION_S
         while waiting:
             for result in await self._send(waiting):
-                partition, code, where, message = result
+                partition, code, where, message, records = result
                 if code in (Code.NONE, Code.DUPLICATE_SEQUENCE):
                     stored[partition] = where
                     del waiting[partition]
@@ -234,7 +238,7 @@ class Producer:
                 ):
                     if partition in maybe_stored:
                         raise BatchUnknown(partition, f"{partition[0]}-{partition[1]}: {reason}")
-                    raise BatchRefused(partition, code, message)
+                    raise BatchRefused(partition, code, message, records)
                 elif code in _MAYBE_STORED or (
                     self._transactional_id is None and code in LEADER_MOVED
                 ):
@@ -296,11 +300,11 @@ class Producer:
                 self._client.forget_leader(*partition)
             return [_Result(partition, code, _NOWHERE, str(error)) for partition in batches]
         results = []
-        for topic, number, result, base_offset, timestamp_ms, message in answers:
+        for topic, number, result, base_offset, timestamp_ms, message, records in answers:
             if result in LEADER_MOVED:
                 self._client.forget_leader(topic, number)
             where = Stored(base_offset, timestamp_ms)
-            results.append(_Result((topic, number), result, where, message))
+            results.append(_Result((topic, number), result, where, message, records))
         return results
 
     async def _write(
@@ -349,7 +353,7 @@ class Producer:
             return
         topics = list(by_topic(new).items())
         request = AddPartitionsToTxnRequest(self._transactional_id, self.id, self.epoch, topics)
-        creation_deadline_s = backoff.left_s - _TOPIC_CREATION_S
+        creation_deadline_s = backoff.left_s - TOPIC_CREATION_S
         while True:
             code, partition = await self._try_add(request, new[0])
             if code == Code.NONE:
@@ -487,6 +491,7 @@ class _Result(NamedTuple):
     code: int
     where: Stored
     message: str | None
+    records: Sequence[int] = ()
 
 
 _NOWHERE = Stored(-1, -1)

@@ -218,6 +218,7 @@ class KafkaGroupMember:
             self._looking.cancel()
             await asyncio.gather(self._looking, return_exceptions=True)
         await self._loop.close()
+        await self._offsets.close()
         if self._instance is None:
             await self._member.leave()
 

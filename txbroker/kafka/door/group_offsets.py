@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import secrets
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 from txbroker.door.consuming import (
     CommitFenced,
@@ -25,13 +25,16 @@ from txbroker.kafka.client.acls import consumers_transactional_id
 from txbroker.kafka.client.client import Client, KafkaRefused
 from txbroker.kafka.client.groups import ask_group, error_codes, stored_offsets
 from txbroker.kafka.client.producer import BatchRefused, BatchUnknown, Producer, ProducerFenced
-from txbroker.kafka.protocol.batch import Body, batch_bodies
 from txbroker.kafka.protocol.codes import (
     MEMBER_FENCED,
+    RECORDS_REFUSED,
     RETRIABLE,
+    TOPIC_REFUSED,
+    TRANSACTION_BROKEN,
     Code,
     describe,
 )
+from txbroker.kafka.protocol.copies import Batch, Batches, RefusedBatch
 from txbroker.kafka.protocol.packed import PackedRequest
 from txbroker.kafka.protocol.schemas import OffsetCommitV7, OffsetFetchV7
 from txbroker.kafka.protocol.transactions import by_topic
@@ -39,9 +42,9 @@ from txbroker.net.timers import Backoff
 
 _CHANNEL = "group/copies"
 _NO_EPOCH = -1
-_BATCH_BYTES = 1_000_000
-"""A bit less than the default of `max.message.bytes`."""
-_ONE_BY_ONE = 1
+_PAUSE_S = 0.002
+"""Between attempts while the transaction before is completed, which takes some milliseconds."""
+_CLOSE_S = 2.0
 _AGAIN = RETRIABLE | {Code.REBALANCE_IN_PROGRESS}
 """A member between joining and its assignment may not commit yet."""
 _UNSTABLE_MAX_S = 60.0
@@ -77,6 +80,8 @@ class GroupOffsets:
         self._producer: Producer | None = None
         self._unsettled = False
         """A transaction may still be open, or be completed."""
+        self._limits: dict[str, int] = {}
+        """Sizes of batches by topic, see `Batches`."""
         self._turn = asyncio.Lock()
         """Of the producer: another one would abort the transaction in flight."""
 
@@ -90,10 +95,7 @@ class GroupOffsets:
         """
         if not partitions:
             return {}
-        async with self._turn:
-            if self._unsettled:
-                # It ends the transaction whose result is unknown.
-                self._keep(await self._start_producer(self._backoff()))
+        await self._settle()
         request = OffsetFetchV7(self._group, list(by_topic(partitions).items()), True)
         unstable = Backoff(_UNSTABLE_MAX_S, _UNSTABLE_PAUSE_S)
         while True:
@@ -121,7 +123,7 @@ class GroupOffsets:
         """
         if copies:
             async with self._turn:
-                await self._commit_with(offsets, copies, _BATCH_BYTES)
+                await self._commit_with(offsets, copies)
             return
         topics = _encoded(offsets)
 
@@ -131,10 +133,22 @@ class GroupOffsets:
         await self._store(make, self._backoff())
 
     async def _commit_with(
-        self, offsets: Mapping[Partition, StoredOffset], copies: Sequence[Copy], batch_bytes: int
+        self, offsets: Mapping[Partition, StoredOffset], copies: Sequence[Copy]
     ) -> None:
-        backoff = self._backoff()
-        rounds = _rounds(copies, batch_bytes)
+        batches = Batches(self._limits)
+        while True:
+            refused = await self._try_commit(offsets, batches.rounds(copies))
+            if refused is None:
+                return
+            # Otherwise with smaller batches, until a batch holds nothing but refused copies.
+            if found := batches.refused(refused, copies):
+                raise CopyRefused(f"a copy was refused: {refused}", found)
+
+    async def _try_commit(
+        self, offsets: Mapping[Partition, StoredOffset], rounds: Sequence[Mapping[Partition, Batch]]
+    ) -> RefusedBatch | None:
+        """Commit, or abort and return a refused batch."""
+        backoff = Backoff(self._settings.write_timeout_s, _PAUSE_S)
         # Reused only after success: a broker expects the sequence of a refused batch again, and
         # after other errors, or a cancelled call, the transaction may be open.
         producer, self._producer = self._producer, None
@@ -142,47 +156,57 @@ class GroupOffsets:
         try:
             producer = producer or await self._start_producer(backoff)
             try:
-                await self._write(producer, offsets, rounds, backoff)
-            except (CommitFenced, _Refused) as error:
-                # If this fails, the next producer aborts it.
-                with contextlib.suppress(KafkaUnavailable, ProducerFenced):
-                    await producer.end(commit=False, backoff=self._backoff())
-                    self._unsettled = False
-                if isinstance(error, CommitFenced):
-                    raise
-                refused = error
-            else:
-                failpoint("consumer.ending")
-                await producer.end(commit=True, backoff=backoff)
-                self._keep(producer)
-                return
+                refused = await self._write(producer, offsets, rounds, backoff)
+            except CommitFenced:
+                await self._abort(producer)
+                raise
+            if refused is not None:
+                await self._abort(producer)
+                return refused
+            failpoint("consumer.ending")
+            await producer.end(commit=True, backoff=backoff)
         except (BatchUnknown, ProducerFenced) as error:
             raise KafkaUnavailable(
                 f"the commit of group {self._group} with copies is unknown: {error}"
             ) from None
-        if len(refused.copies) > 1:
-            # Find the refused one among those of the batch.
-            await self._commit_with(offsets, copies, _ONE_BY_ONE)
-            return
-        raise CopyRefused(f"a copy was refused: {refused}", refused.copies)
+        self._keep(producer)
+        return None
+
+    async def _abort(self, producer: Producer) -> None:
+        # If this fails, the next producer aborts it.
+        with contextlib.suppress(KafkaUnavailable, ProducerFenced):
+            await producer.end(commit=False, backoff=self._backoff())
+            self._unsettled = False
 
     async def _write(
         self,
         producer: Producer,
         offsets: Mapping[Partition, StoredOffset],
-        rounds: Sequence[Mapping[Partition, _Batch]],
+        rounds: Sequence[Mapping[Partition, Batch]],
         backoff: Backoff,
-    ) -> None:
+    ) -> RefusedBatch | None:
+        """Write copies and offsets; return a batch that was refused.
+
+        Raises:
+            KafkaRefused: not because of the copies.
+            BatchUnknown, ProducerFenced, CommitFenced
+        """
         batches = rounds[0]
         try:
             await producer.add(list(batches), backoff)
             for batches in rounds:
                 await producer.produce({at: one.body for at, one in batches.items()}, backoff)
         except BatchRefused as error:
-            raise _Refused(str(error), batches[error.partition].copies) from None
+            if error.code in TRANSACTION_BROKEN:
+                raise KafkaUnavailable(
+                    f"the transaction of group {self._group} ended: {error}"
+                ) from None
+            if error.code not in TOPIC_REFUSED | RECORDS_REFUSED:
+                raise KafkaRefused(error.code, f"cannot store copies: {error}") from None
+            return RefusedBatch(batches[error.partition], error)
         failpoint("consumer.copied")
         if not offsets:
-            return
+            return None
         await producer.add_group(self._group, backoff)
         topics = _encoded(offsets)
 
@@ -190,6 +214,23 @@ class GroupOffsets:
             return producer.offset_commit(self._group, *member, topics)
 
         await self._store(make, backoff)
+        return None
+
+    async def close(self) -> None:
+        """End a transaction whose result is unknown: the next owner waits for its offsets.
+
+        Otherwise it ends when it times out.
+        """
+        if self._unsettled:
+            with contextlib.suppress(KafkaUnavailable, TimeoutError):
+                async with asyncio.timeout(_CLOSE_S):
+                    await self._settle()
+
+    async def _settle(self) -> None:
+        """End the transaction whose result is unknown."""
+        async with self._turn:
+            if self._unsettled:
+                self._keep(await self._start_producer(self._backoff()))
 
     def _keep(self, producer: Producer) -> None:
         self._producer, self._unsettled = producer, False
@@ -231,6 +272,8 @@ class GroupOffsets:
                     f"group {self._group}: the metadata of an offset is too large"
                 )
             why = f"cannot commit offsets of group {self._group}: {describe(code)}"
+            if codes & TRANSACTION_BROKEN:
+                raise KafkaUnavailable(why)
             if not codes <= _AGAIN:
                 raise KafkaRefused(code, why)
             if not await backoff.pause():
@@ -238,40 +281,6 @@ class GroupOffsets:
 
     def _backoff(self) -> Backoff:
         return Backoff(self._settings.write_timeout_s, self._settings.retry_backoff_s)
-
-
-class _Batch(NamedTuple):
-    """A batch of copies for one partition."""
-
-    body: Body
-    copies: Sequence[Copy]
-
-
-class _Refused(Exception):
-    """A batch of these copies was refused."""
-
-    def __init__(self, message: str, copies: Sequence[Copy]) -> None:
-        super().__init__(message)
-        self.copies = copies
-
-
-def _rounds(copies: Sequence[Copy], batch_bytes: int) -> list[dict[Partition, _Batch]]:
-    """Return the copies as batches, in order; each round writes at most one to a partition."""
-    rounds: list[dict[Partition, _Batch]] = []
-    for at, entries in _by_partition(copies).items():
-        bodies = batch_bodies([copy.record for copy in entries], batch_bytes)
-        rounds += [{} for _ in bodies[len(rounds) :]]
-        for batches, body in zip(rounds, bodies, strict=False):
-            batches[at] = _Batch(body, entries[: body.count])
-            entries = entries[body.count :]
-    return rounds
-
-
-def _by_partition(copies: Sequence[Copy]) -> dict[Partition, list[Copy]]:
-    found: dict[Partition, list[Copy]] = {}
-    for copy in copies:
-        found.setdefault((copy.topic, copy.partition), []).append(copy)
-    return found
 
 
 def _encoded(offsets: Mapping[Partition, StoredOffset]) -> list[tuple[str, list[Any]]]:

@@ -48,6 +48,8 @@ class Code(IntEnum):
     INVALID_TXN_STATE = 48
     INVALID_PRODUCER_ID_MAPPING = 49
     CONCURRENT_TRANSACTIONS = 51
+    UNSUPPORTED_FOR_MESSAGE_FORMAT = 43
+    POLICY_VIOLATION = 44
     TRANSACTIONAL_ID_AUTHORIZATION_FAILED = 53
     OPERATION_NOT_ATTEMPTED = 55
     STORAGE_ERROR = 56
@@ -105,6 +107,32 @@ FENCED = frozenset({Code.INVALID_PRODUCER_EPOCH, Code.PRODUCER_FENCED})
 
 MEMBER_FENCED = frozenset({Code.ILLEGAL_GENERATION, Code.UNKNOWN_MEMBER, Code.FENCED_INSTANCE_ID})
 """The group has gone on without this member, or another process uses its instance id."""
+
+TRANSACTION_BROKEN = FENCED | {
+    Code.OUT_OF_ORDER_SEQUENCE,
+    Code.INVALID_TXN_STATE,
+    Code.INVALID_PRODUCER_ID_MAPPING,
+    Code.UNKNOWN_PRODUCER_ID,
+    Code.TRANSACTION_ABORTABLE,
+}
+"""The transaction cannot be committed, for example because it has timed out. The next one may."""
+
+TOPIC_REFUSED = frozenset(
+    {Code.UNKNOWN_TOPIC_OR_PARTITION, Code.INVALID_TOPIC, Code.TOPIC_AUTHORIZATION_FAILED}
+)
+"""Nothing can be written to the topic."""
+
+RECORDS_REFUSED = frozenset(
+    {
+        Code.MESSAGE_TOO_LARGE,
+        Code.RECORD_LIST_TOO_LARGE,
+        Code.INVALID_TIMESTAMP,
+        Code.UNSUPPORTED_FOR_MESSAGE_FORMAT,
+        Code.POLICY_VIOLATION,
+        Code.INVALID_RECORD,
+    }
+)
+"""Some records of a batch cannot be written, or the batch is too large."""
 
 SEQUENCE_LOST = frozenset(
     {Code.OUT_OF_ORDER_SEQUENCE, Code.UNKNOWN_PRODUCER_ID, Code.INVALID_PRODUCER_EPOCH}

@@ -111,8 +111,8 @@ class PartitionsResponse(Struct, frozen=True):
 
     Attributes:
         topics: name and partitions of each topic. A partition of Produce: number, error, base
-            offset, timestamp and, from version 12 on, an error message. Of ListOffsets: number,
-            error, timestamp, offset.
+            offset, timestamp and, from version 12 on, an error message and which records of the
+            batch are at fault. Of ListOffsets: number, error, timestamp, offset.
     """
 
     topics: list[tuple[str, list[tuple[Any, ...]]]]
@@ -178,12 +178,14 @@ class ProduceV12(ProduceV7):
             for _ in range(size - 1):
                 number, code, offset, timestamp, _start = _PRODUCE_RESULT.unpack_from(frame, at)
                 errors, at = _read_varint(frame, at + _PRODUCE_RESULT.size)
-                for _ in range(errors - 1):  # errors of single records
+                records: list[int] = []
+                for _ in range(errors - 1):
+                    records += _INT.unpack_from(frame, at)
                     _error, at = _read_string(frame, at + _INT.size)
                     at = _skip_tags(frame, at)
                 message, at = _read_string(frame, at)
                 at = _skip_tags(frame, at)
-                partitions.append((number, code, offset, timestamp, message))
+                partitions.append((number, code, offset, timestamp, message, records))
             topics.append((name or "", partitions))
             at = _skip_tags(frame, at)
         return PartitionsResponse(topics)

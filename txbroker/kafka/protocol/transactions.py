@@ -7,7 +7,7 @@ requests, EndTxn may be retried until answered, and Produce adds its partition t
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 from aiokafka.protocol.transaction import InitProducerIdRequest
@@ -57,7 +57,11 @@ def by_topic(entries: Iterable[tuple[str, _T]]) -> dict[str, list[_T]]:
 
 
 class PartitionResult(NamedTuple):
-    """A broker's answer about one partition of a Produce request."""
+    """A broker's answer about one partition of a Produce request.
+
+    Attributes:
+        records: which records of the batch are at fault, as far as known.
+    """
 
     topic: str
     partition: int
@@ -65,6 +69,7 @@ class PartitionResult(NamedTuple):
     base_offset: int
     timestamp_ms: int
     message: str | None
+    records: Sequence[int] = ()
 
 
 class TxnProtocolV1:
@@ -134,8 +139,8 @@ class TxnProtocolV2(TxnProtocolV1):
 
     def parse_produce_response(self, response: PartitionsResponse) -> Iterator[PartitionResult]:
         for topic, partitions in response.topics:
-            for number, code, offset, timestamp, message in partitions:
-                yield PartitionResult(topic, number, code, offset, timestamp, message)
+            for fields in partitions:
+                yield PartitionResult(topic, *fields)
 
     def offset_commit(self, *fields: Any) -> PackedRequest:
         return TxnOffsetCommitV5(*fields)

@@ -1,0 +1,154 @@
+"""`InKafka`: outputs and positions together, on a Kafka in memory and on a real one."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from typing import Any
+
+import pytest
+from aiokafka.partitioner import DefaultPartitioner
+
+from tests.kit.consuming import TIMING
+from tests.kit.kafka import KafkaHarness
+from tests.kit.memory import MemoryHarness
+from tests.kit.processing import PARTITIONS, Doors, Processing, passed_on
+from tests.kit.until import until
+from txbroker import failpoints
+from txbroker.consumer import Consumer, Message, Outputs, ReceivedMessage, committer
+from txbroker.errors import ConfigurationError
+
+CRASHES = (
+    "consumer.outputs_collected",
+    "consumer.copied",
+    "consumer.ending",
+    "consumer.committing",
+    "consumer.committed",
+)
+KEYS = 5
+
+
+class Crash(BaseException):
+    """The process ends."""
+
+
+@pytest.fixture
+async def orders(world: Any, monkeypatch: pytest.MonkeyPatch) -> Processing:
+    monkeypatch.setattr(committer, "_FLUSH_MIN_S", 0.2)
+    monkeypatch.setattr(committer, "_PAUSE_MAX_S", 0.2)
+    return await Processing.begin(world)
+
+
+def texts(count: int, first: int = 0) -> list[str]:
+    return [f"k{number % KEYS}={number}" for number in range(first, first + count)]
+
+
+async def produce_by_key(orders: Processing, *each: str) -> None:
+    """Write `key=value`: a key has one partition."""
+    for partition in range(PARTITIONS):
+        mine = [text for text in each if int(text[1]) % PARTITIONS == partition]
+        await orders.produce(*mine, partition=partition)
+
+
+# --- what is stored --------------------------------------------------------------------------
+
+
+async def test_outputs_keep_everything(world: Any, orders: Processing) -> None:
+    keys = [b"", b"k", b"some-key", bytes(range(200)), *(b"%d" % n for n in range(20))]
+
+    async def handle(message: ReceivedMessage, out: Outputs) -> None:
+        out.send(Message(orders.prices, b"given", None, partition=1))
+        headers = (("one", b"1"), ("none", None), ("one", b""))
+        out.send(Message(orders.prices, b"k", b"v", headers, 0, timestamp_ms=1_700_000_000_000))
+        out.send(Message(orders.prices, None, b"without key"))
+        for key in keys:
+            out.send(Message(orders.prices, key, b"by key"))
+
+    await orders.produce("message", partition=1)
+    async with orders.running(handle):
+        await orders.done(1)
+    (source,) = await world.visible(orders.orders, 1)
+    found = [(n, r) for n in range(PARTITIONS) for r in await world.visible(orders.prices, n)]
+    (tombstone,) = [(n, r.value) for n, r in found if r.key == b"given"]
+    assert tombstone == (1, None)
+    (whole,) = [(n, r) for n, r in found if r.value == b"v"]
+    assert (whole[0], whole[1].timestamp_ms) == (0, 1_700_000_000_000)
+    assert tuple(whole[1].headers) == (("one", b"1"), ("none", None), ("one", b""))
+    # As all others it has the time of its source.
+    (keyless,) = [(n, r.timestamp_ms) for n, r in found if r.key is None]
+    assert keyless == (1, source.timestamp_ms)
+    numbers, choose = list(range(PARTITIONS)), DefaultPartitioner()
+    assert sorted((n, r.key) for n, r in found if r.value == b"by key") == sorted(
+        (choose(key, numbers, numbers), key) for key in keys
+    )
+
+
+@pytest.mark.parametrize("order", ["none", "partition", "key"])
+async def test_processed_once_and_in_order(orders: Processing, order: Any) -> None:
+    given = texts(300)
+    await produce_by_key(orders, *given)
+    async with orders.running(orders.pass_on, order=order, in_flight_max=8) as consumer:
+        await until(lambda: consumer._engine.handled == len(given))
+        await orders.done(len(given))
+        assert set(consumer.statistics().lag.values()) == {0}
+    found, expected = await orders.prices_of(), passed_on(given)
+    if order == "none":
+        found = {key: sorted(values) for key, values in found.items()}
+        expected = {key: sorted(values) for key, values in expected.items()}
+    assert found == expected
+
+
+# --- crashes ---------------------------------------------------------------------------------
+
+
+async def crashed(orders: Processing, moment: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run a consumer until its process ends at a moment, when it has processed 20 messages."""
+    over, count = asyncio.Event(), 0
+
+    def crash(name: str) -> None:
+        nonlocal count
+        count += name == moment
+        if count == (15 if moment == CRASHES[0] else 1):
+            over.set()
+        if over.is_set():
+            raise Crash
+
+    doors = orders.doors()
+    consumer = orders.consumer(doors, in_flight_max=4)
+    await consumer.start()
+    task = asyncio.create_task(consumer.run(orders.pass_on))
+    await produce_by_key(orders, *texts(20))
+    await orders.done(20)
+    monkeypatch.setattr(failpoints, "hook", crash)
+    await produce_by_key(orders, *texts(40, 20))
+    await over.wait()
+    await gone(orders, doors, consumer)
+    with contextlib.suppress(Crash):
+        await consumer.aclose()
+    await asyncio.gather(task, return_exceptions=True)
+    monkeypatch.setattr(failpoints, "hook", None)
+
+
+async def gone(orders: Processing, doors: Doors, consumer: Consumer) -> None:
+    """Cut a consumer off, remove it from its group, and end its transaction, as time does."""
+    await doors.cut()
+    door = await orders.world.consuming_door()
+    for name, _host, _partitions in (await door.describe(orders.group)).members:
+        await orders.world.remove_member(orders.group, name)
+    await door.close()
+    if isinstance(orders.world, KafkaHarness):
+        member: Any = consumer._readers[0][1]
+        await orders.world.end_transaction(member._offsets._transactional_id)
+
+
+@pytest.mark.rule(44)
+@pytest.mark.parametrize("moment", CRASHES)
+async def test_crash_repeats_and_loses_no_output(
+    orders: Processing, moment: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if isinstance(orders.world, MemoryHarness) and moment in CRASHES[1:3]:
+        pytest.skip("a commit in memory is one step")
+    await crashed(orders, moment, monkeypatch)
+    async with orders.running(orders.pass_on):
+        await orders.done(60)
+    assert await orders.prices_of() == passed_on(texts(60))
