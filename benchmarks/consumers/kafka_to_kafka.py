@@ -16,7 +16,7 @@ from aiokafka import AIOKafkaConsumer, AIOKafkaProducer
 
 from benchmarks.consumers.load import PARTITIONS, door_to, fill, new_name
 from txbroker.consumer import Consumer, InKafka, Message, Outputs, ReceivedMessage
-from txbroker.door.consuming import Partition, TopicSpec
+from txbroker.door.consuming import TopicSpec
 
 COUNT, KEYS = 160_000, 1_000
 _TRANSACTION, _TRANSACTION_S = 1_000, 0.1

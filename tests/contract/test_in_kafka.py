@@ -9,14 +9,12 @@ from typing import Any
 import pytest
 from aiokafka.partitioner import DefaultPartitioner
 
-from tests.kit.consuming import TIMING
 from tests.kit.kafka import KafkaHarness
 from tests.kit.memory import MemoryHarness
 from tests.kit.processing import PARTITIONS, Doors, Processing, passed_on
 from tests.kit.until import until
 from txbroker import failpoints
 from txbroker.consumer import Consumer, Message, Outputs, ReceivedMessage, committer
-from txbroker.errors import ConfigurationError
 
 CRASHES = (
     "consumer.outputs_collected",

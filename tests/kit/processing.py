@@ -107,7 +107,9 @@ class Processing:
         """The outputs by key, in order."""
         found: dict[str, list[str]] = {}
         for record in await self.visible(topic or self.prices):
-            found.setdefault((record.key or b"").decode(), []).append((record.value or b"").decode())
+            found.setdefault((record.key or b"").decode(), []).append(
+                (record.value or b"").decode()
+            )
         return found
 
     async def dead(self) -> list[str]:

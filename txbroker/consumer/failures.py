@@ -218,7 +218,8 @@ class _Outputs:
 
     def stored(self, pending: Pending) -> None:
         assert pending.message is not None
-        self._results.counts["dead"] += pending.replaced
+        if pending.replaced:
+            self._results.counts["dead"] += 1
         self._results.settled(pending.message, stored=True)
 
     def refused(self, pending: Pending, cause: str) -> Sequence[Copy]:
