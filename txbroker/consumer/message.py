@@ -58,6 +58,7 @@ class ReceivedMessage(Struct, eq=False, gc=False):
     Attributes:
         attempt: 1 for the first call of a handler with it. A crash may lose counted attempts.
         stage: the handler's stages that are done.
+        alone: it is handled in a batch without others: one with it was rolled back.
     """
 
     record: Record
@@ -69,6 +70,7 @@ class ReceivedMessage(Struct, eq=False, gc=False):
     failures: int = 0
     failed_before: Failed | None = None
     stage: int = 0
+    alone: bool = False
 
     @property
     def topic(self) -> str:

@@ -93,15 +93,8 @@ Call: TypeAlias = Callable[[list[ReceivedMessage], Any], Awaitable[None]]
 
 
 class RolledBack(Exception):
-    """Nothing of messages is stored, not because of an error of their handler.
-
-    Args:
-        done: those that were stored earlier. The others are handled again.
-    """
-
-    def __init__(self, done: Collection[ReceivedMessage] = ()) -> None:
-        super().__init__()
-        self.done = frozenset(done)
+    """Nothing of messages is stored, not because of an error of their handler: they are handled
+    again."""
 
 
 def check_handler(handler: object, second_argument: str = "") -> None:
@@ -147,7 +140,12 @@ async def take(
             message = engine.next(holder, together=True)
             if message is not None:
                 messages.pop(message, None)  # given back, and taken again
+                if message.alone and messages:
+                    engine.give_back([message])
+                    break
                 messages[message] = None
+                if message.alone:
+                    break
                 until_s = until_s or loop.time() + max_wait_s
                 continue
             # Some may have been given back, because their lease ended.
@@ -350,7 +348,8 @@ class _Worker(Holder):
 
     def cancel(self, reason: BaseException | None) -> None:
         """Cancel the handler. The messages fail for this reason, None: they are given back."""
-        if not self._cancelled and self.since_s is not None:
+        ended = asyncio.current_task() is self.task  # and its result was refused
+        if not self._cancelled and self.since_s is not None and not ended:
             self._cancelled, self._reason = True, reason
             self.task.cancel()
 
@@ -391,6 +390,8 @@ class _Worker(Holder):
             ended = self.task.cancelling() > 0
             if isinstance(error, asyncio.CancelledError) and (ended or interrupted):
                 engine.cancelled(argument if batch else [argument], self)
+            elif exact and batch:
+                self._finish_transaction(argument, error)
             elif batch or exact:
                 self._finish_batch(argument if batch else [argument], error)
             else:
@@ -404,6 +405,28 @@ class _Worker(Holder):
     async def _take(self) -> list[ReceivedMessage]:
         self.reports = {}
         return await take(self._engine, self._options.batch, self._options.max_wait_s, self)
+
+    def _finish_transaction(
+        self, messages: Sequence[ReceivedMessage], error: BaseException | None
+    ) -> None:
+        """Take the result of a batch whose results are stored together, or not at all.
+
+        If it fails, the failure policy would meet messages that did not fail: each that did, or
+        may have, is handled alone.
+        """
+        reports = self.reports or {}
+        if len(messages) == 1 or error is None:
+            self._finish_batch(messages, error)
+            return
+        self.reports = None
+        if not isinstance(error, RolledBack):
+            log.warning("batch rolled back", messages=len(messages), error=safe_repr(error))
+        for message in messages:
+            result = reports.get(message, error)
+            if result is not None and not isinstance(result, RolledBack):
+                message.alone = True
+                message.attempt += 1
+        self._engine.give_back([m for m in messages if self._engine.in_flight.get(m) is self])
 
     def _finish_batch(
         self, messages: Sequence[ReceivedMessage], error: BaseException | None
@@ -424,12 +447,8 @@ class _Worker(Holder):
                 result = error
             if self._engine.in_flight.get(message) is not self:
                 continue
-            if isinstance(result, RolledBack):
-                if message in result.done:
-                    self._engine.finish(message, None, self)
-                else:
-                    again.append(message)
-            elif message.lane is not None and message.lane in lanes and not self._engine.before:
+            follows = message.lane is not None and message.lane in lanes
+            if isinstance(result, RolledBack) or (follows and not self._engine.before):
                 again.append(message)
             elif result is not None:
                 failed.append((message, result))

@@ -22,6 +22,8 @@ class Fault(StrEnum):
     """The server, file or connection cannot be used now; of a commit the result is unknown."""
     NO_TABLE = "no table"
     DENIED = "denied"
+    ABORTED = "aborted"
+    """An earlier error has aborted the transaction, and was not raised."""
     OTHER = "other"
 
 
@@ -36,6 +38,8 @@ class Dialect(Struct, frozen=True, kw_only=True):
         lock, lock_shared: end of a SELECT that locks its rows and sees their newest version.
         newest: end of a SELECT by a duplicate key, which sees the row also if it is newer than the
             transaction's snapshot; "": not necessary.
+        newest_read: first statement of a transaction whose SELECTs see what others have committed
+            while it waited for their locks; "": they do in any case.
         ignore_duplicate: end of an INSERT that skips a row whose key exists; "": it fails instead,
             and its transaction can continue.
         keep: middle of an upsert, before the columns to set.
@@ -57,6 +61,7 @@ class Dialect(Struct, frozen=True, kw_only=True):
     lock: str
     lock_shared: str
     newest: str
+    newest_read: str
     ignore_duplicate: str
     keep: str
     numbers: str
@@ -124,6 +129,7 @@ _BY_STATE: Mapping[str, Fault] = {
     "42P01": Fault.NO_TABLE,
     "3F000": Fault.NO_TABLE,  # no schema
     "42501": Fault.DENIED,
+    "25P02": Fault.ABORTED,
     "25P03": Fault.UNAVAILABLE,  # idle in a transaction for too long
     "53300": Fault.UNAVAILABLE,  # too many connections
     "25006": Fault.UNAVAILABLE,  # read only, as a standby is
@@ -172,6 +178,7 @@ SQLITE = Dialect(
     lock="",
     lock_shared="",
     newest="",
+    newest_read="",
     ignore_duplicate=" ON CONFLICT DO NOTHING",
     keep=" ON CONFLICT ({key}) DO UPDATE SET ",
     numbers="(SELECT value AS n FROM json_each(?)) AS numbers",
@@ -195,6 +202,7 @@ POSTGRESQL = Dialect(
     lock=" FOR UPDATE",
     lock_shared=" FOR SHARE",
     newest="",
+    newest_read="SET TRANSACTION ISOLATION LEVEL READ COMMITTED",
     ignore_duplicate=" ON CONFLICT DO NOTHING",
     keep=" ON CONFLICT ({key}) DO UPDATE SET ",
     numbers=(
@@ -224,6 +232,7 @@ MARIADB = Dialect(
     lock=" FOR UPDATE",
     lock_shared=" LOCK IN SHARE MODE",
     newest=" LOCK IN SHARE MODE",
+    newest_read="",
     ignore_duplicate="",
     keep=" ON DUPLICATE KEY UPDATE ",
     numbers="JSON_TABLE(?, '$[*]' COLUMNS (n BIGINT PATH '$')) AS numbers",

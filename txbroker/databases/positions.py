@@ -89,6 +89,7 @@ class PositionTable:
         Args:
             first_token: of a partition that never had an owner.
         """
+        yield from self._see_newest()
         places = sorted(places)  # two consumers lock rows in the same order
         key = self._dialect.keep.format(key=_KEY)
         for place in places:
@@ -106,6 +107,11 @@ class PositionTable:
             )
             found[place] = _claimed(row, [int(row[0]) for row in rows.rows])
         return found
+
+    def _see_newest(self) -> Steps[None]:
+        """Begin a transaction that reads what others have committed while it waited for them."""
+        if self._dialect.newest_read:
+            yield Query(self._dialect.newest_read)
 
     def _select(self, columns: str, place: Partition, lock: str = "") -> Query:
         return Query(
@@ -198,6 +204,7 @@ class PositionTable:
 
         Waits for the transaction that was not answered, if it is still open.
         """
+        yield from self._see_newest()
         row = (yield self._select("token, next", settled.place, self._dialect.lock)).rows[0]
         if settled.offsets:
             first = settled.offsets[0]
@@ -217,6 +224,12 @@ class PositionTable:
         return None if int(row[0]) == settled.token else Stored.FENCED
 
     # --- positions ---------------------------------------------------------------------------
+
+    def touch(self, place: Partition) -> Steps[None]:
+        """Write something, to see whether that is possible."""
+        yield Query(
+            f"UPDATE {POSITION} SET token = token WHERE {_OF_PARTITION}", (self._group, *place)
+        )
 
     def save(
         self, place: Partition, position: tuple[int, Metadata], rows: Iterable[int], *, lower: bool

@@ -21,7 +21,10 @@ def refuse_control(*_arguments: object, **_options: object) -> Any:
     Raises:
         TransactionControlled
     """
-    raise TransactionControlled
+    raise TransactionControlled(
+        "the handler called commit or rollback, or a method that does: the consumer begins and "
+        "ends its transaction. Leave it out, and raise an exception to roll back"
+    )
 
 
 class PlainSession(Protocol):
@@ -154,6 +157,19 @@ def in_transaction(connection: Any) -> bool | None:
     if driver == "asyncpg":
         return bool(connection.is_in_transaction())
     return None
+
+
+def closed_by_user(connection: Any) -> bool:
+    """Return whether a driver's connection was closed; False for one that was lost."""
+    driver = driver_of(connection)
+    if driver == "sqlite3":
+        try:
+            return connection.in_transaction is None
+        except Exception:
+            return True
+    if driver == "pymysql":
+        return bool(connection._closed)
+    return bool(getattr(connection, "closed", False)) and not getattr(connection, "broken", False)
 
 
 def driver_of(connection: Any) -> str:

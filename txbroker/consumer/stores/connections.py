@@ -22,7 +22,7 @@ from txbroker.databases.database import (
 )
 from txbroker.databases.dialect import Fault
 from txbroker.databases.sessions import AsyncSession, PlainSession
-from txbroker.databases.steps import Steps
+from txbroker.databases.steps import Query, Steps
 from txbroker.door.consuming import StoreUnavailable
 from txbroker.errors import ConfigurationError
 
@@ -30,7 +30,21 @@ log = structlog.wrap_logger(logging.getLogger(__name__))
 T = TypeVar("T")
 
 _BUSY_ATTEMPTS = 20
+_PROBE = Query("SELECT 1")
 _BUSY_PAUSE_S, _BUSY_PAUSE_MAX_S = 0.005, 0.5
+
+
+class HandlerFailed(Exception):
+    """The handler raised an error, whatever its class.
+
+    Attributes:
+        session_lost: the connection that it received cannot be used any more.
+    """
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(error)
+        self.error = error
+        self.session_lost = False
 
 
 class Connections:
@@ -50,6 +64,8 @@ class Connections:
         self._own = self._handlers if single else ThreadPoolExecutor(1, "txbroker-positions")
         self._of_thread = threading.local()
         self._opened: set[PlainSession] = set()
+        self._used: set[PlainSession] = set()
+        self._closed = False
         self._idle: list[AsyncSession] = []
         self._turns = asyncio.Semaphore(count)
 
@@ -65,22 +81,26 @@ class Connections:
         if session is None:
             session = self._of_thread.session = self.database.open(idle_s=self._idle_s)
             self._opened.add(session)
+        self._used.add(session)
         try:
             return use(session)
         except BaseException as error:
-            # PyMySQL does not show that its connection is lost.
-            lost = self.database.dialect.fault(error) is Fault.UNAVAILABLE
-            if lost or not self._roll_back(session):
+            if not self._can_be_used(session):
                 self._of_thread.session = None
                 self._opened.discard(session)
-                with contextlib.suppress(Exception):
-                    session.close()
+                _close(session)
+                _note_lost(error)
             raise
+        finally:
+            self._used.discard(session)
+            if self._closed:
+                _close(session)
 
-    def _roll_back(self, session: PlainSession) -> bool:
-        """Roll back; return False if the session cannot be used any more."""
+    def _can_be_used(self, session: PlainSession) -> bool:
+        """Roll back, and return whether the session can be used again."""
         try:
             session.rollback()
+            session.execute(_PROBE)  # PyMySQL does not show that its connection is lost
         except Exception:
             return False
         return True
@@ -88,30 +108,39 @@ class Connections:
     # --- coroutines --------------------------------------------------------------------------
 
     @contextlib.asynccontextmanager
-    async def borrowed(self) -> AsyncIterator[AsyncSession]:
-        """Lend a session. After an error it is rolled back, or closed if it cannot be used."""
-        async with self._turns:
-            if self._idle:
-                session = self._idle.pop()
-            else:
-                session = await self.database.open_async(idle_s=self._idle_s)
-            try:
-                yield session
-                if session.in_transaction:
-                    await session.rollback()
-            except BaseException:
-                await asyncio.shield(self._take_back(session))
-                raise
-            self._idle.append(session)
+    async def for_handler(self) -> AsyncIterator[AsyncSession]:
+        """Lend a session to a handler. After an error it is rolled back, or closed if it cannot be
+        used."""
+        async with self._turns, self._borrowed() as session:
+            yield session
 
-    async def _take_back(self, session: AsyncSession) -> None:
+    @contextlib.asynccontextmanager
+    async def _borrowed(self) -> AsyncIterator[AsyncSession]:
+        if self._idle:
+            session = self._idle.pop()
+        else:
+            session = await self.database.open_async(idle_s=self._idle_s)
+        try:
+            yield session
+        except BaseException as error:
+            if not await asyncio.shield(self._take_back(session)):
+                _note_lost(error)
+            raise
+        await self._take_back(session)
+
+    async def _take_back(self, session: AsyncSession) -> bool:
+        """Roll back, and keep the session if it can be used again; return whether it can."""
         try:
             await session.rollback()
         except Exception:
             with contextlib.suppress(Exception):
                 await session.close()
+            return False
+        if self._closed:
+            await session.close()
         else:
             self._idle.append(session)
+        return True
 
     # --- the consumer ------------------------------------------------------------------------
 
@@ -138,8 +167,13 @@ class Connections:
         if self.database.plain:
             call = lambda session: steps_in_transaction(steps(), session)  # noqa: E731
             loop = asyncio.get_running_loop()
-            return await until_end(loop.run_in_executor(self._own, self._with_session, call))
-        async with self.borrowed() as session:
+            future = loop.run_in_executor(self._own, self._with_session, call)
+            try:
+                return await asyncio.shield(future)
+            except asyncio.CancelledError:
+                await asyncio.wait([future])
+                raise
+        async with self._borrowed() as session:
             return await steps_in_transaction_async(steps(), session)
 
     def unavailable(self, error: BaseException) -> BaseException:
@@ -154,15 +188,25 @@ class Connections:
         return explained
 
     async def close(self) -> None:
-        """Close all sessions; those of handlers that still run end with their threads."""
+        """Close all sessions; those of handlers that still run are closed when these end."""
+        self._closed = True
         self._handlers.shutdown(wait=False, cancel_futures=True)
         self._own.shutdown(wait=False, cancel_futures=True)
-        for session in list(self._opened):
-            with contextlib.suppress(Exception):
-                session.close()
+        for session in self._opened - self._used:
+            _close(session)
         for idle in self._idle:
             with contextlib.suppress(Exception):
                 await idle.close()
+
+
+def _close(session: PlainSession) -> None:
+    with contextlib.suppress(Exception):
+        session.close()
+
+
+def _note_lost(error: BaseException) -> None:
+    if isinstance(error, HandlerFailed):
+        error.session_lost = True
 
 
 async def busy_pause(attempt: int) -> None:

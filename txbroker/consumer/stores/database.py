@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import itertools
 import logging
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import structlog
@@ -15,21 +14,27 @@ import structlog
 from txbroker.consumer.committer import StoreTraits
 from txbroker.consumer.message import ReceivedMessage
 from txbroker.consumer.partition import Work
-from txbroker.consumer.stores.connections import Connections, busy_pause
+from txbroker.consumer.stores.connections import Connections, HandlerFailed, busy_pause
 from txbroker.consumer.workers import Call, Handler, RolledBack, is_coroutine_function, until_end
 from txbroker.core.consuming.copies import GroupTopics, Source, read_copy
-from txbroker.core.consuming.position import decode_metadata, encode_metadata
+from txbroker.core.consuming.position import Position, decode_metadata, encode_metadata
 from txbroker.core.consuming.queues import Order
 from txbroker.databases.database import Database
 from txbroker.databases.dialect import Fault
 from txbroker.databases.kept import DEAD, RETRY, SET_ASIDE, UNPUBLISHED, Kept, KeptTable
 from txbroker.databases.positions import PositionTable, Settled, Stored
-from txbroker.databases.sessions import AsyncSession, PlainSession, TransactionControlled
+from txbroker.databases.sessions import (
+    AsyncSession,
+    PlainSession,
+    TransactionControlled,
+    closed_by_user,
+)
 from txbroker.databases.steps import Steps, run, run_async
 from txbroker.door.consuming import Copy, Partition, StoredOffset, StoreUnavailable
 from txbroker.error_text import safe_repr
-from txbroker.errors import ConfigurationError
+from txbroker.errors import ConfigurationError, InvariantBroken, TxbrokerError
 from txbroker.failpoints import failpoint
+from txbroker.net.timers import grown_pause_s
 
 if TYPE_CHECKING:
     from txbroker.consumer.engine import Engine
@@ -39,18 +44,16 @@ log = structlog.wrap_logger(logging.getLogger(__name__))
 CONNECTIONS_MAX = 16
 _METADATA_MAX = 1 << 24
 _BUSY_ATTEMPTS = 10
+_PAUSE_S, _PAUSE_MAX_S = 0.02, 1.0
 
 
 class _Unanswered(Exception):
     """Whether a commit was executed is unknown."""
 
 
-class _HandlerFailed(Exception):
-    """The handler raised an error that is not the database's, whatever its class."""
-
-    def __init__(self, error: OSError) -> None:
-        super().__init__()
-        self.error = error
+class TransactionAborted(TxbrokerError):
+    """The handler caught an error of the database, which had aborted its transaction: let it pass,
+    or enclose the statement in a savepoint."""
 
 
 class InDatabase:
@@ -127,6 +130,8 @@ class OpenDatabase:
         """Offsets of done rows that the next position replaces."""
         self._claimed: set[Partition] = set()
         """Partitions whose first position is not stored: it may be lower than the last one."""
+        self._failures = 0
+        """In a row: the database was unavailable for handlers."""
 
     async def close(self) -> None:
         """Close the connections."""
@@ -154,7 +159,7 @@ class OpenDatabase:
     ) -> Collection[Partition]:
         """Store positions and failed messages, see `Store.commit`."""
         first = self._claimed.intersection(offsets)
-        rows = {place: self._rows.pop(place, []) for place in offsets}
+        rows = {place: self._replaced(place, offsets[place]) for place in offsets}
         kept: dict[Partition, list[Kept]] = {}
         for each in map(self._kept, copies):
             kept.setdefault(each.failed.source[:2], []).append(each)
@@ -184,6 +189,18 @@ class OpenDatabase:
         self._claimed -= first
         return fenced
 
+    def _replaced(self, place: Partition, stored: StoredOffset) -> list[int]:
+        """Take the done rows of a partition that a position includes; the others stay. The first
+        position after a claim replaces all: `on_assign` may have moved it."""
+        rows = self._rows.pop(place, [])
+        if place not in self._claimed:
+            metadata = decode_metadata(*stored)
+            assert metadata is not None
+            left = Position(stored.offset, metadata.ranges).undone(rows)
+            self._rows[place] = left
+            rows = sorted(set(rows).difference(left))
+        return rows
+
     def _kept(self, copy: Copy) -> Kept:
         found = read_copy(copy.record)
         assert found is not None
@@ -212,7 +229,7 @@ class OpenDatabase:
 
         async def attempt(transaction: _Transaction) -> int | None:
             if coroutine:
-                async with self.connections.borrowed() as session:
+                async with self.connections.for_handler() as session:
                     return await transaction.run_async(session)
             return await self.connections.in_thread(transaction.run)
 
@@ -223,33 +240,67 @@ class OpenDatabase:
                     stopped_at = await attempt(transaction)
                 except _Unanswered:
                     stopped_at = await self._look(transaction)
-                except TransactionControlled as error:
-                    engine.fail(error)
-                    raise RolledBack from None
-                except _HandlerFailed as error:
-                    raise error.error from None
                 except Exception as error:
-                    fault = self._database.dialect.fault(error)
-                    if fault is Fault.BUSY:
-                        engine.counts["repeated"] += 1
-                        await busy_pause(number)
-                        continue
-                    if fault is not Fault.UNAVAILABLE:
-                        raise
-                    self._unavailable(transaction, error)
-                    raise RolledBack from None
+                    await self._failed(transaction, error, last=number + 1 == _BUSY_ATTEMPTS)
+                    engine.counts["repeated"] += 1
+                    await busy_pause(number)
+                    continue
+                self._failures = 0
                 self._conclude(transaction, stopped_at)
                 return
-            log.warning("transactions are in each other's way", message=repr(messages[0]))
-            raise RolledBack
 
         return call
 
-    def _unavailable(self, transaction: _Transaction, error: BaseException) -> None:
+    async def _failed(self, transaction: _Transaction, error: Exception, *, last: bool) -> None:
+        """Return if a transaction is to be repeated.
+
+        Args:
+            last: it is not repeated any more.
+
+        Raises:
+            RolledBack
+            Exception: the error of the messages.
+        """
+        if isinstance(error, RolledBack):
+            raise error
+        if isinstance(error, ConfigurationError | InvariantBroken):
+            transaction.engine.fail(error)
+            raise RolledBack from None
+        raised = error.error if isinstance(error, HandlerFailed) else None
+        fault = self._database.dialect.fault(raised or error)
+        task = asyncio.current_task()
+        if fault is Fault.BUSY and not last and not (task and task.cancelling()):
+            return
+        if isinstance(error, HandlerFailed):
+            lost = error.session_lost
+            if not lost and fault is Fault.UNAVAILABLE:  # perhaps that of another database
+                lost = not await self._can_write(transaction)
+            if not lost:
+                raise error.error from None
+        elif fault is Fault.ABORTED:
+            raise TransactionAborted from error
+        elif fault not in (Fault.UNAVAILABLE, Fault.DENIED, Fault.NO_TABLE, Fault.BUSY):
+            raise error
+        await self._unavailable(transaction.works, raised or error)
+        raise RolledBack
+
+    async def _can_write(self, transaction: _Transaction) -> bool:
+        place = transaction.parts[0].settled.place
+        try:
+            await self.connections.transaction(lambda: self._positions.touch(place))
+        except StoreUnavailable:
+            return False
+        return True
+
+    async def _unavailable(self, works: Iterable[Work], error: BaseException) -> None:
+        """Let partitions wait for the database, and wait for a moment: it may refuse handlers and
+        take positions."""
         log.warning("database unavailable", database=self._database.name, error=safe_repr(error))
-        for part in transaction.parts:
-            if part.work.commits is not None:
-                part.work.commits.unavailable(part.work.owner)
+        for work in works:
+            if work.commits is not None:
+                work.commits.unavailable(work.owner)
+        self._failures += 1
+        await asyncio.sleep(grown_pause_s(self._failures, _PAUSE_S, _PAUSE_MAX_S))
 
     async def _look(self, transaction: _Transaction) -> int | None:
         """Find out whether a commit was executed that was not answered.
@@ -259,12 +310,11 @@ class OpenDatabase:
         """
         log.warning("commit unanswered", message=repr(transaction.messages[0]))
         first = transaction.parts[0].settled
-        for number in itertools.count():
+        while True:
             try:
                 found = await self.connections.transaction(lambda: self._positions.look(first))
             except StoreUnavailable as error:
-                self._unavailable(transaction, error)
-                await busy_pause(number)
+                await self._unavailable(transaction.works, error)
                 continue
             if found is Stored.BEFORE:
                 return None
@@ -294,8 +344,12 @@ class OpenDatabase:
             if part.work.commits is not None:
                 part.work.commits.fenced(part.work.owner)
             raise RolledBack
-        transaction.engine.first_stored(part.messages)
-        raise RolledBack(part.messages)
+        if len(transaction.messages) == 1:
+            transaction.engine.first_stored(part.messages)
+            return
+        for message in part.messages:  # which of them was stored before, each shows alone
+            message.alone = True
+        raise RolledBack
 
     async def finished(self, messages: Sequence[ReceivedMessage]) -> None:
         """See `Results.finished`."""
@@ -307,7 +361,11 @@ class OpenDatabase:
                 for source in sources:
                     yield from self.kept.remove(source)
 
-            await self.connections.transaction(steps)
+            try:
+                await self.connections.transaction(steps)
+            except StoreUnavailable as error:
+                await self._unavailable([message.work for message in kept], error)
+                raise RolledBack from None
 
 
 class _Part:
@@ -358,21 +416,27 @@ class _Transaction:
         self.parts = [_Part(work, by_work[work], staged=engine.staged) for work in ordered]
         self._holder = engine.in_flight.get(messages[0])
 
+    @property
+    def works(self) -> list[Work]:
+        return [part.work for part in self.parts]
+
     def run(self, session: PlainSession) -> int | None:
         """Call the handler with a plain connection; return the part that cannot be stored."""
         session.begin()
         try:
             result = self._handler(self._argument, session.connection)
-        except OSError as error:
-            raise _HandlerFailed(error) from None
-        except StopIteration as error:  # no future takes it
-            raise RuntimeError("the handler raised StopIteration") from error
+        except TransactionControlled:
+            raise
+        except Exception as error:
+            raise HandlerFailed(error) from error
         if inspect.isawaitable(result):
+            if inspect.iscoroutine(result):
+                result.close()
             raise ConfigurationError(
                 f"the handler {self._handler!r} returned an awaitable, which would run outside of "
                 "its transaction: write it with `async def`"
             )
-        self._check(open_=session.in_transaction)
+        self._check(session)
         stopped_at = run(self._settle(), session.execute)
         if stopped_at is not None:
             session.rollback()
@@ -391,9 +455,11 @@ class _Transaction:
         await session.begin()
         try:
             await self._handler(self._argument, session.connection)
-        except OSError as error:
-            raise _HandlerFailed(error) from None
-        self._check(open_=session.in_transaction)
+        except TransactionControlled:
+            raise
+        except Exception as error:
+            raise HandlerFailed(error) from error
+        self._check(session)
         stopped_at = await run_async(self._settle(), session.execute)
         if stopped_at is not None:
             await session.rollback()
@@ -407,10 +473,14 @@ class _Transaction:
         failpoint("consumer.result_committed")
         return None
 
-    def _check(self, *, open_: bool) -> None:
+    def _check(self, session: PlainSession | AsyncSession) -> None:
         """Raise TransactionControlled if the handler ended the transaction, RolledBack if it
         reported a failure of a message."""
-        if not open_:
+        if closed_by_user(session.connection):
+            raise TransactionControlled(
+                "the handler closed its connection, which the consumer uses again: leave it open"
+            )
+        if not session.in_transaction:
             raise TransactionControlled(
                 "the handler ended the transaction of the consumer, by COMMIT, ROLLBACK or a "
                 "statement that commits (on MariaDB also CREATE, ALTER and DROP): what it wrote "
