@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ CRASHES = (
     "consumer.committing",
     "consumer.committed",
 )
+_INSIDE = ("consumer.copied", "consumer.ending")
 KEYS = 5
 
 
@@ -144,9 +146,152 @@ async def gone(orders: Processing, doors: Doors, consumer: Consumer) -> None:
 async def test_crash_repeats_and_loses_no_output(
     orders: Processing, moment: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if isinstance(orders.world, MemoryHarness) and moment in CRASHES[1:3]:
-        pytest.skip("a commit in memory is one step")
+    if isinstance(orders.world, MemoryHarness) is (moment in _INSIDE):
+        pytest.skip("a commit in memory is one step; what is outside of it is the same on both")
     await crashed(orders, moment, monkeypatch)
     async with orders.running(orders.pass_on):
         await orders.done(60)
     assert await orders.prices_of() == passed_on(texts(60))
+
+
+# --- answers that are lost, owners that change -----------------------------------------------
+
+
+@pytest.mark.rule(44)
+@pytest.mark.parametrize("stored", [True, False], ids=["stored", "not stored"])
+async def test_lost_answer_repeats_and_loses_no_output(
+    world: Any, orders: Processing, stored: bool
+) -> None:
+    losing = await world.losing_door(orders.group, stored=stored, copies=True)
+    if isinstance(world, MemoryHarness):  # not the answer to the claim
+        world.kafka.group(orders.group)._lost_commit = None
+    async with orders.running(orders.pass_on, Doors(lambda: losing)) as consumer:
+        if isinstance(world, MemoryHarness):
+            await world.losing_door(orders.group, stored=stored, copies=True)
+        await produce_by_key(orders, *texts(30))
+        await orders.done(30)
+        assert consumer._engine.handled == 30
+    assert await orders.prices_of() == passed_on(texts(30))
+
+
+async def test_replaced_member_stores_no_output(world: Any, orders: Processing) -> None:
+    """Its handlers end after another member has processed their messages."""
+    gate, seen = asyncio.Event(), 0
+
+    async def late(message: ReceivedMessage, out: Outputs) -> None:
+        nonlocal seen
+        seen += 1
+        with contextlib.suppress(asyncio.CancelledError):
+            await gate.wait()
+        await orders.pass_on(message, out)
+
+    await produce_by_key(orders, *texts(10))
+    async with orders.running(late, in_flight_max=10, order="none", drain_s=0.1):
+        await until(lambda: seen == 10)
+        door = await world.consuming_door()
+        ((name, _host, _),) = (await door.describe(orders.group)).members
+        await world.remove_member(orders.group, name)
+        await door.close()
+        async with orders.running(orders.pass_on):
+            gate.set()
+            await orders.done(10)
+    found = await orders.prices_of()
+    assert {key: sorted(values) for key, values in found.items()} == passed_on(texts(10))
+
+
+async def test_rebalance_repeats_and_loses_no_output(orders: Processing) -> None:
+    async def handle(message: ReceivedMessage, out: Outputs) -> None:
+        await asyncio.sleep(0.002)
+        await orders.pass_on(message, out)
+
+    async with orders.running(handle, in_flight_max=4) as one:
+        await produce_by_key(orders, *texts(100))
+        async with orders.running(handle, in_flight_max=4) as two:
+            await until(lambda: any(topic == orders.orders for topic, _ in two.statistics().lag))
+            await produce_by_key(orders, *texts(100, 100))
+            await until(lambda: one._engine.handled + two._engine.handled > 150)
+        await produce_by_key(orders, *texts(100, 200))
+        await orders.done(300)
+    assert await orders.prices_of() == passed_on(texts(300))
+
+
+# --- outputs that are refused ----------------------------------------------------------------
+
+
+async def refused_output(world: Any, orders: Processing, why: str) -> tuple[Message, str]:
+    """Return an output that Kafka refuses, and why it says so."""
+    if why == "too large":
+        return Message(orders.prices, b"k1", bytes(2 << 20)), "large"
+    if why == "larger than the topic takes":
+        small = await world.create_topic("small", PARTITIONS, max_message_bytes="2000")
+        return Message(small, b"k1", bytes(5000)), "large"
+    if why == "no topic":
+        return Message(world.name("missing"), b"k1", b""), "does not exist"
+    if why == "no partition":
+        return Message(orders.prices, b"k1", b"", partition=PARTITIONS), "no partition 2"
+    if why == "no such name":
+        return Message("no/topic", b"k1", b""), "does not exist"
+    if why == "in the future":
+        return Message(orders.prices, b"k1", b"", timestamp_ms=1 << 50), "timestamp"
+    compacted = await world.create_topic("compacted", PARTITIONS, cleanup_policy="compact")
+    return Message(compacted, None, b"without key"), "invalid record|rejected"
+
+
+REFUSED = (
+    "too large",
+    "larger than the topic takes",
+    "no topic",
+    "no partition",
+    "no such name",
+    "in the future",
+    "without key",
+)
+
+
+@pytest.mark.parametrize("why", REFUSED)
+async def test_refused_output_is_a_dead_letter_alone(
+    world: Any, orders: Processing, why: str
+) -> None:
+    if isinstance(world, MemoryHarness) and why == "without key":
+        pytest.skip("the Kafka in memory compacts on demand")
+    refused, reason = await refused_output(world, orders, why)
+
+    async def handle(message: ReceivedMessage, out: Outputs) -> None:
+        await orders.pass_on(message, out)
+        if message.value in (b"7", b"11"):
+            out.send(refused)
+
+    given = texts(30)
+    await produce_by_key(orders, *given)
+    async with orders.running(handle, in_flight_max=16) as consumer:
+        await orders.done(len(given))
+        await until(lambda: consumer.statistics().counts.get("dead") == 2)
+    kept = [text for text in given if text.partition("=")[2] not in ("7", "11")]
+    assert await orders.prices_of() == passed_on(kept)
+    assert await orders.dead() == ["11", "7"]
+    causes = [
+        value for name, value in (await orders.dead_letters())[0].headers if name == "txb-cause"
+    ]
+    assert re.search(reason, (causes[0] or b"").decode())
+
+
+async def test_topic_that_is_deleted_refuses_only_its_outputs(
+    world: Any, orders: Processing
+) -> None:
+    gone = await world.create_topic("gone")
+
+    async def handle(message: ReceivedMessage, out: Outputs) -> None:
+        await orders.pass_on(message, out)
+        if message.key == b"k1":
+            out.send(Message(gone, message.key, message.value))
+
+    async with orders.running(handle) as consumer:
+        await produce_by_key(orders, *texts(10))
+        await orders.done(10)
+        await world.delete_topic(gone)
+        await produce_by_key(orders, *texts(10, 10))
+        await orders.done(20)
+        assert consumer.statistics().counts["dead"] == 2
+    kept = [text for text in texts(20) if text not in ("k1=11", "k1=16")]
+    assert await orders.prices_of() == passed_on(kept)
+    assert await orders.dead() == ["11", "16"]

@@ -112,9 +112,12 @@ class Processing:
             )
         return found
 
+    async def dead_letters(self) -> list[Record]:
+        return await self.visible(self.topics.dead, DEAD_PARTITIONS)
+
     async def dead(self) -> list[str]:
         """The values of the dead letters, sorted."""
-        found = await self.visible(self.topics.dead, DEAD_PARTITIONS)
+        found = await self.dead_letters()
         return sorted((record.value or b"").decode() for record in found)
 
     async def committed(self) -> int:

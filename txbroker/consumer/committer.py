@@ -140,6 +140,8 @@ class Committer:
         """The count with which a round begins; infinite once one is to begin."""
         self._since_s = 0.0
         self._now = asyncio.Event()
+        self._in_flight: asyncio.Timeout | None = None
+        """Ends the commit of the round in flight."""
         self.between_rounds = asyncio.Lock()
         """While it is held no round is in flight."""
         self._loop = asyncio.get_running_loop()
@@ -255,6 +257,8 @@ class Committer:
             except (KafkaUnavailable, TimeoutError) as error:
                 if left_s < _FLUSH_PAUSE_S or getattr(error, "lasting", False):
                     log.warning("positions not stored", error=safe_repr(error))
+                    if self._in_flight is not None:
+                        self._in_flight.reschedule(self._loop.time())
                     return
                 await asyncio.sleep(_FLUSH_PAUSE_S)
             else:
@@ -344,7 +348,7 @@ class Committer:
                         for copy in each.copies
                     ]
                     failpoint("consumer.committing")
-                    fenced = await self._store.commit(round_.offsets, copies) or ()
+                    fenced = await self._commit(round_.offsets, copies)
                     failpoint("consumer.committed")
             except CopyRefused as error:
                 self._unknown = None
@@ -363,6 +367,17 @@ class Committer:
                         self.fenced(work)
                 self._finish(round_)
                 self._resume()
+
+    async def _commit(
+        self, offsets: Mapping[Partition, StoredOffset], copies: Sequence[Copy]
+    ) -> Collection[Partition]:
+        try:
+            async with asyncio.timeout(None) as self._in_flight:
+                return await self._store.commit(offsets, copies) or ()
+        except TimeoutError:
+            raise KafkaUnavailable("given up, because partitions are released") from None
+        finally:
+            self._in_flight = None
 
     async def _is_stored(self, round_: _Round) -> bool:
         """Return whether a round without an answer was stored: a second attempt would write its

@@ -93,9 +93,9 @@ class GroupOffsets:
         Raises:
             KafkaUnavailable: no answer, or a transaction with offsets stays open.
         """
+        await self._settle()
         if not partitions:
             return {}
-        await self._settle()
         request = OffsetFetchV7(self._group, list(by_topic(partitions).items()), True)
         unstable = Backoff(_UNSTABLE_MAX_S, _UNSTABLE_PAUSE_S)
         while True:
