@@ -1,0 +1,331 @@
+"""`InKafka` on a Kafka in memory: stages, gaps in positions, bounds, misuse."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from tests.kit.consumer_world import TIMING, Handler, World, counted, text
+from tests.kit.until import until
+from txbroker.consumer import (
+    Consumer,
+    InKafka,
+    Later,
+    Message,
+    Outputs,
+    ReceivedMessage,
+    Reject,
+)
+from txbroker.consumer.committer import StoreTraits
+from txbroker.consumer.stores import pending
+from txbroker.errors import ConfigurationError
+from txbroker.testing.consuming import MemoryMember
+from txbroker.testing.memory import LostReply
+
+
+class Prices(World):
+    """Topic `orders` with one partition, and what is made of it in topic `prices`."""
+
+    def __init__(self) -> None:
+        super().__init__(partitions=1)
+        self.kafka.create_topic("prices", 1)
+
+    def consumer(self, **options: Any) -> Consumer:
+        given = {"mode": "exactly-once", "store": InKafka(), "order": "key", **TIMING}
+        return super().consumer(**given | options)
+
+    @property
+    def prices(self) -> list[str]:
+        return [(record.value or b"").decode() for record in self.kafka.visible("prices", 0)]
+
+    async def has(self, *values: str) -> None:
+        await until(lambda: len(self.prices) >= len(values))
+        assert self.prices == list(values)
+
+
+class Pricing(Handler):
+    """Sends each value on; waits for `gates` by value, and fails as planned."""
+
+    def __init__(self, **failing: Any) -> None:
+        super().__init__(**failing)
+        self.gates: dict[str, asyncio.Event] = {}
+
+    def shut(self, value: str) -> asyncio.Event:
+        self.gates[value] = asyncio.Event()
+        return self.gates[value]
+
+    async def __call__(self, message: ReceivedMessage, out: Outputs) -> None:  # type: ignore[override]
+        out.send(Message("prices", message.key, message.value))
+        if (gate := self.gates.get(text(message))) is not None:
+            await gate.wait()
+        await super().__call__(message)
+
+
+@pytest.fixture
+def prices(short_pauses: None) -> Prices:
+    return Prices()
+
+
+# --- handlers --------------------------------------------------------------------------------
+
+
+async def test_failed_handler_sends_nothing(prices: Prices) -> None:
+    handler = Pricing(again=[ValueError("bug"), Later(0.01), None], bad=Reject("hopeless"))
+    prices.produce("a=again", "b=bad", "c=1")
+    async with prices.running(handler) as consumer:
+        await prices.commits(3)
+        assert counted(consumer, "dead") == 1
+    assert sorted(prices.prices) == ["1", "again"]
+    assert prices.values("dead") == ["bad"]
+
+
+async def test_plain_handler_sends_from_its_thread(prices: Prices) -> None:
+    def handle(message: ReceivedMessage, out: Outputs) -> None:
+        out.send(Message("prices", None, message.value))
+
+    prices.produce("1", "2")
+    async with prices.running(handle, order="partition"):
+        await prices.has("1", "2")
+
+
+async def test_late_and_wrong_outputs_are_refused(prices: Prices) -> None:
+    kept: list[Outputs] = []
+    errors: list[str] = []
+
+    async def handle(message: ReceivedMessage, out: Outputs) -> None:
+        kept.append(out)
+        try:
+            out.send(b"prices")  # type: ignore[arg-type]
+        except ConfigurationError as error:
+            errors.append(str(error))
+        if text(message) == "fails":
+            raise Reject("no")
+
+    prices.produce("1", "fails")
+    async with prices.running(handle):
+        await prices.commits(2)
+    for out in kept:
+        with pytest.raises(ConfigurationError, match="after the end of the handler"):
+            out.send(Message("prices"))
+    assert len(errors) == 2
+    assert "give a Message(topic" in errors[0]
+    assert prices.prices == []
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda consumer: consumer.run(lambda _m, _o: None, batch=10), "batch is not for InKafka"),
+        (lambda consumer: consumer.run(lambda _m: None), "two arguments"),
+        (lambda consumer: anext(consumer.batches(5)), r"use run\(handler\)"),
+    ],
+)
+async def test_other_ways_are_refused(prices: Prices, call: Any, words: str) -> None:
+    async with prices.consumer() as consumer:
+        with pytest.raises(ConfigurationError, match=words):
+            await call(consumer)
+
+
+# --- transactions ----------------------------------------------------------------------------
+
+
+async def test_no_handler_runs_in_a_transaction(
+    prices: Prices, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Transactions have up to 1,000 outputs; the position of their messages is in the same one."""
+    sizes: list[tuple[int, int]] = []
+    commit = MemoryMember.commit
+
+    async def note(self: MemoryMember, offsets: Any, copies: Any = ()) -> None:
+        if copies:
+            sizes.append((len(copies), offsets["orders", 0].offset))
+        await commit(self, offsets, copies)
+
+    monkeypatch.setattr(MemoryMember, "commit", note)
+    prices.produce(*(f"{n % 7}={n}" for n in range(2500)))
+    async with prices.running(Pricing(), order="partition"):
+        await prices.commits(2500)
+    assert sum(count for count, _ in sizes) == 2500
+    assert max(count for count, _ in sizes) == 1000
+    assert [offset for _, offset in sizes] == [
+        sum(count for count, _ in sizes[: number + 1]) for number in range(len(sizes))
+    ]
+
+
+@pytest.mark.rule(44)
+async def test_outputs_of_a_message_stay_together(
+    prices: Prices, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pending, "COPIES_MAX", 10)
+    sizes: list[int] = []
+    commit = MemoryMember.commit
+
+    async def note(self: MemoryMember, offsets: Any, copies: Any = ()) -> None:
+        sizes.append(len(copies))
+        await commit(self, offsets, copies)
+
+    async def handle(message: ReceivedMessage, out: Outputs) -> None:
+        for _ in range(4 if message.value else 25):
+            out.send(Message("prices", None, message.value))
+
+    monkeypatch.setattr(MemoryMember, "commit", note)
+    prices.produce("1", "2", "3", "", "5")
+    async with prices.running(handle, order="partition"):
+        await prices.commits(5)
+    assert set(sizes) <= {0, 4, 8, 25}
+    assert len(prices.prices) == 4 * 4 + 25
+
+
+async def test_waiting_outputs_are_bounded(prices: Prices, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also while a message that closes the gap is tried again."""
+    monkeypatch.setattr(pending, "COPIES_MAX", 10)
+    monkeypatch.setattr(pending, "_WAITING_MAX", 20)
+    waiting: list[int] = []
+    closed = asyncio.Event()
+    commit = MemoryMember.commit
+
+    async def slowly(self: MemoryMember, offsets: Any, copies: Any = ()) -> None:
+        if copies:
+            await closed.wait()
+        await commit(self, offsets, copies)
+
+    monkeypatch.setattr(MemoryMember, "commit", slowly)
+    handler = Pricing()
+    prices.produce(*(f"{n}={n}" for n in range(200)))
+    async with prices.running(handler, in_flight_max=4) as consumer:
+        await until(lambda: len(handler.done) >= 20)
+        await asyncio.sleep(0.1)
+        waiting.append(consumer._readers[0][0]._committer._copies.count)
+        closed.set()
+        await prices.commits(200)
+    assert waiting[0] <= 20 + 4
+    assert sorted(map(int, prices.prices)) == list(range(200))
+
+
+# --- gaps in the position --------------------------------------------------------------------
+
+
+@pytest.fixture
+def short_metadata(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(InKafka, "traits", StoreTraits(exact=True, metadata_max=70))
+    monkeypatch.setattr(pending, "COPIES_MAX", 10)
+    monkeypatch.setattr(pending, "_WAITING_MAX", 20)
+
+
+@pytest.mark.rule(45)
+async def test_outputs_wait_whose_messages_do_not_fit_into_the_position(
+    prices: Prices, short_metadata: None
+) -> None:
+    """Every second message is stuck. Nothing is repeated after a restart, and nothing lost."""
+    handler = Pricing()
+    gates = [handler.shut(f"{number}") for number in range(0, 60, 2)]
+    prices.kafka.create_topic("others", 1)
+    prices.produce(*(f"{number}={number}" for number in range(60)))
+    options = {"topics": ["orders", "others"], "in_flight_max": 64, "drain_s": 0.1}
+    async with prices.running(handler, **options):
+        await until(lambda: len(handler.done) == 30)
+        prices.produce("x=other", topic="others")
+        await until(lambda: "other" in prices.prices)
+        stored = list(prices.prices)
+        assert len(stored) < 30
+    for gate in gates:
+        gate.set()
+    async with prices.running(handler, **options):
+        await prices.commits(60)
+    numbers = [price for price in prices.prices if price != "other"]
+    assert sorted(numbers, key=int) == [str(number) for number in range(60)]
+
+
+async def test_stuck_message_that_succeeds_lets_outputs_go_on(
+    prices: Prices, short_metadata: None
+) -> None:
+    """The partition is full: only messages that were handed out before are."""
+    tries = {f"{number}": [ValueError("bug")] * 5 + [None] for number in range(0, 60, 2)}
+    handler = Pricing(**tries)
+    prices.produce(*(f"{number}={number}" for number in range(60)))
+    async with prices.running(handler, in_flight_max=64, retry_interval_s=0.1):
+        await prices.commits(60)
+    assert sorted(prices.prices, key=int) == [str(number) for number in range(60)]
+
+
+# --- later stages ----------------------------------------------------------------------------
+
+
+async def test_later_stages_run_after_the_outputs_are_stored(prices: Prices) -> None:
+    seen: list[tuple[str, bool]] = []
+
+    async def second(message: ReceivedMessage) -> None:
+        seen.append((text(message), text(message) in prices.prices))
+
+    prices.produce("a=1", "b=2", "c=3")
+    async with prices.running(Pricing(), run={"then": [second]}) as consumer:
+        await prices.commits(3)
+        await until(lambda: consumer._engine.handled == 3)
+    assert sorted(seen) == [("1", True), ("2", True), ("3", True)]
+    assert sorted(prices.prices) == ["1", "2", "3"]
+
+
+async def test_restart_repeats_only_stages_that_had_not_ended(prices: Prices) -> None:
+    gate, seen = asyncio.Event(), []
+
+    async def second(message: ReceivedMessage) -> None:
+        seen.append(text(message))
+        if text(message) == "1":
+            await gate.wait()
+
+    run = {"then": [second]}
+    prices.produce("a=1", "b=2")
+    async with prices.running(Pricing(), run=run, drain_s=0.1):
+        await until(lambda: sorted(seen) == ["1", "2"])
+        await prices.commits(2)
+        await until(lambda: prices.committed()[1].later is not None)
+    gate.set()
+    handler = Pricing()
+    async with prices.running(handler, run=run):
+        await until(lambda: seen.count("1") == 2)
+        await until(lambda: prices.committed()[1].later is None)
+    assert handler.seen == []
+    assert sorted(prices.prices) == ["1", "2"]
+
+
+async def test_refused_output_of_a_first_stage_is_a_dead_letter(prices: Prices) -> None:
+    seen: list[str] = []
+
+    async def first(message: ReceivedMessage, out: Outputs) -> None:
+        size = 2 << 20 if text(message) == "large" else 10
+        out.send(Message("prices", message.key, bytes(size)))
+
+    async def second(message: ReceivedMessage) -> None:
+        seen.append(text(message))
+
+    prices.produce("a=1", "b=large", "c=3")
+    async with prices.running(first, run={"then": [second]}):
+        await prices.commits(3)
+    assert sorted(seen) == ["1", "3"]
+    assert prices.values("dead") == ["large"]
+    assert len(prices.prices) == 2
+
+
+@pytest.mark.parametrize("outcome", list(LostReply))
+@pytest.mark.parametrize("lost", [True, False])
+async def test_first_stage_ends_when_its_partition_is_lost(
+    prices: Prices, outcome: LostReply, lost: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No worker waits for ever, no later stage runs before the outputs are stored."""
+    seen: list[str] = []
+
+    async def second(message: ReceivedMessage) -> None:
+        seen.append(text(message))
+        assert text(message) in prices.prices
+
+    async with prices.running(Pricing(), run={"then": [second]}, in_flight_max=1):
+        prices.group.lose_answer_of_next_commit(outcome)
+        (name,) = prices.group.seats
+        prices.produce("a=1", "a=2")
+        if lost:
+            prices.group.expire(name)
+        await prices.commits(2)
+        await until(lambda: sorted(set(seen)) == ["1", "2"])
+    assert prices.prices == ["1", "2"]
