@@ -184,7 +184,7 @@ class Committer:
             soon: now, and not with the next positions.
         """
         work = pending.work
-        if work not in self._engine.works:
+        if work.commits is None:
             return
         self._copies.add(pending)
         self.changed(work, 0 if soon else 1)
@@ -197,7 +197,7 @@ class Committer:
         work = pending.work
         if self._unknown is not None and pending in self._unknown.pending.get(work, ()):
             return False
-        self._copies.remove([pending])
+        self._copies.remove(work, [pending])
         return True
 
     def unavailable(self, work: Work) -> None:
@@ -443,7 +443,7 @@ class Committer:
                 if others:
                     self._copies.replace(each, others)
                 else:
-                    self._copies.remove([each])
+                    self._copies.remove(work, [each])
         self._again(round_)
 
     def _give_back(self, work: Work, why: str) -> None:
@@ -466,7 +466,7 @@ class Committer:
         for work in round_.works:
             work.confirm(round_.offsets[work.place])
         for work, pendings in round_.pending.items():
-            self._copies.remove(pendings)
+            self._copies.remove(work, pendings)
             for each in pendings if work in self._engine.works else ():
                 if each.owner is not None:
                     each.owner.stored(each)

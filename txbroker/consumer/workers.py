@@ -227,17 +227,23 @@ class Workers:
                     await first(fresh, given)
                 else:
                     await handler(given)
+            if later:
+                await run_later(messages, fresh, argument)
+            if results is not None:
+                await results.finished(messages)
+
+        async def run_later(
+            messages: Sequence[ReceivedMessage], fresh: Sequence[ReceivedMessage], argument: Any
+        ) -> None:
             holder = engine.in_flight.get(messages[0])
             failed = {} if holder is None else holder.reports or {}
-            for message in fresh if later else ():
+            for message in fresh:
                 message.stage = int(failed.get(message) is None)
             for number, stage in enumerate(later, 1):
                 if due := [message for message in messages if message.stage == number]:
                     await stage(due if is_batch else argument)
                 for message in due:
                     message.stage += failed.get(message) is None
-            if results is not None:
-                await results.finished(messages)
 
         return call
 
@@ -392,10 +398,11 @@ class _Worker(Holder):
                 engine.cancelled(argument if batch else [argument], self)
             elif exact and batch:
                 self._finish_transaction(argument, error)
-            elif batch or exact:
+            elif batch or self.reports or isinstance(error, RolledBack):
                 self._finish_batch(argument if batch else [argument], error)
             else:
-                engine.finish(argument, error, self)
+                outputs, self.outputs = self.outputs, ()
+                engine.finish(argument, error, self, outputs)
             if ended:
                 raise asyncio.CancelledError
             if now_s - began_s > _BURST_S:
@@ -437,7 +444,6 @@ class _Worker(Holder):
         with at most once.
         """
         reports, self.reports = self.reports or {}, None
-        outputs, self.outputs = self.outputs, ()
         failed: list[tuple[ReceivedMessage, BaseException]] = []
         again: list[ReceivedMessage] = []
         lanes = set()
@@ -454,7 +460,8 @@ class _Worker(Holder):
                 failed.append((message, result))
                 lanes.add(message.lane)
             else:
-                self._engine.finish(message, None, self, outputs)
+                self._engine.finish(message, None, self, self.outputs)
+        self.outputs = ()
         if again:
             self._engine.give_back(again)
         for message, result in failed:

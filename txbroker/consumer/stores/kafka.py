@@ -38,6 +38,7 @@ log = structlog.wrap_logger(logging.getLogger(__name__))
 _KNOWN_S = 60.0
 """How long the number of a topic's partitions is used."""
 _PAUSE_S, _PAUSE_MAX_S = 0.1, 5.0
+_UNKNOWN = 0.0, 0
 _hash_of = lru_cache(maxsize=10_000)(murmur2)
 _sending = threading.Lock()
 """Held while `Outputs` change: a thread may send while the handler ends."""
@@ -146,6 +147,7 @@ class KafkaResults:
         """See `Results.around`: the outputs go to the messages' holder, and are stored after the
         call; with later stages they are stored before it returns."""
         run = handler if is_coroutine_function(handler) else self._in_thread(handler)
+        counts = self._partitions
 
         async def call(messages: list[ReceivedMessage], argument: Any) -> None:
             message, out = messages[0], Outputs()
@@ -155,7 +157,9 @@ class KafkaResults:
                 sent = out.end()
             copies = []
             for output in sent:
-                count = self._known_count(output.topic) or await self._count(output.topic)
+                until_s, count = counts.get(output.topic, _UNKNOWN)
+                if engine.now_s >= until_s:
+                    count = await self._count(output.topic)
                 copies.append(_copy(output, message, count))
             failpoint("consumer.outputs_collected")
             holder = engine.in_flight.get(message)
@@ -200,11 +204,6 @@ class KafkaResults:
 
     # --- outputs -----------------------------------------------------------------------------
 
-    def _known_count(self, topic: str) -> int:
-        """Return the number of a topic's partitions, 0 if it has to be looked up."""
-        until_s, count = self._partitions.get(topic, (0.0, 0))
-        return count if self._loop.time() < until_s else 0
-
     async def _count(self, topic: str) -> int:
         """Look up the number of a topic's partitions.
 
@@ -243,5 +242,5 @@ def _copy(output: Message, message: ReceivedMessage, count: int) -> Copy:
     timestamp_ms = output.timestamp_ms
     if timestamp_ms is None:
         timestamp_ms = message.record.timestamp_ms
-    headers = tuple(output.headers) or NO_HEADERS
+    headers = tuple(output.headers) if output.headers else NO_HEADERS
     return Copy(output.topic, partition, Record(key, output.value, headers, timestamp_ms))

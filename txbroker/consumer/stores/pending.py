@@ -60,7 +60,8 @@ class Storing(Protocol):
 class _Waiting:
     """The copies of one partition."""
 
-    def __init__(self) -> None:
+    def __init__(self, bytes_max: float) -> None:
+        self.bytes_max = bytes_max
         self.queue: deque[Pending] = deque()
         self.count = 0
         self.bytes = 0
@@ -97,11 +98,11 @@ class PendingCopies:
         """Add some."""
         waiting = self._waiting.get(pending.work)
         if waiting is None:
-            waiting = self._waiting[pending.work] = _Waiting()
-        copies = pending.copies
-        pending.size = sum([size_of(copy.record) for copy in copies])
+            waiting = self._waiting[pending.work] = _Waiting(self._engine.memory.share)
+        for copy in pending.copies:
+            pending.size += size_of(copy.record)
         waiting.queue.append(pending)
-        self._count(pending.work, waiting, len(copies), pending.size)
+        self._count(pending.work, waiting, len(pending.copies), pending.size)
 
     def take(self, works: Collection[Work]) -> dict[Work, list[Pending]]:
         """Return the first ones of these partitions, as many as one round stores; partitions take
@@ -124,19 +125,22 @@ class PendingCopies:
             self._waiting[work] = self._waiting.pop(work)
         return found
 
-    def remove(self, pendings: Collection[Pending]) -> None:
-        """Remove some of one partition."""
-        if not pendings:
-            return
-        work = next(iter(pendings)).work
+    def remove(self, work: Work, pendings: Collection[Pending]) -> None:
+        """Remove some of a partition."""
         waiting = self._waiting.get(work)
         if waiting is None:
             return
-        ended, queue = set(map(id, pendings)), waiting.queue
-        gone = [each for each in queue if id(each) in ended]
-        waiting.queue = deque(each for each in queue if id(each) not in ended)
-        copies = sum(len(each.copies) for each in gone)
-        self._count(work, waiting, -copies, -sum(each.size for each in gone))
+        copies = size = 0
+        for each in pendings:
+            if waiting.queue and waiting.queue[0] is each:  # as those of a round
+                waiting.queue.popleft()
+            elif each in waiting.queue:
+                waiting.queue.remove(each)
+            else:
+                continue
+            copies += len(each.copies)
+            size += each.size
+        self._count(work, waiting, -copies, -size)
         if not waiting.queue:
             del self._waiting[work]
 
@@ -159,7 +163,7 @@ class PendingCopies:
         self.count += copies
         waiting.count += copies
         waiting.bytes += size
-        is_full = waiting.count >= _WAITING_MAX or waiting.bytes > self._engine.memory.share
+        is_full = waiting.count >= _WAITING_MAX or waiting.bytes > waiting.bytes_max
         if is_full is not waiting.is_full:
             waiting.is_full = is_full
             self._engine.fill(work, full=is_full)
