@@ -222,16 +222,17 @@ class Nemesis:
         skip = fleet.fate.randrange(30)
         armed = await fleet.launch(fleet.free_slot(), point, skip, stops=True)
         until_s = time.monotonic() + MOMENT_S
-        while armed.running and not armed.stopped:
-            if time.monotonic() > until_s:
-                self.counts["moment not reached"] += 1
-                break
+        while armed.running and not armed.stopped and time.monotonic() < until_s:
             await asyncio.sleep(0.02)
-        begin = time.monotonic()
-        await asyncio.sleep(seconds if armed.stopped else 0)
-        fleet.note("stopped", armed.name, begin, time.monotonic())
-        armed.signal(signal.SIGCONT)
-        await asyncio.sleep(1)
+        if armed.stopped:
+            begin = time.monotonic()
+            await asyncio.sleep(seconds)
+            fleet.note("stopped", armed.name, begin, time.monotonic())
+            armed.signal(signal.SIGCONT)
+            await asyncio.sleep(1)
+        else:
+            self.counts["moment not reached"] += 1
+            await fleet.kill(armed)
         await self._shrink()
 
     async def _race(self, seconds: float) -> None:
