@@ -230,14 +230,14 @@ class Workers:
             if later:
                 await run_later(messages, fresh, argument)
             if results is not None:
-                await results.finished(messages)
+                await results.finished([each for each in messages if each.stage > len(later)])
 
         async def run_later(
             messages: Sequence[ReceivedMessage], fresh: Sequence[ReceivedMessage], argument: Any
         ) -> None:
             holder = engine.in_flight.get(messages[0])
             failed = {} if holder is None else holder.reports or {}
-            for message in fresh:
+            for message in fresh if first is None else ():
                 message.stage = int(failed.get(message) is None)
             for number, stage in enumerate(later, 1):
                 if due := [message for message in messages if message.stage == number]:
