@@ -197,6 +197,7 @@ class ExactFleet(Fleet):
         places = [TopicPartition(name, n) for name in self.sources for n in range(PARTITIONS)]
         asked = {place: OffsetSpec.latest() for place in places}
         admin = admin_of(self.bootstrap)
+        admin.list_topics(timeout=10)  # or it keeps to the leaders of before a restart
         found = admin.list_offsets(asked, isolation_level=IsolationLevel.READ_COMMITTED)
         ends = {(at.topic, at.partition): found[at].result(10).offset for at in places}
         return {place: end for place, end in ends.items() if end}

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import faulthandler
 import json
 import math
 import os
@@ -61,6 +62,7 @@ _LOSABLE = frozenset(
 )
 LOSE_S, LOSE_SHARE = 1.5, 0.5
 COMMIT_S = 0.5
+HANG_S = 25.0
 NO_KAFKA = 3
 """Exit code: Kafka did not answer at the start."""
 
@@ -209,10 +211,12 @@ async def main(given: Given) -> None:
         try:
             await run(consumer, given, write, moment)
         finally:
+            show_hang(loop)
             counts = consumer.statistics()
             write("counts", **{**counts.counts, "overflow_now": counts.overflow})
     await losing.relay.close()
     write("stopped")
+    faulthandler.cancel_dump_traceback_later()
 
 
 async def run(consumer: Consumer, given: Given, write: Callable[..., None], moment: Moment) -> None:
@@ -246,6 +250,17 @@ def store_of(exact: Exact) -> InDatabase | InKafka:
     if exact.kind == MARIADB:
         return InDatabase(MariaDB(exact.url, create_tables=True))
     return InKafka()
+
+
+def show_hang(loop: asyncio.AbstractEventLoop) -> None:
+    """Write to the log where this process is, if it does not end."""
+
+    def show() -> None:
+        for task in asyncio.all_tasks(loop):
+            task.print_stack()
+
+    loop.call_later(HANG_S, show)
+    faulthandler.dump_traceback_later(HANG_S)
 
 
 def deafen() -> None:
