@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 import asyncio
+import sqlite3
+import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.kit.until import until
-from txbroker.consumer import Consumer, ReceivedMessage
+from txbroker.consumer import Consumer, InDatabase, ReceivedMessage
 from txbroker.consumer.committer import CommitPolicy, Committer, Pending, StoreTraits
 from txbroker.consumer.engine import Engine
 from txbroker.consumer.message import MessageLease, NoLease
 from txbroker.consumer.partition import Work
+from txbroker.consumer.stores.connections import Connections
 from txbroker.core.consuming.copies import GroupTopics
 from txbroker.core.consuming.failure import make_policy
 from txbroker.core.consuming.queues import Order
 from txbroker.core.records import Record
+from txbroker.databases import SQLite
+from txbroker.databases.steps import Query, Steps
 from txbroker.door.consuming import Copy, Partition, StoredOffset
 from txbroker.errors import KafkaUnavailable
 from txbroker.testing.memory import MemoryKafka
@@ -189,5 +196,67 @@ async def test_claim_of_a_lost_assignment_moves_no_position_back(memory: MemoryK
     await until(lambda: handled)
     assert handled == [2]
     assert group.offsets[PLACE].metadata.split(":")[1] == "8"
+    await consumer.aclose()
+    await task
+
+
+async def test_cancelled_transaction_ends_and_is_reported_as_cancelled(tmp_path: Path) -> None:
+    """Or a background task goes on for ever, and its consumer does not end."""
+    begun = threading.Event()
+    go_on = threading.Event()
+
+    def steps() -> Steps[None]:
+        begun.set()
+        go_on.wait()
+        yield Query("CREATE TABLE ended (at INTEGER)")
+
+    connections = Connections(SQLite(tmp_path / "results.db"), 1, 60.0)
+    task = asyncio.create_task(connections.transaction(steps))
+    await until(begun.is_set)
+    task.cancel()
+    await asyncio.sleep(0.05)
+    assert not task.done()
+    go_on.set()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    with closing(sqlite3.connect(tmp_path / "results.db")) as connection:
+        connection.execute("SELECT * FROM ended")
+    await connections.close()
+
+
+async def test_reported_failure_of_a_batch_keeps_the_order(
+    memory: MemoryKafka, tmp_path: Path
+) -> None:
+    """The last message of a batch fails once; those before it are stored before it."""
+    write(memory, 4)
+    file = tmp_path / "results.db"
+    with closing(sqlite3.connect(file)) as connection:
+        connection.execute("CREATE TABLE effects (number INTEGER PRIMARY KEY, at INTEGER)")
+
+    def handle(messages: list[ReceivedMessage], connection: sqlite3.Connection) -> None:
+        for message in messages:
+            connection.execute("INSERT INTO effects (at) VALUES (?)", (message.offset,))
+            if message.offset == 2 and message.attempt == 1:
+                message.failed(ValueError("once"))
+
+    consumer = Consumer(
+        memory,
+        group=GROUP,
+        topics=["orders"],
+        mode="exactly-once",
+        store=InDatabase(SQLite(file, create_tables=True)),
+        retry_interval_s=0.01,
+    )
+    await consumer.start()
+    task = asyncio.create_task(consumer.run(handle, batch=10, max_wait_s=0.5))
+    with closing(sqlite3.connect(file)) as connection:
+        rows = await until(
+            lambda: (
+                found
+                if len(found := connection.execute("SELECT at FROM effects").fetchall()) == 4
+                else None
+            )
+        )
+    assert [at for (at,) in rows] == [0, 1, 2, 3]
     await consumer.aclose()
     await task
