@@ -59,8 +59,8 @@ class World:
             and item.name not in self.delayed
         )
 
-    def take(self, holder: object = None) -> Item | None:
-        item = self.queues.take(holder)
+    def take(self, holder: object = None, after: Item | None = None) -> Item | None:
+        item = self.queues.take(holder, after)
         if item is not None:
             assert self.takeable(item, holder)
             assert self.left[item.name].pop(0) is item, "the first of its lane"
@@ -104,6 +104,10 @@ class World:
         self.keys.discard((partition, key))
         self.queues.resume_key(self.partitions[partition], key)
 
+    def followed(self, item: Item) -> bool:
+        """Return whether its holder has other messages of its lane."""
+        return any(other.name == item.name and other is not item for other in self.flying)
+
     def missed(self) -> list[Item]:
         """Messages that can be given out and were not."""
         heads = [items[0] for items in self.left.values() if items]
@@ -124,11 +128,13 @@ def test_random_schedules(order: Order, seed: int) -> None:
         if step == 0:
             world.add(partition, *rng.choices(KEYS, k=rng.randrange(8)))
         elif step in (1, 2, 3):
-            if world.take() is None:
+            holder = rng.choice((None, "one", "two"))
+            mine = [item for item, by in world.flying.items() if by == holder is not None]
+            if world.take(holder, rng.choice(mine) if mine else None) is None:
                 assert not world.missed()
         elif step in (4, 5) and flying is not None:
             world.settle(flying)
-        elif step == 6 and flying is not None:
+        elif step == 6 and flying is not None and not world.followed(flying):
             world.put_back(flying, rng.choice((None, now_s + rng.randrange(5))))
         elif step == 7:
             now_s += rng.random()
@@ -203,6 +209,27 @@ def test_holder_takes_several_of_a_lane() -> None:
     for item in (a1, a2):
         world.settle(item)
     assert world.take(two) is a3
+
+
+@pytest.mark.parametrize("holders", [1, 2, 8])
+@pytest.mark.parametrize("order", Order)
+def test_batch_comes_from_one_partition(order: Order, holders: int) -> None:
+    """Also while other holders take batches, of partitions that are busy, too."""
+    world = World(order, 8)
+    for partition in range(8):
+        world.add(partition, *[b"%d" % number for number in range(500)])
+    while any(world.left.values()):
+        batches: list[list[Item]] = []
+        for holder in map(str, range(holders)):
+            batch: list[Item] = []
+            while len(batch) < 100 and (item := world.take(holder, batch[-1] if batch else None)):
+                batch.append(item)
+            batches.append(batch)
+        for batch in batches:
+            assert len(batch) == 100
+            assert len({item.partition for item in batch}) == 1
+            for item in batch:
+                world.settle(item)
 
 
 @pytest.mark.parametrize("order", [Order.KEY, Order.PARTITION, Order.NONE])

@@ -316,12 +316,15 @@ class Engine:
 
     # --- hand out and finish -----------------------------------------------------------------
 
-    def next(self, holder: Holder, *, together: bool = False) -> ReceivedMessage | None:
+    def next(
+        self, holder: Holder, *, together: bool = False, after: ReceivedMessage | None = None
+    ) -> ReceivedMessage | None:
         """Return the next message, None if there is none now; `finish` must follow.
 
         Args:
             holder: who handles it.
             together: it handles several: a lane that it occupies gives it more messages.
+            after: the message that it took before.
         """
         self.now_s = now_s = self._time()
         if now_s - self._swept_s > SWEEP_S:
@@ -330,7 +333,7 @@ class Engine:
         if self.stopping:
             return None
         while True:
-            message = self._queues.take(holder if together else None)
+            message = self._queues.take(holder if together else None, after)
             if message is None:
                 return None
             if message.work.aside is not None and message.work.is_aside(message):

@@ -137,7 +137,7 @@ async def take(
     holder.collecting = True
     try:
         while len(messages) < count:
-            message = engine.next(holder, together=True)
+            message = engine.next(holder, together=True, after=next(reversed(messages), None))
             if message is not None:
                 messages.pop(message, None)  # given back, and taken again
                 if message.alone and messages:

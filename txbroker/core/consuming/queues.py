@@ -37,7 +37,7 @@ class Item(Protocol):
 
 M = TypeVar("M", bound=Item)
 _TURN = 64
-"""Messages that are taken from one partition before the next one."""
+"""Messages that are taken from one partition before the next one; a batch is not divided."""
 _WHOLE = ""
 """The lane of all messages of a partition."""
 _FREE: Any = object()
@@ -117,13 +117,22 @@ class Queues(Generic[M]):
             queue.listed = True
             self._round.append(queue)
 
-    def take(self, holder: object = None) -> M | None:
+    def take(self, holder: object = None, after: M | None = None) -> M | None:
         """Return the next message, None if none can be handled now. It is in flight until `settle`,
         `delay` or `put_back`.
 
         Args:
             holder: takes several messages: a lane that it occupies already gives it more.
+            after: the one that it took before: where that came from is more, if possible. So a
+                batch has few partitions, and is stored by few statements.
         """
+        if after is not None:
+            lane = after.lane
+            if lane is not None and lane.waiting and self._continues(lane, holder):
+                message: M = lane.waiting.popleft()
+                lane.in_flight += 1
+                message.lane = lane
+                return message
         ready = self._ready
         while ready:
             lane = ready.popleft()
@@ -136,6 +145,10 @@ class Queues(Generic[M]):
         round_ = self._round
         while round_:
             queue = round_[0]
+            if queue.taken >= _TURN and after is None:
+                queue.taken = 0
+                round_.rotate(-1)
+                queue = round_[0]
             if not (queue.full or queue.suspended or queue.removed):
                 buffer, lanes = queue.buffer, queue.lanes
                 while buffer:
@@ -148,12 +161,15 @@ class Queues(Generic[M]):
                         else:
                             lanes[key] = None
                     queue.taken += 1
-                    if queue.taken >= _TURN:
-                        queue.taken = 0
-                        round_.rotate(-1)
                     return message
             round_.popleft().listed = False
         return None
+
+    def _continues(self, lane: Lane, holder: object) -> bool:
+        """Return whether a lane gives its holder another message now."""
+        return lane.holder is holder and not (
+            lane.delayed or lane.blocked or lane.queue.suspended or lane.queue.removed
+        )
 
     def _join(self, queue: PartitionQueue[M], message: M, holder: object) -> bool:
         """Put a message that arrived into its lane; return whether it is in flight."""
