@@ -34,7 +34,6 @@ from txbroker.consumer.operations.copies import DeadLetter, SetAsideKey, count_d
 from txbroker.consumer.operations.failed import FailedMessages, InTable, InTopics
 from txbroker.consumer.operations.groups import Groups, GroupView
 from txbroker.core.consuming.copies import Source, parse_source
-from txbroker.databases import from_url
 from txbroker.door.consuming import ConsumingDoor
 from txbroker.errors import KafkaUnavailable
 from txbroker.kafka.door.consuming import KafkaConsumingDoor
@@ -374,7 +373,7 @@ def _with_failed(
     if database is not None:
 
         async def in_table() -> T:
-            return await act(InTable(from_url(database), group))
+            return await act(InTable.at(database, group))
 
         return asyncio.run(in_table())
 

@@ -343,7 +343,7 @@ async def test_group_of_other_programs_is_recognised(
         (("aside", "own", "--key", "hex:zz"), 2, "the bytes after hex: are no hex"),
         (("aside", "own", "--key", "base64:?"), 2, "the bytes after base64: are no base64"),
         (("aside", "own", "--database", "oracle://x"), 1, "has one of the forms sqlite:///FILE"),
-        (("dead", "own", "--database", "sqlite:///none.db"), 1, "txbroker databases create"),
+        (("dead", "own", "--database", "sqlite:///none.db"), 1, "does not exist: correct its path"),
     ],
 )
 def test_bad_input_gets_a_sentence(

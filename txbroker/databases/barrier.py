@@ -267,7 +267,7 @@ class SqliteBarrier(Barrier):
             with self.database.explained(), closing(database()) as connection:
                 busy_timeout_s = connection.execute("PRAGMA busy_timeout").fetchone()[0] / 1000
         else:
-            super().__init__(SQLite(database))
+            super().__init__(SQLite(database, create_tables=True))
         self._table = table
         self._lock_wait_s = busy_timeout_s
         self.create()

@@ -38,8 +38,14 @@ class SQLite(Database):
                 "give a path"
             )
         self._path = os.path.abspath(file)
+        self._may_create = create_tables
 
         def connect() -> sqlite3.Connection:
+            if not (self._may_create or os.path.exists(self._path)):
+                raise ConfigurationError(
+                    f"SQLite {file} does not exist: correct its path, or create it with "
+                    "`txbroker databases create` or create_tables=True"
+                )
             return sqlite3.connect(
                 self._path,
                 isolation_level=None,
@@ -50,3 +56,8 @@ class SQLite(Database):
         super().__init__(
             connect, SQLITE, style="qmark", name=f"SQLite {file}", create_tables=create_tables
         )
+
+    def create(self) -> None:
+        """Create the tables that do not exist, and the file; see `Database.create`."""
+        self._may_create = True
+        super().create()

@@ -14,6 +14,7 @@ from txbroker.consumer.operations.groups import GroupView
 from txbroker.databases.database import Database, steps_in_transaction
 from txbroker.databases.kept import DEAD, RELEASED, SET_ASIDE, UNPUBLISHED, Kept, KeptTable
 from txbroker.databases.steps import Steps
+from txbroker.databases.urls import from_url
 from txbroker.door.consuming import ConsumingDoor
 
 T = TypeVar("T")
@@ -73,6 +74,11 @@ class InTable:
     def __init__(self, database: Database, group: str) -> None:
         self._database = database
         self._kept = KeptTable(database.dialect, group)
+
+    @classmethod
+    def at(cls, url: str, group: str) -> InTable:
+        """Return those of the database of a URL, see `from_url`."""
+        return cls(from_url(url), group)
 
     async def set_aside_keys(self) -> list[SetAsideKey]:
         """See `FailedMessages`."""
