@@ -2,31 +2,55 @@
 
 Each record of 200 bytes becomes an output with the same key; outputs and offsets are one Kafka
 transaction. All contenders read the same topic with a group, and each transaction has at most 1,000
-records or 100 ms. The time begins with the first record, and ends with the last commit.
+records or 100 ms. The time begins with the first record, and ends with the last commit. aiokafka's
+loop, as in `benchmarks.peers.read_process_write`, calls nothing for a record and keeps its
+partition.
 """
 
 from __future__ import annotations
 
 import asyncio
+import statistics
+import sys
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Coroutine, Iterator
 from typing import Any
 
+import uvloop
 from aiokafka import AIOKafkaConsumer, AIOKafkaProducer
 
 from benchmarks.consumers.load import PARTITIONS, door_to, fill, new_name
+from benchmarks.consumers.rounds import Ratio
 from txbroker.consumer import Consumer, InKafka, Message, Outputs, ReceivedMessage
-from txbroker.door.consuming import TopicSpec
+from txbroker.door.consuming import LATEST, TopicSpec
+from txbroker.embedded import EmbeddedKafka
 
 COUNT, KEYS = 160_000, 1_000
 _TRANSACTION, _TRANSACTION_S = 1_000, 0.1
 _SOURCE, _TARGET = "bench-source", "bench-target"
 _TIMEOUT_S = 30.0
-_PREFETCHED_S = 2.0
-"""Before the first record is taken, all contenders have joined their group and fetched some."""
 
-Round = Callable[[str], Awaitable[float]]
+Round = Callable[[str], Coroutine[Any, Any, float]]
 """Processes the topic of a Kafka once; returns records a second."""
+
+
+def ratios(rounds: int) -> Iterator[Ratio]:
+    """Measure, and compare."""
+    contenders: dict[str, Round] = {
+        "txbroker": with_txbroker,
+        "confluent-kafka": with_confluent,
+        "aiokafka": with_aiokafka,
+    }
+    rates: dict[str, list[float]] = {name: [] for name in contenders}
+    with EmbeddedKafka() as kafka:
+        uvloop.run(prepare(kafka.bootstrap))
+        for _ in range(rounds):
+            for name, process in contenders.items():
+                rates[name].append(uvloop.run(process(kafka.bootstrap)))
+                print(f"{name}: {rates[name][-1]:,.0f} a second", file=sys.stderr, flush=True)
+    mine, confluent, aiokafka = map(statistics.median, rates.values())
+    yield Ratio("InKafka: times confluent-kafka's transactional loop", 1.0, (mine, confluent))
+    yield Ratio("InKafka: times aiokafka's read-process-write", 0.8, (mine, aiokafka))
 
 
 async def prepare(kafka: str) -> None:
@@ -50,15 +74,14 @@ async def with_txbroker(kafka: str) -> float:
         door_to(kafka) as door,
         Consumer(kafka, group=group, topics=[_SOURCE], **chosen) as consumer,
     ):
-        ends = await door.offsets([(_SOURCE, number) for number in range(PARTITIONS)], -1)
+        ends = await door.offsets([(_SOURCE, number) for number in range(PARTITIONS)], LATEST)
 
         async def committed() -> bool:
             found = await door.committed(group)
             return all(found[place].offset == end for place, end in ends.items())
 
         running = asyncio.create_task(consumer.run(handle))
-        lag = consumer.statistics
-        while not began or any(lag().lag[place] for place in ends) or not await committed():
+        while not began or not await committed():
             await asyncio.sleep(_TRANSACTION_S / 10)
         took_s = time.perf_counter() - began
         consumer.stop()
@@ -68,7 +91,7 @@ async def with_txbroker(kafka: str) -> float:
 
 async def with_aiokafka(kafka: str) -> float:
     """Return the rate of aiokafka: batches of whole partitions, as in `benchmarks.peers`."""
-    consumer: Any = AIOKafkaConsumer(
+    consumer: Any = AIOKafkaConsumer(  # type: ignore[no-untyped-call]
         _SOURCE,
         bootstrap_servers=kafka,
         group_id=new_name("bench"),
@@ -76,7 +99,7 @@ async def with_aiokafka(kafka: str) -> float:
         auto_offset_reset="earliest",
         enable_auto_commit=False,
     )
-    producer: Any = AIOKafkaProducer(
+    producer: Any = AIOKafkaProducer(  # type: ignore[no-untyped-call]
         bootstrap_servers=kafka,
         transactional_id=new_name("bench"),
         acks="all",

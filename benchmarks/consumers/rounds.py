@@ -10,7 +10,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 from aiokafka import AIOKafkaConsumer, TopicPartition
 
@@ -23,6 +23,35 @@ _THREADS = 4
 
 Round = Callable[[str, str, int], Awaitable[float]]
 """Consumes a topic of a Kafka with so many records."""
+
+
+class Ratio(NamedTuple):
+    """How two contenders compare.
+
+    Attributes:
+        what: the contenders, in words.
+        least: what the ratio should be.
+        per_s: median rate of each.
+    """
+
+    what: str
+    least: float
+    per_s: tuple[float, float]
+
+    @property
+    def figure(self) -> float:
+        """The ratio."""
+        return round(self.per_s[0] / self.per_s[1], 3)
+
+    @property
+    def met(self) -> bool:
+        """Whether it is what it should be."""
+        return self.figure >= self.least
+
+    def __str__(self) -> str:
+        mine, other = (f"{rate:,.0f}" for rate in self.per_s)
+        judged = f"at least {self.least:g}: {'met' if self.met else 'missed'}"
+        return f"{self.figure:>9g}  {self.what} ({judged}; {mine} and {other} a second)"
 
 
 def with_txbroker(work: Callable[[], Any] | None = None, **options: Any) -> Round:
