@@ -329,3 +329,49 @@ async def test_first_stage_ends_when_its_partition_is_lost(
         await prices.commits(2)
         await until(lambda: sorted(set(seen)) == ["1", "2"])
     assert prices.prices == ["1", "2"]
+
+
+# --- released keys ---------------------------------------------------------------------------
+
+
+@pytest.mark.rule(44)
+@pytest.mark.parametrize("moment", ["restart", "refused", "rejected", "fails again"])
+async def test_released_copies_are_processed_once(prices: Prices, moment: str) -> None:
+    """A copy is cleared together with its outputs, also when the consumer ends between two."""
+    handler = Pricing(**{f"{n}": ValueError("bug") for n in range(4)})
+    options = {"on_failure": "aside", "local_attempts_max": 1, "drain_s": 0.1}
+    prices.produce(*(f"bad={n}" for n in range(4)), "good=4")
+    async with prices.running(handler, **options):
+        await prices.commits(5)
+    handler.failing.clear()
+    gate = handler.shut("2") if moment == "restart" else None
+    if moment == "rejected":
+        handler.failing["2"] = Reject("hopeless")
+    if moment == "fails again":
+        handler.failing["2"] = [ValueError("bug"), None]
+
+    async def handle(message: ReceivedMessage, out: Outputs) -> None:
+        if moment == "refused" and text(message) == "2":
+            out.send(Message("prices", b"large", bytes(2 << 20)))
+        await handler(message, out)
+
+    async with prices.running(handle, **options) as consumer:
+        prices.release(b"bad")
+        if moment == "restart":
+            await until(lambda: prices.prices == ["4", "0", "1"])
+        elif moment == "fails again":
+            await until(lambda: prices.prices == ["4", "0", "1"] and handler.seen[-1] == "2")
+            await until(lambda: prices.committed()[1].aside == 1)
+            prices.release(b"bad")
+            await until(lambda: consumer.statistics().aside_keys == 0)
+        else:
+            await until(lambda: consumer.statistics().aside_keys == 0)
+    if gate is not None:
+        gate.set()
+    async with prices.running(handle, **options) as consumer:
+        await until(lambda: consumer.statistics().aside_keys == 0)
+        prices.produce("bad=5")
+        await until(lambda: prices.prices[-1] == "5")
+    lost = ["2"] if moment in ("refused", "rejected") else []
+    assert prices.prices == [n for n in ("4", "0", "1", "2", "3", "5") if n not in lost]
+    assert prices.values("dead") == lost

@@ -15,7 +15,7 @@ import structlog
 
 from txbroker.consumer.committer import Committer
 from txbroker.consumer.message import ReceivedMessage
-from txbroker.consumer.partition import Work, size_of
+from txbroker.consumer.partition import Work, size_of, source_of
 from txbroker.consumer.stores.pending import Pending
 from txbroker.consumer.waiting import Background
 from txbroker.core.consuming.aside import AsideKeys, clearance_record, failed_again_record
@@ -57,9 +57,15 @@ class ReleasedKey(Work):
         done: the number of copies that are done, in order.
     """
 
-    def __init__(self, parent: Work) -> None:
+    def __init__(self, parent: Work, key: bytes | int, copies: KeptCopies) -> None:
         super().__init__(parent.engine, parent.place, parent.lease)
         self.parent = parent
+        self._copies = copies
+        self._key = key
+        self.cleared = 0
+        """How many of the copies are cleared together with their results."""
+        self._numbers: dict[ReceivedMessage, int] = {}
+        self._counts: dict[int, int] = {}
         self.token = parent.token
         self.is_kept = parent.keeps_rows
         self.done = 0
@@ -75,6 +81,7 @@ class ReleasedKey(Work):
     def begin(self, copies: Sequence[Record]) -> None:
         messages = messages_of(self, copies)
         self._count = len(messages)
+        self._numbers = {message: number for number, message in enumerate(messages)}
         self.bytes = sum(message.size for message in messages)
         self.engine.admit(self, messages)
 
@@ -82,6 +89,18 @@ class ReleasedKey(Work):
         self.done += 1
         if self.done == self._count:
             self.ended.set()
+
+    def clearance(self, message: ReceivedMessage) -> Sequence[Copy]:
+        """See `Work.clearance`: with the copies before that have no result to store."""
+        number = self._numbers[message]
+        if number not in self._counts:
+            self._counts[number] = number + 1 - self.cleared
+            self.cleared = number + 1
+        clearance = self._copies.clearance(message, self._counts[number])
+        if clearance and number + 1 == self._count:
+            # Before it can be stored, see `TopicAsides.clear`.
+            self.engine.suspensions.hold(self.parent, self._key)
+        return clearance
 
     def fails_again(self) -> bool:
         """The key stays set aside; return True."""
@@ -132,8 +151,21 @@ class KeptCopies(Protocol):
     async def chunk(self, work: Work, key: bytes | int) -> list[Record]:
         """Return the first copies of a key that are not done."""
 
-    async def clear(self, work: Work, key: bytes | int, copies: Sequence[Record]) -> None:
-        """Copies are done: store that, and wait until it is known."""
+    async def clear(
+        self, work: Work, key: bytes | int, copies: Sequence[Record], cleared: int
+    ) -> None:
+        """Copies are done: store that, and wait until it is known.
+
+        Args:
+            cleared: how many of the first ones were cleared with their results.
+        """
+
+    def clearance(self, message: ReceivedMessage, count: int) -> Sequence[Copy]:
+        """Return what clears a copy, and those before it, if it is stored with its result.
+
+        Args:
+            count: of all these copies.
+        """
 
     async def keep(self, work: Work, key: bytes | int, copy: Record) -> None:
         """A copy failed again: end the release of its key, and wait until that is known."""
@@ -184,9 +216,9 @@ class ReleasedKeys:
                     if not copies:
                         await self._copies.changed()
                         continue
-                    released = await self._handle_chunk(work, copies)
-                    if released.done:
-                        await self._copies.clear(work, key, copies[: released.done])
+                    released = await self._handle_chunk(work, key, copies)
+                    if done := copies[: released.done]:
+                        await self._copies.clear(work, key, done, released.cleared)
                     if released.gave_up:
                         await self._copies.keep(work, key, copies[0])
                         log.warning("released key failed again", partition=work.place)
@@ -198,9 +230,13 @@ class ReleasedKeys:
             log.info("released key is done", partition=work.place)
         finally:
             self._tasks.pop((work, key), None)
+            self._engine.suspensions.release(work, key)
+            self._engine.waiting.wake()
 
-    async def _handle_chunk(self, work: Work, copies: Sequence[Record]) -> ReleasedKey:
-        released = ReleasedKey(work)
+    async def _handle_chunk(
+        self, work: Work, key: bytes | int, copies: Sequence[Record]
+    ) -> ReleasedKey:
+        released = ReleasedKey(work, key, self._copies)
         parts = Parts(self._committer)
         self._engine.add(released, parts, parts)
         try:
@@ -319,7 +355,9 @@ class TopicAsides:
                         return found
         return found
 
-    async def clear(self, work: Work, key: bytes | int, copies: Sequence[Record]) -> None:
+    async def clear(
+        self, work: Work, key: bytes | int, copies: Sequence[Record], cleared: int
+    ) -> None:
         """Store that copies are done, and wait until the aside topic shows it.
 
         Meanwhile no message is handed out: one of the key would be copied after the clearance that
@@ -329,12 +367,20 @@ class TopicAsides:
         last = _source(copies[-1])
         self._engine.suspensions.hold(work, key)
         try:
-            self._store(work, clearance_record(last, copies[-1].key, len(copies)))
+            if cleared < len(copies):
+                count = len(copies) - cleared
+                self._store(work, clearance_record(last, copies[-1].key, count))
             while (entry := work.aside.keys.get(key)) is not None and entry.cleared < last.offset:
                 await self._noted.wait()
         finally:
             self._engine.suspensions.release(work, key)
             self._engine.waiting.wake()
+
+    def clearance(self, message: ReceivedMessage, count: int) -> Sequence[Copy]:
+        """See `KeptCopies.clearance`."""
+        source = source_of(message)
+        number = spread(source[:2], ASIDE_PARTITIONS)
+        return [Copy(self._topic, number, clearance_record(source, message.key, count))]
 
     async def keep(self, work: Work, key: bytes | int, copy: Record) -> None:
         """See `KeptCopies.keep`."""

@@ -136,7 +136,8 @@ class Failures:
         else:
             name, copy = "dead", self._dead_letter(message, verdict.cause)
 
-        self._store(Pending(message.work.owner, message, [copy], _Copied(self._results, name)))
+        copies = [copy, *message.work.clearance(message)]
+        self._store(Pending(message.work.owner, message, copies, _Copied(self._results, name)))
 
     def _dead_letter(self, message: ReceivedMessage, cause: str) -> Copy:
         failed = _failed(message, round(time.time() * 1000), cause)
@@ -225,7 +226,10 @@ class _Outputs:
     def refused(self, pending: Pending, cause: str) -> Sequence[Copy]:
         assert pending.message is not None
         log.error("output refused", message=repr(pending.message), error=cause)
-        return [self._dead_letter(pending.message, cause)]
+        return [
+            self._dead_letter(pending.message, cause),
+            *pending.message.work.clearance(pending.message),
+        ]
 
     def dropped(self, pending: Pending) -> None: ...
 

@@ -22,7 +22,7 @@ from txbroker.core.consuming.position import (
 )
 from txbroker.core.consuming.queues import Order, PartitionQueue, lane_key_of
 from txbroker.core.records import NO_HEADERS, Record
-from txbroker.door.consuming import StoredOffset
+from txbroker.door.consuming import Copy, StoredOffset
 from txbroker.errors import TxbrokerError
 
 if TYPE_CHECKING:
@@ -126,6 +126,11 @@ class Work:
     def owner(self) -> Work:
         """The partition whose position is stored with copies of its messages."""
         return self
+
+    def clearance(self, message: ReceivedMessage) -> Sequence[Copy]:
+        """Return what to store with the result of a message so that it is not handled again; the
+        position does not show that of a set-aside copy."""
+        return ()
 
     def fails_again(self) -> bool:
         """Return True if a message that is to be set aside is set aside already."""

@@ -166,6 +166,7 @@ class KafkaResults:
             if engine.staged:
                 await self._store(engine, message, copies)
             elif holder is not None:
+                copies += message.work.clearance(message)
                 holder.outputs = copies
 
         return call

@@ -14,6 +14,7 @@ import structlog
 from txbroker.consumer.asides import Parts, ReleasedKeys, messages_of
 from txbroker.consumer.committer import Committer
 from txbroker.consumer.engine import Engine
+from txbroker.consumer.message import ReceivedMessage
 from txbroker.consumer.partition import Work
 from txbroker.consumer.stores.database import OpenDatabase
 from txbroker.consumer.waiting import Background
@@ -22,7 +23,7 @@ from txbroker.core.consuming.copies import DEAD_PARTITIONS, Source, spread
 from txbroker.core.records import Record
 from txbroker.databases.kept import RELEASED, RETRY, SET_ASIDE, UNPUBLISHED, Kept
 from txbroker.databases.steps import Steps
-from txbroker.door.consuming import ConsumingDoor, Partition
+from txbroker.door.consuming import ConsumingDoor, Copy, Partition
 from txbroker.error_text import safe_repr
 from txbroker.errors import KafkaUnavailable
 
@@ -191,7 +192,13 @@ class TableAsides:
         unstored = self._committer.waiting
         return [kept.copy for kept in rows if kept.failed.source not in unstored]
 
-    async def clear(self, work: Work, key: bytes | int, copies: Sequence[Record]) -> None:
+    def clearance(self, message: ReceivedMessage, count: int) -> Sequence[Copy]:
+        """See `KeptCopies.clearance`: the rows are deleted with the results."""
+        return ()
+
+    async def clear(
+        self, work: Work, key: bytes | int, copies: Sequence[Record], cleared: int
+    ) -> None:
         """See `KeptCopies.clear`: their rows were deleted with their results."""
         assert work.aside is not None
         entry = work.aside.keys[key]
