@@ -163,6 +163,8 @@ class ExactFleet(Fleet):
             for place, (low, text) in stored.offsets.items()
             if place[0] in self.sources
         }
+        if self.tables is None and self._samples[-1:] and self._samples[-1].table.keys() - table:
+            raise KafkaError(f"the coordinator of {self.group} does not know all offsets yet")
         if self.tables is not None:
             table = await asyncio.to_thread(self.tables.positions, self.group)
         return Sample(stored.at, mirror, table)
