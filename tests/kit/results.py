@@ -62,16 +62,21 @@ class Shop:
     def __init__(self, database: Database) -> None:
         self.database = database
         database.create()
-        self._session = database.open()
+        self.connect()
         number = _NUMBER[database.dialect.name]
         self.do(f"CREATE TABLE results (number {number}, value VARCHAR(50), token BIGINT)")
         self.positions = PositionTable(database.dialect, GROUP)
         self.kept = KeptTable(database.dialect, GROUP)
         self.options: dict[str, Any] = {"mode": "exactly-once", "store": InDatabase(database)}
 
+    def connect(self) -> None:
+        """Open the connection, again after `close`."""
+        self._session = self.database.open()
+        self.execute = self._session.execute
+
     def do(self, sql: str, *values: Any) -> list[Any]:
         """Execute a statement; return its rows."""
-        return list(self._session.execute(Query(sql, values)).rows)
+        return list(self.execute(Query(sql, values)).rows)
 
     def transact(self, steps: Steps[Any]) -> Any:
         """Execute steps in one transaction."""

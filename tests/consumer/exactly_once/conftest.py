@@ -21,7 +21,7 @@ def shop(
     """A database: SQLite, or the one that the test's parameter names. At its end no thread of a
     consumer is left."""
     monkeypatch.setattr(kept, "_POLL_S", 0.02)
-    monkeypatch.setattr(failure, "DELAYS_S", tuple(0.05 + 0.01 * step for step in range(16)))
+    monkeypatch.setattr(failure, "DELAYS_S", tuple(0.02 + 0.002 * step for step in range(16)))
     shop = Shop(open_database(getattr(request, "param", "sqlite"), tmp_path, request))
     yield shop
     shop.close()

@@ -91,7 +91,7 @@ async def test_claim_waits_for_a_result_that_is_being_stored(
         assert not claimed.done()
         go_on.set()
         found = (await claimed)["orders", 0]
-        assert (found.next, list(found.rows)) == (1, [0])
+        assert found.next > found.rows[0] == 0
         await shop.has("1", "2")
     assert booking.begun.count("1") == 1
 
@@ -105,7 +105,7 @@ async def waits_for_a_lock(shop: Shop) -> None:
         "postgresql": "SELECT 1 FROM pg_stat_activity WHERE wait_event_type = 'Lock' "
         "AND datname = current_database()",
         "mariadb": "SELECT 1 FROM information_schema.processlist WHERE db = database() "
-        "AND left(info, 30) = 'INSERT INTO txbroker_position ('",
+        "AND left(info, 29) = 'INSERT INTO txbroker_position'",
     }[shop.database.dialect.name]
     try:
         await until(lambda: session.execute(Query(sql)).rows)

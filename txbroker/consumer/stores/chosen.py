@@ -11,11 +11,12 @@ from txbroker.consumer.settings import ConsumerSettings
 from txbroker.consumer.stores.database import InDatabase, OpenDatabase
 from txbroker.consumer.stores.files import InFile
 from txbroker.consumer.stores.kafka import InKafka, KafkaResults
-from txbroker.consumer.stores.kept import TableAsides
+from txbroker.consumer.stores.kept import DeadLetterTopic, TableAsides
 from txbroker.consumer.stores.mirror import Mirrored
 from txbroker.consumer.stores.own import OwnPositions
 from txbroker.consumer.workers import Results
 from txbroker.door.consuming import ConsumingDoor, GroupMember
+from txbroker.errors import ConfigurationError
 
 
 class Stores:
@@ -30,6 +31,7 @@ class Stores:
         self._door = door
         self._shared: Store | None = None
         self._database: OpenDatabase | None = None
+        self._dead_letters: DeadLetterTopic | None = None
         self.results: Results | None = None
 
     @classmethod
@@ -53,6 +55,8 @@ class Stores:
             opened = await store.open(group, settings.own_topics, settings.session_s)
             stack.push_async_callback(opened.close)
             stores._shared = stores._database = stores.results = opened
+            if store.dead_letter_topic is not None:
+                stores._dead_letters = await _existing(store.dead_letter_topic, door)
         elif isinstance(store, InKafka):
             stores.results = results = KafkaResults(door, settings.in_flight_max)
             stack.push_async_callback(results.close)
@@ -74,14 +78,23 @@ class Stores:
     def asides(self) -> MakeAsides | None:
         """Return what makes the failed messages of a reader; None: nothing is set aside."""
         door, topic = self._door, self._settings.own_topics.aside
-        database, store = self._database, self._settings.store
-        if database is not None and isinstance(store, InDatabase):
-            published = store.dead_letter_topic or ""
+        database, dead_letters = self._database, self._dead_letters
+        if database is not None:
             return lambda engine, committer, _fetcher: TableAsides(
-                engine, committer, database, door, published
+                engine, committer, database, door, dead_letters
             )
         if all(spec.name != topic for spec in self._settings.needed_topics()):
             return None
         return lambda engine, committer, fetcher: TopicAsides(
             engine, committer, door, fetcher, topic
         )
+
+
+async def _existing(topic: str, door: ConsumingDoor) -> DeadLetterTopic:
+    found = (await door.topics([topic])).get(topic)
+    if found is None:
+        raise ConfigurationError(
+            f"dead_letter_topic: topic {topic} does not exist, or may not be described: create it "
+            "or correct its name"
+        )
+    return DeadLetterTopic(topic, found.partitions)

@@ -166,12 +166,13 @@ class Connections:
     async def _once(self, steps: Callable[[], Steps[T]]) -> T:
         if self.database.plain:
             call = lambda session: steps_in_transaction(steps(), session)  # noqa: E731
-            loop = asyncio.get_running_loop()
-            future = loop.run_in_executor(self._own, self._with_session, call)
+            running = self._own.submit(self._with_session, call)
+            future = asyncio.wrap_future(running)
             try:
                 return await asyncio.shield(future)
             except asyncio.CancelledError:
-                await asyncio.wait([future])
+                if not running.cancel():
+                    await asyncio.wait([future])
                 raise
         async with self._borrowed() as session:
             return await steps_in_transaction_async(steps(), session)

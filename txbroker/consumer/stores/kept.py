@@ -7,7 +7,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from itertools import groupby
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import structlog
 
@@ -19,7 +19,7 @@ from txbroker.consumer.partition import Work
 from txbroker.consumer.stores.database import OpenDatabase
 from txbroker.consumer.waiting import Background
 from txbroker.core.consuming.aside import AsideKey, AsideKeys
-from txbroker.core.consuming.copies import DEAD_PARTITIONS, Source, spread
+from txbroker.core.consuming.copies import Source, spread
 from txbroker.core.records import Record
 from txbroker.databases.kept import RELEASED, RETRY, SET_ASIDE, UNPUBLISHED, Kept
 from txbroker.databases.steps import Steps
@@ -56,11 +56,18 @@ class RetriedRows(Work):
         return self.parent
 
 
+class DeadLetterTopic(NamedTuple):
+    """A topic that receives dead letters."""
+
+    name: str
+    partitions: int
+
+
 class TableAsides:
     """The failed messages of a reader's partitions.
 
     Args:
-        dead_letter_topic: "" without one.
+        dead_letters: a topic that receives them, too, at least once.
     """
 
     def __init__(
@@ -69,13 +76,13 @@ class TableAsides:
         committer: Committer,
         store: OpenDatabase,
         door: ConsumingDoor,
-        dead_letter_topic: str,
+        dead_letters: DeadLetterTopic | None,
     ) -> None:
         self._engine = engine
         self._committer = committer
         self._store = store
         self._door = door
-        self._dead_letter_topic = dead_letter_topic
+        self._dead_letters = dead_letters
         self._retried: dict[Work, RetriedRows] = {}
         self._released = ReleasedKeys(engine, committer, self)
         self._background = Background(engine.fail)
@@ -134,8 +141,8 @@ class TableAsides:
             numbers = [number for _topic, number in group]
             await self._take_due(topic, numbers)
             await self._find_released(topic, numbers)
-            if self._dead_letter_topic:
-                await self._publish(topic, numbers)
+            if self._dead_letters is not None:
+                await self._publish(topic, numbers, self._dead_letters)
 
     async def _take_due(self, topic: str, numbers: Sequence[int]) -> None:
         taken = sum(len(rows.taken) for rows in self._retried.values())
@@ -174,11 +181,11 @@ class TableAsides:
             entry.released = True
             self._released.begin(work, key)
 
-    async def _publish(self, topic: str, numbers: Sequence[int]) -> None:
+    async def _publish(self, topic: str, numbers: Sequence[int], to: DeadLetterTopic) -> None:
         """Copy dead letters to their topic, at least once."""
         for kept in await self._due(UNPUBLISHED, topic, numbers, _CHUNK):
-            number = spread(kept.failed.source[:2], DEAD_PARTITIONS)
-            await self._door.append(self._dead_letter_topic, number, [kept.copy])
+            number = spread(kept.failed.source[:2], to.partitions)
+            await self._door.append(to.name, number, [kept.copy])
             await self._mark(kept.failed.source)
 
     async def _mark(self, source: Source) -> None:

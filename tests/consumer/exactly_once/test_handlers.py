@@ -1,0 +1,161 @@
+"""Handlers that interfere with their transaction, and errors that look like the database's."""
+
+from __future__ import annotations
+
+import asyncio
+import sqlite3
+from collections.abc import Callable
+from typing import Any
+
+import psycopg
+import pymysql
+import pytest
+
+from tests.kit.consumer_world import World, counted
+from tests.kit.results import DATABASES, AsyncBooking, Booking, Shop, execute
+from tests.kit.until import until
+from txbroker.consumer import ReceivedMessage
+from txbroker.databases.sessions import TransactionControlled
+from txbroker.errors import ConfigurationError
+
+KINDS = ("sqlite", "postgres_server read committed", "mariadb_server repeatable read")
+POSTGRES, MARIADB = KINDS[1:]
+ENDS: list[tuple[str, Callable[[Any], Any]]] = [
+    *((kind, lambda connection: connection.commit()) for kind in KINDS),
+    *((kind, lambda connection: connection.rollback()) for kind in KINDS),
+    ("sqlite", lambda connection: connection.executescript("SELECT 1")),
+    ("sqlite", lambda connection: connection.__enter__()),
+    (POSTGRES, lambda connection: connection.__exit__(None, None, None)),
+    (MARIADB, lambda connection: connection.begin()),
+]
+
+
+async def ends(world: World, shop: Shop, handler: Any, error: type[Exception], match: str) -> None:
+    """Run a consumer until its handler ends it."""
+    async with world.consumer(**shop.options) as consumer:
+        with pytest.raises(error, match=match):
+            await asyncio.wait_for(consumer.run(handler), 30)
+
+
+@pytest.mark.parametrize(("shop", "end"), ENDS, indirect=["shop"])
+async def test_handler_may_not_end_its_transaction(
+    world: World, shop: Shop, end: Callable[[Any], Any]
+) -> None:
+    def handle(message: ReceivedMessage, connection: Any) -> None:
+        booking(message, connection)
+        end(connection)
+
+    booking = Booking(shop)
+    world.produce("a=1")
+    await ends(world, shop, handle, TransactionControlled, "Leave it out")
+    assert shop.results == []
+    assert shop.position()[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("shop", "sql"),
+    [
+        *((kind, "COMMIT") for kind in KINDS),
+        *((kind, "ROLLBACK") for kind in KINDS),
+        (MARIADB, "CREATE TABLE other (n BIGINT)"),
+    ],
+    indirect=["shop"],
+)
+async def test_transaction_that_ended_is_noticed(world: World, shop: Shop, sql: str) -> None:
+    def handle(message: ReceivedMessage, connection: Any) -> None:
+        booking(message, connection)
+        execute(connection, shop.database.dialect.name, sql)
+
+    booking = Booking(shop)
+    world.produce("a=1", "a=2")
+    await ends(world, shop, handle, TransactionControlled, "ended the transaction")
+    assert len(booking.begun) == 1
+
+
+@pytest.mark.parametrize("shop", KINDS, indirect=True)
+async def test_connection_that_the_handler_closed(world: World, shop: Shop) -> None:
+    def handle(_message: ReceivedMessage, connection: Any) -> None:
+        connection.close()
+
+    world.produce("a=1")
+    await ends(world, shop, handle, TransactionControlled, "closed its connection")
+
+
+@pytest.mark.parametrize("shop", KINDS, indirect=True)
+@pytest.mark.parametrize(
+    "error",
+    [
+        ConnectionError("of an HTTP service"),
+        TimeoutError("of an HTTP service"),
+        sqlite3.OperationalError("locked, elsewhere"),
+        psycopg.OperationalError("connection refused, elsewhere"),
+        pymysql.OperationalError(2006, "gone away, elsewhere"),
+        StopIteration("elsewhere"),
+    ],
+    ids=repr,
+)
+async def test_errors_of_other_libraries_are_failures(
+    world: World, shop: Shop, error: Exception
+) -> None:
+    booking = Booking(shop, **{"1": error})
+    world.produce("a=1", "a=2")
+    options = {"order": "key", "on_failure": "skip", "local_attempts_max": 2, **shop.options}
+    async with world.running(booking, **options) as consumer:
+        await shop.has("2")
+        await shop.reaches(2)
+        assert counted(consumer, "failed") == 2
+    assert shop.aside("dead") == ["1"]
+
+
+@pytest.mark.parametrize("shop", [POSTGRES], indirect=True)
+@pytest.mark.parametrize("handler", [Booking, AsyncBooking])
+async def test_swallowed_error_of_postgres(
+    world: World, shop: Shop, handler: type[Booking]
+) -> None:
+    booking = handler(shop)
+
+    def plain(message: ReceivedMessage, connection: Any) -> None:
+        booking(message, connection)
+        with pytest.raises(psycopg.Error):
+            connection.execute("SELECT * FROM missing")
+
+    async def coroutine(message: ReceivedMessage, connection: Any) -> None:
+        await booking(message, connection)  # type: ignore[misc, func-returns-value]
+        with pytest.raises(psycopg.Error):
+            await connection.execute("SELECT * FROM missing")
+
+    world.produce("a=1")
+    options = {"order": "key", "on_failure": "skip", "local_attempts_max": 1, **shop.options}
+    async with world.running(plain if handler is Booking else coroutine, **options):
+        await until(lambda: shop.aside("dead"))
+    ((cause,),) = shop.do("SELECT cause FROM txbroker_aside")
+    assert "TransactionAborted: The handler caught an error of the database" in cause
+    assert shop.results == []
+
+
+@pytest.mark.parametrize("shop", DATABASES[1::2], indirect=True)
+async def test_deadlocks_repeat_the_message(world: World, shop: Shop) -> None:
+    errors = {
+        "postgresql": psycopg.errors.DeadlockDetected("deadlock"),
+        "mariadb": pymysql.OperationalError(1213, "deadlock"),
+    }
+    error = errors[shop.database.dialect.name]
+    booking = Booking(shop, **{"1": [error, error, None], "2": error})
+    world.produce("a=1", "a=2")
+    options = {"on_failure": "skip", "local_attempts_max": 1, **shop.options}
+    async with world.running(booking, **options) as consumer:
+        await shop.reaches(2)
+        assert counted(consumer, "failed") == 1
+    assert shop.results == ["1"]
+    assert shop.aside("dead") == ["2"], "a handler that never succeeds has failed"
+    assert booking.begun.count("1") == 3
+
+
+async def test_coroutine_in_a_plain_function(world: World, shop: Shop) -> None:
+    async def inner(_message: ReceivedMessage, _connection: Any) -> None: ...
+
+    world.produce("a=1")
+    await ends(
+        world, shop, lambda *given: inner(*given), ConfigurationError, "returned an awaitable"
+    )
+    assert shop.position()[0] == 0

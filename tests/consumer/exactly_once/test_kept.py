@@ -1,0 +1,178 @@
+"""Failed messages are rows: retries, dead letters, set-aside keys."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.kit.consumer_world import GROUP, World, counted, text
+from tests.kit.results import PLACE, Booking, Shop
+from tests.kit.until import until
+from txbroker.consumer import InDatabase, Later, Reject
+from txbroker.core.consuming.copies import Source, read_copy
+from txbroker.errors import ConfigurationError
+
+BUG = ValueError("bug")
+KINDS = ("sqlite", "postgres_server repeatable read", "mariadb_server read committed")
+
+
+@pytest.mark.parametrize("shop", KINDS, indirect=True)
+async def test_retries_by_step_then_dead_letter(world: World, shop: Shop) -> None:
+    headers = (("trace", b"\x00\xff"), ("trace", None))
+    booking = Booking(shop, **{"1": BUG, "2": [BUG, Later(0.025), None]})
+    world.produce("a=1", "a=2", "3", headers=headers, timestamp_ms=1234)
+    options = {"order": "none", "local_attempts_max": 1, **shop.options}
+    async with world.running(booking, **options) as consumer:
+        await until(lambda: shop.aside("dead") == ["1"])
+        await shop.has("2", "3")
+        await shop.reaches(3)
+        await until(lambda: counted(consumer, "dead") == 1)
+        counts = consumer.statistics().counts
+        assert [counts[f"retry_{step}"] for step in range(16)] == [2, 1, 1, 2, *[1] * 12]
+    assert shop.aside() == ["1"]
+    dead = [message for message in booking.messages if text(message) == "1"]
+    assert [message.attempt for message in dead] == list(range(1, 18))
+    assert {(each.id, each.headers, each.timestamp_ms) for each in dead} == {
+        ("orders/0@0", headers, 1234)
+    }
+    assert not [name for name in world.kafka.topics if name.startswith("txbroker.")]
+
+
+@pytest.mark.parametrize("order", ["none", "partition", "key"])
+async def test_dead_letter_is_sent_back(world: World, shop: Shop, order: str) -> None:
+    booking = Booking(shop, **{"1": Reject("bad")})
+    world.produce("a=1", "a=2")
+    on_failure = "retry" if order == "none" else "aside"
+    options = {"order": order, "on_failure": on_failure, **shop.options}
+    async with world.running(booking, **options):
+        await shop.has("2")
+        await until(lambda: shop.aside("dead"))
+        source = Source("orders", 0, 0)
+        assert shop.transact(shop.kept.retry(source, "checked")) == 1
+        assert shop.transact(shop.kept.retry(source, "checked")) == 0
+        await until(lambda: booking.begun.count("1") == 2 and shop.aside("dead"))
+        booking.failing.clear()
+        assert shop.transact(shop.kept.retry(source, "checked")) == 1
+        await shop.has("2", "1")
+        await until(lambda: not shop.aside())
+    assert booking.begun == ["1", "2", "1", "1"]
+
+
+async def test_dead_letter_topic(world: World, shop: Shop) -> None:
+    world.kafka.create_topic("dead", 10)
+    store = InDatabase(shop.database, dead_letter_topic="dead")
+    booking = Booking(shop, **{"1": Reject("bad")})
+    world.produce("a=1")
+    async with world.running(booking, **shop.options | {"store": store}):
+        await until(lambda: shop.aside("dead"))
+    (record,) = [each for n in range(10) for each in world.kafka.visible("dead", n)]
+    copy = read_copy(record)
+    assert copy is not None
+    assert (copy[0].value, copy[1].source, copy[1].cause) == (b"1", Source("orders", 0, 0), "bad")
+
+
+async def test_dead_letter_topic_that_is_missing(world: World, shop: Shop) -> None:
+    store = InDatabase(shop.database, dead_letter_topic="dead")
+    with pytest.raises(ConfigurationError, match="dead_letter_topic: topic dead does not exist"):
+        async with world.consumer(**shop.options | {"store": store}):
+            pass
+
+
+async def test_dead_letter_topic_that_does_not_answer(
+    world: World, shop: Shop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The dead letter waits in its row."""
+    world.kafka.create_topic("dead", 10)
+    store = InDatabase(shop.database, dead_letter_topic="dead")
+    booking = Booking(shop, **{"1": Reject("bad")})
+    world.produce("a=1", "a=2")
+    async with world.running(booking, **shop.options | {"store": store}):
+        world.kafka.go_down()
+        await shop.has("2")
+        assert shop.aside("unpublished") == ["1"]
+        world.kafka.come_up()
+        await until(lambda: shop.aside("dead"))
+    records = [each for n in range(10) for each in world.kafka.visible("dead", n)]
+    assert {record.value for record in records} == {b"1"}
+
+
+ASIDE: dict[str, Any] = {"on_failure": "aside", "local_attempts_max": 1}
+
+
+@pytest.mark.parametrize("shop", KINDS, indirect=True)
+@pytest.mark.parametrize("order", ["key", "partition"])
+async def test_released_key_is_handled_in_order(world: World, shop: Shop, order: str) -> None:
+    booking = Booking(shop, **{"1": [BUG, BUG, None]})
+    world.produce("a=1", "b=2", "a=3")
+    options = {"order": order, **ASIDE, **shop.options}
+    async with world.running(booking, **options):
+        await until(lambda: shop.aside("aside") == ["1", "3"])
+        await shop.has("2")
+        assert shop.transact(shop.kept.release(PLACE, b"a", "checked")) == 2
+        await until(lambda: booking.begun.count("1") == 2 and len(shop.aside("aside")) == 2)
+        world.produce("a=4")
+        await until(lambda: shop.aside("aside") == ["1", "3", "4"])
+    async with world.running(booking, **options):  # another owner
+        world.produce("a=5")
+        await until(lambda: shop.aside("aside") == ["1", "3", "4", "5"])
+        with booking.held("1"):
+            assert shop.transact(shop.kept.release(PLACE, b"a", "checked")) == 4
+            if shop.database.dialect.name != "sqlite":  # which has one writer
+                await booking.begins("1", 3)
+                world.produce("a=6")
+                await until(lambda: "6" in shop.aside("aside"))
+        world.produce("a=7", "b=8")
+        expected = ["2", "1", "3", "4", "5", "7", "8"]
+        await shop.has(
+            *expected, *(["6"] if "6" in shop.aside() else ["6"] * ("6" in shop.results))
+        )
+        await until(lambda: not shop.aside())
+    mine = [value for value in shop.results if value not in "28"]
+    assert mine == sorted(mine)
+    world.produce("a=9")
+    async with world.running(booking, **options):
+        await until(lambda: "9" in shop.results)
+
+
+async def test_message_without_a_key_is_set_aside_alone(world: World, shop: Shop) -> None:
+    booking = Booking(shop, **{"1": [BUG, None]})
+    world.produce("1", "2", "3")
+    async with world.running(booking, order="key", **ASIDE, **shop.options):
+        await shop.has("2", "3")
+        await until(lambda: shop.aside("aside") == ["1"])
+        assert shop.transact(shop.kept.release(PLACE, 0, "checked")) == 1
+        await shop.has("2", "3", "1")
+        await until(lambda: not shop.aside())
+
+
+async def test_message_is_kept_with_its_position(world: World, shop: Shop) -> None:
+    """A crash at any time finds it in one of the two places."""
+    booking = Booking(shop, **{"1": [BUG, None]})
+    world.produce("a=1")
+    options = {"order": "none", "local_attempts_max": 1, **shop.options}
+    async with world.running(booking, **options):
+        await until(lambda: shop.aside("retry"))
+        assert shop.position()[0] == 1
+        await shop.has("1")
+    assert (shop.aside(), GROUP) == ([], world.consumer()._settings.group)
+
+
+async def test_retried_message_of_a_replaced_owner(world: World, shop: Shop) -> None:
+    booking = Booking(shop, **{"1": [BUG, None]})
+    claimed = False
+
+    def handle(message: Any, connection: Any) -> None:
+        nonlocal claimed
+        booking(message, connection)
+        if message.attempt > 1 and not claimed:
+            claimed = True
+            connection.execute("UPDATE txbroker_position SET token = token + 1")
+
+    world.produce("a=1")
+    options = {"order": "none", "local_attempts_max": 1, **shop.options}
+    async with world.running(handle, **options) as consumer:
+        await shop.has("1")
+        await until(lambda: not shop.aside())
+        assert counted(consumer, "fenced") == 1
+    assert booking.begun == ["1", "1", "1"]
