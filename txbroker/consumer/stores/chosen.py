@@ -54,7 +54,8 @@ class Stores:
         elif isinstance(store, InDatabase):
             opened = await store.open(group, settings.own_topics, settings.session_s)
             stack.push_async_callback(opened.close)
-            stores._shared = stores._database = stores.results = opened
+            stores._shared = stores._database = opened
+            stores.results = opened.results
             if store.dead_letter_topic is not None:
                 stores._dead_letters = await _existing(store.dead_letter_topic, door)
         elif isinstance(store, InKafka):

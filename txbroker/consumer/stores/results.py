@@ -1,0 +1,212 @@
+"""Transactions around handlers: repeats, failures, and commits without an answer."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import structlog
+
+from txbroker.consumer.message import ReceivedMessage
+from txbroker.consumer.partition import Work
+from txbroker.consumer.stores.connections import HandlerFailed, busy_pause
+from txbroker.consumer.stores.transaction import Transaction, Unanswered
+from txbroker.consumer.workers import Call, Handler, RolledBack, is_coroutine_function
+from txbroker.core.consuming.copies import Source
+from txbroker.databases.dialect import Fault
+from txbroker.databases.positions import PositionTable, Stored
+from txbroker.databases.steps import Steps
+from txbroker.door.consuming import StoreUnavailable
+from txbroker.error_text import safe_repr
+from txbroker.errors import ConfigurationError, InvariantBroken, TxbrokerError
+from txbroker.net.timers import grown_pause_s
+
+if TYPE_CHECKING:
+    from txbroker.consumer.engine import Engine
+    from txbroker.consumer.stores.database import OpenDatabase
+
+log = structlog.wrap_logger(logging.getLogger(__name__))
+
+_BUSY_ATTEMPTS = 10
+_PAUSE_S, _PAUSE_MAX_S = 0.02, 1.0
+
+
+class TransactionAborted(TxbrokerError):
+    """The handler caught an error of the database, which had aborted its transaction: let it pass,
+    or enclose the statement in a savepoint."""
+
+
+class DatabaseResults:
+    """The `Results` of handlers with a database."""
+
+    second_argument = "connection"
+
+    def __init__(self, store: OpenDatabase, positions: PositionTable) -> None:
+        self._store = store
+        self._connections = store.connections
+        self._database = store.connections.database
+        self._positions = positions
+        self._failures = 0
+        """In a row: the database was unavailable for handlers."""
+
+    def check(self, handler: Handler, *, batch: bool) -> None:
+        """See `Results.check`."""
+        coroutine = is_coroutine_function(handler)
+        if coroutine and not self._database.asynchronous:
+            raise ConfigurationError(
+                f"{self._database.name} takes plain functions, which run in threads: write the "
+                "handler with `def`, not with `async def`"
+            )
+        if not coroutine and not self._database.plain:
+            raise ConfigurationError(
+                f"{self._database.name} has an asynchronous driver: write the handler with "
+                "`async def`"
+            )
+
+    def around(self, engine: Engine, handler: Handler) -> Call:
+        """See `Results.around`."""
+        coroutine = is_coroutine_function(handler)
+
+        async def attempt(transaction: Transaction) -> int | None:
+            if coroutine:
+                async with self._connections.for_handler() as session:
+                    return await transaction.run_async(session)
+            return await self._connections.in_thread(transaction.run)
+
+        async def call(messages: list[ReceivedMessage], argument: Any) -> None:
+            transaction = Transaction(
+                self._positions, self._database.dialect, engine, handler, messages, argument
+            )
+            for number in range(_BUSY_ATTEMPTS):
+                try:
+                    stopped_at = await attempt(transaction)
+                except Unanswered:
+                    stopped_at = await self._look(transaction)
+                except Exception as error:
+                    await self._failed(transaction, error, last=number + 1 == _BUSY_ATTEMPTS)
+                    engine.counts["repeated"] += 1
+                    await busy_pause(number)
+                    continue
+                self._failures = 0
+                self._conclude(transaction, stopped_at)
+                return
+
+        return call
+
+    async def _failed(self, transaction: Transaction, error: Exception, *, last: bool) -> None:
+        """Return if a transaction is to be repeated.
+
+        Args:
+            last: it is not repeated any more.
+
+        Raises:
+            RolledBack
+            Exception: the error of the messages.
+        """
+        if isinstance(error, RolledBack):
+            raise error
+        if isinstance(error, ConfigurationError | InvariantBroken):
+            transaction.engine.fail(error)
+            raise RolledBack from None
+        raised = error.error if isinstance(error, HandlerFailed) else None
+        fault = self._database.dialect.fault(raised or error)
+        task = asyncio.current_task()
+        if fault is Fault.BUSY and not last and not (task and task.cancelling()):
+            return
+        if isinstance(error, HandlerFailed):
+            lost = error.session_lost
+            if not lost and fault is Fault.UNAVAILABLE:  # perhaps that of another database
+                lost = not await self._can_write(transaction)
+            if not lost:
+                raise error.error from None
+        elif fault is Fault.ABORTED:
+            raise TransactionAborted from error
+        elif fault not in (Fault.UNAVAILABLE, Fault.DENIED, Fault.NO_TABLE, Fault.BUSY):
+            raise error
+        await self._unavailable(transaction.works, raised or error)
+        raise RolledBack
+
+    async def _can_write(self, transaction: Transaction) -> bool:
+        place = transaction.parts[0].settled.place
+        try:
+            await self._connections.transaction(lambda: self._positions.touch(place))
+        except StoreUnavailable:
+            return False
+        return True
+
+    async def _unavailable(self, works: Iterable[Work], error: BaseException) -> None:
+        """Let partitions wait for the database, and wait for a moment: it may refuse handlers and
+        take positions."""
+        log.warning("database unavailable", database=self._database.name, error=safe_repr(error))
+        for work in works:
+            if work.commits is not None:
+                work.commits.unavailable(work.owner)
+        self._failures += 1
+        await asyncio.sleep(grown_pause_s(self._failures, _PAUSE_S, _PAUSE_MAX_S))
+
+    async def _look(self, transaction: Transaction) -> int | None:
+        """Find out whether a commit was executed that was not answered.
+
+        Raises:
+            RolledBack: it was not.
+        """
+        log.warning("commit unanswered", message=repr(transaction.messages[0]))
+        first = transaction.parts[0].settled
+        while True:
+            try:
+                found = await self._connections.transaction(lambda: self._positions.look(first))
+            except StoreUnavailable as error:
+                await self._unavailable(transaction.works, error)
+                continue
+            if found is Stored.BEFORE:
+                return None
+            if found is Stored.FENCED:
+                transaction.parts[0].stored = found
+                return 0
+            break
+        raise RolledBack
+
+    def _conclude(self, transaction: Transaction, stopped_at: int | None) -> None:
+        """Take note of what a transaction stored.
+
+        Args:
+            stopped_at: the part because of which it was rolled back; None: it was committed.
+
+        Raises:
+            RolledBack
+        """
+        if stopped_at is None:
+            for part in transaction.parts:
+                if part.settled.position is None and part.settled.offsets:
+                    self._store.add_rows(part.work.place, part.settled.offsets)
+            transaction.engine.first_stored(transaction.messages)
+            return
+        part = transaction.parts[stopped_at]
+        if part.stored is Stored.FENCED:
+            if part.work.commits is not None:
+                part.work.commits.fenced(part.work.owner)
+            raise RolledBack
+        if len(transaction.messages) == 1:
+            transaction.engine.first_stored(part.messages)
+            return
+        for message in part.messages:  # which of them was stored before, each shows alone
+            message.alone = True
+        raise RolledBack
+
+    async def finished(self, messages: Sequence[ReceivedMessage]) -> None:
+        """See `Results.finished`."""
+        kept = [message for message in messages if message.stage and message.work.is_kept]
+        if kept:
+            sources = [Source(message.topic, message.partition, message.offset) for message in kept]
+
+            def steps() -> Steps[None]:
+                for source in sources:
+                    yield from self._store.kept.remove(source)
+
+            try:
+                await self._connections.transaction(steps)
+            except StoreUnavailable as error:
+                await self._unavailable([message.work for message in kept], error)
+                raise RolledBack from None

@@ -1,0 +1,171 @@
+"""One call of a handler and what it stores, in one transaction of a database."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from typing import TYPE_CHECKING, Any
+
+from txbroker.consumer.message import ReceivedMessage
+from txbroker.consumer.partition import Work
+from txbroker.consumer.stores.connections import HandlerFailed
+from txbroker.consumer.workers import Handler, RolledBack, until_end
+from txbroker.core.consuming.queues import Order
+from txbroker.databases.dialect import Dialect, Fault
+from txbroker.databases.positions import PositionTable, Settled, Stored
+from txbroker.databases.sessions import (
+    AsyncSession,
+    PlainSession,
+    TransactionControlled,
+    closed_by_user,
+)
+from txbroker.databases.steps import Steps, run, run_async
+from txbroker.errors import ConfigurationError
+from txbroker.failpoints import failpoint
+
+if TYPE_CHECKING:
+    from txbroker.consumer.engine import Engine
+
+
+class Unanswered(Exception):
+    """Whether a commit was executed is unknown."""
+
+
+class Part:
+    """The messages of a transaction that come from one partition, or from one of its queues."""
+
+    def __init__(self, work: Work, messages: list[ReceivedMessage], *, staged: bool) -> None:
+        self.work = work
+        self.messages = messages
+        self.stored = Stored.NOW
+        offsets = sorted(message.offset for message in messages)
+        place = work.owner.place
+        if work.is_kept:
+            self.settled = Settled(place, work.token, (), offsets, stages=staged)
+            return
+        position = None
+        if work.order is Order.PARTITION and work.position.low == offsets[0]:
+            position = work.saved(ahead_too=offsets) if staged else work.saved(offsets)
+            if position[0] <= offsets[-1]:
+                position = None  # messages between them are not done
+        self.settled = Settled(place, work.token, offsets, position=position)
+
+
+class Transaction:
+    """One call of a handler, and what it stores.
+
+    Attributes:
+        parts: by partition, in an order that all consumers share.
+    """
+
+    def __init__(
+        self,
+        positions: PositionTable,
+        dialect: Dialect,
+        engine: Engine,
+        handler: Handler,
+        messages: list[ReceivedMessage],
+        argument: Any,
+    ) -> None:
+        self._positions = positions
+        self._dialect = dialect
+        self._handler = handler
+        self._argument = argument
+        self.engine = engine
+        self.messages = messages
+        by_work: dict[Work, list[ReceivedMessage]] = {}
+        for message in messages:
+            by_work.setdefault(message.work, []).append(message)
+        ordered = sorted(by_work, key=lambda work: work.place)
+        self.parts = [Part(work, by_work[work], staged=engine.staged) for work in ordered]
+        self._holder = engine.in_flight.get(messages[0])
+
+    @property
+    def works(self) -> list[Work]:
+        return [part.work for part in self.parts]
+
+    def run(self, session: PlainSession) -> int | None:
+        """Call the handler with a plain connection; return the part that cannot be stored."""
+        session.begin()
+        try:
+            result = self._handler(self._argument, session.connection)
+        except TransactionControlled:
+            raise
+        except Exception as error:
+            raise HandlerFailed(error) from error
+        if inspect.isawaitable(result):
+            if inspect.iscoroutine(result):
+                result.close()
+            raise ConfigurationError(
+                f"the handler {self._handler!r} returned an awaitable, which would run outside of "
+                "its transaction: write it with `async def`"
+            )
+        self._check(session)
+        stopped_at = run(self._settle(), session.execute)
+        if stopped_at is not None:
+            session.rollback()
+            return stopped_at
+        self._check_lease()
+        failpoint("consumer.result_committing")
+        try:
+            session.commit()
+        except Exception as error:
+            self._commit_failed(error)
+        failpoint("consumer.result_committed")
+        return None
+
+    async def run_async(self, session: AsyncSession) -> int | None:
+        """`run` for asyncio."""
+        await session.begin()
+        try:
+            await self._handler(self._argument, session.connection)
+        except TransactionControlled:
+            raise
+        except Exception as error:
+            raise HandlerFailed(error) from error
+        self._check(session)
+        stopped_at = await run_async(self._settle(), session.execute)
+        if stopped_at is not None:
+            await session.rollback()
+            return stopped_at
+        self._check_lease()
+        failpoint("consumer.result_committing")
+        try:
+            await until_end(asyncio.ensure_future(session.commit()))
+        except Exception as error:
+            self._commit_failed(error)
+        failpoint("consumer.result_committed")
+        return None
+
+    def _check(self, session: PlainSession | AsyncSession) -> None:
+        """Raise TransactionControlled if the handler ended the transaction, RolledBack if it
+        reported a failure of a message."""
+        if closed_by_user(session.connection):
+            raise TransactionControlled(
+                "the handler closed its connection, which the consumer uses again: leave it open"
+            )
+        if not session.in_transaction:
+            raise TransactionControlled(
+                "the handler ended the transaction of the consumer, by COMMIT, ROLLBACK or a "
+                "statement that commits (on MariaDB also CREATE, ALTER and DROP): what it wrote "
+                "may be stored without its position. Leave them out of the handler"
+            )
+        reports = (self._holder.reports if self._holder is not None else None) or {}
+        if any(error is not None for error in reports.values()):
+            raise RolledBack
+
+    def _settle(self) -> Steps[int | None]:
+        for number, part in enumerate(self.parts):
+            part.stored = yield from self._positions.settle(part.settled)
+            if part.stored is not Stored.NOW:
+                return number
+        return None
+
+    def _check_lease(self) -> None:
+        if any(part.work.lease.left_s <= 0 for part in self.parts):
+            raise RolledBack
+
+    def _commit_failed(self, error: Exception) -> None:
+        if self._dialect.fault(error) is Fault.UNAVAILABLE:
+            raise Unanswered from error
+        raise error
