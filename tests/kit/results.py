@@ -12,6 +12,7 @@ import pytest
 
 from tests.kit.consumer_world import GROUP, text
 from tests.kit.until import until
+from txbroker import failpoints
 from txbroker.consumer import InDatabase, ReceivedMessage
 from txbroker.databases import MariaDB, Postgres, SQLite
 from txbroker.databases.database import Database, steps_in_transaction
@@ -217,14 +218,18 @@ class Lost:
     """Loses the replies of commits of handlers' transactions.
 
     Args:
-        executed: whether the commit took effect.
-        count: how many are lost.
+        database: whose consumers lose them.
+
+    Attributes:
+        executed: whether the commits take effect.
+        count: how many are lost from now on.
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, database: Database) -> None:
         self.executed = True
         self.count = 0
-        self._database = database
+        self._of_thread = threading.local()
+        monkeypatch.setattr(failpoints, "hook", self._reached)
         opened = database.open
 
         def open_(*arguments: Any, **options: Any) -> PlainSession:
@@ -239,10 +244,14 @@ class Lost:
 
         monkeypatch.setattr(database, "open", open_)
 
+    def _reached(self, point: str) -> None:
+        self._of_thread.result = point == "consumer.result_committing"
+
     def _commit(self, session: PlainSession, commit: Any) -> None:
-        if not (self.count and threading.current_thread().name.startswith("txbroker-handler")):
+        if not (self.count and getattr(self._of_thread, "result", False)):
             commit()
             return
+        self._of_thread.result = False
         self.count -= 1
         if self.executed:
             commit()

@@ -28,6 +28,7 @@ async def test_batch_over_several_partitions(world: World, shop: Shop, order: st
 
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("reported", [True, False])
+@pytest.mark.rule(38)
 async def test_batch_with_a_failed_message_is_rolled_back(
     world: World, shop: Shop, order: str, reported: bool
 ) -> None:

@@ -65,6 +65,7 @@ async def test_zombie_stores_nothing(world: World, shop: Shop, order: str) -> No
 
 
 @pytest.mark.parametrize("shop", SERVERS, indirect=True)
+@pytest.mark.rule(39)
 async def test_claim_waits_for_a_result_that_is_being_stored(
     world: World, shop: Shop, monkeypatch: pytest.MonkeyPatch
 ) -> None:

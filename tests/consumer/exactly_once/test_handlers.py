@@ -81,18 +81,19 @@ async def test_connection_that_the_handler_closed(world: World, shop: Shop) -> N
     await ends(world, shop, handle, TransactionControlled, "closed its connection")
 
 
-@pytest.mark.parametrize("shop", KINDS, indirect=True)
 @pytest.mark.parametrize(
-    "error",
+    ("shop", "error"),
     [
-        ConnectionError("of an HTTP service"),
-        TimeoutError("of an HTTP service"),
-        sqlite3.OperationalError("locked, elsewhere"),
-        psycopg.OperationalError("connection refused, elsewhere"),
-        pymysql.OperationalError(2006, "gone away, elsewhere"),
-        StopIteration("elsewhere"),
+        ("sqlite", ConnectionError("of an HTTP service")),
+        ("sqlite", StopIteration("elsewhere")),
+        (POSTGRES, TimeoutError("of an HTTP service")),
+        (POSTGRES, psycopg.OperationalError("connection refused, elsewhere")),
+        (POSTGRES, sqlite3.OperationalError("locked, elsewhere")),
+        (MARIADB, ConnectionError("of an HTTP service")),
+        (MARIADB, pymysql.OperationalError(2006, "gone away, elsewhere")),
     ],
     ids=repr,
+    indirect=["shop"],
 )
 async def test_errors_of_other_libraries_are_failures(
     world: World, shop: Shop, error: Exception

@@ -27,11 +27,16 @@ def server(request: pytest.FixtureRequest, shop: Shop) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("shop", "handler"),
-    [(KINDS[0], Booking), (KINDS[0], AsyncBooking), (KINDS[1], Booking)],
+    ("shop", "handler", "how"),
+    [
+        (KINDS[0], Booking, "stop"),
+        (KINDS[0], AsyncBooking, "kill"),
+        (KINDS[0], AsyncBooking, "pause"),
+        (KINDS[1], Booking, "kill"),
+        (KINDS[1], Booking, "pause"),
+    ],
     indirect=["shop"],
 )
-@pytest.mark.parametrize("how", ["stop", "kill", "pause"])
 async def test_server_is_gone_for_a_time(
     world: World, shop: Shop, server: Any, handler: type[Booking], how: str
 ) -> None:
