@@ -76,6 +76,14 @@ def command() -> None:
     metavar="TOPIC",
 )
 @env_option(
+    "--consumer-output",
+    "A topic that the consumers write to (`InKafka`), for the rights on it; `prices.*` for a "
+    "prefix. Repeatable.",
+    param="consumer_outputs",
+    multiple=True,
+    metavar="TOPIC",
+)
+@env_option(
     "--principal",
     "The Kafka principal that gets the rights.",
     shown="the user who logs in by password",
@@ -107,6 +115,7 @@ def plan_command(
     targets: tuple[str, ...],
     consumers: tuple[str, ...],
     consumer_topics: tuple[str, ...],
+    consumer_outputs: tuple[str, ...],
     **options: Any,
 ) -> None:
     """Show the changes that `apply` would make, and the necessary rights; change nothing.
@@ -116,10 +125,14 @@ def plan_command(
     settings = settings_from(config, options)
     if Role.CONSUMER in roles and not consumers:
         raise click.UsageError("--role consumer: name the group by --consumer")
-    if consumer_topics and not consumers:
-        raise click.UsageError("--consumer-topic is for consumers: name their group by --consumer")
+    for option, given in (
+        ("--consumer-topic", consumer_topics),
+        ("--consumer-output", consumer_outputs),
+    ):
+        if given and not consumers:
+            raise click.UsageError(f"{option} is for consumers: name their group by --consumer")
     if consumers:
-        rights = _rights_of(settings, roles, consumers, consumer_topics)
+        rights = _rights_of(settings, roles, consumers, consumer_topics, consumer_outputs)
     else:
         rights = _rights(settings, roles, targets)
     grantee = principal or _principal(settings)
@@ -225,13 +238,17 @@ def _rights(settings: Settings, roles: tuple[str, ...], targets: tuple[str, ...]
 
 
 def _rights_of(
-    settings: Settings, roles: tuple[str, ...], consumers: Sequence[str], topics: Sequence[str]
+    settings: Settings,
+    roles: tuple[str, ...],
+    consumers: Sequence[str],
+    topics: Sequence[str],
+    outputs: Sequence[str],
 ) -> list[Right]:
     needed = [
         right
         for group in consumers
         for own in [[topic.name for topic in _topics_of(settings, group)]]
-        for right in consumer_rights(group, own, topics)
+        for right in consumer_rights(group, own, topics, outputs)
     ]
     wanted = roles or tuple(Role)
     by_role = [right for role in Role for right in needed if right.role is role]

@@ -214,7 +214,7 @@ def short_metadata(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pending, "_WAITING_MAX", 20)
 
 
-@pytest.mark.rule(45)
+@pytest.mark.rule(44)
 async def test_outputs_wait_whose_messages_do_not_fit_into_the_position(
     prices: Prices, short_metadata: None
 ) -> None:

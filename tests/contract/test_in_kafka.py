@@ -114,7 +114,7 @@ async def crashed(orders: Processing, moment: str, monkeypatch: pytest.MonkeyPat
             raise Crash
 
     doors = orders.doors()
-    consumer = orders.consumer(doors, in_flight_max=4)
+    consumer = orders.consumer(doors, in_flight_max=4, drain_s=0.2)
     await consumer.start()
     task = asyncio.create_task(consumer.run(orders.pass_on))
     await produce_by_key(orders, *texts(20))
@@ -174,6 +174,7 @@ async def test_lost_answer_repeats_and_loses_no_output(
     assert await orders.prices_of() == passed_on(texts(30))
 
 
+@pytest.mark.rule(45)
 async def test_replaced_member_stores_no_output(world: Any, orders: Processing) -> None:
     """Its handlers end after another member has processed their messages."""
     gate, seen = asyncio.Event(), 0
@@ -234,7 +235,7 @@ async def refused_output(world: Any, orders: Processing, why: str) -> tuple[Mess
     if why == "in the future":
         return Message(orders.prices, b"k1", b"", timestamp_ms=1 << 50), "timestamp"
     compacted = await world.create_topic("compacted", PARTITIONS, cleanup_policy="compact")
-    return Message(compacted, None, b"without key"), "invalid record|rejected"
+    return Message(compacted, None, b"without key", partition=0), "invalid record|rejected"
 
 
 REFUSED = (
@@ -248,6 +249,7 @@ REFUSED = (
 )
 
 
+@pytest.mark.rule(44)
 @pytest.mark.parametrize("why", REFUSED)
 async def test_refused_output_is_a_dead_letter_alone(
     world: Any, orders: Processing, why: str
@@ -255,9 +257,12 @@ async def test_refused_output_is_a_dead_letter_alone(
     if isinstance(world, MemoryHarness) and why == "without key":
         pytest.skip("the Kafka in memory compacts on demand")
     refused, reason = await refused_output(world, orders, why)
+    others = why in ("larger than the topic takes", "without key")
 
     async def handle(message: ReceivedMessage, out: Outputs) -> None:
         await orders.pass_on(message, out)
+        if others:
+            out.send(Message(refused.topic, b"k", message.value))
         if message.value in (b"7", b"11"):
             out.send(refused)
 
@@ -273,6 +278,8 @@ async def test_refused_output_is_a_dead_letter_alone(
         value for name, value in (await orders.dead_letters())[0].headers if name == "txb-cause"
     ]
     assert re.search(reason, (causes[0] or b"").decode())
+    if others:
+        assert len(await orders.visible(refused.topic)) == len(kept)
 
 
 async def test_topic_that_is_deleted_refuses_only_its_outputs(

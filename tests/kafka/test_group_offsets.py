@@ -222,7 +222,7 @@ async def test_replaced_member_commits_nothing(both: World, copies: bool) -> Non
     assert await both.copies() == [b"before"]
 
 
-@pytest.mark.rule(31)
+@pytest.mark.rule(31, 45)
 @pytest.mark.parametrize("copies", [False, True])
 async def test_old_generation_commits_nothing(both: World, copies: bool) -> None:
     member, offsets = await both.member()
@@ -306,6 +306,7 @@ async def test_rights_can_be_granted_by_prefix(plain: World) -> None:
 # --- results that are unknown --------------------------------------------------------------------
 
 
+@pytest.mark.rule(46)
 async def test_load_waits_for_open_transactions(both: World) -> None:
     member, offsets = await both.member()
     await offsets.commit({both.at: StoredOffset(1, "")})

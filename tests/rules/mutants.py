@@ -55,7 +55,12 @@ class Mutant(NamedTuple):
     def real_kafka(self) -> bool:
         """Whether its test starts a Kafka."""
         files = (
-            *("test_unanswered", "test_transaction_protocol", "test_forgotten"),
+            *(
+                "test_unanswered",
+                "kafka/test_in_kafka",
+                "test_transaction_protocol",
+                "test_forgotten",
+            ),
             *("test_partition.py", "test_member.py", "test_group_offsets", "test_group_member"),
         )
         return "[kafka" in self.test or any(name in self.test for name in files)

@@ -17,13 +17,13 @@ from tests.secure.secret_proxy import words_of
 from tests.secure.secure_world import AllowedWorld, SecureKafka
 from txbroker.cli.main import cli
 from txbroker.cli.run import run
-from txbroker.consumer import Consumer
+from txbroker.consumer import Consumer, InKafka, Message, Outputs
 from txbroker.consumer import consumer as consumer_module
 from txbroker.consumer.message import ReceivedMessage
 from txbroker.consumer.settings import group_topics
 from txbroker.core.consuming.copies import DEAD_PARTITIONS, RETRY_PARTITIONS, GroupTopics
 from txbroker.errors import ConfigurationError
-from txbroker.kafka.client.acls import CREATE, Right, Role, consumer_rights
+from txbroker.kafka.client.acls import CREATE, Resource, Right, Role, consumer_rights
 
 QUICK: dict[str, Any] = {
     "session_s": 3.0,
@@ -133,6 +133,34 @@ async def test_consumer_works_with_exactly_the_listed_rights(world: World, kind:
             await until(lambda: seen.count(b"bad") == 2)
         consumer.stop()
         await running
+
+
+async def test_outputs_need_only_write(world: World) -> None:
+    """Without it the message becomes a dead letter, and the others go on."""
+    prices, secret = await world.create_topic("prices"), await world.create_topic("secret")
+    own = [topic.name for topic in group_topics(world.prefix, world.group, aside=True)]
+    needed = consumer_rights(world.group, own, [world.topic], [prices])
+    describe = Right(Role.CONSUMER, Resource.TOPIC, secret, False, ("Describe",), "a test")
+    await world.allow([*(right for right in needed if right.role is Role.CONSUMER), describe])
+
+    async def handle(message: ReceivedMessage, out: Outputs) -> None:
+        out.send(Message(prices, message.key))
+        if message.key == b"bad":
+            out.send(Message(secret, message.key))
+
+    producer = Producer({"bootstrap.servers": world.bootstrap})
+    for key in (b"1", b"bad", b"2"):
+        producer.produce(world.topic, b"", key, partition=0)
+    assert producer.flush(ADMIN_TIMEOUT_S) == 0
+    consumer = await world.started(mode="exactly-once", store=InKafka())
+    async with aclosing(consumer):
+        running = asyncio.create_task(consumer.run(handle))
+        await until(lambda: has_copy(world, "dead"))
+        await until(lambda: consumer.statistics().lag.get((world.topic, 0)) == 0)
+        consumer.stop()
+        await running
+    assert [record.key for record in await world.visible(prices)] == [b"1", b"2"]
+    assert await world.visible(secret) == []
 
 
 async def has_copy(world: World, kind: str) -> bool:

@@ -115,12 +115,15 @@ def rights_needed(
     return [Right(*row) for row in rows]
 
 
-def consumer_rights(group: str, own: Iterable[str], topics: Iterable[str]) -> list[Right]:
+def consumer_rights(
+    group: str, own: Iterable[str], topics: Iterable[str], outputs: Iterable[str] = ()
+) -> list[Right]:
     """Return all rights of a group of consumers, and of `txbroker topics apply` for its topics.
 
     Args:
         own: the group's own topics.
         topics: the topics that it reads; `orders.*` is a prefix.
+        outputs: the topics that it writes to with `InKafka`; `prices.*` is a prefix.
     """
     topic, group_, transactional_id = Resource
     own = list(own)
@@ -128,6 +131,7 @@ def consumer_rights(group: str, own: Iterable[str], topics: Iterable[str]) -> li
     created = "creating it at the first start; not after `topics apply`"
     rows: list[tuple[Role, Resource, str, bool, tuple[str, ...], str]] = [
         *((Role.CONSUMER, topic, *_pattern(name), (READ,), "messages") for name in topics),
+        *((Role.CONSUMER, topic, *_pattern(name), (WRITE,), "outputs") for name in outputs),
         (Role.CONSUMER, group_, group, False, (READ,), "membership and positions"),
         *((Role.CONSUMER, topic, n, False, (READ, WRITE), "messages that failed") for n in own),
         *((Role.CONSUMER, topic, name, False, (CREATE,), created) for name in own),
@@ -137,7 +141,7 @@ def consumer_rights(group: str, own: Iterable[str], topics: Iterable[str]) -> li
             consumers_transactional_id(group),
             True,
             (WRITE,),
-            "storing failed messages together with positions",
+            "storing outputs and failed messages together with positions",
         ),
         *((Role.APPLY, topic, name, False, change, "creating and changing it") for name in own),
     ]
