@@ -21,8 +21,8 @@ _OF_RESULTS = (*_COMMITS, _OUTPUTS)
 MOMENTS = tuple(name for name in POINTS if name.startswith("consumer.") and name not in _OF_RESULTS)
 _COPIES = frozenset(("consumer.copied", "consumer.ending"))
 _RELEASES = frozenset(("consumer.drained", "consumer.flushed", "consumer.released"))
-MOMENT_S = 12.0
-"""How long a moment is waited for."""
+MOMENT_SESSIONS = 2.0
+"""How long a moment is waited for: a group may wait for a dead member for a session."""
 _BACKOFF_S = 6.0
 """The longest pause before a commit is repeated."""
 
@@ -84,6 +84,10 @@ class Nemesis:
         self._stops_s = stops_s
         self._damage = damage
         self.counts: Counter[str] = Counter()
+
+    @property
+    def _moment_s(self) -> float:
+        return MOMENT_SESSIONS * self._fleet.timing.session_s
 
     def kinds(self) -> list[str]:
         """Return the names of all faults that this fleet can have."""
@@ -151,7 +155,7 @@ class Nemesis:
         point = point.removeprefix("consumer.") if point.endswith(HANDLER) else point
         armed = await fleet.launch(fleet.free_slot(), point, skip)
         if point in _RELEASES or point == "consumer.key_handled":
-            await fleet.ready(armed, MOMENT_S)
+            await fleet.ready(armed, self._moment_s)
         if point in _RELEASES:
             # Further instances take some of its partitions, of which it has one or two.
             await fleet.launch(fleet.free_slot())
@@ -159,7 +163,7 @@ class Nemesis:
         if point == "consumer.key_handled":
             await fleet.release()
         try:
-            await asyncio.wait_for(armed.process.wait(), MOMENT_S)
+            await asyncio.wait_for(armed.process.wait(), self._moment_s)
             await fleet.buried(armed)
         except TimeoutError:
             self.counts["moment not reached"] += 1
@@ -196,7 +200,7 @@ class Nemesis:
     async def _cut_off(self, seconds: float) -> None:
         """Requests of this time arrive after it, when others own the partitions."""
         instance = self._any()
-        if not await self._fleet.ready(instance, MOMENT_S):
+        if not await self._fleet.ready(instance, self._moment_s):
             self.counts["moment not reached"] += 1
             return
         instance.signal(signal.SIGUSR2)
@@ -221,7 +225,7 @@ class Nemesis:
         point = HANDLER if kind.startswith(_IN_HANDLER) else _COMMITS[0]
         skip = fleet.fate.randrange(30)
         armed = await fleet.launch(fleet.free_slot(), point, skip, stops=True)
-        until_s = time.monotonic() + MOMENT_S
+        until_s = time.monotonic() + self._moment_s
         while armed.running and not armed.stopped and time.monotonic() < until_s:
             await asyncio.sleep(0.02)
         if armed.stopped:
@@ -241,7 +245,7 @@ class Nemesis:
         fleet = self._fleet
         assert isinstance(fleet, ExactFleet)
         deaf = await fleet.launch(fleet.free_slot(), deaf_s=fleet.deaf_s)
-        if await fleet.ready(deaf, MOMENT_S):
+        if await fleet.ready(deaf, self._moment_s):
             await asyncio.sleep(_BACKLOG_S)
             deaf.signal(signal.SIGUSR2)
             begin = time.monotonic()
