@@ -66,7 +66,9 @@ class Place(NamedTuple):
         """Return how many messages have a row, each counted once."""
         session = self.database.open()
         with closing(session):
-            found = session.execute(Query(f"SELECT DISTINCT part, place FROM {TABLE} WHERE part >= 0"))
+            found = session.execute(
+                Query(f"SELECT DISTINCT part, place FROM {TABLE} WHERE part >= 0")
+            )
             total = session.execute(Query(f"SELECT count(*) FROM {TABLE} WHERE part >= 0"))
         if len(found.rows) != total.rows[0][0]:
             raise SystemExit(f"{self.name}: {total.rows[0][0]} rows of {len(found.rows)} messages")

@@ -130,7 +130,9 @@ async def ratio(
     medians = statistics.median(consumed), statistics.median(alone)
     return {
         "figure": round(medians[0] / medians[1], 3),
-        "of_pairs": round(statistics.median(a / b for a, b in zip(consumed, alone, strict=True)), 3),
+        "of_pairs": round(
+            statistics.median(a / b for a, b in zip(consumed, alone, strict=True)), 3
+        ),
         "rounds": rounds,
         "per_s": {"consumer": round(medians[0]), "alone": round(medians[1])},
     }

@@ -197,7 +197,7 @@ async def test_waiting_outputs_are_bounded(prices: Prices, monkeypatch: pytest.M
     async with prices.running(handler, in_flight_max=4) as consumer:
         await until(lambda: len(handler.done) >= 20)
         await asyncio.sleep(0.1)
-        waiting.append(consumer._readers[0][0]._committer._copies.count)
+        waiting.append(consumer._readers[0][0]._committer.copies.count)
         closed.set()
         await prices.commits(200)
     assert waiting[0] <= 20 + 4

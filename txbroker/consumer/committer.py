@@ -129,7 +129,7 @@ class Committer:
         self._traits = traits
         self.fenced = fenced
         self._dirty: dict[Work, None] = {}
-        self._copies = PendingCopies(engine)
+        self.copies = PendingCopies(engine)
         self._soon = False
         """Some of the copies are to be stored at once."""
         self._unknown: _Round | None = None
@@ -186,7 +186,7 @@ class Committer:
         work = pending.work
         if work.commits is None:
             return
-        self._copies.add(pending)
+        self.copies.add(pending)
         self.changed(work, 0 if soon else 1)
         if soon:
             self._soon = True
@@ -197,7 +197,7 @@ class Committer:
         work = pending.work
         if self._unknown is not None and pending in self._unknown.pending.get(work, ()):
             return False
-        self._copies.remove(work, [pending])
+        self.copies.remove(work, [pending])
         return True
 
     def unavailable(self, work: Work) -> None:
@@ -207,23 +207,13 @@ class Committer:
             self.changed(work, 0)
             self._now.set()
 
-    @property
-    def waiting(self) -> set[tuple[str, int, int]]:
-        """Topic, partition and offset of the messages whose copies are not stored."""
-        return {
-            (each.message.topic, each.message.partition, each.message.offset)
-            for work in self._copies.works
-            for each in self._copies.of(work)
-            if each.message is not None
-        }
-
     def forget(self, work: Work) -> None:
         """Store nothing more of a partition."""
         work.dirty = False
         self._dirty.pop(work, None)
         if self._unknown is not None:
             self._unknown.pending.pop(work, None)
-        for each in self._copies.drop(work):
+        for each in self.copies.drop(work):
             if each.owner is not None:
                 each.owner.dropped(each)
 
@@ -233,7 +223,10 @@ class Committer:
         Raises:
             KafkaUnavailable: they are not stored, or it is unknown.
         """
-        while await self._in_doubt(works):
+        while True:
+            async with self.between_rounds:  # one in flight may hold these partitions
+                if not any(work.dirty for work in works):
+                    return
             await self._round()
 
     async def flush_finally(self, works: Collection[Work], within_s: float) -> None:
@@ -264,12 +257,6 @@ class Committer:
             else:
                 return
 
-    async def _in_doubt(self, works: Collection[Work]) -> bool:
-        """Wait for the round in flight, which may hold these partitions; return whether another
-        one must follow."""
-        async with self.between_rounds:
-            return any(work.dirty for work in works)
-
     async def _run(self) -> None:
         failures = 0
         while True:
@@ -277,7 +264,7 @@ class Committer:
             try:
                 await self._round()
                 failures = 0
-                if not (self._before or self._copies.count):
+                if not (self._before or self.copies.count):
                     await asyncio.sleep(_REST_S)
             except KafkaUnavailable as error:
                 if isinstance(error, CommitFenced):
@@ -389,7 +376,7 @@ class Committer:
     def _begin(self) -> _Round:
         works, self._dirty = list(self._dirty), {}
         admitted = {work: self._to_admit(work) for work in works} if self._before else {}
-        pending = self._copies.take(works)
+        pending = self.copies.take(works)
         round_ = _Round({}, pending, admitted, works)
         distinct = bool(pending) and not self._traits.repeatable
         waits = False
@@ -399,7 +386,7 @@ class Committer:
             stored = _position(work, pending.get(work, ()), done, distinct=distinct)
             if self._traits.exact and work.overflow and work in pending:
                 # The position may have fewer gaps with all that waits.
-                pending[work] = list(self._copies.of(work))
+                pending[work] = list(self.copies.of(work))
                 stored = _position(work, pending[work], (), distinct=distinct)
                 if work.overflow:
                     # After a crash messages would be handled again whose outputs are stored.
@@ -407,7 +394,7 @@ class Committer:
                     stored, waits = work.stored(distinct=distinct), True
             round_.offsets[work.place] = stored
         taken = sum(len(each.copies) for some in pending.values() for each in some)
-        left = self._copies.count - taken
+        left = self.copies.count - taken
         self._soon = self._soon and left > 0
         # Those that cannot be stored yet wait for the interval.
         self._count = 0 if waits else left
@@ -441,16 +428,16 @@ class Committer:
                     self._give_back(work, str(error))
                     break
                 if others:
-                    self._copies.replace(each, others)
+                    self.copies.replace(each, others)
                 else:
-                    self._copies.remove(work, [each])
+                    self.copies.remove(work, [each])
         self._again(round_)
 
     def _give_back(self, work: Work, why: str) -> None:
         """Let the messages of a partition be handled again later, and store copies of no message
         later."""
         messages = []
-        for each in self._copies.drop(work):
+        for each in self.copies.drop(work):
             if each.message is None:
                 pause = self._loop.call_later(_PAUSE_MAX_S, self.store, each)
                 self._pauses = [one for one in self._pauses if one.when() > self._loop.time()]
@@ -466,7 +453,7 @@ class Committer:
         for work in round_.works:
             work.confirm(round_.offsets[work.place])
         for work, pendings in round_.pending.items():
-            self._copies.remove(work, pendings)
+            self.copies.remove(work, pendings)
             for each in pendings if work in self._engine.works else ():
                 if each.owner is not None:
                     each.owner.stored(each)
@@ -479,7 +466,7 @@ class Committer:
             self._engine.admit(work, messages)
             if work.gate and messages:
                 self.changed(work, 0)
-        for work in self._copies.works:
+        for work in self.copies.works:
             self.changed(work, 0)
         if self._soon:
             self._now.set()

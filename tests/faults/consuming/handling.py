@@ -41,7 +41,7 @@ class Plans:
 
     def error(self, message: ReceivedMessage) -> Exception | None:
         """Return what the first stage raises."""
-        what = told(message)
+        what = instructions(message)
         if what.get("reject"):
             return Reject("never")
         if self.healed:
@@ -56,7 +56,7 @@ class Plans:
 
     def stage_error(self, number: int, message: ReceivedMessage) -> Exception | None:
         """Return what a later stage raises: the first time, or until a time."""
-        what = told(message)
+        what = instructions(message)
         at = (number, message.topic, message.partition, message.offset)
         if self.healed or what.get("stage") != number:
             return None
@@ -68,7 +68,7 @@ class Plans:
         return ValueError("stage: once")
 
 
-def told(message: ReceivedMessage) -> dict[str, Any]:
+def instructions(message: ReceivedMessage) -> dict[str, Any]:
     """Return the value of a message."""
     found: dict[str, Any] = json.loads(message.value or b"{}")
     return found
@@ -127,7 +127,7 @@ class Handling:
 
     async def __call__(self, message: ReceivedMessage) -> None:
         with self._calls.call([message]):
-            if seconds := told(message).get("takes_s"):
+            if seconds := instructions(message).get("takes_s"):
                 await asyncio.sleep(seconds)
             if error := self._plans.error(message):
                 raise error
@@ -205,7 +205,7 @@ class ExactHandling:
     async def sending(self, message: ReceivedMessage, out: Outputs) -> None:
         """The handler whose effect is a message."""
         with self._calls.call([message]):
-            if seconds := told(message).get("takes_s", 0.0) + self._slow_s:
+            if seconds := instructions(message).get("takes_s", 0.0) + self._slow_s:
                 await asyncio.sleep(seconds)
             out.send(Message(self._output, key=message.key, value=self._sent(message)))
             self._reached(HANDLER)
@@ -217,7 +217,7 @@ class ExactHandling:
             "topic": message.topic,
             "partition": message.partition,
             "offset": message.offset,
-            "value": told(message)["n"],
+            "value": instructions(message)["n"],
             "token": message.token,
             "instance": self._name,
         }
@@ -228,9 +228,12 @@ class ExactHandling:
         messages = given if isinstance(given, list) else [given]
         with self._calls.call(messages):
             numbers: dict[ReceivedMessage, int] = {}
-            for message in messages if told(messages[0]).get("early") else ():
+            for message in messages if instructions(messages[0]).get("early") else ():
                 numbers[message] = yield from self._next_of_lane(message)
-            yield sum(told(message).get("takes_s", 0.0) for message in messages) + self._slow_s
+            yield (
+                sum(instructions(message).get("takes_s", 0.0) for message in messages)
+                + self._slow_s
+            )
             for message in messages:
                 number = numbers.get(message)
                 if number is None:
@@ -264,7 +267,7 @@ class ExactHandling:
         values = (
             *(message.topic, message.partition, message.offset),
             message.key.decode() if message.key is not None else None,
-            *(told(message)["n"], self._lane(message), number),
+            *(instructions(message)["n"], self._lane(message), number),
             *(message.token, message.attempt, self._name),
         )
         yield self._tables.insert, values

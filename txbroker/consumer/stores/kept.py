@@ -149,7 +149,7 @@ class TableAsides:
         if taken >= _TAKEN_MAX:
             return
         rows = await self._due(RETRY, topic, numbers, taken + _TAKEN_MAX)
-        unstored = self._committer.waiting
+        unstored = self._committer.copies.messages
         by_place = {work.place: each for work, each in self._retried.items()}
         for kept in rows:
             source = kept.failed.source
@@ -196,7 +196,7 @@ class TableAsides:
     async def chunk(self, work: Work, key: bytes | int) -> list[Record]:
         """See `KeptCopies.chunk`."""
         rows = await self._do(lambda: self._store.kept.of_key(work.place, key, _CHUNK))
-        unstored = self._committer.waiting
+        unstored = self._committer.copies.messages
         return [kept.copy for kept in rows if kept.failed.source not in unstored]
 
     def clearance(self, message: ReceivedMessage, count: int) -> Sequence[Copy]:

@@ -89,6 +89,12 @@ class PendingCopies:
         """The partitions that have some."""
         return self._waiting.keys()
 
+    @property
+    def messages(self) -> set[tuple[str, int, int]]:
+        """Topic, partition and offset of the messages that they are of."""
+        messages = (each.message for waiting in self._waiting.values() for each in waiting.queue)
+        return {(one.topic, one.partition, one.offset) for one in messages if one is not None}
+
     def of(self, work: Work) -> Iterable[Pending]:
         """Return those of a partition, in order."""
         waiting = self._waiting.get(work)
