@@ -21,7 +21,6 @@ from tests.kit.database_servers import MariaServer, PostgresServer
 from txbroker.databases.database import Database
 from txbroker.databases.mariadb import MariaDB
 from txbroker.databases.postgres import Postgres
-from txbroker.databases.sessions import DriverSession
 from txbroker.databases.sqlite import SQLite
 from txbroker.databases.steps import Query
 

@@ -49,7 +49,7 @@ class ItemComparison(NamedTuple):
 
 
 def sold() -> list[dict[str, str | int]]:
-    """Return what is sold."""
+    """Return the sales."""
     chance = random.Random(5)
     return [
         {"item": f"item-{chance.randrange(ITEMS):02}", "n": chance.randint(1, 5)}

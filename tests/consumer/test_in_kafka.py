@@ -26,7 +26,7 @@ from txbroker.testing.memory import LostReply
 
 
 class Prices(World):
-    """Topic `orders` with one partition, and what is made of it in topic `prices`."""
+    """Topic `orders` with one partition, and its outputs in topic `prices`."""
 
     def __init__(self) -> None:
         super().__init__(partitions=1)

@@ -24,6 +24,7 @@ CRASHES = (
     "consumer.committing",
     "consumer.committed",
 )
+# A commit in memory is one step; moments outside of it are the same on both.
 _INSIDE = ("consumer.copied", "consumer.ending")
 KEYS = 5
 
@@ -50,7 +51,7 @@ async def produce_by_key(orders: Processing, *each: str) -> None:
         await orders.produce(*mine, partition=partition)
 
 
-# --- what is stored --------------------------------------------------------------------------
+# --- stored outputs --------------------------------------------------------------------------
 
 
 async def test_outputs_keep_everything(world: Any, orders: Processing) -> None:
@@ -142,12 +143,14 @@ async def gone(orders: Processing, doors: Doors, consumer: Consumer) -> None:
 
 
 @pytest.mark.rule(44)
-@pytest.mark.parametrize("moment", CRASHES)
+@pytest.mark.parametrize(
+    ("world", "moment"),
+    [("kafka" if moment in _INSIDE else "memory", moment) for moment in CRASHES],
+    indirect=["world"],
+)
 async def test_crash_repeats_and_loses_no_output(
     orders: Processing, moment: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if isinstance(orders.world, MemoryHarness) is (moment in _INSIDE):
-        pytest.skip("a commit in memory is one step; what is outside of it is the same on both")
     await crashed(orders, moment, monkeypatch)
     async with orders.running(orders.pass_on):
         await orders.done(60)
@@ -250,12 +253,18 @@ REFUSED = (
 
 
 @pytest.mark.rule(44)
-@pytest.mark.parametrize("why", REFUSED)
+@pytest.mark.parametrize(
+    ("world", "why"),
+    [
+        *(("kafka", why) for why in REFUSED),
+        # The Kafka in memory compacts on demand.
+        *(("memory", why) for why in REFUSED if why != "without key"),
+    ],
+    indirect=["world"],
+)
 async def test_refused_output_is_a_dead_letter_alone(
     world: Any, orders: Processing, why: str
 ) -> None:
-    if isinstance(world, MemoryHarness) and why == "without key":
-        pytest.skip("the Kafka in memory compacts on demand")
     refused, reason = await refused_output(world, orders, why)
     others = why in ("larger than the topic takes", "without key")
 

@@ -86,7 +86,7 @@ class Shop:
     def close(self) -> None:
         self._session.close()
 
-    # --- what is stored ----------------------------------------------------------------------
+    # --- stored results ----------------------------------------------------------------------
 
     @property
     def results(self) -> list[str]:

@@ -1,4 +1,4 @@
-"""Positions of a consumer group: who owns a partition, and what is done, as steps.
+"""Positions of a consumer group: owners of partitions, and done messages, as steps.
 
 A claim raises the partition's token and reads its position in one transaction. An owner that stores
 a result compares the token in the same transaction, so that an earlier one stores nothing.

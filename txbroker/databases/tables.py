@@ -3,7 +3,7 @@
 | table | rows |
 | --- | --- |
 | `txbroker_schema` | one: the version of the tables |
-| `txbroker_position` | a partition of a consumer group: its owner's token, and what is done |
+| `txbroker_position` | a partition of a consumer group: its owner's token, and its position |
 | `txbroker_done` | a message that was done above the stored position |
 | `txbroker_aside` | a message that waits for a retry or a release, or is a dead letter |
 | `txbroker_barrier` | a transaction: its local transaction has committed, or a check was first |

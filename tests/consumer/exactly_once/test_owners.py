@@ -52,7 +52,7 @@ async def test_tokens_rise(world: World, shop: Shop) -> None:
 
 @pytest.mark.rule(39)
 def test_claim_raises_the_token_before_it_reads(shop: Shop) -> None:
-    """What is committed between the two would be handled again."""
+    """A commit between the two would be handled again."""
     sent: list[str] = []
 
     def execute(query: Query) -> Result:

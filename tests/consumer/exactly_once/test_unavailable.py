@@ -1,4 +1,4 @@
-"""A database that cannot be used for a time, the end of consumers, and what is left of them."""
+"""A database that cannot be used for a time, the end of consumers, and their remains."""
 
 from __future__ import annotations
 

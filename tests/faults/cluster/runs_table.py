@@ -170,7 +170,8 @@ def consumers(runs: Sequence[Run]) -> str:
 Groups of three [consumers](../how-to/consume.md) as processes, made by
 `python -m tests.faults.consuming.soak`; a case is a store if there is one for exactly once, an
 order, a failure policy, and whether members are static, messages come in batches, stages follow and
-the handler is a coroutine. More calls than messages: attempts of messages that failed, and repeats after a crash.
+the handler is a coroutine. More calls than messages: attempts of messages that failed, and repeats
+after a crash.
 Requests of a consumer that was cut off arrive afterwards.
 
 {markdown(head, rows)}

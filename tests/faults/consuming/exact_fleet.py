@@ -145,7 +145,7 @@ class ExactFleet(Fleet):
                 value["stage_fails_until"] = time.time() + fate.uniform(0.1, STAGE_FAILS_S)
         return key, value
 
-    # --- what is stored ----------------------------------------------------------------------
+    # --- stored results ----------------------------------------------------------------------
 
     async def _look(self) -> Stored:
         stored = await super()._look()

@@ -5,7 +5,7 @@ It imports nothing of txbroker, and reads tables by their documented columns.
 | rule | meaning |
 | --- | --- |
 | E1 | a message has one effect if its stored position says so and it is not kept as failed |
-| E2 | the effects of what is in order are in offset order, by the order of their commits |
+| E2 | the effects of a lane are in offset order, by the order of their commits |
 | E3 | tokens never fall, neither those of effects nor the stored ones; nor does a position |
 | E4 | later stages follow an effect at least once and in order; none is lost |
 | E5 | the copy of a position in Kafka is never ahead of the position |
@@ -28,7 +28,7 @@ class Effect:
 
     Attributes:
         serial: rises from one transaction to a later one that begins after it, within `log`.
-        lane: what is in order; "" for nothing.
+        lane: what has an order; "" for nothing.
         number: counts the effects of the lane, in the order of their commits.
     """
 
@@ -74,7 +74,7 @@ class TablePosition:
 
 @dataclass(frozen=True)
 class Sample:
-    """What was stored at a time: first the copy in Kafka was read, then the table.
+    """The stored positions at a time: first the copy in Kafka was read, then the table.
 
     Attributes:
         mirror: offsets and done ranges in Kafka.
@@ -140,7 +140,7 @@ class ExactJudge:
                 yield Violation("E1", text(source), f"{why}; {self._story(source)}")
 
     def _wrong_effects(self, source: Source) -> str:
-        """Return what is wrong with the effects of a message, "" if nothing is."""
+        """Return the fault of the effects of a message, "" if nothing is."""
         record, effects = self._records.get(source), self._effects.get(source, ())
         if record is None:
             return "not in its topic"

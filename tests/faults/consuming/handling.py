@@ -1,4 +1,4 @@
-"""Handlers of an instance: they do what a message's value says, and write it to the history."""
+"""Handlers of an instance: they follow a message's value, and write it to the history."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Write = Callable[..., None]
 
 
 class Plans:
-    """What the values of messages say.
+    """The meaning of messages' values.
 
     Args:
         healed: a file; once it exists, no message fails but those that are rejected.
@@ -248,7 +248,7 @@ class ExactHandling:
                     raise error
 
     def _next_of_lane(self, message: ReceivedMessage) -> Generator[Step, Any, int]:
-        """Count in the row of what is in order, which one transaction at a time can change: its
+        """Count in the row of its lane, which one transaction at a time can change: its
         numbers are in the order of the commits."""
         assert self._tables is not None
         if self._order == "none":

@@ -116,7 +116,7 @@ def nothing(_run: Run) -> None: ...
 
 
 def done_rows(run: Run) -> None:
-    """What is done above the position is a row, or a range."""
+    """A message that is done above the position is a row, or a range."""
     run.last(6)
     run.samples.insert(1, replace(run.samples[0], mirror={PLACE: (3, [(4, 5)])}))
     table = {PLACE: TablePosition(1, 3, ((5, 6),), None, frozenset((4,)))}

@@ -26,7 +26,7 @@ class PositionStore(Protocol):
     """Keeps positions; write one for a place that txbroker does not know.
 
     A position is an offset, that of the next message, and a text without a meaning for the store,
-    which holds the token of the partition's owner and what is done above the offset. Both methods
+    which holds the token of the partition's owner and the done offsets above it. Both methods
     are coroutine functions or plain ones, which must not block.
     """
 
@@ -37,7 +37,7 @@ class PositionStore(Protocol):
         begin at `start`. Called when partitions were assigned, before the first message is read."""
 
     def save(self, positions: Mapping[Partition, StoredOffset]) -> Awaitable[None] | None:
-        """Store positions, all or none. Called after messages are done, as `CommitPolicy` says, and
+        """Store positions, all or none. Called after messages are done, by `CommitPolicy`, and
         before partitions are released. An exception: the consumer tries again."""
 
 

@@ -50,8 +50,8 @@ class Storing(Protocol):
         """They are stored."""
 
     def refused(self, pending: Pending, cause: str) -> Sequence[Copy] | None:
-        """One of them cannot be stored. Return what is stored in place of all; nothing: the message
-        fails. None: the message is handled again, later."""
+        """One of them cannot be stored. Return the copies to store in place of all; nothing: the
+        message fails. None: the message is handled again, later."""
 
     def dropped(self, pending: Pending) -> None:
         """The partition is lost: whether they are stored is not known."""

@@ -179,7 +179,7 @@ class Metadata(Struct, frozen=True):
         topic_id: as hexadecimal digits; a topic that was created again has another one.
         aside: number of set-aside keys.
         ranges: done ranges above the offset.
-        later: what is done by the later stages of the handler, too; None: the same.
+        later: offsets whose later stages are done, too; None: the same ones.
     """
 
     token: int
