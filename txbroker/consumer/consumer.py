@@ -263,7 +263,8 @@ class Consumer:
                 a thread. Takes a message; with `batch` a list of them. Exactly once it also takes
                 the connection of its transaction (`InDatabase`), or what it sends by (`InKafka`).
                 It raises `Later`, `Reject` or any other exception if it fails; of a batch it can
-                report single messages by `message.failed(error)`.
+                report single messages by `message.failed(error)`. Exactly once a batch that fails
+                is rolled back, and each message that failed is handled again in a list alone.
             then: later stages: handlers that are called one after another with the same message,
                 after the result of the first one is stored. They take no second argument, and run
                 at least once: a crash repeats those that had not ended.

@@ -34,7 +34,9 @@ async def refused(world: World, match: str, handler: Any = plain, **options: Any
 
 
 async def test_tables(world: World, shop: Shop, tmp_path: Path) -> None:
-    store = InDatabase(SQLite(tmp_path / "empty.db"))
+    file = tmp_path / "empty.db"
+    file.touch()
+    store = InDatabase(SQLite(file))
     await refused(world, "no such table.*txbroker databases create", mode=MODE, store=store)
     shop.do("UPDATE txbroker_schema SET version = 99")
     await refused(world, "version 99; this txbroker uses version 1", **shop.options)
