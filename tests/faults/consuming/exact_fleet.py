@@ -48,6 +48,7 @@ from txbroker.databases.dialect import DIALECTS
 from txbroker.databases.kept import KeptTable
 from txbroker.databases.steps import run
 
+BEHIND_MAX = 1500
 STAGE_SHARE, STAGE_FAILS_S = 0.04, 3.0
 DEAF_S, SINGLE_DEAF_S = 1.0, 0.1
 
@@ -134,6 +135,11 @@ class ExactFleet(Fleet):
             batch=case.batch,
             coroutine=case.coroutine,
         )
+
+    def _full(self) -> bool:
+        """Whether all could not be done within the time to settle, on a busy machine."""
+        table = self._samples[-1].table.values() if self._samples else ()
+        return self.produced - sum(max(0, found.next) for found in table) > BEHIND_MAX
 
     def _message(self) -> tuple[str, dict[str, Any]]:
         key, value = super()._message()

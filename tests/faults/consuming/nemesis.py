@@ -113,6 +113,7 @@ class Nemesis:
     async def run(self, kinds: list[str]) -> None:
         """Inject these faults in turn."""
         for kind in kinds:
+            await self._fleet.fill_up()
             await self._inject(kind)
             self.counts[kind] += 1
             await self._fleet.fill_up()
@@ -171,6 +172,7 @@ class Nemesis:
         await self._shrink()
 
     async def _shrink(self) -> None:
+        await self._fleet.fill_up()  # some may have ended, as one that found no Kafka
         while len(self._fleet.instances) > self._fleet.size:
             await self._fleet.stop(self._any())
 
