@@ -14,6 +14,7 @@ from txbroker.kafka.client.settings import KafkaSettings
 from txbroker.kafka.door import group_offsets
 from txbroker.kafka.door.group_member import KafkaGroupMember, MemberTiming
 from txbroker.kafka.door.group_offsets import GroupOffsets
+from txbroker.kafka.protocol.copies import Batches
 
 OFFSETS = {("orders", 0): StoredOffset(1, "")}
 CLIENT: Any = SimpleNamespace(
@@ -68,7 +69,7 @@ async def test_load_does_not_abort_the_transaction_in_flight(
 
     monkeypatch.setattr(GroupOffsets, "_start_producer", start)
     monkeypatch.setattr(GroupOffsets, "_write", write)
-    monkeypatch.setattr(group_offsets, "_rounds", lambda *_fields: [])
+    monkeypatch.setattr(Batches, "rounds", lambda *_fields: [])
     monkeypatch.setattr(group_offsets, "ask_group", answer)
     offsets = GroupOffsets(CLIENT, "stock", SimpleNamespace())
     copies: list[Copy] = [SimpleNamespace()]  # type: ignore[list-item]

@@ -172,7 +172,8 @@ def test_produce_v7_answer_is_decoded(topics: Any) -> None:
 def test_produce_v12_answer_is_decoded(header: bytes, topics: Any, more: Any) -> None:
     frame = header + WrittenAnswer(topics, 0, more).encode()
     assert ProduceV12("id", -1, 1, []).read(frame).topics == [
-        (topic, [(*each[:4], each[6]) for each in parts]) for topic, parts, _ in topics
+        (topic, [(*each[:4], each[6], [error[0] for error in each[5]]) for each in parts])
+        for topic, parts, _ in topics
     ]
 
 
