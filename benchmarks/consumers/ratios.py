@@ -90,12 +90,13 @@ class Rounds:
 
 
 async def ratio(
-    kafka: Any, topic: str, place: Place, case: Case, rounds: int, in_flight_max: int = 1
+    kafka: Any, topic: str, place: Place, case: Case, rounds: int, connections_max: int = 1
 ) -> dict[str, Any]:
     """Return the figures of a case on a database.
 
     Args:
         topic: has enough messages.
+        connections_max: transactions at the same time; the plain loop has one.
 
     Raises:
         SystemExit: a message has no result, or two.
@@ -110,8 +111,8 @@ async def ratio(
         topics=[topic],
         mode="exactly-once",
         order=case.order,
-        store=InDatabase(place.database),
-        in_flight_max=in_flight_max,
+        store=InDatabase(place.database, connections_max=connections_max),
+        in_flight_max=2 * connections_max,
     )
     alone, consumed = [], []
     async with consumer:
@@ -140,7 +141,7 @@ async def ratio(
 
 def messages_of(case: Case, rounds: int) -> int:
     """Return how many messages the rounds take."""
-    return case.count * (rounds + 2)
+    return case.batch * (case.calls + 2) * (rounds + 2)
 
 
 async def fill_topic(kafka: Any, cases: Sequence[Case], rounds: int) -> str:
