@@ -59,13 +59,23 @@ class World:
             and item.name not in self.delayed
         )
 
-    def take(self, holder: object = None, after: Item | None = None) -> Item | None:
-        item = self.queues.take(holder, after)
+    def take(self, holder: object = None) -> Item | None:
+        item = self.queues.take(holder)
         if item is not None:
-            assert self.takeable(item, holder)
-            assert self.left[item.name].pop(0) is item, "the first of its lane"
-            self.flying[item] = holder
+            self.taken(item, holder)
         return item
+
+    def taken(self, item: Item, holder: object) -> None:
+        assert self.takeable(item, holder)
+        assert self.left[item.name].pop(0) is item, "the first of its lane"
+        self.flying[item] = holder
+
+    def take_more(self, after: Item, count: int) -> list[Item]:
+        queue, holder = self.partitions[after.partition], self.flying[after]
+        items = self.queues.take_more(queue, holder, after, count)
+        for item in items:
+            self.taken(item, holder)
+        return items
 
     def take_all(self, holder: object = None) -> list[Item]:
         return list(iter(lambda: self.take(holder), None))
@@ -73,6 +83,11 @@ class World:
     def settle(self, item: Item) -> None:
         del self.flying[item]
         self.queues.settle(self.partitions[item.partition], item)
+
+    def settle_all(self, items: list[Item]) -> None:
+        for item in items:
+            del self.flying[item]
+        self.queues.settle_all(self.partitions[items[0].partition], items)
 
     def put_back(self, item: Item, due_s: float | None = None) -> None:
         del self.flying[item]
@@ -129,9 +144,10 @@ def test_random_schedules(order: Order, seed: int) -> None:
             world.add(partition, *rng.choices(KEYS, k=rng.randrange(8)))
         elif step in (1, 2, 3):
             holder = rng.choice((None, "one", "two"))
-            mine = [item for item, by in world.flying.items() if by == holder is not None]
-            if world.take(holder, rng.choice(mine) if mine else None) is None:
+            if (item := world.take(holder)) is None:
                 assert not world.missed()
+            elif holder is not None:
+                assert len(world.take_more(item, step)) <= step
         elif step in (4, 5) and flying is not None:
             world.settle(flying)
         elif step == 6 and flying is not None and not world.followed(flying):
@@ -221,15 +237,13 @@ def test_batch_comes_from_one_partition(order: Order, holders: int) -> None:
     while any(world.left.values()):
         batches: list[list[Item]] = []
         for holder in map(str, range(holders)):
-            batch: list[Item] = []
-            while len(batch) < 100 and (item := world.take(holder, batch[-1] if batch else None)):
-                batch.append(item)
-            batches.append(batch)
+            first = world.take(holder)
+            assert first is not None
+            batches.append([first, *world.take_more(first, 99)])
         for batch in batches:
             assert len(batch) == 100
             assert len({item.partition for item in batch}) == 1
-            for item in batch:
-                world.settle(item)
+            world.settle_all(batch)
 
 
 @pytest.mark.parametrize("order", [Order.KEY, Order.PARTITION, Order.NONE])

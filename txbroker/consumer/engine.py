@@ -317,14 +317,14 @@ class Engine:
     # --- hand out and finish -----------------------------------------------------------------
 
     def next(
-        self, holder: Holder, *, together: bool = False, after: ReceivedMessage | None = None
+        self, holder: Holder, *, together: bool = False, more: bool = False
     ) -> ReceivedMessage | None:
         """Return the next message, None if there is none now; `finish` must follow.
 
         Args:
             holder: who handles it.
             together: it handles several: a lane that it occupies gives it more messages.
-            after: the message that it took before.
+            more: it has taken some.
         """
         self.now_s = now_s = self._time()
         if now_s - self._swept_s > SWEEP_S:
@@ -333,7 +333,7 @@ class Engine:
         if self.stopping:
             return None
         while True:
-            message = self._queues.take(holder if together else None, after)
+            message = self._queues.take(holder if together else None, more=more)
             if message is None:
                 return None
             if message.work.aside is not None and message.work.is_aside(message):
@@ -346,6 +346,23 @@ class Engine:
             if waiting.takers and not waiting.asked:
                 waiting.ask()
             return message
+
+    def more(self, holder: Holder, after: ReceivedMessage, count: int) -> list[ReceivedMessage]:
+        """Return up to `count` messages that follow at once; there may be others, see `next`.
+
+        Args:
+            after: the last message that the holder took.
+        """
+        work = after.work
+        if self.stopping or self.before or work.has_aside_keys:
+            return []  # each message must be looked at
+        found = self._queues.take_more(work.queue, holder, after, count)
+        self._in_flight.update(dict.fromkeys(found, holder))
+        alone = next((number for number, each in enumerate(found) if each.alone), None)
+        if alone is not None:
+            self.give_back(found[alone:])
+            del found[alone:]
+        return found
 
     @property
     def in_flight(self) -> Mapping[ReceivedMessage, Holder]:
@@ -385,6 +402,20 @@ class Engine:
             waiting.wake()
         elif waiting.takers and not waiting.asked:
             waiting.ask()
+
+    def finish_all(self, messages: Sequence[ReceivedMessage], holder: Holder) -> None:
+        """Take note that messages are done, without outputs, unless another one has them."""
+        in_flight = self._in_flight
+        by_work: dict[Work, list[ReceivedMessage]] = {}
+        for message in messages:
+            if in_flight.get(message) is holder:
+                del in_flight[message]
+                by_work.setdefault(message.work, []).append(message)
+        for work, done in by_work.items():
+            self.handled += len(done)
+            self._queues.settle_all(work.queue, done)
+            self._settled_all(work, done)
+        self.waiting.wake()
 
     def _hold_followers(self, message: ReceivedMessage, lane: Lane) -> None:
         """Take later messages of a lane back that were pulled with one that failed: they are handed
@@ -431,6 +462,21 @@ class Engine:
         self._queues.settle(message.work.queue, message)
         self.settled(message, stored=stored)
         self.waiting.wake()
+
+    def _settled_all(self, work: Work, messages: Sequence[ReceivedMessage]) -> None:
+        """`settled` for messages of one partition."""
+        commits = work.commits
+        if commits is None:
+            return
+        work.bytes -= sum([message.size for message in messages])
+        if not self.before:
+            for message in messages:
+                work.finished(message.record.offset)
+            commits.changed(work, len(messages))
+        elif work.gate:
+            commits.changed(work, 0)
+        if self.memory.paused:
+            self.memory.free(work)
 
     def settled(self, message: ReceivedMessage, *, stored: bool = False) -> None:
         """The message is done: so is its offset, and its memory is free."""

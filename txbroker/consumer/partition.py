@@ -141,22 +141,19 @@ class Work:
         if self.is_retry:
             return [self._copy(record) for record in records]
         # Hot path: `size_of` and `lane_key_of` without calls.
-        if self.order is Order.KEY:
-            messages = [
-                ReceivedMessage(
-                    r,
-                    self,
-                    _OVERHEAD_BYTES
-                    + len(r.value or b"")
-                    + len(r.key or b"")
-                    + (_HEADER_BYTES * len(r.headers) if r.headers else 0),
-                    r.key,
-                )
-                for r in records
-            ]
-        else:
-            lane = lane_key_of(self.order, None)
-            messages = [ReceivedMessage(record, self, size_of(record), lane) for record in records]
+        by_key, lane = self.order is Order.KEY, lane_key_of(self.order, None)
+        messages = [
+            ReceivedMessage(
+                r,
+                self,
+                _OVERHEAD_BYTES
+                + len(r.value or b"")
+                + len(r.key or b"")
+                + (_HEADER_BYTES * len(r.headers) if r.headers else 0),
+                r.key if by_key else lane,
+            )
+            for r in records
+        ]
         for message in messages if self.ahead else ():
             message.stage = int(message.record.offset in self.ahead)
         return messages
@@ -200,6 +197,11 @@ class Work:
         return key is not None and (
             key in self.setting_aside or (self.aside is not None and key in self.aside.keys)
         )
+
+    @property
+    def has_aside_keys(self) -> bool:
+        """Whether a key is set aside."""
+        return self.aside is not None and bool(self.setting_aside or self.aside.keys)
 
     @property
     def aside_count(self) -> int:

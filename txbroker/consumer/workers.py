@@ -137,7 +137,7 @@ async def take(
     holder.collecting = True
     try:
         while len(messages) < count:
-            message = engine.next(holder, together=True, after=next(reversed(messages), None))
+            message = engine.next(holder, together=True, more=bool(messages))
             if message is not None:
                 messages.pop(message, None)  # given back, and taken again
                 if message.alone and messages:
@@ -146,6 +146,9 @@ async def take(
                 messages[message] = None
                 if message.alone:
                     break
+                for each in engine.more(holder, message, count - len(messages)):
+                    messages.pop(each, None)
+                    messages[each] = None
                 until_s = until_s or loop.time() + max_wait_s
                 continue
             # Some may have been given back, because their lease ended.
@@ -444,6 +447,9 @@ class _Worker(Holder):
         with at most once.
         """
         reports, self.reports = self.reports or {}, None
+        if error is None and not (reports or self.outputs):
+            self._engine.finish_all(messages, self)
+            return
         failed: list[tuple[ReceivedMessage, BaseException]] = []
         again: list[ReceivedMessage] = []
         lanes = set()

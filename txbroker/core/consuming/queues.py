@@ -117,22 +117,14 @@ class Queues(Generic[M]):
             queue.listed = True
             self._round.append(queue)
 
-    def take(self, holder: object = None, after: M | None = None) -> M | None:
+    def take(self, holder: object = None, *, more: bool = False) -> M | None:
         """Return the next message, None if none can be handled now. It is in flight until `settle`,
         `delay` or `put_back`.
 
         Args:
             holder: takes several messages: a lane that it occupies already gives it more.
-            after: the one that it took before: where that came from is more, if possible. So a
-                batch has few partitions, and is stored by few statements.
+            more: it has taken some: the turn of their partition is not over.
         """
-        if after is not None:
-            lane = after.lane
-            if lane is not None and lane.waiting and self._continues(lane, holder):
-                message: M = lane.waiting.popleft()
-                lane.in_flight += 1
-                message.lane = lane
-                return message
         ready = self._ready
         while ready:
             lane = ready.popleft()
@@ -145,7 +137,7 @@ class Queues(Generic[M]):
         round_ = self._round
         while round_:
             queue = round_[0]
-            if queue.taken >= _TURN and after is None:
+            if queue.taken >= _TURN and not more:
                 queue.taken = 0
                 round_.rotate(-1)
                 queue = round_[0]
@@ -164,6 +156,32 @@ class Queues(Generic[M]):
                     return message
             round_.popleft().listed = False
         return None
+
+    def take_more(self, queue: PartitionQueue[M], holder: object, after: M, count: int) -> list[M]:
+        """Return up to `count` messages from where another one came from: a batch should have few
+        partitions, so that few statements store it.
+
+        Args:
+            queue: that of `after`.
+            after: the last one that the holder took.
+        """
+        found: list[M] = []
+        lane = after.lane
+        if lane is not None and self._continues(lane, holder):
+            waiting = lane.waiting
+            while waiting and len(found) < count:
+                found.append(waiting.popleft())
+                found[-1].lane = lane
+            lane.in_flight += len(found)
+        if self._ready or queue.full or queue.suspended or queue.removed:
+            return found
+        buffer = queue.buffer
+        while buffer and len(found) < count:
+            message = buffer.popleft()
+            if message.lane_key is None or self._join(queue, message, holder):
+                found.append(message)
+        queue.taken += len(found)
+        return found
 
     def _continues(self, lane: Lane, holder: object) -> bool:
         """Return whether a lane gives its holder another message now."""
@@ -217,6 +235,17 @@ class Queues(Generic[M]):
         lane.in_flight -= 1
         if not lane.in_flight:
             self._continue(lane)
+
+    def settle_all(self, queue: PartitionQueue[M], messages: Iterable[M]) -> None:
+        """`settle` for messages that one holder took together."""
+        for message in messages:
+            if (lane := message.lane) is None:
+                self.settle(queue, message)
+                continue
+            message.lane = None
+            lane.in_flight -= 1
+            if not lane.in_flight:
+                self._continue(lane)
 
     def _continue(self, lane: Lane) -> None:
         lane.holder = None
