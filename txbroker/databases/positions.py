@@ -142,8 +142,7 @@ class PositionTable:
         assert settled.position is not None
         low, metadata = settled.position
         result = yield Query(
-            f"UPDATE {POSITION} SET {_SET_POSITION} "
-            f"WHERE {_OF_PARTITION} AND token = ? AND next <= ?",
+            _ADVANCE,
             (
                 *_position_values(low, metadata),
                 self._group,
@@ -264,6 +263,9 @@ class PositionTable:
 
 _DELETE_ASIDE = f"DELETE FROM {ASIDE}"
 _SET_POSITION = "topic_id = ?, next = ?, done_ranges = ?, later_next = ?, later_ranges = ?"
+_ADVANCE = (
+    f"UPDATE {POSITION} SET {_SET_POSITION} WHERE {_OF_PARTITION} AND token = ? AND next <= ?"
+)
 
 
 def _position_values(low: int, metadata: Metadata) -> tuple[str | int | None, ...]:

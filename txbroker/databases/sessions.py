@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any, Protocol
 
 from txbroker.databases.dialect import Dialect
@@ -174,11 +175,16 @@ def closed_by_user(connection: Any) -> bool:
 
 def driver_of(connection: Any) -> str:
     """Return the name of the package that a connection's class comes from, "" if it is unknown."""
+    return _driver_of(type(connection))
+
+
+@lru_cache(maxsize=64)
+def _driver_of(connection: type[Any]) -> str:
     known: Mapping[str, None] = dict.fromkeys(
         ("sqlite3", "psycopg", "psycopg2", "pymysql", "asyncpg", "sqlalchemy", "django")
     )
-    for kind in type(connection).__mro__:
+    for kind in connection.__mro__:
         package = kind.__module__.partition(".")[0]
         if package in known:
             return package
-    return type(connection).__module__.partition(".")[0]
+    return connection.__module__.partition(".")[0]
