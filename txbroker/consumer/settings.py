@@ -37,6 +37,9 @@ _MODES = ("at-least-once", "at-most-once", "exactly-once")
 AnyStore: TypeAlias = InFile | InDatabase | InKafka | PositionStore
 GROUP_NAME = re.compile(rf"[A-Za-z0-9._-]{{1,{GROUP_NAME_MAX}}}")
 TRANSACTION_S, TRANSACTION_MESSAGES = 0.1, 1000
+DONE_ROWS = 10_000
+"""Messages that are done in a database, after which a round deletes their rows: rarely, as a round
+and the handlers' transactions wait for each other."""
 _RECORD_BYTES = 16 << 20
 _DAY_MS = 24 * 60 * 60 * 1000
 _RETRY_DAYS = 30
@@ -69,7 +72,8 @@ class ConsumerOptions(TypedDict, total=False):
     retry_interval_s: float | None
     """Between local attempts, 0.01 to 30 seconds; by default 0.1 without order, else 1."""
     commit: CommitPolicy
-    """When positions are stored."""
+    """When positions are stored. In a database, where results hold them, 10,000 messages by
+    default."""
     store: AnyStore | None
     """Where positions are kept. `InDatabase(…)` and `InKafka()`: with the results of the handler,
     exactly once. `InFile(…)`: without a group. A `PositionStore`: your own."""
@@ -125,7 +129,7 @@ class ConsumerSettings(Struct, frozen=True, kw_only=True):
     local_attempts_max: int = 3
     on_failure: str | None = None
     retry_interval_s: float | None = None
-    commit: CommitPolicy = CommitPolicy()
+    commit: CommitPolicy | None = None
     store: AnyStore | None = None
     readers: int = 1
     instance: str | None = None
@@ -243,10 +247,13 @@ class ConsumerSettings(Struct, frozen=True, kw_only=True):
         )
 
     def _commit_policy(self) -> CommitPolicy:
+        if isinstance(self.store, InDatabase):
+            return self.commit or CommitPolicy(max_batch=DONE_ROWS)
+        commit = self.commit or CommitPolicy()
         if not isinstance(self.store, InKafka):
-            return self.commit
-        interval_s = min(self.commit.max_interval_s, TRANSACTION_S)
-        return CommitPolicy(min(self.commit.max_batch, TRANSACTION_MESSAGES), interval_s)
+            return commit
+        interval_s = min(commit.max_interval_s, TRANSACTION_S)
+        return CommitPolicy(min(commit.max_batch, TRANSACTION_MESSAGES), interval_s)
 
     def validate(self) -> None:
         """Check all options.
@@ -258,7 +265,7 @@ class ConsumerSettings(Struct, frozen=True, kw_only=True):
         _check_source(self)
         _check_choices(self)
         _check_numbers(self)
-        self.commit.validate()
+        self._commit_policy().validate()
         self.policy()
 
 
@@ -286,7 +293,7 @@ def _check_types(given: ConsumerSettings) -> None:
         raise ConfigurationError(
             f"pattern is {given.pattern!r}: it is a regular expression, as text"
         )
-    if not isinstance(given.commit, CommitPolicy):
+    if not isinstance(given.commit, CommitPolicy | None):
         raise ConfigurationError(
             f"commit is {given.commit!r}: write commit=CommitPolicy(max_batch=…, max_interval_s=…)"
         )

@@ -9,7 +9,7 @@ from txbroker.consumer.committer import StoreTraits
 from txbroker.consumer.stores.connections import Connections
 from txbroker.consumer.stores.results import DatabaseResults
 from txbroker.core.consuming.copies import GroupTopics, read_copy
-from txbroker.core.consuming.position import Position, decode_metadata, encode_metadata
+from txbroker.core.consuming.position import Metadata, Position, decode_metadata, encode_metadata
 from txbroker.databases.database import Database
 from txbroker.databases.kept import DEAD, RETRY, SET_ASIDE, UNPUBLISHED, Kept, KeptTable
 from txbroker.databases.positions import PositionTable
@@ -92,6 +92,8 @@ class OpenDatabase:
         """Offsets of done rows that the next position replaces."""
         self._claimed: set[Partition] = set()
         """Partitions whose first position is not stored: it may be lower than the last one."""
+        self._stored: dict[Partition, tuple[int, Metadata]] = {}
+        """Positions that results have stored: a round need not."""
         self.results = DatabaseResults(self, self._positions)
 
     async def close(self) -> None:
@@ -106,6 +108,8 @@ class OpenDatabase:
         )
         self._rows.update((place, list(each.rows)) for place, each in claimed.items())
         self._claimed.update(claimed)
+        for place in claimed:
+            self._stored.pop(place, None)
         return {
             place: StoredOffset(
                 each.next, encode_metadata(max(0, each.next), each.metadata, _METADATA_MAX)[0]
@@ -123,9 +127,17 @@ class OpenDatabase:
         for each in map(self._kept, copies):
             kept.setdefault(each.failed.source[:2], []).append(each)
 
+        changed = [
+            place
+            for place in sorted(offsets)
+            if rows[place] or place in kept or not self._is_stored(place, offsets[place])
+        ]
+        if not changed:
+            return ()
+
         def steps() -> Steps[list[Partition]]:
             fenced = []
-            for place in sorted(offsets):
+            for place in changed:
                 low, text = offsets[place]
                 metadata = decode_metadata(low, text)
                 assert metadata is not None
@@ -163,6 +175,21 @@ class OpenDatabase:
     def add_rows(self, place: Partition, offsets: Sequence[int]) -> None:
         """Take note of done rows that were stored with results."""
         self._rows.setdefault(place, []).extend(offsets)
+
+    def advanced(self, place: Partition, position: tuple[int, Metadata]) -> None:
+        """Take note of a position that was stored with results."""
+        self._stored[place] = position
+
+    def doubt(self) -> None:
+        """Let the next round try the database, also if it has nothing to store."""
+        self._stored.clear()
+
+    def _is_stored(self, place: Partition, offset: StoredOffset) -> bool:
+        """Return whether results have stored exactly this position."""
+        if place not in self._stored:
+            return False
+        low, metadata = self._stored[place]
+        return offset == (low, encode_metadata(low, metadata, _METADATA_MAX)[0])
 
     def _kept(self, copy: Copy) -> Kept:
         found = read_copy(copy.record)

@@ -143,6 +143,7 @@ class DatabaseResults:
         for work in works:
             if work.commits is not None:
                 work.commits.unavailable(work.owner)
+        self._store.doubt()
         self._failures += 1
         await asyncio.sleep(grown_pause_s(self._failures, _PAUSE_S, _PAUSE_MAX_S))
 
@@ -179,7 +180,9 @@ class DatabaseResults:
         """
         if stopped_at is None:
             for part in transaction.parts:
-                if part.settled.position is None and part.settled.offsets:
+                if part.settled.position is not None:
+                    self._store.advanced(part.work.place, part.settled.position)
+                elif part.settled.offsets:
                     self._store.add_rows(part.work.place, part.settled.offsets)
             transaction.engine.first_stored(transaction.messages)
             return
