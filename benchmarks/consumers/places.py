@@ -29,6 +29,19 @@ Rows = Sequence[tuple[int, int, bytes]]
 """Partition, offset and value of messages."""
 
 
+class Message(NamedTuple):
+    """A message of the plain loop."""
+
+    partition: int
+    offset: int
+    value: bytes
+
+
+def rows_of(messages: Sequence[Any]) -> Rows:
+    """Return what is inserted for messages."""
+    return [(each.partition, each.offset, each.value) for each in messages]
+
+
 class Place(NamedTuple):
     """A database, and how a program uses it without txbroker.
 
@@ -94,10 +107,10 @@ class Place(NamedTuple):
 
     # --- the plain loop ----------------------------------------------------------------------
 
-    async def alone(self, rows: Rows, batch: int) -> float:
-        """Insert rows without a consumer, in transactions of `batch`; return transactions a
+    async def alone(self, messages: Sequence[Any], batch: int) -> float:
+        """Insert messages without a consumer, in transactions of `batch`; return transactions a
         second."""
-        parts = [rows[first : first + batch] for first in range(0, len(rows), batch)]
+        parts = [messages[first : first + batch] for first in range(0, len(messages), batch)]
         if self.coroutine:
             return len(parts) / await self._alone_async(parts)
         with closing(self.connect()) as connection:
@@ -106,16 +119,16 @@ class Place(NamedTuple):
             for part in parts:
                 if begin is not None:
                     begin()  # the other drivers begin with the first statement
-                self.insert(connection, part)
+                self.insert(connection, rows_of(part))
                 connection.commit()
             return len(parts) / (time.perf_counter() - began)
 
-    async def _alone_async(self, parts: Sequence[Rows]) -> float:
+    async def _alone_async(self, parts: Sequence[Sequence[Any]]) -> float:
         connection = await self.connect()
         async with connection:
             began = time.perf_counter()
             for part in parts:
-                await self.insert_async(connection, part)
+                await self.insert_async(connection, rows_of(part))
                 await connection.commit()
             return time.perf_counter() - began
 

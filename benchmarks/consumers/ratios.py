@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from benchmarks.consumers.load import VALUE_BYTES, fill, new_name
-from benchmarks.consumers.places import Place
+from benchmarks.consumers.places import Message, Place, Rows, rows_of
 from txbroker.consumer import Consumer, InDatabase
 
 KEYS = 1_000
@@ -73,14 +73,14 @@ class Rounds:
         await asyncio.sleep(_REST_S)
         return (calls - 1) / (self._times[calls - 1] - self._times[0])
 
-    def _begin(self, argument: Any) -> list[tuple[int, int, bytes]]:
+    def _begin(self, argument: Any) -> Rows:
         self._times.append(time.perf_counter())
         if len(self._times) == self._calls:
             self.consumer.suspend()
             self._loop.call_soon_threadsafe(self._ended.set)
         messages = argument if self._batch > 1 else [argument]
         self.stored += len(messages)
-        return [(each.partition, each.offset, each.value) for each in messages]
+        return rows_of(messages)
 
     def _plain(self, argument: Any, connection: Any) -> None:
         self._insert(connection, self._begin(argument))
@@ -103,7 +103,7 @@ async def ratio(
     """
     place.prepare()
     value = bytes(VALUE_BYTES)
-    rows = [(-1, number, value) for number in range(case.count)]
+    messages = [Message(-1, number, value) for number in range(case.count)]
     of_round = Rounds(place, case, asyncio.get_running_loop())
     of_round.consumer = consumer = Consumer(
         kafka,
@@ -120,7 +120,7 @@ async def ratio(
         batch = case.batch if case.batch > 1 else 0
         running = asyncio.create_task(consumer.run(of_round.handler, batch=batch))
         for number in range(rounds + 1):
-            rates = await place.alone(rows, case.batch), await of_round.round(case.calls)
+            rates = await place.alone(messages, case.batch), await of_round.round(case.calls)
             if number:  # the first round opens connections and warms up
                 alone.append(rates[0] * case.batch)
                 consumed.append(rates[1] * case.batch)
