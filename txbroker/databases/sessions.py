@@ -175,16 +175,13 @@ def closed_by_user(connection: Any) -> bool:
 
 def driver_of(connection: Any) -> str:
     """Return the name of the package that a connection's class comes from, "" if it is unknown."""
-    return _driver_of(type(connection))
+    return _driver_of(tuple(kind.__module__ for kind in type(connection).__mro__))
 
 
 @lru_cache(maxsize=64)
-def _driver_of(connection: type[Any]) -> str:
+def _driver_of(modules: tuple[str, ...]) -> str:
     known: Mapping[str, None] = dict.fromkeys(
         ("sqlite3", "psycopg", "psycopg2", "pymysql", "asyncpg", "sqlalchemy", "django")
     )
-    for kind in connection.__mro__:
-        package = kind.__module__.partition(".")[0]
-        if package in known:
-            return package
-    return connection.__module__.partition(".")[0]
+    packages = [module.partition(".")[0] for module in modules]
+    return next((package for package in packages if package in known), packages[0])
