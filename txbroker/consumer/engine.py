@@ -41,11 +41,15 @@ class Holder:
 
     Attributes:
         collecting: it is taking a batch: no handler has begun with its messages.
+        since_s: when its call began, None if there is none.
+        untimed: its handler does not run: the call waits for a connection, or a commit.
         reports: results of single messages that wait for the end of their batch; None: no batch.
         outputs: copies to store with the messages' positions.
     """
 
     collecting = False
+    since_s: float | None = None
+    untimed = False
     reports: dict[ReceivedMessage, BaseException | None] | None = None
     outputs: Sequence[Copy] = ()
 

@@ -232,8 +232,8 @@ class Work:
         position = self.position.with_done(done_too) if done_too else self.position
         later = None
         if self.ahead or ahead_too:
-            self.ahead.intersection_update(position.undone(self.ahead))
-            if ahead := self.ahead.union(ahead_too):
+            self.ahead.intersection_update(self.position.undone(self.ahead))
+            if ahead := position.undone(self.ahead.union(ahead_too)):
                 later = Later(position.low, position.ranges())
                 position = position.with_done(ahead)
         token = self.token + self._token_steps

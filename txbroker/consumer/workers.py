@@ -333,7 +333,9 @@ class Workers:
         if timeout_s is None or self._threads:
             return  # a thread cannot be cancelled
         for worker in self._workers:
-            if worker.since_s is not None and now_s - worker.since_s > timeout_s:
+            if worker.untimed or worker.since_s is None:
+                continue
+            if now_s - worker.since_s > timeout_s:
                 worker.cancel(HandlerTimeout(f"no result within {timeout_s:g} s"))
 
 
@@ -341,7 +343,6 @@ class _Worker(Holder):
     """One task.
 
     Attributes:
-        since_s: when it called the handler, None if it does not run.
         exit: the handler wants the process to end.
     """
 
@@ -349,7 +350,6 @@ class _Worker(Holder):
         self._engine = workers._engine
         self._options = workers._options
         self._handler = workers._handler
-        self.since_s: float | None = None
         self.exit: BaseException | None = None
         self._cancelled = False
         self._reason: BaseException | None = None
@@ -450,13 +450,14 @@ class _Worker(Holder):
         if error is None and not (reports or self.outputs):
             self._engine.finish_all(messages, self)
             return
+        exact = self._options.results is not None
         failed: list[tuple[ReceivedMessage, BaseException]] = []
         again: list[ReceivedMessage] = []
         lanes = set()
         for message in messages:
             result = reports.get(message, error)
-            if result is None and isinstance(error, RolledBack):
-                result = error
+            if result is None and (exact or isinstance(error, RolledBack)):
+                result = error  # exactly once `message.done()` stores nothing
             if self._engine.in_flight.get(message) is not self:
                 continue
             follows = message.lane is not None and message.lane in lanes

@@ -131,7 +131,6 @@ _BY_STATE: Mapping[str, Fault] = {
     "42501": Fault.DENIED,
     "25P02": Fault.ABORTED,
     "25P03": Fault.UNAVAILABLE,  # idle in a transaction for too long
-    "53300": Fault.UNAVAILABLE,  # too many connections
     "25006": Fault.UNAVAILABLE,  # read only, as a standby is
 }
 
@@ -139,7 +138,7 @@ _BY_STATE: Mapping[str, Fault] = {
 def _postgresql_fault(error: BaseException) -> Fault:
     state = getattr(error, "sqlstate", None) or getattr(error, "pgcode", None)
     if state:
-        gone = state.startswith(("08", "57P"))
+        gone = state.startswith(("08", "53", "57P", "58"))  # also: disk or memory is full
         return Fault.UNAVAILABLE if gone else _BY_STATE.get(state, Fault.OTHER)
     lost = type(error).__name__ in (
         "OperationalError",
@@ -158,6 +157,7 @@ _BY_NUMBER: Mapping[int, Fault] = {
         (0, 1040, 1049, 1053, 1129, 1158, 1159, 1160, 1161, 1203, 1290, 1836, 1927, 4031),
         Fault.UNAVAILABLE,  # no connection, too many, no such database, shutdown, killed, read only
     ),
+    **dict.fromkeys((1021, 1037, 1041), Fault.UNAVAILABLE),  # disk or memory is full
     **dict.fromkeys((2002, 2003, 2006, 2013, 2014, 2055), Fault.UNAVAILABLE),  # of the client
 }
 
@@ -198,7 +198,7 @@ SQLITE = Dialect(
 POSTGRESQL = Dialect(
     name="postgresql",
     begin="BEGIN",
-    first="SELECT 1",
+    first="SHOW transaction_isolation",  # a SELECT would take a snapshot, which fixes the level
     lock=" FOR UPDATE",
     lock_shared=" FOR SHARE",
     newest="",

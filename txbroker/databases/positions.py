@@ -42,7 +42,7 @@ class Claimed(Struct, frozen=True):
     Attributes:
         next: the offset below which everything is done; -1: no position is stored.
         metadata: with the token of the owner before.
-        rows: offsets of done rows, which are in the ranges of the metadata.
+        rows: offsets of done rows, which are in the ranges of the metadata if there is a position.
     """
 
     next: int
@@ -133,7 +133,9 @@ class PositionTable:
                 f"UPDATE {ASIDE} SET stage = 1, due_ms = 0" if settled.stages else _DELETE_ASIDE
             )
             values = (self._group, *settled.place, offset)
-            result = yield Query(f"{change} WHERE {_OF_PARTITION} AND message_offset = ?", values)
+            result = yield Query(
+                f"{change} WHERE {_OF_PARTITION} AND message_offset = ? AND stage = 0", values
+            )
             if not result.count:
                 return Stored.BEFORE
         return stored
@@ -197,6 +199,10 @@ class PositionTable:
             return Stored.FENCED
         passed = settled.offsets and int(result.rows[0][1] or 0) > settled.offsets[0]
         return Stored.BEFORE if passed else None
+
+    def lock(self, place: Partition) -> Steps[None]:
+        """Let rounds and claims wait for the end of this transaction."""
+        yield self._select("token", place, self._dialect.lock_shared)
 
     def look(self, settled: Settled) -> Steps[Stored | None]:
         """Return whether results were stored whose commit was not answered; None: they were not.
@@ -283,7 +289,7 @@ def _claimed(row: Sequence[object], rows: Sequence[int]) -> Claimed:
     token, topic_id, next_, ranges, later_next, later_ranges = row
     owner_before = int(str(token)) - 1
     if next_ is None:
-        return Claimed(-1, Metadata(owner_before), ())
+        return Claimed(-1, Metadata(owner_before), rows)  # whose position an operator deleted
     position = Position(int(str(next_)), _ranges(ranges))
     position = position.with_done(position.undone(rows))
     later: Later | None

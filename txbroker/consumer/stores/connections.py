@@ -13,7 +13,6 @@ from typing import TypeVar
 
 import structlog
 
-from txbroker.consumer.workers import until_end
 from txbroker.databases.database import (
     Database,
     DatabaseUnavailable,
@@ -31,6 +30,8 @@ T = TypeVar("T")
 
 _BUSY_ATTEMPTS = 20
 _PROBE = Query("SELECT 1")
+_CANCELLED_S = 5.0
+"""How long a cancelled statement may take to end; then it goes on alone, guarded by its token."""
 _BUSY_PAUSE_S, _BUSY_PAUSE_MAX_S = 0.005, 0.5
 
 
@@ -72,9 +73,16 @@ class Connections:
     # --- threads -----------------------------------------------------------------------------
 
     async def in_thread(self, use: Callable[[PlainSession], T]) -> T:
-        """Call a function with the session of a handler's thread; a cancelled call ends first."""
-        loop = asyncio.get_running_loop()
-        return await until_end(loop.run_in_executor(self._handlers, self._with_session, use))
+        """Call a function with the session of a handler's thread. A cancelled call that has begun
+        ends first; one that waits for a thread does not begin."""
+        running = self._handlers.submit(self._with_session, use)
+        future = asyncio.wrap_future(running)
+        try:
+            return await asyncio.shield(future)
+        except asyncio.CancelledError:
+            if running.cancel():
+                raise
+            return await future
 
     def _with_session(self, use: Callable[[PlainSession], T]) -> T:
         session: PlainSession | None = getattr(self._of_thread, "session", None)
@@ -171,8 +179,8 @@ class Connections:
             try:
                 return await asyncio.shield(future)
             except asyncio.CancelledError:
-                if not running.cancel():
-                    await asyncio.wait([future])
+                if not running.cancel():  # of a server that does not answer it never ends
+                    await asyncio.wait([future], timeout=_CANCELLED_S)
                 raise
         async with self._borrowed() as session:
             return await steps_in_transaction_async(steps(), session)

@@ -30,6 +30,9 @@ if TYPE_CHECKING:
 log = structlog.wrap_logger(logging.getLogger(__name__))
 
 _BUSY_ATTEMPTS = 10
+_LOCKS_AFTER = 2
+"""Attempts, after which rounds wait for a handler: at repeatable read each one that ends while the
+handler runs would make its transaction fail."""
 _PAUSE_S, _PAUSE_MAX_S = 0.02, 1.0
 
 
@@ -79,7 +82,12 @@ class DatabaseResults:
             transaction = Transaction(
                 self._positions, self._database.dialect, engine, handler, messages, argument
             )
+            with transaction.untimed():
+                await repeated(transaction)
+
+        async def repeated(transaction: Transaction) -> None:
             for number in range(_BUSY_ATTEMPTS):
+                transaction.locks_first = number >= _LOCKS_AFTER
                 try:
                     stopped_at = await attempt(transaction)
                 except Unanswered:
@@ -113,7 +121,9 @@ class DatabaseResults:
         raised = error.error if isinstance(error, HandlerFailed) else None
         fault = self._database.dialect.fault(raised or error)
         task = asyncio.current_task()
-        if fault is Fault.BUSY and not last and not (task and task.cancelling()):
+        if fault is Fault.BUSY and not last:
+            if task is not None and task.cancelling():
+                raise RolledBack
             return
         if isinstance(error, HandlerFailed):
             lost = error.session_lost

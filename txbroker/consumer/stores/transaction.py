@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import inspect
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from txbroker.consumer.message import ReceivedMessage
@@ -56,6 +58,7 @@ class Transaction:
 
     Attributes:
         parts: by partition, in an order that all consumers share.
+        locks_first: no round may change their positions while the handler runs.
     """
 
     def __init__(
@@ -79,6 +82,8 @@ class Transaction:
         ordered = sorted(by_work, key=lambda work: work.place)
         self.parts = [Part(work, by_work[work], staged=engine.staged) for work in ordered]
         self._holder = engine.in_flight.get(messages[0])
+        self.locks_first = False
+        self._time = asyncio.get_running_loop().time
 
     @property
     def works(self) -> list[Work]:
@@ -87,6 +92,8 @@ class Transaction:
     def run(self, session: PlainSession) -> int | None:
         """Call the handler with a plain connection; return the part that cannot be stored."""
         session.begin()
+        if self.locks_first:
+            run(self._lock(), session.execute)
         try:
             result = self._handler(self._argument, session.connection)
         except TransactionControlled:
@@ -117,8 +124,11 @@ class Transaction:
     async def run_async(self, session: AsyncSession) -> int | None:
         """`run` for asyncio."""
         await session.begin()
+        if self.locks_first:
+            await run_async(self._lock(), session.execute)
         try:
-            await self._handler(self._argument, session.connection)
+            with self._timed():
+                await self._handler(self._argument, session.connection)
         except TransactionControlled:
             raise
         except Exception as error:
@@ -137,6 +147,33 @@ class Transaction:
         failpoint("consumer.result_committed")
         return None
 
+    @contextlib.contextmanager
+    def untimed(self) -> Iterator[None]:
+        """Apply the timeout of handlers to the handler alone: a message has not failed because it
+        waits for a connection, or because the answer of its commit is late."""
+        holder = self._holder
+        if holder is None:
+            yield
+            return
+        holder.untimed = True
+        try:
+            yield
+        finally:
+            holder.untimed = False
+            holder.since_s = self._time()  # later stages follow
+
+    @contextlib.contextmanager
+    def _timed(self) -> Iterator[None]:
+        holder = self._holder
+        if holder is None:
+            yield
+            return
+        holder.since_s, holder.untimed = self._time(), False
+        try:
+            yield
+        finally:
+            holder.untimed = True
+
     def _check(self, session: PlainSession | AsyncSession) -> None:
         """Raise TransactionControlled if the handler ended the transaction, RolledBack if it
         reported a failure of a message."""
@@ -153,6 +190,11 @@ class Transaction:
         reports = (self._holder.reports if self._holder is not None else None) or {}
         if any(error is not None for error in reports.values()):
             raise RolledBack
+
+    def _lock(self) -> Steps[None]:
+        for part in self.parts:
+            if part.settled.position is None:
+                yield from self._positions.lock(part.settled.place)
 
     def _settle(self) -> Steps[int | None]:
         for number, part in enumerate(self.parts):
