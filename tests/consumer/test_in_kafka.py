@@ -90,6 +90,28 @@ async def test_plain_handler_sends_from_its_thread(prices: Prices) -> None:
         await prices.has("1", "2")
 
 
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("key", "text"),
+        ("value", "text"),
+        ("headers", {"name": b"value"}),
+        ("partition", "0"),
+        ("timestamp_ms", 1 << 70),
+    ],
+)
+async def test_output_with_a_wrong_field_fails_its_message_only(
+    prices: Prices, field: str, value: Any
+) -> None:
+    async def handle(message: ReceivedMessage, out: Outputs) -> None:
+        given = {field: value} if message.value == b"1" else {}
+        out.send(Message("prices", **{"value": message.value, **given}))
+
+    prices.produce("a=1", "b=2")
+    async with prices.running(handle, on_failure="skip"):
+        await prices.has("2")
+
+
 async def test_late_and_wrong_outputs_are_refused(prices: Prices) -> None:
     kept: list[Outputs] = []
     errors: list[str] = []

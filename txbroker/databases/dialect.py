@@ -27,6 +27,10 @@ class Fault(StrEnum):
     OTHER = "other"
 
 
+class TransactionGone(Exception):
+    """The server has rolled the transaction back, because of an error that was not raised."""
+
+
 class Dialect(Struct, frozen=True, kw_only=True):
     """SQL of one kind of database.
 
@@ -51,6 +55,8 @@ class Dialect(Struct, frozen=True, kw_only=True):
         keyed: in addition, where the rows are hardly longer than their key.
         limits: statements that limit the waits of a session.
         in_transaction: a SELECT that returns whether it is part of an open transaction.
+        within: end of a condition that no row meets outside a transaction, where an error rolls the
+            whole transaction back and the driver does not show it; "": it aborts or shows.
         isolation: the transaction's isolation level; "": no level makes a duplicate key abort it.
         fault_of: returns what an error of a driver means.
     """
@@ -74,6 +80,7 @@ class Dialect(Struct, frozen=True, kw_only=True):
     keyed: str
     limits: tuple[str, ...]
     in_transaction: str
+    within: str
     isolation: str
     fault_of: Callable[[BaseException], Fault]
 
@@ -164,6 +171,8 @@ _BY_NUMBER: Mapping[int, Fault] = {
 
 def _mariadb_fault(error: BaseException) -> Fault:
     number = error.args[0] if error.args else None
+    if isinstance(error, TransactionGone):
+        return Fault.ABORTED
     if isinstance(error, OSError):
         return Fault.UNAVAILABLE
     return _BY_NUMBER.get(number, Fault.OTHER) if isinstance(number, int) else Fault.OTHER
@@ -192,6 +201,7 @@ SQLITE = Dialect(
     keyed=" WITHOUT ROWID",
     limits=("PRAGMA busy_timeout = {lock_ms}",),
     in_transaction="",
+    within="",
     isolation="",
     fault_of=_sqlite_fault,
 )
@@ -222,6 +232,7 @@ POSTGRESQL = Dialect(
     ),
     # A statement that is its transaction begins when that does.
     in_transaction="SELECT now() <> statement_timestamp()",
+    within="",
     isolation="current_setting('transaction_isolation')",
     fault_of=_postgresql_fault,
 )
@@ -245,6 +256,7 @@ MARIADB = Dialect(
     keyed="",
     limits=("SET innodb_lock_wait_timeout = {lock_s}, idle_transaction_timeout = {idle_s}",),
     in_transaction="SELECT @@in_transaction OR NOT @@autocommit",
+    within=" AND @@in_transaction = 1",
     isolation="",
     fault_of=_mariadb_fault,
 )

@@ -14,7 +14,7 @@ from itertools import pairwise
 from msgspec import Struct
 
 from txbroker.core.consuming.position import Later, Metadata, Position
-from txbroker.databases.dialect import Dialect, Fault
+from txbroker.databases.dialect import Dialect, Fault, TransactionGone
 from txbroker.databases.steps import Query, Steps
 from txbroker.databases.tables import ASIDE, DONE, POSITION
 from txbroker.errors import InvariantBroken
@@ -134,9 +134,12 @@ class PositionTable:
             )
             values = (self._group, *settled.place, offset)
             result = yield Query(
-                f"{change} WHERE {_OF_PARTITION} AND message_offset = ? AND stage = 0", values
+                f"{change} WHERE {_OF_PARTITION} AND message_offset = ? AND stage = 0"
+                f"{self._dialect.within}",
+                values,
             )
             if not result.count:
+                yield from self._check_within()
                 return Stored.BEFORE
         return stored
 
@@ -144,7 +147,7 @@ class PositionTable:
         assert settled.position is not None
         low, metadata = settled.position
         result = yield Query(
-            _ADVANCE,
+            f"{_ADVANCE}{self._dialect.within}",
             (
                 *_position_values(low, metadata),
                 self._group,
@@ -164,7 +167,8 @@ class PositionTable:
                 f"SELECT owned.group_name, owned.topic, owned.partition_id, numbers.n "
                 f"FROM {POSITION} AS owned CROSS JOIN {self._dialect.numbers} "
                 "WHERE owned.group_name = ? AND owned.topic = ? AND owned.partition_id = ? "
-                f"AND owned.token = ? AND owned.next <= ?{self._dialect.lock_shared}",
+                f"AND owned.token = ? AND owned.next <= ?{self._dialect.within}"
+                f"{self._dialect.lock_shared}",
                 (
                     json.dumps(list(settled.offsets)),
                     self._group,
@@ -183,6 +187,7 @@ class PositionTable:
 
     def _reason(self, settled: Settled) -> Steps[Stored]:
         """Return why nothing was stored."""
+        yield from self._check_within()
         reason = yield from self._compare(settled, self._dialect.lock)
         if reason is None:
             topic, number = settled.place
@@ -191,6 +196,14 @@ class PositionTable:
                 "in use: another program changed it; start the consumer again"
             )
         return reason
+
+    def _check_within(self) -> Steps[None]:
+        """Raise TransactionGone if the server has rolled back what the handler wrote: a position
+        would be stored without it."""
+        if self._dialect.within:
+            result = yield Query(self._dialect.in_transaction)
+            if not int(result.rows[0][0]):
+                raise TransactionGone
 
     def _compare(self, settled: Settled, lock: str) -> Steps[Stored | None]:
         """Return FENCED if the token is another owner's, BEFORE if the messages are done."""

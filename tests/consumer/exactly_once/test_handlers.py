@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import sqlite3
+import threading
+import time
 from collections.abc import Callable
+from contextlib import closing
 from typing import Any
 
 import psycopg
@@ -16,6 +19,7 @@ from tests.kit.results import DATABASES, AsyncBooking, Booking, Shop, execute
 from tests.kit.until import until
 from txbroker.consumer import ReceivedMessage
 from txbroker.databases.sessions import TransactionControlled
+from txbroker.databases.steps import Query
 from txbroker.errors import ConfigurationError
 
 KINDS = ("sqlite", "postgres_server read committed", "mariadb_server repeatable read")
@@ -160,3 +164,36 @@ async def test_coroutine_in_a_plain_function(world: World, shop: Shop) -> None:
         world, shop, lambda *given: inner(*given), ConfigurationError, "returned an awaitable"
     )
     assert shop.position()[0] == 0
+
+
+@pytest.mark.parametrize("shop", [MARIADB], indirect=True)
+@pytest.mark.parametrize("order", ["partition", "key"])
+async def test_deadlock_that_the_handler_caught_stores_no_position(
+    world: World, shop: Shop, order: str
+) -> None:
+    """The server rolls the whole transaction back, and PyMySQL shows it as open."""
+
+    def handle(message: ReceivedMessage, connection: Any) -> None:
+        booking(message, connection)
+        if len(booking.begun) > 1:
+            return
+        with closing(shop.database.open()) as other:
+            other.begin()
+            other.execute(Query("UPDATE locks SET n = 1 WHERE id >= 2"))
+            execute(connection, "mariadb", "UPDATE locks SET n = 1 WHERE id = 1")
+            waiting = threading.Thread(
+                target=other.execute, args=[Query("UPDATE locks SET n = 2 WHERE id = 1")]
+            )
+            waiting.start()
+            time.sleep(0.5)  # until it waits for the lock
+            with pytest.raises(pymysql.err.OperationalError, match="Deadlock"):
+                execute(connection, "mariadb", "UPDATE locks SET n = 1 WHERE id = 2")
+            waiting.join()
+            other.rollback()
+
+    shop.do("CREATE TABLE locks (id BIGINT PRIMARY KEY, n BIGINT)")
+    shop.do("INSERT INTO locks SELECT seq, 0 FROM seq_1_to_100")
+    booking = Booking(shop)
+    world.produce("a=1", "a=2")
+    async with world.running(handle, **shop.options, order=order):
+        await shop.has("1", "2")

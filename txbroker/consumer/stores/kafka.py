@@ -39,6 +39,7 @@ _KNOWN_S = 60.0
 """How long the number of a topic's partitions is used."""
 _PAUSE_S, _PAUSE_MAX_S = 0.1, 5.0
 _UNKNOWN = 0.0, 0
+_INT32_MAX, _INT64_MAX = (1 << 31) - 1, (1 << 63) - 1
 _hash_of = lru_cache(maxsize=10_000)(murmur2)
 _sending = threading.Lock()
 """Held while `Outputs` change: a thread may send while the handler ends."""
@@ -69,12 +70,15 @@ class Outputs:
         without a key by the partition of the message that is handled.
 
         Raises:
-            ConfigurationError: it is no `Message`, or the handler has ended.
+            ConfigurationError: it is no `Message`, has a field of a wrong type or range, or the
+                handler has ended.
         """
         if not isinstance(message, Message):
             raise ConfigurationError(
                 f"out.send({message!r}): give a Message(topic, key=…, value=…) of txbroker.consumer"
             )
+        if wrong := _wrong_field(message):
+            raise ConfigurationError(f"out.send: {wrong} of a message for topic {message.topic!r}")
         with _sending:
             if self._ended:
                 raise ConfigurationError(
@@ -224,6 +228,25 @@ class KafkaResults:
             raise Reject(f"topic {topic} does not exist, or this login may not describe it")
         self._partitions[topic] = (self._loop.time() + _KNOWN_S, count)
         return count
+
+
+def _wrong_field(message: Message) -> str:
+    """Return which field of a message cannot be written, and what it must be; "" if all can."""
+    for name in ("key", "value"):
+        if not isinstance(getattr(message, name), bytes | None):
+            return f"{name} is not bytes or None"
+    if not isinstance(message.topic, str):
+        return "topic is not a text"
+    for name, least, largest in (("partition", 0, _INT32_MAX), ("timestamp_ms", -1, _INT64_MAX)):
+        number = getattr(message, name)
+        if number is not None and not (type(number) is int and least <= number <= largest):
+            return f"{name} {number!r} is not a whole number from {least} to {largest}, or None"
+    for header in message.headers:
+        match header:
+            case (str(), bytes() | None):
+                continue
+        return f"headers hold {header!r}, which is not a pair of name and bytes or None"
+    return ""
 
 
 def _copy(output: Message, message: ReceivedMessage, count: int) -> Copy:
