@@ -50,7 +50,7 @@ from txbroker.databases.steps import run
 
 BEHIND_MAX = 1500
 STAGE_SHARE, STAGE_FAILS_S = 0.04, 3.0
-DEAF_S, SINGLE_DEAF_S = 1.0, 0.1
+SLOW_S, SINGLE_SLOW_S = 0.6, 0.05
 
 
 class Servers(NamedTuple):
@@ -93,7 +93,7 @@ class ExactFleet(Fleet):
         self.output = f"{self.group}.output"
         self.link: DatabaseLink | None = None
         self.tables: Tables | None = None
-        self.deaf_s = SINGLE_DEAF_S if case.store == SQLITE else DEAF_S
+        self.slow_s = SINGLE_SLOW_S if case.store == SQLITE else SLOW_S
         self._url = ""
         self._samples: list[Sample] = []
 

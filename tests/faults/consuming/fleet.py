@@ -171,6 +171,8 @@ class Fleet:
         self._folder = folder
         self._history = folder / "history.jsonl"
         self._healed = folder / "healed"
+        self.slowed = folder / "slowed"
+        self.slow_s = 0.0
         self._numbers = itertools.count(1)
         self._stored: list[Stored] = []
         self._tasks: list[asyncio.Task[None]] = []
@@ -197,7 +199,7 @@ class Fleet:
         skip: int = 0,
         *,
         stops: bool = False,
-        deaf_s: float = 0.0,
+        deaf: bool = False,
     ) -> Instance:
         """Start an instance, which may kill or stop itself at a moment; see `Given`."""
         name = f"c{next(self._numbers)}"
@@ -214,6 +216,8 @@ class Fleet:
             name=name,
             history=str(self._history),
             healed=str(self._healed),
+            slowed=str(self.slowed),
+            slow_s=self.slow_s,
             seed=self._seed,
             options=options,
             delays=list(DELAYS_S),
@@ -221,7 +225,7 @@ class Fleet:
             skip=skip,
             stops=stops,
             exact=self._exact(),
-            deaf_s=deaf_s,
+            deaf=deaf,
         )
         log = self._folder / f"{name}.log"
         with log.open("wb") as out:

@@ -7,6 +7,7 @@ import contextlib
 import itertools
 import json
 import os
+import random
 import time
 from collections.abc import Callable, Generator, Sequence
 from typing import Any
@@ -27,10 +28,13 @@ class Plans:
 
     Args:
         healed: a file; once it exists, no message fails but those that are rejected.
+        slowed: a file; while it exists, calls take up to `slow_s` longer.
     """
 
-    def __init__(self, healed: str) -> None:
+    def __init__(self, healed: str, slowed: str = "", slow_s: float = 0.0) -> None:
         self._file = healed
+        self._slowed = slowed
+        self._slow_s = slow_s
         self._healed = False
         self._stages_failed: set[tuple[Any, ...]] = set()
 
@@ -38,6 +42,11 @@ class Plans:
     def healed(self) -> bool:
         self._healed = self._healed or os.path.exists(self._file)
         return self._healed
+
+    def takes_s(self, messages: Sequence[ReceivedMessage]) -> float:
+        """Return how long a call takes."""
+        slow_s = random.uniform(0, self._slow_s) if os.path.exists(self._slowed) else 0.0
+        return sum((instructions(each).get("takes_s", 0.0) for each in messages), slow_s)
 
     def error(self, message: ReceivedMessage) -> Exception | None:
         """Return what the first stage raises."""
@@ -127,7 +136,7 @@ class Handling:
 
     async def __call__(self, message: ReceivedMessage) -> None:
         with self._calls.call([message]):
-            if seconds := instructions(message).get("takes_s"):
+            if seconds := self._plans.takes_s([message]):
                 await asyncio.sleep(seconds)
             if error := self._plans.error(message):
                 raise error
@@ -140,7 +149,6 @@ class ExactHandling:
         name: of the instance.
         order: of the consumer.
         tables: of the effects; None: they are messages of the topic `output`.
-        slow_s: added to each call.
         reached: called at `HANDLER`.
     """
 
@@ -153,7 +161,6 @@ class ExactHandling:
         plans: Plans,
         write: Write,
         reached: Callable[[str], None],
-        slow_s: float,
     ) -> None:
         self._name = name
         self._order = order
@@ -163,7 +170,6 @@ class ExactHandling:
         self._write = write
         self._calls = Calls(write)
         self._reached = reached
-        self._slow_s = slow_s
 
     # --- the first stage ---------------------------------------------------------------------
 
@@ -205,7 +211,7 @@ class ExactHandling:
     async def sending(self, message: ReceivedMessage, out: Outputs) -> None:
         """The handler whose effect is a message."""
         with self._calls.call([message]):
-            if seconds := instructions(message).get("takes_s", 0.0) + self._slow_s:
+            if seconds := self._plans.takes_s([message]):
                 await asyncio.sleep(seconds)
             out.send(Message(self._output, key=message.key, value=self._sent(message)))
             self._reached(HANDLER)
@@ -230,10 +236,7 @@ class ExactHandling:
             numbers: dict[ReceivedMessage, int] = {}
             for message in messages if instructions(messages[0]).get("early") else ():
                 numbers[message] = yield from self._next_of_lane(message)
-            yield (
-                sum(instructions(message).get("takes_s", 0.0) for message in messages)
-                + self._slow_s
-            )
+            yield self._plans.takes_s(messages)
             for message in messages:
                 number = numbers.get(message)
                 if number is None:

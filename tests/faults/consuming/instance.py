@@ -95,19 +95,21 @@ class Given(msgspec.Struct, kw_only=True):
     Attributes:
         history: the file of its history.
         healed: a file; once it exists, no message fails any more.
+        slowed: a file; while it exists, calls take up to `slow_s` longer.
         options: of `Consumer`.
         delays: of the retry topic, seconds.
         point, skip: the moment at which it kills itself, "" for none, and how often it passes it.
         stops: it stops itself there instead, by SIGSTOP.
         exact: how results are stored; None: not with the position.
-        deaf_s: above 0 its lease never ends, so that only its token is left, and each call takes
-            longer by this time, seconds.
+        deaf: its lease never ends, so that only its token is left.
     """
 
     bootstrap: str
     name: str
     history: str
     healed: str
+    slowed: str = ""
+    slow_s: float = 0.0
     seed: int
     options: dict[str, Any]
     delays: list[float]
@@ -115,7 +117,7 @@ class Given(msgspec.Struct, kw_only=True):
     skip: int = 0
     stops: bool = False
     exact: Exact | None = None
-    deaf_s: float = 0.0
+    deaf: bool = False
 
 
 class Losing:
@@ -189,7 +191,7 @@ async def main(given: Given) -> None:
     moment = Moment(given, write)
     if given.point:
         failpoints.hook = moment.reached
-    if given.deaf_s:
+    if given.deaf:
         deafen()
     losing = Losing(given.bootstrap, random.Random(f"{given.seed}/{given.name}"))
     commit = CommitPolicy(max_batch=200, max_interval_s=COMMIT_S)
@@ -221,7 +223,7 @@ async def main(given: Given) -> None:
 
 async def run(consumer: Consumer, given: Given, write: Callable[..., None], moment: Moment) -> None:
     """Handle messages as the instance is to."""
-    plans, exact = Plans(given.healed), given.exact
+    plans, exact = Plans(given.healed, given.slowed, given.slow_s), given.exact
     if exact is None:
         await consumer.run(Handling(plans, write))
         return
@@ -233,7 +235,6 @@ async def run(consumer: Consumer, given: Given, write: Callable[..., None], mome
         plans,
         write,
         moment.reached,
-        given.deaf_s,
     )
     handler: Callable[..., Any] = handling.coroutine if exact.coroutine else handling.plain
     if not exact.url:

@@ -243,17 +243,19 @@ class Nemesis:
 
     async def _race(self, seconds: float) -> None:
         """An owner is cut off from Kafka, not from the database, and its lease does not end: it
-        works on what it has fetched, while others own the same partitions."""
+        works on what it has fetched, while others own the same partitions. All are slow, so that
+        they come to the same messages."""
         fleet = self._fleet
-        assert isinstance(fleet, ExactFleet)
-        deaf = await fleet.launch(fleet.free_slot(), deaf_s=fleet.deaf_s)
-        if await fleet.ready(deaf, self._moment_s):
+        deaf = await fleet.launch(fleet.free_slot(), deaf=True)
+        if await fleet.ready(deaf, 3 * self._moment_s):
+            fleet.slowed.touch()
             await asyncio.sleep(_BACKLOG_S)
             deaf.signal(signal.SIGUSR2)
             begin = time.monotonic()
             await asyncio.sleep(seconds)
             fleet.note("cut off", deaf.name, begin, time.monotonic() + _BACKOFF_S)
             deaf.signal(signal.SIGUSR2)
+            fleet.slowed.unlink()
             await asyncio.sleep(1)
         else:
             self.counts["moment not reached"] += 1
