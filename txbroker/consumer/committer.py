@@ -250,7 +250,7 @@ class Committer:
             except (KafkaUnavailable, TimeoutError) as error:
                 if left_s < _FLUSH_PAUSE_S or getattr(error, "lasting", False):
                     log.warning("positions not stored", error=safe_repr(error))
-                    if self._in_flight is not None:
+                    if self._in_flight is not None and not self._in_flight.expired():
                         self._in_flight.reschedule(self._loop.time())
                     return
                 await asyncio.sleep(_FLUSH_PAUSE_S)

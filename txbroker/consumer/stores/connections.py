@@ -181,6 +181,8 @@ class Connections:
             except asyncio.CancelledError:
                 if not running.cancel():  # of a server that does not answer it never ends
                     await asyncio.wait([future], timeout=_CANCELLED_S)
+                if future.done() and not future.cancelled():
+                    future.exception()  # or it is reported as never retrieved
                 raise
         async with self._borrowed() as session:
             return await steps_in_transaction_async(steps(), session)
