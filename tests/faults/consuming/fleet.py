@@ -51,6 +51,7 @@ KEYS = 60
 DELAYS_S = (0.2, 0.3, *(0.4,) * 14)
 SESSION_S, LEASE_S, HEARTBEAT_S = 6.0, 3.0, 0.5
 SETTLE_S = 90.0
+"""How long nothing may change, before all is done."""
 LAG_S = 3.0
 """How long a commit may take after its interval, on a busy machine."""
 RUBBISH = ("Traceback", "Task was destroyed", "never retrieved", "never awaited")
@@ -259,6 +260,17 @@ class Fleet:
             await until(lambda: file.exists() or not instance.running, within_s)
         return file.exists() and instance.running
 
+    async def begun(self, instance: Instance, within_s: float) -> bool:
+        """Wait until an instance has called its handler; return whether it has."""
+        until_s = time.monotonic() + within_s
+        while time.monotonic() < until_s and instance.running:
+            await asyncio.sleep(0.3)
+            lines = self._history.open() if self._history.exists() else ()
+            for line in lines:
+                if f'"instance": "{instance.name}"' in line and '"begin"' in line:
+                    return True
+        return False
+
     async def kill(self, instance: Instance) -> None:
         """End an instance as by kill -9."""
         now = time.monotonic()
@@ -378,17 +390,18 @@ class Fleet:
         await self._tasks[0]
         self._healed.touch()
         await self.fill_up()
-        try:
-            await until(self._is_settled, SETTLE_S)
-        except AssertionError:
-            self.wrong.append(f"not settled: {(await self._open())[:20]}")
-
-    async def _is_settled(self) -> bool:
-        await self.fill_up()
-        await asyncio.sleep(0.3)
-        if self.case.on_failure == "aside":
-            await self.release()
-        return not await self._open()
+        left, since_s = [""], time.monotonic()
+        while left:
+            await self.fill_up()
+            await asyncio.sleep(0.3)
+            if self.case.on_failure == "aside":
+                await self.release()
+            before, left = left, await self._open()
+            if left != before:
+                since_s = time.monotonic()
+            elif time.monotonic() - since_s > SETTLE_S:
+                self.wrong.append(f"not settled: {left[:20]}")
+                return
 
     async def _open(self) -> list[str]:
         """Return the names of messages that are not done."""

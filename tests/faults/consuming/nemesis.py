@@ -247,7 +247,7 @@ class Nemesis:
         they come to the same messages."""
         fleet = self._fleet
         deaf = await fleet.launch(fleet.free_slot(), deaf=True)
-        if await fleet.ready(deaf, 3 * self._moment_s):
+        if await fleet.begun(deaf, 3 * self._moment_s):
             fleet.slowed.touch()
             await asyncio.sleep(_BACKLOG_S)
             deaf.signal(signal.SIGUSR2)
