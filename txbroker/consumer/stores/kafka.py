@@ -235,13 +235,15 @@ def _wrong_field(message: Message) -> str:
     for name in ("key", "value"):
         if not isinstance(getattr(message, name), bytes | None):
             return f"{name} is not bytes or None"
-    if not isinstance(message.topic, str):
+    topic: Any = message.topic
+    if not isinstance(topic, str):
         return "topic is not a text"
     for name, least, largest in (("partition", 0, _INT32_MAX), ("timestamp_ms", -1, _INT64_MAX)):
         number = getattr(message, name)
         if number is not None and not (type(number) is int and least <= number <= largest):
             return f"{name} {number!r} is not a whole number from {least} to {largest}, or None"
-    for header in message.headers:
+    headers: Sequence[Any] = message.headers
+    for header in headers:
         match header:
             case (str(), bytes() | None):
                 continue
