@@ -48,7 +48,7 @@ class Place(NamedTuple):
     Attributes:
         name: of the database, and of the kind of handler.
         connect: opens a connection of the driver, with its defaults.
-        mark: the driver's placeholder.
+        mark: stands for a value in the driver's SQL.
         coroutine: its handlers are coroutine functions.
     """
 

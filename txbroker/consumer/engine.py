@@ -110,6 +110,10 @@ class Suspensions:
             if work.owner.commits is commits:
                 self._queues.resume(work.queue, _NOT_STORED)
 
+    def fill(self, work: Work, *, full: bool) -> None:
+        """Hand out no new messages of a partition while it is full of results to store."""
+        self._queues.fill(work.queue, full=full)
+
     def _suspend(self, work: Work, suspension: Suspension) -> None:
         if suspension.matches(work.place) and suspension.key is not None:
             self._queues.suspend_key(work.queue, suspension.key)
@@ -280,12 +284,6 @@ class Engine:
                 self.finish(message, asyncio.CancelledError("the handler was cancelled"))
         self.give_back(mine)
 
-    def fill(self, work: Work, *, full: bool) -> None:
-        """Hand out no new messages of a partition while it is full of results to store."""
-        self._queues.fill(work.queue, full=full)
-        if not full:
-            self.waiting.wake()
-
     # --- arrival -----------------------------------------------------------------------------
 
     def deliver(self, work: Work, records: Sequence[Record], next_offset: int, end: int) -> None:
@@ -418,7 +416,7 @@ class Engine:
         for work, done in by_work.items():
             self.handled += len(done)
             self._queues.settle_all(work.queue, done)
-            self._settled_all(work, done)
+            self.settled(*done)
         self.waiting.wake()
 
     def _hold_followers(self, message: ReceivedMessage, lane: Lane) -> None:
@@ -450,13 +448,6 @@ class Engine:
                     message.work.unhandled.add(message)
         self.waiting.wake()
 
-    def first_stored(self, messages: Sequence[ReceivedMessage]) -> None:
-        """The first stage of messages is stored: after a crash only the later ones follow."""
-        for message in messages if self.staged else ():
-            message.stage = max(1, message.stage)
-            if message.work.owner is message.work:
-                message.work.ahead.add(message.record.offset)
-
     def end(self, message: ReceivedMessage, *, stored: bool = False) -> None:
         """The message needs nothing more: its lane continues, its offset is done.
 
@@ -467,33 +458,19 @@ class Engine:
         self.settled(message, stored=stored)
         self.waiting.wake()
 
-    def _settled_all(self, work: Work, messages: Sequence[ReceivedMessage]) -> None:
-        """`settled` for messages of one partition."""
+    def settled(self, *messages: ReceivedMessage, stored: bool = False) -> None:
+        """Messages of one partition are done: so are their offsets, and their memory is free."""
+        work = messages[0].work
         commits = work.commits
         if commits is None:
             return
-        work.bytes -= sum([message.size for message in messages])
-        if not self.before:
-            for message in messages:
+        for message in messages:
+            work.bytes -= message.size
+            if not self.before:
                 work.finished(message.record.offset)
+        if not self.before and not stored:
             commits.changed(work, len(messages))
-        elif work.gate:
-            commits.changed(work, 0)
-        if self.memory.paused:
-            self.memory.free(work)
-
-    def settled(self, message: ReceivedMessage, *, stored: bool = False) -> None:
-        """The message is done: so is its offset, and its memory is free."""
-        work = message.work
-        commits = work.commits
-        if commits is None:
-            return
-        work.bytes -= message.size
-        if not self.before:
-            work.finished(message.record.offset)
-            if not stored:
-                commits.changed(work)
-        elif work.gate:
+        elif self.before and work.gate:
             commits.changed(work, 0)
         if self.memory.paused:
             self.memory.free(work)

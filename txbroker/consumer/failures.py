@@ -59,8 +59,8 @@ class Results(Protocol):
             stored: in the stored position, too.
         """
 
-    def settled(self, message: ReceivedMessage, *, stored: bool = False) -> None:
-        """The message is done: so is its offset, and its memory is free."""
+    def settled(self, *messages: ReceivedMessage, stored: bool = False) -> None:
+        """Messages of one partition are done: so are their offsets, and their memory is free."""
 
 
 class Failures:

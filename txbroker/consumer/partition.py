@@ -274,6 +274,16 @@ class Work:
         return max(0, self.end - position.low - done)
 
 
+def first_stored(messages: Sequence[ReceivedMessage]) -> None:
+    """The first stage of messages is stored: after a crash only the later ones follow."""
+    for message in messages:
+        work = message.work
+        if work.engine.staged:
+            message.stage = max(1, message.stage)
+            if work.owner is work:
+                work.ahead.add(message.record.offset)
+
+
 def due_ms(message: ReceivedMessage) -> int:
     """Return when a message is due, milliseconds since 1970; 0: at once."""
     return 0 if message.failed_before is None else message.failed_before.due_ms

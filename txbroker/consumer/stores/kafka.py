@@ -14,6 +14,7 @@ import structlog
 
 from txbroker.consumer.committer import StoreTraits
 from txbroker.consumer.message import ReceivedMessage
+from txbroker.consumer.partition import first_stored
 from txbroker.consumer.stores.pending import Pending
 from txbroker.consumer.workers import (
     Call,
@@ -96,13 +97,12 @@ class Outputs:
 class _FirstStage:
     """Takes the result of the first stage's outputs; see `Storing`."""
 
-    def __init__(self, engine: Engine, future: asyncio.Future[None]) -> None:
-        self._engine = engine
+    def __init__(self, future: asyncio.Future[None]) -> None:
         self._future = future
 
     def stored(self, pending: Pending) -> None:
         assert pending.message is not None
-        self._engine.first_stored([pending.message])
+        first_stored([pending.message])
         if not self._future.done():
             self._future.set_result(None)
 
@@ -194,7 +194,7 @@ class KafkaResults:
         commits = work.commits
         if commits is None:
             raise RolledBack
-        owner = _FirstStage(engine, stored)
+        owner = _FirstStage(stored)
         pending = Pending(work.owner, message, copies, owner, first=True)
         commits.store(pending)
         try:

@@ -172,4 +172,6 @@ class PendingCopies:
         is_full = waiting.count >= _WAITING_MAX or waiting.bytes > waiting.bytes_max
         if is_full is not waiting.is_full:
             waiting.is_full = is_full
-            self._engine.fill(work, full=is_full)
+            self._engine.suspensions.fill(work, full=is_full)
+            if not is_full:
+                self._engine.waiting.wake()

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import structlog
 
 from txbroker.consumer.message import ReceivedMessage
-from txbroker.consumer.partition import Work
+from txbroker.consumer.partition import Work, first_stored
 from txbroker.consumer.stores.connections import HandlerFailed, busy_pause
 from txbroker.consumer.stores.transaction import Transaction, Unanswered
 from txbroker.consumer.workers import Call, Handler, RolledBack, is_coroutine_function
@@ -194,7 +194,7 @@ class DatabaseResults:
                     self._store.advanced(part.work.place, part.settled.position)
                 elif part.settled.offsets:
                     self._store.add_rows(part.work.place, part.settled.offsets)
-            transaction.engine.first_stored(transaction.messages)
+            first_stored(transaction.messages)
             return
         part = transaction.parts[stopped_at]
         if part.stored is Stored.FENCED:
@@ -202,7 +202,7 @@ class DatabaseResults:
                 part.work.commits.fenced(part.work.owner)
             raise RolledBack
         if len(transaction.messages) == 1:
-            transaction.engine.first_stored(part.messages)
+            first_stored(part.messages)
             return
         for message in part.messages:  # which of them was stored before, each shows alone
             message.alone = True
