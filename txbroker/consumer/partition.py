@@ -167,6 +167,7 @@ class Work:
         attempt = 1 if failed is None else failed.attempts + 1
         key = lane_key_of(self.order, record.key)
         stage = 0 if failed is None else failed.stage
+        stage = max(stage, int(record.offset in self.ahead))
         return ReceivedMessage(
             message, self, size_of(record), key, attempt, failed_before=failed, stage=stage
         )

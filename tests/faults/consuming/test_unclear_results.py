@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from tests.kit.until import until
 from txbroker.consumer import Consumer, InDatabase, ReceivedMessage
@@ -19,7 +20,7 @@ from txbroker.consumer.engine import Engine
 from txbroker.consumer.message import MessageLease, NoLease
 from txbroker.consumer.partition import Work
 from txbroker.consumer.stores.connections import Connections
-from txbroker.core.consuming.copies import GroupTopics
+from txbroker.core.consuming.copies import Failed, GroupTopics, Source, make_copy
 from txbroker.core.consuming.failure import make_policy
 from txbroker.core.consuming.queues import Order
 from txbroker.core.records import Record
@@ -118,6 +119,19 @@ async def test_copy_without_new_position_is_stored_once(plain: bool | None, stor
     assert done.events == ["stored"]
 
 
+async def test_retried_message_keeps_its_first_stage() -> None:
+    """Its output is stored; after a crash only the later stages follow."""
+    policy = make_policy(Order.NONE, "retry", 3, None, drop=False)
+    engine = Engine(Order.NONE, policy, GroupTopics.of("txbroker", GROUP), 1 << 20)
+    lease = MessageLease(NoLease(), asyncio.get_running_loop())
+    work = Work(engine, ("retry", 0), lease, is_retry=True)
+    work.ahead = {7}
+    record = Record(b"k", b"1")
+    failed = Failed(Source("orders", 0, 3), 1, 0, "once")
+    messages = work.wrap([replace(make_copy(record, failed), offset=n) for n in (6, 7)])
+    assert [message.stage for message in messages] == [0, 1]
+
+
 @pytest.fixture
 def memory() -> MemoryKafka:
     kafka = MemoryKafka()
@@ -210,7 +224,7 @@ async def test_cancelled_transaction_ends_and_is_reported_as_cancelled(tmp_path:
         go_on.wait()
         yield Query("CREATE TABLE ended (at INTEGER)")
 
-    connections = Connections(SQLite(tmp_path / "results.db"), 1, 60.0)
+    connections = Connections(SQLite(tmp_path / "results.db", create_tables=True), 1, 60.0)
     task = asyncio.create_task(connections.transaction(steps))
     await until(begun.is_set)
     task.cancel()
