@@ -269,7 +269,7 @@ class ExactFleet(Fleet):
             found = json.loads(record.value)
             place = (found["topic"], found["partition"])
             lane = f"{place[0]}/{place[1]}/{record.key}" if self.case.order == "key" else ""
-            counts[lane] = counts.get(lane, 0) + 1
+            counts[lane] = counts.get(lane, 0) + bool(lane)
             effects.append(
                 Effect(
                     serial=record.offset,

@@ -211,7 +211,7 @@ class ExactJudge:
     def _stages(self) -> Iterator[Violation]:
         done: dict[Source, set[int]] = defaultdict(set)
         newest: dict[tuple[str, int], int] = {}
-        lanes = {effect.source: effect.lane for effect in self._outcome.effects if effect.lane}
+        lanes = {each.source: each.lane for each in self._outcome.effects if each.number}
         for run in self._outcome.stages:
             if run.seen == 0:
                 yield Violation("E4", text(run.source), f"stage {run.stage} before its effect")

@@ -45,6 +45,7 @@ CASES = (
     Case("none", "retry", store="mariadb", later=1),
     Case("key", "aside", store="mariadb"),
     Case("key", "aside", store="kafka"),
+    Case("key", "aside", store="kafka", later=1),
     Case("none", "retry", store="kafka", later=2),
 )
 _RATES = {"sqlite": 0.4}
