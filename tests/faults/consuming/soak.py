@@ -48,6 +48,8 @@ CASES = (
     Case("key", "aside", store="kafka", later=1),
     Case("none", "retry", store="kafka", later=2),
 )
+CONNECTIONS = 400
+"""Two cases at once, and what killed consumers leave, take more than the servers' defaults."""
 _RATES = {"sqlite": 0.4}
 """Of messages, relative to others: an SQLite file has one writer at a time."""
 AT_ONCE = 2
@@ -153,8 +155,12 @@ def servers_for(cases: Sequence[Case]) -> Iterator[Servers]:
     stores = {case.store for case in cases}
     with contextlib.ExitStack() as stack:
         yield Servers(
-            stack.enter_context(PostgresServer()) if "postgresql" in stores else None,
-            stack.enter_context(MariaServer()) if "mariadb" in stores else None,
+            stack.enter_context(PostgresServer(max_connections=CONNECTIONS))
+            if "postgresql" in stores
+            else None,
+            stack.enter_context(MariaServer(max_connections=CONNECTIONS))
+            if "mariadb" in stores
+            else None,
         )
 
 
